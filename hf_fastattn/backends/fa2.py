@@ -1,0 +1,12 @@
+"""Backend "fa2": FlashAttention-2: one Triton kernel for prefill and decode alike."""
+
+from ..kernels import TritonKernel
+from ..registry import Backend, register
+
+backend = register(
+    Backend(
+        name="fa2",
+        summary="FlashAttention-2: one Triton kernel for prefill and decode alike",
+        prefill=TritonKernel("prefill"),
+    )
+)

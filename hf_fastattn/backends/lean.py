@@ -1,0 +1,13 @@
+"""Backend "lean": LeanAttention: FlashAttention-2 prefill, one stream-K launch over equal K/V shares in decode."""
+
+from ..kernels import TritonKernel
+from ..registry import Backend, register
+
+backend = register(
+    Backend(
+        name="lean",
+        summary="LeanAttention: FlashAttention-2 prefill, one stream-K launch over equal K/V shares in decode",
+        prefill=TritonKernel("prefill"),
+        decode=TritonKernel("lean"),
+    )
+)

@@ -1,0 +1,98 @@
+"""Every line that depends on the version of Transformers. Nothing else may."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+import warnings
+from functools import cache
+
+import transformers
+
+OLDEST, NEWEST = (5, 17), (5, 23)
+
+
+def check_version(version: str) -> None:
+    """Refuse a Transformers too old for this package; warn about one newer than the newest it was tested with."""
+    found = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    if found < OLDEST:
+        raise ImportError(
+            f"hf_fastattn needs transformers >= {OLDEST[0]}.{OLDEST[1]}; found {version}. "
+            'Upgrade it with `pip install -U "transformers>=5.17"`.'
+        )
+    if found > NEWEST:
+        warnings.warn(
+            f"hf_fastattn was tested with transformers up to {NEWEST[0]}.{NEWEST[1]}; found {version}. "
+            'If something looks wrong, compare with attn_implementation="sdpa" and report it.',
+            stacklevel=2,
+        )
+
+
+check_version(transformers.__version__)
+
+from transformers import AttentionInterface  # noqa: E402
+from transformers.masking_utils import (  # noqa: E402
+    AttentionMaskInterface,
+    bidirectional_mask_function,
+    causal_mask_function,
+    sdpa_mask,
+)
+
+__all__ = ["check_version", "dense_mask", "mask_pattern", "register", "why_not_model"]
+
+
+def register(name: str, attention, mask) -> None:
+    """Make `attn_implementation=name` known: both functions, always together (a missing mask is silently no mask)."""
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, mask)
+
+
+def mask_pattern(
+    mask_function, config, q_length: int, local_size: int | None, use_vmap: bool, causal_skip: bool, bidirectional_skip: bool
+) -> tuple[bool, int | None] | None:
+    """(causal, window) where Transformers asks for a plain pattern that spans can say, else None.
+
+    Overlays (packed sequences, image blocks, user masks) come with use_vmap or with their skip flag off. One decoded
+    token of a compileable cache has the flag off too, and there an overlay adds nothing.
+    """
+    if use_vmap:
+        return None
+    if mask_function is bidirectional_mask_function:
+        return (False, None) if bidirectional_skip else None
+    if not (causal_skip or q_length == 1):
+        return None
+    if mask_function is causal_mask_function:
+        return True, None
+    # Sliding layers hand their window as local_size; so do chunked ones with their chunk, which is another pattern.
+    window = getattr(config, "sliding_window", None)
+    if local_size is not None and local_size == window and local_size != getattr(config, "attention_chunk_size", None):
+        return True, local_size
+    return None
+
+
+def dense_mask(**arguments):
+    """Stock (batch, 1, q_len, kv_len) boolean mask, True where attended; arguments as Transformers hands them to a mask function."""
+    return sdpa_mask(**{**arguments, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
+
+
+@cache
+def why_not_model(config_class: type) -> str | None:
+    """Why models of this config class cannot run a registered attention, in a sentence; None if they can.
+
+    Some modelling files compute attention themselves and never look at the registry. They would silently ignore the
+    backend, or add our spans to their scores as if they were a mask. The class is judged by its source, as Transformers does.
+    """
+    module = sys.modules.get(config_class.__module__.replace("configuration_", "modeling_"))
+    if module is None:
+        return None
+    try:
+        source = inspect.getsource(module)
+    except (OSError, TypeError):
+        return None
+    if re.search(r"^class \w*Attention\w*\(nn\.Module\):", source, re.MULTILINE) and "get_interface(" not in source:
+        return (
+            f"{config_class.__name__.removesuffix('Config')} computes attention in its own code and never asks Transformers' "
+            'attention interface, so no registered backend can run in it; use attn_implementation="eager" or "sdpa".'
+        )
+    return None

@@ -1,0 +1,58 @@
+"""The attention kernels, beside their plain-torch specification. Torch and Triton only; nothing here knows Transformers.
+
+`reference.attention`, `prefill.prefill`, `split_kv.split_kv` and `lean.lean` share one signature and one contract.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+
+import torch
+
+from . import reference
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+# Read once, as Triton itself reads it when a kernel is defined.
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+class TritonKernel:
+    """The launcher `hf_fastattn.kernels.<name>.<name>`, imported when first needed; its torch twin for CPU tensors.
+
+    Under TRITON_INTERPRET=1 CPU tensors run the Triton kernel in the interpreter, which is for tests.
+    """
+
+    def __init__(self, name: str):
+        self.name = name
+        self._launch = None
+
+    def __repr__(self) -> str:
+        return f"TritonKernel({self.name!r})"
+
+    def where(self, device_type: str) -> str:
+        """What a call on this kind of device runs, in words. Raises RuntimeError where nothing can run."""
+        if device_type == "cpu":
+            return "the Triton kernel, interpreted" if INTERPRETED and HAS_TRITON else "the torch twin"
+        if device_type != "cuda":
+            raise RuntimeError(
+                f"The {self.name} kernel runs on CUDA devices (and its torch twin on the CPU); got a tensor on {device_type!r}. "
+                'Use attn_implementation="sdpa" there.'
+            )
+        if not HAS_TRITON:
+            raise RuntimeError(
+                f"The {self.name} kernel needs Triton, which is not installed. Install it with `pip install triton` (Linux), "
+                'or use attn_implementation="reference" or "sdpa".'
+            )
+        return "the Triton kernel"
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: torch.Tensor | None = None, **options):
+        if self._launch is not None and q.is_cuda:
+            return self._launch(q, k, v, spans, **options)
+        if self.where(q.device.type) == "the torch twin":
+            return reference.attention(q, k, v, spans, **options)
+        if INTERPRETED and q.dtype == torch.bfloat16:
+            raise TypeError("Triton's interpreter computes bfloat16 wrongly; use float32 or float16 under TRITON_INTERPRET=1.")
+        self._launch = getattr(importlib.import_module(f"{__name__}.{self.name}"), self.name)
+        return self._launch(q, k, v, spans, **options)

@@ -1,0 +1,111 @@
+"""What every kernel asks of its arguments before it runs, and the outputs all of them allocate."""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+
+import torch
+
+from . import launch
+from .spans import WORDS, num_words
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MAX_HEAD_DIM = 256
+
+
+def check(q, k, v, spans, *, scale, window, softcap, sink_logits, decode: bool = False) -> float:
+    """Refuse what a kernel cannot honour, in a sentence; return the scale (head_dim ** -0.5 where None)."""
+    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
+        raise ValueError(
+            f"q, k and v must be 4-D, (batch, heads, length, head_dim); got {q.dim()}-D, {k.dim()}-D and {v.dim()}-D."
+        )
+    batch, num_heads, q_len, head_dim = q.shape
+    if k.shape != v.shape:
+        raise ValueError(
+            f"k and v must have one shape, with v's head_dim equal to k's; got {tuple(k.shape)} and {tuple(v.shape)}. "
+            'For models with another value head_dim use attn_implementation="sdpa".'
+        )
+    kv_batch, kv_heads, kv_len, k_dim = k.shape
+    if kv_batch != batch or k_dim != head_dim:
+        raise ValueError(f"q and k must agree in batch and head_dim; got q {tuple(q.shape)} and k {tuple(k.shape)}.")
+    if kv_heads == 0 or num_heads % kv_heads:
+        raise ValueError(
+            f"The number of query heads must be a multiple of the number of KV heads; got {num_heads} and {kv_heads}."
+        )
+    if head_dim > MAX_HEAD_DIM:
+        raise ValueError(
+            f"head_dim {head_dim} is above {MAX_HEAD_DIM}, the largest these kernels hold; "
+            'use attn_implementation="sdpa" for this model.'
+        )
+    if batch == 0 or q_len == 0 or kv_len == 0:
+        raise ValueError(f"Nothing to attend: q is {tuple(q.shape)} and k is {tuple(k.shape)}; every size must be at least 1.")
+    if q.dtype not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
+        raise TypeError(
+            f"q, k and v must share one dtype out of float16, bfloat16 and float32; got {q.dtype}, {k.dtype} and {v.dtype}. "
+            "Cast them, or load the model with one of these dtypes."
+        )
+    if k.device != q.device or v.device != q.device:
+        raise ValueError(f"q, k and v must be on one device; got {q.device}, {k.device} and {v.device}.")
+    if q.stride(3) != 1 or k.stride(3) != 1 or v.stride(3) != 1:
+        raise ValueError(
+            "The last dimension of q, k and v must be contiguous (stride 1); got strides "
+            f"{q.stride(3)}, {k.stride(3)} and {v.stride(3)}. Call .contiguous() on the tensor first."
+        )
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        raise RuntimeError(
+            "These kernels have no backward pass, and q, k or v requires grad. Run under torch.no_grad() or "
+            'torch.inference_mode(), or train with attn_implementation="sdpa".'
+        )
+    if spans is not None:
+        sizes = (WORDS, WORDS + num_words(kv_len))
+        if spans.dtype != torch.int32 or spans.shape[:-1] != (batch, 1, 1) or spans.shape[-1] not in sizes:
+            raise ValueError(
+                f"spans must be int32 of shape ({batch}, 1, 1, {sizes[0]}) or ({batch}, 1, 1, {sizes[1]}) for {kv_len} slots; "
+                f"got {spans.dtype} {tuple(spans.shape)}. Build them with kernels.spans.build_spans."
+            )
+        if spans.device != q.device or spans.stride(3) != 1:
+            raise ValueError(f"spans must be on q's device ({q.device}) with stride(-1) == 1; got {spans.device}.")
+    if window is not None and window < 1:
+        raise ValueError(f"window counts the keys a query sees, itself included, and must be at least 1; got {window}.")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap must be above 0; got {softcap}. Pass None for no softcap.")
+    if scale is not None and not scale > 0:
+        raise ValueError(f"scale must be above 0; got {scale}. Pass None for head_dim ** -0.5.")
+    if sink_logits is not None and (tuple(sink_logits.shape) != (num_heads,) or sink_logits.device != q.device):
+        raise ValueError(
+            f"sink_logits must hold one logit per query head, ({num_heads},), on {q.device}; "
+            f"got {tuple(sink_logits.shape)} on {sink_logits.device}."
+        )
+    if decode and q_len * (num_heads // kv_heads) > launch.MAX_DECODE_ROWS:
+        raise ValueError(
+            f"A decode kernel takes at most {launch.MAX_DECODE_ROWS} query rows per KV head; got q_len {q_len} x "
+            f"{num_heads // kv_heads} query heads per KV head. Use the prefill kernel."
+        )
+    return head_dim**-0.5 if scale is None else float(scale)
+
+
+def empty_outputs(q: torch.Tensor, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse): out is (batch, num_heads, q_len, head_dim) stored as (batch, q_len, num_heads, head_dim), as models want it.
+
+    lse is fp32 (batch, num_heads, q_len); without `return_lse` it is `out` again, a pointer nobody follows.
+    """
+    batch, num_heads, q_len, head_dim = q.shape
+    out = torch.empty(batch, q_len, num_heads, head_dim, device=q.device, dtype=q.dtype).transpose(1, 2)
+    lse = torch.empty(batch, num_heads, q_len, device=q.device, dtype=torch.float32) if return_lse else out
+    return out, lse
+
+
+def log2_scales(scale: float, softcap: float | None) -> tuple[float, float]:
+    """(scale_log2, cap_log2) as `softmax._scores` takes them."""
+    log2_e = math.log2(math.e)
+    if softcap is None:
+        return scale * log2_e, 0.0
+    return 2.0 * scale * log2_e / softcap, softcap * log2_e
+
+
+def on_device(q: torch.Tensor):
+    """Triton launches on the current device; make it q's."""
+    if q.is_cuda and q.device.index != torch.cuda.current_device():
+        return torch.cuda.device(q.device)
+    return nullcontext()

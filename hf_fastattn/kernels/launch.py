@@ -1,0 +1,132 @@
+"""Tile sizes, warps and pipeline depth per architecture and shape, the size of grids, and the counters of `lean`.
+
+Fixed tables, no tuning and no compilation per length at run time: a length is never part of a choice that compiles.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+MAX_DECODE_ROWS = 64  # query rows (q_len x heads per KV head) a decode kernel packs into one block
+MAX_PROGRAMS_PER_SM = 4
+_STREAM_SLOTS = 128
+_CPU_SMS = 3  # what the interpreter pretends to have: few programs, several tiles each
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """One launch: block sizes in rows and keys, warps, pipeline stages; the last two for decode only."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+    num_warps: int
+    num_stages: int
+    programs_per_sm: int = 1
+    MIN_TILES: int = 1
+
+
+def block_d(head_dim: int) -> int:
+    """head_dim rounded up to a power of two, at least 16."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+@cache
+def arch(device: torch.device) -> int:
+    """Compute capability as one number, 90 for Hopper; 0 where kernels are interpreted on the CPU."""
+    if device.type != "cuda":
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+@cache
+def num_sms(device: torch.device) -> int:
+    if device.type != "cuda":
+        return _CPU_SMS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def prefill(device: torch.device, dtype: torch.dtype, head_dim: int, q_len: int) -> Config:
+    """The prefill kernel's launch; q_len only picks a smaller query block for short inputs."""
+    return prefill_config(arch(device), dtype.itemsize, block_d(head_dim), min(128, max(16, 1 << (q_len - 1).bit_length())))
+
+
+@cache
+def prefill_config(arch: int, itemsize: int, block_d: int, rows: int) -> Config:
+    if arch == 0:
+        return Config(min(rows, 32), 32, 4, 1)
+    if itemsize == 4:  # IEEE dots run on CUDA cores; registers decide
+        return Config(min(rows, 32), 32, 4, 2 if block_d <= 128 else 1)
+    if rows <= 32:
+        return Config(rows, 64 if block_d <= 128 else 32, 4, 3 if block_d <= 128 else 2)
+    if arch == 90:
+        if block_d <= 64:
+            return Config(rows, 128, 4 if rows == 64 else 8, 3)
+        if block_d == 128:
+            return Config(rows, 128 if rows == 128 else 64, 4 if rows == 64 else 8, 2)
+        return Config(rows, 64, 4 if rows == 64 else 8, 2)
+    if block_d <= 64:
+        return Config(rows, 64, 4, 3)
+    if block_d == 128:
+        return Config(rows, 64 if arch == 80 else 32, 4 if rows == 64 else 8, 3 if arch == 80 else 2)
+    return Config(min(rows, 64), 32, 4, 2)
+
+
+def decode(device: torch.device, dtype: torch.dtype, head_dim: int, rows: int) -> Config:
+    """The decode kernels' launch for `rows` packed query rows per KV head."""
+    return decode_config(arch(device), dtype.itemsize, block_d(head_dim), max(16, 1 << (rows - 1).bit_length()))
+
+
+@cache
+def decode_config(arch: int, itemsize: int, block_d: int, rows: int) -> Config:
+    if arch == 0:
+        return Config(rows, 16, 4, 1, programs_per_sm=2)
+    if itemsize == 4:
+        return Config(rows, 32 if block_d <= 128 else 16, 4, 2, programs_per_sm=2)
+    if block_d <= 64:
+        return Config(rows, 128, 4, 3, programs_per_sm=2)
+    if block_d == 128:
+        return Config(rows, 64, 4, 3, programs_per_sm=2)
+    return Config(rows, 32, 4, 3, programs_per_sm=2)
+
+
+def merge_chunk(block_m: int, block_d: int) -> int:
+    """Partials loaded at once by a merge: at most 8192 numbers, 64 registers of each of 128 threads."""
+    return max(1, min(16, 8192 // (block_m * block_d)))
+
+
+def num_splits(device: torch.device, config: Config, heads: int, kv_len: int) -> int:
+    """Flash-Decoding's splits per (row, KV head): enough programs for one wave, at least two tiles each, at most 128."""
+    wanted = max(1, config.programs_per_sm * num_sms(device) // heads)
+    return max(1, min(wanted, -(-kv_len // (2 * config.BLOCK_N)), 128))
+
+
+_counters: dict[torch.device, torch.Tensor] = {}
+_slots: dict[tuple[torch.device, int], int] = {}
+
+
+def counters(device: torch.device) -> torch.Tensor:
+    """Zeroed int32 arrival counters for lean launches on the current stream of `device`.
+
+    Launches on one stream run one after another and leave the counters at 0, so they share a set; streams do not.
+    All sets of a device are allocated at the first launch, which must not be inside a CUDA graph capture.
+    """
+    if device not in _counters:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "The first lean launch on a device must not be captured into a CUDA graph: its counters live outside the graph. "
+                "Run the model once before capturing it."
+            )
+        size = 4 * MAX_PROGRAMS_PER_SM * num_sms(device)
+        _counters[device] = torch.zeros(_STREAM_SLOTS, size, dtype=torch.int32, device=device)
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    slot = _slots.get((device, stream))
+    if slot is None:
+        slot = sum(known == device for known, _ in _slots)
+        if slot == _STREAM_SLOTS:
+            raise RuntimeError(f"lean has run on {_STREAM_SLOTS} streams of {device} already; reuse streams.")
+        _slots[device, stream] = slot
+    return _counters[device][slot]

@@ -1,0 +1,296 @@
+"""LeanAttention: decode attention as one stream-K launch over equal K/V tiles.
+
+The K/V tiles of all (batch row, KV head) pairs stand in one line, and the line is cut into equal shares, one per program:
+every program does the same work whatever the lengths of the rows. The schedule is computed inside the kernel from
+the device's own lengths, so it stays right when they change under a captured CUDA graph.
+
+An output tile that several programs share is merged by whoever arrives last, always in the same order, so results are
+bitwise repeatable. Nobody waits for anybody: no grid can deadlock. A tile with many contributors is merged in two levels,
+groups of FAN_IN in parallel and then the groups. Counters return to 0 by themselves; launches on one stream share them.
+
+Source: Sanovar et al., "Lean Attention: Hardware-Aware Scalable Attention Mechanism for the Decode-Phase of Transformers"
+(2024), sections 4.1 to 4.3; the last-arriver fix-up replaces its waiting host block. Osama et al., "Stream-K" (2023).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from . import checks, launch
+from .softmax import (
+    _WORDS,
+    attend,
+    block_bounds,
+    finalize,
+    load_spans,
+    merge_partials,
+    packed_rows,
+    row_bounds,
+    store_partial,
+)
+from .spans import NO_WINDOW
+
+FAN_IN = 16  # contributors merged by one program; 16 x 16 covers more programs than a GPU holds at BLOCK_M 16
+
+
+@triton.jit
+def _row_tiles(q_start, kv_start, kv_stop, window, causal, q_len, BLOCK_N: tl.constexpr):
+    """(lo, hi, full_lo, full_hi, tiles) of batch rows: an empty row still has one tile, which writes its zeros."""
+    lo, hi, full_lo, full_hi = block_bounds(q_start, q_start + q_len - 1, kv_start, kv_stop, window, causal)
+    return lo, hi, full_lo, full_hi, tl.maximum((hi - lo + BLOCK_N - 1) // BLOCK_N, 1)
+
+
+@triton.jit
+def _arrive(counter, size):
+    """Publish this program's stores and count it in; True for the last of `size`, which also resets the counter."""
+    # Without the barrier, thread 0 may release before the other threads have stored (Triton 3.6 adds none itself).
+    tl.debug_barrier()
+    last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == size - 1
+    if last:
+        tl.store(counter, 0)
+    return last
+
+
+@triton.jit(do_not_specialize=["stride_sb", "batch", "kv_heads", "q_len", "kv_len", "window"])
+def lean_kernel(
+    Q,
+    K,
+    V,
+    Out,
+    Lse,
+    Spans,
+    SinkLogits,
+    Acc,
+    Stats,
+    Counters,
+    stride_qb,
+    stride_qh,
+    stride_qm,
+    stride_kb,
+    stride_kh,
+    stride_kn,
+    stride_vb,
+    stride_vh,
+    stride_vn,
+    stride_sb,
+    batch,
+    kv_heads,
+    q_len,
+    kv_len,
+    window,
+    scale_log2,
+    cap_log2,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+    FAN_IN: tl.constexpr,
+    CHUNK: tl.constexpr,
+    HAS_SPANS: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SINK_LOGITS: tl.constexpr,
+    WRITE_LSE: tl.constexpr,
+    IEEE: tl.constexpr,
+):
+    pid = tl.program_id(0)
+
+    # The line of tiles: ends[b] is where row b's tiles (all its KV heads) end.
+    if HAS_SPANS:
+        offs_b = tl.arange(0, BLOCK_B)
+        span_ptrs = Spans + tl.minimum(offs_b, batch - 1).to(tl.int64) * stride_sb
+        q_start, kv_start, kv_stop, win, causal, _ = load_spans(span_ptrs, q_len, kv_len, window, True, IS_CAUSAL)
+        _, _, _, _, tiles = _row_tiles(q_start, kv_start, kv_stop, win, causal, q_len, BLOCK_N)
+        row_total = tl.where(offs_b < batch, tiles * kv_heads, 0)
+        ends = tl.cumsum(row_total, 0)
+        total = tl.sum(row_total, 0)
+    else:
+        q_start, kv_start, kv_stop, win, causal, _ = load_spans(Spans, q_len, kv_len, window, False, IS_CAUSAL)
+        _, _, _, _, tiles = _row_tiles(q_start, kv_start, kv_stop, win, causal, q_len, BLOCK_N)
+        total = batch * kv_heads * tiles
+
+    # Fewer programs than launched when there is little work, so that a share is worth its merge.
+    programs = tl.minimum(tl.num_programs(0), tl.maximum(total // MIN_TILES, 1)).to(tl.int64)
+    if pid >= programs:
+        return
+    t = (pid * total.to(tl.int64) // programs).to(tl.int32)
+    t_stop = ((pid + 1) * total.to(tl.int64) // programs).to(tl.int32)
+
+    q_index, group_head, row_mask = packed_rows(q_len, GROUP, BLOCK_M)
+    offs_m = tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, BLOCK_D)
+    d_mask = offs_d[None, :] < HEAD_DIM
+
+    while t < t_stop:
+        # Which row, which KV head, which of its tiles.
+        if HAS_SPANS:
+            b = tl.sum((ends <= t).to(tl.int32), 0)
+            before = tl.sum(tl.where(offs_b < b, row_total, 0), 0)
+        else:
+            b = t // (kv_heads * tiles)
+            before = b * kv_heads * tiles
+        row = b.to(tl.int64)
+        q_start, kv_start, kv_stop, win, causal, holes = load_spans(
+            Spans + row * stride_sb, q_len, kv_len, window, HAS_SPANS, IS_CAUSAL
+        )
+        lo, hi, full_lo, full_hi, row_tiles = _row_tiles(q_start, kv_start, kv_stop, win, causal, q_len, BLOCK_N)
+        kv_head = (t - before) // row_tiles
+        tile_start = (t - before) % row_tiles
+        tile_stop = tl.minimum(row_tiles, tile_start + t_stop - t)
+        head = kv_head * GROUP + group_head
+        kv_head = kv_head.to(tl.int64)
+
+        row_lo, row_hi = row_bounds(q_start + q_index, kv_start, kv_stop, win, causal)
+        q_ptrs = Q + row * stride_qb + head * stride_qh + q_index * stride_qm
+        q = tl.load(q_ptrs[:, None] + offs_d[None, :], mask=row_mask[:, None] & d_mask, other=0.0)
+        acc, m, l = attend(
+            q,
+            K + row * stride_kb + kv_head * stride_kh,
+            V + row * stride_vb + kv_head * stride_vh,
+            stride_kn,
+            stride_vn,
+            Spans + row * stride_sb + _WORDS,
+            row_lo,
+            row_hi,
+            lo,
+            hi,
+            full_lo,
+            full_hi,
+            holes,
+            tile_start,
+            tile_stop,
+            scale_log2,
+            cap_log2,
+            HEAD_DIM,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_D,
+            HAS_SPANS,
+            HAS_SOFTCAP,
+            IEEE,
+        )
+
+        done = tl.full([], True, tl.int1)
+        if tile_stop - tile_start < row_tiles:
+            # Contributors c_first..c_last: program c owns tile t iff c = ((t + 1) * programs - 1) // total.
+            seg = (t - tile_start).to(tl.int64)
+            c_first = (((seg + 1) * programs - 1) // total).to(tl.int32)
+            c_last = (((seg + row_tiles) * programs - 1) // total).to(tl.int32)
+            # A program has at most two shared tiles: slot 2c for the one begun earlier, 2c + 1 for the one it begins.
+            slot_first = 2 * c_first + 1
+            group = (pid - c_first) // FAN_IN
+            group_first = c_first + group * FAN_IN
+            group_size = tl.minimum(c_last - group_first + 1, FAN_IN)
+            group_slot = tl.where(group == 0, slot_first, 2 * group_first)
+            store_partial(
+                acc, m, l, Acc, Stats, tl.where(pid == c_first, slot_first, 2 * pid), row_mask, HEAD_DIM, BLOCK_M, BLOCK_D
+            )
+            done = _arrive(Counters + group_slot, group_size)
+            if done:
+                acc, m, l = merge_partials(
+                    Acc, Stats, group_slot, 2 * group_first + 2, 2, group_size, offs_m, row_mask,
+                    HEAD_DIM, BLOCK_M, BLOCK_M, BLOCK_D, CHUNK,
+                )  # fmt: skip
+                groups = (c_last - c_first) // FAN_IN + 1
+                if groups > 1:
+                    # The group's first slot has been read by its only reader, and takes the group's sum.
+                    tl.debug_barrier()
+                    store_partial(acc, m, l, Acc, Stats, group_slot, row_mask, HEAD_DIM, BLOCK_M, BLOCK_D)
+                    done = _arrive(Counters + 2 * tl.num_programs(0) + slot_first, groups)
+                    if done:
+                        acc, m, l = merge_partials(
+                            Acc, Stats, slot_first, 2 * (c_first + FAN_IN), 2 * FAN_IN, groups, offs_m, row_mask,
+                            HEAD_DIM, BLOCK_M, BLOCK_M, BLOCK_D, CHUNK,
+                        )  # fmt: skip
+        if done:
+            out, lse = finalize(acc, m, l, SinkLogits + head, row_mask, HAS_SINK_LOGITS)
+            # Out is (batch, q_len, num_heads, HEAD_DIM), contiguous.
+            out_rows = (row * q_len + q_index) * (kv_heads * GROUP) + head
+            out_ptrs = Out + out_rows[:, None] * HEAD_DIM + offs_d[None, :]
+            tl.store(out_ptrs, out.to(Out.dtype.element_ty), mask=row_mask[:, None] & d_mask)
+            if WRITE_LSE:
+                tl.store(Lse + (row * (kv_heads * GROUP) + head) * q_len + q_index, lse, mask=row_mask)
+        t += tile_stop - tile_start
+
+
+def lean(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    spans: torch.Tensor | None = None,
+    *,
+    scale: float | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    softcap: float | None = None,
+    sink_logits: torch.Tensor | None = None,
+    return_lse: bool = False,
+):
+    """Exact attention of few query rows in one launch; arguments, result and errors as in `kernels.reference.attention`.
+
+    q_len * num_heads / num_kv_heads must be at most `launch.MAX_DECODE_ROWS`.
+    """
+    scale = checks.check(q, k, v, spans, scale=scale, window=window, softcap=softcap, sink_logits=sink_logits, decode=True)
+    batch, num_heads, q_len, head_dim = q.shape
+    kv_heads, kv_len = k.shape[1], k.shape[2]
+    group = num_heads // kv_heads
+    out, lse = checks.empty_outputs(q, return_lse)
+    config = launch.decode(q.device, q.dtype, head_dim, q_len * group)
+    block_m, block_d = config.BLOCK_M, launch.block_d(head_dim)
+    programs = min(launch.num_sms(q.device) * config.programs_per_sm, batch * kv_heads * triton.cdiv(kv_len, config.BLOCK_N))
+    acc = torch.empty(2 * programs * block_m * block_d, device=q.device, dtype=torch.float32)
+    stats = torch.empty(2 * programs * 2 * block_m, device=q.device, dtype=torch.float32)
+    scale_log2, cap_log2 = checks.log2_scales(scale, softcap)
+    with checks.on_device(q):
+        lean_kernel[(programs,)](
+            q,
+            k,
+            v,
+            out,
+            lse,
+            q if spans is None else spans,
+            q if sink_logits is None else sink_logits,
+            acc,
+            stats,
+            launch.counters(q.device),
+            q.stride(0),
+            q.stride(1),
+            q.stride(2),
+            k.stride(0),
+            k.stride(1),
+            k.stride(2),
+            v.stride(0),
+            v.stride(1),
+            v.stride(2),
+            0 if spans is None else spans.stride(0),
+            batch,
+            kv_heads,
+            q_len,
+            kv_len,
+            NO_WINDOW if window is None else window,
+            scale_log2,
+            cap_log2,
+            GROUP=group,
+            HEAD_DIM=head_dim,
+            BLOCK_B=triton.next_power_of_2(batch),
+            BLOCK_M=block_m,
+            BLOCK_N=config.BLOCK_N,
+            BLOCK_D=block_d,
+            MIN_TILES=config.MIN_TILES,
+            FAN_IN=FAN_IN,
+            CHUNK=launch.merge_chunk(block_m, block_d),
+            HAS_SPANS=spans is not None,
+            IS_CAUSAL=causal,
+            HAS_SOFTCAP=softcap is not None,
+            HAS_SINK_LOGITS=sink_logits is not None,
+            WRITE_LSE=return_lse,
+            IEEE=q.dtype == torch.float32,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+        )
+    return (out, lse) if return_lse else out

@@ -1,0 +1,167 @@
+"""FlashAttention-2 forward: one program per (block of query rows, head, batch row), K/V streamed past it.
+
+Portable Triton. The longest causal blocks start first; K/V heads are shared by their query heads without expansion.
+Source: Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning" (2023), algorithm 1.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from . import checks, launch
+from .softmax import _WORDS, attend, block_bounds, finalize, load_spans, row_bounds
+from .spans import NO_WINDOW
+
+
+@triton.jit(do_not_specialize=["stride_sb", "q_len", "kv_len", "window"])
+def prefill_kernel(
+    Q,
+    K,
+    V,
+    Out,
+    Lse,
+    Spans,
+    SinkLogits,
+    stride_qb,
+    stride_qh,
+    stride_qm,
+    stride_kb,
+    stride_kh,
+    stride_kn,
+    stride_vb,
+    stride_vh,
+    stride_vn,
+    stride_sb,
+    num_heads,
+    q_len,
+    kv_len,
+    window,
+    scale_log2,
+    cap_log2,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    HAS_SPANS: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SINK_LOGITS: tl.constexpr,
+    WRITE_LSE: tl.constexpr,
+    IEEE: tl.constexpr,
+):
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
+    head = tl.program_id(1)
+    row = tl.program_id(2).to(tl.int64)
+
+    q_start, kv_start, kv_stop, window, causal, holes = load_spans(
+        Spans + row * stride_sb, q_len, kv_len, window, HAS_SPANS, IS_CAUSAL
+    )
+    offs_m = tl.minimum(first + tl.arange(0, BLOCK_M), q_len - 1)
+    row_mask = first + tl.arange(0, BLOCK_M) < q_len
+    row_lo, row_hi = row_bounds(q_start + offs_m, kv_start, kv_stop, window, causal)
+    lo, hi, full_lo, full_hi = block_bounds(
+        q_start + first, q_start + tl.minimum(first + BLOCK_M, q_len) - 1, kv_start, kv_stop, window, causal
+    )
+
+    offs_d = tl.arange(0, BLOCK_D)
+    d_mask = offs_d[None, :] < HEAD_DIM
+    q_ptrs = Q + row * stride_qb + head.to(tl.int64) * stride_qh + offs_m.to(tl.int64)[:, None] * stride_qm + offs_d[None, :]
+    q = tl.load(q_ptrs, mask=d_mask, other=0.0)
+    kv_head = (head // GROUP).to(tl.int64)
+    acc, m, l = attend(
+        q,
+        K + row * stride_kb + kv_head * stride_kh,
+        V + row * stride_vb + kv_head * stride_vh,
+        stride_kn,
+        stride_vn,
+        Spans + row * stride_sb + _WORDS,
+        row_lo,
+        row_hi,
+        lo,
+        hi,
+        full_lo,
+        full_hi,
+        holes,
+        0,
+        tl.cdiv(hi - lo, BLOCK_N),
+        scale_log2,
+        cap_log2,
+        HEAD_DIM,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_D,
+        HAS_SPANS,
+        HAS_SOFTCAP,
+        IEEE,
+    )
+    out, lse = finalize(acc, m, l, SinkLogits + head + offs_m * 0, row_mask, HAS_SINK_LOGITS)
+    # Out is (batch, q_len, num_heads, HEAD_DIM), contiguous.
+    out_rows = (row * q_len + offs_m) * num_heads + head
+    tl.store(Out + out_rows[:, None] * HEAD_DIM + offs_d[None, :], out.to(Out.dtype.element_ty), mask=row_mask[:, None] & d_mask)
+    if WRITE_LSE:
+        tl.store(Lse + (row * num_heads + head) * q_len + offs_m, lse, mask=row_mask)
+
+
+def prefill(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    spans: torch.Tensor | None = None,
+    *,
+    scale: float | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    softcap: float | None = None,
+    sink_logits: torch.Tensor | None = None,
+    return_lse: bool = False,
+):
+    """Exact attention of many query rows; arguments, result and errors as in `kernels.reference.attention`."""
+    scale = checks.check(q, k, v, spans, scale=scale, window=window, softcap=softcap, sink_logits=sink_logits)
+    batch, num_heads, q_len, head_dim = q.shape
+    out, lse = checks.empty_outputs(q, return_lse)
+    config = launch.prefill(q.device, q.dtype, head_dim, q_len)
+    grid = (triton.cdiv(q_len, config.BLOCK_M), num_heads, batch)
+    scale_log2, cap_log2 = checks.log2_scales(scale, softcap)
+    with checks.on_device(q):
+        prefill_kernel[grid](
+            q,
+            k,
+            v,
+            out,
+            lse,
+            q if spans is None else spans,
+            q if sink_logits is None else sink_logits,
+            q.stride(0),
+            q.stride(1),
+            q.stride(2),
+            k.stride(0),
+            k.stride(1),
+            k.stride(2),
+            v.stride(0),
+            v.stride(1),
+            v.stride(2),
+            0 if spans is None else spans.stride(0),
+            num_heads,
+            q_len,
+            k.shape[2],
+            NO_WINDOW if window is None else window,
+            scale_log2,
+            cap_log2,
+            GROUP=num_heads // k.shape[1],
+            HEAD_DIM=head_dim,
+            BLOCK_M=config.BLOCK_M,
+            BLOCK_N=config.BLOCK_N,
+            BLOCK_D=launch.block_d(head_dim),
+            HAS_SPANS=spans is not None,
+            IS_CAUSAL=causal,
+            HAS_SOFTCAP=softcap is not None,
+            HAS_SINK_LOGITS=sink_logits is not None,
+            WRITE_LSE=return_lse,
+            IEEE=q.dtype == torch.float32,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+        )
+    return (out, lse) if return_lse else out

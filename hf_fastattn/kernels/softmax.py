@@ -1,0 +1,276 @@
+"""Device code that every attention kernel shares: what a row sees, the online softmax over K/V tiles, the merge of partials.
+
+For one block of query rows and the keys of one KV head, with s = scale * q k^T (softcapped where asked):
+
+    m = max_j s_j      l = sum_j exp(s_j - m)      acc = sum_j exp(s_j - m) v_j      out = acc / l
+
+(m, l, acc) over disjoint sets of keys merge exactly (up to rounding), so a kernel only decides which program visits
+which tiles. Everything is kept in base 2: exp(x) = exp2(x * log2(e)), with log2(e) folded into the scale.
+
+A row sees the keys of one interval [row_lo, row_hi) of cache slots, less the holes of the packed key mask. Causality,
+sliding window, padding and the live length are all bounds of that interval.
+
+Sources: Dao, "FlashAttention-2" (2023), section 3.1 and algorithm 1; Milakov and Gimelshein, "Online normalizer
+calculation for softmax" (2018); Dao et al., "Flash-Decoding for long-context inference" (2023) for the merge.
+"""
+
+import triton
+import triton.language as tl
+
+from .spans import CAUSAL, FLAGS, HOLES, KV_START, KV_STOP, Q_START, WINDOW, WORDS
+
+# Triton kernels may read module globals only when they are constexpr.
+_Q_START = tl.constexpr(Q_START)
+_KV_START = tl.constexpr(KV_START)
+_KV_STOP = tl.constexpr(KV_STOP)
+_WINDOW = tl.constexpr(WINDOW)
+_FLAGS = tl.constexpr(FLAGS)
+_WORDS = tl.constexpr(WORDS)
+_CAUSAL = tl.constexpr(CAUSAL)
+_HOLES = tl.constexpr(HOLES)
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def load_spans(span_ptrs, q_len, kv_len, window, HAS_SPANS: tl.constexpr, IS_CAUSAL: tl.constexpr):
+    """The integers of one row (scalar `span_ptrs`) or of many (a block of pointers), or what they are without spans.
+
+    Returns (q_start, kv_start, kv_stop, window, causal, holes), kv_start and kv_stop inside the buffer of `kv_len` slots.
+    """
+    if HAS_SPANS:
+        q_start = tl.load(span_ptrs + _Q_START)
+        kv_start = tl.maximum(tl.load(span_ptrs + _KV_START), 0)
+        kv_stop = tl.minimum(tl.load(span_ptrs + _KV_STOP), kv_len)
+        window = tl.minimum(tl.load(span_ptrs + _WINDOW), window)
+        flags = tl.load(span_ptrs + _FLAGS)
+        holes = (flags & _HOLES) != 0
+        causal = (flags & _CAUSAL) != 0
+        if IS_CAUSAL:
+            causal = causal | True
+    else:
+        q_start = kv_len - q_len
+        kv_start = q_start * 0
+        kv_stop = kv_len
+        holes = tl.full([], False, tl.int1)
+        causal = tl.full([], IS_CAUSAL, tl.int1)
+    return q_start, kv_start, kv_stop, window, causal, holes
+
+
+@triton.jit
+def row_bounds(pos, kv_start, kv_stop, window, causal):
+    """The interval [lo, hi) of slots that a query at slot `pos` sees (a scalar or a block of them)."""
+    lo = tl.maximum(kv_start, pos - window + 1)
+    hi = tl.minimum(kv_stop, pos + tl.where(causal, 1, window))
+    return lo, tl.maximum(lo, hi)
+
+
+@triton.jit
+def block_bounds(first_pos, last_pos, kv_start, kv_stop, window, causal):
+    """Over the queries first_pos..last_pos: [lo, hi) that any of them sees and [full_lo, full_hi) that all of them see."""
+    lo, full_hi = row_bounds(first_pos, kv_start, kv_stop, window, causal)
+    full_lo, hi = row_bounds(last_pos, kv_start, kv_stop, window, causal)
+    return lo, tl.maximum(lo, hi), full_lo, full_hi
+
+
+@triton.jit
+def _scores(q, k, scale_log2, cap_log2, HAS_SOFTCAP: tl.constexpr, IEEE: tl.constexpr):
+    """Scores in base 2 of a block of rows against a tile of keys; with a softcap c: c * tanh(s / c).
+
+    With a softcap, `scale_log2` is 2 * log2(e) * scale / c and `cap_log2` is c * log2(e): tanh(x) = 1 - 2 / (1 + e^2x).
+    """
+    if IEEE:
+        s = tl.dot(q, tl.trans(k), input_precision="ieee")
+    else:
+        s = tl.dot(q, tl.trans(k))
+    if HAS_SOFTCAP:
+        return cap_log2 - 2.0 * cap_log2 / (1.0 + tl.exp2(s * scale_log2))
+    return s * scale_log2
+
+
+@triton.jit
+def attend(
+    q,
+    k_base,
+    v_base,
+    stride_kn,
+    stride_vn,
+    word_ptrs,
+    row_lo,
+    row_hi,
+    lo,
+    hi,
+    full_lo,
+    full_hi,
+    holes,
+    tile_start,
+    tile_stop,
+    scale_log2,
+    cap_log2,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    HAS_SPANS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    IEEE: tl.constexpr,
+):
+    """Online softmax of rows `q` [BLOCK_M, BLOCK_D] over tiles tile_start..tile_stop-1 of the keys [lo, hi).
+
+    Tile t holds the keys lo + t * BLOCK_N onward. Tiles that every row sees whole run in a loop without a mask; the few
+    others (window edge, diagonal, tail; all of them where the row has holes) run in a second loop with one.
+    `k_base`, `v_base` point at slot 0 of the KV head. Returns (acc, m, l) with m in base 2; a row that sees nothing
+    returns (0, -inf, 0).
+    """
+    offs_n = tl.arange(0, BLOCK_N)
+    offs_d = tl.arange(0, BLOCK_D)
+    k_offs = offs_n[:, None] * stride_kn + offs_d[None, :]
+    v_offs = offs_n[:, None] * stride_vn + offs_d[None, :]
+    d_mask = offs_d[None, :] < HEAD_DIM
+
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+
+    # Tiles [full_start, full_stop) need no mask.
+    full_start = tl.minimum(tl.maximum((full_lo - lo + BLOCK_N - 1) // BLOCK_N, tile_start), tile_stop)
+    full_stop = tl.where(holes, full_start, tl.minimum(tl.maximum(full_hi - lo, 0) // BLOCK_N, tile_stop))
+    full_stop = tl.maximum(full_stop, full_start)
+
+    for tile in tl.range(full_start, full_stop):
+        start = (lo + tile * BLOCK_N).to(tl.int64)
+        if HEAD_DIM == BLOCK_D:
+            k = tl.load(k_base + start * stride_kn + k_offs)
+            v = tl.load(v_base + start * stride_vn + v_offs)
+        else:
+            k = tl.load(k_base + start * stride_kn + k_offs, mask=d_mask, other=0.0)
+            v = tl.load(v_base + start * stride_vn + v_offs, mask=d_mask, other=0.0)
+        s = _scores(q, k, scale_log2, cap_log2, HAS_SOFTCAP, IEEE)
+        m_new = tl.maximum(m, tl.max(s, 1))
+        p = tl.exp2(s - m_new[:, None])
+        alpha = tl.exp2(m - m_new)
+        l = l * alpha + tl.sum(p, 1)
+        acc = acc * alpha[:, None]
+        if IEEE:
+            acc = tl.dot(p, v, acc, input_precision="ieee")
+        else:
+            acc = tl.dot(p.to(v.dtype), v, acc)
+        m = m_new
+
+    n_before = full_start - tile_start
+    words_stop = tl.where(holes, hi, lo)  # a row without holes reads no words
+    for i in tl.range(0, n_before + tile_stop - full_stop):
+        tile = tl.where(i < n_before, tile_start + i, full_stop + i - n_before)
+        first = lo + tile * BLOCK_N
+        start = first.to(tl.int64)
+        offs_slot = first + offs_n
+        in_range = offs_slot < hi
+        kv_mask = in_range[:, None] & d_mask
+        k = tl.load(k_base + start * stride_kn + k_offs, mask=kv_mask, other=0.0)
+        v = tl.load(v_base + start * stride_vn + v_offs, mask=kv_mask, other=0.0)
+        s = _scores(q, k, scale_log2, cap_log2, HAS_SOFTCAP, IEEE)
+        visible = (offs_slot[None, :] >= row_lo[:, None]) & (offs_slot[None, :] < row_hi[:, None])
+        if HAS_SPANS:
+            words = tl.load(word_ptrs + (offs_slot >> 5), mask=offs_slot < words_stop, other=-1)
+            visible = visible & (((words >> (offs_slot & 31)) & 1) != 0)[None, :]
+        s = tl.where(visible, s, float("-inf"))
+        m_new = tl.maximum(m, tl.max(s, 1))
+        # A row that has seen nothing yet has m_new = -inf; subtracting 0 instead keeps its weights 0, not NaN.
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p = tl.exp2(s - m_safe[:, None])
+        alpha = tl.exp2(m - m_safe)
+        l = l * alpha + tl.sum(p, 1)
+        acc = acc * alpha[:, None]
+        if IEEE:
+            acc = tl.dot(p, v, acc, input_precision="ieee")
+        else:
+            acc = tl.dot(p.to(v.dtype), v, acc)
+        m = m_new
+    return acc, m, l
+
+
+@triton.jit
+def finalize(acc, m, l, sink_ptrs, row_mask, HAS_SINK_LOGITS: tl.constexpr):
+    """(acc, m, l) -> (out, lse). A learned sink logit adds exp(logit) to the denominator; a row that saw nothing gives 0."""
+    if HAS_SINK_LOGITS:
+        sink = tl.load(sink_ptrs, mask=row_mask, other=0.0).to(tl.float32) * LOG2_E
+        m_new = tl.maximum(m, sink)
+        alpha = tl.exp2(m - m_new)
+        acc = acc * alpha[:, None]
+        l = l * alpha + tl.exp2(sink - m_new)
+        m = m_new
+    l_safe = tl.where(l == 0.0, 1.0, l)
+    out = acc / l_safe[:, None]
+    lse = (m + tl.log2(l_safe)) * LN_2
+    return out, lse
+
+
+@triton.jit
+def packed_rows(q_len, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Row r of a packed block is query r // GROUP of head r % GROUP: all queries that share one KV head, read once for all.
+
+    Returns (query index, head within the group, mask of the rows that exist); rows past the end repeat the last query.
+    """
+    rows = tl.arange(0, BLOCK_M)
+    return tl.minimum(rows // GROUP, q_len - 1), rows % GROUP, rows < q_len * GROUP
+
+
+@triton.jit
+def store_partial(acc, m, l, Acc, Stats, slot, row_mask, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Write one partial to workspace slot `slot`: Acc is (slots, BLOCK_M, BLOCK_D), Stats is (slots, 2, BLOCK_M), fp32."""
+    offs_m = tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, BLOCK_D)
+    acc_ptrs = Acc + (slot.to(tl.int64) * BLOCK_M + offs_m)[:, None] * BLOCK_D + offs_d[None, :]
+    tl.store(acc_ptrs, acc, mask=row_mask[:, None] & (offs_d[None, :] < HEAD_DIM))
+    tl.store(Stats + slot * 2 * BLOCK_M + offs_m, m, mask=row_mask)
+    tl.store(Stats + (slot * 2 + 1) * BLOCK_M + offs_m, l, mask=row_mask)
+
+
+@triton.jit
+def merge_partials(
+    Acc,
+    Stats,
+    first_slot,
+    next_slot,
+    step,
+    count,
+    rows,
+    row_mask,
+    HEAD_DIM: tl.constexpr,
+    WORKSPACE_M: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Merge `count` partials, CHUNK at a time, always in the same order: slots first_slot, next_slot, next_slot + step, ...
+
+    The loads of a chunk do not wait on one another, so a merge costs a few trips to L2 rather than one per partial.
+    `rows` [BLOCK_M] are the rows wanted of each slot's WORKSPACE_M. Returns (acc, m, l).
+    """
+    offs_c = tl.arange(0, CHUNK)
+    offs_d = tl.arange(0, BLOCK_D)
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for start in tl.range(0, count, CHUNK):
+        i = start + offs_c
+        slots = tl.where(i == 0, first_slot, next_slot + (i - 1) * step)
+        mask = (i < count)[:, None] & row_mask[None, :]
+        stat_ptrs = Stats + (slots * 2 * WORKSPACE_M)[:, None] + rows[None, :]
+        m_i = tl.load(stat_ptrs, mask=mask, other=float("-inf"), cache_modifier=".cg")
+        l_i = tl.load(stat_ptrs + WORKSPACE_M, mask=mask, other=0.0, cache_modifier=".cg")
+        acc_rows = (slots.to(tl.int64) * WORKSPACE_M)[:, None] + rows[None, :]
+        acc_i = tl.load(
+            Acc + acc_rows[:, :, None] * BLOCK_D + offs_d[None, None, :],
+            mask=mask[:, :, None] & (offs_d < HEAD_DIM)[None, None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        m_new = tl.maximum(m, tl.max(m_i, 0))
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        alpha = tl.exp2(m - m_safe)
+        beta = tl.exp2(m_i - m_safe[None, :])
+        l = l * alpha + tl.sum(l_i * beta, 0)
+        acc = acc * alpha[:, None] + tl.sum(acc_i * beta[:, :, None], 0)
+        m = m_new
+    return acc, m, l

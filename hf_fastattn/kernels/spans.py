@@ -1,0 +1,185 @@
+"""Spans: what each row of a batch may attend to, in a few int32 on the device.
+
+One tensor of shape (batch, 1, 1, 5) or (batch, 1, 1, 5 + ceil(kv_len / 32)), dtype int32, replaces a mask of
+(batch, 1, q_len, kv_len). All positions are slots of the K/V buffers, so a cache that dropped its oldest tokens needs no offset.
+
+    Q_START   slot of the row's first query; query i stands at Q_START + i
+    KV_START  first live slot (left padding ends here)
+    KV_STOP   one past the last live slot (right padding, or the unwritten end of a preallocated cache, begins here)
+    WINDOW    query p sees key j only if p - j < WINDOW (and j - p < WINDOW where not causal); NO_WINDOW for all
+    FLAGS     CAUSAL: query p sees key j only if j <= p.  HOLES: the packed bits below say which slots are live
+    WORDS...  bit j % 32 of word j // 32 is 1 where slot j is live; there only if a 2-D mask was given,
+              read only for rows whose HOLES flag is set
+
+A query sees a key when every one of these conditions allows it. The numbers stay on the device: neither building nor reading
+them needs the host, so the length may change under a captured CUDA graph.
+"""
+
+from __future__ import annotations
+
+import torch
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # the CPU twin below needs no Triton
+    triton = None
+
+Q_START, KV_START, KV_STOP, WINDOW, FLAGS, WORDS = range(6)
+CAUSAL, HOLES = 1, 2
+NO_WINDOW = 1 << 30
+
+
+def num_words(kv_len: int) -> int:
+    """Words of 32 slots that hold a key mask of `kv_len` slots."""
+    return (kv_len + 31) // 32
+
+
+def build_spans(
+    batch: int,
+    q_len: int,
+    kv_len: int,
+    device: torch.device,
+    *,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int = 0,
+    causal: bool = True,
+    window: int | None = None,
+    attention_mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Spans (int32, see above) for `q_len` queries over a buffer of `kv_len` slots.
+
+    q_offset: absolute position of the first query, an int or a device tensor of one element (a static cache's length).
+    kv_offset: absolute position that slot 0 holds. attention_mask: bool (batch, seen), True where a position is live;
+    positions past its end are not. One launch on a GPU; no host sync anywhere.
+    """
+    use_kernel = triton is not None and torch.device(device).type == "cuda"
+    if attention_mask is None:
+        words = 0
+    else:
+        words = num_words(kv_len)
+        if attention_mask.dtype != torch.bool or attention_mask.dim() != 2 or attention_mask.shape[0] != batch:
+            raise ValueError(
+                f"attention_mask must be bool of shape ({batch}, positions seen); "
+                f"got {attention_mask.dtype} {tuple(attention_mask.shape)}."
+            )
+    if not use_kernel:
+        return _build_spans_torch(batch, q_len, kv_len, device, q_offset, kv_offset, causal, window, attention_mask)
+
+    spans = torch.empty(batch, 1, 1, WORDS + words, dtype=torch.int32, device=device)
+    offset_on_device = isinstance(q_offset, torch.Tensor)
+    with torch.cuda.device(device):
+        _build_spans_kernel[(batch,)](
+            spans,
+            spans if attention_mask is None else attention_mask,
+            q_offset if offset_on_device else spans,
+            0 if offset_on_device else q_offset,
+            0 if attention_mask is None else attention_mask.stride(0),
+            1 if attention_mask is None else attention_mask.stride(1),
+            0 if attention_mask is None else attention_mask.shape[1],
+            words,
+            q_len,
+            kv_len,
+            kv_offset,
+            NO_WINDOW if window is None else window,
+            OFFSET_ON_DEVICE=offset_on_device,
+            HAS_MASK=attention_mask is not None,
+            CAUSAL=CAUSAL if causal else 0,
+            HOLES=HOLES,
+            NUM_INTS=WORDS,
+            BLOCK=32,
+            num_warps=4,
+        )
+    return spans
+
+
+def _build_spans_torch(batch, q_len, kv_len, device, q_offset, kv_offset, causal, window, attention_mask):
+    """The twin of the kernel in torch operations; also what a compiled graph on a CPU runs."""
+    q_start = torch.as_tensor(q_offset, device=device).reshape(1).to(torch.int32) - kv_offset
+    q_start = q_start.expand(batch)
+    end = torch.clamp(q_start + q_len, max=kv_len) if causal else torch.full_like(q_start, kv_len)
+    start = torch.zeros_like(end)
+    flags = torch.full_like(end, CAUSAL if causal else 0)
+    ints = [q_start, start, end, torch.full_like(end, NO_WINDOW if window is None else window), flags]
+    if attention_mask is None:
+        return torch.stack(ints, -1).view(batch, 1, 1, WORDS)
+
+    live = attention_mask[:, kv_offset : kv_offset + kv_len]
+    padded = 32 * num_words(kv_len)
+    live = torch.nn.functional.pad(live, (0, padded - live.shape[1]))
+    slots = torch.arange(padded, device=device, dtype=torch.int32)
+    start = torch.where(live, slots, kv_len).amin(-1)
+    stop = torch.minimum(torch.where(live, slots + 1, 0).amax(-1), end)
+    # Only a hole before `stop` matters; the slots past it are not read.
+    count = (live & (slots < stop[:, None])).sum(-1)
+    holes = (count < stop - start) & (stop > start)
+    ints[1:3] = [start, stop]
+    ints[4] = flags | torch.where(holes, HOLES, 0)
+    bits = (live.view(batch, -1, 32).to(torch.int64) << torch.arange(32, device=device)).sum(-1)
+    words = torch.where(bits >= 1 << 31, bits - (1 << 32), bits)  # as two's complement
+    return torch.cat([torch.stack(ints, -1), words], -1).to(torch.int32).view(batch, 1, 1, -1)
+
+
+if triton is not None:
+
+    @triton.jit(do_not_specialize=["q_offset", "mask_stride_b", "mask_len", "words", "q_len", "kv_len", "kv_offset", "window"])
+    def _build_spans_kernel(
+        Spans,
+        Mask,
+        Offset,
+        q_offset,
+        mask_stride_b,
+        mask_stride_n,
+        mask_len,
+        words,
+        q_len,
+        kv_len,
+        kv_offset,
+        window,
+        OFFSET_ON_DEVICE: tl.constexpr,
+        HAS_MASK: tl.constexpr,
+        CAUSAL: tl.constexpr,
+        HOLES: tl.constexpr,
+        NUM_INTS: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ):
+        """One program per row: reads the row's mask once, BLOCK words at a time."""
+        row = tl.program_id(0).to(tl.int64)
+        out = Spans + row * (NUM_INTS + words)
+        if OFFSET_ON_DEVICE:
+            q_offset = tl.load(Offset).to(tl.int32)
+        q_start = q_offset - kv_offset
+        if CAUSAL:
+            stop = tl.minimum(q_start + q_len, kv_len)
+        else:
+            stop = kv_len
+        start = kv_len * 0
+        flags = kv_len * 0 + CAUSAL
+        if HAS_MASK:
+            first = kv_len
+            last = kv_len * 0
+            count = kv_len * 0
+            bit = tl.arange(0, 32)
+            for w in tl.range(0, words, BLOCK):
+                offs_w = w + tl.arange(0, BLOCK)
+                slots = offs_w[:, None] * 32 + bit[None, :]
+                column = slots + kv_offset
+                live = tl.load(
+                    Mask + row * mask_stride_b + column.to(tl.int64) * mask_stride_n,
+                    mask=(slots < kv_len) & (column < mask_len),
+                    other=0,
+                ).to(tl.int32)
+                tl.store(out + NUM_INTS + offs_w, tl.sum(live << bit[None, :], 1), mask=offs_w < words)
+                seen = (live != 0) & (slots < stop)
+                first = tl.minimum(first, tl.min(tl.min(tl.where(live != 0, slots, kv_len), 1), 0))
+                last = tl.maximum(last, tl.max(tl.max(tl.where(seen, slots + 1, 0), 1), 0))
+                count += tl.sum(tl.sum(seen.to(tl.int32), 1), 0)
+            start = first
+            stop = last
+            if (count < stop - start) & (stop > start):
+                flags += HOLES
+        tl.store(out, q_start)
+        tl.store(out + 1, start)
+        tl.store(out + 2, stop)
+        tl.store(out + 3, window)
+        tl.store(out + 4, flags)

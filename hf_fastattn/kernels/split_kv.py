@@ -1,0 +1,223 @@
+"""Flash-Decoding: the keys of each (batch row, KV head) are cut into a fixed number of splits, then combined.
+
+Two launches. Every row gets the same number of splits, so in a ragged batch the longest row decides the time;
+`lean` is the answer to that. The splits share the row's live range as the device knows it.
+
+Source: Dao, Haziza, Massa, Sizov, "Flash-Decoding for long-context inference" (2023).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from . import checks, launch
+from .softmax import (
+    _WORDS,
+    attend,
+    block_bounds,
+    finalize,
+    load_spans,
+    merge_partials,
+    packed_rows,
+    row_bounds,
+    store_partial,
+)
+from .spans import NO_WINDOW
+
+
+@triton.jit(do_not_specialize=["stride_sb", "q_len", "kv_len", "window"])
+def split_kv_kernel(
+    Q,
+    K,
+    V,
+    Acc,
+    Stats,
+    Spans,
+    stride_qb,
+    stride_qh,
+    stride_qm,
+    stride_kb,
+    stride_kh,
+    stride_kn,
+    stride_vb,
+    stride_vh,
+    stride_vn,
+    stride_sb,
+    q_len,
+    kv_len,
+    window,
+    scale_log2,
+    cap_log2,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    HAS_SPANS: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    IEEE: tl.constexpr,
+):
+    split, splits = tl.program_id(0), tl.num_programs(0)
+    kv_head = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(2).to(tl.int64)
+
+    q_start, kv_start, kv_stop, window, causal, holes = load_spans(
+        Spans + row * stride_sb, q_len, kv_len, window, HAS_SPANS, IS_CAUSAL
+    )
+    q_index, group_head, row_mask = packed_rows(q_len, GROUP, BLOCK_M)
+    row_lo, row_hi = row_bounds(q_start + q_index, kv_start, kv_stop, window, causal)
+    lo, hi, full_lo, full_hi = block_bounds(q_start, q_start + q_len - 1, kv_start, kv_stop, window, causal)
+    tiles = tl.cdiv(hi - lo, BLOCK_N)
+
+    offs_d = tl.arange(0, BLOCK_D)
+    q_ptrs = Q + row * stride_qb + (kv_head * GROUP + group_head) * stride_qh + q_index * stride_qm
+    q = tl.load(q_ptrs[:, None] + offs_d[None, :], mask=row_mask[:, None] & (offs_d[None, :] < HEAD_DIM), other=0.0)
+    acc, m, l = attend(
+        q,
+        K + row * stride_kb + kv_head * stride_kh,
+        V + row * stride_vb + kv_head * stride_vh,
+        stride_kn,
+        stride_vn,
+        Spans + row * stride_sb + _WORDS,
+        row_lo,
+        row_hi,
+        lo,
+        hi,
+        full_lo,
+        full_hi,
+        holes,
+        split * tiles // splits,
+        (split + 1) * tiles // splits,
+        scale_log2,
+        cap_log2,
+        HEAD_DIM,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_D,
+        HAS_SPANS,
+        HAS_SOFTCAP,
+        IEEE,
+    )
+    slot = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * splits + split
+    store_partial(acc, m, l, Acc, Stats, slot, row_mask, HEAD_DIM, BLOCK_M, BLOCK_D)
+
+
+@triton.jit(do_not_specialize=["q_len", "splits"])
+def combine_kernel(
+    Acc,
+    Stats,
+    Out,
+    Lse,
+    SinkLogits,
+    q_len,
+    splits,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WORKSPACE_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    CHUNK: tl.constexpr,
+    HAS_SINK_LOGITS: tl.constexpr,
+    WRITE_LSE: tl.constexpr,
+):
+    """One program per packed row: merges its splits in order."""
+    packed = tl.program_id(0) + tl.arange(0, 1)
+    kv_head, kv_heads = tl.program_id(1), tl.num_programs(1)
+    row = tl.program_id(2).to(tl.int64)
+    q_index = packed // GROUP
+    head = kv_head * GROUP + packed % GROUP
+    row_mask = packed < q_len * GROUP
+    slot = (tl.program_id(2) * kv_heads + kv_head) * splits
+    acc, m, l = merge_partials(Acc, Stats, slot, slot + 1, 1, splits, packed, row_mask, HEAD_DIM, WORKSPACE_M, 1, BLOCK_D, CHUNK)
+    out, lse = finalize(acc, m, l, SinkLogits + head, row_mask, HAS_SINK_LOGITS)
+    offs_d = tl.arange(0, BLOCK_D)
+    out_rows = (row * q_len + q_index) * (kv_heads * GROUP) + head
+    out_ptrs = Out + out_rows[:, None] * HEAD_DIM + offs_d[None, :]
+    tl.store(out_ptrs, out.to(Out.dtype.element_ty), mask=row_mask[:, None] & (offs_d[None, :] < HEAD_DIM))
+    if WRITE_LSE:
+        tl.store(Lse + (row * (kv_heads * GROUP) + head) * q_len + q_index, lse, mask=row_mask)
+
+
+def split_kv(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    spans: torch.Tensor | None = None,
+    *,
+    scale: float | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    softcap: float | None = None,
+    sink_logits: torch.Tensor | None = None,
+    return_lse: bool = False,
+):
+    """Exact attention of few query rows in two launches; arguments, result and errors as in `kernels.reference.attention`.
+
+    q_len * num_heads / num_kv_heads must be at most `launch.MAX_DECODE_ROWS`.
+    """
+    scale = checks.check(q, k, v, spans, scale=scale, window=window, softcap=softcap, sink_logits=sink_logits, decode=True)
+    batch, num_heads, q_len, head_dim = q.shape
+    kv_heads, kv_len = k.shape[1], k.shape[2]
+    group = num_heads // kv_heads
+    out, lse = checks.empty_outputs(q, return_lse)
+    config = launch.decode(q.device, q.dtype, head_dim, q_len * group)
+    block_m, block_d = config.BLOCK_M, launch.block_d(head_dim)
+    splits = launch.num_splits(q.device, config, batch * kv_heads, kv_len)
+    acc = torch.empty(batch * kv_heads * splits * block_m * block_d, device=q.device, dtype=torch.float32)
+    stats = torch.empty(batch * kv_heads * splits * 2 * block_m, device=q.device, dtype=torch.float32)
+    scale_log2, cap_log2 = checks.log2_scales(scale, softcap)
+    with checks.on_device(q):
+        split_kv_kernel[(splits, kv_heads, batch)](
+            q,
+            k,
+            v,
+            acc,
+            stats,
+            q if spans is None else spans,
+            q.stride(0),
+            q.stride(1),
+            q.stride(2),
+            k.stride(0),
+            k.stride(1),
+            k.stride(2),
+            v.stride(0),
+            v.stride(1),
+            v.stride(2),
+            0 if spans is None else spans.stride(0),
+            q_len,
+            kv_len,
+            NO_WINDOW if window is None else window,
+            scale_log2,
+            cap_log2,
+            GROUP=group,
+            HEAD_DIM=head_dim,
+            BLOCK_M=block_m,
+            BLOCK_N=config.BLOCK_N,
+            BLOCK_D=block_d,
+            HAS_SPANS=spans is not None,
+            IS_CAUSAL=causal,
+            HAS_SOFTCAP=softcap is not None,
+            IEEE=q.dtype == torch.float32,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+        )
+        combine_kernel[(q_len * group, kv_heads, batch)](
+            acc,
+            stats,
+            out,
+            lse,
+            q if sink_logits is None else sink_logits,
+            q_len,
+            splits,
+            GROUP=group,
+            HEAD_DIM=head_dim,
+            WORKSPACE_M=block_m,
+            BLOCK_D=block_d,
+            CHUNK=launch.merge_chunk(1, block_d),
+            HAS_SINK_LOGITS=sink_logits is not None,
+            WRITE_LSE=return_lse,
+            num_warps=4,
+        )
+    return (out, lse) if return_lse else out

@@ -1,0 +1,104 @@
+"""The backends by name, and the one place that chooses between a backend's prefill and its decode kernel."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from . import interface
+from .kernels import checks, launch
+
+Kernel = Callable[..., torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """One way to compute attention, by the name users give as `attn_implementation`.
+
+    name: `[a-z0-9_]+`, without "flash", "sdpa" or "flex_attention", which Transformers parses out of names.
+    summary: one line. prefill, decode: callables with the signature of `kernels.reference.attention`; decode serves
+    calls of at most `max_decode_rows` query rows per KV head (q_len x num_heads / num_kv_heads), prefill the rest,
+    and everything where decode is None.
+    """
+
+    name: str
+    summary: str
+    prefill: Kernel
+    decode: Kernel | None = None
+    max_decode_rows: int = launch.MAX_DECODE_ROWS
+    max_head_dim: int = checks.MAX_HEAD_DIM
+    dtypes: tuple[torch.dtype, ...] = checks.DTYPES
+
+    def __post_init__(self):
+        if not re.fullmatch(r"[a-z0-9_]+", self.name):
+            raise ValueError(f"A backend's name must match [a-z0-9_]+; got {self.name!r}.")
+        for word in ("flash", "sdpa", "flex_attention"):
+            if word in self.name:
+                raise ValueError(
+                    f"A backend's name must not contain {word!r}: Transformers parses it and would load something else. "
+                    f"Got {self.name!r}; choose a name without it."
+                )
+        if self.name in ("eager", "paged"):
+            raise ValueError(f"{self.name!r} is Transformers' own name; choose another.")
+        if not callable(self.prefill) or not (self.decode is None or callable(self.decode)):
+            raise TypeError(f"Backend {self.name!r}: prefill must be callable and decode callable or None.")
+
+    def kernel(self, q_len: int, num_heads: int, num_kv_heads: int) -> tuple[str, Kernel]:
+        """("decode" or "prefill", kernel) for a call of this shape."""
+        if self.decode is not None and q_len * (num_heads // max(num_kv_heads, 1)) <= self.max_decode_rows:
+            return "decode", self.decode
+        return "prefill", self.prefill
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: torch.Tensor | None = None, **options
+    ) -> torch.Tensor:
+        """Run the kernel for these shapes; arguments and result as `kernels.reference.attention`."""
+        phase, kernel = self.kernel(q.shape[2], q.shape[1], k.shape[1])
+        interface.calls[f"{self.name}.{phase}"] += 1
+        return kernel(q, k, v, spans, **options)
+
+    def why_not(
+        self, *, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device_type: str = "cuda"
+    ) -> str | None:
+        """Why this backend cannot serve a model of this shape, in a sentence; None if it can."""
+        if num_kv_heads < 1 or num_heads % num_kv_heads:
+            return f"{num_heads} query heads are not a multiple of {num_kv_heads} KV heads."
+        if head_dim > self.max_head_dim:
+            return f"head_dim {head_dim} is above {self.max_head_dim}, the largest {self.name!r} holds."
+        if dtype not in self.dtypes:
+            return f"{dtype} is not among {', '.join(str(d) for d in self.dtypes)}."
+        where = getattr(self.prefill, "where", None)
+        if where is not None:
+            try:
+                where(device_type)
+            except RuntimeError as error:
+                return str(error)
+        return None
+
+
+_backends: dict[str, Backend] = {}
+
+
+def register(backend: Backend) -> Backend:
+    """Add a backend: its attention and its mask function become known to Transformers under its name.
+
+    Registering a name again replaces it, also in models that run it already.
+    """
+    interface.register(backend.name, backend)
+    _backends[backend.name] = backend
+    return backend
+
+
+def get(name: str) -> Backend:
+    """The backend of that name; ValueError names the known ones."""
+    if name not in _backends:
+        raise ValueError(f"Unknown attention backend {name!r}; known backends: {', '.join(names())}.")
+    return _backends[name]
+
+
+def names() -> tuple[str, ...]:
+    """Names of all registered backends, in order of registration."""
+    return tuple(_backends)
