@@ -18,7 +18,10 @@ _CPU_SMS = 3  # what the interpreter pretends to have: few programs, several til
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """One launch: block sizes in rows and keys, warps, pipeline stages; the last two for decode only."""
+    """One launch: block sizes in rows and keys, warps, pipeline stages.
+
+    Decode only: programs per SM, tiles a share of `lean` must hold at least, and a register cap so that they fit.
+    """
 
     BLOCK_M: int
     BLOCK_N: int
@@ -26,6 +29,7 @@ class Config:
     num_stages: int
     programs_per_sm: int = 1
     MIN_TILES: int = 1
+    maxnreg: int | None = None
 
 
 def block_d(head_dim: int) -> int:
@@ -91,11 +95,6 @@ def decode_config(arch: int, itemsize: int, block_d: int, rows: int) -> Config:
     if block_d == 128:
         return Config(rows, 64, 4, 3, programs_per_sm=2)
     return Config(rows, 32, 4, 3, programs_per_sm=2)
-
-
-def merge_chunk(block_m: int, block_d: int) -> int:
-    """Partials loaded at once by a merge: at most 8192 numbers, 64 registers of each of 128 threads."""
-    return max(1, min(16, 8192 // (block_m * block_d)))
 
 
 def num_splits(device: torch.device, config: Config, heads: int, kv_len: int) -> int:

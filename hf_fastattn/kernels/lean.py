@@ -36,10 +36,11 @@ FAN_IN = 16  # contributors merged by one program; 16 x 16 covers more programs 
 
 
 @triton.jit
-def _row_tiles(q_start, kv_start, kv_stop, window, causal, q_len, BLOCK_N: tl.constexpr):
-    """(lo, hi, full_lo, full_hi, tiles) of batch rows: an empty row still has one tile, which writes its zeros."""
-    lo, hi, full_lo, full_hi = block_bounds(q_start, q_start + q_len - 1, kv_start, kv_stop, window, causal)
-    return lo, hi, full_lo, full_hi, tl.maximum((hi - lo + BLOCK_N - 1) // BLOCK_N, 1)
+def _row_tiles(span_ptrs, q_len, kv_len, window, HAS_SPANS: tl.constexpr, IS_CAUSAL: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Tiles of one KV head of a row, or of each row of a block. An empty row still has one, which writes its zeros."""
+    q_start, kv_start, kv_stop, window, causal, _ = load_spans(span_ptrs, q_len, kv_len, window, HAS_SPANS, IS_CAUSAL)
+    lo, hi, _, _ = block_bounds(q_start, q_start + q_len - 1, kv_start, kv_stop, window, causal)
+    return tl.maximum((hi - lo + BLOCK_N - 1) // BLOCK_N, 1)
 
 
 @triton.jit
@@ -90,7 +91,6 @@ def lean_kernel(
     BLOCK_D: tl.constexpr,
     MIN_TILES: tl.constexpr,
     FAN_IN: tl.constexpr,
-    CHUNK: tl.constexpr,
     HAS_SPANS: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -100,19 +100,17 @@ def lean_kernel(
 ):
     pid = tl.program_id(0)
 
-    # The line of tiles: ends[b] is where row b's tiles (all its KV heads) end.
+    # The line of tiles. With spans, ends[b] is where row b's tiles (of all its KV heads) end; without, rows are alike.
     if HAS_SPANS:
         offs_b = tl.arange(0, BLOCK_B)
         span_ptrs = Spans + tl.minimum(offs_b, batch - 1).to(tl.int64) * stride_sb
-        q_start, kv_start, kv_stop, win, causal, _ = load_spans(span_ptrs, q_len, kv_len, window, True, IS_CAUSAL)
-        _, _, _, _, tiles = _row_tiles(q_start, kv_start, kv_stop, win, causal, q_len, BLOCK_N)
-        row_total = tl.where(offs_b < batch, tiles * kv_heads, 0)
-        ends = tl.cumsum(row_total, 0)
-        total = tl.sum(row_total, 0)
+        tiles_b = _row_tiles(span_ptrs, q_len, kv_len, window, HAS_SPANS, IS_CAUSAL, BLOCK_N)
+        line_b = tl.where(offs_b < batch, tiles_b * kv_heads, 0)
+        ends = tl.cumsum(line_b, 0)
+        total = tl.sum(line_b, 0)
     else:
-        q_start, kv_start, kv_stop, win, causal, _ = load_spans(Spans, q_len, kv_len, window, False, IS_CAUSAL)
-        _, _, _, _, tiles = _row_tiles(q_start, kv_start, kv_stop, win, causal, q_len, BLOCK_N)
-        total = batch * kv_heads * tiles
+        tiles_b = _row_tiles(Spans, q_len, kv_len, window, HAS_SPANS, IS_CAUSAL, BLOCK_N)
+        total = batch * kv_heads * tiles_b
 
     # Fewer programs than launched when there is little work, so that a share is worth its merge.
     programs = tl.minimum(tl.num_programs(0), tl.maximum(total // MIN_TILES, 1)).to(tl.int64)
@@ -130,22 +128,23 @@ def lean_kernel(
         # Which row, which KV head, which of its tiles.
         if HAS_SPANS:
             b = tl.sum((ends <= t).to(tl.int32), 0)
-            before = tl.sum(tl.where(offs_b < b, row_total, 0), 0)
+            before = tl.sum(tl.where(offs_b < b, line_b, 0), 0)
         else:
-            b = t // (kv_heads * tiles)
-            before = b * kv_heads * tiles
+            b = t // (kv_heads * tiles_b)
+            before = b * kv_heads * tiles_b
         row = b.to(tl.int64)
-        q_start, kv_start, kv_stop, win, causal, holes = load_spans(
+        q_start, kv_start, kv_stop, row_window, causal, holes = load_spans(
             Spans + row * stride_sb, q_len, kv_len, window, HAS_SPANS, IS_CAUSAL
         )
-        lo, hi, full_lo, full_hi, row_tiles = _row_tiles(q_start, kv_start, kv_stop, win, causal, q_len, BLOCK_N)
+        lo, hi, full_lo, full_hi = block_bounds(q_start, q_start + q_len - 1, kv_start, kv_stop, row_window, causal)
+        row_tiles = tl.maximum((hi - lo + BLOCK_N - 1) // BLOCK_N, 1)
         kv_head = (t - before) // row_tiles
         tile_start = (t - before) % row_tiles
         tile_stop = tl.minimum(row_tiles, tile_start + t_stop - t)
         head = kv_head * GROUP + group_head
         kv_head = kv_head.to(tl.int64)
 
-        row_lo, row_hi = row_bounds(q_start + q_index, kv_start, kv_stop, win, causal)
+        row_lo, row_hi = row_bounds(q_start + q_index, kv_start, kv_stop, row_window, causal)
         q_ptrs = Q + row * stride_qb + head * stride_qh + q_index * stride_qm
         q = tl.load(q_ptrs[:, None] + offs_d[None, :], mask=row_mask[:, None] & d_mask, other=0.0)
         acc, m, l = attend(
@@ -194,7 +193,7 @@ def lean_kernel(
             if done:
                 acc, m, l = merge_partials(
                     Acc, Stats, group_slot, 2 * group_first + 2, 2, group_size, offs_m, row_mask,
-                    HEAD_DIM, BLOCK_M, BLOCK_M, BLOCK_D, CHUNK,
+                    HEAD_DIM, BLOCK_M, BLOCK_M, BLOCK_D,
                 )  # fmt: skip
                 groups = (c_last - c_first) // FAN_IN + 1
                 if groups > 1:
@@ -205,7 +204,7 @@ def lean_kernel(
                     if done:
                         acc, m, l = merge_partials(
                             Acc, Stats, slot_first, 2 * (c_first + FAN_IN), 2 * FAN_IN, groups, offs_m, row_mask,
-                            HEAD_DIM, BLOCK_M, BLOCK_M, BLOCK_D, CHUNK,
+                            HEAD_DIM, BLOCK_M, BLOCK_M, BLOCK_D,
                         )  # fmt: skip
         if done:
             out, lse = finalize(acc, m, l, SinkLogits + head, row_mask, HAS_SINK_LOGITS)
@@ -283,7 +282,6 @@ def lean(
             BLOCK_D=block_d,
             MIN_TILES=config.MIN_TILES,
             FAN_IN=FAN_IN,
-            CHUNK=launch.merge_chunk(block_m, block_d),
             HAS_SPANS=spans is not None,
             IS_CAUSAL=causal,
             HAS_SOFTCAP=softcap is not None,
@@ -292,5 +290,6 @@ def lean(
             IEEE=q.dtype == torch.float32,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
+            maxnreg=config.maxnreg,
         )
     return (out, lse) if return_lse else out

@@ -240,37 +240,30 @@ def merge_partials(
     WORKSPACE_M: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    CHUNK: tl.constexpr,
 ):
-    """Merge `count` partials, CHUNK at a time, always in the same order: slots first_slot, next_slot, next_slot + step, ...
+    """Merge `count` partials, always in the same order: slots first_slot, next_slot, next_slot + step, ...
 
-    The loads of a chunk do not wait on one another, so a merge costs a few trips to L2 rather than one per partial.
+    The maxima come first, so that the loads of the second loop wait for nothing but one another's issue.
     `rows` [BLOCK_M] are the rows wanted of each slot's WORKSPACE_M. Returns (acc, m, l).
     """
-    offs_c = tl.arange(0, CHUNK)
+    offs_c = tl.arange(0, 16)
     offs_d = tl.arange(0, BLOCK_D)
+    mask = row_mask[:, None] & (offs_d[None, :] < HEAD_DIM)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for start in tl.range(0, count, CHUNK):
+    for start in tl.range(0, count, 16):
         i = start + offs_c
         slots = tl.where(i == 0, first_slot, next_slot + (i - 1) * step)
-        mask = (i < count)[:, None] & row_mask[None, :]
         stat_ptrs = Stats + (slots * 2 * WORKSPACE_M)[:, None] + rows[None, :]
-        m_i = tl.load(stat_ptrs, mask=mask, other=float("-inf"), cache_modifier=".cg")
-        l_i = tl.load(stat_ptrs + WORKSPACE_M, mask=mask, other=0.0, cache_modifier=".cg")
-        acc_rows = (slots.to(tl.int64) * WORKSPACE_M)[:, None] + rows[None, :]
-        acc_i = tl.load(
-            Acc + acc_rows[:, :, None] * BLOCK_D + offs_d[None, None, :],
-            mask=mask[:, :, None] & (offs_d < HEAD_DIM)[None, None, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        m_new = tl.maximum(m, tl.max(m_i, 0))
-        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-        alpha = tl.exp2(m - m_safe)
-        beta = tl.exp2(m_i - m_safe[None, :])
-        l = l * alpha + tl.sum(l_i * beta, 0)
-        acc = acc * alpha[:, None] + tl.sum(acc_i * beta[:, :, None], 0)
-        m = m_new
+        m_i = tl.load(stat_ptrs, mask=(i < count)[:, None] & row_mask[None, :], other=float("-inf"), cache_modifier=".cg")
+        m = tl.maximum(m, tl.max(m_i, 0))
+    m_safe = tl.where(m == float("-inf"), 0.0, m)
+    for i in tl.range(0, count, loop_unroll_factor=4):
+        slot = tl.where(i == 0, first_slot, next_slot + (i - 1) * step)
+        stat_ptrs = Stats + slot * 2 * WORKSPACE_M + rows
+        weight = tl.exp2(tl.load(stat_ptrs, mask=row_mask, other=float("-inf"), cache_modifier=".cg") - m_safe)
+        l += weight * tl.load(stat_ptrs + WORKSPACE_M, mask=row_mask, other=0.0, cache_modifier=".cg")
+        acc_ptrs = Acc + (slot.to(tl.int64) * WORKSPACE_M + rows)[:, None] * BLOCK_D + offs_d[None, :]
+        acc += weight[:, None] * tl.load(acc_ptrs, mask=mask, other=0.0, cache_modifier=".cg")
     return acc, m, l

@@ -118,7 +118,6 @@ def combine_kernel(
     HEAD_DIM: tl.constexpr,
     WORKSPACE_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    CHUNK: tl.constexpr,
     HAS_SINK_LOGITS: tl.constexpr,
     WRITE_LSE: tl.constexpr,
 ):
@@ -130,7 +129,7 @@ def combine_kernel(
     head = kv_head * GROUP + packed % GROUP
     row_mask = packed < q_len * GROUP
     slot = (tl.program_id(2) * kv_heads + kv_head) * splits
-    acc, m, l = merge_partials(Acc, Stats, slot, slot + 1, 1, splits, packed, row_mask, HEAD_DIM, WORKSPACE_M, 1, BLOCK_D, CHUNK)
+    acc, m, l = merge_partials(Acc, Stats, slot, slot + 1, 1, splits, packed, row_mask, HEAD_DIM, WORKSPACE_M, 1, BLOCK_D)
     out, lse = finalize(acc, m, l, SinkLogits + head, row_mask, HAS_SINK_LOGITS)
     offs_d = tl.arange(0, BLOCK_D)
     out_rows = (row * q_len + q_index) * (kv_heads * GROUP) + head
@@ -202,6 +201,7 @@ def split_kv(
             IEEE=q.dtype == torch.float32,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
+            maxnreg=config.maxnreg,
         )
         combine_kernel[(q_len * group, kv_heads, batch)](
             acc,
@@ -215,7 +215,6 @@ def split_kv(
             HEAD_DIM=head_dim,
             WORKSPACE_M=block_m,
             BLOCK_D=block_d,
-            CHUNK=launch.merge_chunk(1, block_d),
             HAS_SINK_LOGITS=sink_logits is not None,
             WRITE_LSE=return_lse,
             num_warps=4,

@@ -1,0 +1,1 @@
+"""Benchmarks: check the result first, then time, peers in the same run."""
