@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the model is a local file
+os.environ.setdefault("TQDM_DISABLE", "1")  # and loads in seconds
 
 import torch
 import transformers
