@@ -96,3 +96,65 @@ def why_not_model(config_class: type) -> str | None:
             'attention interface, so no registered backend can run in it; use attn_implementation="eager" or "sdpa".'
         )
     return None
+
+
+# ---- what caches/ and patches/ need of the host ----
+
+from transformers import GenerationMixin as GenerationMixin  # noqa: E402
+from transformers import PreTrainedConfig as PreTrainedConfig  # noqa: E402
+from transformers import PreTrainedModel as PreTrainedModel  # noqa: E402
+from transformers.cache_utils import Cache as Cache  # noqa: E402
+from transformers.cache_utils import CacheLayerMixin as CacheLayerMixin  # noqa: E402
+from transformers.cache_utils import get_layer_types_and_kwargs  # noqa: E402
+from transformers.masking_utils import create_masks_for_generate  # noqa: E402
+
+
+def layer_windows(config) -> list[int | None]:
+    """The sliding window of each layer that keeps K/V, None where it keeps everything.
+
+    Raises ValueError for configs with any other kind of layer (linear attention, chunks, K/V shared between layers).
+    """
+    text = config.get_text_config(decoder=True)
+    name = type(config).__name__
+    if config.is_encoder_decoder:
+        raise ValueError(
+            f"{name} is an encoder-decoder, and the preallocated cache is for decoder-only models; use a DynamicCache."
+        )
+    types, options = get_layer_types_and_kwargs(text)
+    if isinstance(options, dict):  # one for all layers before 5.19
+        options = [options] * len(types)
+    strange = sorted(set(types) - {"full_attention", "sliding_attention"})
+    if strange or len(types) != text.num_hidden_layers:
+        kinds = ", ".join(strange) or "layers that share K/V"
+        raise ValueError(
+            f"The preallocated cache holds full and sliding attention layers, and {name} has {kinds}; use a DynamicCache."
+        )
+    return [each["sliding_window"] if kind == "sliding_attention" else None for kind, each in zip(types, options, strict=True)]
+
+
+def overrides_generation(model) -> str | None:
+    """The method of generate() that patch() replaces and this model's class has written itself, or None."""
+    for name in ("_prepare_cache_for_generation", "_valid_auto_compile_criteria"):
+        if getattr(type(model), name) is not getattr(GenerationMixin, name):
+            return name
+    if type(model).get_compiled_call is not PreTrainedModel.get_compiled_call:
+        return "get_compiled_call"
+    return None
+
+
+def decode_mask(model, inputs: dict):
+    """What the model's layers get as mask for these inputs of one step: a tensor, or a dict of them by kind of layer."""
+    ids = inputs["input_ids"]
+    create = getattr(model, "create_masks_for_generate", create_masks_for_generate)
+    return create(
+        config=model.config,
+        inputs_embeds=ids.new_empty((*ids.shape, 0), dtype=model.dtype),
+        attention_mask=inputs["attention_mask"],
+        past_key_values=inputs["past_key_values"],
+        position_ids=inputs.get("position_ids"),
+    )
+
+
+def is_inert_hook(hook) -> bool:
+    """Whether Transformers itself left this hook on a module to collect hidden states, asleep unless they are asked for."""
+    return getattr(hook, "__module__", "") == "transformers.utils.output_capturing"

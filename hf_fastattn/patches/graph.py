@@ -1,0 +1,333 @@
+"""The decode graph: one captured CUDA graph per step of generate(), replayed instead of running the model's Python.
+
+generate() asks the model for something to call in its decode loop (`get_compiled_call`), and gets a DecodeStep. It copies the
+step's small inputs into tensors that stay, replays, and returns an output of the model's own type. The first step of a new shape
+runs uncaptured, as a warm-up on the same tensors; the second is captured, which takes one pass of the model's Python.
+
+A graph is good for one storage at one address, one set of input shapes and one fingerprint of the model: data pointers, training
+mode, adapters, plain attributes. The fingerprint is taken once per generate(). Weights changed in place are seen at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from .. import compat
+from ..caches.static import PreallocatedCache, Storage
+
+MAX_GRAPHS = 16  # per patched model; the least recently used one goes first
+_SCALARS = (bool, int, float, str, type(None))
+_MODULE_ATTRIBUTES = frozenset(vars(torch.nn.Module()))
+
+
+class Uncapturable(Exception):
+    """Why a step runs uncaptured, as a clause that follows "runs uncaptured: "."""
+
+
+class Graph(Protocol):
+    def capture(self, body: Callable[[], object]) -> object:
+        """Record what body() launches, without running it; return what it returned, whose tensors every replay fills."""
+
+    def replay(self) -> None: ...
+
+
+class CudaGraph:
+    """A torch.cuda.CUDAGraph. The graphs of a model share one stream and one memory pool, since one of them runs at a time."""
+
+    def __init__(self, device: torch.device, shared: dict):
+        self.device = device
+        self.shared = shared
+        self.graph = torch.cuda.CUDAGraph()
+
+    def capture(self, body):
+        with torch.cuda.device(self.device):
+            stream = self.shared.setdefault("stream", torch.cuda.Stream(self.device))
+            pool = self.shared.setdefault("pool", torch.cuda.graph_pool_handle())
+            with torch.cuda.graph(self.graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                return body()
+
+    def replay(self) -> None:
+        # Graphs share memory: two streams must not replay at once.
+        stream = torch.cuda.current_stream(self.device)
+        last = self.shared.get("last")
+        if last is not None and last != stream:
+            stream.wait_stream(last)
+        self.shared["last"] = stream
+        self.graph.replay()
+
+
+def why_no_graph(device: torch.device) -> str | None:
+    """Why steps on this device cannot be captured."""
+    return None if device.type == "cuda" else f"the model is on {device}, and graphs are for CUDA devices"
+
+
+def new_graph(device: torch.device, shared: dict) -> Graph:
+    """What records and replays; `shared` is one dict per patched model."""
+    return CudaGraph(device, shared)
+
+
+def survey(model: torch.nn.Module) -> tuple:
+    """What a graph of this model depends on besides its inputs. Raises Uncapturable for what no graph can hold."""
+    module_api = torch.nn.modules.module
+    if module_api._global_forward_hooks or module_api._global_forward_pre_hooks:
+        raise Uncapturable("a global forward hook is registered, and a graph would not run it")
+    if torch.is_autocast_enabled(model.device.type):
+        raise Uncapturable("autocast is on, and its copies of the weights do not outlive it")
+    rope = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    if isinstance(rope, dict) and rope.get("rope_type") in ("dynamic", "longrope"):
+        raise Uncapturable(f"rotary embeddings of type {rope['rope_type']!r} look at the positions on the host")
+    found: list = []
+    devices = set()
+    configs: dict[int, compat.PreTrainedConfig] = {}
+    for module in model.modules():
+        values = vars(module)
+        if module.training:
+            raise Uncapturable("the model is in training mode; call model.eval()")
+        for hook in itertools.chain(module._forward_hooks.values(), module._forward_pre_hooks.values()):
+            if not compat.is_inert_hook(hook):
+                name = getattr(hook, "__qualname__", type(hook).__qualname__)
+                raise Uncapturable(f"{type(module).__name__} has the forward hook {name}, and a graph would not run it")
+        if "forward" in values:
+            found.append(id(values["forward"]))
+        for tensor in itertools.chain(module._parameters.values(), module._buffers.values()):
+            if tensor is not None:
+                devices.add(tensor.device)
+                found.append(_pointer(tensor))
+        bookkeeping = isinstance(module, compat.PreTrainedModel)
+        for name, value in values.items():
+            if name in _MODULE_ATTRIBUTES or (bookkeeping and name.startswith("_")):
+                continue
+            if isinstance(value, _SCALARS):
+                found.append(value)
+            elif isinstance(value, torch.Tensor):
+                found.append(_pointer(value))
+            elif isinstance(value, (list, tuple, dict)):
+                items = value.values() if isinstance(value, dict) else value
+                if all(isinstance(item, _SCALARS) for item in items):
+                    found.append(repr(value))
+            elif isinstance(value, compat.PreTrainedConfig):
+                configs[id(value)] = value
+    for config in configs.values():
+        found.extend(value for value in vars(config).values() if isinstance(value, _SCALARS))
+    if len(devices) > 1:
+        raise Uncapturable(f"its weights are on several devices ({', '.join(sorted(map(str, devices)))})")
+    found.append(torch.is_inference_mode_enabled())
+    return tuple(found)
+
+
+def _pointer(tensor: torch.Tensor) -> int:
+    try:
+        pointer = tensor.data_ptr()
+    except (RuntimeError, NotImplementedError):
+        pointer = 0
+    if pointer == 0 and tensor.numel():
+        raise Uncapturable(f"a weight is a {type(tensor).__name__} on {tensor.device}, which has no address of its own")
+    return pointer
+
+
+class Entry:
+    """One graph, or the way to it: the tensors it reads, and what it was made for."""
+
+    def __init__(self, storage: Storage, fingerprint: tuple, inputs: dict):
+        self.storage = weakref.ref(storage)
+        self.version = storage.version
+        self.fingerprint = fingerprint
+        self.used = 0
+        self.refused: str | None = None
+        self.warm = False
+        self.graph: Graph | None = None
+        self.logits: torch.Tensor | None = None
+        self.output_type: type | None = None
+        self.constants: dict = {}
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.masks: dict[str, torch.Tensor] = {}
+        self.count = len(inputs)
+        for name, value in inputs.items():
+            if name == "past_key_values":
+                continue
+            if isinstance(value, torch.Tensor):
+                self.tensors[name] = _like(value)
+            elif isinstance(value, _SCALARS):
+                self.constants[name] = value
+            elif (
+                name == "attention_mask" and isinstance(value, dict) and all(isinstance(v, torch.Tensor) for v in value.values())
+            ):
+                self.masks = {kind: _like(mask) for kind, mask in value.items()}
+            else:
+                self.refused = f"its argument {name} is a {type(value).__name__}"
+        if self.constants.get("output_hidden_states") or self.constants.get("output_attentions"):
+            self.refused = "hidden states or attentions are asked for"
+        if "position_ids" not in self.tensors:
+            self.refused = "the model is called without position_ids"
+
+    def accepts(self, inputs: dict) -> bool:
+        """Whether inputs have the shapes and constants of this graph."""
+        if len(inputs) != self.count:
+            return False
+        for name, tensor in self.tensors.items():
+            value = inputs.get(name)
+            if not isinstance(value, torch.Tensor) or value.shape != tensor.shape or value.dtype != tensor.dtype:
+                return False
+        for name, constant in self.constants.items():
+            if inputs.get(name, self) != constant:
+                return False
+        if self.masks:
+            masks = inputs.get("attention_mask")
+            return isinstance(masks, dict) and all(
+                kind in masks and masks[kind].shape == mask.shape for kind, mask in self.masks.items()
+            )
+        return True
+
+    def copy_in(self, inputs: dict) -> None:
+        for name, tensor in self.tensors.items():
+            tensor.copy_(inputs[name])
+        for kind, mask in self.masks.items():
+            mask.copy_(inputs["attention_mask"][kind])
+
+    def body(self, model, storage: Storage) -> Callable[[], object]:
+        """One step over the tensors that stay: what is run once to warm up, and then captured."""
+        static = {**self.constants, **self.tensors}
+        if self.masks:
+            static["attention_mask"] = self.masks
+
+        def step():
+            cache = PreallocatedCache.around(storage)
+            with cache.on_device():
+                inputs = {**static, "past_key_values": cache}
+                if "attention_mask" not in static:
+                    # Made in the graph from the device's count. Some models count tokens on the host if they get no mask.
+                    inputs["attention_mask"] = compat.decode_mask(model, {**inputs, "attention_mask": None})
+                outputs = model(**inputs)
+            for track in storage.tracks:
+                track.counts.add_(1)
+            return outputs
+
+        return step
+
+    def output(self, logits: torch.Tensor, cache: PreallocatedCache):
+        return self.output_type(logits=logits, past_key_values=cache)
+
+
+def _like(value: torch.Tensor) -> torch.Tensor:
+    # A normal tensor, since the next generate() may run outside the inference mode that this one runs in.
+    with torch.inference_mode(False):
+        return torch.empty(value.shape, dtype=value.dtype, device=value.device)
+
+
+class DecodeGraphs:
+    """All graphs of one model, over the storages of its caches."""
+
+    def __init__(self, say: Callable[[str], None]):
+        self.say = say
+        self.entries: weakref.WeakKeyDictionary[Storage, list[Entry]] = weakref.WeakKeyDictionary()
+        self.shared: dict = {}
+        self.lock = threading.RLock()
+        self.clock = itertools.count(1)
+        self.captures = self.replays = self.uncaptured = 0
+
+    def find(self, storage: Storage, fingerprint: tuple, inputs: dict) -> Entry:
+        """The entry for these inputs, made if there is none."""
+        entries = [entry for entry in self.entries.get(storage, ()) if entry.version == storage.version]
+        self.entries[storage] = entries
+        for entry in entries:
+            if entry.fingerprint == fingerprint and entry.accepts(inputs):
+                break
+        else:
+            everything = [(e, held) for held in self.entries.values() for e in held]
+            if len(everything) >= MAX_GRAPHS:
+                oldest, held = min(everything, key=lambda pair: pair[0].used)
+                held.remove(oldest)
+            entry = Entry(storage, fingerprint, inputs)
+            entries.append(entry)
+        entry.used = next(self.clock)
+        return entry
+
+    def clear(self) -> None:
+        self.entries.clear()
+        self.shared.clear()
+
+
+class DecodeStep:
+    """What one generate() calls in place of the model: replays the graph where there is one."""
+
+    def __init__(self, graphs: DecodeGraphs, model, fingerprint: tuple, ignore_mask: bool):
+        self.graphs = graphs
+        self.model = model
+        self.fingerprint = fingerprint
+        self.ignore_mask = ignore_mask
+        self.entry: Entry | None = None
+
+    def __call__(self, **given):
+        cache, ids = given.get("past_key_values"), given.get("input_ids")
+        if not isinstance(cache, PreallocatedCache) or ids is None or ids.shape[1] != 1:
+            return self.model(**given)  # a chunk of the prompt
+        storage = cache.storage
+        inputs = dict(given)
+        mask = inputs.get("attention_mask")
+        if mask is not None and self.ignore_mask:
+            del inputs["attention_mask"]
+        storage.make_room(1)
+        for track in storage.tracks:
+            track.sync(ids.device)
+        if mask is not None and not self.ignore_mask and mask.dim() == 2:
+            # It grows with every token; the spans made from it do not.
+            with cache.on_device(with_mask=True):
+                inputs["attention_mask"] = compat.decode_mask(self.model, inputs)
+        entry = self.entry
+        if entry is None or entry.storage() is not storage or entry.version != storage.version or not entry.accepts(inputs):
+            with self.graphs.lock:
+                entry = self.entry = self.graphs.find(storage, self.fingerprint, inputs)
+        if entry.refused is None:
+            entry.copy_in(inputs)
+            try:
+                logits = self._run(entry, storage)
+            except Uncapturable as reason:
+                entry.refused = str(reason)
+                for track in storage.tracks:
+                    track.image = None  # unknown; written again before the next capture
+        if entry.refused is not None:
+            self.graphs.say(entry.refused)
+            self.graphs.uncaptured += 1
+            return self.model(**given)
+        for track in storage.tracks:
+            track.advance()
+        return entry.output(logits, cache)
+
+    def _run(self, entry: Entry, storage: Storage) -> torch.Tensor:
+        graphs = self.graphs
+        if entry.graph is not None:
+            entry.graph.replay()
+            graphs.replays += 1
+            return entry.logits.clone()  # whoever keeps it must not see the next step's
+        with graphs.lock:
+            body = entry.body(self.model, storage)
+            if not entry.warm:
+                outputs = _attempt(body)
+                others = [
+                    name for name, value in outputs.items() if name not in ("logits", "past_key_values") and value is not None
+                ]
+                if others or outputs.get("logits") is None:
+                    raise Uncapturable(f"its output holds {', '.join(others) or 'no logits'}")
+                entry.output_type = type(outputs)
+                entry.warm = True
+                return outputs.logits
+            graph = new_graph(entry.tensors["input_ids"].device, graphs.shared)
+            outputs = _attempt(lambda: graph.capture(body))
+            entry.logits, entry.graph = outputs.logits, graph
+            graphs.captures += 1
+        return self._run(entry, storage)
+
+
+def _attempt(run: Callable[[], object]):
+    """run(), any failure of which means that the step runs uncaptured, where a mistake of the caller's shows itself again."""
+    try:
+        return run()
+    except Exception as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else ""
+        raise Uncapturable(f"{type(error).__name__} while capturing it ({first})") from error

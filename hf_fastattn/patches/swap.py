@@ -1,0 +1,323 @@
+"""patch(): attention, cache and decode graph of one model, in one call that can be undone."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import warnings
+import weakref
+from dataclasses import dataclass
+
+import torch
+
+from .. import compat, registry
+from ..caches.static import Pool, PreallocatedCache
+from . import graph as graphs
+
+_MARK = "_hf_fastattn_patch"
+_METHODS = {
+    "_prepare_cache_for_generation": "_prepare_cache",
+    "_valid_auto_compile_criteria": "_wants_graph",
+    "get_compiled_call": "_compiled_call",
+}
+
+
+@dataclass(frozen=True)
+class Change:
+    """One thing that patch() changed: what, how often, from what, to what."""
+
+    what: str
+    count: int
+    before: str
+    after: str
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.before} -> {self.after} ({self.count})"
+
+
+def patch(target, backend: str = "lean", *, cache: str | None = "static", graph: bool = True) -> Patch:
+    """Make plain generate() of one model run `backend`, on a preallocated cache, with one CUDA graph per decode step.
+
+    target: a model, a text-generation pipeline or a PEFT model. cache: "static", or None to leave the choice to Transformers.
+    graph=False runs every step uncaptured. Returns a Patch: print it for what changed, use it in a `with` block or call its
+    undo() to take everything back. Only this instance changes; a deepcopy of it is patched too, on its own.
+
+    Raises ValueError or TypeError, in a sentence, for a model that cannot run this, and then changes nothing.
+    """
+    model = _find_model(target)
+    if _MARK in vars(model):
+        raise ValueError(f"This {type(model).__name__} is patched already; call hf_fastattn.unpatch() on it first.")
+    chosen = registry.get(backend)
+    if cache not in ("static", None):
+        raise ValueError(f'cache must be "static", or None for Transformers\' own; got {cache!r}.')
+    if graph and cache is None:
+        raise ValueError("graph=True needs the preallocated cache, whose addresses stay; pass graph=False with cache=None.")
+    if reason := compat.why_not_model(type(model.config)):
+        raise ValueError(f"{type(model).__name__} cannot be patched: {reason}")
+    if not model._can_set_attn_implementation():
+        raise ValueError(
+            f"{type(model).__name__} cannot be patched: it computes attention in its own code and does not let its "
+            "attn_implementation be set."
+        )
+    if reason := chosen.why_not(**_shape(model)):
+        raise ValueError(f"{type(model).__name__} cannot run {backend!r}: {reason}")
+    if cache is not None and (name := compat.overrides_generation(model)):
+        raise ValueError(
+            f"{type(model).__name__} has its own {name}(), which the cache would replace; pass cache=None, graph=False."
+        )
+    pool = Pool(compat.layer_windows(model.config)) if cache is not None else None
+    return Patch(model, backend, pool, graph)
+
+
+def unpatch(target) -> None:
+    """Undo patch() on this model, pipeline or PEFT model. Raises ValueError if it is not patched."""
+    model = _find_model(target)
+    if _MARK not in vars(model):
+        raise ValueError(f"This {type(model).__name__} is not patched; there is nothing to undo.")
+    vars(model)[_MARK].undo()
+
+
+def _find_model(target):
+    """The model whose generate() runs in the end."""
+    model = target
+    if not isinstance(model, torch.nn.Module) and isinstance(getattr(model, "model", None), torch.nn.Module):
+        model = model.model  # a pipeline
+    if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
+        if any(getattr(config, "is_prompt_learning", False) for config in model.peft_config.values()):
+            raise ValueError(
+                "A PEFT model with prompt learning brings its own past_key_values and masks, which the preallocated cache does "
+                "not take; patch models with LoRA and its relatives, or the base model."
+            )
+        model = model.get_base_model()
+    if not isinstance(model, compat.PreTrainedModel) or not model.can_generate():
+        raise TypeError(
+            "patch() takes a Transformers model with generate(), a text-generation pipeline or a PEFT model; "
+            f"got {type(target).__name__}."
+        )
+    return model
+
+
+def _shape(model) -> dict:
+    config = model.config.get_text_config(decoder=True)
+    heads = config.num_attention_heads
+    return {
+        "num_heads": heads,
+        "num_kv_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
+        "dtype": model.dtype,
+        "device_type": model.device.type,
+    }
+
+
+class Patch:
+    """What patch() did to one model. Print it; leave its `with` block, or call undo(), to take it back.
+
+    changes: a Change for each thing changed. captures, replays, uncaptured: decode steps of each kind so far.
+    reasons: why steps ran uncaptured, each said once as a warning when it first happened.
+    """
+
+    def __init__(self, model, backend: str, pool: Pool | None, graph: bool):
+        self._begin(model, backend, graph)
+        self._pool = pool
+        try:
+            self._apply(model)
+        except BaseException:
+            self.undo()
+            raise
+
+    def _begin(self, model, backend: str, graph: bool) -> None:
+        self._model = weakref.ref(model)
+        self.backend = backend
+        self.graph = graph
+        self.changes: list[Change] = []
+        self.reasons: list[str] = []
+        self.undone = False
+        self._graphs = graphs.DecodeGraphs(self._say)
+        self._local = threading.local()
+        self._methods: dict[str, object] = {}  # name: what the instance had of its own, or _MARK for nothing
+        self._configs: list[tuple] = []  # (weak reference to a module, attribute, its config, our copy)
+        self._before: dict[int, dict] = {}  # id of our copy: its attributes when made
+
+    def _apply(self, model) -> None:
+        before = model.config._attn_implementation
+        self._own_configs(model)
+        model.set_attn_implementation(self.backend)
+        layers = model.config.get_text_config(decoder=True).num_hidden_layers
+        self.changes.append(Change("attention of layers", layers, before, self.backend))
+        vars(model)[_MARK] = self
+        if self._pool is None:
+            return
+        for name, ours in _METHODS.items():
+            self._methods[name] = vars(model).get(name, _MARK)
+            vars(model)[name] = getattr(self, ours)
+        self.changes.append(Change("methods of generate()", len(_METHODS), type(model).__name__, "this instance's own"))
+        kept = model.generation_config.cache_implementation or "dynamic"
+        self.changes.append(Change("cache of layers", len(self._pool.windows), kept, "static, preallocated"))
+        if self.graph and not graphs.why_no_graph(model.device):
+            self.changes.append(Change("decode step", 1, "launched from Python", "one CUDA graph"))
+
+    def _own_configs(self, model) -> None:
+        """Give the model a configuration of its own: models made from one configuration object share it, attention included."""
+        memo: dict = {}
+        for module in model.modules():
+            for name, value in list(vars(module).items()):
+                if isinstance(value, compat.PreTrainedConfig):
+                    own = copy.deepcopy(value, memo)
+                    self._configs.append((weakref.ref(module), name, value, own))
+        for module, name, _, own in self._configs:
+            self._before.setdefault(id(own), dict(vars(own)))
+            vars(module())[name] = own
+
+    def undo(self) -> None:
+        """Take back every change. Raises ValueError the second time."""
+        if self.undone:
+            raise ValueError("This patch is undone already; call hf_fastattn.patch() to patch the model again.")
+        self.undone = True
+        model = self._model()
+        self._graphs.clear()
+        if self._pool is not None:
+            self._pool.clear()
+        if model is None:
+            return
+        for name, had in self._methods.items():
+            if getattr(vars(model).get(name), "__self__", None) is not self:
+                continue  # replaced by someone else since; theirs to take back
+            if had is _MARK:
+                del vars(model)[name]
+            else:
+                vars(model)[name] = had
+        for module, name, value, own in self._configs:
+            if module() is not None and vars(module()).get(name) is own:
+                vars(module())[name] = value
+            # What was set on the model's configuration meanwhile, other than by us, stays set.
+            was = self._before.pop(id(own), None)
+            for key, now in vars(own).items() if was is not None else ():
+                changed = key not in was or was[key] is not now
+                if changed and key != "_attn_implementation_internal" and not isinstance(now, compat.PreTrainedConfig):
+                    vars(value)[key] = now
+        self._configs.clear()
+        vars(model).pop(_MARK, None)
+
+    def __enter__(self) -> Patch:
+        return self
+
+    def __exit__(self, *error) -> None:
+        if not self.undone:
+            self.undo()
+
+    def __deepcopy__(self, memo):
+        model = memo.get(id(self._model()))
+        if model is None:
+            raise TypeError("A Patch cannot be copied by itself; copy the model it belongs to.")
+        twin = memo[id(self)] = Patch.__new__(Patch)
+        twin._begin(model, self.backend, self.graph)
+        twin.changes = list(self.changes)
+        twin.undone = self.undone
+        twin._methods = dict(self._methods)
+        twin._configs = [
+            (weakref.ref(copy.deepcopy(module(), memo)), name, copy.deepcopy(value, memo), copy.deepcopy(own, memo))
+            for module, name, value, own in self._configs
+            if module() is not None
+        ]
+        twin._before = {id(own): dict(vars(own)) for *_, own in twin._configs}
+        twin._pool = self._pool and Pool(self._pool.windows)
+        return twin
+
+    def __reduce__(self):
+        raise TypeError("A patched model cannot be pickled; call hf_fastattn.unpatch() on it first.")
+
+    def __len__(self) -> int:
+        return len(self.changes)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __str__(self) -> str:
+        model = self._model()
+        lines = [f"{type(model).__name__ if model is not None else 'A model that is gone'}: {len(self)} changes"]
+        lines += [f"  {change}" for change in self.changes]
+        if self.undone:
+            lines[0] += ", undone"
+        elif self.graph and model is not None and (reason := graphs.why_no_graph(model.device)):
+            lines.append(f"  decode graph: off, as {reason}")
+        if self.captures or self.uncaptured:
+            lines.append(
+                f"  decode steps: {self.replays} replayed, {self.captures} graphs captured, {self.uncaptured} uncaptured"
+            )
+        lines += [f"  ran uncaptured: {reason}" for reason in self.reasons]
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+    captures = property(lambda self: self._graphs.captures)
+    replays = property(lambda self: self._graphs.replays)
+    uncaptured = property(lambda self: self._graphs.uncaptured)
+
+    def _say(self, reason: str) -> None:
+        if reason not in self.reasons:
+            self.reasons.append(reason)
+            warnings.warn(f"{type(self._model()).__name__}.generate() runs uncaptured: {reason}.", stacklevel=3)
+
+    # The three methods that stand on the instance.
+
+    def _prepare_cache(self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length):
+        model = self._model()
+        stock = type(model)._prepare_cache_for_generation
+        given = model_kwargs.get("past_key_values")
+        asked = generation_config.cache_implementation
+        if asked == model.generation_config.cache_implementation:
+            asked = None  # the checkpoint's default, not this call's wish
+        if given is not None or asked is not None or generation_config.use_cache is False:
+            stock(model, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
+        rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+        if isinstance(given, PreallocatedCache):
+            if len(given.layers) != len(self._pool.windows):
+                raise ValueError(
+                    f"This cache holds {len(given.layers)} layers, and {type(model).__name__} has {len(self._pool.windows)}: "
+                    "it belongs to another model."
+                )
+            given.check_rows(rows)
+            seen = given.get_seq_length()
+            # Given only the new ids, the call counts from them.
+            given.reserve(max_cache_length if max_cache_length > seen else seen + max_cache_length)
+        elif given is not None:
+            self._say(f"past_key_values is a {type(given).__name__}, not a PreallocatedCache")
+        elif asked is not None:
+            self._say(f"cache_implementation={asked!r} was asked for")
+        elif generation_config.use_cache is not False:
+            model_kwargs["past_key_values"] = self._pool.take(rows, max_cache_length)
+        mode = str(getattr(generation_mode, "value", generation_mode))
+        if self.graph and mode not in ("greedy_search", "sample"):
+            self._say(f"{mode} calls the model directly")
+
+    def _wants_graph(self, model_kwargs, generation_config) -> bool:
+        model = self._model()
+        self._local.step = None
+        if not isinstance(model_kwargs.get("past_key_values"), PreallocatedCache):
+            return type(model)._valid_auto_compile_criteria(model, model_kwargs, generation_config)
+        if not self.graph or generation_config.disable_compile:
+            return False
+        try:
+            if reason := graphs.why_no_graph(model.device):
+                raise graphs.Uncapturable(reason)
+            if generation_config.output_hidden_states or generation_config.output_attentions:
+                raise graphs.Uncapturable("hidden states or attentions are asked for")
+            fingerprint = graphs.survey(model)
+            if model.config._attn_implementation not in registry.names():
+                raise graphs.Uncapturable(
+                    f"attn_implementation is {model.config._attn_implementation!r}, which cannot read a length from the device"
+                )
+        except graphs.Uncapturable as reason:
+            self._say(str(reason))
+            return False
+        mask = model_kwargs.get("attention_mask")
+        # A mask of ones says nothing, and generate() only ever adds ones: one look at it now saves one per token.
+        ones = mask is not None and mask.dim() == 2 and bool((mask == 1).all())
+        self._local.step = graphs.DecodeStep(self._graphs, model, fingerprint, ones)
+        return True
+
+    def _compiled_call(self, compile_config):
+        model = self._model()
+        step = getattr(self._local, "step", None)
+        self._local.step = None
+        return step or type(model).get_compiled_call(model, compile_config)

@@ -1,0 +1,58 @@
+"""A CUDA graph's stand-in on the CPU: records the tensor operations of one step, and replays them on the same memory.
+
+Like a graph, it repeats operations and not Python: an int that Python read while recording stays what it was, a result lands
+where it landed, and reading a value on the host is an error. Unlike a graph it computes while it records, so its first replay
+does nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+SYNCS = ("aten._local_scalar_dense", "aten.nonzero", "aten.item", "aten.masked_select")
+
+
+class RecordedGraph:
+    def __init__(self, device, shared):
+        self.operations = []
+        self.recorded_just_now = False
+
+    def capture(self, body):
+        with _Recorder(self.operations):
+            result = body()
+        self.recorded_just_now = True
+        return result
+
+    def replay(self):
+        if self.recorded_just_now:
+            self.recorded_just_now = False
+            return
+        with torch.no_grad():
+            for function, args, kwargs, results in self.operations:
+                again = tree_leaves(function(*args, **kwargs))
+                for old, new in zip(results, again, strict=True):
+                    if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                        old.copy_(new)
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, operations):
+        super().__init__()
+        self.operations = operations
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if str(function).startswith(SYNCS):
+            raise RuntimeError(f"operation not permitted when stream is capturing: {function}")
+        result = function(*args, **(kwargs or {}))
+        self.operations.append((function, args, kwargs or {}, tree_leaves(result)))
+        return result
+
+
+def use(monkeypatch) -> None:
+    """Let patched models on the CPU capture RecordedGraphs."""
+    from hf_fastattn.patches import graph
+
+    monkeypatch.setattr(graph, "new_graph", RecordedGraph)
+    monkeypatch.setattr(graph, "why_no_graph", lambda device: None)

@@ -1,0 +1,259 @@
+"""The preallocated cache by itself: what a DynamicCache does, without its copies, on stock and on our attention."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from models import FAMILIES, PADDINGS, family, prompts, tiny
+
+from hf_fastattn.caches import PreallocatedCache, layers
+
+WINDOWED = "mistral_window_below_prompt"
+
+
+def generate(model, inputs, **options):
+    torch.manual_seed(0)
+    return model.generate(**inputs, **{"max_new_tokens": 24, "do_sample": False, **options})
+
+
+MODES = {
+    "greedy": {},
+    "chunked_prefill": {"prefill_chunk_size": 40},
+    "beam": {"num_beams": 3},
+    "num_return_sequences": {"num_return_sequences": 2, "do_sample": True},
+    "prompt_lookup": {"prompt_lookup_num_tokens": 3},
+}
+
+
+# Every family and padding greedily, and the other modes where the two kinds of layer are.
+CASES = [(name, "greedy", padding) for name in FAMILIES for padding in PADDINGS]
+CASES += [(name, mode, "left_padding") for name in ("llama", WINDOWED, "qwen2") for mode in MODES if mode != "greedy"]
+
+
+@pytest.mark.parametrize("name, mode, padding", CASES)
+def test_tokens_equal_those_of_a_dynamic_cache(name, mode, padding):
+    model = family(name, "cpu")
+    inputs = prompts(padding, "cpu", rows=1 if mode == "prompt_lookup" else 3)
+    for attention in ("eager", "lean"):
+        model.set_attn_implementation(attention)
+        expected = generate(model, inputs, **MODES[mode])
+        assert torch.equal(generate(model, inputs, past_key_values=PreallocatedCache(model), **MODES[mode]), expected), attention
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 9, 40])
+@pytest.mark.parametrize("keep, slack", [(1, 1), (4, 8), (128, 512)])
+def test_a_sliding_window_given_tokens_in_any_portions(monkeypatch, keep, slack, chunk):
+    monkeypatch.setattr(layers, "KEEP", keep)
+    monkeypatch.setattr(layers, "SLACK", slack)
+    model = family(WINDOWED, "cpu")
+    model.set_attn_implementation("eager")
+    inputs = prompts("left_padding", "cpu")
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    with torch.no_grad():
+        whole = model(ids, attention_mask=mask).logits
+        cache = PreallocatedCache(model, 4)
+        for start in range(0, ids.shape[1], chunk):
+            stop = start + chunk
+            logits = model(
+                ids[:, start:stop],
+                attention_mask=mask[:, :stop],
+                position_ids=torch.arange(start, min(stop, ids.shape[1]))[None],
+                past_key_values=cache,
+            ).logits
+            live = mask[:, start:stop].bool()
+            torch.testing.assert_close(logits[live], whole[:, start:stop][live], rtol=1e-4, atol=1e-4)
+    assert cache.get_seq_length() == ids.shape[1]
+    assert cache.layers[0].keys.shape[2] <= 16 - 1 + keep + slack
+
+
+def test_one_token_is_one_write_and_the_buffers_stay():
+    model = family(WINDOWED, "cpu")
+    cache = PreallocatedCache(model)
+    generate(model, prompts("no_padding", "cpu"), past_key_values=cache)
+    layer = cache.layers[0]
+    where, before = layer.keys.data_ptr(), layer.keys.clone()
+    states = torch.ones(3, 2, 1, 16)
+    for each in cache.layers:
+        keys, _ = each.update(states, states)
+    changed = (layer.keys != before).any(-1).any(1).any(0)
+    assert layer.keys.data_ptr() == where and int(changed.sum()) == 1
+    assert keys.untyped_storage().data_ptr() == cache.layers[-1].keys.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("name", ["llama", WINDOWED])
+def test_conversations_with_full_and_with_new_ids(name):
+    model = family(name, "cpu")
+    model.set_attn_implementation("lean")
+    first = prompts("left_padding", "cpu")
+    more = prompts("no_padding", "cpu")["input_ids"][:, :7]
+    cache = PreallocatedCache(model)
+    said = generate(model, first, past_key_values=cache)
+    ids = torch.cat([said, more], 1)
+    mask = torch.cat([first["attention_mask"], torch.ones(3, ids.shape[1] - first["input_ids"].shape[1], dtype=torch.long)], 1)
+    expected = generate(model, {"input_ids": ids, "attention_mask": mask})
+    other = copy.deepcopy(cache)
+    full = generate(model, {"input_ids": ids, "attention_mask": mask}, past_key_values=cache)
+    assert torch.equal(full, expected)
+    assert cache.get_seq_length() == expected.shape[1] - 1 and other.get_seq_length() == said.shape[1] - 1
+    # The last token of `said` is not in the cache yet: it is new too.
+    new = generate(model, {"input_ids": ids[:, said.shape[1] - 1 :], "attention_mask": mask}, past_key_values=other)
+    assert torch.equal(new[:, 8:], expected[:, ids.shape[1] :])
+
+
+def test_reset_keeps_the_buffers_and_forgets_the_tokens():
+    model = family("llama", "cpu")
+    inputs = prompts("left_padding", "cpu")
+    cache = PreallocatedCache(model)
+    expected = generate(model, inputs, past_key_values=cache)
+    where = cache.layers[0].keys.data_ptr()
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    assert torch.equal(generate(model, inputs, past_key_values=cache), expected) and cache.layers[0].keys.data_ptr() == where
+    cache.reset()
+    inputs = prompts("left_padding", "cpu", rows=2)  # an empty cache takes any batch
+    assert torch.equal(generate(model, inputs, past_key_values=cache), generate(model, inputs))
+
+
+def test_growth_moves_the_tokens_and_a_fixed_cache_refuses_before_it_writes():
+    model = family("qwen2", "cpu")
+    inputs = prompts("left_padding", "cpu")
+    expected = generate(model, inputs, max_new_tokens=400)
+    cache = PreallocatedCache(model, 100)
+    assert torch.equal(generate(model, inputs, max_new_tokens=400, past_key_values=cache), expected)
+    assert cache.storage.version > 0
+    fixed = PreallocatedCache(model, 100, grow=False)
+    with pytest.raises(ValueError, match=r"holds 100 tokens .* has seen 100 and is given 1 more"):
+        generate(model, inputs, past_key_values=fixed)
+    assert fixed.get_seq_length() == 100 and fixed.get_max_length() == 100
+
+
+def test_a_capacity_that_does_not_fit_is_refused_before_it_is_allocated(monkeypatch):
+    model = tiny("llama", "lean")
+    monkeypatch.setattr(layers, "free_bytes", lambda device: 1000)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    cache = PreallocatedCache(model, 256)
+    # 2 layers x (K and V) x 3 rows x 2 heads x 16 x 4 bytes x 256 tokens
+    with pytest.raises(MemoryError, match=r"256 tokens needs 393216 bytes .* 1000 .* are free"):
+        generate(model, prompts("no_padding", "cpu"), past_key_values=cache)
+
+
+@pytest.mark.parametrize("name", ["llama", WINDOWED, "qwen2"])
+def test_save_and_load(tmp_path, name):
+    model = family(name, "cpu")
+    model.set_attn_implementation("lean")
+    inputs = prompts("left_padding", "cpu")
+    cache = PreallocatedCache(model)
+    generate(model, inputs, past_key_values=cache, max_new_tokens=1)
+    cache.save(tmp_path / "prompt.safetensors", model)
+    more = torch.cat([inputs["input_ids"], inputs["input_ids"][:, -9:]], 1)
+    asked = {"input_ids": more, "attention_mask": torch.cat([inputs["attention_mask"], torch.ones(3, 9, dtype=torch.long)], 1)}
+    expected = generate(model, asked)
+    for source in (model, model.config):
+        loaded = PreallocatedCache.load(tmp_path / "prompt.safetensors", source)
+        assert loaded.get_seq_length() == inputs["input_ids"].shape[1]
+        assert torch.equal(generate(model, asked, past_key_values=loaded), expected)
+    loaded = PreallocatedCache.load(tmp_path / "prompt.safetensors", model)
+    loaded.batch_select_indices(torch.tensor([2]))  # before it has a device
+    one = {key: tensor[2:] for key, tensor in asked.items()}
+    assert torch.equal(generate(model, one, past_key_values=loaded), expected[2:])
+
+
+def test_a_file_that_does_not_fit_is_refused(tmp_path):
+    from safetensors.torch import save_file
+
+    model = tiny("llama", "lean")
+    path = tmp_path / "prompt.safetensors"
+    with pytest.raises(ValueError, match="holds no tokens"):
+        PreallocatedCache(model).save(path, model)
+    cache = PreallocatedCache(model)
+    with torch.no_grad():
+        model(**prompts("no_padding", "cpu"), past_key_values=cache)
+    cache.save(path, model)
+    with pytest.raises(ValueError, match="intermediate_size=96, and this one has intermediate_size=64"):
+        PreallocatedCache.load(path, tiny("llama", intermediate_size=64))
+    with pytest.raises(ValueError, match=r"holds torch.float32, and the model runs in torch.bfloat16"):
+        PreallocatedCache.load(path, tiny("llama").to(torch.bfloat16))
+    save_file({"0.keys": torch.zeros(1)}, path, {"format": "hf_fastattn cache 0"})
+    with pytest.raises(ValueError, match="has format 'hf_fastattn cache 0'"):
+        PreallocatedCache.load(path, model)
+
+
+def test_crop():
+    model = family("qwen2", "cpu")
+    model.set_attn_implementation("lean")
+    inputs = prompts("no_padding", "cpu")
+    cache = PreallocatedCache(model)
+    expected = generate(model, inputs)
+    generate(model, inputs, past_key_values=cache)
+    cache.crop(0)
+    cache.crop(-30)
+    assert cache.get_seq_length() == inputs["input_ids"].shape[1] + 23 - 30
+    assert torch.equal(generate(model, inputs, past_key_values=cache), expected)
+    with pytest.raises(ValueError, match="negative number"):
+        cache.crop(5)
+    with pytest.raises(ValueError, match="holds 119 tokens; 120 cannot"):
+        cache.crop(-120)
+    long = PreallocatedCache(model)
+    generate(model, inputs, max_new_tokens=380, past_key_values=long)
+    long.storage.tracks[1].base = long.storage.tracks[1].seen - 20
+    with pytest.raises(ValueError, match="sliding window of 16 has kept 20 of 475"):
+        long.crop(-10)
+
+
+def test_rows_are_repeated_selected_and_reordered():
+    model = family("qwen2", "cpu")
+    inputs = prompts("left_padding", "cpu")
+    cache = PreallocatedCache(model)
+    with torch.no_grad():
+        model(**inputs, past_key_values=cache)
+    keys = [layer.live()[0].clone() for layer in cache.layers]
+    where = cache.layers[0].keys.data_ptr()
+    cache.reorder_cache(torch.tensor([2, 0, 1]))
+    assert cache.layers[0].keys.data_ptr() == where
+    assert all(torch.equal(layer.live()[0], old[[2, 0, 1]]) for layer, old in zip(cache.layers, keys, strict=True))
+    cache.batch_repeat_interleave(2)
+    assert cache.batch_size == 6
+    cache.batch_select_indices(torch.tensor([False, True, False, False, True, True]))
+    assert all(torch.equal(layer.live()[0], old[[2, 1, 1]]) for layer, old in zip(cache.layers, keys, strict=True))
+
+
+def test_inference_mode_and_gradients():
+    model = tiny("llama", "lean")
+    inputs = prompts("no_padding", "cpu")
+    cache = PreallocatedCache(model)
+    with torch.inference_mode():
+        model(**inputs, past_key_values=cache)
+    with torch.no_grad():
+        model(inputs["input_ids"][:, :1], past_key_values=cache)
+    with pytest.raises(RuntimeError, match="carries no gradient"):
+        model(inputs["input_ids"][:, :1], past_key_values=cache)
+
+
+def test_bad_input():
+    model = tiny("llama", "lean")
+    inputs = prompts("no_padding", "cpu")
+    with pytest.raises(ValueError, match="at least 1; got 0"):
+        PreallocatedCache(model, 0)
+    for other, match in [("t5", "encoder-decoder"), ("qwen3_next", "linear_attention"), ("llama4_text", "chunked_attention")]:
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+        with pytest.raises(ValueError, match=match):
+            PreallocatedCache(CONFIG_MAPPING[other]())
+    cache = PreallocatedCache(model)
+    with torch.no_grad():
+        model(**inputs, past_key_values=cache)
+        with pytest.raises(ValueError, match="holds 3 rows, and it is given 2"):
+            model(inputs["input_ids"][:2, :1], past_key_values=cache)
+        with pytest.raises(ValueError, match=r"2 KV heads of 16 .* is given 4 KV heads of 16"):
+            tiny("llama", "lean", num_key_value_heads=4)(inputs["input_ids"][:, :1], past_key_values=cache)
+        with pytest.raises(ValueError, match="holds 2 layers and is given layer 2"):
+            tiny("llama", "lean", num_hidden_layers=3)(inputs["input_ids"][:, :1], past_key_values=cache)
+    with pytest.raises(NotImplementedError, match="cannot be offloaded"):
+        cache.layers[0].offload()
+    assert not cache.is_compileable  # or generate() would start torch.compile unasked
+
+
+def test_capacities():
+    assert [layers.round_up(n) for n in (1, 256, 257, 2047, 2049, 5000, 65600)] == [256, 256, 512, 2048, 2304, 5120, 73728]

@@ -1,0 +1,474 @@
+"""patch(), unpatch() and the decode graph, on the CPU with a stand-in for CUDA graphs that repeats operations and not Python."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import warnings
+import weakref
+
+import fake_graph
+import pytest
+import torch
+from models import FAMILIES, PADDINGS, family, prompts, tiny
+from transformers import DynamicCache, LlamaForCausalLM, LogitsProcessor, LogitsProcessorList, StoppingCriteria
+
+import hf_fastattn
+from hf_fastattn.caches import PreallocatedCache
+
+NEW = 24
+
+
+@pytest.fixture
+def captured(monkeypatch):
+    fake_graph.use(monkeypatch)
+
+
+@pytest.fixture
+def llama():
+    return tiny("llama", "sdpa")
+
+
+def generate(model, inputs, **options):
+    options = {"max_new_tokens": NEW, "do_sample": False, **options}
+    torch.manual_seed(0)
+    return model.generate(**inputs, **options)
+
+
+def state(model) -> dict:
+    """Everything patch() may touch: each module's own attributes and the attention every configuration asks for."""
+    found = {}
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            found[name, key] = value if isinstance(value, (bool, int, float, str)) else id(value)
+        if hasattr(module, "config"):
+            found[name, "attention"] = module.config._attn_implementation
+    return found
+
+
+MODES = {
+    "greedy": {},
+    "sampling": {"do_sample": True, "top_k": 20},
+    "chunked_prefill": {"prefill_chunk_size": 40},
+    "num_return_sequences": {"do_sample": True, "num_return_sequences": 2},
+    "repetition_penalty": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3},
+}
+
+
+# Every family and padding greedily, and the other modes where the two kinds of layer are.
+CASES = [(name, "greedy", padding) for name in FAMILIES for padding in PADDINGS]
+CASES += [(name, mode, "left_padding") for name in ("llama", "qwen2") for mode in MODES if mode != "greedy"]
+
+
+@pytest.mark.parametrize("name, mode, padding", CASES)
+def test_captured_tokens_equal_eager(captured, name, mode, padding):
+    model = family(name, "cpu")
+    model.set_attn_implementation("eager")
+    inputs = prompts(padding, "cpu")
+    expected = generate(model, inputs, **MODES[mode])
+    with hf_fastattn.patch(model) as patch:
+        for _ in range(2):
+            assert torch.equal(generate(model, inputs, **MODES[mode]), expected)
+        assert (patch.captures, patch.reasons) == (1, [])
+        assert patch.replays == 2 * (NEW - 1) - 1  # all steps but the prefills and the warm-up
+
+
+DIRECT = {
+    "beam": {"num_beams": 3},
+    "beam_sampling": {"num_beams": 2, "do_sample": True},
+    "prompt_lookup": {"prompt_lookup_num_tokens": 3},
+}
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral_window_below_prompt", "qwen2"])
+@pytest.mark.parametrize("mode", DIRECT)
+def test_modes_that_call_the_model_directly_run_uncaptured_and_say_so_once(captured, name, mode):
+    model = family(name, "cpu")
+    model.set_attn_implementation("eager")
+    inputs = prompts("left_padding", "cpu", rows=1 if mode == "prompt_lookup" else 3)
+    expected = generate(model, inputs, **DIRECT[mode])
+    with hf_fastattn.patch(model) as patch:
+        with pytest.warns(UserWarning, match="runs uncaptured: .* calls the model directly"):
+            assert torch.equal(generate(model, inputs, **DIRECT[mode]), expected)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            assert torch.equal(generate(model, inputs, **DIRECT[mode]), expected)
+        assert patch.captures == 0 and len(patch.reasons) == 1
+
+
+def test_assisted_decoding_with_a_patched_assistant(captured, llama):
+    assistant = tiny("llama", "sdpa", num_hidden_layers=1)
+    inputs = prompts("no_padding", "cpu", rows=1)
+    expected = generate(llama, inputs)
+    with hf_fastattn.patch(llama), hf_fastattn.patch(assistant), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert torch.equal(generate(llama, inputs, assistant_model=assistant), expected)
+
+
+def test_a_sliding_window_moves_between_replays(captured, monkeypatch):
+    from hf_fastattn.caches import layers
+
+    monkeypatch.setattr(layers, "KEEP", 4)
+    monkeypatch.setattr(layers, "SLACK", 8)
+    model = family("mistral_window_below_prompt", "cpu")
+    for padding in ("no_padding", "left_padding"):
+        model.set_attn_implementation("eager")
+        inputs = prompts(padding, "cpu", length=24)
+        expected = generate(model, inputs, max_new_tokens=80)
+        with hf_fastattn.patch(model) as patch:
+            assert torch.equal(generate(model, inputs, max_new_tokens=80), expected)
+            assert patch.replays == 78 and patch.captures == 1
+
+
+def test_a_second_call_of_another_length_neither_reallocates_nor_recaptures(captured, llama):
+    with hf_fastattn.patch(llama) as patch:
+        generate(llama, prompts("no_padding", "cpu", length=96))
+        (storage,) = patch._graphs.entries
+        where = [layer.keys.data_ptr() for layer in storage.layers]
+        for length in (40, 130, 25):
+            generate(llama, prompts("no_padding", "cpu", length=length))
+        del storage
+        (storage,) = patch._graphs.entries
+        assert [layer.keys.data_ptr() for layer in storage.layers] == where
+        assert patch.captures == 1
+
+
+def test_batches_have_graphs_of_their_own_and_growth_makes_new_ones(captured, llama):
+    expected = {rows: generate(llama, prompts("no_padding", "cpu", rows=rows)) for rows in (1, 2, 3)}
+    long = generate(llama, prompts("no_padding", "cpu", length=300))
+    with hf_fastattn.patch(llama) as patch:
+        for _ in range(2):
+            for rows in (1, 2, 3):
+                assert torch.equal(generate(llama, prompts("no_padding", "cpu", rows=rows)), expected[rows])
+        assert patch.captures == 3
+        for _ in range(2):
+            assert torch.equal(generate(llama, prompts("no_padding", "cpu", length=300)), long)
+        assert torch.equal(generate(llama, prompts("no_padding", "cpu")), expected[3])
+        assert patch.captures == 4
+
+
+def test_a_cache_grows_in_the_middle_of_generation(captured, llama):
+    inputs = prompts("left_padding", "cpu")
+    expected = generate(llama, inputs, max_new_tokens=300)
+    with hf_fastattn.patch(llama) as patch:
+        cache = PreallocatedCache(llama)
+        cache.reserve = lambda tokens: None
+        assert torch.equal(generate(llama, inputs, max_new_tokens=300, past_key_values=cache), expected)
+        assert patch.captures == 2
+
+
+def test_two_conversations_at_once(captured, llama):
+    a, b = prompts("no_padding", "cpu", rows=1), prompts("no_padding", "cpu", rows=2)
+    b["input_ids"] = b["input_ids"][1:]
+
+    def converse():
+        caches, ids = {}, {"a": a["input_ids"], "b": b["input_ids"]}
+        for _ in range(3):
+            for who in ("a", "b"):
+                out = llama.generate(
+                    ids[who], past_key_values=caches.get(who), max_new_tokens=6, do_sample=False, return_dict_in_generate=True
+                )
+                caches[who] = out.past_key_values
+                ids[who] = torch.cat([out.sequences, out.sequences[:, :5]], 1)
+        return ids
+
+    expected = converse()
+    with hf_fastattn.patch(llama) as patch:
+        got = converse()
+        assert torch.equal(got["a"], expected["a"]) and torch.equal(got["b"], expected["b"])
+        assert patch.captures == 2
+
+
+def test_a_cache_handed_out_keeps_its_buffers_until_it_is_gone(captured, llama):
+    inputs = prompts("no_padding", "cpu")
+    with hf_fastattn.patch(llama) as patch:
+        out = generate(llama, inputs, return_dict_in_generate=True)
+        kept = out.past_key_values.layers[0].keys.clone()
+        where = out.past_key_values.layers[0].keys.data_ptr()
+        generate(llama, {"input_ids": inputs["input_ids"].flip(1)})
+        assert torch.equal(out.past_key_values.layers[0].keys, kept)
+        del out
+        gc.collect()
+        assert any(storage.layers[0].keys.data_ptr() == where for _, storage in patch._pool.idle)
+
+
+def test_output_scores_and_logits_are_not_overwritten(captured, llama):
+    inputs = prompts("no_padding", "cpu")
+    options = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    expected = generate(llama, inputs, **options)
+    with hf_fastattn.patch(llama):
+        got = generate(llama, inputs, **options)
+    assert type(got) is type(expected)
+    for name in ("scores", "logits"):
+        torch.testing.assert_close(torch.stack(got[name]), torch.stack(expected[name]), rtol=1e-4, atol=1e-4)
+
+
+def test_custom_processors_criteria_and_streamers_run_as_ever(captured, llama):
+    class Keep(LogitsProcessor):
+        def __init__(self):
+            self.kept = []
+
+        def __call__(self, input_ids, scores):
+            self.kept.append(scores)
+            return scores + torch.arange(scores.shape[1]) * 0.01
+
+    class Stop(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            return torch.full((input_ids.shape[0],), input_ids.shape[1] >= 110)
+
+    class Stream:
+        def __init__(self):
+            self.tokens = []
+
+        def put(self, tokens):
+            self.tokens.append(tokens)
+
+        def end(self):
+            self.tokens.append(None)
+
+    inputs, results = prompts("no_padding", "cpu", rows=1), []
+    for patched in (False, True):
+        keep, stream = Keep(), Stream()
+        patch = hf_fastattn.patch(llama) if patched else None
+        out = generate(llama, inputs, logits_processor=LogitsProcessorList([keep]), stopping_criteria=[Stop()], streamer=stream)
+        results.append((out, torch.stack(keep.kept), len(stream.tokens)))
+        if patch:
+            assert patch.replays == 12
+            patch.undo()
+    assert torch.equal(results[0][0], results[1][0]) and results[0][2] == results[1][2]
+    torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-4, atol=1e-4)
+
+
+def test_weights_changed_in_place_are_seen_and_replaced_ones_recaptured(captured, llama):
+    inputs = prompts("no_padding", "cpu")
+    other = tiny("llama", "sdpa")
+    with hf_fastattn.patch(llama) as patch:
+        first = generate(llama, inputs)
+        with torch.no_grad():
+            for model in (llama, other):
+                model.model.layers[1].mlp.up_proj.weight.mul_(-1)
+        expected = generate(other, inputs)
+        assert not torch.equal(first, expected)
+        assert torch.equal(generate(llama, inputs), expected) and patch.captures == 1
+        for model in (llama, other):
+            model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().flip(0).clone())
+        assert torch.equal(generate(llama, inputs), generate(other, inputs)) and patch.captures == 2
+
+
+def test_a_changed_attribute_is_recaptured(captured, llama):
+    inputs = prompts("no_padding", "cpu")
+    with hf_fastattn.patch(llama) as patch:
+        generate(llama, inputs)
+        for layer in llama.model.layers:
+            layer.self_attn.scaling *= 0.5
+        got = generate(llama, inputs)
+        assert patch.captures == 2
+    assert torch.equal(got, generate(llama, inputs))
+
+
+def test_adapters(captured):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    config = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False, "task_type": "CAUSAL_LM"}
+    model = peft.get_peft_model(tiny("llama", "sdpa"), peft.LoraConfig(**config, lora_alpha=32)).eval()
+    model.add_adapter("other", peft.LoraConfig(**config, lora_alpha=64))
+    model.eval()
+    inputs = prompts("left_padding", "cpu")
+
+    def all_ways():
+        found = []
+        for _ in range(2):
+            for adapter in ("default", "other"):
+                model.set_adapter(adapter)
+                found.append(generate(model, inputs))
+            with model.disable_adapter():
+                found.append(generate(model, inputs))
+        return found
+
+    expected = all_ways()
+    assert not torch.equal(expected[0], expected[1])
+    with hf_fastattn.patch(model) as patch:
+        assert all(torch.equal(a, b) for a, b in zip(all_ways(), expected, strict=True))
+        assert patch.captures == 3 and not patch.reasons  # one for each way, none again
+    assert "_prepare_cache_for_generation" not in vars(model.get_base_model())
+
+
+@pytest.mark.parametrize(
+    "what, match",
+    [
+        ("hook", "forward hook"),
+        ("training", "training mode"),
+        ("hidden", "hidden states"),
+        ("stock_attention", "attn_implementation is 'sdpa'"),
+        ("dynamic_cache", "DynamicCache"),
+        ("cache_implementation", "cache_implementation='dynamic'"),
+        ("sync", "while capturing"),
+    ],
+)
+def test_what_cannot_be_captured_runs_uncaptured_with_the_reason(captured, llama, monkeypatch, what, match):
+    inputs, options, calls = prompts("no_padding", "cpu"), {}, []
+    if what == "hidden":
+        options = {"output_hidden_states": True, "return_dict_in_generate": True}
+    expected = generate(llama, inputs, **options)
+    with hf_fastattn.patch(llama) as patch:
+        if what == "hook":
+            llama.model.norm.register_forward_hook(lambda *args: calls.append(1))
+        elif what == "training":
+            llama.train()
+        elif what == "stock_attention":
+            llama.set_attn_implementation("sdpa")
+        elif what == "dynamic_cache":
+            options["past_key_values"] = DynamicCache(config=llama.config)
+        elif what == "cache_implementation":
+            options["cache_implementation"] = "dynamic"
+        elif what == "sync":
+            forward = llama.model.norm.forward
+            monkeypatch.setattr(llama.model.norm, "forward", lambda x: forward(x) if x.sum().item() else x)
+        with pytest.warns(UserWarning, match=match):
+            got = generate(llama, inputs, **options)
+        assert patch.captures == 0
+        assert torch.equal(getattr(got, "sequences", got), getattr(expected, "sequences", expected))
+        if what == "hook":
+            assert len(calls) == NEW
+        if what == "hidden":
+            assert len(got.hidden_states) == NEW
+            del options["output_hidden_states"]
+            generate(llama, inputs, **options)  # the hooks Transformers leaves behind are asleep
+            assert patch.captures == 1
+
+
+def test_graph_on_the_cpu_says_that_it_is_off(llama):
+    inputs = prompts("no_padding", "cpu")
+    expected = generate(llama, inputs)
+    with hf_fastattn.patch(llama) as patch:
+        assert "decode graph: off, as the model is on cpu" in str(patch)
+        with pytest.warns(UserWarning, match="graphs are for CUDA devices"):
+            assert torch.equal(generate(llama, inputs), expected)
+    with hf_fastattn.patch(llama, graph=False), warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert torch.equal(generate(llama, inputs), expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"graph": False}, {"cache": None, "graph": False}], ids=str)
+def test_undo_leaves_no_trace(captured, llama, options):
+    before = state(llama)
+    with pytest.raises(ZeroDivisionError), hf_fastattn.patch(llama, "reference", **options):
+        assert llama.config._attn_implementation == "reference"
+        generate(llama, prompts("left_padding", "cpu"))
+        raise ZeroDivisionError
+    assert state(llama) == before
+    patch = hf_fastattn.patch(llama, **options)
+    assert len(patch) == len(patch.changes) >= 1 and "sdpa -> lean (2)" in str(patch)
+    hf_fastattn.unpatch(llama)
+    assert patch.undone and state(llama) == before
+
+
+def test_a_failing_patch_changes_nothing(llama, monkeypatch):
+    before = state(llama)
+    monkeypatch.setattr(LlamaForCausalLM, "set_attn_implementation", lambda self, name: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        hf_fastattn.patch(llama)
+    assert state(llama) == before
+
+
+def test_settings_made_while_patched_stay(llama):
+    with hf_fastattn.patch(llama):
+        llama.config.pad_token_id = 7
+    assert llama.config.pad_token_id == 7 and llama.config._attn_implementation == "sdpa"
+
+
+def test_nothing_else_changes(captured, llama):
+    twin = LlamaForCausalLM(llama.config).eval()  # of the very same configuration object
+    before = state(twin), dict(vars(type(llama))), dict(vars(type(llama).__mro__[2]))
+    with hf_fastattn.patch(llama):
+        assert twin.config._attn_implementation == "sdpa"
+        with hf_fastattn.count_calls() as calls:
+            generate(twin, prompts("no_padding", "cpu"))
+        assert not calls
+        assert (state(twin), dict(vars(type(llama))), dict(vars(type(llama).__mro__[2]))) == before
+
+
+def test_a_deepcopy_is_patched_on_its_own(captured, llama):
+    inputs = prompts("no_padding", "cpu")
+    expected = generate(llama, inputs)
+    before = state(llama)
+    patch = hf_fastattn.patch(llama)
+    generate(llama, inputs)
+    twin = copy.deepcopy(llama)
+    with torch.no_grad():
+        twin.lm_head.weight.copy_(twin.lm_head.weight.flip(0))
+    other = generate(twin, inputs)
+    assert not torch.equal(other, expected) and torch.equal(generate(llama, inputs), expected) and patch.captures == 1
+    hf_fastattn.unpatch(twin)
+    assert twin.config._attn_implementation == "sdpa" and llama.config._attn_implementation == "lean"
+    assert "get_compiled_call" not in vars(twin) and "get_compiled_call" in vars(llama)
+    assert torch.equal(generate(twin, inputs), other)
+    patch.undo()
+    assert state(llama) == before
+    with hf_fastattn.patch(llama), pytest.raises(TypeError, match="unpatch"):
+        pickle.dumps(llama)
+
+
+def test_a_patched_model_is_freed_with_its_graphs(captured):
+    model = tiny("llama", "sdpa")
+    patch = hf_fastattn.patch(model)
+    generate(model, prompts("no_padding", "cpu"))
+    gone = weakref.ref(model)
+    patch._graphs.clear()  # what a CUDA graph holds is memory, where the stand-in holds Python objects
+    del model
+    gc.collect()
+    assert gone() is None and "gone" in str(patch)
+    patch.undo()
+
+
+def test_pipeline(captured, llama):
+    class Pipeline:
+        task = "text-generation"
+        model = llama
+
+    with hf_fastattn.patch(Pipeline()):
+        assert llama.config._attn_implementation == "lean"
+    assert llama.config._attn_implementation == "sdpa"
+
+
+def test_bad_input(llama):
+    before = state(llama)
+    with pytest.raises(ValueError, match="Unknown attention backend 'flashy'"):
+        hf_fastattn.patch(llama, "flashy")
+    with pytest.raises(ValueError, match="cache must be"):
+        hf_fastattn.patch(llama, cache="paged")
+    with pytest.raises(ValueError, match="graph=True needs the preallocated cache"):
+        hf_fastattn.patch(llama, cache=None)
+    with pytest.raises(TypeError, match="takes a Transformers model"):
+        hf_fastattn.patch(torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="is not patched"):
+        hf_fastattn.unpatch(llama)
+    with hf_fastattn.patch(llama) as patch:
+        with pytest.raises(ValueError, match="is patched already"):
+            hf_fastattn.patch(llama)
+        patch.undo()
+        with pytest.raises(ValueError, match="undone already"):
+            patch.undo()
+    assert state(llama) == before
+    for model, match in [
+        (tiny("bloom", n_layer=1, n_head=4), "never asks Transformers' attention interface"),
+        (tiny("gptj", n_layer=1, n_head=4, n_embd=64, rotary_dim=8), "cannot be patched"),
+        (tiny("qwen3_next", num_hidden_layers=2), "linear_attention"),
+    ]:
+        unpatched = state(model)
+        with pytest.raises(ValueError, match=match):
+            hf_fastattn.patch(model)
+        assert state(model) == unpatched
+
+
+def test_caches_of_another_model_or_batch(llama):
+    inputs = prompts("no_padding", "cpu")
+    with hf_fastattn.patch(llama, graph=False):
+        cache = generate(llama, inputs, return_dict_in_generate=True).past_key_values
+        with pytest.raises(ValueError, match="holds 3 rows, and the call has 1"):
+            generate(llama, prompts("no_padding", "cpu", rows=1), past_key_values=cache)
+        with pytest.raises(ValueError, match="holds 3 layers, and LlamaForCausalLM has 2"):
+            generate(llama, inputs, past_key_values=PreallocatedCache(tiny("llama", num_hidden_layers=3)))
+        with pytest.raises(ValueError, match="Passing both"):
+            generate(llama, inputs, past_key_values=cache, cache_implementation="static")
