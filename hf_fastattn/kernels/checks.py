@@ -77,6 +77,8 @@ def check(q, k, v, spans, *, scale, window, softcap, sink_logits, decode: bool =
             f"sink_logits must hold one logit per query head, ({num_heads},), on {q.device}; "
             f"got {tuple(sink_logits.shape)} on {sink_logits.device}."
         )
+    if sink_logits is not None and num_heads > 1 and sink_logits.stride(0) != 1:
+        raise ValueError(f"sink_logits must be contiguous; got stride {sink_logits.stride(0)}. Call .contiguous() on it first.")
     if decode and q_len * (num_heads // kv_heads) > launch.MAX_DECODE_ROWS:
         raise ValueError(
             f"A decode kernel takes at most {launch.MAX_DECODE_ROWS} query rows per KV head; got q_len {q_len} x "

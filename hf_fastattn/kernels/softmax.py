@@ -83,9 +83,17 @@ def _scores(q, k, scale_log2, cap_log2, HAS_SOFTCAP: tl.constexpr, IEEE: tl.cons
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
     else:
         s = tl.dot(q, tl.trans(k))
+    s = s * scale_log2
     if HAS_SOFTCAP:
-        return cap_log2 - 2.0 * cap_log2 / (1.0 + tl.exp2(s * scale_log2))
-    return s * scale_log2
+        capped = cap_log2 - 2.0 * cap_log2 / (1.0 + tl.exp2(s))
+        if IEEE:
+            # The difference of two near caps loses digits that fp32 has; near 0 a polynomial (Cephes' tanhf) keeps them.
+            x = s * (0.5 * LN_2)
+            z = x * x
+            p = (((-5.70498872745e-3 * z + 2.06390887954e-2) * z - 5.37397155531e-2) * z + 1.33314422036e-1) * z
+            capped = tl.where(tl.abs(x) < 0.625, cap_log2 * (x + x * z * (p - 3.33332819422e-1)), capped)
+        return capped
+    return s
 
 
 @triton.jit
@@ -195,9 +203,10 @@ def finalize(acc, m, l, sink_ptrs, row_mask, HAS_SINK_LOGITS: tl.constexpr):
     if HAS_SINK_LOGITS:
         sink = tl.load(sink_ptrs, mask=row_mask, other=0.0).to(tl.float32) * LOG2_E
         m_new = tl.maximum(m, sink)
-        alpha = tl.exp2(m - m_new)
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that saw nothing, and a sink turned off with -inf
+        alpha = tl.exp2(m - m_safe)
         acc = acc * alpha[:, None]
-        l = l * alpha + tl.exp2(sink - m_new)
+        l = l * alpha + tl.exp2(sink - m_safe)
         m = m_new
     l_safe = tl.where(l == 0.0, 1.0, l)
     out = acc / l_safe[:, None]
