@@ -1,0 +1,307 @@
+"""The kernel tests' inputs: a list of cases whose names say their shape, and the tensors they stand for."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+import oracle
+import torch
+from conftest import DEVICE, INTERPRETED
+
+from hf_fastattn.kernels.spans import build_spans
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+ON_GPU = DEVICE == "cuda"
+# Odd lengths. The interpreter takes milliseconds a tile, so it gets the short ones.
+MID, LONG = (111, 1000) if ON_GPU else (63, 111)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call. Positions are absolute; slot j of K and V holds position kv_offset + j."""
+
+    q_len: int
+    kv_len: int
+    batch: int = 2
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 64
+    dtype: str = "fp32"
+    causal: bool = True
+    window: int | None = None
+    softcap: float | None = None
+    scale: float | None = None
+    sinks: bool = False
+    lse: bool = True
+    layout: str = "plain"
+    # From here on the call carries spans if anything differs from its default.
+    spans: bool = False
+    rows: tuple[tuple[int, int, float], ...] | None = None  # per batch row: live from, live to, share of holes between
+    mask_len: int | None = None  # positions the attention mask covers; all where None
+    q_offset: int | None = None  # position of the first query; the last query at the last slot where None
+    offset_on_device: bool = False
+    kv_offset: int = 0
+    say_twice: bool = False  # causal and window as arguments too, not only in the spans
+
+    @property
+    def id(self) -> str:
+        parts = [self.dtype, f"b{self.batch}", f"h{self.num_heads}x{self.num_kv_heads}", f"d{self.head_dim}"]
+        parts += [f"q{self.q_len}", f"n{self.kv_len}", "causal" if self.causal else "full"]
+        for f in fields(self)[8:]:
+            value = getattr(self, f.name)
+            if f.name == "rows" and value:
+                shown = ["{}to{}{}".format(a, b, f"holes{round(100 * h)}" if h else "") for a, b, h in value[:3]]
+                parts.append("live" + "_".join(shown) + ("_etc" if len(value) > 3 else ""))
+            elif f.name == "layout":
+                parts += [value] if value != f.default else []
+            elif value is True and f.default is False:
+                parts.append(f.name)
+            elif f.name != "lse" and value != f.default:
+                parts.append(f"{f.name}{value}")
+        return "-".join(parts)
+
+    @property
+    def has_spans(self) -> bool:
+        return any(getattr(self, f.name) != f.default for f in fields(self)[14:])
+
+    @property
+    def first_query(self) -> int:
+        return self.kv_offset + self.kv_len - self.q_len if self.q_offset is None else self.q_offset
+
+
+@dataclass
+class Inputs:
+    """Tensors of a case, the options every kernel takes, and what the contract says is visible."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    spans: torch.Tensor | None
+    options: dict
+    seen: np.ndarray
+
+
+def attention_mask(case: Case, rng: np.random.Generator) -> np.ndarray | None:
+    if case.rows is None:
+        return None
+    seen = case.kv_offset + case.kv_len if case.mask_len is None else case.mask_len
+    mask = np.zeros((case.batch, seen), dtype=bool)
+    for row, (start, stop, holes) in zip(mask, case.rows, strict=True):
+        row[start:stop] = rng.random(len(row[start:stop])) >= holes
+    return mask
+
+
+def placed(x: torch.Tensor, layout: str) -> torch.Tensor:
+    """`x` (batch, heads, length, head_dim) as a view of memory that holds NaN everywhere else."""
+    batch, heads, length, dim = x.shape
+    around = lambda *shape: x.new_full(shape, float("nan"))  # noqa: E731
+    if layout == "plain":
+        return x.contiguous()
+    if layout == "token_major":  # what a projection's .view().transpose(1, 2) gives
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    if layout == "slices":  # of one larger buffer, with a gap after each head's vector
+        view = around(batch, heads, length + 7, dim + 24)[:, :, 3 : 3 + length, 8 : 8 + dim]
+    elif layout == "unaligned":  # no pointer and no stride divisible by 16
+        view = around(batch, heads, length, dim + 5)[..., 3 : 3 + dim]
+    elif layout == "batch_gap":
+        view = around(2 * batch + 1, heads, length, dim)[1::2]
+    elif layout == "one_row_for_all":  # batch stride 0
+        return x[:1].contiguous().expand(batch, -1, -1, -1)
+    else:
+        raise ValueError(layout)
+    return view.copy_(x)
+
+
+def make(case: Case, device: torch.device) -> Inputs:
+    seed = zlib.crc32(case.id.encode())
+    rng = np.random.default_rng(seed)
+    new = lambda heads, length: torch.as_tensor(  # noqa: E731
+        rng.standard_normal((case.batch, heads, length, case.head_dim)), dtype=DTYPES[case.dtype], device=device
+    )
+    q, k, v = new(case.num_heads, case.q_len), new(case.num_kv_heads, case.kv_len), new(case.num_kv_heads, case.kv_len)
+    mask = attention_mask(case, rng)
+    seen = oracle.visible(
+        case.batch,
+        case.q_len,
+        case.kv_len,
+        q_offset=case.first_query,
+        kv_offset=case.kv_offset,
+        causal=case.causal,
+        window=case.window,
+        attention_mask=mask,
+    )
+    # Slots past the last query, and before the first and after the last live position, were never written.
+    if case.layout != "one_row_for_all":
+        for b in range(case.batch):
+            live = np.ones(case.kv_len, dtype=bool)
+            if case.causal:
+                live[max(0, case.first_query + case.q_len - case.kv_offset) :] = False
+            if mask is not None:
+                row = np.zeros(case.kv_len, dtype=bool)
+                known = mask[b, case.kv_offset : case.kv_offset + case.kv_len]
+                row[: len(known)] = known
+                live &= row
+            where = np.flatnonzero(live)
+            unwritten = np.ones(case.kv_len, dtype=bool)
+            if len(where):
+                unwritten[where[0] : where[-1] + 1] = False
+            for x in (k, v):
+                x[b, :, torch.as_tensor(unwritten, device=device)] = float("nan")
+    sink_logits = None
+    if case.sinks:
+        sink_logits = torch.as_tensor(rng.standard_normal(case.num_heads), dtype=DTYPES[case.dtype], device=device)
+    spans = None
+    if case.has_spans:
+        q_offset = case.first_query
+        if case.offset_on_device:
+            q_offset = torch.tensor([q_offset], dtype=torch.int64, device=device)
+        spans = build_spans(
+            case.batch,
+            case.q_len,
+            case.kv_len,
+            device,
+            q_offset=q_offset,
+            kv_offset=case.kv_offset,
+            causal=case.causal,
+            window=case.window,
+            attention_mask=None if mask is None else torch.as_tensor(mask, device=device),
+        )
+    by_argument = spans is None or case.say_twice
+    options = {
+        "scale": case.scale,
+        "causal": case.causal and by_argument,
+        "window": case.window if by_argument else None,
+        "softcap": case.softcap,
+        "sink_logits": sink_logits,
+        "return_lse": case.lse,
+    }
+    return Inputs(placed(q, case.layout), placed(k, case.layout), placed(v, case.layout), spans, options, seen)
+
+
+def ragged(batch: int, kv_len: int, *, right: bool = True) -> tuple[tuple[int, int, float], ...]:
+    """Rows of very different lengths, one of them empty."""
+    lengths = [(7 * b * b + 1) % kv_len + 1 for b in range(batch)]
+    lengths[batch // 2] = 0
+    return tuple((0, n, 0.0) if right else (kv_len - n, kv_len, 0.0) for n in lengths)
+
+
+_decode = Case(q_len=1, kv_len=LONG)
+_prompt = Case(q_len=MID, kv_len=MID)
+_append = Case(q_len=17 if ON_GPU else 7, kv_len=LONG)
+BOTH = (_decode, _prompt)
+
+CASES: list[Case] = [
+    # head_dim, dtypes
+    *(replace(base, head_dim=d) for base in BOTH for d in (16, 32, 64, 80, 96, 112, 128, 256)),
+    *(replace(base, head_dim=d, dtype="fp16") for base in BOTH for d in (16, 64, 80, 128, 256)),
+    *(replace(base, head_dim=d, dtype="bf16") for base in BOTH for d in (16, 64, 80, 128, 256)),
+    # heads: multi-head, grouped, multi-query
+    *(
+        replace(base, num_heads=h, num_kv_heads=hkv, head_dim=32, batch=1, lse=False)
+        for base in BOTH
+        for h, hkv in ((3, 3), (6, 2), (8, 2), (7, 1), (16, 2), (5, 1))
+    ),
+    # lengths: one key, one query block, odd ones, q_len < kv_len, more queries than keys
+    *(
+        Case(q_len=q, kv_len=n, head_dim=32, num_heads=h, causal=causal)
+        for q, n, h in ((1, 1, 4), (1, 2, 2), (1, 16, 4), (2, 33, 4), (3, 63, 2), (5, MID, 8), (16, 16, 2), (16, LONG, 8))
+        for causal in ((True, False) if ON_GPU or n < LONG else (True,))
+    ),
+    _append,
+    replace(_append, causal=False, lse=False),
+    replace(_append, dtype="fp16", head_dim=128),
+    Case(q_len=64, kv_len=LONG, num_heads=2, batch=1),
+    Case(q_len=65, kv_len=LONG, num_heads=2, batch=1),
+    Case(q_len=LONG, kv_len=LONG, num_heads=2, num_kv_heads=1, batch=1, dtype="fp16"),
+    Case(q_len=9, kv_len=5, head_dim=32),
+    Case(q_len=9, kv_len=5, head_dim=32, causal=False),
+    # strides
+    *(
+        replace(base, layout=layout, dtype=dtype, head_dim=d)
+        for base in (_decode, replace(_append, head_dim=32))
+        for layout, dtype, d in (
+            ("token_major", "fp32", 64),
+            ("token_major", "fp16", 80),
+            ("slices", "fp16", 64),
+            ("slices", "fp32", 32),
+            ("unaligned", "fp16", 64),
+            ("unaligned", "fp32", 80),
+            ("batch_gap", "fp32", 64),
+            ("one_row_for_all", "fp32", 64),
+        )
+    ),
+    # window: 1, below, at and above the length; both sides where not causal
+    *(
+        replace(base, window=w, causal=causal, head_dim=32, batch=1)
+        for base in (_decode, _prompt, _append)
+        for w in (1, 20, base.kv_len, base.kv_len + 40)
+        for causal in (True, False)
+    ),
+    # softcap, scale, sink logits
+    *(
+        replace(base, head_dim=32, **options)
+        for base in BOTH
+        for options in (
+            {"softcap": 50.0},
+            {"softcap": 2.0},
+            {"softcap": 30.0, "scale": 0.5, "dtype": "fp16"},
+            {"scale": 1.0},
+            {"sinks": True},
+            {"sinks": True, "dtype": "fp16", "lse": False},
+            {"sinks": True, "softcap": 10.0, "window": 13},
+        )
+    ),
+    # padding: left, right, holes, an empty row, everything masked
+    *(
+        replace(base, rows=rows(base.kv_len), head_dim=32, batch=3, causal=causal)
+        for base in (_decode, _prompt, _append)
+        for causal in (True, False)
+        for rows in (
+            lambda n: ((0, n, 0.0), (9, n, 0.0), (n - 1, n, 0.0)),
+            lambda n: ((0, n, 0.0), (0, n - 9, 0.0), (0, 1, 0.0)),
+            lambda n: ((0, n, 0.3), (5, n, 0.5), (0, n - 20, 0.9)),
+            lambda n: ((0, n, 0.0), (0, 0, 0.0), (3, n, 0.2)),
+            lambda n: ((0, 0, 0.0), (0, 0, 0.0), (0, 0, 0.0)),
+        )
+    ),
+    # a preallocated buffer longer than what is live
+    *(
+        replace(base, kv_len=LONG + 90, q_offset=base.kv_len - base.q_len, offset_on_device=on_device, head_dim=32)
+        for base in (_decode, _prompt, _append)
+        for on_device in (False, True)
+    ),
+    replace(_decode, kv_len=LONG + 90, q_offset=0, head_dim=32),
+    replace(_decode, kv_len=LONG + 90, q_offset=40, rows=((3, 41, 0.0), (0, 41, 0.3)), mask_len=41, head_dim=32),
+    replace(_append, kv_len=LONG + 90, q_offset=40, rows=((30, 57, 0.0), (0, 57, 0.0)), offset_on_device=True, dtype="fp16"),
+    # a buffer whose slot 0 is not position 0
+    replace(_decode, kv_offset=37, spans=True, head_dim=32),
+    replace(_decode, kv_offset=37, window=50, rows=((30, 37 + LONG, 0.0), (60, 37 + LONG, 0.1)), head_dim=32),
+    replace(_append, kv_offset=5, q_offset=LONG - 12, rows=((0, LONG + 5, 0.0), (9, LONG + 5, 0.2)), head_dim=32),
+    # all at once
+    *(
+        replace(
+            base,
+            batch=3,
+            num_heads=6,
+            head_dim=80,
+            window=40,
+            softcap=20.0,
+            sinks=True,
+            rows=((0, base.kv_len, 0.0), (11, base.kv_len, 0.25), (0, 0, 0.0)),
+            layout=layout,
+            dtype=dtype,
+            say_twice=layout == "slices",
+            causal=causal,
+        )
+        for base in (_decode, _prompt, _append)
+        for layout, dtype, causal in (("token_major", "fp32", True), ("slices", "fp16", True), ("slices", "fp32", False))
+    ),
+    # many rows of very different lengths
+    replace(_decode, batch=1000 if ON_GPU else 33, head_dim=16, rows=ragged(1000 if ON_GPU else 33, LONG), lse=False),
+    replace(_decode, batch=5, head_dim=16, rows=ragged(5, LONG, right=False), num_heads=8, dtype="fp16"),
+]
+if not ON_GPU and INTERPRETED:  # Triton's interpreter computes bf16 wrongly
+    CASES = [case for case in CASES if case.dtype != "bf16"]
+CASES = list({case.id: case for case in CASES}.values())

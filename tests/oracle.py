@@ -1,0 +1,65 @@
+"""Attention in fp64 from the written contract alone: nothing here is shared with the package.
+
+Which key a query sees is decided element by element from positions, and once more from the integers of a spans tensor.
+"""
+
+import numpy as np
+import torch
+
+
+def visible(batch, q_len, kv_len, *, q_offset, kv_offset=0, causal=True, window=None, attention_mask=None) -> np.ndarray:
+    """bool (batch, q_len, kv_len): does query i, at position q_offset + i, see slot j, which holds position kv_offset + j?
+
+    attention_mask: bool (batch, positions seen), True where a position is live; positions past its end are not.
+    """
+    seen = np.zeros((batch, q_len, kv_len), dtype=bool)
+    for b in range(batch):
+        for j in range(kv_len):
+            key = kv_offset + j
+            if attention_mask is not None and not (key < attention_mask.shape[1] and attention_mask[b, key]):
+                continue
+            query = q_offset + np.arange(q_len)
+            sees = np.ones(q_len, dtype=bool)
+            if causal:
+                sees &= key <= query
+            if window is not None:
+                sees &= abs(query - key) < window
+            seen[b, :, j] = sees
+    return seen
+
+
+def visible_from_spans(spans: torch.Tensor, q_len, kv_len, *, causal=False, window=None) -> np.ndarray:
+    """The same from a spans tensor, as its docstring reads: a key is seen when every condition allows it."""
+    rows = spans.cpu().numpy().reshape(spans.shape[0], -1).astype(np.int64)
+    seen = np.zeros((len(rows), q_len, kv_len), dtype=bool)
+    for b, (q_start, kv_start, kv_stop, row_window, flags, *words) in enumerate(rows):
+        is_causal = causal or bool(flags & 1)
+        for i in range(q_len):
+            for j in range(max(kv_start, 0), min(kv_stop, kv_len)):
+                p = q_start + i
+                sees = abs(p - j) < row_window and (window is None or abs(p - j) < window)
+                if is_causal:
+                    sees = sees and j <= p
+                if flags & 2:
+                    sees = sees and bool((words[j // 32] >> (j % 32)) & 1)
+                seen[b, i, j] = sees
+    return seen
+
+
+def attention(q, k, v, seen: np.ndarray, *, scale=None, softcap=None, sink_logits=None):
+    """(out, lse) in fp64 on q's device; `seen` as above. A query that sees nothing gets 0 and, without a sink, lse -inf."""
+    group = q.shape[1] // k.shape[1]
+    seen = torch.as_tensor(seen, device=q.device)
+    # What nobody sees may hold anything.
+    nobody = ~seen.any(1)[:, None, :, None]
+    k64 = k.double().masked_fill(nobody, 0.0).repeat_interleave(group, 1)
+    v64 = v.double().masked_fill(nobody, 0.0).repeat_interleave(group, 1)
+    scores = torch.einsum("bhqd,bhkd->bhqk", q.double(), k64) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    weights = torch.exp(scores).masked_fill(~seen[:, None], 0.0)  # test scores are far from overflowing fp64
+    total = weights.sum(-1)
+    if sink_logits is not None:
+        total = total + torch.exp(sink_logits.double())[None, :, None]
+    out = torch.einsum("bhqk,bhkd->bhqd", weights, v64) / torch.where(total == 0, 1.0, total)[..., None]
+    return out, torch.log(total)

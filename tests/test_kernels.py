@@ -1,0 +1,476 @@
+"""Every kernel on every case it can honour, against the fp64 oracle; spans; bad input.
+
+On a GPU the real kernels run, on a CPU the torch twin, and with TRITON_INTERPRET=1 on a CPU the interpreted kernels.
+A result counts only if the kernel was launched to make it, into memory that held NaN.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import numpy as np
+import oracle
+import pytest
+import tolerance
+import torch
+from cases import CASES, ON_GPU, Case, make
+from conftest import INTERPRETED
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_fastattn import kernels, registry
+from hf_fastattn.kernels import checks, launch, lean, reference, spans
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A launcher and the Triton kernels that one call of it launches once each. A new kernel is one row in KERNELS."""
+
+    name: str
+    launches: tuple[str, ...] = ()
+    decode: bool = False
+
+    @property
+    def module(self):
+        return importlib.import_module(f"hf_fastattn.kernels.{self.name}")
+
+    def launcher(self):
+        return self.module.attention if self is REFERENCE else getattr(self.module, self.name)
+
+    def can(self, case: Case) -> bool:
+        return not self.decode or case.q_len * (case.num_heads // case.num_kv_heads) <= launch.MAX_DECODE_ROWS
+
+
+REFERENCE = Kernel("reference")
+LEAN = Kernel("lean", ("lean_kernel",), decode=True)
+KERNELS = (
+    REFERENCE,
+    Kernel("prefill", ("prefill_kernel",)),
+    Kernel("split_kv", ("split_kv_kernel", "combine_kernel"), decode=True),
+    LEAN,
+)
+# What can run here. The twin is left to the process that does not interpret.
+RUNNABLE = tuple(k for k in KERNELS if ON_GPU or (k is REFERENCE) != INTERPRETED)
+TRITON_RUNS = LEAN in RUNNABLE
+
+
+def here(*values):
+    """Parameters of a test that launches Triton kernels: none, one skip, where only the twin runs."""
+    return values if TRITON_RUNS else ()
+
+
+with_lean = pytest.mark.parametrize("kernel", here(LEAN), ids=lambda k: k.name)
+
+
+class _Counted:
+    """A Triton kernel that counts its launches."""
+
+    def __init__(self, kernel, name: str, counter: Counter):
+        self.kernel, self.name, self.counter = kernel, name, counter
+
+    def __getitem__(self, grid):
+        def run(*args, **kwargs):
+            self.counter[self.name] += 1
+            return self.kernel[grid](*args, **kwargs)
+
+        return run
+
+
+@contextmanager
+def counted_launches(kernel: Kernel):
+    counter = Counter()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in kernel.launches:
+            patch.setattr(kernel.module, name, _Counted(getattr(kernel.module, name), name, counter))
+        yield counter
+
+
+def check_counters() -> None:
+    for counters in launch._counters.values():
+        assert not counters.any(), "lean left counters that are not 0"
+
+
+def run(kernel: Kernel, q, k, v, span, options: dict):
+    """(out, lse or None) of one call, once it is certain that the kernel made it."""
+    with counted_launches(kernel) as launched:
+        result = kernel.launcher()(q, k, v, span, **options)
+    assert launched == Counter(kernel.launches)
+    if kernel is LEAN:
+        check_counters()
+    return result if options.get("return_lse") else (result, None)
+
+
+def check_case(kernel: Kernel, case: Case, device) -> None:
+    x = make(case, device)
+    assert (x.spans is not None) == case.has_spans
+    result = run(kernel, x.q, x.k, x.v, x.spans, x.options)
+    expected = oracle.attention(x.q, x.k, x.v, x.seen, **_plain(x.options))
+    tolerance.assert_attention(result, expected, x.q, x.k, x.v, x.spans, x.seen, x.options, f"{kernel.name} on {case.id}")
+
+
+def _plain(options: dict) -> dict:
+    return {name: options.get(name) for name in ("scale", "softcap", "sink_logits")}
+
+
+RUNS = [pytest.param(k, c, id=f"{k.name}-{c.id}") for c in CASES for k in RUNNABLE if k.can(c)]
+
+
+@pytest.mark.parametrize("kernel, case", RUNS)
+def test_case(kernel, case, device):
+    check_case(kernel, case, device)
+
+
+def test_every_kernel_of_every_backend_is_a_row():
+    used = {k.name for b in map(registry.get, registry.names()) for k in (b.prefill, b.decode) if hasattr(k, "where")}
+    assert used <= {k.name for k in KERNELS}
+
+
+def test_package_memory_is_nan_filled(device):
+    out, lse = checks.empty_outputs(torch.zeros(1, 2, 3, 16, device=device), True)
+    assert out.isnan().all() and lse.isnan().all()
+
+
+# Properties: any shape, strides, length, padding.
+
+
+@st.composite
+def any_case(draw) -> Case:
+    most = 700 if ON_GPU else 50  # interpreted programs take milliseconds each
+    group = draw(st.sampled_from((1, 2, 3, 4, 7, 8)))
+    kv_heads = draw(st.integers(1, 3 if ON_GPU else 2))
+    batch = draw(st.integers(1, 3 if ON_GPU else 2))
+    kv_len = draw(st.integers(1, most))
+    few = st.integers(1, max(1, min(kv_len, (64 if ON_GPU else 16) // group)))
+    q_len = draw(st.one_of(st.just(1), few, st.integers(1, kv_len)))
+    kv_offset = draw(st.sampled_from((0, 0, 0, 1, 45)))
+    end = kv_offset + kv_len
+    point = st.integers(0, end)
+    row = st.tuples(point, point, st.sampled_from((0.0, 0.0, 0.2, 0.9))).map(lambda r: (min(r[:2]), max(r[:2]), r[2]))
+    q_offset = draw(st.one_of(st.none(), st.integers(kv_offset, max(kv_offset, end - q_len))))
+    return Case(
+        q_len=q_len,
+        kv_len=kv_len,
+        batch=batch,
+        num_heads=group * kv_heads,
+        num_kv_heads=kv_heads,
+        head_dim=draw(st.sampled_from((16, 32, 48, 64, 80, 96, 112, 128, 256))),
+        dtype=draw(st.sampled_from(("fp16", "fp32") if not ON_GPU else ("fp16", "bf16", "fp32"))),
+        causal=draw(st.booleans()),
+        window=draw(st.one_of(st.none(), st.integers(1, kv_len + 5))),
+        softcap=draw(st.sampled_from((None, None, 5.0, 50.0))),
+        sinks=draw(st.booleans()),
+        lse=draw(st.booleans()),
+        layout=draw(st.sampled_from(("plain", "token_major", "slices", "unaligned", "batch_gap", "one_row_for_all"))),
+        spans=draw(st.booleans()),
+        rows=draw(st.one_of(st.none(), st.tuples(*[row] * batch))),
+        mask_len=None if draw(st.booleans()) else draw(point),
+        q_offset=q_offset,
+        offset_on_device=draw(st.booleans()),
+        kv_offset=kv_offset,
+        say_twice=draw(st.booleans()),
+    )
+
+
+@pytest.mark.parametrize("kernel", RUNNABLE, ids=lambda k: k.name)
+def test_any_case(kernel, device):
+    @given(any_case())
+    def check(case):
+        if kernel.decode and not kernel.can(case):
+            case = replace(case, q_len=1)
+        check_case(kernel, case, device)
+
+    check()
+
+
+@st.composite
+def any_spans(draw) -> tuple[Case, list[list[int]]]:
+    """Spans no mask would make: every integer of every row on its own."""
+    kv_len = draw(st.integers(1, 500 if ON_GPU else 50))
+    q_len = draw(st.integers(1, 8))
+    batch = draw(st.integers(1, 4))
+    case = Case(q_len=q_len, kv_len=kv_len, batch=batch, num_heads=4, num_kv_heads=2, head_dim=16)
+    words = draw(st.booleans()) * spans.num_words(kv_len)
+    around = st.integers(-3, kv_len + 3)
+    rows = []
+    for _ in range(batch):
+        ints = [draw(around), draw(around), draw(around)]
+        ints += [draw(st.one_of(st.just(spans.NO_WINDOW), st.integers(1, kv_len)))]
+        ints += [draw(st.sampled_from((0, spans.CAUSAL))) | (draw(st.sampled_from((0, spans.HOLES))) if words else 0)]
+        rows.append(ints + [draw(st.integers(-(1 << 31), (1 << 31) - 1)) for _ in range(words)])
+    return case, rows
+
+
+@pytest.mark.parametrize("kernel", RUNNABLE, ids=lambda k: k.name)
+def test_any_spans(kernel, device):
+    @given(any_spans(), st.booleans(), st.one_of(st.none(), st.integers(1, 30)))
+    def check(drawn, causal, window):
+        case, rows = drawn
+        x = make(replace(case, causal=False), device)
+        span = torch.tensor(rows, dtype=torch.int32, device=device)[:, None, None]
+        seen = oracle.visible_from_spans(span, case.q_len, case.kv_len, causal=causal, window=window)
+        options = {"causal": causal, "window": window, "return_lse": True}
+        result = run(kernel, x.q, x.k, x.v, span, options)
+        expected = oracle.attention(x.q, x.k, x.v, seen)
+        tolerance.assert_attention(result, expected, x.q, x.k, x.v, span, seen, options, f"{kernel.name} on {rows}")
+
+    check()
+
+
+@pytest.mark.parametrize("kernel", RUNNABLE, ids=lambda k: k.name)
+def test_sink_logits_of_minus_infinity_are_no_sinks(kernel, device):
+    x = make(Case(q_len=3, kv_len=40, batch=2, rows=((0, 40, 0.0), (0, 0, 0.0))), device)
+    off = torch.full((4,), float("-inf"), device=device)
+    with_off, _ = run(kernel, x.q, x.k, x.v, x.spans, {**x.options, "sink_logits": off})
+    without, _ = run(kernel, x.q, x.k, x.v, x.spans, x.options)
+    assert torch.equal(with_off, without)
+
+
+@pytest.mark.parametrize("kernel", RUNNABLE, ids=lambda k: k.name)
+def test_out_is_stored_as_models_want_it(kernel, device):
+    x = make(Case(q_len=3, kv_len=40), device)
+    out, _ = run(kernel, x.q, x.k, x.v, x.spans, x.options)
+    assert out.transpose(1, 2).is_contiguous()
+
+
+# lean: schedules.
+
+SCHEDULE_CASES = [
+    Case(q_len=1, kv_len=4000 if ON_GPU else 300, batch=1, num_heads=4, num_kv_heads=1, head_dim=32),
+    Case(q_len=2, kv_len=1000 if ON_GPU else 150, batch=3, head_dim=32, rows=((0, 150, 0.0), (120, 150, 0.0), (0, 0, 0.0))),
+    Case(q_len=1, kv_len=200, q_offset=20, head_dim=32),
+]
+
+
+def force_programs(patch, programs: int) -> None:
+    """Make lean launch `programs` programs, where the buffer has at least as many tiles."""
+    config = launch.decode
+    patch.setattr(launch, "decode", lambda *args: replace(config(*args), programs_per_sm=1, MIN_TILES=1))
+    patch.setattr(launch, "num_sms", lambda device: programs)
+    patch.setattr(launch, "_counters", {})
+    patch.setattr(launch, "_slots", {})
+
+
+@with_lean
+@pytest.mark.parametrize("case", here(*SCHEDULE_CASES), ids=lambda c: c.id)
+@pytest.mark.parametrize("programs", here(1, 2, 3, 7, 10_000 if ON_GPU else 1000))
+def test_lean_with_any_number_of_programs(kernel, case, programs, device, monkeypatch):
+    force_programs(monkeypatch, programs)
+    check_case(kernel, case, device)
+
+
+@with_lean
+@pytest.mark.parametrize("case", here(*SCHEDULE_CASES), ids=lambda c: c.id)
+@pytest.mark.parametrize("programs", here(3, 7, 19))
+@pytest.mark.parametrize("fan_in", here(2, 3))
+def test_lean_merging_in_two_levels(kernel, case, programs, fan_in, device, monkeypatch):
+    force_programs(monkeypatch, programs)
+    monkeypatch.setattr(lean, "FAN_IN", fan_in)
+    check_case(kernel, case, device)
+
+
+@with_lean
+def test_lean_merges_in_two_levels_when_many_programs_share_a_row(kernel, device, monkeypatch):
+    """FAN_IN as it is, and more contributors than that."""
+    programs = lean.FAN_IN + 3
+    force_programs(monkeypatch, programs)
+    tile = launch.decode(device, torch.float32, 16, 16).BLOCK_N
+    check_case(kernel, Case(q_len=1, kv_len=tile * programs, batch=1, num_heads=1, num_kv_heads=1, head_dim=16), device)
+
+
+@with_lean
+def test_lean_needs_no_merge_when_programs_own_whole_rows(kernel, device, monkeypatch):
+    force_programs(monkeypatch, 4)
+    check_case(kernel, Case(q_len=1, kv_len=32, batch=2, num_heads=4, num_kv_heads=2, head_dim=16), device)
+
+
+@with_lean
+def test_lean_one_tile(kernel, device):
+    check_case(kernel, Case(q_len=1, kv_len=3, batch=1, num_heads=1, num_kv_heads=1, head_dim=16), device)
+
+
+@with_lean
+def test_lean_repeats_itself_bitwise(kernel, device, monkeypatch):
+    force_programs(monkeypatch, 7)
+    x = make(SCHEDULE_CASES[1], device)
+    first, first_lse = run(kernel, x.q, x.k, x.v, x.spans, x.options)
+    second, second_lse = run(kernel, x.q, x.k, x.v, x.spans, x.options)
+    assert torch.equal(first, second) and torch.equal(first_lse, second_lse)
+
+
+# Spans.
+
+
+@st.composite
+def any_mask(draw):
+    batch, kv_len = draw(st.integers(1, 3)), draw(st.integers(1, 3000 if ON_GPU else 150))
+    kv_offset = draw(st.sampled_from((0, 0, 1, 33, 200)))
+    q_len = draw(st.integers(1, kv_len + 3))
+    q_offset = draw(st.integers(kv_offset, kv_offset + kv_len))
+    causal, window = draw(st.booleans()), draw(st.one_of(st.none(), st.integers(1, kv_len + 10)))
+    mask = None
+    if draw(st.booleans()):
+        seen = draw(st.integers(1, kv_offset + kv_len + 5))
+        rng = np.random.default_rng(draw(st.integers(0, 1000)))
+        mask = rng.random((batch, seen)) < draw(st.sampled_from((0.0, 0.1, 0.9, 1.0)))
+        for row in mask:  # left and right padding
+            row[: draw(st.integers(0, seen))] = False
+            row[draw(st.integers(0, seen)) :] = False
+    return batch, q_len, kv_len, q_offset, kv_offset, causal, window, mask
+
+
+def test_spans_say_what_the_mask_says(device):
+    """The kernel on a GPU, the twin elsewhere; the twin is held against the kernel too, integer by integer of what is read."""
+
+    @given(any_mask(), st.booleans(), st.booleans())
+    def check(drawn, on_device, transposed):
+        batch, q_len, kv_len, q_offset, kv_offset, causal, window, mask = drawn
+        offset = torch.tensor(q_offset, device=device) if on_device else q_offset
+        tensor = None
+        if mask is not None:
+            tensor = torch.as_tensor(mask, device=device)
+            tensor = tensor.t().contiguous().t() if transposed else tensor
+        options = dict(kv_offset=kv_offset, causal=causal, window=window, attention_mask=tensor)
+        span = spans.build_spans(batch, q_len, kv_len, device, q_offset=offset, **options)
+        words = 0 if mask is None else -(-kv_len // 32)
+        assert span.dtype == torch.int32 and span.shape == (batch, 1, 1, 5 + words)
+        expected = oracle.visible(
+            batch, q_len, kv_len, q_offset=q_offset, kv_offset=kv_offset, causal=causal, window=window, attention_mask=mask
+        )
+        assert np.array_equal(oracle.visible_from_spans(span, q_len, kv_len), expected)
+        twin = spans._build_spans_torch(batch, q_len, kv_len, device, offset, kv_offset, causal, window, tensor)
+        assert np.array_equal(reference.visible(q_len, kv_len, device, twin, False, None).cpu().numpy(), expected)
+        words_at = slice(spans.WORDS, None)
+        assert torch.equal(span[..., words_at], twin[..., words_at])
+
+    check()
+
+
+def test_spans_without_holes_say_so(device):
+    mask = torch.ones(4, 70, dtype=torch.bool, device=device)
+    mask[1, :10] = False
+    mask[2, 60:] = False
+    mask[3, 30] = False
+    span = spans.build_spans(4, 1, 70, device, q_offset=69, attention_mask=mask)
+    assert (span[:, 0, 0, spans.FLAGS] & spans.HOLES != 0).tolist() == [False, False, False, True]
+
+
+def test_spans_need_a_bool_mask(device):
+    with pytest.raises(ValueError, match=r"attention_mask must be bool of shape \(2, positions seen\); got torch.int64 \(2, 5\)"):
+        spans.build_spans(2, 1, 5, device, attention_mask=torch.ones(2, 5, dtype=torch.int64, device=device))
+    with pytest.raises(ValueError, match=r"attention_mask must be bool of shape \(2, .*\(3, 5\)"):
+        spans.build_spans(2, 1, 5, device, attention_mask=torch.ones(3, 5, dtype=torch.bool, device=device))
+
+
+# Bad input: a sentence, and nothing launched. The checks come before any launch, so they need no GPU.
+
+
+def good(device, **changes) -> dict:
+    new = lambda h, n: torch.randn(2, h, n, 32, device=device)  # noqa: E731
+    return {"q": new(4, 3), "k": new(2, 9), "v": new(2, 9), **changes}
+
+
+def _bad(device) -> dict[str, tuple[dict, type[Exception], str]]:
+    randn = lambda *shape, **kw: torch.randn(*shape, device=device, **kw)  # noqa: E731
+    half = {"dtype": torch.float16}
+    other = "meta"
+    ints = lambda *shape, dtype=torch.int32, d=device: torch.zeros(*shape, dtype=dtype, device=d)  # noqa: E731
+    return {
+        "rank of q": ({"q": randn(4, 3, 32)}, ValueError, r"must be 4-D.*got 3-D, 4-D and 4-D"),
+        "rank of v": ({"v": randn(2, 2, 9, 32, 1)}, ValueError, r"must be 4-D.*got 4-D, 4-D and 5-D"),
+        "Dv": ({"v": randn(2, 2, 9, 16)}, ValueError, r"k and v must have one shape.*\(2, 2, 9, 32\) and \(2, 2, 9, 16\).*sdpa"),
+        "v length": ({"v": randn(2, 2, 8, 32)}, ValueError, r"k and v must have one shape"),
+        "batch": ({"q": randn(3, 4, 3, 32)}, ValueError, r"agree in batch and head_dim.*\(3, 4, 3, 32\)"),
+        "head_dim differs": ({"q": randn(2, 4, 3, 64)}, ValueError, r"agree in batch and head_dim"),
+        "heads": ({"q": randn(2, 5, 3, 32)}, ValueError, r"multiple of the number of KV heads; got 5 and 2"),
+        "more KV heads": ({"q": randn(2, 1, 3, 32)}, ValueError, r"multiple of the number of KV heads; got 1 and 2"),
+        "head_dim": (
+            {"q": randn(2, 4, 3, 272), "k": randn(2, 2, 9, 272), "v": randn(2, 2, 9, 272)},
+            ValueError,
+            r"head_dim 272 is above 256.*sdpa",
+        ),
+        "no queries": ({"q": randn(2, 4, 0, 32)}, ValueError, r"Nothing to attend.*at least 1"),
+        "no keys": ({"k": randn(2, 2, 0, 32), "v": randn(2, 2, 0, 32)}, ValueError, r"Nothing to attend.*at least 1"),
+        "dtype": (
+            {"q": randn(2, 4, 3, 32).double(), "k": randn(2, 2, 9, 32).double(), "v": randn(2, 2, 9, 32).double()},
+            TypeError,
+            r"float16, bfloat16 and float32; got torch.float64.*Cast",
+        ),
+        "mixed dtypes": ({"k": randn(2, 2, 9, 32, **half)}, TypeError, r"share one dtype.*got torch.float32, torch.float16"),
+        "device": ({"k": torch.empty(2, 2, 9, 32, device=other)}, ValueError, r"on one device; got .*, meta and"),
+        "stride of q": (
+            {"q": randn(2, 4, 32, 3).transpose(2, 3)},
+            ValueError,
+            r"last dimension.*contiguous.*got strides 3, 1 and 1",
+        ),
+        "stride of v": ({"v": randn(2, 2, 9, 64)[..., ::2]}, ValueError, r"last dimension.*strides 1, 1 and 2.*contiguous\(\)"),
+        "grad": ({"q": randn(2, 4, 3, 32, requires_grad=True)}, RuntimeError, r"no backward.*requires grad.*no_grad"),
+        "grad of v": ({"v": randn(2, 2, 9, 32, requires_grad=True)}, RuntimeError, r"no backward"),
+        "spans dtype": ({"spans": ints(2, 1, 1, 5, dtype=torch.int64)}, ValueError, r"spans must be int32.*torch.int64"),
+        "spans shape": ({"spans": ints(2, 5)}, ValueError, r"spans must be int32 of shape \(2, 1, 1, 5\) or \(2, 1, 1, 6\)"),
+        "spans batch": ({"spans": ints(3, 1, 1, 5)}, ValueError, r"spans must be int32.*got torch.int32 \(3, 1, 1, 5\)"),
+        "spans words": ({"spans": ints(2, 1, 1, 7)}, ValueError, r"spans must be int32.*for 9 slots.*build_spans"),
+        "spans device": ({"spans": ints(2, 1, 1, 5, d=other)}, ValueError, r"spans must be on q's device.*got meta"),
+        "window": ({"window": 0}, ValueError, r"window counts.*at least 1; got 0"),
+        "softcap": ({"softcap": 0.0}, ValueError, r"softcap must be above 0; got 0.0.*None"),
+        "scale": ({"scale": 0.0}, ValueError, r"scale must be above 0; got 0.0"),
+        "scale nan": ({"scale": float("nan")}, ValueError, r"scale must be above 0; got nan"),
+        "sinks": ({"sink_logits": randn(2)}, ValueError, r"one logit per query head, \(4,\).*got \(2,\)"),
+        "sinks stride": ({"sink_logits": randn(8)[::2]}, ValueError, r"sink_logits must be contiguous.*stride 2"),
+        "sinks device": ({"sink_logits": torch.empty(4, device=other)}, ValueError, r"one logit per query head.*on meta"),
+    }
+
+
+@pytest.mark.parametrize("what", _bad("cpu"))
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
+def test_bad_input(kernel, what, device):
+    changes, error, sentence = _bad(device)[what]
+    with counted_launches(kernel) as launched, pytest.raises(error, match=sentence):
+        kernel.launcher()(**good(device, **changes))
+    assert not launched
+
+
+@pytest.mark.parametrize("kernel", [k for k in KERNELS if k.decode], ids=lambda k: k.name)
+def test_decode_kernels_refuse_many_rows(kernel, device):
+    with pytest.raises(ValueError, match=r"at most 64 query rows per KV head; got q_len 33 x 2 query heads.*prefill"):
+        kernel.launcher()(**good(device, q=torch.randn(2, 4, 33, 32, device=device)))
+
+
+@pytest.mark.parametrize("kernel", RUNNABLE, ids=lambda k: k.name)
+def test_grad_is_refused_only_while_it_is_enabled(kernel, device):
+    x = good(device, q=torch.randn(2, 4, 3, 32, device=device, requires_grad=True))
+    with torch.no_grad():
+        assert not kernel.launcher()(**x).isnan().any()
+
+
+def test_no_triton_is_said_in_a_sentence(monkeypatch):
+    monkeypatch.setattr(kernels, "HAS_TRITON", False)
+    with pytest.raises(RuntimeError, match=r"lean kernel needs Triton.*pip install triton.*reference"):
+        kernels.TritonKernel("lean").where("cuda")
+
+
+def test_other_devices_are_refused_in_a_sentence():
+    with pytest.raises(RuntimeError, match=r"runs on CUDA devices.*'mps'.*sdpa"):
+        kernels.TritonKernel("lean").where("mps")
+    x = good("meta")
+    with pytest.raises(RuntimeError, match="'meta'"):
+        kernels.TritonKernel("lean")(**x)
+
+
+@pytest.mark.skipif(not INTERPRETED or ON_GPU, reason="needs TRITON_INTERPRET=1")
+def test_interpreter_refuses_bf16():
+    x = {name: t.bfloat16() for name, t in good("cpu").items()}
+    with pytest.raises(TypeError, match=r"interpreter computes bfloat16 wrongly.*float32 or float16"):
+        kernels.TritonKernel("lean")(**x)
+
+
+@pytest.mark.parametrize("name", [k.name for k in KERNELS if k is not REFERENCE])
+def test_cpu_tensors_run_what_where_says(name, device):
+    kernel = kernels.TritonKernel(name)
+    words = {"cuda": "the Triton kernel", "cpu": "the Triton kernel, interpreted" if INTERPRETED else "the torch twin"}
+    assert kernel.where(device.type) == words[device.type]
+    with counted_launches(next(k for k in KERNELS if k.name == name)) as launched:
+        kernel(**good(device))
+    assert bool(launched) == TRITON_RUNS

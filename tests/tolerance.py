@@ -1,0 +1,53 @@
+"""How wrong a result may be: derived from what torch itself achieves, not chosen.
+
+    error against fp64 <= 2 * (error of torch's math attention at the same dtype) + 4 * eps * max|out|
+
+Where torch has no equivalent (softcap, sink logits, lse) the package's torch twin, run in that dtype, stands in for it.
+"""
+
+import numpy as np
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from hf_fastattn.kernels import reference
+
+
+def max_error(result: torch.Tensor, expected: torch.Tensor) -> float:
+    """Largest absolute difference in fp64; equal infinities differ by 0; NaN anywhere gives NaN."""
+    same = result.double() == expected.double()
+    return (result.double() - expected.double()).masked_fill(same, 0.0).abs().max().item()
+
+
+def largest(x: torch.Tensor) -> float:
+    return x.masked_fill(x.isinf(), 0.0).abs().max().item()
+
+
+def torch_math(q, k, v, seen: np.ndarray, scale=None) -> torch.Tensor:
+    """torch's own attention, unfused, in q's dtype."""
+    group = q.shape[1] // k.shape[1]
+    seen = torch.as_tensor(seen, device=q.device)
+    nobody = ~seen.any(1)[:, None, :, None]
+    k, v = (x.masked_fill(nobody, 0.0).repeat_interleave(group, 1) for x in (k, v))
+    with sdpa_kernel(SDPBackend.MATH):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None], scale=scale)
+
+
+def assert_close(result, expected, peer, eps: float, what: str) -> None:
+    """`result` against fp64 `expected`, allowed what the module's docstring says of `peer`."""
+    error = max_error(result, expected)
+    allowed = 2 * max_error(peer, expected) + 4 * eps * largest(expected)
+    assert error <= allowed, f"{what}: error {error:.3e} against fp64, allowed {allowed:.3e}"
+
+
+def assert_attention(result, expected, q, k, v, spans, seen, options: dict, what: str) -> None:
+    """(out, lse or None) of a kernel against (out, lse) of the oracle."""
+    out, lse = result
+    assert out.dtype == q.dtype and out.shape == q.shape, f"{what}: {out.dtype} {tuple(out.shape)}"
+    plain = options.get("softcap") is None and options.get("sink_logits") is None
+    twin_out, twin_lse = reference.attention(q, k, v, spans, **{**options, "return_lse": True})
+    peer = torch_math(q, k, v, seen, options.get("scale")) if plain else twin_out
+    assert_close(out, expected[0], peer, torch.finfo(q.dtype).eps, f"{what}, out")
+    if lse is not None:
+        assert lse.dtype == torch.float32 and lse.shape == q.shape[:3], f"{what}: lse {lse.dtype} {tuple(lse.shape)}"
+        assert torch.equal(lse.isinf(), expected[1].isinf()), f"{what}: lse is infinite in other places than it should be"
+        assert_close(lse, expected[1], twin_lse, torch.finfo(torch.float32).eps, f"{what}, lse")
