@@ -1,0 +1,101 @@
+"""Tiny random models of every family, drawn so that a wrong mask changes the greedy tokens."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel, set_seed
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+VOCAB = 128
+COMMON = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "tie_word_embeddings": False,
+    "attention_dropout": 0.0,
+}
+# name: (model_type, its own part of the config). Prompts here have PROMPT tokens: a window is below or above that.
+PROMPT = 96
+FAMILIES = {
+    "llama": ("llama", {}),
+    "mistral_window_below_prompt": ("mistral", {"sliding_window": 16}),
+    "mistral_window_above_prompt": ("mistral", {"sliding_window": 128}),
+    "opt": (
+        "opt",
+        {"num_key_value_heads": 4, "ffn_dim": 96, "word_embed_proj_dim": 64, "dropout": 0.0, "layerdrop": 0.0},
+    ),  # passes scaling=1.0
+    "qwen2": ("qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}),  # one layer of each kind
+    "qwen3": ("qwen3", {"head_dim": 16}),
+    "phi3": ("phi3", {"sliding_window": 64}),
+    "gemma2": ("gemma2", {"head_dim": 16, "sliding_window": 16, "attn_logit_softcapping": 4.0, "query_pre_attn_scalar": 16}),
+    "gpt_oss": ("gpt_oss", {"head_dim": 16, "sliding_window": 16, "num_local_experts": 4, "num_experts_per_tok": 2}),
+}
+
+
+def draw_weights(model: torch.nn.Module, seed: int = 0) -> None:
+    """Large random weights: attention is far from uniform, and what it reads decides the next token.
+
+    With the usual std of 0.02 a random model repeats one token whatever it attends to, and every mask looks right.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for name, p in sorted(model.named_parameters()):
+        noise = torch.randn(p.shape, generator=generator)
+        if name.endswith("sinks"):
+            p.data.copy_(noise)
+        elif p.dim() < 2:  # norms and biases; Gemma's norms add the 1 themselves, and normed q and k need less than 1
+            centre = 0.0 if "norm" not in name or "bias" in name or "gemma" in type(model).__name__.lower() else 1.0
+            p.data.copy_((0.5 if "q_norm" in name else centre) + 0.1 * noise)
+        elif "embed" in name:
+            p.data.copy_(noise * (0.1 if "gemma" in type(model).__name__.lower() else 0.7))
+        else:
+            p.data.copy_(noise * 2.0 / math.sqrt(p.shape[-1]))
+
+
+def tiny(model_type: str, attn_implementation: str = "eager", device: str = "cpu", auto=AutoModelForCausalLM, **own):
+    """A model of one type in fp32 and eval mode, from the common tiny config and its own part."""
+    set_seed(0)
+    config = CONFIG_MAPPING[model_type](**{**COMMON, **own})
+    model = auto.from_config(config, attn_implementation=attn_implementation, dtype=torch.float32)
+    draw_weights(model)
+    return model.eval().to(device)
+
+
+@cache
+def family(name: str, device: str) -> PreTrainedModel:
+    """The one model of a family; callers choose what it runs with `set_attn_implementation`."""
+    model_type, own = FAMILIES[name]
+    return tiny(model_type, device=device, **own)
+
+
+PADDINGS = ("no_padding", "left_padding", "holes")
+
+
+def prompts(padding: str, device: str, rows: int = 3, length: int = PROMPT) -> dict[str, torch.Tensor]:
+    """input_ids and, but for "no_padding", an attention_mask: rows of several lengths, or with pads between live tokens.
+
+    The ids repeat themselves here and there, so that prompt lookup finds something to propose.
+    """
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(2, VOCAB, (3, length), generator=generator)
+    ids[:, length // 2 : length // 2 + 12] = ids[:, -12:]
+    mask = torch.ones_like(ids)
+    if padding != "no_padding":
+        for row in range(3):
+            mask[row, : (row + 1) * length // 6] = 0
+    if padding == "holes":  # as batched conversations leave them: pads after each turn's end
+        for row in range(3):
+            mask[row, 3 * length // 5 + 3 * row : 3 * length // 5 + 6 + 5 * row] = 0
+            mask[row, length - 6 : length - 4 + row] = 0
+    ids = ids.masked_fill(mask == 0, COMMON["pad_token_id"])
+    inputs = {"input_ids": ids} if padding == "no_padding" else {"input_ids": ids, "attention_mask": mask}
+    return {name: tensor[:rows].to(device) for name, tensor in inputs.items()}

@@ -1,0 +1,237 @@
+"""generate() gives the tokens of eager, in fp32, for models x caches and searches x paddings; on a GPU with the real kernels."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import models
+import pytest
+import torch
+import transformers
+from models import FAMILIES, PADDINGS
+from transformers import DynamicCache, StaticCache
+
+import hf_fastattn
+from hf_fastattn import interface
+from hf_fastattn.kernels import INTERPRETED, reference, spans
+
+VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+NEW_TOKENS = 8
+CHUNK = 40
+# On a GPU, generate() would compile every static combination with Inductor by itself; test_backends compiles.
+STATIC = {"cache_implementation": "static", "disable_compile": True}
+MODES = {
+    "dynamic_cache": {},
+    "static_cache": STATIC,
+    "chunked_prefill": {"prefill_chunk_size": CHUNK},
+    "static_cache_chunked_prefill": {**STATIC, "prefill_chunk_size": CHUNK},
+    "beam": {"num_beams": 3},
+    "beam_static_cache": {"num_beams": 3, **STATIC},
+    "num_return_sequences": {"num_beams": 4, "num_return_sequences": 2},
+    "seeded_sampling": {"do_sample": True, "top_k": 20, "num_return_sequences": 2},
+    "prompt_lookup": {"prompt_lookup_num_tokens": 3},  # one row only, says Transformers
+}
+SOME_FAMILIES = ("llama", "mistral_window_below_prompt", "gpt_oss")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """These matrices are tiny: a second thread mostly waits, and on a busy machine it waits long."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def generate(model, inputs: dict, **options) -> torch.Tensor:
+    """The new tokens."""
+    torch.manual_seed(0)
+    sequences = model.generate(**inputs, **{"max_new_tokens": NEW_TOKENS, "do_sample": False, **options})
+    return sequences[:, inputs["input_ids"].shape[1] :]
+
+
+def run(family: str, mode: str, padding: str, device: str, attn_implementation: str, **prompt) -> torch.Tensor:
+    model = models.family(family, device)
+    model.set_attn_implementation(attn_implementation)
+    if mode == "prompt_lookup":
+        prompt["rows"] = 1
+    return generate(model, models.prompts(padding, device, **prompt), **MODES[mode])
+
+
+@cache
+def eager(family: str, mode: str, padding: str, device: str) -> torch.Tensor:
+    with hf_fastattn.count_calls() as calls:
+        tokens = run(family, mode, padding, device, "eager")
+    assert not calls, "eager must not run kernels of ours"
+    return tokens
+
+
+def check(family: str, mode: str, padding: str, device: str, backend: str) -> None:
+    with hf_fastattn.count_calls() as calls:
+        tokens = run(family, mode, padding, device, backend)
+    expected = eager(family, mode, padding, device)
+    assert torch.equal(tokens, expected), f"tokens differ from eager's:\n{tokens}\n{expected}"
+
+    config = models.family(family, device).config
+    group = config.num_attention_heads // getattr(config, "num_key_value_heads", config.num_attention_heads)
+    first = CHUNK if "chunked" in mode else models.PROMPT
+    phases = set()
+    if hf_fastattn.get(backend).decode is not None:
+        phases.add(f"{backend}.decode")
+    if f"{backend}.decode" not in phases or first * group > hf_fastattn.get(backend).max_decode_rows:
+        phases.add(f"{backend}.prefill")
+    assert set(calls) == phases  # so never "<backend>.dense"
+    assert sum(calls.values()) % config.num_hidden_layers == 0, "a layer was left out"
+
+
+@pytest.mark.parametrize("padding", PADDINGS)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_lean_generates_the_tokens_of_eager(family, mode, padding, device):
+    check(family, mode, padding, device, "lean")
+
+
+@pytest.mark.parametrize("padding", PADDINGS)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", SOME_FAMILIES)
+@pytest.mark.parametrize("backend", ["reference", "fa2", "split_kv"])
+def test_other_backends_generate_the_tokens_of_eager(backend, family, mode, padding, device):
+    if device == "cpu" and mode not in ("dynamic_cache", "static_cache", "prompt_lookup"):
+        pytest.skip("on a CPU every backend runs one twin, and test_lean has run it in this mode")
+    check(family, mode, padding, device, backend)
+
+
+# What the matrix above can see: wrong answers that a broken mask or a dropped argument would give.
+def _with_spans(q, k, s, options):
+    if s is None:
+        q_offset = k.shape[2] - q.shape[2]
+        s = spans.build_spans(q.shape[0], q.shape[2], k.shape[2], q.device, q_offset=q_offset, window=options.pop("window", None))
+    return s.clone()
+
+
+def _sees_the_next_token(q, k, v, s=None, **options):
+    s = _with_spans(q, k, s, options)
+    s[..., spans.Q_START] += 1
+    s[..., spans.KV_STOP] = torch.clamp(s[..., spans.KV_STOP] + 1, max=k.shape[2])
+    return reference.attention(q, k, v, s, **options)
+
+
+def _sees_padding(q, k, v, s=None, **options):
+    s = _with_spans(q, k, s, options)
+    s[..., spans.KV_START] = 0
+    s[..., spans.FLAGS] &= ~spans.HOLES
+    return reference.attention(q, k, v, s, **options)
+
+
+def _sees_holes(q, k, v, s=None, **options):
+    s = _with_spans(q, k, s, options)
+    s[..., spans.FLAGS] &= ~spans.HOLES
+    return reference.attention(q, k, v, s, **options)
+
+
+def _has_no_window(q, k, v, s=None, **options):
+    s = _with_spans(q, k, s, options)
+    s[..., spans.WINDOW] = spans.NO_WINDOW
+    return reference.attention(q, k, v, s, **{**options, "window": None})
+
+
+def _drops(*arguments):
+    def attention(q, k, v, s=None, **options):
+        return reference.attention(q, k, v, s, **{**options, **dict.fromkeys(arguments)})
+
+    return attention
+
+
+WRONG = [(family, padding, _sees_the_next_token) for family in FAMILIES for padding in PADDINGS]
+WRONG += [(family, padding, _sees_padding) for family in FAMILIES for padding in PADDINGS[1:]]
+# Only its window never reaches back to the pads.
+WRONG.remove(("mistral_window_below_prompt", "left_padding", _sees_padding))
+WRONG += [(family, "holes", _sees_holes) for family in FAMILIES]
+WRONG += [(f, "no_padding", _has_no_window) for f in FAMILIES if FAMILIES[f][1].get("sliding_window", 999) < models.PROMPT]
+WRONG += [("opt", "no_padding", _drops("scale")), ("gemma2", "no_padding", _drops("softcap"))]
+WRONG += [("gpt_oss", "no_padding", _drops("sink_logits"))]
+
+
+@pytest.mark.parametrize("family,padding,wrong", WRONG, ids=lambda x: getattr(x, "__name__", x))
+def test_wrong_attention_changes_the_tokens(family, padding, wrong, device, monkeypatch):
+    monkeypatch.setitem(interface._runners, "lean", wrong)
+    assert not torch.equal(run(family, "dynamic_cache", padding, device, "lean"), eager(family, "dynamic_cache", padding, device))
+
+
+def converse(family: str, device: str, attn_implementation: str, padding: str, static: bool, **second) -> torch.Tensor:
+    """Two turns over one cache; the second turn's mask has the first turn's zeros and, for holes, its own."""
+    model = models.family(family, device)
+    model.set_attn_implementation(attn_implementation)
+    inputs = models.prompts(padding, device)
+    length = models.PROMPT + 2 * NEW_TOKENS + 48
+    past = StaticCache(config=model.config, max_cache_len=length) if static else DynamicCache(config=model.config)
+    options = {"past_key_values": past, "disable_compile": True}
+    reply = generate(model, inputs, **options)
+    question = models.prompts("no_padding", device, length=48)["input_ids"]
+    inputs["input_ids"] = torch.cat([inputs["input_ids"], reply, question], -1)
+    if "attention_mask" in inputs:
+        mask = torch.ones_like(torch.cat([reply, question], -1))
+        if padding == "holes":
+            mask[1, 5:9] = 0
+        inputs["attention_mask"] = torch.cat([inputs["attention_mask"], mask], -1)
+    return generate(model, inputs, **options, **second)
+
+
+@pytest.mark.parametrize("padding", PADDINGS)
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic_cache", "static_cache"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_second_turn_over_the_same_cache(family, static, padding, device):
+    expected = converse(family, device, "eager", padding, static)
+    with hf_fastattn.count_calls() as calls:
+        assert torch.equal(converse(family, device, "lean", padding, static), expected)
+    assert calls["lean.decode"] and not calls["lean.dense"]
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic_cache", "static_cache"])
+def test_chunked_prefill_of_a_second_turn(static, device):
+    whole = converse("llama", device, "eager", "left_padding", static)
+    try:
+        expected = converse("llama", device, "eager", "left_padding", static, prefill_chunk_size=CHUNK)
+    except (RuntimeError, IndexError):
+        expected = None
+    if VERSION == (5, 17):
+        # Transformers 5.17 feeds all the ids again with a past length of 0; 5.23 is right.
+        assert expected is None or not torch.equal(expected, whole), "Transformers 5.17 got this right after all: test it"
+        return
+    assert torch.equal(expected, whole)
+    assert torch.equal(converse("llama", device, "lean", "left_padding", static, prefill_chunk_size=CHUNK), expected)
+
+
+SHORT = {"rows": 2, "length": 34}  # one query more than the decode kernels take
+INTERPRETER = [
+    (family, "lean", *mode)
+    for family in SOME_FAMILIES
+    for mode in [("dynamic_cache", "no_padding"), ("static_cache", "holes"), ("prompt_lookup", "holes")]
+]
+INTERPRETER += [("llama", "split_kv", "static_cache", "holes"), ("llama", "fa2", "static_cache", "holes")]
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="runs in the process that test_interpreted_kernels starts")
+@pytest.mark.parametrize("family,backend,mode,padding", INTERPRETER)
+def test_interpreted(family, backend, mode, padding, monkeypatch):
+    monkeypatch.setitem(globals(), "NEW_TOKENS", 3)
+    expected = run(family, mode, padding, "cpu", "eager", **SHORT)
+    with hf_fastattn.count_calls() as calls:
+        tokens = run(family, mode, padding, "cpu", backend, **SHORT)
+    assert torch.equal(tokens, expected)
+    assert calls and not calls[f"{backend}.dense"]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")
+def test_interpreted_kernels(device):
+    """The Triton kernels themselves, interpreted, in a process of their own: the switch is read when Triton is imported."""
+    if device != "cpu":
+        pytest.skip("the real kernels have run all of the matrix here")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", f"{Path(__file__)}::test_interpreted"]
+    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=900)
+    expected = f"{len(INTERPRETER)} passed"
+    assert done.returncode == 0 and expected in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]
