@@ -22,11 +22,13 @@ help:
 demo: $(VENV)/.demo
 	$(VENV)/bin/python examples/demo.py
 
+# The longest file first, so that it is not what everybody waits for. The deselected test only starts a process for the
+# interpreter; the second line is that process, on all cores.
 test: $(VENV)/.demo $(VENV)/.test
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
-	$(PYTEST)
-	TRITON_INTERPRET=1 $(PYTEST) tests/test_kernels.py tests/test_generate.py
+	$(PYTEST) tests/test_smollm2.py tests --deselect tests/test_generate.py::test_interpreted_kernels
+	TRITON_INTERPRET=1 $(PYTEST) tests/test_kernels.py tests/test_generate.py::test_interpreted
 
 test-oldest: $(OLDEST)/.stamp
 	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -q -n logical --maxprocesses=8 tests/test_generate.py tests/test_backends.py
@@ -66,7 +68,7 @@ $(VENV)/.test: $(VENV)/.package
 # Its own Transformers in front of everything else from $(VENV): the .pth line appends that environment's packages.
 $(OLDEST)/.stamp: $(VENV)/.test
 	@echo "Making $(OLDEST) ..."
-	$(PYTHON) -m venv --clear $(OLDEST)
+	$(VENV)/bin/python -m venv --clear $(OLDEST)
 	@base=$$($(VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
 	own=$$($(OLDEST)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
 	echo "import site; site.addsitedir('$$base')" > "$$own/base.pth"
