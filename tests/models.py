@@ -61,7 +61,9 @@ def draw_weights(model: torch.nn.Module, seed: int = 0) -> None:
             p.data.copy_(noise * 2.0 / math.sqrt(p.shape[-1]))
 
 
-def tiny(model_type: str, attn_implementation: str = "eager", device: str = "cpu", auto=AutoModelForCausalLM, **own):
+def tiny(
+    model_type: str, attn_implementation: str = "eager", device: torch.device | str = "cpu", auto=AutoModelForCausalLM, **own
+):
     """A model of one type in fp32 and eval mode, from the common tiny config and its own part."""
     set_seed(0)
     config = CONFIG_MAPPING[model_type](**{**COMMON, **own})
@@ -71,7 +73,7 @@ def tiny(model_type: str, attn_implementation: str = "eager", device: str = "cpu
 
 
 @cache
-def family(name: str, device: str) -> PreTrainedModel:
+def family(name: str, device: torch.device | str) -> PreTrainedModel:
     """The one model of a family; callers choose what it runs with `set_attn_implementation`."""
     model_type, own = FAMILIES[name]
     return tiny(model_type, device=device, **own)
@@ -80,7 +82,7 @@ def family(name: str, device: str) -> PreTrainedModel:
 PADDINGS = ("no_padding", "left_padding", "holes")
 
 
-def prompts(padding: str, device: str, rows: int = 3, length: int = PROMPT) -> dict[str, torch.Tensor]:
+def prompts(padding: str, device: torch.device | str, rows: int = 3, length: int = PROMPT) -> dict[str, torch.Tensor]:
     """input_ids and, but for "no_padding", an attention_mask: rows of several lengths, or with pads between live tokens.
 
     The ids repeat themselves here and there, so that prompt lookup finds something to propose.
