@@ -19,6 +19,10 @@ class RecordedGraph:
         self.operations = []
         self.recorded_just_now = False
 
+    def rehearse(self, body):
+        with _Recorder([]):
+            return body()
+
     def capture(self, body):
         with _Recorder(self.operations):
             result = body()

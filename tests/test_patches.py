@@ -12,7 +12,17 @@ import fake_graph
 import pytest
 import torch
 from models import FAMILIES, PADDINGS, family, prompts, tiny
-from transformers import DynamicCache, LlamaForCausalLM, LogitsProcessor, LogitsProcessorList, StoppingCriteria
+from transformers import (
+    CompileConfig,
+    DynamicCache,
+    LlamaForCausalLM,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedTokenizerFast,
+    StaticCache,
+    StoppingCriteria,
+    pipeline,
+)
 
 import hf_fastattn
 from hf_fastattn.caches import PreallocatedCache
@@ -423,13 +433,31 @@ def test_a_patched_model_is_freed_with_its_graphs(captured):
 
 
 def test_pipeline(captured, llama):
-    class Pipeline:
-        task = "text-generation"
-        model = llama
-
-    with hf_fastattn.patch(Pipeline()):
-        assert llama.config._attn_implementation == "lean"
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(128)}, unk_token="w2"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", padding_side="left")
+    pipe = pipeline("text-generation", model=llama, tokenizer=tokenizer, device="cpu")
+    asked = (["w3 w4 w5", "w6 w7 w8 w9 w10 w11"],)
+    options = {"max_new_tokens": 12, "do_sample": False, "batch_size": 2}
+    expected = pipe(*asked, **options)
+    with hf_fastattn.patch(pipe) as patch:
+        assert pipe(*asked, **options) == expected and patch.captures == 1
     assert llama.config._attn_implementation == "sdpa"
+
+
+def test_transformers_own_compile_on_request(captured, llama):
+    inputs = prompts("left_padding", "cpu")
+    expected = generate(llama, inputs)
+    compile_config = CompileConfig(backend="eager")
+    compile_config._compile_all_devices = True
+    with hf_fastattn.patch(llama) as patch:
+        with pytest.warns(UserWarning, match="cache_implementation='static' was asked for"):
+            out = generate(llama, inputs, compile_config=compile_config, return_dict_in_generate=True)
+        assert type(out.past_key_values) is StaticCache and hasattr(llama, "_compiled_call")
+        assert torch.equal(out.sequences, expected) and patch.captures == 0
+        with pytest.raises(ValueError, match="cannot trace a PreallocatedCache"):
+            generate(llama, inputs, compile_config=compile_config, past_key_values=PreallocatedCache(llama))
 
 
 def test_bad_input(llama):

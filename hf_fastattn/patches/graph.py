@@ -2,7 +2,7 @@
 
 generate() asks the model for something to call in its decode loop (`get_compiled_call`), and gets a DecodeStep. It copies the
 step's small inputs into tensors that stay, replays, and returns an output of the model's own type. The first step of a new shape
-runs uncaptured, as a warm-up on the same tensors; the second is captured, which takes one pass of the model's Python.
+runs uncaptured, as a rehearsal on the same tensors; the second is captured, which takes one pass of the model's Python.
 
 A graph is good for one storage at one address, one set of input shapes and one fingerprint of the model: data pointers, training
 mode, adapters, plain attributes. The fingerprint is taken once per generate(). Weights changed in place are seen at once.
@@ -10,11 +10,13 @@ mode, adapters, plain attributes. The fingerprint is taken once per generate(). 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
+import warnings
 import weakref
 from collections.abc import Callable
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 
@@ -31,6 +33,9 @@ class Uncapturable(Exception):
 
 
 class Graph(Protocol):
+    def rehearse(self, body: Callable[[], object]) -> object:
+        """Run body() once, as a warm-up; fail where it reads a value on the host, as a capture would but without its damage."""
+
     def capture(self, body: Callable[[], object]) -> object:
         """Record what body() launches, without running it; return what it returned, whose tensors every replay fills."""
 
@@ -40,26 +45,62 @@ class Graph(Protocol):
 class CudaGraph:
     """A torch.cuda.CUDAGraph. The graphs of a model share one stream and one memory pool, since one of them runs at a time."""
 
+    # By device, the stream that replayed last. Graphs share memory, and kernels captured on one stream their counters.
+    _replayed_on: ClassVar[dict[torch.device, torch.cuda.Stream]] = {}
+    _lock = threading.Lock()
+
     def __init__(self, device: torch.device, shared: dict):
         self.device = device
         self.shared = shared
         self.graph = torch.cuda.CUDAGraph()
 
+    def rehearse(self, body):
+        # As warnings and not as errors: the mode is the process's, and another thread may sync as it likes.
+        heard, me, show = [], threading.get_ident(), warnings.showwarning
+
+        def hear(*warning, **options):
+            if threading.get_ident() == me:
+                heard.append((warning, options))
+
+        mode = torch.cuda.get_sync_debug_mode()
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            warnings.showwarning = hear
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                result = body()
+            finally:
+                torch.cuda.set_sync_debug_mode(mode)
+        for warning, options in heard:
+            if "called a synchronizing" in str(warning[0]):
+                raise RuntimeError(f"it reads a value on the host, at {warning[2]}:{warning[3]}")
+            if "Synchronization debug mode" not in str(warning[0]):
+                show(*warning, **options)
+        return result
+
     def capture(self, body):
         with torch.cuda.device(self.device):
-            stream = self.shared.setdefault("stream", torch.cuda.Stream(self.device))
-            pool = self.shared.setdefault("pool", torch.cuda.graph_pool_handle())
-            with torch.cuda.graph(self.graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                return body()
+            if "stream" not in self.shared:
+                self.shared.update(stream=torch.cuda.Stream(self.device), pool=torch.cuda.graph_pool_handle())
+            stream, pool = self.shared["stream"], self.shared["pool"]
+            try:
+                with torch.cuda.graph(self.graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                    return body()
+            except BaseException:
+                self.shared.clear()
+                # A capture that failed leaves torch's random numbers in capture mode; one that succeeds takes them out of it.
+                with contextlib.suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph()):
+                    torch.zeros(1, device=self.device)
+                raise
 
     def replay(self) -> None:
-        # Graphs share memory: two streams must not replay at once.
         stream = torch.cuda.current_stream(self.device)
-        last = self.shared.get("last")
-        if last is not None and last != stream:
-            stream.wait_stream(last)
-        self.shared["last"] = stream
-        self.graph.replay()
+        with self._lock:  # two streams must not replay at once
+            last = self._replayed_on.get(self.device)
+            if last is not None and last != stream:
+                stream.wait_stream(last)
+            self._replayed_on[self.device] = stream
+            self.graph.replay()
 
 
 def why_no_graph(device: torch.device) -> str | None:
@@ -136,6 +177,7 @@ class Entry:
 
     def __init__(self, storage: Storage, fingerprint: tuple, inputs: dict):
         self.storage = weakref.ref(storage)
+        self.device = inputs["input_ids"].device
         self.version = storage.version
         self.fingerprint = fingerprint
         self.used = 0
@@ -262,11 +304,15 @@ class DecodeStep:
         self.fingerprint = fingerprint
         self.ignore_mask = ignore_mask
         self.entry: Entry | None = None
+        self.refused = False  # for the rest of this generate()
 
     def __call__(self, **given):
         cache, ids = given.get("past_key_values"), given.get("input_ids")
         if not isinstance(cache, PreallocatedCache) or ids is None or ids.shape[1] != 1:
             return self.model(**given)  # a chunk of the prompt
+        if self.refused:
+            self.graphs.uncaptured += 1
+            return self.model(**given)
         storage = cache.storage
         inputs = dict(given)
         mask = inputs.get("attention_mask")
@@ -294,6 +340,7 @@ class DecodeStep:
         if entry.refused is not None:
             self.graphs.say(entry.refused)
             self.graphs.uncaptured += 1
+            self.refused = True
             return self.model(**given)
         for track in storage.tracks:
             track.advance()
@@ -308,7 +355,7 @@ class DecodeStep:
         with graphs.lock:
             body = entry.body(self.model, storage)
             if not entry.warm:
-                outputs = _attempt(body)
+                outputs = _attempt(new_graph(entry.device, graphs.shared).rehearse, body)
                 others = [
                     name for name, value in outputs.items() if name not in ("logits", "past_key_values") and value is not None
                 ]
@@ -317,17 +364,17 @@ class DecodeStep:
                 entry.output_type = type(outputs)
                 entry.warm = True
                 return outputs.logits
-            graph = new_graph(entry.tensors["input_ids"].device, graphs.shared)
-            outputs = _attempt(lambda: graph.capture(body))
-            entry.logits, entry.graph = outputs.logits, graph
+            graph = new_graph(entry.device, graphs.shared)
+            entry.logits = _attempt(graph.capture, body).logits
+            entry.graph = graph
             graphs.captures += 1
         return self._run(entry, storage)
 
 
-def _attempt(run: Callable[[], object]):
-    """run(), any failure of which means that the step runs uncaptured, where a mistake of the caller's shows itself again."""
+def _attempt(run: Callable, body: Callable[[], object]):
+    """run(body). Any failure means that the step runs uncaptured, where a mistake of the caller's shows itself again."""
     try:
-        return run()
+        return run(body)
     except Exception as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else ""
-        raise Uncapturable(f"{type(error).__name__} while capturing it ({first})") from error
+        message = str(error).strip().partition("\n")[0]
+        raise Uncapturable(f"{type(error).__name__} while capturing it ({message})") from error

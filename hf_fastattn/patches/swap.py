@@ -267,6 +267,14 @@ class Patch:
         asked = generation_config.cache_implementation
         if asked == model.generation_config.cache_implementation:
             asked = None  # the checkpoint's default, not this call's wish
+        if generation_config.compile_config is not None:
+            if isinstance(given, PreallocatedCache):
+                raise ValueError(
+                    "compile_config asks for Transformers' torch.compile, which cannot trace a PreallocatedCache; pass one of "
+                    "the two, or leave out both to replay decode graphs."
+                )
+            if given is None and asked is None:
+                asked = generation_config.cache_implementation = "static"
         if given is not None or asked is not None or generation_config.use_cache is False:
             stock(model, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
         rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)

@@ -1,0 +1,215 @@
+"""The decode graph on a real GPU: what the stand-in of test_patches.py cannot show."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import random
+import threading
+
+import pytest
+import torch
+from models import FAMILIES, PADDINGS, family, prompts, tiny
+
+import hf_fastattn
+from hf_fastattn.patches import graph as graphs
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+NEW = 24
+# 20,000 decode steps of a tiny model take about a minute.
+SOAK_STEPS = 20_000
+
+
+def generate(model, inputs, **options):
+    torch.manual_seed(0)
+    return model.generate(**inputs, **{"max_new_tokens": NEW, "do_sample": False, **options})
+
+
+@pytest.fixture
+def llama():
+    return tiny("llama", "lean", device="cuda")
+
+
+@pytest.mark.parametrize("padding", PADDINGS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_captured_tokens_equal_uncaptured_and_eager(name, padding):
+    model = family(name, "cuda")
+    inputs = prompts(padding, "cuda")
+    model.set_attn_implementation("eager")
+    eager = generate(model, inputs)
+    model.set_attn_implementation("lean")
+    assert torch.equal(generate(model, inputs), eager)
+    with hf_fastattn.patch(model) as patch:
+        for _ in range(3):
+            assert torch.equal(generate(model, inputs), eager)
+        assert patch.captures == 1 and patch.replays == 3 * (NEW - 1) - 1, patch
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("backend", ["lean", "split_kv", "fa2"])
+def test_every_backend_is_captured(llama, backend, dtype):
+    llama.to(dtype)
+    inputs = prompts("left_padding", "cuda")
+    llama.set_attn_implementation(backend)
+    expected = generate(llama, inputs, output_scores=True, return_dict_in_generate=True)
+    with hf_fastattn.patch(llama, backend) as patch:
+        got = generate(llama, inputs, output_scores=True, return_dict_in_generate=True)
+        assert patch.captures == 1
+    # Until rounding picks another token, the scores are the same up to that rounding.
+    same = int((got.sequences == expected.sequences).all(0).cumprod(0).sum()) - inputs["input_ids"].shape[1]
+    assert same > 0
+    for a, b in zip(got.scores[:same], expected.scores[:same], strict=True):
+        torch.testing.assert_close(a, b, rtol=0.1, atol=0.2)
+
+
+def test_sampling_draws_the_same_tokens(llama):
+    inputs = prompts("no_padding", "cuda")
+    options = {"do_sample": True, "top_p": 0.9, "num_return_sequences": 2}
+    expected = generate(llama, inputs, **options)
+    with hf_fastattn.patch(llama) as patch:
+        assert torch.equal(generate(llama, inputs, **options), expected) and patch.captures == 1
+
+
+def test_a_step_neither_syncs_nor_allocates(llama, monkeypatch):
+    """torch's sync debug mode raises on a sync of ours; after the capture nothing is allocated but each step's logits."""
+    step, allocated = graphs.DecodeStep.__call__, []
+
+    def watched(self, **inputs):
+        if self.graphs.captures == 0:
+            return step(self, **inputs)
+        torch.cuda.set_sync_debug_mode("error")
+        before = torch.cuda.memory_allocated()
+        try:
+            out = step(self, **inputs)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        allocated.append(torch.cuda.memory_allocated() - before)
+        return out
+
+    monkeypatch.setattr(graphs.DecodeStep, "__call__", watched)
+    for padding in PADDINGS:
+        with hf_fastattn.patch(llama):
+            generate(llama, prompts(padding, "cuda"))
+    assert len(allocated) >= 3 * (NEW - 4) and max(allocated) <= 1 << 16
+
+
+def test_a_sliding_window_moves_between_replays(monkeypatch):
+    from hf_fastattn.caches import layers
+
+    monkeypatch.setattr(layers, "KEEP", 4)
+    monkeypatch.setattr(layers, "SLACK", 8)
+    model = family("mistral_window_below_prompt", "cuda")
+    for padding in ("no_padding", "left_padding"):
+        model.set_attn_implementation("eager")
+        inputs = prompts(padding, "cuda", length=24)
+        expected = generate(model, inputs, max_new_tokens=80)
+        with hf_fastattn.patch(model) as patch:
+            assert torch.equal(generate(model, inputs, max_new_tokens=80), expected) and patch.captures == 1
+
+
+def test_growth_in_the_middle_of_generation(llama):
+    inputs = prompts("left_padding", "cuda")
+    expected = generate(llama, inputs, max_new_tokens=300)
+    with hf_fastattn.patch(llama) as patch:
+        cache = hf_fastattn.PreallocatedCache(llama)
+        cache.reserve = lambda tokens: None
+        assert torch.equal(generate(llama, inputs, max_new_tokens=300, past_key_values=cache), expected)
+        assert patch.captures == 2
+
+
+def test_streams_and_threads(llama):
+    """Graphs share memory and counters: replays from several streams must not overlap."""
+    inputs = {rows: prompts("left_padding", "cuda", rows=rows) for rows in (1, 2, 3)}
+    expected = {rows: generate(llama, inputs[rows], max_new_tokens=100) for rows in inputs}
+    wrong = []
+    with hf_fastattn.patch(llama) as patch:
+        for rows in inputs:
+            generate(llama, inputs[rows], max_new_tokens=4)
+        torch.cuda.synchronize()
+
+        def work(rows):
+            with torch.cuda.stream(torch.cuda.Stream()):
+                for _ in range(5):
+                    if not torch.equal(generate(llama, inputs[rows], max_new_tokens=100), expected[rows]):
+                        wrong.append(rows)
+
+        threads = [threading.Thread(target=work, args=(rows,)) for rows in inputs]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not wrong and patch.captures == 3
+
+
+def test_a_sync_in_the_model_falls_back_and_the_gpu_stays_usable(llama, monkeypatch):
+    inputs = prompts("no_padding", "cuda")
+    expected = generate(llama, inputs)
+    forward = llama.model.norm.forward
+    monkeypatch.setattr(llama.model.norm, "forward", lambda x: forward(x) if x.float().sum().item() else x)
+    with hf_fastattn.patch(llama) as patch:
+        with pytest.warns(UserWarning, match="while capturing"):
+            assert torch.equal(generate(llama, inputs), expected)
+        assert patch.captures == 0
+        monkeypatch.undo()
+        for _ in range(2):
+            assert torch.equal(generate(llama, inputs), expected)
+        assert patch.captures == 1
+
+
+def test_undo_gives_the_memory_back(llama):
+    generate(llama, prompts("no_padding", "cuda"))
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    for _ in range(3):
+        with hf_fastattn.patch(llama):
+            generate(llama, prompts("no_padding", "cuda"), max_new_tokens=200)
+        gc.collect()
+    assert torch.cuda.memory_allocated() - before < 1 << 26  # cuBLAS keeps a workspace per stream
+
+
+def test_a_cache_that_does_not_fit_says_how_much_is_missing(llama):
+    rows = 1 << 12
+    with hf_fastattn.patch(llama), pytest.raises(MemoryError, match=r"needs \d+ bytes .* are free"):
+        llama.generate(torch.ones(rows, 4, dtype=torch.long, device="cuda"), max_new_tokens=1_000_000)
+
+
+def test_soak(llama):
+    """Changing batches, lengths, prompts, adapters and weights: never a wrong token, no leak, no storm of captures."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    plain, model = tiny("llama", "lean", device="cuda"), None
+    for each in ("plain", "model"):
+        torch.manual_seed(5)
+        wrapped = peft.get_peft_model(tiny("llama", "lean", device="cuda"), config).eval()
+        plain, model = (wrapped, model) if each == "plain" else (plain, wrapped)
+    draw = random.Random(0)
+    steps, memory = 0, []
+    with hf_fastattn.patch(model) as patch:
+        for call in itertools.count():
+            rows, length, new = draw.choice((1, 2, 3)), draw.randint(26, 200), draw.randint(5, 200)
+            inputs = prompts(draw.choice(PADDINGS), "cuda", rows=rows, length=length)
+            inputs["input_ids"] = (inputs["input_ids"] + call) % 126 + 2
+            if call % 7 == 3:
+                with torch.no_grad():
+                    for each in (plain, model):
+                        each.get_base_model().lm_head.weight.mul_(-1)
+            adapted = call % 3 != 1
+            with plain.disable_adapter() if not adapted else torch.no_grad():
+                check = call % 4 == 0
+                expected = generate(plain, inputs, max_new_tokens=new) if check else None
+            with model.disable_adapter() if not adapted else torch.no_grad():
+                got = generate(model, inputs, max_new_tokens=new)
+            if check:
+                assert torch.equal(got, expected), f"call {call}: {rows} x {length} + {new}"
+            steps += new - 1
+            del got, expected, inputs
+            if call % 20 == 0:
+                gc.collect()
+                torch.cuda.synchronize()
+                memory.append(torch.cuda.memory_allocated())
+            if steps >= SOAK_STEPS:
+                break
+        assert patch.captures < 60 and patch.replays > 0.98 * (steps - 2 * patch.captures) and not patch.reasons, patch
+    late = memory[len(memory) // 2 :]
+    assert max(late) - min(late) < 1 << 22, memory
