@@ -1,0 +1,306 @@
+"""The Hopper prefill kernel: its plan of tiles on the CPU, its compilation without a GPU, its results on one."""
+
+from __future__ import annotations
+
+import builtins
+import re
+import subprocess
+import types
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+pytest.importorskip("triton.experimental.gluon")
+
+from hf_fastattn.kernels import checks, reference  # noqa: E402
+from hf_fastattn.kernels import prefill_hopper as hopper  # noqa: E402
+from hf_fastattn.kernels.spans import NO_WINDOW, build_spans  # noqa: E402
+
+on_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a GPU of compute capability 9.0"
+)
+
+# --- the plan: plain integer code, run as Python ------------------------------------------------------------------------------
+
+
+class _Gl(types.SimpleNamespace):
+    maximum, minimum = staticmethod(max), staticmethod(min)
+    where = staticmethod(lambda c, a, b: a if c else b)
+
+
+def _as_python(fn, **names):
+    """A Gluon function of scalars as a Python function."""
+    gl = _Gl()
+    return types.FunctionType(fn.fn.__code__, {"gl": gl, "tl": gl, "__builtins__": builtins, **names})
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [None, 1, 100, 300])
+@pytest.mark.parametrize(
+    "q_start, q_len, kv_start, kv_stop",
+    [(0, 500, 0, 500), (700, 300, 0, 1000), (0, 500, 37, 411), (-50, 500, 0, 450), (10, 128, 300, 310)],
+)
+def test_plan_visits_every_visible_key_once_and_masks_where_it_must(causal, window, q_start, q_len, kv_start, kv_stop):
+    window = NO_WINDOW if window is None else window
+    row_bounds = _as_python(hopper._row_bounds)
+    for holes in (False, True):
+        spans = (q_start, kv_start, kv_stop, window, causal, holes)
+        plan = _as_python(hopper._plan, _row_bounds=row_bounds, _load_spans=lambda *_, spans=spans: spans)
+        tile = _as_python(hopper._tile)
+        for block_m, block_n in ((128, 128), (192, 128), (128, 64)):
+            for first in range(0, q_len, block_m):
+                lo, _hi, num_tiles, num_after, num_masked, *_ = plan(
+                    None, first, q_len, kv_stop, window, block_m, block_n, True, causal
+                )
+                order = [tile(i, num_tiles, num_after, num_masked) for i in range(num_tiles)]
+                assert sorted(order) == list(range(num_tiles)) and num_tiles >= 1
+                bounds = [
+                    row_bounds(q_start + m, kv_start, kv_stop, window, causal) for m in range(first, min(first + block_m, q_len))
+                ]
+                covered = range(lo, lo + num_tiles * block_n)
+                assert all(a == b or (a in covered and b - 1 in covered) for a, b in bounds)
+                for i, t in enumerate(order):
+                    start, stop = lo + t * block_n, lo + (t + 1) * block_n
+                    if i >= num_masked:
+                        assert not holes and all(a <= start and stop <= b for a, b in bounds)
+                    if i > 0:  # V is made safe in the first tile only
+                        assert stop <= kv_stop
+
+
+@pytest.mark.parametrize("num_blocks, num_heads, batch, section", [(5, 6, 2, 4), (1, 3, 1, 8), (7, 4, 3, 1), (16, 8, 2, 16)])
+@pytest.mark.parametrize("programs", [1, 7, 132])
+def test_every_item_is_done_once(num_blocks, num_heads, batch, section, programs):
+    total = num_heads * batch
+    item = _as_python(hopper._item)
+    items = {item(i, num_blocks, num_heads, total, section) for i in range(num_blocks * total)}
+    assert items == {(b, h, r) for b in range(num_blocks) for h in range(num_heads) for r in range(batch)}
+    seen = []
+    for pid in range(programs):
+        following = _as_python(hopper._next_static)
+        following.__globals__["gl"].program_id = lambda _, pid=pid: pid
+        index, turn = pid, 0
+        while index < num_blocks * total:
+            seen.append(index)
+            index, turn = following(turn, programs), turn + 1
+    assert sorted(seen) == list(range(num_blocks * total))
+
+
+# --- compilation, no GPU needed -------------------------------------------------------------------------------------------------
+
+
+def _compile(head_dim, dtype="bf16", **flags):
+    from triton.backends.compiler import GPUTarget
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    config = hopper.CONFIGS[head_dim]
+    constants = dict(HEAD_DIM=head_dim, C=config, HAS_SPANS=False, HAS_WORDS=False, IS_CAUSAL=True)
+    constants |= dict(HAS_SOFTCAP=False, HAS_SINK_LOGITS=False, WRITE_LSE=False) | flags
+    element = {"bf16": gl.bfloat16, "fp16": gl.float16}[dtype]
+
+    def descriptor(rows):
+        layout = gl.NVMMASharedLayout.get_default_for([1, 1, rows, head_dim], element)
+        return f"tensordesc<{dtype}[1, 1, {rows}, {head_dim}],{layout!r}>"
+
+    fn = hopper.prefill_hopper_kernel
+    types = {"q_desc": descriptor(64), "out_desc": descriptor(64), "Lse": "*fp32", "Spans": "*i32", "Counters": "*i32"}
+    types |= {"k_desc": descriptor(config.BLOCK_N), "v_desc": descriptor(config.BLOCK_N), "SinkLogits": f"*{dtype}"}
+    types |= {"scale_log2": "fp32", "cap_log2": "fp32"}
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in fn.arg_names}
+    source = GluonASTSource(fn, signature, {(fn.arg_names.index(name),): value for name, value in constants.items()})
+    options = dict(num_warps=4) | ({} if config.registers[2] is None else {"maxnreg": config.registers[2]})
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU compiles what it runs")
+@pytest.mark.parametrize("head_dim", hopper.HEAD_DIMS)
+def test_compiles_for_hopper_without_a_gpu(head_dim, tmp_path):
+    kernel = _compile(head_dim)
+    ptx = kernel.asm["ptx"]
+    assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor.4d" in ptx and "setmaxnreg" in ptx
+    assert "wgmma.wait_group.sync.aligned 1;" in ptx  # S is waited for while P V runs
+    assert kernel.metadata.shared <= 227 * 1024
+    cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    if cuobjdump.exists():
+        cubin = tmp_path / "kernel.cubin"
+        cubin.write_bytes(kernel.asm["cubin"])
+        report = subprocess.run([cuobjdump, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True).stdout
+        assert int(re.search(r"STACK:(\d+)", report)[1]) <= 256, report
+
+
+# --- results, on the GPU --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """Shapes, and how the spans are built where `spans` (else there are none)."""
+
+    name: str
+    batch: int = 2
+    heads: int = 4
+    kv_heads: int = 2
+    q_len: int = 300
+    kv_len: int = 300
+    head_dim: int = 128
+    dtype: torch.dtype = torch.bfloat16
+    causal: bool = True
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    spans: bool = False
+    q_offset: int | None = None
+    mask: str | None = None  # "left", "right", "holes"
+    seq_first: bool = False  # q, k, v stored as (batch, length, heads, head_dim)
+
+
+CASES = [
+    *(Case(f"d{d}-{'causal' if c else 'full'}-{n}", q_len=n, kv_len=n, head_dim=d, causal=c)
+      for d in (64, 128, 256) for c in (True, False) for n in (128, 511, 1000)),
+    *(Case(f"d{d}-fp16", head_dim=d, dtype=torch.float16, q_len=777, kv_len=777) for d in (64, 128, 256)),
+    Case("seq-first", seq_first=True, q_len=640, kv_len=640),
+    Case("mqa", heads=8, kv_heads=1, q_len=257, kv_len=257),
+    Case("group-3", heads=9, kv_heads=3, head_dim=64),
+    Case("chunk", q_len=200, kv_len=1333),
+    Case("chunk-full", q_len=200, kv_len=1333, causal=False),
+    Case("queries-before-keys", q_len=400, kv_len=150),
+    Case("one-key", q_len=100, kv_len=1, causal=False),
+    *(Case(f"window-{w}-{'causal' if c else 'full'}", q_len=900, kv_len=900, window=w, causal=c)
+      for w in (1, 100, 128, 400) for c in (True, False)),
+    Case("window-chunk", q_len=300, kv_len=2000, window=256),
+    Case("softcap", softcap=20.0, head_dim=256),
+    Case("softcap-full", softcap=5.0, causal=False, head_dim=64),
+    Case("sinks", sinks=True),
+    Case("sinks-window", sinks=True, window=64, head_dim=64, q_len=600, kv_len=600),
+    *(Case(f"d{d}-static-cache", head_dim=d, spans=True, q_len=300, kv_len=1024, q_offset=37) for d in (64, 128, 256)),
+    Case("static-cache-first", spans=True, q_len=300, kv_len=2048, q_offset=0),
+    Case("static-cache-full", spans=True, q_len=300, kv_len=1024, q_offset=0, causal=False, mask="right"),
+    Case("static-cache-window", spans=True, q_len=300, kv_len=1024, q_offset=500, window=200),
+    Case("left-padding", spans=True, q_len=500, kv_len=500, q_offset=0, mask="left"),
+    Case("right-padding", spans=True, q_len=500, kv_len=500, q_offset=0, mask="right"),
+    Case("left-padding-cache", spans=True, q_len=300, kv_len=800, q_offset=200, mask="left", sinks=True),
+    *(Case(f"d{d}-holes", head_dim=d, spans=True, q_len=500, kv_len=700, q_offset=100, mask="holes") for d in (64, 128, 256)),
+    Case("holes-full", spans=True, q_len=500, kv_len=500, q_offset=0, mask="holes", causal=False, softcap=30.0, sinks=True),
+]  # fmt: skip
+
+
+def make(case: Case, device="cuda"):
+    torch.manual_seed(0)
+
+    def tensor(heads, length):
+        if case.seq_first:
+            return torch.randn(case.batch, length, heads, case.head_dim, device=device).to(case.dtype).transpose(1, 2)
+        return torch.randn(case.batch, heads, length, case.head_dim, device=device).to(case.dtype)
+
+    q, k, v = tensor(case.heads, case.q_len), tensor(case.kv_heads, case.kv_len), tensor(case.kv_heads, case.kv_len)
+    spans = None
+    if case.spans:
+        mask = None
+        if case.mask is not None:
+            seen = case.q_offset + case.q_len
+            mask = torch.ones(case.batch, seen, dtype=torch.bool, device=device)
+            for row in range(case.batch):
+                edge = 60 + 77 * row
+                if case.mask == "left":
+                    mask[row, :edge] = False
+                elif case.mask == "right":
+                    mask[row, seen - edge :] = False
+                else:
+                    mask[row, torch.randperm(seen, device=device)[: seen // 3]] = False
+        spans = build_spans(
+            case.batch,
+            case.q_len,
+            case.kv_len,
+            q.device,
+            q_offset=case.q_offset,
+            causal=case.causal,
+            window=case.window,
+            attention_mask=mask,
+        )
+        for row in range(case.batch):  # what was never written may hold anything
+            stop = spans[row, 0, 0, 2].item()
+            k[row, :, stop:] = float("nan")
+            v[row, :, stop:] = float("nan")
+    options = dict(causal=case.causal, window=case.window, softcap=case.softcap)
+    if case.sinks:
+        options["sink_logits"] = torch.randn(case.heads, device=device)
+    return q, k, v, spans, options
+
+
+def exact(q, k, v, spans, causal, window, softcap=None, sink_logits=None):
+    """Attention in fp64, and its lse."""
+    group = q.shape[1] // k.shape[1]
+    seen = reference.visible(q.shape[2], k.shape[2], q.device, spans, causal, window)
+    q, k, v = q.double(), k.double().repeat_interleave(group, 1), v.double().repeat_interleave(group, 1)
+    scores = q @ k.nan_to_num().transpose(2, 3) * q.shape[3] ** -0.5
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~seen[:, None], float("-inf"))
+    if sink_logits is not None:
+        scores = torch.cat([scores, sink_logits.double()[None, :, None, None].expand(*scores.shape[:3], 1)], -1)
+    lse = scores.logsumexp(-1)
+    weights = torch.softmax(scores, -1)[..., : k.shape[2]].nan_to_num(0.0)
+    return weights @ v.nan_to_num(), lse
+
+
+@pytest.fixture
+def nan_filled(monkeypatch):
+    """Outputs begin as NaN, so that a row which is not written shows."""
+
+    def filled(*args, **kwargs):
+        out, lse = original(*args, **kwargs)
+        out.fill_(float("nan"))
+        lse.fill_(float("nan"))
+        return out, lse
+
+    original = checks.empty_outputs
+    monkeypatch.setattr(checks, "empty_outputs", filled)
+
+
+def assert_right(case, prefill):
+    q, k, v, spans, options = make(case)
+    out, lse = prefill(q, k, v, spans, return_lse=True, **options)
+    want, want_lse = exact(q, k, v, spans, **options)
+    twin = reference.attention(q, k.nan_to_num(), v.nan_to_num(), spans, **options).double()
+    assert out.shape == q.shape and out.transpose(1, 2).is_contiguous() and not out.isnan().any()
+    # Unlike the fp32 twin the kernel rounds its weights to the inputs' dtype, as every kernel of this kind does.
+    eps = torch.finfo(case.dtype).eps
+    bound = 2 * (twin - want).abs().max() + 4 * eps * want.abs().max()
+    assert (out.double() - want).abs().max() <= bound
+    assert torch.equal(lse.isinf(), want_lse.isinf())
+    finite = ~want_lse.isinf()
+    assert (lse.double() - want_lse)[finite].abs().max() < 2e-3
+    assert torch.equal(out, prefill(q, k, v, spans, return_lse=True, **options)[0])  # the same bits again
+
+
+@on_hopper
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_right(case, nan_filled):
+    assert_right(case, hopper.prefill)
+
+
+@on_hopper
+@pytest.mark.parametrize("head_dim", hopper.HEAD_DIMS)
+def test_many_items_a_program(head_dim, nan_filled):
+    assert_right(Case("many", batch=3, heads=16, kv_heads=4, q_len=2100, kv_len=2100, head_dim=head_dim), hopper.prefill)
+
+
+@on_hopper
+def test_without_lse(nan_filled):
+    q, k, v, spans, options = make(Case("plain"))
+    assert torch.equal(hopper.prefill(q, k, v, spans, **options), hopper.prefill(q, k, v, spans, return_lse=True, **options)[0])
+
+
+@on_hopper
+def test_refuses_in_a_sentence():
+    q = torch.randn(1, 2, 100, 128, device="cuda", dtype=torch.bfloat16)
+    assert hopper.why_not(q, q, q) is None
+    assert "float32" in hopper.why_not(q.float(), q.float(), q.float())
+    assert "head_dim" in hopper.why_not(q[..., :80], q[..., :80], q[..., :80])
+    assert "queries" in hopper.why_not(q[:, :, :4], q, q)
+    odd = torch.randn(1, 2, 100, 132, device="cuda", dtype=torch.bfloat16)[..., 4:]
+    assert "16 bytes" in hopper.why_not(q, odd, q)
+    with pytest.raises(ValueError, match="16 bytes"):
+        hopper.prefill(q, odd, q)
