@@ -8,6 +8,7 @@ import sys
 import warnings
 from functools import cache
 
+import torch
 import transformers
 
 OLDEST, NEWEST = (5, 17), (5, 23)
@@ -39,7 +40,12 @@ from transformers.masking_utils import (  # noqa: E402
     sdpa_mask,
 )
 
-__all__ = ["check_version", "dense_mask", "mask_pattern", "register", "why_not_model"]
+try:
+    from transformers.utils.output_capturing import _active_collector
+except ImportError:  # private: where it has moved, only what models pass on can be seen
+    _active_collector = None
+
+__all__ = ["asks_for_weights", "check_version", "dense_mask", "mask_pattern", "register", "why_not_model"]
 
 
 def register(name: str, attention, mask) -> None:
@@ -60,6 +66,8 @@ def mask_pattern(
         return None
     if mask_function is bidirectional_mask_function:
         return (False, None) if bidirectional_skip else None
+    if bidirectional_skip:  # a window on both sides: no model whose encoder has one is worth a pattern of its own
+        return None
     if not (causal_skip or q_length == 1):
         return None
     if mask_function is causal_mask_function:
@@ -76,13 +84,28 @@ def dense_mask(**arguments):
     return sdpa_mask(**{**arguments, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
 
 
-@cache
+def asks_for_weights() -> bool:
+    """Whether the forward that is running was asked for attention weights.
+
+    Most models keep output_attentions=True to themselves: Transformers collects the weights with hooks, and from a backend
+    that has none it would return an empty tuple.
+    """
+    collected = None if _active_collector is None else _active_collector.get()
+    return bool(collected) and any(key.endswith("attentions") for key in collected)
+
+
+@torch.compiler.assume_constant_result  # a model being compiled is judged too, but the judging is not traced
 def why_not_model(config_class: type) -> str | None:
     """Why models of this config class cannot run a registered attention, in a sentence; None if they can.
 
     Some modelling files compute attention themselves and never look at the registry. They would silently ignore the
     backend, or add our spans to their scores as if they were a mask. The class is judged by its source, as Transformers does.
     """
+    return _why_not_source(config_class)
+
+
+@cache
+def _why_not_source(config_class: type) -> str | None:
     module = sys.modules.get(config_class.__module__.replace("configuration_", "modeling_"))
     if module is None:
         return None
@@ -152,6 +175,10 @@ def decode_mask(model, inputs: dict):
         attention_mask=inputs["attention_mask"],
         past_key_values=inputs["past_key_values"],
         position_ids=inputs.get("position_ids"),
+        block_sequence_ids=inputs.get("block_sequence_ids"),
+        token_type_ids=inputs.get("token_type_ids"),
+        mm_token_type_ids=inputs.get("mm_token_type_ids"),
+        is_first_iteration=False,
     )
 
 

@@ -9,6 +9,7 @@ import torch
 from models import FAMILIES, PADDINGS, family, prompts, tiny
 
 from hf_fastattn.caches import PreallocatedCache, layers
+from hf_fastattn.kernels.append import append
 
 WINDOWED = "mistral_window_below_prompt"
 
@@ -257,3 +258,11 @@ def test_bad_input():
 
 def test_capacities():
     assert [layers.round_up(n) for n in (1, 256, 257, 2047, 2049, 5000, 65600)] == [256, 256, 512, 2048, 2304, 5120, 73728]
+
+
+def test_append_writes_one_slot_of_each_row_and_head():
+    keys, values = torch.zeros(3, 2, 40, 24), torch.zeros(3, 2, 40, 16)
+    new_keys, new_values = torch.randn(3, 1, 2, 24).transpose(1, 2), torch.randn(3, 2, 1, 16)
+    append(keys, values, new_keys, new_values, torch.tensor([7]))
+    assert torch.equal(keys[:, :, 7:8], new_keys) and torch.equal(values[:, :, 7:8], new_values)
+    assert int((keys != 0).sum()) == new_keys.numel() and int((values != 0).sum()) == new_values.numel()

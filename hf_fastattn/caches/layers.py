@@ -15,9 +15,12 @@ padding, holes and taking tokens back work as in a full layer, which they would 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from ..compat import CacheLayerMixin
+from ..kernels.append import append
 
 STEP = 256  # tokens; capacities are multiples of it, and of an eighth of their size
 KEEP = 128  # tokens older than its window that a sliding layer keeps when it moves, so that as many can be taken back
@@ -59,6 +62,7 @@ class Track:
         self.last = -1  # index of the layer that wrote last: one not after it begins a new forward
         self.counts: torch.Tensor | None = None  # int64 (2,) on the device: the slot of the next token, and tokens seen
         self.image: tuple[int, int] | None = None  # what `counts` holds
+        self.relieve: Callable[[], None] | None = None  # frees what it can when memory is short
 
     @property
     def limit(self) -> int:
@@ -101,15 +105,28 @@ class Track:
     def grow(self, capacity: int) -> None:
         """Give every layer a buffer of `capacity` tokens. Raises MemoryError, before allocating, where it does not fit."""
         made = [layer for layer in self.layers if layer.is_initialized]
-        if made:
-            bytes_per_token = sum(layer.bytes_per_token for layer in made)
+        for device in {layer.device for layer in made}:
+            bytes_per_token = sum(layer.bytes_per_token for layer in made if layer.device == device)
             # The old buffers go one by one as the new ones come.
-            refuse_unless_fits(capacity, bytes_per_token, made[0].device, held=self.capacity * bytes_per_token)
+            self.refuse_unless_fits(capacity, bytes_per_token, device, held=self.capacity * bytes_per_token)
         live = self.seen - self.base
         self.capacity = capacity
         self.version += 1
         for layer in made:
             layer.reallocate(live)
+
+    def refuse_unless_fits(self, tokens: int, bytes_per_token: int, device: torch.device, held: int = 0) -> None:
+        """Raise MemoryError if buffers of `tokens` do not fit beside everything but the `held` bytes they replace."""
+        needed = tokens * bytes_per_token
+        free = free_bytes(device)
+        if free is not None and needed > free + held and self.relieve is not None:
+            self.relieve()
+            free = free_bytes(device)
+        if free is not None and needed > free + held:
+            raise MemoryError(
+                f"A cache of {tokens} tokens needs {needed} bytes ({needed / 2**30:.2f} GiB) on {device}, and {free + held} "
+                f"({(free + held) / 2**30:.2f} GiB) are free. Ask for fewer new tokens, fewer rows or a shorter prompt."
+            )
 
     def get_mask_sizes(self, q_len: int) -> tuple[int, int]:
         """(slots that update() returns, position of the first of them)."""
@@ -186,7 +203,7 @@ class Layer(CacheLayerMixin):
         self.keys, self.values = self.pending or (key_states[:, :, :0], value_states[:, :, :0])
         self.pending = None
         if self is self.track.layers[0] and torch.cuda.device_count() == 1:  # all layers will stand on this device
-            refuse_unless_fits(self.track.capacity, len(self.track.layers) * self.bytes_per_token, self.device)
+            self.track.refuse_unless_fits(self.track.capacity, len(self.track.layers) * self.bytes_per_token, self.device)
         self.reallocate(self.keys.shape[2])
 
     def reallocate(self, live: int) -> None:
@@ -205,9 +222,7 @@ class Layer(CacheLayerMixin):
         """Write (batch, num_kv_heads, q_len, head_dim) K and V behind what is there; return the K and V to attend to."""
         track = self.track
         if track.mode != EAGER:
-            slot = track.counts[:1]
-            self.keys.index_copy_(2, slot, key_states)
-            self.values.index_copy_(2, slot, value_states)
+            append(self.keys, self.values, key_states, value_states, track.counts[:1])
             return self.keys, self.values
         if key_states.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(
@@ -317,17 +332,6 @@ def _slide(buffer: torch.Tensor, states: torch.Tensor, start: int, old: int, kee
     tokens = torch.cat([buffer[:, :, start - kept : start], states], 2) if kept else states
     buffer[:, :, :keep].copy_(tokens[:, :, tokens.shape[2] - keep :])
     return tokens[:, :, kept - old :]
-
-
-def refuse_unless_fits(tokens: int, bytes_per_token: int, device: torch.device, held: int = 0) -> None:
-    """Raise MemoryError if buffers of `tokens` do not fit beside everything but the `held` bytes they replace."""
-    free = free_bytes(device)
-    needed = tokens * bytes_per_token
-    if free is not None and needed > free + held:
-        raise MemoryError(
-            f"A cache of {tokens} tokens needs {needed} bytes ({needed / 2**30:.2f} GiB) on {device}, and {free + held} "
-            f"({(free + held) / 2**30:.2f} GiB) are free. Ask for fewer new tokens, fewer rows or a shorter prompt."
-        )
 
 
 class Storage:

@@ -204,6 +204,8 @@ class Pool:
             self.idle = [(r, s) for r, s in self.idle if not any(s is d for d in drop)]
         if storage is None:
             storage = Storage(self.windows, round_up(capacity))
+            for track in storage.tracks:
+                track.relieve = self.clear
         storage.reset()
         cache = PreallocatedCache.around(storage)
         weakref.finalize(cache, self.give_back, storage, rows).atexit = False

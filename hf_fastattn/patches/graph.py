@@ -120,9 +120,6 @@ def survey(model: torch.nn.Module) -> tuple:
         raise Uncapturable("a global forward hook is registered, and a graph would not run it")
     if torch.is_autocast_enabled(model.device.type):
         raise Uncapturable("autocast is on, and its copies of the weights do not outlive it")
-    rope = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
-    if isinstance(rope, dict) and rope.get("rope_type") in ("dynamic", "longrope"):
-        raise Uncapturable(f"rotary embeddings of type {rope['rope_type']!r} look at the positions on the host")
     found: list = []
     devices = set()
     configs: dict[int, compat.PreTrainedConfig] = {}

@@ -1,0 +1,95 @@
+"""Append: one token's K and V of every row and head into their buffers, in one launch, at a slot that the device knows.
+
+    keys[b, h, slot] = new_keys[b, h, 0],  values[b, h, slot] = new_values[b, h, 0]
+
+The slot is read on the device, so the launch may be captured in a CUDA graph and writes elsewhere on every replay.
+"""
+
+from __future__ import annotations
+
+import torch
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # CPU tensors need no Triton
+    triton = None
+
+from . import INTERPRETED
+from .launch import block_d
+
+
+def append(
+    keys: torch.Tensor, values: torch.Tensor, new_keys: torch.Tensor, new_values: torch.Tensor, slot: torch.Tensor
+) -> None:
+    """Write new_keys and new_values, (batch, num_kv_heads, 1, head_dim), at `slot` of keys and values.
+
+    keys, values: (batch, num_kv_heads, N, head_dim), in any strides with stride(-1) == 1, as the new ones. slot: int64 (1,) on
+    the same device. On a GPU a slot of N or more is not written, on the CPU it raises IndexError.
+    """
+    if triton is None or not (keys.is_cuda or INTERPRETED):
+        keys.index_copy_(2, slot, new_keys)
+        values.index_copy_(2, slot, new_values)
+        return
+    batch, heads, capacity, head_dim = keys.shape
+    append_kernel[(batch * heads,)](
+        keys,
+        values,
+        new_keys,
+        new_values,
+        slot,
+        keys.stride(0),
+        keys.stride(1),
+        keys.stride(2),
+        values.stride(0),
+        values.stride(1),
+        values.stride(2),
+        new_keys.stride(0),
+        new_keys.stride(1),
+        new_values.stride(0),
+        new_values.stride(1),
+        heads,
+        capacity,
+        K_DIM=head_dim,
+        V_DIM=values.shape[3],
+        BLOCK_D=block_d(max(head_dim, values.shape[3])),
+        num_warps=1,
+    )
+
+
+if triton is not None:
+
+    @triton.jit(do_not_specialize=["heads", "capacity"])
+    def append_kernel(
+        K,
+        V,
+        NewK,
+        NewV,
+        Slot,
+        stride_kb,
+        stride_kh,
+        stride_kn,
+        stride_vb,
+        stride_vh,
+        stride_vn,
+        stride_nkb,
+        stride_nkh,
+        stride_nvb,
+        stride_nvh,
+        heads,
+        capacity,
+        K_DIM: tl.constexpr,
+        V_DIM: tl.constexpr,
+        BLOCK_D: tl.constexpr,
+    ):
+        """One program per row and head."""
+        row = (tl.program_id(0) // heads).to(tl.int64)
+        head = (tl.program_id(0) % heads).to(tl.int64)
+        slot = tl.load(Slot)
+        offs_d = tl.arange(0, BLOCK_D)
+        k_dim = tl.where(slot < capacity, K_DIM, 0)  # nothing is written past the end
+        v_dim = tl.where(slot < capacity, V_DIM, 0)
+        k = tl.load(NewK + row * stride_nkb + head * stride_nkh + offs_d, mask=offs_d < K_DIM)
+        v = tl.load(NewV + row * stride_nvb + head * stride_nvh + offs_d, mask=offs_d < V_DIM)
+        tl.store(K + row * stride_kb + head * stride_kh + slot * stride_kn + offs_d, k, mask=offs_d < k_dim)
+        tl.store(V + row * stride_vb + head * stride_vh + slot * stride_vn + offs_d, v, mask=offs_d < v_dim)
