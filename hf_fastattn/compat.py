@@ -80,7 +80,7 @@ def mask_pattern(
 
 
 def dense_mask(**arguments):
-    """Stock (batch, 1, q_len, kv_len) boolean mask, True where attended; arguments as Transformers hands them to a mask function."""
+    """Transformers' own bool mask (batch, 1, q_len, kv_len), True where attended; arguments as a mask function gets them."""
     return sdpa_mask(**{**arguments, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
 
 

@@ -100,7 +100,7 @@ def attention_mask(
         torch.device(device),
         q_offset if on_device else None,
         0 if on_device else q_offset,
-        kv_offset,
+        int(kv_offset),  # assisted decoding makes it a tensor, and syncs every step anyway
         causal,
         window,
         attention_mask,
@@ -122,43 +122,34 @@ def attention_forward(
     is_causal: bool | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
-    """Transformers' attention function. query (batch, num_heads, q_len, head_dim); returns ((batch, q_len, num_heads, head_dim), None).
+    """Transformers' attention function: query (batch, num_heads, q_len, head_dim) -> ((batch, q_len, num_heads, head_dim), None).
 
     `attention_mask` is what `attention_mask()` returned, or a user's own 4-D mask. Raises ValueError or RuntimeError, in
     a sentence, for arguments that would otherwise be dropped.
     """
+    compiling = torch.compiler.is_compiling()
     if kwargs or dropout:
         _refuse(name, module, dropout, attention_mask, kwargs)
-    causal, window, span = False, None, None
+    if not compiling and compat.asks_for_weights():
+        _refuse_weights(name)
+    causal, window = False, None  # a mask says everything: causality and window too
     if attention_mask is None:
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
         window = sliding_window
-    elif attention_mask.dtype == torch.int32:
-        span = attention_mask  # says everything: causality and window too
-    else:
-        return _dense(name, query, key, value, attention_mask, scaling, softcap, s_aux), None
-
-    if torch.compiler.is_compiling():
-        if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
-            raise RuntimeError(
-                f"{name!r} has no backward pass, and q, k or v requires grad. Compile under torch.no_grad(), "
-                'or train with attn_implementation="sdpa".'
-            )
-        out = torch.ops.hf_fastattn.attention(name, query, key, value, span, scaling, causal, window, softcap, s_aux)
-    else:
-        out = _runners[name](
-            query, key, value, span, scale=scaling, causal=causal, window=window, softcap=softcap, sink_logits=s_aux
+    if compiling and torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+        raise RuntimeError(
+            f"{name!r} has no backward pass, and q, k or v requires grad. Compile under torch.no_grad(), "
+            'or train with attn_implementation="sdpa".'
         )
+    run = torch.ops.hf_fastattn.attention if compiling else _attention
+    out = run(name, query, key, value, attention_mask, scaling, causal, window, softcap, s_aux)
     return out.transpose(1, 2), None
 
 
 def _refuse(name: str, module, dropout: float, mask, kwargs: dict) -> None:
     """Raise for what a kernel cannot honour; other keyword arguments do not concern attention."""
     if kwargs.get("output_attentions"):
-        raise ValueError(
-            f"{name!r} never forms the attention weights that output_attentions=True asks for. "
-            'Load the model with attn_implementation="eager" to get them.'
-        )
+        _refuse_weights(name)
     if kwargs.get("position_bias") is not None:
         raise ValueError(
             f"{name!r} does not support the additive position bias of {type(module).__name__}; "
@@ -175,22 +166,42 @@ def _refuse(name: str, module, dropout: float, mask, kwargs: dict) -> None:
         raise ValueError(f"{name!r} does not run in continuous batching (generate_batch); use generate().")
 
 
+def _refuse_weights(name: str) -> None:
+    raise ValueError(
+        f"{name!r} never forms the attention weights that output_attentions=True asks for. "
+        'Load the model with attn_implementation="eager" to get them.'
+    )
+
+
 @cache
 def _say_once(message: str) -> None:
     warnings.warn(message, stacklevel=3)
 
 
-def _dense(name, query, key, value, mask, scale, softcap, sink_logits) -> torch.Tensor:
-    """A mask of any shape: torch's sdpa, or plain torch where softcap or sink logits are asked for too."""
-    if not torch.compiler.is_compiling():
-        calls[f"{name}.dense"] += 1
-        _say_once(
-            f"attn_implementation={name!r} was given a mask that only the dense path can honour (a custom 4-D mask, packed "
-            "sequences or chunked attention); it runs torch's masked attention, exact but slower."
-        )
-    return reference.dense_attention(query, key, value, mask, scale=scale, softcap=softcap, sink_logits=sink_logits).transpose(
-        1, 2
+def _attention(
+    name: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float | None,
+    causal: bool,
+    window: int | None,
+    softcap: float | None,
+    sink_logits: torch.Tensor | None,
+) -> torch.Tensor:
+    """The backend's kernel where the mask is spans or None; torch's sdpa, or plain torch, where it is any other mask."""
+    if mask is None or mask.dtype == torch.int32:
+        return _runners[name](q, k, v, mask, scale=scale, causal=causal, window=window, softcap=softcap, sink_logits=sink_logits)
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise TypeError(f"An attention mask must be bool (True where attended) or float (added to the scores); got {mask.dtype}.")
+    calls[f"{name}.dense"] += 1
+    _say_once(
+        f"attn_implementation={name!r} was given a mask that only the dense path can honour (a custom 4-D mask, packed "
+        "sequences or chunked attention); it runs torch's masked attention, exact but slower."
     )
+    out = reference.dense_attention(q, k, v, mask, scale=scale, softcap=softcap, sink_logits=sink_logits)
+    return out.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _build_spans(
@@ -228,23 +239,10 @@ def _(batch, q_len, kv_len, device, q_offset_tensor, q_offset, kv_offset, causal
     return torch.empty(batch, 1, 1, spans.WORDS + words, dtype=torch.int32, device=device)
 
 
-@torch.library.custom_op("hf_fastattn::attention", mutates_args=())
-def _attention_op(
-    name: str,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    span: torch.Tensor | None,
-    scale: float | None,
-    causal: bool,
-    window: int | None,
-    softcap: float | None,
-    sink_logits: torch.Tensor | None,
-) -> torch.Tensor:
-    return _runners[name](q, k, v, span, scale=scale, causal=causal, window=window, softcap=softcap, sink_logits=sink_logits)
+_attention_op = torch.library.custom_op("hf_fastattn::attention", _attention, mutates_args=())
 
 
 @_attention_op.register_fake
-def _(name, q, k, v, span, scale, causal, window, softcap, sink_logits):
+def _(name, q, k, v, mask, scale, causal, window, softcap, sink_logits):
     batch, num_heads, q_len, head_dim = q.shape
     return q.new_empty(batch, q_len, num_heads, head_dim).transpose(1, 2)
