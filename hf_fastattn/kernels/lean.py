@@ -23,16 +23,17 @@ from .softmax import (
     _WORDS,
     attend,
     block_bounds,
-    finalize,
+    flat_rows,
     load_spans,
     merge_partials,
     packed_rows,
     row_bounds,
+    store_packed,
     store_partial,
 )
 from .spans import NO_WINDOW
 
-FAN_IN = 16  # contributors merged by one program; 16 x 16 covers more programs than a GPU holds at BLOCK_M 16
+FAN_IN = 16  # contributors merged by one program, about the square root of the programs a GPU holds
 
 
 @triton.jit
@@ -41,6 +42,13 @@ def _row_tiles(span_ptrs, q_len, kv_len, window, HAS_SPANS: tl.constexpr, IS_CAU
     q_start, kv_start, kv_stop, window, causal, _ = load_spans(span_ptrs, q_len, kv_len, window, HAS_SPANS, IS_CAUSAL)
     lo, hi, _, _ = block_bounds(q_start, q_start + q_len - 1, kv_start, kv_stop, window, causal)
     return tl.maximum((hi - lo + BLOCK_N - 1) // BLOCK_N, 1)
+
+
+@triton.jit
+def _owner(t, share, extra):
+    """The program whose share holds tile t."""
+    longer = extra * (share + 1)
+    return tl.where(t < longer, t // (share + 1), extra + (t - longer) // share)
 
 
 @triton.jit
@@ -86,11 +94,13 @@ def lean_kernel(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_B: tl.constexpr,
+    WORKSPACE_M: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     MIN_TILES: tl.constexpr,
     FAN_IN: tl.constexpr,
+    CHUNK: tl.constexpr,
     HAS_SPANS: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -112,15 +122,19 @@ def lean_kernel(
         tiles_b = _row_tiles(Spans, q_len, kv_len, window, HAS_SPANS, IS_CAUSAL, BLOCK_N)
         total = batch * kv_heads * tiles_b
 
-    # Fewer programs than launched when there is little work, so that a share is worth its merge.
-    programs = tl.minimum(tl.num_programs(0), tl.maximum(total // MIN_TILES, 1)).to(tl.int64)
+    # Fewer programs than launched when there is little work, so that a share is worth its merge. The first `extra`
+    # programs take one tile more than `share`; this form stays in 32 bits, where dividing is cheap.
+    programs = tl.minimum(tl.num_programs(0), tl.maximum(total // MIN_TILES, 1))
     if pid >= programs:
         return
-    t = (pid * total.to(tl.int64) // programs).to(tl.int32)
-    t_stop = ((pid + 1) * total.to(tl.int64) // programs).to(tl.int32)
+    share = total // programs
+    extra = total - share * programs
+    t = pid * share + tl.minimum(pid, extra)
+    t_stop = t + share + tl.where(pid < extra, 1, 0)
 
-    q_index, group_head, row_mask = packed_rows(q_len, GROUP, BLOCK_M)
-    offs_m = tl.arange(0, BLOCK_M)
+    rows = tl.arange(0, BLOCK_M)
+    num_rows = q_len * GROUP
+    q_index, group_head, row_mask = packed_rows(rows, q_len, GROUP)
     offs_d = tl.arange(0, BLOCK_D)
     d_mask = offs_d[None, :] < HEAD_DIM
 
@@ -141,16 +155,14 @@ def lean_kernel(
         kv_head = (t - before) // row_tiles
         tile_start = (t - before) % row_tiles
         tile_stop = tl.minimum(row_tiles, tile_start + t_stop - t)
-        head = kv_head * GROUP + group_head
-        kv_head = kv_head.to(tl.int64)
-
+        kv_head_64 = kv_head.to(tl.int64)
         row_lo, row_hi = row_bounds(q_start + q_index, kv_start, kv_stop, row_window, causal)
-        q_ptrs = Q + row * stride_qb + head * stride_qh + q_index * stride_qm
+        q_ptrs = Q + row * stride_qb + (kv_head_64 * GROUP + group_head) * stride_qh + q_index * stride_qm
         q = tl.load(q_ptrs[:, None] + offs_d[None, :], mask=row_mask[:, None] & d_mask, other=0.0)
         acc, m, l = attend(
             q,
-            K + row * stride_kb + kv_head * stride_kh,
-            V + row * stride_vb + kv_head * stride_vh,
+            K + row * stride_kb + kv_head_64 * stride_kh,
+            V + row * stride_vb + kv_head_64 * stride_vh,
             stride_kn,
             stride_vn,
             Spans + row * stride_sb + _WORDS,
@@ -174,46 +186,48 @@ def lean_kernel(
             IEEE,
         )
 
-        done = tl.full([], True, tl.int1)
-        if tile_stop - tile_start < row_tiles:
-            # Contributors c_first..c_last: program c owns tile t iff c = ((t + 1) * programs - 1) // total.
-            seg = (t - tile_start).to(tl.int64)
-            c_first = (((seg + 1) * programs - 1) // total).to(tl.int32)
-            c_last = (((seg + row_tiles) * programs - 1) // total).to(tl.int32)
+        if tile_stop - tile_start == row_tiles:
+            store_packed(
+                acc, m, l, Out, Lse, SinkLogits, row, kv_head, kv_heads, rows, offs_d[None, :], q_len,
+                GROUP, HEAD_DIM, HAS_SINK_LOGITS, WRITE_LSE,
+            )  # fmt: skip
+        else:
+            # Programs c_first..c_last contribute, in groups of `fan_in` (one group where they are not many).
+            c_first = _owner(t - tile_start, share, extra)
+            c_last = _owner(t - tile_start + row_tiles - 1, share, extra)
+            contributors = c_last - c_first + 1
+            fan_in = tl.where(contributors <= 2 * FAN_IN, contributors, FAN_IN)
+            group = (pid - c_first) // fan_in
+            group_first = c_first + group * fan_in
+            group_size = tl.minimum(c_last - group_first + 1, fan_in)
             # A program has at most two shared tiles: slot 2c for the one begun earlier, 2c + 1 for the one it begins.
             slot_first = 2 * c_first + 1
-            group = (pid - c_first) // FAN_IN
-            group_first = c_first + group * FAN_IN
-            group_size = tl.minimum(c_last - group_first + 1, FAN_IN)
             group_slot = tl.where(group == 0, slot_first, 2 * group_first)
-            store_partial(
-                acc, m, l, Acc, Stats, tl.where(pid == c_first, slot_first, 2 * pid), row_mask, HEAD_DIM, BLOCK_M, BLOCK_D
-            )
+            slot = tl.where(pid == c_first, slot_first, 2 * pid)
+            store_partial(acc, m, l, Acc, Stats, slot, rows, offs_d[None, :], num_rows, WORKSPACE_M, BLOCK_D)
             done = _arrive(Counters + group_slot, group_size)
             if done:
-                acc, m, l = merge_partials(
-                    Acc, Stats, group_slot, 2 * group_first + 2, 2, group_size, offs_m, row_mask,
-                    HEAD_DIM, BLOCK_M, BLOCK_M, BLOCK_D,
+                flat, flat_d = flat_rows(0, WORKSPACE_M, BLOCK_D)
+                merged, m_1, l_1 = merge_partials(
+                    Acc, Stats, group_slot, 2 * group_first + 2, 2, group_size, flat, flat_d, num_rows,
+                    WORKSPACE_M, BLOCK_D, CHUNK,
                 )  # fmt: skip
-                groups = (c_last - c_first) // FAN_IN + 1
-                if groups > 1:
+                if contributors > fan_in:
                     # The group's first slot has been read by its only reader, and takes the group's sum.
                     tl.debug_barrier()
-                    store_partial(acc, m, l, Acc, Stats, group_slot, row_mask, HEAD_DIM, BLOCK_M, BLOCK_D)
+                    store_partial(merged, m_1, l_1, Acc, Stats, group_slot, flat, flat_d, num_rows, WORKSPACE_M, BLOCK_D)
+                    groups = (contributors + fan_in - 1) // fan_in
                     done = _arrive(Counters + 2 * tl.num_programs(0) + slot_first, groups)
                     if done:
-                        acc, m, l = merge_partials(
-                            Acc, Stats, slot_first, 2 * (c_first + FAN_IN), 2 * FAN_IN, groups, offs_m, row_mask,
-                            HEAD_DIM, BLOCK_M, BLOCK_M, BLOCK_D,
+                        merged, m_1, l_1 = merge_partials(
+                            Acc, Stats, slot_first, 2 * (c_first + fan_in), 2 * fan_in, groups, flat, flat_d, num_rows,
+                            WORKSPACE_M, BLOCK_D, CHUNK,
                         )  # fmt: skip
-        if done:
-            out, lse = finalize(acc, m, l, SinkLogits + head, row_mask, HAS_SINK_LOGITS)
-            # Out is (batch, q_len, num_heads, HEAD_DIM), contiguous.
-            out_rows = (row * q_len + q_index) * (kv_heads * GROUP) + head
-            out_ptrs = Out + out_rows[:, None] * HEAD_DIM + offs_d[None, :]
-            tl.store(out_ptrs, out.to(Out.dtype.element_ty), mask=row_mask[:, None] & d_mask)
-            if WRITE_LSE:
-                tl.store(Lse + (row * (kv_heads * GROUP) + head) * q_len + q_index, lse, mask=row_mask)
+                if done:
+                    store_packed(
+                        merged, m_1, l_1, Out, Lse, SinkLogits, row, kv_head, kv_heads, flat, flat_d, q_len,
+                        GROUP, HEAD_DIM, HAS_SINK_LOGITS, WRITE_LSE,
+                    )  # fmt: skip
         t += tile_stop - tile_start
 
 
@@ -240,10 +254,10 @@ def lean(
     group = num_heads // kv_heads
     out, lse = checks.empty_outputs(q, return_lse)
     config = launch.decode(q.device, q.dtype, head_dim, q_len * group)
-    block_m, block_d = config.BLOCK_M, launch.block_d(head_dim)
+    workspace_m, block_d = triton.next_power_of_2(q_len * group), launch.block_d(head_dim)
     programs = min(launch.num_sms(q.device) * config.programs_per_sm, batch * kv_heads * triton.cdiv(kv_len, config.BLOCK_N))
-    acc = torch.empty(2 * programs * block_m * block_d, device=q.device, dtype=torch.float32)
-    stats = torch.empty(2 * programs * 2 * block_m, device=q.device, dtype=torch.float32)
+    acc = torch.empty(2 * programs * workspace_m * block_d, device=q.device, dtype=torch.float32)
+    stats = torch.empty(2 * programs * 2 * workspace_m, device=q.device, dtype=torch.float32)
     scale_log2, cap_log2 = checks.log2_scales(scale, softcap)
     with checks.on_device(q):
         lean_kernel[(programs,)](
@@ -277,11 +291,13 @@ def lean(
             GROUP=group,
             HEAD_DIM=head_dim,
             BLOCK_B=triton.next_power_of_2(batch),
-            BLOCK_M=block_m,
+            WORKSPACE_M=workspace_m,
+            BLOCK_M=config.BLOCK_M,
             BLOCK_N=config.BLOCK_N,
             BLOCK_D=block_d,
             MIN_TILES=config.MIN_TILES,
             FAN_IN=FAN_IN,
+            CHUNK=launch.merge_chunk(workspace_m, block_d),
             HAS_SPANS=spans is not None,
             IS_CAUSAL=causal,
             HAS_SOFTCAP=softcap is not None,

@@ -167,33 +167,34 @@ def attend(
 
     n_before = full_start - tile_start
     words_stop = tl.where(holes, hi, lo)  # a row without holes reads no words
-    for i in tl.range(0, n_before + tile_stop - full_stop):
-        tile = tl.where(i < n_before, tile_start + i, full_stop + i - n_before)
-        first = lo + tile * BLOCK_N
-        start = first.to(tl.int64)
-        offs_slot = first + offs_n
-        in_range = offs_slot < hi
-        kv_mask = in_range[:, None] & d_mask
-        k = tl.load(k_base + start * stride_kn + k_offs, mask=kv_mask, other=0.0)
-        v = tl.load(v_base + start * stride_vn + v_offs, mask=kv_mask, other=0.0)
-        s = _scores(q, k, scale_log2, cap_log2, HAS_SOFTCAP, IEEE)
-        visible = (offs_slot[None, :] >= row_lo[:, None]) & (offs_slot[None, :] < row_hi[:, None])
-        if HAS_SPANS:
-            words = tl.load(word_ptrs + (offs_slot >> 5), mask=offs_slot < words_stop, other=-1)
-            visible = visible & (((words >> (offs_slot & 31)) & 1) != 0)[None, :]
-        s = tl.where(visible, s, float("-inf"))
-        m_new = tl.maximum(m, tl.max(s, 1))
-        # A row that has seen nothing yet has m_new = -inf; subtracting 0 instead keeps its weights 0, not NaN.
-        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-        p = tl.exp2(s - m_safe[:, None])
-        alpha = tl.exp2(m - m_safe)
-        l = l * alpha + tl.sum(p, 1)
-        acc = acc * alpha[:, None]
-        if IEEE:
-            acc = tl.dot(p, v, acc, input_precision="ieee")
-        else:
-            acc = tl.dot(p.to(v.dtype), v, acc)
-        m = m_new
+    if n_before + tile_stop - full_stop > 0:  # skips the loop's prologue where every tile is full
+        for i in tl.range(0, n_before + tile_stop - full_stop):
+            tile = tl.where(i < n_before, tile_start + i, full_stop + i - n_before)
+            first = lo + tile * BLOCK_N
+            start = first.to(tl.int64)
+            offs_slot = first + offs_n
+            in_range = offs_slot < hi
+            kv_mask = in_range[:, None] & d_mask
+            k = tl.load(k_base + start * stride_kn + k_offs, mask=kv_mask, other=0.0)
+            v = tl.load(v_base + start * stride_vn + v_offs, mask=kv_mask, other=0.0)
+            s = _scores(q, k, scale_log2, cap_log2, HAS_SOFTCAP, IEEE)
+            visible = (offs_slot[None, :] >= row_lo[:, None]) & (offs_slot[None, :] < row_hi[:, None])
+            if HAS_SPANS:
+                words = tl.load(word_ptrs + (offs_slot >> 5), mask=offs_slot < words_stop, other=-1)
+                visible = visible & (((words >> (offs_slot & 31)) & 1) != 0)[None, :]
+            s = tl.where(visible, s, float("-inf"))
+            m_new = tl.maximum(m, tl.max(s, 1))
+            # A row that has seen nothing yet has m_new = -inf; subtracting 0 instead keeps its weights 0, not NaN.
+            m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+            p = tl.exp2(s - m_safe[:, None])
+            alpha = tl.exp2(m - m_safe)
+            l = l * alpha + tl.sum(p, 1)
+            acc = acc * alpha[:, None]
+            if IEEE:
+                acc = tl.dot(p, v, acc, input_precision="ieee")
+            else:
+                acc = tl.dot(p.to(v.dtype), v, acc)
+            m = m_new
     return acc, m, l
 
 
@@ -215,64 +216,94 @@ def finalize(acc, m, l, sink_ptrs, row_mask, HAS_SINK_LOGITS: tl.constexpr):
 
 
 @triton.jit
-def packed_rows(q_len, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+def packed_rows(rows, q_len, GROUP: tl.constexpr):
     """Row r of a packed block is query r // GROUP of head r % GROUP: all queries that share one KV head, read once for all.
 
     Returns (query index, head within the group, mask of the rows that exist); rows past the end repeat the last query.
     """
-    rows = tl.arange(0, BLOCK_M)
     return tl.minimum(rows // GROUP, q_len - 1), rows % GROUP, rows < q_len * GROUP
 
 
 @triton.jit
-def store_partial(acc, m, l, Acc, Stats, slot, row_mask, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Write one partial to workspace slot `slot`: Acc is (slots, BLOCK_M, BLOCK_D), Stats is (slots, 2, BLOCK_M), fp32."""
-    offs_m = tl.arange(0, BLOCK_M)
-    offs_d = tl.arange(0, BLOCK_D)
-    acc_ptrs = Acc + (slot.to(tl.int64) * BLOCK_M + offs_m)[:, None] * BLOCK_D + offs_d[None, :]
-    tl.store(acc_ptrs, acc, mask=row_mask[:, None] & (offs_d[None, :] < HEAD_DIM))
-    tl.store(Stats + slot * 2 * BLOCK_M + offs_m, m, mask=row_mask)
-    tl.store(Stats + (slot * 2 + 1) * BLOCK_M + offs_m, l, mask=row_mask)
+def store_packed(
+    acc, m, l, Out, Lse, SinkLogits, row, kv_head, kv_heads, rows, offs_d, q_len,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HAS_SINK_LOGITS: tl.constexpr,
+    WRITE_LSE: tl.constexpr,
+):  # fmt: skip
+    """Finish packed rows and write them: Out is (batch, q_len, num_heads, HEAD_DIM), Lse (batch, num_heads, q_len).
+
+    acc [X, Y] holds columns offs_d [X or 1, Y] of `rows` [X].
+    """
+    q_index, group_head, row_mask = packed_rows(rows, q_len, GROUP)
+    head = kv_head * GROUP + group_head
+    out, lse = finalize(acc, m, l, SinkLogits + head, row_mask, HAS_SINK_LOGITS)
+    out_rows = (row.to(tl.int64) * q_len + q_index) * (kv_heads * GROUP) + head
+    tl.store(
+        Out + out_rows[:, None] * HEAD_DIM + offs_d,
+        out.to(Out.dtype.element_ty),
+        mask=row_mask[:, None] & (offs_d < HEAD_DIM),
+    )
+    if WRITE_LSE:
+        tl.store(Lse + (row.to(tl.int64) * (kv_heads * GROUP) + head) * q_len + q_index, lse, mask=row_mask)
+
+
+@triton.jit
+def store_partial(acc, m, l, Acc, Stats, slot, rows, offs_d, num_rows, WORKSPACE_M: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Write the partial of packed rows to workspace slot `slot`: Acc is (slots, WORKSPACE_M, BLOCK_D) and Stats
+    (slots, 2, WORKSPACE_M), fp32; WORKSPACE_M is the number of packed rows rounded up to a power of two."""
+    row_mask = rows < num_rows
+    acc_ptrs = Acc + (slot.to(tl.int64) * WORKSPACE_M + rows)[:, None] * BLOCK_D + offs_d
+    tl.store(acc_ptrs, acc, mask=row_mask[:, None] & (offs_d < BLOCK_D))
+    tl.store(Stats + slot * 2 * WORKSPACE_M + rows, m, mask=row_mask)
+    tl.store(Stats + (slot * 2 + 1) * WORKSPACE_M + rows, l, mask=row_mask)
+
+
+@triton.jit
+def flat_rows(first_row, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """ROWS rows of BLOCK_D columns as a flat [ROWS * BLOCK_D / 4, 4]: each thread keeps four columns of one row.
+
+    Returns (row, columns) of each. In this form a merge is private to each thread: no exchange, no barrier.
+    """
+    flat = tl.arange(0, ROWS * BLOCK_D // 4) * 4
+    return first_row + flat // BLOCK_D, (flat % BLOCK_D)[:, None] + tl.arange(0, 4)[None, :]
 
 
 @triton.jit
 def merge_partials(
-    Acc,
-    Stats,
-    first_slot,
-    next_slot,
-    step,
-    count,
-    rows,
-    row_mask,
-    HEAD_DIM: tl.constexpr,
+    Acc, Stats, first_slot, next_slot, step, count, rows, offs_d, num_rows,
     WORKSPACE_M: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
-):
-    """Merge `count` partials, always in the same order: slots first_slot, next_slot, next_slot + step, ...
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Merge `count` partials, CHUNK at a time, always in the same order: slots first_slot, next_slot, next_slot + step, ...
 
-    The maxima come first, so that the loads of the second loop wait for nothing but one another's issue.
-    `rows` [BLOCK_M] are the rows wanted of each slot's WORKSPACE_M. Returns (acc, m, l).
+    rows, offs_d: from `flat_rows`. The loads of a chunk do not wait on one another, so a merge costs a few trips to L2 and
+    not one or more per partial. Returns (acc [X, 4], m [X], l [X]).
     """
-    offs_c = tl.arange(0, 16)
-    offs_d = tl.arange(0, BLOCK_D)
-    mask = row_mask[:, None] & (offs_d[None, :] < HEAD_DIM)
-    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    l = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for start in tl.range(0, count, 16):
+    X: tl.constexpr = rows.shape[0]
+    offs_c = tl.arange(0, CHUNK)
+    m = tl.full([X], float("-inf"), tl.float32)
+    l = tl.zeros([X], tl.float32)
+    acc = tl.zeros([X, 4], tl.float32)
+    for start in tl.range(0, count, CHUNK):
         i = start + offs_c
         slots = tl.where(i == 0, first_slot, next_slot + (i - 1) * step)
-        stat_ptrs = Stats + (slots * 2 * WORKSPACE_M)[:, None] + rows[None, :]
-        m_i = tl.load(stat_ptrs, mask=(i < count)[:, None] & row_mask[None, :], other=float("-inf"), cache_modifier=".cg")
-        m = tl.maximum(m, tl.max(m_i, 0))
-    m_safe = tl.where(m == float("-inf"), 0.0, m)
-    for i in tl.range(0, count, loop_unroll_factor=4):
-        slot = tl.where(i == 0, first_slot, next_slot + (i - 1) * step)
-        stat_ptrs = Stats + slot * 2 * WORKSPACE_M + rows
-        weight = tl.exp2(tl.load(stat_ptrs, mask=row_mask, other=float("-inf"), cache_modifier=".cg") - m_safe)
-        l += weight * tl.load(stat_ptrs + WORKSPACE_M, mask=row_mask, other=0.0, cache_modifier=".cg")
-        acc_ptrs = Acc + (slot.to(tl.int64) * WORKSPACE_M + rows)[:, None] * BLOCK_D + offs_d[None, :]
-        acc += weight[:, None] * tl.load(acc_ptrs, mask=mask, other=0.0, cache_modifier=".cg")
+        # The chunk is the second axis: Triton then keeps it within a thread.
+        mask = (rows < num_rows)[:, None] & (i < count)[None, :]
+        # .cg reads L2, where the other programs' stores are.
+        stat_ptrs = Stats + (slots * 2 * WORKSPACE_M)[None, :] + rows[:, None]
+        m_i = tl.load(stat_ptrs, mask=mask, other=float("-inf"), cache_modifier=".cg")
+        l_i = tl.load(stat_ptrs + WORKSPACE_M, mask=mask, other=0.0, cache_modifier=".cg")
+        acc_rows = (slots.to(tl.int64) * WORKSPACE_M)[None, :] + rows[:, None]
+        acc_ptrs = Acc + acc_rows[:, :, None] * BLOCK_D + offs_d[:, None, :]
+        acc_i = tl.load(acc_ptrs, mask=mask[:, :, None], other=0.0, cache_modifier=".cg")
+        m_new = tl.maximum(m, tl.max(m_i, 1))
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        alpha = tl.exp2(m - m_safe)
+        beta = tl.exp2(m_i - m_safe[:, None])
+        l = l * alpha + tl.sum(l_i * beta, 1)
+        acc = acc * alpha[:, None] + tl.sum(acc_i * beta[:, :, None], 1)
+        m = m_new
     return acc, m, l

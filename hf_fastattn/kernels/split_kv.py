@@ -17,11 +17,12 @@ from .softmax import (
     _WORDS,
     attend,
     block_bounds,
-    finalize,
+    flat_rows,
     load_spans,
     merge_partials,
     packed_rows,
     row_bounds,
+    store_packed,
     store_partial,
 )
 from .spans import NO_WINDOW
@@ -52,6 +53,7 @@ def split_kv_kernel(
     cap_log2,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    WORKSPACE_M: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -67,7 +69,8 @@ def split_kv_kernel(
     q_start, kv_start, kv_stop, window, causal, holes = load_spans(
         Spans + row * stride_sb, q_len, kv_len, window, HAS_SPANS, IS_CAUSAL
     )
-    q_index, group_head, row_mask = packed_rows(q_len, GROUP, BLOCK_M)
+    rows = tl.arange(0, BLOCK_M)
+    q_index, group_head, row_mask = packed_rows(rows, q_len, GROUP)
     row_lo, row_hi = row_bounds(q_start + q_index, kv_start, kv_stop, window, causal)
     lo, hi, full_lo, full_hi = block_bounds(q_start, q_start + q_len - 1, kv_start, kv_stop, window, causal)
     tiles = tl.cdiv(hi - lo, BLOCK_N)
@@ -102,7 +105,7 @@ def split_kv_kernel(
         IEEE,
     )
     slot = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * splits + split
-    store_partial(acc, m, l, Acc, Stats, slot, row_mask, HEAD_DIM, BLOCK_M, BLOCK_D)
+    store_partial(acc, m, l, Acc, Stats, slot, rows, offs_d[None, :], q_len * GROUP, WORKSPACE_M, BLOCK_D)
 
 
 @triton.jit(do_not_specialize=["q_len", "splits"])
@@ -118,25 +121,19 @@ def combine_kernel(
     HEAD_DIM: tl.constexpr,
     WORKSPACE_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    CHUNK: tl.constexpr,
     HAS_SINK_LOGITS: tl.constexpr,
     WRITE_LSE: tl.constexpr,
 ):
     """One program per packed row: merges its splits in order."""
-    packed = tl.program_id(0) + tl.arange(0, 1)
     kv_head, kv_heads = tl.program_id(1), tl.num_programs(1)
-    row = tl.program_id(2).to(tl.int64)
-    q_index = packed // GROUP
-    head = kv_head * GROUP + packed % GROUP
-    row_mask = packed < q_len * GROUP
     slot = (tl.program_id(2) * kv_heads + kv_head) * splits
-    acc, m, l = merge_partials(Acc, Stats, slot, slot + 1, 1, splits, packed, row_mask, HEAD_DIM, WORKSPACE_M, 1, BLOCK_D)
-    out, lse = finalize(acc, m, l, SinkLogits + head, row_mask, HAS_SINK_LOGITS)
-    offs_d = tl.arange(0, BLOCK_D)
-    out_rows = (row * q_len + q_index) * (kv_heads * GROUP) + head
-    out_ptrs = Out + out_rows[:, None] * HEAD_DIM + offs_d[None, :]
-    tl.store(out_ptrs, out.to(Out.dtype.element_ty), mask=row_mask[:, None] & (offs_d[None, :] < HEAD_DIM))
-    if WRITE_LSE:
-        tl.store(Lse + (row * (kv_heads * GROUP) + head) * q_len + q_index, lse, mask=row_mask)
+    rows, offs_d = flat_rows(tl.program_id(0), 1, BLOCK_D)
+    acc, m, l = merge_partials(Acc, Stats, slot, slot + 1, 1, splits, rows, offs_d, q_len * GROUP, WORKSPACE_M, BLOCK_D, CHUNK)
+    store_packed(
+        acc, m, l, Out, Lse, SinkLogits, tl.program_id(2), kv_head, kv_heads, rows, offs_d, q_len,
+        GROUP, HEAD_DIM, HAS_SINK_LOGITS, WRITE_LSE,
+    )  # fmt: skip
 
 
 def split_kv(
@@ -162,10 +159,10 @@ def split_kv(
     group = num_heads // kv_heads
     out, lse = checks.empty_outputs(q, return_lse)
     config = launch.decode(q.device, q.dtype, head_dim, q_len * group)
-    block_m, block_d = config.BLOCK_M, launch.block_d(head_dim)
+    workspace_m, block_d = triton.next_power_of_2(q_len * group), launch.block_d(head_dim)
     splits = launch.num_splits(q.device, config, batch * kv_heads, kv_len)
-    acc = torch.empty(batch * kv_heads * splits * block_m * block_d, device=q.device, dtype=torch.float32)
-    stats = torch.empty(batch * kv_heads * splits * 2 * block_m, device=q.device, dtype=torch.float32)
+    acc = torch.empty(batch * kv_heads * splits * workspace_m * block_d, device=q.device, dtype=torch.float32)
+    stats = torch.empty(batch * kv_heads * splits * 2 * workspace_m, device=q.device, dtype=torch.float32)
     scale_log2, cap_log2 = checks.log2_scales(scale, softcap)
     with checks.on_device(q):
         split_kv_kernel[(splits, kv_heads, batch)](
@@ -192,7 +189,8 @@ def split_kv(
             cap_log2,
             GROUP=group,
             HEAD_DIM=head_dim,
-            BLOCK_M=block_m,
+            WORKSPACE_M=workspace_m,
+            BLOCK_M=config.BLOCK_M,
             BLOCK_N=config.BLOCK_N,
             BLOCK_D=block_d,
             HAS_SPANS=spans is not None,
@@ -213,10 +211,11 @@ def split_kv(
             splits,
             GROUP=group,
             HEAD_DIM=head_dim,
-            WORKSPACE_M=block_m,
+            WORKSPACE_M=workspace_m,
             BLOCK_D=block_d,
+            CHUNK=launch.merge_chunk(1, block_d),
             HAS_SINK_LOGITS=sink_logits is not None,
             WRITE_LSE=return_lse,
-            num_warps=4,
+            num_warps=1,
         )
     return (out, lse) if return_lse else out
