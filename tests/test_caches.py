@@ -8,6 +8,7 @@ import pytest
 import torch
 from models import FAMILIES, PADDINGS, family, prompts, tiny
 
+from hf_fastattn import patch
 from hf_fastattn.caches import PreallocatedCache, layers
 from hf_fastattn.kernels.append import append
 
@@ -138,6 +139,17 @@ def test_a_capacity_that_does_not_fit_is_refused_before_it_is_allocated(monkeypa
     # 2 layers x (K and V) x 3 rows x 2 heads x 16 x 4 bytes x 256 tokens
     with pytest.raises(MemoryError, match=r"256 tokens needs 393216 bytes .* 1000 .* are free"):
         generate(model, prompts("no_padding", "cpu"), past_key_values=cache)
+
+
+def test_a_pool_gives_up_idle_buffers_before_a_cache_is_refused(monkeypatch):
+    model = tiny("llama", "lean")
+    with patch(model, graph=False) as patched:
+        generate(model, prompts("no_padding", "cpu", rows=1))
+        idle = patched._pool.idle
+        assert [rows for rows, _ in idle] == [1]
+        monkeypatch.setattr(layers, "free_bytes", lambda device: 1000 if patched._pool.idle else 1 << 30)
+        generate(model, prompts("no_padding", "cpu", rows=3))
+        assert [rows for rows, _ in patched._pool.idle] == [3]
 
 
 @pytest.mark.parametrize("name", ["llama", WINDOWED, "qwen2"])

@@ -43,6 +43,8 @@ def test_captured_tokens_equal_uncaptured_and_eager(name, padding):
     with hf_fastattn.patch(model) as patch:
         for _ in range(3):
             assert torch.equal(generate(model, inputs), eager)
+        if name == "gpt_oss" and patch.reasons:
+            pytest.skip(f"its experts cannot be captured here: {patch.reasons}")
         assert patch.captures == 1 and patch.replays == 3 * (NEW - 1) - 1, patch
 
 
@@ -151,6 +153,11 @@ def test_a_sync_in_the_model_falls_back_and_the_gpu_stays_usable(llama, monkeypa
         with pytest.warns(UserWarning, match="while capturing"):
             assert torch.equal(generate(llama, inputs), expected)
         assert patch.captures == 0
+        # A capture that fails for a reason no rehearsal shows.
+        monkeypatch.setattr(graphs.CudaGraph, "rehearse", lambda self, body: body())
+        llama.model.norm.weight = torch.nn.Parameter(llama.model.norm.weight.detach().clone(), requires_grad=False)
+        assert torch.equal(generate(llama, inputs), expected) and patch.captures == 0
+        generate(llama, inputs, do_sample=True)
         monkeypatch.undo()
         for _ in range(2):
             assert torch.equal(generate(llama, inputs), expected)
@@ -174,15 +181,26 @@ def test_a_cache_that_does_not_fit_says_how_much_is_missing(llama):
         llama.generate(torch.ones(rows, 4, dtype=torch.long, device="cuda"), max_new_tokens=1_000_000)
 
 
-def test_soak(llama):
+def equal_but_for_ties(got, expected) -> bool:
+    """Whether each row's tokens are the expected ones, up to where two tokens' logits differ by less than rounding does."""
+    tokens = expected.sequences[:, -got.shape[1] :]
+    for row in range(got.shape[0]):
+        for step in (got[row] != tokens[row]).nonzero().flatten().tolist()[:1]:
+            logits = expected.logits[step][row]
+            if abs(float(logits[got[row, step]] - logits[tokens[row, step]])) > 1e-3:
+                return False
+    return True
+
+
+def test_soak():
     """Changing batches, lengths, prompts, adapters and weights: never a wrong token, no leak, no storm of captures."""
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
-    plain, model = tiny("llama", "lean", device="cuda"), None
-    for each in ("plain", "model"):
+    models = []
+    for _ in range(2):
         torch.manual_seed(5)
-        wrapped = peft.get_peft_model(tiny("llama", "lean", device="cuda"), config).eval()
-        plain, model = (wrapped, model) if each == "plain" else (plain, wrapped)
+        models.append(peft.get_peft_model(tiny("llama", "lean", device="cuda"), config).eval())
+    plain, model = models
     draw = random.Random(0)
     steps, memory = 0, []
     with hf_fastattn.patch(model) as patch:
@@ -197,11 +215,12 @@ def test_soak(llama):
             adapted = call % 3 != 1
             with plain.disable_adapter() if not adapted else torch.no_grad():
                 check = call % 4 == 0
-                expected = generate(plain, inputs, max_new_tokens=new) if check else None
+                options = {"max_new_tokens": new, "output_logits": True, "return_dict_in_generate": True}
+                expected = generate(plain, inputs, **options) if check else None
             with model.disable_adapter() if not adapted else torch.no_grad():
                 got = generate(model, inputs, max_new_tokens=new)
             if check:
-                assert torch.equal(got, expected), f"call {call}: {rows} x {length} + {new}"
+                assert equal_but_for_ties(got[:, length:], expected), f"call {call}: {rows} x {length} + {new}"
             steps += new - 1
             del got, expected, inputs
             if call % 20 == 0:

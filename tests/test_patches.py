@@ -158,6 +158,18 @@ def test_batches_have_graphs_of_their_own_and_growth_makes_new_ones(captured, ll
         assert patch.captures == 4
 
 
+def test_a_model_cast_between_calls_gets_new_buffers(captured, llama):
+    inputs = prompts("no_padding", "cpu")
+    with hf_fastattn.patch(llama) as patch:
+        generate(llama, inputs)
+        llama.to(torch.bfloat16)
+        got = generate(llama, inputs)
+        assert patch.captures == 2 and not patch.reasons
+        assert {storage.layers[0].keys.dtype for _, storage in patch._pool.idle} == {torch.bfloat16}
+    # Rounding picks other tokens in the end, but not at once.
+    assert torch.equal(got[:, :98], generate(llama, inputs)[:, :98])
+
+
 def test_a_cache_grows_in_the_middle_of_generation(captured, llama):
     inputs = prompts("left_padding", "cpu")
     expected = generate(llama, inputs, max_new_tokens=300)

@@ -202,8 +202,9 @@ class Layer(CacheLayerMixin):
         self.is_initialized = True
         self.keys, self.values = self.pending or (key_states[:, :, :0], value_states[:, :, :0])
         self.pending = None
-        if self is self.track.layers[0] and torch.cuda.device_count() == 1:  # all layers will stand on this device
-            self.track.refuse_unless_fits(self.track.capacity, len(self.track.layers) * self.bytes_per_token, self.device)
+        # Refuse before the first layer what the last would not find room for; on several devices nobody knows where it will be.
+        to_come = sum(not layer.is_initialized for layer in self.track.layers) if torch.cuda.device_count() == 1 else 0
+        self.track.refuse_unless_fits(self.track.capacity, (1 + to_come) * self.bytes_per_token, self.device)
         self.reallocate(self.keys.shape[2])
 
     def reallocate(self, live: int) -> None:

@@ -16,6 +16,7 @@ except ImportError:  # CPU tensors need no Triton
     triton = None
 
 from . import INTERPRETED
+from .checks import on_device
 from .launch import block_d
 
 
@@ -32,29 +33,30 @@ def append(
         values.index_copy_(2, slot, new_values)
         return
     batch, heads, capacity, head_dim = keys.shape
-    append_kernel[(batch * heads,)](
-        keys,
-        values,
-        new_keys,
-        new_values,
-        slot,
-        keys.stride(0),
-        keys.stride(1),
-        keys.stride(2),
-        values.stride(0),
-        values.stride(1),
-        values.stride(2),
-        new_keys.stride(0),
-        new_keys.stride(1),
-        new_values.stride(0),
-        new_values.stride(1),
-        heads,
-        capacity,
-        K_DIM=head_dim,
-        V_DIM=values.shape[3],
-        BLOCK_D=block_d(max(head_dim, values.shape[3])),
-        num_warps=1,
-    )
+    with on_device(keys):
+        append_kernel[(batch * heads,)](
+            keys,
+            values,
+            new_keys,
+            new_values,
+            slot,
+            keys.stride(0),
+            keys.stride(1),
+            keys.stride(2),
+            values.stride(0),
+            values.stride(1),
+            values.stride(2),
+            new_keys.stride(0),
+            new_keys.stride(1),
+            new_values.stride(0),
+            new_values.stride(1),
+            heads,
+            capacity,
+            K_DIM=head_dim,
+            V_DIM=values.shape[3],
+            BLOCK_D=block_d(max(head_dim, values.shape[3])),
+            num_warps=1,
+        )
 
 
 if triton is not None:

@@ -43,10 +43,13 @@ class Graph(Protocol):
 
 
 class CudaGraph:
-    """A torch.cuda.CUDAGraph. The graphs of a model share one stream and one memory pool, since one of them runs at a time."""
+    """A torch.cuda.CUDAGraph. One graph of a device runs at a time, so those of a model share a memory pool.
 
-    # By device, the stream that replayed last. Graphs share memory, and kernels captured on one stream their counters.
-    _replayed_on: ClassVar[dict[torch.device, torch.cuda.Stream]] = {}
+    All captures of a device share one stream: libraries keep a workspace for every stream they ever saw, and kernels counters.
+    """
+
+    _captured_on: ClassVar[dict[torch.device, torch.cuda.Stream]] = {}
+    _replayed_on: ClassVar[dict[torch.device, torch.cuda.Stream]] = {}  # the last of them
     _lock = threading.Lock()
 
     def __init__(self, device: torch.device, shared: dict):
@@ -80,14 +83,17 @@ class CudaGraph:
 
     def capture(self, body):
         with torch.cuda.device(self.device):
-            if "stream" not in self.shared:
-                self.shared.update(stream=torch.cuda.Stream(self.device), pool=torch.cuda.graph_pool_handle())
-            stream, pool = self.shared["stream"], self.shared["pool"]
+            stream = self._captured_on.get(self.device)
+            if stream is None:
+                stream = self._captured_on[self.device] = torch.cuda.Stream(self.device)
+            if "pool" not in self.shared:
+                self.shared["pool"] = torch.cuda.graph_pool_handle()
+            pool = self.shared["pool"]
             try:
                 with torch.cuda.graph(self.graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                     return body()
             except BaseException:
-                self.shared.clear()
+                del self.shared["pool"], self._captured_on[self.device]
                 # A capture that failed leaves torch's random numbers in capture mode; one that succeeds takes them out of it.
                 with contextlib.suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph()):
                     torch.zeros(1, device=self.device)
