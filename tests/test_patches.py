@@ -215,6 +215,18 @@ def test_a_cache_handed_out_keeps_its_buffers_until_it_is_gone(captured, llama):
         assert any(storage.layers[0].keys.data_ptr() == where for _, storage in patch._pool.idle)
 
 
+def test_a_copied_cache_goes_its_own_way(captured, llama):
+    inputs = prompts("no_padding", "cpu")
+    ids = torch.cat([inputs["input_ids"], inputs["input_ids"][:, :9]], 1)
+    expected = generate(llama, {"input_ids": ids})
+    with hf_fastattn.patch(llama) as patch:
+        prompt = generate(llama, inputs, max_new_tokens=1, return_dict_in_generate=True).past_key_values
+        for _ in range(3):
+            assert torch.equal(generate(llama, {"input_ids": ids}, past_key_values=copy.deepcopy(prompt)), expected)
+        assert prompt.get_seq_length() == inputs["input_ids"].shape[1]
+        assert patch.captures == 3  # each copy has addresses of its own
+
+
 def test_output_scores_and_logits_are_not_overwritten(captured, llama):
     inputs = prompts("no_padding", "cpu")
     options = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}

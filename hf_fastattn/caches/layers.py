@@ -64,6 +64,9 @@ class Track:
         self.image: tuple[int, int] | None = None  # what `counts` holds
         self.relieve: Callable[[], None] | None = None  # frees what it can when memory is short
 
+    def __getstate__(self) -> dict:
+        return {**vars(self), "relieve": None, "counts": None, "image": None}  # a copy is nobody's and in no graph
+
     @property
     def limit(self) -> int:
         """The largest capacity that is of use."""
