@@ -109,10 +109,10 @@ def _build_spans_torch(batch, q_len, kv_len, device, q_offset, kv_offset, causal
     live = torch.nn.functional.pad(live, (0, padded - live.shape[1]))
     slots = torch.arange(padded, device=device, dtype=torch.int32)
     start = torch.where(live, slots, kv_len).amin(-1)
-    stop = torch.minimum(torch.where(live, slots + 1, 0).amax(-1), end)
-    # Only a hole before `stop` matters; the slots past it are not read.
-    count = (live & (slots < stop[:, None])).sum(-1)
-    holes = (count < stop - start) & (stop > start)
+    # Slots past the last query do not count: a hole there is not read, and the last live slot comes before it.
+    seen = live & (slots < end[:, None])
+    stop = torch.where(seen, slots + 1, 0).amax(-1)
+    holes = (seen.sum(-1) < stop - start) & (stop > start)
     ints[1:3] = [start, stop]
     ints[4] = flags | torch.where(holes, HOLES, 0)
     bits = (live.view(batch, -1, 32).to(torch.int64) << torch.arange(32, device=device)).sum(-1)
