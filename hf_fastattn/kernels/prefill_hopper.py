@@ -26,6 +26,7 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
     fence_async_shared,
     mbarrier,
     tma,
@@ -71,10 +72,12 @@ _L2_BYTES = 32 << 20  # K and V of the heads in one section
 class Config:
     """One compiled shape of the kernel.
 
-    consumers: warpgroups of 64 query rows. BLOCK_N: keys per tile. stages: tiles of K, and of V, in flight. schedule: see above.
-    pingpong: consumers take turns at the tensor cores. q_registers: Q as a register operand. rescale_first: O is rescaled while
-    S = Q K^T runs rather than after O += P V. own_out: O has its own shared buffer, else it reuses Q's.
-    registers: of a consumer thread, producer thread and, where two programs share an SM, at launch.
+    consumers: warpgroups of 64 query rows. BLOCK_N: keys per tile. stages: tiles of K, and of V, in flight.
+    schedule: how programs get their items. registers: of a consumer thread, of a producer thread, and at launch (None: all there
+    are). The rest orders one tile's work: pingpong, consumers take turns at the tensor cores; q_registers, Q is a register
+    operand; rescale_first, O is rescaled while S = Q K^T runs and not after O += P V; own_out, O leaves through a buffer of its
+    own and not through Q's; hold_wait, see `_after`; pack_early, P is packed to 16 bits at the end of its step and not at the
+    start of the next; thread_release, see `_release`; exp2_on_fma, see `_exp2`.
     """
 
     consumers: int
@@ -87,14 +90,16 @@ class Config:
     own_out: bool = True
     hold_wait: bool = True
     pack_early: bool = False
+    thread_release: bool = False
+    exp2_on_fma: int = 0
     registers: tuple[int, int, int | None] = (240, 24, None)
     programs_per_sm: int = 1
 
 
 CONFIGS = {
     64: Config(2, 128, 2),
-    128: Config(2, 128, 2),
-    256: Config(2, 64, 2, pingpong=False, own_out=False),
+    128: Config(2, 128, 2, pack_early=True),
+    256: Config(2, 64, 2, pingpong=False, own_out=False, pack_early=True),
 }
 
 
@@ -107,6 +112,19 @@ def _bar(op, barrier, threads):
 def _named_barrier(OP: gl.constexpr, BARRIER: gl.constexpr, THREADS: gl.constexpr):
     """`bar.sync` or `bar.arrive`; Triton itself uses the barriers from 0 up, one or two per partition."""
     gl.inline_asm_elementwise(_bar(OP, BARRIER, THREADS), "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _release(barrier, BY_THREAD: gl.constexpr):
+    """A consumer gives a buffer back to the producer: one arrival of its 128 threads together, or one of each.
+
+    `mbarrier.arrive` synchronises the warpgroup first. The arrival that belongs to cp.async does not; no thread here has a copy
+    in flight, so it happens at once, and 128 arrivals mean that every thread has seen its products finish.
+    """
+    if BY_THREAD:
+        async_copy.mbarrier_arrive(barrier, increment_count=False)
+    else:
+        mbarrier.arrive(barrier, count=1)
 
 
 @gluon.jit
@@ -287,8 +305,52 @@ def _mask(s, start, row_lo, row_hi, word_ptr, hi, holes, HAS_WORDS: gl.constexpr
     return s
 
 
+@gluon.constexpr_function
+def _exp2_asm(group):
+    """PTX for `group` numbers x <= 0: exp2 of all but the last by the exp2 unit, of the last by the FMA units.
+
+    exp2(n + f) = 2^n * exp2(f), |f| <= 1/2: adding 1.5 * 2^23 rounds x to the integer n and leaves n in the low bits, a cubic
+    (relative error 7.5e-5; the weights are then rounded to 2e-3 or 2e-4) gives exp2(f), and n is added to its exponent.
+    """
+    last = group - 1
+    lines = [f"ex2.approx.ftz.f32 ${i}, ${group + i};" for i in range(last)]
+    lines += [
+        "{ .reg .f32 n, f, p; .reg .b32 i, r;",
+        f"max.f32 f, ${group + last}, 0fC2FC0000;",
+        "add.rn.f32 n, f, 0f4B400000;",
+        "mov.b32 i, n;",
+        "sub.rn.f32 n, n, 0f4B400000;",
+        "sub.rn.f32 f, f, n;",
+        "fma.rn.f32 p, f, 0f3D61FBB0, 0f3E786F0E;",
+        "fma.rn.f32 p, p, f, 0f3F31798D;",
+        "fma.rn.f32 p, p, f, 0f3F7FFB49;",
+        "shl.b32 i, i, 23;",
+        "mov.b32 r, p;",
+        "add.s32 r, r, i;",
+        f"mov.b32 ${last}, r; }}",
+    ]
+    return " ".join(lines)
+
+
+@gluon.constexpr_function
+def _exp2_constraints(group):
+    return ",".join(["=&f"] * group + ["f"] * group)
+
+
 @gluon.jit
-def _softmax(s, m, l, scale_log2, MASKED: gl.constexpr):
+def _exp2(x, FMA_SHARE: gl.constexpr):
+    """exp2 of x <= 0; one of FMA_SHARE numbers on the FMA units, which have time when the exp2 unit has none (none where 0)."""
+    if FMA_SHARE > 0:
+        y = gl.inline_asm_elementwise(
+            _exp2_asm(FMA_SHARE), _exp2_constraints(FMA_SHARE), [x], dtype=gl.float32, is_pure=True, pack=FMA_SHARE
+        )
+    else:
+        y = gl.exp2(x)
+    return y
+
+
+@gluon.jit
+def _softmax(s, m, l, scale_log2, MASKED: gl.constexpr, FMA_SHARE: gl.constexpr):
     """One online-softmax step over scores s [64, BLOCK_N], still to be scaled: (p, m, l, factor of earlier sums)."""
     m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
     m_safe = m_new
@@ -296,7 +358,9 @@ def _softmax(s, m, l, scale_log2, MASKED: gl.constexpr):
         # A row that has seen nothing yet has m_new = -inf; subtracting 0 instead keeps its weights 0, not NaN.
         m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
     # Said as fma: whether a * b - c becomes one is a compiler option whose default is about to change.
-    p = gl.exp2(gl.fma(s, scale_log2, -m_safe[:, None]))
+    x = gl.fma(s, scale_log2, -m_safe[:, None])
+    # Masked scores are -inf, whose exp2 must be 0: the exp2 unit's, not the cubic's.
+    p = gl.exp2(x) if MASKED else _exp2(x, FMA_SHARE)
     alpha = gl.exp2(m - m_safe)
     return p, m_new, l * alpha + gl.sum(p, 1), alpha
 
@@ -403,13 +467,13 @@ def _consume(
                 fence_async_shared()
                 _warpgroup_barrier()
         s = warpgroup_mma_wait(0, [s_token])
-        mbarrier.arrive(k_empty.index(stage), count=1)
+        _release(k_empty.index(stage), C.thread_release)
         s = _cap(s, scale_log2, cap_log2, HAS_SOFTCAP)
         if num_masked > 0:
             s = _mask(s, start, row_lo, row_hi, word_ptr, hi, holes, HAS_WORDS)
         m = gl.full([64], float("-inf"), gl.float32, s_rows)
         l = gl.zeros([64], gl.float32, s_rows)
-        p, m, l, alpha = _softmax(s, m, l, s_scale, True)
+        p, m, l, alpha = _softmax(s, m, l, s_scale, True, 0)
         if C.pack_early:
             p = gl.convert_layout(p.to(dtype), p_layout)
         acc = gl.zeros([64, HEAD_DIM], gl.float32, o_layout)
@@ -440,16 +504,16 @@ def _consume(
                 if C.pingpong:
                     _named_barrier("arrive", NEXT_TURN, 256)
                 s = warpgroup_mma_wait(1, [s_token])
-                mbarrier.arrive(k_empty.index(stage), count=1)
+                _release(k_empty.index(stage), C.thread_release)
                 s = _cap(s, scale_log2, cap_log2, HAS_SOFTCAP)
                 if part == 0:
                     start = lo + _tile(i, num_tiles, num_after, num_masked) * BLOCK_N
                     s = _mask(s, start, row_lo, row_hi, word_ptr, hi, holes, HAS_WORDS)
-                p, m, l, alpha = _softmax(s, m, l, s_scale, part == 0)
+                p, m, l, alpha = _softmax(s, m, l, s_scale, part == 0, C.exp2_on_fma)
                 if C.hold_wait:
                     l = _after(l, q_len)
                 acc = warpgroup_mma_wait(0, [o_token])
-                mbarrier.arrive(v_empty.index(v_stage), count=1)
+                _release(v_empty.index(v_stage), C.thread_release)
                 if C.pack_early:
                     p = gl.convert_layout(p.to(dtype), p_layout)
                 if not C.rescale_first:
@@ -484,7 +548,7 @@ def _consume(
             gl.store(Lse + (row.to(gl.int64) * num_heads + head) * q_len + offs_m, lse, mask=offs_m < q_len)
 
         acc = warpgroup_mma_wait(0, [o_token])
-        mbarrier.arrive(v_empty.index(stage), count=1)
+        _release(v_empty.index(stage), C.thread_release)
         out = (acc * gl.convert_layout(inverse, o_rows)[:, None]).to(dtype)
         if C.own_out:
             tma.store_wait(0)  # the store of the item before has read its buffer
@@ -551,6 +615,7 @@ def prefill_hopper_kernel(
 ):
     CONSUMERS: gl.constexpr = C.consumers
     STAGES: gl.constexpr = C.stages
+    RELEASES: gl.constexpr = C.consumers * (128 if C.thread_release else 1)
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [C.consumers, 1, 1, 64, HEAD_DIM], q_desc.layout)
     k_smem = gl.allocate_shared_memory(k_desc.dtype, [C.stages, 1, 1, C.BLOCK_N, HEAD_DIM], k_desc.layout)
     v_smem = gl.allocate_shared_memory(v_desc.dtype, [C.stages, 1, 1, C.BLOCK_N, HEAD_DIM], v_desc.layout)
@@ -572,9 +637,9 @@ def prefill_hopper_kernel(
         mbarrier.init(q_empty.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=C.consumers)
+        mbarrier.init(k_empty.index(i), count=RELEASES)
         mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(v_empty.index(i), count=C.consumers)
+        mbarrier.init(v_empty.index(i), count=RELEASES)
     mbarrier.init(next_full, count=1)
     mbarrier.init(next_empty, count=C.consumers)
     fence_async_shared()
