@@ -53,7 +53,7 @@ def draw_weights(model: torch.nn.Module, seed: int = 0) -> None:
         if name.endswith("sinks"):
             p.data.copy_(noise)
         elif p.dim() < 2:  # norms and biases; Gemma's norms add the 1 themselves, and normed q and k need less than 1
-            centre = 0.0 if "norm" not in name or "bias" in name or "gemma" in type(model).__name__.lower() else 1.0
+            centre = 0.0 if "norm" not in name.lower() or "bias" in name or "gemma" in type(model).__name__.lower() else 1.0
             p.data.copy_((0.5 if "q_norm" in name else centre) + 0.1 * noise)
         elif "embed" in name:
             p.data.copy_(noise * (0.1 if "gemma" in type(model).__name__.lower() else 0.7))

@@ -1,0 +1,474 @@
+"""Registry and wiring: names, masks, compiled graphs, encoders, and what is refused in a sentence."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import warnings
+
+import models
+import pytest
+import torch
+import transformers
+from transformers import AutoModel, AutoModelForSeq2SeqLM, CompileConfig, DynamicCache, StaticCache
+
+import hf_fastattn
+from hf_fastattn import compat, interface, kernels, registry
+from hf_fastattn.kernels import reference, spans
+
+VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+
+
+@pytest.fixture
+def lean(device):
+    """The tiny Llama, running lean."""
+    model = models.family("llama", device)
+    model.set_attn_implementation("lean")
+    return model
+
+
+@pytest.fixture
+def registering():
+    """Undo what a test registers."""
+    before = set(registry.names())
+    yield
+    for name in set(registry.names()) - before:
+        del registry._backends[name], interface._runners[name]
+        del transformers.AttentionInterface._global_mapping[name]
+        del transformers.AttentionMaskInterface._global_mapping[name]
+
+
+def generate(model, inputs, **options) -> torch.Tensor:
+    return model.generate(**inputs, **{"max_new_tokens": 6, "do_sample": False, **options})
+
+
+# ---- the registry ----
+
+
+def test_names_and_get():
+    assert set(hf_fastattn.names()) >= {"reference", "fa2", "split_kv", "lean"}
+    assert hf_fastattn.get("lean").name == "lean"
+    with pytest.raises(ValueError, match=r"'leen'.*known backends: .*lean"):
+        hf_fastattn.get("leen")
+
+
+@pytest.mark.parametrize("name", ["lean_flash", "my_sdpa", "flex_attention_2", "org/lean", "paged|lean", "Lean", "", "eager"])
+def test_names_transformers_would_parse_are_refused(name):
+    with pytest.raises(ValueError, match="name"):
+        hf_fastattn.Backend(name=name, summary="", prefill=reference.attention)
+
+
+def test_backend_checks_its_kernels():
+    with pytest.raises(TypeError, match="prefill must be callable"):
+        hf_fastattn.Backend(name="mine", summary="", prefill=None)
+    with pytest.raises(TypeError, match="decode callable or None"):
+        hf_fastattn.Backend(name="mine", summary="", prefill=reference.attention, decode="lean")
+
+
+def test_why_not_names_the_value():
+    why_not = hf_fastattn.get("lean").why_not
+    shape = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 64, "dtype": torch.float32, "device_type": "cpu"}
+    assert why_not(**shape) is None
+    assert "not a multiple of 3" in why_not(**{**shape, "num_kv_heads": 3})
+    assert "head_dim 512" in why_not(**{**shape, "head_dim": 512})
+    assert "float64" in why_not(**{**shape, "dtype": torch.float64})
+    assert "'mps'" in why_not(**{**shape, "device_type": "mps"})
+
+
+def test_a_third_party_backend_reaches_generate(lean, device, registering):
+    seen = []
+
+    def mine(q, k, v, spans=None, **options):
+        seen.append(q.shape[2])
+        return reference.attention(q, k, v, spans, **options)
+
+    inputs = models.prompts("left_padding", device)
+    expected = generate(lean, inputs)
+    hf_fastattn.register(hf_fastattn.Backend(name="mine", summary="a test's own", prefill=mine))
+    lean.set_attn_implementation("mine")
+    with hf_fastattn.count_calls() as calls:
+        assert torch.equal(generate(lean, inputs), expected)
+    assert seen[0] == models.PROMPT and seen[-1] == 1 and dict(calls) == {"mine.prefill": len(seen)}
+
+
+def test_importing_changes_nothing():
+    """A process of its own looks at Transformers and torch before and after the import."""
+    code = """
+    import sys, torch, transformers, warnings
+    sys.path.insert(0, {tests!r})
+    import models
+    from transformers import AttentionInterface, AttentionMaskInterface, GenerationMixin, PreTrainedModel
+    from transformers.cache_utils import Cache, DynamicCache, StaticCache
+
+    model = models.tiny("llama", "sdpa")
+    inputs = models.prompts("left_padding", "cpu")
+
+    def look():
+        tables = [AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping]
+        tf32 = torch.backends.cuda.matmul.allow_tf32
+        classes = [GenerationMixin, PreTrainedModel, Cache, DynamicCache, StaticCache, type(model), torch.nn.Module, torch.Tensor]
+        state = [torch.get_default_dtype(), torch.is_grad_enabled(), tf32, list(warnings.filters)]
+        modules = [transformers.masking_utils, transformers.modeling_utils, transformers.generation.utils, torch.nn.functional]
+        return [dict(x) for x in tables], [dict(vars(x)) for x in classes + modules], state, model(**inputs).logits
+
+    tables, namespaces, state, logits = look()
+    import hf_fastattn
+    new_tables, new_namespaces, new_state, new_logits = look()
+    for old, new in zip(tables, new_tables):
+        assert set(new) - set(old) == set(hf_fastattn.names()), set(new) - set(old)
+        assert all(new[name] is old[name] for name in old)
+    assert namespaces == new_namespaces and state == new_state and torch.equal(logits, new_logits)
+    print("unchanged")
+    """
+    code = textwrap.dedent(code).format(tests=str(models.__file__.rsplit("/", 1)[0]))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "unchanged", done.stderr[-3000:]
+
+
+# ---- masks ----
+
+
+@pytest.mark.parametrize("padding", models.PADDINGS)
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("options", [{}, {"cache_implementation": "static", "disable_compile": True}], ids=["dynamic", "static"])
+def test_no_mask_of_queries_times_keys(options, family, padding, device, monkeypatch):
+    model = models.family(family, device)
+    model.set_attn_implementation("lean")
+    run, shapes = interface._runners["lean"], []
+
+    def spy(q, k, v, mask=None, **arguments):
+        shapes.append(None if mask is None else (tuple(mask.shape), mask.dtype, k.shape[2]))
+        return run(q, k, v, mask, **arguments)
+
+    monkeypatch.setitem(interface._runners, "lean", spy)
+    generate(model, models.prompts(padding, device), **options)
+    for seen in filter(None, shapes):
+        shape, dtype, kv_len = seen
+        assert shape[:3] == (3, 1, 1) and shape[3] <= spans.WORDS + spans.num_words(kv_len) and dtype == torch.int32
+    if padding == "no_padding" and not options and family == "llama" and VERSION >= (5, 18):  # 5.17 hands over all-ones masks
+        assert set(shapes) == {None}
+
+
+def test_no_host_sync(device):
+    if device.type != "cuda":
+        pytest.skip("a CPU has no host to sync with; runs on a GPU")
+    keep = torch.ones(2, 64, dtype=torch.bool, device=device)
+    keep[0, :5] = False
+    length = torch.tensor(63, device=device)
+    q, k = torch.randn(2, 4, 64, 16, device=device), torch.randn(2, 2, 64, 16, device=device)
+
+    def two_steps():
+        for name in ("fa2", "split_kv", "lean"):
+            for q_len, offset in ((64, 0), (1, length)):
+                mask = interface.attention_mask(name, 2, q_len, 64, offset, attention_mask=keep, device=device)
+                interface.attention_forward(name, torch.nn.Module(), q[:, :, :q_len], k, k, mask, scaling=0.25)
+
+    with torch.no_grad():
+        two_steps()  # compiles the kernels and makes their workspaces
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            two_steps()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def prefix_mask(device, length=models.PROMPT) -> torch.Tensor:
+    """Causal, but the first 20 tokens see each other: bool (1, 1, length, length)."""
+    slots = torch.arange(length, device=device)
+    return ((slots[:, None] >= slots) | (slots < 20))[None, None]
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+@torch.no_grad()
+def test_a_users_mask_takes_the_dense_path_and_says_so_once(dtype, lean, device):
+    ids = models.prompts("no_padding", device)["input_ids"]
+    mask = prefix_mask(device).expand(len(ids), -1, -1, -1)
+    added = torch.zeros(mask.shape, device=device).masked_fill(~mask, torch.finfo(torch.float32).min)
+    lean.set_attn_implementation("eager")
+    expected = lean(ids, attention_mask=added).logits
+    lean.set_attn_implementation("lean")
+    interface._say_once.cache_clear()
+    with hf_fastattn.count_calls() as calls, pytest.warns(UserWarning, match="dense path") as said:
+        for _ in range(2):
+            logits = lean(ids, attention_mask=mask if dtype == torch.bool else added).logits
+    torch.testing.assert_close(logits, expected, atol=1e-3, rtol=1e-3)
+    assert (logits - lean(ids).logits).abs().max() > 0.1, "the mask makes no difference: this test shows nothing"
+    assert calls == {"lean.dense": 2 * lean.config.num_hidden_layers}
+    assert len([w for w in said if "dense path" in str(w.message)]) == 1
+
+
+@torch.no_grad()
+def test_a_mask_of_integers_is_refused(lean, device):
+    ids = models.prompts("no_padding", device)["input_ids"]
+    with pytest.raises(TypeError, match=r"bool .* or float .* torch.int64"):
+        lean(ids, attention_mask=prefix_mask(device).expand(len(ids), -1, -1, -1).long())
+
+
+@torch.no_grad()
+def test_packed_sequences(lean, device):
+    ids = models.prompts("no_padding", device, rows=1)["input_ids"]
+    first = 40
+    positions = torch.cat([torch.arange(first), torch.arange(ids.shape[1] - first)])[None].to(device)
+    with hf_fastattn.count_calls() as calls:
+        packed = lean(ids, position_ids=positions, use_cache=False).logits
+    assert calls == {"lean.dense": lean.config.num_hidden_layers}
+    alone = torch.cat([lean(ids[:, :first]).logits, lean(ids[:, first:]).logits], 1)
+    torch.testing.assert_close(packed, alone, atol=1e-3, rtol=1e-3)
+
+
+LLAMA4 = {
+    "head_dim": 16,
+    "num_local_experts": 2,
+    "num_hidden_layers": 4,  # three with chunked attention, one with full
+    "attention_chunk_size": 16,
+    "intermediate_size_mlp": 96,
+}
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+def test_chunked_attention_takes_the_dense_path(static, device):
+    model = models.tiny("llama4_text", device=device, **LLAMA4)
+    inputs = models.prompts("left_padding", device)
+    options = {"cache_implementation": "static", "disable_compile": True} if static else {}
+    if static and VERSION == (5, 17):
+        with pytest.raises(TypeError, match="block_sequence_ids"):  # Transformers 5.17 cannot, whatever computes attention
+            generate(model, inputs, **options)
+        return
+    expected = generate(model, inputs, **options)
+    model.set_attn_implementation("lean")
+    with hf_fastattn.count_calls() as calls:
+        assert torch.equal(generate(model, inputs, **options), expected)
+    assert calls["lean.dense"] == 3 * 6 and calls["lean.prefill"] == 1 and calls["lean.decode"] == 5
+
+
+# ---- torch.compile ----
+
+
+def decode(model, forward, inputs, static: bool, steps: int = 11) -> torch.Tensor:
+    """Logits (batch, steps, vocab) of a greedy loop over one cache: prefill, then steps - 1 decoded tokens."""
+    config = model.config
+    past = StaticCache(config=config, max_cache_len=models.PROMPT + 32) if static else DynamicCache(config=config)
+    ids, mask, logits = inputs["input_ids"], inputs.get("attention_mask"), []
+    with torch.no_grad():
+        for _ in range(steps):
+            logits.append(forward(input_ids=ids, attention_mask=mask, past_key_values=past, use_cache=True).logits[:, -1])
+            ids = logits[-1].argmax(-1, keepdim=True)
+            mask = None if mask is None else torch.nn.functional.pad(mask, (0, 1), value=1)
+    return torch.stack(logits, 1)
+
+
+COMPILED = [
+    ("llama", "eager", "dynamic", "no_padding"),
+    ("llama", "aot_eager", "dynamic", "left_padding"),
+    ("llama", "aot_eager", "static", "no_padding"),
+    ("llama", "aot_eager", "static", "left_padding"),
+    ("qwen2", "aot_eager", "dynamic", "holes"),  # two kinds of layers, so two masks
+    ("qwen2", "aot_eager", "static", "holes"),
+]
+
+
+@pytest.mark.parametrize("family,backend,kind,padding", COMPILED)
+def test_compiled_forward_is_one_graph(family, backend, kind, padding, device):
+    model = models.family(family, device)
+    model.set_attn_implementation("lean")
+    inputs, static = models.prompts(padding, device), kind == "static"
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    with hf_fastattn.count_calls() as calls:
+        logits = decode(model, torch.compile(model.forward, fullgraph=True, backend=backend), inputs, static)
+    assert not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] <= 3  # prefill, decode, and decode again with its lengths dynamic
+    layers = model.config.num_hidden_layers
+    assert calls == {"lean.prefill": layers, "lean.decode": 10 * layers}
+    model.set_attn_implementation("eager")
+    torch.testing.assert_close(logits, decode(model, model.forward, inputs, static), atol=1e-3, rtol=1e-3)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("padding", ["no_padding", "left_padding"])
+def test_generate_compiles_its_static_decode(padding, device):
+    model = models.tiny("llama", "lean", device)
+    inputs = models.prompts(padding, device)
+    expected = generate(model, inputs)
+    compiling = CompileConfig(backend="inductor" if device.type == "cuda" else "aot_eager", fullgraph=True, mode=None)
+    compiling._compile_all_devices = True  # on a CPU, generate() would not compile by itself
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    with hf_fastattn.count_calls() as calls:
+        tokens = generate(model, inputs, cache_implementation="static", compile_config=compiling)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 1, "nothing was compiled"
+    assert torch.equal(tokens, expected)
+    assert set(calls) == {"lean.prefill", "lean.decode"}
+    torch._dynamo.reset()
+
+
+@torch.no_grad()
+def test_dense_calls_are_counted_in_compiled_graphs(lean, device):
+    ids = models.prompts("no_padding", device)["input_ids"]
+    mask = prefix_mask(device).expand(len(ids), -1, -1, -1)
+    expected = lean(ids, attention_mask=mask).logits
+    torch._dynamo.reset()
+    with hf_fastattn.count_calls() as calls:
+        logits = torch.compile(lean.forward, fullgraph=True, backend="aot_eager")(ids, attention_mask=mask).logits
+    torch.testing.assert_close(logits, expected, atol=1e-3, rtol=1e-3)
+    assert calls == {"lean.dense": lean.config.num_hidden_layers}
+    torch._dynamo.reset()
+
+
+# ---- encoders, encoder-decoders, and models that go their own way ----
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("padded", [False, True])
+def test_bert(padded, device):
+    model = models.tiny("bert", device=device, auto=AutoModel)
+    inputs = models.prompts("left_padding" if padded else "no_padding", device)
+    inputs = {name: tensor.flip(-1) for name, tensor in inputs.items()}  # padded on the right
+    live = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
+    expected = model(**inputs).last_hidden_state[live]
+    model.set_attn_implementation("lean")
+    with hf_fastattn.count_calls() as calls:
+        out = model(**inputs).last_hidden_state[live]
+    torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-4)
+    assert calls == {"lean.prefill": 2}
+    causal = model(inputs["input_ids"][:, :50]).last_hidden_state
+    assert (causal[0] - model(inputs["input_ids"]).last_hidden_state[0, :50]).abs().max() > 0.01, "BERT must see to its right"
+
+
+BART = {
+    "d_model": 64,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 96,
+    "decoder_ffn_dim": 96,
+    "decoder_start_token_id": 1,
+    "dropout": 0.0,
+}
+
+
+@pytest.mark.parametrize("padding", models.PADDINGS)
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"cache_implementation": "static", "disable_compile": True}], ids=str)
+def test_bart(options, padding, device):
+    model = models.tiny("bart", device=device, auto=AutoModelForSeq2SeqLM, **BART)
+    inputs = models.prompts(padding, device)
+    expected = generate(model, inputs, **options)
+    model.set_attn_implementation("lean")
+    with hf_fastattn.count_calls() as calls:
+        assert torch.equal(generate(model, inputs, **options), expected)
+    assert calls["lean.prefill"] == 2 and calls["lean.decode"] == 6 * 4 and not calls["lean.dense"]  # 4: self and cross
+    assert len(set(expected.flatten().tolist())) > 4
+
+
+def test_t5_is_refused(device):
+    own = {"d_model": 64, "d_kv": 16, "num_heads": 4, "num_layers": 2, "d_ff": 96, "decoder_start_token_id": 1}
+    model = models.tiny("t5", "lean", device, AutoModelForSeq2SeqLM, **own)
+    with pytest.raises(ValueError, match=r"'lean' .* position bias of T5Attention.*attn_implementation=\"sdpa\""):
+        generate(model, models.prompts("no_padding", device))
+
+
+@pytest.mark.parametrize("model_type,own", [("bloom", {}), ("mpt", {"d_model": 64, "n_heads": 4, "n_layers": 2})])
+@pytest.mark.parametrize("compiled", [False, True])
+@torch.no_grad()
+def test_models_that_bypass_the_interface_are_refused(compiled, model_type, own, device):
+    model = models.tiny(model_type, "lean", device, **own)
+    forward = torch.compile(model.forward, backend="eager") if compiled else model.forward
+    # Spans added to scores as if they were a mask would be silently wrong.
+    with pytest.raises(ValueError, match=r"'lean' cannot be used here: \w+ computes attention in its own code.*sdpa"):
+        forward(**models.prompts("left_padding", device))
+
+
+@pytest.mark.parametrize("model_type,own", [("gptj", {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8}), ("falcon", {})])
+def test_models_transformers_itself_refuses(model_type, own, device):
+    """They keep a table of their own attention classes; the constructor fails before any function of ours could speak."""
+    with pytest.raises(KeyError, match="lean"):
+        models.tiny(model_type, "lean", device, **own)
+
+
+# ---- refused in a sentence ----
+
+
+@pytest.mark.parametrize("family", models.FAMILIES)
+def test_output_attentions_is_refused(family, device):
+    """Most models never pass it on: without a look at what Transformers collects, they would return attentions=()."""
+    model = models.family(family, device)
+    model.set_attn_implementation("lean")
+    inputs = models.prompts("left_padding", device)
+    with pytest.raises(ValueError, match=r'never forms the attention weights .* attn_implementation="eager"'), torch.no_grad():
+        model(**inputs, output_attentions=True)
+    with pytest.raises(ValueError, match=r'never forms the attention weights .* attn_implementation="eager"'):
+        generate(model, inputs, output_attentions=True, return_dict_in_generate=True)
+    with pytest.raises(ValueError, match="'eager'"):  # Transformers' own sentence
+        model.config.output_attentions = True
+    with torch.no_grad():
+        assert len(model(**inputs, output_hidden_states=True).hidden_states) == model.config.num_hidden_layers + 1
+
+
+def test_gradients_are_refused(lean, device):
+    inputs = models.prompts("left_padding", device)
+    with pytest.raises(RuntimeError, match=r"no backward pass.*no_grad"):
+        lean(**inputs)
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=r"no backward pass.*no_grad"):
+        torch.compile(lean.forward, backend="eager", fullgraph=True)(**inputs)
+    torch._dynamo.reset()
+    with torch.inference_mode():
+        lean(**inputs)
+
+
+@torch.no_grad()
+def test_dropout_in_training_is_refused(device):
+    model = models.tiny("llama", "lean", device, attention_dropout=0.1)
+    inputs = models.prompts("no_padding", device)
+    model(**inputs)
+    with pytest.raises(ValueError, match=r"no dropout.* 0.1 .*model.eval\(\)"):
+        model.train()(**inputs)
+
+
+@torch.no_grad()
+def test_packed_lengths_and_continuous_batching_are_refused(lean, device):
+    ids = models.prompts("no_padding", device, rows=1)["input_ids"]
+    lengths = torch.tensor([0, 40, ids.shape[1]], dtype=torch.int32, device=device)
+    with pytest.raises(ValueError, match=r"cu_seq_lens.*position_ids"):
+        lean(ids, cu_seq_lens_q=lengths, cu_seq_lens_k=lengths)
+    q = torch.randn(1, 4, 3, 16, device=device)
+    with pytest.raises(ValueError, match="continuous batching"):
+        interface.attention_forward("lean", lean, q, q, q, None, cache=object())
+
+
+def test_spans_of_another_length_are_refused(lean, device):
+    q, k = torch.randn(2, 4, 3, 16, device=device), torch.randn(2, 2, 40, 16, device=device)
+    mask = torch.zeros(2, 1, 1, spans.WORDS + 7, dtype=torch.int32, device=device)
+    with pytest.raises(ValueError, match="spans must be int32"):
+        interface.attention_forward("lean", lean, q, k, k, mask)
+
+
+def test_other_devices_and_no_triton(monkeypatch):
+    kernel = kernels.TritonKernel("prefill")
+    with pytest.raises(RuntimeError, match=r"'mps'.*sdpa"):
+        kernel.where("mps")
+    q = torch.empty(1, 4, 3, 16, device="meta")
+    with pytest.raises(RuntimeError, match=r"'meta'.*sdpa"):
+        kernel(q, q, q)
+    monkeypatch.setattr(kernels, "HAS_TRITON", False)
+    with pytest.raises(RuntimeError, match=r"needs Triton.*pip install triton.*\"reference\""):
+        kernel.where("cuda")
+    assert kernel.where("cpu") == "the torch twin"
+    assert "needs Triton" in hf_fastattn.get("lean").why_not(num_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float16)
+
+
+def test_transformers_versions():
+    for version in ("4.57.1", "5.16.9"):
+        with pytest.raises(ImportError, match=rf"transformers >= 5.17; found {version}.*pip install"):
+            compat.check_version(version)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for version in ("5.17.0", "5.18.0.dev0", "5.23.9"):
+            compat.check_version(version)
+    for version in ("5.24.0.dev0", "6.0.0"):
+        with pytest.warns(UserWarning, match=f"up to 5.23; found {version}"):
+            compat.check_version(version)

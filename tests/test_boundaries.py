@@ -1,0 +1,68 @@
+"""Imports inside the package point down, and only compat.py knows Transformers."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import hf_fastattn
+
+ROOT = Path(hf_fastattn.__file__).parent
+ORDER = [  # a part imports parts from later lines only
+    ("cli", "__main__"),
+    ("evaluate", "bench", "explain"),
+    ("patches",),
+    ("backends", "caches"),
+    ("registry",),
+    ("interface",),
+    ("spans", "compat"),
+    ("kernels",),
+]
+LEVEL = {part: level for level, parts in enumerate(ORDER) for part in parts}
+FILES = [path for path in sorted(ROOT.rglob("*.py")) if path != ROOT / "__init__.py"]
+
+
+def imports(path: Path) -> list[tuple[str, ...]]:
+    """Dotted names the file imports, anywhere in it, as tuples; those of the package without its own name in front."""
+    package = ("hf_fastattn", *path.relative_to(ROOT).parent.parts)
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found += [tuple(alias.name.split(".")) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            base += tuple(node.module.split(".")) if node.module else ()
+            found += [(*base, alias.name) for alias in node.names]
+    return [name[1:] if name[0] == "hf_fastattn" else ("outside", *name) for name in found]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_point_down(path):
+    here = path.relative_to(ROOT).with_suffix("").parts
+    assert here[0] in LEVEL, f"{path.name} has no place in the order of imports: give it one here and in the design"
+    for there in imports(path):
+        if there[0] == "outside" or not there:
+            continue
+        assert there[0] in LEVEL or there[0] == "__version__", f"{path.name} imports {'.'.join(there)} from the package's root"
+        if there[0] == here[0]:
+            sibling = here[0] == "backends" and here[-1] != "__init__"
+            assert not sibling, f"{path.name} imports a sibling, {'.'.join(there)}"
+        elif there[0] in LEVEL:
+            assert LEVEL[there[0]] > LEVEL[here[0]], f"{path.name} imports {'.'.join(there)}, which is not below it"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_only_compat_imports_transformers(path):
+    # Benchmarks may ask the version they write beside their numbers.
+    if path.name == "compat.py" or "bench" in path.relative_to(ROOT).parts:
+        return
+    outside = {name[1] for name in imports(path) if name[0] == "outside"}
+    assert "transformers" not in outside, f"{path.name} imports transformers; go through compat.py"
+
+
+def test_kernels_need_torch_and_triton_only():
+    allowed = {"torch", "triton", "numpy", "__future__"} | set(__import__("sys").stdlib_module_names)
+    for path in (ROOT / "kernels").glob("*.py"):
+        assert {name[1] for name in imports(path) if name[0] == "outside"} <= allowed, path.name
