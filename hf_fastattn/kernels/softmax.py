@@ -70,7 +70,8 @@ def block_bounds(first_pos, last_pos, kv_start, kv_stop, window, causal):
     """Over the queries first_pos..last_pos: [lo, hi) that any of them sees and [full_lo, full_hi) that all of them see."""
     lo, full_hi = row_bounds(first_pos, kv_start, kv_stop, window, causal)
     full_lo, hi = row_bounds(last_pos, kv_start, kv_stop, window, causal)
-    return lo, tl.maximum(lo, hi), full_lo, full_hi
+    # A query whose window begins past the last live slot has an empty interval beyond it; nothing there may be loaded.
+    return lo, tl.maximum(lo, tl.minimum(hi, kv_stop)), full_lo, full_hi
 
 
 @triton.jit
