@@ -12,37 +12,35 @@ def visible(batch, q_len, kv_len, *, q_offset, kv_offset=0, causal=True, window=
 
     attention_mask: bool (batch, positions seen), True where a position is live; positions past its end are not.
     """
-    seen = np.zeros((batch, q_len, kv_len), dtype=bool)
-    for b in range(batch):
-        for j in range(kv_len):
-            key = kv_offset + j
-            if attention_mask is not None and not (key < attention_mask.shape[1] and attention_mask[b, key]):
-                continue
-            query = q_offset + np.arange(q_len)
-            sees = np.ones(q_len, dtype=bool)
-            if causal:
-                sees &= key <= query
-            if window is not None:
-                sees &= abs(query - key) < window
-            seen[b, :, j] = sees
+    query = q_offset + np.arange(q_len)[None, :, None]
+    key = kv_offset + np.arange(kv_len)[None, None, :]
+    seen = np.ones((batch, q_len, kv_len), dtype=bool)
+    if causal:
+        seen &= key <= query
+    if window is not None:
+        seen &= abs(query - key) < window
+    if attention_mask is not None:
+        for b in range(batch):
+            known = [key < attention_mask.shape[1] and attention_mask[b, key] for key in key.ravel().tolist()]
+            seen[b] &= np.array(known, dtype=bool)
     return seen
 
 
 def visible_from_spans(spans: torch.Tensor, q_len, kv_len, *, causal=False, window=None) -> np.ndarray:
     """The same from a spans tensor, as its docstring reads: a key is seen when every condition allows it."""
     rows = spans.cpu().numpy().reshape(spans.shape[0], -1).astype(np.int64)
+    p, j = np.arange(q_len)[:, None], np.arange(kv_len)[None, :]
     seen = np.zeros((len(rows), q_len, kv_len), dtype=bool)
     for b, (q_start, kv_start, kv_stop, row_window, flags, *words) in enumerate(rows):
-        is_causal = causal or bool(flags & 1)
-        for i in range(q_len):
-            for j in range(max(kv_start, 0), min(kv_stop, kv_len)):
-                p = q_start + i
-                sees = abs(p - j) < row_window and (window is None or abs(p - j) < window)
-                if is_causal:
-                    sees = sees and j <= p
-                if flags & 2:
-                    sees = sees and bool((words[j // 32] >> (j % 32)) & 1)
-                seen[b, i, j] = sees
+        distance = q_start + p - j
+        sees = (j >= kv_start) & (j < kv_stop) & (abs(distance) < row_window)
+        if window is not None:
+            sees &= abs(distance) < window
+        if causal or flags & 1:
+            sees &= distance >= 0
+        if flags & 2:
+            sees &= np.array([bool(words[slot // 32] >> (slot % 32) & 1) for slot in range(kv_len)])
+        seen[b] = sees
     return seen
 
 

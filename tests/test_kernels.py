@@ -273,8 +273,8 @@ def test_lean_merging_in_two_levels(kernel, case, programs, fan_in, device, monk
 
 @with_lean
 def test_lean_merges_in_two_levels_when_many_programs_share_a_row(kernel, device, monkeypatch):
-    """FAN_IN as it is, and more contributors than that."""
-    programs = lean.FAN_IN + 3
+    """FAN_IN as it is, and more contributors than one level takes."""
+    programs = 2 * lean.FAN_IN + 3
     force_programs(monkeypatch, programs)
     tile = launch.decode(device, torch.float32, 16, 16).BLOCK_N
     check_case(kernel, Case(q_len=1, kv_len=tile * programs, batch=1, num_heads=1, num_kv_heads=1, head_dim=16), device)
@@ -307,7 +307,7 @@ def test_lean_repeats_itself_bitwise(kernel, device, monkeypatch):
 def any_mask(draw):
     batch, kv_len = draw(st.integers(1, 3)), draw(st.integers(1, 3000 if ON_GPU else 150))
     kv_offset = draw(st.sampled_from((0, 0, 1, 33, 200)))
-    q_len = draw(st.integers(1, kv_len + 3))
+    q_len = draw(st.integers(1, min(kv_len, 60) + 3))
     q_offset = draw(st.integers(kv_offset, kv_offset + kv_len))
     causal, window = draw(st.booleans()), draw(st.one_of(st.none(), st.integers(1, kv_len + 10)))
     mask = None
@@ -322,7 +322,7 @@ def any_mask(draw):
 
 
 def test_spans_say_what_the_mask_says(device):
-    """The kernel on a GPU, the twin elsewhere; the twin is held against the kernel too, integer by integer of what is read."""
+    """The kernel on a GPU, the twin elsewhere; the two agree in every integer."""
 
     @given(any_mask(), st.booleans(), st.booleans())
     def check(drawn, on_device, transposed):
@@ -342,8 +342,7 @@ def test_spans_say_what_the_mask_says(device):
         assert np.array_equal(oracle.visible_from_spans(span, q_len, kv_len), expected)
         twin = spans._build_spans_torch(batch, q_len, kv_len, device, offset, kv_offset, causal, window, tensor)
         assert np.array_equal(reference.visible(q_len, kv_len, device, twin, False, None).cpu().numpy(), expected)
-        words_at = slice(spans.WORDS, None)
-        assert torch.equal(span[..., words_at], twin[..., words_at])
+        assert torch.equal(span, twin)
 
     check()
 

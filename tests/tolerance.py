@@ -9,10 +9,10 @@ for lse the scale is max|lse|.
 """
 
 import numpy as np
+import oracle
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import oracle
 from hf_fastattn.kernels import reference
 
 

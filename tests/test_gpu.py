@@ -1,0 +1,182 @@
+"""What only a GPU can show: bitwise repeatability under real scheduling, CUDA graphs, streams, many rows."""
+
+from __future__ import annotations
+
+import numpy as np
+import oracle
+import pytest
+import test_kernels
+import tolerance
+import torch
+from cases import Case, ragged
+from conftest import DEVICE
+from test_kernels import LEAN, REFERENCE, check_case, check_counters, force_programs
+
+from hf_fastattn import interface
+from hf_fastattn.kernels import launch
+from hf_fastattn.kernels.lean import lean
+from hf_fastattn.kernels.spans import build_spans
+
+if DEVICE != "cuda":
+    pytest.skip("needs a CUDA GPU", allow_module_level=True)
+
+CAPACITY = 4096
+
+
+def inputs(batch=4, num_heads=32, num_kv_heads=8, head_dim=128, kv_len=CAPACITY, dtype=torch.bfloat16, seed=0):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    new = lambda heads, n: torch.randn(  # noqa: E731
+        batch, heads, n, head_dim, device="cuda", dtype=dtype, generator=generator
+    )
+    return new(num_heads, 1), new(num_kv_heads, kv_len), new(num_kv_heads, kv_len)
+
+
+def ragged_mask(batch: int, kv_len: int) -> torch.Tensor:
+    mask = torch.zeros(batch, kv_len, dtype=torch.bool, device="cuda")
+    for row, (start, stop, _) in zip(mask, ragged(batch, kv_len, right=False), strict=True):
+        row[start:stop] = True
+    return mask
+
+
+class Mismatches:
+    """Counts differing results on the device, so that comparing does not make the host wait."""
+
+    def __init__(self):
+        self.count = torch.zeros((), dtype=torch.int64, device="cuda")
+
+    def compare(self, a: torch.Tensor, b: torch.Tensor) -> None:
+        self.count += ~(a == b).all()  # NaN differs from everything
+
+    def none(self) -> bool:
+        return self.count.item() == 0
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["even", "ragged"])
+@pytest.mark.parametrize("shape", [(1, 32, 8, 128), (7, 6, 2, 64), (2, 8, 1, 256)], ids=str)
+def test_lean_is_bitwise_the_same_every_time(shape, masked):
+    """Other work on a second stream disturbs which program comes last."""
+    batch, num_heads, num_kv_heads, head_dim = shape
+    q, k, v = inputs(batch, num_heads, num_kv_heads, head_dim)
+    spans = build_spans(batch, 1, CAPACITY, q.device, q_offset=CAPACITY - 1, attention_mask=ragged_mask(batch, CAPACITY))
+    spans = spans if masked else None
+    first = lean(q, k, v, spans)
+    disturb, noise = torch.cuda.Stream(), torch.randn(1024, 1024, device="cuda")
+    mismatches = Mismatches()
+    for i in range(300):
+        if i % 3:
+            with torch.cuda.stream(disturb):
+                noise = (noise @ noise).tanh()
+        mismatches.compare(lean(q, k, v, spans), first)
+    assert mismatches.none()
+    torch.cuda.synchronize()
+    check_counters()
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["plain", "left padded with holes"])
+def test_lean_in_a_cuda_graph_follows_the_lengths_on_the_device(padded):
+    """1,000 replays of one graph, each with another length and query, bitwise equal to eager."""
+    batch = 3
+    q, k, v = inputs(batch)
+    length = torch.zeros((), dtype=torch.int64, device="cuda")
+    mask = None
+    if padded:
+        mask = torch.ones(batch, CAPACITY, dtype=torch.bool, device="cuda")
+        mask[0, :700] = False
+        mask[1, 5:900:3] = False
+
+    def step():
+        spans = build_spans(batch, 1, CAPACITY, q.device, q_offset=length, attention_mask=mask)
+        return lean(q, k, v, spans, causal=False, return_lse=True)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = step()
+
+    lengths = np.random.default_rng(0).integers(0, CAPACITY, 1000).tolist()
+    lengths[:4] = [0, CAPACITY - 1, 1, 63]
+    queries = torch.randn(17, *q.shape, device="cuda", dtype=q.dtype)
+    mismatches = Mismatches()
+    for i, n in enumerate(lengths):
+        length.fill_(n)
+        q.copy_(queries[i % 17])
+        graph.replay()
+        for replayed, eager in zip((out, lse), step(), strict=True):
+            mismatches.compare(replayed, eager)
+        if i % 250 == 0:
+            seen = oracle.visible(batch, 1, CAPACITY, q_offset=n, attention_mask=None if mask is None else mask.cpu().numpy())
+            spans = build_spans(batch, 1, CAPACITY, q.device, q_offset=n, attention_mask=mask)
+            expected = oracle.attention(q, k, v, seen)
+            tolerance.assert_attention((out, lse), expected, q, k, v, spans, seen, {}, f"replay {i}, length {n}")
+    assert mismatches.none()
+    torch.cuda.synchronize()
+    check_counters()
+
+
+def test_streams_do_not_share_counters():
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    data = [inputs(batch=1, seed=i) for i in range(2)]
+    expected = [lean(*x) for x in data]
+    mismatches = [Mismatches() for _ in streams]
+    torch.cuda.synchronize()
+    for _ in range(300):
+        for stream, x, e, m in zip(streams, data, expected, mismatches, strict=True):
+            with torch.cuda.stream(stream):
+                m.compare(lean(*x), e)
+    torch.cuda.synchronize()
+    assert all(m.none() for m in mismatches)
+    check_counters()
+    sets = {slot for (_, stream), slot in launch._slots.items() if stream in {s.cuda_stream for s in streams}}
+    assert len(sets) == 2
+
+
+def test_first_launch_inside_a_capture_is_refused(monkeypatch):
+    q, k, v = inputs(batch=1)
+    lean(q, k, v)
+    monkeypatch.setattr(launch, "_counters", {})
+    monkeypatch.setattr(launch, "_slots", {})
+    with pytest.raises(RuntimeError, match=r"must not be captured into a CUDA graph.*Run the model once"):  # noqa: SIM117
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            lean(q, k, v)
+    assert not launch._counters
+    lean(q, k, v)  # outside it works, also afterwards
+    torch.cuda.synchronize()
+    check_counters()
+
+
+@pytest.mark.parametrize("programs", [1, 50, None], ids=["one program", "50 programs", "all programs"])
+def test_a_thousand_ragged_rows(programs, device, monkeypatch):
+    if programs:
+        force_programs(monkeypatch, programs)
+    rows = ragged(1000, 300)
+    case = Case(q_len=1, kv_len=300, batch=1000, num_heads=4, num_kv_heads=1, head_dim=64, dtype="fp16", rows=rows)
+    check_case(LEAN, case, device)
+
+
+@pytest.mark.parametrize("kernel", [k for k in test_kernels.KERNELS if k is not REFERENCE], ids=lambda k: k.name)
+def test_large_offsets(kernel):
+    """A K/V buffer of more than 2^31 elements: only 64-bit offsets reach its end."""
+    kv_len, heads, head_dim = 200_000, 48, 128
+    if torch.cuda.mem_get_info()[0] < 20 << 30:
+        pytest.skip("needs 20 GB of free GPU memory")
+    # Token-major, so that every head's rows lie far apart; heads differ, or a wrapped offset could read the right values.
+    k = torch.randn(2, kv_len, heads, head_dim, device="cuda", dtype=torch.float16).transpose(1, 2)
+    assert k.numel() > 1 << 31
+    q = torch.randn(2, heads, 1, head_dim, device="cuda", dtype=torch.float16)
+    out, _ = test_kernels.run(kernel, q, k, k, None, {"window": 1000})
+    tail = k[:, :, -1000:].contiguous()
+    seen = np.ones((2, 1, 1000), dtype=bool)
+    expected = oracle.attention(q, tail, tail, seen)
+    tolerance.assert_attention((out, None), expected, q, tail, tail, None, seen, {}, kernel.name)
+
+
+@pytest.mark.parametrize("name", ["fa2", "split_kv", "lean"])
+def test_opaque_op_compiles_with_fullgraph(name):
+    q, k, v = inputs(batch=1, kv_len=300)
+    options = (None, None, True, None, None, None)
+    compiled = torch.compile(lambda q, k, v: torch.ops.hf_fastattn.attention(name, q, k, v, *options) * 2, fullgraph=True)
+    with interface.count_calls() as calls:
+        out = compiled(q, k, v)
+    assert sum(calls.values()) == 1
+    assert torch.equal(out, torch.ops.hf_fastattn.attention(name, q, k, v, *options) * 2)
