@@ -5,7 +5,7 @@
 P |V| is the attention of the absolute values: what a sum's rounding is proportional to. (max|out| is too small a scale where
 a thousand values cancel; torch's own matrix products then differ from one another by more.)
 Where torch has no equivalent (softcap, sink logits, lse) the package's torch twin, run in that dtype, stands in for it;
-for lse the scale is max|lse|.
+for lse the scale is the largest of |lse|, 1 and the softcap: numbers of that size are added on the way to it.
 """
 
 import numpy as np
@@ -56,4 +56,5 @@ def assert_attention(result, expected, q, k, v, spans, seen, options: dict, what
     if lse is not None:
         assert lse.dtype == torch.float32 and lse.shape == q.shape[:3], f"{what}: lse {lse.dtype} {tuple(lse.shape)}"
         assert torch.equal(lse.isinf(), expected[1].isinf()), f"{what}: lse is infinite in other places than it should be"
-        assert_close(lse, expected[1], twin_lse, torch.finfo(torch.float32).eps, largest(expected[1]), f"{what}, lse")
+        scale = max(largest(expected[1]), options.get("softcap") or 1.0, 1.0)
+        assert_close(lse, expected[1], twin_lse, torch.finfo(torch.float32).eps, scale, f"{what}, lse")

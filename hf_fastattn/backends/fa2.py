@@ -7,6 +7,6 @@ backend = register(
     Backend(
         name="fa2",
         summary="FlashAttention-2: one Triton kernel for prefill and decode alike",
-        prefill=TritonKernel("prefill"),
+        prefill=TritonKernel("prefill", hopper="prefill_hopper"),
     )
 )

@@ -7,7 +7,7 @@ backend = register(
     Backend(
         name="lean",
         summary="LeanAttention: FlashAttention-2 prefill, one stream-K launch over equal K/V shares in decode",
-        prefill=TritonKernel("prefill"),
+        prefill=TritonKernel("prefill", hopper="prefill_hopper"),
         decode=TritonKernel("lean"),
     )
 )

@@ -11,7 +11,7 @@ import os
 
 import torch
 
-from . import reference
+from . import launch, reference
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 # Read once, as Triton itself reads it when a kernel is defined.
@@ -21,12 +21,15 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 class TritonKernel:
     """The launcher `hf_fastattn.kernels.<name>.<name>`, imported when first needed; its torch twin for CPU tensors.
 
+    `hopper` names a module of the same kind that takes over on compute capability 9.0 wherever its `why_not` has nothing to say.
     Under TRITON_INTERPRET=1 CPU tensors run the Triton kernel in the interpreter, which is for tests.
     """
 
-    def __init__(self, name: str):
+    def __init__(self, name: str, hopper: str | None = None):
         self.name = name
+        self.hopper = hopper
         self._launch = None
+        self._hopper = None
 
     def __repr__(self) -> str:
         return f"TritonKernel({self.name!r})"
@@ -49,10 +52,17 @@ class TritonKernel:
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: torch.Tensor | None = None, **options):
         if self._launch is not None and q.is_cuda:
-            return self._launch(q, k, v, spans, **options)
+            return self._choose(q, k, v)(q, k, v, spans, **options)
         if self.where(q.device.type) == "the torch twin":
             return reference.attention(q, k, v, spans, **options)
         if INTERPRETED and q.dtype == torch.bfloat16:
             raise TypeError("Triton's interpreter computes bfloat16 wrongly; use float32 or float16 under TRITON_INTERPRET=1.")
         self._launch = getattr(importlib.import_module(f"{__name__}.{self.name}"), self.name)
-        return self._launch(q, k, v, spans, **options)
+        if self.hopper is not None and launch.arch(q.device) == 90:
+            self._hopper = importlib.import_module(f"{__name__}.{self.hopper}")
+        return self._choose(q, k, v)(q, k, v, spans, **options)
+
+    def _choose(self, q, k, v):
+        if self._hopper is not None and self._hopper.why_not(q, k, v) is None:
+            return self._hopper.prefill
+        return self._launch

@@ -5,6 +5,7 @@ Fixed tables, no tuning and no compilation per length at run time: a length is n
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from functools import cache
 
@@ -99,9 +100,9 @@ def decode_config(arch: int, itemsize: int, block_d: int, rows: int) -> Config:
     return Config(rows, 32, 4, 3 if arch == 80 else 2, programs_per_sm=1, MIN_TILES=4)
 
 
-def merge_chunk(rows: int, block_d: int) -> int:
-    """Partials a merge loads at once: at most 8192 numbers, 64 registers of each of 128 threads."""
-    return max(1, min(32, 8192 // (rows * block_d)))
+def merge_chunk(rows: int, block_d: int, num_warps: int = 4) -> int:
+    """Partials a merge loads at once: at most 64 registers of each thread, which holds four columns or more of each partial."""
+    return max(1, min(16, 2048 * num_warps // (rows * block_d)))
 
 
 def num_splits(device: torch.device, config: Config, heads: int, kv_len: int) -> int:
@@ -112,6 +113,7 @@ def num_splits(device: torch.device, config: Config, heads: int, kv_len: int) ->
 
 _counters: dict[torch.device, torch.Tensor] = {}
 _slots: dict[tuple[torch.device, int], int] = {}
+_registering = threading.Lock()
 
 
 def counters(device: torch.device) -> torch.Tensor:
@@ -120,19 +122,27 @@ def counters(device: torch.device) -> torch.Tensor:
     Launches on one stream run one after another and leave the counters at 0, so they share a set; streams do not.
     All sets of a device are allocated at the first launch, which must not be inside a CUDA graph capture.
     """
-    if device not in _counters:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "The first lean launch on a device must not be captured into a CUDA graph: its counters live outside the graph. "
-                "Run the model once before capturing it."
-            )
-        size = 4 * MAX_PROGRAMS_PER_SM * num_sms(device)
-        _counters[device] = torch.zeros(_STREAM_SLOTS, size, dtype=torch.int32, device=device)
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     slot = _slots.get((device, stream))
     if slot is None:
+        slot = _register_stream(device, stream)
+    return _counters[device][slot]
+
+
+def _register_stream(device: torch.device, stream: int) -> int:
+    with _registering:
+        if device not in _counters:
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    "The first lean launch on a device must not be captured into a CUDA graph: its counters live outside the "
+                    "graph. Run the model once before capturing it."
+                )
+            size = 4 * MAX_PROGRAMS_PER_SM * num_sms(device)
+            _counters[device] = torch.zeros(_STREAM_SLOTS, size, dtype=torch.int32, device=device)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)  # another stream may be the next to count in it
         slot = sum(known == device for known, _ in _slots)
         if slot == _STREAM_SLOTS:
             raise RuntimeError(f"lean has run on {_STREAM_SLOTS} streams of {device} already; reuse streams.")
-        _slots[device, stream] = slot
-    return _counters[device][slot]
+        _slots.setdefault((device, stream), slot)
+        return _slots[device, stream]

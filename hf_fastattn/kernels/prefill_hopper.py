@@ -96,10 +96,11 @@ class Config:
     programs_per_sm: int = 1
 
 
+# Measured on an H200 against cuDNN over lengths 2k to 64k, causal and not. At head_dim 64 the exponentials are the limit.
 CONFIGS = {
-    64: Config(2, 128, 2),
-    128: Config(2, 128, 2, pack_early=True),
-    256: Config(2, 64, 2, pingpong=False, own_out=False, pack_early=True),
+    64: Config(2, 128, 2, schedule=DYNAMIC, exp2_on_fma=8),
+    128: Config(2, 128, 2, schedule=DYNAMIC),
+    256: Config(2, 64, 2, schedule=DYNAMIC, pingpong=False, own_out=False, pack_early=True, hold_wait=False),
 }
 
 

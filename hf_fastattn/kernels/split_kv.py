@@ -213,7 +213,7 @@ def split_kv(
             HEAD_DIM=head_dim,
             WORKSPACE_M=workspace_m,
             BLOCK_D=block_d,
-            CHUNK=launch.merge_chunk(1, block_d),
+            CHUNK=launch.merge_chunk(1, block_d, num_warps=1),
             HAS_SINK_LOGITS=sink_logits is not None,
             WRITE_LSE=return_lse,
             num_warps=1,

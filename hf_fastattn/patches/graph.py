@@ -82,7 +82,7 @@ class CudaGraph:
         return result
 
     def capture(self, body):
-        with torch.cuda.device(self.device):
+        with self._lock, torch.cuda.device(self.device):  # one capture at a time: they share a stream
             stream = self._captured_on.get(self.device)
             if stream is None:
                 stream = self._captured_on[self.device] = torch.cuda.Stream(self.device)
