@@ -11,7 +11,7 @@ import models
 import pytest
 import torch
 import transformers
-from transformers import AutoModel, AutoModelForSeq2SeqLM, CompileConfig, DynamicCache, StaticCache
+from transformers import AutoModel, AutoModelForSeq2SeqLM, CompileConfig, DynamicCache, StaticCache, masking_utils
 
 import hf_fastattn
 from hf_fastattn import compat, interface, kernels, registry
@@ -128,6 +128,68 @@ def test_importing_changes_nothing():
 
 # ---- masks ----
 
+WINDOW = {"local_size": 4, "mask_function": masking_utils.sliding_window_causal_mask_function(4)}
+CHUNK = {"local_size": 3, "mask_function": lambda b, h, q, k: (k <= q) & (q // 3 == k // 3)}
+MASKS = {  # what Transformers asks for: what it gets
+    "causal": ({}, "nothing"),
+    "causal, padded": ({"attention_mask": True}, "spans"),
+    "decode": ({"q_length": 1, "q_offset": 7}, "nothing"),
+    "decode that will be compiled": ({"q_length": 1, "q_offset": 7, "allow_is_causal_skip": False}, "spans"),
+    "buffer longer than its tokens": ({"kv_length": 32}, "spans"),
+    "length on the device": ({"q_length": 1, "q_offset": torch.tensor(7), "kv_length": 32}, "spans"),
+    "window below the length": (WINDOW, "spans"),
+    "window not below the length": ({**WINDOW, "q_length": 4, "kv_length": 4}, "nothing"),
+    "bidirectional": ({"mask_function": masking_utils.bidirectional_mask_function, "allow_is_causal_skip": False}, "spans"),
+    "an overlay": ({"use_vmap": True, "allow_is_causal_skip": False}, "dense"),
+    "packed sequences": ({"mask_function": lambda b, h, q, k: (k <= q) & (q // 4 == k // 4)}, "dense"),
+    "packed sequences, window": ({**WINDOW, "allow_is_causal_skip": False}, "dense"),
+    "chunks": (CHUNK, "dense"),
+    "chunks as long as the window": ({**CHUNK, "local_size": 4, "chunk": 4}, "dense"),
+    "bidirectional, window": ({**WINDOW, "allow_is_causal_skip": False, "q_length": 1, "kv_length": 1}, "dense"),
+}
+
+
+@pytest.mark.parametrize("asked", MASKS)
+def test_mask_function(asked, device):
+    arguments, expected = MASKS[asked]
+    config = transformers.MistralConfig(sliding_window=4)
+    config.attention_chunk_size = arguments.get("chunk", 3)
+    arguments = {"batch_size": 2, "q_length": 8, "kv_length": 8, **arguments}
+    arguments.pop("chunk", None)
+    if arguments.pop("attention_mask", None):
+        arguments["attention_mask"] = torch.ones(2, 8, dtype=torch.bool, device=device)
+    if isinstance(arguments.get("q_offset"), torch.Tensor):
+        arguments["q_offset"] = arguments["q_offset"].to(device)
+    if asked.startswith("bidirectional"):
+        arguments["allow_is_bidirectional_skip"] = True
+    mask = interface.attention_mask("lean", device=device, config=config, dtype=torch.float32, **arguments)
+    if expected == "nothing":
+        assert mask is None
+        return
+    size = (1, spans.WORDS + ("attention_mask" in arguments)) if expected == "spans" else tuple(mask.shape[2:])
+    assert mask.dtype == (torch.int32 if expected == "spans" else torch.bool)
+    assert tuple(mask.shape) == (2, 1, *size) and size[1] == (arguments["kv_length"] if expected == "dense" else size[1])
+    if asked == "length on the device":
+        assert mask.data_ptr() != arguments["q_offset"].data_ptr(), "the cache adds to its length in place"
+
+
+@torch.no_grad()
+def test_without_a_mask_the_layers_own_arguments_count(device):
+    q, k = torch.randn(1, 4, 8, 16, device=device), torch.randn(1, 2, 8, 16, device=device)
+    layer = torch.nn.Module()
+
+    def agrees(expected, **arguments):
+        out, weights = interface.attention_forward("lean", layer, q, k, k, None, **arguments)
+        torch.testing.assert_close(out.transpose(1, 2), reference.attention(q, k, k, **expected), atol=1e-5, rtol=1e-5)
+        assert weights is None
+
+    agrees({"causal": True})
+    agrees({"causal": True, "window": 3, "scale": 1.0}, sliding_window=3, scaling=1.0)
+    agrees({"causal": False}, is_causal=False)
+    layer.is_causal = False
+    agrees({"causal": False})
+    agrees({"causal": True}, is_causal=True)
+
 
 @pytest.mark.parametrize("padding", models.PADDINGS)
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
@@ -207,14 +269,17 @@ def test_a_mask_of_integers_is_refused(lean, device):
 
 
 @torch.no_grad()
-def test_packed_sequences(lean, device):
+@pytest.mark.parametrize("family", ["llama", "mistral_window_below_prompt"])
+def test_packed_sequences(family, device):
+    model = models.family(family, device)
+    model.set_attn_implementation("lean")
     ids = models.prompts("no_padding", device, rows=1)["input_ids"]
     first = 40
     positions = torch.cat([torch.arange(first), torch.arange(ids.shape[1] - first)])[None].to(device)
     with hf_fastattn.count_calls() as calls:
-        packed = lean(ids, position_ids=positions, use_cache=False).logits
-    assert calls == {"lean.dense": lean.config.num_hidden_layers}
-    alone = torch.cat([lean(ids[:, :first]).logits, lean(ids[:, first:]).logits], 1)
+        packed = model(ids, position_ids=positions, use_cache=False).logits
+    assert calls == {"lean.dense": model.config.num_hidden_layers}
+    alone = torch.cat([model(ids[:, :first]).logits, model(ids[:, first:]).logits], 1)
     torch.testing.assert_close(packed, alone, atol=1e-3, rtol=1e-3)
 
 
@@ -230,7 +295,7 @@ LLAMA4 = {
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 def test_chunked_attention_takes_the_dense_path(static, device):
     model = models.tiny("llama4_text", device=device, **LLAMA4)
-    inputs = models.prompts("left_padding", device)
+    inputs = models.prompts("holes", device)
     options = {"cache_implementation": "static", "disable_compile": True} if static else {}
     if static and VERSION == (5, 17):
         with pytest.raises(TypeError, match="block_sequence_ids"):  # Transformers 5.17 cannot, whatever computes attention
