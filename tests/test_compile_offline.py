@@ -1,0 +1,237 @@
+"""Every kernel compiled for GPUs that need not be there: what shared memory and registers it takes, and one race.
+
+The launchers themselves run, on CPU tensors; in place of the launch each kernel is compiled from exactly the arguments,
+specialisations and options that the launch would have had.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import INTERPRETED
+
+triton = pytest.importorskip("triton")
+if INTERPRETED:
+    pytest.skip("interpreted kernels are not compiled", allow_module_level=True)
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.runtime.driver import driver  # noqa: E402
+
+from hf_fastattn.kernels import launch, lean, prefill, spans, split_kv  # noqa: E402
+
+BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+KIB = 1024
+# Shared memory one program may have, and multiprocessors, which only decide grids.
+SHARED_LIMIT = {80: 163 * KIB, 86: 99 * KIB, 89: 99 * KIB, 90: 227 * KIB}
+PARKED = 256  # bytes per thread that may be parked outside of loops
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+class OfflineDriver:
+    """What Triton asks of a driver in order to compile. Its device's number is its architecture: caches are per device."""
+
+    def __init__(self, arch: int):
+        self.arch = arch
+
+    def get_current_device(self):
+        return self.arch
+
+    def get_current_stream(self, device):
+        return 0
+
+    def get_current_target(self):
+        return GPUTarget("cuda", self.arch, 32)
+
+
+class CompileOnly:
+    """A Triton kernel that is compiled where it would be launched."""
+
+    def __init__(self, kernel, compiled: dict):
+        self.kernel, self.compiled = kernel, compiled
+
+    def __getitem__(self, grid):
+        def compile_instead(*args, **kwargs):
+            self.compiled[self.kernel.__name__] = self.kernel.warmup(*args, grid=grid, **kwargs)
+
+        return compile_instead
+
+
+@dataclass(frozen=True)
+class Binary:
+    """A compiled kernel: bytes of shared memory, registers and bytes of stack (spills) per thread, PTX, machine code."""
+
+    shared: int
+    registers: int
+    stack: int
+    ptx: str
+    sass: str
+
+
+def read(kernel, folder: Path) -> Binary:
+    cubin = folder / "kernel.cubin"
+    cubin.write_bytes(kernel.asm["cubin"])
+    run = subprocess.run([BIN / "cuobjdump", "--dump-resource-usage", cubin], capture_output=True, text=True, check=True)
+    usage = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", run.stdout)}
+    stack, sass = usage["STACK"] + usage["LOCAL"], ""
+    if stack:
+        sass = subprocess.run([BIN / "nvdisasm", "-c", cubin], capture_output=True, text=True, check=True).stdout
+    return Binary(kernel.metadata.shared, usage["REG"], stack, kernel.asm["ptx"], sass)
+
+
+def spills_in_tile_loops(sass: str) -> int:
+    """Loads and stores of spilled registers in the loops that multiply: the innermost ones with matrix instructions."""
+    lines = sass.splitlines()
+    labels = {m[1]: i for i, line in enumerate(lines) if (m := re.match(r"\s*(\.L\w+):", line))}
+    jumps = [(m[1], i) for i, line in enumerate(lines) if (m := re.search(r"\bBRA\b.*`\((\.L\w+)\)", line))]
+    loops = [(labels[label], i) for label, i in jumps if labels[label] < i]
+    multiply = [(a, b) for a, b in loops if any(re.search(r"\b(HMMA|HGMMA)\b", line) for line in lines[a:b])]
+    assert multiply, "no loop with matrix instructions found"
+    innermost = [(a, b) for a, b in multiply if not any(a <= c and d <= b and (a, b) != (c, d) for c, d in multiply)]
+    return sum(bool(re.search(r"\b(LDL|STL)\b", line)) for a, b in innermost for line in lines[a:b])
+
+
+@contextmanager
+def compiling(module, kernels: tuple[str, ...], arch: int):
+    """Inside, launches of these kernels compile for `arch`; gives the compiled kernels by name."""
+    compiled: dict = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(driver, "_active", OfflineDriver(arch))
+        patch.setattr(launch, "arch", lambda device: arch)
+        patch.setattr(launch, "num_sms", lambda device: 108)
+        patch.setattr(launch, "_counters", {})
+        patch.setattr(launch, "_slots", {})
+        for name in kernels:
+            patch.setattr(module, name, CompileOnly(getattr(module, name), compiled))
+        yield compiled
+    assert set(compiled) == set(kernels)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One compilation: typical arguments, all aligned."""
+
+    dtype: str
+    head_dim: int
+    q_len: int = 1
+    group: int = 4
+    spans: bool = True
+    batch: int = 4
+
+    @property
+    def id(self) -> str:
+        return f"{self.dtype}-d{self.head_dim}-q{self.q_len}x{self.group}-b{self.batch}{'-spans' * self.spans}"
+
+
+KERNELS = {
+    "lean": (lean, ("lean_kernel",)),
+    "split_kv": (split_kv, ("split_kv_kernel", "combine_kernel")),
+    "prefill": (prefill, ("prefill_kernel",)),
+}
+
+
+@cache
+def build(name: str, shape: Shape, arch: int, folder: Path) -> dict[str, Binary]:
+    """The kernels of one call of the launcher `name`, compiled."""
+    module, kernels = KERNELS[name]
+    q = torch.zeros(shape.batch, 8 * shape.group, shape.q_len, shape.head_dim, dtype=DTYPES[shape.dtype])
+    k = torch.zeros(shape.batch, 8, 2048, shape.head_dim, dtype=q.dtype)
+    span = torch.zeros(shape.batch, 1, 1, spans.WORDS + spans.num_words(2048), dtype=torch.int32) if shape.spans else None
+    with compiling(module, kernels, arch) as compiled:
+        getattr(module, name)(q, k, k, span, causal=not shape.spans)
+    return {kernel: read(binary, folder) for kernel, binary in compiled.items()}
+
+
+DECODE = [
+    Shape("bf16", 64),
+    Shape("bf16", 64, spans=False),
+    Shape("bf16", 128),
+    Shape("fp16", 128, spans=False),
+    Shape("bf16", 128, q_len=16),
+    Shape("bf16", 256, q_len=16),
+    Shape("fp32", 128),
+]
+PREFILL = [
+    Shape("bf16", 64, q_len=2048),
+    Shape("bf16", 128, q_len=2048),
+    Shape("fp16", 128, q_len=2048, spans=False),
+    Shape("bf16", 256, q_len=2048),
+    Shape("fp32", 128, q_len=2048),
+]
+COMPILATIONS = [
+    *(("lean", arch, shape) for arch in (80, 90) for shape in DECODE),
+    ("lean", 80, Shape("bf16", 64, q_len=16)),
+    *(("split_kv", arch, shape) for arch in (80, 90) for shape in DECODE if shape.spans),
+    *(("prefill", arch, shape) for arch in (80, 90) for shape in PREFILL),
+    # Consumer GPUs have the least shared memory.
+    *((name, 86, Shape("bf16", 256, q_len=16)) for name in ("lean", "split_kv")),
+    *(("prefill", 86, shape) for shape in PREFILL if shape.dtype == "bf16"),
+]
+
+
+@pytest.mark.parametrize("name, arch, shape", [pytest.param(*c, id=f"{c[0]}-sm{c[1]}-{c[2].id}") for c in COMPILATIONS])
+def test_shared_memory_and_registers(name, arch, shape, tmp_path):
+    for kernel, binary in build(name, shape, arch, tmp_path).items():
+        print(f"{kernel} sm_{arch} {shape.id}: {binary.shared} B shared, {binary.registers} registers, {binary.stack} B stack")
+        assert f".target sm_{arch}" in binary.ptx
+        assert binary.shared <= SHARED_LIMIT[arch], f"{kernel} needs {binary.shared} bytes of shared memory"
+        # fp32 with IEEE dots is for being right, and at head_dim 256 the output alone may outgrow the registers.
+        if shape.dtype != "fp32" and shape.head_dim <= 128 and binary.stack:
+            # Having used all 255 registers, ptxas may park some around the loops over tiles; in them it may not.
+            assert binary.stack <= PARKED, f"{kernel} spills {binary.stack} bytes per thread"
+            assert spills_in_tile_loops(binary.sass) == 0, f"{kernel} spills in the loops over K/V tiles"
+
+
+def unguarded_releases(ptx: str) -> tuple[int, int]:
+    """(release atomics, those of them with no barrier of all threads between the last store to global memory and them).
+
+    One thread releases for the whole program. Stores of the others that are still under way then are not covered, and the
+    program that reads them would see old values; tools that watch a run seldom catch it.
+    """
+    releases = unguarded = 0
+    barrier_since_store = True
+    for line in ptx.splitlines():
+        instruction = line.split("//")[0].strip().rstrip(";")
+        instruction = re.sub(r"^@!?%p\d+\s+", "", instruction)
+        if instruction.startswith("st.global"):
+            barrier_since_store = False
+        elif re.match(r"(bar\.sync|barrier\.sync)", instruction):
+            barrier_since_store = True
+        elif re.match(r"(atom|red)\..*\b(acq_rel|release)\b", instruction):
+            releases += 1
+            unguarded += not barrier_since_store
+    return releases, unguarded
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("shape", [Shape("bf16", 64), Shape("bf16", 128, spans=False)], ids=lambda s: s.id)
+def test_lean_releases_its_partials_after_a_barrier(shape, arch, tmp_path):
+    ptx = build("lean", shape, arch, tmp_path)["lean_kernel"].ptx
+    assert unguarded_releases(ptx) == (2, 0)  # one release per level of the merge
+    without = "\n".join(line for line in ptx.splitlines() if "bar.sync" not in line)
+    assert unguarded_releases(without) == (2, 2)
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_spans_kernel_compiles(arch, tmp_path):
+    mask = torch.zeros(4, 100, dtype=torch.bool)
+    span = torch.zeros(4, 1, 1, spans.WORDS + spans.num_words(100), dtype=torch.int32)
+    with compiling(spans, ("_build_spans_kernel",), arch) as compiled:
+        spans._build_spans_kernel[(4,)](
+            *(span, mask, torch.zeros(1, dtype=torch.int64), 0, 100, 1, 100, spans.num_words(100), 1, 100, 0, spans.NO_WINDOW),
+            OFFSET_ON_DEVICE=True,
+            HAS_MASK=True,
+            CAUSAL=spans.CAUSAL,
+            HOLES=spans.HOLES,
+            NUM_INTS=spans.WORDS,
+            BLOCK=32,
+            num_warps=4,
+        )
+    binary = read(compiled["_build_spans_kernel"], tmp_path)
+    assert binary.shared <= SHARED_LIMIT[arch] and binary.stack == 0
