@@ -185,3 +185,15 @@ def decode_mask(model, inputs: dict):
 def is_inert_hook(hook) -> bool:
     """Whether Transformers itself left this hook on a module to collect hidden states, asleep unless they are asked for."""
     return getattr(hook, "__module__", "") == "transformers.utils.output_capturing"
+
+
+# ---- what bench/ needs of the host ----
+
+from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
+from transformers import StoppingCriteria as StoppingCriteria  # noqa: E402
+
+
+def random_model(model_type: str, dtype: torch.dtype, device: torch.device, **config) -> PreTrainedModel:
+    """A causal language model of this type and config with random weights, drawn on the device itself."""
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **config), dtype=dtype).eval()
