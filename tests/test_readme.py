@@ -21,6 +21,10 @@ def test_backends_table_is_the_registry():
     assert set(rows) >= {"fa2", "lean", "reference", "split_kv"}
 
 
+def test_every_public_name_is_explained():
+    assert [name for name in hf_fastattn.__all__ if not re.search(rf"\b{name}\b", README)] == []
+
+
 def test_stated_versions_and_limits_are_the_packages():
     oldest = ".".join(map(str, compat.OLDEST))
     assert f"Transformers {oldest}" in README and f"transformers>={oldest}" in (ROOT / "pyproject.toml").read_text()
