@@ -20,7 +20,6 @@ import triton.language as tl
 
 from . import checks, launch
 from .softmax import (
-    _WORDS,
     attend,
     block_bounds,
     flat_rows,
@@ -165,7 +164,7 @@ def lean_kernel(
             V + row * stride_vb + kv_head_64 * stride_vh,
             stride_kn,
             stride_vn,
-            Spans + row * stride_sb + _WORDS,
+            Spans + row * stride_sb,
             row_lo,
             row_hi,
             lo,

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from . import checks, launch
-from .softmax import _WORDS, attend, block_bounds, finalize, load_spans, row_bounds
+from .softmax import attend, block_bounds, finalize, load_spans, row_bounds
 from .spans import NO_WINDOW
 
 
@@ -77,7 +77,7 @@ def prefill_kernel(
         V + row * stride_vb + kv_head * stride_vh,
         stride_kn,
         stride_vn,
-        Spans + row * stride_sb + _WORDS,
+        Spans + row * stride_sb,
         row_lo,
         row_hi,
         lo,

@@ -51,8 +51,8 @@ _FLAGS = gl.constexpr(FLAGS)
 _WORDS = gl.constexpr(WORDS)
 _CAUSAL = gl.constexpr(CAUSAL)
 _HOLES = gl.constexpr(HOLES)
-_LOG2_E = softmax.LOG2_E
-_LN_2 = softmax.LN_2
+_LOG2_E = gl.constexpr(softmax.LOG2_E)
+_LN_2 = gl.constexpr(softmax.LN_2)
 
 # What a row sees is defined once, for all kernels; these compile the same source as Gluon.
 _row_bounds = gluon.jit(softmax.row_bounds.fn)

@@ -19,33 +19,36 @@ import triton.language as tl
 
 from .spans import CAUSAL, FLAGS, HOLES, KV_START, KV_STOP, Q_START, WINDOW, WORDS
 
-# Triton kernels may read module globals only when they are constexpr.
-_Q_START = tl.constexpr(Q_START)
-_KV_START = tl.constexpr(KV_START)
-_KV_STOP = tl.constexpr(KV_STOP)
-_WINDOW = tl.constexpr(WINDOW)
-_FLAGS = tl.constexpr(FLAGS)
-_WORDS = tl.constexpr(WORDS)
-_CAUSAL = tl.constexpr(CAUSAL)
-_HOLES = tl.constexpr(HOLES)
-LOG2_E = tl.constexpr(1.4426950408889634)
-LN_2 = tl.constexpr(0.6931471805599453)
+LOG2_E = 1.4426950408889634
+LN_2 = 0.6931471805599453
+# Constants enter device code as default arguments: Triton compares every global a kernel reads at every launch.
 
 
 @triton.jit
-def load_spans(span_ptrs, q_len, kv_len, window, HAS_SPANS: tl.constexpr, IS_CAUSAL: tl.constexpr):
+def load_spans(
+    span_ptrs, q_len, kv_len, window,
+    HAS_SPANS: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+    Q_START: tl.constexpr = Q_START,
+    KV_START: tl.constexpr = KV_START,
+    KV_STOP: tl.constexpr = KV_STOP,
+    WINDOW: tl.constexpr = WINDOW,
+    FLAGS: tl.constexpr = FLAGS,
+    CAUSAL: tl.constexpr = CAUSAL,
+    HOLES: tl.constexpr = HOLES,
+):  # fmt: skip
     """The integers of one row (scalar `span_ptrs`) or of many (a block of pointers), or what they are without spans.
 
     Returns (q_start, kv_start, kv_stop, window, causal, holes), kv_start and kv_stop inside the buffer of `kv_len` slots.
     """
     if HAS_SPANS:
-        q_start = tl.load(span_ptrs + _Q_START)
-        kv_start = tl.maximum(tl.load(span_ptrs + _KV_START), 0)
-        kv_stop = tl.minimum(tl.load(span_ptrs + _KV_STOP), kv_len)
-        window = tl.minimum(tl.load(span_ptrs + _WINDOW), window)
-        flags = tl.load(span_ptrs + _FLAGS)
-        holes = (flags & _HOLES) != 0
-        causal = (flags & _CAUSAL) != 0
+        q_start = tl.load(span_ptrs + Q_START)
+        kv_start = tl.maximum(tl.load(span_ptrs + KV_START), 0)
+        kv_stop = tl.minimum(tl.load(span_ptrs + KV_STOP), kv_len)
+        window = tl.minimum(tl.load(span_ptrs + WINDOW), window)
+        flags = tl.load(span_ptrs + FLAGS)
+        holes = (flags & HOLES) != 0
+        causal = (flags & CAUSAL) != 0
         if IS_CAUSAL:
             causal = causal | True
     else:
@@ -75,7 +78,9 @@ def block_bounds(first_pos, last_pos, kv_start, kv_stop, window, causal):
 
 
 @triton.jit
-def _scores(q, k, scale_log2, cap_log2, HAS_SOFTCAP: tl.constexpr, IEEE: tl.constexpr):
+def _scores(
+    q, k, scale_log2, cap_log2, HAS_SOFTCAP: tl.constexpr, IEEE: tl.constexpr, LN_2: tl.constexpr = LN_2
+):  # fmt: skip
     """Scores in base 2 of a block of rows against a tile of keys; with a softcap c: c * tanh(s / c).
 
     With a softcap, `scale_log2` is 2 * log2(e) * scale / c and `cap_log2` is c * log2(e): tanh(x) = 1 - 2 / (1 + e^2x).
@@ -104,7 +109,7 @@ def attend(
     v_base,
     stride_kn,
     stride_vn,
-    word_ptrs,
+    span_ptr,
     row_lo,
     row_hi,
     lo,
@@ -123,6 +128,7 @@ def attend(
     HAS_SPANS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     IEEE: tl.constexpr,
+    WORDS: tl.constexpr = WORDS,
 ):
     """Online softmax of rows `q` [BLOCK_M, BLOCK_D] over tiles tile_start..tile_stop-1 of the keys [lo, hi).
 
@@ -181,7 +187,7 @@ def attend(
             s = _scores(q, k, scale_log2, cap_log2, HAS_SOFTCAP, IEEE)
             visible = (offs_slot[None, :] >= row_lo[:, None]) & (offs_slot[None, :] < row_hi[:, None])
             if HAS_SPANS:
-                words = tl.load(word_ptrs + (offs_slot >> 5), mask=offs_slot < words_stop, other=-1)
+                words = tl.load(span_ptr + WORDS + (offs_slot >> 5), mask=offs_slot < words_stop, other=-1)
                 visible = visible & (((words >> (offs_slot & 31)) & 1) != 0)[None, :]
             s = tl.where(visible, s, float("-inf"))
             m_new = tl.maximum(m, tl.max(s, 1))
@@ -200,7 +206,12 @@ def attend(
 
 
 @triton.jit
-def finalize(acc, m, l, sink_ptrs, row_mask, HAS_SINK_LOGITS: tl.constexpr):
+def finalize(
+    acc, m, l, sink_ptrs, row_mask,
+    HAS_SINK_LOGITS: tl.constexpr,
+    LOG2_E: tl.constexpr = LOG2_E,
+    LN_2: tl.constexpr = LN_2,
+):  # fmt: skip
     """(acc, m, l) -> (out, lse). A learned sink logit adds exp(logit) to the denominator; a row that saw nothing gives 0."""
     if HAS_SINK_LOGITS:
         sink = tl.load(sink_ptrs, mask=row_mask, other=0.0).to(tl.float32) * LOG2_E

@@ -14,7 +14,6 @@ import triton.language as tl
 
 from . import checks, launch
 from .softmax import (
-    _WORDS,
     attend,
     block_bounds,
     flat_rows,
@@ -84,7 +83,7 @@ def split_kv_kernel(
         V + row * stride_vb + kv_head * stride_vh,
         stride_kn,
         stride_vn,
-        Spans + row * stride_sb + _WORDS,
+        Spans + row * stride_sb,
         row_lo,
         row_hi,
         lo,

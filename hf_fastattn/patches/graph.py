@@ -313,6 +313,11 @@ class DecodeStep:
         cache, ids = given.get("past_key_values"), given.get("input_ids")
         if not isinstance(cache, PreallocatedCache) or ids is None or ids.shape[1] != 1:
             return self.model(**given)  # a chunk of the prompt
+        # Graphs share memory: between copying inputs in and copying logits out, no other thread may replay one.
+        with self.graphs.lock:
+            return self._step(cache, ids, given)
+
+    def _step(self, cache: PreallocatedCache, ids: torch.Tensor, given: dict):
         if self.refused:
             self.graphs.uncaptured += 1
             return self.model(**given)
@@ -330,8 +335,7 @@ class DecodeStep:
                 inputs["attention_mask"] = compat.decode_mask(self.model, inputs)
         entry = self.entry
         if entry is None or entry.storage() is not storage or entry.version != storage.version or not entry.accepts(inputs):
-            with self.graphs.lock:
-                entry = self.entry = self.graphs.find(storage, self.fingerprint, inputs)
+            entry = self.entry = self.graphs.find(storage, self.fingerprint, inputs)
         if entry.refused is None:
             entry.copy_in(inputs)
             try:
@@ -355,22 +359,21 @@ class DecodeStep:
             entry.graph.replay()
             graphs.replays += 1
             return entry.logits.clone()  # whoever keeps it must not see the next step's
-        with graphs.lock:
-            body = entry.body(self.model, storage)
-            if not entry.warm:
-                outputs = _attempt(new_graph(entry.device, graphs.shared).rehearse, body)
-                others = [
-                    name for name, value in outputs.items() if name not in ("logits", "past_key_values") and value is not None
-                ]
-                if others or outputs.get("logits") is None:
-                    raise Uncapturable(f"its output holds {', '.join(others) or 'no logits'}")
-                entry.output_type = type(outputs)
-                entry.warm = True
-                return outputs.logits
-            graph = new_graph(entry.device, graphs.shared)
-            entry.logits = _attempt(graph.capture, body).logits
-            entry.graph = graph
-            graphs.captures += 1
+        body = entry.body(self.model, storage)
+        if not entry.warm:
+            outputs = _attempt(new_graph(entry.device, graphs.shared).rehearse, body)
+            others = [
+                name for name, value in outputs.items() if name not in ("logits", "past_key_values") and value is not None
+            ]
+            if others or outputs.get("logits") is None:
+                raise Uncapturable(f"its output holds {', '.join(others) or 'no logits'}")
+            entry.output_type = type(outputs)
+            entry.warm = True
+            return outputs.logits
+        graph = new_graph(entry.device, graphs.shared)
+        entry.logits = _attempt(graph.capture, body).logits
+        entry.graph = graph
+        graphs.captures += 1
         return self._run(entry, storage)
 
 
