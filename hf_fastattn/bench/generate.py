@@ -15,8 +15,6 @@ the compilation, the graph and its figures.
 from __future__ import annotations
 
 import argparse
-import copy
-import gc
 import json
 import platform
 import statistics
@@ -24,13 +22,13 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from .. import compat
-from ..patches import Patch, graph, patch
+from ..patches import patch
+from .runs import Prompt, Rival, check, compare, free, make_prompt, replay_ms, rewind, run, synchronize, timed_captures, twin
 
 SHAPES = {
     "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256},  # Llama-3.1-8B
@@ -62,212 +60,9 @@ COMMON = {
 }
 SDPA, STATIC, LEAN, OURS, UNPADDED = "sdpa_dynamic", "sdpa_static_compile", "lean_dynamic", "patched", "patched_unpadded"
 STOCK = (SDPA, STATIC)
-SKIP = 5  # a token's time is taken from new token SKIP + 1 on
 FEW = 12  # new tokens where only the prompt matters, and of a rival too slow for more
 COMPILE_SECONDS = 65  # what a warm-up of Transformers' compile takes at most
 FLOPS = 5.5e14  # a second: prefill, for the estimates that decide what fits into --seconds; figures do not depend on it
-
-
-class Clock(compat.StoppingCriteria):
-    """Never stops; notes when each new token was chosen (host seconds; the first only once the device has got there)."""
-
-    def __init__(self):
-        self.at: list[float] = []
-        self.never: torch.Tensor | None = None
-
-    def __call__(self, input_ids, scores, **kwargs):
-        if self.never is None:
-            self.never = torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
-            synchronize(input_ids.device)
-        self.at.append(time.perf_counter())
-        return self.never
-
-
-@dataclass
-class Prompt:
-    """ids and mask, int64 (rows, width), left-padded; lengths: live tokens of each row."""
-
-    ids: torch.Tensor
-    mask: torch.Tensor
-    lengths: list[int]
-
-
-@dataclass
-class Run:
-    """One generate(): new tokens (rows, new), logits (new, rows, vocab) if asked for, seconds, ms a token, the cache if kept."""
-
-    tokens: torch.Tensor
-    first_token_s: float
-    wall_s: float
-    ms: float
-    slowest_ms: float
-    logits: torch.Tensor | None = None
-    cache: object = None
-
-
-@dataclass
-class Rival:
-    name: str
-    model: compat.PreTrainedModel
-    prompt: Prompt
-    new: int  # tokens of a repeat
-    options: dict = field(default_factory=dict)
-    patch: Patch | None = None
-    report: dict = field(default_factory=dict)
-    runs: list[Run] = field(default_factory=list)
-    replays: list[float] = field(default_factory=list)
-    first: Run | None = None
-    failed: bool = False
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def free(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
-def twin(model, attention: str):
-    """A model of its own, configuration included, over the same weights."""
-    tensors = [*model.parameters(), *model.buffers()]
-    other = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
-    other.set_attn_implementation(attention)
-    return other
-
-
-def make_prompt(lengths: list[int], vocab_size: int, device: torch.device) -> Prompt:
-    """Random tokens, left-padded to the longest row."""
-    generator = torch.Generator().manual_seed(1)
-    width = max(lengths)
-    ids = torch.randint(3, vocab_size, (len(lengths), width), generator=generator)
-    mask = torch.arange(width) >= width - torch.tensor(lengths)[:, None]
-    return Prompt(ids.where(mask, 0).to(device), mask.long().to(device), lengths)
-
-
-def run(model, prompt: Prompt, new: int, cache=None, keep: bool = False, logits: bool = False, **options) -> Run:
-    """generate() `new` tokens greedily, timed from outside; with a cache, on from the tokens it holds."""
-    device = prompt.ids.device
-    if cache is not None:
-        options["past_key_values"] = cache
-    if keep or logits:
-        options |= {"return_dict_in_generate": True, "output_logits": logits}
-    clock = Clock()
-    synchronize(device)
-    began = time.perf_counter()
-    out = model.generate(
-        prompt.ids,
-        attention_mask=prompt.mask,
-        max_new_tokens=new,
-        min_new_tokens=new,
-        do_sample=False,
-        stopping_criteria=[clock],
-        **options,
-    )
-    synchronize(device)
-    wall = time.perf_counter() - began
-    at = clock.at
-    skip = max(0, min(SKIP, len(at) - 2))
-    gaps = [b - a for a, b in zip(at[skip:], at[skip + 1 :], strict=False)] or [0.0]
-    sequences = out if isinstance(out, torch.Tensor) else out.sequences
-    return Run(
-        tokens=sequences[:, prompt.ids.shape[1] :],
-        first_token_s=at[0] - began,
-        wall_s=wall,
-        ms=1e3 * sum(gaps) / len(gaps),
-        slowest_ms=1e3 * max(gaps),
-        logits=torch.stack(out.logits) if logits else None,
-        cache=out.past_key_values if keep else None,
-    )
-
-
-def rewind(cache, prompt: Prompt):
-    """The cache, holding all of the prompt but its last token again."""
-    more = cache.get_seq_length() - (prompt.ids.shape[1] - 1)
-    if more > 0:
-        cache.crop(-more)
-    return cache
-
-
-def compare(ours: Run, theirs: Run) -> dict:
-    """Share of equal tokens, the first step that differs in any row, and the largest logit difference up to that step."""
-    steps = min(ours.tokens.shape[1], theirs.tokens.shape[1])
-    same = ours.tokens[:, :steps] == theirs.tokens[:, :steps]
-    different = (~same).any(0).nonzero().flatten().tolist()
-    found = {
-        "tokens": same.numel(),
-        "equal": same.double().mean().item(),
-        "first_difference": different[0] if different else None,
-    }
-    if ours.logits is not None and theirs.logits is not None:
-        upto = different[0] + 1 if different else steps  # after it the rows no longer read the same tokens
-        difference = (ours.logits[:upto].float() - theirs.logits[:upto].float()).abs().max()
-        found["largest_logit_difference"] = difference.item()
-    return found
-
-
-def check(ours: Rival, cache, lean, sdpa) -> dict:
-    """Captured against uncaptured steps of the same backend over the same cache, beside sdpa against the same.
-
-    "passed": whether the logits differ by at most twice what sdpa's do, plus 4 eps of the largest.
-    """
-    replayed = ours.patch.replays
-    captured, uncaptured, other = (
-        run(model, ours.prompt, steps, rewind(cache, ours.prompt), logits=True)
-        for model, steps in ((ours.model, min(ours.new, 24)), (lean, min(ours.new, 24)), (sdpa, 6))
-    )
-    rewind(cache, ours.prompt)
-    found = {"against_uncaptured": compare(captured, uncaptured), "sdpa_against_uncaptured": compare(other, uncaptured)}
-    largest = uncaptured.logits.abs().max().item()
-    allowed = 2 * found["sdpa_against_uncaptured"]["largest_logit_difference"]
-    allowed += 4 * torch.finfo(ours.model.dtype).eps * largest
-    passed = found["against_uncaptured"]["largest_logit_difference"] <= allowed
-    replayed = ours.patch.replays - replayed
-    return found | {"largest_logit": largest, "allowed": allowed, "passed": passed, "steps_replayed": replayed}
-
-
-@contextmanager
-def timed_captures(seconds: list[float]) -> Iterator[None]:
-    """Inside, each capture of a decode graph appends how long it took."""
-    original = graph.CudaGraph.capture
-
-    def capture(self, body):
-        synchronize(self.device)
-        began = time.perf_counter()
-        result = original(self, body)
-        synchronize(self.device)
-        seconds.append(time.perf_counter() - began)
-        return result
-
-    graph.CudaGraph.capture = capture
-    try:
-        yield
-    finally:
-        graph.CudaGraph.capture = original
-
-
-def replay_ms(patched: Patch) -> float | None:
-    """Milliseconds of one replay of the graph used last, by events around several; None if there is none."""
-    entries = [e for held in patched._graphs.entries.values() for e in held if e.graph is not None]
-    if not entries:
-        return None
-    entry = max(entries, key=lambda e: e.used)
-    storage = entry.storage()
-    count = max(1, min(10, *(track.capacity - (track.seen - track.base) for track in storage.tracks)))
-    for track in storage.tracks:
-        track.sync(entry.device)
-    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    for _ in range(count):
-        entry.graph.replay()
-    stop.record()
-    stop.synchronize()
-    for track in storage.tracks:
-        track.image = None  # the device has counted on
-    return start.elapsed_time(stop) / count
 
 
 class Bench:
@@ -368,12 +163,13 @@ class Bench:
         if rival.failed:
             free(self.device)
 
-    def no_time(self, row: dict, name: str, seconds: float) -> bool:
-        """Whether this many seconds are not left any more, which is then noted."""
-        if not self.cuda or seconds <= self.left():
+    def no_time(self, row: dict, name: str, seconds: float, reserve: float = 0.0) -> bool:
+        """Whether this many seconds are not left any more beside those kept for later cases, which is then noted."""
+        if not self.cuda or seconds + reserve <= self.left():
             return False
         row["rivals"][name] = None
-        row["notes"].append(f"{name} not run: needs about {seconds:.0f} s, {self.left():.0f} s left")
+        kept = f", {reserve:.0f} s of them kept for later cases" if reserve else ""
+        row["notes"].append(f"{name} not run: needs about {seconds:.0f} s, {self.left():.0f} s left{kept}")
         self.say("  " + row["notes"][-1])
         return True
 
@@ -397,7 +193,7 @@ class Bench:
         for rival in rivals:
             if rival.patch is not None:
                 rival.patch.undo()
-        compiled = any(rival.report.get("compiled") for rival in rivals)
+        compiled = any(hasattr(rival.model, "_compiled_call") for rival in rivals)
         rivals.clear()
         caches.clear()
         if compiled:
@@ -420,7 +216,8 @@ class Bench:
 
         prefill = self.prefill_seconds(prompt.lengths)
         sdpa, lean = add(SDPA, "sdpa"), add(LEAN, "lean")
-        short = make_prompt([min(256, max(prompt.lengths))] * len(prompt.lengths), self.model.config.vocab_size, self.device)
+        few = [max(1, length * 256 // max(256, *prompt.lengths)) for length in prompt.lengths]
+        short = make_prompt(few, self.model.config.vocab_size, self.device)
         for rival in (sdpa, lean):
             if self.no_time(row, rival.name, 5 + prefill * (4 if row["padded"] and rival is sdpa else 1)):
                 rival.failed = True
@@ -433,12 +230,16 @@ class Bench:
         first = sdpa.first or lean.first
         resume = row["case"] in self.args.resume or (first is not None and first.first_token_s > 1.0)
         row["repeats_from"] = "cache" if resume else "prompt"
+        if resume and sdpa.failed and "dynamic" in caches:  # its steps can still be timed, from the cache that lean made
+            sdpa.failed, sdpa.new = False, FEW
+            row["rivals"][SDPA] = sdpa.report
+            sdpa.report["prompt_error"] = sdpa.report.pop("error", "no time left")
         if not resume:
             caches.clear()
 
         if row["case"] in self.args.compile_cases:
             spent = (self.args.repeats + 4) * (first.wall_s + new * 0.03 if first else 0.0)
-            if not self.no_time(row, STATIC, COMPILE_SECONDS + spent + reserve):  # the cases to come matter more
+            if not self.no_time(row, STATIC, COMPILE_SECONDS + spent, reserve):
                 static = add(STATIC, "sdpa", cache_implementation="static")
                 row["rivals"][STATIC] = static.report
                 with self.guard(static):
@@ -545,6 +346,7 @@ class Bench:
             times = [run.ms for run in rival.runs]
             report = rival.report
             report |= {"ms": statistics.median(times), "all_ms": times, "new_tokens": rival.new}
+            report["slowest_step_ms"] = max(run.slowest_ms for run in rival.runs)
             report["wall_s"] = statistics.median(run.wall_s for run in rival.runs)
             if row["repeats_from"] == "prompt":
                 report["ttft_ms"] = 1e3 * statistics.median(run.first_token_s for run in rival.runs)
