@@ -2,9 +2,12 @@
 
 import json
 
+import fake_graph
 import pytest
+import torch
 
-from hf_fastattn.bench import generate
+from hf_fastattn import patch
+from hf_fastattn.bench import generate, runs
 
 RIVALS = {generate.SDPA, generate.STATIC, generate.LEAN, generate.OURS}
 
@@ -30,6 +33,41 @@ def test_every_rival_is_checked_and_timed(tmp_path, capsys):
         assert ours["check"][f"against_{generate.SDPA}"]["equal"] == 1
         assert ours["replay_ms"] is None and ours["reasons"]  # no graph on a CPU, and that is said
     assert "x best" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("resume", ["", "2x16,2xpadded"])
+def test_captured_steps_are_checked_and_captured_once(tmp_path, monkeypatch, resume):
+    fake_graph.use(monkeypatch)
+    for row in bench(tmp_path, "--cases", "2x16,2xpadded", "--compile-cases", "", "--resume", resume)["rows"]:
+        ours = row["rivals"][generate.OURS]
+        assert (
+            ours["check"]["steps_replayed"] == 7 and ours["check"]["passed"] and ours["check"]["against_uncaptured"]["equal"] == 1
+        )
+        assert ours["captures_while_timing"] == 0 and ours["steps"]["uncaptured"] == 0 and not ours["reasons"]
+
+
+def test_timing_a_replay_leaves_the_next_tokens_right(monkeypatch):
+    class Event:
+        def __init__(self, **_): ...
+        def record(self): ...
+        def synchronize(self): ...
+        def elapsed_time(self, other):
+            return 20.0
+
+    fake_graph.use(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    device = torch.device("cpu")
+    model = generate.compat.random_model("llama", torch.float32, device, **{**generate.COMMON, **generate.SHAPES["tiny"]})
+    prompt = runs.make_prompt([20, 9], 128, device)
+    with patch(model) as patched:
+        assert runs.replay_ms(patched) is None
+        first = runs.run(model, prompt, 8, keep=True)
+        for _ in range(2):
+            assert runs.replay_ms(patched) == 2.0
+            again = runs.run(model, prompt, 8, logits=True)
+            onwards = runs.run(model, prompt, 8, cache=runs.rewind(first.cache, prompt), logits=True)
+            assert torch.equal(again.tokens, first.tokens) and torch.equal(onwards.tokens, first.tokens)
+            torch.testing.assert_close(onwards.logits, again.logits)
 
 
 def test_what_fails_is_written_down_and_stops_nothing_else(tmp_path, monkeypatch):
