@@ -304,6 +304,14 @@ def test_lean_merging_in_two_levels(kernel, case, programs, fan_in, device, monk
     check_case(kernel, case, device)
 
 
+@pytest.mark.parametrize("kernel", here(SPLIT_KV, LEAN), ids=lambda k: k.name)
+@pytest.mark.parametrize("case", here(*SCHEDULE_CASES), ids=lambda c: c.id)
+def test_merging_in_several_chunks(kernel, case, device, monkeypatch):
+    force_programs(monkeypatch, 19)
+    monkeypatch.setattr(launch, "merge_chunk", lambda *args, **kwargs: 2)
+    check_case(kernel, case, device)
+
+
 @with_lean
 def test_lean_merges_in_two_levels_when_many_programs_share_a_row(kernel, device, monkeypatch):
     """FAN_IN as it is, and more contributors than one level takes."""
