@@ -9,6 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_fastattn
 from hf_fastattn import compat, interface, registry
+from hf_fastattn.bench import report as bench_report
 from hf_fastattn.kernels import checks
 
 ROOT = Path(__file__).parent.parent
@@ -58,3 +59,8 @@ def test_named_files_and_targets_exist(document):
         assert f"\n{target}:" in makefile, target
     for path in re.findall(r"`((?:hf_fastattn|tests|examples|\.ci)/[\w./]+)`", text):
         assert (ROOT / path).exists(), path
+
+
+def test_measured_tables_are_the_jsons():
+    written = README.partition(bench_report.BEGIN)[2].partition(bench_report.END)[0].strip()
+    assert written == bench_report.report(ROOT / "examples" / "results")

@@ -362,9 +362,7 @@ class DecodeStep:
         body = entry.body(self.model, storage)
         if not entry.warm:
             outputs = _attempt(new_graph(entry.device, graphs.shared).rehearse, body)
-            others = [
-                name for name, value in outputs.items() if name not in ("logits", "past_key_values") and value is not None
-            ]
+            others = [name for name, value in outputs.items() if name not in ("logits", "past_key_values") and value is not None]
             if others or outputs.get("logits") is None:
                 raise Uncapturable(f"its output holds {', '.join(others) or 'no logits'}")
             entry.output_type = type(outputs)
