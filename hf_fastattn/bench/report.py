@@ -15,7 +15,7 @@ BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 
 def _table(head: list[str], rows: list[list]) -> str:
     lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join("–" if cell is None else str(cell) for cell in line) + " |" for line in lines)
+    return "\n".join("| " + " | ".join("-" if cell is None else str(cell) for cell in line) + " |" for line in lines)
 
 
 def _length(n: int) -> str:
@@ -80,6 +80,7 @@ def report(folder: Path) -> str:
     generate, decode = read("generate_8b.json"), read("kernels_decode.json")
     ragged, prefill = read("kernels_ragged.json"), read("kernels_prefill.json")
     on = decode["conditions"]
+    padded = next(row for row in generate["rows"] if row["padded"])["rivals"]["patched_unpadded"]["ms"]
     means = prefill["geometric_mean"]
     return "\n\n".join(
         [
@@ -88,7 +89,8 @@ def report(folder: Path) -> str:
             "**`generate()`, milliseconds a token**, a Llama-3.1-8B-shaped model with random weights, greedy "
             "(`python -m hf_fastattn.bench.generate --shape 8b`):",
             generate_table(generate),
-            "Time to first token and all else is in the JSON; – was not run, or failed with the reason recorded there.",
+            "The padded row is 8 left-padded prompts of 1k to 32k; an unpadded batch with as many live tokens takes "
+            f"{padded:.2f} ms under `patch()`. Time to first token and all else is in the JSON; - was not run, or failed with the reason recorded there.",
             "**Decode kernels, microseconds a call**, CUDA-graph replays over inputs larger than L2 "
             "(`python -m hf_fastattn.bench.kernels decode ragged prefill`): "
             f"`lean` is {decode['geometric_mean']['lean_over_best_peer']:.2f}x the better sdpa backend in geometric mean, "
