@@ -90,8 +90,8 @@ def report(folder: Path) -> str:
             "(`python -m hf_fastattn.bench.generate --shape 8b`):",
             generate_table(generate),
             "The padded row is 8 left-padded prompts of 1k to 32k; an unpadded batch with as many live tokens takes "
-            f"{padded:.2f} ms under `patch()`. Time to first token and all else is in the JSON; - was not run, or failed with the "
-            "reason recorded there.",
+            f"{padded:.2f} ms under `patch()`. Time to first token and all else is in the JSON; - was not run, or failed with "
+            "the reason recorded there.",
             "**Decode kernels, microseconds a call**, CUDA-graph replays over inputs larger than L2 "
             "(`python -m hf_fastattn.bench.kernels decode ragged prefill`): "
             f"`lean` is {decode['geometric_mean']['lean_over_best_peer']:.2f}x the better sdpa backend in geometric mean, "
