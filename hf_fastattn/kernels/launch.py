@@ -21,7 +21,7 @@ _CPU_SMS = 3  # what the interpreter pretends to have: few programs, several til
 class Config:
     """One launch: block sizes in rows and keys, warps, pipeline stages.
 
-    Decode only: programs per SM, tiles a share of `lean` must hold at least, and a register cap so that they fit.
+    Decode only: programs per SM, and tiles a share of `lean` must hold at least.
     """
 
     BLOCK_M: int
@@ -30,7 +30,6 @@ class Config:
     num_stages: int
     programs_per_sm: int = 1
     MIN_TILES: int = 1
-    maxnreg: int | None = None
 
 
 def block_d(head_dim: int) -> int:

@@ -305,6 +305,5 @@ def lean(
             IEEE=q.dtype == torch.float32,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
-            maxnreg=config.maxnreg,
         )
     return (out, lse) if return_lse else out

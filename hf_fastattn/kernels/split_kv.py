@@ -198,7 +198,6 @@ def split_kv(
             IEEE=q.dtype == torch.float32,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
-            maxnreg=config.maxnreg,
         )
         combine_kernel[(q_len * group, kv_heads, batch)](
             acc,
