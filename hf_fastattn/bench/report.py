@@ -87,7 +87,8 @@ def report(folder: Path) -> str:
             f"{on['device']}, torch {on['torch']}, triton {on['triton']}, transformers {on['transformers']}, bfloat16, medians. "
             "Every result was checked before it was timed, peers in the same run; losses stand beside the wins.",
             "**`generate()`, milliseconds a token**, a Llama-3.1-8B-shaped model with random weights, greedy "
-            "(`python -m hf_fastattn.bench.generate --shape 8b`):",
+            "(`PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True python -m hf_fastattn.bench.generate --shape 8b "
+            "--cases 1x512,1x8192,8x8192,1x65536,8x32768,8xpadded --compile-cases 1x512,1x8192,8x8192,1x65536`):",
             generate_table(generate),
             "The padded row is 8 left-padded prompts of 1k to 32k; an unpadded batch with as many live tokens takes "
             f"{padded:.2f} ms under `patch()`. Time to first token and all else is in the JSON; - was not run, or failed with "
