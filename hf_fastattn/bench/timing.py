@@ -1,23 +1,41 @@
-"""Timing on a GPU that flatters nobody: CUDA-graph replays over inputs larger than L2, rivals taking turns."""
+"""Timing that flatters nobody: CUDA-graph replays over inputs larger than L2, rivals taking turns."""
 
 from __future__ import annotations
 
-import platform
+import contextlib
+import math
 import statistics
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable
 
 import torch
 
-L2_BYTES = 256 << 20  # inputs of one timed round are at least this large, several times any L2
+L2_BYTES = 256 << 20  # the inputs of one round are at least this large, several times any L2
+ONE_SET_BYTES = 8 << 30  # one set as large as this leaves less than one percent of itself in L2
+REPLAY_US = 1000  # a replay takes at least about this long, so that its own launch (some 5 us) does not show
+SHAPE_SECONDS = 0.3  # what the repeats of one shape may take, as far as LEAST allows
+LEAST, MOST = 5, 15  # rounds
+
+METHOD = "CUDA-graph replays over inputs larger than L2, rivals alternating, median"
+
+Call = Callable[[int], object]
+Run = Callable[[], object]
 
 
 def num_sets(bytes_per_set: int) -> int:
     """How many sets of inputs to rotate through so that none is found in L2 when its turn comes again."""
-    return max(2, min(128, -(-L2_BYTES // bytes_per_set)))
+    return 1 if bytes_per_set >= ONE_SET_BYTES else max(2, min(512, -(-L2_BYTES // bytes_per_set)))
 
 
-def capture(call: Callable[[int], object], sets: int, calls: int) -> torch.cuda.CUDAGraph:
-    """A graph of `calls` calls, the i-th on input set i % sets."""
+def num_calls(sets: int, us: float) -> int:
+    """Calls in one replay: every set equally often, for calls of about `us` microseconds."""
+    return sets * max(1, math.ceil(REPLAY_US / (sets * us)))
+
+
+def record(call: Call, sets: int, calls: int, device: torch.device) -> Run:
+    """What runs `calls` calls, the i-th on input set i % sets: a CUDA graph's replay, or a plain loop on the CPU."""
+    if device.type != "cuda":
+        return lambda: [call(i % sets) for i in range(calls)]
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -26,45 +44,49 @@ def capture(call: Callable[[int], object], sets: int, calls: int) -> torch.cuda.
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(calls):
-            call(i % sets)
-    return graph
+    try:
+        with torch.cuda.graph(graph):
+            for i in range(calls):
+                call(i % sets)
+    except RuntimeError:
+        # A capture that failed leaves torch's random numbers in capture mode; one that succeeds takes them out of it.
+        with contextlib.suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            torch.zeros(1, device=device)
+        raise
+    return graph.replay
 
 
-def time_rivals(
-    rivals: dict[str, Callable[[int], object]], sets: int, rounds: int = 9, calls: int | None = None
-) -> dict[str, float]:
-    """Median microseconds a call of each rival; `call(i)` runs it on input set i. Rivals alternate within every round."""
-    calls = max(sets, 2) if calls is None else calls
-    graphs = {name: capture(call, sets, calls) for name, call in rivals.items()}
-    times: dict[str, list[float]] = {name: [] for name in rivals}
-    for round_ in range(rounds + 1):
-        for name, graph in graphs.items():
-            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            graph.replay()
-            stop.record()
-            stop.synchronize()
-            if round_:  # the first is a warm-up
-                times[name].append(1e3 * start.elapsed_time(stop) / calls)
-    return {name: statistics.median(values) for name, values in times.items()}
+def elapsed_us(run: Run, device: torch.device) -> float:
+    """Microseconds of one run(), by the device's clock."""
+    if device.type != "cuda":
+        began = time.perf_counter()
+        run()
+        return 1e6 * (time.perf_counter() - began)
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    run()
+    stop.record()
+    stop.synchronize()
+    return 1e3 * start.elapsed_time(stop)
 
 
-def conditions() -> dict[str, str]:
-    """What a reader needs to judge a figure: device and versions."""
-    import transformers
-    import triton
+def time_rivals(runs: dict[str, Run], calls: int, device: torch.device) -> dict[str, list[float]]:
+    """Microseconds a call of each rival, once a round; what record() made of it runs `calls` calls.
 
+    Rivals take turns within a round and go first in turn. The first round warms up and says how many there is time for.
+    """
+    warm_up = sum(elapsed_us(run, device) for run in runs.values())
+    rounds = max(LEAST, min(MOST, int(1e6 * SHAPE_SECONDS / max(warm_up, 1))))
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for round_ in range(rounds):
+        for name in runs if round_ % 2 == 0 else reversed(runs):
+            times[name].append(elapsed_us(runs[name], device) / calls)
+    return times
+
+
+def medians(times: dict[str, list[float]]) -> dict:
+    """The fields of a row: medians as "us", and the fastest and slowest round as "us_range"."""
     return {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-        "method": "CUDA-graph replays over inputs larger than L2, rivals alternating, median",
+        "us": {name: statistics.median(values) for name, values in times.items()},
+        "us_range": {name: [min(values), max(values)] for name, values in times.items()},
     }
-
-
-def geometric_mean(values: Sequence[float]) -> float:
-    return statistics.geometric_mean(values)

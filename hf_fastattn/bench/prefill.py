@@ -1,0 +1,156 @@
+"""Rows of the kernel benchmark that time prefill, and what a sliding window saves in prefill and decode."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn.attention import SDPBackend
+
+from .shapes import DTYPE, LEAN, PORTABLE, PREFILL, READ, SPLIT_KV, Shape, compete, exact, make_inputs, ratios, sdpa, thousands
+from .timing import num_sets
+
+RATE = 5e8  # flops a microsecond, to guess how long a call takes
+TAIL = 64  # the exact result holds all scores: the last queries are enough to judge by
+
+# By head_dim first: Triton compiles once for each.
+PREFILL_SHAPES = [
+    Shape(batch, heads, kv_heads, head_dim, length, length, causal)
+    for head_dim, heads, kv_heads in ((64, 32, 32), (128, 32, 8), (256, 16, 8))
+    for batch, length in ((8, 2 << 10), (2, 8 << 10), (1, 16 << 10), (1, 64 << 10))
+    for causal in (True, False)
+]
+LENGTH, WINDOW = 128 << 10, 4 << 10
+
+
+@dataclass(frozen=True)
+class Windowed:
+    """A causal call in which a query sees the nearest `window` keys, all of them where None."""
+
+    phase: str
+    shape: Shape
+    window: int | None
+
+    def __str__(self) -> str:
+        name = f"{self.phase}, {self.shape.batch} x {thousands(self.shape.kv_len)}"
+        return name if self.window is None else f"{name}, window {thousands(self.window)}"
+
+
+# The window alone, the window in a long sequence, all of the long sequence.
+WINDOWED = [
+    Windowed(phase, Shape(batch, 32, 8, 128, length, length if phase == "prefill" else 1), window)
+    for phase, batches in (("prefill", (1,)), ("decode", (1, 16)))
+    for batch in batches
+    for length, window in ((WINDOW, None), (LENGTH, WINDOW), (LENGTH, None))
+]
+
+
+def _tail(out: torch.Tensor) -> torch.Tensor:
+    return out[:, :, -TAIL:]
+
+
+def _expected(inputs, **options) -> torch.Tensor:
+    q, k, v = inputs
+    return exact(_tail(q), k, v, **options)
+
+
+def _sets(shape: Shape) -> int:
+    q_bytes = shape.batch * shape.num_heads * shape.q_len * shape.head_dim * DTYPE.itemsize
+    return num_sets(q_bytes + shape.kv_bytes)
+
+
+def prefill_row(shape: Shape, device: torch.device) -> dict:
+    """TFLOP/s of what the backends run here, our portable kernel, sdpa flash and sdpa cuDNN."""
+    sets = _sets(shape)
+    inputs = make_inputs(shape, sets, device)
+    flops = 4 * shape.batch * shape.num_heads * shape.q_len * shape.kv_len * shape.head_dim / (2 if shape.causal else 1)
+    found = compete(
+        {
+            "sdpa_flash": lambda i: sdpa(SDPBackend.FLASH_ATTENTION, *inputs[i], causal=shape.causal),
+            "sdpa_cudnn": lambda i: sdpa(SDPBackend.CUDNN_ATTENTION, *inputs[i], causal=shape.causal),
+        },
+        {
+            "ours": lambda i: PREFILL(*inputs[i], causal=shape.causal),
+            "portable": lambda i: PORTABLE(*inputs[i], causal=shape.causal),
+        },
+        _expected(inputs[0], causal=shape.causal),
+        sets=sets,
+        us=flops / RATE,
+        part=_tail,
+    )
+    rates = {name: flops / us / 1e6 for name, us in found["us"].items()}
+    row = shape.row() | found | {"tflops": rates}
+    for name, kernel, peer in (
+        ("ours_over_sdpa_cudnn", "ours", "sdpa_cudnn"),
+        ("ours_over_sdpa_flash", "ours", "sdpa_flash"),
+        ("portable_over_sdpa_flash", "portable", "sdpa_flash"),
+    ):
+        row[name] = rates[kernel] / rates[peer] if peer in rates else None
+    return row
+
+
+def prefill_summary(rows: list[dict]) -> dict:
+    return {name: ratios(rows, name) for name in ("ours_over_sdpa_cudnn", "ours_over_sdpa_flash", "portable_over_sdpa_flash")}
+
+
+def visible_pairs(q_len: int, kv_len: int, window: int | None) -> int:
+    """(query, key) pairs that a causal window leaves, the queries being the last q_len of kv_len tokens."""
+    window = min(window or kv_len, kv_len)
+    first = kv_len - q_len  # keys before the first query
+    short = max(0, min(q_len, window - 1 - first))  # queries that see less than a whole window
+    return short * first + short * (short + 1) // 2 + (q_len - short) * window
+
+
+def window_row(case: Windowed, device: torch.device) -> dict:
+    """Microseconds of one call, and the work it does: (query, key) pairs inside window and causal mask."""
+    shape, window = case.shape, case.window
+    pairs = visible_pairs(shape.q_len, shape.kv_len, window) * shape.batch
+    if case.phase == "prefill":
+        kernels = {"ours": PREFILL, "portable": PORTABLE}
+        sets, us = _sets(shape), 4 * pairs * shape.num_heads * shape.head_dim / RATE
+    else:
+        kernels = {"ours": LEAN, "split_kv": SPLIT_KV}
+        live_bytes = shape.kv_bytes * (window or shape.kv_len) // shape.kv_len  # what a call reads decides
+        sets, us = num_sets(live_bytes), max(7, live_bytes / READ)
+    inputs = make_inputs(shape, sets, device)
+    found = compete(
+        {"flash_attention_2": lambda i: _flash_window(*inputs[i], window)},
+        {name: lambda i, kernel=kernel: kernel(*inputs[i], window=window) for name, kernel in kernels.items()},
+        _expected(inputs[0], window=window),
+        sets=sets,
+        us=us,
+        part=_tail,
+    )
+    return shape.row() | {"shape": str(case), "phase": case.phase, "window": window, "pairs": pairs} | found
+
+
+def _flash_window(q, k, v, window: int | None) -> torch.Tensor:
+    """torch's own FlashAttention-2, which knows windows below sdpa's public call."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out = torch.ops.aten._flash_attention_forward(
+        q, k, v, None, None, q.shape[1], k.shape[1], 0.0, True, False, window_size_left=window and window - 1, window_size_right=0
+    )[0]
+    return out.transpose(1, 2)
+
+
+def window_summary(rows: list[dict]) -> dict:
+    """For each phase and batch, what the long windowed call costs for its work, compared with the window alone.
+
+    "over_proportion" 1.0 is a cost in exact proportion to the window's pairs; "full_over_windowed" is what the window saves.
+    """
+    found = {}
+    for row in rows:
+        if row["window"] is None:
+            continue
+        alike = [r for r in rows if r["window"] is None and (r["phase"], r["batch"]) == (row["phase"], row["batch"])]
+        alone = next((r for r in alike if r["kv_len"] == row["window"]), None)
+        full = next((r for r in alike if r["kv_len"] == row["kv_len"]), None)
+        found[row["shape"]] = {
+            kernel: {
+                "over_proportion": alone and us / alone["us"][kernel] * alone["pairs"] / row["pairs"],
+                "full_over_windowed": full and full["us"][kernel] / us,
+            }
+            for kernel, us in row["us"].items()
+            if all(kernel in r["us"] for r in alike)
+        }
+    return found

@@ -1,0 +1,76 @@
+"""One run of a benchmark: its clock, its progress bar, and its JSON, written after every row."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+
+def conditions(device: torch.device, method: str) -> dict[str, str]:
+    """What a reader needs to judge a figure: device, versions, method."""
+    import transformers
+
+    try:
+        import triton
+    except ImportError:  # not on every CPU
+        triton = None
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
+        "torch": torch.__version__,
+        "triton": getattr(triton, "__version__", "none"),
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "method": method,
+    }
+
+
+def find_device(name: str | None) -> torch.device:
+    """The device of that name, by default the current GPU or else the CPU, with its index as tensors name it."""
+    device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def add_options(parser: argparse.ArgumentParser, seconds: float) -> None:
+    """--out, --seconds and --device, which all benchmarks share."""
+    parser.add_argument("--out", type=Path, default=Path("examples/results"), help="folder for the JSON (default: %(default)s)")
+    help_ = "what does not fit into this is left out, with a note (default: %(default)s)"
+    parser.add_argument("--seconds", type=float, default=seconds, help=help_)
+    parser.add_argument("--device", help="default cuda if there is one, else cpu")
+
+
+class Results:
+    """`data` is what the JSON at `path` holds; its "rows" come one by one, and each is saved at once."""
+
+    def __init__(self, path: Path, seconds: float, **head):
+        self.began = time.perf_counter()
+        self.path = path
+        self.seconds = seconds
+        self.data = {**head, "rows": []}
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+    def left(self) -> float:
+        """Seconds that the run may still take."""
+        return self.seconds - (time.perf_counter() - self.began)
+
+    def say(self, text: str) -> None:
+        """A line of the log, above the progress bar where there is one."""
+        tqdm.write(f"[{time.perf_counter() - self.began:5.0f} s] {text}")
+
+    def save(self) -> None:
+        whole = self.path.with_suffix(".partial")  # an interrupted write must not cost the rows that are there
+        whole.write_text(json.dumps(self.data, indent=1) + "\n")
+        whole.replace(self.path)
+
+
+def progress(items: Iterable, what: str, unit: str = "row") -> tqdm:
+    """A bar over the items on a terminal, nothing in a log file."""
+    return tqdm(items, desc=what, unit=unit, disable=None, dynamic_ncols=True)

@@ -1,0 +1,149 @@
+"""One attention call to be timed: its shape, its inputs, its exact result, and torch's own kernels for it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ..kernels import TritonKernel, reference
+from . import timing
+
+DTYPE = torch.bfloat16
+READ = 4.5e6  # bytes a microsecond, to guess how long a call takes; figures do not depend on it
+REFERENCE_BYTES = 1 << 30  # of K in float32 that the exact result holds at once
+
+# The Triton kernels on a GPU; on the CPU their twins, so that everything but the figures can be tried there.
+LEAN, SPLIT_KV, PORTABLE = TritonKernel("lean"), TritonKernel("split_kv"), TritonKernel("prefill")
+PREFILL = TritonKernel("prefill", hopper="prefill_hopper")  # what the backends run
+
+
+class WrongResult(RuntimeError):
+    """A kernel's result is not attention."""
+
+
+def thousands(n: int) -> str:
+    """Tokens in words: 65536 is 64k."""
+    return f"{n >> 10}k" if n % 1024 == 0 else str(n)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """q is (batch, num_heads, q_len, head_dim); K and V are (batch, num_kv_heads, kv_len, head_dim)."""
+
+    batch: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    kv_len: int
+    q_len: int = 1
+    causal: bool = True
+
+    def __str__(self) -> str:
+        name = f"{self.batch}, {self.num_heads}/{self.num_kv_heads}, {self.head_dim}, {thousands(self.kv_len)}"
+        if self.q_len == self.kv_len:
+            return f"{name}, {'causal' if self.causal else 'not causal'}"
+        return name if self.q_len == 1 else f"{name}, {self.q_len} queries"
+
+    @property
+    def kv_bytes(self) -> int:
+        return 2 * self.batch * self.num_kv_heads * self.kv_len * self.head_dim * DTYPE.itemsize
+
+    def row(self) -> dict:
+        """The fields of a row that say which shape it is."""
+        return {"shape": str(self), **asdict(self), "kv_bytes": self.kv_bytes}
+
+
+def make_inputs(shape: Shape, sets: int, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """`sets` independent (q, k, v) of normal noise."""
+    new = lambda heads, n: torch.randn(shape.batch, heads, n, shape.head_dim, device=device, dtype=DTYPE)  # noqa: E731
+    return [
+        (new(shape.num_heads, shape.q_len), new(shape.num_kv_heads, shape.kv_len), new(shape.num_kv_heads, shape.kv_len))
+        for _ in range(sets)
+    ]
+
+
+def exact(q, k, v, spans=None, **options) -> torch.Tensor:
+    """The fp32 reference, a few KV heads of a row at a time, since it holds them in fp32."""
+    group, heads = q.shape[1] // k.shape[1], k.shape[1]
+    step = max(1, REFERENCE_BYTES // (4 * k.shape[2] * k.shape[3]))
+    rows = []
+    for b in range(q.shape[0]):
+        parts = []
+        for h in range(0, heads, step):
+            its = (x[b : b + 1, n * h : n * (h + step)] for x, n in ((q, group), (k, 1), (v, 1)))
+            parts.append(reference.attention(*its, None if spans is None else spans[b : b + 1], **options))
+        rows.append(torch.cat(parts, 1))
+    return torch.cat(rows).float()
+
+
+def check(name: str, out: torch.Tensor, expected: torch.Tensor) -> None:
+    """Refuse to time a wrong result: at most 4 units of rounding of the largest value; sound kernels stay below 2."""
+    error = (out.float() - expected).abs().max().item()
+    allowed = 4 * torch.finfo(out.dtype).eps * expected.abs().max().item()
+    if not error <= allowed:  # NaN too
+        raise WrongResult(f"{name} is wrong: error {error:.2e}, allowed {allowed:.2e}.")
+
+
+def compete(
+    peers: dict[str, timing.Call],
+    ours: dict[str, timing.Call],
+    expected: torch.Tensor,
+    *,
+    sets: int,
+    us: float,
+    part: Callable[[torch.Tensor], torch.Tensor] = lambda out: out,
+) -> dict:
+    """Check all rivals on input set 0, then time them: the "us", "us_range" and "errors" of a row.
+
+    A peer that cannot run the shape, or runs it wrong, is left out with its reason in "errors"; one of ours that is wrong raises
+    WrongResult. `expected` is the exact `part` of the result; `us` a guess at how long a call takes.
+    """
+    calls, runs, errors = timing.num_calls(sets, us), {}, {}
+    for name, call in {**peers, **ours}.items():
+        try:
+            check(name, part(call(0)), expected)
+            runs[name] = timing.record(call, sets, calls, expected.device)
+        except RuntimeError as error:  # whatever the reason, the others are still worth timing
+            if name in ours:
+                raise
+            errors[name] = f"{type(error).__name__}: {str(error).strip()[:300]}"
+    return timing.medians(timing.time_rivals(runs, calls, expected.device)) | {"errors": errors}
+
+
+def best_peer(us: dict[str, float]) -> float | None:
+    """Microseconds of torch's better fast backend, of those that ran."""
+    return min((us[name] for name in ("sdpa_flash", "sdpa_cudnn") if name in us), default=None)
+
+
+def sdpa(backend: SDPBackend, q, k, v, causal: bool = False, mask: torch.Tensor | None = None) -> torch.Tensor:
+    """torch's scaled_dot_product_attention on one backend, with K and V heads as they are."""
+    with sdpa_kernel(backend):
+        return torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, mask, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
+        )
+
+
+def sdpa_masked(q, k, v, mask: torch.Tensor) -> torch.Tensor:
+    """What Transformers does with a mask: K and V expanded to all heads, and torch's choice of backend."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+def ratios(rows: list[dict], name: str) -> dict:
+    """Geometric mean, smallest and largest of a ratio over the rows that have it, and where it is smallest."""
+    having = [row for row in rows if row.get(name) is not None]
+    if not having:
+        return {"rows": 0}
+    values: Sequence[float] = [row[name] for row in having]
+    worst = min(having, key=lambda row: row[name])
+    return {
+        "rows": len(values),
+        "geometric_mean": statistics.geometric_mean(values),
+        "smallest": worst[name],
+        "smallest_at": worst["shape"],
+        "largest": max(values),
+    }

@@ -1,0 +1,192 @@
+"""The kernel benchmark on the CPU: all of it but the graphs and the figures, which the torch twins have none of."""
+
+import json
+
+import pytest
+import torch
+
+from hf_fastattn.bench import decode, kernels, paper, prefill, shapes, timing
+from hf_fastattn.bench.shapes import Shape
+from hf_fastattn.kernels import launch, reference
+
+SMALL = {
+    "decode": [Shape(2, 4, 2, 16, 64), Shape(1, 4, 4, 16, 96)],
+    "speculation": [Shape(2, 4, 2, 16, 64, 4)],
+    "ragged": [decode.Ragged("even", [64]), decode.Ragged("uneven", [64, 5, 9])],
+    "paper": [Shape(1, 4, 4, 64, 96), Shape(2, 4, 4, 128, 64)],
+    "prefill": [Shape(1, 4, 2, 16, 80, 80, causal) for causal in (True, False)],
+    "window": [
+        prefill.Windowed(phase, Shape(1, 4, 2, 16, length, length if phase == "prefill" else 1), window)
+        for phase in ("prefill", "decode")
+        for length, window in ((16, None), (128, 16), (128, None))
+    ],
+}
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    for name, part in kernels.PARTS.items():
+        monkeypatch.setitem(kernels.PARTS, name, kernels.Part(part.row, SMALL[name], part.summary, part.figures))
+    monkeypatch.setattr(timing, "L2_BYTES", 1)
+    monkeypatch.setattr(timing, "REPLAY_US", 1e-9)
+
+
+def bench(tmp_path, part, *arguments) -> tuple[int, dict]:
+    status = kernels.main([part, "--device", "cpu", "--out", str(tmp_path), *arguments])
+    return status, json.loads((tmp_path / f"kernels_{part}.json").read_text())
+
+
+@pytest.mark.parametrize("part", SMALL)
+def test_every_shape_is_checked_and_timed(tmp_path, part):
+    status, result = bench(tmp_path, part)
+    assert status == 0 and not result["failed"] and not result["not_run"]
+    assert [row["shape"] for row in result["rows"]] == [str(shape) for shape in SMALL[part]]
+    ours = {"paper": {"fa2", "split_kv", "lean"}, "prefill": {"ours", "portable"}, "window": {"ours"}}.get(part)
+    for row in result["rows"]:
+        assert all(
+            us > 0 and low <= us <= high for us, (low, high) in zip(row["us"].values(), row["us_range"].values(), strict=True)
+        )
+        assert set(row["us"]) >= (ours or {"split_kv"})
+        assert not any("WrongResult" in error for error in row["errors"].values())  # absent on a CPU, but not wrong
+    assert result["summary"] and result["conditions"]["torch"] == torch.__version__
+
+
+def test_a_peer_that_cannot_run_is_named_and_costs_nothing_else(tmp_path):
+    (row, _), (_, result) = SMALL["decode"], bench(tmp_path, "decode")
+    assert set(result["rows"][0]["errors"]) == {"sdpa_cudnn"}  # needs a GPU
+    assert result["rows"][0]["lean_over_best_peer"] == result["rows"][0]["us"]["sdpa_flash"] / result["rows"][0]["us"]["lean"]
+    assert row.kv_bytes == 2 * 2 * 2 * 64 * 16 * 2 == result["rows"][0]["kv_bytes"]
+
+
+def test_a_wrong_kernel_is_not_timed(tmp_path, monkeypatch, capsys):
+    def off_by_one(q, k, v, spans=None, **options):
+        return reference.attention(q, k[:, :, 1:], v[:, :, 1:], spans, **options)
+
+    monkeypatch.setattr(decode, "LEAN", off_by_one)
+    status, result = bench(tmp_path, "decode")
+    assert status == 1 and result["rows"] == [] and len(result["failed"]) == 2
+    assert all("lean is wrong: error" in failed["error"] for failed in result["failed"])
+    assert "failed" in capsys.readouterr().out
+
+
+def test_a_wrong_peer_is_not_timed_either(tmp_path, monkeypatch):
+    monkeypatch.setattr(decode, "sdpa", lambda backend, q, k, v: torch.zeros_like(q))
+    _, result = bench(tmp_path, "decode")
+    assert all("WrongResult" in row["errors"]["sdpa_flash"] for row in result["rows"])
+    assert all(row["lean_over_best_peer"] is None for row in result["rows"])
+    assert result["summary"]["lean_over_best_peer"] == {"rows": 0}
+
+
+def test_the_check_refuses_zeros_and_nan_and_accepts_rounding():
+    q, k, v = shapes.make_inputs(Shape(2, 4, 2, 64, 4096), 1, torch.device("cpu"))[0]
+    expected = shapes.exact(q, k, v)
+    shapes.check("rounded", expected.bfloat16(), expected)
+    for wrong in (torch.zeros_like(q), torch.full_like(q, float("nan")), reference.attention(q, k[:, :, :-64], v[:, :, :-64])):
+        with pytest.raises(shapes.WrongResult):
+            shapes.check("wrong", wrong, expected)
+
+
+def test_exact_is_the_reference_whatever_it_holds_at_once(monkeypatch):
+    q, k, v = shapes.make_inputs(Shape(3, 8, 4, 16, 40, 3), 1, torch.device("cpu"))[0]
+    whole = reference.attention(q, k, v, window=7).float()
+    for size in (1, 2 * 4 * 40 * 16, 1 << 30):
+        monkeypatch.setattr(shapes, "REFERENCE_BYTES", size)
+        torch.testing.assert_close(shapes.exact(q, k, v, window=7), whole)
+
+
+def test_rows_are_chosen_kept_and_left_out(tmp_path, capsys):
+    _, result = bench(tmp_path, "decode", "--only", "4/4")
+    assert [row["shape"] for row in result["rows"]] == ["1, 4/4, 16, 96"]
+    first = result["rows"][0]
+    _, result = bench(tmp_path, "decode", "--keep")
+    assert len(result["rows"]) == 2 and result["rows"][0] == first and result["summary"]["lean_over_split_kv"]["rows"] == 2
+    status, same = bench(tmp_path, "decode", "--seconds", "0")
+    assert status == 1 and same == result and "no time for 2 shapes" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        bench(tmp_path, "decode", "--only", "9/9")
+    assert "no shape of decode has '9/9' in its name" in capsys.readouterr().err
+
+
+def test_rows_of_another_machine_are_not_kept(tmp_path, capsys):
+    _, result = bench(tmp_path, "decode")
+    result["conditions"]["device"] = "another"
+    (tmp_path / "kernels_decode.json").write_text(json.dumps(result))
+    with pytest.raises(SystemExit):
+        bench(tmp_path, "decode", "--keep")
+    assert "another machine" in capsys.readouterr().err
+
+
+def test_an_interrupted_run_keeps_its_rows(tmp_path, monkeypatch):
+    part, rows = kernels.PARTS["decode"], []
+
+    def interrupted(shape, device):
+        if rows:
+            raise KeyboardInterrupt
+        rows.append(part.row(shape, device))
+        return rows[0]
+
+    monkeypatch.setitem(kernels.PARTS, "decode", kernels.Part(interrupted, part.shapes, part.summary))
+    status, result = bench(tmp_path, "decode")
+    assert status == 130 and len(result["rows"]) == 1 and result["summary"]
+
+
+def test_without_a_gpu_it_says_so(capsys):
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(SystemExit):
+        kernels.main(["decode"])
+    assert "no CUDA device" in capsys.readouterr().err
+
+
+# ---- what is timed ----
+
+
+@pytest.mark.parametrize("part", ["decode", "speculation", "paper", "prefill", "window"])
+def test_inputs_of_a_round_are_larger_than_l2(monkeypatch, part):
+    monkeypatch.undo()
+    for shape in kernels.PARTS[part].shapes:
+        kv_bytes = (
+            shape.shape.kv_bytes * (shape.window or shape.shape.kv_len) // shape.shape.kv_len
+            if part == "window"
+            else shape.kv_bytes
+        )
+        sets = timing.num_sets(kv_bytes)
+        assert sets * kv_bytes >= 128 << 20 and (sets > 1 or kv_bytes >= 100 * (50 << 20)), str(shape)
+        assert timing.num_calls(sets, 7.0) % sets == 0
+
+
+def test_the_grid_is_whole():
+    assert len(set(map(str, decode.DECODE))) == len(decode.DECODE) == 138  # 140 but two of 275 and 240 GB
+    assert max(shape.kv_bytes for shape in decode.DECODE) == 64 << 30
+    assert {(s.num_heads, s.num_kv_heads, s.head_dim) for s in decode.DECODE} == set(decode.HEADS)
+    assert {s.head_dim for s in paper.SHAPES} == {64, 128} and {s.batch for s in paper.SHAPES} == {1, 4, 16}
+    assert {s.num_heads for s in paper.SHAPES} == {12, 32, 56, 128} and max(s.kv_len for s in paper.SHAPES) == 512 << 10
+
+
+def test_rivals_take_turns_and_go_first_in_turn():
+    seen = []
+    cpu = torch.device("cpu")
+    runs = {name: timing.record(lambda i, name=name: seen.append((name, i)), 2, 4, cpu) for name in "ab"}
+    times = timing.time_rivals(runs, 4, cpu)
+    assert {len(values) for values in times.values()} == {timing.MOST}
+    assert [name for name, i in seen[::4]][:6] == ["a", "b", "a", "b", "b", "a"]  # the first two warm up
+    assert [i for _, i in seen[:4]] == [0, 1, 0, 1]
+    assert timing.medians({"a": [5.0, 1.0, 2.0]}) == {"us": {"a": 2.0}, "us_range": {"a": [1.0, 5.0]}}
+
+
+def test_visible_pairs_count_what_the_reference_sees():
+    for q_len, kv_len, window in ((1, 9, None), (1, 9, 4), (9, 9, 4), (9, 9, None), (5, 9, 3), (5, 9, 7), (3, 9, 20)):
+        seen = reference.visible(q_len, kv_len, torch.device("cpu"), None, True, window)
+        assert prefill.visible_pairs(q_len, kv_len, window) == seen.sum().item()
+
+
+def test_schedules_hold_every_tile_and_lean_is_even(monkeypatch):
+    monkeypatch.setattr(launch, "arch", lambda device: 90)
+    monkeypatch.setattr(launch, "num_sms", lambda device: 132)
+    few = Shape(1, 12, 12, 128, 64 << 10)
+    found = {kernel: paper.schedule(kernel, few, torch.device("cpu")) for kernel in ("fa2", "split_kv", "lean")}
+    assert found["fa2"]["programs"] == 12 and found["fa2"]["sms_with_work"] == found["fa2"]["balance"] == 12 / 132
+    assert 0.95 < found["lean"]["balance"] <= 1 and found["lean"]["sms_with_work"] == 1
+    assert found["fa2"]["balance"] < found["split_kv"]["balance"] <= found["lean"]["balance"]
+    for kernel in found:  # a full wave of whole shares has nothing idle
+        assert paper.schedule(kernel, Shape(1, 132 * 4, 132 * 4, 128, 64 << 10), torch.device("cpu"))["balance"] == 1
