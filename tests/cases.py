@@ -33,7 +33,9 @@ class Case:
     window: int | None = None
     softcap: float | None = None
     scale: float | None = None
-    sinks: bool = False
+    sinks: bool = False  # learned logits
+    first_tokens: int = 0  # kept in sight whatever the window: the kernels' `sinks`
+    turned: bool = False  # ... and scored with a query of their own
     lse: bool = True
     layout: str = "plain"
     # From here on the call carries spans if anything differs from its default.
@@ -64,7 +66,7 @@ class Case:
 
     @property
     def has_spans(self) -> bool:
-        return any(getattr(self, f.name) != f.default for f in fields(self)[14:])
+        return any(getattr(self, f.name) != f.default for f in fields(self)[16:])
 
     @property
     def first_query(self) -> int:
@@ -73,7 +75,7 @@ class Case:
 
 @dataclass
 class Inputs:
-    """Tensors of a case, the options every kernel takes, and what the contract says is visible."""
+    """Tensors of a case, the options every kernel takes, what the contract says is visible, and which slots are sinks."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -81,6 +83,7 @@ class Inputs:
     spans: torch.Tensor | None
     options: dict
     seen: np.ndarray
+    is_sink: np.ndarray
 
 
 def attention_mask(case: Case, rng: np.random.Generator) -> np.ndarray | None:
@@ -131,6 +134,7 @@ def make(case: Case, device: torch.device) -> Inputs:
         causal=case.causal,
         window=case.window,
         attention_mask=mask,
+        sinks=case.first_tokens,
     )
     # Slots past the last query, and before the first and after the last live position, were never written.
     if case.layout != "one_row_for_all":
@@ -177,7 +181,14 @@ def make(case: Case, device: torch.device) -> Inputs:
         "sink_logits": sink_logits,
         "return_lse": case.lse,
     }
-    return Inputs(placed(q, case.layout), placed(k, case.layout), placed(v, case.layout), spans, options, seen)
+    q, k, v = (placed(x, case.layout) for x in (q, k, v))
+    if case.first_tokens:
+        options |= {"sinks": case.first_tokens, "q_sinks": None}
+    if case.turned and case.first_tokens:
+        turned = torch.as_tensor(rng.standard_normal(q.shape), dtype=q.dtype, device=device)
+        options["q_sinks"] = placed(turned, case.layout)
+    is_sink = oracle.sink_slots(case.batch, case.kv_len, case.kv_offset, mask, case.first_tokens)
+    return Inputs(q, k, v, spans, options, seen, is_sink)
 
 
 def ragged(batch: int, kv_len: int, *, right: bool = True) -> tuple[tuple[int, int, float], ...]:
@@ -253,6 +264,28 @@ CASES: list[Case] = [
             {"sinks": True, "softcap": 10.0, "window": 13},
         )
     ),
+    # sinks: one tile of them and several, windows behind, at and over them, padding, holes, queries among them
+    *(
+        replace(base, **{"head_dim": 32, "first_tokens": n, "turned": turned, **options})
+        for base in (_decode, _prompt, _append)
+        for n, turned, options in (
+            (4, True, {"window": 20}),
+            (4, False, {"window": 20, "dtype": "fp16"}),
+            (1, True, {"window": 1}),
+            (37, True, {"window": 13, "batch": 1}),
+            (base.kv_len + 9, True, {"causal": False}),
+            (5, True, {"window": 9, "causal": False, "sinks": True, "softcap": 10.0}),
+            (4, True, {"window": 16, "batch": 3, "rows": ((0, base.kv_len, 0.0), (9, base.kv_len, 0.4), (0, 0, 0.0))}),
+            (
+                4,
+                True,
+                {"window": 16, "batch": 3, "rows": ((0, base.kv_len - 9, 0.0), (2, 5, 0.0), (base.kv_len - 2, base.kv_len, 0.0))},
+            ),
+            (3, True, {"window": 30, "layout": "slices", "head_dim": 80, "dtype": "fp16", "say_twice": True}),
+        )
+    ),
+    # sinks of a row whose window holds no live key, with more splits or shares than it has tiles
+    replace(_decode, kv_len=LONG, q_offset=LONG - 1, rows=((0, 20, 0.0), (5, 9, 0.0)), first_tokens=4, turned=True, window=20),
     # padding: left, right, holes, an empty row, everything masked
     *(
         replace(base, rows=rows(base.kv_len), head_dim=32, batch=3, causal=causal)

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 
-def visible(batch, q_len, kv_len, *, q_offset, kv_offset=0, causal=True, window=None, attention_mask=None) -> np.ndarray:
+def visible(batch, q_len, kv_len, *, q_offset, kv_offset=0, causal=True, window=None, attention_mask=None, sinks=0) -> np.ndarray:
     """bool (batch, q_len, kv_len): does query i, at position q_offset + i, see slot j, which holds position kv_offset + j?
 
     attention_mask: bool (batch, positions seen), True where a position is live; positions past its end are not.
@@ -18,7 +18,7 @@ def visible(batch, q_len, kv_len, *, q_offset, kv_offset=0, causal=True, window=
     if causal:
         seen &= key <= query
     if window is not None:
-        seen &= abs(query - key) < window
+        seen &= (abs(query - key) < window) | sink_slots(batch, kv_len, kv_offset, attention_mask, sinks)[:, None]
     if attention_mask is not None:
         for b in range(batch):
             known = [key < attention_mask.shape[1] and attention_mask[b, key] for key in key.ravel().tolist()]
@@ -26,16 +26,27 @@ def visible(batch, q_len, kv_len, *, q_offset, kv_offset=0, causal=True, window=
     return seen
 
 
-def visible_from_spans(spans: torch.Tensor, q_len, kv_len, *, causal=False, window=None) -> np.ndarray:
+def sink_slots(batch, kv_len, kv_offset, attention_mask, sinks) -> np.ndarray:
+    """bool (batch, kv_len): is slot j one of the `sinks` slots from the row's first live one?"""
+    found = np.zeros((batch, kv_len), dtype=bool)
+    for b in range(batch):
+        live = range(kv_len)
+        if attention_mask is not None:
+            live = [j for j in live if kv_offset + j < attention_mask.shape[1] and attention_mask[b, kv_offset + j]]
+        if live:
+            found[b, live[0] : live[0] + sinks] = True
+    return found
+
+
+def visible_from_spans(spans: torch.Tensor, q_len, kv_len, *, causal=False, window=None, sinks=0) -> np.ndarray:
     """The same from a spans tensor, as its docstring reads: a key is seen when every condition allows it."""
     rows = spans.cpu().numpy().reshape(spans.shape[0], -1).astype(np.int64)
     p, j = np.arange(q_len)[:, None], np.arange(kv_len)[None, :]
     seen = np.zeros((len(rows), q_len, kv_len), dtype=bool)
-    for b, (q_start, kv_start, kv_stop, row_window, flags, *words) in enumerate(rows):
+    for b, (q_start, kv_start, kv_stop, row_window, flags, _, *words) in enumerate(rows):
         distance = q_start + p - j
-        sees = (j >= kv_start) & (j < kv_stop) & (abs(distance) < row_window)
-        if window is not None:
-            sees &= abs(distance) < window
+        near = abs(distance) < (row_window if window is None else min(row_window, window))
+        sees = (j >= kv_start) & (j < kv_stop) & (near | (j < max(kv_start, 0) + sinks))
         if causal or flags & 1:
             sees &= distance >= 0
         if flags & 2:
@@ -44,15 +55,22 @@ def visible_from_spans(spans: torch.Tensor, q_len, kv_len, *, causal=False, wind
     return seen
 
 
-def attention(q, k, v, seen: np.ndarray, *, scale=None, softcap=None, sink_logits=None):
-    """(out, lse) in fp64 on q's device; `seen` as above. A query that sees nothing gets 0 and, without a sink, lse -inf."""
+def attention(q, k, v, seen: np.ndarray, *, scale=None, softcap=None, sink_logits=None, q_sinks=None, is_sink=None):
+    """(out, lse) in fp64 on q's device; `seen` as above. A query that sees nothing gets 0 and, without a sink, lse -inf.
+
+    Slots of is_sink, bool (batch, kv_len), are scored with q_sinks in place of q.
+    """
     group = q.shape[1] // k.shape[1]
     seen = torch.as_tensor(seen, device=q.device)
     # What nobody sees may hold anything.
     nobody = ~seen.any(1)[:, None, :, None]
     k64 = k.double().masked_fill(nobody, 0.0).repeat_interleave(group, 1)
     v64 = v.double().masked_fill(nobody, 0.0).repeat_interleave(group, 1)
-    scores = torch.einsum("bhqd,bhkd->bhqk", q.double(), k64) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = torch.einsum("bhqd,bhkd->bhqk", q.double(), k64)
+    if q_sinks is not None:
+        turned = torch.einsum("bhqd,bhkd->bhqk", q_sinks.double(), k64)
+        scores = torch.where(torch.as_tensor(is_sink, device=q.device)[:, None, None], turned, scores)
+    scores = scores * (q.shape[-1] ** -0.5 if scale is None else scale)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     weights = torch.exp(scores).masked_fill(~seen[:, None], 0.0)  # test scores are far from overflowing fp64

@@ -36,6 +36,7 @@ class Kernel:
     min_q_len: int = 1
     head_dims: tuple[int, ...] | None = None
     half_only: bool = False
+    no_first_tokens: bool = False
     aligned_only: bool = False
     arch: tuple[int, int] | None = None  # the one compute capability it is for
 
@@ -61,6 +62,8 @@ class Kernel:
             case = replace(case, head_dim=min(d for d in self.head_dims if d > case.head_dim))
         if self.half_only and case.dtype == "fp32":
             case = replace(case, dtype="fp16")
+        if self.no_first_tokens:
+            case = replace(case, first_tokens=0, turned=False)
         if self.aligned_only and case.layout in ("unaligned", "one_row_for_all"):
             case = replace(case, layout="plain")
         return case
@@ -75,6 +78,7 @@ HOPPER = Kernel(
     min_q_len=65,
     head_dims=(64, 128, 256),
     half_only=True,
+    no_first_tokens=True,
     aligned_only=True,
     arch=(9, 0),
 )
@@ -135,12 +139,13 @@ def check_case(kernel: Kernel, case: Case, device) -> None:
     x = make(case, device)
     assert (x.spans is not None) == case.has_spans
     result = run(kernel, x.q, x.k, x.v, x.spans, x.options)
-    expected = oracle.attention(x.q, x.k, x.v, x.seen, **_plain(x.options))
-    tolerance.assert_attention(result, expected, x.q, x.k, x.v, x.spans, x.seen, x.options, f"{kernel.name} on {case.id}")
+    expected = oracle.attention(x.q, x.k, x.v, x.seen, **_plain(x.options), is_sink=x.is_sink)
+    what = f"{kernel.name} on {case.id}"
+    tolerance.assert_attention(result, expected, x.q, x.k, x.v, x.spans, x.seen, x.options, what, x.is_sink)
 
 
 def _plain(options: dict) -> dict:
-    return {name: options.get(name) for name in ("scale", "softcap", "sink_logits")}
+    return {name: options.get(name) for name in ("scale", "softcap", "sink_logits", "q_sinks")}
 
 
 RUNS = [pytest.param(k, c, id=f"{k.name}-{c.id}") for c in CASES for k in RUNNABLE if k.fit(c) == c]
@@ -196,6 +201,8 @@ def any_case(draw) -> Case:
         window=draw(st.one_of(st.none(), st.integers(1, kv_len + 5))),
         softcap=draw(st.sampled_from((None, None, 5.0, 50.0))),
         sinks=draw(st.booleans()),
+        first_tokens=draw(st.sampled_from((0, 0, 1, 4, 20))),
+        turned=draw(st.booleans()),
         lse=draw(st.booleans()),
         layout=draw(st.sampled_from(("plain", "token_major", "slices", "unaligned", "batch_gap", "one_row_for_all"))),
         spans=draw(st.booleans()),
@@ -231,20 +238,21 @@ def any_spans(draw) -> tuple[Case, list[list[int]]]:
         ints = [draw(around), draw(around), draw(around)]
         ints += [draw(st.one_of(st.just(spans.NO_WINDOW), st.integers(1, kv_len)))]
         ints += [draw(st.sampled_from((0, spans.CAUSAL))) | (draw(st.sampled_from((0, spans.HOLES))) if words else 0)]
+        ints += [draw(st.integers(0, 1 << 30))]
         rows.append(ints + [draw(st.integers(-(1 << 31), (1 << 31) - 1)) for _ in range(words)])
     return case, rows
 
 
 @pytest.mark.parametrize("kernel", RUNNABLE, ids=lambda k: k.name)
 def test_any_spans(kernel, device):
-    @given(any_spans(), st.booleans(), st.one_of(st.none(), st.integers(1, 30)))
-    def check(drawn, causal, window):
+    @given(any_spans(), st.booleans(), st.one_of(st.none(), st.integers(1, 30)), st.sampled_from((0, 0, 3, 20)))
+    def check(drawn, causal, window, sinks):
         case, rows = drawn
         case = kernel.fit(case)
         x = make(replace(case, causal=False), device)
         span = torch.tensor(rows, dtype=torch.int32, device=device)[:, None, None]
-        seen = oracle.visible_from_spans(span, case.q_len, case.kv_len, causal=causal, window=window)
-        options = {"causal": causal, "window": window, "return_lse": True}
+        seen = oracle.visible_from_spans(span, case.q_len, case.kv_len, causal=causal, window=window, sinks=sinks)
+        options = {"causal": causal, "window": window, "return_lse": True, "sinks": sinks}
         result = run(kernel, x.q, x.k, x.v, span, options)
         expected = oracle.attention(x.q, x.k, x.v, seen)
         tolerance.assert_attention(result, expected, x.q, x.k, x.v, span, seen, options, f"{kernel.name} on {rows}")
@@ -376,7 +384,7 @@ def test_spans_say_what_the_mask_says(device):
         options = dict(kv_offset=kv_offset, causal=causal, window=window, attention_mask=tensor)
         span = spans.build_spans(batch, q_len, kv_len, device, q_offset=offset, **options)
         words = 0 if mask is None else -(-kv_len // 32)
-        assert span.dtype == torch.int32 and span.shape == (batch, 1, 1, 5 + words)
+        assert span.dtype == torch.int32 and span.shape == (batch, 1, 1, spans.WORDS + words)
         expected = oracle.visible(
             batch, q_len, kv_len, q_offset=q_offset, kv_offset=kv_offset, causal=causal, window=window, attention_mask=mask
         )
@@ -448,12 +456,25 @@ def _bad(device) -> dict[str, tuple[dict, type[Exception], str]]:
         "stride of v": ({"v": randn(2, 2, 9, 64)[..., ::2]}, ValueError, r"last dimension.*strides 1, 1 and 2.*contiguous\(\)"),
         "grad": ({"q": randn(2, 4, 3, 32, requires_grad=True)}, RuntimeError, r"no backward.*requires grad.*no_grad"),
         "grad of v": ({"v": randn(2, 2, 9, 32, requires_grad=True)}, RuntimeError, r"no backward"),
-        "spans dtype": ({"spans": ints(2, 1, 1, 5, dtype=torch.int64)}, ValueError, r"spans must be int32.*torch.int64"),
-        "spans shape": ({"spans": ints(2, 5)}, ValueError, r"spans must be int32 of shape \(2, 1, 1, 5\) or \(2, 1, 1, 6\)"),
-        "spans batch": ({"spans": ints(3, 1, 1, 5)}, ValueError, r"spans must be int32.*got torch.int32 \(3, 1, 1, 5\)"),
-        "spans words": ({"spans": ints(2, 1, 1, 7)}, ValueError, r"spans must be int32.*for 9 slots.*build_spans"),
-        "spans device": ({"spans": ints(2, 1, 1, 5, d=other)}, ValueError, r"spans must be on q's device.*got meta"),
+        "spans dtype": ({"spans": ints(2, 1, 1, 6, dtype=torch.int64)}, ValueError, r"spans must be int32.*torch.int64"),
+        "spans shape": ({"spans": ints(2, 5)}, ValueError, r"spans must be int32 of shape \(2, 1, 1, 6\) or \(2, 1, 1, 7\)"),
+        "spans batch": ({"spans": ints(3, 1, 1, 6)}, ValueError, r"spans must be int32.*got torch.int32 \(3, 1, 1, 6\)"),
+        "spans words": ({"spans": ints(2, 1, 1, 8)}, ValueError, r"spans must be int32.*for 9 slots.*build_spans"),
+        "spans device": ({"spans": ints(2, 1, 1, 6, d=other)}, ValueError, r"spans must be on q's device.*got meta"),
         "window": ({"window": 0}, ValueError, r"window counts.*at least 1; got 0"),
+        "first tokens": ({"sinks": -1}, ValueError, r"sinks counts the first keys.*at least 0; got -1"),
+        "q_sinks alone": ({"q_sinks": randn(2, 4, 3, 32)}, ValueError, r"q_sinks.*sinks is 0; pass both or neither"),
+        "q_sinks shape": ({"sinks": 2, "q_sinks": randn(2, 4, 1, 32)}, ValueError, r"q_sinks must be like q.*\(2, 4, 1, 32\)"),
+        "q_sinks dtype": (
+            {"sinks": 2, "q_sinks": randn(2, 4, 3, 32, **half)},
+            ValueError,
+            r"q_sinks must be like q.*torch.float16",
+        ),
+        "q_sinks strides": (
+            {"sinks": 2, "q_sinks": randn(2, 3, 4, 32).transpose(1, 2)},
+            ValueError,
+            r"q_sinks must have q's strides, \(384, 96, 32, 1\); got \(384, 32, 128, 1\)",
+        ),
         "softcap": ({"softcap": 0.0}, ValueError, r"softcap must be above 0; got 0.0.*None"),
         "scale": ({"scale": 0.0}, ValueError, r"scale must be above 0; got 0.0"),
         "scale nan": ({"scale": float("nan")}, ValueError, r"scale must be above 0; got nan"),

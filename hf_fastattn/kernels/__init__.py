@@ -52,7 +52,7 @@ class TritonKernel:
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: torch.Tensor | None = None, **options):
         if self._launch is not None and q.is_cuda:
-            return self._choose(q, k, v)(q, k, v, spans, **options)
+            return self._choose(q, k, v, options.get("sinks", 0))(q, k, v, spans, **options)
         if self.where(q.device.type) == "the torch twin":
             return reference.attention(q, k, v, spans, **options)
         if INTERPRETED and q.dtype == torch.bfloat16:
@@ -60,9 +60,9 @@ class TritonKernel:
         self._launch = getattr(importlib.import_module(f"{__name__}.{self.name}"), self.name)
         if self.hopper is not None and launch.arch(q.device) == 90:
             self._hopper = importlib.import_module(f"{__name__}.{self.hopper}")
-        return self._choose(q, k, v)(q, k, v, spans, **options)
+        return self._choose(q, k, v, options.get("sinks", 0))(q, k, v, spans, **options)
 
-    def _choose(self, q, k, v):
-        if self._hopper is not None and self._hopper.why_not(q, k, v) is None:
+    def _choose(self, q, k, v, sinks: int):
+        if self._hopper is not None and self._hopper.why_not(q, k, v, sinks) is None:
             return self._hopper.prefill
         return self._launch

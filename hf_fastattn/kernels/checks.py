@@ -14,7 +14,9 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
 
 
-def check(q, k, v, spans, *, scale, window, softcap, sink_logits, decode: bool = False) -> float:
+def check(
+    q, k, v, spans, *, scale, window, softcap, sink_logits, sinks: int = 0, q_sinks=None, decode: bool = False
+) -> float:  # fmt: skip
     """Refuse what a kernel cannot honour, in a sentence; return the scale (head_dim ** -0.5 where None)."""
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
         raise ValueError(
@@ -68,6 +70,18 @@ def check(q, k, v, spans, *, scale, window, softcap, sink_logits, decode: bool =
             raise ValueError(f"spans must be on q's device ({q.device}) with stride(-1) == 1; got {spans.device}.")
     if window is not None and window < 1:
         raise ValueError(f"window counts the keys a query sees, itself included, and must be at least 1; got {window}.")
+    if sinks < 0:
+        raise ValueError(f"sinks counts the first keys of a row, which stay in sight, and must be at least 0; got {sinks}.")
+    if q_sinks is not None:
+        if sinks == 0:
+            raise ValueError("q_sinks is the query that scores the sinks, and sinks is 0; pass both or neither.")
+        if not all(getattr(q_sinks, name) == getattr(q, name) for name in ("shape", "dtype", "device")):
+            raise ValueError(
+                f"q_sinks must be like q, {q.dtype} {tuple(q.shape)} on {q.device}; "
+                f"got {q_sinks.dtype} {tuple(q_sinks.shape)} on {q_sinks.device}."
+            )
+        if q_sinks.stride() != q.stride():
+            raise ValueError(f"q_sinks must have q's strides, {q.stride()}; got {q_sinks.stride()}.")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap must be above 0; got {softcap}. Pass None for no softcap.")
     if scale is not None and not scale > 0:

@@ -1,4 +1,4 @@
-"""Tile sizes, warps and pipeline depth per architecture and shape, the size of grids, and the counters of `lean`.
+"""Tile sizes, warps and pipeline depth per architecture and shape, the size of grids, the counters of `lean`; quick launches.
 
 Fixed tables, no tuning and no compilation per length at run time: a length is never part of a choice that compiles.
 """
@@ -10,6 +10,11 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
+
+try:
+    from triton.runtime import driver
+except ImportError:  # CPU tensors need no Triton
+    driver = None
 
 MAX_DECODE_ROWS = 64  # query rows (q_len x heads per KV head) a decode kernel packs into one block
 MAX_PROGRAMS_PER_SM = 4
@@ -123,7 +128,7 @@ def counters(device: torch.device) -> torch.Tensor:
     Launches on one stream run one after another and leave the counters at 0, so they share a set; streams do not.
     All sets of a device are allocated at the first launch, which must not be inside a CUDA graph capture.
     """
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    stream = driver.active.get_current_stream(device.index) if device.type == "cuda" else 0
     slot = _slots.get((device, stream))
     if slot is None:
         slot = _register_stream(device, stream)
@@ -147,3 +152,45 @@ def _register_stream(device: torch.device, stream: int) -> int:
             raise RuntimeError(f"lean has run on {_STREAM_SLOTS} streams of {device} already; reuse streams.")
         _slots.setdefault((device, stream), slot)
         return _slots[device, stream]
+
+
+class Launch:
+    """One launch of a Triton kernel, to be repeated on tensors that differ in nothing but their addresses.
+
+    Triton finds the variant compiled for a call by inspecting every argument, at every call: 30 us and more for 50 of them, while
+    a decode kernel takes 7. A Launch has it done once. What compilation knows of an address is whether it is a multiple of 16.
+    """
+
+    __slots__ = ("_again", "grid", "kernel", "meta", "rest")
+
+    def __init__(self, kernel, grid: tuple[int, ...], rest: tuple, **meta):
+        """`rest`: the kernel's arguments after its tensors, in order, constants included; `meta`: num_warps, num_stages."""
+        self.kernel, self.grid, self.rest, self.meta = kernel, grid, rest, meta
+        self._again = None
+
+    def __call__(self, *tensors: torch.Tensor | None) -> None:
+        device = tensors[0].device
+        addresses = [None if t is None else t.data_ptr() for t in tensors]
+        aligned = all([not address or address % 16 == 0 for address in addresses])
+        if self._again is not None and aligned and device.index == driver.active.get_current_device():
+            self._again(*addresses, *self.rest)
+            return
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            compiled = self.kernel[self.grid](*tensors, *self.rest, **self.meta)
+        if aligned and device.type == "cuda":
+            self._again = compiled[self.grid]
+
+
+class Memo:
+    """What was worked out for calls of one kind, by everything it depends on; forgets all of it before it grows large."""
+
+    def __init__(self, make, size: int = 64):
+        self.make, self.size = make, size
+        self.known: dict[tuple, object] = {}
+
+    def __call__(self, tensors: tuple[torch.Tensor | None, ...], *options):
+        """make(tensors, *options), or what it returned for tensors of the same shapes, strides, dtypes and devices before.
+
+        Nothing is remembered of tensors that require grad, which `make` may refuse or not as grad is enabled.
+        """
+        key = (*[None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors], options)

@@ -27,6 +27,7 @@ from .softmax import (
     merge_partials,
     packed_rows,
     row_bounds,
+    sink_stop,
     store_packed,
     store_partial,
 )
@@ -36,10 +37,16 @@ FAN_IN = 16  # contributors merged by one program, about the square root of the 
 
 
 @triton.jit
-def _row_tiles(span_ptrs, q_len, kv_len, window, HAS_SPANS: tl.constexpr, IS_CAUSAL: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Tiles of one KV head of a row, or of each row of a block. An empty row still has one, which writes its zeros."""
+def _row_tiles(
+    span_ptrs, q_len, kv_len, window,
+    HAS_SPANS: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SINKS: tl.constexpr,
+):  # fmt: skip
+    """Tiles of one KV head of a row, or of each row of a block. An empty row has one, for its sinks or its zeros."""
     q_start, kv_start, kv_stop, window, causal, _ = load_spans(span_ptrs, q_len, kv_len, window, HAS_SPANS, IS_CAUSAL)
-    lo, hi, _, _ = block_bounds(q_start, q_start + q_len - 1, kv_start, kv_stop, window, causal)
+    lo, hi, _, _ = block_bounds(q_start, q_start + q_len - 1, kv_start + SINKS, kv_stop, window, causal)
     return tl.maximum((hi - lo + BLOCK_N - 1) // BLOCK_N, 1)
 
 
@@ -69,6 +76,7 @@ def lean_kernel(
     Out,
     Lse,
     Spans,
+    QSinks,
     SinkLogits,
     Acc,
     Stats,
@@ -106,6 +114,7 @@ def lean_kernel(
     HAS_SINK_LOGITS: tl.constexpr,
     WRITE_LSE: tl.constexpr,
     IEEE: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
     pid = tl.program_id(0)
 
@@ -113,12 +122,12 @@ def lean_kernel(
     if HAS_SPANS:
         offs_b = tl.arange(0, BLOCK_B)
         span_ptrs = Spans + tl.minimum(offs_b, batch - 1).to(tl.int64) * stride_sb
-        tiles_b = _row_tiles(span_ptrs, q_len, kv_len, window, HAS_SPANS, IS_CAUSAL, BLOCK_N)
+        tiles_b = _row_tiles(span_ptrs, q_len, kv_len, window, HAS_SPANS, IS_CAUSAL, BLOCK_N, SINKS)
         line_b = tl.where(offs_b < batch, tiles_b * kv_heads, 0)
         ends = tl.cumsum(line_b, 0)
         total = tl.sum(line_b, 0)
     else:
-        tiles_b = _row_tiles(Spans, q_len, kv_len, window, HAS_SPANS, IS_CAUSAL, BLOCK_N)
+        tiles_b = _row_tiles(Spans, q_len, kv_len, window, HAS_SPANS, IS_CAUSAL, BLOCK_N, SINKS)
         total = batch * kv_heads * tiles_b
 
     # Fewer programs than launched when there is little work, so that a share is worth its merge. The first `extra`
@@ -149,6 +158,8 @@ def lean_kernel(
         q_start, kv_start, kv_stop, row_window, causal, holes = load_spans(
             Spans + row * stride_sb, q_len, kv_len, window, HAS_SPANS, IS_CAUSAL
         )
+        sink_lo, sink_hi = kv_start, sink_stop(q_start + q_index, kv_start, kv_stop, causal, SINKS)
+        kv_start += SINKS
         lo, hi, full_lo, full_hi = block_bounds(q_start, q_start + q_len - 1, kv_start, kv_stop, row_window, causal)
         row_tiles = tl.maximum((hi - lo + BLOCK_N - 1) // BLOCK_N, 1)
         kv_head = (t - before) // row_tiles
@@ -183,6 +194,12 @@ def lean_kernel(
             HAS_SPANS,
             HAS_SOFTCAP,
             IEEE,
+            QSinks,
+            row * stride_qb + (kv_head_64 * GROUP + group_head) * stride_qh + q_index * stride_qm,
+            sink_lo,
+            sink_hi,
+            tile_start == 0,
+            SINKS,
         )
 
         if tile_stop - tile_start == row_tiles:
@@ -241,13 +258,18 @@ def lean(
     window: int | None = None,
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
+    sinks: int = 0,
+    q_sinks: torch.Tensor | None = None,
     return_lse: bool = False,
 ):
     """Exact attention of few query rows in one launch; arguments, result and errors as in `kernels.reference.attention`.
 
     q_len * num_heads / num_kv_heads must be at most `launch.MAX_DECODE_ROWS`.
     """
-    scale = checks.check(q, k, v, spans, scale=scale, window=window, softcap=softcap, sink_logits=sink_logits, decode=True)
+    scale = checks.check(
+        q, k, v, spans, decode=True,
+        scale=scale, window=window, softcap=softcap, sink_logits=sink_logits, sinks=sinks, q_sinks=q_sinks,
+    )  # fmt: skip
     batch, num_heads, q_len, head_dim = q.shape
     kv_heads, kv_len = k.shape[1], k.shape[2]
     group = num_heads // kv_heads
@@ -266,6 +288,7 @@ def lean(
             out,
             lse,
             q if spans is None else spans,
+            None if not sinks else q if q_sinks is None else q_sinks,
             q if sink_logits is None else sink_logits,
             acc,
             stats,
@@ -303,6 +326,7 @@ def lean(
             HAS_SINK_LOGITS=sink_logits is not None,
             WRITE_LSE=return_lse,
             IEEE=q.dtype == torch.float32,
+            SINKS=sinks,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from . import checks, launch
-from .softmax import attend, block_bounds, finalize, load_spans, row_bounds
+from .softmax import attend, block_bounds, finalize, load_spans, row_bounds, sink_stop
 from .spans import NO_WINDOW
 
 
@@ -23,6 +23,7 @@ def prefill_kernel(
     Out,
     Lse,
     Spans,
+    QSinks,
     SinkLogits,
     stride_qb,
     stride_qh,
@@ -51,6 +52,7 @@ def prefill_kernel(
     HAS_SINK_LOGITS: tl.constexpr,
     WRITE_LSE: tl.constexpr,
     IEEE: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
     head = tl.program_id(1)
@@ -61,6 +63,8 @@ def prefill_kernel(
     )
     offs_m = tl.minimum(first + tl.arange(0, BLOCK_M), q_len - 1)
     row_mask = first + tl.arange(0, BLOCK_M) < q_len
+    sink_lo, sink_hi = kv_start, sink_stop(q_start + offs_m, kv_start, kv_stop, causal, SINKS)
+    kv_start += SINKS
     row_lo, row_hi = row_bounds(q_start + offs_m, kv_start, kv_stop, window, causal)
     lo, hi, full_lo, full_hi = block_bounds(
         q_start + first, q_start + tl.minimum(first + BLOCK_M, q_len) - 1, kv_start, kv_stop, window, causal
@@ -96,6 +100,12 @@ def prefill_kernel(
         HAS_SPANS,
         HAS_SOFTCAP,
         IEEE,
+        QSinks,
+        row * stride_qb + head.to(tl.int64) * stride_qh + offs_m.to(tl.int64) * stride_qm,
+        sink_lo,
+        sink_hi,
+        True,
+        SINKS,
     )
     out, lse = finalize(acc, m, l, SinkLogits + head + offs_m * 0, row_mask, HAS_SINK_LOGITS)
     # Out is (batch, q_len, num_heads, HEAD_DIM), contiguous.
@@ -116,10 +126,14 @@ def prefill(
     window: int | None = None,
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
+    sinks: int = 0,
+    q_sinks: torch.Tensor | None = None,
     return_lse: bool = False,
 ):
     """Exact attention of many query rows; arguments, result and errors as in `kernels.reference.attention`."""
-    scale = checks.check(q, k, v, spans, scale=scale, window=window, softcap=softcap, sink_logits=sink_logits)
+    scale = checks.check(
+        q, k, v, spans, scale=scale, window=window, softcap=softcap, sink_logits=sink_logits, sinks=sinks, q_sinks=q_sinks
+    )
     batch, num_heads, q_len, head_dim = q.shape
     out, lse = checks.empty_outputs(q, return_lse)
     config = launch.prefill(q.device, q.dtype, head_dim, q_len)
@@ -133,6 +147,7 @@ def prefill(
             out,
             lse,
             q if spans is None else spans,
+            None if not sinks else q if q_sinks is None else q_sinks,
             q if sink_logits is None else sink_logits,
             q.stride(0),
             q.stride(1),
@@ -161,6 +176,7 @@ def prefill(
             HAS_SINK_LOGITS=sink_logits is not None,
             WRITE_LSE=return_lse,
             IEEE=q.dtype == torch.float32,
+            SINKS=sinks,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )

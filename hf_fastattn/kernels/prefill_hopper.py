@@ -673,7 +673,7 @@ def prefill_hopper_kernel(
         )
 
 
-def why_not(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
+def why_not(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: int = 0) -> str | None:
     """A sentence on why this kernel cannot take these inputs (or should not: few queries), or None where it can.
 
     Everything else that `kernels.prefill.prefill` takes (spans, window, softcap, sink logits, scale) it takes as well.
@@ -687,6 +687,8 @@ def why_not(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
         return f"The Hopper prefill kernel takes head_dim {', '.join(map(str, HEAD_DIMS))}, not {q.shape[3]}."
     if q.shape[2] < MIN_Q_LEN:
         return f"The Hopper prefill kernel is for {MIN_Q_LEN} queries or more, not {q.shape[2]}."
+    if sinks:
+        return f"The Hopper prefill kernel has no tile for sinks, and sinks is {sinks}."
     for name, x in (("q", q), ("k", k), ("v", v)):
         aligned = x.data_ptr() % 16 == 0 and all(
             size == 1 or (stride > 0 and stride % 8 == 0) for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True)
@@ -724,14 +726,18 @@ def prefill(
     window: int | None = None,
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
+    sinks: int = 0,
+    q_sinks: torch.Tensor | None = None,
     return_lse: bool = False,
 ):
     """Exact attention of many query rows; arguments, result and errors as in `kernels.reference.attention`.
 
     Raises ValueError, with the sentence of `why_not`, for inputs that it cannot take.
     """
-    scale = checks.check(q, k, v, spans, scale=scale, window=window, softcap=softcap, sink_logits=sink_logits)
-    reason = why_not(q, k, v)
+    scale = checks.check(
+        q, k, v, spans, scale=scale, window=window, softcap=softcap, sink_logits=sink_logits, sinks=sinks, q_sinks=q_sinks
+    )
+    reason = why_not(q, k, v, sinks)
     if reason is not None:
         raise ValueError(reason)
     config = CONFIGS[q.shape[3]]

@@ -8,11 +8,11 @@ from __future__ import annotations
 import torch
 
 from . import checks
-from .spans import CAUSAL, HOLES, NO_WINDOW, WORDS
+from .spans import CAUSAL, DROPPED, HOLES, KV_START, NO_WINDOW, WORDS
 
 
 def visible(
-    q_len: int, kv_len: int, device: torch.device, spans: torch.Tensor | None, causal: bool, window: int | None
+    q_len: int, kv_len: int, device: torch.device, spans: torch.Tensor | None, causal: bool, window: int | None, sinks: int = 0
 ) -> torch.Tensor:
     """Which keys each query sees: bool (batch or 1, q_len, kv_len)."""
     slots = torch.arange(kv_len, device=device)
@@ -21,15 +21,16 @@ def visible(
     if spans is None:
         pos = (queries + kv_len - q_len)[None, :, None]
         distance = pos - slots
-        seen = distance < window
-        return seen & (distance >= 0) if causal else seen & (-distance < window)
+        seen = (distance < window) | (slots < sinks)
+        return seen & (distance >= 0) if causal else seen & ((-distance < window) | (slots < sinks))
 
-    q_start, kv_start, kv_stop, span_window, flags = spans[:, 0, 0, :WORDS, None, None].unbind(1)
+    q_start, kv_start, kv_stop, span_window, flags = spans[:, 0, 0, :DROPPED, None, None].unbind(1)
     distance = q_start + queries[:, None] - slots
     window = torch.clamp(span_window, max=window)
     is_causal = ((flags & CAUSAL) != 0) | causal
-    seen = (slots >= kv_start) & (slots < kv_stop) & (distance < window)
-    seen = seen & torch.where(is_causal, distance >= 0, -distance < window)
+    is_sink = slots < kv_start.clamp(min=0) + sinks
+    seen = (slots >= kv_start) & (slots < kv_stop) & ((distance < window) | is_sink)
+    seen = seen & torch.where(is_causal, distance >= 0, (-distance < window) | is_sink)
     if spans.shape[-1] > WORDS:
         live = ((spans[:, 0, 0, WORDS:][:, slots // 32] >> (slots % 32)) & 1) != 0
         seen = seen & (live[:, None, :] | ((flags & HOLES) == 0))
@@ -47,6 +48,8 @@ def attention(
     window: int | None = None,
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
+    sinks: int = 0,
+    q_sinks: torch.Tensor | None = None,
     return_lse: bool = False,
 ):
     """softmax(scale * q k^T) v over the keys each query sees, exact, in fp32.
@@ -60,27 +63,40 @@ def attention(
     become c * tanh(score / c). scale: head_dim ** -0.5 where None. sink_logits: (num_heads,), one more logit in each
     head's denominator that has no value (GPT-OSS). A query that sees nothing gets 0.
 
+    sinks: every query sees the row's first `sinks` slots (from KV_START on; causality and holes still hold) whatever the window,
+    and scores them with q_sinks where that is given: of q's shape, dtype and strides.
+
     Returns out (batch, num_heads, q_len, head_dim) in q's dtype, a view of (batch, q_len, num_heads, head_dim); with
     `return_lse` also lse (batch, num_heads, q_len) fp32, the natural logarithm of the denominator (-inf where it is 0).
     Raises ValueError, TypeError or RuntimeError, in a sentence, for what it cannot honour.
 
-    Sources: Vaswani et al. (2017), section 3.2.1; softcap: Gemma 2 (2024), section 2; sink logits: GPT-OSS (2025).
+    Sources: Vaswani et al. (2017), section 3.2.1; softcap: Gemma 2 (2024), section 2; sink logits: GPT-OSS (2025); sinks: Xiao et
+    al., "Efficient Streaming Language Models with Attention Sinks" (2024), section 3.2.
     """
-    scale = checks.check(q, k, v, spans, scale=scale, window=window, softcap=softcap, sink_logits=sink_logits)
+    scale = checks.check(
+        q, k, v, spans, scale=scale, window=window, softcap=softcap, sink_logits=sink_logits, sinks=sinks, q_sinks=q_sinks
+    )
     batch, num_heads, q_len, head_dim = q.shape
     kv_heads, kv_len = k.shape[1], k.shape[2]
     group = num_heads // kv_heads
 
-    # The query heads of one KV head become rows of one product, so K and V are not expanded.
-    rows = q.float().reshape(batch, kv_heads, group * q_len, head_dim)
-    scores = (rows @ k.float().transpose(2, 3)).view(batch, kv_heads, group, q_len, kv_len) * scale
+    def score(queries):
+        # The query heads of one KV head become rows of one product, so K and V are not expanded.
+        rows = queries.float().reshape(batch, kv_heads, group * q_len, head_dim)
+        return (rows @ k.float().transpose(2, 3)).view(batch, kv_heads, group, q_len, kv_len) * scale
+
+    scores = score(q)
+    if q_sinks is not None:
+        first = torch.zeros(1, 1, device=q.device) if spans is None else spans[:, 0, 0, KV_START, None].clamp(min=0)
+        is_sink = torch.arange(kv_len, device=q.device) < first + sinks
+        scores = torch.where(is_sink[:, None, None, None], score(q_sinks), scores)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    seen = visible(q_len, kv_len, q.device, spans, causal, window)
+    seen = visible(q_len, kv_len, q.device, spans, causal, window, sinks)
     scores = scores.masked_fill(~seen[:, None, None], float("-inf"))
     if sink_logits is not None:
-        sinks = sink_logits.float().view(1, kv_heads, group, 1, 1).expand(batch, -1, -1, q_len, 1)
-        scores = torch.cat([scores, sinks], -1)
+        extra = sink_logits.float().view(1, kv_heads, group, 1, 1).expand(batch, -1, -1, q_len, 1)
+        scores = torch.cat([scores, extra], -1)
 
     top = scores.amax(-1, keepdim=True)
     weights = torch.exp(scores - top.masked_fill(top == float("-inf"), 0.0))

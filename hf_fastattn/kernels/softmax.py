@@ -8,7 +8,8 @@ For one block of query rows and the keys of one KV head, with s = scale * q k^T 
 which tiles. Everything is kept in base 2: exp(x) = exp2(x * log2(e)), with log2(e) folded into the scale.
 
 A row sees the keys of one interval [row_lo, row_hi) of cache slots, less the holes of the packed key mask. Causality,
-sliding window, padding and the live length are all bounds of that interval.
+sliding window, padding and the live length are all bounds of that interval. With sinks it also sees the slots before that
+interval where a row begins, scored with a query of their own: one more small tile for whoever has the interval's first.
 
 Sources: Dao, "FlashAttention-2" (2023), section 3.1 and algorithm 1; Milakov and Gimelshein, "Online normalizer
 calculation for softmax" (2018); Dao et al., "Flash-Decoding for long-context inference" (2023) for the merge.
@@ -21,6 +22,7 @@ from .spans import CAUSAL, FLAGS, HOLES, KV_START, KV_STOP, Q_START, WINDOW, WOR
 
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
+SINK_BLOCK = 16  # slots in a tile of sinks, the fewest a product takes
 # Constants enter device code as default arguments: Triton compares every global a kernel reads at every launch.
 
 
@@ -78,6 +80,13 @@ def block_bounds(first_pos, last_pos, kv_start, kv_stop, window, causal):
 
 
 @triton.jit
+def sink_stop(pos, kv_start, kv_stop, causal, SINKS: tl.constexpr):
+    """Where the sinks that a query at slot `pos` sees end: they are the slots from kv_start on."""
+    stop = tl.minimum(kv_start + SINKS, kv_stop)
+    return tl.where(causal, tl.minimum(stop, pos + 1), stop)
+
+
+@triton.jit
 def _scores(
     q, k, scale_log2, cap_log2, HAS_SOFTCAP: tl.constexpr, IEEE: tl.constexpr, LN_2: tl.constexpr = LN_2
 ):  # fmt: skip
@@ -100,6 +109,42 @@ def _scores(
             capped = tl.where(tl.abs(x) < 0.625, cap_log2 * (x + x * z * (p - 3.33332819422e-1)), capped)
         return capped
     return s
+
+
+@triton.jit
+def _masked_tile(
+    q, k_base, v_base, k_offs, v_offs, stride_kn, stride_vn, offs_n, d_mask, span_ptr, first, stop, words_stop, row_lo, row_hi,
+    acc, m, l, scale_log2, cap_log2,
+    HAS_SPANS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    IEEE: tl.constexpr,
+    WORDS: tl.constexpr = WORDS,
+):  # fmt: skip
+    """(acc, m, l) after one tile more: of the keys first + offs_n that lie below `stop`, each row's within [row_lo, row_hi)."""
+    start = first.to(tl.int64)
+    offs_slot = first + offs_n
+    in_range = offs_slot < stop
+    kv_mask = in_range[:, None] & d_mask
+    k = tl.load(k_base + start * stride_kn + k_offs, mask=kv_mask, other=0.0)
+    v = tl.load(v_base + start * stride_vn + v_offs, mask=kv_mask, other=0.0)
+    s = _scores(q, k, scale_log2, cap_log2, HAS_SOFTCAP, IEEE)
+    visible = (offs_slot[None, :] >= row_lo[:, None]) & (offs_slot[None, :] < row_hi[:, None])
+    if HAS_SPANS:
+        words = tl.load(span_ptr + WORDS + (offs_slot >> 5), mask=offs_slot < words_stop, other=-1)
+        visible = visible & (((words >> (offs_slot & 31)) & 1) != 0)[None, :]
+    s = tl.where(visible, s, float("-inf"))
+    m_new = tl.maximum(m, tl.max(s, 1))
+    # A row that has seen nothing yet has m_new = -inf; subtracting 0 instead keeps its weights 0, not NaN.
+    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+    p = tl.exp2(s - m_safe[:, None])
+    alpha = tl.exp2(m - m_safe)
+    l = l * alpha + tl.sum(p, 1)
+    acc = acc * alpha[:, None]
+    if IEEE:
+        acc = tl.dot(p, v, acc, input_precision="ieee")
+    else:
+        acc = tl.dot(p.to(v.dtype), v, acc)
+    return acc, m_new, l
 
 
 @triton.jit
@@ -128,14 +173,21 @@ def attend(
     HAS_SPANS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     IEEE: tl.constexpr,
-    WORDS: tl.constexpr = WORDS,
+    QSinks,
+    q_rows,
+    sink_lo,
+    sink_hi,
+    takes_sinks,
+    SINKS: tl.constexpr,
+    SINK_BLOCK: tl.constexpr = SINK_BLOCK,
 ):
     """Online softmax of rows `q` [BLOCK_M, BLOCK_D] over tiles tile_start..tile_stop-1 of the keys [lo, hi).
 
     Tile t holds the keys lo + t * BLOCK_N onward. Tiles that every row sees whole run in a loop without a mask; the few
     others (window edge, diagonal, tail; all of them where the row has holes) run in a second loop with one.
-    `k_base`, `v_base` point at slot 0 of the KV head. Returns (acc, m, l) with m in base 2; a row that sees nothing
-    returns (0, -inf, 0).
+    `k_base`, `v_base` point at slot 0 of the KV head. With SINKS, the one program of these rows that `takes_sinks` begins with
+    the slots from sink_lo, for each row those before `sink_hi` [BLOCK_M], against the queries at QSinks + q_rows. Returns
+    (acc, m, l) with m in base 2; a row that sees nothing returns (0, -inf, 0).
     """
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
@@ -146,6 +198,21 @@ def attend(
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+
+    if SINKS:  # noqa: SIM102 (known when compiling; the next is not)
+        if takes_sinks:
+            q_sinks = tl.load(QSinks + q_rows[:, None] + offs_d[None, :], mask=d_mask, other=0.0)
+            offs_s = tl.arange(0, SINK_BLOCK)
+            k_sinks = offs_s[:, None] * stride_kn + offs_d[None, :]
+            v_sinks = offs_s[:, None] * stride_vn + offs_d[None, :]
+            stop = tl.max(sink_hi, 0)
+            words_stop = tl.where(holes, stop, sink_lo)
+            for i in tl.range(0, tl.cdiv(stop - sink_lo, SINK_BLOCK), num_stages=1):
+                acc, m, l = _masked_tile(
+                    q_sinks, k_base, v_base, k_sinks, v_sinks, stride_kn, stride_vn, offs_s, d_mask, span_ptr,
+                    sink_lo + i * SINK_BLOCK, stop, words_stop, tl.zeros_like(sink_hi), sink_hi, acc, m, l, scale_log2, cap_log2,
+                    HAS_SPANS, HAS_SOFTCAP, IEEE,
+                )  # fmt: skip
 
     # Tiles [full_start, full_stop) need no mask.
     full_start = tl.minimum(tl.maximum((full_lo - lo + BLOCK_N - 1) // BLOCK_N, tile_start), tile_stop)
@@ -177,31 +244,10 @@ def attend(
     if n_before + tile_stop - full_stop > 0:  # skips the loop's prologue where every tile is full
         for i in tl.range(0, n_before + tile_stop - full_stop):
             tile = tl.where(i < n_before, tile_start + i, full_stop + i - n_before)
-            first = lo + tile * BLOCK_N
-            start = first.to(tl.int64)
-            offs_slot = first + offs_n
-            in_range = offs_slot < hi
-            kv_mask = in_range[:, None] & d_mask
-            k = tl.load(k_base + start * stride_kn + k_offs, mask=kv_mask, other=0.0)
-            v = tl.load(v_base + start * stride_vn + v_offs, mask=kv_mask, other=0.0)
-            s = _scores(q, k, scale_log2, cap_log2, HAS_SOFTCAP, IEEE)
-            visible = (offs_slot[None, :] >= row_lo[:, None]) & (offs_slot[None, :] < row_hi[:, None])
-            if HAS_SPANS:
-                words = tl.load(span_ptr + WORDS + (offs_slot >> 5), mask=offs_slot < words_stop, other=-1)
-                visible = visible & (((words >> (offs_slot & 31)) & 1) != 0)[None, :]
-            s = tl.where(visible, s, float("-inf"))
-            m_new = tl.maximum(m, tl.max(s, 1))
-            # A row that has seen nothing yet has m_new = -inf; subtracting 0 instead keeps its weights 0, not NaN.
-            m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-            p = tl.exp2(s - m_safe[:, None])
-            alpha = tl.exp2(m - m_safe)
-            l = l * alpha + tl.sum(p, 1)
-            acc = acc * alpha[:, None]
-            if IEEE:
-                acc = tl.dot(p, v, acc, input_precision="ieee")
-            else:
-                acc = tl.dot(p.to(v.dtype), v, acc)
-            m = m_new
+            acc, m, l = _masked_tile(
+                q, k_base, v_base, k_offs, v_offs, stride_kn, stride_vn, offs_n, d_mask, span_ptr, lo + tile * BLOCK_N, hi,
+                words_stop, row_lo, row_hi, acc, m, l, scale_log2, cap_log2, HAS_SPANS, HAS_SOFTCAP, IEEE,
+            )  # fmt: skip
     return acc, m, l
 
 

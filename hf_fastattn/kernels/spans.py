@@ -1,6 +1,6 @@
 """Spans: what each row of a batch may attend to, in a few int32 on the device.
 
-One tensor of shape (batch, 1, 1, 5) or (batch, 1, 1, 5 + ceil(kv_len / 32)), dtype int32, replaces a mask of
+One tensor of shape (batch, 1, 1, 6) or (batch, 1, 1, 6 + ceil(kv_len / 32)), dtype int32, replaces a mask of
 (batch, 1, q_len, kv_len). All positions are slots of the K/V buffers, so a cache that dropped its oldest tokens needs no offset.
 
     Q_START   slot of the row's first query; query i stands at Q_START + i
@@ -8,11 +8,14 @@ One tensor of shape (batch, 1, 1, 5) or (batch, 1, 1, 5 + ceil(kv_len / 32)), dt
     KV_STOP   one past the last live slot (right padding, or the unwritten end of a preallocated cache, begins here)
     WINDOW    query p sees key j only if p - j < WINDOW (and j - p < WINDOW where not causal); NO_WINDOW for all
     FLAGS     CAUSAL: query p sees key j only if j <= p.  HOLES: the packed bits below say which slots are live
+    DROPPED   tokens that a rolling cache dropped between the row's sinks and its window; no mask depends on it, but query i is
+              the row's token Q_START + i - KV_START + DROPPED, and how far its sinks' query is turned back does
     WORDS...  bit j % 32 of word j // 32 is 1 where slot j is live; there only if a 2-D mask was given,
               read only for rows whose HOLES flag is set
 
-A query sees a key when every one of these conditions allows it. The numbers stay on the device: neither building nor reading
-them needs the host, so the length may change under a captured CUDA graph.
+A query sees a key when every one of these conditions allows it; WINDOW does not hide the first live slots from a kernel with
+`sinks`. The numbers stay on the device: neither building nor reading them needs the host, so the length may change under a
+captured CUDA graph.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ try:
 except ImportError:  # the CPU twin below needs no Triton
     triton = None
 
-Q_START, KV_START, KV_STOP, WINDOW, FLAGS, WORDS = range(6)
+Q_START, KV_START, KV_STOP, WINDOW, FLAGS, DROPPED, WORDS = range(7)
 CAUSAL, HOLES = 1, 2
 NO_WINDOW = 1 << 30
 
@@ -101,6 +104,7 @@ def _build_spans_torch(batch, q_len, kv_len, device, q_offset, kv_offset, causal
     start = torch.zeros_like(end)
     flags = torch.full_like(end, CAUSAL if causal else 0)
     ints = [q_start, start, end, torch.full_like(end, NO_WINDOW if window is None else window), flags]
+    ints.append(torch.zeros_like(end))
     if attention_mask is None:
         return torch.stack(ints, -1).view(batch, 1, 1, WORDS)
 
@@ -183,3 +187,4 @@ if triton is not None:
         tl.store(out + 2, stop)
         tl.store(out + 3, window)
         tl.store(out + 4, flags)
+        tl.store(out + 5, 0)

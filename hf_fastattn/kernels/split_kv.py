@@ -21,6 +21,7 @@ from .softmax import (
     merge_partials,
     packed_rows,
     row_bounds,
+    sink_stop,
     store_packed,
     store_partial,
 )
@@ -35,6 +36,7 @@ def split_kv_kernel(
     Acc,
     Stats,
     Spans,
+    QSinks,
     stride_qb,
     stride_qh,
     stride_qm,
@@ -60,6 +62,7 @@ def split_kv_kernel(
     IS_CAUSAL: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     IEEE: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
     split, splits = tl.program_id(0), tl.num_programs(0)
     kv_head = tl.program_id(1).to(tl.int64)
@@ -70,6 +73,8 @@ def split_kv_kernel(
     )
     rows = tl.arange(0, BLOCK_M)
     q_index, group_head, row_mask = packed_rows(rows, q_len, GROUP)
+    sink_lo, sink_hi = kv_start, sink_stop(q_start + q_index, kv_start, kv_stop, causal, SINKS)
+    kv_start += SINKS
     row_lo, row_hi = row_bounds(q_start + q_index, kv_start, kv_stop, window, causal)
     lo, hi, full_lo, full_hi = block_bounds(q_start, q_start + q_len - 1, kv_start, kv_stop, window, causal)
     tiles = tl.cdiv(hi - lo, BLOCK_N)
@@ -102,6 +107,12 @@ def split_kv_kernel(
         HAS_SPANS,
         HAS_SOFTCAP,
         IEEE,
+        QSinks,
+        row * stride_qb + (kv_head * GROUP + group_head) * stride_qh + q_index * stride_qm,
+        sink_lo,
+        sink_hi,
+        split == 0,
+        SINKS,
     )
     slot = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * splits + split
     store_partial(acc, m, l, Acc, Stats, slot, rows, offs_d[None, :], q_len * GROUP, WORKSPACE_M, BLOCK_D)
@@ -146,13 +157,18 @@ def split_kv(
     window: int | None = None,
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
+    sinks: int = 0,
+    q_sinks: torch.Tensor | None = None,
     return_lse: bool = False,
 ):
     """Exact attention of few query rows in two launches; arguments, result and errors as in `kernels.reference.attention`.
 
     q_len * num_heads / num_kv_heads must be at most `launch.MAX_DECODE_ROWS`.
     """
-    scale = checks.check(q, k, v, spans, scale=scale, window=window, softcap=softcap, sink_logits=sink_logits, decode=True)
+    scale = checks.check(
+        q, k, v, spans, decode=True,
+        scale=scale, window=window, softcap=softcap, sink_logits=sink_logits, sinks=sinks, q_sinks=q_sinks,
+    )  # fmt: skip
     batch, num_heads, q_len, head_dim = q.shape
     kv_heads, kv_len = k.shape[1], k.shape[2]
     group = num_heads // kv_heads
@@ -171,6 +187,7 @@ def split_kv(
             acc,
             stats,
             q if spans is None else spans,
+            None if not sinks else q if q_sinks is None else q_sinks,
             q.stride(0),
             q.stride(1),
             q.stride(2),
@@ -196,6 +213,7 @@ def split_kv(
             IS_CAUSAL=causal,
             HAS_SOFTCAP=softcap is not None,
             IEEE=q.dtype == torch.float32,
+            SINKS=sinks,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )
