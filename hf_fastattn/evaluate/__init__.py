@@ -1,0 +1,194 @@
+"""evaluate(): several attention backends and caches of one loaded model over the same examples, paired, by lm-eval."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from .. import compat, interface, registry
+from ..patches import patch
+from ..tasks import data
+from . import perplexity
+from .harness import Harness, require
+from .pairs import Measure
+from .report import Evaluation, Run
+
+__all__ = ["Evaluation", "evaluate", "running"]
+
+CACHES = ("dynamic", "static")
+PROMPT = 64  # tokens before those that decode perplexity counts, at most
+ROWS = 4
+
+
+def evaluate(
+    model,
+    tokenizer=None,
+    *,
+    backends: Sequence[str] = ("sdpa", "lean"),
+    tasks: Sequence[str] = ("fastattn",),
+    caches: Sequence[str] = CACHES,
+    limit: float | None = None,
+    batch_size: int | str = 4,
+    num_fewshot: int | None = None,
+    include_path: Sequence[str | Path] = (),
+    gen_kwargs: dict | str | None = None,
+    apply_chat_template: bool | str = False,
+    confirm_run_unsafe_code: bool = False,
+    decode_tokens: int = 128,
+    text: str | None = None,
+    window: int | None = None,
+    sinks: int | None = None,
+    out: str | Path | None = None,
+    gguf_file: str | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> Evaluation:
+    """Run lm-eval tasks and decode perplexity with each backend and cache on one model, and compare with the first backend.
+
+    model: a loaded model with its tokenizer, or what `compat.locate` finds, loaded in `dtype` on `device`. backends: names of
+    registered ones or Transformers' own; the first is the baseline. tasks: any of lm-eval's, files, patterns, or the pack's tag
+    "fastattn"; () for none. caches: "dynamic" is Transformers' own; "static" is patch() for registered backends and
+    cache_implementation="static", uncompiled, for the others. Tasks that only read are run with the first cache alone, since
+    lm-eval gives them a new dynamic one each time. limit, batch_size, num_fewshot, gen_kwargs, apply_chat_template,
+    confirm_run_unsafe_code: as in lm-eval. include_path: more folders with tasks.
+
+    decode_tokens: tokens of each row of decode perplexity, given one by one through the cache; 0 for none. text: to take them
+    from, by default Python's own documentation. window, sinks: of the backend "streaming". out: a folder for eval.json and
+    eval.md, written after every run; Ctrl-C ends the evaluation and keeps the runs before it.
+
+    Raises ValueError, TypeError or ImportError, before anything runs, for what cannot be run.
+    """
+    require()
+    name = str(model) if isinstance(model, (str, Path)) else model.config._name_or_path or type(model).__name__
+    if isinstance(model, (str, Path)):
+        model, tokenizer = _load(model, tokenizer, gguf_file, dtype, device)
+    if tokenizer is None:
+        raise ValueError("A loaded model needs its tokenizer beside it: evaluate(model, tokenizer, ...).")
+    options = {"window": window, "sinks": sinks}
+    plan = _plan(model, backends, caches, options)
+    if not tasks and not decode_tokens:
+        raise ValueError("There is nothing to run: name tasks, or decode_tokens above 0.")
+    if decode_tokens and decode_tokens < 3:
+        raise ValueError(f"decode_tokens must be 0 for none, or at least 3; got {decode_tokens}.")
+    given = None
+    if decode_tokens:
+        rows = batch_size if isinstance(batch_size, int) else ROWS
+        given = perplexity.excerpts(
+            tokenizer, data.text() if text is None else text, rows=rows, tokens=decode_tokens, prompt=PROMPT
+        )
+    harness = None
+    if tasks:
+        harness = Harness(
+            model,
+            tokenizer,
+            tasks,
+            include_path=include_path,
+            batch_size=batch_size,
+            limit=limit,
+            num_fewshot=num_fewshot,
+            gen_kwargs=gen_kwargs,
+            apply_chat_template=apply_chat_template,
+            confirm_run_unsafe_code=confirm_run_unsafe_code,
+        )
+    asked = {"limit": limit, "batch_size": batch_size, "num_fewshot": num_fewshot, "gen_kwargs": gen_kwargs}
+    found = Evaluation(name, model.dtype, model.device, tokenizer, asked)
+    try:
+        for backend, cache in tqdm(plan, desc="Backends and caches", unit="run", disable=None):
+            everything = cache == _caches(backend, caches)[0]
+            if run := _run(model, backend, cache, harness, given, options, everything):
+                found.add(run)
+                if out is not None:
+                    found.save(out)
+    except KeyboardInterrupt:
+        found.interrupted = True
+        if out is not None:
+            found.save(out)
+    return found
+
+
+def _load(source, tokenizer, gguf_file, dtype, device):
+    """(model, tokenizer) of a name: float32 on a CPU, where 16 bits are slow, and bfloat16 on a GPU."""
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
+    tokenizer = compat.load_tokenizer(source, gguf_file) if tokenizer is None else tokenizer
+    return compat.load_model(source, gguf_file, dtype=dtype, device=device), tokenizer
+
+
+def _caches(backend: str, caches: Sequence[str]) -> Sequence[str]:
+    """The caches a backend is run with: "streaming" has one of its own."""
+    return ("rolling",) if backend == "streaming" else caches
+
+
+def _plan(model, backends, caches, options: dict) -> list[tuple[str, str]]:
+    """(backend, cache) of every run. Each is tried, so that what cannot run is refused before anything runs."""
+    if not backends:
+        raise ValueError("Name at least one backend; the first is what the others are compared with.")
+    if not caches or not set(caches) <= set(CACHES):
+        raise ValueError(f'caches are one or both of "dynamic" and "static"; got {", ".join(map(repr, caches)) or "none"}.')
+    if any(value is not None for value in options.values()) and "streaming" not in backends:
+        raise ValueError('window and sinks are options of the backend "streaming", which is not among the backends.')
+    plan = [(backend, cache) for backend in dict.fromkeys(backends) for cache in _caches(backend, dict.fromkeys(caches))]
+    for backend, cache in plan:
+        try:
+            with running(model, backend, cache, **options):
+                pass
+        except (ValueError, ImportError) as error:
+            raise ValueError(
+                f"{backend!r} cannot be evaluated with a {cache} cache: {error} Registered here: {', '.join(registry.names())}."
+            ) from error
+    return plan
+
+
+@contextlib.contextmanager
+def running(model, backend: str, cache: str = "dynamic", *, window: int | None = None, sinks: int | None = None) -> Iterator:
+    """Inside, generate() of the model runs this backend with this cache; afterwards what it ran before.
+
+    Yields the Patch where patch() is what does it, else None.
+    """
+    if backend in registry.names():
+        asked = {name: value for name, value in (("window", window), ("sinks", sinks)) if value is not None}
+        if backend != "streaming":  # whose cache is its own
+            asked = {"cache": None} if cache == "dynamic" else {}
+        with patch(model, backend, graph=cache != "dynamic" and model.device.type == "cuda", **asked) as patched:
+            yield patched
+        return
+    settings = model.generation_config
+    before = model.config._attn_implementation, settings.cache_implementation, settings.disable_compile
+    try:
+        model.set_attn_implementation(backend)
+        settings.cache_implementation = "static" if cache == "static" else None
+        settings.disable_compile = True
+        yield None
+    finally:
+        model.set_attn_implementation(before[0])
+        settings.cache_implementation, settings.disable_compile = before[1:]
+
+
+def _run(model, backend: str, cache: str, harness, given, options: dict, everything: bool) -> Run | None:
+    """One run of all tasks, or of those that make tokens; None where there are none."""
+    tasks = None if harness is None or everything else harness.decoding()
+    if given is None and tasks == []:
+        return None
+    began = time.perf_counter()
+    measures, answers = [], []
+    with running(model, backend, cache, **options), interface.count_calls() as calls, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*runs uncaptured")  # of speed, not of results
+        if harness is not None and tasks != []:
+            measures, answers = harness.run(tasks)
+        if given is not None:
+            measures.append(_decode_measure(perplexity.decode_nats(model, given, f"({backend}, {cache})")))
+    called = backend not in registry.names() or any(name.startswith(f"{backend}.") for name in calls)
+    return Run(backend, cache, time.perf_counter() - began, dict(calls), measures, answers, called=called)
+
+
+def _decode_measure(nats: list[list[float]]) -> Measure:
+    items = [(-nat, 1) for row in nats for nat in row]
+    score = math.exp(math.fsum(-ll for ll, _ in items) / len(items))
+    return Measure("decode perplexity", "perplexity", score, None, items, "perplexity")

@@ -1,0 +1,165 @@
+"""lm-eval's part: its tasks loaded once, run on the loaded model as often as there are backends, and its samples read."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import logging
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from .pairs import Answers, Measure
+
+PACK = Path(__file__).parent.parent / "tasks"
+SEED = 1234
+BOOTSTRAPS = 1000  # of the metrics whose standard error lm-eval resamples
+
+
+def require() -> None:
+    """Raise ImportError, with the remedy, where lm-eval is missing."""
+    try:
+        import lm_eval  # noqa: F401
+    except ImportError as error:
+        raise ImportError(f'Evaluation runs on lm-eval: pip install "lm-eval[hf]" ({error}).') from error
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without lm-eval's remarks on each of the settings that are made here."""
+    logger = logging.getLogger("lm_eval")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+class Harness:
+    """Some tasks on one model. batch_size, limit, num_fewshot, gen_kwargs: as lm-eval takes them."""
+
+    def __init__(
+        self,
+        model,
+        tokenizer,
+        tasks: Sequence[str],
+        *,
+        include_path: Sequence[str | Path] = (),
+        batch_size: int | str = 4,
+        limit: float | None = None,
+        num_fewshot: int | None = None,
+        gen_kwargs: dict | str | None = None,
+        apply_chat_template: bool | str = False,
+        confirm_run_unsafe_code: bool = False,
+    ):
+        require()
+        from lm_eval.models.huggingface import HFLM
+        from lm_eval.utils import simple_parse_args_string
+
+        if isinstance(gen_kwargs, str):
+            gen_kwargs = simple_parse_args_string(gen_kwargs)
+        self.options = {
+            "limit": limit,
+            "apply_chat_template": apply_chat_template,
+            "fewshot_as_multiturn": bool(apply_chat_template),
+            "confirm_run_unsafe_code": confirm_run_unsafe_code,
+        }
+        with quiet():
+            self.loaded = _load(tasks, [PACK, *map(Path, include_path)])
+            for task in self.loaded["tasks"].values():
+                if gen_kwargs and task.OUTPUT_TYPE == "generate_until":
+                    task.set_config("generation_kwargs", gen_kwargs, update=True)
+                shots = task.get_config("num_fewshot")
+                if shots is None or (num_fewshot is not None and shots != 0):  # a task that says 0 means it
+                    task.set_config("num_fewshot", num_fewshot or 0)
+                task.set_fewshot_seed(SEED)
+            self.lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+
+    def decoding(self) -> list[str]:
+        """Names of the tasks that make tokens: what a cache can matter to."""
+        return [name for name, task in self.loaded["tasks"].items() if task.OUTPUT_TYPE == "generate_until"]
+
+    def run(self, only: Sequence[str] | None = None) -> tuple[list[Measure], list[Answers]]:
+        """All tasks once, or those of these names; the same examples in the same order, whatever ran before."""
+        from lm_eval.evaluator import evaluate
+
+        chosen = self.loaded
+        if only is not None:
+            chosen = {"tasks": {name: chosen["tasks"][name] for name in only}, "groups": {}, "group_map": {}}
+        random.seed(SEED)
+        torch.manual_seed(SEED)
+        with quiet():
+            results = evaluate(self.lm, chosen, bootstrap_iters=BOOTSTRAPS, log_samples=True, **self.options)
+        return _measures(results, chosen["tasks"]), [
+            Answers(name, *_answers(samples)) for name, samples in results["samples"].items()
+        ]
+
+
+def _load(names: Sequence[str], paths: list[Path]) -> dict:
+    """The tasks of these names; lm-eval's own thousands are only indexed, which takes seconds, when a name asks for it."""
+    from lm_eval.tasks import TaskManager
+
+    for path in paths:
+        if not path.exists():
+            raise ValueError(f"There is no folder {path} to look for tasks in.")
+    manager = TaskManager(include_path=paths, include_defaults=False)
+    if not set(names) <= set(manager.all_tasks):
+        manager = TaskManager(include_path=paths)
+    wanted = []
+    for name in names:
+        found = [name] if Path(name).is_file() else manager.match_tasks([name])
+        if not found:
+            near = difflib.get_close_matches(name, manager.all_tasks, 3, 0.5)
+            hint = f"Near it: {', '.join(near)}." if near else "`hf-fastattn lm_eval ls tasks` lists all."
+            raise ValueError(f"Unknown task {name!r}. {hint}")
+        wanted += found
+    return manager.load(wanted)
+
+
+def _measures(results: dict, tasks: dict) -> list[Measure]:
+    """Every metric of every task, with its value for each example."""
+    found = []
+    for name, samples in results["samples"].items():
+        for key, score in results["results"][name].items():
+            metric, _, filter_name = key.partition(",")
+            if not filter_name or metric.endswith("_stderr") or not isinstance(score, (int, float)):
+                continue
+            items = [sample[metric] for sample in samples if sample["filter"] == filter_name and metric in sample]
+            stderr = results["results"][name].get(f"{metric}_stderr,{filter_name}")
+            items, aggregate = _aggregate(tasks[name].aggregation().get(metric), items)
+            label = metric if filter_name == "none" else f"{metric}, {filter_name}"
+            found.append(Measure(name, label, score, stderr if isinstance(stderr, float) else None, items, aggregate))
+    return found
+
+
+def _aggregate(function, items: list) -> tuple[list, str]:
+    """(items, how they become the score), both as Measure has them."""
+    name = getattr(function, "__name__", "mean")
+    if name == "weighted_perplexity":
+        return items, "perplexity"
+    if name == "perplexity":  # of log-likelihoods that all weigh the same
+        return [(ll, 1) for ll in items], "perplexity"
+    return items, name if all(isinstance(item, (bool, int, float)) for item in items) else "other"
+
+
+def _answers(samples: list[dict]) -> tuple[list, list[list[float]]]:
+    """(answers, log-likelihoods of the requests) by example."""
+    answers, lls = {}, {}
+    for sample in samples:  # once for each filter, of the same responses
+        first = [repeats[0] for repeats in sample["resps"]]
+        texts = [text for repeats in sample["resps"] for text in repeats if isinstance(text, str)]
+        scored = [response for response in first if isinstance(response, (tuple, list))]
+        if texts:
+            answer = "\n".join(texts)
+        elif len(scored) > 1:
+            answer = max(range(len(scored)), key=lambda i: scored[i][0])
+        else:
+            answer = bool(scored[0][1]) if scored else None
+        answers[sample["doc_id"]] = answer
+        lls[sample["doc_id"]] = [
+            float(r[0]) if isinstance(r, (tuple, list)) else float(r) for r in first if not isinstance(r, str)
+        ]
+    return list(answers.values()), list(lls.values())

@@ -1,0 +1,83 @@
+"""Decode perplexity: a text given token by token through the cache, by plain generate().
+
+Log-likelihood tasks read a text in one pass, which is prefill. Here each token is one decode step: a logits processor notes how
+likely the text's next token was and leaves generate() no other choice. So whatever makes tokens is what is measured: the decode
+kernel, the cache, left padding, windows and sinks, captured graphs.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from tqdm import tqdm
+
+
+@dataclass
+class Excerpts:
+    """Rows of a text: prompts (rows, width), left-padded, their mask, and the tokens that follow them (rows, tokens)."""
+
+    prompts: torch.Tensor
+    mask: torch.Tensor
+    targets: torch.Tensor
+
+
+def excerpts(tokenizer, text: str, *, rows: int, tokens: int, prompt: int) -> Excerpts:
+    """`rows` parts of the text, evenly spread; prompts of half of `prompt` tokens up to all of them.
+
+    Raises ValueError where the text is too short for them.
+    """
+    ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"][0]
+    ids = ids[~torch.isin(ids, torch.tensor(tokenizer.all_special_ids))]  # a text's own end would end generate()
+    need = rows * (prompt + tokens)
+    if len(ids) < need:
+        raise ValueError(
+            f"Decode perplexity of {rows} rows of {prompt} + {tokens} tokens needs a text of {need} tokens, and this one has "
+            f"{len(ids)}. Take a longer text, fewer decode_tokens or a smaller batch_size."
+        )
+    lengths = [prompt - (prompt // 2) * row // max(1, rows - 1) for row in range(rows)]
+    starts = [len(ids) // rows * row + prompt - length for row, length in enumerate(lengths)]
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
+    prompts = torch.full((rows, prompt), pad)
+    mask = torch.zeros(rows, prompt, dtype=torch.long)
+    for row, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+        prompts[row, prompt - length :] = ids[start : start + length]
+        mask[row, prompt - length :] = 1
+    after = [start + length for start, length in zip(starts, lengths, strict=True)]
+    return Excerpts(prompts, mask, torch.stack([ids[at : at + tokens] for at in after]))
+
+
+class _Forced:
+    """A logits processor: how unlikely each next token of the text was, in nats; then that token is the only one left."""
+
+    def __init__(self, targets: torch.Tensor, bar: tqdm):
+        self.targets = targets
+        self.bar = bar
+        self.nats: list[torch.Tensor] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        target = self.targets[:, len(self.nats), None]
+        self.nats.append(-scores.float().log_softmax(-1).gather(1, target))
+        self.bar.update()
+        return torch.full_like(scores, -math.inf).scatter_(1, target, 0.0)
+
+
+def decode_nats(model, given: Excerpts, label: str = "") -> list[list[float]]:
+    """-log p of every target token but each row's first, which the prefill predicts: (rows, tokens - 1)."""
+    device = model.device
+    tokens = given.targets.shape[1]
+    with tqdm(total=tokens, desc=f"Decode perplexity {label}".rstrip(), unit="token", disable=None) as bar:
+        forced = _Forced(given.targets.to(device), bar)
+        out = model.generate(
+            given.prompts.to(device),
+            attention_mask=given.mask.to(device),
+            max_new_tokens=tokens,
+            do_sample=False,
+            num_beams=1,
+            pad_token_id=int(given.prompts[0, 0]),
+            logits_processor=[forced],
+        )
+    if not torch.equal(out[:, given.prompts.shape[1] :].cpu(), given.targets):
+        raise RuntimeError("generate() did not follow the text; a generation setting of this model overrides logits processors.")
+    return torch.cat(forced.nats, 1)[:, 1:].double().tolist()

@@ -1,0 +1,225 @@
+"""What an evaluation found: kept run by run, written as JSON, told as Markdown, judged in one line."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+
+from .. import compat
+from ..tables import table
+from . import pairs
+from .pairs import Answers, Measure, Pair
+
+STOCK = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention")  # Transformers' own
+
+
+@dataclass
+class Run:
+    """One backend with one cache. calls: of our kernels, by "<backend>.<phase>"; empty for Transformers' own attention."""
+
+    backend: str
+    cache: str
+    seconds: float
+    calls: dict[str, int]
+    measures: list[Measure] = field(default_factory=list)
+    answers: list[Answers] = field(default_factory=list)
+    pairs: list[Pair] = field(default_factory=list)  # beside the baseline; empty for the baseline itself
+    called: bool = True  # False where a kernel of ours should have run and none did
+
+    @property
+    def label(self) -> str:
+        return f"{self.backend}, {self.cache}"
+
+
+class Evaluation:
+    """Runs of several backends over the same examples. Print it for the tables and the verdict.
+
+    The baseline is the first run. `dtype` decides what may differ: in float32 every exact attention gives the same answers, in
+    16 bits they round differently, and a difference counts where it is larger than chance and than what Transformers' own
+    backends make among themselves.
+    """
+
+    def __init__(self, model: str, dtype: torch.dtype, device: torch.device, tokenizer=None, conditions: dict | None = None):
+        self.dtype = dtype
+        self.tokenizer = tokenizer
+        self.runs: list[Run] = []
+        self.interrupted = False
+        self.conditions = {
+            "model": model,
+            "dtype": str(dtype).removeprefix("torch."),
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+            "torch": torch.__version__,
+            "transformers": compat.transformers.__version__,
+            "python": platform.python_version(),
+            **(conditions or {}),
+        }
+
+    @property
+    def baseline(self) -> Run:
+        return self.runs[0]
+
+    def add(self, run: Run) -> None:
+        """Keep a run, paired with the baseline: the first run's value of each metric, else the first run that has it."""
+        for measure in run.measures:
+            base = self._first("measures", measure.task, measure.metric)
+            if base is not None:
+                run.pairs.append(pairs.pair(base, measure))
+        for its in run.answers:
+            base = self._first("answers", its.task)
+            if base is not None:
+                fields = pairs.compare_answers(base, its, self.tokenizer)
+                for each in run.pairs:
+                    if each.task == its.task:
+                        vars(each).update(fields)
+        self.runs.append(run)
+
+    def _first(self, kind: str, task: str, metric: str | None = None):
+        for run in self.runs:
+            for each in getattr(run, kind):
+                if each.task == task and (metric is None or each.metric == metric):
+                    return each
+        return None
+
+    # ---- the verdict ----
+
+    def _spread(self, task: str, metric: str) -> float | None:
+        """The largest difference that Transformers' own backends make to the baseline; None if only one ran."""
+        found = [
+            abs(each.difference)
+            for run in self.runs
+            if run.backend in STOCK and run.backend != self.baseline.backend
+            for each in run.pairs
+            if (each.task, each.metric) == (task, metric)
+        ]
+        return max(found, default=None) if self.baseline.backend in STOCK else None
+
+    def _differs(self, run: Run, each: Pair) -> bool:
+        if each.same:
+            return False
+        if self.dtype == torch.float32:
+            return True
+        spread = None if run.backend in STOCK else self._spread(each.task, each.metric)
+        return each.beyond_chance and (spread is None or abs(each.difference) > spread)
+
+    def differing(self) -> list[Run]:
+        """The runs that are not the baseline's equals."""
+        return [run for run in self.runs if not run.called or any(self._differs(run, each) for each in run.pairs)]
+
+    @property
+    def passed(self) -> bool:
+        return not self.differing()
+
+    def verdict(self) -> str:
+        """One line: who equals the baseline, who differs and where first."""
+        if not self.runs:
+            return "Nothing was measured."
+        others = [run for run in self.runs[1:] if run.pairs]
+        if not others:
+            return f"Only {self.baseline.label} was measured; there is nothing to compare it with."
+        differing = self.differing()
+        if differing:
+            return f"DIFFERENT from {self.baseline.label}: " + "; ".join(self._why(run) for run in differing) + "."
+        equal = [run for run in others if all(each.same for each in run.pairs)]
+        alike = [run.label for run in others if run not in equal]
+        parts = []
+        if equal:
+            parts.append(f"EQUAL to {self.baseline.label} in every answer and score: {'; '.join(run.label for run in equal)}.")
+        if alike:
+            measured = any(self._spread(e.task, e.metric) is not None for run in others for e in run.pairs)
+            than = "chance or than between Transformers' own backends" if measured else "chance"
+            parts.append(f"No difference larger than {than}: {'; '.join(alike)}.")
+        return " ".join(parts)
+
+    def _why(self, run: Run) -> str:
+        if not run.called:
+            return f"{run.label}: none of its kernels was ever called"
+        each = next(each for each in run.pairs if self._differs(run, each))
+        text = f"{run.label} in {each.task} ({each.metric} {each.score:.6g}, not {each.baseline:.6g}"
+        if each.equal not in (None, 1.0):
+            text += f"; {100 * each.equal:.3g} % of {each.examples} answers equal"
+        if each.first is not None:
+            text += f", first at example {each.first['example']}"
+            text += f", token {each.first['token']}" if "token" in each.first else ""
+        return text + ")"
+
+    # ---- what is kept ----
+
+    def as_dict(self) -> dict:
+        """Everything but the single examples, in plain numbers and strings."""
+        return {
+            "conditions": self.conditions,
+            "baseline": self.baseline.label if self.runs else None,
+            "verdict": self.verdict(),
+            "passed": self.passed,
+            "interrupted": self.interrupted,
+            "runs": [
+                {
+                    "backend": run.backend,
+                    "cache": run.cache,
+                    "seconds": run.seconds,
+                    "calls": run.calls,
+                    "scores": [
+                        {"task": m.task, "metric": m.metric, "score": m.score, "stderr": m.stderr, "examples": len(m.items)}
+                        for m in run.measures
+                    ],
+                    "against_baseline": [
+                        asdict(each) | {"same": each.same, "differs": self._differs(run, each)} for each in run.pairs
+                    ],
+                }
+                for run in self.runs
+            ],
+        }
+
+    def save(self, folder: str | Path) -> Path:
+        """Write eval.json and eval.md into the folder; each replaces its older self whole. Returns the JSON's path."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in (("eval.json", json.dumps(self.as_dict(), indent=1, default=str)), ("eval.md", str(self))):
+            whole = folder / f".{name}.partial"
+            whole.write_text(text + "\n")
+            whole.replace(folder / name)
+        return folder / "eval.json"
+
+    def __str__(self) -> str:
+        return "\n\n".join(self._paragraphs())
+
+    def _paragraphs(self) -> Iterator[str]:
+        yield ", ".join(f"{name} {value}" for name, value in self.conditions.items() if value is not None)
+        head = ["task", "metric", "backend", "cache", "score", "stderr", "difference", "95 % interval", "equal answers", "first"]
+        yield table(head, list(self._rows()))
+        if self.interrupted:
+            yield "Interrupted: what was measured until then."
+        yield self.verdict()
+
+    def _rows(self) -> Iterator[list]:
+        keys = dict.fromkeys((m.task, m.metric) for run in self.runs for m in run.measures)
+        for task, metric in keys:
+            for run in self.runs:
+                for its in run.measures:
+                    if (its.task, its.metric) == (task, metric):
+                        yield [task, metric, run.backend, run.cache, *_figures(its), *_compared(run, task, metric)]
+
+
+def _figures(measure: Measure) -> tuple[str, str | None]:
+    return f"{measure.score:.6g}", None if measure.stderr is None else f"{measure.stderr:.2g}"
+
+
+def _compared(run: Run, task: str, metric: str) -> list:
+    each = next((each for each in run.pairs if (each.task, each.metric) == (task, metric)), None)
+    if each is None:
+        return ["baseline", None, None, None]
+    first = None
+    if each.first is not None:
+        first = f"example {each.first['example']}" + (f", token {each.first['token']}" if "token" in each.first else "")
+    interval = None if each.interval is None else " to ".join(_signed(end) for end in each.interval)
+    equal = None if each.equal is None else f"{100 * each.equal:.4g} %"
+    return [_signed(each.difference), interval, equal, first]
+
+
+def _signed(value: float) -> str:
+    return f"{value:+.2g}" if value else "0"

@@ -1,0 +1,281 @@
+"""explain(): which kernels a model runs and why, what one decode step reads and computes, and the least time that takes.
+
+Arithmetic over a configuration: no weights are needed, and no GPU.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+
+import torch
+
+from .. import compat, registry
+from ..kernels import TritonKernel
+from ..patches import graph
+from ..tables import size, table, thousands
+from . import costs
+from .costs import GPU, GPUS, Facts, Step
+
+__all__ = ["GPUS", "SHAPES", "Explanation", "explain"]
+
+# Named shapes: Transformers' model_type and configuration, which need no download.
+_LLAMA = {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072}
+SHAPES = {
+    "1b": (
+        "llama",
+        _LLAMA | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "tie_word_embeddings": True},
+    ),
+    "8b": ("llama", _LLAMA | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}),
+    "70b": (
+        "llama",
+        _LLAMA | {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
+    ),
+    "mistral-7b": ("mistral", {"sliding_window": 4096}),
+    "opt-1.3b": ("opt", {"hidden_size": 2048, "ffn_dim": 8192, "num_hidden_layers": 24, "num_attention_heads": 32}),
+    "opt-6.7b": ("opt", {"hidden_size": 4096, "ffn_dim": 16384, "num_hidden_layers": 32, "num_attention_heads": 32}),
+}
+_LENGTHS = [1 << n for n in range(10, 21, 2)]
+
+
+@dataclass
+class Explanation:
+    """What explain() found. Print it, or take as_dict(), which holds the same in plain numbers and strings."""
+
+    facts: Facts
+    gpu: GPU
+    batch: int
+    length: int
+    backend: str
+    device: str
+    runs: list[dict[str, str]]  # what, how, why
+    refused: list[dict[str, str]]  # what, why
+    step: Step
+    longest: int | None  # tokens each row can have in memory; None: any number
+    memory: list[dict]  # length, kv_bytes, bytes, fits
+    variants: list[dict]  # name, kv_bytes, floor_ms, longest
+    notes: list[str] = field(default_factory=list)
+
+    def as_dict(self) -> dict:
+        found = asdict(self)
+        found["facts"]["dtype"] = str(self.facts.dtype).removeprefix("torch.")
+        return found
+
+    def __str__(self) -> str:
+        return "\n\n".join(_paragraphs(self))
+
+
+def explain(
+    model,
+    batch: int = 1,
+    length: int = 8192,
+    backend: str = "lean",
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | str | None = None,
+    gpu: str | None = None,
+) -> Explanation:
+    """Say what will run for this model, batch and length, what it costs at least, and what was refused and why.
+
+    model: a model, a configuration, a folder or a name on the Hub, a .gguf file, or a named shape (`explain.SHAPES`); of these
+    only the configuration is read. batch: rows of `length` tokens each. device: where it would run, by default the model's, and
+    CUDA for a configuration. dtype: of weights and K/V, by default the model's. gpu: take the figures of this GPU as published
+    (`explain.GPUS`); without it those of the GPU here are measured, and where there is none an H200 is taken.
+
+    Raises ValueError for a model whose K/V this cannot count, an unknown backend or GPU, and sizes below 1.
+    """
+    for name, value in (("batch", batch), ("length", length)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1; got {value}.")
+    chosen = registry.get(backend)
+    if not isinstance(model, compat.PreTrainedModel):
+        model = _from_config(model, dtype)
+    facts = costs.count(model, dtype)
+    device = torch.device(device or ("cuda" if model.device.type == "meta" else model.device))
+    figures = costs.find_gpu(gpu, device, facts.dtype)
+    runs, refused = _what_runs(chosen, model, facts, batch, length, device)
+    step, limit = costs.step(facts, figures, batch, length), facts.max_length
+    held = [(n, batch * facts.kv_bytes(n)) for n in sorted({*_LENGTHS, length}) if n <= max(length, limit or n)]
+    others = [(name, its, costs.step(its, figures, batch, length)) for name, its in costs.relatives(facts)]
+    notes = []
+    if limit and length > limit:
+        notes.append(f"{length} tokens are more than the {limit} positions this model was made for.")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        notes.append("There is no GPU here: this is what a CUDA machine would run. Here the torch twins would, on the CPU.")
+    return Explanation(
+        facts=facts,
+        gpu=figures,
+        batch=batch,
+        length=length,
+        backend=backend,
+        device=str(device),
+        runs=runs,
+        refused=refused,
+        step=step,
+        longest=costs.longest(facts, figures, batch),
+        memory=[
+            {"length": n, "kv_bytes": kv, "bytes": facts.weight_bytes + kv, "fits": facts.weight_bytes + kv <= figures.memory}
+            for n, kv in held
+        ],
+        variants=[
+            {"name": name, "kv_bytes": of.kv_bytes, "floor_ms": of.floor_ms, "longest": costs.longest(its, figures, batch)}
+            for name, its, of in others
+        ],
+        notes=notes,
+    )
+
+
+def _from_config(source, dtype):
+    """A model without memory, of a configuration or of where there is one."""
+    if isinstance(source, str) and source.lower() in SHAPES:
+        model_type, options = SHAPES[source.lower()]
+        source = compat.make_config(model_type, name_or_path=source, **options)
+    elif not isinstance(source, compat.PreTrainedConfig):
+        source = compat.load_config(source)
+    if source.is_encoder_decoder:
+        raise ValueError(f"explain() is for decoder-only models; {type(source).__name__} is an encoder-decoder.")
+    return compat.model_on_meta(source, costs.find_dtype(dtype or getattr(source, "dtype", None) or torch.bfloat16))
+
+
+# ---- what runs ----
+
+
+@dataclass(frozen=True)
+class _Operand:
+    """Stands for a freshly allocated tensor where a kernel is asked whether it would take it."""
+
+    device: torch.device
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def data_ptr(self) -> int:
+        return 0
+
+    def stride(self) -> tuple[int, ...]:
+        _, heads, length, width = self.shape
+        return heads * length * width, length * width, width, 1
+
+
+def _what_runs(chosen: registry.Backend, model, facts: Facts, batch: int, length: int, device: torch.device):
+    """(what runs how and why, what was refused and why)."""
+    runs, refused = [], []
+
+    def refuse(what: str, why: str) -> None:
+        refused.append({"what": what, "why": why})
+
+    shape = {"num_heads": facts.num_heads, "num_kv_heads": facts.num_kv_heads, "head_dim": facts.head_dim}
+    reasons = {
+        name: compat.why_not_model(type(model.config))
+        or registry.get(name).why_not(**shape, dtype=facts.dtype, device_type=device.type)
+        for name in registry.names()
+    }
+    for name, reason in reasons.items():
+        if reason:
+            refuse(name, reason)
+    if reasons[chosen.name]:
+        return runs, refused
+    for phase, q_len in (("prefill", length), ("decode", 1)):
+        served, kernel = chosen.kernel(q_len, facts.num_heads, facts.num_kv_heads)
+        operands = [
+            _Operand(device, facts.dtype, (batch, heads, n, facts.head_dim))
+            for heads, n in ((facts.num_heads, q_len), (facts.num_kv_heads, length), (facts.num_kv_heads, length))
+        ]
+        how, reason = _kernel(kernel, operands)
+        if reason:
+            refuse(f"{kernel.hopper} in {phase}", reason)
+        runs.append({"what": phase, "how": how, "why": _why(chosen, served, q_len, facts)})
+    owns = compat.overrides_generation(model)
+    if owns:
+        refuse("PreallocatedCache", f"{type(model).__name__} has its own {owns}(), which it would replace.")
+        runs.append({"what": "cache", "how": "DynamicCache", "why": "copied as it grows"})
+    else:
+        why = "with patch(): K/V stay in place, and only what is live is read"
+        runs.append({"what": "cache", "how": "PreallocatedCache", "why": why})
+    off = "a graph needs the preallocated cache" if owns else graph.why_no_graph(device)
+    if off:
+        refuse("decode graph", f"{off[0].upper()}{off[1:]}.")
+    on = "with patch(): one launch a step, and no Python between layers"
+    how, why = ("from Python", "launched layer by layer") if off else ("one CUDA graph", on)
+    runs.append({"what": "decode step", "how": how, "why": why})
+    return runs, refused
+
+
+def _kernel(kernel, operands: list[_Operand]) -> tuple[str, str | None]:
+    """(the kernel in words, why its Hopper relative is not it)."""
+    if not isinstance(kernel, TritonKernel):
+        return getattr(kernel, "__qualname__", type(kernel).__name__), None
+    device = operands[0].device
+    where = kernel.where(device.type)
+    if device.type != "cuda" or kernel.hopper is None:
+        return f"{kernel.name}: {where}", None
+    if not torch.cuda.is_available():
+        return f"{kernel.hopper} where it can run, else {kernel.name}: {where}", None
+    reason = importlib.import_module(f"hf_fastattn.kernels.{kernel.hopper}").why_not(*operands)
+    return f"{kernel.name if reason else kernel.hopper}: {where}", reason
+
+
+def _why(chosen: registry.Backend, served: str, q_len: int, facts: Facts) -> str:
+    if chosen.decode is None:
+        return f"{chosen.name!r} has one kernel for both phases"
+    group = facts.num_heads // facts.num_kv_heads
+    verdict = "at most" if served == "decode" else "more than"
+    return f"{q_len} x {group} = {q_len * group} query rows per KV head, {verdict} {chosen.max_decode_rows}"
+
+
+# ---- in words ----
+
+
+def _paragraphs(found: Explanation) -> Iterator[str]:
+    facts, gpu, step = found.facts, found.gpu, found.step
+    dtype = str(facts.dtype).removeprefix("torch.")
+    kind = "MHA" if facts.num_kv_heads == facts.num_heads else "MQA" if facts.num_kv_heads == 1 else "GQA"
+    windows = {w: facts.windows.count(w) for w in facts.windows}
+    layers = ", ".join(f"{n} with a window of {w}" if w else f"{n} that keep everything" for w, n in windows.items())
+    rows = "1 row" if found.batch == 1 else f"{found.batch} rows"
+    rate = f", {size(gpu.rate, 'FLOP/s')}" if gpu.rate else ""
+    yield (
+        f"{facts.name}: {facts.parameters / 1e6:,.0f} million parameters, {size(facts.weight_bytes)} in {dtype}\n"
+        f"{facts.num_heads} query heads on {facts.num_kv_heads} KV heads ({kind}), head_dim {facts.head_dim}; layers: {layers}\n"
+        f"{rows} of {found.length} tokens on {gpu.name}: {size(gpu.memory)}, {size(gpu.bandwidth, 'B/s')}{rate}\n"
+        + "\n".join([f"({gpu.source})", *found.notes])
+    )
+    if found.runs:
+        yield f'What runs with "{found.backend}" on {found.device}:\n\n' + _table(found.runs)
+    else:
+        yield f'Nothing runs with "{found.backend}" on {found.device}.'
+    if found.refused:
+        yield "Refused:\n\n" + _table(found.refused)
+    per_second = found.batch * 1e3 / step.floor_ms
+    read = step.weight_bytes + step.kv_bytes
+    yield table(
+        ["one decode step, a token for each row", "", ""],
+        [
+            ["reads", size(read), f"{size(step.weight_bytes)} of weights, {size(step.kv_bytes)} of K/V"],
+            ["computes", size(step.flops, "FLOP"), f"{step.flops_per_byte:.3g} FLOP for each byte it reads"],
+            ["takes at least", f"{step.floor_ms:.3g} ms", f"set by {step.bound_by}; {per_second:.4g} tokens a second"],
+        ],
+    )
+    lines = [
+        [thousands(row["length"]), size(row["kv_bytes"]), size(row["bytes"]), "yes" if row["fits"] else "no"]
+        for row in found.memory
+    ]
+    yield table(["tokens a row", "K/V", "K/V and weights", "fits"], lines) + f"\n\n{_limit(found)}"
+    head = ["the same weights with", "K/V", "at least, ms", "longest"]
+    variants = [
+        [row["name"], size(row["kv_bytes"]), f"{row['floor_ms']:.3g}", "any" if row["longest"] is None else row["longest"]]
+        for row in found.variants
+    ]
+    yield table(head, variants)
+
+
+def _table(rows: list[dict[str, str]]) -> str:
+    return table(list(rows[0]), [list(row.values()) for row in rows])
+
+
+def _limit(found: Explanation) -> str:
+    what = f"{size(found.gpu.memory)} hold"
+    if found.longest is None:
+        return f"{what} weights and K/V at any length: every layer has a window."
+    if found.longest == 0:
+        return f"{what} less than the weights and one token a row."
+    return f"{what} weights and K/V up to {found.longest} tokens a row; activations, mostly of the prompt, come on top."

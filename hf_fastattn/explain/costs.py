@@ -1,0 +1,206 @@
+"""What a model reads and computes for one new token, how long that takes at least, and when memory is full.
+
+Bytes are those of weights and live K/V, each read once; activations are left out. Floors follow the roofline model (Williams et
+al., 2009): the larger of bytes over bandwidth and operations over their rate.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from .. import compat
+from ..tables import size
+
+WINDOW = 4096  # of the model beside the others that has one
+
+
+@dataclass(frozen=True)
+class GPU:
+    """memory in bytes, bandwidth in bytes a second, rate in operations a second (dense, in `dtype`); source of the two rates."""
+
+    name: str
+    memory: float
+    bandwidth: float
+    rate: float | None
+    source: str = "published by NVIDIA for dense 16-bit products"
+
+
+GPUS = {
+    "a100": GPU("A100 SXM 80 GB", 80e9, 2.039e12, 312e12),
+    "h100": GPU("H100 SXM", 80e9, 3.35e12, 989e12),
+    "h200": GPU("H200 SXM", 141e9, 4.8e12, 989e12),
+    "l4": GPU("L4", 24e9, 0.3e12, 121e12),
+    "l40s": GPU("L40S", 48e9, 0.864e12, 362e12),
+    "rtx4090": GPU("GeForce RTX 4090", 24e9, 1.008e12, 165e12),
+}
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the arithmetic needs of a model. windows: of each layer, None where it keeps everything."""
+
+    name: str
+    dtype: torch.dtype
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    windows: tuple[int | None, ...]
+    max_length: int | None
+    parameters: int
+    weight_bytes: int  # in memory
+    dense_bytes: int  # read by every step: all but the embedding table, of which it reads a row, and experts
+    expert_bytes: int = 0
+    experts: tuple[int, int] = (1, 1)  # chosen for a token, of how many
+
+    def seen(self, length: int) -> int:
+        """Tokens that one query attends to, summed over the layers."""
+        return sum(min(length, window or length) for window in self.windows)
+
+    def kv_bytes(self, length: int) -> int:
+        """Bytes of K and V that one row keeps."""
+        return 2 * self.seen(length) * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+    def read_bytes(self, batch: int) -> float:
+        """Bytes of weights one step reads: of the experts, those that so many rows choose if each chooses evenly."""
+        chosen, count = self.experts
+        return self.dense_bytes + self.expert_bytes * (1 - (1 - chosen / count) ** batch)
+
+    def flops(self, length: int) -> float:
+        """Operations for one new token: two a weight, and two products with every key and value seen."""
+        chosen, count = self.experts
+        weights = (self.dense_bytes + self.expert_bytes * chosen / count) / self.dtype.itemsize
+        return 2 * weights + 4 * self.num_heads * self.head_dim * self.seen(length)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One decode step of `batch` rows: bytes, operations, and the least milliseconds they take (None: no rate known)."""
+
+    weight_bytes: float
+    kv_bytes: float
+    flops: float
+    flops_per_byte: float
+    floor_ms: float
+    bound_by: str
+
+
+def count(model, dtype: torch.dtype | str | None = None) -> Facts:
+    """The facts of a model, from its configuration and the shapes of its parameters."""
+    config, name = model.config.get_text_config(decoder=True), model.config._name_or_path or type(model).__name__
+    if getattr(config, "kv_lora_rank", None):
+        raise ValueError(f"explain() cannot count the compressed K/V of multi-head latent attention, which {name} has.")
+    try:
+        windows = compat.layer_windows(model.config)
+    except ValueError as error:
+        raise ValueError(f"explain() counts the K/V of full and sliding attention only. {error}") from error
+    dtype = find_dtype(dtype) if dtype is not None else model.dtype
+    scale = dtype.itemsize / model.dtype.itemsize
+    heads = config.num_attention_heads
+    embedding = model.get_input_embeddings().weight
+    head = model.get_output_embeddings()
+    tied = head is None or head.weight is embedding or config.tie_word_embeddings
+    experts = sum(p.nbytes for name, p in model.named_parameters() if ".experts." in name)
+    total = sum(p.nbytes for p in model.parameters())
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    counted = next((n for name in names if (n := getattr(config, name, None))), 1)
+    return Facts(
+        name=name,
+        dtype=dtype,
+        num_heads=heads,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        windows=tuple(windows),
+        max_length=getattr(config, "max_position_embeddings", None),
+        parameters=sum(p.numel() for p in model.parameters()),
+        weight_bytes=round(scale * total),
+        dense_bytes=round(scale * (total - experts - (0 if tied else embedding.nbytes))),
+        expert_bytes=round(scale * experts),
+        experts=(getattr(config, "num_experts_per_tok", None) or counted, counted),
+    )
+
+
+def find_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"Unknown dtype {dtype!r}; name one of float32, bfloat16 and float16.")
+    return found
+
+
+def find_gpu(name: str | None, device: torch.device, dtype: torch.dtype) -> GPU:
+    """The GPU of that name as published, else the one of this device measured, else an H200."""
+    if name is not None and name not in GPUS:
+        raise ValueError(f"Unknown GPU {name!r}; known: {', '.join(GPUS)}. Leave it out to measure the one that is here.")
+    if name is None and device.type == "cuda" and torch.cuda.is_available():
+        return measure(device, dtype)
+    found = GPUS[name or "h200"]
+    if name is None:
+        found = replace(found, source=f"{found.source}; named since there is no GPU to measure; gpu= names another")
+    # Their rates are for 16-bit products on tensor cores, and float32 products run elsewhere.
+    return found if dtype.itemsize == 2 else replace(found, rate=None)
+
+
+def measure(device: torch.device, dtype: torch.dtype) -> GPU:
+    """The GPU here: the rate of a sum over up to 2 GiB, and of a matrix product of 8192 x 8192 in this dtype."""
+    properties = torch.cuda.get_device_properties(device)
+    free, _ = torch.cuda.mem_get_info(device)
+    data = torch.zeros(int(min(2 << 30, free // 4)) // 4, device=device)
+    edge = 8192 if free > 4 << 30 else 2048
+    square = torch.zeros(edge, edge, device=device, dtype=dtype)
+    return GPU(
+        properties.name,
+        properties.total_memory,
+        data.nbytes / _seconds(lambda: data.sum()),
+        2 * edge**3 / _seconds(lambda: square @ square),
+        f"measured here: a sum over {size(data.nbytes)}, a product of {edge} x {edge} in {str(dtype)[6:]}",
+    )
+
+
+def _seconds(call) -> float:
+    """Best of ten on the current stream, after a warm-up."""
+    times = []
+    for _ in range(11):
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        call()
+        stop.record()
+        stop.synchronize()
+        times.append(1e-3 * start.elapsed_time(stop))
+    return min(times[1:])
+
+
+def step(facts: Facts, gpu: GPU, batch: int, length: int) -> Step:
+    weights, kv = facts.read_bytes(batch), batch * facts.kv_bytes(length)
+    flops = batch * facts.flops(length)
+    memory, compute = (weights + kv) / gpu.bandwidth, flops / gpu.rate if gpu.rate else 0.0
+    bound = "memory" if memory >= compute else "compute"
+    return Step(weights, kv, flops, flops / (weights + kv), 1e3 * max(memory, compute), bound)
+
+
+def longest(facts: Facts, gpu: GPU, batch: int) -> int | None:
+    """The most tokens each row can have before weights and K/V exceed the memory (0: none); None if no number of them does."""
+    room = (gpu.memory - facts.weight_bytes) / batch
+    low, high = 0, 1 << 40
+    if facts.kv_bytes(high) <= room:
+        return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if facts.kv_bytes(middle) <= room else (low, middle)
+    return low
+
+
+def relatives(facts: Facts) -> list[tuple[str, Facts]]:
+    """The model as MHA, GQA, MQA, and with and without a window; its own row is marked."""
+    grouped = facts.num_kv_heads if 1 < facts.num_kv_heads < facts.num_heads else 8
+    heads = {facts.num_heads: "MHA", grouped: "GQA", 1: "MQA"}
+    rows = []
+    for kv_heads, kind in heads.items():
+        if facts.num_heads % kv_heads:
+            continue
+        its = replace(facts, num_kv_heads=kv_heads)
+        rows.append((f"{kind}, {kv_heads} KV heads" if kv_heads > 1 else f"{kind}, 1 KV head", its))
+    windowed = any(facts.windows)
+    other = (None,) * len(facts.windows) if windowed else (WINDOW,) * len(facts.windows)
+    rows.append(("without its window" if windowed else f"window of {WINDOW} in every layer", replace(facts, windows=other)))
+    return [(f"{name} (this model)" if its == facts else name, its) for name, its in rows]

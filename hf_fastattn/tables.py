@@ -1,0 +1,37 @@
+"""Tables that read as well in a terminal as they render in Markdown, and sizes in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A Markdown table with aligned columns: the first to the left, figures to the right. None is written as "-"."""
+    lines = [[str(cell) for cell in head]]
+    lines += [["-" if cell is None else str(cell).replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
+    widths = [max(3, *(len(line[i]) for line in lines)) for i in range(len(head))]
+    right = [len(lines) > 1 and all(_is_figure(line[i]) for line in lines[1:]) for i in range(len(head))]
+    rule = ["-" * (width - 1) + ":" if r else "-" * width for width, r in zip(widths, right, strict=True)]
+    cells = (
+        (c.rjust(w) if r else c.ljust(w) for c, w, r in zip(line, widths, right, strict=True))
+        for line in (lines[0], rule, *lines[1:])
+    )
+    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
+
+
+def _is_figure(text: str) -> bool:
+    return text == "-" or text[:1].isdigit() or text[:2] in {f"{sign}{digit}" for sign in "+-" for digit in range(10)}
+
+
+def size(count: float, unit: str = "B") -> str:
+    """1234567 -> "1.23 MB", in powers of 1000 and three digits."""
+    for prefix in ("", "k", "M", "G", "T"):
+        if abs(count) < 999.5 or prefix == "T":
+            break
+        count /= 1000
+    return f"{count:.3g} {prefix}{unit}"
+
+
+def thousands(n: int) -> str:
+    """Tokens in words: 65536 is 64k."""
+    return f"{n >> 10}k" if n >= 1024 and n % 1024 == 0 else str(n)

@@ -1,0 +1,69 @@
+"""The data of the task pack: text that comes with Python, and questions drawn from it with a seed. No network is used.
+
+The text is `pydoc_data.topics`, the language reference as `help()` shows it. It grows from one Python to the next, so scores
+compare backends within a run, and runs on one version of Python.
+"""
+
+from __future__ import annotations
+
+import random
+
+NAMES = ("Anna", "Boris", "Clara", "David", "Elena", "Felix", "Greta", "Hugo", "Irene", "Jonas", "Karin", "Louis")
+THINGS = ("bicycle", "boat", "coat", "door", "guitar", "hat", "house", "kite", "lamp", "umbrella")
+COLOURS = ("black", "blue", "brown", "green", "grey", "orange", "purple", "red", "white", "yellow")
+WORDS = ("amber", "bridge", "candle", "desert", "engine", "forest", "garden", "harbour", "island", "jacket", "ladder", "mirror")
+CITIES = ("Athens", "Berlin", "Cairo", "Delhi", "Havana", "Lisbon", "London", "Madrid", "Oslo", "Paris", "Rome", "Vienna")
+
+
+def _chapters(least: int) -> list[str]:
+    """All chapters of at least so many characters, in the order of their names."""
+    from pydoc_data.topics import topics  # here, since some distributions leave it out of their Python
+
+    return [chapter for _, chapter in sorted(topics.items()) if len(chapter) >= least]
+
+
+def text() -> str:
+    """All chapters of about a page and more."""
+    return "\n\n".join(_chapters(2000))
+
+
+def _split(docs: list[dict]) -> dict:
+    from datasets import Dataset
+
+    return {"test": Dataset.from_list(docs)}
+
+
+def pages(characters: int = 4000, examples: int = 20, **_) -> dict:
+    """Chapters of the reference, each cut to so many characters."""
+    return _split([{"page": chapter[:characters]} for chapter in _chapters(characters)[:examples]])
+
+
+def choices(examples: int = 50, facts: int = 6, seed: int = 0, **_) -> dict:
+    """Statements about who owns what, and a question about one of them with four colours to choose from."""
+    draw = random.Random(seed)
+    docs = []
+    for _ in range(examples):
+        owners, things = draw.sample(NAMES, facts), draw.sample(THINGS, facts)
+        colours = draw.sample(COLOURS, facts)
+        said = [f"{owner} has a {colour} {thing}." for owner, colour, thing in zip(owners, colours, things, strict=True)]
+        asked = draw.randrange(facts)
+        offered = [*draw.sample([colour for colour in colours if colour != colours[asked]], 3), colours[asked]]
+        draw.shuffle(offered)
+        question = f"The colour of {owners[asked]}'s {things[asked]} is"
+        docs.append({"question": " ".join([*said, question]), "choices": offered, "answer": offered.index(colours[asked])})
+    return _split(docs)
+
+
+def needles(characters: int = 3000, examples: int = 20, seed: int = 0, **_) -> dict:
+    """A sentence hidden at evenly spread depths of so many characters of the reference, to be said again."""
+    draw, whole = random.Random(seed), text()
+    depths = [i / max(1, examples - 1) for i in range(examples)]
+    draw.shuffle(depths)
+    docs = []
+    for depth in depths:
+        start = draw.randrange(max(1, len(whole) - characters))
+        hay = whole[start : start + characters].splitlines()
+        city, phrase = draw.choice(CITIES), " ".join(draw.sample(WORDS, 5))
+        hay.insert(round(depth * len(hay)), f"The secret phrase of {city} is: {phrase}.")
+        docs.append({"hay": "\n".join(hay), "city": city, "phrase": phrase, "depth": depth})
+    return _split(docs)
