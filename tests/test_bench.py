@@ -6,10 +6,11 @@ import fake_graph
 import pytest
 import torch
 
-from hf_fastattn import patch
-from hf_fastattn.bench import generate, runs
+from hf_fastattn import compat, patch
+from hf_fastattn.bench import fresh, generate, grid, models, runs
 
-RIVALS = {generate.SDPA, generate.STATIC, generate.LEAN, generate.OURS}
+WINDOWED = {**models.SHAPES["tiny"][1], "sliding_window": 8}
+RIVALS = {grid.SDPA, grid.STATIC, grid.LEAN, grid.OURS}
 
 
 def bench(tmp_path, *arguments, tokens=8) -> dict:
@@ -23,23 +24,25 @@ def test_every_rival_is_checked_and_timed(tmp_path, capsys):
     plain, padded = result["rows"]
     assert set(plain["rivals"]) == RIVALS
     assert all(len(rival["all_ms"]) == 2 and rival["ms"] > 0 for rival in plain["rivals"].values())
-    assert plain["ratios"].keys() == {generate.SDPA, generate.STATIC, generate.LEAN, "best_stock"}
+    assert plain["ratios"].keys() == {grid.SDPA, grid.STATIC, grid.LEAN, "best_stock"}
     assert plain["repeats_from"] == "prompt" and padded["repeats_from"] == "cache"
-    assert padded["rivals"][generate.STATIC] is None and "compile-cases" in padded["notes"][0]
-    assert padded["lengths"] == [16, 48] and padded["live_tokens"] == 64 and generate.UNPADDED in padded["ratios"]
+    assert padded["rivals"][grid.STATIC] is None and "compile-cases" in padded["notes"][0]
+    assert padded["lengths"] == [16, 48] and padded["live_tokens"] == 64 and grid.UNPADDED in padded["ratios"]
     for row in (plain, padded):
-        ours = row["rivals"][generate.OURS]
+        ours = row["rivals"][grid.OURS]
         assert ours["check"]["passed"] and ours["check"]["against_uncaptured"]["equal"] == 1
-        assert ours["check"][f"against_{generate.SDPA}"]["equal"] == 1
+        assert ours["check"][f"against_{grid.SDPA}"]["equal"] == 1
         assert ours["replay_ms"] is None and ours["reasons"]  # no graph on a CPU, and that is said
-    assert "x best" in capsys.readouterr().out
+    assert plain["rivals"][grid.OURS]["tokens_per_s"] == 1e3 / plain["rivals"][grid.OURS]["ms"]
+    assert padded["rivals"][grid.OURS]["tokens_per_s"] == 2e3 / padded["rivals"][grid.OURS]["ms"]
+    assert result["weight_bytes"] > result["weight_bytes_read_a_token"] > 0 and "x ours" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("resume", ["", "2x16,2xpadded"])
 def test_captured_steps_are_checked_and_captured_once(tmp_path, monkeypatch, resume):
     fake_graph.use(monkeypatch)
     for row in bench(tmp_path, "--cases", "2x16,2xpadded", "--compile-cases", "", "--resume", resume)["rows"]:
-        ours = row["rivals"][generate.OURS]
+        ours = row["rivals"][grid.OURS]
         assert (
             ours["check"]["steps_replayed"] == 7 and ours["check"]["passed"] and ours["check"]["against_uncaptured"]["equal"] == 1
         )
@@ -57,7 +60,7 @@ def test_timing_a_replay_leaves_the_next_tokens_right(monkeypatch):
     fake_graph.use(monkeypatch)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     device = torch.device("cpu")
-    model = generate.compat.random_model("llama", torch.float32, device, **{**generate.COMMON, **generate.SHAPES["tiny"]})
+    model = models.load("tiny", torch.float32, device).model
     prompt = runs.make_prompt([20, 9], 128, device)
     with patch(model) as patched:
         assert runs.replay_ms(patched) is None
@@ -74,17 +77,17 @@ def test_what_fails_is_written_down_and_stops_nothing_else(tmp_path, monkeypatch
     def fail(*_):
         raise MemoryError("no room")
 
-    monkeypatch.setattr(generate, "check", fail)
+    monkeypatch.setattr(grid, "check", fail)
     row = bench(tmp_path, "--cases", "1x16", "--compile-cases", "")["rows"][0]
-    assert row["rivals"][generate.OURS]["error"] == "MemoryError: no room"
-    assert "ms" not in row["rivals"][generate.OURS] and "ratios" not in row
-    assert row["rivals"][generate.SDPA]["ms"] > 0
+    assert row["rivals"][grid.OURS]["error"] == "MemoryError: no room"
+    assert "ms" not in row["rivals"][grid.OURS] and "ratios" not in row
+    assert row["rivals"][grid.SDPA]["ms"] > 0
 
 
 def test_wrong_logits_are_not_timed(tmp_path, monkeypatch):
-    right = generate.check
-    monkeypatch.setattr(generate, "check", lambda *them: right(*them) | {"passed": False})
-    ours = bench(tmp_path, "--cases", "1x16", "--compile-cases", "")["rows"][0]["rivals"][generate.OURS]
+    right = grid.check
+    monkeypatch.setattr(grid, "check", lambda *them: right(*them) | {"passed": False})
+    ours = bench(tmp_path, "--cases", "1x16", "--compile-cases", "")["rows"][0]["rivals"][grid.OURS]
     assert "not those of uncaptured steps" in ours["error"] and "ms" not in ours
 
 
@@ -93,7 +96,92 @@ def test_what_does_not_fit_the_budget_is_left_out(tmp_path):
     assert row["rivals"] == {} and row["notes"][0].startswith("not run")
 
 
-def test_a_case_that_means_nothing_is_refused(tmp_path, capsys):
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["--cases", "8by8192"], "ROWSxTOKENS"),
+        (["--rivals", "sdpa"], "unknown rivals sdpa; known are sdpa_dynamic"),
+        (["--compile-cases", "1x1,1x2,1x3,1x4,1x5,1x6,1x7"], "at most 6 cases; got 7"),
+        (["--shape", "/nowhere"], "--shape /nowhere: "),
+    ],
+)
+def test_what_means_nothing_is_refused(tmp_path, capsys, arguments, said):
     with pytest.raises(SystemExit):
-        bench(tmp_path, "--cases", "8by8192")
-    assert "ROWSxTOKENS" in capsys.readouterr().err
+        bench(tmp_path, *arguments)
+    assert said in capsys.readouterr().err
+
+
+def test_rivals_can_be_added_to_a_case_by_a_run_of_their_own(tmp_path):
+    first = bench(tmp_path, "--cases", "1x16,2x16", "--rivals", "sdpa_dynamic,patched")
+    both = bench(tmp_path, "--cases", "1x16", "--rivals", "sdpa_static_compile,eager_dynamic", "--add")
+    assert len(both["rows"]) == 2 and both["rows"][1] == first["rows"][1]
+    row = both["rows"][0]
+    assert set(row["rivals"]) == {grid.SDPA, grid.OURS, grid.STATIC, "eager_dynamic"}
+    assert row["rivals"][grid.OURS] == first["rows"][0]["rivals"][grid.OURS]
+    assert row["ratios"][grid.STATIC] == row["rivals"][grid.STATIC]["ms"] / row["rivals"][grid.OURS]["ms"]
+    assert "run of their own" in row["notes"][0]
+
+
+def test_static_cache_continues_from_its_prompt(tmp_path):
+    rivals = "sdpa_dynamic,sdpa_static_compile"
+    row = bench(tmp_path, "--cases", "2x16", "--rivals", rivals, "--resume", "2x16")["rows"][0]
+    static = row["rivals"][grid.STATIC]
+    assert row["repeats_from"] == "cache" and len(static["all_ms"]) == 2 and static["against_sdpa_dynamic"]["equal"] == 1
+
+
+def test_an_interrupted_run_keeps_what_was_measured(tmp_path, monkeypatch):
+    calls = []
+
+    def interrupted(*arguments, **options):
+        calls.append(1)
+        if len(calls) == 8:  # in the second repeat: two calls each to prepare, two in the first
+            raise KeyboardInterrupt
+        return runs.run(*arguments, **options)
+
+    monkeypatch.setattr(grid, "run", interrupted)
+    row = bench(tmp_path, "--cases", "1x16,2x16", "--rivals", "sdpa_dynamic,lean_dynamic")["rows"][0]
+    assert [len(rival["all_ms"]) for rival in row["rivals"].values()] == [1, 1]
+
+
+def test_an_attention_that_is_not_installed_is_named(tmp_path):
+    row = bench(tmp_path, "--cases", "1x16", "--rivals", "flash_attention_2_dynamic,sdpa_dynamic")["rows"][0]
+    assert "error" in row["rivals"]["flash_attention_2_dynamic"] and row["rivals"][grid.SDPA]["ms"] > 0
+
+
+def test_learned_positions_reach_as_far_as_the_prompt(tmp_path):
+    generate.main(["--shape", "tiny-opt", "--cases", "1x2100", "--tokens", "4", "--repeats", "1", "--out", str(tmp_path)])
+    result = json.loads((tmp_path / "generate_tiny-opt.json").read_text())
+    assert result["config"]["max_position_embeddings"] == 2168 and result["rows"][0]["rivals"][grid.OURS]["ms"] > 0
+
+
+def test_bytes_a_step_reads():
+    device = torch.device("cpu")
+    tiny, opt = (models.load(name, torch.float32, device) for name in ("tiny", "tiny-opt"))
+    hidden, vocab = 64, 128
+    assert tiny.weight_bytes - tiny.bytes_read == 4 * hidden * vocab  # the embedding; its head is another matrix
+    assert opt.weight_bytes - opt.bytes_read == 4 * hidden * (2048 + 2)  # positions; the embedding is the head
+    assert tiny.kv_bytes([10, 5]) == 2 * 15 * 2 * 16 * 4 * 2 and opt.kv_bytes([10]) == 2 * 10 * 4 * 16 * 4 * 2
+    windowed = models.Subject("windowed", compat.random_model("mistral", torch.float32, device, **WINDOWED), "random")
+    assert windowed.kv_bytes([10, 5]) == 2 * (8 + 5) * 2 * 16 * 4 * 2
+
+
+def test_first_calls_of_a_fresh_process(tmp_path):
+    arguments = ["--shape", "tiny", "--fresh", "--repeats", "1", "--device", "cpu", "--out", str(tmp_path)]
+    assert generate.main(arguments) == 0
+    cold, warm = json.loads((tmp_path / "generate_fresh.json").read_text())["rows"]
+    assert (cold["triton_cache"], warm["triton_cache"]) == ("cold", "warm")
+    for row in (cold, warm):
+        assert [call["prompt"] for call in row["calls"]] == [64, 24] and row["reasons"]  # no graph on a CPU, and that is said
+        assert all(call["first_token_s"] > 0 and call["captured"] == 0 for call in row["calls"])
+
+
+def test_the_first_replay_is_timed(monkeypatch):
+    fake_graph.use(monkeypatch)
+    first, second = fresh.first_calls("tiny", [64, 24], torch.device("cpu"))["calls"]
+    assert first["to_first_replay_s"] > first["first_token_s"] and first["captured"] == 1
+    assert second["captured"] == second["compiled"] == second["read_from_disk"] == 0
+
+
+def test_a_fresh_process_that_fails_says_why(tmp_path):
+    with pytest.raises(RuntimeError, match=r"(?s)failed with 1: .*nowhere"):
+        fresh.child("/nowhere", [8, 4], torch.device("cpu"), str(tmp_path), 100)

@@ -70,16 +70,6 @@ def measure(part: Part, shapes: list, results: Results, device: torch.device) ->
     return not data["failed"] and not data["not_run"]
 
 
-def keep(results: Results, parser: argparse.ArgumentParser) -> None:
-    """Take over the rows of an earlier run under the same conditions."""
-    if not results.path.exists():
-        return
-    old = json.loads(results.path.read_text())
-    if old["conditions"] != results.data["conditions"]:
-        parser.error(f"{results.path} was measured under {old['conditions']}, and this is another machine; leave out --keep.")
-    results.data["rows"] = old["rows"]
-
-
 def main(argv: list[str] | None = None, prog: str = "python -m hf_fastattn.bench.kernels") -> int:
     """Run the parts named on the command line. Returns 0, or 1 where a kernel was wrong, a shape failed or time ran out."""
     parser = argparse.ArgumentParser(prog=prog, description=__doc__.splitlines()[0])
@@ -98,7 +88,8 @@ def main(argv: list[str] | None = None, prog: str = "python -m hf_fastattn.bench
         head = {"conditions": conditions(device, METHOD), "unit": "TFLOP/s" if part.figures == "tflops" else "us a call"}
         results = Results(args.out / f"kernels_{name}.json", left, **head, summary={}, failed=[], not_run=[])
         if args.keep:
-            keep(results, parser)
+            results.take_over(parser)
+            results.data |= {"failed": [], "not_run": []}
         known = {row["shape"] for row in results.data["rows"]}
         shapes = [shape for shape in part.shapes if args.only in str(shape)]
         if not shapes:

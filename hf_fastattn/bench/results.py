@@ -65,6 +65,15 @@ class Results:
         """A line of the log, above the progress bar where there is one."""
         tqdm.write(f"[{time.perf_counter() - self.began:5.0f} s] {text}")
 
+    def take_over(self, parser: argparse.ArgumentParser) -> None:
+        """Go on from what an earlier run left in the file; an error of the command line where its conditions were others."""
+        if not self.path.exists():
+            return
+        old = json.loads(self.path.read_text())
+        if old["conditions"] != self.data["conditions"]:
+            parser.error(f"{self.path} was measured under {old['conditions']}, and not {self.data['conditions']}.")
+        self.data = old
+
     def save(self) -> None:
         whole = self.path.with_suffix(".partial")  # an interrupted write must not cost the rows that are there
         whole.write_text(json.dumps(self.data, indent=1) + "\n")

@@ -57,7 +57,7 @@ class Run:
 @dataclass
 class Rival:
     name: str
-    model: compat.PreTrainedModel
+    model: compat.PreTrainedModel | None
     prompt: Prompt
     new: int  # tokens of a repeat
     options: dict = field(default_factory=dict)
@@ -97,8 +97,8 @@ def make_prompt(lengths: list[int], vocab_size: int, device: torch.device) -> Pr
     return Prompt(ids.where(mask, 0).to(device), mask.long().to(device), lengths)
 
 
-def run(model, prompt: Prompt, new: int, cache=None, keep: bool = False, logits: bool = False, **options) -> Run:
-    """generate() `new` tokens greedily, timed from outside; with a cache, on from the tokens it holds."""
+def run(model, prompt: Prompt, new: int, cache=None, keep: bool = False, logits: bool = False, also=(), **options) -> Run:
+    """generate() `new` tokens greedily, timed from outside; with a cache, on from the tokens it holds. also: more criteria."""
     device = prompt.ids.device
     if cache is not None:
         options["past_key_values"] = cache
@@ -113,7 +113,7 @@ def run(model, prompt: Prompt, new: int, cache=None, keep: bool = False, logits:
         max_new_tokens=new,
         min_new_tokens=new,
         do_sample=False,
-        stopping_criteria=[clock],
+        stopping_criteria=[clock, *also],
         **options,
     )
     synchronize(device)
@@ -134,9 +134,14 @@ def run(model, prompt: Prompt, new: int, cache=None, keep: bool = False, logits:
 
 
 def rewind(cache, prompt: Prompt):
-    """The cache, holding all of the prompt but its last token again."""
-    more = cache.get_seq_length() - (prompt.ids.shape[1] - 1)
-    if more > 0:
+    """The cache, if there is one, holding all of the prompt but its last token again."""
+    if cache is None:
+        return None
+    more = int(cache.get_seq_length()) - (prompt.ids.shape[1] - 1)
+    if more > 0 and hasattr(cache.layers[0], "cumulative_length"):  # Transformers' static cache, which knows no crop()
+        for layer in cache.layers:
+            layer.cumulative_length.sub_(more)
+    elif more > 0:
         cache.crop(-more)
     return cache
 
@@ -158,15 +163,15 @@ def compare(ours: Run, theirs: Run) -> dict:
     return found
 
 
-def check(ours: Rival, cache, lean, sdpa) -> dict:
-    """Captured against uncaptured steps of the same backend over the same cache, beside sdpa against the same.
+def check(ours: Rival, cache, model) -> dict:
+    """Captured against uncaptured steps of "lean" over the same cache, beside sdpa against the same; `model` has the weights.
 
     "passed": whether the logits differ by at most twice what sdpa's do, plus 4 eps of the largest.
     """
-    replayed = ours.patch.replays
+    replayed, steps = ours.patch.replays, min(ours.new, 24)
     captured, uncaptured, other = (
-        run(model, ours.prompt, steps, rewind(cache, ours.prompt), logits=True)
-        for model, steps in ((ours.model, min(ours.new, 24)), (lean, min(ours.new, 24)), (sdpa, 6))
+        run(each, ours.prompt, new, rewind(cache, ours.prompt), logits=True)
+        for each, new in ((ours.model, steps), (twin(model, "lean"), steps), (twin(model, "sdpa"), 6))
     )
     rewind(cache, ours.prompt)
     found = {"against_uncaptured": compare(captured, uncaptured), "sdpa_against_uncaptured": compare(other, uncaptured)}

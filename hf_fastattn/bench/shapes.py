@@ -10,6 +10,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..kernels import TritonKernel, reference
+from ..tables import thousands
 from . import timing
 
 DTYPE = torch.bfloat16
@@ -23,11 +24,6 @@ PREFILL = TritonKernel("prefill", hopper="prefill_hopper")  # what the backends 
 
 class WrongResult(RuntimeError):
     """A kernel's result is not attention."""
-
-
-def thousands(n: int) -> str:
-    """Tokens in words: 65536 is 64k."""
-    return f"{n >> 10}k" if n % 1024 == 0 else str(n)
 
 
 @dataclass(frozen=True)
@@ -112,6 +108,16 @@ def compete(
                 raise
             errors[name] = f"{type(error).__name__}: {str(error).strip()[:300]}"
     return timing.medians(timing.time_rivals(runs, calls, expected.device)) | {"errors": errors}
+
+
+def bandwidth(device: torch.device) -> float | None:
+    """TB/s at which lean reads 2 GiB of K/V, to draw floors with; None on the CPU."""
+    if device.type != "cuda":
+        return None
+    shape = Shape(1, 32, 8, 128, 512 << 10)
+    inputs = make_inputs(shape, 2, device)
+    found = compete({}, {"lean": lambda i: LEAN(*inputs[i])}, exact(*inputs[0]), sets=2, us=shape.kv_bytes / READ)
+    return shape.kv_bytes / found["us"]["lean"] / 1e6
 
 
 def best_peer(us: dict[str, float]) -> float | None:

@@ -1,0 +1,128 @@
+"""The first call of a fresh process: from the loaded model to the first replay of its decode graph, Triton's cache cold and warm.
+
+Each measurement is a process of its own. It builds the model, patches it, and calls generate() twice, with two prompt lengths:
+the second call must capture and compile nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+
+import torch
+
+from .. import compat
+from ..patches import patch
+from .models import load
+from .results import Results, conditions, find_device
+from .runs import make_prompt, run, synchronize
+
+WHAT = "model loaded to first graph replay, Triton's cache cold and warm, and a second call of another length"
+METHOD = "a fresh process each; the host's clock from the loaded model to the first replay of the decode graph"
+LENGTHS = (2048, 700)  # prompts of the first and the second call
+CHILD_SECONDS = 300
+
+
+class FirstReplay(compat.StoppingCriteria):
+    """Never stops; notes when the patch had first replayed a graph, once the device has got there."""
+
+    def __init__(self, patched):
+        self.patched = patched
+        self.at: float | None = None
+
+    def __call__(self, input_ids, scores, **kwargs):
+        if self.at is None and self.patched.replays:
+            synchronize(input_ids.device)
+            self.at = time.perf_counter()
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
+def count_compiles() -> dict[str, int]:
+    """From now on counts what Triton compiles and what it finds compiled on disk; either happens once per kernel variant."""
+    counts = {"compiled": 0, "read_from_disk": 0}
+
+    def hear(*, cache_hit: bool, **_):
+        counts["read_from_disk" if cache_hit else "compiled"] += 1
+
+    try:
+        from triton import knobs
+    except ImportError:  # not on every CPU
+        return counts
+    knobs.compilation.listener = hear
+    return counts
+
+
+def first_calls(shape: str, lengths: list[int], device: torch.device) -> dict:
+    """What the two calls of this process take and compile."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    began = time.perf_counter()
+    subject = load(shape, dtype, device, max(lengths) + 64)
+    synchronize(device)
+    loaded = time.perf_counter()
+    counts, calls = count_compiles(), []
+    with patch(subject.model, "lean") as patched, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # why a step ran uncaptured stands in "reasons"
+        for length in lengths:
+            before, replay = {**counts, "captured": patched.captures}, FirstReplay(patched)
+            prompt = make_prompt([length], subject.text_config.vocab_size, device)
+            start = time.perf_counter()
+            done = run(subject.model, prompt, 8, also=[replay])
+            calls.append(
+                {
+                    "prompt": length,
+                    "first_token_s": done.first_token_s,
+                    "to_first_replay_s": replay.at and replay.at - (start if calls else loaded),
+                    "seconds": done.wall_s,
+                    **{name: count - before[name] for name, count in {**counts, "captured": patched.captures}.items()},
+                }
+            )
+        reasons = list(patched.reasons)
+    return {"load_s": loaded - began, "calls": calls, "reasons": reasons}
+
+
+def child(shape: str, lengths: list[int], device: torch.device, cache: str, seconds: float) -> dict:
+    """first_calls() in a process of its own, with its own folder for Triton's cache. Raises RuntimeError where it fails."""
+    command = [sys.executable, "-m", __name__, shape, str(device), *map(str, lengths)]
+    done = subprocess.run(
+        command, env={**os.environ, "TRITON_CACHE_DIR": cache}, capture_output=True, text=True, timeout=seconds, check=False
+    )
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed with {done.returncode}: {done.stderr.strip()[-800:]}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def main(args: argparse.Namespace, device: torch.device) -> int:
+    """`bench generate --fresh`: a process with a cold cache, then args.repeats with what it left. Returns 1 where one failed."""
+    lengths = [64, 24] if args.shape.startswith("tiny") else list(LENGTHS)
+    results = Results(args.out / (args.name or "generate_fresh.json"), args.seconds, conditions=conditions(device, METHOD))
+    results.data |= {"shape": args.shape}
+    with tempfile.TemporaryDirectory() as cache:
+        for i in range(1 + args.repeats):
+            if results.left() < 60 and i > 1:
+                results.say(f"no time for {1 + args.repeats - i} more")
+                break
+            try:
+                row = child(args.shape, lengths, device, cache, min(CHILD_SECONDS, max(30, results.left())))
+            except (RuntimeError, subprocess.TimeoutExpired) as error:
+                results.say(f"failed: {error}")
+                return 1
+            row = {"triton_cache": "warm" if i else "cold"} | row
+            results.data["rows"].append(row)
+            results.save()
+            for call in row["calls"]:
+                replay = "no graph" if call["to_first_replay_s"] is None else f"first replay {call['to_first_replay_s']:.2f} s"
+                compiled = f"{call['compiled']} compiled, {call['read_from_disk']} read from disk, {call['captured']} captured"
+                results.say(f"{row['triton_cache']} cache, prompt of {call['prompt']}: {replay}, {compiled}")
+    results.say(f"-> {results.path}")
+    return 0
+
+
+if __name__ == "__main__":
+    name, where, *tokens = sys.argv[1:]
+    print(json.dumps(first_calls(name, [int(n) for n in tokens], find_device(where))))

@@ -1,0 +1,352 @@
+"""The grid of the generate() benchmark: one case after another, every rival checked, timed in turn, and summarized."""
+
+from __future__ import annotations
+
+import statistics
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from ..patches import patch
+from .models import Subject
+from .results import Results, progress
+from .runs import Prompt, Rival, check, compare, free, make_prompt, replay_ms, rewind, run, timed_captures, twin
+
+SDPA, STATIC, LEAN, OURS, UNPADDED = "sdpa_dynamic", "sdpa_static_compile", "lean_dynamic", "patched", "patched_unpadded"
+# name: attn_implementation, and further arguments of generate()
+RIVALS = {
+    SDPA: ("sdpa", {}),
+    "eager_dynamic": ("eager", {}),
+    "flash_attention_2_dynamic": ("flash_attention_2", {}),
+    "flex_attention_dynamic": ("flex_attention", {}),
+    LEAN: ("lean", {}),
+    STATIC: ("sdpa", {"cache_implementation": "static"}),
+    OURS: ("sdpa", {}),  # under patch(model, "lean")
+}
+DEFAULT_RIVALS = [SDPA, LEAN, STATIC, OURS]
+METHOD = "greedy generate() timed from the outside, 6th new token to last, rivals alternating, median"
+MAX_STATIC = 6  # cases: each compiles for a minute
+FEW = 12  # new tokens where only the prompt matters, and of a rival too slow for more
+COMPILE_SECONDS = 65  # what a warm-up of Transformers' compile takes at most
+FLOPS = 5.5e14  # a second: prefill, for the estimates that decide what fits into --seconds; figures do not depend on it
+
+
+def row_lengths(case: str, padded: list[int]) -> list[int]:
+    """Live tokens of each row of "ROWSxTOKENS", or of "ROWSxpadded", from the shortest to the longest of `padded`."""
+    rows, _, tokens = case.partition("x")
+    if tokens != "padded":
+        return [int(tokens)] * int(rows)
+    low, high = padded
+    return [round(low + (high - low) * i / max(1, int(rows) - 1)) for i in range(int(rows))]
+
+
+class Bench:
+    def __init__(self, args, subject: Subject, results: Results, device: torch.device):
+        self.args, self.subject, self.results, self.device = args, subject, results, device
+        self.model = subject.model
+        self.cuda = device.type == "cuda"
+        self.rivals: list[Rival] = []  # of the current case
+        self.caches: dict[str, object] = {}  # after the prompt, of the current case; stock rivals share "dynamic"
+
+    # ---- what a case costs ----
+
+    def prefill_seconds(self, lengths: list[int]) -> float:
+        """Estimate for an H200, of rows as wide as the longest."""
+        subject, rows, width = self.subject, len(lengths), max(lengths)
+        attention = subject.num_layers * subject.num_heads * subject.head_dim * 2 * width
+        return rows * width * (subject.weight_bytes + attention) / FLOPS if self.cuda else 0.0
+
+    def estimate(self, case: str) -> float:
+        """Seconds a case takes without compilation, on an H200."""
+        lengths = row_lengths(case, self.args.padded)
+        if not self.cuda:
+            return 0.0
+        prefill, repeats, rivals = self.prefill_seconds(lengths), self.args.repeats, len(set(self.args.rivals) - {STATIC})
+        decode = self.args.tokens * 0.018
+        if not self.resumes(case):
+            return 5 + rivals * (repeats + 3) * (prefill + decode)
+        seconds = 5 + rivals * ((1 if prefill > 6 else 2) * prefill + (repeats + 2) * decode)
+        if len(set(lengths)) > 1:  # sdpa reads the padding, through a mask; and the batch without padding
+            seconds += 4 * prefill + 4 * (repeats + 4)
+        return seconds
+
+    def resumes(self, case: str) -> bool:
+        """Whether repeats continue from a cache. One with a window cannot be rewound, in stock Transformers."""
+        long = self.prefill_seconds(row_lengths(case, self.args.padded)) > 1
+        return (long or case in self.args.resume) and not any(self.subject.windows)
+
+    def no_time(self, row: dict, name: str, seconds: float, reserve: float = 0.0) -> bool:
+        """Whether this many seconds are not left any more beside those kept for later cases, which is then noted."""
+        left = self.results.left()
+        if not self.cuda or seconds + reserve <= left:
+            return False
+        row["rivals"][name] = None
+        kept = f", {reserve:.0f} s of them kept for later cases" if reserve else ""
+        self.note(row, f"{name} not run: needs about {seconds:.0f} s, {left:.0f} s left{kept}")
+        return True
+
+    def note(self, row: dict, text: str) -> None:
+        row["notes"].append(text)
+        self.results.say("  " + text)
+
+    # ---- one case ----
+
+    @contextmanager
+    def guard(self, rival: Rival) -> Iterator[None]:
+        """What goes wrong inside is written down and takes this rival out of the row, and nothing else."""
+        try:
+            yield
+        except Exception as error:  # whatever it is: the other figures are still worth having
+            rival.failed = True
+            rival.report["error"] = f"{type(error).__name__}: {str(error).strip()[:600]}"
+            self.results.say(f"  {rival.name} failed: {rival.report['error'][:300]}")
+        if rival.failed:
+            free(self.device)
+
+    def add(self, row: dict, name: str, prompt: Prompt) -> Rival:
+        """A rival with a model of its own over the shared weights; failed where the attention is not installed."""
+        attention, options = RIVALS[OURS if name == UNPADDED else name]
+        rival = Rival(name, None, prompt, self.args.tokens, options)
+        self.rivals.append(rival)
+        row["rivals"][name] = rival.report
+        with self.guard(rival):
+            rival.model = twin(self.model, attention)
+            if name in (OURS, UNPADDED):
+                rival.patch = patch(rival.model, "lean")
+        return rival
+
+    def new_row(self, case: str) -> dict:
+        """The row of a case in the JSON, made if there is none (there is one under --add)."""
+        rows = self.results.data["rows"]
+        for row in rows:
+            if row["case"] == case:
+                self.note(row, f"{', '.join(self.args.rivals)}: added by a run of their own")
+                return row
+        lengths = row_lengths(case, self.args.padded)
+        kv_bytes = self.subject.kv_bytes(lengths)
+        row = {"case": case, "rows": len(lengths), "lengths": lengths, "live_tokens": sum(lengths)}
+        row |= {"padded": len(set(lengths)) > 1, "kv_bytes": kv_bytes, "rivals": {}, "notes": []}
+        if bandwidth := self.results.data["tb_per_s"]:
+            row["floor_ms"] = (self.subject.bytes_read + kv_bytes) / bandwidth / 1e9
+        rows.append(row)
+        return row
+
+    def measure(self, case: str, reserve: float) -> None:
+        """Check and time one case; `reserve` seconds of the budget belong to later ones."""
+        row = self.new_row(case)
+        row["repeats_from"] = "cache" if self.resumes(case) else "prompt"
+        try:
+            self._measure(row, make_prompt(row["lengths"], self.subject.text_config.vocab_size, self.device), reserve)
+        except Exception as error:  # a mistake in one row is no reason to lose the others
+            row["error"] = f"{type(error).__name__}: {error}"
+            self.results.say(f"  {case} failed: {row['error'][:300]}")
+        finally:
+            compiled = any(hasattr(rival.model, "_compiled_call") for rival in self.rivals)
+            for rival in self.rivals:
+                if rival.patch is not None:
+                    rival.patch.undo()
+            self.rivals.clear()
+            self.caches.clear()
+            if compiled:
+                torch.compiler.reset()
+            free(self.device)
+            self.results.save()
+
+    def _measure(self, row: dict, prompt: Prompt, reserve: float) -> None:
+        resume, prefill = row["repeats_from"] == "cache", self.prefill_seconds(prompt.lengths)
+        wanted, vocab = self.args.rivals, self.subject.text_config.vocab_size
+        few = make_prompt([max(1, n * 256 // max(256, *prompt.lengths)) for n in prompt.lengths], vocab, self.device)
+
+        for name in (name for name in RIVALS if name in wanted and name not in (STATIC, OURS)):
+            # What masks a padded prompt, or writes out its scores, is several times slower.
+            if self.no_time(row, name, 5 + prefill * (1 if name == LEAN or not (row["padded"] or "eager" in name) else 4)):
+                continue
+            rival = self.add(row, name, prompt)
+            with self.guard(rival):
+                rival.report["warmup_s"] = run(rival.model, few, 4).wall_s  # compiles kernels, loads libraries
+                self.prepare(rival, "dynamic")
+            self.results.save()
+        for rival in self.rivals:
+            if resume and rival.failed and rival.model is not None and "dynamic" in self.caches:
+                # Its steps can still be timed, from the cache that another has made.
+                rival.failed, rival.new = False, FEW
+                rival.report["prompt_error"] = rival.report.pop("error")
+        if not resume:
+            self.caches.clear()
+
+        if STATIC in wanted and row["case"] in self.args.compile_cases:
+            spent = 3 * prefill if resume else (self.args.repeats + 4) * (prefill + self.args.tokens * 0.03)
+            if not self.no_time(row, STATIC, COMPILE_SECONDS + spent, reserve):
+                static = self.add(row, STATIC, prompt)
+                with self.guard(static):
+                    self.prepare_static(static, resume)
+                self.results.save()
+        elif STATIC in wanted:
+            row["rivals"][STATIC] = None
+            self.note(row, f"{STATIC} not run: not among --compile-cases")
+
+        if OURS in wanted:
+            prompts = {OURS: prompt}
+            if row["padded"]:
+                even = [sum(prompt.lengths) // len(prompt.lengths)] * len(prompt.lengths)
+                prompts[UNPADDED] = make_prompt(even, vocab, self.device)
+            for name, its in prompts.items():
+                if not self.no_time(row, name, 5 + prefill):
+                    self.prepare_ours(self.add(row, name, its), prompt)
+                if not resume:
+                    self.caches.clear()  # back to the patch's pool, for the next call
+                self.results.save()
+        self.time_rivals(row, resume)
+
+    def prepare(self, rival: Rival, key: str) -> None:
+        """The first calls: what they cost, and the cache they leave under caches[key]."""
+        report, new = rival.report, rival.new if rival.patch else min(rival.new, FEW)
+        captures: list[float] = []
+        with self.peak(report), timed_captures(captures), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # why steps run uncaptured stands in the report
+            last = rival.first = run(rival.model, rival.prompt, new, keep=True, **rival.options)
+            report |= {"first_call_s": last.wall_s, "first_call_new_tokens": new, "prefills": 1}
+            if 1.0 < last.first_token_s < 6.0:  # once more, with everything compiled and loaded
+                last.cache = None
+                last = run(rival.model, rival.prompt, new, keep=True, **rival.options)
+                report["prefills"] = 2
+        report["ttft_ms"] = 1e3 * last.first_token_s
+        if rival.patch is not None:
+            report |= {"capture_s": captures, "reasons": list(rival.patch.reasons)}
+        elif last.ms > 100:
+            rival.new = min(rival.new, max(FEW, int(4000 / last.ms)))
+        self.caches[key], last.cache, rival.first.cache = last.cache, None, None
+        self.results.say(f"  {rival.name}: first token {report['ttft_ms']:.0f} ms, then {last.ms:.2f} ms a token")
+
+    def prepare_static(self, rival: Rival, resume: bool) -> None:
+        """Warm up Transformers' compiled static cache until no step compiles any more."""
+        report, walls, cache = rival.report, [], None
+        with self.peak(report):
+            while len(walls) < 4:
+                last = run(rival.model, rival.prompt, rival.new, rewind(cache, rival.prompt), keep=resume, **rival.options)
+                walls.append(last.wall_s)
+                if rival.first is None:
+                    rival.first = last
+                if resume and cache is None:  # from here on the prompt is there already, and what it took is no warm-up
+                    cache, walls[0], rival.options = last.cache, last.wall_s - last.first_token_s, {}
+                if len(walls) > 1 and last.slowest_ms < 1000:
+                    break
+        rival.first.cache = last.cache = None
+        if resume:
+            self.caches[STATIC] = cache
+        report |= {
+            "compiled": hasattr(rival.model, "_compiled_call"),
+            "warmup_s": sum(walls) - len(walls) * min(walls),
+            "first_call_s": rival.first.wall_s,
+            "ttft_ms": 1e3 * (rival.first if resume else last).first_token_s,
+        }
+        for peer in self.rivals:
+            if peer is not rival and peer.first is not None:
+                report[f"against_{peer.name}"] = compare(rival.first, peer.first)
+        self.results.say(f"  {rival.name}: {report['warmup_s']:.1f} s of warm-up, then {last.ms:.2f} ms a token")
+
+    def prepare_ours(self, rival: Rival, prompt: Prompt) -> None:
+        """The first calls, and whether captured steps give what uncaptured ones give."""
+        if rival.failed:
+            return
+        with self.guard(rival):
+            self.prepare(rival, rival.name)
+            checked = rival.report["check"] = check(rival, self.caches[rival.name], self.model)
+            for peer in self.rivals:
+                if peer.patch is None and peer.first is not None and rival.prompt is prompt:
+                    checked[f"against_{peer.name}"] = compare(rival.first, peer.first)
+            self.results.say(f"  {rival.name}: {checked['steps_replayed']} steps replayed, {checked['against_uncaptured']}")
+            if not checked["passed"]:
+                raise RuntimeError(f"Its logits are not those of uncaptured steps: {checked}. It is not timed.")
+
+    @contextmanager
+    def peak(self, report: dict) -> Iterator[None]:
+        """Peak memory inside, of this rival alone: weights, cache and what it computes with."""
+        free(self.device)
+        if not self.cuda:
+            yield
+            return
+        base = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        yield
+        peak = torch.cuda.max_memory_allocated(self.device) - base + self.subject.weight_bytes
+        report["peak_gib"] = peak / 2**30
+
+    # ---- figures ----
+
+    def time_rivals(self, row: dict, resume: bool) -> None:
+        """Repeats, the rivals taking turns and going first in turn; what is there is saved after each."""
+        free(self.device)
+        before = {rival.name: rival.patch.captures for rival in self.rivals if rival.patch is not None}
+        for repeat in range(self.args.repeats):
+            for rival in self.rivals if repeat % 2 == 0 else self.rivals[::-1]:
+                if rival.failed or (self.cuda and self.results.left() < 5):
+                    continue
+                with self.guard(rival), warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    cache = None
+                    if resume:
+                        cache = rewind(
+                            self.caches[rival.name if rival.patch or rival.name == STATIC else "dynamic"], rival.prompt
+                        )
+                    rival.runs.append(run(rival.model, rival.prompt, rival.new, cache, **rival.options))
+                    if self.cuda and rival.patch is not None and (ms := replay_ms(rival.patch)):
+                        rival.replays.append(ms)
+            self.summarize(row, before)
+            self.results.save()
+        for rival in self.rivals:
+            if not rival.failed and len(rival.runs) < self.args.repeats:
+                self.note(row, f"{rival.name}: {len(rival.runs)} repeats, then the time was spent")
+
+    def summarize(self, row: dict, captures_before: dict[str, int]) -> None:
+        """Medians of the repeats so far, and how many times longer than ours each rival takes."""
+        for rival in (rival for rival in self.rivals if rival.runs):
+            times, report = [run.ms for run in rival.runs], rival.report
+            report |= {"ms": statistics.median(times), "all_ms": times, "new_tokens": rival.new}
+            report["tokens_per_s"] = 1e3 * row["rows"] / report["ms"] if report["ms"] else None
+            report["slowest_step_ms"] = max(run.slowest_ms for run in rival.runs)
+            report["wall_s"] = statistics.median(run.wall_s for run in rival.runs)
+            if row["repeats_from"] == "prompt":
+                report["ttft_ms"] = 1e3 * statistics.median(run.first_token_s for run in rival.runs)
+            if rival.patch is not None:
+                report["captures_while_timing"] = rival.patch.captures - captures_before[rival.name]
+                report["steps"] = {"replayed": rival.patch.replays, "uncaptured": rival.patch.uncaptured}
+                report["reasons"] = list(rival.patch.reasons)
+                report["replay_ms"] = statistics.median(rival.replays) if rival.replays else None
+                report["host_ms"] = report["ms"] - report["replay_ms"] if rival.replays else None
+        ms = {name: report["ms"] for name, report in row["rivals"].items() if report and "ms" in report}
+        if OURS in ms:
+            row["ratios"] = {name: other / ms[OURS] for name, other in ms.items() if name != OURS}
+            stock = [other for name, other in ms.items() if name not in (LEAN, OURS, UNPADDED)]
+            row["ratios"]["best_stock"] = min(stock) / ms[OURS] if stock else None
+            first = {name: (row["rivals"].get(name) or {}).get("ttft_ms") for name in (SDPA, OURS)}
+            row["ttft_over_sdpa"] = first[OURS] / first[SDPA] if all(first.values()) else None
+            row["tb_per_s"] = (self.subject.bytes_read + row["kv_bytes"]) / ms[OURS] / 1e9
+
+    def lines(self, row: dict) -> Iterator[str]:
+        """What a reader of the log wants to know of a row."""
+        for name, report in row["rivals"].items():
+            if report and "ms" in report:
+                ratio = row.get("ratios", {}).get(name)
+                yield (
+                    f"  {name:<26}{report['ms']:9.3f} ms a token{report['tokens_per_s']:9.0f} tokens/s   "
+                    f"first token {report['ttft_ms']:.0f} ms"
+                    + (f"   {report['peak_gib']:.1f} GiB" if "peak_gib" in report else "")
+                    + (f"   {ratio:.2f}x ours" if ratio else "")
+                    + (f"   host {report['host_ms']:.3f} ms" if report.get("host_ms") else "")
+                )
+
+    def main(self) -> None:
+        results, cases = self.results, self.args.cases
+        for i, case in enumerate(progress(cases, results.path.stem, "case")):
+            wanted, reserve = self.estimate(case), sum(map(self.estimate, cases[i + 1 :]))
+            if wanted > results.left():
+                self.note(self.new_row(case), f"not run: needs about {wanted:.0f} s, {results.left():.0f} s left")
+                results.save()
+                continue
+            results.say(f"{case}: about {wanted:.0f} s without compilation")
+            self.measure(case, reserve)
+            results.say("\n".join([case, *self.lines(next(row for row in results.data["rows"] if row["case"] == case))]))
+        results.say(f"-> {results.path}")

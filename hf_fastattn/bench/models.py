@@ -1,0 +1,149 @@
+"""The models that benchmarks generate with: named shapes with random weights, or a checkpoint; and the bytes a step reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from .. import compat
+
+_COMMON = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}  # nothing ends early
+_LLAMA = {
+    **_COMMON,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+}
+_OPT = {**_COMMON, "vocab_size": 50272, "max_position_embeddings": 2048, "num_attention_heads": 32, "dropout": 0.0}
+
+# name: model type and configuration
+SHAPES: dict[str, tuple[str, dict]] = {
+    "8b": (  # Llama-3.1-8B
+        "llama",
+        {**_LLAMA, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256},
+    ),
+    "1b": (  # Llama-3.2-1B
+        "llama",
+        {
+            **_LLAMA,
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 16,
+            "vocab_size": 128256,
+            "head_dim": 64,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "opt-1.3b": ("opt", {**_OPT, "hidden_size": 2048, "word_embed_proj_dim": 2048, "ffn_dim": 8192, "num_hidden_layers": 24}),
+    "opt-6.7b": ("opt", {**_OPT, "hidden_size": 4096, "word_embed_proj_dim": 4096, "ffn_dim": 16384, "num_hidden_layers": 32}),
+    "mistral-7b": (  # v0.1, the one with a window
+        "mistral",
+        {
+            **_COMMON,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "vocab_size": 32000,
+            "max_position_embeddings": 32768,
+            "sliding_window": 4096,
+        },
+    ),
+    "tiny": (  # for trying things
+        "llama",
+        {
+            **_LLAMA,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 2,
+            "vocab_size": 128,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+        },
+    ),
+    "tiny-opt": (
+        "opt",
+        {
+            **_OPT,
+            "hidden_size": 64,
+            "word_embed_proj_dim": 64,
+            "ffn_dim": 96,
+            "num_hidden_layers": 2,
+            "vocab_size": 128,
+            "num_attention_heads": 4,
+        },
+    ),
+}
+
+
+@dataclass
+class Subject:
+    """A model, where it comes from, and what a decode step of it reads."""
+
+    name: str
+    model: compat.PreTrainedModel
+    weights: str
+    config: dict = field(default_factory=dict)
+
+    @property
+    def text_config(self):
+        return self.model.config.get_text_config(decoder=True)
+
+    @property
+    def num_heads(self) -> int:
+        return self.text_config.num_attention_heads
+
+    @property
+    def head_dim(self) -> int:
+        return getattr(self.text_config, "head_dim", None) or self.text_config.hidden_size // self.num_heads
+
+    @property
+    def num_layers(self) -> int:
+        return self.text_config.num_hidden_layers
+
+    @property
+    def windows(self) -> list[int | None]:
+        """The sliding window of each layer, None where it keeps everything."""
+        return compat.layer_windows(self.model.config)
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(_bytes(p) for p in self.model.parameters())
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of weights a step reads: all but tables of which it takes a row, such as embeddings that are not the head too."""
+        head = self.model.get_output_embeddings().weight
+        tables = [m.weight for m in self.model.modules() if isinstance(m, torch.nn.Embedding) and m.weight is not head]
+        return self.weight_bytes - sum(map(_bytes, tables))
+
+    def kv_bytes(self, lengths: list[int]) -> int:
+        """Bytes of K and V that a step over rows of these many tokens reads."""
+        heads = getattr(self.text_config, "num_key_value_heads", None) or self.num_heads
+        tokens = sum(min(length, window or length) for window in self.windows for length in lengths)
+        return 2 * tokens * heads * self.head_dim * self.model.dtype.itemsize
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def load(name: str, dtype: torch.dtype, device: torch.device, positions: int = 0) -> Subject:
+    """The model of a named shape, with random weights, or of a checkpoint: a folder, a .gguf file or "smollm2".
+
+    positions: tokens it must be able to count. A random model with a table of learned positions (OPT) is built with a table as
+    long as that.
+    """
+    if name in SHAPES:
+        model_type, config = SHAPES[name]
+        config = {**config, "max_position_embeddings": max(config["max_position_embeddings"], positions)}
+        model = compat.random_model(model_type, dtype, device, **config)
+        return Subject(name, model, "random", {"model_type": model_type, **config})
+    model = compat.load_model(name, dtype=dtype, device=device)
+    model.generation_config.eos_token_id = None
+    config = {"model_type": model.config.model_type, "max_position_embeddings": model.config.max_position_embeddings}
+    return Subject(Path(name).stem, model, str(name), config)
