@@ -56,6 +56,9 @@ class CompileOnly:
     def __init__(self, kernel, compiled: dict):
         self.kernel, self.compiled = kernel, compiled
 
+    def __getattr__(self, name):
+        return getattr(self.kernel, name)
+
     def __getitem__(self, grid):
         def compile_instead(*args, **kwargs):
             self.compiled[self.kernel.__name__] = self.kernel.warmup(*args, grid=grid, **kwargs)
@@ -107,6 +110,8 @@ def compiling(module, kernels: tuple[str, ...], arch: int):
         patch.setattr(launch, "num_sms", lambda device: 108)
         patch.setattr(launch, "_counters", {})
         patch.setattr(launch, "_slots", {})
+        if hasattr(module, "_prepare"):  # it remembers launches of another architecture
+            patch.setattr(module, "_prepare", module._prepare.__wrapped__)
         for name in kernels:
             patch.setattr(module, name, CompileOnly(getattr(module, name), compiled))
         yield compiled

@@ -112,6 +112,15 @@ def empty_outputs(q: torch.Tensor, return_lse: bool) -> tuple[torch.Tensor, torc
     return out, lse
 
 
+def strides(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: torch.Tensor | None) -> dict[str, int]:
+    """The strides every attention kernel takes, by the names of its arguments."""
+    named = {"stride_sb": 0 if spans is None else spans.stride(0)}
+    for letter, tensor in (("q", q), ("k", k), ("v", v)):
+        axes = ("b", "h", "m" if letter == "q" else "n")
+        named |= {f"stride_{letter}{axis}": tensor.stride(i) for i, axis in enumerate(axes)}
+    return named
+
+
 def log2_scales(scale: float, softcap: float | None) -> tuple[float, float]:
     """(scale_log2, cap_log2) as `softmax._scores` takes them."""
     log2_e = math.log2(math.e)

@@ -6,8 +6,9 @@ Fixed tables, no tuning and no compilation per length at run time: a length is n
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, wraps
 
 import torch
 
@@ -163,10 +164,14 @@ class Launch:
 
     __slots__ = ("_again", "grid", "kernel", "meta", "rest")
 
-    def __init__(self, kernel, grid: tuple[int, ...], rest: tuple, **meta):
-        """`rest`: the kernel's arguments after its tensors, in order, constants included; `meta`: num_warps, num_stages."""
-        self.kernel, self.grid, self.rest, self.meta = kernel, grid, rest, meta
+    def __init__(self, kernel, grid: tuple[int, ...], *, num_warps: int, num_stages: int = 3, **rest):
+        """`rest`: the kernel's arguments after its tensors by name, constants included."""
+        self.kernel, self.grid = kernel, (*grid, 1, 1)[:3]
+        self.rest = tuple(rest.pop(name) for name in kernel.arg_names if name in rest)
+        self.meta = {"num_warps": num_warps, "num_stages": num_stages}
         self._again = None
+        if rest:
+            raise TypeError(f"{kernel.__name__} has no arguments {', '.join(rest)}.")
 
     def __call__(self, *tensors: torch.Tensor | None) -> None:
         device = tensors[0].device
@@ -181,16 +186,24 @@ class Launch:
             self._again = compiled[self.grid]
 
 
-class Memo:
-    """What was worked out for calls of one kind, by everything it depends on; forgets all of it before it grows large."""
+def remember(make):
+    """Let make(tensors, *options) answer from memory when tensors differ from earlier ones in nothing but address and content.
 
-    def __init__(self, make, size: int = 64):
-        self.make, self.size = make, size
-        self.known: dict[tuple, object] = {}
+    tensors: a tuple of tensors and None. Decoding asks for the same once per layer, and for something new when K/V has grown; so
+    what is remembered is forgotten before it becomes much.
+    """
+    known: dict[tuple, object] = {}
 
-    def __call__(self, tensors: tuple[torch.Tensor | None, ...], *options):
-        """make(tensors, *options), or what it returned for tensors of the same shapes, strides, dtypes and devices before.
-
-        Nothing is remembered of tensors that require grad, which `make` may refuse or not as grad is enabled.
-        """
+    @wraps(make)
+    def remembered(tensors, *options):
         key = (*[None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors], options)
+        key = (torch.is_grad_enabled(), key)  # which decides whether tensors that require grad are refused
+        found = known.get(key)
+        if found is None:
+            found = make(tensors, *options)
+            if len(known) >= 64:
+                known.clear()
+            known[key] = found
+        return found
+
+    return remembered

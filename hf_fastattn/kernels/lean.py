@@ -52,7 +52,7 @@ def _row_tiles(
 
 @triton.jit
 def _owner(t, share, extra):
-    """The program whose share holds tile t."""
+    """Which member of a crew has tile t of its line in its share."""
     longer = extra * (share + 1)
     return tl.where(t < longer, t // (share + 1), extra + (t - longer) // share)
 
@@ -68,7 +68,7 @@ def _arrive(counter, size):
     return last
 
 
-@triton.jit(do_not_specialize=["stride_sb", "batch", "kv_heads", "q_len", "kv_len", "window"])
+@triton.jit(do_not_specialize=["stride_sb", "batch", "kv_heads", "q_len", "kv_len", "window", "spread"])
 def lean_kernel(
     Q,
     K,
@@ -78,8 +78,7 @@ def lean_kernel(
     Spans,
     QSinks,
     SinkLogits,
-    Acc,
-    Stats,
+    Workspace,
     Counters,
     stride_qb,
     stride_qh,
@@ -96,6 +95,7 @@ def lean_kernel(
     q_len,
     kv_len,
     window,
+    spread,
     scale_log2,
     cap_log2,
     GROUP: tl.constexpr,
@@ -117,6 +117,8 @@ def lean_kernel(
     SINKS: tl.constexpr,
 ):
     pid = tl.program_id(0)
+    Acc = Workspace  # two slots a program
+    Stats = Acc + 2 * tl.num_programs(0) * WORKSPACE_M * BLOCK_D
 
     # The line of tiles. With spans, ends[b] is where row b's tiles (of all its KV heads) end; without, rows are alike.
     if HAS_SPANS:
@@ -126,19 +128,28 @@ def lean_kernel(
         line_b = tl.where(offs_b < batch, tiles_b * kv_heads, 0)
         ends = tl.cumsum(line_b, 0)
         total = tl.sum(line_b, 0)
+        alike = tl.max(line_b, 0) * batch == total
     else:
         tiles_b = _row_tiles(Spans, q_len, kv_len, window, HAS_SPANS, IS_CAUSAL, BLOCK_N, SINKS)
         total = batch * kv_heads * tiles_b
+        alike = tl.full([], True, tl.int1)
 
-    # Fewer programs than launched when there is little work, so that a share is worth its merge. The first `extra`
-    # programs take one tile more than `share`; this form stays in 32 bits, where dividing is cheap.
-    programs = tl.minimum(tl.num_programs(0), tl.maximum(total // MIN_TILES, 1))
-    if pid >= programs:
+    # Fewer programs than launched when there is little work, so that a share is worth its merge.
+    programs = tl.minimum(tl.num_programs(0), tl.maximum(total // MIN_TILES, tl.minimum(total, spread)))
+    # Rows that are alike need no line: each head gets a crew of its own, and no share goes on to a second head.
+    heads = batch * kv_heads
+    lines = tl.where(alike & (programs >= heads), heads, 1)
+    crew = programs // lines
+    if pid >= crew * lines:
         return
-    share = total // programs
-    extra = total - share * programs
-    t = pid * share + tl.minimum(pid, extra)
-    t_stop = t + share + tl.where(pid < extra, 1, 0)
+    # The first `extra` of a crew take one tile more than `share`; this form stays in 32 bits, where dividing is cheap.
+    line = pid // crew
+    line_tiles = total // lines
+    share = line_tiles // crew
+    extra = line_tiles - share * crew
+    member = pid - line * crew
+    t = line * line_tiles + member * share + tl.minimum(member, extra)
+    t_stop = t + share + tl.where(member < extra, 1, 0)
 
     rows = tl.arange(0, BLOCK_M)
     num_rows = q_len * GROUP
@@ -209,8 +220,9 @@ def lean_kernel(
             )  # fmt: skip
         else:
             # Programs c_first..c_last contribute, in groups of `fan_in` (one group where they are not many).
-            c_first = _owner(t - tile_start, share, extra)
-            c_last = _owner(t - tile_start + row_tiles - 1, share, extra)
+            head_start = t - tile_start - line * line_tiles
+            c_first = line * crew + _owner(head_start, share, extra)
+            c_last = line * crew + _owner(head_start + row_tiles - 1, share, extra)
             contributors = c_last - c_first + 1
             fan_in = tl.where(contributors <= 2 * FAN_IN, contributors, FAN_IN)
             group = (pid - c_first) // fan_in
@@ -266,6 +278,27 @@ def lean(
 
     q_len * num_heads / num_kv_heads must be at most `launch.MAX_DECODE_ROWS`.
     """
+    start, workspace_size = _prepare((q, k, v, spans, sink_logits, q_sinks), scale, causal, window, softcap, sinks, return_lse)
+    out, lse = checks.empty_outputs(q, return_lse)
+    start(
+        q,
+        k,
+        v,
+        out,
+        lse,
+        q if spans is None else spans,
+        None if not sinks else q if q_sinks is None else q_sinks,
+        q if sink_logits is None else sink_logits,
+        torch.empty(workspace_size, device=q.device, dtype=torch.float32),
+        launch.counters(q.device),
+    )
+    return (out, lse) if return_lse else out
+
+
+@launch.remember
+def _prepare(tensors, scale, causal, window, softcap, sinks, return_lse) -> tuple[launch.Launch, int]:
+    """The launch for these arguments, once they are checked, and the floats of workspace it needs."""
+    q, k, v, spans, sink_logits, q_sinks = tensors
     scale = checks.check(
         q, k, v, spans, decode=True,
         scale=scale, window=window, softcap=softcap, sink_logits=sink_logits, sinks=sinks, q_sinks=q_sinks,
@@ -273,61 +306,41 @@ def lean(
     batch, num_heads, q_len, head_dim = q.shape
     kv_heads, kv_len = k.shape[1], k.shape[2]
     group = num_heads // kv_heads
-    out, lse = checks.empty_outputs(q, return_lse)
     config = launch.decode(q.device, q.dtype, head_dim, q_len * group)
     workspace_m, block_d = triton.next_power_of_2(q_len * group), launch.block_d(head_dim)
-    programs = min(launch.num_sms(q.device) * config.programs_per_sm, batch * kv_heads * triton.cdiv(kv_len, config.BLOCK_N))
-    acc = torch.empty(2 * programs * workspace_m * block_d, device=q.device, dtype=torch.float32)
-    stats = torch.empty(2 * programs * 2 * workspace_m, device=q.device, dtype=torch.float32)
+    sms = launch.num_sms(q.device)
+    programs = min(sms * config.programs_per_sm, batch * kv_heads * triton.cdiv(kv_len, config.BLOCK_N))
     scale_log2, cap_log2 = checks.log2_scales(scale, softcap)
-    with checks.on_device(q):
-        lean_kernel[(programs,)](
-            q,
-            k,
-            v,
-            out,
-            lse,
-            q if spans is None else spans,
-            None if not sinks else q if q_sinks is None else q_sinks,
-            q if sink_logits is None else sink_logits,
-            acc,
-            stats,
-            launch.counters(q.device),
-            q.stride(0),
-            q.stride(1),
-            q.stride(2),
-            k.stride(0),
-            k.stride(1),
-            k.stride(2),
-            v.stride(0),
-            v.stride(1),
-            v.stride(2),
-            0 if spans is None else spans.stride(0),
-            batch,
-            kv_heads,
-            q_len,
-            kv_len,
-            NO_WINDOW if window is None else window,
-            scale_log2,
-            cap_log2,
-            GROUP=group,
-            HEAD_DIM=head_dim,
-            BLOCK_B=triton.next_power_of_2(batch),
-            WORKSPACE_M=workspace_m,
-            BLOCK_M=config.BLOCK_M,
-            BLOCK_N=config.BLOCK_N,
-            BLOCK_D=block_d,
-            MIN_TILES=config.MIN_TILES,
-            FAN_IN=FAN_IN,
-            CHUNK=launch.merge_chunk(workspace_m, block_d),
-            HAS_SPANS=spans is not None,
-            IS_CAUSAL=causal,
-            HAS_SOFTCAP=softcap is not None,
-            HAS_SINK_LOGITS=sink_logits is not None,
-            WRITE_LSE=return_lse,
-            IEEE=q.dtype == torch.float32,
-            SINKS=sinks,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-        )
-    return (out, lse) if return_lse else out
+    start = launch.Launch(
+        lean_kernel,
+        (programs,),
+        **checks.strides(q, k, v, spans),
+        batch=batch,
+        kv_heads=kv_heads,
+        q_len=q_len,
+        kv_len=kv_len,
+        window=NO_WINDOW if window is None else window,
+        spread=sms,
+        scale_log2=scale_log2,
+        cap_log2=cap_log2,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        BLOCK_B=triton.next_power_of_2(batch),
+        WORKSPACE_M=workspace_m,
+        BLOCK_M=config.BLOCK_M,
+        BLOCK_N=config.BLOCK_N,
+        BLOCK_D=block_d,
+        MIN_TILES=config.MIN_TILES,
+        FAN_IN=FAN_IN,
+        CHUNK=launch.merge_chunk(workspace_m, block_d, config.num_warps),
+        HAS_SPANS=spans is not None,
+        IS_CAUSAL=causal,
+        HAS_SOFTCAP=softcap is not None,
+        HAS_SINK_LOGITS=sink_logits is not None,
+        WRITE_LSE=return_lse,
+        IEEE=q.dtype == torch.float32,
+        SINKS=sinks,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    return start, 2 * programs * workspace_m * (block_d + 2)

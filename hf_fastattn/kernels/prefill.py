@@ -131,53 +131,53 @@ def prefill(
     return_lse: bool = False,
 ):
     """Exact attention of many query rows; arguments, result and errors as in `kernels.reference.attention`."""
+    start = _prepare((q, k, v, spans, sink_logits, q_sinks), scale, causal, window, softcap, sinks, return_lse)
+    out, lse = checks.empty_outputs(q, return_lse)
+    start(
+        q,
+        k,
+        v,
+        out,
+        lse,
+        q if spans is None else spans,
+        None if not sinks else q if q_sinks is None else q_sinks,
+        q if sink_logits is None else sink_logits,
+    )
+    return (out, lse) if return_lse else out
+
+
+@launch.remember
+def _prepare(tensors, scale, causal, window, softcap, sinks, return_lse) -> launch.Launch:
+    """The launch for these arguments, once they are checked."""
+    q, k, v, spans, sink_logits, q_sinks = tensors
     scale = checks.check(
         q, k, v, spans, scale=scale, window=window, softcap=softcap, sink_logits=sink_logits, sinks=sinks, q_sinks=q_sinks
     )
     batch, num_heads, q_len, head_dim = q.shape
-    out, lse = checks.empty_outputs(q, return_lse)
     config = launch.prefill(q.device, q.dtype, head_dim, q_len)
-    grid = (triton.cdiv(q_len, config.BLOCK_M), num_heads, batch)
     scale_log2, cap_log2 = checks.log2_scales(scale, softcap)
-    with checks.on_device(q):
-        prefill_kernel[grid](
-            q,
-            k,
-            v,
-            out,
-            lse,
-            q if spans is None else spans,
-            None if not sinks else q if q_sinks is None else q_sinks,
-            q if sink_logits is None else sink_logits,
-            q.stride(0),
-            q.stride(1),
-            q.stride(2),
-            k.stride(0),
-            k.stride(1),
-            k.stride(2),
-            v.stride(0),
-            v.stride(1),
-            v.stride(2),
-            0 if spans is None else spans.stride(0),
-            num_heads,
-            q_len,
-            k.shape[2],
-            NO_WINDOW if window is None else window,
-            scale_log2,
-            cap_log2,
-            GROUP=num_heads // k.shape[1],
-            HEAD_DIM=head_dim,
-            BLOCK_M=config.BLOCK_M,
-            BLOCK_N=config.BLOCK_N,
-            BLOCK_D=launch.block_d(head_dim),
-            HAS_SPANS=spans is not None,
-            IS_CAUSAL=causal,
-            HAS_SOFTCAP=softcap is not None,
-            HAS_SINK_LOGITS=sink_logits is not None,
-            WRITE_LSE=return_lse,
-            IEEE=q.dtype == torch.float32,
-            SINKS=sinks,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-        )
-    return (out, lse) if return_lse else out
+    return launch.Launch(
+        prefill_kernel,
+        (triton.cdiv(q_len, config.BLOCK_M), num_heads, batch),
+        **checks.strides(q, k, v, spans),
+        num_heads=num_heads,
+        q_len=q_len,
+        kv_len=k.shape[2],
+        window=NO_WINDOW if window is None else window,
+        scale_log2=scale_log2,
+        cap_log2=cap_log2,
+        GROUP=num_heads // k.shape[1],
+        HEAD_DIM=head_dim,
+        BLOCK_M=config.BLOCK_M,
+        BLOCK_N=config.BLOCK_N,
+        BLOCK_D=launch.block_d(head_dim),
+        HAS_SPANS=spans is not None,
+        IS_CAUSAL=causal,
+        HAS_SOFTCAP=softcap is not None,
+        HAS_SINK_LOGITS=sink_logits is not None,
+        WRITE_LSE=return_lse,
+        IEEE=q.dtype == torch.float32,
+        SINKS=sinks,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )

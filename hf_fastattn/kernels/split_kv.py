@@ -165,6 +165,21 @@ def split_kv(
 
     q_len * num_heads / num_kv_heads must be at most `launch.MAX_DECODE_ROWS`.
     """
+    split, combine, acc_size, stats_size = _prepare(
+        (q, k, v, spans, sink_logits, q_sinks), scale, causal, window, softcap, sinks, return_lse
+    )
+    out, lse = checks.empty_outputs(q, return_lse)
+    acc = torch.empty(acc_size, device=q.device, dtype=torch.float32)
+    stats = torch.empty(stats_size, device=q.device, dtype=torch.float32)
+    split(q, k, v, acc, stats, q if spans is None else spans, None if not sinks else q if q_sinks is None else q_sinks)
+    combine(acc, stats, out, lse, q if sink_logits is None else sink_logits)
+    return (out, lse) if return_lse else out
+
+
+@launch.remember
+def _prepare(tensors, scale, causal, window, softcap, sinks, return_lse) -> tuple[launch.Launch, launch.Launch, int, int]:
+    """The two launches for these arguments, once they are checked, and the floats of workspace between them."""
+    q, k, v, spans, sink_logits, q_sinks = tensors
     scale = checks.check(
         q, k, v, spans, decode=True,
         scale=scale, window=window, softcap=softcap, sink_logits=sink_logits, sinks=sinks, q_sinks=q_sinks,
@@ -172,66 +187,46 @@ def split_kv(
     batch, num_heads, q_len, head_dim = q.shape
     kv_heads, kv_len = k.shape[1], k.shape[2]
     group = num_heads // kv_heads
-    out, lse = checks.empty_outputs(q, return_lse)
     config = launch.decode(q.device, q.dtype, head_dim, q_len * group)
     workspace_m, block_d = triton.next_power_of_2(q_len * group), launch.block_d(head_dim)
     splits = launch.num_splits(q.device, config, batch * kv_heads, kv_len)
-    acc = torch.empty(batch * kv_heads * splits * workspace_m * block_d, device=q.device, dtype=torch.float32)
-    stats = torch.empty(batch * kv_heads * splits * 2 * workspace_m, device=q.device, dtype=torch.float32)
     scale_log2, cap_log2 = checks.log2_scales(scale, softcap)
-    with checks.on_device(q):
-        split_kv_kernel[(splits, kv_heads, batch)](
-            q,
-            k,
-            v,
-            acc,
-            stats,
-            q if spans is None else spans,
-            None if not sinks else q if q_sinks is None else q_sinks,
-            q.stride(0),
-            q.stride(1),
-            q.stride(2),
-            k.stride(0),
-            k.stride(1),
-            k.stride(2),
-            v.stride(0),
-            v.stride(1),
-            v.stride(2),
-            0 if spans is None else spans.stride(0),
-            q_len,
-            kv_len,
-            NO_WINDOW if window is None else window,
-            scale_log2,
-            cap_log2,
-            GROUP=group,
-            HEAD_DIM=head_dim,
-            WORKSPACE_M=workspace_m,
-            BLOCK_M=config.BLOCK_M,
-            BLOCK_N=config.BLOCK_N,
-            BLOCK_D=block_d,
-            HAS_SPANS=spans is not None,
-            IS_CAUSAL=causal,
-            HAS_SOFTCAP=softcap is not None,
-            IEEE=q.dtype == torch.float32,
-            SINKS=sinks,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-        )
-        combine_kernel[(q_len * group, kv_heads, batch)](
-            acc,
-            stats,
-            out,
-            lse,
-            q if sink_logits is None else sink_logits,
-            q_len,
-            splits,
-            GROUP=group,
-            HEAD_DIM=head_dim,
-            WORKSPACE_M=workspace_m,
-            BLOCK_D=block_d,
-            CHUNK=launch.merge_chunk(1, block_d, num_warps=1),
-            HAS_SINK_LOGITS=sink_logits is not None,
-            WRITE_LSE=return_lse,
-            num_warps=1,
-        )
-    return (out, lse) if return_lse else out
+    split = launch.Launch(
+        split_kv_kernel,
+        (splits, kv_heads, batch),
+        **checks.strides(q, k, v, spans),
+        q_len=q_len,
+        kv_len=kv_len,
+        window=NO_WINDOW if window is None else window,
+        scale_log2=scale_log2,
+        cap_log2=cap_log2,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        WORKSPACE_M=workspace_m,
+        BLOCK_M=config.BLOCK_M,
+        BLOCK_N=config.BLOCK_N,
+        BLOCK_D=block_d,
+        HAS_SPANS=spans is not None,
+        IS_CAUSAL=causal,
+        HAS_SOFTCAP=softcap is not None,
+        IEEE=q.dtype == torch.float32,
+        SINKS=sinks,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    combine = launch.Launch(
+        combine_kernel,
+        (q_len * group, kv_heads, batch),
+        q_len=q_len,
+        splits=splits,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        WORKSPACE_M=workspace_m,
+        BLOCK_D=block_d,
+        CHUNK=launch.merge_chunk(1, block_d, num_warps=1),
+        HAS_SINK_LOGITS=sink_logits is not None,
+        WRITE_LSE=return_lse,
+        num_warps=1,
+    )
+    slots = batch * kv_heads * splits * workspace_m
+    return split, combine, slots * block_d, slots * 2
