@@ -164,14 +164,14 @@ def compare(ours: Run, theirs: Run) -> dict:
 
 
 def check(ours: Rival, cache, model) -> dict:
-    """Captured against uncaptured steps of "lean" over the same cache, beside sdpa against the same; `model` has the weights.
+    """Captured against uncaptured steps of one backend over the same cache, beside sdpa against the same; `model`: the weights.
 
     "passed": whether the logits differ by at most twice what sdpa's do, plus 4 eps of the largest.
     """
     replayed, steps = ours.patch.replays, min(ours.new, 24)
     captured, uncaptured, other = (
         run(each, ours.prompt, new, rewind(cache, ours.prompt), logits=True)
-        for each, new in ((ours.model, steps), (twin(model, "lean"), steps), (twin(model, "sdpa"), 6))
+        for each, new in ((ours.model, steps), (twin(model, ours.patch.backend), steps), (twin(model, "sdpa"), 6))
     )
     rewind(cache, ours.prompt)
     found = {"against_uncaptured": compare(captured, uncaptured), "sdpa_against_uncaptured": compare(other, uncaptured)}
