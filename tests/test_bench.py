@@ -192,7 +192,7 @@ def test_a_fresh_process_that_fails_says_why(tmp_path):
 
 def test_outputs_are_integrated_between_the_contexts():
     seconds = paper_e2e.integrate([50, 60, 100], [10.0, 20.0, 40.0])
-    assert seconds == [10 * 15 / 1e3, (10 * 15 + 40 * 30) / 1e3]
+    assert seconds == pytest.approx([10 * 15 / 1e3, (10 * 15 + 40 * 30) / 1e3])
 
 
 def test_backends_share_one_cache_and_are_checked_at_every_context(tmp_path, monkeypatch):

@@ -32,10 +32,10 @@ SHAPES = [
 
 
 def schedule(kernel: str, shape: Shape, device: torch.device) -> dict:
-    """How a kernel's grid fills the GPU, from the grid and the tiles of K and V alone: computed, not measured.
+    """How a kernel's grid fills the GPU, from the grid and the tiles of K and V alone, as the kernel deals them: not measured.
 
     programs: those with work. sms_with_work: share of the SMs that get one, as they are dealt to the SMs in turn. balance: tiles
-    in all over SMs x tiles of the busiest SM, which is the most of its speed that the schedule leaves the kernel.
+    in all over SMs x tiles of the busiest SM; what that costs depends on how many SMs it takes to keep the memory busy.
     """
     sms, outputs = launch.num_sms(device), shape.batch * shape.num_kv_heads
     if kernel == "fa2":
@@ -49,8 +49,10 @@ def schedule(kernel: str, shape: Shape, device: torch.device) -> dict:
             shares = [(s + 1) * tiles // splits - s * tiles // splits for s in range(splits)] * outputs
         else:
             total = tiles * outputs
-            programs = min(sms * config.programs_per_sm, total, max(total // config.MIN_TILES, 1))
-            shares = [total // programs + (p < total % programs) for p in range(programs)]
+            programs = min(sms * config.programs_per_sm, total, max(total // config.MIN_TILES, min(total, sms)))
+            lines = outputs if programs >= outputs else 1  # a crew for every head, or one line of all tiles
+            crew, line = programs // lines, total // lines
+            shares = [line // crew + (member < line % crew) for member in range(crew)] * lines
     busiest = max(sum(shares[sm::sms]) for sm in range(sms))
     return {
         "programs": len(shares),
