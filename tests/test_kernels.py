@@ -330,7 +330,7 @@ def test_lean_merges_in_two_levels_when_many_programs_share_a_row(kernel, device
     """FAN_IN as it is, and more contributors than one level takes."""
     programs = 2 * lean.FAN_IN + 3
     force_programs(monkeypatch, programs)
-    tile = launch.decode(device, torch.float32, 16, 16).BLOCK_N
+    tile = launch.decode(device, torch.float32, 16, 16, 1).BLOCK_N
     check_case(kernel, Case(q_len=1, kv_len=tile * programs, batch=1, num_heads=1, num_kv_heads=1, head_dim=16), device)
 
 

@@ -42,7 +42,7 @@ def schedule(kernel: str, shape: Shape, device: torch.device) -> dict:
         tiles = -(-shape.kv_len // launch.prefill(device, DTYPE, shape.head_dim, 1).BLOCK_N)
         shares = [tiles] * (shape.batch * shape.num_heads)  # one program per query head, however long K and V are
     else:
-        config = launch.decode(device, DTYPE, shape.head_dim, shape.num_heads // shape.num_kv_heads)
+        config = launch.decode(device, DTYPE, shape.head_dim, shape.num_heads // shape.num_kv_heads, outputs)
         tiles = -(-shape.kv_len // config.BLOCK_N)
         if kernel == "split_kv":
             splits = launch.num_splits(device, config, outputs, shape.kv_len)
@@ -51,7 +51,8 @@ def schedule(kernel: str, shape: Shape, device: torch.device) -> dict:
             total = tiles * outputs
             programs = min(sms * config.programs_per_sm, total, max(total // config.MIN_TILES, min(total, sms)))
             lines = outputs if programs >= outputs else 1  # a crew for every head, or one line of all tiles
-            crew, line = programs // lines, total // lines
+            line = total // lines
+            crew = -(-line // -(-line // (programs // lines)))  # whoever does not shorten the longest share is left out
             shares = [line // crew + (member < line % crew) for member in range(crew)] * lines
     busiest = max(sum(shares[sm::sms]) for sm in range(sms))
     return {

@@ -84,14 +84,15 @@ def prefill_config(arch: int, itemsize: int, block_d: int, rows: int) -> Config:
     return Config(min(rows, 64), 32, 4, 2)
 
 
-def decode(device: torch.device, dtype: torch.dtype, head_dim: int, rows: int) -> Config:
-    """The decode kernels' launch for `rows` packed query rows per KV head."""
-    return decode_config(arch(device), dtype.itemsize, block_d(head_dim), max(16, 1 << (rows - 1).bit_length()))
+def decode(device: torch.device, dtype: torch.dtype, head_dim: int, rows: int, heads: int) -> Config:
+    """The decode kernels' launch for `rows` packed query rows in each of `heads` KV heads (of all batch rows together)."""
+    few = heads <= num_sms(device)
+    return decode_config(arch(device), dtype.itemsize, block_d(head_dim), max(16, 1 << (rows - 1).bit_length()), few)
 
 
 @cache
-def decode_config(arch: int, itemsize: int, block_d: int, rows: int) -> Config:
-    """The decode kernels' row of the table: about 64 KB of K/V in flight per SM and program, whatever the head_dim."""
+def decode_config(arch: int, itemsize: int, block_d: int, rows: int, few: bool) -> Config:
+    """The decode kernels' row of the table: 64 to 96 KB of K/V in flight per program. `few`: no more KV heads than SMs."""
     if arch == 0:
         return Config(rows, 16, 4, 1, programs_per_sm=2)
     if itemsize == 4:
@@ -101,10 +102,11 @@ def decode_config(arch: int, itemsize: int, block_d: int, rows: int) -> Config:
     if block_d <= 64:
         return Config(rows, 128, 4, 3, programs_per_sm=2, MIN_TILES=2)
     if block_d == 128:
-        return Config(rows, 64, 4, 3, programs_per_sm=2)
+        # One program per SM and a deeper pipeline halve the merge; two hide one another's change of heads.
+        return Config(rows, 64, 4, 4) if few and arch == 90 else Config(rows, 64, 4, 3, programs_per_sm=2)
     if arch == 90:
-        return Config(rows, 64, 8, 3, programs_per_sm=1, MIN_TILES=4)
-    return Config(rows, 32, 4, 3 if arch == 80 else 2, programs_per_sm=1, MIN_TILES=4)
+        return Config(rows, 64, 8, 3, MIN_TILES=2)
+    return Config(rows, 32, 4, 3 if arch == 80 else 2, MIN_TILES=4)
 
 
 def merge_chunk(rows: int, block_d: int, num_warps: int = 4) -> int:

@@ -33,7 +33,7 @@ from .softmax import (
 )
 from .spans import NO_WINDOW
 
-FAN_IN = 16  # contributors merged by one program, about the square root of the programs a GPU holds
+FAN_IN = 8  # contributors that one program merges; with more, the merge is in two levels
 
 
 @triton.jit
@@ -139,12 +139,14 @@ def lean_kernel(
     # Rows that are alike need no line: each head gets a crew of its own, and no share goes on to a second head.
     heads = batch * kv_heads
     lines = tl.where(alike & (programs >= heads), heads, 1)
+    line_tiles = total // lines
     crew = programs // lines
+    longest = (line_tiles + crew - 1) // crew
+    crew = (line_tiles + longest - 1) // longest  # whoever does not shorten the longest share only adds to the merge
     if pid >= crew * lines:
         return
     # The first `extra` of a crew take one tile more than `share`; this form stays in 32 bits, where dividing is cheap.
     line = pid // crew
-    line_tiles = total // lines
     share = line_tiles // crew
     extra = line_tiles - share * crew
     member = pid - line * crew
@@ -306,7 +308,7 @@ def _prepare(tensors, scale, causal, window, softcap, sinks, return_lse) -> tupl
     batch, num_heads, q_len, head_dim = q.shape
     kv_heads, kv_len = k.shape[1], k.shape[2]
     group = num_heads // kv_heads
-    config = launch.decode(q.device, q.dtype, head_dim, q_len * group)
+    config = launch.decode(q.device, q.dtype, head_dim, q_len * group, batch * kv_heads)
     workspace_m, block_d = triton.next_power_of_2(q_len * group), launch.block_d(head_dim)
     sms = launch.num_sms(q.device)
     programs = min(sms * config.programs_per_sm, batch * kv_heads * triton.cdiv(kv_len, config.BLOCK_N))

@@ -187,7 +187,7 @@ def _prepare(tensors, scale, causal, window, softcap, sinks, return_lse) -> tupl
     batch, num_heads, q_len, head_dim = q.shape
     kv_heads, kv_len = k.shape[1], k.shape[2]
     group = num_heads // kv_heads
-    config = launch.decode(q.device, q.dtype, head_dim, q_len * group)
+    config = launch.decode(q.device, q.dtype, head_dim, q_len * group, batch * kv_heads)
     workspace_m, block_d = triton.next_power_of_2(q_len * group), launch.block_d(head_dim)
     splits = launch.num_splits(q.device, config, batch * kv_heads, kv_len)
     scale_log2, cap_log2 = checks.log2_scales(scale, softcap)
