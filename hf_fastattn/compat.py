@@ -247,6 +247,11 @@ def load_model(
     return AutoModelForCausalLM.from_pretrained(where, dtype=dtype, **options).to(device).eval()
 
 
+def attention_names() -> list[str]:
+    """All names that attn_implementation may have here, other packages' among them, without those for continuous batching."""
+    return ["eager", *(name for name in AttentionInterface().valid_keys() if "|" not in name)]
+
+
 def make_config(model_type: str, **options) -> PreTrainedConfig:
     return AutoConfig.for_model(model_type, **options)
 

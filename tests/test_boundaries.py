@@ -11,7 +11,8 @@ import hf_fastattn
 
 ROOT = Path(hf_fastattn.__file__).parent
 ORDER = [  # a part imports parts from later lines only
-    ("cli", "__main__"),
+    ("__main__",),
+    ("cli",),
     ("evaluate", "bench", "explain"),
     ("patches",),
     ("backends", "caches"),

@@ -16,11 +16,11 @@ from .. import compat, interface, registry
 from ..patches import patch
 from ..tasks import data
 from . import perplexity
-from .harness import Harness, require
+from .harness import Harness, load_tasks, require
 from .pairs import Measure
 from .report import Evaluation, Run
 
-__all__ = ["Evaluation", "evaluate", "running"]
+__all__ = ["CACHES", "Evaluation", "check_names", "evaluate", "load", "running"]
 
 CACHES = ("dynamic", "static")
 PROMPT = 64  # tokens before those that decode perplexity counts, at most
@@ -47,7 +47,7 @@ def evaluate(
     sinks: int | None = None,
     out: str | Path | None = None,
     gguf_file: str | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
 ) -> Evaluation:
     """Run lm-eval tasks and decode perplexity with each backend and cache on one model, and compare with the first backend.
@@ -66,17 +66,15 @@ def evaluate(
     Raises ValueError, TypeError or ImportError, before anything runs, for what cannot be run.
     """
     require()
+    options = {"window": window, "sinks": sinks}
+    _check(backends, tasks, caches, decode_tokens, options)
+    loaded = load_tasks(tasks, include_path) if tasks else None
     name = str(model) if isinstance(model, (str, Path)) else model.config._name_or_path or type(model).__name__
     if isinstance(model, (str, Path)):
-        model, tokenizer = _load(model, tokenizer, gguf_file, dtype, device)
+        model, tokenizer = load(model, tokenizer, gguf_file, dtype, device)
     if tokenizer is None:
         raise ValueError("A loaded model needs its tokenizer beside it: evaluate(model, tokenizer, ...).")
-    options = {"window": window, "sinks": sinks}
     plan = _plan(model, backends, caches, options)
-    if not tasks and not decode_tokens:
-        raise ValueError("There is nothing to run: name tasks, or decode_tokens above 0.")
-    if decode_tokens and decode_tokens < 3:
-        raise ValueError(f"decode_tokens must be 0 for none, or at least 3; got {decode_tokens}.")
     given = None
     if decode_tokens:
         rows = batch_size if isinstance(batch_size, int) else ROWS
@@ -84,12 +82,11 @@ def evaluate(
             tokenizer, data.text() if text is None else text, rows=rows, tokens=decode_tokens, prompt=PROMPT
         )
     harness = None
-    if tasks:
+    if loaded is not None:
         harness = Harness(
             model,
             tokenizer,
-            tasks,
-            include_path=include_path,
+            loaded,
             batch_size=batch_size,
             limit=limit,
             num_fewshot=num_fewshot,
@@ -113,12 +110,39 @@ def evaluate(
     return found
 
 
-def _load(source, tokenizer, gguf_file, dtype, device):
-    """(model, tokenizer) of a name: float32 on a CPU, where 16 bits are slow, and bfloat16 on a GPU."""
+def load(source, tokenizer=None, gguf_file=None, dtype=None, device=None):
+    """(model, tokenizer) of a name, as `compat.locate` takes it; by default in float32 on a CPU, where 16 bits are slow, and in
+    bfloat16 on a GPU, where there is one."""
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
     tokenizer = compat.load_tokenizer(source, gguf_file) if tokenizer is None else tokenizer
     return compat.load_model(source, gguf_file, dtype=dtype, device=device), tokenizer
+
+
+def check_names(backends: Sequence[str]) -> None:
+    """Raise ValueError for the first that neither is registered here nor known to Transformers."""
+    own = [name for name in compat.attention_names() if name not in registry.names()]
+    for name in backends:
+        if name not in registry.names() and name not in own:
+            raise ValueError(
+                f"Unknown attention backend {name!r}; known backends: {', '.join(registry.names())}; Transformers' own: "
+                f"{', '.join(own)}."
+            )
+
+
+def _check(backends, tasks, caches, decode_tokens: int, options: dict) -> None:
+    """What can be refused before a model is loaded."""
+    if not backends:
+        raise ValueError("Name at least one backend; the first is what the others are compared with.")
+    check_names(backends)
+    if any(value is not None for value in options.values()) and "streaming" not in backends:
+        raise ValueError('window and sinks are options of the backend "streaming", which is not among the backends.')
+    if not caches or not set(caches) <= set(CACHES):
+        raise ValueError(f'caches are one or both of "dynamic" and "static"; got {", ".join(map(repr, caches)) or "none"}.')
+    if not tasks and not decode_tokens:
+        raise ValueError("There is nothing to run: name tasks, or decode_tokens above 0.")
+    if decode_tokens and decode_tokens < 3:
+        raise ValueError(f"decode_tokens must be 0 for none, or at least 3; got {decode_tokens}.")
 
 
 def _caches(backend: str, caches: Sequence[str]) -> Sequence[str]:
@@ -128,21 +152,13 @@ def _caches(backend: str, caches: Sequence[str]) -> Sequence[str]:
 
 def _plan(model, backends, caches, options: dict) -> list[tuple[str, str]]:
     """(backend, cache) of every run. Each is tried, so that what cannot run is refused before anything runs."""
-    if not backends:
-        raise ValueError("Name at least one backend; the first is what the others are compared with.")
-    if not caches or not set(caches) <= set(CACHES):
-        raise ValueError(f'caches are one or both of "dynamic" and "static"; got {", ".join(map(repr, caches)) or "none"}.')
-    if any(value is not None for value in options.values()) and "streaming" not in backends:
-        raise ValueError('window and sinks are options of the backend "streaming", which is not among the backends.')
     plan = [(backend, cache) for backend in dict.fromkeys(backends) for cache in _caches(backend, dict.fromkeys(caches))]
     for backend, cache in plan:
         try:
             with running(model, backend, cache, **options):
                 pass
         except (ValueError, ImportError) as error:
-            raise ValueError(
-                f"{backend!r} cannot be evaluated with a {cache} cache: {error} Registered here: {', '.join(registry.names())}."
-            ) from error
+            raise ValueError(f"{backend!r} cannot be evaluated with a {cache} cache: {error}") from error
     return plan
 
 

@@ -39,15 +39,14 @@ def quiet() -> Iterator[None]:
 
 
 class Harness:
-    """Some tasks on one model. batch_size, limit, num_fewshot, gen_kwargs: as lm-eval takes them."""
+    """Loaded tasks on one model. batch_size, limit, num_fewshot, gen_kwargs: as lm-eval takes them."""
 
     def __init__(
         self,
         model,
         tokenizer,
-        tasks: Sequence[str],
+        loaded: dict,
         *,
-        include_path: Sequence[str | Path] = (),
         batch_size: int | str = 4,
         limit: float | None = None,
         num_fewshot: int | None = None,
@@ -55,7 +54,6 @@ class Harness:
         apply_chat_template: bool | str = False,
         confirm_run_unsafe_code: bool = False,
     ):
-        require()
         from lm_eval.models.huggingface import HFLM
         from lm_eval.utils import simple_parse_args_string
 
@@ -67,8 +65,8 @@ class Harness:
             "fewshot_as_multiturn": bool(apply_chat_template),
             "confirm_run_unsafe_code": confirm_run_unsafe_code,
         }
+        self.loaded = loaded
         with quiet():
-            self.loaded = _load(tasks, [PACK, *map(Path, include_path)])
             for task in self.loaded["tasks"].values():
                 if gen_kwargs and task.OUTPUT_TYPE == "generate_until":
                     task.set_config("generation_kwargs", gen_kwargs, update=True)
@@ -98,10 +96,14 @@ class Harness:
         ]
 
 
-def _load(names: Sequence[str], paths: list[Path]) -> dict:
-    """The tasks of these names; lm-eval's own thousands are only indexed, which takes seconds, when a name asks for it."""
+def load_tasks(names: Sequence[str], include_path: Sequence[str | Path] = ()) -> dict:
+    """lm-eval's dict of the tasks of these names, with their data.
+
+    lm-eval's own thousands are only indexed, which takes seconds, when a name asks for it.
+    """
     from lm_eval.tasks import TaskManager
 
+    paths = [PACK, *map(Path, include_path)]
     for path in paths:
         if not path.exists():
             raise ValueError(f"There is no folder {path} to look for tasks in.")
@@ -116,7 +118,8 @@ def _load(names: Sequence[str], paths: list[Path]) -> dict:
             hint = f"Near it: {', '.join(near)}." if near else "`hf-fastattn lm_eval ls tasks` lists all."
             raise ValueError(f"Unknown task {name!r}. {hint}")
         wanted += found
-    return manager.load(wanted)
+    with quiet():
+        return manager.load(wanted)
 
 
 def _measures(results: dict, tasks: dict) -> list[Measure]:

@@ -50,7 +50,7 @@ class Facts:
     max_length: int | None
     parameters: int
     weight_bytes: int  # in memory
-    dense_bytes: int  # read by every step: all but the embedding table, of which it reads a row, and experts
+    dense_bytes: int  # read by every step: all but experts and embedding tables, of which it reads a row
     expert_bytes: int = 0
     experts: tuple[int, int] = (1, 1)  # chosen for a token, of how many
 
@@ -98,9 +98,10 @@ def count(model, dtype: torch.dtype | str | None = None) -> Facts:
     dtype = find_dtype(dtype) if dtype is not None else model.dtype
     scale = dtype.itemsize / model.dtype.itemsize
     heads = config.num_attention_heads
-    embedding = model.get_input_embeddings().weight
     head = model.get_output_embeddings()
-    tied = head is None or head.weight is embedding or config.tie_word_embeddings
+    tables = {id(m.weight): m.weight.nbytes for m in model.modules() if isinstance(m, torch.nn.Embedding)}
+    if head is None or config.tie_word_embeddings:  # then the table of tokens is the head too
+        tables.pop(id(model.get_input_embeddings().weight), None)
     experts = sum(p.nbytes for name, p in model.named_parameters() if ".experts." in name)
     total = sum(p.nbytes for p in model.parameters())
     names = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -115,7 +116,7 @@ def count(model, dtype: torch.dtype | str | None = None) -> Facts:
         max_length=getattr(config, "max_position_embeddings", None),
         parameters=sum(p.numel() for p in model.parameters()),
         weight_bytes=round(scale * total),
-        dense_bytes=round(scale * (total - experts - (0 if tied else embedding.nbytes))),
+        dense_bytes=round(scale * (total - experts - sum(tables.values()))),
         expert_bytes=round(scale * experts),
         experts=(getattr(config, "num_experts_per_tok", None) or counted, counted),
     )

@@ -1,0 +1,39 @@
+"""A tiny model and a tokenizer of bytes, as a folder that from_pretrained() reads; nothing is downloaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from models import tiny
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+SPECIAL = ["<pad>", "<s>", "</s>"]
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token a byte, left-padded."""
+    symbols = SPECIAL + sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(symbols)}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        padding_side="left",
+        chat_template=TEMPLATE,
+    )
+
+
+def model(**own):
+    """A tiny Llama with as many tokens as there are bytes."""
+    return tiny("llama", **{"vocab_size": 320, "max_position_embeddings": 2048, "eos_token_id": 2, **own})
+
+
+def save(folder: Path) -> Path:
+    model().save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder

@@ -1,0 +1,189 @@
+"""What explain() says, against numbers that are known, counted by torch, or held by a real cache."""
+
+import json
+
+import pytest
+import torch
+from models import FAMILIES, PROMPT, family, prompts, tiny
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import DynamicCache
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+import hf_fastattn
+from hf_fastattn.explain import SHAPES, costs, explain
+from hf_fastattn.kernels import launch
+
+# torch notes once which functions obey `with torch.device(...)`, and must do so before a fixture replaces some of them.
+with torch.device("meta"):
+    torch.empty(1)
+
+
+def test_an_8b_model_on_an_h200_by_hand():
+    found = explain("8b", batch=2, length=8192, gpu="h200")
+    assert found.facts.parameters == 8_030_261_248 and found.facts.weight_bytes == 2 * 8_030_261_248
+    kv = 2 * (2 * 32 * 8 * 128 * 2) * 8192  # rows x (K and V, layers, KV heads, head_dim, bytes) x tokens
+    weights = 2 * (8_030_261_248 - 128256 * 4096)
+    assert found.step.kv_bytes == kv and found.step.weight_bytes == weights
+    assert found.step.floor_ms == pytest.approx(1e3 * (weights + kv) / 4.8e12) and found.step.bound_by == "memory"
+    flops = 2 * (weights + 32 * 4 * 32 * 128 * 8192)
+    assert found.step.flops == pytest.approx(flops) and found.step.flops_per_byte == pytest.approx(flops / (weights + kv))
+
+
+@pytest.mark.parametrize("name", ["llama", "opt", "qwen3", "gpt_oss"])
+def test_kv_bytes_are_those_a_cache_holds(name):
+    model = family(name, "cpu")
+    model.set_attn_implementation("eager")
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(**prompts("no_padding", "cpu"), past_key_values=cache)
+    facts = costs.count(model)
+    full = [layer for layer, window in zip(cache.layers, facts.windows, strict=True) if window is None]
+    held = sum(layer.keys.nbytes + layer.values.nbytes for layer in full)
+    windowed = len(cache.layers) - len(full)
+    a_token = 2 * facts.num_kv_heads * facts.head_dim * 4
+    assert held == 3 * len(full) * PROMPT * a_token
+    assert 3 * facts.kv_bytes(PROMPT) == held + 3 * windowed * 16 * a_token
+
+
+@pytest.mark.parametrize("name", ["llama", "opt", "qwen2", "phi3"])
+def test_flops_are_those_torch_counts(name):
+    model = family(name, "cpu")
+    model.set_attn_implementation("eager")
+    inputs = prompts("no_padding", "cpu", rows=1)
+    with torch.no_grad():
+        cache = model(**inputs, use_cache=True).past_key_values
+        with FlopCounterMode(display=False) as counter:
+            model(inputs["input_ids"][:, :1], past_key_values=cache)
+    facts = costs.count(model)
+    # Norms and biases count as weights here and as no products there.
+    assert facts.flops(PROMPT + 1) == pytest.approx(counter.get_total_flops(), rel=0.04)
+
+
+def test_weights_of_a_model_are_its_own_and_of_a_config_the_same():
+    model = tiny("llama")
+    facts = explain(model, length=64).facts
+    assert facts.weight_bytes == sum(p.nbytes for p in model.parameters())
+    assert facts.dense_bytes == facts.weight_bytes - model.get_input_embeddings().weight.nbytes
+    assert costs.count(tiny("llama", tie_word_embeddings=True)).dense_bytes == facts.dense_bytes
+    of_config = explain(model.config, length=64, dtype="float32").facts
+    assert (of_config.parameters, of_config.dense_bytes) == (facts.parameters, facts.dense_bytes)
+    half = explain(model, length=64, dtype="bfloat16").facts
+    assert half.weight_bytes == facts.weight_bytes // 2 and half.kv_bytes(64) == facts.kv_bytes(64) // 2
+
+
+def test_experts_are_read_as_far_as_rows_choose_them():
+    model_type, own = FAMILIES["gpt_oss"]
+    model = tiny(model_type, **{**own, "num_local_experts": 8, "num_experts_per_tok": 2})
+    facts = costs.count(model)
+    assert facts.expert_bytes == sum(p.nbytes for name, p in model.named_parameters() if ".experts." in name) > 0
+    assert facts.read_bytes(1) == pytest.approx(facts.dense_bytes + facts.expert_bytes / 4)
+    assert facts.read_bytes(2) == pytest.approx(facts.dense_bytes + facts.expert_bytes * (1 - 0.75**2))
+    assert facts.read_bytes(10**4) == pytest.approx(facts.dense_bytes + facts.expert_bytes)
+
+
+@pytest.mark.parametrize("batch", [1, 64])
+def test_longest_is_the_last_length_that_fits(batch):
+    found = explain("1b", batch=batch, gpu="l4")
+    held = [found.facts.weight_bytes + batch * found.facts.kv_bytes(found.longest + more) for more in (0, 1)]
+    assert held[0] <= 24e9 < held[1]
+    assert all(row["fits"] == (row["length"] <= found.longest) for row in found.memory)
+
+
+def test_where_nothing_fits_and_where_everything_does():
+    assert explain("70b", gpu="l4").longest == 0
+    assert explain("mistral-7b", gpu="l4").longest is None
+    assert "at any length" in str(explain("mistral-7b", gpu="l4")) and "less than the weights" in str(explain("70b", gpu="l4"))
+
+
+def test_relatives_stand_side_by_side():
+    rows = {row["name"]: row for row in explain("8b", length=32768, gpu="h200").variants}
+    assert list(rows) == ["MHA, 32 KV heads", "GQA, 8 KV heads (this model)", "MQA, 1 KV head", "window of 4096 in every layer"]
+    mha, gqa, mqa, window = (row["kv_bytes"] for row in rows.values())
+    assert mha == 4 * gqa == 32 * mqa and window == gqa // 8
+    assert [row["longest"] for row in rows.values()][-1] is None
+    assert "without its window" in {row["name"] for row in explain("mistral-7b").variants}
+
+
+def runs(found) -> dict[str, str]:
+    return {row["what"]: row["how"] for row in found.runs}
+
+
+def test_kernels_on_the_cpu_are_the_twins():
+    found = explain(tiny("llama"), length=64)
+    assert found.device == "cpu"
+    assert runs(found)["decode"] == "lean: the torch twin" and runs(found)["prefill"] == "prefill: the torch twin"
+    assert [row["what"] for row in found.refused] == ["decode graph"] and "graphs are for CUDA" in found.refused[0]["why"]
+
+
+def test_a_short_prompt_goes_to_the_decode_kernel_and_the_reason_is_the_number_of_rows():
+    for length, kernel in ((32, "lean"), (33, "prefill")):
+        (row,) = [row for row in explain(tiny("llama"), length=length).runs if row["what"] == "prefill"]
+        assert row["how"].startswith(kernel) and row["why"].startswith(f"{length} x 2 = {2 * length} query rows")
+
+
+@pytest.mark.parametrize(("arch", "kernel"), [(90, "prefill_hopper"), (80, "prefill")])
+def test_the_hopper_kernel_runs_on_hopper_and_elsewhere_is_refused_in_a_sentence(monkeypatch, arch, kernel):
+    pytest.importorskip("triton.experimental.gluon")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(launch, "arch", lambda device: arch)
+    found = explain("8b", device="cuda", gpu="h200")
+    assert runs(found)["prefill"] == f"{kernel}: the Triton kernel" and runs(found)["decode step"] == "one CUDA graph"
+    refused = {row["what"]: row["why"] for row in found.refused}
+    if arch == 90:
+        assert refused == {}
+        (of_fa2,) = explain("8b", backend="fa2", gpu="h200").refused  # one kernel for both phases, and one query in decode
+        assert of_fa2["what"] == "prefill_hopper in decode" and "65 queries or more, not 1" in of_fa2["why"]
+    else:
+        assert list(refused) == ["prefill_hopper in prefill"]
+        assert "needs compute capability 9.0" in refused["prefill_hopper in prefill"]
+
+
+def test_what_cannot_run_is_refused_with_the_reason():
+    wide = CONFIG_MAPPING["llama"](hidden_size=64, num_attention_heads=4, head_dim=288, num_hidden_layers=1, vocab_size=32)
+    found = explain(wide, length=64)
+    assert found.runs == [] and set(hf_fastattn.names()) <= {row["what"] for row in found.refused}
+    assert "head_dim 288 is above 256" in found.refused[0]["why"] and 'Nothing runs with "lean"' in str(found)
+    bloom = explain(CONFIG_MAPPING["bloom"](), length=64)
+    assert bloom.runs == [] and "computes attention in its own code" in bloom.refused[0]["why"]
+
+
+def test_a_folder_a_printed_table_and_json(tmp_path):
+    config = tiny("llama").config
+    config.save_pretrained(tmp_path)
+    found = explain(str(tmp_path), batch=3, length=1000, gpu="h100")
+    assert found.facts.num_heads == 4 and found.facts.windows == (None, None)
+    said = json.loads(json.dumps(found.as_dict()))
+    assert said["batch"] == 3 and said["facts"]["dtype"] == "float32" and said["gpu"]["name"] == "H100 SXM"
+    text = str(found)
+    assert "3 rows of 1000 tokens on H100 SXM" in text and "1000 tokens are more than the 512 positions" in text
+    assert "takes at least" in text and "MQA, 1 KV head" in text
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_named_shapes_have_the_size_in_their_name(shape):
+    billions = explain(shape).facts.parameters / 1e9
+    assert billions == pytest.approx(float(shape.rpartition("-")[2].removesuffix("b")), rel=0.25)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"batch": 0}, "batch must be at least 1; got 0"),
+        ({"length": -3}, "length must be at least 1; got -3"),
+        ({"backend": "leen"}, "Unknown attention backend 'leen'"),
+        ({"gpu": "h900"}, "Unknown GPU 'h900'; known: a100"),
+        ({"dtype": "float8"}, "Unknown dtype 'float8'; name one of"),
+    ],
+)
+def test_mistakes_are_told_in_a_sentence(options, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        explain("8b", **options)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "sentence"),
+    [("t5", "decoder-only"), ("mamba", "full and sliding attention only"), ("deepseek_v3", "multi-head latent attention")],
+)
+def test_models_whose_kv_it_cannot_count_are_refused(model_type, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        explain(CONFIG_MAPPING[model_type]())
