@@ -542,3 +542,24 @@ def test_cpu_tensors_run_what_where_says(name, device):
     with counted_launches(next(k for k in KERNELS if k.name == name)) as launched:
         kernel(**good(device))
     assert bool(launched) == TRITON_RUNS
+
+
+@pytest.mark.parametrize("kernel", here(SPLIT_KV), ids=lambda k: k.name)
+def test_a_constant_number_of_splits_makes_rows_independent_of_their_batch(kernel, device):
+    """The same bits alone, beside longer and shorter rows, with pads before it, and in a longer buffer."""
+    split_kv = kernel.launcher()
+    n, batch = (3000, 70) if ON_GPU else (100, 4)
+    q, k, v = (torch.randn(batch, h, x, 32, device=device) for h, x in ((4, 1), (2, n), (2, n)))
+    live = torch.arange(n, device=device) >= torch.randint(0, n, (batch, 1), device=device)
+    live[1] = torch.arange(n, device=device) >= n // 3
+    span = spans.build_spans(batch, 1, n, q.device, q_offset=n - 1, attention_mask=live)
+    together = split_kv(q, k, v, span, splits=8)
+    alone = split_kv(q[1:2], k[1:2, :, n // 3 :], v[1:2, :, n // 3 :], splits=8)
+    longer = (
+        torch.nn.functional.pad(k[1:2, :, n // 3 :], (0, 0, 0, 77)),
+        torch.nn.functional.pad(v[1:2, :, n // 3 :], (0, 0, 0, 77)),
+    )
+    short = spans.build_spans(1, 1, n - n // 3 + 77, q.device, q_offset=n - n // 3 - 1)
+    assert torch.equal(alone, together[1:2])
+    assert torch.equal(alone, split_kv(q[1:2], *longer, short, splits=8))
+    assert not torch.equal(split_kv(q, k, v, span, splits=1)[1:2], alone)  # other sums round otherwise

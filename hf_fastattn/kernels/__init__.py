@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+from functools import partial
 
 import torch
 
@@ -22,12 +23,14 @@ class TritonKernel:
     """The launcher `hf_fastattn.kernels.<name>.<name>`, imported when first needed; its torch twin for CPU tensors.
 
     `hopper` names a module of the same kind that takes over on compute capability 9.0 wherever its `why_not` has nothing to say.
+    `fixed`: arguments of the launcher that the twin does not know.
     Under TRITON_INTERPRET=1 CPU tensors run the Triton kernel in the interpreter, which is for tests.
     """
 
-    def __init__(self, name: str, hopper: str | None = None):
+    def __init__(self, name: str, hopper: str | None = None, **fixed):
         self.name = name
         self.hopper = hopper
+        self.fixed = fixed
         self._launch = None
         self._hopper = None
 
@@ -57,7 +60,8 @@ class TritonKernel:
             return reference.attention(q, k, v, spans, **options)
         if INTERPRETED and q.dtype == torch.bfloat16:
             raise TypeError("Triton's interpreter computes bfloat16 wrongly; use float32 or float16 under TRITON_INTERPRET=1.")
-        self._launch = getattr(importlib.import_module(f"{__name__}.{self.name}"), self.name)
+        launcher = getattr(importlib.import_module(f"{__name__}.{self.name}"), self.name)
+        self._launch = partial(launcher, **self.fixed) if self.fixed else launcher
         if self.hopper is not None and launch.arch(q.device) == 90:
             self._hopper = importlib.import_module(f"{__name__}.{self.hopper}")
         return self._choose(q, k, v, options.get("sinks", 0))(q, k, v, spans, **options)

@@ -160,13 +160,15 @@ def split_kv(
     sinks: int = 0,
     q_sinks: torch.Tensor | None = None,
     return_lse: bool = False,
+    splits: int | None = None,
 ):
     """Exact attention of few query rows in two launches; arguments, result and errors as in `kernels.reference.attention`.
 
-    q_len * num_heads / num_kv_heads must be at most `launch.MAX_DECODE_ROWS`.
+    q_len * num_heads / num_kv_heads must be at most `launch.MAX_DECODE_ROWS`. splits: into how many parts the keys of a row are
+    split; None: as many as fill the GPU. With a number, a row's bits depend neither on the batch nor on the buffer's length.
     """
     split, combine, acc_size, stats_size = _prepare(
-        (q, k, v, spans, sink_logits, q_sinks), scale, causal, window, softcap, sinks, return_lse
+        (q, k, v, spans, sink_logits, q_sinks), scale, causal, window, softcap, sinks, return_lse, splits
     )
     out, lse = checks.empty_outputs(q, return_lse)
     acc = torch.empty(acc_size, device=q.device, dtype=torch.float32)
@@ -177,7 +179,7 @@ def split_kv(
 
 
 @launch.remember
-def _prepare(tensors, scale, causal, window, softcap, sinks, return_lse) -> tuple[launch.Launch, launch.Launch, int, int]:
+def _prepare(tensors, scale, causal, window, softcap, sinks, return_lse, splits) -> tuple[launch.Launch, launch.Launch, int, int]:
     """The two launches for these arguments, once they are checked, and the floats of workspace between them."""
     q, k, v, spans, sink_logits, q_sinks = tensors
     scale = checks.check(
@@ -187,9 +189,11 @@ def _prepare(tensors, scale, causal, window, softcap, sinks, return_lse) -> tupl
     batch, num_heads, q_len, head_dim = q.shape
     kv_heads, kv_len = k.shape[1], k.shape[2]
     group = num_heads // kv_heads
-    config = launch.decode(q.device, q.dtype, head_dim, q_len * group, batch * kv_heads)
+    heads = batch * kv_heads
+    # The choice of a tile must not depend on the batch where `splits` is given.
+    config = launch.decode(q.device, q.dtype, head_dim, q_len * group, heads if splits is None else 1)
     workspace_m, block_d = triton.next_power_of_2(q_len * group), launch.block_d(head_dim)
-    splits = launch.num_splits(q.device, config, batch * kv_heads, kv_len)
+    splits = splits or launch.num_splits(q.device, config, heads, kv_len)
     scale_log2, cap_log2 = checks.log2_scales(scale, softcap)
     split = launch.Launch(
         split_kv_kernel,
@@ -228,5 +232,5 @@ def _prepare(tensors, scale, causal, window, softcap, sinks, return_lse) -> tupl
         WRITE_LSE=return_lse,
         num_warps=1,
     )
-    slots = batch * kv_heads * splits * workspace_m
+    slots = heads * splits * workspace_m
     return split, combine, slots * block_d, slots * 2
