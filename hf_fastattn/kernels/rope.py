@@ -1,0 +1,126 @@
+"""Rotary position embedding of queries and keys in one launch, with the roundings of Llama's own.
+
+    out = round(round(x * cos) + round(rotate_half(x) * sin)),  rotate_half(x) = (-x[D/2:], x[:D/2])
+
+Models write it as ten launches over tensors as large as the queries.
+
+Sources: Su et al., "RoFormer" (2021), section 3.4.2; for the order of halves and the roundings LlamaAttention of Transformers.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .checks import on_device
+
+BLOCK_H = 8  # heads a program rotates, with one load of its token's cosines
+
+
+@triton.jit(do_not_specialize=["num_heads", "kv_heads", "tokens"])
+def rope_kernel(
+    Q,
+    K,
+    Cos,
+    Sin,
+    OutQ,
+    OutK,
+    stride_qb,
+    stride_qh,
+    stride_qm,
+    stride_kb,
+    stride_kh,
+    stride_km,
+    stride_cb,
+    stride_cm,
+    stride_oqb,
+    stride_oqh,
+    stride_oqm,
+    stride_okb,
+    stride_okh,
+    stride_okm,
+    num_heads,
+    kv_heads,
+    tokens,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """One program per token and block of heads; the heads of Q come first, those of K after them."""
+    row = (tl.program_id(0) // tokens).to(tl.int64)
+    token = (tl.program_id(0) % tokens).to(tl.int64)
+    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
+    of_q = head < num_heads
+    of_k = (head >= num_heads) & (head < num_heads + kv_heads)
+    kv_head = head - num_heads
+    offs = tl.arange(0, BLOCK_D)[None, :]
+    d_mask = offs < HEAD_DIM
+    other = tl.where(offs < HEAD_DIM // 2, offs + HEAD_DIM // 2, offs - HEAD_DIM // 2)
+
+    q_ptrs = Q + row * stride_qb + token * stride_qm + head * stride_qh
+    k_ptrs = K + row * stride_kb + token * stride_km + kv_head * stride_kh
+    x = tl.load(q_ptrs + offs, mask=of_q & d_mask, other=0.0) + tl.load(k_ptrs + offs, mask=of_k & d_mask, other=0.0)
+    y = tl.load(q_ptrs + other, mask=of_q & d_mask, other=0.0) + tl.load(k_ptrs + other, mask=of_k & d_mask, other=0.0)
+    y = tl.where(offs < HEAD_DIM // 2, -y, y)
+    cos = tl.load(Cos + row * stride_cb + token * stride_cm + offs, mask=d_mask, other=0.0)
+    sin = tl.load(Sin + row * stride_cb + token * stride_cm + offs, mask=d_mask, other=0.0)
+    dtype = Q.dtype.element_ty
+    turned = (x.to(tl.float32) * cos.to(tl.float32)).to(dtype).to(tl.float32)
+    out = turned + (y.to(tl.float32) * sin.to(tl.float32)).to(dtype).to(tl.float32)
+    tl.store(OutQ + row * stride_oqb + token * stride_oqm + head * stride_oqh + offs, out.to(dtype), mask=of_q & d_mask)
+    tl.store(OutK + row * stride_okb + token * stride_okm + kv_head * stride_okh + offs, out.to(dtype), mask=of_k & d_mask)
+
+
+def why_not(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> str | None:
+    """Why these inputs need another path, in a sentence, or None."""
+    if not (q.dtype == k.dtype == cos.dtype == sin.dtype and q.device == k.device == cos.device == sin.device):
+        return f"q, k, cos and sin differ in dtype or device: {q.dtype}, {k.dtype}, {cos.dtype}, {sin.dtype}."
+    if q.dim() != 4 or k.dim() != 4 or q.numel() == 0:
+        return f"q and k must be (batch, heads, tokens, head_dim); got {tuple(q.shape)} and {tuple(k.shape)}."
+    batch, _, tokens, head_dim = q.shape
+    if k.shape[0] != batch or k.shape[2:] != q.shape[2:] or head_dim % 2:
+        return f"q and k must agree in all but heads, with an even head_dim; got {tuple(q.shape)} and {tuple(k.shape)}."
+    if any(t.dim() != 3 or t.shape[0] not in (1, batch) or t.shape[1:] != (tokens, head_dim) for t in (cos, sin)):
+        return f"cos and sin must be (batch or 1, {tokens}, {head_dim}); got {tuple(cos.shape)} and {tuple(sin.shape)}."
+    if cos.shape != sin.shape or cos.stride() != sin.stride() or any(t.stride(-1) != 1 for t in (q, k, cos)):
+        return "cos and sin must have one layout, and the last dimension of all must be contiguous."
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
+        return "q or k requires grad, and this kernel has no backward pass."
+    return None
+
+
+def rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """q and k, (batch, heads, tokens, head_dim) each, rotated by cos and sin, (batch or 1, tokens, head_dim).
+
+    New tensors in the layout of q and k. Raises ValueError for what `why_not` names.
+    """
+    if reason := why_not(q, k, cos, sin):
+        raise ValueError(reason)
+    batch, num_heads, tokens, head_dim = q.shape
+    kv_heads = k.shape[1]
+    out_q, out_k = torch.empty_like(q), torch.empty_like(k)
+    with on_device(q):
+        rope_kernel[(batch * tokens, triton.cdiv(num_heads + kv_heads, BLOCK_H))](
+            q,
+            k,
+            cos,
+            sin,
+            out_q,
+            out_k,
+            *q.stride()[:3],
+            *k.stride()[:3],
+            cos.stride(0) if cos.shape[0] > 1 else 0,
+            cos.stride(1),
+            *out_q.stride()[:3],
+            *out_k.stride()[:3],
+            num_heads,
+            kv_heads,
+            tokens,
+            HEAD_DIM=head_dim,
+            BLOCK_D=triton.next_power_of_2(head_dim),
+            BLOCK_H=BLOCK_H,
+            num_warps=2,
+            enable_fp_fusion=False,  # a product that goes into the sum unrounded is not what the model computes
+        )
+    return out_q, out_k

@@ -1,0 +1,134 @@
+"""RMSNorm and rotation in one launch each: the kernels against the model's own code, and what of a model they stand in for."""
+
+import copy
+
+import pytest
+import torch
+from models import tiny
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+
+from hf_fastattn.kernels import HAS_TRITON, INTERPRETED
+from hf_fastattn.patches import fuse
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+runs_kernels = pytest.mark.skipif(
+    not (HAS_TRITON and (INTERPRETED or DEVICE == "cuda")), reason="needs a GPU or TRITON_INTERPRET=1"
+)
+DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
+
+
+def exact(x, weight, eps):
+    x = x.double()
+    return weight.double() * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+
+
+@runs_kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 1, 64), (2, 3, 100), (5, 4096), (3, 2, 7, 16), (1, 1, 5000)], ids=str)
+def test_error_is_that_of_llamas_own(shape, dtype):
+    from hf_fastattn.kernels.rms_norm import rms_norm
+
+    torch.manual_seed(0)
+    x = (3 * torch.randn(shape, device=DEVICE)).to(dtype)
+    norm = LlamaRMSNorm(shape[-1], eps=1e-5).to(DEVICE, dtype)
+    with torch.no_grad():
+        norm.weight.copy_(torch.randn(shape[-1]))
+        got, stock = rms_norm(x, norm.weight, 1e-5), norm(x)
+    assert got.dtype == dtype and got.shape == x.shape
+    right = exact(x, norm.weight.detach(), 1e-5)
+    unit = 4 * torch.finfo(dtype).eps * right.abs().max()
+    assert (got.double() - right).abs().max() <= 2 * (stock.double() - right).abs().max() + unit
+
+
+@runs_kernels
+def test_strided_input_and_zero_rows():
+    from hf_fastattn.kernels.rms_norm import rms_norm
+
+    x = torch.randn(4, 6, 32, device=DEVICE).transpose(0, 1)
+    weight = torch.ones(32, device=DEVICE)
+    torch.testing.assert_close(rms_norm(x, weight, 1e-6).double(), exact(x, weight, 1e-6), atol=1e-5, rtol=1e-5)
+    assert (rms_norm(torch.zeros(3, 32, device=DEVICE), weight, 1e-6) == 0).all()
+
+
+@runs_kernels
+def test_refusals_are_sentences():
+    from hf_fastattn.kernels.rms_norm import rms_norm
+
+    x = torch.randn(2, 32, device=DEVICE)
+    with pytest.raises(ValueError, match="requires grad"):
+        rms_norm(x, torch.ones(32, device=DEVICE, requires_grad=True), 1e-6)
+    with pytest.raises(ValueError, match=r"weight torch\.float16"):
+        rms_norm(x, torch.ones(32, device=DEVICE, dtype=torch.float16), 1e-6)
+    with pytest.raises(ValueError, match=r"\(2, 32\)"):
+        rms_norm(x, torch.ones(16, device=DEVICE), 1e-6)
+
+
+@runs_kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "batch, heads, kv_heads, tokens, dim, cos_rows", [(1, 4, 2, 1, 64, 1), (3, 6, 1, 5, 80, 3), (2, 9, 3, 7, 32, 1)]
+)
+def test_rotation_is_bit_for_bit_llamas_own(batch, heads, kv_heads, tokens, dim, cos_rows, dtype):
+    from hf_fastattn.kernels.rope import rope
+
+    torch.manual_seed(0)
+    q, k = (torch.randn(batch, tokens, n, dim, device=DEVICE).to(dtype).transpose(1, 2) for n in (heads, kv_heads))
+    cos, sin = (torch.randn(cos_rows, tokens, dim, device=DEVICE).to(dtype) for _ in range(2))
+    for got, stock in zip(rope(q, k, cos, sin), apply_rotary_pos_emb(q, k, cos, sin), strict=True):
+        assert torch.equal(got, stock)
+
+
+@runs_kernels
+def test_rotation_refuses_in_sentences():
+    from hf_fastattn.kernels.rope import rope
+
+    q, k, cos = (torch.randn(2, h, 3, 16, device=DEVICE) for h in (4, 2, 1))
+    with pytest.raises(ValueError, match="last dimension"):
+        rope(q, k, cos[:, 0], cos[:, 0].transpose(1, 2).contiguous().transpose(1, 2))
+    with pytest.raises(ValueError, match="requires grad"):
+        rope(q.requires_grad_(), k, cos[:, 0], cos[:, 0])
+
+
+PER_LAYER = {"llama": (2, 1), "mistral": (2, 1), "qwen2": (2, 1), "qwen3": (4, 1), "phi": (0, 1), "gemma2": (0, 1), "opt": (0, 0)}
+
+
+@runs_kernels
+@pytest.mark.parametrize("family", PER_LAYER)
+def test_a_model_computes_the_same(family):
+    model = tiny(family, **({"num_key_value_heads": 4} if family == "phi" else {})).to(DEVICE)
+    ids = torch.arange(1, 12, device=DEVICE)[None]
+    with torch.no_grad():
+        before = model(ids).logits
+        norms, layers = fuse.find(model)
+        fuse.fuse(norms, layers)
+        assert fuse.find(model) == ([], [])
+        during = model(ids).logits
+        twin = copy.deepcopy(model)
+        fuse.restore(norms + layers)
+        after = model(ids).logits
+    expected = [n * model.config.num_hidden_layers for n in PER_LAYER[family]]
+    expected[0] += expected[0] > 0  # the last norm; Gemma's norms and OPT's LayerNorms are other formulas
+    assert [len(norms), len(layers)] == expected
+    torch.testing.assert_close(during, before, atol=1e-5, rtol=1e-5)
+    assert torch.equal(after, before)
+    for module, copied in zip(model.modules(), twin.modules(), strict=True):
+        assert "forward" not in vars(module)
+        if module in norms + layers:
+            assert vars(copied)["forward"].__self__ is copied and fuse.is_fused(vars(copied)["forward"])
+
+
+@runs_kernels
+def test_gradients_flow_through_the_models_own_code():
+    model = tiny("llama").to(DEVICE)
+    fuse.fuse(*fuse.find(model))
+    model(torch.arange(1, 12, device=DEVICE)[None]).logits.sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_transformers_stays_as_it_is():
+    """The names of a model's module are copied, not changed."""
+    from transformers.models.llama import modeling_llama
+
+    assert fuse._with_fused_rope(modeling_llama.LlamaAttention.forward) is not modeling_llama.LlamaAttention.forward
+    assert modeling_llama.apply_rotary_pos_emb is apply_rotary_pos_emb
+    assert "forward" not in vars(tiny("llama").model.layers[0].self_attn)
