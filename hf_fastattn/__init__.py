@@ -4,7 +4,7 @@ Importing this package adds names to Transformers and changes the behaviour of n
 """
 
 from . import backends as _backends
-from .caches import PreallocatedCache
+from .caches import PreallocatedCache, RollingCache
 
 # Imported here and not when first asked for: a module imported later would take the place of its function. lm-eval waits.
 from .evaluate import evaluate
@@ -14,4 +14,4 @@ from .patches import patch, unpatch
 from .registry import Backend, get, names, register
 
 __version__ = "0.1.0"
-__all__ = ["Backend", "PreallocatedCache", "count_calls", "evaluate", "explain", "get", "names", "patch", "register", "unpatch"]
+__all__ = ["Backend", "PreallocatedCache", "RollingCache", "count_calls", "evaluate", "explain", "get", "names", "patch", "register", "unpatch"]

@@ -6,6 +6,7 @@ import inspect
 import re
 import sys
 import warnings
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -140,18 +141,14 @@ def layer_windows(config) -> list[int | None]:
     text = config.get_text_config(decoder=True)
     name = type(config).__name__
     if config.is_encoder_decoder:
-        raise ValueError(
-            f"{name} is an encoder-decoder, and the preallocated cache is for decoder-only models; use a DynamicCache."
-        )
+        raise ValueError(f"{name} is an encoder-decoder, and these caches are for decoder-only models; use a DynamicCache.")
     types, options = get_layer_types_and_kwargs(text)
     if isinstance(options, dict):  # one for all layers before 5.19
         options = [options] * len(types)
     strange = sorted(set(types) - {"full_attention", "sliding_attention"})
     if strange or len(types) != text.num_hidden_layers:
         kinds = ", ".join(strange) or "layers that share K/V"
-        raise ValueError(
-            f"The preallocated cache holds full and sliding attention layers, and {name} has {kinds}; use a DynamicCache."
-        )
+        raise ValueError(f"These caches hold full and sliding attention layers, and {name} has {kinds}; use a DynamicCache.")
     return [each["sliding_window"] if kind == "sliding_attention" else None for kind, each in zip(types, options, strict=True)]
 
 
@@ -182,9 +179,91 @@ def decode_mask(model, inputs: dict):
     )
 
 
+def is_attention(module) -> bool:
+    """Whether a module is one layer's self-attention, which calls a registered attention function."""
+    return hasattr(module, "layer_idx") and hasattr(module, "config") and "Attention" in type(module).__name__
+
+
+@dataclass(frozen=True)
+class Rope:
+    """A model's rotary embedding: rotation i turns by position * inv_freq[i] its dimensions (i, i + n), n of them in all, or
+    (2 i, 2 i + 1) where interleaved; dimensions from 2 n on it leaves alone."""
+
+    inv_freq: tuple[float, ...]
+    interleaved: bool
+
+
+def rope(module: torch.nn.Module, head_dim: int) -> Rope | None:
+    """The rotary embedding of an attention module's model, None if its file has none. ValueError where it cannot be told.
+
+    Nothing is taken on trust: the model's own rotary classes make the frequencies and turn a probe, which must come out as
+    this record says it would.
+    """
+    config, source = module.config, sys.modules[type(module).__module__]
+    name = type(config).__name__.removesuffix("Config")
+    turn = getattr(source, "apply_rotary_pos_emb", None)
+    classes = [value for key, value in vars(source).items() if key.endswith("RotaryEmbedding") and "Vision" not in key]
+    if turn is None and not classes:
+        return None
+    kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if kind in ("dynamic", "longrope"):
+        raise ValueError(
+            f"{name} has rope_type {kind!r}, whose frequencies change with the length of the text: keys read under one cannot be "
+            "scored under another. Set a rope_type of fixed frequencies in its config (default, linear, llama3 or yarn)."
+        )
+    if any(value in (0, False) for value in getattr(config, "no_rope_layers", None) or ()):
+        raise ValueError(f"{name} has layers without rotary embedding between those with it, which streaming does not know.")
+    try:
+        rotary = classes[0](config=config)
+        cos, sin = rotary(torch.zeros(1), torch.tensor([[3]]))
+        inv_freq = rotary.inv_freq.float()
+        probe = torch.randn(1, 1, 1, head_dim, generator=torch.Generator().manual_seed(0))
+        pairs = len(inv_freq)
+        try:
+            turned = turn(probe, probe, cos, sin)[0]
+        except RuntimeError:  # it gets only the dimensions to turn
+            turned = torch.cat([turn(probe[..., : 2 * pairs], probe[..., : 2 * pairs], cos, sin)[0], probe[..., 2 * pairs :]], -1)
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"How {name} rotates queries and keys could not be found out: {error}.") from error
+    length = rotary.attention_scaling * probe[..., : 2 * pairs]
+    for interleaved in (False, True):
+        x, y = (length[..., 0::2], length[..., 1::2]) if interleaved else (length[..., :pairs], length[..., pairs:])
+        new = [x * (3 * inv_freq).cos() - y * (3 * inv_freq).sin(), y * (3 * inv_freq).cos() + x * (3 * inv_freq).sin()]
+        expected = torch.stack(new, -1).flatten(-2) if interleaved else torch.cat(new, -1)
+        if torch.allclose(turned, torch.cat([expected, probe[..., 2 * pairs :]], -1), atol=1e-4):
+            return Rope(tuple(inv_freq.tolist()), interleaved)
+    raise ValueError(f"{name} rotates queries and keys in a way of its own, which streaming does not know.")
+
+
 def is_inert_hook(hook) -> bool:
     """Whether Transformers itself left this hook on a module to collect hidden states, asleep unless they are asked for."""
     return getattr(hook, "__module__", "") == "transformers.utils.output_capturing"
+
+
+def llama_norm():
+    """forward() of Llama's RMSNorm, which many models have in a class of their own."""
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    return LlamaRMSNorm.forward
+
+
+def llama_rope():
+    """Llama's apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1), which many models have in a module of their own."""
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    return apply_rotary_pos_emb
+
+
+def is_same_code(function, other) -> bool:
+    """Whether two Python functions are the same instruction for instruction; docstrings may differ."""
+    codes = [getattr(f, "__code__", None) for f in (function, other)]
+    if None in codes:
+        return False
+    ours, theirs = (
+        (c.co_code, c.co_names, c.co_varnames, [x for x in c.co_consts if x != f.__doc__])
+        for c, f in zip(codes, (function, other), strict=True)
+    )
+    return ours == theirs
 
 
 # ---- what bench/ needs of the host ----

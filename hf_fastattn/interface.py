@@ -10,17 +10,22 @@ from functools import cache, partial
 
 import torch
 
-from . import compat
+from . import compat, streaming
 from .kernels import reference, spans
 
 # By backend name: what computes attention. By "<backend>.<phase>": how often it did.
 _runners: dict[str, Callable[..., torch.Tensor]] = {}
+_streaming: set[str] = set()
 calls: Counter[str] = Counter()
 
 
-def register(name: str, run: Callable[..., torch.Tensor]) -> None:
-    """Register both functions with Transformers under `name`; `run` has the signature of `kernels.reference.attention`."""
+def register(name: str, run: Callable[..., torch.Tensor], streams: bool = False) -> None:
+    """Register both functions with Transformers under `name`; `run` has the signature of `kernels.reference.attention`.
+
+    streams: it gets `window`, `sinks` and `q_sinks` as the model's config asks (`streaming.Settings`).
+    """
     _runners[name] = run
+    (_streaming.add if streams else _streaming.discard)(name)
     compat.register(name, partial(attention_forward, name), partial(attention_mask, name))
 
 
@@ -82,6 +87,13 @@ def attention_mask(
             **kwargs,
         )
     causal, window = pattern
+    if name in _streaming:
+        streaming.check_mask(name, config, causal, window)
+        if kv_length > q_length and not torch.compiler.is_compiling():
+            _say_once(
+                f"attn_implementation={name!r} masks what is out of sight, but this cache keeps it, and grows with the text. "
+                "hf_fastattn.patch() brings a cache that does not grow."
+            )
     if (
         causal
         and attention_mask is None
@@ -136,13 +148,17 @@ def attention_forward(
     if attention_mask is None:
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
         window = sliding_window
+    sinks, rope = 0, -1
+    if name in _streaming:
+        settings = streaming.Settings.of(module.config)
+        window, sinks, rope = settings.window, settings.sinks, streaming.rope_index(module, query.shape[3])
     if compiling and torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
         raise RuntimeError(
             f"{name!r} has no backward pass, and q, k or v requires grad. Compile under torch.no_grad(), "
             'or train with attn_implementation="sdpa".'
         )
     run = torch.ops.hf_fastattn.attention if compiling else _attention
-    out = run(name, query, key, value, attention_mask, scaling, causal, window, softcap, s_aux)
+    out = run(name, query, key, value, attention_mask, scaling, causal, window, softcap, s_aux, sinks, rope)
     return out.transpose(1, 2), None
 
 
@@ -189,10 +205,20 @@ def _attention(
     window: int | None,
     softcap: float | None,
     sink_logits: torch.Tensor | None,
+    sinks: int,
+    rope: int,
 ) -> torch.Tensor:
     """The backend's kernel where the mask is spans or None; torch's sdpa, or plain torch, where it is any other mask."""
     if mask is None or mask.dtype == torch.int32:
-        return _runners[name](q, k, v, mask, scale=scale, causal=causal, window=window, softcap=softcap, sink_logits=sink_logits)
+        options = {"scale": scale, "causal": causal, "window": window, "softcap": softcap, "sink_logits": sink_logits}
+        if sinks:
+            options |= {"sinks": sinks, "q_sinks": streaming.turned_back(q, k, mask, rope, window, sinks)}
+        return _runners[name](q, k, v, mask, **options)
+    if name in _streaming:
+        raise ValueError(
+            f"attn_implementation={name!r} was given a mask that it cannot combine with its window (a custom 4-D mask, packed "
+            'sequences or chunked attention). Pass the 2-D attention_mask, or use attn_implementation="sdpa".'
+        )
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise TypeError(f"An attention mask must be bool (True where attended) or float (added to the scores); got {mask.dtype}.")
     calls[f"{name}.dense"] += 1
@@ -243,6 +269,6 @@ _attention_op = torch.library.custom_op("hf_fastattn::attention", _attention, mu
 
 
 @_attention_op.register_fake
-def _(name, q, k, v, mask, scale, causal, window, softcap, sink_logits):
+def _(name, q, k, v, mask, scale, causal, window, softcap, sink_logits, sinks, rope):
     batch, num_heads, q_len, head_dim = q.shape
     return q.new_empty(batch, q_len, num_heads, head_dim).transpose(1, 2)

@@ -21,7 +21,8 @@ class Backend:
     name: `[a-z0-9_]+`, without "flash", "sdpa" or "flex_attention", which Transformers parses out of names.
     summary: one line. prefill, decode: callables with the signature of `kernels.reference.attention`; decode serves
     calls of at most `max_decode_rows` query rows per KV head (q_len x num_heads / num_kv_heads), prefill the rest,
-    and everything where decode is None.
+    and everything where decode is None. streaming: it sees the first and the last tokens only, as many as the model's config says
+    (`streaming.Settings`), and can read a RollingCache.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Backend:
     max_decode_rows: int = launch.MAX_DECODE_ROWS
     max_head_dim: int = checks.MAX_HEAD_DIM
     dtypes: tuple[torch.dtype, ...] = checks.DTYPES
+    streaming: bool = False
 
     def __post_init__(self):
         if not re.fullmatch(r"[a-z0-9_]+", self.name):
@@ -87,7 +89,7 @@ def register(backend: Backend) -> Backend:
 
     Registering a name again replaces it, also in models that run it already.
     """
-    interface.register(backend.name, backend)
+    interface.register(backend.name, backend, backend.streaming)
     _backends[backend.name] = backend
     return backend
 

@@ -18,6 +18,7 @@ ORDER = [  # a part imports parts from later lines only
     ("backends", "caches"),
     ("registry",),
     ("interface",),
+    ("streaming",),
     ("spans", "compat", "tables", "tasks"),
     ("kernels",),
 ]

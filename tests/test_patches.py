@@ -490,7 +490,7 @@ def test_bad_input(llama):
         hf_fastattn.patch(llama, "flashy")
     with pytest.raises(ValueError, match="cache must be"):
         hf_fastattn.patch(llama, cache="paged")
-    with pytest.raises(ValueError, match="graph=True needs the preallocated cache"):
+    with pytest.raises(ValueError, match="graph=True needs a preallocated cache"):
         hf_fastattn.patch(llama, cache=None)
     with pytest.raises(TypeError, match="takes a Transformers model"):
         hf_fastattn.patch(torch.nn.Linear(2, 2))

@@ -1,5 +1,5 @@
 """One file = one backend. Importing this package registers them all."""
 
-from . import fa2, lean, reference, split_kv
+from . import batch_invariant, fa2, lean, reference, split_kv, streaming
 
-__all__ = ["fa2", "lean", "reference", "split_kv"]
+__all__ = ["batch_invariant", "fa2", "lean", "reference", "split_kv", "streaming"]

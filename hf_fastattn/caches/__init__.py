@@ -1,5 +1,6 @@
 """Caches: one file each, over the storage in layers.py."""
 
+from .rolling import RollingCache
 from .static import PreallocatedCache
 
-__all__ = ["PreallocatedCache"]
+__all__ = ["PreallocatedCache", "RollingCache"]

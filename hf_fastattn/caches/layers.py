@@ -357,6 +357,19 @@ class Storage:
         """Changes whenever a buffer moves in memory."""
         return sum(track.version for track in self.tracks)
 
+    @property
+    def capacity(self) -> int:
+        return sum(track.capacity for track in self.tracks)
+
+    def holds(self, tokens: int) -> bool:
+        """Whether this many tokens fit as it is."""
+        return all(track.capacity >= min(tokens, track.limit) for track in self.tracks)
+
+    def relieve_with(self, free: Callable[[], None]) -> None:
+        """Call `free` when memory is short."""
+        for track in self.tracks:
+            track.relieve = free
+
     def make_room(self, q_len: int) -> None:
         for track in self.tracks:
             track.make_room(q_len)
@@ -364,3 +377,34 @@ class Storage:
     def reset(self) -> None:
         for layer in self.layers:
             layer.reset()
+
+    # What a decode graph asks of a storage, besides `version`.
+
+    takes_mask = True  # a graph of padded rows is captured with the spans of its mask
+
+    def set_mode(self, mode: str) -> None:
+        for track in self.tracks:
+            track.mode = mode
+
+    def sync(self, device: torch.device) -> None:
+        """Have the host's counts on the device, and room for one token more."""
+        self.make_room(1)
+        for track in self.tracks:
+            track.sync(device)
+
+    def step(self) -> None:
+        """Count on the device the token that a forward has written; captured with it."""
+        for track in self.tracks:
+            track.counts.add_(1)
+
+    def advance(self) -> None:
+        """Count it on the host."""
+        for track in self.tracks:
+            track.advance()
+
+    def mark(self) -> None:
+        """What `rewind` needs to take back a step that failed."""
+
+    def rewind(self, mark: None) -> None:
+        for track in self.tracks:
+            track.image = None  # unknown; written again before the next capture

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +13,6 @@ from .. import compat
 from .layers import CAPTURED, CAPTURED_WITH_MASK, CHANGE_ROWS, EAGER, Storage, round_up
 
 FORMAT = "hf_fastattn cache 1"
-MAX_IDLE = 4  # storages a pool keeps for calls to come, one per batch size
 
 
 class PreallocatedCache(compat.Cache):
@@ -106,14 +103,11 @@ class PreallocatedCache(compat.Cache):
     @contextmanager
     def on_device(self, with_mask: bool = False) -> Iterator[None]:
         """Inside, the device's counts rule and the host's stand still: what a decode graph captures."""
-        mode = CAPTURED_WITH_MASK if with_mask else CAPTURED
-        for track in self.storage.tracks:
-            track.mode = mode
+        self.storage.set_mode(CAPTURED_WITH_MASK if with_mask else CAPTURED)
         try:
             yield
         finally:
-            for track in self.storage.tracks:
-                track.mode = EAGER
+            self.storage.set_mode(EAGER)
 
     def save(self, path: str | Path, model) -> None:
         """Write the live tokens to one safetensors file, with the configuration of the `model` that made them."""
@@ -180,42 +174,3 @@ def _refuse_other(path, saved: dict, wanted: dict) -> None:
                 f"{path} was saved for a model with {name}={saved.get(name)!r}, and this one has {name}={wanted.get(name)!r}: "
                 "its K and V do not fit. Compute it again with this model."
             )
-
-
-class Pool:
-    """Storages that no cache uses, kept for the next cache of as many rows: same addresses, so graphs over them stay good.
-
-    A storage comes back when its cache is gone, not when generate() returns: who holds the cache owns its buffers.
-    """
-
-    def __init__(self, windows: list[int | None]):
-        self.windows = windows
-        self.idle: list[tuple[int, Storage]] = []  # (rows, storage), the longest idle first
-        self.lock = threading.RLock()  # finalizers may run inside any call
-
-    def take(self, rows: int, capacity: int) -> PreallocatedCache:
-        """An empty cache for `rows` rows of `capacity` tokens, in the smallest idle storage that holds them or else a new one."""
-        with self.lock:
-            alike = [s for r, s in self.idle if r == rows]
-            fit = [s for s in alike if all(t.capacity >= min(capacity, t.limit) for t in s.tracks)]
-            storage = min(fit, key=lambda s: sum(t.capacity for t in s.tracks)) if fit else None
-            # What does not fit is dropped before more is allocated in its place.
-            drop = [storage] if fit else alike
-            self.idle = [(r, s) for r, s in self.idle if not any(s is d for d in drop)]
-        if storage is None:
-            storage = Storage(self.windows, round_up(capacity))
-            for track in storage.tracks:
-                track.relieve = self.clear
-        storage.reset()
-        cache = PreallocatedCache.around(storage)
-        weakref.finalize(cache, self.give_back, storage, rows).atexit = False
-        return cache
-
-    def give_back(self, storage: Storage, rows: int) -> None:
-        with self.lock:
-            self.idle.append((storage.rows or rows, storage))
-            del self.idle[:-MAX_IDLE]
-
-    def clear(self) -> None:
-        with self.lock:
-            self.idle.clear()

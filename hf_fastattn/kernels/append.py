@@ -1,8 +1,8 @@
-"""Append: one token's K and V of every row and head into their buffers, in one launch, at a slot that the device knows.
+"""Append: one token's K and V of every row and head into their buffers, in one launch, at slots that the device knows.
 
-    keys[b, h, slot] = new_keys[b, h, 0],  values[b, h, slot] = new_values[b, h, 0]
+    keys[b, h, slot[b]] = new_keys[b, h, 0],  values[b, h, slot[b]] = new_values[b, h, 0]
 
-The slot is read on the device, so the launch may be captured in a CUDA graph and writes elsewhere on every replay.
+The slots are read on the device, so the launch may be captured in a CUDA graph and writes elsewhere on every replay.
 """
 
 from __future__ import annotations
@@ -25,12 +25,11 @@ def append(
 ) -> None:
     """Write new_keys and new_values, (batch, num_kv_heads, 1, head_dim), at `slot` of keys and values.
 
-    keys, values: (batch, num_kv_heads, N, head_dim), in any strides with stride(-1) == 1, as the new ones. slot: int64 (1,) on
-    the same device. On a GPU a slot of N or more is not written, on the CPU it raises IndexError.
+    keys, values: (batch, num_kv_heads, N, head_dim), in any strides with stride(-1) == 1, as the new ones. slot: int64, (1,) for
+    all rows or (batch,), on the same device. At a slot of N or more nothing is written.
     """
     if triton is None or not (keys.is_cuda or INTERPRETED):
-        keys.index_copy_(2, slot, new_keys)
-        values.index_copy_(2, slot, new_values)
+        _append_torch(keys, values, new_keys, new_values, slot)
         return
     batch, heads, capacity, head_dim = keys.shape
     with on_device(keys):
@@ -50,6 +49,7 @@ def append(
             new_keys.stride(1),
             new_values.stride(0),
             new_values.stride(1),
+            slot.stride(0) if slot.shape[0] > 1 else 0,
             heads,
             capacity,
             K_DIM=head_dim,
@@ -59,9 +59,17 @@ def append(
         )
 
 
+def _append_torch(keys, values, new_keys, new_values, slot) -> None:
+    rows = torch.arange(keys.shape[0], device=keys.device)
+    inside = slot.clamp(max=keys.shape[2] - 1)
+    for buffer, new in ((keys, new_keys), (values, new_values)):
+        written = (slot == inside)[:, None, None]
+        buffer[rows, :, inside] = torch.where(written, new[:, :, 0], buffer[rows, :, inside])
+
+
 if triton is not None:
 
-    @triton.jit(do_not_specialize=["heads", "capacity"])
+    @triton.jit(do_not_specialize=["stride_slot", "heads", "capacity"])
     def append_kernel(
         K,
         V,
@@ -78,6 +86,7 @@ if triton is not None:
         stride_nkh,
         stride_nvb,
         stride_nvh,
+        stride_slot,
         heads,
         capacity,
         K_DIM: tl.constexpr,
@@ -87,7 +96,7 @@ if triton is not None:
         """One program per row and head."""
         row = (tl.program_id(0) // heads).to(tl.int64)
         head = (tl.program_id(0) % heads).to(tl.int64)
-        slot = tl.load(Slot)
+        slot = tl.load(Slot + row * stride_slot)
         offs_d = tl.arange(0, BLOCK_D)
         k_dim = tl.where(slot < capacity, K_DIM, 0)  # nothing is written past the end
         v_dim = tl.where(slot < capacity, V_DIM, 0)

@@ -21,8 +21,9 @@ from typing import ClassVar, Protocol
 import torch
 
 from .. import compat
-from ..caches.static import PreallocatedCache, Storage
+from ..caches import PreallocatedCache, RollingCache, rolling
 
+CACHES = (PreallocatedCache, RollingCache)  # those whose counts are on the device
 MAX_GRAPHS = 16  # per patched model; the least recently used one goes first
 _SCALARS = (bool, int, float, str, type(None))
 _MODULE_ATTRIBUTES = frozenset(vars(torch.nn.Module()))
@@ -134,7 +135,7 @@ def survey(model: torch.nn.Module) -> tuple:
         if module.training:
             raise Uncapturable("the model is in training mode; call model.eval()")
         for hook in itertools.chain(module._forward_hooks.values(), module._forward_pre_hooks.values()):
-            if not compat.is_inert_hook(hook):
+            if hook is not rolling.prepare and not compat.is_inert_hook(hook):
                 name = getattr(hook, "__qualname__", type(hook).__qualname__)
                 raise Uncapturable(f"{type(module).__name__} has the forward hook {name}, and a graph would not run it")
         if "forward" in values:
@@ -178,7 +179,10 @@ def _pointer(tensor: torch.Tensor) -> int:
 class Entry:
     """One graph, or the way to it: the tensors it reads, and what it was made for."""
 
-    def __init__(self, storage: Storage, fingerprint: tuple, inputs: dict):
+    def __init__(self, cache, fingerprint: tuple, inputs: dict):
+        storage = cache.storage
+        self.around = type(cache).around
+        self.takes_mask = storage.takes_mask
         self.storage = weakref.ref(storage)
         self.device = inputs["input_ids"].device
         self.version = storage.version
@@ -235,27 +239,26 @@ class Entry:
         for kind, mask in self.masks.items():
             mask.copy_(inputs["attention_mask"][kind])
 
-    def body(self, model, storage: Storage) -> Callable[[], object]:
+    def body(self, model, storage) -> Callable[[], object]:
         """One step over the tensors that stay: what is run once to warm up, and then captured."""
         static = {**self.constants, **self.tensors}
         if self.masks:
             static["attention_mask"] = self.masks
 
         def step():
-            cache = PreallocatedCache.around(storage)
+            cache = self.around(storage)
             with cache.on_device():
                 inputs = {**static, "past_key_values": cache}
-                if "attention_mask" not in static:
+                if self.takes_mask and "attention_mask" not in static:
                     # Made in the graph from the device's count. Some models count tokens on the host if they get no mask.
                     inputs["attention_mask"] = compat.decode_mask(model, {**inputs, "attention_mask": None})
                 outputs = model(**inputs)
-            for track in storage.tracks:
-                track.counts.add_(1)
+            storage.step()
             return outputs
 
         return step
 
-    def output(self, logits: torch.Tensor, cache: PreallocatedCache):
+    def output(self, logits: torch.Tensor, cache):
         return self.output_type(logits=logits, past_key_values=cache)
 
 
@@ -270,14 +273,15 @@ class DecodeGraphs:
 
     def __init__(self, say: Callable[[str], None]):
         self.say = say
-        self.entries: weakref.WeakKeyDictionary[Storage, list[Entry]] = weakref.WeakKeyDictionary()
+        self.entries: weakref.WeakKeyDictionary[object, list[Entry]] = weakref.WeakKeyDictionary()
         self.shared: dict = {}
         self.lock = threading.RLock()
         self.clock = itertools.count(1)
         self.captures = self.replays = self.uncaptured = 0
 
-    def find(self, storage: Storage, fingerprint: tuple, inputs: dict) -> Entry:
+    def find(self, cache, fingerprint: tuple, inputs: dict) -> Entry:
         """The entry for these inputs, made if there is none."""
+        storage = cache.storage
         entries = [entry for entry in self.entries.get(storage, ()) if entry.version == storage.version]
         self.entries[storage] = entries
         for entry in entries:
@@ -288,7 +292,7 @@ class DecodeGraphs:
             if len(everything) >= MAX_GRAPHS:
                 oldest, held = min(everything, key=lambda pair: pair[0].used)
                 held.remove(oldest)
-            entry = Entry(storage, fingerprint, inputs)
+            entry = Entry(cache, fingerprint, inputs)
             entries.append(entry)
         entry.used = next(self.clock)
         return entry
@@ -311,49 +315,47 @@ class DecodeStep:
 
     def __call__(self, **given):
         cache, ids = given.get("past_key_values"), given.get("input_ids")
-        if not isinstance(cache, PreallocatedCache) or ids is None or ids.shape[1] != 1:
+        if not isinstance(cache, CACHES) or ids is None or ids.shape[1] != 1:
             return self.model(**given)  # a chunk of the prompt
         # Graphs share memory: between copying inputs in and copying logits out, no other thread may replay one.
         with self.graphs.lock:
             return self._step(cache, ids, given)
 
-    def _step(self, cache: PreallocatedCache, ids: torch.Tensor, given: dict):
+    def _step(self, cache, ids: torch.Tensor, given: dict):
         if self.refused:
             self.graphs.uncaptured += 1
             return self.model(**given)
         storage = cache.storage
         inputs = dict(given)
         mask = inputs.get("attention_mask")
-        if mask is not None and self.ignore_mask:
+        ignore_mask = self.ignore_mask or not storage.takes_mask
+        if mask is not None and ignore_mask:
             del inputs["attention_mask"]
-        storage.make_room(1)
-        for track in storage.tracks:
-            track.sync(ids.device)
-        if mask is not None and not self.ignore_mask and mask.dim() == 2:
+        storage.sync(ids.device)
+        if mask is not None and not ignore_mask and mask.dim() == 2:
             # It grows with every token; the spans made from it do not.
             with cache.on_device(with_mask=True):
                 inputs["attention_mask"] = compat.decode_mask(self.model, inputs)
         entry = self.entry
         if entry is None or entry.storage() is not storage or entry.version != storage.version or not entry.accepts(inputs):
-            entry = self.entry = self.graphs.find(storage, self.fingerprint, inputs)
+            entry = self.entry = self.graphs.find(cache, self.fingerprint, inputs)
         if entry.refused is None:
             entry.copy_in(inputs)
+            mark = None if entry.graph is not None else storage.mark()
             try:
                 logits = self._run(entry, storage)
             except Uncapturable as reason:
                 entry.refused = str(reason)
-                for track in storage.tracks:
-                    track.image = None  # unknown; written again before the next capture
+                storage.rewind(mark)
         if entry.refused is not None:
             self.graphs.say(entry.refused)
             self.graphs.uncaptured += 1
             self.refused = True
             return self.model(**given)
-        for track in storage.tracks:
-            track.advance()
+        storage.advance()
         return entry.output(logits, cache)
 
-    def _run(self, entry: Entry, storage: Storage) -> torch.Tensor:
+    def _run(self, entry: Entry, storage) -> torch.Tensor:
         graphs = self.graphs
         if entry.graph is not None:
             entry.graph.replay()

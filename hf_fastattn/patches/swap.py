@@ -11,7 +11,10 @@ from dataclasses import dataclass
 import torch
 
 from .. import compat, registry
-from ..caches.static import Pool, PreallocatedCache
+from ..caches import PreallocatedCache, RollingCache, rolling
+from ..caches.layers import Storage, round_up
+from ..caches.pool import Pool
+from ..streaming import Settings, rope_index
 from . import graph as graphs
 
 _MARK = "_hf_fastattn_patch"
@@ -35,12 +38,27 @@ class Change:
         return f"{self.what}: {self.before} -> {self.after} ({self.count})"
 
 
-def patch(target, backend: str = "lean", *, cache: str | None = "static", graph: bool = True) -> Patch:
-    """Make plain generate() of one model run `backend`, on a preallocated cache, with one CUDA graph per decode step.
+def patch(
+    target,
+    backend: str = "lean",
+    *,
+    cache: str | None = "auto",
+    graph: bool = True,
+    window: int | None = None,
+    sinks: int | None = None,
+    clamp_positions: bool = False,
+) -> Patch:
+    """Make plain generate() of one model run `backend`, on a cache of ours, with one CUDA graph per decode step.
 
-    target: a model, a text-generation pipeline or a PEFT model. cache: "static", or None to leave the choice to Transformers.
-    graph=False runs every step uncaptured. Returns a Patch: print it for what changed, use it in a `with` block or call its
-    undo() to take everything back. Only this instance changes; a deepcopy of it is patched too, on its own.
+    target: a model, a text-generation pipeline or a PEFT model. cache: "static" keeps everything, in preallocated buffers;
+    "rolling" what "streaming" sees, in constant memory; "auto" is the one that fits the backend; None leaves the choice to
+    Transformers. graph=False runs every step uncaptured.
+
+    window, sinks: for "streaming", the last and the first tokens that every query sees (sinks: 4 where None). clamp_positions:
+    for models with learned positions (OPT), gives every token beyond the last position that one, an approximation.
+
+    Returns a Patch: print it for what changed, use it in a `with` block or call its undo() to take everything back. Only this
+    instance changes; a deepcopy of it is patched too, on its own.
 
     Raises ValueError or TypeError, in a sentence, for a model that cannot run this, and then changes nothing.
     """
@@ -48,10 +66,18 @@ def patch(target, backend: str = "lean", *, cache: str | None = "static", graph:
     if _MARK in vars(model):
         raise ValueError(f"This {type(model).__name__} is patched already; call hf_fastattn.unpatch() on it first.")
     chosen = registry.get(backend)
-    if cache not in ("static", None):
-        raise ValueError(f'cache must be "static", or None for Transformers\' own; got {cache!r}.')
+    streaming = _streaming(model, chosen, window, sinks, clamp_positions)
+    if cache == "auto":
+        cache = "rolling" if chosen.streaming else "static"
+    if cache not in ("static", "rolling", None):
+        raise ValueError(f'cache must be "static", "rolling", or None for Transformers\' own; got {cache!r}.')
+    if cache is not None and (cache == "rolling") != chosen.streaming:
+        raise ValueError(
+            f"cache={cache!r} and {backend!r} do not go together: a rolling cache drops what only a streaming backend does not "
+            "miss, and a static one keeps what that never looks at. Leave out cache=."
+        )
     if graph and cache is None:
-        raise ValueError("graph=True needs the preallocated cache, whose addresses stay; pass graph=False with cache=None.")
+        raise ValueError("graph=True needs a preallocated cache, whose addresses stay; pass graph=False with cache=None.")
     if reason := compat.why_not_model(type(model.config)):
         raise ValueError(f"{type(model).__name__} cannot be patched: {reason}")
     if not model._can_set_attn_implementation():
@@ -65,8 +91,30 @@ def patch(target, backend: str = "lean", *, cache: str | None = "static", graph:
         raise ValueError(
             f"{type(model).__name__} has its own {name}(), which the cache would replace; pass cache=None, graph=False."
         )
-    pool = Pool(compat.layer_windows(model.config)) if cache is not None else None
-    return Patch(model, backend, pool, graph)
+    windows = compat.layer_windows(model.config) if cache is not None else None
+    return Patch(model, backend, windows, graph, streaming)
+
+
+def _streaming(model, backend: registry.Backend, window: int | None, sinks: int | None, clamped: bool) -> Settings | None:
+    """What a streaming backend is to keep of this model's text, checked; None for other backends."""
+    if not backend.streaming:
+        if window is not None or sinks is not None or clamped:
+            raise ValueError(
+                f'window, sinks and clamp_positions are for "streaming"; {backend.name!r} sees every token that the model does.'
+            )
+        return None
+    if window is None:
+        raise ValueError(f"{backend.name!r} must know how many of the last tokens stay in sight; pass window=, say 4096.")
+    config = model.config.get_text_config(decoder=True)
+    settings = Settings(window, Settings.sinks if sinks is None else sinks, clamped)
+    settings.check(getattr(config, "max_position_embeddings", None))
+    own = min((w for w in compat.layer_windows(model.config) if w is not None), default=None)
+    if own is not None and own < settings.sinks + window:
+        raise ValueError(
+            f"{type(model).__name__} has a sliding window of its own, {own} tokens, and {settings.sinks} sinks and a window of "
+            f"{window} would show it more. Ask for a window of at most {own - settings.sinks}."
+        )
+    return settings
 
 
 def unpatch(target) -> None:
@@ -116,19 +164,26 @@ class Patch:
     reasons: why steps ran uncaptured, each said once as a warning when it first happened.
     """
 
-    def __init__(self, model, backend: str, pool: Pool | None, graph: bool):
-        self._begin(model, backend, graph)
-        self._pool = pool
+    def __init__(self, model, backend: str, windows: list[int | None] | None, graph: bool, streaming: Settings | None):
+        self._begin(model, backend, windows, graph, streaming)
         try:
             self._apply(model)
         except BaseException:
             self.undo()
             raise
 
-    def _begin(self, model, backend: str, graph: bool) -> None:
+    def _begin(self, model, backend: str, windows: list[int | None] | None, graph: bool, streaming: Settings | None) -> None:
         self._model = weakref.ref(model)
         self.backend = backend
         self.graph = graph
+        self._windows = windows
+        self._streaming = streaming
+        if windows is None:
+            self._pool = None
+        elif streaming is None:
+            self._pool = Pool(lambda tokens: Storage(windows, round_up(tokens)), PreallocatedCache.around)
+        else:
+            self._pool = Pool(lambda tokens: rolling.Ring(len(windows), streaming), RollingCache.around)
         self.changes: list[Change] = []
         self.reasons: list[str] = []
         self.undone = False
@@ -142,6 +197,10 @@ class Patch:
         before = model.config._attn_implementation
         self._own_configs(model)
         model.set_attn_implementation(self.backend)
+        if self._streaming is not None:
+            for module in model.modules():
+                if compat.is_attention(module):
+                    rope_index(module, _shape(model)["head_dim"])
         layers = model.config.get_text_config(decoder=True).num_hidden_layers
         self.changes.append(Change("attention of layers", layers, before, self.backend))
         vars(model)[_MARK] = self
@@ -152,9 +211,21 @@ class Patch:
             vars(model)[name] = getattr(self, ours)
         self.changes.append(Change("methods of generate()", len(_METHODS), type(model).__name__, "this instance's own"))
         kept = model.generation_config.cache_implementation or "dynamic"
-        self.changes.append(Change("cache of layers", len(self._pool.windows), kept, "static, preallocated"))
+        self.changes.append(Change("cache of layers", len(self._windows), kept, self._cache_in_words()))
+        if self._streaming is not None:
+            model.register_forward_pre_hook(rolling.prepare, with_kwargs=True)
+            self.changes.append(Change("forward pre-hook", 1, "none", "tells the cache of padding"))
         if self.graph and not graphs.why_no_graph(model.device):
             self.changes.append(Change("decode step", 1, "launched from Python", "one CUDA graph"))
+
+    @property
+    def _cache_type(self) -> type:
+        return PreallocatedCache if self._streaming is None else RollingCache
+
+    def _cache_in_words(self) -> str:
+        if self._streaming is None:
+            return "static, preallocated"
+        return f"rolling, {self._streaming.sinks} sinks and a window of {self._streaming.window}"
 
     def _own_configs(self, model) -> None:
         """Give the model a configuration of its own: models made from one configuration object share it, attention included."""
@@ -164,6 +235,8 @@ class Patch:
                 if isinstance(value, compat.PreTrainedConfig):
                     own = copy.deepcopy(value, memo)
                     self._configs.append((weakref.ref(module), name, value, own))
+        if self._streaming is not None:
+            self._streaming.write(memo.get(id(model.config.get_text_config(decoder=True)), model.config))
         for module, name, _, own in self._configs:
             self._before.setdefault(id(own), dict(vars(own)))
             vars(module())[name] = own
@@ -179,6 +252,7 @@ class Patch:
             self._pool.clear()
         if model is None:
             return
+        rolling.detach(model)
         for name, had in self._methods.items():
             if getattr(vars(model).get(name), "__self__", None) is not self:
                 continue  # replaced by someone else since; theirs to take back
@@ -210,7 +284,7 @@ class Patch:
         if model is None:
             raise TypeError("A Patch cannot be copied by itself; copy the model it belongs to.")
         twin = memo[id(self)] = Patch.__new__(Patch)
-        twin._begin(model, self.backend, self.graph)
+        twin._begin(model, self.backend, self._windows, self.graph, self._streaming)
         twin.changes = list(self.changes)
         twin.undone = self.undone
         twin._methods = dict(self._methods)
@@ -220,7 +294,6 @@ class Patch:
             if module() is not None
         ]
         twin._before = {id(own): dict(vars(own)) for *_, own in twin._configs}
-        twin._pool = self._pool and Pool(self._pool.windows)
         return twin
 
     def __reduce__(self):
@@ -268,20 +341,20 @@ class Patch:
         if asked == model.generation_config.cache_implementation:
             asked = None  # the checkpoint's default, not this call's wish
         if generation_config.compile_config is not None:
-            if isinstance(given, PreallocatedCache):
+            if isinstance(given, self._cache_type):
                 raise ValueError(
-                    "compile_config asks for Transformers' torch.compile, which cannot trace a PreallocatedCache; pass one of "
-                    "the two, or leave out both to replay decode graphs."
+                    f"compile_config asks for Transformers' torch.compile, which cannot trace a {self._cache_type.__name__}; "
+                    "pass one of the two, or leave out both to replay decode graphs."
                 )
             if given is None and asked is None:
                 asked = generation_config.cache_implementation = "static"
         if given is not None or asked is not None or generation_config.use_cache is False:
             stock(model, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
         rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
-        if isinstance(given, PreallocatedCache):
-            if len(given.layers) != len(self._pool.windows):
+        if isinstance(given, self._cache_type):
+            if len(given.layers) != len(self._windows):
                 raise ValueError(
-                    f"This cache holds {len(given.layers)} layers, and {type(model).__name__} has {len(self._pool.windows)}: "
+                    f"This cache holds {len(given.layers)} layers, and {type(model).__name__} has {len(self._windows)}: "
                     "it belongs to another model."
                 )
             given.check_rows(rows)
@@ -289,19 +362,21 @@ class Patch:
             # Given only the new ids, the call counts from them.
             given.reserve(max_cache_length if max_cache_length > seen else seen + max_cache_length)
         elif given is not None:
-            self._say(f"past_key_values is a {type(given).__name__}, not a PreallocatedCache")
+            self._say(f"past_key_values is a {type(given).__name__}, not a {self._cache_type.__name__}")
         elif asked is not None:
             self._say(f"cache_implementation={asked!r} was asked for")
         elif generation_config.use_cache is not False:
-            model_kwargs["past_key_values"] = self._pool.take(rows, max_cache_length)
+            given = model_kwargs["past_key_values"] = self._pool.take(rows, max_cache_length)
         mode = str(getattr(generation_mode, "value", generation_mode))
+        if isinstance(given, RollingCache):
+            given.vet(model_kwargs.get("attention_mask"), given.get_seq_length() + max_cache_length, "assisted" in mode)
         if self.graph and mode not in ("greedy_search", "sample"):
             self._say(f"{mode} calls the model directly")
 
     def _wants_graph(self, model_kwargs, generation_config) -> bool:
         model = self._model()
         self._local.step = None
-        if not isinstance(model_kwargs.get("past_key_values"), PreallocatedCache):
+        if not isinstance(model_kwargs.get("past_key_values"), self._cache_type):
             return type(model)._valid_auto_compile_criteria(model, model_kwargs, generation_config)
         if not self.graph or generation_config.disable_compile:
             return False

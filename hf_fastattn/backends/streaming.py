@@ -1,0 +1,14 @@
+"""Backend "streaming": the first and the last tokens in sight (StreamingLLM), on the kernels of lean."""
+
+from ..kernels import TritonKernel
+from ..registry import Backend, register
+
+backend = register(
+    Backend(
+        name="streaming",
+        summary="StreamingLLM on the kernels of lean: the first tokens and a window of the last, for text without end",
+        prefill=TritonKernel("prefill", hopper="prefill_hopper"),
+        decode=TritonKernel("lean"),
+        streaming=True,
+    )
+)

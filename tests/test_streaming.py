@@ -1,0 +1,609 @@
+"""Streaming: logits against a reference in fp64 that rotates every kept key anew at every token, however it is fed."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import sys
+
+import fake_graph
+import models
+import pytest
+import torch
+from conftest import INTERPRETED
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AttentionInterface, DynamicCache
+
+import hf_fastattn
+from hf_fastattn import RollingCache, compat, streaming
+from hf_fastattn.kernels import spans as span_layout
+from hf_fastattn.kernels.rotate import rotate
+
+WINDOW, SINKS = 9, 3
+LENGTH = 5 * WINDOW + SINKS + 4 if not INTERPRETED else WINDOW + SINKS + 18
+ROPES = {
+    "linear": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "rope_theta": 1e4,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "rope_theta": 1e4},
+}
+FAMILIES = {
+    "llama": ("llama", {}),
+    **{f"llama_{name}": ("llama", {"rope_parameters": rope}) for name, rope in ROPES.items()},
+    "mistral": ("mistral", {"sliding_window": None}),
+    "mistral_own_window": ("mistral", {"sliding_window": WINDOW + SINKS}),
+    "qwen3": ("qwen3", {"head_dim": 16}),
+    "gpt_neox_partial": ("gpt_neox", {"num_key_value_heads": 4}),
+    "stablelm_partial": ("stablelm", {}),
+    "cohere_interleaved": ("cohere", {"eos_token_id": 1}),
+    "glm_interleaved_partial": ("glm", {"head_dim": 16}),
+    "gpt_oss_sink_logits": ("gpt_oss", {**models.FAMILIES["gpt_oss"][1], "sliding_window": 64}),
+}
+CLAMPED = {"opt": ("opt", {**models.FAMILIES["opt"][1], "max_position_embeddings": 20})}
+if INTERPRETED:
+    FAMILIES = {name: FAMILIES[name] for name in ("llama", "glm_interleaved_partial")}
+
+
+# What the interpreter's few milliseconds a tile would buy nothing for.
+host_work = pytest.mark.skipif(INTERPRETED, reason="the same with the twin and with an interpreted kernel")
+
+
+def make(name: str, device) -> torch.nn.Module:
+    model_type, own = {**FAMILIES, **CLAMPED}[name]
+    return models.tiny(model_type, device=device, **own)
+
+
+def tokens(rows: int, length: int, device) -> torch.Tensor:
+    return torch.randint(2, models.VOCAB, (rows, length), generator=torch.Generator().manual_seed(3)).to(device)
+
+
+# The reference. Its model is fed one token at a time, always as if it stood at position 0, so that nothing is rotated; what
+# the first and the last tokens are rotated by is decided anew at each token, from their places among those.
+
+
+class Reference:
+    def __init__(self, model, dtype: torch.dtype = torch.float64, window: int = WINDOW, sinks: int = SINKS):
+        self.model = copy.deepcopy(model).to(dtype)
+        self.model.set_attn_implementation("test_rotates_anew")
+        if hasattr(self.model, "set_experts_implementation"):
+            self.model.set_experts_implementation("eager")  # the others know no fp64
+        self.window, self.sinks = window, sinks
+        self.source = sys.modules[type(next(m for m in self.model.modules() if compat.is_attention(m))).__module__]
+        self.turn = getattr(self.source, "apply_rotary_pos_emb", None)
+        self.rotary = next((m for m in self.model.modules() if hasattr(m, "inv_freq")), None)
+
+    def logits(self, ids: torch.Tensor) -> torch.Tensor:
+        """(tokens, vocabulary) of one row `ids` (tokens,)."""
+        global _reference
+        _reference = self
+        self.kept: dict[int, tuple] = {}
+        limit = self.model.config.max_position_embeddings
+        out = []
+        for step, token in enumerate(ids):
+            at = 0 if self.turn is not None else min(step, limit - 1)
+            position = torch.tensor([[at]], device=ids.device)
+            mask = torch.zeros(1, 1, 1, 1, dtype=self.model.dtype, device=ids.device)  # keeps mask functions out of it
+            with torch.no_grad():
+                result = self.model(token.view(1, 1), position_ids=position, attention_mask=mask, use_cache=False)
+            out.append(result.logits[0, -1])
+        return torch.stack(out)
+
+    def rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        if self.turn is None:
+            return x
+        cos, sin = self.rotary(x, positions[None])
+        scale = self.rotary.attention_scaling  # it is in x already
+        cos, sin = cos / scale, sin / scale
+        dims = 2 * len(self.rotary.inv_freq)
+        return torch.cat([self.turn(x[..., :dims], x[..., :dims], cos, sin)[0], x[..., dims:]], -1)
+
+    def attend(self, module, q, k, v, scaling, s_aux=None):
+        old = self.kept.get(module.layer_idx)
+        k, v = (k, v) if old is None else (torch.cat([old[0], k], 2), torch.cat([old[1], v], 2))
+        self.kept[module.layer_idx] = (k, v)
+        count = k.shape[2]
+        seen = [j for j in range(count) if j < self.sinks or j > count - 1 - self.window]
+        places = torch.arange(len(seen), device=q.device)
+        group = q.shape[1] // k.shape[1]
+        keys = self.rotate(k[:, :, seen], places).repeat_interleave(group, 1)
+        query = self.rotate(q, places[-1:])
+        scores = query @ keys.transpose(2, 3) * scaling
+        if s_aux is not None:
+            scores = torch.cat([scores, s_aux.to(scores.dtype).view(1, -1, 1, 1)], -1)
+        weights = torch.softmax(scores, -1)[..., : len(seen)]
+        return (weights @ v[:, :, seen].repeat_interleave(group, 1)).transpose(1, 2)
+
+
+_reference: Reference | None = None  # the one that runs; some models pass on no arguments of the caller's
+
+
+def _rotates_anew(module, query, key, value, attention_mask, scaling=None, s_aux=None, **kwargs):
+    return _reference.attend(module, query, key, value, scaling, s_aux), None
+
+
+AttentionInterface.register("test_rotates_anew", _rotates_anew)
+
+
+def assert_logits(got: torch.Tensor, ids: torch.Tensor, model, **settings) -> None:
+    """(tokens, vocabulary) in fp32 against the reference in fp64: at most 4 times as far from it as the reference in fp32 is.
+
+    A rotation at position p and one at a place within the window round differently, in the model's own code too; over
+    these lengths that is a few units of fp32.
+    """
+    expected = Reference(model, **settings).logits(ids)
+    peer = Reference(model, torch.float32, **settings).logits(ids)
+    allowed = 4 * (peer.double() - expected).abs().max() + 16 * torch.finfo(torch.float32).eps * expected.abs().max()
+    error = (got.double() - expected).abs().max()
+    assert error <= allowed, f"error {error:.2e}, allowed {allowed:.2e}"
+
+
+def feed(model, ids: torch.Tensor, sizes, mask=None, cache=None) -> tuple[torch.Tensor, RollingCache]:
+    """Logits of every token of ids (rows, tokens), given to a patched model in chunks of these sizes."""
+    cache = RollingCache(model) if cache is None else cache
+    out, done = [], 0
+    for size in sizes:
+        part = ids[:, done : done + size]
+        done += part.shape[1]
+        seen = None if mask is None else mask[:, :done]
+        with torch.no_grad():
+            out.append(model(part, attention_mask=seen, past_key_values=cache).logits)
+    assert done == ids.shape[1]
+    return torch.cat(out, 1), cache
+
+
+def patched(model, **options):
+    return hf_fastattn.patch(model, "streaming", **{"window": WINDOW, "sinks": SINKS, "graph": False, **options})
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *CLAMPED])
+def test_logits_are_those_of_the_reference(name, device):
+    model = make(name, device)
+    ids = tokens(1, LENGTH, device)
+    with patched(model, clamp_positions=name in CLAMPED), hf_fastattn.count_calls() as calls:
+        sizes = [WINDOW + SINKS + 2, *[1] * 5, 7]
+        got, cache = feed(model, ids, [*sizes, *[1] * (LENGTH - sum(sizes))])
+    layers = model.config.num_hidden_layers
+    assert sum(calls.values()) == layers * (LENGTH - sum(sizes) + len(sizes)) and set(calls) <= {
+        "streaming.prefill",
+        "streaming.decode",
+    }
+    assert cache.get_seq_length() == LENGTH and cache.layers[0].keys.shape[2] == WINDOW + SINKS
+    assert_logits(got[0], ids[0], model)
+
+
+@host_work
+def test_the_reference_cares_for_sinks_windows_and_their_rotation(device):
+    """Else the tests here would pass whatever streaming did."""
+    model = make("llama", device)
+    ids = tokens(1, LENGTH, device)
+    right = Reference(model).logits(ids[0])[-1]
+    for wrong in (Reference(model, sinks=SINKS - 1), Reference(model, window=WINDOW - 1)):
+        assert (wrong.logits(ids[0])[-1] - right).abs().max() > 0.1
+    with patched(model), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(streaming, "turned_back", lambda *args: None)  # sinks where they were read
+        got, _ = feed(model, ids, [LENGTH])
+    assert (got[0, -1] - right).abs().max() > 0.1
+
+
+@pytest.fixture(scope="module")
+def llama(device):
+    return make("llama", device)
+
+
+@pytest.fixture(scope="module")
+def expected(llama, device):
+    return Reference(llama).logits(tokens(1, LENGTH, device)[0])
+
+
+FIXED_SPLITS = [
+    [1] * LENGTH,
+    [LENGTH],
+    [WINDOW - 1] + [1] * (LENGTH - WINDOW + 1),
+    [WINDOW + SINKS] + [1] * (LENGTH - WINDOW - SINKS),
+    [WINDOW + SINKS + 1, *[1] * 3, LENGTH - WINDOW - SINKS - 4],
+    [SINKS - 1, 2, LENGTH - SINKS - 1],
+]
+
+
+def check_split(llama, expected, sizes, device):
+    ids = tokens(1, LENGTH, device)
+    with patched(llama):
+        got, _ = feed(llama, ids, sizes)
+    assert (got[0].double() - expected).abs().max() < 1e-3 * expected.abs().max()
+    return got
+
+
+@host_work
+@pytest.mark.parametrize("sizes", FIXED_SPLITS, ids=lambda s: "_".join(map(str, s[:4])))
+def test_any_split_gives_the_same_logits(llama, expected, sizes, device):
+    check_split(llama, expected, sizes, device)
+
+
+@host_work
+def test_random_splits_give_the_same_logits(llama, expected, device):
+    @given(st.lists(st.integers(1, 2 * WINDOW), min_size=LENGTH, max_size=LENGTH))
+    def check(sizes):
+        total, split = 0, []
+        for size in sizes:
+            split.append(min(size, LENGTH - total))
+            total += split[-1]
+            if total == LENGTH:
+                break
+        check_split(llama, expected, split, device)
+
+    check()
+
+
+@host_work
+@pytest.mark.parametrize("sinks, window", [(0, 6), (1, 1), (20, 4), (4, 200)])
+def test_other_settings(llama, sinks, window, device):
+    ids = tokens(1, LENGTH, device)
+    with patched(llama, sinks=sinks, window=window):
+        got, _ = feed(llama, ids, [7, *[1] * 4, LENGTH - 11])
+    assert_logits(got[0], ids[0], llama, sinks=sinks, window=window)
+
+
+# Left padding: rows of several lengths have sinks and slots of their own.
+
+PADS = (0, 5, 17)
+
+
+def padded(device):
+    ids = tokens(3, LENGTH, device)
+    mask = torch.ones_like(ids)
+    for row, pads in enumerate(PADS):
+        mask[row, :pads] = 0
+    return ids.masked_fill(mask == 0, 0), mask
+
+
+@host_work
+@pytest.mark.parametrize("sizes", [[LENGTH], [3, 8, *[1] * (LENGTH - 11)], [1] * LENGTH], ids=["whole", "chunks", "ones"])
+def test_left_padding(llama, sizes, device):
+    ids, mask = padded(device)
+    with patched(llama):
+        got, cache = feed(llama, ids, sizes, mask)
+        assert cache.storage.counts.tolist() == [LENGTH - pads for pads in PADS]
+        for row, pads in enumerate(PADS):
+            alone, _ = feed(llama, ids[row : row + 1, pads:], [LENGTH - pads])
+            assert torch.allclose(got[row, pads:], alone[0], atol=1e-3 * float(alone.abs().max()))
+    assert_logits(got[1, PADS[1] :], ids[1, PADS[1] :], llama)
+
+
+@host_work
+@pytest.mark.parametrize("chunk", [None, 7])
+def test_generate_with_left_padding(llama, chunk, device):
+    ids, mask = padded(device)
+    options = {"max_new_tokens": 12, "do_sample": False, "prefill_chunk_size": chunk}
+    with patched(llama):
+        together = llama.generate(ids, attention_mask=mask, **options)
+        alone = [llama.generate(ids[i : i + 1, pads:], **options) for i, pads in enumerate(PADS)]
+    for row, pads in enumerate(PADS):
+        assert together[row, pads:].tolist() == alone[row][0].tolist()
+
+
+def greedy(reference: Reference, ids: torch.Tensor, count: int) -> list[int]:
+    for _ in range(count):
+        ids = torch.cat([ids, reference.logits(ids)[-1:].argmax(-1)])
+    return ids[-count:].tolist()
+
+
+@host_work
+@pytest.mark.parametrize("length", [WINDOW - 2, WINDOW, WINDOW + SINKS, 3 * WINDOW])
+def test_generate_gives_the_tokens_of_the_reference(llama, length, device):
+    ids = tokens(1, length, device)
+    with patched(llama):
+        out = llama.generate(ids, max_new_tokens=15, do_sample=False)
+    assert out[0, length:].tolist() == greedy(Reference(llama), ids[0], 15)
+
+
+def test_without_patch_masks_are_exact_and_memory_is_said_to_grow(device):
+    model = make("llama", device)
+    ids, mask = padded(device)
+    model.set_attn_implementation("streaming")
+    with pytest.raises(ValueError, match=r"must know how many tokens stay in sight.*patch\(model, \"streaming\", window=4096"):
+        model(ids)
+    model.config.streaming_window, model.config.streaming_sinks = WINDOW, SINKS
+    hf_fastattn.interface._say_once.cache_clear()
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad(), pytest.warns(UserWarning, match="grows with the text.*patch"):
+        first = model(ids[:, :20], attention_mask=mask[:, :20], past_key_values=cache)
+        second = model(ids[:, 20:], attention_mask=mask, past_key_values=cache)
+    got = torch.cat([first.logits, second.logits], 1)
+    for row, pads in enumerate(PADS[:2]):
+        assert_logits(got[row, pads:], ids[row, pads:], model)
+
+
+@host_work
+def test_stock_static_cache_streams_too(llama, device):
+    ids = tokens(1, 20, device)
+    with patched(llama):
+        expected = llama.generate(ids, max_new_tokens=12, do_sample=False)
+    with patched(llama, cache=None):
+        options = {"cache_implementation": "static", "disable_compile": True}
+        assert llama.generate(ids, max_new_tokens=12, do_sample=False, **options).tolist() == expected.tolist()
+
+
+# What generate() does with a cache.
+
+
+@host_work
+@pytest.mark.parametrize("options", [{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}], ids=["beams", "samples"])
+def test_rows_are_reordered_and_repeated(llama, options, device):
+    """As with a cache that keeps everything and masks."""
+    ids, mask = padded(device)
+    results = []
+    for cache in ("rolling", None):
+        with patched(llama, cache=cache):
+            torch.manual_seed(0)
+            results.append(llama.generate(ids, attention_mask=mask, max_new_tokens=15, **options).tolist())
+    assert results[0] == results[1]
+
+
+@host_work
+def test_second_turn_and_reset(llama, expected, device):
+    ids = tokens(1, LENGTH, device)
+    with patched(llama) as patch:
+        cache = RollingCache(llama)
+        got, cache = feed(llama, ids, [20, LENGTH - 20], cache=cache)
+        cache.reset()
+        again, cache = feed(llama, ids, [20, LENGTH - 20], cache=cache)
+        assert torch.equal(got, again)
+        first = llama.generate(ids[:, :20], max_new_tokens=8, do_sample=False, return_dict_in_generate=True)
+        turn = torch.cat([first.sequences, ids[:, 20:]], 1)
+        options = {"attention_mask": torch.ones_like(turn), "max_new_tokens": 8, "do_sample": False}
+        second = llama.generate(turn, past_key_values=first.past_key_values, **options)
+        assert second.tolist() == llama.generate(turn, **options).tolist()
+        assert "rolling, 3 sinks and a window of 9" in str(patch)
+
+
+@host_work
+def test_rows_selected_repeated_and_copied(llama, device):
+    ids, mask = padded(device)
+    with patched(llama), torch.no_grad():
+        _, cache = feed(llama, ids[:, :28], [28], mask[:, :28])
+        twin = copy.deepcopy(cache)
+        whole = llama(ids[:, 28:29], past_key_values=cache).logits
+        twin.batch_select_indices(torch.tensor([2, 0]))
+        twin.batch_repeat_interleave(2)
+        part = llama(ids[[2, 2, 0, 0], 28:29], past_key_values=twin).logits
+        assert torch.allclose(part, whole[[2, 2, 0, 0]], atol=1e-4)
+
+
+@host_work
+def test_crop_takes_back_what_nothing_was_dropped_for(llama, device):
+    ids = tokens(1, WINDOW + SINKS, device)
+    with patched(llama), torch.no_grad():
+        whole, cache = feed(llama, ids, [5, 4, WINDOW + SINKS - 9])
+        cache.crop(-3)
+        assert cache.get_seq_length() == WINDOW + SINKS - 3
+        again = llama(ids[:, -3:], past_key_values=cache).logits
+        assert torch.allclose(again, whole[:, -3:], atol=1e-4)
+        llama(ids[:, :1], past_key_values=cache)
+        with pytest.raises(ValueError, match=r"keeps 12 of 13 tokens.*taking back 2 are gone"):
+            cache.crop(-2)
+        with pytest.raises(ValueError, match="read 13 tokens; 14 cannot"):
+            cache.crop(-14)
+        with pytest.raises(ValueError, match="negative number"):
+            cache.crop(2)
+
+
+def test_memory_is_constant_and_a_token_is_one_write(llama, device):
+    ids = tokens(2, LENGTH, device)
+    with patched(llama), torch.no_grad():
+        _, cache = feed(llama, ids[:, :20], [15, 5])
+        buffers = [t for layer in cache.layers for t in (layer.keys, layer.values)]
+        before, places = [t.clone() for t in buffers], [t.data_ptr() for t in buffers]
+        llama(ids[:, 20:21], past_key_values=cache)
+        slot = SINKS + (20 - SINKS) % WINDOW
+        for old, new in zip(before, buffers, strict=True):
+            changed = (old != new).any(-1).any(0).any(0).nonzero().flatten().tolist()
+            assert changed == [slot]
+        feed(llama, ids[:, 21:], [LENGTH - 21], cache=cache)
+        assert places == [t.data_ptr() for layer in cache.layers for t in (layer.keys, layer.values)]
+
+
+# The decode graph and torch.compile.
+
+
+@pytest.mark.parametrize("with_padding", [False, True])
+def test_decode_steps_are_captured(llama, with_padding, device, monkeypatch):
+    fake_graph.use(monkeypatch)
+    ids, mask = padded(device)
+    inputs = {"input_ids": ids, "attention_mask": mask} if with_padding else {"input_ids": ids[:1]}
+    options = {"max_new_tokens": 2 * WINDOW, "do_sample": False}
+    with patched(llama):
+        expected = llama.generate(**inputs, **options)
+    with patched(llama, graph=True) as patch:
+        assert llama.generate(**inputs, **options).tolist() == expected.tolist()
+        assert (patch.captures, patch.uncaptured) == (1, 0) and patch.replays >= 2 * WINDOW - 3
+        assert llama.generate(**inputs, **options).tolist() == expected.tolist()
+        assert patch.captures == 1
+
+
+def test_a_step_that_cannot_be_captured_counts_once(llama, device, monkeypatch):
+    fake_graph.use(monkeypatch)
+    ids = tokens(1, 20, device)
+    with patched(llama):
+        expected = llama.generate(ids, max_new_tokens=10, do_sample=False)
+    norm = llama.model.norm
+    with patched(llama, graph=True) as patch, pytest.MonkeyPatch.context() as inner:
+        inner.setattr(norm, "forward", lambda x: type(norm).forward(norm, x) if float(x.sum()) == x.sum() else x)
+        with pytest.warns(UserWarning, match="runs uncaptured"):
+            assert llama.generate(ids, max_new_tokens=10, do_sample=False).tolist() == expected.tolist()
+        assert patch.captures == 0 and patch.uncaptured > 0
+
+
+@host_work
+def test_decode_step_compiles_with_fullgraph(llama, device):
+    ids = tokens(1, LENGTH, device)
+    with patched(llama), torch.no_grad():
+        expected, _ = feed(llama, ids, [20, *[1] * (LENGTH - 20)])
+        _, cache = feed(llama, ids[:, :20], [20])
+        torch._dynamo.reset()
+        step = torch.compile(llama, backend="aot_eager", fullgraph=True)
+        for i in range(20, 26):
+            with cache.on_device():
+                logits = step(ids[:, i : i + 1], past_key_values=cache, position_ids=torch.tensor([[i]], device=device)).logits
+            cache.storage.step()
+            assert torch.allclose(logits[0, -1], expected[0, i], atol=1e-4)
+
+
+# Rotation.
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("pairs", [8, 5])
+@pytest.mark.parametrize("start", [0, 40, 1_000_003, 4_000_037])
+def test_rotation_is_the_models_own_at_the_nearer_position(interleaved, pairs, start, device):
+    """Up to what one fp32 rotation after another rounds, at any position."""
+    generator = torch.Generator().manual_seed(0)
+    inv_freq = (1.0 / 1e4 ** (torch.arange(pairs) / pairs)).to(device)
+    plain = torch.randn(2, 3, 5, 20, generator=generator).to(device)
+
+    def turn(x, positions):  # as models do: angles in fp32
+        angle = (positions[..., None].float() * inv_freq).double()[:, None]
+        cos, sin = angle.cos(), angle.sin()
+        first = slice(0, 2 * pairs, 2) if interleaved else slice(pairs)
+        second = slice(1, 2 * pairs, 2) if interleaved else slice(pairs, 2 * pairs)
+        out = x.double().clone()
+        out[..., first], out[..., second] = x[..., first] * cos - x[..., second] * sin, x[..., second] * cos + x[..., first] * sin
+        return out
+
+    positions = torch.tensor([[start], [start + 7]], device=device) + torch.arange(5, device=device)
+    q = turn(plain, positions).float().transpose(1, 2).contiguous().transpose(1, 2)
+    ints = torch.zeros(2, 1, 1, span_layout.WORDS, dtype=torch.int32, device=device)
+    ints[:, 0, 0, span_layout.Q_START], ints[:, 0, 0, span_layout.KV_START] = 12, 3
+    ints[:, 0, 0, span_layout.DROPPED] = positions[:, 0] - 9
+    got = rotate(q, 100, ints, inv_freq, window=10, sinks=4, interleaved=interleaved)
+    assert got.stride() == q.stride()
+    near = turn(plain, positions.clamp(max=13))
+    assert (got.double() - near).abs().max() < 2e-6
+    if start == 40:
+        bare = rotate(q[:1], 45, None, inv_freq, window=10, sinks=4, interleaved=interleaved)
+        assert torch.equal(bare, got[:1])
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_frequencies_that_change_are_refused(kind, device):
+    rope = {"rope_type": kind, "factor": 4.0, "rope_theta": 1e4}
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 64}
+    model = models.tiny("llama", rope_parameters=rope)
+    with pytest.raises(ValueError, match=rf"rope_type '{kind}', whose frequencies change.*fixed frequencies"):
+        patched(model)
+    assert model.config._attn_implementation == "eager" and not hasattr(model.config, "streaming_window")
+
+
+# Refusals: at once, in a sentence.
+
+
+@pytest.mark.parametrize(
+    "options, sentence",
+    [
+        ({"window": 0}, r"window counts the last tokens.*at least 1; got 0"),
+        ({"window": None}, r"must know how many of the last tokens.*window=, say 4096"),
+        ({"sinks": -1}, r"sinks counts the first tokens.*at least 0; got -1"),
+        ({"window": 510}, r"3 sinks and a window of 510 take 513 positions.*made for 512"),
+        ({"cache": "static"}, r"cache='static' and 'streaming' do not go together"),
+        ({"cache": "ring"}, r"\"rolling\", or None.*got 'ring'"),
+    ],
+)
+def test_bad_settings(llama, options, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        patched(llama, **options)
+
+
+def test_settings_are_for_streaming(llama):
+    for options in ({"window": 5}, {"sinks": 2}, {"clamp_positions": True}):
+        with pytest.raises(ValueError, match=r'are for "streaming"; \'lean\' sees every token'):
+            hf_fastattn.patch(llama, "lean", **options)
+    with pytest.raises(ValueError, match="do not go together"):
+        hf_fastattn.patch(llama, "lean", cache="rolling")
+
+
+def test_models_that_cannot_stream():
+    own = models.tiny("mistral", sliding_window=10)
+    with pytest.raises(ValueError, match=r"sliding window of its own, 10 tokens.*at most 7"):
+        patched(own)
+    own.set_attn_implementation("streaming")
+    own.config.streaming_window = 5
+    with pytest.raises(ValueError, match=r"sliding window of their own \(10 tokens\).*patch"):
+        own(tokens(1, 5, "cpu"))
+    model_type, config = CLAMPED["opt"]
+    with pytest.raises(ValueError, match=r"OPT has no rotary embedding.*clamp_positions=True.*approximation"):
+        patched(models.tiny(model_type, **config))
+
+
+@host_work
+def test_a_cache_that_its_model_cannot_read(llama, device):
+    ids = tokens(2, 8, device)
+    with pytest.raises(ValueError, match=r"'eager', which cannot read a RollingCache; use hf_fastattn.patch"):
+        RollingCache(llama)
+    with patched(llama), torch.no_grad():
+        cache = RollingCache(llama)
+        llama(ids, past_key_values=cache)
+        with pytest.raises(RuntimeError, match="read through a patched model"):
+            llama.model(ids, past_key_values=cache)
+        with pytest.raises(ValueError, match=r"holds 2 rows.*given 1"):
+            llama(ids[:1], past_key_values=cache)
+        with pytest.raises(ValueError, match="holds 2 rows, and the call has 1"):
+            llama.generate(ids[:1], past_key_values=cache, max_new_tokens=2)
+        with pytest.raises(ValueError, match="made for another model or other settings"):
+            other = make("llama", device)
+            with patched(other, window=WINDOW + 1):
+                other(ids, past_key_values=cache)
+        llama.set_attn_implementation("sdpa")
+        with pytest.raises(ValueError, match="'sdpa', which cannot read a RollingCache"):
+            llama(ids, past_key_values=cache)
+    llama.set_attn_implementation("eager")
+    with pytest.raises(RuntimeError, match="read through a patched model"):
+        llama(ids, past_key_values=cache)
+
+
+@host_work
+def test_masks_that_are_refused(llama, device):
+    ids, mask = padded(device)
+    holes = mask.clone()
+    holes[0, 10] = 0
+    with patched(llama):
+        for call in (llama.generate, llama):
+            with pytest.raises(ValueError, match=r"discards left padding.*zeros behind ones.*padding_side"):
+                call(ids, attention_mask=holes, past_key_values=RollingCache(llama))
+        with pytest.raises(ValueError, match="covers 5 tokens; this cache has read 0 and is given"):
+            llama(ids, attention_mask=mask[:, :5], past_key_values=RollingCache(llama))
+        with pytest.raises(ValueError, match="takes a 2-D attention_mask"):
+            llama(ids, attention_mask=mask[:, None, None].bool(), past_key_values=RollingCache(llama))
+        with pytest.raises(ValueError, match="cannot combine with its window"):
+            llama(ids, attention_mask=mask[:, None, None].bool())
+
+
+@host_work
+def test_assisted_generation_is_refused_before_it_drops_anything(llama, device):
+    ids = tokens(1, 20, device)
+    with patched(llama):
+        with pytest.raises(ValueError, match=r"takes tokens back.*12 tokens.*may come to"):
+            llama.generate(ids, max_new_tokens=5, prompt_lookup_num_tokens=3)
+        few = llama.generate(ids[:, :4], max_new_tokens=5, do_sample=False)
+        assert llama.generate(ids[:, :4], max_new_tokens=5, do_sample=False, prompt_lookup_num_tokens=2).tolist() == few.tolist()
+
+
+def test_undo_leaves_nothing(llama):
+    before = dict(vars(llama.config))
+    with patched(llama):
+        assert llama.config.streaming_window == WINDOW
+        twin = copy.deepcopy(llama)
+    assert dict(vars(llama.config)) == before and not llama._forward_pre_hooks
+    hf_fastattn.unpatch(twin)
+    assert not twin._forward_pre_hooks and not hasattr(twin.config, "streaming_window")
+
+
+def test_names_are_where_the_docs_say():
+    assert importlib.import_module("hf_fastattn").RollingCache is RollingCache
+    assert hf_fastattn.get("streaming").streaming
