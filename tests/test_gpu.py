@@ -74,7 +74,7 @@ def test_lean_is_bitwise_the_same_every_time(shape, masked):
 
 @pytest.mark.parametrize("padded", [False, True], ids=["plain", "left padded with holes"])
 def test_lean_in_a_cuda_graph_follows_the_lengths_on_the_device(padded):
-    """1,000 replays of one graph, each with another length and query, bitwise equal to eager."""
+    """10,000 replays of one graph, each with another length and query, bitwise equal to eager, a second stream busy."""
     batch = 3
     q, k, v = inputs(batch)
     length = torch.zeros((), dtype=torch.int64, device="cuda")
@@ -94,17 +94,21 @@ def test_lean_in_a_cuda_graph_follows_the_lengths_on_the_device(padded):
     with torch.cuda.graph(graph):
         out, lse = step()
 
-    lengths = np.random.default_rng(0).integers(0, CAPACITY, 1000).tolist()
+    lengths = np.random.default_rng(0).integers(0, CAPACITY, 10_000).tolist()
     lengths[:4] = [0, CAPACITY - 1, 1, 63]
     queries = torch.randn(17, *q.shape, device="cuda", dtype=q.dtype)
     mismatches = Mismatches()
+    disturb, noise = torch.cuda.Stream(), torch.randn(1024, 1024, device="cuda")
     for i, n in enumerate(lengths):
+        if i % 10 == 0:
+            with torch.cuda.stream(disturb):
+                noise = (noise @ noise).tanh()
         length.fill_(n)
         q.copy_(queries[i % 17])
         graph.replay()
         for replayed, eager in zip((out, lse), step(), strict=True):
             mismatches.compare(replayed, eager)
-        if i % 250 == 0:
+        if i % 2500 == 0:
             seen = oracle.visible(batch, 1, CAPACITY, q_offset=n, attention_mask=None if mask is None else mask.cpu().numpy())
             spans = build_spans(batch, 1, CAPACITY, q.device, q_offset=n, attention_mask=mask)
             expected = oracle.attention(q, k, v, seen)
@@ -169,6 +173,33 @@ def test_large_offsets(kernel):
     seen = np.ones((2, 1, 1000), dtype=bool)
     expected = oracle.attention(q, tail, tail, seen)
     tolerance.assert_attention((out, None), expected, q, tail, tail, None, seen, {}, kernel.name)
+
+
+@pytest.mark.parametrize("kernel", [test_kernels.SPLIT_KV, LEAN], ids=lambda k: k.name)
+def test_a_row_of_a_million_tokens(kernel):
+    kv_len = 1 << 20
+    q, k, v = inputs(batch=1, num_heads=8, num_kv_heads=2, head_dim=64, kv_len=kv_len)
+    k[:, :, kv_len // 2] *= 8  # or a softmax over so many is a mean that hides mistakes
+    out, lse = test_kernels.run(kernel, q, k, v, None, {"return_lse": True})
+    seen = np.ones((1, 1, kv_len), dtype=bool)
+    tolerance.assert_attention((out, lse), oracle.attention(q, k, v, seen), q, k, v, None, seen, {}, kernel.name)
+
+
+@pytest.mark.parametrize("kernel", [test_kernels.PREFILL, test_kernels.SPLIT_KV, LEAN], ids=lambda k: k.name)
+def test_repeated_launches_follow_their_tensors(kernel):
+    """The second call of a shape skips Triton's look-up; other addresses, alignments, shapes and devices' currents must not."""
+    launcher = kernel.launcher()
+    flat = torch.randn(3 * 8 * 700 * 64 + 8, device="cuda", dtype=torch.float16)
+    q = torch.randn(1, 32, 1, 64, device="cuda", dtype=torch.float16)
+    for offset in (0, 0, 8, 1, 0, 4, 0):  # elements; 1 and 4 are not multiples of 16 bytes
+        for n in (700, 300, 700):
+            k = flat[offset : offset + 8 * n * 64].view(1, 8, n, 64)
+            v = flat[8 * 700 * 64 + offset :][: 8 * n * 64].view(1, 8, n, 64)
+            seen = np.ones((1, 1, n), dtype=bool)
+            expected = oracle.attention(q, k, v, seen)
+            tolerance.assert_attention((launcher(q, k, v), None), expected, q, k, v, None, seen, {}, f"{kernel.name} at {offset}")
+    with pytest.raises(RuntimeError, match="no backward pass"):
+        launcher(q.requires_grad_(), k, v)
 
 
 @pytest.mark.parametrize("name", ["fa2", "split_kv", "lean"])

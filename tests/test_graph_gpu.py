@@ -192,6 +192,42 @@ def equal_but_for_ties(got, expected) -> bool:
     return True
 
 
+def test_a_saved_prompt_goes_on_where_it_was(llama, tmp_path):
+    inputs = prompts("no_padding", "cuda", rows=1)
+    with hf_fastattn.patch(llama):
+        whole = generate(llama, inputs)
+        cache = hf_fastattn.PreallocatedCache(llama)
+        head = {"input_ids": inputs["input_ids"][:, :-1]}
+        with torch.no_grad():
+            llama(**head, past_key_values=cache)
+        cache.save(tmp_path / "prompt.safetensors", llama)
+        loaded = hf_fastattn.PreallocatedCache.load(tmp_path / "prompt.safetensors", llama)
+        assert torch.equal(generate(llama, inputs, past_key_values=loaded), whole)
+        assert loaded.layers[0].keys.is_cuda
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_model_over_two_gpus():
+    from accelerate import dispatch_model
+
+    inputs = prompts("left_padding", "cuda:0")
+    expected = generate(tiny("llama", "eager", device="cuda:0"), inputs)
+    model = tiny("llama", "lean")
+    where = {
+        "model.embed_tokens": 0,
+        "model.layers.0": 0,
+        "model.layers.1": 1,
+        "model.norm": 1,
+        "model.rotary_emb": 0,
+        "lm_head": 1,
+    }
+    model = dispatch_model(model, where)
+    assert torch.equal(generate(model, inputs), expected)
+    with hf_fastattn.patch(model) as patch, pytest.warns(UserWarning, match="uncaptured"):
+        assert torch.equal(generate(model, inputs), expected)
+        assert patch.captures == 0 and patch.reasons
+
+
 def test_soak():
     """Changing batches, lengths, prompts, adapters and weights: never a wrong token, no leak, no storm of captures."""
     peft = pytest.importorskip("peft")
