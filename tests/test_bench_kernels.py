@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from hf_fastattn.bench import decode, kernels, paper, prefill, shapes, timing
+from hf_fastattn.bench import decode, generate, kernels, paper, prefill, report, results, shapes, timing
 from hf_fastattn.bench.shapes import Shape
 from hf_fastattn.kernels import launch, reference
 
@@ -136,6 +136,65 @@ def test_without_a_gpu_it_says_so(capsys):
     with pytest.raises(SystemExit):
         kernels.main(["decode"])
     assert "no CUDA device" in capsys.readouterr().err
+
+
+# ---- tables and pictures ----
+
+
+def test_every_table_and_picture_can_be_made(tmp_path):
+    matplotlib = pytest.importorskip("matplotlib")
+    folder = tmp_path / "results"
+    for part in SMALL:
+        bench(folder, part)
+    generate.main(["--shape", "tiny", "--cases", "1x16,2x16,2xpadded", "--repeats", "1", "--tokens", "8", "--out", str(folder)])
+    (folder / "generate_tiny.json").rename(folder / "generate_8b.json")
+    document = tmp_path / "document.md"
+    document.write_text("before\n<!-- measured: begin -->\n<!-- measured: end -->\nafter\n")
+    assert report.main([str(document), "--results", str(folder)]) == 0
+    text = document.read_text()
+    assert text.startswith("before\n<!-- measured: begin -->\ncpu") and text.endswith("<!-- measured: end -->\nafter\n")
+    for words in (
+        "`generate()`",
+        "Decode kernels",
+        "Several queries",
+        "Ragged",
+        "Prefill",
+        "What a window",
+        "The LeanAttention paper's",
+    ):
+        assert f"**{words}" in text
+    for part in ("decode", "paper"):
+        assert f"](examples/results/kernels_{part}.png)" in text
+        assert matplotlib.image.imread(folder / f"kernels_{part}.png").std() > 0
+    assert report.rewrite(text, folder) == text
+    measured = json.loads((folder / "kernels_decode.json").read_text())
+    worst = measured["summary"]["lean_over_best_peer"]["smallest_at"]  # which is always shown
+    (us,) = [row["us"]["lean"] for row in measured["rows"] if row["shape"] == worst]
+    assert [line for line in text.splitlines() if worst in line and f" {report.figure(us)} " in line]
+
+
+def test_sections_stand_where_they_are_named(tmp_path):
+    for part in ("decode", "ragged"):
+        bench(tmp_path, part)
+    document = (
+        "<!-- measured ragged: begin -->\n<!-- measured ragged: end -->\n<!-- measured: begin -->\n<!-- measured: end -->\n"
+    )
+    first, rest = report.rewrite(document, tmp_path).split("<!-- measured: begin -->")
+    assert "**Ragged" in first and "**Decode" not in first and "**Decode" in rest and "**Ragged" not in rest
+    with pytest.raises(ValueError, match="no sections raged; known are generate"):
+        report.rewrite(document.replace("ragged", "raged"), tmp_path)
+
+
+def test_a_document_without_marks_is_refused(tmp_path, capsys):
+    (tmp_path / "document.md").write_text("nothing")
+    with pytest.raises(SystemExit):
+        report.main([str(tmp_path / "document.md")])
+    assert "has no marks" in capsys.readouterr().err
+
+
+def test_the_command_is_what_reproduces_the_figures():
+    typed = ["decode", "--out", "/somewhere", "--only", "32/8 a", "--seconds=5", "--seconds", "7"]
+    assert results.command("python -m bench", typed) == "python -m bench decode --only '32/8 a'"
 
 
 # ---- what is timed ----

@@ -1,5 +1,6 @@
 """The README and the package say the same."""
 
+import json
 import re
 from pathlib import Path
 
@@ -62,5 +63,18 @@ def test_named_files_and_targets_exist(document):
 
 
 def test_measured_tables_are_the_jsons():
-    written = README.partition(bench_report.BEGIN)[2].partition(bench_report.END)[0].strip()
-    assert written == bench_report.report(ROOT / "examples" / "results")
+    assert bench_report.MARKS.search(README) and bench_report.rewrite(README, ROOT / "examples" / "results") == README
+
+
+def test_every_picture_shown_is_there():
+    shown = re.findall(r"!\[\w*\]\(([^)]+)\)", README)
+    assert shown and all((ROOT / path).is_file() for path in shown)
+
+
+def test_results_are_of_a_gpu_and_say_how_they_were_made():
+    for name, file, _ in bench_report.SECTIONS:
+        path = ROOT / "examples" / "results" / file
+        if path.exists():
+            result = json.loads(path.read_text())
+            assert "NVIDIA" in result["conditions"]["device"], name
+            assert all("bench" in command for command in result["commands"]), name

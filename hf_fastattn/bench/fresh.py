@@ -97,11 +97,11 @@ def child(shape: str, lengths: list[int], device: torch.device, cache: str, seco
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def main(args: argparse.Namespace, device: torch.device) -> int:
+def main(args: argparse.Namespace, device: torch.device, command: str) -> int:
     """`bench generate --fresh`: a process with a cold cache, then args.repeats with what it left. Returns 1 where one failed."""
     lengths = [64, 24] if args.shape.startswith("tiny") else list(LENGTHS)
-    results = Results(args.out / (args.name or "generate_fresh.json"), args.seconds, conditions=conditions(device, METHOD))
-    results.data |= {"shape": args.shape}
+    head = {"conditions": conditions(device, METHOD), "shape": args.shape}
+    results = Results(args.out / (args.name or "generate_fresh.json"), args.seconds, command, **head)
     with tempfile.TemporaryDirectory() as cache:
         for i in range(1 + args.repeats):
             if results.left() < 60 and i > 1:

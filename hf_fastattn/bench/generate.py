@@ -20,7 +20,7 @@ import torch
 from . import fresh
 from .grid import DEFAULT_RIVALS, MAX_STATIC, METHOD, RIVALS, STATIC, Bench, row_lengths
 from .models import SHAPES, load
-from .results import Results, add_options, conditions, find_device
+from .results import Results, add_options, command, conditions, find_device
 from .shapes import bandwidth
 
 
@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m hf_fastattn.bench
     args = read(parser, argv)
     device = find_device(args.device)
     if args.fresh:
-        return fresh.main(args, device)
+        return fresh.main(args, device, command(prog, argv))
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     torch.manual_seed(0)
     longest = max(max(row_lengths(case, args.padded)) for case in args.cases) + args.tokens + 64
@@ -75,7 +75,8 @@ def main(argv: list[str] | None = None, prog: str = "python -m hf_fastattn.bench
         parser.error(f"--shape {args.shape}: {error}")
     head = {"conditions": conditions(device, METHOD), "shape": subject.name, "weights": subject.weights, "config": subject.config}
     head |= {"unit": "ms a token", "weight_bytes": subject.weight_bytes, "weight_bytes_read_a_token": subject.bytes_read}
-    results = Results(args.out / (args.name or f"generate_{subject.name}.json"), args.seconds, **head)
+    path = args.out / (args.name or f"generate_{subject.name}.json")
+    results = Results(path, args.seconds, command(prog, argv), **head)
     results.data["tb_per_s"] = bandwidth(device)
     if args.add:
         results.take_over(parser)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from . import decode, paper, prefill
-from .results import Results, add_options, conditions, find_device, progress
+from .results import Results, add_options, command, conditions, find_device, progress
 from .timing import METHOD
 
 LEAST_SECONDS = 8  # a row is not begun with less left: compiling, and the largest shapes, take some
@@ -86,7 +86,8 @@ def main(argv: list[str] | None = None, prog: str = "python -m hf_fastattn.bench
     for name in args.parts:
         part = PARTS[name]
         head = {"conditions": conditions(device, METHOD), "unit": "TFLOP/s" if part.figures == "tflops" else "us a call"}
-        results = Results(args.out / f"kernels_{name}.json", left, **head, summary={}, failed=[], not_run=[])
+        typed = command(prog, [name, *(["--only", args.only] if args.only else [])])
+        results = Results(args.out / f"kernels_{name}.json", left, typed, **head, summary={}, failed=[], not_run=[])
         if args.keep:
             results.take_over(parser)
             results.data |= {"failed": [], "not_run": []}

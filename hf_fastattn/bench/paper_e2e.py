@@ -19,7 +19,7 @@ import torch
 from ..caches import PreallocatedCache
 from ..patches import patch
 from .models import load
-from .results import Results, add_options, conditions, find_device, progress
+from .results import Results, add_options, command, conditions, find_device, progress
 from .runs import Prompt, Rival, check, free, make_prompt, replay_ms, rewind, run, twin
 
 BACKENDS = ("fa2", "split_kv", "lean")
@@ -94,7 +94,8 @@ def main(argv: list[str] | None = None, prog: str = "python -m hf_fastattn.bench
     if args.contexts != sorted(set(args.contexts)) or args.contexts[0] < 2:
         parser.error(f"--contexts grow from at least 2 tokens; got {args.contexts}.")
     device = find_device(args.device)
-    results = Results(args.out / "paper_e2e.json", args.seconds, conditions=conditions(device, METHOD), unit="ms a token")
+    head = {"conditions": conditions(device, METHOD), "unit": "ms a token"}
+    results = Results(args.out / "paper_e2e.json", args.seconds, command(prog, argv), **head)
     torch.manual_seed(0)
     longest = args.contexts[-1] + args.tokens + 64
     subject = load(args.shape, torch.bfloat16 if device.type == "cuda" else torch.float32, device, longest)

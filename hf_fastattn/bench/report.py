@@ -1,129 +1,327 @@
-"""Tables in Markdown from the JSON under examples/results.
+"""Tables in Markdown and pictures from the JSON under examples/results.
 
-python -m hf_fastattn.bench.report              # print them
-python -m hf_fastattn.bench.report README.md    # write them between the marks in this file
+    python -m hf_fastattn.bench.report              # print the tables
+    python -m hf_fastattn.bench.report README.md    # write them between the marks in this file, and draw the pictures
+
+<!-- measured NAME: begin --> and <!-- measured NAME: end --> enclose the section of that name; without a name, all sections that
+have no marks of their own. A section whose JSON is not there is left out.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+from ..tables import table, thousands
+from .grid import LEAN, OURS, SDPA, STATIC, UNPADDED
+
+RESULTS = Path("examples/results")
+NAMES = {
+    "8b": "Llama-3.1-8B",
+    "1b": "Llama-3.2-1B",
+    "opt-1.3b": "OPT-1.3B",
+    "opt-6.7b": "OPT-6.7B",
+    "mistral-7b": "Mistral-7B-v0.1",
+}
+SHAPE = "batch, heads/KV heads, head_dim, length"
+MARKS = re.compile(r"<!-- measured(?: (\w+))?: begin -->\n(.*?)<!-- measured(?: \1)?: end -->", re.DOTALL)
+# Shapes of the decode grid that the README shows, beside the worst one.
+DECODE_ROWS = [
+    "1, 32/8, 128, 1k",
+    "1, 32/8, 128, 16k",
+    "1, 32/8, 128, 256k",
+    "4, 32/8, 128, 4k",
+    "16, 32/8, 128, 16k",
+    "64, 32/8, 128, 64k",
+    "1, 32/32, 128, 64k",
+    "16, 28/4, 128, 4k",
+    "4, 64/8, 128, 64k",
+    "1, 56/56, 64, 16k",
+    "64, 9/3, 64, 4k",
+    "1, 8/1, 256, 64k",
+]
 
 
-def _table(head: list[str], rows: list[list]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join("-" if cell is None else str(cell) for cell in line) + " |" for line in lines)
+def figure(value: float | None, digits: int = 1, unit: str = "") -> str | None:
+    """A number in words, without decimals from 1000 on."""
+    return None if value is None else f"{value:.{digits if abs(value) < 1000 else 0}f}{unit}"
 
 
-def _length(n: int) -> str:
-    return f"{n >> 10}k" if n % 1024 == 0 else str(n)
+def commands(result: dict) -> str:
+    return ", ".join(f"`{command}`" for command in result["commands"])
 
 
-def generate_table(result: dict) -> str:
-    """Milliseconds a token of generate(), stock paths beside patched."""
-    kinds = ["sdpa_dynamic", "sdpa_static_compile", "lean_dynamic", "patched"]
-    rows = []
-    for row in result["rows"]:
-        ms = {kind: (row["rivals"].get(kind) or {}).get("ms") for kind in kinds}
-        stock = [ms[kind] for kind in kinds[:2] if ms[kind]]
-        gain = f"{min(stock) / ms['patched']:.2f}x" if stock and ms["patched"] else None
-        rows.append([row["case"], *(None if ms[kind] is None else f"{ms[kind]:.2f}" for kind in kinds), gain])
+def on(result: dict) -> str:
+    """Device and versions, in a sentence."""
+    at = result["conditions"]
+    return f"{at['device']}, torch {at['torch']}, triton {at['triton']}, transformers {at['transformers']}"
+
+
+def model(result: dict) -> str:
+    """The model of a result in words."""
+    name = NAMES.get(result["shape"], result["shape"])
+    return f"{name}-shaped with random weights" if result.get("weights", "random") == "random" else name
+
+
+def mean(found: dict) -> str:
+    """A ratio of a summary in words."""
+    if not found["rows"]:
+        return "not measured"
+    return f"{found['geometric_mean']:.2f}x in geometric mean ({found['rows']} shapes, {found['smallest']:.2f}x at worst)"
+
+
+# ---- generate() ----
+
+
+def generate(result: dict) -> str:
     head = ["batch x prompt", "`sdpa`", "`sdpa`, static + compile", "`lean`", "`patch()`", "best stock / `patch()`"]
-    return _table(head, rows)
+    head += ["first token, `sdpa` / `patch()`", "GiB, `sdpa` / `patch()`"]
+    rows, notes = [], []
+    for row in result["rows"]:
+        rivals = {name: report or {} for name, report in row["rivals"].items()}
+        of = lambda name, what, rivals=rivals: rivals.get(name, {}).get(what)  # noqa: E731
+        pair = lambda what, digits, of=of: " / ".join(figure(of(name, what), digits) or "-" for name in (SDPA, OURS))  # noqa: E731
+        ratio = row.get("ratios", {}).get("best_stock")
+        rows.append([row["case"], *(figure(of(name, "ms"), 2) for name in (SDPA, STATIC, LEAN, OURS)), figure(ratio, 2, "x")])
+        rows[-1] += [pair("ttft_ms", 0), pair("peak_gib", 1)]
+        if of(UNPADDED, "ms"):
+            low, high = min(row["lengths"]), max(row["lengths"])
+            notes.append(
+                f"The padded row is {row['rows']} left-padded prompts of {thousands(low)} to {thousands(high)} tokens; an "
+                f"unpadded batch with as many live tokens takes {of(UNPADDED, 'ms'):.2f} ms under `patch()`."
+            )
+    notes.append("First tokens are in milliseconds; - was not run, or failed with the reason recorded in the JSON.")
+    title = f"**`generate()`, milliseconds a token**, {model(result)}, greedy"
+    return "\n\n".join([f"{title} ({commands(result)}):", table(head, rows), " ".join(notes)])
 
 
-def decode_table(result: dict) -> str:
-    """Microseconds a decode call."""
-    kinds = ["sdpa_flash", "sdpa_cudnn", "fa2", "split_kv", "lean"]
-    rows = [
-        [
-            f"{row['batch']}, {row['num_heads']}/{row['num_kv_heads']}, {row['head_dim']}, {_length(row['kv_len'])}",
-            *(f"{row['us'][kind]:.1f}" for kind in kinds),
-            f"{row['lean_over_best_peer']:.2f}",
-        ]
-        for row in result["rows"]
-    ]
-    return _table(["batch, heads/KV heads, head_dim, kv_len", *(f"`{kind}`" for kind in kinds), "best sdpa / `lean`"], rows)
-
-
-def ragged_table(result: dict) -> str:
-    """Microseconds a decode call over rows of unequal length."""
-    rows = [
-        [row["name"], *(f"{row['us'][kind]:.0f}" for kind in ("sdpa_masked", "split_kv", "lean")), f"{row['lean_tb_per_s']:.2f}"]
-        for row in result["rows"]
-    ]
-    return _table(["rows", "`sdpa`, masked", "`split_kv`", "`lean`", "`lean`, TB/s of live K/V"], rows)
-
-
-def prefill_table(result: dict) -> str:
-    """TFLOP/s of prefill."""
-    kinds = ["sdpa_flash", "sdpa_cudnn", "portable", "ours"]
-    rows = [
-        [
-            f"{row['batch']}, {row['num_heads']}/{row['num_kv_heads']}, {row['head_dim']}, {_length(row['length'])}",
-            "yes" if row["causal"] else "no",
-            *(f"{row['tflops'][kind]:.0f}" for kind in kinds),
-            f"{row['ours_over_sdpa_cudnn']:.2f}",
-        ]
-        for row in result["rows"]
-    ]
-    head = ["batch, heads/KV heads, head_dim, length", "causal", "`sdpa` flash", "`sdpa` cuDNN", "portable kernel", "ours here"]
-    return _table([*head, "ours / cuDNN"], rows)
-
-
-def report(folder: Path) -> str:
-    """All tables, each under a line with its command and conditions."""
-    read = lambda name: json.loads((folder / name).read_text())  # noqa: E731
-    generate, decode = read("generate_8b.json"), read("kernels_decode.json")
-    ragged, prefill = read("kernels_ragged.json"), read("kernels_prefill.json")
-    on = decode["conditions"]
-    padded = next(row for row in generate["rows"] if row["padded"])["rivals"]["patched_unpadded"]["ms"]
-    means = prefill["geometric_mean"]
-    return "\n\n".join(
-        [
-            f"{on['device']}, torch {on['torch']}, triton {on['triton']}, transformers {on['transformers']}, bfloat16, medians. "
-            "Every result was checked before it was timed, peers in the same run; losses stand beside the wins.",
-            "**`generate()`, milliseconds a token**, a Llama-3.1-8B-shaped model with random weights, greedy "
-            "(`PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True python -m hf_fastattn.bench.generate --shape 8b "
-            "--cases 1x512,1x8192,8x8192,1x65536,8x32768,8xpadded --compile-cases 1x512,1x8192,8x8192,1x65536`):",
-            generate_table(generate),
-            "The padded row is 8 left-padded prompts of 1k to 32k; an unpadded batch with as many live tokens takes "
-            f"{padded:.2f} ms under `patch()`. Time to first token and all else is in the JSON; - was not run, or failed with "
-            "the reason recorded there.",
-            "**Decode kernels, microseconds a call**, CUDA-graph replays over inputs larger than L2 "
-            "(`python -m hf_fastattn.bench.kernels decode ragged prefill`): "
-            f"`lean` is {decode['geometric_mean']['lean_over_best_peer']:.2f}x the better sdpa backend in geometric mean, "
-            f"{decode['smallest']['lean_over_best_peer']:.2f}x at worst.",
-            decode_table(decode),
-            "**Ragged batches, microseconds a decode call**, 32 heads over 8 KV heads, head_dim 128, left-padded:",
-            ragged_table(ragged),
-            f"**Prefill, TFLOP/s**: the Hopper kernel is {means['ours_over_sdpa_cudnn']:.2f}x cuDNN and "
-            f"{means['ours_over_sdpa_flash']:.2f}x sdpa's flash backend in geometric mean, the portable kernel "
-            f"{means['portable_over_sdpa_flash']:.2f}x the latter:",
-            prefill_table(prefill),
-        ]
+def fresh(result: dict) -> str:
+    seconds: dict[str, list[float]] = {"cold": [], "warm": []}
+    for row in result["rows"]:
+        seconds[row["triton_cache"]].append(row["calls"][0]["to_first_replay_s"] or row["calls"][0]["seconds"])
+    cold, warm = (" to ".join(dict.fromkeys((f"{min(v):.1f}", f"{max(v):.1f}"))) if v else "-" for v in seconds.values())
+    later = [call for row in result["rows"] for call in row["calls"][1:]]
+    compiled, captured = (max(call[what] for call in later) for what in ("compiled", "captured"))
+    return (
+        f"**The first call of a fresh process**, {model(result)} ({commands(result)}): from the loaded model to "
+        f"the first replay of its decode graph {cold} s with an empty Triton cache and {warm} s with a warm one. A second call "
+        f"with another prompt length compiled {compiled} kernels and captured {captured} graphs."
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def paper_e2e(result: dict) -> str:
+    names = ("fa2", "split_kv", "lean")
+    head = ["new tokens", *(f"`{name}`, s" for name in names), "`fa2` / `lean`", "`split_kv` / `lean`"]
+    rows = [
+        [
+            thousands(output["new_tokens"]),
+            *(figure(output["seconds"][name]) for name in names),
+            figure(output["lean_over_fa2"], 2),
+            figure(output["lean_over_split_kv"], 2),
+        ]
+        for output in result["summary"]["outputs"]
+    ]
+    contexts = ", ".join(thousands(row["context"]) for row in result["rows"])
+    return (
+        f"**A growing output behind a prompt of {thousands(result['rows'][0]['context'])}**, the LeanAttention paper's figure "
+        f"10, {model(result)}, all under `patch()` ({commands(result)}). ms a token is measured at contexts of "
+        f"{contexts}; the seconds are integrated between them:\n\n{table(head, rows)}"
+    )
+
+
+def stream(result: dict) -> str:
+    keeps = result["window"] + result["sinks"]
+    head = ["tokens read", "ms a token", f"dense cache of {keeps} tokens", "ratio", "bytes allocated"]
+    rows = [
+        [
+            row["tokens"],
+            figure(row["ms"], 3),
+            figure(row["dense_ms"], 3),
+            figure(row["over_dense"], 3),
+            max(row["memory_bytes"], default=None),
+        ]
+        for row in result["rows"]
+    ]
+    lines = [
+        f"**Text without end**, {model(result)}, a window of {result['window']} and {result['sinks']} sinks "
+        f"({commands(result)}):",
+        table(head, rows),
+    ]
+    if "update" in result:
+        us = result["update"]["us"]
+        told = "; ".join(f"{name} {value:.0f} us" for name, value in us.items())
+        lines.append(f"Writing one token into the caches of all layers ({result['update']['unit']}): {told}.")
+    if result.get("ring"):
+        least = min(row["ring_over_dense"] for row in result["ring"])
+        lines.append(
+            f"The decode kernel over a full ring runs at {least:.2f} or more of `lean`'s speed over dense K/V of that size."
+        )
+    return "\n\n".join(lines)
+
+
+# ---- kernels ----
+
+
+def _us(rows: Iterable[dict], names: dict[str, str], more: dict[str, Callable[[dict], str | None]], first: str = SHAPE) -> str:
+    """A table of microseconds by kernel, with further columns."""
+    lines = [
+        [row["shape"], *(figure(row["us"].get(name)) for name in names), *(cell(row) for cell in more.values())] for row in rows
+    ]
+    return table([first, *names.values(), *more], lines)
+
+
+def decode(result: dict) -> str:
+    found = result["summary"]
+    worst = found["lean_over_best_peer"].get("smallest_at")
+    rows = [row for row in result["rows"] if row["shape"] in DECODE_ROWS or row["shape"] == worst]
+    names = {name: f"`{name}`" for name in ("sdpa_flash", "sdpa_cudnn", "split_kv", "lean")}
+    more = {
+        "best sdpa / `lean`": lambda row: figure(row["lean_over_best_peer"], 2),
+        "`lean`, TB/s": lambda row: figure(row["tb_per_s"]["lean"], 2),
+    }
+    below, above = (found[f"lean_over_best_peer_{size}"] for size in ("below_256_mib", "from_256_mib"))
+    return (
+        f"**Decode kernels, microseconds a call** ({commands(result)}), CUDA-graph replays over inputs larger than L2. The time "
+        f"of the better sdpa backend over that of `lean`: {mean(below)} below 256 MiB of K/V, {mean(above)} from there on. Some "
+        f"of the {len(result['rows'])} shapes, and the worst:\n\n{_us(rows, names, more)}"
+    )
+
+
+def speculation(result: dict) -> str:
+    return (
+        f"**Several queries a row**, 4 and 16, 32 heads over 8 KV heads ({commands(result)}): the time of the better sdpa "
+        f"backend over that of `lean` is {mean(result['summary']['lean_over_best_peer'])}."
+    )
+
+
+def ragged(result: dict) -> str:
+    names = {"sdpa_masked": "`sdpa`, masked", "split_kv": "`split_kv`", "lean": "`lean`"}
+    more = {"`lean`, TB/s of live K/V": lambda row: figure(row["tb_per_s"]["lean"], 2)}
+    return (
+        f"**Ragged batches, microseconds a decode call** ({commands(result)}), 32 heads over 8 KV heads, head_dim 128, "
+        f"left-padded:\n\n{_us(result['rows'], names, more, 'rows')}"
+    )
+
+
+def prefill(result: dict) -> str:
+    found = result["summary"]
+    names = {"sdpa_flash": "`sdpa` flash", "sdpa_cudnn": "`sdpa` cuDNN", "portable": "portable kernel", "ours": "ours here"}
+    rows = [
+        [
+            row["shape"].removesuffix(", causal"),
+            *(figure(row["tflops"].get(name), 0) for name in names),
+            figure(row["ours_over_sdpa_cudnn"], 2),
+        ]
+        for row in result["rows"]
+        if row["causal"]
+    ]
+    text = table([SHAPE, *names.values(), "ours / cuDNN"], rows)
+    return (
+        f"**Prefill, TFLOP/s** ({commands(result)}). Causal and not, ours over cuDNN is {mean(found['ours_over_sdpa_cudnn'])}, "
+        f"over sdpa's flash backend {mean(found['ours_over_sdpa_flash'])}; the portable kernel over the latter is "
+        f"{mean(found['portable_over_sdpa_flash'])}. The causal half:\n\n{text}"
+    )
+
+
+def window(result: dict) -> str:
+    rows = [[row["shape"], figure(row["us"]["ours"]), figure(row["us"].get("flash_attention_2"))] for row in result["rows"]]
+    return (
+        f"**What a window costs, microseconds a call**, 32 heads over 8 KV heads, head_dim 128 ({commands(result)}):\n\n"
+        + table(["call", "ours", "torch's FlashAttention-2"], rows)
+    )
+
+
+def paper(result: dict) -> str:
+    found, rows = result["summary"], []
+    for name, peer in (("lean_over_fa2", "`fa2`"), ("lean_over_split_kv", "`split_kv`")):
+        said, ours = found["published"][name], found[name]
+        here = f"{ours['average']:.2f}, up to {ours['largest']:.2f}"
+        rows.append([f"`lean` over {peer}", f"{said['average']}, up to {said['largest']}", here])
+        rows[-1] += [figure(ours["geometric_mean"], 2), figure(ours["smallest"], 2)]
+    balance = ", ".join(f"`{name}` {value:.2f}" for name, value in found["mean_balance"].items())
+    values = lambda name: [row[name] for row in result["rows"]]  # noqa: E731
+    span = lambda name: f"{thousands(min(values(name)))} to {thousands(max(values(name)))}"  # noqa: E731
+    head = ["", f"published, {found['published']['device']}", "here: average", "geometric mean", "smallest"]
+    return (
+        f"**The LeanAttention paper's own comparison**, its figures 7 and 9 ({commands(result)}): {len(result['rows'])} shapes, "
+        f"head_dim {span('head_dim')}, {span('num_heads')} heads, batch {span('batch')}, {span('kv_len')} tokens.\n\n"
+        f"{table(head, rows)}\n\n"
+        f"How evenly the schedules lay the work on the SMs (its figure 4; 1 is perfect), on average: {balance}."
+    )
+
+
+# Sections in the order of the README: name, file, text.
+SECTIONS: list[tuple[str, str, Callable[[dict], str]]] = [
+    ("generate", "generate_8b.json", generate),
+    ("generate_1b", "generate_1b.json", generate),
+    ("fresh", "generate_fresh.json", fresh),
+    ("stream", "stream.json", stream),
+    ("decode", "kernels_decode.json", decode),
+    ("speculation", "kernels_speculation.json", speculation),
+    ("ragged", "kernels_ragged.json", ragged),
+    ("window", "kernels_window.json", window),
+    ("prefill", "kernels_prefill.json", prefill),
+    ("paper", "kernels_paper.json", paper),
+    ("paper_e2e", "paper_e2e.json", paper_e2e),
+]
+
+
+def report(folder: Path, names: Iterable[str] | None = None) -> str:
+    """The sections of these names, or all, as far as their JSON has rows; each machine and its versions named once."""
+    parts, known = [], []
+    for name, file, section in SECTIONS:
+        path = folder / file
+        if (names is not None and name not in names) or not path.exists():
+            continue
+        result = json.loads(path.read_text())
+        if not result["rows"]:
+            continue
+        if on(result) not in known:
+            known.append(on(result))
+            parts.append(f"{known[-1]}, bfloat16, medians. Every result was checked before it was timed, peers in the same run.")
+        picture = path.with_suffix(".png")
+        parts += [section(result), *([f"![{name}]({RESULTS / picture.name})"] if picture.exists() else [])]
+    return "\n\n".join(parts)
+
+
+def rewrite(document: str, folder: Path) -> str:
+    """The document with what stands between its marks written anew."""
+    named = {match[1] for match in MARKS.finditer(document) if match[1]}
+    if unknown := named - {name for name, *_ in SECTIONS}:
+        raise ValueError(f"There are no sections {', '.join(sorted(unknown))}; known are {', '.join(n for n, *_ in SECTIONS)}.")
+
+    def fill(match: re.Match) -> str:
+        wanted = [match[1]] if match[1] else [name for name, *_ in SECTIONS if name not in named]
+        mark = f"<!-- measured{' ' + match[1] if match[1] else ''}"
+        return f"{mark}: begin -->\n{report(folder, wanted)}\n{mark}: end -->"
+
+    return MARKS.sub(fill, document)
+
+
+def main(argv: list[str] | None = None, prog: str = "python -m hf_fastattn.bench.report") -> int:
+    """Print the tables, or write them into a document and draw the pictures. Returns 0."""
+    parser = argparse.ArgumentParser(prog=prog, description=__doc__.splitlines()[0])
     parser.add_argument("document", nargs="?", type=Path, help="Markdown file to write the tables into, between its marks")
-    parser.add_argument("--results", type=Path, default=Path("examples/results"), help="folder of the JSON")
-    args = parser.parse_args()
-    text = report(args.results)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON (default: %(default)s)")
+    args = parser.parse_args(argv)
     if args.document is None:
-        print(text)
-        return
-    document = args.document.read_text()
-    before, begin, rest = document.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        parser.error(f"{args.document} has no marks {BEGIN} and {END}.")
-    args.document.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
+        print(report(args.results))
+        return 0
+    text = args.document.read_text()
+    if not MARKS.search(text):
+        parser.error(f"{args.document} has no marks <!-- measured: begin --> and <!-- measured: end -->.")
+    try:
+        from . import pictures
+    except ImportError as error:
+        parser.error(f'pictures need matplotlib ({error}); run `pip install "hf-fastattn[bench]"`.')
+    for path in pictures.draw(args.results):
+        print(path)
+    args.document.write_text(rewrite(text, args.results))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

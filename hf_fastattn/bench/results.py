@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
+import shlex
+import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
+
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # settings that decide what fits
 
 
 def conditions(device: torch.device, method: str) -> dict[str, str]:
@@ -31,6 +36,19 @@ def conditions(device: torch.device, method: str) -> dict[str, str]:
     }
 
 
+def command(prog: str, argv: list[str] | None) -> str:
+    """What was typed, without where the results went and how long it might take."""
+    words, typed = [], list(sys.argv[1:] if argv is None else argv)
+    while typed:
+        word = typed.pop(0)
+        if word.partition("=")[0] not in ("--out", "--seconds"):
+            words.append(word)
+        elif "=" not in word and typed:
+            typed.pop(0)
+    settings = [f"{name}={os.environ[name]}" for name in ALLOCATOR if name in os.environ]
+    return shlex.join([*settings, *prog.split(), *words])
+
+
 def find_device(name: str | None) -> torch.device:
     """The device of that name, by default the current GPU or else the CPU, with its index as tensors name it."""
     device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -48,13 +66,16 @@ def add_options(parser: argparse.ArgumentParser, seconds: float) -> None:
 
 
 class Results:
-    """`data` is what the JSON at `path` holds; its "rows" come one by one, and each is saved at once."""
+    """`data` is what the JSON at `path` holds; its "rows" come one by one, and each is saved at once.
 
-    def __init__(self, path: Path, seconds: float, **head):
+    command: what was typed; `conditions` and further fields of the file as they are.
+    """
+
+    def __init__(self, path: Path, seconds: float, command: str, **head):
         self.began = time.perf_counter()
         self.path = path
         self.seconds = seconds
-        self.data = {**head, "rows": []}
+        self.data = {**head, "commands": [command], "rows": []}
         path.parent.mkdir(parents=True, exist_ok=True)
 
     def left(self) -> float:
@@ -72,6 +93,7 @@ class Results:
         old = json.loads(self.path.read_text())
         if old["conditions"] != self.data["conditions"]:
             parser.error(f"{self.path} was measured under {old['conditions']}, and not {self.data['conditions']}.")
+        old["commands"] = list(dict.fromkeys([*old.get("commands", ()), *self.data["commands"]]))
         self.data = old
 
     def save(self) -> None:

@@ -1,0 +1,231 @@
+"""Pictures of the JSON under examples/results: one PNG beside each, readable on a light and on a dark page."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+
+from ..tables import thousands
+from .grid import LEAN, OURS, RIVALS, SDPA, STATIC
+
+GREY = "#808080"  # stands out from white and from black
+COLORS = {
+    "lean": "#e8743b",
+    OURS: "#e8743b",
+    "ring": "#e8743b",
+    LEAN: "#f0b24a",
+    "split_kv": "#19a979",
+    "sdpa_cudnn": "#5899da",
+    SDPA: "#5899da",
+    "dense": "#5899da",
+    "sdpa_flash": "#945ecf",
+    STATIC: "#945ecf",
+    "fa2": "#13a4b4",
+    "eager_dynamic": "#a05a2c",
+    "flash_attention_2_dynamic": "#13a4b4",
+    "flex_attention_dynamic": "#19a979",
+}
+LABELS = {
+    SDPA: "sdpa",
+    STATIC: "sdpa, static + compile",
+    LEAN: "lean",
+    OURS: "patch()",
+    "sdpa_flash": "sdpa flash",
+    "sdpa_cudnn": "sdpa cuDNN",
+}
+STYLE = {
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
+    "savefig.facecolor": "none",
+    "text.color": GREY,
+    "axes.edgecolor": GREY,
+    "axes.labelcolor": GREY,
+    "xtick.color": GREY,
+    "ytick.color": GREY,
+    "grid.color": GREY,
+    "grid.alpha": 0.25,
+    "axes.grid": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
+    "font.size": 10,
+}
+
+
+def tokens_axis(axis, ticks: list[int], name: str, words: Callable[[int], str] = thousands) -> None:
+    """A logarithmic axis of token counts, in words."""
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(ticks, [words(n) for n in ticks])
+    axis.minorticks_off()
+    axis.set_xlabel(name)
+
+
+def generate(result: dict):
+    """ms a token of each batch and peak memory against the prompt, a line for each rival, and the floor of the bandwidth."""
+    rows = [row for row in result["rows"] if "lengths" in row and not row["padded"]]
+    batches = sorted({row["rows"] for row in rows})
+    figure, axes = plt.subplots(1, len(batches) + 1, figsize=(4 * len(batches) + 4, 4.4))
+    lengths = sorted({row["lengths"][0] for row in rows})
+    for batch, axis, dashes in zip(batches, axes, ("-", "--", ":", "-.") * len(batches), strict=False):
+        alike = sorted((row for row in rows if row["rows"] == batch), key=lambda row: row["lengths"][0])
+        for name in RIVALS:
+            for target, what, label in ((axis, "ms", LABELS.get(name, name)), (axes[-1], "peak_gib", None)):
+                found = [(row["lengths"][0], (row["rivals"].get(name) or {}).get(what)) for row in alike]
+                found = [point for point in found if point[1] is not None]
+                if found:
+                    style = dashes if target is axes[-1] else "-"
+                    target.plot(*zip(*found, strict=True), style, marker="o", ms=4, color=COLORS[name], label=label)
+        floor = [(row["lengths"][0], row["floor_ms"]) for row in alike if "floor_ms" in row]
+        if floor:
+            axis.plot(*zip(*floor, strict=True), lw=1, color=GREY, label="weights and K/V read once")
+        axis.set(title=f"batch {batch}", ylabel="ms a token")
+        axis.set_ylim(bottom=0)
+    axes[-1].set(title=", ".join(f"batch {b} {d}" for b, d in zip(batches, ("solid", "dashed", "dotted"), strict=False)))
+    axes[-1].set(ylabel="peak GiB")
+    axes[-1].set_ylim(bottom=0)
+    for axis in axes:
+        tokens_axis(axis, lengths, "prompt, tokens")
+    known = {text: line for axis in axes[:-1] for line, text in zip(*axis.get_legend_handles_labels(), strict=True)}
+    figure.legend(known.values(), known.keys(), loc="lower center", ncols=len(known), fontsize=9)
+    figure.suptitle(f"generate(), {result['shape']}-shaped, {result['conditions']['device']}")
+    figure.tight_layout(rect=(0, 0.07, 1, 1))
+    return figure
+
+
+def decode(result: dict):
+    """Bandwidth against bytes of K/V, every shape a dot."""
+    figure, axis = plt.subplots(figsize=(7, 4))
+    for name in ("sdpa_flash", "sdpa_cudnn", "split_kv", "lean"):
+        points = [(row["kv_bytes"], row["tb_per_s"][name]) for row in result["rows"] if name in row["tb_per_s"]]
+        if points:
+            axis.scatter(*zip(*points, strict=True), s=14, alpha=0.8, color=COLORS[name], label=LABELS.get(name, name))
+    best = result["summary"]["best_tb_per_s"]["tb_per_s"]
+    axis.axhline(best, lw=1, color=GREY)
+    axis.text(0.01, best, f"best seen: {best:.2f}", transform=axis.get_yaxis_transform(), va="bottom", fontsize=8)
+    axis.set_xscale("log", base=2)
+    ticks = [1 << n for n in range(20, 38, 4)]
+    axis.set_xticks(ticks, ["1 MiB", "16 MiB", "256 MiB", "4 GiB", "64 GiB"])
+    axis.set(xlabel="K and V of the call", ylabel="TB/s of K and V", title=f"Decode kernels, {result['conditions']['device']}")
+    axis.legend()
+    figure.tight_layout()
+    return figure
+
+
+def paper(result: dict):
+    """Speed of lean over fa2 and split_kv against context: average and range over heads and batch, beside what was published."""
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4))
+    published = result["summary"]["published"]
+    for axis, name, peer in zip(axes, ("lean_over_fa2", "lean_over_split_kv"), ("fa2", "split_kv"), strict=True):
+        for head_dim, color in ((64, COLORS["sdpa_cudnn"]), (128, COLORS["lean"])):
+            rows = [row for row in result["rows"] if row["head_dim"] == head_dim]
+            lengths = sorted({row["kv_len"] for row in rows})
+            ratios = [[row[name] for row in rows if row["kv_len"] == length] for length in lengths]
+            axis.plot(
+                lengths,
+                [sum(values) / len(values) for values in ratios],
+                marker="o",
+                ms=4,
+                color=color,
+                label=f"head_dim {head_dim}",
+            )
+            axis.fill_between(lengths, list(map(min, ratios)), list(map(max, ratios)), color=color, alpha=0.15, lw=0)
+        axis.axhline(published[name]["average"], ls="--", lw=1, color=GREY, label=f"the paper's average, {published['device']}")
+        tokens_axis(axis, sorted({row["kv_len"] for row in result["rows"]}), "context, tokens")
+        axis.set(ylabel=f"times as fast as {peer}", title=f"lean over {peer}")
+        axis.legend(fontsize=8)
+    figure.suptitle(
+        f"The LeanAttention paper's comparison on {result['conditions']['device']}: average and range over heads and batch"
+    )
+    figure.tight_layout()
+    return figure
+
+
+def paper_e2e(result: dict):
+    """ms a token against context, and the integrated seconds of an output."""
+    figure, (time, whole) = plt.subplots(1, 2, figsize=(10, 4))
+    names = ("fa2", "split_kv", "lean")
+    for name in names:
+        time.plot(
+            [row["context"] for row in result["rows"]],
+            [row["ms"][name] for row in result["rows"]],
+            marker="o",
+            ms=4,
+            color=COLORS[name],
+            label=name,
+        )
+    outputs = result["summary"]["outputs"]
+    for i, name in enumerate(names):
+        whole.bar(
+            [at + 0.27 * (i - 1) for at in range(len(outputs))],
+            [output["seconds"][name] for output in outputs],
+            0.25,
+            color=COLORS[name],
+            label=name,
+        )
+    whole.set_xticks(range(len(outputs)), [thousands(output["new_tokens"]) for output in outputs])
+    time.set(xlabel="context, tokens", ylabel="ms a token")
+    time.set_ylim(bottom=0)
+    whole.set(xlabel="new tokens", ylabel="seconds, integrated")
+    time.legend()
+    figure.suptitle(f"{result['shape']}-shaped behind a long prompt, {result['conditions']['device']}")
+    figure.tight_layout()
+    return figure
+
+
+def stream(result: dict):
+    """ms a token and memory against tokens read."""
+    figure, (time, memory) = plt.subplots(1, 2, figsize=(10, 4))
+    read = [row["tokens"] for row in result["rows"]]
+    time.plot(read, [row["ms"] for row in result["rows"]], marker="o", color=COLORS["ring"], label="rolling cache")
+    keeps = result["window"] + result["sinks"]
+    time.plot(
+        read,
+        [row["dense_ms"] for row in result["rows"]],
+        marker="o",
+        color=COLORS["dense"],
+        label=f"dense cache of {keeps} tokens",
+    )
+    time.set_ylabel("ms a token")
+    time.set_ylim(bottom=0)
+    time.legend()
+    if all(row["memory_bytes"] for row in result["rows"]):
+        memory.plot(read, [max(row["memory_bytes"]) / 2**30 for row in result["rows"]], marker="o", color=COLORS["ring"])
+    memory.set_ylabel("GiB allocated")
+    memory.set_ylim(bottom=0)
+    for axis in (time, memory):
+        tokens_axis(axis, read, "tokens read", lambda n: f"{n // 1000}k" if n < 1_000_000 else f"{n // 1_000_000}M")
+    figure.suptitle(f"Text without end, {result['shape']}-shaped, {result['conditions']['device']}")
+    figure.tight_layout()
+    return figure
+
+
+PICTURES: dict[str, Callable] = {
+    "generate_8b.json": generate,
+    "kernels_decode.json": decode,
+    "kernels_paper.json": paper,
+    "paper_e2e.json": paper_e2e,
+    "stream.json": stream,
+}
+
+
+def draw(folder: Path) -> list[Path]:
+    """Draw what has rows; the files written."""
+    drawn = []
+    for file, picture in PICTURES.items():
+        path = folder / file
+        result = json.loads(path.read_text()) if path.exists() else {"rows": []}
+        if not result["rows"]:
+            continue
+        with plt.rc_context(STYLE):
+            figure = picture(result)
+            figure.savefig(path.with_suffix(".png"), dpi=130, metadata={"Software": None})
+            plt.close(figure)
+        drawn.append(path.with_suffix(".png"))
+    return drawn
