@@ -50,7 +50,7 @@ def test_plan_visits_every_visible_key_once_and_masks_where_it_must(causal, wind
         spans = (q_start, kv_start, kv_stop, window, causal, holes)
         plan = _as_python(hopper._plan, _row_bounds=row_bounds, _load_spans=lambda *_, spans=spans: spans)
         tile = _as_python(hopper._tile)
-        for block_m, block_n in ((128, 128), (192, 128), (128, 64)):
+        for block_m, block_n in ((128, 128), (128, 64)):
             for first in range(0, q_len, block_m):
                 lo, _hi, num_tiles, num_after, num_masked, *_ = plan(
                     None, first, q_len, kv_stop, window, block_m, block_n, True, causal
@@ -71,21 +71,11 @@ def test_plan_visits_every_visible_key_once_and_masks_where_it_must(causal, wind
 
 
 @pytest.mark.parametrize("num_blocks, num_heads, batch, section", [(5, 6, 2, 4), (1, 3, 1, 8), (7, 4, 3, 1), (16, 8, 2, 16)])
-@pytest.mark.parametrize("programs", [1, 7, 132])
-def test_every_item_is_done_once(num_blocks, num_heads, batch, section, programs):
+def test_every_item_is_listed_once(num_blocks, num_heads, batch, section):
     total = num_heads * batch
     item = _as_python(hopper._item)
-    items = {item(i, num_blocks, num_heads, total, section) for i in range(num_blocks * total)}
-    assert items == {(b, h, r) for b in range(num_blocks) for h in range(num_heads) for r in range(batch)}
-    seen = []
-    for pid in range(programs):
-        following = _as_python(hopper._next_static)
-        following.__globals__["gl"].program_id = lambda _, pid=pid: pid
-        index, turn = pid, 0
-        while index < num_blocks * total:
-            seen.append(index)
-            index, turn = following(turn, programs), turn + 1
-    assert sorted(seen) == list(range(num_blocks * total))
+    items = [item(i, num_blocks, num_heads, total, section) for i in range(num_blocks * total)]
+    assert sorted(items) == [(b, h, r) for b in range(num_blocks) for h in range(num_heads) for r in range(batch)]
 
 
 # --- compilation, no GPU needed -------------------------------------------------------------------------------------------------
@@ -111,8 +101,7 @@ def _compile(head_dim, dtype="bf16", **flags):
     types |= {"scale_log2": "fp32", "cap_log2": "fp32"}
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in fn.arg_names}
     source = GluonASTSource(fn, signature, {(fn.arg_names.index(name),): value for name, value in constants.items()})
-    options = dict(num_warps=4) | ({} if config.registers[2] is None else {"maxnreg": config.registers[2]})
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=4))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU compiles what it runs")

@@ -26,7 +26,6 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    async_copy,
     fence_async_shared,
     mbarrier,
     tma,
@@ -59,9 +58,10 @@ _row_bounds = gluon.jit(softmax.row_bounds.fn)
 
 
 _FIRST_TURN = gl.constexpr(8)  # named barriers of the consumers' turns; Triton's own count up from 0
-ONE_ITEM, STATIC, DYNAMIC = range(3)  # how programs get their items: one each; round robin; from a counter
-_STATIC = gl.constexpr(STATIC)
-_DYNAMIC = gl.constexpr(DYNAMIC)
+_CONSUMERS = gl.constexpr(2)
+_STAGES = gl.constexpr(2)  # tiles of K, and of V, in flight
+_REGISTERS = gl.constexpr((240, 24))  # of a consumer thread, of a producer thread
+BLOCK_M = 64 * _CONSUMERS.value
 
 HEAD_DIMS = (64, 128, 256)
 MIN_Q_LEN = 65  # below this a block of 128 rows is mostly empty
@@ -72,35 +72,24 @@ _L2_BYTES = 32 << 20  # K and V of the heads in one section
 class Config:
     """One compiled shape of the kernel.
 
-    consumers: warpgroups of 64 query rows. BLOCK_N: keys per tile. stages: tiles of K, and of V, in flight.
-    schedule: how programs get their items. registers: of a consumer thread, of a producer thread, and at launch (None: all there
-    are). The rest orders one tile's work: pingpong, consumers take turns at the tensor cores; q_registers, Q is a register
-    operand; rescale_first, O is rescaled while S = Q K^T runs and not after O += P V; own_out, O leaves through a buffer of its
-    own and not through Q's; hold_wait, see `_after`; pack_early, P is packed to 16 bits at the end of its step and not at the
-    start of the next; thread_release, see `_release`; exp2_on_fma, see `_exp2`.
+    BLOCK_N: keys per tile. pingpong: consumers take turns at the tensor cores. own_out: O leaves through a buffer of its own and
+    not through Q's. hold_wait: see `_after`. pack_early: P is packed to 16 bits at the end of its step and not at the start of
+    the next. exp2_on_fma: see `_exp2`.
     """
 
-    consumers: int
     BLOCK_N: int
-    stages: int
-    schedule: int = ONE_ITEM
     pingpong: bool = True
-    q_registers: bool = False
-    rescale_first: bool = False
     own_out: bool = True
     hold_wait: bool = True
     pack_early: bool = False
-    thread_release: bool = False
     exp2_on_fma: int = 0
-    registers: tuple[int, int, int | None] = (240, 24, None)
-    programs_per_sm: int = 1
 
 
 # Measured on an H200 against cuDNN over lengths 2k to 64k, causal and not. At head_dim 64 the exponentials are the limit.
 CONFIGS = {
-    64: Config(2, 128, 2, schedule=DYNAMIC, exp2_on_fma=8),
-    128: Config(2, 128, 2, schedule=DYNAMIC),
-    256: Config(2, 64, 2, schedule=DYNAMIC, pingpong=False, own_out=False, pack_early=True, hold_wait=False),
+    64: Config(128, exp2_on_fma=8),
+    128: Config(128),
+    256: Config(64, pingpong=False, own_out=False, hold_wait=False, pack_early=True),
 }
 
 
@@ -113,19 +102,6 @@ def _bar(op, barrier, threads):
 def _named_barrier(OP: gl.constexpr, BARRIER: gl.constexpr, THREADS: gl.constexpr):
     """`bar.sync` or `bar.arrive`; Triton itself uses the barriers from 0 up, one or two per partition."""
     gl.inline_asm_elementwise(_bar(OP, BARRIER, THREADS), "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _release(barrier, BY_THREAD: gl.constexpr):
-    """A consumer gives a buffer back to the producer: one arrival of its 128 threads together, or one of each.
-
-    `mbarrier.arrive` synchronises the warpgroup first. The arrival that belongs to cp.async does not; no thread here has a copy
-    in flight, so it happens at once, and 128 arrivals mean that every thread has seen its products finish.
-    """
-    if BY_THREAD:
-        async_copy.mbarrier_arrive(barrier, increment_count=False)
-    else:
-        mbarrier.arrive(barrier, count=1)
 
 
 @gluon.jit
@@ -221,14 +197,6 @@ def _tile(i, num_tiles, num_after, num_masked):
 
 
 @gluon.jit
-def _next_static(turn, programs):
-    """Item of round `turn` + 1 of a round robin that turns around each time, so that long and short items add up alike."""
-    pid = gl.program_id(0)
-    following = turn + 1
-    return following * programs + gl.where((following & 1) != 0, programs - 1 - pid, pid)
-
-
-@gluon.jit
 def _produce(
     args,
     C: gl.constexpr,
@@ -240,26 +208,19 @@ def _produce(
     q_smem, k_smem, v_smem, _o_smem, next_smem = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty, next_full, next_empty = barriers
     stride_sb, num_items, num_blocks, num_heads, group, total_heads, section, q_len, kv_len, window = sizes
-    CONSUMERS: gl.constexpr = C.consumers
-    BLOCK_M: gl.constexpr = 64 * C.consumers
+    BLOCK_M: gl.constexpr = 64 * _CONSUMERS
     BLOCK_N: gl.constexpr = C.BLOCK_N
-    STAGES: gl.constexpr = C.stages
 
     programs = gl.num_programs(0)
     index = gl.program_id(0)
     count = index * 0  # tiles of earlier items
     turn = index * 0  # earlier items
     while index < num_items:
-        if C.schedule == _DYNAMIC:
-            following = gl.atomic_add(Counters, 1) + programs
-            mbarrier.wait(next_empty, (turn & 1) ^ 1)
-            next_smem.store(gl.zeros([1], gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + following)
-            _warpgroup_barrier()
-            mbarrier.arrive(next_full, count=1)
-        elif C.schedule == _STATIC:
-            following = _next_static(turn, programs)
-        else:
-            following = index + programs
+        following = gl.atomic_add(Counters, 1) + programs
+        mbarrier.wait(next_empty, (turn & 1) ^ 1)
+        next_smem.store(gl.zeros([1], gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + following)
+        _warpgroup_barrier()
+        mbarrier.arrive(next_full, count=1)
 
         block, head, row = _item(index, num_blocks, num_heads, total_heads, section)
         first = block * BLOCK_M
@@ -268,14 +229,14 @@ def _produce(
             span_ptr, first, q_len, kv_len, window, BLOCK_M, BLOCK_N, HAS_SPANS, IS_CAUSAL
         )
         kv_head = head // group
-        for wg in gl.static_range(CONSUMERS):
+        for wg in gl.static_range(_CONSUMERS):
             mbarrier.wait(q_empty.index(wg), (turn & 1) ^ 1)
             mbarrier.expect(q_full.index(wg), q_desc.block_type.nbytes)
             _tma_load(q_desc, [row, head, first + wg * 64, 0], q_full.index(wg), q_smem.index(wg))
         for i in range(num_tiles):
             start = lo + _tile(i, num_tiles, num_after, num_masked) * BLOCK_N
-            stage = (count + i) % STAGES
-            phase = (((count + i) // STAGES) & 1) ^ 1
+            stage = (count + i) % _STAGES
+            phase = (((count + i) // _STAGES) & 1) ^ 1
             mbarrier.wait(k_empty.index(stage), phase)
             mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
             _tma_load(k_desc, [row, kv_head, start, 0], k_full.index(stage), k_smem.index(stage))
@@ -286,11 +247,10 @@ def _produce(
         turn += 1
         index = following
 
-    if C.schedule == _DYNAMIC:  # noqa: SIM102
-        # A program counts itself out after its last ticket; the last one leaves zeros for the next launch.
-        if gl.atomic_add(Counters + 1, 1) == programs - 1:
-            gl.store(Counters, 0)
-            gl.store(Counters + 1, 0)
+    # A program counts itself out after its last ticket; the last one leaves zeros for the next launch.
+    if gl.atomic_add(Counters + 1, 1) == programs - 1:
+        gl.store(Counters, 0)
+        gl.store(Counters + 1, 0)
 
 
 @gluon.jit
@@ -404,25 +364,22 @@ def _consume(
     q_smem, k_smem, v_smem, o_smem, next_smem = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty, next_full, next_empty = barriers
     stride_sb, num_items, num_blocks, num_heads, _group, total_heads, section, q_len, kv_len, window = sizes
-    BLOCK_M: gl.constexpr = 64 * C.consumers
+    BLOCK_M: gl.constexpr = 64 * _CONSUMERS
     BLOCK_N: gl.constexpr = C.BLOCK_N
-    STAGES: gl.constexpr = C.stages
     dtype: gl.constexpr = q_smem.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
-    q_layout: gl.constexpr = gl.DotOperandLayout(0, s_layout, 2)
     s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
     # Named barriers: consumer w waits for its turn at MY_TURN, the one before it arrives there.
     MY_TURN: gl.constexpr = _FIRST_TURN + WG
-    NEXT_TURN: gl.constexpr = _FIRST_TURN + (WG + 1) % C.consumers
+    NEXT_TURN: gl.constexpr = _FIRST_TURN + (WG + 1) % _CONSUMERS
 
-    programs = gl.num_programs(0)
     index = gl.program_id(0)
     count = index * 0
     turn = index * 0
-    if C.pingpong and C.consumers == WG + 1:
+    if C.pingpong and _CONSUMERS == WG + 1:
         _named_barrier("arrive", _FIRST_TURN, 256)
     s_scale = scale_log2
     if HAS_SOFTCAP:
@@ -430,15 +387,10 @@ def _consume(
 
     zeros = gl.zeros([64, BLOCK_N], gl.float32, s_layout)
     while index < num_items:
-        if C.schedule == _DYNAMIC:
-            mbarrier.wait(next_full, turn & 1)
-            following = gl.max(next_smem.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-            _warpgroup_barrier()
-            mbarrier.arrive(next_empty, count=1)
-        elif C.schedule == _STATIC:
-            following = _next_static(turn, programs)
-        else:
-            following = index + programs
+        mbarrier.wait(next_full, turn & 1)
+        following = gl.max(next_smem.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+        _warpgroup_barrier()
+        mbarrier.arrive(next_empty, count=1)
 
         block, head, row = _item(index, num_blocks, num_heads, total_heads, section)
         first = block * BLOCK_M
@@ -453,10 +405,8 @@ def _consume(
         # S of the first tile, and V made safe where not all of the tile's slots are live.
         mbarrier.wait(q_full.index(WG), turn & 1)
         q = q_smem.index(WG).reshape([64, HEAD_DIM])
-        if C.q_registers:
-            q = q.load(q_layout)
-        stage = count % STAGES
-        phase = (count // STAGES) & 1
+        stage = count % _STAGES
+        phase = (count // _STAGES) & 1
         mbarrier.wait(k_full.index(stage), phase)
         k = k_smem.index(stage).reshape([BLOCK_N, HEAD_DIM])
         s_token = warpgroup_mma(q, k.permute([1, 0]), zeros, use_acc=False, is_async=True)
@@ -468,7 +418,7 @@ def _consume(
                 fence_async_shared()
                 _warpgroup_barrier()
         s = warpgroup_mma_wait(0, [s_token])
-        _release(k_empty.index(stage), C.thread_release)
+        mbarrier.arrive(k_empty.index(stage), count=1)
         s = _cap(s, scale_log2, cap_log2, HAS_SOFTCAP)
         if num_masked > 0:
             s = _mask(s, start, row_lo, row_hi, word_ptr, hi, holes, HAS_WORDS)
@@ -488,16 +438,14 @@ def _consume(
                 end = num_tiles
             for i in range(begin, end):
                 # S of tile i and O += P V of tile i - 1 one behind the other; then the softmax of tile i while the latter runs.
-                stage = (count + i) % STAGES
-                v_stage = (count + i - 1) % STAGES
-                mbarrier.wait(k_full.index(stage), ((count + i) // STAGES) & 1)
+                stage = (count + i) % _STAGES
+                v_stage = (count + i - 1) % _STAGES
+                mbarrier.wait(k_full.index(stage), ((count + i) // _STAGES) & 1)
                 if C.pingpong:
                     _named_barrier("sync", MY_TURN, 256)
                 k = k_smem.index(stage).reshape([BLOCK_N, HEAD_DIM])
                 s_token = warpgroup_mma(q, k.permute([1, 0]), zeros, use_acc=False, is_async=True)
-                if C.rescale_first:
-                    acc = acc * gl.convert_layout(alpha, o_rows)[:, None]
-                mbarrier.wait(v_full.index(v_stage), ((count + i - 1) // STAGES) & 1)
+                mbarrier.wait(v_full.index(v_stage), ((count + i - 1) // _STAGES) & 1)
                 v = v_smem.index(v_stage).reshape([BLOCK_N, HEAD_DIM])
                 if not C.pack_early:
                     p = gl.convert_layout(p.to(dtype), p_layout)
@@ -505,7 +453,7 @@ def _consume(
                 if C.pingpong:
                     _named_barrier("arrive", NEXT_TURN, 256)
                 s = warpgroup_mma_wait(1, [s_token])
-                _release(k_empty.index(stage), C.thread_release)
+                mbarrier.arrive(k_empty.index(stage), count=1)
                 s = _cap(s, scale_log2, cap_log2, HAS_SOFTCAP)
                 if part == 0:
                     start = lo + _tile(i, num_tiles, num_after, num_masked) * BLOCK_N
@@ -514,21 +462,16 @@ def _consume(
                 if C.hold_wait:
                     l = _after(l, q_len)
                 acc = warpgroup_mma_wait(0, [o_token])
-                _release(v_empty.index(v_stage), C.thread_release)
+                mbarrier.arrive(v_empty.index(v_stage), count=1)
                 if C.pack_early:
                     p = gl.convert_layout(p.to(dtype), p_layout)
-                if not C.rescale_first:
-                    acc = acc * gl.convert_layout(alpha, o_rows)[:, None]
+                acc = acc * gl.convert_layout(alpha, o_rows)[:, None]
 
         if C.own_out:
-            if C.q_registers:
-                fence_async_shared()
             mbarrier.arrive(q_empty.index(WG), count=1)  # the last S is done: the next Q may come
         count += num_tiles
-        stage = (count - 1) % STAGES
-        mbarrier.wait(v_full.index(stage), ((count - 1) // STAGES) & 1)
-        if C.rescale_first:
-            acc = acc * gl.convert_layout(alpha, o_rows)[:, None]
+        stage = (count - 1) % _STAGES
+        mbarrier.wait(v_full.index(stage), ((count - 1) // _STAGES) & 1)
         v = v_smem.index(stage).reshape([BLOCK_N, HEAD_DIM])
         if not C.pack_early:
             p = gl.convert_layout(p.to(dtype), p_layout)
@@ -549,7 +492,7 @@ def _consume(
             gl.store(Lse + (row.to(gl.int64) * num_heads + head) * q_len + offs_m, lse, mask=offs_m < q_len)
 
         acc = warpgroup_mma_wait(0, [o_token])
-        _release(v_empty.index(stage), C.thread_release)
+        mbarrier.arrive(v_empty.index(stage), count=1)
         out = (acc * gl.convert_layout(inverse, o_rows)[:, None]).to(dtype)
         if C.own_out:
             tma.store_wait(0)  # the store of the item before has read its buffer
@@ -614,35 +557,32 @@ def prefill_hopper_kernel(
     HAS_SINK_LOGITS: gl.constexpr,
     WRITE_LSE: gl.constexpr,
 ):
-    CONSUMERS: gl.constexpr = C.consumers
-    STAGES: gl.constexpr = C.stages
-    RELEASES: gl.constexpr = C.consumers * (128 if C.thread_release else 1)
-    q_smem = gl.allocate_shared_memory(q_desc.dtype, [C.consumers, 1, 1, 64, HEAD_DIM], q_desc.layout)
-    k_smem = gl.allocate_shared_memory(k_desc.dtype, [C.stages, 1, 1, C.BLOCK_N, HEAD_DIM], k_desc.layout)
-    v_smem = gl.allocate_shared_memory(v_desc.dtype, [C.stages, 1, 1, C.BLOCK_N, HEAD_DIM], v_desc.layout)
+    q_smem = gl.allocate_shared_memory(q_desc.dtype, [_CONSUMERS, 1, 1, 64, HEAD_DIM], q_desc.layout)
+    k_smem = gl.allocate_shared_memory(k_desc.dtype, [_STAGES, 1, 1, C.BLOCK_N, HEAD_DIM], k_desc.layout)
+    v_smem = gl.allocate_shared_memory(v_desc.dtype, [_STAGES, 1, 1, C.BLOCK_N, HEAD_DIM], v_desc.layout)
     if C.own_out:
-        o_smem = gl.allocate_shared_memory(out_desc.dtype, [C.consumers, 1, 1, 64, HEAD_DIM], out_desc.layout)
+        o_smem = gl.allocate_shared_memory(out_desc.dtype, [_CONSUMERS, 1, 1, 64, HEAD_DIM], out_desc.layout)
     else:
         o_smem = q_smem
-    q_full = gl.allocate_shared_memory(gl.int64, [C.consumers, 1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [C.consumers, 1], mbarrier.MBarrierLayout())
-    k_full = gl.allocate_shared_memory(gl.int64, [C.stages, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [C.stages, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [C.stages, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [C.stages, 1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [_CONSUMERS, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [_CONSUMERS, 1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
     next_smem = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     next_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     next_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(CONSUMERS):
+    for i in gl.static_range(_CONSUMERS):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=1)
-    for i in gl.static_range(STAGES):
+    for i in gl.static_range(_STAGES):
         mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=RELEASES)
+        mbarrier.init(k_empty.index(i), count=_CONSUMERS)
         mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(v_empty.index(i), count=RELEASES)
+        mbarrier.init(v_empty.index(i), count=_CONSUMERS)
     mbarrier.init(next_full, count=1)
-    mbarrier.init(next_empty, count=C.consumers)
+    mbarrier.init(next_empty, count=_CONSUMERS)
     fence_async_shared()
 
     buffers = (q_smem, k_smem, v_smem, o_smem, next_smem)
@@ -650,27 +590,15 @@ def prefill_hopper_kernel(
     sizes = (stride_sb, num_items, num_blocks, num_heads, group, total_heads, section, q_len, kv_len, window)
     shared = (out_desc, Lse, Spans, SinkLogits, buffers, barriers, sizes, scale_log2, cap_log2)
     loads = (q_desc, k_desc, v_desc, Spans, Counters, buffers, barriers, sizes)
-    if C.consumers == 2:
-        gl.warp_specialize(
-            [
-                (_consume, (shared, 0, HEAD_DIM, C, HAS_SPANS, HAS_WORDS, IS_CAUSAL, HAS_SOFTCAP, HAS_SINK_LOGITS, WRITE_LSE)),
-                (_consume, (shared, 1, HEAD_DIM, C, HAS_SPANS, HAS_WORDS, IS_CAUSAL, HAS_SOFTCAP, HAS_SINK_LOGITS, WRITE_LSE)),
-                (_produce, (loads, C, HAS_SPANS, IS_CAUSAL)),
-            ],
-            [4, 1],
-            [C.registers[0], C.registers[1]],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (_consume, (shared, 0, HEAD_DIM, C, HAS_SPANS, HAS_WORDS, IS_CAUSAL, HAS_SOFTCAP, HAS_SINK_LOGITS, WRITE_LSE)),
-                (_consume, (shared, 1, HEAD_DIM, C, HAS_SPANS, HAS_WORDS, IS_CAUSAL, HAS_SOFTCAP, HAS_SINK_LOGITS, WRITE_LSE)),
-                (_consume, (shared, 2, HEAD_DIM, C, HAS_SPANS, HAS_WORDS, IS_CAUSAL, HAS_SOFTCAP, HAS_SINK_LOGITS, WRITE_LSE)),
-                (_produce, (loads, C, HAS_SPANS, IS_CAUSAL)),
-            ],
-            [4, 4, 1],
-            [C.registers[0], C.registers[0], C.registers[1]],
-        )
+    gl.warp_specialize(
+        [
+            (_consume, (shared, 0, HEAD_DIM, C, HAS_SPANS, HAS_WORDS, IS_CAUSAL, HAS_SOFTCAP, HAS_SINK_LOGITS, WRITE_LSE)),
+            (_consume, (shared, 1, HEAD_DIM, C, HAS_SPANS, HAS_WORDS, IS_CAUSAL, HAS_SOFTCAP, HAS_SINK_LOGITS, WRITE_LSE)),
+            (_produce, (loads, C, HAS_SPANS, IS_CAUSAL)),
+        ],
+        [4, 1],
+        [_REGISTERS[0], _REGISTERS[1]],
+    )
 
 
 def why_not(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: int = 0) -> str | None:
@@ -752,17 +680,13 @@ def run(config: Config, q, k, v, spans, scale, causal, window, softcap, sink_log
     kv_heads, kv_len = k.shape[1], k.shape[2]
     group = num_heads // kv_heads
     out, lse = checks.empty_outputs(q, return_lse)
-    num_blocks = -(-q_len // (64 * config.consumers))
+    num_blocks = -(-q_len // BLOCK_M)
     num_items = num_blocks * num_heads * batch
-    if config.schedule == ONE_ITEM:
-        programs = num_items
-    else:
-        programs = min(num_items, launch.num_sms(q.device) * config.programs_per_sm)
     fitting = max(1, _L2_BYTES // (2 * kv_len * head_dim * q.element_size()))
     section = group * (1 << (fitting.bit_length() - 1))
     scale_log2, cap_log2 = checks.log2_scales(scale, softcap)
     with checks.on_device(q):
-        prefill_hopper_kernel[(programs,)](
+        prefill_hopper_kernel[(min(num_items, launch.num_sms(q.device)),)](
             _descriptor(q, 64),
             _descriptor(k, config.BLOCK_N),
             _descriptor(v, config.BLOCK_N),
@@ -770,7 +694,7 @@ def run(config: Config, q, k, v, spans, scale, causal, window, softcap, sink_log
             lse,
             q if spans is None else spans,
             q if sink_logits is None else sink_logits,
-            launch.counters(q.device) if config.schedule == DYNAMIC else q,
+            launch.counters(q.device),
             0 if spans is None else spans.stride(0),
             num_items,
             num_blocks,
@@ -792,6 +716,5 @@ def run(config: Config, q, k, v, spans, scale, causal, window, softcap, sink_log
             HAS_SINK_LOGITS=sink_logits is not None,
             WRITE_LSE=return_lse,
             num_warps=4,
-            maxnreg=config.registers[2],
         )
     return (out, lse) if return_lse else out
