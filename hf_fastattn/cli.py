@@ -136,9 +136,8 @@ def generate(options) -> int:
     inputs = _encode(tokenizer, prompt, options.chat, model.device)
     rows, texts = [], []
     for backend in chosen:
-        streaming = {"window": options.window, "sinks": options.sinks} if backend == "streaming" else {}
         with (
-            running(model, backend, options.cache, **streaming) as patched,
+            running(model, backend, options.cache, window=options.window, sinks=options.sinks) as patched,
             interface.count_calls() as calls,
         ):
             tokens, times = _generate(model, inputs, options.tokens)

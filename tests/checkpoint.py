@@ -33,7 +33,7 @@ def model(**own):
     return tiny("llama", **{"vocab_size": 320, "max_position_embeddings": 2048, "eos_token_id": 2, **own})
 
 
-def save(folder: Path) -> Path:
-    model().save_pretrained(folder)
+def save(folder: Path, **own) -> Path:
+    model(**own).save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     return folder

@@ -135,7 +135,7 @@ def _check(backends, tasks, caches, decode_tokens: int, options: dict) -> None:
     if not backends:
         raise ValueError("Name at least one backend; the first is what the others are compared with.")
     check_names(backends)
-    if any(value is not None for value in options.values()) and "streaming" not in backends:
+    if any(value is not None for value in options.values()) and not any(map(_streams, backends)):
         raise ValueError('window and sinks are options of the backend "streaming", which is not among the backends.')
     if not caches or not set(caches) <= set(CACHES):
         raise ValueError(f'caches are one or both of "dynamic" and "static"; got {", ".join(map(repr, caches)) or "none"}.')
@@ -146,8 +146,12 @@ def _check(backends, tasks, caches, decode_tokens: int, options: dict) -> None:
 
 
 def _caches(backend: str, caches: Sequence[str]) -> Sequence[str]:
-    """The caches a backend is run with: "streaming" has one of its own."""
-    return ("rolling",) if backend == "streaming" else caches
+    """The caches a backend is run with: a streaming one has its own."""
+    return ("rolling",) if _streams(backend) else caches
+
+
+def _streams(backend: str) -> bool:
+    return backend in registry.names() and getattr(registry.get(backend), "streaming", False)
 
 
 def _plan(model, backends, caches, options: dict) -> list[tuple[str, str]]:
@@ -170,7 +174,7 @@ def running(model, backend: str, cache: str = "dynamic", *, window: int | None =
     """
     if backend in registry.names():
         asked = {name: value for name, value in (("window", window), ("sinks", sinks)) if value is not None}
-        if backend != "streaming":  # whose cache is its own
+        if not _streams(backend):
             asked = {"cache": None} if cache == "dynamic" else {}
         with patch(model, backend, graph=cache != "dynamic" and model.device.type == "cuda", **asked) as patched:
             yield patched

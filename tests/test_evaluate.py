@@ -1,0 +1,335 @@
+"""evaluate(): equal backends are found equal, a wrong one is found and named, and the statistics are what they say."""
+
+import json
+import math
+import random
+from pathlib import Path
+from statistics import fmean, stdev
+
+import pytest
+import torch
+
+pytest.importorskip("lm_eval", reason="lm-eval is not installed")
+
+import checkpoint
+
+import hf_fastattn
+from hf_fastattn import interface, registry
+from hf_fastattn.evaluate import Evaluation, data, harness, load, pairs, perplexity, running
+from hf_fastattn.evaluate.pairs import Answers, Measure
+from hf_fastattn.evaluate.report import Run
+from hf_fastattn.kernels import INTERPRETED, reference, spans
+
+evaluate = hf_fastattn.evaluate
+# The shipped tasks with few and short examples.
+SMALL = {
+    "text": "characters: 300\n  examples: 2",
+    "choice": "examples: 3\n  facts: 4",
+    "needle": "characters: 250\n  examples: 3",
+}
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("tasks")
+    for name, metadata in SMALL.items():
+        text = f"include: {harness.PACK}/fastattn_{name}.yaml\ntask: small_{name}\ntag: small\n"
+        text += f"metadata:\n  version: 1\n  {metadata}\n"
+        if name == "needle":
+            text += 'generation_kwargs:\n  until: ["."]\n  max_gen_toks: 7\n  do_sample: false\n'
+        (folder / f"{name}.yaml").write_text(text)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return checkpoint.model(), checkpoint.tokenizer()
+
+
+# ---- a real model: equal is found equal ----
+
+
+@pytest.fixture(scope="module")
+def smollm2(device):
+    if INTERPRETED:
+        pytest.skip("30 layers of interpreted kernels take hours")
+    try:
+        return load("smollm2", dtype=torch.float32, device=device)
+    except ValueError as error:
+        pytest.skip(str(error))
+
+
+def test_smollm2_backends_and_caches_are_equal(smollm2, small, tmp_path, monkeypatch):
+    paddings = []
+    generate = type(smollm2[0]).generate
+
+    def spied(self, *args, attention_mask, **options):
+        paddings.append((attention_mask == 0).sum(1).tolist())
+        return generate(self, *args, attention_mask=attention_mask, **options)
+
+    monkeypatch.setattr(type(smollm2[0]), "generate", spied)
+    backends = ["sdpa", "eager", "fa2", "split_kv", "lean"]
+    found = evaluate(
+        *smollm2, backends=backends, tasks=["small"], include_path=[small], batch_size=3, decode_tokens=6, out=tmp_path
+    )
+    assert found.passed and found.verdict().startswith("EQUAL to sdpa, dynamic in every answer and score:"), str(found)
+    assert [run.label for run in found.runs] == [f"{name}, {cache}" for name in backends for cache in ("dynamic", "static")]
+    for run in found.runs:
+        for each in run.pairs:
+            assert each.equal in (None, 1.0) and each.score == pytest.approx(each.baseline, rel=1e-5), each
+        prefill = {"small_text", "small_choice"} if run.cache == "dynamic" else set()
+        assert {m.task for m in run.measures} == {"small_needle", "decode perplexity", *prefill}
+    layers = smollm2[0].config.num_hidden_layers
+    for run in found.runs[4:]:
+        decoded = run.calls.get(f"{run.backend}.decode", run.calls[f"{run.backend}.prefill"])
+        assert decoded > layers * 5 and f"{run.backend}.dense" not in run.calls
+    # The batches were left-padded, each row differently.
+    assert paddings and all(len(set(rows)) == 3 and min(rows) == 0 for rows in paddings)
+    # Something was answered rightly, so the tasks measure more than noise.
+    scores = {(m.task, m.metric): m.score for m in found.baseline.measures}
+    assert scores["small_needle", "exact_match, strip"] > 0 and 1 < scores["decode perplexity", "perplexity"] < 1000
+    assert json.loads((tmp_path / "eval.json").read_text())["passed"] is True
+    assert "| small_needle" in (tmp_path / "eval.md").read_text()
+
+
+@pytest.mark.skipif("streaming" not in hf_fastattn.names(), reason="there is no backend of that name yet")
+def test_smollm2_streaming_within_its_window_is_equal(smollm2, small):
+    found = evaluate(
+        *smollm2,
+        backends=["sdpa", "streaming"],
+        tasks=["small"],
+        caches=["dynamic"],
+        include_path=[small],
+        batch_size=3,
+        decode_tokens=6,
+        window=1024,
+        sinks=4,
+    )
+    assert found.passed and found.runs[1].label == "streaming, rolling", str(found)
+
+
+# ---- a wrong one is found and named ----
+
+
+def off_by(slots: int):
+    """Attention whose queries stand `slots` further than they do: of +1 they see the next token, of -1 not themselves."""
+
+    def attend(q, k, v, its_spans=None, *, causal=True, window=None, **options):
+        if its_spans is None:
+            its_spans = spans.build_spans(
+                q.shape[0], q.shape[2], k.shape[2], q.device, q_offset=k.shape[2] - q.shape[2], causal=causal, window=window
+            )
+        its_spans = its_spans.clone()
+        its_spans[..., spans.Q_START] += slots
+        return reference.attention(q, k, v, its_spans, **options)
+
+    return attend
+
+
+@pytest.fixture
+def wrong(monkeypatch):
+    """Two backends with the causal mask off by one, known inside one test only."""
+    monkeypatch.setattr(registry, "_backends", dict(registry._backends))
+    monkeypatch.setattr(interface, "_runners", dict(interface._runners))
+    for name, slots in (("sees_the_next", 1), ("misses_itself", -1)):
+        hf_fastattn.register(hf_fastattn.Backend(name=name, summary="off by one", prefill=off_by(slots)))
+    return ["sees_the_next", "misses_itself"]
+
+
+@pytest.mark.parametrize("which", ["smollm2", "tiny"])
+def test_a_mask_that_is_off_by_one_is_found_and_named(request, which, wrong, small):
+    model, tokenizer = request.getfixturevalue(which)
+    tasks = [f"small_{name}" for name in (("text", "choice") if which == "smollm2" else SMALL)]
+    options = {"tasks": tasks, "include_path": [small], "caches": ["dynamic"], "decode_tokens": 6}
+    found = evaluate(model, tokenizer, backends=["sdpa", "lean", *wrong], **options)
+    assert not found.passed
+    assert [run.backend for run in found.differing()] == wrong
+    verdict = found.verdict()
+    assert verdict.startswith("DIFFERENT from sdpa, dynamic: ") and all(f"{name}, dynamic in small_" in verdict for name in wrong)
+    assert "lean" not in verdict
+    right = {m.task: m.score for m in found.baseline.measures}
+    for run in found.runs[2:]:  # in what reads and in what decodes
+        ours = {m.task: m.score for m in run.measures}
+        assert all(ours[task] != pytest.approx(right[task], rel=1e-3) for task in ("small_text", "decode perplexity"))
+
+
+def test_a_backend_that_is_never_called_does_not_pass(tiny, monkeypatch):
+    monkeypatch.setattr(interface, "calls", type(interface.calls)())
+    found = evaluate(*tiny, backends=["sdpa"], tasks=[], decode_tokens=4, caches=["dynamic"])
+    run = found.runs[0]
+    found.add(Run("lean", "dynamic", 0.0, {}, run.measures, run.answers, called=False))
+    assert not found.passed and "lean, dynamic: none of its kernels was ever called" in found.verdict()
+
+
+# ---- decode perplexity ----
+
+
+def test_decode_perplexity_is_that_of_one_pass(tiny):
+    model, tokenizer = tiny
+    given = perplexity.excerpts(tokenizer, data.text(), rows=3, tokens=9, prompt=20)
+    assert (given.mask == 0).sum(1).tolist() == [0, 5, 10]
+    with running(model, "lean", "static"):
+        nats = perplexity.decode_nats(model, given)
+    ids = torch.cat([given.prompts, given.targets], 1)
+    mask = torch.cat([given.mask, torch.ones_like(given.targets)], 1)
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        logits = model(ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)).logits
+    expected = -logits[:, 19:-1].log_softmax(-1).gather(2, given.targets[..., None])[..., 0]
+    torch.testing.assert_close(torch.tensor(nats, dtype=torch.float64), expected[:, 1:].double(), rtol=1e-4, atol=1e-4)
+
+
+def test_a_text_that_is_too_short_is_refused(tiny):
+    with pytest.raises(ValueError, match="needs a text of 40 tokens, and this one has 5"):
+        perplexity.excerpts(tiny[1], "short", rows=2, tokens=10, prompt=10)
+
+
+# ---- the statistics ----
+
+
+def test_interval_of_a_mean_is_that_of_paired_differences():
+    base, other = [1, 0, 1, 1, 0, 1, 0, 1], [1, 0, 0, 1, 1, 1, 0, 0]
+    found = pairs.pair(
+        Measure("t", "acc", fmean(base), None, base, "mean"), Measure("t", "acc", fmean(other), None, other, "mean")
+    )
+    each = [b - a for a, b in zip(base, other, strict=True)]
+    half = 1.96 * stdev(each) / math.sqrt(8)
+    assert found.difference == fmean(each) and found.interval == pytest.approx((fmean(each) - half, fmean(each) + half))
+    assert not found.same and not found.beyond_chance
+
+
+def test_interval_of_a_perplexity_is_that_of_the_bootstrap():
+    draw = random.Random(0)
+    weights = [draw.randint(20, 200) for _ in range(300)]
+    lls = [-w * draw.gauss(3.0, 0.5) for w in weights]
+    others = [ll + w * draw.gauss(0.02, 0.05) for ll, w in zip(lls, weights, strict=True)]
+
+    def score(values, indices):
+        return math.exp(-sum(values[i] for i in indices) / sum(weights[i] for i in indices))
+
+    whole = range(300)
+    measures = [Measure("t", "p", score(v, whole), None, list(zip(v, weights, strict=True)), "perplexity") for v in (lls, others)]
+    found = pairs.pair(*measures)
+    drawn = [[draw.randrange(300) for _ in whole] for _ in range(800)]
+    differences = sorted(score(others, i) - score(lls, i) for i in drawn)
+    assert found.interval == pytest.approx((differences[20], differences[780]), rel=0.12) and found.beyond_chance
+    assert measures[0].stderr == pytest.approx(stdev(score(lls, i) for i in drawn), rel=0.1)
+
+
+def test_first_difference_of_texts_is_a_token_and_of_choices_an_example(tiny):
+    texts = pairs.compare_answers(Answers("t", ["abc", "abcd"], [[], []]), Answers("t", ["abc", "abXd"], [[], []]), tiny[1])
+    assert texts["equal"] == 0.5 and texts["first"] == {"example": 1, "baseline": "abcd", "got": "abXd", "token": 2}
+    longer = pairs.compare_answers(Answers("t", ["ab"], [[]]), Answers("t", ["abc"], [[]]), tiny[1])
+    assert longer["first"]["token"] == 2
+    chosen = pairs.compare_answers(Answers("t", [0, 3], [[-1.0], [-2.0]]), Answers("t", [0, 1], [[-1.0], [-2.5]]), tiny[1])
+    assert chosen["first"] == {"example": 1, "baseline": 3, "got": 1} and chosen["largest_loglikelihood_difference"] == 0.5
+    nothing = pairs.compare_answers(Answers("t", [None], [[-1.0]]), Answers("t", [None], [[-1.0]]), tiny[1])
+    assert "equal" not in nothing
+
+
+def judged(dtype: torch.dtype, **scores: list[float]) -> Evaluation:
+    """An evaluation of one metric with these values by backend."""
+    found = Evaluation("m", dtype, torch.device("cpu"))
+    for backend, items in scores.items():
+        found.add(Run(backend, "dynamic", 0.0, {}, [Measure("t", "acc", fmean(items), None, items, "mean")]))
+    return found
+
+
+RIGHT = [1.0, 0.0] * 20
+WORSE = [0.0] * 40  # of every second example: far beyond chance
+NEAR = [0.0, *RIGHT[1:]]  # one example of 40: may be chance
+
+
+def test_in_float32_any_difference_counts_and_in_16_bits_one_beyond_chance():
+    assert judged(torch.float32, sdpa=RIGHT, lean=RIGHT).passed and judged(torch.bfloat16, sdpa=RIGHT, lean=RIGHT).passed
+    assert not judged(torch.float32, sdpa=RIGHT, lean=NEAR).passed
+    near = judged(torch.bfloat16, sdpa=RIGHT, lean=NEAR)
+    assert near.passed and near.verdict() == "No difference larger than chance: lean, dynamic."
+    assert not judged(torch.bfloat16, sdpa=RIGHT, lean=WORSE).passed
+
+
+def test_in_16_bits_stock_backends_set_the_measure():
+    assert judged(torch.bfloat16, sdpa=RIGHT, eager=WORSE, lean=WORSE).differing()[0].backend == "eager"
+    found = judged(torch.bfloat16, sdpa=RIGHT, eager=NEAR, lean=NEAR)
+    assert found.passed and "than between Transformers' own backends" in found.verdict()
+
+
+# ---- what is kept, and what is refused ----
+
+
+def test_interrupted_runs_are_kept(tiny, tmp_path, monkeypatch):
+    decode, ran = perplexity.decode_nats, []
+
+    def interrupted(*args):
+        if ran:
+            raise KeyboardInterrupt
+        ran.append(True)
+        return decode(*args)
+
+    monkeypatch.setattr(perplexity, "decode_nats", interrupted)
+    found = evaluate(*tiny, tasks=[], decode_tokens=4, out=tmp_path)
+    kept = json.loads((tmp_path / "eval.json").read_text())
+    assert found.interrupted and kept["interrupted"] and [run["backend"] for run in kept["runs"]] == ["sdpa"]
+    assert kept["runs"][0]["scores"][0]["score"] > 1 and "Interrupted" in (tmp_path / "eval.md").read_text()
+
+
+def test_the_model_is_left_as_it_was(tiny):
+    model, tokenizer = tiny
+    model.set_attn_implementation("eager")
+    before = dict(vars(model.generation_config))
+    evaluate(model, tokenizer, backends=["sdpa", "lean"], tasks=[], decode_tokens=4)
+    assert model.config._attn_implementation == "eager" and vars(model.generation_config) == before
+    with pytest.raises(ValueError, match="is not patched"):
+        hf_fastattn.unpatch(model)
+
+
+def test_gen_kwargs_and_limit_reach_lm_eval(tiny, small):
+    found = evaluate(
+        *tiny,
+        backends=["sdpa", "lean"],
+        caches=["dynamic"],
+        tasks=["small_needle"],
+        include_path=[small],
+        limit=2,
+        gen_kwargs="max_gen_toks=3",
+        decode_tokens=0,
+    )
+    (answers,) = found.runs[1].answers
+    assert len(answers.answers) == 2
+    assert found.runs[1].calls["lean.decode"] == 2 * 2  # layers x tokens after the prompt's
+
+
+def test_the_pack_is_the_same_in_every_process_and_answerable():
+    from hf_fastattn.tasks import data as again
+
+    for make in (data.choices, data.needles, data.pages):
+        assert make()["test"].to_list() == make()["test"].to_list() == getattr(again, make.__name__)()["test"].to_list()
+    for doc in data.choices()["test"]:
+        assert len(set(doc["choices"])) == 4 and f" {doc['choices'][doc['answer']]} " in doc["question"]
+    needles = data.needles()["test"]
+    assert all(f"{doc['city']} is: {doc['phrase']}." in doc["hay"] for doc in needles)
+    assert sorted(doc["depth"] for doc in needles) == [i / 19 for i in range(20)]
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"backends": []}, "Name at least one backend"),
+        ({"backends": ["sdpa", "leen"]}, "Unknown attention backend 'leen'; known backends: .*lean.*own: eager"),
+        ({"caches": ["rolling"]}, "caches are one or both of"),
+        ({"tasks": [], "decode_tokens": 0}, "nothing to run"),
+        ({"decode_tokens": 2}, "at least 3; got 2"),
+        ({"window": 8}, 'options of the backend "streaming"'),
+        ({"tasks": ["small_texts"]}, "Unknown task 'small_texts'. Near it: small_text"),
+        ({"include_path": ["/nowhere"]}, "no folder /nowhere"),
+        ({"backends": ["sdpa", "flash_attention_2"]}, "'flash_attention_2' cannot be evaluated"),
+    ],
+)
+def test_mistakes_are_told_in_a_sentence_before_anything_runs(tiny, small, options, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        evaluate(*tiny, **{"tasks": ["small_text"], "include_path": [small], **options})
+
+
+def test_a_loaded_model_needs_its_tokenizer(tiny):
+    with pytest.raises(ValueError, match="needs its tokenizer"):
+        evaluate(tiny[0], tasks=[])

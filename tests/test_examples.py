@@ -1,0 +1,49 @@
+"""Every example runs, on a tiny model in this process, and finds what it claims."""
+
+import runpy
+from pathlib import Path
+
+import checkpoint
+import pytest
+
+from hf_fastattn import interface, registry
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+# file: further arguments, and what it must print
+OURS = {
+    "from_pretrained": ([], ["the tokens of sdpa: True", "{'lean.decode': 40}"]),
+    "patch_pipeline": ([], ["LlamaForCausalLM: 3 changes", "cache of layers: dynamic -> static, preallocated", "now: sdpa"]),
+    "lm_eval_compare": (["1"], ["EQUAL to sdpa, dynamic in every answer and score: ", "lean, static", "| fastattn_choice"]),
+    "benchmark": (["6"], ["sdpa ", "patch ", " ms a token on "]),
+    "third_party_backend": ([], ["the tokens of sdpa: True {'by_head.prefill': 24}"]),
+    "save_prompt": (["FILE"], ["980 tokens in ", "as from the whole prompt: True"]),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(checkpoint.save(tmp_path_factory.mktemp("tiny"), max_position_embeddings=8192))
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_example(name, folder, tmp_path, monkeypatch, capsys):
+    if name == "lm_eval_compare":
+        pytest.importorskip("lm_eval")
+    monkeypatch.setattr(registry, "_backends", dict(registry._backends))
+    monkeypatch.setattr(interface, "_runners", dict(interface._runners))
+    arguments, claims = OURS[name]
+    arguments = [str(tmp_path / "kv.safetensors") if argument == "FILE" else argument for argument in arguments]
+    monkeypatch.setattr("sys.argv", [name, folder, *arguments])
+    try:
+        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    except SystemExit as end:
+        assert end.code == 0
+    said = capsys.readouterr().out
+    for claim in claims:
+        assert claim in said, f"{claim!r} is not in what {name}.py prints:\n{said}"
+    assert "False" not in said
+
+
+def test_every_example_is_run_by_a_test():
+    elsewhere = {"demo", "stream", "streaming_perplexity"}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} - elsewhere == set(OURS)
