@@ -7,6 +7,7 @@ import torch
 from models import tiny
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
+import hf_fastattn
 from hf_fastattn.kernels import HAS_TRITON, INTERPRETED
 from hf_fastattn.patches import fuse
 
@@ -132,3 +133,34 @@ def test_transformers_stays_as_it_is():
     assert fuse._with_fused_rope(modeling_llama.LlamaAttention.forward) is not modeling_llama.LlamaAttention.forward
     assert modeling_llama.apply_rotary_pos_emb is apply_rotary_pos_emb
     assert "forward" not in vars(tiny("llama").model.layers[0].self_attn)
+
+
+@runs_kernels
+def test_patch_fuses_and_takes_it_back():
+    model = tiny("llama").to(DEVICE)
+    ids = {"input_ids": torch.arange(1, 12, device=DEVICE)[None], "max_new_tokens": 6, "do_sample": False}
+    expected = model.generate(**ids)
+    with hf_fastattn.patch(model, "lean") as patch:
+        layers = model.config.num_hidden_layers
+        assert {c.what: c.count for c in patch.changes}.items() >= {
+            "RMSNorm": 2 * layers + 1,
+            "rotation of queries and keys": layers,
+        }.items()
+        assert torch.equal(model.generate(**ids), expected)
+        twin = copy.deepcopy(model)
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert any(fuse.is_fused(vars(module).get("forward")) for module in twin.modules())
+    assert torch.equal(twin.generate(**ids), expected)
+    hf_fastattn.unpatch(twin)
+    assert not any("forward" in vars(module) for module in twin.modules())
+    with hf_fastattn.patch(model, "lean", fuse=False) as patch:
+        assert not any("forward" in vars(module) for module in model.modules())
+        assert "RMSNorm" not in str(patch)
+
+
+@pytest.mark.skipif(DEVICE == "cuda" or INTERPRETED, reason="about CPU tensors")
+def test_nothing_is_fused_on_the_cpu():
+    model = tiny("llama")
+    with hf_fastattn.patch(model, "lean") as patch:
+        assert not any("forward" in vars(module) for module in model.modules())
+        assert "RMSNorm" not in str(patch)

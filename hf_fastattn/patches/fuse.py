@@ -23,7 +23,7 @@ def find(model: torch.nn.Module) -> tuple[list[torch.nn.Module], list[torch.nn.M
     for module in model.modules() if HAS_TRITON else ():
         forward = type(module).forward
         weight = next(module.parameters(), None)
-        if "forward" in vars(module) or weight is None or not (weight.is_cuda or INTERPRETED):
+        if "forward" in vars(module) or weight is None or not _has_kernels(weight):
             continue
         if compat.is_same_code(forward, compat.llama_norm()):
             norms.append(module)
@@ -54,10 +54,14 @@ def restore(modules: list[torch.nn.Module]) -> None:
             del vars(module)["forward"]
 
 
+def _has_kernels(tensor: torch.Tensor) -> bool:
+    return (tensor.is_cuda or INTERPRETED) and not torch.compiler.is_compiling()
+
+
 def _norm(self, hidden_states: torch.Tensor) -> torch.Tensor:
     from ..kernels import rms_norm
 
-    if torch.compiler.is_compiling() or rms_norm.why_not(hidden_states, self.weight):
+    if not _has_kernels(hidden_states) or rms_norm.why_not(hidden_states, self.weight):
         return type(self).forward(self, hidden_states)
     return rms_norm.rms_norm(hidden_states, self.weight, self.variance_epsilon)
 
@@ -73,6 +77,6 @@ def _with_fused_rope(forward: types.FunctionType) -> types.FunctionType:
 def _rope(q, k, cos, sin, unsqueeze_dim=1):
     from ..kernels import rope
 
-    if unsqueeze_dim != 1 or torch.compiler.is_compiling() or rope.why_not(q, k, cos, sin):
+    if not _has_kernels(q) or unsqueeze_dim != 1 or rope.why_not(q, k, cos, sin):
         return compat.llama_rope()(q, k, cos, sin, unsqueeze_dim)
     return rope.rope(q, k, cos, sin)

@@ -15,6 +15,7 @@ from ..caches import PreallocatedCache, RollingCache, rolling
 from ..caches.layers import Storage, round_up
 from ..caches.pool import Pool
 from ..streaming import Settings, rope_index
+from . import fuse as fusion
 from . import graph as graphs
 
 _MARK = "_hf_fastattn_patch"
@@ -44,6 +45,7 @@ def patch(
     *,
     cache: str | None = "auto",
     graph: bool = True,
+    fuse: bool = True,
     window: int | None = None,
     sinks: int | None = None,
     clamp_positions: bool = False,
@@ -52,7 +54,8 @@ def patch(
 
     target: a model, a text-generation pipeline or a PEFT model. cache: "static" keeps everything, in preallocated buffers;
     "rolling" what "streaming" sees, in constant memory; "auto" is the one that fits the backend; None leaves the choice to
-    Transformers. graph=False runs every step uncaptured.
+    Transformers. graph=False runs every step uncaptured. fuse=False leaves the launches around attention as they are: RMSNorm in
+    six and the rotation of queries and keys in ten, which otherwise are one each, on GPUs, with the same roundings.
 
     window, sinks: for "streaming", the last and the first tokens that every query sees (sinks: 4 where None). clamp_positions:
     for models with learned positions (OPT), gives every token beyond the last position that one, an approximation.
@@ -92,7 +95,7 @@ def patch(
             f"{type(model).__name__} has its own {name}(), which the cache would replace; pass cache=None, graph=False."
         )
     windows = compat.layer_windows(model.config) if cache is not None else None
-    return Patch(model, backend, windows, graph, streaming)
+    return Patch(model, backend, windows, graph, fuse, streaming)
 
 
 def _streaming(model, backend: registry.Backend, window: int | None, sinks: int | None, clamped: bool) -> Settings | None:
@@ -164,10 +167,12 @@ class Patch:
     reasons: why steps ran uncaptured, each said once as a warning when it first happened.
     """
 
-    def __init__(self, model, backend: str, windows: list[int | None] | None, graph: bool, streaming: Settings | None):
+    def __init__(
+        self, model, backend: str, windows: list[int | None] | None, graph: bool, fuse: bool, streaming: Settings | None
+    ):
         self._begin(model, backend, windows, graph, streaming)
         try:
-            self._apply(model)
+            self._apply(model, fuse)
         except BaseException:
             self.undo()
             raise
@@ -192,8 +197,9 @@ class Patch:
         self._methods: dict[str, object] = {}  # name: what the instance had of its own, or _MARK for nothing
         self._configs: list[tuple] = []  # (weak reference to a module, attribute, its config, our copy)
         self._before: dict[int, dict] = {}  # id of our copy: its attributes when made
+        self._fused: list[weakref.ref] = []
 
-    def _apply(self, model) -> None:
+    def _apply(self, model, fuse: bool) -> None:
         before = model.config._attn_implementation
         self._own_configs(model)
         model.set_attn_implementation(self.backend)
@@ -204,6 +210,8 @@ class Patch:
         layers = model.config.get_text_config(decoder=True).num_hidden_layers
         self.changes.append(Change("attention of layers", layers, before, self.backend))
         vars(model)[_MARK] = self
+        if fuse:
+            self._fuse(*fusion.find(model))
         if self._pool is None:
             return
         for name, ours in _METHODS.items():
@@ -217,6 +225,14 @@ class Patch:
             self.changes.append(Change("forward pre-hook", 1, "none", "tells the cache of padding"))
         if self.graph and not graphs.why_no_graph(model.device):
             self.changes.append(Change("decode step", 1, "launched from Python", "one CUDA graph"))
+
+    def _fuse(self, norms: list, layers: list) -> None:
+        self._fused = [weakref.ref(module) for module in norms + layers]
+        fusion.fuse(norms, layers)
+        if norms:
+            self.changes.append(Change("RMSNorm", len(norms), "six launches", "one"))
+        if layers:
+            self.changes.append(Change("rotation of queries and keys", len(layers), "ten launches", "one"))
 
     @property
     def _cache_type(self) -> type:
@@ -253,6 +269,7 @@ class Patch:
         if model is None:
             return
         rolling.detach(model)
+        fusion.restore([module() for module in self._fused if module() is not None])
         for name, had in self._methods.items():
             if getattr(vars(model).get(name), "__self__", None) is not self:
                 continue  # replaced by someone else since; theirs to take back
@@ -294,6 +311,7 @@ class Patch:
             if module() is not None
         ]
         twin._before = {id(own): dict(vars(own)) for *_, own in twin._configs}
+        twin._fused = [weakref.ref(copy.deepcopy(module(), memo)) for module in self._fused if module() is not None]
         return twin
 
     def __reduce__(self):
