@@ -1,13 +1,14 @@
 """The end-to-end benchmark on the CPU: all of it but the graph and the figures."""
 
 import json
+import shutil
 
 import fake_graph
 import pytest
 import torch
 
 from hf_fastattn import compat, patch
-from hf_fastattn.bench import fresh, generate, grid, models, paper_e2e, runs
+from hf_fastattn.bench import fresh, generate, grid, models, paper_e2e, runs, stream, timing
 
 WINDOWED = {**models.SHAPES["tiny"][1], "sliding_window": 8}
 RIVALS = {grid.SDPA, grid.STATIC, grid.LEAN, grid.OURS}
@@ -148,10 +149,12 @@ def test_an_attention_that_is_not_installed_is_named(tmp_path):
     assert "error" in row["rivals"]["flash_attention_2_dynamic"] and row["rivals"][grid.SDPA]["ms"] > 0
 
 
-def test_learned_positions_reach_as_far_as_the_prompt(tmp_path):
-    generate.main(["--shape", "tiny-opt", "--cases", "1x2100", "--tokens", "4", "--repeats", "1", "--out", str(tmp_path)])
+def test_learned_positions_reach_as_far_as_the_prompt(tmp_path, monkeypatch):
+    model_type, config = models.SHAPES["tiny-opt"]
+    monkeypatch.setitem(models.SHAPES, "tiny-opt", (model_type, {**config, "max_position_embeddings": 64}))
+    generate.main(["--shape", "tiny-opt", "--cases", "1x100", "--tokens", "4", "--repeats", "1", "--out", str(tmp_path)])
     result = json.loads((tmp_path / "generate_tiny-opt.json").read_text())
-    assert result["config"]["max_position_embeddings"] == 2168 and result["rows"][0]["rivals"][grid.OURS]["ms"] > 0
+    assert result["config"]["max_position_embeddings"] == 168 and result["rows"][0]["rivals"][grid.OURS]["ms"] > 0
 
 
 def test_bytes_a_step_reads():
@@ -182,9 +185,10 @@ def test_the_first_replay_is_timed(monkeypatch):
     assert second["captured"] == second["compiled"] == second["read_from_disk"] == 0
 
 
-def test_a_fresh_process_that_fails_says_why(tmp_path):
-    with pytest.raises(RuntimeError, match=r"(?s)failed with 1: .*nowhere"):
-        fresh.child("/nowhere", [8, 4], torch.device("cpu"), str(tmp_path), 100)
+def test_a_fresh_process_that_fails_says_why(tmp_path, monkeypatch):
+    monkeypatch.setattr(fresh.sys, "executable", shutil.which("ls"))
+    with pytest.raises(RuntimeError, match=r"(?s)tiny cpu 8 4 failed with \d: .*tiny"):
+        fresh.child("tiny", [8, 4], torch.device("cpu"), str(tmp_path), 100)
 
 
 # ---- the paper's end-to-end experiment ----
@@ -214,3 +218,53 @@ def test_wrong_logits_end_the_experiment(tmp_path, monkeypatch):
     monkeypatch.setattr(paper_e2e, "check", lambda *them: right(*them) | {"passed": False})
     arguments = ["--shape", "tiny-opt", "--contexts", "40,60", "--tokens", "8", "--repeats", "1", "--out", str(tmp_path)]
     assert paper_e2e.main([*arguments, "--device", "cpu"]) == 1 and not (tmp_path / "paper_e2e.json").exists()
+
+
+# ---- text without end ----
+
+
+def stream_bench(tmp_path, *arguments) -> tuple[int, dict]:
+    small = ["--shape", "tiny", "--window", "64", "--chunk", "100", "--points", "700,1400", "--steps", "100", "--device", "cpu"]
+    status = stream.main([*small, "--out", str(tmp_path), *arguments])
+    return status, json.loads((tmp_path / "stream.json").read_text())
+
+
+@pytest.fixture
+def short_parts(monkeypatch):
+    """Fewer repeats than figures would need."""
+    monkeypatch.setattr(stream, "device_us", lambda call, calls, device: timing.elapsed_us(call, device))
+    for name in ("LEAST", "MOST"):
+        monkeypatch.setattr(timing, name, 1)
+    monkeypatch.setattr(timing, "REPLAY_US", 1e-9)
+
+
+def test_a_long_text_is_read_and_generated_at_every_point(tmp_path, monkeypatch):
+    fake_graph.use(monkeypatch)
+    status, result = stream_bench(tmp_path, "--parts", "read")
+    assert status == 0 and [row["tokens"] for row in result["rows"]] == [700, 1400] and not result["reasons"]
+    for row in result["rows"]:
+        assert row["steps"] == 100 and row["ms"] > 0 and row["over_dense"] == row["ms"] / row["dense_ms"]
+        assert row["check"]["passed"] and row["check"]["equal"] == 1
+    first, second = result["rows"]
+    assert first["read_tokens"] == 700 and second["read_tokens"] == 1400 - 700 - 3 * stream.BLOCK  # two blocks warm up
+
+
+def test_parts_of_the_stream_are_checked_and_timed_apart(tmp_path, short_parts):
+    assert stream_bench(tmp_path, "--parts", "update")[0] == 0
+    status, result = stream_bench(tmp_path, "--parts", "ring")
+    assert status == 0 and len(result["update"]["us"]) == 4 and len(result["ring"]) == 3  # the first part stays
+    for row in result["ring"]:
+        assert row["kv_len"] == 68 and row["ring_over_dense"] == row["us"]["dense"] / row["us"]["ring"]
+
+
+def test_a_wrong_ring_is_not_timed(tmp_path, short_parts, monkeypatch):
+    kernel = stream.shapes.LEAN
+    monkeypatch.setattr(stream.shapes, "LEAN", lambda *them, **options: kernel(*them, **options) * (0.9 if options else 1))
+    with pytest.raises(stream.shapes.WrongResult, match="ring is wrong"):
+        stream_bench(tmp_path, "--parts", "ring")
+
+
+def test_points_leave_room_for_what_is_generated(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        stream_bench(tmp_path, "--points", "700,800")
+    assert "grow by at least 600 tokens" in capsys.readouterr().err
