@@ -13,6 +13,7 @@ SMALL = {
     "decode": [Shape(2, 4, 2, 16, 64), Shape(1, 4, 4, 16, 96)],
     "speculation": [Shape(2, 4, 2, 16, 64, 4)],
     "ragged": [decode.Ragged("even", [64]), decode.Ragged("uneven", [64, 5, 9])],
+    "host": [Shape(1, 4, 2, 16, 64)],
     "paper": [Shape(1, 4, 4, 64, 96), Shape(2, 4, 4, 128, 64)],
     "prefill": [Shape(1, 4, 2, 16, 80, 80, causal) for causal in (True, False)],
     "window": [

@@ -7,9 +7,24 @@ from dataclasses import dataclass
 import torch
 from torch.nn.attention import SDPBackend
 
+from .. import registry
 from ..kernels.spans import build_spans
-from .shapes import DTYPE, LEAN, READ, SPLIT_KV, Shape, best_peer, compete, exact, make_inputs, ratios, sdpa, sdpa_masked
-from .timing import num_sets
+from .shapes import (
+    DTYPE,
+    LEAN,
+    READ,
+    SPLIT_KV,
+    Shape,
+    best_peer,
+    check,
+    compete,
+    exact,
+    make_inputs,
+    ratios,
+    sdpa,
+    sdpa_masked,
+)
+from .timing import LEAST, host_us, medians, num_sets
 
 MIB, GIB = 1 << 20, 1 << 30
 LARGEST = 64 * GIB  # K and V of one set
@@ -52,6 +67,9 @@ RAGGED = [
     Ragged("powers of two, 512 to 64k", [512 << i for i in range(8)]),
     Ragged("32 rows, uniform between 1 and 16k", [1 + (7919 * i * i + 104729 * i) % (16 << 10) for i in range(1, 33)]),
 ]
+
+
+HOST = [Shape(1, 32, 8, 128, 1 << 10), Shape(1, 32, 8, 128, 4 << 10)]
 
 
 def _figures(found: dict, kv_bytes: int) -> dict:
@@ -135,6 +153,33 @@ def ragged_row(case: Ragged, device: torch.device) -> dict:
         "live_kv_bytes": live_bytes,
     }
     return row | found | _figures(found, live_bytes) | {"lean_over_sdpa_masked": us.get("sdpa_masked", 0) / us["lean"] or None}
+
+
+def host_row(shape: Shape, device: torch.device) -> dict:
+    """Microseconds of the host's time an eager call: kernels, the backend as models call it, and torch's default sdpa.
+
+    K and V are short, so that the device is done before the host: a queue that fills up would make the host wait.
+    """
+    ((q, k, v),) = make_inputs(shape, 1, device)
+    expected = exact(q, k, v)
+    backend = registry.get("lean")
+    calls = {
+        "sdpa": lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True),
+        "split_kv": lambda: SPLIT_KV(q, k, v),
+        "lean": lambda: LEAN(q, k, v),
+        "backend": lambda: backend(q, k, v),
+    }
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for name, call in calls.items():
+        check(name, call(), expected)
+    for _ in range(LEAST):
+        for name, call in calls.items():
+            times[name].append(host_us(call, device))
+    return shape.row() | medians(times) | {"errors": {}}
+
+
+def host_summary(rows: list[dict]) -> dict:
+    return {"largest_us": {name: max(row["us"][name] for row in rows) for name in rows[0]["us"]}}
 
 
 def decode_summary(rows: list[dict]) -> dict:

@@ -38,6 +38,7 @@ PARTS = {
     "speculation": Part(decode.speculation_row, decode.SPECULATION, decode.decode_summary),
     "ragged": Part(decode.ragged_row, decode.RAGGED, decode.ragged_summary),
     "paper": Part(paper.paper_row, paper.SHAPES, paper.paper_summary),
+    "host": Part(decode.host_row, decode.HOST, decode.host_summary),
     "prefill": Part(prefill.prefill_row, prefill.PREFILL_SHAPES, prefill.prefill_summary, "tflops"),
     "window": Part(prefill.window_row, prefill.WINDOWED, prefill.window_summary),
 }
@@ -52,7 +53,7 @@ def measure(part: Part, shapes: list, results: Results, device: torch.device) ->
             continue
         try:
             row = part.row(shape, device)
-        except RuntimeError as error:  # a wrong result, or no memory: the other shapes are still worth having
+        except Exception as error:  # a wrong result, or no memory: the other shapes are still worth having
             data["failed"].append({"shape": str(shape), "error": f"{type(error).__name__}: {str(error).strip()[:300]}"})
             results.say(f"{shape} failed: {data['failed'][-1]['error']}")
         else:
@@ -81,9 +82,14 @@ def main(argv: list[str] | None = None, prog: str = "python -m hf_fastattn.bench
     device = find_device(args.device)
     if args.device is None and device.type != "cuda":
         parser.error("this benchmark times CUDA kernels and there is no CUDA device; --device cpu runs the torch twins.")
+    wanted = {name: [shape for shape in PARTS[name].shapes if args.only in str(shape)] for name in args.parts}
+    for name, shapes in wanted.items():
+        if not shapes:
+            example = str(PARTS[name].shapes[0])
+            parser.error(f"no shape of {name} has {args.only!r} in its name; one is named {example!r}.")
     torch.manual_seed(0)
     left, fine = args.seconds, True
-    for name in args.parts:
+    for name, shapes in wanted.items():
         part = PARTS[name]
         head = {"conditions": conditions(device, METHOD), "unit": "TFLOP/s" if part.figures == "tflops" else "us a call"}
         typed = command(prog, [name, *(["--only", args.only] if args.only else [])])
@@ -92,9 +98,6 @@ def main(argv: list[str] | None = None, prog: str = "python -m hf_fastattn.bench
             results.take_over(parser)
             results.data |= {"failed": [], "not_run": []}
         known = {row["shape"] for row in results.data["rows"]}
-        shapes = [shape for shape in part.shapes if args.only in str(shape)]
-        if not shapes:
-            parser.error(f"no shape of {name} has {args.only!r} in its name; one is named {str(part.shapes[0])!r}.")
         shapes = [shape for shape in shapes if str(shape) not in known]
         try:
             with torch.inference_mode():

@@ -85,6 +85,7 @@ class Results:
     def say(self, text: str) -> None:
         """A line of the log, above the progress bar where there is one."""
         tqdm.write(f"[{time.perf_counter() - self.began:5.0f} s] {text}")
+        sys.stdout.flush()  # into a log, too, as it goes
 
     def take_over(self, parser: argparse.ArgumentParser) -> None:
         """Go on from what an earlier run left in the file; an error of the command line where its conditions were others."""

@@ -103,7 +103,7 @@ def compete(
         try:
             check(name, part(call(0)), expected)
             runs[name] = timing.record(call, sets, calls, expected.device)
-        except RuntimeError as error:  # whatever the reason, the others are still worth timing
+        except Exception as error:  # whatever the reason, the others are still worth timing
             if name in ours:
                 raise
             errors[name] = f"{type(error).__name__}: {str(error).strip()[:300]}"

@@ -84,6 +84,21 @@ def time_rivals(runs: dict[str, Run], calls: int, device: torch.device) -> dict[
     return times
 
 
+def host_us(call: Run, device: torch.device, calls: int = 200) -> float:
+    """Microseconds of the host's time that one call() takes to launch what it launches; call the device idle before."""
+    for _ in range(10):
+        call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    began = time.perf_counter()
+    for _ in range(calls):
+        call()
+    us = 1e6 * (time.perf_counter() - began) / calls
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return us
+
+
 def medians(times: dict[str, list[float]]) -> dict:
     """The fields of a row: medians as "us", and the fastest and slowest round as "us_range"."""
     return {
