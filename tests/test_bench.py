@@ -146,7 +146,15 @@ def test_an_interrupted_run_keeps_what_was_measured(tmp_path, monkeypatch):
 
 def test_an_attention_that_is_not_installed_is_named(tmp_path):
     row = bench(tmp_path, "--cases", "1x16", "--rivals", "flash_attention_2_dynamic,sdpa_dynamic")["rows"][0]
-    assert "error" in row["rivals"]["flash_attention_2_dynamic"] and row["rivals"][grid.SDPA]["ms"] > 0
+    assert "flash" in row["rivals"]["flash_attention_2_dynamic"]["error"].lower() and row["rivals"][grid.SDPA]["ms"] > 0
+
+
+def test_first_tokens_are_timed_in_turn(tmp_path):
+    arguments = ["--cases", "2x16", "--rivals", "sdpa_dynamic,patched", "--resume", "2x16", "--first-tokens", "3"]
+    row = bench(tmp_path, *arguments)["rows"][0]
+    sdpa, ours = (row["rivals"][name] for name in (grid.SDPA, grid.OURS))
+    assert len(sdpa["all_ttft_ms"]) == len(ours["all_ttft_ms"]) == 3
+    assert row["ttft_over_sdpa"] == ours["ttft_ms"] / sdpa["ttft_ms"] and sdpa["ttft_ms"] == sorted(sdpa["all_ttft_ms"])[1]
 
 
 def test_learned_positions_reach_as_far_as_the_prompt(tmp_path, monkeypatch):

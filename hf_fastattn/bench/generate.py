@@ -20,7 +20,7 @@ import torch
 from . import fresh
 from .grid import DEFAULT_RIVALS, MAX_STATIC, METHOD, RIVALS, STATIC, Bench, row_lengths
 from .models import SHAPES, load
-from .results import Results, add_options, command, conditions, find_device
+from .results import Results, add_options, command, conditions, find_device, progress
 from .shapes import bandwidth
 
 
@@ -38,6 +38,10 @@ def read(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Na
     parser.add_argument("--tokens", type=int, default=40, help="new tokens of a repeat (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=5, help="default: %(default)s")
     parser.add_argument("--padded", type=int, nargs=2, metavar=("SHORTEST", "LONGEST"), help="of padded rows; default 1024 32768")
+    help_ = (
+        "times that a prompt which is read once is read again, in turn, for its time to the first token (default: %(default)s)"
+    )
+    parser.add_argument("--first-tokens", type=int, default=0, help=help_)
     parser.add_argument("--resume", **listed, default=[], help="cases that read their prompt once, however short")
     help_ = f"cases, at most {MAX_STATIC}, that also time {STATIC}, about a minute each; default: the first {MAX_STATIC}"
     parser.add_argument("--compile-cases", **listed, help=help_)
@@ -57,6 +61,37 @@ def read(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Na
     if len(args.compile_cases) > MAX_STATIC:
         parser.error(f"--compile-cases takes at most {MAX_STATIC} cases; got {len(args.compile_cases)}.")
     return args
+
+
+def lines(row: dict) -> str:
+    """What a reader of the log wants to know of a row."""
+    found = [row["case"]]
+    for name, report in row["rivals"].items():
+        if report and "ms" in report:
+            ratio = row.get("ratios", {}).get(name)
+            found.append(
+                f"  {name:<26}{report['ms']:9.3f} ms a token{report['tokens_per_s']:9.0f} tokens/s   "
+                f"first token {report['ttft_ms']:.0f} ms"
+                + (f"   {report['peak_gib']:.1f} GiB" if "peak_gib" in report else "")
+                + (f"   {ratio:.2f}x ours" if ratio else "")
+                + (f"   host {report['host_ms']:.3f} ms" if report.get("host_ms") else "")
+            )
+    return "\n".join(found)
+
+
+def measure(bench: Bench, cases: list[str]) -> None:
+    """The cases one after another, as far as the time goes."""
+    results = bench.results
+    for i, case in enumerate(progress(cases, results.path.stem, "case")):
+        wanted, reserve = bench.estimate(case), sum(map(bench.estimate, cases[i + 1 :]))
+        if wanted > results.left():
+            bench.note(bench.new_row(case), f"not run: needs about {wanted:.0f} s, {results.left():.0f} s left")
+            results.save()
+            continue
+        results.say(f"{case}: about {wanted:.0f} s without compilation")
+        bench.measure(case, reserve)
+        results.say(lines(next(row for row in results.data["rows"] if row["case"] == case)))
+    results.say(f"-> {results.path}")
 
 
 def main(argv: list[str] | None = None, prog: str = "python -m hf_fastattn.bench.generate") -> int:
@@ -82,7 +117,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m hf_fastattn.bench
         results.take_over(parser)
     results.say(f"{subject.name}: {subject.weight_bytes / 1e9:.2f} GB of {dtype} weights ({subject.weights}) on {device}")
     try:
-        Bench(args, subject, results, device).main()
+        measure(Bench(args, subject, results, device), args.cases)
     except KeyboardInterrupt:
         results.say(f"interrupted; what was measured is in {results.path}")
         return 130

@@ -11,7 +11,7 @@ import torch
 
 from ..patches import patch
 from .models import Subject
-from .results import Results, progress
+from .results import Results
 from .runs import Prompt, Rival, check, compare, free, make_prompt, replay_ms, rewind, run, timed_captures, twin
 
 SDPA, STATIC, LEAN, OURS, UNPADDED = "sdpa_dynamic", "sdpa_static_compile", "lean_dynamic", "patched", "patched_unpadded"
@@ -164,6 +164,8 @@ class Bench:
             if self.no_time(row, name, 5 + prefill * (1 if name == LEAN or not (row["padded"] or "eager" in name) else 4)):
                 continue
             rival = self.add(row, name, prompt)
+            if rival.failed:
+                continue
             with self.guard(rival):
                 rival.report["warmup_s"] = run(rival.model, few, 4).wall_s  # compiles kernels, loads libraries
                 self.prepare(rival, "dynamic")
@@ -200,6 +202,8 @@ class Bench:
             row["rivals"][STATIC] = None
             self.note(row, f"{STATIC} not run: not among --compile-cases")
         self.time_rivals(row, resume)
+        if resume and self.args.first_tokens:
+            self.time_first_tokens(row)
 
     def prepare(self, rival: Rival, key: str) -> None:
         """The first calls: what they cost, and the cache they leave under caches[key]."""
@@ -301,6 +305,26 @@ class Bench:
             if not rival.failed and len(rival.runs) < self.args.repeats:
                 self.note(row, f"{rival.name}: {len(rival.runs)} repeats, then the time was spent")
 
+    def time_first_tokens(self, row: dict) -> None:
+        """Prompts read again, in turn, where the repeats did not read them."""
+        rivals = [rival for rival in self.rivals if not rival.failed and rival.name in (SDPA, LEAN, OURS)]
+        times: dict[str, list[float]] = {rival.name: [] for rival in rivals}
+        for _ in range(self.args.first_tokens):
+            for rival in rivals:
+                with self.guard(rival):
+                    if not rival.failed and (not self.cuda or self.results.left() > 30):
+                        times[rival.name].append(1e3 * run(rival.model, rival.prompt, 1).first_token_s)
+        for name, ms in times.items():
+            if ms:
+                row["rivals"][name] |= {"ttft_ms": statistics.median(ms), "all_ttft_ms": ms}
+        self.compare_first_tokens(row)
+        self.results.save()
+
+    @staticmethod
+    def compare_first_tokens(row: dict) -> None:
+        first = {name: (row["rivals"].get(name) or {}).get("ttft_ms") for name in (SDPA, OURS)}
+        row["ttft_over_sdpa"] = first[OURS] / first[SDPA] if all(first.values()) else None
+
     def summarize(self, row: dict, captures_before: dict[str, int]) -> None:
         """Medians of the repeats so far, and how many times longer than ours each rival takes."""
         for rival in (rival for rival in self.rivals if rival.runs):
@@ -322,32 +346,5 @@ class Bench:
             row["ratios"] = {name: other / ms[OURS] for name, other in ms.items() if name != OURS}
             stock = [other for name, other in ms.items() if name not in (LEAN, OURS, UNPADDED)]
             row["ratios"]["best_stock"] = min(stock) / ms[OURS] if stock else None
-            first = {name: (row["rivals"].get(name) or {}).get("ttft_ms") for name in (SDPA, OURS)}
-            row["ttft_over_sdpa"] = first[OURS] / first[SDPA] if all(first.values()) else None
+            self.compare_first_tokens(row)
             row["tb_per_s"] = (self.subject.bytes_read + row["kv_bytes"]) / ms[OURS] / 1e9
-
-    def lines(self, row: dict) -> Iterator[str]:
-        """What a reader of the log wants to know of a row."""
-        for name, report in row["rivals"].items():
-            if report and "ms" in report:
-                ratio = row.get("ratios", {}).get(name)
-                yield (
-                    f"  {name:<26}{report['ms']:9.3f} ms a token{report['tokens_per_s']:9.0f} tokens/s   "
-                    f"first token {report['ttft_ms']:.0f} ms"
-                    + (f"   {report['peak_gib']:.1f} GiB" if "peak_gib" in report else "")
-                    + (f"   {ratio:.2f}x ours" if ratio else "")
-                    + (f"   host {report['host_ms']:.3f} ms" if report.get("host_ms") else "")
-                )
-
-    def main(self) -> None:
-        results, cases = self.results, self.args.cases
-        for i, case in enumerate(progress(cases, results.path.stem, "case")):
-            wanted, reserve = self.estimate(case), sum(map(self.estimate, cases[i + 1 :]))
-            if wanted > results.left():
-                self.note(self.new_row(case), f"not run: needs about {wanted:.0f} s, {results.left():.0f} s left")
-                results.save()
-                continue
-            results.say(f"{case}: about {wanted:.0f} s without compilation")
-            self.measure(case, reserve)
-            results.say("\n".join([case, *self.lines(next(row for row in results.data["rows"] if row["case"] == case))]))
-        results.say(f"-> {results.path}")
