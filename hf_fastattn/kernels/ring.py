@@ -1,0 +1,99 @@
+"""Ring: where one more token of each row stands in a rolling cache, and what it may attend to, in one launch.
+
+Token t of a row has slot t if t < sinks, else sinks + (t - sinks) % window: it overwrites the one that leaves the window. Read as
+it lies, the buffer holds all that the token sees, so its spans say only how much of it is filled.
+"""
+
+from __future__ import annotations
+
+import torch
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # CPU tensors need no Triton
+    triton = None
+
+from . import INTERPRETED
+from .checks import on_device
+from .spans import CAUSAL, NO_WINDOW, WORDS
+
+
+def ring_step(counts: torch.Tensor, pads: torch.Tensor | None, window: int, sinks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(slots, spans) of one new token of each row, which `counts` then counts.
+
+    counts: int64 (batch,), tokens of each row, added to in place. pads: int64 (batch,), 1 where the new token is padding: it is
+    not counted, and its slot is sinks + window, past the end. slots: int64 (batch,); spans: see `kernels.spans`.
+    """
+    if triton is None or torch.compiler.is_compiling() or not (counts.is_cuda or INTERPRETED):
+        return _ring_step_torch(counts, pads, window, sinks)
+    slots = torch.empty_like(counts)
+    spans = torch.empty(counts.shape[0], 1, 1, WORDS, dtype=torch.int32, device=counts.device)
+    with on_device(counts):
+        ring_step_kernel[(1,)](
+            counts,
+            counts if pads is None else pads,
+            slots,
+            spans,
+            counts.shape[0],
+            window,
+            sinks,
+            HAS_PADS=pads is not None,
+            BLOCK_B=triton.next_power_of_2(counts.shape[0]),
+            num_warps=1,
+        )
+    return slots, spans
+
+
+def _ring_step_torch(counts, pads, window, sinks):
+    """The twin in torch operations."""
+    slots = torch.where(counts < sinks, counts, sinks + (counts - sinks) % window)
+    if pads is not None:
+        slots = torch.where(pads == 0, slots, sinks + window)
+    counts.add_(1 if pads is None else 1 - pads)
+    stop = counts.clamp(max=sinks + window)
+    return slots, pack_spans(stop - 1, torch.zeros_like(stop), stop, counts - stop)
+
+
+def pack_spans(q_start: torch.Tensor, kv_start: torch.Tensor, kv_stop: torch.Tensor, dropped: torch.Tensor) -> torch.Tensor:
+    """Causal spans without window or holes, of int64 (batch,) each."""
+    ints = [q_start, kv_start, kv_stop, torch.full_like(q_start, NO_WINDOW), torch.full_like(q_start, CAUSAL), dropped]
+    return torch.stack(ints, -1).to(torch.int32).view(-1, 1, 1, WORDS)
+
+
+if triton is not None:
+
+    @triton.jit(do_not_specialize=["batch", "window", "sinks"])
+    def ring_step_kernel(
+        Counts,
+        Pads,
+        Slots,
+        Spans,
+        batch,
+        window,
+        sinks,
+        HAS_PADS: tl.constexpr,
+        BLOCK_B: tl.constexpr,
+        CAUSAL: tl.constexpr = CAUSAL,
+        NO_WINDOW: tl.constexpr = NO_WINDOW,
+        WORDS: tl.constexpr = WORDS,
+    ):
+        row = tl.arange(0, BLOCK_B)
+        mask = row < batch
+        count = tl.load(Counts + row, mask=mask, other=0)
+        slot = tl.where(count < sinks, count, sinks + tl.maximum(count - sinks, 0) % window)
+        after = count + 1
+        if HAS_PADS:
+            pad = tl.load(Pads + row, mask=mask, other=0)
+            slot = tl.where(pad == 0, slot, sinks + window)
+            after -= pad
+        tl.store(Slots + row, slot, mask=mask)
+        tl.store(Counts + row, after, mask=mask)
+        stop = tl.minimum(after, sinks + window)
+        span = Spans + row * WORDS
+        tl.store(span, (stop - 1).to(tl.int32), mask=mask)
+        tl.store(span + 1, tl.zeros_like(row), mask=mask)
+        tl.store(span + 2, stop.to(tl.int32), mask=mask)
+        tl.store(span + 3, tl.zeros_like(row) + NO_WINDOW, mask=mask)
+        tl.store(span + 4, tl.zeros_like(row) + CAUSAL, mask=mask)
+        tl.store(span + 5, (after - stop).to(tl.int32), mask=mask)
