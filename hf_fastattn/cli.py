@@ -204,6 +204,7 @@ def _add_explain(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--length", type=int, default=8192, help="tokens of each row (default: %(default)s)")
     parser.add_argument("--backend", default="lean", help="default: %(default)s")
     parser.add_argument("--gpu", help=f"published figures of one of {', '.join(GPUS)}; default: measure the one here")
+    _add_streaming(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -213,7 +214,15 @@ def explain_(options) -> None:
         model = compat.load_config(model, options.gguf_file)
         model._name_or_path = options.model
     found = explain(
-        model, options.batch, options.length, options.backend, options.device, options.dtype, options.gpu and options.gpu.lower()
+        model,
+        batch=options.batch,
+        length=options.length,
+        backend=options.backend,
+        device=options.device,
+        dtype=options.dtype,
+        gpu=options.gpu and options.gpu.lower(),
+        window=options.window,
+        sinks=options.sinks,
     )
     print(json.dumps(found.as_dict(), indent=1) if options.json else found)
 

@@ -92,7 +92,6 @@ def test_smollm2_backends_and_caches_are_equal(smollm2, small, tmp_path, monkeyp
     assert "| small_needle" in (tmp_path / "eval.md").read_text()
 
 
-@pytest.mark.skipif("streaming" not in hf_fastattn.names(), reason="there is no backend of that name yet")
 def test_smollm2_streaming_within_its_window_is_equal(smollm2, small):
     found = evaluate(
         *smollm2,
@@ -106,6 +105,8 @@ def test_smollm2_streaming_within_its_window_is_equal(smollm2, small):
         sinks=4,
     )
     assert found.passed and found.runs[1].label == "streaming, rolling", str(found)
+    assert {m.task for m in found.runs[1].measures} == {"small_text", "small_choice", "small_needle", "decode perplexity"}
+    assert found.runs[1].calls["streaming.decode"] > 5 * smollm2[0].config.num_hidden_layers
 
 
 # ---- a wrong one is found and named ----
@@ -195,7 +196,7 @@ def test_interval_of_a_mean_is_that_of_paired_differences():
     each = [b - a for a, b in zip(base, other, strict=True)]
     half = 1.96 * stdev(each) / math.sqrt(8)
     assert found.difference == fmean(each) and found.interval == pytest.approx((fmean(each) - half, fmean(each) + half))
-    assert not found.same and not found.beyond_chance
+    assert not found.same and not found.beyond_chance()
 
 
 def test_interval_of_a_perplexity_is_that_of_the_bootstrap():
@@ -212,7 +213,7 @@ def test_interval_of_a_perplexity_is_that_of_the_bootstrap():
     found = pairs.pair(*measures)
     drawn = [[draw.randrange(300) for _ in whole] for _ in range(800)]
     differences = sorted(score(others, i) - score(lls, i) for i in drawn)
-    assert found.interval == pytest.approx((differences[20], differences[780]), rel=0.12) and found.beyond_chance
+    assert found.interval == pytest.approx((differences[20], differences[780]), rel=0.12) and found.beyond_chance(20)
     assert measures[0].stderr == pytest.approx(stdev(score(lls, i) for i in drawn), rel=0.1)
 
 
@@ -252,6 +253,12 @@ def test_in_16_bits_stock_backends_set_the_measure():
     assert judged(torch.bfloat16, sdpa=RIGHT, eager=WORSE, lean=WORSE).differing()[0].backend == "eager"
     found = judged(torch.bfloat16, sdpa=RIGHT, eager=NEAR, lean=NEAR)
     assert found.passed and "than between Transformers' own backends" in found.verdict()
+
+
+def test_the_more_is_compared_the_surer_a_difference_must_be():
+    items = [-1.0, 0.0, 0.0, 0.0, 0.0] * 8  # 3.1 standard errors below 0
+    found = pairs.pair(Measure("t", "m", 0.0, None, [0.0] * 40, "mean"), Measure("t", "m", -0.2, None, items, "mean"))
+    assert found.beyond_chance() and found.beyond_chance(20) and not found.beyond_chance(100)
 
 
 # ---- what is kept, and what is refused ----
@@ -297,6 +304,19 @@ def test_gen_kwargs_and_limit_reach_lm_eval(tiny, small):
     (answers,) = found.runs[1].answers
     assert len(answers.answers) == 2
     assert found.runs[1].calls["lean.decode"] == 2 * 2  # layers x tokens after the prompt's
+
+
+def test_a_group_has_its_score_and_the_examples_of_its_tasks(tiny, small, tmp_path):
+    (tmp_path / "other.yaml").write_text((small / "choice.yaml").read_text().replace("small", "other") + "  seed: 1\n")
+    (tmp_path / "group.yaml").write_text(
+        "group: both\ntask: [small_choice, other_choice]\naggregate_metric_list:\n  - metric: acc\n    weight_by_size: true\n"
+    )
+    found = evaluate(*tiny, tasks=["both"], include_path=[small, tmp_path], caches=["dynamic"], decode_tokens=0)
+    scores = {m.task: m for m in found.baseline.measures}
+    assert set(scores) == {"both", "small_choice", "other_choice"}
+    assert scores["both"].items == scores["small_choice"].items + scores["other_choice"].items
+    assert scores["both"].score == pytest.approx(fmean(scores["both"].items)) and scores["both"].stderr is not None
+    assert found.passed and {each.task for each in found.runs[1].pairs} == set(scores)
 
 
 def test_the_pack_is_the_same_in_every_process_and_answerable():

@@ -104,6 +104,25 @@ def test_relatives_stand_side_by_side():
     assert "without its window" in {row["name"] for row in explain("mistral-7b").variants}
 
 
+@pytest.mark.parametrize(("heads", "kv_heads", "kinds"), [(8, 8, "MHA MQA"), (8, 1, "MHA MQA"), (32, 1, "MHA GQA MQA")])
+def test_relatives_are_called_what_they_are(heads, kv_heads, kinds):
+    model = tiny("llama", num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=16)
+    names = [name for name, _ in costs.relatives(costs.count(model))]
+    assert [name[:3] for name in names[:-1]] == kinds.split()
+    assert sum(f"{kv_heads} KV head" in name and "(this model)" in name for name in names) == 1
+
+
+def test_streaming_keeps_what_patch_says(monkeypatch):
+    found = explain("8b", backend="streaming", window=4092, sinks=4, length=1 << 20, gpu="h200")
+    assert set(found.facts.windows) == {4096} and found.longest is None
+    assert found.step.kv_bytes == 2 * 32 * 8 * 128 * 2 * 4096
+    assert runs(found)["cache"] == "RollingCache" and explain("8b", backend="streaming", window=9).facts.windows[0] == 13
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(launch, "arch", lambda device: 90)
+    found = explain("8b", backend="streaming", window=4092, device="cuda", gpu="h200")
+    assert runs(found)["prefill"] == "prefill: the Triton kernel" and "sinks is 4" in found.refused[0]["why"]
+
+
 def runs(found) -> dict[str, str]:
     return {row["what"]: row["how"] for row in found.runs}
 
@@ -172,6 +191,8 @@ def test_named_shapes_have_the_size_in_their_name(shape):
         ({"length": -3}, "length must be at least 1; got -3"),
         ({"backend": "leen"}, "Unknown attention backend 'leen'"),
         ({"gpu": "h900"}, "Unknown GPU 'h900'; known: a100"),
+        ({"backend": "streaming"}, "must know how many of the last tokens stay in sight"),
+        ({"window": 8}, "'lean' sees every token that the model does"),
         ({"dtype": "float8"}, "Unknown dtype 'float8'; name one of"),
     ],
 )

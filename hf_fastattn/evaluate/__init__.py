@@ -151,7 +151,7 @@ def _caches(backend: str, caches: Sequence[str]) -> Sequence[str]:
 
 
 def _streams(backend: str) -> bool:
-    return backend in registry.names() and getattr(registry.get(backend), "streaming", False)
+    return backend in registry.names() and registry.get(backend).streaming
 
 
 def _plan(model, backends, caches, options: dict) -> list[tuple[str, str]]:
@@ -175,7 +175,7 @@ def running(model, backend: str, cache: str = "dynamic", *, window: int | None =
     if backend in registry.names():
         asked = {name: value for name, value in (("window", window), ("sinks", sinks)) if value is not None}
         if not _streams(backend):
-            asked = {"cache": None} if cache == "dynamic" else {}
+            asked = {"cache": None, "fuse": False} if cache == "dynamic" else {}  # the attention alone
         with patch(model, backend, graph=cache != "dynamic" and model.device.type == "cuda", **asked) as patched:
             yield patched
         return

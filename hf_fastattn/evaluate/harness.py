@@ -8,6 +8,7 @@ import logging
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from statistics import fmean
 
 import torch
 
@@ -91,9 +92,11 @@ class Harness:
         torch.manual_seed(SEED)
         with quiet():
             results = evaluate(self.lm, chosen, bootstrap_iters=BOOTSTRAPS, log_samples=True, **self.options)
-        return _measures(results, chosen["tasks"]), [
-            Answers(name, *_answers(samples)) for name, samples in results["samples"].items()
-        ]
+        measures = _measures(results, chosen["tasks"])
+        for name, scores in results.get("groups", {}).items():
+            members = {task.task_name for task in chosen["groups"][name].get_all_tasks()}
+            measures += _group(name, scores, [measure for measure in measures if measure.task in members])
+        return measures, [Answers(name, *_answers(samples)) for name, samples in results["samples"].items()]
 
 
 def load_tasks(names: Sequence[str], include_path: Sequence[str | Path] = ()) -> dict:
@@ -126,16 +129,43 @@ def _measures(results: dict, tasks: dict) -> list[Measure]:
     """Every metric of every task, with its value for each example."""
     found = []
     for name, samples in results["samples"].items():
-        for key, score in results["results"][name].items():
-            metric, _, filter_name = key.partition(",")
-            if not filter_name or metric.endswith("_stderr") or not isinstance(score, (int, float)):
+        scores = results["results"][name]
+        for key, score in scores.items():
+            label = _label(key)
+            if label is None or not isinstance(score, (int, float)):
                 continue
+            metric, _, filter_name = key.partition(",")
             items = [sample[metric] for sample in samples if sample["filter"] == filter_name and metric in sample]
-            stderr = results["results"][name].get(f"{metric}_stderr,{filter_name}")
             items, aggregate = _aggregate(tasks[name].aggregation().get(metric), items)
-            label = metric if filter_name == "none" else f"{metric}, {filter_name}"
-            found.append(Measure(name, label, score, stderr if isinstance(stderr, float) else None, items, aggregate))
+            stderr = _number(scores.get(f"{metric}_stderr,{filter_name}"))
+            found.append(Measure(name, label, score, stderr, items, aggregate))
     return found
+
+
+def _group(name: str, scores: dict, members: list[Measure]) -> list[Measure]:
+    """The scores of a group; with its tasks' examples where the score is their mean, and else without examples."""
+    found = []
+    for key, score in scores.items():
+        label = _label(key)
+        if label is None or not isinstance(score, (int, float)):
+            continue
+        items = [item for each in members if each.metric == label and each.aggregate == "mean" for item in each.items]
+        is_mean = bool(items) and abs(fmean(items) - score) < 1e-9
+        stderr = scores.get(key.replace(",", "_stderr,", 1))
+        found.append(Measure(name, label, score, _number(stderr), items if is_mean else [], "mean" if is_mean else "other"))
+    return found
+
+
+def _label(key: str) -> str | None:
+    """What lm-eval calls "metric,filter", as it is shown; None for what is no score."""
+    metric, _, filter_name = key.partition(",")
+    if not filter_name or metric.endswith("_stderr"):
+        return None
+    return metric if filter_name == "none" else f"{metric}, {filter_name}"
+
+
+def _number(value) -> float | None:
+    return value if isinstance(value, float) else None
 
 
 def _aggregate(function, items: list) -> tuple[list, str]:

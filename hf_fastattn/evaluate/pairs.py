@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import NormalDist, fmean
 
 Z = 1.96  # of a normal distribution, 95 % lie this many standard deviations around the mean
 EQUAL = 1e-5  # relative: scores this close are the same
@@ -70,10 +70,16 @@ class Pair:
         close = abs(self.difference) <= EQUAL * max(abs(self.score), abs(self.baseline))
         return self.equal in (None, 1.0) and close
 
-    @property
-    def beyond_chance(self) -> bool:
-        """Whether the interval leaves no room for a difference of 0. Without an interval there is nothing to say it."""
-        return self.interval is not None and not self.interval[0] <= 0 <= self.interval[1]
+    def beyond_chance(self, comparisons: int = 1) -> bool:
+        """Whether chance does not explain the difference; without an interval there is nothing to say so.
+
+        Of 20 intervals at 95 % one misses by chance, so with many comparisons each must be surer (Bonferroni's correction).
+        """
+        if self.interval is None:
+            return False
+        low, high = self.interval
+        surer = NormalDist().inv_cdf(1 - 0.025 / comparisons) / Z
+        return abs(low + high) / 2 > surer * (high - low) / 2
 
 
 def pair(base: Measure, other: Measure) -> Pair:

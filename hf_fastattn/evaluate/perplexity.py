@@ -16,11 +16,12 @@ from tqdm import tqdm
 
 @dataclass
 class Excerpts:
-    """Rows of a text: prompts (rows, width), left-padded, their mask, and the tokens that follow them (rows, tokens)."""
+    """Rows of a text: prompts (rows, width), left-padded with `pad`, their mask, and the tokens that follow (rows, tokens)."""
 
     prompts: torch.Tensor
     mask: torch.Tensor
     targets: torch.Tensor
+    pad: int
 
 
 def excerpts(tokenizer, text: str, *, rows: int, tokens: int, prompt: int) -> Excerpts:
@@ -29,7 +30,7 @@ def excerpts(tokenizer, text: str, *, rows: int, tokens: int, prompt: int) -> Ex
     Raises ValueError where the text is too short for them.
     """
     ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"][0]
-    ids = ids[~torch.isin(ids, torch.tensor(tokenizer.all_special_ids))]  # a text's own end would end generate()
+    ids = ids[~torch.isin(ids, torch.tensor(tokenizer.all_special_ids, dtype=ids.dtype))]  # a text's own end would end generate()
     need = rows * (prompt + tokens)
     if len(ids) < need:
         raise ValueError(
@@ -45,7 +46,7 @@ def excerpts(tokenizer, text: str, *, rows: int, tokens: int, prompt: int) -> Ex
         prompts[row, prompt - length :] = ids[start : start + length]
         mask[row, prompt - length :] = 1
     after = [start + length for start, length in zip(starts, lengths, strict=True)]
-    return Excerpts(prompts, mask, torch.stack([ids[at : at + tokens] for at in after]))
+    return Excerpts(prompts, mask, torch.stack([ids[at : at + tokens] for at in after]), pad)
 
 
 class _Forced:
@@ -75,7 +76,7 @@ def decode_nats(model, given: Excerpts, label: str = "") -> list[list[float]]:
             max_new_tokens=tokens,
             do_sample=False,
             num_beams=1,
-            pad_token_id=int(given.prompts[0, 0]),
+            pad_token_id=given.pad,
             logits_processor=[forced],
         )
     if not torch.equal(out[:, given.prompts.shape[1] :].cpu(), given.targets):

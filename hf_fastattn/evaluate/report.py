@@ -40,8 +40,8 @@ class Evaluation:
     """Runs of several backends over the same examples. Print it for the tables and the verdict.
 
     The baseline is the first run. `dtype` decides what may differ: in float32 every exact attention gives the same answers, in
-    16 bits they round differently, and a difference counts where it is larger than chance and than what Transformers' own
-    backends make among themselves.
+    16 bits they round differently, and a difference counts where it is larger than chance, over all comparisons made, and than
+    what Transformers' own backends make among themselves.
     """
 
     def __init__(self, model: str, dtype: torch.dtype, device: torch.device, tokenizer=None, conditions: dict | None = None):
@@ -104,7 +104,8 @@ class Evaluation:
         if self.dtype == torch.float32:
             return True
         spread = None if run.backend in STOCK else self._spread(each.task, each.metric)
-        return each.beyond_chance and (spread is None or abs(each.difference) > spread)
+        comparisons = sum(len(run.pairs) for run in self.runs)
+        return each.beyond_chance(comparisons) and (spread is None or abs(each.difference) > spread)
 
     def differing(self) -> list[Run]:
         """The runs that are not the baseline's equals."""

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 import torch
 
 from .. import compat, registry
 from ..kernels import TritonKernel
 from ..patches import graph
+from ..streaming import Settings
 from ..tables import size, table, thousands
 from . import costs
 from .costs import GPU, GPUS, Facts, Step
@@ -75,13 +76,16 @@ def explain(
     device: torch.device | str | None = None,
     dtype: torch.dtype | str | None = None,
     gpu: str | None = None,
+    window: int | None = None,
+    sinks: int | None = None,
 ) -> Explanation:
     """Say what will run for this model, batch and length, what it costs at least, and what was refused and why.
 
     model: a model, a configuration, a folder or a name on the Hub, a .gguf file, or a named shape (`explain.SHAPES`); of these
     only the configuration is read. batch: rows of `length` tokens each. device: where it would run, by default the model's, and
     CUDA for a configuration. dtype: of weights and K/V, by default the model's. gpu: take the figures of this GPU as published
-    (`explain.GPUS`); without it those of the GPU here are measured, and where there is none an H200 is taken.
+    (`explain.GPUS`); without it those of the GPU here are measured, and where there is none an H200 is taken. window, sinks: of a
+    streaming backend, as in patch().
 
     Raises ValueError for a model whose K/V this cannot count, an unknown backend or GPU, and sizes below 1.
     """
@@ -92,9 +96,12 @@ def explain(
     if not isinstance(model, compat.PreTrainedModel):
         model = _from_config(model, dtype)
     facts = costs.count(model, dtype)
+    streaming = _streaming(chosen, window, sinks)
+    if streaming is not None:
+        facts = replace(facts, windows=(streaming.sinks + streaming.window,) * len(facts.windows))
     device = torch.device(device or ("cuda" if model.device.type == "meta" else model.device))
     figures = costs.find_gpu(gpu, device, facts.dtype)
-    runs, refused = _what_runs(chosen, model, facts, batch, length, device)
+    runs, refused = _what_runs(chosen, model, facts, batch, length, device, streaming)
     step, limit = costs.step(facts, figures, batch, length), facts.max_length
     held = [(n, batch * facts.kv_bytes(n)) for n in sorted({*_LENGTHS, length}) if n <= max(length, limit or n)]
     others = [(name, its, costs.step(its, figures, batch, length)) for name, its in costs.relatives(facts)]
@@ -124,6 +131,19 @@ def explain(
         ],
         notes=notes,
     )
+
+
+def _streaming(chosen: registry.Backend, window: int | None, sinks: int | None) -> Settings | None:
+    """What a streaming backend keeps in sight; None for other backends, which take neither option."""
+    if not chosen.streaming:
+        if window is not None or sinks is not None:
+            raise ValueError(
+                f"window and sinks are for streaming backends; {chosen.name!r} sees every token that the model does."
+            )
+        return None
+    if window is None:
+        raise ValueError(f"{chosen.name!r} must know how many of the last tokens stay in sight; pass window=, say 4096.")
+    return Settings(window, Settings.sinks if sinks is None else sinks)
 
 
 def _from_config(source, dtype):
@@ -157,7 +177,15 @@ class _Operand:
         return heads * length * width, length * width, width, 1
 
 
-def _what_runs(chosen: registry.Backend, model, facts: Facts, batch: int, length: int, device: torch.device):
+def _what_runs(
+    chosen: registry.Backend,
+    model,
+    facts: Facts,
+    batch: int,
+    length: int,
+    device: torch.device,
+    streaming: Settings | None,
+) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
     """(what runs how and why, what was refused and why)."""
     runs, refused = [], []
 
@@ -181,18 +209,21 @@ def _what_runs(chosen: registry.Backend, model, facts: Facts, batch: int, length
             _Operand(device, facts.dtype, (batch, heads, n, facts.head_dim))
             for heads, n in ((facts.num_heads, q_len), (facts.num_kv_heads, length), (facts.num_kv_heads, length))
         ]
-        how, reason = _kernel(kernel, operands)
+        how, reason = _kernel(kernel, operands, 0 if streaming is None else streaming.sinks)
         if reason:
             refuse(f"{kernel.hopper} in {phase}", reason)
         runs.append({"what": phase, "how": how, "why": _why(chosen, served, q_len, facts)})
     owns = compat.overrides_generation(model)
     if owns:
-        refuse("PreallocatedCache", f"{type(model).__name__} has its own {owns}(), which it would replace.")
+        refuse("a cache of ours", f"{type(model).__name__} has its own {owns}(), which it would replace.")
         runs.append({"what": "cache", "how": "DynamicCache", "why": "copied as it grows"})
+    elif streaming is not None:
+        why = f"with patch(): {streaming.sinks} sinks and a window of {streaming.window}, in constant memory"
+        runs.append({"what": "cache", "how": "RollingCache", "why": why})
     else:
         why = "with patch(): K/V stay in place, and only what is live is read"
         runs.append({"what": "cache", "how": "PreallocatedCache", "why": why})
-    off = "a graph needs the preallocated cache" if owns else graph.why_no_graph(device)
+    off = "a graph needs a cache of ours" if owns else graph.why_no_graph(device)
     if off:
         refuse("decode graph", f"{off[0].upper()}{off[1:]}.")
     on = "with patch(): one launch a step, and no Python between layers"
@@ -201,7 +232,7 @@ def _what_runs(chosen: registry.Backend, model, facts: Facts, batch: int, length
     return runs, refused
 
 
-def _kernel(kernel, operands: list[_Operand]) -> tuple[str, str | None]:
+def _kernel(kernel, operands: list[_Operand], sinks: int) -> tuple[str, str | None]:
     """(the kernel in words, why its Hopper relative is not it)."""
     if not isinstance(kernel, TritonKernel):
         return getattr(kernel, "__qualname__", type(kernel).__name__), None
@@ -211,7 +242,7 @@ def _kernel(kernel, operands: list[_Operand]) -> tuple[str, str | None]:
         return f"{kernel.name}: {where}", None
     if not torch.cuda.is_available():
         return f"{kernel.hopper} where it can run, else {kernel.name}: {where}", None
-    reason = importlib.import_module(f"hf_fastattn.kernels.{kernel.hopper}").why_not(*operands)
+    reason = importlib.import_module(f"hf_fastattn.kernels.{kernel.hopper}").why_not(*operands, sinks)
     return f"{kernel.name if reason else kernel.hopper}: {where}", reason
 
 

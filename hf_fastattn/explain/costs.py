@@ -148,12 +148,14 @@ def measure(device: torch.device, dtype: torch.dtype) -> GPU:
     free, _ = torch.cuda.mem_get_info(device)
     data = torch.zeros(int(min(2 << 30, free // 4)) // 4, device=device)
     edge = 8192 if free > 4 << 30 else 2048
-    square = torch.zeros(edge, edge, device=device, dtype=dtype)
+    square = torch.randn(edge, edge, device=device, dtype=dtype)  # zeros would multiply faster, for want of heat
+    with torch.cuda.device(device):
+        read, multiplied = _seconds(data.sum), _seconds(lambda: square @ square)
     return GPU(
         properties.name,
         properties.total_memory,
-        data.nbytes / _seconds(lambda: data.sum()),
-        2 * edge**3 / _seconds(lambda: square @ square),
+        data.nbytes / read,
+        2 * edge**3 / multiplied,
         f"measured here: a sum over {size(data.nbytes)}, a product of {edge} x {edge} in {str(dtype)[6:]}",
     )
 
@@ -194,7 +196,7 @@ def longest(facts: Facts, gpu: GPU, batch: int) -> int | None:
 def relatives(facts: Facts) -> list[tuple[str, Facts]]:
     """The model as MHA, GQA, MQA, and with and without a window; its own row is marked."""
     grouped = facts.num_kv_heads if 1 < facts.num_kv_heads < facts.num_heads else 8
-    heads = {facts.num_heads: "MHA", grouped: "GQA", 1: "MQA"}
+    heads = {facts.num_heads: "MHA", **{n: kind for n, kind in ((grouped, "GQA"), (1, "MQA")) if n != facts.num_heads}}
     rows = []
     for kv_heads, kind in heads.items():
         if facts.num_heads % kv_heads:

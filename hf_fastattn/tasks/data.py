@@ -33,7 +33,7 @@ def _split(docs: list[dict]) -> dict:
     return {"test": Dataset.from_list(docs)}
 
 
-def pages(characters: int = 4000, examples: int = 20, **_) -> dict:
+def pages(characters: int = 2000, examples: int = 20, **_) -> dict:
     """Chapters of the reference, each cut to so many characters."""
     return _split([{"page": chapter[:characters]} for chapter in _chapters(characters)[:examples]])
 
@@ -54,7 +54,7 @@ def choices(examples: int = 50, facts: int = 6, seed: int = 0, **_) -> dict:
     return _split(docs)
 
 
-def needles(characters: int = 3000, examples: int = 20, seed: int = 0, **_) -> dict:
+def needles(characters: int = 2000, examples: int = 20, seed: int = 0, **_) -> dict:
     """A sentence hidden at evenly spread depths of so many characters of the reference, to be said again."""
     draw, whole = random.Random(seed), text()
     depths = [i / max(1, examples - 1) for i in range(examples)]
