@@ -43,9 +43,9 @@ class Settings:
 
     def check(self, limit: int | None) -> None:
         """Raise ValueError for what is impossible; `limit`: the positions that the model was made for."""
-        if self.window < 1:
+        if not isinstance(self.window, int) or self.window < 1:
             raise ValueError(f"window counts the last tokens that a query sees, itself included: at least 1; got {self.window}.")
-        if self.sinks < 0:
+        if not isinstance(self.sinks, int) or self.sinks < 0:
             raise ValueError(f"sinks counts the first tokens that stay in sight: at least 0; got {self.sinks}.")
         if limit is not None and self.sinks + self.window > limit:
             raise ValueError(
@@ -81,15 +81,15 @@ def rope_index(module: torch.nn.Module, head_dim: int) -> int:
     """
     if module not in _rope_of:
         found = compat.rope(module, head_dim)
-        if found is None and not Settings.of(module.config).clamped:
-            raise ValueError(
-                f"{type(module.config).__name__.removesuffix('Config')} has no rotary embedding, and learned positions cannot "
-                "move with a window. hf_fastattn.patch(..., clamp_positions=True) gives every token beyond the last position "
-                "that one, which is an approximation."
-            )
         if found is not None and found not in _ropes:
             _ropes.append(found)
         _rope_of[module] = -1 if found is None else _ropes.index(found)
+    if _rope_of[module] < 0 and not Settings.of(module.config).clamped:
+        raise ValueError(
+            f"{type(module.config).__name__.removesuffix('Config')} has no rotary embedding, and learned positions cannot move "
+            "with a window. hf_fastattn.patch(..., clamp_positions=True) gives every token beyond the last position that one, which "
+            "is an approximation."
+        )
     return _rope_of[module]
 
 

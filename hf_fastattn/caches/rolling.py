@@ -321,6 +321,11 @@ class RollingCache(compat.Cache):
                 f"what it dropped; this call may come to {tokens}. Generate without assistant or prompt lookup."
             )
 
+    def reset(self) -> None:
+        """Forget all tokens; the buffers stay where they are."""
+        self.storage.reset()
+        self.vetted = 0
+
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last `-tokens_to_remove` tokens (a negative number, as in Transformers; 0 does nothing)."""
         ring = self.storage
