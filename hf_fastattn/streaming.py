@@ -87,8 +87,8 @@ def rope_index(module: torch.nn.Module, head_dim: int) -> int:
     if _rope_of[module] < 0 and not Settings.of(module.config).clamped:
         raise ValueError(
             f"{type(module.config).__name__.removesuffix('Config')} has no rotary embedding, and learned positions cannot move "
-            "with a window. hf_fastattn.patch(..., clamp_positions=True) gives every token beyond the last position that one, which "
-            "is an approximation."
+            "with a window. hf_fastattn.patch(..., clamp_positions=True) gives every token beyond the last position that one, "
+            "which is an approximation."
         )
     return _rope_of[module]
 

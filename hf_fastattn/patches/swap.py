@@ -14,6 +14,7 @@ from .. import compat, registry
 from ..caches import PreallocatedCache, RollingCache, rolling
 from ..caches.layers import Storage, round_up
 from ..caches.pool import Pool
+from ..caches.ring import Ring
 from ..streaming import Settings, rope_index
 from . import fuse as fusion
 from . import graph as graphs
@@ -188,7 +189,7 @@ class Patch:
         elif streaming is None:
             self._pool = Pool(lambda tokens: Storage(windows, round_up(tokens)), PreallocatedCache.around)
         else:
-            self._pool = Pool(lambda tokens: rolling.Ring(len(windows), streaming), RollingCache.around)
+            self._pool = Pool(lambda tokens: Ring(len(windows), streaming), RollingCache.around)
         self.changes: list[Change] = []
         self.reasons: list[str] = []
         self.undone = False
