@@ -1,0 +1,244 @@
+"""The storage of a rolling cache: the first tokens of each row and a ring of the last, in buffers that never grow.
+
+A layer's buffer is (batch, num_kv_heads, sinks + window, head_dim). Token t of a row, its padding not counted, stands at
+
+    slot t                              if t < sinks
+    slot sinks + (t - sinks) % window   otherwise
+
+so that a new token overwrites the one that leaves the window, and nothing else moves. How many tokens each row has is known on
+the device alone: rows differ by their padding, and nothing here waits for the device.
+
+One token at a time is written at its slot, and the attention reads the buffer as it lies: a softmax does not ask for an order.
+Many at once are attended to as [sinks | window, oldest first | new tokens], gathered row by row, and stored afterwards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..compat import CacheLayerMixin
+from ..kernels.append import append
+from ..kernels.ring import pack_spans, ring_step
+from ..streaming import Settings
+from .layers import CHANGE_ROWS, EAGER
+
+
+@dataclass
+class Step:
+    """What the layers need to know of one forward.
+
+    slots: int64, (batch,) where one token is written, else None. gather: int64 (batch, held), the slots of what the rows hold,
+    oldest first and right-aligned. store: int64 (batch, sinks + window), which of those and the new tokens each slot holds next.
+    """
+
+    q_len: int
+    slots: torch.Tensor | None = None
+    gather: torch.Tensor | None = None
+    store: torch.Tensor | None = None
+
+
+class Ring:
+    """The layers of a rolling cache and what they have in common: the counts of tokens, and the step under way."""
+
+    takes_mask = False  # the counts know the padding
+
+    def __init__(self, num_layers: int, settings: Settings):
+        self.window, self.sinks = settings.window, settings.sinks
+        self.capacity = self.window + self.sinks
+        self.layers = [RollingLayer(index, self) for index in range(num_layers)]
+        self.counts: torch.Tensor | None = None  # int64 (batch,) on the device: tokens of each row
+        self.seen = 0  # tokens of the longest row, padding counted: all that the host knows
+        self.mode = EAGER
+        self.version = 0  # changes whenever a buffer moves in memory
+        self.under_way: Step | None = None
+        self.last = num_layers  # index of the layer that was updated last
+
+    @property
+    def rows(self) -> int | None:
+        return None if self.counts is None else self.counts.shape[0]
+
+    def begin(self, rows: int, q_len: int, pads: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+        """Count `q_len` new tokens of each row, the first `pads` (int64 (batch,)) of them padding; the spans for them."""
+        if self.counts is None or self.rows != rows or self.counts.device != device:
+            self._allocate(rows, device)
+        self.last = -1
+        if q_len == 1:
+            slots, spans = ring_step(self.counts, pads, self.window, self.sinks)
+            self.under_way = Step(1, slots=slots)
+        else:
+            before = self.counts.clone()
+            self.counts.add_(q_len if pads is None else q_len - pads)
+            spans = self._many(before, self.counts, pads, q_len)
+        if self.mode == EAGER:
+            self.seen += q_len
+        return spans
+
+    def positions(self, q_len: int) -> torch.Tensor:
+        """Those of the `q_len` tokens counted last, int64 (batch, q_len); 0 for padding."""
+        new = torch.arange(-q_len, 0, device=self.counts.device)
+        return (self.counts[:, None] + new).clamp(min=0)
+
+    def _many(self, before: torch.Tensor, after: torch.Tensor, pads: torch.Tensor | None, q_len: int) -> torch.Tensor:
+        sinks, window = self.sinks, self.window
+        held = min(self.seen, self.capacity)  # by the longest row
+        kept = before.clamp(max=held)
+        step = self.under_way = Step(q_len)
+        before, after, first = before[:, None], after[:, None], (held - kept)[:, None]
+        dropped = before - kept[:, None]
+        index = torch.arange(held, device=before.device) - first
+        token = torch.where(index < sinks, index, index + dropped).clamp(min=0)
+        step.gather = torch.where(token < sinks, token, sinks + (token - sinks) % window)
+        slot = torch.arange(self.capacity, device=before.device)
+        token = torch.where(slot < sinks, slot, after - 1 - (after - 1 - slot) % window)
+        place = torch.where(token < sinks, first + token, held + token - before)
+        new = held + token - before + (0 if pads is None else pads[:, None])
+        # Slots that no token has reached yet hold anything.
+        step.store = torch.where(token < before, place, new).clamp(0, held + q_len - 1)
+        start = held - kept if pads is None else held - kept + pads
+        full = torch.full_like(start, held)
+        return pack_spans(full, start, full + q_len, dropped[:, 0])
+
+    def _allocate(self, rows: int, device: torch.device) -> None:
+        if self.seen:
+            raise ValueError(
+                f"This cache holds {self.rows} rows on {self.counts.device}, and is given {rows} on {device}. {CHANGE_ROWS}"
+            )
+        with torch.inference_mode(False):
+            self.counts = torch.zeros(rows, dtype=torch.int64, device=device)
+        for layer in self.layers:
+            layer.is_initialized, layer.keys, layer.values = False, None, None
+        self.version += 1
+
+    def select(self, indices: torch.Tensor) -> None:
+        if self.counts is None:
+            return
+        same = len(indices) == self.rows
+        counts = self.counts[indices.to(self.counts.device)]
+        self.counts = self.counts.copy_(counts) if same else counts.clone()
+        self.version += not same
+        for layer in self.layers:
+            layer.select(indices, same)
+
+    def reset(self) -> None:
+        self.seen, self.under_way, self.last = 0, None, len(self.layers)
+        if self.counts is not None:
+            self.counts.zero_()
+
+    # What a pool and a decode graph ask of a storage.
+
+    def holds(self, tokens: int) -> bool:
+        return True
+
+    def relieve_with(self, free) -> None:
+        """It never allocates when memory is short."""
+
+    def set_mode(self, mode: str) -> None:
+        self.mode = mode
+
+    def sync(self, device: torch.device) -> None:
+        """The counts are on the device as it is."""
+
+    def step(self) -> None:
+        """begin() has counted on the device already."""
+
+    def advance(self) -> None:
+        self.seen += 1
+
+    def mark(self) -> torch.Tensor:
+        return self.counts.clone()
+
+    def rewind(self, mark: torch.Tensor) -> None:
+        self.counts.copy_(mark)
+
+
+class RollingLayer(CacheLayerMixin):
+    """K and V of one layer, (batch, num_kv_heads, sinks + window, head_dim) each."""
+
+    is_compileable = False  # else generate() would start torch.compile unasked; decode graphs do not ask this
+    is_croppable = True
+    is_sliding = False
+
+    def __init__(self, index: int, ring: Ring):
+        super().__init__()
+        self.index = index
+        self.ring = ring
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        shape = (*key_states.shape[:2], self.ring.capacity)
+        # Normal tensors, so that a cache made under inference_mode can be used outside it.
+        with torch.inference_mode(False):
+            self.keys = torch.zeros(*shape, key_states.shape[3], dtype=self.dtype, device=self.device)
+            self.values = torch.zeros(*shape, value_states.shape[3], dtype=self.dtype, device=self.device)
+        self.is_initialized = True
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keep (batch, num_kv_heads, q_len, head_dim) K and V; return those to attend to, as the spans of this forward say."""
+        ring, step = self.ring, self.ring.under_way
+        if self.index <= ring.last or step is None or step.q_len != key_states.shape[2]:
+            raise RuntimeError(
+                "A RollingCache is read through a patched model, whose forward tells it of padding: call the model that "
+                'hf_fastattn.patch(model, "streaming", ...) was given, and not a part of it.'
+            )
+        ring.last = self.index
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        elif _kind(self.keys) != _kind(key_states) or _kind(self.values) != _kind(value_states):
+            described = [f"{t.shape[1]} KV heads of {t.shape[3]} in {t.dtype}" for t in (self.keys, key_states)]
+            raise ValueError(f"This cache holds {described[0]}, and it is given {described[1]}: it belongs to another model.")
+        if key_states.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(
+                "A rolling cache is written in place and carries no gradient. Run under torch.no_grad(), or pass use_cache=False."
+            )
+        if step.q_len == 1:
+            append(self.keys, self.values, key_states, value_states, step.slots.to(self.device))
+            return self.keys, self.values
+        return tuple(self._extend(*pair, step) for pair in ((self.keys, key_states), (self.values, value_states)))
+
+    def _extend(self, buffer: torch.Tensor, states: torch.Tensor, step: Step) -> torch.Tensor:
+        tokens = torch.cat([_take(buffer, step.gather), states], 2) if step.gather.shape[1] else states
+        buffer.copy_(_take(tokens, step.store))
+        return tokens
+
+    def select(self, indices: torch.Tensor, same: bool) -> None:
+        if self.is_initialized:
+            for name in ("keys", "values"):
+                buffer = getattr(self, name)
+                rows = buffer.index_select(0, indices.to(buffer.device))
+                setattr(self, name, buffer.copy_(rows) if same else rows.clone())
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        held = self.ring.capacity if query_length == 1 else min(self.ring.seen, self.ring.capacity) + query_length
+        return held, 0
+
+    def get_seq_length(self) -> int:
+        return self.ring.seen
+
+    def get_max_length(self) -> int:
+        return -1  # text without end
+
+    def reset(self) -> None:
+        self.ring.reset()
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        raise NotImplementedError("Layers of a rolling cache share their counts; call reorder_cache() of the cache.")
+
+    def crop(self, tokens_to_remove: int) -> None:
+        raise NotImplementedError("Layers of a rolling cache share their counts; call crop() of the cache.")
+
+    def offload(self) -> None:
+        raise NotImplementedError("A rolling cache stays where it was allocated; it is small, and is not offloaded.")
+
+    prefetch = offload
+
+
+def _kind(states: torch.Tensor) -> tuple:
+    return *states.shape[:2], states.shape[3], states.dtype, states.device
+
+
+def _take(buffer: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """Slots (batch, n) of `buffer` (batch, heads, length, head_dim), another choice in each row."""
+    slots = slots.to(buffer.device)[:, None, :, None]
+    return buffer.gather(2, slots.expand(-1, buffer.shape[1], -1, buffer.shape[3]))
