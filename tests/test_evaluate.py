@@ -20,6 +20,7 @@ from hf_fastattn.evaluate.pairs import Answers, Measure
 from hf_fastattn.evaluate.report import Run
 from hf_fastattn.kernels import INTERPRETED, reference, spans
 
+pytestmark = pytest.mark.xdist_group("evaluate")  # one process loads the model
 evaluate = hf_fastattn.evaluate
 # The shipped tasks with few and short examples.
 SMALL = {
@@ -82,7 +83,8 @@ def test_smollm2_backends_and_caches_are_equal(smollm2, small, tmp_path, monkeyp
     layers = smollm2[0].config.num_hidden_layers
     for run in found.runs[4:]:
         decoded = run.calls.get(f"{run.backend}.decode", run.calls[f"{run.backend}.prefill"])
-        assert decoded > layers * 5 and f"{run.backend}.dense" not in run.calls
+        captured = run.cache == "static" and smollm2[0].device.type == "cuda"  # and replays are not counted
+        assert (decoded > layers * 5 or captured) and f"{run.backend}.dense" not in run.calls
     # The batches were left-padded, each row differently.
     assert paddings and all(len(set(rows)) == 3 and min(rows) == 0 for rows in paddings)
     # Something was answered rightly, so the tasks measure more than noise.
@@ -106,7 +108,8 @@ def test_smollm2_streaming_within_its_window_is_equal(smollm2, small):
     )
     assert found.passed and found.runs[1].label == "streaming, rolling", str(found)
     assert {m.task for m in found.runs[1].measures} == {"small_text", "small_choice", "small_needle", "decode perplexity"}
-    assert found.runs[1].calls["streaming.decode"] > 5 * smollm2[0].config.num_hidden_layers
+    captured = smollm2[0].device.type == "cuda"
+    assert found.runs[1].calls["streaming.decode"] > (1 if captured else 5) * smollm2[0].config.num_hidden_layers
 
 
 # ---- a wrong one is found and named ----
