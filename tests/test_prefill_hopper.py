@@ -17,6 +17,7 @@ pytest.importorskip("triton.experimental.gluon")
 
 from hf_fastattn.kernels import checks, reference  # noqa: E402
 from hf_fastattn.kernels import prefill_hopper as hopper  # noqa: E402
+from hf_fastattn.kernels.prefill_hopper import plan  # noqa: E402
 from hf_fastattn.kernels.spans import NO_WINDOW, build_spans  # noqa: E402
 
 on_hopper = pytest.mark.skipif(
@@ -45,35 +46,34 @@ def _as_python(fn, **names):
 )
 def test_plan_visits_every_visible_key_once_and_masks_where_it_must(causal, window, q_start, q_len, kv_start, kv_stop):
     window = NO_WINDOW if window is None else window
-    row_bounds = _as_python(hopper._row_bounds)
+    row_bounds = _as_python(plan.row_bounds)
+    block_bounds = _as_python(plan.block_bounds, row_bounds=row_bounds)
+    tiles_of = _as_python(plan.tiles_of, block_bounds=block_bounds)
+    tile_start = _as_python(plan.tile_start)
     for holes in (False, True):
         spans = (q_start, kv_start, kv_stop, window, causal, holes)
-        plan = _as_python(hopper._plan, _row_bounds=row_bounds, _load_spans=lambda *_, spans=spans: spans)
-        tile = _as_python(hopper._tile)
         for block_m, block_n in ((128, 128), (128, 64)):
             for first in range(0, q_len, block_m):
-                lo, _hi, num_tiles, num_after, num_masked, *_ = plan(
-                    None, first, q_len, kv_stop, window, block_m, block_n, True, causal
-                )
-                order = [tile(i, num_tiles, num_after, num_masked) for i in range(num_tiles)]
-                assert sorted(order) == list(range(num_tiles)) and num_tiles >= 1
+                tiles = tiles_of(first, q_len, spans, block_m, block_n)
+                lo, _hi, num_tiles, _num_after, num_masked = tiles
+                starts = [tile_start(i, tiles, block_n) for i in range(num_tiles)]
+                assert sorted(starts) == [lo + t * block_n for t in range(num_tiles)] and num_tiles >= 1
                 bounds = [
                     row_bounds(q_start + m, kv_start, kv_stop, window, causal) for m in range(first, min(first + block_m, q_len))
                 ]
                 covered = range(lo, lo + num_tiles * block_n)
                 assert all(a == b or (a in covered and b - 1 in covered) for a, b in bounds)
-                for i, t in enumerate(order):
-                    start, stop = lo + t * block_n, lo + (t + 1) * block_n
+                for i, start in enumerate(starts):
                     if i >= num_masked:
-                        assert not holes and all(a <= start and stop <= b for a, b in bounds)
+                        assert not holes and all(a <= start and start + block_n <= b for a, b in bounds)
                     if i > 0:  # V is made safe in the first tile only
-                        assert stop <= kv_stop
+                        assert start + block_n <= kv_stop
 
 
 @pytest.mark.parametrize("num_blocks, num_heads, batch, section", [(5, 6, 2, 4), (1, 3, 1, 8), (7, 4, 3, 1), (16, 8, 2, 16)])
 def test_every_item_is_listed_once(num_blocks, num_heads, batch, section):
     total = num_heads * batch
-    item = _as_python(hopper._item)
+    item = _as_python(plan.item_at)
     items = [item(i, num_blocks, num_heads, total, section) for i in range(num_blocks * total)]
     assert sorted(items) == [(b, h, r) for b in range(num_blocks) for h in range(num_heads) for r in range(batch)]
 

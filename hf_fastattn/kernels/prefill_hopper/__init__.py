@@ -1,0 +1,173 @@
+"""FlashAttention forward for Hopper (sm_90) in Gluon: warps that load and warps that compute, both always busy.
+
+One program holds 64 query rows per consumer warpgroup. A producer warp streams Q, K and V through shared memory with the tensor
+memory accelerator (TMA); full and empty mbarriers per buffer are all that couples it to the consumers. A consumer issues
+S = Q K^T of tile i + 1 and O += P V of tile i together, and computes the softmax of tile i + 1 while the second product runs
+(section 3.2 of the source); named barriers make the consumers take turns, so that one fills the tensor cores while the other
+exponentiates (section 3.1). P never leaves registers. The programs stay, one to an SM, and draw their work from a counter.
+
+This file launches; kernel.py has the warps, plan.py their order of work, pipe.py what passes between them, tile.py the arithmetic
+on one tile.
+
+Slots at and past a row's KV_STOP may hold anything, NaN too, and 0 * NaN is NaN. TMA fills zeros past the buffer's end; where the
+live keys end earlier, only the item's first tile can reach past them, and consumers zero those rows of V in shared memory before
+they use it. Both consumers may do so at once: all write the same zeros to rows that nobody reads otherwise.
+
+Source: Shah et al., "FlashAttention-3: Fast and Accurate Attention with Asynchrony and Low-precision" (2024), sections 3.1, 3.2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from .. import checks, launch
+from ..spans import NO_WINDOW, WORDS
+from .kernel import BLOCK_M, prefill_hopper_kernel
+
+HEAD_DIMS = (64, 128, 256)
+MIN_Q_LEN = 65  # below this a block of 128 rows is mostly empty
+_L2_BYTES = 32 << 20  # K and V of the heads in one section
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """One compiled shape of the kernel.
+
+    BLOCK_N: keys per tile. pingpong: consumers take turns at the tensor cores. own_out: O leaves through a buffer of its own and
+    not through Q's. hold_wait: see `pipe.after`. pack_early: P is packed to 16 bits at the end of its step and not at the start
+    of the next. exp2_on_fma: one of so many exponentials runs on the FMA units, none where 0; see `tile._exp2`.
+    """
+
+    BLOCK_N: int
+    pingpong: bool = True
+    own_out: bool = True
+    hold_wait: bool = True
+    pack_early: bool = False
+    exp2_on_fma: int = 0
+
+
+# Measured on an H200 against cuDNN over lengths 2k to 64k, causal and not. At head_dim 64 the exponentials are the limit.
+CONFIGS = {
+    64: Config(128, exp2_on_fma=8),
+    128: Config(128),
+    256: Config(64, pingpong=False, own_out=False, hold_wait=False, pack_early=True),
+}
+
+
+def why_not(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: int = 0) -> str | None:
+    """A sentence on why this kernel cannot take these inputs (or should not: few queries), or None where it can.
+
+    Everything else that `kernels.prefill.prefill` takes (spans, window, softcap, sink logits, scale) it takes as well.
+    """
+    arch = launch.arch(q.device)
+    if arch != 90:
+        return f"The Hopper prefill kernel needs compute capability 9.0; {q.device} has {arch / 10:.1f}."
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        return f"The Hopper prefill kernel takes float16 and bfloat16, not {q.dtype}."
+    if q.shape[3] not in HEAD_DIMS:
+        return f"The Hopper prefill kernel takes head_dim {', '.join(map(str, HEAD_DIMS))}, not {q.shape[3]}."
+    if q.shape[2] < MIN_Q_LEN:
+        return f"The Hopper prefill kernel is for {MIN_Q_LEN} queries or more, not {q.shape[2]}."
+    if sinks:
+        return f"The Hopper prefill kernel has no tile for sinks, and sinks is {sinks}."
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        aligned = x.data_ptr() % 16 == 0 and all(
+            size == 1 or (stride > 0 and stride % 8 == 0) for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True)
+        )
+        if not aligned:
+            return (
+                "The Hopper prefill kernel reads by TMA, which needs addresses and strides in multiples of 16 bytes; "
+                f"{name} has strides {tuple(x.stride())} at an address of {x.data_ptr() % 16} modulo 16."
+            )
+    return None
+
+
+@cache
+def _layout(rows: int, head_dim: int, dtype: torch.dtype):
+    element = gl.float16 if dtype == torch.float16 else gl.bfloat16
+    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, head_dim], element)
+
+
+def _descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
+    """TMA descriptor of x (batch, heads, length, head_dim) in boxes of `rows` x head_dim of one head."""
+    head_dim = x.shape[3]
+    # The stride of a dimension of one element says nothing, and may not be what TMA allows.
+    strides = [head_dim if size == 1 else stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True)]
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, head_dim], _layout(rows, head_dim, x.dtype))
+
+
+def prefill(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    spans: torch.Tensor | None = None,
+    *,
+    scale: float | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    softcap: float | None = None,
+    sink_logits: torch.Tensor | None = None,
+    sinks: int = 0,
+    q_sinks: torch.Tensor | None = None,
+    return_lse: bool = False,
+):
+    """Exact attention of many query rows; arguments, result and errors as in `kernels.reference.attention`.
+
+    Raises ValueError, with the sentence of `why_not`, for inputs that it cannot take.
+    """
+    scale = checks.check(
+        q, k, v, spans, scale=scale, window=window, softcap=softcap, sink_logits=sink_logits, sinks=sinks, q_sinks=q_sinks
+    )
+    reason = why_not(q, k, v, sinks)
+    if reason is not None:
+        raise ValueError(reason)
+    config = CONFIGS[q.shape[3]]
+    if return_lse:  # in fp32, where the polynomial of `tile._exp2` shows
+        config = replace(config, exp2_on_fma=0)
+    batch, num_heads, q_len, head_dim = q.shape
+    kv_heads, kv_len = k.shape[1:3]
+    group = num_heads // kv_heads
+    out, lse = checks.empty_outputs(q, return_lse)
+    num_blocks = -(-q_len // BLOCK_M)
+    num_items = num_blocks * num_heads * batch
+    fitting = max(1, _L2_BYTES // (2 * kv_len * head_dim * q.element_size()))
+    section = group * (1 << (fitting.bit_length() - 1))
+    scale_log2, cap_log2 = checks.log2_scales(scale, softcap)
+    with checks.on_device(q):
+        prefill_hopper_kernel[(min(num_items, launch.num_sms(q.device)),)](
+            _descriptor(q, 64),
+            _descriptor(k, config.BLOCK_N),
+            _descriptor(v, config.BLOCK_N),
+            _descriptor(out, 64),
+            lse,
+            q if spans is None else spans,
+            q if sink_logits is None else sink_logits,
+            launch.counters(q.device),
+            0 if spans is None else spans.stride(0),
+            num_items,
+            num_blocks,
+            num_heads,
+            group,
+            batch * num_heads,
+            section,
+            q_len,
+            kv_len,
+            NO_WINDOW if window is None else window,
+            scale_log2,
+            cap_log2,
+            HEAD_DIM=head_dim,
+            C=config,
+            HAS_SPANS=spans is not None,
+            HAS_WORDS=spans is not None and spans.shape[3] > WORDS,
+            IS_CAUSAL=causal,
+            HAS_SOFTCAP=softcap is not None,
+            HAS_SINK_LOGITS=sink_logits is not None,
+            WRITE_LSE=return_lse,
+            num_warps=4,
+        )
+    return (out, lse) if return_lse else out

@@ -1,0 +1,273 @@
+"""The warps of the Hopper prefill kernel: one that loads, and two groups of four that compute."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ..spans import WORDS
+from .pipe import (
+    CONSUMERS,
+    FIRST_TURN,
+    after,
+    await_empty,
+    hand_out,
+    matrix,
+    named_barrier,
+    phase_of,
+    shared_memory,
+    stage_of,
+    take,
+    tma_load,
+    tma_store,
+    warpgroup_barrier,
+)
+from .plan import item_at, row_bounds, row_spans, tile_start, tiles_of
+from .tile import cap, mask, normaliser, softmax_step, zero_rows
+
+BLOCK_M = 64 * CONSUMERS
+
+
+@gluon.jit
+def _work(
+    index, Spans, sizes,
+    BLOCK_N: gl.constexpr,
+    HAS_SPANS: gl.constexpr,
+    IS_CAUSAL: gl.constexpr,
+    BLOCK_M: gl.constexpr = BLOCK_M,
+):  # fmt: skip
+    """One item: (its first query, head, batch row, that row's span pointer, spans and tiles)."""
+    stride_sb, _num_items, num_blocks, num_heads, _group, total_heads, section, q_len, kv_len, window = sizes
+    block, head, row = item_at(index, num_blocks, num_heads, total_heads, section)
+    first = block * BLOCK_M
+    span_ptr = Spans + row.to(gl.int64) * stride_sb
+    spans = row_spans(span_ptr, q_len, kv_len, window, HAS_SPANS, IS_CAUSAL)
+    return first, head, row, span_ptr, spans, tiles_of(first, q_len, spans, BLOCK_M, BLOCK_N)
+
+
+@gluon.jit
+def _produce(args, C: gl.constexpr, HAS_SPANS: gl.constexpr, IS_CAUSAL: gl.constexpr, CONSUMERS: gl.constexpr = CONSUMERS):
+    """The producer warp: for each item Q once, K and V tile by tile, as their buffers come free."""
+    q_desc, k_desc, v_desc, Spans, Counters, q_ring, k_ring, v_ring, ticket, sizes = args
+    _stride_sb, num_items, _num_blocks, _num_heads, group, _total_heads, _section, _q_len, _kv_len, _window = sizes
+    q_smem, q_full, _q_empty = q_ring
+    k_smem, k_full, _k_empty = k_ring
+    v_smem, v_full, _v_empty = v_ring
+    programs = gl.num_programs(0)
+    index = gl.program_id(0)
+    count = 0  # tiles of earlier items
+    turn = 0  # earlier items
+    while index < num_items:
+        following = gl.atomic_add(Counters, 1) + programs
+        hand_out(ticket, following, turn)
+        first, head, row, _span_ptr, _spans, tiles = _work(index, Spans, sizes, C.BLOCK_N, HAS_SPANS, IS_CAUSAL)
+        kv_head = head // group
+        for wg in gl.static_range(CONSUMERS):
+            await_empty(q_desc, q_ring, wg, (turn & 1) ^ 1)
+            tma_load(q_desc, [row, head, first + wg * 64, 0], q_full.index(wg), q_smem.index(wg))
+        for i in range(tiles[2]):
+            start = tile_start(i, tiles, C.BLOCK_N)
+            stage = stage_of(count + i)
+            phase = phase_of(count + i) ^ 1
+            await_empty(k_desc, k_ring, stage, phase)
+            tma_load(k_desc, [row, kv_head, start, 0], k_full.index(stage), k_smem.index(stage))
+            await_empty(v_desc, v_ring, stage, phase)
+            tma_load(v_desc, [row, kv_head, start, 0], v_full.index(stage), v_smem.index(stage))
+        count += tiles[2]
+        turn += 1
+        index = following
+
+    # A program counts itself out after its last ticket; the last one leaves zeros for the next launch.
+    if gl.atomic_add(Counters + 1, 1) == programs - 1:
+        gl.store(Counters, 0)
+        gl.store(Counters + 1, 0)
+
+
+@gluon.jit
+def _consume(
+    args,
+    WG: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    C: gl.constexpr,
+    HAS_SPANS: gl.constexpr,
+    HAS_WORDS: gl.constexpr,
+    IS_CAUSAL: gl.constexpr,
+    HAS_SOFTCAP: gl.constexpr,
+    HAS_SINK_LOGITS: gl.constexpr,
+    WRITE_LSE: gl.constexpr,
+    CONSUMERS: gl.constexpr = CONSUMERS,
+    FIRST_TURN: gl.constexpr = FIRST_TURN,
+    WORDS: gl.constexpr = WORDS,
+):
+    """Consumer warpgroup WG: rows 64 * WG .. 64 * WG + 63 of each item's block."""
+    out_desc, Lse, Spans, SinkLogits, q_ring, k_ring, v_ring, o_smem, ticket, sizes, scale_log2, cap_log2 = args
+    q_smem, q_full, q_empty = q_ring
+    k_smem, k_full, k_empty = k_ring
+    v_smem, v_full, v_empty = v_ring
+    _stride_sb, num_items, _num_blocks, num_heads, _group, _total_heads, _section, q_len, kv_len, _window = sizes
+    BLOCK_N: gl.constexpr = C.BLOCK_N
+    dtype: gl.constexpr = q_smem.dtype
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
+    o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
+    # Named barriers: consumer w waits for its turn at MY_TURN, the one before it arrives there.
+    MY_TURN: gl.constexpr = FIRST_TURN + WG
+    NEXT_TURN: gl.constexpr = FIRST_TURN + (WG + 1) % CONSUMERS
+
+    s_scale = scale_log2
+    if HAS_SOFTCAP:
+        s_scale = scale_log2 * 0.0 + 1.0  # capped scores are scaled already
+    zeros = gl.zeros([64, BLOCK_N], gl.float32, s_layout)
+    index = gl.program_id(0)
+    count = 0  # tiles of earlier items
+    turn = 0  # earlier items
+    if C.pingpong and CONSUMERS == WG + 1:
+        named_barrier("arrive", FIRST_TURN)
+    while index < num_items:
+        following = take(ticket, turn)
+        first, head, row, span_ptr, spans, tiles = _work(index, Spans, sizes, BLOCK_N, HAS_SPANS, IS_CAUSAL)
+        q_start, kv_start, kv_stop, window, causal, holes = spans
+        _lo, hi, num_tiles, _num_after, num_masked = tiles
+        offs_m = first + WG * 64 + gl.arange(0, 64, s_rows)
+        row_lo, row_hi = row_bounds(q_start + gl.minimum(offs_m, q_len - 1), kv_start, kv_stop, window, causal)
+        seen = (row_lo, row_hi, span_ptr + WORDS, hi, holes)
+
+        # The first tile: S and its softmax, and V made safe where not all of the tile's slots are live.
+        mbarrier.wait(q_full.index(WG), turn & 1)
+        q = matrix(q_smem.index(WG))
+        stage = stage_of(count)
+        phase = phase_of(count)
+        mbarrier.wait(k_full.index(stage), phase)
+        k = matrix(k_smem.index(stage))
+        s_token = warpgroup_mma(q, k.permute([1, 0]), zeros, use_acc=False, is_async=True)
+        start = tile_start(0, tiles, BLOCK_N)
+        if HAS_SPANS:  # noqa: SIM102 (known when compiling; the next is not)
+            if (start + BLOCK_N > kv_stop) & (kv_stop < kv_len):
+                mbarrier.wait(v_full.index(stage), phase)
+                zero_rows(matrix(v_smem.index(stage)), kv_stop - start)
+                fence_async_shared()
+                warpgroup_barrier()
+        s = warpgroup_mma_wait(0, [s_token])
+        mbarrier.arrive(k_empty.index(stage), count=1)  # for the warpgroup: it synchronises its threads first
+        s = cap(s, scale_log2, cap_log2, HAS_SOFTCAP)
+        if num_masked > 0:
+            s = mask(s, start, seen, HAS_WORDS)
+        m = gl.full([64], float("-inf"), gl.float32, s_rows)
+        l = gl.zeros([64], gl.float32, s_rows)
+        p, m, l, alpha = softmax_step(s, m, l, s_scale, True, 0)
+        if C.pack_early:
+            p = gl.convert_layout(p.to(dtype), p_layout)
+        acc = gl.zeros([64, HEAD_DIM], gl.float32, o_layout)
+
+        # S of tile i and O += P V of tile i - 1 one behind the other; then the softmax of tile i while the latter runs.
+        for UNMASKED in gl.static_range(2):
+            if UNMASKED:
+                begin = gl.maximum(num_masked, 1)
+                end = num_tiles
+            else:
+                begin = 1
+                end = num_masked
+            for i in range(begin, end):
+                stage = stage_of(count + i)
+                v_stage = stage_of(count + i - 1)
+                mbarrier.wait(k_full.index(stage), phase_of(count + i))
+                if C.pingpong:
+                    named_barrier("sync", MY_TURN)
+                k = matrix(k_smem.index(stage))
+                s_token = warpgroup_mma(q, k.permute([1, 0]), zeros, use_acc=False, is_async=True)
+                mbarrier.wait(v_full.index(v_stage), phase_of(count + i - 1))
+                v = matrix(v_smem.index(v_stage))
+                if not C.pack_early:
+                    p = gl.convert_layout(p.to(dtype), p_layout)
+                o_token = warpgroup_mma(p, v, acc, is_async=True)
+                if C.pingpong:
+                    named_barrier("arrive", NEXT_TURN)
+                s = warpgroup_mma_wait(1, [s_token])
+                mbarrier.arrive(k_empty.index(stage), count=1)
+                s = cap(s, scale_log2, cap_log2, HAS_SOFTCAP)
+                if not UNMASKED:
+                    s = mask(s, tile_start(i, tiles, BLOCK_N), seen, HAS_WORDS)
+                p, m, l, alpha = softmax_step(s, m, l, s_scale, not UNMASKED, C.exp2_on_fma)
+                if C.hold_wait:
+                    l = after(l, q_len)
+                acc = warpgroup_mma_wait(0, [o_token])
+                mbarrier.arrive(v_empty.index(v_stage), count=1)
+                if C.pack_early:
+                    p = gl.convert_layout(p.to(dtype), p_layout)
+                acc = acc * gl.convert_layout(alpha, o_rows)[:, None]
+
+        # O += P V of the last tile; meanwhile the row sums are completed.
+        if C.own_out:
+            mbarrier.arrive(q_empty.index(WG), count=1)  # the last S is done: the next Q may come
+        count += num_tiles
+        stage = stage_of(count - 1)
+        mbarrier.wait(v_full.index(stage), phase_of(count - 1))
+        v = matrix(v_smem.index(stage))
+        if not C.pack_early:
+            p = gl.convert_layout(p.to(dtype), p_layout)
+        o_token = warpgroup_mma(p, v, acc, is_async=True)
+        inverse, lse = normaliser(m, l, SinkLogits + head, HAS_SINK_LOGITS)
+        if WRITE_LSE:
+            gl.store(Lse + (row.to(gl.int64) * num_heads + head) * q_len + offs_m, lse, mask=offs_m < q_len)
+        acc = warpgroup_mma_wait(0, [o_token])
+        mbarrier.arrive(v_empty.index(stage), count=1)
+
+        out = (acc * gl.convert_layout(inverse, o_rows)[:, None]).to(dtype)
+        if C.own_out:
+            tma.store_wait(0)  # the store of the item before has read its buffer
+        warpgroup_barrier()
+        matrix(o_smem.index(WG)).store(out)
+        fence_async_shared()
+        warpgroup_barrier()
+        tma_store(out_desc, [row, head, first + WG * 64, 0], o_smem.index(WG))
+        if not C.own_out:
+            tma.store_wait(0)
+            warpgroup_barrier()
+            mbarrier.arrive(q_empty.index(WG), count=1)
+        turn += 1
+        index = following
+
+    tma.store_wait(0)
+    if C.pingpong and WG == 0:
+        named_barrier("sync", FIRST_TURN)  # the turn that the last consumer has left over
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "stride_sb", "num_items", "num_blocks", "num_heads", "group", "total_heads", "section", "q_len", "kv_len", "window",
+    ]
+)  # fmt: skip
+def prefill_hopper_kernel(
+    q_desc, k_desc, v_desc, out_desc, Lse, Spans, SinkLogits, Counters,
+    stride_sb, num_items, num_blocks, num_heads, group, total_heads, section, q_len, kv_len, window, scale_log2, cap_log2,
+    HEAD_DIM: gl.constexpr,
+    C: gl.constexpr,
+    HAS_SPANS: gl.constexpr,
+    HAS_WORDS: gl.constexpr,
+    IS_CAUSAL: gl.constexpr,
+    HAS_SOFTCAP: gl.constexpr,
+    HAS_SINK_LOGITS: gl.constexpr,
+    WRITE_LSE: gl.constexpr,
+):  # fmt: skip
+    q_ring, k_ring, v_ring, o_smem, ticket = shared_memory(q_desc, k_desc, v_desc, out_desc, HEAD_DIM, C)
+    sizes = (stride_sb, num_items, num_blocks, num_heads, group, total_heads, section, q_len, kv_len, window)
+    loads = (q_desc, k_desc, v_desc, Spans, Counters, q_ring, k_ring, v_ring, ticket, sizes)
+    shared = (out_desc, Lse, Spans, SinkLogits, q_ring, k_ring, v_ring, o_smem, ticket, sizes, scale_log2, cap_log2)
+    gl.warp_specialize(
+        [
+            (_consume, (shared, 0, HEAD_DIM, C, HAS_SPANS, HAS_WORDS, IS_CAUSAL, HAS_SOFTCAP, HAS_SINK_LOGITS, WRITE_LSE)),
+            (_consume, (shared, 1, HEAD_DIM, C, HAS_SPANS, HAS_WORDS, IS_CAUSAL, HAS_SOFTCAP, HAS_SINK_LOGITS, WRITE_LSE)),
+            (_produce, (loads, C, HAS_SPANS, IS_CAUSAL)),
+        ],
+        [4, 1],  # warps of all but the first, and registers of each of their threads; the first takes what is left, 240 as well
+        [240, 24],
+    )

@@ -1,0 +1,136 @@
+"""What passes between the warps of the Hopper prefill kernel: rings of buffers, the next item, turns at the tensor cores.
+
+A ring is (buffers, full, empty) in shared memory, two mbarriers to a buffer: full[i] completes when TMA has written buffer i,
+empty[i] when its readers have left it. The n-th use of a ring of STAGES buffers takes buffer n % STAGES: its readers wait for
+phase n // STAGES & 1 of full, its writer for the other phase of empty, since all buffers begin empty.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+# Triton 3.9 has renamed these; both names mean the same operation.
+tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+warpgroup_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+
+CONSUMERS = 2  # warpgroups, of 64 query rows each
+STAGES = 2  # tiles of K, and of V, in flight
+FIRST_TURN = 8  # named barriers of the consumers' turns; Triton's own count up from 0, one or two per partition
+
+
+@gluon.jit
+def _barriers(COUNT: gl.constexpr):
+    return gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+
+
+@gluon.jit
+def shared_memory(
+    q_desc, k_desc, v_desc, out_desc,
+    HEAD_DIM: gl.constexpr,
+    C: gl.constexpr,
+    CONSUMERS: gl.constexpr = CONSUMERS,
+    STAGES: gl.constexpr = STAGES,
+):  # fmt: skip
+    """Rings of Q (a buffer for each consumer), K and V, the buffers of O, and the ticket: one integer, as a ring of one."""
+    q_smem = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, 1, 1, 64, HEAD_DIM], q_desc.layout)
+    k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, C.BLOCK_N, HEAD_DIM], k_desc.layout)
+    v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, C.BLOCK_N, HEAD_DIM], v_desc.layout)
+    o_smem = q_smem
+    if C.own_out:
+        o_smem = gl.allocate_shared_memory(out_desc.dtype, [CONSUMERS, 1, 1, 64, HEAD_DIM], out_desc.layout)
+    q_full, q_empty = _barriers(CONSUMERS), _barriers(CONSUMERS)
+    k_full, k_empty = _barriers(STAGES), _barriers(STAGES)
+    v_full, v_empty = _barriers(STAGES), _barriers(STAGES)
+    next_smem = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    next_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    next_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    for wg in gl.static_range(CONSUMERS):
+        mbarrier.init(q_full.index(wg), count=1)
+        mbarrier.init(q_empty.index(wg), count=1)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(stage), count=1)
+        mbarrier.init(k_empty.index(stage), count=CONSUMERS)
+        mbarrier.init(v_full.index(stage), count=1)
+        mbarrier.init(v_empty.index(stage), count=CONSUMERS)
+    mbarrier.init(next_full, count=1)
+    mbarrier.init(next_empty, count=CONSUMERS)
+    fence_async_shared()
+    q_ring, k_ring, v_ring = (q_smem, q_full, q_empty), (k_smem, k_full, k_empty), (v_smem, v_full, v_empty)
+    return q_ring, k_ring, v_ring, o_smem, (next_smem, next_full, next_empty)
+
+
+@gluon.jit
+def stage_of(n, STAGES: gl.constexpr = STAGES):
+    return n % STAGES
+
+
+@gluon.jit
+def phase_of(n, STAGES: gl.constexpr = STAGES):
+    return (n // STAGES) & 1
+
+
+@gluon.jit
+def matrix(buffer):
+    """[rows, head_dim] of a buffer that TMA sees as [1, 1, rows, head_dim]."""
+    return buffer.reshape([buffer.shape[2], buffer.shape[3]])
+
+
+@gluon.jit
+def await_empty(desc, ring, i, phase):
+    """Wait for this phase of buffer i's empty barrier; its full barrier then expects a box of `desc`."""
+    _buffers, full, empty = ring
+    mbarrier.wait(empty.index(i), phase)
+    mbarrier.expect(full.index(i), desc.block_type.nbytes)
+
+
+@gluon.jit
+def hand_out(ticket, value, turn):
+    """The producer tells the consumers the next item."""
+    smem, full, empty = ticket
+    mbarrier.wait(empty, (turn & 1) ^ 1)
+    smem.store(gl.zeros([1], gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + value)
+    warpgroup_barrier()
+    mbarrier.arrive(full, count=1)
+
+
+@gluon.jit
+def take(ticket, turn):
+    """A consumer's next item."""
+    smem, full, empty = ticket
+    mbarrier.wait(full, turn & 1)
+    value = gl.max(smem.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+    warpgroup_barrier()
+    mbarrier.arrive(empty, count=1)
+    return value
+
+
+@gluon.constexpr_function
+def _bar(op, barrier):
+    return f"bar.{op} {barrier}, {128 * CONSUMERS}; mov.u32 $0, 0;"
+
+
+@gluon.jit
+def named_barrier(OP: gl.constexpr, BARRIER: gl.constexpr):
+    """`bar.sync` or `bar.arrive` of all consumers' threads."""
+    gl.inline_asm_elementwise(_bar(OP, BARRIER), "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def after(x, not_negative):
+    """x itself; instructions that wait for products stay behind the computation of x.
+
+    ptxas may move such a wait ahead of arithmetic that it does not depend on, here the softmax that is to run meanwhile; it
+    keeps the order of waits and warp barriers. So this is a barrier of all 32 lanes whose mask looks as if it needed x:
+    `not_negative` >> 31 is 0, and all bits of 0 - 1 are set.
+    """
+    return gl.inline_asm_elementwise(
+        "{ .reg .b32 t; shr.s32 t, $2, 31; sub.s32 t, t, 1; or.b32 t, t, $1; bar.warp.sync t; mov.b32 $0, $1; }",
+        "=r,r,r",
+        [x, not_negative],
+        dtype=gl.float32,
+        is_pure=False,
+        pack=1,
+    )

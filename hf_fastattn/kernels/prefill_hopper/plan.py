@@ -1,0 +1,67 @@
+"""What the programs of the Hopper prefill kernel work on, and in what order: integers alone.
+
+An item is a block of query rows of one head. Items go the longest causal blocks first, head by head inside sections of heads
+whose K and V fit the L2 cache together. Within an item the tiles that need a mask (diagonal, tail, window edge) come first, from
+the top down; those that every row sees whole come last, in a loop without a mask.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from .. import softmax
+
+# What a row sees is defined once, for all kernels; these compile the same source as Gluon.
+load_spans = gluon.jit(softmax.load_spans.fn)
+row_bounds = gluon.jit(softmax.row_bounds.fn)
+block_bounds = gluon.jit(softmax.block_bounds.fn)
+
+
+@gluon.jit
+def item_at(index, num_blocks, num_heads, total_heads, section):
+    """(block of rows, head, batch row) of one item: sections of heads in turn, in each the last blocks of all heads first."""
+    per_section = num_blocks * section
+    which = index // per_section
+    rest = index - which * per_section
+    width = gl.minimum(section, total_heads - which * section)
+    step = rest // width
+    flat = which * section + rest - step * width
+    row = flat // num_heads
+    return num_blocks - 1 - step, flat - row * num_heads, row
+
+
+@gluon.jit
+def row_spans(span_ptr, q_len, kv_len, window, HAS_SPANS: gl.constexpr, IS_CAUSAL: gl.constexpr):
+    """(q_start, kv_start, kv_stop, window, causal, holes) of one batch row."""
+    if HAS_SPANS:
+        return load_spans(span_ptr, q_len, kv_len, window, True, IS_CAUSAL)
+    else:  # what `load_spans` makes here is a tl.full, which Gluon does not have
+        return kv_len - q_len, 0, kv_len, window, IS_CAUSAL, False
+
+
+@gluon.jit
+def tiles_of(first, q_len, spans, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
+    """The tiles that the BLOCK_M rows from `first` on visit, at least one: (lo, hi, num_tiles, num_after, num_masked).
+
+    They begin at slots lo + t * BLOCK_N and hold the keys [lo, hi) that any row sees. num_masked of them need a mask: the last
+    num_after and the others at the beginning.
+    """
+    q_start, kv_start, kv_stop, window, causal, holes = spans
+    first_pos = q_start + first
+    last_pos = q_start + gl.minimum(first + BLOCK_M, q_len) - 1
+    lo, hi, full_lo, full_hi = block_bounds(first_pos, last_pos, kv_start, kv_stop, window, causal)
+    num_tiles = gl.maximum((hi - lo + BLOCK_N - 1) // BLOCK_N, 1)
+    full_start = gl.minimum((full_lo - lo + BLOCK_N - 1) // BLOCK_N, num_tiles)
+    full_stop = gl.minimum(gl.maximum(full_hi - lo, 0) // BLOCK_N, num_tiles)
+    full_stop = gl.maximum(gl.where(holes, full_start, full_stop), full_start)
+    num_after = num_tiles - full_stop
+    return lo, hi, num_tiles, num_after, num_after + full_start
+
+
+@gluon.jit
+def tile_start(i, tiles, BLOCK_N: gl.constexpr):
+    """Where the i-th tile to visit begins: the masked at the top, the masked at the bottom, the rest, each from the top down."""
+    lo, _hi, num_tiles, num_after, num_masked = tiles
+    middle = num_tiles - num_after - 1 - (i - num_masked)
+    return lo + gl.where(i < num_after, num_tiles - 1 - i, gl.where(i < num_masked, num_masked - 1 - i, middle)) * BLOCK_N
