@@ -19,6 +19,7 @@ import hf_fastattn
 from hf_fastattn import RollingCache, compat, streaming
 from hf_fastattn.kernels import ring
 from hf_fastattn.kernels import spans as span_layout
+from hf_fastattn.kernels.append import append
 from hf_fastattn.kernels.rotate import rotate
 
 WINDOW, SINKS = 9, 3
@@ -507,6 +508,19 @@ def test_ring_step_and_its_twin(pads, device):
     assert torch.equal(slots, twin_slots) and torch.equal(counts, twin_counts) and torch.equal(found[:4], twin[:4])
     assert slots.tolist() == [0, 0 if pads is None else 10, 2, 4, 3 + (2**33 - 3) % 7 if pads is None else 10]
     assert found[3, 0, 0].tolist() == [9, 0, 10, span_layout.NO_WINDOW, span_layout.CAUSAL, 2]
+
+
+@pytest.mark.parametrize("slots", [[4], [0, 3, 1], [2, 5, 4]])
+def test_append_writes_each_row_at_its_slot_and_none_past_the_end(slots, device):
+    buffers = [torch.randn(3, 2, 5, dim, device=device) for dim in (16, 24)]
+    new = [torch.randn(3, 1, 2, t.shape[3], device=device).transpose(1, 2) for t in buffers]
+    expected = [t.clone() for t in buffers]
+    for t, states in zip(expected, new, strict=True):
+        for row, slot in enumerate(slots * 3 if len(slots) == 1 else slots):
+            if slot < 5:
+                t[row, :, slot] = states[row, :, 0]
+    append(*buffers, *new, torch.tensor(slots, device=device))
+    assert all(torch.equal(a, b) for a, b in zip(buffers, expected, strict=True))
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
