@@ -68,11 +68,12 @@ def _produce(args, C: gl.constexpr, HAS_SPANS: gl.constexpr, IS_CAUSAL: gl.const
         following = gl.atomic_add(Counters, 1) + programs
         hand_out(ticket, following, turn)
         first, head, row, _span_ptr, _spans, tiles = _work(index, Spans, sizes, C.BLOCK_N, HAS_SPANS, IS_CAUSAL)
+        _lo, _hi, num_tiles, _num_after, _num_masked = tiles
         kv_head = head // group
         for wg in gl.static_range(CONSUMERS):
             await_empty(q_desc, q_ring, wg, (turn & 1) ^ 1)
             tma_load(q_desc, [row, head, first + wg * 64, 0], q_full.index(wg), q_smem.index(wg))
-        for i in range(tiles[2]):
+        for i in range(num_tiles):
             start = tile_start(i, tiles, C.BLOCK_N)
             stage = stage_of(count + i)
             phase = phase_of(count + i) ^ 1
@@ -80,7 +81,7 @@ def _produce(args, C: gl.constexpr, HAS_SPANS: gl.constexpr, IS_CAUSAL: gl.const
             tma_load(k_desc, [row, kv_head, start, 0], k_full.index(stage), k_smem.index(stage))
             await_empty(v_desc, v_ring, stage, phase)
             tma_load(v_desc, [row, kv_head, start, 0], v_full.index(stage), v_smem.index(stage))
-        count += tiles[2]
+        count += num_tiles
         turn += 1
         index = following
 
@@ -169,13 +170,13 @@ def _consume(
         acc = gl.zeros([64, HEAD_DIM], gl.float32, o_layout)
 
         # S of tile i and O += P V of tile i - 1 one behind the other; then the softmax of tile i while the latter runs.
-        for UNMASKED in gl.static_range(2):
-            if UNMASKED:
-                begin = gl.maximum(num_masked, 1)
-                end = num_tiles
-            else:
+        for MASKED in gl.static_range(1, -1, -1):
+            if MASKED:
                 begin = 1
                 end = num_masked
+            else:
+                begin = gl.maximum(num_masked, 1)
+                end = num_tiles
             for i in range(begin, end):
                 stage = stage_of(count + i)
                 v_stage = stage_of(count + i - 1)
@@ -194,9 +195,9 @@ def _consume(
                 s = warpgroup_mma_wait(1, [s_token])
                 mbarrier.arrive(k_empty.index(stage), count=1)
                 s = cap(s, scale_log2, cap_log2, HAS_SOFTCAP)
-                if not UNMASKED:
+                if MASKED:
                     s = mask(s, tile_start(i, tiles, BLOCK_N), seen, HAS_WORDS)
-                p, m, l, alpha = softmax_step(s, m, l, s_scale, not UNMASKED, C.exp2_on_fma)
+                p, m, l, alpha = softmax_step(s, m, l, s_scale, MASKED, C.exp2_on_fma)
                 if C.hold_wait:
                     l = after(l, q_len)
                 acc = warpgroup_mma_wait(0, [o_token])
