@@ -36,7 +36,9 @@ COLOURS = {"dense": "#888888", "window": "#d62728", "sinks": "#1f77b4", "recompu
 
 
 def text() -> str:
-    return "\n\n".join(pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics))
+    """All topics, each paragraph once: topics quote one another, and what keeps everything would only copy."""
+    topics = [pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics)]
+    return "\n\n".join(dict.fromkeys("\n\n".join(topics).split("\n\n")))
 
 
 def losses(model, ids: torch.Tensor, chunk: int, cache=None):

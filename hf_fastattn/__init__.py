@@ -14,4 +14,16 @@ from .patches import patch, unpatch
 from .registry import Backend, get, names, register
 
 __version__ = "0.1.0"
-__all__ = ["Backend", "PreallocatedCache", "RollingCache", "count_calls", "evaluate", "explain", "get", "names", "patch", "register", "unpatch"]
+__all__ = [
+    "Backend",
+    "PreallocatedCache",
+    "RollingCache",
+    "count_calls",
+    "evaluate",
+    "explain",
+    "get",
+    "names",
+    "patch",
+    "register",
+    "unpatch",
+]
