@@ -61,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
             explain_,
         ),
         ("eval", "compare backends and caches on one model by lm-eval, over the same examples", _add_eval, eval_),
-        ("bench", "benchmarks: `hf-fastattn bench generate --help`, `hf-fastattn bench kernels --help`", None, bench),
+        ("bench", f"benchmarks: {', '.join(BENCHES)}; `hf-fastattn bench generate --help` and so on", None, bench),
         ("lm_eval", "lm-eval's own command line, with the backends here known to it", None, lm_eval),
     ):
         each = commands.add_parser(name, help=about, description=f"{about[0].upper()}{about[1:]}.")
@@ -300,5 +300,5 @@ def lm_eval(arguments: list[str]) -> int:
     return cli_evaluate() or 0
 
 
-BENCHES = ("generate", "kernels")
+BENCHES = ("generate", "kernels", "stream", "paper_e2e", "report")
 HANDED_OVER = {"bench": bench, "lm_eval": lm_eval}

@@ -112,7 +112,7 @@ def test_every_command_has_help(capsys, command):
         (["eval", "FOLDER", "--backends", ""], "Name at least one backend"),
         (["eval", "FOLDER", "--caches", "rolling"], "caches are one or both of"),
         (["eval", "FOLDER", "--text", "/nowhere.txt"], "No such file or directory: '/nowhere.txt'"),
-        (["bench"], "Name a benchmark, one of generate, kernels; got none."),
+        (["bench"], "Name a benchmark, one of generate, kernels, stream, paper_e2e, report; got none."),
         (["bench", "speed"], "got speed."),
     ],
 )
