@@ -1,15 +1,18 @@
 """The README and the package say the same."""
 
+import inspect
 import json
 import re
 from pathlib import Path
 
+import checkpoint
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from models import tiny
+from transformers import AutoModelForSeq2SeqLM, LlamaConfig, LlamaForCausalLM
 
 import hf_fastattn
-from hf_fastattn import compat, interface, registry
+from hf_fastattn import backends, cli, compat, interface, kernels, registry
 from hf_fastattn.bench import report as bench_report
 from hf_fastattn.kernels import checks
 
@@ -17,14 +20,76 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
 
+def section(title: str) -> str:
+    return README.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+
+
 def test_backends_table_is_the_registry():
-    rows = dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", README.partition("## Backends")[2].partition("\n## ")[0], re.MULTILINE))
-    assert rows == {name: hf_fastattn.get(name).summary for name in hf_fastattn.names() if name in rows}
-    assert set(rows) >= {"fa2", "lean", "reference", "split_kv"}
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", section("Backends"), re.MULTILINE))
+    assert rows == {name: hf_fastattn.get(name).summary for name in backends.__all__}
 
 
 def test_every_public_name_is_explained():
     assert [name for name in hf_fastattn.__all__ if not re.search(rf"\b{name}\b", README)] == []
+
+
+def test_every_parameter_of_patch_is_in_its_table():
+    rows = re.findall(r"^\| `(\w+)` \|", section("`patch()`: the cache and the decode step too"), re.MULTILINE)
+    assert rows == list(inspect.signature(hf_fastattn.patch).parameters)
+
+
+@pytest.mark.parametrize("command", ["generate", "explain", "eval", *(f"bench {name}" for name in cli.BENCHES)])
+def test_every_flag_is_explained(command, capsys):
+    with pytest.raises(SystemExit):
+        cli.main([*command.split(), "--help"])
+    flags = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", capsys.readouterr().out)) - {"--help"}
+    assert flags and sorted(flag for flag in flags if f"`{flag}" not in section("Commands and flags")) == []
+
+
+def test_first_example_runs(tmp_path, capsys):
+    code = re.search(r"```python\n(.*?)```", README, re.DOTALL)[1]
+    name = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert name in code and len([line for line in code.splitlines() if line]) == 8
+    exec(code.replace(name, str(checkpoint.save(tmp_path))), {})
+    assert capsys.readouterr().out.startswith("Attention is")
+
+
+def _generate(model, **options):
+    model.set_attn_implementation("lean")
+    return model.generate(torch.arange(8)[None], max_new_tokens=2, **options)
+
+
+def _lean(*shapes, **options):
+    return hf_fastattn.get("lean")(*(torch.zeros(shape, **options) for shape in shapes))
+
+
+SHAPE = (1, 2, 4, 64)
+REFUSED = {  # a row of the table, by a part of what is asked: how to ask
+    "an unknown backend": lambda: hf_fastattn.get("leen"),
+    "training": lambda: _lean(SHAPE, SHAPE, SHAPE, requires_grad=True),
+    "output_attentions": lambda: _generate(checkpoint.model(), output_attentions=True, return_dict_in_generate=True),
+    "Bloom": lambda: hf_fastattn.patch(tiny("bloom", n_head=4)),
+    "T5": lambda: _generate(tiny("t5", auto=AutoModelForSeq2SeqLM, d_model=64, num_heads=4, decoder_start_token_id=0)),
+    "head_dim above": lambda: _lean(*[(1, 2, 4, 288)] * 3),
+    "another width": lambda: _lean(SHAPE, SHAPE, (1, 2, 4, 32)),
+    "float64": lambda: _lean(SHAPE, SHAPE, SHAPE, dtype=torch.float64),
+    "generate_batch": lambda: interface.attention_forward("lean", None, *[torch.zeros(SHAPE)] * 3, None, cache=object()),
+    "without a window": lambda: hf_fastattn.patch(checkpoint.model(), "streaming"),
+    "encoder-decoder": lambda: hf_fastattn.patch(tiny("bart", auto=AutoModelForSeq2SeqLM, d_model=64)),
+    "mps": lambda: kernels.TritonKernel("prefill").where("mps"),
+    "before": lambda: compat.check_version("5.16.0"),
+}
+
+
+@pytest.mark.parametrize("asked", REFUSED)
+def test_refusals_are_what_is_said(asked):
+    rows = re.findall(r"^\| (.+?) \| (.+) \|$", section("What it refuses"), re.MULTILINE)[1:]
+    assert len(rows) == len(REFUSED)
+    (promised,) = [said for what, said in rows if asked in what]
+    with pytest.raises((ValueError, TypeError, RuntimeError, ImportError)) as refused:
+        REFUSED[asked]()
+    for part in promised.removesuffix(" (Newer Transformers refuse it first.)").split("..."):
+        assert part.strip() in str(refused.value)
 
 
 def test_stated_versions_and_limits_are_the_packages():
