@@ -55,7 +55,6 @@ def test_first_example_runs(tmp_path, capsys):
 
 
 def _generate(model, **options):
-    model.set_attn_implementation("lean")
     return model.generate(torch.arange(8)[None], max_new_tokens=2, **options)
 
 
@@ -68,9 +67,9 @@ T5 = {"d_model": 64, "num_heads": 4, "num_layers": 2, "decoder_start_token_id": 
 REFUSED = {  # a row of the table, by a part of what is asked: how to ask
     "an unknown backend": lambda: hf_fastattn.get("leen"),
     "training": lambda: _lean(SHAPE, SHAPE, SHAPE, requires_grad=True),
-    "output_attentions": lambda: _generate(checkpoint.model(), output_attentions=True, return_dict_in_generate=True),
+    "output_attentions": lambda: _generate(tiny("llama", "lean"), output_attentions=True, return_dict_in_generate=True),
     "Bloom": lambda: hf_fastattn.patch(tiny("bloom", n_head=4)),
-    "T5": lambda: _generate(tiny("t5", auto=AutoModelForSeq2SeqLM, **T5)),
+    "T5": lambda: _generate(tiny("t5", "lean", auto=AutoModelForSeq2SeqLM, **T5)),
     "head_dim above": lambda: _lean(*[(1, 2, 4, 288)] * 3),
     "another width": lambda: _lean(SHAPE, SHAPE, (1, 2, 4, 32)),
     "float64": lambda: _lean(SHAPE, SHAPE, SHAPE, dtype=torch.float64),
