@@ -9,12 +9,13 @@ import checkpoint
 import pytest
 import torch
 from models import tiny
+from test_boundaries import ORDER
 from transformers import AutoModelForSeq2SeqLM, LlamaConfig, LlamaForCausalLM
 
 import hf_fastattn
 from hf_fastattn import backends, cli, compat, interface, kernels, registry
 from hf_fastattn.bench import report as bench_report
-from hf_fastattn.kernels import checks
+from hf_fastattn.kernels import checks, reference, spans
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -125,6 +126,18 @@ def test_named_files_and_targets_exist(document):
         assert f"\n{target}:" in makefile, target
     for path in re.findall(r"`((?:hf_fastattn|tests|examples|\.ci)/[\w./]+)`", text):
         assert (ROOT / path).exists(), path
+
+
+def test_contracts_are_the_packages():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    (signature,) = re.findall(r"^attention\(([^)]*)\)$", text, re.MULTILINE)
+    said = [name.partition("=")[0].strip() for name in signature.split(",")]
+    assert [name for name in said if name != "*"] == list(inspect.signature(reference.attention).parameters)
+    integers = re.findall(r"^\| `([A-Z_]+)` \|", text, re.MULTILINE)
+    assert [getattr(spans, name) for name in integers] == list(range(spans.WORDS)) and f"(batch, 1, 1, {spans.WORDS})" in text
+    diagram = next(block for block in re.findall(r"```\n(.*?)```", text, re.DOTALL) if block.startswith("cli\n"))
+    there = {path.stem for path in (ROOT / "hf_fastattn").iterdir()}
+    assert [set(line.split()) for line in diagram.splitlines()] == [there & set(parts) for parts in ORDER[1:]]
 
 
 def test_measured_tables_are_the_jsons():
