@@ -205,7 +205,7 @@ def test_repeated_launches_follow_their_tensors(kernel):
 @pytest.mark.parametrize("name", ["fa2", "split_kv", "lean"])
 def test_opaque_op_compiles_with_fullgraph(name):
     q, k, v = inputs(batch=1, kv_len=300)
-    options = (None, None, True, None, None, None)
+    options = (None, None, True, None, None, None, 0, 0)
     compiled = torch.compile(lambda q, k, v: torch.ops.hf_fastattn.attention(name, q, k, v, *options) * 2, fullgraph=True)
     with interface.count_calls() as calls:
         out = compiled(q, k, v)
