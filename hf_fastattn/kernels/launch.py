@@ -1,6 +1,6 @@
 """Tile sizes, warps and pipeline depth per architecture and shape, the size of grids, the counters of `lean`; quick launches.
 
-Fixed tables, no tuning and no compilation per length at run time: a length is never part of a choice that compiles.
+Fixed tables, no tuning and no compilation per length at run time: a length chooses at most between two rows of a table.
 """
 
 from __future__ import annotations

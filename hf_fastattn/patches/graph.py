@@ -87,12 +87,15 @@ class CudaGraph:
             stream = self._captured_on.get(self.device)
             if stream is None:
                 stream = self._captured_on[self.device] = torch.cuda.Stream(self.device)
-            if "pool" not in self.shared:
+            living = self.shared.setdefault("graphs", weakref.WeakSet())
+            if "pool" not in self.shared or not living:  # a pool that its last graph has left takes no other
                 self.shared["pool"] = torch.cuda.graph_pool_handle()
             pool = self.shared["pool"]
             try:
                 with torch.cuda.graph(self.graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                    return body()
+                    result = body()
+                living.add(self)
+                return result
             except BaseException:
                 del self.shared["pool"], self._captured_on[self.device]
                 # A capture that failed leaves torch's random numbers in capture mode; one that succeeds takes them out of it.
