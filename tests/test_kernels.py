@@ -22,7 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_fastattn import kernels, registry
-from hf_fastattn.kernels import checks, launch, reference, spans
+from hf_fastattn.kernels import checks, launch, lean, reference, spans
 
 
 @dataclass(frozen=True)
@@ -313,7 +313,7 @@ def test_lean_with_any_number_of_programs(kernel, case, programs, device, monkey
 @pytest.mark.parametrize("fan_in", here(2, 3))
 def test_lean_merging_in_two_levels(kernel, case, programs, fan_in, device, monkeypatch):
     force_programs(monkeypatch, programs)
-    monkeypatch.setattr(launch, "fan_in", lambda chunk: fan_in)
+    monkeypatch.setattr(lean, "FAN_IN", fan_in)
     check_case(kernel, case, device)
 
 
@@ -327,10 +327,10 @@ def test_merging_in_several_chunks(kernel, case, device, monkeypatch):
 
 @with_lean
 def test_lean_merges_in_two_levels_when_many_programs_share_a_row(kernel, device, monkeypatch):
-    """More contributors than one level takes."""
-    programs = 2 * launch.fan_in(launch.merge_chunk(1, 16)) + 3
+    """FAN_IN as it is, and more contributors than one level takes."""
+    programs = 2 * lean.FAN_IN + 3
     force_programs(monkeypatch, programs)
-    tile = launch.decode(device, torch.float32, 16, 16, 1, 1).BLOCK_N
+    tile = launch.decode(device, torch.float32, 16, 16, 1).BLOCK_N
     check_case(kernel, Case(q_len=1, kv_len=tile * programs, batch=1, num_heads=1, num_kv_heads=1, head_dim=16), device)
 
 

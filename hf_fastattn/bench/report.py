@@ -77,15 +77,20 @@ def mean(found: dict) -> str:
 
 
 def generate(result: dict) -> str:
-    head = ["batch x prompt", "`sdpa`", "`sdpa`, static + compile", "`lean`", "`patch()`", "best stock / `patch()`"]
+    measured = [row for row in result["rows"] if row["rivals"]]
+    # Without the rival that compiles there is no speaking of the best of all stock paths.
+    compiled = any((row["rivals"].get(STATIC) or {}).get("ms") for row in measured)
+    names = (SDPA, STATIC, LEAN, OURS) if compiled else (SDPA, LEAN, OURS)
+    head = ["batch x prompt", "`sdpa`", *(["`sdpa`, static + compile"] if compiled else []), "`lean`", "`patch()`"]
+    head += ["best stock / `patch()`" if compiled else "`sdpa` / `patch()`"]
     head += ["first token, `sdpa` / `patch()`", "GiB, `sdpa` / `patch()`"]
     rows, notes = [], []
-    for row in result["rows"]:
+    for row in measured:
         rivals = {name: report or {} for name, report in row["rivals"].items()}
         of = lambda name, what, rivals=rivals: rivals.get(name, {}).get(what)  # noqa: E731
         pair = lambda what, digits, of=of: " / ".join(figure(of(name, what), digits) or "-" for name in (SDPA, OURS))  # noqa: E731
         ratio = row.get("ratios", {}).get("best_stock")
-        rows.append([row["case"], *(figure(of(name, "ms"), 2) for name in (SDPA, STATIC, LEAN, OURS)), figure(ratio, 2, "x")])
+        rows.append([row["case"], *(figure(of(name, "ms"), 2) for name in names), figure(ratio, 2, "x")])
         rows[-1] += [pair("ttft_ms", 0), pair("peak_gib", 1)]
         if of(UNPADDED, "ms"):
             low, high = min(row["lengths"]), max(row["lengths"])
@@ -93,8 +98,12 @@ def generate(result: dict) -> str:
                 f"The padded row is {row['rows']} left-padded prompts of {thousands(low)} to {thousands(high)} tokens; an "
                 f"unpadded batch with as many live tokens takes {of(UNPADDED, 'ms'):.2f} ms under `patch()`."
             )
+    if not compiled:
+        notes.append("`sdpa` with the static cache and compilation was not run here; see the earlier run under Benchmarks.")
     notes.append("First tokens are in milliseconds; - was not run, or failed with the reason recorded in the JSON.")
     title = f"**`generate()`, milliseconds a token**, {model(result)}, greedy"
+    if "note" in result:
+        title = f"{result['note']} {title}"
     return "\n\n".join([f"{title} ({commands(result)}):", table(head, rows), " ".join(notes)])
 
 
@@ -256,6 +265,7 @@ def paper(result: dict) -> str:
 # Sections in the order of the README: name, file, text.
 SECTIONS: list[tuple[str, str, Callable[[dict], str]]] = [
     ("generate", "generate_8b.json", generate),
+    ("generate_compile", "generate_8b_compile.json", generate),
     ("generate_1b", "generate_1b.json", generate),
     ("fresh", "generate_fresh.json", fresh),
     ("stream", "stream.json", stream),

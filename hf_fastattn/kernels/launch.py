@@ -1,6 +1,6 @@
 """Tile sizes, warps and pipeline depth per architecture and shape, the size of grids, the counters of `lean`; quick launches.
 
-Fixed tables, no tuning and no compilation per length at run time: a length chooses at most between two rows of a table.
+Fixed tables, no tuning and no compilation per length at run time: a length is never part of a choice that compiles.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ except ImportError:  # CPU tensors need no Triton
 
 MAX_DECODE_ROWS = 64  # query rows (q_len x heads per KV head) a decode kernel packs into one block
 MAX_PROGRAMS_PER_SM = 4
-SMALL = 512 << 20  # bytes of K and V
 _STREAM_SLOTS = 128
 _CPU_SMS = 3  # what the interpreter pretends to have: few programs, several tiles each
 
@@ -85,16 +84,15 @@ def prefill_config(arch: int, itemsize: int, block_d: int, rows: int) -> Config:
     return Config(min(rows, 64), 32, 4, 2)
 
 
-def decode(device: torch.device, dtype: torch.dtype, head_dim: int, rows: int, heads: int, kv_len: int) -> Config:
+def decode(device: torch.device, dtype: torch.dtype, head_dim: int, rows: int, heads: int) -> Config:
     """The decode kernels' launch for `rows` packed query rows in each of `heads` KV heads (of all batch rows together)."""
-    small = heads <= num_sms(device) and heads * kv_len * head_dim * 2 * dtype.itemsize < SMALL
-    return decode_config(arch(device), dtype.itemsize, block_d(head_dim), max(16, 1 << (rows - 1).bit_length()), small)
+    few = heads <= num_sms(device)
+    return decode_config(arch(device), dtype.itemsize, block_d(head_dim), max(16, 1 << (rows - 1).bit_length()), few)
 
 
 @cache
-def decode_config(arch: int, itemsize: int, block_d: int, rows: int, small: bool) -> Config:
-    """The decode kernels' row of the table: 64 to 96 KB of K/V in flight per program. `small`: no more
-    KV heads than SMs, and K and V below SMALL."""
+def decode_config(arch: int, itemsize: int, block_d: int, rows: int, few: bool) -> Config:
+    """The decode kernels' row of the table: 64 to 96 KB of K/V in flight per program. `few`: no more KV heads than SMs."""
     if arch == 0:
         return Config(rows, 16, 4, 1, programs_per_sm=2)
     if itemsize == 4:
@@ -104,9 +102,8 @@ def decode_config(arch: int, itemsize: int, block_d: int, rows: int, small: bool
     if block_d <= 64:
         return Config(rows, 128, 4, 3, programs_per_sm=2, MIN_TILES=2)
     if block_d == 128:
-        # One program per SM and a deeper pipeline halve the merge; two hide one another's change of heads, and when K and V
-        # are large so that only bandwidth counts, one another's arithmetic.
-        return Config(rows, 64, 4, 4) if small and arch == 90 else Config(rows, 64, 4, 3, programs_per_sm=2)
+        # One program per SM and a deeper pipeline halve the merge; two hide one another's change of heads.
+        return Config(rows, 64, 4, 4) if few and arch == 90 else Config(rows, 64, 4, 3, programs_per_sm=2)
     if arch == 90:
         return Config(rows, 64, 8, 3, MIN_TILES=2)
     return Config(rows, 32, 4, 3 if arch == 80 else 2, MIN_TILES=4)
@@ -115,11 +112,6 @@ def decode_config(arch: int, itemsize: int, block_d: int, rows: int, small: bool
 def merge_chunk(rows: int, block_d: int, num_warps: int = 4) -> int:
     """Partials a merge loads at once: at most 64 registers of each thread, which holds four columns or more of each partial."""
     return max(1, min(16, 2048 * num_warps // (rows * block_d)))
-
-
-def fan_in(chunk: int) -> int:
-    """Partials that one program of lean merges, where there are more than twice as many: a merge is in two levels then."""
-    return max(8, chunk)
 
 
 def num_splits(device: torch.device, config: Config, heads: int, kv_len: int) -> int:
@@ -181,9 +173,11 @@ class Launch:
         self.meta = {"num_warps": num_warps, "num_stages": num_stages}
         self._again = None
         if rest:
-            raise TypeError(f"{kernel.__name__} has no arguments {', '.join(rest)}.")
+            raise TypeError(f"{kernel.fn.__name__} has no arguments {', '.join(rest)}.")
 
     def __call__(self, *tensors: torch.Tensor | None) -> None:
+        if len(tensors) + len(self.rest) != len(self.kernel.arg_names):  # a launch is repeated with all arguments or not at all
+            raise TypeError(f"{self.kernel.fn.__name__} takes {len(self.kernel.arg_names)} arguments, defaults included.")
         device = tensors[0].device
         addresses = [None if t is None else t.data_ptr() for t in tensors]
         aligned = all([not address or address % 16 == 0 for address in addresses])

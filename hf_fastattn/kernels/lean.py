@@ -33,7 +33,7 @@ from .softmax import (
 )
 from .spans import NO_WINDOW
 
-SHORT = 24  # tiles
+FAN_IN = 8  # contributors that one program merges; with more, the merge is in two levels
 
 
 @triton.jit
@@ -115,7 +115,6 @@ def lean_kernel(
     WRITE_LSE: tl.constexpr,
     IEEE: tl.constexpr,
     SINKS: tl.constexpr,
-    SHORT: tl.constexpr = SHORT,
 ):
     pid = tl.program_id(0)
     Acc = Workspace  # two slots a program
@@ -137,12 +136,9 @@ def lean_kernel(
 
     # Fewer programs than launched when there is little work, so that a share is worth its merge.
     programs = tl.minimum(tl.num_programs(0), tl.maximum(total // MIN_TILES, tl.minimum(total, spread)))
-    # Where rows are alike each head may have a line and a crew of its own, so that no share goes on to a second head. That is
-    # worth it where few programs are left over for it, or where a share is so short that beginning a second head costs more.
+    # Rows that are alike need no line: each head gets a crew of its own, and no share goes on to a second head.
     heads = batch * kv_heads
-    in_crews = programs // heads * heads
-    own = alike & (in_crews > 0) & ((in_crews * 16 >= programs * 15) | (total <= programs * SHORT))
-    lines = tl.where(own, heads, 1)
+    lines = tl.where(alike & (programs >= heads), heads, 1)
     line_tiles = total // lines
     crew = programs // lines
     longest = (line_tiles + crew - 1) // crew
@@ -312,9 +308,8 @@ def _prepare(tensors, scale, causal, window, softcap, sinks, return_lse) -> tupl
     batch, num_heads, q_len, head_dim = q.shape
     kv_heads, kv_len = k.shape[1], k.shape[2]
     group = num_heads // kv_heads
-    config = launch.decode(q.device, q.dtype, head_dim, q_len * group, batch * kv_heads, kv_len)
+    config = launch.decode(q.device, q.dtype, head_dim, q_len * group, batch * kv_heads)
     workspace_m, block_d = triton.next_power_of_2(q_len * group), launch.block_d(head_dim)
-    chunk = launch.merge_chunk(workspace_m, block_d, config.num_warps)
     sms = launch.num_sms(q.device)
     programs = min(sms * config.programs_per_sm, batch * kv_heads * triton.cdiv(kv_len, config.BLOCK_N))
     scale_log2, cap_log2 = checks.log2_scales(scale, softcap)
@@ -338,8 +333,8 @@ def _prepare(tensors, scale, causal, window, softcap, sinks, return_lse) -> tupl
         BLOCK_N=config.BLOCK_N,
         BLOCK_D=block_d,
         MIN_TILES=config.MIN_TILES,
-        FAN_IN=launch.fan_in(chunk),
-        CHUNK=chunk,
+        FAN_IN=FAN_IN,
+        CHUNK=launch.merge_chunk(workspace_m, block_d, config.num_warps),
         HAS_SPANS=spans is not None,
         IS_CAUSAL=causal,
         HAS_SOFTCAP=softcap is not None,

@@ -191,8 +191,7 @@ def _prepare(tensors, scale, causal, window, softcap, sinks, return_lse, splits)
     group = num_heads // kv_heads
     heads = batch * kv_heads
     # The choice of a tile must not depend on the batch where `splits` is given.
-    heads_and_length = (heads, kv_len) if splits is None else (1, 1)
-    config = launch.decode(q.device, q.dtype, head_dim, q_len * group, *heads_and_length)
+    config = launch.decode(q.device, q.dtype, head_dim, q_len * group, heads if splits is None else 1)
     workspace_m, block_d = triton.next_power_of_2(q_len * group), launch.block_d(head_dim)
     splits = splits or launch.num_splits(q.device, config, heads, kv_len)
     scale_log2, cap_log2 = checks.log2_scales(scale, softcap)
