@@ -1,4 +1,4 @@
-"""Generate text with Transformers' own attention and with every backend of hf_fastattn, and compare.
+"""Generate text with Transformers' own attention and with every exact backend of hf_fastattn, and compare.
 
     make demo                                             # sets everything up, then runs this
     python examples/demo.py --prompt "Write a haiku."     # once it is set up
@@ -63,8 +63,8 @@ def row(name: str, speed: float, same: str, calls: str, ran: str) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Generate with sdpa and with every backend of hf_fastattn, and compare.")
-    parser.add_argument("--prompt", default=PROMPT)
+    parser = argparse.ArgumentParser(description="Generate with sdpa and with every exact backend of hf_fastattn, and compare.")
+    parser.add_argument("--prompt", default=PROMPT, help="a message, for the model's chat template (default: %(default)r)")
     parser.add_argument("--tokens", type=int, default=64, help="new tokens at most (default: 64)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")

