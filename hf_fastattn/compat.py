@@ -240,11 +240,11 @@ def is_inert_hook(hook) -> bool:
     return getattr(hook, "__module__", "") == "transformers.utils.output_capturing"
 
 
-def llama_norm():
-    """forward() of Llama's RMSNorm, which many models have in a class of their own."""
+def is_llamas_norm(forward) -> bool:
+    """Whether this is forward() of Llama's RMSNorm, which many models have in a class of their own."""
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-    return LlamaRMSNorm.forward
+    return _is_same_code(forward, LlamaRMSNorm.forward)
 
 
 def llama_rope():
@@ -254,14 +254,24 @@ def llama_rope():
     return apply_rotary_pos_emb
 
 
-def is_same_code(function, other) -> bool:
+def is_llamas_rope(function) -> bool:
+    """Whether this is Llama's apply_rotary_pos_emb(), and calls Llama's rotate_half().
+
+    Some models have the one over another of the other, which turns the other way (NanoChat) or other pairs (BLT).
+    """
+    llamas = llama_rope()
+    halves = [getattr(f, "__globals__", {}).get("rotate_half") for f in (function, llamas)]
+    return _is_same_code(function, llamas) and _is_same_code(*halves) and function.__defaults__ == llamas.__defaults__
+
+
+def _is_same_code(function, llamas) -> bool:
     """Whether two Python functions are the same instruction for instruction; docstrings may differ."""
-    codes = [getattr(f, "__code__", None) for f in (function, other)]
-    if None in codes:
+    codes = [getattr(f, "__code__", None) for f in (function, llamas)]
+    if None in codes or not llamas.__module__.startswith("transformers."):  # other packages replace Llama's by their own
         return False
     ours, theirs = (
         (c.co_code, c.co_names, c.co_varnames, [x for x in c.co_consts if x != f.__doc__])
-        for c, f in zip(codes, (function, other), strict=True)
+        for c, f in zip(codes, (function, llamas), strict=True)
     )
     return ours == theirs
 

@@ -1,6 +1,9 @@
 """RMSNorm and rotation in one launch each: the kernels against the model's own code, and what of a model they stand in for."""
 
 import copy
+import gc
+import importlib
+import weakref
 
 import pytest
 import torch
@@ -8,6 +11,7 @@ from models import tiny
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 import hf_fastattn
+from hf_fastattn import compat
 from hf_fastattn.kernels import HAS_TRITON, INTERPRETED
 from hf_fastattn.patches import fuse
 
@@ -62,6 +66,8 @@ def test_refusals_are_sentences():
         rms_norm(x, torch.ones(32, device=DEVICE, dtype=torch.float16), 1e-6)
     with pytest.raises(ValueError, match=r"\(2, 32\)"):
         rms_norm(x, torch.ones(16, device=DEVICE), 1e-6)
+    with pytest.raises(ValueError, match="weight has stride 0"):
+        rms_norm(x, torch.ones(1, device=DEVICE).expand(32), 1e-6)
 
 
 @runs_kernels
@@ -86,6 +92,8 @@ def test_rotation_refuses_in_sentences():
     q, k, cos = (torch.randn(2, h, 3, 16, device=DEVICE) for h in (4, 2, 1))
     with pytest.raises(ValueError, match="last dimension"):
         rope(q, k, cos[:, 0], cos[:, 0].transpose(1, 2).contiguous().transpose(1, 2))
+    with pytest.raises(ValueError, match=r"torch\.float64"):
+        rope(q.double(), k.double(), cos[:, 0].double(), cos[:, 0].double())
     with pytest.raises(ValueError, match="requires grad"):
         rope(q.requires_grad_(), k, cos[:, 0], cos[:, 0])
 
@@ -113,9 +121,8 @@ def test_a_model_computes_the_same(family):
     torch.testing.assert_close(during, before, atol=1e-5, rtol=1e-5)
     assert torch.equal(after, before)
     for module, copied in zip(model.modules(), twin.modules(), strict=True):
-        assert "forward" not in vars(module)
-        if module in norms + layers:
-            assert vars(copied)["forward"].__self__ is copied and fuse.is_fused(vars(copied)["forward"])
+        assert not fuse.is_fused(module)
+        assert fuse.is_fused(copied) == (module in norms + layers)
 
 
 @runs_kernels
@@ -126,13 +133,75 @@ def test_gradients_flow_through_the_models_own_code():
     assert all(p.grad is not None for p in model.parameters())
 
 
+@pytest.mark.parametrize("family, same", {"mistral": True, "nanochat": False, "blt": False}.items())
+def test_a_rotation_is_llamas_only_if_what_it_calls_is(family, same):
+    """NanoChat's rotate_half() turns the other way and BLT's turns other pairs, under the same apply_rotary_pos_emb()."""
+    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    assert compat.is_llamas_rope(module.apply_rotary_pos_emb) == same
+
+
+def test_what_stands_in_for_llamas_own_is_not_taken_for_it(monkeypatch):
+    """Other packages replace Llama's norm by one whose formula depends on its attributes."""
+    from transformers.models.llama import modeling_llama
+
+    class Norm(torch.nn.Module):
+        def forward(self, hidden_states):
+            return hidden_states * (self.offset + self.weight)
+
+    monkeypatch.setattr(modeling_llama, "LlamaRMSNorm", Norm)
+    assert not compat.is_llamas_norm(Norm.forward)
+
+
+def fuse_all(model) -> None:
+    """As on a GPU, whatever the device."""
+    norms = [m for m in model.modules() if type(m).__name__ == "LlamaRMSNorm"]
+    fuse.fuse(norms, [m for m in model.modules() if compat.is_attention(m)])
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+def test_a_fused_model_compiles_to_the_models_own_code():
+    model = tiny("llama").to(DEVICE)
+    ids = torch.arange(1, 12, device=DEVICE)[None]
+    with torch.no_grad():
+        expected = model(ids).logits
+        fuse_all(model)
+        torch._dynamo.reset()
+        assert torch.equal(torch.compile(model, backend="eager", fullgraph=True)(ids).logits, expected)
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+def test_a_fused_model_is_freed_with_its_last_reference():
+    model = tiny("llama")
+    fuse_all(model)
+    weights = [weakref.ref(module.weight) for module in model.modules() if hasattr(module, "weight")]
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert not any(weight() is not None for weight in weights)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+def test_tensors_without_an_address_run_the_models_own_code(monkeypatch):
+    """Such as a DTensor: what has no kernel is told by its type, since it says that it is on the GPU."""
+
+    class Wrapper(torch.Tensor):
+        pass
+
+    monkeypatch.setattr(fuse, "INTERPRETED", True)
+    assert fuse._has_kernels(torch.ones(2)) and fuse._has_kernels(torch.nn.Parameter(torch.ones(2)))
+    assert not fuse._has_kernels(torch.ones(2).as_subclass(Wrapper))
+
+
 def test_transformers_stays_as_it_is():
     """The names of a model's module are copied, not changed."""
     from transformers.models.llama import modeling_llama
 
     assert fuse._with_fused_rope(modeling_llama.LlamaAttention.forward) is not modeling_llama.LlamaAttention.forward
     assert modeling_llama.apply_rotary_pos_emb is apply_rotary_pos_emb
-    assert "forward" not in vars(tiny("llama").model.layers[0].self_attn)
+    assert not fuse.is_fused(tiny("llama").model.layers[0].self_attn)
 
 
 @runs_kernels
@@ -148,13 +217,13 @@ def test_patch_fuses_and_takes_it_back():
         }.items()
         assert torch.equal(model.generate(**ids), expected)
         twin = copy.deepcopy(model)
-    assert not any("forward" in vars(module) for module in model.modules())
-    assert any(fuse.is_fused(vars(module).get("forward")) for module in twin.modules())
+    assert not any(fuse.is_fused(module) for module in model.modules())
+    assert any(fuse.is_fused(module) for module in twin.modules())
     assert torch.equal(twin.generate(**ids), expected)
     hf_fastattn.unpatch(twin)
-    assert not any("forward" in vars(module) for module in twin.modules())
+    assert not any(fuse.is_fused(module) for module in twin.modules())
     with hf_fastattn.patch(model, "lean", fuse=False) as patch:
-        assert not any("forward" in vars(module) for module in model.modules())
+        assert not any(fuse.is_fused(module) for module in model.modules())
         assert "RMSNorm" not in str(patch)
 
 
@@ -162,5 +231,5 @@ def test_patch_fuses_and_takes_it_back():
 def test_nothing_is_fused_on_the_cpu():
     model = tiny("llama")
     with hf_fastattn.patch(model, "lean") as patch:
-        assert not any("forward" in vars(module) for module in model.modules())
+        assert not any(fuse.is_fused(module) for module in model.modules())
         assert "RMSNorm" not in str(patch)

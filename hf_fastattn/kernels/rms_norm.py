@@ -48,6 +48,8 @@ def why_not(x: torch.Tensor, weight: torch.Tensor) -> str | None:
         return f"x is on {x.device} and weight on {weight.device}."
     if weight.dim() != 1 or x.shape[-1] != weight.shape[0] or not 0 < weight.shape[0] <= MAX_SIZE or x.numel() == 0:
         return f"x is {tuple(x.shape)} and weight {tuple(weight.shape)}; rows of 1 to {MAX_SIZE} elements are normalised."
+    if weight.stride(0) != 1 and weight.shape[0] > 1:
+        return f"weight has stride {weight.stride(0)}, and must be contiguous."
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return "x or weight requires grad, and this kernel has no backward pass."
     return None

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .checks import on_device
+from .checks import DTYPES, on_device
 
 BLOCK_H = 8  # heads a program rotates, with one load of its token's cosines
 
@@ -76,6 +76,8 @@ def why_not(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tens
     """Why these inputs need another path, in a sentence, or None."""
     if not (q.dtype == k.dtype == cos.dtype == sin.dtype and q.device == k.device == cos.device == sin.device):
         return f"q, k, cos and sin differ in dtype or device: {q.dtype}, {k.dtype}, {cos.dtype}, {sin.dtype}."
+    if q.dtype not in DTYPES:
+        return f"q is {q.dtype}, and products are taken in float32."
     if q.dim() != 4 or k.dim() != 4 or q.numel() == 0:
         return f"q and k must be (batch, heads, tokens, head_dim); got {tuple(q.shape)} and {tuple(k.shape)}."
     batch, _, tokens, head_dim = q.shape

@@ -3,10 +3,14 @@
 Both compute what the model's own code computes, with the same roundings, and stand in for nothing else: a norm qualifies if its
 class has LlamaRMSNorm's forward(), instruction for instruction, and an attention layer if the apply_rotary_pos_emb() that its
 forward() calls is Llama's. What the kernels cannot take (gradients, mixed dtypes) runs as the model wrote it.
+
+A fused module is given a subclass of its class. A method on the instance would refer to the instance: its weights would stay on
+the GPU after the model is deleted, until Python looks for cycles, and the replicas of a DataParallel would all run the first's.
 """
 
 from __future__ import annotations
 
+import functools
 import types
 
 import torch
@@ -15,6 +19,7 @@ from .. import compat
 from ..kernels import HAS_TRITON, INTERPRETED
 
 _ROPE = "apply_rotary_pos_emb"
+_MARK = "_hf_fastattn_fused"
 
 
 def find(model: torch.nn.Module) -> tuple[list[torch.nn.Module], list[torch.nn.Module]]:
@@ -23,47 +28,61 @@ def find(model: torch.nn.Module) -> tuple[list[torch.nn.Module], list[torch.nn.M
     for module in model.modules() if HAS_TRITON else ():
         forward = type(module).forward
         weight = next(module.parameters(), None)
-        if "forward" in vars(module) or weight is None or not _has_kernels(weight):
+        if "forward" in vars(module) or weight is None or not (weight.is_cuda or INTERPRETED):
             continue
-        if compat.is_same_code(forward, compat.llama_norm()):
+        if compat.is_llamas_norm(forward):
             norms.append(module)
-        elif _ROPE in getattr(getattr(forward, "__code__", None), "co_names", ()):
-            called = forward.__globals__.get(_ROPE)
-            if compat.is_same_code(called, compat.llama_rope()) and not forward.__closure__:
-                layers.append(module)
+        elif _calls_llamas_rope(forward):
+            layers.append(module)
     return norms, layers
+
+
+def _calls_llamas_rope(forward) -> bool:
+    names = getattr(getattr(forward, "__code__", None), "co_names", ())
+    return _ROPE in names and not forward.__closure__ and compat.is_llamas_rope(forward.__globals__.get(_ROPE))
 
 
 def fuse(norms: list[torch.nn.Module], layers: list[torch.nn.Module]) -> None:
     for module in norms:
-        vars(module)["forward"] = types.MethodType(_norm, module)
+        module.__class__ = _subclass(type(module), _fused_norm)
     for module in layers:
-        vars(module)["forward"] = types.MethodType(_with_fused_rope(type(module).forward), module)
+        module.__class__ = _subclass(type(module), _with_fused_rope)
 
 
-def is_fused(forward) -> bool:
-    """Whether fuse() put this forward() on its module."""
-    function = getattr(forward, "__func__", None)
-    return function is _norm or getattr(function, "__globals__", {}).get(_ROPE) is _rope
+def is_fused(module: torch.nn.Module) -> bool:
+    return _MARK in vars(type(module))
 
 
 def restore(modules: list[torch.nn.Module]) -> None:
-    """Undo fuse(), but for a forward() that someone has replaced since: it is theirs to take back."""
+    """Undo fuse(), but for a module whose class someone has changed since: it is theirs to change back."""
     for module in modules:
-        if is_fused(vars(module).get("forward")):
-            del vars(module)["forward"]
+        if is_fused(module):
+            module.__class__ = type(module).__base__
+
+
+@functools.cache
+def _subclass(cls: type[torch.nn.Module], fused) -> type[torch.nn.Module]:
+    """`cls`, by the same name, with the forward() that `fused` makes of its own."""
+    members = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, _MARK: True}
+    return type(cls.__name__, (cls,), {**members, "forward": fused(cls.forward)})
 
 
 def _has_kernels(tensor: torch.Tensor) -> bool:
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):  # a DTensor has no address of its own
+        return False
     return (tensor.is_cuda or INTERPRETED) and not torch.compiler.is_compiling()
 
 
-def _norm(self, hidden_states: torch.Tensor) -> torch.Tensor:
+def _fused_norm(forward: types.FunctionType) -> types.FunctionType:
     from ..kernels import rms_norm
 
-    if not _has_kernels(hidden_states) or rms_norm.why_not(hidden_states, self.weight):
-        return type(self).forward(self, hidden_states)
-    return rms_norm.rms_norm(hidden_states, self.weight, self.variance_epsilon)
+    @functools.wraps(forward)
+    def norm(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if not _has_kernels(hidden_states) or rms_norm.why_not(hidden_states, self.weight):
+            return forward(self, hidden_states)
+        return rms_norm.rms_norm(hidden_states, self.weight, self.variance_epsilon)
+
+    return norm
 
 
 def _with_fused_rope(forward: types.FunctionType) -> types.FunctionType:
@@ -71,7 +90,13 @@ def _with_fused_rope(forward: types.FunctionType) -> types.FunctionType:
     names = {**forward.__globals__, _ROPE: _rope}
     ours = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__)
     ours.__kwdefaults__ = forward.__kwdefaults__
-    return ours
+
+    @functools.wraps(forward)
+    def layer(self, *args, **kwargs):
+        # torch.compile looks names up by the name of their module, and would take ours for the module's own everywhere.
+        return (forward if torch.compiler.is_compiling() else ours)(self, *args, **kwargs)
+
+    return layer
 
 
 def _rope(q, k, cos, sin, unsqueeze_dim=1):
