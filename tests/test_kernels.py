@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import importlib
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import numpy as np
 import oracle
@@ -532,6 +534,18 @@ def test_interpreter_refuses_bf16():
     x = {name: t.bfloat16() for name, t in good("cpu").items()}
     with pytest.raises(TypeError, match=r"interpreter computes bfloat16 wrongly.*float32 or float16"):
         kernels.TritonKernel("lean")(**x)
+
+
+def test_a_launch_that_was_interpreted_is_not_remembered(monkeypatch):
+    """The interpreter takes CUDA tensors too, and returns nothing that could be launched again."""
+    tensor = SimpleNamespace(device=torch.device("cuda", 0), data_ptr=lambda: 256)
+    kernel = MagicMock(arg_names=["X", "n"])
+    kernel.__getitem__.return_value.return_value = None
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    start = launch.Launch(kernel, (1,), num_warps=1, n=3)
+    start(tensor)
+    start(tensor)
+    assert kernel.__getitem__.return_value.call_count == 2
 
 
 @pytest.mark.parametrize("name", [PREFILL.name, SPLIT_KV.name, LEAN.name])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import pickle
@@ -26,6 +27,7 @@ from transformers import (
 
 import hf_fastattn
 from hf_fastattn.caches import PreallocatedCache
+from hf_fastattn.patches import graph as graphs
 
 NEW = 24
 
@@ -51,6 +53,7 @@ def state(model) -> dict:
     found = {}
     for name, module in model.named_modules():
         for key, value in vars(module).items():
+            found[name, "class"] = type(module)
             found[name, key] = value if isinstance(value, (bool, int, float, str)) else id(value)
         if hasattr(module, "config"):
             found[name, "attention"] = module.config._attn_implementation
@@ -442,6 +445,42 @@ def test_a_deepcopy_is_patched_on_its_own(captured, llama):
     assert state(llama) == before
     with hf_fastattn.patch(llama), pytest.raises(TypeError, match="unpatch"):
         pickle.dumps(llama)
+
+
+def test_a_pool_that_its_last_graph_has_left_takes_no_other(monkeypatch):
+    """Also where another pool's graph lives on, from before a capture that failed."""
+    pools, failing = [], []
+
+    @contextlib.contextmanager
+    def record(graph, pool=None, **_):
+        yield pools.append(pool)
+        if failing:
+            raise RuntimeError(failing.pop())
+
+    handles = iter(range(99))
+    for name, fake in {"CUDAGraph": object, "graph_pool_handle": lambda: next(handles), "graph": record}.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    for name in ("device", "Stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
+    monkeypatch.setattr(graphs.CudaGraph, "_captured_on", {})
+    shared: dict = {}
+
+    def capture():
+        graph = graphs.CudaGraph(torch.device("cuda", 0), shared)
+        graph.capture(lambda: None)
+        return graph
+
+    first = capture()
+    second = capture()
+    failing.append("a capture that fails")
+    with pytest.raises(RuntimeError, match="fails"):
+        capture()
+    third = capture()
+    del third
+    fourth = capture()
+    assert [pool for pool in pools if pool is not None] == [0, 0, 0, 1, 2]
+    del first, second, fourth
 
 
 def test_a_patched_model_is_freed_with_its_graphs(captured):

@@ -379,6 +379,19 @@ def test_rows_selected_repeated_and_copied(llama, device):
 
 
 @host_work
+@pytest.mark.parametrize("rows", [[1, 0, 2], [2, 0]], ids=["reordered", "fewer"])
+def test_rows_selected_in_inference_mode_are_written_outside_it(llama, device, rows):
+    ids, mask = padded(device)
+    with patched(llama), torch.no_grad():
+        _, cache = feed(llama, ids[:, :28], [28], mask[:, :28])
+        whole = llama(ids[:, 28:29], past_key_values=copy.deepcopy(cache)).logits
+        with torch.inference_mode():
+            cache.batch_select_indices(torch.tensor(rows))
+        part = llama(ids[rows, 28:29], past_key_values=cache).logits
+        assert torch.allclose(part, whole[rows], atol=1e-4)
+
+
+@host_work
 def test_crop_takes_back_what_nothing_was_dropped_for(llama, device):
     ids = tokens(1, WINDOW + SINKS, device)
     with patched(llama), torch.no_grad():

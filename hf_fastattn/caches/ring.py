@@ -115,8 +115,7 @@ class Ring:
         if self.counts is None:
             return
         same = len(indices) == self.rows
-        counts = self.counts[indices.to(self.counts.device)]
-        self.counts = self.counts.copy_(counts) if same else counts.clone()
+        self.counts = _select(self.counts, indices, same)
         self.version += not same
         for layer in self.layers:
             layer.select(indices, same)
@@ -205,9 +204,7 @@ class RollingLayer(CacheLayerMixin):
     def select(self, indices: torch.Tensor, same: bool) -> None:
         if self.is_initialized:
             for name in ("keys", "values"):
-                buffer = getattr(self, name)
-                rows = buffer.index_select(0, indices.to(buffer.device))
-                setattr(self, name, buffer.copy_(rows) if same else rows.clone())
+                setattr(self, name, _select(getattr(self, name), indices, same))
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         held = self.ring.capacity if query_length == 1 else min(self.ring.seen, self.ring.capacity) + query_length
@@ -236,6 +233,13 @@ class RollingLayer(CacheLayerMixin):
 
 def _kind(states: torch.Tensor) -> tuple:
     return *states.shape[:2], states.shape[3], states.dtype, states.device
+
+
+def _select(tensor: torch.Tensor, indices: torch.Tensor, same: bool) -> torch.Tensor:
+    """Rows `indices` of a tensor, in its place if their number stays the `same`."""
+    with torch.inference_mode(False):  # a normal tensor, as those made first
+        rows = tensor.index_select(0, indices.to(tensor.device))
+        return tensor.copy_(rows) if same else rows
 
 
 def _take(buffer: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:

@@ -186,7 +186,7 @@ class Launch:
             return
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             compiled = self.kernel[self.grid](*tensors, *self.rest, **self.meta)
-        if aligned and device.type == "cuda":
+        if aligned and device.type == "cuda" and compiled is not None:  # None: the interpreter ran it
             self._again = compiled[self.grid]
 
 

@@ -97,7 +97,7 @@ class CudaGraph:
                 living.add(self)
                 return result
             except BaseException:
-                del self.shared["pool"], self._captured_on[self.device]
+                del self.shared["pool"], self.shared["graphs"], self._captured_on[self.device]
                 # A capture that failed leaves torch's random numbers in capture mode; one that succeeds takes them out of it.
                 with contextlib.suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph()):
                     torch.zeros(1, device=self.device)
