@@ -12,7 +12,7 @@ NEED_GPU = $(PYTHON) -c 'import torch; raise SystemExit(None if torch.cuda.is_av
 .PHONY: help demo test test-oldest test-gpu bench clean
 
 help:
-	@echo "make demo         generate text with sdpa and every backend, and compare"
+	@echo "make demo         generate text with sdpa and every exact backend, and compare"
 	@echo "make test         lint, then all tests on the CPU: torch twins first, interpreted Triton kernels second"
 	@echo "make test-oldest  the tests of the wiring on the oldest supported Transformers"
 	@echo "make test-gpu     all tests on this machine's GPU, with the python3 and the packages that are there"

@@ -147,7 +147,7 @@ def draw(data: dict, path: Path) -> None:
             axes.plot(x, [math.exp(loss) for loss in found["buckets"]], color=COLOURS[scheme], label=SCHEMES[scheme])
         elif found["at_samples"]:
             # A token's loss says little; groups of neighbours are drawn.
-            size = max(1, len(found["at_samples"]) // 20)
+            size = max(1, len(found["at_samples"]) // 8)
             groups = [slice(i, i + size) for i in range(0, len(found["at_samples"]) - size + 1, size)]
             x = [sum(data["samples"][g]) / size for g in groups]
             y = [math.exp(sum(found["at_samples"][g]) / size) for g in groups]
@@ -158,7 +158,7 @@ def draw(data: dict, path: Path) -> None:
     axes.text(data["window"] + data["sinks"], 0.03, " the window is full", transform=axes.get_xaxis_transform(), fontsize=8)
     axes.set(yscale="log", xlabel="tokens read", ylabel=f"perplexity, by {bucket} tokens")
     axes.set_title(f"{data['model']}: {data['sinks']} sinks + a window of {data['window']}, {data['dtype']} on {data['device']}")
-    axes.legend(loc="upper right", fontsize=8)
+    axes.legend(loc="center right", fontsize=8)
     figure.savefig(path, dpi=130)
 
 

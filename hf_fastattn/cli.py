@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from . import compat, interface, registry
+from . import __version__, compat, interface, registry
 from .evaluate import CACHES, check_names, evaluate, load, running
 from .evaluate.harness import PACK, require
 from .explain import GPUS, SHAPES, explain
@@ -26,7 +26,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; 0 when all is well, 1 when a comparison found a difference, 2 for what was asked wrongly."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    arguments = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if arguments[:1] and arguments[0] in HANDED_OVER and arguments[1:] not in (["-h"], ["--help"]):
         command, run = arguments[0], lambda: HANDED_OVER[arguments[0]](arguments[1:])
         traceback = False
@@ -50,6 +50,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="hf-fastattn",
         description="Exact attention kernels inside Hugging Face Transformers: what is there, what runs, and whether it agrees.",
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, about, add, run in (
         ("backends", "list the backends and whether each can run here", None, backends),

@@ -71,6 +71,7 @@ def generate(result: dict):
     """ms a token of each batch and peak memory against the prompt, a line for each rival, and the floor of the bandwidth."""
     rows = [row for row in result["rows"] if "lengths" in row and not row["padded"]]
     batches = sorted({row["rows"] for row in rows})
+    batches = [b for b in batches if sum(row["rows"] == b for row in rows) > 1] or batches  # one point makes no line
     figure, axes = plt.subplots(1, len(batches) + 1, figsize=(4 * len(batches) + 4, 4.4))
     lengths = sorted({row["lengths"][0] for row in rows})
     for batch, axis, dashes in zip(batches, axes, ("-", "--", ":", "-.") * len(batches), strict=False):
@@ -193,7 +194,7 @@ def stream(result: dict):
         label=f"dense cache of {keeps} tokens",
     )
     time.set_ylabel("ms a token")
-    time.set_ylim(bottom=0)
+    time.set_ylim(0, 1.3 * time.get_ylim()[1])
     time.legend()
     if all(row["memory_bytes"] for row in result["rows"]):
         memory.plot(read, [max(row["memory_bytes"]) / 2**30 for row in result["rows"]], marker="o", color=COLORS["ring"])

@@ -77,7 +77,9 @@ def mean(found: dict) -> str:
 
 
 def generate(result: dict) -> str:
-    measured = [row for row in result["rows"] if row["rivals"]]
+    measured = sorted(
+        (row for row in result["rows"] if row["rivals"]), key=lambda row: (row["padded"], row["rows"], row["lengths"])
+    )
     # Without the rival that compiles there is no speaking of the best of all stock paths.
     compiled = any((row["rivals"].get(STATIC) or {}).get("ms") for row in measured)
     names = (SDPA, STATIC, LEAN, OURS) if compiled else (SDPA, LEAN, OURS)
@@ -143,14 +145,14 @@ def paper_e2e(result: dict) -> str:
 
 def stream(result: dict) -> str:
     keeps = result["window"] + result["sinks"]
-    head = ["tokens read", "ms a token", f"dense cache of {keeps} tokens", "ratio", "bytes allocated"]
+    head = ["tokens read", "ms a token", f"dense cache of {keeps} tokens", "ratio", "GiB allocated"]
     rows = [
         [
             row["tokens"],
             figure(row["ms"], 3),
             figure(row["dense_ms"], 3),
             figure(row["over_dense"], 3),
-            max(row["memory_bytes"], default=None),
+            figure(max(row["memory_bytes"]) / 2**30, 3) if row["memory_bytes"] else None,
         ]
         for row in result["rows"]
     ]
@@ -161,12 +163,13 @@ def stream(result: dict) -> str:
     ]
     if "update" in result:
         us = result["update"]["us"]
-        told = "; ".join(f"{name} {value:.0f} us" for name, value in us.items())
-        lines.append(f"Writing one token into the caches of all layers ({result['update']['unit']}): {told}.")
+        told = "; ".join(f"{name.replace('_', ' ')} {value:.0f}" for name, value in us.items())
+        lines.append(f"Writing one token into the caches of all layers, {result['update']['unit']}: {told}.")
     if result.get("ring"):
-        least = min(row["ring_over_dense"] for row in result["ring"])
+        told = ", ".join(f"{row['ring_over_dense']:.2f} ({row['shape']})" for row in result["ring"])
         lines.append(
-            f"The decode kernel over a full ring runs at {least:.2f} or more of `lean`'s speed over dense K/V of that size."
+            "The decode kernel over a full ring, with the launch that turns the queries of the sinks, as a share of `lean`'s "
+            f"speed over dense K/V of that size, by {SHAPE}: {told}."
         )
     return "\n\n".join(lines)
 
@@ -291,7 +294,8 @@ def report(folder: Path, names: Iterable[str] | None = None) -> str:
             continue
         if on(result) not in known:
             known.append(on(result))
-            parts.append(f"{known[-1]}, bfloat16, medians. Every result was checked before it was timed, peers in the same run.")
+            checked = "Kernels were checked before they were timed, and `patch()` against steps without a graph"
+            parts.append(f"{known[-1]}, bfloat16, medians. {checked}; peers in the same run.")
         picture = path.with_suffix(".png")
         parts += [section(result), *([f"![{name}]({RESULTS / picture.name})"] if picture.exists() else [])]
     return "\n\n".join(parts)

@@ -96,7 +96,7 @@ def explain(
     if not isinstance(model, compat.PreTrainedModel):
         model = _from_config(model, dtype)
     facts = costs.count(model, dtype)
-    streaming = _streaming(chosen, window, sinks)
+    streaming = _streaming(chosen, window, sinks, facts.max_length)
     if streaming is not None:
         facts = replace(facts, windows=(streaming.sinks + streaming.window,) * len(facts.windows))
     device = torch.device(device or ("cuda" if model.device.type == "meta" else model.device))
@@ -133,7 +133,7 @@ def explain(
     )
 
 
-def _streaming(chosen: registry.Backend, window: int | None, sinks: int | None) -> Settings | None:
+def _streaming(chosen: registry.Backend, window: int | None, sinks: int | None, limit: int | None) -> Settings | None:
     """What a streaming backend keeps in sight; None for other backends, which take neither option."""
     if not chosen.streaming:
         if window is not None or sinks is not None:
@@ -143,7 +143,9 @@ def _streaming(chosen: registry.Backend, window: int | None, sinks: int | None) 
         return None
     if window is None:
         raise ValueError(f"{chosen.name!r} must know how many of the last tokens stay in sight; pass window=, say 4096.")
-    return Settings(window, Settings.sinks if sinks is None else sinks)
+    settings = Settings(window, Settings.sinks if sinks is None else sinks)
+    settings.check(limit)
+    return settings
 
 
 def _from_config(source, dtype):
