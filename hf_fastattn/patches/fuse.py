@@ -86,7 +86,10 @@ def _fused_norm(forward: types.FunctionType) -> types.FunctionType:
 
 
 def _with_fused_rope(forward: types.FunctionType) -> types.FunctionType:
-    """The same code over a copy of its module's names, in which apply_rotary_pos_emb is ours: the module stays as it is."""
+    """The same code over a copy of its module's names, in which apply_rotary_pos_emb is ours: the module stays as it is.
+
+    What someone changes in the module afterwards is not seen by fused layers, until they are fused anew.
+    """
     names = {**forward.__globals__, _ROPE: _rope}
     ours = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__)
     ours.__kwdefaults__ = forward.__kwdefaults__
