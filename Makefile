@@ -28,7 +28,7 @@ test: $(VENV)/.demo $(VENV)/.test
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(PYTEST) tests/test_smollm2.py tests --deselect tests/test_generate.py::test_interpreted_kernels
-	TRITON_INTERPRET=1 $(PYTEST) tests/test_kernels.py tests/test_streaming.py tests/test_fuse.py tests/test_generate.py::test_interpreted
+	TRITON_INTERPRET=1 $(PYTEST) tests/test_kernels.py tests/test_streaming.py tests/test_fuse.py tests/test_variants.py tests/test_generate.py::test_interpreted
 
 test-oldest: $(OLDEST)/.stamp
 	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -q -n logical --maxprocesses=8 tests/test_generate.py tests/test_backends.py

@@ -1,0 +1,60 @@
+"""How many variants of the attention kernels one model makes Triton compile: few, and none for another length."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import prompts, tiny
+
+import hf_fastattn
+from hf_fastattn.kernels import INTERPRETED, launch
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1: what is launched is what would be compiled")
+
+
+def _variant(start: launch.Launch) -> tuple:
+    """What Triton compiles a launch for: kernel, constants, and whether each stride is 1 or a multiple of 16."""
+    names = start.kernel.arg_names[-len(start.rest) :]
+    constants = tuple((name, value) for name, value in zip(names, start.rest, strict=True) if name.isupper())
+    strides = tuple(
+        (value == 1, value % 16 == 0)
+        for name, value in zip(names, start.rest, strict=True)
+        if name.startswith("stride_") and name != "stride_sb"
+    )
+    return start.kernel.fn.__name__, constants, strides, tuple(start.meta.items())
+
+
+@pytest.fixture
+def variants(monkeypatch):
+    found = set()
+    call = launch.Launch.__call__
+
+    def recording(self, *tensors):
+        found.add(_variant(self))
+        call(self, *tensors)
+
+    monkeypatch.setattr(launch.Launch, "__call__", recording)
+    return found
+
+
+@pytest.mark.parametrize("cache", [None, "static"])
+@pytest.mark.parametrize("backend", ["fa2", "split_kv", "lean"])
+def test_other_lengths_compile_nothing(backend, cache, variants):
+    model = tiny("llama", num_hidden_layers=1)
+    counts = []
+    with hf_fastattn.patch(model, backend, cache=cache, graph=False):
+        for length in (34, 41, 50):  # more rows of queries than a decode kernel takes
+            ids = prompts("no_padding", "cpu", rows=1, length=length)["input_ids"]
+            model.generate(input_ids=ids, max_new_tokens=2, do_sample=False)
+            counts.append(len(variants))
+    assert counts[0] == counts[1] == counts[2], sorted(name for name, *_ in variants)
+    assert counts[0] <= {"fa2": 2, "lean": 2, "split_kv": 3}[backend]  # prefill, and one decode kernel or two
+
+
+def test_padding_adds_one_variant_of_each(variants):
+    model = tiny("llama", num_hidden_layers=1)
+    with hf_fastattn.patch(model, "lean", graph=False), torch.no_grad():
+        for padding in ("no_padding", "left_padding", "holes", "left_padding"):
+            model.generate(**prompts(padding, "cpu", rows=2, length=40), max_new_tokens=2, do_sample=False)
+    kinds = sorted(name for name, *_ in variants)
+    assert kinds == ["lean_kernel", "lean_kernel", "prefill_kernel", "prefill_kernel"]
