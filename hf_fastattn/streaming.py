@@ -41,6 +41,15 @@ class Settings:
         settings.check(getattr(config, "max_position_embeddings", None))
         return settings
 
+    @classmethod
+    def asked(cls, name: str, window: int | None, sinks: int | None, limit: int | None, clamped: bool = False) -> Settings:
+        """Those that a caller of backend `name` asks for, checked; the usual number of sinks where None."""
+        if window is None:
+            raise ValueError(f"{name!r} must know how many of the last tokens stay in sight; pass window=, say 4096.")
+        settings = cls(window, cls.sinks if sinks is None else sinks, clamped)
+        settings.check(limit)
+        return settings
+
     def check(self, limit: int | None) -> None:
         """Raise ValueError for what is impossible; `limit`: the positions that the model was made for."""
         if not isinstance(self.window, int) or self.window < 1:

@@ -104,8 +104,6 @@ def generate(result: dict) -> str:
         notes.append("`sdpa` with the static cache and compilation was not run here; see the earlier run under Benchmarks.")
     notes.append("First tokens are in milliseconds; - was not run, or failed with the reason recorded in the JSON.")
     title = f"**`generate()`, milliseconds a token**, {model(result)}, greedy"
-    if "note" in result:
-        title = f"{result['note']} {title}"
     return "\n\n".join([f"{title} ({commands(result)}):", table(head, rows), " ".join(notes)])
 
 
@@ -297,6 +295,7 @@ def report(folder: Path, names: Iterable[str] | None = None) -> str:
             checked = "Kernels were checked before they were timed, and `patch()` against steps without a graph"
             parts.append(f"{known[-1]}, bfloat16, medians. {checked}; peers in the same run.")
         picture = path.with_suffix(".png")
+        parts += [result["note"]] if "note" in result else []
         parts += [section(result), *([f"![{name}]({RESULTS / picture.name})"] if picture.exists() else [])]
     return "\n\n".join(parts)
 

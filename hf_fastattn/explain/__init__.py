@@ -141,11 +141,7 @@ def _streaming(chosen: registry.Backend, window: int | None, sinks: int | None, 
                 f"window and sinks are for streaming backends; {chosen.name!r} sees every token that the model does."
             )
         return None
-    if window is None:
-        raise ValueError(f"{chosen.name!r} must know how many of the last tokens stay in sight; pass window=, say 4096.")
-    settings = Settings(window, Settings.sinks if sinks is None else sinks)
-    settings.check(limit)
-    return settings
+    return Settings.asked(chosen.name, window, sinks, limit)
 
 
 def _from_config(source, dtype):

@@ -176,14 +176,14 @@ class Launch:
             raise TypeError(f"{kernel.fn.__name__} has no arguments {', '.join(rest)}.")
 
     def __call__(self, *tensors: torch.Tensor | None) -> None:
-        if len(tensors) + len(self.rest) != len(self.kernel.arg_names):  # a launch is repeated with all arguments or not at all
-            raise TypeError(f"{self.kernel.fn.__name__} takes {len(self.kernel.arg_names)} arguments, defaults included.")
         device = tensors[0].device
         addresses = [None if t is None else t.data_ptr() for t in tensors]
         aligned = all([not address or address % 16 == 0 for address in addresses])
         if self._again is not None and aligned and device.index == driver.active.get_current_device():
             self._again(*addresses, *self.rest)
             return
+        if len(tensors) + len(self.rest) != len(self.kernel.arg_names):  # a launch is repeated with all arguments or not at all
+            raise TypeError(f"{self.kernel.fn.__name__} takes {len(self.kernel.arg_names)} arguments, defaults included.")
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             compiled = self.kernel[self.grid](*tensors, *self.rest, **self.meta)
         if aligned and device.type == "cuda" and compiled is not None:  # None: the interpreter ran it

@@ -99,6 +99,11 @@ def rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor)
     """
     if reason := why_not(q, k, cos, sin):
         raise ValueError(reason)
+    return run(q, k, cos, sin)
+
+
+def run(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`rope` of inputs to which `why_not` has nothing to say."""
     batch, num_heads, tokens, head_dim = q.shape
     kv_heads = k.shape[1]
     out_q, out_k = torch.empty_like(q), torch.empty_like(k)

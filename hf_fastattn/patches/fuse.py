@@ -80,7 +80,7 @@ def _fused_norm(forward: types.FunctionType) -> types.FunctionType:
     def norm(self, hidden_states: torch.Tensor) -> torch.Tensor:
         if not _has_kernels(hidden_states) or rms_norm.why_not(hidden_states, self.weight):
             return forward(self, hidden_states)
-        return rms_norm.rms_norm(hidden_states, self.weight, self.variance_epsilon)
+        return rms_norm.run(hidden_states, self.weight, self.variance_epsilon)
 
     return norm
 
@@ -107,4 +107,4 @@ def _rope(q, k, cos, sin, unsqueeze_dim=1):
 
     if not _has_kernels(q) or unsqueeze_dim != 1 or rope.why_not(q, k, cos, sin):
         return compat.llama_rope()(q, k, cos, sin, unsqueeze_dim)
-    return rope.rope(q, k, cos, sin)
+    return rope.run(q, k, cos, sin)

@@ -107,11 +107,8 @@ def _streaming(model, backend: registry.Backend, window: int | None, sinks: int 
                 f'window, sinks and clamp_positions are for "streaming"; {backend.name!r} sees every token that the model does.'
             )
         return None
-    if window is None:
-        raise ValueError(f"{backend.name!r} must know how many of the last tokens stay in sight; pass window=, say 4096.")
-    config = model.config.get_text_config(decoder=True)
-    settings = Settings(window, Settings.sinks if sinks is None else sinks, clamped)
-    settings.check(getattr(config, "max_position_embeddings", None))
+    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    settings = Settings.asked(backend.name, window, sinks, limit, clamped)
     own = min((w for w in compat.layer_windows(model.config) if w is not None), default=None)
     if own is not None and own < settings.sinks + window:
         raise ValueError(
