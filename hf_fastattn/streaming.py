@@ -6,9 +6,9 @@ Source: Xiao et al., "Efficient Streaming Language Models with Attention Sinks" 
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from functools import cache
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -79,27 +79,34 @@ def check_mask(name: str, config, causal: bool, window: int | None) -> None:
 
 
 _ropes: list[compat.Rope] = []
-_rope_of: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()
+_rope_of: dict[int, int] = {}  # by id() of the module: what torch.compile can look up in every version
 
 
-@torch.compiler.assume_constant_result
 def rope_index(module: torch.nn.Module, head_dim: int) -> int:
     """Which of the known rotary embeddings an attention module has, as an index; -1 where it has learned positions, clamped.
 
     Raises ValueError for a module whose positions cannot move with a window.
     """
-    if module not in _rope_of:
-        found = compat.rope(module, head_dim)
-        if found is not None and found not in _ropes:
-            _ropes.append(found)
-        _rope_of[module] = -1 if found is None else _ropes.index(found)
-    if _rope_of[module] < 0 and not Settings.of(module.config).clamped:
+    index = _rope_of.get(id(module))
+    if index is None:
+        index = _find_rope(module, head_dim)
+    if index < 0 and not Settings.of(module.config).clamped:
         raise ValueError(
             f"{type(module.config).__name__.removesuffix('Config')} has no rotary embedding, and learned positions cannot move "
             "with a window. hf_fastattn.patch(..., clamp_positions=True) gives every token beyond the last position that one, "
             "which is an approximation."
         )
-    return _rope_of[module]
+    return index
+
+
+@torch.compiler.assume_constant_result  # takes no module before torch 2.13: there a model must be patched, or have run once
+def _find_rope(module: torch.nn.Module, head_dim: int) -> int:
+    found = compat.rope(module, head_dim)
+    if found is not None and found not in _ropes:
+        _ropes.append(found)
+    _rope_of[id(module)] = -1 if found is None else _ropes.index(found)
+    weakref.finalize(module, _rope_of.pop, id(module), None)
+    return _rope_of[id(module)]
 
 
 @cache

@@ -121,7 +121,7 @@ def test_growth_in_the_middle_of_generation(llama):
 
 
 def test_streams_and_threads(llama):
-    """Graphs share memory and counters: replays from several streams must not overlap."""
+    """Graphs share memory: replays from several streams must not overlap."""
     inputs = {rows: prompts("left_padding", "cuda", rows=rows) for rows in (1, 2, 3)}
     expected = {rows: generate(llama, inputs[rows], max_new_tokens=100) for rows in inputs}
     wrong = []

@@ -24,7 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_fastattn import kernels, registry
-from hf_fastattn.kernels import checks, launch, lean, reference, spans
+from hf_fastattn.kernels import checks, launch, reference, spans
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ HOPPER = Kernel(
     arch=(9, 0),
 )
 SPLIT_KV = Kernel("split_kv", ("split_kv_kernel", "combine_kernel"), max_rows=launch.MAX_DECODE_ROWS)
-LEAN = Kernel("lean", ("lean_kernel",), max_rows=launch.MAX_DECODE_ROWS)
+LEAN = Kernel("lean", ("lean_kernel", "lean_merge_kernel"), max_rows=launch.MAX_DECODE_ROWS)
 KERNELS = (REFERENCE, PREFILL, HOPPER, SPLIT_KV, LEAN)
 RUNNABLE = tuple(k for k in KERNELS if k.runs_here())
 TRITON_RUNS = LEAN in RUNNABLE
@@ -127,18 +127,11 @@ def counted_launches(kernel: Kernel):
         yield counter
 
 
-def check_counters() -> None:
-    for counters in launch._counters.values():
-        assert not counters.any(), "lean left counters that are not 0"
-
-
 def run(kernel: Kernel, q, k, v, span, options: dict):
     """(out, lse or None) of one call, once it is certain that the kernel made it."""
     with counted_launches(kernel) as launched:
         result = kernel.launcher()(q, k, v, span, **options)
-    assert launched == Counter(kernel.launches)
-    if kernel is LEAN:
-        check_counters()
+    assert launched in [Counter(kernel.launches), Counter(kernel.launches[:1])][: 2 if kernel is LEAN else 1]  # not all merge
     return result if options.get("return_lse") else (result, None)
 
 
@@ -297,8 +290,6 @@ def force_programs(patch, programs: int) -> None:
     config = launch.decode
     patch.setattr(launch, "decode", lambda *args: replace(config(*args), programs_per_sm=1, MIN_TILES=1))
     patch.setattr(launch, "num_sms", lambda device: programs)
-    patch.setattr(launch, "_counters", {})
-    patch.setattr(launch, "_slots", {})
 
 
 @with_lean
@@ -309,31 +300,12 @@ def test_lean_with_any_number_of_programs(kernel, case, programs, device, monkey
     check_case(kernel, case, device)
 
 
-@with_lean
-@pytest.mark.parametrize("case", here(*SCHEDULE_CASES), ids=lambda c: c.id)
-@pytest.mark.parametrize("programs", here(3, 7, 19))
-@pytest.mark.parametrize("fan_in", here(2, 3))
-def test_lean_merging_in_two_levels(kernel, case, programs, fan_in, device, monkeypatch):
-    force_programs(monkeypatch, programs)
-    monkeypatch.setattr(lean, "FAN_IN", fan_in)
-    check_case(kernel, case, device)
-
-
 @pytest.mark.parametrize("kernel", here(SPLIT_KV, LEAN), ids=lambda k: k.name)
 @pytest.mark.parametrize("case", here(*SCHEDULE_CASES), ids=lambda c: c.id)
 def test_merging_in_several_chunks(kernel, case, device, monkeypatch):
     force_programs(monkeypatch, 19)
-    monkeypatch.setattr(launch, "merge_chunk", lambda *args, **kwargs: 2)
+    monkeypatch.setattr(launch, "merge", lambda *args: (2, 1))
     check_case(kernel, case, device)
-
-
-@with_lean
-def test_lean_merges_in_two_levels_when_many_programs_share_a_row(kernel, device, monkeypatch):
-    """FAN_IN as it is, and more contributors than one level takes."""
-    programs = 2 * lean.FAN_IN + 3
-    force_programs(monkeypatch, programs)
-    tile = launch.decode(device, torch.float32, 16, 16, 1).BLOCK_N
-    check_case(kernel, Case(q_len=1, kv_len=tile * programs, batch=1, num_heads=1, num_kv_heads=1, head_dim=16), device)
 
 
 @with_lean

@@ -11,6 +11,7 @@ import statistics
 import torch
 
 from ..kernels import launch
+from ..kernels.lean import SHORT
 from .shapes import DTYPE, LEAN, PORTABLE, READ, SPLIT_KV, Shape, compete, exact, make_inputs, ratios
 from .timing import num_sets
 
@@ -42,7 +43,7 @@ def schedule(kernel: str, shape: Shape, device: torch.device) -> dict:
         tiles = -(-shape.kv_len // launch.prefill(device, DTYPE, shape.head_dim, 1).BLOCK_N)
         shares = [tiles] * (shape.batch * shape.num_heads)  # one program per query head, however long K and V are
     else:
-        config = launch.decode(device, DTYPE, shape.head_dim, shape.num_heads // shape.num_kv_heads, outputs)
+        config = launch.decode(device, DTYPE, shape.head_dim, shape.num_heads // shape.num_kv_heads, outputs, shape.kv_len)
         tiles = -(-shape.kv_len // config.BLOCK_N)
         if kernel == "split_kv":
             splits = launch.num_splits(device, config, outputs, shape.kv_len)
@@ -50,7 +51,9 @@ def schedule(kernel: str, shape: Shape, device: torch.device) -> dict:
         else:
             total = tiles * outputs
             programs = min(sms * config.programs_per_sm, total, max(total // config.MIN_TILES, min(total, sms)))
-            lines = outputs if programs >= outputs else 1  # a crew for every head, or one line of all tiles
+            in_crews = programs // outputs * outputs  # a crew for every head, or one line of all tiles
+            own = in_crews and (16 * in_crews >= 15 * programs or total <= programs * SHORT)
+            lines = outputs if own else 1
             line = total // lines
             crew = -(-line // -(-line // (programs // lines)))  # whoever does not shorten the longest share is left out
             shares = [line // crew + (member < line % crew) for member in range(crew)] * lines

@@ -55,6 +55,7 @@ def append(
             K_DIM=head_dim,
             V_DIM=values.shape[3],
             BLOCK_D=block_d(max(head_dim, values.shape[3])),
+            **early(keys.device),
             num_warps=1,
         )
 
@@ -68,6 +69,7 @@ def _append_torch(keys, values, new_keys, new_values, slot) -> None:
 
 
 if triton is not None:
+    from .overlap import early, wait_for_inputs
 
     @triton.jit(do_not_specialize=["stride_slot", "heads", "capacity"])
     def append_kernel(
@@ -92,8 +94,10 @@ if triton is not None:
         K_DIM: tl.constexpr,
         V_DIM: tl.constexpr,
         BLOCK_D: tl.constexpr,
+        EARLY: tl.constexpr,
     ):
         """One program per row and head."""
+        wait_for_inputs(EARLY)
         row = (tl.program_id(0) // heads).to(tl.int64)
         head = (tl.program_id(0) % heads).to(tl.int64)
         slot = tl.load(Slot + row * stride_slot)

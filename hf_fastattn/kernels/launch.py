@@ -1,4 +1,4 @@
-"""Tile sizes, warps and pipeline depth per architecture and shape, the size of grids, the counters of `lean`; quick launches.
+"""Tile sizes, warps and pipeline depth per architecture and shape, the size of grids, counters; quick launches.
 
 Fixed tables, no tuning and no compilation per length at run time: a length is never part of a choice that compiles.
 """
@@ -18,7 +18,7 @@ except ImportError:  # CPU tensors need no Triton
     driver = None
 
 MAX_DECODE_ROWS = 64  # query rows (q_len x heads per KV head) a decode kernel packs into one block
-MAX_PROGRAMS_PER_SM = 4
+SMALL = 512 << 20  # bytes of K and V
 _STREAM_SLOTS = 128
 _CPU_SMS = 3  # what the interpreter pretends to have: few programs, several tiles each
 
@@ -84,15 +84,16 @@ def prefill_config(arch: int, itemsize: int, block_d: int, rows: int) -> Config:
     return Config(min(rows, 64), 32, 4, 2)
 
 
-def decode(device: torch.device, dtype: torch.dtype, head_dim: int, rows: int, heads: int) -> Config:
+def decode(device: torch.device, dtype: torch.dtype, head_dim: int, rows: int, heads: int, kv_len: int) -> Config:
     """The decode kernels' launch for `rows` packed query rows in each of `heads` KV heads (of all batch rows together)."""
-    few = heads <= num_sms(device)
-    return decode_config(arch(device), dtype.itemsize, block_d(head_dim), max(16, 1 << (rows - 1).bit_length()), few)
+    small = heads <= num_sms(device) and heads * kv_len * head_dim * 2 * dtype.itemsize < SMALL
+    return decode_config(arch(device), dtype.itemsize, block_d(head_dim), max(16, 1 << (rows - 1).bit_length()), small)
 
 
 @cache
-def decode_config(arch: int, itemsize: int, block_d: int, rows: int, few: bool) -> Config:
-    """The decode kernels' row of the table: 64 to 96 KB of K/V in flight per program. `few`: no more KV heads than SMs."""
+def decode_config(arch: int, itemsize: int, block_d: int, rows: int, small: bool) -> Config:
+    """The decode kernels' row of the table: 64 to 96 KB of K/V in flight per program. `small`: no more
+    KV heads than SMs, and K and V below SMALL."""
     if arch == 0:
         return Config(rows, 16, 4, 1, programs_per_sm=2)
     if itemsize == 4:
@@ -102,22 +103,27 @@ def decode_config(arch: int, itemsize: int, block_d: int, rows: int, few: bool) 
     if block_d <= 64:
         return Config(rows, 128, 4, 3, programs_per_sm=2, MIN_TILES=2)
     if block_d == 128:
-        # One program per SM and a deeper pipeline halve the merge; two hide one another's change of heads.
-        return Config(rows, 64, 4, 4) if few and arch == 90 else Config(rows, 64, 4, 3, programs_per_sm=2)
+        # One program per SM and a deeper pipeline halve the merge; two hide one another's change of heads, and when K and V
+        # are large so that only bandwidth counts, one another's arithmetic.
+        return Config(rows, 64, 4, 4) if small and arch == 90 else Config(rows, 64, 4, 3, programs_per_sm=2)
     if arch == 90:
         return Config(rows, 64, 8, 3, MIN_TILES=2)
     return Config(rows, 32, 4, 3 if arch == 80 else 2, MIN_TILES=4)
 
 
-def merge_chunk(rows: int, block_d: int, num_warps: int = 4) -> int:
-    """Partials a merge loads at once: at most 64 registers of each thread, which holds four columns or more of each partial."""
-    return max(1, min(16, 2048 * num_warps // (rows * block_d)))
+def merge(block_d: int, partials: int) -> tuple[int, int]:
+    """(partials that a merge loads at once, its warps) where a row has about as many: 64 registers of each thread hold them."""
+    warps = next((w for w in (1, 2, 4) if 2048 * w >= partials * block_d), 8)
+    return max(1, 2048 * warps // block_d), warps
 
 
-def num_splits(device: torch.device, config: Config, heads: int, kv_len: int) -> int:
-    """Flash-Decoding's splits per (row, KV head): enough programs for one wave, at least two tiles each, at most 128."""
-    wanted = max(1, config.programs_per_sm * num_sms(device) // heads)
-    return max(1, min(wanted, -(-kv_len // (2 * config.BLOCK_N)), 128))
+def num_splits(device: torch.device, config: Config, heads: int, kv_len: int | None = None) -> int:
+    """Flash-Decoding's splits per (row, KV head): enough programs for one wave, at least two tiles each, at most 128.
+
+    kv_len None: as many as any length may have.
+    """
+    wanted = max(1, min(config.programs_per_sm * num_sms(device) // heads, 128))
+    return wanted if kv_len is None else min(wanted, max(1, -(-kv_len // (2 * config.BLOCK_N))))
 
 
 _counters: dict[torch.device, torch.Tensor] = {}
@@ -126,9 +132,9 @@ _registering = threading.Lock()
 
 
 def counters(device: torch.device) -> torch.Tensor:
-    """Zeroed int32 arrival counters for lean launches on the current stream of `device`.
+    """Two zeroed int32 counters, for launches on the current stream of `device` whose programs draw their work from them.
 
-    Launches on one stream run one after another and leave the counters at 0, so they share a set; streams do not.
+    Launches on one stream run one after another and leave the counters at 0, so they share a pair; streams do not.
     All sets of a device are allocated at the first launch, which must not be inside a CUDA graph capture.
     """
     stream = driver.active.get_current_stream(device.index) if device.type == "cuda" else 0
@@ -143,16 +149,15 @@ def _register_stream(device: torch.device, stream: int) -> int:
         if device not in _counters:
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
-                    "The first lean launch on a device must not be captured into a CUDA graph: its counters live outside the "
+                    "The first prefill on a device must not be captured into a CUDA graph: its counters live outside the "
                     "graph. Run the model once before capturing it."
                 )
-            size = 4 * MAX_PROGRAMS_PER_SM * num_sms(device)
-            _counters[device] = torch.zeros(_STREAM_SLOTS, size, dtype=torch.int32, device=device)
+            _counters[device] = torch.zeros(_STREAM_SLOTS, 2, dtype=torch.int32, device=device)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)  # another stream may be the next to count in it
         slot = sum(known == device for known, _ in _slots)
         if slot == _STREAM_SLOTS:
-            raise RuntimeError(f"lean has run on {_STREAM_SLOTS} streams of {device} already; reuse streams.")
+            raise RuntimeError(f"Prefill has run on {_STREAM_SLOTS} streams of {device} already; reuse streams.")
         _slots.setdefault((device, stream), slot)
         return _slots[device, stream]
 
@@ -166,11 +171,11 @@ class Launch:
 
     __slots__ = ("_again", "grid", "kernel", "meta", "rest")
 
-    def __init__(self, kernel, grid: tuple[int, ...], *, num_warps: int, num_stages: int = 3, **rest):
-        """`rest`: the kernel's arguments after its tensors by name, constants included."""
+    def __init__(self, kernel, grid: tuple[int, ...], *, num_warps: int, num_stages: int = 3, launch_pdl: bool = False, **rest):
+        """`rest`: the kernel's arguments after its tensors by name, constants included. launch_pdl: see `overlap`."""
         self.kernel, self.grid = kernel, (*grid, 1, 1)[:3]
         self.rest = tuple(rest.pop(name) for name in kernel.arg_names if name in rest)
-        self.meta = {"num_warps": num_warps, "num_stages": num_stages}
+        self.meta = {"num_warps": num_warps, "num_stages": num_stages} | ({"launch_pdl": True} if launch_pdl else {})
         self._again = None
         if rest:
             raise TypeError(f"{kernel.fn.__name__} has no arguments {', '.join(rest)}.")

@@ -72,11 +72,10 @@ def prefill_kernel(
 
     offs_d = tl.arange(0, BLOCK_D)
     d_mask = offs_d[None, :] < HEAD_DIM
-    q_ptrs = Q + row * stride_qb + head.to(tl.int64) * stride_qh + offs_m.to(tl.int64)[:, None] * stride_qm + offs_d[None, :]
-    q = tl.load(q_ptrs, mask=d_mask, other=0.0)
     kv_head = (head // GROUP).to(tl.int64)
     acc, m, l = attend(
-        q,
+        Q,
+        row * stride_qb + head.to(tl.int64) * stride_qh + offs_m.to(tl.int64) * stride_qm,
         K + row * stride_kb + kv_head * stride_kh,
         V + row * stride_vb + kv_head * stride_vh,
         stride_kn,
@@ -101,7 +100,6 @@ def prefill_kernel(
         HAS_SOFTCAP,
         IEEE,
         QSinks,
-        row * stride_qb + head.to(tl.int64) * stride_qh + offs_m.to(tl.int64) * stride_qm,
         sink_lo,
         sink_hi,
         True,

@@ -40,6 +40,7 @@ def ring_step(counts: torch.Tensor, pads: torch.Tensor | None, window: int, sink
             sinks,
             HAS_PADS=pads is not None,
             BLOCK_B=triton.next_power_of_2(counts.shape[0]),
+            **early(counts.device),
             num_warps=1,
         )
     return slots, spans
@@ -62,6 +63,7 @@ def pack_spans(q_start: torch.Tensor, kv_start: torch.Tensor, kv_stop: torch.Ten
 
 
 if triton is not None:
+    from .overlap import early, wait_for_inputs
 
     @triton.jit(do_not_specialize=["batch", "window", "sinks"])
     def ring_step_kernel(
@@ -74,10 +76,12 @@ if triton is not None:
         sinks,
         HAS_PADS: tl.constexpr,
         BLOCK_B: tl.constexpr,
+        EARLY: tl.constexpr,
         CAUSAL: tl.constexpr = CAUSAL,
         NO_WINDOW: tl.constexpr = NO_WINDOW,
         WORDS: tl.constexpr = WORDS,
     ):
+        wait_for_inputs(EARLY)
         row = tl.arange(0, BLOCK_B)
         mask = row < batch
         count = tl.load(Counts + row, mask=mask, other=0)

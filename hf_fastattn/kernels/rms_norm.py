@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from .checks import on_device
+from .overlap import early, wait_for_inputs
 
 MAX_SIZE = 16384  # elements of a row: one program holds it whole
 
@@ -28,8 +29,10 @@ def rms_norm_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """BLOCK_M rows a program."""
+    wait_for_inputs(EARLY)
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     offs = tl.arange(0, BLOCK)[None, :]
     mask = (row < rows) & (offs < SIZE)
@@ -83,6 +86,7 @@ def run(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
             SIZE=size,
             BLOCK=block,
             BLOCK_M=block_m,
+            **early(x.device),
             num_warps=max(2, min(16, block // 512)),
         )
     return out

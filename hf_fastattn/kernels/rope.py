@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from .checks import DTYPES, on_device
+from .overlap import early, wait_for_inputs
 
 BLOCK_H = 8  # heads a program rotates, with one load of its token's cosines
 
@@ -46,8 +47,10 @@ def rope_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One program per token and block of heads; the heads of Q come first, those of K after them."""
+    wait_for_inputs(EARLY)
     row = (tl.program_id(0) // tokens).to(tl.int64)
     token = (tl.program_id(0) % tokens).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
@@ -127,6 +130,7 @@ def run(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) 
             HEAD_DIM=head_dim,
             BLOCK_D=triton.next_power_of_2(head_dim),
             BLOCK_H=BLOCK_H,
+            **early(q.device),
             num_warps=2,
             enable_fp_fusion=False,  # a product that goes into the sum unrounded is not what the model computes
         )

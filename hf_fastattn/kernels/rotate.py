@@ -30,6 +30,8 @@ from . import INTERPRETED
 from .checks import on_device
 from .spans import DROPPED, KV_START, Q_START
 
+BLOCK_H = 8  # heads a program turns
+
 
 def rotate(
     q: torch.Tensor,
@@ -53,7 +55,7 @@ def rotate(
     out = torch.empty_strided(q.shape, q.stride(), dtype=q.dtype, device=q.device)
     pairs = inv_freq.shape[0]
     with on_device(q):
-        rotate_kernel[(q_len, batch)](
+        rotate_kernel[(q_len, triton.cdiv(num_heads, BLOCK_H), batch)](
             q,
             out,
             q if spans is None else spans,
@@ -71,9 +73,10 @@ def rotate(
             SINKS=sinks,
             INTERLEAVED=interleaved,
             HAS_SPANS=spans is not None,
-            BLOCK_H=8,
+            BLOCK_H=BLOCK_H,
             BLOCK_P=triton.next_power_of_2(pairs),
             BLOCK_R=triton.next_power_of_2(max(1, head_dim - 2 * pairs)),
+            **early(q.device),
             num_warps=4,
         )
     return out
@@ -103,6 +106,7 @@ def _rotate_torch(q, kv_len, spans, inv_freq, window, sinks, interleaved):
 
 
 if triton is not None:
+    from .overlap import early, wait_for_inputs
 
     @triton.jit(do_not_specialize=["stride_sb", "q_len", "kv_len", "window"])
     def rotate_kernel(
@@ -126,13 +130,15 @@ if triton is not None:
         BLOCK_H: tl.constexpr,
         BLOCK_P: tl.constexpr,
         BLOCK_R: tl.constexpr,
+        EARLY: tl.constexpr,
         Q_START: tl.constexpr = Q_START,
         KV_START: tl.constexpr = KV_START,
         DROPPED: tl.constexpr = DROPPED,
         TWO_PI: tl.constexpr = 2 * math.pi,
     ):
-        """One program per query and row, for all its heads: the angles are theirs in common."""
-        i, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+        """One program per query and BLOCK_H heads of a row, which have its angles in common."""
+        wait_for_inputs(EARLY)
+        i, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
         if HAS_SPANS:
             span = Spans + row * stride_sb
             token = i + tl.load(span + Q_START) - tl.maximum(tl.load(span + KV_START), 0) + tl.load(span + DROPPED)
@@ -148,15 +154,14 @@ if triton is not None:
         first = 2 * pair if INTERLEAVED else pair
         second = first + 1 if INTERLEAVED else pair + PAIRS
         rest = tl.arange(0, BLOCK_R)
-        for start in tl.range(0, num_heads, BLOCK_H):
-            head = start + tl.arange(0, BLOCK_H)
-            offs = (row * stride_b + head.to(tl.int64) * stride_h + i.to(tl.int64) * stride_m)[:, None]
-            mask = (head < num_heads)[:, None] & (pair < PAIRS)[None, :]
-            x = tl.load(Q + offs + first[None, :], mask=mask).to(tl.float32)
-            y = tl.load(Q + offs + second[None, :], mask=mask).to(tl.float32)
-            tl.store(Out + offs + first[None, :], (x * cos + y * sin).to(Out.dtype.element_ty), mask=mask)
-            tl.store(Out + offs + second[None, :], (y * cos - x * sin).to(Out.dtype.element_ty), mask=mask)
-            if REST:
-                mask = (head < num_heads)[:, None] & (rest < REST)[None, :]
-                offs += 2 * PAIRS + rest[None, :]
-                tl.store(Out + offs, tl.load(Q + offs, mask=mask), mask=mask)
+        head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+        offs = (row * stride_b + head.to(tl.int64) * stride_h + i.to(tl.int64) * stride_m)[:, None]
+        mask = (head < num_heads)[:, None] & (pair < PAIRS)[None, :]
+        x = tl.load(Q + offs + first[None, :], mask=mask).to(tl.float32)
+        y = tl.load(Q + offs + second[None, :], mask=mask).to(tl.float32)
+        tl.store(Out + offs + first[None, :], (x * cos + y * sin).to(Out.dtype.element_ty), mask=mask)
+        tl.store(Out + offs + second[None, :], (y * cos - x * sin).to(Out.dtype.element_ty), mask=mask)
+        if REST:
+            mask = (head < num_heads)[:, None] & (rest < REST)[None, :]
+            offs += 2 * PAIRS + rest[None, :]
+            tl.store(Out + offs, tl.load(Q + offs, mask=mask), mask=mask)

@@ -112,21 +112,24 @@ def _scores(
 
 
 @triton.jit
+def _load_tile(k_base, v_base, k_offs, v_offs, stride_kn, stride_vn, offs_n, d_mask, first, stop):
+    """K and V of the slots first + offs_n that lie below `stop`, and zeros."""
+    start = first.to(tl.int64)
+    kv_mask = (first + offs_n < stop)[:, None] & d_mask
+    k = tl.load(k_base + start * stride_kn + k_offs, mask=kv_mask, other=0.0)
+    v = tl.load(v_base + start * stride_vn + v_offs, mask=kv_mask, other=0.0)
+    return k, v
+
+
+@triton.jit
 def _masked_tile(
-    q, k_base, v_base, k_offs, v_offs, stride_kn, stride_vn, offs_n, d_mask, span_ptr, first, stop, words_stop, row_lo, row_hi,
-    acc, m, l, scale_log2, cap_log2,
+    q, k, v, offs_slot, span_ptr, words_stop, row_lo, row_hi, acc, m, l, scale_log2, cap_log2,
     HAS_SPANS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     IEEE: tl.constexpr,
     WORDS: tl.constexpr = WORDS,
 ):  # fmt: skip
-    """(acc, m, l) after one tile more: of the keys first + offs_n that lie below `stop`, each row's within [row_lo, row_hi)."""
-    start = first.to(tl.int64)
-    offs_slot = first + offs_n
-    in_range = offs_slot < stop
-    kv_mask = in_range[:, None] & d_mask
-    k = tl.load(k_base + start * stride_kn + k_offs, mask=kv_mask, other=0.0)
-    v = tl.load(v_base + start * stride_vn + v_offs, mask=kv_mask, other=0.0)
+    """(acc, m, l) after one tile more: K and V of the slots `offs_slot`, of which each row sees those within [row_lo, row_hi)."""
     s = _scores(q, k, scale_log2, cap_log2, HAS_SOFTCAP, IEEE)
     visible = (offs_slot[None, :] >= row_lo[:, None]) & (offs_slot[None, :] < row_hi[:, None])
     if HAS_SPANS:
@@ -149,7 +152,8 @@ def _masked_tile(
 
 @triton.jit
 def attend(
-    q,
+    Q,
+    q_rows,
     k_base,
     v_base,
     stride_kn,
@@ -174,7 +178,6 @@ def attend(
     HAS_SOFTCAP: tl.constexpr,
     IEEE: tl.constexpr,
     QSinks,
-    q_rows,
     sink_lo,
     sink_hi,
     takes_sinks,
@@ -195,24 +198,23 @@ def attend(
     v_offs = offs_n[:, None] * stride_vn + offs_d[None, :]
     d_mask = offs_d[None, :] < HEAD_DIM
 
+    if SINKS:
+        # Fetched ahead of the tiles and used after them, so that nobody waits for them; a large q_sinks has no room meanwhile.
+        offs_s = tl.arange(0, SINK_BLOCK)
+        k_sink_offs = offs_s[:, None] * stride_kn + offs_d[None, :]
+        v_sink_offs = offs_s[:, None] * stride_vn + offs_d[None, :]
+        sinks_stop = tl.where(takes_sinks, tl.max(sink_hi, 0), sink_lo)
+        k_sinks, v_sinks = _load_tile(
+            k_base, v_base, k_sink_offs, v_sink_offs, stride_kn, stride_vn, offs_s, d_mask, sink_lo, sinks_stop
+        )
+        q_sinks_ptrs = QSinks + q_rows[:, None] + offs_d[None, :]
+        if BLOCK_M == 16:
+            q_sinks = tl.load(q_sinks_ptrs, mask=offs_d[None, :] < tl.where(sinks_stop > sink_lo, HEAD_DIM, 0), other=0.0)
+    q = tl.load(Q + q_rows[:, None] + offs_d[None, :], mask=d_mask, other=0.0)
+
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-
-    if SINKS:  # noqa: SIM102 (known when compiling; the next is not)
-        if takes_sinks:
-            q_sinks = tl.load(QSinks + q_rows[:, None] + offs_d[None, :], mask=d_mask, other=0.0)
-            offs_s = tl.arange(0, SINK_BLOCK)
-            k_sinks = offs_s[:, None] * stride_kn + offs_d[None, :]
-            v_sinks = offs_s[:, None] * stride_vn + offs_d[None, :]
-            stop = tl.max(sink_hi, 0)
-            words_stop = tl.where(holes, stop, sink_lo)
-            for i in tl.range(0, tl.cdiv(stop - sink_lo, SINK_BLOCK), num_stages=1):
-                acc, m, l = _masked_tile(
-                    q_sinks, k_base, v_base, k_sinks, v_sinks, stride_kn, stride_vn, offs_s, d_mask, span_ptr,
-                    sink_lo + i * SINK_BLOCK, stop, words_stop, tl.zeros_like(sink_hi), sink_hi, acc, m, l, scale_log2, cap_log2,
-                    HAS_SPANS, HAS_SOFTCAP, IEEE,
-                )  # fmt: skip
 
     # Tiles [full_start, full_stop) need no mask.
     full_start = tl.minimum(tl.maximum((full_lo - lo + BLOCK_N - 1) // BLOCK_N, tile_start), tile_stop)
@@ -244,10 +246,31 @@ def attend(
     if n_before + tile_stop - full_stop > 0:  # skips the loop's prologue where every tile is full
         for i in tl.range(0, n_before + tile_stop - full_stop):
             tile = tl.where(i < n_before, tile_start + i, full_stop + i - n_before)
+            k, v = _load_tile(k_base, v_base, k_offs, v_offs, stride_kn, stride_vn, offs_n, d_mask, lo + tile * BLOCK_N, hi)
             acc, m, l = _masked_tile(
-                q, k_base, v_base, k_offs, v_offs, stride_kn, stride_vn, offs_n, d_mask, span_ptr, lo + tile * BLOCK_N, hi,
-                words_stop, row_lo, row_hi, acc, m, l, scale_log2, cap_log2, HAS_SPANS, HAS_SOFTCAP, IEEE,
+                q, k, v, lo + tile * BLOCK_N + offs_n, span_ptr, words_stop, row_lo, row_hi, acc, m, l, scale_log2, cap_log2,
+                HAS_SPANS, HAS_SOFTCAP, IEEE,
             )  # fmt: skip
+
+    if SINKS:  # noqa: SIM102 (known when compiling; the next is not)
+        if sinks_stop > sink_lo:
+            if BLOCK_M != 16:
+                q_sinks = tl.load(q_sinks_ptrs, mask=d_mask, other=0.0)
+            words_stop = tl.where(holes, sinks_stop, sink_lo)
+            everything = tl.zeros_like(sink_hi)
+            acc, m, l = _masked_tile(
+                q_sinks, k_sinks, v_sinks, sink_lo + offs_s, span_ptr, words_stop, everything, sink_hi, acc, m, l,
+                scale_log2, cap_log2, HAS_SPANS, HAS_SOFTCAP, IEEE,
+            )  # fmt: skip
+            for i in tl.range(1, tl.cdiv(SINKS, SINK_BLOCK), num_stages=1):
+                first = sink_lo + i * SINK_BLOCK
+                k_sinks, v_sinks = _load_tile(
+                    k_base, v_base, k_sink_offs, v_sink_offs, stride_kn, stride_vn, offs_s, d_mask, first, sinks_stop
+                )
+                acc, m, l = _masked_tile(
+                    q_sinks, k_sinks, v_sinks, first + offs_s, span_ptr, words_stop, everything, sink_hi, acc, m, l,
+                    scale_log2, cap_log2, HAS_SPANS, HAS_SOFTCAP, IEEE,
+                )  # fmt: skip
     return acc, m, l
 
 
@@ -319,49 +342,34 @@ def store_partial(acc, m, l, Acc, Stats, slot, rows, offs_d, num_rows, WORKSPACE
 
 
 @triton.jit
-def flat_rows(first_row, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
-    """ROWS rows of BLOCK_D columns as a flat [ROWS * BLOCK_D / 4, 4]: each thread keeps four columns of one row.
-
-    Returns (row, columns) of each. In this form a merge is private to each thread: no exchange, no barrier.
-    """
-    flat = tl.arange(0, ROWS * BLOCK_D // 4) * 4
-    return first_row + flat // BLOCK_D, (flat % BLOCK_D)[:, None] + tl.arange(0, 4)[None, :]
-
-
-@triton.jit
-def merge_partials(
-    Acc, Stats, first_slot, next_slot, step, count, rows, offs_d, num_rows,
+def merge_row(
+    Acc, Stats, first_slot, next_slot, step, count, row,
     WORKSPACE_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Merge `count` partials, CHUNK at a time, always in the same order: slots first_slot, next_slot, next_slot + step, ...
+    """Merge `count` partials of one packed row, always in the same order: slots first_slot, next_slot, next_slot + step, ...
 
-    rows, offs_d: from `flat_rows`. The loads of a chunk do not wait on one another, so a merge costs a few trips to L2 and
-    not one or more per partial. Returns (acc [X, 4], m [X], l [X]).
+    CHUNK at a time: their loads do not wait on one another. Returns (row [1], columns [1, BLOCK_D], acc likewise, m [1], l [1]).
     """
-    X: tl.constexpr = rows.shape[0]
     offs_c = tl.arange(0, CHUNK)
-    m = tl.full([X], float("-inf"), tl.float32)
-    l = tl.zeros([X], tl.float32)
-    acc = tl.zeros([X, 4], tl.float32)
+    offs_d = tl.arange(0, BLOCK_D)
+    m = tl.full([1], float("-inf"), tl.float32)
+    l = tl.zeros([1], tl.float32)
+    acc = tl.zeros([1, BLOCK_D], tl.float32)
     for start in tl.range(0, count, CHUNK):
         i = start + offs_c
+        mask = i < count
         slots = tl.where(i == 0, first_slot, next_slot + (i - 1) * step)
-        # The chunk is the second axis: Triton then keeps it within a thread.
-        mask = (rows < num_rows)[:, None] & (i < count)[None, :]
-        # .cg reads L2, where the other programs' stores are.
-        stat_ptrs = Stats + (slots * 2 * WORKSPACE_M)[None, :] + rows[:, None]
-        m_i = tl.load(stat_ptrs, mask=mask, other=float("-inf"), cache_modifier=".cg")
-        l_i = tl.load(stat_ptrs + WORKSPACE_M, mask=mask, other=0.0, cache_modifier=".cg")
-        acc_rows = (slots.to(tl.int64) * WORKSPACE_M)[None, :] + rows[:, None]
-        acc_ptrs = Acc + acc_rows[:, :, None] * BLOCK_D + offs_d[:, None, :]
-        acc_i = tl.load(acc_ptrs, mask=mask[:, :, None], other=0.0, cache_modifier=".cg")
-        m_new = tl.maximum(m, tl.max(m_i, 1))
+        m_i = tl.load(Stats + slots * 2 * WORKSPACE_M + row, mask=mask, other=float("-inf"))
+        l_i = tl.load(Stats + (slots * 2 + 1) * WORKSPACE_M + row, mask=mask, other=0.0)
+        acc_ptrs = Acc + (slots.to(tl.int64) * WORKSPACE_M + row)[:, None] * BLOCK_D + offs_d[None, :]
+        acc_i = tl.load(acc_ptrs, mask=mask[:, None], other=0.0)
+        m_new = tl.maximum(m, tl.max(m_i, 0))
         m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
         alpha = tl.exp2(m - m_safe)
-        beta = tl.exp2(m_i - m_safe[:, None])
-        l = l * alpha + tl.sum(l_i * beta, 1)
-        acc = acc * alpha[:, None] + tl.sum(acc_i * beta[:, :, None], 1)
+        beta = tl.exp2(m_i - m_safe)
+        l = l * alpha + tl.sum(l_i * beta, 0)
+        acc = acc * alpha[:, None] + tl.sum(acc_i * beta[:, None], 0)[None, :]
         m = m_new
-    return acc, m, l
+    return row + tl.arange(0, 1), offs_d[None, :], acc, m, l

@@ -13,12 +13,12 @@ import triton
 import triton.language as tl
 
 from . import checks, launch
+from .overlap import early, wait_for_inputs
 from .softmax import (
     attend,
     block_bounds,
-    flat_rows,
     load_spans,
-    merge_partials,
+    merge_row,
     packed_rows,
     row_bounds,
     sink_stop,
@@ -63,7 +63,10 @@ def split_kv_kernel(
     HAS_SOFTCAP: tl.constexpr,
     IEEE: tl.constexpr,
     SINKS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if HAS_SPANS:
+        wait_for_inputs(EARLY)
     split, splits = tl.program_id(0), tl.num_programs(0)
     kv_head = tl.program_id(1).to(tl.int64)
     row = tl.program_id(2).to(tl.int64)
@@ -72,7 +75,7 @@ def split_kv_kernel(
         Spans + row * stride_sb, q_len, kv_len, window, HAS_SPANS, IS_CAUSAL
     )
     rows = tl.arange(0, BLOCK_M)
-    q_index, group_head, row_mask = packed_rows(rows, q_len, GROUP)
+    q_index, group_head, _ = packed_rows(rows, q_len, GROUP)
     sink_lo, sink_hi = kv_start, sink_stop(q_start + q_index, kv_start, kv_stop, causal, SINKS)
     kv_start += SINKS
     row_lo, row_hi = row_bounds(q_start + q_index, kv_start, kv_stop, window, causal)
@@ -80,12 +83,16 @@ def split_kv_kernel(
     tiles = tl.cdiv(hi - lo, BLOCK_N)
 
     offs_d = tl.arange(0, BLOCK_D)
-    q_ptrs = Q + row * stride_qb + (kv_head * GROUP + group_head) * stride_qh + q_index * stride_qm
-    q = tl.load(q_ptrs[:, None] + offs_d[None, :], mask=row_mask[:, None] & (offs_d[None, :] < HEAD_DIM), other=0.0)
+    k_base = K + row * stride_kb + kv_head * stride_kh
+    v_base = V + row * stride_vb + kv_head * stride_vh
+    tile_start, tile_stop = split * tiles // splits, (split + 1) * tiles // splits
+    if not HAS_SPANS:
+        wait_for_inputs(EARLY)
     acc, m, l = attend(
-        q,
-        K + row * stride_kb + kv_head * stride_kh,
-        V + row * stride_vb + kv_head * stride_vh,
+        Q,
+        row * stride_qb + (kv_head * GROUP + group_head) * stride_qh + q_index * stride_qm,
+        k_base,
+        v_base,
         stride_kn,
         stride_vn,
         Spans + row * stride_sb,
@@ -96,8 +103,8 @@ def split_kv_kernel(
         full_lo,
         full_hi,
         holes,
-        split * tiles // splits,
-        (split + 1) * tiles // splits,
+        tile_start,
+        tile_stop,
         scale_log2,
         cap_log2,
         HEAD_DIM,
@@ -108,7 +115,6 @@ def split_kv_kernel(
         HAS_SOFTCAP,
         IEEE,
         QSinks,
-        row * stride_qb + (kv_head * GROUP + group_head) * stride_qh + q_index * stride_qm,
         sink_lo,
         sink_hi,
         split == 0,
@@ -134,12 +140,13 @@ def combine_kernel(
     CHUNK: tl.constexpr,
     HAS_SINK_LOGITS: tl.constexpr,
     WRITE_LSE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One program per packed row: merges its splits in order."""
-    kv_head, kv_heads = tl.program_id(1), tl.num_programs(1)
+    wait_for_inputs(EARLY)
+    row, kv_head, kv_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     slot = (tl.program_id(2) * kv_heads + kv_head) * splits
-    rows, offs_d = flat_rows(tl.program_id(0), 1, BLOCK_D)
-    acc, m, l = merge_partials(Acc, Stats, slot, slot + 1, 1, splits, rows, offs_d, q_len * GROUP, WORKSPACE_M, BLOCK_D, CHUNK)
+    rows, offs_d, acc, m, l = merge_row(Acc, Stats, slot, slot + 1, 1, splits, row, WORKSPACE_M, BLOCK_D, CHUNK)
     store_packed(
         acc, m, l, Out, Lse, SinkLogits, tl.program_id(2), kv_head, kv_heads, rows, offs_d, q_len,
         GROUP, HEAD_DIM, HAS_SINK_LOGITS, WRITE_LSE,
@@ -191,8 +198,10 @@ def _prepare(tensors, scale, causal, window, softcap, sinks, return_lse, splits)
     group = num_heads // kv_heads
     heads = batch * kv_heads
     # The choice of a tile must not depend on the batch where `splits` is given.
-    config = launch.decode(q.device, q.dtype, head_dim, q_len * group, heads if splits is None else 1)
+    heads_and_length = (heads, kv_len) if splits is None else (1, 1)
+    config = launch.decode(q.device, q.dtype, head_dim, q_len * group, *heads_and_length)
     workspace_m, block_d = triton.next_power_of_2(q_len * group), launch.block_d(head_dim)
+    chunk, merge_warps = launch.merge(block_d, splits or launch.num_splits(q.device, config, heads))
     splits = splits or launch.num_splits(q.device, config, heads, kv_len)
     scale_log2, cap_log2 = checks.log2_scales(scale, softcap)
     split = launch.Launch(
@@ -215,6 +224,7 @@ def _prepare(tensors, scale, causal, window, softcap, sinks, return_lse, splits)
         HAS_SOFTCAP=softcap is not None,
         IEEE=q.dtype == torch.float32,
         SINKS=sinks,
+        **early(q.device),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
@@ -227,10 +237,11 @@ def _prepare(tensors, scale, causal, window, softcap, sinks, return_lse, splits)
         HEAD_DIM=head_dim,
         WORKSPACE_M=workspace_m,
         BLOCK_D=block_d,
-        CHUNK=launch.merge_chunk(1, block_d, num_warps=1),
+        CHUNK=chunk,
         HAS_SINK_LOGITS=sink_logits is not None,
         WRITE_LSE=return_lse,
-        num_warps=1,
+        **early(q.device),
+        num_warps=merge_warps,
     )
     slots = heads * splits * workspace_m
     return split, combine, slots * block_d, slots * 2

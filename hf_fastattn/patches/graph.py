@@ -46,7 +46,7 @@ class Graph(Protocol):
 class CudaGraph:
     """A torch.cuda.CUDAGraph. One graph of a device runs at a time, so those of a model share a memory pool.
 
-    All captures of a device share one stream: libraries keep a workspace for every stream they ever saw, and kernels counters.
+    All captures of a device share one stream: libraries keep a workspace for every stream they ever saw.
     """
 
     _captured_on: ClassVar[dict[torch.device, torch.cuda.Stream]] = {}
