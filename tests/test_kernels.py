@@ -24,7 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_fastattn import kernels, registry
-from hf_fastattn.kernels import checks, launch, reference, spans
+from hf_fastattn.kernels import checks, launch, lean, reference, spans, split_kv
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class Kernel:
     no_first_tokens: bool = False
     aligned_only: bool = False
     arch: tuple[int, int] | None = None  # the one compute capability it is for
+    other: tuple[str, ...] = ()  # what it launches instead where it can
 
     @property
     def module(self):
@@ -85,7 +86,7 @@ HOPPER = Kernel(
     arch=(9, 0),
 )
 SPLIT_KV = Kernel("split_kv", ("split_kv_kernel", "combine_kernel"), max_rows=launch.MAX_DECODE_ROWS)
-LEAN = Kernel("lean", ("lean_kernel", "lean_merge_kernel"), max_rows=launch.MAX_DECODE_ROWS)
+LEAN = Kernel("lean", ("lean_kernel", "lean_merge_kernel"), max_rows=launch.MAX_DECODE_ROWS, other=SPLIT_KV.launches)
 KERNELS = (REFERENCE, PREFILL, HOPPER, SPLIT_KV, LEAN)
 RUNNABLE = tuple(k for k in KERNELS if k.runs_here())
 TRITON_RUNS = LEAN in RUNNABLE
@@ -97,6 +98,11 @@ def here(*values):
 
 
 with_lean = pytest.mark.parametrize("kernel", here(LEAN), ids=lambda k: k.name)
+
+
+def never(*args) -> bool:
+    """In place of lean.shares_within_heads: lean's own kernels run."""
+    return False
 
 
 class _Counted:
@@ -122,8 +128,9 @@ def counted_launches(kernel: Kernel):
     with pytest.MonkeyPatch.context() as patch:
         if hasattr(kernel.module, "_prepare"):  # launches that are remembered would not come by
             patch.setattr(kernel.module, "_prepare", kernel.module._prepare.__wrapped__)
-        for name in kernel.launches:
-            patch.setattr(kernel.module, name, _Counted(getattr(kernel.module, name), name, counter))
+        for name in kernel.launches + kernel.other:
+            module = kernel.module if hasattr(kernel.module, name) else split_kv
+            patch.setattr(module, name, _Counted(getattr(module, name), name, counter))
         yield counter
 
 
@@ -131,7 +138,10 @@ def run(kernel: Kernel, q, k, v, span, options: dict):
     """(out, lse or None) of one call, once it is certain that the kernel made it."""
     with counted_launches(kernel) as launched:
         result = kernel.launcher()(q, k, v, span, **options)
-    assert launched in [Counter(kernel.launches), Counter(kernel.launches[:1])][: 2 if kernel is LEAN else 1]  # not all merge
+    allowed = [kernel.launches]
+    if kernel in (SPLIT_KV, LEAN) and lean.shares_within_heads is not never:
+        allowed += [SPLIT_KV.launches, SPLIT_KV.launches[:1]]  # one where nothing is left to combine
+    assert launched in map(Counter, allowed)
     return result if options.get("return_lse") else (result, None)
 
 
@@ -286,10 +296,20 @@ SCHEDULE_CASES = [
 
 
 def force_programs(patch, programs: int) -> None:
-    """Make lean launch `programs` programs, where the buffer has at least as many tiles."""
+    """Make lean deal out one line of tiles to `programs` programs, where the buffer has at least as many tiles."""
+    patch.setattr(lean, "shares_within_heads", never)
     config = launch.decode
     patch.setattr(launch, "decode", lambda *args: replace(config(*args), programs_per_sm=1, MIN_TILES=1))
     patch.setattr(launch, "num_sms", lambda device: programs)
+
+
+@with_lean
+@pytest.mark.parametrize(
+    "case", here(*[c for c in CASES if LEAN.fit(c) == c and (c.batch == 1 or not c.has_spans)]), ids=lambda c: c.id
+)
+def test_lean_schedules_on_the_device_what_the_host_could(kernel, case, device, monkeypatch):
+    monkeypatch.setattr(lean, "shares_within_heads", never)
+    check_case(kernel, case, device)
 
 
 @with_lean

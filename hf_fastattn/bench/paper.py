@@ -11,7 +11,7 @@ import statistics
 import torch
 
 from ..kernels import launch
-from ..kernels.lean import SHORT
+from ..kernels.lean import shares_within_heads
 from .shapes import DTYPE, LEAN, PORTABLE, READ, SPLIT_KV, Shape, compete, exact, make_inputs, ratios
 from .timing import num_sets
 
@@ -43,20 +43,16 @@ def schedule(kernel: str, shape: Shape, device: torch.device) -> dict:
         tiles = -(-shape.kv_len // launch.prefill(device, DTYPE, shape.head_dim, 1).BLOCK_N)
         shares = [tiles] * (shape.batch * shape.num_heads)  # one program per query head, however long K and V are
     else:
-        config = launch.decode(device, DTYPE, shape.head_dim, shape.num_heads // shape.num_kv_heads, outputs, shape.kv_len)
+        config = launch.decode(device, DTYPE, shape.head_dim, shape.num_heads // shape.num_kv_heads, outputs)
         tiles = -(-shape.kv_len // config.BLOCK_N)
-        if kernel == "split_kv":
+        if kernel == "split_kv" or shares_within_heads(device, config, shape.batch, shape.num_kv_heads, shape.kv_len):
             splits = launch.num_splits(device, config, outputs, shape.kv_len)
             shares = [(s + 1) * tiles // splits - s * tiles // splits for s in range(splits)] * outputs
         else:
             total = tiles * outputs
             programs = min(sms * config.programs_per_sm, total, max(total // config.MIN_TILES, min(total, sms)))
-            in_crews = programs // outputs * outputs  # a crew for every head, or one line of all tiles
-            own = in_crews and (16 * in_crews >= 15 * programs or total <= programs * SHORT)
-            lines = outputs if own else 1
-            line = total // lines
-            crew = -(-line // -(-line // (programs // lines)))  # whoever does not shorten the longest share is left out
-            shares = [line // crew + (member < line % crew) for member in range(crew)] * lines
+            crew = -(-total // -(-total // programs))  # whoever does not shorten the longest share is left out
+            shares = [total // crew + (member < total % crew) for member in range(crew)]
     busiest = max(sum(shares[sm::sms]) for sm in range(sms))
     return {
         "programs": len(shares),

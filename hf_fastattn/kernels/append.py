@@ -69,7 +69,7 @@ def _append_torch(keys, values, new_keys, new_values, slot) -> None:
 
 
 if triton is not None:
-    from .overlap import early, wait_for_inputs
+    from .overlap import early, let_next_begin, wait_for_inputs
 
     @triton.jit(do_not_specialize=["stride_slot", "heads", "capacity"])
     def append_kernel(
@@ -98,6 +98,7 @@ if triton is not None:
     ):
         """One program per row and head."""
         wait_for_inputs(EARLY)
+        let_next_begin(EARLY)
         row = (tl.program_id(0) // heads).to(tl.int64)
         head = (tl.program_id(0) % heads).to(tl.int64)
         slot = tl.load(Slot + row * stride_slot)

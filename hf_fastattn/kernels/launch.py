@@ -18,7 +18,6 @@ except ImportError:  # CPU tensors need no Triton
     driver = None
 
 MAX_DECODE_ROWS = 64  # query rows (q_len x heads per KV head) a decode kernel packs into one block
-SMALL = 512 << 20  # bytes of K and V
 _STREAM_SLOTS = 128
 _CPU_SMS = 3  # what the interpreter pretends to have: few programs, several tiles each
 
@@ -84,16 +83,15 @@ def prefill_config(arch: int, itemsize: int, block_d: int, rows: int) -> Config:
     return Config(min(rows, 64), 32, 4, 2)
 
 
-def decode(device: torch.device, dtype: torch.dtype, head_dim: int, rows: int, heads: int, kv_len: int) -> Config:
+def decode(device: torch.device, dtype: torch.dtype, head_dim: int, rows: int, heads: int) -> Config:
     """The decode kernels' launch for `rows` packed query rows in each of `heads` KV heads (of all batch rows together)."""
-    small = heads <= num_sms(device) and heads * kv_len * head_dim * 2 * dtype.itemsize < SMALL
-    return decode_config(arch(device), dtype.itemsize, block_d(head_dim), max(16, 1 << (rows - 1).bit_length()), small)
+    few = heads <= num_sms(device)
+    return decode_config(arch(device), dtype.itemsize, block_d(head_dim), max(16, 1 << (rows - 1).bit_length()), few)
 
 
 @cache
-def decode_config(arch: int, itemsize: int, block_d: int, rows: int, small: bool) -> Config:
-    """The decode kernels' row of the table: 64 to 96 KB of K/V in flight per program. `small`: no more
-    KV heads than SMs, and K and V below SMALL."""
+def decode_config(arch: int, itemsize: int, block_d: int, rows: int, few: bool) -> Config:
+    """The decode kernels' row of the table: 64 to 96 KB of K/V in flight per program. `few`: no more KV heads than SMs."""
     if arch == 0:
         return Config(rows, 16, 4, 1, programs_per_sm=2)
     if itemsize == 4:
@@ -103,27 +101,30 @@ def decode_config(arch: int, itemsize: int, block_d: int, rows: int, small: bool
     if block_d <= 64:
         return Config(rows, 128, 4, 3, programs_per_sm=2, MIN_TILES=2)
     if block_d == 128:
-        # One program per SM and a deeper pipeline halve the merge; two hide one another's change of heads, and when K and V
-        # are large so that only bandwidth counts, one another's arithmetic.
-        return Config(rows, 64, 4, 4) if small and arch == 90 else Config(rows, 64, 4, 3, programs_per_sm=2)
+        # One program per SM and a deeper pipeline halve the merge; two hide one another's change of heads.
+        return Config(rows, 64, 4, 4) if few and arch == 90 else Config(rows, 64, 4, 3, programs_per_sm=2)
     if arch == 90:
         return Config(rows, 64, 8, 3, MIN_TILES=2)
     return Config(rows, 32, 4, 3 if arch == 80 else 2, MIN_TILES=4)
 
 
-def merge(block_d: int, partials: int) -> tuple[int, int]:
-    """(partials that a merge loads at once, its warps) where a row has about as many: 64 registers of each thread hold them."""
-    warps = next((w for w in (1, 2, 4) if 2048 * w >= partials * block_d), 8)
-    return max(1, 2048 * warps // block_d), warps
+def merge(row_size: int, partials: int) -> tuple[int, int]:
+    """(partials of `row_size` floats that a merge loads at once, its warps) where there are about as many."""
+    # 64 registers of each thread hold them.
+    warps = next((w for w in (1, 2, 4) if 2048 * w >= partials * row_size), 8)
+    return max(1, 2048 * warps // row_size), warps
 
 
-def num_splits(device: torch.device, config: Config, heads: int, kv_len: int | None = None) -> int:
-    """Flash-Decoding's splits per (row, KV head): enough programs for one wave, at least two tiles each, at most 128.
+def programs_each(device: torch.device, config: Config, heads: int) -> int:
+    """Decode programs for each KV head where every head has as many; 0 with more heads than programs."""
+    return config.programs_per_sm * num_sms(device) // heads
 
-    kv_len None: as many as any length may have.
-    """
-    wanted = max(1, min(config.programs_per_sm * num_sms(device) // heads, 128))
-    return wanted if kv_len is None else min(wanted, max(1, -(-kv_len // (2 * config.BLOCK_N))))
+
+def num_splits(device: torch.device, config: Config, heads: int, kv_len: int) -> int:
+    """Flash-Decoding's splits per KV head: enough programs for one wave, at least two tiles each, at most 128."""
+    tiles = -(-kv_len // config.BLOCK_N)
+    splits = max(1, min(programs_each(device, config, heads), -(-tiles // 2), 128))
+    return -(-tiles // -(-tiles // splits))  # a split that does not shorten the longest only adds to the merge
 
 
 _counters: dict[torch.device, torch.Tensor] = {}

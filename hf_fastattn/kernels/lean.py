@@ -2,12 +2,13 @@
 
 The K/V tiles of all (batch row, KV head) pairs stand in one line, and the line is cut into equal shares, one per program:
 every program does the same work whatever the lengths of the rows. The schedule is computed inside the kernels from
-the device's own lengths, so it stays right when they change under a captured CUDA graph.
+the device's own lengths, so it stays right when they change under a captured CUDA graph. Where it is known beforehand that equal
+shares are equal parts of every head, the kernel is Flash-Decoding's, which has nothing to find out.
 
-Rows of the output that several programs share are merged by a second launch, a program for each, always in the same order:
-results are bitwise repeatable, nobody waits for anybody and there is no state between launches. The paper merges inside the one
-kernel, in a block that waits for its peers. Merging there, by whoever arrives last, was slower here at every size: a fence, an
-atomic and one program's loads in place of a launch that all multiprocessors share, and that on Hopper is set up meanwhile.
+Rows of the output that several programs share are merged by a second launch, always in the same order: results are bitwise
+repeatable, nobody waits for anybody and there is no state between launches. The paper merges inside the one kernel, in a block
+that waits for its peers. Merging there, by whoever arrives last, took longer here wherever programs outnumber heads: a fence, an
+atomic and one program's loads in place of a launch that all multiprocessors share and that is set up meanwhile.
 
 Source: Sanovar et al., "Lean Attention: Hardware-Aware Scalable Attention Mechanism for the Decode-Phase of Transformers"
 (2024), sections 4.1 to 4.3. Osama et al., "Stream-K" (2023).
@@ -20,12 +21,12 @@ import triton
 import triton.language as tl
 
 from . import checks, launch
-from .overlap import early, wait_for_inputs
+from .overlap import early, let_next_begin, wait_for_inputs
 from .softmax import (
     attend,
     block_bounds,
     load_spans,
-    merge_row,
+    merge_rows,
     packed_rows,
     row_bounds,
     sink_stop,
@@ -33,6 +34,7 @@ from .softmax import (
     store_partial,
 )
 from .spans import NO_WINDOW
+from .split_kv import Plan, make_plan, run
 
 SHORT = 24  # tiles of a share
 
@@ -68,13 +70,12 @@ def _schedule(
     HAS_SPANS: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
     SINKS: tl.constexpr,
-    MERGE: tl.constexpr,
 ):  # fmt: skip
     """Who has which tiles: (tiles_b, line_b, lines, line_tiles, crew, share, extra).
 
     tiles_b, line_b [BLOCK_B]: tiles of one KV head and of all KV heads of each row; without spans rows are alike and these are
     numbers. There are `lines` lines of `line_tiles` tiles, each dealt to a crew of `crew` programs: `share` tiles to every member
-    and one more to each of the first `extra`. Without MERGE every head is one program's own.
+    and one more to each of the first `extra`.
     """
     if HAS_SPANS:
         offs_b = tl.arange(0, BLOCK_B)
@@ -94,8 +95,6 @@ def _schedule(
     # Where rows are alike each head may have a line and a crew of its own, so that no share goes on to a second head. That is
     # worth it where few programs are left over for it, or where a share is so short that beginning a second head costs more.
     heads = batch * kv_heads
-    if not MERGE:
-        programs = heads
     in_crews = programs // heads * heads
     own = alike & (in_crews > 0) & ((in_crews * 16 >= programs * 15) | (total <= programs * SHORT))
     lines = tl.where(own, heads, 1)
@@ -107,15 +106,14 @@ def _schedule(
     return tiles_b, line_b, lines, line_tiles, crew, share, line_tiles - share * crew
 
 
-@triton.jit(do_not_specialize=["stride_sb", "batch", "kv_heads", "q_len", "kv_len", "window", "spread"])
+@triton.jit(do_not_specialize=["stride_sb", "batch", "kv_heads", "q_len", "kv_len", "window", "spread", "stats_start"])
 def lean_kernel(
     Q,
     K,
     V,
     Out,
     Lse,
-    Acc,
-    Stats,
+    Workspace,
     Spans,
     QSinks,
     SinkLogits,
@@ -135,6 +133,7 @@ def lean_kernel(
     kv_len,
     window,
     spread,
+    stats_start,
     scale_log2,
     cap_log2,
     GROUP: tl.constexpr,
@@ -153,16 +152,14 @@ def lean_kernel(
     WRITE_LSE: tl.constexpr,
     IEEE: tl.constexpr,
     SINKS: tl.constexpr,
-    MERGE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Writes the rows that one program has whole; of the others partials, two slots a program."""
-    if HAS_SPANS:
-        wait_for_inputs(EARLY, MERGE)
+    let_next_begin(EARLY)  # which this one did not: set up ahead of time, two of its programs may find room on one multiprocessor
     pid = tl.program_id(0)
     _, line_b, lines, line_tiles, crew, share, extra = _schedule(
         Spans, stride_sb, batch, kv_heads, q_len, kv_len, window, tl.num_programs(0), spread,
-        BLOCK_B, BLOCK_N, MIN_TILES, SHORT, HAS_SPANS, IS_CAUSAL, SINKS, MERGE,
+        BLOCK_B, BLOCK_N, MIN_TILES, SHORT, HAS_SPANS, IS_CAUSAL, SINKS,
     )  # fmt: skip
     if pid >= crew * lines:
         return
@@ -197,8 +194,6 @@ def lean_kernel(
         tile_stop = tl.minimum(row_tiles, tile_start + t_stop - t)
         kv_head_64 = kv_head.to(tl.int64)
         row_lo, row_hi = row_bounds(q_start + q_index, kv_start, kv_stop, row_window, causal)
-        if not HAS_SPANS:
-            wait_for_inputs(EARLY, MERGE)
         acc, m, l = attend(
             Q,
             row * stride_qb + (kv_head_64 * GROUP + group_head) * stride_qh + q_index * stride_qm,
@@ -239,16 +234,17 @@ def lean_kernel(
         else:
             # A program shares at most two: the one that an earlier program began, and the one that it leaves to later ones.
             slot = 2 * pid + tl.where(tile_start == 0, 1, 0)
-            store_partial(acc, m, l, Acc, Stats, slot, rows, offs_d, q_len * GROUP, WORKSPACE_M, BLOCK_D)
+            store_partial(acc, m, l, Workspace, Workspace + stats_start, slot, rows, offs_d, q_len * GROUP, WORKSPACE_M, BLOCK_D)
         t += tile_stop - tile_start
 
 
-@triton.jit(do_not_specialize=["stride_sb", "batch", "kv_heads", "q_len", "kv_len", "window", "spread", "programs"])
+@triton.jit(
+    do_not_specialize=["stride_sb", "batch", "kv_heads", "q_len", "kv_len", "window", "spread", "stats_start", "programs"]
+)
 def lean_merge_kernel(
     Out,
     Lse,
-    Acc,
-    Stats,
+    Workspace,
     Spans,
     SinkLogits,
     stride_sb,
@@ -258,6 +254,7 @@ def lean_merge_kernel(
     kv_len,
     window,
     spread,
+    stats_start,
     programs,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -267,6 +264,7 @@ def lean_merge_kernel(
     BLOCK_D: tl.constexpr,
     MIN_TILES: tl.constexpr,
     SHORT: tl.constexpr,
+    ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
     HAS_SPANS: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
@@ -275,12 +273,12 @@ def lean_merge_kernel(
     SINKS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One program per packed row: merges its partials, in order, where several programs have a part of it."""
-    packed_row, kv_head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    # The spans may be read ahead of the wait: they are older than lean_kernel, which waited.
+    """A program for each ROWS packed rows: merges their partials, in order, where several programs have a part of them."""
+    first_row, kv_head, b = tl.program_id(0) * ROWS, tl.program_id(1), tl.program_id(2)
+    # The spans may be read ahead of the wait: they are older than lean_kernel, which did not begin early.
     tiles_b, line_b, _, line_tiles, crew, share, extra = _schedule(
         Spans, stride_sb, batch, kv_heads, q_len, kv_len, window, programs, spread,
-        BLOCK_B, BLOCK_N, MIN_TILES, SHORT, HAS_SPANS, IS_CAUSAL, SINKS, True,
+        BLOCK_B, BLOCK_N, MIN_TILES, SHORT, HAS_SPANS, IS_CAUSAL, SINKS,
     )  # fmt: skip
     if HAS_SPANS:
         offs_b = tl.arange(0, BLOCK_B)
@@ -295,11 +293,13 @@ def lean_merge_kernel(
     first = line * crew + _owner(start, share, extra)
     last = line * crew + _owner(start + row_tiles - 1, share, extra)
     wait_for_inputs(EARLY)
+    let_next_begin(EARLY)
     if first == last:
         return
-    rows, offs_d, acc, m, l = merge_row(
-        Acc, Stats, 2 * first + 1, 2 * (first + 1), 2, last - first + 1, packed_row, WORKSPACE_M, BLOCK_D, CHUNK
-    )
+    rows, offs_d, acc, m, l = merge_rows(
+        Workspace, Workspace + stats_start, 2 * first + 1, 2 * (first + 1), 2, last - first + 1, first_row, q_len * GROUP,
+        ROWS, WORKSPACE_M, BLOCK_D, CHUNK,
+    )  # fmt: skip
     store_packed(
         acc, m, l, Out, Lse, SinkLogits, b, kv_head, kv_heads, rows, offs_d, q_len,
         GROUP, HEAD_DIM, HAS_SINK_LOGITS, WRITE_LSE,
@@ -325,27 +325,21 @@ def lean(
 
     q_len * num_heads / num_kv_heads must be at most `launch.MAX_DECODE_ROWS`.
     """
-    start, merge, acc_size, stats_size = _prepare(
-        (q, k, v, spans, sink_logits, q_sinks), scale, causal, window, softcap, sinks, return_lse
-    )
-    out, lse = checks.empty_outputs(q, return_lse)
-    acc = torch.empty(acc_size, device=q.device, dtype=torch.float32)
-    stats = torch.empty(stats_size, device=q.device, dtype=torch.float32)
-    spans = q if spans is None else spans
-    q_sinks = None if not sinks else q if q_sinks is None else q_sinks
-    sink_logits = q if sink_logits is None else sink_logits
-    start(q, k, v, out, lse, acc, stats, spans, q_sinks, sink_logits)
-    if merge is not None:
-        merge(out, lse, acc, stats, spans, sink_logits)
-    return (out, lse) if return_lse else out
+    plan = _prepare((q, k, v, spans, sink_logits, q_sinks), scale, causal, window, softcap, sinks, return_lse)
+    return run(plan, q, k, v, spans, sink_logits, sinks, q_sinks, return_lse)
+
+
+def shares_within_heads(device: torch.device, config: launch.Config, batch: int, kv_heads: int, kv_len: int | None) -> bool:
+    """Whether every head of rows that are alike gets programs of its own, as `_schedule` decides on the device; kv_len None:
+    whether it does at any length."""
+    heads, programs = batch * kv_heads, config.programs_per_sm * launch.num_sms(device)
+    of_heads = launch.programs_each(device, config, heads) * heads
+    short = kv_len is not None and heads * triton.cdiv(kv_len, config.BLOCK_N) <= programs * SHORT
+    return of_heads > 0 and (16 * of_heads >= 15 * programs or short)
 
 
 @launch.remember
-def _prepare(tensors, scale, causal, window, softcap, sinks, return_lse) -> tuple[launch.Launch, launch.Launch | None, int, int]:
-    """The launches for these arguments, once they are checked, and the floats of workspace between them.
-
-    The second is None where no lengths could make programs share a row: with a program for each KV head and rows alike.
-    """
+def _prepare(tensors, scale, causal, window, softcap, sinks, return_lse) -> Plan:
     q, k, v, spans, sink_logits, q_sinks = tensors
     scale = checks.check(
         q, k, v, spans, decode=True,
@@ -353,14 +347,19 @@ def _prepare(tensors, scale, causal, window, softcap, sinks, return_lse) -> tupl
     )  # fmt: skip
     batch, num_heads, q_len, head_dim = q.shape
     kv_heads, kv_len = k.shape[1], k.shape[2]
-    group, heads = num_heads // kv_heads, batch * kv_heads
-    config = launch.decode(q.device, q.dtype, head_dim, q_len * group, heads, kv_len)
+    heads, group = batch * kv_heads, num_heads // kv_heads
+    config = launch.decode(q.device, q.dtype, head_dim, q_len * group, heads)
+    alike = spans is None or batch == 1
+    if alike and shares_within_heads(q.device, config, batch, kv_heads, kv_len if spans is None else None):
+        return make_plan(tensors, config, None, scale, causal, window, softcap, sinks, return_lse)
     workspace_m, block_d = triton.next_power_of_2(q_len * group), launch.block_d(head_dim)
     most = launch.num_sms(q.device) * config.programs_per_sm
     programs = min(most, heads * triton.cdiv(kv_len, config.BLOCK_N))
-    chunk, merge_warps = launch.merge(block_d, most // heads + 2)
+    # Many heads have few partials each, and all their rows make one merge.
+    merge_rows = workspace_m if heads > programs else 1
+    chunk, merge_warps = launch.merge(merge_rows * block_d, most // heads + 2)
     scale_log2, cap_log2 = checks.log2_scales(scale, softcap)
-    alone = spans is None and programs // heads == 1 and 16 * heads >= 15 * programs
+    overlap = early(q.device)
     both = {
         "stride_sb": 0 if spans is None else spans.stride(0),
         "batch": batch,
@@ -369,6 +368,7 @@ def _prepare(tensors, scale, causal, window, softcap, sinks, return_lse) -> tupl
         "kv_len": kv_len,
         "window": NO_WINDOW if window is None else window,
         "spread": launch.num_sms(q.device),
+        "stats_start": 2 * programs * workspace_m * block_d,
         "GROUP": group,
         "HEAD_DIM": head_dim,
         "BLOCK_B": triton.next_power_of_2(batch),
@@ -382,9 +382,9 @@ def _prepare(tensors, scale, causal, window, softcap, sinks, return_lse) -> tupl
         "HAS_SINK_LOGITS": sink_logits is not None,
         "WRITE_LSE": return_lse,
         "SINKS": sinks,
-        **early(q.device),
+        "EARLY": overlap["EARLY"],
     }
-    start = launch.Launch(
+    attend = launch.Launch(
         lean_kernel,
         (programs,),
         **checks.strides(q, k, v, spans) | both,
@@ -393,12 +393,16 @@ def _prepare(tensors, scale, causal, window, softcap, sinks, return_lse) -> tupl
         BLOCK_M=config.BLOCK_M,
         HAS_SOFTCAP=softcap is not None,
         IEEE=q.dtype == torch.float32,
-        MERGE=not alone,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
     merge = launch.Launch(
-        lean_merge_kernel, (q_len * group, kv_heads, batch), **both, programs=programs, CHUNK=chunk, num_warps=merge_warps
+        lean_merge_kernel,
+        (triton.cdiv(q_len * group, merge_rows), kv_heads, batch),
+        **both | overlap,
+        programs=programs,
+        ROWS=merge_rows,
+        CHUNK=chunk,
+        num_warps=merge_warps,
     )
-    slots = 2 * programs * workspace_m
-    return start, None if alone else merge, slots * block_d, slots * 2
+    return Plan(attend, merge, 2 * programs * workspace_m * (block_d + 2))

@@ -19,14 +19,19 @@ from . import launch
 
 
 def early(device: torch.device) -> dict:
-    """Options of a launch on `device`: EARLY, which its kernel hands to `wait_for_inputs`, and what Triton must know."""
+    """Options of a launch on `device`: EARLY, which its kernel hands to the functions below, and what Triton must know."""
     return {"EARLY": True, "launch_pdl": True} if launch.arch(device) >= 90 else {"EARLY": False}
 
 
 @triton.jit
-def wait_for_inputs(EARLY: tl.constexpr, LET_NEXT_BEGIN: tl.constexpr = True):
-    """Wait until the launches ahead are done; then let the programs of the next one be set up, where that is of use."""
+def wait_for_inputs(EARLY: tl.constexpr):
+    """Wait until the launches ahead are done."""
     if EARLY:
         cuda.gdc_wait()
-        if LET_NEXT_BEGIN:
-            cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def let_next_begin(EARLY: tl.constexpr):
+    """Have the programs of the next launch set up, once every program of this one has begun and said so or is done."""
+    if EARLY:
+        cuda.gdc_launch_dependents()

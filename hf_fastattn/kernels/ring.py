@@ -63,7 +63,7 @@ def pack_spans(q_start: torch.Tensor, kv_start: torch.Tensor, kv_stop: torch.Ten
 
 
 if triton is not None:
-    from .overlap import early, wait_for_inputs
+    from .overlap import early, let_next_begin, wait_for_inputs
 
     @triton.jit(do_not_specialize=["batch", "window", "sinks"])
     def ring_step_kernel(
@@ -82,6 +82,7 @@ if triton is not None:
         WORDS: tl.constexpr = WORDS,
     ):
         wait_for_inputs(EARLY)
+        let_next_begin(EARLY)
         row = tl.arange(0, BLOCK_B)
         mask = row < batch
         count = tl.load(Counts + row, mask=mask, other=0)

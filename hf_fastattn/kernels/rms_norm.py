@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from .checks import on_device
-from .overlap import early, wait_for_inputs
+from .overlap import early, let_next_begin, wait_for_inputs
 
 MAX_SIZE = 16384  # elements of a row: one program holds it whole
 
@@ -33,6 +33,7 @@ def rms_norm_kernel(
 ):
     """BLOCK_M rows a program."""
     wait_for_inputs(EARLY)
+    let_next_begin(EARLY)
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     offs = tl.arange(0, BLOCK)[None, :]
     mask = (row < rows) & (offs < SIZE)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from .checks import DTYPES, on_device
-from .overlap import early, wait_for_inputs
+from .overlap import early, let_next_begin, wait_for_inputs
 
 BLOCK_H = 8  # heads a program rotates, with one load of its token's cosines
 
@@ -51,6 +51,7 @@ def rope_kernel(
 ):
     """One program per token and block of heads; the heads of Q come first, those of K after them."""
     wait_for_inputs(EARLY)
+    let_next_begin(EARLY)
     row = (tl.program_id(0) // tokens).to(tl.int64)
     token = (tl.program_id(0) % tokens).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]

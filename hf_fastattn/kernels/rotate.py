@@ -106,7 +106,7 @@ def _rotate_torch(q, kv_len, spans, inv_freq, window, sinks, interleaved):
 
 
 if triton is not None:
-    from .overlap import early, wait_for_inputs
+    from .overlap import early, let_next_begin, wait_for_inputs
 
     @triton.jit(do_not_specialize=["stride_sb", "q_len", "kv_len", "window"])
     def rotate_kernel(
@@ -138,6 +138,7 @@ if triton is not None:
     ):
         """One program per query and BLOCK_H heads of a row, which have its angles in common."""
         wait_for_inputs(EARLY)
+        let_next_begin(EARLY)
         i, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
         if HAS_SPANS:
             span = Spans + row * stride_sb

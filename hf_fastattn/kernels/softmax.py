@@ -342,34 +342,37 @@ def store_partial(acc, m, l, Acc, Stats, slot, rows, offs_d, num_rows, WORKSPACE
 
 
 @triton.jit
-def merge_row(
-    Acc, Stats, first_slot, next_slot, step, count, row,
+def merge_rows(
+    Acc, Stats, first_slot, next_slot, step, count, first_row, num_rows,
+    ROWS: tl.constexpr,
     WORKSPACE_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Merge `count` partials of one packed row, always in the same order: slots first_slot, next_slot, next_slot + step, ...
+    """Merge `count` partials of packed rows, always in the same order: slots first_slot, next_slot, next_slot + step, ...
 
-    CHUNK at a time: their loads do not wait on one another. Returns (row [1], columns [1, BLOCK_D], acc likewise, m [1], l [1]).
+    CHUNK at a time: their loads do not wait on one another. Returns (rows [ROWS], columns [1, BLOCK_D], acc, m, l).
     """
     offs_c = tl.arange(0, CHUNK)
     offs_d = tl.arange(0, BLOCK_D)
-    m = tl.full([1], float("-inf"), tl.float32)
-    l = tl.zeros([1], tl.float32)
-    acc = tl.zeros([1, BLOCK_D], tl.float32)
+    rows = first_row + tl.arange(0, ROWS)
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    l = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
     for start in tl.range(0, count, CHUNK):
         i = start + offs_c
-        mask = i < count
         slots = tl.where(i == 0, first_slot, next_slot + (i - 1) * step)
-        m_i = tl.load(Stats + slots * 2 * WORKSPACE_M + row, mask=mask, other=float("-inf"))
-        l_i = tl.load(Stats + (slots * 2 + 1) * WORKSPACE_M + row, mask=mask, other=0.0)
-        acc_ptrs = Acc + (slots.to(tl.int64) * WORKSPACE_M + row)[:, None] * BLOCK_D + offs_d[None, :]
-        acc_i = tl.load(acc_ptrs, mask=mask[:, None], other=0.0)
+        mask = (i < count)[:, None] & (rows < num_rows)[None, :]
+        stat_ptrs = Stats + (slots * 2 * WORKSPACE_M)[:, None] + rows[None, :]
+        m_i = tl.load(stat_ptrs, mask=mask, other=float("-inf"))
+        l_i = tl.load(stat_ptrs + WORKSPACE_M, mask=mask, other=0.0)
+        acc_rows = (slots.to(tl.int64) * WORKSPACE_M)[:, None] + rows[None, :]
+        acc_i = tl.load(Acc + acc_rows[:, :, None] * BLOCK_D + offs_d[None, None, :], mask=mask[:, :, None], other=0.0)
         m_new = tl.maximum(m, tl.max(m_i, 0))
         m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
         alpha = tl.exp2(m - m_safe)
-        beta = tl.exp2(m_i - m_safe)
+        beta = tl.exp2(m_i - m_safe[None, :])
         l = l * alpha + tl.sum(l_i * beta, 0)
-        acc = acc * alpha[:, None] + tl.sum(acc_i * beta[:, None], 0)[None, :]
+        acc = acc * alpha[:, None] + tl.sum(acc_i * beta[:, :, None], 0)
         m = m_new
-    return row + tl.arange(0, 1), offs_d[None, :], acc, m, l
+    return rows, offs_d[None, :], acc, m, l

@@ -1,24 +1,26 @@
 """Flash-Decoding: the keys of each (batch row, KV head) are cut into a fixed number of splits, then combined.
 
-Two launches. Every row gets the same number of splits, so in a ragged batch the longest row decides the time;
-`lean` is the answer to that. The splits share the row's live range as the device knows it.
+Two launches, or one where there is nothing to combine. Every row gets the same number of splits, so in a ragged batch the
+longest row decides the time; `lean` is the answer to that. The splits share the row's live range as the device knows it.
 
 Source: Dao, Haziza, Massa, Sizov, "Flash-Decoding for long-context inference" (2023).
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
 from . import checks, launch
-from .overlap import early, wait_for_inputs
+from .overlap import early, let_next_begin, wait_for_inputs
 from .softmax import (
     attend,
     block_bounds,
     load_spans,
-    merge_row,
+    merge_rows,
     packed_rows,
     row_bounds,
     sink_stop,
@@ -28,15 +30,17 @@ from .softmax import (
 from .spans import NO_WINDOW
 
 
-@triton.jit(do_not_specialize=["stride_sb", "q_len", "kv_len", "window"])
+@triton.jit(do_not_specialize=["stride_sb", "q_len", "kv_len", "window", "stats_start"])
 def split_kv_kernel(
     Q,
     K,
     V,
-    Acc,
-    Stats,
+    Out,
+    Lse,
+    Workspace,
     Spans,
     QSinks,
+    SinkLogits,
     stride_qb,
     stride_qh,
     stride_qm,
@@ -50,6 +54,7 @@ def split_kv_kernel(
     q_len,
     kv_len,
     window,
+    stats_start,
     scale_log2,
     cap_log2,
     GROUP: tl.constexpr,
@@ -61,8 +66,11 @@ def split_kv_kernel(
     HAS_SPANS: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    HAS_SINK_LOGITS: tl.constexpr,
+    WRITE_LSE: tl.constexpr,
     IEEE: tl.constexpr,
     SINKS: tl.constexpr,
+    COMBINE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     if HAS_SPANS:
@@ -88,6 +96,8 @@ def split_kv_kernel(
     tile_start, tile_stop = split * tiles // splits, (split + 1) * tiles // splits
     if not HAS_SPANS:
         wait_for_inputs(EARLY)
+    if COMBINE:
+        let_next_begin(EARLY)
     acc, m, l = attend(
         Q,
         row * stride_qb + (kv_head * GROUP + group_head) * stride_qh + q_index * stride_qm,
@@ -120,19 +130,28 @@ def split_kv_kernel(
         split == 0,
         SINKS,
     )
-    slot = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * splits + split
-    store_partial(acc, m, l, Acc, Stats, slot, rows, offs_d[None, :], q_len * GROUP, WORKSPACE_M, BLOCK_D)
+    if COMBINE:
+        slot = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * splits + split
+        store_partial(
+            acc, m, l, Workspace, Workspace + stats_start, slot, rows, offs_d[None, :], q_len * GROUP, WORKSPACE_M, BLOCK_D
+        )
+    else:
+        store_packed(
+            acc, m, l, Out, Lse, SinkLogits, row, kv_head, tl.num_programs(1), rows, offs_d[None, :], q_len,
+            GROUP, HEAD_DIM, HAS_SINK_LOGITS, WRITE_LSE,
+        )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["q_len", "splits"])
+@triton.jit(do_not_specialize=["q_len", "splits", "stats_start"])
 def combine_kernel(
-    Acc,
-    Stats,
     Out,
     Lse,
+    Workspace,
+    Spans,
     SinkLogits,
     q_len,
     splits,
+    stats_start,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     WORKSPACE_M: tl.constexpr,
@@ -144,9 +163,13 @@ def combine_kernel(
 ):
     """One program per packed row: merges its splits in order."""
     wait_for_inputs(EARLY)
-    row, kv_head, kv_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    let_next_begin(EARLY)
+    kv_head, kv_heads = tl.program_id(1), tl.num_programs(1)
     slot = (tl.program_id(2) * kv_heads + kv_head) * splits
-    rows, offs_d, acc, m, l = merge_row(Acc, Stats, slot, slot + 1, 1, splits, row, WORKSPACE_M, BLOCK_D, CHUNK)
+    rows, offs_d, acc, m, l = merge_rows(
+        Workspace, Workspace + stats_start, slot, slot + 1, 1, splits, tl.program_id(0), q_len * GROUP,
+        1, WORKSPACE_M, BLOCK_D, CHUNK,
+    )  # fmt: skip
     store_packed(
         acc, m, l, Out, Lse, SinkLogits, tl.program_id(2), kv_head, kv_heads, rows, offs_d, q_len,
         GROUP, HEAD_DIM, HAS_SINK_LOGITS, WRITE_LSE,
@@ -174,74 +197,90 @@ def split_kv(
     q_len * num_heads / num_kv_heads must be at most `launch.MAX_DECODE_ROWS`. splits: into how many parts the keys of a row are
     split; None: as many as fill the GPU. With a number, a row's bits depend neither on the batch nor on the buffer's length.
     """
-    split, combine, acc_size, stats_size = _prepare(
-        (q, k, v, spans, sink_logits, q_sinks), scale, causal, window, softcap, sinks, return_lse, splits
-    )
+    plan = _prepare((q, k, v, spans, sink_logits, q_sinks), scale, causal, window, softcap, sinks, return_lse, splits)
+    return run(plan, q, k, v, spans, sink_logits, sinks, q_sinks, return_lse)
+
+
+class Plan(NamedTuple):
+    """A decode kernel's launches: the one that attends, the one that merges its partials (None where it leaves none), and the
+    floats of workspace between them."""
+
+    attend: launch.Launch
+    merge: launch.Launch | None
+    workspace_size: int
+
+
+def run(plan: Plan, q, k, v, spans, sink_logits, sinks, q_sinks, return_lse):
+    """The result of a plan's launches, for tensors like those that it was made for."""
     out, lse = checks.empty_outputs(q, return_lse)
-    acc = torch.empty(acc_size, device=q.device, dtype=torch.float32)
-    stats = torch.empty(stats_size, device=q.device, dtype=torch.float32)
-    split(q, k, v, acc, stats, q if spans is None else spans, None if not sinks else q if q_sinks is None else q_sinks)
-    combine(acc, stats, out, lse, q if sink_logits is None else sink_logits)
+    workspace = torch.empty(plan.workspace_size, device=q.device, dtype=torch.float32) if plan.merge is not None else None
+    spans = q if spans is None else spans
+    sink_logits = q if sink_logits is None else sink_logits
+    plan.attend(q, k, v, out, lse, workspace, spans, None if not sinks else q if q_sinks is None else q_sinks, sink_logits)
+    if plan.merge is not None:
+        plan.merge(out, lse, workspace, spans, sink_logits)
     return (out, lse) if return_lse else out
 
 
 @launch.remember
-def _prepare(tensors, scale, causal, window, softcap, sinks, return_lse, splits) -> tuple[launch.Launch, launch.Launch, int, int]:
-    """The two launches for these arguments, once they are checked, and the floats of workspace between them."""
+def _prepare(tensors, scale, causal, window, softcap, sinks, return_lse, splits) -> Plan:
     q, k, v, spans, sink_logits, q_sinks = tensors
     scale = checks.check(
         q, k, v, spans, decode=True,
         scale=scale, window=window, softcap=softcap, sink_logits=sink_logits, sinks=sinks, q_sinks=q_sinks,
     )  # fmt: skip
+    heads = q.shape[0] * k.shape[1]
+    # The choice of a tile must not depend on the batch where `splits` is given.
+    config = launch.decode(q.device, q.dtype, q.shape[3], q.shape[2] * q.shape[1] // k.shape[1], heads if splits is None else 1)
+    return make_plan(tensors, config, splits, scale, causal, window, softcap, sinks, return_lse)
+
+
+def make_plan(tensors, config, splits, scale, causal, window, softcap, sinks, return_lse) -> Plan:
+    """The launches for arguments that have been checked; splits None: as many as fill the GPU."""
+    q, k, v, spans, sink_logits, _ = tensors
     batch, num_heads, q_len, head_dim = q.shape
     kv_heads, kv_len = k.shape[1], k.shape[2]
-    group = num_heads // kv_heads
-    heads = batch * kv_heads
-    # The choice of a tile must not depend on the batch where `splits` is given.
-    heads_and_length = (heads, kv_len) if splits is None else (1, 1)
-    config = launch.decode(q.device, q.dtype, head_dim, q_len * group, *heads_and_length)
-    workspace_m, block_d = triton.next_power_of_2(q_len * group), launch.block_d(head_dim)
-    chunk, merge_warps = launch.merge(block_d, splits or launch.num_splits(q.device, config, heads))
+    heads, group = batch * kv_heads, num_heads // kv_heads
+    most = splits or launch.programs_each(q.device, config, heads)  # at any length, so that none decides what is compiled
     splits = splits or launch.num_splits(q.device, config, heads, kv_len)
+    workspace_m, block_d = triton.next_power_of_2(q_len * group), launch.block_d(head_dim)
+    slots = heads * splits
     scale_log2, cap_log2 = checks.log2_scales(scale, softcap)
-    split = launch.Launch(
+    both = {
+        "q_len": q_len,
+        "stats_start": slots * workspace_m * block_d,
+        "GROUP": group,
+        "HEAD_DIM": head_dim,
+        "WORKSPACE_M": workspace_m,
+        "BLOCK_D": block_d,
+        "HAS_SINK_LOGITS": sink_logits is not None,
+        "WRITE_LSE": return_lse,
+        **early(q.device),
+    }
+    attend = launch.Launch(
         split_kv_kernel,
         (splits, kv_heads, batch),
         **checks.strides(q, k, v, spans),
-        q_len=q_len,
+        **both,
         kv_len=kv_len,
         window=NO_WINDOW if window is None else window,
         scale_log2=scale_log2,
         cap_log2=cap_log2,
-        GROUP=group,
-        HEAD_DIM=head_dim,
-        WORKSPACE_M=workspace_m,
         BLOCK_M=config.BLOCK_M,
         BLOCK_N=config.BLOCK_N,
-        BLOCK_D=block_d,
         HAS_SPANS=spans is not None,
         IS_CAUSAL=causal,
         HAS_SOFTCAP=softcap is not None,
         IEEE=q.dtype == torch.float32,
         SINKS=sinks,
-        **early(q.device),
+        COMBINE=most > 1,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
-    combine = launch.Launch(
-        combine_kernel,
-        (q_len * group, kv_heads, batch),
-        q_len=q_len,
-        splits=splits,
-        GROUP=group,
-        HEAD_DIM=head_dim,
-        WORKSPACE_M=workspace_m,
-        BLOCK_D=block_d,
-        CHUNK=chunk,
-        HAS_SINK_LOGITS=sink_logits is not None,
-        WRITE_LSE=return_lse,
-        **early(q.device),
-        num_warps=merge_warps,
+    if most <= 1:
+        return Plan(attend, None, 0)
+    chunk, num_warps = launch.merge(block_d, min(most, 128))
+    merge = launch.Launch(
+        combine_kernel, (q_len * group, kv_heads, batch), **both, splits=splits, CHUNK=chunk, num_warps=num_warps
     )
-    slots = heads * splits * workspace_m
-    return split, combine, slots * block_d, slots * 2
+    return Plan(attend, merge, slots * workspace_m * (block_d + 2))
