@@ -96,8 +96,10 @@ def decode_config(arch: int, itemsize: int, block_d: int, rows: int, few: bool) 
         return Config(rows, 16, 4, 1, programs_per_sm=2)
     if itemsize == 4:
         return Config(rows, 32 if block_d <= 128 else 16, 4, 2, programs_per_sm=2)
-    if rows == 64 and block_d <= 128 and arch != 90:  # larger tiles or fewer warps spill in the loop over tiles
-        return Config(rows, 32, 4, 3, 2, MIN_TILES=2) if block_d <= 64 else Config(rows, 64, 8, 3, MIN_TILES=2)
+    if rows == 64 and block_d == 128:  # larger tiles or fewer warps spill in the loop over tiles, and so below
+        return Config(rows, 64, 8, 3, MIN_TILES=2)
+    if rows == 64 and block_d <= 64 and arch != 90:
+        return Config(rows, 32, 4, 3, programs_per_sm=2, MIN_TILES=2)
     if block_d <= 64:
         return Config(rows, 128, 4, 3, programs_per_sm=2, MIN_TILES=2)
     if block_d == 128:
