@@ -45,7 +45,7 @@ def schedule(kernel: str, shape: Shape, device: torch.device) -> dict:
     else:
         config = launch.decode(device, DTYPE, shape.head_dim, shape.num_heads // shape.num_kv_heads, outputs)
         tiles = -(-shape.kv_len // config.BLOCK_N)
-        if kernel == "split_kv" or shares_within_heads(device, config, shape.batch, shape.num_kv_heads, shape.kv_len):
+        if kernel == "split_kv" or shares_within_heads(device, config, outputs, shape.kv_len):
             splits = launch.num_splits(device, config, outputs, shape.kv_len)
             shares = [(s + 1) * tiles // splits - s * tiles // splits for s in range(splits)] * outputs
         else:

@@ -36,7 +36,9 @@ from .softmax import (
 from .spans import NO_WINDOW
 from .split_kv import Plan, make_plan, run
 
-SHORT = 24  # tiles of a share
+# Beginning another head costs a program about as much as a tile or two. So a share this short is better kept within one head, at
+# the price of up to a quarter of the programs, and a head this short given to one of several waves of programs.
+SHORT, FEW = 90, 16  # tiles
 
 
 @triton.jit
@@ -329,13 +331,16 @@ def lean(
     return run(plan, q, k, v, spans, sink_logits, sinks, q_sinks, return_lse)
 
 
-def shares_within_heads(device: torch.device, config: launch.Config, batch: int, kv_heads: int, kv_len: int | None) -> bool:
-    """Whether every head of rows that are alike gets programs of its own, as `_schedule` decides on the device; kv_len None:
-    whether it does at any length."""
-    heads, programs = batch * kv_heads, config.programs_per_sm * launch.num_sms(device)
-    of_heads = launch.programs_each(device, config, heads) * heads
-    short = kv_len is not None and heads * triton.cdiv(kv_len, config.BLOCK_N) <= programs * SHORT
-    return of_heads > 0 and (16 * of_heads >= 15 * programs or short)
+def shares_within_heads(device: torch.device, config: launch.Config, heads: int, kv_len: int | None) -> bool:
+    """Whether programs of their own serve `heads` KV heads of rows that are alike better than one line of tiles.
+
+    `_schedule` decides the same on the device, but for more heads than programs. kv_len None: whether it is so at any length.
+    """
+    programs, each = config.programs_per_sm * launch.num_sms(device), launch.programs_each(device, config, heads)
+    tiles = None if kv_len is None else triton.cdiv(kv_len, config.BLOCK_N)
+    if each == 0:
+        return tiles is not None and tiles <= FEW and heads >= 3 * programs
+    return 16 * each * heads >= 15 * programs or (tiles is not None and heads * tiles <= programs * SHORT)
 
 
 @launch.remember
@@ -350,7 +355,7 @@ def _prepare(tensors, scale, causal, window, softcap, sinks, return_lse) -> Plan
     heads, group = batch * kv_heads, num_heads // kv_heads
     config = launch.decode(q.device, q.dtype, head_dim, q_len * group, heads)
     alike = spans is None or batch == 1
-    if alike and shares_within_heads(q.device, config, batch, kv_heads, kv_len if spans is None else None):
+    if alike and shares_within_heads(q.device, config, heads, kv_len if spans is None else None):
         return make_plan(tensors, config, None, scale, causal, window, softcap, sinks, return_lse)
     workspace_m, block_d = triton.next_power_of_2(q_len * group), launch.block_d(head_dim)
     most = launch.num_sms(q.device) * config.programs_per_sm
