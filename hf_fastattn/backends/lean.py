@@ -1,4 +1,4 @@
-"""Backend "lean": LeanAttention: FlashAttention-2 prefill, one stream-K launch over equal K/V shares in decode."""
+"""Backend "lean": LeanAttention: FlashAttention-2 prefill, stream-K over equal K/V shares in decode."""
 
 from ..kernels import TritonKernel
 from ..registry import Backend, register
@@ -6,7 +6,7 @@ from ..registry import Backend, register
 backend = register(
     Backend(
         name="lean",
-        summary="LeanAttention: FlashAttention-2 prefill, one stream-K launch over equal K/V shares in decode",
+        summary="LeanAttention: FlashAttention-2 prefill, stream-K over equal K/V shares in decode",
         prefill=TritonKernel("prefill", hopper="prefill_hopper"),
         decode=TritonKernel("lean"),
     )

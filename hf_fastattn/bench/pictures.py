@@ -140,7 +140,7 @@ def paper(result: dict):
         axis.axhline(published[name]["average"], ls="--", lw=1, color=GREY, label=f"the paper's average, {published['device']}")
         tokens_axis(axis, sorted({row["kv_len"] for row in result["rows"]}), "context, tokens")
         axis.set(ylabel=f"times as fast as {peer}", title=f"lean over {peer}")
-        axis.legend(fontsize=8)
+        axis.legend(fontsize=8, loc="upper left" if peer == "fa2" else "center left")
     figure.suptitle(
         f"The LeanAttention paper's comparison on {result['conditions']['device']}: average and range over heads and batch"
     )

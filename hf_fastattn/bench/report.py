@@ -172,6 +172,27 @@ def stream(result: dict) -> str:
     return "\n\n".join(lines)
 
 
+# ---- accuracy ----
+
+
+def accuracy(result: dict) -> str:
+    """A row for each backend and cache, a column for each score."""
+    at = result["conditions"]
+    scores = [{(s["task"], s["metric"]): s for s in run["scores"]} for run in result["runs"]]
+    shown = [key for key in scores[0] if key[1] != "byte_perplexity"]  # which says what word_perplexity says
+    rows = []
+    for run, found in zip(result["runs"], scores, strict=True):
+        cells = [f"{found[key]['score']:.4g} ± {found[key]['stderr']:.2g}" if key in found else None for key in shown]
+        equal = [pair["equal"] for pair in run["against_baseline"] if pair["equal"] is not None]
+        rows.append([f"`{run['backend']}`", run["cache"], *cells, f"{100 * min(equal):.0f} %" if equal else None])
+    head = ["backend", "cache", *(f"{task.removeprefix('fastattn_')}, {metric.partition(',')[0]}" for task, metric in shown)]
+    return (
+        f"**{at['model']}**, {at['dtype']}, {at['device']}, torch {at['torch']}, transformers {at['transformers']}, at most "
+        f"{at['limit']:.0f} examples a task, standard errors behind ±. The last column is the least share of equal answers "
+        f"in a task, beside {result['baseline']}:\n\n{table([*head, 'equal'], rows)}\n\nThe verdict: {result['verdict']}"
+    )
+
+
 # ---- kernels ----
 
 
@@ -244,6 +265,14 @@ def window(result: dict) -> str:
     )
 
 
+def host(result: dict) -> str:
+    largest = ", ".join(f"`{name}` {us:.0f}" for name, us in result["summary"]["largest_us"].items())
+    return (
+        f"**The host's time for one eager decode call**, microseconds ({commands(result)}): {largest}; `backend` is `lean` as "
+        "models call it. A decode graph spends none of it."
+    )
+
+
 def paper(result: dict) -> str:
     found, rows = result["summary"], []
     for name, peer in (("lean_over_fa2", "`fa2`"), ("lean_over_split_kv", "`split_kv`")):
@@ -267,13 +296,16 @@ def paper(result: dict) -> str:
 SECTIONS: list[tuple[str, str, Callable[[dict], str]]] = [
     ("generate", "generate_8b.json", generate),
     ("generate_compile", "generate_8b_compile.json", generate),
+    ("generate_512", "generate_8b_512.json", generate),
     ("generate_1b", "generate_1b.json", generate),
     ("fresh", "generate_fresh.json", fresh),
     ("stream", "stream.json", stream),
+    ("accuracy", "eval_smollm2.json", accuracy),
     ("decode", "kernels_decode.json", decode),
     ("speculation", "kernels_speculation.json", speculation),
     ("ragged", "kernels_ragged.json", ragged),
     ("window", "kernels_window.json", window),
+    ("host", "kernels_host.json", host),
     ("prefill", "kernels_prefill.json", prefill),
     ("paper", "kernels_paper.json", paper),
     ("paper_e2e", "paper_e2e.json", paper_e2e),
@@ -288,9 +320,9 @@ def report(folder: Path, names: Iterable[str] | None = None) -> str:
         if (names is not None and name not in names) or not path.exists():
             continue
         result = json.loads(path.read_text())
-        if not result["rows"]:
+        if not (result.get("rows") or result.get("runs")):
             continue
-        if on(result) not in known:
+        if "method" in result["conditions"] and on(result) not in known:
             known.append(on(result))
             checked = "Kernels were checked before they were timed, and `patch()` against steps without a graph"
             parts.append(f"{known[-1]}, bfloat16, medians. {checked}; peers in the same run.")
