@@ -145,21 +145,22 @@ if triton is not None:
             token = i + tl.load(span + Q_START) - tl.maximum(tl.load(span + KV_START), 0) + tl.load(span + DROPPED)
         else:
             token = i + kv_len - q_len
-        near = tl.minimum(token, SINKS + window - 1)
         pair = tl.arange(0, BLOCK_P)
-        inv_freq = tl.load(InvFreq + pair, mask=pair < PAIRS, other=0.0)
-        here, there = token.to(tl.float32) * inv_freq, near.to(tl.float32) * inv_freq
-        angle = here.to(tl.float64) - there.to(tl.float64)
-        angle = (angle - TWO_PI * tl.floor(angle / TWO_PI + 0.5)).to(tl.float32)
-        cos, sin = tl.cos(angle)[None, :], tl.sin(angle)[None, :]
         first = 2 * pair if INTERLEAVED else pair
         second = first + 1 if INTERLEAVED else pair + PAIRS
         rest = tl.arange(0, BLOCK_R)
+        # All loads before the arithmetic, which their time covers.
         head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
         offs = (row * stride_b + head.to(tl.int64) * stride_h + i.to(tl.int64) * stride_m)[:, None]
         mask = (head < num_heads)[:, None] & (pair < PAIRS)[None, :]
         x = tl.load(Q + offs + first[None, :], mask=mask).to(tl.float32)
         y = tl.load(Q + offs + second[None, :], mask=mask).to(tl.float32)
+        inv_freq = tl.load(InvFreq + pair, mask=pair < PAIRS, other=0.0)
+        near = tl.minimum(token, SINKS + window - 1)
+        here, there = token.to(tl.float32) * inv_freq, near.to(tl.float32) * inv_freq
+        angle = here.to(tl.float64) - there.to(tl.float64)
+        angle = (angle - TWO_PI * tl.floor(angle / TWO_PI + 0.5)).to(tl.float32)
+        cos, sin = tl.cos(angle)[None, :], tl.sin(angle)[None, :]
         tl.store(Out + offs + first[None, :], (x * cos + y * sin).to(Out.dtype.element_ty), mask=mask)
         tl.store(Out + offs + second[None, :], (y * cos - x * sin).to(Out.dtype.element_ty), mask=mask)
         if REST:
