@@ -76,6 +76,7 @@ class Binary:
     ttgir: str
     ptx: str
     sass: str
+    begins_early: bool
 
 
 def read(kernel, folder: Path) -> Binary:
@@ -86,7 +87,9 @@ def read(kernel, folder: Path) -> Binary:
     stack, sass = usage["STACK"] + usage["LOCAL"], ""
     if stack:
         sass = subprocess.run([BIN / "nvdisasm", "-c", cubin], capture_output=True, text=True, check=True).stdout
-    return Binary(kernel.metadata.shared, usage["REG"], stack, kernel.asm["ttgir"], kernel.asm["ptx"], sass)
+    return Binary(
+        kernel.metadata.shared, usage["REG"], stack, kernel.asm["ttgir"], kernel.asm["ptx"], sass, kernel.metadata.launch_pdl
+    )
 
 
 def spills_in_tile_loops(sass: str) -> int:
@@ -196,16 +199,17 @@ def test_shared_memory_and_registers(name, arch, shape, tmp_path):
 
 @pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize("shape", [Shape("bf16", 64), Shape("bf16", 128, spans=False)], ids=lambda s: s.id)
-def test_on_hopper_launches_begin_early_and_wait_before_they_touch_memory(shape, arch, tmp_path):
+def test_launches_begin_early_from_hopper_on_and_wait_before_they_touch_memory(shape, arch, tmp_path):
     wait = re.compile(r"griddepcontrol[._]wait|grid_dependency_wait")
     touch = re.compile(r"\b(tt\.(load|store)|ttg\.async_copy_global_to_local)\b")
     for name in ("lean", "split_kv"):
         for kernel, binary in build(name, shape, arch, tmp_path).items():
-            # Spans are older than lean's first launch, which waited: its second may read them before it waits.
+            # Spans are older than lean's first launch, which did not begin early: its second may read them before it waits.
             code = binary.ttgir if kernel != "lean_merge_kernel" else re.sub(r"tt\.load", "read", binary.ttgir)
             waits, touches = wait.search(code), touch.search(code)
             assert bool(waits) == (arch == 90 and kernel != "lean_kernel"), kernel  # which does not begin early
             assert not waits or waits.start() < touches.start(), f"{kernel} touches memory before it waits"
+            assert binary.begins_early == bool(waits), f"{kernel} is launched early and does not wait, or waits for nothing"
 
 
 @pytest.mark.parametrize("arch", [80, 90])

@@ -48,7 +48,7 @@ def test_other_lengths_compile_nothing(backend, cache, variants):
             model.generate(input_ids=ids, max_new_tokens=2, do_sample=False)
             counts.append(len(variants))
     assert counts[0] == counts[1] == counts[2], sorted(name for name, *_ in variants)
-    assert counts[0] <= {"fa2": 2, "lean": 2, "split_kv": 3}[backend]  # prefill, and one decode kernel or two
+    assert counts[0] <= {"fa2": 2, "lean": 3, "split_kv": 3}[backend]  # prefill, and one decode kernel or two
 
 
 def test_padding_adds_one_variant_of_each(variants):
@@ -57,4 +57,4 @@ def test_padding_adds_one_variant_of_each(variants):
         for padding in ("no_padding", "left_padding", "holes", "left_padding"):
             model.generate(**prompts(padding, "cpu", rows=2, length=40), max_new_tokens=2, do_sample=False)
     kinds = sorted(name for name, *_ in variants)
-    assert kinds == ["lean_kernel", "lean_kernel", "prefill_kernel", "prefill_kernel"]
+    assert kinds == [kernel for kernel in ("lean_kernel", "lean_merge_kernel", "prefill_kernel") for _ in range(2)]

@@ -1,6 +1,6 @@
 """Tile sizes, warps and pipeline depth per architecture and shape, the size of grids, counters; quick launches.
 
-Fixed tables, no tuning and no compilation per length at run time: a length is never part of a choice that compiles.
+Fixed tables: nothing is tuned at run time, and no length is compiled for. At most, lengths choose between two or three kernels.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 The K/V tiles of all (batch row, KV head) pairs stand in one line, and the line is cut into equal shares, one per program:
 every program does the same work whatever the lengths of the rows. The schedule is computed inside the kernels from
-the device's own lengths, so it stays right when they change under a captured CUDA graph. Where it is known beforehand that equal
-shares are equal parts of every head, the kernel is Flash-Decoding's, which has nothing to find out.
+the device's own lengths, so it stays right when they change under a captured CUDA graph. Where it is known beforehand that parts
+of each head are shares as equal, or short and nearly so, the kernel is Flash-Decoding's, which has nothing to find out.
 
 Rows of the output that several programs share are merged by a second launch, always in the same order: results are bitwise
 repeatable, nobody waits for anybody and there is no state between launches. The paper merges inside the one kernel, in a block
@@ -36,9 +36,9 @@ from .softmax import (
 from .spans import NO_WINDOW
 from .split_kv import Plan, make_plan, run
 
-# Beginning another head costs a program about as much as a tile or two. So a share this short is better kept within one head, at
-# the price of up to a quarter of the programs, and a head this short given to one of several waves of programs.
-SHORT, FEW = 90, 16  # tiles
+# Tiles of a share. Beginning another head costs a program about as much as a tile or two; so a share as short as this is better
+# kept within one head, at the price of up to three tenths of the programs.
+SHORT = 90
 
 
 @triton.jit
@@ -95,10 +95,11 @@ def _schedule(
     # Fewer programs than there are when there is little work, so that a share is worth its merge.
     programs = tl.minimum(programs, tl.maximum(total // MIN_TILES, tl.minimum(total, spread)))
     # Where rows are alike each head may have a line and a crew of its own, so that no share goes on to a second head. That is
-    # worth it where few programs are left over for it, or where a share is so short that beginning a second head costs more.
+    # worth it where few programs are left over for it, or not many and shares are SHORT.
     heads = batch * kv_heads
     in_crews = programs // heads * heads
-    own = alike & (in_crews > 0) & ((in_crews * 16 >= programs * 15) | (total <= programs * SHORT))
+    short = (in_crews * 10 >= programs * 7) & (total <= programs * SHORT)
+    own = alike & (in_crews > 0) & ((in_crews * 16 >= programs * 15) | short)
     lines = tl.where(own, heads, 1)
     line_tiles = total // lines
     crew = programs // lines
@@ -323,7 +324,7 @@ def lean(
     q_sinks: torch.Tensor | None = None,
     return_lse: bool = False,
 ):
-    """Exact attention of few query rows in two launches; arguments, result and errors as in `kernels.reference.attention`.
+    """Exact attention of few query rows in one launch or two; arguments, result and errors as in `kernels.reference.attention`.
 
     q_len * num_heads / num_kv_heads must be at most `launch.MAX_DECODE_ROWS`.
     """
@@ -334,13 +335,12 @@ def lean(
 def shares_within_heads(device: torch.device, config: launch.Config, heads: int, kv_len: int | None) -> bool:
     """Whether programs of their own serve `heads` KV heads of rows that are alike better than one line of tiles.
 
-    `_schedule` decides the same on the device, but for more heads than programs. kv_len None: whether it is so at any length.
+    As `_schedule` decides on the device. kv_len: keys in sight, or None: whether it is so at any length.
     """
-    programs, each = config.programs_per_sm * launch.num_sms(device), launch.programs_each(device, config, heads)
-    tiles = None if kv_len is None else triton.cdiv(kv_len, config.BLOCK_N)
-    if each == 0:
-        return tiles is not None and tiles <= FEW and heads >= 3 * programs
-    return 16 * each * heads >= 15 * programs or (tiles is not None and heads * tiles <= programs * SHORT)
+    programs = config.programs_per_sm * launch.num_sms(device)
+    of_heads = launch.programs_each(device, config, heads) * heads
+    short = kv_len is not None and heads * triton.cdiv(kv_len, config.BLOCK_N) <= programs * SHORT
+    return of_heads > 0 and (16 * of_heads >= 15 * programs or (10 * of_heads >= 7 * programs and short))
 
 
 @launch.remember
@@ -354,8 +354,9 @@ def _prepare(tensors, scale, causal, window, softcap, sinks, return_lse) -> Plan
     kv_heads, kv_len = k.shape[1], k.shape[2]
     heads, group = batch * kv_heads, num_heads // kv_heads
     config = launch.decode(q.device, q.dtype, head_dim, q_len * group, heads)
+    in_sight = kv_len if window is None else min(kv_len, window + q_len - 1)
     alike = spans is None or batch == 1
-    if alike and shares_within_heads(q.device, config, heads, kv_len if spans is None else None):
+    if alike and shares_within_heads(q.device, config, heads, in_sight if spans is None else None):
         return make_plan(tensors, config, None, scale, causal, window, softcap, sinks, return_lse)
     workspace_m, block_d = triton.next_power_of_2(q_len * group), launch.block_d(head_dim)
     most = launch.num_sms(q.device) * config.programs_per_sm

@@ -1,9 +1,11 @@
 """Overlap: launches that begin before the launch ahead of them has ended.
 
 With programmatic dependent launch (compute capability 9.0) the programs of a kernel are set up while the kernel ahead still runs,
-and stand waiting in `wait_for_inputs`. Between two short kernels that hides a microsecond or more. The rules, for a kernel
-launched with `early(device)`: it touches nothing that another kernel may write or read before that call, but for what is older
-than a launch ahead that waited itself; and of its programs at least one waits, so that what comes after it comes after all.
+and stand waiting in `wait_for_inputs`. Between two short kernels that hides a microsecond or more. The rules:
+
+- A kernel launched with `early(device)` waits in every program, before it touches what another kernel may write or read.
+- It may call `let_next_begin` after that; before it, or without, only a kernel that was not launched early may.
+- So what is older than the launch ahead is there before the wait too, and what comes after a launch comes after all before it.
 
 Source: NVIDIA, "CUDA C++ Programming Guide", programmatic dependent launch; "PTX ISA", griddepcontrol.
 """
@@ -20,7 +22,8 @@ from . import launch
 
 def early(device: torch.device) -> dict:
     """Options of a launch on `device`: EARLY, which its kernel hands to the functions below, and what Triton must know."""
-    return {"EARLY": True, "launch_pdl": True} if launch.arch(device) >= 90 else {"EARLY": False}
+    can = launch.arch(device) >= 90 and torch.version.hip is None
+    return {"EARLY": True, "launch_pdl": True} if can else {"EARLY": False}
 
 
 @triton.jit

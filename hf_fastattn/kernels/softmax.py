@@ -184,11 +184,11 @@ def attend(
     SINKS: tl.constexpr,
     SINK_BLOCK: tl.constexpr = SINK_BLOCK,
 ):
-    """Online softmax of rows `q` [BLOCK_M, BLOCK_D] over tiles tile_start..tile_stop-1 of the keys [lo, hi).
+    """Online softmax of the rows at Q + q_rows [BLOCK_M] over tiles tile_start..tile_stop-1 of the keys [lo, hi).
 
     Tile t holds the keys lo + t * BLOCK_N onward. Tiles that every row sees whole run in a loop without a mask; the few
     others (window edge, diagonal, tail; all of them where the row has holes) run in a second loop with one.
-    `k_base`, `v_base` point at slot 0 of the KV head. With SINKS, the one program of these rows that `takes_sinks` begins with
+    `k_base`, `v_base` point at slot 0 of the KV head. With SINKS, the one program of these rows that `takes_sinks` ends with
     the slots from sink_lo, for each row those before `sink_hi` [BLOCK_M], against the queries at QSinks + q_rows. Returns
     (acc, m, l) with m in base 2; a row that sees nothing returns (0, -inf, 0).
     """
