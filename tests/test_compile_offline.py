@@ -24,7 +24,7 @@ if INTERPRETED:
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime.driver import driver  # noqa: E402
 
-from hf_fastattn.kernels import launch, lean, prefill, spans, split_kv  # noqa: E402
+from hf_fastattn.kernels import append, launch, lean, prefill, ring, rms_norm, rope, rotate, spans, split_kv  # noqa: E402
 
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 KIB = 1024
@@ -197,19 +197,61 @@ def test_shared_memory_and_registers(name, arch, shape, tmp_path):
             assert spills_in_tile_loops(binary.sass) == 0, f"{kernel} spills in the loops over K/V tiles"
 
 
+WAIT = re.compile(r"griddepcontrol[._]wait|grid_dependency_wait")
+TOUCH = re.compile(r"\b(tt\.(load|store)|ttg\.async_copy_global_to_local)\b")
+
+
 @pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize("shape", [Shape("bf16", 64), Shape("bf16", 128, spans=False)], ids=lambda s: s.id)
 def test_launches_begin_early_from_hopper_on_and_wait_before_they_touch_memory(shape, arch, tmp_path):
-    wait = re.compile(r"griddepcontrol[._]wait|grid_dependency_wait")
-    touch = re.compile(r"\b(tt\.(load|store)|ttg\.async_copy_global_to_local)\b")
     for name in ("lean", "split_kv"):
         for kernel, binary in build(name, shape, arch, tmp_path).items():
             # Spans are older than lean's first launch, which did not begin early: its second may read them before it waits.
             code = binary.ttgir if kernel != "lean_merge_kernel" else re.sub(r"tt\.load", "read", binary.ttgir)
-            waits, touches = wait.search(code), touch.search(code)
+            waits, touches = WAIT.search(code), TOUCH.search(code)
             assert bool(waits) == (arch == 90 and kernel != "lean_kernel"), kernel  # which does not begin early
             assert not waits or waits.start() < touches.start(), f"{kernel} touches memory before it waits"
             assert binary.begins_early == bool(waits), f"{kernel} is launched early and does not wait, or waits for nothing"
+
+
+def _append():
+    new, slot = torch.zeros(2, 4, 1, 64, dtype=torch.float16), torch.zeros(1, dtype=torch.int64)
+    append.append(
+        torch.zeros(2, 4, 100, 64, dtype=torch.float16), torch.zeros(2, 4, 100, 64, dtype=torch.float16), new, new, slot
+    )
+
+
+def _rotate():
+    q, span = torch.zeros(2, 8, 1, 64, dtype=torch.float16), torch.zeros(2, 1, 1, spans.WORDS, dtype=torch.int32)
+    rotate.rotate(q, 100, span, torch.ones(32), window=64, sinks=4, interleaved=False)
+
+
+def _rope():
+    q, cos = torch.zeros(2, 8, 1, 64, dtype=torch.float16), torch.zeros(1, 1, 64, dtype=torch.float16)
+    rope.rope(q, q, cos, cos)
+
+
+SMALL = {
+    "append": (append, _append),
+    "ring_step": (ring, lambda: ring.ring_step(torch.zeros(2, dtype=torch.int64), None, 64, 4)),
+    "rotate": (rotate, _rotate),
+    "rope": (rope, _rope),
+    "rms_norm": (rms_norm, lambda: rms_norm.rms_norm(torch.zeros(2, 64), torch.zeros(64), 1e-6)),
+}
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("name", SMALL)
+def test_small_kernels_begin_early_from_hopper_on_and_wait_first(name, arch, monkeypatch):
+    module, call = SMALL[name]
+    if hasattr(module, "INTERPRETED"):  # else CPU tensors take the twin
+        monkeypatch.setattr(module, "INTERPRETED", True)
+    with compiling(module, (f"{name}_kernel",), arch) as compiled:
+        call()
+    (kernel,) = compiled.values()
+    waits, touches = WAIT.search(kernel.asm["ttgir"]), TOUCH.search(kernel.asm["ttgir"])
+    assert bool(waits) == kernel.metadata.launch_pdl == (arch == 90)
+    assert not waits or waits.start() < touches.start()
 
 
 @pytest.mark.parametrize("arch", [80, 90])

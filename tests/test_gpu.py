@@ -13,7 +13,7 @@ from conftest import DEVICE
 from test_kernels import LEAN, check_case, force_programs
 
 from hf_fastattn import interface
-from hf_fastattn.kernels import launch, prefill_hopper
+from hf_fastattn.kernels import prefill_hopper
 from hf_fastattn.kernels.lean import lean
 from hf_fastattn.kernels.spans import build_spans
 
@@ -134,12 +134,12 @@ def test_two_streams_at_once():
 def test_first_prefill_inside_a_capture_is_refused(monkeypatch):
     q, k, v = (torch.randn(1, 2, 256, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     prefill_hopper.prefill(q, k, v)
-    monkeypatch.setattr(launch, "_counters", {})
-    monkeypatch.setattr(launch, "_slots", {})
+    monkeypatch.setattr(prefill_hopper.counters, "_counters", {})
+    monkeypatch.setattr(prefill_hopper.counters, "_slots", {})
     with pytest.raises(RuntimeError, match=r"must not be captured into a CUDA graph.*Run the model once"):  # noqa: SIM117
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
             prefill_hopper.prefill(q, k, v)
-    assert not launch._counters
+    assert not prefill_hopper.counters._counters
     prefill_hopper.prefill(q, k, v)  # outside it works, also afterwards
     torch.cuda.synchronize()
 

@@ -1,11 +1,10 @@
-"""Tile sizes, warps and pipeline depth per architecture and shape, the size of grids, counters; quick launches.
+"""Tile sizes, warps and pipeline depth per architecture and shape, the size of grids; quick launches.
 
 Fixed tables: nothing is tuned at run time, and no length is compiled for. At most, lengths choose between two or three kernels.
 """
 
 from __future__ import annotations
 
-import threading
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, wraps
@@ -18,7 +17,6 @@ except ImportError:  # CPU tensors need no Triton
     driver = None
 
 MAX_DECODE_ROWS = 64  # query rows (q_len x heads per KV head) a decode kernel packs into one block
-_STREAM_SLOTS = 128
 _CPU_SMS = 3  # what the interpreter pretends to have: few programs, several tiles each
 
 
@@ -127,42 +125,6 @@ def num_splits(device: torch.device, config: Config, heads: int, kv_len: int) ->
     tiles = -(-kv_len // config.BLOCK_N)
     splits = max(1, min(programs_each(device, config, heads), -(-tiles // 2), 128))
     return -(-tiles // -(-tiles // splits))  # a split that does not shorten the longest only adds to the merge
-
-
-_counters: dict[torch.device, torch.Tensor] = {}
-_slots: dict[tuple[torch.device, int], int] = {}
-_registering = threading.Lock()
-
-
-def counters(device: torch.device) -> torch.Tensor:
-    """Two zeroed int32 counters, for launches on the current stream of `device` whose programs draw their work from them.
-
-    Launches on one stream run one after another and leave the counters at 0, so they share a pair; streams do not.
-    All sets of a device are allocated at the first launch, which must not be inside a CUDA graph capture.
-    """
-    stream = driver.active.get_current_stream(device.index) if device.type == "cuda" else 0
-    slot = _slots.get((device, stream))
-    if slot is None:
-        slot = _register_stream(device, stream)
-    return _counters[device][slot]
-
-
-def _register_stream(device: torch.device, stream: int) -> int:
-    with _registering:
-        if device not in _counters:
-            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                raise RuntimeError(
-                    "The first prefill on a device must not be captured into a CUDA graph: its counters live outside the "
-                    "graph. Run the model once before capturing it."
-                )
-            _counters[device] = torch.zeros(_STREAM_SLOTS, 2, dtype=torch.int32, device=device)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)  # another stream may be the next to count in it
-        slot = sum(known == device for known, _ in _slots)
-        if slot == _STREAM_SLOTS:
-            raise RuntimeError(f"Prefill has run on {_STREAM_SLOTS} streams of {device} already; reuse streams.")
-        _slots.setdefault((device, stream), slot)
-        return _slots[device, stream]
 
 
 class Launch:

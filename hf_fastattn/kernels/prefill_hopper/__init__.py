@@ -6,8 +6,8 @@ S = Q K^T of tile i + 1 and O += P V of tile i together, and computes the softma
 (section 3.2 of the source); named barriers make the consumers take turns, so that one fills the tensor cores while the other
 exponentiates (section 3.1). P never leaves registers. The programs stay, one to an SM, and draw their work from a counter.
 
-This file launches; kernel.py has the warps, plan.py their order of work, pipe.py what passes between them, tile.py the arithmetic
-on one tile.
+This file launches; kernel.py has the warps, plan.py their order of work, counters.py what they draw it from, pipe.py what passes
+between them, tile.py the arithmetic on one tile.
 
 Slots at and past a row's KV_STOP may hold anything, NaN too, and 0 * NaN is NaN. TMA fills zeros past the buffer's end; where the
 live keys end earlier, only the item's first tile can reach past them, and consumers zero those rows of V in shared memory before
@@ -27,6 +27,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .. import checks, launch
 from ..spans import NO_WINDOW, WORDS
+from .counters import counters_of
 from .kernel import BLOCK_M, prefill_hopper_kernel
 
 HEAD_DIMS = (64, 128, 256)
@@ -147,7 +148,7 @@ def prefill(
             lse,
             q if spans is None else spans,
             q if sink_logits is None else sink_logits,
-            launch.counters(q.device),
+            counters_of(q.device),
             0 if spans is None else spans.stride(0),
             num_items,
             num_blocks,

@@ -1,0 +1,44 @@
+"""Counters that the programs of a launch draw their work from."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from triton.runtime import driver
+
+_STREAM_SLOTS = 128
+_counters: dict[torch.device, torch.Tensor] = {}
+_slots: dict[tuple[torch.device, int], int] = {}
+_registering = threading.Lock()
+
+
+def counters_of(device: torch.device) -> torch.Tensor:
+    """Two zeroed int32 counters, for launches on the current stream of `device`.
+
+    Launches on one stream run one after another and leave the counters at 0, so they share a pair; streams do not.
+    All sets of a device are allocated at the first launch, which must not be inside a CUDA graph capture.
+    """
+    stream = driver.active.get_current_stream(device.index) if device.type == "cuda" else 0
+    slot = _slots.get((device, stream))
+    if slot is None:
+        slot = _register_stream(device, stream)
+    return _counters[device][slot]
+
+
+def _register_stream(device: torch.device, stream: int) -> int:
+    with _registering:
+        if device not in _counters:
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    "The first prefill on a device must not be captured into a CUDA graph: its counters live outside the "
+                    "graph. Run the model once before capturing it."
+                )
+            _counters[device] = torch.zeros(_STREAM_SLOTS, 2, dtype=torch.int32, device=device)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)  # another stream may be the next to count in it
+        slot = sum(known == device for known, _ in _slots)
+        if slot == _STREAM_SLOTS:
+            raise RuntimeError(f"Prefill has run on {_STREAM_SLOTS} streams of {device} already; reuse streams.")
+        _slots.setdefault((device, stream), slot)
+        return _slots[device, stream]
