@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from hf_fastattn.bench import decode, generate, kernels, paper, prefill, report, results, shapes, timing
+from hf_fastattn.bench import decode, generate, kernels, paper, prefill, report, results, sections, shapes, timing
 from hf_fastattn.bench.shapes import Shape
 from hf_fastattn.kernels import launch, reference
 
@@ -171,7 +171,7 @@ def test_every_table_and_picture_can_be_made(tmp_path):
     measured = json.loads((folder / "kernels_decode.json").read_text())
     worst = measured["summary"]["lean_over_best_peer"]["smallest_at"]  # which is always shown
     (us,) = [row["us"]["lean"] for row in measured["rows"] if row["shape"] == worst]
-    assert [line for line in text.splitlines() if worst in line and f" {report.figure(us)} " in line]
+    assert [line for line in text.splitlines() if worst in line and f" {sections.figure(us)} " in line]
 
 
 def test_sections_stand_where_they_are_named(tmp_path):

@@ -11,7 +11,7 @@ import statistics
 import torch
 
 from ..kernels import launch
-from ..kernels.lean import shares_within_heads
+from ..kernels.schedule import shares_within_heads
 from .shapes import DTYPE, LEAN, PORTABLE, READ, SPLIT_KV, Shape, compete, exact, make_inputs, ratios
 from .timing import num_sets
 

@@ -22,6 +22,7 @@ import triton.language as tl
 
 from . import checks, launch
 from .overlap import early, let_next_begin, wait_for_inputs
+from .schedule import deal, owner, shares_within_heads
 from .softmax import (
     attend,
     block_bounds,
@@ -35,78 +36,6 @@ from .softmax import (
 )
 from .spans import NO_WINDOW
 from .split_kv import Plan, make_plan, run
-
-# Tiles of a share. Beginning another head costs a program about as much as a tile or two; so a share as short as this is better
-# kept within one head, at the price of up to three tenths of the programs.
-SHORT = 90
-
-
-@triton.jit
-def _row_tiles(
-    span_ptrs, q_len, kv_len, window,
-    HAS_SPANS: tl.constexpr,
-    IS_CAUSAL: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SINKS: tl.constexpr,
-):  # fmt: skip
-    """Tiles of one KV head of a row, or of each row of a block. An empty row has one, for its sinks or its zeros."""
-    q_start, kv_start, kv_stop, window, causal, _ = load_spans(span_ptrs, q_len, kv_len, window, HAS_SPANS, IS_CAUSAL)
-    lo, hi, _, _ = block_bounds(q_start, q_start + q_len - 1, kv_start + SINKS, kv_stop, window, causal)
-    return tl.maximum((hi - lo + BLOCK_N - 1) // BLOCK_N, 1)
-
-
-@triton.jit
-def _owner(t, share, extra):
-    """Which member of a crew has tile t of its line in its share."""
-    longer = extra * (share + 1)
-    return tl.where(t < longer, t // (share + 1), extra + (t - longer) // share)
-
-
-@triton.jit
-def _schedule(
-    Spans, stride_sb, batch, kv_heads, q_len, kv_len, window, programs, spread,
-    BLOCK_B: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    MIN_TILES: tl.constexpr,
-    SHORT: tl.constexpr,
-    HAS_SPANS: tl.constexpr,
-    IS_CAUSAL: tl.constexpr,
-    SINKS: tl.constexpr,
-):  # fmt: skip
-    """Who has which tiles: (tiles_b, line_b, lines, line_tiles, crew, share, extra).
-
-    tiles_b, line_b [BLOCK_B]: tiles of one KV head and of all KV heads of each row; without spans rows are alike and these are
-    numbers. There are `lines` lines of `line_tiles` tiles, each dealt to a crew of `crew` programs: `share` tiles to every member
-    and one more to each of the first `extra`.
-    """
-    if HAS_SPANS:
-        offs_b = tl.arange(0, BLOCK_B)
-        span_ptrs = Spans + tl.minimum(offs_b, batch - 1).to(tl.int64) * stride_sb
-        tiles_b = _row_tiles(span_ptrs, q_len, kv_len, window, HAS_SPANS, IS_CAUSAL, BLOCK_N, SINKS)
-        line_b = tl.where(offs_b < batch, tiles_b * kv_heads, 0)
-        total = tl.sum(line_b, 0)
-        alike = tl.max(line_b, 0) * batch == total
-    else:
-        tiles_b = _row_tiles(Spans, q_len, kv_len, window, HAS_SPANS, IS_CAUSAL, BLOCK_N, SINKS)
-        line_b = tiles_b * kv_heads
-        total = line_b * batch
-        alike = tl.full([], True, tl.int1)
-
-    # Fewer programs than there are when there is little work, so that a share is worth its merge.
-    programs = tl.minimum(programs, tl.maximum(total // MIN_TILES, tl.minimum(total, spread)))
-    # Where rows are alike each head may have a line and a crew of its own, so that no share goes on to a second head. That is
-    # worth it where few programs are left over for it, or not many and shares are SHORT.
-    heads = batch * kv_heads
-    in_crews = programs // heads * heads
-    short = (in_crews * 10 >= programs * 7) & (total <= programs * SHORT)
-    own = alike & (in_crews > 0) & ((in_crews * 16 >= programs * 15) | short)
-    lines = tl.where(own, heads, 1)
-    line_tiles = total // lines
-    crew = programs // lines
-    longest = (line_tiles + crew - 1) // crew
-    crew = (line_tiles + longest - 1) // longest  # whoever does not shorten the longest share only adds to the merge
-    share = line_tiles // crew  # this form stays in 32 bits, where dividing is cheap
-    return tiles_b, line_b, lines, line_tiles, crew, share, line_tiles - share * crew
 
 
 @triton.jit(do_not_specialize=["stride_sb", "batch", "kv_heads", "q_len", "kv_len", "window", "spread", "stats_start"])
@@ -147,7 +76,6 @@ def lean_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     MIN_TILES: tl.constexpr,
-    SHORT: tl.constexpr,
     HAS_SPANS: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -160,9 +88,9 @@ def lean_kernel(
     """Writes the rows that one program has whole; of the others partials, two slots a program."""
     let_next_begin(EARLY)  # which this one did not: set up ahead of time, two of its programs may find room on one multiprocessor
     pid = tl.program_id(0)
-    _, line_b, lines, line_tiles, crew, share, extra = _schedule(
+    _, line_b, lines, line_tiles, crew, share, extra = deal(
         Spans, stride_sb, batch, kv_heads, q_len, kv_len, window, tl.num_programs(0), spread,
-        BLOCK_B, BLOCK_N, MIN_TILES, SHORT, HAS_SPANS, IS_CAUSAL, SINKS,
+        BLOCK_B, BLOCK_N, MIN_TILES, HAS_SPANS, IS_CAUSAL, SINKS,
     )  # fmt: skip
     if pid >= crew * lines:
         return
@@ -266,7 +194,6 @@ def lean_merge_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     MIN_TILES: tl.constexpr,
-    SHORT: tl.constexpr,
     ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
     HAS_SPANS: tl.constexpr,
@@ -279,9 +206,9 @@ def lean_merge_kernel(
     """A program for each ROWS packed rows: merges their partials, in order, where several programs have a part of them."""
     first_row, kv_head, b = tl.program_id(0) * ROWS, tl.program_id(1), tl.program_id(2)
     # The spans may be read ahead of the wait: they are older than lean_kernel, which did not begin early.
-    tiles_b, line_b, _, line_tiles, crew, share, extra = _schedule(
+    tiles_b, line_b, _, line_tiles, crew, share, extra = deal(
         Spans, stride_sb, batch, kv_heads, q_len, kv_len, window, programs, spread,
-        BLOCK_B, BLOCK_N, MIN_TILES, SHORT, HAS_SPANS, IS_CAUSAL, SINKS,
+        BLOCK_B, BLOCK_N, MIN_TILES, HAS_SPANS, IS_CAUSAL, SINKS,
     )  # fmt: skip
     if HAS_SPANS:
         offs_b = tl.arange(0, BLOCK_B)
@@ -293,8 +220,8 @@ def lean_merge_kernel(
     start = before + kv_head * row_tiles
     line = start // line_tiles
     start -= line * line_tiles
-    first = line * crew + _owner(start, share, extra)
-    last = line * crew + _owner(start + row_tiles - 1, share, extra)
+    first = line * crew + owner(start, share, extra)
+    last = line * crew + owner(start + row_tiles - 1, share, extra)
     wait_for_inputs(EARLY)
     let_next_begin(EARLY)
     if first == last:
@@ -330,17 +257,6 @@ def lean(
     """
     plan = _prepare((q, k, v, spans, sink_logits, q_sinks), scale, causal, window, softcap, sinks, return_lse)
     return run(plan, q, k, v, spans, sink_logits, sinks, q_sinks, return_lse)
-
-
-def shares_within_heads(device: torch.device, config: launch.Config, heads: int, kv_len: int | None) -> bool:
-    """Whether programs of their own serve `heads` KV heads of rows that are alike better than one line of tiles.
-
-    As `_schedule` decides on the device. kv_len: keys in sight, or None: whether it is so at any length.
-    """
-    programs = config.programs_per_sm * launch.num_sms(device)
-    of_heads = launch.programs_each(device, config, heads) * heads
-    short = kv_len is not None and heads * triton.cdiv(kv_len, config.BLOCK_N) <= programs * SHORT
-    return of_heads > 0 and (16 * of_heads >= 15 * programs or (10 * of_heads >= 7 * programs and short))
 
 
 @launch.remember
@@ -382,7 +298,6 @@ def _prepare(tensors, scale, causal, window, softcap, sinks, return_lse) -> Plan
         "BLOCK_N": config.BLOCK_N,
         "BLOCK_D": block_d,
         "MIN_TILES": config.MIN_TILES,
-        "SHORT": SHORT,
         "HAS_SPANS": spans is not None,
         "IS_CAUSAL": causal,
         "HAS_SINK_LOGITS": sink_logits is not None,

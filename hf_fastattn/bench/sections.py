@@ -1,0 +1,299 @@
+"""What each JSON under examples/results says, as Markdown: one function, and one row of SECTIONS, for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from ..tables import table, thousands
+from .grid import LEAN, OURS, SDPA, STATIC, UNPADDED
+
+NAMES = {
+    "8b": "Llama-3.1-8B",
+    "1b": "Llama-3.2-1B",
+    "opt-1.3b": "OPT-1.3B",
+    "opt-6.7b": "OPT-6.7B",
+    "mistral-7b": "Mistral-7B-v0.1",
+}
+SHAPE = "batch, heads/KV heads, head_dim, length"
+# Shapes of the decode grid that the README shows, beside the worst one.
+DECODE_ROWS = [
+    "1, 32/8, 128, 1k",
+    "1, 32/8, 128, 16k",
+    "1, 32/8, 128, 256k",
+    "4, 32/8, 128, 4k",
+    "16, 32/8, 128, 16k",
+    "64, 32/8, 128, 64k",
+    "1, 32/32, 128, 64k",
+    "16, 28/4, 128, 4k",
+    "4, 64/8, 128, 64k",
+    "1, 56/56, 64, 16k",
+    "64, 9/3, 64, 4k",
+    "1, 8/1, 256, 64k",
+]
+
+
+def figure(value: float | None, digits: int = 1, unit: str = "") -> str | None:
+    """A number in words, without decimals from 1000 on."""
+    return None if value is None else f"{value:.{digits if abs(value) < 1000 else 0}f}{unit}"
+
+
+def commands(result: dict) -> str:
+    return ", ".join(f"`{command}`" for command in result["commands"])
+
+
+def on(result: dict) -> str:
+    """Device and versions, in a sentence."""
+    at = result["conditions"]
+    return f"{at['device']}, torch {at['torch']}, triton {at['triton']}, transformers {at['transformers']}"
+
+
+def model(result: dict) -> str:
+    """The model of a result in words."""
+    name = NAMES.get(result["shape"], result["shape"])
+    return f"{name}-shaped with random weights" if result.get("weights", "random") == "random" else name
+
+
+def mean(found: dict) -> str:
+    """A ratio of a summary in words."""
+    if not found["rows"]:
+        return "not measured"
+    return f"{found['geometric_mean']:.2f}x in geometric mean ({found['rows']} shapes, {found['smallest']:.2f}x at worst)"
+
+
+# ---- generate() ----
+
+
+def generate(result: dict) -> str:
+    measured = sorted(
+        (row for row in result["rows"] if row["rivals"]), key=lambda row: (row["padded"], row["rows"], row["lengths"])
+    )
+    # Without the rival that compiles there is no speaking of the best of all stock paths.
+    compiled = any((row["rivals"].get(STATIC) or {}).get("ms") for row in measured)
+    names = (SDPA, STATIC, LEAN, OURS) if compiled else (SDPA, LEAN, OURS)
+    head = ["batch x prompt", "`sdpa`", *(["`sdpa`, static + compile"] if compiled else []), "`lean`", "`patch()`"]
+    head += ["best stock / `patch()`" if compiled else "`sdpa` / `patch()`"]
+    head += ["first token, `sdpa` / `patch()`", "GiB, `sdpa` / `patch()`"]
+    rows, notes = [], []
+    for row in measured:
+        rivals = {name: report or {} for name, report in row["rivals"].items()}
+        of = lambda name, what, rivals=rivals: rivals.get(name, {}).get(what)  # noqa: E731
+        pair = lambda what, digits, of=of: " / ".join(figure(of(name, what), digits) or "-" for name in (SDPA, OURS))  # noqa: E731
+        ratio = row.get("ratios", {}).get("best_stock")
+        rows.append([row["case"], *(figure(of(name, "ms"), 2) for name in names), figure(ratio, 2, "x")])
+        rows[-1] += [pair("ttft_ms", 0), pair("peak_gib", 1)]
+        if of(UNPADDED, "ms"):
+            low, high = min(row["lengths"]), max(row["lengths"])
+            notes.append(
+                f"The padded row is {row['rows']} left-padded prompts of {thousands(low)} to {thousands(high)} tokens; an "
+                f"unpadded batch with as many live tokens takes {of(UNPADDED, 'ms'):.2f} ms under `patch()`."
+            )
+    if not compiled:
+        notes.append("`sdpa` with the static cache and compilation was not run here; see the earlier run under Benchmarks.")
+    notes.append("First tokens are in milliseconds; - was not run, or failed with the reason recorded in the JSON.")
+    title = f"**`generate()`, milliseconds a token**, {model(result)}, greedy"
+    return "\n\n".join([f"{title} ({commands(result)}):", table(head, rows), " ".join(notes)])
+
+
+def fresh(result: dict) -> str:
+    seconds: dict[str, list[float]] = {"cold": [], "warm": []}
+    for row in result["rows"]:
+        seconds[row["triton_cache"]].append(row["calls"][0]["to_first_replay_s"] or row["calls"][0]["seconds"])
+    cold, warm = (" to ".join(dict.fromkeys((f"{min(v):.1f}", f"{max(v):.1f}"))) if v else "-" for v in seconds.values())
+    later = [call for row in result["rows"] for call in row["calls"][1:]]
+    compiled, captured = (max(call[what] for call in later) for what in ("compiled", "captured"))
+    return (
+        f"**The first call of a fresh process**, {model(result)} ({commands(result)}): from the loaded model to "
+        f"the first replay of its decode graph {cold} s with an empty Triton cache and {warm} s with a warm one. A second call "
+        f"with another prompt length compiled {compiled} kernels and captured {captured} graphs."
+    )
+
+
+def paper_e2e(result: dict) -> str:
+    names = ("fa2", "split_kv", "lean")
+    head = ["new tokens", *(f"`{name}`, s" for name in names), "`fa2` / `lean`", "`split_kv` / `lean`"]
+    rows = [
+        [
+            thousands(output["new_tokens"]),
+            *(figure(output["seconds"][name]) for name in names),
+            figure(output["lean_over_fa2"], 2),
+            figure(output["lean_over_split_kv"], 2),
+        ]
+        for output in result["summary"]["outputs"]
+    ]
+    contexts = ", ".join(thousands(row["context"]) for row in result["rows"])
+    return (
+        f"**A growing output behind a prompt of {thousands(result['rows'][0]['context'])}**, the LeanAttention paper's figure "
+        f"10, {model(result)}, all under `patch()` ({commands(result)}). ms a token is measured at contexts of "
+        f"{contexts}; the seconds are integrated between them:\n\n{table(head, rows)}"
+    )
+
+
+def stream(result: dict) -> str:
+    keeps = result["window"] + result["sinks"]
+    head = ["tokens read", "ms a token", f"dense cache of {keeps} tokens", "ratio", "GiB allocated"]
+    rows = [
+        [
+            row["tokens"],
+            figure(row["ms"], 3),
+            figure(row["dense_ms"], 3),
+            figure(row["over_dense"], 3),
+            figure(max(row["memory_bytes"]) / 2**30, 3) if row["memory_bytes"] else None,
+        ]
+        for row in result["rows"]
+    ]
+    lines = [
+        f"**Text without end**, {model(result)}, a window of {result['window']} and {result['sinks']} sinks "
+        f"({commands(result)}):",
+        table(head, rows),
+    ]
+    if "update" in result:
+        us = result["update"]["us"]
+        told = "; ".join(f"{name.replace('_', ' ')} {value:.0f}" for name, value in us.items())
+        lines.append(f"Writing one token into the caches of all layers, {result['update']['unit']}: {told}.")
+    if result.get("ring"):
+        told = ", ".join(f"{row['ring_over_dense']:.2f} ({row['shape']})" for row in result["ring"])
+        lines.append(
+            "The decode kernel over a full ring, with the launch that turns the queries of the sinks, as a share of `lean`'s "
+            f"speed over dense K/V of that size, by {SHAPE}: {told}."
+        )
+    return "\n\n".join(lines)
+
+
+# ---- accuracy ----
+
+
+def accuracy(result: dict) -> str:
+    """A row for each backend and cache, a column for each score."""
+    at = result["conditions"]
+    scores = [{(s["task"], s["metric"]): s for s in run["scores"]} for run in result["runs"]]
+    shown = [key for key in scores[0] if key[1] != "byte_perplexity"]  # which says what word_perplexity says
+    rows = []
+    for run, found in zip(result["runs"], scores, strict=True):
+        cells = [f"{found[key]['score']:.4g} ± {found[key]['stderr']:.2g}" if key in found else None for key in shown]
+        equal = [pair["equal"] for pair in run["against_baseline"] if pair["equal"] is not None]
+        rows.append([f"`{run['backend']}`", run["cache"], *cells, f"{100 * min(equal):.0f} %" if equal else None])
+    head = ["backend", "cache", *(f"{task.removeprefix('fastattn_')}, {metric.partition(',')[0]}" for task, metric in shown)]
+    return (
+        f"**{at['model']}**, {at['dtype']}, {at['device']}, torch {at['torch']}, transformers {at['transformers']}, at most "
+        f"{at['limit']:.0f} examples a task, standard errors behind ±. The last column is the least share of equal answers "
+        f"in a task, beside {result['baseline']}:\n\n{table([*head, 'equal'], rows)}\n\nThe verdict: {result['verdict']}"
+    )
+
+
+# ---- kernels ----
+
+
+def _us(rows: Iterable[dict], names: dict[str, str], more: dict[str, Callable[[dict], str | None]], first: str = SHAPE) -> str:
+    """A table of microseconds by kernel, with further columns."""
+    lines = [
+        [row["shape"], *(figure(row["us"].get(name)) for name in names), *(cell(row) for cell in more.values())] for row in rows
+    ]
+    return table([first, *names.values(), *more], lines)
+
+
+def decode(result: dict) -> str:
+    found = result["summary"]
+    worst = found["lean_over_best_peer"].get("smallest_at")
+    rows = [row for row in result["rows"] if row["shape"] in DECODE_ROWS or row["shape"] == worst]
+    names = {name: f"`{name}`" for name in ("sdpa_flash", "sdpa_cudnn", "split_kv", "lean")}
+    more = {
+        "best sdpa / `lean`": lambda row: figure(row["lean_over_best_peer"], 2),
+        "`lean`, TB/s": lambda row: figure(row["tb_per_s"]["lean"], 2),
+    }
+    below, above = (found[f"lean_over_best_peer_{size}"] for size in ("below_256_mib", "from_256_mib"))
+    return (
+        f"**Decode kernels, microseconds a call** ({commands(result)}), CUDA-graph replays over inputs larger than L2. The time "
+        f"of the better sdpa backend over that of `lean`: {mean(below)} below 256 MiB of K/V, {mean(above)} from there on. Some "
+        f"of the {len(result['rows'])} shapes, and the worst:\n\n{_us(rows, names, more)}"
+    )
+
+
+def speculation(result: dict) -> str:
+    return (
+        f"**Several queries a row**, 4 and 16, 32 heads over 8 KV heads ({commands(result)}): the time of the better sdpa "
+        f"backend over that of `lean` is {mean(result['summary']['lean_over_best_peer'])}."
+    )
+
+
+def ragged(result: dict) -> str:
+    names = {"sdpa_masked": "`sdpa`, masked", "split_kv": "`split_kv`", "lean": "`lean`"}
+    more = {"`lean`, TB/s of live K/V": lambda row: figure(row["tb_per_s"]["lean"], 2)}
+    return (
+        f"**Ragged batches, microseconds a decode call** ({commands(result)}), 32 heads over 8 KV heads, head_dim 128, "
+        f"left-padded:\n\n{_us(result['rows'], names, more, 'rows')}"
+    )
+
+
+def prefill(result: dict) -> str:
+    found = result["summary"]
+    names = {"sdpa_flash": "`sdpa` flash", "sdpa_cudnn": "`sdpa` cuDNN", "portable": "portable kernel", "ours": "ours here"}
+    rows = [
+        [
+            row["shape"].removesuffix(", causal"),
+            *(figure(row["tflops"].get(name), 0) for name in names),
+            figure(row["ours_over_sdpa_cudnn"], 2),
+        ]
+        for row in result["rows"]
+        if row["causal"]
+    ]
+    text = table([SHAPE, *names.values(), "ours / cuDNN"], rows)
+    return (
+        f"**Prefill, TFLOP/s** ({commands(result)}). Causal and not, ours over cuDNN is {mean(found['ours_over_sdpa_cudnn'])}, "
+        f"over sdpa's flash backend {mean(found['ours_over_sdpa_flash'])}; the portable kernel over the latter is "
+        f"{mean(found['portable_over_sdpa_flash'])}. The causal half:\n\n{text}"
+    )
+
+
+def window(result: dict) -> str:
+    rows = [[row["shape"], figure(row["us"]["ours"]), figure(row["us"].get("flash_attention_2"))] for row in result["rows"]]
+    return (
+        f"**What a window costs, microseconds a call**, 32 heads over 8 KV heads, head_dim 128 ({commands(result)}):\n\n"
+        + table(["call", "ours", "torch's FlashAttention-2"], rows)
+    )
+
+
+def host(result: dict) -> str:
+    largest = ", ".join(f"`{name}` {us:.0f}" for name, us in result["summary"]["largest_us"].items())
+    return (
+        f"**The host's time for one eager decode call**, microseconds ({commands(result)}): {largest}; `backend` is `lean` as "
+        "models call it. A decode graph spends none of it."
+    )
+
+
+def paper(result: dict) -> str:
+    found, rows = result["summary"], []
+    for name, peer in (("lean_over_fa2", "`fa2`"), ("lean_over_split_kv", "`split_kv`")):
+        said, ours = found["published"][name], found[name]
+        here = f"{ours['average']:.2f}, up to {ours['largest']:.2f}"
+        rows.append([f"`lean` over {peer}", f"{said['average']}, up to {said['largest']}", here])
+        rows[-1] += [figure(ours["geometric_mean"], 2), figure(ours["smallest"], 2)]
+    balance = ", ".join(f"`{name}` {value:.2f}" for name, value in found["mean_balance"].items())
+    values = lambda name: [row[name] for row in result["rows"]]  # noqa: E731
+    span = lambda name: f"{thousands(min(values(name)))} to {thousands(max(values(name)))}"  # noqa: E731
+    head = ["", f"published, {found['published']['device']}", "here: average", "geometric mean", "smallest"]
+    return (
+        f"**The LeanAttention paper's own comparison**, its figures 7 and 9 ({commands(result)}): {len(result['rows'])} shapes, "
+        f"head_dim {span('head_dim')}, {span('num_heads')} heads, batch {span('batch')}, {span('kv_len')} tokens.\n\n"
+        f"{table(head, rows)}\n\n"
+        f"How evenly the schedules lay the work on the SMs (its figure 4; 1 is perfect), on average: {balance}."
+    )
+
+
+# Sections in the order of the README: name, file, text.
+SECTIONS: list[tuple[str, str, Callable[[dict], str]]] = [
+    ("generate", "generate_8b.json", generate),
+    ("generate_compile", "generate_8b_compile.json", generate),
+    ("generate_512", "generate_8b_512.json", generate),
+    ("generate_1b", "generate_1b.json", generate),
+    ("fresh", "generate_fresh.json", fresh),
+    ("stream", "stream.json", stream),
+    ("accuracy", "eval_smollm2.json", accuracy),
+    ("decode", "kernels_decode.json", decode),
+    ("speculation", "kernels_speculation.json", speculation),
+    ("ragged", "kernels_ragged.json", ragged),
+    ("window", "kernels_window.json", window),
+    ("host", "kernels_host.json", host),
+    ("prefill", "kernels_prefill.json", prefill),
+    ("paper", "kernels_paper.json", paper),
+    ("paper_e2e", "paper_e2e.json", paper_e2e),
+]
