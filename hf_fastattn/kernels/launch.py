@@ -17,6 +17,7 @@ except ImportError:  # CPU tensors need no Triton
     driver = None
 
 MAX_DECODE_ROWS = 64  # query rows (q_len x heads per KV head) a decode kernel packs into one block
+MAX_SPLITS = 128
 _CPU_SMS = 3  # what the interpreter pretends to have: few programs, several tiles each
 
 
@@ -121,9 +122,9 @@ def programs_each(device: torch.device, config: Config, heads: int) -> int:
 
 
 def num_splits(device: torch.device, config: Config, heads: int, kv_len: int) -> int:
-    """Flash-Decoding's splits per KV head: enough programs for one wave, at least two tiles each, at most 128."""
+    """Flash-Decoding's splits per KV head: enough programs for one wave, at least two tiles each, at most MAX_SPLITS."""
     tiles = -(-kv_len // config.BLOCK_N)
-    splits = max(1, min(programs_each(device, config, heads), -(-tiles // 2), 128))
+    splits = max(1, min(programs_each(device, config, heads), -(-tiles // 2), MAX_SPLITS))
     return -(-tiles // -(-tiles // splits))  # a split that does not shorten the longest only adds to the merge
 
 

@@ -85,7 +85,8 @@ def deal(
 def shares_within_heads(device: torch.device, config: launch.Config, heads: int, kv_len: int | None) -> bool:
     """Whether programs of their own serve `heads` KV heads of rows that are alike better than one line of tiles.
 
-    As `deal` decides on the device. kv_len: keys in sight, or None: whether it is so at any length.
+    As `deal` decides on the device, but that this does not count how many programs little work needs. kv_len: keys in sight, or
+    None: whether it is so at any length.
     """
     programs = config.programs_per_sm * launch.num_sms(device)
     of_heads = launch.programs_each(device, config, heads) * heads

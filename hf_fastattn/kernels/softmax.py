@@ -258,15 +258,12 @@ def attend(
                 q_sinks = tl.load(q_sinks_ptrs, mask=d_mask, other=0.0)
             words_stop = tl.where(holes, sinks_stop, sink_lo)
             everything = tl.zeros_like(sink_hi)
-            acc, m, l = _masked_tile(
-                q_sinks, k_sinks, v_sinks, sink_lo + offs_s, span_ptr, words_stop, everything, sink_hi, acc, m, l,
-                scale_log2, cap_log2, HAS_SPANS, HAS_SOFTCAP, IEEE,
-            )  # fmt: skip
-            for i in tl.range(1, tl.cdiv(SINKS, SINK_BLOCK), num_stages=1):
+            for i in tl.range(0, tl.cdiv(SINKS, SINK_BLOCK), num_stages=1):
                 first = sink_lo + i * SINK_BLOCK
-                k_sinks, v_sinks = _load_tile(
-                    k_base, v_base, k_sink_offs, v_sink_offs, stride_kn, stride_vn, offs_s, d_mask, first, sinks_stop
-                )
+                if i > 0:
+                    k_sinks, v_sinks = _load_tile(
+                        k_base, v_base, k_sink_offs, v_sink_offs, stride_kn, stride_vn, offs_s, d_mask, first, sinks_stop
+                    )
                 acc, m, l = _masked_tile(
                     q_sinks, k_sinks, v_sinks, first + offs_s, span_ptr, words_stop, everything, sink_hi, acc, m, l,
                     scale_log2, cap_log2, HAS_SPANS, HAS_SOFTCAP, IEEE,

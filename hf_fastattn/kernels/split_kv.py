@@ -91,6 +91,7 @@ def split_kv_kernel(
     tiles = tl.cdiv(hi - lo, BLOCK_N)
 
     offs_d = tl.arange(0, BLOCK_D)
+    # Addresses too are ready before the wait.
     k_base = K + row * stride_kb + kv_head * stride_kh
     v_base = V + row * stride_vb + kv_head * stride_vh
     tile_start, tile_stop = split * tiles // splits, (split + 1) * tiles // splits
@@ -161,7 +162,7 @@ def combine_kernel(
     WRITE_LSE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One program per packed row: merges its splits in order."""
+    """One program per packed row: merges its splits in order. Its tensors are those of every merge; spans it needs none."""
     wait_for_inputs(EARLY)
     let_next_begin(EARLY)
     kv_head, kv_heads = tl.program_id(1), tl.num_programs(1)
@@ -192,7 +193,7 @@ def split_kv(
     return_lse: bool = False,
     splits: int | None = None,
 ):
-    """Exact attention of few query rows in two launches; arguments, result and errors as in `kernels.reference.attention`.
+    """Exact attention of few query rows in one launch or two; arguments, result and errors as in `kernels.reference.attention`.
 
     q_len * num_heads / num_kv_heads must be at most `launch.MAX_DECODE_ROWS`. splits: into how many parts the keys of a row are
     split; None: as many as fill the GPU. With a number, a row's bits depend neither on the batch nor on the buffer's length.
@@ -279,7 +280,7 @@ def make_plan(tensors, config, splits, scale, causal, window, softcap, sinks, re
     )
     if most <= 1:
         return Plan(attend, None, 0)
-    chunk, num_warps = launch.merge(block_d, min(most, 128))
+    chunk, num_warps = launch.merge(block_d, min(most, launch.MAX_SPLITS))
     merge = launch.Launch(
         combine_kernel, (q_len * group, kv_heads, batch), **both, splits=splits, CHUNK=chunk, num_warps=num_warps
     )
