@@ -313,6 +313,18 @@ def test_lean_schedules_on_the_device_what_the_host_could(kernel, case, device, 
 
 
 @with_lean
+@pytest.mark.parametrize("rows", here(None, ((0, 100, 0.0), (60, 100, 0.0), (0, 100, 0.0))), ids=["dense", "padded"])
+def test_lean_hands_over_only_rows_that_the_host_knows_to_be_alike(kernel, rows, device, monkeypatch):
+    config = launch.decode
+    monkeypatch.setattr(launch, "decode", lambda *args: replace(config(*args), programs_per_sm=1))
+    monkeypatch.setattr(launch, "num_sms", lambda device: 6)  # one for each KV head
+    x = make(Case(q_len=1, kv_len=100, batch=3, num_heads=4, num_kv_heads=2, head_dim=32, rows=rows), device)
+    with counted_launches(kernel) as launched:
+        kernel.launcher()(x.q, x.k, x.v, x.spans, **x.options)
+    assert launched == Counter(LEAN.launches if rows else SPLIT_KV.launches[:1])
+
+
+@with_lean
 @pytest.mark.parametrize("case", here(*SCHEDULE_CASES), ids=lambda c: c.id)
 @pytest.mark.parametrize("programs", here(1, 2, 3, 7, 10_000 if ON_GPU else 1000))
 def test_lean_with_any_number_of_programs(kernel, case, programs, device, monkeypatch):

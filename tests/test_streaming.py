@@ -20,7 +20,7 @@ from hf_fastattn import RollingCache, compat, streaming
 from hf_fastattn.kernels import ring
 from hf_fastattn.kernels import spans as span_layout
 from hf_fastattn.kernels.append import append
-from hf_fastattn.kernels.rotate import rotate
+from hf_fastattn.kernels.rotate import BLOCK_H, rotate
 
 WINDOW, SINKS = 9, 3
 LENGTH = 5 * WINDOW + SINKS + 4 if not INTERPRETED else WINDOW + SINKS + 18
@@ -486,7 +486,7 @@ def test_rotation_is_the_models_own_at_the_nearer_position(interleaved, pairs, s
     """Up to what one fp32 rotation after another rounds, at any position."""
     generator = torch.Generator().manual_seed(0)
     inv_freq = (1.0 / 1e4 ** (torch.arange(pairs) / pairs)).to(device)
-    plain = torch.randn(2, 3, 5, 20, generator=generator).to(device)
+    plain = torch.randn(2, BLOCK_H + 3, 5, 20, generator=generator).to(device)
 
     def turn(x, positions):  # as models do: angles in fp32
         angle = (positions[..., None].float() * inv_freq).double()[:, None]
