@@ -151,6 +151,7 @@ def lean_kernel(
             HAS_SPANS,
             HAS_SOFTCAP,
             IEEE,
+            True,  # FEW_ROWS
             QSinks,
             sink_lo,
             sink_hi,

@@ -99,6 +99,7 @@ def prefill_kernel(
         HAS_SPANS,
         HAS_SOFTCAP,
         IEEE,
+        False,  # FEW_ROWS
         QSinks,
         sink_lo,
         sink_hi,

@@ -177,6 +177,7 @@ def attend(
     HAS_SPANS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     IEEE: tl.constexpr,
+    FEW_ROWS: tl.constexpr,
     QSinks,
     sink_lo,
     sink_hi,
@@ -187,7 +188,9 @@ def attend(
     """Online softmax of the rows at Q + q_rows [BLOCK_M] over tiles tile_start..tile_stop-1 of the keys [lo, hi).
 
     Tile t holds the keys lo + t * BLOCK_N onward. Tiles that every row sees whole run in a loop without a mask; the few
-    others (window edge, diagonal, tail; all of them where the row has holes) run in a second loop with one.
+    others (window edge, diagonal, tail; all of them where the row has holes) run in a second loop with one. Beginning a loop
+    costs more than a tile where memory decides and not arithmetic, FEW_ROWS: there a tail that is the same for all rows runs in
+    the first loop, as a whole tile that ends with the keys and leaves out those that the tile before has.
     `k_base`, `v_base` point at slot 0 of the KV head. With SINKS, the one program of these rows that `takes_sinks` ends with
     the slots from sink_lo, for each row those before `sink_hi` [BLOCK_M], against the queries at QSinks + q_rows. Returns
     (acc, m, l) with m in base 2; a row that sees nothing returns (0, -inf, 0).
@@ -218,11 +221,16 @@ def attend(
 
     # Tiles [full_start, full_stop) need no mask.
     full_start = tl.minimum(tl.maximum((full_lo - lo + BLOCK_N - 1) // BLOCK_N, tile_start), tile_stop)
-    full_stop = tl.where(holes, full_start, tl.minimum(tl.maximum(full_hi - lo, 0) // BLOCK_N, tile_stop))
+    full_keys = tl.maximum(full_hi - lo, 0)
+    if FEW_ROWS:
+        full_keys += tl.where((full_hi == hi) & (hi - lo >= BLOCK_N), BLOCK_N - 1, 0)
+    full_stop = tl.where(holes, full_start, tl.minimum(full_keys // BLOCK_N, tile_stop))
     full_stop = tl.maximum(full_stop, full_start)
 
     for tile in tl.range(full_start, full_stop):
-        start = (lo + tile * BLOCK_N).to(tl.int64)
+        first = lo + tile * BLOCK_N
+        known = first - tl.minimum(first, hi - BLOCK_N) if FEW_ROWS else 0
+        start = (first - known).to(tl.int64)
         if HEAD_DIM == BLOCK_D:
             k = tl.load(k_base + start * stride_kn + k_offs)
             v = tl.load(v_base + start * stride_vn + v_offs)
@@ -230,6 +238,8 @@ def attend(
             k = tl.load(k_base + start * stride_kn + k_offs, mask=d_mask, other=0.0)
             v = tl.load(v_base + start * stride_vn + v_offs, mask=d_mask, other=0.0)
         s = _scores(q, k, scale_log2, cap_log2, HAS_SOFTCAP, IEEE)
+        if FEW_ROWS:
+            s = tl.where((offs_n >= known)[None, :], s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 1))
         p = tl.exp2(s - m_new[:, None])
         alpha = tl.exp2(m - m_new)

@@ -125,6 +125,7 @@ def split_kv_kernel(
         HAS_SPANS,
         HAS_SOFTCAP,
         IEEE,
+        True,  # FEW_ROWS
         QSinks,
         sink_lo,
         sink_hi,
