@@ -252,6 +252,7 @@ def test_small_kernels_begin_early_from_hopper_on_and_wait_first(name, arch, mon
     waits, touches = WAIT.search(kernel.asm["ttgir"]), TOUCH.search(kernel.asm["ttgir"])
     assert bool(waits) == kernel.metadata.launch_pdl == (arch == 90)
     assert not waits or waits.start() < touches.start()
+    assert name != "rope" or not kernel.metadata.enable_fp_fusion  # products are rounded before they are added
 
 
 @pytest.mark.parametrize("arch", [80, 90])

@@ -3,6 +3,7 @@
 import copy
 import gc
 import importlib
+import itertools
 import weakref
 
 import pytest
@@ -96,6 +97,27 @@ def test_rotation_refuses_in_sentences():
         rope(q.double(), k.double(), cos[:, 0].double(), cos[:, 0].double())
     with pytest.raises(ValueError, match="requires grad"):
         rope(q.requires_grad_(), k, cos[:, 0], cos[:, 0])
+
+
+@runs_kernels
+def test_launches_that_are_remembered_are_told_apart():
+    """By eps, by layout, and by whether gradients are asked for."""
+    from hf_fastattn.kernels import rms_norm, rope
+
+    x, weight = torch.randn(6, 6, 32, device=DEVICE), torch.ones(32, device=DEVICE, requires_grad=True)
+    q, k = torch.randn(2, 4, 4, 16, device=DEVICE), torch.randn(2, 4, 4, 16, device=DEVICE)
+    cos, sin = torch.randn(2, 4, 16, device=DEVICE), torch.randn(2, 4, 16, device=DEVICE)
+    layouts = [lambda t: t, lambda t: t.transpose(-3, -2)]
+    with torch.no_grad():
+        for eps, layout in [(eps, layout) for eps in (1e-6, 1.0) for layout in layouts]:
+            expected = exact(layout(x), weight, eps)
+            torch.testing.assert_close(rms_norm.run(layout(x), weight, eps).double(), expected, atol=1e-5, rtol=1e-5)
+        for q_layout, k_layout, rows in itertools.product(layouts, layouts, (1, 2)):
+            args = q_layout(q), k_layout(k), cos[:rows], sin[:rows]
+            for got, stock in zip(rope.run(*args), apply_rotary_pos_emb(*args), strict=True):
+                assert torch.equal(got, stock)
+    assert rms_norm.run(x, weight.detach(), 1.0) is not None and rms_norm.run(x, weight, 1.0) is None
+    assert rope.run(q, k, cos, sin) is not None and rope.run(q.requires_grad_(), k, cos, sin) is None
 
 
 PER_LAYER = {"llama": (2, 1), "mistral": (2, 1), "qwen2": (2, 1), "qwen3": (4, 1), "phi": (0, 1), "gemma2": (0, 1), "opt": (0, 0)}

@@ -15,9 +15,7 @@ try:
 except ImportError:  # CPU tensors need no Triton
     triton = None
 
-from . import INTERPRETED
-from .checks import on_device
-from .launch import block_d
+from . import INTERPRETED, launch
 
 
 def append(
@@ -31,33 +29,28 @@ def append(
     if triton is None or torch.compiler.is_compiling() or not (keys.is_cuda or INTERPRETED):
         _append_torch(keys, values, new_keys, new_values, slot)
         return
+    tensors = (keys, values, new_keys, new_values, slot)
+    _prepare(tensors)(*tensors)
+
+
+@launch.remember
+def _prepare(tensors) -> launch.Launch:
+    keys, values, new_keys, new_values, slot = tensors
     batch, heads, capacity, head_dim = keys.shape
-    with on_device(keys):
-        append_kernel[(batch * heads,)](
-            keys,
-            values,
-            new_keys,
-            new_values,
-            slot,
-            keys.stride(0),
-            keys.stride(1),
-            keys.stride(2),
-            values.stride(0),
-            values.stride(1),
-            values.stride(2),
-            new_keys.stride(0),
-            new_keys.stride(1),
-            new_values.stride(0),
-            new_values.stride(1),
-            slot.stride(0) if slot.shape[0] > 1 else 0,
-            heads,
-            capacity,
-            K_DIM=head_dim,
-            V_DIM=values.shape[3],
-            BLOCK_D=block_d(max(head_dim, values.shape[3])),
-            **early(keys.device),
-            num_warps=1,
-        )
+    laid_out = (("k", keys, "bhn"), ("v", values, "bhn"), ("nk", new_keys, "bh"), ("nv", new_values, "bh"))
+    return launch.Launch(
+        append_kernel,
+        (batch * heads,),
+        **{f"stride_{name}{axis}": tensor.stride(i) for name, tensor, axes in laid_out for i, axis in enumerate(axes)},
+        stride_slot=slot.stride(0) if slot.shape[0] > 1 else 0,
+        heads=heads,
+        capacity=capacity,
+        K_DIM=head_dim,
+        V_DIM=values.shape[3],
+        BLOCK_D=launch.block_d(max(head_dim, values.shape[3])),
+        **early(keys.device),
+        num_warps=1,
+    )
 
 
 def _append_torch(keys, values, new_keys, new_values, slot) -> None:

@@ -137,14 +137,12 @@ class Launch:
 
     __slots__ = ("_again", "grid", "kernel", "meta", "rest")
 
-    def __init__(self, kernel, grid: tuple[int, ...], *, num_warps: int, num_stages: int = 3, launch_pdl: bool = False, **rest):
-        """`rest`: the kernel's arguments after its tensors by name, constants included. launch_pdl: see `overlap`."""
+    def __init__(self, kernel, grid: tuple[int, ...], **named):
+        """`named`: the kernel's arguments after its tensors, constants included; and Triton's options, such as num_warps."""
         self.kernel, self.grid = kernel, (*grid, 1, 1)[:3]
-        self.rest = tuple(rest.pop(name) for name in kernel.arg_names if name in rest)
-        self.meta = {"num_warps": num_warps, "num_stages": num_stages} | ({"launch_pdl": True} if launch_pdl else {})
+        self.rest = tuple(named.pop(name) for name in kernel.arg_names if name in named)
+        self.meta = named
         self._again = None
-        if rest:
-            raise TypeError(f"{kernel.fn.__name__} has no arguments {', '.join(rest)}.")
 
     def __call__(self, *tensors: torch.Tensor | None) -> None:
         device = tensors[0].device

@@ -14,8 +14,7 @@ try:
 except ImportError:  # CPU tensors need no Triton
     triton = None
 
-from . import INTERPRETED
-from .checks import on_device
+from . import INTERPRETED, launch
 from .spans import CAUSAL, NO_WINDOW, WORDS
 
 
@@ -29,21 +28,27 @@ def ring_step(counts: torch.Tensor, pads: torch.Tensor | None, window: int, sink
         return _ring_step_torch(counts, pads, window, sinks)
     slots = torch.empty_like(counts)
     spans = torch.empty(counts.shape[0], 1, 1, WORDS, dtype=torch.int32, device=counts.device)
-    with on_device(counts):
-        ring_step_kernel[(1,)](
-            counts,
-            counts if pads is None else pads,
-            slots,
-            spans,
-            counts.shape[0],
-            window,
-            sinks,
-            HAS_PADS=pads is not None,
-            BLOCK_B=triton.next_power_of_2(counts.shape[0]),
-            **early(counts.device),
-            num_warps=1,
-        )
+    _prepare((counts, pads), window, sinks)(counts, counts if pads is None else pads, slots, spans)
     return slots, spans
+
+
+@launch.remember
+def _prepare(tensors, window, sinks) -> launch.Launch:
+    counts, pads = tensors
+    return launch.Launch(
+        ring_step_kernel,
+        (1,),
+        batch=counts.shape[0],
+        window=window,
+        sinks=sinks,
+        HAS_PADS=pads is not None,
+        BLOCK_B=triton.next_power_of_2(counts.shape[0]),
+        **early(counts.device),
+        CAUSAL=CAUSAL,
+        NO_WINDOW=NO_WINDOW,
+        WORDS=WORDS,
+        num_warps=1,
+    )
 
 
 def _ring_step_torch(counts, pads, window, sinks):
@@ -77,9 +82,9 @@ if triton is not None:
         HAS_PADS: tl.constexpr,
         BLOCK_B: tl.constexpr,
         EARLY: tl.constexpr,
-        CAUSAL: tl.constexpr = CAUSAL,
-        NO_WINDOW: tl.constexpr = NO_WINDOW,
-        WORDS: tl.constexpr = WORDS,
+        CAUSAL: tl.constexpr,
+        NO_WINDOW: tl.constexpr,
+        WORDS: tl.constexpr,
     ):
         wait_for_inputs(EARLY)
         let_next_begin(EARLY)

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .checks import on_device
+from . import launch
 from .overlap import early, let_next_begin, wait_for_inputs
 
 MAX_SIZE = 16384  # elements of a row: one program holds it whole
@@ -64,30 +64,40 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
     x: (..., size); weight: (size,) of the same dtype and device. Raises ValueError for what `why_not` names.
     """
-    if reason := why_not(x, weight):
-        raise ValueError(reason)
-    return run(x, weight, eps)
+    out = run(x, weight, eps)
+    if out is None:
+        raise ValueError(why_not(x, weight))
+    return out
 
 
-def run(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """`rms_norm` of inputs to which `why_not` has nothing to say."""
+def run(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor | None:
+    """`rms_norm`, or None where `why_not` has something to say."""
+    start = _prepare((x, weight), eps)
+    if start is None:
+        return None
     x = x.contiguous()
+    out = torch.empty_like(x)
+    start(x, weight, out)
+    return out
+
+
+@launch.remember
+def _prepare(tensors, eps) -> launch.Launch | None:
+    x, weight = tensors
+    if why_not(x, weight):
+        return None
     size = x.shape[-1]
     rows = x.numel() // size
     block = triton.next_power_of_2(size)
     block_m = max(1, 1024 // block)
-    out = torch.empty_like(x)
-    with on_device(x):
-        rms_norm_kernel[(triton.cdiv(rows, block_m),)](
-            x,
-            weight,
-            out,
-            rows,
-            eps,
-            SIZE=size,
-            BLOCK=block,
-            BLOCK_M=block_m,
-            **early(x.device),
-            num_warps=max(2, min(16, block // 512)),
-        )
-    return out
+    return launch.Launch(
+        rms_norm_kernel,
+        (triton.cdiv(rows, block_m),),
+        rows=rows,
+        eps=eps,
+        SIZE=size,
+        BLOCK=block,
+        BLOCK_M=block_m,
+        **early(x.device),
+        num_warps=max(2, min(16, block // 512)),
+    )

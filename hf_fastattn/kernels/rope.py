@@ -13,7 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .checks import DTYPES, on_device
+from . import launch
+from .checks import DTYPES
 from .overlap import early, let_next_begin, wait_for_inputs
 
 BLOCK_H = 8  # heads a program rotates, with one load of its token's cosines
@@ -101,38 +102,43 @@ def rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor)
 
     New tensors in the layout of q and k. Raises ValueError for what `why_not` names.
     """
-    if reason := why_not(q, k, cos, sin):
-        raise ValueError(reason)
-    return run(q, k, cos, sin)
+    out = run(q, k, cos, sin)
+    if out is None:
+        raise ValueError(why_not(q, k, cos, sin))
+    return out
 
 
-def run(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`rope` of inputs to which `why_not` has nothing to say."""
+def run(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """`rope`, or None where `why_not` has something to say."""
+    start = _prepare((q, k, cos, sin))
+    if start is None:
+        return None
+    out_q, out_k = torch.empty_like(q), torch.empty_like(k)
+    start(q, k, cos, sin, out_q, out_k)
+    return out_q, out_k
+
+
+@launch.remember
+def _prepare(tensors) -> launch.Launch | None:
+    q, k, cos, sin = tensors
+    if why_not(q, k, cos, sin):
+        return None
     batch, num_heads, tokens, head_dim = q.shape
     kv_heads = k.shape[1]
-    out_q, out_k = torch.empty_like(q), torch.empty_like(k)
-    with on_device(q):
-        rope_kernel[(batch * tokens, triton.cdiv(num_heads + kv_heads, BLOCK_H))](
-            q,
-            k,
-            cos,
-            sin,
-            out_q,
-            out_k,
-            *q.stride()[:3],
-            *k.stride()[:3],
-            cos.stride(0) if cos.shape[0] > 1 else 0,
-            cos.stride(1),
-            *out_q.stride()[:3],
-            *out_k.stride()[:3],
-            num_heads,
-            kv_heads,
-            tokens,
-            HEAD_DIM=head_dim,
-            BLOCK_D=triton.next_power_of_2(head_dim),
-            BLOCK_H=BLOCK_H,
-            **early(q.device),
-            num_warps=2,
-            enable_fp_fusion=False,  # a product that goes into the sum unrounded is not what the model computes
-        )
-    return out_q, out_k
+    laid_out = (("q", q), ("k", k), ("oq", torch.empty_like(q)), ("ok", torch.empty_like(k)))
+    return launch.Launch(
+        rope_kernel,
+        (batch * tokens, triton.cdiv(num_heads + kv_heads, BLOCK_H)),
+        **{f"stride_{name}{axis}": tensor.stride(i) for name, tensor in laid_out for i, axis in enumerate("bhm")},
+        stride_cb=cos.stride(0) if cos.shape[0] > 1 else 0,
+        stride_cm=cos.stride(1),
+        num_heads=num_heads,
+        kv_heads=kv_heads,
+        tokens=tokens,
+        HEAD_DIM=head_dim,
+        BLOCK_D=triton.next_power_of_2(head_dim),
+        BLOCK_H=BLOCK_H,
+        **early(q.device),
+        num_warps=2,
+        enable_fp_fusion=False,  # a product that goes into the sum unrounded is not what the model computes
+    )
