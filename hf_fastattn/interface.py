@@ -22,7 +22,7 @@ calls: Counter[str] = Counter()
 def register(name: str, run: Callable[..., torch.Tensor], streams: bool = False) -> None:
     """Register both functions with Transformers under `name`; `run` has the signature of `kernels.reference.attention`.
 
-    streams: it gets `window`, `sinks` and `q_sinks` as the model's config asks (`streaming.Settings`).
+    streams: it gets `window`, `sinks`, `inv_freq` and `interleaved` as the model's config asks (`streaming.Settings`).
     """
     _runners[name] = run
     (_streaming.add if streams else _streaming.discard)(name)
@@ -212,7 +212,7 @@ def _attention(
     if mask is None or mask.dtype == torch.int32:
         options = {"scale": scale, "causal": causal, "window": window, "softcap": softcap, "sink_logits": sink_logits}
         if sinks:
-            options |= {"sinks": sinks, "q_sinks": streaming.turned_back(q, k, mask, rope, window, sinks)}
+            options |= {"sinks": sinks, **streaming.rotation(rope, q.device)}
         return _runners[name](q, k, v, mask, **options)
     if name in _streaming:
         raise ValueError(

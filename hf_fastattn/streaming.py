@@ -1,4 +1,4 @@
-"""What a model asks of a streaming backend, and the queries that score its sinks.
+"""What a model asks of a streaming backend, and how the queries that score its sinks are turned.
 
 Every query sees the first `sinks` tokens of its row and the last `window`, itself included, at positions counted within those.
 Source: Xiao et al., "Efficient Streaming Language Models with Attention Sinks" (2024), section 3.2.
@@ -13,7 +13,6 @@ from functools import cache
 import torch
 
 from . import compat
-from .kernels.rotate import rotate
 
 
 @dataclass(frozen=True)
@@ -115,11 +114,8 @@ def _inv_freq(index: int, device: torch.device) -> torch.Tensor:
         return torch.tensor(_ropes[index].inv_freq, dtype=torch.float32, device=device)
 
 
-def turned_back(
-    q: torch.Tensor, k: torch.Tensor, spans: torch.Tensor | None, rope: int, window: int, sinks: int
-) -> torch.Tensor | None:
-    """The queries that score the sinks (`kernels.rotate`); None where the rotary embedding `rope` is none."""
+def rotation(rope: int, device: torch.device) -> dict:
+    """By what kernels turn the query that scores the sinks, as their options; none where the rotary embedding `rope` is none."""
     if rope < 0:
-        return None
-    inv_freq, interleaved = _inv_freq(rope, q.device), _ropes[rope].interleaved
-    return rotate(q, k.shape[2], spans, inv_freq, window=window, sinks=sinks, interleaved=interleaved)
+        return {}
+    return {"inv_freq": _inv_freq(rope, device), "interleaved": _ropes[rope].interleaved}

@@ -35,7 +35,7 @@ class Case:
     scale: float | None = None
     sinks: bool = False  # learned logits
     first_tokens: int = 0  # kept in sight whatever the window: the kernels' `sinks`
-    turned: bool = False  # ... and scored with a query of their own
+    turned: bool = False  # ... and scored with the query turned back
     lse: bool = True
     layout: str = "plain"
     # From here on the call carries spans if anything differs from its default.
@@ -75,7 +75,8 @@ class Case:
 
 @dataclass
 class Inputs:
-    """Tensors of a case, the options every kernel takes, what the contract says is visible, and which slots are sinks."""
+    """Tensors of a case, the options every kernel takes, what the contract says is visible, which slots are sinks and what scores
+    them (None: q)."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -84,6 +85,7 @@ class Inputs:
     options: dict
     seen: np.ndarray
     is_sink: np.ndarray
+    q_sinks: torch.Tensor | None
 
 
 def attention_mask(case: Case, rng: np.random.Generator) -> np.ndarray | None:
@@ -173,22 +175,29 @@ def make(case: Case, device: torch.device) -> Inputs:
             attention_mask=None if mask is None else torch.as_tensor(mask, device=device),
         )
     by_argument = spans is None or case.say_twice
+    turned = case.turned and case.first_tokens > 0
     options = {
         "scale": case.scale,
         "causal": case.causal and by_argument,
-        "window": case.window if by_argument else None,
+        "window": case.window if by_argument or turned else None,
         "softcap": case.softcap,
         "sink_logits": sink_logits,
         "return_lse": case.lse,
     }
     q, k, v = (placed(x, case.layout) for x in (q, k, v))
     if case.first_tokens:
-        options |= {"sinks": case.first_tokens, "q_sinks": None}
-    if case.turned and case.first_tokens:
-        turned = torch.as_tensor(rng.standard_normal(q.shape), dtype=q.dtype, device=device)
-        options["q_sinks"] = placed(turned, case.layout)
+        options["sinks"] = case.first_tokens
     is_sink = oracle.sink_slots(case.batch, case.kv_len, case.kv_offset, mask, case.first_tokens)
-    return Inputs(q, k, v, spans, options, seen, is_sink)
+    q_sinks = None
+    if turned:
+        pairs = int(rng.choice((case.head_dim // 2, case.head_dim // 4)))
+        inv_freq = torch.as_tensor(rng.uniform(0.0, 3.0, pairs), dtype=torch.float32, device=device)
+        rotation = {"inv_freq": inv_freq, "interleaved": bool(rng.integers(2))}
+        options |= rotation
+        first_slot = np.where(is_sink.any(1), is_sink.argmax(1), case.kv_len)
+        tokens = case.first_query - case.kv_offset + np.arange(case.q_len)[None] - first_slot[:, None]
+        q_sinks = oracle.turned_back(q, tokens, window=case.window, sinks=case.first_tokens, **rotation)
+    return Inputs(q, k, v, spans, options, seen, is_sink, q_sinks)
 
 
 def ragged(batch: int, kv_len: int, *, right: bool = True) -> tuple[tuple[int, int, float], ...]:

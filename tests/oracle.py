@@ -55,6 +55,24 @@ def visible_from_spans(spans: torch.Tensor, q_len, kv_len, *, causal=False, wind
     return seen
 
 
+def turned_back(q, tokens, inv_freq, *, window, sinks, interleaved) -> torch.Tensor:
+    """`q` (batch, heads, q_len, head_dim) of the tokens `tokens` (batch or 1, q_len) as the sinks meet it, in fp64.
+
+    It stands at most at sinks + window - 1; angles are products in fp32, as models have them.
+    """
+    near = tokens if window is None else np.minimum(tokens, sinks + window - 1)
+    frequencies = inv_freq.cpu().numpy()
+    here, there = (x.astype(np.float32)[..., None] * frequencies for x in (tokens, near))
+    angle = torch.as_tensor(here.astype(np.float64) - there.astype(np.float64), device=q.device)[:, None]
+    out, pairs = q.double().clone(), len(frequencies)
+    for pair in range(pairs):
+        i, j = (2 * pair, 2 * pair + 1) if interleaved else (pair, pair + pairs)
+        cos, sin = angle[..., pair].cos(), angle[..., pair].sin()
+        x, y = q[..., i].double(), q[..., j].double()
+        out[..., i], out[..., j] = x * cos + y * sin, y * cos - x * sin
+    return out
+
+
 def attention(q, k, v, seen: np.ndarray, *, scale=None, softcap=None, sink_logits=None, q_sinks=None, is_sink=None):
     """(out, lse) in fp64 on q's device; `seen` as above. A query that sees nothing gets 0 and, without a sink, lse -inf.
 

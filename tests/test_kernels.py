@@ -149,13 +149,14 @@ def check_case(kernel: Kernel, case: Case, device) -> None:
     x = make(case, device)
     assert (x.spans is not None) == case.has_spans
     result = run(kernel, x.q, x.k, x.v, x.spans, x.options)
-    expected = oracle.attention(x.q, x.k, x.v, x.seen, **_plain(x.options), is_sink=x.is_sink)
+    of_sinks = {"q_sinks": x.q_sinks, "is_sink": x.is_sink}
+    expected = oracle.attention(x.q, x.k, x.v, x.seen, **_plain(x.options), **of_sinks)
     what = f"{kernel.name} on {case.id}"
-    tolerance.assert_attention(result, expected, x.q, x.k, x.v, x.spans, x.seen, x.options, what, x.is_sink)
+    tolerance.assert_attention(result, expected, x.q, x.k, x.v, x.spans, x.seen, x.options, what, **of_sinks)
 
 
 def _plain(options: dict) -> dict:
-    return {name: options.get(name) for name in ("scale", "softcap", "sink_logits", "q_sinks")}
+    return {name: options.get(name) for name in ("scale", "softcap", "sink_logits")}
 
 
 RUNS = [pytest.param(k, c, id=f"{k.name}-{c.id}") for c in CASES for k in RUNNABLE if k.fit(c) == c]
@@ -255,17 +256,28 @@ def any_spans(draw) -> tuple[Case, list[list[int]]]:
 
 @pytest.mark.parametrize("kernel", RUNNABLE, ids=lambda k: k.name)
 def test_any_spans(kernel, device):
-    @given(any_spans(), st.booleans(), st.one_of(st.none(), st.integers(1, 30)), st.sampled_from((0, 0, 3, 20)))
-    def check(drawn, causal, window, sinks):
+    @given(any_spans(), st.booleans(), st.one_of(st.none(), st.integers(1, 30)), st.sampled_from((0, 0, 3, 20)), st.booleans())
+    def check(drawn, causal, window, sinks, interleaved):
         case, rows = drawn
         case = kernel.fit(case)
         x = make(replace(case, causal=False), device)
         span = torch.tensor(rows, dtype=torch.int32, device=device)[:, None, None]
         seen = oracle.visible_from_spans(span, case.q_len, case.kv_len, causal=causal, window=window, sinks=sinks)
         options = {"causal": causal, "window": window, "return_lse": True, "sinks": sinks}
+        of_sinks = {}
+        if sinks:
+            rotation = {"inv_freq": torch.tensor([1.0, 0.3, 1e-3, 1e-5], device=device), "interleaved": interleaved}
+            options |= rotation
+            ints = np.array([row[: spans.WORDS] for row in rows])
+            first = np.maximum(ints[:, spans.KV_START], 0)[:, None]
+            tokens = (ints[:, spans.Q_START] + ints[:, spans.DROPPED])[:, None] - first + np.arange(case.q_len)
+            of_sinks["q_sinks"] = oracle.turned_back(x.q, tokens, window=window, sinks=sinks, **rotation)
+            slots = np.arange(case.kv_len)
+            of_sinks["is_sink"] = (slots >= first) & (slots < first + sinks)
         result = run(kernel, x.q, x.k, x.v, span, options)
-        expected = oracle.attention(x.q, x.k, x.v, seen)
-        tolerance.assert_attention(result, expected, x.q, x.k, x.v, span, seen, options, f"{kernel.name} on {rows}")
+        expected = oracle.attention(x.q, x.k, x.v, seen, **of_sinks)
+        what = f"{kernel.name} on {rows}"
+        tolerance.assert_attention(result, expected, x.q, x.k, x.v, span, seen, options, what, **of_sinks)
 
     check()
 
@@ -476,18 +488,11 @@ def _bad(device) -> dict[str, tuple[dict, type[Exception], str]]:
         "spans device": ({"spans": ints(2, 1, 1, 6, d=other)}, ValueError, r"spans must be on q's device.*got meta"),
         "window": ({"window": 0}, ValueError, r"window counts.*at least 1; got 0"),
         "first tokens": ({"sinks": -1}, ValueError, r"sinks counts the first keys.*at least 0; got -1"),
-        "q_sinks alone": ({"q_sinks": randn(2, 4, 3, 32)}, ValueError, r"q_sinks.*sinks is 0; pass both or neither"),
-        "q_sinks shape": ({"sinks": 2, "q_sinks": randn(2, 4, 1, 32)}, ValueError, r"q_sinks must be like q.*\(2, 4, 1, 32\)"),
-        "q_sinks dtype": (
-            {"sinks": 2, "q_sinks": randn(2, 4, 3, 32, **half)},
-            ValueError,
-            r"q_sinks must be like q.*torch.float16",
-        ),
-        "q_sinks strides": (
-            {"sinks": 2, "q_sinks": randn(2, 3, 4, 32).transpose(1, 2)},
-            ValueError,
-            r"q_sinks must have q's strides, \(384, 96, 32, 1\); got \(384, 32, 128, 1\)",
-        ),
+        "inv_freq alone": ({"inv_freq": randn(16)}, ValueError, r"inv_freq.*sinks is 0; pass both or neither"),
+        "inv_freq shape": ({"sinks": 2, "inv_freq": randn(16, 1)}, ValueError, r"inv_freq must be float32.*\(16, 1\)"),
+        "inv_freq dtype": ({"sinks": 2, "inv_freq": randn(16, **half)}, ValueError, r"inv_freq must be float32.*torch.float16"),
+        "inv_freq strides": ({"sinks": 2, "inv_freq": randn(32)[::2]}, ValueError, r"inv_freq must be float32.*contiguous"),
+        "inv_freq size": ({"sinks": 2, "inv_freq": randn(17)}, ValueError, r"pairs of q's 32 dimensions; got 17 frequencies"),
         "softcap": ({"softcap": 0.0}, ValueError, r"softcap must be above 0; got 0.0.*None"),
         "scale": ({"scale": 0.0}, ValueError, r"scale must be above 0; got 0.0"),
         "scale nan": ({"scale": float("nan")}, ValueError, r"scale must be above 0; got nan"),

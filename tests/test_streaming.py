@@ -189,7 +189,7 @@ def test_the_reference_cares_for_sinks_windows_and_their_rotation(device):
     for wrong in (Reference(model, sinks=SINKS - 1), Reference(model, window=WINDOW - 1)):
         assert (wrong.logits(ids[0])[-1] - right).abs().max() > 0.1
     with patched(model), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(streaming, "turned_back", lambda *args: None)  # sinks where they were read
+        patch.setattr(streaming, "rotation", lambda *args: {})  # sinks where they were read
         got, _ = feed(model, ids, [LENGTH])
     assert (got[0, -1] - right).abs().max() > 0.1
 

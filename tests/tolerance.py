@@ -4,7 +4,7 @@
 
 P |V| is the attention of the absolute values: what a sum's rounding is proportional to. (max|out| is too small a scale where
 a thousand values cancel; torch's own matrix products then differ from one another by more.)
-Where torch has no equivalent (softcap, sink logits, q_sinks, lse) the package's torch twin, run in that dtype, stands in for it;
+Where torch has no equivalent (softcap, sink logits, turned queries, lse) the package's torch twin, run in that dtype, stands in;
 for lse the scale is the largest of |lse|, 1 and the softcap: numbers of that size are added on the way to it.
 """
 
@@ -43,15 +43,15 @@ def assert_close(result, expected, peer, eps: float, scale: float, what: str) ->
     assert error <= allowed, f"{what}: error {error:.3e} against fp64, allowed {allowed:.3e}"
 
 
-def assert_attention(result, expected, q, k, v, spans, seen, options: dict, what: str, is_sink=None) -> None:
-    """(out, lse or None) of a kernel against (out, lse) of the oracle."""
+def assert_attention(result, expected, q, k, v, spans, seen, options: dict, what: str, **of_sinks) -> None:
+    """(out, lse or None) of a kernel against (out, lse) of the oracle; of_sinks: what the oracle needs to know of them."""
     out, lse = result
     assert out.dtype == q.dtype and out.shape == q.shape, f"{what}: {out.dtype} {tuple(out.shape)}"
-    plain = all(options.get(name) is None for name in ("softcap", "sink_logits", "q_sinks"))
+    plain = all(options.get(name) is None for name in ("softcap", "sink_logits", "inv_freq"))
     twin_out, twin_lse = reference.attention(q, k, v, spans, **{**options, "return_lse": True})
     peer = torch_math(q, k, v, seen, options.get("scale")) if plain else twin_out
-    scoring = {name: value for name, value in options.items() if name in ("scale", "softcap", "sink_logits", "q_sinks")}
-    scale = largest(oracle.attention(q, k, v.abs(), seen, **scoring, is_sink=is_sink)[0])
+    scoring = {name: value for name, value in options.items() if name in ("scale", "softcap", "sink_logits")}
+    scale = largest(oracle.attention(q, k, v.abs(), seen, **scoring, **of_sinks)[0])
     assert_close(out, expected[0], peer, torch.finfo(q.dtype).eps, scale, f"{what}, out")
     if lse is not None:
         assert lse.dtype == torch.float32 and lse.shape == q.shape[:3], f"{what}: lse {lse.dtype} {tuple(lse.shape)}"

@@ -24,7 +24,6 @@ import torch
 from ..caches import PreallocatedCache, RollingCache
 from ..caches.rolling import Ring
 from ..kernels import reference
-from ..kernels.rotate import rotate
 from ..kernels.spans import CAUSAL, NO_WINDOW
 from ..patches import patch
 from ..streaming import Settings
@@ -246,9 +245,7 @@ def ring(args, results: Results, device: torch.device) -> bool:
         spans = torch.tensor(ints, dtype=torch.int32, device=device).expand(batch, 1, 1, -1).contiguous()
 
         def over_ring(i, kernel=shapes.LEAN, inputs=inputs, spans=spans, inv_freq=inv_freq):
-            q, k, v = inputs[i]
-            turned = rotate(q, k.shape[2], spans, inv_freq, interleaved=False, **options)
-            return kernel(q, k, v, spans, q_sinks=turned, **options)
+            return kernel(*inputs[i], spans, inv_freq=inv_freq, **options)
 
         def dense(i, kernel=shapes.LEAN, inputs=inputs):
             return kernel(*inputs[i])

@@ -15,7 +15,7 @@ MAX_HEAD_DIM = 256
 
 
 def check(
-    q, k, v, spans, *, scale, window, softcap, sink_logits, sinks: int = 0, q_sinks=None, decode: bool = False
+    q, k, v, spans, *, scale, window, softcap, sink_logits, sinks: int = 0, inv_freq=None, decode: bool = False
 ) -> float:  # fmt: skip
     """Refuse what a kernel cannot honour, in a sentence; return the scale (head_dim ** -0.5 where None)."""
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
@@ -72,16 +72,16 @@ def check(
         raise ValueError(f"window counts the keys a query sees, itself included, and must be at least 1; got {window}.")
     if sinks < 0:
         raise ValueError(f"sinks counts the first keys of a row, which stay in sight, and must be at least 0; got {sinks}.")
-    if q_sinks is not None:
+    if inv_freq is not None:
         if sinks == 0:
-            raise ValueError("q_sinks is the query that scores the sinks, and sinks is 0; pass both or neither.")
-        if not all(getattr(q_sinks, name) == getattr(q, name) for name in ("shape", "dtype", "device")):
+            raise ValueError("inv_freq turns the query that scores the sinks, and sinks is 0; pass both or neither.")
+        if inv_freq.dtype != torch.float32 or inv_freq.dim() != 1 or inv_freq.device != q.device or not inv_freq.is_contiguous():
             raise ValueError(
-                f"q_sinks must be like q, {q.dtype} {tuple(q.shape)} on {q.device}; "
-                f"got {q_sinks.dtype} {tuple(q_sinks.shape)} on {q_sinks.device}."
+                f"inv_freq must be float32, (rotary_dim / 2,), contiguous and on {q.device}; "
+                f"got {inv_freq.dtype} {tuple(inv_freq.shape)} on {inv_freq.device}."
             )
-        if q_sinks.stride() != q.stride():
-            raise ValueError(f"q_sinks must have q's strides, {q.stride()}; got {q_sinks.stride()}.")
+        if not 0 < 2 * inv_freq.shape[0] <= head_dim:
+            raise ValueError(f"inv_freq turns pairs of q's {head_dim} dimensions; got {inv_freq.shape[0]} frequencies.")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap must be above 0; got {softcap}. Pass None for no softcap.")
     if scale is not None and not scale > 0:

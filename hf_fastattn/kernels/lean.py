@@ -35,7 +35,7 @@ from .softmax import (
     store_partial,
 )
 from .spans import NO_WINDOW
-from .split_kv import Plan, make_plan, run
+from .split_kv import Plan, make_plan, run, turning
 
 
 @triton.jit(do_not_specialize=["stride_sb", "batch", "kv_heads", "q_len", "kv_len", "window", "spread", "stats_start"])
@@ -47,7 +47,7 @@ def lean_kernel(
     Lse,
     Workspace,
     Spans,
-    QSinks,
+    SinkQuery,
     SinkLogits,
     stride_qb,
     stride_qh,
@@ -83,6 +83,9 @@ def lean_kernel(
     WRITE_LSE: tl.constexpr,
     IEEE: tl.constexpr,
     SINKS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    ONE_QUERY: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Writes the rows that one program has whole; of the others partials, two slots a program."""
@@ -117,6 +120,7 @@ def lean_kernel(
             Spans + row * stride_sb, q_len, kv_len, window, HAS_SPANS, IS_CAUSAL
         )
         sink_lo, sink_hi = kv_start, sink_stop(q_start + q_index, kv_start, kv_stop, causal, SINKS)
+        places = q_start - sink_lo + (tl.zeros([1], tl.int32) if ONE_QUERY else q_index)
         kv_start += SINKS
         lo, hi, full_lo, full_hi = block_bounds(q_start, q_start + q_len - 1, kv_start, kv_stop, row_window, causal)
         row_tiles = tl.maximum((hi - lo + BLOCK_N - 1) // BLOCK_N, 1)
@@ -152,11 +156,15 @@ def lean_kernel(
             HAS_SOFTCAP,
             IEEE,
             True,  # FEW_ROWS
-            QSinks,
+            SinkQuery,
             sink_lo,
             sink_hi,
             tile_start == 0,
+            places,
+            SINKS + window - 1,
             SINKS,
+            PAIRS,
+            INTERLEAVED,
         )
         if tile_stop - tile_start == row_tiles:
             store_packed(
@@ -249,23 +257,24 @@ def lean(
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
     sinks: int = 0,
-    q_sinks: torch.Tensor | None = None,
+    inv_freq: torch.Tensor | None = None,
+    interleaved: bool = False,
     return_lse: bool = False,
 ):
     """Exact attention of few query rows in one launch or two; arguments, result and errors as in `kernels.reference.attention`.
 
     q_len * num_heads / num_kv_heads must be at most `launch.MAX_DECODE_ROWS`.
     """
-    plan = _prepare((q, k, v, spans, sink_logits, q_sinks), scale, causal, window, softcap, sinks, return_lse)
-    return run(plan, q, k, v, spans, sink_logits, sinks, q_sinks, return_lse)
+    plan = _prepare((q, k, v, spans, sink_logits, inv_freq), scale, causal, window, softcap, sinks, interleaved, return_lse)
+    return run(plan, q, k, v, spans, sink_logits, sinks, inv_freq, return_lse)
 
 
 @launch.remember
-def _prepare(tensors, scale, causal, window, softcap, sinks, return_lse) -> Plan:
-    q, k, v, spans, sink_logits, q_sinks = tensors
+def _prepare(tensors, scale, causal, window, softcap, sinks, interleaved, return_lse) -> Plan:
+    q, k, v, spans, sink_logits, inv_freq = tensors
     scale = checks.check(
         q, k, v, spans, decode=True,
-        scale=scale, window=window, softcap=softcap, sink_logits=sink_logits, sinks=sinks, q_sinks=q_sinks,
+        scale=scale, window=window, softcap=softcap, sink_logits=sink_logits, sinks=sinks, inv_freq=inv_freq,
     )  # fmt: skip
     batch, num_heads, q_len, head_dim = q.shape
     kv_heads, kv_len = k.shape[1], k.shape[2]
@@ -274,7 +283,7 @@ def _prepare(tensors, scale, causal, window, softcap, sinks, return_lse) -> Plan
     in_sight = kv_len if window is None else min(kv_len, window + q_len - 1)
     alike = spans is None or batch == 1
     if alike and shares_within_heads(q.device, config, heads, in_sight if spans is None else None):
-        return make_plan(tensors, config, None, scale, causal, window, softcap, sinks, return_lse)
+        return make_plan(tensors, config, None, scale, causal, window, softcap, sinks, interleaved, return_lse)
     workspace_m, block_d = triton.next_power_of_2(q_len * group), launch.block_d(head_dim)
     most = launch.num_sms(q.device) * config.programs_per_sm
     programs = min(most, heads * triton.cdiv(kv_len, config.BLOCK_N))
@@ -315,6 +324,7 @@ def _prepare(tensors, scale, causal, window, softcap, sinks, return_lse) -> Plan
         BLOCK_M=config.BLOCK_M,
         HAS_SOFTCAP=softcap is not None,
         IEEE=q.dtype == torch.float32,
+        **turning(inv_freq, interleaved, q_len),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from . import checks, launch
+from .rotate import rotate
 from .softmax import attend, block_bounds, finalize, load_spans, row_bounds, sink_stop
 from .spans import NO_WINDOW
 
@@ -104,7 +105,11 @@ def prefill_kernel(
         sink_lo,
         sink_hi,
         True,
+        0,  # places and what else turns queries: those at QSinks are turned
+        0,
         SINKS,
+        0,
+        False,
     )
     out, lse = finalize(acc, m, l, SinkLogits + head + offs_m * 0, row_mask, HAS_SINK_LOGITS)
     # Out is (batch, q_len, num_heads, HEAD_DIM), contiguous.
@@ -126,11 +131,17 @@ def prefill(
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
     sinks: int = 0,
-    q_sinks: torch.Tensor | None = None,
+    inv_freq: torch.Tensor | None = None,
+    interleaved: bool = False,
     return_lse: bool = False,
 ):
     """Exact attention of many query rows; arguments, result and errors as in `kernels.reference.attention`."""
-    start = _prepare((q, k, v, spans, sink_logits, q_sinks), scale, causal, window, softcap, sinks, return_lse)
+    if inv_freq is not None and 0 in q.stride():
+        q = q.contiguous()  # queries in one place may be turned to several
+    start = _prepare((q, k, v, spans, sink_logits, inv_freq), scale, causal, window, softcap, sinks, return_lse)
+    q_sinks = q
+    if inv_freq is not None:
+        q_sinks = rotate(q, k.shape[2], spans, inv_freq, window=window, sinks=sinks, interleaved=interleaved)
     out, lse = checks.empty_outputs(q, return_lse)
     start(
         q,
@@ -139,7 +150,7 @@ def prefill(
         out,
         lse,
         q if spans is None else spans,
-        None if not sinks else q if q_sinks is None else q_sinks,
+        q_sinks if sinks else None,
         q if sink_logits is None else sink_logits,
     )
     return (out, lse) if return_lse else out
@@ -148,9 +159,9 @@ def prefill(
 @launch.remember
 def _prepare(tensors, scale, causal, window, softcap, sinks, return_lse) -> launch.Launch:
     """The launch for these arguments, once they are checked."""
-    q, k, v, spans, sink_logits, q_sinks = tensors
+    q, k, v, spans, sink_logits, inv_freq = tensors
     scale = checks.check(
-        q, k, v, spans, scale=scale, window=window, softcap=softcap, sink_logits=sink_logits, sinks=sinks, q_sinks=q_sinks
+        q, k, v, spans, scale=scale, window=window, softcap=softcap, sink_logits=sink_logits, sinks=sinks, inv_freq=inv_freq
     )
     batch, num_heads, q_len, head_dim = q.shape
     config = launch.prefill(q.device, q.dtype, head_dim, q_len)

@@ -5,10 +5,12 @@ It shares the kernels' signature and holds the whole score matrix, so it is for 
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from . import checks
-from .spans import CAUSAL, DROPPED, HOLES, KV_START, NO_WINDOW, WORDS
+from .spans import CAUSAL, DROPPED, HOLES, KV_START, NO_WINDOW, Q_START, WORDS
 
 
 def visible(
@@ -49,7 +51,8 @@ def attention(
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
     sinks: int = 0,
-    q_sinks: torch.Tensor | None = None,
+    inv_freq: torch.Tensor | None = None,
+    interleaved: bool = False,
     return_lse: bool = False,
 ):
     """softmax(scale * q k^T) v over the keys each query sees, exact, in fp32.
@@ -64,7 +67,8 @@ def attention(
     head's denominator that has no value (GPT-OSS). A query that sees nothing gets 0.
 
     sinks: every query sees the row's first `sinks` slots (from KV_START on; causality and holes still hold) whatever the window,
-    and scores them with q_sinks where that is given: of q's shape, dtype and strides.
+    and scores them, where inv_freq is given, with the query turned back from its place p in the row to min(p, sinks + window - 1);
+    inv_freq, fp32 (rotary_dim / 2,), and interleaved say how the model's rotary embedding turns (`kernels.rotate`).
 
     Returns out (batch, num_heads, q_len, head_dim) in q's dtype, a view of (batch, q_len, num_heads, head_dim); with
     `return_lse` also lse (batch, num_heads, q_len) fp32, the natural logarithm of the denominator (-inf where it is 0).
@@ -74,7 +78,7 @@ def attention(
     al., "Efficient Streaming Language Models with Attention Sinks" (2024), section 3.2.
     """
     scale = checks.check(
-        q, k, v, spans, scale=scale, window=window, softcap=softcap, sink_logits=sink_logits, sinks=sinks, q_sinks=q_sinks
+        q, k, v, spans, scale=scale, window=window, softcap=softcap, sink_logits=sink_logits, sinks=sinks, inv_freq=inv_freq
     )
     batch, num_heads, q_len, head_dim = q.shape
     kv_heads, kv_len = k.shape[1], k.shape[2]
@@ -86,10 +90,11 @@ def attention(
         return (rows @ k.float().transpose(2, 3)).view(batch, kv_heads, group, q_len, kv_len) * scale
 
     scores = score(q)
-    if q_sinks is not None:
+    if inv_freq is not None:
+        turned = turned_back(q, kv_len, spans, inv_freq, window=window, sinks=sinks, interleaved=interleaved)
         first = torch.zeros(1, 1, device=q.device) if spans is None else spans[:, 0, 0, KV_START, None].clamp(min=0)
         is_sink = torch.arange(kv_len, device=q.device) < first + sinks
-        scores = torch.where(is_sink[:, None, None, None], score(q_sinks), scores)
+        scores = torch.where(is_sink[:, None, None, None], score(turned), scores)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     seen = visible(q_len, kv_len, q.device, spans, causal, window, sinks)
@@ -111,6 +116,38 @@ def attention(
         return out
     lse = (top + torch.log(total)).view(batch, num_heads, q_len)
     return out, lse
+
+
+def turned_back(
+    q: torch.Tensor,
+    kv_len: int,
+    spans: torch.Tensor | None,
+    inv_freq: torch.Tensor,
+    *,
+    window: int | None,
+    sinks: int,
+    interleaved: bool,
+) -> torch.Tensor:
+    """The queries that score the sinks, of q's shape and dtype: what `kernels.rotate` computes, and says why."""
+    q_len, pairs = q.shape[2], inv_freq.shape[0]
+    token = torch.arange(q_len, device=q.device)
+    if spans is None:
+        token = (token + kv_len - q_len)[None]
+    else:
+        q_start, kv_start, dropped = (spans[:, 0, 0, i, None].long() for i in (Q_START, KV_START, DROPPED))
+        token = token + q_start - kv_start.clamp(min=0) + dropped
+    near = token if window is None else token.clamp(max=sinks + window - 1)
+    there, here = (x[..., None].float() * inv_freq for x in (near, token))
+    angle = here.double() - there.double()
+    angle = angle - 2 * math.pi * torch.round(angle / (2 * math.pi))
+    cos, sin = angle.float().cos()[:, None], angle.float().sin()[:, None]
+    first, second = (slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)) if interleaved else (slice(pairs), slice(pairs, 2 * pairs))
+    out = torch.empty_like(q)
+    out[..., 2 * pairs :] = q[..., 2 * pairs :]
+    x, y = q[..., first].float(), q[..., second].float()
+    out[..., first] = (x * cos + y * sin).to(q.dtype)
+    out[..., second] = (y * cos - x * sin).to(q.dtype)
+    return out
 
 
 def dense_attention(

@@ -11,6 +11,9 @@ the exact product; both angles here are rounded as the model rounds them, so tha
 at `near` and no error grows with p. (Between queries and window keys it does: both carry roundings of theta(p), at
 most p * inv_freq / 2**24 radians each.) The difference is taken and reduced in fp64.
 
+Prefill kernels read these queries from memory, where `rotate` puts them. Decode kernels have them from the device code below,
+in the one program of a row that scores sinks.
+
 Source: Xiao et al., "Efficient Streaming Language Models with Attention Sinks" (2024), section 3.2.
 """
 
@@ -28,7 +31,8 @@ except ImportError:  # CPU tensors need no Triton
 
 from . import INTERPRETED
 from .checks import on_device
-from .spans import DROPPED, KV_START, Q_START
+from .reference import turned_back
+from .spans import DROPPED, KV_START, NO_WINDOW, Q_START
 
 BLOCK_H = 8  # heads a program turns
 
@@ -39,7 +43,7 @@ def rotate(
     spans: torch.Tensor | None,
     inv_freq: torch.Tensor,
     *,
-    window: int,
+    window: int | None,
     sinks: int,
     interleaved: bool,
 ) -> torch.Tensor:
@@ -50,10 +54,9 @@ def rotate(
     (i, i + rotary_dim / 2), or (2 i, 2 i + 1) where interleaved.
     """
     if triton is None or not (q.is_cuda or INTERPRETED):
-        return _rotate_torch(q, kv_len, spans, inv_freq, window, sinks, interleaved)
+        return turned_back(q, kv_len, spans, inv_freq, window=window, sinks=sinks, interleaved=interleaved)
     batch, num_heads, q_len, head_dim = q.shape
     out = torch.empty_strided(q.shape, q.stride(), dtype=q.dtype, device=q.device)
-    pairs = inv_freq.shape[0]
     with on_device(q):
         rotate_kernel[(q_len, triton.cdiv(num_heads, BLOCK_H), batch)](
             q,
@@ -67,48 +70,42 @@ def rotate(
             num_heads,
             q_len,
             kv_len,
-            window,
-            PAIRS=pairs,
-            REST=head_dim - 2 * pairs,
-            SINKS=sinks,
+            sinks + (NO_WINDOW if window is None else window) - 1,
+            HEAD_DIM=head_dim,
+            BLOCK_D=triton.next_power_of_2(head_dim),
+            PAIRS=inv_freq.shape[0],
             INTERLEAVED=interleaved,
             HAS_SPANS=spans is not None,
             BLOCK_H=BLOCK_H,
-            BLOCK_P=triton.next_power_of_2(pairs),
-            BLOCK_R=triton.next_power_of_2(max(1, head_dim - 2 * pairs)),
             **early(q.device),
             num_warps=4,
         )
     return out
 
 
-def _rotate_torch(q, kv_len, spans, inv_freq, window, sinks, interleaved):
-    """The twin in torch operations."""
-    q_len, pairs = q.shape[2], inv_freq.shape[0]
-    token = torch.arange(q_len, device=q.device)
-    if spans is None:
-        token = (token + kv_len - q_len)[None]
-    else:
-        q_start, kv_start, dropped = (spans[:, 0, 0, i, None].long() for i in (Q_START, KV_START, DROPPED))
-        token = token + q_start - kv_start.clamp(min=0) + dropped
-    near = token.clamp(max=sinks + window - 1)
-    there, here = (x[..., None].float() * inv_freq for x in (near, token))
-    angle = here.double() - there.double()
-    angle = angle - 2 * math.pi * torch.round(angle / (2 * math.pi))
-    cos, sin = angle.float().cos()[:, None], angle.float().sin()[:, None]
-    first, second = (slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)) if interleaved else (slice(pairs), slice(pairs, 2 * pairs))
-    out = torch.empty_strided(q.shape, q.stride(), dtype=q.dtype, device=q.device)
-    out[..., 2 * pairs :] = q[..., 2 * pairs :]
-    x, y = q[..., first].float(), q[..., second].float()
-    out[..., first] = (x * cos + y * sin).to(q.dtype)
-    out[..., second] = (y * cos - x * sin).to(q.dtype)
-    return out
-
-
 if triton is not None:
     from .overlap import early, let_next_begin, wait_for_inputs
 
-    @triton.jit(do_not_specialize=["stride_sb", "q_len", "kv_len", "window"])
+    @triton.jit
+    def partners(offs_d, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr):
+        """Of each dimension: (the other one of its pair, which pair that is, whether it is the pair's first)."""
+        if INTERLEAVED:
+            return offs_d ^ 1, offs_d // 2, offs_d % 2 == 0
+        else:
+            first = offs_d < PAIRS
+            partner = tl.where(first, offs_d + PAIRS, offs_d - PAIRS)
+            return partner, tl.minimum(offs_d, partner), first
+
+    @triton.jit
+    def turn_back(x, partner, token, inv_freq, first, last_place, TWO_PI: tl.constexpr = 2 * math.pi):
+        """x, whose partners are `partner`, of the row's token `token`, as if it stood at most at `last_place`."""
+        near = tl.minimum(token, last_place)
+        here, there = token.to(tl.float32) * inv_freq, near.to(tl.float32) * inv_freq
+        angle = here.to(tl.float64) - there.to(tl.float64)
+        angle = (angle - TWO_PI * tl.floor(angle / TWO_PI + 0.5)).to(tl.float32)
+        return x.to(tl.float32) * tl.cos(angle) + partner.to(tl.float32) * tl.where(first, tl.sin(angle), -tl.sin(angle))
+
+    @triton.jit(do_not_specialize=["stride_sb", "num_heads", "q_len", "kv_len", "last_place"])
     def rotate_kernel(
         Q,
         Out,
@@ -121,20 +118,17 @@ if triton is not None:
         num_heads,
         q_len,
         kv_len,
-        window,
+        last_place,
+        HEAD_DIM: tl.constexpr,
+        BLOCK_D: tl.constexpr,
         PAIRS: tl.constexpr,
-        REST: tl.constexpr,
-        SINKS: tl.constexpr,
         INTERLEAVED: tl.constexpr,
         HAS_SPANS: tl.constexpr,
         BLOCK_H: tl.constexpr,
-        BLOCK_P: tl.constexpr,
-        BLOCK_R: tl.constexpr,
         EARLY: tl.constexpr,
         Q_START: tl.constexpr = Q_START,
         KV_START: tl.constexpr = KV_START,
         DROPPED: tl.constexpr = DROPPED,
-        TWO_PI: tl.constexpr = 2 * math.pi,
     ):
         """One program per query and BLOCK_H heads of a row, which have its angles in common."""
         wait_for_inputs(EARLY)
@@ -145,25 +139,14 @@ if triton is not None:
             token = i + tl.load(span + Q_START) - tl.maximum(tl.load(span + KV_START), 0) + tl.load(span + DROPPED)
         else:
             token = i + kv_len - q_len
-        pair = tl.arange(0, BLOCK_P)
-        first = 2 * pair if INTERLEAVED else pair
-        second = first + 1 if INTERLEAVED else pair + PAIRS
-        rest = tl.arange(0, BLOCK_R)
-        # All loads before the arithmetic, which their time covers.
+        offs_d = tl.arange(0, BLOCK_D)
+        partner, pair, first = partners(offs_d, PAIRS, INTERLEAVED)
         head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
         offs = (row * stride_b + head.to(tl.int64) * stride_h + i.to(tl.int64) * stride_m)[:, None]
-        mask = (head < num_heads)[:, None] & (pair < PAIRS)[None, :]
-        x = tl.load(Q + offs + first[None, :], mask=mask).to(tl.float32)
-        y = tl.load(Q + offs + second[None, :], mask=mask).to(tl.float32)
-        inv_freq = tl.load(InvFreq + pair, mask=pair < PAIRS, other=0.0)
-        near = tl.minimum(token, SINKS + window - 1)
-        here, there = token.to(tl.float32) * inv_freq, near.to(tl.float32) * inv_freq
-        angle = here.to(tl.float64) - there.to(tl.float64)
-        angle = (angle - TWO_PI * tl.floor(angle / TWO_PI + 0.5)).to(tl.float32)
-        cos, sin = tl.cos(angle)[None, :], tl.sin(angle)[None, :]
-        tl.store(Out + offs + first[None, :], (x * cos + y * sin).to(Out.dtype.element_ty), mask=mask)
-        tl.store(Out + offs + second[None, :], (y * cos - x * sin).to(Out.dtype.element_ty), mask=mask)
-        if REST:
-            mask = (head < num_heads)[:, None] & (rest < REST)[None, :]
-            offs += 2 * PAIRS + rest[None, :]
-            tl.store(Out + offs, tl.load(Q + offs, mask=mask), mask=mask)
+        # All loads before the arithmetic, which their time covers.
+        mask, turns = (head < num_heads)[:, None] & (offs_d < HEAD_DIM)[None, :], offs_d < 2 * PAIRS
+        x = tl.load(Q + offs + offs_d[None, :], mask=mask, other=0.0)
+        y = tl.load(Q + offs + partner[None, :], mask=mask & turns[None, :], other=0.0)
+        inv_freq = tl.load(InvFreq + pair, mask=turns, other=0.0)
+        turned = turn_back(x, y, token, inv_freq[None, :], first[None, :], last_place)
+        tl.store(Out + offs + offs_d[None, :], turned.to(Out.dtype.element_ty), mask=mask)

@@ -18,7 +18,8 @@ calculation for softmax" (2018); Dao et al., "Flash-Decoding for long-context in
 import triton
 import triton.language as tl
 
-from .spans import CAUSAL, FLAGS, HOLES, KV_START, KV_STOP, Q_START, WINDOW, WORDS
+from .rotate import partners, turn_back
+from .spans import CAUSAL, DROPPED, FLAGS, HOLES, KV_START, KV_STOP, Q_START, WINDOW, WORDS
 
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
@@ -178,12 +179,17 @@ def attend(
     HAS_SOFTCAP: tl.constexpr,
     IEEE: tl.constexpr,
     FEW_ROWS: tl.constexpr,
-    QSinks,
+    SinkQuery,
     sink_lo,
     sink_hi,
     takes_sinks,
+    places,
+    last_place,
     SINKS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     SINK_BLOCK: tl.constexpr = SINK_BLOCK,
+    DROPPED: tl.constexpr = DROPPED,
 ):
     """Online softmax of the rows at Q + q_rows [BLOCK_M] over tiles tile_start..tile_stop-1 of the keys [lo, hi).
 
@@ -192,8 +198,9 @@ def attend(
     costs more than a tile where memory decides and not arithmetic, FEW_ROWS: there a tail that is the same for all rows runs in
     the first loop, as a whole tile that ends with the keys and leaves out those that the tile before has.
     `k_base`, `v_base` point at slot 0 of the KV head. With SINKS, the one program of these rows that `takes_sinks` ends with
-    the slots from sink_lo, for each row those before `sink_hi` [BLOCK_M], against the queries at QSinks + q_rows. Returns
-    (acc, m, l) with m in base 2; a row that sees nothing returns (0, -inf, 0).
+    the slots from sink_lo, for each row those before `sink_hi` [BLOCK_M]. The queries for these are at SinkQuery + q_rows; with
+    PAIRS they are Q's, turned back (`rotate`) by the frequencies at SinkQuery to `last_place` from `places` [BLOCK_M or 1], which
+    counts slots from sink_lo. Returns (acc, m, l) with m in base 2; a row that sees nothing returns (0, -inf, 0).
     """
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
@@ -210,9 +217,16 @@ def attend(
         k_sinks, v_sinks = _load_tile(
             k_base, v_base, k_sink_offs, v_sink_offs, stride_kn, stride_vn, offs_s, d_mask, sink_lo, sinks_stop
         )
-        q_sinks_ptrs = QSinks + q_rows[:, None] + offs_d[None, :]
-        if BLOCK_M == 16:
-            q_sinks = tl.load(q_sinks_ptrs, mask=offs_d[None, :] < tl.where(sinks_stop > sink_lo, HEAD_DIM, 0), other=0.0)
+        if PAIRS:
+            partner, pair, is_first = partners(offs_d, PAIRS, INTERLEAVED)
+            turns = offs_d < tl.where(sinks_stop > sink_lo, 2 * PAIRS, 0)
+            inv_freq = tl.load(SinkQuery + pair, mask=turns, other=0.0)
+            if HAS_SPANS:
+                places += tl.load(span_ptr + DROPPED)
+        else:
+            q_sinks_ptrs = SinkQuery + q_rows[:, None] + offs_d[None, :]
+            if BLOCK_M == 16:
+                q_sinks = tl.load(q_sinks_ptrs, mask=offs_d[None, :] < tl.where(sinks_stop > sink_lo, HEAD_DIM, 0), other=0.0)
     q = tl.load(Q + q_rows[:, None] + offs_d[None, :], mask=d_mask, other=0.0)
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -264,7 +278,11 @@ def attend(
 
     if SINKS:  # noqa: SIM102 (known when compiling; the next is not)
         if sinks_stop > sink_lo:
-            if BLOCK_M != 16:
+            if PAIRS:
+                y = tl.load(Q + q_rows[:, None] + partner[None, :], mask=turns[None, :], other=0.0)
+                x = tl.load(Q + q_rows[:, None] + offs_d[None, :], mask=d_mask, other=0.0)
+                q_sinks = turn_back(x, y, places[:, None], inv_freq[None, :], is_first[None, :], last_place).to(x.dtype)
+            elif BLOCK_M != 16:
                 q_sinks = tl.load(q_sinks_ptrs, mask=d_mask, other=0.0)
             words_stop = tl.where(holes, sinks_stop, sink_lo)
             everything = tl.zeros_like(sink_hi)

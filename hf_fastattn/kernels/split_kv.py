@@ -39,7 +39,7 @@ def split_kv_kernel(
     Lse,
     Workspace,
     Spans,
-    QSinks,
+    SinkQuery,
     SinkLogits,
     stride_qb,
     stride_qh,
@@ -70,6 +70,9 @@ def split_kv_kernel(
     WRITE_LSE: tl.constexpr,
     IEEE: tl.constexpr,
     SINKS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    ONE_QUERY: tl.constexpr,
     COMBINE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -79,12 +82,14 @@ def split_kv_kernel(
     kv_head = tl.program_id(1).to(tl.int64)
     row = tl.program_id(2).to(tl.int64)
 
+    last_place = SINKS + window - 1
     q_start, kv_start, kv_stop, window, causal, holes = load_spans(
         Spans + row * stride_sb, q_len, kv_len, window, HAS_SPANS, IS_CAUSAL
     )
     rows = tl.arange(0, BLOCK_M)
     q_index, group_head, _ = packed_rows(rows, q_len, GROUP)
     sink_lo, sink_hi = kv_start, sink_stop(q_start + q_index, kv_start, kv_stop, causal, SINKS)
+    places = q_start - sink_lo + (tl.zeros([1], tl.int32) if ONE_QUERY else q_index)
     kv_start += SINKS
     row_lo, row_hi = row_bounds(q_start + q_index, kv_start, kv_stop, window, causal)
     lo, hi, full_lo, full_hi = block_bounds(q_start, q_start + q_len - 1, kv_start, kv_stop, window, causal)
@@ -126,11 +131,15 @@ def split_kv_kernel(
         HAS_SOFTCAP,
         IEEE,
         True,  # FEW_ROWS
-        QSinks,
+        SinkQuery,
         sink_lo,
         sink_hi,
         split == 0,
+        places,
+        last_place,
         SINKS,
+        PAIRS,
+        INTERLEAVED,
     )
     if COMBINE:
         slot = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * splits + split
@@ -190,7 +199,8 @@ def split_kv(
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
     sinks: int = 0,
-    q_sinks: torch.Tensor | None = None,
+    inv_freq: torch.Tensor | None = None,
+    interleaved: bool = False,
     return_lse: bool = False,
     splits: int | None = None,
 ):
@@ -199,8 +209,9 @@ def split_kv(
     q_len * num_heads / num_kv_heads must be at most `launch.MAX_DECODE_ROWS`. splits: into how many parts the keys of a row are
     split; None: as many as fill the GPU. With a number, a row's bits depend neither on the batch nor on the buffer's length.
     """
-    plan = _prepare((q, k, v, spans, sink_logits, q_sinks), scale, causal, window, softcap, sinks, return_lse, splits)
-    return run(plan, q, k, v, spans, sink_logits, sinks, q_sinks, return_lse)
+    tensors = (q, k, v, spans, sink_logits, inv_freq)
+    plan = _prepare(tensors, scale, causal, window, softcap, sinks, interleaved, return_lse, splits)
+    return run(plan, q, k, v, spans, sink_logits, sinks, inv_freq, return_lse)
 
 
 class Plan(NamedTuple):
@@ -212,34 +223,40 @@ class Plan(NamedTuple):
     workspace_size: int
 
 
-def run(plan: Plan, q, k, v, spans, sink_logits, sinks, q_sinks, return_lse):
+def run(plan: Plan, q, k, v, spans, sink_logits, sinks, inv_freq, return_lse):
     """The result of a plan's launches, for tensors like those that it was made for."""
     out, lse = checks.empty_outputs(q, return_lse)
     workspace = torch.empty(plan.workspace_size, device=q.device, dtype=torch.float32) if plan.merge is not None else None
     spans = q if spans is None else spans
     sink_logits = q if sink_logits is None else sink_logits
-    plan.attend(q, k, v, out, lse, workspace, spans, None if not sinks else q if q_sinks is None else q_sinks, sink_logits)
+    plan.attend(q, k, v, out, lse, workspace, spans, None if not sinks else q if inv_freq is None else inv_freq, sink_logits)
     if plan.merge is not None:
         plan.merge(out, lse, workspace, spans, sink_logits)
     return (out, lse) if return_lse else out
 
 
+def turning(inv_freq: torch.Tensor | None, interleaved: bool, q_len: int) -> dict:
+    """How a decode kernel's query for the sinks is turned back, as its constants."""
+    pairs = 0 if inv_freq is None else inv_freq.shape[0]
+    return {"PAIRS": pairs, "INTERLEAVED": pairs > 0 and interleaved, "ONE_QUERY": pairs > 0 and q_len == 1}
+
+
 @launch.remember
-def _prepare(tensors, scale, causal, window, softcap, sinks, return_lse, splits) -> Plan:
-    q, k, v, spans, sink_logits, q_sinks = tensors
+def _prepare(tensors, scale, causal, window, softcap, sinks, interleaved, return_lse, splits) -> Plan:
+    q, k, v, spans, sink_logits, inv_freq = tensors
     scale = checks.check(
         q, k, v, spans, decode=True,
-        scale=scale, window=window, softcap=softcap, sink_logits=sink_logits, sinks=sinks, q_sinks=q_sinks,
+        scale=scale, window=window, softcap=softcap, sink_logits=sink_logits, sinks=sinks, inv_freq=inv_freq,
     )  # fmt: skip
     heads = q.shape[0] * k.shape[1]
     # The choice of a tile must not depend on the batch where `splits` is given.
     config = launch.decode(q.device, q.dtype, q.shape[3], q.shape[2] * q.shape[1] // k.shape[1], heads if splits is None else 1)
-    return make_plan(tensors, config, splits, scale, causal, window, softcap, sinks, return_lse)
+    return make_plan(tensors, config, splits, scale, causal, window, softcap, sinks, interleaved, return_lse)
 
 
-def make_plan(tensors, config, splits, scale, causal, window, softcap, sinks, return_lse) -> Plan:
+def make_plan(tensors, config, splits, scale, causal, window, softcap, sinks, interleaved, return_lse) -> Plan:
     """The launches for arguments that have been checked; splits None: as many as fill the GPU."""
-    q, k, v, spans, sink_logits, _ = tensors
+    q, k, v, spans, sink_logits, inv_freq = tensors
     batch, num_heads, q_len, head_dim = q.shape
     kv_heads, kv_len = k.shape[1], k.shape[2]
     heads, group = batch * kv_heads, num_heads // kv_heads
@@ -275,6 +292,7 @@ def make_plan(tensors, config, splits, scale, causal, window, softcap, sinks, re
         HAS_SOFTCAP=softcap is not None,
         IEEE=q.dtype == torch.float32,
         SINKS=sinks,
+        **turning(inv_freq, interleaved, q_len),
         COMBINE=most > 1,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
