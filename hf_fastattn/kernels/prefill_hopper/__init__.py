@@ -11,7 +11,7 @@ between them, tile.py the arithmetic on one tile.
 
 Slots at and past a row's KV_STOP may hold anything, NaN too, and 0 * NaN is NaN. TMA fills zeros past the buffer's end; where the
 live keys end earlier, only the item's first tile can reach past them, and consumers zero those rows of V in shared memory before
-they use it. Both consumers may do so at once: all write the same zeros to rows that nobody reads otherwise.
+they use it. Consumers may do so at once: all write the same zeros to rows that nobody reads otherwise.
 
 Source: Shah et al., "FlashAttention-3: Fast and Accurate Attention with Asynchrony and Low-precision" (2024), sections 3.1, 3.2.
 """
@@ -28,10 +28,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from .. import checks, launch
 from ..spans import NO_WINDOW, WORDS
 from .counters import counters_of
-from .kernel import BLOCK_M, prefill_hopper_kernel
+from .kernel import prefill_hopper_kernel
 
 HEAD_DIMS = (64, 128, 256)
-MIN_Q_LEN = 65  # below this a block of 128 rows is mostly empty
+MIN_Q_LEN = 65  # below this a block of 128 rows or more is mostly empty
 _L2_BYTES = 32 << 20  # K and V of the heads in one section
 
 
@@ -39,17 +39,29 @@ _L2_BYTES = 32 << 20  # K and V of the heads in one section
 class Config:
     """One compiled shape of the kernel.
 
-    BLOCK_N: keys per tile. pingpong: consumers take turns at the tensor cores. own_out: O leaves through a buffer of its own and
-    not through Q's. hold_wait: see `pipe.after`. pack_early: P is packed to 16 bits at the end of its step and not at the start
-    of the next. exp2_on_fma: one of so many exponentials runs on the FMA units, none where 0; see `tile._exp2`.
+    BLOCK_N: keys per tile. consumers: warpgroups that compute, 2 or 3, of 64 rows each. stages: tiles of K, and of V, in flight.
+    q_stages: items whose Q is in flight. early_start: an item's first product begins before its tiles are worked out. pingpong:
+    consumers take turns at the tensor cores. own_out: O leaves through a buffer of its own and not through Q's. hold_wait: see
+    `pipe.after`. pack_early: P is packed to 16 bits at the end of its step and not at the start of the next. pack_in_words: see
+    `tile.pack`. exp2_on_fma: one of so many exponentials runs on the FMA units, none where 0; see `tile._exp2`.
     """
 
     BLOCK_N: int
+    consumers: int = 2
+    stages: int = 2
+    q_stages: int = 1
+    early_start: bool = False
     pingpong: bool = True
     own_out: bool = True
     hold_wait: bool = True
     pack_early: bool = False
+    pack_in_words: bool = False
     exp2_on_fma: int = 0
+
+    @property
+    def BLOCK_M(self) -> int:
+        """Query rows per program."""
+        return 64 * self.consumers
 
 
 # Measured on an H200 against cuDNN over lengths 2k to 64k, causal and not. At head_dim 64 the exponentials are the limit.
@@ -114,7 +126,8 @@ def prefill(
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
     sinks: int = 0,
-    q_sinks: torch.Tensor | None = None,
+    inv_freq: torch.Tensor | None = None,
+    interleaved: bool = False,
     return_lse: bool = False,
 ):
     """Exact attention of many query rows; arguments, result and errors as in `kernels.reference.attention`.
@@ -122,7 +135,7 @@ def prefill(
     Raises ValueError, with the sentence of `why_not`, for inputs that it cannot take.
     """
     scale = checks.check(
-        q, k, v, spans, scale=scale, window=window, softcap=softcap, sink_logits=sink_logits, sinks=sinks, q_sinks=q_sinks
+        q, k, v, spans, scale=scale, window=window, softcap=softcap, sink_logits=sink_logits, sinks=sinks, inv_freq=inv_freq
     )
     reason = why_not(q, k, v, sinks)
     if reason is not None:
@@ -134,7 +147,7 @@ def prefill(
     kv_heads, kv_len = k.shape[1:3]
     group = num_heads // kv_heads
     out, lse = checks.empty_outputs(q, return_lse)
-    num_blocks = -(-q_len // BLOCK_M)
+    num_blocks = -(-q_len // config.BLOCK_M)
     num_items = num_blocks * num_heads * batch
     fitting = max(1, _L2_BYTES // (2 * kv_len * head_dim * q.element_size()))
     section = group * (1 << (fitting.bit_length() - 1))

@@ -14,7 +14,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..spans import WORDS
 from .pipe import (
-    CONSUMERS,
     FIRST_TURN,
     after,
     await_empty,
@@ -30,36 +29,54 @@ from .pipe import (
     warpgroup_barrier,
 )
 from .plan import item_at, row_bounds, row_spans, tile_start, tiles_of
-from .tile import cap, mask, normaliser, softmax_step, zero_rows
-
-BLOCK_M = 64 * CONSUMERS
+from .tile import cap, mask, normaliser, operand, pack, softmax_step, zero_rows
 
 
 @gluon.jit
 def _work(
     index, Spans, sizes,
-    BLOCK_N: gl.constexpr,
+    C: gl.constexpr,
     HAS_SPANS: gl.constexpr,
     IS_CAUSAL: gl.constexpr,
-    BLOCK_M: gl.constexpr = BLOCK_M,
 ):  # fmt: skip
     """One item: (its first query, head, batch row, that row's span pointer, spans and tiles)."""
     stride_sb, _num_items, num_blocks, num_heads, _group, total_heads, section, q_len, kv_len, window = sizes
     block, head, row = item_at(index, num_blocks, num_heads, total_heads, section)
-    first = block * BLOCK_M
+    first = block * C.BLOCK_M
     span_ptr = Spans + row.to(gl.int64) * stride_sb
     spans = row_spans(span_ptr, q_len, kv_len, window, HAS_SPANS, IS_CAUSAL)
-    return first, head, row, span_ptr, spans, tiles_of(first, q_len, spans, BLOCK_M, BLOCK_N)
+    return first, head, row, span_ptr, spans, tiles_of(first, q_len, spans, C.BLOCK_M, C.BLOCK_N)
 
 
 @gluon.jit
-def _produce(args, C: gl.constexpr, HAS_SPANS: gl.constexpr, IS_CAUSAL: gl.constexpr, CONSUMERS: gl.constexpr = CONSUMERS):
+def _rows(
+    index, Spans, sizes,
+    WG: gl.constexpr,
+    ROWS: gl.constexpr,
+    C: gl.constexpr,
+    HAS_SPANS: gl.constexpr,
+    IS_CAUSAL: gl.constexpr,
+    WORDS: gl.constexpr = WORDS,
+):  # fmt: skip
+    """Consumer WG's share of one item: (first query, head, batch row, end of the live slots, tiles, queries, what they see)."""
+    _stride_sb, _num_items, _num_blocks, _num_heads, _group, _total_heads, _section, q_len, _kv_len, _window = sizes
+    first, head, row, span_ptr, spans, tiles = _work(index, Spans, sizes, C, HAS_SPANS, IS_CAUSAL)
+    q_start, kv_start, kv_stop, window, causal, holes = spans
+    _lo, hi, _num_tiles, _num_after, _num_masked = tiles
+    offs_m = first + WG * 64 + gl.arange(0, 64, ROWS)
+    row_lo, row_hi = row_bounds(q_start + gl.minimum(offs_m, q_len - 1), kv_start, kv_stop, window, causal)
+    return first + WG * 64, head, row, kv_stop, tiles, offs_m, (row_lo, row_hi, span_ptr + WORDS, hi, holes)
+
+
+@gluon.jit
+def _produce(args, C: gl.constexpr, HAS_SPANS: gl.constexpr, IS_CAUSAL: gl.constexpr):
     """The producer warp: for each item Q once, K and V tile by tile, as their buffers come free."""
     q_desc, k_desc, v_desc, Spans, Counters, q_ring, k_ring, v_ring, ticket, sizes = args
     _stride_sb, num_items, _num_blocks, _num_heads, group, _total_heads, _section, _q_len, _kv_len, _window = sizes
     q_smem, q_full, _q_empty = q_ring
     k_smem, k_full, _k_empty = k_ring
     v_smem, v_full, _v_empty = v_ring
+    CONSUMERS: gl.constexpr = C.consumers
     programs = gl.num_programs(0)
     index = gl.program_id(0)
     count = 0  # tiles of earlier items
@@ -67,16 +84,17 @@ def _produce(args, C: gl.constexpr, HAS_SPANS: gl.constexpr, IS_CAUSAL: gl.const
     while index < num_items:
         following = gl.atomic_add(Counters, 1) + programs
         hand_out(ticket, following, turn)
-        first, head, row, _span_ptr, _spans, tiles = _work(index, Spans, sizes, C.BLOCK_N, HAS_SPANS, IS_CAUSAL)
+        first, head, row, _span_ptr, _spans, tiles = _work(index, Spans, sizes, C, HAS_SPANS, IS_CAUSAL)
         _lo, _hi, num_tiles, _num_after, _num_masked = tiles
         kv_head = head // group
         for wg in gl.static_range(CONSUMERS):
-            await_empty(q_desc, q_ring, wg, (turn & 1) ^ 1)
-            tma_load(q_desc, [row, head, first + wg * 64, 0], q_full.index(wg), q_smem.index(wg))
+            buffer = stage_of(turn, C.q_stages) * CONSUMERS + wg
+            await_empty(q_desc, q_ring, buffer, phase_of(turn, C.q_stages) ^ 1)
+            tma_load(q_desc, [row, head, first + wg * 64, 0], q_full.index(buffer), q_smem.index(buffer))
         for i in range(num_tiles):
             start = tile_start(i, tiles, C.BLOCK_N)
-            stage = stage_of(count + i)
-            phase = phase_of(count + i) ^ 1
+            stage = stage_of(count + i, C.stages)
+            phase = phase_of(count + i, C.stages) ^ 1
             await_empty(k_desc, k_ring, stage, phase)
             tma_load(k_desc, [row, kv_head, start, 0], k_full.index(stage), k_smem.index(stage))
             await_empty(v_desc, v_ring, stage, phase)
@@ -103,9 +121,7 @@ def _consume(
     HAS_SOFTCAP: gl.constexpr,
     HAS_SINK_LOGITS: gl.constexpr,
     WRITE_LSE: gl.constexpr,
-    CONSUMERS: gl.constexpr = CONSUMERS,
     FIRST_TURN: gl.constexpr = FIRST_TURN,
-    WORDS: gl.constexpr = WORDS,
 ):
     """Consumer warpgroup WG: rows 64 * WG .. 64 * WG + 63 of each item's block."""
     out_desc, Lse, Spans, SinkLogits, q_ring, k_ring, v_ring, o_smem, ticket, sizes, scale_log2, cap_log2 = args
@@ -114,6 +130,7 @@ def _consume(
     v_smem, v_full, v_empty = v_ring
     _stride_sb, num_items, _num_blocks, num_heads, _group, _total_heads, _section, q_len, kv_len, _window = sizes
     BLOCK_N: gl.constexpr = C.BLOCK_N
+    STAGES: gl.constexpr = C.stages
     dtype: gl.constexpr = q_smem.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
@@ -122,7 +139,7 @@ def _consume(
     o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
     # Named barriers: consumer w waits for its turn at MY_TURN, the one before it arrives there.
     MY_TURN: gl.constexpr = FIRST_TURN + WG
-    NEXT_TURN: gl.constexpr = FIRST_TURN + (WG + 1) % CONSUMERS
+    NEXT_TURN: gl.constexpr = FIRST_TURN + (WG + 1) % C.consumers
 
     s_scale = scale_log2
     if HAS_SOFTCAP:
@@ -131,25 +148,26 @@ def _consume(
     index = gl.program_id(0)
     count = 0  # tiles of earlier items
     turn = 0  # earlier items
-    if C.pingpong and CONSUMERS == WG + 1:
+    if C.pingpong and C.consumers == WG + 1:
         named_barrier("arrive", FIRST_TURN)
     while index < num_items:
-        following = take(ticket, turn)
-        first, head, row, span_ptr, spans, tiles = _work(index, Spans, sizes, BLOCK_N, HAS_SPANS, IS_CAUSAL)
-        q_start, kv_start, kv_stop, window, causal, holes = spans
-        _lo, hi, num_tiles, _num_after, num_masked = tiles
-        offs_m = first + WG * 64 + gl.arange(0, 64, s_rows)
-        row_lo, row_hi = row_bounds(q_start + gl.minimum(offs_m, q_len - 1), kv_start, kv_stop, window, causal)
-        seen = (row_lo, row_hi, span_ptr + WORDS, hi, holes)
+        if not C.early_start:
+            following = take(ticket, turn)
+            first, head, row, kv_stop, tiles, offs_m, seen = _rows(index, Spans, sizes, WG, s_rows, C, HAS_SPANS, IS_CAUSAL)
 
         # The first tile: S and its softmax, and V made safe where not all of the tile's slots are live.
-        mbarrier.wait(q_full.index(WG), turn & 1)
-        q = matrix(q_smem.index(WG))
-        stage = stage_of(count)
-        phase = phase_of(count)
+        q_buffer = stage_of(turn, C.q_stages) * C.consumers + WG
+        mbarrier.wait(q_full.index(q_buffer), phase_of(turn, C.q_stages))
+        q = matrix(q_smem.index(q_buffer))
+        stage = stage_of(count, STAGES)
+        phase = phase_of(count, STAGES)
         mbarrier.wait(k_full.index(stage), phase)
         k = matrix(k_smem.index(stage))
         s_token = warpgroup_mma(q, k.permute([1, 0]), zeros, use_acc=False, is_async=True)
+        if C.early_start:
+            following = take(ticket, turn)
+            first, head, row, kv_stop, tiles, offs_m, seen = _rows(index, Spans, sizes, WG, s_rows, C, HAS_SPANS, IS_CAUSAL)
+        _lo, _hi, num_tiles, _num_after, num_masked = tiles
         start = tile_start(0, tiles, BLOCK_N)
         if HAS_SPANS:  # noqa: SIM102 (known when compiling; the next is not)
             if (start + BLOCK_N > kv_stop) & (kv_stop < kv_len):
@@ -166,7 +184,7 @@ def _consume(
         l = gl.zeros([64], gl.float32, s_rows)
         p, m, l, alpha = softmax_step(s, m, l, s_scale, True, 0)
         if C.pack_early:
-            p = gl.convert_layout(p.to(dtype), p_layout)
+            p = pack(p, dtype, p_layout, C.pack_in_words)
         acc = gl.zeros([64, HEAD_DIM], gl.float32, o_layout)
 
         # S of tile i and O += P V of tile i - 1 one behind the other; then the softmax of tile i while the latter runs.
@@ -178,18 +196,16 @@ def _consume(
                 begin = gl.maximum(num_masked, 1)
                 end = num_tiles
             for i in range(begin, end):
-                stage = stage_of(count + i)
-                v_stage = stage_of(count + i - 1)
-                mbarrier.wait(k_full.index(stage), phase_of(count + i))
+                stage = stage_of(count + i, STAGES)
+                v_stage = stage_of(count + i - 1, STAGES)
+                mbarrier.wait(k_full.index(stage), phase_of(count + i, STAGES))
                 if C.pingpong:
                     named_barrier("sync", MY_TURN)
                 k = matrix(k_smem.index(stage))
                 s_token = warpgroup_mma(q, k.permute([1, 0]), zeros, use_acc=False, is_async=True)
-                mbarrier.wait(v_full.index(v_stage), phase_of(count + i - 1))
+                mbarrier.wait(v_full.index(v_stage), phase_of(count + i - 1, STAGES))
                 v = matrix(v_smem.index(v_stage))
-                if not C.pack_early:
-                    p = gl.convert_layout(p.to(dtype), p_layout)
-                o_token = warpgroup_mma(p, v, acc, is_async=True)
+                o_token = warpgroup_mma(operand(p, dtype, p_layout), v, acc, is_async=True)
                 if C.pingpong:
                     named_barrier("arrive", NEXT_TURN)
                 s = warpgroup_mma_wait(1, [s_token])
@@ -198,24 +214,22 @@ def _consume(
                 if MASKED:
                     s = mask(s, tile_start(i, tiles, BLOCK_N), seen, HAS_WORDS)
                 p, m, l, alpha = softmax_step(s, m, l, s_scale, MASKED, C.exp2_on_fma)
-                if C.hold_wait:
+                if C.hold_wait and not (MASKED and C.consumers == 3):
                     l = after(l, q_len)
                 acc = warpgroup_mma_wait(0, [o_token])
                 mbarrier.arrive(v_empty.index(v_stage), count=1)
                 if C.pack_early:
-                    p = gl.convert_layout(p.to(dtype), p_layout)
+                    p = pack(p, dtype, p_layout, C.pack_in_words)
                 acc = acc * gl.convert_layout(alpha, o_rows)[:, None]
 
         # O += P V of the last tile; meanwhile the row sums are completed.
         if C.own_out:
-            mbarrier.arrive(q_empty.index(WG), count=1)  # the last S is done: the next Q may come
+            mbarrier.arrive(q_empty.index(q_buffer), count=1)  # the last S is done: the next Q may come
         count += num_tiles
-        stage = stage_of(count - 1)
-        mbarrier.wait(v_full.index(stage), phase_of(count - 1))
+        stage = stage_of(count - 1, STAGES)
+        mbarrier.wait(v_full.index(stage), phase_of(count - 1, STAGES))
         v = matrix(v_smem.index(stage))
-        if not C.pack_early:
-            p = gl.convert_layout(p.to(dtype), p_layout)
-        o_token = warpgroup_mma(p, v, acc, is_async=True)
+        o_token = warpgroup_mma(operand(p, dtype, p_layout), v, acc, is_async=True)
         inverse, lse = normaliser(m, l, SinkLogits + head, HAS_SINK_LOGITS)
         if WRITE_LSE:
             gl.store(Lse + (row.to(gl.int64) * num_heads + head) * q_len + offs_m, lse, mask=offs_m < q_len)
@@ -225,15 +239,18 @@ def _consume(
         out = (acc * gl.convert_layout(inverse, o_rows)[:, None]).to(dtype)
         if C.own_out:
             tma.store_wait(0)  # the store of the item before has read its buffer
+        o_buffer = WG
+        if not C.own_out:
+            o_buffer = q_buffer
         warpgroup_barrier()
-        matrix(o_smem.index(WG)).store(out)
+        matrix(o_smem.index(o_buffer)).store(out)
         fence_async_shared()
         warpgroup_barrier()
-        tma_store(out_desc, [row, head, first + WG * 64, 0], o_smem.index(WG))
+        tma_store(out_desc, [row, head, first, 0], o_smem.index(o_buffer))
         if not C.own_out:
             tma.store_wait(0)
             warpgroup_barrier()
-            mbarrier.arrive(q_empty.index(WG), count=1)
+            mbarrier.arrive(q_empty.index(q_buffer), count=1)
         turn += 1
         index = following
 
@@ -263,12 +280,27 @@ def prefill_hopper_kernel(
     sizes = (stride_sb, num_items, num_blocks, num_heads, group, total_heads, section, q_len, kv_len, window)
     loads = (q_desc, k_desc, v_desc, Spans, Counters, q_ring, k_ring, v_ring, ticket, sizes)
     shared = (out_desc, Lse, Spans, SinkLogits, q_ring, k_ring, v_ring, o_smem, ticket, sizes, scale_log2, cap_log2)
-    gl.warp_specialize(
-        [
-            (_consume, (shared, 0, HEAD_DIM, C, HAS_SPANS, HAS_WORDS, IS_CAUSAL, HAS_SOFTCAP, HAS_SINK_LOGITS, WRITE_LSE)),
-            (_consume, (shared, 1, HEAD_DIM, C, HAS_SPANS, HAS_WORDS, IS_CAUSAL, HAS_SOFTCAP, HAS_SINK_LOGITS, WRITE_LSE)),
-            (_produce, (loads, C, HAS_SPANS, IS_CAUSAL)),
-        ],
-        [4, 1],  # warps of all but the first, and registers of each of their threads; the first takes what is left, 240 as well
-        [240, 24],
-    )
+    # Behind the partitions: warps of all but the first, and registers of each of their threads. The first takes what is left, as
+    # many as every consumer has.
+    gl.static_assert(C.consumers == 2 or C.consumers == 3)
+    if C.consumers == 2:
+        gl.warp_specialize(
+            [
+                (_consume, (shared, 0, HEAD_DIM, C, HAS_SPANS, HAS_WORDS, IS_CAUSAL, HAS_SOFTCAP, HAS_SINK_LOGITS, WRITE_LSE)),
+                (_consume, (shared, 1, HEAD_DIM, C, HAS_SPANS, HAS_WORDS, IS_CAUSAL, HAS_SOFTCAP, HAS_SINK_LOGITS, WRITE_LSE)),
+                (_produce, (loads, C, HAS_SPANS, IS_CAUSAL)),
+            ],
+            [4, 1],
+            [240, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (shared, 0, HEAD_DIM, C, HAS_SPANS, HAS_WORDS, IS_CAUSAL, HAS_SOFTCAP, HAS_SINK_LOGITS, WRITE_LSE)),
+                (_consume, (shared, 1, HEAD_DIM, C, HAS_SPANS, HAS_WORDS, IS_CAUSAL, HAS_SOFTCAP, HAS_SINK_LOGITS, WRITE_LSE)),
+                (_consume, (shared, 2, HEAD_DIM, C, HAS_SPANS, HAS_WORDS, IS_CAUSAL, HAS_SOFTCAP, HAS_SINK_LOGITS, WRITE_LSE)),
+                (_produce, (loads, C, HAS_SPANS, IS_CAUSAL)),
+            ],
+            [4, 4, 1],
+            [160, 160, 32],
+        )

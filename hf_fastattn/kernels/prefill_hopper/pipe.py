@@ -16,8 +16,6 @@ tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_glob
 tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 warpgroup_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
-CONSUMERS = 2  # warpgroups, of 64 query rows each
-STAGES = 2  # tiles of K, and of V, in flight
 FIRST_TURN = 8  # named barriers of the consumers' turns; Triton's own count up from 0, one or two per partition
 
 
@@ -31,25 +29,29 @@ def shared_memory(
     q_desc, k_desc, v_desc, out_desc,
     HEAD_DIM: gl.constexpr,
     C: gl.constexpr,
-    CONSUMERS: gl.constexpr = CONSUMERS,
-    STAGES: gl.constexpr = STAGES,
 ):  # fmt: skip
-    """Rings of Q (a buffer for each consumer), K and V, the buffers of O, and the ticket: one integer, as a ring of one."""
-    q_smem = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, 1, 1, 64, HEAD_DIM], q_desc.layout)
+    """Rings of Q (for one item a buffer to each consumer, then for the next), K and V, the buffers of O, and the ticket.
+
+    The ticket is one integer, as a ring of one.
+    """
+    CONSUMERS: gl.constexpr = C.consumers
+    STAGES: gl.constexpr = C.stages
+    Q_BUFFERS: gl.constexpr = C.consumers * C.q_stages
+    q_smem = gl.allocate_shared_memory(q_desc.dtype, [Q_BUFFERS, 1, 1, 64, HEAD_DIM], q_desc.layout)
     k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, C.BLOCK_N, HEAD_DIM], k_desc.layout)
     v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, C.BLOCK_N, HEAD_DIM], v_desc.layout)
     o_smem = q_smem
     if C.own_out:
         o_smem = gl.allocate_shared_memory(out_desc.dtype, [CONSUMERS, 1, 1, 64, HEAD_DIM], out_desc.layout)
-    q_full, q_empty = _barriers(CONSUMERS), _barriers(CONSUMERS)
+    q_full, q_empty = _barriers(Q_BUFFERS), _barriers(Q_BUFFERS)
     k_full, k_empty = _barriers(STAGES), _barriers(STAGES)
     v_full, v_empty = _barriers(STAGES), _barriers(STAGES)
     next_smem = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     next_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     next_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    for wg in gl.static_range(CONSUMERS):
-        mbarrier.init(q_full.index(wg), count=1)
-        mbarrier.init(q_empty.index(wg), count=1)
+    for i in gl.static_range(Q_BUFFERS):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_full.index(stage), count=1)
         mbarrier.init(k_empty.index(stage), count=CONSUMERS)
@@ -63,12 +65,12 @@ def shared_memory(
 
 
 @gluon.jit
-def stage_of(n, STAGES: gl.constexpr = STAGES):
+def stage_of(n, STAGES: gl.constexpr):
     return n % STAGES
 
 
 @gluon.jit
-def phase_of(n, STAGES: gl.constexpr = STAGES):
+def phase_of(n, STAGES: gl.constexpr):
     return (n // STAGES) & 1
 
 
@@ -109,12 +111,12 @@ def take(ticket, turn):
 
 @gluon.constexpr_function
 def _bar(op, barrier):
-    return f"bar.{op} {barrier}, {128 * CONSUMERS}; mov.u32 $0, 0;"
+    return f"bar.{op} {barrier}, 256; mov.u32 $0, 0;"
 
 
 @gluon.jit
 def named_barrier(OP: gl.constexpr, BARRIER: gl.constexpr):
-    """`bar.sync` or `bar.arrive` of all consumers' threads."""
+    """`bar.sync` or `bar.arrive` at a barrier where two consumers meet: the one that waits and the one that arrives."""
     gl.inline_asm_elementwise(_bar(OP, BARRIER), "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 

@@ -96,6 +96,39 @@ def softmax_step(s, m, l, scale_log2, MASKED: gl.constexpr, FMA_SHARE: gl.conste
     return p, m_new, l * alpha + gl.sum(p, 1), alpha
 
 
+@gluon.constexpr_function
+def _pack_asm(dtype):
+    return f"cvt.rn.{'f16x2' if dtype == gl.float16 else 'bf16x2'}.f32 $0, $2, $1;"
+
+
+@gluon.jit
+def pack(p, dtype: gl.constexpr, layout: gl.constexpr, IN_WORDS: gl.constexpr):
+    """Weights p [64, BLOCK_N] rounded to 16 bits, for `operand`: half the registers. IN_WORDS: two neighbours to an int32.
+
+    Without words, a loop that carries them keeps each in a register of its own and moves them there and back.
+    """
+    if IN_WORDS:
+        low, high = gl.split(p.reshape([p.shape[0], p.shape[1] // 2, 2]))
+        p = gl.inline_asm_elementwise(_pack_asm(dtype), "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1)
+    else:
+        p = gl.convert_layout(p.to(dtype), layout)
+    return p
+
+
+@gluon.jit
+def operand(p, dtype: gl.constexpr, layout: gl.constexpr):
+    """Weights, packed or still to be rounded, as an operand of O += P V."""
+    if p.dtype == gl.int32:
+        low, high = gl.inline_asm_elementwise(
+            "mov.b32 {$0, $1}, $2;", "=h,=h,r", [p], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
+        )
+        halves = gl.join(low, high).reshape([p.shape[0], p.shape[1] * 2])
+        p = gl.convert_layout(halves.to(dtype, bitcast=True), layout)
+    elif p.dtype == gl.float32:
+        p = gl.convert_layout(p.to(dtype), layout)
+    return p
+
+
 @gluon.jit
 def normaliser(m, l, sink_ptr, HAS_SINK_LOGITS: gl.constexpr, LOG2_E: gl.constexpr = LOG2_E, LN_2: gl.constexpr = LN_2):
     """(factor that makes acc the output, lse), as in `softmax.finalize`."""
