@@ -75,23 +75,31 @@ HOST = [Shape(1, 32, 8, 128, 1 << 10), Shape(1, 32, 8, 128, 4 << 10)]
 def _figures(found: dict, kv_bytes: int) -> dict:
     """Bandwidths, and the ratios that the summary is made of."""
     us, best = found["us"], best_peer(found["us"])
-    return {
+    figures = {
         "tb_per_s": {name: kv_bytes / time / 1e6 for name, time in us.items()},
         "lean_over_best_peer": best and best / us["lean"],
         "lean_over_split_kv": us["split_kv"] / us["lean"],
     }
+    if "batch_invariant" in us:
+        figures["lean_over_batch_invariant"] = us["batch_invariant"] / us["lean"]
+    return figures
 
 
 def decode_row(shape: Shape, device: torch.device) -> dict:
-    """Microseconds a call of lean, split_kv, sdpa flash and sdpa cuDNN."""
+    """Microseconds a call of lean, split_kv, batch_invariant, sdpa flash and sdpa cuDNN."""
     sets = num_sets(shape.kv_bytes)
     inputs = make_inputs(shape, sets, device)
+    batch_invariant = registry.get("batch_invariant").decode
     found = compete(
         {
             "sdpa_flash": lambda i: sdpa(SDPBackend.FLASH_ATTENTION, *inputs[i]),
             "sdpa_cudnn": lambda i: sdpa(SDPBackend.CUDNN_ATTENTION, *inputs[i]),
         },
-        {"split_kv": lambda i: SPLIT_KV(*inputs[i]), "lean": lambda i: LEAN(*inputs[i])},
+        {
+            "split_kv": lambda i: SPLIT_KV(*inputs[i]),
+            "batch_invariant": lambda i: batch_invariant(*inputs[i]),
+            "lean": lambda i: LEAN(*inputs[i]),
+        },
         exact(*inputs[0]),
         sets=sets,
         us=max(7, shape.kv_bytes / READ),
@@ -192,6 +200,7 @@ def decode_summary(rows: list[dict]) -> dict:
         "lean_over_best_peer_below_256_mib": ratios([r for r in rows if size(r) < 256 * MIB], "lean_over_best_peer"),
         "lean_over_best_peer_from_256_mib": ratios([r for r in rows if size(r) >= 256 * MIB], "lean_over_best_peer"),
         "lean_over_split_kv": ratios(rows, "lean_over_split_kv"),
+        "lean_over_batch_invariant": ratios(rows, "lean_over_batch_invariant"),
         "best_tb_per_s": {"tb_per_s": best[0], "kernel": best[1], "shape": best[2]},
         "lean_share_of_best_bandwidth_64_to_256_mib": ratios([r for r in share if 64 * MIB <= size(r) < 256 * MIB], "share"),
         "lean_share_of_best_bandwidth_from_256_mib": ratios([r for r in share if size(r) >= 256 * MIB], "share"),

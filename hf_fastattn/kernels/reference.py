@@ -67,8 +67,8 @@ def attention(
     head's denominator that has no value (GPT-OSS). A query that sees nothing gets 0.
 
     sinks: every query sees the row's first `sinks` slots (from KV_START on; causality and holes still hold) whatever the window,
-    and scores them, where inv_freq is given, with the query turned back from its place p in the row to min(p, sinks + window - 1);
-    inv_freq, fp32 (rotary_dim / 2,), and interleaved say how the model's rotary embedding turns (`kernels.rotate`).
+    and scores them, with inv_freq by the query turned back from its place p in the row to min(p, sinks + window - 1).
+    inv_freq, fp32 (rotary_dim / 2,), and interleaved say how the rotary embedding turns (`kernels.rotate`).
 
     Returns out (batch, num_heads, q_len, head_dim) in q's dtype, a view of (batch, q_len, num_heads, head_dim); with
     `return_lse` also lse (batch, num_heads, q_len) fp32, the natural logarithm of the denominator (-inf where it is 0).

@@ -78,9 +78,8 @@ def _fused_norm(forward: types.FunctionType) -> types.FunctionType:
 
     @functools.wraps(forward)
     def norm(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        if not _has_kernels(hidden_states) or rms_norm.why_not(hidden_states, self.weight):
-            return forward(self, hidden_states)
-        return rms_norm.run(hidden_states, self.weight, self.variance_epsilon)
+        out = rms_norm.run(hidden_states, self.weight, self.variance_epsilon) if _has_kernels(hidden_states) else None
+        return forward(self, hidden_states) if out is None else out
 
     return norm
 
@@ -105,6 +104,5 @@ def _with_fused_rope(forward: types.FunctionType) -> types.FunctionType:
 def _rope(q, k, cos, sin, unsqueeze_dim=1):
     from ..kernels import rope
 
-    if not _has_kernels(q) or unsqueeze_dim != 1 or rope.why_not(q, k, cos, sin):
-        return compat.llama_rope()(q, k, cos, sin, unsqueeze_dim)
-    return rope.run(q, k, cos, sin)
+    out = rope.run(q, k, cos, sin) if _has_kernels(q) and unsqueeze_dim == 1 else None
+    return compat.llama_rope()(q, k, cos, sin, unsqueeze_dim) if out is None else out
