@@ -104,7 +104,8 @@ def attention_mask(
     ):
         return None
     on_device = isinstance(q_offset, torch.Tensor)
-    build = torch.ops.hf_fastattn.build_spans if torch.compiler.is_compiling() else _build_spans
+    compiling = torch.compiler.is_compiling()
+    build = torch.ops.hf_fastattn.build_spans if compiling else _build_spans
     return build(
         batch_size,
         q_length,
@@ -116,6 +117,7 @@ def attention_mask(
         causal,
         window,
         attention_mask,
+        compiling,  # a graph is told the strides of a result beforehand
     )
 
 
@@ -241,8 +243,9 @@ def _build_spans(
     causal: bool,
     window: int | None,
     attention_mask: torch.Tensor | None,
+    contiguous: bool,
 ) -> torch.Tensor:
-    return spans.build_spans(
+    built = spans.build_spans(
         batch,
         q_len,
         kv_len,
@@ -253,6 +256,7 @@ def _build_spans(
         window=window,
         attention_mask=attention_mask,
     )
+    return built.contiguous() if contiguous else built
 
 
 # In a compiled graph both stand as opaque ops: nothing of ours is traced, so nothing of ours can break or respecialise it.
@@ -260,7 +264,7 @@ _build_spans_op = torch.library.custom_op("hf_fastattn::build_spans", _build_spa
 
 
 @_build_spans_op.register_fake
-def _(batch, q_len, kv_len, device, q_offset_tensor, q_offset, kv_offset, causal, window, attention_mask):
+def _(batch, q_len, kv_len, device, q_offset_tensor, q_offset, kv_offset, causal, window, attention_mask, contiguous):
     words = 0 if attention_mask is None else spans.num_words(kv_len)
     return torch.empty(batch, 1, 1, spans.WORDS + words, dtype=torch.int32, device=device)
 

@@ -202,7 +202,7 @@ TOUCH = re.compile(r"\b(tt\.(load|store)|ttg\.async_copy_global_to_local)\b")
 
 
 @pytest.mark.parametrize("arch", [80, 90])
-@pytest.mark.parametrize("shape", [Shape("bf16", 64), Shape("bf16", 128, spans=False)], ids=lambda s: s.id)
+@pytest.mark.parametrize("shape", [Shape("bf16", 64), Shape("bf16", 128), Shape("bf16", 128, spans=False)], ids=lambda s: s.id)
 def test_launches_begin_early_from_hopper_on_and_wait_before_they_touch_memory(shape, arch, tmp_path):
     for name in ("lean", "split_kv"):
         for kernel, binary in build(name, shape, arch, tmp_path).items():
@@ -212,6 +212,8 @@ def test_launches_begin_early_from_hopper_on_and_wait_before_they_touch_memory(s
             assert bool(waits) == (arch == 90 and kernel != "lean_kernel"), kernel  # which does not begin early
             assert not waits or waits.start() < touches.start(), f"{kernel} touches memory before it waits"
             assert binary.begins_early == bool(waits), f"{kernel} is launched early and does not wait, or waits for nothing"
+            if kernel == "split_kv_kernel" and waits:
+                assert 3 * 4 * 32 * binary.registers <= 65536 and not binary.stack, "no room for one more program"
 
 
 def _append():

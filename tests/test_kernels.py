@@ -325,17 +325,22 @@ def test_lean_schedules_on_the_device_what_the_host_could(kernel, case, device, 
 
 
 @with_lean
-@pytest.mark.parametrize(
-    "rows", here(None, ((0, 100, 0.0), (60, 100, 0.0), (0, 100, 0.0))), ids=lambda rows: "padded" if rows else "dense"
-)
+@pytest.mark.parametrize("rows", here("dense", "counted on the device", "padded"))
 def test_lean_hands_over_only_rows_that_the_host_knows_to_be_alike(kernel, rows, device, monkeypatch):
     config = launch.decode
     monkeypatch.setattr(launch, "decode", lambda *args: replace(config(*args), programs_per_sm=1))
     monkeypatch.setattr(launch, "num_sms", lambda device: 6)  # one for each KV head
-    x = make(Case(q_len=1, kv_len=100, batch=3, num_heads=4, num_kv_heads=2, head_dim=32, rows=rows), device)
+    options = {
+        "dense": {},
+        "counted on the device": {"q_offset": 80, "offset_on_device": True},
+        "padded": {"rows": ((0, 100, 0.0), (60, 100, 0.0), (0, 100, 0.0))},
+    }
+    case = Case(q_len=1, kv_len=100, batch=3, num_heads=4, num_kv_heads=2, head_dim=32, **options[rows])
+    x = make(case, device)
     with counted_launches(kernel) as launched:
         kernel.launcher()(x.q, x.k, x.v, x.spans, **x.options)
-    assert launched == Counter(LEAN.launches if rows else SPLIT_KV.launches[:1])
+    assert launched == Counter(LEAN.launches if rows == "padded" else SPLIT_KV.launches[:1])
+    check_case(kernel, case, device)
 
 
 @with_lean
@@ -410,6 +415,7 @@ def test_spans_say_what_the_mask_says(device):
         span = spans.build_spans(batch, q_len, kv_len, device, q_offset=offset, **options)
         words = 0 if mask is None else -(-kv_len // 32)
         assert span.dtype == torch.int32 and span.shape == (batch, 1, 1, spans.WORDS + words)
+        assert batch == 1 or (span.stride(0) == 0) == (mask is None)  # rows known to be alike
         expected = oracle.visible(
             batch, q_len, kv_len, q_offset=q_offset, kv_offset=kv_offset, causal=causal, window=window, attention_mask=mask
         )

@@ -17,6 +17,7 @@ from transformers import AttentionInterface, DynamicCache
 
 import hf_fastattn
 from hf_fastattn import RollingCache, compat, streaming
+from hf_fastattn.caches.ring import Ring
 from hf_fastattn.kernels import ring
 from hf_fastattn.kernels import spans as span_layout
 from hf_fastattn.kernels.append import append
@@ -446,6 +447,29 @@ def test_decode_steps_are_captured(llama, with_padding, device, monkeypatch):
         assert (patch.captures, patch.uncaptured) == (1, 0) and patch.replays >= 2 * WINDOW - 3
         assert llama.generate(**inputs, **options).tolist() == expected.tolist()
         assert patch.captures == 1
+
+
+def test_rows_with_and_without_padding_have_graphs_of_their_own(llama, device, monkeypatch):
+    record(device, monkeypatch)
+    ids, mask = padded(device)
+    batches = [{"input_ids": ids, "attention_mask": m} for m in (torch.ones_like(mask), mask)]
+    options = {"max_new_tokens": 2 * WINDOW, "do_sample": False}
+    with patched(llama):
+        expected = [llama.generate(**inputs, **options).tolist() for inputs in batches]
+    with patched(llama, graph=True) as patch:
+        for i in (0, 1, 1, 0):
+            assert llama.generate(**batches[i], **options).tolist() == expected[i]
+        assert (patch.captures, patch.uncaptured) == (2, 0)
+
+
+def test_rows_are_known_to_be_alike_until_one_has_padding(device):
+    storage = Ring(1, streaming.Settings(window=7, sinks=3))
+    begin = lambda q_len, pads=None: storage.begin(2, q_len, pads, device)  # noqa: E731
+    pads = torch.tensor([0, 1], device=device)
+    for _ in range(2):
+        assert begin(4).stride(0) == begin(1).stride(0) == begin(9).stride(0) == 0
+        assert begin(1, pads).stride(0) == begin(1).stride(0) == begin(9).stride(0) == span_layout.WORDS
+        storage.reset()
 
 
 def test_a_step_that_cannot_be_captured_counts_once(llama, device, monkeypatch):

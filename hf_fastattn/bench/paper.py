@@ -43,7 +43,7 @@ def schedule(kernel: str, shape: Shape, device: torch.device) -> dict:
         tiles = -(-shape.kv_len // launch.prefill(device, DTYPE, shape.head_dim, 1).BLOCK_N)
         shares = [tiles] * (shape.batch * shape.num_heads)  # one program per query head, however long K and V are
     else:
-        config = launch.decode(device, DTYPE, shape.head_dim, shape.num_heads // shape.num_kv_heads, outputs)
+        config = launch.decode(device, DTYPE, shape.head_dim, shape.num_heads // shape.num_kv_heads, outputs <= sms)
         tiles = -(-shape.kv_len // config.BLOCK_N)
         if kernel == "split_kv" or shares_within_heads(device, config, outputs, shape.kv_len):
             splits = launch.num_splits(device, config, outputs, shape.kv_len)

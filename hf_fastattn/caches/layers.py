@@ -381,6 +381,7 @@ class Storage:
     # What a decode graph asks of a storage, besides `version`.
 
     takes_mask = True  # a graph of padded rows is captured with the spans of its mask
+    variant = None  # nothing else decides what is captured
 
     def set_mode(self, mode: str) -> None:
         for track in self.tracks:

@@ -49,7 +49,8 @@ class Ring:
         self.capacity = self.window + self.sinks
         self.layers = [RollingLayer(index, self) for index in range(num_layers)]
         self.counts: torch.Tensor | None = None  # int64 (batch,) on the device: tokens of each row
-        self.seen = 0  # tokens of the longest row, padding counted: all that the host knows
+        self.seen = 0  # tokens of the longest row, padding counted: what the host knows, and
+        self.alike = True  # that no row has padding
         self.mode = EAGER
         self.version = 0  # changes whenever a buffer moves in memory
         self.under_way: Step | None = None
@@ -64,6 +65,7 @@ class Ring:
         if self.counts is None or self.rows != rows or self.counts.device != device:
             self._allocate(rows, device)
         self.last = -1
+        self.alike = self.alike and pads is None
         if q_len == 1:
             slots, spans = ring_step(self.counts, pads, self.window, self.sinks)
             self.under_way = Step(1, slots=slots)
@@ -73,7 +75,7 @@ class Ring:
             spans = self._many(before, self.counts, pads, q_len)
         if self.mode == EAGER:
             self.seen += q_len
-        return spans
+        return spans[:1].expand_as(spans) if self.alike else spans
 
     def positions(self, q_len: int) -> torch.Tensor:
         """Those of the `q_len` tokens counted last, int64 (batch, q_len); 0 for padding."""
@@ -121,11 +123,16 @@ class Ring:
             layer.select(indices, same)
 
     def reset(self) -> None:
-        self.seen, self.under_way, self.last = 0, None, len(self.layers)
+        self.seen, self.alike, self.under_way, self.last = 0, True, None, len(self.layers)
         if self.counts is not None:
             self.counts.zero_()
 
     # What a pool and a decode graph ask of a storage.
+
+    @property
+    def variant(self) -> bool:
+        """What decides besides `version` what is captured: rows that are alike are captured as such."""
+        return self.alike
 
     def holds(self, tokens: int) -> bool:
         return True

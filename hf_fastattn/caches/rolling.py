@@ -35,7 +35,8 @@ class RollingCache(compat.Cache):
 
     def _adopt(self, storage: Ring) -> None:
         self.storage = storage
-        self.vetted = 0  # tokens of a mask that has been checked
+        self.vetted = 0  # tokens of a mask that has been checked,
+        self.padded = False  # and whether it has zeros
         super().__init__(layers=storage.layers)
 
     @classmethod
@@ -76,12 +77,13 @@ class RollingCache(compat.Cache):
         mask: 2-D, with padding on the left alone. takes_back: the call crops as it goes, up to `tokens` tokens in all.
         """
         if mask is not None and mask.dim() == 2:
-            if bool((mask[:, 1:] < mask[:, :-1]).any()):
+            holes, zeros = torch.stack([(mask[:, 1:] < mask[:, :-1]).any(), (mask == 0).any()]).tolist()
+            if holes:
                 raise ValueError(
                     "A rolling cache discards left padding, and this attention_mask has zeros behind ones (holes, or padding on "
                     'the right). Pad on the left (tokenizer.padding_side = "left"), or use another backend.'
                 )
-            self.vetted = mask.shape[1]
+            self.vetted, self.padded = mask.shape[1], zeros
         if takes_back and tokens > self.storage.capacity:
             raise ValueError(
                 f"Assisted generation takes tokens back, and a rolling cache of {self.storage.capacity} tokens cannot give back "
@@ -91,7 +93,7 @@ class RollingCache(compat.Cache):
     def reset(self) -> None:
         """Forget all tokens; the buffers stay where they are."""
         self.storage.reset()
-        self.vetted = 0
+        self.vetted, self.padded = 0, False
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last `-tokens_to_remove` tokens (a negative number, as in Transformers; 0 does nothing)."""
@@ -192,4 +194,6 @@ def _new_pads(cache: RollingCache, mask, q_len: int) -> torch.Tensor | None:
         )
     if q_len > 1 and mask.shape[1] > cache.vetted:
         cache.vet(mask)
+    if mask.shape[1] <= cache.vetted and not cache.padded:
+        return None
     return (mask[:, -q_len:] == 0).sum(1)

@@ -25,7 +25,8 @@ _CPU_SMS = 3  # what the interpreter pretends to have: few programs, several til
 class Config:
     """One launch: block sizes in rows and keys, warps, pipeline stages.
 
-    Decode only: programs per SM, and tiles a share of `lean` must hold at least.
+    Decode only: programs per SM, tiles a share of `lean` must hold at least, registers a thread may have where the launch begins
+    early (see `overlap`; 0: as many as it takes).
     """
 
     BLOCK_M: int
@@ -34,6 +35,7 @@ class Config:
     num_stages: int
     programs_per_sm: int = 1
     MIN_TILES: int = 1
+    registers: int = 0
 
 
 def block_d(head_dim: int) -> int:
@@ -82,15 +84,17 @@ def prefill_config(arch: int, itemsize: int, block_d: int, rows: int) -> Config:
     return Config(min(rows, 64), 32, 4, 2)
 
 
-def decode(device: torch.device, dtype: torch.dtype, head_dim: int, rows: int, heads: int) -> Config:
-    """The decode kernels' launch for `rows` packed query rows in each of `heads` KV heads (of all batch rows together)."""
-    few = heads <= num_sms(device)
+def decode(device: torch.device, dtype: torch.dtype, head_dim: int, rows: int, few: bool) -> Config:
+    """The decode kernels' launch for `rows` packed query rows in each KV head; `few` as in the table."""
     return decode_config(arch(device), dtype.itemsize, block_d(head_dim), max(16, 1 << (rows - 1).bit_length()), few)
 
 
 @cache
 def decode_config(arch: int, itemsize: int, block_d: int, rows: int, few: bool) -> Config:
-    """The decode kernels' row of the table: 64 to 96 KB of K/V in flight per program. `few`: no more KV heads than SMs."""
+    """The decode kernels' row of the table: 64 to 96 KB of K/V in flight per program.
+
+    few: no more KV heads than SMs, of rows that are alike, so that a program stays within a head.
+    """
     if arch == 0:
         return Config(rows, 16, 4, 1, programs_per_sm=2)
     if itemsize == 4:
@@ -99,11 +103,13 @@ def decode_config(arch: int, itemsize: int, block_d: int, rows: int, few: bool) 
         return Config(rows, 64, 8, 3, MIN_TILES=2)
     if rows == 64 and block_d <= 64 and arch != 90:
         return Config(rows, 32, 4, 3, programs_per_sm=2, MIN_TILES=2)
+    registers = 168 if arch == 90 and rows == 16 else 0  # three programs' worth; none of these loses by it
     if block_d <= 64:
-        return Config(rows, 128, 4, 3, programs_per_sm=2, MIN_TILES=2)
+        return Config(rows, 128, 4, 3, programs_per_sm=2, MIN_TILES=2, registers=registers)
     if block_d == 128:
         # One program per SM and a deeper pipeline halve the merge; two hide one another's change of heads.
-        return Config(rows, 64, 4, 4) if few and arch == 90 else Config(rows, 64, 4, 3, programs_per_sm=2)
+        deep = few and arch == 90
+        return Config(rows, 64, 4, 4 if deep else 3, programs_per_sm=1 if deep else 2, registers=registers)
     if arch == 90:
         return Config(rows, 64, 8, 3, MIN_TILES=2)
     return Config(rows, 32, 4, 3 if arch == 80 else 2, MIN_TILES=4)

@@ -279,9 +279,9 @@ def _prepare(tensors, scale, causal, window, softcap, sinks, interleaved, return
     batch, num_heads, q_len, head_dim = q.shape
     kv_heads, kv_len = k.shape[1], k.shape[2]
     heads, group = batch * kv_heads, num_heads // kv_heads
-    config = launch.decode(q.device, q.dtype, head_dim, q_len * group, heads)
+    alike = spans is None or batch == 1 or spans.stride(0) == 0
+    config = launch.decode(q.device, q.dtype, head_dim, q_len * group, alike and heads <= launch.num_sms(q.device))
     in_sight = kv_len if window is None else min(kv_len, window + q_len - 1)
-    alike = spans is None or batch == 1
     if alike and shares_within_heads(q.device, config, heads, in_sight if spans is None else None):
         return make_plan(tensors, config, None, scale, causal, window, softcap, sinks, interleaved, return_lse)
     workspace_m, block_d = triton.next_power_of_2(q_len * group), launch.block_d(head_dim)

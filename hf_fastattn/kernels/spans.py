@@ -2,6 +2,7 @@
 
 One tensor of shape (batch, 1, 1, 6) or (batch, 1, 1, 6 + ceil(kv_len / 32)), dtype int32, replaces a mask of
 (batch, 1, q_len, kv_len). All positions are slots of the K/V buffers, so a cache that dropped its oldest tokens needs no offset.
+Rows that the host knows to be alike are one row, expanded: a batch stride of 0 tells a kernel so.
 
     Q_START   slot of the row's first query; query i stands at Q_START + i
     KV_START  first live slot (left padding ends here)
@@ -54,7 +55,7 @@ def build_spans(
 
     q_offset: absolute position of the first query, an int or a device tensor of one element (a static cache's length).
     kv_offset: absolute position that slot 0 holds. attention_mask: bool (batch, seen), True where a position is live;
-    positions past its end are not. One launch on a GPU; no host sync anywhere.
+    positions past its end are not; without, rows are alike. One launch on a GPU; no host sync anywhere.
     """
     use_kernel = triton is not None and torch.device(device).type == "cuda"
     if attention_mask is None:
@@ -66,13 +67,15 @@ def build_spans(
                 f"attention_mask must be bool of shape ({batch}, positions seen); "
                 f"got {attention_mask.dtype} {tuple(attention_mask.shape)}."
             )
+    rows = 1 if attention_mask is None else batch
     if not use_kernel:
-        return _build_spans_torch(batch, q_len, kv_len, device, q_offset, kv_offset, causal, window, attention_mask)
+        spans = _build_spans_torch(rows, q_len, kv_len, device, q_offset, kv_offset, causal, window, attention_mask)
+        return spans.expand(batch, -1, -1, -1)
 
-    spans = torch.empty(batch, 1, 1, WORDS + words, dtype=torch.int32, device=device)
+    spans = torch.empty(rows, 1, 1, WORDS + words, dtype=torch.int32, device=device)
     offset_on_device = isinstance(q_offset, torch.Tensor)
     with torch.cuda.device(device):
-        _build_spans_kernel[(batch,)](
+        _build_spans_kernel[(rows,)](
             spans,
             spans if attention_mask is None else attention_mask,
             q_offset if offset_on_device else spans,
@@ -93,7 +96,7 @@ def build_spans(
             BLOCK=32,
             num_warps=4,
         )
-    return spans
+    return spans.expand(batch, -1, -1, -1)
 
 
 def _build_spans_torch(batch, q_len, kv_len, device, q_offset, kv_offset, causal, window, attention_mask):

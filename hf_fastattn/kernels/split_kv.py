@@ -248,9 +248,9 @@ def _prepare(tensors, scale, causal, window, softcap, sinks, interleaved, return
         q, k, v, spans, decode=True,
         scale=scale, window=window, softcap=softcap, sink_logits=sink_logits, sinks=sinks, inv_freq=inv_freq,
     )  # fmt: skip
-    heads = q.shape[0] * k.shape[1]
     # The choice of a tile must not depend on the batch where `splits` is given.
-    config = launch.decode(q.device, q.dtype, q.shape[3], q.shape[2] * q.shape[1] // k.shape[1], heads if splits is None else 1)
+    few = splits is not None or q.shape[0] * k.shape[1] <= launch.num_sms(q.device)
+    config = launch.decode(q.device, q.dtype, q.shape[3], q.shape[2] * q.shape[1] // k.shape[1], few)
     return make_plan(tensors, config, splits, scale, causal, window, softcap, sinks, interleaved, return_lse)
 
 
@@ -296,6 +296,7 @@ def make_plan(tensors, config, splits, scale, causal, window, softcap, sinks, in
         COMBINE=most > 1,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        **({"maxnreg": config.registers} if config.registers and both["EARLY"] else {}),
     )
     if most <= 1:
         return Plan(attend, None, 0)

@@ -189,6 +189,7 @@ class Entry:
         self.storage = weakref.ref(storage)
         self.device = inputs["input_ids"].device
         self.version = storage.version
+        self.variant = storage.variant
         self.fingerprint = fingerprint
         self.used = 0
         self.refused: str | None = None
@@ -288,7 +289,7 @@ class DecodeGraphs:
         entries = [entry for entry in self.entries.get(storage, ()) if entry.version == storage.version]
         self.entries[storage] = entries
         for entry in entries:
-            if entry.fingerprint == fingerprint and entry.accepts(inputs):
+            if entry.fingerprint == fingerprint and entry.variant == storage.variant and entry.accepts(inputs):
                 break
         else:
             everything = [(e, held) for held in self.entries.values() for e in held]
