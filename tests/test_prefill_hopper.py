@@ -139,8 +139,10 @@ def test_compiles_for_hopper_without_a_gpu(head_dim, tmp_path):
     assert kernel.metadata.shared <= 227 * 1024
     loops = _tile_loops(_sass(kernel, tmp_path))
     assert len(loops) == 2 * CONSUMERS  # of the masked tiles and of the others
-    spills = [line for loop in loops for line in loop if re.search(r"\b(?:LDL|STL)\b", line)]
-    assert not spills, spills
+    for loop in loops:
+        turn = {op: int(n, 16) for op, n in re.findall(r"BAR\.(SYNC|ARV)\S* (0x\w+), 0x100", "\n".join(loop))}
+        assert set(turn) == {"SYNC", "ARV"} and set(turn.values()) == turns  # waits at its own barrier, arrives at the other's
+        assert not [line for line in loop if re.search(r"\b(?:LDL|STL)\b", line)]  # no spills
 
 
 # --- results, on the GPU --------------------------------------------------------------------------------------------------------

@@ -14,8 +14,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..spans import WORDS
 from .pipe import (
+    CONSUMERS,
     FIRST_TURN,
-    after,
     await_empty,
     hand_out,
     matrix,
@@ -31,6 +31,8 @@ from .pipe import (
 from .plan import item_at, row_bounds, row_spans, tile_start, tiles_of
 from .tile import cap, mask, normaliser, operand, pack, softmax_step, zero_rows
 
+BLOCK_M = 64 * CONSUMERS
+
 
 @gluon.jit
 def _work(
@@ -38,14 +40,15 @@ def _work(
     C: gl.constexpr,
     HAS_SPANS: gl.constexpr,
     IS_CAUSAL: gl.constexpr,
+    BLOCK_M: gl.constexpr = BLOCK_M,
 ):  # fmt: skip
     """One item: (its first query, head, batch row, that row's span pointer, spans and tiles)."""
     stride_sb, _num_items, num_blocks, num_heads, _group, total_heads, section, q_len, kv_len, window = sizes
     block, head, row = item_at(index, num_blocks, num_heads, total_heads, section)
-    first = block * C.BLOCK_M
+    first = block * BLOCK_M
     span_ptr = Spans + row.to(gl.int64) * stride_sb
     spans = row_spans(span_ptr, q_len, kv_len, window, HAS_SPANS, IS_CAUSAL)
-    return first, head, row, span_ptr, spans, tiles_of(first, q_len, spans, C.BLOCK_M, C.BLOCK_N)
+    return first, head, row, span_ptr, spans, tiles_of(first, q_len, spans, BLOCK_M, C.BLOCK_N)
 
 
 @gluon.jit
@@ -69,14 +72,13 @@ def _rows(
 
 
 @gluon.jit
-def _produce(args, C: gl.constexpr, HAS_SPANS: gl.constexpr, IS_CAUSAL: gl.constexpr):
+def _produce(args, C: gl.constexpr, HAS_SPANS: gl.constexpr, IS_CAUSAL: gl.constexpr, CONSUMERS: gl.constexpr = CONSUMERS):
     """The producer warp: for each item Q once, K and V tile by tile, as their buffers come free."""
     q_desc, k_desc, v_desc, Spans, Counters, q_ring, k_ring, v_ring, ticket, sizes = args
     _stride_sb, num_items, _num_blocks, _num_heads, group, _total_heads, _section, _q_len, _kv_len, _window = sizes
     q_smem, q_full, _q_empty = q_ring
     k_smem, k_full, _k_empty = k_ring
     v_smem, v_full, _v_empty = v_ring
-    CONSUMERS: gl.constexpr = C.consumers
     programs = gl.num_programs(0)
     index = gl.program_id(0)
     count = 0  # tiles of earlier items
@@ -121,6 +123,7 @@ def _consume(
     HAS_SOFTCAP: gl.constexpr,
     HAS_SINK_LOGITS: gl.constexpr,
     WRITE_LSE: gl.constexpr,
+    CONSUMERS: gl.constexpr = CONSUMERS,
     FIRST_TURN: gl.constexpr = FIRST_TURN,
 ):
     """Consumer warpgroup WG: rows 64 * WG .. 64 * WG + 63 of each item's block."""
@@ -137,9 +140,9 @@ def _consume(
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
-    # Named barriers: consumer w waits for its turn at MY_TURN, the one before it arrives there.
+    # Named barriers: a consumer waits for its turn at MY_TURN, where the other arrives.
     MY_TURN: gl.constexpr = FIRST_TURN + WG
-    NEXT_TURN: gl.constexpr = FIRST_TURN + (WG + 1) % C.consumers
+    NEXT_TURN: gl.constexpr = FIRST_TURN + 1 - WG
 
     s_scale = scale_log2
     if HAS_SOFTCAP:
@@ -148,15 +151,15 @@ def _consume(
     index = gl.program_id(0)
     count = 0  # tiles of earlier items
     turn = 0  # earlier items
-    if C.pingpong and C.consumers == WG + 1:
-        named_barrier("arrive", FIRST_TURN)
+    if WG == 1:
+        named_barrier("arrive", NEXT_TURN)  # the first turn is consumer 0's
     while index < num_items:
-        if not C.early_start:
-            following = take(ticket, turn)
-            first, head, row, kv_stop, tiles, offs_m, seen = _rows(index, Spans, sizes, WG, s_rows, C, HAS_SPANS, IS_CAUSAL)
+        following = take(ticket, turn)
+        first, head, row, kv_stop, tiles, offs_m, seen = _rows(index, Spans, sizes, WG, s_rows, C, HAS_SPANS, IS_CAUSAL)
+        _lo, _hi, num_tiles, _num_after, num_masked = tiles
 
         # The first tile: S and its softmax, and V made safe where not all of the tile's slots are live.
-        q_buffer = stage_of(turn, C.q_stages) * C.consumers + WG
+        q_buffer = stage_of(turn, C.q_stages) * CONSUMERS + WG
         mbarrier.wait(q_full.index(q_buffer), phase_of(turn, C.q_stages))
         q = matrix(q_smem.index(q_buffer))
         stage = stage_of(count, STAGES)
@@ -164,10 +167,6 @@ def _consume(
         mbarrier.wait(k_full.index(stage), phase)
         k = matrix(k_smem.index(stage))
         s_token = warpgroup_mma(q, k.permute([1, 0]), zeros, use_acc=False, is_async=True)
-        if C.early_start:
-            following = take(ticket, turn)
-            first, head, row, kv_stop, tiles, offs_m, seen = _rows(index, Spans, sizes, WG, s_rows, C, HAS_SPANS, IS_CAUSAL)
-        _lo, _hi, num_tiles, _num_after, num_masked = tiles
         start = tile_start(0, tiles, BLOCK_N)
         if HAS_SPANS:  # noqa: SIM102 (known when compiling; the next is not)
             if (start + BLOCK_N > kv_stop) & (kv_stop < kv_len):
@@ -183,8 +182,7 @@ def _consume(
         m = gl.full([64], float("-inf"), gl.float32, s_rows)
         l = gl.zeros([64], gl.float32, s_rows)
         p, m, l, alpha = softmax_step(s, m, l, s_scale, True, 0)
-        if C.pack_early:
-            p = pack(p, dtype, p_layout, C.pack_in_words)
+        p = pack(p, dtype)
         acc = gl.zeros([64, HEAD_DIM], gl.float32, o_layout)
 
         # S of tile i and O += P V of tile i - 1 one behind the other; then the softmax of tile i while the latter runs.
@@ -199,27 +197,22 @@ def _consume(
                 stage = stage_of(count + i, STAGES)
                 v_stage = stage_of(count + i - 1, STAGES)
                 mbarrier.wait(k_full.index(stage), phase_of(count + i, STAGES))
-                if C.pingpong:
-                    named_barrier("sync", MY_TURN)
+                named_barrier("sync", MY_TURN)
                 k = matrix(k_smem.index(stage))
                 s_token = warpgroup_mma(q, k.permute([1, 0]), zeros, use_acc=False, is_async=True)
                 mbarrier.wait(v_full.index(v_stage), phase_of(count + i - 1, STAGES))
                 v = matrix(v_smem.index(v_stage))
                 o_token = warpgroup_mma(operand(p, dtype, p_layout), v, acc, is_async=True)
-                if C.pingpong:
-                    named_barrier("arrive", NEXT_TURN)
+                named_barrier("arrive", NEXT_TURN)
                 s = warpgroup_mma_wait(1, [s_token])
                 mbarrier.arrive(k_empty.index(stage), count=1)
                 s = cap(s, scale_log2, cap_log2, HAS_SOFTCAP)
                 if MASKED:
                     s = mask(s, tile_start(i, tiles, BLOCK_N), seen, HAS_WORDS)
                 p, m, l, alpha = softmax_step(s, m, l, s_scale, MASKED, C.exp2_on_fma)
-                if C.hold_wait and not (MASKED and C.consumers == 3):
-                    l = after(l, q_len)
                 acc = warpgroup_mma_wait(0, [o_token])
                 mbarrier.arrive(v_empty.index(v_stage), count=1)
-                if C.pack_early:
-                    p = pack(p, dtype, p_layout, C.pack_in_words)
+                p = pack(p, dtype)
                 acc = acc * gl.convert_layout(alpha, o_rows)[:, None]
 
         # O += P V of the last tile; meanwhile the row sums are completed.
@@ -239,9 +232,7 @@ def _consume(
         out = (acc * gl.convert_layout(inverse, o_rows)[:, None]).to(dtype)
         if C.own_out:
             tma.store_wait(0)  # the store of the item before has read its buffer
-        o_buffer = WG
-        if not C.own_out:
-            o_buffer = q_buffer
+        o_buffer = WG if C.own_out else q_buffer
         warpgroup_barrier()
         matrix(o_smem.index(o_buffer)).store(out)
         fence_async_shared()
@@ -255,8 +246,8 @@ def _consume(
         index = following
 
     tma.store_wait(0)
-    if C.pingpong and WG == 0:
-        named_barrier("sync", FIRST_TURN)  # the turn that the last consumer has left over
+    if WG == 0:
+        named_barrier("sync", MY_TURN)  # the turn that the other has left over
 
 
 @gluon.jit(
@@ -280,27 +271,12 @@ def prefill_hopper_kernel(
     sizes = (stride_sb, num_items, num_blocks, num_heads, group, total_heads, section, q_len, kv_len, window)
     loads = (q_desc, k_desc, v_desc, Spans, Counters, q_ring, k_ring, v_ring, ticket, sizes)
     shared = (out_desc, Lse, Spans, SinkLogits, q_ring, k_ring, v_ring, o_smem, ticket, sizes, scale_log2, cap_log2)
-    # Behind the partitions: warps of all but the first, and registers of each of their threads. The first takes what is left, as
-    # many as every consumer has.
-    gl.static_assert(C.consumers == 2 or C.consumers == 3)
-    if C.consumers == 2:
-        gl.warp_specialize(
-            [
-                (_consume, (shared, 0, HEAD_DIM, C, HAS_SPANS, HAS_WORDS, IS_CAUSAL, HAS_SOFTCAP, HAS_SINK_LOGITS, WRITE_LSE)),
-                (_consume, (shared, 1, HEAD_DIM, C, HAS_SPANS, HAS_WORDS, IS_CAUSAL, HAS_SOFTCAP, HAS_SINK_LOGITS, WRITE_LSE)),
-                (_produce, (loads, C, HAS_SPANS, IS_CAUSAL)),
-            ],
-            [4, 1],
-            [240, 24],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (_consume, (shared, 0, HEAD_DIM, C, HAS_SPANS, HAS_WORDS, IS_CAUSAL, HAS_SOFTCAP, HAS_SINK_LOGITS, WRITE_LSE)),
-                (_consume, (shared, 1, HEAD_DIM, C, HAS_SPANS, HAS_WORDS, IS_CAUSAL, HAS_SOFTCAP, HAS_SINK_LOGITS, WRITE_LSE)),
-                (_consume, (shared, 2, HEAD_DIM, C, HAS_SPANS, HAS_WORDS, IS_CAUSAL, HAS_SOFTCAP, HAS_SINK_LOGITS, WRITE_LSE)),
-                (_produce, (loads, C, HAS_SPANS, IS_CAUSAL)),
-            ],
-            [4, 4, 1],
-            [160, 160, 32],
-        )
+    gl.warp_specialize(
+        [
+            (_consume, (shared, 0, HEAD_DIM, C, HAS_SPANS, HAS_WORDS, IS_CAUSAL, HAS_SOFTCAP, HAS_SINK_LOGITS, WRITE_LSE)),
+            (_consume, (shared, 1, HEAD_DIM, C, HAS_SPANS, HAS_WORDS, IS_CAUSAL, HAS_SOFTCAP, HAS_SINK_LOGITS, WRITE_LSE)),
+            (_produce, (loads, C, HAS_SPANS, IS_CAUSAL)),
+        ],
+        [4, 1],  # warps of all but the first, and registers of each of their threads; the first takes what is left, 240 as well
+        [240, 24],
+    )

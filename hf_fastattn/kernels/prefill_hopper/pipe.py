@@ -16,6 +16,7 @@ tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_glob
 tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 warpgroup_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
+CONSUMERS = 2  # warpgroups, of 64 query rows each
 FIRST_TURN = 8  # named barriers of the consumers' turns; Triton's own count up from 0, one or two per partition
 
 
@@ -29,14 +30,14 @@ def shared_memory(
     q_desc, k_desc, v_desc, out_desc,
     HEAD_DIM: gl.constexpr,
     C: gl.constexpr,
+    CONSUMERS: gl.constexpr = CONSUMERS,
 ):  # fmt: skip
-    """Rings of Q (for one item a buffer to each consumer, then for the next), K and V, the buffers of O, and the ticket.
+    """Rings of Q (an item takes a buffer for each consumer), K and V, the buffers of O, and the ticket.
 
     The ticket is one integer, as a ring of one.
     """
-    CONSUMERS: gl.constexpr = C.consumers
     STAGES: gl.constexpr = C.stages
-    Q_BUFFERS: gl.constexpr = C.consumers * C.q_stages
+    Q_BUFFERS: gl.constexpr = CONSUMERS * C.q_stages
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [Q_BUFFERS, 1, 1, 64, HEAD_DIM], q_desc.layout)
     k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, C.BLOCK_N, HEAD_DIM], k_desc.layout)
     v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, C.BLOCK_N, HEAD_DIM], v_desc.layout)
@@ -111,28 +112,10 @@ def take(ticket, turn):
 
 @gluon.constexpr_function
 def _bar(op, barrier):
-    return f"bar.{op} {barrier}, 256; mov.u32 $0, 0;"
+    return f"bar.{op} {barrier}, {128 * CONSUMERS}; mov.u32 $0, 0;"
 
 
 @gluon.jit
 def named_barrier(OP: gl.constexpr, BARRIER: gl.constexpr):
-    """`bar.sync` or `bar.arrive` at a barrier where two consumers meet: the one that waits and the one that arrives."""
+    """`bar.sync` or `bar.arrive` at a barrier where the consumers meet: one waits, the other arrives."""
     gl.inline_asm_elementwise(_bar(OP, BARRIER), "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def after(x, not_negative):
-    """x itself; instructions that wait for products stay behind the computation of x.
-
-    ptxas may move such a wait ahead of arithmetic that it does not depend on, here the softmax that is to run meanwhile; it
-    keeps the order of waits and warp barriers. So this is a barrier of all 32 lanes whose mask looks as if it needed x:
-    `not_negative` >> 31 is 0, and all bits of 0 - 1 are set.
-    """
-    return gl.inline_asm_elementwise(
-        "{ .reg .b32 t; shr.s32 t, $2, 31; sub.s32 t, t, 1; or.b32 t, t, $1; bar.warp.sync t; mov.b32 $0, $1; }",
-        "=r,r,r",
-        [x, not_negative],
-        dtype=gl.float32,
-        is_pure=False,
-        pack=1,
-    )

@@ -102,31 +102,23 @@ def _pack_asm(dtype):
 
 
 @gluon.jit
-def pack(p, dtype: gl.constexpr, layout: gl.constexpr, IN_WORDS: gl.constexpr):
-    """Weights p [64, BLOCK_N] rounded to 16 bits, for `operand`: half the registers. IN_WORDS: two neighbours to an int32.
+def pack(p, dtype: gl.constexpr):
+    """Weights p [64, BLOCK_N] rounded to 16 bits, two neighbours to an int32 [64, BLOCK_N / 2], for `operand`.
 
-    Without words, a loop that carries them keeps each in a register of its own and moves them there and back.
+    Half the registers until the next product. A loop that carries 16-bit numbers instead keeps each in a register of its own.
     """
-    if IN_WORDS:
-        low, high = gl.split(p.reshape([p.shape[0], p.shape[1] // 2, 2]))
-        p = gl.inline_asm_elementwise(_pack_asm(dtype), "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1)
-    else:
-        p = gl.convert_layout(p.to(dtype), layout)
-    return p
+    low, high = gl.split(p.reshape([p.shape[0], p.shape[1] // 2, 2]))
+    return gl.inline_asm_elementwise(_pack_asm(dtype), "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
 def operand(p, dtype: gl.constexpr, layout: gl.constexpr):
-    """Weights, packed or still to be rounded, as an operand of O += P V."""
-    if p.dtype == gl.int32:
-        low, high = gl.inline_asm_elementwise(
-            "mov.b32 {$0, $1}, $2;", "=h,=h,r", [p], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
-        )
-        halves = gl.join(low, high).reshape([p.shape[0], p.shape[1] * 2])
-        p = gl.convert_layout(halves.to(dtype, bitcast=True), layout)
-    elif p.dtype == gl.float32:
-        p = gl.convert_layout(p.to(dtype), layout)
-    return p
+    """Packed weights as an operand [64, BLOCK_N] of O += P V."""
+    low, high = gl.inline_asm_elementwise(
+        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [p], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
+    )
+    halves = gl.join(low, high).reshape([p.shape[0], p.shape[1] * 2])
+    return gl.convert_layout(halves.to(dtype, bitcast=True), layout)
 
 
 @gluon.jit
