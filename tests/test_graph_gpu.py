@@ -268,3 +268,29 @@ def test_soak():
         assert patch.captures < 60 and patch.replays > 0.98 * (steps - 2 * patch.captures) and not patch.reasons, patch
     late = memory[len(memory) // 2 :]
     assert max(late) - min(late) < 1 << 22, memory
+
+
+def test_a_graph_has_its_cublas_workspace_to_itself():
+    """torch.compile frees the workspaces of all streams, and what was theirs may be given to others."""
+    inputs = {"input_ids": torch.randint(3, 100, (8, 16), device="cuda")}
+
+    def model():
+        sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 2, "num_attention_heads": 16}
+        return tiny("llama", "lean", device="cuda", **sizes).to(torch.bfloat16)
+
+    first = model()
+    with hf_fastattn.patch(first):  # its graph is the first on the stream that captures, and its pool goes with it
+        generate(first, inputs)
+    second = model()
+    with hf_fastattn.patch(second) as patch:
+        expected = generate(second, inputs, output_logits=True, return_dict_in_generate=True)
+        del first
+        for _ in range(3):
+            torch._C._cuda_clearCublasWorkspaces()
+            gc.collect()
+            torch.cuda.empty_cache()
+            filled = [torch.full((1 << 22,), float("nan"), device="cuda") for _ in range(16)]
+            again = generate(second, inputs, output_logits=True, return_dict_in_generate=True)
+            del filled
+            assert all(map(torch.equal, again.logits, expected.logits))
+        assert patch.captures == 1 and patch.uncaptured == 0

@@ -462,6 +462,38 @@ def test_rows_with_and_without_padding_have_graphs_of_their_own(llama, device, m
         assert (patch.captures, patch.uncaptured) == (2, 0)
 
 
+@pytest.mark.parametrize("graph", [False, True])
+def test_a_prompt_read_token_by_token_keeps_its_padding(llama, graph, device, monkeypatch):
+    record(device, monkeypatch)
+    ids, mask = padded(device)
+    options = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": WINDOW, "do_sample": False}
+    with patched(llama, graph=graph):
+        expected = llama.generate(**options).tolist()
+        assert llama.generate(**options, prefill_chunk_size=1).tolist() == expected
+
+
+@pytest.mark.parametrize("forget", ["crop", "reset of the cache", "reset of a layer"])
+def test_what_was_known_of_a_mask_is_forgotten_with_its_tokens(llama, forget, device):
+    ids, mask = padded(device)
+    with patched(llama), torch.no_grad():
+        expected = llama(ids, attention_mask=mask, past_key_values=RollingCache(llama)).logits
+        cache = RollingCache(llama)
+        short = WINDOW - 1
+        llama(ids[:, :short], attention_mask=torch.ones_like(mask[:, :short]), past_key_values=cache)
+        if forget == "crop":
+            cache.crop(-short)
+        else:
+            (cache if "cache" in forget else cache.layers[0]).reset()
+        got = torch.cat(
+            [
+                llama(ids[:, a:b], attention_mask=mask[:, :b], past_key_values=cache).logits
+                for a, b in ((0, short), (short, ids.shape[1]))
+            ],
+            1,
+        )
+    assert torch.allclose(got[mask.bool()], expected[mask.bool()], atol=1e-4)
+
+
 def test_rows_are_known_to_be_alike_until_one_has_padding(device):
     storage = Ring(1, streaming.Settings(window=7, sinks=3))
     begin = lambda q_len, pads=None: storage.begin(2, q_len, pads, device)  # noqa: E731

@@ -153,7 +153,7 @@ def stream(result: dict) -> str:
     if result.get("ring"):
         told = ", ".join(f"{row['ring_over_dense']:.2f} ({row['shape']})" for row in result["ring"])
         lines.append(
-            "The decode kernel over a full ring, with the launch that turns the queries of the sinks, as a share of `lean`'s "
+            "The decode kernel over a full ring, the turning of the sinks' queries included, as a share of `lean`'s "
             f"speed over dense K/V of that size, by {SHAPE}: {told}."
         )
     return "\n\n".join(lines)

@@ -233,7 +233,7 @@ def update(args, results: Results, device: torch.device) -> bool:
 
 
 def ring(args, results: Results, device: torch.device) -> bool:
-    """The decode kernel over a full ring, its turned-back query included, beside lean over dense K/V of the same size."""
+    """The decode kernel over a full ring, turning the sinks' query included, beside lean over dense K/V of the same size."""
     rows = results.data["ring"] = []
     options = {"window": args.window, "sinks": args.sinks}
     for batch, head_dim in ((1, 64), (1, 128), (16, 128)):
@@ -242,7 +242,7 @@ def ring(args, results: Results, device: torch.device) -> bool:
         inputs = shapes.make_inputs(shape, sets, device)
         inv_freq = 500000.0 ** -(torch.arange(0, head_dim, 2, device=device) / head_dim)
         ints = [shape.kv_len - 1, 0, shape.kv_len, NO_WINDOW, CAUSAL, 100_000]  # that many tokens were dropped
-        spans = torch.tensor(ints, dtype=torch.int32, device=device).expand(batch, 1, 1, -1).contiguous()
+        spans = torch.tensor(ints, dtype=torch.int32, device=device).expand(batch, 1, 1, -1)  # without padding
 
         def over_ring(i, kernel=shapes.LEAN, inputs=inputs, spans=spans, inv_freq=inv_freq):
             return kernel(*inputs[i], spans, inv_freq=inv_freq, **options)

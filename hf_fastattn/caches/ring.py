@@ -51,6 +51,7 @@ class Ring:
         self.counts: torch.Tensor | None = None  # int64 (batch,) on the device: tokens of each row
         self.seen = 0  # tokens of the longest row, padding counted: what the host knows, and
         self.alike = True  # that no row has padding
+        self.vetted, self.padded = 0, False  # tokens of the mask that was looked at, and whether it has zeros
         self.mode = EAGER
         self.version = 0  # changes whenever a buffer moves in memory
         self.under_way: Step | None = None
@@ -124,6 +125,7 @@ class Ring:
 
     def reset(self) -> None:
         self.seen, self.alike, self.under_way, self.last = 0, True, None, len(self.layers)
+        self.vetted, self.padded = 0, False
         if self.counts is not None:
             self.counts.zero_()
 

@@ -35,8 +35,6 @@ class RollingCache(compat.Cache):
 
     def _adopt(self, storage: Ring) -> None:
         self.storage = storage
-        self.vetted = 0  # tokens of a mask that has been checked,
-        self.padded = False  # and whether it has zeros
         super().__init__(layers=storage.layers)
 
     @classmethod
@@ -74,8 +72,10 @@ class RollingCache(compat.Cache):
     def vet(self, mask: torch.Tensor | None, tokens: int = 0, takes_back: bool = False) -> None:
         """Raise ValueError for what a call is going to ask and cannot get; waits for the device.
 
-        mask: 2-D, with padding on the left alone. takes_back: the call crops as it goes, up to `tokens` tokens in all.
+        mask: 2-D, with padding on the left alone; what the forwards that follow are given of it is not looked at again.
+        takes_back: the call crops as it goes, up to `tokens` tokens in all.
         """
+        zeros = False
         if mask is not None and mask.dim() == 2:
             holes, zeros = torch.stack([(mask[:, 1:] < mask[:, :-1]).any(), (mask == 0).any()]).tolist()
             if holes:
@@ -83,17 +83,17 @@ class RollingCache(compat.Cache):
                     "A rolling cache discards left padding, and this attention_mask has zeros behind ones (holes, or padding on "
                     'the right). Pad on the left (tokenizer.padding_side = "left"), or use another backend.'
                 )
-            self.vetted, self.padded = mask.shape[1], zeros
         if takes_back and tokens > self.storage.capacity:
             raise ValueError(
                 f"Assisted generation takes tokens back, and a rolling cache of {self.storage.capacity} tokens cannot give back "
                 f"what it dropped; this call may come to {tokens}. Generate without assistant or prompt lookup."
             )
+        self.storage.vetted = 0 if mask is None or mask.dim() != 2 else mask.shape[1]
+        self.storage.padded = zeros
 
     def reset(self) -> None:
         """Forget all tokens; the buffers stay where they are."""
         self.storage.reset()
-        self.vetted, self.padded = 0, False
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last `-tokens_to_remove` tokens (a negative number, as in Transformers; 0 does nothing)."""
@@ -110,6 +110,7 @@ class RollingCache(compat.Cache):
         if tokens_to_remove:
             ring.counts.add_(tokens_to_remove).clamp_(min=0)
             ring.seen += tokens_to_remove
+            ring.vetted = min(ring.vetted, ring.seen)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         self.storage.select(beam_idx)
@@ -192,8 +193,9 @@ def _new_pads(cache: RollingCache, mask, q_len: int) -> torch.Tensor | None:
         raise ValueError(
             f"attention_mask covers {mask.shape[1]} tokens; this cache has read {cache.storage.seen} and is given {q_len} more."
         )
-    if q_len > 1 and mask.shape[1] > cache.vetted:
+    ring = cache.storage
+    if q_len > 1 and mask.shape[1] > ring.vetted:
         cache.vet(mask)
-    if mask.shape[1] <= cache.vetted and not cache.padded:
+    if mask.shape[1] <= ring.vetted and not ring.padded:
         return None
     return (mask[:, -q_len:] == 0).sum(1)

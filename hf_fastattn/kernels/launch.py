@@ -93,7 +93,7 @@ def decode(device: torch.device, dtype: torch.dtype, head_dim: int, rows: int, f
 def decode_config(arch: int, itemsize: int, block_d: int, rows: int, few: bool) -> Config:
     """The decode kernels' row of the table: 64 to 96 KB of K/V in flight per program.
 
-    few: no more KV heads than SMs, of rows that are alike, so that a program stays within a head.
+    few: no more KV heads than SMs, and every program stays within one of them, as fixed splits do.
     """
     if arch == 0:
         return Config(rows, 16, 4, 1, programs_per_sm=2)
@@ -177,12 +177,11 @@ def remember(make):
     def remembered(tensors, *options):
         key = (*[None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors], options)
         key = (torch.is_grad_enabled(), key)  # which decides whether tensors that require grad are refused
-        found = known.get(key)
-        if found is None:
-            found = make(tensors, *options)
+        if key not in known:
+            made = make(tensors, *options)
             if len(known) >= 64:
                 known.clear()
-            known[key] = found
-        return found
+            known[key] = made
+        return known[key]
 
     return remembered

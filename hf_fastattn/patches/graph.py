@@ -92,8 +92,12 @@ class CudaGraph:
                 self.shared["pool"] = torch.cuda.graph_pool_handle()
             pool = self.shared["pool"]
             try:
+                # cuBLAS has a workspace for each stream. One from before would be freed under this graph by whoever clears them,
+                # as torch.compile does; so the graph makes its own, in its pool, and leaves it to nobody.
+                torch._C._cuda_clearCublasWorkspaces()
                 with torch.cuda.graph(self.graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                     result = body()
+                torch._C._cuda_clearCublasWorkspaces()
                 living.add(self)
                 return result
             except BaseException:
@@ -219,6 +223,10 @@ class Entry:
         if "position_ids" not in self.tensors:
             self.refused = "the model is called without position_ids"
 
+    def fits(self, storage) -> bool:
+        """Whether this graph is one over `storage` as it is now."""
+        return self.storage() is storage and self.version == storage.version and self.variant == storage.variant
+
     def accepts(self, inputs: dict) -> bool:
         """Whether inputs have the shapes and constants of this graph."""
         if len(inputs) != self.count:
@@ -289,7 +297,7 @@ class DecodeGraphs:
         entries = [entry for entry in self.entries.get(storage, ()) if entry.version == storage.version]
         self.entries[storage] = entries
         for entry in entries:
-            if entry.fingerprint == fingerprint and entry.variant == storage.variant and entry.accepts(inputs):
+            if entry.fingerprint == fingerprint and entry.fits(storage) and entry.accepts(inputs):
                 break
         else:
             everything = [(e, held) for held in self.entries.values() for e in held]
@@ -309,17 +317,18 @@ class DecodeGraphs:
 class DecodeStep:
     """What one generate() calls in place of the model: replays the graph where there is one."""
 
-    def __init__(self, graphs: DecodeGraphs, model, fingerprint: tuple, ignore_mask: bool):
+    def __init__(self, graphs: DecodeGraphs, model, fingerprint: tuple, ignore_mask: bool, prompt: int = 0):
         self.graphs = graphs
         self.model = model
         self.fingerprint = fingerprint
         self.ignore_mask = ignore_mask
+        self.prompt = prompt  # tokens, as far as a mask tells
         self.entry: Entry | None = None
         self.refused = False  # for the rest of this generate()
 
     def __call__(self, **given):
         cache, ids = given.get("past_key_values"), given.get("input_ids")
-        if not isinstance(cache, CACHES) or ids is None or ids.shape[1] != 1:
+        if not isinstance(cache, CACHES) or ids is None or ids.shape[1] != 1 or cache.get_seq_length() < self.prompt:
             return self.model(**given)  # a chunk of the prompt
         # Graphs share memory: between copying inputs in and copying logits out, no other thread may replay one.
         with self.graphs.lock:
@@ -341,7 +350,7 @@ class DecodeStep:
             with cache.on_device(with_mask=True):
                 inputs["attention_mask"] = compat.decode_mask(self.model, inputs)
         entry = self.entry
-        if entry is None or entry.storage() is not storage or entry.version != storage.version or not entry.accepts(inputs):
+        if entry is None or not entry.fits(storage) or not entry.accepts(inputs):
             entry = self.entry = self.graphs.find(cache, self.fingerprint, inputs)
         if entry.refused is None:
             entry.copy_in(inputs)
