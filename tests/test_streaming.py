@@ -495,6 +495,7 @@ def test_what_was_known_of_a_mask_is_forgotten_with_its_tokens(llama, forget, de
 
 
 def test_rows_are_known_to_be_alike_until_one_has_padding(device):
+    device = torch.zeros(1, device=device).device  # with its index, as a model's tensors have it
     storage = Ring(1, streaming.Settings(window=7, sinks=3))
     begin = lambda q_len, pads=None: storage.begin(2, q_len, pads, device)  # noqa: E731
     pads = torch.tensor([0, 1], device=device)

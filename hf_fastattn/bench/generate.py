@@ -34,7 +34,7 @@ def read(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Na
     help_ = f"of {', '.join(RIVALS)}, or all; default {','.join(DEFAULT_RIVALS)}"
     parser.add_argument("--rivals", **listed, default=DEFAULT_RIVALS, help=help_)
     parser.add_argument("--add", action="store_true", help="add these rivals to the cases that are in the JSON already")
-    parser.add_argument("--name", help="file name of the JSON; default generate_SHAPE.json")
+    parser.add_argument("--name", help="of the JSON; default generate_SHAPE")
     parser.add_argument("--tokens", type=int, default=40, help="new tokens of a repeat (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=5, help="default: %(default)s")
     parser.add_argument("--padded", type=int, nargs=2, metavar=("SHORTEST", "LONGEST"), help="of padded rows; default 1024 32768")
@@ -110,7 +110,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m hf_fastattn.bench
         parser.error(f"--shape {args.shape}: {error}")
     head = {"conditions": conditions(device, METHOD), "shape": subject.name, "weights": subject.weights, "config": subject.config}
     head |= {"unit": "ms a token", "weight_bytes": subject.weight_bytes, "weight_bytes_read_a_token": subject.bytes_read}
-    path = args.out / (args.name or f"generate_{subject.name}.json")
+    path = args.out / f"{(args.name or f'generate_{subject.name}').removesuffix('.json')}.json"
     results = Results(path, args.seconds, command(prog, argv), **head)
     results.data["tb_per_s"] = bandwidth(device)
     if args.add:

@@ -25,8 +25,8 @@ _CPU_SMS = 3  # what the interpreter pretends to have: few programs, several til
 class Config:
     """One launch: block sizes in rows and keys, warps, pipeline stages.
 
-    Decode only: programs per SM, tiles a share of `lean` must hold at least, registers a thread may have where the launch begins
-    early (see `overlap`; 0: as many as it takes).
+    Decode only: programs per SM, tiles a share of `lean` must hold at least, registers that a thread may have where it scores
+    sinks and the launch begins early (see `overlap`; 0: as many as it takes).
     """
 
     BLOCK_M: int
@@ -35,7 +35,7 @@ class Config:
     num_stages: int
     programs_per_sm: int = 1
     MIN_TILES: int = 1
-    registers: int = 0
+    sink_registers: int = 0
 
 
 def block_d(head_dim: int) -> int:
@@ -103,13 +103,13 @@ def decode_config(arch: int, itemsize: int, block_d: int, rows: int, few: bool) 
         return Config(rows, 64, 8, 3, MIN_TILES=2)
     if rows == 64 and block_d <= 64 and arch != 90:
         return Config(rows, 32, 4, 3, programs_per_sm=2, MIN_TILES=2)
-    registers = 168 if arch == 90 and rows == 16 else 0  # three programs' worth; none of these loses by it
+    registers = 168 if arch == 90 and rows == 16 else 0  # room for three programs; the code for sinks takes 250 unasked
     if block_d <= 64:
-        return Config(rows, 128, 4, 3, programs_per_sm=2, MIN_TILES=2, registers=registers)
+        return Config(rows, 128, 4, 3, programs_per_sm=2, MIN_TILES=2, sink_registers=registers)
     if block_d == 128:
         # One program per SM and a deeper pipeline halve the merge; two hide one another's change of heads.
         deep = few and arch == 90
-        return Config(rows, 64, 4, 4 if deep else 3, programs_per_sm=1 if deep else 2, registers=registers)
+        return Config(rows, 64, 4, 4 if deep else 3, programs_per_sm=1 if deep else 2, sink_registers=registers)
     if arch == 90:
         return Config(rows, 64, 8, 3, MIN_TILES=2)
     return Config(rows, 32, 4, 3 if arch == 80 else 2, MIN_TILES=4)

@@ -296,7 +296,7 @@ def make_plan(tensors, config, splits, scale, causal, window, softcap, sinks, in
         COMBINE=most > 1,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        **({"maxnreg": config.registers} if config.registers and both["EARLY"] else {}),
+        **({"maxnreg": config.sink_registers} if sinks and config.sink_registers and both["EARLY"] else {}),
     )
     if most <= 1:
         return Plan(attend, None, 0)
