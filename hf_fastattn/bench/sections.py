@@ -290,7 +290,6 @@ def paper(result: dict) -> str:
 SECTIONS: list[tuple[str, str, Callable[[dict], str]]] = [
     ("generate", "generate_8b.json", generate),
     ("generate_compile", "generate_8b_compile.json", generate),
-    ("generate_512", "generate_8b_512.json", generate),
     ("generate_1b", "generate_1b.json", generate),
     ("fresh", "generate_fresh.json", fresh),
     ("stream", "stream.json", stream),
