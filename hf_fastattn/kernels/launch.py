@@ -177,11 +177,12 @@ def remember(make):
     def remembered(tensors, *options):
         key = (*[None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors], options)
         key = (torch.is_grad_enabled(), key)  # which decides whether tensors that require grad are refused
-        if key not in known:
-            made = make(tensors, *options)
+        found = known.get(key, known)  # what make() returns may be None, and another thread may clear
+        if found is known:
+            found = make(tensors, *options)
             if len(known) >= 64:
                 known.clear()
-            known[key] = made
-        return known[key]
+            known[key] = found
+        return found
 
     return remembered
