@@ -201,17 +201,13 @@ def decode(result: dict) -> str:
         "`lean`, TB/s": lambda row: figure(row["tb_per_s"]["lean"], 2),
     }
     below, above = (found[f"lean_over_best_peer_{size}"] for size in ("below_256_mib", "from_256_mib"))
-    price = found.get("lean_over_batch_invariant")
-    invariant = ""
-    if price is not None:
-        invariant = (
-            f" `batch_invariant`, whose rows do not feel one another, takes {price['geometric_mean']:.2f} times as long as "
-            f"`lean` in geometric mean, and {price['largest']:.2f} times at most."
-        )
+    price = found["lean_over_batch_invariant"]
     return (
         f"**Decode kernels, microseconds a call** ({commands(result)}), CUDA-graph replays over inputs larger than L2. The time "
-        f"of the better sdpa backend over that of `lean`: {mean(below)} below 256 MiB of K/V, {mean(above)} from there on."
-        f"{invariant} Some of the {len(result['rows'])} shapes, and the worst:\n\n{_us(rows, names, more)}"
+        f"of the better sdpa backend over that of `lean`: {mean(below)} below 256 MiB of K/V, {mean(above)} from there on. "
+        f"`batch_invariant`, whose rows do not feel one another, takes {price['geometric_mean']:.2f} times as long as `lean` in "
+        f"geometric mean, and {price['largest']:.2f} times at most. "
+        f"Some of the {len(result['rows'])} shapes, and the worst:\n\n{_us(rows, names, more)}"
     )
 
 

@@ -75,8 +75,9 @@ class RollingCache(compat.Cache):
         mask: 2-D, with padding on the left alone; what the forwards that follow are given of it is not looked at again.
         takes_back: the call crops as it goes, up to `tokens` tokens in all.
         """
-        zeros = False
+        width, zeros = 0, False
         if mask is not None and mask.dim() == 2:
+            width = mask.shape[1]
             holes, zeros = torch.stack([(mask[:, 1:] < mask[:, :-1]).any(), (mask == 0).any()]).tolist()
             if holes:
                 raise ValueError(
@@ -88,8 +89,7 @@ class RollingCache(compat.Cache):
                 f"Assisted generation takes tokens back, and a rolling cache of {self.storage.capacity} tokens cannot give back "
                 f"what it dropped; this call may come to {tokens}. Generate without assistant or prompt lookup."
             )
-        self.storage.vetted = 0 if mask is None or mask.dim() != 2 else mask.shape[1]
-        self.storage.padded = zeros
+        self.storage.vetted, self.storage.padded = width, zeros
 
     def reset(self) -> None:
         """Forget all tokens; the buffers stay where they are."""
@@ -185,15 +185,15 @@ def detach(model) -> None:
 
 def _new_pads(cache: RollingCache, mask, q_len: int) -> torch.Tensor | None:
     """How many of each row's new tokens are padding, on the device."""
-    if mask is None or cache.storage.mode != EAGER:
+    ring = cache.storage
+    if mask is None or ring.mode != EAGER:
         return None
     if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
         raise ValueError("A RollingCache takes a 2-D attention_mask, (rows, all tokens so far), and makes everything else of it.")
-    if mask.shape[1] != cache.storage.seen + q_len:
+    if mask.shape[1] != ring.seen + q_len:
         raise ValueError(
-            f"attention_mask covers {mask.shape[1]} tokens; this cache has read {cache.storage.seen} and is given {q_len} more."
+            f"attention_mask covers {mask.shape[1]} tokens; this cache has read {ring.seen} and is given {q_len} more."
         )
-    ring = cache.storage
     if q_len > 1 and mask.shape[1] > ring.vetted:
         cache.vet(mask)
     if mask.shape[1] <= ring.vetted and not ring.padded:

@@ -8,7 +8,7 @@ and stand waiting in `wait_for_inputs`. Between two short kernels that hides a m
 - So what is older than the launch ahead is there before the wait too, and what comes after a launch comes after all before it.
 - Programs go where the most of their kind still fit, and those of the launch ahead still take room. A kernel that is to have one
   or two programs on every multiprocessor keeps to so few registers that these do not decide how many fit (`maxnreg`), or some
-  get twice their share and others none: up to a quarter more time.
+  get twice their share and others none.
 
 Source: NVIDIA, "CUDA C++ Programming Guide", programmatic dependent launch; "PTX ISA", griddepcontrol.
 """

@@ -4,8 +4,9 @@ generate() asks the model for something to call in its decode loop (`get_compile
 step's small inputs into tensors that stay, replays, and returns an output of the model's own type. The first step of a new shape
 runs uncaptured, as a rehearsal on the same tensors; the second is captured, which takes one pass of the model's Python.
 
-A graph is good for one storage at one address, one set of input shapes and one fingerprint of the model: data pointers, training
-mode, adapters, plain attributes. The fingerprint is taken once per generate(). Weights changed in place are seen at once.
+A graph is good for one storage at one address (and one `variant` of it: rows known to be alike, or not), one set of input shapes
+and one fingerprint of the model: data pointers, training mode, adapters, plain attributes. The fingerprint is taken once per
+generate(). Weights changed in place are seen at once.
 """
 
 from __future__ import annotations
@@ -317,7 +318,7 @@ class DecodeGraphs:
 class DecodeStep:
     """What one generate() calls in place of the model: replays the graph where there is one."""
 
-    def __init__(self, graphs: DecodeGraphs, model, fingerprint: tuple, ignore_mask: bool, prompt: int = 0):
+    def __init__(self, graphs: DecodeGraphs, model, fingerprint: tuple, ignore_mask: bool, prompt: int):
         self.graphs = graphs
         self.model = model
         self.fingerprint = fingerprint

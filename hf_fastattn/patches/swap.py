@@ -410,9 +410,10 @@ class Patch:
             self._say(str(reason))
             return False
         mask = model_kwargs.get("attention_mask")
-        # A mask of ones says nothing, and generate() only ever adds ones: one look at it now saves one per token.
-        ones = mask is not None and mask.dim() == 2 and bool((mask == 1).all())
-        prompt = 0 if mask is None or mask.dim() != 2 else mask.shape[1]
+        ones, prompt = False, 0
+        if mask is not None and mask.dim() == 2:
+            # A mask of ones says nothing, and generate() only ever adds ones: one look at it now saves one per token.
+            ones, prompt = bool((mask == 1).all()), mask.shape[1]
         self._local.step = graphs.DecodeStep(self._graphs, model, fingerprint, ones, prompt)
         return True
 

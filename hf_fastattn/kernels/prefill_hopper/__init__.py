@@ -52,8 +52,8 @@ class Config:
 
 
 # Measured on an H200 against cuDNN over lengths 2k to 64k, causal and not. At head_dim 64 the exponentials are the limit: one in
-# 8 on the FMA units is faster than one in 4, in 16 or none. A tile's products are short there and loads further ahead pay: the
-# third stage 1.6%, the second Q 0.9%. At 128 and 256 shared memory has no room for a third stage, nor at 256 for a buffer of O.
+# 8 on the FMA units is faster than one in 4, in 16 or none. A tile's products are short there, and loads further ahead pay: a
+# third stage, a second Q. At 128 and 256 shared memory has no room for a third stage, nor at 256 for a buffer of O.
 CONFIGS = {
     64: Config(128, stages=3, q_stages=2, exp2_on_fma=8),
     128: Config(128),
