@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import subprocess
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -143,6 +143,7 @@ class Shape:
 KERNELS = {
     "lean": (lean, ("lean_kernel", "lean_merge_kernel")),
     "split_kv": (split_kv, ("split_kv_kernel", "combine_kernel")),
+    "split_kv, a program a head": (split_kv, ("split_kv_kernel",)),
     "prefill": (prefill, ("prefill_kernel",)),
 }
 
@@ -156,7 +157,7 @@ def build(name: str, shape: Shape, arch: int, folder: Path) -> dict[str, Binary]
     span = torch.zeros(shape.batch, 1, 1, spans.WORDS + spans.num_words(2048), dtype=torch.int32) if shape.spans else None
     sinks = {"sinks": 4, "window": 1000, "inv_freq": torch.ones(shape.head_dim // 2)} if shape.sinks else {}
     with compiling(module, kernels, arch) as compiled:
-        getattr(module, name)(q, k, k, span, causal=not shape.spans, **sinks)
+        getattr(module, name.partition(",")[0])(q, k, k, span, causal=not shape.spans, **sinks)
     return {kernel: read(binary, folder) for kernel, binary in compiled.items()}
 
 
@@ -204,6 +205,18 @@ def test_shared_memory_and_registers(name, arch, shape, tmp_path):
 
 WAIT = re.compile(r"griddepcontrol[._]wait|grid_dependency_wait")
 TOUCH = re.compile(r"\b(tt\.(load|store)|ttg\.async_copy_global_to_local)\b")
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [replace(s, batch=52, q_len=min(s.q_len, 8)) for s in DECODE if s.dtype == "bf16" and s.head_dim <= 128],
+    ids=lambda s: s.id,
+)
+def test_where_heads_are_many_four_programs_fit_an_sm(shape, tmp_path):
+    (binary,) = build("split_kv, a program a head", shape, 90, tmp_path).values()
+    warps = 4 if shape.head_dim == 64 else 2
+    assert 4 * 32 * warps * binary.registers <= 65536 and 4 * binary.shared <= SHARED_LIMIT[90]
+    assert not binary.stack or spills_in_tile_loops(binary.sass) == 0
 
 
 @pytest.mark.parametrize("arch", [80, 90])

@@ -8,6 +8,7 @@ import pytest
 import test_kernels
 import tolerance
 import torch
+import triton
 from cases import Case, ragged
 from conftest import DEVICE
 from test_kernels import LEAN, check_case, force_programs
@@ -195,6 +196,25 @@ def test_repeated_launches_follow_their_tensors(kernel):
             tolerance.assert_attention((launcher(q, k, v), None), expected, q, k, v, None, seen, {}, f"{kernel.name} at {offset}")
     with pytest.raises(RuntimeError, match="no backward pass"):
         launcher(q.requires_grad_(), k, v)
+
+
+def test_a_profiler_hears_of_every_launch():
+    heard = []
+
+    def hook(metadata):
+        heard.append(metadata.get()["name"])
+
+    q, k, v = inputs(batch=1)
+    enter = triton.knobs.runtime.launch_enter_hook
+    lean(q, k, v)
+    enter.add(hook)
+    try:
+        for _ in range(3):
+            lean(q, k, v)
+    finally:
+        enter.remove(hook)
+    lean(q, k, v)
+    assert len(heard) == 6 and len(set(heard)) == 2  # the kernel that attends and the one that merges, three times
 
 
 @pytest.mark.parametrize("name", ["fa2", "split_kv", "lean"])

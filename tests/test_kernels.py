@@ -11,7 +11,7 @@ from collections import Counter
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, call
 
 import numpy as np
 import oracle
@@ -344,6 +344,33 @@ def test_lean_hands_over_only_rows_that_the_host_knows_to_be_alike(kernel, rows,
 
 
 @with_lean
+@pytest.mark.parametrize("kv_len", here(100, 600))
+def test_lean_gives_each_of_many_heads_that_are_soon_done_a_program(kernel, kv_len, device, monkeypatch):
+    monkeypatch.setattr(launch, "arch", lambda device: 0)
+    monkeypatch.setattr(launch, "num_sms", lambda device: 3)  # two programs on each
+    case = Case(q_len=1, kv_len=kv_len, batch=4, num_heads=3, num_kv_heads=3, head_dim=16)
+    x = make(case, device)
+    with counted_launches(kernel) as launched:
+        kernel.launcher()(x.q, x.k, x.v, x.spans, **x.options)
+    assert launched == Counter(SPLIT_KV.launches[:1] if kv_len == 100 else LEAN.launches)
+    check_case(kernel, case, device)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_programs_an_sm_by_the_number_of_heads(head_dim, monkeypatch):
+    monkeypatch.setattr(launch, "arch", lambda device: 90)
+    monkeypatch.setattr(launch, "num_sms", lambda device: 132)
+
+    def programs(heads):
+        return launch.decode(torch.device("cuda", 0), torch.bfloat16, head_dim, 4, heads).programs_per_sm
+
+    few = 2 if head_dim == 64 else 1
+    assert [programs(h) for h in (1, 132, 133, 264, None)] == [few, few, 2, 2, 2]
+    assert [programs(h) for h in (265, 528, 792, 1056, 2048)] == [4] * 5  # the last wave is at least half full
+    assert [programs(h) for h in (529, 640, 791, 1280)] == [2] * 4
+
+
+@with_lean
 @pytest.mark.parametrize("case", here(*SCHEDULE_CASES), ids=lambda c: c.id)
 @pytest.mark.parametrize("programs", here(1, 2, 3, 7, 10_000 if ON_GPU else 1000))
 def test_lean_with_any_number_of_programs(kernel, case, programs, device, monkeypatch):
@@ -563,6 +590,31 @@ def test_a_launch_that_was_interpreted_is_not_remembered(monkeypatch):
     start(tensor)
     start(tensor)
     assert kernel.__getitem__.return_value.call_count == 2
+
+
+@pytest.mark.parametrize("hooks", [False, True], ids=["no hooks", "hooks"])
+def test_a_launch_is_repeated_without_triton_looking_it_up(hooks, monkeypatch):
+    device = torch.device("cuda", 0)
+    tensor = SimpleNamespace(device=device, data_ptr=lambda: 256)
+    kernel = MagicMock(arg_names=["X", "Y", "n"])
+    compiled = kernel.__getitem__.return_value.return_value
+    active = SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda device: 77)
+    runtime = SimpleNamespace(launch_enter_hook=SimpleNamespace(calls=["hook"] * hooks), launch_exit_hook=None)
+    monkeypatch.setattr(launch, "driver", SimpleNamespace(active=active), raising=False)
+    monkeypatch.setattr(launch, "knobs", SimpleNamespace(runtime=runtime), raising=False)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    start = launch.Launch(kernel, (5, 2), num_warps=1, n=3)
+    for _ in range(3):
+        start(tensor, None)
+    kernel.__getitem__.return_value.assert_called_once_with(tensor, None, 3, num_warps=1)
+    if hooks:  # Triton's own way, which tells them
+        assert compiled.__getitem__.return_value.call_args_list == [call(256, None, 3)] * 2 and not compiled.run.called
+    else:
+        again = call(5, 2, 1, 77, compiled.function, compiled.packed_metadata, None, None, None, 256, None, 3)
+        assert compiled.run.call_args_list == [again] * 2
+    start(SimpleNamespace(device=device, data_ptr=lambda: 260), None)  # another alignment is another variant
+    start(SimpleNamespace(device=torch.device("cuda", 1), data_ptr=lambda: 256), None)  # another device than the current one
+    assert kernel.__getitem__.return_value.call_count == 3
 
 
 @pytest.mark.parametrize("name", [PREFILL.name, SPLIT_KV.name, LEAN.name])

@@ -43,9 +43,13 @@ def schedule(kernel: str, shape: Shape, device: torch.device) -> dict:
         tiles = -(-shape.kv_len // launch.prefill(device, DTYPE, shape.head_dim, 1).BLOCK_N)
         shares = [tiles] * (shape.batch * shape.num_heads)  # one program per query head, however long K and V are
     else:
-        config = launch.decode(device, DTYPE, shape.head_dim, shape.num_heads // shape.num_kv_heads, outputs <= sms)
+        shared = device, DTYPE, shape.head_dim, shape.num_heads // shape.num_kv_heads
+        config = launch.decode(*shared, outputs)
+        own = kernel == "split_kv" or shares_within_heads(device, config, outputs, shape.kv_len)
+        if not own and outputs > sms:
+            config = launch.decode(*shared, None)
         tiles = -(-shape.kv_len // config.BLOCK_N)
-        if kernel == "split_kv" or shares_within_heads(device, config, outputs, shape.kv_len):
+        if own:
             splits = launch.num_splits(device, config, outputs, shape.kv_len)
             shares = [(s + 1) * tiles // splits - s * tiles // splits for s in range(splits)] * outputs
         else:

@@ -107,7 +107,8 @@ def empty_outputs(q: torch.Tensor, return_lse: bool) -> tuple[torch.Tensor, torc
     lse is fp32 (batch, num_heads, q_len); without `return_lse` it is `out` again, a pointer nobody follows.
     """
     batch, num_heads, q_len, head_dim = q.shape
-    out = torch.empty(batch, q_len, num_heads, head_dim, device=q.device, dtype=q.dtype).transpose(1, 2)
+    token = num_heads * head_dim
+    out = torch.empty_strided(q.shape, (q_len * token, head_dim, token, 1), device=q.device, dtype=q.dtype)
     lse = torch.empty(batch, num_heads, q_len, device=q.device, dtype=torch.float32) if return_lse else out
     return out, lse
 

@@ -12,9 +12,10 @@ from functools import cache, wraps
 import torch
 
 try:
+    from triton import knobs
     from triton.runtime import driver
 except ImportError:  # CPU tensors need no Triton
-    driver = None
+    driver = knobs = None
 
 MAX_DECODE_ROWS = 64  # query rows (q_len x heads per KV head) a decode kernel packs into one block
 MAX_SPLITS = 128
@@ -25,8 +26,8 @@ _CPU_SMS = 3  # what the interpreter pretends to have: few programs, several til
 class Config:
     """One launch: block sizes in rows and keys, warps, pipeline stages.
 
-    Decode only: programs per SM, tiles a share of `lean` must hold at least, registers that a thread may have where it scores
-    sinks and the launch begins early (see `overlap`; 0: as many as it takes).
+    Decode only: programs per SM, tiles a share of `lean` must hold at least, registers that a thread may have (0: as many as it
+    takes), and those where it scores sinks and the launch begins early (see `overlap`).
     """
 
     BLOCK_M: int
@@ -35,6 +36,7 @@ class Config:
     num_stages: int
     programs_per_sm: int = 1
     MIN_TILES: int = 1
+    registers: int = 0
     sink_registers: int = 0
 
 
@@ -84,16 +86,25 @@ def prefill_config(arch: int, itemsize: int, block_d: int, rows: int) -> Config:
     return Config(min(rows, 64), 32, 4, 2)
 
 
-def decode(device: torch.device, dtype: torch.dtype, head_dim: int, rows: int, few: bool) -> Config:
-    """The decode kernels' launch for `rows` packed query rows in each KV head; `few` as in the table."""
-    return decode_config(arch(device), dtype.itemsize, block_d(head_dim), max(16, 1 << (rows - 1).bit_length()), few)
+def decode(device: torch.device, dtype: torch.dtype, head_dim: int, rows: int, heads: int | None) -> Config:
+    """The decode kernels' launch for `rows` packed query rows in each KV head.
+
+    heads: KV heads of all batch rows together, where each program stays within one of them; None where it may not.
+    """
+    sms, crowd = num_sms(device), None
+    if heads is not None and heads <= sms:
+        crowd = "few"
+    elif heads is not None and heads > 2 * sms and -heads % (4 * sms) <= 2 * sms:  # the last wave of four is half full
+        crowd = "many"
+    return decode_config(arch(device), dtype.itemsize, block_d(head_dim), max(16, 1 << (rows - 1).bit_length()), crowd)
 
 
 @cache
-def decode_config(arch: int, itemsize: int, block_d: int, rows: int, few: bool) -> Config:
-    """The decode kernels' row of the table: 64 to 96 KB of K/V in flight per program.
+def decode_config(arch: int, itemsize: int, block_d: int, rows: int, crowd: str | None) -> Config:
+    """The decode kernels' row of the table: 64 to 96 KB of K/V in flight per program, or per two of them.
 
-    few: no more KV heads than SMs, and every program stays within one of them, as fixed splits do.
+    crowd: where every program stays within one KV head, "few" of no more heads than SMs, "many" of enough for four programs on
+    most SMs; None otherwise.
     """
     if arch == 0:
         return Config(rows, 16, 4, 1, programs_per_sm=2)
@@ -104,11 +115,16 @@ def decode_config(arch: int, itemsize: int, block_d: int, rows: int, few: bool) 
     if rows == 64 and block_d <= 64 and arch != 90:
         return Config(rows, 32, 4, 3, programs_per_sm=2, MIN_TILES=2)
     registers = 168 if arch == 90 and rows == 16 else 0  # room for three programs; the code for sinks takes 250 unasked
+    if arch == 90 and crowd == "many" and rows <= 32 and block_d <= 128:
+        # Four programs an SM hide one another's beginning and end, where each has a head to itself and that is soon done.
+        if block_d <= 64:
+            return Config(rows, 64, 4, 3, programs_per_sm=4, registers=128)
+        return Config(rows, 32, 2, 3, programs_per_sm=4)
     if block_d <= 64:
         return Config(rows, 128, 4, 3, programs_per_sm=2, MIN_TILES=2, sink_registers=registers)
     if block_d == 128:
         # One program per SM and a deeper pipeline halve the merge; two hide one another's change of heads.
-        deep = few and arch == 90
+        deep = crowd == "few" and arch == 90
         return Config(rows, 64, 4, 4 if deep else 3, programs_per_sm=1 if deep else 2, sink_registers=registers)
     if arch == 90:
         return Config(rows, 64, 8, 3, MIN_TILES=2)
@@ -141,28 +157,36 @@ class Launch:
     a decode kernel takes 7. A Launch has it done once. What compilation knows of an address is whether it is a multiple of 16.
     """
 
-    __slots__ = ("_again", "grid", "kernel", "meta", "rest")
+    __slots__ = ("_compiled", "grid", "kernel", "meta", "rest")
 
     def __init__(self, kernel, grid: tuple[int, ...], **named):
         """`named`: the kernel's arguments after its tensors, constants included; and Triton's options, such as num_warps."""
         self.kernel, self.grid = kernel, (*grid, 1, 1)[:3]
         self.rest = tuple(named.pop(name) for name in kernel.arg_names if name in named)
         self.meta = named
-        self._again = None
+        self._compiled = None
 
     def __call__(self, *tensors: torch.Tensor | None) -> None:
         device = tensors[0].device
         addresses = [None if t is None else t.data_ptr() for t in tensors]
         aligned = all([not address or address % 16 == 0 for address in addresses])
-        if self._again is not None and aligned and device.index == driver.active.get_current_device():
-            self._again(*addresses, *self.rest)
+        compiled = self._compiled
+        if compiled is not None and aligned and device.index == driver.active.get_current_device():
+            hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+            if any([getattr(hook, "calls", hook) for hook in hooks]):  # a profiler's
+                compiled[self.grid](*addresses, *self.rest)
+            else:  # what that comes to: telling nobody takes Triton 3 us
+                stream = driver.active.get_current_stream(device.index)
+                compiled.run(
+                    *self.grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *addresses, *self.rest
+                )
             return
         if len(tensors) + len(self.rest) != len(self.kernel.arg_names):  # a launch is repeated with all arguments or not at all
             raise TypeError(f"{self.kernel.fn.__name__} takes {len(self.kernel.arg_names)} arguments, defaults included.")
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             compiled = self.kernel[self.grid](*tensors, *self.rest, **self.meta)
         if aligned and device.type == "cuda" and compiled is not None:  # None: the interpreter ran it
-            self._again = compiled[self.grid]
+            self._compiled = compiled
 
 
 def remember(make):

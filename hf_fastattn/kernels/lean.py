@@ -278,14 +278,15 @@ def _prepare(tensors, scale, causal, window, softcap, sinks, interleaved, return
     )  # fmt: skip
     batch, num_heads, q_len, head_dim = q.shape
     kv_heads, kv_len = k.shape[1], k.shape[2]
-    heads, group = batch * kv_heads, num_heads // kv_heads
+    heads, group, sms = batch * kv_heads, num_heads // kv_heads, launch.num_sms(q.device)
     alike = spans is None or batch == 1 or spans.stride(0) == 0
-    config = launch.decode(q.device, q.dtype, head_dim, q_len * group, alike and heads <= launch.num_sms(q.device))
-    in_sight = kv_len if window is None else min(kv_len, window + q_len - 1)
-    if alike and shares_within_heads(q.device, config, heads, in_sight if spans is None else None):
-        return make_plan(tensors, config, None, scale, causal, window, softcap, sinks, interleaved, return_lse)
+    if alike:
+        config = launch.decode(q.device, q.dtype, head_dim, q_len * group, heads)
+        if shares_within_heads(q.device, config, heads, kv_len if window is None else min(kv_len, window + q_len - 1)):
+            return make_plan(tensors, config, None, scale, causal, window, softcap, sinks, interleaved, return_lse)
+    config = launch.decode(q.device, q.dtype, head_dim, q_len * group, heads if alike and heads <= sms else None)
     workspace_m, block_d = triton.next_power_of_2(q_len * group), launch.block_d(head_dim)
-    most = launch.num_sms(q.device) * config.programs_per_sm
+    most = sms * config.programs_per_sm
     programs = min(most, heads * triton.cdiv(kv_len, config.BLOCK_N))
     # Many heads have few partials each, and all their rows make one merge.
     merge_rows = workspace_m if heads > programs else 1
@@ -299,7 +300,7 @@ def _prepare(tensors, scale, causal, window, softcap, sinks, interleaved, return
         "q_len": q_len,
         "kv_len": kv_len,
         "window": NO_WINDOW if window is None else window,
-        "spread": launch.num_sms(q.device),
+        "spread": sms,
         "stats_start": 2 * programs * workspace_m * block_d,
         "GROUP": group,
         "HEAD_DIM": head_dim,

@@ -82,13 +82,17 @@ def deal(
     return tiles_b, line_b, lines, line_tiles, crew, share, line_tiles - share * crew
 
 
-def shares_within_heads(device: torch.device, config: launch.Config, heads: int, kv_len: int | None) -> bool:
+def shares_within_heads(device: torch.device, config: launch.Config, heads: int, kv_len: int) -> bool:
     """Whether programs of their own serve `heads` KV heads of rows that are alike better than one line of tiles.
 
-    As `deal` decides on the device, but that this does not count how many programs little work needs. kv_len: keys in sight, or
-    None: whether it is so at any length.
+    As `deal` decides on the device, but that this does not count how many programs little work needs, and that with more heads
+    than programs it prefers a program for each, where a head is soon done. config: the programs' own. kv_len: most keys in sight.
     """
-    programs = config.programs_per_sm * launch.num_sms(device)
-    of_heads = launch.programs_each(device, config, heads) * heads
-    short = kv_len is not None and heads * triton.cdiv(kv_len, config.BLOCK_N) <= programs * SHORT
-    return of_heads > 0 and (16 * of_heads >= 15 * programs or (10 * of_heads >= 7 * programs and short))
+    sms, tiles = launch.num_sms(device), triton.cdiv(kv_len, config.BLOCK_N)
+    programs = config.programs_per_sm * sms
+    if heads > 2 * sms:  # beginning a head costs a line more, and the last wave is full enough
+        return tiles <= 16 * config.programs_per_sm and 5 * (-heads % programs) <= 3 * programs
+    of_heads = programs // heads * heads
+    return of_heads > 0 and (
+        16 * of_heads >= 15 * programs or (10 * of_heads >= 7 * programs and heads * tiles <= programs * SHORT)
+    )

@@ -249,8 +249,8 @@ def _prepare(tensors, scale, causal, window, softcap, sinks, interleaved, return
         scale=scale, window=window, softcap=softcap, sink_logits=sink_logits, sinks=sinks, inv_freq=inv_freq,
     )  # fmt: skip
     # The choice of a tile must not depend on the batch where `splits` is given.
-    few = splits is not None or q.shape[0] * k.shape[1] <= launch.num_sms(q.device)
-    config = launch.decode(q.device, q.dtype, q.shape[3], q.shape[2] * q.shape[1] // k.shape[1], few)
+    heads = q.shape[0] * k.shape[1] if splits is None else 1
+    config = launch.decode(q.device, q.dtype, q.shape[3], q.shape[2] * q.shape[1] // k.shape[1], heads)
     return make_plan(tensors, config, splits, scale, causal, window, softcap, sinks, interleaved, return_lse)
 
 
@@ -265,6 +265,8 @@ def make_plan(tensors, config, splits, scale, causal, window, softcap, sinks, in
     workspace_m, block_d = triton.next_power_of_2(q_len * group), launch.block_d(head_dim)
     slots = heads * splits
     scale_log2, cap_log2 = checks.log2_scales(scale, softcap)
+    overlap = early(q.device)
+    registers = config.registers or (config.sink_registers if sinks and overlap["EARLY"] else 0)
     both = {
         "q_len": q_len,
         "stats_start": slots * workspace_m * block_d,
@@ -274,7 +276,7 @@ def make_plan(tensors, config, splits, scale, causal, window, softcap, sinks, in
         "BLOCK_D": block_d,
         "HAS_SINK_LOGITS": sink_logits is not None,
         "WRITE_LSE": return_lse,
-        **early(q.device),
+        **overlap,
     }
     attend = launch.Launch(
         split_kv_kernel,
@@ -296,7 +298,7 @@ def make_plan(tensors, config, splits, scale, causal, window, softcap, sinks, in
         COMBINE=most > 1,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        **({"maxnreg": config.sink_registers} if sinks and config.sink_registers and both["EARLY"] else {}),
+        **({"maxnreg": registers} if registers else {}),
     )
     if most <= 1:
         return Plan(attend, None, 0)
