@@ -1,6 +1,7 @@
-"""Each kernel on a few small shapes, for NVIDIA's checker:
+"""Each kernel on a few small shapes, for NVIDIA's checkers:
 
 compute-sanitizer --tool memcheck python tests/sanitize.py
+compute-sanitizer --tool racecheck python tests/sanitize.py
 """
 
 import os
@@ -9,24 +10,54 @@ os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # every tensor its own alloc
 
 import torch
 from cases import Case, make
-from test_kernels import REFERENCE, RUNNABLE, run
+from test_kernels import LEAN, REFERENCE, RUNNABLE, never, run
+
+from hf_fastattn.kernels import append, lean, ring, rms_norm, rope
 
 CASES = [
     Case(q_len=1, kv_len=300, dtype="bf16", head_dim=128, num_heads=8),
     Case(q_len=5, kv_len=77, dtype="fp16", head_dim=80, rows=((3, 77, 0.2), (0, 0, 0.0)), sinks=True, softcap=20.0, window=40),
     Case(q_len=1, kv_len=200, head_dim=64, q_offset=40, offset_on_device=True, layout="slices"),
+    Case(q_len=1, kv_len=203, dtype="bf16", head_dim=64, first_tokens=4, turned=True, window=60),
+    Case(q_len=3, kv_len=203, dtype="bf16", head_dim=128, first_tokens=20, turned=True, window=60),
     Case(q_len=130, kv_len=131, dtype="bf16", head_dim=64, causal=False, batch=1),
     Case(q_len=130, kv_len=130, dtype="fp16", head_dim=256, batch=1),
+    Case(q_len=200, kv_len=200, dtype="bf16", head_dim=128, batch=2, rows=((3, 200, 0.1), (90, 200, 0.0)), window=70),
     Case(q_len=1, kv_len=1, dtype="fp16", head_dim=16, batch=1, num_heads=1, num_kv_heads=1),
+    Case(q_len=1, kv_len=131, dtype="bf16", head_dim=64, batch=100, num_heads=4, num_kv_heads=4),  # a program a head
+    Case(q_len=1, kv_len=131, dtype="bf16", head_dim=128, batch=100, num_heads=8, num_kv_heads=4),
 ]
 
-if __name__ == "__main__":
+
+def attention() -> None:
+    own = lean.shares_within_heads
     for case in CASES:
         for kernel in RUNNABLE:
             if kernel is REFERENCE or kernel.fit(case) != case:
                 continue
-            x = make(case, torch.device("cuda"))
-            out, _ = run(kernel, x.q, x.k, x.v, x.spans, x.options)
-            torch.cuda.synchronize()
-            assert out.isfinite().all(), (kernel.name, case.id)
-            print("ran", kernel.name, case.id, flush=True)
+            for shares in (own, never) if kernel is LEAN else (own,):  # as it likes, and one line of tiles
+                lean.shares_within_heads = shares
+                x = make(case, torch.device("cuda"))
+                out, _ = run(kernel, x.q, x.k, x.v, x.spans, x.options)
+                torch.cuda.synchronize()
+                assert out.isfinite().all(), (kernel.name, case.id)
+                print("ran", kernel.name, case.id, flush=True)
+
+
+def small() -> None:
+    new = lambda *shape: torch.randn(shape, device="cuda", dtype=torch.float16)  # noqa: E731
+    k, v = new(2, 4, 100, 80), new(2, 4, 100, 80)
+    for slot in (0, 99):
+        append.append(k, v, new(2, 4, 1, 80), new(2, 4, 1, 80), torch.full((1,), slot, device="cuda"))
+    seen = torch.zeros(2, dtype=torch.int64, device="cuda")
+    for _ in range(5):
+        ring.ring_step(seen, None, 4, 2)
+    rms_norm.rms_norm(new(3, 1000), new(1000), 1e-6)
+    rope.rope(new(2, 8, 3, 80), new(2, 2, 3, 80), new(2, 3, 80), new(2, 3, 80))
+    torch.cuda.synchronize()
+    print("ran the small kernels", flush=True)
+
+
+if __name__ == "__main__":
+    small()
+    attention()
