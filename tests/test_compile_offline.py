@@ -287,8 +287,8 @@ def test_spans_kernel_compiles(arch, tmp_path):
             CAUSAL=spans.CAUSAL,
             HOLES=spans.HOLES,
             NUM_INTS=spans.WORDS,
-            BLOCK=32,
-            num_warps=4,
+            BLOCK=128,
+            num_warps=8,
         )
     binary = read(compiled["_build_spans_kernel"], tmp_path)
     assert binary.shared <= SHARED_LIMIT[arch] and binary.stack == 0

@@ -203,6 +203,8 @@ class Bench:
             self.note(row, f"{STATIC} not run: not among --compile-cases")
         self.time_rivals(row, resume)
         if resume and self.args.first_tokens:
+            self.caches.clear()
+            free(self.device)
             self.time_first_tokens(row)
 
     def prepare(self, rival: Rival, key: str) -> None:

@@ -138,8 +138,10 @@ class Track:
         return self.capacity, self.base if self.mode == CAPTURED_WITH_MASK else 0
 
     def query_offset(self) -> int | torch.Tensor:
-        """Position of the next token; in a graph its slot, on the device, where the window is all that hides a slot."""
-        return self.counts[:1] if self.mode == CAPTURED else self.seen
+        """Position of the next token; in a graph its slot, where the window is all that hides a slot. For a graph on the device."""
+        if self.mode == EAGER:
+            return self.seen
+        return self.counts[:1] if self.mode == CAPTURED else self.counts[1:]
 
     def seq_length(self) -> int | torch.Tensor:
         return self.counts[1] if self.mode == CAPTURED else self.seen
@@ -149,7 +151,7 @@ class Track:
         wanted = (self.seen - self.base, self.seen)
         if self.counts is None or self.counts.device != device:
             with torch.inference_mode(False):
-                self.counts = torch.zeros(2, dtype=torch.int64, device=device)
+                self.counts = torch.zeros(2, 2, dtype=torch.int64, device=device)[:, 0]  # 16 bytes apart, as launches like it
             self.version += 1
             self.image = (0, 0)
         if self.image != wanted:
