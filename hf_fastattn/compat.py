@@ -247,6 +247,13 @@ def is_llamas_norm(forward) -> bool:
     return _is_same_code(forward, LlamaRMSNorm.forward)
 
 
+def is_llamas_mlp(forward) -> bool:
+    """Whether this is forward() of Llama's MLP: down_proj(act_fn(gate_proj(x)) * up_proj(x))."""
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    return _is_same_code(forward, LlamaMLP.forward)
+
+
 def llama_rope():
     """Llama's apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1), which many models have in a module of their own."""
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb

@@ -9,6 +9,8 @@ import weakref
 import pytest
 import torch
 from models import tiny
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 import hf_fastattn
@@ -120,7 +122,16 @@ def test_launches_that_are_remembered_are_told_apart():
     assert rope.run(q, k, cos, sin) is not None and rope.run(q.requires_grad_(), k, cos, sin) is None
 
 
-PER_LAYER = {"llama": (2, 1), "mistral": (2, 1), "qwen2": (2, 1), "qwen3": (4, 1), "phi": (0, 1), "gemma2": (0, 1), "opt": (0, 0)}
+# Norms, rotations and MLPs in each layer; Gemma's norms and OPT's LayerNorms are other formulas.
+PER_LAYER = {
+    "llama": (2, 1, 1),
+    "mistral": (2, 1, 1),
+    "qwen2": (2, 1, 1),
+    "qwen3": (4, 1, 1),
+    "phi": (0, 1, 0),
+    "gemma2": (0, 1, 1),
+    "opt": (0, 0, 0),
+}
 
 
 @runs_kernels
@@ -130,29 +141,103 @@ def test_a_model_computes_the_same(family):
     ids = torch.arange(1, 12, device=DEVICE)[None]
     with torch.no_grad():
         before = model(ids).logits
-        norms, layers = fuse.find(model)
-        fuse.fuse(norms, layers)
-        assert fuse.find(model) == ([], [])
+        found = fuse.find(model)
+        fuse.fuse(found)
+        assert fuse.find(model) == ([], [], [])
         during = model(ids).logits
         twin = copy.deepcopy(model)
-        fuse.restore(norms + layers)
+        fused = list(itertools.chain(*found))
+        fuse.restore(fused)
         after = model(ids).logits
     expected = [n * model.config.num_hidden_layers for n in PER_LAYER[family]]
-    expected[0] += expected[0] > 0  # the last norm; Gemma's norms and OPT's LayerNorms are other formulas
-    assert [len(norms), len(layers)] == expected
+    expected[0] += expected[0] > 0  # the last norm
+    assert list(map(len, found)) == expected
     torch.testing.assert_close(during, before, atol=1e-5, rtol=1e-5)
     assert torch.equal(after, before)
     for module, copied in zip(model.modules(), twin.modules(), strict=True):
         assert not fuse.is_fused(module)
-        assert fuse.is_fused(copied) == (module in norms + layers)
+        assert fuse.is_fused(copied) == (module in fused)
 
 
 @runs_kernels
 def test_gradients_flow_through_the_models_own_code():
     model = tiny("llama").to(DEVICE)
-    fuse.fuse(*fuse.find(model))
+    fuse.fuse(fuse.find(model))
     model(torch.arange(1, 12, device=DEVICE)[None]).logits.sum().backward()
     assert all(p.grad is not None for p in model.parameters())
+
+
+class Allocated(TorchDispatchMode):
+    """Bytes of the tensors that operations inside have made, now and at most; `known` are older."""
+
+    def __init__(self, known):
+        super().__init__()
+        self.now = self.peak = 0
+        self.known = {tensor.untyped_storage().data_ptr() for tensor in known}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
+            if storage is not None and storage.data_ptr() not in self.known:
+                self.known.add(storage.data_ptr())
+                self.now += storage.nbytes()
+                weakref.finalize(storage, self.freed, storage.data_ptr(), storage.nbytes())
+        self.peak = max(self.peak, self.now)
+        return out
+
+    def freed(self, address, size):
+        self.known.discard(address)
+        self.now -= size
+
+
+@pytest.fixture
+def mlp(monkeypatch):
+    """(an MLP of Llama's that is fused whatever the device, another of the same weights that is not)."""
+    monkeypatch.setattr(fuse, "INTERPRETED", True)
+    torch.manual_seed(0)
+    stock = tiny("llama").model.layers[0].mlp.to(DEVICE)
+    fused = copy.deepcopy(stock)
+    fuse.fuse(fuse.Fusible([], [], [fused]))
+    return fused, stock
+
+
+@torch.no_grad()
+def test_the_mlp_takes_a_tensor_less(mlp):
+    x = torch.randn(50, 64, device=DEVICE)
+    width = 50 * 96 * 4
+    results, peaks = [], []
+    for module in mlp:
+        with Allocated([x, *module.parameters()]) as allocated:
+            results.append(module(x))
+        peaks.append(allocated.peak)
+    assert torch.equal(*results)
+    assert peaks == [2 * width, 3 * width]
+
+
+def test_the_mlp_leaves_alone_what_others_may_look_at(mlp):
+    fused, stock = mlp
+    x = torch.randn(5, 64, device=DEVICE)
+    assert torch.equal(fused(x), stock(x))  # and with gradients
+    fused(x).sum().backward()
+    assert all(p.grad is not None for p in fused.parameters())
+    with torch.no_grad():
+        for name in ("act_fn", "gate_proj"):
+            kept = []
+            handle = getattr(fused, name).register_forward_hook(
+                lambda module, args, out, kept=kept: kept.append((out, out.clone()))
+            )
+            assert torch.equal(fused(x), stock(x))
+            assert torch.equal(*kept[0])
+            handle.remove()
+        for module in mlp:
+            module.act_fn = torch.nn.Identity()
+        assert torch.equal(fused(x), stock(x))
+        for module in mlp:
+            module.gate_proj, module.up_proj = torch.nn.Identity(), torch.nn.Identity()
+            module.down_proj = torch.nn.Identity()
+        before = x.clone()
+        assert torch.equal(fused(x), stock(x)) and torch.equal(x, before)
 
 
 @pytest.mark.parametrize("family, same", {"mistral": True, "nanochat": False, "blt": False}.items())
@@ -176,8 +261,8 @@ def test_what_stands_in_for_llamas_own_is_not_taken_for_it(monkeypatch):
 
 def fuse_all(model) -> None:
     """As on a GPU, whatever the device."""
-    norms = [m for m in model.modules() if type(m).__name__ == "LlamaRMSNorm"]
-    fuse.fuse(norms, [m for m in model.modules() if compat.is_attention(m)])
+    named = lambda name: [m for m in model.modules() if type(m).__name__ == name]  # noqa: E731
+    fuse.fuse(fuse.Fusible(named("LlamaRMSNorm"), [m for m in model.modules() if compat.is_attention(m)], named("LlamaMLP")))
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
@@ -236,6 +321,7 @@ def test_patch_fuses_and_takes_it_back():
         assert {c.what: c.count for c in patch.changes}.items() >= {
             "RMSNorm": 2 * layers + 1,
             "rotation of queries and keys": layers,
+            "product in the MLP": layers,
         }.items()
         assert torch.equal(model.generate(**ids), expected)
         twin = copy.deepcopy(model)

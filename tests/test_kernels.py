@@ -599,7 +599,9 @@ def test_a_launch_is_repeated_without_triton_looking_it_up(hooks, monkeypatch):
     kernel = MagicMock(arg_names=["X", "Y", "n"])
     compiled = kernel.__getitem__.return_value.return_value
     active = SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda device: 77)
-    runtime = SimpleNamespace(launch_enter_hook=SimpleNamespace(calls=["hook"] * hooks), launch_exit_hook=None)
+    runtime = SimpleNamespace(
+        launch_enter_hook=SimpleNamespace(calls=[]), launch_exit_hook=SimpleNamespace(calls=["hook"] * hooks)
+    )
     monkeypatch.setattr(launch, "driver", SimpleNamespace(active=active), raising=False)
     monkeypatch.setattr(launch, "knobs", SimpleNamespace(runtime=runtime), raising=False)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())

@@ -138,7 +138,7 @@ class Track:
         return self.capacity, self.base if self.mode == CAPTURED_WITH_MASK else 0
 
     def query_offset(self) -> int | torch.Tensor:
-        """Position of the next token; in a graph its slot, where the window is all that hides a slot. For a graph on the device."""
+        """Position of the next token; in a graph its slot, where the window is all that hides a slot. A tensor if captured."""
         if self.mode == EAGER:
             return self.seen
         return self.counts[:1] if self.mode == CAPTURED else self.counts[1:]

@@ -168,14 +168,20 @@ class Launch:
 
     def __call__(self, *tensors: torch.Tensor | None) -> None:
         device = tensors[0].device
-        addresses = [None if t is None else t.data_ptr() for t in tensors]
-        aligned = all([not address or address % 16 == 0 for address in addresses])
+        addresses, bits = [], 0
+        for tensor in tensors:
+            address = None if tensor is None else tensor.data_ptr()
+            addresses.append(address)
+            bits |= address or 0
+        aligned = bits % 16 == 0
         compiled = self._compiled
         if compiled is not None and aligned and device.index == driver.active.get_current_device():
-            hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-            if any([getattr(hook, "calls", hook) for hook in hooks]):  # a profiler's
+            runtime = knobs.runtime
+            if getattr(runtime.launch_enter_hook, "calls", True) or getattr(
+                runtime.launch_exit_hook, "calls", True
+            ):  # a profiler's
                 compiled[self.grid](*addresses, *self.rest)
-            else:  # what that comes to: telling nobody takes Triton 3 us
+            else:  # what that comes to, but for what only hooks are told
                 stream = driver.active.get_current_stream(device.index)
                 compiled.run(
                     *self.grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *addresses, *self.rest

@@ -1,8 +1,9 @@
-"""The small launches around attention, fused: RMSNorm in one, the rotation of queries and keys in one, on one model's modules.
+"""What surrounds attention, on one model's modules: RMSNorm in one launch, the rotation of queries and keys in one, and the MLP's
+product in place: two tensors of the MLP's width at once instead of three, which are the most that a long prompt needs at a time.
 
-Both compute what the model's own code computes, with the same roundings, and stand in for nothing else: a norm qualifies if its
-class has LlamaRMSNorm's forward(), instruction for instruction, and an attention layer if the apply_rotary_pos_emb() that its
-forward() calls is Llama's. What the kernels cannot take (gradients, mixed dtypes) runs as the model wrote it.
+All compute what the model's own code computes, with the same roundings, and stand in for nothing else: a norm or an MLP qualifies
+if its class has LlamaRMSNorm's or LlamaMLP's forward(), instruction for instruction, an attention layer if the
+apply_rotary_pos_emb() that its forward() calls is Llama's. What they cannot take (gradients, mixed dtypes) is left to that code.
 
 A fused module is given a subclass of its class. A method on the instance would refer to the instance: its weights would stay on
 the GPU after the model is deleted, until Python looks for cycles, and the replicas of a DataParallel would all run the first's.
@@ -12,8 +13,10 @@ from __future__ import annotations
 
 import functools
 import types
+from typing import NamedTuple
 
 import torch
+from torch.nn.modules.module import _global_forward_hooks
 
 from .. import compat
 from ..kernels import HAS_TRITON, INTERPRETED
@@ -22,19 +25,29 @@ _ROPE = "apply_rotary_pos_emb"
 _MARK = "_hf_fastattn_fused"
 
 
-def find(model: torch.nn.Module) -> tuple[list[torch.nn.Module], list[torch.nn.Module]]:
-    """(norms, attention layers) of `model` on GPUs that can be fused; those with a forward() of their own are left alone."""
-    norms, layers = [], []
+class Fusible(NamedTuple):
+    """Modules of a model that can be fused."""
+
+    norms: list[torch.nn.Module]
+    layers: list[torch.nn.Module]  # of attention
+    mlps: list[torch.nn.Module]
+
+
+def find(model: torch.nn.Module) -> Fusible:
+    """Those of `model` on GPUs; modules with a forward() of their own are left alone."""
+    found = Fusible([], [], [])
     for module in model.modules() if HAS_TRITON else ():
         forward = type(module).forward
         weight = next(module.parameters(), None)
         if "forward" in vars(module) or weight is None or not (weight.is_cuda or INTERPRETED):
             continue
         if compat.is_llamas_norm(forward):
-            norms.append(module)
+            found.norms.append(module)
+        elif compat.is_llamas_mlp(forward):
+            found.mlps.append(module)
         elif _calls_llamas_rope(forward):
-            layers.append(module)
-    return norms, layers
+            found.layers.append(module)
+    return found
 
 
 def _calls_llamas_rope(forward) -> bool:
@@ -42,11 +55,10 @@ def _calls_llamas_rope(forward) -> bool:
     return _ROPE in names and not forward.__closure__ and compat.is_llamas_rope(forward.__globals__.get(_ROPE))
 
 
-def fuse(norms: list[torch.nn.Module], layers: list[torch.nn.Module]) -> None:
-    for module in norms:
-        module.__class__ = _subclass(type(module), _fused_norm)
-    for module in layers:
-        module.__class__ = _subclass(type(module), _with_fused_rope)
+def fuse(found: Fusible) -> None:
+    for modules, fused in zip(found, (_fused_norm, _with_fused_rope, _mlp_in_place), strict=True):
+        for module in modules:
+            module.__class__ = _subclass(type(module), fused)
 
 
 def is_fused(module: torch.nn.Module) -> bool:
@@ -82,6 +94,25 @@ def _fused_norm(forward: types.FunctionType) -> types.FunctionType:
         return forward(self, hidden_states) if out is None else out
 
     return norm
+
+
+def _mlp_in_place(forward: types.FunctionType) -> types.FunctionType:
+    @functools.wraps(forward)
+    def mlp(self, x: torch.Tensor) -> torch.Tensor:
+        # What a hook has kept must not change afterwards.
+        hooked = _global_forward_hooks or getattr(self.act_fn, "_forward_hooks", None) or self.gate_proj._forward_hooks
+        if hooked or torch.is_grad_enabled() or not _has_kernels(x):
+            return forward(self, x)
+        gate = self.gate_proj(x)
+        hidden = self.act_fn(gate)
+        own = hidden is not gate
+        del gate
+        up = self.up_proj(x)
+        hidden = hidden.mul_(up) if own and up.dtype == hidden.dtype else hidden * up
+        del up
+        return self.down_proj(hidden)
+
+    return mlp
 
 
 def _with_fused_rope(forward: types.FunctionType) -> types.FunctionType:

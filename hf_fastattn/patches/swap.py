@@ -55,8 +55,9 @@ def patch(
 
     target: a model, a text-generation pipeline or a PEFT model. cache: "static" keeps everything, in preallocated buffers;
     "rolling" what "streaming" sees, in constant memory; "auto" is the one that fits the backend; None leaves the choice to
-    Transformers. graph=False runs every step uncaptured. fuse=False leaves the launches around attention as they are: RMSNorm in
-    six and the rotation of queries and keys in ten, which otherwise are one each, on GPUs, with the same roundings.
+    Transformers. graph=False runs every step uncaptured. fuse=False leaves what surrounds attention as it is: RMSNorm in six
+    launches and the rotation of queries and keys in ten, which otherwise are one each, and the MLP's product in a tensor of its
+    own, which otherwise is made in place; on GPUs, with the same roundings.
 
     window, sinks: for "streaming", the last and the first tokens that every query sees (sinks: 4 where None). clamp_positions:
     for models with learned positions (OPT), gives every token beyond the last position that one, an approximation.
@@ -209,7 +210,7 @@ class Patch:
         self.changes.append(Change("attention of layers", layers, before, self.backend))
         vars(model)[_MARK] = self
         if fuse:
-            self._fuse(*fusion.find(model))
+            self._fuse(fusion.find(model))
         if self._pool is None:
             return
         for name, ours in _METHODS.items():
@@ -224,13 +225,16 @@ class Patch:
         if self.graph and not graphs.why_no_graph(model.device):
             self.changes.append(Change("decode step", 1, "launched from Python", "one CUDA graph"))
 
-    def _fuse(self, norms: list, layers: list) -> None:
-        self._fused = [weakref.ref(module) for module in norms + layers]
-        fusion.fuse(norms, layers)
-        if norms:
-            self.changes.append(Change("RMSNorm", len(norms), "six launches", "one"))
-        if layers:
-            self.changes.append(Change("rotation of queries and keys", len(layers), "ten launches", "one"))
+    def _fuse(self, found: fusion.Fusible) -> None:
+        self._fused = [weakref.ref(module) for modules in found for module in modules]
+        fusion.fuse(found)
+        for what, modules, before, after in (
+            ("RMSNorm", found.norms, "six launches", "one"),
+            ("rotation of queries and keys", found.layers, "ten launches", "one"),
+            ("product in the MLP", found.mlps, "a third tensor", "in place"),
+        ):
+            if modules:
+                self.changes.append(Change(what, len(modules), before, after))
 
     @property
     def _cache_type(self) -> type:
