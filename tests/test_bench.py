@@ -42,12 +42,14 @@ def test_every_rival_is_checked_and_timed(tmp_path, capsys):
 @pytest.mark.parametrize("resume", ["", "2x16,2xpadded"])
 def test_captured_steps_are_checked_and_captured_once(tmp_path, monkeypatch, resume):
     fake_graph.use(monkeypatch)
-    for row in bench(tmp_path, "--cases", "2x16,2xpadded", "--compile-cases", "", "--resume", resume)["rows"]:
-        ours = row["rivals"][grid.OURS]
-        assert (
-            ours["check"]["steps_replayed"] == 7 and ours["check"]["passed"] and ours["check"]["against_uncaptured"]["equal"] == 1
-        )
-        assert ours["captures_while_timing"] == 0 and ours["steps"]["uncaptured"] == 0 and not ours["reasons"]
+    arguments = ["--cases", "2x16,2xpadded", "--rivals", f"{grid.SDPA},{grid.OURS},{grid.ROOMY}", "--resume", resume]
+    for row in bench(tmp_path, *arguments)["rows"]:
+        assert {grid.ROOMY, grid.SDPA, "best_stock"} <= row["ratios"].keys()
+        assert row["ratios"]["best_stock"] == row["ratios"][grid.SDPA]
+        for ours in (row["rivals"][name] for name in (grid.OURS, grid.ROOMY)):
+            checked = ours["check"]
+            assert checked["steps_replayed"] == 7 and checked["passed"] and checked["against_uncaptured"]["equal"] == 1
+            assert ours["captures_while_timing"] == 0 and ours["steps"]["uncaptured"] == 0 and not ours["reasons"]
 
 
 def test_timing_a_replay_leaves_the_next_tokens_right(monkeypatch):

@@ -62,11 +62,18 @@ class Rival:
     new: int  # tokens of a repeat
     options: dict = field(default_factory=dict)
     patch: Patch | None = None
+    cache: object = None  # its own, for every generate() that reads the prompt
     report: dict = field(default_factory=dict)
     runs: list[Run] = field(default_factory=list)
     replays: list[float] = field(default_factory=list)
     first: Run | None = None
     failed: bool = False
+
+    def empty_cache(self):
+        """Its own cache, without tokens; None if generate() is to make one."""
+        if self.cache is not None:
+            self.cache.reset()
+        return self.cache
 
 
 def synchronize(device: torch.device) -> None:
