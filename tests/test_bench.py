@@ -2,6 +2,8 @@
 
 import json
 import shutil
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import fake_graph
 import pytest
@@ -60,8 +62,15 @@ def test_timing_a_replay_leaves_the_next_tokens_right(monkeypatch):
         def elapsed_time(self, other):
             return 20.0
 
+    @contextmanager
+    def profile(activities):
+        seen = [("b", 1, 3.0), ("cudaGraphLaunch", 1, 0.0), ("a", 2, 7.0)]
+        events = [SimpleNamespace(key=key, count=count, self_device_time_total=us) for key, count, us in seen]
+        yield SimpleNamespace(key_averages=lambda: events)
+
     fake_graph.use(monkeypatch)
     monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.profiler, "profile", profile)
     device = torch.device("cpu")
     model = models.load("tiny", torch.float32, device).model
     prompt = runs.make_prompt([20, 9], 128, device)
@@ -70,6 +79,10 @@ def test_timing_a_replay_leaves_the_next_tokens_right(monkeypatch):
         first = runs.run(model, prompt, 8, keep=True)
         for _ in range(2):
             assert runs.replay_ms(patched) == 2.0
+            assert runs.step_kernels(patched) == [
+                {"kernel": "a", "launches": 2, "us": 7.0},
+                {"kernel": "b", "launches": 1, "us": 3.0},
+            ]
             again = runs.run(model, prompt, 8, logits=True)
             onwards = runs.run(model, prompt, 8, cache=runs.rewind(first.cache, prompt), logits=True)
             assert torch.equal(again.tokens, first.tokens) and torch.equal(onwards.tokens, first.tokens)

@@ -186,7 +186,7 @@ COMPILATIONS = [
     *(("prefill", arch, shape) for arch in (80, 90) for shape in PREFILL),
     # Consumer GPUs have the least shared memory.
     *((name, 86, Shape("bf16", 256, q_len=16)) for name in ("lean", "split_kv")),
-    *(("prefill", 86, shape) for shape in PREFILL if shape.dtype == "bf16"),
+    *(("prefill", arch, shape) for arch in (86, 89) for shape in PREFILL if shape.dtype == "bf16"),
 ]
 
 

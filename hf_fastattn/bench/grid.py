@@ -13,7 +13,7 @@ from ..caches import PreallocatedCache
 from ..patches import patch
 from .models import Subject
 from .results import Results
-from .runs import Prompt, Rival, check, compare, free, make_prompt, replay_ms, rewind, run, timed_captures, twin
+from .runs import Prompt, Rival, check, compare, free, make_prompt, replay_ms, rewind, run, step_kernels, timed_captures, twin
 
 SDPA, STATIC, LEAN, OURS, UNPADDED = "sdpa_dynamic", "sdpa_static_compile", "lean_dynamic", "patched", "patched_unpadded"
 ROOMY, ROOM = "patched_roomy", 8  # ours over a cache with room for so many times the tokens
@@ -309,6 +309,9 @@ class Bench:
             self.summarize(row, before)
             self.results.save()
         for rival in self.rivals:
+            if self.cuda and rival.name == OURS and not rival.failed:
+                with self.guard(rival):
+                    rival.report["kernels"] = step_kernels(rival.patch)
             if not rival.failed and len(rival.runs) < self.args.repeats:
                 self.note(row, f"{rival.name}: {len(rival.runs)} repeats, then the time was spent")
 

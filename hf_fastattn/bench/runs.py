@@ -210,22 +210,46 @@ def timed_captures(seconds: list[float]) -> Iterator[None]:
         graph.CudaGraph.capture = original
 
 
+def last_graph(patched: Patch) -> graph.Entry | None:
+    """The entry whose decode graph was used last."""
+    entries = [e for held in patched._graphs.entries.values() for e in held if e.graph is not None]
+    return max(entries, key=lambda e: e.used, default=None)
+
+
+@contextmanager
+def beside_generate(entry: graph.Entry) -> Iterator[int]:
+    """Inside, entry's graph may be replayed, at most so many times: what it writes and counts, the next generate() sets right."""
+    tracks = entry.storage().tracks
+    for track in tracks:
+        track.sync(entry.device)
+    yield min(track.capacity - (track.seen - track.base) for track in tracks)
+    for track in tracks:
+        track.image = None  # the device has counted on
+
+
 def replay_ms(patched: Patch) -> float | None:
     """Milliseconds of one replay of the graph used last, by events around several; None if there is none."""
-    entries = [e for held in patched._graphs.entries.values() for e in held if e.graph is not None]
-    if not entries:
+    entry = last_graph(patched)
+    if entry is None:
         return None
-    entry = max(entries, key=lambda e: e.used)
-    storage = entry.storage()
-    count = max(1, min(10, *(track.capacity - (track.seen - track.base) for track in storage.tracks)))
-    for track in storage.tracks:
-        track.sync(entry.device)
-    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    for _ in range(count):
-        entry.graph.replay()
-    stop.record()
-    stop.synchronize()
-    for track in storage.tracks:
-        track.image = None  # the device has counted on
+    with beside_generate(entry) as room:
+        count = max(1, min(10, room))
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(count):
+            entry.graph.replay()
+        stop.record()
+        stop.synchronize()
     return start.elapsed_time(stop) / count
+
+
+def step_kernels(patched: Patch) -> list[dict] | None:
+    """What one replay of the graph used last launches, the longest first: kernel, launches, microseconds together."""
+    entry = last_graph(patched)
+    if entry is None:
+        return None
+    with beside_generate(entry), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        entry.graph.replay()
+        synchronize(entry.device)
+    kernels = sorted(profile.key_averages(), key=lambda e: -e.self_device_time_total)
+    return [{"kernel": e.key, "launches": e.count, "us": e.self_device_time_total} for e in kernels if e.self_device_time_total]

@@ -176,10 +176,8 @@ class Launch:
         aligned = bits % 16 == 0
         compiled = self._compiled
         if compiled is not None and aligned and device.index == driver.active.get_current_device():
-            runtime = knobs.runtime
-            if getattr(runtime.launch_enter_hook, "calls", True) or getattr(
-                runtime.launch_exit_hook, "calls", True
-            ):  # a profiler's
+            enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+            if getattr(enter, "calls", True) or getattr(leave, "calls", True):  # a profiler listens
                 compiled[self.grid](*addresses, *self.rest)
             else:  # what that comes to, but for what only hooks are told
                 stream = driver.active.get_current_stream(device.index)
