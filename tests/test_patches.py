@@ -147,6 +147,22 @@ def test_a_second_call_of_another_length_neither_reallocates_nor_recaptures(capt
         assert patch.captures == 1
 
 
+@pytest.mark.parametrize("padding", ["left_padding", "holes"])
+def test_a_mask_is_part_of_the_graph(captured, llama, monkeypatch, padding):
+    """Nothing is made of it outside, and prompts of other lengths leave nothing behind in it."""
+    monkeypatch.setattr(hf_fastattn.compat, "decode_mask", None)
+    lengths = (60, 96, 30)
+    llama.set_attn_implementation("eager")
+    expected = {length: generate(llama, prompts(padding, "cpu", length=length)) for length in lengths}
+    with hf_fastattn.patch(llama) as patch:
+        for length in lengths:
+            assert torch.equal(generate(llama, prompts(padding, "cpu", length=length)), expected[length])
+            ((entry,),) = patch._graphs.entries.values()
+            seen = length + NEW - 1
+            assert entry.live.shape == (3, 256) and entry.live[:, length:seen].all() and not entry.live[:, seen:].any()
+        assert patch.captures == 1
+
+
 def test_batches_have_graphs_of_their_own_and_growth_makes_new_ones(captured, llama):
     expected = {rows: generate(llama, prompts("no_padding", "cpu", rows=rows)) for rows in (1, 2, 3)}
     long = generate(llama, prompts("no_padding", "cpu", length=300))

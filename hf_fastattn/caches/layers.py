@@ -363,6 +363,11 @@ class Storage:
     def capacity(self) -> int:
         return sum(track.capacity for track in self.tracks)
 
+    @property
+    def keeps_all(self) -> bool:
+        """Whether token n is in slot n: nothing is dropped."""
+        return all(track.window is None for track in self.tracks)
+
     def holds(self, tokens: int) -> bool:
         """Whether this many tokens fit as it is."""
         return all(track.capacity >= min(tokens, track.limit) for track in self.tracks)
@@ -382,7 +387,7 @@ class Storage:
 
     # What a decode graph asks of a storage, besides `version`.
 
-    takes_mask = True  # a graph of padded rows is captured with the spans of its mask
+    takes_mask = True  # and of a graph's, a mask is part
     variant = None  # nothing else decides what is captured
 
     def set_mode(self, mode: str) -> None:

@@ -204,12 +204,17 @@ class Entry:
         self.output_type: type | None = None
         self.constants: dict = {}
         self.tensors: dict[str, torch.Tensor] = {}
+        self.live: torch.Tensor | None = None  # bool (rows, capacity): the mask so far, and False
+        self.width = 0  # of the mask so far
         self.masks: dict[str, torch.Tensor] = {}
         self.count = len(inputs)
         for name, value in inputs.items():
             if name == "past_key_values":
                 continue
-            if isinstance(value, torch.Tensor):
+            if name == "attention_mask" and grows(value):
+                with torch.inference_mode(False):
+                    self.live = torch.zeros(len(value), storage.capacity, dtype=torch.bool, device=value.device)
+            elif isinstance(value, torch.Tensor):
                 self.tensors[name] = _like(value)
             elif isinstance(value, _SCALARS):
                 self.constants[name] = value
@@ -239,6 +244,9 @@ class Entry:
         for name, constant in self.constants.items():
             if inputs.get(name, self) != constant:
                 return False
+        if self.live is not None:
+            mask = inputs.get("attention_mask")
+            return grows(mask) and len(mask) == len(self.live)
         if self.masks:
             masks = inputs.get("attention_mask")
             return isinstance(masks, dict) and all(
@@ -251,12 +259,20 @@ class Entry:
             tensor.copy_(inputs[name])
         for kind, mask in self.masks.items():
             mask.copy_(inputs["attention_mask"][kind])
+        if self.live is not None:
+            mask = inputs["attention_mask"]
+            self.live[:, : mask.shape[1]].copy_(mask)
+            if mask.shape[1] < self.width:  # another prompt
+                self.live[:, mask.shape[1] :] = False
+            self.width = mask.shape[1]
 
     def body(self, model, storage) -> Callable[[], object]:
         """One step over the tensors that stay: what is run once to warm up, and then captured."""
         static = {**self.constants, **self.tensors}
         if self.masks:
             static["attention_mask"] = self.masks
+        if self.live is not None:
+            static["attention_mask"] = self.live
 
         def step():
             cache = self.around(storage)
@@ -273,6 +289,11 @@ class Entry:
 
     def output(self, logits: torch.Tensor, cache):
         return self.output_type(logits=logits, past_key_values=cache)
+
+
+def grows(mask) -> bool:
+    """Whether this is a mask as generate() makes it, (rows, tokens so far)."""
+    return isinstance(mask, torch.Tensor) and mask.dim() == 2
 
 
 def _like(value: torch.Tensor) -> torch.Tensor:
@@ -342,12 +363,11 @@ class DecodeStep:
         storage = cache.storage
         inputs = dict(given)
         mask = inputs.get("attention_mask")
-        ignore_mask = self.ignore_mask or not storage.takes_mask
-        if mask is not None and ignore_mask:
-            del inputs["attention_mask"]
         storage.sync(ids.device)
-        if mask is not None and not ignore_mask and mask.dim() == 2:
-            # It grows with every token; the spans made from it do not.
+        if mask is not None and (self.ignore_mask or not storage.takes_mask):
+            del inputs["attention_mask"]
+        elif grows(mask) and not (storage.keeps_all and mask.shape[1] <= storage.capacity):
+            # Only the host knows which of its columns are in the buffers; the spans made from it do not grow.
             with cache.on_device(with_mask=True):
                 inputs["attention_mask"] = compat.decode_mask(self.model, inputs)
         entry = self.entry
