@@ -254,6 +254,14 @@ def is_llamas_mlp(forward) -> bool:
     return _is_same_code(forward, LlamaMLP.forward)
 
 
+@cache
+def activations() -> tuple[type, ...]:
+    """Classes of the activations in gated MLPs, each of which returns a tensor of its own."""
+    from transformers.activations import GELUActivation, GELUTanh, NewGELUActivation, SiLUActivation
+
+    return torch.nn.SiLU, torch.nn.GELU, SiLUActivation, GELUActivation, GELUTanh, NewGELUActivation
+
+
 def llama_rope():
     """Llama's apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1), which many models have in a module of their own."""
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb

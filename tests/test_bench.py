@@ -9,7 +9,7 @@ import fake_graph
 import pytest
 import torch
 
-from hf_fastattn import compat, patch
+from hf_fastattn import PreallocatedCache, compat, patch
 from hf_fastattn.bench import fresh, generate, grid, models, paper_e2e, runs, stream, timing
 
 WINDOWED = {**models.SHAPES["tiny"][1], "sliding_window": 8}
@@ -87,6 +87,16 @@ def test_timing_a_replay_leaves_the_next_tokens_right(monkeypatch):
             onwards = runs.run(model, prompt, 8, cache=runs.rewind(first.cache, prompt), logits=True)
             assert torch.equal(again.tokens, first.tokens) and torch.equal(onwards.tokens, first.tokens)
             torch.testing.assert_close(onwards.logits, again.logits)
+
+
+def test_a_rivals_own_cache_is_empty_for_every_prompt():
+    model = models.load("tiny", torch.float32, torch.device("cpu")).model
+    prompt = runs.make_prompt([20], 128, torch.device("cpu"))
+    rival = runs.Rival("ours", model, prompt, 4, cache=PreallocatedCache(model))
+    model.set_attn_implementation("lean")
+    tokens = [runs.run(model, prompt, 4, rival.empty_cache()).tokens for _ in range(2)]
+    assert torch.equal(*tokens) and rival.cache.get_seq_length() == 23
+    assert runs.Rival("stock", model, prompt, 4).empty_cache() is None
 
 
 def test_what_fails_is_written_down_and_stops_nothing_else(tmp_path, monkeypatch):

@@ -250,3 +250,5 @@ def test_schedules_hold_every_tile_and_lean_is_even(monkeypatch):
     assert found["fa2"]["balance"] < found["split_kv"]["balance"] <= found["lean"]["balance"]
     for kernel in found:  # a full wave of whole shares has nothing idle
         assert paper.schedule(kernel, Shape(1, 132 * 4, 132 * 4, 128, 64 << 10), torch.device("cpu"))["balance"] == 1
+    for kv_len, programs in ((1 << 10, 512), (64 << 10, 264)):  # a program for each of many heads that are soon done
+        assert paper.schedule("lean", Shape(16, 32, 32, 64, kv_len), torch.device("cpu"))["programs"] == programs

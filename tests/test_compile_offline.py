@@ -209,14 +209,14 @@ TOUCH = re.compile(r"\b(tt\.(load|store)|ttg\.async_copy_global_to_local)\b")
 
 @pytest.mark.parametrize(
     "shape",
-    [replace(s, batch=52, q_len=min(s.q_len, 8)) for s in DECODE if s.dtype == "bf16" and s.head_dim <= 128],
+    [replace(s, batch=52, q_len=min(s.q_len, 4)) for s in DECODE if s.dtype == "bf16" and s.head_dim <= 128],
     ids=lambda s: s.id,
 )
 def test_where_heads_are_many_four_programs_fit_an_sm(shape, tmp_path):
     (binary,) = build("split_kv, a program a head", shape, 90, tmp_path).values()
     warps = 4 if shape.head_dim == 64 else 2
     assert 4 * 32 * warps * binary.registers <= 65536 and 4 * binary.shared <= SHARED_LIMIT[90]
-    assert not binary.stack or spills_in_tile_loops(binary.sass) == 0
+    assert binary.stack <= 32 and (not binary.stack or spills_in_tile_loops(binary.sass) == 0)
 
 
 @pytest.mark.parametrize("arch", [80, 90])

@@ -222,22 +222,39 @@ def test_the_mlp_leaves_alone_what_others_may_look_at(mlp):
     fused(x).sum().backward()
     assert all(p.grad is not None for p in fused.parameters())
     with torch.no_grad():
-        for name in ("act_fn", "gate_proj"):
-            kept = []
-            handle = getattr(fused, name).register_forward_hook(
-                lambda module, args, out, kept=kept: kept.append((out, out.clone()))
-            )
+        kept = []
+
+        def keep(module, args, out):
+            kept.append((out, out.clone()))
+
+        add_global = torch.nn.modules.module.register_module_forward_hook
+        for add in (fused.act_fn.register_forward_hook, fused.gate_proj.register_forward_hook, add_global):
+            handle = add(keep)
             assert torch.equal(fused(x), stock(x))
-            assert torch.equal(*kept[0])
             handle.remove()
-        for module in mlp:
-            module.act_fn = torch.nn.Identity()
-        assert torch.equal(fused(x), stock(x))
-        for module in mlp:
-            module.gate_proj, module.up_proj = torch.nn.Identity(), torch.nn.Identity()
-            module.down_proj = torch.nn.Identity()
-        before = x.clone()
-        assert torch.equal(fused(x), stock(x)) and torch.equal(x, before)
+        assert all(torch.equal(*pair) for pair in kept)
+        fused.up_proj.double(), stock.up_proj.double()
+        fused.up_proj.register_forward_pre_hook(lambda module, args: args[0].double())
+        stock.up_proj.register_forward_pre_hook(lambda module, args: args[0].double())
+        fused.down_proj.double(), stock.down_proj.double()
+        assert torch.equal(fused(x), stock(x)) and fused(x).dtype == torch.float64
+
+
+class View(torch.nn.Module):
+    def forward(self, x):
+        return x.view_as(x)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("act", [torch.nn.Identity(), View(), torch.nn.SiLU(inplace=True), torch.nn.Sequential(torch.nn.SiLU())])
+def test_an_mlp_of_another_activation_is_left_alone(mlp, act):
+    """One that may return what it was given, or keep what it returns."""
+    fused, stock = mlp
+    x = torch.randn(5, 64, device=DEVICE)
+    for module in mlp:
+        module.act_fn, module.gate_proj, module.up_proj, module.down_proj = act, *(torch.nn.Identity() for _ in range(3))
+    y = x.clone()
+    assert torch.equal(fused(x), stock(y)) and torch.equal(x, y)
 
 
 @pytest.mark.parametrize("family, same", {"mistral": True, "nanochat": False, "blt": False}.items())

@@ -24,7 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_fastattn import kernels, registry
-from hf_fastattn.kernels import checks, launch, lean, reference, spans, split_kv
+from hf_fastattn.kernels import checks, launch, lean, reference, schedule, spans, split_kv
 
 
 @dataclass(frozen=True)
@@ -354,6 +354,21 @@ def test_lean_gives_each_of_many_heads_that_are_soon_done_a_program(kernel, kv_l
         kernel.launcher()(x.q, x.k, x.v, x.spans, **x.options)
     assert launched == Counter(SPLIT_KV.launches[:1] if kv_len == 100 else LEAN.launches)
     check_case(kernel, case, device)
+
+
+def test_heads_are_given_programs_of_their_own_where_that_is_known_to_be_quicker(monkeypatch):
+    monkeypatch.setattr(launch, "num_sms", lambda device: 100)
+    two, four, one = (launch.Config(16, 64, 4, 3, programs_per_sm=n) for n in (2, 4, 1))
+
+    def own(config, heads, tiles):
+        return schedule.shares_within_heads(None, config, heads, 64 * tiles)
+
+    assert own(two, 100, 10_000) and own(two, 190, 10_000) and not own(two, 120, 10_000)
+    assert own(two, 70, 200) and not own(two, 70, 1000)  # a tenth or two are left over, which short shares make up for
+    assert own(two, 400, 32) and not own(two, 400, 33)
+    assert own(four, 400, 64) and not own(four, 400, 65)
+    assert own(two, 280, 1) and not own(two, 279, 1)  # the last wave is two fifths full
+    assert not own(one, 400, 1)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

@@ -106,6 +106,7 @@ class Bench:
             rival.report["error"] = f"{type(error).__name__}: {str(error).strip()[:600]}"
             self.results.say(f"  {rival.name} failed: {rival.report['error'][:300]}")
         if rival.failed:
+            rival.cache = None
             free(self.device)
 
     def add(self, row: dict, name: str, prompt: Prompt) -> Rival:
@@ -183,9 +184,8 @@ class Bench:
         if not resume:
             self.caches.clear()
 
-        if OURS in wanted:
-            prompts = {name: prompt for name in (OURS, ROOMY) if name in wanted}
-            if row["padded"]:
+        if prompts := {name: prompt for name in (OURS, ROOMY) if name in wanted}:
+            if row["padded"] and OURS in wanted:
                 even = [sum(prompt.lengths) // len(prompt.lengths)] * len(prompt.lengths)
                 prompts[UNPADDED] = make_prompt(even, vocab, self.device)
             for name, its in prompts.items():
@@ -209,6 +209,8 @@ class Bench:
         self.time_rivals(row, resume)
         if resume and self.args.first_tokens:
             self.caches.clear()
+            for rival in self.rivals:
+                rival.cache = None
             free(self.device)
             self.time_first_tokens(row)
 

@@ -138,10 +138,8 @@ class Track:
         return self.capacity, self.base if self.mode == CAPTURED_WITH_MASK else 0
 
     def query_offset(self) -> int | torch.Tensor:
-        """Position of the next token; in a graph its slot, where the window is all that hides a slot. A tensor if captured."""
-        if self.mode == EAGER:
-            return self.seen
-        return self.counts[:1] if self.mode == CAPTURED else self.counts[1:]
+        """Position of the next token; in a graph its slot, on the device, where the window is all that hides a slot."""
+        return self.counts[:1] if self.mode == CAPTURED else self.seen
 
     def seq_length(self) -> int | torch.Tensor:
         return self.counts[1] if self.mode == CAPTURED else self.seen
@@ -151,7 +149,7 @@ class Track:
         wanted = (self.seen - self.base, self.seen)
         if self.counts is None or self.counts.device != device:
             with torch.inference_mode(False):
-                self.counts = torch.zeros(2, 2, dtype=torch.int64, device=device)[:, 0]  # 16 bytes apart, as launches like it
+                self.counts = torch.zeros(2, dtype=torch.int64, device=device)
             self.version += 1
             self.image = (0, 0)
         if self.image != wanted:
@@ -387,7 +385,7 @@ class Storage:
 
     # What a decode graph asks of a storage, besides `version`.
 
-    takes_mask = True  # and of a graph's, a mask is part
+    takes_mask = True  # padded rows have a graph of their own, which reads their mask
     variant = None  # nothing else decides what is captured
 
     def set_mode(self, mode: str) -> None:

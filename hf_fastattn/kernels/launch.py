@@ -115,7 +115,7 @@ def decode_config(arch: int, itemsize: int, block_d: int, rows: int, crowd: str 
     if rows == 64 and block_d <= 64 and arch != 90:
         return Config(rows, 32, 4, 3, programs_per_sm=2, MIN_TILES=2)
     registers = 168 if arch == 90 and rows == 16 else 0  # room for three programs; the code for sinks takes 250 unasked
-    if arch == 90 and crowd == "many" and rows <= 32 and block_d <= 128:
+    if arch == 90 and crowd == "many" and rows == 16 and block_d <= 128:  # with more rows, sinks spill in the loop
         # Four programs an SM hide one another's beginning and end, where each has a head to itself and that is soon done.
         if block_d <= 64:
             return Config(rows, 64, 4, 3, programs_per_sm=4, registers=128)

@@ -90,8 +90,9 @@ def shares_within_heads(device: torch.device, config: launch.Config, heads: int,
     """
     sms, tiles = launch.num_sms(device), triton.cdiv(kv_len, config.BLOCK_N)
     programs = config.programs_per_sm * sms
-    if heads > 2 * sms:  # beginning a head costs a line more, and the last wave is full enough
-        return tiles <= 16 * config.programs_per_sm and 5 * (-heads % programs) <= 3 * programs
+    if heads > 2 * sms:  # beginning a head costs a line more, if others run beside it here and the last wave is full enough
+        soon_done = tiles <= 16 * config.programs_per_sm
+        return config.programs_per_sm > 1 and soon_done and 5 * (-heads % programs) <= 3 * programs
     of_heads = programs // heads * heads
     return of_heads > 0 and (
         16 * of_heads >= 15 * programs or (10 * of_heads >= 7 * programs and heads * tiles <= programs * SHORT)

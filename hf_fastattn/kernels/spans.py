@@ -29,8 +29,6 @@ try:
 except ImportError:  # the CPU twin below needs no Triton
     triton = None
 
-from . import launch
-
 Q_START, KV_START, KV_STOP, WINDOW, FLAGS, DROPPED, WORDS = range(7)
 CAUSAL, HOLES = 1, 2
 NO_WINDOW = 1 << 30
@@ -75,37 +73,30 @@ def build_spans(
         return spans.expand(batch, -1, -1, -1)
 
     spans = torch.empty(rows, 1, 1, WORDS + words, dtype=torch.int32, device=device)
-    tensors = (attention_mask, q_offset) if isinstance(q_offset, torch.Tensor) else (attention_mask, None)
-    start = _prepare(
-        tensors, spans.device, rows, q_len, kv_len, 0 if tensors[1] is not None else q_offset, kv_offset, causal, window
-    )
-    start(spans, *[spans if t is None else t for t in tensors])
+    offset_on_device = isinstance(q_offset, torch.Tensor)
+    with torch.cuda.device(device):
+        _build_spans_kernel[(rows,)](
+            spans,
+            spans if attention_mask is None else attention_mask,
+            q_offset if offset_on_device else spans,
+            0 if offset_on_device else q_offset,
+            0 if attention_mask is None else attention_mask.stride(0),
+            1 if attention_mask is None else attention_mask.stride(1),
+            0 if attention_mask is None else attention_mask.shape[1],
+            words,
+            q_len,
+            kv_len,
+            kv_offset,
+            NO_WINDOW if window is None else window,
+            OFFSET_ON_DEVICE=offset_on_device,
+            HAS_MASK=attention_mask is not None,
+            CAUSAL=CAUSAL if causal else 0,
+            HOLES=HOLES,
+            NUM_INTS=WORDS,
+            BLOCK=128,
+            num_warps=8,
+        )
     return spans.expand(batch, -1, -1, -1)
-
-
-@launch.remember
-def _prepare(tensors, device, rows, q_len, kv_len, q_offset, kv_offset, causal, window) -> launch.Launch:
-    mask, offset = tensors
-    return launch.Launch(
-        _build_spans_kernel,
-        (rows,),
-        q_offset=q_offset,
-        mask_stride_b=0 if mask is None else mask.stride(0),
-        mask_stride_n=1 if mask is None else mask.stride(1),
-        mask_len=0 if mask is None else mask.shape[1],
-        words=0 if mask is None else num_words(kv_len),
-        q_len=q_len,
-        kv_len=kv_len,
-        kv_offset=kv_offset,
-        window=NO_WINDOW if window is None else window,
-        OFFSET_ON_DEVICE=offset is not None,
-        HAS_MASK=mask is not None,
-        CAUSAL=CAUSAL if causal else 0,
-        HOLES=HOLES,
-        NUM_INTS=WORDS,
-        BLOCK=128,
-        num_warps=8,
-    )
 
 
 def _build_spans_torch(batch, q_len, kv_len, device, q_offset, kv_offset, causal, window, attention_mask):

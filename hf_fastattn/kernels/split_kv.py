@@ -266,7 +266,7 @@ def make_plan(tensors, config, splits, scale, causal, window, softcap, sinks, in
     slots = heads * splits
     scale_log2, cap_log2 = checks.log2_scales(scale, softcap)
     overlap = early(q.device)
-    registers = config.registers or (config.sink_registers if sinks and overlap["EARLY"] else 0)
+    registers = (config.registers or (config.sink_registers if sinks else 0)) if overlap["EARLY"] else 0
     both = {
         "q_len": q_len,
         "stats_start": slots * workspace_m * block_d,

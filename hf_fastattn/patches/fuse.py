@@ -99,20 +99,19 @@ def _fused_norm(forward: types.FunctionType) -> types.FunctionType:
 def _mlp_in_place(forward: types.FunctionType) -> types.FunctionType:
     @functools.wraps(forward)
     def mlp(self, x: torch.Tensor) -> torch.Tensor:
-        # What a hook has kept must not change afterwards.
-        hooked = _global_forward_hooks or getattr(self.act_fn, "_forward_hooks", None) or self.gate_proj._forward_hooks
-        if hooked or torch.is_grad_enabled() or not _has_kernels(x):
+        if torch.is_grad_enabled() or _global_forward_hooks or not _has_kernels(x) or not _returns_its_own(self.act_fn):
             return forward(self, x)
-        gate = self.gate_proj(x)
-        hidden = self.act_fn(gate)
-        own = hidden is not gate
-        del gate
-        up = self.up_proj(x)
-        hidden = hidden.mul_(up) if own and up.dtype == hidden.dtype else hidden * up
+        hidden, up = self.act_fn(self.gate_proj(x)), self.up_proj(x)
+        hidden = hidden.mul_(up) if up.dtype == hidden.dtype else hidden * up
         del up
         return self.down_proj(hidden)
 
     return mlp
+
+
+def _returns_its_own(act: torch.nn.Module) -> bool:
+    """Whether an activation makes a tensor that nobody else holds."""
+    return type(act) in compat.activations() and not getattr(act, "inplace", False) and not act._forward_hooks
 
 
 def _with_fused_rope(forward: types.FunctionType) -> types.FunctionType:
