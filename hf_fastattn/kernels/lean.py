@@ -3,7 +3,8 @@
 The K/V tiles of all (batch row, KV head) pairs stand in one line, and the line is cut into equal shares, one per program:
 every program does the same work whatever the lengths of the rows. The schedule is computed inside the kernels from
 the device's own lengths, so it stays right when they change under a captured CUDA graph. Where it is known beforehand that parts
-of each head are shares as equal, or short and nearly so, the kernel is Flash-Decoding's, which has nothing to find out.
+of each head are shares as equal, or short and nearly so, or that heads are many and soon done, the kernel is Flash-Decoding's,
+which has nothing to find out.
 
 Rows of the output that several programs share are merged by a second launch, always in the same order: results are bitwise
 repeatable, nobody waits for anybody and there is no state between launches. The paper merges inside the one kernel, in a block
