@@ -376,13 +376,14 @@ def test_programs_an_sm_by_the_number_of_heads(head_dim, monkeypatch):
     monkeypatch.setattr(launch, "arch", lambda device: 90)
     monkeypatch.setattr(launch, "num_sms", lambda device: 132)
 
-    def programs(heads):
-        return launch.decode(torch.device("cuda", 0), torch.bfloat16, head_dim, 4, heads).programs_per_sm
+    def programs(heads, rows=4):
+        return launch.decode(torch.device("cuda", 0), torch.bfloat16, head_dim, rows, heads).programs_per_sm
 
     few = 2 if head_dim == 64 else 1
     assert [programs(h) for h in (1, 132, 133, 264, None)] == [few, few, 2, 2, 2]
     assert [programs(h) for h in (265, 528, 792, 1056, 2048)] == [4] * 5  # the last wave is at least half full
     assert [programs(h) for h in (529, 640, 791, 1280)] == [2] * 4
+    assert programs(528, rows=16) == 4 and programs(528, rows=17) == 2  # which has no registers to spare
 
 
 @with_lean
