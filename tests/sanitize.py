@@ -12,7 +12,7 @@ import torch
 from cases import Case, make
 from test_kernels import LEAN, REFERENCE, RUNNABLE, never, run
 
-from hf_fastattn.kernels import append, lean, ring, rms_norm, rope
+from hf_fastattn.kernels import append, ring, rms_norm, rope, schedule
 
 CASES = [
     Case(q_len=1, kv_len=300, dtype="bf16", head_dim=128, num_heads=8),
@@ -30,13 +30,13 @@ CASES = [
 
 
 def attention() -> None:
-    own = lean.shares_within_heads
+    own = schedule.shares_within_heads
     for case in CASES:
         for kernel in RUNNABLE:
             if kernel is REFERENCE or kernel.fit(case) != case:
                 continue
             for shares in (own, never) if kernel is LEAN else (own,):  # as it likes, and one line of tiles
-                lean.shares_within_heads = shares
+                schedule.shares_within_heads = shares
                 x = make(case, torch.device("cuda"))
                 out, _ = run(kernel, x.q, x.k, x.v, x.spans, x.options)
                 torch.cuda.synchronize()

@@ -24,7 +24,7 @@ if INTERPRETED:
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime.driver import driver  # noqa: E402
 
-from hf_fastattn.kernels import append, launch, lean, prefill, ring, rms_norm, rope, rotate, spans, split_kv  # noqa: E402
+from hf_fastattn.kernels import append, launch, lean, prefill, ring, rms_norm, rope, rotate, schedule, spans, split_kv  # noqa: E402
 
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 KIB = 1024
@@ -113,7 +113,7 @@ def compiling(module, kernels: tuple[str, ...], arch: int):
         patch.setattr(launch, "arch", lambda device: arch)
         patch.setattr(launch, "num_sms", lambda device: 108)
         if module is lean:  # its own kernels, also where those of split_kv would do
-            patch.setattr(lean, "shares_within_heads", lambda *args: False)
+            patch.setattr(schedule, "shares_within_heads", lambda *args: False)
         if hasattr(module, "_prepare"):  # it remembers launches of another architecture
             patch.setattr(module, "_prepare", module._prepare.__wrapped__)
         for name in kernels:

@@ -24,7 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_fastattn import kernels, registry
-from hf_fastattn.kernels import checks, launch, lean, reference, schedule, spans, split_kv
+from hf_fastattn.kernels import checks, launch, reference, schedule, spans, split_kv
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ with_lean = pytest.mark.parametrize("kernel", here(LEAN), ids=lambda k: k.name)
 
 
 def never(*args) -> bool:
-    """In place of lean.shares_within_heads: lean's own kernels run."""
+    """In place of schedule.shares_within_heads: lean's own kernels run."""
     return False
 
 
@@ -139,7 +139,7 @@ def run(kernel: Kernel, q, k, v, span, options: dict):
     with counted_launches(kernel) as launched:
         result = kernel.launcher()(q, k, v, span, **options)
     allowed = [kernel.launches]
-    if kernel in (SPLIT_KV, LEAN) and lean.shares_within_heads is not never:
+    if kernel in (SPLIT_KV, LEAN) and schedule.shares_within_heads is not never:
         allowed += [SPLIT_KV.launches, SPLIT_KV.launches[:1]]  # one where nothing is left to combine
     assert launched in map(Counter, allowed)
     return result if options.get("return_lse") else (result, None)
@@ -309,7 +309,7 @@ SCHEDULE_CASES = [
 
 def force_programs(patch, programs: int) -> None:
     """Make lean deal out one line of tiles to `programs` programs, where the buffer has at least as many tiles."""
-    patch.setattr(lean, "shares_within_heads", never)
+    patch.setattr(schedule, "shares_within_heads", never)
     config = launch.decode
     patch.setattr(launch, "decode", lambda *args: replace(config(*args), programs_per_sm=1, MIN_TILES=1))
     patch.setattr(launch, "num_sms", lambda device: programs)
@@ -320,7 +320,7 @@ def force_programs(patch, programs: int) -> None:
     "case", here(*[c for c in CASES if LEAN.fit(c) == c and (c.batch == 1 or not c.has_spans)]), ids=lambda c: c.id
 )
 def test_lean_schedules_on_the_device_what_the_host_could(kernel, case, device, monkeypatch):
-    monkeypatch.setattr(lean, "shares_within_heads", never)
+    monkeypatch.setattr(schedule, "shares_within_heads", never)
     check_case(kernel, case, device)
 
 

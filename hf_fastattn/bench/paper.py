@@ -11,7 +11,7 @@ import statistics
 import torch
 
 from ..kernels import launch
-from ..kernels.schedule import shares_within_heads
+from ..kernels.schedule import choose
 from .shapes import DTYPE, LEAN, PORTABLE, READ, SPLIT_KV, Shape, compete, exact, make_inputs, ratios
 from .timing import num_sets
 
@@ -43,11 +43,8 @@ def schedule(kernel: str, shape: Shape, device: torch.device) -> dict:
         tiles = -(-shape.kv_len // launch.prefill(device, DTYPE, shape.head_dim, 1).BLOCK_N)
         shares = [tiles] * (shape.batch * shape.num_heads)  # one program per query head, however long K and V are
     else:
-        shared = device, DTYPE, shape.head_dim, shape.num_heads // shape.num_kv_heads
-        config = launch.decode(*shared, outputs)
-        own = kernel == "split_kv" or shares_within_heads(device, config, outputs, shape.kv_len)
-        if not own and outputs > sms:
-            config = launch.decode(*shared, None)
+        shared = device, DTYPE, shape.head_dim, shape.num_heads // shape.num_kv_heads, outputs
+        config, own = (launch.decode(*shared), True) if kernel == "split_kv" else choose(*shared, shape.kv_len, alike=True)
         tiles = -(-shape.kv_len // config.BLOCK_N)
         if own:
             splits = launch.num_splits(device, config, outputs, shape.kv_len)

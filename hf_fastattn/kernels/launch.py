@@ -26,8 +26,8 @@ _CPU_SMS = 3  # what the interpreter pretends to have: few programs, several til
 class Config:
     """One launch: block sizes in rows and keys, warps, pipeline stages.
 
-    Decode only: programs per SM, tiles a share of `lean` must hold at least, registers that a thread may have (0: as many as it
-    takes), and those where it scores sinks and the launch begins early (see `overlap`).
+    Decode only: programs per SM; tiles a share of `lean` must hold at least; where the launch begins early (see `overlap`), the
+    registers that a thread may have (0: as many as it takes), and those if it scores sinks.
     """
 
     BLOCK_M: int

@@ -23,7 +23,7 @@ import triton.language as tl
 
 from . import checks, launch
 from .overlap import early, let_next_begin, wait_for_inputs
-from .schedule import deal, owner, shares_within_heads
+from .schedule import choose, deal, owner
 from .softmax import (
     attend,
     block_bounds,
@@ -281,11 +281,10 @@ def _prepare(tensors, scale, causal, window, softcap, sinks, interleaved, return
     kv_heads, kv_len = k.shape[1], k.shape[2]
     heads, group, sms = batch * kv_heads, num_heads // kv_heads, launch.num_sms(q.device)
     alike = spans is None or batch == 1 or spans.stride(0) == 0
-    if alike:
-        config = launch.decode(q.device, q.dtype, head_dim, q_len * group, heads)
-        if shares_within_heads(q.device, config, heads, kv_len if window is None else min(kv_len, window + q_len - 1)):
-            return make_plan(tensors, config, None, scale, causal, window, softcap, sinks, interleaved, return_lse)
-    config = launch.decode(q.device, q.dtype, head_dim, q_len * group, heads if alike and heads <= sms else None)
+    in_sight = kv_len if window is None else min(kv_len, window + q_len - 1)
+    config, own = choose(q.device, q.dtype, head_dim, q_len * group, heads, in_sight, alike)
+    if own:
+        return make_plan(tensors, config, None, scale, causal, window, softcap, sinks, interleaved, return_lse)
     workspace_m, block_d = triton.next_power_of_2(q_len * group), launch.block_d(head_dim)
     most = sms * config.programs_per_sm
     programs = min(most, heads * triton.cdiv(kv_len, config.BLOCK_N))

@@ -97,3 +97,17 @@ def shares_within_heads(device: torch.device, config: launch.Config, heads: int,
     return of_heads > 0 and (
         16 * of_heads >= 15 * programs or (10 * of_heads >= 7 * programs and heads * tiles <= programs * SHORT)
     )
+
+
+def choose(
+    device: torch.device, dtype: torch.dtype, head_dim: int, rows: int, heads: int, kv_len: int, alike: bool
+) -> tuple[launch.Config, bool]:
+    """(`lean`'s launch, whether programs of their own serve the heads); rows, heads as in `launch.decode`, kv_len: most in sight.
+
+    alike: whether the host knows that batch rows are.
+    """
+    if alike:
+        config = launch.decode(device, dtype, head_dim, rows, heads)
+        if shares_within_heads(device, config, heads, kv_len):
+            return config, True
+    return launch.decode(device, dtype, head_dim, rows, heads if alike and heads <= launch.num_sms(device) else None), False
