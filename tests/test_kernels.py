@@ -612,8 +612,9 @@ def test_a_launch_that_was_interpreted_is_not_remembered(monkeypatch):
 def test_a_launch_is_repeated_without_triton_looking_it_up(hooks, monkeypatch):
     device = torch.device("cuda", 0)
     tensor = SimpleNamespace(device=device, data_ptr=lambda: 256)
-    kernel = MagicMock(arg_names=["X", "Y", "n"])
-    compiled = kernel.__getitem__.return_value.return_value
+    kernel, second = MagicMock(arg_names=["X", "Y", "n"]), MagicMock(arg_names=["Y"])
+    kernel.fn.__name__ = "kernel"
+    compiled, follows = (k.__getitem__.return_value.return_value for k in (kernel, second))
     active = SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda device: 77)
     runtime = SimpleNamespace(
         launch_enter_hook=SimpleNamespace(calls=[]), launch_exit_hook=SimpleNamespace(calls=["hook"] * hooks)
@@ -621,18 +622,27 @@ def test_a_launch_is_repeated_without_triton_looking_it_up(hooks, monkeypatch):
     monkeypatch.setattr(launch, "driver", SimpleNamespace(active=active), raising=False)
     monkeypatch.setattr(launch, "knobs", SimpleNamespace(runtime=runtime), raising=False)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    start = launch.Launch(kernel, (5, 2), num_warps=1, n=3)
+    start = launch.Launch(kernel, (5, 2), launch.Launch(second, (7,), num_warps=8), num_warps=1, n=3)
+    last = SimpleNamespace(device=device, data_ptr=lambda: 512)
     for _ in range(3):
-        start(tensor, None)
-    kernel.__getitem__.return_value.assert_called_once_with(tensor, None, 3, num_warps=1)
+        start(tensor, last)
+    kernel.__getitem__.return_value.assert_called_once_with(tensor, last, 3, num_warps=1)
+    second.__getitem__.return_value.assert_called_once_with(last, num_warps=8)
     if hooks:  # Triton's own way, which tells them
-        assert compiled.__getitem__.return_value.call_args_list == [call(256, None, 3)] * 2 and not compiled.run.called
+        assert compiled.__getitem__.return_value.call_args_list == [call(256, 512, 3)] * 2 and not compiled.run.called
+        assert follows.__getitem__.return_value.call_args_list == [call(512)] * 2 and not follows.run.called
     else:
-        again = call(5, 2, 1, 77, compiled.function, compiled.packed_metadata, None, None, None, 256, None, 3)
+        again = call(5, 2, 1, 77, compiled.function, compiled.packed_metadata, None, None, None, 256, 512, 3)
         assert compiled.run.call_args_list == [again] * 2
-    start(SimpleNamespace(device=device, data_ptr=lambda: 260), None)  # another alignment is another variant
-    start(SimpleNamespace(device=torch.device("cuda", 1), data_ptr=lambda: 256), None)  # another device than the current one
+        again = call(7, 1, 1, 77, follows.function, follows.packed_metadata, None, None, None, 512)
+        assert follows.run.call_args_list == [again] * 2
+    start(SimpleNamespace(device=device, data_ptr=lambda: 260), last)  # another alignment is another variant
+    start(SimpleNamespace(device=torch.device("cuda", 1), data_ptr=lambda: 256), last)  # another device than the current one
     assert kernel.__getitem__.return_value.call_count == 3
+    repeats = follows.__getitem__.return_value if hooks else follows.run  # whose own tensors are as ever
+    assert second.__getitem__.return_value.call_count == 1 and repeats.call_count == 4
+    with pytest.raises(TypeError, match="kernel takes 2 tensors here; got 1"):
+        launch.Launch(kernel, (5, 2), n=3)(tensor)
 
 
 @pytest.mark.parametrize("name", [PREFILL.name, SPLIT_KV.name, LEAN.name])

@@ -151,18 +151,22 @@ def num_splits(device: torch.device, config: Config, heads: int, kv_len: int) ->
 
 
 class Launch:
-    """One launch of a Triton kernel, to be repeated on tensors that differ in nothing but their addresses.
+    """One launch of a Triton kernel, or several in a row, to be repeated on tensors that differ in nothing but their addresses.
 
     Triton finds the variant compiled for a call by inspecting every argument, at every call: 30 us and more for 50 of them, while
     a decode kernel takes 7. A Launch has it done once. What compilation knows of an address is whether it is a multiple of 16.
     """
 
-    __slots__ = ("_compiled", "grid", "kernel", "meta", "rest")
+    __slots__ = ("_compiled", "grid", "kernel", "meta", "rest", "takes", "then")
 
-    def __init__(self, kernel, grid: tuple[int, ...], **named):
-        """`named`: the kernel's arguments after its tensors, constants included; and Triton's options, such as num_warps."""
-        self.kernel, self.grid = kernel, (*grid, 1, 1)[:3]
+    def __init__(self, kernel, grid: tuple[int, ...], then: Launch | None = None, **named):
+        """`named`: the kernel's arguments after its tensors, constants included; and Triton's options, such as num_warps.
+
+        then: the launch that follows, on the last of the same tensors.
+        """
+        self.kernel, self.grid, self.then = kernel, (*grid, 1, 1)[:3], then
         self.rest = tuple(named.pop(name) for name in kernel.arg_names if name in named)
+        self.takes = len(kernel.arg_names) - len(self.rest)
         self.meta = named
         self._compiled = None
 
@@ -174,23 +178,32 @@ class Launch:
             addresses.append(address)
             bits |= address or 0
         aligned = bits % 16 == 0
-        compiled = self._compiled
-        if compiled is not None and aligned and device.index == driver.active.get_current_device():
-            enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-            if getattr(enter, "calls", True) or getattr(leave, "calls", True):  # a profiler listens
-                compiled[self.grid](*addresses, *self.rest)
-            else:  # what that comes to, but for what only hooks are told
-                stream = driver.active.get_current_stream(device.index)
-                compiled.run(
-                    *self.grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *addresses, *self.rest
-                )
+        if self._compiled is None or not aligned or device.index != driver.active.get_current_device():
+            self._compile(tensors, aligned)
             return
-        if len(tensors) + len(self.rest) != len(self.kernel.arg_names):  # a launch is repeated with all arguments or not at all
-            raise TypeError(f"{self.kernel.fn.__name__} takes {len(self.kernel.arg_names)} arguments, defaults included.")
+        enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+        profiled = getattr(enter, "calls", True) or getattr(leave, "calls", True)
+        stream = driver.active.get_current_stream(device.index)
+        step = self
+        while step is not None:
+            compiled, own = step._compiled, addresses[-step.takes :]
+            if profiled:
+                compiled[step.grid](*own, *step.rest)
+            else:  # what that comes to, but for what only hooks are told
+                compiled.run(*step.grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *own, *step.rest)
+            step = step.then
+
+    def _compile(self, tensors, aligned: bool) -> None:
+        """The launch in Triton's own way; what it has compiled for aligned tensors is kept."""
+        if len(tensors) != self.takes:  # a launch is repeated with all arguments or not at all
+            raise TypeError(f"{self.kernel.fn.__name__} takes {self.takes} tensors here; got {len(tensors)}.")
+        device = tensors[0].device
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             compiled = self.kernel[self.grid](*tensors, *self.rest, **self.meta)
-        if aligned and device.type == "cuda" and compiled is not None:  # None: the interpreter ran it
-            self._compiled = compiled
+        if self.then is not None:
+            self.then(*tensors[-self.then.takes :])
+        if aligned and device.type == "cuda":
+            self._compiled = compiled  # None where the interpreter ran it
 
 
 def remember(make):

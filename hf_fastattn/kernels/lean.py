@@ -44,11 +44,11 @@ def lean_kernel(
     Q,
     K,
     V,
+    SinkQuery,
     Out,
     Lse,
     Workspace,
     Spans,
-    SinkQuery,
     SinkLogits,
     stride_qb,
     stride_qh,
@@ -316,9 +316,19 @@ def _prepare(tensors, scale, causal, window, softcap, sinks, interleaved, return
         "SINKS": sinks,
         "EARLY": overlap["EARLY"],
     }
+    merge = launch.Launch(
+        lean_merge_kernel,
+        (triton.cdiv(q_len * group, merge_rows), kv_heads, batch),
+        **both | overlap,
+        programs=programs,
+        ROWS=merge_rows,
+        CHUNK=chunk,
+        num_warps=merge_warps,
+    )
     attend = launch.Launch(
         lean_kernel,
         (programs,),
+        merge,
         **checks.strides(q, k, v, spans) | both,
         scale_log2=scale_log2,
         cap_log2=cap_log2,
@@ -329,13 +339,4 @@ def _prepare(tensors, scale, causal, window, softcap, sinks, interleaved, return
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
-    merge = launch.Launch(
-        lean_merge_kernel,
-        (triton.cdiv(q_len * group, merge_rows), kv_heads, batch),
-        **both | overlap,
-        programs=programs,
-        ROWS=merge_rows,
-        CHUNK=chunk,
-        num_warps=merge_warps,
-    )
-    return Plan(attend, merge, 2 * programs * workspace_m * (block_d + 2))
+    return Plan(attend, 2 * programs * workspace_m * (block_d + 2))

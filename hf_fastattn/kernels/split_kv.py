@@ -35,11 +35,11 @@ def split_kv_kernel(
     Q,
     K,
     V,
+    SinkQuery,
     Out,
     Lse,
     Workspace,
     Spans,
-    SinkQuery,
     SinkLogits,
     stride_qb,
     stride_qh,
@@ -215,23 +215,21 @@ def split_kv(
 
 
 class Plan(NamedTuple):
-    """A decode kernel's launches: the one that attends, the one that merges its partials (None where it leaves none), and the
-    floats of workspace between them."""
+    """A decode kernel's launches, the one that attends and the one that merges its partials if it leaves any, and the floats of
+    workspace between them."""
 
-    attend: launch.Launch
-    merge: launch.Launch | None
+    launches: launch.Launch
     workspace_size: int
 
 
 def run(plan: Plan, q, k, v, spans, sink_logits, sinks, inv_freq, return_lse):
     """The result of a plan's launches, for tensors like those that it was made for."""
     out, lse = checks.empty_outputs(q, return_lse)
-    workspace = torch.empty(plan.workspace_size, device=q.device, dtype=torch.float32) if plan.merge is not None else None
+    workspace = torch.empty(plan.workspace_size, device=q.device, dtype=torch.float32) if plan.workspace_size else None
     spans = q if spans is None else spans
     sink_logits = q if sink_logits is None else sink_logits
-    plan.attend(q, k, v, out, lse, workspace, spans, None if not sinks else q if inv_freq is None else inv_freq, sink_logits)
-    if plan.merge is not None:
-        plan.merge(out, lse, workspace, spans, sink_logits)
+    sink_query = None if not sinks else q if inv_freq is None else inv_freq
+    plan.launches(q, k, v, sink_query, out, lse, workspace, spans, sink_logits)
     return (out, lse) if return_lse else out
 
 
@@ -278,9 +276,16 @@ def make_plan(tensors, config, splits, scale, causal, window, softcap, sinks, in
         "WRITE_LSE": return_lse,
         **overlap,
     }
+    merge = None
+    if most > 1:
+        chunk, num_warps = launch.merge(block_d, min(most, launch.MAX_SPLITS))
+        merge = launch.Launch(
+            combine_kernel, (q_len * group, kv_heads, batch), **both, splits=splits, CHUNK=chunk, num_warps=num_warps
+        )
     attend = launch.Launch(
         split_kv_kernel,
         (splits, kv_heads, batch),
+        merge,
         **checks.strides(q, k, v, spans),
         **both,
         kv_len=kv_len,
@@ -300,10 +305,4 @@ def make_plan(tensors, config, splits, scale, causal, window, softcap, sinks, in
         num_stages=config.num_stages,
         **({"maxnreg": registers} if registers else {}),
     )
-    if most <= 1:
-        return Plan(attend, None, 0)
-    chunk, num_warps = launch.merge(block_d, min(most, launch.MAX_SPLITS))
-    merge = launch.Launch(
-        combine_kernel, (q_len * group, kv_heads, batch), **both, splits=splits, CHUNK=chunk, num_warps=num_warps
-    )
-    return Plan(attend, merge, slots * workspace_m * (block_d + 2))
+    return Plan(attend, 0 if merge is None else slots * workspace_m * (block_d + 2))
