@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_fastattn import PreallocatedCache, compat, patch
-from hf_fastattn.bench import fresh, generate, grid, models, paper_e2e, runs, stream, timing
+from hf_fastattn.bench import fresh, generate, grid, models, paper_e2e, results, runs, stream, timing
 
 WINDOWED = {**models.SHAPES["tiny"][1], "sliding_window": 8}
 RIVALS = {grid.SDPA, grid.STATIC, grid.LEAN, grid.OURS}
@@ -52,6 +52,17 @@ def test_captured_steps_are_checked_and_captured_once(tmp_path, monkeypatch, res
             checked = ours["check"]
             assert checked["steps_replayed"] == 7 and checked["passed"] and checked["against_uncaptured"]["equal"] == 1
             assert ours["captures_while_timing"] == 0 and ours["steps"]["uncaptured"] == 0 and not ours["reasons"]
+
+
+def test_kernels_of_a_step_are_listed_apart(tmp_path, monkeypatch):
+    fake_graph.use(monkeypatch)
+    listed = [{"kernel": "a", "launches": 2, "us": 7.0}]
+    monkeypatch.setattr(grid, "step_kernels", lambda patched: listed if patched.captures else None)
+    cpu = torch.device("cpu")
+    subject, found = models.load("tiny", torch.float32, cpu), results.Results(tmp_path / "a.json", 60, "command")
+    bench = grid.Bench(SimpleNamespace(cases=["2x16", "2x9"], padded=[16, 48], tokens=8), subject, found, cpu)
+    bench.list_kernels()
+    assert json.loads(found.path.read_text())["step"] == {"case": "2x16", "kernels": listed} and not bench.rivals
 
 
 def test_timing_a_replay_leaves_the_next_tokens_right(monkeypatch):

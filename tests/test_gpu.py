@@ -198,6 +198,23 @@ def test_repeated_launches_follow_their_tensors(kernel):
         launcher(q.requires_grad_(), k, v)
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("q_len", [1, 4, 300])
+def test_kernels_run_where_their_tensors_are(q_len):
+    """On another GPU than the current one, in turn with it: the same bits."""
+    _, k, v = inputs(batch=2, kv_len=1000)
+    here = (torch.randn(2, 32, q_len, 128, device="cuda", dtype=torch.bfloat16), k, v)
+    there = [x.to("cuda:1") for x in here]
+    for kernel in test_kernels.RUNNABLE[1:]:
+        if q_len < kernel.min_q_len or (kernel.max_rows and 4 * q_len > kernel.max_rows):
+            continue
+        launcher = kernel.launcher()
+        for _ in range(3):
+            a, b = launcher(*here), launcher(*there)
+            assert b.device.index == 1 and torch.equal(a.cpu(), b.cpu()), kernel.name
+    assert torch.cuda.current_device() == 0
+
+
 def test_a_profiler_hears_of_every_launch():
     heard = []
 

@@ -206,7 +206,27 @@ def test_a_saved_prompt_goes_on_where_it_was(llama, tmp_path):
         assert loaded.layers[0].keys.is_cuda
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+@two_gpus
+@pytest.mark.parametrize("name", ["llama", "mistral_window_below_prompt"])
+def test_models_beside_the_current_gpu(name):
+    """cuda:0 stays the current device; a graph of each GPU, and kernels, run where their tensors are."""
+    model_type, own = FAMILIES[name]
+    first, second = (tiny(model_type, device=device, **own) for device in ("cuda:0", "cuda:1"))
+    inputs = prompts("left_padding", "cpu")
+    expected = generate(first, {key: value.to("cuda:0") for key, value in inputs.items()}).cpu()
+    with hf_fastattn.patch(first) as one, hf_fastattn.patch(second) as other:
+        for _ in range(2):
+            for model in (second, first):
+                there = {key: value.to(model.device) for key, value in inputs.items()}
+                assert torch.equal(generate(model, there).cpu(), expected)
+        assert one.captures == other.captures == 1 and one.replays == other.replays == 2 * (NEW - 1) - 1
+    assert torch.cuda.current_device() == 0
+
+
+@two_gpus
 def test_a_model_over_two_gpus():
     from accelerate import dispatch_model
 

@@ -18,7 +18,7 @@ import argparse
 import torch
 
 from . import fresh
-from .grid import DEFAULT_RIVALS, MAX_STATIC, METHOD, RIVALS, STATIC, Bench, row_lengths
+from .grid import DEFAULT_RIVALS, MAX_STATIC, METHOD, OURS, RIVALS, STATIC, Bench, row_lengths
 from .models import SHAPES, load
 from .results import Results, add_options, command, conditions, find_device, progress
 from .shapes import bandwidth
@@ -91,6 +91,8 @@ def measure(bench: Bench, cases: list[str]) -> None:
         results.say(f"{case}: about {wanted:.0f} s without compilation")
         bench.measure(case, reserve)
         results.say(lines(next(row for row in results.data["rows"] if row["case"] == case)))
+    if bench.cuda and OURS in bench.args.rivals:
+        bench.list_kernels()
     results.say(f"-> {results.path}")
 
 

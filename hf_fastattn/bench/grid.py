@@ -149,16 +149,33 @@ class Bench:
             row["error"] = f"{type(error).__name__}: {error}"
             self.results.say(f"  {case} failed: {row['error'][:300]}")
         finally:
-            compiled = any(hasattr(rival.model, "_compiled_call") for rival in self.rivals)
-            for rival in self.rivals:
-                if rival.patch is not None:
-                    rival.patch.undo()
-            self.rivals.clear()
-            self.caches.clear()
-            if compiled:
-                torch.compiler.reset()
-            free(self.device)
+            self.clear()
             self.results.save()
+
+    def list_kernels(self) -> None:
+        """What a captured step launches. After all timing: once a profiler was there, every launch of the process is slower."""
+        case = self.args.cases[0]
+        prompt = make_prompt(row_lengths(case, self.args.padded), self.subject.text_config.vocab_size, self.device)
+        rival = self.add({"rivals": {}}, OURS, prompt)
+        try:
+            with self.guard(rival):
+                run(rival.model, rival.prompt, 4)
+                self.results.data["step"] = {"case": case, "kernels": step_kernels(rival.patch)}
+        finally:
+            self.clear()
+            self.results.save()
+
+    def clear(self) -> None:
+        """Leave nothing of a case behind."""
+        compiled = any(hasattr(rival.model, "_compiled_call") for rival in self.rivals)
+        for rival in self.rivals:
+            if rival.patch is not None:
+                rival.patch.undo()
+        self.rivals.clear()
+        self.caches.clear()
+        if compiled:
+            torch.compiler.reset()
+        free(self.device)
 
     def _measure(self, row: dict, prompt: Prompt, reserve: float) -> None:
         resume, prefill = row["repeats_from"] == "cache", self.prefill_seconds(prompt.lengths)
@@ -311,9 +328,6 @@ class Bench:
             self.summarize(row, before)
             self.results.save()
         for rival in self.rivals:
-            if self.cuda and rival.name == OURS and not rival.failed:
-                with self.guard(rival):
-                    rival.report["kernels"] = step_kernels(rival.patch)
             if not rival.failed and len(rival.runs) < self.args.repeats:
                 self.note(row, f"{rival.name}: {len(rival.runs)} repeats, then the time was spent")
 

@@ -89,9 +89,10 @@ def generate(result: dict) -> str:
             )
         if of(ROOMY, "ms"):
             notes.append(f"With room for {ROOM} times the tokens {row['case']} takes {of(ROOMY, 'ms'):.2f} ms under `patch()`.")
-        if kernels := of(OURS, "kernels"):
-            launches = sum(kernel["launches"] for kernel in kernels)
-            notes.append(f"A step of {row['case']} is {launches} launches of {len(kernels)} kernels, which the JSON lists.")
+    step = result.get("step") or {}
+    if kernels := step.get("kernels"):
+        launches = sum(kernel["launches"] for kernel in kernels)
+        notes.append(f"A captured step of {step['case']} is {launches} launches of {len(kernels)} kernels, listed in the JSON.")
     if not compiled:
         notes.append("`sdpa` with the static cache and compilation was not run here.")
     notes.append("First tokens are in milliseconds; - was not run, or failed with the reason recorded in the JSON.")
