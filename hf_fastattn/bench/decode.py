@@ -39,6 +39,7 @@ DECODE = [
     for batch in (1, 4, 16, 64)
     if (shape := Shape(batch, *heads, length)).kv_bytes <= LARGEST
 ]
+DECODE.append(Shape(1, 8, 1, 256, 32 << 10))  # a head for every eight: the merge weighs most
 SPECULATION = [
     shape
     for q_len in (4, 16)
