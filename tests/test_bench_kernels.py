@@ -216,7 +216,9 @@ def test_inputs_of_a_round_are_larger_than_l2(monkeypatch, part):
 
 
 def test_the_grid_is_whole():
-    assert len(set(map(str, decode.DECODE))) == len(decode.DECODE) == 139  # the grid of 140 without two of 275 and 240 GB, and one
+    assert (
+        len(set(map(str, decode.DECODE))) == len(decode.DECODE) == 139
+    )  # the grid of 140 without two of 275 and 240 GB, and one
     assert max(shape.kv_bytes for shape in decode.DECODE) == 64 << 30
     assert {(s.num_heads, s.num_kv_heads, s.head_dim) for s in decode.DECODE} == set(decode.HEADS)
     assert {s.head_dim for s in paper.SHAPES} == {64, 128} and {s.batch for s in paper.SHAPES} == {1, 4, 16}

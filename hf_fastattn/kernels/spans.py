@@ -12,7 +12,7 @@ Rows that the host knows to be alike are one row, expanded: a batch stride of 0 
     DROPPED   tokens that a rolling cache dropped between the row's sinks and its window; no mask depends on it, but query i is
               the row's token Q_START + i - KV_START + DROPPED, and how far its sinks' query is turned back does
     WORDS...  bit j % 32 of word j // 32 is 1 where slot j is live; there only if a 2-D mask was given,
-              read only for rows whose HOLES flag is set
+              read only below KV_STOP, and for rows whose HOLES flag is set
 
 A query sees a key when every one of these conditions allows it; WINDOW does not hide the first live slots from a kernel with
 `sinks`. The numbers stay on the device: neither building nor reading them needs the host, so the length may change under a
@@ -20,6 +20,8 @@ captured CUDA graph.
 """
 
 from __future__ import annotations
+
+from contextlib import nullcontext
 
 import torch
 
@@ -57,46 +59,40 @@ def build_spans(
     kv_offset: absolute position that slot 0 holds. attention_mask: bool (batch, seen), True where a position is live;
     positions past its end are not; without, rows are alike. One launch on a GPU; no host sync anywhere.
     """
-    use_kernel = triton is not None and torch.device(device).type == "cuda"
-    if attention_mask is None:
-        words = 0
-    else:
-        words = num_words(kv_len)
-        if attention_mask.dtype != torch.bool or attention_mask.dim() != 2 or attention_mask.shape[0] != batch:
-            raise ValueError(
-                f"attention_mask must be bool of shape ({batch}, positions seen); "
-                f"got {attention_mask.dtype} {tuple(attention_mask.shape)}."
-            )
-    rows = 1 if attention_mask is None else batch
-    if not use_kernel:
-        spans = _build_spans_torch(rows, q_len, kv_len, device, q_offset, kv_offset, causal, window, attention_mask)
-        return spans.expand(batch, -1, -1, -1)
+    mask, rows = attention_mask, 1 if attention_mask is None else batch
+    if mask is not None and (mask.dtype != torch.bool or mask.dim() != 2 or mask.shape[0] != batch):
+        raise ValueError(f"attention_mask must be bool of shape ({batch}, positions seen); got {mask.dtype} {tuple(mask.shape)}.")
+    make = _build_spans_triton if triton is not None and torch.device(device).type == "cuda" else _build_spans_torch
+    return make(rows, q_len, kv_len, device, q_offset, kv_offset, causal, window, mask).expand(batch, -1, -1, -1)
 
+
+def _build_spans_triton(rows, q_len, kv_len, device, q_offset, kv_offset, causal, window, mask):
+    words = 0 if mask is None else num_words(kv_len)
     spans = torch.empty(rows, 1, 1, WORDS + words, dtype=torch.int32, device=device)
     offset_on_device = isinstance(q_offset, torch.Tensor)
-    with torch.cuda.device(device):
+    with torch.cuda.device(device) if spans.is_cuda else nullcontext():
         _build_spans_kernel[(rows,)](
             spans,
-            spans if attention_mask is None else attention_mask,
+            spans if mask is None else mask,
             q_offset if offset_on_device else spans,
             0 if offset_on_device else q_offset,
-            0 if attention_mask is None else attention_mask.stride(0),
-            1 if attention_mask is None else attention_mask.stride(1),
-            0 if attention_mask is None else attention_mask.shape[1],
+            0 if mask is None else mask.stride(0),
+            1 if mask is None else mask.stride(1),
+            0 if mask is None else mask.shape[1],
             words,
             q_len,
             kv_len,
             kv_offset,
             NO_WINDOW if window is None else window,
             OFFSET_ON_DEVICE=offset_on_device,
-            HAS_MASK=attention_mask is not None,
+            HAS_MASK=mask is not None,
             CAUSAL=CAUSAL if causal else 0,
             HOLES=HOLES,
             NUM_INTS=WORDS,
             BLOCK=128,
             num_warps=8,
         )
-    return spans.expand(batch, -1, -1, -1)
+    return spans
 
 
 def _build_spans_torch(batch, q_len, kv_len, device, q_offset, kv_offset, causal, window, attention_mask):
@@ -115,14 +111,14 @@ def _build_spans_torch(batch, q_len, kv_len, device, q_offset, kv_offset, causal
     padded = 32 * num_words(kv_len)
     live = torch.nn.functional.pad(live, (0, padded - live.shape[1]))
     slots = torch.arange(padded, device=device, dtype=torch.int32)
-    start = torch.where(live, slots, kv_len).amin(-1)
-    # Slots past the last query do not count: a hole there is not read, and the last live slot comes before it.
+    # Slots past the last query do not count.
     seen = live & (slots < end[:, None])
+    start = torch.where(seen, slots, kv_len).amin(-1)
     stop = torch.where(seen, slots + 1, 0).amax(-1)
     holes = (seen.sum(-1) < stop - start) & (stop > start)
     ints[1:3] = [start, stop]
     ints[4] = flags | torch.where(holes, HOLES, 0)
-    bits = (live.view(batch, -1, 32).to(torch.int64) << torch.arange(32, device=device)).sum(-1)
+    bits = (seen.view(batch, -1, 32).to(torch.int64) << torch.arange(32, device=device)).sum(-1)
     words = torch.where(bits >= 1 << 31, bits - (1 << 32), bits)  # as two's complement
     return torch.cat([torch.stack(ints, -1), words], -1).to(torch.int32).view(batch, 1, 1, -1)
 
@@ -150,7 +146,7 @@ if triton is not None:
         NUM_INTS: tl.constexpr,
         BLOCK: tl.constexpr,
     ):
-        """One program per row: reads the row's mask once, BLOCK words at a time."""
+        """One program per row: reads the row's mask once, BLOCK words at a time, up to the last query: a buffer may be longer."""
         row = tl.program_id(0).to(tl.int64)
         out = Spans + row * (NUM_INTS + words)
         if OFFSET_ON_DEVICE:
@@ -167,18 +163,18 @@ if triton is not None:
             last = kv_len * 0
             count = kv_len * 0
             bit = tl.arange(0, 32)
-            for w in tl.range(0, words, BLOCK):
+            for w in tl.range(0, (stop + 31) // 32, BLOCK):
                 offs_w = w + tl.arange(0, BLOCK)
                 slots = offs_w[:, None] * 32 + bit[None, :]
                 column = slots + kv_offset
                 live = tl.load(
                     Mask + row * mask_stride_b + column.to(tl.int64) * mask_stride_n,
-                    mask=(slots < kv_len) & (column < mask_len),
+                    mask=(slots < stop) & (column < mask_len),
                     other=0,
-                ).to(tl.int32)
-                tl.store(out + NUM_INTS + offs_w, tl.sum(live << bit[None, :], 1), mask=offs_w < words)
-                seen = (live != 0) & (slots < stop)
-                first = tl.minimum(first, tl.min(tl.min(tl.where(live != 0, slots, kv_len), 1), 0))
+                )
+                seen = live != 0
+                tl.store(out + NUM_INTS + offs_w, tl.sum(seen.to(tl.int32) << bit[None, :], 1), mask=offs_w < words)
+                first = tl.minimum(first, tl.min(tl.min(tl.where(seen, slots, kv_len), 1), 0))
                 last = tl.maximum(last, tl.max(tl.max(tl.where(seen, slots + 1, 0), 1), 0))
                 count += tl.sum(tl.sum(seen.to(tl.int32), 1), 0)
             start = first
