@@ -46,8 +46,6 @@ try:
 except ImportError:  # private: where it has moved, only what models pass on can be seen
     _active_collector = None
 
-__all__ = ["asks_for_weights", "check_version", "dense_mask", "mask_pattern", "register", "why_not_model"]
-
 
 def register(name: str, attention, mask) -> None:
     """Make `attn_implementation=name` known: both functions, always together (a missing mask is silently no mask)."""

@@ -14,7 +14,7 @@ from conftest import DEVICE
 from test_kernels import LEAN, check_case, force_programs
 
 from hf_fastattn import interface
-from hf_fastattn.kernels import prefill_hopper
+from hf_fastattn.kernels import prefill_hopper, rope
 from hf_fastattn.kernels.lean import lean
 from hf_fastattn.kernels.spans import build_spans
 
@@ -169,6 +169,20 @@ def test_large_offsets(kernel):
     seen = np.ones((2, 1, 1000), dtype=bool)
     expected = oracle.attention(q, tail, tail, seen)
     tolerance.assert_attention((out, None), expected, q, tail, tail, None, seen, {}, kernel.name)
+
+
+def test_large_offsets_of_heads():
+    """Heads more than 2^31 elements apart."""
+    tokens, heads, head_dim = 1 << 20, 34, 64
+    if torch.cuda.mem_get_info()[0] < 30 << 30:
+        pytest.skip("needs 30 GB of free GPU memory")
+    q = torch.randn(1, heads, tokens, head_dim, device="cuda", dtype=torch.float16)
+    assert (heads - 1) * q.stride(1) > 1 << 31
+    cos, sin = torch.randn(2, 1, 1, head_dim, device="cuda", dtype=torch.float16)
+    last = q[:, :, -1:]
+    got, _ = rope.rope(last, last[:, :2], cos, sin)
+    expected, _ = rope.rope(last.contiguous(), last[:, :2].contiguous(), cos, sin)
+    assert torch.equal(got, expected)
 
 
 @pytest.mark.parametrize("kernel", [test_kernels.SPLIT_KV, LEAN], ids=lambda k: k.name)

@@ -594,6 +594,22 @@ def test_other_devices_are_refused_in_a_sentence():
         kernels.TritonKernel("lean")(**x)
 
 
+def test_each_gpu_runs_the_kernel_for_its_architecture(monkeypatch):
+    """Whichever of several was first."""
+    portable = SimpleNamespace(any=lambda *_: "portable")
+    hopper = SimpleNamespace(prefill=lambda *_: "hopper", why_not=lambda *_: None)
+    monkeypatch.setattr(kernels, "_module", {"any": portable, "any_hopper": hopper}.get)
+    monkeypatch.setattr(launch, "arch", lambda device: device.arch)
+    q = {
+        arch: SimpleNamespace(is_cuda=True, dtype=torch.float16, device=SimpleNamespace(type="cuda", arch=arch))
+        for arch in (80, 90)
+    }
+    for first, second in ((80, 90), (90, 80)):
+        kernel = kernels.TritonKernel("any", hopper="any_hopper")
+        said = {arch: kernel(q[arch], None, None) for arch in (first, second, first)}
+        assert said == {80: "portable", 90: "hopper"}
+
+
 @pytest.mark.skipif(not INTERPRETED or ON_GPU, reason="needs TRITON_INTERPRET=1")
 def test_interpreter_refuses_bf16():
     x = {name: t.bfloat16() for name, t in good("cpu").items()}
@@ -603,10 +619,10 @@ def test_interpreter_refuses_bf16():
 
 def test_a_launch_that_was_interpreted_is_not_remembered(monkeypatch):
     """The interpreter takes CUDA tensors too, and returns nothing that could be launched again."""
-    tensor = SimpleNamespace(device=torch.device("cuda", 0), data_ptr=lambda: 256)
+    tensor = SimpleNamespace(device=torch.device("cuda", 0), is_cuda=True, data_ptr=lambda: 256)
     kernel = MagicMock(arg_names=["X", "n"])
     kernel.__getitem__.return_value.return_value = None
-    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: nullcontext())
     start = launch.Launch(kernel, (1,), num_warps=1, n=3)
     start(tensor)
     start(tensor)
@@ -616,7 +632,7 @@ def test_a_launch_that_was_interpreted_is_not_remembered(monkeypatch):
 @pytest.mark.parametrize("hooks", [False, True], ids=["no hooks", "hooks"])
 def test_a_launch_is_repeated_without_triton_looking_it_up(hooks, monkeypatch):
     device = torch.device("cuda", 0)
-    tensor = SimpleNamespace(device=device, data_ptr=lambda: 256)
+    tensor = SimpleNamespace(device=device, is_cuda=True, data_ptr=lambda: 256)
     kernel, second = MagicMock(arg_names=["X", "Y", "n"]), MagicMock(arg_names=["Y"])
     kernel.fn.__name__ = "kernel"
     compiled, follows = (k.__getitem__.return_value.return_value for k in (kernel, second))
@@ -626,9 +642,9 @@ def test_a_launch_is_repeated_without_triton_looking_it_up(hooks, monkeypatch):
     )
     monkeypatch.setattr(launch, "driver", SimpleNamespace(active=active), raising=False)
     monkeypatch.setattr(launch, "knobs", SimpleNamespace(runtime=runtime), raising=False)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: nullcontext())
     start = launch.Launch(kernel, (5, 2), launch.Launch(second, (7,), num_warps=8), num_warps=1, n=3)
-    last = SimpleNamespace(device=device, data_ptr=lambda: 512)
+    last = SimpleNamespace(device=device, is_cuda=True, data_ptr=lambda: 512)
     for _ in range(3):
         start(tensor, last)
     kernel.__getitem__.return_value.assert_called_once_with(tensor, last, 3, num_warps=1)
@@ -641,8 +657,10 @@ def test_a_launch_is_repeated_without_triton_looking_it_up(hooks, monkeypatch):
         assert compiled.run.call_args_list == [again] * 2
         again = call(7, 1, 1, 77, follows.function, follows.packed_metadata, None, None, None, 512)
         assert follows.run.call_args_list == [again] * 2
-    start(SimpleNamespace(device=device, data_ptr=lambda: 260), last)  # another alignment is another variant
-    start(SimpleNamespace(device=torch.device("cuda", 1), data_ptr=lambda: 256), last)  # another device than the current one
+    start(SimpleNamespace(device=device, is_cuda=True, data_ptr=lambda: 260), last)  # another alignment is another variant
+    start(
+        SimpleNamespace(device=torch.device("cuda", 1), is_cuda=True, data_ptr=lambda: 256), last
+    )  # another device than the current one
     assert kernel.__getitem__.return_value.call_count == 3
     repeats = follows.__getitem__.return_value if hooks else follows.run  # whose own tensors are as ever
     assert second.__getitem__.return_value.call_count == 1 and repeats.call_count == 4

@@ -6,8 +6,10 @@ import contextlib
 import copy
 import gc
 import pickle
+import threading
 import warnings
 import weakref
+from types import SimpleNamespace
 
 import fake_graph
 import pytest
@@ -461,6 +463,52 @@ def test_a_deepcopy_is_patched_on_its_own(captured, llama):
     assert state(llama) == before
     with hf_fastattn.patch(llama), pytest.raises(TypeError, match="unpatch"):
         pickle.dumps(llama)
+
+
+def test_rehearsals_of_two_models_leave_the_process_as_it_was(monkeypatch):
+    """Warnings and torch's sync debug mode are the process's: neither thread may put back what it found of the other's."""
+    mode = ["default"]
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: mode[0])
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda new: mode.__setitem__(0, new))
+    first_is_in, second_is_in, first_is_out = threading.Event(), threading.Event(), threading.Event()
+    shown, show = [], warnings.showwarning
+
+    def first():
+        first_is_in.set()
+        second_is_in.wait(0.2)  # which it is not to be before the first is out
+
+    def second():
+        second_is_in.set()
+        first_is_out.wait(5)
+        warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+
+    def rehearse(body):
+        try:
+            graphs.CudaGraph.rehearse(SimpleNamespace(_rehearsing=graphs.CudaGraph._rehearsing), body)
+        except RuntimeError as error:
+            shown.append(str(error))
+        first_is_out.set()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        threads = [threading.Thread(target=rehearse, args=(body,)) for body in (first, second)]
+        threads[0].start()
+        first_is_in.wait(5)
+        threads[1].start()
+        for thread in threads:
+            thread.join(5)
+    assert warnings.showwarning is show and mode == ["default"]
+    assert len(shown) == 1 and shown[0].startswith("it reads a value on the host, at ") and __file__ in shown[0]
+
+
+def test_buffers_that_come_back_after_undo_are_not_kept():
+    model = tiny("llama")
+    with hf_fastattn.patch(model, graph=False) as patch:
+        out = generate(model, prompts("no_padding", "cpu"), return_dict_in_generate=True)
+        assert not patch._pool.idle
+    del out
+    gc.collect()
+    assert not patch._pool.idle
 
 
 def test_a_pool_that_its_last_graph_has_left_takes_no_other(monkeypatch):

@@ -7,76 +7,16 @@ from pathlib import Path
 
 import torch
 
-from .. import compat
+from .. import compat, model_shapes
 
 _COMMON = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}  # nothing ends early
-_LLAMA = {
-    **_COMMON,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131072,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
-}
-_OPT = {**_COMMON, "vocab_size": 50272, "max_position_embeddings": 2048, "num_attention_heads": 32, "dropout": 0.0}
+_TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128}  # for trying things
 
 # name: model type and configuration
 SHAPES: dict[str, tuple[str, dict]] = {
-    "8b": (  # Llama-3.1-8B
-        "llama",
-        {**_LLAMA, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256},
-    ),
-    "1b": (  # Llama-3.2-1B
-        "llama",
-        {
-            **_LLAMA,
-            "hidden_size": 2048,
-            "intermediate_size": 8192,
-            "num_hidden_layers": 16,
-            "vocab_size": 128256,
-            "head_dim": 64,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "opt-1.3b": ("opt", {**_OPT, "hidden_size": 2048, "word_embed_proj_dim": 2048, "ffn_dim": 8192, "num_hidden_layers": 24}),
-    "opt-6.7b": ("opt", {**_OPT, "hidden_size": 4096, "word_embed_proj_dim": 4096, "ffn_dim": 16384, "num_hidden_layers": 32}),
-    "mistral-7b": (  # v0.1, the one with a window
-        "mistral",
-        {
-            **_COMMON,
-            "hidden_size": 4096,
-            "intermediate_size": 14336,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "vocab_size": 32000,
-            "max_position_embeddings": 32768,
-            "sliding_window": 4096,
-        },
-    ),
-    "tiny": (  # for trying things
-        "llama",
-        {
-            **_LLAMA,
-            "hidden_size": 64,
-            "intermediate_size": 96,
-            "num_hidden_layers": 2,
-            "vocab_size": 128,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-        },
-    ),
-    "tiny-opt": (
-        "opt",
-        {
-            **_OPT,
-            "hidden_size": 64,
-            "word_embed_proj_dim": 64,
-            "ffn_dim": 96,
-            "num_hidden_layers": 2,
-            "vocab_size": 128,
-            "num_attention_heads": 4,
-        },
-    ),
+    **{name: (model_type, _COMMON | config) for name, (model_type, config) in model_shapes.SHAPES.items()},
+    "tiny": ("llama", _COMMON | model_shapes.SHAPES["8b"][1] | _TINY | {"intermediate_size": 96, "num_key_value_heads": 2}),
+    "tiny-opt": ("opt", _COMMON | model_shapes.SHAPES["opt-1.3b"][1] | _TINY | {"word_embed_proj_dim": 64, "ffn_dim": 96}),
 }
 
 

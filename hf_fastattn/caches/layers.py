@@ -176,7 +176,7 @@ class Track:
 
     def reset(self) -> None:
         self.seen = self.base = self.start = 0
-        self.last = -1 if not self.layers else self.layers[-1].index
+        self.last = self.layers[-1].index
 
 
 class Layer(CacheLayerMixin):

@@ -19,6 +19,7 @@ class Pool:
     def __init__(self, make: Callable, around: Callable):
         self.make, self.around = make, around
         self.idle: list[tuple[int, object]] = []  # (rows, storage), the longest idle first
+        self.closed = False
         self.lock = threading.RLock()  # finalizers may run inside any call
 
     def take(self, rows: int, capacity: int):
@@ -29,7 +30,7 @@ class Pool:
             storage = min(fit, key=lambda s: s.capacity) if fit else None
             # What does not fit is dropped before more is allocated in its place.
             drop = [storage] if fit else alike
-            self.idle = [(r, s) for r, s in self.idle if not any(s is d for d in drop)]
+            self.idle = [(r, s) for r, s in self.idle if s not in drop]
         if storage is None:
             storage = self.make(capacity)
             storage.relieve_with(self.clear)
@@ -40,9 +41,16 @@ class Pool:
 
     def give_back(self, storage, rows: int) -> None:
         with self.lock:
-            self.idle.append((storage.rows or rows, storage))
-            del self.idle[:-MAX_IDLE]
+            if not self.closed:
+                self.idle.append((storage.rows or rows, storage))
+                del self.idle[:-MAX_IDLE]
 
     def clear(self) -> None:
         with self.lock:
             self.idle.clear()
+
+    def close(self) -> None:
+        """Keep nothing any more, neither what is idle nor what caches still use."""
+        with self.lock:
+            self.closed = True
+            self.clear()

@@ -20,7 +20,8 @@ import torch
 
 from ..compat import CacheLayerMixin
 from ..kernels.append import append
-from ..kernels.ring import pack_spans, ring_step
+from ..kernels.ring import ring_step
+from ..kernels.spans import pack_spans
 from ..streaming import Settings
 from .layers import CHANGE_ROWS, EAGER
 

@@ -6,18 +6,16 @@ and gives the layers spans in place of the mask.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 
-from .. import compat, registry
+from .. import registry
 from ..streaming import Settings
-from .layers import CAPTURED, CHANGE_ROWS, EAGER
+from .layers import CHANGE_ROWS, EAGER
 from .ring import Ring
+from .stored import StoredCache
 
 
-class RollingCache(compat.Cache):
+class RollingCache(StoredCache):
     """The first `sinks` tokens of every row and the last `window`, in constant memory: a `past_key_values` for text without end.
 
     model: one that hf_fastattn.patch(model, "streaming", window=, sinks=) was given, whose numbers hold. Nothing is allocated
@@ -33,29 +31,11 @@ class RollingCache(compat.Cache):
         config = model.config.get_text_config(decoder=True)
         self._adopt(Ring(config.num_hidden_layers, Settings.of(config)))
 
-    def _adopt(self, storage: Ring) -> None:
-        self.storage = storage
-        super().__init__(layers=storage.layers)
-
-    @classmethod
-    def around(cls, storage: Ring) -> RollingCache:
-        """A cache whose tokens are those of `storage`."""
-        cache = cls.__new__(cls)
-        cache._adopt(storage)
-        return cache
-
     def __repr__(self) -> str:
         ring = self.storage
         return (
             f"RollingCache({len(self.layers)} layers, {ring.sinks} sinks and a window of {ring.window}, {ring.seen} tokens read)"
         )
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
-        if layer_idx >= len(self.layers):
-            raise ValueError(
-                f"This cache holds {len(self.layers)} layers and is given layer {layer_idx}: it belongs to another model."
-            )
-        return self.layers[layer_idx].update(key_states, value_states)
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         return self.storage.seen
@@ -122,15 +102,6 @@ class RollingCache(compat.Cache):
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep rows `indices` (int64, or bool with one entry per row), in this order."""
         self.storage.select(indices.nonzero().flatten() if indices.dtype == torch.bool else indices)
-
-    @contextmanager
-    def on_device(self, with_mask: bool = False) -> Iterator[None]:
-        """Inside, a forward of one token leaves the host's count alone: what a decode graph captures."""
-        self.storage.set_mode(CAPTURED)
-        try:
-            yield
-        finally:
-            self.storage.set_mode(EAGER)
 
 
 def _check_model(model) -> None:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
 from .. import compat
-from .layers import CAPTURED, CAPTURED_WITH_MASK, CHANGE_ROWS, EAGER, Storage, round_up
+from .layers import CHANGE_ROWS, Storage, round_up
+from .stored import StoredCache
 
 FORMAT = "hf_fastattn cache 1"
 
 
-class PreallocatedCache(compat.Cache):
+class PreallocatedCache(StoredCache):
     """K and V of every layer in buffers that stay where they are; a drop-in `past_key_values` for decoder-only models.
 
     config: the model's (or the model itself). capacity: tokens to allocate for at first, rounded up; more are
@@ -33,31 +32,12 @@ class PreallocatedCache(compat.Cache):
             raise ValueError(f"capacity counts tokens and must be at least 1; got {capacity}.")
         self._adopt(Storage(compat.layer_windows(config), round_up(capacity) if grow else capacity, grow))
 
-    def _adopt(self, storage: Storage) -> None:
-        self.storage = storage
-        super().__init__(layers=storage.layers)
-
-    @classmethod
-    def around(cls, storage: Storage) -> PreallocatedCache:
-        """A cache whose tokens are those of `storage`."""
-        cache = cls.__new__(cls)
-        cache._adopt(storage)
-        return cache
-
     def __repr__(self) -> str:
         tracks = ", ".join(
             f"{len(t.layers)} layers" + (f" of window {t.window}" if t.window else "") + f" at {t.seen}/{t.capacity} tokens"
             for t in self.storage.tracks
         )
         return f"{type(self).__name__}({tracks})"
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
-        """Write K and V, (batch, num_kv_heads, q_len, head_dim), of one layer; return those to attend to."""
-        if layer_idx >= len(self.layers):
-            raise ValueError(
-                f"This cache holds {len(self.layers)} layers and is given layer {layer_idx}: it belongs to another model."
-            )
-        return self.layers[layer_idx].update(key_states, value_states)
 
     def get_query_offset(self, layer_idx: int = 0) -> int | torch.Tensor:
         return self.layers[layer_idx].track.query_offset()
@@ -99,15 +79,6 @@ class PreallocatedCache(compat.Cache):
 
     def _rows(self) -> int:
         return next((layer.live()[0].shape[0] for layer in self.layers if layer.is_initialized or layer.pending), 0)
-
-    @contextmanager
-    def on_device(self, with_mask: bool = False) -> Iterator[None]:
-        """Inside, the device's counts rule and the host's stand still: what a decode graph captures."""
-        self.storage.set_mode(CAPTURED_WITH_MASK if with_mask else CAPTURED)
-        try:
-            yield
-        finally:
-            self.storage.set_mode(EAGER)
 
     def save(self, path: str | Path, model) -> None:
         """Write the live tokens to one safetensors file, with the configuration of the `model` that made them."""

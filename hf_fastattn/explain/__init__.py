@@ -13,6 +13,7 @@ import torch
 
 from .. import compat, registry
 from ..kernels import TritonKernel
+from ..model_shapes import SHAPES
 from ..patches import graph
 from ..streaming import Settings
 from ..tables import size, table, thousands
@@ -21,23 +22,6 @@ from .costs import GPU, GPUS, Facts, Step
 
 __all__ = ["GPUS", "SHAPES", "Explanation", "explain"]
 
-# Named shapes: Transformers' model_type and configuration, which need no download.
-_LLAMA = {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072}
-_OPT = {"num_attention_heads": 32, "vocab_size": 50272, "max_position_embeddings": 2048}
-SHAPES = {
-    "1b": (
-        "llama",
-        _LLAMA | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "tie_word_embeddings": True},
-    ),
-    "8b": ("llama", _LLAMA | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}),
-    "70b": (
-        "llama",
-        _LLAMA | {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
-    ),
-    "mistral-7b": ("mistral", {"sliding_window": 4096}),
-    "opt-1.3b": ("opt", _OPT | {"hidden_size": 2048, "word_embed_proj_dim": 2048, "ffn_dim": 8192, "num_hidden_layers": 24}),
-    "opt-6.7b": ("opt", _OPT | {"hidden_size": 4096, "word_embed_proj_dim": 4096, "ffn_dim": 16384, "num_hidden_layers": 32}),
-}
 _LENGTHS = [1 << n for n in range(10, 21, 2)]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-from functools import partial
+from functools import cache, partial
 
 import torch
 
@@ -32,7 +32,6 @@ class TritonKernel:
         self.hopper = hopper
         self.fixed = fixed
         self._launch = None
-        self._hopper = None
 
     def __repr__(self) -> str:
         return f"TritonKernel({self.name!r})"
@@ -60,13 +59,17 @@ class TritonKernel:
             return reference.attention(q, k, v, spans, **options)
         if INTERPRETED and q.dtype == torch.bfloat16:
             raise TypeError("Triton's interpreter computes bfloat16 wrongly; use float32 or float16 under TRITON_INTERPRET=1.")
-        launcher = getattr(importlib.import_module(f"{__name__}.{self.name}"), self.name)
+        launcher = getattr(_module(self.name), self.name)
         self._launch = partial(launcher, **self.fixed) if self.fixed else launcher
-        if self.hopper is not None and launch.arch(q.device) == 90:
-            self._hopper = importlib.import_module(f"{__name__}.{self.hopper}")
         return self._choose(q, k, v, options.get("sinks", 0))(q, k, v, spans, **options)
 
     def _choose(self, q, k, v, sinks: int):
-        if self._hopper is not None and self._hopper.why_not(q, k, v, sinks) is None:
-            return self._hopper.prefill
-        return self._launch
+        if self.hopper is None or launch.arch(q.device) != 90:
+            return self._launch
+        hopper = _module(self.hopper)
+        return hopper.prefill if hopper.why_not(q, k, v, sinks) is None else self._launch
+
+
+@cache
+def _module(name: str):
+    return importlib.import_module(f"{__name__}.{name}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 
 import torch
 
@@ -128,10 +127,3 @@ def log2_scales(scale: float, softcap: float | None) -> tuple[float, float]:
     if softcap is None:
         return scale * log2_e, 0.0
     return 2.0 * scale * log2_e / softcap, softcap * log2_e
-
-
-def on_device(q: torch.Tensor):
-    """Triton launches on the current device; make it q's."""
-    if q.is_cuda and q.device.index != torch.cuda.current_device():
-        return torch.cuda.device(q.device)
-    return nullcontext()

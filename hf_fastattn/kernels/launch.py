@@ -5,7 +5,6 @@ Fixed tables: nothing is tuned at run time, and no length is compiled for. At mo
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, wraps
 
@@ -47,9 +46,11 @@ def block_d(head_dim: int) -> int:
 
 @cache
 def arch(device: torch.device) -> int:
-    """Compute capability as one number, 90 for Hopper; 0 where kernels are interpreted on the CPU."""
+    """Compute capability as one number, 90 for Hopper; 0 where kernels are interpreted on the CPU, 80 for AMD GPUs."""
     if device.type != "cuda":
         return 0
+    if torch.version.hip is not None:  # they count otherwise: an MI200 is 9.0
+        return 80
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
 
@@ -101,7 +102,7 @@ def decode(device: torch.device, dtype: torch.dtype, head_dim: int, rows: int, h
 
 @cache
 def decode_config(arch: int, itemsize: int, block_d: int, rows: int, crowd: str | None) -> Config:
-    """The decode kernels' row of the table: 64 to 96 KB of K/V in flight per program, or per two of them.
+    """The decode kernels' row of the table: as a rule 64 to 128 KB of K/V in flight on a multiprocessor.
 
     crowd: where every program stays within one KV head, "few" of no more heads than SMs, "many" of enough for four programs on
     most SMs; None otherwise.
@@ -197,12 +198,11 @@ class Launch:
         """The launch in Triton's own way; what it has compiled for aligned tensors is kept."""
         if len(tensors) != self.takes:  # a launch is repeated with all arguments or not at all
             raise TypeError(f"{self.kernel.fn.__name__} takes {self.takes} tensors here; got {len(tensors)}.")
-        device = tensors[0].device
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        with torch.cuda.device_of(tensors[0]):
             compiled = self.kernel[self.grid](*tensors, *self.rest, **self.meta)
         if self.then is not None:
             self.then(*tensors[-self.then.takes :])
-        if aligned and device.type == "cuda":
+        if aligned and tensors[0].is_cuda:
             self._compiled = compiled  # None where the interpreter ran it
 
 

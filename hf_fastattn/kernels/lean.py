@@ -289,8 +289,8 @@ def _prepare(tensors, scale, causal, window, softcap, sinks, interleaved, return
     most = sms * config.programs_per_sm
     programs = min(most, heads * triton.cdiv(kv_len, config.BLOCK_N))
     # Many heads have few partials each, and all their rows make one merge.
-    merge_rows = workspace_m if heads > programs else 1
-    chunk, merge_warps = launch.merge(merge_rows * block_d, most // heads + 2)
+    rows_each = workspace_m if heads > programs else 1
+    chunk, merge_warps = launch.merge(rows_each * block_d, most // heads + 2)
     scale_log2, cap_log2 = checks.log2_scales(scale, softcap)
     overlap = early(q.device)
     both = {
@@ -304,7 +304,7 @@ def _prepare(tensors, scale, causal, window, softcap, sinks, interleaved, return
         "stats_start": 2 * programs * workspace_m * block_d,
         "GROUP": group,
         "HEAD_DIM": head_dim,
-        "BLOCK_B": triton.next_power_of_2(batch),
+        "BLOCK_B": 1 if spans is None else triton.next_power_of_2(batch),
         "WORKSPACE_M": workspace_m,
         "BLOCK_N": config.BLOCK_N,
         "BLOCK_D": block_d,
@@ -318,14 +318,14 @@ def _prepare(tensors, scale, causal, window, softcap, sinks, interleaved, return
     }
     merge = launch.Launch(
         lean_merge_kernel,
-        (triton.cdiv(q_len * group, merge_rows), kv_heads, batch),
+        (triton.cdiv(q_len * group, rows_each), kv_heads, batch),
         **both | overlap,
         programs=programs,
-        ROWS=merge_rows,
+        ROWS=rows_each,
         CHUNK=chunk,
         num_warps=merge_warps,
     )
-    attend = launch.Launch(
+    launches = launch.Launch(
         lean_kernel,
         (programs,),
         merge,
@@ -339,4 +339,4 @@ def _prepare(tensors, scale, causal, window, softcap, sinks, interleaved, return
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
-    return Plan(attend, 2 * programs * workspace_m * (block_d + 2))
+    return Plan(launches, 2 * programs * workspace_m * (block_d + 2))

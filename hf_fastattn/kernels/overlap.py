@@ -25,8 +25,7 @@ from . import launch
 
 def early(device: torch.device) -> dict:
     """Options of a launch on `device`: EARLY, which its kernel hands to the functions below, and what Triton must know."""
-    can = launch.arch(device) >= 90 and torch.version.hip is None
-    return {"EARLY": True, "launch_pdl": True} if can else {"EARLY": False}
+    return {"EARLY": True, "launch_pdl": True} if launch.arch(device) >= 90 else {"EARLY": False}
 
 
 @triton.jit

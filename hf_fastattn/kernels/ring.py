@@ -15,7 +15,7 @@ except ImportError:  # CPU tensors need no Triton
     triton = None
 
 from . import INTERPRETED, launch
-from .spans import CAUSAL, NO_WINDOW, WORDS
+from .spans import CAUSAL, NO_WINDOW, WORDS, pack_spans
 
 
 def ring_step(counts: torch.Tensor, pads: torch.Tensor | None, window: int, sinks: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -61,14 +61,9 @@ def _ring_step_torch(counts, pads, window, sinks):
     return slots, pack_spans(stop - 1, torch.zeros_like(stop), stop, counts - stop)
 
 
-def pack_spans(q_start: torch.Tensor, kv_start: torch.Tensor, kv_stop: torch.Tensor, dropped: torch.Tensor) -> torch.Tensor:
-    """Causal spans without window or holes, of int64 (batch,) each."""
-    ints = [q_start, kv_start, kv_stop, torch.full_like(q_start, NO_WINDOW), torch.full_like(q_start, CAUSAL), dropped]
-    return torch.stack(ints, -1).to(torch.int32).view(-1, 1, 1, WORDS)
-
-
 if triton is not None:
     from .overlap import early, let_next_begin, wait_for_inputs
+    from .spans import store_spans
 
     @triton.jit(do_not_specialize=["batch", "window", "sinks"])
     def ring_step_kernel(
@@ -100,10 +95,7 @@ if triton is not None:
         tl.store(Slots + row, slot, mask=mask)
         tl.store(Counts + row, after, mask=mask)
         stop = tl.minimum(after, sinks + window)
-        span = Spans + row * WORDS
-        tl.store(span, (stop - 1).to(tl.int32), mask=mask)
-        tl.store(span + 1, tl.zeros_like(row), mask=mask)
-        tl.store(span + 2, stop.to(tl.int32), mask=mask)
-        tl.store(span + 3, tl.zeros_like(row) + NO_WINDOW, mask=mask)
-        tl.store(span + 4, tl.zeros_like(row) + CAUSAL, mask=mask)
-        tl.store(span + 5, (after - stop).to(tl.int32), mask=mask)
+        zeros = tl.zeros_like(row)
+        store_spans(
+            Spans + row * WORDS, stop - 1, zeros, stop, zeros + NO_WINDOW, zeros + CAUSAL, after - stop, mask
+        )  # fmt: skip

@@ -55,7 +55,7 @@ def rope_kernel(
     let_next_begin(EARLY)
     row = (tl.program_id(0) // tokens).to(tl.int64)
     token = (tl.program_id(0) % tokens).to(tl.int64)
-    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
+    head = tl.program_id(1).to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
     of_q = head < num_heads
     of_k = (head >= num_heads) & (head < num_heads + kv_heads)
     kv_head = head - num_heads

@@ -30,7 +30,6 @@ except ImportError:  # CPU tensors need no Triton
     triton = None
 
 from . import INTERPRETED
-from .checks import on_device
 from .reference import turned_back
 from .spans import DROPPED, KV_START, NO_WINDOW, Q_START
 
@@ -57,7 +56,7 @@ def rotate(
         return turned_back(q, kv_len, spans, inv_freq, window=window, sinks=sinks, interleaved=interleaved)
     batch, num_heads, q_len, head_dim = q.shape
     out = torch.empty_strided(q.shape, q.stride(), dtype=q.dtype, device=q.device)
-    with on_device(q):
+    with torch.cuda.device_of(q):
         rotate_kernel[(q_len, triton.cdiv(num_heads, BLOCK_H), batch)](
             q,
             out,

@@ -85,8 +85,8 @@ def deal(
 def shares_within_heads(device: torch.device, config: launch.Config, heads: int, kv_len: int) -> bool:
     """Whether programs of their own serve `heads` KV heads of rows that are alike better than one line of tiles.
 
-    As `deal` decides on the device, but that this does not count how many programs little work needs, and that with more heads
-    than programs it prefers a program for each, where a head is soon done. config: the programs' own. kv_len: most keys in sight.
+    As `deal` decides on the device, but that this does not count how many programs little work needs, and that with more than
+    two heads an SM it prefers a program for each, where a head is soon done. config: the programs' own; kv_len: most in sight.
     """
     sms, tiles = launch.num_sms(device), triton.cdiv(kv_len, config.BLOCK_N)
     programs = config.programs_per_sm * sms

@@ -361,7 +361,7 @@ def store_partial(acc, m, l, Acc, Stats, slot, rows, offs_d, num_rows, WORKSPACE
     (slots, 2, WORKSPACE_M), fp32; WORKSPACE_M is the number of packed rows rounded up to a power of two."""
     row_mask = rows < num_rows
     acc_ptrs = Acc + (slot.to(tl.int64) * WORKSPACE_M + rows)[:, None] * BLOCK_D + offs_d
-    tl.store(acc_ptrs, acc, mask=row_mask[:, None] & (offs_d < BLOCK_D))
+    tl.store(acc_ptrs, acc, mask=row_mask[:, None])
     tl.store(Stats + slot * 2 * WORKSPACE_M + rows, m, mask=row_mask)
     tl.store(Stats + (slot * 2 + 1) * WORKSPACE_M + rows, l, mask=row_mask)
 

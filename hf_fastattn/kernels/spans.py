@@ -21,8 +21,6 @@ captured CUDA graph.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import torch
 
 try:
@@ -70,7 +68,7 @@ def _build_spans_triton(rows, q_len, kv_len, device, q_offset, kv_offset, causal
     words = 0 if mask is None else num_words(kv_len)
     spans = torch.empty(rows, 1, 1, WORDS + words, dtype=torch.int32, device=device)
     offset_on_device = isinstance(q_offset, torch.Tensor)
-    with torch.cuda.device(device) if spans.is_cuda else nullcontext():
+    with torch.cuda.device_of(spans):
         _build_spans_kernel[(rows,)](
             spans,
             spans if mask is None else mask,
@@ -123,7 +121,32 @@ def _build_spans_torch(batch, q_len, kv_len, device, q_offset, kv_offset, causal
     return torch.cat([torch.stack(ints, -1), words], -1).to(torch.int32).view(batch, 1, 1, -1)
 
 
+def pack_spans(q_start: torch.Tensor, kv_start: torch.Tensor, kv_stop: torch.Tensor, dropped: torch.Tensor) -> torch.Tensor:
+    """Causal spans without window or holes, of int64 (batch,) each."""
+    ints = [q_start, kv_start, kv_stop, torch.full_like(q_start, NO_WINDOW), torch.full_like(q_start, CAUSAL), dropped]
+    return torch.stack(ints, -1).to(torch.int32).view(-1, 1, 1, WORDS)
+
+
 if triton is not None:
+
+    @triton.jit
+    def store_spans(
+        span_ptrs, q_start, kv_start, kv_stop, window, flags, dropped,
+        mask=None,
+        Q_START: tl.constexpr = Q_START,
+        KV_START: tl.constexpr = KV_START,
+        KV_STOP: tl.constexpr = KV_STOP,
+        WINDOW: tl.constexpr = WINDOW,
+        FLAGS: tl.constexpr = FLAGS,
+        DROPPED: tl.constexpr = DROPPED,
+    ):  # fmt: skip
+        """Write the integers of one row (scalars), or of many (blocks and a mask)."""
+        tl.store(span_ptrs + Q_START, q_start, mask=mask)
+        tl.store(span_ptrs + KV_START, kv_start, mask=mask)
+        tl.store(span_ptrs + KV_STOP, kv_stop, mask=mask)
+        tl.store(span_ptrs + WINDOW, window, mask=mask)
+        tl.store(span_ptrs + FLAGS, flags, mask=mask)
+        tl.store(span_ptrs + DROPPED, dropped, mask=mask)
 
     @triton.jit(do_not_specialize=["q_offset", "mask_stride_b", "mask_len", "words", "q_len", "kv_len", "kv_offset", "window"])
     def _build_spans_kernel(
@@ -181,9 +204,4 @@ if triton is not None:
             stop = last
             if (count < stop - start) & (stop > start):
                 flags += HOLES
-        tl.store(out, q_start)
-        tl.store(out + 1, start)
-        tl.store(out + 2, stop)
-        tl.store(out + 3, window)
-        tl.store(out + 4, flags)
-        tl.store(out + 5, 0)
+        store_spans(out, q_start, start, stop, window, flags, 0)

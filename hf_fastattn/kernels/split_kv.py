@@ -282,7 +282,7 @@ def make_plan(tensors, config, splits, scale, causal, window, softcap, sinks, in
         merge = launch.Launch(
             combine_kernel, (q_len * group, kv_heads, batch), **both, splits=splits, CHUNK=chunk, num_warps=num_warps
         )
-    attend = launch.Launch(
+    launches = launch.Launch(
         split_kv_kernel,
         (splits, kv_heads, batch),
         merge,
@@ -305,4 +305,4 @@ def make_plan(tensors, config, splits, scale, causal, window, softcap, sinks, in
         num_stages=config.num_stages,
         **({"maxnreg": registers} if registers else {}),
     )
-    return Plan(attend, 0 if merge is None else slots * workspace_m * (block_d + 2))
+    return Plan(launches, 0 if merge is None else slots * workspace_m * (block_d + 2))

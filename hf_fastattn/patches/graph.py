@@ -5,7 +5,7 @@ step's small inputs into tensors that stay, replays, and returns an output of th
 runs uncaptured, as a rehearsal on the same tensors; the second is captured, which takes one pass of the model's Python.
 
 A graph is good for one storage at one address (and one `variant` of it: rows known to be alike, or not), one set of input shapes
-and one fingerprint of the model: data pointers, training mode, adapters, plain attributes. The fingerprint is taken once per
+and one fingerprint of the model: data pointers, adapters, plain attributes, inference mode. The fingerprint is taken once per
 generate(). Weights changed in place are seen at once.
 """
 
@@ -53,6 +53,7 @@ class CudaGraph:
     _captured_on: ClassVar[dict[torch.device, torch.cuda.Stream]] = {}
     _replayed_on: ClassVar[dict[torch.device, torch.cuda.Stream]] = {}  # the last of them
     _lock = threading.Lock()
+    _rehearsing = threading.Lock()
 
     def __init__(self, device: torch.device, shared: dict):
         self.device = device
@@ -61,26 +62,26 @@ class CudaGraph:
 
     def rehearse(self, body):
         # As warnings and not as errors: the mode is the process's, and another thread may sync as it likes.
-        heard, me, show = [], threading.get_ident(), warnings.showwarning
+        heard, me = [], threading.get_ident()
+        with self._rehearsing, warnings.catch_warnings():  # two at once would restore one another's state
+            show, mode = warnings.showwarning, torch.cuda.get_sync_debug_mode()
 
-        def hear(*warning, **options):
-            if threading.get_ident() == me:
-                heard.append((warning, options))
+            def hear(message, category, filename, lineno, *rest):
+                if "called a synchronizing" not in str(message):
+                    show(message, category, filename, lineno, *rest)
+                elif threading.get_ident() == me:
+                    heard.append(f"{filename}:{lineno}")
 
-        mode = torch.cuda.get_sync_debug_mode()
-        with warnings.catch_warnings():
-            warnings.simplefilter("always")
+            warnings.filterwarnings("ignore", "Synchronization debug mode")
+            warnings.filterwarnings("always", ".*called a synchronizing")
             warnings.showwarning = hear
             torch.cuda.set_sync_debug_mode("warn")
             try:
                 result = body()
             finally:
                 torch.cuda.set_sync_debug_mode(mode)
-        for warning, options in heard:
-            if "called a synchronizing" in str(warning[0]):
-                raise RuntimeError(f"it reads a value on the host, at {warning[2]}:{warning[3]}")
-            if "Synchronization debug mode" not in str(warning[0]):
-                show(*warning, **options)
+        if heard:
+            raise RuntimeError(f"it reads a value on the host, at {heard[0]}")
         return result
 
     def capture(self, body):

@@ -267,7 +267,7 @@ class Patch:
         model = self._model()
         self._graphs.clear()
         if self._pool is not None:
-            self._pool.clear()
+            self._pool.close()
         if model is None:
             return
         rolling.detach(model)

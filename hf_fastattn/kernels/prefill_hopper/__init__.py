@@ -141,7 +141,7 @@ def prefill(
     fitting = max(1, _L2_BYTES // (2 * kv_len * head_dim * q.element_size()))
     section = group * (1 << (fitting.bit_length() - 1))
     scale_log2, cap_log2 = checks.log2_scales(scale, softcap)
-    with checks.on_device(q):
+    with torch.cuda.device_of(q):
         prefill_hopper_kernel[(min(num_items, launch.num_sms(q.device)),)](
             _descriptor(q, 64),
             _descriptor(k, config.BLOCK_N),

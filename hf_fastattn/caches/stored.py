@@ -1,0 +1,43 @@
+"""What the caches have in common: their tokens are in a storage, which outlives them and which decode graphs read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from .. import compat
+from .layers import CAPTURED, CAPTURED_WITH_MASK, EAGER
+
+
+class StoredCache(compat.Cache):
+    """A `past_key_values` over a storage, of which it shows the layers."""
+
+    def _adopt(self, storage) -> None:
+        self.storage = storage
+        super().__init__(layers=storage.layers)
+
+    @classmethod
+    def around(cls, storage):
+        """A cache whose tokens are those of `storage`."""
+        cache = cls.__new__(cls)
+        cache._adopt(storage)
+        return cache
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
+        """Write K and V, (batch, num_kv_heads, q_len, head_dim), of one layer; return those to attend to."""
+        if layer_idx >= len(self.layers):
+            raise ValueError(
+                f"This cache holds {len(self.layers)} layers and is given layer {layer_idx}: it belongs to another model."
+            )
+        return self.layers[layer_idx].update(key_states, value_states)
+
+    @contextmanager
+    def on_device(self, with_mask: bool = False) -> Iterator[None]:
+        """Inside, the device's counts rule and the host's stand still: what a decode graph captures."""
+        self.storage.set_mode(CAPTURED_WITH_MASK if with_mask else CAPTURED)
+        try:
+            yield
+        finally:
+            self.storage.set_mode(EAGER)
