@@ -59,7 +59,7 @@ def what_runs(name: str, device: str) -> str:
 
 
 def row(name: str, speed: float, same: str, calls: str, ran: str) -> None:
-    print(f"{name:<12}{speed:>9.1f}   {same:<16}{calls:<28}{ran}", flush=True)
+    print(f"{name:<16}{speed:>9.1f}   {same:<16}{calls:<28}{ran}", flush=True)
 
 
 def main() -> int:

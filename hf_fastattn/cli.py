@@ -132,17 +132,22 @@ def generate(options) -> int:
         raise ValueError(f"--tokens must be at least 1; got {options.tokens}.")
     chosen = list(dict.fromkeys([options.backend, options.compare or options.backend]))
     check_names(chosen)
+    streams = [name for name in chosen if name in registry.names() and registry.get(name).streaming]
+    if streams and options.window is None:
+        raise ValueError(f"{streams[0]!r} must know how many of the last tokens stay in sight; pass --window, say 4096.")
+    if not streams and (options.window is not None or options.sinks is not None):
+        raise ValueError(f"--window and --sinks are for streaming backends, and {chosen[0]!r} is none.")
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     model, tokenizer = load(options.model, None, options.gguf_file, options.dtype, options.device)
     inputs = _encode(tokenizer, prompt, options.chat, model.device)
     rows, texts = [], []
     for backend in chosen:
-        with (
-            running(model, backend, options.cache, window=options.window, sinks=options.sinks) as patched,
-            interface.count_calls() as calls,
-        ):
-            tokens, times = _generate(model, inputs, options.tokens)
-            replayed = getattr(patched, "replays", 0)
+        with running(model, backend, options.cache, window=options.window, sinks=options.sinks) as patched:
+            model.generate(**inputs, max_new_tokens=min(options.tokens, 4), do_sample=False)  # compiles kernels
+            replayed = -getattr(patched, "replays", 0)
+            with interface.count_calls() as calls:
+                tokens, times = _generate(model, inputs, options.tokens)
+            replayed += getattr(patched, "replays", 0)
         texts.append(tokens)
         ran = [f"{name} {count}" for name, count in sorted(calls.items(), reverse=True)]
         ran += [f"{replayed} graph replays"] if replayed else []
@@ -189,8 +194,7 @@ class _Clock:
 
 
 def _generate(model, inputs, tokens: int) -> tuple[list[int], list[float]]:
-    """(new tokens, times of the prompt and of each) of one greedy run after a short one, in which kernels are compiled."""
-    model.generate(**inputs, max_new_tokens=min(tokens, 4), do_sample=False)
+    """(new tokens, times of the prompt and of each) of one greedy run."""
     clock = _Clock()
     out = model.generate(**inputs, max_new_tokens=tokens, do_sample=False, streamer=clock)
     return out[0, inputs["input_ids"].shape[1] :].tolist(), clock.times

@@ -117,6 +117,11 @@ def _why_not_source(config_class: type) -> str | None:
             f"{config_class.__name__.removesuffix('Config')} computes attention in its own code and never asks Transformers' "
             'attention interface, so no registered backend can run in it; use attn_implementation="eager" or "sdpa".'
         )
+    if "prepare_dynamic_mask(" in source:
+        return (
+            f"{config_class.__name__.removesuffix('Config')} adds a mask of its own to the one it is given, which must be dense; "
+            'use attn_implementation="eager" or "sdpa".'
+        )
     return None
 
 

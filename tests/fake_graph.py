@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -24,11 +25,11 @@ class RecordedGraph:
         self.recorded_just_now = False
 
     def rehearse(self, body):
-        with _Recorder([]):
+        with _Recorder([]), _NoHost():
             return body()
 
     def capture(self, body):
-        with _Recorder(self.operations):
+        with _Recorder(self.operations), _NoHost():
             result = body()
         self.recorded_just_now = True
         return result
@@ -56,6 +57,15 @@ class _Recorder(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         self.operations.append((function, args, kwargs or {}, tree_leaves(result)))
         return result
+
+
+class _NoHost(TorchFunctionMode):
+    """What reads a CPU tensor without an operation that a dispatch mode would see."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function in (torch.Tensor.tolist, torch.Tensor.numpy):
+            raise RuntimeError(f"operation not permitted when stream is capturing: {function.__name__}")
+        return function(*args, **(kwargs or {}))
 
 
 def use(monkeypatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -278,3 +279,48 @@ def test_append_writes_one_slot_of_each_row_and_head():
     append(keys, values, new_keys, new_values, torch.tensor([7]))
     assert torch.equal(keys[:, :, 7:8], new_keys) and torch.equal(values[:, :, 7:8], new_values)
     assert int((keys != 0).sum()) == new_keys.numel() and int((values != 0).sum()) == new_values.numel()
+
+
+@pytest.mark.parametrize("name", ["llama", WINDOWED])
+def test_a_loaded_cache_moves_its_window_and_gives_tokens_back(name, tmp_path):
+    """Before its K and V have gone to their device: in the first forward, or before there is one."""
+    model, file = family(name, "cpu"), tmp_path / "tokens.safetensors"
+    model.set_attn_implementation("sdpa")
+    ids = torch.cat([prompts("no_padding", "cpu", rows=1, length=220)["input_ids"]] * 3, 1)
+    mask = torch.ones_like(ids)
+    expected = generate(model, {"input_ids": ids, "attention_mask": mask})
+    cache = PreallocatedCache(model)
+    with torch.no_grad():
+        for chunk in ids[:, :655].split(50, 1):
+            model(chunk, past_key_values=cache)
+    cache.save(file, model)
+    loaded = PreallocatedCache.load(file, model)
+    assert torch.equal(generate(model, {"input_ids": ids, "attention_mask": mask}, past_key_values=loaded), expected)
+    loaded = PreallocatedCache.load(file, model)
+    loaded.crop(-10)
+    loaded.save(file, model)
+    loaded = PreallocatedCache.load(file, model)
+    assert loaded.get_seq_length() == 645
+    assert torch.equal(generate(model, {"input_ids": ids, "attention_mask": mask}, past_key_values=loaded), expected)
+
+
+def test_a_shallow_copy_keeps_the_tokens_too():
+    model = tiny("llama", "sdpa")
+    inputs = prompts("no_padding", "cpu")
+    with patch(model, graph=False):
+        copied = copy.copy(generate(model, inputs, return_dict_in_generate=True).past_key_values)
+        gc.collect()
+        before = copied.layers[0].keys.clone()
+        generate(model, {"input_ids": inputs["input_ids"].flip(1)})
+        assert torch.equal(copied.layers[0].keys, before)
+
+
+def test_layers_that_an_early_exit_has_not_come_to_give_nothing_back():
+    model = family("qwen2", "cpu")  # one layer of each kind
+    cache = PreallocatedCache(model)
+    states = torch.zeros(1, 2, 5, 16)
+    cache.update(states, states, 0)
+    cache.crop(-2)
+    assert cache.get_seq_length() == 3 and [track.seen for track in cache.storage.tracks] == [3, 0]
+    with pytest.raises(ValueError, match="holds 3 tokens; 4 cannot be taken back"):
+        cache.crop(-4)

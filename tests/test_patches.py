@@ -501,6 +501,59 @@ def test_rehearsals_of_two_models_leave_the_process_as_it_was(monkeypatch):
     assert len(shown) == 1 and shown[0].startswith("it reads a value on the host, at ") and __file__ in shown[0]
 
 
+def test_a_prompt_read_one_by_one_is_captured_from_its_second_token(monkeypatch):
+    """Without a mask nobody says how long the prompt is: the first token of an empty cache is no decode step."""
+    fake_graph.use(monkeypatch)
+    model = tiny("llama", "sdpa")
+    inputs = {"input_ids": prompts("no_padding", "cpu")["input_ids"]}
+    expected = generate(model, inputs)
+    for options in ({}, {"backend": "streaming", "window": 400}):
+        with hf_fastattn.patch(model, **options) as patch:
+            assert torch.equal(generate(model, inputs, prefill_chunk_size=1), expected)
+            assert patch.captures == 1 and not patch.uncaptured and not patch.reasons
+
+
+@pytest.mark.parametrize(
+    "model_type, own, says",
+    [
+        ("mamba", {"num_attention_heads": None}, "names no attention heads"),
+        ("doge", {}, "adds a mask of its own"),
+        (
+            "deepseek_v2",
+            {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16},
+            "keys have head_dim 24 and values 16",
+        ),
+    ],
+)
+def test_models_that_cannot_run_are_refused_beforehand(model_type, own, says):
+    model = tiny(model_type, "eager", **own)
+    before = dict(vars(model))
+    with pytest.raises(ValueError, match=says):
+        hf_fastattn.patch(model)
+    assert vars(model) == before
+
+
+def test_a_mask_shorter_than_the_cache_is_refused():
+    model = tiny("llama", "sdpa")
+    inputs = prompts("left_padding", "cpu")
+    with hf_fastattn.patch(model, graph=False):
+        cache = generate(model, inputs, return_dict_in_generate=True).past_key_values
+        with pytest.raises(ValueError, match=r"holds \d+ tokens, and this call's attention_mask covers 96. Pass the whole"):
+            generate(model, inputs, past_key_values=cache)
+
+
+def test_a_step_that_reads_the_device_is_refused_whichever_way(monkeypatch):
+    fake_graph.use(monkeypatch)
+    model = tiny("llama", "sdpa")
+    inputs = prompts("no_padding", "cpu")
+    expected = generate(model, inputs)
+    forward = model.model.norm.forward
+    for read in (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.item):
+        monkeypatch.setattr(model.model.norm, "forward", lambda x, read=read: (read(x.sum()), forward(x))[1])
+        with hf_fastattn.patch(model, fuse=False) as patch, pytest.warns(UserWarning, match="uncaptured"):
+            assert torch.equal(generate(model, inputs), expected) and not patch.captures
+
+
 def test_buffers_that_come_back_after_undo_are_not_kept():
     model = tiny("llama")
     with hf_fastattn.patch(model, graph=False) as patch:

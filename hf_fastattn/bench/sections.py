@@ -89,6 +89,8 @@ def generate(result: dict) -> str:
             )
         if of(ROOMY, "ms"):
             notes.append(f"With room for {ROOM} times the tokens {row['case']} takes {of(ROOMY, 'ms'):.2f} ms under `patch()`.")
+    if compiled and (without := [row["case"] for row in measured if not (row["rivals"].get(STATIC) or {}).get("ms")]):
+        notes.append(f"Of {', '.join(without)} `sdpa` was the only stock path run.")
     step = result.get("step") or {}
     if kernels := step.get("kernels"):
         launches = sum(kernel["launches"] for kernel in kernels)
@@ -97,7 +99,7 @@ def generate(result: dict) -> str:
         notes.append("`sdpa` with the static cache and compilation was not run here.")
     notes.append("First tokens are in milliseconds; - was not run, or failed with the reason recorded in the JSON.")
     title = f"**`generate()`, milliseconds a token**, {model(result)}, greedy"
-    return "\n\n".join([f"{title} ({commands(result)}):", table(head, rows), " ".join(notes)])
+    return "\n\n".join([f"{title}:", table(head, rows), " ".join(notes), f"By {commands(result)}."])
 
 
 def fresh(result: dict) -> str:

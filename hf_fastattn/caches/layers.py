@@ -270,17 +270,18 @@ class Layer(CacheLayerMixin):
 
     def move(self, first: int, count: int) -> None:
         """Move `count` slots from `first` to the front."""
-        if self.is_initialized and first:
+        if self.pending is not None:
+            self.pending = tuple(t[:, :, first : first + count] for t in self.pending)
+        elif self.is_initialized and first:
             for buffer in (self.keys, self.values):
                 moved = buffer[:, :, first : first + count]
                 buffer[:, :, :count].copy_(moved.clone() if first < count else moved)
 
     def live(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of the live slots of K and V, oldest first."""
-        if self.pending is not None:
-            return self.pending
         count = self.track.seen - self.track.base
-        return self.keys[:, :, :count], self.values[:, :, :count]
+        keys, values = self.pending or (self.keys, self.values)
+        return keys[:, :, :count], values[:, :, :count]
 
     def select(self, indices: torch.Tensor) -> None:
         """Rows `indices` become the rows of the cache, in place if their number stays."""

@@ -59,10 +59,12 @@ class PreallocatedCache(StoredCache):
         """Take back the last `-tokens_to_remove` tokens (a negative number, as in Transformers; 0 does nothing)."""
         if tokens_to_remove > 0:
             raise ValueError(f"crop() takes the negative number of tokens to take back; got {tokens_to_remove}.")
-        for track in self.storage.tracks:
+        # An early exit has not come to the layers of some, which then hold nothing to take back.
+        tracks = [track for track in self.storage.tracks if track.seen] or self.storage.tracks
+        for track in tracks:
             if reason := track.why_not_crop(-tokens_to_remove):
                 raise ValueError(reason)
-        for track in self.storage.tracks:
+        for track in tracks:
             track.seen += tokens_to_remove
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -128,8 +130,8 @@ class PreallocatedCache(StoredCache):
 # What may differ between the configurations a cache is saved and loaded under: nothing that K and V depend on.
 _FREE = {
     "_name_or_path", "architectures", "attn_implementation", "bos_token_id", "dtype", "eos_token_id", "id2label", "label2id",
-    "output_attentions", "output_hidden_states", "pad_token_id", "return_dict", "tie_word_embeddings", "torch_dtype",
-    "transformers_version", "use_cache",
+    "output_attentions", "output_hidden_states", "pad_token_id", "return_dict", "streaming_clamped", "streaming_sinks",
+    "streaming_window", "tie_word_embeddings", "torch_dtype", "transformers_version", "use_cache",
 }  # fmt: skip
 
 

@@ -25,6 +25,11 @@ class StoredCache(compat.Cache):
         cache._adopt(storage)
         return cache
 
+    def __copy__(self):
+        twin = self.around(self.storage)
+        twin.original = self  # the storage is free for others when both are gone
+        return twin
+
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
         """Write K and V, (batch, num_kv_heads, q_len, head_dim), of one layer; return those to attend to."""
         if layer_idx >= len(self.layers):

@@ -350,7 +350,7 @@ class DecodeStep:
 
     def __call__(self, **given):
         cache, ids = given.get("past_key_values"), given.get("input_ids")
-        if not isinstance(cache, CACHES) or ids is None or ids.shape[1] != 1 or cache.get_seq_length() < self.prompt:
+        if not isinstance(cache, CACHES) or ids is None or ids.shape[1] != 1 or cache.get_seq_length() < max(1, self.prompt):
             return self.model(**given)  # a chunk of the prompt
         # Graphs share memory: between copying inputs in and copying logits out, no other thread may replay one.
         with self.graphs.lock:

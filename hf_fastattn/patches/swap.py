@@ -149,11 +149,21 @@ def _find_model(target):
 
 def _shape(model) -> dict:
     config = model.config.get_text_config(decoder=True)
-    heads = config.num_attention_heads
+    heads = getattr(config, "num_attention_heads", None)
+    if not heads:
+        raise ValueError(f"{type(model).__name__} cannot be patched: its config names no attention heads.")
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    if getattr(config, "qk_nope_head_dim", None):  # latent attention
+        head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
+        if head_dim != config.v_head_dim:
+            raise ValueError(
+                f"{type(model).__name__} cannot be patched: keys have head_dim {head_dim} and values {config.v_head_dim}, "
+                'and these kernels take one for both; use attn_implementation="sdpa" for this model.'
+            )
     return {
         "num_heads": heads,
         "num_kv_heads": getattr(config, "num_key_value_heads", None) or heads,
-        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
+        "head_dim": head_dim,
         "dtype": model.dtype,
         "device_type": model.device.type,
     }
@@ -378,7 +388,12 @@ class Patch:
                     "it belongs to another model."
                 )
             given.check_rows(rows)
-            seen = given.get_seq_length()
+            seen, mask = given.get_seq_length(), model_kwargs.get("attention_mask")
+            if seen and isinstance(mask, torch.Tensor) and mask.dim() == 2 and mask.shape[1] <= seen:
+                raise ValueError(
+                    f"past_key_values holds {seen} tokens, and this call's attention_mask covers {mask.shape[1]}. Pass the whole "
+                    "text, or with new ids alone the mask of the whole text: the cached tokens and at least one more."
+                )
             # Given only the new ids, the call counts from them.
             given.reserve(max_cache_length if max_cache_length > seen else seen + max_cache_length)
         elif given is not None:
