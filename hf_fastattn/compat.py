@@ -135,6 +135,8 @@ from transformers.cache_utils import CacheLayerMixin as CacheLayerMixin  # noqa:
 from transformers.cache_utils import get_layer_types_and_kwargs  # noqa: E402
 from transformers.masking_utils import create_masks_for_generate  # noqa: E402
 
+OTHERS = "use a DynamicCache, which patch(..., cache=None, graph=False) leaves in place"
+
 
 def layer_windows(config) -> list[int | None]:
     """The sliding window of each layer that keeps K/V, None where it keeps everything.
@@ -144,14 +146,14 @@ def layer_windows(config) -> list[int | None]:
     text = config.get_text_config(decoder=True)
     name = type(config).__name__
     if config.is_encoder_decoder:
-        raise ValueError(f"{name} is an encoder-decoder, and these caches are for decoder-only models; use a DynamicCache.")
+        raise ValueError(f"{name} is an encoder-decoder, and these caches are for decoder-only models; {OTHERS}.")
     types, options = get_layer_types_and_kwargs(text)
     if isinstance(options, dict):  # one for all layers before 5.19
         options = [options] * len(types)
     strange = sorted(set(types) - {"full_attention", "sliding_attention"})
     if strange or len(types) != text.num_hidden_layers:
         kinds = ", ".join(strange) or "layers that share K/V"
-        raise ValueError(f"These caches hold full and sliding attention layers, and {name} has {kinds}; use a DynamicCache.")
+        raise ValueError(f"These caches hold full and sliding attention layers, and {name} has {kinds}; {OTHERS}.")
     return [each["sliding_window"] if kind == "sliding_attention" else None for kind, each in zip(types, options, strict=True)]
 
 

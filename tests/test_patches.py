@@ -542,6 +542,31 @@ def test_a_mask_shorter_than_the_cache_is_refused():
             generate(model, inputs, past_key_values=cache)
 
 
+@pytest.mark.parametrize("options", [{}, {"backend": "streaming", "window": 400}], ids=["static", "rolling"])
+def test_an_interrupted_rehearsal_leaves_the_cache_as_it_was(options, monkeypatch):
+    fake_graph.use(monkeypatch)
+    model = tiny("llama", "sdpa")
+    inputs = prompts("left_padding", "cpu")
+    with hf_fastattn.patch(model, **options):
+        expected = generate(model, inputs)
+        new_cache = hf_fastattn.RollingCache if options else PreallocatedCache
+        cache = new_cache(model)
+        with monkeypatch.context() as interrupted:
+            rehearse = fake_graph.RecordedGraph.rehearse
+
+            def interrupt(self, body):
+                rehearse(self, body)
+                raise KeyboardInterrupt
+
+            interrupted.setattr(fake_graph.RecordedGraph, "rehearse", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                generate(model, inputs, past_key_values=cache)
+        assert cache.get_seq_length() == inputs["input_ids"].shape[1]
+        mask = torch.cat([inputs["attention_mask"], torch.ones(3, 1, dtype=torch.long)], 1)
+        onwards = {"input_ids": expected[:, : mask.shape[1]], "attention_mask": mask}
+        assert torch.equal(generate(model, onwards, past_key_values=cache, max_new_tokens=10), expected[:, : mask.shape[1] + 10])
+
+
 def test_a_step_that_reads_the_device_is_refused_whichever_way(monkeypatch):
     fake_graph.use(monkeypatch)
     model = tiny("llama", "sdpa")

@@ -62,7 +62,9 @@ def main(argv: list[str] | None = None, prog: str = "python -m hf_fastattn.bench
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON (default: %(default)s)")
     args = parser.parse_args(argv)
     if args.document is None:
-        print(report(args.results))
+        if not (text := report(args.results)):
+            parser.error(f"{args.results} holds no results; run a benchmark first, or name a folder with --results.")
+        print(text)
         return 0
     text = args.document.read_text()
     if not MARKS.search(text):

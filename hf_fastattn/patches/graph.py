@@ -378,9 +378,12 @@ class DecodeStep:
             mark = None if entry.graph is not None else storage.mark()
             try:
                 logits = self._run(entry, storage)
-            except Uncapturable as reason:
-                entry.refused = str(reason)
-                storage.rewind(mark)
+            except BaseException as error:
+                if mark is not None:  # an interrupted rehearsal, too, has counted on the device
+                    storage.rewind(mark)
+                if not isinstance(error, Uncapturable):
+                    raise
+                entry.refused = str(error)
         if entry.refused is not None:
             self.graphs.say(entry.refused)
             self.graphs.uncaptured += 1
