@@ -135,7 +135,7 @@ from transformers.cache_utils import CacheLayerMixin as CacheLayerMixin  # noqa:
 from transformers.cache_utils import get_layer_types_and_kwargs  # noqa: E402
 from transformers.masking_utils import create_masks_for_generate  # noqa: E402
 
-OTHERS = "use a DynamicCache, which patch(..., cache=None, graph=False) leaves in place"
+OTHERS = "use a DynamicCache (with an exact backend, patch(..., cache=None, graph=False) leaves it in place)"
 
 
 def layer_windows(config) -> list[int | None]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_fastattn import PreallocatedCache, compat, patch
-from hf_fastattn.bench import fresh, generate, grid, models, paper_e2e, results, runs, stream, timing
+from hf_fastattn.bench import fresh, generate, grid, models, paper_e2e, report, results, runs, stream, timing
 
 WINDOWED = {**models.SHAPES["tiny"][1], "sliding_window": 8}
 RIVALS = {grid.SDPA, grid.STATIC, grid.LEAN, grid.OURS}
@@ -52,6 +52,12 @@ def test_captured_steps_are_checked_and_captured_once(tmp_path, monkeypatch, res
             checked = ours["check"]
             assert checked["steps_replayed"] == 7 and checked["passed"] and checked["against_uncaptured"]["equal"] == 1
             assert ours["captures_while_timing"] == 0 and ours["steps"]["uncaptured"] == 0 and not ours["reasons"]
+
+
+def test_no_results_are_no_report(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        report.main(["--results", str(tmp_path)])
+    assert "holds no results" in capsys.readouterr().err
 
 
 def test_kernels_of_a_step_are_listed_apart(tmp_path, monkeypatch):

@@ -323,4 +323,19 @@ def test_layers_that_an_early_exit_has_not_come_to_give_nothing_back():
     cache.crop(-2)
     assert cache.get_seq_length() == 3 and [track.seen for track in cache.storage.tracks] == [3, 0]
     with pytest.raises(ValueError, match="holds 3 tokens; 4 cannot be taken back"):
-        cache.crop(-4)
+        cache.crop(torch.tensor(-4))
+    with pytest.raises(ValueError, match="holds 0 tokens; 1 cannot be taken back"):
+        PreallocatedCache(model).crop(-1)
+
+
+def test_a_loaded_cache_is_for_other_rows_once_it_is_empty_and_for_models_that_stream(tmp_path):
+    model, file = tiny("llama", "lean"), tmp_path / "tokens.safetensors"
+    one, three = (prompts("no_padding", "cpu", rows=rows) for rows in (1, 3))
+    cache = PreallocatedCache(model)
+    generate(model, one, past_key_values=cache)
+    cache.save(file, model)
+    cache = PreallocatedCache.load(file, model)
+    cache.crop(torch.tensor(-cache.get_seq_length()))
+    assert torch.equal(generate(model, three, past_key_values=cache), generate(model, three))
+    model.config.streaming_window, model.config.streaming_sinks, model.config.streaming_clamped = 40, 4, False
+    PreallocatedCache.load(file, model)

@@ -50,6 +50,15 @@ def test_generate_prints_the_text_and_compares(capsys, folder, cache):
     assert "lean.decode 12 " in ours and "| all " in theirs  # two layers, six tokens: the prompt of three is no prefill
 
 
+def test_generate_asks_for_a_window_where_there_is_one_to_keep(capsys, folder):
+    for options, says in (
+        (["--window", "40"], "--window and --sinks are for streaming backends, and 'lean' is none"),
+        (["--backend", "streaming"], "'streaming' must know how many of the last tokens stay in sight; pass --window"),
+    ):
+        assert cli.main(["generate", folder, *options]) == 2
+        assert says in capsys.readouterr().err
+
+
 def test_generate_reads_standard_input_and_chat_templates(capsys, folder, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("hello"))
     assert cli.main(["generate", folder, "--device", "cpu", "--tokens", "2", "--prompt", "-", "--chat"]) == 0

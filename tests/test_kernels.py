@@ -602,12 +602,18 @@ def test_each_gpu_runs_the_kernel_for_its_architecture(monkeypatch):
     monkeypatch.setattr(launch, "arch", lambda device: device.arch)
     q = {
         arch: SimpleNamespace(is_cuda=True, dtype=torch.float16, device=SimpleNamespace(type="cuda", arch=arch))
-        for arch in (80, 90)
+        for arch in (80, 90, 100)
     }
     for first, second in ((80, 90), (90, 80)):
         kernel = kernels.TritonKernel("any", hopper="any_hopper")
-        said = {arch: kernel(q[arch], None, None) for arch in (first, second, first)}
-        assert said == {80: "portable", 90: "hopper"}
+        said = {arch: kernel(q[arch], None, None) for arch in (first, second, 100, first)}
+        assert said == {80: "portable", 90: "hopper", 100: "portable"}
+
+
+def test_amd_gpus_count_their_architectures_otherwise(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert launch.arch.__wrapped__(torch.device("cuda", 0)) == 80
 
 
 @pytest.mark.skipif(not INTERPRETED or ON_GPU, reason="needs TRITON_INTERPRET=1")

@@ -533,13 +533,24 @@ def test_models_that_cannot_run_are_refused_beforehand(model_type, own, says):
     assert vars(model) == before
 
 
-def test_a_mask_shorter_than_the_cache_is_refused():
+@pytest.mark.parametrize("padding", ["no_padding", "left_padding"])
+@pytest.mark.parametrize("options", [{}, {"backend": "streaming", "window": 400}], ids=["static", "rolling"])
+def test_a_call_that_covers_no_more_than_the_cache_is_refused(options, padding):
     model = tiny("llama", "sdpa")
-    inputs = prompts("left_padding", "cpu")
-    with hf_fastattn.patch(model, graph=False):
-        cache = generate(model, inputs, return_dict_in_generate=True).past_key_values
-        with pytest.raises(ValueError, match=r"holds \d+ tokens, and this call's attention_mask covers 96. Pass the whole"):
-            generate(model, inputs, past_key_values=cache)
+    inputs = prompts(padding, "cpu")
+    with hf_fastattn.patch(model, graph=False, **options):
+        out = generate(model, inputs, max_new_tokens=1, return_dict_in_generate=True)
+        assert out.past_key_values.get_seq_length() == 96
+        with pytest.raises(ValueError, match=r"holds 96 tokens, and this call covers 96. Pass the whole text"):
+            generate(model, inputs, past_key_values=out.past_key_values)
+        more = {"input_ids": out.sequences[:, -1:]}
+        with pytest.raises(ValueError, match=r"holds 96 tokens, and this call covers 1. Pass the whole text"):
+            generate(model, more, past_key_values=out.past_key_values)
+        if not options:
+            mask = inputs.get("attention_mask", torch.ones(3, 96, dtype=torch.long))
+            more["attention_mask"] = torch.cat([mask, torch.ones(3, 1, dtype=torch.long)], 1)
+            onwards = generate(model, more, past_key_values=out.past_key_values, max_new_tokens=5)
+            assert torch.equal(onwards, generate(model, inputs, max_new_tokens=6)[:, 96:])
 
 
 @pytest.mark.parametrize("options", [{}, {"backend": "streaming", "window": 400}], ids=["static", "rolling"])
@@ -549,8 +560,7 @@ def test_an_interrupted_rehearsal_leaves_the_cache_as_it_was(options, monkeypatc
     inputs = prompts("left_padding", "cpu")
     with hf_fastattn.patch(model, **options):
         expected = generate(model, inputs)
-        new_cache = hf_fastattn.RollingCache if options else PreallocatedCache
-        cache = new_cache(model)
+        cache = hf_fastattn.RollingCache(model) if options else PreallocatedCache(model)
         with monkeypatch.context() as interrupted:
             rehearse = fake_graph.RecordedGraph.rehearse
 
@@ -565,6 +575,30 @@ def test_an_interrupted_rehearsal_leaves_the_cache_as_it_was(options, monkeypatc
         mask = torch.cat([inputs["attention_mask"], torch.ones(3, 1, dtype=torch.long)], 1)
         onwards = {"input_ids": expected[:, : mask.shape[1]], "attention_mask": mask}
         assert torch.equal(generate(model, onwards, past_key_values=cache, max_new_tokens=10), expected[:, : mask.shape[1] + 10])
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_a_failed_rehearsal_leaves_the_pools_buffers_as_they_were(error, monkeypatch):
+    """Which has counted on the device already; the next call may ask for the very count that the host still holds."""
+    fake_graph.use(monkeypatch)
+    model = tiny("llama", "sdpa")
+    padded, plain = prompts("left_padding", "cpu"), prompts("no_padding", "cpu")
+    expected = [generate(model, inputs) for inputs in (padded, plain)]
+    with hf_fastattn.patch(model) as patch:
+        with monkeypatch.context() as failing, warnings.catch_warnings(), contextlib.suppress(KeyboardInterrupt):
+            warnings.simplefilter("ignore")
+            rehearse = fake_graph.RecordedGraph.rehearse
+
+            def fail(self, body):
+                rehearse(self, body)
+                raise error("too late")
+
+            failing.setattr(fake_graph.RecordedGraph, "rehearse", fail)
+            generate(model, padded)
+        gc.collect()
+        assert torch.equal(generate(model, plain), expected[1]) and patch.captures == 1
+        if error is KeyboardInterrupt:
+            assert torch.equal(generate(model, padded), expected[0]) and patch.captures == 2
 
 
 def test_a_step_that_reads_the_device_is_refused_whichever_way(monkeypatch):
@@ -583,7 +617,10 @@ def test_buffers_that_come_back_after_undo_are_not_kept():
     model = tiny("llama")
     with hf_fastattn.patch(model, graph=False) as patch:
         out = generate(model, prompts("no_padding", "cpu"), return_dict_in_generate=True)
-        assert not patch._pool.idle
+        generate(model, prompts("no_padding", "cpu"))
+        gc.collect()
+        assert len(patch._pool.idle) == 1
+    assert not patch._pool.idle
     del out
     gc.collect()
     assert not patch._pool.idle

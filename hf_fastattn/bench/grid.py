@@ -159,6 +159,8 @@ class Bench:
         rival = self.add({"rivals": {}}, OURS, prompt)
         try:
             with self.guard(rival):
+                if rival.failed or self.results.left() < 10 + self.prefill_seconds(rival.prompt.lengths):
+                    return
                 run(rival.model, rival.prompt, 4)
                 self.results.data["step"] = {"case": case, "kernels": step_kernels(rival.patch)}
         finally:

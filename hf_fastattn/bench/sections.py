@@ -90,7 +90,7 @@ def generate(result: dict) -> str:
         if of(ROOMY, "ms"):
             notes.append(f"With room for {ROOM} times the tokens {row['case']} takes {of(ROOMY, 'ms'):.2f} ms under `patch()`.")
     if compiled and (without := [row["case"] for row in measured if not (row["rivals"].get(STATIC) or {}).get("ms")]):
-        notes.append(f"Of {', '.join(without)} `sdpa` was the only stock path run.")
+        notes.append(f"Of {', '.join(without)} static + compile was not timed.")
     step = result.get("step") or {}
     if kernels := step.get("kernels"):
         launches = sum(kernel["launches"] for kernel in kernels)

@@ -260,7 +260,7 @@ class Layer(CacheLayerMixin):
             return
         begun = self.index > self.track.last  # by an earlier layer in this forward
         if self.track.seen == (key_states.shape[2] if begun else 0):
-            self.is_initialized, self.keys, self.values = False, None, None
+            self.is_initialized, self.keys, self.values, self.pending = False, None, None, None
             self.track.version += 1
             return
         if key_states.shape[0] != held[0].shape[0]:
@@ -410,8 +410,9 @@ class Storage:
             track.advance()
 
     def mark(self) -> None:
-        """What `rewind` needs to take back a step that failed."""
+        """What `rewind` needs to take back the first step of a graph."""
 
     def rewind(self, mark: None) -> None:
+        """After a step that failed: the host's counts hold, and what the device holds is unknown."""
         for track in self.tracks:
-            track.image = None  # unknown; written again before the next capture
+            track.image = None

@@ -158,8 +158,9 @@ class Ring:
     def mark(self) -> torch.Tensor:
         return self.counts.clone()
 
-    def rewind(self, mark: torch.Tensor) -> None:
-        self.counts.copy_(mark)
+    def rewind(self, mark: torch.Tensor | None) -> None:
+        if mark is not None:
+            self.counts.copy_(mark)
 
 
 class RollingLayer(CacheLayerMixin):

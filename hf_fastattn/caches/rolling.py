@@ -77,6 +77,7 @@ class RollingCache(StoredCache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last `-tokens_to_remove` tokens (a negative number, as in Transformers; 0 does nothing)."""
+        tokens_to_remove = int(tokens_to_remove)  # assisted decoding has it in a tensor
         ring = self.storage
         if tokens_to_remove > 0:
             raise ValueError(f"crop() takes the negative number of tokens to take back; got {tokens_to_remove}.")

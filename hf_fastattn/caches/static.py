@@ -57,6 +57,7 @@ class PreallocatedCache(StoredCache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last `-tokens_to_remove` tokens (a negative number, as in Transformers; 0 does nothing)."""
+        tokens_to_remove = int(tokens_to_remove)  # assisted decoding has it in a tensor
         if tokens_to_remove > 0:
             raise ValueError(f"crop() takes the negative number of tokens to take back; got {tokens_to_remove}.")
         # An early exit has not come to the layers of some, which then hold nothing to take back.

@@ -26,8 +26,8 @@ class StoredCache(compat.Cache):
         return cache
 
     def __copy__(self):
-        twin = self.around(self.storage)
-        twin.original = self  # the storage is free for others when both are gone
+        twin = type(self).__new__(type(self))
+        vars(twin).update(vars(self), original=self)  # the storage is free for others when both are gone
         return twin
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):

@@ -53,7 +53,7 @@ class CudaGraph:
     _captured_on: ClassVar[dict[torch.device, torch.cuda.Stream]] = {}
     _replayed_on: ClassVar[dict[torch.device, torch.cuda.Stream]] = {}  # the last of them
     _lock = threading.Lock()
-    _rehearsing = threading.Lock()
+    _rehearsing = threading.RLock()
 
     def __init__(self, device: torch.device, shared: dict):
         self.device = device
@@ -350,8 +350,11 @@ class DecodeStep:
 
     def __call__(self, **given):
         cache, ids = given.get("past_key_values"), given.get("input_ids")
-        if not isinstance(cache, CACHES) or ids is None or ids.shape[1] != 1 or cache.get_seq_length() < max(1, self.prompt):
-            return self.model(**given)  # a chunk of the prompt
+        if not isinstance(cache, CACHES) or ids is None or ids.shape[1] != 1:
+            return self.model(**given)
+        # Where K and V are not there yet, or the prompt is not read, this is a chunk of it.
+        if not cache.layers[-1].is_initialized or cache.get_seq_length() < max(1, self.prompt):
+            return self.model(**given)
         # Graphs share memory: between copying inputs in and copying logits out, no other thread may replay one.
         with self.graphs.lock:
             return self._step(cache, ids, given)
@@ -379,8 +382,7 @@ class DecodeStep:
             try:
                 logits = self._run(entry, storage)
             except BaseException as error:
-                if mark is not None:  # an interrupted rehearsal, too, has counted on the device
-                    storage.rewind(mark)
+                storage.rewind(mark)  # an interrupted step, too, has counted on the device
                 if not isinstance(error, Uncapturable):
                     raise
                 entry.refused = str(error)

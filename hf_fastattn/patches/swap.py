@@ -388,11 +388,14 @@ class Patch:
                     "it belongs to another model."
                 )
             given.check_rows(rows)
-            seen, mask = given.get_seq_length(), model_kwargs.get("attention_mask")
-            if seen and isinstance(mask, torch.Tensor) and mask.dim() == 2 and mask.shape[1] <= seen:
+            # Transformers drops a mask of ones; the positions that it made from it are as many.
+            seen, covered = given.get_seq_length(), model_kwargs.get("attention_mask")
+            if covered is None:
+                covered = model_kwargs.get("position_ids")
+            if seen and isinstance(covered, torch.Tensor) and covered.dim() == 2 and covered.shape[1] <= seen:
                 raise ValueError(
-                    f"past_key_values holds {seen} tokens, and this call's attention_mask covers {mask.shape[1]}. Pass the whole "
-                    "text, or with new ids alone the mask of the whole text: the cached tokens and at least one more."
+                    f"past_key_values holds {seen} tokens, and this call covers {covered.shape[1]}. Pass the whole text, or with "
+                    "new ids alone the attention_mask of the whole text: the cached tokens and at least one more."
                 )
             # Given only the new ids, the call counts from them.
             given.reserve(max_cache_length if max_cache_length > seen else seen + max_cache_length)
