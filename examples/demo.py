@@ -98,7 +98,7 @@ def main() -> int:
             expected = tokens
             print(f"\n> {options.prompt}\n")
             print(textwrap.fill(tokenizer.decode(tokens, skip_special_tokens=True).strip(), 100), flush=True)
-            print(f"\n{'backend':<12}{'tokens/s':>9}   {'same tokens':<16}{'calls counted':<28}what ran")
+            print(f"\n{'backend':<16}{'tokens/s':>9}   {'same tokens':<16}{'calls counted':<28}what ran")
             row(name, len(tokens) / seconds, "", "", "torch's own attention")
         else:
             equal = tokens == expected

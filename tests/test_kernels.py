@@ -664,9 +664,8 @@ def test_a_launch_is_repeated_without_triton_looking_it_up(hooks, monkeypatch):
         again = call(7, 1, 1, 77, follows.function, follows.packed_metadata, None, None, None, 512)
         assert follows.run.call_args_list == [again] * 2
     start(SimpleNamespace(device=device, is_cuda=True, data_ptr=lambda: 260), last)  # another alignment is another variant
-    start(
-        SimpleNamespace(device=torch.device("cuda", 1), is_cuda=True, data_ptr=lambda: 256), last
-    )  # another device than the current one
+    elsewhere = SimpleNamespace(device=torch.device("cuda", 1), is_cuda=True, data_ptr=lambda: 256)
+    start(elsewhere, last)  # another device than the current one
     assert kernel.__getitem__.return_value.call_count == 3
     repeats = follows.__getitem__.return_value if hooks else follows.run  # whose own tensors are as ever
     assert second.__getitem__.return_value.call_count == 1 and repeats.call_count == 4
