@@ -262,9 +262,17 @@ def is_llamas_mlp(forward) -> bool:
 @cache
 def activations() -> tuple[type, ...]:
     """Classes of the activations in gated MLPs, each of which returns a tensor of its own."""
-    from transformers.activations import GELUActivation, GELUTanh, NewGELUActivation, SiLUActivation
+    from transformers.activations import GELUActivation, GELUTanh, NewGELUActivation
 
-    return torch.nn.SiLU, torch.nn.GELU, SiLUActivation, GELUActivation, GELUTanh, NewGELUActivation
+    return *silus(), torch.nn.GELU, GELUActivation, GELUTanh, NewGELUActivation
+
+
+@cache
+def silus() -> tuple[type, ...]:
+    """Classes of silu(x) = x sigmoid(x)."""
+    from transformers.activations import SiLUActivation
+
+    return torch.nn.SiLU, SiLUActivation
 
 
 def llama_rope():

@@ -14,7 +14,7 @@ import torch
 from cases import Case, make
 from test_kernels import LEAN, REFERENCE, RUNNABLE, never, run
 
-from hf_fastattn.kernels import append, ring, rms_norm, rope, schedule
+from hf_fastattn.kernels import append, linear, ring, rms_norm, rope, schedule
 
 CASES = [
     Case(q_len=1, kv_len=300, dtype="bf16", head_dim=128, num_heads=8),
@@ -55,6 +55,9 @@ def small() -> None:
     for _ in range(5):
         ring.ring_step(seen, None, 4, 2)
     rms_norm.rms_norm(new(3, 1000), new(1000), 1e-6)
+    for size in (100, 5000):
+        x, weight, bias = new(1, size), new(33, size), new(33)
+        linear.linear(x, weight, bias), linear.linear(x, weight, up=weight)
     rope.rope(new(2, 8, 3, 80), new(2, 2, 3, 80), new(2, 3, 80), new(2, 3, 80))
     torch.cuda.synchronize()
     print("ran the small kernels", flush=True)

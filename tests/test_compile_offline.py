@@ -24,7 +24,7 @@ if INTERPRETED:
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime.driver import driver  # noqa: E402
 
-from hf_fastattn.kernels import append, launch, lean, prefill, ring, rms_norm, rope, rotate, schedule, spans, split_kv  # noqa: E402
+from hf_fastattn.kernels import append, launch, lean, linear, prefill, ring, rms_norm, rope, rotate, schedule, spans, split_kv  # noqa: E402
 
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 KIB = 1024
@@ -273,6 +273,24 @@ def test_small_kernels_begin_early_from_hopper_on_and_wait_first(name, arch, mon
     assert bool(waits) == kernel.metadata.launch_pdl == (arch == 90)
     assert not waits or waits.start() < touches.start()
     assert name != "rope" or not kernel.metadata.enable_fp_fusion  # products are rounded before they are added
+
+
+@pytest.mark.parametrize("arch", SHARED_LIMIT)
+@pytest.mark.parametrize("kind", ["plain", "bias", "gated"])
+@pytest.mark.parametrize("size", [576, 4096, 14336])
+def test_linear_layers_load_weights_ahead_of_the_wait_and_nothing_else(size, kind, arch, tmp_path):
+    new = lambda *shape: torch.zeros(*shape, dtype=torch.bfloat16)  # noqa: E731
+    bias, up = (new(64) if kind == "bias" else None), (new(64, size) if kind == "gated" else None)
+    with compiling(linear, ("linear_kernel",), arch) as compiled:
+        linear.linear(new(1, 1, size), new(64, size), bias, up=up)
+    binary = read(compiled["linear_kernel"], tmp_path)
+    assert binary.stack == 0 and binary.shared <= 1024
+    wait = WAIT.search(binary.ttgir)
+    assert bool(wait) == binary.begins_early == (arch == 90)
+    if wait:
+        ahead = [line for line in binary.ttgir[: wait.start()].splitlines() if TOUCH.search(line)]
+        assert len(ahead) == (2 if kind == "gated" else 1)
+        assert all(re.search(r"tt\.load.*tensor<\d+x\d+x", line) for line in ahead)  # of X and Bias it is one row
 
 
 @pytest.mark.parametrize("arch", [80, 90])

@@ -1,4 +1,4 @@
-"""RMSNorm and rotation in one launch each: the kernels against the model's own code, and what of a model they stand in for."""
+"""RMSNorm, rotation and linear layers in one launch: the kernels against the model's own code, and what they stand in for."""
 
 import copy
 import gc
@@ -102,6 +102,52 @@ def test_rotation_refuses_in_sentences():
 
 
 @runs_kernels
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("kind", ["plain", "bias", "gated"])
+@pytest.mark.parametrize("rows, size", [(5, 16), (96, 64), (33, 100), (40, 1024), (7, 2049), (6, 5000)])
+def test_a_linear_layers_error_is_that_of_torchs_own(rows, size, kind, dtype):
+    from hf_fastattn.kernels.linear import linear
+
+    torch.manual_seed(0)
+    new = lambda *shape: torch.randn(*shape, device=DEVICE).to(dtype)  # noqa: E731
+    x, weight, bias, up = new(1, 1, size), new(rows, size) / size**0.5, new(rows), new(rows, size) / size**0.5
+    silu, torchs = torch.nn.functional.silu, torch.nn.functional.linear
+    if kind == "gated":
+        got, stock = linear(x, weight, up=up), silu(torchs(x, weight)) * torchs(x, up)
+        right = silu(torchs(x.double(), weight.double())) * torchs(x.double(), up.double())
+    else:
+        bias = bias if kind == "bias" else None
+        got, stock = linear(x, weight, bias), torchs(x, weight, bias)
+        right = torchs(x.double(), weight.double(), None if bias is None else bias.double())
+    assert got.dtype == dtype and got.shape == (1, 1, rows)
+    unit = 4 * torch.finfo(dtype).eps * right.abs().max()
+    assert (got.double() - right).abs().max() <= 2 * (stock.double() - right).abs().max() + unit
+
+
+@runs_kernels
+def test_a_linear_layer_takes_one_token_in_16_bits():
+    from hf_fastattn.kernels.linear import linear, run
+
+    x, weight = torch.ones(1, 32, device=DEVICE, dtype=torch.float16), torch.ones(8, 32, device=DEVICE, dtype=torch.float16)
+    assert torch.equal(run(x[0], weight), torch.full((8,), 32.0, device=DEVICE, dtype=torch.float16))
+    for wrong, said in {
+        (x.expand(2, 32), weight): "one token",
+        (x[:, :16], weight): r"\(1, 16\) and weight \(8, 32\)",
+        (x.float(), weight.float()): "got torch.float32",
+        (x, weight.bfloat16()): "float16 and torch.bfloat16",
+        (x, weight.t().contiguous().t()): r"contiguous; got strides \(1, 8\)",
+        (x, weight, weight[0]): r"bias is \(32,\)",
+    }.items():
+        assert run(*wrong) is None
+        with pytest.raises(ValueError, match=said):
+            linear(*wrong)
+    with pytest.raises(ValueError, match="one shape"):
+        linear(x, weight, up=weight[:4])
+    with pytest.raises(ValueError, match="requires grad"):
+        linear(x, weight.clone().requires_grad_())
+
+
+@runs_kernels
 def test_launches_that_are_remembered_are_told_apart():
     """By eps, by layout, and by whether gradients are asked for."""
     from hf_fastattn.kernels import rms_norm, rope
@@ -143,7 +189,7 @@ def test_a_model_computes_the_same(family):
         before = model(ids).logits
         found = fuse.find(model)
         fuse.fuse(found)
-        assert fuse.find(model) == ([], [], [])
+        assert fuse.find(model) == ([], [], [], [])
         during = model(ids).logits
         twin = copy.deepcopy(model)
         fused = list(itertools.chain(*found))
@@ -151,6 +197,7 @@ def test_a_model_computes_the_same(family):
         after = model(ids).logits
     expected = [n * model.config.num_hidden_layers for n in PER_LAYER[family]]
     expected[0] += expected[0] > 0  # the last norm
+    expected.append(0)  # linear layers, in float32
     assert list(map(len, found)) == expected
     torch.testing.assert_close(during, before, atol=1e-5, rtol=1e-5)
     assert torch.equal(after, before)
@@ -165,6 +212,82 @@ def test_gradients_flow_through_the_models_own_code():
     fuse.fuse(fuse.find(model))
     model(torch.arange(1, 12, device=DEVICE)[None]).logits.sum().backward()
     assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.fixture
+def linear_calls(monkeypatch):
+    """(rows of the weight, whether gated) of every linear layer that runs our kernel."""
+    linear = pytest.importorskip("hf_fastattn.kernels.linear")
+    calls, run = [], linear.run
+
+    def recording(x, weight, bias=None, *, up=None):
+        out = run(x, weight, bias, up=up)
+        if out is not None:
+            calls.append((len(weight), up is not None))
+        return out
+
+    monkeypatch.setattr(linear, "run", recording)
+    return calls
+
+
+@runs_kernels
+@torch.no_grad()
+@pytest.mark.parametrize("family, each", {"llama": 6, "qwen2": 6, "gemma2": 7, "phi": 6}.items())
+def test_in_a_decode_graph_one_token_runs_our_linear_layers(family, each, linear_calls):
+    model = tiny(family, **({"num_key_value_heads": 4} if family == "phi" else {})).to(DEVICE, torch.float16)
+    ids = torch.arange(1, 3, device=DEVICE)[:, None]
+    before = [model(i[None]).logits for i in ids]
+    found = fuse.find(model)
+    layers = model.config.num_hidden_layers
+    fuse.fuse(fuse.Fusible([], [], found.mlps, found.linears))
+    assert torch.equal(model(ids[:1]).logits, before[0]) and not linear_calls  # outside of a graph
+    with fuse.in_decode_graph():
+        model(ids), model(ids.view(1, 2))
+        assert not linear_calls  # two tokens
+        during = model(ids[1:]).logits
+    assert len(linear_calls) == each * layers + 1  # a gate and its neighbour are one; and the head
+    assert sum(gated for _, gated in linear_calls) == (layers if each == 6 and family != "phi" else 0)
+    torch.testing.assert_close(during, before[1], atol=2e-3, rtol=1e-2)
+
+
+@torch.no_grad()
+def test_a_linear_layer_that_someone_changed_is_left_alone(linear_calls, monkeypatch):
+    """Weights made for each call, other classes' code, wrapped weights; and calls of a gate that someone would miss."""
+    monkeypatch.setattr(fuse, "INTERPRETED", True)
+    model = tiny("llama").to(DEVICE, torch.float16)
+    first, second = (layer.mlp for layer in model.model.layers[:2])
+    torch.nn.utils.parametrize.register_parametrization(first.down_proj, "weight", torch.nn.Identity())
+    first.up_proj = type("Other", (torch.nn.Linear,), {"forward": lambda self, x: x})(64, 96)
+    found = fuse.find(model).linears
+    assert second.down_proj in found and second.up_proj in found
+    assert first.down_proj not in found and first.up_proj not in found
+    linear = torch.nn.Linear(8, 8, dtype=torch.float16)
+    fuse.fuse(fuse.Fusible([], [], [], [linear]))
+    linear.weight = torch.nn.Parameter(linear.weight.detach().as_subclass(type("Wrapped", (torch.Tensor,), {})))
+    with fuse.in_decode_graph():
+        linear(torch.ones(1, 8, dtype=torch.float16))
+    assert not linear_calls
+
+
+@runs_kernels
+@torch.no_grad()
+def test_hooks_of_a_gate_see_its_calls(linear_calls):
+    model = tiny("llama").to(DEVICE, torch.float16)
+    fuse.fuse(fuse.find(model))
+    mlp, x = model.model.layers[0].mlp, torch.randn(1, 1, 64, device=DEVICE, dtype=torch.float16)
+    seen = []
+    with fuse.in_decode_graph():
+        for layer in (mlp.gate_proj, mlp.up_proj, mlp.act_fn):
+            handle = layer.register_forward_hook(lambda module, args, out: seen.append(module))
+            mlp(x)
+            handle.remove()
+            assert seen.pop() is layer and not any(gated for _, gated in linear_calls)
+        mlp.up_proj.forward = lambda x, own=mlp.up_proj.forward: own(x)
+        mlp(x)
+        assert not any(gated for _, gated in linear_calls)
+        del mlp.up_proj.forward
+        mlp(x)
+    assert any(gated for _, gated in linear_calls)
 
 
 class Allocated(TorchDispatchMode):
@@ -198,7 +321,7 @@ def mlp(monkeypatch):
     torch.manual_seed(0)
     stock = tiny("llama").model.layers[0].mlp.to(DEVICE)
     fused = copy.deepcopy(stock)
-    fuse.fuse(fuse.Fusible([], [], [fused]))
+    fuse.fuse(fuse.Fusible([], [], [fused], []))
     return fused, stock
 
 
@@ -279,7 +402,8 @@ def test_what_stands_in_for_llamas_own_is_not_taken_for_it(monkeypatch):
 def fuse_all(model) -> None:
     """As on a GPU, whatever the device."""
     named = lambda name: [m for m in model.modules() if type(m).__name__ == name]  # noqa: E731
-    fuse.fuse(fuse.Fusible(named("LlamaRMSNorm"), [m for m in model.modules() if compat.is_attention(m)], named("LlamaMLP")))
+    layers = [m for m in model.modules() if compat.is_attention(m)]
+    fuse.fuse(fuse.Fusible(named("LlamaRMSNorm"), layers, named("LlamaMLP"), named("Linear")))
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")

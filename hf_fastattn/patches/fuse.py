@@ -1,9 +1,11 @@
-"""What surrounds attention, on one model's modules: RMSNorm in one launch, the rotation of queries and keys in one, and the MLP's
-product in place: two tensors of the MLP's width at once instead of three, which are the most that a long prompt needs at a time.
+"""What surrounds attention, on one model's modules: RMSNorm in one launch, the rotation of queries and keys in one; the MLP's
+product in place: two tensors of the MLP's width at once instead of three, which are the most that a long prompt needs at a time;
+and in a decode graph of one row, linear layers by `kernels.linear`, with a whole gate in one launch.
 
 All compute what the model's own code computes, with the same roundings, and stand in for nothing else: a norm or an MLP qualifies
 if its class has LlamaRMSNorm's or LlamaMLP's forward(), instruction for instruction, an attention layer if the
-apply_rotary_pos_emb() that its forward() calls is Llama's. What they cannot take (gradients, mixed dtypes) is left to that code.
+apply_rotary_pos_emb() that its forward() calls is Llama's, a linear layer if its forward() is torch.nn.Linear's. What they cannot
+take (gradients, mixed dtypes) is left to that code.
 
 A fused module is given a subclass of its class. A method on the instance would refer to the instance: its weights would stay on
 the GPU after the model is deleted, until Python looks for cycles, and the replicas of a DataParallel would all run the first's.
@@ -13,6 +15,9 @@ from __future__ import annotations
 
 import functools
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import NamedTuple
 
 import torch
@@ -23,6 +28,7 @@ from ..kernels import HAS_TRITON, INTERPRETED
 
 _ROPE = "apply_rotary_pos_emb"
 _MARK = "_hf_fastattn_fused"
+_in_decode_graph: ContextVar[bool] = ContextVar("hf_fastattn_in_decode_graph", default=False)
 
 
 class Fusible(NamedTuple):
@@ -31,11 +37,22 @@ class Fusible(NamedTuple):
     norms: list[torch.nn.Module]
     layers: list[torch.nn.Module]  # of attention
     mlps: list[torch.nn.Module]
+    linears: list[torch.nn.Linear]
+
+
+@contextmanager
+def in_decode_graph() -> Iterator[None]:
+    """Inside, fused linear layers run one token's kernel: a step's launches are known there, and none of them writes weights."""
+    token = _in_decode_graph.set(True)
+    try:
+        yield
+    finally:
+        _in_decode_graph.reset(token)
 
 
 def find(model: torch.nn.Module) -> Fusible:
     """Those of `model` on GPUs; modules with a forward() of their own are left alone."""
-    found = Fusible([], [], [])
+    found = Fusible([], [], [], [])
     for module in model.modules() if HAS_TRITON else ():
         forward = type(module).forward
         weight = next(module.parameters(), None)
@@ -45,9 +62,16 @@ def find(model: torch.nn.Module) -> Fusible:
             found.norms.append(module)
         elif compat.is_llamas_mlp(forward):
             found.mlps.append(module)
+        elif forward is torch.nn.Linear.forward and _is_plain(module._parameters.get("weight")):
+            found.linears.append(module)
         elif _calls_llamas_rope(forward):
             found.layers.append(module)
     return found
+
+
+def _is_plain(weight: torch.Tensor | None) -> bool:
+    """Whether this is a weight in 16 bits that is stored as such, and not made anew for each call."""
+    return type(weight) is torch.nn.Parameter and weight.dtype in (torch.float16, torch.bfloat16)
 
 
 def _calls_llamas_rope(forward) -> bool:
@@ -56,7 +80,7 @@ def _calls_llamas_rope(forward) -> bool:
 
 
 def fuse(found: Fusible) -> None:
-    for modules, fused in zip(found, (_fused_norm, _with_fused_rope, _mlp_in_place), strict=True):
+    for modules, fused in zip(found, (_fused_norm, _with_fused_rope, _mlp_in_place, _linear), strict=True):
         for module in modules:
             module.__class__ = _subclass(type(module), fused)
 
@@ -101,9 +125,11 @@ def _mlp_in_place(forward: types.FunctionType) -> types.FunctionType:
     def mlp(self, x: torch.Tensor) -> torch.Tensor:
         if torch.is_grad_enabled() or _global_forward_hooks or not _has_kernels(x) or not _returns_its_own(self.act_fn):
             return forward(self, x)
-        hidden, up = self.act_fn(self.gate_proj(x)), self.up_proj(x)
-        hidden = hidden.mul_(up) if up.dtype == hidden.dtype else hidden * up
-        del up
+        hidden = _gated(self, x)
+        if hidden is None:
+            hidden, up = self.act_fn(self.gate_proj(x)), self.up_proj(x)
+            hidden = hidden.mul_(up) if up.dtype == hidden.dtype else hidden * up
+            del up
         return self.down_proj(hidden)
 
     return mlp
@@ -112,6 +138,34 @@ def _mlp_in_place(forward: types.FunctionType) -> types.FunctionType:
 def _returns_its_own(act: torch.nn.Module) -> bool:
     """Whether an activation makes a tensor that nobody else holds."""
     return type(act) in compat.activations() and not getattr(act, "inplace", False) and not act._forward_hooks
+
+
+def _linear(forward: types.FunctionType) -> types.FunctionType:
+    from ..kernels import linear
+
+    @functools.wraps(forward)
+    def layer(self, input: torch.Tensor) -> torch.Tensor:
+        out, weight = None, self._parameters.get("weight")
+        if weight is not None and _has_kernels(weight) and _has_kernels(input) and _in_decode_graph.get():
+            out = linear.run(input, weight, self.bias)
+        return forward(self, input) if out is None else out
+
+    return layer
+
+
+def _gated(mlp: torch.nn.Module, x: torch.Tensor) -> torch.Tensor | None:
+    """act_fn(gate_proj(x)) * up_proj(x) of one token in one launch; None where that is not what the modules would compute."""
+    from ..kernels import linear
+
+    layers = mlp.gate_proj, mlp.up_proj
+    if not _in_decode_graph.get() or type(mlp.act_fn) not in compat.silus():
+        return None
+    for layer in layers:
+        if not is_fused(layer) or "forward" in vars(layer) or layer._forward_hooks or layer._forward_pre_hooks:
+            return None
+        if layer.bias is not None or not _has_kernels(layer.weight):
+            return None
+    return linear.run(x, mlp.gate_proj.weight, up=mlp.up_proj.weight)
 
 
 def _with_fused_rope(forward: types.FunctionType) -> types.FunctionType:

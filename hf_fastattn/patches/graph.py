@@ -23,6 +23,7 @@ import torch
 
 from .. import compat
 from ..caches import PreallocatedCache, RollingCache, rolling
+from .fuse import in_decode_graph
 
 CACHES = (PreallocatedCache, RollingCache)  # those whose counts are on the device
 MAX_GRAPHS = 16  # per patched model; the least recently used one goes first
@@ -281,7 +282,8 @@ class Entry:
                 if self.takes_mask and "attention_mask" not in static:
                     # Made in the graph from the device's count. Some models count tokens on the host if they get no mask.
                     inputs["attention_mask"] = compat.decode_mask(model, {**inputs, "attention_mask": None})
-                outputs = model(**inputs)
+                with in_decode_graph():
+                    outputs = model(**inputs)
             storage.step()
             return outputs
 

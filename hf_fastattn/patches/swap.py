@@ -56,8 +56,9 @@ def patch(
     target: a model, a text-generation pipeline or a PEFT model. cache: "static" keeps everything, in preallocated buffers;
     "rolling" what "streaming" sees, in constant memory; "auto" is the one that fits the backend; None leaves the choice to
     Transformers. graph=False runs every step uncaptured. fuse=False leaves what surrounds attention as it is: RMSNorm in six
-    launches and the rotation of queries and keys in ten, which otherwise are one each, and the MLP's product in a tensor of its
-    own, which otherwise is made in place; on GPUs, with the same roundings.
+    launches and the rotation of queries and keys in ten, which otherwise are one each; the MLP's product in a tensor of its own,
+    which otherwise is made in place; and linear layers to cuBLAS, which otherwise run a kernel of ours in decode graphs of one
+    row in 16 bits. On GPUs, with the same roundings.
 
     window, sinks: for "streaming", the last and the first tokens that every query sees (sinks: 4 where None). clamp_positions:
     for models with learned positions (OPT), gives every token beyond the last position that one, an approximation.
@@ -236,12 +237,15 @@ class Patch:
             self.changes.append(Change("decode step", 1, "launched from Python", "one CUDA graph"))
 
     def _fuse(self, found: fusion.Fusible) -> None:
+        if not self.graph:  # linear layers change in decode graphs alone
+            found = found._replace(linears=[])
         self._fused = [weakref.ref(module) for modules in found for module in modules]
         fusion.fuse(found)
         for what, modules, before, after in (
             ("RMSNorm", found.norms, "six launches", "one"),
             ("rotation of queries and keys", found.layers, "ten launches", "one"),
             ("product in the MLP", found.mlps, "a third tensor", "in place"),
+            ("linear layers on one row in a decode graph", found.linears, "cuBLAS", "one launch of ours"),
         ):
             if modules:
                 self.changes.append(Change(what, len(modules), before, after))
