@@ -1,10 +1,10 @@
-"""Linear layers on one token: a weight read once, at the speed of memory, in one launch that begins early.
+"""Linear layers on few tokens: a weight read once, at the speed of memory, in one launch that begins early.
 
     y = x W^T + b,   or for a gated MLP in one launch   y = silu(x W^T) * (x U^T)
 
-A decode step of one row is little else: every weight of the model meets a single token. Libraries run it as a matrix product made
-for tiles of tokens, some of them in two launches. Here a program takes few rows of W, and loads the first of them while the kernel
-ahead, which makes x, still runs.
+A decode step of few rows is little else: every weight meets a token of each row. Libraries run it as a matrix product made for
+many tokens, often in two launches. Here a program takes few rows of W. For a single token it sums products, with its first weights
+loaded while the kernel ahead, which makes x, still runs; for up to MAX_TOKENS it is a dot of as many rows.
 
 Sums are taken in fp32 and rounded where the model's own code rounds: y, and in the gated form both factors and the activation.
 
@@ -22,21 +22,27 @@ from . import launch
 from .overlap import early, let_next_begin, wait_for_inputs
 
 DTYPES = (torch.float16, torch.bfloat16)
-MAX_BLOCK = 2048  # elements of a row that a program loads at once
+MAX_TOKENS = 16  # as many rows as a dot has
+MAX_BLOCK = 2048  # elements of a weight's row that a program loads at once
+TILE = 8192  # weights that a program of several tokens loads at once
+
+
+@triton.jit
+def _load_once(pointers, mask):
+    """Weights need not stay in L2: a step reads each of them once."""
+    return tl.load(pointers, mask=mask, other=0.0, eviction_policy="evict_first")
 
 
 @triton.jit(do_not_specialize=["out_features"])
 def linear_kernel(
     X,
     Weight,
-    Up,
     Bias,
     Out,
     out_features,
     SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    GATED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -44,50 +50,117 @@ def linear_kernel(
     row = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     offs = tl.arange(0, BLOCK_K)
     live = row < out_features
-    at = row[:, None] * SIZE + offs[None, :]
-    # Ahead of the wait: nothing in a decode step writes weights. They are read once, and need not stay in L2.
-    mask = live[:, None] & (offs < SIZE)[None, :]
-    w = tl.load(Weight + at, mask=mask, other=0.0, eviction_policy="evict_first")
-    if GATED:
-        u = tl.load(Up + at, mask=mask, other=0.0, eviction_policy="evict_first")
+    weights = Weight + row[:, None] * SIZE + offs[None, :]
+    # Ahead of the wait: nothing in a decode step writes weights.
+    w = _load_once(weights, live[:, None] & (offs < SIZE)[None, :])
     wait_for_inputs(EARLY)
     let_next_begin(EARLY)
-    x = tl.load(X + offs, mask=offs < SIZE, other=0.0).to(tl.float32)[None, :]
-    acc = w.to(tl.float32) * x
-    if GATED:
-        up_acc = u.to(tl.float32) * x
+    x = tl.load(X + offs, mask=offs < SIZE, other=0.0)
+    acc = w.to(tl.float32) * x.to(tl.float32)[None, :]
     for k in range(BLOCK_K, SIZE, BLOCK_K):
-        mask = live[:, None] & (k + offs < SIZE)[None, :]
-        w = tl.load(Weight + at + k, mask=mask, other=0.0, eviction_policy="evict_first")
-        x = tl.load(X + k + offs, mask=k + offs < SIZE, other=0.0).to(tl.float32)[None, :]
-        acc += w.to(tl.float32) * x
-        if GATED:
-            u = tl.load(Up + at + k, mask=mask, other=0.0, eviction_policy="evict_first")
-            up_acc += u.to(tl.float32) * x
-    dtype = Out.dtype.element_ty
+        inside = k + offs < SIZE
+        w = _load_once(weights + k, live[:, None] & inside[None, :])
+        x = tl.load(X + k + offs, mask=inside, other=0.0)
+        acc += w.to(tl.float32) * x.to(tl.float32)[None, :]
     y = tl.sum(acc, 1)
     if HAS_BIAS:
         y += tl.load(Bias + row, mask=live, other=0.0).to(tl.float32)
-    y = y.to(dtype)
+    tl.store(Out + row, y.to(Out.dtype.element_ty), mask=live)
+
+
+@triton.jit(do_not_specialize=["out_features"])
+def gated_linear_kernel(
+    X,
+    Gate,
+    Up,
+    Out,
+    out_features,
+    SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """The same for two weights, whose next blocks are loaded while one is worked on."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs = tl.arange(0, BLOCK_K)
+    live = row < out_features
+    gates = Gate + row[:, None] * SIZE + offs[None, :]
+    ups = Up + row[:, None] * SIZE + offs[None, :]
+    mask = live[:, None] & (offs < SIZE)[None, :]
+    next_g, next_u = _load_once(gates, mask), _load_once(ups, mask)
+    wait_for_inputs(EARLY)
+    let_next_begin(EARLY)
+    acc_g, acc_u = tl.zeros([BLOCK_N, BLOCK_K], tl.float32), tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    for k in range(0, SIZE, BLOCK_K):
+        g, u = next_g, next_u
+        mask = live[:, None] & (k + BLOCK_K + offs < SIZE)[None, :]
+        next_g, next_u = _load_once(gates + k + BLOCK_K, mask), _load_once(ups + k + BLOCK_K, mask)
+        x = tl.load(X + k + offs, mask=k + offs < SIZE, other=0.0).to(tl.float32)[None, :]
+        acc_g += g.to(tl.float32) * x
+        acc_u += u.to(tl.float32) * x
+    gate, up = tl.sum(acc_g, 1).to(Out.dtype.element_ty), tl.sum(acc_u, 1).to(Out.dtype.element_ty)
+    tl.store(Out + row, _silu(gate) * up, mask=live)
+
+
+@triton.jit
+def _silu(x):
+    wide = x.to(tl.float32)
+    return (wide / (1.0 + tl.exp(-wide))).to(x.dtype)
+
+
+@triton.jit(do_not_specialize=["tokens", "out_features"])
+def linear_tokens_kernel(
+    X,
+    Weight,
+    Extra,
+    Out,
+    tokens,
+    out_features,
+    SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GATED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """BLOCK_N elements of the output a program, of all tokens. Extra is the bias, or where GATED the weight beside the gate's."""
+    wait_for_inputs(EARLY)
+    let_next_begin(EARLY)
+    token = tl.arange(0, BLOCK_M)[:, None]
+    row = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    offs = tl.arange(0, BLOCK_K)
+    live = row < out_features
+    acc, up_acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32), tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for k in range(0, SIZE, BLOCK_K):
+        inside = k + offs < SIZE
+        x = tl.load(X + token * SIZE + k + offs[None, :], mask=(token < tokens) & inside[None, :], other=0.0)
+        at, mask = row * SIZE + k + offs[:, None], live & inside[:, None]
+        acc = tl.dot(x, _load_once(Weight + at, mask), acc)
+        if GATED:
+            up_acc = tl.dot(x, _load_once(Extra + at, mask), up_acc)
+    dtype = Out.dtype.element_ty
+    if HAS_BIAS:
+        acc += tl.load(Extra + row, mask=live, other=0.0).to(tl.float32)
+    y = acc.to(dtype)
     if GATED:
-        gate = y.to(tl.float32)
-        y = (gate / (1.0 + tl.exp(-gate))).to(dtype) * tl.sum(up_acc, 1).to(dtype)
-    tl.store(Out + row, y, mask=live)
+        y = _silu(y) * up_acc.to(dtype)
+    tl.store(Out + token.to(tl.int64) * out_features + row, y, mask=(token < tokens) & live)
 
 
 def why_not(
-    x: torch.Tensor, weight: torch.Tensor, up: torch.Tensor | None = None, bias: torch.Tensor | None = None
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, up: torch.Tensor | None = None
 ) -> str | None:
     """Why these inputs need another path, in a sentence, or None."""
-    if weight.dim() != 2 or x.dim() == 0 or x.numel() != x.shape[-1] or x.shape[-1] != weight.shape[1] or weight.numel() == 0:
-        return (
-            f"x is {tuple(x.shape)} and weight {tuple(weight.shape)}; one token of as many elements as a row of weight is taken."
-        )
-    if up is not None and up.shape != weight.shape:
-        return f"weight is {tuple(weight.shape)} and up {tuple(up.shape)}; they must have one shape."
+    if weight.dim() != 2 or weight.numel() == 0 or x.dim() == 0 or x.shape[-1] != weight.shape[1]:
+        return f"x is {tuple(x.shape)} and weight {tuple(weight.shape)}; a token must have as many elements as a row of weight."
+    if not 0 < x.numel() <= MAX_TOKENS * x.shape[-1]:
+        return f"x is {tuple(x.shape)}; 1 to {MAX_TOKENS} tokens are taken."
     if bias is not None and bias.shape != weight.shape[:1]:
         return f"bias is {tuple(bias.shape)}, and weight {tuple(weight.shape)} asks for {weight.shape[0]} elements."
-    for tensor in (x, weight, up, bias):
+    if up is not None and up.shape != weight.shape:
+        return f"gate is {tuple(weight.shape)} and up {tuple(up.shape)}; they must have one shape."
+    for tensor in (x, weight, bias, up):
         if tensor is None:
             continue
         if tensor.dtype != x.dtype or tensor.dtype not in DTYPES:
@@ -101,52 +174,70 @@ def why_not(
     return None
 
 
-def linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, up: torch.Tensor | None = None
-) -> torch.Tensor:
-    """x weight^T + bias; with `up`, silu(x weight^T + bias) * (x up^T). In x's dtype, each factor rounded to it.
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:
+    """x weight^T + bias in x's dtype; None where `why_not` has something to say.
 
-    x: (..., in_features) of one token; weight, up: (out_features, in_features); bias: (out_features,); float16 or bfloat16,
-    contiguous. Returns (..., out_features). Weights must be older than the launch ahead: they are read before it has ended.
-    Raises ValueError for what `why_not` names.
+    x: (..., in_features) of 1 to MAX_TOKENS tokens; weight: (out_features, in_features); bias: (out_features,); float16 or
+    bfloat16, contiguous. Returns (..., out_features). The weight must be older than the launch ahead: it is read before that
+    has ended.
     """
-    out = run(x, weight, bias, up=up)
-    if out is None:
-        raise ValueError(why_not(x, weight, up, bias))
-    return out
+    return _run(x, weight, bias, None)
 
 
-def run(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, up: torch.Tensor | None = None
-) -> torch.Tensor | None:
-    """`linear`, or None where `why_not` has something to say."""
-    start = _prepare((x, weight, up, bias))
+def gated_linear(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor | None:
+    """silu(x gate^T) * (x up^T), both factors and the activation rounded to x's dtype; otherwise as `linear`."""
+    return _run(x, gate, None, up)
+
+
+def _run(x, weight, bias, up) -> torch.Tensor | None:
+    start = _prepare((x, weight, bias, up))
     if start is None:
         return None
     out = x.new_empty(*x.shape[:-1], weight.shape[0])
-    start(x, weight, up, bias, out)
+    start(x, weight, bias if up is None else up, out)
     return out
 
 
 @launch.remember
 def _prepare(tensors) -> launch.Launch | None:
-    x, weight, up, bias = tensors
-    if why_not(x, weight, up, bias):
+    x, weight, bias, up = tensors
+    if why_not(x, weight, bias, up):
         return None
+    return (_one_token if x.numel() == x.shape[-1] else _few_tokens)(x, weight, bias, up)
+
+
+def _one_token(x, weight, bias, up) -> launch.Launch:
     rows, size = weight.shape
     block_k = min(MAX_BLOCK, max(16, triton.next_power_of_2(size)))
-    # Long rows in twos leave too few bytes in flight to a thread once the first of them are there.
-    long = size > 2 * MAX_BLOCK and up is None
-    block_n = max(4 if long else 2, 1024 // block_k)
+    block_n = max(4, 4096 // block_k)
+    # Over long rows half as many warps: more programs fit, and hide one another's beginning and end.
+    warps = block_n * block_k // (2048 if size > 2 * MAX_BLOCK else 1024)
+    kernel, own = linear_kernel, {"HAS_BIAS": bias is not None}
+    if up is not None:
+        block_n = max(2, 2048 // block_k)
+        warps = block_n * block_k // 512
+        kernel, own = gated_linear_kernel, {}
+    own |= {"SIZE": size, "BLOCK_N": block_n, "BLOCK_K": block_k, **early(x.device)}
+    return launch.Launch(kernel, (triton.cdiv(rows, block_n),), **own, out_features=rows, num_warps=warps)
+
+
+def _few_tokens(x, weight, bias, up) -> launch.Launch:
+    rows, size = weight.shape
+    gated, block_n = up is not None, 32
+    while block_n > (16 if gated else 8) and 4 * rows < 3 * block_n * launch.num_sms(x.device):
+        block_n //= 2  # a program for most SMs
     return launch.Launch(
-        linear_kernel,
+        linear_tokens_kernel,
         (triton.cdiv(rows, block_n),),
+        tokens=x.numel() // size,
         out_features=rows,
         SIZE=size,
+        BLOCK_M=MAX_TOKENS,
         BLOCK_N=block_n,
-        BLOCK_K=block_k,
-        GATED=up is not None,
+        BLOCK_K=min(TILE // block_n, max(16, triton.next_power_of_2(size))),
+        GATED=gated,
         HAS_BIAS=bias is not None,
         **early(x.device),
-        num_warps=4 if long else max(2, block_n * block_k // 512),
+        num_warps=4,
+        num_stages=3 if gated or block_n < 32 else 5,  # 64 to 96 KB in flight
     )

@@ -1,6 +1,6 @@
 """What surrounds attention, on one model's modules: RMSNorm in one launch, the rotation of queries and keys in one; the MLP's
 product in place: two tensors of the MLP's width at once instead of three, which are the most that a long prompt needs at a time;
-and in a decode graph of one row, linear layers by `kernels.linear`, with a whole gate in one launch.
+and in a decode graph of few rows, linear layers by `kernels.linear`, with a whole gate in one launch.
 
 All compute what the model's own code computes, with the same roundings, and stand in for nothing else: a norm or an MLP qualifies
 if its class has LlamaRMSNorm's or LlamaMLP's forward(), instruction for instruction, an attention layer if the
@@ -42,7 +42,7 @@ class Fusible(NamedTuple):
 
 @contextmanager
 def in_decode_graph() -> Iterator[None]:
-    """Inside, fused linear layers run one token's kernel: a step's launches are known there, and none of them writes weights."""
+    """Inside, fused linear layers run `kernels.linear`: a step's launches are known there, and none of them writes weights."""
     token = _in_decode_graph.set(True)
     try:
         yield
@@ -147,14 +147,14 @@ def _linear(forward: types.FunctionType) -> types.FunctionType:
     def layer(self, input: torch.Tensor) -> torch.Tensor:
         out, weight = None, self._parameters.get("weight")
         if weight is not None and _has_kernels(weight) and _has_kernels(input) and _in_decode_graph.get():
-            out = linear.run(input, weight, self.bias)
+            out = linear.linear(input, weight, self.bias)
         return forward(self, input) if out is None else out
 
     return layer
 
 
 def _gated(mlp: torch.nn.Module, x: torch.Tensor) -> torch.Tensor | None:
-    """act_fn(gate_proj(x)) * up_proj(x) of one token in one launch; None where that is not what the modules would compute."""
+    """act_fn(gate_proj(x)) * up_proj(x) of few tokens in one launch; None where that is not what the modules would compute."""
     from ..kernels import linear
 
     layers = mlp.gate_proj, mlp.up_proj
@@ -165,7 +165,7 @@ def _gated(mlp: torch.nn.Module, x: torch.Tensor) -> torch.Tensor | None:
             return None
         if layer.bias is not None or not _has_kernels(layer.weight):
             return None
-    return linear.run(x, mlp.gate_proj.weight, up=mlp.up_proj.weight)
+    return linear.gated_linear(x, mlp.gate_proj.weight, mlp.up_proj.weight)
 
 
 def _with_fused_rope(forward: types.FunctionType) -> types.FunctionType:
