@@ -1,10 +1,10 @@
-"""Linear layers on few tokens: a weight read once, at the speed of memory, in one launch that begins early.
+"""Linear layers on one token: a weight read once, at the speed of memory, in one launch that begins early.
 
     y = x W^T + b,   or for a gated MLP in one launch   y = silu(x W^T) * (x U^T)
 
-A decode step of few rows is little else: every weight meets a token of each row. Libraries run it as a matrix product made for
-many tokens, often in two launches. Here a program takes few rows of W. For a single token it sums products, with its first weights
-loaded while the kernel ahead, which makes x, still runs; for up to MAX_TOKENS it is a dot of as many rows.
+A decode step of one row is little else: every weight meets a single token. Libraries run it as a matrix product made for many
+tokens, often in two launches. Here a program takes few rows of W, and loads the first of them while the kernel ahead, which makes
+x, still runs.
 
 Sums are taken in fp32 and rounded where the model's own code rounds: y, and in the gated form both factors and the activation.
 
@@ -22,9 +22,7 @@ from . import launch
 from .overlap import early, let_next_begin, wait_for_inputs
 
 DTYPES = (torch.float16, torch.bfloat16)
-MAX_TOKENS = 16  # as many rows as a dot has
 MAX_BLOCK = 2048  # elements of a weight's row that a program loads at once
-TILE = 8192  # weights that a program of several tokens loads at once
 
 
 @triton.jit
@@ -98,64 +96,17 @@ def gated_linear_kernel(
         x = tl.load(X + k + offs, mask=k + offs < SIZE, other=0.0).to(tl.float32)[None, :]
         acc_g += g.to(tl.float32) * x
         acc_u += u.to(tl.float32) * x
-    gate, up = tl.sum(acc_g, 1).to(Out.dtype.element_ty), tl.sum(acc_u, 1).to(Out.dtype.element_ty)
-    tl.store(Out + row, _silu(gate) * up, mask=live)
-
-
-@triton.jit
-def _silu(x):
-    wide = x.to(tl.float32)
-    return (wide / (1.0 + tl.exp(-wide))).to(x.dtype)
-
-
-@triton.jit(do_not_specialize=["tokens", "out_features"])
-def linear_tokens_kernel(
-    X,
-    Weight,
-    Extra,
-    Out,
-    tokens,
-    out_features,
-    SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GATED: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    """BLOCK_N elements of the output a program, of all tokens. Extra is the bias, or where GATED the weight beside the gate's."""
-    wait_for_inputs(EARLY)
-    let_next_begin(EARLY)
-    token = tl.arange(0, BLOCK_M)[:, None]
-    row = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-    offs = tl.arange(0, BLOCK_K)
-    live = row < out_features
-    acc, up_acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32), tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for k in range(0, SIZE, BLOCK_K):
-        inside = k + offs < SIZE
-        x = tl.load(X + token * SIZE + k + offs[None, :], mask=(token < tokens) & inside[None, :], other=0.0)
-        at, mask = row * SIZE + k + offs[:, None], live & inside[:, None]
-        acc = tl.dot(x, _load_once(Weight + at, mask), acc)
-        if GATED:
-            up_acc = tl.dot(x, _load_once(Extra + at, mask), up_acc)
     dtype = Out.dtype.element_ty
-    if HAS_BIAS:
-        acc += tl.load(Extra + row, mask=live, other=0.0).to(tl.float32)
-    y = acc.to(dtype)
-    if GATED:
-        y = _silu(y) * up_acc.to(dtype)
-    tl.store(Out + token.to(tl.int64) * out_features + row, y, mask=(token < tokens) & live)
+    gate, up = tl.sum(acc_g, 1).to(dtype).to(tl.float32), tl.sum(acc_u, 1).to(dtype)
+    tl.store(Out + row, (gate / (1.0 + tl.exp(-gate))).to(dtype) * up, mask=live)
 
 
 def why_not(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, up: torch.Tensor | None = None
 ) -> str | None:
     """Why these inputs need another path, in a sentence, or None."""
-    if weight.dim() != 2 or weight.numel() == 0 or x.dim() == 0 or x.shape[-1] != weight.shape[1]:
-        return f"x is {tuple(x.shape)} and weight {tuple(weight.shape)}; a token must have as many elements as a row of weight."
-    if not 0 < x.numel() <= MAX_TOKENS * x.shape[-1]:
-        return f"x is {tuple(x.shape)}; 1 to {MAX_TOKENS} tokens are taken."
+    if weight.dim() != 2 or weight.numel() == 0 or x.dim() == 0 or not x.numel() == x.shape[-1] == weight.shape[1]:
+        return f"x is {tuple(x.shape)} and weight {tuple(weight.shape)}; one token, as long as a row of weight, is taken."
     if bias is not None and bias.shape != weight.shape[:1]:
         return f"bias is {tuple(bias.shape)}, and weight {tuple(weight.shape)} asks for {weight.shape[0]} elements."
     if up is not None and up.shape != weight.shape:
@@ -177,9 +128,8 @@ def why_not(
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:
     """x weight^T + bias in x's dtype; None where `why_not` has something to say.
 
-    x: (..., in_features) of 1 to MAX_TOKENS tokens; weight: (out_features, in_features); bias: (out_features,); float16 or
-    bfloat16, contiguous. Returns (..., out_features). The weight must be older than the launch ahead: it is read before that
-    has ended.
+    x: (..., in_features) of one token; weight: (out_features, in_features); bias: (out_features,); float16 or bfloat16,
+    contiguous. Returns (..., out_features). The weight must be older than the launch ahead: it is read before that has ended.
     """
     return _run(x, weight, bias, None)
 
@@ -203,41 +153,16 @@ def _prepare(tensors) -> launch.Launch | None:
     x, weight, bias, up = tensors
     if why_not(x, weight, bias, up):
         return None
-    return (_one_token if x.numel() == x.shape[-1] else _few_tokens)(x, weight, bias, up)
-
-
-def _one_token(x, weight, bias, up) -> launch.Launch:
     rows, size = weight.shape
     block_k = min(MAX_BLOCK, max(16, triton.next_power_of_2(size)))
-    block_n = max(4, 4096 // block_k)
-    # Over long rows half as many warps: more programs fit, and hide one another's beginning and end.
-    warps = block_n * block_k // (2048 if size > 2 * MAX_BLOCK else 1024)
-    kernel, own = linear_kernel, {"HAS_BIAS": bias is not None}
-    if up is not None:
+    if up is None:
+        kernel, own = linear_kernel, {"HAS_BIAS": bias is not None}
+        block_n = max(4, 4096 // block_k)
+        # Over long rows half as many warps: more programs fit, and hide one another's beginning and end.
+        warps = block_n * block_k // (2048 if size > 2 * MAX_BLOCK else 1024)
+    else:
+        kernel, own = gated_linear_kernel, {}
         block_n = max(2, 2048 // block_k)
         warps = block_n * block_k // 512
-        kernel, own = gated_linear_kernel, {}
     own |= {"SIZE": size, "BLOCK_N": block_n, "BLOCK_K": block_k, **early(x.device)}
     return launch.Launch(kernel, (triton.cdiv(rows, block_n),), **own, out_features=rows, num_warps=warps)
-
-
-def _few_tokens(x, weight, bias, up) -> launch.Launch:
-    rows, size = weight.shape
-    gated, block_n = up is not None, 32
-    while block_n > (16 if gated else 8) and 4 * rows < 3 * block_n * launch.num_sms(x.device):
-        block_n //= 2  # a program for most SMs
-    return launch.Launch(
-        linear_tokens_kernel,
-        (triton.cdiv(rows, block_n),),
-        tokens=x.numel() // size,
-        out_features=rows,
-        SIZE=size,
-        BLOCK_M=MAX_TOKENS,
-        BLOCK_N=block_n,
-        BLOCK_K=min(TILE // block_n, max(16, triton.next_power_of_2(size))),
-        GATED=gated,
-        HAS_BIAS=bias is not None,
-        **early(x.device),
-        num_warps=4,
-        num_stages=3 if gated or block_n < 32 else 5,  # 64 to 96 KB in flight
-    )

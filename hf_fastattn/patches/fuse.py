@@ -1,6 +1,6 @@
 """What surrounds attention, on one model's modules: RMSNorm in one launch, the rotation of queries and keys in one; the MLP's
 product in place: two tensors of the MLP's width at once instead of three, which are the most that a long prompt needs at a time;
-and in a decode graph of few rows, linear layers by `kernels.linear`, with a whole gate in one launch.
+and in a decode graph of one row, linear layers by `kernels.linear`, with a whole gate in one launch.
 
 All compute what the model's own code computes, with the same roundings, and stand in for nothing else: a norm or an MLP qualifies
 if its class has LlamaRMSNorm's or LlamaMLP's forward(), instruction for instruction, an attention layer if the
@@ -154,7 +154,7 @@ def _linear(forward: types.FunctionType) -> types.FunctionType:
 
 
 def _gated(mlp: torch.nn.Module, x: torch.Tensor) -> torch.Tensor | None:
-    """act_fn(gate_proj(x)) * up_proj(x) of few tokens in one launch; None where that is not what the modules would compute."""
+    """act_fn(gate_proj(x)) * up_proj(x) of one token in one launch; None where that is not what the modules would compute."""
     from ..kernels import linear
 
     layers = mlp.gate_proj, mlp.up_proj

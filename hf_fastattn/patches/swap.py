@@ -57,8 +57,8 @@ def patch(
     "rolling" what "streaming" sees, in constant memory; "auto" is the one that fits the backend; None leaves the choice to
     Transformers. graph=False runs every step uncaptured. fuse=False leaves what surrounds attention as it is: RMSNorm in six
     launches and the rotation of queries and keys in ten, which otherwise are one each; the MLP's product in a tensor of its own,
-    which otherwise is made in place; and linear layers to cuBLAS, which otherwise run a kernel of ours in decode graphs of few
-    rows in 16 bits. On GPUs, with the same roundings.
+    which otherwise is made in place; and linear layers to cuBLAS, which otherwise run a kernel of ours in decode graphs of one
+    row in 16 bits. On GPUs, with the same roundings.
 
     window, sinks: for "streaming", the last and the first tokens that every query sees (sinks: 4 where None). clamp_positions:
     for models with learned positions (OPT), gives every token beyond the last position that one, an approximation.
@@ -245,7 +245,7 @@ class Patch:
             ("RMSNorm", found.norms, "six launches", "one"),
             ("rotation of queries and keys", found.layers, "ten launches", "one"),
             ("product in the MLP", found.mlps, "a third tensor", "in place"),
-            ("linear layers, in decode graphs of few rows", found.linears, "cuBLAS", "one launch of ours"),
+            ("linear layers, in decode graphs of one row", found.linears, "cuBLAS", "one launch of ours"),
         ):
             if modules:
                 self.changes.append(Change(what, len(modules), before, after))
