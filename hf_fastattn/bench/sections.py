@@ -96,8 +96,8 @@ def generate(result: dict) -> str:
     if planned:
         took = " to ".join(dict.fromkeys((f"{min(planned):.0f}", f"{max(planned):.0f}")))
         notes.append(
-            f"In the first repeat `sdpa` took {took} ms a token, which its medians leave out: cuDNN, torch's choice here, plans each "
-            "length of K/V when it first meets it."
+            f"In the first repeat `sdpa` took {took} ms a token, which its medians leave out: cuDNN, torch's choice here, plans "
+            "each length of K/V when it first meets it."
         )
     step = result.get("step") or {}
     if kernels := step.get("kernels"):
