@@ -10,6 +10,7 @@ from models import prompts, tiny
 
 import hf_fastattn
 from hf_fastattn.kernels import INTERPRETED, launch
+from hf_fastattn.patches import fuse
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1: what is launched is what would be compiled")
 
@@ -61,3 +62,12 @@ def test_padding_adds_one_variant_of_each(variants):
     kinds = Counter(name for name, *_ in variants)
     attention = dict.fromkeys(("lean_kernel", "lean_merge_kernel", "prefill_kernel"), 2)
     assert kinds == attention | {"rms_norm_kernel": 1, "rope_kernel": 1}
+
+
+def test_linear_layers_compile_once_for_each_length_of_a_weights_rows(variants):
+    model = tiny("llama").half()  # rows of 64, and of 96 behind the gate
+    with hf_fastattn.patch(model, "lean"), torch.no_grad(), fuse.in_decode_graph():
+        for token in (3, 4):
+            model(torch.tensor([[token]]))
+    kinds = Counter(name for name, *_ in variants)
+    assert (kinds["linear_kernel"], kinds["gated_linear_kernel"]) == (2, 1)
