@@ -48,11 +48,12 @@ def test_captured_tokens_equal_uncaptured_and_eager(name, padding):
         assert patch.captures == 1 and patch.replays == 3 * (NEW - 1) - 1, patch
 
 
+@pytest.mark.parametrize("rows", [1, 3])  # one: its linear layers are ours
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("backend", ["lean", "split_kv", "fa2"])
-def test_every_backend_is_captured(llama, backend, dtype):
+def test_every_backend_is_captured(llama, backend, dtype, rows):
     llama.to(dtype)
-    inputs = prompts("left_padding", "cuda")
+    inputs = prompts("left_padding", "cuda", rows=rows)
     llama.set_attn_implementation(backend)
     expected = generate(llama, inputs, output_scores=True, return_dict_in_generate=True)
     with hf_fastattn.patch(llama, backend) as patch:
