@@ -204,6 +204,7 @@ def test_shared_memory_and_registers(name, arch, shape, tmp_path):
 
 
 WAIT = re.compile(r"griddepcontrol[._]wait|grid_dependency_wait")
+LET = re.compile(r"griddepcontrol[._]launch_dependents|grid_dependency_launch_dependents")
 TOUCH = re.compile(r"\b(tt\.(load|store)|ttg\.async_copy_global_to_local)\b")
 
 
@@ -230,6 +231,8 @@ def test_launches_begin_early_from_hopper_on_and_wait_before_they_touch_memory(s
             assert bool(waits) == (arch == 90 and kernel != "lean_kernel"), kernel  # which does not begin early
             assert not waits or waits.start() < touches.start(), f"{kernel} touches memory before it waits"
             assert binary.begins_early == bool(waits), f"{kernel} is launched early and does not wait, or waits for nothing"
+            lets = LET.search(code)
+            assert not (waits and lets) or waits.start() < lets.start(), f"{kernel} lets the next begin before it waits"
             if kernel == "split_kv_kernel" and waits and shape.sinks:
                 assert 3 * 4 * 32 * binary.registers <= 65536, "no room for one more program"
 
@@ -271,7 +274,8 @@ def test_small_kernels_begin_early_from_hopper_on_and_wait_first(name, arch, mon
     (kernel,) = compiled.values()
     waits, touches = WAIT.search(kernel.asm["ttgir"]), TOUCH.search(kernel.asm["ttgir"])
     assert bool(waits) == kernel.metadata.launch_pdl == (arch == 90)
-    assert not waits or waits.start() < touches.start()
+    lets = LET.search(kernel.asm["ttgir"])
+    assert not waits or waits.start() < min(touches.start(), lets.start())
     assert name != "rope" or not kernel.metadata.enable_fp_fusion  # products are rounded before they are added
 
 
@@ -289,6 +293,7 @@ def test_linear_layers_load_weights_ahead_of_the_wait_and_nothing_else(size, kin
     wait = WAIT.search(binary.ttgir)
     assert bool(wait) == binary.begins_early == (arch == 90)
     if wait:
+        assert wait.start() < LET.search(binary.ttgir).start()
         ahead = [line for line in binary.ttgir[: wait.start()].splitlines() if TOUCH.search(line)]
         assert len(ahead) == (2 if gated else 1)
         assert all(re.search(r"tt\.load.*tensor<\d+x\d+x", line) for line in ahead)  # of X and Bias it is one row

@@ -4,6 +4,7 @@ import copy
 import gc
 import importlib
 import itertools
+import pickle
 import re
 import weakref
 
@@ -103,7 +104,7 @@ def test_rotation_refuses_in_sentences():
 
 
 @runs_kernels
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", ["plain", "bias", "gated"])
 @pytest.mark.parametrize("rows, size", [(5, 16), (96, 64), (33, 100), (40, 1024), (7, 2049), (6, 5000)])
 def test_a_linear_layers_error_is_that_of_torchs_own(rows, size, kind, dtype):
@@ -249,44 +250,98 @@ def test_in_a_decode_graph_one_token_runs_our_linear_layers(family, each, linear
     torch.testing.assert_close(during, before[1], atol=2e-3, rtol=1e-2)
 
 
+class Wrapped(torch.Tensor):
+    """A tensor with a behaviour of its own, as quantised and distributed ones are."""
+
+
 @torch.no_grad()
 def test_a_linear_layer_that_someone_changed_is_left_alone(linear_calls, monkeypatch):
-    """Weights made for each call, other classes' code, wrapped weights; and calls of a gate that someone would miss."""
+    """Weights made for each call, other classes' code, wrapped tensors, autocast."""
     monkeypatch.setattr(fuse, "INTERPRETED", True)
     model = tiny("llama").to(DEVICE, torch.float16)
     first, second = (layer.mlp for layer in model.model.layers[:2])
     torch.nn.utils.parametrize.register_parametrization(first.down_proj, "weight", torch.nn.Identity())
-    first.up_proj = type("Other", (torch.nn.Linear,), {"forward": lambda self, x: x})(64, 96)
+    first.up_proj = type("Other", (torch.nn.Linear,), {"forward": lambda self, x: x})(64, 96).half()
     found = fuse.find(model).linears
     assert second.down_proj in found and second.up_proj in found
     assert first.down_proj not in found and first.up_proj not in found
-    linear = torch.nn.Linear(8, 8, dtype=torch.float16)
-    fuse.fuse(fuse.Fusible([], [], [], [linear]))
-    linear.weight = torch.nn.Parameter(linear.weight.detach().as_subclass(type("Wrapped", (torch.Tensor,), {})))
+
+    def changed(change, x=None):
+        layer = torch.nn.Linear(8, 8, dtype=torch.float16, device=DEVICE)
+        fuse.fuse(fuse.Fusible([], [], [], [layer]))
+        change(layer)
+        layer(torch.ones(1, 8, dtype=torch.float16, device=DEVICE) if x is None else x)
+
+    def make_the_weight_an_attribute(layer):
+        weight = layer.weight.detach()
+        del layer.weight
+        layer.weight = weight * 2
+
+    wrap = lambda tensor: torch.nn.Parameter(tensor.detach().as_subclass(Wrapped))  # noqa: E731
     with fuse.in_decode_graph():
-        linear(torch.ones(1, 8, dtype=torch.float16))
+        changed(lambda layer: setattr(layer, "weight", wrap(layer.weight)))
+        changed(lambda layer: setattr(layer, "bias", wrap(layer.bias)))
+        changed(lambda layer: None, torch.ones(1, 8, dtype=torch.float16, device=DEVICE).as_subclass(Wrapped))
+        changed(make_the_weight_an_attribute)
+        with torch.autocast(DEVICE, torch.bfloat16):
+            changed(lambda layer: None)
     assert not linear_calls
 
 
 @runs_kernels
 @torch.no_grad()
-def test_hooks_of_a_gate_see_its_calls(linear_calls):
+def test_a_gate_that_someone_changed_is_left_alone(linear_calls):
+    """Hooks and forward() of an instance, biases, weights made for each call, layers of other classes."""
     model = tiny("llama").to(DEVICE, torch.float16)
-    fuse.fuse(fuse.find(model))
-    mlp, x = model.model.layers[0].mlp, torch.randn(1, 1, 64, device=DEVICE, dtype=torch.float16)
-    seen = []
+    stock, fused = model.model.layers[0].mlp, copy.deepcopy(model.model.layers[0].mlp)
+    fuse.fuse(fuse.find(fused))
+    x = torch.randn(1, 1, 64, device=DEVICE, dtype=torch.float16)
+
+    def relu(act):
+        act.forward = torch.relu
+
+    def bias(layer):
+        layer.bias = torch.nn.Parameter(torch.ones(96, device=DEVICE, dtype=torch.float16))
+
+    def own_forward(layer):
+        layer.forward = lambda x: torch.nn.functional.linear(x, 2 * layer.weight)
+
+    def attribute(layer):
+        weight = layer.weight.detach()
+        del layer.weight
+        layer.weight = weight * 2
+
+    def other_class(layer):
+        fuse.restore([layer])
+        layer.__class__ = type("Twice", (torch.nn.Linear,), {"forward": lambda self, x: 2 * torch.nn.Linear.forward(self, x)})
+
+    def pre_hook(module):
+        module.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+
+    def hook(module):
+        module.register_forward_hook(lambda module, args, out: out * 2)
+
+    layers = [(name, change) for name in ("gate_proj", "up_proj") for change in (bias, own_forward, attribute, other_class)]
+    hooks = [(name, change) for name in ("gate_proj", "up_proj", "act_fn") for change in (hook, pre_hook)]
     with fuse.in_decode_graph():
-        for layer in (mlp.gate_proj, mlp.up_proj, mlp.act_fn):
-            handle = layer.register_forward_hook(lambda module, args, out: seen.append(module))
-            mlp(x)
-            handle.remove()
-            assert seen.pop() is layer and not any(linear_calls)
-        mlp.up_proj.forward = lambda x, own=mlp.up_proj.forward: own(x)
-        mlp(x)
-        assert not any(linear_calls)
-        del mlp.up_proj.forward
-        mlp(x)
-    assert any(linear_calls)
+        torch.testing.assert_close(fused(x), stock(x), atol=1e-3, rtol=1e-2)
+        assert linear_calls == [True, False]  # the gate, and what comes behind it
+        for name, change in [("act_fn", relu), *layers, *hooks]:
+            theirs, ours = copy.deepcopy(stock), copy.deepcopy(fused)
+            change(getattr(theirs, name)), change(getattr(ours, name))
+            linear_calls.clear()
+            torch.testing.assert_close(ours(x), theirs(x), atol=1e-3, rtol=1e-2)
+            assert not any(linear_calls), (name, change)
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+def test_fused_layers_are_copied_and_pickled():
+    layer = torch.nn.Linear(4, 4)
+    fuse.fuse(fuse.Fusible([], [], [], [layer]))
+    for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert type(twin) is type(layer) and torch.equal(twin.weight, layer.weight)
+        fuse.restore([twin])
+        assert type(twin) is torch.nn.Linear
 
 
 class Allocated(TorchDispatchMode):

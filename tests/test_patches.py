@@ -29,6 +29,7 @@ from transformers import (
 
 import hf_fastattn
 from hf_fastattn.caches import PreallocatedCache
+from hf_fastattn.patches import fuse
 from hf_fastattn.patches import graph as graphs
 
 NEW = 24
@@ -599,6 +600,31 @@ def test_a_failed_rehearsal_leaves_the_pools_buffers_as_they_were(error, monkeyp
         assert torch.equal(generate(model, plain), expected[1]) and patch.captures == 1
         if error is KeyboardInterrupt:
             assert torch.equal(generate(model, padded), expected[0]) and patch.captures == 2
+
+
+def test_linear_layers_are_told_that_they_are_in_a_graph(monkeypatch):
+    """When they are: not while a prompt is read, and not in what runs uncaptured. Nor are any changed where there is no graph."""
+    fake_graph.use(monkeypatch)
+    model, seen = tiny("llama"), []
+    own = model.lm_head.forward
+    model.lm_head.forward = lambda x: (seen.append(fuse._in_decode_graph.get()), own(x))[1]
+    inputs = prompts("no_padding", "cpu", rows=1)
+    with hf_fastattn.patch(model):
+        model.generate(**inputs, max_new_tokens=8, do_sample=False)
+    assert seen == [False, True, True]  # the prompt, the rehearsal, the capture
+    seen.clear()
+    with hf_fastattn.patch(model, graph=False):
+        model.generate(**inputs, max_new_tokens=4, do_sample=False)
+    assert seen == 4 * [False]
+
+
+def test_linear_layers_are_changed_for_graphs_alone(monkeypatch):
+    monkeypatch.setattr(fuse, "INTERPRETED", True)
+    model = tiny("llama").half()
+    for graph in (True, False):
+        with hf_fastattn.patch(model, graph=graph) as patch:
+            assert fuse.is_fused(model.lm_head) == ("linear layers" in str(patch)) == graph
+        assert not fuse.is_fused(model.lm_head)
 
 
 def test_a_step_that_reads_the_device_is_refused_whichever_way(monkeypatch):

@@ -97,8 +97,9 @@ def gated_linear_kernel(
         acc_g += g.to(tl.float32) * x
         acc_u += u.to(tl.float32) * x
     dtype = Out.dtype.element_ty
-    gate, up = tl.sum(acc_g, 1).to(dtype).to(tl.float32), tl.sum(acc_u, 1).to(dtype)
-    tl.store(Out + row, (gate / (1.0 + tl.exp(-gate))).to(dtype) * up, mask=live)
+    gate, up = tl.sum(acc_g, 1).to(dtype).to(tl.float32), tl.sum(acc_u, 1).to(dtype).to(tl.float32)
+    act = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    tl.store(Out + row, (act * up).to(dtype), mask=live)
 
 
 def why_not(

@@ -2,8 +2,8 @@
 product in place: two tensors of the MLP's width at once instead of three, which are the most that a long prompt needs at a time;
 and in a decode graph of one row, linear layers by `kernels.linear`, with a whole gate in one launch.
 
-All compute what the model's own code computes, with the same roundings, and stand in for nothing else: a norm or an MLP qualifies
-if its class has LlamaRMSNorm's or LlamaMLP's forward(), instruction for instruction, an attention layer if the
+All compute what the model's own code computes, rounding where it rounds, and stand in for nothing else: a norm or an MLP
+qualifies if its class has LlamaRMSNorm's or LlamaMLP's forward(), instruction for instruction, an attention layer if the
 apply_rotary_pos_emb() that its forward() calls is Llama's, a linear layer if its forward() is torch.nn.Linear's. What they cannot
 take (gradients, mixed dtypes) is left to that code.
 
@@ -21,7 +21,7 @@ from contextvars import ContextVar
 from typing import NamedTuple
 
 import torch
-from torch.nn.modules.module import _global_forward_hooks
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 from .. import compat
 from ..kernels import HAS_TRITON, INTERPRETED
@@ -99,8 +99,17 @@ def restore(modules: list[torch.nn.Module]) -> None:
 @functools.cache
 def _subclass(cls: type[torch.nn.Module], fused) -> type[torch.nn.Module]:
     """`cls`, by the same name, with the forward() that `fused` makes of its own."""
+
+    def reduce(self, protocol):  # a name that two classes share says nothing to a pickle
+        return _new, (cls, fused), *cls.__reduce_ex__(self, protocol)[2:]
+
     members = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, _MARK: True}
-    return type(cls.__name__, (cls,), {**members, "forward": fused(cls.forward)})
+    return type(cls.__name__, (cls,), {**members, "__reduce_ex__": reduce, "forward": fused(cls.forward)})
+
+
+def _new(cls: type[torch.nn.Module], fused) -> torch.nn.Module:
+    made = _subclass(cls, fused)
+    return made.__new__(made)
 
 
 def _has_kernels(tensor: torch.Tensor) -> bool:
@@ -145,27 +154,37 @@ def _linear(forward: types.FunctionType) -> types.FunctionType:
 
     @functools.wraps(forward)
     def layer(self, input: torch.Tensor) -> torch.Tensor:
-        out, weight = None, self._parameters.get("weight")
-        if weight is not None and _has_kernels(weight) and _has_kernels(input) and _in_decode_graph.get():
-            out = linear.linear(input, weight, self.bias)
+        out = None
+        if not torch.compiler.is_compiling() and _runs_our_linear(input, self):
+            out = linear.linear(input, self.weight, self.bias)
         return forward(self, input) if out is None else out
 
     return layer
+
+
+def _runs_our_linear(x: torch.Tensor, *layers: torch.nn.Module) -> bool:
+    """Whether a step of a decode graph may read these layers' weights by a kernel, as far as x's shape allows."""
+    if not _in_decode_graph.get() or torch.is_autocast_enabled(x.device.type) or not _has_kernels(x):
+        return False
+    for layer in layers:
+        weight = layer._parameters.get("weight")  # else it is made for each call, and may not be there before the call
+        if weight is None or not _has_kernels(weight) or not (layer.bias is None or _has_kernels(layer.bias)):
+            return False
+    return True
 
 
 def _gated(mlp: torch.nn.Module, x: torch.Tensor) -> torch.Tensor | None:
     """act_fn(gate_proj(x)) * up_proj(x) of one token in one launch; None where that is not what the modules would compute."""
     from ..kernels import linear
 
-    layers = mlp.gate_proj, mlp.up_proj
-    if not _in_decode_graph.get() or type(mlp.act_fn) not in compat.silus():
+    gate, up, act = mlp.gate_proj, mlp.up_proj, mlp.act_fn
+    if not (is_fused(gate) and is_fused(up)) or type(act) not in compat.silus() or not _runs_our_linear(x, gate, up):
         return None
-    for layer in layers:
-        if not is_fused(layer) or "forward" in vars(layer) or layer._forward_hooks or layer._forward_pre_hooks:
-            return None
-        if layer.bias is not None or not _has_kernels(layer.weight):
-            return None
-    return linear.gated_linear(x, mlp.gate_proj.weight, mlp.up_proj.weight)
+    if gate.bias is not None or up.bias is not None or _global_forward_pre_hooks:
+        return None
+    if any("forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks for module in (gate, up, act)):
+        return None
+    return linear.gated_linear(x, gate.weight, up.weight)
 
 
 def _with_fused_rope(forward: types.FunctionType) -> types.FunctionType:

@@ -58,7 +58,7 @@ def patch(
     Transformers. graph=False runs every step uncaptured. fuse=False leaves what surrounds attention as it is: RMSNorm in six
     launches and the rotation of queries and keys in ten, which otherwise are one each; the MLP's product in a tensor of its own,
     which otherwise is made in place; and linear layers to cuBLAS, which otherwise run a kernel of ours in decode graphs of one
-    row in 16 bits. On GPUs, with the same roundings.
+    row in 16 bits. On GPUs, rounding where the model rounds.
 
     window, sinks: for "streaming", the last and the first tokens that every query sees (sinks: 4 where None). clamp_positions:
     for models with learned positions (OPT), gives every token beyond the last position that one, an approximation.
