@@ -5,7 +5,8 @@ and stand waiting in `wait_for_inputs`. Between two short kernels that hides a m
 
 - A kernel launched with `early(device)` waits in every program, before it touches what another kernel may write or read.
 - It may call `let_next_begin` after that; before it, or without, only a kernel that was not launched early may.
-- So what is older than the launch ahead is there before the wait too, and what comes after a launch comes after all before it.
+- So what is older than the launch ahead is there before the wait too (in a decode graph the weights, which `linear` reads then),
+  and what comes after a launch comes after all before it.
 - Programs go where the most of their kind still fit, and those of the launch ahead still take room. A kernel that is to have one
   or two programs on every multiprocessor keeps to so few registers that these do not decide how many fit (`maxnreg`), or some
   get twice their share and others none.
