@@ -618,6 +618,15 @@ def test_linear_layers_are_told_that_they_are_in_a_graph(monkeypatch):
     assert seen == 4 * [False]
 
 
+def test_the_report_tells_of_attention_changed_since():
+    model = tiny("llama")
+    with hf_fastattn.patch(model, graph=False) as patch:
+        assert "since" not in str(patch)
+        model.set_attn_implementation("sdpa")
+        assert "changed attention since: lean -> sdpa" in str(patch)
+    assert "since" not in str(patch)
+
+
 def test_linear_layers_are_changed_for_graphs_alone(monkeypatch):
     monkeypatch.setattr(fuse, "INTERPRETED", True)
     model = tiny("llama").half()

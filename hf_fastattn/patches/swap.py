@@ -345,8 +345,11 @@ class Patch:
         lines += [f"  {change}" for change in self.changes]
         if self.undone:
             lines[0] += ", undone"
-        elif self.graph and model is not None and (reason := graphs.why_no_graph(model.device)):
-            lines.append(f"  decode graph: off, as {reason}")
+        elif model is not None:
+            if (now := model.config._attn_implementation) != self.backend:
+                lines.append(f"  set_attn_implementation() has changed attention since: {self.backend} -> {now}")
+            if self.graph and (reason := graphs.why_no_graph(model.device)):
+                lines.append(f"  decode graph: off, as {reason}")
         if self.captures or self.uncaptured:
             lines.append(
                 f"  decode steps: {self.replays} replayed, {self.captures} graphs captured, {self.uncaptured} uncaptured"
