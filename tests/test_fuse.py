@@ -254,6 +254,13 @@ class Wrapped(torch.Tensor):
     """A tensor with a behaviour of its own, as quantised and distributed ones are."""
 
 
+def make_the_weight_an_attribute(layer):
+    """Not a parameter any more: as what is made anew for each call."""
+    weight = layer.weight.detach()
+    del layer.weight
+    layer.weight = weight * 2
+
+
 @torch.no_grad()
 def test_a_linear_layer_that_someone_changed_is_left_alone(linear_calls, monkeypatch):
     """Weights made for each call, other classes' code, wrapped tensors, autocast."""
@@ -271,11 +278,6 @@ def test_a_linear_layer_that_someone_changed_is_left_alone(linear_calls, monkeyp
         fuse.fuse(fuse.Fusible([], [], [], [layer]))
         change(layer)
         layer(torch.ones(1, 8, dtype=torch.float16, device=DEVICE) if x is None else x)
-
-    def make_the_weight_an_attribute(layer):
-        weight = layer.weight.detach()
-        del layer.weight
-        layer.weight = weight * 2
 
     wrap = lambda tensor: torch.nn.Parameter(tensor.detach().as_subclass(Wrapped))  # noqa: E731
     with fuse.in_decode_graph():
@@ -306,11 +308,6 @@ def test_a_gate_that_someone_changed_is_left_alone(linear_calls):
     def own_forward(layer):
         layer.forward = lambda x: torch.nn.functional.linear(x, 2 * layer.weight)
 
-    def attribute(layer):
-        weight = layer.weight.detach()
-        del layer.weight
-        layer.weight = weight * 2
-
     def other_class(layer):
         fuse.restore([layer])
         layer.__class__ = type("Twice", (torch.nn.Linear,), {"forward": lambda self, x: 2 * torch.nn.Linear.forward(self, x)})
@@ -321,7 +318,11 @@ def test_a_gate_that_someone_changed_is_left_alone(linear_calls):
     def hook(module):
         module.register_forward_hook(lambda module, args, out: out * 2)
 
-    layers = [(name, change) for name in ("gate_proj", "up_proj") for change in (bias, own_forward, attribute, other_class)]
+    layers = [
+        (name, change)
+        for name in ("gate_proj", "up_proj")
+        for change in (bias, own_forward, make_the_weight_an_attribute, other_class)
+    ]
     hooks = [(name, change) for name in ("gate_proj", "up_proj", "act_fn") for change in (hook, pre_hook)]
     with fuse.in_decode_graph():
         torch.testing.assert_close(fused(x), stock(x), atol=1e-3, rtol=1e-2)
@@ -488,13 +489,9 @@ def test_a_fused_model_is_freed_with_its_last_reference():
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 def test_tensors_without_an_address_run_the_models_own_code(monkeypatch):
     """Such as a DTensor: what has no kernel is told by its type, since it says that it is on the GPU."""
-
-    class Wrapper(torch.Tensor):
-        pass
-
     monkeypatch.setattr(fuse, "INTERPRETED", True)
     assert fuse._has_kernels(torch.ones(2)) and fuse._has_kernels(torch.nn.Parameter(torch.ones(2)))
-    assert not fuse._has_kernels(torch.ones(2).as_subclass(Wrapper))
+    assert not fuse._has_kernels(torch.ones(2).as_subclass(Wrapped))
 
 
 def test_transformers_stays_as_it_is():

@@ -70,8 +70,10 @@ def find(model: torch.nn.Module) -> Fusible:
 
 
 def _is_plain(weight: torch.Tensor | None) -> bool:
-    """Whether this is a weight in 16 bits that is stored as such, and not made anew for each call."""
-    return type(weight) is torch.nn.Parameter and weight.dtype in (torch.float16, torch.bfloat16)
+    """Whether this is a weight that our kernel takes, stored as such and not made anew for each call."""
+    from ..kernels import linear
+
+    return type(weight) is torch.nn.Parameter and weight.dtype in linear.DTYPES
 
 
 def _calls_llamas_rope(forward) -> bool:
