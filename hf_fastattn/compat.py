@@ -53,6 +53,11 @@ def register(name: str, attention, mask) -> None:
     AttentionMaskInterface.register(name, mask)
 
 
+def registered(name: str) -> tuple:
+    """The attention and the mask function that Transformers has under this name now; None for what it has not."""
+    return AttentionInterface().get(name), AttentionMaskInterface().get(name)
+
+
 def mask_pattern(
     mask_function, config, q_length: int, local_size: int | None, use_vmap: bool, causal_skip: bool, bidirectional_skip: bool
 ) -> tuple[bool, int | None] | None:
@@ -157,6 +162,34 @@ def layer_windows(config) -> list[int | None]:
     return [each["sliding_window"] if kind == "sliding_attention" else None for kind, each in zip(types, options, strict=True)]
 
 
+@dataclass(frozen=True)
+class LayerShape:
+    """The attention of one layer: query heads, KV heads, and the width of a key and of a value."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+
+
+def layer_shapes(config) -> tuple[LayerShape, ...]:
+    """Those of each layer of a decoder, as its configuration has them. Raises ValueError for one that has no attention heads."""
+    text = config.get_text_config(decoder=True)
+    layers = list(text.per_layer_config) if getattr(text, "is_heterogeneous", False) else [text] * text.num_hidden_layers
+    return tuple(_layer_shape(layer, type(config).__name__) for layer in layers)
+
+
+def _layer_shape(config, name: str) -> LayerShape:
+    heads = getattr(config, "num_attention_heads", None)
+    if not isinstance(heads, int) or heads < 1:
+        raise ValueError(f"{name} names {heads!r} as its number of attention heads, and attention needs at least one.")
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    value_dim = head_dim
+    if getattr(config, "qk_nope_head_dim", None):  # latent attention
+        head_dim, value_dim = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
+    return LayerShape(heads, getattr(config, "num_key_value_heads", None) or heads, head_dim, value_dim)
+
+
 def overrides_generation(model) -> str | None:
     """The method of generate() that patch() replaces and this model's class has written itself, or None."""
     for name in ("_prepare_cache_for_generation", "_valid_auto_compile_criteria"):
@@ -165,6 +198,13 @@ def overrides_generation(model) -> str | None:
     if type(model).get_compiled_call is not PreTrainedModel.get_compiled_call:
         return "get_compiled_call"
     return None
+
+
+@cache
+def bookkeeping() -> frozenset[str]:
+    """Attributes of a model's instance that generate() reads and no forward() does."""
+    own = {name for name in vars(PreTrainedModel) if name.startswith("_")} | set(vars(GenerationMixin))
+    return frozenset(own | {"generation_config", "all_tied_weights_keys", "get_compiled_call"})
 
 
 def decode_mask(model, inputs: dict):

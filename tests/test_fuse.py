@@ -533,3 +533,31 @@ def test_nothing_is_fused_on_the_cpu():
     with hf_fastattn.patch(model, "lean") as patch:
         assert not any(fuse.is_fused(module) for module in model.modules())
         assert "RMSNorm" not in str(patch)
+
+
+@runs_kernels
+def test_what_someone_replaces_in_a_models_file_is_seen(monkeypatch):
+    from transformers.models.llama import modeling_llama
+
+    model, ids = tiny("llama", device=DEVICE), torch.arange(3, 9, device=DEVICE)[None]
+    real, calls = modeling_llama.ALL_ATTENTION_FUNCTIONS, []
+
+    class Counting:
+        def get_interface(self, *args):
+            calls.append(args)
+            return real.get_interface(*args)
+
+    with torch.no_grad():
+        hf_fastattn.patch(model).undo()
+        with hf_fastattn.patch(model) as patch:
+            assert patch._fused
+            monkeypatch.setattr(modeling_llama, "ALL_ATTENTION_FUNCTIONS", Counting())
+            right = model(ids).logits
+            assert len(calls) == 2
+            turn = modeling_llama.apply_rotary_pos_emb
+            monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda q, k, *rest: turn(-q, k, *rest))
+            assert not torch.allclose(model(ids).logits, right)
+            monkeypatch.undo()
+            torch.testing.assert_close(model(ids).logits, right)
+            monkeypatch.setattr(modeling_llama.LlamaRMSNorm, "forward", lambda self, x: 2 * x)
+            assert not torch.allclose(model(ids).logits, right)

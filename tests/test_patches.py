@@ -354,7 +354,8 @@ def test_adapters(captured):
     "what, match",
     [
         ("hook", "forward hook"),
-        ("training", "training mode"),
+        ("checkpointing", "the cache empty"),
+        ("no_cache", "use_cache=False"),
         ("hidden", "hidden states"),
         ("stock_attention", "attn_implementation is 'sdpa'"),
         ("dynamic_cache", "DynamicCache"),
@@ -366,6 +367,11 @@ def test_what_cannot_be_captured_runs_uncaptured_with_the_reason(captured, llama
     inputs, options, calls = prompts("no_padding", "cpu"), {}, []
     if what == "hidden":
         options = {"output_hidden_states": True, "return_dict_in_generate": True}
+    elif what == "no_cache":
+        options = {"use_cache": False}
+    elif what == "checkpointing":
+        llama.gradient_checkpointing_enable()
+        llama.train()
     expected = generate(llama, inputs, **options)
     with hf_fastattn.patch(llama) as patch:
         if what == "hook":
@@ -778,3 +784,109 @@ def test_caches_of_another_model_or_batch(llama):
             generate(llama, inputs, past_key_values=PreallocatedCache(tiny("llama", num_hidden_layers=3)))
         with pytest.raises(ValueError, match="Passing both"):
             generate(llama, inputs, past_key_values=cache, cache_implementation="static")
+
+
+def phi(**own):
+    """A tiny Phi-3, which drops its cache where the text passes original_max_position_embeddings."""
+    return tiny("phi3", "sdpa", original_max_position_embeddings=40, **own)
+
+
+@pytest.mark.parametrize("length, chunk", [(30, None), (60, None), (60, 25), (36, None)])
+def test_a_cache_that_the_model_drops_is_emptied_and_kept(captured, length, chunk):
+    model, inputs = phi(), prompts("left_padding", "cpu", length=length)
+    options = {"prefill_chunk_size": chunk, "return_dict_in_generate": True}
+    expected = generate(model, inputs, **options).sequences
+    with hf_fastattn.patch(model) as patch:
+        for _ in range(2):
+            found = generate(model, inputs, **options)
+            assert torch.equal(found.sequences, expected)
+            assert isinstance(found.past_key_values, PreallocatedCache)
+            del found  # and with it the cache, which the next call takes
+        assert patch.captures == 1
+    assert "prepare_inputs_for_generation" not in vars(model)
+
+
+def test_new_ids_alone_with_their_positions(captured, llama):
+    def turn(patched):
+        first = generate(llama, {"input_ids": prompts("no_padding", "cpu", rows=1)["input_ids"]}, return_dict_in_generate=True)
+        seen = first.past_key_values.get_seq_length()
+        ids = torch.cat([first.sequences[:, seen:], torch.arange(3, 11)[None]], 1)
+        positions = torch.arange(seen, seen + ids.shape[1])[None]
+        mask = torch.ones(1, seen + ids.shape[1], dtype=torch.long)
+        inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+        return generate(llama, inputs, past_key_values=first.past_key_values)
+
+    expected = turn(False)
+    with hf_fastattn.patch(llama) as patch:
+        assert torch.equal(turn(True), expected) and not patch.reasons
+
+
+@pytest.mark.parametrize("options", [{"disable_compile": True}, {"training": True}], ids=str)
+def test_what_is_about_torch_compile_or_dropout_turns_no_graph_off(captured, llama, options):
+    options = dict(options)
+    llama.train(options.pop("training", False))
+    inputs = prompts("no_padding", "cpu")
+    expected = generate(llama, inputs, **options)
+    with hf_fastattn.patch(llama) as patch:
+        assert torch.equal(generate(llama, inputs, **options), expected)
+        assert (patch.captures, patch.uncaptured, patch.reasons) == (1, 0, [])
+
+
+def test_every_step_that_runs_uncaptured_is_counted(captured, llama):
+    inputs = prompts("no_padding", "cpu")
+    with hf_fastattn.patch(llama) as patch, pytest.warns(match="hidden states"):
+        generate(llama, inputs, output_hidden_states=True, return_dict_in_generate=True)
+        assert patch.uncaptured == NEW - 1
+
+
+PER_LAYER = {
+    "head_dim": 16, "global_head_dim": 32, "sliding_window": 16, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 128, "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("padding", PADDINGS)
+def test_layers_of_different_shapes(captured, padding):
+    model, inputs = tiny("gemma4_text", **PER_LAYER), prompts(padding, "cpu")
+    expected = generate(model, inputs)
+    with hf_fastattn.patch(model) as patch:
+        assert torch.equal(generate(model, inputs), expected) and patch.captures == 1
+    wide = tiny("gemma4_text", **{**PER_LAYER, "global_head_dim": 512})
+    with pytest.raises(ValueError, match="cannot run 'lean': head_dim 512 is above 256"):
+        hf_fastattn.patch(wide)
+
+
+def test_layers_that_are_added_or_given_another_window(captured):
+    model = tiny("qwen2", **FAMILIES["qwen2"][1])
+    inputs = prompts("left_padding", "cpu")
+    with hf_fastattn.patch(model) as patch:
+        generate(model, inputs)
+        model.config.sliding_window = 64
+        model.model.layers[1].self_attn.sliding_window = 64
+        got = generate(model, inputs)
+        twin = tiny("qwen2", **{**FAMILIES["qwen2"][1], "sliding_window": 64})
+        assert torch.equal(got, generate(twin, inputs))
+        for each in (model, twin):
+            layer = copy.deepcopy(each.model.layers[0])
+            layer.self_attn.layer_idx = 2
+            each.model.layers.append(layer)
+            each.config.num_hidden_layers = 3
+            each.config.layer_types = [*each.config.layer_types, each.config.layer_types[0]]
+        assert torch.equal(generate(model, inputs), generate(twin, inputs)) and not patch.reasons
+
+
+def test_what_is_set_on_the_configuration_meanwhile_stays(llama):
+    llama.config.id2label = {0: "zero"}
+    llama.config.note = {"list": [1]}
+    with hf_fastattn.patch(llama, graph=False):
+        llama.config.id2label[0] = "changed"
+        llama.config.rope_parameters["note"] = 1
+        llama.config.note["list"].append(2)
+        llama.config.added = [3]
+        llama.config.use_cache = False
+        del llama.config.pretraining_tp
+    config = llama.config
+    assert config.id2label[0] == "changed" and config.rope_parameters["note"] == 1 and config.note == {"list": [1, 2]}
+    assert config.added == [3] and not config.use_cache and config._attn_implementation == "sdpa"
+    assert "pretraining_tp" not in vars(config)

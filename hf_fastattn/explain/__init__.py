@@ -45,6 +45,8 @@ class Explanation:
 
     def as_dict(self) -> dict:
         found = asdict(self)
+        for name in ("num_heads", "num_kv_heads", "head_dim"):
+            found["facts"][name] = getattr(self.facts, name)
         found["facts"]["dtype"] = str(self.facts.dtype).removeprefix("torch.")
         return found
 
@@ -247,9 +249,11 @@ def _paragraphs(found: Explanation) -> Iterator[str]:
     layers = ", ".join(f"{n} with a window of {w}" if w else f"{n} that keep everything" for w, n in windows.items())
     rows = "1 row" if found.batch == 1 else f"{found.batch} rows"
     rate = f", {size(gpu.rate, 'FLOP/s')}" if gpu.rate else ""
+    shapes = dict.fromkeys(f"{s.num_heads} query heads on {s.num_kv_heads} KV heads, head_dim {s.head_dim}" for s in facts.shapes)
+    heads = f"{facts.num_heads} query heads on {facts.num_kv_heads} KV heads ({kind}), head_dim {facts.head_dim}"
     yield (
         f"{facts.name}: {facts.parameters / 1e6:,.0f} million parameters, {size(facts.weight_bytes)} in {dtype}\n"
-        f"{facts.num_heads} query heads on {facts.num_kv_heads} KV heads ({kind}), head_dim {facts.head_dim}; layers: {layers}\n"
+        f"{heads if len(shapes) == 1 else ' or '.join(shapes)}; layers: {layers}\n"
         f"{rows} of {found.length} tokens on {gpu.name}: {size(gpu.memory)}, {size(gpu.bandwidth, 'B/s')}{rate}\n"
         + "\n".join([f"({gpu.source})", *found.notes])
     )

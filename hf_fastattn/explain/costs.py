@@ -39,13 +39,14 @@ GPUS = {
 
 @dataclass(frozen=True)
 class Facts:
-    """What the arithmetic needs of a model. windows: of each layer, None where it keeps everything."""
+    """What the arithmetic needs of a model. windows: of each layer, None where it keeps everything.
+
+    num_heads, num_kv_heads, head_dim: those of the widest layer, where layers differ.
+    """
 
     name: str
     dtype: torch.dtype
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    shapes: tuple[compat.LayerShape, ...]  # of each layer
     windows: tuple[int | None, ...]
     max_length: int | None
     parameters: int
@@ -54,13 +55,21 @@ class Facts:
     expert_bytes: int = 0
     experts: tuple[int, int] = (1, 1)  # chosen for a token, of how many
 
-    def seen(self, length: int) -> int:
-        """Tokens that one query attends to, summed over the layers."""
-        return sum(min(length, window or length) for window in self.windows)
+    @property
+    def widest(self) -> compat.LayerShape:
+        return max(self.shapes, key=lambda shape: shape.head_dim)
+
+    num_heads = property(lambda self: self.widest.num_heads)
+    num_kv_heads = property(lambda self: self.widest.num_kv_heads)
+    head_dim = property(lambda self: self.widest.head_dim)
+
+    def _seen(self, length: int) -> list[tuple[compat.LayerShape, int]]:
+        """Each layer, and how many tokens a query attends to in it."""
+        return [(shape, min(length, window or length)) for shape, window in zip(self.shapes, self.windows, strict=True)]
 
     def kv_bytes(self, length: int) -> int:
         """Bytes of K and V that one row keeps."""
-        return 2 * self.seen(length) * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        return 2 * sum(shape.num_kv_heads * shape.head_dim * n for shape, n in self._seen(length)) * self.dtype.itemsize
 
     def read_bytes(self, batch: int) -> float:
         """Bytes of weights one step reads: of the experts, those that so many rows choose if each chooses evenly."""
@@ -71,7 +80,7 @@ class Facts:
         """Operations for one new token: two a weight, and two products with every key and value seen."""
         chosen, count = self.experts
         weights = (self.dense_bytes + self.expert_bytes * chosen / count) / self.dtype.itemsize
-        return 2 * weights + 4 * self.num_heads * self.head_dim * self.seen(length)
+        return 2 * weights + 4 * sum(shape.num_heads * shape.head_dim * n for shape, n in self._seen(length))
 
 
 @dataclass(frozen=True)
@@ -97,7 +106,6 @@ def count(model, dtype: torch.dtype | str | None = None) -> Facts:
         raise ValueError(f"explain() counts the K/V of full and sliding attention only. {error}") from error
     dtype = find_dtype(dtype) if dtype is not None else model.dtype
     scale = dtype.itemsize / model.dtype.itemsize
-    heads = config.num_attention_heads
     head = model.get_output_embeddings()
     tables = {id(m.weight): m.weight.nbytes for m in model.modules() if isinstance(m, torch.nn.Embedding)}
     if head is None or config.tie_word_embeddings:  # then the table of tokens is the head too
@@ -109,9 +117,7 @@ def count(model, dtype: torch.dtype | str | None = None) -> Facts:
     return Facts(
         name=name,
         dtype=dtype,
-        num_heads=heads,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        shapes=compat.layer_shapes(model.config),
         windows=tuple(windows),
         max_length=getattr(config, "max_position_embeddings", None),
         parameters=sum(p.numel() for p in model.parameters()),
@@ -199,9 +205,9 @@ def relatives(facts: Facts) -> list[tuple[str, Facts]]:
     heads = {facts.num_heads: "MHA", **{n: kind for n, kind in ((grouped, "GQA"), (1, "MQA")) if n != facts.num_heads}}
     rows = []
     for kv_heads, kind in heads.items():
-        if facts.num_heads % kv_heads:
+        if facts.num_heads % kv_heads or len(set(facts.shapes)) > 1:
             continue
-        its = replace(facts, num_kv_heads=kv_heads)
+        its = replace(facts, shapes=tuple(replace(shape, num_kv_heads=kv_heads) for shape in facts.shapes))
         rows.append((f"{kind}, {kv_heads} KV heads" if kv_heads > 1 else f"{kind}, 1 KV head", its))
     windowed = any(facts.windows)
     other = (None,) * len(facts.windows) if windowed else (WINDOW,) * len(facts.windows)

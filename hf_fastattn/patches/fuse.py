@@ -13,6 +13,7 @@ the GPU after the model is deleted, until Python looks for cycles, and the repli
 
 from __future__ import annotations
 
+import builtins
 import functools
 import types
 from collections.abc import Iterator
@@ -88,7 +89,7 @@ def fuse(found: Fusible) -> None:
 
 
 def is_fused(module: torch.nn.Module) -> bool:
-    return _MARK in vars(type(module))
+    return hasattr(type(module), _MARK)
 
 
 def restore(modules: list[torch.nn.Module]) -> None:
@@ -98,15 +99,24 @@ def restore(modules: list[torch.nn.Module]) -> None:
             module.__class__ = type(module).__base__
 
 
-@functools.cache
 def _subclass(cls: type[torch.nn.Module], fused) -> type[torch.nn.Module]:
     """`cls`, by the same name, with the forward() that `fused` makes of its own."""
+    return _fused_subclass(cls, fused, cls.forward)
+
+
+@functools.cache
+def _fused_subclass(cls: type[torch.nn.Module], fused, forward: types.FunctionType) -> type[torch.nn.Module]:
+    ours = fused(forward)
+
+    @functools.wraps(forward)
+    def run(self, *args, **kwargs):  # the class may have been given another since
+        return (ours if cls.forward is forward else cls.forward)(self, *args, **kwargs)
 
     def reduce(self, protocol):  # a name that two classes share says nothing to a pickle
         return _new, (cls, fused), *cls.__reduce_ex__(self, protocol)[2:]
 
     members = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, _MARK: True}
-    return type(cls.__name__, (cls,), {**members, "__reduce_ex__": reduce, "forward": fused(cls.forward)})
+    return type(cls.__name__, (cls,), {**members, "__reduce_ex__": reduce, "forward": run})
 
 
 def _new(cls: type[torch.nn.Module], fused) -> torch.nn.Module:
@@ -189,21 +199,37 @@ def _gated(mlp: torch.nn.Module, x: torch.Tensor) -> torch.Tensor | None:
     return linear.gated_linear(x, gate.weight, up.weight)
 
 
-def _with_fused_rope(forward: types.FunctionType) -> types.FunctionType:
-    """The same code over a copy of its module's names, in which apply_rotary_pos_emb is ours: the module stays as it is.
+class _Names(dict):
+    """A module's names, as they are when they are looked up, but for those set here."""
 
-    What someone changes in the module afterwards is not seen by fused layers, until they are fused anew.
-    """
-    names = {**forward.__globals__, _ROPE: _rope}
-    ours = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__)
+    def __init__(self, names: dict, **ours):
+        super().__init__(ours, __builtins__=names.get("__builtins__", builtins))
+        self.names = names
+
+    def __missing__(self, name: str):
+        return self.names[name]
+
+
+def _with_fused_rope(forward: types.FunctionType) -> types.FunctionType:
+    """The same code over other names, among which apply_rotary_pos_emb is ours: the module stays as it is."""
+    names = forward.__globals__
+    llamas = _rotations(names)
+    ours = types.FunctionType(forward.__code__, _Names(names, **{_ROPE: _rope}), forward.__name__, forward.__defaults__)
     ours.__kwdefaults__ = forward.__kwdefaults__
 
     @functools.wraps(forward)
     def layer(self, *args, **kwargs):
         # torch.compile looks names up by the name of their module, and would take ours for the module's own everywhere.
-        return (forward if torch.compiler.is_compiling() else ours)(self, *args, **kwargs)
+        theirs = torch.compiler.is_compiling() or _rotations(names) != llamas
+        return (forward if theirs else ours)(self, *args, **kwargs)
 
     return layer
+
+
+def _rotations(names: dict) -> tuple:
+    """What rotates queries and keys in a module of these names, now."""
+    turn = names.get(_ROPE)
+    return turn, getattr(turn, "__globals__", {}).get("rotate_half")
 
 
 def _rope(q, k, cos, sin, unsqueeze_dim=1):

@@ -5,8 +5,8 @@ step's small inputs into tensors that stay, replays, and returns an output of th
 runs uncaptured, as a rehearsal on the same tensors; the second is captured, which takes one pass of the model's Python.
 
 A graph is good for one storage at one address (and one `variant` of it: rows known to be alike, or not), one set of input shapes
-and one fingerprint of the model: data pointers, adapters, plain attributes, inference mode. The fingerprint is taken once per
-generate(). Weights changed in place are seen at once.
+and one fingerprint of the model (survey.py), taken once per generate(), before its first step. Weights changed in place are seen
+at once.
 """
 
 from __future__ import annotations
@@ -22,17 +22,14 @@ from typing import ClassVar, Protocol
 import torch
 
 from .. import compat
-from ..caches import PreallocatedCache, RollingCache, rolling
+from ..caches import PreallocatedCache, RollingCache
 from .fuse import in_decode_graph
+from .survey import Fingerprint, Uncapturable, survey, unread_by
 
 CACHES = (PreallocatedCache, RollingCache)  # those whose counts are on the device
 MAX_GRAPHS = 16  # per patched model; the least recently used one goes first
+MAX_CHANGES = 4  # calls in a row that may capture anew before it is said
 _SCALARS = (bool, int, float, str, type(None))
-_MODULE_ATTRIBUTES = frozenset(vars(torch.nn.Module()))
-
-
-class Uncapturable(Exception):
-    """Why a step runs uncaptured, as a clause that follows "runs uncaptured: "."""
 
 
 class Graph(Protocol):
@@ -130,66 +127,10 @@ def new_graph(device: torch.device, shared: dict) -> Graph:
     return CudaGraph(device, shared)
 
 
-def survey(model: torch.nn.Module) -> tuple:
-    """What a graph of this model depends on besides its inputs. Raises Uncapturable for what no graph can hold."""
-    module_api = torch.nn.modules.module
-    if module_api._global_forward_hooks or module_api._global_forward_pre_hooks:
-        raise Uncapturable("a global forward hook is registered, and a graph would not run it")
-    if torch.is_autocast_enabled(model.device.type):
-        raise Uncapturable("autocast is on, and its copies of the weights do not outlive it")
-    found: list = []
-    devices = set()
-    configs: dict[int, compat.PreTrainedConfig] = {}
-    for module in model.modules():
-        values = vars(module)
-        if module.training:
-            raise Uncapturable("the model is in training mode; call model.eval()")
-        for hook in itertools.chain(module._forward_hooks.values(), module._forward_pre_hooks.values()):
-            if hook is not rolling.prepare and not compat.is_inert_hook(hook):
-                name = getattr(hook, "__qualname__", type(hook).__qualname__)
-                raise Uncapturable(f"{type(module).__name__} has the forward hook {name}, and a graph would not run it")
-        if "forward" in values:
-            found.append(id(values["forward"]))
-        for tensor in itertools.chain(module._parameters.values(), module._buffers.values()):
-            if tensor is not None:
-                devices.add(tensor.device)
-                found.append(_pointer(tensor))
-        bookkeeping = isinstance(module, compat.PreTrainedModel)
-        for name, value in values.items():
-            if name in _MODULE_ATTRIBUTES or (bookkeeping and name.startswith("_")):
-                continue
-            if isinstance(value, _SCALARS):
-                found.append(value)
-            elif isinstance(value, torch.Tensor):
-                found.append(_pointer(value))
-            elif isinstance(value, (list, tuple, dict)):
-                items = value.values() if isinstance(value, dict) else value
-                if all(isinstance(item, _SCALARS) for item in items):
-                    found.append(repr(value))
-            elif isinstance(value, compat.PreTrainedConfig):
-                configs[id(value)] = value
-    for config in configs.values():
-        found.extend(value for value in vars(config).values() if isinstance(value, _SCALARS))
-    if len(devices) > 1:
-        raise Uncapturable(f"its weights are on several devices ({', '.join(sorted(map(str, devices)))})")
-    found.append(torch.is_inference_mode_enabled())
-    return tuple(found)
-
-
-def _pointer(tensor: torch.Tensor) -> int:
-    try:
-        pointer = tensor.data_ptr()
-    except (RuntimeError, NotImplementedError):
-        pointer = 0
-    if pointer == 0 and tensor.numel():
-        raise Uncapturable(f"a weight is a {type(tensor).__name__} on {tensor.device}, which has no address of its own")
-    return pointer
-
-
 class Entry:
     """One graph, or the way to it: the tensors it reads, and what it was made for."""
 
-    def __init__(self, cache, fingerprint: tuple, inputs: dict):
+    def __init__(self, cache, fingerprint: Fingerprint, inputs: dict):
         storage = cache.storage
         self.around = type(cache).around
         self.takes_mask = storage.takes_mask
@@ -198,6 +139,7 @@ class Entry:
         self.version = storage.version
         self.variant = storage.variant
         self.fingerprint = fingerprint
+        self.unread: frozenset[tuple[str, str]] = frozenset()  # attributes of the fingerprint that a step does not read
         self.used = 0
         self.refused: str | None = None
         self.warm = False
@@ -293,6 +235,11 @@ class Entry:
         return self.output_type(logits=logits, past_key_values=cache)
 
 
+def _tokens(cache) -> int:
+    """Tokens whose K and V are on the device."""
+    return 0 if cache.storage.rows is None else cache.get_seq_length()
+
+
 def grows(mask) -> bool:
     """Whether this is a mask as generate() makes it, (rows, tokens so far)."""
     return isinstance(mask, torch.Tensor) and mask.dim() == 2
@@ -307,23 +254,31 @@ def _like(value: torch.Tensor) -> torch.Tensor:
 class DecodeGraphs:
     """All graphs of one model, over the storages of its caches."""
 
-    def __init__(self, say: Callable[[str], None]):
-        self.say = say
+    def __init__(self):
         self.entries: weakref.WeakKeyDictionary[object, list[Entry]] = weakref.WeakKeyDictionary()
         self.shared: dict = {}
         self.lock = threading.RLock()
         self.clock = itertools.count(1)
         self.captures = self.replays = self.uncaptured = 0
+        self.changes = 0  # calls in a row that found the model changed
+        self.changed: list[str] = []  # and in what, the last time
 
-    def find(self, cache, fingerprint: tuple, inputs: dict) -> Entry:
+    def find(self, cache, fingerprint: Fingerprint, inputs: dict) -> Entry:
         """The entry for these inputs, made if there is none."""
         storage = cache.storage
         entries = [entry for entry in self.entries.get(storage, ()) if entry.version == storage.version]
         self.entries[storage] = entries
-        for entry in entries:
-            if entry.fingerprint == fingerprint and entry.fits(storage) and entry.accepts(inputs):
+        alike = sorted((e for e in entries if e.fits(storage) and e.accepts(inputs)), key=lambda e: -e.used)
+        changed: list[str] = []
+        for entry in alike:
+            differences = entry.fingerprint.differences(fingerprint, entry.unread)
+            if not differences:
+                self.changes = 0
                 break
+            changed = changed or differences
         else:
+            if changed:
+                self.changes, self.changed = self.changes + 1, changed
             everything = [(e, held) for held in self.entries.values() for e in held]
             if len(everything) >= MAX_GRAPHS:
                 oldest, held = min(everything, key=lambda pair: pair[0].used)
@@ -339,32 +294,69 @@ class DecodeGraphs:
 
 
 class DecodeStep:
-    """What one generate() calls in place of the model: replays the graph where there is one."""
+    """What one generate() calls in place of the model: replays the graph where there is one.
 
-    def __init__(self, graphs: DecodeGraphs, model, fingerprint: tuple, ignore_mask: bool, prompt: int):
+    say: told why steps run uncaptured. refused: why none of this call can be captured, if that is known beforehand. prompt:
+    tokens that the prompt has, as far as a mask tells. chunked: whether the prompt is read through this, in chunks.
+    """
+
+    def __init__(
+        self,
+        graphs: DecodeGraphs,
+        model,
+        say: Callable[[str], None],
+        *,
+        refused: str | None = None,
+        ignore_mask: bool = False,
+        prompt: int = 0,
+        chunked: bool = False,
+    ):
         self.graphs = graphs
         self.model = model
-        self.fingerprint = fingerprint
+        self.say = say
+        self.refused = refused
         self.ignore_mask = ignore_mask
-        self.prompt = prompt  # tokens, as far as a mask tells
+        self.prompt = prompt
+        self.chunked = chunked
+        self.fingerprint: Fingerprint | None = None
         self.entry: Entry | None = None
-        self.refused = False  # for the rest of this generate()
 
     def __call__(self, **given):
         cache, ids = given.get("past_key_values"), given.get("input_ids")
-        if not isinstance(cache, CACHES) or ids is None or ids.shape[1] != 1:
-            return self.model(**given)
-        # Where K and V are not there yet, or the prompt is not read, this is a chunk of it.
-        if not cache.layers[-1].is_initialized or cache.get_seq_length() < max(1, self.prompt):
-            return self.model(**given)
+        if (reason := self._why_not(cache, ids)) is not None:
+            return self._uncaptured(reason, given)
+        if ids.shape[1] != 1 or _tokens(cache) < max(1, self.prompt):
+            return self.model(**given)  # a chunk of the prompt
         # Graphs share memory: between copying inputs in and copying logits out, no other thread may replay one.
         with self.graphs.lock:
             return self._step(cache, ids, given)
 
+    def _why_not(self, cache, ids: torch.Tensor | None) -> str | None:
+        """Why this step cannot be captured, as far as its arguments tell."""
+        if not isinstance(cache, CACHES):
+            return f"a step is given {'no cache' if cache is None else f'a {type(cache).__name__}'} in place of this patch's"
+        if ids is None:
+            return "its steps are given inputs_embeds and no input_ids"
+        if self.chunked and (ids.shape[1] != 1 or _tokens(cache) < max(1, self.prompt)):
+            return None
+        if ids.shape[1] != 1:
+            return f"a step has {ids.shape[1]} tokens"
+        if _tokens(cache) < max(1, self.prompt):
+            return "the forward that read the prompt has left the cache empty (as gradient checkpointing in training mode does)"
+        return self.refused
+
+    def _uncaptured(self, reason: str, given: dict):
+        self.say(reason)
+        self.graphs.uncaptured += 1
+        return self.model(**given)
+
     def _step(self, cache, ids: torch.Tensor, given: dict):
-        if self.refused:
-            self.graphs.uncaptured += 1
-            return self.model(**given)
+        if self.fingerprint is None:
+            try:
+                self.fingerprint = survey(self.model)
+            except Uncapturable as reason:
+                self.refused = str(reason)
+                return self._uncaptured(self.refused, given)
         storage = cache.storage
         inputs = dict(given)
         mask = inputs.get("attention_mask")
@@ -378,6 +370,9 @@ class DecodeStep:
         entry = self.entry
         if entry is None or not entry.fits(storage) or not entry.accepts(inputs):
             entry = self.entry = self.graphs.find(cache, self.fingerprint, inputs)
+            if self.graphs.changes >= MAX_CHANGES:
+                names = ", ".join(self.graphs.changed[:3])
+                self.say(f"each of the last {MAX_CHANGES} calls was captured anew, as what a step reads changed ({names})")
         if entry.refused is None:
             entry.copy_in(inputs)
             mark = None if entry.graph is not None else storage.mark()
@@ -389,10 +384,8 @@ class DecodeStep:
                     raise
                 entry.refused = str(error)
         if entry.refused is not None:
-            self.graphs.say(entry.refused)
-            self.graphs.uncaptured += 1
-            self.refused = True
-            return self.model(**given)
+            self.refused = entry.refused
+            return self._uncaptured(self.refused, given)
         storage.advance()
         return entry.output(logits, cache)
 
@@ -404,11 +397,13 @@ class DecodeStep:
             return entry.logits.clone()  # whoever keeps it must not see the next step's
         body = entry.body(self.model, storage)
         if not entry.warm:
-            outputs = _attempt(new_graph(entry.device, graphs.shared).rehearse, body)
+            with unread_by(self.model, entry.fingerprint) as unread:
+                outputs = _attempt(new_graph(entry.device, graphs.shared).rehearse, body)
             others = [name for name, value in outputs.items() if name not in ("logits", "past_key_values") and value is not None]
             if others or outputs.get("logits") is None:
                 raise Uncapturable(f"its output holds {', '.join(others) or 'no logits'}")
             entry.output_type = type(outputs)
+            entry.unread = frozenset(unread)
             entry.warm = True
             return outputs.logits
         graph = new_graph(entry.device, graphs.shared)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import threading
+import types
 import warnings
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -18,12 +21,13 @@ from ..caches.ring import Ring
 from ..streaming import Settings, rope_index
 from . import fuse as fusion
 from . import graph as graphs
+from .survey import MARK as _MARK
 
-_MARK = "_hf_fastattn_patch"
 _METHODS = {
     "_prepare_cache_for_generation": "_prepare_cache",
     "_valid_auto_compile_criteria": "_wants_graph",
     "get_compiled_call": "_compiled_call",
+    "prepare_inputs_for_generation": None,  # _KeptInputs
 }
 
 
@@ -91,7 +95,7 @@ def patch(
             f"{type(model).__name__} cannot be patched: it computes attention in its own code and does not let its "
             "attn_implementation be set."
         )
-    if reason := chosen.why_not(**_shape(model)):
+    if reason := _why_no_kernel(model, chosen):
         raise ValueError(f"{type(model).__name__} cannot run {backend!r}: {reason}")
     if cache is not None and (name := compat.overrides_generation(model)):
         raise ValueError(
@@ -148,26 +152,24 @@ def _find_model(target):
     return model
 
 
-def _shape(model) -> dict:
-    config = model.config.get_text_config(decoder=True)
-    heads = getattr(config, "num_attention_heads", None)
-    if not heads:
-        raise ValueError(f"{type(model).__name__} cannot be patched: its config names no attention heads.")
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    if getattr(config, "qk_nope_head_dim", None):  # latent attention
-        head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
-        if head_dim != config.v_head_dim:
-            raise ValueError(
-                f"{type(model).__name__} cannot be patched: keys have head_dim {head_dim} and values {config.v_head_dim}, "
-                'and these kernels take one for both; use attn_implementation="sdpa" for this model.'
+def _why_no_kernel(model, backend: registry.Backend) -> str | None:
+    """Why the backend cannot serve one of the model's layers, in a sentence."""
+    for shape in dict.fromkeys(compat.layer_shapes(model.config)):
+        if shape.head_dim != shape.value_dim:
+            return (
+                f"keys have head_dim {shape.head_dim} and values {shape.value_dim}, and these kernels take one for both; "
+                'use attn_implementation="sdpa" for this model.'
             )
-    return {
-        "num_heads": heads,
-        "num_kv_heads": getattr(config, "num_key_value_heads", None) or heads,
-        "head_dim": head_dim,
-        "dtype": model.dtype,
-        "device_type": model.device.type,
-    }
+        reason = backend.why_not(
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            dtype=model.dtype,
+            device_type=model.device.type,
+        )
+        if reason:
+            return reason
+    return None
 
 
 class Patch:
@@ -193,21 +195,33 @@ class Patch:
         self.graph = graph
         self._windows = windows
         self._streaming = streaming
-        if windows is None:
-            self._pool = None
-        elif streaming is None:
-            self._pool = Pool(lambda tokens: Storage(windows, round_up(tokens)), PreallocatedCache.around)
-        else:
-            self._pool = Pool(lambda tokens: Ring(len(windows), streaming), RollingCache.around)
+        self._pool = self._make_pool()
         self.changes: list[Change] = []
         self.reasons: list[str] = []
         self.undone = False
-        self._graphs = graphs.DecodeGraphs(self._say)
+        self._graphs = graphs.DecodeGraphs()
         self._local = threading.local()
         self._methods: dict[str, object] = {}  # name: what the instance had of its own, or _MARK for nothing
         self._configs: list[tuple] = []  # (weak reference to a module, attribute, its config, our copy)
-        self._before: dict[int, dict] = {}  # id of our copy: its attributes when made
+        self._before: dict[int, tuple] = {}  # id of our copy: its original, itself, its attributes when made
         self._fused: list[weakref.ref] = []
+
+    def _make_pool(self) -> Pool | None:
+        windows, streaming = self._windows, self._streaming
+        if windows is None:
+            return None
+        if streaming is None:
+            return Pool(lambda tokens: Storage(windows, round_up(tokens)), PreallocatedCache.around)
+        return Pool(lambda tokens: Ring(len(windows), streaming), RollingCache.around)
+
+    def _refit(self, model) -> None:
+        """Make caches for the layers that the model has now: someone may have edited them, or its configuration."""
+        windows = compat.layer_windows(model.config)
+        streaming = None if self._streaming is None else Settings.of(model.config.get_text_config(decoder=True))
+        if (windows, streaming) != (self._windows, self._streaming):
+            self._pool.close()
+            self._windows, self._streaming = windows, streaming
+            self._pool = self._make_pool()
 
     def _apply(self, model, fuse: bool) -> None:
         before = model.config._attn_implementation
@@ -216,7 +230,7 @@ class Patch:
         if self._streaming is not None:
             for module in model.modules():
                 if compat.is_attention(module):
-                    rope_index(module, _shape(model)["head_dim"])
+                    rope_index(module, compat.layer_shapes(model.config)[0].head_dim)
         layers = model.config.get_text_config(decoder=True).num_hidden_layers
         self.changes.append(Change("attention of layers", layers, before, self.backend))
         vars(model)[_MARK] = self
@@ -226,7 +240,7 @@ class Patch:
             return
         for name, ours in _METHODS.items():
             self._methods[name] = vars(model).get(name, _MARK)
-            vars(model)[name] = getattr(self, ours)
+            vars(model)[name] = _KeptInputs(self) if ours is None else getattr(self, ours)
         self.changes.append(Change("methods of generate()", len(_METHODS), type(model).__name__, "this instance's own"))
         kept = model.generation_config.cache_implementation or "dynamic"
         self.changes.append(Change("cache of layers", len(self._windows), kept, self._cache_in_words()))
@@ -269,9 +283,25 @@ class Patch:
                     self._configs.append((weakref.ref(module), name, value, own))
         if self._streaming is not None:
             self._streaming.write(memo.get(id(model.config.get_text_config(decoder=True)), model.config))
-        for module, name, _, own in self._configs:
-            self._before.setdefault(id(own), dict(vars(own)))
+        for module, name, value, own in self._configs:
+            for theirs, ours in _pairs(value, own):
+                self._before.setdefault(id(ours), (theirs, ours, _plain(ours)))
             vars(module())[name] = own
+
+    def _restore_configs(self) -> None:
+        """Give the modules their configurations back. What was set on ours meanwhile, other than by us, is set on them."""
+        for module, name, value, own in self._configs:
+            if module() is not None and vars(module()).get(name) is own:
+                vars(module())[name] = value
+        for theirs, ours, before in self._before.values():
+            now = _plain(ours)
+            for key in before.keys() | now.keys():
+                if key not in now:
+                    vars(theirs).pop(key, None)
+                elif (key not in before or before[key] != now[key]) and key != "_attn_implementation_internal":
+                    vars(theirs)[key] = now[key]
+        self._configs.clear()
+        self._before.clear()
 
     def undo(self) -> None:
         """Take back every change. Raises ValueError the second time."""
@@ -293,16 +323,7 @@ class Patch:
                 del vars(model)[name]
             else:
                 vars(model)[name] = had
-        for module, name, value, own in self._configs:
-            if module() is not None and vars(module()).get(name) is own:
-                vars(module())[name] = value
-            # What was set on the model's configuration meanwhile, other than by us, stays set.
-            was = self._before.pop(id(own), None)
-            for key, now in vars(own).items() if was is not None else ():
-                changed = key not in was or was[key] is not now
-                if changed and key != "_attn_implementation_internal" and not isinstance(now, compat.PreTrainedConfig):
-                    vars(value)[key] = now
-        self._configs.clear()
+        self._restore_configs()
         vars(model).pop(_MARK, None)
 
     def __enter__(self) -> Patch:
@@ -326,7 +347,10 @@ class Patch:
             for module, name, value, own in self._configs
             if module() is not None
         ]
-        twin._before = {id(own): dict(vars(own)) for *_, own in twin._configs}
+        twin._before = {}
+        for theirs, ours, before in self._before.values():
+            ours = copy.deepcopy(ours, memo)
+            twin._before[id(ours)] = (copy.deepcopy(theirs, memo), ours, copy.deepcopy(before))
         twin._fused = [weakref.ref(copy.deepcopy(module(), memo)) for module in self._fused if module() is not None]
         return twin
 
@@ -372,6 +396,7 @@ class Patch:
 
     def _prepare_cache(self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length):
         model = self._model()
+        self._refit(model)
         stock = type(model)._prepare_cache_for_generation
         given = model_kwargs.get("past_key_values")
         asked = generation_config.cache_implementation
@@ -395,14 +420,12 @@ class Patch:
                     "it belongs to another model."
                 )
             given.check_rows(rows)
-            # Transformers drops a mask of ones; the positions that it made from it are as many.
-            seen, covered = given.get_seq_length(), model_kwargs.get("attention_mask")
-            if covered is None:
-                covered = model_kwargs.get("position_ids")
-            if seen and isinstance(covered, torch.Tensor) and covered.dim() == 2 and covered.shape[1] <= seen:
+            seen = given.get_seq_length()
+            covered = _covered(model_kwargs, seen)
+            if seen and covered is not None and covered <= seen:
                 raise ValueError(
-                    f"past_key_values holds {seen} tokens, and this call covers {covered.shape[1]}. Pass the whole text, or with "
-                    "new ids alone the attention_mask of the whole text: the cached tokens and at least one more."
+                    f"past_key_values holds {seen} tokens, and this call covers {covered}. Pass the whole text, or with "
+                    "new ids alone the attention_mask of the whole text, or their position_ids: at least one token more."
                 )
             # Given only the new ids, the call counts from them.
             given.reserve(max_cache_length if max_cache_length > seen else seen + max_cache_length)
@@ -410,7 +433,9 @@ class Patch:
             self._say(f"past_key_values is a {type(given).__name__}, not a {self._cache_type.__name__}")
         elif asked is not None:
             self._say(f"cache_implementation={asked!r} was asked for")
-        elif generation_config.use_cache is not False:
+        elif generation_config.use_cache is False:
+            self._say("use_cache=False was asked for")
+        else:
             given = model_kwargs["past_key_values"] = self._pool.take(rows, max_cache_length)
         mode = str(getattr(generation_mode, "value", generation_mode))
         if isinstance(given, RollingCache):
@@ -423,27 +448,28 @@ class Patch:
         self._local.step = None
         if not isinstance(model_kwargs.get("past_key_values"), self._cache_type):
             return type(model)._valid_auto_compile_criteria(model, model_kwargs, generation_config)
-        if not self.graph or generation_config.disable_compile:
+        if not self.graph:
             return False
-        try:
-            if reason := graphs.why_no_graph(model.device):
-                raise graphs.Uncapturable(reason)
-            if generation_config.output_hidden_states or generation_config.output_attentions:
-                raise graphs.Uncapturable("hidden states or attentions are asked for")
-            fingerprint = graphs.survey(model)
-            if model.config._attn_implementation not in registry.names():
-                raise graphs.Uncapturable(
-                    f"attn_implementation is {model.config._attn_implementation!r}, which cannot read a length from the device"
-                )
-        except graphs.Uncapturable as reason:
-            self._say(str(reason))
-            return False
+        # disable_compile is about torch.compile, which this is not.
+        refused = graphs.why_no_graph(model.device)
+        if generation_config.output_hidden_states or generation_config.output_attentions:
+            refused = refused or "hidden states or attentions are asked for"
+        if (name := model.config._attn_implementation) not in registry.names():
+            refused = refused or f"attn_implementation is {name!r}, which cannot read a length from the device"
         mask = model_kwargs.get("attention_mask")
         ones, prompt = False, 0
         if mask is not None and mask.dim() == 2:
             # A mask of ones says nothing, and generate() only ever adds ones: one look at it now saves one per token.
             ones, prompt = bool((mask == 1).all()), mask.shape[1]
-        self._local.step = graphs.DecodeStep(self._graphs, model, fingerprint, ones, prompt)
+        self._local.step = graphs.DecodeStep(
+            self._graphs,
+            model,
+            self._say,
+            refused=refused,
+            ignore_mask=ones,
+            prompt=prompt,
+            chunked=generation_config.prefill_chunk_size is not None,
+        )
         return True
 
     def _compiled_call(self, compile_config):
@@ -451,3 +477,56 @@ class Patch:
         step = getattr(self._local, "step", None)
         self._local.step = None
         return step or type(model).get_compiled_call(model, compile_config)
+
+
+def _covered(model_kwargs: dict, seen: int) -> int | None:
+    """How many tokens a call covers, those in the cache included, as far as its mask or its positions tell.
+
+    Transformers drops a mask of ones. The positions that it makes from one are as many and begin with 0; those of new ids alone,
+    which only a caller gives, begin later.
+    """
+    mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+    if isinstance(mask, torch.Tensor) and mask.dim() == 2:
+        return mask.shape[1]
+    if mask is None and isinstance(positions, torch.Tensor) and positions.dim() > 1:
+        width = positions.shape[-1]
+        return seen + width if width <= seen and bool((positions[..., 0] > 0).any()) else width
+    return None
+
+
+def _pairs(theirs, ours) -> Iterator[tuple]:
+    """A configuration and our copy of it, and so on for those in it."""
+    yield theirs, ours
+    for name, value in vars(theirs).items():
+        if isinstance(value, compat.PreTrainedConfig):
+            yield from _pairs(value, vars(ours)[name])
+
+
+def _plain(config) -> dict:
+    """A copy of a configuration's attributes, but for other configurations."""
+    return copy.deepcopy({name: v for name, v in vars(config).items() if not isinstance(v, compat.PreTrainedConfig)})
+
+
+class _KeptInputs:
+    """A model's own prepare_inputs_for_generation(), but for a cache that it drops so that the text is read anew (Phi-3, where
+    frequencies change with the length): that one is emptied and kept."""
+
+    def __init__(self, patch: Patch):
+        self.__self__ = patch
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self._own())
+
+    def _own(self):
+        model = self.__self__._model()
+        had = self.__self__._methods.get("prepare_inputs_for_generation", _MARK)
+        return types.MethodType(type(model).prepare_inputs_for_generation, model) if had is _MARK else had
+
+    def __call__(self, *args, **kwargs):
+        inputs = self._own()(*args, **kwargs)
+        cache = kwargs.get("past_key_values")
+        if isinstance(cache, self.__self__._cache_type) and inputs.get("past_key_values") is None:
+            cache.reset()
+            inputs["past_key_values"] = cache
+        return inputs

@@ -1,0 +1,427 @@
+"""What a decode graph depends on besides its inputs: a fingerprint of the model and of torch's settings.
+
+A graph repeats launches and not Python, so it is good only while Python would launch the same again. The fingerprint says
+whether it would, without running the model: modules and their order, classes and the functions that their forward() reaches,
+addresses and layouts of tensors, values of attributes and configurations, and torch's settings. It is taken once per generate().
+
+Nothing is remembered by id() alone: a fingerprint holds a weak reference to each object that it tells apart by identity, so that
+a new object at an old address is not taken for the old one, and it keeps no object alive.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+
+from .. import compat, registry
+from ..caches import rolling
+
+LIMIT = 4000  # objects beside modules, tensors and scalars that one fingerprint looks at
+SCALARS = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
+LIBRARIES = frozenset({"torch", "transformers", "peft", "accelerate", "hf_fastattn", "triton", *sys.stdlib_module_names})
+_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
+_MODULE_ATTRIBUTES = frozenset(vars(torch.nn.Module())) | {"_is_hf_initialized"}
+_BASES = frozenset({object, torch.nn.Module, compat.PreTrainedModel, *compat.PreTrainedModel.__mro__})
+_MISSING = object()
+MARK = "_hf_fastattn_patch"  # the attribute of a patched model that holds its Patch
+
+
+class Uncapturable(Exception):
+    """Why a step runs uncaptured, as a clause that follows "runs uncaptured: "."""
+
+
+class Record(NamedTuple):
+    """One module: its path, what always counts, and its plain attributes, which count where a step reads them."""
+
+    path: str
+    fixed: tuple
+    attributes: dict[str, object]
+
+
+class Fingerprint(NamedTuple):
+    """What a graph depends on. Two are of the same model in the same state where `differences` finds none."""
+
+    settings: tuple
+    modules: list[Record]
+    held: list  # weak references whose ids stand in the other two
+
+    def differences(self, other: Fingerprint, unread: frozenset[tuple[str, str]] = frozenset()) -> list[str]:
+        """What has changed, by name; attributes in `unread`, pairs of path and name, do not count."""
+        found = [] if self.settings == other.settings else ["torch's settings or the backend"]
+        if self.modules == other.modules:
+            return found
+        if [record.path for record in self.modules] != [record.path for record in other.modules]:
+            return [*found, "the model's modules"]
+        for old, new in zip(self.modules, other.modules, strict=True):
+            if old == new:
+                continue
+            if old.fixed != new.fixed:
+                found.append(old.path or "the model")
+            for name in old.attributes.keys() | new.attributes.keys():
+                changed = old.attributes.get(name, _MISSING) != new.attributes.get(name, _MISSING)
+                if changed and (old.path, name) not in unread:
+                    found.append(f"{old.path}.{name}".lstrip("."))
+        return found
+
+
+def survey(model: compat.PreTrainedModel) -> Fingerprint:
+    """The model's fingerprint now. Raises Uncapturable for what no graph can hold."""
+    module_api = torch.nn.modules.module
+    if module_api._global_forward_hooks or module_api._global_forward_pre_hooks:
+        raise Uncapturable("a global forward hook is registered, and a graph would not run it")
+    if torch.is_autocast_enabled(model.device.type):
+        raise Uncapturable("autocast is on, and its copies of the weights do not outlive it")
+    if torch._C._len_torch_dispatch_stack():
+        raise Uncapturable("a dispatch mode of torch is active, and a graph would not pass through it")
+    walker = _Walker(model.device)
+    modules = walker.modules(model)
+    if len(walker.devices) > 1:
+        raise Uncapturable(f"its weights are on several devices ({', '.join(sorted(map(str, walker.devices)))})")
+    return Fingerprint((*_settings(), *walker.backend(model.config._attn_implementation)), modules, walker.held)
+
+
+def _settings() -> tuple:
+    """Torch's settings that choose kernels or dtypes."""
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    return (
+        torch.is_inference_mode_enabled(),
+        torch.is_grad_enabled(),
+        torch.get_default_dtype(),
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.get_flush_denormal() if hasattr(torch, "get_flush_denormal") else None,
+        matmul.allow_tf32,
+        matmul.allow_fp16_reduced_precision_reduction,
+        matmul.allow_bf16_reduced_precision_reduction,
+        matmul.allow_fp16_accumulation,
+        torch.backends.cuda.preferred_blas_library(),
+        cudnn.enabled,
+        cudnn.benchmark,
+        cudnn.deterministic,
+        cudnn.allow_tf32,
+        torch.backends.cuda.flash_sdp_enabled(),
+        torch.backends.cuda.mem_efficient_sdp_enabled(),
+        torch.backends.cuda.math_sdp_enabled(),
+        torch.backends.cuda.cudnn_sdp_enabled(),
+    )
+
+
+class _Walker:
+    """Turns what it meets into values that compare equal as long as nothing has changed."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.held: list = []
+        self.devices: set[torch.device] = set()
+        self.seen: dict[int, str] = {}  # id of what was looked at: where
+        self.kept: list = []  # what has no other owner while ids of it are in `seen`
+        self.configs: list = []
+        self.classes: dict[type, tuple] = {}
+        self.outside: list[torch.nn.Module] = []  # modules that attributes and functions refer to
+        self.left = LIMIT
+        self.where = ""
+
+    def same(self, thing) -> int:
+        """A number that only this very object has."""
+        try:
+            ref = weakref.ref(thing)
+        except TypeError:  # it has no weak references: what is so small is held instead
+            ref = thing
+        self.held.append(ref)
+        return id(ref)
+
+    def backend(self, name: str) -> tuple:
+        chosen = registry.get(name) if name in registry.names() else None
+        return name, self.same(chosen), *(self.same(function) for function in compat.registered(name))
+
+    # ---- modules ----
+
+    def modules(self, model: torch.nn.Module) -> list[Record]:
+        records = [self._record(path, module) for path, module in _tree(model) if not self._met(module)]
+        while self.outside:
+            module = self.outside.pop()
+            records += [self._record(f"{path} outside the model", each) for path, each in _tree(module) if not self._met(each)]
+        done = 0
+        while done < len(self.configs):  # a configuration may hold others
+            config = self.configs[done]
+            done += 1
+            self.where = type(config).__name__
+            fields = {name: self.value(value) for name, value in vars(config).items() if name != "_name_or_path"}
+            records.append(Record(self.where, (done,), fields))
+        return records
+
+    def _record(self, path: str, module: torch.nn.Module) -> Record:
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+            if hook is not rolling.prepare and not compat.is_inert_hook(hook):
+                name = getattr(hook, "__qualname__", type(hook).__qualname__)
+                raise Uncapturable(f"{type(module).__name__} has the forward hook {name}, and a graph would not run it")
+        values = vars(module)
+        if module.training and values.get("gradient_checkpointing"):
+            raise Uncapturable("gradient checkpointing is on in training mode, which drops the cache; call model.eval()")
+        cls = type(module)
+        if cls not in self.classes:
+            self.where = cls.__name__
+            self.classes[cls] = self._class(cls)
+        fixed = [self.same(module), self.classes[cls], module.training]
+        for name, child in module._modules.items():
+            fixed += name, None if child is None else self.same(child)
+        for group in (module._parameters, module._buffers):
+            for name, tensor in group.items():
+                fixed += name, None if tensor is None else self.tensor(tensor)
+                if tensor is not None:
+                    self.devices.add(tensor.device)
+        skipped = compat.bookkeeping() | {MARK} if isinstance(module, compat.PreTrainedModel) else ()
+        attributes = {}
+        for name, value in values.items():
+            if name in _MODULE_ATTRIBUTES or name in skipped:
+                continue
+            if type(value) in SCALARS and value == value:
+                attributes[name] = value
+            else:
+                self.where = f"{path}.{name}".lstrip(".")
+                attributes[name] = self.value(value)
+        return Record(path, tuple(fixed), attributes)
+
+    def _class(self, cls: type) -> tuple:
+        found: list = [self.same(cls)]
+        for base in cls.__mro__:
+            if base in _BASES:
+                continue
+            ours = _is_library(base.__module__)
+            for name, value in vars(base).items():
+                if isinstance(value, types.FunctionType):
+                    found += name, self.function(value) if name == "forward" or not ours else self.same(value)
+                elif type(value) in SCALARS:
+                    found += name, value
+                elif not (ours or name.startswith("__")):
+                    found += name, self.value(value)
+        return tuple(found)
+
+    # ---- values ----
+
+    def value(self, value):
+        """Something equal to what the same value gave before, whatever it is."""
+        kind = type(value)
+        if kind in SCALARS:
+            return value if value == value else "nan"
+        if id(value) in self.seen:
+            return "met", self.seen[id(value)]
+        if isinstance(value, torch.Tensor):
+            return self.tensor(value)
+        if isinstance(value, (types.ModuleType, type)):
+            return self.same(value)
+        if isinstance(value, torch.nn.Module):
+            self.outside.append(value)
+            return self.same(value)
+        if isinstance(value, types.FunctionType):
+            return self.function(value)
+        self._met(value)
+        if isinstance(value, compat.PreTrainedConfig):
+            self.configs.append(value)
+            return self.same(value)
+        self.left -= 1
+        if not self.left:
+            raise Uncapturable(f"{self.where or 'the model'} has attributes that reach more objects than can be watched")
+        return self._inside(value)
+
+    def _inside(self, value):
+        if isinstance(value, types.MethodType):
+            return "method", self.value(value.__self__), self.value(value.__func__)
+        if isinstance(value, functools.partial):
+            return "partial", self.value(value.func), self.value(value.args), self.value(value.keywords)
+        if isinstance(value, (list, tuple, set, frozenset, collections.deque)):
+            return self.same(type(value)), *(self.value(item) for item in value)
+        if isinstance(value, Mapping):
+            return self.same(type(value)), *((self.value(key), self.value(item)) for key, item in value.items())
+        if _is_array(value):
+            return self.same(value), value.tobytes() if value.nbytes <= 4096 else None
+        found = [self.same(type(value)), self.same(value)]
+        if isinstance(value, types.SimpleNamespace) or type(value).__module__.partition(".")[0] not in sys.stdlib_module_names:
+            for name, item in getattr(value, "__dict__", {}).items():
+                found += name, self.value(item)
+            for name in _slots(type(value)):
+                found += name, self.value(getattr(value, name, None))
+        return tuple(found)
+
+    def tensor(self, tensor: torch.Tensor) -> tuple:
+        """Where a tensor lies and how."""
+        if type(tensor) not in _PLAIN_TENSORS:
+            return self._strange(tensor)
+        pointer = _pointer(tensor)
+        if self.device.type != "cpu" and not tensor.dim() and not tensor.is_cuda and tensor.device.type == "cpu":
+            return pointer, tensor.dtype, tensor.item()  # a launch takes its value, not its address
+        return pointer, tensor.shape, tensor.stride(), tensor.dtype
+
+    def _strange(self, tensor: torch.Tensor) -> tuple:
+        """A tensor of a class of its own, by the tensors that it is made of."""
+        found = [self.same(type(tensor)), tensor.shape, tensor.dtype]
+        if type(tensor).__name__ == "DTensor":
+            raise Uncapturable("a weight is a DTensor, whose steps communicate")
+        if torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor):
+            names, context = tensor.__tensor_flatten__()
+            found += [self.tensor(getattr(tensor, name)) for name in names]
+            found.append(self.value(context))
+        else:
+            found += [_pointer(tensor), tensor.stride()]
+        for name, item in vars(tensor).items():  # bitsandbytes keeps a weight's scales so
+            found += name, self.value(item)
+        return tuple(found)
+
+    # ---- functions ----
+
+    def function(self, function: types.FunctionType) -> tuple:
+        """A function, what it closes over, and what its code finds in its file."""
+        if self._met(function):
+            return (self.same(function),)
+        found: list = [self.same(function)]
+        ours = _is_library(function.__module__)
+        look = self._shallow if ours else self.value
+        for cell in function.__closure__ or ():
+            try:
+                found.append(look(cell.cell_contents))
+            except ValueError:  # not filled yet
+                found.append(None)
+        found += [look(value) for value in (function.__defaults__ or ())]
+        found += [(name, look(value)) for name, value in (function.__kwdefaults__ or {}).items()]
+        names = function.__globals__
+        for name in _names(function.__code__):
+            value = names.get(name, _MISSING)
+            if value is not _MISSING:
+                found += name, look(value)
+        return tuple(found)
+
+    def _shallow(self, value):
+        """What a library's function refers to: functions are followed, objects told apart."""
+        if type(value) in SCALARS:
+            return value if value == value else "nan"
+        if isinstance(value, types.FunctionType):
+            return self.function(value)
+        if isinstance(value, torch.nn.Module):
+            self.outside.append(value)
+        return self.same(value)
+
+    def _met(self, thing) -> bool:
+        """Whether this object was looked at before in this walk; from now on it was."""
+        if id(thing) in self.seen:
+            return True
+        self.seen[id(thing)] = self.where
+        self.kept.append(thing)
+        return False
+
+
+def _tree(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """The model and all modules below it, each with its path; one at two places comes twice."""
+    stack = [("", model)]
+    met = set()
+    while stack:
+        path, module = stack.pop()
+        yield path, module
+        if id(module) not in met:
+            met.add(id(module))
+            prefix = path and path + "."
+            stack += [(prefix + name, child) for name, child in module._modules.items() if child is not None]
+
+
+def _is_library(module: str | None) -> bool:
+    return (module or "").partition(".")[0] in LIBRARIES
+
+
+def _is_array(value) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def _slots(cls: type) -> Iterator[str]:
+    for base in cls.__mro__:
+        slots = vars(base).get("__slots__", ())
+        yield from (slots,) if isinstance(slots, str) else slots
+
+
+@functools.lru_cache(4096)
+def _names(code: types.CodeType) -> tuple[str, ...]:
+    """Names that a function's code, and that of functions within it, may look up in its file."""
+    inner = (name for const in code.co_consts if isinstance(const, types.CodeType) for name in _names(const))
+    return tuple(dict.fromkeys((*code.co_names, *inner)))
+
+
+def _pointer(tensor: torch.Tensor) -> int:
+    try:
+        pointer = tensor.data_ptr()
+    except (RuntimeError, NotImplementedError):
+        pointer = 0
+    if (pointer == 0 and tensor.numel()) or tensor.layout != torch.strided:
+        raise Uncapturable(f"a weight is a {type(tensor).__name__} on {tensor.device}, which has no address of its own")
+    return pointer
+
+
+# ---- what a step reads ----
+
+_watch = threading.local()
+
+
+@contextmanager
+def unread_by(model: torch.nn.Module, fingerprint: Fingerprint) -> Iterator[set[tuple[str, str]]]:
+    """The plain attributes of modules that nobody reads inside, as pairs of path and name; all of them at first.
+
+    Models keep beside what every step reads what one prompt taught them (Qwen-VL its rope_deltas). Each module gets for the time
+    a subclass of its class, with a property for each attribute.
+    """
+    attributes = {record.path: record.attributes for record in fingerprint.modules}
+    changed: list[tuple[torch.nn.Module, type]] = []
+    unread: set[tuple[str, str]] = set()
+    paths: dict[int, str] = {}
+    before = getattr(_watch, "now", None)
+    try:
+        for path, module in _tree(model):
+            cls = type(module)
+            names = tuple(name for name in attributes.get(path, ()) if not hasattr(cls, name))
+            if not names:
+                continue
+            try:
+                module.__class__ = _watched(cls, names)
+            except TypeError:  # a class that has no subclass of the same layout
+                continue
+            paths[id(module)] = path
+            changed.append((module, cls))
+            unread.update((path, name) for name in names)
+        _watch.now = (unread, paths)
+        yield unread
+    finally:
+        _watch.now = before
+        for module, cls in reversed(changed):
+            module.__class__ = cls
+
+
+@functools.lru_cache(256)
+def _watched(cls: type, names: tuple[str, ...]) -> type:
+    members = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return type(cls.__name__, (cls,), members | {name: _attribute(name) for name in names})
+
+
+def _attribute(name: str) -> property:
+    def get(self):
+        now = getattr(_watch, "now", None)
+        if now is not None and id(self) in now[1]:
+            now[0].discard((now[1][id(self)], name))
+        try:
+            return vars(self)[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def put(self, value):
+        vars(self)[name] = value
+
+    def delete(self):
+        del vars(self)[name]
+
+    return property(get, put, delete)

@@ -1,0 +1,389 @@
+"""What a decode graph depends on: whatever changes between two calls of generate(), a patched model's tokens are its twin's."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import gc
+import types
+import weakref
+
+import fake_graph
+import pytest
+import torch
+from models import prompts, tiny
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+from transformers.models.llama import modeling_llama
+
+import hf_fastattn
+from hf_fastattn.kernels import reference
+from hf_fastattn.patches import survey
+
+NEW = 8
+SCALE = 1.0
+
+
+@pytest.fixture(autouse=True)
+def captured(monkeypatch):
+    fake_graph.use(monkeypatch)
+
+
+@pytest.fixture
+def inputs():
+    return prompts("no_padding", "cpu", rows=1)
+
+
+def generate(model, inputs, **options):
+    return model.generate(**inputs, **{"max_new_tokens": NEW, "do_sample": False, **options})
+
+
+def check(change, inputs, captures=2):
+    """`change(model)` gives a function that changes the model; tokens after that are those of an unpatched twin."""
+    twin, model = tiny("llama", "sdpa"), tiny("llama", "sdpa")
+    change_twin, change_model = change(twin), change(model)
+    with hf_fastattn.patch(model) as patch, torch.no_grad():
+        before = generate(twin, inputs)
+        assert torch.equal(generate(model, inputs), before)
+        change_twin(), change_model()
+        after = generate(twin, inputs)
+        assert not torch.equal(after, before), "the change changes nothing"
+        for _ in range(2):
+            assert torch.equal(generate(model, inputs), after)
+        assert (patch.captures, patch.reasons) == (captures, [])
+
+
+class Steer(nn.Module):
+    """Adds what `vector(self)` finds."""
+
+    def __init__(self, inner, vector, held):
+        super().__init__()
+        self.inner, self.vector, self.held = inner, vector, held
+
+    def forward(self, x):
+        return self.inner(x) + self.vector(self)
+
+
+@dataclasses.dataclass
+class Held:
+    vector: object
+
+
+class Slotted:
+    __slots__ = ("vector",)
+
+    def __init__(self, vector):
+        self.vector = vector
+
+
+HOLDERS = {
+    "attribute": (lambda v: v, lambda s: s.held, None),
+    "dict": (lambda v: {"v": v}, lambda s: s.held["v"], lambda held, v: held.update(v=v)),
+    "nested": (lambda v: {"v": [(v,)]}, lambda s: s.held["v"][0][0], lambda held, v: held["v"].__setitem__(0, (v,))),
+    "list": (lambda v: [v], lambda s: s.held[0], lambda held, v: held.__setitem__(0, v)),
+    "dataclass": (Held, lambda s: s.held.vector, lambda held, v: setattr(held, "vector", v)),
+    "namespace": (
+        lambda v: types.SimpleNamespace(v=v),
+        lambda s: s.held.v,
+        lambda held, v: setattr(held, "v", v),
+    ),
+    "slots": (Slotted, lambda s: s.held.vector, lambda held, v: setattr(held, "vector", v)),
+    "partial": (lambda v: functools.partial(torch.mul, v), lambda s: s.held(1.0), None),
+    "method": (lambda v: v.mul, lambda s: s.held(1.0), None),
+    "float": (lambda v: {"by": float(v[0])}, lambda s: s.held["by"], lambda held, v: held.update(by=float(v[0]))),
+    "array": (lambda v: v.numpy(), lambda s: float(s.held[0]), None),
+}
+
+
+@pytest.mark.parametrize("how", HOLDERS)
+def test_a_steering_vector_wherever_it_is_held(inputs, how):
+    hold, find, put = HOLDERS[how]
+
+    def change(model):
+        steer = Steer(model.model.layers[0].mlp, find, hold(torch.zeros(64))).eval()
+        model.model.layers[0].mlp = steer
+        vector = 3 * torch.randn(64, generator=torch.Generator().manual_seed(1))
+        if put is None:
+            return lambda: setattr(steer, "held", hold(vector))
+        return lambda: put(steer.held, vector)
+
+    check(change, inputs)
+
+
+def _set_forward(model):
+    mlp, by = model.model.layers[1].mlp, 2.0
+    old = mlp.forward
+    mlp.forward = lambda x: by * old(x)
+
+    def again():
+        nonlocal by
+        by = 5.0
+
+    return again
+
+
+def _set_forward_anew(model):
+    mlp = model.model.layers[1].mlp
+    old = mlp.forward
+
+    def scaled(by):
+        return lambda x: by * old(x)
+
+    mlp.forward = scaled(1.0)
+
+    def again():
+        del mlp.forward
+        mlp.forward = scaled(4.0)
+
+    return again
+
+
+def _default(model):
+    mlp = model.model.layers[1].mlp
+    mlp.forward = lambda x, old=mlp.forward, by=[1.0]: by[0] * old(x)
+    return lambda: mlp.forward.__defaults__[1].__setitem__(0, 4.0)
+
+
+def _global(model):
+    mlp = model.model.layers[1].mlp
+    old = mlp.forward
+    mlp.forward = lambda x: SCALE * old(x)
+
+    def again():
+        global SCALE
+        SCALE = 4.0 if SCALE == 1.0 else SCALE
+
+    return again
+
+
+def _wrap(model):
+    def again():
+        model.model.layers[1].mlp = nn.Sequential(model.model.layers[1].mlp, nn.Tanh()).eval()
+
+    return again
+
+
+def _transpose(model):
+    def again():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight = nn.Parameter(layer.self_attn.o_proj.weight.t())
+
+    return again
+
+
+def _data(model):
+    weight = model.model.layers[0].self_attn.o_proj.weight
+    return lambda: setattr(weight, "data", weight.data.t())
+
+
+def _cut_vocabulary(model):
+    return lambda: setattr(model.lm_head, "weight", nn.Parameter(model.lm_head.weight[:40]))
+
+
+def _swap(model):
+    def again():
+        a, b = model.model.layers[0].mlp, model.model.layers[1].mlp
+        model.model.layers[0].mlp, model.model.layers[1].mlp = b, a
+
+    return again
+
+
+def _set_class(model):
+    mlp = model.model.layers[0].mlp
+
+    class Doubled(type(mlp)):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    return lambda: setattr(mlp, "__class__", Doubled)
+
+
+def _config(model):
+    return lambda: model.config.rope_parameters.update(note=1) or model.model.norm.weight.neg_()
+
+
+@pytest.mark.parametrize(
+    "change, captures",
+    [
+        (_set_forward, 2),
+        (_set_forward_anew, 2),
+        (_default, 2),
+        (_global, 2),
+        (_wrap, 2),
+        (_transpose, 2),
+        (_data, 2),
+        (_cut_vocabulary, 2),
+        (_swap, 2),
+        (_set_class, 2),
+        (_config, 2),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_changed_model_is_captured_anew(inputs, change, captures, monkeypatch):
+    monkeypatch.setattr("test_survey.SCALE", 1.0)
+    check(change, inputs, captures)
+
+
+def test_a_change_in_place_needs_no_new_graph(inputs):
+    check(lambda model: lambda: model.model.layers[0].self_attn.o_proj.weight.neg_(), inputs, captures=1)
+
+
+def test_a_method_replaced_in_its_class(inputs, monkeypatch):
+    model, twin = tiny("llama", "sdpa"), tiny("llama", "sdpa")
+    old = modeling_llama.LlamaMLP.forward
+    with hf_fastattn.patch(model) as patch:
+        generate(model, inputs)
+        monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", lambda self, x: -old(self, x))
+        assert torch.equal(generate(model, inputs), generate(twin, inputs))
+        assert patch.captures == 2
+
+
+def test_a_function_replaced_in_a_models_file(inputs, monkeypatch):
+    model, twin = tiny("llama", "sdpa"), tiny("llama", "sdpa")
+    real = modeling_llama.rotate_half
+    with hf_fastattn.patch(model) as patch:
+        generate(model, inputs)
+        monkeypatch.setattr(modeling_llama, "rotate_half", lambda x: -real(x))
+        assert torch.equal(generate(model, inputs), generate(twin, inputs))
+        assert patch.captures == 2
+
+
+def test_a_backend_registered_again(inputs):
+    def make(sign):
+        def run(q, k, v, spans=None, **options):
+            return sign * reference.attention(q, k, v, spans, **options)
+
+        return hf_fastattn.Backend(name="mine", summary="", prefill=run)
+
+    hf_fastattn.register(make(-1))
+    model = tiny("llama", "mine")
+    expected = generate(model, inputs)
+    hf_fastattn.register(make(1))
+    with hf_fastattn.patch(model, "mine") as patch:
+        assert not torch.equal(generate(model, inputs), expected)
+        hf_fastattn.register(make(-1))
+        assert torch.equal(generate(model, inputs), expected)
+        assert patch.captures == 2
+
+
+@contextlib.contextmanager
+def _precision():
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@contextlib.contextmanager
+def _deterministic():
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("setting", [_precision, _deterministic, torch.inference_mode])
+def test_torchs_settings_have_graphs_of_their_own(inputs, setting):
+    model = tiny("llama", "sdpa")
+    with hf_fastattn.patch(model) as patch:
+        for _ in range(2):
+            generate(model, inputs)
+            with setting():
+                generate(model, inputs)
+        assert patch.captures == 2
+
+
+def test_dispatch_modes_are_not_passed_by(inputs):
+    class Count(TorchDispatchMode):
+        calls = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            Count.calls += function is torch.ops.aten.mm.default
+            return function(*args, **(kwargs or {}))
+
+    model = tiny("llama", "sdpa")
+    with hf_fastattn.patch(model) as patch, Count(), pytest.warns(match="dispatch mode"):
+        generate(model, inputs)
+        assert Count.calls >= 15 * NEW and patch.captures == 0 and patch.uncaptured == NEW - 1
+
+
+def qwen_vl():
+    """A tiny Qwen2.5-VL, whose every prompt leaves rope_deltas behind, and a prompt with an image."""
+    text = {
+        "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
+        "rope_parameters": {"rope_type": "default", "mrope_section": [2, 2, 4], "rope_theta": 10000.0},
+    }  # fmt: skip
+    vision = {
+        "hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 32, "depth": 2, "num_heads": 2, "patch_size": 14,
+        "window_size": 56, "fullatt_block_indexes": [1],
+    }  # fmt: skip
+    tokens = {"image_token_id": 100, "video_token_id": 101, "vision_start_token_id": 102, "vision_end_token_id": 103}
+    config = Qwen2_5_VLConfig(vision_config=vision, text_config=text, **tokens)
+    torch.manual_seed(0)
+    model = Qwen2_5_VLForConditionalGeneration._from_config(config, attn_implementation="sdpa").eval()
+    ids = torch.randint(3, 100, (1, 40), generator=torch.Generator().manual_seed(1))
+    ids[:, 2], ids[:, 3:7], ids[:, 7] = 102, 100, 103
+    image = {"pixel_values": torch.randn(16, 3 * 2 * 14 * 14), "image_grid_thw": torch.tensor([[1, 4, 4]])}
+    return model, {"input_ids": ids, "mm_token_type_ids": (ids == 100).int(), **image}
+
+
+def test_what_no_step_reads_does_not_count():
+    model, inputs = qwen_vl()
+    expected = generate(model, inputs)
+    kept = []
+    with hf_fastattn.patch(model) as patch:
+        for _ in range(4):
+            assert torch.equal(generate(model, inputs), expected)
+            kept.append(model.model.rope_deltas)  # so that the next one lies elsewhere
+        assert (patch.captures, patch.reasons) == (1, []) and len({delta.data_ptr() for delta in kept}) > 1
+
+
+def test_what_changes_in_every_call_is_named(inputs):
+    model = tiny("llama", "sdpa")
+    mlp = model.model.layers[0].mlp
+    mlp.strength = 1.0
+    old = mlp.forward
+    mlp.forward = lambda x: mlp.strength * old(x)
+    with hf_fastattn.patch(model) as patch, pytest.warns(match=r"captured anew.*layers\.0\.mlp\.strength"):
+        for step in range(6):
+            mlp.strength = 1.0 + step
+            generate(model, inputs)
+        assert patch.captures == 6
+
+
+def test_a_fingerprint_keeps_nothing_alive(inputs):
+    model = tiny("llama", "sdpa")
+    gc.collect()
+    gc.disable()
+    try:
+        with hf_fastattn.patch(model) as patch:
+            mlp = model.model.layers[0].mlp
+            old = mlp.forward
+            mlp.forward = function = lambda x: 2 * old(x)
+            generate(model, inputs)
+            assert patch.captures == 1
+            gone = weakref.ref(function)
+            del mlp.forward, function
+            assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_attributes_are_watched_and_let_go():
+    model = tiny("llama", "sdpa")
+    classes = [type(module) for module in model.modules()]
+    found = survey.survey(model)
+    with survey.unread_by(model, found) as unread:
+        everything = len(unread)
+        model.model.norm(torch.zeros(1, 64))
+        assert ("model.norm", "variance_epsilon") not in unread and len(unread) == everything - 1
+        model.model.norm.variance_epsilon = 0.5
+    assert [type(module) for module in model.modules()] == classes and model.model.norm.variance_epsilon == 0.5
+    assert found.differences(survey.survey(model)) == ["model.norm.variance_epsilon"]
+    assert not found.differences(survey.survey(model), frozenset({("model.norm", "variance_epsilon")}))
