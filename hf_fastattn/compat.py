@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import re
 import sys
@@ -188,6 +189,30 @@ def _layer_shape(config, name: str) -> LayerShape:
     if getattr(config, "qk_nope_head_dim", None):  # latent attention
         head_dim, value_dim = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
     return LayerShape(heads, getattr(config, "num_key_value_heads", None) or heads, head_dim, value_dim)
+
+
+def generates_by_another(model) -> str | None:
+    """The part of the model whose generate() does what the model's own generate() is asked for (BLIP-2), or None."""
+    own = type(model).generate
+    if own is GenerationMixin.generate:
+        return None
+    try:
+        found = re.search(r"self\.(\w+)\.generate\(", inspect.getsource(inspect.unwrap(own)))
+    except (OSError, TypeError):
+        return None
+    return found and found.group(1)
+
+
+def sharer(model) -> str | None:
+    """The class of another living model, built over a part of this one that has attention, or None."""
+    ours = {id(module) for module in model.modules()}
+    for other in gc.get_objects():
+        if not issubclass(type(other), PreTrainedModel) or id(other) in ours:
+            continue
+        for part in other._modules.values():
+            if part is not model and id(part) in ours and any(is_attention(module) for module in part.modules()):
+                return type(other).__name__
+    return None
 
 
 def overrides_generation(model) -> str | None:

@@ -890,3 +890,36 @@ def test_what_is_set_on_the_configuration_meanwhile_stays(llama):
     assert config.id2label[0] == "changed" and config.rope_parameters["note"] == 1 and config.note == {"list": [1, 2]}
     assert config.added == [3] and not config.use_cache and config._attn_implementation == "sdpa"
     assert "pretraining_tp" not in vars(config)
+
+
+def test_a_model_built_over_a_part_of_another(llama):
+    other = LlamaForCausalLM(llama.config).eval()
+    other.model = llama.model
+    with pytest.raises(ValueError, match="a LlamaForCausalLM that is alive is built over a part of it"):
+        hf_fastattn.patch(llama)
+    other.model = copy.deepcopy(llama.model)
+    other.model.embed_tokens = llama.model.embed_tokens  # has no attention to change
+    with hf_fastattn.patch(llama, graph=False), hf_fastattn.count_calls() as calls:
+        generate(other, prompts("no_padding", "cpu"))
+    assert not calls
+
+
+def test_a_model_whose_generate_is_that_of_a_part():
+    from transformers import Blip2Config, Blip2ForConditionalGeneration, OPTConfig
+
+    text = OPTConfig(
+        vocab_size=128, hidden_size=32, ffn_dim=32, num_hidden_layers=1, num_attention_heads=2, word_embed_proj_dim=32
+    )  # fmt: skip
+    tiny_part = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Blip2Config(
+        vision_config={**tiny_part, "image_size": 28, "patch_size": 14},
+        qformer_config={**tiny_part, "encoder_hidden_size": 32, "vocab_size": 128},
+        text_config=text,
+        num_query_tokens=4,
+        image_token_index=127,
+    )
+    model = Blip2ForConditionalGeneration(config).eval()
+    with pytest.raises(ValueError, match=r"patch\(model\.language_model\)"):
+        hf_fastattn.patch(model)
+    with hf_fastattn.patch(model.language_model, graph=False) as patch:
+        assert patch.changes

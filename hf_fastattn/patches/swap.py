@@ -95,6 +95,16 @@ def patch(
             f"{type(model).__name__} cannot be patched: it computes attention in its own code and does not let its "
             "attn_implementation be set."
         )
+    if part := compat.generates_by_another(model):
+        raise ValueError(
+            f"{type(model).__name__} cannot be patched: its generate() calls that of its {part}. Patch that: "
+            f"hf_fastattn.patch(model.{part})."
+        )
+    if other := compat.sharer(model):
+        raise ValueError(
+            f"{type(model).__name__} cannot be patched: a {other} that is alive is built over a part of it, and would be changed "
+            "too. Delete that one, or build it over a copy (copy.deepcopy) of the part."
+        )
     if reason := _why_no_kernel(model, chosen):
         raise ValueError(f"{type(model).__name__} cannot run {backend!r}: {reason}")
     if cache is not None and (name := compat.overrides_generation(model)):
