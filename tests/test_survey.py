@@ -15,6 +15,7 @@ import torch
 from models import prompts, tiny
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
@@ -395,17 +396,31 @@ def test_attributes_are_watched_and_let_go():
     assert not found.differences(survey.survey(model), frozenset({("model.norm", "variance_epsilon")}))
 
 
-def test_weights_made_of_other_tensors_are_captured(inputs):
-    from torch.testing._internal.two_tensor import TwoTensor
+class Negated(torch.Tensor):
+    """A weight stored as its negative, without an address of its own, as quantised weights are."""
 
+    @staticmethod
+    def __new__(cls, stored):
+        return torch.Tensor._make_wrapper_subclass(cls, stored.shape, dtype=stored.dtype)
+
+    def __init__(self, stored):
+        self.stored = stored
+
+    def __tensor_flatten__(self):
+        return ["stored"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.detach.default:
+            return cls(args[0].stored)
+        return function(*tree_map_only(cls, lambda weight: -weight.stored, args), **(kwargs or {}))
+
+
+def test_weights_made_of_other_tensors_are_captured(inputs):
     def change(model):
         layer = model.model.layers[0].self_attn.o_proj
-        layer.weight = nn.Parameter(TwoTensor(layer.weight.data, layer.weight.data.clone()), requires_grad=False)
-
-        def again():
-            other = -layer.weight.a
-            layer.weight = nn.Parameter(TwoTensor(other, other.clone()), requires_grad=False)
-
-        return again
+        stored = -layer.weight.data
+        layer.weight = nn.Parameter(Negated(stored), requires_grad=False)
+        return lambda: setattr(layer, "weight", nn.Parameter(Negated(3 * stored), requires_grad=False))
 
     check(change, inputs)
