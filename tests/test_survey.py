@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dataclasses
 import functools
 import gc
 import types
+import warnings
 import weakref
 
 import fake_graph
@@ -424,3 +426,68 @@ def test_weights_made_of_other_tensors_are_captured(inputs):
         return lambda: setattr(layer, "weight", nn.Parameter(Negated(3 * stored), requires_grad=False))
 
     check(change, inputs)
+
+
+def _count(self, x):
+    self.calls += 1
+    return x * self.calls
+
+
+def _count_in_a_list(self, x):
+    self.held.append(1)
+    return x * len(self.held)
+
+
+@pytest.mark.parametrize("forward", [_count, _count_in_a_list])
+def test_a_step_that_depends_on_how_often_it_ran_is_not_captured(inputs, forward):
+    found = []
+    for patched in (False, True):
+        model = tiny("llama", "sdpa")
+        norm = model.model.norm = type("Counting", (nn.Module,), {"forward": forward})()
+        norm.calls, norm.held = 0, []
+        with hf_fastattn.patch(model) if patched else contextlib.nullcontext() as patch, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found += [generate(model, inputs), generate(model, inputs)]
+    assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])
+    assert patch.captures == 0 and patch.uncaptured == 2 * (NEW - 1)
+    assert all("a step changes what the next one reads" in reason for reason in patch.reasons)
+
+
+class Settings:
+    vector = torch.zeros(64)
+
+
+VARIABLE = contextvars.ContextVar("vector")
+FILE = types.ModuleType("a_file_of_settings")
+FILE.vector = torch.zeros(64)
+
+
+def _put_variable(vector):
+    VARIABLE.set(vector)
+
+
+@pytest.mark.parametrize(
+    "find, put",
+    [
+        (lambda s: Settings.vector, lambda vector: setattr(Settings, "vector", vector)),
+        (lambda s: VARIABLE.get(0.0), _put_variable),
+        (lambda s: FILE.vector, lambda vector: setattr(FILE, "vector", vector)),
+        (lambda s: vars(s)["held"], None),
+    ],
+    ids=["class", "context_variable", "file", "own_dict"],
+)
+def test_a_steering_vector_outside_the_model(inputs, find, put):
+    model = tiny("llama", "sdpa")
+    steer = model.model.layers[0].mlp = Steer(model.model.layers[0].mlp, find, torch.zeros(64)).eval()
+    put = put or (lambda vector: setattr(steer, "held", vector))
+    vector = 3 * torch.randn(64, generator=torch.Generator().manual_seed(1))
+    with hf_fastattn.patch(model) as patch:
+        try:
+            before = generate(model, inputs)
+            put(vector)
+            after = generate(model, inputs)
+            assert patch.captures == 2
+            patch.undo()
+            assert torch.equal(after, generate(model, inputs)) and not torch.equal(before, after)
+        finally:
+            put(torch.zeros(64))

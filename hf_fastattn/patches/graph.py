@@ -383,11 +383,11 @@ class DecodeStep:
                 if not isinstance(error, Uncapturable):
                     raise
                 entry.refused = str(error)
-        if entry.refused is not None:
-            self.refused = entry.refused
-            return self._uncaptured(self.refused, given)
-        storage.advance()
-        return entry.output(logits, cache)
+            else:
+                storage.advance()
+                return entry.output(logits, cache)
+        self.refused = entry.refused
+        return self._uncaptured(self.refused, given)
 
     def _run(self, entry: Entry, storage) -> torch.Tensor:
         graphs = self.graphs
@@ -397,7 +397,8 @@ class DecodeStep:
             return entry.logits.clone()  # whoever keeps it must not see the next step's
         body = entry.body(self.model, storage)
         if not entry.warm:
-            with unread_by(self.model, entry.fingerprint) as unread:
+            before = survey(self.model)
+            with unread_by(self.model, before) as unread:
                 outputs = _attempt(new_graph(entry.device, graphs.shared).rehearse, body)
             others = [name for name, value in outputs.items() if name not in ("logits", "past_key_values") and value is not None]
             if others or outputs.get("logits") is None:
@@ -405,6 +406,11 @@ class DecodeStep:
             entry.output_type = type(outputs)
             entry.unread = frozenset(unread)
             entry.warm = True
+            if changed := before.differences(survey(self.model), entry.unread):
+                # The step is done, and must not be done again.
+                self.refused = entry.refused = f"a step changes what the next one reads ({', '.join(changed[:3])})"
+                self.say(self.refused)
+                graphs.uncaptured += 1
             return outputs.logits
         graph = new_graph(entry.device, graphs.shared)
         entry.logits = _attempt(graph.capture, body).logits

@@ -11,6 +11,7 @@ a new object at an old address is not taken for the old one, and it keeps no obj
 from __future__ import annotations
 
 import collections
+import contextvars
 import functools
 import sys
 import threading
@@ -83,7 +84,8 @@ def survey(model: compat.PreTrainedModel) -> Fingerprint:
     if torch._C._len_torch_dispatch_stack():
         raise Uncapturable("a dispatch mode of torch is active, and a graph would not pass through it")
     walker = _Walker(model.device)
-    modules = walker.modules(model)
+    with _lock:
+        modules = walker.modules(model)
     if len(walker.devices) > 1:
         raise Uncapturable(f"its weights are on several devices ({', '.join(sorted(map(str, walker.devices)))})")
     return Fingerprint((*_settings(), *walker.backend(model.config._attn_implementation)), modules, walker.held)
@@ -218,7 +220,7 @@ class _Walker:
             return "met", self.seen[id(value)]
         if isinstance(value, torch.Tensor):
             return self.tensor(value)
-        if isinstance(value, (types.ModuleType, type)):
+        if isinstance(value, types.ModuleType) or (isinstance(value, type) and _is_library(value.__module__)):
             return self.same(value)
         if isinstance(value, torch.nn.Module):
             self.outside.append(value)
@@ -235,6 +237,8 @@ class _Walker:
         return self._inside(value)
 
     def _inside(self, value):
+        if isinstance(value, type):
+            return self._class(value)
         if isinstance(value, types.MethodType):
             return "method", self.value(value.__self__), self.value(value.__func__)
         if isinstance(value, functools.partial):
@@ -245,8 +249,15 @@ class _Walker:
             return self.same(type(value)), *((self.value(key), self.value(item)) for key, item in value.items())
         if _is_array(value):
             return self.same(value), value.tobytes() if value.nbytes <= 4096 else None
+        if isinstance(value, contextvars.ContextVar):
+            return self.same(value), self.value(value.get(None))
+        if isinstance(value, Iterator):
+            raise Uncapturable(f"{self.where} refers to an iterator ({type(value).__name__}), which a step may advance")
         found = [self.same(type(value)), self.same(value)]
-        if isinstance(value, types.SimpleNamespace) or type(value).__module__.partition(".")[0] not in sys.stdlib_module_names:
+        if (
+            isinstance(value, (types.SimpleNamespace, threading.local))
+            or type(value).__module__.partition(".")[0] not in sys.stdlib_module_names
+        ):
             for name, item in getattr(value, "__dict__", {}).items():
                 found += name, self.value(item)
             for name in _slots(type(value)):
@@ -267,7 +278,7 @@ class _Walker:
         found = [self.same(type(tensor)), tensor.shape, tensor.dtype]
         if type(tensor).__name__ == "DTensor":
             raise Uncapturable("a weight is a DTensor, whose steps communicate")
-        if torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor):
+        if hasattr(tensor, "__tensor_flatten__"):
             names, context = tensor.__tensor_flatten__()
             found += [self.tensor(getattr(tensor, name)) for name in names]
             found.append(self.value(context))
@@ -298,7 +309,22 @@ class _Walker:
             value = names.get(name, _MISSING)
             if value is not _MISSING:
                 found += name, look(value)
+            if isinstance(value, types.ModuleType) and not ours:
+                found += self._file(value, _names(function.__code__))
         return tuple(found)
+
+    def _file(self, module: types.ModuleType, names: tuple[str, ...]) -> list:
+        """What code of these names may find in a file of the user's."""
+        found: list = []
+        if _is_library(module.__name__) or self._met(module):
+            return found
+        for name in names:
+            if name in vars(module):
+                value = vars(module)[name]
+                found += name, self.value(value)
+                if isinstance(value, types.ModuleType):
+                    found += self._file(value, names)
+        return found
 
     def _shallow(self, value):
         """What a library's function refers to: functions are followed, objects told apart."""
@@ -367,25 +393,27 @@ def _pointer(tensor: torch.Tensor) -> int:
 # ---- what a step reads ----
 
 _watch = threading.local()
+_lock = threading.RLock()  # models may share modules, whose classes are others while one is watched
 
 
 @contextmanager
 def unread_by(model: torch.nn.Module, fingerprint: Fingerprint) -> Iterator[set[tuple[str, str]]]:
     """The plain attributes of modules that nobody reads inside, as pairs of path and name; all of them at first.
 
-    Models keep beside what every step reads what one prompt taught them (Qwen-VL its rope_deltas). Each module gets for the time
-    a subclass of its class, with a property for each attribute.
+    Models keep beside what every step reads what one prompt taught them (Qwen-VL its rope_deltas). Each module of Transformers
+    and torch gets for the time a subclass of its class, with a property for each attribute.
     """
     attributes = {record.path: record.attributes for record in fingerprint.modules}
     changed: list[tuple[torch.nn.Module, type]] = []
     unread: set[tuple[str, str]] = set()
     paths: dict[int, str] = {}
     before = getattr(_watch, "now", None)
+    _lock.acquire()
     try:
         for path, module in _tree(model):
             cls = type(module)
             names = tuple(name for name in attributes.get(path, ()) if not hasattr(cls, name))
-            if not names:
+            if not names or not _is_library(cls.__module__):  # others may read them past the property, as vars(self)[name]
                 continue
             try:
                 module.__class__ = _watched(cls, names)
@@ -400,6 +428,7 @@ def unread_by(model: torch.nn.Module, fingerprint: Fingerprint) -> Iterator[set[
         _watch.now = before
         for module, cls in reversed(changed):
             module.__class__ = cls
+        _lock.release()
 
 
 @functools.lru_cache(256)
