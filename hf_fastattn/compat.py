@@ -254,55 +254,85 @@ def is_attention(module) -> bool:
     return hasattr(module, "layer_idx") and hasattr(module, "config") and "Attention" in type(module).__name__
 
 
-@dataclass(frozen=True)
-class Rope:
-    """A model's rotary embedding: rotation i turns by position * inv_freq[i] its dimensions (i, i + n), n of them in all, or
-    (2 i, 2 i + 1) where interleaved; dimensions from 2 n on it leaves alone."""
-
-    inv_freq: tuple[float, ...]
-    interleaved: bool
+def set_text_attention(model, name: str) -> None:
+    """set_attn_implementation(name) for the part that reads text alone; vision and audio towers keep what they run."""
+    model.set_attn_implementation({"": name, **{key: name for key in _text_keys(model.config)}})
 
 
-def rope(module: torch.nn.Module, head_dim: int) -> Rope | None:
-    """The rotary embedding of an attention module's model, None if its file has none. ValueError where it cannot be told.
+def _text_keys(config) -> list[str]:
+    text = config.get_text_config(decoder=True)
+    return [key for key in config.sub_configs if getattr(config, key, None) is text]
 
-    Nothing is taken on trust: the model's own rotary classes make the frequencies and turn a probe, which must come out as
-    this record says it would.
-    """
-    config, source = module.config, sys.modules[type(module).__module__]
-    name = type(config).__name__.removesuffix("Config")
-    turn = getattr(source, "apply_rotary_pos_emb", None)
-    classes = [value for key, value in vars(source).items() if key.endswith("RotaryEmbedding") and "Vision" not in key]
-    if turn is None and not classes:
-        return None
-    kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if kind in ("dynamic", "longrope"):
-        raise ValueError(
-            f"{name} has rope_type {kind!r}, whose frequencies change with the length of the text: keys read under one cannot be "
-            "scored under another. Set a rope_type of fixed frequencies in its config (default, linear, llama3 or yarn)."
-        )
-    if any(value in (0, False) for value in getattr(config, "no_rope_layers", None) or ()):
-        raise ValueError(f"{name} has layers without rotary embedding between those with it, which streaming does not know.")
-    try:
-        rotary = classes[0](config=config)
-        cos, sin = rotary(torch.zeros(1), torch.tensor([[3]]))
-        inv_freq = rotary.inv_freq.float()
-        probe = torch.randn(1, 1, 1, head_dim, generator=torch.Generator().manual_seed(0))
-        pairs = len(inv_freq)
-        try:
-            turned = turn(probe, probe, cos, sin)[0]
-        except RuntimeError:  # it gets only the dimensions to turn
-            turned = torch.cat([turn(probe[..., : 2 * pairs], probe[..., : 2 * pairs], cos, sin)[0], probe[..., 2 * pairs :]], -1)
-    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
-        raise ValueError(f"How {name} rotates queries and keys could not be found out: {error}.") from error
-    length = rotary.attention_scaling * probe[..., : 2 * pairs]
-    for interleaved in (False, True):
-        x, y = (length[..., 0::2], length[..., 1::2]) if interleaved else (length[..., :pairs], length[..., pairs:])
-        new = [x * (3 * inv_freq).cos() - y * (3 * inv_freq).sin(), y * (3 * inv_freq).cos() + x * (3 * inv_freq).sin()]
-        expected = torch.stack(new, -1).flatten(-2) if interleaved else torch.cat(new, -1)
-        if torch.allclose(turned, torch.cat([expected, probe[..., 2 * pairs :]], -1), atol=1e-4):
-            return Rope(tuple(inv_freq.tolist()), interleaved)
-    raise ValueError(f"{name} rotates queries and keys in a way of its own, which streaming does not know.")
+
+def text_layers(model) -> tuple[PreTrainedModel, dict[torch.nn.Module, torch.nn.Module]]:
+    """(the innermost model that reads the text, its layers by their self-attention modules)."""
+    text = model.config.get_text_config(decoder=True)
+    found = [module for module in model.modules() if is_attention(module) and module.config is text]
+    decoder, layers = model, {}
+    for inner in model.modules():  # outer modules come first
+        if isinstance(inner, PreTrainedModel):
+            inside = _layers_around(inner)
+            if found and all(module in inside for module in found):
+                decoder, layers = inner, {module: inside[module] for module in found}
+    return decoder, layers
+
+
+def _layers_around(model) -> dict[torch.nn.Module, torch.nn.Module]:
+    """The outermost member of a ModuleList that each self-attention module of a model is in, itself included."""
+    layers = {}
+    for members in model.modules():
+        for member in members if isinstance(members, torch.nn.ModuleList) else ():
+            for module in member.modules():
+                if is_attention(module):
+                    layers.setdefault(module, member)
+    return layers
+
+
+def rotary_buffers(model, decoder) -> list[tuple[str, str, torch.Tensor]]:
+    """The frequencies of a decoder's rotary embeddings: (path of the module in the model, name of its buffer, the buffer)."""
+    inside = set(decoder.modules())
+    return [
+        (path, name, tensor)
+        for path, module in model.named_modules()
+        for name, tensor in (module._buffers.items() if module in inside else ())
+        if tensor is not None and name.endswith("inv_freq") and "original" not in name
+    ]
+
+
+def changing_rope(decoder) -> str | None:
+    """The rope_type of a decoder's rotary embedding whose frequencies change with the length of the text, if it has one."""
+    for module in decoder.modules():
+        kinds = getattr(module, "rope_type", None)
+        for kind in kinds.values() if isinstance(kinds, dict) else (kinds,):
+            if kind in ("dynamic", "longrope"):
+                return kind
+    return None
+
+
+GRIDS = ("image_grid_thw", "video_grid_thw", "pixel_values", "pixel_values_videos")  # of what models give positions in sections
+
+
+def has_sections(config) -> bool:
+    """Whether a model's positions have three sections (time, height, width), which differ for images and videos."""
+    rope = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    return any("mrope_section" in each for each in (rope, *rope.values()) if isinstance(each, dict))
+
+
+class LongPast:
+    """In place of a cache: it says that it holds many tokens, and returns the new ones alone, the last of them first."""
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 1 << 20
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+        return key_states.flip(2), value_states.flip(2)
+
+
+def run_text(decoder, positions: torch.Tensor, past: LongPast | None = None) -> None:
+    """Run a decoder over equal tokens at these positions (rows, tokens), with a mask that says nothing."""
+    mask = torch.zeros(1, 1, 1, 1, device=positions.device)  # four dimensions: it is passed through as it is
+    ids = torch.zeros_like(positions)
+    decoder(input_ids=ids, position_ids=positions, attention_mask=mask, past_key_values=past, use_cache=past is not None)
 
 
 def is_inert_hook(hook) -> bool:

@@ -71,6 +71,15 @@ def attention_mask(
     pattern = compat.mask_pattern(
         mask_function, config, q_length, local_size, use_vmap, allow_is_causal_skip, allow_is_bidirectional_skip
     )
+    if name in _streaming:
+        streaming.check_mask(name, config, pattern, q_offset)
+        if streaming.are_spans(q_offset):
+            return q_offset
+        if kv_length > q_length and not torch.compiler.is_compiling():
+            _say_once(
+                f"attn_implementation={name!r} masks what is out of sight, but this cache keeps it, and grows with the text. "
+                "hf_fastattn.patch() brings a cache that does not grow."
+            )
     if pattern is None:
         return compat.dense_mask(
             batch_size=batch_size,
@@ -87,13 +96,6 @@ def attention_mask(
             **kwargs,
         )
     causal, window = pattern
-    if name in _streaming:
-        streaming.check_mask(name, config, causal, window)
-        if kv_length > q_length and not torch.compiler.is_compiling():
-            _say_once(
-                f"attn_implementation={name!r} masks what is out of sight, but this cache keeps it, and grows with the text. "
-                "hf_fastattn.patch() brings a cache that does not grow."
-            )
     if (
         causal
         and attention_mask is None
@@ -150,17 +152,18 @@ def attention_forward(
     if attention_mask is None:
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
         window = sliding_window
-    sinks, rope = 0, -1
+    sinks, inv_freq, interleaved = 0, None, False
     if name in _streaming:
+        inv_freq, interleaved = streaming.rotation(module, query, key)
         settings = streaming.Settings.of(module.config)
-        window, sinks, rope = settings.window, settings.sinks, streaming.rope_index(module, query.shape[3])
+        window, sinks = settings.window, settings.sinks
     if compiling and torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
         raise RuntimeError(
             f"{name!r} has no backward pass, and q, k or v requires grad. Compile under torch.no_grad(), "
             'or train with attn_implementation="sdpa".'
         )
     run = torch.ops.hf_fastattn.attention if compiling else _attention
-    out = run(name, query, key, value, attention_mask, scaling, causal, window, softcap, s_aux, sinks, rope)
+    out = run(name, query, key, value, attention_mask, scaling, causal, window, softcap, s_aux, sinks, inv_freq, interleaved)
     return out.transpose(1, 2), None
 
 
@@ -208,13 +211,14 @@ def _attention(
     softcap: float | None,
     sink_logits: torch.Tensor | None,
     sinks: int,
-    rope: int,
+    inv_freq: torch.Tensor | None,
+    interleaved: bool,
 ) -> torch.Tensor:
     """The backend's kernel where the mask is spans or None; torch's sdpa, or plain torch, where it is any other mask."""
     if mask is None or mask.dtype == torch.int32:
         options = {"scale": scale, "causal": causal, "window": window, "softcap": softcap, "sink_logits": sink_logits}
         if sinks:
-            options |= {"sinks": sinks, **streaming.rotation(rope, q.device)}
+            options |= {"sinks": sinks, "inv_freq": inv_freq, "interleaved": interleaved}
         return _runners[name](q, k, v, mask, **options)
     if name in _streaming:
         raise ValueError(
@@ -273,6 +277,6 @@ _attention_op = torch.library.custom_op("hf_fastattn::attention", _attention, mu
 
 
 @_attention_op.register_fake
-def _(name, q, k, v, mask, scale, causal, window, softcap, sink_logits, sinks, rope):
+def _(name, q, k, v, mask, scale, causal, window, softcap, sink_logits, sinks, inv_freq, interleaved):
     batch, num_heads, q_len, head_dim = q.shape
     return q.new_empty(batch, q_len, num_heads, head_dim).transpose(1, 2)

@@ -190,7 +190,7 @@ def test_the_reference_cares_for_sinks_windows_and_their_rotation(device):
     for wrong in (Reference(model, sinks=SINKS - 1), Reference(model, window=WINDOW - 1)):
         assert (wrong.logits(ids[0])[-1] - right).abs().max() > 0.1
     with patched(model), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(streaming, "rotation", lambda *args: {})  # sinks where they were read
+        patch.setattr(streaming, "rotation", lambda *args: (None, False))  # sinks where they were read
         got, _ = feed(model, ids, [LENGTH])
     assert (got[0, -1] - right).abs().max() > 0.1
 
@@ -306,16 +306,20 @@ def test_generate_gives_the_tokens_of_the_reference(llama, length, device):
     assert out[0, length:].tolist() == greedy(Reference(llama), ids[0], 15)
 
 
-def test_without_patch_masks_are_exact_and_memory_is_said_to_grow(device):
+def test_with_transformers_cache_masks_are_exact_and_memory_is_said_to_grow(device):
     model = make("llama", device)
     ids, mask = padded(device)
     model.set_attn_implementation("streaming")
     with pytest.raises(ValueError, match=r"must know how many tokens stay in sight.*patch\(model, \"streaming\", window=4096"):
         model(ids)
     model.config.streaming_window, model.config.streaming_sinks = WINDOW, SINKS
+    with pytest.raises(ValueError, match=r"must know how LlamaAttention rotates.*call that\. With cache=None and graph=False"):
+        model(ids)
+    del model.config.streaming_window, model.config.streaming_sinks
+    model.set_attn_implementation("eager")
     hf_fastattn.interface._say_once.cache_clear()
     cache = DynamicCache(config=model.config)
-    with torch.no_grad(), pytest.warns(UserWarning, match="grows with the text.*patch"):
+    with patched(model, cache=None), torch.no_grad(), pytest.warns(UserWarning, match="grows with the text.*patch"):
         first = model(ids[:, :20], attention_mask=mask[:, :20], past_key_values=cache)
         second = model(ids[:, 20:], attention_mask=mask, past_key_values=cache)
     got = torch.cat([first.logits, second.logits], 1)

@@ -32,12 +32,15 @@ class Step:
 
     slots: int64, (batch,) where one token is written, else None. gather: int64 (batch, held), the slots of what the rows hold,
     oldest first and right-aligned. store: int64 (batch, sinks + window), which of those and the new tokens each slot holds next.
+    spans: those of several tokens. asked: whether the model has asked for them.
     """
 
     q_len: int
     slots: torch.Tensor | None = None
     gather: torch.Tensor | None = None
     store: torch.Tensor | None = None
+    spans: torch.Tensor | None = None
+    asked: bool = False
 
 
 class Ring:
@@ -77,7 +80,18 @@ class Ring:
             spans = self._many(before, self.counts, pads, q_len)
         if self.mode == EAGER:
             self.seen += q_len
-        return spans[:1].expand_as(spans) if self.alike else spans
+        spans = spans[:1].expand_as(spans) if self.alike else spans
+        if q_len > 1:
+            self.under_way.spans = spans
+        return spans
+
+    def ask(self) -> torch.Tensor | None:
+        """The spans of several tokens that no layer has read yet."""
+        step = self.under_way
+        if self.last >= 0 or step is None or step.spans is None:
+            return None
+        step.asked = True
+        return step.spans
 
     def positions(self, q_len: int) -> torch.Tensor:
         """Those of the `q_len` tokens counted last, int64 (batch, q_len); 0 for padding."""
@@ -191,6 +205,11 @@ class RollingLayer(CacheLayerMixin):
             raise RuntimeError(
                 "A RollingCache is read through a patched model, whose forward tells it of padding: call the model that "
                 'hf_fastattn.patch(model, "streaming", ...) was given, and not a part of it.'
+            )
+        if step.q_len > 1 and not step.asked:
+            raise RuntimeError(
+                "A RollingCache is read by spans, and this model has asked for no mask that they could come in. "
+                "Use another backend for it."
             )
         ring.last = self.index
         if not self.is_initialized:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from .. import registry
-from ..streaming import Settings
+from .. import compat, registry
+from ..streaming import Settings, refresh
 from .layers import CHANGE_ROWS, EAGER
 from .ring import Ring
 from .stored import StoredCache
@@ -37,8 +37,10 @@ class RollingCache(StoredCache):
             f"RollingCache({len(self.layers)} layers, {ring.sinks} sinks and a window of {ring.window}, {ring.seen} tokens read)"
         )
 
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        return self.storage.seen
+    def get_query_offset(self, layer_idx: int = 0) -> int | torch.Tensor:
+        """Tokens read so far; of several that are being read, their spans, which our mask function hands to the layers."""
+        spans = self.storage.ask()
+        return self.storage.seen if spans is None else spans
 
     def reserve(self, tokens: int) -> None:
         """Nothing: there is room for any number."""
@@ -105,9 +107,14 @@ class RollingCache(StoredCache):
         self.storage.select(indices.nonzero().flatten() if indices.dtype == torch.bool else indices)
 
 
+def _streams(model) -> bool:
+    name = model.config._attn_implementation
+    return name in registry.names() and registry.get(name).streaming
+
+
 def _check_model(model) -> None:
     name = model.config._attn_implementation
-    if name not in registry.names() or not registry.get(name).streaming:
+    if not _streams(model):
         raise ValueError(
             f"{type(model).__name__} runs attn_implementation={name!r}, which cannot read a RollingCache; use "
             'hf_fastattn.patch(model, "streaming", window=4096, sinks=4).'
@@ -120,7 +127,14 @@ def _check_model(model) -> None:
 
 
 def prepare(model, args: tuple, kwargs: dict):
-    """The forward pre-hook of a patched model: where it is given a RollingCache, spans take the place of the mask."""
+    """The forward pre-hook of a patched model: a RollingCache that it is given counts the new tokens, and makes their spans.
+
+    One token gets them in place of its mask: nothing can be hidden from the last token of all. More leave the mask to the
+    model, which asks for what it wants, hears of the cache where queries start, and so gets the spans from our mask function.
+    """
+    streams = _streams(model)
+    if streams and not torch.compiler.is_compiling():
+        refresh(model)
     cache = kwargs.get("past_key_values")
     if not isinstance(cache, RollingCache):
         return None
@@ -138,13 +152,32 @@ def prepare(model, args: tuple, kwargs: dict):
     ids = args[0] if args else kwargs.get("input_ids")
     ids = kwargs["inputs_embeds"] if ids is None else ids
     rows, q_len = ids.shape[:2]
+    if q_len > 1:
+        _check_positions(model, kwargs)
     pads = _new_pads(cache, kwargs.get("attention_mask"), q_len)
     spans = ring.begin(rows, q_len, pads, ids.device)
     given = kwargs.get("position_ids")
     positions = ring.positions(q_len) if given is None else given
     if settings.clamped:
         positions = positions.clamp(max=config.max_position_embeddings - 1)
-    return args, {**kwargs, "attention_mask": spans, "position_ids": positions}
+    mask = {"attention_mask": spans} if q_len == 1 else {}
+    return args, {**kwargs, **mask, "position_ids": positions}
+
+
+def _check_positions(model, kwargs: dict) -> None:
+    """Raise ValueError for positions in sections that differ: how far a window has moved is then not one number."""
+    if not compat.has_sections(model.config):
+        return
+    given = kwargs.get("position_ids")
+    if given is None:
+        differ = any(isinstance(kwargs.get(name), torch.Tensor) for name in compat.GRIDS)
+    else:
+        differ = given.dim() == 3 and bool((given != given[:1]).any())
+    if differ:
+        raise ValueError(
+            f"{type(model).__name__} counts the positions of images and videos in three sections, by which a RollingCache cannot "
+            "move its window. Give it text alone, or use another backend."
+        )
 
 
 def detach(model) -> None:

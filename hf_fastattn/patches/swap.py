@@ -18,7 +18,7 @@ from ..caches import PreallocatedCache, RollingCache, rolling
 from ..caches.layers import Storage, round_up
 from ..caches.pool import Pool
 from ..caches.ring import Ring
-from ..streaming import Settings, rope_index
+from ..streaming import Settings, examine, forget, refresh
 from . import fuse as fusion
 from . import graph as graphs
 from .survey import MARK as _MARK
@@ -236,11 +236,12 @@ class Patch:
     def _apply(self, model, fuse: bool) -> None:
         before = model.config._attn_implementation
         self._own_configs(model)
-        model.set_attn_implementation(self.backend)
-        if self._streaming is not None:
-            for module in model.modules():
-                if compat.is_attention(module):
-                    rope_index(module, compat.layer_shapes(model.config)[0].head_dim)
+        if self._streaming is None:
+            model.set_attn_implementation(self.backend)
+        else:
+            compat.set_text_attention(model, self.backend)
+            examine(model)
+            model.register_forward_pre_hook(rolling.prepare, with_kwargs=True)
         layers = model.config.get_text_config(decoder=True).num_hidden_layers
         self.changes.append(Change("attention of layers", layers, before, self.backend))
         vars(model)[_MARK] = self
@@ -255,7 +256,6 @@ class Patch:
         kept = model.generation_config.cache_implementation or "dynamic"
         self.changes.append(Change("cache of layers", len(self._windows), kept, self._cache_in_words()))
         if self._streaming is not None:
-            model.register_forward_pre_hook(rolling.prepare, with_kwargs=True)
             self.changes.append(Change("forward pre-hook", 1, "none", "tells the cache of padding"))
         if self.graph and not graphs.why_no_graph(model.device):
             self.changes.append(Change("decode step", 1, "launched from Python", "one CUDA graph"))
@@ -325,6 +325,7 @@ class Patch:
         if model is None:
             return
         rolling.detach(model)
+        forget(model)
         fusion.restore([module() for module in self._fused if module() is not None])
         for name, had in self._methods.items():
             if getattr(vars(model).get(name), "__self__", None) is not self:
@@ -407,6 +408,7 @@ class Patch:
     def _prepare_cache(self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length):
         model = self._model()
         self._refit(model)
+        refresh(model)  # before a graph's fingerprint is taken
         stock = type(model)._prepare_cache_for_generation
         given = model_kwargs.get("past_key_values")
         asked = generation_config.cache_implementation
