@@ -22,7 +22,8 @@ calls: Counter[str] = Counter()
 def register(name: str, run: Callable[..., torch.Tensor], streams: bool = False) -> None:
     """Register both functions with Transformers under `name`; `run` has the signature of `kernels.reference.attention`.
 
-    streams: it gets `window`, `sinks`, `inv_freq` and `interleaved` as the model's config asks (`streaming.Settings`).
+    streams: it gets `window` and `sinks` as the model's config asks (`streaming.Settings`), and by what to turn the query that
+    scores the sinks, `inv_freq` and `interleaved` (`streaming.rotation`).
     """
     _runners[name] = run
     (_streaming.add if streams else _streaming.discard)(name)

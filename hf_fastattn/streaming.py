@@ -34,8 +34,7 @@ class Settings:
         if window is None:
             raise ValueError(
                 "A streaming backend must know how many tokens stay in sight: use "
-                'hf_fastattn.patch(model, "streaming", window=4096, sinks=4), or set streaming_window and streaming_sinks on the '
-                "model's config."
+                'hf_fastattn.patch(model, "streaming", window=4096, sinks=4).'
             )
         settings = cls(window, getattr(config, "streaming_sinks", cls.sinks), getattr(config, "streaming_clamped", cls.clamped))
         settings.check(getattr(config, "max_position_embeddings", None))
@@ -207,7 +206,8 @@ def _find_turns(decoder, layers: dict, found: list[torch.Tensor]) -> tuple[bool,
     """
     device = found[0].device if found else decoder.device
     learned = _adds_positions(decoder, layers, device)
-    positions = torch.tensor(_NEAR if learned else _NEAR + _FAR)
+    # Whoever looks positions up in a table has none beyond its end, and a GPU that reads there is lost to the process.
+    positions = torch.tensor(_NEAR if learned or not found else _NEAR + _FAR)
     seen = _queries_and_keys(decoder, layers, positions.to(device), _stirred)
     explained = {module: _explain(seen.get(module), positions, found) for module in layers}
     if None in explained.values():
@@ -228,6 +228,8 @@ def _adds_positions(decoder, layers: dict, device: torch.device) -> bool:
 
     stand_ins = {layer: lambda hidden_states, *args, **kwargs: look(hidden_states) for layer in layers.values()}
     _run(decoder, stand_ins, torch.tensor(_NEAR, device=device))
+    if not found:
+        raise RuntimeError("none of its layers ran")
     return bool(found[0])
 
 

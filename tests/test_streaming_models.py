@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+
+import fake_graph
 import models
 import pytest
 import torch
 from conftest import INTERPRETED
+from transformers import AutoModelForImageTextToText
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import hf_fastattn
 from hf_fastattn import RollingCache
@@ -108,3 +113,186 @@ def test_what_cannot_be_turned_back_is_refused(name):
     after = {key: dict(vars(module)) for key, module in model.named_modules()}
     assert all(before[key].keys() == after[key].keys() for key in before)
     assert model.config._attn_implementation == "eager"
+
+
+def test_layers_of_several_kinds_stream_side_by_side():
+    """One layer's windows reach further back with each layer below it, so everything must be in sight to compare."""
+    model = models.tiny("cohere2", **WIDE, sliding_window=400, num_hidden_layers=4, logit_scale=1.0)
+    assert set(model.config.layer_types) == {"full_attention", "sliding_attention"}
+    ids = tokens()
+    expected = model(ids, use_cache=False).logits[0, -1].detach()
+    with stream(model, window=300):
+        assert_close(last_logits(model, ids), expected)
+
+
+def test_a_norm_behind_the_rotation_is_refused_whatever_its_weights_are():
+    """With weights of one value it would commute with any rotation, until others are loaded."""
+    model = one_layer("hunyuan", REFUSED)
+    for name, weight in model.named_parameters():
+        if "norm" in name:
+            weight.data.fill_(1.0)
+    with pytest.raises(ValueError, match="scales each dimension"):
+        stream(model)
+
+
+def test_clamping_is_for_learned_positions():
+    with pytest.raises(ValueError, match="clamp_positions=True is for models with learned positions, and Llama has none"):
+        stream(one_layer("llama"), clamp_positions=True)
+
+
+# Frequencies that change.
+
+
+def scale(model) -> None:
+    model.model.rotary_emb.inv_freq.mul_(0.25)
+
+
+def replace(model) -> None:
+    config = copy.deepcopy(model.config)
+    config.rope_parameters = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
+    model.model.rotary_emb = type(model.model.rotary_emb)(config).eval()
+
+
+CHANGES = {
+    "written to": scale,
+    "written to behind autograd's back": lambda model: model.model.rotary_emb.inv_freq.data.mul_(0.25),
+    "another tensor": lambda model: setattr(model.model.rotary_emb, "inv_freq", model.model.rotary_emb.inv_freq * 0.25),
+    "another module": replace,
+    "the config alone": lambda model: model.config.rope_parameters.update(rope_theta=3.0),  # it is read when a model is made
+}
+
+
+@pytest.mark.parametrize("cache", ["auto", None])
+@pytest.mark.parametrize("change", CHANGES)
+def test_frequencies_changed_under_patch_are_seen(change, cache):
+    model, ids = one_layer("llama"), tokens()
+    with stream(model, cache=cache), torch.no_grad():
+        before = model(ids, past_key_values=RollingCache(model) if cache else None).logits[0, -1]
+        CHANGES[change](model)
+        after = model(ids, past_key_values=RollingCache(model) if cache else None).logits[0, -1]
+    assert_close(after, in_sight(model, ids))
+    assert torch.equal(before, after) == (change == "the config alone")
+
+
+@pytest.mark.parametrize("change", ["written to", "another module"])
+def test_decode_graphs_follow_changed_frequencies(change, monkeypatch):
+    fake_graph.use(monkeypatch)
+    model, ids = one_layer("llama"), tokens(2)
+    options = {"max_new_tokens": 8, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    with stream(model, graph=True) as patch:
+        model.generate(ids, **options)
+        CHANGES[change](model)
+        got = model.generate(ids, **options)
+        assert patch.replays and not patch.uncaptured
+    with stream(model):
+        expected = model.generate(ids, **options)
+    assert got.sequences.tolist() == expected.sequences.tolist()
+    assert_close(torch.stack(got.logits), torch.stack(expected.logits))
+
+
+def test_a_second_patch_and_a_copy_have_frequencies_of_their_own():
+    model, ids = one_layer("llama"), tokens()
+    with stream(model):
+        twin = copy.deepcopy(model)
+        scale(twin)
+        assert_close(last_logits(twin, ids), in_sight(copy_without_patch(twin), ids))
+        first = last_logits(model, ids)
+    assert_close(first, in_sight(model, ids))
+    replace(model)
+    with stream(model):
+        assert_close(last_logits(model, ids), in_sight(copy_without_patch(model), ids))
+
+
+def copy_without_patch(model) -> torch.nn.Module:
+    twin = copy.deepcopy(model)
+    hf_fastattn.unpatch(twin)
+    return twin
+
+
+def test_frequencies_in_16_bits_and_training_mode():
+    model, ids = one_layer("llama"), tokens()
+    model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq.bfloat16()
+    expected = in_sight(model, ids)
+    model.train()
+    with stream(model):
+        assert model.training and model.model.layers[0].training
+        assert_close(last_logits(model.eval(), ids), expected)
+
+
+# Models that read more than text.
+
+
+def image_model(name: str):
+    """(model, inputs): a tiny vision-language model, 4 or 5 tokens of each row's text an image's."""
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    images = {"image_token_id": 100, "image_token_index": 100}
+    ids = tokens(2).where(tokens(2) < 100, 5)
+    ids[:, 9:13] = 100
+    inputs = {"input_ids": ids, "pixel_values": torch.randn(2, 3, 28, 28, generator=torch.Generator().manual_seed(0))}
+    small = {**vision, "image_size": 28, "patch_size": 14}
+    text = {**models.COMMON, "model_type": "llama"}
+    if name == "llava":
+        config = {"vision_config": {**small, "model_type": "clip_vision_model"}, "text_config": text, "vision_feature_layer": -1}
+    elif name == "paligemma":
+        vision_config = {**small, "model_type": "siglip_vision_model", "projection_dim": 64}
+        text = {**text, **WIDE, "model_type": "gemma"}
+        config = {"vision_config": vision_config, "text_config": text, "projection_dim": 64}
+        inputs["token_type_ids"] = torch.zeros_like(ids)
+    else:
+        rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+        vision = {
+            "depth": 1,
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_heads": 2,
+            "out_hidden_size": 64,
+            "window_size": 56,
+        }
+        config = {
+            "vision_config": {**vision, "patch_size": 14, "fullatt_block_indexes": [0]},
+            "text_config": {**models.COMMON, "rope_parameters": rope},
+            **{"vision_start_token_id": 101, "vision_end_token_id": 102, "video_token_id": 103},
+        }
+        pixels = torch.randn(2 * 16, 3 * 2 * 14 * 14, generator=torch.Generator().manual_seed(0))
+        grid = {"image_grid_thw": torch.tensor([[1, 4, 4]] * 2), "mm_token_type_ids": (ids == 100).int()}
+        inputs |= {"pixel_values": pixels, **grid}
+    config = CONFIG_MAPPING[name](**config, **images)
+    model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    models.draw_weights(model)
+    return model.eval(), inputs
+
+
+@torch.no_grad()
+def generated(model, inputs: dict) -> torch.Tensor:
+    found = model.generate(
+        **inputs, max_new_tokens=4, do_sample=False, output_logits=True, return_dict_in_generate=True, eos_token_id=None
+    )
+    return torch.stack(found.logits)
+
+
+def test_images_in_plainly_causal_text_stream_and_their_tower_keeps_its_attention():
+    model, inputs = image_model("llava")
+    expected = generated(model, inputs)
+    with stream(model, window=300):
+        assert (model.config.vision_config._attn_implementation, model.config._attn_implementation) == ("eager", "streaming")
+        assert_close(generated(model, inputs), expected)
+    assert model.config.text_config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize(
+    "name, sentence",
+    [
+        ("paligemma", "mask that is not plainly causal.*prefix"),
+        ("qwen2_5_vl", "positions of images and videos in three sections"),
+    ],
+)
+def test_images_that_streaming_cannot_read_are_refused_and_text_is_not(name, sentence):
+    model, inputs = image_model(name)
+    text = {"input_ids": inputs["input_ids"].where(inputs["input_ids"] < 100, 5)}
+    expected = generated(model, text) if name == "qwen2_5_vl" else None  # PaliGemma's text is bidirectional too
+    with stream(model, window=300):
+        for call in (generated, lambda model, inputs: model(**inputs, past_key_values=RollingCache(model))):
+            with pytest.raises(ValueError, match=sentence):
+                call(model, inputs)
+        if expected is not None:
+            assert_close(generated(model, text), expected)
