@@ -107,14 +107,15 @@ class RollingCache(StoredCache):
         self.storage.select(indices.nonzero().flatten() if indices.dtype == torch.bool else indices)
 
 
-def _streams(model) -> bool:
+def streams(model) -> bool:
+    """Whether a model runs a streaming backend now."""
     name = model.config._attn_implementation
     return name in registry.names() and registry.get(name).streaming
 
 
 def _check_model(model) -> None:
     name = model.config._attn_implementation
-    if not _streams(model):
+    if not streams(model):
         raise ValueError(
             f"{type(model).__name__} runs attn_implementation={name!r}, which cannot read a RollingCache; use "
             'hf_fastattn.patch(model, "streaming", window=4096, sinks=4).'
@@ -132,8 +133,7 @@ def prepare(model, args: tuple, kwargs: dict):
     One token gets them in place of its mask: nothing can be hidden from the last token of all. More leave the mask to the
     model, which asks for what it wants, hears of the cache where queries start, and so gets the spans from our mask function.
     """
-    streams = _streams(model)
-    if streams and not torch.compiler.is_compiling():
+    if streams(model) and not torch.compiler.is_compiling():
         refresh(model)
     cache = kwargs.get("past_key_values")
     if not isinstance(cache, RollingCache):

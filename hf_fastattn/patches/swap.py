@@ -408,7 +408,8 @@ class Patch:
     def _prepare_cache(self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length):
         model = self._model()
         self._refit(model)
-        refresh(model)  # before a graph's fingerprint is taken
+        if rolling.streams(model):
+            refresh(model)  # before a graph's fingerprint is taken
         stock = type(model)._prepare_cache_for_generation
         given = model_kwargs.get("past_key_values")
         asked = generation_config.cache_implementation
