@@ -63,7 +63,7 @@ class Backend:
         return kernel(q, k, v, spans, **options)
 
     def why_not(
-        self, *, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device_type: str = "cuda"
+        self, *, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device | str = "cuda"
     ) -> str | None:
         """Why this backend cannot serve a model of this shape, in a sentence; None if it can."""
         if num_kv_heads < 1 or num_heads % num_kv_heads:
@@ -75,7 +75,7 @@ class Backend:
         where = getattr(self.prefill, "where", None)
         if where is not None:
             try:
-                where(device_type)
+                where(device)
             except RuntimeError as error:
                 return str(error)
         return None

@@ -68,12 +68,12 @@ def test_backend_checks_its_kernels():
 
 def test_why_not_names_the_value():
     why_not = hf_fastattn.get("lean").why_not
-    shape = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 64, "dtype": torch.float32, "device_type": "cpu"}
+    shape = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 64, "dtype": torch.float32, "device": "cpu"}
     assert why_not(**shape) is None
     assert "not a multiple of 3" in why_not(**{**shape, "num_kv_heads": 3})
     assert "head_dim 512" in why_not(**{**shape, "head_dim": 512})
     assert "float64" in why_not(**{**shape, "dtype": torch.float64})
-    assert "'mps'" in why_not(**{**shape, "device_type": "mps"})
+    assert "'mps'" in why_not(**{**shape, "device": "mps"})
 
 
 def test_a_third_party_backend_reaches_generate(lean, device, registering):

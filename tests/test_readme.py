@@ -15,7 +15,7 @@ from transformers import AutoModelForSeq2SeqLM, LlamaConfig, LlamaForCausalLM
 import hf_fastattn
 from hf_fastattn import backends, cli, compat, interface, kernels, registry
 from hf_fastattn.bench import report as bench_report
-from hf_fastattn.kernels import checks, reference, spans
+from hf_fastattn.kernels import checks, launch, reference, spans
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -63,6 +63,13 @@ def _lean(*shapes, **options):
     return hf_fastattn.get("lean")(*(torch.zeros(shape, **options) for shape in shapes))
 
 
+def _on_a_t4():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+        patch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+        launch.arch.__wrapped__(torch.device("cuda"))
+
+
 SHAPE = (1, 2, 4, 64)
 T5 = {"d_model": 64, "num_heads": 4, "num_layers": 2, "decoder_start_token_id": 0}
 REFUSED = {  # a row of the table, by a part of what is asked: how to ask
@@ -78,6 +85,7 @@ REFUSED = {  # a row of the table, by a part of what is asked: how to ask
     "without a window": lambda: hf_fastattn.patch(checkpoint.model(), "streaming"),
     "encoder-decoder": lambda: hf_fastattn.patch(tiny("bart", auto=AutoModelForSeq2SeqLM, d_model=64)),
     "mps": lambda: kernels.TritonKernel("prefill").where("mps"),
+    "T4": lambda: _on_a_t4(),
     "before": lambda: compat.check_version("5.16.0"),
 }
 

@@ -178,8 +178,7 @@ def _what_runs(
 
     shape = {"num_heads": facts.num_heads, "num_kv_heads": facts.num_kv_heads, "head_dim": facts.head_dim}
     reasons = {
-        name: compat.why_not_model(type(model.config))
-        or registry.get(name).why_not(**shape, dtype=facts.dtype, device_type=device.type)
+        name: compat.why_not_model(type(model.config)) or registry.get(name).why_not(**shape, dtype=facts.dtype, device=device)
         for name in registry.names()
     }
     for name, reason in reasons.items():
@@ -221,7 +220,7 @@ def _kernel(kernel, operands: list[_Operand], sinks: int) -> tuple[str, str | No
     if not isinstance(kernel, TritonKernel):
         return getattr(kernel, "__qualname__", type(kernel).__name__), None
     device = operands[0].device
-    where = kernel.where(device.type)
+    where = kernel.where(device)
     if device.type != "cuda" or kernel.hopper is None:
         return f"{kernel.name}: {where}", None
     if not torch.cuda.is_available():

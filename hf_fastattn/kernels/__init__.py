@@ -14,7 +14,15 @@ import torch
 
 from . import launch, reference
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+def _has_triton() -> bool:
+    try:
+        return importlib.util.find_spec("triton") is not None
+    except (ImportError, ValueError):  # what stands in its place in sys.modules, or a finder that refuses it
+        return False
+
+
+HAS_TRITON = _has_triton()
 # Read once, as Triton itself reads it when a kernel is defined.
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
@@ -36,15 +44,18 @@ class TritonKernel:
     def __repr__(self) -> str:
         return f"TritonKernel({self.name!r})"
 
-    def where(self, device_type: str) -> str:
-        """What a call on this kind of device runs, in words. Raises RuntimeError where nothing can run."""
-        if device_type == "cpu":
+    def where(self, device: torch.device | str) -> str:
+        """What a call on this device runs, in words. Raises RuntimeError where nothing can run."""
+        device = torch.device(device)
+        if device.type == "cpu":
             return "the Triton kernel, interpreted" if INTERPRETED and HAS_TRITON else "the torch twin"
-        if device_type != "cuda":
+        if device.type != "cuda":
             raise RuntimeError(
-                f"The {self.name} kernel runs on CUDA devices (and its torch twin on the CPU); got a tensor on {device_type!r}. "
+                f"The {self.name} kernel runs on CUDA devices (and its torch twin on the CPU); got a tensor on {device.type!r}. "
                 'Use attn_implementation="sdpa" there.'
             )
+        if torch.cuda.is_available():  # else this says what a GPU machine would run
+            launch.arch(device)
         if not HAS_TRITON:
             raise RuntimeError(
                 f"The {self.name} kernel needs Triton, which is not installed. Install it with `pip install triton` (Linux), "
@@ -55,7 +66,7 @@ class TritonKernel:
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: torch.Tensor | None = None, **options):
         if self._launch is not None and q.is_cuda:
             return self._choose(q, k, v, options.get("sinks", 0))(q, k, v, spans, **options)
-        if self.where(q.device.type) == "the torch twin":
+        if self.where(q.device) == "the torch twin":
             return reference.attention(q, k, v, spans, **options)
         if INTERPRETED and q.dtype == torch.bfloat16:
             raise TypeError("Triton's interpreter computes bfloat16 wrongly; use float32 or float16 under TRITON_INTERPRET=1.")

@@ -26,7 +26,7 @@ def append(
     keys, values: (batch, num_kv_heads, N, head_dim), in any strides with stride(-1) == 1, as the new ones. slot: int64, (1,) for
     all rows or (batch,), on the same device. At a slot of N or more nothing is written.
     """
-    if triton is None or torch.compiler.is_compiling() or not (keys.is_cuda or INTERPRETED):
+    if triton is None or torch.compiler.is_compiling() or not (INTERPRETED or launch.on_gpu(keys.device)):
         _append_torch(keys, values, new_keys, new_values, slot)
         return
     tensors = (keys, values, new_keys, new_values, slot)

@@ -24,7 +24,7 @@ def ring_step(counts: torch.Tensor, pads: torch.Tensor | None, window: int, sink
     counts: int64 (batch,), tokens of each row, added to in place. pads: int64 (batch,), 1 where the new token is padding: it is
     not counted, and its slot is sinks + window, past the end. slots: int64 (batch,); spans: see `kernels.spans`.
     """
-    if triton is None or torch.compiler.is_compiling() or not (counts.is_cuda or INTERPRETED):
+    if triton is None or torch.compiler.is_compiling() or not (INTERPRETED or launch.on_gpu(counts.device)):
         return _ring_step_torch(counts, pads, window, sinks)
     slots = torch.empty_like(counts)
     spans = torch.empty(counts.shape[0], 1, 1, WORDS, dtype=torch.int32, device=counts.device)

@@ -29,7 +29,7 @@ try:
 except ImportError:  # CPU tensors need no Triton
     triton = None
 
-from . import INTERPRETED
+from . import INTERPRETED, launch
 from .reference import turned_back
 from .spans import DROPPED, KV_START, NO_WINDOW, Q_START
 
@@ -52,7 +52,7 @@ def rotate(
     (rotary_dim / 2,) on q's device; dimensions from rotary_dim on are not turned. Pair i of a rotation is dimensions
     (i, i + rotary_dim / 2), or (2 i, 2 i + 1) where interleaved.
     """
-    if triton is None or not (q.is_cuda or INTERPRETED):
+    if triton is None or not (INTERPRETED or launch.on_gpu(q.device)):
         return turned_back(q, kv_len, spans, inv_freq, window=window, sinks=sinks, interleaved=interleaved)
     batch, num_heads, q_len, head_dim = q.shape
     out = torch.empty_strided(q.shape, q.stride(), dtype=q.dtype, device=q.device)

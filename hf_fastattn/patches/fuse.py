@@ -25,7 +25,7 @@ import torch
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 from .. import compat
-from ..kernels import HAS_TRITON, INTERPRETED
+from ..kernels import HAS_TRITON, INTERPRETED, launch
 
 _ROPE = "apply_rotary_pos_emb"
 _MARK = "_hf_fastattn_fused"
@@ -57,7 +57,7 @@ def find(model: torch.nn.Module) -> Fusible:
     for module in model.modules() if HAS_TRITON else ():
         forward = type(module).forward
         weight = next(module.parameters(), None)
-        if "forward" in vars(module) or weight is None or not (weight.is_cuda or INTERPRETED):
+        if "forward" in vars(module) or weight is None or not (INTERPRETED or launch.on_gpu(weight.device)):
             continue
         if compat.is_llamas_norm(forward):
             found.norms.append(module)

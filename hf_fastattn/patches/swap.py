@@ -175,7 +175,7 @@ def _why_no_kernel(model, backend: registry.Backend) -> str | None:
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
             dtype=model.dtype,
-            device_type=model.device.type,
+            device=model.device,
         )
         if reason:
             return reason

@@ -1,0 +1,188 @@
+"""Machines unlike ours: without Triton (macOS, Windows), with a GPU that is too old, AMD's, Intel's or Apple's."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import DEVICE
+from models import prompts, tiny
+from torch._subclasses import FakeTensorMode
+
+import hf_fastattn
+from hf_fastattn import cli, interface, kernels
+from hf_fastattn.explain import explain
+from hf_fastattn.kernels import launch
+
+ROOT = Path(__file__).parent.parent
+
+# Three ways in which `import triton` can fail. The last is that of a machine where it is not installed.
+BLOCKS = {
+    "a name set to None": "sys.modules['triton'] = None",
+    "a finder that refuses": """
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition('.')[0] == 'triton':
+            raise ImportError(f'{name} is not for this platform')
+sys.meta_path.insert(0, Refuse())
+""",
+    "not installed": """
+import importlib.machinery as machinery
+find = machinery.PathFinder.find_spec
+machinery.PathFinder.find_spec = staticmethod(
+    lambda name, *rest: None if name.partition('.')[0] == 'triton' else find(name, *rest)
+)
+""",
+}
+USE = """
+import os, sys, warnings
+os.environ['HF_HUB_OFFLINE'] = '1'
+{block}
+sys.path.insert(0, {tests!r})
+import torch
+import hf_fastattn
+from hf_fastattn import cli, kernels
+from models import prompts, tiny
+
+assert not kernels.HAS_TRITON
+q = torch.randn(1, 4, 3, 16)
+for name in set(hf_fastattn.names()) - {{'streaming'}}:
+    out = hf_fastattn.get(name)(q, q, q)
+    torch.testing.assert_close(out, torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True))
+"""
+GENERATE = """
+model, twin = tiny('llama', 'lean'), tiny('llama', 'eager')
+inputs = prompts('left_padding', 'cpu', length=24)
+ask = dict(max_new_tokens=6, do_sample=False)
+expected = twin.generate(**inputs, **ask)
+assert torch.equal(model.generate(**inputs, **ask), expected)
+with warnings.catch_warnings():
+    warnings.simplefilter('ignore')
+    with hf_fastattn.patch(model) as patch:
+        assert torch.equal(model.generate(**inputs, **ask), expected)
+    with hf_fastattn.patch(model, 'streaming', window=64):
+        assert torch.equal(model.generate(**inputs, **ask), expected)
+assert cli.main(['backends']) == 0 and cli.main(['explain', '8b', '--gpu', 'h200']) == 0
+try:
+    kernels.TritonKernel('lean').where('cuda')
+except RuntimeError as error:
+    print(error)
+import hf_fastattn.bench.generate, hf_fastattn.bench.stream, hf_fastattn.bench.report
+assert not [name for name, module in sys.modules.items() if name.partition('.')[0] == 'triton' and module is not None]
+"""
+
+
+def run(script: str) -> str:
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_without_triton_the_twins_run(block):
+    use = USE.format(block=BLOCKS[block], tests=str(ROOT / "tests"))
+    if block != "not installed":
+        run(use)
+    else:
+        assert "needs Triton, which is not installed" in run(use + GENERATE)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Pretend that the GPU is another one; tensors on it have no memory."""
+    launch.arch.cache_clear()
+
+    def set_up(capability=(7, 5), hip=None):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Tesla T4")
+        monkeypatch.setattr(torch.version, "hip", hip)
+        return "cuda"
+
+    yield set_up
+    launch.arch.cache_clear()
+
+
+OLD = r"need a GPU of compute capability 8.0 \(Ampere\) or higher; Tesla T4 has 7.5. Use attn_implementation=\"sdpa\" there"
+AMD = r"made for NVIDIA GPUs, and cuda.* is an AMD GPU.* Use attn_implementation=\"sdpa\" there"
+MACHINES = {"T4": ({}, OLD), "V100": ({"capability": (7, 0)}, "Tesla T4 has 7.0"), "ROCm": ({"hip": "6.3"}, AMD)}
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_every_way_in_says_which_gpus_it_is_for(gpu, monkeypatch, capsys, machine):
+    options, says = MACHINES[machine]
+    gpu(**options)
+    shape = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "dtype": torch.float16}
+    model = tiny("llama", "sdpa", num_hidden_layers=1)
+    with FakeTensorMode():
+        q = torch.empty(1, 4, 3, 64, dtype=torch.float16, device="cuda")
+        short = torch.empty(1, 4, 1, 64, dtype=torch.float16, device="cuda")
+        for name in set(hf_fastattn.names()) - {"reference"}:
+            for queries in (q, short):
+                with pytest.raises(RuntimeError, match=says):
+                    hf_fastattn.get(name)(queries, q, q)
+                if name != "streaming":
+                    with pytest.raises(RuntimeError, match=says):  # set_attn_implementation(), and then a forward
+                        interface.attention_forward(name, model, queries, q, q, None)
+            assert re.search(says, hf_fastattn.get(name).why_not(**shape))
+        assert hf_fastattn.get("reference").why_not(**shape) is None
+    monkeypatch.setattr(type(model), "device", torch.device("cuda", 0))
+    with pytest.raises(ValueError, match=says):
+        hf_fastattn.patch(model)
+    assert model.config._attn_implementation == "sdpa"
+    assert cli.main(["backends"]) == 0
+    listed = capsys.readouterr().out
+    assert listed.count("no: These kernels") == len(hf_fastattn.names()) - 1
+    found = explain(model, device="cuda", gpu="h200")
+    assert not found.runs and re.search(says, str(found))
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_what_has_a_twin_runs_it_there(gpu, machine):
+    """The spans of a mask, say, come before the attention that refuses."""
+    gpu(**MACHINES[machine][0])
+    assert not launch.on_gpu(torch.device("cuda"))
+    gpu((8, 0))
+    assert launch.on_gpu(torch.device("cuda")) == kernels.HAS_TRITON
+    assert launch.arch(torch.device("cuda")) == 80
+
+
+def test_two_gpus_of_one_machine_may_differ(gpu, monkeypatch):
+    """A T4 beside an H100: what ran on one is not taken for what runs on the other."""
+    gpu()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0) if device.index == 0 else (7, 5))
+    kernel = hf_fastattn.get("lean").prefill
+    assert kernel.where("cuda:0") == "the Triton kernel"
+    with pytest.raises(RuntimeError, match=r"Tesla T4 has 7\.5"):
+        kernel.where("cuda:1")
+
+
+@pytest.mark.parametrize("device", ["mps", "xpu", "meta"])
+def test_other_devices_are_named(device):
+    says = rf"kernel runs on CUDA devices .* got a tensor on '{device}'. Use attn_implementation=\"sdpa\" there"
+    why_not = hf_fastattn.get("lean").why_not
+    assert re.search(says, why_not(num_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float16, device=device))
+    found = explain(tiny("llama", num_hidden_layers=1), device=device, gpu="h200")
+    assert not found.runs and re.search(says, str(found))
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU, which then is taken for a T4")
+def test_generate_on_an_old_gpu(gpu):
+    model = tiny("llama", "lean", device="cuda")
+    inputs = prompts("left_padding", "cuda")
+    gpu()
+    for cache in (None, hf_fastattn.PreallocatedCache(model)):
+        with pytest.raises(RuntimeError, match=OLD):
+            model.generate(**inputs, max_new_tokens=4, past_key_values=cache)
+    with pytest.raises(ValueError, match=OLD):
+        hf_fastattn.patch(model)
+    model.set_attn_implementation("sdpa")
+    expected = model.generate(**inputs, max_new_tokens=4, do_sample=False)
+    cache = hf_fastattn.PreallocatedCache(model)
+    assert torch.equal(model.generate(**inputs, max_new_tokens=4, do_sample=False, past_key_values=cache), expected)
+    with hf_fastattn.patch(model, "reference"):
+        assert torch.equal(model.generate(**inputs, max_new_tokens=4, do_sample=False), expected)
