@@ -46,7 +46,7 @@ class TritonKernel:
 
     def where(self, device: torch.device | str) -> str:
         """What a call on this device runs, in words. Raises RuntimeError where nothing can run."""
-        device = torch.device(device)
+        device = torch.device(device) if isinstance(device, str) else device
         if device.type == "cpu":
             return "the Triton kernel, interpreted" if INTERPRETED and HAS_TRITON else "the torch twin"
         if device.type != "cuda":
