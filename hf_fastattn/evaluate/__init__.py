@@ -15,7 +15,7 @@ from tqdm import tqdm
 from .. import compat, interface, registry
 from ..patches import patch
 from ..tasks import data
-from . import perplexity
+from . import perplexity, rounding
 from .harness import Harness, load_tasks, require
 from .pairs import Measure
 from .report import Evaluation, Run
@@ -102,6 +102,8 @@ def evaluate(
             everything = cache == _caches(backend, caches)[0]
             if run := _run(model, backend, cache, harness, given, options, everything):
                 found.add(run)
+                if found.exact and len(found.runs) == 1 and len(plan) > 1:
+                    found.rounding = _rounding(model, backend, harness, given, options)
                 if out is not None:
                     found.save(out)
     except KeyboardInterrupt:
@@ -206,10 +208,21 @@ def _run(model, backend: str, cache: str, harness, given, options: dict, everyth
         if given is not None:
             measures.append(_decode_measure(perplexity.decode_nats(model, given, f"({backend}, {cache})")))
     called = backend not in registry.names() or any(name.startswith(f"{backend}.") for name in calls)
-    return Run(backend, cache, time.perf_counter() - began, dict(calls), measures, answers, called=called)
+    generated = {} if harness is None else harness.generated
+    return Run(backend, cache, time.perf_counter() - began, dict(calls), measures, answers, called=called, generated=generated)
 
 
 def _decode_measure(nats: list[list[float]]) -> Measure:
     items = [(-nat, 1) for row in nats for nat in row]
     score = math.exp(math.fsum(-ll for ll, _ in items) / len(items))
     return Measure("decode perplexity", "perplexity", score, None, items, "perplexity")
+
+
+def _rounding(model, backend: str, harness, given, options: dict) -> rounding.Rounding:
+    """What rounding does to this model, on what the first run has read."""
+    texts = [] if harness is None else list(harness.texts.values())
+    if given is not None:
+        rows = zip(given.prompts, given.mask.bool(), given.targets, strict=True)
+        texts += [torch.cat([prompt[mask], targets]) for prompt, mask, targets in rows]
+    with running(model, backend, **options):
+        return rounding.measure(model, texts, max(map(len, texts)))

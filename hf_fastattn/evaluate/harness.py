@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import itertools
 import logging
 import random
 from collections.abc import Iterator, Sequence
@@ -12,7 +13,7 @@ from statistics import fmean
 
 import torch
 
-from .pairs import Answers, Measure
+from .pairs import Answers, Generated, Measure
 
 PACK = Path(__file__).parent.parent / "tasks"
 SEED = 1234
@@ -76,6 +77,20 @@ class Harness:
                     task.set_config("num_fewshot", num_fewshot or 0)
                 task.set_fewshot_seed(SEED)
             self.lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+        self.generated: dict[tuple, list[Generated]] = {}  # by the last run
+        self.texts: dict[str, torch.Tensor] = {}  # of the last run, by task: the longest request, (tokens,)
+        self._generate, self.lm._model_generate = self.lm._model_generate, self._note
+
+    def _note(self, context, *, attention_mask, **options):
+        """generate() as lm-eval calls it, and a note of what it made."""
+        leads = _Leads()
+        out = self._generate(context, attention_mask=attention_mask, logits_processor=[leads], **options)
+        greedy = not options.get("do_sample") and all(len(lead) == len(context) for lead in leads.found)
+        led = torch.stack(leads.found, 1).tolist() if greedy else [[]] * len(context)
+        for prompt, mask, its, tokens in zip(context, attention_mask.bool(), led, out, strict=True):
+            made = Generated(tokens[len(prompt) :].tolist(), its)
+            self.generated.setdefault(tuple(prompt[mask].tolist()), []).append(made)
+        return out
 
     def decoding(self) -> list[str]:
         """Names of the tasks that make tokens: what a cache can matter to."""
@@ -88,15 +103,43 @@ class Harness:
         chosen = self.loaded
         if only is not None:
             chosen = {"tasks": {name: chosen["tasks"][name] for name in only}, "groups": {}, "group_map": {}}
+        self.generated = {}
         random.seed(SEED)
         torch.manual_seed(SEED)
         with quiet():
             results = evaluate(self.lm, chosen, bootstrap_iters=BOOTSTRAPS, log_samples=True, **self.options)
         measures = _measures(results, chosen["tasks"])
+        answers = [self._answered(name, samples) for name, samples in results["samples"].items()]
         for name, scores in results.get("groups", {}).items():
             members = {task.task_name for task in chosen["groups"][name].get_all_tasks()}
             measures += _group(name, scores, [measure for measure in measures if measure.task in members])
-        return measures, [Answers(name, *_answers(samples)) for name, samples in results["samples"].items()]
+            its = [each for each in answers if each.task in members]
+            kinds = ("answers", "loglikelihoods", "tokens")
+            answers.append(Answers(name, *(list(itertools.chain(*(getattr(each, kind) for each in its))) for kind in kinds)))
+        return measures, answers
+
+    def _answered(self, name: str, samples: list[dict]) -> Answers:
+        """What a task's samples hold, with the tokens of each request that has a log-likelihood."""
+        answers, lls = _answers(samples)
+        requests = {sample["doc_id"]: sample["arguments"] for sample in samples}.values()
+        whole = max(("".join(part for part in each if isinstance(part, str)) for of in requests for each in of), key=len)
+        self.texts[name] = torch.tensor(self.lm.tok_encode(whole))
+        encoded = [
+            [max(1, len(self.lm.tok_encode(each[-1]))) if isinstance(each[-1], str) else 1 for each in of[: len(its)]]
+            for of, its in zip(requests, lls, strict=True)
+        ]
+        return Answers(name, answers, lls, encoded)
+
+
+class _Leads:
+    """A logits processor that changes nothing: by how much the likeliest token leads the next one, (rows,) each time."""
+
+    def __init__(self):
+        self.found: list[torch.Tensor] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.found.append(-scores.float().topk(2).values.diff()[:, 0])
+        return scores
 
 
 def load_tasks(names: Sequence[str], include_path: Sequence[str | Path] = ()) -> dict:

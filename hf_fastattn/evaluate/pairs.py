@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, fmean
 
+from .rounding import EXACT, Rounding
+
 Z = 1.96  # of a normal distribution, 95 % lie this many standard deviations around the mean
-EQUAL = 1e-5  # relative: scores this close are the same
 
 
 @dataclass
@@ -37,19 +38,43 @@ class Measure:
 class Answers:
     """What one run answered in one task, by example: a text, a choice, or None where there is nothing to choose.
 
-    loglikelihoods: those of each example's requests, none where text was generated.
+    loglikelihoods: those of each example's requests, none where text was generated; tokens: how many each of them is of, by
+    default one.
     """
 
     task: str
     answers: list
     loglikelihoods: list[list[float]]
+    tokens: list[list[int]] | None = None
+
+    def __post_init__(self):
+        if self.tokens is None:
+            self.tokens = [[1] * len(each) for each in self.loglikelihoods]
+
+    @classmethod
+    def read(cls, measure: Measure) -> Answers | None:
+        """What a perplexity was made of: its log-likelihoods, with weights for tokens. None for another metric."""
+        if measure.aggregate != "perplexity":
+            return None
+        lls, weights = zip(*measure.items, strict=True)
+        return cls(measure.task, [None] * len(lls), [[ll] for ll in lls], [[weight] for weight in weights])
+
+
+@dataclass
+class Generated:
+    """Tokens that generate() made, and by how much each led the next likeliest, among logits; leads are empty if it sampled."""
+
+    tokens: list[int]
+    leads: list[float]
 
 
 @dataclass
 class Pair:
     """A run's metric beside the baseline's. interval: of the difference, at 95 %, or None where it has no such form.
 
-    equal: share of examples answered alike, of `examples`; None where nothing is answered. first: the first that is not.
+    same: no difference, or none that rounding does not explain (see rounding.py). equal: share of examples answered alike, of
+    `examples`; None where nothing is answered. first: the first that is not. largest_loglikelihood_difference: in nats.
+    unexplained: the log-likelihood furthest beyond rounding, if any is.
     """
 
     task: str
@@ -60,15 +85,11 @@ class Pair:
     difference: float
     interval: tuple[float, float] | None
     examples: int
+    same: bool
     equal: float | None = None
     first: dict | None = None
     largest_loglikelihood_difference: float | None = None
-
-    @property
-    def same(self) -> bool:
-        """Every answer and the score are the same."""
-        close = abs(self.difference) <= EQUAL * max(abs(self.score), abs(self.baseline))
-        return self.equal in (None, 1.0) and close
+    unexplained: dict | None = None
 
     def beyond_chance(self, comparisons: int = 1) -> bool:
         """Whether chance does not explain the difference; without an interval there is nothing to say so.
@@ -95,6 +116,7 @@ def pair(base: Measure, other: Measure) -> Pair:
         difference=other.score - base.score,
         interval=_interval(base, other),
         examples=len(other.items),
+        same=(other.score, other.items) == (base.score, base.items),
     )
 
 
@@ -121,8 +143,11 @@ def _ratio_error(values: Sequence[float], weights: Sequence[float]) -> float:
     return math.sqrt(n / (n - 1) * squares) / total
 
 
-def compare_answers(base: Answers, other: Answers, tokenizer) -> dict:
-    """The fields of a Pair that come from answers."""
+def compare_answers(base: Answers, other: Answers, tokenizer, rounding: Rounding = EXACT, only_ties: bool = False) -> dict:
+    """The fields of a Pair that come from answers. only_ties: texts differ where two tokens were equally likely, and only there.
+
+    Where there are log-likelihoods they alone decide what is the same: choices are made of them, and scores of either.
+    """
     found: dict = {}
     both = list(zip(base.answers, other.answers, strict=True))
     answered = [(a, b) for a, b in both if a is not None]
@@ -131,10 +156,36 @@ def compare_answers(base: Answers, other: Answers, tokenizer) -> dict:
         first = next((i for i, (a, b) in enumerate(both) if a != b), None)
         if first is not None:
             found["first"] = _first_difference(first, *both[first], tokenizer)
-    lls = [(a, b) for x, y in zip(base.loglikelihoods, other.loglikelihoods, strict=True) for a, b in zip(x, y, strict=True)]
+    found["same"] = only_ties or found.get("equal", 1.0) == 1.0
+    lls = [
+        (example, abs(a - b) if a != b else 0.0, rounding.nats(max(abs(a), abs(b)), tokens))  # two -inf are the same
+        for example, each in enumerate(zip(base.loglikelihoods, other.loglikelihoods, base.tokens, strict=True))
+        for a, b, tokens in zip(*each, strict=True)
+    ]
     if lls:
-        found["largest_loglikelihood_difference"] = max(abs(a - b) for a, b in lls)
+        beyond = [each for each in lls if not each[1] <= each[2]]  # a NaN is beyond
+        found["same"] = not beyond
+        found["largest_loglikelihood_difference"] = max(nats for _, nats, _ in lls)
+        if beyond:
+            example, nats, explained = max(beyond, key=lambda each: each[1] - each[2])
+            found["unexplained"] = {"example": example, "nats": nats, "rounding": explained}
     return found
+
+
+def part_at_ties(base: dict[tuple, list[Generated]], other: dict[tuple, list[Generated]], rounding: Rounding) -> bool:
+    """Whether all that two runs generated of the same prompts is alike up to where rounding may decide, and something is not."""
+    parted = False
+    for prompt, made in base.items():
+        if len(made) != len(other.get(prompt, ())):
+            return False
+        for ours, theirs in zip(made, other[prompt], strict=True):
+            at = next((i for i, (a, b) in enumerate(zip(ours.tokens, theirs.tokens, strict=False)) if a != b), None)
+            if at is None:
+                continue
+            if at >= len(ours.leads) or not rounding.ties(ours.leads[at]):
+                return False
+            parted = True
+    return parted
 
 
 def _first_difference(example: int, expected, got, tokenizer) -> dict:

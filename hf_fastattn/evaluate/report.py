@@ -13,7 +13,8 @@ import torch
 from .. import compat
 from ..tables import table
 from . import pairs
-from .pairs import Answers, Measure, Pair
+from .pairs import Answers, Generated, Measure, Pair
+from .rounding import EXACT, Rounding
 
 STOCK = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention")  # Transformers' own
 
@@ -30,6 +31,7 @@ class Run:
     answers: list[Answers] = field(default_factory=list)
     pairs: list[Pair] = field(default_factory=list)  # beside the baseline; empty for the baseline itself
     called: bool = True  # False where a kernel of ours should have run and none did
+    generated: dict[tuple, list[Generated]] = field(default_factory=dict)  # by the prompt's tokens
 
     @property
     def label(self) -> str:
@@ -39,15 +41,16 @@ class Run:
 class Evaluation:
     """Runs of several backends over the same examples. Print it for the tables and the verdict.
 
-    The baseline is the first run. `dtype` decides what may differ: in float32 every exact attention gives the same answers, in
-    16 bits they round differently, and a difference counts where it is larger than chance, over all comparisons made, and than
-    what Transformers' own backends make among themselves.
+    The baseline is the first run. `dtype` decides what may differ: in float32 every exact attention gives the same answers, up to
+    `rounding`, which its owner measures once the baseline is there. In 16 bits they round differently, and a difference counts
+    where it is larger than chance, over all comparisons made, and than what Transformers' own backends make among themselves.
     """
 
     def __init__(self, model: str, dtype: torch.dtype, device: torch.device, tokenizer=None, conditions: dict | None = None):
         self.dtype = dtype
         self.tokenizer = tokenizer
         self.runs: list[Run] = []
+        self.rounding = Rounding(torch.finfo(dtype).eps / 2) if self.exact else EXACT
         self.interrupted = False
         self.conditions = {
             "model": model,
@@ -63,19 +66,24 @@ class Evaluation:
     def baseline(self) -> Run:
         return self.runs[0]
 
+    @property
+    def exact(self) -> bool:
+        """Whether nothing but rounding may differ."""
+        return self.dtype.itemsize >= torch.float32.itemsize
+
     def add(self, run: Run) -> None:
         """Keep a run, paired with the baseline: the first run's value of each metric, else the first run that has it."""
+        ties = bool(self.runs) and pairs.part_at_ties(self.baseline.generated, run.generated, self.rounding)
+        answers = {its.task: its for its in run.answers}
         for measure in run.measures:
             base = self._first("measures", measure.task, measure.metric)
-            if base is not None:
-                run.pairs.append(pairs.pair(base, measure))
-        for its in run.answers:
-            base = self._first("answers", its.task)
-            if base is not None:
-                fields = pairs.compare_answers(base, its, self.tokenizer)
-                for each in run.pairs:
-                    if each.task == its.task:
-                        vars(each).update(fields)
+            if base is None:
+                continue
+            each = pairs.pair(base, measure)
+            both = self._first("answers", measure.task) or Answers.read(base), answers.get(measure.task) or Answers.read(measure)
+            if None not in both:
+                vars(each).update(pairs.compare_answers(*both, self.tokenizer, self.rounding, ties))
+            run.pairs.append(each)
         self.runs.append(run)
 
     def _first(self, kind: str, task: str, metric: str | None = None):
@@ -101,7 +109,7 @@ class Evaluation:
     def _differs(self, run: Run, each: Pair) -> bool:
         if each.same:
             return False
-        if self.dtype == torch.float32:
+        if self.exact:
             return True
         spread = None if run.backend in STOCK else self._spread(each.task, each.metric)
         comparisons = sum(len(run.pairs) for run in self.runs)
@@ -127,9 +135,13 @@ class Evaluation:
             return f"DIFFERENT from {self.baseline.label}: " + "; ".join(self._why(run) for run in differing) + "."
         equal = [run for run in others if all(each.same for each in run.pairs)]
         alike = [run.label for run in others if run not in equal]
+        tied = [run.label for run in equal if any(each.equal not in (None, 1.0) for each in run.pairs)]
+        equal = [run.label for run in equal if run.label not in tied]
         parts = []
         if equal:
-            parts.append(f"EQUAL to {self.baseline.label} in every answer and score: {'; '.join(run.label for run in equal)}.")
+            parts.append(f"EQUAL to {self.baseline.label} in every answer and score: {'; '.join(equal)}.")
+        if tied:
+            parts.append(f"EQUAL to {self.baseline.label} but for answers that were a tie within rounding: {'; '.join(tied)}.")
         if alike:
             measured = any(self._spread(e.task, e.metric) is not None for run in others for e in run.pairs)
             than = "chance or than between Transformers' own backends" if measured else "chance"
@@ -146,6 +158,10 @@ class Evaluation:
         if each.first is not None:
             text += f", first at example {each.first['example']}"
             text += f", token {each.first['token']}" if "token" in each.first else ""
+        if each.unexplained is not None:
+            text += "; example {example} is {nats:.2g} nats off, of which rounding explains {rounding:.2g}".format(
+                **each.unexplained
+            )
         return text + ")"
 
     # ---- what is kept ----
@@ -158,6 +174,7 @@ class Evaluation:
             "verdict": self.verdict(),
             "passed": self.passed,
             "interrupted": self.interrupted,
+            "rounding": asdict(self.rounding),
             "runs": [
                 {
                     "backend": run.backend,
@@ -168,9 +185,7 @@ class Evaluation:
                         {"task": m.task, "metric": m.metric, "score": m.score, "stderr": m.stderr, "examples": len(m.items)}
                         for m in run.measures
                     ],
-                    "against_baseline": [
-                        asdict(each) | {"same": each.same, "differs": self._differs(run, each)} for each in run.pairs
-                    ],
+                    "against_baseline": [asdict(each) | {"differs": self._differs(run, each)} for each in run.pairs],
                 }
                 for run in self.runs
             ],
