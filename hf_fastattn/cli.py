@@ -9,6 +9,7 @@ import json
 import statistics
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,20 +30,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if arguments[:1] and arguments[0] in HANDED_OVER and arguments[1:] not in (["-h"], ["--help"]):
         command, run = arguments[0], lambda: HANDED_OVER[arguments[0]](arguments[1:])
-        traceback = False
+        show = False
     else:
         options = _parser().parse_args(arguments)
-        command, run, traceback = options.command, lambda: options.run(options), options.traceback
+        command, run, show = options.command, lambda: options.run(options), options.traceback
     try:
         return run() or 0
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
         return 130
-    except (ValueError, TypeError, ImportError, OSError, RuntimeError) as error:
-        if traceback:
+    except Exception as error:
+        if show or not _is_refusal(error):
             raise
         print(f"hf-fastattn {command}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether an error is an answer to what was asked, and not a fault of this package, whose traceback is wanted.
+
+    In this package only a `raise` is an answer; what Python or torch find wrong in its code is a fault.
+    """
+    if isinstance(error, (ImportError, OSError, MemoryError, torch.OutOfMemoryError)):
+        return True
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    if Path(last.filename).is_relative_to(Path(__file__).parent):
+        return last.line.startswith("raise")
+    return isinstance(error, ValueError)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -259,6 +273,13 @@ def _add_eval(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, default=Path("eval"), help="folder for eval.json and eval.md (default: %(default)s)")
 
 
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not a text in UTF-8: {error}.") from error
+
+
 def eval_(options) -> int:
     found = evaluate(
         options.model,
@@ -273,7 +294,7 @@ def eval_(options) -> int:
         apply_chat_template=options.apply_chat_template,
         confirm_run_unsafe_code=options.confirm_run_unsafe_code,
         decode_tokens=options.decode_tokens,
-        text=None if options.text is None else options.text.read_text(),
+        text=None if options.text is None else _read(options.text),
         window=options.window,
         sinks=options.sinks,
         out=options.out,
@@ -281,7 +302,11 @@ def eval_(options) -> int:
         dtype=options.dtype,
         device=options.device,
     )
-    print(f"\n{found}\n\n-> {options.out / 'eval.json'}, {options.out / 'eval.md'}")
+    print(f"\n{found}\n")
+    if found.unsaved is not None:
+        print(f"hf-fastattn eval: {found.unsaved}", file=sys.stderr)
+        return 2
+    print(f"-> {options.out / 'eval.json'}, {options.out / 'eval.md'}")
     return 130 if found.interrupted else 0 if found.passed else 1
 
 

@@ -413,6 +413,8 @@ def random_model(model_type: str, dtype: torch.dtype, device: torch.device, **co
 
 # ---- what explain, evaluate and the command line need of the host ----
 
+from collections.abc import Iterator  # noqa: E402
+from contextlib import contextmanager  # noqa: E402
 from importlib.util import find_spec  # noqa: E402
 from pathlib import Path  # noqa: E402
 
@@ -438,17 +440,34 @@ def locate(source: str | Path, gguf_file: str | None = None) -> tuple[str, dict]
         if not path.is_file():
             raise ValueError(f"There is no file {path}.")
         return str(path.parent), {"gguf_file": path.name}
+    if not path.exists() and (path.is_absolute() or len(path.parts) > 2 or str(source).startswith((".", "~"))):
+        raise ValueError(f"There is no folder {source}. A model on the Hub is named as NAME or OWNER/NAME.")
     return str(source), {} if gguf_file is None else {"gguf_file": gguf_file}
+
+
+@contextmanager
+def _loading(source: str | Path) -> Iterator[None]:
+    """Inside, what Transformers makes of a broken file or config, in whatever way, is a ValueError that names the source."""
+    try:
+        yield
+    except (ImportError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        says = str(error) if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: {error}"
+        hint = " A size in its config is 0." if isinstance(error, ZeroDivisionError) else ""
+        raise ValueError(f"{source} cannot be loaded: {says.rstrip('.')}.{hint}") from error
 
 
 def load_config(source: str | Path, gguf_file: str | None = None) -> PreTrainedConfig:
     where, options = locate(source, gguf_file)
-    return AutoConfig.from_pretrained(where, **options)
+    with _loading(source):
+        return AutoConfig.from_pretrained(where, **options)
 
 
 def load_tokenizer(source: str | Path, gguf_file: str | None = None):
     where, options = locate(source, gguf_file)
-    return AutoTokenizer.from_pretrained(where, **options)
+    with _loading(source):
+        return AutoTokenizer.from_pretrained(where, **options)
 
 
 def load_model(
@@ -456,7 +475,11 @@ def load_model(
 ) -> PreTrainedModel:
     """The causal language model, in eval mode on the device, with Transformers' own choice of attention."""
     where, options = locate(source, gguf_file)
-    return AutoModelForCausalLM.from_pretrained(where, dtype=dtype, **options).to(device).eval()
+    with _loading(source):
+        model = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, **options).to(device).eval()
+    if getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None) == 0:
+        raise ValueError(f"{source} cannot run: its config has no layers.")
+    return model
 
 
 def attention_names() -> list[str]:
@@ -470,5 +493,5 @@ def make_config(model_type: str, **options) -> PreTrainedConfig:
 
 def model_on_meta(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The causal language model of a config, its parameters without memory: shapes and dtypes only."""
-    with torch.device("meta"):
+    with _loading(config._name_or_path or type(config).__name__), torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, dtype=dtype)

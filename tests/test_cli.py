@@ -2,16 +2,21 @@
 
 import io
 import json
+import shutil
+import struct
 import sys
+from pathlib import Path
 
 import checkpoint
 import pytest
 import torch
 
 import hf_fastattn
-from hf_fastattn import cli
+from hf_fastattn import cli, compat
 from hf_fastattn.bench import generate as bench_generate
-from hf_fastattn.evaluate import Evaluation, harness
+from hf_fastattn.bench import results
+from hf_fastattn.evaluate import Evaluation, harness, report
+from hf_fastattn.explain import costs
 
 with torch.device("meta"):  # as in test_explain.py
     torch.empty(1)
@@ -76,6 +81,79 @@ def test_eval_writes_what_it_prints_and_returns_the_verdict(capsys, folder, tmp_
     assert cli.main(["eval", folder, *options, "--backends", "sdpa", "--caches", "dynamic"]) == 1
 
 
+# ---- where results go ----
+
+
+@pytest.fixture
+def eval_options(folder):
+    pytest.importorskip("lm_eval")
+    return ["eval", folder, "--device", "cpu", "--dtype", "float32", "--tasks", "", "--decode-tokens", "4", "--caches", "dynamic"]
+
+
+@pytest.mark.parametrize("out", ["a_file", "a_file/below", "/proc/nope"])
+def test_a_folder_that_cannot_be_written_is_told_before_anything_runs(capsys, eval_options, tmp_path, monkeypatch, out):
+    (tmp_path / "a_file").write_text("kept")
+    if out.startswith("/") and not Path("/proc/self").exists():
+        pytest.skip("there is no /proc here")
+
+    def never(*args, **options):
+        raise AssertionError("it ran")
+
+    monkeypatch.setattr(compat, "load_model", never)
+    assert cli.main([*eval_options, "--out", str(tmp_path / out)]) == 2
+    assert f"Results cannot be written into {tmp_path / out}: " in capsys.readouterr().err
+    with pytest.raises(SystemExit) as end:
+        cli.main(["bench", "generate", "--shape", "tiny", "--device", "cpu", "--out", str(tmp_path / out)])
+    assert end.value.code == 2 and f"Results cannot be written into {tmp_path / out}: " in capsys.readouterr().err
+    assert (tmp_path / "a_file").read_text() == "kept"
+
+
+def test_a_folder_that_is_not_there_is_made_and_made_again(capsys, eval_options, tmp_path, monkeypatch):
+    out, add = tmp_path / "a" / "b", Evaluation.add
+
+    def removed(self, run):
+        shutil.rmtree(out)
+        add(self, run)
+
+    monkeypatch.setattr(Evaluation, "add", removed)
+    assert cli.main([*eval_options, "--out", str(out)]) == 0
+    assert sorted(path.name for path in out.iterdir()) == ["eval.json", "eval.md"]
+
+
+@pytest.mark.parametrize("fails", [1, 2])
+def test_results_that_cannot_be_saved_are_printed_and_the_code_says_so(capsys, eval_options, tmp_path, monkeypatch, fails):
+    """The disk is full from the first write on, or during one run: then the next one saves all."""
+    write, written = report.write_whole, []
+
+    def full(path, text):
+        written.append(path)
+        if fails == 1 or len(written) == 1:
+            raise OSError(28, "No space left on device")
+        write(path, text)
+
+    monkeypatch.setattr(report, "write_whole", full)
+    code = cli.main([*eval_options, "--out", str(tmp_path)])
+    said = capsys.readouterr()
+    assert "| decode perplexity" in said.out and "EQUAL to sdpa, dynamic" in said.out
+    if fails == 1:
+        assert code == 2 and f"These results were not saved in {tmp_path}: " in said.err and "No space left" in said.err
+        assert "-> " not in said.out and not list(tmp_path.iterdir())
+    else:
+        assert code == 0 and len(json.loads((tmp_path / "eval.json").read_text())["runs"]) == 2
+
+
+def test_rows_of_a_benchmark_that_cannot_be_saved_are_printed(capsys, tmp_path, monkeypatch):
+    kept = results.Results(tmp_path / "x.json", 10, "typed")
+    kept.data["rows"].append({"us": 1234})
+    kept.save()
+    assert json.loads((tmp_path / "x.json").read_text())["rows"] == [{"us": 1234}]
+    monkeypatch.setattr(results, "write_whole", lambda path, text: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    monkeypatch.setattr(bench_generate, "main", lambda argv, prog: kept.save())
+    assert cli.main(["bench", "generate"]) == 2
+    said = capsys.readouterr()
+    assert '"us": 1234' in said.out and "x.json was not saved: " in said.err
+
+
 def test_bench_and_lm_eval_are_handed_their_arguments(monkeypatch):
     seen = []
     monkeypatch.setattr(bench_generate, "main", lambda argv, prog: seen.append((argv, prog)) or 7)
@@ -121,14 +199,98 @@ def test_every_command_has_help(capsys, command):
         (["eval", "FOLDER", "--backends", ""], "Name at least one backend"),
         (["eval", "FOLDER", "--caches", "rolling"], "caches are one or both of"),
         (["eval", "FOLDER", "--text", "/nowhere.txt"], "No such file or directory: '/nowhere.txt'"),
+        (["eval", "FOLDER", "--text", "FOLDER/model.safetensors"], "is not a text in UTF-8"),
+        (["eval", "FOLDER", "--batch-size", "-2"], "batch_size must be at least 1"),
+        (["eval", "FOLDER", "--limit", "-1"], "limit must be above 0"),
+        (["eval", "FOLDER", "--num-fewshot", "-1"], "num_fewshot must be at least 0"),
+        (["eval", "FOLDER", "--decode-tokens", "-4"], "decode_tokens must be 0 for none, or at least 3; got -4."),
+        (["generate", "FOLDER", "--device", "nosuch"], "Unknown device 'nosuch'"),
+        (["explain", "FOLDER", "--device", "cuda:-1"], "Unknown device 'cuda:-1'"),
+        (["generate", "FOLDER", "--device", "cuda:77"], "There is no device 'cuda:77' here"),
+        (["eval", "FOLDER", "--device", "cuda:77"], "There is no device 'cuda:77' here"),
+        (["bench", "kernels", "decode", "--device", "cuda:77", "--out", "OUT"], "There is no device 'cuda:77' here"),
+        (["generate", "FOLDER", "--device", "xpu"], "There is no device 'xpu' here"),
+        (["generate", "FOLDER", "--device", "meta"], "holds no numbers"),
         (["bench"], "Name a benchmark, one of generate, kernels, stream, paper_e2e, report; got none."),
         (["bench", "speed"], "got speed."),
     ],
 )
-def test_mistakes_are_one_line_and_code_2(capsys, folder, arguments, sentence):
-    assert cli.main([folder if argument == "FOLDER" else argument for argument in arguments]) == 2
+def test_mistakes_are_one_line_and_code_2(capsys, folder, tmp_path, arguments, sentence):
+    known = {"FOLDER": folder, "FOLDER/model.safetensors": f"{folder}/model.safetensors", "OUT": str(tmp_path)}
+    assert cli.main([known.get(argument, argument) for argument in arguments]) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("hf-fastattn")]
     assert sentence in line
+
+
+def broken(folder: str, to: Path, how: str) -> str:
+    """A copy of the checkpoint that is broken in this way; the path to give to a command."""
+    shutil.copytree(folder, to, dirs_exist_ok=True)
+    config, weights = to / "config.json", to / "model.safetensors"
+    if how == "weights":
+        weights.write_bytes(weights.read_bytes()[:5000])
+    elif how == "header":
+        weights.write_bytes(b"\xff" * 100)
+    elif how == "gguf":  # it says there are entries, and ends
+        (to / "it.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 1, 5))
+        return str(to / "it.gguf")
+    elif how == "tokenizer":
+        (to / "tokenizer.json").write_text("{")
+    elif how.startswith("{"):
+        config.write_text(json.dumps(json.loads(config.read_text()) | json.loads(how)))
+    else:
+        config.write_text(how)
+    return str(to)
+
+
+@pytest.mark.parametrize(
+    ("how", "explains", "sentence"),
+    [
+        ("weights", True, "cannot be loaded: SafetensorError: "),
+        ("header", True, "cannot be loaded: SafetensorError: "),
+        ("gguf", False, "cannot be loaded: "),
+        ("tokenizer", True, "cannot be loaded: "),
+        ("no JSON", False, "is not a valid JSON file"),
+        ("[1, 2]", False, "cannot be loaded: "),
+        ('{"num_attention_heads": 0}', False, "A size in its config is 0."),
+        ('{"num_key_value_heads": 0}', False, "A size in its config is 0."),
+        ('{"num_attention_heads": "four"}', False, "expected int, got str"),
+        ('{"num_hidden_layers": 0}', False, "no layers"),
+        ('{"hidden_size": -4}', False, "negative dimension -4"),
+        ('{"model_type": "nosuch"}', False, "`nosuch`"),
+    ],
+)
+def test_a_broken_checkpoint_is_told_in_a_sentence(capsys, folder, tmp_path, how, explains, sentence):
+    path = broken(folder, tmp_path / "it", how)
+    assert cli.main(["generate", path, "--device", "cpu", "--tokens", "2"]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("hf-fastattn generate: ") and sentence in said
+    assert cli.main(["explain", path, "--length", "64"]) == (0 if explains else 2)
+    said = capsys.readouterr().err
+    assert explains or (sentence in said and said.startswith("hf-fastattn explain: "))
+
+
+@pytest.mark.parametrize("model_type", ["rwkv", "mamba"])
+def test_a_model_without_attention_is_refused_in_a_sentence(capsys, tmp_path, model_type):
+    sizes = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2}
+    compat.random_model(model_type, torch.float32, torch.device("cpu"), **sizes).save_pretrained(tmp_path)
+    checkpoint.tokenizer().save_pretrained(tmp_path)
+    options = ["--device", "cpu"]
+    decode = ["--tasks", "", "--decode-tokens", "4", "--out", str(tmp_path / "out")]
+    for command, more in (("explain", []), ("generate", ["--tokens", "2"]), ("eval", decode)):
+        assert cli.main([command, str(tmp_path), *options, *more]) == 2
+        assert capsys.readouterr().err.splitlines()[-1].startswith(f"hf-fastattn {command}: ")
+
+
+def test_a_fault_of_this_package_is_no_sentence(folder, monkeypatch):
+    with monkeypatch.context() as patch, pytest.raises(TypeError):
+        patch.setattr(costs, "step", None)
+        cli.main(["explain", folder])
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match="too many values"):
+        patch.setattr(compat, "locate", lambda *args: (1, 2, 3))
+        cli.main(["explain", folder])
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError):
+        patch.setattr(cli, "_encode", lambda *args: torch.zeros(2) @ torch.zeros(3))
+        cli.main(["generate", folder, "--device", "cpu"])
 
 
 def test_a_traceback_is_shown_when_asked_for(folder):

@@ -15,6 +15,9 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from ..machine import find_device as find_device
+from ..machine import prepare_folder, write_whole
+
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # settings that decide what fits
 
 
@@ -49,17 +52,17 @@ def command(prog: str, argv: list[str] | None) -> str:
     return shlex.join([*settings, *prog.split(), *words])
 
 
-def find_device(name: str | None) -> torch.device:
-    """The device of that name, by default the current GPU or else the CPU, with its index as tensors name it."""
-    device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    return device
+def _folder(name: str) -> Path:
+    try:
+        prepare_folder(name)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(error) from error
+    return Path(name)
 
 
 def add_options(parser: argparse.ArgumentParser, seconds: float) -> None:
     """--out, --seconds and --device, which all benchmarks share."""
-    parser.add_argument("--out", type=Path, default=Path("examples/results"), help="folder for the JSON (default: %(default)s)")
+    parser.add_argument("--out", type=_folder, default="examples/results", help="folder for the JSON (default: %(default)s)")
     help_ = "what does not fit into this is left out, with a note (default: %(default)s)"
     parser.add_argument("--seconds", type=float, default=seconds, help=help_)
     parser.add_argument("--device", help="default cuda if there is one, else cpu")
@@ -76,7 +79,6 @@ class Results:
         self.path = path
         self.seconds = seconds
         self.data = {**head, "commands": [command], "rows": []}
-        path.parent.mkdir(parents=True, exist_ok=True)
 
     def left(self) -> float:
         """Seconds that the run may still take."""
@@ -98,9 +100,13 @@ class Results:
         self.data = old
 
     def save(self) -> None:
-        whole = self.path.with_suffix(".partial")  # an interrupted write must not cost the rows that are there
-        whole.write_text(json.dumps(self.data, indent=1) + "\n")
-        whole.replace(self.path)
+        """Raises OSError where that fails, and prints what could not be saved."""
+        text = json.dumps(self.data, indent=1) + "\n"
+        try:
+            write_whole(self.path, text)
+        except OSError as error:
+            self.say(text)
+            raise OSError(f"{self.path} was not saved: {error}. What it would hold is printed above.") from error
 
 
 def progress(items: Iterable, what: str, unit: str = "row") -> tqdm:

@@ -13,6 +13,7 @@ import torch
 from tqdm import tqdm
 
 from .. import compat, interface, registry
+from ..machine import find_device, prepare_folder
 from ..patches import patch
 from ..tasks import data
 from . import perplexity, rounding
@@ -62,14 +63,19 @@ def evaluate(
 
     decode_tokens: tokens of each row of decode perplexity, given one by one through the cache; 0 for none. text: to take them
     from, by default Python's own documentation. window, sinks: of the backend "streaming". out: a folder for eval.json and
-    eval.md, written after every run; Ctrl-C ends the evaluation and keeps the runs before it.
+    eval.md, written after every run; Ctrl-C ends the evaluation and keeps the runs before it. Where the last write failed,
+    `unsaved` of the result says why.
 
-    Raises ValueError, TypeError or ImportError, before anything runs, for what cannot be run.
+    Raises ValueError, TypeError or ImportError, before anything runs, for what cannot be run, and OSError where `out` cannot be
+    written.
     """
     require()
     options = {"window": window, "sinks": sinks}
     _check(backends, tasks, caches, decode_tokens, options)
+    _check_numbers(batch_size, limit, num_fewshot)
     loaded = load_tasks(tasks, include_path) if tasks else None
+    if out is not None:
+        prepare_folder(out)
     name = str(model) if isinstance(model, (str, Path)) else model.config._name_or_path or type(model).__name__
     if isinstance(model, (str, Path)):
         model, tokenizer = load(model, tokenizer, gguf_file, dtype, device)
@@ -104,19 +110,28 @@ def evaluate(
                 found.add(run)
                 if found.exact and len(found.runs) == 1 and len(plan) > 1:
                     found.rounding = _rounding(model, backend, harness, given, options)
-                if out is not None:
-                    found.save(out)
+                _save(found, out)
     except KeyboardInterrupt:
         found.interrupted = True
-        if out is not None:
-            found.save(out)
+        _save(found, out)
     return found
+
+
+def _save(found: Evaluation, out: str | Path | None) -> None:
+    """Write what was found until now. A failure must not cost the runs: it is noted, and the next run tries again."""
+    if out is None:
+        return
+    try:
+        found.save(out)
+        found.unsaved = None
+    except OSError as error:
+        found.unsaved = f"These results were not saved in {out}: {error}."
 
 
 def load(source, tokenizer=None, gguf_file=None, dtype=None, device=None):
     """(model, tokenizer) of a name, as `compat.locate` takes it; by default in float32 on a CPU, where 16 bits are slow, and in
     bfloat16 on a GPU, where there is one."""
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = find_device(device)
     dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
     tokenizer = compat.load_tokenizer(source, gguf_file) if tokenizer is None else tokenizer
     return compat.load_model(source, gguf_file, dtype=dtype, device=device), tokenizer
@@ -146,6 +161,17 @@ def _check(backends, tasks, caches, decode_tokens: int, options: dict) -> None:
         raise ValueError("There is nothing to run: name tasks, or decode_tokens above 0.")
     if decode_tokens and decode_tokens < 3:
         raise ValueError(f"decode_tokens must be 0 for none, or at least 3; got {decode_tokens}.")
+
+
+def _check_numbers(batch_size: int | str, limit: float | None, num_fewshot: int | None) -> None:
+    """What lm-eval would take as it is, and fail on later."""
+    auto = isinstance(batch_size, str) and batch_size.split(":")[0] == "auto"
+    if not auto and (isinstance(batch_size, str) or batch_size < 1):
+        raise ValueError(f'batch_size must be at least 1, or "auto"; got {batch_size!r}.')
+    if limit is not None and not limit > 0:
+        raise ValueError(f"limit must be above 0, a number of examples or below 1 their share; got {limit}.")
+    if num_fewshot is not None and num_fewshot < 0:
+        raise ValueError(f"num_fewshot must be at least 0; got {num_fewshot}.")
 
 
 def _caches(backend: str, caches: Sequence[str]) -> Sequence[str]:

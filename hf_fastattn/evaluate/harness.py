@@ -151,7 +151,7 @@ def load_tasks(names: Sequence[str], include_path: Sequence[str | Path] = ()) ->
 
     paths = [PACK, *map(Path, include_path)]
     for path in paths:
-        if not path.exists():
+        if not path.is_dir():
             raise ValueError(f"There is no folder {path} to look for tasks in.")
     manager = TaskManager(include_path=paths, include_defaults=False)
     if not set(names) <= set(manager.all_tasks):
@@ -164,8 +164,13 @@ def load_tasks(names: Sequence[str], include_path: Sequence[str | Path] = ()) ->
             hint = f"Near it: {', '.join(near)}." if near else "`hf-fastattn lm_eval ls tasks` lists all."
             raise ValueError(f"Unknown task {name!r}. {hint}")
         wanted += found
-    with quiet():
-        return manager.load(wanted)
+    try:
+        with quiet():
+            return manager.load(wanted)
+    except (ValueError, OSError, ImportError):
+        raise
+    except Exception as error:  # a task is YAML and Python that somebody wrote
+        raise ValueError(f"The tasks {', '.join(names)} cannot be loaded: {type(error).__name__}: {error}") from error
 
 
 def _measures(results: dict, tasks: dict) -> list[Measure]:

@@ -80,5 +80,5 @@ def decode_nats(model, given: Excerpts, label: str = "") -> list[list[float]]:
             logits_processor=[forced],
         )
     if not torch.equal(out[:, given.prompts.shape[1] :].cpu(), given.targets):
-        raise RuntimeError("generate() did not follow the text; a generation setting of this model overrides logits processors.")
+        raise ValueError("generate() did not follow the text; a generation setting of this model overrides logits processors.")
     return torch.cat(forced.nats, 1)[:, 1:].double().tolist()

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from .. import compat
+from ..machine import write_whole
 from ..tables import table
 from . import pairs
 from .pairs import Answers, Generated, Measure, Pair
@@ -52,6 +53,7 @@ class Evaluation:
         self.runs: list[Run] = []
         self.rounding = Rounding(torch.finfo(dtype).eps / 2) if self.exact else EXACT
         self.interrupted = False
+        self.unsaved: str | None = None  # why what was found is in no file
         self.conditions = {
             "model": model,
             "dtype": str(dtype).removeprefix("torch."),
@@ -194,11 +196,8 @@ class Evaluation:
     def save(self, folder: str | Path) -> Path:
         """Write eval.json and eval.md into the folder; each replaces its older self whole. Returns the JSON's path."""
         folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, text in (("eval.json", json.dumps(self.as_dict(), indent=1, default=str)), ("eval.md", str(self))):
-            whole = folder / f".{name}.partial"
-            whole.write_text(text + "\n")
-            whole.replace(folder / name)
+        write_whole(folder / "eval.json", json.dumps(self.as_dict(), indent=1, default=str) + "\n")
+        write_whole(folder / "eval.md", f"{self}\n")
         return folder / "eval.json"
 
     def __str__(self) -> str:

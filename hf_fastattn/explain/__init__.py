@@ -13,6 +13,7 @@ import torch
 
 from .. import compat, registry
 from ..kernels import TritonKernel
+from ..machine import find_device
 from ..model_shapes import SHAPES
 from ..patches import graph
 from ..streaming import Settings
@@ -85,7 +86,7 @@ def explain(
     streaming = _streaming(chosen, window, sinks, facts.max_length)
     if streaming is not None:
         facts = replace(facts, windows=(streaming.sinks + streaming.window,) * len(facts.windows))
-    device = torch.device(device or ("cuda" if model.device.type == "meta" else model.device))
+    device = find_device(device or ("cuda" if model.device.type == "meta" else model.device), planned=True)
     figures = costs.find_gpu(gpu, device, facts.dtype)
     runs, refused = _what_runs(chosen, model, facts, batch, length, device, streaming)
     step, limit = costs.step(facts, figures, batch, length), facts.max_length
