@@ -9,12 +9,13 @@ PYTEST := OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n logical --maxproc
 NEED_GPU = $(PYTHON) -c 'import torch; raise SystemExit(None if torch.cuda.is_available() else \
 	"This target needs a CUDA GPU and a torch built for it, and torch.cuda.is_available() is False here.")'
 
-.PHONY: help demo test test-oldest test-gpu bench clean
+.PHONY: help demo test test-cpus test-oldest test-gpu bench clean
 
 help:
 	@echo "make demo         generate text with sdpa and every exact backend, and compare"
 	@echo "make test         lint, then all tests on the CPU: torch twins first, interpreted Triton kernels second"
 	@echo "make test-oldest  the tests of the wiring on the oldest supported Transformers"
+	@echo "make test-cpus    the tests that compare numbers, as CPUs without AVX2, with AVX2, with AVX-512 and as MKL elsewhere would round"
 	@echo "make test-gpu     all tests on this machine's GPU, with the python3 and the packages that are there"
 	@echo "make bench        time the kernels beside torch's own on this machine's GPU; results in examples/results"
 	@echo "make clean        remove the virtual environments"
@@ -32,6 +33,9 @@ test: $(VENV)/.demo $(VENV)/.test
 
 test-oldest: $(OLDEST)/.stamp
 	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -q -n logical --maxprocesses=8 tests/test_generate.py tests/test_backends.py
+
+test-cpus: $(VENV)/.test
+	$(VENV)/bin/python tests/cpus.py
 
 # No environment for these two: a GPU machine's torch and Triton fit its driver, so they are taken as they are.
 test-gpu:
