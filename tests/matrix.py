@@ -1,0 +1,478 @@
+"""Every model of the installed Transformers that asks the attention interface, against eager: equal, refused, or wrong.
+
+    python tests/matrix.py                       # all of them, on the CPU; `make matrix`
+    python tests/matrix.py llama Qwen3ForCausalLM --out /tmp/some.json
+
+Each model is a tiny random one (`every_model`), in fp32. What eager computes is the truth. A cell is one way of running the model
+with this package: its attention alone, each cache, patch() with the recorded graph, streaming. Logits of every step are compared
+within what rounding does to this very model (`Truth`), and tokens where eager's choice is clear by more than that. A refusal
+counts where the package raised it on purpose, and the remedies that it names are tried.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import re
+import signal
+import sys
+import time
+import traceback
+import warnings
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+import every_model
+import fake_graph
+import model_inputs
+import torch
+import transformers
+from models import PADDINGS, draw_weights
+from transformers import DynamicCache
+
+import hf_fastattn
+from hf_fastattn import interface
+from hf_fastattn.patches import graph as graphs
+
+PACKAGE = str(Path(hf_fastattn.__file__).parent)
+NEW = 10  # tokens
+WIDE = 256  # a streaming window that hides nothing
+EPS = torch.finfo(torch.float32).eps
+SECONDS = 240  # for one model
+INTERNAL = ("spans must be",)  # sentences for who writes kernels; a model's user must never read one
+EQUAL, REFUSED, WRONG, ABSENT = "equal", "refused", "WRONG", "absent"
+
+
+@dataclass
+class Cell:
+    """result: equal, refused, WRONG, or absent where eager itself cannot run this. said: the sentences, of ours or the error."""
+
+    result: str
+    path: str = ""
+    said: list[str] = field(default_factory=list)
+    graph: str = ""
+
+
+class Disagreement(Exception):
+    """The numbers or tokens are not eager's."""
+
+
+# ---- running and comparing ----
+
+
+@torch.no_grad()
+def forward(model, inputs: dict) -> torch.Tensor:
+    out = model(**inputs)
+    return next(out[name] for name in ("logits", "last_hidden_state") if out.get(name) is not None).float()
+
+
+@torch.no_grad()
+def generate(model, inputs: dict, **options):
+    """(new tokens, logits of each step)."""
+    torch.manual_seed(0)
+    asked = {"max_new_tokens": NEW, "do_sample": False, "suppress_tokens": list(every_model.SPECIAL)}
+    out = model.generate(**inputs, **asked, output_logits=True, return_dict_in_generate=True, **options)
+    steps = torch.stack(out.logits).float()
+    return out.sequences[:, -len(steps) :], steps
+
+
+class Truth:
+    """What eager computes of one model and padding, and how far rounding may take another way of computing it.
+
+    tolerance: 32 times what the last bit of every weight changes, at least 64 units of rounding at the logits' scale, and never
+    so much that a mask could hide in it.
+    """
+
+    def __init__(self, model, inputs: dict, generates: bool):
+        self.inputs = inputs
+        self.logits = forward(model, inputs)
+        self.live = inputs.get("attention_mask")
+        if "decoder_input_ids" in inputs or self.live is None or self.live.shape != self.logits.shape[:2]:
+            self.live = torch.ones(self.logits.shape[:2], dtype=torch.long, device=self.logits.device)
+        live = self.logits[self.live.bool()]
+        if not live.isfinite().all():
+            raise ArithmeticError("eager's own logits are not finite")
+        self.scale = live.abs().max().item()
+        with _last_bits_changed(model):
+            noise = (forward(model, inputs) - self.logits)[self.live.bool()].abs().max().item()
+        self.tolerance = min(max(32 * noise, 64 * EPS * self.scale), 0.01 * self.scale)
+        self.tokens, self.steps = generate(model, inputs) if generates else (None, None)
+
+    def check_forward(self, logits: torch.Tensor) -> None:
+        error = (logits - self.logits)[self.live.bool()].abs().max().item()
+        if not error <= self.tolerance:
+            raise Disagreement(f"logits differ by {error:.2g} (scale {self.scale:.2g}, rounding allows {self.tolerance:.1g})")
+
+    def check_tokens(self, found) -> None:
+        tokens, steps = found
+        if tokens.shape != self.tokens.shape:
+            raise Disagreement(f"tokens have shape {tuple(tokens.shape)}, eager's {tuple(self.tokens.shape)}")
+        for row in range(len(tokens)):
+            for step in range(tokens.shape[1]):
+                a, b = self.steps[step, row], steps[step, row]
+                error = (a - b).abs().max().item()
+                if not error <= self.tolerance:
+                    raise Disagreement(
+                        f"logits of new token {step}, row {row}, differ by {error:.2g} (scale {self.scale:.2g}, rounding allows "
+                        f"{self.tolerance:.1g})"
+                    )
+                if tokens[row, step] != self.tokens[row, step]:
+                    best = a.clone()
+                    best[list(every_model.SPECIAL)] = float("-inf")
+                    first, second = best.topk(2).values.tolist()
+                    if first - second > 2 * self.tolerance:
+                        raise Disagreement(f"new token {step}, row {row}, is another")
+                    break  # a toss-up: what follows is another text
+
+
+@contextlib.contextmanager
+def _last_bits_changed(model):
+    generator = torch.Generator().manual_seed(2)
+    kept = [(p, p.detach().clone()) for p in model.parameters()]
+    try:
+        for p, _ in kept:
+            signs = torch.randint(0, 2, p.shape, generator=generator).to(p.device) * 2 - 1
+            p.data.mul_(1 + EPS * signs)
+        yield
+    finally:
+        for p, before in kept:
+            p.data.copy_(before)
+
+
+def is_ours(error: BaseException) -> bool:
+    """Whether the package raised this on purpose: the last frame is a `raise` statement of its own."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    if str(error).startswith(INTERNAL):
+        return False
+    return frame.filename.startswith(PACKAGE) and _lines(frame.filename)[frame.lineno - 1].strip().startswith("raise")
+
+
+@cache
+def _lines(file: str) -> list[str]:
+    return Path(file).read_text(encoding="utf-8").splitlines()
+
+
+def describe(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    where = next(
+        (f for f in reversed(frames) if "/transformers/models/" in f.filename or f.filename.startswith(PACKAGE)), frames[-1]
+    )
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]} [{Path(where.filename).name}:{where.lineno}]"
+
+
+def attempt(run) -> Cell:
+    """The cell that run() makes; run() raises Disagreement where numbers differ, and returns further facts of the cell."""
+    for name in ("_say_once",):
+        getattr(getattr(interface, name, None), "cache_clear", lambda: None)()
+    counted, facts = {}, {}
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        try:
+            with hf_fastattn.count_calls() as counted:
+                facts = run() or {}
+            cell = Cell(EQUAL)
+        except Disagreement as error:
+            cell = Cell(WRONG, said=[str(error)])
+        except Exception as error:
+            cell = Cell(REFUSED, said=[" ".join(str(error).split())]) if is_ours(error) else Cell(WRONG, said=[describe(error)])
+    kinds = {name.rpartition(".")[2] for name, count in counted.items() if count}
+    cell.path = "+".join(sorted("dense" if kind == "dense" else "kernel" for kind in kinds)) if kinds else "stock"
+    if kinds >= {"prefill", "decode"}:
+        cell.path = cell.path.replace("kernel+kernel", "kernel")
+    ours = dict.fromkeys(" ".join(str(w.message).split()) for w in heard if _is_our_warning(w))
+    cell.said += [sentence for sentence in ours if sentence not in cell.said]
+    cell.graph = facts.get("graph", "")
+    return cell
+
+
+def _is_our_warning(warning) -> bool:
+    text = str(warning.message)
+    return warning.filename.startswith(PACKAGE) or "attn_implementation=" in text or "runs uncaptured" in text
+
+
+def must_run_ours(cell: Cell) -> Cell:
+    """An accepted backend that never computed anything was ignored; the dense path must have been said."""
+    if cell.result == EQUAL and cell.path == "stock":
+        return Cell(WRONG, cell.path, ["accepted, and never called: the backend is silently ignored", *cell.said], cell.graph)
+    if cell.result == EQUAL and "dense" in cell.path and not cell.said:
+        return Cell(WRONG, cell.path, ["the dense path ran without a word"], cell.graph)
+    return cell
+
+
+# ---- the cells ----
+
+
+def cells_of(model, truths: dict, generates: bool) -> dict[str, Cell]:
+    """All cells of one model, by "<way>.<padding>"."""
+    cells: dict[str, Cell] = {}
+    model.set_attn_implementation("lean")
+    for padding, truth in truths.items():
+        cells[f"forward.{padding}"] = must_run_ours(
+            attempt(lambda truth=truth: truth.check_forward(forward(model, truth.inputs)))
+        )
+    if not generates:
+        model.set_attn_implementation("eager")
+        return cells
+    for padding, truth in truths.items():
+        cells[f"lean.{padding}"] = must_run_ours(attempt(lambda truth=truth: truth.check_tokens(generate(model, truth.inputs))))
+    model.set_attn_implementation("sdpa" if getattr(model, "_supports_sdpa", False) else "eager")
+    for padding, truth in truths.items():
+        cell = attempt(lambda truth=truth: truth.check_tokens(_preallocated(model, truth)))
+        cells[f"preallocated.{padding}"] = judge_like_stock(cell, model, truth)
+    model.set_attn_implementation("eager")
+    cells |= _patched(model, truths, "patch")
+    cells |= _patched(model, truths, "streaming", backend="streaming", window=WIDE)
+    return cells
+
+
+def _preallocated(model, truth):
+    return generate(model, truth.inputs, past_key_values=hf_fastattn.PreallocatedCache(model))
+
+
+def judge_like_stock(cell: Cell, model, truth) -> Cell:
+    """Some models cannot use a cache that the caller brings, whosever it is; then the cell is absent."""
+    if cell.result != WRONG:
+        return cell
+    stock = attempt(lambda: truth.check_tokens(generate(model, truth.inputs, past_key_values=DynamicCache(config=model.config))))
+    return (
+        Cell(ABSENT, cell.path, ["Transformers' own DynamicCache, handed over, fails as well: " + stock.said[0]])
+        if stock.said
+        else cell
+    )
+
+
+# ---- remedies: a sentence recommends only what works ----
+
+
+def remedies(model, truths: dict, cells: dict[str, Cell]) -> dict[str, Cell]:
+    """For each remedy that a refusal names, whether it works."""
+    said = " ".join(sentence for cell in cells.values() if cell.result == REFUSED for sentence in cell.said)
+    first, truth = next(iter(truths.items()))
+    tried: dict[str, Cell] = {}
+    for name in dict.fromkeys(re.findall(r'attn_implementation="(eager|sdpa)"', said)):
+        tried[f"remedy.{name}"] = attempt(lambda name=name: _with_stock(model, name, truth))
+    if "cache=None, graph=False" in said and truth.tokens is not None:
+        tried |= _patched(model, {first: truth}, "remedy.patch_without_cache", cache=None, graph=False)
+    for window in dict.fromkeys(re.findall(r"window of at most (-?\d+)", said)):
+        tried["remedy.narrower_window"] = attempt(lambda window=window: _streams(model, truth, window=int(window)))
+    if "clamp_positions=True" in said:
+        tried["remedy.clamp_positions"] = attempt(
+            lambda: truth.check_tokens(_streams(model, truth, window=WIDE, clamp_positions=True))
+        )
+    for name, cell in tried.items():
+        if cell.result == REFUSED:
+            tried[name] = Cell(WRONG, cell.path, ["a remedy that a sentence recommends is refused: " + cell.said[0]])
+    return tried
+
+
+def _with_stock(model, name: str, truth) -> None:
+    before = model.config._attn_implementation
+    try:
+        model.set_attn_implementation(name)
+        truth.check_forward(forward(model, truth.inputs))
+    finally:
+        model.set_attn_implementation(before)
+
+
+def _streams(model, truth, **options):
+    with hf_fastattn.patch(model, "streaming", **options):
+        found = generate(model, truth.inputs)
+    return None if options["window"] < WIDE else found
+
+
+def _rolling(model, truth):
+    return generate(model, truth.inputs, past_key_values=hf_fastattn.RollingCache(model))
+
+
+def _patched(model, truths: dict, way: str, **options) -> dict[str, Cell]:
+    before = model.config._attn_implementation
+    cells, patches = {}, []
+    entering = attempt(lambda: patches.append(hf_fastattn.patch(model, **options)))
+    if not patches:
+        cells[way] = entering
+    else:
+        patch = patches[0]
+        for padding, truth in [*truths.items(), *([("again", next(iter(truths.values())))] if way == "patch" else [])]:
+            cells[f"{way}.{padding}"] = must_run_ours_or_replay(attempt(lambda truth=truth: _replayed(model, patch, truth, way)))
+        if way == "streaming":
+            first, truth = next(iter(truths.items()))
+            cells[f"rolling.{first}"] = attempt(lambda: truth.check_tokens(_rolling(model, truth)))
+        patch.undo()
+    if model.config._attn_implementation != before:
+        model.set_attn_implementation(before)
+    return cells
+
+
+def must_run_ours_or_replay(cell: Cell) -> Cell:
+    return cell if "replayed" in cell.graph else must_run_ours(cell)
+
+
+def _replayed(model, patch, truth: Truth, way: str) -> dict:
+    before = patch.captures, patch.replays, patch.uncaptured
+    truth.check_tokens(generate(model, truth.inputs))
+    captures, replays, uncaptured = patch.captures - before[0], patch.replays - before[1], patch.uncaptured - before[2]
+    if not patch.graph:
+        return {"graph": "off"}
+    if not replays and not patch.reasons:
+        raise Disagreement("no step was captured, and no reason was given")
+    said = f"{captures} captured, {replays} replayed, {uncaptured} uncaptured"
+    return {"graph": said + (f": {patch.reasons[-1]}" if patch.reasons and not replays else "")}
+
+
+# ---- one model ----
+
+
+def fused(model) -> dict[str, int]:
+    from hf_fastattn.patches import fuse
+
+    found = fuse.find(model)
+    return {name: len(modules) for name, modules in found._asdict().items() if modules}
+
+
+def truths_of(model, entry: every_model.Model, device, row: dict) -> tuple[dict[str, Truth], bool]:
+    """What eager makes of each kind of input, and whether it generates; what it cannot do goes into `row`."""
+    generates = entry.kind in ("causal", "vision", "multimodal") and not model.config.is_encoder_decoder and model.can_generate()
+    truths: dict[str, Truth] = {}
+    wanted = {padding: lambda padding=padding: model_inputs.text(model, padding, device) for padding in PADDINGS}
+    for padding in PADDINGS[:2]:
+        wanted[f"picture_{padding}"] = lambda padding=padding: model_inputs.with_picture(model, padding, device)
+    for name, make in wanted.items():
+        try:
+            inputs = make()
+            if inputs is not None:
+                truths[name] = Truth(model, inputs, generates)
+        except Exception as error:
+            row["eager_cannot"][name] = describe(error)
+    if not truths and generates:  # forward() alone
+        for padding in PADDINGS:
+            with contextlib.suppress(Exception):
+                truths[padding] = Truth(model, wanted[padding](), False)
+        generates = False
+    if not truths:
+        for inputs in model_inputs.others(model, device):
+            with contextlib.suppress(Exception):
+                truths["other_inputs"] = Truth(model, inputs, False)
+                return truths, False
+    return truths, generates
+
+
+def run_model(entry: every_model.Model, variant: str = "", device: str = "cpu", seed: int = 0) -> dict:
+    """Everything about one model, as JSON takes it."""
+    started = time.monotonic()
+    row = {"name": entry.name + variant, "model_type": entry.model_type, "kind": entry.kind, "cells": {}}
+    try:
+        model = every_model.build(entry, variant)
+        draw_weights(model, seed)
+        model.to(device)
+        row["attention_classes"] = sorted({type(m).__name__ for m in model.modules() if "Attention" in type(m).__name__})
+        row["eager_cannot"] = {}
+        truths, generates = truths_of(model, entry, device, row)
+        if not truths:
+            row["unbuilt"] = "eager cannot run it: " + next(iter(row["eager_cannot"].values()))
+            return row
+    except Exception as error:
+        row["unbuilt"] = describe(error)
+        return row
+    finally:
+        row["seconds"] = round(time.monotonic() - started, 1)
+    row["tolerance"] = {padding: [truth.tolerance, truth.scale] for padding, truth in truths.items()}
+    with contextlib.suppress(Exception):
+        row["fused"] = fused(model)
+    cells = cells_of(model, truths, generates)
+    cells |= remedies(model, truths, cells)
+    row["cells"] = {name: vars(cell) for name, cell in cells.items()}
+    row["seconds"] = round(time.monotonic() - started, 1)
+    return row
+
+
+def _work(task) -> dict:
+    entry, variant, device = task
+
+    def late(*_):
+        raise TimeoutError(f"not done after {SECONDS} s")
+
+    signal.signal(signal.SIGALRM, late)
+    signal.alarm(SECONDS)
+    try:
+        row = run_model(entry, variant, device)
+        return _not_by_chance(row, entry, variant, device) if any(map(_is_number, row["cells"].values())) else row
+    except Exception as error:
+        row = {"name": entry.name + variant, "kind": entry.kind, "model_type": entry.model_type, "cells": {}}
+        return row | {"unbuilt": describe(error)}
+    finally:
+        signal.alarm(0)
+
+
+def _is_number(cell: dict) -> bool:
+    return cell["result"] == WRONG and cell["said"][0].startswith(("logits", "new token"))
+
+
+def _not_by_chance(row: dict, entry, variant: str, device: str) -> dict:
+    """The row again with other weights: where a router or a top-k chooses, one last bit may choose otherwise, but not in both."""
+    again = run_model(entry, variant, device, seed=1)["cells"]
+    for name, cell in row["cells"].items():
+        if _is_number(cell) and again.get(name, cell)["result"] == EQUAL:
+            cell |= {"result": EQUAL, "said": ["equal with other weights, where rounding does not choose: " + cell["said"][0]]}
+    return row
+
+
+def use_recorded_graphs() -> None:
+    graphs.new_graph = fake_graph.RecordedGraph
+    graphs.why_no_graph = lambda device: None
+
+
+def _begin(device: str) -> None:
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    if device == "cpu":
+        use_recorded_graphs()
+    else:
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+
+
+def line(row: dict) -> str:
+    if "unbuilt" in row:
+        return f"{row['name']}: unbuilt: {row['unbuilt']}"
+    counts = {}
+    for cell in row["cells"].values():
+        counts[cell["result"]] = counts.get(cell["result"], 0) + 1
+    text = f"{row['name']}: {', '.join(f'{n} {result}' for result, n in counts.items())} ({row['seconds']} s)"
+    for name, cell in row["cells"].items():
+        if cell["result"] == WRONG:
+            text += f"\n    WRONG {name} [{cell['path']}]: {' | '.join(cell['said'])}"
+    return text
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="classes or model types; all of them where none is given")
+    parser.add_argument("--out", type=Path, help="JSON; models that it holds already are not run again")
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--device", default="cpu")
+    args = parser.parse_args(argv)
+    tasks = []
+    for entry in every_model.find():
+        if args.names and not {entry.name, entry.model_type} & set(args.names):
+            continue
+        tasks += [(entry, variant, args.device) for variant in every_model.variants(entry)]
+    rows = json.loads(args.out.read_text())["models"] if args.out and args.out.exists() else []
+    done = {row["name"] for row in rows}
+    tasks = [task for task in tasks if task[0].name + task[1] not in done]
+    with multiprocessing.get_context("fork").Pool(args.processes, _begin, (args.device,)) as pool:
+        for row in pool.imap_unordered(_work, tasks):
+            rows.append(row)
+            print(line(row), flush=True)
+            if args.out:
+                document = {"transformers": transformers.__version__, "models": sorted(rows, key=lambda row: row["name"])}
+                args.out.write_text(json.dumps(document, indent=1))
+    wrong = [row["name"] for row in rows if any(cell["result"] == WRONG for cell in row["cells"].values())]
+    unbuilt = [row["name"] for row in rows if "unbuilt" in row]
+    print(f"{len(rows)} models, {len(unbuilt)} unbuilt, {len(wrong)} with something wrong: {', '.join(wrong)}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,145 @@
+"""The table of models in docs/, from what `matrix.py` wrote for each version of Transformers.
+
+    python tests/model_table.py build/matrix-newest.json build/matrix-oldest.json
+
+writes docs/models-<version>.json for each, with the paddings of a way put together, and docs/models.md from all of those.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+DOCS = Path(__file__).parent.parent / "docs"
+COLUMNS = {"attention": "lean", "cache": "preallocated", "patch()": "patch", "graph": "patch", "streaming": "streaming"}
+INTRODUCTION = """\
+# Models
+
+Made by `make matrix`; do not edit. Each model class of Transformers that asks the attention interface, as a tiny random model on
+the CPU in fp32, against `eager`: without padding, with padding on the left, with holes and, where it takes one, with a picture;
+prompts are longer than windows. `make matrix` fails where one is WRONG.
+
+- attention: what computes `lean`. kernel: one of this package; dense: torch's masked attention, said in a warning.
+- cache: `PreallocatedCache`. patch(): `hf_fastattn.patch(model)`. graph: whether its decode steps are captured. fused: what it
+  puts into one launch. streaming: `patch(model, "streaming", window=256)`.
+- Numbers are the sentences below: why not, or what is said.
+
+"""
+ORDER = ("WRONG", "refused", "absent", "equal")
+
+
+def put_together(row: dict) -> dict:
+    """One model: its ways, each with the paddings that are equal, refused with a sentence, or wrong."""
+    out = {key: row[key] for key in ("name", "model_type", "kind", "unbuilt", "eager_cannot", "fused") if row.get(key)}
+    ways: dict[str, dict] = {}
+    for name, cell in row["cells"].items():
+        way, _, padding = name.rpartition(".") if "." in name else (name, "", "all")
+        found = ways.setdefault(way, {})
+        if cell["result"] == "equal":
+            found.setdefault("equal", []).append(padding)
+            for sentence in cell["said"]:
+                found.setdefault("said", {}).setdefault(sentence, []).append(padding)
+        else:
+            found.setdefault(cell["result"], {}).setdefault(" | ".join(cell["said"]), []).append(padding)
+        if cell["path"] != "stock":
+            found.setdefault("path", {}).setdefault(cell["path"], []).append(padding)
+        if cell["graph"]:
+            found.setdefault("graph", {}).setdefault(cell["graph"], []).append(padding)
+    return {**out, "ways": ways}
+
+
+class Notes:
+    """Sentences by number; a model's own name in them is left out, so that one sentence has one number."""
+
+    def __init__(self):
+        self.numbers: dict[str, int] = {}
+
+    def number(self, sentence: str, model: dict) -> int:
+        stem = re.split(r"For[A-Z]|LMHead|Decoder$|Model$", model["name"])[0]
+        general = re.sub(rf"\b{re.escape(stem)}\w*(?:\.generate\(\))?", "The model", sentence)
+        general = re.sub(r"\b\d+\b", "…", re.sub(r"\([\d, ]+\)", "(…)", general))
+        return self.numbers.setdefault(general, len(self.numbers) + 1)
+
+
+def _entry(model: dict, column: str, notes: Notes) -> str:
+    """What one column says of one model."""
+    way = model["ways"].get(COLUMNS[column]) or (model["ways"].get("forward") if column == "attention" else None)
+    if way is None:
+        return "-"
+    result = next(result for result in ORDER if result in way)
+    sentences = [sentence for each in ("WRONG", "refused", "absent") for sentence in way.get(each, {})]
+    marks = "".join(f"[{notes.number(sentence, model)}]" for sentence in dict.fromkeys(sentences))
+    if result == "WRONG":
+        return "**WRONG** " + marks
+    if "equal" not in way:
+        return ("not asked " if result == "absent" else "refused ") + marks
+    word = "yes"
+    if column == "attention":
+        paths = "+".join(way.get("path", {}))
+        word = "dense" if "dense" in paths and "kernel" not in paths else "kernel, dense" if "dense" in paths else "kernel"
+    if column == "graph":
+        said = [text.partition(": ")[2] for text in way.get("graph", {}) if ": " in text]
+        word = "yes" if any(", 0 replayed" not in text for text in way.get("graph", {})) else "no"
+        marks = "".join(f"[{notes.number(text, model)}]" for text in dict.fromkeys(said))
+    return f"{word} {marks}".strip()
+
+
+def markdown(documents: list[dict]) -> str:
+    """The table of all versions: one row a model, the newest version's; where an older one differs, that in brackets."""
+    notes, newest = Notes(), documents[0]
+    by_version = [{model["name"]: model for model in document["models"]} for document in documents]
+    lines = INTRODUCTION.splitlines()
+    versions = " and ".join(document["transformers"] for document in documents)
+    built = [model for model in newest["models"] if "unbuilt" not in model]
+    lines += [f"Transformers {versions}; {len(built)} models on the newest.", ""]
+    columns = [*list(COLUMNS)[:4], "fused", "streaming"]
+    lines += ["| model | " + " | ".join(columns) + " |", "|" + "---|" * (len(columns) + 1)]
+    for name in sorted(set().union(*by_version)):
+        models = [models.get(name) for models in by_version]
+        if all(model is None or "unbuilt" in model for model in models):
+            continue
+        cells = []
+        for column in columns:
+            said = [None if m is None or "unbuilt" in m else _cell(m, column, notes) for m in models]
+            first = said[0] if said[0] is not None else "-"
+            other = [
+                f"{text} on {d['transformers']}" for text, d in zip(said, documents, strict=True) if text not in (None, first)
+            ]
+            cells.append(" / ".join([first, *other]))
+        missing = [d["transformers"] for m, d in zip(models, documents, strict=True) if m is None]
+        lines.append(f"| {name}{' (not in ' + ', '.join(missing) + ')' if missing else ''} | " + " | ".join(cells) + " |")
+    lines += ["", "## Sentences", ""]
+    lines += [f"{number}. {_escaped(sentence)}" for sentence, number in notes.numbers.items()]
+    lines += ["", "## Not built", ""]
+    for document, models in zip(documents, by_version, strict=True):
+        lines += [f"- {document['transformers']}: {n}: {_escaped(m['unbuilt'])}" for n, m in models.items() if "unbuilt" in m]
+    return "\n".join(lines) + "\n"
+
+
+def _cell(model: dict, column: str, notes: Notes) -> str:
+    if column == "fused":
+        return ", ".join(f"{count} {what}" for what, count in model.get("fused", {}).items()) or "-"
+    return _entry(model, column, notes)
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+def main(files: list[str]) -> None:
+    DOCS.mkdir(exist_ok=True)
+    documents = []
+    for file in files:
+        found = json.loads(Path(file).read_text(encoding="utf-8"))
+        document = {"transformers": found["transformers"], "models": [put_together(row) for row in found["models"]]}
+        documents.append(document)
+        target = DOCS / f"models-{found['transformers']}.json"
+        rows = ",\n".join(json.dumps(model, sort_keys=True) for model in document["models"])
+        target.write_text(f'{{"transformers": "{found["transformers"]}", "models": [\n{rows}\n]}}\n', encoding="utf-8")
+    (DOCS / "models.md").write_text(markdown(documents), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,140 @@
+"""The quick part of `make matrix`: one model of each shape of attention, and that every class is found and can be built."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import every_model
+import fake_graph
+import matrix
+import model_table
+import pytest
+import torch
+
+from hf_fastattn import kernels, registry
+from hf_fastattn.kernels import reference, spans
+from hf_fastattn.patches import graph as graphs
+
+pytestmark = pytest.mark.skipif(kernels.INTERPRETED, reason="a recorded graph holds no interpreted kernel")
+
+# What each has that the others have not.
+SHAPES = {
+    "Qwen3ForCausalLM": "grouped heads, normed q and k",
+    "OPTForCausalLM": "learned positions, q scaled beforehand",
+    "Qwen2ForCausalLM@windows": "windows in some layers",
+    "Gemma2ForCausalLM": "softcap",
+    "GptOssForCausalLM": "sink logits",
+    "Gemma3ForConditionalGeneration": "pictures seen in both directions",
+    "Gemma4ForCausalLM": "layers of several head sizes",
+    "DeepseekV3ForCausalLM": "values narrower than keys",
+    "DeepseekV32ForCausalLM": "a top-k of keys",
+    "Llama4ForCausalLM": "chunks",
+    "Qwen3NextForCausalLM": "linear attention in some layers",
+    "MllamaForCausalLM": "layers that text alone leaves out",
+    "Qwen2_5_VLForConditionalGeneration": "positions in three dimensions",
+    "GitForCausalLM": "text attention of its own beside vision that asks",
+    "BertForMaskedLM": "an encoder",
+    "BartForConditionalGeneration": "an encoder-decoder",
+    "BigBirdPegasusForConditionalGeneration": "an encoder that adds the mask itself",
+    "T5ForConditionalGeneration": "a position bias",
+}
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    fake_graph.use(monkeypatch)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_one_model_of_each_shape(recorded, name):
+    row = run(name)
+    assert "unbuilt" not in row, row["unbuilt"]
+    wrong = {way: cell for way, cell in row["cells"].items() if cell["result"] == matrix.WRONG}
+    assert not wrong, matrix.line(row)
+    assert any(cell["path"] != "stock" for cell in row["cells"].values()) or all(
+        cell["result"] == matrix.REFUSED for way, cell in row["cells"].items() if way.startswith(("forward", "lean", "patch"))
+    )
+
+
+def run(name: str) -> dict:
+    cls, _, variant = name.partition("@")
+    entry = next((entry for entry in every_model.find() if entry.name == cls), None)
+    if entry is None:
+        pytest.skip(f"this Transformers has no {cls}")
+    return matrix.run_model(entry, f"@{variant}" if variant else "")
+
+
+def _blind(q, k, v, s=None, **options):
+    """Sees padding and holes."""
+    if s is not None:
+        s = s.clone()
+        s[..., spans.KV_START] = 0
+        s[..., spans.FLAGS] &= ~spans.HOLES
+    return reference.attention(q, k, v, s, **options)
+
+
+def _raw(q, k, v, s=None, **options):
+    return q @ k  # sizes that do not fit
+
+
+@pytest.fixture
+def lean_by(monkeypatch):
+    """Let "lean" compute by another function."""
+    lean = registry.get("lean")
+    yield lambda attention: registry.register(dataclasses.replace(lean, prefill=attention, decode=None))
+    registry.register(lean)
+
+
+def test_a_wrong_mask_and_a_raw_error_are_found(recorded, lean_by):
+    lean_by(_blind)
+    cells = run("Qwen3ForCausalLM")["cells"]
+    assert cells["forward.no_padding"]["result"] == cells["lean.no_padding"]["result"] == matrix.EQUAL
+    for way in ("forward.left_padding", "lean.holes", "patch.left_padding"):
+        assert cells[way]["result"] == matrix.WRONG
+    lean_by(_raw)
+    cells = run("BertForMaskedLM")["cells"]
+    assert {cell["result"] for cell in cells.values()} == {matrix.WRONG} and "RuntimeError" in cells["forward.holes"]["said"][0]
+
+
+def test_a_backend_that_is_never_called_and_a_graph_that_is_not_captured_are_found(recorded, monkeypatch):
+    monkeypatch.setattr(graphs.DecodeStep, "__call__", lambda self, **given: self.model(**given))
+    cells = run("Qwen3ForCausalLM")["cells"]
+    assert cells["patch.no_padding"]["result"] == matrix.WRONG and cells["lean.no_padding"]["result"] == matrix.EQUAL
+    ignored = matrix.must_run_ours(matrix.attempt(lambda: None))
+    assert ignored.result == matrix.WRONG and "silently ignored" in ignored.said[0]
+
+
+def test_every_class_is_found_and_at_most_ten_cannot_be_built():
+    found = every_model.find()
+    asking = {module for module, source in every_model.sources().items() if "get_interface(" in source}
+    modules = {entry.module for entry in found if entry.asks}
+    assert len(modules) > 200 and modules <= asking
+    for module in asking - modules:  # what is left out neither generates nor fills in
+        assert "GenerationMixin" not in every_model.sources()[module], module
+    unbuilt = {}
+    for entry in found:
+        try:
+            with torch.device("meta"):
+                model = every_model.build(entry)
+        except Exception as error:
+            unbuilt[entry.name] = matrix.describe(error)
+            continue
+        assert sum(p.numel() for p in model.parameters()) < 40e6, f"{entry.name} is not tiny"
+    assert len(unbuilt) <= 10, unbuilt
+
+
+def test_the_table_has_each_model_once_and_each_sentence_once():
+    cell = {"path": "kernel", "said": [], "graph": "", "result": "equal"}
+    refused = {**cell, "result": "refused", "path": "stock", "said": ["A cannot stream 16 tokens."]}
+    rows = [
+        {"name": "AForCausalLM", "model_type": "a", "kind": "causal", "cells": {"lean.holes": cell, "streaming": refused}},
+        {"name": "BForCausalLM", "model_type": "b", "kind": "causal", "cells": {}, "unbuilt": "no such thing"},
+    ]
+    document = {"transformers": "5.0", "models": [model_table.put_together(row) for row in rows]}
+    text = model_table.markdown([document, {**document, "transformers": "4.0"}])
+    assert text.count("| AForCausalLM | kernel | - | - | - | - | refused [1] |") == 1
+    assert text.count("1. The model cannot stream … tokens.") == 1 and "BForCausalLM: no such thing" in text
