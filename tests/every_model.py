@@ -6,6 +6,7 @@ default one with every size cut down by the name it has. `OWN` holds what could 
 
 from __future__ import annotations
 
+import copy
 import importlib
 import re
 import warnings
@@ -59,7 +60,7 @@ def find() -> list[Model]:
     for mapping, kind in MAPPINGS.items():
         for names in getattr(modeling_auto, mapping, {}).values():
             for name in names if isinstance(names, (tuple, list)) else [names]:
-                if name in where and name not in found:
+                if name in where and name not in found and _has_forward(sources()[where[name]], name):
                     asks = "get_interface(" in sources()[where[name]]
                     if asks or re.search(r"\bAuto\w*Model\w*\.from_config\(", sources()[where[name]]):
                         found[name] = Model(name, where[name].split(".")[2], kind, where[name], asks)
@@ -70,6 +71,12 @@ def find() -> list[Model]:
         for name in re.findall(r"^class (\w+)\([^)]*GenerationMixin[^)]*\)", source, re.MULTILINE):
             found[name] = Model(name, module.split(".")[2], "other", module, True)
     return sorted(found.values())
+
+
+def _has_forward(source: str, name: str) -> bool:
+    """Whether a class has a forward() of its own or from another model; without one it only holds models that are found too."""
+    bases, block = re.search(rf"^class {name}\(([^)]*)\):(.*?)(?=^\S|\Z)", source, re.MULTILINE | re.DOTALL).groups()
+    return "def forward(" in block or not all(base.strip().endswith(("PreTrainedModel", "Mixin")) for base in bases.split(","))
 
 
 def load_class(model: Model) -> type:
@@ -84,6 +91,7 @@ SIZES = [
     (r"num_(encoder|decoder)_layers|num_layers_per_stack|\w*_depth", 2),
     (r".*(key_value_heads|kv_heads|kv_n_heads)", 2),
     (r".*(attention_heads|num_heads|n_heads?|num_groups|mamba_heads|n_mamba_heads)", 4),
+    (r"qk_head_dim", 32),
     (r".*(qk_nope_head_dim|v_head_dim|qk_rope_head_dim)", 16),
     (r".*head_dim|d_kv|dim_head|kv_channels", 16),
     (r".*q_lora_rank", 32),
@@ -119,6 +127,8 @@ TWO_KINDS = {"layer_types": ["full_attention", "sliding_attention"], "sliding_wi
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "factor": 8.0}
 LONGROPE |= {"original_max_position_embeddings": 64}
 GEMMA4 = {"global_head_dim": 32, "num_global_key_value_heads": 1}
+DECODER = {"is_decoder": True, "add_cross_attention": True}
+THINKER = {"vision_start_token_id": SPECIAL.stop - 2, "audio_start_token_id": SPECIAL.stop - 3}
 QWEN4 = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 16, "indexer_compress_ratio": 4}
 MLA_SLIDING = {"num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 16, "head_dim": 32}
 MLA_SLIDING |= {"qk_nope_head_dim": 16, "v_head_dim": 16, "qk_rope_head_dim": 16}
@@ -152,6 +162,8 @@ OWN: dict[str, dict] = {
     "CohereCompassForCausalLM": {"rope_parameters": ROPE_BY_TYPE},
     "cosmos3_edge": {"text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}}},
     "aria": {"projector_patch_to_query_dict": {16: 4}},
+    "encoder_decoder": {"init": {"encoder": {"model_type": "bert"}, "decoder": {"model_type": "bert", **DECODER}}},
+    "vision_encoder_decoder": {"init": {"encoder": {"model_type": "vit"}, "decoder": {"model_type": "bert", **DECODER}}},
     "bamba": {"attn_layer_indices": [1]},
     "dbrx": {"attn_config": {"rope_theta": 1e4, "clip_qkv": 8.0}},
     "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 2}},
@@ -174,6 +186,8 @@ OWN: dict[str, dict] = {
     "nemotron": {"num_key_value_heads": 2},
     "Qwen4ExpForCausalLM": QWEN4,
     "qwen4_exp": {"text_config": QWEN4},
+    "Qwen2_5OmniThinkerForConditionalGeneration": THINKER,
+    "Qwen3OmniMoeThinkerForConditionalGeneration": THINKER,
     "Qwen2ForCausalLM@windows": {**TWO_KINDS, "use_sliding_window": True},
     "Phi3ForCausalLM@window": {"sliding_window": 16},
     "Phi3ForCausalLM@longrope": {"original_max_position_embeddings": 64, "rope_parameters": LONGROPE},
@@ -192,7 +206,7 @@ def tiny_config(cls: type, own: dict | None = None) -> PreTrainedConfig:
     """The default configuration of a class, cut down."""
     own = own or {}
     given = {name: value for name, value in own.items() if name == "init"}
-    default = cls(**given.get("init", {}))
+    default = cls(**copy.deepcopy(given.get("init", {})))
     return cls(**_merge(_shrunk(default, {}), {k: v for k, v in own.items() if k != "init"}))
 
 
@@ -210,7 +224,7 @@ def _shrunk(config: PreTrainedConfig, ids: dict) -> dict:
     out = {}
     for name, value in values.items():
         if isinstance(value, PreTrainedConfig):
-            out[name] = {"model_type": value.model_type, **_shrunk(value, ids)}
+            out[name] = {"model_type": value.model_type, **_set_by_owner(value), **_shrunk(value, ids)}
             continue
         new = _shrink(name, value, ids)
         if kept and _is_per_layer(name, value, layers):
@@ -231,6 +245,16 @@ def _shrunk(config: PreTrainedConfig, ids: dict) -> dict:
     if values.get("kv_lora_rank") and "num_key_value_heads" in values:
         out["num_key_value_heads"] = 4
     return out
+
+
+def _set_by_owner(config: PreTrainedConfig) -> dict:
+    """What the owner's defaults say that the class's own do not, numbers and names only."""
+    try:
+        plain = vars(type(config)())
+    except Exception:  # no such thing by itself
+        return {}
+    simple = {k: v for k, v in vars(config).items() if not k.startswith("_") and isinstance(v, (bool, int, float, str))}
+    return {k: v for k, v in simple.items() if k in plain and plain[k] != v}
 
 
 def _source_of(config: PreTrainedConfig) -> str:

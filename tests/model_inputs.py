@@ -57,7 +57,7 @@ def _ids_of_pictures(config) -> tuple[list[int], int, list[int]] | None:
 
 
 def _vision(config):
-    for name in ("vision_config", "image_config", "vit_config"):
+    for name in ("vision_config", "image_config", "vit_config", "encoder"):
         if getattr(config, name, None) is not None:
             return getattr(config, name)
     thinker = getattr(config, "thinker_config", None)
@@ -147,14 +147,15 @@ def others(model, device) -> Iterator[dict]:
     parts = [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", ()))]
     names = ("num_mel_bins", "input_feat_per_channel", "feature_size", "input_dim", "input_size")
     mels = [getattr(part, name) for part in parts if part is not None for name in names if getattr(part, name, 0)]
-    for mel, frames in itertools.product(dict.fromkeys([*mels, 80]), (1024, 96)):
+    for mel, frames in itertools.product(dict.fromkeys([*mels, 80, 320]), (1024, 96)):
         for shape in ((ROWS, mel, frames), (ROWS, frames, mel)):
             sound = torch.randn(shape, generator=generator).to(device)
-            whole = torch.ones(ROWS, frames, dtype=torch.long, device=device)
-            yield {"input_features": sound, **decoder}
-            yield {"input_features": sound, "attention_mask": whole, **decoder}
-            yield {"input_features": sound}
-            yield {"input_features": sound, "attention_mask": whole, "input_ids": ids}
+            live = torch.ones(ROWS, frames, dtype=torch.long, device=device)
+            live[0, -frames // 3 :] = 0
+            for inputs in ({"input_features": sound, "attention_mask": live}, {"input_features": sound}):
+                yield {**inputs, **decoder}
+                yield inputs
+            yield {"input_features": sound, "attention_mask": live, "input_ids": ids}
     for samples in (1920, 16000):
         yield {"input_values": torch.randn(ROWS, samples, generator=generator).to(device), **decoder}
         yield {"input_values": torch.randn(ROWS, samples, generator=generator).to(device)}
