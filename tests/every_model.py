@@ -198,6 +198,7 @@ OWN: dict[str, dict] = {
     "Gemma4ForCausalLM@shared_kv": {**GEMMA4, **KV_SHARED},
     "gemma4": {"text_config": GEMMA4},
     "gemma4_unified": {"text_config": GEMMA4},
+    "step3p7": {"text_config": {"sliding_window": 16}},
     "zamba": {"layers_block_type": ["linear_attention", "hybrid", "hybrid"], "num_hidden_layers": 3},
 }
 

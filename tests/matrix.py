@@ -2,6 +2,7 @@
 
     python tests/matrix.py                       # all of them, on the CPU; `make matrix`
     python tests/matrix.py llama Qwen3ForCausalLM --out /tmp/some.json
+    python tests/matrix.py --shapes --device cuda --processes 4             # real kernels and graphs, IEEE products
 
 Each model is a tiny random one (`every_model`), in fp32. What eager computes is the truth. A cell is one way of running the model
 with this package: its attention alone, each cache, patch() with the recorded graph, streaming. Logits of every step are compared
@@ -44,6 +45,32 @@ EPS = torch.finfo(torch.float32).eps
 SECONDS = 240  # for one model
 INTERNAL = ("spans must be",)  # sentences for who writes kernels; a model's user must never read one
 EQUAL, REFUSED, WRONG, ABSENT = "equal", "refused", "WRONG", "absent"
+
+
+# One model of each shape of attention, and what it has that the others have not.
+SHAPES = {
+    "Qwen3ForCausalLM": "grouped heads, normed q and k",
+    "OPTForCausalLM": "learned positions, q scaled beforehand",
+    "Qwen2ForCausalLM@windows": "windows in some layers",
+    "Gemma2ForCausalLM": "softcap",
+    "GptOssForCausalLM": "sink logits",
+    "Gemma3ForConditionalGeneration": "pictures seen in both directions",
+    "Gemma4ForCausalLM": "layers of several head sizes",
+    "Gemma4ForCausalLM@shared_kv": "layers that share K and V",
+    "PaliGemmaForConditionalGeneration": "a prefix seen in both directions",
+    "Phi3ForCausalLM@longrope": "a cache dropped behind long prompts",
+    "DeepseekV3ForCausalLM": "values narrower than keys",
+    "DeepseekV32ForCausalLM": "a top-k of keys",
+    "Llama4ForCausalLM": "chunks",
+    "Qwen3NextForCausalLM": "linear attention in some layers",
+    "MllamaForCausalLM": "layers that text alone leaves out",
+    "Qwen2_5_VLForConditionalGeneration": "positions in three dimensions",
+    "GitForCausalLM": "text attention of its own beside vision that asks",
+    "BertForMaskedLM": "an encoder",
+    "BartForConditionalGeneration": "an encoder-decoder",
+    "BigBirdPegasusForConditionalGeneration": "an encoder that adds the mask itself",
+    "T5ForConditionalGeneration": "a position bias",
+}
 
 
 @dataclass
@@ -462,6 +489,7 @@ def line(row: dict) -> str:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="classes or model types; all of them where none is given")
+    parser.add_argument("--shapes", action="store_true", help="one model of each shape of attention")
     parser.add_argument("--out", type=Path, help="JSON; models that it holds already are not run again")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--device", default="cpu")
@@ -471,6 +499,8 @@ def main(argv: list[str] | None = None) -> int:
         if args.names and not {entry.name, entry.model_type} & set(args.names):
             continue
         tasks += [(entry, variant, args.device) for variant in every_model.variants(entry)]
+    if args.shapes:
+        tasks = [task for task in tasks if task[0].name + task[1] in SHAPES]
     rows = json.loads(args.out.read_text())["models"] if args.out and args.out.exists() else []
     done = {row["name"] for row in rows}
     tasks = [task for task in tasks if task[0].name + task[1] not in done]

@@ -17,41 +17,24 @@ from hf_fastattn.patches import graph as graphs
 
 pytestmark = pytest.mark.skipif(kernels.INTERPRETED, reason="a recorded graph holds no interpreted kernel")
 
-# What each has that the others have not.
-SHAPES = {
-    "Qwen3ForCausalLM": "grouped heads, normed q and k",
-    "OPTForCausalLM": "learned positions, q scaled beforehand",
-    "Qwen2ForCausalLM@windows": "windows in some layers",
-    "Gemma2ForCausalLM": "softcap",
-    "GptOssForCausalLM": "sink logits",
-    "Gemma3ForConditionalGeneration": "pictures seen in both directions",
-    "Gemma4ForCausalLM": "layers of several head sizes",
-    "DeepseekV3ForCausalLM": "values narrower than keys",
-    "DeepseekV32ForCausalLM": "a top-k of keys",
-    "Llama4ForCausalLM": "chunks",
-    "Qwen3NextForCausalLM": "linear attention in some layers",
-    "MllamaForCausalLM": "layers that text alone leaves out",
-    "Qwen2_5_VLForConditionalGeneration": "positions in three dimensions",
-    "GitForCausalLM": "text attention of its own beside vision that asks",
-    "BertForMaskedLM": "an encoder",
-    "BartForConditionalGeneration": "an encoder-decoder",
-    "BigBirdPegasusForConditionalGeneration": "an encoder that adds the mask itself",
-    "T5ForConditionalGeneration": "a position bias",
-}
-
 
 @pytest.fixture
-def recorded(monkeypatch):
-    fake_graph.use(monkeypatch)
+def recorded(monkeypatch, device):
+    """Graphs on any device: real ones on a GPU, recorded ones elsewhere."""
+    if device.type == "cuda":
+        monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+        monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    else:
+        fake_graph.use(monkeypatch)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_one_model_of_each_shape(recorded, name):
-    row = run(name)
+@pytest.mark.parametrize("name", matrix.SHAPES)
+def test_one_model_of_each_shape(recorded, device, name):
+    row = run(name, device)
     assert "unbuilt" not in row, row["unbuilt"]
     wrong = {way: cell for way, cell in row["cells"].items() if cell["result"] == matrix.WRONG}
     assert not wrong, matrix.line(row)
@@ -60,12 +43,12 @@ def test_one_model_of_each_shape(recorded, name):
     )
 
 
-def run(name: str) -> dict:
+def run(name: str, device: torch.device | str = "cpu") -> dict:
     cls, _, variant = name.partition("@")
     entry = next((entry for entry in every_model.find() if entry.name == cls), None)
     if entry is None:
         pytest.skip(f"this Transformers has no {cls}")
-    return matrix.run_model(entry, f"@{variant}" if variant else "")
+    return matrix.run_model(entry, f"@{variant}" if variant else "", str(device))
 
 
 def _blind(q, k, v, s=None, **options):
@@ -89,7 +72,8 @@ def lean_by(monkeypatch):
     registry.register(lean)
 
 
-def test_a_wrong_mask_and_a_raw_error_are_found(recorded, lean_by):
+def test_a_wrong_mask_and_a_raw_error_are_found(monkeypatch, lean_by):
+    fake_graph.use(monkeypatch)
     lean_by(_blind)
     cells = run("Qwen3ForCausalLM")["cells"]
     assert cells["forward.no_padding"]["result"] == cells["lean.no_padding"]["result"] == matrix.EQUAL
@@ -100,7 +84,8 @@ def test_a_wrong_mask_and_a_raw_error_are_found(recorded, lean_by):
     assert {cell["result"] for cell in cells.values()} == {matrix.WRONG} and "RuntimeError" in cells["forward.holes"]["said"][0]
 
 
-def test_a_backend_that_is_never_called_and_a_graph_that_is_not_captured_are_found(recorded, monkeypatch):
+def test_a_backend_that_is_never_called_and_a_graph_that_is_not_captured_are_found(monkeypatch):
+    fake_graph.use(monkeypatch)
     monkeypatch.setattr(graphs.DecodeStep, "__call__", lambda self, **given: self.model(**given))
     cells = run("Qwen3ForCausalLM")["cells"]
     assert cells["patch.no_padding"]["result"] == matrix.WRONG and cells["lean.no_padding"]["result"] == matrix.EQUAL
