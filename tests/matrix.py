@@ -302,6 +302,9 @@ def remedies(model, truths: dict, cells: dict[str, Cell]) -> dict[str, Cell]:
         tried["remedy.clamp_positions"] = attempt(
             lambda: truth.check_tokens(_streams(model, truth, window=WIDE, clamp_positions=True))
         )
+    for name, cell in cells.items():  # advice that was followed to get there
+        if cell.result == REFUSED and name.startswith(("streaming", "rolling")) and 'patch(model, "streaming"' in cell.said[0]:
+            tried[f"remedy.{name}"] = cell
     for name, cell in tried.items():
         if cell.result == REFUSED:
             tried[name] = Cell(WRONG, cell.path, ["a remedy that a sentence recommends is refused: " + cell.said[0]])

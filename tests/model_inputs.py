@@ -83,9 +83,14 @@ def _pictures(model, device) -> Iterator[dict]:
         across = side // patch
         patches = across * across
         shapes = [
-            (ROWS, 3, side, side), (ROWS * patches, 3 * time * patch * patch), (ROWS, 1, 3, side, side), (ROWS, 5, 3, side, side),
-            (ROWS, patches, 3 * patch * patch), (ROWS * patches, 3, patch, patch), (ROWS * patches, time, 3, patch, patch),
-        ]  # fmt: skip
+            (ROWS, 3, side, side),
+            (ROWS, patches, 3 * patch * patch),
+            (ROWS * patches, 3 * time * patch * patch),
+            (ROWS, 1, 3, side, side),
+            (ROWS, 5, 3, side, side),
+            (ROWS * patches, 3, patch, patch),
+            (ROWS * patches, time, 3, patch, patch),
+        ]
         beside = {
             "image_grid_thw": [[1, across, across]] * ROWS,
             "grid_thw": [[1, across, across]] * ROWS,
@@ -98,6 +103,8 @@ def _pictures(model, device) -> Iterator[dict]:
             "image_attention_mask": [[[1]] * 96] * ROWS,
             "images_per_sample": [1] * ROWS,
         }
+        latent = getattr(model.config, "latent_query_num", 0)
+        beside["image_embeds_position_mask"] = [[1 <= i <= latent for i in range(96)]] * ROWS
         arguments = {name: torch.tensor(value, device=device) for name, value in beside.items()}
         places = torch.stack(torch.meshgrid(torch.arange(across), torch.arange(across), indexing="ij"), -1).view(1, patches, 2)
         arguments |= {name: places.expand(ROWS, -1, -1).to(device) for name in ("pixel_position_ids", "image_position_ids")}
@@ -164,7 +171,9 @@ def others(model, device) -> Iterator[dict]:
         given = {name: value for name, value in pictures.items() if name in accepted}
         yield {**given, "input_ids": ids}
         yield {**given, **decoder}
-        yield {"flattened_patches": pictures["pixel_values"], **decoder}
+    for side in (4, 16):
+        yield {"flattened_patches": torch.rand(ROWS, 10, 2 + 3 * side * side, generator=generator).to(device), **decoder}
+    yield {"input_ids": ids, "bbox": torch.rand(*ids.shape, 4, generator=generator).to(device), **decoder}
     for channels in (config.__dict__.get("num_codebooks"), 4, 8, 9, 32, 33):
         if channels:
             yield {"input_ids": ids[..., None].expand(-1, -1, channels) % 60}
