@@ -318,3 +318,50 @@ def test_a_graph_has_its_cublas_workspace_to_itself():
         again = generate(second, inputs, output_logits=True, return_dict_in_generate=True).logits
         assert all(map(torch.equal, again, expected))
         assert patch.captures == 1 and patch.uncaptured == 0
+
+
+class _Scaled(torch.nn.Module):
+    def __init__(self, inner, by):
+        super().__init__()
+        self.inner, self.by = inner, by
+
+    def forward(self, x):
+        return self.inner(x) * self.by
+
+
+def test_a_number_on_the_host_is_a_part_of_the_launch(llama):
+    inputs = prompts("no_padding", "cuda")
+    scaled = llama.model.layers[0].mlp = _Scaled(llama.model.layers[0].mlp, torch.tensor(1.0)).eval()
+    expected = {}
+    for by in (1.0, 3.0):
+        scaled.by.fill_(by)
+        expected[by] = generate(llama, inputs)
+    assert not torch.equal(expected[1.0], expected[3.0])
+    with hf_fastattn.patch(llama) as patch:
+        for by in (1.0, 3.0, 1.0):
+            scaled.by.fill_(by)
+            assert torch.equal(generate(llama, inputs), expected[by])
+        assert (patch.captures, patch.reasons) == (2, [])
+
+
+class _Luck(torch.nn.Module):
+    def forward(self, x):
+        return x * (1 + random.random())
+
+
+def test_random_numbers_of_the_host_are_not_captured(llama):
+    llama.model.norm = torch.nn.Sequential(llama.model.norm, _Luck()).eval()
+    with hf_fastattn.patch(llama) as patch, pytest.warns(match="draws random numbers on the host"):
+        generate(llama, prompts("no_padding", "cuda"))
+    assert patch.captures == 0 and patch.uncaptured == NEW - 1
+
+
+def test_dropout_in_training_mode_draws_anew_in_every_replay(llama):
+    llama.model.norm = torch.nn.Sequential(llama.model.norm, torch.nn.Dropout(0.5))
+    llama.train()
+    inputs = prompts("no_padding", "cuda", rows=1)
+    options = {"output_logits": True, "return_dict_in_generate": True, "max_new_tokens": 40}
+    with hf_fastattn.patch(llama) as patch:
+        found = generate(llama, inputs, **options)
+        assert (patch.captures, patch.reasons) == (1, [])
+    assert len(torch.unique(torch.cat(found.logits).sum(1))) > 30

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import random
 import threading
 import warnings
 import weakref
@@ -74,12 +75,15 @@ class CudaGraph:
             warnings.filterwarnings("always", ".*called a synchronizing")
             warnings.showwarning = hear
             torch.cuda.set_sync_debug_mode("warn")
+            drawn = torch.random.get_rng_state(), random.getstate()
             try:
                 result = body()
             finally:
                 torch.cuda.set_sync_debug_mode(mode)
         if heard:
             raise RuntimeError(f"it reads a value on the host, at {heard[0]}")
+        if not torch.equal(drawn[0], torch.random.get_rng_state()) or drawn[1] != random.getstate():
+            raise RuntimeError("it draws random numbers on the host")
         return result
 
     def capture(self, body):
