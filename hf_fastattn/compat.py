@@ -156,11 +156,12 @@ def layer_windows(config) -> list[int | None]:
     types, options = get_layer_types_and_kwargs(text)
     if isinstance(options, dict):  # one for all layers before 5.19
         options = [options] * len(types)
+    types = types[: text.num_hidden_layers]  # an early exit lowers the number, and leaves the types
     strange = sorted(set(types) - {"full_attention", "sliding_attention"})
     if strange or len(types) != text.num_hidden_layers:
         kinds = ", ".join(strange) or "layers that share K/V"
         raise ValueError(f"These caches hold full and sliding attention layers, and {name} has {kinds}; {OTHERS}.")
-    return [each["sliding_window"] if kind == "sliding_attention" else None for kind, each in zip(types, options, strict=True)]
+    return [each["sliding_window"] if kind == "sliding_attention" else None for kind, each in zip(types, options, strict=False)]
 
 
 @dataclass(frozen=True)

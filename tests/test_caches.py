@@ -211,7 +211,7 @@ def test_crop():
         cache.crop(-120)
     long = PreallocatedCache(model)
     generate(model, inputs, max_new_tokens=380, past_key_values=long)
-    long.storage.tracks[1].base = long.storage.tracks[1].seen - 20
+    long.layers[1 if long.layers[1].is_sliding else 0].base = 475 - 20
     with pytest.raises(ValueError, match="sliding window of 16 has kept 20 of 475"):
         long.crop(-10)
 
@@ -321,7 +321,7 @@ def test_layers_that_an_early_exit_has_not_come_to_give_nothing_back():
     states = torch.zeros(1, 2, 5, 16)
     cache.update(states, states, 0)
     cache.crop(-2)
-    assert cache.get_seq_length() == 3 and [track.seen for track in cache.storage.tracks] == [3, 0]
+    assert cache.get_seq_length() == 3 and [layer.seen for layer in cache.layers] == [3, 0]
     with pytest.raises(ValueError, match="holds 3 tokens; 4 cannot be taken back"):
         cache.crop(torch.tensor(-4))
     with pytest.raises(ValueError, match="holds 0 tokens; 1 cannot be taken back"):

@@ -219,12 +219,10 @@ def last_graph(patched: Patch) -> graph.Entry | None:
 @contextmanager
 def beside_generate(entry: graph.Entry) -> Iterator[int]:
     """Inside, entry's graph may be replayed, at most so many times: what it writes and counts, the next generate() sets right."""
-    tracks = entry.storage().tracks
-    for track in tracks:
-        track.sync(entry.device)
-    yield min(track.capacity - (track.seen - track.base) for track in tracks)
-    for track in tracks:
-        track.image = None  # the device has counted on
+    storage = entry.storage()
+    storage.sync(entry.device)
+    yield min(track.capacity - track.image[0] for track in storage.tracks)
+    storage.rewind(None)  # the device has counted on
 
 
 def replay_ms(patched: Patch) -> float | None:

@@ -1,21 +1,27 @@
 """The storage of a preallocated cache: K and V of each layer in one buffer, and where in it the tokens stand.
 
-A layer's buffer is (batch, num_kv_heads, capacity, head_dim). Layers alike (all full, or all of one sliding window) share a
-Track, which counts the tokens on the host and mirrors the count in two integers on the device.
+A layer's buffer is (batch, num_kv_heads, capacity, head_dim). Every layer counts its own tokens on the host, so layers may run in
+any order, and some of them alone. Layers alike (all full, or all of one sliding window) share a Track: the capacity, and two
+integers on the device that mirror the counts.
 
 Outside a decode graph the host's count is enough: a layer writes a slice and returns the slice of what is live, so masks,
 padding and stock attention see what a DynamicCache would show them, without its copy of everything on every token.
 Inside a decode graph nothing may depend on the host: a layer writes at the device's slot and returns its whole buffer, and
-spans made from the device's count say what is live.
+spans made from the device's count say what is live. A graph is for the layers that hold most tokens: all of them, but for a model
+that runs some of its layers.
 
 A sliding layer keeps its last tokens in order, in a buffer a little larger than its window. A token is one write; when the buffer
-is full the window moves to its front, once every SLACK tokens, between two forwards. So slots stay in order of position, and
+is full the window moves to its front, once every SLACK tokens. So slots stay in order of position, and
 padding, holes and taking tokens back work as in a full layer, which they would not in a ring that wraps.
+
+Whoever drops a cache gets its memory back at once: a storage owns its layers, a layer refers to its track, and a track only
+weakly to its layers and to what relieves it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Iterator
 
 import torch
 
@@ -49,81 +55,66 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 class Track:
-    """Where the tokens of alike layers stand: slot j of a buffer holds position base + j, slots below seen - base are live."""
+    """What alike layers share: slot j of a layer's buffer holds position base + j, slots below seen - base are live."""
 
     def __init__(self, window: int | None, capacity: int, growable: bool):
         self.window = window
         self.growable = growable
         self.capacity = min(capacity, self.limit)
-        self.layers: list[Layer] = []
-        self.seen = self.base = self.start = 0
         self.mode = EAGER
         self.version = 0  # counts the times a buffer moved in memory
-        self.last = -1  # index of the layer that wrote last: one not after it begins a new forward
+        self._forget()
+
+    def _forget(self) -> None:
+        self.members: list[weakref.ref[Layer]] = []
         self.counts: torch.Tensor | None = None  # int64 (2,) on the device: the slot of the next token, and tokens seen
-        self.image: tuple[int, int] | None = None  # what `counts` holds
-        self.relieve: Callable[[], None] | None = None  # frees what it can when memory is short
+        self.image: tuple[int, int] | None = None  # what `counts` holds; None where the host has counted on
+        self.running = self.waiting = 0  # layers that a decode graph writes, and those it has yet to write: a bit for each index
+        self.relieve: weakref.WeakMethod | None = None  # of what frees what it can when memory is short
 
     def __getstate__(self) -> dict:
-        return {**vars(self), "relieve": None, "counts": None, "image": None}  # a copy is nobody's and in no graph
+        mine = ("window", "growable", "capacity", "mode", "version")
+        return {name: getattr(self, name) for name in mine}  # a copy is nobody's and in no graph
+
+    def __setstate__(self, state: dict) -> None:
+        vars(self).update(state)
+        self._forget()
+
+    def layers(self) -> Iterator[Layer]:
+        return (layer for member in self.members if (layer := member()) is not None)
 
     @property
     def limit(self) -> int:
         """The largest capacity that is of use."""
         return 1 << 62 if self.window is None else self.window - 1 + KEEP + SLACK
 
-    @property
-    def old(self) -> int:
-        """How many tokens before it the next token sees."""
-        return self.seen if self.window is None else min(self.seen, self.window - 1)
+    def old(self, seen: int) -> int:
+        """How many of `seen` tokens the next one sees."""
+        return seen if self.window is None else min(seen, self.window - 1)
 
-    def begin(self, index: int, q_len: int) -> None:
-        """Called by each layer in turn; the first of a forward makes room and moves the counts on for all."""
-        if index <= self.last:
-            self.make_room(q_len)
-            self.start = self.seen - self.base
-            self.seen += q_len
-            if self.start + q_len > self.capacity:  # a sliding window given more at once than its buffer holds
-                self.base = self.seen - min(self.seen, self.window - 1 + KEEP)
-        self.last = index
-
-    def make_room(self, q_len: int) -> None:
-        """Grow the buffers, or move a sliding window to their front, where `q_len` more tokens would not fit."""
-        slot = self.seen - self.base
-        if slot + q_len <= self.capacity:
-            return
-        if self.capacity < self.limit:
-            if not self.growable:
-                raise ValueError(
-                    f"This cache holds {self.capacity} tokens and was made with grow=False; it has seen {self.seen} and is given "
-                    f"{q_len} more. Make it with capacity={self.seen + q_len} or more, or leave grow=True."
-                )
-            self.grow(min(self.limit, round_up(slot + q_len)))
-        keep = min(self.seen, self.window - 1 + KEEP) if self.window is not None else slot
-        if slot + q_len > self.capacity >= keep + q_len:
-            for layer in self.layers:
-                layer.move(slot - keep, keep)
-            self.base = self.seen - keep
+    def kept(self, seen: int) -> int:
+        """How many of `seen` tokens a layer keeps where it does not keep all it has."""
+        return seen if self.window is None else min(seen, self.window - 1 + KEEP)
 
     def grow(self, capacity: int) -> None:
         """Give every layer a buffer of `capacity` tokens. Raises MemoryError, before allocating, where it does not fit."""
-        made = [layer for layer in self.layers if layer.is_initialized]
+        made = [layer for layer in self.layers() if layer.is_initialized]
         for device in {layer.device for layer in made}:
-            bytes_per_token = sum(layer.bytes_per_token for layer in made if layer.device == device)
+            bytes_per_token = sum(_bytes_per_token(layer.keys, layer.values) for layer in made if layer.device == device)
             # The old buffers go one by one as the new ones come.
             self.refuse_unless_fits(capacity, bytes_per_token, device, held=self.capacity * bytes_per_token)
-        live = self.seen - self.base
-        self.capacity = capacity
         self.version += 1
         for layer in made:
-            layer.reallocate(live)
+            layer.reallocate(capacity)
+        self.capacity = capacity  # now that all have it
 
     def refuse_unless_fits(self, tokens: int, bytes_per_token: int, device: torch.device, held: int = 0) -> None:
         """Raise MemoryError if buffers of `tokens` do not fit beside everything but the `held` bytes they replace."""
         needed = tokens * bytes_per_token
         free = free_bytes(device)
-        if free is not None and needed > free + held and self.relieve is not None:
-            self.relieve()
+        relieve = None if self.relieve is None else self.relieve()
+        if free is not None and needed > free + held and relieve is not None:
+            relieve()
             free = free_bytes(device)
         if free is not None and needed > free + held:
             raise MemoryError(
@@ -131,56 +122,35 @@ class Track:
                 f"({(free + held) / 2**30:.2f} GiB) are free. Ask for fewer new tokens, fewer rows or a shorter prompt."
             )
 
-    def get_mask_sizes(self, q_len: int) -> tuple[int, int]:
-        """(slots that update() returns, position of the first of them)."""
-        if self.mode == EAGER:
-            return self.old + q_len, self.seen - self.old
-        return self.capacity, self.base if self.mode == CAPTURED_WITH_MASK else 0
+    def drop_empty(self) -> None:
+        """Forget the buffers of layers without tokens."""
+        for layer in self.layers():
+            if layer.seen == 0:
+                layer.is_initialized, layer.keys, layer.values, layer.pending = False, None, None, None
+        self.version += 1
 
-    def query_offset(self) -> int | torch.Tensor:
-        """Position of the next token; in a graph its slot, on the device, where the window is all that hides a slot."""
-        return self.counts[:1] if self.mode == CAPTURED else self.seen
+    def is_synced(self, device: torch.device) -> bool:
+        """Whether the device has the host's counts, and the buffers a slot for one token more."""
+        return self.image is not None and self.image[0] < self.capacity and self.counts.device == device
 
-    def seq_length(self) -> int | torch.Tensor:
-        return self.counts[1] if self.mode == CAPTURED else self.seen
-
-    def sync(self, device: torch.device) -> None:
-        """Write the host's counts to the device if they differ, without waiting for it."""
-        wanted = (self.seen - self.base, self.seen)
+    def sync(self, device: torch.device, slot: int, seen: int) -> None:
+        """Write counts to the device if they differ, without waiting for it."""
         if self.counts is None or self.counts.device != device:
             with torch.inference_mode(False):
-                self.counts = torch.zeros(2, dtype=torch.int64, device=device)
+                self.counts = torch.empty(2, dtype=torch.int64, device=device)
             self.version += 1
-            self.image = (0, 0)
-        if self.image != wanted:
-            self.counts[0].fill_(wanted[0])
-            self.counts[1].fill_(wanted[1])
-            self.image = wanted
-
-    def advance(self) -> None:
-        """Count on the host the token that a graph has written."""
-        self.seen += 1
-        slot, seen = self.image
-        self.image = (slot + 1, seen + 1)
-
-    def why_not_crop(self, tokens: int) -> str | None:
-        if tokens > self.seen:
-            return f"This cache holds {self.seen} tokens; {tokens} cannot be taken back."
-        left = self.seen - tokens
-        if self.window is not None and self.base > max(0, left - self.window + 1):
-            return (
-                f"A layer with a sliding window of {self.window} has kept {self.seen - self.base} of {self.seen} tokens, and "
-                f"after taking back {tokens} its window would begin before them. Take back at most {KEEP} at a time."
-            )
-        return None
-
-    def reset(self) -> None:
-        self.seen = self.base = self.start = 0
-        self.last = self.layers[-1].index
+            self.image = None
+        if self.image != (slot, seen):
+            self.counts[0].fill_(slot)
+            self.counts[1].fill_(seen)
+            self.image = (slot, seen)
 
 
 class Layer(CacheLayerMixin):
-    """K and V of one layer, (batch, num_kv_heads, capacity, head_dim) each."""
+    """K and V of one layer, (batch, num_kv_heads, capacity, head_dim) each, in dtypes of their own.
+
+    seen: tokens so far. base: the position in slot 0.
+    """
 
     is_compileable = False  # else generate() would start torch.compile unasked; decode graphs do not ask this
     is_croppable = True
@@ -190,35 +160,35 @@ class Layer(CacheLayerMixin):
         self.index = index
         self.track = track
         self.is_sliding = track.window is not None
+        self.seen = self.base = 0
         self.pending: tuple[torch.Tensor, torch.Tensor] | None = None  # loaded, and not yet on the device
-        track.layers.append(self)
-        track.last = index  # so that the first layer begins the first forward
+        track.members.append(weakref.ref(self))
 
-    @property
-    def bytes_per_token(self) -> int:
-        return sum(t.shape[0] * t.shape[1] * t.shape[3] * t.element_size() for t in (self.keys, self.values))
+    def __setstate__(self, state: dict) -> None:
+        vars(self).update(state)
+        self.track.members.append(weakref.ref(self))
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocate for states like these, (batch, num_kv_heads, any, head_dim)."""
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self.batch_size = key_states.shape[0]
-        self.is_initialized = True
-        self.keys, self.values = self.pending or (key_states[:, :, :0], value_states[:, :, :0])
-        self.pending = None
+        track, device = self.track, key_states.device
+        source = self.pending or (key_states[:, :, :0], value_states[:, :, :0])
         # Refuse before the first layer what the last would not find room for; on several devices nobody knows where it will be.
-        to_come = sum(not layer.is_initialized for layer in self.track.layers) if torch.cuda.device_count() == 1 else 0
-        self.track.refuse_unless_fits(self.track.capacity, (1 + to_come) * self.bytes_per_token, self.device)
-        self.reallocate(self.keys.shape[2])
+        missing = sum(not layer.is_initialized for layer in track.layers()) if torch.cuda.device_count() == 1 else 1
+        track.refuse_unless_fits(track.capacity, missing * _bytes_per_token(*source), device)
+        self.keys, self.values = source
+        self.dtype, self.device, self.batch_size = self.keys.dtype, device, len(self.keys)
+        self.reallocate(track.capacity)
+        self.pending, self.is_initialized = None, True
 
-    def reallocate(self, live: int) -> None:
-        """New buffers of the track's capacity that begin with the first `live` slots of the old ones."""
+    def reallocate(self, capacity: int) -> None:
+        """New buffers of `capacity` tokens that begin with the live slots of the old ones."""
+        live = self.seen - self.base
         for name in ("keys", "values"):
             old = getattr(self, name)
             # Normal tensors, so that a cache made under inference_mode can be used outside it. Zeros, so that what was never
             # written is finite: a dense mask hides it by multiplying with 0.
             with torch.inference_mode(False), torch.no_grad():
-                shape = (old.shape[0], old.shape[1], self.track.capacity, old.shape[3])
-                new = torch.zeros(shape, dtype=self.dtype, device=self.device)
+                new = torch.zeros((*old.shape[:2], capacity, old.shape[3]), dtype=old.dtype, device=self.device)
                 new[:, :, :live].copy_(old[:, :, :live])
             setattr(self, name, new)
 
@@ -226,6 +196,7 @@ class Layer(CacheLayerMixin):
         """Write (batch, num_kv_heads, q_len, head_dim) K and V behind what is there; return the K and V to attend to."""
         track = self.track
         if track.mode != EAGER:
+            self.take_turn()
             append(self.keys, self.values, key_states, value_states, track.counts[:1])
             return self.keys, self.values
         if key_states.requires_grad and torch.is_grad_enabled():
@@ -235,22 +206,52 @@ class Layer(CacheLayerMixin):
             )
         self.check(key_states, value_states)
         q_len = key_states.shape[2]
-        track.begin(self.index, q_len)
+        if self.seen - self.base + q_len > track.capacity:
+            self.make_room(q_len)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        start, stop = track.start, track.start + q_len
-        old = track.seen - q_len if track.window is None else min(track.seen - q_len, track.window - 1)
+        start, old = self.seen - self.base, track.old(self.seen)
+        stop = start + q_len
+        track.image = None
         if stop <= track.capacity:
             self.keys[:, :, start:stop].copy_(key_states)
             self.values[:, :, start:stop].copy_(value_states)
+            self.seen += q_len
             return self.keys[:, :, start - old : stop], self.values[:, :, start - old : stop]
-        keep = track.seen - track.base
-        return tuple(
+        keep = track.kept(self.seen + q_len)  # a sliding window given more at once than its buffer holds
+        both = tuple(
             _slide(buffer, states, start, old, keep) for buffer, states in ((self.keys, key_states), (self.values, value_states))
         )
+        self.seen += q_len
+        self.base = self.seen - keep
+        return both
+
+    def take_turn(self) -> None:
+        """In a decode graph, where each layer that has every token is written once. Raises RuntimeError for any other."""
+        track, mine = self.track, 1 << self.index
+        if not track.waiting & mine:
+            why = "runs twice" if track.running & mine else "does not hold all tokens yet"
+            raise RuntimeError(f"layer {self.index} {why}, and a graph counts one token for all its layers")
+        track.waiting ^= mine
+
+    def make_room(self, q_len: int) -> None:
+        """Grow the buffers, or move a sliding window to the front of this one, where `q_len` more tokens would not fit."""
+        track, slot = self.track, self.seen - self.base
+        if slot + q_len <= track.capacity:
+            return
+        if track.capacity < track.limit:
+            if not track.growable:
+                raise ValueError(
+                    f"This cache holds {track.capacity} tokens and was made with grow=False; it has seen {self.seen} and is "
+                    f"given {q_len} more. Make it with capacity={self.seen + q_len} or more, or leave grow=True."
+                )
+            track.grow(min(track.limit, round_up(slot + q_len)))
+        keep = track.kept(self.seen)
+        if slot + q_len > track.capacity >= keep + q_len:
+            self.move(self.seen - keep)
 
     def check(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Refuse states of another batch, model or dtype; an empty cache forgets its buffers and fits itself to them instead."""
+        """Refuse states of another batch, model or dtype; an empty layer forgets its buffers and fits itself to them instead."""
         held = self.pending or ((self.keys, self.values) if self.is_initialized else None)
         if held is None:
             return
@@ -258,28 +259,28 @@ class Layer(CacheLayerMixin):
             _kind(old) == _kind(new) for old, new in zip(held, (key_states, value_states), strict=True)
         ):
             return
-        begun = self.index > self.track.last  # by an earlier layer in this forward
-        if self.track.seen == (key_states.shape[2] if begun else 0):
-            self.is_initialized, self.keys, self.values, self.pending = False, None, None, None
-            self.track.version += 1
+        if self.seen == 0:
+            self.track.drop_empty()
             return
         if key_states.shape[0] != held[0].shape[0]:
             raise ValueError(f"This cache holds {held[0].shape[0]} rows, and it is given {key_states.shape[0]}. {CHANGE_ROWS}")
-        described = [f"{t.shape[1]} KV heads of {t.shape[3]} in {t.dtype} on {t.device}" for t in (held[0], key_states)]
+        described = [describe(*pair) for pair in (held, (key_states, value_states))]
         raise ValueError(f"This cache holds {described[0]}, and it is given {described[1]}: it belongs to another model.")
 
-    def move(self, first: int, count: int) -> None:
-        """Move `count` slots from `first` to the front."""
+    def move(self, base: int) -> None:
+        """Move what is live from position `base` on to the front."""
+        first, count = base - self.base, self.seen - base
         if self.pending is not None:
             self.pending = tuple(t[:, :, first : first + count] for t in self.pending)
         elif self.is_initialized and first:
             for buffer in (self.keys, self.values):
                 moved = buffer[:, :, first : first + count]
                 buffer[:, :, :count].copy_(moved.clone() if first < count else moved)
+        self.base = base
 
     def live(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of the live slots of K and V, oldest first."""
-        count = self.track.seen - self.track.base
+        count = self.seen - self.base
         keys, values = self.pending or (self.keys, self.values)
         return keys[:, :, :count], values[:, :, :count]
 
@@ -295,14 +296,27 @@ class Layer(CacheLayerMixin):
             else:
                 self.keys, self.values = rows
                 self.batch_size = len(indices)
-                self.reallocate(rows[0].shape[2])
+                self.reallocate(self.track.capacity)
                 self.track.version += 1
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.track.get_mask_sizes(query_length)
+        """(slots that update() returns, position of the first of them)."""
+        track = self.track
+        if track.mode == EAGER:
+            old = track.old(self.seen)
+            return old + query_length, self.seen - old
+        slot, seen = track.image
+        return track.capacity, seen - slot if track.mode == CAPTURED_WITH_MASK else 0
+
+    def query_offset(self) -> int | torch.Tensor:
+        """Position of the next token; in a graph its slot, on the device, where the window is all that hides a slot."""
+        return self.track.counts[:1] if self.track.mode == CAPTURED else self.get_seq_length()
 
     def get_seq_length(self) -> int | torch.Tensor:
-        return self.track.seq_length()
+        track = self.track
+        if track.mode == EAGER:
+            return self.seen
+        return track.counts[1] if track.mode == CAPTURED else track.image[1]
 
     def get_max_length(self) -> int:
         if self.track.window is not None:
@@ -313,11 +327,25 @@ class Layer(CacheLayerMixin):
         self.select(beam_idx)
 
     def reset(self) -> None:
-        self.pending = None
-        self.track.reset()
+        self.pending = self.track.image = None
+        self.seen = self.base = 0
+
+    def why_not_crop(self, tokens: int) -> str | None:
+        window, left = self.track.window, max(0, self.seen - tokens)
+        if window is not None and self.base > max(0, left - window + 1):
+            return (
+                f"A layer with a sliding window of {window} has kept {self.seen - self.base} of {self.seen} tokens, and "
+                f"after taking back {tokens} its window would begin before them. Take back at most {KEEP} at a time."
+            )
+        return None
+
+    def take_back(self, tokens: int) -> None:
+        """Forget the last `tokens` tokens, which why_not_crop() has nothing against; all, where there are fewer."""
+        self.seen = max(0, self.seen - tokens)
+        self.track.image = None
 
     def crop(self, tokens_to_remove: int) -> None:
-        raise NotImplementedError("Layers of a preallocated cache share their count; call crop() of the cache, not of a layer.")
+        raise NotImplementedError("Layers of a preallocated cache go together; call crop() of the cache, not of a layer.")
 
     def offload(self) -> None:
         raise NotImplementedError(
@@ -331,88 +359,18 @@ def _kind(states: torch.Tensor) -> tuple:
     return *states.shape[:2], states.shape[3], states.dtype
 
 
+def describe(keys: torch.Tensor, values: torch.Tensor) -> str:
+    kinds = [f"{t.shape[1]} KV heads of {t.shape[3]} in {t.dtype}" for t in (keys, values)]
+    return f"{kinds[0] if kinds[0] == kinds[1] else ' and '.join(kinds)} on {keys.device}"
+
+
+def _bytes_per_token(keys: torch.Tensor, values: torch.Tensor) -> int:
+    return sum(t.shape[0] * t.shape[1] * t.shape[3] * t.element_size() for t in (keys, values))
+
+
 def _slide(buffer: torch.Tensor, states: torch.Tensor, start: int, old: int, keep: int) -> torch.Tensor:
     """The `old` tokens before slot `start` and the new ones, in one tensor; the buffer then begins with the last `keep`."""
     kept = min(start, max(old, keep - states.shape[2]))
     tokens = torch.cat([buffer[:, :, start - kept : start], states], 2) if kept else states
     buffer[:, :, :keep].copy_(tokens[:, :, tokens.shape[2] - keep :])
     return tokens[:, :, kept - old :]
-
-
-class Storage:
-    """The layers and tracks of one cache. They may outlive it: the next cache of the same shape finds everything where it was."""
-
-    def __init__(self, windows: list[int | None], capacity: int, growable: bool = True):
-        self.tracks = [Track(window, capacity, growable) for window in dict.fromkeys(windows)]
-        by_window = {track.window: track for track in self.tracks}
-        self.layers = [Layer(index, by_window[window]) for index, window in enumerate(windows)]
-
-    @property
-    def rows(self) -> int | None:
-        """Rows of the batch, None while nothing is allocated."""
-        layer = self.layers[0]
-        return layer.batch_size if layer.is_initialized else None
-
-    @property
-    def version(self) -> int:
-        """Changes whenever a buffer moves in memory."""
-        return sum(track.version for track in self.tracks)
-
-    @property
-    def capacity(self) -> int:
-        return sum(track.capacity for track in self.tracks)
-
-    @property
-    def keeps_all(self) -> bool:
-        """Whether token n is in slot n: nothing is dropped."""
-        return all(track.window is None for track in self.tracks)
-
-    def holds(self, tokens: int) -> bool:
-        """Whether this many tokens fit as it is."""
-        return all(track.capacity >= min(tokens, track.limit) for track in self.tracks)
-
-    def relieve_with(self, free: Callable[[], None]) -> None:
-        """Call `free` when memory is short."""
-        for track in self.tracks:
-            track.relieve = free
-
-    def make_room(self, q_len: int) -> None:
-        for track in self.tracks:
-            track.make_room(q_len)
-
-    def reset(self) -> None:
-        for layer in self.layers:
-            layer.reset()
-
-    # What a decode graph asks of a storage, besides `version`.
-
-    takes_mask = True  # padded rows have a graph of their own, which reads their mask
-    variant = None  # nothing else decides what is captured
-
-    def set_mode(self, mode: str) -> None:
-        for track in self.tracks:
-            track.mode = mode
-
-    def sync(self, device: torch.device) -> None:
-        """Have the host's counts on the device, and room for one token more."""
-        self.make_room(1)
-        for track in self.tracks:
-            track.sync(device)
-
-    def step(self) -> None:
-        """Count on the device the token that a forward has written; captured with it."""
-        for track in self.tracks:
-            track.counts.add_(1)
-
-    def advance(self) -> None:
-        """Count it on the host."""
-        for track in self.tracks:
-            track.advance()
-
-    def mark(self) -> None:
-        """What `rewind` needs to take back the first step of a graph."""
-
-    def rewind(self, mark: None) -> None:
-        """After a step that failed: the host's counts hold, and what the device holds is unknown."""
-        for track in self.tracks:
-            track.image = None

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 import threading
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
+
+import torch
 
 MAX_IDLE = 4  # storages a pool keeps for calls to come, one per batch size
 
@@ -12,7 +17,8 @@ MAX_IDLE = 4  # storages a pool keeps for calls to come, one per batch size
 class Pool:
     """Storages that no cache uses, kept for the next cache of as many rows: same addresses, so graphs over them stay good.
 
-    A storage comes back when its cache is gone, not when generate() returns: who holds the cache owns its buffers.
+    A storage comes back when its cache is gone, not when generate() returns: who holds the cache owns its buffers. Who has kept a
+    layer of it, or K and V, owns them too: such a storage is not used before they are gone.
     make: a storage for so many tokens. around: the cache over a storage.
     """
 
@@ -25,19 +31,25 @@ class Pool:
     def take(self, rows: int, capacity: int):
         """An empty cache for `rows` rows of `capacity` tokens, in the smallest idle storage that holds them or else a new one."""
         with self.lock:
-            alike = [s for r, s in self.idle if r == rows]
-            fit = [s for s in alike if s.holds(capacity)]
-            storage = min(fit, key=lambda s: s.capacity) if fit else None
-            # What does not fit is dropped before more is allocated in its place.
-            drop = [storage] if fit else alike
-            self.idle = [(r, s) for r, s in self.idle if s not in drop]
+            storage = self._find(rows, capacity)
         if storage is None:
             storage = self.make(capacity)
             storage.relieve_with(self.clear)
         storage.reset()
         cache = self.around(storage)
-        weakref.finalize(cache, self.give_back, storage, rows).atexit = False
+        weakref.finalize(cache, _give_back, weakref.ref(self), storage, rows).atexit = False
         return cache
+
+    def _find(self, rows: int, capacity: int):
+        """An idle storage that fits, which is idle no more; None if there is none."""
+        alike = [entry for entry in self.idle if entry[0] == rows]
+        fit = [entry for entry in alike if entry[1].holds(capacity)]
+        held = [entry for entry in fit if _is_held(entry)]
+        chosen = min((entry for entry in fit if entry not in held), key=lambda entry: entry[1].capacity, default=None)
+        # What does not fit is dropped before more is allocated in its place. The last that someone holds may be free next time.
+        drop = [chosen] if chosen else [entry for entry in alike if entry not in held[-1:]]
+        self.idle = [entry for entry in self.idle if entry not in drop]
+        return chosen and chosen[1]
 
     def give_back(self, storage, rows: int) -> None:
         with self.lock:
@@ -54,3 +66,40 @@ class Pool:
         with self.lock:
             self.closed = True
             self.clear()
+
+
+def _give_back(pool: weakref.ref[Pool], storage, rows: int) -> None:
+    if (pool := pool()) is not None:  # a cache outlives the model, but keeps nothing of it
+        pool.give_back(storage, rows)
+
+
+def references(storage) -> int:
+    """How many references there are to a storage, its layers, their K and V and the memory of these: only differences count."""
+    total = sys.getrefcount(storage) + sys.getrefcount(storage.layers)
+    for layer in storage.layers:
+        total += sys.getrefcount(layer)
+        for tensor in (layer.keys, layer.values):
+            if tensor is not None:
+                memory = tensor.untyped_storage()
+                total += sys.getrefcount(tensor) + sys.getrefcount(memory) + torch._C._storage_Use_Count(memory._cdata)
+    return total
+
+
+def _is_held(entry: tuple[int, object]) -> bool:
+    """Whether someone besides the pool, in `entry`, and decode graphs holds a storage or a part of it."""
+    layers = entry[1].layers
+    tensors = sum(tensor is not None for layer in layers for tensor in (layer.keys, layer.values))
+    count = len(layers)
+    del layers
+    return references(entry[1]) - entry[1].recorded > _own_references(count, tensors)
+
+
+@functools.cache
+def _own_references(layers: int, tensors: int) -> int:
+    """references() to a storage of so many layers and tensors that one entry of a pool holds and nobody else."""
+    made = [SimpleNamespace(keys=None, values=None) for _ in range(layers)]
+    for i in range(tensors):
+        setattr(made[i // 2], ("keys", "values")[i % 2], torch.zeros(1))
+    entry = (0, SimpleNamespace(layers=made))
+    del made
+    return references(entry[1])

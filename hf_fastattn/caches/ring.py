@@ -14,6 +14,7 @@ Many at once are attended to as [sinks | window, oldest first | new tokens], gat
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +24,12 @@ from ..kernels.append import append
 from ..kernels.ring import ring_step
 from ..kernels.spans import pack_spans
 from ..streaming import Settings
-from .layers import CHANGE_ROWS, EAGER
+from .layers import CHANGE_ROWS, EAGER, describe
+
+CUT_SHORT = (
+    "A forward over this RollingCache was cut short, or ran other layers than the first one, and a rolling cache counts every "
+    "token once for all its layers: some lack tokens now. Call reset() on it and read the text again."
+)
 
 
 @dataclass
@@ -33,6 +39,7 @@ class Step:
     slots: int64, (batch,) where one token is written, else None. gather: int64 (batch, held), the slots of what the rows hold,
     oldest first and right-aligned. store: int64 (batch, sinks + window), which of those and the new tokens each slot holds next.
     spans: those of several tokens. asked: whether the model has asked for them.
+    written: the layers that have kept the new tokens, a bit for each index.
     """
 
     q_len: int
@@ -41,6 +48,7 @@ class Step:
     store: torch.Tensor | None = None
     spans: torch.Tensor | None = None
     asked: bool = False
+    written: int = 0
 
 
 class Ring:
@@ -59,7 +67,13 @@ class Ring:
         self.mode = EAGER
         self.version = 0  # changes whenever a buffer moves in memory
         self.under_way: Step | None = None
-        self.last = num_layers  # index of the layer that was updated last
+        self.written: int | None = None  # the layers that the first forward wrote: the counts are theirs
+        self.recorded = 0  # references that decode graphs hold (pool.references)
+
+    def __setstate__(self, state: dict) -> None:
+        vars(self).update(state)
+        for layer in self.layers:
+            layer.belong_to(self)
 
     @property
     def rows(self) -> int | None:
@@ -69,7 +83,7 @@ class Ring:
         """Count `q_len` new tokens of each row, the first `pads` (int64 (batch,)) of them padding; the spans for them."""
         if self.counts is None or self.rows != rows or self.counts.device != device:
             self._allocate(rows, device)
-        self.last = -1
+        self._check_last_step()
         self.alike = self.alike and pads is None
         if q_len == 1:
             slots, spans = ring_step(self.counts, pads, self.window, self.sinks)
@@ -88,10 +102,19 @@ class Ring:
     def ask(self) -> torch.Tensor | None:
         """The spans of several tokens that no layer has read yet."""
         step = self.under_way
-        if self.last >= 0 or step is None or step.spans is None:
+        if step is None or step.written or step.spans is None:
             return None
         step.asked = True
         return step.spans
+
+    def _check_last_step(self) -> None:
+        """Raise ValueError where the forward before this one wrote other layers than the first one did."""
+        step = self.under_way
+        if step is None or step.written == self.written:
+            return
+        if self.written is not None:
+            raise ValueError(CUT_SHORT)
+        self.written = step.written
 
     def positions(self, q_len: int) -> torch.Tensor:
         """Those of the `q_len` tokens counted last, int64 (batch, q_len); 0 for padding."""
@@ -139,7 +162,7 @@ class Ring:
             layer.select(indices, same)
 
     def reset(self) -> None:
-        self.seen, self.alike, self.under_way, self.last = 0, True, None, len(self.layers)
+        self.seen, self.alike, self.under_way, self.written = 0, True, None, None
         self.vetted, self.padded = 0, False
         if self.counts is not None:
             self.counts.zero_()
@@ -173,6 +196,7 @@ class Ring:
         return self.counts.clone()
 
     def rewind(self, mark: torch.Tensor | None) -> None:
+        self.under_way = None
         if mark is not None:
             self.counts.copy_(mark)
 
@@ -187,7 +211,20 @@ class RollingLayer(CacheLayerMixin):
     def __init__(self, index: int, ring: Ring):
         super().__init__()
         self.index = index
-        self.ring = ring
+        self.belong_to(ring)
+
+    def belong_to(self, ring: Ring) -> None:
+        self._ring = weakref.ref(ring)  # which owns this layer: the memory of both goes with the last who holds the ring
+
+    def __getstate__(self) -> dict:
+        return {**vars(self), "_ring": lambda: None}  # a copied ring takes its layers to it
+
+    @property
+    def ring(self) -> Ring:
+        ring = self._ring()
+        if ring is None:
+            raise RuntimeError("The RollingCache of this layer is gone, and with it the count of tokens. Keep the cache, too.")
+        return ring
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -195,27 +232,29 @@ class RollingLayer(CacheLayerMixin):
         # Normal tensors, so that a cache made under inference_mode can be used outside it.
         with torch.inference_mode(False):
             self.keys = torch.zeros(*shape, key_states.shape[3], dtype=self.dtype, device=self.device)
-            self.values = torch.zeros(*shape, value_states.shape[3], dtype=self.dtype, device=self.device)
+            self.values = torch.zeros(*shape, value_states.shape[3], dtype=value_states.dtype, device=self.device)
         self.is_initialized = True
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
         """Keep (batch, num_kv_heads, q_len, head_dim) K and V; return those to attend to, as the spans of this forward say."""
-        ring, step = self.ring, self.ring.under_way
-        if self.index <= ring.last or step is None or step.q_len != key_states.shape[2]:
+        ring, mine = self.ring, 1 << self.index
+        step = ring.under_way
+        if step is None or step.written & mine or step.q_len != key_states.shape[2]:
             raise RuntimeError(
-                "A RollingCache is read through a patched model, whose forward tells it of padding: call the model that "
-                'hf_fastattn.patch(model, "streaming", ...) was given, and not a part of it.'
+                "A RollingCache is read through a patched model, whose forward tells it of padding, once by each layer: call the "
+                'model that hf_fastattn.patch(model, "streaming", ...) was given, and not a part of it.'
             )
         if step.q_len > 1 and not step.asked:
             raise RuntimeError(
                 "A RollingCache is read by spans, and this model has asked for no mask that they could come in. "
                 "Use another backend for it."
             )
-        ring.last = self.index
+        if ring.written is not None and not ring.written & mine:
+            raise ValueError(CUT_SHORT)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         elif _kind(self.keys) != _kind(key_states) or _kind(self.values) != _kind(value_states):
-            described = [f"{t.shape[1]} KV heads of {t.shape[3]} in {t.dtype}" for t in (self.keys, key_states)]
+            described = [describe(*pair) for pair in ((self.keys, self.values), (key_states, value_states))]
             raise ValueError(f"This cache holds {described[0]}, and it is given {described[1]}: it belongs to another model.")
         if key_states.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(
@@ -223,8 +262,11 @@ class RollingLayer(CacheLayerMixin):
             )
         if step.q_len == 1:
             append(self.keys, self.values, key_states, value_states, step.slots.to(self.device))
-            return self.keys, self.values
-        return tuple(self._extend(*pair, step) for pair in ((self.keys, key_states), (self.values, value_states)))
+            both = self.keys, self.values
+        else:
+            both = tuple(self._extend(*pair, step) for pair in ((self.keys, key_states), (self.values, value_states)))
+        step.written |= mine
+        return both
 
     def _extend(self, buffer: torch.Tensor, states: torch.Tensor, step: Step) -> torch.Tensor:
         tokens = torch.cat([_take(buffer, step.gather), states], 2) if step.gather.shape[1] else states

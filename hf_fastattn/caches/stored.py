@@ -16,7 +16,7 @@ class StoredCache(compat.Cache):
 
     def _adopt(self, storage) -> None:
         self.storage = storage
-        super().__init__(layers=storage.layers)
+        super().__init__(layers=list(storage.layers))  # what a user does to his list is not done to the storage's
 
     @classmethod
     def around(cls, storage):

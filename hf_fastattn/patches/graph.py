@@ -24,6 +24,7 @@ import torch
 
 from .. import compat
 from ..caches import PreallocatedCache, RollingCache
+from ..caches.pool import references
 from .fuse import in_decode_graph
 from .survey import Fingerprint, Uncapturable, survey, unread_by
 
@@ -241,7 +242,8 @@ class Entry:
 
 def _tokens(cache) -> int:
     """Tokens whose K and V are on the device."""
-    return 0 if cache.storage.rows is None else cache.get_seq_length()
+    storage = cache.storage
+    return 0 if storage.rows is None else cache.get_seq_length() or storage.seen  # the first layer may be one that does not run
 
 
 def grows(mask) -> bool:
@@ -417,7 +419,10 @@ class DecodeStep:
                 graphs.uncaptured += 1
             return outputs.logits
         graph = new_graph(entry.device, graphs.shared)
+        before = references(storage)
         entry.logits = _attempt(graph.capture, body).logits
+        after = references(storage)  # a CUDA graph knows addresses alone, and another may hold tensors
+        storage.recorded += after - before
         entry.graph = graph
         graphs.captures += 1
         return self._run(entry, storage)

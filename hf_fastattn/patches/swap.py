@@ -8,16 +8,17 @@ import threading
 import types
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 
 from .. import compat, registry
 from ..caches import PreallocatedCache, RollingCache, rolling
-from ..caches.layers import Storage, round_up
+from ..caches.layers import round_up
 from ..caches.pool import Pool
 from ..caches.ring import Ring
+from ..caches.storage import Storage
 from ..streaming import Settings, examine, forget, refresh
 from . import fuse as fusion
 from . import graph as graphs
@@ -200,7 +201,7 @@ class Patch:
             raise
 
     def _begin(self, model, backend: str, windows: list[int | None] | None, graph: bool, streaming: Settings | None) -> None:
-        self._model = weakref.ref(model)
+        self._model = weakref.ref(model, self._dropper())
         self.backend = backend
         self.graph = graph
         self._windows = windows
@@ -216,6 +217,21 @@ class Patch:
         self._before: dict[int, tuple] = {}  # id of our copy: its original, itself, its attributes when made
         self._fused: list[weakref.ref] = []
 
+    def _dropper(self) -> Callable:
+        """What drops graphs and idle buffers with the model, where someone keeps this Patch longer."""
+        this = weakref.ref(self)
+
+        def drop(_) -> None:
+            if (patch := this()) is not None:
+                patch._drop()
+
+        return drop
+
+    def _drop(self) -> None:
+        self._graphs.clear()
+        if self._pool is not None:
+            self._pool.close()
+
     def _make_pool(self) -> Pool | None:
         windows, streaming = self._windows, self._streaming
         if windows is None:
@@ -228,6 +244,8 @@ class Patch:
         """Make caches for the layers that the model has now: someone may have edited them, or its configuration."""
         windows = compat.layer_windows(model.config)
         streaming = None if self._streaming is None else Settings.of(model.config.get_text_config(decoder=True))
+        if streaming is None and self._streaming is None and windows == self._windows[: len(windows)]:
+            return  # the first layers alone, as for an early exit, leave those behind them empty
         if (windows, streaming) != (self._windows, self._streaming):
             self._pool.close()
             self._windows, self._streaming = windows, streaming
@@ -319,9 +337,7 @@ class Patch:
             raise ValueError("This patch is undone already; call hf_fastattn.patch() to patch the model again.")
         self.undone = True
         model = self._model()
-        self._graphs.clear()
-        if self._pool is not None:
-            self._pool.close()
+        self._drop()
         if model is None:
             return
         rolling.detach(model)
@@ -427,9 +443,10 @@ class Patch:
             stock(model, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
         rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
         if isinstance(given, self._cache_type):
-            if len(given.layers) != len(self._windows):
+            layers = len(compat.layer_windows(model.config))
+            if len(given.layers) not in (layers, len(self._windows)):
                 raise ValueError(
-                    f"This cache holds {len(given.layers)} layers, and {type(model).__name__} has {len(self._windows)}: "
+                    f"This cache holds {len(given.layers)} layers, and {type(model).__name__} has {layers}: "
                     "it belongs to another model."
                 )
             given.check_rows(rows)
@@ -474,22 +491,18 @@ class Patch:
         if mask is not None and mask.dim() == 2:
             # A mask of ones says nothing, and generate() only ever adds ones: one look at it now saves one per token.
             ones, prompt = bool((mask == 1).all()), mask.shape[1]
-        self._local.step = graphs.DecodeStep(
-            self._graphs,
-            model,
-            self._say,
-            refused=refused,
-            ignore_mask=ones,
-            prompt=prompt,
-            chunked=generation_config.prefill_chunk_size is not None,
-        )
+        # And not the step itself, by which the model would hold itself.
+        chunked = generation_config.prefill_chunk_size is not None
+        self._local.step = {"refused": refused, "ignore_mask": ones, "prompt": prompt, "chunked": chunked}
         return True
 
     def _compiled_call(self, compile_config):
         model = self._model()
         step = getattr(self._local, "step", None)
         self._local.step = None
-        return step or type(model).get_compiled_call(model, compile_config)
+        if step is None:
+            return type(model).get_compiled_call(model, compile_config)
+        return graphs.DecodeStep(self._graphs, model, self._say, **step)
 
 
 def _covered(model_kwargs: dict, seen: int) -> int | None:

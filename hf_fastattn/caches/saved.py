@@ -1,0 +1,169 @@
+"""A preallocated cache in a file: one safetensors file of every layer's live K and V, and what is known of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+from .. import compat
+from .layers import Layer
+
+FORMAT = "hf_fastattn cache 1"
+
+# What may differ between the configurations a cache is saved and loaded under: nothing that K and V depend on.
+_FREE = {
+    "_name_or_path", "architectures", "attn_implementation", "bos_token_id", "dtype", "eos_token_id", "id2label", "label2id",
+    "output_attentions", "output_hidden_states", "pad_token_id", "return_dict", "streaming_clamped", "streaming_sinks",
+    "streaming_window", "tie_word_embeddings", "torch_dtype", "transformers_version", "use_cache",
+}  # fmt: skip
+
+
+def write(path: str | Path, layers: list[Layer], model) -> None:
+    """Write the live tokens of these layers, with the configuration of the `model` that made them."""
+    from safetensors.torch import save_file
+
+    seen = {layer.seen for layer in layers}
+    if len(seen) > 1:
+        counts = ", ".join(f"{layer.seen} in layer {layer.index}" for layer in layers)
+        raise ValueError(
+            f"The layers of this cache hold different numbers of tokens ({counts}): some did not run. Run the whole model over "
+            "the text, and save that."
+        )
+    if seen == {0}:
+        raise ValueError("This cache holds no tokens; run the prompt through the model before saving it.")
+    tensors = {
+        f"{layer.index}.{name}": live.contiguous()
+        for layer in layers
+        for name, live in zip(("keys", "values"), layer.live(), strict=True)
+    }
+    meta = {"format": FORMAT, "config": _describe(model), "seen": json.dumps({str(layer.index): layer.seen for layer in layers})}
+    save_file(tensors, path, meta)
+
+
+def read(path: str | Path, windows: list[int | None], model) -> tuple[int, list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Tokens seen, and K and V of each layer, (rows, num_kv_heads, kept tokens, head_dim), out of a file by write().
+
+    Raises ValueError, naming path and reason, for what no cache of `model` can have written; OSError where it cannot be read.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    if Path(path).is_dir():
+        raise ValueError(f"{path} is a directory, and a saved cache is one file.")
+    Path(path).open("rb").close()  # raises what open() raises where there is no such file, or none to be read
+    try:
+        with safe_open(path, "pt") as file:
+            meta = file.metadata() or {}
+            _check_meta(path, meta, model)
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is no safetensors file, or not all of one: {error}. Compute it again.") from error
+    names = [f"{index}.{name}" for index in range(len(windows)) for name in ("keys", "values")]
+    if tensors.keys() != set(names):
+        wrong = ", ".join(sorted(tensors.keys() ^ set(names)))
+        raise ValueError(f"{path} should hold K and V of {len(windows)} layers and nothing else; missing or too much: {wrong}.")
+    seen = _read_seen(path, meta, len(windows))
+    _check_tensors(path, tensors, model)
+    for name in names:
+        window, slots = windows[int(name.partition(".")[0])], tensors[name].shape[2]
+        least = seen if window is None else min(seen, window - 1)
+        if not least <= slots <= seen:
+            raise ValueError(
+                f"{path} says that {seen} tokens were seen, of which this layer keeps {least} or more, and {name} has {slots}. "
+                "Compute it again."
+            )
+    return seen, [(tensors[keys], tensors[values]) for keys, values in zip(names[::2], names[1::2], strict=True)]
+
+
+def _describe(model) -> str:
+    config = getattr(model, "config", model).to_dict()
+    return json.dumps({k: v for k, v in config.items() if k not in _FREE}, sort_keys=True, default=str)
+
+
+def _check_meta(path, meta: dict, model) -> None:
+    if meta.get("format") != FORMAT:
+        raise ValueError(f"{path} has format {meta.get('format')!r}, and this version reads {FORMAT!r}. Compute it again.")
+    saved, wanted = _parse(path, meta, "config"), json.loads(_describe(model))
+    for name in sorted(saved.keys() | wanted.keys()):
+        if saved.get(name) != wanted.get(name):
+            raise ValueError(
+                f"{path} was saved for a model with {name}={saved.get(name)!r}, and this one has {name}={wanted.get(name)!r}: "
+                "its K and V do not fit. Compute it again with this model."
+            )
+
+
+def _parse(path, meta: dict, name: str) -> dict:
+    try:
+        found = json.loads(meta.get(name, ""))
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} has {meta.get(name)!r:.100} where a JSON object {name!r} should be. Compute it again.")
+    return found
+
+
+def _read_seen(path, meta: dict, layers: int) -> int:
+    counts = _parse(path, meta, "seen")
+    found = list(counts.values())
+    if (
+        counts.keys() != {str(index) for index in range(layers)}
+        or any(type(count) is not int or not 0 < count < 1 << 31 for count in found)
+        or len(set(found)) != 1
+    ):
+        raise ValueError(
+            f"{path} has {str(counts)[:100]!r} for the tokens seen by each layer, and should have one number, 1 or more, for "
+            f"each of {layers}. Compute it again."
+        )
+    return found[0]
+
+
+def _check_tensors(path, tensors: dict[str, torch.Tensor], model) -> None:
+    """Raise ValueError unless all have one number of rows, and K and V each one dtype and shapes that go with the config."""
+    for name, tensor in tensors.items():
+        if tensor.dim() != 4 or 0 in tensor.shape[:2]:
+            raise ValueError(f"{path} has {name} of shape {tuple(tensor.shape)}, and K and V have four axes. Compute it again.")
+    of = {kind: [t for name, t in tensors.items() if name.endswith(kind)] for kind in ("keys", "values")}
+    rows = {tensor.shape[0] for tensor in tensors.values()}
+    dtypes = [{tensor.dtype for tensor in each} for each in of.values()]
+    if len(rows) > 1 or any(len(each) > 1 for each in dtypes):
+        raise ValueError(
+            f"{path} has {sorted(rows)} rows, keys in {_words(dtypes[0])} and values in {_words(dtypes[1])}, and should have one "
+            "of each. Compute it again."
+        )
+    shapes = _shapes(model)
+    for index in range(len(of["keys"])):
+        keys, values = (tensors[f"{index}.{kind}"] for kind in of)
+        if keys.shape[:3] != values.shape[:3]:
+            raise ValueError(
+                f"{path} has keys of shape {tuple(keys.shape)} and values of shape {tuple(values.shape)} in layer {index}. "
+                "Compute it again."
+            )
+        found = keys.shape[1], keys.shape[3], values.shape[3]
+        if shapes is not None and found != shapes[index]:
+            raise ValueError(
+                f"{path} has (KV heads, width of a key, of a value) = {found} in layer {index}, and its configuration asks for "
+                f"{shapes[index]}. Compute it again."
+            )
+    dtype, found = getattr(model, "dtype", None), dtypes[0] | dtypes[1]
+    if dtype is not None and dtype not in found:  # under autocast, one of the two may be in another
+        raise ValueError(
+            f"{path} holds {_words(found)}, and the model runs in {dtype}; load the model in {_words(found)}, or compute it "
+            "again."
+        )
+
+
+def _words(dtypes: set[torch.dtype]) -> str:
+    return " and ".join(sorted(map(str, dtypes)))
+
+
+def _shapes(model) -> list[tuple[int, int, int]] | None:
+    """(KV heads, width of a key, of a value) of each layer; None where the configuration says more than the usual words."""
+    config = getattr(model, "config", model)
+    if (getattr(model, "tp_size", None) or 1) > 1:  # each process has some of the heads
+        return None
+    usual = {"head_dim", "num_key_value_heads"}
+    words = ("head_dim", "key_value_head", "kv_head", "value_dim", "multi_query", "lora_rank")
+    if any(word in name for name in vars(config.get_text_config(decoder=True)) if name not in usual for word in words):
+        return None
+    return [(shape.num_kv_heads, shape.head_dim, shape.value_dim) for shape in compat.layer_shapes(config)]

@@ -1,0 +1,118 @@
+"""The storage of a preallocated cache: its layers and tracks (layers.py), and what a pool and a decode graph ask of them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import torch
+
+from .layers import CAPTURED, Layer, Track
+
+
+class Storage:
+    """The layers and tracks of one cache. They may outlive it: the next cache of the same shape finds everything where it was."""
+
+    takes_mask = True  # padded rows have a graph of their own, which reads their mask
+
+    def __init__(self, windows: list[int | None], capacity: int, growable: bool = True):
+        self.tracks = [Track(window, capacity, growable) for window in dict.fromkeys(windows)]
+        by_window = {track.window: track for track in self.tracks}
+        self.layers = [Layer(index, by_window[window]) for index, window in enumerate(windows)]
+        self.running: tuple[int, ...] = ()  # indices of the layers that decode graphs write
+        self.recorded = 0  # references that decode graphs hold (pool.references)
+
+    @property
+    def rows(self) -> int | None:
+        """Rows of the batch, None while nothing is allocated."""
+        return next((layer.batch_size for layer in self.layers if layer.is_initialized), None)
+
+    @property
+    def seen(self) -> int:
+        """Tokens of the layers that hold most."""
+        return max(layer.seen for layer in self.layers)
+
+    @property
+    def version(self) -> int:
+        """Changes whenever a buffer moves in memory."""
+        return sum(track.version for track in self.tracks)
+
+    @property
+    def capacity(self) -> int:
+        return sum(track.capacity for track in self.tracks)
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether token n is in slot n: nothing is dropped."""
+        return all(track.window is None for track in self.tracks)
+
+    def holds(self, tokens: int) -> bool:
+        """Whether this many tokens fit as it is."""
+        return all(track.capacity >= min(tokens, track.limit) for track in self.tracks)
+
+    def relieve_with(self, free: Callable[[], None]) -> None:
+        """Call `free`, a method of an object that this does not keep alive, when memory is short."""
+        for track in self.tracks:
+            track.relieve = weakref.WeakMethod(free)
+
+    def reset(self) -> None:
+        for layer in self.layers:
+            layer.reset()
+
+    # What a decode graph asks of a storage, besides `version`.
+
+    @property
+    def variant(self) -> tuple[int, ...]:
+        """What decides besides `version` what is captured: which layers run."""
+        return self.running
+
+    def set_mode(self, mode: str) -> None:
+        for track in self.tracks:
+            track.mode = mode
+            if mode == CAPTURED:
+                track.waiting = track.running
+
+    def sync(self, device: torch.device) -> None:
+        """Have the host's counts on the device, and room for one token more."""
+        if all(track.is_synced(device) for track in self.tracks):
+            return
+        seen = self.seen
+        running = [layer for layer in self.layers if layer.seen == seen and layer.is_initialized]
+        self.running = tuple(layer.index for layer in running)
+        for track in self.tracks:
+            mine = [layer for layer in running if layer.track is track]
+            track.running = sum(1 << layer.index for layer in mine)
+            for layer in mine:
+                layer.make_room(1)
+            # A window that one layer has moved, and another not yet.
+            base = max((layer.base for layer in mine), default=seen)
+            for layer in mine:
+                if layer.base < base:
+                    layer.move(base)
+            track.sync(device, seen - base, seen)
+
+    def step(self) -> None:
+        """Count on the device the token that a forward has written; captured with it."""
+        for track in self.tracks:
+            if track.waiting:
+                missed = [index for index in self.running if track.waiting >> index & 1]
+                raise RuntimeError(f"layers {missed} did not run, and a graph counts one token for all its layers")
+            if track.running:
+                track.counts.add_(1)
+
+    def advance(self) -> None:
+        """Count on the host the token that a graph has written."""
+        for index in self.running:
+            self.layers[index].seen += 1
+        for track in self.tracks:
+            if track.running:
+                slot, seen = track.image
+                track.image = (slot + 1, seen + 1)
+
+    def mark(self) -> None:
+        """What `rewind` needs to take back the first step of a graph."""
+
+    def rewind(self, mark: None) -> None:
+        """After a step that failed: the host's counts hold, and what the device holds is unknown."""
+        for track in self.tracks:
+            track.image = None

@@ -1,0 +1,333 @@
+"""Memory of K and V is given back with the last reference, by counting references alone: Python's search for cycles is off."""
+
+from __future__ import annotations
+
+import copy
+import gc
+
+import fake_graph
+import pytest
+import torch
+from models import family, prompts, tiny
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import hf_fastattn
+from hf_fastattn import PreallocatedCache, RollingCache
+from hf_fastattn.caches import layers, pool, ring
+
+WINDOWED = "mistral_window_below_prompt"
+
+
+@pytest.fixture(autouse=True)
+def no_cycles_are_looked_for():
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+class Buffers:
+    """All that layers allocate, held weakly."""
+
+    def __init__(self, monkeypatch):
+        self.made = []
+        for cls, name in ((layers.Layer, "reallocate"), (ring.RollingLayer, "lazy_initialization")):
+            monkeypatch.setattr(cls, name, self._watch(getattr(cls, name)))
+
+    def _watch(self, allocate):
+        def watched(layer, *args):
+            allocate(layer, *args)
+            for tensor in (layer.keys, layer.values):
+                self.made.append((StorageWeakRef(tensor.untyped_storage()), tensor.nbytes))
+
+        return watched
+
+    def bytes(self) -> int:
+        return sum(size for memory, size in self.made if not memory.expired())
+
+    def count(self) -> int:
+        return sum(not memory.expired() for memory, _ in self.made)
+
+
+@pytest.fixture
+def buffers(monkeypatch):
+    return Buffers(monkeypatch)
+
+
+def generate(model, inputs, **options):
+    torch.manual_seed(0)
+    return model.generate(**inputs, **{"max_new_tokens": 6, "do_sample": False, **options})
+
+
+def patched(model, kind: str, graph: bool = True):
+    if kind == "rolling":
+        return hf_fastattn.patch(model, "streaming", window=24, sinks=2, graph=graph)
+    return hf_fastattn.patch(model, graph=graph)
+
+
+def drop(cache, model, tmp_path):
+    del cache
+
+
+def grow(cache, model, tmp_path):
+    cache.reserve(2000)
+
+
+def change_rows(cache, model, tmp_path):
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.tensor([0, 3]))
+
+
+def start_again(cache, model, tmp_path):
+    cache.reset()
+    generate(model, prompts("left_padding", "cpu", rows=2), past_key_values=cache)
+
+
+def copies(cache, model, tmp_path):
+    twins = copy.deepcopy(cache), copy.copy(cache), copy.deepcopy(cache.layers), copy.deepcopy(copy.copy(cache))
+    assert twins[0].layers[0] is not cache.layers[0] and twins[0].layers[0] is twins[0].storage.layers[0]
+    generate(model, prompts("left_padding", "cpu", length=110), past_key_values=twins[0])
+
+
+def save_and_load(cache, model, tmp_path):
+    cache.save(tmp_path / "tokens", model)
+    loaded = PreallocatedCache.load(tmp_path / "tokens", model)
+    copy.deepcopy(loaded)
+    ids = torch.cat([prompts("no_padding", "cpu")["input_ids"]] * 2, 1)
+    generate(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, past_key_values=loaded)
+
+
+def fail(cache, model, tmp_path, error=RuntimeError):
+    layer, calls = model.model.layers[-1], []
+
+    def raises(module, *args):
+        calls.append(1)
+        if len(calls) == 3:
+            raise error("in the middle")
+
+    hook = layer.register_forward_hook(raises)
+    inputs = prompts("no_padding", "cpu")
+    inputs["input_ids"] = inputs["input_ids"].repeat(1, 2)
+    with pytest.raises(error):
+        generate(model, inputs, past_key_values=cache)
+    hook.remove()
+    assert len(calls) == 3
+
+
+def interrupt(cache, model, tmp_path):
+    fail(cache, model, tmp_path, KeyboardInterrupt)
+
+
+def misuse(cache, model, tmp_path):
+    with pytest.raises(ValueError, match="rows"):
+        model(prompts("no_padding", "cpu", rows=2)["input_ids"], past_key_values=cache)
+    with pytest.raises(RuntimeError, match="gradient"), torch.enable_grad():
+        model(prompts("no_padding", "cpu")["input_ids"], past_key_values=cache)
+
+
+USES = [drop, grow, change_rows, start_again, copies, save_and_load, fail, interrupt, misuse]
+
+
+@pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
+@pytest.mark.parametrize("name", ["llama", WINDOWED])
+def test_a_cache_that_is_dropped_gives_its_memory_back(buffers, name, use, tmp_path):
+    model = family(name, "cpu")
+    model.set_attn_implementation("sdpa")
+    cache = PreallocatedCache(model)
+    generate(model, prompts("left_padding", "cpu"), past_key_values=cache)
+    with torch.no_grad():
+        use(cache, model, tmp_path)
+    assert buffers.count() >= 4
+    del cache
+    assert buffers.count() == 0
+
+
+@pytest.mark.parametrize("use", [drop, copies, start_again, fail, interrupt], ids=lambda use: use.__name__)
+def test_a_rolling_cache_that_is_dropped_gives_its_memory_back(buffers, use, tmp_path):
+    model = tiny("llama")
+    with patched(model, "rolling", graph=False):
+        cache = RollingCache(model)
+        generate(model, prompts("left_padding", "cpu"), past_key_values=cache)
+        use(cache, model, tmp_path)
+        assert buffers.count() >= 4
+        del cache
+        assert buffers.count() == 0
+
+
+@pytest.mark.parametrize("end", ["undo", "del", "del the model first", "deepcopy", "exception"])
+@pytest.mark.parametrize("kind", ["static", "rolling"])
+def test_a_patched_model_gives_its_memory_back(buffers, monkeypatch, kind, end):
+    fake_graph.use(monkeypatch)
+    model = tiny("llama")
+    patch = patched(model, kind)
+    for rows in (1, 2, 3, 2):
+        generate(model, prompts("left_padding", "cpu", rows=rows))
+    assert patch.captures >= 3 and buffers.count() == 3 * 4
+    where = StorageWeakRef(model.lm_head.weight.untyped_storage())
+    if end == "undo":
+        patch.undo()
+        assert buffers.count() == 0
+        return
+    if end == "deepcopy":
+        twin = copy.deepcopy(model)
+        generate(twin, prompts("left_padding", "cpu"))
+        assert buffers.count() == 4 * 4
+        del twin
+        assert buffers.count() == 3 * 4
+    if end == "exception":
+        fail(None, model, None)
+        fail(None, model, None, KeyboardInterrupt)
+        assert buffers.count() <= 3 * 4
+    if end == "del the model first":
+        del model
+        assert buffers.count() == 0 and where.expired()
+        return
+    del patch
+    assert buffers.count() == 3 * 4
+    del model
+    assert buffers.count() == 0 and where.expired()
+
+
+@pytest.mark.parametrize("kind", ["static", "rolling"])
+def test_a_cache_that_outlives_its_model_keeps_its_own_memory_alone(buffers, monkeypatch, kind):
+    fake_graph.use(monkeypatch)
+    model = tiny("llama")
+    patch = patched(model, kind)
+    generate(model, prompts("no_padding", "cpu", rows=1))
+    cache = generate(model, prompts("no_padding", "cpu", rows=2), return_dict_in_generate=True).past_key_values
+    assert buffers.count() == 2 * 4
+    del model, patch
+    assert buffers.count() == 4
+    del cache
+    assert buffers.count() == 0
+
+
+def test_storages_that_a_pool_has_no_room_for_give_their_memory_back(buffers):
+    model = tiny("llama")
+    with patched(model, "static", graph=False):
+        for rows in range(1, pool.MAX_IDLE + 4):
+            generate(model, {"input_ids": prompts("no_padding", "cpu", rows=1)["input_ids"].repeat(rows, 1)})
+            assert buffers.count() == 4 * min(rows, pool.MAX_IDLE)
+        long = {"input_ids": prompts("no_padding", "cpu", rows=1)["input_ids"].repeat(rows, 4)}
+        generate(model, long)  # a larger storage in place of one for as many rows
+        assert buffers.count() == 4 * pool.MAX_IDLE
+
+
+def test_what_a_pool_keeps_never_makes_a_cache_refuse(buffers, monkeypatch):
+    """A device whose free memory is counted: what is idle goes, and then there is room."""
+    model = tiny("llama")
+    row = 2 * 2 * 2 * 256 * 16 * 4  # 2 layers, K and V, 2 heads
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(layers, "free_bytes", lambda device: 3 * row - buffers.bytes())
+    with patched(model, "static", graph=False):
+        for rows in (1, 2, 3, 2, 3, 1, 3):
+            generate(model, prompts("no_padding", "cpu", rows=rows))
+        assert buffers.bytes() <= 3 * row
+        with pytest.raises(MemoryError, match=f"needs {4 * row} bytes"):
+            generate(model, {"input_ids": prompts("no_padding", "cpu", rows=1)["input_ids"].repeat(4, 1)})
+        assert buffers.bytes() == 0
+        cache = PreallocatedCache(model)
+        generate(model, prompts("no_padding", "cpu", rows=3), past_key_values=cache)
+        cache.reset()  # empty, it takes other rows in place of those, and not beside them
+        generate(model, prompts("no_padding", "cpu", rows=2), past_key_values=cache)
+        assert buffers.bytes() == 2 * row
+
+
+def test_a_loaded_cache_that_finds_no_room_keeps_its_tokens(monkeypatch, tmp_path):
+    model = tiny("llama")
+    inputs = prompts("no_padding", "cpu")
+    cache = PreallocatedCache(model)
+    generate(model, inputs, past_key_values=cache)
+    cache.save(tmp_path / "tokens", model)
+    loaded = PreallocatedCache.load(tmp_path / "tokens", model)
+    ids = {"input_ids": inputs["input_ids"].repeat(1, 2)}
+    expected = generate(model, ids, past_key_values=cache)
+    with monkeypatch.context() as inner:
+        inner.setattr(layers, "free_bytes", lambda device: 1000)
+        with pytest.raises(MemoryError, match="are free"):
+            generate(model, ids, past_key_values=loaded)
+    assert torch.equal(generate(model, ids, past_key_values=loaded), expected)
+
+
+# Who keeps K and V owns them.
+
+KEPT = {
+    "keys": lambda cache: cache.layers[0].keys,
+    "values": lambda cache: cache.layers[-1].values,
+    "a slice": lambda cache: cache.layers[1].keys[:, :, :5],
+    "detached": lambda cache: cache.layers[1].values.detach(),
+    "an array": lambda cache: cache.layers[0].keys.numpy(),
+    "the memory": lambda cache: cache.layers[0].keys.untyped_storage(),
+    "a layer": lambda cache: cache.layers[1],
+    "the list of layers": lambda cache: cache.layers,
+    "the storage": lambda cache: cache.storage,
+    "all pairs": lambda cache: [(layer.keys, layer.values) for layer in cache.layers],
+    "a shallow copy": copy.copy,
+}
+
+
+def _contents(kept) -> list:
+    if isinstance(kept, torch.Tensor):
+        return kept.tolist()
+    if isinstance(kept, torch.UntypedStorage):
+        return bytes(kept)
+    if hasattr(kept, "layers"):
+        kept = kept.layers
+    if isinstance(kept, (list, tuple)):
+        return [_contents(each) for each in kept]
+    return [_contents(kept.keys), _contents(kept.values)] if hasattr(kept, "keys") else kept.tolist()
+
+
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("kind", ["static", "rolling"])
+@pytest.mark.parametrize("what", KEPT)
+def test_k_and_v_that_someone_keeps_stay_as_they_are(buffers, monkeypatch, kind, what, graph):
+    if graph:
+        fake_graph.use(monkeypatch)
+    model = tiny("llama")
+    inputs = prompts("no_padding", "cpu", rows=1)
+    other = {"input_ids": inputs["input_ids"].flip(1)}
+    with patched(model, kind, graph) as patch:
+        expected = generate(model, other)
+        generate(model, inputs)
+        assert buffers.count() == 4 and patch.captures == graph
+        kept = KEPT[what](generate(model, inputs, return_dict_in_generate=True).past_key_values)
+        before = _contents(kept)
+        assert torch.equal(generate(model, other), expected)
+        assert torch.equal(generate(model, other), expected)
+        assert _contents(kept) == before and buffers.count() == 2 * 4
+        assert patch.captures == 2 * graph
+        del kept, before
+        generate(model, inputs)
+        assert buffers.count() == 2 * 4 and patch.captures == 2 * graph  # free again, and so is the other
+
+
+def test_what_update_returned_stays_as_it_is(buffers):
+    model = tiny("llama", "sdpa")
+    inputs = prompts("no_padding", "cpu", rows=1)
+    kept = []
+    with patched(model, "static", graph=False):
+        update = PreallocatedCache.update
+
+        def watched(self, keys, values, *args):
+            out = update(self, keys, values, *args)
+            kept.append(out[1])
+            return out
+
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(PreallocatedCache, "update", watched)
+            generate(model, inputs)
+        before = [tensor.clone() for tensor in kept]
+        generate(model, {"input_ids": inputs["input_ids"].flip(1)})
+    assert len(kept) == 12 and all(torch.equal(a, b) for a, b in zip(kept, before, strict=True))
+
+
+def test_keeping_k_and_v_of_every_call_costs_no_more_than_that(buffers):
+    model = tiny("llama")
+    with patched(model, "static", graph=False):
+        kept = [
+            generate(model, prompts("no_padding", "cpu", rows=1), return_dict_in_generate=True).past_key_values.layers[0].keys
+            for _ in range(6)
+        ]
+        assert len({tensor.data_ptr() for tensor in kept}) == 6
+        assert buffers.count() == 6 + 2 * 3  # those, and the rest of the last two storages
