@@ -254,8 +254,11 @@ class RollingLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         elif _kind(self.keys) != _kind(key_states) or _kind(self.values) != _kind(value_states):
-            described = [describe(*pair) for pair in ((self.keys, self.values), (key_states, value_states))]
-            raise ValueError(f"This cache holds {described[0]}, and it is given {described[1]}: it belongs to another model.")
+            if ring.mode != EAGER or ring.seen != step.q_len:
+                described = [describe(*pair) for pair in ((self.keys, self.values), (key_states, value_states))]
+                raise ValueError(f"This cache holds {described[0]}, and it is given {described[1]}: it belongs to another model.")
+            self.lazy_initialization(key_states, value_states)  # it was empty, and the model has been cast or moved meanwhile
+            ring.version += 1
         if key_states.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(
                 "A rolling cache is written in place and carries no gradient. Run under torch.no_grad(), or pass use_cache=False."
