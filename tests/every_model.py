@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import importlib
 import re
+import sys
 import warnings
 from functools import cache
 from pathlib import Path
@@ -85,6 +86,13 @@ def load_class(model: Model) -> type:
         return getattr(importlib.import_module(model.module), model.name)
 
 
+def config_class(cls: type) -> type:
+    """The configuration that a class says it takes; some inherit that of a whole of which they are a part."""
+    said = vars(cls).get("__annotations__", {}).get("config")
+    said = getattr(sys.modules[cls.__module__], said, None) if isinstance(said, str) else said
+    return said if isinstance(said, type) and issubclass(said, PreTrainedConfig) else cls.config_class
+
+
 # Sizes by name; the first pattern that matches the whole name decides. None of them is ever raised.
 SIZES = [
     (r".*(num_layers|num_hidden_layers|encoder_layers|decoder_layers|blocks)|n_layers?|depth|layers|resampler_depth", 2),
@@ -116,7 +124,7 @@ SIZES = [
     (r"upsample_initial_channel|resblock_\w*channel", 64),
 ]
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
-ROPE_BY_TYPE = {"full_attention": ROPE, "sliding_attention": ROPE}
+ROPE_BY_TYPE = {kind: {**ROPE, "mrope_section": [4, 2, 2]} for kind in ("full_attention", "sliding_attention")}
 MOE = {"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 KV_SHARED = {
     "num_hidden_layers": 4,
@@ -168,7 +176,11 @@ OWN: dict[str, dict] = {
     "dbrx": {"attn_config": {"rope_theta": 1e4, "clip_qkv": 8.0}},
     "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 2}},
     "deepseek_v2": {"num_experts_per_tok": 2},
-    "DiffusionGemmaForBlockDiffusion": {"text_config": {**MOE, "top_k_experts": 2}, "canvas_length": 16},
+    "DiffusionGemmaForBlockDiffusion": {
+        "init": {"vision_config": {"model_type": "gemma4_vision"}},
+        "text_config": {**MOE, **GEMMA4, "top_k_experts": 2},
+        "canvas_length": 16,
+    },
     "dots1": {**MOE, "n_shared_experts": 1},
     "ernie4_5_vl_moe": {
         "text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]}}
@@ -178,7 +190,12 @@ OWN: dict[str, dict] = {
     "Gemma3nForCausalLM": KV_SHARED,
     "Gemma4UnifiedForCausalLM": KV_SHARED,
     "glm5_next": {"text_config": {"index_topk": 16, "index_kpool": 4}},
-    "granite4_vision": {"deepstack_layer_map": [(-1, 0)], "downsample_rate": "1/2", "spatial_target_layers": [0, 0, 1, 1]},
+    "granite4_vision": {
+        "init": {"text_config": {"model_type": "granite"}},
+        "deepstack_layer_map": [(-1, 0)],
+        "downsample_rate": "1/2",
+        "spatial_target_layers": [0, 0, 1, 1],
+    },
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mobilebert": {"intra_bottleneck_size": 64, "true_hidden_size": 64},
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
@@ -207,7 +224,13 @@ OWN: dict[str, dict] = {
     "gemma4": {"text_config": GEMMA4},
     "gemma4_unified": {"text_config": GEMMA4},
     "step3p7": {"text_config": {"sliding_window": 16}},
-    "zamba": {"layers_block_type": ["linear_attention", "hybrid", "hybrid"], "num_hidden_layers": 3},
+    "zamba2": {"attention_hidden_size": 128, "attention_head_dim": 32},
+    "zamba": {
+        "attention_hidden_size": 128,
+        "attention_head_dim": 32,
+        "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
+        "num_hidden_layers": 3,
+    },
 }
 
 
@@ -336,7 +359,7 @@ def variants(model: Model) -> list[str]:
 def build(model: Model, variant: str = "") -> torch.nn.Module:
     """The tiny model, in eval mode, with Transformers' own weights drawn from seed 0."""
     cls = load_class(model)
-    config = tiny_config(cls.config_class, own_of(model, variant))
+    config = tiny_config(config_class(cls), own_of(model, variant))
     if model.kind == "causal" and hasattr(config, "is_decoder"):
         config.is_decoder = True
     transformers.set_seed(0)
