@@ -9,10 +9,12 @@ import torch
 pytest.importorskip("lm_eval", reason="lm-eval is not installed")
 
 import hf_fastattn
+from hf_fastattn import interface, registry
 from hf_fastattn.evaluate import Evaluation, data, harness, pairs, perplexity, report, rounding
 from hf_fastattn.evaluate.pairs import Answers, Generated, Measure
 from hf_fastattn.evaluate.report import Run
 from hf_fastattn.evaluate.rounding import Rounding
+from hf_fastattn.kernels import reference
 
 pytestmark = pytest.mark.xdist_group("evaluate")
 evaluate = hf_fastattn.evaluate
@@ -104,6 +106,18 @@ def test_what_rounding_cannot_explain_differs(tokenizer, small, task, size):
     if task != "small_needle":
         assert "nats off, of which rounding explains" in found.verdict()
     assert not evaluate(model, tokenizer, **{**small, "tasks": []}).passed
+
+
+def test_a_scale_off_by_a_thousandth_differs(tokenizer, small, monkeypatch):
+    def scaled(q, k, v, its_spans=None, *, scale=None, **options):
+        return reference.attention(q, k, v, its_spans, scale=1.001 * (scale or q.shape[-1] ** -0.5), **options)
+
+    monkeypatch.setattr(registry, "_backends", dict(registry._backends))
+    monkeypatch.setattr(interface, "_runners", dict(interface._runners))
+    hf_fastattn.register(hf_fastattn.Backend(name="scaled", summary="off by a thousandth", prefill=scaled))
+    found = evaluate(checkpoint.model(), tokenizer, **{**small, "backends": ["sdpa", "lean", "scaled"]})
+    assert [run.backend for run in found.differing()] == ["scaled"]
+    assert {each.task for each in found.runs[2].pairs if not each.same} >= {"small_text", "small_choice", "decode perplexity"}
 
 
 def test_what_is_measured_is_rounding_of_this_model(tokenizer):

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 import torch
 
-TOKENS = 512  # of each text that are read to measure
+TOKENS = 256  # of each text that are read to measure
 
 
 @dataclass(frozen=True)
@@ -68,12 +68,12 @@ def measure(model, texts: Sequence[torch.Tensor], longest: int) -> Rounding:
         ids = ids[None, :TOKENS].to(model.device)
         if ids.shape[1] < 2:
             continue
-        plain = model(ids).logits[:, :-1].double()
+        plain = model(ids).logits[:, :-1]
         with torch.random.fork_rng():
             torch.manual_seed(0)
             hooks = [module.register_forward_hook(off) for module in leaves]
             try:
-                moved = model(ids).logits[:, :-1].double()
+                moved = model(ids).logits[:, :-1]
             finally:
                 for hook in hooks:
                     hook.remove()
