@@ -361,7 +361,8 @@ def _patched(model, truths: dict, way: str, **options) -> dict[str, Cell]:
             cells[f"{way}.{padding}"] = must_run_ours_or_replay(attempt(lambda truth=truth: _replayed(model, patch, truth, way)))
         if way == "streaming":
             first, truth = next(iter(truths.items()))
-            cells[f"rolling.{first}"] = attempt(lambda: truth.check_tokens(_rolling(model, truth)))
+            cell = attempt(lambda: truth.check_tokens(_rolling(model, truth)))
+            cells[f"rolling.{first}"] = judge_like_stock(cell, model, truth)
         patch.undo()
     if model.config._attn_implementation != before:
         model.set_attn_implementation(before)
