@@ -41,6 +41,7 @@ from transformers.masking_utils import (  # noqa: E402
     causal_mask_function,
     sdpa_mask,
 )
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
 
 try:
     from transformers.utils.output_capturing import _active_collector
@@ -87,6 +88,37 @@ def mask_pattern(
 def dense_mask(**arguments):
     """Transformers' own bool mask (batch, 1, q_len, kv_len), True where attended; arguments as a mask function gets them."""
     return sdpa_mask(**{**arguments, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
+
+
+def stock_attention(module, eager: bool):
+    """The attention function of Transformers itself: sdpa, or the eager one of the module's own file (None if it has none)."""
+    if not eager:
+        return ALL_ATTENTION_FUNCTIONS["sdpa"]
+    files = (sys.modules[cls.__module__] for cls in type(module).__mro__)
+    return next((file.eager_attention_forward for file in files if hasattr(file, "eager_attention_forward")), None)
+
+
+# Tensors that models hand through to attention with the rest of forward()'s keyword arguments, and that attention has no use for.
+BESIDE_ATTENTION = frozenset(
+    [
+        "position_ids",
+        "cache_position",
+        "position_embeddings",
+        "token_type_ids",
+        "mm_token_type_ids",
+        "labels",
+        "num_items_in_batch",
+        "logits_to_keep",
+        "seq_idx",
+        "cu_seq_lens_q",
+        "cu_seq_lens_k",
+        "max_length_q",
+        "max_length_k",
+        "past_key_values",
+        "use_cache",
+        "output_attentions",
+    ]
+)
 
 
 def asks_for_weights() -> bool:

@@ -10,7 +10,7 @@ from functools import cache, partial
 
 import torch
 
-from . import compat, streaming
+from . import compat, masks, streaming
 from .kernels import reference, spans
 
 # By backend name: what computes attention. By "<backend>.<phase>": how often it did.
@@ -34,7 +34,8 @@ def register(name: str, run: Callable[..., torch.Tensor], streams: bool = False)
 def count_calls() -> Iterator[Counter[str]]:
     """Count this process's kernel calls inside the block, by "<backend>.<phase>"; the counter is filled when it ends.
 
-    "<backend>.dense" counts calls whose mask only the dense path could honour. Replays of a captured CUDA graph launch
+    "<backend>.dense" counts calls whose mask only the dense path could honour, "<backend>.stock" those that asked for gradients
+    or dropout and ran the model's own attention. Replays of a captured CUDA graph launch
     kernels without passing here; the capture itself counts once.
     """
     before = Counter(calls)
@@ -61,20 +62,19 @@ def attention_mask(
     device: torch.device | str = "cpu",
     config=None,
     **kwargs,
-) -> torch.Tensor | None:
-    """Transformers' mask function: None where plain lower-right causal, spans where they suffice, else a dense mask.
+) -> masks.Mask:
+    """Transformers' mask function: plain, of spans where they suffice, else dense (`masks.Mask`).
 
-    Called once a step per kind of layer; never syncs with the host. Raises ValueError for models that do not use the
-    attention interface.
+    Called once a step per kind of layer; never syncs with the host.
     """
-    if config is not None and (reason := compat.why_not_model(type(config))):
-        raise ValueError(f"attn_implementation={name!r} cannot be used here: {reason}")
     pattern = compat.mask_pattern(
         mask_function, config, q_length, local_size, use_vmap, allow_is_causal_skip, allow_is_bidirectional_skip
     )
+    model = "This model" if config is None else type(config).__name__.removesuffix("Config")
+    made_for = name, model
     if name in _streaming:
         streaming.check_mask(name, config, pattern, q_offset)
-        if streaming.are_spans(q_offset):
+        if isinstance(q_offset, masks.Mask):  # a RollingCache has made it
             return q_offset
         if kv_length > q_length and not torch.compiler.is_compiling():
             _say_once(
@@ -82,7 +82,7 @@ def attention_mask(
                 "hf_fastattn.patch() brings a cache that does not grow."
             )
     if pattern is None:
-        return compat.dense_mask(
+        mask = compat.dense_mask(
             batch_size=batch_size,
             q_length=q_length,
             kv_length=kv_length,
@@ -96,20 +96,23 @@ def attention_mask(
             config=config,
             **kwargs,
         )
+        return masks.of_bools(mask, made_for)
     causal, window = pattern
+    compiling = torch.compiler.is_compiling()
+    on_device = isinstance(q_offset, torch.Tensor)
+    sizes = batch_size, q_length, kv_length
+    unpadded = causal and attention_mask is None and not on_device
+    fresh = unpadded and not compiling and q_length > 1 and q_offset == 0
     if (
-        causal
-        and attention_mask is None
+        unpadded
+        and not compiling
         and allow_is_causal_skip
-        and not isinstance(q_offset, torch.Tensor)
         and q_offset + q_length == kv_length + kv_offset
         and (window is None or kv_length <= window)
     ):
-        return None
-    on_device = isinstance(q_offset, torch.Tensor)
-    compiling = torch.compiler.is_compiling()
+        return masks.plain(sizes, device, made_for, fresh)
     build = torch.ops.hf_fastattn.build_spans if compiling else _build_spans
-    return build(
+    ints = build(
         batch_size,
         q_length,
         kv_length,
@@ -122,6 +125,7 @@ def attention_mask(
         attention_mask,
         compiling,  # a graph is told the strides of a result beforehand
     )
+    return masks.of_spans(ints, sizes, made_for, fresh)
 
 
 def attention_forward(
@@ -141,51 +145,152 @@ def attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """Transformers' attention function: query (batch, num_heads, q_len, head_dim) -> ((batch, q_len, num_heads, head_dim), None).
 
-    `attention_mask` is what `attention_mask()` returned, or a user's own 4-D mask. Raises ValueError or RuntimeError, in
-    a sentence, for arguments that would otherwise be dropped.
+    `attention_mask` is what `attention_mask()` returned, or a user's own 4-D mask. Under autocast q, k and v are cast as torch's
+    sdpa casts them. Where gradients or dropout are asked for, the model's own attention runs (`_stock`). Raises ValueError,
+    TypeError or RuntimeError, in a sentence, for arguments that would otherwise be dropped.
     """
     compiling = torch.compiler.is_compiling()
-    if kwargs or dropout:
-        _refuse(name, module, dropout, attention_mask, kwargs)
+    if kwargs:
+        _refuse(name, module, attention_mask, kwargs)
     if not compiling and compat.asks_for_weights():
         _refuse_weights(name)
-    causal, window = False, None  # a mask says everything: causality and window too
-    if attention_mask is None:
-        causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-        window = sliding_window
     sinks, inv_freq, interleaved = 0, None, False
     if name in _streaming:
         inv_freq, interleaved = streaming.rotation(module, query, key)
+    mask, causal, window = attention_mask, False, None  # a mask says everything: causality and window too
+    if mask is None:
+        causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+        window = sliding_window
+    elif isinstance(mask, masks.Mask):
+        # Compiled, only the shape is symbolic; otherwise it is slow to ask for.
+        if (query.shape[0], query.shape[2], key.shape[2]) != (mask.sizes if not compiling else _sizes(mask)):
+            _refuse_misfit(mask, query, key)
+        causal = isinstance(mask, masks.PlainMask)
+        if mask.fresh and not compiling:
+            _refuse_packed(name, mask, kwargs.get("position_ids"))
+        if not compiling:
+            mask = mask.given
+    elif mask.dtype != torch.bool and not mask.is_floating_point():
+        raise TypeError(f"An attention mask must be bool (True where attended) or float (added to the scores); got {mask.dtype}.")
+    if name in _streaming and not isinstance(attention_mask, (masks.SpansMask, masks.PlainMask, type(None))):
+        raise ValueError(
+            f"attn_implementation={name!r} was given a mask that it cannot combine with its window (a custom 4-D mask, packed "
+            'sequences or chunked attention). Pass the 2-D attention_mask, or use attn_implementation="sdpa".'
+        )
+    if (dropout and module.training) or (torch.is_grad_enabled() and _requires_grad(query, key, value, s_aux, mask)):
+        mask = attention_mask
+        return _stock(name, module, query, key, value, mask, causal, window, dropout, scaling, softcap, s_aux, kwargs)
+    if name in _streaming:
         settings = streaming.Settings.of(module.config)
         window, sinks = settings.window, settings.sinks
-    if compiling and torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
-        raise RuntimeError(
-            f"{name!r} has no backward pass, and q, k or v requires grad. Compile under torch.no_grad(), "
-            'or train with attn_implementation="sdpa".'
-        )
     run = torch.ops.hf_fastattn.attention if compiling else _attention
-    out = run(name, query, key, value, attention_mask, scaling, causal, window, softcap, s_aux, sinks, inv_freq, interleaved)
+    device_type = "cuda" if query.is_cuda else query.device.type
+    if torch.is_autocast_enabled(device_type):
+        query, key, value = _autocast(device_type, query, key, value)
+        with torch.autocast(device_type, enabled=False):  # the kernels' twins multiply in fp32
+            out = run(name, query, key, value, mask, scaling, causal, window, softcap, s_aux, sinks, inv_freq, interleaved)
+    else:
+        out = run(name, query, key, value, mask, scaling, causal, window, softcap, s_aux, sinks, inv_freq, interleaved)
     return out.transpose(1, 2), None
 
 
-def _refuse(name: str, module, dropout: float, mask, kwargs: dict) -> None:
-    """Raise for what a kernel cannot honour; other keyword arguments do not concern attention."""
+def _sizes(mask: masks.Mask) -> tuple[int, int, int]:
+    return mask.shape[0], mask.shape[2], mask.shape[3]
+
+
+def _requires_grad(*tensors: torch.Tensor | None) -> bool:
+    return any(x is not None and x.requires_grad for x in tensors)
+
+
+def _refuse_misfit(mask: masks.Mask, query: torch.Tensor, key: torch.Tensor) -> None:
+    name, model = mask.made_for
+    batch, q_len, kv_len = _sizes(mask)
+    raise ValueError(
+        f"{model} uses a mask that was made for {batch} rows of {q_len} queries and {kv_len} keys where it has "
+        f"{query.shape[0]} rows of {query.shape[2]} queries and {key.shape[2]} keys, and attn_implementation={name!r} cannot "
+        'tell which of them are meant. Use attn_implementation="sdpa" or "eager" for this model.'
+    )
+
+
+def _refuse_packed(name: str, mask: masks.Mask, position_ids) -> None:
+    """Raise ValueError where position_ids restart in a row: sequences packed into it, which a cache would not keep apart.
+
+    Without a cache Transformers tells them apart in the mask. This waits for the device, once for each prompt.
+    """
+    mask.fresh = False  # the other layers need not look
+    if isinstance(position_ids, torch.Tensor) and position_ids.dim() == 2 and position_ids.shape[1] == mask.shape[2]:
+        before, after = position_ids[:, :-1], position_ids[:, 1:]
+        if ((after < before) | (after == 0)).any():
+            raise ValueError(
+                f"attn_implementation={name!r} got packed sequences (position_ids that restart) and a cache, in which they would "
+                "see one another. Pass use_cache=False, which keeps them apart."
+            )
+
+
+def _autocast(device_type: str, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors as torch's autocast casts them for sdpa: to its dtype, but for float64."""
+    dtype = torch.get_autocast_dtype(device_type)
+    return [x if x.dtype == torch.float64 else x.to(dtype) for x in tensors]
+
+
+def _stock(
+    name: str, module, q, k, v, mask, causal: bool, window: int | None, dropout, scale, softcap, sink_logits, kwargs: dict
+):
+    """What runs where gradients or dropout are asked for: torch's sdpa, or the model's own eager attention with a softcap or
+    sink logits, which sdpa does not know. The place of a backward pass of our own."""
+    eager = softcap is not None or sink_logits is not None
+    attend = compat.stock_attention(module, eager)
+    if name in _streaming or attend is None:
+        raise RuntimeError(
+            f"attn_implementation={name!r} has no backward pass and no dropout, and q, k or v requires grad, or the model is in "
+            'training mode. Run under torch.no_grad() and call model.eval(), or train with attn_implementation="eager".'
+        )
+    if not torch.compiler.is_compiling():
+        calls[f"{name}.stock"] += 1
+        _say_once(
+            f"attn_implementation={name!r} has no backward pass and no dropout: where they are asked for, as in training, "
+            f"{'the model' if eager else 'torch'}'s own {'eager' if eager else 'sdpa'} attention runs. For inference, use "
+            "torch.no_grad() and model.eval()."
+        )
+    q_len, kv_len = q.shape[2], k.shape[2]
+    if isinstance(mask, masks.PlainMask):
+        mask = None
+    elif isinstance(mask, masks.Mask):
+        mask = masks.dense(mask)
+    if mask is None and (causal or window is not None) and (eager or q_len != kv_len or (window is not None and window < kv_len)):
+        mask = reference.visible(q_len, kv_len, q.device, None, causal, window)[:, None]
+    if eager and mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros((), dtype=q.dtype, device=q.device).masked_fill(~mask, torch.finfo(q.dtype).min)
+    further = {"softcap": softcap, "s_aux": sink_logits} if eager else {"is_causal": causal}
+    further = {key: value for key, value in {**kwargs, **further}.items() if value is not None}
+    return attend(module, q, k, v, mask, dropout=dropout, scaling=scale, **further)[0], None
+
+
+def _refuse(name: str, module, mask, kwargs: dict) -> None:
+    """Raise for what a kernel cannot honour, and for any tensor that is not known to have nothing to do with attention."""
     if kwargs.get("output_attentions"):
         _refuse_weights(name)
-    if kwargs.get("position_bias") is not None:
-        raise ValueError(
-            f"{name!r} does not support the additive position bias of {type(module).__name__}; "
-            'use attn_implementation="sdpa" for this model.'
-        )
-    if dropout and module.training:
-        raise ValueError(f"{name!r} has no dropout, and this module asks for {dropout} in training mode; call model.eval().")
-    if mask is None and kwargs.get("cu_seq_lens_q") is not None:
+    if kwargs.get("cache") is not None:
+        raise ValueError(f"{name!r} does not run in continuous batching (generate_batch); use generate().")
+    if kwargs.get("cu_seq_lens_q") is not None and (mask is None or isinstance(mask, (masks.SpansMask, masks.PlainMask))):
         raise ValueError(
             f"{name!r} got packed sequences as cu_seq_lens without a mask. Pass position_ids that restart at 0 and "
             "use_cache=False, which it honours."
         )
-    if kwargs.get("cache") is not None:
-        raise ValueError(f"{name!r} does not run in continuous batching (generate_batch); use generate().")
+    for key, value in kwargs.items():
+        if key not in compat.BESIDE_ATTENTION and _carries_tensor(value):
+            raise ValueError(
+                f"{type(module).__name__} hands {key}= to its attention, which {name!r} does not know, and would leave out; "
+                'use attn_implementation="sdpa" or "eager" for this model.'
+            )
+
+
+def _carries_tensor(value) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(_carries_tensor(item) for item in value)
+    if isinstance(value, dict):
+        return any(_carries_tensor(item) for item in value.values())
+    return isinstance(value, torch.Tensor)
 
 
 def _refuse_weights(name: str) -> None:
@@ -221,13 +326,8 @@ def _attention(
         if sinks:
             options |= {"sinks": sinks, "inv_freq": inv_freq, "interleaved": interleaved}
         return _runners[name](q, k, v, mask, **options)
-    if name in _streaming:
-        raise ValueError(
-            f"attn_implementation={name!r} was given a mask that it cannot combine with its window (a custom 4-D mask, packed "
-            'sequences or chunked attention). Pass the 2-D attention_mask, or use attn_implementation="sdpa".'
-        )
-    if mask.dtype != torch.bool and not mask.is_floating_point():
-        raise TypeError(f"An attention mask must be bool (True where attended) or float (added to the scores); got {mask.dtype}.")
+    if not q.dtype == k.dtype == v.dtype:
+        raise TypeError(f"q, k and v must share one dtype; got {q.dtype}, {k.dtype} and {v.dtype}. Cast them.")
     calls[f"{name}.dense"] += 1
     _say_once(
         f"attn_implementation={name!r} was given a mask that only the dense path can honour (a custom 4-D mask, packed "

@@ -19,7 +19,7 @@ ORDER = [  # a part imports parts from later lines only
     ("registry",),
     ("interface",),
     ("streaming",),
-    ("compat", "machine", "model_shapes", "tables", "tasks"),
+    ("compat", "machine", "masks", "model_shapes", "tables", "tasks"),
     ("kernels",),
 ]
 LEVEL = {part: level for level, parts in enumerate(ORDER) for part in parts}

@@ -23,6 +23,7 @@ from ..compat import CacheLayerMixin
 from ..kernels.append import append
 from ..kernels.ring import ring_step
 from ..kernels.spans import pack_spans
+from ..masks import Mask
 from ..streaming import Settings
 from .layers import CHANGE_ROWS, EAGER, describe
 
@@ -38,7 +39,7 @@ class Step:
 
     slots: int64, (batch,) where one token is written, else None. gather: int64 (batch, held), the slots of what the rows hold,
     oldest first and right-aligned. store: int64 (batch, sinks + window), which of those and the new tokens each slot holds next.
-    spans: those of several tokens. asked: whether the model has asked for them.
+    mask: that of several tokens. asked: whether the model has asked for it.
     written: the layers that have kept the new tokens, a bit for each index.
     """
 
@@ -46,7 +47,7 @@ class Step:
     slots: torch.Tensor | None = None
     gather: torch.Tensor | None = None
     store: torch.Tensor | None = None
-    spans: torch.Tensor | None = None
+    mask: Mask | None = None
     asked: bool = False
     written: int = 0
 
@@ -94,18 +95,15 @@ class Ring:
             spans = self._many(before, self.counts, pads, q_len)
         if self.mode == EAGER:
             self.seen += q_len
-        spans = spans[:1].expand_as(spans) if self.alike else spans
-        if q_len > 1:
-            self.under_way.spans = spans
-        return spans
+        return spans[:1].expand_as(spans) if self.alike else spans
 
-    def ask(self) -> torch.Tensor | None:
-        """The spans of several tokens that no layer has read yet."""
+    def ask(self) -> Mask | None:
+        """The mask of several tokens that no layer has read yet."""
         step = self.under_way
-        if step is None or step.written or step.spans is None:
+        if step is None or step.written or step.mask is None:
             return None
         step.asked = True
-        return step.spans
+        return step.mask
 
     def _check_last_step(self) -> None:
         """Raise ValueError where the forward before this one wrote other layers than the first one did."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from .. import compat, registry
+from .. import compat, masks, registry
 from ..streaming import Settings, refresh
 from .layers import CHANGE_ROWS, EAGER
 from .ring import Ring
@@ -38,9 +38,9 @@ class RollingCache(StoredCache):
         )
 
     def get_query_offset(self, layer_idx: int = 0) -> int | torch.Tensor:
-        """Tokens read so far; of several that are being read, their spans, which our mask function hands to the layers."""
-        spans = self.storage.ask()
-        return self.storage.seen if spans is None else spans
+        """Tokens read so far; of several that are being read, their mask, which our mask function hands to the layers."""
+        mask = self.storage.ask()
+        return self.storage.seen if mask is None else mask
 
     def reserve(self, tokens: int) -> None:
         """Nothing: there is room for any number."""
@@ -155,13 +155,17 @@ def prepare(model, args: tuple, kwargs: dict):
     if q_len > 1:
         _check_positions(model, kwargs)
     pads = _new_pads(cache, kwargs.get("attention_mask"), q_len)
+    kv_len, fresh = ring.layers[0].get_mask_sizes(q_len)[0], ring.mode == EAGER and not ring.seen and q_len > 1 and pads is None
     spans = ring.begin(rows, q_len, pads, ids.device)
+    mask = masks.of_spans(spans, (rows, q_len, kv_len), (model.config._attn_implementation, type(model).__name__), fresh)
     given = kwargs.get("position_ids")
     positions = ring.positions(q_len) if given is None else given
     if settings.clamped:
         positions = positions.clamp(max=config.max_position_embeddings - 1)
-    mask = {"attention_mask": spans} if q_len == 1 else {}
-    return args, {**kwargs, **mask, "position_ids": positions}
+    if q_len > 1:
+        ring.under_way.mask = mask
+        return args, {**kwargs, "position_ids": positions}
+    return args, {**kwargs, "attention_mask": mask, "position_ids": positions}
 
 
 def _check_positions(model, kwargs: dict) -> None:

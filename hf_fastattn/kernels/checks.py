@@ -53,9 +53,9 @@ def check(
             "The last dimension of q, k and v must be contiguous (stride 1); got strides "
             f"{q.stride(3)}, {k.stride(3)} and {v.stride(3)}. Call .contiguous() on the tensor first."
         )
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sink_logits)):
         raise RuntimeError(
-            "These kernels have no backward pass, and q, k or v requires grad. Run under torch.no_grad() or "
+            "These kernels have no backward pass, and q, k, v or sink_logits requires grad. Run under torch.no_grad() or "
             'torch.inference_mode(), or train with attn_implementation="sdpa".'
         )
     if spans is not None:

@@ -254,7 +254,7 @@ def grows(mask) -> bool:
 def _like(value: torch.Tensor) -> torch.Tensor:
     # A normal tensor, since the next generate() may run outside the inference mode that this one runs in.
     with torch.inference_mode(False):
-        return torch.empty(value.shape, dtype=value.dtype, device=value.device)
+        return torch.empty_like(value, memory_format=torch.contiguous_format)
 
 
 class DecodeGraphs:

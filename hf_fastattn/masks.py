@@ -1,0 +1,178 @@
+"""The masks that a model carries to its layers: of a mask's shape, and closed to all but those who know what is inside."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from .kernels import reference, spans
+
+
+class Mask(torch.Tensor):
+    """What the mask function returns: to a model a bool mask (batch, 1, q_len, kv_len), True where attended.
+
+    It moves between devices, and may be cut along the batch and the queries. Whatever else would read or change an entry raises
+    ValueError, in a sentence: a model that adds its mask to scores of its own cannot run a registered attention, and there the
+    mask would silently mean something else.
+
+    inner: what it holds, see the subclasses. made_for: (backend, model), as sentences name them. fresh: whether these are several
+    tokens behind no others and without padding, so that only position_ids can tell sequences packed into one row.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # all that reaches the tensor comes to __torch_dispatch__
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor, sizes: tuple[int, int, int], made_for: tuple[str, str], fresh: bool = False):
+        batch, q_len, kv_len = sizes
+        return torch.Tensor._make_wrapper_subclass(cls, (batch, 1, q_len, kv_len), dtype=torch.bool, device=inner.device)
+
+    def __init__(self, inner: torch.Tensor, sizes: tuple[int, int, int], made_for: tuple[str, str], fresh: bool = False):
+        self.inner = inner
+        self.sizes = sizes  # without the 1: what attention compares at every layer
+        self.made_for = made_for
+        self.fresh = fresh
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}{tuple(self.shape)} on {self.device}"
+
+    def __tensor_flatten__(self):
+        return ["inner"], (self.made_for, self.fresh)
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict, rest: tuple, size, stride):
+        return cls(inner["inner"], (size[0], size[2], size[3]), *rest)
+
+    @property
+    def given(self) -> torch.Tensor | None:
+        """What attention is given: spans, a bool mask, or None for lower-right causal."""
+        return self.inner
+
+    def dense(self) -> torch.Tensor:
+        """The mask written out: bool (batch, 1, q_len, kv_len), True where attended."""
+        raise NotImplementedError
+
+    def part(self, dim: int, start: int, stop: int) -> Mask:
+        """The rows [start, stop) of the batch (dim 0), or those queries of every row (dim 2)."""
+        raise NotImplementedError
+
+    def around(self, inner: torch.Tensor) -> Mask:
+        return type(self)(inner, self.sizes, self.made_for, self.fresh)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function.namespace == "hf_fastattn":  # an op of ours, in a compiled graph
+            return function(*(arg.given if isinstance(arg, Mask) else arg for arg in args), **kwargs)
+        mask = args[0]
+        if isinstance(mask, Mask):
+            if function in _SAME:
+                return mask.around(function(mask.inner))
+            if function is _aten._to_copy.default and kwargs.get("dtype") in (None, torch.bool):
+                return mask.around(mask.inner.to(kwargs.get("device"), non_blocking=kwargs.get("non_blocking", False)))
+            if function is _aten.empty_like.default:
+                return mask.around(torch.empty_like(mask.inner, memory_format=torch.contiguous_format))
+            if function is _aten.copy_.default and type(args[1]) is type(mask) and args[1].sizes == mask.sizes:
+                mask.inner.copy_(args[1].inner)
+                return mask
+            if function is _aten.slice.Tensor and (cut := _cut(mask, *args[1:])) is not None:
+                return cut
+        name, model = next(x.made_for for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, Mask))
+        raise ValueError(
+            f"attn_implementation={name!r} cannot be used here: {model} computes attention in its own code ({function} on the "
+            'mask), where no registered backend can run. Use attn_implementation="eager" or "sdpa".'
+        )
+
+
+class SpansMask(Mask):
+    """inner: the spans, int32 (batch, 1, 1, 6 or more), see `kernels.spans`. A part of the queries has spans of just those."""
+
+    def dense(self) -> torch.Tensor:
+        _, q_len, kv_len = self.sizes
+        return reference.visible(q_len, kv_len, self.device, self.inner, False, None)[:, None]
+
+    def part(self, dim: int, start: int, stop: int) -> Mask:
+        batch, q_len, kv_len = self.sizes
+        if dim == 0:
+            return SpansMask(self.inner[start:stop], (stop - start, q_len, kv_len), self.made_for)
+        rows = self.inner[:1] if self.inner.stride(0) == 0 else self.inner  # rows known to be alike stay so
+        rows = rows.clone()
+        rows[..., spans.Q_START] += start
+        return SpansMask(rows.expand(batch, -1, -1, -1), (batch, stop - start, kv_len), self.made_for)
+
+
+class PlainMask(Mask):
+    """Lower-right causal and nothing else: query i sees the keys up to kv_len - q_len + i. inner: nothing.
+
+    None would not do in its place: it leaves the pattern to the module that gets it, and some modules say another.
+    """
+
+    @property
+    def given(self) -> None:
+        return None
+
+    def dense(self) -> torch.Tensor:
+        _, q_len, kv_len = self.sizes
+        return reference.visible(q_len, kv_len, self.device, None, True, None)[:, None]
+
+    def part(self, dim: int, start: int, stop: int) -> Mask:
+        batch, q_len, kv_len = self.sizes
+        if dim == 0:
+            return PlainMask(self.inner, (stop - start, q_len, kv_len), self.made_for, self.fresh)
+        if stop == q_len:
+            return PlainMask(self.inner, (batch, stop - start, kv_len), self.made_for)
+        written = spans.build_spans(batch, q_len, kv_len, self.device, q_offset=kv_len - q_len)
+        return SpansMask(written, self.sizes, self.made_for).part(dim, start, stop)
+
+
+class DenseMask(Mask):
+    """What spans cannot say. inner: the bool mask itself, (batch, 1, q_len, kv_len)."""
+
+    def dense(self) -> torch.Tensor:
+        return self.inner
+
+    def part(self, dim: int, start: int, stop: int) -> Mask:
+        inner = self.inner.narrow(dim, start, stop - start)
+        return DenseMask(inner, (inner.shape[0], inner.shape[2], inner.shape[3]), self.made_for)
+
+
+def plain(sizes: tuple[int, int, int], device: torch.device | str, made_for: tuple[str, str], fresh: bool) -> PlainMask:
+    """The mask of lower-right causal attention; sizes: (batch, q_len, kv_len)."""
+    return PlainMask(_nothing(device), sizes, made_for, fresh)
+
+
+@cache
+def _nothing(device: torch.device | str) -> torch.Tensor:
+    with torch.inference_mode(False):
+        return torch.empty(0, dtype=torch.int32, device=device)
+
+
+@torch.compiler.allow_in_graph  # a compiled graph may hold tensors of these classes, but makes none by a call to the class
+def of_spans(ints: torch.Tensor, sizes: tuple[int, int, int], made_for: tuple[str, str], fresh: bool = False) -> SpansMask:
+    """The mask that these spans describe; sizes: (batch, q_len, kv_len)."""
+    return SpansMask(ints, sizes, made_for, fresh)
+
+
+@torch.compiler.allow_in_graph
+def of_bools(mask: torch.Tensor, made_for: tuple[str, str]) -> DenseMask:
+    """The mask whose entries are these, bool (batch, 1, q_len, kv_len)."""
+    return DenseMask(mask, (mask.shape[0], mask.shape[2], mask.shape[3]), made_for)
+
+
+@torch.compiler.allow_in_graph
+def dense(mask: Mask) -> torch.Tensor:
+    """`mask.dense()`, in compiled graphs too."""
+    return mask.dense()
+
+
+_aten = torch.ops.aten
+_SAME = (_aten.detach.default, _aten.alias.default, _aten.clone.default)
+
+
+def _cut(mask: Mask, dim: int = 0, start: int | None = None, stop: int | None = None, step: int = 1) -> Mask | None:
+    """mask[start:stop] along `dim`, or None where that is no mask of fewer rows or fewer queries."""
+    size = mask.shape[dim]
+    start, stop, step = slice(start, stop, step).indices(size)
+    if (start, stop, step) == (0, size, 1):
+        return mask.around(mask.inner)
+    return mask.part(dim % 4, start, stop) if dim % 4 in (0, 2) and step == 1 and start < stop else None
