@@ -100,24 +100,9 @@ def stock_attention(module, eager: bool):
 
 # Tensors that models hand through to attention with the rest of forward()'s keyword arguments, and that attention has no use for.
 BESIDE_ATTENTION = frozenset(
-    [
-        "position_ids",
-        "cache_position",
-        "position_embeddings",
-        "token_type_ids",
-        "mm_token_type_ids",
-        "labels",
-        "num_items_in_batch",
-        "logits_to_keep",
-        "seq_idx",
-        "cu_seq_lens_q",
-        "cu_seq_lens_k",
-        "max_length_q",
-        "max_length_k",
-        "past_key_values",
-        "use_cache",
-        "output_attentions",
-    ]
+    {"position_ids", "cache_position", "position_embeddings", "token_type_ids", "mm_token_type_ids", "seq_idx", "past_key_values"}
+    | {"labels", "num_items_in_batch", "logits_to_keep"}
+    | {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}  # interface.py looks at these itself
 )
 
 

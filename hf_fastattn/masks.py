@@ -112,8 +112,8 @@ class PlainMask(Mask):
         return None
 
     def dense(self) -> torch.Tensor:
-        _, q_len, kv_len = self.sizes
-        return reference.visible(q_len, kv_len, self.device, None, True, None)[:, None]
+        batch, q_len, kv_len = self.sizes
+        return reference.visible(q_len, kv_len, self.device, None, True, None)[:, None].expand(batch, -1, -1, -1)
 
     def part(self, dim: int, start: int, stop: int) -> Mask:
         batch, q_len, kv_len = self.sizes

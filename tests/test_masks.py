@@ -1,0 +1,289 @@
+"""What the mask function returns, and what becomes of it in models that treat it in ways of their own."""
+
+from __future__ import annotations
+
+import models
+import pytest
+import torch
+import transformers
+from transformers import AutoModel, AutoModelForSeq2SeqLM, DynamicCache, masking_utils
+
+import hf_fastattn
+from hf_fastattn import interface, masks
+from hf_fastattn.kernels import reference, spans
+
+VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+MISTRAL = transformers.MistralConfig(sliding_window=4)
+WINDOW = {"local_size": 4, "mask_function": masking_utils.sliding_window_causal_mask_function(4)}
+PACKED = {"mask_function": lambda b, h, q, k: (k <= q) & (q // 4 == k // 4)}
+KINDS = {"plain": {}, "padded": {"attention_mask": True}, "window": WINDOW, "longer": {"kv_length": 32}, "dense": PACKED}
+
+
+def make(kind: str, device) -> masks.Mask:
+    """A mask of two rows of 8 queries, as a model with a window of 4 gets it."""
+    options = {"batch_size": 2, "q_length": 8, "kv_length": 8, "device": device, "config": MISTRAL, **KINDS[kind]}
+    if kind == "padded":
+        options["attention_mask"] = (torch.arange(8, device=device) > torch.tensor([[2], [-1]], device=device)).contiguous()
+    return interface.attention_mask("lean", **options)
+
+
+def attend(q, k, mask) -> torch.Tensor:
+    return interface.attention_forward("lean", torch.nn.Module(), q, k, k, mask)[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_a_mask_that_is_cut_is_one_of_the_part(kind, device):
+    mask = make(kind, device)
+    q, k = torch.randn(2, 4, 8, 16, device=device), torch.randn(2, 2, mask.shape[3], 16, device=device)
+    whole = attend(q, k, mask)
+    full = slice(None)
+    for rows, queries in [(full, slice(-1, None)), (full, slice(2, 5)), (slice(1, 2), full), (slice(0, 1), slice(3, None))]:
+        part = mask[rows, :, queries, : mask.shape[3]].contiguous().to(device)
+        assert isinstance(part, masks.Mask) and torch.equal(part.dense(), mask.dense()[rows, :, queries])
+        out = attend(q[rows, :, queries], k[rows], part)
+        torch.testing.assert_close(out, whole[rows, queries], atol=1e-5, rtol=1e-5)
+    wider = torch.randn(2, 4, 7, 16, device=device)
+    with pytest.raises(ValueError, match=r"made for 2 rows of 8 queries .* 2 rows of 7 queries"):
+        attend(wider, k, mask)
+    with pytest.raises(ValueError, match=r"rows of 8 queries and \d+ keys where it has .* and 5 keys"):
+        attend(q, k[:, :, :5].contiguous(), mask)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda mask, scores: scores + mask,
+        lambda mask, scores: mask * -1e9,
+        lambda mask, scores: scores.masked_fill(mask, 0.0),
+        lambda mask, scores: torch.where(mask, scores, 0.0),
+        lambda mask, scores: mask == 0,
+        lambda mask, scores: ~mask,
+        lambda mask, scores: mask.float(),
+        lambda mask, scores: mask[:, 0],
+        lambda mask, scores: mask[..., :5],
+        lambda mask, scores: mask[:, :, torch.tensor([1])],
+        lambda mask, scores: mask.expand(-1, 4, -1, -1),
+        lambda mask, scores: torch.cat([mask, mask], -1),
+        lambda mask, scores: mask.all(),
+        lambda mask, scores: torch.nn.functional.scaled_dot_product_attention(scores, scores, scores, attn_mask=mask),
+    ],
+)
+def test_a_model_cannot_compute_with_it(read, kind, device):
+    mask = make(kind, device)
+    with pytest.raises(ValueError, match=r"'lean' cannot be used here: Mistral computes attention in its own code.*\"sdpa\""):
+        read(mask, torch.randn(2, 1, 8, mask.shape[3], device=device))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.int8, torch.uint8])
+@torch.no_grad()
+def test_integers_of_a_user_are_not_taken_for_spans(dtype, device):
+    q, k = torch.randn(2, 4, 1, 16, device=device), torch.randn(2, 2, spans.WORDS, 16, device=device)
+    with pytest.raises(TypeError, match=rf"bool .* or float .* {dtype}"):
+        attend(q, k, torch.ones(2, 1, 1, spans.WORDS, dtype=dtype, device=device))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_layers_compiled_one_by_one_take_it(kind, device):
+    mask = make(kind, device)
+    q, k = torch.randn(2, 4, 8, 16, device=device), torch.randn(2, 2, mask.shape[3], 16, device=device)
+    torch._dynamo.reset()
+    out = torch.compile(attend, backend="aot_eager", fullgraph=True)(q, k, mask)
+    torch.testing.assert_close(out, attend(q, k, mask))
+    torch._dynamo.reset()
+
+
+# ---- models ----
+
+MLA = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 4,
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+    "index_topk": 8,
+}
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+
+
+@pytest.mark.parametrize("padding", ["no_padding", "left_padding"])
+@pytest.mark.parametrize("dense", [False, True])
+def test_git_computes_attention_itself(dense, padding, device):
+    model = models.tiny("git", device=device, vision_config=VISION, num_key_value_heads=4)
+    model.set_attn_implementation("lean")
+    inputs = models.prompts(padding, device)
+    if not dense:  # its own forward() asks for a mask with blocks
+        mask = masking_utils.create_causal_mask(
+            model.config, torch.zeros(3, models.PROMPT, 64), inputs.get("attention_mask"), None
+        )
+        inputs["attention_mask"] = mask
+        assert isinstance(mask, masks.Mask) and not isinstance(mask, masks.DenseMask)
+    with pytest.raises(ValueError, match="'lean' cannot be used here: Git computes attention in its own code"), torch.no_grad():
+        model(**inputs)
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v32", "glm_moe_dsa"])
+def test_sparse_attention_is_refused(model_type, device):
+    model = models.tiny(model_type, "lean", device, **MLA)
+    with pytest.raises(ValueError, match=r"Attention hands indices= .* 'lean' does not know|computes attention in its own code"):
+        model.generate(**models.prompts("no_padding", device), max_new_tokens=2)
+
+
+ENCODER_DECODER = {
+    "d_model": 64,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 96,
+    "decoder_ffn_dim": 96,
+    "decoder_start_token_id": 2,
+    "dropout": 0.0,
+}
+
+
+@pytest.mark.parametrize("padding", ["no_padding", "left_padding"])
+@torch.no_grad()
+def test_a_decoder_whose_modules_do_not_say_that_they_are_causal(padding, device):
+    own = {**ENCODER_DECODER, "num_experts": 4, "num_key_value_heads": 4}
+    model = models.tiny("nllb-moe", device=device, auto=AutoModel, **own)
+    inputs = {**models.prompts(padding, device), "decoder_input_ids": models.prompts("no_padding", device)["input_ids"][:, :20]}
+    expected = model(**inputs).last_hidden_state
+    model.set_attn_implementation("lean")
+    with hf_fastattn.count_calls() as calls:
+        torch.testing.assert_close(model(**inputs).last_hidden_state, expected, atol=1e-3, rtol=1e-3)
+    assert calls["lean.prefill"] + calls["lean.decode"] == 6
+
+
+def test_a_model_that_adds_the_mask_to_its_own_scores(device):
+    own = {**ENCODER_DECODER, "attention_type": "original_full", "num_key_value_heads": 4}
+    model = models.tiny("bigbird_pegasus", "lean", device, AutoModelForSeq2SeqLM, **own)
+    with pytest.raises(ValueError, match="BigBirdPegasus computes attention in its own code"):
+        model.generate(**models.prompts("left_padding", device), max_new_tokens=2)
+
+
+@pytest.mark.parametrize("padding", models.PADDINGS)
+@pytest.mark.parametrize("keep", [1, 7, torch.tensor([3, 50])], ids=str)
+@torch.no_grad()
+def test_gemma4_cuts_the_mask_for_layers_that_share_keys(keep, padding, device):
+    own = {
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "sliding_window": 16,
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 128,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    }
+    model = models.tiny("gemma4_text", device=device, **own)
+    inputs = models.prompts(padding, device)
+    keep = keep.to(device) if isinstance(keep, torch.Tensor) else keep
+    expected = model(**inputs, logits_to_keep=keep).logits
+    model.set_attn_implementation("lean")
+    with hf_fastattn.count_calls() as calls:
+        logits = model(**inputs, logits_to_keep=keep).logits
+    live = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"]))
+    live = (live[:, -keep:] if isinstance(keep, int) else live[:, keep]).bool()
+    torch.testing.assert_close(logits[live], expected[live], atol=1e-3, rtol=1e-3)
+    assert sum(calls.values()) == 4 and not calls["lean.dense"]
+
+
+@torch.no_grad()
+def test_packed_sequences_with_a_cache_are_refused(device):
+    model = models.family("qwen2", device)
+    model.set_attn_implementation("lean")
+    ids = models.prompts("no_padding", device, rows=1)["input_ids"][:, :20]
+    for lengths in ((8, 12), (1, 19), (19, 1)):
+        positions = torch.cat([torch.arange(n) for n in lengths])[None].to(device)
+        with pytest.raises(ValueError, match=r"packed sequences .* and a cache.*use_cache=False"):
+            model(ids, position_ids=positions)
+        with hf_fastattn.count_calls() as calls:  # the remedy
+            model(ids, position_ids=positions, use_cache=False)
+        assert calls["lean.dense"] == 2
+    expected = model(ids).logits
+    torch.testing.assert_close(
+        model(ids, position_ids=torch.arange(7, 27)[None].to(device)).logits, expected, atol=1e-3, rtol=1e-3
+    )
+
+
+# ---- autocast ----
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("padding", ["no_padding", "left_padding"])
+@torch.no_grad()
+def test_autocast_casts_as_it_does_for_sdpa(padding, dtype, device):
+    model, inputs = models.tiny("llama", device=device), models.prompts(padding, device)
+    past = {}
+
+    def run(name: str, autocast: bool):
+        model.set_attn_implementation(name)
+        past[name] = DynamicCache(config=model.config)
+        with torch.autocast(device.type, dtype, enabled=autocast):
+            return model(**inputs, past_key_values=past[name]).logits
+
+    exact, sdpa = run("sdpa", False), run("sdpa", True)
+    with hf_fastattn.count_calls() as calls:
+        lean = run("lean", True)
+    assert calls == {"lean.prefill": 2} and lean.dtype == sdpa.dtype
+    live = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
+    error = (sdpa.float() - exact)[live].abs().mean()
+    assert (lean.float() - exact)[live].abs().mean() < 2 * error + 1e-4
+
+
+@torch.no_grad()
+def test_autocast_changes_types_and_nothing_else(device):
+    q, k = torch.randn(2, 4, 8, 16, device=device), torch.randn(2, 2, 8, 16, device=device)
+    with torch.autocast(device.type, torch.bfloat16):
+        mixed = attend(q, k.bfloat16(), make("padded", device))
+        dense = attend(q, k.bfloat16(), make("dense", device))
+    expected = attend(q.bfloat16(), k.bfloat16(), make("padded", device))
+    assert mixed.dtype == dense.dtype == torch.bfloat16
+    assert torch.equal(mixed, expected), "the kernel's own products are not autocast's"
+    for kind in ("padded", "dense"):
+        with pytest.raises(TypeError, match=r"q, k and v must share one dtype.*Cast them"):
+            attend(q, k.bfloat16(), make(kind, device))
+        with pytest.raises(TypeError, match="q, k and v must share one dtype"), torch.autocast(device.type, torch.bfloat16):
+            attend(q.double(), k, make(kind, device))
+
+
+# ---- unknown tensors ----
+
+
+@pytest.mark.parametrize("value", [lambda: torch.ones(3), lambda: [torch.ones(3)], lambda: {"a": (torch.ones(3),)}])
+@torch.no_grad()
+def test_a_tensor_that_attention_may_depend_on_is_refused(value, device):
+    model = models.family("llama", device)
+    model.set_attn_implementation("lean")
+    ids = models.prompts("no_padding", device)["input_ids"]
+    with pytest.raises(ValueError, match=r"LlamaAttention hands sparse_indices= .* 'lean' does not know.*\"sdpa\""):
+        model(ids, sparse_indices=value())
+    model(ids, sparse_indices=None, some_flag=3, token_type_ids=ids, num_items_in_batch=torch.tensor(3))
+
+
+@torch.no_grad()
+def test_dense_is_what_the_kernels_see(device):
+    for kind in KINDS:
+        mask = make(kind, device)
+        q, k = torch.randn(2, 4, 8, 16, device=device), torch.randn(2, 2, mask.shape[3], 16, device=device)
+        expected = reference.dense_attention(q, k, k, mask.dense()).transpose(1, 2)
+        torch.testing.assert_close(attend(q, k, mask), expected.nan_to_num(0.0), atol=1e-5, rtol=1e-5)
