@@ -251,7 +251,7 @@ def test_a_profiler_hears_of_every_launch():
 @pytest.mark.parametrize("name", ["fa2", "split_kv", "lean"])
 def test_opaque_op_compiles_with_fullgraph(name):
     q, k, v = inputs(batch=1, kv_len=300)
-    options = (None, None, True, None, None, None, 0, 0)
+    options = (None, None, True, None, None, None, 0, None, False)
     compiled = torch.compile(lambda q, k, v: torch.ops.hf_fastattn.attention(name, q, k, v, *options) * 2, fullgraph=True)
     with interface.count_calls() as calls:
         out = compiled(q, k, v)

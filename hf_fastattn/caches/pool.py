@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 import threading
 import weakref
@@ -94,12 +93,18 @@ def _is_held(entry: tuple[int, object]) -> bool:
     return references(entry[1]) - entry[1].recorded > _own_references(count, tensors)
 
 
-@functools.cache
 def _own_references(layers: int, tensors: int) -> int:
-    """references() to a storage of so many layers and tensors that one entry of a pool holds and nobody else."""
-    made = [SimpleNamespace(keys=None, values=None) for _ in range(layers)]
-    for i in range(tensors):
-        setattr(made[i // 2], ("keys", "values")[i % 2], torch.zeros(1))
-    entry = (0, SimpleNamespace(layers=made))
-    del made
-    return references(entry[1])
+    """references() to a storage of so many layers and tensors that one entry of a pool holds and nobody else.
+
+    Counted anew each time: how many there are depends on who runs Python's frames (torch.compile takes that over).
+    """
+
+    def count(*made: SimpleNamespace) -> int:
+        entry = (0, SimpleNamespace(layers=list(made)))
+        del made
+        return references(entry[1])
+
+    none = count()
+    bare = count(SimpleNamespace(keys=None, values=None))
+    full = count(SimpleNamespace(keys=torch.zeros(1), values=torch.zeros(1)))
+    return none + layers * (bare - none) + tensors * (full - bare) // 2
