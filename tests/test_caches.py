@@ -153,45 +153,31 @@ def test_a_pool_gives_up_idle_buffers_before_a_cache_is_refused(monkeypatch):
         assert [rows for rows, _ in patched._pool.idle] == [3]
 
 
-@pytest.mark.parametrize("name", ["llama", WINDOWED, "qwen2"])
-def test_save_and_load(tmp_path, name):
-    model = family(name, "cpu")
-    model.set_attn_implementation("lean")
-    inputs = prompts("left_padding", "cpu")
-    cache = PreallocatedCache(model)
-    generate(model, inputs, past_key_values=cache, max_new_tokens=1)
-    cache.save(tmp_path / "prompt.safetensors", model)
-    more = torch.cat([inputs["input_ids"], inputs["input_ids"][:, -9:]], 1)
-    asked = {"input_ids": more, "attention_mask": torch.cat([inputs["attention_mask"], torch.ones(3, 9, dtype=torch.long)], 1)}
-    expected = generate(model, asked)
-    for source in (model, model.config):
-        loaded = PreallocatedCache.load(tmp_path / "prompt.safetensors", source)
-        assert loaded.get_seq_length() == inputs["input_ids"].shape[1]
-        assert torch.equal(generate(model, asked, past_key_values=loaded), expected)
-    loaded = PreallocatedCache.load(tmp_path / "prompt.safetensors", model)
-    loaded.batch_select_indices(torch.tensor([2]))  # before it has a device
-    one = {key: tensor[2:] for key, tensor in asked.items()}
-    assert torch.equal(generate(model, one, past_key_values=loaded), expected[2:])
-
-
-def test_a_file_that_does_not_fit_is_refused(tmp_path):
-    from safetensors.torch import save_file
-
-    model = tiny("llama", "lean")
-    path = tmp_path / "prompt.safetensors"
-    with pytest.raises(ValueError, match="holds no tokens"):
-        PreallocatedCache(model).save(path, model)
-    cache = PreallocatedCache(model)
-    with torch.no_grad():
-        model(**prompts("no_padding", "cpu"), past_key_values=cache)
-    cache.save(path, model)
-    with pytest.raises(ValueError, match="intermediate_size=96, and this one has intermediate_size=64"):
-        PreallocatedCache.load(path, tiny("llama", intermediate_size=64))
-    with pytest.raises(ValueError, match=r"holds torch.float32, and the model runs in torch.bfloat16"):
-        PreallocatedCache.load(path, tiny("llama").to(torch.bfloat16))
-    save_file({"0.keys": torch.zeros(1)}, path, {"format": "hf_fastattn cache 0"})
-    with pytest.raises(ValueError, match="has format 'hf_fastattn cache 0'"):
-        PreallocatedCache.load(path, model)
+@pytest.mark.parametrize("window", [None, 16])
+def test_keys_and_values_keep_dtypes_of_their_own(tmp_path, window):
+    """As under autocast, which rotates keys in fp32 and makes values in bf16."""
+    model = tiny("mistral", "sdpa", sliding_window=window)
+    cache, states = PreallocatedCache(model, 4), torch.randn(2, 2, 40, 16)
+    for start, stop in ((0, 3), (3, 4), (4, 40)):
+        new = states[:, :, start:stop]
+        for index in (0, 1):
+            keys, values = cache.update(new, new.bfloat16(), index)
+            seen = max(0, start - (window or 99) + 1)
+            assert torch.equal(keys, states[:, :, seen:stop]) and torch.equal(values, states[:, :, seen:stop].bfloat16())
+    cache.save(tmp_path / "tokens", model)
+    loaded = PreallocatedCache.load(tmp_path / "tokens", model)
+    keys, values = loaded.update(new[:, :, :1], new[:, :, :1].bfloat16(), 0)
+    assert (keys.dtype, values.dtype) == (torch.float32, torch.bfloat16)
+    with pytest.raises(ValueError, match=r"float32 and 2 KV heads of 16 in torch.bfloat16 on cpu, and it is given 2 KV heads of"):
+        cache.update(new, new, 0)
+    with torch.autocast("cpu", torch.bfloat16):
+        inputs = prompts("no_padding", "cpu", rows=2)
+        expected = generate(model, inputs)
+        assert torch.equal(generate(model, inputs, past_key_values=PreallocatedCache(model)), expected)
+        with patch(model, graph=False):
+            model.set_attn_implementation("sdpa")
+            assert torch.equal(generate(model, inputs), expected)
+    assert torch.equal(generate(model, inputs, past_key_values=PreallocatedCache(model)), generate(model, inputs))
 
 
 def test_crop():
@@ -281,29 +267,6 @@ def test_append_writes_one_slot_of_each_row_and_head():
     assert int((keys != 0).sum()) == new_keys.numel() and int((values != 0).sum()) == new_values.numel()
 
 
-@pytest.mark.parametrize("name", ["llama", WINDOWED])
-def test_a_loaded_cache_moves_its_window_and_gives_tokens_back(name, tmp_path):
-    """Before its K and V have gone to their device: in the first forward, or before there is one."""
-    model, file = family(name, "cpu"), tmp_path / "tokens.safetensors"
-    model.set_attn_implementation("sdpa")
-    ids = torch.cat([prompts("no_padding", "cpu", rows=1, length=220)["input_ids"]] * 3, 1)
-    mask = torch.ones_like(ids)
-    expected = generate(model, {"input_ids": ids, "attention_mask": mask})
-    cache = PreallocatedCache(model)
-    with torch.no_grad():
-        for chunk in ids[:, :655].split(50, 1):
-            model(chunk, past_key_values=cache)
-    cache.save(file, model)
-    loaded = PreallocatedCache.load(file, model)
-    assert torch.equal(generate(model, {"input_ids": ids, "attention_mask": mask}, past_key_values=loaded), expected)
-    loaded = PreallocatedCache.load(file, model)
-    loaded.crop(-10)
-    loaded.save(file, model)
-    loaded = PreallocatedCache.load(file, model)
-    assert loaded.get_seq_length() == 645
-    assert torch.equal(generate(model, {"input_ids": ids, "attention_mask": mask}, past_key_values=loaded), expected)
-
-
 def test_a_shallow_copy_keeps_the_tokens_too():
     model = tiny("llama", "sdpa")
     inputs = prompts("no_padding", "cpu")
@@ -326,16 +289,3 @@ def test_layers_that_an_early_exit_has_not_come_to_give_nothing_back():
         cache.crop(torch.tensor(-4))
     with pytest.raises(ValueError, match="holds 0 tokens; 1 cannot be taken back"):
         PreallocatedCache(model).crop(-1)
-
-
-def test_a_loaded_cache_is_for_other_rows_once_it_is_empty_and_for_models_that_stream(tmp_path):
-    model, file = tiny("llama", "lean"), tmp_path / "tokens.safetensors"
-    one, three = (prompts("no_padding", "cpu", rows=rows) for rows in (1, 3))
-    cache = PreallocatedCache(model)
-    generate(model, one, past_key_values=cache)
-    cache.save(file, model)
-    cache = PreallocatedCache.load(file, model)
-    cache.crop(torch.tensor(-cache.get_seq_length()))
-    assert torch.equal(generate(model, three, past_key_values=cache), generate(model, three))
-    model.config.streaming_window, model.config.streaming_sinks, model.config.streaming_clamped = 40, 4, False
-    PreallocatedCache.load(file, model)

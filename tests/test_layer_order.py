@@ -1,0 +1,185 @@
+"""Layers in any order, some of them alone, one of them twice: every layer counts its own tokens, as in a DynamicCache."""
+
+from __future__ import annotations
+
+import copy
+
+import fake_graph
+import pytest
+import torch
+from models import FAMILIES, prompts, tiny
+from transformers import DynamicCache
+
+import hf_fastattn
+from hf_fastattn import PreallocatedCache, RollingCache
+from hf_fastattn.caches import layers
+
+ORDERS = {"swapped": (0, 2, 1, 3), "reversed": (3, 2, 1, 0), "the first left out": (1, 2, 3), "the last first": (3, 0, 1, 2)}
+MODELS = {
+    "llama": ("llama", {}),
+    "windows": ("mistral", {"sliding_window": 16}),
+    "both kinds": ("qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2}),
+}
+
+
+def generate(model, inputs, **options):
+    torch.manual_seed(0)
+    return model.generate(**inputs, **{"max_new_tokens": 12, "do_sample": False, **options})
+
+
+def ordered(name: str, order: tuple[int, ...], attention: str = "sdpa"):
+    model_type, own = MODELS[name]
+    model = tiny(model_type, attention, num_hidden_layers=4, **own)
+    model.model.layers = torch.nn.ModuleList([model.model.layers[index] for index in order]).eval()
+    return model
+
+
+@pytest.mark.parametrize("padding", ["no_padding", "left_padding"])
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", MODELS)
+def test_layers_run_in_any_order(monkeypatch, name, order, padding):
+    indices = ORDERS[order]
+    if name == "both kinds":  # each stays among its kind: masks are for the places in a model, not for the layers
+        indices = {"swapped": (1, 0, 2, 3), "reversed": (1, 0, 3, 2)}.get(order) or pytest.skip("no other order keeps the kinds")
+    if order == "the first left out" and (name != "llama" or padding != "no_padding"):
+        pytest.skip("Transformers asks the first layer how long masks are to be, and it holds nothing")
+    model = ordered(name, indices)
+    inputs = prompts(padding, "cpu", rows=2)
+    expected = generate(model, inputs)
+    assert torch.equal(generate(model, inputs, past_key_values=PreallocatedCache(model)), expected)
+    fake_graph.use(monkeypatch)
+    monkeypatch.setattr(layers, "KEEP", 4)
+    monkeypatch.setattr(layers, "SLACK", 8)
+    for graph in (False, True):
+        with hf_fastattn.patch(model, graph=graph) as patch:
+            for _ in range(2):
+                assert torch.equal(generate(model, inputs), expected)
+            if graph:
+                assert patch.captures == 1 and not patch.reasons
+
+
+@pytest.mark.parametrize("chunks", [(96, 1, 1), (40, 30, 26, 1), (1,) * 40])
+def test_portions_reach_layers_out_of_order(monkeypatch, chunks):
+    monkeypatch.setattr(layers, "KEEP", 4)
+    monkeypatch.setattr(layers, "SLACK", 8)
+    model = ordered("both kinds", (1, 0, 3, 2))
+    ids = prompts("no_padding", "cpu", rows=2, length=sum(chunks))["input_ids"]
+    cache = PreallocatedCache(model, 4)
+    with torch.no_grad():
+        whole = model(ids).logits
+        parts = [model(chunk, past_key_values=cache).logits for chunk in ids.split(chunks, 1)]
+    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_a_layer_that_runs_twice_does_what_it_does_with_a_dynamic_cache(monkeypatch, graph):
+    model = ordered("llama", (0, 1, 1, 2, 3))
+    inputs = prompts("no_padding", "cpu", rows=2)
+    expected = generate(model, inputs)
+    assert torch.equal(generate(model, inputs, past_key_values=PreallocatedCache(model)), expected)
+    model.set_attn_implementation("lean")
+    expected = generate(model, inputs)
+    fake_graph.use(monkeypatch)
+    with hf_fastattn.patch(model, graph=graph) as patch:
+        if graph:  # a graph would write the second over the first
+            with pytest.warns(UserWarning, match="layer . does not hold all tokens yet"):
+                assert torch.equal(generate(model, inputs), expected)
+            assert patch.captures == 0
+        assert torch.equal(generate(model, inputs), expected)
+
+
+def test_layers_that_did_not_run_go_on_where_they_were():
+    model = tiny("qwen2", use_sliding_window=True, sliding_window=16, max_window_layers=1)
+    cache, states = PreallocatedCache(model), torch.arange(60.0).view(1, 1, 60, 1).expand(1, 2, 60, 16)
+    stock = DynamicCache(config=model.config)
+    for index, start, stop in ((0, 0, 20), (1, 0, 20), (0, 20, 40), (0, 40, 41), (1, 20, 35), (1, 35, 60), (0, 41, 42)):
+        new = states[:, :, start:stop]
+        for ours, theirs in zip(cache.update(new, -new, index), stock.update(new, -new, index), strict=True):
+            assert torch.equal(ours, theirs)
+    assert [cache.get_seq_length(index) for index in (0, 1)] == [42, 60]
+    assert [cache.get_mask_sizes(1, index) for index in (0, 1)] == [stock.get_mask_sizes(1, index) for index in (0, 1)]
+    cache.crop(-50)
+    assert [cache.get_seq_length(index) for index in (0, 1)] == [0, 10]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen2", "mistral_window_below_prompt"])
+def test_an_early_exit_drafts_with_some_of_the_layers(monkeypatch, name):
+    fake_graph.use(monkeypatch)
+    model_type, own = FAMILIES[name]
+    model = tiny(model_type, **own)
+    model.generation_config.assistant_confidence_threshold, model.generation_config.num_assistant_tokens = 0.0, 5
+    inputs = prompts("no_padding", "cpu", rows=1)
+    expected = generate(model, inputs)
+    with hf_fastattn.patch(model) as patch:
+        captures = []
+        for _ in range(3):
+            assert torch.equal(generate(model, inputs, assistant_early_exit=1), expected)
+            captures.append(patch.captures)
+        assert captures[0] >= 1 and captures[1] == captures[2]  # each of two storages drafts in one call or the next
+        assert torch.equal(generate(model, inputs), expected)
+        assert not [reason for reason in patch.reasons if "assisted" not in reason], patch.reasons
+    assert model.config.num_hidden_layers == 2
+
+
+def test_a_graph_is_not_replayed_over_layers_that_lack_tokens(monkeypatch):
+    fake_graph.use(monkeypatch)
+    model = tiny("llama", "lean")
+    inputs = prompts("no_padding", "cpu", rows=1)
+    with hf_fastattn.patch(model) as patch:
+        cache = generate(model, inputs, return_dict_in_generate=True).past_key_values
+        seen = cache.get_seq_length()
+        states = torch.zeros(1, 2, 1, 16)
+        cache.update(states, states, 0)
+        ids = torch.cat([inputs["input_ids"]] * 2, 1)[:, : seen + 1]
+        more = {"input_ids": ids[:, :1], "attention_mask": torch.ones(1, seen + 2, dtype=torch.long)}
+        with pytest.warns(UserWarning, match="layer 1 does not hold all tokens yet"):
+            generate(model, more, max_new_tokens=4, past_key_values=cache)
+        assert patch.uncaptured
+
+
+# RollingCache counts once for all layers.
+
+
+def streams(model, **options):
+    return hf_fastattn.patch(model, "streaming", window=24, sinks=2, **options)
+
+
+@pytest.mark.parametrize("order", ["swapped", "reversed"])
+def test_a_rolling_cache_takes_layers_in_any_order(monkeypatch, order):
+    fake_graph.use(monkeypatch)
+    model = ordered("llama", ORDERS[order])
+    inputs = prompts("left_padding", "cpu", rows=2)
+    with streams(model, cache=None, graph=False):
+        expected = generate(model, inputs)
+    for graph in (False, True):
+        with streams(model, graph=graph) as patch:
+            for _ in range(2):
+                assert torch.equal(generate(model, inputs), expected)
+            assert patch.captures == graph
+
+
+def test_a_rolling_cache_refuses_layers_that_lack_tokens():
+    model = tiny("llama")
+    inputs = prompts("no_padding", "cpu", rows=1)
+    with streams(model, graph=False), torch.no_grad():
+        cache = RollingCache(model)
+        model(**inputs, past_key_values=cache)
+        hook = model.model.layers[0].register_forward_hook(lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(inputs["input_ids"][:, :1], past_key_values=cache)
+        hook.remove()
+        with pytest.raises(ValueError, match="was cut short"):
+            model(inputs["input_ids"][:, :1], past_key_values=cache)
+        cache.reset()
+        assert torch.equal(generate(model, inputs, past_key_values=cache), generate(model, inputs))
+        empty = RollingCache(model)
+        hook = model.model.layers[0].register_forward_hook(lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(**inputs, past_key_values=empty)
+        hook.remove()
+        with pytest.raises(ValueError, match="was cut short"):
+            model(**inputs, past_key_values=empty)
+        twice = copy.deepcopy(model)
+        twice.model.layers[1].self_attn.layer_idx = 0
+        with pytest.raises(RuntimeError, match="once by each layer"):
+            twice(**inputs, past_key_values=RollingCache(twice))

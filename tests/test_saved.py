@@ -1,0 +1,203 @@
+"""Caches in files: read as they were written, and refused in a sentence where no cache of the model can have written them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from models import family, prompts, tiny
+
+from hf_fastattn.caches import PreallocatedCache
+
+WINDOWED = "mistral_window_below_prompt"
+
+
+def generate(model, inputs, **options):
+    torch.manual_seed(0)
+    return model.generate(**inputs, **{"max_new_tokens": 24, "do_sample": False, **options})
+
+
+@pytest.mark.parametrize("name", ["llama", WINDOWED, "qwen2"])
+def test_save_and_load(tmp_path, name):
+    model = family(name, "cpu")
+    model.set_attn_implementation("lean")
+    inputs = prompts("left_padding", "cpu")
+    cache = PreallocatedCache(model)
+    generate(model, inputs, past_key_values=cache, max_new_tokens=1)
+    cache.save(tmp_path / "prompt.safetensors", model)
+    more = torch.cat([inputs["input_ids"], inputs["input_ids"][:, -9:]], 1)
+    asked = {"input_ids": more, "attention_mask": torch.cat([inputs["attention_mask"], torch.ones(3, 9, dtype=torch.long)], 1)}
+    expected = generate(model, asked)
+    for source in (model, model.config):
+        loaded = PreallocatedCache.load(tmp_path / "prompt.safetensors", source)
+        assert loaded.get_seq_length() == inputs["input_ids"].shape[1]
+        assert torch.equal(generate(model, asked, past_key_values=loaded), expected)
+    loaded = PreallocatedCache.load(tmp_path / "prompt.safetensors", model)
+    loaded.batch_select_indices(torch.tensor([2]))  # before it has a device
+    one = {key: tensor[2:] for key, tensor in asked.items()}
+    assert torch.equal(generate(model, one, past_key_values=loaded), expected[2:])
+
+
+@pytest.mark.parametrize("name", ["llama", WINDOWED])
+def test_a_loaded_cache_moves_its_window_and_gives_tokens_back(name, tmp_path):
+    """Before its K and V have gone to their device: in the first forward, or before there is one."""
+    model, file = family(name, "cpu"), tmp_path / "tokens.safetensors"
+    model.set_attn_implementation("sdpa")
+    ids = torch.cat([prompts("no_padding", "cpu", rows=1, length=220)["input_ids"]] * 3, 1)
+    mask = torch.ones_like(ids)
+    expected = generate(model, {"input_ids": ids, "attention_mask": mask})
+    cache = PreallocatedCache(model)
+    with torch.no_grad():
+        for chunk in ids[:, :655].split(50, 1):
+            model(chunk, past_key_values=cache)
+    cache.save(file, model)
+    loaded = PreallocatedCache.load(file, model)
+    assert torch.equal(generate(model, {"input_ids": ids, "attention_mask": mask}, past_key_values=loaded), expected)
+    loaded = PreallocatedCache.load(file, model)
+    loaded.crop(-10)
+    loaded.save(file, model)
+    loaded = PreallocatedCache.load(file, model)
+    assert loaded.get_seq_length() == 645
+    assert torch.equal(generate(model, {"input_ids": ids, "attention_mask": mask}, past_key_values=loaded), expected)
+
+
+def test_a_loaded_cache_is_for_other_rows_once_it_is_empty_and_for_models_that_stream(tmp_path):
+    model, file = tiny("llama", "lean"), tmp_path / "tokens.safetensors"
+    one, three = (prompts("no_padding", "cpu", rows=rows) for rows in (1, 3))
+    cache = PreallocatedCache(model)
+    generate(model, one, past_key_values=cache)
+    cache.save(file, model)
+    cache = PreallocatedCache.load(file, model)
+    cache.crop(torch.tensor(-cache.get_seq_length()))
+    assert torch.equal(generate(model, three, past_key_values=cache), generate(model, three))
+    model.config.streaming_window, model.config.streaming_sinks, model.config.streaming_clamped = 40, 4, False
+    PreallocatedCache.load(file, model)
+
+
+def test_a_file_that_does_not_fit_is_refused(tmp_path):
+    from safetensors.torch import save_file
+
+    model = tiny("llama", "lean")
+    path = tmp_path / "prompt.safetensors"
+    with pytest.raises(ValueError, match="holds no tokens"):
+        PreallocatedCache(model).save(path, model)
+    cache = PreallocatedCache(model)
+    with torch.no_grad():
+        model(**prompts("no_padding", "cpu"), past_key_values=cache)
+    cache.save(path, model)
+    with pytest.raises(ValueError, match="intermediate_size=96, and this one has intermediate_size=64"):
+        PreallocatedCache.load(path, tiny("llama", intermediate_size=64))
+    with pytest.raises(ValueError, match=r"holds torch.float32, and the model runs in torch.bfloat16"):
+        PreallocatedCache.load(path, tiny("llama").to(torch.bfloat16))
+    save_file({"0.keys": torch.zeros(1)}, path, {"format": "hf_fastattn cache 0"})
+    with pytest.raises(ValueError, match="has format 'hf_fastattn cache 0'"):
+        PreallocatedCache.load(path, model)
+
+
+def _parts(path) -> tuple[dict, dict]:
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as file:
+        return file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+
+def _seen(**counts) -> dict:
+    return {"seen": json.dumps({name.removeprefix("_"): count for name, count in counts.items()})}
+
+
+# What is changed in the metadata, and in the tensors; what the refusal says.
+LIES = {
+    "fewer seen": (_seen(_0=1, _1=1), {}, "1 tokens were seen"),
+    "more seen": (_seen(_0=97, _1=97), {}, "97 tokens were seen, .* 97 or more, and 0.keys has 96"),
+    "one more": (_seen(_0=96, _1=97), {}, "should have one number"),
+    "none seen": (_seen(_0=0, _1=0), {}, "should have one number"),
+    "not a number": (_seen(_0=96.0, _1=True), {}, "should have one number"),
+    "of other layers": (_seen(_0=96, _2=96), {}, "should have one number"),
+    "a list": ({"seen": "[96, 96]"}, {}, "where a JSON object 'seen' should be"),
+    "cut short": ({"seen": '{"0": 96'}, {}, "where a JSON object 'seen' should be"),
+    "no seen": ({"seen": None}, {}, "None where a JSON object 'seen' should be"),
+    "no config": ({"config": None}, {}, "None where a JSON object 'config' should be"),
+    "another config": ({"config": "{}"}, {}, "and this one has"),
+    "no format": ({"format": None}, {}, "has format None"),
+    "no values": ({}, {"1.values": None}, "missing or too much: 1.values"),
+    "one too many": ({}, {"2.keys": lambda t: t["1.keys"].clone()}, "missing or too much: 2.keys"),
+    "a layer cut": ({}, {name: lambda t, name=name: t[name][:, :, :30] for name in ("1.keys", "1.values")}, "1.keys has 30"),
+    "keys cut": ({}, {"1.keys": lambda t: t["1.keys"][:, :, 1:]}, "keys of shape .* in layer 1"),
+    "three axes": ({}, {"0.keys": lambda t: t["0.keys"][0]}, "0.keys of shape"),
+    "no rows": ({}, {name: lambda t, name=name: t[name][:0] for name in ("0.keys", "0.values")}, "0.keys of shape"),
+    "fewer rows": ({}, {name: lambda t, name=name: t[name][:2] for name in ("1.keys", "1.values")}, r"\[2, 3\] rows"),
+    "fewer heads": ({}, {name: lambda t, name=name: t[name][:, :1] for name in ("1.keys", "1.values")}, "asks for"),
+    "narrower": ({}, {"0.values": lambda t: t["0.values"][..., :8]}, "asks for"),
+    "another dtype": ({}, {"1.keys": lambda t: t["1.keys"].half()}, "keys in torch.float16 and torch.float32"),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    model, path = tiny("llama"), tmp_path_factory.mktemp("saved") / "tokens.safetensors"
+    cache = PreallocatedCache(model)
+    with torch.no_grad():
+        model(**prompts("no_padding", "cpu"), past_key_values=cache)
+    cache.save(path, model)
+    return model, path
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_file_that_contradicts_itself_is_refused(tmp_path, saved, lie):
+    from safetensors.torch import save_file
+
+    model, path = saved
+    meta, tensors = _parts(path)
+    changed_meta, changed, match = LIES[lie]
+    meta = {name: value for name, value in {**meta, **changed_meta}.items() if value is not None}
+    changed = {name: change and change(tensors).contiguous() for name, change in changed.items()}
+    tensors = {name: tensor for name, tensor in {**tensors, **changed}.items() if tensor is not None}
+    save_file(tensors, tmp_path / "lies", meta)
+    with pytest.raises(ValueError, match=match) as error:
+        PreallocatedCache.load(tmp_path / "lies", model)
+    assert str(tmp_path / "lies") in str(error.value)
+
+
+def test_what_is_no_file_of_ours_is_refused(tmp_path, saved):
+    model, path = saved
+    whole, broken = path.read_bytes(), tmp_path / "broken"
+    for content in (b"", b"{}", b"no such thing" * 99, whole[:7], whole[:100], whole[:1500], whole[:-1], whole + b"0"):
+        broken.write_bytes(content)
+        with pytest.raises(ValueError, match="is no safetensors file, or not all of one") as error:
+            PreallocatedCache.load(broken, model)
+        assert type(error.value) is ValueError and str(broken) in str(error.value)
+    with pytest.raises(ValueError, match="is a directory"):
+        PreallocatedCache.load(tmp_path, model)
+    with pytest.raises(FileNotFoundError):
+        PreallocatedCache.load(tmp_path / "missing", model)
+
+
+def test_a_window_of_a_saved_cache_may_have_moved(tmp_path):
+    """A sliding layer keeps what its window needs, or more; less, or more than it saw, it cannot have written."""
+    from safetensors.torch import save_file
+
+    model, path = family(WINDOWED, "cpu"), tmp_path / "tokens"
+    cache = PreallocatedCache(model)
+    with torch.no_grad():
+        model(**prompts("no_padding", "cpu"), past_key_values=cache)
+    cache.save(path, model)
+    meta, tensors = _parts(path)
+    for kept, loads in ((96, True), (15, True), (14, False)):
+        save_file({name: tensor[:, :, -kept:].contiguous() for name, tensor in tensors.items()}, path, meta)
+        if loads:
+            assert PreallocatedCache.load(path, model).get_seq_length() == 96
+            continue
+        with pytest.raises(ValueError, match=r"96 tokens were seen, of which this layer keeps 15 or more, and 0.keys has 14"):
+            PreallocatedCache.load(path, model)
+
+
+def test_layers_that_hold_different_numbers_of_tokens_are_not_saved(tmp_path):
+    model, states = tiny("llama"), torch.zeros(1, 2, 5, 16)
+    cache = PreallocatedCache(model)
+    cache.update(states, states, 0)
+    with pytest.raises(ValueError, match="5 in layer 0, 0 in layer 1"):
+        cache.save(tmp_path / "tokens", model)
+    cache.reset()
+    with pytest.raises(ValueError, match="holds no tokens"):
+        cache.save(tmp_path / "tokens", model)
