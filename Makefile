@@ -9,7 +9,7 @@ PYTEST := OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n logical --maxproc
 NEED_GPU = $(PYTHON) -c 'import torch; raise SystemExit(None if torch.cuda.is_available() else \
 	"This target needs a CUDA GPU and a torch built for it, and torch.cuda.is_available() is False here.")'
 
-.PHONY: help demo test test-cpus test-oldest test-gpu matrix bench clean
+.PHONY: help demo test test-cpus test-oldest test-state test-gpu matrix bench clean
 
 help:
 	@echo "make demo         generate text with sdpa and every exact backend, and compare"
@@ -17,6 +17,7 @@ help:
 	@echo "make test-oldest  the tests of the wiring on the oldest supported Transformers"
 	@echo "make test-cpus    the tests that compare numbers, as CPUs without AVX2, with AVX2, with AVX-512 and as MKL elsewhere would round"
 	@echo "make test-gpu     all tests on this machine's GPU, with the python3 and the packages that are there"
+	@echo "make test-state   $(STATES) random sequences of what users do between two calls, patched beside unpatched (half an hour)"
 	@echo "make matrix       every model of Transformers, oldest and newest, against eager; writes docs/models.md (under an hour)"
 	@echo "make bench        time the kernels beside torch's own on this machine's GPU; results in examples/results"
 	@echo "make clean        remove the virtual environments"
@@ -37,6 +38,10 @@ test-oldest: $(OLDEST)/.stamp
 
 test-cpus: $(VENV)/.test
 	$(VENV)/bin/python tests/cpus.py
+
+STATES ?= 200
+test-state: $(VENV)/.test
+	HF_FASTATTN_STATES=$(STATES) $(PYTEST) tests/test_state.py -k random
 
 # What a stopped run has done is in build/, and is not done again; a run of other code begins with `rm -r build/matrix*`.
 MATRIX := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONPATH=.

@@ -1,0 +1,394 @@
+"""Steps of tests/state.py that change how generate() is called: configurations, caches, modes, the patch itself."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import itertools
+
+import torch
+from state import PROCESS, Interrupted, action
+from state_model import noise
+from transformers import LogitsProcessor, LogitsProcessorList
+
+import hf_fastattn
+from hf_fastattn.kernels import reference
+
+# Configurations
+
+
+@action(8)
+def edit_the_config(side, variant):
+    config = side.model.config
+    if variant == 0:
+        config.rope_parameters["rope_theta"] *= 3
+    elif variant in (1, 2):  # smaller, larger
+        if getattr(config, "sliding_window", None):
+            config.sliding_window = window = (8, 64)[variant - 1]
+            for layer in side.layers:  # which have read it once and for all
+                if layer.self_attn.sliding_window:
+                    layer.self_attn.sliding_window = window
+            side.kept.clear()
+    elif variant == 3:
+        config.attention_dropout = 0.5
+    elif variant == 4:
+        config.rms_norm_eps = 0.5
+    elif variant == 5:
+        config.use_cache = not config.use_cache
+    elif variant == 6:
+        config.some_setting = {"of": ["a", "user"]}
+    else:
+        config.hidden_act = "relu"
+
+
+@action(2)
+def edit_attention(side, variant):
+    for layer in side.layers:
+        if variant == 0:
+            layer.self_attn.scaling *= 0.5
+        else:
+            layer.input_layernorm.variance_epsilon = 0.7
+
+
+@action(4)
+def rotate_otherwise(side, variant):
+    rotary = side.model.model.rotary_emb
+    if variant == 0:
+        rotary.attention_scaling *= 1.4
+    elif variant == 1:
+        rotary.rope_type = "dynamic"
+    elif variant == 2:
+        config = copy.deepcopy(side.model.config)
+        config.rope_parameters["rope_theta"] = 100.0
+        side.model.model.rotary_emb = type(rotary)(config).eval()
+    else:
+        forward = type(rotary).forward
+        rotary.forward = lambda x, position_ids: forward(rotary, x, position_ids * 2)
+
+
+@action(9)
+def edit_the_generation_config(side, variant):
+    config = side.model.generation_config
+    name, value = (
+        ("do_sample", True),
+        ("temperature", 3.0),
+        ("repetition_penalty", 3.0),
+        ("max_length", 40),
+        ("eos_token_id", 5),
+        ("use_cache", False),
+        ("num_return_sequences", 2),
+        ("prefill_chunk_size", 7),
+        ("top_k", 3),
+    )[variant]
+    before = getattr(config, name)
+    setattr(config, name, value)
+    if name == "num_return_sequences":
+        side.model.generation_config.do_sample = True
+    return lambda side: setattr(side.model.generation_config, name, before)
+
+
+@action(4)
+def set_attention(side, variant):
+    before = side.model.config._attn_implementation
+    side.model.set_attn_implementation(("sdpa", "eager", "reference", "split_kv")[variant])
+    return lambda side: side.model.set_attn_implementation(before)
+
+
+def _signed(sign: float):
+    def attention(q, k, v, spans=None, **options):
+        return sign * reference.attention(q, k, v, spans, **options)
+
+    return hf_fastattn.Backend(name="users_own", summary="of a user", prefill=attention)
+
+
+@action(2)
+def register_a_backend_again(side, variant):
+    sign = side.scratch["sign"] = -side.scratch.get("sign", 1.0)
+    hf_fastattn.register(_signed(sign))
+    if side.model.config._attn_implementation != "users_own":
+        side.model.set_attn_implementation("users_own")
+
+
+# Calls
+
+
+@action(12)
+def call_otherwise(side, variant):
+    call = side.call
+    if variant < 3:
+        call.rows = variant + 1
+    elif variant < 6:
+        call.padding = ("no_padding", "left_padding", "holes")[variant - 3]
+    elif variant < 9:
+        call.length = (24, 40, 260)[variant - 6]
+    else:
+        call.new = (NEW_FEW, 4, 12)[variant - 9]
+
+
+NEW_FEW = 2
+
+
+@action(8)
+def ask_otherwise(side, variant):
+    options = (
+        {"do_sample": True, "top_k": 20},
+        {"num_return_sequences": 2, "do_sample": True},
+        {"repetition_penalty": 1.5},
+        {"use_cache": False},
+        {"prefill_chunk_size": 5},
+        {"num_beams": 2},
+        {"cache_implementation": "dynamic"},
+        {"prompt_lookup_num_tokens": 2},
+    )[variant]
+    if "prompt_lookup_num_tokens" in options or "num_beams" in options:
+        side.now = options  # for one call: what they return differs in kind
+        if "prompt_lookup_num_tokens" in options and (side.call.rows > 1 or side.call.options):
+            side.now = {}
+        return None
+    side.call.options = options
+    side.call.seed = variant
+
+    def undo(side):
+        side.call.options, side.call.seed = {}, 0
+
+    return undo
+
+
+@action()
+def keep_the_cache(side, variant):
+    side.keep = True
+
+
+@action(2)
+def drop_caches(side, variant):
+    del side.kept[: 1 + variant]
+    gc.collect()
+
+
+def _continued(side, held) -> dict:
+    cache, ids, mask = held
+    more = noise((len(ids), 5)).abs().mul(40).long() % 40 + 2
+    ids = torch.cat([ids, more], 1)
+    given = {"input_ids": ids, "past_key_values": cache}
+    if mask is not None:
+        mask = mask.repeat_interleave(len(ids) // len(mask), 0)
+        given["attention_mask"] = torch.cat([mask, mask.new_ones(len(ids), ids.shape[1] - mask.shape[1])], 1)
+    return given
+
+
+def _may_continue(side) -> bool:
+    return not (
+        {"num_return_sequences", "use_cache", "cache_implementation", "prefill_chunk_size"} & set(side.call.options)
+    ) and (
+        side.model.generation_config.use_cache is not False
+        and not side.model.generation_config.num_return_sequences
+        and not side.model.generation_config.prefill_chunk_size
+        and not side.model.generation_config.max_length
+    )
+
+
+@action(6)
+def continue_a_conversation(side, variant):
+    """From a cache that is held: the last or the first of them, as it is, cropped, or copied."""
+    if not side.kept or not _may_continue(side):
+        return
+    held = side.kept[-1 if variant % 2 else 0]
+    if variant // 2 == 1:
+        if side.streams or any(held[0].is_sliding):
+            return  # neither takes tokens back
+        held[0].crop(-2)
+    elif variant // 2 == 2:
+        held = (copy.deepcopy(held[0]), *held[1:])
+    else:
+        side.kept = [other for other in side.kept if other[0] is not held[0]]
+    side.given = _continued(side, held)
+
+
+class At(LogitsProcessor):
+    """Does something at the n-th token."""
+
+    def __init__(self, n: int, what):
+        self.left, self.what = n, what
+
+    def __call__(self, input_ids, scores):
+        if self.left == 0:
+            self.what()
+        self.left -= 1
+        return scores
+
+
+def _fail(error):
+    raise error
+
+
+class Streamer:
+    def __init__(self, n, error):
+        self.left, self.error = n, error
+
+    def put(self, tokens):
+        if self.left == 0:
+            raise self.error
+        self.left -= 1
+
+    def end(self):
+        pass
+
+
+@action(24)
+def raise_in_the_middle(side, variant):
+    """From a processor, a criterion, a streamer or the model's own code; at the first token or later ones; also as Ctrl-C."""
+    error = (Interrupted, KeyboardInterrupt)[variant % 2]("a user's")
+    at, where = (0, 1, 3)[variant // 2 % 3], variant // 6
+    at = min(at, side.call.new - 1)
+    if where == 0:
+        side.now = {"logits_processor": LogitsProcessorList([At(at, lambda: _fail(error))])}
+    elif where == 1:
+        counting = itertools.count()
+
+        def criterion(ids, scores, **kwargs):
+            if next(counting) == at:
+                raise error
+            return torch.zeros(len(ids), dtype=torch.bool)
+
+        side.now = {"stopping_criteria": [criterion]}
+    elif where == 2:
+        if side.call.rows == 1 and not side.call.options:
+            side.now = {"streamer": Streamer(at, error)}
+    else:
+        _raise_in_a_forward(side, at, error)
+
+
+def _raise_in_a_forward(side, at: int, error):
+    """Once, while the model runs. At which step differs between the two: a replay runs no Python. So both run but one token."""
+    norm = side.model.model.norm
+    calls = itertools.count()
+
+    class Once:
+        def __call__(self, x):
+            if next(calls) == at:
+                raise error
+            return type(norm).forward(norm, x)
+
+    @contextlib.contextmanager
+    def context(side):
+        norm.forward = Once()
+        try:
+            yield
+        finally:
+            vars(norm).pop("forward", None)
+            side.contexts.remove(context)
+
+    if "forward" not in vars(norm) and at < 2:
+        side.contexts.append(context)
+
+
+@action(4)
+def generate_within_generate(side, variant):
+    """A processor that asks the same model, at the first token or later, for the same batch or another."""
+
+    def ask():
+        inner = {"input_ids": side.inputs()["input_ids"][:1]} if variant % 2 else side.inputs()
+        side.model.generate(**inner, max_new_tokens=5, do_sample=False)
+
+    side.now = {"logits_processor": LogitsProcessorList([At((0, 3)[variant // 2], ask)])}
+
+
+@action(3)
+def forward_by_hand(side, variant):
+    """The model called outside generate(), with and without a cache."""
+    ids = side.inputs()["input_ids"]
+    if variant == 0:
+        side.model(ids)
+    elif variant == 1:
+        out = side.model(ids, use_cache=True)
+        side.model(ids[:, :1], past_key_values=out.past_key_values)
+    else:
+        side.model.train()
+        side.model.eval()
+
+
+@action(3)
+def modes(side, variant):
+    context = (
+        lambda side: torch.inference_mode(),
+        lambda side: torch.no_grad(),
+        lambda side: torch.autocast("cpu", torch.bfloat16),
+    )[variant]
+    if variant == 2:
+        return None
+    side.contexts.append(context)
+    return lambda side: side.contexts.remove(context)
+
+
+@action(5)
+def settings_of_the_process(side, variant):
+    if variant == 0:
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("high" if before == "highest" else "highest")
+        return lambda side: torch.set_float32_matmul_precision("highest")
+    if variant == 1:
+        torch.use_deterministic_algorithms(True)
+        return lambda side: torch.use_deterministic_algorithms(False)
+    if variant == 2:
+        torch.backends.mkldnn.enabled = False
+
+        def undo(side):
+            torch.backends.mkldnn.enabled = True
+
+        return undo
+    if variant == 3:
+        torch.set_default_dtype(torch.float64)
+        return lambda side: torch.set_default_dtype(torch.float32)
+    torch.backends.cuda.matmul.allow_tf32 = True
+
+    def undo(side):
+        torch.backends.cuda.matmul.allow_tf32 = False
+
+    return undo
+
+
+PROCESS.add("settings_of_the_process")
+
+
+@action()
+def train_and_back(side, variant):
+    side.model.train()
+    return lambda side: side.model.eval()
+
+
+@action(2)
+def train_a_part(side, variant):
+    part = side.layers[0].mlp if variant else side.model.model.norm
+    part.train()
+    return lambda side: side.model.eval()
+
+
+# The patch itself
+
+
+@action(3)
+def patch_again(side, variant):
+    if side.patch is not None:
+        hf_fastattn.unpatch(side.model)
+        side.kept.clear()
+        side.apply(**({}, {"graph": False}, {"fuse": False})[variant])
+    else:
+        side.kept.clear()
+
+
+@action()
+def deepcopy_the_model(side, variant):
+    if side.peft is None:
+        side.model = copy.deepcopy(side.model)
+        side.taking_back = {name: undo for name, undo in side.taking_back.items() if name in PROCESS}
+        side.contexts = []
+
+
+@action()
+def share_modules_with_another_model(side, variant):
+    """A second model over the same inner model is used in between, patched on our side."""
+    other = type(side.model)(copy.deepcopy(side.model.config)).eval()
+    other.model, other.lm_head = side.model.model, side.model.lm_head
+    with torch.no_grad():
+        other.generate(**side.inputs(), max_new_tokens=4, do_sample=False)

@@ -1,0 +1,323 @@
+"""Steps of tests/state.py that change a model's weights, modules and adapters."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from state import PROCESS, action
+from torch import nn
+
+
+def linears(side) -> list[nn.Linear]:
+    return [module for module in side.model.modules() if type(module) is nn.Linear]
+
+
+def pick(side, variant: int) -> nn.Linear:
+    """The linear layer of so many, early and late ones in turn."""
+    found = linears(side)
+    return found[(-1 - variant // 2) if variant % 2 else variant // 2]
+
+
+def noise(shape, seed: int = 7, scale: float = 1.0) -> torch.Tensor:
+    return scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+# Weights
+
+
+@action(4)
+def copy_into_a_weight(side, variant):
+    weight = pick(side, variant).weight
+    weight.copy_(weight.flip(0).clone())
+
+
+@action(4)
+def replace_a_parameter(side, variant):
+    layer = pick(side, variant)
+    layer.weight = nn.Parameter(layer.weight.detach().flip(0).clone())
+
+
+@action(3)
+def transpose_a_weight(side, variant):
+    """The same storage, other strides."""
+    for layer in side.layers:
+        for name in (("o_proj",), ("q_proj",), ("q_proj", "o_proj"))[variant]:
+            module = getattr(layer.self_attn, name)
+            if type(module) is nn.Linear and module.weight.shape[0] == module.weight.shape[1]:
+                module.weight = nn.Parameter(module.weight.detach().t())
+
+
+@action(4)
+def point_data_elsewhere(side, variant):
+    weight = pick(side, 1).weight
+    other = weight.detach().roll(1, 0).clone()
+    if variant == 0:
+        weight.data = other
+    elif variant == 1:
+        weight.set_(other)
+    elif variant == 2:  # other strides over a storage of its own
+        weight.data = other.t().contiguous().t()
+    else:  # another part of one storage
+        side.scratch["both"] = torch.cat([weight.detach().clone(), other])
+        weight.data = side.scratch["both"][len(other) :]
+
+
+@action(2)
+def load_a_state_dict(side, variant):
+    with torch.no_grad():
+        weights = {
+            name: tensor.roll(1, -1) if "mlp" in name else tensor.clone() for name, tensor in side.model.state_dict().items()
+        }
+    side.model.load_state_dict(weights, assign=bool(variant))
+
+
+@action(2)
+def cut_the_vocabulary(side, variant):
+    head = side.model.lm_head
+    if type(head) is nn.Linear and len(head.weight) > 48:
+        if variant:
+            head.weight = nn.Parameter(head.weight.detach()[:48])
+        else:
+            head.weight = nn.Parameter(head.weight.detach()[16:64])
+
+
+@action()
+def tie_the_head_to_the_embeddings(side, variant):
+    side.model.lm_head.weight = side.model.model.embed_tokens.weight
+
+
+@action(2)
+def one_parameter_serves_two_layers(side, variant):
+    name = ("mlp", "self_attn")[variant]
+    a, b = (linears_of(getattr(layer, name)) for layer in side.layers[:2])
+    for one, other in zip(a, b, strict=False):
+        if one.weight.shape == other.weight.shape:
+            one.weight = other.weight
+
+
+def linears_of(module) -> list[nn.Linear]:
+    return [m for m in module.modules() if type(m) is nn.Linear]
+
+
+@action(3)
+def cast(side, variant):
+    side.model.to((torch.bfloat16, torch.float16, torch.float32)[variant])
+    side.kept.clear()
+
+
+@action(2)
+def change_a_buffer(side, variant):
+    rotary = side.model.model.rotary_emb
+    if variant:
+        rotary.inv_freq = rotary.inv_freq * 0.7
+    else:
+        rotary.inv_freq.mul_(0.7)
+
+
+@action()
+def parametrize_a_weight(side, variant):
+    class Negative(nn.Module):
+        def forward(self, x):
+            return -x
+
+    layer = linears(side)[2]
+    nn.utils.parametrize.register_parametrization(layer, "weight", Negative())
+    return None
+
+
+@action()
+def prune_a_weight(side, variant):
+    from torch.nn.utils import prune
+
+    prune.l1_unstructured(linears(side)[1], "weight", amount=0.5)
+
+
+# Modules
+
+
+class Skip(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return 0 * self.inner(x)
+
+
+class Twice(nn.Sequential):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+@action(4)
+def wrap_a_module(side, variant):
+    layer = side.layers[variant % 2]
+    kind = Skip if variant < 2 else Twice
+    layer.mlp = kind(layer.mlp).eval()
+
+    def undo(side):
+        layer = side.layers[variant % 2]
+        if isinstance(layer.mlp, (Skip, Twice)):
+            layer.mlp = next(layer.mlp.children())
+
+    return undo
+
+
+class Minus(nn.Module):
+    def forward(self, x):
+        return -x
+
+
+@action(4)
+def replace_a_module(side, variant):
+    layer = side.layers[variant % 2]
+    layer.mlp = nn.Identity() if variant < 2 else Minus()
+
+
+@action(2)
+def replace_an_activation(side, variant):
+    for layer in side.layers:
+        for module in layer.mlp.modules():
+            if "act_fn" in vars(module) or "act_fn" in module._modules:
+                vars(module).pop("act_fn", None)
+                module._modules.pop("act_fn", None)
+                module.act_fn = (nn.ReLU(), nn.functional.relu)[variant] if variant == 0 else torch.tanh
+
+
+@action(2)
+def change_a_class(side, variant):
+    mlp = side.layers[variant].mlp
+    cls = type(mlp)
+    mlp.__class__ = type(cls.__name__, (cls,), {"forward": lambda self, x, _f=cls.forward: -_f(self, x)})
+
+    def undo(side):
+        mlp = side.layers[variant].mlp
+        if type(mlp).__mro__[1] is cls:
+            mlp.__class__ = cls
+
+    return undo
+
+
+@action()
+def change_a_method_of_a_class(side, variant):
+    cls = type(side.model.model.norm)
+    if "forward" not in vars(cls):
+        cls = cls.__mro__[1]
+    if hasattr(cls.forward, "before"):  # the other side has done it for both
+        return lambda side: None
+    before = cls.forward
+
+    def negative(self, x):
+        return -before(self, x)
+
+    negative.before = before
+    cls.forward = negative
+
+    def undo(side):
+        cls.forward = before
+
+    return undo
+
+
+PROCESS.add("change_a_method_of_a_class")
+
+
+@action()
+def swap_the_mlps(side, variant):
+    a, b = side.layers[:2]
+    a.mlp, b.mlp = b.mlp, a.mlp
+
+
+@action()
+def swap_the_layers(side, variant):
+    side.layers[0], side.layers[1] = side.layers[1], side.layers[0]
+
+
+@action(2)
+def remove_a_layer(side, variant):
+    if len(side.layers) > 1:
+        del side.layers[1]
+        if variant:
+            side.model.config.num_hidden_layers = 1
+            if getattr(side.model.config, "layer_types", None):
+                side.model.config.layer_types = side.model.config.layer_types[:1]
+        side.kept.clear()
+
+
+@action()
+def add_a_layer(side, variant):
+    config = side.model.config
+    new = copy.deepcopy(side.layers[0])
+    new.self_attn.layer_idx = len(side.layers)
+    side.layers.append(new)
+    config.num_hidden_layers = len(side.layers)
+    if getattr(config, "layer_types", None):
+        config.layer_types = [*config.layer_types, config.layer_types[0]]
+    side.kept.clear()
+
+
+# Adapters
+
+
+@action(2)
+def add_an_adapter(side, variant):
+    import peft
+
+    torch.manual_seed(variant)
+    name = f"adapter{side.scratch.setdefault('adapters', 0)}"
+    side.scratch["adapters"] += 1
+    targets = ["q_proj", "v_proj"] if variant else ["down_proj"]
+    config = peft.LoraConfig(r=4, lora_alpha=64, target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM")
+    if side.peft is None:
+        side.peft = peft.get_peft_model(side.model, config, adapter_name=name)
+    else:
+        side.peft.add_adapter(name, config)
+    side.peft.eval()
+
+
+@action(3)
+def set_an_adapter(side, variant):
+    if side.peft is not None and side.peft.peft_config:
+        names = list(side.peft.peft_config)
+        side.peft.set_adapter(names[variant % len(names)])
+
+
+@action()
+def disable_adapters(side, variant):
+    if side.peft is None:
+        return None
+    context = side.peft.disable_adapter()
+    context.__enter__()
+    return lambda side: context.__exit__(None, None, None)
+
+
+@action()
+def merge_adapters(side, variant):
+    if side.peft is None:
+        return None
+    side.peft.merge_adapter()
+    return lambda side: side.peft.unmerge_adapter() if side.peft is not None else None
+
+
+@action()
+def delete_an_adapter(side, variant):
+    if side.peft is not None and len(side.peft.peft_config) > 1:
+        side.peft.delete_adapter(next(iter(side.peft.peft_config)))
+
+
+@action()
+def scale_an_adapter(side, variant):
+    for module in side.model.modules():
+        if hasattr(module, "scaling") and isinstance(module.scaling, dict):
+            for name in module.scaling:
+                module.scaling[name] *= -1.5
+
+
+@action()
+def unload_adapters(side, variant):
+    if side.peft is not None:
+        side.peft.unload()
+        side.peft = None
+        for name in ("disable_adapters", "merge_adapters"):
+            side.taking_back.pop(name, None)

@@ -1,0 +1,112 @@
+"""Random sequences of what users do between two calls of generate(): a patched model and its unpatched twin agree after each.
+
+`make test-state` runs many sequences, other ones each time. What they find becomes a row of FOUND.
+"""
+
+from __future__ import annotations
+
+import os
+
+import fake_graph
+import pytest
+import state_calls  # noqa: F401 (they fill ACTIONS)
+import state_model  # noqa: F401
+import state_python
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from state import ACTIONS, WORLDS, Different, World
+
+from hf_fastattn.patches.survey import Fingerprint
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+MANY = int(os.environ.get("HF_FASTATTN_STATES", "0"))  # sequences; 0: a few, the same in every run
+
+steps = st.sampled_from(sorted(ACTIONS)).flatmap(lambda name: st.tuples(st.just(name), st.integers(0, ACTIONS[name][1] - 1)))
+
+
+@pytest.fixture(autouse=True)
+def captured(monkeypatch):
+    fake_graph.use(monkeypatch)
+
+
+def run(world: str, sequence) -> World:
+    made = World(world)
+    try:
+        return made.run(sequence)
+    finally:
+        made.close()
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@settings(
+    max_examples=-(-MANY // len(WORLDS)) or 2,
+    derandomize=not MANY,
+    deadline=None,
+    phases=(Phase.generate, Phase.shrink),
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(sequence=st.lists(steps, min_size=3, max_size=8))
+def test_random_sequences(world, sequence):
+    run(world, sequence)
+
+
+def held(kind: str) -> list[tuple[str, int]]:
+    """A module that holds its vector in this way; another vector; and a third."""
+    return 3 * [("steer", state_python.HOLDERS.index(kind))]
+
+
+# By what was wrong once: where, and the shortest way there.
+FOUND = {
+    "a function made where a deleted one was": ("llama", [("set_another_forward", 0)] * 3),
+    "a forward that reads a list": ("llama", [("change_what_a_forward_reads", 0)] * 3),
+    "a forward's closure": ("llama", [("change_what_a_forward_reads", 5)] * 3),
+    "a partial's keyword": ("llama", [("change_what_a_forward_reads", 3)] * 3),
+    "a vector in a dict": ("llama", held("dict")),
+    "a vector within containers": ("llama", held("nested")),
+    "a vector in an object": ("llama", held("dataclass")),
+    "a vector as a default argument": ("llama", held("default")),
+    "a vector bound to its method": ("llama", held("method")),
+    "a global vector": ("llama", held("global")),
+    "an object's property": ("llama", held("property")),
+    "a vector replaced in its container": ("llama", [*held("nested")[:1], *[("replace_what_a_container_holds", 0)] * 2]),
+    "the same storage in other strides": ("llama", [("transpose_a_weight", 1)] * 2),
+    "a smaller vocabulary": ("llama", [("cut_the_vocabulary", 1)]),
+    "a wrapped module": ("llama", [("wrap_a_module", 1)] * 3),
+    "another class": ("llama", [("change_a_class", 0)] * 3),
+    "another method of a class": ("llama", [("change_a_method_of_a_class", 0)] * 3),
+    "another function in a model's file": ("llama", [("change_a_function_of_a_file", 0)] * 3),
+    "a backend registered again": ("llama", [("register_a_backend_again", 0)] * 3),
+    "a layer removed": ("llama", [("remove_a_layer", 0)]),
+    "a layer added": ("llama", [("add_a_layer", 0)]),
+    "a window made larger": ("two kinds of layers", [("edit_the_config", 2)]),
+    "another dtype, over a rolling cache": ("rolling", [("cast", 0), ("cast", 2)]),
+    "a file of settings": ("llama", held("file of settings")),
+    "a class of settings": ("llama", held("class of settings")),
+    "a context variable": ("llama", held("context variable")),
+    "a thread's own": ("llama", held("thread local")),
+    "an attribute read past its module": ("llama", held("own dict")),
+    "an attribute that a forward counts in": ("llama", [("count_in_a_forward", 0)]),
+    "a counter in a forward's closure": ("llama", [("count_in_a_forward", 1)]),
+    "a list that a forward fills": ("llama", [("count_in_a_forward", 2)]),
+    "no cache asked for": ("llama", [("ask_otherwise", 3)] * 2),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_was_wrong_once(name):
+    world = run(*FOUND[name])
+    assert not world.refused
+
+
+def test_a_graph_that_is_stale_is_noticed(monkeypatch):
+    """The comparison itself: with nothing to tell one state from another, steps are replayed that should not be."""
+    monkeypatch.setattr(Fingerprint, "differences", lambda *_: [])
+    for sequence in (held("dict"), [("replace_a_parameter", 1)], [("edit_attention", 0)], [("set_forward", 0)]):
+        with pytest.raises(Different, match="logits of step 1 differ"):
+            run("llama", sequence)
+
+
+def test_steps_are_captured_and_replayed():
+    world = run("llama", [("copy_into_a_weight", 1), ("call_otherwise", 1), ("drop_caches", 0)])
+    patch = world.ours.patch
+    assert (patch.captures, patch.replays, patch.reasons) == (2, 18, [])  # four replays of a call that captures, else five
