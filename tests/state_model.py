@@ -231,6 +231,8 @@ def swap_the_mlps(side, variant):
 
 @action()
 def swap_the_layers(side, variant):
+    if len(set(getattr(side.model.config, "layer_types", None) or ())) > 1:
+        return  # Transformers itself takes the mask of one kind for that of the other
     side.layers[0], side.layers[1] = side.layers[1], side.layers[0]
 
 
@@ -249,7 +251,7 @@ def remove_a_layer(side, variant):
 def add_a_layer(side, variant):
     config = side.model.config
     new = copy.deepcopy(side.layers[0])
-    new.self_attn.layer_idx = len(side.layers)
+    new.self_attn.layer_idx, new.self_attn.config = len(side.layers), side.layers[0].self_attn.config
     side.layers.append(new)
     config.num_hidden_layers = len(side.layers)
     if getattr(config, "layer_types", None):

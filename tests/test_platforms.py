@@ -98,6 +98,8 @@ def gpu(monkeypatch):
 
     def set_up(capability=(7, 5), hip=None):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Tesla T4")
         monkeypatch.setattr(torch.version, "hip", hip)
@@ -162,12 +164,15 @@ def test_two_gpus_of_one_machine_may_differ(gpu, monkeypatch):
 
 
 @pytest.mark.parametrize("device", ["mps", "xpu", "meta"])
-def test_other_devices_are_named(device):
+def test_other_devices_are_named(monkeypatch, device):
     says = rf"kernel runs on CUDA devices .* got a tensor on '{device}'. Use attn_implementation=\"sdpa\" there"
     why_not = hf_fastattn.get("lean").why_not
     assert re.search(says, why_not(num_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float16, device=device))
-    found = explain(tiny("llama", num_hidden_layers=1), device=device, gpu="h200")
-    assert not found.runs and re.search(says, str(found))
+    model = tiny("llama", "sdpa", num_hidden_layers=1)
+    monkeypatch.setattr(type(model), "device", torch.device(device))
+    with pytest.raises(ValueError, match=says):
+        hf_fastattn.patch(model)
+    assert model.config._attn_implementation == "sdpa"
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU, which then is taken for a T4")
