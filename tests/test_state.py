@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from state import ACTIONS, WORLDS, Different, World
 
+from hf_fastattn import registry
 from hf_fastattn.patches.survey import Fingerprint
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -27,6 +28,7 @@ steps = st.sampled_from(sorted(ACTIONS)).flatmap(lambda name: st.tuples(st.just(
 @pytest.fixture(autouse=True)
 def captured(monkeypatch):
     fake_graph.use(monkeypatch)
+    monkeypatch.setattr(registry, "_backends", dict(registry._backends))  # for those that steps register
 
 
 def run(world: str, sequence) -> World:
@@ -51,16 +53,16 @@ def test_random_sequences(world, sequence):
 
 
 def held(kind: str) -> list[tuple[str, int]]:
-    """A module that holds its vector in this way; another vector; and a third."""
-    return 3 * [("steer", state_python.HOLDERS.index(kind))]
+    """A module that holds its vector in this way, and another vector."""
+    return 2 * [("steer", state_python.HOLDERS.index(kind))]
 
 
 # By what was wrong once: where, and the shortest way there.
 FOUND = {
     "a function made where a deleted one was": ("llama", [("set_another_forward", 0)] * 3),
-    "a forward that reads a list": ("llama", [("change_what_a_forward_reads", 0)] * 3),
-    "a forward's closure": ("llama", [("change_what_a_forward_reads", 5)] * 3),
-    "a partial's keyword": ("llama", [("change_what_a_forward_reads", 3)] * 3),
+    "a forward that reads a list": ("llama", [("change_what_a_forward_reads", 0)] * 2),
+    "a forward's closure": ("llama", [("change_what_a_forward_reads", 5)] * 2),
+    "a partial's keyword": ("llama", [("change_what_a_forward_reads", 3)] * 2),
     "a vector in a dict": ("llama", held("dict")),
     "a vector within containers": ("llama", held("nested")),
     "a vector in an object": ("llama", held("dataclass")),
@@ -68,14 +70,14 @@ FOUND = {
     "a vector bound to its method": ("llama", held("method")),
     "a global vector": ("llama", held("global")),
     "an object's property": ("llama", held("property")),
-    "a vector replaced in its container": ("llama", [*held("nested")[:1], *[("replace_what_a_container_holds", 0)] * 2]),
+    "a vector replaced in its container": ("llama", [*held("nested")[:1], ("replace_what_a_container_holds", 0)]),
     "the same storage in other strides": ("llama", [("transpose_a_weight", 1)] * 2),
     "a smaller vocabulary": ("llama", [("cut_the_vocabulary", 1)]),
-    "a wrapped module": ("llama", [("wrap_a_module", 1)] * 3),
-    "another class": ("llama", [("change_a_class", 0)] * 3),
-    "another method of a class": ("llama", [("change_a_method_of_a_class", 0)] * 3),
-    "another function in a model's file": ("llama", [("change_a_function_of_a_file", 0)] * 3),
-    "a backend registered again": ("llama", [("register_a_backend_again", 0)] * 3),
+    "a wrapped module": ("llama", [("wrap_a_module", 1)] * 2),
+    "another class": ("llama", [("change_a_class", 0)] * 2),
+    "another method of a class": ("llama", [("change_a_method_of_a_class", 0)] * 2),
+    "another function in a model's file": ("llama", [("change_a_function_of_a_file", 0)] * 2),
+    "a backend registered again": ("llama", [("register_a_backend_again", 0)] * 2),
     "a layer removed": ("llama", [("remove_a_layer", 0)]),
     "a layer added": ("llama", [("add_a_layer", 0)]),
     "a window made larger": ("two kinds of layers", [("edit_the_config", 2)]),
