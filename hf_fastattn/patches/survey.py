@@ -128,7 +128,7 @@ class _Walker:
         self.seen: dict[int, str] = {}  # id of what was looked at: where
         self.kept: list = []  # what has no other owner while ids of it are in `seen`
         self.configs: list = []
-        self.classes: dict[type, tuple] = {}
+        self.classes: dict[type, tuple] = {}  # (what is known of it, attributes of its modules that do not count)
         self.outside: list[torch.nn.Module] = []  # modules that attributes and functions refer to
         self.left = LIMIT
         self.where = ""
@@ -149,10 +149,9 @@ class _Walker:
     # ---- modules ----
 
     def modules(self, model: torch.nn.Module) -> list[Record]:
-        records = [self._record(path, module) for path, module in _tree(model) if not self._met(module)]
+        records = self._records("", model)
         while self.outside:
-            module = self.outside.pop()
-            records += [self._record(f"{path} outside the model", each) for path, each in _tree(module) if not self._met(each)]
+            records += self._records("outside the model", self.outside.pop())
         done = 0
         while done < len(self.configs):  # a configuration may hold others
             config = self.configs[done]
@@ -162,37 +161,44 @@ class _Walker:
             records.append(Record(self.where, (done,), fields))
         return records
 
-    def _record(self, path: str, module: torch.nn.Module) -> Record:
-        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
-            if hook is not rolling.prepare and not compat.is_inert_hook(hook):
-                name = getattr(hook, "__qualname__", type(hook).__qualname__)
-                raise Uncapturable(f"{type(module).__name__} has the forward hook {name}, and a graph would not run it")
-        values = vars(module)
-        if module.training and values.get("gradient_checkpointing"):
-            raise Uncapturable("gradient checkpointing is on in training mode, which drops the cache; call model.eval()")
-        cls = type(module)
-        if cls not in self.classes:
-            self.where = cls.__name__
-            self.classes[cls] = self._class(cls)
-        fixed = [self.same(module), self.classes[cls], module.training]
-        for name, child in module._modules.items():
-            fixed += name, None if child is None else self.same(child)
-        for group in (module._parameters, module._buffers):
-            for name, tensor in group.items():
-                fixed += name, None if tensor is None else self.tensor(tensor)
-                if tensor is not None:
-                    self.devices.add(tensor.device)
-        skipped = compat.bookkeeping() | {MARK} if isinstance(module, compat.PreTrainedModel) else ()
-        attributes = {}
-        for name, value in values.items():
-            if name in _MODULE_ATTRIBUTES or name in skipped:
+    def _records(self, root: str, top: torch.nn.Module) -> list[Record]:
+        """A record of each module from `top` on; this runs once per module and generate(), and is kept short."""
+        records, seen, held, classes = [], self.seen, self.held, self.classes
+        for path, module in _tree(root, top):
+            values, cls = vars(module), type(module)
+            ref = weakref.ref(module)
+            held.append(ref)
+            if id(module) in seen:
+                records.append(Record(path, (id(ref),), {}))  # at a second place
                 continue
-            if type(value) in SCALARS and value == value:
-                attributes[name] = value
-            else:
-                self.where = f"{path}.{name}".lstrip(".")
-                attributes[name] = self.value(value)
-        return Record(path, tuple(fixed), attributes)
+            seen[id(module)] = path
+            if cls not in classes:
+                classes[cls] = self._known(cls)
+            known, skipped = classes[cls]
+            if values["_forward_hooks"] or values["_forward_pre_hooks"]:
+                _check_hooks(module)
+            training = values["training"]
+            if training and values.get("gradient_checkpointing"):
+                raise Uncapturable("gradient checkpointing is on in training mode, which drops the cache; call model.eval()")
+            fixed = [id(ref), known, training, *values["_modules"]]
+            for group in (values["_parameters"], values["_buffers"]):
+                for name, tensor in group.items():
+                    fixed += name, None if tensor is None else self.tensor(tensor)
+                    if tensor is not None:
+                        self.devices.add(tensor.device)
+            attributes = {name: values[name] for name in values.keys() - skipped}
+            for name, value in attributes.items():
+                if type(value) not in SCALARS or value != value:
+                    self.where = f"{path}.{name}".lstrip(".")
+                    attributes[name] = self.value(value)
+            records.append(Record(path, tuple(fixed), attributes))
+        return records
+
+    def _known(self, cls: type) -> tuple[tuple, frozenset[str]]:
+        """(a class, attributes of its modules that do not count)."""
+        self.where = cls.__name__
+        ours = compat.bookkeeping() | {MARK} if issubclass(cls, compat.PreTrainedModel) else frozenset()
+        return self._class(cls), _MODULE_ATTRIBUTES | ours
 
     def _class(self, cls: type) -> tuple:
         found: list = [self.same(cls)]
@@ -268,10 +274,10 @@ class _Walker:
         """Where a tensor lies and how."""
         if type(tensor) not in _PLAIN_TENSORS:
             return self._strange(tensor)
-        pointer = _pointer(tensor)
-        if self.device.type != "cpu" and not tensor.dim() and not tensor.is_cuda and tensor.device.type == "cpu":
+        pointer, shape = _pointer(tensor), tensor.shape
+        if not shape and self.device.type != "cpu" and tensor.device.type == "cpu":
             return pointer, tensor.dtype, tensor.item()  # a launch takes its value, not its address
-        return pointer, tensor.shape, tensor.stride(), tensor.dtype
+        return pointer, shape, tensor.stride(), tensor.dtype
 
     def _strange(self, tensor: torch.Tensor) -> tuple:
         """A tensor of a class of its own, by the tensors that it is made of."""
@@ -345,17 +351,25 @@ class _Walker:
         return False
 
 
-def _tree(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+def _tree(root: str, model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
     """The model and all modules below it, each with its path; one at two places comes twice."""
-    stack = [("", model)]
+    stack = [(root, model)]
     met = set()
     while stack:
         path, module = stack.pop()
         yield path, module
-        if id(module) not in met:
+        children = vars(module)["_modules"]
+        if children and id(module) not in met:
             met.add(id(module))
             prefix = path and path + "."
-            stack += [(prefix + name, child) for name, child in module._modules.items() if child is not None]
+            stack += [(prefix + name, child) for name, child in children.items() if child is not None]
+
+
+def _check_hooks(module: torch.nn.Module) -> None:
+    for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+        if hook is not rolling.prepare and not compat.is_inert_hook(hook):
+            name = getattr(hook, "__qualname__", type(hook).__qualname__)
+            raise Uncapturable(f"{type(module).__name__} has the forward hook {name}, and a graph would not run it")
 
 
 def _is_library(module: str | None) -> bool:
@@ -385,7 +399,7 @@ def _pointer(tensor: torch.Tensor) -> int:
         pointer = tensor.data_ptr()
     except (RuntimeError, NotImplementedError):
         pointer = 0
-    if (pointer == 0 and tensor.numel()) or tensor.layout != torch.strided:
+    if pointer == 0 and (tensor.numel() or tensor.layout != torch.strided):
         raise Uncapturable(f"a weight is a {type(tensor).__name__} on {tensor.device}, which has no address of its own")
     return pointer
 
@@ -410,7 +424,7 @@ def unread_by(model: torch.nn.Module, fingerprint: Fingerprint) -> Iterator[set[
     before = getattr(_watch, "now", None)
     _lock.acquire()
     try:
-        for path, module in _tree(model):
+        for path, module in _tree("", model):
             cls = type(module)
             names = tuple(name for name in attributes.get(path, ()) if not hasattr(cls, name))
             if not names or not _is_library(cls.__module__):  # others may read them past the property, as vars(self)[name]
