@@ -295,12 +295,13 @@ def judge_like_stock(cell: Cell, model, truth) -> Cell:
     """Some models cannot use a cache that the caller brings, whosever it is; then the cell is absent."""
     if cell.result != WRONG:
         return cell
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
     stock = attempt(lambda: truth.check_tokens(generate(model, truth.inputs, past_key_values=DynamicCache(config=model.config))))
-    return (
-        Cell(ABSENT, cell.path, ["Transformers' own DynamicCache, handed over, fails as well: " + stock.said[0]])
-        if stock.said
-        else cell
-    )
+    model.set_attn_implementation(before)
+    if stock.result == EQUAL:
+        return cell
+    return Cell(ABSENT, cell.path, ["Transformers' own DynamicCache, handed over, fails as well: " + stock.said[0]])
 
 
 # ---- remedies: a sentence recommends only what works ----
