@@ -296,7 +296,8 @@ def judge_like_stock(cell: Cell, model, truth) -> Cell:
     if cell.result != WRONG:
         return cell
     before = model.config._attn_implementation
-    model.set_attn_implementation("eager")
+    if before not in ("eager", "sdpa"):
+        model.set_attn_implementation("eager")
     stock = attempt(lambda: truth.check_tokens(generate(model, truth.inputs, past_key_values=DynamicCache(config=model.config))))
     model.set_attn_implementation(before)
     if stock.result == EQUAL:
