@@ -70,14 +70,20 @@ def _on_a_t4():
         launch.arch.__wrapped__(torch.device("cuda"))
 
 
+@torch.no_grad()
+def _packed():
+    tiny("llama", "lean")(torch.arange(8)[None], position_ids=torch.arange(8)[None] % 4)
+
+
 SHAPE = (1, 2, 4, 64)
 T5 = {"d_model": 64, "num_heads": 4, "num_layers": 2, "decoder_start_token_id": 0}
 REFUSED = {  # a row of the table, by a part of what is asked: how to ask
     "an unknown backend": lambda: hf_fastattn.get("leen"),
-    "training": lambda: _lean(SHAPE, SHAPE, SHAPE, requires_grad=True),
+    "require grad": lambda: _lean(SHAPE, SHAPE, SHAPE, requires_grad=True),
     "output_attentions": lambda: _generate(tiny("llama", "lean"), output_attentions=True, return_dict_in_generate=True),
     "Bloom": lambda: hf_fastattn.patch(tiny("bloom", n_head=4)),
     "T5": lambda: _generate(tiny("t5", "lean", auto=AutoModelForSeq2SeqLM, **T5)),
+    "packed": lambda: _packed(),
     "head_dim above": lambda: _lean(*[(1, 2, 4, 288)] * 3),
     "another width": lambda: _lean(SHAPE, SHAPE, (1, 2, 4, 32)),
     "float64": lambda: _lean(SHAPE, SHAPE, SHAPE, dtype=torch.float64),
