@@ -98,6 +98,11 @@ def stock_attention(module, eager: bool):
     return next((file.eager_attention_forward for file in files if hasattr(file, "eager_attention_forward")), None)
 
 
+def stock_name(model) -> str:
+    """What Transformers itself runs in this model, as attn_implementation."""
+    return "sdpa" if model._supports_sdpa else "eager"
+
+
 # Tensors that models hand through to attention with the rest of forward()'s keyword arguments, and that attention has no use for.
 BESIDE_ATTENTION = frozenset(
     {"position_ids", "cache_position", "position_embeddings", "token_type_ids", "mm_token_type_ids", "seq_idx", "past_key_values"}
@@ -158,7 +163,7 @@ from transformers.cache_utils import CacheLayerMixin as CacheLayerMixin  # noqa:
 from transformers.cache_utils import get_layer_types_and_kwargs  # noqa: E402
 from transformers.masking_utils import create_masks_for_generate  # noqa: E402
 
-OTHERS = "use a DynamicCache (with an exact backend, patch(..., cache=None, graph=False) leaves it in place)"
+OTHERS = "use a DynamicCache"
 
 
 def layer_windows(config) -> list[int | None]:
@@ -284,8 +289,11 @@ def _text_keys(config) -> list[str]:
 
 def text_layers(model) -> tuple[PreTrainedModel, dict[torch.nn.Module, torch.nn.Module]]:
     """(the innermost model that reads the text, its layers by their self-attention modules)."""
+    attention = [module for module in model.modules() if is_attention(module)]
     text = model.config.get_text_config(decoder=True)
-    found = [module for module in model.modules() if is_attention(module) and module.config is text]
+    if not any(module.config is text for module in attention):
+        text = model.config  # some configurations make a new one for their decoder whenever they are asked (Whisper)
+    found = [module for module in attention if module.config is text]
     decoder, layers = model, {}
     for inner in model.modules():  # outer modules come first
         if isinstance(inner, PreTrainedModel):

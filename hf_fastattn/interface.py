@@ -157,10 +157,10 @@ def attention_forward(
     sinks, inv_freq, interleaved = 0, None, False
     if name in _streaming:
         inv_freq, interleaved = streaming.rotation(module, query, key)
-    mask, causal, window = attention_mask, False, None  # a mask says everything: causality and window too
+    # A mask says everything, causality and window too. Without one a model asks for no window, whatever sliding_window is.
+    mask, causal, window = attention_mask, False, None
     if mask is None:
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-        window = sliding_window
     elif isinstance(mask, masks.Mask):
         # Compiled, only the shape is symbolic; otherwise it is slow to ask for.
         if (query.shape[0], query.shape[2], key.shape[2]) != (mask.sizes if not compiling else _sizes(mask)):

@@ -114,10 +114,11 @@ def rotation(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor) ->
     """
     inv_freq = getattr(module, _INV_FREQ, _UNKNOWN)
     if inv_freq is _UNKNOWN:
-        raise ValueError(
-            f"A streaming backend must know how {type(module).__name__} rotates its queries and keys, which "
-            'hf_fastattn.patch(model, "streaming", window=4096, sinks=4) finds out; call that. With cache=None and graph=False '
-            "it leaves Transformers' cache in place."
+        raise _NotExamined(
+            f"A streaming backend must know how {type(module).__name__} rotates its queries and keys. "
+            'hf_fastattn.patch(model, "streaming", window=4096, sinks=4) finds it out for the layers that read a model\'s text, '
+            "and with cache=None and graph=False leaves Transformers' cache in place. Of a model that is patched already, this "
+            "layer is not one of those: use another backend."
         )
     if isinstance(inv_freq, list):  # examine() is running
         inv_freq.append((query, key))
@@ -146,6 +147,10 @@ def examine(model) -> None:
         places = compat.rotary_buffers(model, decoder)
         try:
             learned, turns = _find_turns(decoder, layers, [tensor for *_, tensor in places])
+        except _NotExamined:
+            raise ValueError(
+                f"{name} cannot stream: not all of its layers could be looked at. Use another backend for it."
+            ) from None
         except (ArithmeticError, AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError) as error:
             raise ValueError(f"How {name} rotates queries and keys could not be found out: {error}.") from error
         for module, turn in turns.items():
@@ -189,6 +194,10 @@ def _check_positions(name: str, learned: bool, rotates: bool, clamped: bool) -> 
         )
     if clamped and not learned:
         raise ValueError(f"clamp_positions=True is for models with learned positions, and {name} has none; leave it out.")
+
+
+class _NotExamined(ValueError):
+    """A layer runs that examine() has not looked at."""
 
 
 class _Seen(BaseException):

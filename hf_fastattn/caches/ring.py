@@ -80,6 +80,18 @@ class Ring:
     def rows(self) -> int | None:
         return None if self.counts is None else self.counts.shape[0]
 
+    @property
+    def before(self) -> int:
+        """Tokens that its layers hold: those of a forward that begins are counted before any layer gets them."""
+        step = self.under_way
+        waits = self.mode == EAGER and step is not None and not step.written
+        return self.seen - step.q_len if waits else self.seen
+
+    @property
+    def used(self) -> bool:
+        """Whether it holds tokens; a decode graph runs only where it does."""
+        return self.mode != EAGER or self.before > 0
+
     def begin(self, rows: int, q_len: int, pads: torch.Tensor | None, device: torch.device) -> torch.Tensor:
         """Count `q_len` new tokens of each row, the first `pads` (int64 (batch,)) of them padding; the spans for them."""
         if self.counts is None or self.rows != rows or self.counts.device != device:
@@ -280,11 +292,11 @@ class RollingLayer(CacheLayerMixin):
                 setattr(self, name, _select(getattr(self, name), indices, same))
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        held = self.ring.capacity if query_length == 1 else min(self.ring.seen, self.ring.capacity) + query_length
+        held = self.ring.capacity if query_length == 1 else min(self.ring.before, self.ring.capacity) + query_length
         return held, 0
 
     def get_seq_length(self) -> int:
-        return self.ring.seen
+        return self.ring.before
 
     def get_max_length(self) -> int:
         return -1  # text without end

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from .layers import CAPTURED, Layer, Track
+from .layers import CAPTURED, EAGER, Layer, Track
 
 
 class Storage:
@@ -31,6 +31,11 @@ class Storage:
     def seen(self) -> int:
         """Tokens of the layers that hold most."""
         return max(layer.seen for layer in self.layers)
+
+    @property
+    def used(self) -> bool:
+        """Whether it holds tokens; a decode graph runs only where it does."""
+        return self.tracks[0].mode != EAGER or self.seen > 0
 
     @property
     def version(self) -> int:

@@ -25,6 +25,11 @@ class StoredCache(compat.Cache):
         cache._adopt(storage)
         return cache
 
+    @property
+    def is_initialized(self) -> bool:
+        """Whether it held tokens before the forward under way: buffers that wait for the next call hold none."""
+        return self.storage.used
+
     def __copy__(self):
         twin = type(self).__new__(type(self))
         vars(twin).update(vars(self), original=self)  # the storage is free for others when both are gone

@@ -22,6 +22,7 @@ from ..caches.storage import Storage
 from ..streaming import Settings, examine, forget, refresh
 from . import fuse as fusion
 from . import graph as graphs
+from .preflight import check_model, find_model, which_cache, which_settings, which_windows
 from .survey import MARK as _MARK
 
 _METHODS = {
@@ -73,114 +74,39 @@ def patch(
 
     Raises ValueError or TypeError, in a sentence, for a model that cannot run this, and then changes nothing.
     """
-    model = _find_model(target)
+    model = find_model(target)
     if _MARK in vars(model):
         raise ValueError(f"This {type(model).__name__} is patched already; call hf_fastattn.unpatch() on it first.")
     chosen = registry.get(backend)
-    streaming = _streaming(model, chosen, window, sinks, clamp_positions)
-    if cache == "auto":
-        cache = "rolling" if chosen.streaming else "static"
-    if cache not in ("static", "rolling", None):
-        raise ValueError(f'cache must be "static", "rolling", or None for Transformers\' own; got {cache!r}.')
-    if cache is not None and (cache == "rolling") != chosen.streaming:
-        raise ValueError(
-            f"cache={cache!r} and {backend!r} do not go together: a rolling cache drops what only a streaming backend does not "
-            "miss, and a static one keeps what that never looks at. Leave out cache=."
-        )
-    if graph and cache is None:
-        raise ValueError("graph=True needs a preallocated cache, whose addresses stay; pass graph=False with cache=None.")
-    if reason := compat.why_not_model(type(model.config)):
-        raise ValueError(f"{type(model).__name__} cannot be patched: {reason}")
-    if not model._can_set_attn_implementation():
-        raise ValueError(
-            f"{type(model).__name__} cannot be patched: it computes attention in its own code and does not let its "
-            "attn_implementation be set."
-        )
-    if part := compat.generates_by_another(model):
-        raise ValueError(
-            f"{type(model).__name__} cannot be patched: its generate() calls that of its {part}. Patch that: "
-            f"hf_fastattn.patch(model.{part})."
-        )
-    if other := compat.sharer(model):
-        raise ValueError(
-            f"{type(model).__name__} cannot be patched: a {other} that is alive is built over a part of it, and would be changed "
-            "too. Delete that one, or build it over a copy (copy.deepcopy) of the part."
-        )
-    if reason := _why_no_kernel(model, chosen):
-        raise ValueError(f"{type(model).__name__} cannot run {backend!r}: {reason}")
-    if cache is not None and (name := compat.overrides_generation(model)):
-        raise ValueError(
-            f"{type(model).__name__} has its own {name}(), which the cache would replace; pass cache=None, graph=False."
-        )
-    windows = compat.layer_windows(model.config) if cache is not None else None
+    cache = which_cache(cache, chosen, graph)
+    check_model(model, chosen)
+    streaming = which_settings(model, chosen, window, sinks, clamp_positions)
+    try:
+        windows = None if cache is None else which_windows(model)
+    except ValueError as error:
+        raise ValueError(f"{error}{_remedy(model, chosen, streaming)}") from None
     return Patch(model, backend, windows, graph, fuse, streaming)
 
 
-def _streaming(model, backend: registry.Backend, window: int | None, sinks: int | None, clamped: bool) -> Settings | None:
-    """What a streaming backend is to keep of this model's text, checked; None for other backends."""
-    if not backend.streaming:
-        if window is not None or sinks is not None or clamped:
-            raise ValueError(
-                f'window, sinks and clamp_positions are for "streaming"; {backend.name!r} sees every token that the model does.'
-            )
-        return None
-    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    settings = Settings.asked(backend.name, window, sinks, limit, clamped)
-    own = min((w for w in compat.layer_windows(model.config) if w is not None), default=None)
-    if own is not None and own < settings.sinks + window:
-        raise ValueError(
-            f"{type(model).__name__} has a sliding window of its own, {own} tokens, and {settings.sinks} sinks and a window of "
-            f"{window} would show it more. Ask for a window of at most {own - settings.sinks}."
-        )
-    return settings
+def _remedy(model, chosen: registry.Backend, streaming: Settings | None) -> str:
+    """Another way to patch a model that no cache of ours fits, tried on a few tokens; nothing where that fails too."""
+    try:
+        with warnings.catch_warnings(), torch.no_grad(), Patch(model, chosen.name, None, False, False, streaming):
+            warnings.simplefilter("ignore")
+            ids = torch.ones(1, 3, dtype=torch.int64, device=model.device)
+            cache = model(input_ids=ids).past_key_values
+            model(input_ids=ids[:, :1], past_key_values=cache)
+    except Exception:  # whatever it is, this is no remedy
+        return ""
+    return f" hf_fastattn.patch(model, {chosen.name!r}, cache=None, graph=False) leaves Transformers' own cache in place."
 
 
 def unpatch(target) -> None:
     """Undo patch() on this model, pipeline or PEFT model. Raises ValueError if it is not patched."""
-    model = _find_model(target)
+    model = find_model(target)
     if _MARK not in vars(model):
         raise ValueError(f"This {type(model).__name__} is not patched; there is nothing to undo.")
     vars(model)[_MARK].undo()
-
-
-def _find_model(target):
-    """The model whose generate() runs in the end."""
-    model = target
-    if not isinstance(model, torch.nn.Module) and isinstance(getattr(model, "model", None), torch.nn.Module):
-        model = model.model  # a pipeline
-    if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
-        if any(getattr(config, "is_prompt_learning", False) for config in model.peft_config.values()):
-            raise ValueError(
-                "A PEFT model with prompt learning brings its own past_key_values and masks, which the preallocated cache does "
-                "not take; patch models with LoRA and its relatives, or the base model."
-            )
-        model = model.get_base_model()
-    if not isinstance(model, compat.PreTrainedModel) or not model.can_generate():
-        raise TypeError(
-            "patch() takes a Transformers model with generate(), a text-generation pipeline or a PEFT model; "
-            f"got {type(target).__name__}."
-        )
-    return model
-
-
-def _why_no_kernel(model, backend: registry.Backend) -> str | None:
-    """Why the backend cannot serve one of the model's layers, in a sentence."""
-    for shape in dict.fromkeys(compat.layer_shapes(model.config)):
-        if shape.head_dim != shape.value_dim:
-            return (
-                f"keys have head_dim {shape.head_dim} and values {shape.value_dim}, and these kernels take one for both; "
-                'use attn_implementation="sdpa" for this model.'
-            )
-        reason = backend.why_not(
-            num_heads=shape.num_heads,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            dtype=model.dtype,
-            device=model.device,
-        )
-        if reason:
-            return reason
-    return None
 
 
 class Patch:
