@@ -112,10 +112,10 @@ def test_an_early_exit_drafts_with_some_of_the_layers(monkeypatch, name):
     expected = generate(model, inputs)
     with hf_fastattn.patch(model) as patch:
         captures = []
-        for _ in range(3):
+        for _ in range(5):
             assert torch.equal(generate(model, inputs, assistant_early_exit=1), expected)
             captures.append(patch.captures)
-        assert captures[0] >= 1 and captures[1] == captures[2]  # each of two storages drafts in one call or the next
+        assert captures[0] >= 1 and captures[3] == captures[4]  # each of two storages drafts in one call or the next
         assert torch.equal(generate(model, inputs), expected)
         assert not [reason for reason in patch.reasons if "assisted" not in reason], patch.reasons
     assert model.config.num_hidden_layers == 2
