@@ -80,6 +80,7 @@ FOUND = {
     "a backend registered again": ("llama", [("register_a_backend_again", 0)] * 2),
     "a layer removed": ("llama", [("remove_a_layer", 0)]),
     "a layer added": ("llama", [("add_a_layer", 0)]),
+    "a layer added, and the patch undone": ("rolling", [("add_a_layer", 0), ("patch_again", 0)]),
     "a window made larger": ("two kinds of layers", [("edit_the_config", 2)]),
     "another dtype, over a rolling cache": ("rolling", [("cast", 0), ("cast", 2)]),
     "a file of settings": ("llama", held("file of settings")),

@@ -242,11 +242,15 @@ class Patch:
                 self._before.setdefault(id(ours), (theirs, ours, _plain(ours)))
             vars(module())[name] = own
 
-    def _restore_configs(self) -> None:
+    def _restore_configs(self, model) -> None:
         """Give the modules their configurations back. What was set on ours meanwhile, other than by us, is set on them."""
         for module, name, value, own in self._configs:
             if module() is not None and vars(module()).get(name) is own:
                 vars(module())[name] = value
+        for module in model.modules():  # one that came meanwhile may have ours from another
+            for name, value in list(vars(module).items()):
+                if id(value) in self._before:
+                    vars(module)[name] = self._before[id(value)][0]
         for theirs, ours, before in self._before.values():
             now = _plain(ours)
             for key in before.keys() | now.keys():
@@ -268,7 +272,7 @@ class Patch:
             return
         rolling.detach(model)
         forget(model)
-        fusion.restore([module() for module in self._fused if module() is not None])
+        fusion.restore([*(module() for module in self._fused if module() is not None), *model.modules()])
         for name, had in self._methods.items():
             if getattr(vars(model).get(name), "__self__", None) is not self:
                 continue  # replaced by someone else since; theirs to take back
@@ -276,7 +280,7 @@ class Patch:
                 del vars(model)[name]
             else:
                 vars(model)[name] = had
-        self._restore_configs()
+        self._restore_configs(model)
         vars(model).pop(_MARK, None)
 
     def __enter__(self) -> Patch:
