@@ -148,9 +148,7 @@ def examine(model) -> None:
         try:
             learned, turns = _find_turns(decoder, layers, [tensor for *_, tensor in places])
         except _NotExamined:
-            raise ValueError(
-                f"{name} cannot stream: not all of its layers could be looked at. Use another backend for it."
-            ) from None
+            raise ValueError(f"{name} cannot stream: not all of its layers could be looked at. Use another backend.") from None
         except (ArithmeticError, AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError) as error:
             raise ValueError(f"How {name} rotates queries and keys could not be found out: {error}.") from error
         for module, turn in turns.items():
