@@ -162,10 +162,11 @@ def attention_forward(
     if mask is None:
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     elif isinstance(mask, masks.Mask):
-        # Compiled, only the shape is symbolic; otherwise it is slow to ask for.
-        if (query.shape[0], query.shape[2], key.shape[2]) != (mask.sizes if not compiling else _sizes(mask)):
-            _refuse_misfit(mask, query, key)
         causal = isinstance(mask, masks.PlainMask)
+        # Compiled, only the shape is symbolic; otherwise it is slow to ask for.
+        sizes = mask.sizes if not compiling else _sizes(mask)
+        if (query.shape[0], query.shape[2], key.shape[2]) != sizes and not (causal and sizes[1] == query.shape[2] == 1):
+            _refuse_misfit(mask, query, key)  # one query sees all keys, as many as its layer has
         if mask.fresh and not compiling:
             _refuse_packed(name, mask, kwargs.get("position_ids"))
         if not compiling:

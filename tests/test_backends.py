@@ -190,7 +190,7 @@ def test_without_a_mask_the_layers_own_arguments_count(device):
         assert weights is None
 
     agrees({"causal": True})
-    agrees({"causal": True, "window": 3, "scale": 1.0}, sliding_window=3, scaling=1.0)
+    agrees({"causal": True, "scale": 1.0}, sliding_window=3, scaling=1.0)  # a window is the mask's to say, as in eager
     agrees({"causal": False}, is_causal=False)
     layer.is_causal = False
     agrees({"causal": False})

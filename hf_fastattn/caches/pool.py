@@ -99,12 +99,14 @@ def _own_references(layers: int, tensors: int) -> int:
     Counted anew each time: how many there are depends on who runs Python's frames (torch.compile takes that over).
     """
 
-    def count(*made: SimpleNamespace) -> int:
-        entry = (0, SimpleNamespace(layers=list(made)))
+    def count(layers: int, tensors: int) -> int:
+        made = [SimpleNamespace(keys=None, values=None) for _ in range(layers)]
+        for each in made[:tensors]:
+            each.keys, each.values = torch.zeros(1), torch.zeros(1)
+            del each
+        entry = (0, SimpleNamespace(layers=made))
         del made
         return references(entry[1])
 
-    none = count()
-    bare = count(SimpleNamespace(keys=None, values=None))
-    full = count(SimpleNamespace(keys=torch.zeros(1), values=torch.zeros(1)))
+    none, bare, full = count(0, 0), count(1, 0), count(1, 1)
     return none + layers * (bare - none) + tensors * (full - bare) // 2
