@@ -369,12 +369,13 @@ def train_a_part(side, variant):
 
 @action(3)
 def patch_again(side, variant):
-    if side.patch is not None:
-        hf_fastattn.unpatch(side.model)
-        side.kept.clear()
-        side.apply(**({}, {"graph": False}, {"fuse": False})[variant])
+    side.kept.clear()
+    side.taking_back.pop("set_attention", None)
+    if side.how is None:
+        side.model.set_attn_implementation("sdpa")  # as undo() leaves it
     else:
-        side.kept.clear()
+        hf_fastattn.unpatch(side.model)
+        side.apply(**({}, {"graph": False}, {"fuse": False})[variant])
 
 
 @action()
