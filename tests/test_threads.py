@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import threading
 import warnings
@@ -143,3 +144,13 @@ def test_conversations_of_their_own_in_threads(model):
         assert not patch.reasons
     for first, said in expected.items():
         assert all(torch.equal(a, b) for a, b in zip(said, got[first], strict=True)), first
+
+
+def test_undo_while_another_thread_generates(model):
+    """What runs goes on, on what it holds; the next call runs as before patch()."""
+    expected = alone(model)
+    for _ in range(3):
+        patch = hf_fastattn.patch(model)
+        raise_all(at_once(turns(model, expected, 0), patch.undo))
+    twin = copy.deepcopy(model)
+    assert torch.equal(ask(twin, 1), expected[1]) and "get_compiled_call" not in vars(model)

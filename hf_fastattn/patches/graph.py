@@ -266,6 +266,7 @@ class DecodeGraphs:
         self.lock = threading.RLock()
         self.clock = itertools.count(1)
         self.captures = self.replays = self.uncaptured = 0
+        self.closed = False  # the patch is undone
         self.changes = 0  # calls in a row that found the model changed
         self.changed: list[str] = []  # and in what, the last time
 
@@ -297,6 +298,11 @@ class DecodeGraphs:
     def clear(self) -> None:
         self.entries.clear()
         self.shared.clear()
+
+    def close(self) -> None:
+        """Drop all graphs and make no more."""
+        self.closed = True
+        self.clear()
 
 
 class DecodeStep:
@@ -335,6 +341,8 @@ class DecodeStep:
             return self.model(**given)  # a chunk of the prompt
         # Graphs share memory: between copying inputs in and copying logits out, no other thread may replay one.
         with self.graphs.lock:
+            if self.graphs.closed:
+                return self._uncaptured("the patch was undone in the middle of a call", given)
             return self._step(cache, ids, given)
 
     def _why_not(self, cache, ids: torch.Tensor | None) -> str | None:

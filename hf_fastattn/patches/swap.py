@@ -154,7 +154,7 @@ class Patch:
         return drop
 
     def _drop(self) -> None:
-        self._graphs.clear()
+        self._graphs.close()
         if self._pool is not None:
             self._pool.close()
 
@@ -267,9 +267,12 @@ class Patch:
             raise ValueError("This patch is undone already; call hf_fastattn.patch() to patch the model again.")
         self.undone = True
         model = self._model()
-        self._drop()
-        if model is None:
-            return
+        with self._graphs.lock:  # another thread may be in the middle of a step
+            self._drop()
+            if model is not None:
+                self._take_back(model)
+
+    def _take_back(self, model) -> None:
         rolling.detach(model)
         forget(model)
         fusion.restore([*(module() for module in self._fused if module() is not None), *model.modules()])
