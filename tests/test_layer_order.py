@@ -14,7 +14,7 @@ import hf_fastattn
 from hf_fastattn import PreallocatedCache, RollingCache
 from hf_fastattn.caches import layers
 
-ORDERS = {"swapped": (0, 2, 1, 3), "reversed": (3, 2, 1, 0), "the first left out": (1, 2, 3), "the last first": (3, 0, 1, 2)}
+ORDERS = {"swapped": (0, 2, 1, 3), "reversed": (3, 2, 1, 0), "the last first": (3, 0, 1, 2)}
 MODELS = {
     "llama": ("llama", {}),
     "windows": ("mistral", {"sliding_window": 16}),
@@ -41,8 +41,6 @@ def test_layers_run_in_any_order(monkeypatch, name, order, padding):
     indices = ORDERS[order]
     if name == "both kinds":  # each stays among its kind: masks are for the places in a model, not for the layers
         indices = {"swapped": (1, 0, 2, 3), "reversed": (1, 0, 3, 2)}.get(order) or pytest.skip("no other order keeps the kinds")
-    if order == "the first left out" and (name != "llama" or padding != "no_padding"):
-        pytest.skip("Transformers asks the first layer how long masks are to be, and it holds nothing")
     model = ordered(name, indices)
     inputs = prompts(padding, "cpu", rows=2)
     expected = generate(model, inputs)
@@ -71,14 +69,46 @@ def test_portions_reach_layers_out_of_order(monkeypatch, chunks):
     torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-4, atol=1e-4)
 
 
-def test_a_layer_that_runs_twice_does_what_it_does_with_a_dynamic_cache():
+def test_what_a_dynamic_cache_does_with_a_layer_that_runs_twice():
     model = ordered("llama", (0, 1, 1, 2, 3))
     inputs = prompts("no_padding", "cpu", rows=2)
     expected = generate(model, inputs)
     assert torch.equal(generate(model, inputs, past_key_values=PreallocatedCache(model)), expected)
     # Its second turn has more keys than the mask was made for: what it should see, no mask says.
-    with hf_fastattn.patch(model, graph=False), pytest.raises(ValueError, match="a mask that was made for 2 rows of 96 queries"):
+    with hf_fastattn.patch(model), pytest.raises(ValueError, match="a mask that was made for 2 rows of 96 queries"):
         generate(model, inputs)
+
+
+def test_a_graph_writes_each_layer_that_has_all_tokens_once():
+    model = tiny("llama", num_hidden_layers=3)
+    cache, states = PreallocatedCache(model), torch.ones(1, 2, 3, 16)
+    token = states[:, :, :1]
+    for index in (2, 0, 1):
+        cache.update(states, states, index)
+    storage = cache.storage
+    storage.sync(torch.device("cpu"))
+    everyone = storage.variant
+    with pytest.raises(RuntimeError, match="layer 1 runs twice"), cache.on_device():
+        cache.update(token, token, 1)
+        cache.update(token, token, 1)
+    with cache.on_device():
+        cache.update(token, token, 1)
+    with pytest.raises(RuntimeError, match=r"layers \[0, 2\] did not run"):
+        storage.step()
+    storage.rewind(None)
+    for index in (2, 0):
+        cache.update(token, token, index)
+    storage.sync(torch.device("cpu"))
+    assert storage.variant != everyone  # so that a graph of all layers is not replayed over these
+    with cache.on_device():
+        for index in (0, 2):
+            cache.update(token, token, index)
+        with pytest.raises(RuntimeError, match="layer 1 does not hold all tokens yet"):
+            cache.update(token, token, 1)
+    storage.step()
+    storage.advance()
+    assert [cache.get_seq_length(index) for index in range(3)] == [5, 3, 5]
+    assert storage.tracks[0].counts.tolist() == [5, 5]
 
 
 def test_layers_that_did_not_run_go_on_where_they_were():
@@ -112,22 +142,6 @@ def test_an_early_exit_drafts_with_some_of_the_layers(monkeypatch, name):
         assert torch.equal(generate(model, inputs), expected)
         assert not [reason for reason in patch.reasons if "assisted" not in reason], patch.reasons
     assert model.config.num_hidden_layers == 2
-
-
-def test_a_graph_is_not_replayed_over_layers_that_lack_tokens(monkeypatch):
-    fake_graph.use(monkeypatch)
-    model = tiny("llama", "lean")
-    inputs = prompts("no_padding", "cpu", rows=1)
-    with hf_fastattn.patch(model) as patch:
-        cache = generate(model, inputs, return_dict_in_generate=True).past_key_values
-        seen = cache.get_seq_length()
-        states = torch.zeros(1, 2, 1, 16)
-        cache.update(states, states, 0)
-        ids = torch.cat([inputs["input_ids"]] * 2, 1)[:, : seen + 1]
-        more = {"input_ids": ids[:, :1], "attention_mask": torch.ones(1, seen + 2, dtype=torch.long)}
-        with pytest.warns(UserWarning, match="layer 1 does not hold all tokens yet"):
-            generate(model, more, max_new_tokens=4, past_key_values=cache)
-        assert patch.uncaptured
 
 
 # RollingCache counts once for all layers.

@@ -79,8 +79,12 @@ class Storage:
 
     def sync(self, device: torch.device) -> None:
         """Have the host's counts on the device, and room for one token more."""
-        if all(track.is_synced(device) for track in self.tracks):
-            return
+        for track in self.tracks:
+            if not track.is_synced(device):
+                self._sync(device)
+                return
+
+    def _sync(self, device: torch.device) -> None:
         seen = self.seen
         running = [layer for layer in self.layers if layer.seen == seen and layer.is_initialized]
         self.running = tuple(layer.index for layer in running)
@@ -107,8 +111,9 @@ class Storage:
 
     def advance(self) -> None:
         """Count on the host the token that a graph has written."""
-        for index in self.running:
-            self.layers[index].seen += 1
+        whole = len(self.running) == len(self.layers)
+        for layer in self.layers if whole else [self.layers[index] for index in self.running]:
+            layer.seen += 1
         for track in self.tracks:
             if track.running:
                 slot, seen = track.image
