@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 import threading
 import warnings
@@ -146,11 +145,23 @@ def test_conversations_of_their_own_in_threads(model):
         assert all(torch.equal(a, b) for a, b in zip(said, got[first], strict=True)), first
 
 
-def test_undo_while_another_thread_generates(model):
-    """What runs goes on, on what it holds; the next call runs as before patch()."""
-    expected = alone(model)
-    for _ in range(3):
-        patch = hf_fastattn.patch(model)
-        raise_all(at_once(turns(model, expected, 0), patch.undo))
-    twin = copy.deepcopy(model)
-    assert torch.equal(ask(twin, 1), expected[1]) and "get_compiled_call" not in vars(model)
+class _Undo(LogitsProcessor):
+    def __init__(self, patch):
+        self.patch, self.calls = patch, 0
+
+    def __call__(self, input_ids, scores):
+        self.calls += 1
+        if self.calls == 4:
+            self.patch.undo()
+        return scores
+
+
+def test_undo_in_the_middle_of_a_call(model):
+    """The call goes on without graphs, and says so; the next one runs as before patch()."""
+    ids = prompts("no_padding", "cpu")["input_ids"]
+    expected = model.generate(ids, max_new_tokens=8, do_sample=False)
+    patch = hf_fastattn.patch(model)
+    with pytest.warns(match="undone in the middle of a call"):
+        found = model.generate(ids, max_new_tokens=8, do_sample=False, logits_processor=[_Undo(patch)])
+    assert torch.equal(found, expected) and patch.captures == 1 and patch.uncaptured == 4
+    assert torch.equal(model.generate(ids, max_new_tokens=8, do_sample=False), expected) and patch.captures == 1
