@@ -610,12 +610,6 @@ def test_each_gpu_runs_the_kernel_for_its_architecture(monkeypatch):
         assert said == {80: "portable", 90: "hopper", 100: "portable"}
 
 
-def test_amd_gpus_count_their_architectures_otherwise(monkeypatch):
-    monkeypatch.setattr(torch.version, "hip", "7.0")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert launch.arch.__wrapped__(torch.device("cuda", 0)) == 80
-
-
 @pytest.mark.skipif(not INTERPRETED or ON_GPU, reason="needs TRITON_INTERPRET=1")
 def test_interpreter_refuses_bf16():
     x = {name: t.bfloat16() for name, t in good("cpu").items()}
