@@ -5,7 +5,7 @@ whether it would, without running the model: modules and their order, classes an
 addresses and layouts of tensors, values of attributes and configurations, and torch's settings. It is taken once per generate().
 
 Nothing is remembered by id() alone: a fingerprint holds a weak reference to each object that it tells apart by identity, so that
-a new object at an old address is not taken for the old one, and it keeps no object alive.
+a new object at an old address is not taken for the old one. It keeps alive only what has no weak references.
 """
 
 from __future__ import annotations
@@ -101,7 +101,6 @@ def _settings() -> tuple:
         torch.get_float32_matmul_precision(),
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
-        torch.get_flush_denormal() if hasattr(torch, "get_flush_denormal") else None,
         matmul.allow_tf32,
         matmul.allow_fp16_reduced_precision_reduction,
         matmul.allow_bf16_reduced_precision_reduction,
