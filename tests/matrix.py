@@ -400,30 +400,43 @@ def fused(model) -> dict[str, int]:
 
 
 def truths_of(model, entry: every_model.Model, device, row: dict) -> tuple[dict[str, Truth], bool]:
-    """What eager makes of each kind of input, and whether it generates; what it cannot do goes into `row`."""
+    """What eager makes of each kind of input, and whether it generates; what it cannot do goes into `row`. Moves the model."""
     generates = entry.kind in ("causal", "vision", "multimodal") and not model.config.is_encoder_decoder and model.can_generate()
-    truths: dict[str, Truth] = {}
-    wanted = {padding: lambda padding=padding: model_inputs.text(model, padding, device) for padding in PADDINGS}
-    for padding in PADDINGS[:2]:
-        wanted[f"picture_{padding}"] = lambda padding=padding: model_inputs.with_picture(model, padding, device)
-    for name, make in wanted.items():
+    inputs: dict[str, dict] = {}
+    wanted = [(padding, padding, model_inputs.text) for padding in PADDINGS]
+    wanted += [(f"picture_{padding}", padding, model_inputs.with_picture) for padding in PADDINGS[:2]]
+    for name, padding, make in wanted:
         try:
-            inputs = make()
-            if inputs is not None:
-                truths[name] = Truth(model, inputs, generates)
+            made = make(model, padding)
+        except Exception as error:
+            row["eager_cannot"][name] = describe(error)
+            continue
+        if made is not None:
+            inputs[name] = _to(device, made)
+    model.to(device)
+    truths: dict[str, Truth] = {}
+    for name in inputs:
+        try:
+            truths[name] = Truth(model, inputs[name], generates)
         except Exception as error:
             row["eager_cannot"][name] = describe(error)
     if not truths and generates:  # forward() alone
         for padding in PADDINGS:
             with contextlib.suppress(Exception):
-                truths[padding] = Truth(model, wanted[padding](), False)
+                truths[padding] = Truth(model, inputs[padding], False)
         generates = False
     if not truths:
-        for inputs in model_inputs.others(model, device):
+        model.cpu()
+        for other in model_inputs.others(model):
             with contextlib.suppress(Exception):
-                truths["other_inputs"] = Truth(model, inputs, False)
+                forward(model, other)
+                truths["other_inputs"] = Truth(model.to(device), _to(device, other), False)
                 return truths, False
     return truths, generates
+
+
+def _to(device, inputs: dict) -> dict:
+    return {name: value.to(device) for name, value in inputs.items()}
 
 
 def run_model(entry: every_model.Model, variant: str = "", device: str = "cpu", seed: int = 0) -> dict:
@@ -433,7 +446,6 @@ def run_model(entry: every_model.Model, variant: str = "", device: str = "cpu", 
     try:
         model = every_model.build(entry, variant)
         draw_weights(model, seed)
-        model.to(device)
         row["attention_classes"] = sorted({type(m).__name__ for m in model.modules() if "Attention" in type(m).__name__})
         row["eager_cannot"] = {}
         truths, generates = truths_of(model, entry, device, row)

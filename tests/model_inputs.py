@@ -1,7 +1,8 @@
 """Inputs of the models of `every_model`: prompts, and pictures or sounds where a recipe that knows no model fits one.
 
 A recipe is a shape of `pixel_values` (or of what a model hears) and, by their names, the arguments that go with it. The first one
-that a model's own `get_image_features()` or forward() takes is used; how many tokens a picture has, the model says itself.
+that a model's own `get_image_features()` or forward() takes is used; how many tokens a picture has, the model says itself. Model
+and inputs are on the CPU, where an index out of bounds is an exception; on a GPU it ends the process's CUDA context.
 """
 
 from __future__ import annotations
@@ -17,23 +18,23 @@ ROWS = 3
 BEGINS = 52  # where pictures stand: behind all left padding, before the holes at the end
 
 
-def text(model, padding: str, device) -> dict:
-    inputs = prompts(padding, device)
+def text(model, padding: str) -> dict:
+    inputs = prompts(padding, "cpu")
     if model.config.is_encoder_decoder:
-        inputs["decoder_input_ids"] = prompts("no_padding", device, length=40)["input_ids"]
+        inputs["decoder_input_ids"] = prompts("no_padding", "cpu", length=40)["input_ids"]
     return inputs
 
 
-def with_picture(model, padding: str, device) -> dict | None:
+def with_picture(model, padding: str) -> dict | None:
     """A prompt with one picture a row, None where no recipe fits."""
-    found = _picture(model, device)
+    found = _picture(model)
     ids = _ids_of_pictures(model.config)
     if found is None or ids is None:
         return None
     pixels, tokens = found
     begin, image, end = ids
-    inputs = prompts(padding, device)
-    placed = torch.tensor([*begin, *[image] * tokens, *end], device=device).expand(ROWS, -1)
+    inputs = prompts(padding, "cpu")
+    placed = torch.tensor([*begin, *[image] * tokens, *end]).expand(ROWS, -1)
     out = {"input_ids": torch.cat([inputs["input_ids"][:, :BEGINS], placed, inputs["input_ids"][:, BEGINS:]], 1)}
     if "attention_mask" in inputs:
         mask = inputs["attention_mask"]
@@ -69,7 +70,7 @@ def _number(config, *names, default):
     return value[0] if isinstance(value, (list, tuple)) else value
 
 
-def _pictures(model, device) -> Iterator[dict]:
+def _pictures(model) -> Iterator[dict]:
     """Everything a picture may look like, the arguments beside it included."""
     vision = _vision(model.config)
     if vision is None:
@@ -105,27 +106,27 @@ def _pictures(model, device) -> Iterator[dict]:
         }
         latent = getattr(model.config, "latent_query_num", 0)
         beside["image_embeds_position_mask"] = [[1 <= i <= latent for i in range(96)]] * ROWS
-        arguments = {name: torch.tensor(value, device=device) for name, value in beside.items()}
+        arguments = {name: torch.tensor(value) for name, value in beside.items()}
         places = torch.stack(torch.meshgrid(torch.arange(across), torch.arange(across), indexing="ij"), -1).view(1, patches, 2)
-        arguments |= {name: places.expand(ROWS, -1, -1).to(device) for name in ("pixel_position_ids", "image_position_ids")}
+        arguments |= {name: places.expand(ROWS, -1, -1) for name in ("pixel_position_ids", "image_position_ids")}
         for shape in shapes:
-            pixels = torch.randn(shape, generator=generator).to(device)
+            pixels = torch.randn(shape, generator=generator)
             if len(shape) == 5 and shape[1] == 5:  # a small one and four tiles of one twice as large
-                arguments["image_sizes"] = torch.full((ROWS, 2), 2 * side, device=device)
+                arguments["image_sizes"] = torch.full((ROWS, 2), 2 * side)
             for mask in ((ROWS, patches), (ROWS, 1, side, side)):
-                whole = torch.ones(mask, dtype=torch.long, device=device)
+                whole = torch.ones(mask, dtype=torch.long)
                 yield {"pixel_values": pixels, **arguments, "pixel_attention_mask": whole}
 
 
 @torch.no_grad()
-def _picture(model, device) -> tuple[dict, int] | None:
+def _picture(model) -> tuple[dict, int] | None:
     """(arguments of forward() that bring the pictures, tokens of one)."""
     features = getattr(model, "get_image_features", None) or getattr(getattr(model, "model", None), "get_image_features", None)
     if features is None:
         return None
     takes = inspect.signature(features).parameters
     accepted = inspect.signature(model.forward).parameters
-    for arguments in _pictures(model, device):
+    for arguments in _pictures(model):
         given = {name: value for name, value in arguments.items() if name in takes}
         try:
             size = _size(features(**given))
@@ -145,35 +146,35 @@ def _size(out) -> int:
     return sum(_size(each) for each in out)
 
 
-def others(model, device) -> Iterator[dict]:
+def others(model) -> Iterator[dict]:
     """What models that text alone does not satisfy may want: sounds, codes, pictures for an encoder."""
     config = model.config
     generator = torch.Generator().manual_seed(4)
-    decoder = {"decoder_input_ids": prompts("no_padding", device, length=40)["input_ids"]}
-    ids = prompts("no_padding", device)["input_ids"]
+    decoder = {"decoder_input_ids": prompts("no_padding", "cpu", length=40)["input_ids"]}
+    ids = prompts("no_padding", "cpu")["input_ids"]
     parts = [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", ()))]
     names = ("num_mel_bins", "input_feat_per_channel", "feature_size", "input_dim", "input_size")
     mels = [getattr(part, name) for part in parts if part is not None for name in names if getattr(part, name, 0)]
     for mel, frames in itertools.product(dict.fromkeys([*mels, 80, 320]), (1024, 96)):
         for shape in ((ROWS, mel, frames), (ROWS, frames, mel)):
-            sound = torch.randn(shape, generator=generator).to(device)
-            live = torch.ones(ROWS, frames, dtype=torch.long, device=device)
+            sound = torch.randn(shape, generator=generator)
+            live = torch.ones(ROWS, frames, dtype=torch.long)
             live[0, -frames // 3 :] = 0
             for inputs in ({"input_features": sound, "attention_mask": live}, {"input_features": sound}):
                 yield {**inputs, **decoder}
                 yield inputs
             yield {"input_features": sound, "attention_mask": live, "input_ids": ids}
     for samples in (1920, 16000):
-        yield {"input_values": torch.randn(ROWS, samples, generator=generator).to(device), **decoder}
-        yield {"input_values": torch.randn(ROWS, samples, generator=generator).to(device)}
+        yield {"input_values": torch.randn(ROWS, samples, generator=generator), **decoder}
+        yield {"input_values": torch.randn(ROWS, samples, generator=generator)}
     accepted = inspect.signature(model.forward).parameters
-    for pictures in itertools.islice(_pictures(model, device), 14):
+    for pictures in itertools.islice(_pictures(model), 14):
         given = {name: value for name, value in pictures.items() if name in accepted}
         yield {**given, "input_ids": ids}
         yield {**given, **decoder}
     for side in (4, 16):
-        yield {"flattened_patches": torch.rand(ROWS, 10, 2 + 3 * side * side, generator=generator).to(device), **decoder}
-    yield {"input_ids": ids, "bbox": torch.rand(*ids.shape, 4, generator=generator).to(device), **decoder}
+        yield {"flattened_patches": torch.rand(ROWS, 10, 2 + 3 * side * side, generator=generator), **decoder}
+    yield {"input_ids": ids, "bbox": torch.rand(*ids.shape, 4, generator=generator), **decoder}
     for channels in (config.__dict__.get("num_codebooks"), 4, 8, 9, 32, 33):
         if channels:
             yield {"input_ids": ids[..., None].expand(-1, -1, channels) % 60}
