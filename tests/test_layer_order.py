@@ -165,10 +165,12 @@ def test_a_rolling_cache_takes_layers_in_any_order(monkeypatch, order):
             assert patch.captures == graph
 
 
-def test_a_rolling_cache_refuses_layers_that_lack_tokens():
+@pytest.mark.parametrize("graph", [False, True])
+def test_a_rolling_cache_refuses_layers_that_lack_tokens(monkeypatch, graph):
+    fake_graph.use(monkeypatch)
     model = tiny("llama")
     inputs = prompts("no_padding", "cpu", rows=1)
-    with streams(model, graph=False), torch.no_grad():
+    with streams(model, graph=graph), torch.no_grad():
         cache = RollingCache(model)
         model(**inputs, past_key_values=cache)
         hook = model.model.layers[0].register_forward_hook(lambda *args: 1 / 0)
@@ -177,6 +179,9 @@ def test_a_rolling_cache_refuses_layers_that_lack_tokens():
         hook.remove()
         with pytest.raises(ValueError, match="was cut short"):
             model(inputs["input_ids"][:, :1], past_key_values=cache)
+        longer = {"input_ids": inputs["input_ids"][:, [0] * (cache.get_seq_length() + 1)]}
+        with pytest.raises(ValueError, match="was cut short"):
+            generate(model, longer, past_key_values=cache)
         cache.reset()
         assert torch.equal(generate(model, inputs, past_key_values=cache), generate(model, inputs))
         empty = RollingCache(model)

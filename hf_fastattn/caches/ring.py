@@ -194,13 +194,16 @@ class Ring:
         self.mode = mode
 
     def sync(self, device: torch.device) -> None:
-        """The counts are on the device as it is."""
+        """The counts are on the device as it is; raises ValueError where the forward before was cut short."""
+        if self.mode == EAGER:
+            self._check_last_step()
 
     def step(self) -> None:
         """begin() has counted on the device already."""
 
     def advance(self) -> None:
         self.seen += 1
+        self.under_way = None  # that of an eager forward before, or of the capture
 
     def mark(self) -> torch.Tensor:
         return self.counts.clone()
