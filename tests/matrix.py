@@ -71,6 +71,7 @@ SHAPES = {
     "BartForConditionalGeneration": "an encoder-decoder",
     "BigBirdPegasusForConditionalGeneration": "an encoder that adds the mask itself",
     "T5ForConditionalGeneration": "a position bias",
+    "DiffusionGemmaForBlockDiffusion": "a canvas that sees all of the prompt",
 }
 
 

@@ -22,6 +22,9 @@ def text(model, padding: str) -> dict:
     inputs = prompts(padding, "cpu")
     if model.config.is_encoder_decoder:
         inputs["decoder_input_ids"] = prompts("no_padding", "cpu", length=40)["input_ids"]
+    canvas = getattr(model.config, "canvas_length", None)
+    if canvas and "attention_mask" in inputs:  # as its generate() has it: without one the canvas reads what padding left behind
+        inputs["decoder_attention_mask"] = torch.nn.functional.pad(inputs["attention_mask"], (0, canvas), value=1)
     return inputs
 
 
