@@ -178,6 +178,8 @@ def layer_windows(config) -> list[int | None]:
     types, options = get_layer_types_and_kwargs(text)
     if isinstance(options, dict):  # one for all layers before 5.19
         options = [options] * len(types)
+    if getattr(text, "layer_types", None) is None:
+        types = getattr(text, "layers_block_type", types)  # RecurrentGemma has another name in 5.17
     types = types[: text.num_hidden_layers]  # an early exit lowers the number, and leaves the types
     strange = sorted(set(types) - {"full_attention", "sliding_attention"})
     if strange or len(types) != text.num_hidden_layers:

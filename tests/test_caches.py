@@ -241,6 +241,8 @@ def test_bad_input():
 
         with pytest.raises(ValueError, match=match):
             PreallocatedCache(CONFIG_MAPPING[other]())
+    with pytest.raises(ValueError, match="has attention, recurrent"):  # RecurrentGemma's layers, as it names them in 5.17
+        PreallocatedCache(CONFIG_MAPPING["llama"](num_hidden_layers=2, layers_block_type=["recurrent", "attention"]))
     cache = PreallocatedCache(model)
     with torch.no_grad():
         model(**inputs, past_key_values=cache)

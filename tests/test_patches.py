@@ -27,6 +27,7 @@ from transformers import (
     StoppingCriteria,
     pipeline,
 )
+from transformers.modeling_outputs import CausalLMOutput
 
 import hf_fastattn
 from hf_fastattn.caches import PreallocatedCache
@@ -522,6 +523,20 @@ def test_a_prompt_read_one_by_one_is_captured_from_its_second_token(monkeypatch)
         with hf_fastattn.patch(model, **options) as patch:
             assert torch.equal(generate(model, inputs, prefill_chunk_size=1), expected)
             assert patch.captures == 1 and not patch.uncaptured and not patch.reasons
+
+
+class NoCacheInOutput(LlamaForCausalLM):
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, **kwargs):
+        return CausalLMOutput(logits=super().forward(input_ids, attention_mask, position_ids, past_key_values, **kwargs).logits)
+
+
+def test_a_model_whose_output_has_no_cache_is_captured(captured, llama):
+    inputs = prompts("left_padding", "cpu")
+    expected = generate(llama, inputs)
+    llama.__class__ = NoCacheInOutput
+    with hf_fastattn.patch(llama) as patch:
+        assert torch.equal(generate(llama, inputs), expected)
+        assert patch.captures == 1 and not patch.uncaptured
 
 
 @pytest.mark.parametrize(

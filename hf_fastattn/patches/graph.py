@@ -151,6 +151,7 @@ class Entry:
         self.graph: Graph | None = None
         self.logits: torch.Tensor | None = None
         self.output_type: type | None = None
+        self.returns_cache = True
         self.constants: dict = {}
         self.tensors: dict[str, torch.Tensor] = {}
         self.live: torch.Tensor | None = None  # bool (rows, capacity): the mask so far, and False
@@ -237,7 +238,7 @@ class Entry:
         return step
 
     def output(self, logits: torch.Tensor, cache):
-        return self.output_type(logits=logits, past_key_values=cache)
+        return self.output_type(logits=logits, **({"past_key_values": cache} if self.returns_cache else {}))
 
 
 def _tokens(cache) -> int:
@@ -418,6 +419,7 @@ class DecodeStep:
             if others or outputs.get("logits") is None:
                 raise Uncapturable(f"its output holds {', '.join(others) or 'no logits'}")
             entry.output_type = type(outputs)
+            entry.returns_cache = "past_key_values" in outputs
             entry.unread = frozenset(unread)
             entry.warm = True
             if changed := before.differences(survey(self.model), entry.unread):
