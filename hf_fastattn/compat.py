@@ -279,6 +279,22 @@ def is_attention(module) -> bool:
     return hasattr(module, "layer_idx") and hasattr(module, "config") and "Attention" in type(module).__name__
 
 
+def set_attention(model, name: str) -> None:
+    """set_attn_implementation(name), for parts with a copy of the model's configuration too (T5's encoder and decoder).
+
+    Transformers 5.17 leaves those as they are, whatever the name.
+    """
+    model.set_attn_implementation(name)
+    for part in unset_parts(model):
+        part.set_attn_implementation(name)
+
+
+def unset_parts(model) -> list[PreTrainedModel]:
+    """Parts with a copy of the model's configuration in which set_attn_implementation() has changed nothing."""
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel) and type(part.config) is type(model.config)]
+    return [part for part in parts if part.config._attn_implementation != model.config._attn_implementation]
+
+
 def set_text_attention(model, name: str) -> None:
     """set_attn_implementation(name) for the part that reads text alone; vision and audio towers keep what they run."""
     model.set_attn_implementation({"": name, **{key: name for key in _text_keys(model.config)}})

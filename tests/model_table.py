@@ -32,7 +32,7 @@ ORDER = ("WRONG", "refused", "absent", "equal")
 
 def put_together(row: dict) -> dict:
     """One model: its ways, each with the paddings that are equal, refused with a sentence, or wrong."""
-    out = {key: row[key] for key in ("name", "model_type", "kind", "unbuilt", "eager_cannot", "fused") if row.get(key)}
+    out = {key: row[key] for key in ("name", "model_type", "kind", "unset", "unbuilt", "eager_cannot", "fused") if row.get(key)}
     ways: dict[str, dict] = {}
     for name, cell in row["cells"].items():
         way, _, padding = name.rpartition(".") if "." in name else (name, "", "all")
@@ -94,6 +94,14 @@ def markdown(documents: list[dict]) -> str:
     versions = " and ".join(document["transformers"] for document in documents)
     built = [model for model in newest["models"] if "unbuilt" not in model]
     lines += [f"Transformers {versions}; {len(built)} models on the newest.", ""]
+    for document in documents:
+        unset = ", ".join(model["name"] for model in document["models"] if model.get("unset"))
+        if unset:
+            lines += [
+                f"On {document['transformers']}, `set_attn_implementation()` changes nothing in a loaded {unset}, whatever the "
+                "name, and says nothing. What the table has of them is what `from_pretrained(attn_implementation=...)` does.",
+                "",
+            ]
     columns = [*list(COLUMNS)[:4], "fused", "streaming"]
     lines += ["| model | " + " | ".join(columns) + " |", "|" + "---|" * (len(columns) + 1)]
     for name in sorted(set().union(*by_version)):

@@ -119,7 +119,9 @@ def test_the_table_has_each_model_once_and_each_sentence_once():
         {"name": "AForCausalLM", "model_type": "a", "kind": "causal", "cells": {"lean.holes": cell, "streaming": refused}},
         {"name": "BForCausalLM", "model_type": "b", "kind": "causal", "cells": {}, "unbuilt": "no such thing"},
     ]
+    rows[0]["unset"] = True
     document = {"transformers": "5.0", "models": [model_table.put_together(row) for row in rows]}
     text = model_table.markdown([document, {**document, "transformers": "4.0"}])
     assert text.count("| AForCausalLM | kernel | - | - | - | - | refused [1] |") == 1
     assert text.count("1. The model cannot stream … tokens.") == 1 and "BForCausalLM: no such thing" in text
+    assert "On 4.0, `set_attn_implementation()` changes nothing in a loaded AForCausalLM," in text

@@ -181,7 +181,7 @@ class Patch:
         before = model.config._attn_implementation
         self._own_configs(model)
         if self._streaming is None:
-            model.set_attn_implementation(self.backend)
+            compat.set_attention(model, self.backend)
         else:
             compat.set_text_attention(model, self.backend)
             examine(model)
