@@ -161,6 +161,8 @@ def attention_forward(
     mask, causal, window = attention_mask, False, None
     if mask is None:
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+        if causal and 1 < query.shape[2] != key.shape[2]:
+            _refuse_unsaid(name, module, query, key)
     elif isinstance(mask, masks.Mask):
         causal = isinstance(mask, masks.PlainMask)
         # Compiled, only the shape is symbolic; otherwise it is slow to ask for.
@@ -210,6 +212,15 @@ def _refuse_misfit(mask: masks.Mask, query: torch.Tensor, key: torch.Tensor) -> 
         f"{model} uses a mask that was made for {batch} rows of {q_len} queries and {kv_len} keys where it has "
         f"{query.shape[0]} rows of {query.shape[2]} queries and {key.shape[2]} keys, and attn_implementation={name!r} cannot "
         'tell which of them are meant. Use attn_implementation="sdpa" or "eager" for this model.'
+    )
+
+
+def _refuse_unsaid(name: str, module, query: torch.Tensor, key: torch.Tensor) -> None:
+    """No mask, and a causal module: eager lets each query see all keys, sdpa the first ones, as if the two began together."""
+    raise ValueError(
+        f"{type(module).__name__} is causal and gives attn_implementation={name!r} no mask for {query.shape[2]} queries and "
+        f"{key.shape[2]} keys, which leaves open what each query sees. Pass a mask, or load this model with "
+        'attn_implementation="eager", where each query sees all keys.'
     )
 
 

@@ -195,6 +195,11 @@ def test_without_a_mask_the_layers_own_arguments_count(device):
     layer.is_causal = False
     agrees({"causal": False})
     agrees({"causal": True}, is_causal=True)
+    q, more = q[:, :, :2], torch.randn(1, 2, 3, 16, device=device)  # eager, sdpa and a cache each have another idea of these
+    with pytest.raises(ValueError, match=r"Module is causal and gives .*'lean' no mask for 2 queries and 3 keys"):
+        interface.attention_forward("lean", layer, q, more, more, None, is_causal=True)
+    q, k = q[:, :, :1], more
+    agrees({"causal": False}, is_causal=True)  # one query sees all keys
 
 
 @pytest.mark.parametrize("padding", models.PADDINGS)
