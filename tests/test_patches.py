@@ -539,6 +539,22 @@ def test_a_model_whose_output_has_no_cache_is_captured(captured, llama):
         assert patch.captures == 1 and not patch.uncaptured
 
 
+class GrowingArgument(LlamaForCausalLM):
+    def prepare_inputs_for_generation(self, *args, attention_mask=None, **kwargs):
+        inputs = super().prepare_inputs_for_generation(*args, attention_mask=attention_mask, **kwargs)
+        return {**inputs, "mm_token_type_ids": torch.zeros_like(attention_mask)}
+
+
+def test_an_argument_that_grows_with_the_text_is_said(captured, llama):
+    inputs = prompts("left_padding", "cpu")
+    expected = generate(llama, inputs)
+    llama.__class__ = GrowingArgument
+    with hf_fastattn.patch(llama) as patch, pytest.warns(match="argument mm_token_type_ids grows by one a step"):
+        for _ in range(2):
+            assert torch.equal(generate(llama, inputs), expected)
+        assert not patch.captures and len(patch.reasons) == 1
+
+
 @pytest.mark.parametrize(
     "model_type, own, says",
     [

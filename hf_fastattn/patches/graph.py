@@ -203,6 +203,14 @@ class Entry:
             )
         return True
 
+    def grown(self, inputs: dict) -> str | None:
+        """The argument that has become one longer since the step before, which was this graph's."""
+        for name, tensor in self.tensors.items():
+            shape = getattr(inputs.get(name), "shape", ())
+            if shape[:-1] == tensor.shape[:-1] and shape[-1:] == (tensor.shape[-1] + 1,):
+                return name
+        return None
+
     def copy_in(self, inputs: dict) -> None:
         for name, tensor in self.tensors.items():
             tensor.copy_(inputs[name])
@@ -384,6 +392,9 @@ class DecodeStep:
                 inputs["attention_mask"] = compat.decode_mask(self.model, inputs)
         entry = self.entry
         if entry is None or not entry.fits(storage) or not entry.accepts(inputs):
+            if entry is not None and (name := entry.grown(inputs)) is not None:
+                self.refused = entry.refused = f"its argument {name} grows by one a step"
+                return self._uncaptured(self.refused, given)
             entry = self.entry = self.graphs.find(cache, self.fingerprint, inputs)
             if self.graphs.changes >= MAX_CHANGES:
                 names = ", ".join(self.graphs.changed[:3])
