@@ -98,11 +98,6 @@ def stock_attention(module, eager: bool):
     return next((file.eager_attention_forward for file in files if hasattr(file, "eager_attention_forward")), None)
 
 
-def stock_name(model) -> str:
-    """What Transformers itself runs in this model, as attn_implementation."""
-    return "sdpa" if model._supports_sdpa else "eager"
-
-
 # Tensors that models hand through to attention with the rest of forward()'s keyword arguments, and that attention has no use for.
 BESIDE_ATTENTION = frozenset(
     {"position_ids", "cache_position", "position_embeddings", "token_type_ids", "mm_token_type_ids", "seq_idx", "past_key_values"}
@@ -143,12 +138,12 @@ def _why_not_source(config_class: type) -> str | None:
     if re.search(r"^class \w*Attention\w*\(nn\.Module\):", source, re.MULTILINE) and "get_interface(" not in source:
         return (
             f"{config_class.__name__.removesuffix('Config')} computes attention in its own code and never asks Transformers' "
-            'attention interface, so no registered backend can run in it; use attn_implementation="eager" or "sdpa".'
+            "attention interface, so no registered backend can run in it; load this model without attn_implementation."
         )
     if "prepare_dynamic_mask(" in source:
         return (
             f"{config_class.__name__.removesuffix('Config')} adds a mask of its own to the one it is given, which must be dense; "
-            'use attn_implementation="eager" or "sdpa".'
+            "load this model without attn_implementation."
         )
     return None
 

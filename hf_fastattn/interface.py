@@ -178,7 +178,7 @@ def attention_forward(
     if name in _streaming and not isinstance(attention_mask, (masks.SpansMask, masks.PlainMask, type(None))):
         raise ValueError(
             f"attn_implementation={name!r} was given a mask that it cannot combine with its window (a custom 4-D mask, packed "
-            'sequences or chunked attention). Pass the 2-D attention_mask, or use attn_implementation="sdpa".'
+            "sequences or chunked attention). Pass the 2-D attention_mask, or use another backend."
         )
     if (dropout and module.training) or (torch.is_grad_enabled() and _requires_grad(query, key, value, s_aux, mask)):
         mask = attention_mask
@@ -211,7 +211,7 @@ def _refuse_misfit(mask: masks.Mask, query: torch.Tensor, key: torch.Tensor) -> 
     raise ValueError(
         f"{model} uses a mask that was made for {batch} rows of {q_len} queries and {kv_len} keys where it has "
         f"{query.shape[0]} rows of {query.shape[2]} queries and {key.shape[2]} keys, and attn_implementation={name!r} cannot "
-        'tell which of them are meant. Use attn_implementation="sdpa" or "eager" for this model.'
+        "tell which of them are meant. Load this model without attn_implementation."
     )
 
 
@@ -293,7 +293,7 @@ def _refuse(name: str, module, mask, kwargs: dict) -> None:
         if key not in compat.BESIDE_ATTENTION and _carries_tensor(value):
             raise ValueError(
                 f"{type(module).__name__} hands {key}= to its attention, which {name!r} does not know, and would leave out; "
-                'use attn_implementation="sdpa" or "eager" for this model.'
+                "load this model without attn_implementation."
             )
 
 

@@ -80,7 +80,7 @@ class Mask(torch.Tensor):
         name, model = next(x.made_for for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, Mask))
         raise ValueError(
             f"attn_implementation={name!r} cannot be used here: {model} computes attention in its own code ({function} on the "
-            'mask), where no registered backend can run. Use attn_implementation="eager" or "sdpa".'
+            "mask), where no registered backend can run. Load this model without attn_implementation."
         )
 
 

@@ -25,7 +25,7 @@ def check(
     if k.shape != v.shape:
         raise ValueError(
             f"k and v must have one shape, with v's head_dim equal to k's; got {tuple(k.shape)} and {tuple(v.shape)}. "
-            'For models with another value head_dim use attn_implementation="sdpa".'
+            "Load a model with another value head_dim without attn_implementation."
         )
     kv_batch, kv_heads, kv_len, k_dim = k.shape
     if kv_batch != batch or k_dim != head_dim:
@@ -37,7 +37,7 @@ def check(
     if head_dim > MAX_HEAD_DIM:
         raise ValueError(
             f"head_dim {head_dim} is above {MAX_HEAD_DIM}, the largest these kernels hold; "
-            'use attn_implementation="sdpa" for this model.'
+            "load this model without attn_implementation."
         )
     if batch == 0 or q_len == 0 or kv_len == 0:
         raise ValueError(f"Nothing to attend: q is {tuple(q.shape)} and k is {tuple(k.shape)}; every size must be at least 1.")

@@ -72,7 +72,7 @@ def _why_no_kernel(model, backend: registry.Backend) -> str | None:
         if shape.head_dim != shape.value_dim:
             return (
                 f"keys have head_dim {shape.head_dim} and values {shape.value_dim}, and these kernels take one for both; "
-                f"use attn_implementation={compat.stock_name(model)!r} for this model."
+                "load this model without attn_implementation, and do not patch it."
             )
         reason = backend.why_not(
             num_heads=shape.num_heads,
@@ -95,14 +95,7 @@ def which_settings(model, backend: registry.Backend, window: int | None, sinks: 
             )
         return None
     limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    settings = Settings.asked(backend.name, window, sinks, limit, clamped)
-    own = min((w for w in compat.layer_windows(model.config) if w is not None), default=None)
-    if own is not None and own < settings.sinks + window:
-        raise ValueError(
-            f"{type(model).__name__} has a sliding window of its own, {own} tokens, and {settings.sinks} sinks and a window of "
-            f"{window} would show it more. Ask for a window of at most {own - settings.sinks}."
-        )
-    return settings
+    return Settings.asked(backend.name, window, sinks, limit, clamped)
 
 
 def which_windows(model) -> list[int | None]:

@@ -9,7 +9,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -81,6 +81,8 @@ def patch(
     cache = which_cache(cache, chosen, graph)
     check_model(model, chosen)
     streaming = which_settings(model, chosen, window, sinks, clamp_positions)
+    if streaming is not None:
+        _check_width(model, chosen, streaming)
     try:
         windows = None if cache is None else which_windows(model)
     except ValueError as error:
@@ -88,17 +90,43 @@ def patch(
     return Patch(model, backend, windows, graph, fuse, streaming)
 
 
+def _check_width(model, chosen: registry.Backend, asked: Settings) -> None:
+    """Raise ValueError where the model's own windows hide what streaming would show."""
+    own = min((w for w in compat.layer_windows(model.config) if w is not None), default=None)
+    if own is None or asked.sinks + asked.window <= own:
+        return
+    says = (
+        f"{type(model).__name__} has a sliding window of its own, {own} tokens, and {asked.sinks} sinks and a window of "
+        f"{asked.window} would show it more."
+    )
+    if own <= asked.sinks:
+        raise ValueError(f"{says} Use another backend.")
+    narrower = replace(asked, window=own - asked.sinks)
+    if error := _tried(model, chosen, RollingCache, narrower):
+        raise ValueError(f"{says} A narrower one does not run either: {error}")
+    raise ValueError(f"{says} Ask for a window of at most {narrower.window}.")
+
+
 def _remedy(model, chosen: registry.Backend, streaming: Settings | None) -> str:
-    """Another way to patch a model that no cache of ours fits, tried on a few tokens; nothing where that fails too."""
-    try:
-        with warnings.catch_warnings(), torch.no_grad(), Patch(model, chosen.name, None, False, False, streaming):
-            warnings.simplefilter("ignore")
-            ids = torch.ones(1, 3, dtype=torch.int64, device=model.device)
-            cache = model(input_ids=ids).past_key_values
-            model(input_ids=ids[:, :1], past_key_values=cache)
-    except Exception:  # whatever it is, this is no remedy
+    """Another way to patch a model that no cache of ours fits; nothing where that fails too."""
+    if _tried(model, chosen, None, streaming):
         return ""
     return f" hf_fastattn.patch(model, {chosen.name!r}, cache=None, graph=False) leaves Transformers' own cache in place."
+
+
+def _tried(model, chosen: registry.Backend, cache_type: type | None, streaming: Settings | None) -> Exception | None:
+    """A few tokens read under a patch, which is what a sentence is about to recommend: the error, if there is one."""
+    try:
+        windows = None if cache_type is None else which_windows(model)
+        with warnings.catch_warnings(), torch.no_grad(), Patch(model, chosen.name, windows, False, False, streaming):
+            warnings.simplefilter("ignore")
+            ids = torch.ones(1, 4, dtype=torch.int64, device=model.device)  # and a mask, as generate() brings one
+            cache = cache_type and cache_type(model)
+            cache = model(input_ids=ids[:, :3], attention_mask=ids[:, :3], past_key_values=cache).past_key_values
+            model(input_ids=ids[:, :1], attention_mask=ids, past_key_values=cache)
+    except Exception as error:  # whatever it is, this is no remedy
+        return error
+    return None
 
 
 def unpatch(target) -> None:
