@@ -151,6 +151,7 @@ OWN: dict[str, dict] = {
     "dots3_note": {"text_config": DOTS3},
     "Dots3NoteForCausalLM": DOTS3,
     "emu3": {"vocabulary_map": {"<|extra_200|>": SPECIAL.start, "<image>": SPECIAL.start + 1}, "vq_config": VQ},
+    "fast_vlm": {"vision_config": {"model_args": {"layers": [1] * 5, "embed_dims": [32] * 5}}},  # of timm, to which it is handed
     "fun_asr_nano": {"adaptor_config": {"intermediate_size": 16}},
     "gemma4_assistant": {"init": {"text_config": ASSISTED}},
     "gemma4_unified_assistant": {"init": {"text_config": ASSISTED}},
