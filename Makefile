@@ -59,7 +59,7 @@ test-gpu:
 
 bench:
 	@$(NEED_GPU)
-	$(PYTHON) -m hf_fastattn.bench.kernels decode ragged prefill --out examples/results
+	$(PYTHON) -m benchmarks.kernels decode ragged prefill --out examples/results
 
 clean:
 	rm -rf $(VENV) $(OLDEST)

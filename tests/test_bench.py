@@ -9,8 +9,8 @@ import fake_graph
 import pytest
 import torch
 
+from benchmarks import fresh, generate, grid, models, paper_e2e, report, results, runs, stream, timing
 from hf_fastattn import PreallocatedCache, compat, patch
-from hf_fastattn.bench import fresh, generate, grid, models, paper_e2e, report, results, runs, stream, timing
 
 WINDOWED = {**models.SHAPES["tiny"][1], "sliding_window": 8}
 RIVALS = {grid.SDPA, grid.STATIC, grid.LEAN, grid.OURS}

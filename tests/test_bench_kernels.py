@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from hf_fastattn.bench import decode, generate, kernels, paper, prefill, report, results, sections, shapes, timing
-from hf_fastattn.bench.shapes import Shape
+from benchmarks import decode, generate, kernels, paper, prefill, report, results, sections, shapes, timing
+from benchmarks.shapes import Shape
 from hf_fastattn.kernels import launch, reference
 
 SMALL = {

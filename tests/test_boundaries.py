@@ -1,8 +1,9 @@
-"""Imports inside the package point down, and only compat.py knows Transformers."""
+"""Imports inside the package point down, only compat.py knows Transformers, and nothing in the package knows benchmarks/."""
 
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ ROOT = Path(hf_fastattn.__file__).parent
 ORDER = [  # a part imports parts from later lines only
     ("__main__",),
     ("cli",),
-    ("evaluate", "bench", "explain"),
+    ("evaluate", "explain"),
     ("patches",),
     ("backends", "caches"),
     ("registry",),
@@ -24,11 +25,12 @@ ORDER = [  # a part imports parts from later lines only
 ]
 LEVEL = {part: level for level, parts in enumerate(ORDER) for part in parts}
 FILES = [path for path in sorted(ROOT.rglob("*.py")) if path != ROOT / "__init__.py"]
+BENCHMARKS = sorted((ROOT.parent / "benchmarks").rglob("*.py"))
 
 
 def imports(path: Path) -> list[tuple[str, ...]]:
     """Dotted names the file imports, anywhere in it, as tuples; those of the package without its own name in front."""
-    package = ("hf_fastattn", *path.relative_to(ROOT).parent.parts)
+    package = path.relative_to(ROOT.parent).parent.parts
     found = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -57,14 +59,24 @@ def test_imports_point_down(path):
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_only_compat_imports_transformers(path):
-    # Benchmarks may ask the version they write beside their numbers.
-    if path.name == "compat.py" or "bench" in path.relative_to(ROOT).parts:
-        return
     outside = {name[1] for name in imports(path) if name[0] == "outside"}
-    assert "transformers" not in outside, f"{path.name} imports transformers; go through compat.py"
+    assert "benchmarks" not in outside, f"{path.name} imports benchmarks, which a wheel does not have"
+    if path.relative_to(ROOT).with_suffix("").parts[0] != "compat":
+        assert "transformers" not in outside, f"{path.name} imports transformers; go through compat.py"
+
+
+@pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: str(path.relative_to(ROOT.parent)))
+def test_benchmarks_stand_on_the_package(path):
+    """They import it by its name and one another by a dot: the command line loads the folder under a name of its own."""
+    for there in imports(path):
+        assert there[0] == "outside" or there[0] in set(LEVEL) - {"__main__", "cli"}, f"{path.name} imports {'.'.join(there)}"
+    absolute = re.findall(r"^\s*(?:from|import) (\w+)", path.read_text(), re.MULTILINE)
+    assert "benchmarks" not in absolute, f"{path.name} imports its own folder by a name that may be somebody else's"
 
 
 def test_kernels_need_torch_and_triton_only():
     allowed = {"torch", "triton", "numpy", "__future__"} | set(__import__("sys").stdlib_module_names)
-    for path in (ROOT / "kernels").glob("*.py"):
+    files = list((ROOT / "kernels").rglob("*.py"))
+    assert {path.parent.name for path in files} > {"kernels"}  # folders inside are read too
+    for path in files:
         assert {name[1] for name in imports(path) if name[0] == "outside"} <= allowed, path.name

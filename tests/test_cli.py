@@ -13,13 +13,13 @@ import torch
 
 import hf_fastattn
 from hf_fastattn import cli, compat
-from hf_fastattn.bench import generate as bench_generate
-from hf_fastattn.bench import results
 from hf_fastattn.evaluate import Evaluation, harness, report
 from hf_fastattn.explain import costs
 
 with torch.device("meta"):  # as in test_explain.py
     torch.empty(1)
+
+bench_generate, results = (cli.load_benchmark(name) for name in ("generate", "results"))
 
 
 @pytest.fixture(scope="module")
@@ -164,6 +164,24 @@ def test_bench_and_lm_eval_are_handed_their_arguments(monkeypatch):
     monkeypatch.setattr("sys.argv", ["hf-fastattn"])
     assert cli.main(["lm_eval", "run", "--model_args", "attn_implementation=lean"]) == 0
     assert seen[1] == ["lm_eval", "run", "--model_args", "attn_implementation=lean"]
+
+
+def test_benchmarks_are_the_clones_own_and_nobody_elses(capsys, monkeypatch, tmp_path):
+    assert sys.modules["hf_fastattn_benchmarks"].__file__ == str(Path(__file__).parent.parent / "benchmarks" / "__init__.py")
+    # As in site-packages, where another package has put a folder of that name; and as in somebody's project.
+    installed, other = tmp_path / "hf_fastattn", tmp_path / "benchmarks"
+    for folder in (installed, other):
+        folder.mkdir()
+        (folder / "__init__.py").write_text("")
+    (other / "generate.py").write_text("raise AssertionError")
+    monkeypatch.setattr(cli, "PACKAGE", installed)
+    monkeypatch.delitem(sys.modules, "hf_fastattn_benchmarks")
+    for project in (None, '[project]\nname = "mine"\n'):
+        if project:
+            (tmp_path / "pyproject.toml").write_text(project)
+        assert cli.main(["bench", "generate"]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith("hf-fastattn bench: ") and "clone its repository" in said and 'pip install -e ".[bench]"' in said
 
 
 def test_lm_evals_own_command_line_runs_our_backend(folder, monkeypatch, tmp_path):

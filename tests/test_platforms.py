@@ -71,7 +71,7 @@ try:
     kernels.TritonKernel('lean').where('cuda')
 except RuntimeError as error:
     print(error)
-import hf_fastattn.bench.generate, hf_fastattn.bench.stream, hf_fastattn.bench.report
+import benchmarks.generate, benchmarks.stream, benchmarks.report
 assert not [name for name, module in sys.modules.items() if name.partition('.')[0] == 'triton' and module is not None]
 """
 

@@ -13,8 +13,8 @@ from test_boundaries import ORDER
 from transformers import AutoModelForSeq2SeqLM, LlamaConfig, LlamaForCausalLM
 
 import hf_fastattn
+from benchmarks import report as bench_report
 from hf_fastattn import backends, cli, compat, interface, kernels, registry
-from hf_fastattn.bench import report as bench_report
 from hf_fastattn.kernels import checks, launch, reference, spans
 
 ROOT = Path(__file__).parent.parent
@@ -138,7 +138,7 @@ def test_named_files_and_targets_exist(document):
     makefile = (ROOT / "Makefile").read_text()
     for target in re.findall(r"`make ([\w-]+)", text):
         assert f"\n{target}:" in makefile, target
-    for path in re.findall(r"`((?:hf_fastattn|tests|examples|\.ci)/[\w./]+)`", text):
+    for path in re.findall(r"`((?:hf_fastattn|benchmarks|tests|examples|\.ci)/[\w./]+)`", text):
         assert (ROOT / path).exists(), path
 
 

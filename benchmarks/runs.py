@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .. import compat
-from ..patches import Patch, graph
+from hf_fastattn import compat
+from hf_fastattn.patches import Patch, graph
 
 SKIP = 5  # a token's time is taken from new token SKIP + 1 on
 

@@ -12,7 +12,8 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 
-from ..tables import thousands
+from hf_fastattn.tables import thousands
+
 from .grid import LEAN, OURS, RIVALS, SDPA, STATIC
 
 GREY = "#808080"  # stands out from white and from black

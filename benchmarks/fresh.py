@@ -14,11 +14,13 @@ import sys
 import tempfile
 import time
 import warnings
+from pathlib import Path
 
 import torch
 
-from .. import compat
-from ..patches import patch
+from hf_fastattn import compat
+from hf_fastattn.patches import patch
+
 from .models import load
 from .results import Results, conditions, find_device
 from .runs import make_prompt, run, synchronize
@@ -27,6 +29,9 @@ WHAT = "model loaded to first graph replay, Triton's cache cold and warm, and a 
 METHOD = "a fresh process each; the host's clock from the loaded model to the first replay of the decode graph"
 LENGTHS = (2048, 700)  # prompts of the first and the second call
 CHILD_SECONDS = 300
+# What the process runs: this file, whatever name it has here and wherever the process is.
+CHILD = "import runpy, sys; sys.path.insert(0, sys.argv.pop(1)); runpy.run_module('benchmarks.fresh', run_name='__main__')"
+ROOT = Path(__file__).parent.parent
 
 
 class FirstReplay(compat.StoppingCriteria):
@@ -88,7 +93,7 @@ def first_calls(shape: str, lengths: list[int], device: torch.device) -> dict:
 
 def child(shape: str, lengths: list[int], device: torch.device, cache: str, seconds: float) -> dict:
     """first_calls() in a process of its own, with its own folder for Triton's cache. Raises RuntimeError where it fails."""
-    command = [sys.executable, "-m", __name__, shape, str(device), *map(str, lengths)]
+    command = [sys.executable, "-c", CHILD, str(ROOT), shape, str(device), *map(str, lengths)]
     done = subprocess.run(
         command, env={**os.environ, "TRITON_CACHE_DIR": cache}, capture_output=True, text=True, timeout=seconds, check=False
     )

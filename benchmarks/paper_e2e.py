@@ -1,6 +1,6 @@
 """The LeanAttention paper's end-to-end experiment: a long prompt, a growing output, and fa2, split_kv and lean in its decode.
 
-    python -m hf_fastattn.bench.paper_e2e
+    python -m benchmarks.paper_e2e
 
 Sanovar et al., "Lean Attention" (2024), figure 10: OPT-shaped, a prompt of 50k tokens. Not all of the output is generated: ms a
 token is measured at contexts of 50k, 51k, 58k, 82k and 114k tokens, and the time of an output of 1k, 8k, 32k or 64k tokens is the
@@ -16,8 +16,9 @@ import warnings
 
 import torch
 
-from ..caches import PreallocatedCache
-from ..patches import patch
+from hf_fastattn.caches import PreallocatedCache
+from hf_fastattn.patches import patch
+
 from .models import load
 from .results import Results, add_options, command, conditions, find_device, progress
 from .runs import Prompt, Rival, check, free, make_prompt, replay_ms, rewind, run, twin
@@ -81,7 +82,7 @@ def summary(rows: list[dict]) -> dict:
     }
 
 
-def main(argv: list[str] | None = None, prog: str = "python -m hf_fastattn.bench.paper_e2e") -> int:
+def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.paper_e2e") -> int:
     """Run the experiment. Returns 0, 1 where a check failed or time ran out, or 130 where it was interrupted."""
     parser = argparse.ArgumentParser(prog=prog, description=__doc__.splitlines()[0])
     parser.add_argument("--shape", default="opt-6.7b", help="as of bench generate (default: %(default)s)")

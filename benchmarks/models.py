@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from .. import compat, model_shapes
+from hf_fastattn import compat, model_shapes
 
 _COMMON = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}  # nothing ends early
 _TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128}  # for trying things

@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from ..machine import find_device as find_device
-from ..machine import prepare_folder, write_whole
+from hf_fastattn.machine import find_device as find_device
+from hf_fastattn.machine import prepare_folder, write_whole
 
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # settings that decide what fits
 

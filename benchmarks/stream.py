@@ -1,7 +1,7 @@
 """Text without end: a model reading a million tokens through a rolling cache, and the parts that this is made of.
 
-    python -m hf_fastattn.bench.stream                  # all parts
-    python -m hf_fastattn.bench.stream --parts ring,update
+    python -m benchmarks.stream                  # all parts
+    python -m benchmarks.stream --parts ring,update
 
 read: the text is read in chunks under patch(model, "streaming"), and at some points tokens are generated one by one, captured, in
 blocks that alternate with blocks over a dense preallocated cache of as many tokens as the rolling one keeps. ms a token is taken
@@ -21,12 +21,13 @@ import warnings
 
 import torch
 
-from ..caches import PreallocatedCache, RollingCache
-from ..caches.rolling import Ring
-from ..kernels import reference
-from ..kernels.spans import CAUSAL, NO_WINDOW
-from ..patches import patch
-from ..streaming import Settings
+from hf_fastattn.caches import PreallocatedCache, RollingCache
+from hf_fastattn.caches.rolling import Ring
+from hf_fastattn.kernels import reference
+from hf_fastattn.kernels.spans import CAUSAL, NO_WINDOW
+from hf_fastattn.patches import patch
+from hf_fastattn.streaming import Settings
+
 from . import shapes, timing
 from .models import Subject, load
 from .results import Results, add_options, command, conditions, find_device, progress
@@ -264,7 +265,7 @@ def ring(args, results: Results, device: torch.device) -> bool:
     return True
 
 
-def main(argv: list[str] | None = None, prog: str = "python -m hf_fastattn.bench.stream") -> int:
+def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.stream") -> int:
     """Run the parts. Returns 0, 1 where something was wrong or time ran out, or 130 where it was interrupted."""
     parser = argparse.ArgumentParser(prog=prog, description=__doc__.splitlines()[0])
     parser.add_argument(

@@ -1,7 +1,7 @@
 """Tables in Markdown and pictures from the JSON under examples/results.
 
-    python -m hf_fastattn.bench.report              # print the tables
-    python -m hf_fastattn.bench.report README.md    # write them between the marks in this file, and draw the pictures
+    python -m benchmarks.report              # print the tables
+    python -m benchmarks.report README.md    # write them between the marks in this file, and draw the pictures
 
 <!-- measured NAME: begin --> and <!-- measured NAME: end --> enclose the section of that name; without a name, all sections that
 have no marks of their own. A section whose JSON is not there is left out.
@@ -55,7 +55,7 @@ def rewrite(document: str, folder: Path) -> str:
     return MARKS.sub(fill, document)
 
 
-def main(argv: list[str] | None = None, prog: str = "python -m hf_fastattn.bench.report") -> int:
+def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.report") -> int:
     """Print the tables, or write them into a document and draw the pictures. Returns 0."""
     parser = argparse.ArgumentParser(prog=prog, description=__doc__.splitlines()[0])
     parser.add_argument("document", nargs="?", type=Path, help="Markdown file to write the tables into, between its marks")

@@ -1,7 +1,7 @@
 """Kernel benchmark: our decode and prefill kernels beside torch's sdpa flash and cuDNN backends.
 
-    python -m hf_fastattn.bench.kernels decode ragged prefill
-    python -m hf_fastattn.bench.kernels decode --only 32/8 --seconds 120
+    python -m benchmarks.kernels decode ragged prefill
+    python -m benchmarks.kernels decode --only 32/8 --seconds 120
 
 Every result is checked against fp32 attention before it is timed. Each part writes examples/results/kernels_<part>.json after
 every row, so an interrupted run keeps what it has, and --keep goes on from there.
@@ -71,7 +71,7 @@ def measure(part: Part, shapes: list, results: Results, device: torch.device) ->
     return not data["failed"] and not data["not_run"]
 
 
-def main(argv: list[str] | None = None, prog: str = "python -m hf_fastattn.bench.kernels") -> int:
+def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.kernels") -> int:
     """Run the parts named on the command line. Returns 0, or 1 where a kernel was wrong, a shape failed or time ran out."""
     parser = argparse.ArgumentParser(prog=prog, description=__doc__.splitlines()[0])
     parser.add_argument("parts", nargs="+", choices=list(PARTS), metavar="PART", help=", ".join(PARTS))

@@ -9,8 +9,9 @@ from contextlib import contextmanager
 
 import torch
 
-from ..caches import PreallocatedCache
-from ..patches import patch
+from hf_fastattn.caches import PreallocatedCache
+from hf_fastattn.patches import patch
+
 from .models import Subject
 from .results import Results
 from .runs import Prompt, Rival, check, compare, free, make_prompt, replay_ms, rewind, run, step_kernels, timed_captures, twin

@@ -1,8 +1,8 @@
 """End-to-end benchmark of plain generate(): time to first token, ms a token and memory, stock paths beside ours.
 
-    python -m hf_fastattn.bench.generate --shape 8b --cases 1x512,1x8192,8xpadded
-    python -m hf_fastattn.bench.generate --shape 8b --cases 8x32768 --rivals sdpa_static_compile --add
-    python -m hf_fastattn.bench.generate --shape 1b --fresh
+    python -m benchmarks.generate --shape 8b --cases 1x512,1x8192,8xpadded
+    python -m benchmarks.generate --shape 8b --cases 8x32768 --rivals sdpa_static_compile --add
+    python -m benchmarks.generate --shape 1b --fresh
 
 All rivals of a case share one set of weights and take turns. A token's time is the host's clock from the 6th new token to the
 last, divided by the tokens between, so neither the prompt nor compilation nor capture is in it; those are reported beside it.
@@ -96,7 +96,7 @@ def measure(bench: Bench, cases: list[str]) -> None:
     results.say(f"-> {results.path}")
 
 
-def main(argv: list[str] | None = None, prog: str = "python -m hf_fastattn.bench.generate") -> int:
+def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.generate") -> int:
     """Run the benchmark of the command line. Returns 0, or 130 where it was interrupted."""
     parser = argparse.ArgumentParser(prog=prog, description=__doc__.splitlines()[0])
     args = read(parser, argv)

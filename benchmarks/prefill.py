@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn.attention import SDPBackend
 
-from ..tables import thousands
+from hf_fastattn.tables import thousands
+
 from .shapes import DTYPE, LEAN, PORTABLE, PREFILL, READ, SPLIT_KV, Shape, compete, exact, make_inputs, ratios, sdpa
 from .timing import num_sets
 

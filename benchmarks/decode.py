@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch.nn.attention import SDPBackend
 
-from .. import registry
-from ..kernels.spans import build_spans
+from hf_fastattn import registry
+from hf_fastattn.kernels.spans import build_spans
+
 from .shapes import (
     DTYPE,
     LEAN,

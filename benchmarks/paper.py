@@ -10,8 +10,9 @@ import statistics
 
 import torch
 
-from ..kernels import launch
-from ..kernels.schedule import choose
+from hf_fastattn.kernels import launch
+from hf_fastattn.kernels.schedule import choose
+
 from .shapes import DTYPE, LEAN, PORTABLE, READ, SPLIT_KV, Shape, compete, exact, make_inputs, ratios
 from .timing import num_sets
 

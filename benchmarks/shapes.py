@@ -9,8 +9,9 @@ from dataclasses import asdict, dataclass
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..kernels import TritonKernel, reference
-from ..tables import thousands
+from hf_fastattn.kernels import TritonKernel, reference
+from hf_fastattn.tables import thousands
+
 from . import timing
 
 DTYPE = torch.bfloat16

@@ -1,1 +1,0 @@
-"""Benchmarks: check the result first, then time, peers in the same run."""
