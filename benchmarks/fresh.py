@@ -22,7 +22,7 @@ from hf_fastattn import compat
 from hf_fastattn.patches import patch
 
 from .models import load
-from .results import Results, conditions, find_device
+from .results import Results, clocks, conditions, find_device
 from .runs import make_prompt, run, synchronize
 
 WHAT = "model loaded to first graph replay, Triton's cache cold and warm, and a second call of another length"
@@ -88,7 +88,7 @@ def first_calls(shape: str, lengths: list[int], device: torch.device) -> dict:
                 }
             )
         reasons = list(patched.reasons)
-    return {"load_s": loaded - began, "calls": calls, "reasons": reasons}
+    return {"load_s": loaded - began, "calls": calls, "reasons": reasons, "clocks": clocks(device)}
 
 
 def child(shape: str, lengths: list[int], device: torch.device, cache: str, seconds: float) -> dict:
@@ -117,7 +117,7 @@ def main(args: argparse.Namespace, device: torch.device, command: str) -> int:
             except (RuntimeError, subprocess.TimeoutExpired) as error:
                 results.say(f"failed: {error}")
                 return 1
-            row = {"triton_cache": "warm" if i else "cold"} | row
+            row = {"triton_cache": "warm" if i else "cold", "run": results.run} | row
             results.data["rows"].append(row)
             results.save()
             for call in row["calls"]:

@@ -18,7 +18,7 @@ import argparse
 import torch
 
 from . import fresh
-from .grid import DEFAULT_RIVALS, MAX_STATIC, METHOD, OURS, RIVALS, STATIC, Bench, row_lengths
+from .grid import CASES, DEFAULT_RIVALS, MAX_STATIC, METHOD, OURS, RIVALS, STATIC, Bench, row_lengths
 from .models import SHAPES, load
 from .results import Results, add_options, command, conditions, find_device, progress
 from .shapes import bandwidth
@@ -26,11 +26,10 @@ from .shapes import bandwidth
 
 def read(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
     """The command line, checked."""
-    cases = "1x512,1x8192,1x65536,8x8192,8x32768,8xpadded"
     listed = {"type": lambda text: [item for item in text.split(",") if item]}
     help_ = f"{', '.join(SHAPES)}, or a checkpoint: a folder, a .gguf file or smollm2 (default: %(default)s)"
     parser.add_argument("--shape", default="8b", help=help_)
-    parser.add_argument("--cases", **listed, default=cases.split(","), help=f"ROWSxTOKENS or ROWSxpadded; default {cases}")
+    parser.add_argument("--cases", **listed, default=CASES.split(","), help=f"ROWSxTOKENS or ROWSxpadded; default {CASES}")
     help_ = f"of {', '.join(RIVALS)}, or all; default {','.join(DEFAULT_RIVALS)}"
     parser.add_argument("--rivals", **listed, default=DEFAULT_RIVALS, help=help_)
     parser.add_argument("--add", action="store_true", help="add these rivals to the cases that are in the JSON already")
@@ -111,9 +110,10 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.genera
     except (ValueError, OSError) as error:
         parser.error(f"--shape {args.shape}: {error}")
     head = {"conditions": conditions(device, METHOD), "shape": subject.name, "weights": subject.weights, "config": subject.config}
-    head |= {"unit": "ms a token", "weight_bytes": subject.weight_bytes, "weight_bytes_read_a_token": subject.bytes_read}
+    head |= {"dtype": str(dtype).removeprefix("torch."), "unit": "ms a token"}
+    head |= {"weight_bytes": subject.weight_bytes, "weight_bytes_read_a_token": subject.bytes_read}
     path = args.out / f"{(args.name or f'generate_{subject.name}').removesuffix('.json')}.json"
-    results = Results(path, args.seconds, command(prog, argv), **head)
+    results = Results(path, args.seconds, command(prog, argv), device, **head)
     results.data["tb_per_s"] = bandwidth(device)
     if args.add:
         results.take_over(parser)

@@ -29,6 +29,8 @@ RIVALS = {
     OURS: ("sdpa", {}),  # under patch(model, "lean")
     ROOMY: ("sdpa", {}),  # and here
 }
+CASES = "1x512,1x8192,1x65536,8x8192,8x32768,8xpadded"
+ADDED = ": added by a run of their own"  # what the note of a row that had other rivals ends in
 DEFAULT_RIVALS = [SDPA, LEAN, STATIC, OURS]
 METHOD = "greedy generate() timed from the outside, 6th new token to last, rivals alternating, median"
 MAX_STATIC = 6  # cases: each compiles for a minute
@@ -113,7 +115,7 @@ class Bench:
     def add(self, row: dict, name: str, prompt: Prompt) -> Rival:
         """A rival with a model of its own over the shared weights; failed where the attention is not installed."""
         attention, options = RIVALS[OURS if name == UNPADDED else name]
-        rival = Rival(name, None, prompt, self.args.tokens, options)
+        rival = Rival(name, None, prompt, self.args.tokens, options, report={"run": self.results.run})
         self.rivals.append(rival)
         row["rivals"][name] = rival.report
         with self.guard(rival):
@@ -129,7 +131,7 @@ class Bench:
         rows = self.results.data["rows"]
         for row in rows:
             if row["case"] == case:
-                self.note(row, f"{', '.join(self.args.rivals)}: added by a run of their own")
+                self.note(row, f"{', '.join(self.args.rivals)}{ADDED}")
                 return row
         lengths = row_lengths(case, self.args.padded)
         kv_bytes = self.subject.kv_bytes(lengths)
@@ -351,8 +353,10 @@ class Bench:
 
     @staticmethod
     def compare_first_tokens(row: dict) -> None:
-        first = {name: (row["rivals"].get(name) or {}).get("ttft_ms") for name in (SDPA, OURS)}
-        row["ttft_over_sdpa"] = first[OURS] / first[SDPA] if all(first.values()) else None
+        reports = [row["rivals"].get(name) or {} for name in (OURS, SDPA)]
+        ours, theirs = (report.get("ttft_ms") for report in reports)
+        one_run = len({report.get("run") for report in reports}) == 1
+        row["ttft_over_sdpa"] = ours / theirs if ours and theirs and one_run else None
 
     def summarize(self, row: dict, captures_before: dict[str, int]) -> None:
         """Medians of the repeats so far, and how many times longer than ours each rival takes."""
@@ -370,10 +374,15 @@ class Bench:
                 report["reasons"] = list(rival.patch.reasons)
                 report["replay_ms"] = statistics.median(rival.replays) if rival.replays else None
                 report["host_ms"] = report["ms"] - report["replay_ms"] if rival.replays else None
-        ms = {name: report["ms"] for name, report in row["rivals"].items() if report and "ms" in report}
-        if OURS in ms:
-            row["ratios"] = {name: other / ms[OURS] for name, other in ms.items() if name != OURS}
-            stock = [other for name, other in ms.items() if name not in (LEAN, OURS, UNPADDED, ROOMY)]
-            row["ratios"]["best_stock"] = min(stock) / ms[OURS] if stock else None
+        timed = {name: report for name, report in row["rivals"].items() if report and "ms" in report}
+        if OURS in timed:
+            ours = timed[OURS]
+            of_its_run = lambda report: report.get("run") == ours.get("run")  # noqa: E731
+            row["ratios"] = {
+                name: report["ms"] / ours["ms"] for name, report in timed.items() if name != OURS and of_its_run(report)
+            }
+            stock = [report for name, report in timed.items() if name not in (LEAN, OURS, UNPADDED, ROOMY)]
+            best = min(stock, key=lambda report: report["ms"], default=None)
+            row["ratios"]["best_stock"] = best["ms"] / ours["ms"] if best and of_its_run(best) else None
             self.compare_first_tokens(row)
-            row["tb_per_s"] = (self.subject.bytes_read + row["kv_bytes"]) / ms[OURS] / 1e9
+            row["tb_per_s"] = (self.subject.bytes_read + row["kv_bytes"]) / ours["ms"] / 1e9

@@ -18,6 +18,7 @@ import torch
 
 from . import decode, paper, prefill
 from .results import Results, add_options, command, conditions, find_device, progress
+from .shapes import DTYPE
 from .timing import METHOD
 
 LEAST_SECONDS = 8  # a row is not begun with less left: compiling, and the largest shapes, take some
@@ -31,6 +32,7 @@ class Part:
     shapes: list
     summary: Callable[[list[dict]], dict]
     figures: str = "us"
+    method: str = METHOD
 
 
 PARTS = {
@@ -38,7 +40,7 @@ PARTS = {
     "speculation": Part(decode.speculation_row, decode.SPECULATION, decode.decode_summary),
     "ragged": Part(decode.ragged_row, decode.RAGGED, decode.ragged_summary),
     "paper": Part(paper.paper_row, paper.SHAPES, paper.paper_summary),
-    "host": Part(decode.host_row, decode.HOST, decode.host_summary),
+    "host": Part(decode.host_row, decode.HOST, decode.host_summary, method=decode.HOST_METHOD),
     "prefill": Part(prefill.prefill_row, prefill.PREFILL_SHAPES, prefill.prefill_summary, "tflops"),
     "window": Part(prefill.window_row, prefill.WINDOWED, prefill.window_summary),
 }
@@ -57,7 +59,7 @@ def measure(part: Part, shapes: list, results: Results, device: torch.device) ->
             data["failed"].append({"shape": str(shape), "error": f"{type(error).__name__}: {str(error).strip()[:300]}"})
             results.say(f"{shape} failed: {data['failed'][-1]['error']}")
         else:
-            data["rows"].append(row)
+            data["rows"].append(row | {"run": results.run})
             data["summary"] = part.summary(data["rows"])
             missing = [f"{name} -" for name in row["errors"]]
             results.say("  ".join([row["shape"], *(f"{name} {x:.1f}" for name, x in row[part.figures].items()), *missing]))
@@ -91,9 +93,10 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.kernel
     left, fine = args.seconds, True
     for name, shapes in wanted.items():
         part = PARTS[name]
-        head = {"conditions": conditions(device, METHOD), "unit": "TFLOP/s" if part.figures == "tflops" else "us a call"}
+        head = {"conditions": conditions(device, part.method), "dtype": str(DTYPE).removeprefix("torch.")}
+        head["unit"] = "TFLOP/s" if part.figures == "tflops" else "us a call"
         typed = command(prog, [name, *(["--only", args.only] if args.only else [])])
-        results = Results(args.out / f"kernels_{name}.json", left, typed, **head, summary={}, failed=[], not_run=[])
+        results = Results(args.out / f"kernels_{name}.json", left, typed, device, **head, summary={}, failed=[], not_run=[])
         if args.keep:
             results.take_over(parser)
             results.data |= {"failed": [], "not_run": []}

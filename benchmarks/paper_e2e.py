@@ -95,11 +95,12 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.paper_
     if args.contexts != sorted(set(args.contexts)) or args.contexts[0] < 2:
         parser.error(f"--contexts grow from at least 2 tokens; got {args.contexts}.")
     device = find_device(args.device)
-    head = {"conditions": conditions(device, METHOD), "unit": "ms a token"}
-    results = Results(args.out / "paper_e2e.json", args.seconds, command(prog, argv), **head)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    head = {"conditions": conditions(device, METHOD), "dtype": str(dtype).removeprefix("torch."), "unit": "ms a token"}
+    results = Results(args.out / "paper_e2e.json", args.seconds, command(prog, argv), device, **head)
     torch.manual_seed(0)
     longest = args.contexts[-1] + args.tokens + 64
-    subject = load(args.shape, torch.bfloat16 if device.type == "cuda" else torch.float32, device, longest)
+    subject = load(args.shape, dtype, device, longest)
     results.data |= {"shape": subject.name, "config": subject.config, "weight_bytes": subject.weight_bytes, "summary": {}}
     results.say(f"{subject.name}: {subject.weight_bytes / 1e9:.2f} GB of weights on {device}")
     whole = make_prompt([args.contexts[-1]], subject.text_config.vocab_size, device)
@@ -118,7 +119,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.paper_
                 row = measure(rivals, cache, context, whole, subject.model, args.repeats, results)
                 if row is None:
                     return 1
-                results.data["rows"].append(row)
+                results.data["rows"].append(row | {"run": results.run})
                 results.data["summary"] = summary(results.data["rows"])
                 results.data["reasons"] = {rival.name: list(rival.patch.reasons) for rival in rivals}
                 results.save()

@@ -144,7 +144,8 @@ def window_summary(rows: list[dict]) -> dict:
     for row in rows:
         if row["window"] is None:
             continue
-        alike = [r for r in rows if r["window"] is None and (r["phase"], r["batch"]) == (row["phase"], row["batch"])]
+        same = lambda r, row=row: all(r.get(what) == row.get(what) for what in ("phase", "batch", "run"))  # noqa: E731
+        alike = [r for r in rows if r["window"] is None and same(r)]
         alone = next((r for r in alike if r["kv_len"] == row["window"]), None)
         full = next((r for r in alike if r["kv_len"] == row["kv_len"]), None)
         found[row["shape"]] = {

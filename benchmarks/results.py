@@ -7,8 +7,10 @@ import json
 import os
 import platform
 import shlex
+import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from hf_fastattn.machine import find_device as find_device
 from hf_fastattn.machine import prepare_folder, write_whole
 
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # settings that decide what fits
+CLOCKS_EVERY = 10  # seconds at least between two looks at the clocks
 
 
 def conditions(device: torch.device, method: str) -> dict[str, str]:
@@ -37,6 +40,20 @@ def conditions(device: torch.device, method: str) -> dict[str, str]:
         "python": platform.python_version(),
         "method": method,
     }
+
+
+def clocks(device: torch.device) -> dict:
+    """Driver version, and the SM and memory clock in MHz just now; nothing where nvidia-smi does not tell."""
+    if device.type != "cuda":
+        return {}
+    which = f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}"
+    query = ["nvidia-smi", which, "--query-gpu=driver_version,clocks.sm,clocks.mem", "--format=csv,noheader,nounits"]
+    try:
+        said = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
+        driver, sm, memory = (word.strip() for word in said.strip().split(","))
+        return {"driver": driver, "sm_mhz": int(sm), "memory_mhz": int(memory)}
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return {}
 
 
 def command(prog: str, argv: list[str] | None) -> str:
@@ -71,14 +88,19 @@ def add_options(parser: argparse.ArgumentParser, seconds: float) -> None:
 class Results:
     """`data` is what the JSON at `path` holds; its "rows" come one by one, and each is saved at once.
 
-    command: what was typed; `conditions` and further fields of the file as they are.
+    command: what was typed; `conditions` and further fields of the file as they are. `run` is the id of this run, for all that it
+    measures; the file's "measured_by" has its command and conditions. device: whose clocks these hold, the lowest and the highest
+    seen when rows were saved.
     """
 
-    def __init__(self, path: Path, seconds: float, command: str, **head):
+    def __init__(self, path: Path, seconds: float, command: str, device: torch.device | None = None, **head):
         self.began = time.perf_counter()
         self.path = path
         self.seconds = seconds
-        self.data = {**head, "commands": [command], "rows": []}
+        self.device, self.looked = device, -CLOCKS_EVERY
+        self.run = f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{uuid.uuid4().hex[:8]}"
+        own = {self.run: {"command": command, "conditions": dict(head.get("conditions", {}))}}
+        self.data = {**head, "commands": [command], "measured_by": own, "rows": []}
 
     def left(self) -> float:
         """Seconds that the run may still take."""
@@ -97,10 +119,18 @@ class Results:
         if old["conditions"] != self.data["conditions"]:
             parser.error(f"{self.path} was measured under {old['conditions']}, and not {self.data['conditions']}.")
         old["commands"] = list(dict.fromkeys([*old.get("commands", ()), *self.data["commands"]]))
+        old["measured_by"] = old.get("measured_by", {}) | self.data["measured_by"]
         self.data = old
 
     def save(self) -> None:
         """Raises OSError where that fails, and prints what could not be saved."""
+        if self.device is not None and time.perf_counter() - self.began - self.looked >= CLOCKS_EVERY:
+            self.looked = time.perf_counter() - self.began
+            at, found = self.data["measured_by"][self.run]["conditions"], clocks(self.device)
+            for name in found.keys() & {"sm_mhz", "memory_mhz"}:
+                low, high = at.get(name, (found[name], found[name]))
+                found[name] = [min(low, found[name]), max(high, found[name])]
+            at |= found
         text = json.dumps(self.data, indent=1) + "\n"
         try:
             write_whole(self.path, text)

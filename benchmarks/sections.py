@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from hf_fastattn.tables import table, thousands
 
 from .grid import LEAN, OURS, ROOM, ROOMY, SDPA, STATIC, UNPADDED
+from .provenance import by, columns, of_one_run, ratio
 
 NAMES = {
     "8b": "Llama-3.1-8B",
@@ -15,6 +16,7 @@ NAMES = {
     "opt-6.7b": "OPT-6.7B",
     "mistral-7b": "Mistral-7B-v0.1",
 }
+HEADLINE = "headline"  # which stands only where it is named
 SHAPE = "batch, heads/KV heads, head_dim, length"
 # Shapes of the decode grid that the README shows, beside the worst one.
 DECODE_ROWS = [
@@ -38,14 +40,18 @@ def figure(value: float | None, digits: int = 1, unit: str = "") -> str | None:
     return None if value is None else f"{value:.{digits if abs(value) < 1000 else 0}f}{unit}"
 
 
-def commands(result: dict) -> str:
-    return ", ".join(f"`{command}`" for command in result["commands"])
-
-
 def on(result: dict) -> str:
-    """Device and versions, in a sentence."""
+    """Device, versions and dtype, in a sentence."""
     at = result["conditions"]
-    return f"{at['device']}, torch {at['torch']}, triton {at['triton']}, transformers {at['transformers']}"
+    # Before the dtype was recorded, all that ran on a GPU ran in bfloat16.
+    dtype = result.get("dtype") or ("bfloat16" if "NVIDIA" in at["device"] else None)
+    versions = [f"{name} {at[name]}" for name in ("torch", "triton", "transformers")]
+    unknown = [] if "measured_by" in result else ["driver and clocks not recorded"]
+    return ", ".join([at["device"], *versions, *([dtype] if dtype else []), *unknown])
+
+
+def method(result: dict) -> str:
+    return result["conditions"]["method"]
 
 
 def model(result: dict) -> str:
@@ -64,36 +70,52 @@ def mean(found: dict) -> str:
 # ---- generate() ----
 
 
+def measured_rows(result: dict) -> list[dict]:
+    """Rows of generate() that have figures, in the order of a table."""
+    return sorted((row for row in result["rows"] if row["rivals"]), key=lambda row: (row["padded"], row["rows"], row["lengths"]))
+
+
+def of(row: dict, name: str, what: str = "ms"):
+    return (row["rivals"].get(name) or {}).get(what)
+
+
+COLUMNS = {SDPA: "`sdpa`", STATIC: "`sdpa`, static + compile", LEAN: "`lean`", OURS: "`patch()`"}
+
+
 def generate(result: dict) -> str:
-    measured = sorted(
-        (row for row in result["rows"] if row["rivals"]), key=lambda row: (row["padded"], row["rows"], row["lengths"])
-    )
-    # Without the rival that compiles there is no speaking of the best of all stock paths.
-    compiled = any((row["rivals"].get(STATIC) or {}).get("ms") for row in measured)
-    names = (SDPA, STATIC, LEAN, OURS) if compiled else (SDPA, LEAN, OURS)
-    head = ["batch x prompt", "`sdpa`", *(["`sdpa`, static + compile"] if compiled else []), "`lean`", "`patch()`"]
-    head += ["best stock / `patch()`" if compiled else "`sdpa` / `patch()`"]
+    rows = measured_rows(result)
+    labels = {name: label for name, label in COLUMNS.items() if any(of(row, name) for row in rows)}
+    short = {name: label.split(", ")[-1] for name, label in labels.items()}
+    over = [name for name in (SDPA, STATIC) if name in labels and OURS in labels]
+    head = ["batch x prompt", *labels.values(), *(f"{short[name]} / `patch()`" for name in over)]
     head += ["first token, `sdpa` / `patch()`", "GiB, `sdpa` / `patch()`"]
-    rows, notes, slow = [], [], {}
-    for row in measured:
-        rivals = {name: report or {} for name, report in row["rivals"].items()}
-        of = lambda name, what, rivals=rivals: rivals.get(name, {}).get(what)  # noqa: E731
-        pair = lambda what, digits, of=of: " / ".join(figure(of(name, what), digits) or "-" for name in (SDPA, OURS))  # noqa: E731
-        ratio = row.get("ratios", {}).get("best_stock")
-        rows.append([row["case"], *(figure(of(name, "ms"), 2) for name in names), figure(ratio, 2, "x")])
-        rows[-1] += [pair("ttft_ms", 0), pair("peak_gib", 1)]
-        if (of(SDPA, "ms") or 0) * 1.5 < (of(SDPA, "all_ms") or [0])[0]:
-            slow[row["case"]] = of(SDPA, "all_ms")[0]
-        if of(UNPADDED, "ms"):
+    lines = []
+    for row in rows:
+        lines.append([row["case"], *(figure(of(row, name), 2) for name in labels)])
+        lines[-1] += [figure(ratio(result, row, name, OURS), 2, "x") for name in over]
+        for what, digits in (("ttft_ms", 0), ("peak_gib", 1)):
+            lines[-1].append(" / ".join(figure(of(row, name, what), digits) or "-" for name in (SDPA, OURS)))
+    title = f"**`generate()`, milliseconds a token**, {model(result)}; {method(result)}"
+    return "\n\n".join([f"{title}.", columns(result, rows, short), table(head, lines), " ".join(generate_notes(result, rows))])
+
+
+def generate_notes(result: dict, rows: list[dict]) -> list[str]:
+    """What a reader of the table should know besides, as far as the data says it."""
+    notes, slow = [], {}
+    for row in rows:
+        if (of(row, SDPA) or 0) * 1.5 < (of(row, SDPA, "all_ms") or [0])[0]:
+            slow[row["case"]] = of(row, SDPA, "all_ms")[0]
+        if of(row, UNPADDED) and of_one_run(result, row, UNPADDED, OURS):
             low, high = min(row["lengths"]), max(row["lengths"])
             notes.append(
                 f"The padded row is {row['rows']} left-padded prompts of {thousands(low)} to {thousands(high)} tokens; an "
-                f"unpadded batch with as many live tokens takes {of(UNPADDED, 'ms'):.2f} ms under `patch()`."
+                f"unpadded batch with as many live tokens takes {of(row, UNPADDED):.2f} ms under `patch()`."
             )
-        if of(ROOMY, "ms"):
-            notes.append(f"With room for {ROOM} times the tokens {row['case']} takes {of(ROOMY, 'ms'):.2f} ms under `patch()`.")
-    if compiled and (without := [row["case"] for row in measured if not (row["rivals"].get(STATIC) or {}).get("ms")]):
-        notes.append(f"Of {', '.join(without)} static + compile was not timed.")
+        if of(row, ROOMY) and of_one_run(result, row, ROOMY, OURS):
+            notes.append(f"With room for {ROOM} times the tokens {row['case']} takes {of(row, ROOMY):.2f} ms under `patch()`.")
+    without = [row["case"] for row in rows if not of(row, STATIC)]
+    if without:
+        notes.append(f"The static cache with compilation was not timed for {', '.join(without)}.")
     if slow:
         took = " to ".join(dict.fromkeys((f"{min(slow.values()):.0f}", f"{max(slow.values()):.0f}")))
         notes.append(f"The first repeat, left out by a median, took `sdpa` {took} ms a token at {', '.join(slow)}.")
@@ -101,11 +123,25 @@ def generate(result: dict) -> str:
     if kernels := step.get("kernels"):
         launches = sum(kernel["launches"] for kernel in kernels)
         notes.append(f"A captured step of {step['case']} is {launches} launches of {len(kernels)} kernels, listed in the JSON.")
-    if not compiled:
-        notes.append("`sdpa` with the static cache and compilation was not run here.")
-    notes.append("First tokens are in milliseconds; - was not run, or failed with the reason recorded in the JSON.")
-    title = f"**`generate()`, milliseconds a token**, {model(result)}, greedy"
-    return "\n\n".join([f"{title}:", table(head, rows), " ".join(notes), f"By {commands(result)}."])
+    if all((of(row, OURS, "check") or {}).get("passed") for row in rows if of(row, OURS)):
+        notes.append("Logits of `patch()` were checked against those of steps without a graph.")
+    notes.append("First tokens are in milliseconds. A figure that is - was not measured, or failed with the reason in the JSON.")
+    return notes
+
+
+def headline(result: dict) -> str:
+    """The table of generate() in short, for the README."""
+    rows, lines = measured_rows(result), []
+    for row in rows:
+        stock = {name: of(row, name) for name in (SDPA, STATIC) if of(row, name)}
+        best = min(stock, key=stock.get, default=SDPA)
+        shown = [figure(of(row, name), 2) for name in (SDPA, STATIC, OURS)]
+        lines.append([row["case"], *shown, figure(ratio(result, row, best, OURS), 2, "x")])
+    head = ["batch x prompt", *(COLUMNS[name] for name in (SDPA, STATIC, OURS)), "best measured stock / `patch()`"]
+    return (
+        f"`generate()`, milliseconds a token, {model(result)}: {on(result)}; {method(result)}. Where a ratio is -, its figures "
+        f"are not of one run; commands and runs are in [docs/results.md](docs/results.md).\n\n{table(head, lines)}"
+    )
 
 
 def fresh(result: dict) -> str:
@@ -116,7 +152,7 @@ def fresh(result: dict) -> str:
     later = [call for row in result["rows"] for call in row["calls"][1:]]
     compiled, captured = (max(call[what] for call in later) for what in ("compiled", "captured"))
     return (
-        f"**The first call of a fresh process**, {model(result)} ({commands(result)}): from the loaded model to "
+        f"**The first call of a fresh process**, {model(result)} ({by(result)}): from the loaded model to "
         f"the first replay of its decode graph {cold} s with an empty Triton cache and {warm} s with a warm one. A second call "
         f"with another prompt length compiled {compiled} kernels and captured {captured} graphs."
     )
@@ -137,7 +173,7 @@ def paper_e2e(result: dict) -> str:
     contexts = ", ".join(thousands(row["context"]) for row in result["rows"])
     return (
         f"**A growing output behind a prompt of {thousands(result['rows'][0]['context'])}**, the LeanAttention paper's figure "
-        f"10, {model(result)}, all under `patch()` ({commands(result)}). ms a token is measured at contexts of "
+        f"10, {model(result)}, all under `patch()` ({by(result)}; {method(result)}). ms a token is measured at contexts of "
         f"{contexts}; the seconds are integrated between them:\n\n{table(head, rows)}"
     )
 
@@ -157,18 +193,25 @@ def stream(result: dict) -> str:
     ]
     lines = [
         f"**Text without end**, {model(result)}, a window of {result['window']} and {result['sinks']} sinks "
-        f"({commands(result)}):",
+        f"({by(result)}; {method(result)}):",
         table(head, rows),
     ]
+
+    def other(part: str) -> str:
+        """What measured this part, where it is known and did not measure the table."""
+        its = [result["update"]] if part == "update" else result["ring"]
+        here = by(result, its) if all("run" in row for row in its) else by(result)
+        return f" ({here})" if here != by(result) else ""
+
     if "update" in result:
         us = result["update"]["us"]
         told = "; ".join(f"{name.replace('_', ' ')} {value:.0f}" for name, value in us.items())
-        lines.append(f"Writing one token into the caches of all layers, {result['update']['unit']}: {told}.")
+        lines.append(f"Writing one token into the caches of all layers, {result['update']['unit']}{other('update')}: {told}.")
     if result.get("ring"):
         told = ", ".join(f"{row['ring_over_dense']:.2f} ({row['shape']})" for row in result["ring"])
         lines.append(
             "The decode kernel over a full ring, the turning of the sinks' queries included, as a share of `lean`'s "
-            f"speed over dense K/V of that size, by {SHAPE}: {told}."
+            f"speed over dense K/V of that size, by {SHAPE}{other('ring')}: {told}."
         )
     return "\n\n".join(lines)
 
@@ -205,6 +248,18 @@ def _us(rows: Iterable[dict], names: dict[str, str], more: dict[str, Callable[[d
     return table([first, *names.values(), *more], lines)
 
 
+def by_method(result: dict) -> str:
+    return f"({by(result)}; {method(result)})"
+
+
+def same(rows: Iterable[dict]) -> str:
+    """Heads and head_dim of the rows, in words."""
+    rows = list(rows)
+    values = {name: sorted({row[name] for row in rows}) for name in ("num_heads", "num_kv_heads", "head_dim")}
+    heads, kv_heads, head_dim = (" or ".join(map(str, found)) for found in values.values())
+    return f"{heads} heads over {kv_heads} KV heads, head_dim {head_dim}"
+
+
 def decode(result: dict) -> str:
     found = result["summary"]
     worst = found["lean_over_best_peer"].get("smallest_at")
@@ -217,7 +272,7 @@ def decode(result: dict) -> str:
     below, above = (found[f"lean_over_best_peer_{size}"] for size in ("below_256_mib", "from_256_mib"))
     price = found["lean_over_batch_invariant"]
     return (
-        f"**Decode kernels, microseconds a call** ({commands(result)}), CUDA-graph replays over inputs larger than L2. The time "
+        f"**Decode kernels, microseconds a call** {by_method(result)}. The time "
         f"of the better sdpa backend over that of `lean`: {mean(below)} below 256 MiB of K/V, {mean(above)} from there on. "
         f"`batch_invariant`, whose rows do not feel one another, takes {price['geometric_mean']:.2f} times as long as `lean` in "
         f"geometric mean, and {price['largest']:.2f} times at most. "
@@ -226,8 +281,9 @@ def decode(result: dict) -> str:
 
 
 def speculation(result: dict) -> str:
+    queries = " and ".join(map(str, sorted({row["q_len"] for row in result["rows"]})))
     return (
-        f"**Several queries a row**, 4 and 16, 32 heads over 8 KV heads ({commands(result)}): the time of the better sdpa "
+        f"**Several queries a row**, {queries}, {same(result['rows'])} {by_method(result)}: the time of the better sdpa "
         f"backend over that of `lean` is {mean(result['summary']['lean_over_best_peer'])}."
     )
 
@@ -236,8 +292,8 @@ def ragged(result: dict) -> str:
     names = {"sdpa_masked": "`sdpa`, masked", "split_kv": "`split_kv`", "lean": "`lean`"}
     more = {"`lean`, TB/s of live K/V": lambda row: figure(row["tb_per_s"]["lean"], 2)}
     return (
-        f"**Ragged batches, microseconds a decode call** ({commands(result)}), 32 heads over 8 KV heads, head_dim 128, "
-        f"left-padded:\n\n{_us(result['rows'], names, more, 'rows')}"
+        f"**Ragged batches, microseconds a decode call**, {same(result['rows'])}, left-padded "
+        f"{by_method(result)}:\n\n{_us(result['rows'], names, more, 'rows')}"
     )
 
 
@@ -255,7 +311,7 @@ def prefill(result: dict) -> str:
     ]
     text = table([SHAPE, *names.values(), "ours / cuDNN"], rows)
     return (
-        f"**Prefill, TFLOP/s** ({commands(result)}). Causal and not, ours over cuDNN is {mean(found['ours_over_sdpa_cudnn'])}, "
+        f"**Prefill, TFLOP/s** {by_method(result)}. Causal and not, ours over cuDNN is {mean(found['ours_over_sdpa_cudnn'])}, "
         f"over sdpa's flash backend {mean(found['ours_over_sdpa_flash'])}; the portable kernel over the latter is "
         f"{mean(found['portable_over_sdpa_flash'])}. The causal half:\n\n{text}"
     )
@@ -263,16 +319,15 @@ def prefill(result: dict) -> str:
 
 def window(result: dict) -> str:
     rows = [[row["shape"], figure(row["us"]["ours"]), figure(row["us"].get("flash_attention_2"))] for row in result["rows"]]
-    return (
-        f"**What a window costs, microseconds a call**, 32 heads over 8 KV heads, head_dim 128 ({commands(result)}):\n\n"
-        + table(["call", "ours", "torch's FlashAttention-2"], rows)
+    return f"**What a window costs, microseconds a call**, {same(result['rows'])} {by_method(result)}:\n\n" + table(
+        ["call", "ours", "torch's FlashAttention-2"], rows
     )
 
 
 def host(result: dict) -> str:
     largest = ", ".join(f"`{name}` {us:.0f}" for name, us in result["summary"]["largest_us"].items())
     return (
-        f"**The host's time for one eager decode call**, microseconds ({commands(result)}): {largest}; `backend` is `lean` as "
+        f"**The host's time for one eager decode call**, microseconds ({by(result)}): {largest}; `backend` is `lean` as "
         "models call it. A decode graph spends none of it."
     )
 
@@ -289,15 +344,16 @@ def paper(result: dict) -> str:
     span = lambda name: f"{thousands(min(values(name)))} to {thousands(max(values(name)))}"  # noqa: E731
     head = ["", f"published, {found['published']['device']}", "here: average", "geometric mean", "smallest"]
     return (
-        f"**The LeanAttention paper's own comparison**, its figures 7 and 9 ({commands(result)}): {len(result['rows'])} shapes, "
+        f"**The LeanAttention paper's own comparison**, its figures 7 and 9 {by_method(result)}: {len(result['rows'])} shapes, "
         f"head_dim {span('head_dim')}, {span('num_heads')} heads, batch {span('batch')}, {span('kv_len')} tokens.\n\n"
         f"{table(head, rows)}\n\n"
         f"How evenly the schedules lay the work on the SMs (its figure 4; 1 is perfect), on average: {balance}."
     )
 
 
-# Sections in the order of the README: name, file, text.
+# Sections in the order of docs/results.md, before them the README's: name, file, text.
 SECTIONS: list[tuple[str, str, Callable[[dict], str]]] = [
+    (HEADLINE, "generate_8b.json", headline),
     ("generate", "generate_8b.json", generate),
     ("generate_1b", "generate_1b.json", generate),
     ("fresh", "generate_fresh.json", fresh),

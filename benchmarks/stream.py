@@ -147,6 +147,7 @@ def read(args, results: Results, device: torch.device) -> bool:
     """The text read and generated at each point; whether all was right."""
     results.data["rows"] = []
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    results.data["dtype"] = str(dtype).removeprefix("torch.")
     subject = load(args.shape, dtype, device)
     settings = Settings(args.window, args.sinks)
     reader = Reader(subject, settings, args.points[-1] + args.steps + 10 * BLOCK, device)
@@ -158,7 +159,7 @@ def read(args, results: Results, device: torch.device) -> bool:
                 row = measure_point(reader, point, args, results)
                 if row is None:
                     return False
-                results.data["rows"].append(row)
+                results.data["rows"].append(row | {"run": results.run})
                 results.data["summary"] = read_summary(results.data["rows"])
                 results.data["reasons"] = [reason for each in (reader.patches[0], reader.patches[2]) for reason in each.reasons]
                 results.save()
@@ -229,6 +230,7 @@ def update(args, results: Results, device: torch.device) -> bool:
         for name in ("rolling", "transformers_static_sliding")
     }
     results.data["update"] = {"unit": f"us of GPU time a token, {layers} layers", "us": found, f"{large}_over_{small}": over}
+    results.data["update"]["run"] = results.run
     results.save()
     results.say("update: " + "  ".join(f"{name} {us:.1f} us" for name, us in found.items()))
     return True
@@ -259,7 +261,7 @@ def ring(args, results: Results, device: torch.device) -> bool:
             runs[name] = timing.record(call, sets, calls, device)
         row = shape.row() | timing.medians(timing.time_rivals(runs, calls, device))
         row["ring_over_dense"] = row["us"]["dense"] / row["us"]["ring"]
-        rows.append(row)
+        rows.append(row | {"run": results.run})
         results.save()
         results.say(f"ring {row['shape']}: " + "  ".join(f"{name} {us:.1f} us" for name, us in row["us"].items()))
     return True
@@ -290,7 +292,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.stream
     device = find_device(args.device)
     torch.manual_seed(0)
     head = {"conditions": conditions(device, METHOD), "unit": "ms a token"}
-    results = Results(args.out / "stream.json", args.seconds, command(prog, argv), **head)
+    results = Results(args.out / "stream.json", args.seconds, command(prog, argv), device, **head)
     results.take_over(parser)  # parts that are not run again stay
     parts = {"read": read, "ring": ring, "update": update}
     try:

@@ -9,7 +9,7 @@ import fake_graph
 import pytest
 import torch
 
-from benchmarks import fresh, generate, grid, models, paper_e2e, report, results, runs, stream, timing
+from benchmarks import fresh, generate, grid, models, paper_e2e, provenance, report, results, runs, sections, stream, timing
 from hf_fastattn import PreallocatedCache, compat, patch
 
 WINDOWED = {**models.SHAPES["tiny"][1], "sliding_window": 8}
@@ -161,8 +161,82 @@ def test_rivals_can_be_added_to_a_case_by_a_run_of_their_own(tmp_path):
     row = both["rows"][0]
     assert set(row["rivals"]) == {grid.SDPA, grid.OURS, grid.STATIC, "eager_dynamic"}
     assert row["rivals"][grid.OURS] == first["rows"][0]["rivals"][grid.OURS]
-    assert row["ratios"][grid.STATIC] == row["rivals"][grid.STATIC]["ms"] / row["rivals"][grid.OURS]["ms"]
+    assert row["ratios"].keys() == {grid.SDPA, "best_stock"}  # what another run measured has no ratio
     assert "run of their own" in row["notes"][0]
+    runs_ = {name: rival["run"] for name, rival in row["rivals"].items()}
+    assert runs_[grid.OURS] == runs_[grid.SDPA] != runs_[grid.STATIC] == runs_["eager_dynamic"]
+    assert (
+        set(runs_.values()) == set(both["measured_by"])
+        and [run["command"] for run in both["measured_by"].values()] == both["commands"]
+    )
+
+
+def test_a_table_tells_the_runs_apart_and_gives_no_ratio_across_them(tmp_path):
+    bench(tmp_path, "--cases", "1x16,2x16", "--rivals", "sdpa_dynamic,patched")
+    both = bench(tmp_path, "--cases", "1x16", "--rivals", "sdpa_static_compile", "--add")
+    for rival, ms in ((grid.SDPA, 5.0), (grid.STATIC, 3.0), (grid.OURS, 2.0)):
+        both["rows"][0]["rivals"][rival]["ms"] = ms
+    lines = sections.generate(both).splitlines()
+    first, second = both["commands"]
+    assert f"- run 1: `sdpa` and `patch()` of 1x16, 2x16; by `{first}`" in lines
+    assert f"- run 2: static + compile of 1x16; by `{second}`" in lines
+    (cells,) = [[cell.strip() for cell in line.split("|")] for line in lines if "| 1x16 |" in " ".join(line.split())]
+    assert cells[2:7] == ["5.00", "3.00", "2.00", "2.50x", "-"]
+    (cells,) = [[cell.strip() for cell in line.split("|")] for line in sections.headline(both).splitlines() if "3.00" in line]
+    assert cells[2:6] == ["5.00", "3.00", "2.00", "-"]  # the best is of another run
+    alone = bench(tmp_path, "--cases", "1x16", "--rivals", "sdpa_dynamic,patched")
+    assert "All columns are of one run" in sections.generate(alone)
+
+
+OLD = ["python -m it --cases 1x16,2x16", "python -m it --cases 1x16 --rivals sdpa_dynamic,patched --add"]
+NOTE = "sdpa_dynamic, patched" + grid.ADDED
+
+
+@pytest.mark.parametrize(
+    "commands, notes, runs",  # of sdpa, patched and the static cache
+    [
+        (OLD[:1], [], [0, 0, 0]),
+        (OLD, [], [0, 0, 0]),
+        (OLD, [NOTE], [1, 1, 0]),
+        (OLD, [NOTE, "not run: needs about 9 s, 3 s left"], [0, 0, 0]),
+        (OLD, [NOTE, NOTE], [None, None, 0]),  # the second may have measured one of them alone
+        ([*OLD, OLD[1] + " --repeats 9"], [NOTE], [None, None, 0]),
+        ([*OLD, OLD[0] + " --repeats 9"], [NOTE], [1, 1, None]),
+        (OLD[1:], [], [None, None, None]),
+        ([OLD[0].replace("1x16,", ""), OLD[1]], [], [None, None, None]),
+        ([OLD[0] + " --rivals=patched"], [], [None, 0, None]),
+    ],
+)
+def test_the_runs_of_older_results_are_what_they_prove(commands, notes, runs):
+    names = [grid.SDPA, grid.OURS, grid.STATIC]
+    row = {"case": "1x16", "notes": notes, "rivals": {name: {"ms": 2.0} for name in names}}
+    result = {"commands": commands, "rows": [row]}
+    expected = [None if run is None else commands[run] for run in runs]
+    assert [provenance.run_of(result, row, name) for name in names] == expected
+    for name, run in ((grid.SDPA, runs[0]), (grid.STATIC, runs[2])):
+        ours = runs[1]
+        assert provenance.ratio(result, row, name, grid.OURS) == (1.0 if run == ours and run is not None else None)
+    row["rivals"][grid.STATIC]["run"] = "id"  # measured since
+    assert provenance.run_of(result, row, grid.STATIC) == "id" and provenance.run_of(result, row, grid.SDPA) == expected[0]
+
+
+def test_driver_and_clocks_are_in_the_conditions_of_a_run(tmp_path, monkeypatch):
+    said = ["580.95, 345, 2619\n", "580.95, 1980, 2619\n"]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="abc"))
+    monkeypatch.setattr(results.subprocess, "run", lambda query, **_: SimpleNamespace(stdout=said.pop(0)))
+    monkeypatch.setattr(results, "CLOCKS_EVERY", 0)
+    found = results.Results(tmp_path / "a.json", 60, "typed", torch.device("cuda"), conditions={"device": "a GPU"})
+    found.save()
+    found.save()
+    (at,) = [run["conditions"] for run in json.loads(found.path.read_text())["measured_by"].values()]
+    assert at == {"device": "a GPU", "driver": "580.95", "sm_mhz": [345, 1980], "memory_mhz": [2619, 2619]}
+    assert provenance.told(found.data, found.run) == "`typed`, driver 580.95, SM clock 345 to 1980 MHz, memory clock 2619 MHz"
+
+    def none(query, **_):
+        raise FileNotFoundError("nvidia-smi")
+
+    monkeypatch.setattr(results.subprocess, "run", none)
+    assert results.clocks(torch.device("cuda")) == results.clocks(torch.device("cpu")) == {}
 
 
 def test_static_cache_continues_from_its_prompt(tmp_path):

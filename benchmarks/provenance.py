@@ -1,0 +1,113 @@
+"""Which run measured a figure: a ratio, or a word about peers, is of figures of one run alone.
+
+What is measured carries the id of its run as "run", and the result's "measured_by" has the command and the conditions of each.
+Older results have only "commands", and notes that say which rivals a row got later. There a run goes by its command, as far as
+these prove it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import shlex
+
+from .grid import ADDED, CASES, DEFAULT_RIVALS, OURS, RIVALS, UNPADDED
+
+
+def run_of(result: dict, row: dict, name: str | None = None) -> str | None:
+    """The run that measured the row, or its rival of this name: an id, in older results a command, None where none is proven."""
+    measured = row if name is None else row["rivals"].get(name) or {}
+    if "run" in measured:
+        return measured["run"]
+    known = {run["command"] for run in result.get("measured_by", {}).values()}
+    older = [command for command in result["commands"] if command not in known]
+    if name is not None:
+        older = _could_measure(older, row, OURS if name == UNPADDED else name)
+    return older[0] if len(older) == 1 else None
+
+
+def _could_measure(commands: list[str], row: dict, name: str) -> list[str]:
+    """Of commands of `bench generate`, those that may have measured the rival, by the notes of its row."""
+    notes = row.get("notes", [])
+    added = [  # the note of a run that had no time for the case is followed by one that says so
+        note.removesuffix(ADDED).split(", ")
+        for note, then in itertools.zip_longest(notes, notes[1:], fillvalue="")
+        if note.endswith(ADDED) and not then.startswith("not run:")
+    ]
+    added = [rivals for rivals in added if name in rivals]
+    if len(added) > 1:
+        return []
+    asked = {command: _asked(command) for command in commands}
+    return [
+        command
+        for command, (adds, cases, rivals) in asked.items()
+        if row["case"] in cases and name in rivals and (adds and rivals == added[0] if added else not adds)
+    ]
+
+
+def _asked(command: str) -> tuple[bool, list[str], list[str]]:
+    """--add, --cases and --rivals of a command."""
+    parser = argparse.ArgumentParser(exit_on_error=False, add_help=False)
+    parser.add_argument("--add", action="store_true")
+    parser.add_argument("--cases", default=CASES)
+    parser.add_argument("--rivals", default=",".join(DEFAULT_RIVALS))
+    options, _ = parser.parse_known_args(shlex.split(command))
+    cases, rivals = ([item for item in text.split(",") if item] for text in (options.cases, options.rivals))
+    return options.add, cases, list(RIVALS) if rivals == ["all"] else rivals
+
+
+def of_one_run(result: dict, row: dict, *names: str) -> bool:
+    """Whether all these rivals of the row were measured by one run."""
+    runs = {run_of(result, row, name) for name in names}
+    return len(runs) == 1 and None not in runs
+
+
+def ratio(result: dict, row: dict, name: str, over: str, what: str = "ms") -> float | None:
+    """A rival's figure over another's; None where one is missing or they are not of one run."""
+    ours, theirs = ((row["rivals"].get(each) or {}).get(what) for each in (over, name))
+    return theirs / ours if ours and theirs and of_one_run(result, row, name, over) else None
+
+
+def told(result: dict, run: str) -> str:
+    """A run in words: its command, and its driver and clocks if they are known."""
+    of = result.get("measured_by", {}).get(run)
+    if of is None:
+        return f"`{run}`"
+    at = of["conditions"]
+    words = [f"`{of['command']}`", *([f"driver {at['driver']}"] if "driver" in at else [])]
+    for what, key in (("SM", "sm_mhz"), ("memory", "memory_mhz")):
+        if key in at:
+            words.append(f"{what} clock {' to '.join(dict.fromkeys(map(str, at[key])))} MHz")
+    return ", ".join(words)
+
+
+def by(result: dict, rows: list[dict] | None = None) -> str:
+    """What measured rows whose figures each are of one run."""
+    runs = list(dict.fromkeys(run_of(result, row) for row in (result["rows"] if rows is None else rows)))
+    if None in runs:
+        commands = ", ".join(f"`{command}`" for command in result["commands"])
+        return f"{commands}; the figures of a row are of one run"
+    return "; ".join([*(told(result, run) for run in runs), *(["the figures of a row are of one run"] if len(runs) > 1 else [])])
+
+
+def columns(result: dict, rows: list[dict], labels: dict[str, str]) -> str:
+    """Which run measured which columns of which rows of a table of rivals, in sentences."""
+    cells = {(row["case"], name): run_of(result, row, name) for row in rows for name in labels if _timed(row, name)}
+    runs = sorted(set(cells.values()), key=lambda run: run is None)
+    if len(runs) == 1 and runs[0] is not None:
+        return f"All columns are of one run: {told(result, runs[0])}."
+    order = [*result["commands"], *result.get("measured_by", {}), None]
+    lines = []
+    for i, run in enumerate(sorted(runs, key=order.index), 1):
+        shared: dict[str, list[str]] = {}  # rows by the columns that this run measured of them
+        for row in rows:
+            its = [labels[name] for name in labels if (row["case"], name) in cells and cells[row["case"], name] == run]
+            if its:
+                shared.setdefault(" and ".join(filter(None, [", ".join(its[:-1]), its[-1]])), []).append(row["case"])
+        what = "; ".join(f"{names} of {', '.join(cases)}" for names, cases in shared.items())
+        lines.append(f"- unknown run: {what}" if run is None else f"- run {i}: {what}; by {told(result, run)}")
+    return "The columns are of several runs; a ratio is given only where both figures are of one run.\n\n" + "\n".join(lines)
+
+
+def _timed(row: dict, name: str) -> bool:
+    return (row["rivals"].get(name) or {}).get("ms") is not None
