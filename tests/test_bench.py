@@ -163,11 +163,10 @@ def test_rivals_can_be_added_to_a_case_by_a_run_of_their_own(tmp_path):
     assert row["rivals"][grid.OURS] == first["rows"][0]["rivals"][grid.OURS]
     assert row["ratios"].keys() == {grid.SDPA, "best_stock"}  # what another run measured has no ratio
     assert "run of their own" in row["notes"][0]
-    runs_ = {name: rival["run"] for name, rival in row["rivals"].items()}
-    assert runs_[grid.OURS] == runs_[grid.SDPA] != runs_[grid.STATIC] == runs_["eager_dynamic"]
-    assert (
-        set(runs_.values()) == set(both["measured_by"])
-        and [run["command"] for run in both["measured_by"].values()] == both["commands"]
+    ids = {name: rival["run"] for name, rival in row["rivals"].items()}
+    assert ids[grid.OURS] == ids[grid.SDPA] != ids[grid.STATIC] == ids["eager_dynamic"]
+    assert {run: of["command"] for run, of in both["measured_by"].items()} == dict(
+        zip((ids[grid.OURS], ids[grid.STATIC]), both["commands"], strict=True)
     )
 
 
