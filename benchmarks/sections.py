@@ -18,7 +18,7 @@ NAMES = {
 }
 HEADLINE = "headline"  # which stands only where it is named
 SHAPE = "batch, heads/KV heads, head_dim, length"
-# Shapes of the decode grid that the README shows, beside the worst one.
+# Shapes of the decode grid that are shown, beside the worst one.
 DECODE_ROWS = [
     "1, 32/8, 128, 1k",
     "1, 32/8, 128, 16k",

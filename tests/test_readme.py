@@ -19,6 +19,7 @@ from hf_fastattn.kernels import checks, launch, reference, spans
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def section(title: str) -> str:
@@ -154,16 +155,18 @@ def test_contracts_are_the_packages():
     assert [set(line.split()) for line in diagram.splitlines()] == [there & set(parts) for parts in ORDER[1:]]
 
 
-def test_measured_tables_are_the_jsons():
-    assert (
-        bench_report.MARKS.search(README)
-        and bench_report.rewrite(README, ROOT / "examples" / "results", "examples/results") == README
-    )
+@pytest.mark.parametrize("document", [ROOT / "README.md", ROOT / "docs" / "results.md"], ids=lambda path: path.name)
+def test_measured_tables_are_the_jsons(document):
+    text, folder = document.read_text(), ROOT / "examples" / "results"
+    named = [match[1] for match in bench_report.MARKS.finditer(text)]
+    shown = [name for name, file, _ in bench_report.SECTIONS if (folder / file).exists()]
+    assert sorted(named) == sorted(name for name in shown if (name == bench_report.HEADLINE) == (document.name == "README.md"))
+    assert bench_report.rewrite(text, folder, bench_report.relative(folder, document)) == text
 
 
 def test_every_picture_shown_is_there():
-    shown = re.findall(r"!\[\w*\]\(([^)]+)\)", README)
-    assert shown and all((ROOT / path).is_file() for path in shown)
+    shown = [(path.parent, link) for path in DOCUMENTS for link in re.findall(r"!\[[^]]*\]\(([^)]+)\)", path.read_text())]
+    assert shown and all((folder / link).is_file() for folder, link in shown)
 
 
 def test_results_are_of_a_gpu_and_say_how_they_were_made():
