@@ -10,8 +10,8 @@ import statistics
 
 import torch
 
-from hf_fastattn.kernels import launch
-from hf_fastattn.kernels.schedule import choose
+from hf_fastattn.kernels.attention.schedule import choose
+from hf_fastattn.kernels.host import gpu, tables
 
 from .shapes import DTYPE, LEAN, PORTABLE, READ, SPLIT_KV, Shape, compete, exact, make_inputs, ratios
 from .timing import num_sets
@@ -39,16 +39,16 @@ def schedule(kernel: str, shape: Shape, device: torch.device) -> dict:
     programs: those with work. sms_with_work: share of the SMs that get one, as they are dealt to the SMs in turn. balance: tiles
     in all over SMs x tiles of the busiest SM; what that costs depends on how many SMs it takes to keep the memory busy.
     """
-    sms, outputs = launch.num_sms(device), shape.batch * shape.num_kv_heads
+    sms, outputs = gpu.num_sms(device), shape.batch * shape.num_kv_heads
     if kernel == "fa2":
-        tiles = -(-shape.kv_len // launch.prefill(device, DTYPE, shape.head_dim, 1).BLOCK_N)
+        tiles = -(-shape.kv_len // tables.prefill(device, DTYPE, shape.head_dim, 1).BLOCK_N)
         shares = [tiles] * (shape.batch * shape.num_heads)  # one program per query head, however long K and V are
     else:
         shared = device, DTYPE, shape.head_dim, shape.num_heads // shape.num_kv_heads, outputs
-        config, own = (launch.decode(*shared), True) if kernel == "split_kv" else choose(*shared, shape.kv_len, alike=True)
+        config, own = (tables.decode(*shared), True) if kernel == "split_kv" else choose(*shared, shape.kv_len, alike=True)
         tiles = -(-shape.kv_len // config.BLOCK_N)
         if own:
-            splits = launch.num_splits(device, config, outputs, shape.kv_len)
+            splits = tables.num_splits(device, config, outputs, shape.kv_len)
             shares = [(s + 1) * tiles // splits - s * tiles // splits for s in range(splits)] * outputs
         else:
             total = tiles * outputs

@@ -5,11 +5,13 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hf_fastattn.kernels import TritonKernel, reference
+from hf_fastattn.kernels.spec import call
 from hf_fastattn.tables import thousands
 
 from . import timing
@@ -19,8 +21,8 @@ READ = 4.5e6  # bytes a microsecond, to guess how long a call takes; figures do 
 REFERENCE_BYTES = 1 << 30  # of K in float32 that the exact result holds at once
 
 # The Triton kernels on a GPU; on the CPU their twins, so that everything but the figures can be tried there.
-LEAN, SPLIT_KV, PORTABLE = TritonKernel("lean"), TritonKernel("split_kv"), TritonKernel("prefill")
-PREFILL = TritonKernel("prefill", hopper="prefill_hopper")  # what the backends run
+LEAN, SPLIT_KV, PORTABLE = (partial(call, TritonKernel(name)) for name in ("lean", "split_kv", "prefill"))
+PREFILL = partial(call, TritonKernel("prefill", hopper="prefill_hopper"))  # what the backends run
 
 
 class WrongResult(RuntimeError):
@@ -72,7 +74,7 @@ def exact(q, k, v, spans=None, **options) -> torch.Tensor:
         parts = []
         for h in range(0, heads, step):
             its = (x[b : b + 1, n * h : n * (h + step)] for x, n in ((q, group), (k, 1), (v, 1)))
-            parts.append(reference.attention(*its, None if spans is None else spans[b : b + 1], **options))
+            parts.append(call(reference.attention, *its, None if spans is None else spans[b : b + 1], **options))
         rows.append(torch.cat(parts, 1))
     return torch.cat(rows).float()
 

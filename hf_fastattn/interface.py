@@ -12,6 +12,7 @@ import torch
 
 from . import compat, masks, streaming
 from .kernels import reference, spans
+from .kernels.spec import KV, Spec
 
 # By backend name: what computes attention. By "<backend>.<phase>": how often it did.
 _runners: dict[str, Callable[..., torch.Tensor]] = {}
@@ -334,10 +335,8 @@ def _attention(
 ) -> torch.Tensor:
     """The backend's kernel where the mask is spans or None; torch's sdpa, or plain torch, where it is any other mask."""
     if mask is None or mask.dtype == torch.int32:
-        options = {"scale": scale, "causal": causal, "window": window, "softcap": softcap, "sink_logits": sink_logits}
-        if sinks:
-            options |= {"sinks": sinks, "inv_freq": inv_freq, "interleaved": interleaved}
-        return _runners[name](q, k, v, mask, **options)
+        spec = Spec(scale, causal, window, softcap, sinks, interleaved)
+        return _runners[name](q, KV(k, v), spec, mask, sink_logits=sink_logits, inv_freq=inv_freq if sinks else None)
     if not q.dtype == k.dtype == v.dtype:
         raise TypeError(f"q, k and v must share one dtype; got {q.dtype}, {k.dtype} and {v.dtype}. Cast them.")
     calls[f"{name}.dense"] += 1

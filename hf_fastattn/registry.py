@@ -9,7 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from . import interface
-from .kernels import checks, launch
+from .kernels import checks
+from .kernels.host import tables
+from .kernels.spec import KV, Spec
 
 Kernel = Callable[..., torch.Tensor]
 
@@ -29,7 +31,7 @@ class Backend:
     summary: str
     prefill: Kernel
     decode: Kernel | None = None
-    max_decode_rows: int = launch.MAX_DECODE_ROWS
+    max_decode_rows: int = tables.MAX_DECODE_ROWS
     max_head_dim: int = checks.MAX_HEAD_DIM
     dtypes: tuple[torch.dtype, ...] = checks.DTYPES
     streaming: bool = False
@@ -55,12 +57,26 @@ class Backend:
         return "prefill", self.prefill
 
     def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: torch.Tensor | None = None, **options
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        spans: torch.Tensor | None = None,
+        *,
+        sink_logits: torch.Tensor | None = None,
+        inv_freq: torch.Tensor | None = None,
+        return_lse: bool = False,
+        **static,
     ) -> torch.Tensor:
+        """Attention over plain K and V; static: the fields of `kernels.spec.Spec`. The rest as `kernels.reference.attention`."""
+        tensors = {"sink_logits": sink_logits, "inv_freq": inv_freq, "return_lse": return_lse}
+        return self.attend(q, KV(k, v), Spec(**static), spans, **tensors)
+
+    def attend(self, q: torch.Tensor, kv: KV, spec: Spec = Spec(), spans: torch.Tensor | None = None, **options):  # noqa: B008
         """Run the kernel for these shapes; arguments and result as `kernels.reference.attention`."""
-        phase, kernel = self.kernel(q.shape[2], q.shape[1], k.shape[1])
+        phase, kernel = self.kernel(q.shape[2], q.shape[1], kv.k.shape[1])
         interface.calls[f"{self.name}.{phase}"] += 1
-        return kernel(q, k, v, spans, **options)
+        return kernel(q, kv, spec, spans, **options)
 
     def why_not(
         self, *, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device | str = "cuda"
@@ -89,7 +105,7 @@ def register(backend: Backend) -> Backend:
 
     Registering a name again replaces it, also in models that run it already.
     """
-    interface.register(backend.name, backend, backend.streaming)
+    interface.register(backend.name, backend.attend, backend.streaming)
     _backends[backend.name] = backend
     return backend
 

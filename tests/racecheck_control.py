@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from hf_fastattn.kernels.prefill_hopper.pipe import FIRST_TURN, named_barrier, warpgroup_barrier
+from hf_fastattn.kernels.attention.prefill_hopper.pipe import FIRST_TURN, named_barrier, warpgroup_barrier
 
 
 @gluon.jit

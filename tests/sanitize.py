@@ -14,7 +14,8 @@ import torch
 from cases import Case, make
 from test_kernels import LEAN, REFERENCE, RUNNABLE, never, run
 
-from hf_fastattn.kernels import append, linear, ring, rms_norm, rope, schedule
+from hf_fastattn.kernels.attention import schedule
+from hf_fastattn.kernels.decode import append, linear, ring, rms_norm, rope
 
 CASES = [
     Case(q_len=1, kv_len=300, dtype="bf16", head_dim=128, num_heads=8),

@@ -8,12 +8,12 @@ import gc
 import itertools
 
 import torch
+from calls import as_kernel, attention
 from state import PROCESS, Interrupted, action
 from state_model import noise
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import hf_fastattn
-from hf_fastattn.kernels import reference
 
 # Configurations
 
@@ -96,10 +96,11 @@ def set_attention(side, variant):
 
 
 def _signed(sign: float):
-    def attention(q, k, v, spans=None, **options):
-        return sign * reference.attention(q, k, v, spans, **options)
+    @as_kernel
+    def signed(q, k, v, spans=None, **options):
+        return sign * attention(q, k, v, spans, **options)
 
-    return hf_fastattn.Backend(name="users_own", summary="of a user", prefill=attention)
+    return hf_fastattn.Backend(name="users_own", summary="of a user", prefill=signed)
 
 
 @action(2)

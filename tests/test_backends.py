@@ -11,6 +11,7 @@ import models
 import pytest
 import torch
 import transformers
+from calls import as_kernel, attention
 from transformers import AutoModel, AutoModelForSeq2SeqLM, CompileConfig, DynamicCache, StaticCache, masking_utils
 
 import hf_fastattn
@@ -79,9 +80,10 @@ def test_why_not_names_the_value():
 def test_a_third_party_backend_reaches_generate(lean, device, registering):
     seen = []
 
+    @as_kernel
     def mine(q, k, v, spans=None, **options):
         seen.append(q.shape[2])
-        return reference.attention(q, k, v, spans, **options)
+        return attention(q, k, v, spans, **options)
 
     inputs = models.prompts("left_padding", device)
     expected = generate(lean, inputs)
@@ -186,7 +188,7 @@ def test_without_a_mask_the_layers_own_arguments_count(device):
 
     def agrees(expected, **arguments):
         out, weights = interface.attention_forward("lean", layer, q, k, k, None, **arguments)
-        torch.testing.assert_close(out.transpose(1, 2), reference.attention(q, k, k, **expected), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(out.transpose(1, 2), attention(q, k, k, **expected), atol=1e-5, rtol=1e-5)
         assert weights is None
 
     agrees({"causal": True})

@@ -4,10 +4,12 @@ import json
 
 import pytest
 import torch
+from calls import attention
 
 from benchmarks import decode, generate, kernels, paper, prefill, report, results, sections, shapes, timing
 from benchmarks.shapes import Shape
-from hf_fastattn.kernels import launch, reference
+from hf_fastattn.kernels import reference
+from hf_fastattn.kernels.host import gpu
 
 SMALL = {
     "decode": [Shape(2, 4, 2, 16, 64), Shape(1, 4, 4, 16, 96)],
@@ -61,7 +63,7 @@ def test_a_peer_that_cannot_run_is_named_and_costs_nothing_else(tmp_path):
 
 def test_a_wrong_kernel_is_not_timed(tmp_path, monkeypatch, capsys):
     def off_by_one(q, k, v, spans=None, **options):
-        return reference.attention(q, k[:, :, 1:], v[:, :, 1:], spans, **options)
+        return attention(q, k[:, :, 1:], v[:, :, 1:], spans, **options)
 
     monkeypatch.setattr(decode, "LEAN", off_by_one)
     status, result = bench(tmp_path, "decode")
@@ -82,14 +84,14 @@ def test_the_check_refuses_zeros_and_nan_and_accepts_rounding():
     q, k, v = shapes.make_inputs(Shape(2, 4, 2, 64, 4096), 1, torch.device("cpu"))[0]
     expected = shapes.exact(q, k, v)
     shapes.check("rounded", expected.bfloat16(), expected)
-    for wrong in (torch.zeros_like(q), torch.full_like(q, float("nan")), reference.attention(q, k[:, :, :-64], v[:, :, :-64])):
+    for wrong in (torch.zeros_like(q), torch.full_like(q, float("nan")), attention(q, k[:, :, :-64], v[:, :, :-64])):
         with pytest.raises(shapes.WrongResult):
             shapes.check("wrong", wrong, expected)
 
 
 def test_exact_is_the_reference_whatever_it_holds_at_once(monkeypatch):
     q, k, v = shapes.make_inputs(Shape(3, 8, 4, 16, 40, 3), 1, torch.device("cpu"))[0]
-    whole = reference.attention(q, k, v, window=7).float()
+    whole = attention(q, k, v, window=7).float()
     for size in (1, 2 * 4 * 40 * 16, 1 << 30):
         monkeypatch.setattr(shapes, "REFERENCE_BYTES", size)
         torch.testing.assert_close(shapes.exact(q, k, v, window=7), whole)
@@ -250,8 +252,8 @@ def test_visible_pairs_count_what_the_reference_sees():
 
 
 def test_schedules_hold_every_tile_and_lean_is_even(monkeypatch):
-    monkeypatch.setattr(launch, "arch", lambda device: 90)
-    monkeypatch.setattr(launch, "num_sms", lambda device: 132)
+    monkeypatch.setattr(gpu, "arch", lambda device: 90)
+    monkeypatch.setattr(gpu, "num_sms", lambda device: 132)
     few = Shape(1, 12, 12, 128, 64 << 10)
     found = {kernel: paper.schedule(kernel, few, torch.device("cpu")) for kernel in ("fa2", "split_kv", "lean")}
     assert found["fa2"]["programs"] == 12 and found["fa2"]["sms_with_work"] == found["fa2"]["balance"] == 12 / 132

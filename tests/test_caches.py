@@ -11,7 +11,7 @@ from models import FAMILIES, PADDINGS, family, prompts, tiny
 
 from hf_fastattn import patch
 from hf_fastattn.caches import PreallocatedCache, layers
-from hf_fastattn.kernels.append import append
+from hf_fastattn.kernels.decode.append import append
 
 WINDOWED = "mistral_window_below_prompt"
 

@@ -24,7 +24,11 @@ if INTERPRETED:
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime.driver import driver  # noqa: E402
 
-from hf_fastattn.kernels import append, launch, lean, linear, prefill, ring, rms_norm, rope, rotate, schedule, spans, split_kv  # noqa: E402
+from hf_fastattn.kernels import spans  # noqa: E402
+from hf_fastattn.kernels.attention import lean, prefill, schedule, split_kv  # noqa: E402
+from hf_fastattn.kernels.decode import append, linear, ring, rms_norm, rope, rotate  # noqa: E402
+from hf_fastattn.kernels.host import gpu  # noqa: E402
+from hf_fastattn.kernels.spec import call  # noqa: E402
 
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 KIB = 1024
@@ -110,8 +114,8 @@ def compiling(module, kernels: tuple[str, ...], arch: int):
     compiled: dict = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(driver, "_active", OfflineDriver(arch))
-        patch.setattr(launch, "arch", lambda device: arch)
-        patch.setattr(launch, "num_sms", lambda device: 108)
+        patch.setattr(gpu, "arch", lambda device: arch)
+        patch.setattr(gpu, "num_sms", lambda device: 108)
         if module is lean:  # its own kernels, also where those of split_kv would do
             patch.setattr(schedule, "shares_within_heads", lambda *args: False)
         if hasattr(module, "_prepare"):  # it remembers launches of another architecture
@@ -157,7 +161,7 @@ def build(name: str, shape: Shape, arch: int, folder: Path) -> dict[str, Binary]
     span = torch.zeros(shape.batch, 1, 1, spans.WORDS + spans.num_words(2048), dtype=torch.int32) if shape.spans else None
     sinks = {"sinks": 4, "window": 1000, "inv_freq": torch.ones(shape.head_dim // 2)} if shape.sinks else {}
     with compiling(module, kernels, arch) as compiled:
-        getattr(module, name.partition(",")[0])(q, k, k, span, causal=not shape.spans, **sinks)
+        call(getattr(module, name.partition(",")[0]), q, k, k, span, causal=not shape.spans, **sinks)
     return {kernel: read(binary, folder) for kernel, binary in compiled.items()}
 
 

@@ -8,6 +8,7 @@ from statistics import fmean, stdev
 
 import pytest
 import torch
+from calls import as_kernel, attention
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed")
 
@@ -18,7 +19,7 @@ from hf_fastattn import interface, registry
 from hf_fastattn.evaluate import Evaluation, data, harness, load, pairs, perplexity, running
 from hf_fastattn.evaluate.pairs import Answers, Measure
 from hf_fastattn.evaluate.report import Run
-from hf_fastattn.kernels import INTERPRETED, reference, spans
+from hf_fastattn.kernels import INTERPRETED, spans
 
 pytestmark = pytest.mark.xdist_group("evaluate")  # one process loads the model
 evaluate = hf_fastattn.evaluate
@@ -118,6 +119,7 @@ def test_smollm2_streaming_within_its_window_is_equal(smollm2, small):
 def off_by(slots: int):
     """Attention whose queries stand `slots` further than they do: of +1 they see the next token, of -1 not themselves."""
 
+    @as_kernel
     def attend(q, k, v, its_spans=None, *, causal=True, window=None, **options):
         if its_spans is None:
             its_spans = spans.build_spans(
@@ -125,7 +127,7 @@ def off_by(slots: int):
             )
         its_spans = its_spans.clone()
         its_spans[..., spans.Q_START] += slots
-        return reference.attention(q, k, v, its_spans, **options)
+        return attention(q, k, v, its_spans, **options)
 
     return attend
 

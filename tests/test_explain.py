@@ -11,7 +11,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import hf_fastattn
 from hf_fastattn.explain import SHAPES, costs, explain
-from hf_fastattn.kernels import launch
+from hf_fastattn.kernels.host import gpu
 
 # torch notes once which functions obey `with torch.device(...)`, and must do so before a fixture replaces some of them.
 with torch.device("meta"):
@@ -118,7 +118,7 @@ def test_streaming_keeps_what_patch_says(monkeypatch):
     assert found.step.kv_bytes == 2 * 32 * 8 * 128 * 2 * 4096
     assert runs(found)["cache"] == "RollingCache" and explain("8b", backend="streaming", window=9).facts.windows[0] == 13
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(launch, "arch", lambda device: 90)
+    monkeypatch.setattr(gpu, "arch", lambda device: 90)
     found = explain("8b", backend="streaming", window=4092, device="cuda", gpu="h200")
     assert runs(found)["prefill"] == "prefill: the Triton kernel" and "sinks is 4" in found.refused[0]["why"]
 
@@ -144,7 +144,7 @@ def test_a_short_prompt_goes_to_the_decode_kernel_and_the_reason_is_the_number_o
 def test_the_hopper_kernel_runs_on_hopper_and_elsewhere_is_refused_in_a_sentence(monkeypatch, arch, kernel):
     pytest.importorskip("triton.experimental.gluon")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(launch, "arch", lambda device: arch)
+    monkeypatch.setattr(gpu, "arch", lambda device: arch)
     found = explain("8b", device="cuda", gpu="h200")
     assert runs(found)["prefill"] == f"{kernel}: the Triton kernel" and runs(found)["decode step"] == "one CUDA graph"
     refused = {row["what"]: row["why"] for row in found.refused}

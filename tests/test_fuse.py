@@ -36,7 +36,7 @@ def exact(x, weight, eps):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1, 1, 64), (2, 3, 100), (5, 4096), (3, 2, 7, 16), (1, 1, 5000)], ids=str)
 def test_error_is_that_of_llamas_own(shape, dtype):
-    from hf_fastattn.kernels.rms_norm import rms_norm
+    from hf_fastattn.kernels.decode.rms_norm import rms_norm
 
     torch.manual_seed(0)
     x = (3 * torch.randn(shape, device=DEVICE)).to(dtype)
@@ -52,7 +52,7 @@ def test_error_is_that_of_llamas_own(shape, dtype):
 
 @runs_kernels
 def test_strided_input_and_zero_rows():
-    from hf_fastattn.kernels.rms_norm import rms_norm
+    from hf_fastattn.kernels.decode.rms_norm import rms_norm
 
     x = torch.randn(4, 6, 32, device=DEVICE).transpose(0, 1)
     weight = torch.ones(32, device=DEVICE)
@@ -62,7 +62,7 @@ def test_strided_input_and_zero_rows():
 
 @runs_kernels
 def test_refusals_are_sentences():
-    from hf_fastattn.kernels.rms_norm import rms_norm
+    from hf_fastattn.kernels.decode.rms_norm import rms_norm
 
     x = torch.randn(2, 32, device=DEVICE)
     with pytest.raises(ValueError, match="requires grad"):
@@ -81,7 +81,7 @@ def test_refusals_are_sentences():
     "batch, heads, kv_heads, tokens, dim, cos_rows", [(1, 4, 2, 1, 64, 1), (3, 6, 1, 5, 80, 3), (2, 9, 3, 7, 32, 1)]
 )
 def test_rotation_is_bit_for_bit_llamas_own(batch, heads, kv_heads, tokens, dim, cos_rows, dtype):
-    from hf_fastattn.kernels.rope import rope
+    from hf_fastattn.kernels.decode.rope import rope
 
     torch.manual_seed(0)
     q, k = (torch.randn(batch, tokens, n, dim, device=DEVICE).to(dtype).transpose(1, 2) for n in (heads, kv_heads))
@@ -92,7 +92,7 @@ def test_rotation_is_bit_for_bit_llamas_own(batch, heads, kv_heads, tokens, dim,
 
 @runs_kernels
 def test_rotation_refuses_in_sentences():
-    from hf_fastattn.kernels.rope import rope
+    from hf_fastattn.kernels.decode.rope import rope
 
     q, k, cos = (torch.randn(2, h, 3, 16, device=DEVICE) for h in (4, 2, 1))
     with pytest.raises(ValueError, match="last dimension"):
@@ -108,7 +108,7 @@ def test_rotation_refuses_in_sentences():
 @pytest.mark.parametrize("kind", ["plain", "bias", "gated"])
 @pytest.mark.parametrize("rows, size", [(5, 16), (96, 64), (33, 100), (40, 1024), (7, 2049), (6, 5000)])
 def test_a_linear_layers_error_is_that_of_torchs_own(rows, size, kind, dtype):
-    from hf_fastattn.kernels.linear import gated_linear, linear
+    from hf_fastattn.kernels.decode.linear import gated_linear, linear
 
     torch.manual_seed(0)
     new = lambda *shape: torch.randn(*shape, device=DEVICE).to(dtype)  # noqa: E731
@@ -128,7 +128,7 @@ def test_a_linear_layers_error_is_that_of_torchs_own(rows, size, kind, dtype):
 
 @runs_kernels
 def test_a_linear_layer_takes_one_token_in_16_bits():
-    from hf_fastattn.kernels.linear import gated_linear, linear, why_not
+    from hf_fastattn.kernels.decode.linear import gated_linear, linear, why_not
 
     x, weight = torch.ones(1, 32, device=DEVICE, dtype=torch.float16), torch.ones(8, 32, device=DEVICE, dtype=torch.float16)
     assert torch.equal(linear(x[0], weight), torch.full((8,), 32.0, device=DEVICE, dtype=torch.float16))
@@ -150,7 +150,7 @@ def test_a_linear_layer_takes_one_token_in_16_bits():
 @runs_kernels
 def test_launches_that_are_remembered_are_told_apart():
     """By eps, by layout, and by whether gradients are asked for."""
-    from hf_fastattn.kernels import rms_norm, rope
+    from hf_fastattn.kernels.decode import rms_norm, rope
 
     x, weight = torch.randn(6, 6, 32, device=DEVICE), torch.ones(32, device=DEVICE, requires_grad=True)
     q, k = torch.randn(2, 4, 4, 16, device=DEVICE), torch.randn(2, 4, 4, 16, device=DEVICE)
@@ -217,7 +217,7 @@ def test_gradients_flow_through_the_models_own_code():
 @pytest.fixture
 def linear_calls(monkeypatch):
     """Whether gated, of every linear layer that runs our kernel."""
-    linear = pytest.importorskip("hf_fastattn.kernels.linear")
+    linear = pytest.importorskip("hf_fastattn.kernels.decode.linear")
     calls, run = [], linear._run
 
     def recording(x, weight, bias, up):

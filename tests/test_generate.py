@@ -12,12 +12,13 @@ import models
 import pytest
 import torch
 import transformers
+from calls import as_kernel, attention
 from models import FAMILIES, PADDINGS
 from transformers import DynamicCache, StaticCache
 
 import hf_fastattn
 from hf_fastattn import interface
-from hf_fastattn.kernels import INTERPRETED, reference, spans
+from hf_fastattn.kernels import INTERPRETED, spans
 
 VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
 NEW_TOKENS = 8
@@ -111,37 +112,42 @@ def _with_spans(q, k, s, options):
     return s.clone()
 
 
+@as_kernel
 def _sees_the_next_token(q, k, v, s=None, **options):
     s = _with_spans(q, k, s, options)
     s[..., spans.Q_START] += 1
     s[..., spans.KV_STOP] = torch.clamp(s[..., spans.KV_STOP] + 1, max=k.shape[2])
-    return reference.attention(q, k, v, s, **options)
+    return attention(q, k, v, s, **options)
 
 
+@as_kernel
 def _sees_padding(q, k, v, s=None, **options):
     s = _with_spans(q, k, s, options)
     s[..., spans.KV_START] = 0
     s[..., spans.FLAGS] &= ~spans.HOLES
-    return reference.attention(q, k, v, s, **options)
+    return attention(q, k, v, s, **options)
 
 
+@as_kernel
 def _sees_holes(q, k, v, s=None, **options):
     s = _with_spans(q, k, s, options)
     s[..., spans.FLAGS] &= ~spans.HOLES
-    return reference.attention(q, k, v, s, **options)
+    return attention(q, k, v, s, **options)
 
 
+@as_kernel
 def _has_no_window(q, k, v, s=None, **options):
     s = _with_spans(q, k, s, options)
     s[..., spans.WINDOW] = spans.NO_WINDOW
-    return reference.attention(q, k, v, s, **{**options, "window": None})
+    return attention(q, k, v, s, **{**options, "window": None})
 
 
 def _drops(*arguments):
-    def attention(q, k, v, s=None, **options):
-        return reference.attention(q, k, v, s, **{**options, **dict.fromkeys(arguments)})
+    @as_kernel
+    def dropping(q, k, v, s=None, **options):
+        return attention(q, k, v, s, **{**options, **dict.fromkeys(arguments)})
 
-    return attention
+    return dropping
 
 
 WRONG = [(family, padding, _sees_the_next_token) for family in FAMILIES for padding in PADDINGS]

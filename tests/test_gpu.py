@@ -14,9 +14,11 @@ from conftest import DEVICE
 from test_kernels import LEAN, check_case, force_programs
 
 from hf_fastattn import interface
-from hf_fastattn.kernels import prefill_hopper, rope
-from hf_fastattn.kernels.lean import lean
+from hf_fastattn.kernels.attention import prefill_hopper
+from hf_fastattn.kernels.attention.lean import lean
+from hf_fastattn.kernels.decode import rope
 from hf_fastattn.kernels.spans import build_spans
+from hf_fastattn.kernels.spec import call
 
 if DEVICE != "cuda":
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
@@ -60,14 +62,14 @@ def test_lean_is_bitwise_the_same_every_time(shape, masked):
     q, k, v = inputs(batch, num_heads, num_kv_heads, head_dim)
     spans = build_spans(batch, 1, CAPACITY, q.device, q_offset=CAPACITY - 1, attention_mask=ragged_mask(batch, CAPACITY))
     spans = spans if masked else None
-    first = lean(q, k, v, spans)
+    first = call(lean, q, k, v, spans)
     disturb, noise = torch.cuda.Stream(), torch.randn(1024, 1024, device="cuda")
     mismatches = Mismatches()
     for i in range(300):
         if i % 3:
             with torch.cuda.stream(disturb):
                 noise = (noise @ noise).tanh()
-        mismatches.compare(lean(q, k, v, spans), first)
+        mismatches.compare(call(lean, q, k, v, spans), first)
     assert mismatches.none()
     torch.cuda.synchronize()
 
@@ -86,7 +88,7 @@ def test_lean_in_a_cuda_graph_follows_the_lengths_on_the_device(padded):
 
     def step():
         spans = build_spans(batch, 1, CAPACITY, q.device, q_offset=length, attention_mask=mask)
-        return lean(q, k, v, spans, causal=False, return_lse=True)
+        return call(lean, q, k, v, spans, causal=False, return_lse=True)
 
     step()
     torch.cuda.synchronize()
@@ -120,13 +122,13 @@ def test_lean_in_a_cuda_graph_follows_the_lengths_on_the_device(padded):
 def test_two_streams_at_once():
     streams = [torch.cuda.Stream() for _ in range(2)]
     data = [inputs(batch=1, seed=i) for i in range(2)]
-    expected = [lean(*x) for x in data]
+    expected = [call(lean, *x) for x in data]
     mismatches = [Mismatches() for _ in streams]
     torch.cuda.synchronize()
     for _ in range(300):
         for stream, x, e, m in zip(streams, data, expected, mismatches, strict=True):
             with torch.cuda.stream(stream):
-                m.compare(lean(*x), e)
+                m.compare(call(lean, *x), e)
     torch.cuda.synchronize()
     assert all(m.none() for m in mismatches)
 
@@ -134,14 +136,14 @@ def test_two_streams_at_once():
 @pytest.mark.skipif(torch.cuda.get_device_capability() != (9, 0), reason="the Hopper prefill kernel's counters")
 def test_first_prefill_inside_a_capture_is_refused(monkeypatch):
     q, k, v = (torch.randn(1, 2, 256, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    prefill_hopper.prefill(q, k, v)
+    call(prefill_hopper.prefill, q, k, v)
     monkeypatch.setattr(prefill_hopper.counters, "_counters", {})
     monkeypatch.setattr(prefill_hopper.counters, "_slots", {})
     with pytest.raises(RuntimeError, match=r"must not be captured into a CUDA graph.*Run the model once"):  # noqa: SIM117
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
-            prefill_hopper.prefill(q, k, v)
+            call(prefill_hopper.prefill, q, k, v)
     assert not prefill_hopper.counters._counters
-    prefill_hopper.prefill(q, k, v)  # outside it works, also afterwards
+    call(prefill_hopper.prefill, q, k, v)  # outside it works, also afterwards
     torch.cuda.synchronize()
 
 
@@ -237,14 +239,14 @@ def test_a_profiler_hears_of_every_launch():
 
     q, k, v = inputs(batch=1)
     enter = triton.knobs.runtime.launch_enter_hook
-    lean(q, k, v)
+    call(lean, q, k, v)
     enter.add(hook)
     try:
         for _ in range(3):
-            lean(q, k, v)
+            call(lean, q, k, v)
     finally:
         enter.remove(hook)
-    lean(q, k, v)
+    call(lean, q, k, v)
     assert len(heard) == 6 and len(set(heard)) == 2  # the kernel that attends and the one that merges, three times
 
 

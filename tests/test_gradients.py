@@ -5,10 +5,10 @@ from __future__ import annotations
 import models
 import pytest
 import torch
+from calls import attention
 
 import hf_fastattn
 from hf_fastattn import interface
-from hf_fastattn.kernels import reference
 
 STOCK = {"llama": "sdpa", "gpt_oss": "eager", "gemma2": "eager", "mistral_window_below_prompt": "sdpa"}
 LENGTH = 40
@@ -107,7 +107,7 @@ def test_a_frozen_model_with_trained_sinks(device):
     agree(found, gradients(model, "eager", "no_padding"))
     q, k = torch.randn(1, 4, 3, 16, device=device), torch.randn(1, 2, 3, 16, device=device)
     with pytest.raises(RuntimeError, match="no backward pass, and q, k, v or sink_logits requires grad"):
-        reference.attention(q, k, k, sink_logits=torch.zeros(4, device=device, requires_grad=True))
+        attention(q, k, k, sink_logits=torch.zeros(4, device=device, requires_grad=True))
 
 
 def test_a_streaming_backend_refuses(device):

@@ -10,8 +10,10 @@ import importlib
 from collections import Counter
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
-from unittest.mock import MagicMock, call
+from unittest.mock import MagicMock
+from unittest.mock import call as called
 
 import numpy as np
 import oracle
@@ -24,7 +26,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_fastattn import kernels, registry
-from hf_fastattn.kernels import checks, launch, reference, schedule, spans, split_kv
+from hf_fastattn.kernels import checks, reference, spans
+from hf_fastattn.kernels.attention import schedule, split_kv
+from hf_fastattn.kernels.host import gpu, launch, tables
+from hf_fastattn.kernels.spec import KV, Spec, call
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,7 @@ class Kernel:
 
     @property
     def module(self):
-        return importlib.import_module(f"hf_fastattn.kernels.{self.name}")
+        return importlib.import_module(f"hf_fastattn.kernels.{'attention.' * bool(self.launches)}{self.name}")
 
     def launcher(self):
         return getattr(self.module, self.function or self.name)
@@ -85,8 +90,8 @@ HOPPER = Kernel(
     aligned_only=True,
     arch=(9, 0),
 )
-SPLIT_KV = Kernel("split_kv", ("split_kv_kernel", "combine_kernel"), max_rows=launch.MAX_DECODE_ROWS)
-LEAN = Kernel("lean", ("lean_kernel", "lean_merge_kernel"), max_rows=launch.MAX_DECODE_ROWS, other=SPLIT_KV.launches)
+SPLIT_KV = Kernel("split_kv", ("split_kv_kernel", "combine_kernel"), max_rows=tables.MAX_DECODE_ROWS)
+LEAN = Kernel("lean", ("lean_kernel", "lean_merge_kernel"), max_rows=tables.MAX_DECODE_ROWS, other=SPLIT_KV.launches)
 KERNELS = (REFERENCE, PREFILL, HOPPER, SPLIT_KV, LEAN)
 RUNNABLE = tuple(k for k in KERNELS if k.runs_here())
 TRITON_RUNS = LEAN in RUNNABLE
@@ -137,7 +142,7 @@ def counted_launches(kernel: Kernel):
 def run(kernel: Kernel, q, k, v, span, options: dict):
     """(out, lse or None) of one call, once it is certain that the kernel made it."""
     with counted_launches(kernel) as launched:
-        result = kernel.launcher()(q, k, v, span, **options)
+        result = call(kernel.launcher(), q, k, v, span, **options)
     allowed = [kernel.launches]
     if kernel in (SPLIT_KV, LEAN) and schedule.shares_within_heads is not never:
         allowed += [SPLIT_KV.launches, SPLIT_KV.launches[:1]]  # one where nothing is left to combine
@@ -310,9 +315,9 @@ SCHEDULE_CASES = [
 def force_programs(patch, programs: int) -> None:
     """Make lean deal out one line of tiles to `programs` programs, where the buffer has at least as many tiles."""
     patch.setattr(schedule, "shares_within_heads", never)
-    config = launch.decode
-    patch.setattr(launch, "decode", lambda *args: replace(config(*args), programs_per_sm=1, MIN_TILES=1))
-    patch.setattr(launch, "num_sms", lambda device: programs)
+    config = tables.decode
+    patch.setattr(tables, "decode", lambda *args: replace(config(*args), programs_per_sm=1, MIN_TILES=1))
+    patch.setattr(gpu, "num_sms", lambda device: programs)
 
 
 @with_lean
@@ -327,9 +332,9 @@ def test_lean_schedules_on_the_device_what_the_host_could(kernel, case, device, 
 @with_lean
 @pytest.mark.parametrize("rows", here("dense", "counted on the device", "padded"))
 def test_lean_hands_over_only_rows_that_the_host_knows_to_be_alike(kernel, rows, device, monkeypatch):
-    config = launch.decode
-    monkeypatch.setattr(launch, "decode", lambda *args: replace(config(*args), programs_per_sm=1))
-    monkeypatch.setattr(launch, "num_sms", lambda device: 6)  # one for each KV head
+    config = tables.decode
+    monkeypatch.setattr(tables, "decode", lambda *args: replace(config(*args), programs_per_sm=1))
+    monkeypatch.setattr(gpu, "num_sms", lambda device: 6)  # one for each KV head
     options = {
         "dense": {},
         "counted on the device": {"q_offset": 80, "offset_on_device": True},
@@ -338,7 +343,7 @@ def test_lean_hands_over_only_rows_that_the_host_knows_to_be_alike(kernel, rows,
     case = Case(q_len=1, kv_len=100, batch=3, num_heads=4, num_kv_heads=2, head_dim=32, **options[rows])
     x = make(case, device)
     with counted_launches(kernel) as launched:
-        kernel.launcher()(x.q, x.k, x.v, x.spans, **x.options)
+        call(kernel.launcher(), x.q, x.k, x.v, x.spans, **x.options)
     assert launched == Counter(LEAN.launches if rows == "padded" else SPLIT_KV.launches[:1])
     check_case(kernel, case, device)
 
@@ -346,19 +351,19 @@ def test_lean_hands_over_only_rows_that_the_host_knows_to_be_alike(kernel, rows,
 @with_lean
 @pytest.mark.parametrize("kv_len", here(100, 600))
 def test_lean_gives_each_of_many_heads_that_are_soon_done_a_program(kernel, kv_len, device, monkeypatch):
-    monkeypatch.setattr(launch, "arch", lambda device: 0)
-    monkeypatch.setattr(launch, "num_sms", lambda device: 3)  # two programs on each
+    monkeypatch.setattr(gpu, "arch", lambda device: 0)
+    monkeypatch.setattr(gpu, "num_sms", lambda device: 3)  # two programs on each
     case = Case(q_len=1, kv_len=kv_len, batch=4, num_heads=3, num_kv_heads=3, head_dim=16)
     x = make(case, device)
     with counted_launches(kernel) as launched:
-        kernel.launcher()(x.q, x.k, x.v, x.spans, **x.options)
+        call(kernel.launcher(), x.q, x.k, x.v, x.spans, **x.options)
     assert launched == Counter(SPLIT_KV.launches[:1] if kv_len == 100 else LEAN.launches)
     check_case(kernel, case, device)
 
 
 def test_heads_are_given_programs_of_their_own_where_that_is_known_to_be_quicker(monkeypatch):
-    monkeypatch.setattr(launch, "num_sms", lambda device: 100)
-    two, four, one = (launch.Config(16, 64, 4, 3, programs_per_sm=n) for n in (2, 4, 1))
+    monkeypatch.setattr(gpu, "num_sms", lambda device: 100)
+    two, four, one = (tables.Config(16, 64, 4, 3, programs_per_sm=n) for n in (2, 4, 1))
 
     def own(config, heads, tiles):
         return schedule.shares_within_heads(None, config, heads, 64 * tiles)
@@ -373,11 +378,11 @@ def test_heads_are_given_programs_of_their_own_where_that_is_known_to_be_quicker
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_programs_an_sm_by_the_number_of_heads(head_dim, monkeypatch):
-    monkeypatch.setattr(launch, "arch", lambda device: 90)
-    monkeypatch.setattr(launch, "num_sms", lambda device: 132)
+    monkeypatch.setattr(gpu, "arch", lambda device: 90)
+    monkeypatch.setattr(gpu, "num_sms", lambda device: 132)
 
     def programs(heads, rows=4):
-        return launch.decode(torch.device("cuda", 0), torch.bfloat16, head_dim, rows, heads).programs_per_sm
+        return tables.decode(torch.device("cuda", 0), torch.bfloat16, head_dim, rows, heads).programs_per_sm
 
     few = 2 if head_dim == 64 else 1
     assert [programs(h) for h in (1, 132, 133, 264, None)] == [few, few, 2, 2, 2]
@@ -398,7 +403,7 @@ def test_lean_with_any_number_of_programs(kernel, case, programs, device, monkey
 @pytest.mark.parametrize("case", here(*SCHEDULE_CASES), ids=lambda c: c.id)
 def test_merging_in_several_chunks(kernel, case, device, monkeypatch):
     force_programs(monkeypatch, 19)
-    monkeypatch.setattr(launch, "merge", lambda *args: (2, 1))
+    monkeypatch.setattr(tables, "merge", lambda *args: (2, 1))
     check_case(kernel, case, device)
 
 
@@ -565,14 +570,14 @@ def _bad(device) -> dict[str, tuple[dict, type[Exception], str]]:
 def test_bad_input(kernel, what, device):
     changes, error, sentence = _bad(device)[what]
     with counted_launches(kernel) as launched, pytest.raises(error, match=sentence):
-        kernel.launcher()(**good(device, **changes))
+        call(kernel.launcher(), **good(device, **changes))
     assert not launched
 
 
 @pytest.mark.parametrize("kernel", [SPLIT_KV, LEAN], ids=lambda k: k.name)
 def test_decode_kernels_refuse_many_rows(kernel, device):
     with pytest.raises(ValueError, match=r"at most 64 query rows per KV head; got q_len 33 x 2 query heads.*prefill"):
-        kernel.launcher()(**good(device, q=torch.randn(2, 4, 33, 32, device=device)))
+        call(kernel.launcher(), **good(device, q=torch.randn(2, 4, 33, 32, device=device)))
 
 
 @pytest.mark.parametrize("kernel", RUNNABLE, ids=lambda k: k.name)
@@ -595,7 +600,7 @@ def test_other_devices_are_refused_in_a_sentence():
         kernels.TritonKernel("lean").where("mps")
     x = good("meta")
     with pytest.raises(RuntimeError, match="'meta'"):
-        kernels.TritonKernel("lean")(**x)
+        call(kernels.TritonKernel("lean"), **x)
 
 
 def test_each_gpu_runs_the_kernel_for_its_architecture(monkeypatch):
@@ -603,14 +608,14 @@ def test_each_gpu_runs_the_kernel_for_its_architecture(monkeypatch):
     portable = SimpleNamespace(any=lambda *_: "portable")
     hopper = SimpleNamespace(prefill=lambda *_: "hopper", why_not=lambda *_: None)
     monkeypatch.setattr(kernels, "_module", {"any": portable, "any_hopper": hopper}.get)
-    monkeypatch.setattr(launch, "arch", lambda device: device.arch)
+    monkeypatch.setattr(gpu, "arch", lambda device: device.arch)
     q = {
         arch: SimpleNamespace(is_cuda=True, dtype=torch.float16, device=SimpleNamespace(type="cuda", arch=arch))
         for arch in (80, 90, 100)
     }
     for first, second in ((80, 90), (90, 80)):
         kernel = kernels.TritonKernel("any", hopper="any_hopper")
-        said = {arch: kernel(q[arch], None, None) for arch in (first, second, 100, first)}
+        said = {arch: kernel(q[arch], KV(None, None), Spec()) for arch in (first, second, 100, first)}
         assert said == {80: "portable", 90: "hopper", 100: "portable"}
 
 
@@ -618,7 +623,7 @@ def test_each_gpu_runs_the_kernel_for_its_architecture(monkeypatch):
 def test_interpreter_refuses_bf16():
     x = {name: t.bfloat16() for name, t in good("cpu").items()}
     with pytest.raises(TypeError, match=r"interpreter computes bfloat16 wrongly.*float32 or float16"):
-        kernels.TritonKernel("lean")(**x)
+        call(kernels.TritonKernel("lean"), **x)
 
 
 def test_a_launch_that_was_interpreted_is_not_remembered(monkeypatch):
@@ -654,12 +659,12 @@ def test_a_launch_is_repeated_without_triton_looking_it_up(hooks, monkeypatch):
     kernel.__getitem__.return_value.assert_called_once_with(tensor, last, 3, num_warps=1)
     second.__getitem__.return_value.assert_called_once_with(last, num_warps=8)
     if hooks:  # Triton's own way, which tells them
-        assert compiled.__getitem__.return_value.call_args_list == [call(256, 512, 3)] * 2 and not compiled.run.called
-        assert follows.__getitem__.return_value.call_args_list == [call(512)] * 2 and not follows.run.called
+        assert compiled.__getitem__.return_value.call_args_list == [called(256, 512, 3)] * 2 and not compiled.run.called
+        assert follows.__getitem__.return_value.call_args_list == [called(512)] * 2 and not follows.run.called
     else:
-        again = call(5, 2, 1, 77, compiled.function, compiled.packed_metadata, None, None, None, 256, 512, 3)
+        again = called(5, 2, 1, 77, compiled.function, compiled.packed_metadata, None, None, None, 256, 512, 3)
         assert compiled.run.call_args_list == [again] * 2
-        again = call(7, 1, 1, 77, follows.function, follows.packed_metadata, None, None, None, 512)
+        again = called(7, 1, 1, 77, follows.function, follows.packed_metadata, None, None, None, 512)
         assert follows.run.call_args_list == [again] * 2
     start(SimpleNamespace(device=device, is_cuda=True, data_ptr=lambda: 260), last)  # another alignment is another variant
     elsewhere = SimpleNamespace(device=torch.device("cuda", 1), is_cuda=True, data_ptr=lambda: 256)
@@ -677,7 +682,7 @@ def test_cpu_tensors_run_what_where_says(name, device):
     words = {"cuda": "the Triton kernel", "cpu": "the Triton kernel, interpreted" if INTERPRETED else "the torch twin"}
     assert kernel.where(device.type) == words[device.type]
     with counted_launches(next(k for k in KERNELS if k.name == name)) as launched:
-        kernel(**good(device))
+        call(kernel, **good(device))
     assert bool(launched) == TRITON_RUNS
 
 
@@ -690,13 +695,13 @@ def test_a_constant_number_of_splits_makes_rows_independent_of_their_batch(kerne
     live = torch.arange(n, device=device) >= torch.randint(0, n, (batch, 1), device=device)
     live[1] = torch.arange(n, device=device) >= n // 3
     span = spans.build_spans(batch, 1, n, q.device, q_offset=n - 1, attention_mask=live)
-    together = split_kv(q, k, v, span, splits=8)
-    alone = split_kv(q[1:2], k[1:2, :, n // 3 :], v[1:2, :, n // 3 :], splits=8)
+    together = call(partial(split_kv, splits=8), q, k, v, span)
+    alone = call(partial(split_kv, splits=8), q[1:2], k[1:2, :, n // 3 :], v[1:2, :, n // 3 :])
     longer = (
         torch.nn.functional.pad(k[1:2, :, n // 3 :], (0, 0, 0, 77)),
         torch.nn.functional.pad(v[1:2, :, n // 3 :], (0, 0, 0, 77)),
     )
     short = spans.build_spans(1, 1, n - n // 3 + 77, q.device, q_offset=n - n // 3 - 1)
     assert torch.equal(alone, together[1:2])
-    assert torch.equal(alone, split_kv(q[1:2], *longer, short, splits=8))
-    assert not torch.equal(split_kv(q, k, v, span, splits=1)[1:2], alone)  # other sums round otherwise
+    assert torch.equal(alone, call(partial(split_kv, splits=8), q[1:2], *longer, short))
+    assert not torch.equal(call(partial(split_kv, splits=1), q, k, v, span)[1:2], alone)  # other sums round otherwise

@@ -10,9 +10,10 @@ import matrix
 import model_table
 import pytest
 import torch
+from calls import as_kernel, attention
 
 from hf_fastattn import kernels, registry
-from hf_fastattn.kernels import reference, spans
+from hf_fastattn.kernels import spans
 from hf_fastattn.patches import graph as graphs
 
 pytestmark = pytest.mark.skipif(kernels.INTERPRETED, reason="a recorded graph holds no interpreted kernel")
@@ -51,15 +52,17 @@ def run(name: str, device: torch.device | str = "cpu") -> dict:
     return matrix.run_model(entry, f"@{variant}" if variant else "", str(device))
 
 
+@as_kernel
 def _blind(q, k, v, s=None, **options):
     """Sees padding and holes."""
     if s is not None:
         s = s.clone()
         s[..., spans.KV_START] = 0
         s[..., spans.FLAGS] &= ~spans.HOLES
-    return reference.attention(q, k, v, s, **options)
+    return attention(q, k, v, s, **options)
 
 
+@as_kernel
 def _raw(q, k, v, s=None, **options):
     return q @ k  # sizes that do not fit
 

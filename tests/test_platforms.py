@@ -16,7 +16,7 @@ from torch._subclasses import FakeTensorMode
 import hf_fastattn
 from hf_fastattn import cli, interface, kernels
 from hf_fastattn.explain import explain
-from hf_fastattn.kernels import launch
+from hf_fastattn.kernels.host import gpu as host_gpu
 
 ROOT = Path(__file__).parent.parent
 
@@ -94,7 +94,7 @@ def test_without_triton_the_twins_run(block):
 @pytest.fixture
 def gpu(monkeypatch):
     """Pretend that the GPU is another one; tensors on it have no memory."""
-    launch.arch.cache_clear()
+    host_gpu.arch.cache_clear()
 
     def set_up(capability=(7, 5), hip=None):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -106,7 +106,7 @@ def gpu(monkeypatch):
         return "cuda"
 
     yield set_up
-    launch.arch.cache_clear()
+    host_gpu.arch.cache_clear()
 
 
 OLD = r"need a GPU of compute capability 8.0 \(Ampere\) or higher; Tesla T4 has 7.5. Use attn_implementation=\"sdpa\" there"
@@ -147,10 +147,10 @@ def test_every_way_in_says_which_gpus_it_is_for(gpu, monkeypatch, capsys, machin
 def test_what_has_a_twin_runs_it_there(gpu, machine):
     """The spans of a mask, say, come before the attention that refuses."""
     gpu(**MACHINES[machine][0])
-    assert not launch.on_gpu(torch.device("cuda"))
+    assert not host_gpu.on_gpu(torch.device("cuda"))
     gpu((8, 0))
-    assert launch.on_gpu(torch.device("cuda")) == kernels.HAS_TRITON
-    assert launch.arch(torch.device("cuda")) == 80
+    assert host_gpu.on_gpu(torch.device("cuda")) == kernels.HAS_TRITON
+    assert host_gpu.arch(torch.device("cuda")) == 80
 
 
 def test_two_gpus_of_one_machine_may_differ(gpu, monkeypatch):

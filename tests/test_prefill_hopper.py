@@ -11,15 +11,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from calls import attention
 
 triton = pytest.importorskip("triton")
 pytest.importorskip("triton.experimental.gluon")
 
 from hf_fastattn.kernels import checks, reference  # noqa: E402
-from hf_fastattn.kernels import prefill_hopper as hopper  # noqa: E402
-from hf_fastattn.kernels.prefill_hopper import plan  # noqa: E402
-from hf_fastattn.kernels.prefill_hopper.pipe import CONSUMERS, FIRST_TURN  # noqa: E402
+from hf_fastattn.kernels.attention import prefill_hopper as hopper  # noqa: E402
+from hf_fastattn.kernels.attention.prefill_hopper import plan  # noqa: E402
+from hf_fastattn.kernels.attention.prefill_hopper.pipe import CONSUMERS, FIRST_TURN  # noqa: E402
 from hf_fastattn.kernels.spans import NO_WINDOW, build_spans  # noqa: E402
+from hf_fastattn.kernels.spec import KV, call  # noqa: E402
 
 on_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a GPU of compute capability 9.0"
@@ -277,7 +279,7 @@ def assert_right(case, prefill):
     q, k, v, spans, options = make(case)
     out, lse = prefill(q, k, v, spans, return_lse=True, **options)
     want, want_lse = exact(q, k, v, spans, **options)
-    twin = reference.attention(q, k.nan_to_num(), v.nan_to_num(), spans, **options).double()
+    twin = attention(q, k.nan_to_num(), v.nan_to_num(), spans, **options).double()
     assert out.shape == q.shape and out.transpose(1, 2).is_contiguous() and not out.isnan().any()
     # Unlike the fp32 twin the kernel rounds its weights to the inputs' dtype, as every kernel of this kind does.
     eps = torch.finfo(case.dtype).eps
@@ -304,17 +306,19 @@ def test_many_items_a_program(head_dim, nan_filled):
 @on_hopper
 def test_without_lse(nan_filled):
     q, k, v, spans, options = make(Case("plain"))
-    assert torch.equal(hopper.prefill(q, k, v, spans, **options), hopper.prefill(q, k, v, spans, return_lse=True, **options)[0])
+    assert torch.equal(
+        call(hopper.prefill, q, k, v, spans, **options), call(hopper.prefill, q, k, v, spans, return_lse=True, **options)[0]
+    )
 
 
 @on_hopper
 def test_refuses_in_a_sentence():
     q = torch.randn(1, 2, 100, 128, device="cuda", dtype=torch.bfloat16)
-    assert hopper.why_not(q, q, q) is None
-    assert "float32" in hopper.why_not(q.float(), q.float(), q.float())
+    assert hopper.why_not(q, KV(q, q)) is None
+    assert "float32" in hopper.why_not(q.float(), KV(q.float(), q.float()))
     assert "head_dim" in hopper.why_not(q[..., :80], q[..., :80], q[..., :80])
-    assert "queries" in hopper.why_not(q[:, :, :4], q, q)
+    assert "queries" in hopper.why_not(q[:, :, :4], KV(q, q))
     odd = torch.randn(1, 2, 100, 132, device="cuda", dtype=torch.bfloat16)[..., 4:]
-    assert "16 bytes" in hopper.why_not(q, odd, q)
+    assert "16 bytes" in hopper.why_not(q, KV(odd, q))
     with pytest.raises(ValueError, match="16 bytes"):
-        hopper.prefill(q, odd, q)
+        call(hopper.prefill, q, odd, q)

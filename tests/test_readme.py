@@ -15,7 +15,8 @@ from transformers import AutoModelForSeq2SeqLM, LlamaConfig, LlamaForCausalLM
 import hf_fastattn
 from benchmarks import report as bench_report
 from hf_fastattn import backends, cli, compat, interface, kernels, registry
-from hf_fastattn.kernels import checks, launch, reference, spans
+from hf_fastattn.kernels import checks, reference, spans
+from hf_fastattn.kernels.host import gpu
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -68,7 +69,7 @@ def _on_a_t4():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
         patch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
-        launch.arch.__wrapped__(torch.device("cuda"))
+        gpu.arch.__wrapped__(torch.device("cuda"))
 
 
 @torch.no_grad()

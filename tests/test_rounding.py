@@ -5,6 +5,7 @@ import math
 import checkpoint
 import pytest
 import torch
+from calls import as_kernel, attention
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed")
 
@@ -14,7 +15,6 @@ from hf_fastattn.evaluate import Evaluation, data, harness, pairs, perplexity, r
 from hf_fastattn.evaluate.pairs import Answers, Generated, Measure
 from hf_fastattn.evaluate.report import Run
 from hf_fastattn.evaluate.rounding import Rounding
-from hf_fastattn.kernels import reference
 
 pytestmark = pytest.mark.xdist_group("evaluate")
 evaluate = hf_fastattn.evaluate
@@ -109,8 +109,9 @@ def test_what_rounding_cannot_explain_differs(tokenizer, small, task, size):
 
 
 def test_a_scale_off_by_a_thousandth_differs(tokenizer, small, monkeypatch):
+    @as_kernel
     def scaled(q, k, v, its_spans=None, *, scale=None, **options):
-        return reference.attention(q, k, v, its_spans, scale=1.001 * (scale or q.shape[-1] ** -0.5), **options)
+        return attention(q, k, v, its_spans, scale=1.001 * (scale or q.shape[-1] ** -0.5), **options)
 
     monkeypatch.setattr(registry, "_backends", dict(registry._backends))
     monkeypatch.setattr(interface, "_runners", dict(interface._runners))

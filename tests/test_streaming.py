@@ -18,10 +18,10 @@ from transformers import AttentionInterface, DynamicCache
 import hf_fastattn
 from hf_fastattn import RollingCache, compat, streaming
 from hf_fastattn.caches.ring import Ring
-from hf_fastattn.kernels import ring
 from hf_fastattn.kernels import spans as span_layout
-from hf_fastattn.kernels.append import append
-from hf_fastattn.kernels.rotate import BLOCK_H, rotate
+from hf_fastattn.kernels.decode import ring
+from hf_fastattn.kernels.decode.append import append
+from hf_fastattn.kernels.decode.rotate import BLOCK_H, rotate
 
 WINDOW, SINKS = 9, 3
 LENGTH = 5 * WINDOW + SINKS + 4 if not INTERPRETED else WINDOW + SINKS + 18

@@ -14,6 +14,7 @@ import weakref
 import fake_graph
 import pytest
 import torch
+from calls import as_kernel, attention
 from models import prompts, tiny
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,7 +24,6 @@ from transformers.models.llama import modeling_llama
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
 
 import hf_fastattn
-from hf_fastattn.kernels import reference
 from hf_fastattn.patches import survey
 
 NEW = 8
@@ -256,8 +256,9 @@ def test_a_function_replaced_in_a_models_file(inputs, monkeypatch):
 
 def test_a_backend_registered_again(inputs):
     def make(sign):
+        @as_kernel
         def run(q, k, v, spans=None, **options):
-            return sign * reference.attention(q, k, v, spans, **options)
+            return sign * attention(q, k, v, spans, **options)
 
         return hf_fastattn.Backend(name="mine", summary="", prefill=run)
 

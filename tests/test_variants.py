@@ -9,7 +9,8 @@ import torch
 from models import prompts, tiny
 
 import hf_fastattn
-from hf_fastattn.kernels import INTERPRETED, launch
+from hf_fastattn.kernels import INTERPRETED
+from hf_fastattn.kernels.host import launch
 from hf_fastattn.patches import fuse
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1: what is launched is what would be compiled")

@@ -11,9 +11,8 @@ for lse the scale is the largest of |lse|, 1 and the softcap: numbers of that si
 import numpy as np
 import oracle
 import torch
+from calls import attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
-
-from hf_fastattn.kernels import reference
 
 
 def max_error(result: torch.Tensor, expected: torch.Tensor) -> float:
@@ -48,7 +47,7 @@ def assert_attention(result, expected, q, k, v, spans, seen, options: dict, what
     out, lse = result
     assert out.dtype == q.dtype and out.shape == q.shape, f"{what}: {out.dtype} {tuple(out.shape)}"
     plain = all(options.get(name) is None for name in ("softcap", "sink_logits", "inv_freq"))
-    twin_out, twin_lse = reference.attention(q, k, v, spans, **{**options, "return_lse": True})
+    twin_out, twin_lse = attention(q, k, v, spans, **{**options, "return_lse": True})
     peer = torch_math(q, k, v, seen, options.get("scale")) if plain else twin_out
     scoring = {name: value for name, value in options.items() if name in ("scale", "softcap", "sink_logits")}
     scale = largest(oracle.attention(q, k, v.abs(), seen, **scoring, **of_sinks)[0])

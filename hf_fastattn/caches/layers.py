@@ -26,7 +26,7 @@ from collections.abc import Iterator
 import torch
 
 from ..compat import CacheLayerMixin
-from ..kernels.append import append
+from ..kernels.decode.append import append
 
 STEP = 256  # tokens; capacities are multiples of it, and of an eighth of their size
 KEEP = 128  # tokens older than its window that a sliding layer keeps when it moves, so that as many can be taken back

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import torch
 
 from ..compat import CacheLayerMixin
-from ..kernels.append import append
-from ..kernels.ring import ring_step
+from ..kernels.decode.append import append
+from ..kernels.decode.ring import ring_step
 from ..kernels.spans import pack_spans
 from ..masks import Mask
 from ..streaming import Settings

@@ -13,6 +13,7 @@ import torch
 
 from .. import compat, registry
 from ..kernels import TritonKernel
+from ..kernels.spec import KV
 from ..machine import find_device
 from ..model_shapes import SHAPES
 from ..patches import graph
@@ -220,13 +221,14 @@ def _kernel(kernel, operands: list[_Operand], sinks: int) -> tuple[str, str | No
     """(the kernel in words, why its Hopper relative is not it)."""
     if not isinstance(kernel, TritonKernel):
         return getattr(kernel, "__qualname__", type(kernel).__name__), None
-    device = operands[0].device
+    q, k, v = operands
+    device = q.device
     where = kernel.where(device)
     if device.type != "cuda" or kernel.hopper is None:
         return f"{kernel.name}: {where}", None
     if not torch.cuda.is_available():
         return f"{kernel.hopper} where it can run, else {kernel.name}: {where}", None
-    reason = importlib.import_module(f"hf_fastattn.kernels.{kernel.hopper}").why_not(*operands, sinks)
+    reason = importlib.import_module(f"hf_fastattn.kernels.attention.{kernel.hopper}").why_not(q, KV(k, v), sinks)
     return f"{kernel.name if reason else kernel.hopper}: {where}", reason
 
 

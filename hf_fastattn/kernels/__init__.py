@@ -1,6 +1,7 @@
 """The attention kernels, beside their plain-torch specification. Torch and Triton only; nothing here knows Transformers.
 
-`reference.attention`, `prefill.prefill`, `split_kv.split_kv` and `lean.lean` share one signature and one contract.
+`reference.attention` and the kernels in attention/ share one signature and one contract: attention(q, kv, spec, spans). spec.py
+says what K and V and the static part of a call are, spans.py what is visible.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from functools import cache, partial
 
 import torch
 
-from . import launch, reference
+from . import reference
+from .host import gpu
+from .spec import KV, Spec
 
 
 def _has_triton() -> bool:
@@ -28,7 +31,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 class TritonKernel:
-    """The launcher `hf_fastattn.kernels.<name>.<name>`, imported when first needed; its torch twin for CPU tensors.
+    """The launcher `hf_fastattn.kernels.attention.<name>.<name>`, imported when first needed; its torch twin for CPU tensors.
 
     `hopper` names a module of the same kind that takes over on compute capability 9.0 wherever its `why_not` has nothing to say.
     `fixed`: arguments of the launcher that the twin does not know.
@@ -55,7 +58,7 @@ class TritonKernel:
                 'Use attn_implementation="sdpa" there.'
             )
         if torch.cuda.is_available():  # else this says what a GPU machine would run
-            launch.arch(device)
+            gpu.arch(device)
         if not HAS_TRITON:
             raise RuntimeError(
                 f"The {self.name} kernel needs Triton, which is not installed. Install it with `pip install triton` (Linux), "
@@ -63,24 +66,24 @@ class TritonKernel:
             )
         return "the Triton kernel"
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: torch.Tensor | None = None, **options):
+    def __call__(self, q: torch.Tensor, kv: KV, spec: Spec = Spec(), spans: torch.Tensor | None = None, **options):  # noqa: B008
         if self._launch is not None and q.is_cuda:
-            return self._choose(q, k, v, options.get("sinks", 0))(q, k, v, spans, **options)
+            return self._choose(q, kv, spec)(q, kv, spec, spans, **options)
         if self.where(q.device) == "the torch twin":
-            return reference.attention(q, k, v, spans, **options)
+            return reference.attention(q, kv, spec, spans, **options)
         if INTERPRETED and q.dtype == torch.bfloat16:
             raise TypeError("Triton's interpreter computes bfloat16 wrongly; use float32 or float16 under TRITON_INTERPRET=1.")
         launcher = getattr(_module(self.name), self.name)
         self._launch = partial(launcher, **self.fixed) if self.fixed else launcher
-        return self._choose(q, k, v, options.get("sinks", 0))(q, k, v, spans, **options)
+        return self._choose(q, kv, spec)(q, kv, spec, spans, **options)
 
-    def _choose(self, q, k, v, sinks: int):
-        if self.hopper is None or launch.arch(q.device) != 90:
+    def _choose(self, q, kv: KV, spec: Spec):
+        if self.hopper is None or gpu.arch(q.device) != 90:
             return self._launch
         hopper = _module(self.hopper)
-        return hopper.prefill if hopper.why_not(q, k, v, sinks) is None else self._launch
+        return hopper.prefill if hopper.why_not(q, kv, spec.sinks) is None else self._launch
 
 
 @cache
 def _module(name: str):
-    return importlib.import_module(f"{__name__}.{name}")
+    return importlib.import_module(f"{__name__}.attention.{name}")

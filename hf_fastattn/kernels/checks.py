@@ -6,17 +6,37 @@ import math
 
 import torch
 
-from . import launch
+from .host import tables
 from .spans import WORDS, num_words
+from .spec import KV, Spec
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
 
 
-def check(
-    q, k, v, spans, *, scale, window, softcap, sink_logits, sinks: int = 0, inv_freq=None, decode: bool = False
-) -> float:  # fmt: skip
+def check(q, kv: KV, spec: Spec, spans=None, sink_logits=None, inv_freq=None, *, decode: bool = False) -> float:
     """Refuse what a kernel cannot honour, in a sentence; return the scale (head_dim ** -0.5 where None)."""
+    k, v = kv.k, kv.v
+    _check_shapes(q, kv)
+    if spans is not None:
+        _check_spans(spans, q, k.shape[2])
+    _check_spec(spec, q, sink_logits, inv_freq)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sink_logits)):
+        raise RuntimeError(
+            "These kernels have no backward pass, and q, k, v or sink_logits requires grad. Run under torch.no_grad() or "
+            'torch.inference_mode(), or train with attn_implementation="sdpa".'
+        )
+    group = q.shape[1] // k.shape[1]
+    if decode and q.shape[2] * group > tables.MAX_DECODE_ROWS:
+        raise ValueError(
+            f"A decode kernel takes at most {tables.MAX_DECODE_ROWS} query rows per KV head; got q_len {q.shape[2]} x "
+            f"{group} query heads per KV head. Use the prefill kernel."
+        )
+    return q.shape[3] ** -0.5 if spec.scale is None else float(spec.scale)
+
+
+def _check_shapes(q, kv: KV) -> None:
+    k, v = kv.k, kv.v
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
         raise ValueError(
             f"q, k and v must be 4-D, (batch, heads, length, head_dim); got {q.dim()}-D, {k.dim()}-D and {v.dim()}-D."
@@ -41,7 +61,9 @@ def check(
         )
     if batch == 0 or q_len == 0 or kv_len == 0:
         raise ValueError(f"Nothing to attend: q is {tuple(q.shape)} and k is {tuple(k.shape)}; every size must be at least 1.")
-    if q.dtype not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
+    if kv.form.check is not None:
+        kv.form.check(q, kv)
+    elif k.dtype != q.dtype or v.dtype != q.dtype or q.dtype not in DTYPES:
         raise TypeError(
             f"q, k and v must share one dtype out of float16, bfloat16 and float32; got {q.dtype}, {k.dtype} and {v.dtype}. "
             "Cast them, or load the model with one of these dtypes."
@@ -53,20 +75,23 @@ def check(
             "The last dimension of q, k and v must be contiguous (stride 1); got strides "
             f"{q.stride(3)}, {k.stride(3)} and {v.stride(3)}. Call .contiguous() on the tensor first."
         )
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sink_logits)):
-        raise RuntimeError(
-            "These kernels have no backward pass, and q, k, v or sink_logits requires grad. Run under torch.no_grad() or "
-            'torch.inference_mode(), or train with attn_implementation="sdpa".'
+
+
+def _check_spans(spans, q, kv_len: int) -> None:
+    sizes = (WORDS, WORDS + num_words(kv_len))
+    if spans.dtype != torch.int32 or spans.shape[:-1] != (q.shape[0], 1, 1) or spans.shape[-1] not in sizes:
+        batch = q.shape[0]
+        raise ValueError(
+            f"spans must be int32 of shape ({batch}, 1, 1, {sizes[0]}) or ({batch}, 1, 1, {sizes[1]}) for {kv_len} slots; "
+            f"got {spans.dtype} {tuple(spans.shape)}. Build them with kernels.spans.build_spans."
         )
-    if spans is not None:
-        sizes = (WORDS, WORDS + num_words(kv_len))
-        if spans.dtype != torch.int32 or spans.shape[:-1] != (batch, 1, 1) or spans.shape[-1] not in sizes:
-            raise ValueError(
-                f"spans must be int32 of shape ({batch}, 1, 1, {sizes[0]}) or ({batch}, 1, 1, {sizes[1]}) for {kv_len} slots; "
-                f"got {spans.dtype} {tuple(spans.shape)}. Build them with kernels.spans.build_spans."
-            )
-        if spans.device != q.device or spans.stride(3) != 1:
-            raise ValueError(f"spans must be on q's device ({q.device}) with stride(-1) == 1; got {spans.device}.")
+    if spans.device != q.device or spans.stride(3) != 1:
+        raise ValueError(f"spans must be on q's device ({q.device}) with stride(-1) == 1; got {spans.device}.")
+
+
+def _check_spec(spec: Spec, q, sink_logits, inv_freq) -> None:
+    scale, _, window, softcap, sinks, _ = spec
+    num_heads, head_dim = q.shape[1], q.shape[3]
     if window is not None and window < 1:
         raise ValueError(f"window counts the keys a query sees, itself included, and must be at least 1; got {window}.")
     if sinks < 0:
@@ -92,12 +117,6 @@ def check(
         )
     if sink_logits is not None and num_heads > 1 and sink_logits.stride(0) != 1:
         raise ValueError(f"sink_logits must be contiguous; got stride {sink_logits.stride(0)}. Call .contiguous() on it first.")
-    if decode and q_len * (num_heads // kv_heads) > launch.MAX_DECODE_ROWS:
-        raise ValueError(
-            f"A decode kernel takes at most {launch.MAX_DECODE_ROWS} query rows per KV head; got q_len {q_len} x "
-            f"{num_heads // kv_heads} query heads per KV head. Use the prefill kernel."
-        )
-    return head_dim**-0.5 if scale is None else float(scale)
 
 
 def empty_outputs(q: torch.Tensor, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -112,17 +131,8 @@ def empty_outputs(q: torch.Tensor, return_lse: bool) -> tuple[torch.Tensor, torc
     return out, lse
 
 
-def strides(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: torch.Tensor | None) -> dict[str, int]:
-    """The strides every attention kernel takes, by the names of its arguments."""
-    named = {"stride_sb": 0 if spans is None else spans.stride(0)}
-    for letter, tensor in (("q", q), ("k", k), ("v", v)):
-        axes = ("b", "h", "m" if letter == "q" else "n")
-        named |= {f"stride_{letter}{axis}": tensor.stride(i) for i, axis in enumerate(axes)}
-    return named
-
-
 def log2_scales(scale: float, softcap: float | None) -> tuple[float, float]:
-    """(scale_log2, cap_log2) as `softmax._scores` takes them."""
+    """(scale_log2, cap_log2) as `device.online.scores_of` takes them."""
     log2_e = math.log2(math.e)
     if softcap is None:
         return scale * log2_e, 0.0

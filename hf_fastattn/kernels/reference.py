@@ -11,6 +11,7 @@ import torch
 
 from . import checks
 from .spans import CAUSAL, DROPPED, HOLES, KV_START, NO_WINDOW, Q_START, WORDS
+from .spec import KV, Spec
 
 
 def visible(
@@ -41,23 +42,17 @@ def visible(
 
 def attention(
     q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    kv: KV,
+    spec: Spec = Spec(),  # noqa: B008 (a tuple)
     spans: torch.Tensor | None = None,
     *,
-    scale: float | None = None,
-    causal: bool = True,
-    window: int | None = None,
-    softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
-    sinks: int = 0,
     inv_freq: torch.Tensor | None = None,
-    interleaved: bool = False,
     return_lse: bool = False,
 ):
     """softmax(scale * q k^T) v over the keys each query sees, exact, in fp32.
 
-    q: (batch, num_heads, q_len, head_dim); k, v: (batch, num_kv_heads, kv_len, head_dim), num_heads a multiple of
+    q: (batch, num_heads, q_len, head_dim); kv: K and V, (batch, num_kv_heads, kv_len, head_dim), num_heads a multiple of
     num_kv_heads; fp16, bf16 or fp32, any strides with stride(-1) == 1. Query i stands at slot kv_len - q_len + i
     (lower-right alignment) unless `spans` says otherwise.
 
@@ -77,9 +72,9 @@ def attention(
     Sources: Vaswani et al. (2017), section 3.2.1; softcap: Gemma 2 (2024), section 2; sink logits: GPT-OSS (2025); sinks: Xiao et
     al., "Efficient Streaming Language Models with Attention Sinks" (2024), section 3.2.
     """
-    scale = checks.check(
-        q, k, v, spans, scale=scale, window=window, softcap=softcap, sink_logits=sink_logits, sinks=sinks, inv_freq=inv_freq
-    )
+    scale = checks.check(q, kv, spec, spans, sink_logits, inv_freq)
+    _, causal, window, softcap, sinks, interleaved = spec
+    k, v = kv.plain()
     batch, num_heads, q_len, head_dim = q.shape
     kv_heads, kv_len = k.shape[1], k.shape[2]
     group = num_heads // kv_heads

@@ -29,7 +29,7 @@ try:
 except ImportError:  # the CPU twin below needs no Triton
     triton = None
 
-from . import launch
+from .host import gpu
 
 Q_START, KV_START, KV_STOP, WINDOW, FLAGS, DROPPED, WORDS = range(7)
 CAUSAL, HOLES = 1, 2
@@ -62,7 +62,7 @@ def build_spans(
     mask, rows = attention_mask, 1 if attention_mask is None else batch
     if mask is not None and (mask.dtype != torch.bool or mask.dim() != 2 or mask.shape[0] != batch):
         raise ValueError(f"attention_mask must be bool of shape ({batch}, positions seen); got {mask.dtype} {tuple(mask.shape)}.")
-    make = _build_spans_triton if launch.on_gpu(torch.device(device)) else _build_spans_torch
+    make = _build_spans_triton if gpu.on_gpu(torch.device(device)) else _build_spans_torch
     return make(rows, q_len, kv_len, device, q_offset, kv_offset, causal, window, mask).expand(batch, -1, -1, -1)
 
 

@@ -25,7 +25,8 @@ import torch
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 from .. import compat
-from ..kernels import HAS_TRITON, INTERPRETED, launch
+from ..kernels import HAS_TRITON, INTERPRETED
+from ..kernels.host import gpu
 
 _ROPE = "apply_rotary_pos_emb"
 _MARK = "_hf_fastattn_fused"
@@ -57,7 +58,7 @@ def find(model: torch.nn.Module) -> Fusible:
     for module in model.modules() if HAS_TRITON else ():
         forward = type(module).forward
         weight = next(module.parameters(), None)
-        if "forward" in vars(module) or weight is None or not (INTERPRETED or launch.on_gpu(weight.device)):
+        if "forward" in vars(module) or weight is None or not (INTERPRETED or gpu.on_gpu(weight.device)):
             continue
         if compat.is_llamas_norm(forward):
             found.norms.append(module)
@@ -72,7 +73,7 @@ def find(model: torch.nn.Module) -> Fusible:
 
 def _is_plain(weight: torch.Tensor | None) -> bool:
     """Whether this is a weight that our kernel takes, stored as such and not made anew for each call."""
-    from ..kernels import linear
+    from ..kernels.decode import linear
 
     return type(weight) is torch.nn.Parameter and weight.dtype in linear.DTYPES
 
@@ -131,7 +132,7 @@ def _has_kernels(tensor: torch.Tensor) -> bool:
 
 
 def _fused_norm(forward: types.FunctionType) -> types.FunctionType:
-    from ..kernels import rms_norm
+    from ..kernels.decode import rms_norm
 
     @functools.wraps(forward)
     def norm(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -162,7 +163,7 @@ def _returns_its_own(act: torch.nn.Module) -> bool:
 
 
 def _linear(forward: types.FunctionType) -> types.FunctionType:
-    from ..kernels import linear
+    from ..kernels.decode import linear
 
     @functools.wraps(forward)
     def layer(self, input: torch.Tensor) -> torch.Tensor:
@@ -187,7 +188,7 @@ def _runs_our_linear(x: torch.Tensor, *layers: torch.nn.Module) -> bool:
 
 def _gated(mlp: torch.nn.Module, x: torch.Tensor) -> torch.Tensor | None:
     """act_fn(gate_proj(x)) * up_proj(x) of one token in one launch; None where that is not what the modules would compute."""
-    from ..kernels import linear
+    from ..kernels.decode import linear
 
     gate, up, act = mlp.gate_proj, mlp.up_proj, mlp.act_fn
     if not (is_fused(gate) and is_fused(up)) or type(act) not in compat.silus() or not _runs_our_linear(x, gate, up):
@@ -233,7 +234,7 @@ def _rotations(names: dict) -> tuple:
 
 
 def _rope(q, k, cos, sin, unsqueeze_dim=1):
-    from ..kernels import rope
+    from ..kernels.decode import rope
 
     out = rope.run(q, k, cos, sin) if _has_kernels(q) and unsqueeze_dim == 1 else None
     return compat.llama_rope()(q, k, cos, sin, unsqueeze_dim) if out is None else out

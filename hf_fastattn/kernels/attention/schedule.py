@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from . import launch
-from .softmax import block_bounds, load_spans
+from ..device.visibility import block_bounds, load_spans
+from ..host import gpu, tables
 
 # Tiles of a share. Beginning another head costs a program about as much as a tile or two; so a share as short as this is better
 # kept within one head, at the price of up to three tenths of the programs.
@@ -17,15 +17,12 @@ SHORT = 90
 @triton.jit
 def _row_tiles(
     span_ptrs, q_len, kv_len, window,
-    HAS_SPANS: tl.constexpr,
-    IS_CAUSAL: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SINKS: tl.constexpr,
+    C: tl.constexpr,
 ):  # fmt: skip
     """Tiles of one KV head of a row, or of each row of a block. An empty row has one, for its sinks or its zeros."""
-    q_start, kv_start, kv_stop, window, causal, _ = load_spans(span_ptrs, q_len, kv_len, window, HAS_SPANS, IS_CAUSAL)
-    lo, hi, _, _ = block_bounds(q_start, q_start + q_len - 1, kv_start + SINKS, kv_stop, window, causal)
-    return tl.maximum((hi - lo + BLOCK_N - 1) // BLOCK_N, 1)
+    q_start, kv_start, kv_stop, window, causal, _ = load_spans(span_ptrs, q_len, kv_len, window, C.HAS_SPANS, C.IS_CAUSAL)
+    lo, hi, _, _ = block_bounds(q_start, q_start + q_len - 1, kv_start + C.SINKS, kv_stop, window, causal)
+    return tl.maximum((hi - lo + C.BLOCK_N - 1) // C.BLOCK_N, 1)
 
 
 @triton.jit
@@ -39,11 +36,8 @@ def owner(t, share, extra):
 def deal(
     Spans, stride_sb, batch, kv_heads, q_len, kv_len, window, programs, spread,
     BLOCK_B: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     MIN_TILES: tl.constexpr,
-    HAS_SPANS: tl.constexpr,
-    IS_CAUSAL: tl.constexpr,
-    SINKS: tl.constexpr,
+    C: tl.constexpr,
     SHORT: tl.constexpr = SHORT,
 ):  # fmt: skip
     """Who has which tiles: (tiles_b, line_b, lines, line_tiles, crew, share, extra).
@@ -52,15 +46,15 @@ def deal(
     numbers. There are `lines` lines of `line_tiles` tiles, each dealt to a crew of `crew` programs: `share` tiles to every member
     and one more to each of the first `extra`.
     """
-    if HAS_SPANS:
+    if C.HAS_SPANS:
         offs_b = tl.arange(0, BLOCK_B)
         span_ptrs = Spans + tl.minimum(offs_b, batch - 1).to(tl.int64) * stride_sb
-        tiles_b = _row_tiles(span_ptrs, q_len, kv_len, window, HAS_SPANS, IS_CAUSAL, BLOCK_N, SINKS)
+        tiles_b = _row_tiles(span_ptrs, q_len, kv_len, window, C)
         line_b = tl.where(offs_b < batch, tiles_b * kv_heads, 0)
         total = tl.sum(line_b, 0)
         alike = tl.max(line_b, 0) * batch == total
     else:
-        tiles_b = _row_tiles(Spans, q_len, kv_len, window, HAS_SPANS, IS_CAUSAL, BLOCK_N, SINKS)
+        tiles_b = _row_tiles(Spans, q_len, kv_len, window, C)
         line_b = tiles_b * kv_heads
         total = line_b * batch
         alike = tl.full([], True, tl.int1)
@@ -82,13 +76,13 @@ def deal(
     return tiles_b, line_b, lines, line_tiles, crew, share, line_tiles - share * crew
 
 
-def shares_within_heads(device: torch.device, config: launch.Config, heads: int, kv_len: int) -> bool:
+def shares_within_heads(device: torch.device, config: tables.Config, heads: int, kv_len: int) -> bool:
     """Whether programs of their own serve `heads` KV heads of rows that are alike better than one line of tiles.
 
     As `deal` decides on the device, but that this does not count how many programs little work needs, and that with more than
     two heads an SM it prefers a program for each, where a head is soon done. config: the programs' own; kv_len: most in sight.
     """
-    sms, tiles = launch.num_sms(device), triton.cdiv(kv_len, config.BLOCK_N)
+    sms, tiles = gpu.num_sms(device), triton.cdiv(kv_len, config.BLOCK_N)
     programs = config.programs_per_sm * sms
     if heads > 2 * sms:  # beginning a head costs a line more, if others run beside it here and the last wave is full enough
         soon_done = tiles <= 16 * config.programs_per_sm
@@ -101,13 +95,13 @@ def shares_within_heads(device: torch.device, config: launch.Config, heads: int,
 
 def choose(
     device: torch.device, dtype: torch.dtype, head_dim: int, rows: int, heads: int, kv_len: int, alike: bool
-) -> tuple[launch.Config, bool]:
-    """(`lean`'s launch, whether programs of their own serve the heads); rows, heads as in `launch.decode`, kv_len: most in sight.
+) -> tuple[tables.Config, bool]:
+    """(`lean`'s launch, whether programs of their own serve the heads); rows, heads as in `tables.decode`, kv_len: most in sight.
 
     alike: whether the host knows that batch rows are.
     """
     if alike:
-        config = launch.decode(device, dtype, head_dim, rows, heads)
+        config = tables.decode(device, dtype, head_dim, rows, heads)
         if shares_within_heads(device, config, heads, kv_len):
             return config, True
-    return launch.decode(device, dtype, head_dim, rows, heads if alike and heads <= launch.num_sms(device) else None), False
+    return tables.decode(device, dtype, head_dim, rows, heads if alike and heads <= gpu.num_sms(device) else None), False

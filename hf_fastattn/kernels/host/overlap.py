@@ -21,12 +21,12 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-from . import launch
+from . import gpu
 
 
 def early(device: torch.device) -> dict:
     """Options of a launch on `device`: EARLY, which its kernel hands to the functions below, and what Triton must know."""
-    return {"EARLY": True, "launch_pdl": True} if launch.arch(device) >= 90 else {"EARLY": False}
+    return {"EARLY": True, "launch_pdl": True} if gpu.arch(device) >= 90 else {"EARLY": False}
 
 
 @triton.jit

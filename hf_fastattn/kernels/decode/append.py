@@ -15,7 +15,8 @@ try:
 except ImportError:  # CPU tensors need no Triton
     triton = None
 
-from . import INTERPRETED, launch
+from .. import INTERPRETED
+from ..host import gpu, launch, tables
 
 
 def append(
@@ -26,7 +27,7 @@ def append(
     keys, values: (batch, num_kv_heads, N, head_dim), in any strides with stride(-1) == 1, as the new ones. slot: int64, (1,) for
     all rows or (batch,), on the same device. At a slot of N or more nothing is written.
     """
-    if triton is None or torch.compiler.is_compiling() or not (INTERPRETED or launch.on_gpu(keys.device)):
+    if triton is None or torch.compiler.is_compiling() or not (INTERPRETED or gpu.on_gpu(keys.device)):
         _append_torch(keys, values, new_keys, new_values, slot)
         return
     tensors = (keys, values, new_keys, new_values, slot)
@@ -47,7 +48,7 @@ def _prepare(tensors) -> launch.Launch:
         capacity=capacity,
         K_DIM=head_dim,
         V_DIM=values.shape[3],
-        BLOCK_D=launch.block_d(max(head_dim, values.shape[3])),
+        BLOCK_D=tables.block_d(max(head_dim, values.shape[3])),
         **early(keys.device),
         num_warps=1,
     )
@@ -62,7 +63,7 @@ def _append_torch(keys, values, new_keys, new_values, slot) -> None:
 
 
 if triton is not None:
-    from .overlap import early, let_next_begin, wait_for_inputs
+    from ..host.overlap import early, let_next_begin, wait_for_inputs
 
     @triton.jit(do_not_specialize=["stride_slot", "heads", "capacity"])
     def append_kernel(

@@ -10,12 +10,12 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .. import softmax
+from ...device import visibility
 
 # What a row sees is defined once, for all kernels; these compile the same source as Gluon.
-load_spans = gluon.jit(softmax.load_spans.fn)
-row_bounds = gluon.jit(softmax.row_bounds.fn)
-block_bounds = gluon.jit(softmax.block_bounds.fn)
+load_spans = gluon.jit(visibility.load_spans.fn)
+row_bounds = gluon.jit(visibility.row_bounds.fn)
+block_bounds = gluon.jit(visibility.block_bounds.fn)
 
 
 @gluon.jit

@@ -13,8 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from . import launch
-from .overlap import early, let_next_begin, wait_for_inputs
+from ..host import launch
+from ..host.overlap import early, let_next_begin, wait_for_inputs
 
 MAX_SIZE = 16384  # elements of a row: one program holds it whole
 

@@ -19,8 +19,6 @@ Source: Xiao et al., "Efficient Streaming Language Models with Attention Sinks" 
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 try:
@@ -29,9 +27,10 @@ try:
 except ImportError:  # CPU tensors need no Triton
     triton = None
 
-from . import INTERPRETED, launch
-from .reference import turned_back
-from .spans import DROPPED, KV_START, NO_WINDOW, Q_START
+from .. import INTERPRETED
+from ..host import gpu
+from ..reference import turned_back
+from ..spans import DROPPED, KV_START, NO_WINDOW, Q_START
 
 BLOCK_H = 8  # heads a program turns
 
@@ -52,7 +51,7 @@ def rotate(
     (rotary_dim / 2,) on q's device; dimensions from rotary_dim on are not turned. Pair i of a rotation is dimensions
     (i, i + rotary_dim / 2), or (2 i, 2 i + 1) where interleaved.
     """
-    if triton is None or not (INTERPRETED or launch.on_gpu(q.device)):
+    if triton is None or not (INTERPRETED or gpu.on_gpu(q.device)):
         return turned_back(q, kv_len, spans, inv_freq, window=window, sinks=sinks, interleaved=interleaved)
     batch, num_heads, q_len, head_dim = q.shape
     out = torch.empty_strided(q.shape, q.stride(), dtype=q.dtype, device=q.device)
@@ -83,37 +82,8 @@ def rotate(
 
 
 if triton is not None:
-    from .overlap import early, let_next_begin, wait_for_inputs
-
-    @triton.jit
-    def partners(offs_d, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr):
-        """Of each dimension: (the other one of its pair, which pair that is, whether it is the pair's first)."""
-        if INTERLEAVED:
-            return offs_d ^ 1, offs_d // 2, offs_d % 2 == 0
-        else:
-            first = offs_d < PAIRS
-            partner = tl.where(first, offs_d + PAIRS, offs_d - PAIRS)
-            return partner, tl.minimum(offs_d, partner), first
-
-    @triton.jit
-    def turn_back(x, partner, token, inv_freq, first, last_place, QUARTER: tl.constexpr = math.pi / 2):
-        """x, whose partners are `partner`, of the row's token `token`, as if it stood at most at `last_place`."""
-        near = tl.minimum(token, last_place)
-        here, there = token.to(tl.float32) * inv_freq, near.to(tl.float32) * inv_freq
-        quarters = (here.to(tl.float64) - there.to(tl.float64)) * (1 / QUARTER)
-        whole = tl.floor(quarters + 0.5)
-        angle = (quarters - whole).to(tl.float32) * QUARTER
-        # Cephes' sinf and cosf on what is left, at most an eighth of a turn. A decode step waits for this, and a library's
-        # functions, which take angles of any size, take longer.
-        z = angle * angle
-        sin = ((-1.9515295891e-4 * z + 8.3321608736e-3) * z - 1.6666654611e-1) * z * angle + angle
-        cos = ((2.443315711809948e-5 * z - 1.388731625493765e-3) * z + 4.166664568298827e-2) * z * z - 0.5 * z + 1.0
-        whole = whole.to(tl.int64)
-        odd = (whole & 1) != 0
-        sin, cos = tl.where(odd, cos, sin), tl.where(odd, sin, cos)
-        sin = tl.where((whole & 2) != 0, -sin, sin)
-        cos = tl.where(((whole + 1) & 2) != 0, -cos, cos)
-        return x.to(tl.float32) * cos + partner.to(tl.float32) * tl.where(first, sin, -sin)
+    from ..device.turn import partners, turn_back
+    from ..host.overlap import early, let_next_begin, wait_for_inputs
 
     @triton.jit(do_not_specialize=["stride_sb", "num_heads", "q_len", "kv_len", "last_place"])
     def rotate_kernel(

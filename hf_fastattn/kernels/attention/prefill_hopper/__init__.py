@@ -25,8 +25,11 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .. import checks, launch
-from ..spans import NO_WINDOW, WORDS
+from ... import checks
+from ...host import gpu
+from ...spans import WORDS
+from ...spec import KV, Spec
+from ..plan import Call
 from .counters import counters_of
 from .kernel import BLOCK_M, prefill_hopper_kernel
 
@@ -61,12 +64,12 @@ CONFIGS = {
 }
 
 
-def why_not(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: int = 0) -> str | None:
+def why_not(q: torch.Tensor, kv: KV, sinks: int = 0) -> str | None:
     """A sentence on why this kernel cannot take these inputs (or should not: few queries), or None where it can.
 
     Everything else that `kernels.prefill.prefill` takes (spans, window, softcap, sink logits, scale) it takes as well.
     """
-    arch = launch.arch(q.device)
+    arch = gpu.arch(q.device)
     if arch != 90:
         return f"The Hopper prefill kernel needs compute capability 9.0; {q.device} has {arch / 10:.1f}."
     if q.dtype not in (torch.float16, torch.bfloat16):
@@ -75,9 +78,11 @@ def why_not(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: int = 0) -
         return f"The Hopper prefill kernel takes head_dim {', '.join(map(str, HEAD_DIMS))}, not {q.shape[3]}."
     if q.shape[2] < MIN_Q_LEN:
         return f"The Hopper prefill kernel is for {MIN_Q_LEN} queries or more, not {q.shape[2]}."
+    if kv.form.load_k is not None or kv.form.load_v is not None:
+        return f"The Hopper prefill kernel reads plain K and V by TMA, not those of the form {kv.form.name!r}."
     if sinks:
         return f"The Hopper prefill kernel has no tile for sinks, and sinks is {sinks}."
-    for name, x in (("q", q), ("k", k), ("v", v)):
+    for name, x in (("q", q), ("k", kv.k), ("v", kv.v)):
         aligned = x.data_ptr() % 16 == 0 and all(
             size == 1 or (stride > 0 and stride % 8 == 0) for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True)
         )
@@ -105,47 +110,36 @@ def _descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
 
 def prefill(
     q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    kv: KV,
+    spec: Spec = Spec(),  # noqa: B008 (a tuple)
     spans: torch.Tensor | None = None,
     *,
-    scale: float | None = None,
-    causal: bool = True,
-    window: int | None = None,
-    softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
-    sinks: int = 0,
     inv_freq: torch.Tensor | None = None,
-    interleaved: bool = False,
     return_lse: bool = False,
 ):
     """Exact attention of many query rows; arguments, result and errors as in `kernels.reference.attention`.
 
     Raises ValueError, with the sentence of `why_not`, for inputs that it cannot take.
     """
-    scale = checks.check(
-        q, k, v, spans, scale=scale, window=window, softcap=softcap, sink_logits=sink_logits, sinks=sinks, inv_freq=inv_freq
-    )
-    reason = why_not(q, k, v, sinks)
+    call = Call.of((q, *kv.tensors, spans, sink_logits, inv_freq), kv.form, spec, return_lse)
+    reason = why_not(q, kv, spec.sinks)
     if reason is not None:
         raise ValueError(reason)
     config = CONFIGS[q.shape[3]]
     if return_lse:  # in fp32, where the polynomial of `tile._exp2` shows
         config = replace(config, exp2_on_fma=0)
-    batch, num_heads, q_len, head_dim = q.shape
-    kv_heads, kv_len = k.shape[1:3]
-    group = num_heads // kv_heads
     out, lse = checks.empty_outputs(q, return_lse)
-    num_blocks = -(-q_len // BLOCK_M)
-    num_items = num_blocks * num_heads * batch
-    fitting = max(1, _L2_BYTES // (2 * kv_len * head_dim * q.element_size()))
-    section = group * (1 << (fitting.bit_length() - 1))
-    scale_log2, cap_log2 = checks.log2_scales(scale, softcap)
+    num_blocks = -(-call.q_len // BLOCK_M)
+    num_items = num_blocks * call.num_heads * call.batch
+    fitting = max(1, _L2_BYTES // (2 * call.kv_len * call.head_dim * q.element_size()))
+    section = call.group * (1 << (fitting.bit_length() - 1))
+    scale_log2, cap_log2 = checks.log2_scales(call.scale, spec.softcap)
     with torch.cuda.device_of(q):
-        prefill_hopper_kernel[(min(num_items, launch.num_sms(q.device)),)](
+        prefill_hopper_kernel[(min(num_items, gpu.num_sms(q.device)),)](
             _descriptor(q, 64),
-            _descriptor(k, config.BLOCK_N),
-            _descriptor(v, config.BLOCK_N),
+            _descriptor(kv.k, config.BLOCK_N),
+            _descriptor(kv.v, config.BLOCK_N),
             _descriptor(out, 64),
             lse,
             q if spans is None else spans,
@@ -154,21 +148,21 @@ def prefill(
             0 if spans is None else spans.stride(0),
             num_items,
             num_blocks,
-            num_heads,
-            group,
-            batch * num_heads,
+            call.num_heads,
+            call.group,
+            call.batch * call.num_heads,
             section,
-            q_len,
-            kv_len,
-            NO_WINDOW if window is None else window,
+            call.q_len,
+            call.kv_len,
+            call.window,
             scale_log2,
             cap_log2,
-            HEAD_DIM=head_dim,
+            HEAD_DIM=call.head_dim,
             C=config,
             HAS_SPANS=spans is not None,
             HAS_WORDS=spans is not None and spans.shape[3] > WORDS,
-            IS_CAUSAL=causal,
-            HAS_SOFTCAP=softcap is not None,
+            IS_CAUSAL=spec.causal,
+            HAS_SOFTCAP=spec.softcap is not None,
             HAS_SINK_LOGITS=sink_logits is not None,
             WRITE_LSE=return_lse,
             num_warps=4,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..softmax import LN_2, LOG2_E
+from ...device.online import LN_2, LOG2_E
 
 
 @gluon.jit

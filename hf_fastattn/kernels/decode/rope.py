@@ -13,9 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
-from . import launch
-from .checks import DTYPES
-from .overlap import early, let_next_begin, wait_for_inputs
+from ..checks import DTYPES
+from ..host import launch
+from ..host.overlap import early, let_next_begin, wait_for_inputs
 
 BLOCK_H = 8  # heads a program rotates, with one load of its token's cosines
 

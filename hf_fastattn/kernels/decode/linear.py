@@ -18,8 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
-from . import launch
-from .overlap import early, let_next_begin, wait_for_inputs
+from ..host import launch
+from ..host.overlap import early, let_next_begin, wait_for_inputs
 
 DTYPES = (torch.float16, torch.bfloat16)
 MAX_BLOCK = 2048  # elements of a weight's row that a program loads at once

@@ -14,8 +14,9 @@ try:
 except ImportError:  # CPU tensors need no Triton
     triton = None
 
-from . import INTERPRETED, launch
-from .spans import CAUSAL, NO_WINDOW, WORDS, pack_spans
+from .. import INTERPRETED
+from ..host import gpu, launch
+from ..spans import CAUSAL, NO_WINDOW, WORDS, pack_spans
 
 
 def ring_step(counts: torch.Tensor, pads: torch.Tensor | None, window: int, sinks: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -24,7 +25,7 @@ def ring_step(counts: torch.Tensor, pads: torch.Tensor | None, window: int, sink
     counts: int64 (batch,), tokens of each row, added to in place. pads: int64 (batch,), 1 where the new token is padding: it is
     not counted, and its slot is sinks + window, past the end. slots: int64 (batch,); spans: see `kernels.spans`.
     """
-    if triton is None or torch.compiler.is_compiling() or not (INTERPRETED or launch.on_gpu(counts.device)):
+    if triton is None or torch.compiler.is_compiling() or not (INTERPRETED or gpu.on_gpu(counts.device)):
         return _ring_step_torch(counts, pads, window, sinks)
     slots = torch.empty_like(counts)
     spans = torch.empty(counts.shape[0], 1, 1, WORDS, dtype=torch.int32, device=counts.device)
@@ -62,8 +63,8 @@ def _ring_step_torch(counts, pads, window, sinks):
 
 
 if triton is not None:
-    from .overlap import early, let_next_begin, wait_for_inputs
-    from .spans import store_spans
+    from ..host.overlap import early, let_next_begin, wait_for_inputs
+    from ..spans import store_spans
 
     @triton.jit(do_not_specialize=["batch", "window", "sinks"])
     def ring_step_kernel(

@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..spans import WORDS
+from ...spans import WORDS
 from .pipe import (
     CONSUMERS,
     FIRST_TURN,

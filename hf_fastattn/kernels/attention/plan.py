@@ -1,0 +1,150 @@
+"""A call of attention, checked, and what its launches take; a decode kernel's plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from .. import checks
+from ..device.constants import Constants
+from ..device.tile import load_plain
+from ..host import launch, tables
+from ..host.overlap import early
+from ..spans import NO_WINDOW
+from ..spec import KV, Form, Spec
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of attention whose arguments have been checked.
+
+    tensors: (q, k, v, scales, centre, pages, spans, sink_logits, inv_freq).
+    """
+
+    tensors: tuple[torch.Tensor | None, ...]
+    form: Form
+    spec: Spec
+    return_lse: bool
+    scale: float
+    batch: int
+    num_heads: int
+    num_kv_heads: int
+    q_len: int
+    kv_len: int
+    head_dim: int
+
+    @classmethod
+    def of(cls, tensors, form: Form, spec: Spec, return_lse: bool, decode: bool = False) -> Call:
+        """The call of these tensors. Raises what `checks.check` raises."""
+        q, *of_kv, spans, sink_logits, inv_freq = tensors
+        kv = KV(of_kv[0], of_kv[1], form, *of_kv[2:])
+        scale = checks.check(q, kv, spec, spans, sink_logits, inv_freq, decode=decode)
+        batch, num_heads, q_len, head_dim = q.shape
+        return cls(
+            tensors, form, spec, return_lse, scale, batch, num_heads, kv.k.shape[1], q_len, kv.k.shape[2], head_dim
+        )  # fmt: skip
+
+    @property
+    def q(self) -> torch.Tensor:
+        return self.tensors[0]
+
+    @property
+    def spans(self) -> torch.Tensor | None:
+        return self.tensors[-3]
+
+    @property
+    def group(self) -> int:
+        """Query heads of a KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a KV head, packed."""
+        return self.q_len * self.group
+
+    @property
+    def window(self) -> int:
+        return NO_WINDOW if self.spec.window is None else self.spec.window
+
+    @property
+    def block_d(self) -> int:
+        return tables.block_d(self.head_dim)
+
+    @property
+    def workspace_m(self) -> int:
+        """Packed rows, rounded up to a power of two."""
+        return 1 << (self.rows - 1).bit_length()
+
+    def constants(self, config: tables.Config, packed: bool) -> Constants:
+        """packed: the query heads of a KV head share a block, which re-rotates its queries itself."""
+        _, _, _, _, _, _, spans, sink_logits, inv_freq = self.tensors
+        pairs = inv_freq.shape[0] if packed and inv_freq is not None else 0
+        return Constants(
+            GROUP=self.group,
+            HEAD_DIM=self.head_dim,
+            BLOCK_M=config.BLOCK_M,
+            BLOCK_N=config.BLOCK_N,
+            BLOCK_D=self.block_d,
+            HAS_SPANS=spans is not None,
+            IS_CAUSAL=self.spec.causal,
+            HAS_SOFTCAP=self.spec.softcap is not None,
+            HAS_SINK_LOGITS=sink_logits is not None,
+            WRITE_LSE=self.return_lse,
+            IEEE=self.q.dtype == torch.float32,
+            SINKS=self.spec.sinks,
+            PAIRS=pairs,
+            INTERLEAVED=pairs > 0 and self.spec.interleaved,
+            WORKSPACE_M=self.workspace_m if packed else 0,
+            ONE_QUERY=pairs > 0 and self.q_len == 1,
+            FEW_ROWS=packed,
+        )
+
+    def arguments(self) -> dict:
+        """Strides, lengths and scales, and how K and V are loaded, by the names of the kernels' arguments."""
+        q, k, v = self.tensors[:3]
+        named = {"stride_sb": 0 if self.spans is None else self.spans.stride(0)}
+        for letter, tensor in (("q", q), ("k", k), ("v", v)):
+            axes = ("b", "h", "m" if letter == "q" else "n")
+            named |= {f"stride_{letter}{axis}": tensor.stride(i) for i, axis in enumerate(axes)}
+        scale_log2, cap_log2 = checks.log2_scales(self.scale, self.spec.softcap)
+        return named | {
+            "q_len": self.q_len,
+            "kv_len": self.kv_len,
+            "window": self.window,
+            "scale_log2": scale_log2,
+            "cap_log2": cap_log2,
+            "LOAD_K": self.form.load_k or load_plain,
+            "LOAD_V": self.form.load_v or load_plain,
+        }
+
+    def registers(self, config: tables.Config) -> dict:
+        """The limit of registers of a launch that begins early, as Triton's option."""
+        limit = config.registers or (config.sink_registers if self.spec.sinks else 0)
+        return {"maxnreg": limit} if limit and early(self.q.device)["EARLY"] else {}
+
+
+class Plan(NamedTuple):
+    """A decode kernel's launches, the one that attends and the one that merges its partials if it leaves any, and the floats of
+    workspace between them."""
+
+    launches: launch.Launch
+    workspace_size: int
+
+    def run(self, q, kv: KV, spec: Spec, spans, sink_logits, inv_freq, return_lse: bool):
+        """The result of these launches, for tensors like those that they were made for."""
+        out, lse = checks.empty_outputs(q, return_lse)
+        workspace = torch.empty(self.workspace_size, device=q.device, dtype=torch.float32) if self.workspace_size else None
+        sink_query = None if not spec.sinks else q if inv_freq is None else inv_freq
+        self.launches(
+            q,
+            *kv.tensors,
+            sink_query,
+            out,
+            lse,
+            workspace,
+            q if spans is None else spans,
+            q if sink_logits is None else sink_logits,
+        )
+        return (out, lse) if return_lse else out

@@ -1,0 +1,131 @@
+"""FlashAttention-2 forward: one program per (block of query rows, head, batch row), K/V streamed past it.
+
+Portable Triton. The longest causal blocks start first; K/V heads are shared by their query heads without expansion.
+Source: Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning" (2023), algorithm 1.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .. import checks
+from ..decode.rotate import rotate
+from ..device.attend import attend
+from ..device.online import finalize
+from ..device.visibility import look
+from ..host import launch, tables
+from ..spec import KV, Form, Spec
+from .plan import Call
+
+
+@triton.jit(do_not_specialize=["stride_sb", "q_len", "kv_len", "window"])
+def prefill_kernel(
+    Q,
+    K,
+    V,
+    Scales,
+    Centre,
+    Pages,
+    Out,
+    Lse,
+    Spans,
+    QSinks,
+    SinkLogits,
+    stride_qb,
+    stride_qh,
+    stride_qm,
+    stride_kb,
+    stride_kh,
+    stride_kn,
+    stride_vb,
+    stride_vh,
+    stride_vn,
+    stride_sb,
+    num_heads,
+    q_len,
+    kv_len,
+    window,
+    scale_log2,
+    cap_log2,
+    C: tl.constexpr,
+    LOAD_K: tl.constexpr,
+    LOAD_V: tl.constexpr,
+):
+    BLOCK_M: tl.constexpr = C.BLOCK_M
+    HEAD_DIM: tl.constexpr = C.HEAD_DIM
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
+    head = tl.program_id(1)
+    row = tl.program_id(2).to(tl.int64)
+
+    span_ptr = Spans + row * stride_sb
+    offs_m = tl.minimum(first + tl.arange(0, BLOCK_M), q_len - 1)
+    row_mask = first + tl.arange(0, BLOCK_M) < q_len
+    sight, sink_sight = look(span_ptr, offs_m, first, tl.minimum(first + BLOCK_M, q_len) - 1, q_len, kv_len, window, C)
+    sink_lo, sink_hi, _ = sink_sight
+
+    offs_d = tl.arange(0, C.BLOCK_D)
+    d_mask = offs_d[None, :] < HEAD_DIM
+    kv_head = (head // C.GROUP).to(tl.int64)
+    k_base, v_base = K + row * stride_kb + kv_head * stride_kh, V + row * stride_vb + kv_head * stride_vh
+    kv = (k_base, v_base, stride_kn, stride_vn, (row, kv_head, num_heads // C.GROUP, kv_len), (Scales, Centre, Pages))
+    acc, m, l = attend(
+        (Q, row * stride_qb + head.to(tl.int64) * stride_qh + offs_m.to(tl.int64) * stride_qm),
+        kv, span_ptr, sight, (0, tl.cdiv(sight[3] - sight[2], C.BLOCK_N)), (scale_log2, cap_log2),
+        (QSinks, sink_lo, sink_hi, True, 0, 0), C, LOAD_K, LOAD_V,
+    )  # fmt: skip
+    out, lse = finalize(acc, m, l, SinkLogits + head + offs_m * 0, row_mask, C.HAS_SINK_LOGITS)
+    # Out is (batch, q_len, num_heads, HEAD_DIM), contiguous.
+    out_rows = (row * q_len + offs_m) * num_heads + head
+    tl.store(Out + out_rows[:, None] * HEAD_DIM + offs_d[None, :], out.to(Out.dtype.element_ty), mask=row_mask[:, None] & d_mask)
+    if C.WRITE_LSE:
+        tl.store(Lse + (row * num_heads + head) * q_len + offs_m, lse, mask=row_mask)
+
+
+def prefill(
+    q: torch.Tensor,
+    kv: KV,
+    spec: Spec = Spec(),  # noqa: B008 (a tuple)
+    spans: torch.Tensor | None = None,
+    *,
+    sink_logits: torch.Tensor | None = None,
+    inv_freq: torch.Tensor | None = None,
+    return_lse: bool = False,
+):
+    """Exact attention of many query rows; arguments, result and errors as in `kernels.reference.attention`."""
+    if inv_freq is not None and 0 in q.stride():
+        q = q.contiguous()  # queries in one place may be re-rotated to several
+    start = _prepare((q, *kv.tensors, spans, sink_logits, inv_freq), kv.form, spec, return_lse)
+    q_sinks = q
+    if inv_freq is not None:
+        q_sinks = rotate(
+            q, kv.k.shape[2], spans, inv_freq, window=spec.window, sinks=spec.sinks, interleaved=spec.interleaved
+        )  # fmt: skip
+    out, lse = checks.empty_outputs(q, return_lse)
+    start(
+        q,
+        *kv.tensors,
+        out,
+        lse,
+        q if spans is None else spans,
+        q_sinks if spec.sinks else None,
+        q if sink_logits is None else sink_logits,
+    )
+    return (out, lse) if return_lse else out
+
+
+@launch.remember
+def _prepare(tensors, form: Form, spec: Spec, return_lse: bool) -> launch.Launch:
+    """The launch for these arguments, once they are checked."""
+    call = Call.of(tensors, form, spec, return_lse)
+    config = tables.prefill(call.q.device, call.q.dtype, call.head_dim, call.q_len)
+    return launch.Launch(
+        prefill_kernel,
+        (triton.cdiv(call.q_len, config.BLOCK_M), call.num_heads, call.batch),
+        **call.arguments(),
+        num_heads=call.num_heads,
+        C=call.constants(config, packed=False),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )

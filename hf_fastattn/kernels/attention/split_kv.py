@@ -1,0 +1,183 @@
+"""Flash-Decoding: the keys of each (batch row, KV head) are cut into a fixed number of splits, then combined.
+
+Two launches, or one where there is nothing to combine. Every row gets the same number of splits, so in a ragged batch the
+longest row decides the time; `lean` is the answer to that. The splits share the row's live range as the device knows it.
+
+Source: Dao, Haziza, Massa, Sizov, "Flash-Decoding for long-context inference" (2023).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ..device.attend import attend
+from ..device.merge import merge_rows, store_packed, store_partial
+from ..device.visibility import look, packed_rows
+from ..host import launch, tables
+from ..host.overlap import early, let_next_begin, wait_for_inputs
+from ..spec import KV, Form, Spec
+from .plan import Call, Plan
+
+
+@triton.jit(do_not_specialize=["stride_sb", "q_len", "kv_len", "window", "stats_start"])
+def split_kv_kernel(
+    Q,
+    K,
+    V,
+    Scales,
+    Centre,
+    Pages,
+    SinkQuery,
+    Out,
+    Lse,
+    Workspace,
+    Spans,
+    SinkLogits,
+    stride_qb,
+    stride_qh,
+    stride_qm,
+    stride_kb,
+    stride_kh,
+    stride_kn,
+    stride_vb,
+    stride_vh,
+    stride_vn,
+    stride_sb,
+    q_len,
+    kv_len,
+    window,
+    stats_start,
+    scale_log2,
+    cap_log2,
+    C: tl.constexpr,
+    LOAD_K: tl.constexpr,
+    LOAD_V: tl.constexpr,
+    COMBINE: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    if C.HAS_SPANS:
+        wait_for_inputs(EARLY)
+    split, splits = tl.program_id(0), tl.num_programs(0)
+    kv_head = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(2).to(tl.int64)
+    GROUP: tl.constexpr = C.GROUP
+
+    last_place = C.SINKS + window - 1
+    span_ptr = Spans + row * stride_sb
+    rows = tl.arange(0, C.BLOCK_M)
+    q_index, group_head, _ = packed_rows(rows, q_len, GROUP)
+    sight, sink_sight = look(span_ptr, q_index, 0, q_len - 1, q_len, kv_len, window, C)
+    sink_lo, sink_hi, place = sink_sight
+    places = place + (tl.zeros([1], tl.int32) if C.ONE_QUERY else q_index)
+    tiles = tl.cdiv(sight[3] - sight[2], C.BLOCK_N)
+
+    offs_d = tl.arange(0, C.BLOCK_D)
+    # Addresses too are ready before the wait.
+    k_base = K + row * stride_kb + kv_head * stride_kh
+    v_base = V + row * stride_vb + kv_head * stride_vh
+    kv = (k_base, v_base, stride_kn, stride_vn, (row, kv_head, tl.num_programs(1), kv_len), (Scales, Centre, Pages))
+    tile_start, tile_stop = split * tiles // splits, (split + 1) * tiles // splits
+    if not C.HAS_SPANS:
+        wait_for_inputs(EARLY)
+    if COMBINE:
+        let_next_begin(EARLY)
+    acc, m, l = attend(
+        (Q, row * stride_qb + (kv_head * GROUP + group_head) * stride_qh + q_index * stride_qm),
+        kv, span_ptr, sight, (tile_start, tile_stop), (scale_log2, cap_log2),
+        (SinkQuery, sink_lo, sink_hi, split == 0, places, last_place), C, LOAD_K, LOAD_V,
+    )  # fmt: skip
+    if COMBINE:
+        slot = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * splits + split
+        store_partial(acc, m, l, Workspace, stats_start, slot, rows, offs_d[None, :], q_len * GROUP, C)
+    else:
+        store_packed(acc, m, l, Out, Lse, SinkLogits, row, kv_head, tl.num_programs(1), rows, offs_d[None, :], q_len, C)
+
+
+@triton.jit(do_not_specialize=["q_len", "splits", "stats_start"])
+def combine_kernel(
+    Out,
+    Lse,
+    Workspace,
+    Spans,
+    SinkLogits,
+    q_len,
+    splits,
+    stats_start,
+    C: tl.constexpr,
+    CHUNK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """One program per packed row: merges its splits in order. Its tensors are those of every merge; spans it needs none."""
+    wait_for_inputs(EARLY)
+    let_next_begin(EARLY)
+    kv_head, kv_heads = tl.program_id(1), tl.num_programs(1)
+    slot = (tl.program_id(2) * kv_heads + kv_head) * splits
+    rows, offs_d, acc, m, l = merge_rows(
+        Workspace, stats_start, slot, slot + 1, 1, splits, tl.program_id(0), q_len * C.GROUP, 1, CHUNK, C
+    )
+    store_packed(acc, m, l, Out, Lse, SinkLogits, tl.program_id(2), kv_head, kv_heads, rows, offs_d, q_len, C)
+
+
+def split_kv(
+    q: torch.Tensor,
+    kv: KV,
+    spec: Spec = Spec(),  # noqa: B008 (a tuple)
+    spans: torch.Tensor | None = None,
+    *,
+    sink_logits: torch.Tensor | None = None,
+    inv_freq: torch.Tensor | None = None,
+    return_lse: bool = False,
+    splits: int | None = None,
+):
+    """Exact attention of few query rows in one launch or two; arguments, result and errors as in `kernels.reference.attention`.
+
+    q_len * num_heads / num_kv_heads must be at most `tables.MAX_DECODE_ROWS`. splits: into how many parts the keys of a row are
+    split; None: as many as fill the GPU. With a number, a row's bits depend neither on the batch nor on the buffer's length.
+    """
+    plan = _prepare((q, *kv.tensors, spans, sink_logits, inv_freq), kv.form, spec, return_lse, splits)
+    return plan.run(q, kv, spec, spans, sink_logits, inv_freq, return_lse)
+
+
+@launch.remember
+def _prepare(tensors, form: Form, spec: Spec, return_lse: bool, splits: int | None) -> Plan:
+    call = Call.of(tensors, form, spec, return_lse, decode=True)
+    # The choice of a tile must not depend on the batch where `splits` is given.
+    heads = call.batch * call.num_kv_heads if splits is None else 1
+    config = tables.decode(call.q.device, call.q.dtype, call.head_dim, call.rows, heads)
+    return fixed_splits(call, config, splits)
+
+
+def fixed_splits(call: Call, config: tables.Config, splits: int | None) -> Plan:
+    """The launches of a call; splits None: as many as fill the GPU."""
+    device, heads = call.q.device, call.batch * call.num_kv_heads
+    most = splits or tables.programs_each(device, config, heads)  # at any length, so that none decides what is compiled
+    splits = splits or tables.num_splits(device, config, heads, call.kv_len)
+    slots = heads * splits
+    overlap = early(device)
+    both = {"stats_start": slots * call.workspace_m * call.block_d, "C": call.constants(config, packed=True), **overlap}
+    merge = None
+    if most > 1:
+        chunk, num_warps = tables.merge(call.block_d, min(most, tables.MAX_SPLITS))
+        merge = launch.Launch(
+            combine_kernel,
+            (call.rows, call.num_kv_heads, call.batch),
+            **both,
+            q_len=call.q_len,
+            splits=splits,
+            CHUNK=chunk,
+            num_warps=num_warps,
+        )
+    launches = launch.Launch(
+        split_kv_kernel,
+        (splits, call.num_kv_heads, call.batch),
+        merge,
+        **call.arguments(),
+        **both,
+        COMBINE=most > 1,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        **call.registers(config),
+    )
+    return Plan(launches, 0 if merge is None else slots * call.workspace_m * (call.block_d + 2))

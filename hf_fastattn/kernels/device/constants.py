@@ -1,0 +1,33 @@
+"""What a kernel is compiled for, in one argument."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Constants:
+    """Compile-time constants that the attention kernels have in common.
+
+    GROUP: query heads of a KV head. WORKSPACE_M: packed query rows, rounded up to a power of two, where rows are packed. BLOCK_M,
+    BLOCK_N, BLOCK_D: rows, keys and dimensions of a tile. SINKS: tokens kept in sight. PAIRS: pairs of dimensions by which the
+    queries that score them are re-rotated in the kernel, 0 where they are not.
+    """
+
+    GROUP: int
+    HEAD_DIM: int
+    BLOCK_M: int
+    BLOCK_N: int
+    BLOCK_D: int
+    HAS_SPANS: bool
+    IS_CAUSAL: bool
+    HAS_SOFTCAP: bool
+    HAS_SINK_LOGITS: bool
+    WRITE_LSE: bool
+    IEEE: bool
+    SINKS: int = 0
+    PAIRS: int = 0
+    INTERLEAVED: bool = False
+    WORKSPACE_M: int = 0
+    ONE_QUERY: bool = False
+    FEW_ROWS: bool = False

@@ -1,0 +1,79 @@
+"""The softmax over tiles: scores of a tile, what they change in (acc, m, l), and what is left to do at the end."""
+
+import triton
+import triton.language as tl
+
+LOG2_E = 1.4426950408889634
+LN_2 = 0.6931471805599453
+
+
+@triton.jit
+def scores_of(
+    q, k, scales, HAS_SOFTCAP: tl.constexpr, IEEE: tl.constexpr, LN_2: tl.constexpr = LN_2
+):  # fmt: skip
+    """Scores in base 2 of a block of rows against a tile of keys; with a softcap c: c * tanh(s / c).
+
+    With a softcap, `scale_log2` is 2 * log2(e) * scale / c and `cap_log2` is c * log2(e): tanh(x) = 1 - 2 / (1 + e^2x).
+    """
+    scale_log2, cap_log2 = scales
+    if IEEE:
+        s = tl.dot(q, tl.trans(k), input_precision="ieee")
+    else:
+        s = tl.dot(q, tl.trans(k))
+    s = s * scale_log2
+    if HAS_SOFTCAP:
+        capped = cap_log2 - 2.0 * cap_log2 / (1.0 + tl.exp2(s))
+        if IEEE:
+            # The difference of two near caps loses digits that fp32 has; near 0 a polynomial (Cephes' tanhf) keeps them.
+            x = s * (0.5 * LN_2)
+            z = x * x
+            p = (((-5.70498872745e-3 * z + 2.06390887954e-2) * z - 5.37397155531e-2) * z + 1.33314422036e-1) * z
+            capped = tl.where(tl.abs(x) < 0.625, cap_log2 * (x + x * z * (p - 3.33332819422e-1)), capped)
+        return capped
+    return s
+
+
+@triton.jit
+def safe(m):
+    """The maximum to subtract: 0 where a row has seen nothing and m is -inf, so that its weights are 0, not NaN."""
+    return tl.where(m == float("-inf"), 0.0, m)
+
+
+@triton.jit
+def softmax_step(s, v, acc, m, l, MASKED: tl.constexpr, IEEE: tl.constexpr):
+    """(acc, m, l) after a tile of scores s in base 2 and values v. MASKED: a row may have seen nothing yet."""
+    m_new = tl.maximum(m, tl.max(s, 1))
+    m_safe = m_new
+    if MASKED:
+        m_safe = safe(m_new)
+    p = tl.exp2(s - m_safe[:, None])
+    alpha = tl.exp2(m - m_safe)
+    l = l * alpha + tl.sum(p, 1)
+    acc = acc * alpha[:, None]
+    if IEEE:
+        acc = tl.dot(p, v, acc, input_precision="ieee")
+    else:
+        acc = tl.dot(p.to(v.dtype), v, acc)
+    return acc, m_new, l
+
+
+@triton.jit
+def finalize(
+    acc, m, l, sink_ptrs, row_mask,
+    HAS_SINK_LOGITS: tl.constexpr,
+    LOG2_E: tl.constexpr = LOG2_E,
+    LN_2: tl.constexpr = LN_2,
+):  # fmt: skip
+    """(acc, m, l) -> (out, lse). A learned sink logit adds exp(logit) to the denominator; a row that saw nothing gives 0."""
+    if HAS_SINK_LOGITS:
+        sink = tl.load(sink_ptrs, mask=row_mask, other=0.0).to(tl.float32) * LOG2_E
+        m_new = tl.maximum(m, sink)
+        m_safe = safe(m_new)  # a row that saw nothing, and a sink turned off with -inf
+        alpha = tl.exp2(m - m_safe)
+        acc = acc * alpha[:, None]
+        l = l * alpha + tl.exp2(sink - m_safe)
+        m = m_new
+    l_safe = tl.where(l == 0.0, 1.0, l)
+    out = acc / l_safe[:, None]
+    lse = (m + tl.log2(l_safe)) * LN_2
+    return out, lse

@@ -1,0 +1,38 @@
+"""Re-rotation: queries of one position turned to another by the frequencies of the model's rotary embedding; see `rotate`."""
+
+import math
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def partners(offs_d, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Of each dimension: (the other one of its pair, which pair that is, whether it is the pair's first)."""
+    if INTERLEAVED:
+        return offs_d ^ 1, offs_d // 2, offs_d % 2 == 0
+    else:
+        first = offs_d < PAIRS
+        partner = tl.where(first, offs_d + PAIRS, offs_d - PAIRS)
+        return partner, tl.minimum(offs_d, partner), first
+
+
+@triton.jit
+def turn_back(x, partner, token, inv_freq, first, last_place, QUARTER: tl.constexpr = math.pi / 2):
+    """x, whose partners are `partner`, of the row's token `token`, as if it stood at most at `last_place`."""
+    near = tl.minimum(token, last_place)
+    here, there = token.to(tl.float32) * inv_freq, near.to(tl.float32) * inv_freq
+    quarters = (here.to(tl.float64) - there.to(tl.float64)) * (1 / QUARTER)
+    whole = tl.floor(quarters + 0.5)
+    angle = (quarters - whole).to(tl.float32) * QUARTER
+    # Cephes' sinf and cosf on what is left, at most an eighth of a turn. A decode step waits for this, and a library's
+    # functions, which take angles of any size, take longer.
+    z = angle * angle
+    sin = ((-1.9515295891e-4 * z + 8.3321608736e-3) * z - 1.6666654611e-1) * z * angle + angle
+    cos = ((2.443315711809948e-5 * z - 1.388731625493765e-3) * z + 4.166664568298827e-2) * z * z - 0.5 * z + 1.0
+    whole = whole.to(tl.int64)
+    odd = (whole & 1) != 0
+    sin, cos = tl.where(odd, cos, sin), tl.where(odd, sin, cos)
+    sin = tl.where((whole & 2) != 0, -sin, sin)
+    cos = tl.where(((whole + 1) & 2) != 0, -cos, cos)
+    return x.to(tl.float32) * cos + partner.to(tl.float32) * tl.where(first, sin, -sin)

@@ -1,0 +1,99 @@
+"""Which keys the rows of a block see.
+
+A row sees the keys of one interval [row_lo, row_hi) of cache slots, less the holes of the packed key mask. Causality, sliding
+window, padding and the live length are all bounds of that interval. With sinks it also sees the slots before that interval where
+a row begins.
+"""
+
+import triton
+import triton.language as tl
+
+from ..spans import CAUSAL, FLAGS, HOLES, KV_START, KV_STOP, Q_START, WINDOW
+
+
+@triton.jit
+def load_spans(
+    span_ptrs, q_len, kv_len, window,
+    HAS_SPANS: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+    Q_START: tl.constexpr = Q_START,
+    KV_START: tl.constexpr = KV_START,
+    KV_STOP: tl.constexpr = KV_STOP,
+    WINDOW: tl.constexpr = WINDOW,
+    FLAGS: tl.constexpr = FLAGS,
+    CAUSAL: tl.constexpr = CAUSAL,
+    HOLES: tl.constexpr = HOLES,
+):  # fmt: skip
+    """The integers of one row (scalar `span_ptrs`) or of many (a block of pointers), or what they are without spans.
+
+    Returns (q_start, kv_start, kv_stop, window, causal, holes), kv_start and kv_stop inside the buffer of `kv_len` slots.
+    """
+    if HAS_SPANS:
+        q_start = tl.load(span_ptrs + Q_START)
+        kv_start = tl.maximum(tl.load(span_ptrs + KV_START), 0)
+        kv_stop = tl.minimum(tl.load(span_ptrs + KV_STOP), kv_len)
+        window = tl.minimum(tl.load(span_ptrs + WINDOW), window)
+        flags = tl.load(span_ptrs + FLAGS)
+        holes = (flags & HOLES) != 0
+        causal = (flags & CAUSAL) != 0
+        if IS_CAUSAL:
+            causal = causal | True
+    else:
+        q_start = kv_len - q_len
+        kv_start = q_start * 0
+        kv_stop = kv_len
+        holes = tl.full([], False, tl.int1)
+        causal = tl.full([], IS_CAUSAL, tl.int1)
+    return q_start, kv_start, kv_stop, window, causal, holes
+
+
+@triton.jit
+def row_bounds(pos, kv_start, kv_stop, window, causal):
+    """The interval [lo, hi) of slots that a query at slot `pos` sees (a scalar or a block of them)."""
+    lo = tl.maximum(kv_start, pos - window + 1)
+    hi = tl.minimum(kv_stop, pos + tl.where(causal, 1, window))
+    return lo, tl.maximum(lo, hi)
+
+
+@triton.jit
+def block_bounds(first_pos, last_pos, kv_start, kv_stop, window, causal):
+    """Over the queries first_pos..last_pos: [lo, hi) that any of them sees and [full_lo, full_hi) that all of them see."""
+    lo, full_hi = row_bounds(first_pos, kv_start, kv_stop, window, causal)
+    full_lo, hi = row_bounds(last_pos, kv_start, kv_stop, window, causal)
+    # A query whose window begins past the last live slot has an empty interval beyond it; nothing there may be loaded.
+    return lo, tl.maximum(lo, tl.minimum(hi, kv_stop)), full_lo, full_hi
+
+
+@triton.jit
+def sink_stop(pos, kv_start, kv_stop, causal, SINKS: tl.constexpr):
+    """Where the sinks that a query at slot `pos` sees end: they are the slots from kv_start on."""
+    stop = tl.minimum(kv_start + SINKS, kv_stop)
+    return tl.where(causal, tl.minimum(stop, pos + 1), stop)
+
+
+@triton.jit
+def look(
+    span_ptr, q_index, first, last, q_len, kv_len, window,
+    C: tl.constexpr,
+):  # fmt: skip
+    """What the queries `q_index` (a block) of one batch row see, the block's first and last among them given by themselves.
+
+    Returns (sight, sink_sight): sight = (row_lo, row_hi, lo, hi, full_lo, full_hi, holes), the bounds of each row, those of any
+    row and of all rows, and whether the row has holes; sink_sight = (sink_lo, sink_hi, q_start - sink_lo).
+    """
+    SINKS: tl.constexpr = C.SINKS
+    q_start, kv_start, kv_stop, window, causal, holes = load_spans(span_ptr, q_len, kv_len, window, C.HAS_SPANS, C.IS_CAUSAL)
+    sink_lo, sink_hi = kv_start, sink_stop(q_start + q_index, kv_start, kv_stop, causal, SINKS)
+    kv_start += SINKS
+    row_lo, row_hi = row_bounds(q_start + q_index, kv_start, kv_stop, window, causal)
+    lo, hi, full_lo, full_hi = block_bounds(q_start + first, q_start + last, kv_start, kv_stop, window, causal)
+    return (row_lo, row_hi, lo, hi, full_lo, full_hi, holes), (sink_lo, sink_hi, q_start - sink_lo)
+
+
+@triton.jit
+def packed_rows(rows, q_len, GROUP: tl.constexpr):
+    """Row r of a packed block is query r // GROUP of head r % GROUP: all queries that share one KV head, read once for all.
+
+    Returns (query index, head within the group, mask of the rows that exist); rows past the end repeat the last query.
+    """
+    return tl.minimum(rows // GROUP, q_len - 1), rows % GROUP, rows < q_len * GROUP

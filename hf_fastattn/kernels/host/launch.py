@@ -1,0 +1,91 @@
+"""Launches that are prepared once and repeated on other tensors."""
+
+from __future__ import annotations
+
+from functools import wraps
+
+import torch
+
+try:
+    from triton import knobs
+    from triton.runtime import driver
+except ImportError:  # CPU tensors need no Triton
+    driver = knobs = None
+
+
+class Launch:
+    """One launch of a Triton kernel, or several in a row, to be repeated on tensors that differ in nothing but their addresses.
+
+    Triton finds the variant compiled for a call by inspecting every argument, at every call: 30 us and more for 50 of them, while
+    a decode kernel takes 7. A Launch has it done once. What compilation knows of an address is whether it is a multiple of 16.
+    """
+
+    __slots__ = ("_compiled", "grid", "kernel", "meta", "rest", "takes", "then")
+
+    def __init__(self, kernel, grid: tuple[int, ...], then: Launch | None = None, **named):
+        """`named`: the kernel's arguments after its tensors, constants included; and Triton's options, such as num_warps.
+
+        then: the launch that follows, on the last of the same tensors.
+        """
+        self.kernel, self.grid, self.then = kernel, (*grid, 1, 1)[:3], then
+        self.rest = tuple(named.pop(name) for name in kernel.arg_names if name in named)
+        self.takes = len(kernel.arg_names) - len(self.rest)
+        self.meta = named
+        self._compiled = None
+
+    def __call__(self, *tensors: torch.Tensor | None) -> None:
+        device = tensors[0].device
+        addresses, bits = [], 0
+        for tensor in tensors:
+            address = None if tensor is None else tensor.data_ptr()
+            addresses.append(address)
+            bits |= address or 0
+        aligned = bits % 16 == 0
+        if self._compiled is None or not aligned or device.index != driver.active.get_current_device():
+            self._compile(tensors, aligned)
+            return
+        enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+        profiled = getattr(enter, "calls", True) or getattr(leave, "calls", True)
+        stream = driver.active.get_current_stream(device.index)
+        step = self
+        while step is not None:
+            compiled, own = step._compiled, addresses[-step.takes :]
+            if profiled:
+                compiled[step.grid](*own, *step.rest)
+            else:  # what that comes to, but for what only hooks are told
+                compiled.run(*step.grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *own, *step.rest)
+            step = step.then
+
+    def _compile(self, tensors, aligned: bool) -> None:
+        """The launch in Triton's own way; what it has compiled for aligned tensors is kept."""
+        if len(tensors) != self.takes:  # a launch is repeated with all arguments or not at all
+            raise TypeError(f"{self.kernel.fn.__name__} takes {self.takes} tensors here; got {len(tensors)}.")
+        with torch.cuda.device_of(tensors[0]):
+            compiled = self.kernel[self.grid](*tensors, *self.rest, **self.meta)
+        if self.then is not None:
+            self.then(*tensors[-self.then.takes :])
+        if aligned and tensors[0].is_cuda:
+            self._compiled = compiled  # None where the interpreter ran it
+
+
+def remember(make):
+    """Let make(tensors, *options) answer from memory when tensors differ from earlier ones in nothing but address and content.
+
+    tensors: a tuple of tensors and None. Decoding asks for the same once per layer, and for something new when K/V has grown; so
+    what is remembered is forgotten before it becomes much.
+    """
+    known: dict[tuple, object] = {}
+
+    @wraps(make)
+    def remembered(tensors, *options):
+        key = (*[None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors], options)
+        key = (torch.is_grad_enabled(), key)  # which decides whether tensors that require grad are refused
+        found = known.get(key, known)  # what make() returns may be None, and another thread may clear
+        if found is known:
+            found = make(tensors, *options)
+            if len(known) >= 64:
+                known.clear()
+            known[key] = found
+        return found
+
+    return remembered

@@ -1,0 +1,128 @@
+"""Tile sizes, warps and pipeline depth per architecture and shape, and the size of grids.
+
+Fixed tables: nothing is tuned at run time, and no length is compiled for. At most, lengths choose between two or three kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from . import gpu
+
+MAX_DECODE_ROWS = 64  # query rows (q_len x heads per KV head) a decode kernel packs into one block
+MAX_SPLITS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """One launch: block sizes in rows and keys, warps, pipeline stages.
+
+    Decode only: programs per SM; tiles a share of `lean` must hold at least; where the launch begins early (see `overlap`), the
+    registers that a thread may have (0: as many as it takes), and those if it scores sinks.
+    """
+
+    BLOCK_M: int
+    BLOCK_N: int
+    num_warps: int
+    num_stages: int
+    programs_per_sm: int = 1
+    MIN_TILES: int = 1
+    registers: int = 0
+    sink_registers: int = 0
+
+
+def block_d(head_dim: int) -> int:
+    """head_dim rounded up to a power of two, at least 16."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def prefill(device: torch.device, dtype: torch.dtype, head_dim: int, q_len: int) -> Config:
+    """The prefill kernel's launch; q_len only picks a smaller query block for short inputs."""
+    return prefill_config(gpu.arch(device), dtype.itemsize, block_d(head_dim), min(128, max(16, 1 << (q_len - 1).bit_length())))
+
+
+@cache
+def prefill_config(arch: int, itemsize: int, block_d: int, rows: int) -> Config:
+    """The prefill kernel's row of the table; `rows` is q_len rounded up to a power of two, from 16 to 128."""
+    if arch == 0:
+        return Config(min(rows, 32), 32, 4, 1)
+    if itemsize == 4:  # IEEE dots run on CUDA cores, and registers decide
+        return Config(min(rows, 32), 32, 4, 2 if block_d <= 128 else 1)
+    if rows <= 32:  # short inputs: one small query block, memory decides
+        return Config(rows, 64 if block_d <= 128 else 32, 4, 3 if block_d <= 128 else 2)
+    if block_d <= 64:  # three programs an SM hide one another's softmax better than one large block
+        return Config(64, 64, 4, 3)
+    warps = 4 if rows == 64 else 8  # a warpgroup for every 64 rows
+    if arch == 90:
+        # 128 x 128 is 3 % faster at head_dim 128 above 8k and 5 % slower below, and spills.
+        return Config(rows, 64, warps, 3 if block_d == 128 else 2)
+    if block_d == 128:
+        return Config(rows, 64, warps, 3) if arch == 80 else Config(rows, 32, warps, 2)
+    return Config(min(rows, 64), 32, 4, 2)
+
+
+def decode(device: torch.device, dtype: torch.dtype, head_dim: int, rows: int, heads: int | None) -> Config:
+    """The decode kernels' launch for `rows` packed query rows in each KV head.
+
+    heads: KV heads of all batch rows together, where each program stays within one of them; None where it may not.
+    """
+    sms, crowd = gpu.num_sms(device), None
+    if heads is not None and heads <= sms:
+        crowd = "few"
+    elif heads is not None and heads > 2 * sms and -heads % (4 * sms) <= 2 * sms:  # the last wave of four is half full
+        crowd = "many"
+    return decode_config(gpu.arch(device), dtype.itemsize, block_d(head_dim), max(16, 1 << (rows - 1).bit_length()), crowd)
+
+
+@cache
+def decode_config(arch: int, itemsize: int, block_d: int, rows: int, crowd: str | None) -> Config:
+    """The decode kernels' row of the table: as a rule 64 to 128 KB of K/V in flight on a multiprocessor.
+
+    crowd: where every program stays within one KV head, "few" of no more heads than SMs, "many" of enough for four programs on
+    most SMs; None otherwise.
+    """
+    if arch == 0:
+        return Config(rows, 16, 4, 1, programs_per_sm=2)
+    if itemsize == 4:
+        return Config(rows, 32 if block_d <= 128 else 16, 4, 2, programs_per_sm=2)
+    if rows == 64 and block_d == 128:  # larger tiles or fewer warps spill in the loop over tiles, and so below
+        return Config(rows, 64, 8, 3, MIN_TILES=2)
+    if rows == 64 and block_d <= 64 and arch != 90:
+        return Config(rows, 32, 4, 3, programs_per_sm=2, MIN_TILES=2)
+    registers = 168 if arch == 90 and rows == 16 else 0  # room for three programs; the code for sinks takes 250 unasked
+    if arch == 90 and crowd == "many" and rows == 16 and block_d <= 128:  # with more rows, sinks spill in the loop
+        # Four programs an SM hide one another's beginning and end, where each has a head to itself and that is soon done.
+        if block_d <= 64:
+            return Config(rows, 64, 4, 3, programs_per_sm=4, registers=128)
+        return Config(rows, 32, 2, 3, programs_per_sm=4)
+    if block_d <= 64:
+        return Config(rows, 128, 4, 3, programs_per_sm=2, MIN_TILES=2, sink_registers=registers)
+    if block_d == 128:
+        # One program per SM and a deeper pipeline halve the merge; two hide one another's change of heads.
+        deep = crowd == "few" and arch == 90
+        return Config(rows, 64, 4, 4 if deep else 3, programs_per_sm=1 if deep else 2, sink_registers=registers)
+    if arch == 90:
+        return Config(rows, 64, 8, 3, MIN_TILES=2)
+    return Config(rows, 32, 4, 3 if arch == 80 else 2, MIN_TILES=4)
+
+
+def merge(row_size: int, partials: int) -> tuple[int, int]:
+    """(partials of `row_size` floats that a merge loads at once, its warps) where there are about as many."""
+    # 64 registers of each thread hold them.
+    warps = next((w for w in (1, 2, 4) if 2048 * w >= partials * row_size), 8)
+    return max(1, 2048 * warps // row_size), warps
+
+
+def programs_each(device: torch.device, config: Config, heads: int) -> int:
+    """Decode programs for each KV head where every head has as many; 0 with more heads than programs."""
+    return config.programs_per_sm * gpu.num_sms(device) // heads
+
+
+def num_splits(device: torch.device, config: Config, heads: int, kv_len: int) -> int:
+    """Flash-Decoding's splits per KV head: enough programs for one wave, at least two tiles each, at most MAX_SPLITS."""
+    tiles = -(-kv_len // config.BLOCK_N)
+    splits = max(1, min(programs_each(device, config, heads), -(-tiles // 2), MAX_SPLITS))
+    return -(-tiles // -(-tiles // splits))  # a split that does not shorten the longest only adds to the merge
