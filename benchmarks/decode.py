@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.nn.attention import SDPBackend
 
 from hf_fastattn import registry
 from hf_fastattn.kernels.spans import build_spans
+from hf_fastattn.kernels.spec import call
 
 from .shapes import (
     DTYPE,
@@ -92,7 +94,7 @@ def decode_row(shape: Shape, device: torch.device) -> dict:
     """Microseconds a call of lean, split_kv, batch_invariant, sdpa flash and sdpa cuDNN."""
     sets = num_sets(shape.kv_bytes)
     inputs = make_inputs(shape, sets, device)
-    batch_invariant = registry.get("batch_invariant").decode
+    batch_invariant = partial(call, registry.get("batch_invariant").decode)
     found = compete(
         {
             "sdpa_flash": lambda i: sdpa(SDPBackend.FLASH_ATTENTION, *inputs[i]),
@@ -181,11 +183,11 @@ def host_row(shape: Shape, device: torch.device) -> dict:
         "backend": lambda: backend(q, k, v),
     }
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for name, call in calls.items():
-        check(name, call(), expected)
+    for name, run in calls.items():
+        check(name, run(), expected)
     for _ in range(LEAST):
-        for name, call in calls.items():
-            times[name].append(host_us(call, device))
+        for name, run in calls.items():
+            times[name].append(host_us(run, device))
     return shape.row() | medians(times) | {"errors": {}}
 
 

@@ -102,10 +102,10 @@ def compete(
     WrongResult. `expected` is the exact `part` of the result; `us` a guess at how long a call takes.
     """
     calls, runs, errors = timing.num_calls(sets, us), {}, {}
-    for name, call in {**peers, **ours}.items():
+    for name, run in {**peers, **ours}.items():
         try:
-            check(name, part(call(0)), expected)
-            runs[name] = timing.record(call, sets, calls, expected.device)
+            check(name, part(run(0)), expected)
+            runs[name] = timing.record(run, sets, calls, expected.device)
         except Exception as error:  # whatever the reason, the others are still worth timing
             if name in ours:
                 raise
