@@ -77,6 +77,9 @@ class Mask(torch.Tensor):
                 return mask
             if function is _aten.slice.Tensor and (cut := _cut(mask, *args[1:])) is not None:
                 return cut
+        # Under inference_mode an op that is made of others comes by itself, and not as those.
+        if (made_of := function.decompose(*args, **kwargs)) is not NotImplemented:
+            return made_of
         name, model = next(x.made_for for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, Mask))
         raise ValueError(
             f"attn_implementation={name!r} cannot be used here: {model} computes attention in its own code ({function} on the "

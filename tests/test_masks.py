@@ -31,10 +31,17 @@ def attend(q, k, mask) -> torch.Tensor:
     return interface.attention_forward("lean", torch.nn.Module(), q, k, k, mask)[0]
 
 
+@pytest.fixture(params=[torch.no_grad, torch.inference_mode])
+def without_gradients(request):
+    with request.param():
+        yield
+
+
 @pytest.mark.parametrize("kind", KINDS)
-@torch.no_grad()
-def test_a_mask_that_is_cut_is_one_of_the_part(kind, device):
+def test_a_mask_that_is_cut_is_one_of_the_part(kind, device, without_gradients):
     mask = make(kind, device)
+    moved = mask.to(device=device, dtype=torch.bool).to(device).to(mask)
+    assert isinstance(moved, masks.Mask) and torch.equal(moved.dense(), mask.dense())
     q, k = torch.randn(2, 4, 8, 16, device=device), torch.randn(2, 2, mask.shape[3], 16, device=device)
     whole = attend(q, k, mask)
     full = slice(None)
@@ -70,7 +77,7 @@ def test_a_mask_that_is_cut_is_one_of_the_part(kind, device):
         lambda mask, scores: torch.nn.functional.scaled_dot_product_attention(scores, scores, scores, attn_mask=mask),
     ],
 )
-def test_a_model_cannot_compute_with_it(read, kind, device):
+def test_a_model_cannot_compute_with_it(read, kind, device, without_gradients):
     mask = make(kind, device)
     with pytest.raises(ValueError, match=r"'lean' cannot be used here: Mistral computes attention in its own code.*without"):
         read(mask, torch.randn(2, 1, 8, mask.shape[3], device=device))
