@@ -1,0 +1,91 @@
+"""Makes `attn_implementation="lean"` known to Transformers in a process that does not import hf_fastattn.
+
+torch calls `autoload()` at the end of `import torch`, as an entry point of the group "torch.backends". The module is outside the
+package, whose import brings Transformers and Triton. HF_FASTATTN_AUTOLOAD=0 turns it off.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from functools import partial
+
+NAMES = ("batch_invariant", "fa2", "lean", "reference", "split_kv")  # the exact backends
+AWAITED = "transformers.modeling_utils"
+
+
+def autoload() -> None:
+    """Register NAMES with Transformers, once it is imported. Never raises: that would break `import torch`."""
+    if os.environ.get("HF_FASTATTN_AUTOLOAD") == "0":
+        return
+    if AWAITED in sys.modules:
+        _register()
+    else:
+        sys.meta_path.insert(0, _Finder())
+
+
+class _Finder:
+    """Finds one module as the other finders do, and is gone once that has been imported."""
+
+    def find_spec(self, name: str, path=None, target=None):
+        if name != AWAITED:
+            return None
+        try:
+            found = (finder.find_spec(name, path, target) for finder in list(sys.meta_path) if finder is not self)
+            spec = next(spec for spec in found if spec is not None)
+            loader = spec.loader
+            execute = loader.exec_module
+
+            def exec_module(module) -> None:
+                vars(loader).pop("exec_module", None)  # the loader is again what it was
+                execute(module)
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)
+                _register()
+
+            loader.exec_module = exec_module
+            return spec
+        except Exception:  # the finders that come next say what is wrong
+            return None
+
+
+def _register() -> None:
+    """Stubs under the names that nobody has registered, the mask first: attention without one would see everything."""
+    try:
+        attention, mask = _registries()
+        for name in NAMES:
+            if name not in attention and name not in mask:
+                mask.register(name, partial(_mask, name))
+                attention.register(name, partial(_attention, name))
+    except Exception:  # of another Transformers: its own error then says that the name is unknown
+        pass
+
+
+def _registries() -> tuple:
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    return ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS
+
+
+def _interface():
+    """The module behind the stubs. Importing the package registers all its names; those of others are given back to them."""
+    before = [(registry, dict(type(registry)())) for registry in _registries()]
+    from hf_fastattn import interface, names
+
+    for registry, functions in before:
+        for name in functions.keys() & set(names()):
+            if getattr(functions[name], "func", None) not in (_attention, _mask):
+                registry.register(name, functions[name])
+    return interface
+
+
+def _attention(name: str, *args, **kwargs):
+    return _interface().attention_forward(name, *args, **kwargs)
+
+
+def _mask(name: str, *args, **kwargs):
+    attention, _ = _registries()
+    if getattr(attention.get(name), "func", None) is not _attention:
+        return None  # somebody else's attention by this name, without a mask function: as if this one were not there
+    return _interface().attention_mask(name, *args, **kwargs)

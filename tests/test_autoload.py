@@ -1,0 +1,164 @@
+"""`attn_implementation="lean"` where nobody imports hf_fastattn: fresh processes, in which the package is installed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import hf_fastattn
+import hf_fastattn_autoload
+
+ROOT = Path(__file__).parent.parent
+GROUP = "torch.backends"
+USE = """
+import torch, transformers
+from models import prompts, tiny
+inputs = prompts('left_padding', 'cpu', length=24)
+def tokens(model):
+    return model.generate(**inputs, max_new_tokens=6, do_sample=False).tolist()
+"""
+
+
+def run(where: Path, script: str, fails: str | None = None, **environment) -> None:
+    """Run a script in a fresh process that finds this package installed, whatever is installed in this environment."""
+    metadata = where / "hf_fastattn-0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: hf-fastattn\nVersion: 0\n")
+    entries = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    lines = [f"[{GROUP}]", *(f"{name} = {value}" for name, value in entries[GROUP].items())]
+    (metadata / "entry_points.txt").write_text("\n".join(lines))
+    path = os.pathsep.join(map(str, (where, ROOT, ROOT / "tests")))
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": path, **environment}
+    done = subprocess.run([sys.executable, "-c", script], cwd=where, env=environment, capture_output=True, text=True, timeout=300)
+    assert (done.returncode == 0) == (fails is None), done.stderr
+    assert fails is None or fails in done.stderr.strip().splitlines()[-1], done.stderr
+
+
+def test_names_are_those_of_the_exact_backends():
+    exact = {name for name in hf_fastattn.names() if not hf_fastattn.get(name).streaming}
+    assert set(hf_fastattn_autoload.NAMES) <= exact and {"lean", "fa2", "split_kv"} <= set(hf_fastattn_autoload.NAMES)
+    for name in hf_fastattn_autoload.NAMES:  # the functions took the places of the stubs, if there were any
+        assert all(f.func.__module__ == "hf_fastattn.interface" for f in hf_fastattn.compat.registered(name))
+
+
+def test_torch_alone_loads_one_small_module(tmp_path):
+    script = """
+import time, torch, sys
+loaded = set(sys.modules)
+began = time.perf_counter()
+torch._import_device_backends()
+taken = time.perf_counter() - began
+new = {name.partition('.')[0] for name in set(sys.modules) - loaded} - set(sys.stdlib_module_names)
+assert new == {'hf_fastattn_autoload'}, new
+assert not {'transformers', 'triton', 'hf_fastattn'} & set(sys.modules)
+assert taken < 1, taken
+assert type(sys.meta_path[0]).__module__ == 'hf_fastattn_autoload'
+"""
+    run(tmp_path, script, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+
+
+def test_lean_without_an_import(tmp_path):
+    script = """
+import sys, torch
+def waits():
+    return any(type(finder).__module__ == 'hf_fastattn_autoload' for finder in sys.meta_path)
+assert waits()
+from importlib.util import find_spec
+find_spec('transformers.modeling_utils')  # looks, and imports nothing
+import transformers.modeling_utils as modeling
+import hf_fastattn_autoload
+assert not waits()
+assert 'exec_module' not in vars(modeling.__spec__.loader)
+names = set(modeling.AttentionInterface._global_mapping)
+""" + (
+        USE
+        + """
+model = tiny('llama', 'lean')
+assert 'hf_fastattn' not in sys.modules
+assert tokens(model) == tokens(tiny('llama', 'eager'))
+import hf_fastattn
+with hf_fastattn.count_calls() as calls:
+    tokens(model)
+assert calls['lean.decode']
+assert set(modeling.AttentionInterface._global_mapping) - names == {'streaming'}
+from transformers import AttentionInterface, AttentionMaskInterface
+for name in hf_fastattn_autoload.NAMES:
+    for registry in (AttentionInterface(), AttentionMaskInterface()):
+        assert registry[name].func.__module__ == 'hf_fastattn.interface'
+"""
+    )
+    run(tmp_path, script)
+
+
+def test_compiled_in_one_graph(tmp_path):
+    script = """
+import sys
+with torch.no_grad():
+    compiled = torch.compile(tiny('llama', 'lean'), fullgraph=True, backend='eager')
+    assert 'hf_fastattn' not in sys.modules
+    live = inputs['attention_mask'].bool()
+    logits, expected = (model(**inputs).logits[live] for model in (compiled, tiny('llama', 'sdpa')))
+    torch.testing.assert_close(logits, expected, atol=1e-3, rtol=1e-3)
+"""
+    run(tmp_path, USE + script)
+
+
+@pytest.mark.parametrize("switch", ["HF_FASTATTN_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD"])
+def test_turned_off(tmp_path, switch):
+    run(tmp_path, USE + "tiny('llama', 'lean')", fails='ValueError: Specified `attn_implementation="lean"`', **{switch: "0"})
+
+
+def test_a_broken_package_breaks_nothing_else(tmp_path):
+    (tmp_path / "hf_fastattn.py").write_text("raise RuntimeError('broken')")
+    run(tmp_path, USE + "tokens(tiny('llama', 'sdpa'))\ntokens(tiny('llama', 'lean'))", fails="RuntimeError: broken")
+
+
+def test_another_transformers_breaks_nothing(tmp_path):
+    (tmp_path / "transformers").mkdir()
+    (tmp_path / "transformers" / "__init__.py").touch()
+    (tmp_path / "transformers" / "modeling_utils.py").write_text("import torch\nloaded = True")
+    run(tmp_path, "import torch, transformers.modeling_utils as modeling\nassert modeling.loaded")
+
+
+def test_names_of_others_are_left_alone(tmp_path):
+    """Registered before the names are, or after; with a mask function, or without."""
+    script = """
+import os, sys
+os.environ['HF_FASTATTN_AUTOLOAD'] = '0'
+"""
+    script += (
+        USE
+        + """
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+masks = []
+def attention(module, q, k, v, mask, **options):
+    masks.append(mask)
+    return sdpa_attention_forward(module, q, k, v, mask, **options)
+AttentionInterface.register('fa2', attention)
+AttentionMaskInterface.register('split_kv', transformers.masking_utils.sdpa_mask)
+del os.environ['HF_FASTATTN_AUTOLOAD']
+import hf_fastattn_autoload
+hf_fastattn_autoload.autoload()
+assert AttentionInterface()['fa2'] is attention and 'fa2' not in AttentionMaskInterface()
+assert 'split_kv' not in AttentionInterface()
+AttentionInterface.register('reference', attention)
+
+for name in ('fa2', 'reference'):  # no mask function: Transformers makes no mask
+    tokens(tiny('llama', name))
+assert masks and all(mask is None for mask in masks)
+assert 'hf_fastattn' not in sys.modules
+ids, own = inputs['input_ids'], torch.ones(1, 1, 24, 24).bool().tril()  # with the caller's own mask, attention is asked first
+logits, expected = (tiny('llama', name)(ids, attention_mask=own).logits for name in ('lean', 'sdpa'))
+torch.testing.assert_close(logits, expected, atol=1e-3, rtol=1e-3)
+import hf_fastattn
+assert AttentionInterface()['fa2'] is AttentionInterface()['reference'] is attention
+assert AttentionMaskInterface()['split_kv'] is transformers.masking_utils.sdpa_mask
+"""
+    )
+    run(tmp_path, script)
