@@ -13,7 +13,7 @@ from .interface import count_calls
 from .patches import patch, unpatch
 from .registry import Backend, get, names, register
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "Backend",
     "PreallocatedCache",
