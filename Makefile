@@ -9,7 +9,7 @@ PYTEST := OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n logical --maxproc
 NEED_GPU = $(PYTHON) -c 'import torch; raise SystemExit(None if torch.cuda.is_available() else \
 	"This target needs a CUDA GPU and a torch built for it, and torch.cuda.is_available() is False here.")'
 
-.PHONY: help demo test test-cpus test-oldest test-state test-gpu matrix bench clean
+.PHONY: help demo test test-cpus test-oldest test-state test-gpu matrix package bench clean
 
 help:
 	@echo "make demo         generate text with sdpa and every exact backend, and compare"
@@ -19,6 +19,7 @@ help:
 	@echo "make test-gpu     all tests on this machine's GPU, with the python3 and the packages that are there"
 	@echo "make test-state   $(STATES) random sequences of what users do between two calls, patched beside unpatched (half an hour)"
 	@echo "make matrix       every model of Transformers, oldest and newest, against eager; writes docs/models.md (under an hour)"
+	@echo "make package      build sdist and wheel in build/package, and run the README's code where only the wheel is installed"
 	@echo "make bench        time the kernels beside torch's own on this machine's GPU; results in examples/results"
 	@echo "make clean        remove the virtual environments"
 
@@ -51,6 +52,9 @@ matrix: $(VENV)/.test $(OLDEST)/.stamp
 	$(MATRIX) $(OLDEST)/bin/python tests/matrix.py --processes $$(nproc) --out build/matrix-oldest.json || touch build/matrix-wrong
 	$(VENV)/bin/python tests/model_table.py build/matrix-newest.json build/matrix-oldest.json
 	@! rm build/matrix-wrong 2>/dev/null || (echo "Something is WRONG: see above, and docs/models.md"; false)
+
+package: $(VENV)/.test
+	.ci/package $(VENV)
 
 # No environment for these two: a GPU machine's torch and Triton fit its driver, so they are taken as they are.
 test-gpu:

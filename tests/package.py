@@ -1,0 +1,64 @@
+"""What is in a folder's sdist and wheel, and whether the wheel, installed here, does what the README says; run by .ci/package."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+
+import checkpoint
+import torch
+from transformers import AutoModelForCausalLM
+
+ROOT = Path(__file__).parent.parent
+OURS = {"hf_fastattn", "hf_fastattn_autoload.py"}
+
+
+def contents(folder: Path) -> None:
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        inside = {name for name in archive.namelist() if ".dist-info/" not in name}
+    tracked = subprocess.run(["git", "ls-files", *OURS], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    assert inside == set(tracked), f"{wheel.name} and the repository differ by {sorted(inside ^ set(tracked))}"
+    (sdist,) = folder.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        inside = {name.split("/")[1] for name in archive.getnames() if "/" in name}
+    allowed = {
+        "hf_fastattn.egg-info",
+        "LICENSE",
+        "MANIFEST.in",
+        "PKG-INFO",
+        "README.md",
+        "pyproject.toml",
+        "setup.cfg",
+        "setup.py",
+    }
+    assert inside <= OURS | allowed, f"{sdist.name} has {sorted(inside - OURS - allowed)}"
+
+
+@torch.no_grad()
+def runs() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        saved = str(checkpoint.save(Path(folder)))
+        model = AutoModelForCausalLM.from_pretrained(saved, attn_implementation="lean")  # nobody has imported hf_fastattn
+        assert "hf_fastattn" not in sys.modules
+        assert model.generate(torch.arange(8)[None], max_new_tokens=4).shape == (1, 12)
+        import hf_fastattn
+
+        assert Path(hf_fastattn.__file__).is_relative_to(sys.prefix), hf_fastattn.__file__
+        code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+        exec(re.sub(r'"HuggingFaceTB/[^"]*"', repr(saved), code), {})
+    subprocess.run(["hf-fastattn", "backends"], check=True)
+
+
+if __name__ == "__main__":
+    contents(Path(sys.argv[1]))
+    runs()
