@@ -174,7 +174,7 @@ def test_benchmarks_are_the_clones_own_and_nobody_elses(capsys, monkeypatch, tmp
         folder.mkdir()
         (folder / "__init__.py").write_text("")
     (other / "generate.py").write_text("raise AssertionError")
-    monkeypatch.setattr(cli, "PACKAGE", installed)
+    monkeypatch.setattr(cli.handed_over, "PACKAGE", installed)
     monkeypatch.delitem(sys.modules, "hf_fastattn_benchmarks")
     for project in (None, '[project]\nname = "mine"\n'):
         if project:
@@ -307,8 +307,39 @@ def test_a_fault_of_this_package_is_no_sentence(folder, monkeypatch):
         patch.setattr(compat, "locate", lambda *args: (1, 2, 3))
         cli.main(["explain", folder])
     with monkeypatch.context() as patch, pytest.raises(RuntimeError):
-        patch.setattr(cli, "_encode", lambda *args: torch.zeros(2) @ torch.zeros(3))
+        patch.setattr(cli.generate, "_encode", lambda *args: torch.zeros(2) @ torch.zeros(3))
         cli.main(["generate", folder, "--device", "cpu"])
+
+
+def test_a_fault_of_a_benchmark_is_no_sentence_and_its_refusal_is_one(capsys, monkeypatch):
+    grid, shapes = (cli.load_benchmark(name) for name in ("grid", "shapes"))
+    monkeypatch.setattr(bench_generate, "main", lambda argv, prog: grid.row_lengths("1xb", []))
+    with pytest.raises(ValueError, match="invalid literal"):
+        cli.main(["bench", "generate"])
+    monkeypatch.setattr(bench_generate, "main", lambda argv, prog: shapes.check("it", torch.zeros(1), torch.ones(1)))
+    assert cli.main(["bench", "generate"]) == 2 and "hf-fastattn bench: it is wrong: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["nosuch"], "nosuch"),
+        (["generate"], "MODEL"),
+        (["generate", "x", "--tokens", "many"], "--tokens"),
+        (["generate", "x", "--cache", "rolling"], "--cache"),
+        (["explain", "8b", "--nosuch"], "--nosuch"),
+    ],
+)
+def test_a_command_line_that_cannot_be_read_ends_with_code_2(capsys, arguments, sentence):
+    with pytest.raises(SystemExit) as end:
+        cli.main(arguments)
+    assert end.value.code == 2 and sentence in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_the_version_is_told(capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(["--version"])
+    assert not end.value.code and capsys.readouterr().out == f"hf-fastattn {hf_fastattn.__version__}\n"
 
 
 def test_a_traceback_is_shown_when_asked_for(folder):

@@ -1,0 +1,120 @@
+"""The command line: hf-fastattn backends | generate | explain | eval | bench | lm_eval."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from .. import __version__
+from . import backends, explain, generate, handed_over
+from .eval import EPILOG, eval_
+from .handed_over import BENCHES, load_benchmark
+from .options import Traceback
+
+__all__ = ["BENCHES", "load_benchmark", "main"]
+
+ABOUT = "Exact attention kernels inside Hugging Face Transformers: what is there, what runs, and whether it agrees."
+PACKAGE = Path(__file__).parent.parent
+OWN = (PACKAGE, PACKAGE.parent / "benchmarks")  # folders of this project's code
+HANDED_OVER = {"bench": handed_over.bench, "lm_eval": handed_over.lm_eval}
+HELP = {"help_option_names": ["-h", "--help"]}
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        print(f"hf-fastattn {__version__}")
+        raise typer.Exit()
+
+
+def _only_help(traceback: Traceback = False) -> None:
+    """What is handed over is not parsed here."""
+
+
+# name: what it does, what runs it, what its help ends with
+COMMANDS: dict[str, tuple[str, Callable, str | None]] = {
+    "backends": ("list the backends and whether each can run here", backends.backends, None),
+    "generate": ("generate text with a backend, and compare it with another", generate.generate, None),
+    "explain": (
+        "which kernels run for a model and why, what a token costs at least, when memory is full",
+        explain.explain,
+        None,
+    ),
+    "eval": ("compare backends and caches on one model by lm-eval, over the same examples", eval_, EPILOG),
+    "bench": (f"benchmarks: {', '.join(BENCHES)}; `hf-fastattn bench generate --help` and so on", _only_help, None),
+    "lm_eval": ("lm-eval's own command line, with the backends here known to it", _only_help, None),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; 0 when all is well, 1 when a comparison found a difference, 2 for what was asked wrongly."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    command, show = arguments[0], False
+    if command in HANDED_OVER and arguments[1:] not in (["-h"], ["--help"]):
+        run = functools.partial(HANDED_OVER[command], arguments[1:])
+    else:
+        command, run, show = _parse(arguments)
+    try:
+        return run() or 0
+    except KeyboardInterrupt:
+        print("Interrupted.", file=sys.stderr)
+        return 130
+    except Exception as error:
+        if show or not _is_refusal(error):
+            raise
+        print(f"hf-fastattn {command}: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+
+
+def _parse(arguments: list[str]) -> tuple[str, Callable, bool]:
+    """The command that is asked for, what runs it, and whether tracebacks are. Raises SystemExit for help and for mistakes.
+
+    Typer reads the arguments and no more: what a command raises is not Typer's to catch.
+    """
+    asked = []
+    app = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=HELP)
+    app.callback(help=ABOUT)(_version)
+    for name, (about, run, epilog) in COMMANDS.items():
+        described = {"help": f"{about[0].upper()}{about[1:]}.", "short_help": about, "epilog": epilog}
+        app.command(name, **described, context_settings=HELP)(_noted(name, run, asked))
+    try:
+        typer.main.get_command(app).main(arguments, prog_name="hf-fastattn")
+    except SystemExit:
+        if not asked:
+            raise
+    return asked[0]
+
+
+def _noted(name: str, run: Callable, asked: list) -> Callable:
+    """A function with the parameters of `run` that only notes what it was called with."""
+
+    @functools.wraps(run)
+    def note(*, traceback: bool = False, **options):
+        asked.append((name, functools.partial(run, **options), traceback))
+
+    return note
+
+
+def _version(
+    version: Annotated[bool, typer.Option("--version", is_eager=True, callback=_show_version, help="show the version")] = False,
+):
+    """Options that belong to no command."""
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether an error is an answer to what was asked, and not a fault of this package, whose traceback is wanted.
+
+    In this package only a `raise` is an answer; what Python or torch find wrong in its code is a fault.
+    """
+    if isinstance(error, (ImportError, OSError, MemoryError, torch.OutOfMemoryError)):
+        return True
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    if any(Path(last.filename).is_relative_to(folder) for folder in OWN):
+        return last.line.startswith("raise")
+    return isinstance(error, ValueError)

@@ -1,0 +1,81 @@
+"""hf-fastattn eval."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..evaluate import CACHES, evaluate
+from ..evaluate.harness import PACK
+from .options import Device, DtypeOption, GgufFile, Model, Sinks, Traceback, Window, listed
+
+EPILOG = (
+    f'The task pack, which needs no network, is the tag "fastattn" and lies in {PACK}; `hf-fastattn lm_eval ls tasks` lists '
+    "lm-eval's own. The exit code is 0 if all agree, 1 if one differs, 2 for an error."
+)
+LISTED = "A,B,..."
+
+
+def eval_(
+    model: Model,
+    gguf_file: GgufFile = None,
+    dtype: DtypeOption = None,
+    device: Device = None,
+    backends: Annotated[str, typer.Option(metavar=LISTED, help="the first is the baseline")] = "sdpa,lean",
+    tasks: Annotated[str, typer.Option(metavar=LISTED, help='any of lm-eval\'s; "" for none')] = "fastattn",
+    caches: Annotated[str, typer.Option(metavar=LISTED, help="of the exact backends")] = ",".join(CACHES),
+    include_path: Annotated[list[str] | None, typer.Option(metavar="FOLDER", help="more tasks; may be repeated")] = None,
+    limit: Annotated[float | None, typer.Option(help="examples of each task, or below 1 their share")] = None,
+    batch_size: Annotated[str, typer.Option(metavar="N", help="rows at once, or auto")] = "4",
+    num_fewshot: Annotated[int | None, typer.Option(help="default: each task's own")] = None,
+    gen_kwargs: Annotated[str | None, typer.Option(metavar="K=V,...", help="for tasks that generate, as in lm-eval")] = None,
+    apply_chat_template: Annotated[
+        bool, typer.Option("--apply-chat-template", help="put prompts into the model's chat template")
+    ] = False,
+    confirm_run_unsafe_code: Annotated[
+        bool, typer.Option("--confirm-run-unsafe-code", help="for tasks that run what the model writes")
+    ] = False,
+    decode_tokens: Annotated[int, typer.Option(help="tokens of each row of decode perplexity; 0 for none")] = 128,
+    text: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="for decode perplexity; default: Python's documentation")
+    ] = None,
+    window: Window = None,
+    sinks: Sinks = None,
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="folder for eval.json and eval.md")] = Path("eval"),
+    traceback: Traceback = False,
+) -> int:
+    found = evaluate(
+        model,
+        backends=listed(backends),
+        tasks=listed(tasks),
+        caches=listed(caches),
+        limit=limit,
+        batch_size=int(batch_size) if batch_size.isdigit() else batch_size,
+        num_fewshot=num_fewshot,
+        include_path=include_path or [],
+        gen_kwargs=gen_kwargs,
+        apply_chat_template=apply_chat_template,
+        confirm_run_unsafe_code=confirm_run_unsafe_code,
+        decode_tokens=decode_tokens,
+        text=None if text is None else _read(text),
+        window=window,
+        sinks=sinks,
+        out=out,
+        gguf_file=gguf_file,
+        dtype=dtype,
+        device=device,
+    )
+    print(f"\n{found}\n")
+    if found.unsaved is not None:
+        print(f"hf-fastattn eval: {found.unsaved}", file=sys.stderr)
+        return 2
+    print(f"-> {out / 'eval.json'}, {out / 'eval.md'}")
+    return 130 if found.interrupted else 0 if found.passed else 1
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not a text in UTF-8: {error}.") from error

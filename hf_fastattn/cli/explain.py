@@ -1,0 +1,46 @@
+"""hf-fastattn explain."""
+
+import json
+from typing import Annotated
+
+import typer
+
+from .. import compat
+from ..explain import GPUS, SHAPES
+from ..explain import explain as explain_
+from .options import MODEL, Backend, Dtype, GgufFile, Sinks, Traceback, Window
+
+SOURCE = f"{MODEL}; or a named shape: {', '.join(SHAPES)}"
+GPU = f"published figures of one of {', '.join(GPUS)}; default: measure the one here"
+
+
+def explain(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=SOURCE, show_default=False)],
+    gguf_file: GgufFile = None,
+    dtype: Annotated[Dtype | None, typer.Option(help="default: the model's")] = None,
+    device: Annotated[str | None, typer.Option(help="default: cuda")] = None,
+    batch: Annotated[int, typer.Option(help="rows")] = 1,
+    length: Annotated[int, typer.Option(help="tokens of each row")] = 8192,
+    backend: Backend = "lean",
+    gpu: Annotated[str | None, typer.Option(help=GPU)] = None,
+    window: Window = None,
+    sinks: Sinks = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    traceback: Traceback = False,
+) -> None:
+    source = model
+    if model not in SHAPES:
+        source = compat.load_config(model, gguf_file)
+        source._name_or_path = model
+    found = explain_(
+        source,
+        batch=batch,
+        length=length,
+        backend=backend,
+        device=device,
+        dtype=dtype,
+        gpu=gpu and gpu.lower(),
+        window=window,
+        sinks=sinks,
+    )
+    print(json.dumps(found.as_dict(), indent=1) if as_json else found)

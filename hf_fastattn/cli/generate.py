@@ -1,0 +1,102 @@
+"""hf-fastattn generate."""
+
+import itertools
+import statistics
+import sys
+import time
+from typing import Annotated
+
+import typer
+
+from .. import interface, registry
+from ..evaluate import check_names, load, running
+from ..tables import table
+from .options import Backend, CacheName, Device, DtypeOption, GgufFile, Model, Sinks, Traceback, Window
+
+CACHE = "static: patch(), with its preallocated cache and decode graph; dynamic: Transformers' cache"
+
+
+def generate(
+    model: Model,
+    gguf_file: GgufFile = None,
+    dtype: DtypeOption = None,
+    device: Device = None,
+    prompt: Annotated[str, typer.Option(help='"-" reads it from standard input')] = "Attention is",
+    chat: Annotated[bool, typer.Option("--chat", help="put the prompt into the model's chat template")] = False,
+    tokens: Annotated[int, typer.Option(help="new tokens at most")] = 64,
+    backend: Backend = "lean",
+    compare: Annotated[
+        str | None, typer.Option(metavar="BACKEND", help="generate with this one too, say sdpa, and compare the tokens")
+    ] = None,
+    cache: Annotated[CacheName, typer.Option(help=CACHE)] = CacheName.static,
+    window: Window = None,
+    sinks: Sinks = None,
+    traceback: Traceback = False,
+) -> int:
+    if tokens < 1:
+        raise ValueError(f"--tokens must be at least 1; got {tokens}.")
+    chosen = list(dict.fromkeys([backend, compare or backend]))
+    check_names(chosen)
+    streams = [name for name in chosen if name in registry.names() and registry.get(name).streaming]
+    if streams and window is None:
+        raise ValueError(f"{streams[0]!r} must know how many of the last tokens stay in sight; pass --window, say 4096.")
+    if not streams and (window is not None or sinks is not None):
+        raise ValueError(f"--window and --sinks are for streaming backends, and {chosen[0]!r} is none.")
+    prompt = sys.stdin.read() if prompt == "-" else prompt
+    loaded, tokenizer = load(model, None, gguf_file, dtype, device)
+    inputs = _encode(tokenizer, prompt, chat, loaded.device)
+    rows, texts = [], []
+    for each in chosen:
+        with running(loaded, each, cache, window=window, sinks=sinks) as patched:
+            loaded.generate(**inputs, max_new_tokens=min(tokens, 4), do_sample=False)  # compiles kernels
+            replayed = -getattr(patched, "replays", 0)
+            with interface.count_calls() as calls:
+                new, times = _generate(loaded, inputs, tokens)
+            replayed += getattr(patched, "replays", 0)
+        texts.append(new)
+        ran = [f"{name} {count}" for name, count in sorted(calls.items(), reverse=True)]
+        ran += [f"{replayed} graph replays"] if replayed else []
+        same = next((i for i, (a, b) in enumerate(zip(new, texts[0], strict=False)) if a != b), min(len(new), len(texts[0])))
+        equal = "-" if each == backend else "all" if new == texts[0] else f"first {same}"
+        gaps = [b - a for a, b in itertools.pairwise(times[1:])]
+        ms = f"{1e3 * statistics.median(gaps):.1f}" if gaps else None
+        first = f"{1e3 * (times[1] - times[0]):.0f}"
+        rows.append([each, len(new), first, ms, equal, ", ".join(ran) or "Transformers' own"])
+    print(tokenizer.decode(texts[0], skip_special_tokens=True).strip() + "\n")
+    print(table(["backend", "tokens", "first token, ms", "ms a token", "same tokens", "calls counted"], rows))
+    if loaded.device.type == "cpu":
+        print("\nNo GPU is used: Triton backends run their plain-torch twin here, which shows equal tokens and no speed.")
+    return 0 if all(text == texts[0] for text in texts) else 1
+
+
+def _encode(tokenizer, prompt: str, chat: bool, device):
+    if not chat:
+        inputs = tokenizer(prompt, return_tensors="pt")
+    elif tokenizer.chat_template is None:
+        raise ValueError("This model has no chat template; leave out --chat.")
+    else:
+        said = [{"role": "user", "content": prompt}]
+        inputs = tokenizer.apply_chat_template(said, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    if not inputs["input_ids"].numel():
+        raise ValueError("The prompt is empty; say something with --prompt.")
+    return inputs.to(device)
+
+
+class _Clock:
+    """A streamer that keeps nothing but when it was given the prompt and each token (host seconds)."""
+
+    def __init__(self):
+        self.times: list[float] = []
+
+    def put(self, tokens) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
+def _generate(model, inputs, tokens: int) -> tuple[list[int], list[float]]:
+    """(new tokens, times of the prompt and of each) of one greedy run."""
+    clock = _Clock()
+    out = model.generate(**inputs, max_new_tokens=tokens, do_sample=False, streamer=clock)
+    return out[0, inputs["input_ids"].shape[1] :].tolist(), clock.times

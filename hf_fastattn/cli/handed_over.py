@@ -1,0 +1,47 @@
+"""hf-fastattn bench and lm_eval, whose arguments are read by others."""
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from ..evaluate.harness import require
+
+BENCHES = ("generate", "kernels", "stream", "paper_e2e", "report")
+PACKAGE = Path(__file__).parent.parent
+
+
+def bench(arguments: list[str]) -> int:
+    """Hand over to the benchmark of this name."""
+    what = arguments[0] if arguments else ""
+    if what not in BENCHES:
+        raise ValueError(f"Name a benchmark, one of {', '.join(BENCHES)}; got {what or 'none'}.")
+    return load_benchmark(what).main(arguments[1:], prog=f"hf-fastattn bench {what}")
+
+
+def load_benchmark(name: str) -> ModuleType:
+    """The module of this name in benchmarks/ of the clone that this package runs from.
+
+    It is loaded under a name of its own: a module `benchmarks` that is on the path may be somebody else's.
+    """
+    root, package = PACKAGE.parent, "hf_fastattn_benchmarks"
+    if package not in sys.modules:
+        init, project = root / "benchmarks" / "__init__.py", root / "pyproject.toml"
+        if not (init.exists() and project.exists() and 'name = "hf-fastattn"' in project.read_text(encoding="utf-8")):
+            raise ModuleNotFoundError(
+                'The benchmarks do not come with the package: clone its repository and run `pip install -e ".[bench]"` there.'
+            )
+        spec = importlib.util.spec_from_file_location(package, init, submodule_search_locations=[str(init.parent)])
+        sys.modules[package] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return importlib.import_module(f"{package}.{name}")
+
+
+def lm_eval(arguments: list[str]) -> int:
+    """Hand over to lm-eval, in a process where our backends are registered."""
+    require()
+    from lm_eval.__main__ import cli_evaluate
+
+    sys.argv = ["lm_eval", *arguments]
+    return cli_evaluate() or 0

