@@ -26,6 +26,7 @@ from hf_fastattn.caches import PreallocatedCache, RollingCache
 from hf_fastattn.caches.rolling import Ring
 from hf_fastattn.kernels import reference
 from hf_fastattn.kernels.spans import CAUSAL, NO_WINDOW
+from hf_fastattn.kernels.spec import call
 from hf_fastattn.patches import patch
 from hf_fastattn.streaming import Settings
 
@@ -257,9 +258,9 @@ def ring(args, results: Results, device: torch.device) -> bool:
 
         calls = timing.num_calls(sets, us)
         runs = {}
-        for name, call in (("dense", dense), ("ring", over_ring)):
-            shapes.check(name, call(0), call(0, kernel=partial(call, reference.attention)).float())
-            runs[name] = timing.record(call, sets, calls, device)
+        for name, timed in (("dense", dense), ("ring", over_ring)):
+            shapes.check(name, timed(0), timed(0, kernel=partial(call, reference.attention)).float())
+            runs[name] = timing.record(timed, sets, calls, device)
         row = shape.row() | timing.medians(timing.time_rivals(runs, calls, device))
         row["ring_over_dense"] = row["us"]["dense"] / row["us"]["ring"]
         rows.append(row | {"run": results.run})

@@ -212,9 +212,9 @@ def test_no_mask_of_queries_times_keys(options, family, padding, device, monkeyp
     model.set_attn_implementation("lean")
     run, shapes = interface._runners["lean"], []
 
-    def spy(q, k, v, mask=None, **arguments):
-        shapes.append(None if mask is None else (tuple(mask.shape), mask.dtype, k.shape[2]))
-        return run(q, k, v, mask, **arguments)
+    def spy(q, kv, spec, mask=None, **arguments):
+        shapes.append(None if mask is None else (tuple(mask.shape), mask.dtype, kv.k.shape[2]))
+        return run(q, kv, spec, mask, **arguments)
 
     monkeypatch.setitem(interface._runners, "lean", spy)
     generate(model, models.prompts(padding, device), **options)
