@@ -213,13 +213,13 @@ def update(args, results: Results, device: torch.device) -> bool:
             return [layer.update(states, states) for layer in stock]
 
         prompt = states(window + args.sinks + 8)
-        for name, call in (("rolling", ours), ("transformers_static_sliding", theirs)):
-            call(states=prompt)
-            kept = call()[-1][0]  # the last layer's keys
+        for name, write in (("rolling", ours), ("transformers_static_sliding", theirs)):
+            write(states=prompt)
+            kept = write()[-1][0]  # the last layer's keys
             if not (kept == token).all(-1).any(-1).all():
                 results.say(f"{name}, window {window}: the token is not in the cache. It is not timed.")
                 return False
-            calls[name, window] = call
+            calls[name, window] = write
     with torch.no_grad():
         times: dict = {key: [] for key in calls}
         for _ in range(5):
