@@ -27,17 +27,11 @@ import torch
 
 from ..compat import CacheLayerMixin
 from ..kernels.decode.append import append
+from .contract import CAPTURED, CAPTURED_WITH_MASK, CHANGE_ROWS, EAGER
 
 STEP = 256  # tokens; capacities are multiples of it, and of an eighth of their size
 KEEP = 128  # tokens older than its window that a sliding layer keeps when it moves, so that as many can be taken back
 SLACK = 512  # tokens a sliding layer takes between two moves
-
-CHANGE_ROWS = (
-    "Use a cache per batch size, or batch_repeat_interleave() or batch_select_indices() to change its rows "
-    "(num_return_sequences=n needs n per row)."
-)
-
-EAGER, CAPTURED, CAPTURED_WITH_MASK = "eager", "captured", "captured with mask"
 
 
 def round_up(tokens: int) -> int:

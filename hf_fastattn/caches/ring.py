@@ -25,7 +25,8 @@ from ..kernels.decode.ring import ring_step
 from ..kernels.spans import pack_spans
 from ..masks import Mask
 from ..streaming import Settings
-from .layers import CHANGE_ROWS, EAGER, describe
+from .contract import CHANGE_ROWS, EAGER, Storage
+from .layers import describe
 
 CUT_SHORT = (
     "A forward over this RollingCache was cut short, or ran other layers than the first one, and a rolling cache counts every "
@@ -52,7 +53,7 @@ class Step:
     written: int = 0
 
 
-class Ring:
+class Ring(Storage):
     """The layers of a rolling cache and what they have in common: the counts of tokens, and the step under way."""
 
     takes_mask = False  # the counts know the padding
@@ -69,7 +70,6 @@ class Ring:
         self.version = 0  # changes whenever a buffer moves in memory
         self.under_way: Step | None = None
         self.written: int | None = None  # the layers that the first forward wrote: the counts are theirs
-        self.recorded = 0  # references that decode graphs hold (pool.references)
 
     def __setstate__(self, state: dict) -> None:
         vars(self).update(state)
@@ -89,7 +89,6 @@ class Ring:
 
     @property
     def used(self) -> bool:
-        """Whether it holds tokens; a decode graph runs only where it does."""
         return self.mode != EAGER or self.before > 0
 
     def begin(self, rows: int, q_len: int, pads: torch.Tensor | None, device: torch.device) -> torch.Tensor:
@@ -177,18 +176,13 @@ class Ring:
         if self.counts is not None:
             self.counts.zero_()
 
-    # What a pool and a decode graph ask of a storage.
-
     @property
     def variant(self) -> bool:
-        """What decides besides `version` what is captured: rows that are alike are captured as such."""
+        """Rows that are alike are captured as such."""
         return self.alike
 
     def holds(self, tokens: int) -> bool:
         return True
-
-    def relieve_with(self, free) -> None:
-        """It never allocates when memory is short."""
 
     def set_mode(self, mode: str) -> None:
         self.mode = mode
@@ -197,9 +191,6 @@ class Ring:
         """The counts are on the device as it is; raises ValueError where the forward before was cut short."""
         if self.mode == EAGER:
             self._check_last_step()
-
-    def step(self) -> None:
-        """begin() has counted on the device already."""
 
     def advance(self) -> None:
         self.seen += 1

@@ -10,7 +10,7 @@ import torch
 
 from .. import compat, masks, registry
 from ..streaming import Settings, refresh
-from .layers import CHANGE_ROWS, EAGER
+from .contract import EAGER
 from .ring import Ring
 from .stored import StoredCache
 
@@ -25,6 +25,8 @@ class RollingCache(StoredCache):
     a sentence: a model that cannot read it, holes in the mask, gradients, offloading, rows or K/V shapes of another call or
     model, and to take back tokens once it has dropped any.
     """
+
+    streams = True
 
     def __init__(self, model):
         _check_model(model)
@@ -41,15 +43,6 @@ class RollingCache(StoredCache):
         """Tokens read so far; of several that are being read, their mask, which our mask function hands to the layers."""
         mask = self.storage.ask()
         return self.storage.seen if mask is None else mask
-
-    def reserve(self, tokens: int) -> None:
-        """Nothing: there is room for any number."""
-
-    def check_rows(self, rows: int) -> None:
-        """Raise ValueError if the cache holds tokens of another number of rows."""
-        ring = self.storage
-        if ring.seen and ring.rows != rows:
-            raise ValueError(f"This cache holds {ring.rows} rows, and the call has {rows}. {CHANGE_ROWS}")
 
     def vet(self, mask: torch.Tensor | None, tokens: int = 0, takes_back: bool = False) -> None:
         """Raise ValueError for what a call is going to ask and cannot get; waits for the device.

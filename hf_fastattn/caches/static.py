@@ -8,8 +8,8 @@ import torch
 
 from .. import compat
 from . import saved
-from .layers import CHANGE_ROWS, round_up
-from .storage import Storage
+from .layers import round_up
+from .storage import StaticStorage
 from .stored import StoredCache
 
 
@@ -29,7 +29,7 @@ class PreallocatedCache(StoredCache):
         config = getattr(config, "config", config)
         if capacity < 1:
             raise ValueError(f"capacity counts tokens and must be at least 1; got {capacity}.")
-        self._adopt(Storage(compat.layer_windows(config), round_up(capacity) if grow else capacity, grow))
+        self._adopt(StaticStorage(compat.layer_windows(config), round_up(capacity) if grow else capacity, grow))
 
     def __repr__(self) -> str:
         tracks = ", ".join(
@@ -48,12 +48,6 @@ class PreallocatedCache(StoredCache):
             capacity = min(round_up(tokens), track.limit)
             if track.capacity < capacity and track.growable:
                 track.grow(capacity)
-
-    def check_rows(self, rows: int) -> None:
-        """Raise ValueError if the cache holds tokens of another number of rows."""
-        held = self.storage.rows
-        if held is not None and held != rows and self.get_seq_length():
-            raise ValueError(f"This cache holds {held} rows, and the call has {rows}. {CHANGE_ROWS}")
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last `-tokens_to_remove` tokens (a negative number, as in Transformers; 0 does nothing)."""

@@ -7,24 +7,21 @@ from collections.abc import Callable
 
 import torch
 
-from .layers import CAPTURED, EAGER, Layer, Track
+from .contract import CAPTURED, EAGER, Storage
+from .layers import Layer, Track
 
 
-class Storage:
+class StaticStorage(Storage):
     """The layers and tracks of one cache. They may outlive it: the next cache of the same shape finds everything where it was."""
-
-    takes_mask = True  # padded rows have a graph of their own, which reads their mask
 
     def __init__(self, windows: list[int | None], capacity: int, growable: bool = True):
         self.tracks = [Track(window, capacity, growable) for window in dict.fromkeys(windows)]
         by_window = {track.window: track for track in self.tracks}
         self.layers = [Layer(index, by_window[window]) for index, window in enumerate(windows)]
         self.running: tuple[int, ...] = ()  # indices of the layers that decode graphs write
-        self.recorded = 0  # references that decode graphs hold (pool.references)
 
     @property
     def rows(self) -> int | None:
-        """Rows of the batch, None while nothing is allocated."""
         return next((layer.batch_size for layer in self.layers if layer.is_initialized), None)
 
     @property
@@ -34,12 +31,10 @@ class Storage:
 
     @property
     def used(self) -> bool:
-        """Whether it holds tokens; a decode graph runs only where it does."""
         return self.tracks[0].mode != EAGER or self.seen > 0
 
     @property
     def version(self) -> int:
-        """Changes whenever a buffer moves in memory."""
         return sum(track.version for track in self.tracks)
 
     @property
@@ -48,15 +43,12 @@ class Storage:
 
     @property
     def keeps_all(self) -> bool:
-        """Whether token n is in slot n: nothing is dropped."""
         return all(track.window is None for track in self.tracks)
 
     def holds(self, tokens: int) -> bool:
-        """Whether this many tokens fit as it is."""
         return all(track.capacity >= min(tokens, track.limit) for track in self.tracks)
 
     def relieve_with(self, free: Callable[[], None]) -> None:
-        """Call `free`, a method of an object that this does not keep alive, when memory is short."""
         for track in self.tracks:
             track.relieve = weakref.WeakMethod(free)
 
@@ -64,11 +56,9 @@ class Storage:
         for layer in self.layers:
             layer.reset()
 
-    # What a decode graph asks of a storage, besides `version`.
-
     @property
     def variant(self) -> tuple[int, ...]:
-        """What decides besides `version` what is captured: which layers run."""
+        """Which layers run."""
         return self.running
 
     def set_mode(self, mode: str) -> None:
@@ -78,7 +68,6 @@ class Storage:
                 track.waiting = track.running
 
     def sync(self, device: torch.device) -> None:
-        """Have the host's counts on the device, and room for one token more."""
         for track in self.tracks:
             if not track.is_synced(device):
                 self._sync(device)
@@ -101,7 +90,6 @@ class Storage:
             track.sync(device, seen - base, seen)
 
     def step(self) -> None:
-        """Count on the device the token that a forward has written; captured with it."""
         for track in self.tracks:
             if track.waiting:
                 missed = [index for index in self.running if track.waiting >> index & 1]
@@ -110,7 +98,6 @@ class Storage:
                 track.counts.add_(1)
 
     def advance(self) -> None:
-        """Count on the host the token that a graph has written."""
         whole = len(self.running) == len(self.layers)
         for layer in self.layers if whole else [self.layers[index] for index in self.running]:
             layer.seen += 1
@@ -118,9 +105,6 @@ class Storage:
             if track.running:
                 slot, seen = track.image
                 track.image = (slot + 1, seen + 1)
-
-    def mark(self) -> None:
-        """What `rewind` needs to take back the first step of a graph."""
 
     def rewind(self, mark: None) -> None:
         """After a step that failed: the host's counts hold, and what the device holds is unknown."""

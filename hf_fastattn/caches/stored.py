@@ -4,22 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Self
 
 import torch
 
 from .. import compat
-from .layers import CAPTURED, CAPTURED_WITH_MASK, EAGER
+from .contract import CAPTURED, CAPTURED_WITH_MASK, CHANGE_ROWS, EAGER, Storage
 
 
 class StoredCache(compat.Cache):
-    """A `past_key_values` over a storage, of which it shows the layers."""
+    """A `past_key_values` over a storage, of which it shows the layers.
 
-    def _adopt(self, storage) -> None:
+    streams: whether it drops tokens, as the backend "streaming" expects.
+    """
+
+    streams = False
+    storage: Storage
+
+    def _adopt(self, storage: Storage) -> None:
         self.storage = storage
         super().__init__(layers=list(storage.layers))  # what a user does to his list is not done to the storage's
 
     @classmethod
-    def around(cls, storage):
+    def around(cls, storage: Storage) -> Self:
         """A cache whose tokens are those of `storage`."""
         cache = cls.__new__(cls)
         cache._adopt(storage)
@@ -30,7 +37,22 @@ class StoredCache(compat.Cache):
         """Whether it held tokens before the forward under way: buffers that wait for the next call hold none."""
         return self.storage.used
 
-    def __copy__(self):
+    def reserve(self, tokens: int) -> None:
+        """Make room for `tokens` tokens in all, where a cache can know beforehand."""
+
+    def check_rows(self, rows: int) -> None:
+        """Raise ValueError if the cache holds tokens of another number of rows."""
+        held = self.storage.rows
+        if self.storage.seen and held is not None and held != rows:
+            raise ValueError(f"This cache holds {held} rows, and the call has {rows}. {CHANGE_ROWS}")
+
+    def vet(self, mask: torch.Tensor | None, tokens: int, takes_back: bool) -> None:
+        """Raise ValueError for what a call is going to ask and cannot get.
+
+        mask: the call's, 2-D. takes_back: the call crops as it goes, up to `tokens` tokens in all.
+        """
+
+    def __copy__(self) -> Self:
         twin = type(self).__new__(type(self))
         vars(twin).update(vars(self), original=self)  # the storage is free for others when both are gone
         return twin

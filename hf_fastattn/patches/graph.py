@@ -23,12 +23,11 @@ from typing import ClassVar, Protocol
 import torch
 
 from .. import compat
-from ..caches import PreallocatedCache, RollingCache
 from ..caches.pool import references
+from ..caches.stored import StoredCache
 from .fuse import in_decode_graph
 from .survey import Fingerprint, Uncapturable, survey, unread_by
 
-CACHES = (PreallocatedCache, RollingCache)  # those whose counts are on the device
 MAX_GRAPHS = 16  # per patched model; the least recently used one goes first
 MAX_CHANGES = 4  # calls in a row that may capture anew before it is said
 _SCALARS = (bool, int, float, str, type(None))
@@ -356,7 +355,7 @@ class DecodeStep:
 
     def _why_not(self, cache, ids: torch.Tensor | None) -> str | None:
         """Why this step cannot be captured, as far as its arguments tell."""
-        if not isinstance(cache, CACHES):
+        if not isinstance(cache, StoredCache):
             return f"a step is given {'no cache' if cache is None else f'a {type(cache).__name__}'} in place of this patch's"
         if ids is None:
             return "its steps are given inputs_embeds and no input_ids"

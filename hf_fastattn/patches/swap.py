@@ -18,7 +18,8 @@ from ..caches import PreallocatedCache, RollingCache, rolling
 from ..caches.layers import round_up
 from ..caches.pool import Pool
 from ..caches.ring import Ring
-from ..caches.storage import Storage
+from ..caches.storage import StaticStorage
+from ..caches.stored import StoredCache
 from ..streaming import Settings, examine, forget, refresh
 from . import fuse as fusion
 from . import graph as graphs
@@ -191,7 +192,7 @@ class Patch:
         if windows is None:
             return None
         if streaming is None:
-            return Pool(lambda tokens: Storage(windows, round_up(tokens)), PreallocatedCache.around)
+            return Pool(lambda tokens: StaticStorage(windows, round_up(tokens)), PreallocatedCache.around)
         return Pool(lambda tokens: Ring(len(windows), streaming), RollingCache.around)
 
     def _refit(self, model) -> None:
@@ -249,6 +250,10 @@ class Patch:
     @property
     def _cache_type(self) -> type:
         return PreallocatedCache if self._streaming is None else RollingCache
+
+    def _takes(self, cache) -> bool:
+        """Whether steps over this cache are captured: one of ours, or another over a storage (`caches.contract`)."""
+        return isinstance(cache, StoredCache) and cache.streams == (self._streaming is not None)
 
     def _cache_in_words(self) -> str:
         if self._streaming is None:
@@ -393,9 +398,9 @@ class Patch:
         if asked == model.generation_config.cache_implementation:
             asked = None  # the checkpoint's default, not this call's wish
         if generation_config.compile_config is not None:
-            if isinstance(given, self._cache_type):
+            if self._takes(given):
                 raise ValueError(
-                    f"compile_config asks for Transformers' torch.compile, which cannot trace a {self._cache_type.__name__}; "
+                    f"compile_config asks for Transformers' torch.compile, which cannot trace a {type(given).__name__}; "
                     "pass one of the two, or leave out both to replay decode graphs."
                 )
             if given is None and asked is None:
@@ -403,7 +408,7 @@ class Patch:
         if given is not None or asked is not None or generation_config.use_cache is False:
             stock(model, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
         rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
-        if isinstance(given, self._cache_type):
+        if self._takes(given):
             layers = len(compat.layer_windows(model.config))
             if len(given.layers) not in (layers, len(self._windows)):
                 raise ValueError(
@@ -429,7 +434,7 @@ class Patch:
         else:
             given = model_kwargs["past_key_values"] = self._pool.take(rows, max_cache_length)
         mode = str(getattr(generation_mode, "value", generation_mode))
-        if isinstance(given, RollingCache):
+        if self._takes(given):
             given.vet(model_kwargs.get("attention_mask"), given.get_seq_length() + max_cache_length, "assisted" in mode)
         if self.graph and mode not in ("greedy_search", "sample"):
             self._say(f"{mode} calls the model directly")
@@ -437,7 +442,7 @@ class Patch:
     def _wants_graph(self, model_kwargs, generation_config) -> bool:
         model = self._model()
         self._local.step = None
-        if not isinstance(model_kwargs.get("past_key_values"), self._cache_type):
+        if not self._takes(model_kwargs.get("past_key_values")):
             return type(model)._valid_auto_compile_criteria(model, model_kwargs, generation_config)
         if not self.graph:
             return False
@@ -513,7 +518,7 @@ class _KeptInputs:
     def __call__(self, *args, **kwargs):
         inputs = self._own()(*args, **kwargs)
         cache = kwargs.get("past_key_values")
-        if isinstance(cache, self.__self__._cache_type) and inputs.get("past_key_values") is None:
+        if self.__self__._takes(cache) and inputs.get("past_key_values") is None:
             cache.reset()
             inputs["past_key_values"] = cache
         return inputs

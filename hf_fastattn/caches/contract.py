@@ -1,0 +1,91 @@
+"""What a cache's storage is asked: by the cache itself, by the pool that keeps storages between calls, and by decode graphs.
+
+A cache is what a user holds. Its storage is the buffers and the counts, which may outlive it. The defaults here are those of a
+storage that never moves its buffers and counts in one place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+# Who counts: the host, or the device, while a step is captured for a graph.
+EAGER, CAPTURED, CAPTURED_WITH_MASK = "eager", "captured", "captured with a mask"
+
+CHANGE_ROWS = (
+    "Use a cache per batch size, or batch_repeat_interleave() or batch_select_indices() to change its rows "
+    "(num_return_sequences=n needs n per row)."
+)
+
+
+class Layer(Protocol):
+    """K and V of one layer, as Transformers' `CacheLayerMixin` has them; None before the first token."""
+
+    keys: torch.Tensor | None
+    values: torch.Tensor | None
+
+
+class Storage(Protocol):
+    """The layers of a cache and their counts.
+
+    layers: in the model's order. rows: of the batch, None while nothing is allocated. seen: tokens so far, kept or not, as the
+    host counts them. capacity: tokens that the buffers hold; a pool takes the smallest that will do. version: changes whenever a
+    buffer moves in memory. variant: what decides besides it what is captured. takes_mask: whether a captured step reads the
+    attention mask, where rows are padded. recorded: references that decode graphs hold, which `pool.references` counts.
+
+    All of these may be properties.
+    """
+
+    layers: Sequence[Any]
+    rows: int | None
+    seen: int
+    capacity: int
+    version: int = 0
+    variant: Any = None
+    takes_mask: bool = True
+    recorded: int = 0
+
+    @property
+    def used(self) -> bool:
+        """Whether it holds tokens; a decode graph runs only where it does."""
+        return self.seen > 0
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether token n is in slot n: nothing is dropped."""
+        return True
+
+    # A pool
+
+    def holds(self, tokens: int) -> bool:
+        """Whether this many tokens fit as it is."""
+        return tokens <= self.capacity
+
+    def reset(self) -> None:
+        """Forget all tokens and keep the buffers."""
+
+    def relieve_with(self, free: Callable[[], None]) -> None:
+        """Call `free`, a method of an object that this does not keep alive, when memory is short."""
+
+    # A decode graph: sync() before each step; a step is captured between two set_mode(), and step() is captured last; advance()
+    # after each step that was done, rewind() after one that failed.
+
+    def set_mode(self, mode: str) -> None:
+        """Count on the device (CAPTURED, CAPTURED_WITH_MASK), or on the host again (EAGER)."""
+
+    def sync(self, device: torch.device) -> None:
+        """Have the host's counts on the device, and room for one token more."""
+
+    def step(self) -> None:
+        """Count on the device the token that a forward has written."""
+
+    def advance(self) -> None:
+        """Count on the host the token that a graph has written."""
+
+    def mark(self) -> Any:
+        """What `rewind` needs to take back the first step of a graph."""
+
+    def rewind(self, mark: Any) -> None:
+        """Take back a step that failed; mark: None where the graph has run before."""
