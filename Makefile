@@ -9,7 +9,7 @@ PYTEST := OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n logical --maxproc
 NEED_GPU = $(PYTHON) -c 'import torch; raise SystemExit(None if torch.cuda.is_available() else \
 	"This target needs a CUDA GPU and a torch built for it, and torch.cuda.is_available() is False here.")'
 
-.PHONY: help demo test test-cpus test-oldest test-state test-gpu matrix package bench clean
+.PHONY: help demo test test-cpus test-oldest test-state test-gpu matrix package bench docs clean
 
 help:
 	@echo "make demo         generate text with sdpa and every exact backend, and compare"
@@ -21,6 +21,7 @@ help:
 	@echo "make matrix       every model of Transformers, oldest and newest, against eager; writes docs/models.md (under an hour)"
 	@echo "make package      build sdist and wheel in build/package, and run the README's code where only the wheel is installed"
 	@echo "make bench        time the kernels beside torch's own on this machine's GPU; results in examples/results"
+	@echo "make docs         the documentation site, in build/docs; a warning is an error, and no network is needed"
 	@echo "make clean        remove the virtual environments"
 
 demo: $(VENV)/.demo
@@ -65,6 +66,11 @@ bench:
 	@$(NEED_GPU)
 	$(PYTHON) -m benchmarks.kernels decode ragged prefill --out examples/results
 
+# Links into the references of torch and Transformers need a network: DOCS_INTERSPHINX=1 make docs adds them.
+docs: $(VENV)/.docs
+	$(VENV)/bin/python -m sphinx -q -W --keep-going -b html docs build/docs
+	@echo "build/docs/index.html"
+
 clean:
 	rm -rf $(VENV) $(OLDEST)
 
@@ -86,6 +92,11 @@ $(VENV)/.demo: $(VENV)/.package
 $(VENV)/.test: $(VENV)/.package
 	@echo "Adding the test tools ..."
 	$(VENV)/bin/python -m pip install -q -c constraints.txt -e '.[test]'
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.test
+	@echo "Adding Sphinx ..."
+	$(VENV)/bin/python -m pip install -q -c constraints.txt -e '.[docs]'
 	@touch $@
 
 # Its own Transformers in front of everything else from $(VENV): the .pth line appends that environment's packages.

@@ -203,7 +203,7 @@ def stream(result: dict):
     memory.set_ylim(bottom=0)
     for axis in (time, memory):
         tokens_axis(axis, read, "tokens read", lambda n: f"{n // 1000}k" if n < 1_000_000 else f"{n // 1_000_000}M")
-    figure.suptitle(f"Text without end, {result['shape']}-shaped, {result['conditions']['device']}")
+    figure.suptitle(f"Unbounded generation, {result['shape']}-shaped, {result['conditions']['device']}")
     figure.tight_layout()
     return figure
 

@@ -192,7 +192,7 @@ def stream(result: dict) -> str:
         for row in result["rows"]
     ]
     lines = [
-        f"**Text without end**, {model(result)}, a window of {result['window']} and {result['sinks']} sinks "
+        f"**Unbounded generation**, {model(result)}, a window of {result['window']} and {result['sinks']} sinks "
         f"({by(result)}; {method(result)}):",
         table(head, rows),
     ]
@@ -210,7 +210,7 @@ def stream(result: dict) -> str:
     if result.get("ring"):
         told = ", ".join(f"{row['ring_over_dense']:.2f} ({row['shape']})" for row in result["ring"])
         lines.append(
-            "The decode kernel over a full ring, the turning of the sinks' queries included, as a share of `lean`'s "
+            "The decode kernel over a full ring, with the re-rotation of the sinks' queries, as a share of `lean`'s "
             f"speed over dense K/V of that size, by {SHAPE}{other('ring')}: {told}."
         )
     return "\n\n".join(lines)
@@ -274,8 +274,8 @@ def decode(result: dict) -> str:
     return (
         f"**Decode kernels, microseconds a call** {by_method(result)}. The time "
         f"of the better sdpa backend over that of `lean`: {mean(below)} below 256 MiB of K/V, {mean(above)} from there on. "
-        f"`batch_invariant`, whose rows do not feel one another, takes {price['geometric_mean']:.2f} times as long as `lean` in "
-        f"geometric mean, and {price['largest']:.2f} times at most. "
+        f"`batch_invariant`, in which a row does not depend on its batch, takes {price['geometric_mean']:.2f} times as long as "
+        f"`lean` in geometric mean, and {price['largest']:.2f} times at most. "
         f"Some of the {len(result['rows'])} shapes, and the worst:\n\n{_us(rows, names, more)}"
     )
 

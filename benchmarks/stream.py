@@ -1,4 +1,4 @@
-"""Text without end: a model reading a million tokens through a rolling cache, and the parts that this is made of.
+"""Unbounded generation: a model reading a million tokens through a rolling cache, and the parts that this is made of.
 
     python -m benchmarks.stream                  # all parts
     python -m benchmarks.stream --parts ring,update

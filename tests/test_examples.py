@@ -1,18 +1,22 @@
-"""Every example runs, on a tiny model in this process, and finds what it claims."""
+"""Every example runs, on a tiny model in this process, and finds what it claims; so does the code in the documentation."""
 
 import importlib.util
 import json
+import re
 import runpy
 from pathlib import Path
 
 import checkpoint
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_fastattn import interface, registry
 from hf_fastattn.kernels import INTERPRETED
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
+DOCS = EXAMPLES.parent / "docs"
+NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 # file: further arguments, and what it must print
 OURS = {
     "from_pretrained": ([], ["the tokens of sdpa: True", "{'lean.decode': 40}"]),
@@ -74,3 +78,20 @@ def test_notebook(capsys):
     assert "cache of layers: dynamic -> static, preallocated" in said and "'lean.decode': 600" in said
     assert names["equal"] and all(names["equal"].values())
     assert "takes at least" in said and "PreallocatedCache" in said
+
+
+PAGES = [path for path in [EXAMPLES.parent / "README.md", *sorted(DOCS.rglob("*.md"))] if "```python\n" in path.read_text()]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_code_of_a_page(path, folder, tmp_path, monkeypatch, capsys, registered):
+    """The blocks of Python on a page run one after the other; a page may count on a loaded model with inputs."""
+    if path.stem == "evaluation":
+        pytest.importorskip("lm_eval")
+    monkeypatch.chdir(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="lean").eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    names = {"model": model, "tokenizer": tokenizer, "inputs": tokenizer("Attention is", return_tensors="pt")}
+    for block in re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL):
+        exec(block.replace(NAME, folder), names)
+    assert "False" not in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""The README and the package say the same."""
+"""The README, the documentation and the package say the same."""
 
 import inspect
 import json
@@ -20,33 +20,30 @@ from hf_fastattn.kernels.host import gpu
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-def section(title: str) -> str:
-    return README.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+def page(name: str) -> str:
+    return (ROOT / "docs" / name).read_text()
 
 
 def test_backends_table_is_the_registry():
-    rows = dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", section("Backends"), re.MULTILINE))
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", page("guides/backends.md"), re.MULTILINE))
     assert rows == {name: hf_fastattn.get(name).summary for name in backends.__all__}
 
 
 def test_every_public_name_is_explained():
-    assert [name for name in hf_fastattn.__all__ if not re.search(rf"\b{name}\b", README)] == []
+    assert [name for name in hf_fastattn.__all__ if f" hf_fastattn.{name}\n" not in page("reference/api.md")] == []
 
 
 def test_every_parameter_of_patch_is_in_its_table():
-    rows = re.findall(r"^\| `(\w+)` \|", section("`patch()`: the cache and the decode step too"), re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)` \|", page("guides/patch.md").partition("## Parameters")[2], re.MULTILINE)
     assert rows == list(inspect.signature(hf_fastattn.patch).parameters)
 
 
-@pytest.mark.parametrize("command", ["generate", "explain", "eval", *(f"bench {name}" for name in cli.BENCHES)])
-def test_every_flag_is_explained(command, capsys):
-    with pytest.raises(SystemExit):
-        cli.main([*command.split(), "--help"])
-    flags = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", capsys.readouterr().out)) - {"--help"}
-    assert flags and sorted(flag for flag in flags if f"`{flag}" not in section("Commands and flags")) == []
+def test_the_help_of_every_command_is_shown():
+    wanted = {*cli.COMMANDS, *(f"bench {name}" for name in cli.BENCHES)} - {"bench"}
+    assert set(re.findall(r"\{command-help\} (.+)", page("reference/cli.md"))) == wanted
 
 
 def test_first_example_runs(tmp_path, capsys):
@@ -100,7 +97,7 @@ REFUSED = {  # a row of the table, by a part of what is asked: how to ask
 
 @pytest.mark.parametrize("asked", REFUSED)
 def test_refusals_are_what_is_said(asked):
-    rows = re.findall(r"^\| (.+?) \| (.+) \|$", section("What it refuses"), re.MULTILINE)[1:]
+    rows = re.findall(r"^\| (.+?) \| (.+) \|$", page("refusals.md"), re.MULTILINE)[1:]
     assert len(rows) == len(REFUSED)
     (promised,) = [said for what, said in rows if asked in what]
     with pytest.raises((ValueError, TypeError, RuntimeError, ImportError)) as refused:
@@ -112,14 +109,15 @@ def test_refusals_are_what_is_said(asked):
 def test_stated_versions_and_limits_are_the_packages():
     oldest = ".".join(map(str, compat.OLDEST))
     assert f"Transformers {oldest}" in README and f"transformers>={oldest}" in (ROOT / "pyproject.toml").read_text()
-    assert f"head_dim | up to {checks.MAX_HEAD_DIM}" in README
+    assert f"head_dim | up to {checks.MAX_HEAD_DIM}" in page("supported.md") and f"head_dim up to {checks.MAX_HEAD_DIM}" in README
     assert f'version = "{hf_fastattn.__version__}"' in (ROOT / "pyproject.toml").read_text()
 
 
 def test_example_of_a_new_backend_works(monkeypatch):
     monkeypatch.setattr(registry, "_backends", dict(registry._backends))
     monkeypatch.setattr(interface, "_runners", dict(interface._runners))
-    (code,) = [block for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "register(" in block]
+    blocks = re.findall(r"```python\n(.*?)```", page("guides/adding-a-backend.md"), re.DOTALL)
+    (code,) = [block for block in blocks if "register(" in block]
     exec(code, {})
     config = LlamaConfig(
         hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=50
@@ -134,14 +132,16 @@ def test_example_of_a_new_backend_works(monkeypatch):
     assert calls == {"mine.prefill": 8 * 2}
 
 
-@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize("document", [ROOT / "CONTRIBUTING.md", *DOCUMENTS], ids=lambda path: str(path.relative_to(ROOT)))
 def test_named_files_and_targets_exist(document):
-    text = (ROOT / document).read_text()
+    text = document.read_text()
     makefile = (ROOT / "Makefile").read_text()
     for target in re.findall(r"`make ([\w-]+)", text):
         assert f"\n{target}:" in makefile, target
     for path in re.findall(r"`((?:hf_fastattn|benchmarks|tests|examples|\.ci)/[\w./]+)`", text):
         assert (ROOT / path).exists(), path
+    for link in re.findall(r"\]\((?!https?:)([^)#]+)[^)]*\)", text):
+        assert (document.parent / link).exists(), link
 
 
 def test_contracts_are_the_packages():
@@ -177,6 +177,6 @@ def test_results_are_of_a_gpu_and_say_how_they_were_made():
             result = json.loads(path.read_text())
             assert "NVIDIA" in result["conditions"]["device"], name
             if name == "accuracy":  # which `hf-fastattn eval` wrote
-                assert f"limit {result['conditions']['limit']:.0f}" in section("Accuracy: `hf-fastattn eval`")
+                assert f"limit {result['conditions']['limit']:.0f}" in page("results.md")
                 continue
             assert all("bench" in command for command in result["commands"]), name
