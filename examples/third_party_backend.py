@@ -10,23 +10,24 @@ from transformers import AutoModelForCausalLM
 
 import hf_fastattn
 from hf_fastattn.kernels import reference
+from hf_fastattn.kernels.spec import KV
 
 
-def attend(q, k, v, spans=None, **options):
-    """q (batch, num_heads, q_len, head_dim), k and v (batch, num_kv_heads, kv_len, head_dim) -> q's shape.
+def attend(q, kv, spec, spans=None, *, sink_logits=None, **options):
+    """q (batch, num_heads, q_len, head_dim), K and V (batch, num_kv_heads, kv_len, head_dim) -> q's shape.
 
-    spans says what each row may attend to; options are scale, causal, window, softcap and sink_logits. Here the specification
-    runs one query head at a time; your kernel goes in its place.
+    spec has scale, causal, window and softcap; spans says what each row may attend to. Here the specification runs one query head
+    at a time; your kernel goes in its place.
     """
+    k, v = kv.plain()
     group = q.shape[1] // k.shape[1]
-    sinks = options.pop("sink_logits", None)
     heads = [
         reference.attention(
             q[:, h : h + 1],
-            k[:, h // group : h // group + 1],
-            v[:, h // group : h // group + 1],
+            KV(k[:, h // group : h // group + 1], v[:, h // group : h // group + 1]),
+            spec,
             spans,
-            sink_logits=None if sinks is None else sinks[h : h + 1],
+            sink_logits=None if sink_logits is None else sink_logits[h : h + 1],
             **options,
         )
         for h in range(q.shape[1])
