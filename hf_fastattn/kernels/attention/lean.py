@@ -1,15 +1,13 @@
 """LeanAttention: decode attention as stream-K, over equal shares of all K/V tiles.
 
-The K/V tiles of all (batch row, KV head) pairs stand in one line, and the line is cut into equal shares, one per program:
-every program does the same work whatever the lengths of the rows. The schedule is computed inside the kernels from
-the device's own lengths, so it stays right when they change under a captured CUDA graph. Where it is known beforehand that parts
-of each head are shares as equal, or short and nearly so, or that heads are many and soon done, the kernel is Flash-Decoding's,
-which has nothing to find out.
+The K/V tiles of all (batch row, KV head) pairs form one line, and the line is cut into equal shares, one per program: every
+program does the same work whatever the lengths of the rows. The kernels compute the schedule from lengths on the device, so it
+stays right when they change under a captured CUDA graph. Where the host knows that fixed splits of each head do as well (see
+`schedule.choose`), Flash-Decoding's kernel runs, which computes no schedule.
 
 Rows of the output that several programs share are merged by a second launch, always in the same order: results are bitwise
-repeatable, nobody waits for anybody and there is no state between launches. The paper merges inside the one kernel, in a block
-that waits for its peers. Merging there, by whoever arrives last, took longer here wherever programs outnumber heads: a fence, an
-atomic and one program's loads in place of a launch that all multiprocessors share and that is set up meanwhile.
+repeatable, no program waits for another, and there is no state between launches. The paper merges inside the one kernel;
+docs/dev/log.md says why this one does not.
 
 Source: Sanovar et al., "Lean Attention: Hardware-Aware Scalable Attention Mechanism for the Decode-Phase of Transformers"
 (2024), sections 4.1 to 4.3. Osama et al., "Stream-K" (2023).
@@ -73,7 +71,7 @@ def lean_kernel(
     EARLY: tl.constexpr,
 ):
     """Writes the rows that one program has whole; of the others partials, two slots a program."""
-    let_next_begin(EARLY)  # which this one did not: set up ahead of time, two of its programs may find room on one multiprocessor
+    let_next_begin(EARLY)  # this kernel itself is not launched early: two of its programs could share a multiprocessor
     pid = tl.program_id(0)
     _, line_b, lines, line_tiles, crew, share, extra = deal(
         Spans, stride_sb, batch, kv_heads, q_len, kv_len, window, tl.num_programs(0), spread, BLOCK_B, MIN_TILES, C

@@ -9,8 +9,8 @@ import triton.language as tl
 from ..device.visibility import block_bounds, load_spans
 from ..host import gpu, tables
 
-# Tiles of a share. Beginning another head costs a program about as much as a tile or two; so a share as short as this is better
-# kept within one head, at the price of up to three tenths of the programs.
+# Tiles of a share up to which it is better kept within one head, at the price of up to three tenths of the programs: starting
+# another head costs about one or two tiles.
 SHORT = 90
 
 
@@ -71,7 +71,7 @@ def deal(
     line_tiles = total // lines
     crew = programs // lines
     longest = (line_tiles + crew - 1) // crew
-    crew = (line_tiles + longest - 1) // longest  # whoever does not shorten the longest share only adds to the merge
+    crew = (line_tiles + longest - 1) // longest  # more programs would not shorten the longest share
     share = line_tiles // crew  # this form stays in 32 bits, where dividing is cheap
     return tiles_b, line_b, lines, line_tiles, crew, share, line_tiles - share * crew
 

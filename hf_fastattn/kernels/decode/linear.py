@@ -1,10 +1,9 @@
-"""Linear layers on one token: a weight read once, at the speed of memory, in one launch that begins early.
+"""Linear layers on one token: a weight read once, at the speed of memory, with programmatic dependent launch.
 
     y = x W^T + b,   or for a gated MLP in one launch   y = silu(x W^T) * (x U^T)
 
-A decode step of one row is little else: every weight meets a single token. Libraries run it as a matrix product made for many
-tokens, often in two launches. Here a program takes few rows of W, and loads the first of them while the kernel ahead, which makes
-x, still runs.
+Most of a decode step of one row is reading weights, each for a single token. A program takes few rows of W, and loads the first
+of them while the previous kernel, which makes x, still runs. For several tokens see docs/dev/log.md.
 
 Sums are taken in fp32 and rounded where the model's own code rounds: y, and in the gated form both factors and the activation.
 
@@ -130,7 +129,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     """x weight^T + bias in x's dtype; None where `why_not` has something to say.
 
     x: (..., in_features) of one token; weight: (out_features, in_features); bias: (out_features,); float16 or bfloat16,
-    contiguous. Returns (..., out_features). The weight must be older than the launch ahead: it is read before that has ended.
+    contiguous. Returns (..., out_features). The weight must be older than the previous launch: it is read before that has ended.
     """
     return _run(x, weight, bias, None)
 
@@ -159,7 +158,7 @@ def _prepare(tensors) -> launch.Launch | None:
     if up is None:
         kernel, own = linear_kernel, {"HAS_BIAS": bias is not None}
         block_n = max(4, 4096 // block_k)
-        # Over long rows half as many warps: more programs fit, and hide one another's beginning and end.
+        # Over long rows half as many warps: more programs fit, and hide each other's start and end.
         warps = block_n * block_k // (2048 if size > 2 * MAX_BLOCK else 1024)
     else:
         kernel, own = gated_linear_kernel, {}

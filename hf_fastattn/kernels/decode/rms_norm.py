@@ -1,7 +1,6 @@
 """RMSNorm in one launch, with the roundings of Llama's own: y = weight * round(x / sqrt(mean(x^2) + eps)).
 
-Models write it as six launches, each of which reads and writes the whole tensor. With one token that is latency, a third of all
-launches of a decode step; with a long prompt it is memory traffic.
+Models write it as six launches, each of which reads and writes the whole tensor.
 
 Sources: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019), equation 4; for the roundings LlamaRMSNorm of
 Transformers.

@@ -1,8 +1,8 @@
-"""Rotate: the queries that score attention sinks, turned back by the tokens a window has let go.
+"""Rotate: the queries that score attention sinks, re-rotated by the tokens that a window has dropped.
 
 StreamingLLM counts positions within what a query sees, the first `sinks` and the last `window` tokens. Rotary scores depend on
 differences of positions alone, and those within the window are the same in either count. So nothing stored is ever
-turned: keys keep the rotation of the position they were read at, and only the sinks are scored with another query,
+re-rotated: keys keep the rotation of the position they were read at, and only the sinks are scored with another query,
 
     q_sinks = R(theta(near) - theta(p)) q,    near = min(p, sinks + window - 1)
 

@@ -43,9 +43,9 @@ def attend(
     cap_log2). sinks: (SinkQuery, sink_lo, sink_hi [BLOCK_M], takes_sinks, places [BLOCK_M or 1], last_place).
 
     Tiles that every row sees whole run in a loop without a mask; the few others (window edge, diagonal, tail; all of them where
-    the row has holes) run in a second loop with one. Beginning a loop costs more than a tile where memory decides and not
-    arithmetic, FEW_ROWS: there a tail that is the same for all rows runs in the first loop, as a whole tile that ends with the
-    keys and leaves out those that the tile before has. With SINKS, the one program of these rows that `takes_sinks` ends with the
+    the row has holes) run in a second loop with one. With FEW_ROWS, where memory decides, a tail that is
+    the same for all rows runs in the first loop, as a whole tile that ends with the keys and leaves out those of the tile
+    before. With SINKS, the one program of these rows that `takes_sinks` ends with the
     slots from sink_lo, for each row those before sink_hi. The queries for these are at SinkQuery + q_rows; with PAIRS they are
     Q's, re-rotated (`turn`) by the frequencies at SinkQuery to `last_place` from `places`, which counts slots from sink_lo. A row
     that sees nothing returns (0, -inf, 0).

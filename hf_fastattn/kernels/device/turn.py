@@ -25,8 +25,7 @@ def turn_back(x, partner, token, inv_freq, first, last_place, QUARTER: tl.conste
     quarters = (here.to(tl.float64) - there.to(tl.float64)) * (1 / QUARTER)
     whole = tl.floor(quarters + 0.5)
     angle = (quarters - whole).to(tl.float32) * QUARTER
-    # Cephes' sinf and cosf on what is left, at most an eighth of a turn. A decode step waits for this, and a library's
-    # functions, which take angles of any size, take longer.
+    # Cephes' sinf and cosf on the rest, at most an eighth of a turn.
     z = angle * angle
     sin = ((-1.9515295891e-4 * z + 8.3321608736e-3) * z - 1.6666654611e-1) * z * angle + angle
     cos = ((2.443315711809948e-5 * z - 1.388731625493765e-3) * z + 4.166664568298827e-2) * z * z - 0.5 * z + 1.0

@@ -1,15 +1,15 @@
-"""Overlap: launches that begin before the launch ahead of them has ended.
+"""Overlap: programmatic dependent launch, by which a kernel is set up before the previous one has ended.
 
-With programmatic dependent launch (compute capability 9.0) the programs of a kernel are set up while the kernel ahead still runs,
-and stand waiting in `wait_for_inputs`. Between two short kernels that hides a microsecond or more. The rules:
+On compute capability 9.0 the programs of a kernel are set up while the previous kernel still runs, and wait in
+`wait_for_inputs`. Between two short kernels this hides a microsecond or more. The rules:
 
 - A kernel launched with `early(device)` waits in every program, before it touches what another kernel may write or read.
-- It may call `let_next_begin` after that; before it, or without, only a kernel that was not launched early may.
-- So what is older than the launch ahead is there before the wait too (in a decode graph the weights, which `linear` reads then),
-  and what comes after a launch comes after all before it.
-- Programs go where the most of their kind still fit, and those of the launch ahead still take room. A kernel that is to have one
-  or two programs on every multiprocessor keeps to so few registers that these do not decide how many fit (`maxnreg`), or some
-  get twice their share and others none.
+- It may call `let_next_begin` after that wait. A kernel that was not launched early may call it at any point.
+- Therefore tensors older than the previous launch may be read before the wait (in a decode graph the weights, which `linear`
+  reads then), and a kernel that waits for the previous launch waits for all launches before it.
+- Programs are placed where most of their kind still fit, and those of the previous launch still occupy room. A kernel that should
+  have one or two programs on every multiprocessor limits its registers so that these do not decide how many fit (`maxnreg`).
+  Otherwise some multiprocessors get twice their share and others none.
 
 Source: NVIDIA, "CUDA C++ Programming Guide", programmatic dependent launch; "PTX ISA", griddepcontrol.
 """
@@ -31,13 +31,13 @@ def early(device: torch.device) -> dict:
 
 @triton.jit
 def wait_for_inputs(EARLY: tl.constexpr):
-    """Wait until the launches ahead are done."""
+    """Wait until the previous launches are done."""
     if EARLY:
         cuda.gdc_wait()
 
 
 @triton.jit
 def let_next_begin(EARLY: tl.constexpr):
-    """Have the programs of the next launch set up, once every program of this one has begun and said so or is done."""
+    """Allow the next launch to be set up, once every program of this one has called this or is done."""
     if EARLY:
         cuda.gdc_launch_dependents()

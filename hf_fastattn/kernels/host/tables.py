@@ -53,11 +53,10 @@ def prefill_config(arch: int, itemsize: int, block_d: int, rows: int) -> Config:
         return Config(min(rows, 32), 32, 4, 2 if block_d <= 128 else 1)
     if rows <= 32:  # short inputs: one small query block, memory decides
         return Config(rows, 64 if block_d <= 128 else 32, 4, 3 if block_d <= 128 else 2)
-    if block_d <= 64:  # three programs an SM hide one another's softmax better than one large block
+    if block_d <= 64:  # three programs an SM hide each other's softmax
         return Config(64, 64, 4, 3)
     warps = 4 if rows == 64 else 8  # a warpgroup for every 64 rows
     if arch == 90:
-        # 128 x 128 is 3 % faster at head_dim 128 above 8k and 5 % slower below, and spills.
         return Config(rows, 64, warps, 3 if block_d == 128 else 2)
     if block_d == 128:
         return Config(rows, 64, warps, 3) if arch == 80 else Config(rows, 32, warps, 2)
@@ -94,14 +93,14 @@ def decode_config(arch: int, itemsize: int, block_d: int, rows: int, crowd: str 
         return Config(rows, 32, 4, 3, programs_per_sm=2, MIN_TILES=2)
     registers = 168 if arch == 90 and rows == 16 else 0  # room for three programs; the code for sinks takes 250 unasked
     if arch == 90 and crowd == "many" and rows == 16 and block_d <= 128:  # with more rows, sinks spill in the loop
-        # Four programs an SM hide one another's beginning and end, where each has a head to itself and that is soon done.
+        # Four programs an SM hide each other's start and end, where each has a head to itself and that is soon done.
         if block_d <= 64:
             return Config(rows, 64, 4, 3, programs_per_sm=4, registers=128)
         return Config(rows, 32, 2, 3, programs_per_sm=4)
     if block_d <= 64:
         return Config(rows, 128, 4, 3, programs_per_sm=2, MIN_TILES=2, sink_registers=registers)
     if block_d == 128:
-        # One program per SM and a deeper pipeline halve the merge; two hide one another's change of heads.
+        # One program per SM and a deeper pipeline halve the merge; two hide each other's change of heads.
         deep = crowd == "few" and arch == 90
         return Config(rows, 64, 4, 4 if deep else 3, programs_per_sm=1 if deep else 2, sink_registers=registers)
     if arch == 90:

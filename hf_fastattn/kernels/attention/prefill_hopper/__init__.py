@@ -1,10 +1,10 @@
-"""FlashAttention forward for Hopper (sm_90) in Gluon: warps that load and warps that compute, both always busy.
+"""FlashAttention forward for Hopper (sm_90) in Gluon, warp-specialized: a producer warp loads, two warpgroups compute.
 
 One program holds 128 query rows, 64 to each of two consumer warpgroups. A producer warp streams Q, K and V through shared memory
 with the tensor memory accelerator (TMA); full and empty mbarriers per buffer are all that couples it to the consumers. A consumer
 issues S = Q K^T of tile i + 1 and O += P V of tile i together, and computes the softmax of tile i + 1 while the second product
 runs (section 3.2 of the source); named barriers make the consumers take turns, so that one fills the tensor cores while the other
-exponentiates (section 3.1). P never leaves registers. The programs stay, one to an SM, and draw their work from a counter.
+exponentiates (section 3.1). P never leaves registers. Programs are persistent, one per SM, and draw their work from a counter.
 
 This file launches; kernel.py has the warps, plan.py their order of work, counters.py what they draw it from, pipe.py what passes
 between them, tile.py the arithmetic on one tile.
@@ -54,9 +54,7 @@ class Config:
     exp2_on_fma: int = 0
 
 
-# Measured on an H200 against cuDNN over lengths 2k to 64k, causal and not. At head_dim 64 the exponentials are the limit: one in
-# 8 on the FMA units is faster than one in 4, in 16 or none. A tile's products are short there, and loads further ahead pay: a
-# third stage, a second Q. At 128 and 256 shared memory has no room for a third stage, nor at 256 for a buffer of O.
+# The fastest on an H200 over lengths 2k to 64k, causal and not; docs/dev/log.md has the variants that were slower.
 CONFIGS = {
     64: Config(128, stages=3, q_stages=2, exp2_on_fma=8),
     128: Config(128),
