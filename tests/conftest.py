@@ -62,3 +62,11 @@ def nan_filled_empties():
             patch.setattr(torch, name, torch.compiler.allow_in_graph(wrapper))
         patch.setattr(torch.Tensor, "new_empty", _spoiled(torch.Tensor.new_empty))
         yield
+
+
+@pytest.fixture(autouse=True)
+def nothing_under_way():
+    """A GPU has done all that a test launched when the test ends: what fails there fails in its own test."""
+    yield
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -124,7 +125,8 @@ def test_importing_changes_nothing():
     print("unchanged")
     """
     code = textwrap.dedent(code).format(tests=str(models.__file__.rsplit("/", 1)[0]))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    env = {**os.environ, "HF_FASTATTN_AUTOLOAD": "0"}  # which would have registered the names before; see test_autoload.py
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
     assert done.stdout.strip() == "unchanged", done.stderr[-3000:]
 
 
