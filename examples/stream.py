@@ -1,4 +1,4 @@
-"""Read a text of any length, or chat for ever, in constant memory.
+"""Read a text of any length, or chat without a length limit, in constant memory.
 
     python examples/stream.py --read book.txt                     # then goes on writing it
     python examples/stream.py --read book.txt --ask "Who is the captain?"

@@ -79,7 +79,7 @@ def attention_mask(
             return q_offset
         if kv_length > q_length and not torch.compiler.is_compiling():
             _say_once(
-                f"attn_implementation={name!r} masks what is out of sight, but this cache keeps it, and grows with the text. "
+                f"attn_implementation={name!r} masks dropped tokens, but this cache keeps them and grows with the text. "
                 "hf_fastattn.patch() brings a cache that does not grow."
             )
     if pattern is None:
@@ -235,8 +235,8 @@ def _refuse_packed(name: str, mask: masks.Mask, position_ids) -> None:
         before, after = position_ids[:, :-1], position_ids[:, 1:]
         if ((after < before) | (after == 0)).any():
             raise ValueError(
-                f"attn_implementation={name!r} got packed sequences (position_ids that restart) and a cache, in which they would "
-                "see one another. Pass use_cache=False, which keeps them apart."
+                f"attn_implementation={name!r} got packed sequences (position_ids that restart) and a cache, in which they "
+                "would attend to each other. Pass use_cache=False, which keeps them apart."
             )
 
 
@@ -293,7 +293,7 @@ def _refuse(name: str, module, mask, kwargs: dict) -> None:
     for key, value in kwargs.items():
         if key not in compat.BESIDE_ATTENTION and _carries_tensor(value):
             raise ValueError(
-                f"{type(module).__name__} hands {key}= to its attention, which {name!r} does not know, and would leave out; "
+                f"{type(module).__name__} hands {key}= to its attention, which {name!r} does not support and would ignore; "
                 "load this model without attn_implementation."
             )
 
@@ -341,7 +341,7 @@ def _attention(
         raise TypeError(f"q, k and v must share one dtype; got {q.dtype}, {k.dtype} and {v.dtype}. Cast them.")
     calls[f"{name}.dense"] += 1
     _say_once(
-        f"attn_implementation={name!r} was given a mask that only the dense path can honour (a custom 4-D mask, packed "
+        f"attn_implementation={name!r} was given a mask that falls back to the dense path (a custom 4-D mask, packed "
         "sequences or chunked attention); it runs torch's masked attention, exact but slower."
     )
     out = reference.dense_attention(q, k, v, mask, scale=scale, softcap=softcap, sink_logits=sink_logits)

@@ -1,4 +1,4 @@
-"""The masks that a model carries to its layers: of a mask's shape, and closed to all but those who know what is inside."""
+"""The masks that a model passes to its layers: tensors of a mask's shape that hold spans and refuse other operations."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from . import compat
 
 @dataclass(frozen=True)
 class Settings:
-    """How many tokens stay in sight; in a model's config the attributes streaming_window, streaming_sinks, streaming_clamped.
+    """How many tokens are kept; in a model's config the attributes streaming_window, streaming_sinks, streaming_clamped.
 
     clamped: positions are learned, and every token beyond the last position is given that one (an approximation).
     """
@@ -33,8 +33,7 @@ class Settings:
         window = getattr(config, "streaming_window", None)
         if window is None:
             raise ValueError(
-                "A streaming backend must know how many tokens stay in sight: use "
-                'hf_fastattn.patch(model, "streaming", window=4096, sinks=4).'
+                'A streaming backend needs a window: use hf_fastattn.patch(model, "streaming", window=4096, sinks=4).'
             )
         settings = cls(window, getattr(config, "streaming_sinks", cls.sinks), getattr(config, "streaming_clamped", cls.clamped))
         settings.check(getattr(config, "max_position_embeddings", None))
@@ -44,7 +43,7 @@ class Settings:
     def asked(cls, name: str, window: int | None, sinks: int | None, limit: int | None, clamped: bool = False) -> Settings:
         """Those that a caller of backend `name` asks for, checked; the usual number of sinks where None."""
         if window is None:
-            raise ValueError(f"{name!r} must know how many of the last tokens stay in sight; pass window=, say 4096.")
+            raise ValueError(f"{name!r} needs window=, the number of last tokens to keep, for example 4096.")
         settings = cls(window, cls.sinks if sinks is None else sinks, clamped)
         settings.check(limit)
         return settings
@@ -54,7 +53,7 @@ class Settings:
         if not isinstance(self.window, int) or self.window < 1:
             raise ValueError(f"window counts the last tokens that a query sees, itself included: at least 1; got {self.window}.")
         if not isinstance(self.sinks, int) or self.sinks < 0:
-            raise ValueError(f"sinks counts the first tokens that stay in sight: at least 0; got {self.sinks}.")
+            raise ValueError(f"sinks is the number of first tokens to keep, at least 0; got {self.sinks}.")
         if limit is not None and self.sinks + self.window > limit:
             raise ValueError(
                 f"{self.sinks} sinks and a window of {self.window} take {self.sinks + self.window} positions, and this model was "
@@ -73,7 +72,8 @@ def check_mask(name: str, config, pattern: tuple[bool, int | None] | None, q_off
     if pattern is None:
         raise ValueError(
             f"This model asks for a mask that is not plainly causal (an image or a prefix whose tokens see one another, packed "
-            f"sequences, chunks), and attn_implementation={name!r} has no window in that. Use another backend for such inputs."
+            f"sequences, chunks), and attn_implementation={name!r} cannot apply its window to that mask. "
+            "Use another backend for such inputs."
         )
     causal, window = pattern
     if not causal:
@@ -199,7 +199,7 @@ class _NotExamined(ValueError):
 
 
 class _Seen(BaseException):
-    """What was to be seen has been; no model catches this."""
+    """Stops a probe run after the layer's queries and keys were recorded; no model catches this."""
 
 
 class _Done(BaseException):
@@ -384,14 +384,12 @@ def _why_not(seen: tuple | None, even: tuple | None, positions: torch.Tensor, ca
     if _explain(even, positions, candidates) is not None:
         return (
             "scales each dimension of its queries and keys after it has rotated them (a norm with weights of its own), and what "
-            "is scaled cannot be turned back"
+            "is scaled cannot be re-rotated"
         )
     unit = torch.finfo(seen[0].dtype).eps / 2
     if not all(_keeps_length(x.detach().to("cpu", torch.float64), unit) for x in seen):
-        return (
-            "has queries or keys whose length depends on their position, and streaming counts positions within what is in sight"
-        )
-    return "rotates queries and keys in a way of its own, which streaming does not know"
+        return "has queries or keys whose length depends on their position, and streaming counts positions within the kept tokens"
+    return "rotates queries and keys in a way that streaming does not support"
 
 
 def _for_kernels(

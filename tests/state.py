@@ -28,7 +28,7 @@ WORLDS = {
 REFUSED = (  # sentences of ours, where the twin does what was asked
     "A rolling cache discards left padding, and this attention_mask has zeros behind ones",
     "which cannot read a RollingCache; use hf_fastattn.patch(",
-    "rotates queries and keys in a way of its own, which streaming does not know",
+    "rotates queries and keys in a way that streaming does not support",
 )
 ACTIONS: dict[str, tuple[Callable, int]] = {}  # name: what it does, of how many variants
 

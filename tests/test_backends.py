@@ -451,7 +451,7 @@ def test_t5_is_refused(patched, device):
     if patched:
         hf_fastattn.patch(model, cache=None, graph=False)
     with pytest.raises(
-        ValueError, match=r"T5Attention hands position_bias= .* 'lean' does not know.*without attn_implementation"
+        ValueError, match=r"T5Attention hands position_bias= .* 'lean' does not support.*without attn_implementation"
     ):
         generate(model, models.prompts("no_padding", device))
 

@@ -343,7 +343,7 @@ def test_wrong_logits_end_the_experiment(tmp_path, monkeypatch):
     assert paper_e2e.main([*arguments, "--device", "cpu"]) == 1 and not (tmp_path / "paper_e2e.json").exists()
 
 
-# ---- text without end ----
+# ---- unbounded generation ----
 
 
 def stream_bench(tmp_path, *arguments) -> tuple[int, dict]:

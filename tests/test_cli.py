@@ -58,7 +58,7 @@ def test_generate_prints_the_text_and_compares(capsys, folder, cache):
 def test_generate_asks_for_a_window_where_there_is_one_to_keep(capsys, folder):
     for options, says in (
         (["--window", "40"], "--window and --sinks are for streaming backends, and 'lean' is none"),
-        (["--backend", "streaming"], "'streaming' must know how many of the last tokens stay in sight; pass --window"),
+        (["--backend", "streaming"], "'streaming' needs --window, the number of last tokens to keep"),
     ):
         assert cli.main(["generate", folder, *options]) == 2
         assert says in capsys.readouterr().err

@@ -191,7 +191,7 @@ def test_named_shapes_have_the_size_in_their_name(shape):
         ({"length": -3}, "length must be at least 1; got -3"),
         ({"backend": "leen"}, "Unknown attention backend 'leen'"),
         ({"gpu": "h900"}, "Unknown GPU 'h900'; known: a100"),
-        ({"backend": "streaming"}, "must know how many of the last tokens stay in sight"),
+        ({"backend": "streaming"}, "needs window=, the number of last tokens to keep"),
         ({"window": 8}, "'lean' sees every token that the model does"),
         ({"dtype": "float8"}, "Unknown dtype 'float8'; name one of"),
     ],

@@ -197,6 +197,8 @@ def test_second_turn_over_the_same_cache(family, static, padding, device):
 
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic_cache", "static_cache"])
 def test_chunked_prefill_of_a_second_turn(static, device):
+    if VERSION == (5, 17):
+        device = torch.device("cpu")  # it may write past the end of its cache, which ends a GPU's context
     whole = converse("llama", device, "eager", "left_padding", static)
     try:
         expected = converse("llama", device, "eager", "left_padding", static, prefill_chunk_size=CHUNK)

@@ -193,5 +193,5 @@ def test_a_rolling_cache_refuses_layers_that_lack_tokens(monkeypatch, graph):
             model(**inputs, past_key_values=empty)
         twice = copy.deepcopy(model)
         twice.model.layers[1].self_attn.layer_idx = 0
-        with pytest.raises(RuntimeError, match="once by each layer"):
+        with pytest.raises(RuntimeError, match="one update by each layer"):
             twice(**inputs, past_key_values=RollingCache(twice))

@@ -310,7 +310,7 @@ def test_with_transformers_cache_masks_are_exact_and_memory_is_said_to_grow(devi
     model = make("llama", device)
     ids, mask = padded(device)
     model.set_attn_implementation("streaming")
-    with pytest.raises(ValueError, match=r"must know how many tokens stay in sight.*patch\(model, \"streaming\", window=4096"):
+    with pytest.raises(ValueError, match=r"needs a window.*patch\(model, \"streaming\", window=4096"):
         model(ids)
     model.config.streaming_window, model.config.streaming_sinks = WINDOW, SINKS
     with pytest.raises(ValueError, match=r"must know how LlamaAttention rotates.*with cache=None and graph=False"):
@@ -615,10 +615,10 @@ def test_frequencies_that_change_are_refused(kind, device):
     "options, sentence",
     [
         ({"window": 0}, r"window counts the last tokens.*at least 1; got 0"),
-        ({"window": None}, r"must know how many of the last tokens.*window=, say 4096"),
-        ({"sinks": -1}, r"sinks counts the first tokens.*at least 0; got -1"),
+        ({"window": None}, r"needs window=, the number of last tokens to keep, for example 4096"),
+        ({"sinks": -1}, r"sinks is the number of first tokens to keep, at least 0; got -1"),
         ({"window": 510}, r"3 sinks and a window of 510 take 513 positions.*made for 512"),
-        ({"cache": "static"}, r"cache='static' and 'streaming' do not go together"),
+        ({"cache": "static"}, r"cache='static' and 'streaming' cannot be combined"),
         ({"cache": "ring"}, r"\"rolling\", or None.*got 'ring'"),
     ],
 )
@@ -631,7 +631,7 @@ def test_settings_are_for_streaming(llama):
     for options in ({"window": 5}, {"sinks": 2}, {"clamp_positions": True}):
         with pytest.raises(ValueError, match=r'are for "streaming"; \'lean\' sees every token'):
             hf_fastattn.patch(llama, "lean", **options)
-    with pytest.raises(ValueError, match="do not go together"):
+    with pytest.raises(ValueError, match="cannot be combined"):
         hf_fastattn.patch(llama, "lean", cache="rolling")
 
 
@@ -662,7 +662,7 @@ def test_a_cache_that_its_model_cannot_read(llama, device):
     with patched(llama), torch.no_grad():
         cache = RollingCache(llama)
         llama(ids, past_key_values=cache)
-        with pytest.raises(RuntimeError, match="read through a patched model"):
+        with pytest.raises(RuntimeError, match="pre-hook of a patched model"):
             llama.model(ids, past_key_values=cache)
         with pytest.raises(ValueError, match=r"holds 2 rows.*given 1"):
             llama(ids[:1], past_key_values=cache)
@@ -676,7 +676,7 @@ def test_a_cache_that_its_model_cannot_read(llama, device):
         with pytest.raises(ValueError, match="'sdpa', which cannot read a RollingCache"):
             llama(ids, past_key_values=cache)
     llama.set_attn_implementation("eager")
-    with pytest.raises(RuntimeError, match="read through a patched model"):
+    with pytest.raises(RuntimeError, match="pre-hook of a patched model"):
         llama(ids, past_key_values=cache)
 
 

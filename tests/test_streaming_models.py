@@ -51,7 +51,7 @@ STREAM = {
     "helium": ("helium", WIDE),
     "deepseek_v2 interleaved, at the end": ("deepseek_v2", LATENT),
 }
-OF_ITS_OWN = "rotates queries and keys in a way of its own"
+OF_ITS_OWN = "rotates queries and keys in a way that streaming does not support"
 REFUSED = {
     "hunyuan": ("hunyuan_v1_dense", WIDE, r"layer 0 scales each dimension.* after it has rotated them \(a norm"),
     "deepseek_v3": ("deepseek_v3", LATENT, OF_ITS_OWN),

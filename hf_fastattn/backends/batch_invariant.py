@@ -1,4 +1,4 @@
-"""Backend "batch_invariant": Flash-Decoding whose rows do not feel one another: decoded alone or in any batch, the same bits."""
+"""Backend "batch_invariant": Flash-Decoding in which a row has the same bits alone and in any batch."""
 
 from ..kernels import TritonKernel
 from ..registry import Backend, register

@@ -1,4 +1,4 @@
-"""Backend "streaming": the first and the last tokens in sight (StreamingLLM), on the kernels of lean."""
+"""Backend "streaming": attention to the first and the last tokens (StreamingLLM), on the kernels of lean."""
 
 from ..kernels import TritonKernel
 from ..registry import Backend, register
@@ -6,7 +6,7 @@ from ..registry import Backend, register
 backend = register(
     Backend(
         name="streaming",
-        summary="StreamingLLM on the kernels of lean: the first tokens and a window of the last, for text without end",
+        summary="StreamingLLM on the kernels of lean: the first tokens and a window of the last, for unbounded generation",
         prefill=TritonKernel("prefill", hopper="prefill_hopper"),
         decode=TritonKernel("lean"),
         streaming=True,

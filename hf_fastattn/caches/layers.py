@@ -4,8 +4,8 @@ A layer's buffer is (batch, num_kv_heads, capacity, head_dim). Every layer count
 any order, and some of them alone. Layers alike (all full, or all of one sliding window) share a Track: the capacity, and two
 integers on the device that mirror the counts.
 
-Outside a decode graph the host's count is enough: a layer writes a slice and returns the slice of what is live, so masks,
-padding and stock attention see what a DynamicCache would show them, without its copy of everything on every token.
+Outside a decode graph a layer writes a slice at the host's count and returns the live slice. Masks, padding and stock attention
+therefore work as with a DynamicCache, without its copy of all K/V for every token.
 Inside a decode graph nothing may depend on the host: a layer writes at the device's slot and returns its whole buffer, and
 spans made from the device's count say what is live. A graph is for the layers that hold most tokens: all of them, but for a model
 that runs some of its layers.
@@ -14,8 +14,8 @@ A sliding layer keeps its last tokens in order, in a buffer a little larger than
 is full the window moves to its front, once every SLACK tokens. So slots stay in order of position, and
 padding, holes and taking tokens back work as in a full layer, which they would not in a ring that wraps.
 
-Whoever drops a cache gets its memory back at once: a storage owns its layers, a layer refers to its track, and a track only
-weakly to its layers and to what relieves it.
+Deleting a cache frees its memory at once: a storage owns its layers, a layer refers to its track, and a track refers weakly to
+its layers and to the pool that can free memory.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def round_up(tokens: int) -> int:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Bytes that can still be allocated on a GPU, those torch holds unused included; None where nobody knows (CPU)."""
+    """Bytes that can still be allocated on a GPU, including those torch holds unused; None if unknown (CPU)."""
     if device.type != "cuda":
         return None
     free, _ = torch.cuda.mem_get_info(device)
@@ -68,7 +68,7 @@ class Track:
 
     def __getstate__(self) -> dict:
         mine = ("window", "growable", "capacity", "mode", "version")
-        return {name: getattr(self, name) for name in mine}  # a copy is nobody's and in no graph
+        return {name: getattr(self, name) for name in mine}  # a copy belongs to no pool and no graph
 
     def __setstate__(self, state: dict) -> None:
         vars(self).update(state)
@@ -166,7 +166,7 @@ class Layer(CacheLayerMixin):
         """Allocate for states like these, (batch, num_kv_heads, any, head_dim)."""
         track, device = self.track, key_states.device
         source = self.pending or (key_states[:, :, :0], value_states[:, :, :0])
-        # Refuse before the first layer what the last would not find room for; on several devices nobody knows where it will be.
+        # Refuse before the first layer if the last would not fit; with several devices the placement is not known yet.
         missing = sum(not layer.is_initialized for layer in track.layers()) if torch.cuda.device_count() == 1 else 1
         track.refuse_unless_fits(track.capacity, missing * _bytes_per_token(*source), device)
         self.keys, self.values = source
@@ -245,7 +245,7 @@ class Layer(CacheLayerMixin):
             self.move(self.seen - keep)
 
     def check(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Refuse states of another batch, model or dtype; an empty layer forgets its buffers and fits itself to them instead."""
+        """Refuse states of another batch, model or dtype; an empty layer drops its buffers and takes their shape instead."""
         held = self.pending or ((self.keys, self.values) if self.is_initialized else None)
         if held is None:
             return

@@ -14,10 +14,11 @@ MAX_IDLE = 4  # storages a pool keeps for calls to come, one per batch size
 
 
 class Pool:
-    """Storages that no cache uses, kept for the next cache of as many rows: same addresses, so graphs over them stay good.
+    """Storages that no cache uses, kept for the next cache of as many rows: at the same addresses, so that graphs over them stay
+    valid.
 
-    A storage comes back when its cache is gone, not when generate() returns: who holds the cache owns its buffers. Who has kept a
-    layer of it, or K and V, owns them too: such a storage is not used before they are gone.
+    A storage returns to the pool when its cache is deleted, not when generate() returns: a caller that keeps the cache keeps its
+    buffers. While references to a layer, K or V remain, the storage is not reused.
     make: a storage for so many tokens. around: the cache over a storage.
     """
 
@@ -40,7 +41,7 @@ class Pool:
         return cache
 
     def _find(self, rows: int, capacity: int):
-        """An idle storage that fits, which is idle no more; None if there is none."""
+        """Remove and return an idle storage that fits; None if there is none."""
         alike = [entry for entry in self.idle if entry[0] == rows]
         fit = [entry for entry in alike if entry[1].holds(capacity)]
         held = [entry for entry in fit if _is_held(entry)]

@@ -5,10 +5,10 @@ A layer's buffer is (batch, num_kv_heads, sinks + window, head_dim). Token t of 
     slot t                              if t < sinks
     slot sinks + (t - sinks) % window   otherwise
 
-so that a new token overwrites the one that leaves the window, and nothing else moves. How many tokens each row has is known on
-the device alone: rows differ by their padding, and nothing here waits for the device.
+so that a new token overwrites the one that leaves the window, and nothing else moves. The count of each row is on the
+device only: rows differ by their padding, and no operation here synchronizes with the device.
 
-One token at a time is written at its slot, and the attention reads the buffer as it lies: a softmax does not ask for an order.
+One token at a time is written at its slot, and attention reads the buffer in slot order: softmax does not depend on the order.
 Many at once are attended to as [sinks | window, oldest first | new tokens], gathered row by row, and stored afterwards.
 """
 
@@ -227,7 +227,9 @@ class RollingLayer(CacheLayerMixin):
     def ring(self) -> Ring:
         ring = self._ring()
         if ring is None:
-            raise RuntimeError("The RollingCache of this layer is gone, and with it the count of tokens. Keep the cache, too.")
+            raise RuntimeError(
+                "The RollingCache of this layer was deleted, and with it the count of tokens. Keep a reference to the cache."
+            )
         return ring
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -245,12 +247,12 @@ class RollingLayer(CacheLayerMixin):
         step = ring.under_way
         if step is None or step.written & mine or step.q_len != key_states.shape[2]:
             raise RuntimeError(
-                "A RollingCache is read through a patched model, whose forward tells it of padding, once by each layer: call the "
-                'model that hf_fastattn.patch(model, "streaming", ...) was given, and not a part of it.'
+                "A RollingCache needs the forward pre-hook of a patched model, which counts padding, and one update by each layer: "
+                'call the model that hf_fastattn.patch(model, "streaming", ...) was given, and not a part of it.'
             )
         if step.q_len > 1 and not step.asked:
             raise RuntimeError(
-                "A RollingCache is read by spans, and this model has asked for no mask that they could come in. "
+                "A RollingCache passes spans through the attention mask, and this model did not ask for a mask. "
                 "Use another backend for it."
             )
         if ring.written is not None and not ring.written & mine:
@@ -293,7 +295,7 @@ class RollingLayer(CacheLayerMixin):
         return self.ring.before
 
     def get_max_length(self) -> int:
-        return -1  # text without end
+        return -1  # no limit
 
     def reset(self) -> None:
         self.ring.reset()

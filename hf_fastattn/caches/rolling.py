@@ -16,7 +16,8 @@ from .stored import StoredCache
 
 
 class RollingCache(StoredCache):
-    """The first `sinks` tokens of every row and the last `window`, in constant memory: a `past_key_values` for text without end.
+    """The first `sinks` tokens of every row and the last `window`, in constant memory: a `past_key_values` for unbounded
+    generation.
 
     model: one that hf_fastattn.patch(model, "streaming", window=, sinks=) was given, whose numbers hold. Nothing is allocated
     before the first forward. get_seq_length() counts all tokens ever read, padding included.
@@ -45,7 +46,7 @@ class RollingCache(StoredCache):
         return self.storage.seen if mask is None else mask
 
     def vet(self, mask: torch.Tensor | None, tokens: int = 0, takes_back: bool = False) -> None:
-        """Raise ValueError for what a call is going to ask and cannot get; waits for the device.
+        """Raise ValueError for what a call will need and cannot have; synchronizes with the device.
 
         mask: 2-D, with padding on the left alone; what the forwards that follow are given of it is not looked at again.
         takes_back: the call crops as it goes, up to `tokens` tokens in all.
@@ -80,7 +81,7 @@ class RollingCache(StoredCache):
             raise ValueError(f"This cache has read {ring.seen} tokens; {-tokens_to_remove} cannot be taken back.")
         if tokens_to_remove and ring.seen > ring.capacity:
             raise ValueError(
-                f"This cache keeps {ring.capacity} of {ring.seen} tokens, and those that would come into sight again after "
+                f"This cache keeps {ring.capacity} of {ring.seen} tokens, and the tokens that would re-enter the window after "
                 f"taking back {-tokens_to_remove} are gone. Take tokens back only while nothing is dropped."
             )
         if tokens_to_remove:
@@ -115,7 +116,7 @@ def _check_model(model) -> None:
         )
     if prepare not in model._forward_pre_hooks.values():
         raise ValueError(
-            f"A RollingCache must hear of padding before {type(model).__name__} runs; use "
+            f"A RollingCache must be given the padding before {type(model).__name__} runs; use "
             'hf_fastattn.patch(model, "streaming", window=4096, sinks=4), which sees to that.'
         )
 
@@ -191,7 +192,9 @@ def _new_pads(cache: RollingCache, mask, q_len: int) -> torch.Tensor | None:
     if mask is None or ring.mode != EAGER:
         return None
     if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
-        raise ValueError("A RollingCache takes a 2-D attention_mask, (rows, all tokens so far), and makes everything else of it.")
+        raise ValueError(
+            "A RollingCache takes a 2-D attention_mask, (rows, all tokens so far), from which it makes its own mask."
+        )
     if mask.shape[1] != ring.seen + q_len:
         raise ValueError(
             f"attention_mask covers {mask.shape[1]} tokens; this cache has read {ring.seen} and is given {q_len} more."

@@ -12,7 +12,7 @@ from .layers import Layer, Track
 
 
 class StaticStorage(Storage):
-    """The layers and tracks of one cache. They may outlive it: the next cache of the same shape finds everything where it was."""
+    """The layers and tracks of one cache. They may outlive it: the next cache of the same shape reuses the buffers in place."""
 
     def __init__(self, windows: list[int | None], capacity: int, growable: bool = True):
         self.tracks = [Track(window, capacity, growable) for window in dict.fromkeys(windows)]

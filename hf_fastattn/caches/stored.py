@@ -23,7 +23,7 @@ class StoredCache(compat.Cache):
 
     def _adopt(self, storage: Storage) -> None:
         self.storage = storage
-        super().__init__(layers=list(storage.layers))  # what a user does to his list is not done to the storage's
+        super().__init__(layers=list(storage.layers))  # a copy: changes to a cache's list do not reach the storage's
 
     @classmethod
     def around(cls, storage: Storage) -> Self:

@@ -108,7 +108,7 @@ def _version(
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Whether an error is an answer to what was asked, and not a fault of this package, whose traceback is wanted.
+    """Whether an error reports a wrong request, rather than a fault of this package, for which the traceback is shown.
 
     In this package only a `raise` is an answer; what Python or torch find wrong in its code is a fault.
     """

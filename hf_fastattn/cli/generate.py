@@ -39,7 +39,7 @@ def generate(
     check_names(chosen)
     streams = [name for name in chosen if name in registry.names() and registry.get(name).streaming]
     if streams and window is None:
-        raise ValueError(f"{streams[0]!r} must know how many of the last tokens stay in sight; pass --window, say 4096.")
+        raise ValueError(f"{streams[0]!r} needs --window, the number of last tokens to keep, for example 4096.")
     if not streams and (window is not None or sinks is not None):
         raise ValueError(f"--window and --sinks are for streaming backends, and {chosen[0]!r} is none.")
     prompt = sys.stdin.read() if prompt == "-" else prompt
@@ -65,7 +65,7 @@ def generate(
     print(tokenizer.decode(texts[0], skip_special_tokens=True).strip() + "\n")
     print(table(["backend", "tokens", "first token, ms", "ms a token", "same tokens", "calls counted"], rows))
     if loaded.device.type == "cpu":
-        print("\nNo GPU is used: Triton backends run their plain-torch twin here, which shows equal tokens and no speed.")
+        print("\nNo GPU is used: Triton backends run their reference in plain torch, which shows equal tokens but not the speed.")
     return 0 if all(text == texts[0] for text in texts) else 1
 
 

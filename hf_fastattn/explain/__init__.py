@@ -97,7 +97,10 @@ def explain(
     if limit and length > limit:
         notes.append(f"{length} tokens are more than the {limit} positions this model was made for.")
     if device.type == "cuda" and not torch.cuda.is_available():
-        notes.append("There is no GPU here: this is what a CUDA machine would run. Here the torch twins would, on the CPU.")
+        notes.append(
+            "There is no GPU here: this is what a CUDA machine would run. On this machine the reference in "
+            "plain torch would run, on the CPU."
+        )
     return Explanation(
         facts=facts,
         gpu=figures,

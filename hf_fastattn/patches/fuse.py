@@ -2,7 +2,7 @@
 product in place: two tensors of the MLP's width at once instead of three, which are the most that a long prompt needs at a time;
 and in a decode graph of one row, linear layers by `kernels.linear`, with a whole gate in one launch.
 
-All compute what the model's own code computes, rounding where it rounds, and stand in for nothing else: a norm or an MLP
+All compute what the model's own code computes, with its roundings, and replace nothing else: a norm or an MLP
 qualifies if its class has LlamaRMSNorm's or LlamaMLP's forward(), instruction for instruction, an attention layer if the
 apply_rotary_pos_emb() that its forward() calls is Llama's, a linear layer if its forward() is torch.nn.Linear's. What they cannot
 take (gradients, mixed dtypes) is left to that code.

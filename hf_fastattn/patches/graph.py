@@ -96,8 +96,8 @@ class CudaGraph:
                 self.shared["pool"] = torch.cuda.graph_pool_handle()
             pool = self.shared["pool"]
             try:
-                # cuBLAS has a workspace for each stream. One from before would be freed under this graph by whoever clears them,
-                # as torch.compile does; so the graph makes its own, in its pool, and leaves it to nobody.
+                # cuBLAS has a workspace for each stream. An older one could be freed under this graph when torch.compile
+                # clears the workspaces, so the graph allocates its own in its memory pool.
                 torch._C._cuda_clearCublasWorkspaces()
                 with torch.cuda.graph(self.graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                     result = body()

@@ -36,8 +36,8 @@ def which_cache(cache: str | None, backend: registry.Backend, graph: bool) -> st
         raise ValueError(f'cache must be "static", "rolling", or None for Transformers\' own; got {cache!r}.')
     if cache is not None and (cache == "rolling") != backend.streaming:
         raise ValueError(
-            f"cache={cache!r} and {backend.name!r} do not go together: a rolling cache drops what only a streaming backend does "
-            "not miss, and a static one keeps what that never looks at. Leave out cache=."
+            f"cache={cache!r} and {backend.name!r} cannot be combined: a rolling cache drops tokens that only a streaming "
+            "backend does not read, and a static cache keeps tokens that a streaming backend never reads. Leave out cache=."
         )
     if graph and cache is None:
         raise ValueError("graph=True needs a preallocated cache, whose addresses stay; pass graph=False with cache=None.")

@@ -1,7 +1,7 @@
 """What a decode graph depends on besides its inputs: a fingerprint of the model and of torch's settings.
 
-A graph repeats launches and not Python, so it is good only while Python would launch the same again. The fingerprint says
-whether it would, without running the model: modules and their order, classes and the functions that their forward() reaches,
+A graph replays launches without running Python, so it is valid only while Python would launch the same. The fingerprint decides
+this without running the model: modules and their order, classes and the functions that their forward() reaches,
 addresses and layouts of tensors, values of attributes and configurations, and torch's settings. It is taken once per generate().
 
 Nothing is remembered by id() alone: a fingerprint holds a weak reference to each object that it tells apart by identity, so that
@@ -133,7 +133,7 @@ class _Walker:
         self.where = ""
 
     def same(self, thing) -> int:
-        """A number that only this very object has."""
+        """A number unique to this object."""
         try:
             ref = weakref.ref(thing)
         except TypeError:  # it has no weak references: what is so small is held instead

@@ -62,13 +62,12 @@ def patch(
 
     target: a model, a text-generation pipeline or a PEFT model. cache: "static" keeps everything, in preallocated buffers;
     "rolling" what "streaming" sees, in constant memory; "auto" is the one that fits the backend; None leaves the choice to
-    Transformers. graph=False runs every step uncaptured. fuse=False leaves what surrounds attention as it is: RMSNorm in six
-    launches and the rotation of queries and keys in ten, which otherwise are one each; the MLP's product in a tensor of its own,
-    which otherwise is made in place; and linear layers to cuBLAS, which otherwise run a kernel of ours in decode graphs of one
-    row in 16 bits. On GPUs, rounding where the model rounds.
+    Transformers. graph=False runs every step uncaptured. fuse=True replaces, on GPUs and with the model's roundings: RMSNorm (one
+    launch instead of six), the rotation of queries and keys (one instead of ten), the MLP's product (in place), and, in decode
+    graphs of one row in 16 bits, cuBLAS in linear layers. fuse=False replaces none of these.
 
     window, sinks: for "streaming", the last and the first tokens that every query sees (sinks: 4 where None). clamp_positions:
-    for models with learned positions (OPT), gives every token beyond the last position that one, an approximation.
+    for models with learned positions (OPT), gives every token beyond the last position the last position (an approximation).
 
     Returns a Patch: print it for what changed, use it in a `with` block or call its undo() to take everything back. Only this
     instance changes; a deepcopy of it is patched too, on its own.
@@ -173,7 +172,7 @@ class Patch:
         self._fused: list[weakref.ref] = []
 
     def _dropper(self) -> Callable:
-        """What drops graphs and idle buffers with the model, where someone keeps this Patch longer."""
+        """A callback that drops graphs and idle buffers when the model is deleted before this Patch."""
         this = weakref.ref(self)
 
         def drop(_) -> None:
@@ -396,7 +395,7 @@ class Patch:
         given = model_kwargs.get("past_key_values")
         asked = generation_config.cache_implementation
         if asked == model.generation_config.cache_implementation:
-            asked = None  # the checkpoint's default, not this call's wish
+            asked = None  # the checkpoint's default; this call did not ask for it
         if generation_config.compile_config is not None:
             if self._takes(given):
                 raise ValueError(
