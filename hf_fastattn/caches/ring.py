@@ -247,8 +247,8 @@ class RollingLayer(CacheLayerMixin):
         step = ring.under_way
         if step is None or step.written & mine or step.q_len != key_states.shape[2]:
             raise RuntimeError(
-                "A RollingCache needs the forward pre-hook of a patched model, which counts padding, and one update by each layer: "
-                'call the model that hf_fastattn.patch(model, "streaming", ...) was given, and not a part of it.'
+                "A RollingCache needs the forward pre-hook of a patched model, which counts padding, and one update by each "
+                'layer: call the model that hf_fastattn.patch(model, "streaming", ...) was given, and not a part of it.'
             )
         if step.q_len > 1 and not step.asked:
             raise RuntimeError(
