@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from hf_fastattn import compat
+from hf_fastattn import hf
 from hf_fastattn.patches import patch
 
 from .models import load
@@ -34,7 +34,7 @@ CHILD = "import runpy, sys; sys.path.insert(0, sys.argv.pop(1)); runpy.run_modul
 ROOT = Path(__file__).parent.parent
 
 
-class FirstReplay(compat.StoppingCriteria):
+class FirstReplay(hf.StoppingCriteria):
     """Never stops; notes when the patch had first replayed a graph, once the device has got there."""
 
     def __init__(self, patched):

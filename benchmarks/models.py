@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from hf_fastattn import compat, model_shapes
+from hf_fastattn import hf, model_shapes
 
 _COMMON = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}  # nothing ends early
 _TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128}  # for trying things
@@ -25,7 +25,7 @@ class Subject:
     """A model, where it comes from, and what a decode step of it reads."""
 
     name: str
-    model: compat.PreTrainedModel
+    model: hf.PreTrainedModel
     weights: str
     config: dict = field(default_factory=dict)
 
@@ -48,7 +48,7 @@ class Subject:
     @property
     def windows(self) -> list[int | None]:
         """The sliding window of each layer, None where it keeps everything."""
-        return compat.layer_windows(self.model.config)
+        return hf.layer_windows(self.model.config)
 
     @property
     def weight_bytes(self) -> int:
@@ -81,9 +81,9 @@ def load(name: str, dtype: torch.dtype, device: torch.device, positions: int = 0
     if name in SHAPES:
         model_type, config = SHAPES[name]
         config = {**config, "max_position_embeddings": max(config["max_position_embeddings"], positions)}
-        model = compat.random_model(model_type, dtype, device, **config)
+        model = hf.random_model(model_type, dtype, device, **config)
         return Subject(name, model, "random", {"model_type": model_type, **config})
-    model = compat.load_model(name, dtype=dtype, device=device)
+    model = hf.load_model(name, dtype=dtype, device=device)
     model.generation_config.eos_token_id = None
     config = {"model_type": model.config.model_type, "max_position_embeddings": model.config.max_position_embeddings}
     return Subject(Path(name).stem, model, str(name), config)

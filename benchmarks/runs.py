@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hf_fastattn import compat
+from hf_fastattn import hf
 from hf_fastattn.patches import Patch, graph
 
 SKIP = 5  # a token's time is taken from new token SKIP + 1 on
 
 
-class Clock(compat.StoppingCriteria):
+class Clock(hf.StoppingCriteria):
     """Never stops; notes when each new token was chosen (host seconds; the first only once the device has got there)."""
 
     def __init__(self):
@@ -57,7 +57,7 @@ class Run:
 @dataclass
 class Rival:
     name: str
-    model: compat.PreTrainedModel | None
+    model: hf.PreTrainedModel | None
     prompt: Prompt
     new: int  # tokens of a repeat
     options: dict = field(default_factory=dict)

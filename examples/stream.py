@@ -20,7 +20,7 @@ from tqdm import tqdm
 from transformers import TextStreamer
 
 import hf_fastattn
-from hf_fastattn.compat import load_model, load_tokenizer
+from hf_fastattn.hf import load_model, load_tokenizer
 
 PIECE = 1 << 16  # characters read from the file at once
 

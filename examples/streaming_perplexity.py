@@ -23,7 +23,7 @@ import torch
 import transformers
 
 import hf_fastattn
-from hf_fastattn.compat import load_model, load_tokenizer
+from hf_fastattn.hf import load_model, load_tokenizer
 
 RESULTS = Path(__file__).parent / "results" / "streaming_perplexity.json"
 SCHEMES = {

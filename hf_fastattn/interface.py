@@ -10,7 +10,7 @@ from functools import cache, partial
 
 import torch
 
-from . import compat, masks, streaming
+from . import hf, masks, streaming
 from .kernels import reference, spans
 from .kernels.spec import KV, Spec
 
@@ -28,7 +28,7 @@ def register(name: str, run: Callable[..., torch.Tensor], streams: bool = False)
     """
     _runners[name] = run
     (_streaming.add if streams else _streaming.discard)(name)
-    compat.register(name, partial(attention_forward, name), partial(attention_mask, name))
+    hf.register(name, partial(attention_forward, name), partial(attention_mask, name))
 
 
 @contextmanager
@@ -54,7 +54,7 @@ def attention_mask(
     kv_length: int,
     q_offset: int | torch.Tensor = 0,
     kv_offset: int = 0,
-    mask_function=compat.causal_mask_function,
+    mask_function=hf.causal_mask_function,
     attention_mask: torch.Tensor | None = None,
     local_size: int | None = None,
     allow_is_causal_skip: bool = True,
@@ -68,7 +68,7 @@ def attention_mask(
 
     Called once a step per kind of layer; never syncs with the host.
     """
-    pattern = compat.mask_pattern(
+    pattern = hf.mask_pattern(
         mask_function, config, q_length, local_size, use_vmap, allow_is_causal_skip, allow_is_bidirectional_skip
     )
     model = "This model" if config is None else type(config).__name__.removesuffix("Config")
@@ -83,7 +83,7 @@ def attention_mask(
                 "hf_fastattn.patch() brings a cache that does not grow."
             )
     if pattern is None:
-        mask = compat.dense_mask(
+        mask = hf.dense_mask(
             batch_size=batch_size,
             q_length=q_length,
             kv_length=kv_length,
@@ -153,7 +153,7 @@ def attention_forward(
     compiling = torch.compiler.is_compiling()
     if kwargs:
         _refuse(name, module, attention_mask, kwargs)
-    if not compiling and compat.asks_for_weights():
+    if not compiling and hf.asks_for_weights():
         _refuse_weights(name)
     sinks, inv_freq, interleaved = 0, None, False
     if name in _streaming:
@@ -252,7 +252,7 @@ def _stock(
     """What runs where gradients or dropout are asked for: torch's sdpa, or the model's own eager attention with a softcap or
     sink logits, which sdpa does not know. The place of a backward pass of our own."""
     eager = softcap is not None or sink_logits is not None
-    attend = compat.stock_attention(module, eager)
+    attend = hf.stock_attention(module, eager)
     if name in _streaming or attend is None:
         raise RuntimeError(
             f"attn_implementation={name!r} has no backward pass and no dropout, and q, k or v requires grad, or the model is in "
@@ -291,7 +291,7 @@ def _refuse(name: str, module, mask, kwargs: dict) -> None:
             "use_cache=False, which it honours."
         )
     for key, value in kwargs.items():
-        if key not in compat.BESIDE_ATTENTION and _carries_tensor(value):
+        if key not in hf.BESIDE_ATTENTION and _carries_tensor(value):
             raise ValueError(
                 f"{type(module).__name__} hands {key}= to its attention, which {name!r} does not support and would ignore; "
                 "load this model without attn_implementation."

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from . import compat
+from . import hf
 
 
 @dataclass(frozen=True)
@@ -134,17 +134,17 @@ def examine(model) -> None:
     """
     forget(model)
     with _lock, torch.no_grad(), _in_eval_mode(model):
-        decoder, layers = compat.text_layers(model)
+        decoder, layers = hf.text_layers(model)
         name = type(decoder.config).__name__.removesuffix("Config").removesuffix("Text")
         if not layers:
             raise ValueError(f"{name} cannot stream: it has no self-attention layers that could be looked at.")
-        if kind := compat.changing_rope(decoder):
+        if kind := hf.changing_rope(decoder):
             raise ValueError(
                 f"{name} has rope_type {kind!r}, whose frequencies change with the length of the text: keys read under one "
                 "cannot be scored under another. Set a rope_type of fixed frequencies in its config (default, linear, llama3 or "
                 "yarn)."
             )
-        places = compat.rotary_buffers(model, decoder)
+        places = hf.rotary_buffers(model, decoder)
         try:
             learned, turns = _find_turns(decoder, layers, [tensor for *_, tensor in places])
         except _NotExamined:
@@ -247,7 +247,7 @@ def _queries_and_keys(decoder, layers: dict, positions: torch.Tensor, change: Ca
     to keys behind it may not ask for a slot. change: what is done meanwhile to the weights of the module's norms. A module that
     is not reached is missing.
     """
-    without, long = (_run_layers(decoder, layers, positions, change, past) for past in (None, compat.LongPast()))
+    without, long = (_run_layers(decoder, layers, positions, change, past) for past in (None, hf.LongPast()))
     return {
         module: tuple(torch.cat([a, b], 2) for a, b in zip(without[module], long[module], strict=True))
         for module in without
@@ -255,7 +255,7 @@ def _queries_and_keys(decoder, layers: dict, positions: torch.Tensor, change: Ca
     }
 
 
-def _run_layers(decoder, layers: dict, positions: torch.Tensor, change: Callable, past: compat.LongPast | None) -> dict:
+def _run_layers(decoder, layers: dict, positions: torch.Tensor, change: Callable, past: hf.LongPast | None) -> dict:
     seen: dict = {}
     waiting = set(layers.values())
     generator = torch.Generator().manual_seed(0)
@@ -292,7 +292,7 @@ def _run(decoder, stand_ins: dict[torch.nn.Module, Callable], positions: torch.T
         for layer, forward in stand_ins.items():
             vars(layer)["forward"] = forward
         with contextlib.suppress(_Done):
-            compat.run_text(decoder, positions.expand(2, -1), past)
+            hf.run_text(decoder, positions.expand(2, -1), past)
     finally:
         for layer, forward in had.items():
             if forward is _UNKNOWN:

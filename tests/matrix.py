@@ -36,7 +36,7 @@ from models import PADDINGS, draw_weights
 from transformers import DynamicCache
 
 import hf_fastattn
-from hf_fastattn import compat, interface
+from hf_fastattn import hf, interface
 from hf_fastattn.patches import graph as graphs
 
 PACKAGE = str(Path(hf_fastattn.__file__).parent)
@@ -239,20 +239,20 @@ def must_run_ours(cell: Cell) -> Cell:
 def cells_of(model, truths: dict, generates: bool) -> dict[str, Cell]:
     """All cells of one model, by "<way>.<padding>"."""
     cells: dict[str, Cell] = {}
-    compat.set_attention(model, "lean")
+    hf.set_attention(model, "lean")
     for padding, truth in truths.items():
         cell = must_run_ours(attempt(lambda truth=truth: truth.check_forward(forward(model, truth.inputs))))
         cells[f"forward.{padding}"] = judge_like_sdpa(cell, model, truth)
     if not generates:
-        compat.set_attention(model, "eager")
+        hf.set_attention(model, "eager")
         return cells
     for padding, truth in truths.items():
         cells[f"lean.{padding}"] = must_run_ours(attempt(lambda truth=truth: truth.check_tokens(generate(model, truth.inputs))))
-    compat.set_attention(model, _default(model))
+    hf.set_attention(model, _default(model))
     for padding, truth in truths.items():
         cell = attempt(lambda truth=truth: truth.check_tokens(_preallocated(model, truth)))
         cells[f"preallocated.{padding}"] = judge_like_stock(cell, model, truth)
-    compat.set_attention(model, "eager")
+    hf.set_attention(model, "eager")
     cells |= _patched(model, truths, "patch")
     cells |= _patched(model, truths, "streaming", backend="streaming", window=WIDE)
     return cells
@@ -264,7 +264,7 @@ def judge_like_sdpa(cell: Cell, model, truth) -> Cell:
         return cell
     if cell.path != "dense" and (_is_causal(model, "eager", truth) or not _is_causal(model, "sdpa", truth)):
         return cell
-    compat.set_attention(model, "lean")
+    hf.set_attention(model, "lean")
     found = attempt(lambda: _with_stock(model, "sdpa", truth, forward(model, truth.inputs)))
     if found.result != EQUAL:
         return cell
@@ -280,12 +280,12 @@ def _is_causal(model, name: str, truth) -> bool:
     other = {**truth.inputs, "input_ids": torch.cat([ids[:, :-1], torch.where(last == 5, 6, 5)], 1)}
     before = model.config._attn_implementation
     try:
-        compat.set_attention(model, name)
+        hf.set_attention(model, name)
         changed = (forward(model, truth.inputs) - forward(model, other))[:, :-1][truth.live[:, :-1].bool()]
     except ValueError:  # no such attention in this model
         return False
     finally:
-        compat.set_attention(model, before)
+        hf.set_attention(model, before)
     return changed.abs().max().item() <= truth.tolerance
 
 
@@ -299,9 +299,9 @@ def judge_like_stock(cell: Cell, model, truth) -> Cell:
         return cell
     before = model.config._attn_implementation
     if before not in ("eager", "sdpa"):
-        compat.set_attention(model, "eager")
+        hf.set_attention(model, "eager")
     stock = attempt(lambda: truth.check_tokens(generate(model, truth.inputs, past_key_values=DynamicCache(config=model.config))))
-    compat.set_attention(model, before)
+    hf.set_attention(model, before)
     if stock.result == EQUAL:
         return cell
     return Cell(ABSENT, cell.path, ["Transformers' own DynamicCache, handed over, fails as well: " + stock.said[0]])
@@ -352,10 +352,10 @@ def _default(model) -> str:
 def _with_stock(model, name: str, truth, expected: torch.Tensor | None = None) -> None:
     before = model.config._attn_implementation
     try:
-        compat.set_attention(model, name)
+        hf.set_attention(model, name)
         truth.check_forward(forward(model, truth.inputs), expected)
     finally:
-        compat.set_attention(model, before)
+        hf.set_attention(model, before)
 
 
 def _streams(model, truth, **options):
@@ -384,7 +384,7 @@ def _patched(model, truths: dict, way: str, **options) -> dict[str, Cell]:
             cells[f"rolling.{first}"] = judge_like_stock(cell, model, truth)
         patch.undo()
     if model.config._attn_implementation != before:
-        compat.set_attention(model, before)
+        hf.set_attention(model, before)
     return cells
 
 
@@ -464,8 +464,8 @@ def run_model(entry: every_model.Model, variant: str = "", device: str = "cpu", 
         model = every_model.build(entry, variant)
         draw_weights(model, seed)
         model.set_attn_implementation("lean")
-        row["unset"] = bool(compat.unset_parts(model))
-        compat.set_attention(model, "eager")
+        row["unset"] = bool(hf.unset_parts(model))
+        hf.set_attention(model, "eager")
         row["attention_classes"] = sorted({type(m).__name__ for m in model.modules() if "Attention" in type(m).__name__})
         row["eager_cannot"] = {}
         truths, generates = truths_of(model, entry, device, row)

@@ -43,7 +43,7 @@ def test_names_are_those_of_the_exact_backends():
     exact = {name for name in hf_fastattn.names() if not hf_fastattn.get(name).streaming}
     assert set(hf_fastattn_autoload.NAMES) <= exact and {"lean", "fa2", "split_kv"} <= set(hf_fastattn_autoload.NAMES)
     for name in hf_fastattn_autoload.NAMES:  # the functions took the places of the stubs, if there were any
-        assert all(f.func.__module__ == "hf_fastattn.interface" for f in hf_fastattn.compat.registered(name))
+        assert all(f.func.__module__ == "hf_fastattn.interface" for f in hf_fastattn.hf.registered(name))
 
 
 def test_torch_alone_loads_one_small_module(tmp_path):

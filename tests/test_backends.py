@@ -16,7 +16,7 @@ from calls import as_kernel, attention
 from transformers import AutoModel, AutoModelForSeq2SeqLM, CompileConfig, DynamicCache, StaticCache, masking_utils
 
 import hf_fastattn
-from hf_fastattn import compat, interface, kernels, masks, registry
+from hf_fastattn import hf, interface, kernels, masks, registry
 from hf_fastattn.kernels import reference, spans
 
 VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
@@ -524,11 +524,11 @@ def test_other_devices_and_no_triton(monkeypatch):
 def test_transformers_versions():
     for version in ("4.57.1", "5.16.9"):
         with pytest.raises(ImportError, match=rf"transformers >= 5.17; found {version}.*pip install"):
-            compat.check_version(version)
+            hf.check_version(version)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for version in ("5.17.0", "5.18.0.dev0", "5.23.9"):
-            compat.check_version(version)
+            hf.check_version(version)
     for version in ("5.24.0.dev0", "6.0.0"):
         with pytest.warns(UserWarning, match=f"up to 5.23; found {version}"):
-            compat.check_version(version)
+            hf.check_version(version)

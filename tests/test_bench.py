@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import fresh, generate, grid, models, paper_e2e, provenance, report, results, runs, sections, stream, timing
-from hf_fastattn import PreallocatedCache, compat, patch
+from hf_fastattn import PreallocatedCache, hf, patch
 
 WINDOWED = {**models.SHAPES["tiny"][1], "sliding_window": 8}
 RIVALS = {grid.SDPA, grid.STATIC, grid.LEAN, grid.OURS}
@@ -287,7 +287,7 @@ def test_bytes_a_step_reads():
     assert tiny.weight_bytes - tiny.bytes_read == 4 * hidden * vocab  # the embedding; its head is another matrix
     assert opt.weight_bytes - opt.bytes_read == 4 * hidden * (2048 + 2)  # positions; the embedding is the head
     assert tiny.kv_bytes([10, 5]) == 2 * 15 * 2 * 16 * 4 * 2 and opt.kv_bytes([10]) == 2 * 10 * 4 * 16 * 4 * 2
-    windowed = models.Subject("windowed", compat.random_model("mistral", torch.float32, device, **WINDOWED), "random")
+    windowed = models.Subject("windowed", hf.random_model("mistral", torch.float32, device, **WINDOWED), "random")
     assert windowed.kv_bytes([10, 5]) == 2 * (8 + 5) * 2 * 16 * 4 * 2
 
 

@@ -1,4 +1,4 @@
-"""Imports inside the package point down, only compat.py knows Transformers, and nothing in the package knows benchmarks/."""
+"""Imports inside the package point down, only hf/ knows Transformers, and nothing in the package knows benchmarks/."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ORDER = [  # a part imports parts from later lines only
     ("registry",),
     ("interface",),
     ("streaming",),
-    ("compat", "machine", "masks", "model_shapes", "tables", "tasks"),
+    ("hf", "machine", "masks", "model_shapes", "tables", "tasks"),
     ("kernels",),
 ]
 LEVEL = {part: level for level, parts in enumerate(ORDER) for part in parts}
@@ -58,11 +58,11 @@ def test_imports_point_down(path):
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_only_compat_imports_transformers(path):
+def test_only_hf_imports_transformers(path):
     outside = {name[1] for name in imports(path) if name[0] == "outside"}
     assert "benchmarks" not in outside, f"{path.name} imports benchmarks, which a wheel does not have"
-    if path.relative_to(ROOT).with_suffix("").parts[0] != "compat":
-        assert "transformers" not in outside, f"{path.name} imports transformers; go through compat.py"
+    if path.relative_to(ROOT).with_suffix("").parts[0] != "hf":
+        assert "transformers" not in outside, f"{path.name} imports transformers; go through hf/"
 
 
 @pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: str(path.relative_to(ROOT.parent)))

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import hf_fastattn
-from hf_fastattn import cli, compat
+from hf_fastattn import cli, hf
 from hf_fastattn.evaluate import Evaluation, harness, report
 from hf_fastattn.explain import costs
 
@@ -99,7 +99,7 @@ def test_a_folder_that_cannot_be_written_is_told_before_anything_runs(capsys, ev
     def never(*args, **options):
         raise AssertionError("it ran")
 
-    monkeypatch.setattr(compat, "load_model", never)
+    monkeypatch.setattr(hf, "load_model", never)
     assert cli.main([*eval_options, "--out", str(tmp_path / out)]) == 2
     assert f"Results cannot be written into {tmp_path / out}: " in capsys.readouterr().err
     with pytest.raises(SystemExit) as end:
@@ -291,7 +291,7 @@ def test_a_broken_checkpoint_is_told_in_a_sentence(capsys, folder, tmp_path, how
 @pytest.mark.parametrize("model_type", ["rwkv", "mamba"])
 def test_a_model_without_attention_is_refused_in_a_sentence(capsys, tmp_path, model_type):
     sizes = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2}
-    compat.random_model(model_type, torch.float32, torch.device("cpu"), **sizes).save_pretrained(tmp_path)
+    hf.random_model(model_type, torch.float32, torch.device("cpu"), **sizes).save_pretrained(tmp_path)
     checkpoint.tokenizer().save_pretrained(tmp_path)
     options = ["--device", "cpu"]
     decode = ["--tasks", "", "--decode-tokens", "4", "--out", str(tmp_path / "out")]
@@ -305,7 +305,7 @@ def test_a_fault_of_this_package_is_no_sentence(folder, monkeypatch):
         patch.setattr(costs, "step", None)
         cli.main(["explain", folder])
     with monkeypatch.context() as patch, pytest.raises(ValueError, match="too many values"):
-        patch.setattr(compat, "locate", lambda *args: (1, 2, 3))
+        patch.setattr(hf.loading, "locate", lambda *args: (1, 2, 3))
         cli.main(["explain", folder])
     with monkeypatch.context() as patch, pytest.raises(RuntimeError):
         patch.setattr(cli.generate, "_encode", lambda *args: torch.zeros(2) @ torch.zeros(3))

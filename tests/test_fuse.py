@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 import hf_fastattn
-from hf_fastattn import compat
+from hf_fastattn import hf
 from hf_fastattn.kernels import HAS_TRITON, INTERPRETED
 from hf_fastattn.patches import fuse
 
@@ -439,7 +439,7 @@ def test_an_mlp_of_another_activation_is_left_alone(mlp, act):
 def test_a_rotation_is_llamas_only_if_what_it_calls_is(family, same):
     """NanoChat's rotate_half() turns the other way and BLT's turns other pairs, under the same apply_rotary_pos_emb()."""
     module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-    assert compat.is_llamas_rope(module.apply_rotary_pos_emb) == same
+    assert hf.is_llamas_rope(module.apply_rotary_pos_emb) == same
 
 
 def test_what_stands_in_for_llamas_own_is_not_taken_for_it(monkeypatch):
@@ -451,13 +451,13 @@ def test_what_stands_in_for_llamas_own_is_not_taken_for_it(monkeypatch):
             return hidden_states * (self.offset + self.weight)
 
     monkeypatch.setattr(modeling_llama, "LlamaRMSNorm", Norm)
-    assert not compat.is_llamas_norm(Norm.forward)
+    assert not hf.is_llamas_norm(Norm.forward)
 
 
 def fuse_all(model) -> None:
     """As on a GPU, whatever the device."""
     named = lambda name: [m for m in model.modules() if type(m).__name__ == name]  # noqa: E731
-    layers = [m for m in model.modules() if compat.is_attention(m)]
+    layers = [m for m in model.modules() if hf.is_attention(m)]
     fuse.fuse(fuse.Fusible(named("LlamaRMSNorm"), layers, named("LlamaMLP"), named("Linear")))
 
 

@@ -10,7 +10,7 @@ from models import PADDINGS, PROMPT, prompts, tiny
 import hf_fastattn
 from hf_fastattn.caches.contract import EAGER, Storage
 from hf_fastattn.caches.stored import StoredCache
-from hf_fastattn.compat import CacheLayerMixin
+from hf_fastattn.hf import CacheLayerMixin
 
 
 class Reversed(CacheLayerMixin):

@@ -158,7 +158,7 @@ def test_a_second_call_of_another_length_neither_reallocates_nor_recaptures(capt
 @pytest.mark.parametrize("padding", ["left_padding", "holes"])
 def test_a_mask_is_part_of_the_graph(captured, llama, monkeypatch, padding):
     """Nothing is made of it outside, and prompts of other lengths leave nothing behind in it."""
-    monkeypatch.setattr(hf_fastattn.compat, "decode_mask", None)
+    monkeypatch.setattr(hf_fastattn.hf, "decode_mask", None)
     lengths = (60, 96, 30)
     llama.set_attn_implementation("eager")
     expected = {length: generate(llama, prompts(padding, "cpu", length=length)) for length in lengths}

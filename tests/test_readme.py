@@ -14,7 +14,7 @@ from transformers import AutoModelForSeq2SeqLM, LlamaConfig, LlamaForCausalLM
 
 import hf_fastattn
 from benchmarks import report as bench_report
-from hf_fastattn import backends, cli, compat, interface, kernels, registry
+from hf_fastattn import backends, cli, hf, interface, kernels, registry
 from hf_fastattn.kernels import checks, reference, spans
 from hf_fastattn.kernels.host import gpu
 
@@ -91,7 +91,7 @@ REFUSED = {  # a row of the table, by a part of what is asked: how to ask
     "encoder-decoder": lambda: hf_fastattn.patch(tiny("bart", auto=AutoModelForSeq2SeqLM, d_model=64)),
     "mps": lambda: kernels.TritonKernel("prefill").where("mps"),
     "T4": lambda: _on_a_t4(),
-    "before": lambda: compat.check_version("5.16.0"),
+    "before": lambda: hf.check_version("5.16.0"),
 }
 
 
@@ -107,7 +107,7 @@ def test_refusals_are_what_is_said(asked):
 
 
 def test_stated_versions_and_limits_are_the_packages():
-    oldest = ".".join(map(str, compat.OLDEST))
+    oldest = ".".join(map(str, hf.version.OLDEST))
     assert f"Transformers {oldest}" in README and f"transformers>={oldest}" in (ROOT / "pyproject.toml").read_text()
     assert f"head_dim | up to {checks.MAX_HEAD_DIM}" in page("supported.md") and f"head_dim up to {checks.MAX_HEAD_DIM}" in README
     assert f'version = "{hf_fastattn.__version__}"' in (ROOT / "pyproject.toml").read_text()

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from transformers import AttentionInterface, DynamicCache
 
 import hf_fastattn
-from hf_fastattn import RollingCache, compat, streaming
+from hf_fastattn import RollingCache, hf, streaming
 from hf_fastattn.caches.ring import Ring
 from hf_fastattn.kernels import spans as span_layout
 from hf_fastattn.kernels.decode import ring
@@ -78,7 +78,7 @@ class Reference:
         if hasattr(self.model, "set_experts_implementation"):
             self.model.set_experts_implementation("eager")  # the others know no fp64
         self.window, self.sinks = window, sinks
-        self.source = sys.modules[type(next(m for m in self.model.modules() if compat.is_attention(m))).__module__]
+        self.source = sys.modules[type(next(m for m in self.model.modules() if hf.is_attention(m))).__module__]
         self.turn = getattr(self.source, "apply_rotary_pos_emb", None)
         self.rotary = next((m for m in self.model.modules() if hasattr(m, "inv_freq")), None)
 

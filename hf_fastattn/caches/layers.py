@@ -25,7 +25,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ..compat import CacheLayerMixin
+from ..hf import CacheLayerMixin
 from ..kernels.decode.append import append
 from .contract import CAPTURED, CAPTURED_WITH_MASK, CHANGE_ROWS, EAGER
 

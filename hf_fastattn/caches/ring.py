@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..compat import CacheLayerMixin
+from ..hf import CacheLayerMixin
 from ..kernels.decode.append import append
 from ..kernels.decode.ring import ring_step
 from ..kernels.spans import pack_spans

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from .. import compat, masks, registry
+from .. import hf, masks, registry
 from ..streaming import Settings, refresh
 from .contract import EAGER
 from .ring import Ring
@@ -164,11 +164,11 @@ def prepare(model, args: tuple, kwargs: dict):
 
 def _check_positions(model, kwargs: dict) -> None:
     """Raise ValueError for positions in sections that differ: how far a window has moved is then not one number."""
-    if not compat.has_sections(model.config):
+    if not hf.has_sections(model.config):
         return
     given = kwargs.get("position_ids")
     if given is None:
-        differ = any(isinstance(kwargs.get(name), torch.Tensor) for name in compat.GRIDS)
+        differ = any(isinstance(kwargs.get(name), torch.Tensor) for name in hf.GRIDS)
     else:
         differ = given.dim() == 3 and bool((given != given[:1]).any())
     if differ:

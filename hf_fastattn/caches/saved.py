@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from .. import compat
+from .. import hf
 from .layers import Layer
 
 FORMAT = "hf_fastattn cache 1"
@@ -166,4 +166,4 @@ def _shapes(model) -> list[tuple[int, int, int]] | None:
     words = ("head_dim", "key_value_head", "kv_head", "value_dim", "multi_query", "lora_rank")
     if any(word in name for name in vars(config.get_text_config(decoder=True)) if name not in usual for word in words):
         return None
-    return [(shape.num_kv_heads, shape.head_dim, shape.value_dim) for shape in compat.layer_shapes(config)]
+    return [(shape.num_kv_heads, shape.head_dim, shape.value_dim) for shape in hf.layer_shapes(config)]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from .. import compat
+from .. import hf
 from . import saved
 from .layers import round_up
 from .storage import StaticStorage
@@ -29,7 +29,7 @@ class PreallocatedCache(StoredCache):
         config = getattr(config, "config", config)
         if capacity < 1:
             raise ValueError(f"capacity counts tokens and must be at least 1; got {capacity}.")
-        self._adopt(StaticStorage(compat.layer_windows(config), round_up(capacity) if grow else capacity, grow))
+        self._adopt(StaticStorage(hf.layer_windows(config), round_up(capacity) if grow else capacity, grow))
 
     def __repr__(self) -> str:
         tracks = ", ".join(
@@ -89,7 +89,7 @@ class PreallocatedCache(StoredCache):
         ValueError, naming path and reason, for what is not such a file: another format, configuration, dtype or shape, a file cut
         short, or one that contradicts itself.
         """
-        windows = compat.layer_windows(getattr(model, "config", model))
+        windows = hf.layer_windows(getattr(model, "config", model))
         seen, states = saved.read(path, windows, model)
         cache = cls(model, max(capacity, seen), grow=grow)
         for layer, pair in zip(cache.layers, states, strict=True):

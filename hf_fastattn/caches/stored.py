@@ -8,11 +8,11 @@ from typing import Self
 
 import torch
 
-from .. import compat
+from .. import hf
 from .contract import CAPTURED, CAPTURED_WITH_MASK, CHANGE_ROWS, EAGER, Storage
 
 
-class StoredCache(compat.Cache):
+class StoredCache(hf.Cache):
     """A `past_key_values` over a storage, of which it shows the layers.
 
     streams: whether it drops tokens, as the backend "streaming" expects.

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from .. import compat
+from .. import hf
 from ..explain import GPUS, SHAPES
 from ..explain import explain as explain_
 from .options import MODEL, Backend, Dtype, GgufFile, Sinks, Traceback, Window
@@ -30,7 +30,7 @@ def explain(
 ) -> None:
     source = model
     if model not in SHAPES:
-        source = compat.load_config(model, gguf_file)
+        source = hf.load_config(model, gguf_file)
         source._name_or_path = model
     found = explain_(
         source,

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from .. import compat, interface, registry
+from .. import hf, interface, registry
 from ..machine import find_device, prepare_folder
 from ..patches import patch
 from ..tasks import data
@@ -129,17 +129,17 @@ def _save(found: Evaluation, out: str | Path | None) -> None:
 
 
 def load(source, tokenizer=None, gguf_file=None, dtype=None, device=None):
-    """(model, tokenizer) of a name, as `compat.locate` takes it; by default in float32 on a CPU, where 16 bits are slow, and in
+    """(model, tokenizer) of a name, as `hf.locate` takes it; by default in float32 on a CPU, where 16 bits are slow, and in
     bfloat16 on a GPU, where there is one."""
     device = find_device(device)
     dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
-    tokenizer = compat.load_tokenizer(source, gguf_file) if tokenizer is None else tokenizer
-    return compat.load_model(source, gguf_file, dtype=dtype, device=device), tokenizer
+    tokenizer = hf.load_tokenizer(source, gguf_file) if tokenizer is None else tokenizer
+    return hf.load_model(source, gguf_file, dtype=dtype, device=device), tokenizer
 
 
 def check_names(backends: Sequence[str]) -> None:
     """Raise ValueError for the first that neither is registered here nor known to Transformers."""
-    own = [name for name in compat.attention_names() if name not in registry.names()]
+    own = [name for name in hf.attention_names() if name not in registry.names()]
     for name in backends:
         if name not in registry.names() and name not in own:
             raise ValueError(

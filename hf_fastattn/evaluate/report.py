@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from .. import compat
+from .. import hf
 from ..machine import write_whole
 from ..tables import table
 from . import pairs
@@ -59,7 +59,7 @@ class Evaluation:
             "dtype": str(dtype).removeprefix("torch."),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             "torch": torch.__version__,
-            "transformers": compat.transformers.__version__,
+            "transformers": hf.transformers.__version__,
             "python": platform.python_version(),
             **(conditions or {}),
         }

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 
 import torch
 
-from .. import compat, registry
+from .. import hf, registry
 from ..kernels import TritonKernel
 from ..kernels.spec import KV
 from ..machine import find_device
@@ -81,7 +81,7 @@ def explain(
         if value < 1:
             raise ValueError(f"{name} must be at least 1; got {value}.")
     chosen = registry.get(backend)
-    if not isinstance(model, compat.PreTrainedModel):
+    if not isinstance(model, hf.PreTrainedModel):
         model = _from_config(model, dtype)
     facts = costs.count(model, dtype)
     streaming = _streaming(chosen, window, sinks, facts.max_length)
@@ -139,12 +139,12 @@ def _from_config(source, dtype):
     """A model without memory, of a configuration or of where there is one."""
     if isinstance(source, str) and source.lower() in SHAPES:
         model_type, options = SHAPES[source.lower()]
-        source = compat.make_config(model_type, name_or_path=source, **options)
-    elif not isinstance(source, compat.PreTrainedConfig):
-        source = compat.load_config(source)
+        source = hf.make_config(model_type, name_or_path=source, **options)
+    elif not isinstance(source, hf.PreTrainedConfig):
+        source = hf.load_config(source)
     if source.is_encoder_decoder:
         raise ValueError(f"explain() is for decoder-only models; {type(source).__name__} is an encoder-decoder.")
-    return compat.model_on_meta(source, costs.find_dtype(dtype or getattr(source, "dtype", None) or torch.bfloat16))
+    return hf.model_on_meta(source, costs.find_dtype(dtype or getattr(source, "dtype", None) or torch.bfloat16))
 
 
 # ---- what runs ----
@@ -183,7 +183,7 @@ def _what_runs(
 
     shape = {"num_heads": facts.num_heads, "num_kv_heads": facts.num_kv_heads, "head_dim": facts.head_dim}
     reasons = {
-        name: compat.why_not_model(type(model.config)) or registry.get(name).why_not(**shape, dtype=facts.dtype, device=device)
+        name: hf.why_not_model(type(model.config)) or registry.get(name).why_not(**shape, dtype=facts.dtype, device=device)
         for name in registry.names()
     }
     for name, reason in reasons.items():
@@ -201,7 +201,7 @@ def _what_runs(
         if reason:
             refuse(f"{kernel.hopper} in {phase}", reason)
         runs.append({"what": phase, "how": how, "why": _why(chosen, served, q_len, facts)})
-    owns = compat.overrides_generation(model)
+    owns = hf.overrides_generation(model)
     if owns:
         refuse("a cache of ours", f"{type(model).__name__} has its own {owns}(), which it would replace.")
         runs.append({"what": "cache", "how": "DynamicCache", "why": "copied as it grows"})

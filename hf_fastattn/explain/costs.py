@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .. import compat
+from .. import hf
 from ..tables import size
 
 WINDOW = 4096  # of the model beside the others that has one
@@ -46,7 +46,7 @@ class Facts:
 
     name: str
     dtype: torch.dtype
-    shapes: tuple[compat.LayerShape, ...]  # of each layer
+    shapes: tuple[hf.LayerShape, ...]  # of each layer
     windows: tuple[int | None, ...]
     max_length: int | None
     parameters: int
@@ -56,14 +56,14 @@ class Facts:
     experts: tuple[int, int] = (1, 1)  # chosen for a token, of how many
 
     @property
-    def widest(self) -> compat.LayerShape:
+    def widest(self) -> hf.LayerShape:
         return max(self.shapes, key=lambda shape: shape.head_dim)
 
     num_heads = property(lambda self: self.widest.num_heads)
     num_kv_heads = property(lambda self: self.widest.num_kv_heads)
     head_dim = property(lambda self: self.widest.head_dim)
 
-    def _seen(self, length: int) -> list[tuple[compat.LayerShape, int]]:
+    def _seen(self, length: int) -> list[tuple[hf.LayerShape, int]]:
         """Each layer, and how many tokens a query attends to in it."""
         return [(shape, min(length, window or length)) for shape, window in zip(self.shapes, self.windows, strict=True)]
 
@@ -101,7 +101,7 @@ def count(model, dtype: torch.dtype | str | None = None) -> Facts:
     if getattr(config, "kv_lora_rank", None):
         raise ValueError(f"explain() cannot count the compressed K/V of multi-head latent attention, which {name} has.")
     try:
-        windows = compat.layer_windows(model.config)
+        windows = hf.layer_windows(model.config)
     except ValueError as error:
         raise ValueError(f"explain() counts the K/V of full and sliding attention only. {error}") from error
     heads = getattr(config, "num_attention_heads", None)
@@ -120,7 +120,7 @@ def count(model, dtype: torch.dtype | str | None = None) -> Facts:
     return Facts(
         name=name,
         dtype=dtype,
-        shapes=compat.layer_shapes(model.config),
+        shapes=hf.layer_shapes(model.config),
         windows=tuple(windows),
         max_length=getattr(config, "max_position_embeddings", None),
         parameters=sum(p.numel() for p in model.parameters()),

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
-from .. import compat
+from .. import hf
 from ..kernels import HAS_TRITON, INTERPRETED
 from ..kernels.host import gpu
 
@@ -60,9 +60,9 @@ def find(model: torch.nn.Module) -> Fusible:
         weight = next(module.parameters(), None)
         if "forward" in vars(module) or weight is None or not (INTERPRETED or gpu.on_gpu(weight.device)):
             continue
-        if compat.is_llamas_norm(forward):
+        if hf.is_llamas_norm(forward):
             found.norms.append(module)
-        elif compat.is_llamas_mlp(forward):
+        elif hf.is_llamas_mlp(forward):
             found.mlps.append(module)
         elif forward is torch.nn.Linear.forward and _is_plain(module._parameters.get("weight")):
             found.linears.append(module)
@@ -80,7 +80,7 @@ def _is_plain(weight: torch.Tensor | None) -> bool:
 
 def _calls_llamas_rope(forward) -> bool:
     names = getattr(getattr(forward, "__code__", None), "co_names", ())
-    return _ROPE in names and not forward.__closure__ and compat.is_llamas_rope(forward.__globals__.get(_ROPE))
+    return _ROPE in names and not forward.__closure__ and hf.is_llamas_rope(forward.__globals__.get(_ROPE))
 
 
 def fuse(found: Fusible) -> None:
@@ -159,7 +159,7 @@ def _mlp_in_place(forward: types.FunctionType) -> types.FunctionType:
 
 def _returns_its_own(act: torch.nn.Module) -> bool:
     """Whether an activation makes a tensor that nobody else holds."""
-    return type(act) in compat.activations() and not getattr(act, "inplace", False) and not act._forward_hooks
+    return type(act) in hf.activations() and not getattr(act, "inplace", False) and not act._forward_hooks
 
 
 def _linear(forward: types.FunctionType) -> types.FunctionType:
@@ -191,7 +191,7 @@ def _gated(mlp: torch.nn.Module, x: torch.Tensor) -> torch.Tensor | None:
     from ..kernels.decode import linear
 
     gate, up, act = mlp.gate_proj, mlp.up_proj, mlp.act_fn
-    if not (is_fused(gate) and is_fused(up)) or type(act) not in compat.silus() or not _runs_our_linear(x, gate, up):
+    if not (is_fused(gate) and is_fused(up)) or type(act) not in hf.silus() or not _runs_our_linear(x, gate, up):
         return None
     if gate.bias is not None or up.bias is not None or _global_forward_pre_hooks:
         return None
@@ -237,4 +237,4 @@ def _rope(q, k, cos, sin, unsqueeze_dim=1):
     from ..kernels.decode import rope
 
     out = rope.run(q, k, cos, sin) if _has_kernels(q) and unsqueeze_dim == 1 else None
-    return compat.llama_rope()(q, k, cos, sin, unsqueeze_dim) if out is None else out
+    return hf.llama_rope()(q, k, cos, sin, unsqueeze_dim) if out is None else out

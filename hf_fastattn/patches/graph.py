@@ -22,7 +22,7 @@ from typing import ClassVar, Protocol
 
 import torch
 
-from .. import compat
+from .. import hf
 from ..caches.pool import references
 from ..caches.stored import StoredCache
 from .fuse import in_decode_graph
@@ -236,7 +236,7 @@ class Entry:
                 inputs = {**static, "past_key_values": cache}
                 if self.takes_mask and "attention_mask" not in static:
                     # Made in the graph from the device's count. Some models count tokens on the host if they get no mask.
-                    inputs["attention_mask"] = compat.decode_mask(model, {**inputs, "attention_mask": None})
+                    inputs["attention_mask"] = hf.decode_mask(model, {**inputs, "attention_mask": None})
                 with in_decode_graph():
                     outputs = model(**inputs)
             storage.step()
@@ -388,7 +388,7 @@ class DecodeStep:
         elif grows(mask) and not (storage.keeps_all and mask.shape[1] <= storage.capacity):
             # Only the host knows which of its columns are in the buffers; the spans made from it do not grow.
             with cache.on_device(with_mask=True):
-                inputs["attention_mask"] = compat.decode_mask(self.model, inputs)
+                inputs["attention_mask"] = hf.decode_mask(self.model, inputs)
         entry = self.entry
         if entry is None or not entry.fits(storage) or not entry.accepts(inputs):
             if entry is not None and (name := entry.grown(inputs)) is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .. import compat, registry
+from .. import hf, registry
 from ..streaming import Settings
 
 
@@ -20,7 +20,7 @@ def find_model(target):
                 "not take; patch models with LoRA and its relatives, or the base model."
             )
         model = model.get_base_model()
-    if not isinstance(model, compat.PreTrainedModel) or not model.can_generate():
+    if not isinstance(model, hf.PreTrainedModel) or not model.can_generate():
         raise TypeError(
             "patch() takes a Transformers model with generate(), a text-generation pipeline or a PEFT model; "
             f"got {type(target).__name__}."
@@ -47,17 +47,17 @@ def which_cache(cache: str | None, backend: registry.Backend, graph: bool) -> st
 def check_model(model, backend: registry.Backend) -> None:
     """Raise ValueError for a model that cannot run the backend, or whose generate() is not its own."""
     name = type(model).__name__
-    if reason := compat.why_not_model(type(model.config)):
+    if reason := hf.why_not_model(type(model.config)):
         raise ValueError(f"{name} cannot be patched: {reason}")
     if not model._can_set_attn_implementation():
         raise ValueError(
             f"{name} cannot be patched: it computes attention in its own code and does not let its attn_implementation be set."
         )
-    if part := compat.generates_by_another(model):
+    if part := hf.generates_by_another(model):
         raise ValueError(
             f"{name} cannot be patched: its generate() calls that of its {part}. Patch that: hf_fastattn.patch(model.{part})."
         )
-    if other := compat.sharer(model):
+    if other := hf.sharer(model):
         raise ValueError(
             f"{name} cannot be patched: a {other} that is alive is built over a part of it, and would be changed too. Delete "
             "that one, or build it over a copy (copy.deepcopy) of the part."
@@ -68,7 +68,7 @@ def check_model(model, backend: registry.Backend) -> None:
 
 def _why_no_kernel(model, backend: registry.Backend) -> str | None:
     """Why the backend cannot serve one of the model's layers, in a sentence."""
-    for shape in dict.fromkeys(compat.layer_shapes(model.config)):
+    for shape in dict.fromkeys(hf.layer_shapes(model.config)):
         if shape.head_dim != shape.value_dim:
             return (
                 f"keys have head_dim {shape.head_dim} and values {shape.value_dim}, and these kernels take one for both; "
@@ -100,6 +100,6 @@ def which_settings(model, backend: registry.Backend, window: int | None, sinks: 
 
 def which_windows(model) -> list[int | None]:
     """The windows of the model's layers, for a cache of ours."""
-    if name := compat.overrides_generation(model):
+    if name := hf.overrides_generation(model):
         raise ValueError(f"{type(model).__name__} has its own {name}(), which the cache would replace.")
-    return compat.layer_windows(model.config)
+    return hf.layer_windows(model.config)

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import torch
 
-from .. import compat, registry
+from .. import hf, registry
 from ..caches import rolling
 
 LIMIT = 4000  # objects beside modules, tensors and scalars that one fingerprint looks at
@@ -31,7 +31,7 @@ SCALARS = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dt
 LIBRARIES = frozenset({"torch", "transformers", "peft", "accelerate", "hf_fastattn", "triton", *sys.stdlib_module_names})
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 _MODULE_ATTRIBUTES = frozenset(vars(torch.nn.Module())) | {"_is_hf_initialized"}
-_BASES = frozenset({object, torch.nn.Module, compat.PreTrainedModel, *compat.PreTrainedModel.__mro__})
+_BASES = frozenset({object, torch.nn.Module, hf.PreTrainedModel, *hf.PreTrainedModel.__mro__})
 _MISSING = object()
 MARK = "_hf_fastattn_patch"  # the attribute of a patched model that holds its Patch
 
@@ -74,7 +74,7 @@ class Fingerprint(NamedTuple):
         return found
 
 
-def survey(model: compat.PreTrainedModel) -> Fingerprint:
+def survey(model: hf.PreTrainedModel) -> Fingerprint:
     """The model's fingerprint now. Raises Uncapturable for what no graph can hold."""
     module_api = torch.nn.modules.module
     if module_api._global_forward_hooks or module_api._global_forward_pre_hooks:
@@ -143,7 +143,7 @@ class _Walker:
 
     def backend(self, name: str) -> tuple:
         chosen = registry.get(name) if name in registry.names() else None
-        return name, self.same(chosen), *(self.same(function) for function in compat.registered(name))
+        return name, self.same(chosen), *(self.same(function) for function in hf.registered(name))
 
     # ---- modules ----
 
@@ -196,7 +196,7 @@ class _Walker:
     def _known(self, cls: type) -> tuple[tuple, frozenset[str]]:
         """(a class, attributes of its modules that do not count)."""
         self.where = cls.__name__
-        ours = compat.bookkeeping() | {MARK} if issubclass(cls, compat.PreTrainedModel) else frozenset()
+        ours = hf.bookkeeping() | {MARK} if issubclass(cls, hf.PreTrainedModel) else frozenset()
         return self._class(cls), _MODULE_ATTRIBUTES | ours
 
     def _class(self, cls: type) -> tuple:
@@ -233,7 +233,7 @@ class _Walker:
         if isinstance(value, types.FunctionType):
             return self.function(value)
         self._met(value)
-        if isinstance(value, compat.PreTrainedConfig):
+        if isinstance(value, hf.PreTrainedConfig):
             self.configs.append(value)
             return self.same(value)
         self.left -= 1
@@ -366,7 +366,7 @@ def _tree(root: str, model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Mod
 
 def _check_hooks(module: torch.nn.Module) -> None:
     for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
-        if hook is not rolling.prepare and not compat.is_inert_hook(hook):
+        if hook is not rolling.prepare and not hf.is_inert_hook(hook):
             name = getattr(hook, "__qualname__", type(hook).__qualname__)
             raise Uncapturable(f"{type(module).__name__} has the forward hook {name}, and a graph would not run it")
 

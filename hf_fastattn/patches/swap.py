@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .. import compat, registry
+from .. import hf, registry
 from ..caches import PreallocatedCache, RollingCache, rolling
 from ..caches.layers import round_up
 from ..caches.pool import Pool
@@ -92,7 +92,7 @@ def patch(
 
 def _check_width(model, chosen: registry.Backend, asked: Settings) -> None:
     """Raise ValueError where the model's own windows hide what streaming would show."""
-    own = min((w for w in compat.layer_windows(model.config) if w is not None), default=None)
+    own = min((w for w in hf.layer_windows(model.config) if w is not None), default=None)
     if own is None or asked.sinks + asked.window <= own:
         return
     says = (
@@ -196,7 +196,7 @@ class Patch:
 
     def _refit(self, model) -> None:
         """Make caches for the layers that the model has now: someone may have edited them, or its configuration."""
-        windows = compat.layer_windows(model.config)
+        windows = hf.layer_windows(model.config)
         streaming = None if self._streaming is None else Settings.of(model.config.get_text_config(decoder=True))
         if streaming is None and self._streaming is None and windows == self._windows[: len(windows)]:
             return  # the first layers alone, as for an early exit, leave those behind them empty
@@ -209,9 +209,9 @@ class Patch:
         before = model.config._attn_implementation
         self._own_configs(model)
         if self._streaming is None:
-            compat.set_attention(model, self.backend)
+            hf.set_attention(model, self.backend)
         else:
-            compat.set_text_attention(model, self.backend)
+            hf.set_text_attention(model, self.backend)
             examine(model)
             model.register_forward_pre_hook(rolling.prepare, with_kwargs=True)
         layers = model.config.get_text_config(decoder=True).num_hidden_layers
@@ -264,7 +264,7 @@ class Patch:
         memo: dict = {}
         for module in model.modules():
             for name, value in list(vars(module).items()):
-                if isinstance(value, compat.PreTrainedConfig):
+                if isinstance(value, hf.PreTrainedConfig):
                     own = copy.deepcopy(value, memo)
                     self._configs.append((weakref.ref(module), name, value, own))
         if self._streaming is not None:
@@ -408,7 +408,7 @@ class Patch:
             stock(model, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
         rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
         if self._takes(given):
-            layers = len(compat.layer_windows(model.config))
+            layers = len(hf.layer_windows(model.config))
             if len(given.layers) not in (layers, len(self._windows)):
                 raise ValueError(
                     f"This cache holds {len(given.layers)} layers, and {type(model).__name__} has {layers}: "
@@ -489,13 +489,13 @@ def _pairs(theirs, ours) -> Iterator[tuple]:
     """A configuration and our copy of it, and so on for those in it."""
     yield theirs, ours
     for name, value in vars(theirs).items():
-        if isinstance(value, compat.PreTrainedConfig):
+        if isinstance(value, hf.PreTrainedConfig):
             yield from _pairs(value, vars(ours)[name])
 
 
 def _plain(config) -> dict:
     """A copy of a configuration's attributes, but for other configurations."""
-    return copy.deepcopy({name: v for name, v in vars(config).items() if not isinstance(v, compat.PreTrainedConfig)})
+    return copy.deepcopy({name: v for name, v in vars(config).items() if not isinstance(v, hf.PreTrainedConfig)})
 
 
 class _KeptInputs:

@@ -1,0 +1,84 @@
+"""All that depends on Transformers' names and versions, a file for each chapter. Nothing else in the package imports it."""
+
+import transformers
+
+from .version import check_version
+
+check_version(transformers.__version__)
+
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel, StoppingCriteria  # noqa: E402
+from transformers.cache_utils import Cache, CacheLayerMixin  # noqa: E402
+from transformers.masking_utils import causal_mask_function  # noqa: E402
+
+from .attention import (  # noqa: E402
+    BESIDE_ATTENTION,
+    asks_for_weights,
+    attention_names,
+    is_attention,
+    register,
+    registered,
+    set_attention,
+    stock_attention,
+    unset_parts,
+    why_not_model,
+)
+from .caches import OTHERS, layer_windows  # noqa: E402
+from .llama import activations, is_llamas_mlp, is_llamas_norm, is_llamas_rope, llama_rope, silus  # noqa: E402
+from .loading import load_config, load_model, load_tokenizer, locate, make_config, model_on_meta, random_model  # noqa: E402
+from .masks import decode_mask, dense_mask, mask_pattern  # noqa: E402
+from .models import LayerShape, bookkeeping, generates_by_another, is_inert_hook, layer_shapes, overrides_generation, sharer  # noqa: E402
+from .text import GRIDS, LongPast, changing_rope, has_sections, rotary_buffers, run_text, set_text_attention, text_layers  # noqa: E402
+
+__all__ = [
+    "BESIDE_ATTENTION",
+    "GRIDS",
+    "OTHERS",
+    "Cache",
+    "CacheLayerMixin",
+    "GenerationMixin",
+    "LayerShape",
+    "LongPast",
+    "PreTrainedConfig",
+    "PreTrainedModel",
+    "StoppingCriteria",
+    "activations",
+    "asks_for_weights",
+    "attention_names",
+    "bookkeeping",
+    "causal_mask_function",
+    "changing_rope",
+    "check_version",
+    "decode_mask",
+    "dense_mask",
+    "generates_by_another",
+    "has_sections",
+    "is_attention",
+    "is_inert_hook",
+    "is_llamas_mlp",
+    "is_llamas_norm",
+    "is_llamas_rope",
+    "layer_shapes",
+    "layer_windows",
+    "llama_rope",
+    "load_config",
+    "load_model",
+    "load_tokenizer",
+    "locate",
+    "make_config",
+    "mask_pattern",
+    "model_on_meta",
+    "overrides_generation",
+    "random_model",
+    "register",
+    "registered",
+    "rotary_buffers",
+    "run_text",
+    "set_attention",
+    "set_text_attention",
+    "sharer",
+    "silus",
+    "stock_attention",
+    "text_layers",
+    "unset_parts",
+    "why_not_model",
+]

@@ -1,0 +1,113 @@
+"""Transformers' registry of attention functions, and the models that ask it."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from functools import cache
+
+import torch
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+try:
+    from transformers.utils.output_capturing import _active_collector
+except ImportError:  # private: where it has moved, only what models pass on can be seen
+    _active_collector = None
+
+
+def register(name: str, attention, mask) -> None:
+    """Make `attn_implementation=name` known: both functions, always together (a missing mask is silently no mask)."""
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, mask)
+
+
+def registered(name: str) -> tuple:
+    """The attention and the mask function that Transformers has under this name now; None for what it has not."""
+    return AttentionInterface().get(name), AttentionMaskInterface().get(name)
+
+
+def stock_attention(module, eager: bool):
+    """The attention function of Transformers itself: sdpa, or the eager one of the module's own file (None if it has none)."""
+    if not eager:
+        return ALL_ATTENTION_FUNCTIONS["sdpa"]
+    files = (sys.modules[cls.__module__] for cls in type(module).__mro__)
+    return next((file.eager_attention_forward for file in files if hasattr(file, "eager_attention_forward")), None)
+
+
+# Tensors that models hand through to attention with the rest of forward()'s keyword arguments, and that attention has no use for.
+BESIDE_ATTENTION = frozenset(
+    {"position_ids", "cache_position", "position_embeddings", "token_type_ids", "mm_token_type_ids", "seq_idx", "past_key_values"}
+    | {"labels", "num_items_in_batch", "logits_to_keep"}
+    | {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}  # interface.py looks at these itself
+)
+
+
+def asks_for_weights() -> bool:
+    """Whether the forward that is running was asked for attention weights.
+
+    Most models keep output_attentions=True to themselves: Transformers collects the weights with hooks, and from a backend
+    that has none it would return an empty tuple.
+    """
+    collected = None if _active_collector is None else _active_collector.get()
+    return bool(collected) and any(key.endswith("attentions") for key in collected)
+
+
+@torch.compiler.assume_constant_result  # a model being compiled is judged too, but the judging is not traced
+def why_not_model(config_class: type) -> str | None:
+    """Why models of this config class cannot run a registered attention, in a sentence; None if they can.
+
+    Some modelling files compute attention themselves and never look at the registry. They would silently ignore the
+    backend, or add our spans to their scores as if they were a mask. The class is judged by its source, as Transformers does.
+    """
+    return _why_not_source(config_class)
+
+
+@cache
+def _why_not_source(config_class: type) -> str | None:
+    module = sys.modules.get(config_class.__module__.replace("configuration_", "modeling_"))
+    if module is None:
+        return None
+    try:
+        source = inspect.getsource(module)
+    except (OSError, TypeError):
+        return None
+    if re.search(r"^class \w*Attention\w*\(nn\.Module\):", source, re.MULTILINE) and "get_interface(" not in source:
+        return (
+            f"{config_class.__name__.removesuffix('Config')} computes attention in its own code and never asks Transformers' "
+            "attention interface, so no registered backend can run in it; load this model without attn_implementation."
+        )
+    if "prepare_dynamic_mask(" in source:
+        return (
+            f"{config_class.__name__.removesuffix('Config')} adds a mask of its own to the one it is given, which must be dense; "
+            "load this model without attn_implementation."
+        )
+    return None
+
+
+def is_attention(module) -> bool:
+    """Whether a module is one layer's self-attention, which calls a registered attention function."""
+    return hasattr(module, "layer_idx") and hasattr(module, "config") and "Attention" in type(module).__name__
+
+
+def set_attention(model, name: str) -> None:
+    """set_attn_implementation(name), for parts with a copy of the model's configuration too (T5's encoder and decoder).
+
+    Transformers 5.17 leaves those as they are, whatever the name.
+    """
+    model.set_attn_implementation(name)
+    for part in unset_parts(model):
+        part.set_attn_implementation(name)
+
+
+def unset_parts(model) -> list[PreTrainedModel]:
+    """Parts with a copy of the model's configuration in which set_attn_implementation() has changed nothing."""
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel) and type(part.config) is type(model.config)]
+    return [part for part in parts if part.config._attn_implementation != model.config._attn_implementation]
+
+
+def attention_names() -> list[str]:
+    """All names that attn_implementation may have here, other packages' among them, without those for continuous batching."""
+    return ["eager", *(name for name in AttentionInterface().valid_keys() if "|" not in name)]

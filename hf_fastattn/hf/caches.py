@@ -1,0 +1,29 @@
+"""Transformers' cache classes, and which layers of a model keep how many tokens."""
+
+from __future__ import annotations
+
+from transformers.cache_utils import get_layer_types_and_kwargs
+
+OTHERS = "use a DynamicCache"
+
+
+def layer_windows(config) -> list[int | None]:
+    """The sliding window of each layer that keeps K/V, None where it keeps everything.
+
+    Raises ValueError for configs with any other kind of layer (linear attention, chunks, K/V shared between layers).
+    """
+    text = config.get_text_config(decoder=True)
+    name = type(config).__name__
+    if config.is_encoder_decoder:
+        raise ValueError(f"{name} is an encoder-decoder, and these caches are for decoder-only models; {OTHERS}.")
+    types, options = get_layer_types_and_kwargs(text)
+    if isinstance(options, dict):  # one for all layers before 5.19
+        options = [options] * len(types)
+    if getattr(text, "layer_types", None) is None:
+        types = getattr(text, "layers_block_type", types)  # RecurrentGemma has another name in 5.17
+    types = types[: text.num_hidden_layers]  # an early exit lowers the number, and leaves the types
+    strange = sorted(set(types) - {"full_attention", "sliding_attention"})
+    if strange or len(types) != text.num_hidden_layers:
+        kinds = ", ".join(strange) or "layers that share K/V"
+        raise ValueError(f"These caches hold full and sliding attention layers, and {name} has {kinds}; {OTHERS}.")
+    return [each["sliding_window"] if kind == "sliding_attention" else None for kind, each in zip(types, options, strict=False)]

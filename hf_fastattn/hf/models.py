@@ -1,0 +1,87 @@
+"""Shapes and kinds of models, as their configurations and classes tell them."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import re
+from dataclasses import dataclass
+from functools import cache
+
+from transformers import GenerationMixin, PreTrainedModel
+
+from .attention import is_attention
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """The attention of one layer: query heads, KV heads, and the width of a key and of a value."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+
+
+def layer_shapes(config) -> tuple[LayerShape, ...]:
+    """Those of each layer of a decoder, as its configuration has them. Raises ValueError for one that has no attention heads."""
+    text = config.get_text_config(decoder=True)
+    layers = list(text.per_layer_config) if getattr(text, "is_heterogeneous", False) else [text] * text.num_hidden_layers
+    return tuple(_layer_shape(layer, type(config).__name__) for layer in layers)
+
+
+def _layer_shape(config, name: str) -> LayerShape:
+    heads = getattr(config, "num_attention_heads", None)
+    if not isinstance(heads, int) or heads < 1:
+        raise ValueError(f"{name} names {heads!r} as its number of attention heads, and attention needs at least one.")
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    value_dim = head_dim
+    if getattr(config, "qk_nope_head_dim", None):  # latent attention
+        head_dim, value_dim = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
+    return LayerShape(heads, getattr(config, "num_key_value_heads", None) or heads, head_dim, value_dim)
+
+
+def generates_by_another(model) -> str | None:
+    """The part of the model whose generate() does what the model's own generate() is asked for (BLIP-2), or None."""
+    own = type(model).generate
+    if own is GenerationMixin.generate:
+        return None
+    try:
+        found = re.search(r"self\.(\w+)\.generate\(", inspect.getsource(inspect.unwrap(own)))
+    except (OSError, TypeError):
+        return None
+    return found and found.group(1)
+
+
+def sharer(model) -> str | None:
+    """The class of another living model, built over a part of this one that has attention, or None."""
+    ours = {id(module) for module in model.modules()}
+    for other in gc.get_objects():
+        if not issubclass(type(other), PreTrainedModel) or id(other) in ours:
+            continue
+        for part in other._modules.values():
+            if part is not model and id(part) in ours and any(is_attention(module) for module in part.modules()):
+                return type(other).__name__
+    return None
+
+
+def overrides_generation(model) -> str | None:
+    """The method of generate() that patch() replaces and this model's class has written itself, or None."""
+    for name in ("_prepare_cache_for_generation", "_valid_auto_compile_criteria"):
+        if getattr(type(model), name) is not getattr(GenerationMixin, name):
+            return name
+    if type(model).get_compiled_call is not PreTrainedModel.get_compiled_call:
+        return "get_compiled_call"
+    return None
+
+
+@cache
+def bookkeeping() -> frozenset[str]:
+    """Attributes of a model's instance that generate() reads and no forward() does."""
+    own = {name for name in vars(PreTrainedModel) if name.startswith("_")} | set(vars(GenerationMixin))
+    return frozenset(own | {"generation_config", "all_tied_weights_keys", "get_compiled_call"})
+
+
+def is_inert_hook(hook) -> bool:
+    """Whether Transformers itself left this hook on a module to collect hidden states, asleep unless they are asked for."""
+    return getattr(hook, "__module__", "") == "transformers.utils.output_capturing"

@@ -1,0 +1,92 @@
+"""The layers that read the text of a model, and how they rotate queries and keys."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel
+
+from .attention import is_attention
+
+
+def set_text_attention(model, name: str) -> None:
+    """set_attn_implementation(name) for the part that reads text alone; vision and audio towers keep what they run."""
+    model.set_attn_implementation({"": name, **{key: name for key in _text_keys(model.config)}})
+
+
+def _text_keys(config) -> list[str]:
+    text = config.get_text_config(decoder=True)
+    return [key for key in config.sub_configs if getattr(config, key, None) is text]
+
+
+def text_layers(model) -> tuple[PreTrainedModel, dict[torch.nn.Module, torch.nn.Module]]:
+    """(the innermost model that reads the text, its layers by their self-attention modules)."""
+    attention = [module for module in model.modules() if is_attention(module)]
+    text = model.config.get_text_config(decoder=True)
+    if not any(module.config is text for module in attention):
+        text = model.config  # some configurations make a new one for their decoder whenever they are asked (Whisper)
+    found = [module for module in attention if module.config is text]
+    decoder, layers = model, {}
+    for inner in model.modules():  # outer modules come first
+        if isinstance(inner, PreTrainedModel):
+            inside = _layers_around(inner)
+            if found and all(module in inside for module in found):
+                decoder, layers = inner, {module: inside[module] for module in found}
+    return decoder, layers
+
+
+def _layers_around(model) -> dict[torch.nn.Module, torch.nn.Module]:
+    """The outermost member of a ModuleList that each self-attention module of a model is in, itself included."""
+    layers = {}
+    for members in model.modules():
+        for member in members if isinstance(members, torch.nn.ModuleList) else ():
+            for module in member.modules():
+                if is_attention(module):
+                    layers.setdefault(module, member)
+    return layers
+
+
+def rotary_buffers(model, decoder) -> list[tuple[str, str, torch.Tensor]]:
+    """The frequencies of a decoder's rotary embeddings: (path of the module in the model, name of its buffer, the buffer)."""
+    inside = set(decoder.modules())
+    return [
+        (path, name, tensor)
+        for path, module in model.named_modules()
+        for name, tensor in (module._buffers.items() if module in inside else ())
+        if tensor is not None and name.endswith("inv_freq") and "original" not in name
+    ]
+
+
+def changing_rope(decoder) -> str | None:
+    """The rope_type of a decoder's rotary embedding whose frequencies change with the length of the text, if it has one."""
+    for module in decoder.modules():
+        kinds = getattr(module, "rope_type", None)
+        for kind in kinds.values() if isinstance(kinds, dict) else (kinds,):
+            if kind in ("dynamic", "longrope"):
+                return kind
+    return None
+
+
+GRIDS = ("image_grid_thw", "video_grid_thw", "pixel_values", "pixel_values_videos")  # of what models give positions in sections
+
+
+def has_sections(config) -> bool:
+    """Whether a model's positions have three sections (time, height, width), which differ for images and videos."""
+    rope = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    return any("mrope_section" in each for each in (rope, *rope.values()) if isinstance(each, dict))
+
+
+class LongPast:
+    """In place of a cache: it says that it holds many tokens, and returns the new ones alone, the last of them first."""
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 1 << 20
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+        return key_states.flip(2), value_states.flip(2)
+
+
+def run_text(decoder, positions: torch.Tensor, past: LongPast | None = None) -> None:
+    """Run a decoder over equal tokens at these positions (rows, tokens), with a mask that says nothing."""
+    mask = torch.zeros(1, 1, 1, 1, device=positions.device)  # four dimensions: it is passed through as it is
+    ids = torch.zeros_like(positions)
+    decoder(input_ids=ids, position_ids=positions, attention_mask=mask, past_key_values=past, use_cache=past is not None)

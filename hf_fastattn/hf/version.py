@@ -1,0 +1,27 @@
+"""Which Transformers this is, and which it may be."""
+
+from __future__ import annotations
+
+import re
+import warnings
+
+OLDEST, NEWEST = (5, 17), (5, 23)
+
+
+OLDEST, NEWEST = (5, 17), (5, 23)
+
+
+def check_version(version: str) -> None:
+    """Refuse a Transformers too old for this package; warn about one newer than the newest it was tested with."""
+    found = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    if found < OLDEST:
+        raise ImportError(
+            f"hf_fastattn needs transformers >= {OLDEST[0]}.{OLDEST[1]}; found {version}. "
+            'Upgrade it with `pip install -U "transformers>=5.17"`.'
+        )
+    if found > NEWEST:
+        warnings.warn(
+            f"hf_fastattn was tested with transformers up to {NEWEST[0]}.{NEWEST[1]}; found {version}. "
+            'If something looks wrong, compare with attn_implementation="sdpa" and report it.',
+            stacklevel=2,
+        )
