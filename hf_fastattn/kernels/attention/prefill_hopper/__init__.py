@@ -65,7 +65,7 @@ CONFIGS = {
 def why_not(q: torch.Tensor, kv: KV, sinks: int = 0) -> str | None:
     """A sentence on why this kernel cannot take these inputs (or should not: few queries), or None where it can.
 
-    Everything else that `kernels.prefill.prefill` takes (spans, window, softcap, sink logits, scale) it takes as well.
+    Everything else that `attention.prefill.prefill` takes (spans, window, softcap, sink logits, scale) it takes as well.
     """
     arch = gpu.arch(q.device)
     if arch != 90:
