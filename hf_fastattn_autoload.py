@@ -18,10 +18,16 @@ def autoload() -> None:
     """Register NAMES with Transformers, once it is imported. Never raises: that would break `import torch`."""
     if os.environ.get("HF_FASTATTN_AUTOLOAD") == "0":
         return
-    if AWAITED in sys.modules:
+    if _is_imported():
         _register()
     else:
         sys.meta_path.insert(0, _Finder())
+
+
+def _is_imported() -> bool:
+    """Whether the awaited module is there as a whole: it may be what imports torch, and then it is not."""
+    module = sys.modules.get(AWAITED)
+    return module is not None and not getattr(module.__spec__, "_initializing", False)
 
 
 class _Finder:
@@ -29,6 +35,9 @@ class _Finder:
 
     def find_spec(self, name: str, path=None, target=None):
         if name != AWAITED:
+            if _is_imported():  # it began before this finder was there
+                self.leave()
+                _register()
             return None
         try:
             found = (finder.find_spec(name, path, target) for finder in list(sys.meta_path) if finder is not self)
@@ -39,14 +48,17 @@ class _Finder:
             def exec_module(module) -> None:
                 vars(loader).pop("exec_module", None)  # the loader is again what it was
                 execute(module)
-                if self in sys.meta_path:
-                    sys.meta_path.remove(self)
+                self.leave()
                 _register()
 
             loader.exec_module = exec_module
             return spec
         except Exception:  # the finders that come next say what is wrong
             return None
+
+    def leave(self) -> None:
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
 
 
 def _register() -> None:

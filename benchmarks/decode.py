@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend
 
 from hf_fastattn import registry
 from hf_fastattn.kernels.spans import build_spans
-from hf_fastattn.kernels.spec import call
+from hf_fastattn.kernels.spec import KV, Spec, call
 
 from .shapes import (
     DTYPE,
@@ -175,12 +175,13 @@ def host_row(shape: Shape, device: torch.device) -> dict:
     """
     ((q, k, v),) = make_inputs(shape, 1, device)
     expected = exact(q, k, v)
-    backend = registry.get("lean")
+    kv, spec, backend = KV(k, v), Spec(), registry.get("lean")
+    split_kv, lean = (kernel.args[0] for kernel in (SPLIT_KV, LEAN))  # without what packs plain tensors for them
     calls = {
         "sdpa": lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True),
-        "split_kv": lambda: SPLIT_KV(q, k, v),
-        "lean": lambda: LEAN(q, k, v),
-        "backend": lambda: backend(q, k, v),
+        "split_kv": lambda: split_kv(q, kv, spec),
+        "lean": lambda: lean(q, kv, spec),
+        "backend": lambda: backend.attend(q, KV(k, v), Spec(), None, sink_logits=None, inv_freq=None),
     }
     times: dict[str, list[float]] = {name: [] for name in calls}
     for name, run in calls.items():

@@ -94,11 +94,13 @@ def columns(result: dict, rows: list[dict], labels: dict[str, str]) -> str:
     """Which run measured which columns of which rows of a table of rivals, in sentences."""
     cells = {(row["case"], name): run_of(result, row, name) for row in rows for name in labels if _timed(row, name)}
     runs = sorted(set(cells.values()), key=lambda run: run is None)
+    if not runs:
+        return ""
     if len(runs) == 1 and runs[0] is not None:
         return f"All columns are of one run: {told(result, runs[0])}."
     order = [*result["commands"], *result.get("measured_by", {}), None]
     lines = []
-    for i, run in enumerate(sorted(runs, key=order.index), 1):
+    for i, run in enumerate(sorted(runs, key=lambda run: order.index(run) if run in order else len(order)), 1):
         shared: dict[str, list[str]] = {}  # rows by the columns that this run measured of them
         for row in rows:
             its = [labels[name] for name in labels if (row["case"], name) in cells and cells[row["case"], name] == run]

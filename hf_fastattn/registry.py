@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -49,6 +50,12 @@ class Backend:
             raise ValueError(f"{self.name!r} is Transformers' own name; choose another.")
         if not callable(self.prefill) or not (self.decode is None or callable(self.decode)):
             raise TypeError(f"Backend {self.name!r}: prefill must be callable and decode callable or None.")
+        for kernel in (self.prefill, self.decode):
+            if kernel is not None and _parameters(kernel)[1:3] == ["k", "v"]:
+                raise TypeError(
+                    f"Backend {self.name!r}: a kernel takes (q, kv, spec, spans=None, **tensors), and this one takes "
+                    "(q, k, v, ...), as before version 0.2. kernels.reference.attention says what each is; k, v = kv.plain()."
+                )
 
     def kernel(self, q_len: int, num_heads: int, num_kv_heads: int) -> tuple[str, Kernel]:
         """("decode" or "prefill", kernel) for a call of this shape."""
@@ -95,6 +102,13 @@ class Backend:
             except RuntimeError as error:
                 return str(error)
         return None
+
+
+def _parameters(function: Callable) -> list[str]:
+    try:
+        return list(inspect.signature(function, follow_wrapped=False).parameters)
+    except (TypeError, ValueError):  # some that are not written in Python
+        return []
 
 
 _backends: dict[str, Backend] = {}

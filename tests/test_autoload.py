@@ -46,6 +46,25 @@ def test_names_are_those_of_the_exact_backends():
         assert all(f.func.__module__ == "hf_fastattn.interface" for f in hf_fastattn.hf.registered(name))
 
 
+@pytest.mark.parametrize(
+    "first",
+    [
+        "from transformers import PreTrainedModel",
+        "from transformers.modeling_utils import PreTrainedModel",
+        "import transformers",
+    ],
+)
+def test_whatever_imports_torch_first(first, tmp_path):
+    script = f"""
+{first}
+from models import tiny
+assert tiny('llama', 'lean').config._attn_implementation == 'lean'
+import sys
+assert not any(type(finder).__module__ == 'hf_fastattn_autoload' for finder in sys.meta_path)
+"""
+    run(tmp_path, script)
+
+
 def test_torch_alone_loads_one_small_module(tmp_path):
     script = """
 import time, torch, sys

@@ -36,7 +36,7 @@ if HAS_TRITON:
         else:
             return tl.load(ptrs, mask=mask, other=0).to(tl.float32) * scale[:, None]
 else:
-    load_negated = load_scaled = None
+    load_negated = load_scaled = object()
 
 
 def refuse_others(q, kv):
@@ -92,6 +92,18 @@ def test_what_is_not_of_the_form_is_refused(device):
     for kernel in test_kernels.RUNNABLE:
         with pytest.raises(TypeError, match="K of int8"):
             kernel.launcher()(x.q, KV(x.k, x.v, SCALED))
+
+
+def test_half_a_form_and_tensors_that_no_kernel_can_read_are_refused(device):
+    x = make(CASES[0], device)
+    for kernel in test_kernels.RUNNABLE:
+        with pytest.raises(ValueError, match=r"'half' .* has device functions and no unpack"):
+            kernel.launcher()(x.q, KV(x.k, x.v, Form("half", load_v=load_negated)))
+        k, scales = torch.zeros(x.k.shape, dtype=torch.int8, device=device), torch.ones(*x.k.shape[:3], 2, device=device)[..., 0]
+        with pytest.raises(ValueError, match="scales of K and V must be contiguous"):
+            kernel.launcher()(x.q, KV(k, k, SCALED, scales=scales))
+        with pytest.raises(TypeError, match="float64"):
+            kernel.launcher()(x.q.double(), KV(x.k, x.v, NEGATED))
 
 
 def test_the_hopper_kernel_refuses_forms(monkeypatch):

@@ -550,7 +550,7 @@ def _bad(device) -> dict[str, tuple[dict, type[Exception], str]]:
         "spans words": ({"spans": ints(2, 1, 1, 8)}, ValueError, r"spans must be int32.*for 9 slots.*build_spans"),
         "spans device": ({"spans": ints(2, 1, 1, 6, d=other)}, ValueError, r"spans must be on q's device.*got meta"),
         "window": ({"window": 0}, ValueError, r"window counts.*at least 1; got 0"),
-        "first tokens": ({"sinks": -1}, ValueError, r"sinks counts the first keys.*at least 0; got -1"),
+        "first tokens": ({"sinks": -1}, ValueError, r"sinks is the number of first keys.*at least 0; got -1"),
         "inv_freq alone": ({"inv_freq": randn(16)}, ValueError, r"inv_freq.*sinks is 0; pass both or neither"),
         "inv_freq shape": ({"sinks": 2, "inv_freq": randn(16, 1)}, ValueError, r"inv_freq must be float32.*\(16, 1\)"),
         "inv_freq dtype": ({"sinks": 2, "inv_freq": randn(16, **half)}, ValueError, r"inv_freq must be float32.*torch.float16"),

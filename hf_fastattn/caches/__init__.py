@@ -1,4 +1,4 @@
-"""Caches: one file each, over the storage in layers.py."""
+"""Caches that `patch()` makes or takes, over storages (contract.py)."""
 
 from .rolling import RollingCache
 from .static import PreallocatedCache

@@ -35,7 +35,9 @@ class Storage(Protocol):
     buffer moves in memory. variant: what decides besides it what is captured. takes_mask: whether a captured step reads the
     attention mask, where rows are padded. recorded: references that decode graphs hold, which `pool.references` counts.
 
-    All of these may be properties.
+    All of these may be properties. A storage is weakly referenced and hashed by identity. What a step needs of a cache is in its
+    storage: a captured step makes the cache anew around it (`StoredCache.around`). The defaults of mark() and rewind() are for a
+    storage whose sync() writes the device's count before each step.
     """
 
     layers: Sequence[Any]

@@ -15,7 +15,7 @@ from .contract import CAPTURED, CAPTURED_WITH_MASK, CHANGE_ROWS, EAGER, Storage
 class StoredCache(hf.Cache):
     """A `past_key_values` over a storage, of which it shows the layers.
 
-    streams: whether it drops tokens, as the backend "streaming" expects.
+    streams: whether it drops tokens, as a RollingCache does, which streaming backends alone read.
     """
 
     streams = False

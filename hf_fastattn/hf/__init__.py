@@ -1,4 +1,4 @@
-"""All that depends on Transformers' names and versions, a file for each chapter. Nothing else in the package imports it."""
+"""All that depends on Transformers' names and versions, a file for each subject; nothing else imports transformers."""
 
 import transformers
 

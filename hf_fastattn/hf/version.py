@@ -8,9 +8,6 @@ import warnings
 OLDEST, NEWEST = (5, 17), (5, 23)
 
 
-OLDEST, NEWEST = (5, 17), (5, 23)
-
-
 def check_version(version: str) -> None:
     """Refuse a Transformers too old for this package; warn about one newer than the newest it was tested with."""
     found = tuple(int(part) for part in re.findall(r"\d+", version)[:2])

@@ -8,7 +8,7 @@ import torch
 
 from .host import tables
 from .spans import WORDS, num_words
-from .spec import KV, Spec
+from .spec import KV, PLAIN, Spec
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
@@ -61,9 +61,7 @@ def _check_shapes(q, kv: KV) -> None:
         )
     if batch == 0 or q_len == 0 or kv_len == 0:
         raise ValueError(f"Nothing to attend: q is {tuple(q.shape)} and k is {tuple(k.shape)}; every size must be at least 1.")
-    if kv.form.check is not None:
-        kv.form.check(q, kv)
-    elif k.dtype != q.dtype or v.dtype != q.dtype or q.dtype not in DTYPES:
+    if q.dtype not in DTYPES or (kv.form.check is None and not q.dtype == k.dtype == v.dtype):
         raise TypeError(
             f"q, k and v must share one dtype out of float16, bfloat16 and float32; got {q.dtype}, {k.dtype} and {v.dtype}. "
             "Cast them, or load the model with one of these dtypes."
@@ -75,6 +73,22 @@ def _check_shapes(q, kv: KV) -> None:
             "The last dimension of q, k and v must be contiguous (stride 1); got strides "
             f"{q.stride(3)}, {k.stride(3)} and {v.stride(3)}. Call .contiguous() on the tensor first."
         )
+    if kv.form is not PLAIN:
+        _check_form(q, kv)
+
+
+def _check_form(q, kv: KV) -> None:
+    form = kv.form
+    if form.unpack is None and (form.load_k is not None or form.load_v is not None):
+        raise ValueError(f"The form {form.name!r} of K and V has device functions and no unpack, the same in torch. Give it one.")
+    for name in ("scales", "centre", "pages"):
+        tensor = getattr(kv, name)
+        if tensor is not None and (tensor.device != q.device or not tensor.is_contiguous()):
+            raise ValueError(
+                f"{name} of K and V must be contiguous and on {q.device}; got strides {tensor.stride()} on {tensor.device}."
+            )
+    if form.check is not None:
+        form.check(q, kv)
 
 
 def _check_spans(spans, q, kv_len: int) -> None:
@@ -95,7 +109,7 @@ def _check_spec(spec: Spec, q, sink_logits, inv_freq) -> None:
     if window is not None and window < 1:
         raise ValueError(f"window counts the keys a query sees, itself included, and must be at least 1; got {window}.")
     if sinks < 0:
-        raise ValueError(f"sinks counts the first keys of a row, which stay in sight, and must be at least 0; got {sinks}.")
+        raise ValueError(f"sinks is the number of first keys of a row to keep, at least 0; got {sinks}.")
     if inv_freq is not None:
         if sinks == 0:
             raise ValueError("inv_freq turns the query that scores the sinks, and sinks is 0; pass both or neither.")

@@ -62,8 +62,8 @@ def attention(
     head's denominator that has no value (GPT-OSS). A query that sees nothing gets 0.
 
     sinks: every query sees the row's first `sinks` slots (from KV_START on; causality and holes still hold) whatever the window,
-    and scores them, with inv_freq by the query turned back from its place p in the row to min(p, sinks + window - 1).
-    inv_freq, fp32 (rotary_dim / 2,), and interleaved say how the rotary embedding turns (`kernels.rotate`).
+    and scores them, with inv_freq by the query re-rotated from its place p in the row to min(p, sinks + window - 1).
+    inv_freq, fp32 (rotary_dim / 2,), and interleaved say how the rotary embedding turns (`kernels.decode.rotate`).
 
     Returns out (batch, num_heads, q_len, head_dim) in q's dtype, a view of (batch, q_len, num_heads, head_dim); with
     `return_lse` also lse (batch, num_heads, q_len) fp32, the natural logarithm of the denominator (-inf where it is 0).
@@ -123,7 +123,7 @@ def turned_back(
     sinks: int,
     interleaved: bool,
 ) -> torch.Tensor:
-    """The queries that score the sinks, of q's shape and dtype: what `kernels.rotate` computes, and says why."""
+    """The queries that score the sinks, of q's shape and dtype: what `kernels.decode.rotate` computes, and says why."""
     q_len, pairs = q.shape[2], inv_freq.shape[0]
     token = torch.arange(q_len, device=q.device)
     if spans is None:

@@ -10,7 +10,7 @@ Rows that the host knows to be alike are one row, expanded: a batch stride of 0 
     WINDOW    query p sees key j only if p - j < WINDOW (and j - p < WINDOW where not causal); NO_WINDOW for all
     FLAGS     CAUSAL: query p sees key j only if j <= p.  HOLES: the packed bits below say which slots are live
     DROPPED   tokens that a rolling cache dropped between the row's sinks and its window; no mask depends on it, but query i is
-              the row's token Q_START + i - KV_START + DROPPED, and how far its sinks' query is turned back does
+              the row's token Q_START + i - KV_START + DROPPED, and how far its sinks' query is re-rotated does
     WORDS...  bit j % 32 of word j // 32 is 1 where slot j is live; there only if a 2-D mask was given,
               read only below KV_STOP, and for rows whose HOLES flag is set
 

@@ -26,9 +26,12 @@ class Spec(NamedTuple):
 class Form(NamedTuple):
     """How K and V lie in memory, and how a kernel and its twin read them.
 
-    load_k, load_v: Triton device functions (tile.load_plain says with which arguments), None for plain tensors.
-    unpack: what they read, in torch: KV -> (k, v), plain tensors (batch, num_kv_heads, kv_len, head_dim) in the queries' dtype.
-    check: raises ValueError or TypeError for tensors that are not of this form; called with (q, kv).
+    load_k, load_v: Triton device functions (tile.load_plain says with which arguments), None for plain tensors. unpack: what they
+    read, in torch: KV -> (k, v), plain tensors (batch, num_kv_heads, kv_len, head_dim) in the queries' dtype. check: raises
+    ValueError or TypeError for tensors that are not of this form; called with (q, kv). It takes the place of the check that q, k
+    and v have one dtype, and may look at shapes, strides and dtypes, not at contents.
+
+    Make a form once, at module level: launches are remembered by it, and so is that a check has passed.
     """
 
     name: str
@@ -45,7 +48,7 @@ class KV(NamedTuple):
     """What a layer of a cache shows a kernel.
 
     k, v: (batch, num_kv_heads, kv_len, head_dim), any strides with stride(-1) == 1; in another form than PLAIN, of that shape as
-    far as the form can say it. scales, centre, pages: tensors that a form reads besides them.
+    far as the form can say it. scales, centre, pages: tensors that a form reads besides them, contiguous and on q's device.
     """
 
     k: torch.Tensor

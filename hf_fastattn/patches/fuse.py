@@ -1,6 +1,6 @@
 """What surrounds attention, on one model's modules: RMSNorm in one launch, the rotation of queries and keys in one; the MLP's
 product in place: two tensors of the MLP's width at once instead of three, which are the most that a long prompt needs at a time;
-and in a decode graph of one row, linear layers by `kernels.linear`, with a whole gate in one launch.
+and in a decode graph of one row, linear layers by `kernels.decode.linear`, with a whole gate in one launch.
 
 All compute what the model's own code computes, with its roundings, and replace nothing else: a norm or an MLP
 qualifies if its class has LlamaRMSNorm's or LlamaMLP's forward(), instruction for instruction, an attention layer if the
@@ -44,7 +44,7 @@ class Fusible(NamedTuple):
 
 @contextmanager
 def in_decode_graph() -> Iterator[None]:
-    """Inside, fused linear layers run `kernels.linear`: a step's launches are known there, and none of them writes weights."""
+    """Inside, fused linear layers run `kernels.decode.linear`: a step's launches are known there, and none writes weights."""
     token = _in_decode_graph.set(True)
     try:
         yield

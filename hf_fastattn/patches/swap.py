@@ -252,7 +252,9 @@ class Patch:
 
     def _takes(self, cache) -> bool:
         """Whether steps over this cache are captured: one of ours, or another over a storage (`caches.contract`)."""
-        return isinstance(cache, StoredCache) and cache.streams == (self._streaming is not None)
+        if self._streaming is not None:
+            return isinstance(cache, RollingCache)
+        return isinstance(cache, StoredCache) and not cache.streams
 
     def _cache_in_words(self) -> str:
         if self._streaming is None:

@@ -134,9 +134,9 @@ def attend(
             for i in tl.range(0, tl.cdiv(SINKS, SINK_BLOCK), num_stages=1):
                 first = sink_lo + i * SINK_BLOCK
                 if i > 0:
-                    sink_mask = (first + offs_s < sinks_stop)[:, None] & d_mask
-                    k_sinks = LOAD_K(k_base, stride_kn, first, offs_s, offs_d, sink_mask, place, extra)
-                    v_sinks = LOAD_V(v_base, stride_vn, first, offs_s, offs_d, sink_mask, place, extra)
+                    further = (first + offs_s < sinks_stop)[:, None] & d_mask
+                    k_sinks = LOAD_K(k_base, stride_kn, first, offs_s, offs_d, further, place, extra)
+                    v_sinks = LOAD_V(v_base, stride_vn, first, offs_s, offs_d, further, place, extra)
                 acc, m, l = _masked_tile(
                     q_sinks, k_sinks, v_sinks, first + offs_s, span_ptr, words_stop, everything, sink_hi, acc, m, l, scales, C
                 )
