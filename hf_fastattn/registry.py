@@ -12,7 +12,7 @@ import torch
 from . import interface
 from .kernels import checks
 from .kernels.host import tables
-from .kernels.spec import KV, Spec
+from .kernels.spec import KV, Spec, call
 
 Kernel = Callable[..., torch.Tensor]
 
@@ -64,20 +64,10 @@ class Backend:
         return "prefill", self.prefill
 
     def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        spans: torch.Tensor | None = None,
-        *,
-        sink_logits: torch.Tensor | None = None,
-        inv_freq: torch.Tensor | None = None,
-        return_lse: bool = False,
-        **static,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: torch.Tensor | None = None, **options
     ) -> torch.Tensor:
-        """Attention over plain K and V; static: the fields of `kernels.spec.Spec`. The rest as `kernels.reference.attention`."""
-        tensors = {"sink_logits": sink_logits, "inv_freq": inv_freq, "return_lse": return_lse}
-        return self.attend(q, KV(k, v), Spec(**static), spans, **tensors)
+        """Attention over plain K and V; options: fields of `kernels.spec.Spec`, and those of `kernels.reference.attention`."""
+        return call(self.attend, q, k, v, spans, **options)
 
     def attend(self, q: torch.Tensor, kv: KV, spec: Spec = Spec(), spans: torch.Tensor | None = None, **options):  # noqa: B008
         """Run the kernel for these shapes; arguments and result as `kernels.reference.attention`."""

@@ -80,6 +80,20 @@ def test_why_not_names_the_value():
     assert "'mps'" in why_not(**{**shape, "device": "mps"})
 
 
+@pytest.mark.parametrize("name", hf_fastattn.names())
+def test_a_backend_is_called_with_plain_tensors(name, device):
+    q, k, v = (torch.randn(2, heads, length, 16, device=device) for heads, length in ((4, 3), (2, 40), (2, 40)))
+    keep = torch.arange(40, device=device) >= torch.tensor([[0], [17]], device=device)
+    spans_ = spans.build_spans(2, 3, 40, q.device, q_offset=37, attention_mask=keep)
+    options = {"scale": 0.3, "softcap": 2.0, "sink_logits": torch.randn(4, device=device), "return_lse": True}
+    found, expected = hf_fastattn.get(name)(q, k, v, spans_, **options), attention(q, k, v, spans_, **options)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+    assert not torch.allclose(found[0], hf_fastattn.get(name)(q, k, v, **options)[0], atol=1e-3)  # spans count
+    with pytest.raises(TypeError, match="unknown"):
+        hf_fastattn.get(name)(q, k, v, unknown=1)
+
+
 def test_a_third_party_backend_reaches_generate(lean, device, registering):
     seen = []
 

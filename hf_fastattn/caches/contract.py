@@ -40,7 +40,7 @@ class Storage(Protocol):
     storage whose sync() writes the device's count before each step.
     """
 
-    layers: Sequence[Any]
+    layers: Sequence[Layer]
     rows: int | None
     seen: int
     capacity: int
