@@ -9,11 +9,12 @@ PYTEST := OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n logical --maxproc
 NEED_GPU = $(PYTHON) -c 'import torch; raise SystemExit(None if torch.cuda.is_available() else \
 	"This target needs a CUDA GPU and a torch built for it, and torch.cuda.is_available() is False here.")'
 
-.PHONY: help demo test test-cpus test-oldest test-state test-gpu matrix package bench docs clean
+.PHONY: help demo test types test-cpus test-oldest test-state test-gpu matrix package bench docs clean
 
 help:
 	@echo "make demo         generate text with sdpa and every exact backend, and compare"
 	@echo "make test         lint, then all tests on the CPU: torch twins first, interpreted Triton kernels second"
+	@echo "make types        mypy --strict over the package"
 	@echo "make test-oldest  the tests of the wiring on the oldest supported Transformers"
 	@echo "make test-cpus    the tests that compare numbers, as CPUs without AVX2, with AVX2, with AVX-512 and as MKL elsewhere would round"
 	@echo "make test-gpu     all tests on this machine's GPU, with the python3 and the packages that are there"
@@ -34,6 +35,9 @@ test: $(VENV)/.demo $(VENV)/.test
 	$(VENV)/bin/ruff format --check
 	$(PYTEST) tests/test_smollm2.py tests --deselect tests/test_generate.py::test_interpreted_kernels
 	TRITON_INTERPRET=1 $(PYTEST) tests/test_kernels.py tests/test_streaming.py tests/test_fuse.py tests/test_variants.py tests/test_generate.py::test_interpreted
+
+types: $(VENV)/.test
+	$(VENV)/bin/mypy
 
 test-oldest: $(OLDEST)/.stamp
 	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -q -n logical --maxprocesses=8 tests/test_generate.py tests/test_backends.py
