@@ -22,6 +22,7 @@ from functools import partial
 
 import torch
 
+from hf_fastattn import step as steps
 from hf_fastattn.caches import PreallocatedCache, RollingCache
 from hf_fastattn.caches.rolling import Ring
 from hf_fastattn.kernels import reference
@@ -205,9 +206,12 @@ def update(args, results: Results, device: torch.device) -> bool:
         stock = [StaticSlidingWindowLayer(max_cache_len=1 << 20, sliding_window=window) for _ in range(layers)]
 
         def ours(ring=ring, states=token):
-            ring.begin(1, states.shape[2], None, device)
-            ring.under_way.asked = True  # there is no model here that would ask for a mask
-            return [layer.update(states, states) for layer in ring.layers]
+            step = steps.begin(ring)
+            ring.begin(step, 1, states.shape[2], None, device)
+            step.asked = True  # there is no model here that would ask for a mask
+            written = [layer.update(states, states) for layer in ring.layers]
+            steps.end(step)
+            return written
 
         def theirs(stock=stock, states=token):
             return [layer.update(states, states) for layer in stock]

@@ -11,8 +11,9 @@ from functools import cache, partial
 import torch
 
 from . import hf, masks, streaming
+from . import step as steps
 from .kernels import reference, spans
-from .kernels.spec import KV, Spec
+from .kernels.spec import PLAIN, Spec
 
 # By backend name: what computes attention. By "<backend>.<phase>": how often it did.
 _runners: dict[str, Callable[..., torch.Tensor]] = {}
@@ -74,9 +75,10 @@ def attention_mask(
     model = "This model" if config is None else type(config).__name__.removesuffix("Config")
     made_for = name, model
     if name in _streaming:
-        streaming.check_mask(name, config, pattern, q_offset)
-        if isinstance(q_offset, masks.Mask):  # a RollingCache has made it
-            return q_offset
+        made = steps.mask_for(config, (batch_size, q_length, kv_length))
+        streaming.check_mask(name, config, pattern, made is not None)
+        if made is not None:
+            return made
         if kv_length > q_length and not torch.compiler.is_compiling():
             _say_once(
                 f"attn_implementation={name!r} masks dropped tokens, but this cache keeps them and grows with the text. "
@@ -190,7 +192,9 @@ def attention_forward(
     run = torch.ops.hf_fastattn.attention if compiling else _attention
     device_type = "cuda" if query.is_cuda else query.device.type
     if torch.is_autocast_enabled(device_type):
-        query, key, value = _autocast(device_type, query, key, value)
+        if steps.shown(key, value).form is PLAIN:
+            key, value = _autocast(device_type, key, value)
+        (query,) = _autocast(device_type, query)
         with torch.autocast(device_type, enabled=False):  # the kernels' twins multiply in fp32
             out = run(name, query, key, value, mask, scaling, causal, window, softcap, s_aux, sinks, inv_freq, interleaved)
     else:
@@ -334,9 +338,11 @@ def _attention(
     interleaved: bool,
 ) -> torch.Tensor:
     """The backend's kernel where the mask is spans or None; torch's sdpa, or plain torch, where it is any other mask."""
+    kv = steps.shown(k, v)
     if mask is None or mask.dtype == torch.int32:
         spec = Spec(scale, causal, window, softcap, sinks, interleaved)
-        return _runners[name](q, KV(k, v), spec, mask, sink_logits=sink_logits, inv_freq=inv_freq if sinks else None)
+        return _runners[name](q, kv, spec, mask, sink_logits=sink_logits, inv_freq=inv_freq if sinks else None)
+    k, v = kv.plain()
     if not q.dtype == k.dtype == v.dtype:
         raise TypeError(f"q, k and v must share one dtype; got {q.dtype}, {k.dtype} and {v.dtype}. Cast them.")
     calls[f"{name}.dense"] += 1

@@ -64,10 +64,10 @@ class Settings:
         config.streaming_window, config.streaming_sinks, config.streaming_clamped = self.window, self.sinks, self.clamped
 
 
-def check_mask(name: str, config, pattern: tuple[bool, int | None] | None, q_offset) -> None:
+def check_mask(name: str, config, pattern: tuple[bool, int | None] | None, of_ring: bool) -> None:
     """Raise ValueError for what a model asks of a mask that a streaming backend cannot serve.
 
-    pattern: (causal, window), or None where it is neither alone. q_offset: spans where a rolling cache is read.
+    pattern: (causal, window), or None where it is neither alone. of_ring: whether a RollingCache has made the mask.
     """
     if pattern is None:
         raise ValueError(
@@ -78,7 +78,7 @@ def check_mask(name: str, config, pattern: tuple[bool, int | None] | None, q_off
     causal, window = pattern
     if not causal:
         raise ValueError(f"attn_implementation={name!r} is for causal models; use another backend for this one.")
-    if are_spans(q_offset):
+    if of_ring:
         return
     Settings.of(config)
     if window is not None:
@@ -86,11 +86,6 @@ def check_mask(name: str, config, pattern: tuple[bool, int | None] | None, q_off
             f"This model has layers with a sliding window of their own ({window} tokens), whose cache drops the first tokens. "
             f"Use hf_fastattn.patch(model, {name!r}, ...), whose cache keeps them."
         )
-
-
-def are_spans(q_offset) -> bool:
-    """Whether a cache that was asked where its queries start has answered with spans, as a RollingCache does."""
-    return isinstance(q_offset, torch.Tensor) and q_offset.dim() == 4
 
 
 # How layers rotate. Kernels turn the query that scores the sinks back, which is right only if a layer's queries and keys are

@@ -19,7 +19,7 @@ ORDER = [  # a part imports parts from later lines only
     ("backends", "caches"),
     ("registry",),
     ("interface",),
-    ("streaming",),
+    ("step", "streaming"),
     ("hf", "machine", "masks", "model_shapes", "tables", "tasks"),
     ("kernels",),
 ]

@@ -8,9 +8,10 @@ import torch
 from models import PADDINGS, PROMPT, prompts, tiny
 
 import hf_fastattn
-from hf_fastattn.caches.contract import EAGER, Storage
+from hf_fastattn.caches.contract import Storage
 from hf_fastattn.caches.stored import StoredCache
 from hf_fastattn.hf import CacheLayerMixin
+from hf_fastattn.step import EAGER, mode
 
 
 class Reversed(CacheLayerMixin):
@@ -49,18 +50,15 @@ class Reversed(CacheLayerMixin):
 
 class ReversedStorage(Storage):
     def __init__(self, num_layers, capacity):
-        self.capacity, self.rows, self.seen, self.mode, self.device_seen = capacity, None, 0, EAGER, None
+        self.capacity, self.rows, self.seen, self.device_seen = capacity, None, 0, None
         self.layers = [Reversed(self) for _ in range(num_layers)]
 
     def count(self, device):
-        return self.seen if self.mode == EAGER else self.device_seen
+        return self.seen if mode(self) == EAGER else self.device_seen
 
     def written(self, layer, tokens):
-        if self.mode == EAGER and layer is self.layers[-1]:
+        if mode(self) == EAGER and layer is self.layers[-1]:
             self.seen += tokens
-
-    def set_mode(self, mode):
-        self.mode = mode
 
     def sync(self, device):
         if self.device_seen is None:

@@ -22,6 +22,7 @@ from hf_fastattn.kernels import spans as span_layout
 from hf_fastattn.kernels.decode import ring
 from hf_fastattn.kernels.decode.append import append
 from hf_fastattn.kernels.decode.rotate import BLOCK_H, rotate
+from hf_fastattn.step import Step
 
 WINDOW, SINKS = 9, 3
 LENGTH = 5 * WINDOW + SINKS + 4 if not INTERPRETED else WINDOW + SINKS + 18
@@ -501,7 +502,7 @@ def test_what_was_known_of_a_mask_is_forgotten_with_its_tokens(llama, forget, de
 def test_rows_are_known_to_be_alike_until_one_has_padding(device):
     device = torch.zeros(1, device=device).device  # with its index, as a model's tensors have it
     storage = Ring(1, streaming.Settings(window=7, sinks=3))
-    begin = lambda q_len, pads=None: storage.begin(2, q_len, pads, device)  # noqa: E731
+    begin = lambda q_len, pads=None: storage.begin(Step(storage), 2, q_len, pads, device)  # noqa: E731
     pads = torch.tensor([0, 1], device=device)
     for _ in range(2):
         assert begin(4).stride(0) == begin(1).stride(0) == begin(9).stride(0) == 0

@@ -11,8 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-# Who counts: the host, or the device, while a step is captured for a graph.
-EAGER, CAPTURED, CAPTURED_WITH_MASK = "eager", "captured", "captured with a mask"
+from ..step import Step
 
 CHANGE_ROWS = (
     "Use a cache per batch size, or batch_repeat_interleave() or batch_select_indices() to change its rows "
@@ -71,11 +70,13 @@ class Storage(Protocol):
     def relieve_with(self, free: Callable[[], None]) -> None:
         """Call `free`, a method of an object that this does not keep alive, when memory is short."""
 
-    # A decode graph: sync() before each step; a step is captured between two set_mode(), and step() is captured last; advance()
-    # after each step that was done, rewind() after one that failed.
+    # A forward of a patched model
 
-    def set_mode(self, mode: str) -> None:
-        """Count on the device (CAPTURED, CAPTURED_WITH_MASK), or on the host again (EAGER)."""
+    def end(self, step: Step, failed: bool) -> None:
+        """After a forward over it; failed: whether it raised."""
+
+    # A decode graph: sync() before each step; what is captured runs within a step of mode CAPTURED (`step.mode(storage)`), where
+    # the device counts, and step() comes last in it; advance() after each step that was done, rewind() after one that failed.
 
     def sync(self, device: torch.device) -> None:
         """Have the host's counts on the device, and room for one token more."""

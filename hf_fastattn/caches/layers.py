@@ -25,9 +25,11 @@ from collections.abc import Iterator
 
 import torch
 
+from .. import step as steps
 from ..hf import CacheLayerMixin
 from ..kernels.decode.append import append
-from .contract import CAPTURED, CAPTURED_WITH_MASK, CHANGE_ROWS, EAGER
+from ..step import CAPTURED, CAPTURED_WITH_MASK, EAGER, Step
+from .contract import CHANGE_ROWS
 
 STEP = 256  # tokens; capacities are multiples of it, and of an eighth of their size
 KEEP = 128  # tokens older than its window that a sliding layer keeps when it moves, so that as many can be taken back
@@ -55,24 +57,34 @@ class Track:
         self.window = window
         self.growable = growable
         self.capacity = min(capacity, self.limit)
-        self.mode = EAGER
         self.version = 0  # counts the times a buffer moved in memory
         self._forget()
 
     def _forget(self) -> None:
         self.members: list[weakref.ref[Layer]] = []
+        self.storage: weakref.ref | None = None
         self.counts: torch.Tensor | None = None  # int64 (2,) on the device: the slot of the next token, and tokens seen
         self.image: tuple[int, int] | None = None  # what `counts` holds; None where the host has counted on
-        self.running = self.waiting = 0  # layers that a decode graph writes, and those it has yet to write: a bit for each index
+        self.running = 0  # layers that a decode graph writes, a bit for each index
         self.relieve: weakref.WeakMethod | None = None  # of what frees what it can when memory is short
 
     def __getstate__(self) -> dict:
-        mine = ("window", "growable", "capacity", "mode", "version")
+        mine = ("window", "growable", "capacity", "version")
         return {name: getattr(self, name) for name in mine}  # a copy belongs to no pool and no graph
 
     def __setstate__(self, state: dict) -> None:
         vars(self).update(state)
         self._forget()
+
+    @property
+    def step(self) -> Step | None:
+        """The step under way over its storage."""
+        return None if self.storage is None else steps.over(self.storage())
+
+    @property
+    def mode(self) -> str:
+        """Who counts its tokens."""
+        return EAGER if self.storage is None else steps.mode(self.storage())
 
     def layers(self) -> Iterator[Layer]:
         return (layer for member in self.members if (layer := member()) is not None)
@@ -189,8 +201,9 @@ class Layer(CacheLayerMixin):
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
         """Write (batch, num_kv_heads, q_len, head_dim) K and V behind what is there; return the K and V to attend to."""
         track = self.track
-        if track.mode != EAGER:
-            self.take_turn()
+        step = track.step
+        if step is not None and step.mode != EAGER:
+            self.take_turn(step)
             append(self.keys, self.values, key_states, value_states, track.counts[:1])
             return self.keys, self.values
         if key_states.requires_grad and torch.is_grad_enabled():
@@ -220,13 +233,13 @@ class Layer(CacheLayerMixin):
         self.base = self.seen - keep
         return both
 
-    def take_turn(self) -> None:
+    def take_turn(self, step: Step) -> None:
         """In a decode graph, where each layer that has every token is written once. Raises RuntimeError for any other."""
-        track, mine = self.track, 1 << self.index
-        if not track.waiting & mine:
-            why = "runs twice" if track.running & mine else "does not hold all tokens yet"
+        running, mine = self.track.running, 1 << self.index
+        if step.written & mine or not running & mine:
+            why = "runs twice" if running & mine else "does not hold all tokens yet"
             raise RuntimeError(f"layer {self.index} {why}, and a graph counts one token for all its layers")
-        track.waiting ^= mine
+        step.written |= mine
 
     def make_room(self, q_len: int) -> None:
         """Grow the buffers, or move a sliding window to the front of this one, where `q_len` more tokens would not fit."""
@@ -296,11 +309,12 @@ class Layer(CacheLayerMixin):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(slots that update() returns, position of the first of them)."""
         track = self.track
-        if track.mode == EAGER:
+        mode = track.mode
+        if mode == EAGER:
             old = track.old(self.seen)
             return old + query_length, self.seen - old
         slot, seen = track.image
-        return track.capacity, seen - slot if track.mode == CAPTURED_WITH_MASK else 0
+        return track.capacity, seen - slot if mode == CAPTURED_WITH_MASK else 0
 
     def query_offset(self) -> int | torch.Tensor:
         """Position of the next token; in a graph its slot, on the device, where the window is all that hides a slot."""
@@ -308,9 +322,10 @@ class Layer(CacheLayerMixin):
 
     def get_seq_length(self) -> int | torch.Tensor:
         track = self.track
-        if track.mode == EAGER:
+        mode = track.mode
+        if mode == EAGER:
             return self.seen
-        return track.counts[1] if track.mode == CAPTURED else track.image[1]
+        return track.counts[1] if mode == CAPTURED else track.image[1]
 
     def get_max_length(self) -> int:
         if self.track.window is not None:

@@ -15,17 +15,18 @@ Many at once are attended to as [sinks | window, oldest first | new tokens], gat
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
+from .. import step as steps
 from ..hf import CacheLayerMixin
 from ..kernels.decode.append import append
 from ..kernels.decode.ring import ring_step
 from ..kernels.spans import pack_spans
-from ..masks import Mask
+from ..step import EAGER, Step
 from ..streaming import Settings
-from .contract import CHANGE_ROWS, EAGER, Storage
+from .contract import CHANGE_ROWS, Storage
 from .layers import describe
 
 CUT_SHORT = (
@@ -34,27 +35,25 @@ CUT_SHORT = (
 )
 
 
-@dataclass
-class Step:
-    """What the layers need to know of one forward.
+class One(NamedTuple):
+    """Where one token of each row is written: slots, int64 (batch,)."""
 
-    slots: int64, (batch,) where one token is written, else None. gather: int64 (batch, held), the slots of what the rows hold,
-    oldest first and right-aligned. store: int64 (batch, sinks + window), which of those and the new tokens each slot holds next.
-    mask: that of several tokens. asked: whether the model has asked for it.
-    written: the layers that have kept the new tokens, a bit for each index.
+    slots: torch.Tensor
+
+
+class Many(NamedTuple):
+    """What becomes of several tokens of each row.
+
+    gather: int64 (batch, held), the slots of what the rows hold, oldest first and right-aligned. store: int64 (batch,
+    sinks + window), which of those and the new tokens each slot holds next.
     """
 
-    q_len: int
-    slots: torch.Tensor | None = None
-    gather: torch.Tensor | None = None
-    store: torch.Tensor | None = None
-    mask: Mask | None = None
-    asked: bool = False
-    written: int = 0
+    gather: torch.Tensor
+    store: torch.Tensor
 
 
 class Ring(Storage):
-    """The layers of a rolling cache and what they have in common: the counts of tokens, and the step under way."""
+    """The layers of a rolling cache and what they have in common: the counts of tokens, and where new tokens go."""
 
     takes_mask = False  # the counts know the padding
 
@@ -66,10 +65,9 @@ class Ring(Storage):
         self.seen = 0  # tokens of the longest row, padding counted: what the host knows, and
         self.alike = True  # that no row has padding
         self.vetted, self.padded = 0, False  # tokens of the mask that was looked at, and whether it has zeros
-        self.mode = EAGER
         self.version = 0  # changes whenever a buffer moves in memory
-        self.under_way: Step | None = None
-        self.written: int | None = None  # the layers that the first forward wrote: the counts are theirs
+        self.written: int | None = None  # the layers that the first forward wrote, a bit for each index: the counts are theirs
+        self.cut_short = False  # a forward wrote others
 
     def __setstate__(self, state: dict) -> None:
         vars(self).update(state)
@@ -83,72 +81,69 @@ class Ring(Storage):
     @property
     def before(self) -> int:
         """Tokens that its layers hold: those of a forward that begins are counted before any layer gets them."""
-        step = self.under_way
-        waits = self.mode == EAGER and step is not None and not step.written
+        step = steps.over(self)
+        waits = step is not None and step.mode == EAGER and not step.written
         return self.seen - step.q_len if waits else self.seen
 
     @property
     def used(self) -> bool:
-        return self.mode != EAGER or self.before > 0
+        return steps.mode(self) != EAGER or self.before > 0
 
-    def begin(self, rows: int, q_len: int, pads: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    def begin(self, step: Step, rows: int, q_len: int, pads: torch.Tensor | None, device: torch.device) -> torch.Tensor:
         """Count `q_len` new tokens of each row, the first `pads` (int64 (batch,)) of them padding; the spans for them."""
+        self._check()
         if self.counts is None or self.rows != rows or self.counts.device != device:
             self._allocate(rows, device)
-        self._check_last_step()
         self.alike = self.alike and pads is None
         if q_len == 1:
             slots, spans = ring_step(self.counts, pads, self.window, self.sinks)
-            self.under_way = Step(1, slots=slots)
+            step.plan = One(slots)
         else:
             before = self.counts.clone()
             self.counts.add_(q_len if pads is None else q_len - pads)
-            spans = self._many(before, self.counts, pads, q_len)
-        if self.mode == EAGER:
+            step.plan, spans = self._many(before, self.counts, pads, q_len)
+        step.q_len = q_len
+        if step.mode == EAGER:
             self.seen += q_len
         return spans[:1].expand_as(spans) if self.alike else spans
 
-    def ask(self) -> Mask | None:
-        """The mask of several tokens that no layer has read yet."""
-        step = self.under_way
-        if step is None or step.written or step.mask is None:
-            return None
-        step.asked = True
-        return step.mask
-
-    def _check_last_step(self) -> None:
-        """Raise ValueError where the forward before this one wrote other layers than the first one did."""
-        step = self.under_way
-        if step is None or step.written == self.written:
+    def end(self, step: Step, failed: bool) -> None:
+        if step.mode != EAGER or not step.q_len:
             return
-        if self.written is not None:
+        if self.written is None:
+            self.written = (1 << len(self.layers)) - 1 if failed else step.written
+        self.cut_short = self.cut_short or step.written != self.written
+
+    def _check(self) -> None:
+        """Raise ValueError where a forward wrote other layers than the first one did."""
+        if self.cut_short:
             raise ValueError(CUT_SHORT)
-        self.written = step.written
 
     def positions(self, q_len: int) -> torch.Tensor:
         """Those of the `q_len` tokens counted last, int64 (batch, q_len); 0 for padding."""
         new = torch.arange(-q_len, 0, device=self.counts.device)
         return (self.counts[:, None] + new).clamp(min=0)
 
-    def _many(self, before: torch.Tensor, after: torch.Tensor, pads: torch.Tensor | None, q_len: int) -> torch.Tensor:
+    def _many(
+        self, before: torch.Tensor, after: torch.Tensor, pads: torch.Tensor | None, q_len: int
+    ) -> tuple[Many, torch.Tensor]:
         sinks, window = self.sinks, self.window
         held = min(self.seen, self.capacity)  # by the longest row
         kept = before.clamp(max=held)
-        step = self.under_way = Step(q_len)
         before, after, first = before[:, None], after[:, None], (held - kept)[:, None]
         dropped = before - kept[:, None]
         index = torch.arange(held, device=before.device) - first
         token = torch.where(index < sinks, index, index + dropped).clamp(min=0)
-        step.gather = torch.where(token < sinks, token, sinks + (token - sinks) % window)
+        gather = torch.where(token < sinks, token, sinks + (token - sinks) % window)
         slot = torch.arange(self.capacity, device=before.device)
         token = torch.where(slot < sinks, slot, after - 1 - (after - 1 - slot) % window)
         place = torch.where(token < sinks, first + token, held + token - before)
         new = held + token - before + (0 if pads is None else pads[:, None])
         # Slots that no token has reached yet hold anything.
-        step.store = torch.where(token < before, place, new).clamp(0, held + q_len - 1)
+        store = torch.where(token < before, place, new).clamp(0, held + q_len - 1)
         start = held - kept if pads is None else held - kept + pads
         full = torch.full_like(start, held)
-        return pack_spans(full, start, full + q_len, dropped[:, 0])
+        return Many(gather, store), pack_spans(full, start, full + q_len, dropped[:, 0])
 
     def _allocate(self, rows: int, device: torch.device) -> None:
         if self.seen:
@@ -171,7 +166,7 @@ class Ring(Storage):
             layer.select(indices, same)
 
     def reset(self) -> None:
-        self.seen, self.alike, self.under_way, self.written = 0, True, None, None
+        self.seen, self.alike, self.written, self.cut_short = 0, True, None, False
         self.vetted, self.padded = 0, False
         if self.counts is not None:
             self.counts.zero_()
@@ -184,23 +179,22 @@ class Ring(Storage):
     def holds(self, tokens: int) -> bool:
         return True
 
-    def set_mode(self, mode: str) -> None:
-        self.mode = mode
-
     def sync(self, device: torch.device) -> None:
-        """The counts are on the device as it is; raises ValueError where the forward before was cut short."""
-        if self.mode == EAGER:
-            self._check_last_step()
+        """The counts are on the device as it is; raises ValueError where a forward before was cut short."""
+        self._check()
+
+    def step(self) -> None:
+        step = steps.over(self)
+        if step is None or step.written != self.written:
+            raise RuntimeError("other layers ran than those that read the prompt, and a ring counts one token for all of them")
 
     def advance(self) -> None:
         self.seen += 1
-        self.under_way = None  # that of an eager forward before, or of the capture
 
     def mark(self) -> torch.Tensor:
         return self.counts.clone()
 
     def rewind(self, mark: torch.Tensor | None) -> None:
-        self.under_way = None
         if mark is not None:
             self.counts.copy_(mark)
 
@@ -244,7 +238,7 @@ class RollingLayer(CacheLayerMixin):
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
         """Keep (batch, num_kv_heads, q_len, head_dim) K and V; return those to attend to, as the spans of this forward say."""
         ring, mine = self.ring, 1 << self.index
-        step = ring.under_way
+        step = steps.over(ring)
         if step is None or step.written & mine or step.q_len != key_states.shape[2]:
             raise RuntimeError(
                 "A RollingCache needs the forward pre-hook of a patched model, which counts padding, and one update by each "
@@ -260,7 +254,7 @@ class RollingLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         elif _kind(self.keys) != _kind(key_states) or _kind(self.values) != _kind(value_states):
-            if ring.mode != EAGER or ring.seen != step.q_len:
+            if step.mode != EAGER or ring.seen != step.q_len:
                 described = [describe(*pair) for pair in ((self.keys, self.values), (key_states, value_states))]
                 raise ValueError(f"This cache holds {described[0]}, and it is given {described[1]}: it belongs to another model.")
             self.lazy_initialization(key_states, value_states)  # it was empty, and the model has been cast or moved meanwhile
@@ -270,16 +264,16 @@ class RollingLayer(CacheLayerMixin):
                 "A rolling cache is written in place and carries no gradient. Run under torch.no_grad(), or pass use_cache=False."
             )
         if step.q_len == 1:
-            append(self.keys, self.values, key_states, value_states, step.slots.to(self.device))
+            append(self.keys, self.values, key_states, value_states, step.plan.slots.to(self.device))
             both = self.keys, self.values
         else:
-            both = tuple(self._extend(*pair, step) for pair in ((self.keys, key_states), (self.values, value_states)))
+            both = tuple(self._extend(*pair, step.plan) for pair in ((self.keys, key_states), (self.values, value_states)))
         step.written |= mine
         return both
 
-    def _extend(self, buffer: torch.Tensor, states: torch.Tensor, step: Step) -> torch.Tensor:
-        tokens = torch.cat([_take(buffer, step.gather), states], 2) if step.gather.shape[1] else states
-        buffer.copy_(_take(tokens, step.store))
+    def _extend(self, buffer: torch.Tensor, states: torch.Tensor, plan: Many) -> torch.Tensor:
+        tokens = torch.cat([_take(buffer, plan.gather), states], 2) if plan.gather.shape[1] else states
+        buffer.copy_(_take(tokens, plan.store))
         return tokens
 
     def select(self, indices: torch.Tensor, same: bool) -> None:

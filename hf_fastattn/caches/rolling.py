@@ -1,18 +1,22 @@
 """Cache "rolling": the first tokens of each row and the last, in constant memory (ring.py has the storage).
 
-`update()` sees neither the mask nor the batch's padding. A forward pre-hook on the model, `prepare`, does: it counts what is new
-and gives the layers spans in place of the mask.
+`update()` sees neither the mask nor the batch's padding. `begin()`, before the model's forward, does: it counts what is new and
+makes the spans that the layers get in place of the mask.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from .. import hf, masks, registry
-from ..streaming import Settings, refresh
-from .contract import EAGER
+from .. import hf, masks
+from .. import step as steps
+from ..step import EAGER, Step
+from ..streaming import Settings
+from . import forward
 from .ring import Ring
-from .stored import StoredCache
+from .stored import Arguments, StoredCache
 
 
 class RollingCache(StoredCache):
@@ -41,9 +45,44 @@ class RollingCache(StoredCache):
         )
 
     def get_query_offset(self, layer_idx: int = 0) -> int | torch.Tensor:
-        """Tokens read so far; of several that are being read, their mask, which our mask function hands to the layers."""
-        mask = self.storage.ask()
-        return self.storage.seen if mask is None else mask
+        """Tokens read so far, those that are being read included."""
+        return self.storage.seen
+
+    def begin(self, step: Step, model, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """Count the new tokens and make their spans.
+
+        One token gets them in place of its mask: nothing can be hidden from the last token of all. More leave the mask to the
+        model, which asks for what it wants, and gets the spans from our mask function.
+        """
+        _check_model(model)
+        if len(args) > 1:
+            raise TypeError("Pass everything but input_ids by keyword to a model with a RollingCache.")
+        ring = self.storage
+        config = model.config.get_text_config(decoder=True)
+        settings = Settings.of(config)
+        if (settings.window, settings.sinks, config.num_hidden_layers) != (ring.window, ring.sinks, len(ring.layers)):
+            raise ValueError(
+                f"{self} was made for another model or other settings than this one's: {settings.sinks} sinks and a window of "
+                f"{settings.window}."
+            )
+        ids = args[0] if args else kwargs.get("input_ids")
+        ids = kwargs["inputs_embeds"] if ids is None else ids
+        rows, q_len = ids.shape[:2]
+        if q_len > 1:
+            _check_positions(model, kwargs)
+        pads = _new_pads(self, kwargs.get("attention_mask"), q_len)
+        kv_len = ring.layers[0].get_mask_sizes(q_len)[0]
+        fresh = step.mode == EAGER and not ring.seen and q_len > 1 and pads is None
+        spans = ring.begin(step, rows, q_len, pads, ids.device)
+        mask = masks.of_spans(spans, (rows, q_len, kv_len), (model.config._attn_implementation, type(model).__name__), fresh)
+        given = kwargs.get("position_ids")
+        positions = ring.positions(q_len) if given is None else given
+        if settings.clamped:
+            positions = positions.clamp(max=config.max_position_embeddings - 1)
+        if q_len > 1:
+            step.mask = mask
+            return args, {**kwargs, "position_ids": positions}
+        return args, {**kwargs, "attention_mask": mask, "position_ids": positions}
 
     def vet(self, mask: torch.Tensor | None, tokens: int = 0, takes_back: bool = False) -> None:
         """Raise ValueError for what a call will need and cannot have; synchronizes with the device.
@@ -101,65 +140,18 @@ class RollingCache(StoredCache):
         self.storage.select(indices.nonzero().flatten() if indices.dtype == torch.bool else indices)
 
 
-def streams(model) -> bool:
-    """Whether a model runs a streaming backend now."""
-    name = model.config._attn_implementation
-    return name in registry.names() and registry.get(name).streaming
-
-
 def _check_model(model) -> None:
     name = model.config._attn_implementation
-    if not streams(model):
+    if not forward.streams(model):
         raise ValueError(
             f"{type(model).__name__} runs attn_implementation={name!r}, which cannot read a RollingCache; use "
             'hf_fastattn.patch(model, "streaming", window=4096, sinks=4).'
         )
-    if prepare not in model._forward_pre_hooks.values():
+    if not forward.follows(model):
         raise ValueError(
             f"A RollingCache must be given the padding before {type(model).__name__} runs; use "
             'hf_fastattn.patch(model, "streaming", window=4096, sinks=4), which sees to that.'
         )
-
-
-def prepare(model, args: tuple, kwargs: dict):
-    """The forward pre-hook of a patched model: a RollingCache that it is given counts the new tokens, and makes their spans.
-
-    One token gets them in place of its mask: nothing can be hidden from the last token of all. More leave the mask to the
-    model, which asks for what it wants, hears of the cache where queries start, and so gets the spans from our mask function.
-    """
-    if streams(model) and not torch.compiler.is_compiling():
-        refresh(model)
-    cache = kwargs.get("past_key_values")
-    if not isinstance(cache, RollingCache):
-        return None
-    _check_model(model)
-    if len(args) > 1:
-        raise TypeError("Pass everything but input_ids by keyword to a model with a RollingCache.")
-    ring = cache.storage
-    config = model.config.get_text_config(decoder=True)
-    settings = Settings.of(config)
-    if (settings.window, settings.sinks, config.num_hidden_layers) != (ring.window, ring.sinks, len(ring.layers)):
-        raise ValueError(
-            f"{cache} was made for another model or other settings than this one's: {settings.sinks} sinks and a window of "
-            f"{settings.window}."
-        )
-    ids = args[0] if args else kwargs.get("input_ids")
-    ids = kwargs["inputs_embeds"] if ids is None else ids
-    rows, q_len = ids.shape[:2]
-    if q_len > 1:
-        _check_positions(model, kwargs)
-    pads = _new_pads(cache, kwargs.get("attention_mask"), q_len)
-    kv_len, fresh = ring.layers[0].get_mask_sizes(q_len)[0], ring.mode == EAGER and not ring.seen and q_len > 1 and pads is None
-    spans = ring.begin(rows, q_len, pads, ids.device)
-    mask = masks.of_spans(spans, (rows, q_len, kv_len), (model.config._attn_implementation, type(model).__name__), fresh)
-    given = kwargs.get("position_ids")
-    positions = ring.positions(q_len) if given is None else given
-    if settings.clamped:
-        positions = positions.clamp(max=config.max_position_embeddings - 1)
-    if q_len > 1:
-        ring.under_way.mask = mask
-        return args, {**kwargs, "position_ids": positions}
-    return args, {**kwargs, "attention_mask": mask, "position_ids": positions}
 
 
 def _check_positions(model, kwargs: dict) -> None:
@@ -178,18 +170,10 @@ def _check_positions(model, kwargs: dict) -> None:
         )
 
 
-def detach(model) -> None:
-    """Take `prepare` off the model."""
-    for key, hook in list(model._forward_pre_hooks.items()):
-        if hook is prepare:
-            del model._forward_pre_hooks[key]
-            model._forward_pre_hooks_with_kwargs.pop(key, None)
-
-
 def _new_pads(cache: RollingCache, mask, q_len: int) -> torch.Tensor | None:
     """How many of each row's new tokens are padding, on the device."""
     ring = cache.storage
-    if mask is None or ring.mode != EAGER:
+    if mask is None or steps.mode(ring) != EAGER:
         return None
     if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
         raise ValueError(

@@ -7,7 +7,9 @@ from collections.abc import Callable
 
 import torch
 
-from .contract import CAPTURED, EAGER, Storage
+from .. import step as steps
+from ..step import EAGER
+from .contract import Storage
 from .layers import Layer, Track
 
 
@@ -19,6 +21,15 @@ class StaticStorage(Storage):
         by_window = {track.window: track for track in self.tracks}
         self.layers = [Layer(index, by_window[window]) for index, window in enumerate(windows)]
         self.running: tuple[int, ...] = ()  # indices of the layers that decode graphs write
+        self._own_tracks()
+
+    def __setstate__(self, state: dict) -> None:
+        vars(self).update(state)
+        self._own_tracks()
+
+    def _own_tracks(self) -> None:
+        for track in self.tracks:
+            track.storage = weakref.ref(self)
 
     @property
     def rows(self) -> int | None:
@@ -31,7 +42,7 @@ class StaticStorage(Storage):
 
     @property
     def used(self) -> bool:
-        return self.tracks[0].mode != EAGER or self.seen > 0
+        return steps.mode(self) != EAGER or self.seen > 0
 
     @property
     def version(self) -> int:
@@ -61,12 +72,6 @@ class StaticStorage(Storage):
         """Which layers run."""
         return self.running
 
-    def set_mode(self, mode: str) -> None:
-        for track in self.tracks:
-            track.mode = mode
-            if mode == CAPTURED:
-                track.waiting = track.running
-
     def sync(self, device: torch.device) -> None:
         for track in self.tracks:
             if not track.is_synced(device):
@@ -90,10 +95,11 @@ class StaticStorage(Storage):
             track.sync(device, seen - base, seen)
 
     def step(self) -> None:
+        step = steps.over(self)
+        written = 0 if step is None else step.written
+        if missed := [index for index in self.running if not written >> index & 1]:
+            raise RuntimeError(f"layers {missed} did not run, and a graph counts one token for all its layers")
         for track in self.tracks:
-            if track.waiting:
-                missed = [index for index in self.running if track.waiting >> index & 1]
-                raise RuntimeError(f"layers {missed} did not run, and a graph counts one token for all its layers")
             if track.running:
                 track.counts.add_(1)
 

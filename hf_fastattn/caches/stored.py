@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Self
+from typing import Any, Self
 
 import torch
 
 from .. import hf
-from .contract import CAPTURED, CAPTURED_WITH_MASK, CHANGE_ROWS, EAGER, Storage
+from .. import step as steps
+from ..step import CAPTURED, CAPTURED_WITH_MASK, Step
+from .contract import CHANGE_ROWS, Storage
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # args and kwargs
 
 
 class StoredCache(hf.Cache):
@@ -52,6 +56,10 @@ class StoredCache(hf.Cache):
         mask: the call's, 2-D. takes_back: the call crops as it goes, up to `tokens` tokens in all.
         """
 
+    def begin(self, step: Step, model, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        """Before a patched model's forward over it: what it is to be given in place of `args` and `kwargs`, None for these."""
+        return None
+
     def __copy__(self) -> Self:
         twin = type(self).__new__(type(self))
         vars(twin).update(vars(self), original=self)  # the storage is free for others when both are gone
@@ -68,8 +76,8 @@ class StoredCache(hf.Cache):
     @contextmanager
     def on_device(self, with_mask: bool = False) -> Iterator[None]:
         """Inside, the device's counts rule and the host's stand still: what a decode graph captures."""
-        self.storage.set_mode(CAPTURED_WITH_MASK if with_mask else CAPTURED)
+        step = steps.begin(self.storage, CAPTURED_WITH_MASK if with_mask else CAPTURED)
         try:
             yield
         finally:
-            self.storage.set_mode(EAGER)
+            steps.end(step)

@@ -239,7 +239,7 @@ class Entry:
                     inputs["attention_mask"] = hf.decode_mask(model, {**inputs, "attention_mask": None})
                 with in_decode_graph():
                     outputs = model(**inputs)
-            storage.step()
+                storage.step()
             return outputs
 
         return step

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 
 from .. import hf, registry
-from ..caches import rolling
+from ..caches import forward
 
 LIMIT = 4000  # objects beside modules, tensors and scalars that one fingerprint looks at
 SCALARS = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
@@ -366,7 +366,7 @@ def _tree(root: str, model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Mod
 
 def _check_hooks(module: torch.nn.Module) -> None:
     for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
-        if hook is not rolling.prepare and not hf.is_inert_hook(hook):
+        if not forward.is_ours(hook) and not hf.is_inert_hook(hook):
             name = getattr(hook, "__qualname__", type(hook).__qualname__)
             raise Uncapturable(f"{type(module).__name__} has the forward hook {name}, and a graph would not run it")
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from .. import hf, registry
-from ..caches import PreallocatedCache, RollingCache, rolling
+from ..caches import PreallocatedCache, RollingCache, forward
 from ..caches.layers import round_up
 from ..caches.pool import Pool
 from ..caches.ring import Ring
@@ -213,7 +213,7 @@ class Patch:
         else:
             hf.set_text_attention(model, self.backend)
             examine(model)
-            model.register_forward_pre_hook(rolling.prepare, with_kwargs=True)
+        forward.follow(model)
         layers = model.config.get_text_config(decoder=True).num_hidden_layers
         self.changes.append(Change("attention of layers", layers, before, self.backend))
         vars(model)[_MARK] = self
@@ -307,7 +307,7 @@ class Patch:
                 self._take_back(model)
 
     def _take_back(self, model) -> None:
-        rolling.detach(model)
+        forward.unfollow(model)
         forget(model)
         fusion.restore([*(module() for module in self._fused if module() is not None), *model.modules()])
         for name, had in self._methods.items():
@@ -391,7 +391,8 @@ class Patch:
     def _prepare_cache(self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length):
         model = self._model()
         self._refit(model)
-        if rolling.streams(model):
+        forward.abandon(model)
+        if forward.streams(model):
             refresh(model)  # before a graph's fingerprint is taken
         stock = type(model)._prepare_cache_for_generation
         given = model_kwargs.get("past_key_values")

@@ -1,0 +1,74 @@
+"""The hooks around a patched model's forward: a step begins before it and ends after it, for any cache of ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .. import registry
+from .. import step as steps
+from ..streaming import refresh
+from .stored import Arguments, StoredCache
+
+
+def follow(model: torch.nn.Module) -> None:
+    """Begin and end a step around each forward of this model."""
+    model.register_forward_pre_hook(before, with_kwargs=True)
+    model.register_forward_hook(after, always_call=True)
+
+
+def unfollow(model: torch.nn.Module) -> None:
+    """Take back follow(), also on a copy of the model that was given it."""
+    for hooks, of_keys in (
+        (model._forward_pre_hooks, (model._forward_pre_hooks_with_kwargs,)),
+        (model._forward_hooks, (model._forward_hooks_with_kwargs, model._forward_hooks_always_called)),
+    ):
+        for key in [key for key, hook in hooks.items() if is_ours(hook)]:
+            del hooks[key]
+            for keys in of_keys:
+                keys.pop(key, None)
+
+
+def follows(model: torch.nn.Module) -> bool:
+    return before in model._forward_pre_hooks.values()
+
+
+def is_ours(hook: object) -> bool:
+    return hook is before or hook is after
+
+
+def streams(model: torch.nn.Module) -> bool:
+    """Whether a model runs a streaming backend now."""
+    name = model.config._attn_implementation
+    return name in registry.names() and registry.get(name).streaming
+
+
+def before(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+    """The forward pre-hook: a cache of ours counts the new tokens, and may give the model other arguments."""
+    cache = kwargs.get("past_key_values")
+    if not torch.compiler.is_compiling():
+        abandon(model)
+        if streams(model):
+            refresh(model)
+    if not isinstance(cache, StoredCache):
+        return None
+    return cache.begin(steps.begin(cache.storage, model=model), model, args, kwargs)
+
+
+def after(model: torch.nn.Module, args: tuple[Any, ...], output: object) -> None:
+    """The forward hook, called where the forward raised, too: without an output then."""
+    if (step := steps.of_model(model)) is not None:
+        _end(step, failed=output is None)
+
+
+def abandon(model: torch.nn.Module) -> None:
+    """End the steps of this model's forwards that were interrupted in a way that no hook is told of (KeyboardInterrupt)."""
+    while (step := steps.of_model(model)) is not None:
+        _end(step, failed=True)
+
+
+def _end(step: steps.Step, failed: bool) -> None:
+    steps.end(step)
+    if (storage := step.storage) is not None:
+        storage.end(step, failed)

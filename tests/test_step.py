@@ -1,0 +1,246 @@
+"""The step under way: one for each forward over a cache of ours, in its thread, whatever happens in it."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from contextlib import contextmanager
+
+import fake_graph
+import pytest
+import torch
+from models import tiny
+from test_forms import NEGATED
+
+import hf_fastattn
+from hf_fastattn import PreallocatedCache, RollingCache
+from hf_fastattn import step as steps
+from hf_fastattn.caches.layers import Layer
+from hf_fastattn.caches.storage import StaticStorage
+from hf_fastattn.caches.stored import StoredCache
+from hf_fastattn.hf import layer_windows
+from hf_fastattn.kernels.spec import KV
+
+IDS = torch.arange(1, 25)[None]
+STREAMING = {"backend": "streaming", "window": 8, "sinks": 2}
+PATCHES = [({}, PreallocatedCache), (STREAMING, RollingCache)]
+both_caches = pytest.mark.parametrize("options, cache_type", PATCHES, ids=["static", "rolling"])
+
+
+@contextmanager
+def inside(model, then):
+    """Inside, the model's second layer calls `then` before it runs."""
+    handle = model.model.layers[1].register_forward_pre_hook(lambda *_: then())
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@both_caches
+def test_a_step_lasts_as_long_as_a_forward(options, cache_type):
+    model, seen = tiny("llama"), []
+    with hf_fastattn.patch(model, **options), torch.no_grad():
+        cache = cache_type(model)
+        with inside(model, lambda: seen.append(steps.innermost())):
+            model(IDS, past_key_values=cache)
+            model(IDS[:, :1], past_key_values=cache)
+            model(IDS)  # a cache of Transformers'
+        assert [step and step.storage for step in seen] == [cache.storage, cache.storage, None]
+        assert seen[0] is not seen[1] and steps.innermost() is None
+    assert not model._forward_pre_hooks and not model._forward_hooks and not model._forward_hooks_always_called
+
+
+@both_caches
+def test_each_thread_has_its_own(options, cache_type):
+    model = tiny("llama")
+    found, waiting = {}, threading.Barrier(2, timeout=60)
+
+    def run(name, cache):
+        with torch.no_grad():
+            model(IDS, past_key_values=cache)
+        found[name] = steps.innermost()
+
+    def look():
+        waiting.wait()  # both are in the middle of a forward
+        found[threading.get_ident()] = steps.innermost().storage
+        waiting.wait()
+
+    with hf_fastattn.patch(model, **options):
+        caches = [cache_type(model) for _ in range(2)]
+        with inside(model, look):
+            threads = [threading.Thread(target=run, args=pair) for pair in zip("ab", caches, strict=True)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        assert [found[thread.ident] for thread in threads] == [cache.storage for cache in caches]
+        assert found["a"] is found["b"] is None
+        assert [cache.get_seq_length() for cache in caches] == [IDS.shape[1]] * 2
+
+
+def test_the_mode_of_a_graph_is_that_of_its_thread():
+    model, found = tiny("llama"), []
+    with hf_fastattn.patch(model), torch.no_grad():
+        cache = PreallocatedCache(model)
+        model(IDS, past_key_values=cache)
+        cache.storage.sync(torch.device("cpu"))
+        with cache.on_device():
+            thread = threading.Thread(target=lambda: found.append((steps.mode(cache.storage), cache.get_seq_length())))
+            thread.start()
+            thread.join()
+            assert steps.mode(cache.storage) == steps.CAPTURED and isinstance(cache.get_seq_length(), torch.Tensor)
+        assert found == [(steps.EAGER, IDS.shape[1])] and steps.mode(cache.storage) == steps.EAGER
+
+
+@both_caches
+def test_steps_nest(options, cache_type):
+    """A model that runs in the middle of another's forward, as an assistant or a tower might."""
+    outer, inner = tiny("llama"), tiny("llama", num_hidden_layers=3)
+    with hf_fastattn.patch(outer, **options), hf_fastattn.patch(inner, **options), torch.no_grad():
+        expected = [model(ids, past_key_values=cache_type(model)).logits for model, ids in ((outer, IDS), (inner, IDS[:, :9]))]
+        got, cache = [], cache_type(inner)
+        with inside(outer, lambda: got.append(inner(IDS[:, :9], past_key_values=cache).logits)):
+            found = outer(IDS, past_key_values=cache_type(outer)).logits
+        assert torch.equal(found, expected[0]) and torch.equal(got[0], expected[1]) and cache.get_seq_length() == 9
+        assert steps.innermost() is None
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, GeneratorExit])
+@both_caches
+def test_a_forward_that_raises_leaves_no_step(options, cache_type, error):
+    """Not even one that torch calls no hooks for, which a later forward clears away."""
+    model = tiny("llama")
+
+    def fail():
+        raise error
+
+    with hf_fastattn.patch(model, **options), torch.no_grad():
+        expected = model(IDS, past_key_values=cache_type(model)).logits
+        cut, again = cache_type(model), cache_type(model)
+        with inside(model, fail), pytest.raises(error):
+            model(IDS, past_key_values=cut)
+        assert error is not ValueError or steps.of_model(model) is None
+        assert torch.equal(model(IDS, past_key_values=again).logits, expected) and steps.of_model(model) is None
+        if cache_type is RollingCache:
+            with pytest.raises(ValueError, match="cut short"):
+                model(IDS[:, :1], past_key_values=cut)
+            assert steps.of_model(model) is None
+            cut.reset()
+            assert torch.equal(model(IDS, past_key_values=cut).logits, expected)
+
+
+@both_caches
+def test_an_interrupted_forward_keeps_no_memory(options, cache_type):
+    model = tiny("llama")
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    gc.disable()
+    try:
+        with hf_fastattn.patch(model, **options), torch.no_grad():
+            cache = cache_type(model)
+            storage = weakref.ref(cache.storage)
+            with inside(model, interrupt), pytest.raises(KeyboardInterrupt):
+                model(IDS, past_key_values=cache)
+            del cache
+            assert storage() is None
+    finally:
+        gc.enable()
+
+
+def test_generate_after_an_interrupt(monkeypatch):
+    fake_graph.use(monkeypatch)
+    model = tiny("llama")
+    with hf_fastattn.patch(model, **STREAMING) as patch:
+        options = {"max_new_tokens": 6, "do_sample": False}
+        expected = model.generate(IDS, **options)
+        failing = iter([None, KeyboardInterrupt])
+
+        def fail():
+            if error := next(failing, None):
+                raise error
+
+        with inside(model, fail), pytest.raises(KeyboardInterrupt):
+            model.generate(IDS, **options)
+        assert torch.equal(model.generate(IDS, **options), expected) and steps.of_model(model) is None
+        assert patch.captures
+
+
+def test_layers_that_checkpointing_computes_again_find_none():
+    model, seen = tiny("llama", use_cache=False), []
+    with hf_fastattn.patch(model):
+        model.train()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        look = model.model.layers[1].self_attn.register_forward_pre_hook(lambda *_: seen.append(steps.innermost()))
+        with pytest.warns(UserWarning, match="no backward pass"):
+            loss = model(IDS, labels=IDS, past_key_values=PreallocatedCache(model)).loss
+        forward = len(seen)
+        loss.backward()
+        assert len(seen) > forward and seen[forward:] == [None] * (len(seen) - forward)
+        assert model.model.layers[0].self_attn.q_proj.weight.grad.abs().sum() > 0
+        look.remove()
+
+
+class NegatedLayer(Layer):
+    """Keeps -V, and shows the kernels so."""
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        both = super().update(key_states, -value_states)
+        step = self.track.step
+        assert step is not None
+        step.kv = KV(*both, NEGATED)
+        return both
+
+
+class NegatedCache(StoredCache):
+    def __init__(self, model):
+        storage = StaticStorage(layer_windows(model.config), 64)
+        for layer in storage.layers:
+            layer.__class__ = NegatedLayer
+        self._adopt(storage)
+
+    def get_query_offset(self, layer_idx=0):
+        return self.layers[layer_idx].query_offset()
+
+
+@pytest.mark.parametrize("backend", ["lean", "split_kv", "fa2"])
+@pytest.mark.parametrize("with_padding", [False, True])
+def test_a_form_of_ones_own_under_patch_with_a_graph(backend, with_padding, monkeypatch):
+    fake_graph.use(monkeypatch)
+    model, mask = tiny("llama"), torch.ones_like(IDS)
+    mask[:, : 5 * with_padding] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False}
+    model.set_attn_implementation("eager")
+    expected = model.generate(IDS, **options)
+    with hf_fastattn.patch(model, backend) as patch:
+        for _ in range(2):
+            cache = NegatedCache(model)
+            assert torch.equal(model.generate(IDS, past_key_values=cache, **options), expected)
+        assert patch.replays == 12 and not patch.reasons
+        # A mask that falls back to the dense path.
+        dense = torch.ones(1, 1, 24, 24, dtype=torch.bool).tril()
+        with torch.no_grad():
+            logits = [
+                model(IDS, attention_mask=dense, past_key_values=kind(model)).logits for kind in (NegatedCache, PreallocatedCache)
+            ]
+            assert torch.equal(*logits)
+
+
+def test_a_mask_left_by_an_interrupt_is_no_other_models():
+    one, other = tiny("llama"), tiny("llama")
+    with hf_fastattn.patch(one, **STREAMING), hf_fastattn.patch(other, cache=None, graph=False, **STREAMING), torch.no_grad():
+
+        def interrupt(*_):
+            raise KeyboardInterrupt
+
+        handle = one.model.layers[0].register_forward_pre_hook(interrupt)
+        mask = torch.ones_like(IDS)
+        mask[:, :6] = 0
+        expected = other(IDS).logits
+        with pytest.raises(KeyboardInterrupt):
+            one(IDS, attention_mask=mask, past_key_values=RollingCache(one))
+        assert torch.equal(other(IDS).logits, expected)
+        handle.remove()
