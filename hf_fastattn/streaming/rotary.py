@@ -1,0 +1,145 @@
+"""How the layers that read a model's text rotate queries and keys.
+
+Kernels turn the query that scores the sinks back, which is right only if a layer's queries and keys are R(position) x with the
+last thing done to them a rotation R that the kernels know, or do not depend on the position at all. No config and no class says
+so: examine() runs every layer's own code, up to its queries and keys, at several positions.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from .. import hf
+from .probe import INV_FREQ, NEAR, Layers, Seen, adds_positions, in_eval_mode, queries_and_keys, stirred
+from .settings import Settings
+from .turns import States, explain, why_not
+
+_INTERLEAVED = "_hf_fastattn_interleaved"  # of an attention module, as INV_FREQ
+_WATCHED = "_hf_fastattn_rotary"  # of a model: where its frequencies were found, and their state then
+_UNKNOWN: Any = object()
+_FAR = (101, 1009, 2999, 1 << 20)
+_NOTHING = torch.nn.Identity()
+_lock = threading.RLock()
+
+Rotation = tuple[torch.Tensor | None, bool]  # as rotation() answers
+
+
+def rotation(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor) -> Rotation:
+    """(inv_freq, interleaved) by which kernels turn an attention module's queries; inv_freq is None where they turn nothing.
+
+    Raises ValueError for a module that examine() has not seen.
+    """
+    inv_freq = getattr(module, INV_FREQ, _UNKNOWN)
+    if inv_freq is _UNKNOWN:
+        raise _NotExamined(
+            f"A streaming backend must know how {type(module).__name__} rotates its queries and keys. "
+            'hf_fastattn.patch(model, "streaming", window=4096, sinks=4) finds it out for the layers that read a model\'s text, '
+            "and with cache=None and graph=False leaves Transformers' cache in place. Of a model that is patched already, this "
+            "layer is not one of those: use another backend."
+        )
+    if isinstance(inv_freq, list):  # examine() is running
+        inv_freq.append(States(query, key))
+        raise Seen
+    return inv_freq, getattr(module, _INTERLEAVED)
+
+
+def examine(model: hf.PreTrainedModel) -> None:
+    """Find out how every layer that reads a model's text rotates its queries and keys, for rotation().
+
+    The model runs a streaming backend, and its config has Settings. Runs each layer up to its attention on a few tokens.
+    Raises ValueError, in a sentence, where a layer's positions cannot move with a window.
+    """
+    forget(model)
+    with _lock, torch.no_grad(), in_eval_mode(model):
+        decoder, layers = hf.text_layers(model)
+        name = type(decoder.config).__name__.removesuffix("Config").removesuffix("Text")
+        if not layers:
+            raise ValueError(f"{name} cannot stream: it has no self-attention layers that could be looked at.")
+        if kind := hf.changing_rope(decoder):
+            raise ValueError(
+                f"{name} has rope_type {kind!r}, whose frequencies change with the length of the text: keys read under one "
+                "cannot be scored under another. Set a rope_type of fixed frequencies in its config (default, linear, llama3 or "
+                "yarn)."
+            )
+        places = hf.rotary_buffers(model, decoder)
+        try:
+            learned, rotations = _find_rotations(name, decoder, layers, [tensor for *_, tensor in places])
+        except _NotExamined:
+            raise ValueError(f"{name} cannot stream: not all of its layers could be looked at. Use another backend.") from None
+        except (ArithmeticError, AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError) as error:
+            raise ValueError(f"How {name} rotates queries and keys could not be found out: {error}.") from error
+        clamped = Settings.of(model.config.get_text_config(decoder=True)).clamped
+        _check_positions(name, learned, any(inv_freq is not None for inv_freq, _ in rotations.values()), clamped)
+        for module, (inv_freq, interleaved) in rotations.items():
+            vars(module)[INV_FREQ], vars(module)[_INTERLEAVED] = inv_freq, interleaved
+        vars(model)[_WATCHED] = [(*place, _version(place[-1])) for place in places]
+
+
+def refresh(model: hf.PreTrainedModel) -> None:
+    """examine() again where the model's frequencies have been replaced, moved or written to since. Asks the host alone."""
+    watched: Iterable[tuple[str, str, torch.Tensor, int]] = vars(model).get(_WATCHED, ())
+    for path, name, tensor, version in watched:
+        module: torch.nn.Module = model
+        for part in path.split("."):  # get_submodule() takes ten times as long, and this comes before every forward
+            module = module._modules.get(part) or _NOTHING
+        if module._buffers.get(name) is not tensor or _version(tensor) != version:
+            examine(model)
+            return
+
+
+def forget(model: torch.nn.Module) -> None:
+    """Take back what examine() wrote."""
+    for module in model.modules():
+        for name in (INV_FREQ, _INTERLEAVED, _WATCHED):
+            vars(module).pop(name, None)
+
+
+def _check_positions(name: str, learned: bool, rotates: bool, clamped: bool) -> None:
+    if learned and rotates:
+        raise ValueError(
+            f"{name} cannot stream: it has learned positions besides rotated ones. Use another backend for this model."
+        )
+    if learned and not clamped:
+        raise ValueError(
+            f"{name} has no rotary embedding, and learned positions cannot move with a window. "
+            "hf_fastattn.patch(..., clamp_positions=True) gives every token beyond the last position that one, which is an "
+            "approximation."
+        )
+    if clamped and not learned:
+        raise ValueError(f"clamp_positions=True is for models with learned positions, and {name} has none; leave it out.")
+
+
+class _NotExamined(ValueError):
+    """A layer runs that examine() has not looked at."""
+
+
+def _find_rotations(
+    name: str, decoder: hf.PreTrainedModel, layers: Layers, found: list[torch.Tensor]
+) -> tuple[bool, dict[torch.nn.Module, Rotation]]:
+    """(whether positions are added to the tokens, what rotation() answers for each module); found: the decoder's frequencies.
+
+    Raises ValueError for the first module that kernels cannot follow.
+    """
+    device = found[0].device if found else decoder.device
+    learned = adds_positions(decoder, layers, device)
+    # Whoever looks positions up in a table has none beyond its end, and a GPU that reads there is lost to the process.
+    positions = torch.tensor(NEAR if learned or not found else NEAR + _FAR)
+    twice = positions.repeat(2)
+    seen = queries_and_keys(decoder, layers, positions.to(device), stirred)
+    rotations = {}
+    for module in layers:
+        turn = explain(seen.get(module), twice, found)
+        if turn is None:
+            even = queries_and_keys(decoder, layers, positions.to(device), torch.ones_like)
+            reason = why_not(seen.get(module), even.get(module), twice, found)
+            raise ValueError(f"{name} cannot stream: its layer {module.layer_idx} {reason}. Use another backend for it.")
+        rotations[module] = turn.for_kernels(seen[module].query.device)
+    return learned, rotations
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version

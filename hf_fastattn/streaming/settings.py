@@ -1,0 +1,79 @@
+"""How much of its text a model shows a streaming backend, as its configuration has it, and the masks that leave it at that."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .. import hf
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How many tokens are kept; in a model's config the attributes streaming_window, streaming_sinks, streaming_clamped.
+
+    clamped: positions are learned, and every token beyond the last position is given that one (an approximation).
+    """
+
+    window: int
+    sinks: int = 4
+    clamped: bool = False
+
+    @classmethod
+    def of(cls, config: hf.PreTrainedConfig) -> Settings:
+        """Those of a config, checked."""
+        window = getattr(config, "streaming_window", None)
+        if window is None:
+            raise ValueError(
+                'A streaming backend needs a window: use hf_fastattn.patch(model, "streaming", window=4096, sinks=4).'
+            )
+        settings = cls(window, getattr(config, "streaming_sinks", cls.sinks), getattr(config, "streaming_clamped", cls.clamped))
+        settings.check(getattr(config, "max_position_embeddings", None))
+        return settings
+
+    @classmethod
+    def asked(cls, name: str, window: int | None, sinks: int | None, limit: int | None, clamped: bool = False) -> Settings:
+        """Those that a caller of backend `name` asks for, checked; the usual number of sinks where None."""
+        if window is None:
+            raise ValueError(f"{name!r} needs window=, the number of last tokens to keep, for example 4096.")
+        settings = cls(window, cls.sinks if sinks is None else sinks, clamped)
+        settings.check(limit)
+        return settings
+
+    def check(self, limit: int | None) -> None:
+        """Raise ValueError for what is impossible; `limit`: the positions that the model was made for."""
+        if not isinstance(self.window, int) or self.window < 1:
+            raise ValueError(f"window counts the last tokens that a query sees, itself included: at least 1; got {self.window}.")
+        if not isinstance(self.sinks, int) or self.sinks < 0:
+            raise ValueError(f"sinks is the number of first tokens to keep, at least 0; got {self.sinks}.")
+        if limit is not None and self.sinks + self.window > limit:
+            raise ValueError(
+                f"{self.sinks} sinks and a window of {self.window} take {self.sinks + self.window} positions, and this model was "
+                f"made for {limit} (max_position_embeddings). Ask for fewer."
+            )
+
+    def write(self, config: hf.PreTrainedConfig) -> None:
+        config.streaming_window, config.streaming_sinks, config.streaming_clamped = self.window, self.sinks, self.clamped
+
+
+def check_mask(name: str, config: hf.PreTrainedConfig, pattern: tuple[bool, int | None] | None, of_ring: bool) -> None:
+    """Raise ValueError for what a model asks of a mask that a streaming backend cannot serve.
+
+    pattern: (causal, window), or None where it is neither alone. of_ring: whether a RollingCache has made the mask.
+    """
+    if pattern is None:
+        raise ValueError(
+            f"This model asks for a mask that is not plainly causal (an image or a prefix whose tokens see one another, packed "
+            f"sequences, chunks), and attn_implementation={name!r} cannot apply its window to that mask. "
+            "Use another backend for such inputs."
+        )
+    causal, window = pattern
+    if not causal:
+        raise ValueError(f"attn_implementation={name!r} is for causal models; use another backend for this one.")
+    if of_ring:
+        return
+    Settings.of(config)
+    if window is not None:
+        raise ValueError(
+            f"This model has layers with a sliding window of their own ({window} tokens), whose cache drops the first tokens. "
+            f"Use hf_fastattn.patch(model, {name!r}, ...), whose cache keeps them."
+        )

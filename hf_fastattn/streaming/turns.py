@@ -1,0 +1,90 @@
+"""Rotations of queries and keys, recognised by what they do to one state at several positions."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+EXACT = 4096  # beyond this position an angle in fp32 says little, and lengths are compared alone
+
+
+class States(NamedTuple):
+    """An attention module's queries and keys, (rows, heads, positions, head_dim), of states that are the same everywhere."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+
+
+class Turn(NamedTuple):
+    """How queries and keys are rotated: by which frequencies (None: not at all), in which pairs, from which dimension on."""
+
+    inv_freq: torch.Tensor | None = None
+    interleaved: bool = False
+    first: int = 0
+
+    def fits(self, x: torch.Tensor, positions: torch.Tensor) -> bool:
+        """Whether x, (rows, heads, positions, head_dim), is what stands at position 0, turned; up to what its dtype rounds."""
+        unit = torch.finfo(x.dtype).eps / 2
+        x = x.detach().to("cpu", torch.float64)
+        start, size = x[:, :, :1], x[:, :, :1].norm(dim=-1)
+        turned = start.expand_as(x).clone()
+        if self.inv_freq is not None:
+            pairs = len(self.inv_freq)
+            angle = (positions[:, None].float() * self.inv_freq.detach().to("cpu", torch.float32)).double()
+            cos, sin = angle.cos(), angle.sin()
+            places = torch.arange(2 * pairs) + self.first
+            one, two = (places[0::2], places[1::2]) if self.interleaved else (places[:pairs], places[pairs:])
+            a, b = start[..., one], start[..., two]
+            turned[..., one], turned[..., two] = a * cos - b * sin, b * cos + a * sin
+        near = positions <= EXACT
+        allowed = (8 * unit + 1e-4 + positions[near] * 2.0**-22) * size
+        off = (x - turned)[:, :, near].norm(dim=-1)
+        return bool(size.min() > 0 and (off <= allowed).all() and _keeps_length(x, unit))
+
+    def for_kernels(self, device: torch.device) -> tuple[torch.Tensor | None, bool]:
+        """(inv_freq, interleaved), with the frequencies of all pairs from dimension 0 on.
+
+        They are the model's own tensor where that will do: writes to it count.
+        """
+        inv_freq = self.inv_freq
+        if inv_freq is None or (
+            self.first == 0 and inv_freq.dtype == torch.float32 and inv_freq.device == device and inv_freq.is_contiguous()
+        ):
+            return inv_freq, self.interleaved
+        with torch.inference_mode(False):
+            still = torch.zeros(self.first // 2, device=device)
+            return torch.cat([still, inv_freq.to(device, torch.float32)]), self.interleaved
+
+
+def explain(seen: States | None, positions: torch.Tensor, candidates: list[torch.Tensor]) -> Turn | None:
+    """The turn, by one of the frequencies in `candidates` or by none, that both queries and keys come out as, or None."""
+    if seen is None:
+        return None
+    head_dim = seen.query.shape[3]
+    turns = [Turn()]
+    for inv_freq in candidates:
+        room = head_dim - 2 * len(inv_freq)
+        if room >= 0:
+            turns += [Turn(inv_freq), Turn(inv_freq, True), Turn(inv_freq, True, room)]
+    return next((turn for turn in turns if all(turn.fits(x, positions) for x in seen)), None)
+
+
+def why_not(seen: States | None, even: States | None, positions: torch.Tensor, candidates: list[torch.Tensor]) -> str:
+    """Why queries and keys that explain() has no turn for cannot stream, as a clause; even: those where norms weigh all alike."""
+    if seen is None:
+        return "is not reached by a run over a few tokens of text, so that its queries and keys could not be looked at"
+    if explain(even, positions, candidates) is not None:
+        return (
+            "scales each dimension of its queries and keys after it has rotated them (a norm with weights of its own), and what "
+            "is scaled cannot be re-rotated"
+        )
+    unit = torch.finfo(seen.query.dtype).eps / 2
+    if not all(_keeps_length(x.detach().to("cpu", torch.float64), unit) for x in seen):
+        return "has queries or keys whose length depends on their position, and streaming counts positions within the kept tokens"
+    return "rotates queries and keys in a way that streaming does not support"
+
+
+def _keeps_length(x: torch.Tensor, unit: float) -> bool:
+    sizes = x.norm(dim=-1)
+    return bool(((sizes - sizes[:, :, :1]).abs() <= (8 * unit + 1e-4) * sizes[:, :, :1]).all())
