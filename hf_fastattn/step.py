@@ -92,6 +92,12 @@ def mode(storage: object | None) -> str:
     return EAGER if step is None else step.mode
 
 
+def captured() -> bool:
+    """Whether a decode graph captures what runs now: its launches are known, and none writes weights."""
+    step = innermost()
+    return step is not None and step.mode == CAPTURED
+
+
 def of_model(model: torch.nn.Module) -> Step | None:
     """The innermost step of this model's forward."""
     return next((step for step in reversed(_thread.steps) if step.model is model), None)

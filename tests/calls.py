@@ -1,9 +1,13 @@
-"""Calls of kernels with plain tensors, and functions of plain tensors as kernels."""
+"""Calls of kernels with plain tensors, functions of plain tensors as kernels, calls as in a decode graph."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial, wraps
+from types import SimpleNamespace
 
+from hf_fastattn import step as steps
 from hf_fastattn.kernels import reference
 from hf_fastattn.kernels.spec import Spec, call
 
@@ -18,3 +22,14 @@ def as_kernel(function):
         return function(q, *kv.plain(), spans, **spec._asdict(), **tensors)
 
     return kernel
+
+
+@contextmanager
+def captured() -> Iterator[None]:
+    """Inside, a decode graph is said to capture what runs."""
+    storage = SimpleNamespace()
+    step = steps.begin(storage, steps.CAPTURED)
+    try:
+        yield
+    finally:
+        steps.end(step)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import hf_fastattn
+from hf_fastattn.patches.generation import METHODS
 
 ROOT = Path(hf_fastattn.__file__).parent
 ORDER = [  # a part imports parts from later lines only
@@ -63,6 +64,12 @@ def test_only_hf_imports_transformers(path):
     assert "benchmarks" not in outside, f"{path.name} imports benchmarks, which a wheel does not have"
     if path.relative_to(ROOT).with_suffix("").parts[0] != "hf":
         assert "transformers" not in outside, f"{path.name} imports transformers; go through hf/"
+
+
+def test_one_file_knows_the_methods_of_generate():
+    others = [path for path in FILES if path.parent.name != "hf"]
+    knows = [path for path in others if any(method in path.read_text() for method in METHODS)]
+    assert knows == [ROOT / "patches" / "generation.py"]
 
 
 @pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: str(path.relative_to(ROOT.parent)))

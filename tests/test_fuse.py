@@ -10,6 +10,7 @@ import weakref
 
 import pytest
 import torch
+from calls import captured
 from models import tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -241,7 +242,7 @@ def test_in_a_decode_graph_one_token_runs_our_linear_layers(family, each, linear
     layers = model.config.num_hidden_layers
     fuse.fuse(fuse.Fusible([], [], found.mlps, found.linears))
     assert torch.equal(model(ids[:1]).logits, before[0]) and not linear_calls  # outside of a graph
-    with fuse.in_decode_graph():
+    with captured():
         model(ids), model(ids.view(1, 2))
         assert not linear_calls  # two tokens
         during = model(ids[1:]).logits
@@ -280,7 +281,7 @@ def test_a_linear_layer_that_someone_changed_is_left_alone(linear_calls, monkeyp
         layer(torch.ones(1, 8, dtype=torch.float16, device=DEVICE) if x is None else x)
 
     wrap = lambda tensor: torch.nn.Parameter(tensor.detach().as_subclass(Wrapped))  # noqa: E731
-    with fuse.in_decode_graph():
+    with captured():
         changed(lambda layer: setattr(layer, "weight", wrap(layer.weight)))
         changed(lambda layer: setattr(layer, "bias", wrap(layer.bias)))
         changed(lambda layer: None, torch.ones(1, 8, dtype=torch.float16, device=DEVICE).as_subclass(Wrapped))
@@ -324,7 +325,7 @@ def test_a_gate_that_someone_changed_is_left_alone(linear_calls):
         for change in (bias, own_forward, make_the_weight_an_attribute, other_class)
     ]
     hooks = [(name, change) for name in ("gate_proj", "up_proj", "act_fn") for change in (hook, pre_hook)]
-    with fuse.in_decode_graph():
+    with captured():
         torch.testing.assert_close(fused(x), stock(x), atol=1e-3, rtol=1e-2)
         assert linear_calls == [True, False]  # the gate, and what comes behind it
         for name, change in [("act_fn", relu), *layers, *hooks]:

@@ -30,6 +30,7 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutput
 
 import hf_fastattn
+from hf_fastattn import step as steps
 from hf_fastattn.caches import PreallocatedCache
 from hf_fastattn.patches import fuse
 from hf_fastattn.patches import graph as graphs
@@ -192,7 +193,7 @@ def test_a_model_cast_between_calls_gets_new_buffers(captured, llama):
         llama.to(torch.bfloat16)
         got = generate(llama, inputs)
         assert patch.captures == 2 and not patch.reasons
-        assert {storage.layers[0].keys.dtype for _, storage in patch._pool.idle} == {torch.bfloat16}
+        assert {storage.layers[0].keys.dtype for _, storage in patch._generation.pool.idle} == {torch.bfloat16}
     # Rounding picks other tokens in the end, but not at once.
     assert torch.equal(got[:, :98], generate(llama, inputs)[:, :98])
 
@@ -239,7 +240,7 @@ def test_a_cache_handed_out_keeps_its_buffers_until_it_is_gone(captured, llama):
         assert torch.equal(out.past_key_values.layers[0].keys, kept)
         del out
         gc.collect()
-        assert any(storage.layers[0].keys.data_ptr() == where for _, storage in patch._pool.idle)
+        assert any(storage.layers[0].keys.data_ptr() == where for _, storage in patch._generation.pool.idle)
 
 
 def test_a_copied_cache_goes_its_own_way(captured, llama):
@@ -648,7 +649,7 @@ def test_linear_layers_are_told_that_they_are_in_a_graph(monkeypatch):
     fake_graph.use(monkeypatch)
     model, seen = tiny("llama"), queue.SimpleQueue()  # not a list: a step that changes what its own code holds is not captured
     own = model.lm_head.forward
-    model.lm_head.forward = lambda x: (seen.put(fuse._in_decode_graph.get()), own(x))[1]
+    model.lm_head.forward = lambda x: (seen.put(steps.captured()), own(x))[1]
     inputs = prompts("no_padding", "cpu", rows=1)
     with hf_fastattn.patch(model):
         model.generate(**inputs, max_new_tokens=8, do_sample=False)
@@ -694,11 +695,11 @@ def test_buffers_that_come_back_after_undo_are_not_kept():
         out = generate(model, prompts("no_padding", "cpu"), return_dict_in_generate=True)
         generate(model, prompts("no_padding", "cpu"))
         gc.collect()
-        assert len(patch._pool.idle) == 1
-    assert not patch._pool.idle
+        assert len(patch._generation.pool.idle) == 1
+    assert not patch._generation.pool.idle
     del out
     gc.collect()
-    assert not patch._pool.idle
+    assert not patch._generation.pool.idle
 
 
 def test_a_pool_that_its_last_graph_has_left_takes_no_other(monkeypatch):

@@ -25,6 +25,7 @@ from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
 
 import hf_fastattn
 from hf_fastattn.patches import survey
+from hf_fastattn.patches.unread import unread_by
 
 NEW = 8
 SCALE = 1.0
@@ -389,7 +390,7 @@ def test_attributes_are_watched_and_let_go():
     model = tiny("llama", "sdpa")
     classes = [type(module) for module in model.modules()]
     found = survey.survey(model)
-    with survey.unread_by(model, found) as unread:
+    with unread_by(model, found) as unread:
         everything = len(unread)
         model.model.norm(torch.zeros(1, 64))
         assert ("model.norm", "variance_epsilon") not in unread and len(unread) == everything - 1

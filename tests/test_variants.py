@@ -6,12 +6,12 @@ from collections import Counter
 
 import pytest
 import torch
+from calls import captured
 from models import prompts, tiny
 
 import hf_fastattn
 from hf_fastattn.kernels import INTERPRETED
 from hf_fastattn.kernels.host import launch
-from hf_fastattn.patches import fuse
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1: what is launched is what would be compiled")
 
@@ -67,7 +67,7 @@ def test_padding_adds_one_variant_of_each(variants):
 
 def test_linear_layers_compile_once_for_each_length_of_a_weights_rows(variants):
     model = tiny("llama").half()  # rows of 64, and of 96 behind the gate
-    with hf_fastattn.patch(model, "lean"), torch.no_grad(), fuse.in_decode_graph():
+    with hf_fastattn.patch(model, "lean"), torch.no_grad(), captured():
         for token in (3, 4):
             model(torch.tensor([[token]]))
     kinds = Counter(name for name, *_ in variants)

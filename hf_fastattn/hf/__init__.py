@@ -6,7 +6,7 @@ from .version import check_version
 
 check_version(transformers.__version__)
 
-from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel, StoppingCriteria  # noqa: E402
+from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel, StoppingCriteria  # noqa: E402
 from transformers.cache_utils import Cache, CacheLayerMixin  # noqa: E402
 from transformers.masking_utils import causal_mask_function  # noqa: E402
 
@@ -35,6 +35,7 @@ __all__ = [
     "OTHERS",
     "Cache",
     "CacheLayerMixin",
+    "GenerationConfig",
     "GenerationMixin",
     "LayerShape",
     "LongPast",

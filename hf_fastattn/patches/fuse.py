@@ -16,21 +16,22 @@ from __future__ import annotations
 import builtins
 import functools
 import types
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, SupportsIndex
 
 import torch
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 from .. import hf
+from .. import step as steps
 from ..kernels import HAS_TRITON, INTERPRETED
 from ..kernels.host import gpu
 
 _ROPE = "apply_rotary_pos_emb"
 _MARK = "_hf_fastattn_fused"
-_in_decode_graph: ContextVar[bool] = ContextVar("hf_fastattn_in_decode_graph", default=False)
+
+Forward = Callable[..., Any]  # of a module's class, with the module as its first argument
+Fuse = Callable[[types.FunctionType], Forward]  # what makes ours of one
 
 
 class Fusible(NamedTuple):
@@ -39,17 +40,7 @@ class Fusible(NamedTuple):
     norms: list[torch.nn.Module]
     layers: list[torch.nn.Module]  # of attention
     mlps: list[torch.nn.Module]
-    linears: list[torch.nn.Linear]
-
-
-@contextmanager
-def in_decode_graph() -> Iterator[None]:
-    """Inside, fused linear layers run `kernels.decode.linear`: a step's launches are known there, and none writes weights."""
-    token = _in_decode_graph.set(True)
-    try:
-        yield
-    finally:
-        _in_decode_graph.reset(token)
+    linears: list[torch.nn.Module]
 
 
 def find(model: torch.nn.Module) -> Fusible:
@@ -78,7 +69,7 @@ def _is_plain(weight: torch.Tensor | None) -> bool:
     return type(weight) is torch.nn.Parameter and weight.dtype in linear.DTYPES
 
 
-def _calls_llamas_rope(forward) -> bool:
+def _calls_llamas_rope(forward: Any) -> bool:
     names = getattr(getattr(forward, "__code__", None), "co_names", ())
     return _ROPE in names and not forward.__closure__ and hf.is_llamas_rope(forward.__globals__.get(_ROPE))
 
@@ -97,30 +88,32 @@ def restore(modules: list[torch.nn.Module]) -> None:
     """Undo fuse(), but for a module whose class someone has changed since: it is theirs to change back."""
     for module in modules:
         if is_fused(module):
-            module.__class__ = type(module).__base__
+            module.__class__ = type(module).__bases__[0]
 
 
-def _subclass(cls: type[torch.nn.Module], fused) -> type[torch.nn.Module]:
+def _subclass(cls: type[torch.nn.Module], fused: Fuse) -> type[torch.nn.Module]:
     """`cls`, by the same name, with the forward() that `fused` makes of its own."""
-    return _fused_subclass(cls, fused, cls.forward)
+    return _fused_subclass(cls, fused, cls.forward)  # type: ignore[arg-type]  # a class is hashable
 
 
 @functools.cache
-def _fused_subclass(cls: type[torch.nn.Module], fused, forward: types.FunctionType) -> type[torch.nn.Module]:
+def _fused_subclass(cls: type[torch.nn.Module], fused: Fuse, forward: types.FunctionType) -> type[torch.nn.Module]:
     ours = fused(forward)
 
     @functools.wraps(forward)
-    def run(self, *args, **kwargs):  # the class may have been given another since
+    def run(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:  # the class may have been given another since
         return (ours if cls.forward is forward else cls.forward)(self, *args, **kwargs)
 
-    def reduce(self, protocol):  # a name that two classes share says nothing to a pickle
+    def reduce(
+        self: torch.nn.Module, protocol: SupportsIndex
+    ) -> tuple[Any, ...]:  # a name that two classes share says nothing to a pickle
         return _new, (cls, fused), *cls.__reduce_ex__(self, protocol)[2:]
 
     members = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, _MARK: True}
     return type(cls.__name__, (cls,), {**members, "__reduce_ex__": reduce, "forward": run})
 
 
-def _new(cls: type[torch.nn.Module], fused) -> torch.nn.Module:
+def _new(cls: type[torch.nn.Module], fused: Fuse) -> torch.nn.Module:
     made = _subclass(cls, fused)
     return made.__new__(made)
 
@@ -131,20 +124,20 @@ def _has_kernels(tensor: torch.Tensor) -> bool:
     return (tensor.is_cuda or INTERPRETED) and not torch.compiler.is_compiling()
 
 
-def _fused_norm(forward: types.FunctionType) -> types.FunctionType:
+def _fused_norm(forward: types.FunctionType) -> Forward:
     from ..kernels.decode import rms_norm
 
     @functools.wraps(forward)
-    def norm(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def norm(self: Any, hidden_states: torch.Tensor) -> Any:
         out = rms_norm.run(hidden_states, self.weight, self.variance_epsilon) if _has_kernels(hidden_states) else None
         return forward(self, hidden_states) if out is None else out
 
     return norm
 
 
-def _mlp_in_place(forward: types.FunctionType) -> types.FunctionType:
+def _mlp_in_place(forward: types.FunctionType) -> Forward:
     @functools.wraps(forward)
-    def mlp(self, x: torch.Tensor) -> torch.Tensor:
+    def mlp(self: Any, x: torch.Tensor) -> Any:
         if torch.is_grad_enabled() or _global_forward_hooks or not _has_kernels(x) or not _returns_its_own(self.act_fn):
             return forward(self, x)
         hidden = _gated(self, x)
@@ -162,11 +155,11 @@ def _returns_its_own(act: torch.nn.Module) -> bool:
     return type(act) in hf.activations() and not getattr(act, "inplace", False) and not act._forward_hooks
 
 
-def _linear(forward: types.FunctionType) -> types.FunctionType:
+def _linear(forward: types.FunctionType) -> Forward:
     from ..kernels.decode import linear
 
     @functools.wraps(forward)
-    def layer(self, input: torch.Tensor) -> torch.Tensor:
+    def layer(self: torch.nn.Linear, input: torch.Tensor) -> Any:
         out = None
         if not torch.compiler.is_compiling() and _runs_our_linear(input, self):
             out = linear.linear(input, self.weight, self.bias)
@@ -175,9 +168,9 @@ def _linear(forward: types.FunctionType) -> types.FunctionType:
     return layer
 
 
-def _runs_our_linear(x: torch.Tensor, *layers: torch.nn.Module) -> bool:
+def _runs_our_linear(x: torch.Tensor, *layers: torch.nn.Linear) -> bool:
     """Whether a step of a decode graph may read these layers' weights by a kernel, as far as x's shape allows."""
-    if not _in_decode_graph.get() or torch.is_autocast_enabled(x.device.type) or not _has_kernels(x):
+    if not steps.captured() or torch.is_autocast_enabled(x.device.type) or not _has_kernels(x):
         return False
     for layer in layers:
         weight = layer._parameters.get("weight")  # else it is made for each call, and may not be there before the call
@@ -186,7 +179,7 @@ def _runs_our_linear(x: torch.Tensor, *layers: torch.nn.Module) -> bool:
     return True
 
 
-def _gated(mlp: torch.nn.Module, x: torch.Tensor) -> torch.Tensor | None:
+def _gated(mlp: Any, x: torch.Tensor) -> torch.Tensor | None:
     """act_fn(gate_proj(x)) * up_proj(x) of one token in one launch; None where that is not what the modules would compute."""
     from ..kernels.decode import linear
 
@@ -200,18 +193,18 @@ def _gated(mlp: torch.nn.Module, x: torch.Tensor) -> torch.Tensor | None:
     return linear.gated_linear(x, gate.weight, up.weight)
 
 
-class _Names(dict):
+class _Names(dict[str, Any]):
     """A module's names, as they are when they are looked up, but for those set here."""
 
-    def __init__(self, names: dict, **ours):
+    def __init__(self, names: dict[str, Any], **ours: Any):
         super().__init__(ours, __builtins__=names.get("__builtins__", builtins))
         self.names = names
 
-    def __missing__(self, name: str):
+    def __missing__(self, name: str) -> Any:
         return self.names[name]
 
 
-def _with_fused_rope(forward: types.FunctionType) -> types.FunctionType:
+def _with_fused_rope(forward: types.FunctionType) -> Forward:
     """The same code over other names, among which apply_rotary_pos_emb is ours: the module stays as it is."""
     names = forward.__globals__
     llamas = _rotations(names)
@@ -219,7 +212,7 @@ def _with_fused_rope(forward: types.FunctionType) -> types.FunctionType:
     ours.__kwdefaults__ = forward.__kwdefaults__
 
     @functools.wraps(forward)
-    def layer(self, *args, **kwargs):
+    def layer(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         # torch.compile looks names up by the name of their module, and would take ours for the module's own everywhere.
         theirs = torch.compiler.is_compiling() or _rotations(names) != llamas
         return (forward if theirs else ours)(self, *args, **kwargs)
@@ -227,13 +220,13 @@ def _with_fused_rope(forward: types.FunctionType) -> types.FunctionType:
     return layer
 
 
-def _rotations(names: dict) -> tuple:
+def _rotations(names: dict[str, Any]) -> tuple[object, object]:
     """What rotates queries and keys in a module of these names, now."""
     turn = names.get(_ROPE)
     return turn, getattr(turn, "__globals__", {}).get("rotate_half")
 
 
-def _rope(q, k, cos, sin, unsqueeze_dim=1):
+def _rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1) -> Any:
     from ..kernels.decode import rope
 
     out = rope.run(q, k, cos, sin) if _has_kernels(q) and unsqueeze_dim == 1 else None

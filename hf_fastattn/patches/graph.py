@@ -1,8 +1,8 @@
 """The decode graph: one captured CUDA graph per step of generate(), replayed instead of running the model's Python.
 
-generate() asks the model for something to call in its decode loop (`get_compiled_call`), and gets a DecodeStep. It copies the
-step's small inputs into tensors that stay, replays, and returns an output of the model's own type. The first step of a new shape
-runs uncaptured, as a rehearsal on the same tensors; the second is captured, which takes one pass of the model's Python.
+generate() asks the model for something to call in its decode loop, and gets a DecodeStep. It copies the step's small inputs into
+tensors that stay, replays, and returns an output of the model's own type. The first step of a new shape runs uncaptured, as a
+rehearsal on the same tensors; the second is captured, which takes one pass of the model's Python.
 
 A graph is good for one storage at one address (and one `variant` of it: rows known to be alike, or not), one set of input shapes
 and one fingerprint of the model (survey.py), taken once per generate(), before its first step. Weights changed in place are seen
@@ -11,114 +11,27 @@ at once.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import random
 import threading
-import warnings
 import weakref
 from collections.abc import Callable
-from typing import ClassVar, Protocol
+from typing import Any, TypeVar
 
 import torch
 
 from .. import hf
+from ..caches.contract import Storage
 from ..caches.pool import references
 from ..caches.stored import StoredCache
-from .fuse import in_decode_graph
-from .survey import Fingerprint, Uncapturable, survey, unread_by
+from .cuda_graph import CudaGraph, Graph
+from .entry import Entry, Inputs, grows
+from .fingerprint import Fingerprint, Uncapturable
+from .survey import survey
+from .unread import unread_by
 
 MAX_GRAPHS = 16  # per patched model; the least recently used one goes first
 MAX_CHANGES = 4  # calls in a row that may capture anew before it is said
-_SCALARS = (bool, int, float, str, type(None))
-
-
-class Graph(Protocol):
-    def rehearse(self, body: Callable[[], object]) -> object:
-        """Run body() once, as a warm-up; fail where it reads a value on the host, as a capture would but without its damage."""
-
-    def capture(self, body: Callable[[], object]) -> object:
-        """Record what body() launches, without running it; return what it returned, whose tensors every replay fills."""
-
-    def replay(self) -> None: ...
-
-
-class CudaGraph:
-    """A torch.cuda.CUDAGraph. One graph of a device runs at a time, so those of a model share a memory pool.
-
-    All captures of a device share one stream: libraries keep a workspace for every stream they ever saw.
-    """
-
-    _captured_on: ClassVar[dict[torch.device, torch.cuda.Stream]] = {}
-    _replayed_on: ClassVar[dict[torch.device, torch.cuda.Stream]] = {}  # the last of them
-    _lock = threading.Lock()
-    _rehearsing = threading.RLock()
-
-    def __init__(self, device: torch.device, shared: dict):
-        self.device = device
-        self.shared = shared
-        self.graph = torch.cuda.CUDAGraph()
-
-    def rehearse(self, body):
-        # As warnings and not as errors: the mode is the process's, and another thread may sync as it likes.
-        heard, me = [], threading.get_ident()
-        with self._rehearsing, warnings.catch_warnings():  # two at once would restore one another's state
-            show, mode = warnings.showwarning, torch.cuda.get_sync_debug_mode()
-
-            def hear(message, category, filename, lineno, *rest):
-                if "called a synchronizing" not in str(message):
-                    show(message, category, filename, lineno, *rest)
-                elif threading.get_ident() == me:
-                    heard.append(f"{filename}:{lineno}")
-
-            warnings.filterwarnings("ignore", "Synchronization debug mode")
-            warnings.filterwarnings("always", ".*called a synchronizing")
-            warnings.showwarning = hear
-            torch.cuda.set_sync_debug_mode("warn")
-            drawn = torch.random.get_rng_state(), random.getstate()
-            try:
-                result = body()
-            finally:
-                torch.cuda.set_sync_debug_mode(mode)
-        if heard:
-            raise RuntimeError(f"it reads a value on the host, at {heard[0]}")
-        if not torch.equal(drawn[0], torch.random.get_rng_state()) or drawn[1] != random.getstate():
-            raise RuntimeError("it draws random numbers on the host")
-        return result
-
-    def capture(self, body):
-        with self._lock, torch.cuda.device(self.device):  # one capture at a time: they share a stream
-            stream = self._captured_on.get(self.device)
-            if stream is None:
-                stream = self._captured_on[self.device] = torch.cuda.Stream(self.device)
-            living = self.shared.setdefault("graphs", weakref.WeakSet())
-            if "pool" not in self.shared or not living:  # a pool that its last graph has left takes no other
-                self.shared["pool"] = torch.cuda.graph_pool_handle()
-            pool = self.shared["pool"]
-            try:
-                # cuBLAS has a workspace for each stream. An older one could be freed under this graph when torch.compile
-                # clears the workspaces, so the graph allocates its own in its memory pool.
-                torch._C._cuda_clearCublasWorkspaces()
-                with torch.cuda.graph(self.graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                    result = body()
-                torch._C._cuda_clearCublasWorkspaces()
-                living.add(self)
-                return result
-            except BaseException:
-                del self.shared["pool"], self.shared["graphs"], self._captured_on[self.device]
-                # A capture that failed leaves torch's random numbers in capture mode; one that succeeds takes them out of it.
-                with contextlib.suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph()):
-                    torch.zeros(1, device=self.device)
-                raise
-
-    def replay(self) -> None:
-        stream = torch.cuda.current_stream(self.device)
-        with self._lock:  # two streams must not replay at once
-            last = self._replayed_on.get(self.device)
-            if last is not None and last != stream:
-                stream.wait_stream(last)
-            self._replayed_on[self.device] = stream
-            self.graph.replay()
+T = TypeVar("T")
 
 
 def why_no_graph(device: torch.device) -> str | None:
@@ -126,151 +39,17 @@ def why_no_graph(device: torch.device) -> str | None:
     return None if device.type == "cuda" else f"the model is on {device}, and graphs are for CUDA devices"
 
 
-def new_graph(device: torch.device, shared: dict) -> Graph:
+def new_graph(device: torch.device, shared: dict[str, Any]) -> Graph:
     """What records and replays; `shared` is one dict per patched model."""
     return CudaGraph(device, shared)
-
-
-class Entry:
-    """One graph, or the way to it: the tensors it reads, and what it was made for."""
-
-    def __init__(self, cache, fingerprint: Fingerprint, inputs: dict):
-        storage = cache.storage
-        self.around = type(cache).around
-        self.takes_mask = storage.takes_mask
-        self.storage = weakref.ref(storage)
-        self.device = inputs["input_ids"].device
-        self.version = storage.version
-        self.variant = storage.variant
-        self.fingerprint = fingerprint
-        self.unread: frozenset[tuple[str, str]] = frozenset()  # attributes of the fingerprint that a step does not read
-        self.used = 0
-        self.refused: str | None = None
-        self.warm = False
-        self.graph: Graph | None = None
-        self.logits: torch.Tensor | None = None
-        self.output_type: type | None = None
-        self.returns_cache = True
-        self.constants: dict = {}
-        self.tensors: dict[str, torch.Tensor] = {}
-        self.live: torch.Tensor | None = None  # bool (rows, capacity): the mask so far, and False
-        self.width = 0  # of the mask so far
-        self.masks: dict[str, torch.Tensor] = {}
-        self.count = len(inputs)
-        for name, value in inputs.items():
-            if name == "past_key_values":
-                continue
-            if name == "attention_mask" and grows(value):
-                with torch.inference_mode(False):
-                    self.live = torch.zeros(len(value), storage.capacity, dtype=torch.bool, device=value.device)
-            elif isinstance(value, torch.Tensor):
-                self.tensors[name] = _like(value)
-            elif isinstance(value, _SCALARS):
-                self.constants[name] = value
-            elif (
-                name == "attention_mask" and isinstance(value, dict) and all(isinstance(v, torch.Tensor) for v in value.values())
-            ):
-                self.masks = {kind: _like(mask) for kind, mask in value.items()}
-            else:
-                self.refused = f"its argument {name} is a {type(value).__name__}"
-        if self.constants.get("output_hidden_states") or self.constants.get("output_attentions"):
-            self.refused = "hidden states or attentions are asked for"
-        if "position_ids" not in self.tensors:
-            self.refused = "the model is called without position_ids"
-
-    def fits(self, storage) -> bool:
-        """Whether this graph is one over `storage` as it is now."""
-        return self.storage() is storage and self.version == storage.version and self.variant == storage.variant
-
-    def accepts(self, inputs: dict) -> bool:
-        """Whether inputs have the shapes and constants of this graph."""
-        if len(inputs) != self.count:
-            return False
-        for name, tensor in self.tensors.items():
-            value = inputs.get(name)
-            if not isinstance(value, torch.Tensor) or value.shape != tensor.shape or value.dtype != tensor.dtype:
-                return False
-        for name, constant in self.constants.items():
-            if inputs.get(name, self) != constant:
-                return False
-        if self.live is not None:
-            return grows(inputs.get("attention_mask"))
-        if self.masks:
-            masks = inputs.get("attention_mask")
-            return isinstance(masks, dict) and all(
-                kind in masks and masks[kind].shape == mask.shape for kind, mask in self.masks.items()
-            )
-        return True
-
-    def grown(self, inputs: dict) -> str | None:
-        """The argument that has become one longer since the step before, which was this graph's."""
-        for name, tensor in self.tensors.items():
-            shape = getattr(inputs.get(name), "shape", ())
-            if shape[:-1] == tensor.shape[:-1] and shape[-1:] == (tensor.shape[-1] + 1,):
-                return name
-        return None
-
-    def copy_in(self, inputs: dict) -> None:
-        for name, tensor in self.tensors.items():
-            tensor.copy_(inputs[name])
-        for kind, mask in self.masks.items():
-            mask.copy_(inputs["attention_mask"][kind])
-        if self.live is not None:
-            mask = inputs["attention_mask"]
-            self.live[:, : mask.shape[1]].copy_(mask)
-            if mask.shape[1] < self.width:  # another prompt
-                self.live[:, mask.shape[1] :] = False
-            self.width = mask.shape[1]
-
-    def body(self, model, storage) -> Callable[[], object]:
-        """One step over the tensors that stay: what is run once to warm up, and then captured."""
-        static = {**self.constants, **self.tensors}
-        if self.masks:
-            static["attention_mask"] = self.masks
-        if self.live is not None:
-            static["attention_mask"] = self.live
-
-        def step():
-            cache = self.around(storage)
-            with cache.on_device():
-                inputs = {**static, "past_key_values": cache}
-                if self.takes_mask and "attention_mask" not in static:
-                    # Made in the graph from the device's count. Some models count tokens on the host if they get no mask.
-                    inputs["attention_mask"] = hf.decode_mask(model, {**inputs, "attention_mask": None})
-                with in_decode_graph():
-                    outputs = model(**inputs)
-                storage.step()
-            return outputs
-
-        return step
-
-    def output(self, logits: torch.Tensor, cache):
-        return self.output_type(logits=logits, **({"past_key_values": cache} if self.returns_cache else {}))
-
-
-def _tokens(cache) -> int:
-    """Tokens whose K and V are on the device."""
-    storage = cache.storage
-    return 0 if storage.rows is None else cache.get_seq_length() or storage.seen  # the first layer may be one that does not run
-
-
-def grows(mask) -> bool:
-    """Whether this is a mask as generate() makes it, (rows, tokens so far)."""
-    return isinstance(mask, torch.Tensor) and mask.dim() == 2
-
-
-def _like(value: torch.Tensor) -> torch.Tensor:
-    # A normal tensor, since the next generate() may run outside the inference mode that this one runs in.
-    with torch.inference_mode(False):
-        return torch.empty_like(value, memory_format=torch.contiguous_format)
 
 
 class DecodeGraphs:
     """All graphs of one model, over the storages of its caches."""
 
-    def __init__(self):
-        self.entries: weakref.WeakKeyDictionary[object, list[Entry]] = weakref.WeakKeyDictionary()
-        self.shared: dict = {}
+    def __init__(self) -> None:
+        self.entries: weakref.WeakKeyDictionary[Storage, list[Entry]] = weakref.WeakKeyDictionary()
+        self.shared: dict[str, Any] = {}
         self.lock = threading.RLock()
         self.clock = itertools.count(1)
         self.captures = self.replays = self.uncaptured = 0
@@ -278,7 +57,7 @@ class DecodeGraphs:
         self.changes = 0  # calls in a row that found the model changed
         self.changed: list[str] = []  # and in what, the last time
 
-    def find(self, cache, fingerprint: Fingerprint, inputs: dict) -> Entry:
+    def find(self, cache: StoredCache, fingerprint: Fingerprint, inputs: Inputs) -> Entry:
         """The entry for these inputs, made if there is none."""
         storage = cache.storage
         entries = [entry for entry in self.entries.get(storage, ()) if entry.version == storage.version]
@@ -323,7 +102,7 @@ class DecodeStep:
     def __init__(
         self,
         graphs: DecodeGraphs,
-        model,
+        model: hf.PreTrainedModel,
         say: Callable[[str], None],
         *,
         refused: str | None = None,
@@ -341,8 +120,9 @@ class DecodeStep:
         self.fingerprint: Fingerprint | None = None
         self.entry: Entry | None = None
 
-    def __call__(self, **given):
-        cache, ids = given.get("past_key_values"), given.get("input_ids")
+    def __call__(self, **given: Any) -> Any:
+        cache: Any = given.get("past_key_values")
+        ids: Any = given.get("input_ids")
         if (reason := self._why_not(cache, ids)) is not None:
             return self._uncaptured(reason, given)
         if ids.shape[1] != 1 or _tokens(cache) < max(1, self.prompt):
@@ -353,7 +133,7 @@ class DecodeStep:
                 return self._uncaptured("the patch was undone in the middle of a call", given)
             return self._step(cache, ids, given)
 
-    def _why_not(self, cache, ids: torch.Tensor | None) -> str | None:
+    def _why_not(self, cache: object, ids: torch.Tensor | None) -> str | None:
         """Why this step cannot be captured, as far as its arguments tell."""
         if not isinstance(cache, StoredCache):
             return f"a step is given {'no cache' if cache is None else f'a {type(cache).__name__}'} in place of this patch's"
@@ -367,12 +147,12 @@ class DecodeStep:
             return "the forward that read the prompt has left the cache empty (as gradient checkpointing in training mode does)"
         return self.refused
 
-    def _uncaptured(self, reason: str, given: dict):
+    def _uncaptured(self, reason: str, given: Inputs) -> Any:
         self.say(reason)
         self.graphs.uncaptured += 1
         return self.model(**given)
 
-    def _step(self, cache, ids: torch.Tensor, given: dict):
+    def _step(self, cache: StoredCache, ids: torch.Tensor, given: Inputs) -> Any:
         if self.fingerprint is None:
             try:
                 self.fingerprint = survey(self.model)
@@ -414,7 +194,7 @@ class DecodeStep:
         self.refused = entry.refused
         return self._uncaptured(self.refused, given)
 
-    def _run(self, entry: Entry, storage) -> torch.Tensor:
+    def _run(self, entry: Entry, storage: Storage) -> torch.Tensor:
         graphs = self.graphs
         if entry.graph is not None:
             entry.graph.replay()
@@ -425,8 +205,9 @@ class DecodeStep:
             before = survey(self.model)
             with unread_by(self.model, before) as unread:
                 outputs = _attempt(new_graph(entry.device, graphs.shared).rehearse, body)
+            logits: torch.Tensor | None = outputs.get("logits")
             others = [name for name, value in outputs.items() if name not in ("logits", "past_key_values") and value is not None]
-            if others or outputs.get("logits") is None:
+            if others or logits is None:
                 raise Uncapturable(f"its output holds {', '.join(others) or 'no logits'}")
             entry.output_type = type(outputs)
             entry.returns_cache = "past_key_values" in outputs
@@ -437,18 +218,24 @@ class DecodeStep:
                 self.refused = entry.refused = f"a step changes what the next one reads ({', '.join(changed[:3])})"
                 self.say(self.refused)
                 graphs.uncaptured += 1
-            return outputs.logits
+            return logits
         graph = new_graph(entry.device, graphs.shared)
-        before = references(storage)
+        held = references(storage)
         entry.logits = _attempt(graph.capture, body).logits
-        after = references(storage)  # a CUDA graph knows addresses alone, and another may hold tensors
-        storage.recorded += after - before
+        holds = references(storage) - held  # a CUDA graph knows addresses alone, and another may hold tensors
+        storage.recorded += holds
         entry.graph = graph
         graphs.captures += 1
         return self._run(entry, storage)
 
 
-def _attempt(run: Callable, body: Callable[[], object]):
+def _tokens(cache: StoredCache) -> int:
+    """Tokens whose K and V are on the device."""
+    storage = cache.storage
+    return 0 if storage.rows is None else cache.get_seq_length() or storage.seen  # the first layer may be one that does not run
+
+
+def _attempt(run: Callable[[Callable[[], T]], T], body: Callable[[], T]) -> T:
     """run(body). Any failure means that the step runs uncaptured, where a mistake of the caller's shows itself again."""
     try:
         return run(body)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import warnings
+from dataclasses import replace
+from typing import Any
+
 import torch
 
 from .. import hf, registry
+from ..caches import RollingCache
 from ..streaming import Settings
+from .swap import Patch
 
 
-def find_model(target):
+def find_model(target: object) -> hf.PreTrainedModel:
     """The model whose generate() runs in the end."""
-    model = target
+    model: Any = target
     if not isinstance(model, torch.nn.Module) and isinstance(getattr(model, "model", None), torch.nn.Module):
         model = model.model  # a pipeline
     if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
@@ -44,7 +50,7 @@ def which_cache(cache: str | None, backend: registry.Backend, graph: bool) -> st
     return cache
 
 
-def check_model(model, backend: registry.Backend) -> None:
+def check_model(model: hf.PreTrainedModel, backend: registry.Backend) -> None:
     """Raise ValueError for a model that cannot run the backend, or whose generate() is not its own."""
     name = type(model).__name__
     if reason := hf.why_not_model(type(model.config)):
@@ -66,7 +72,7 @@ def check_model(model, backend: registry.Backend) -> None:
         raise ValueError(f"{name} cannot run {backend.name!r}: {reason}")
 
 
-def _why_no_kernel(model, backend: registry.Backend) -> str | None:
+def _why_no_kernel(model: hf.PreTrainedModel, backend: registry.Backend) -> str | None:
     """Why the backend cannot serve one of the model's layers, in a sentence."""
     for shape in dict.fromkeys(hf.layer_shapes(model.config)):
         if shape.head_dim != shape.value_dim:
@@ -86,7 +92,9 @@ def _why_no_kernel(model, backend: registry.Backend) -> str | None:
     return None
 
 
-def which_settings(model, backend: registry.Backend, window: int | None, sinks: int | None, clamped: bool) -> Settings | None:
+def which_settings(
+    model: hf.PreTrainedModel, backend: registry.Backend, window: int | None, sinks: int | None, clamped: bool
+) -> Settings | None:
     """What a streaming backend is to keep of this model's text, checked; None for other backends."""
     if not backend.streaming:
         if window is not None or sinks is not None or clamped:
@@ -95,11 +103,63 @@ def which_settings(model, backend: registry.Backend, window: int | None, sinks: 
             )
         return None
     limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    return Settings.asked(backend.name, window, sinks, limit, clamped)
+    settings = Settings.asked(backend.name, window, sinks, limit, clamped)
+    _check_width(model, backend, settings)
+    return settings
 
 
-def which_windows(model) -> list[int | None]:
-    """The windows of the model's layers, for a cache of ours."""
+def _check_width(model: hf.PreTrainedModel, backend: registry.Backend, asked: Settings) -> None:
+    """Raise ValueError where the model's own windows hide what streaming would show."""
+    own = min((w for w in hf.layer_windows(model.config) if w is not None), default=None)
+    if own is None or asked.sinks + asked.window <= own:
+        return
+    says = (
+        f"{type(model).__name__} has a sliding window of its own, {own} tokens, and {asked.sinks} sinks and a window of "
+        f"{asked.window} would show it more."
+    )
+    if own <= asked.sinks:
+        raise ValueError(f"{says} Use another backend.")
+    narrower = replace(asked, window=own - asked.sinks)
+    if error := _tried(model, backend, True, narrower):
+        raise ValueError(f"{says} A narrower one does not run either: {error}")
+    raise ValueError(f"{says} Ask for a window of at most {narrower.window}.")
+
+
+def which_windows(
+    model: hf.PreTrainedModel, backend: registry.Backend, cache: str | None, streaming: Settings | None
+) -> list[int | None] | None:
+    """The windows of the model's layers, for a cache of ours; None for Transformers' own."""
+    if cache is None:
+        return None
+    try:
+        return _windows(model)
+    except ValueError as error:
+        raise ValueError(f"{error}{_remedy(model, backend, streaming)}") from None
+
+
+def _windows(model: hf.PreTrainedModel) -> list[int | None]:
     if name := hf.overrides_generation(model):
         raise ValueError(f"{type(model).__name__} has its own {name}(), which the cache would replace.")
     return hf.layer_windows(model.config)
+
+
+def _remedy(model: hf.PreTrainedModel, backend: registry.Backend, streaming: Settings | None) -> str:
+    """Another way to patch a model that no cache of ours fits; nothing where that fails too."""
+    if _tried(model, backend, False, streaming):
+        return ""
+    return f" hf_fastattn.patch(model, {backend.name!r}, cache=None, graph=False) leaves Transformers' own cache in place."
+
+
+def _tried(model: hf.PreTrainedModel, backend: registry.Backend, rolling: bool, streaming: Settings | None) -> Exception | None:
+    """A few tokens read under a patch, which is what a sentence is about to recommend: the error, if there is one."""
+    try:
+        windows = _windows(model) if rolling else None
+        with warnings.catch_warnings(), torch.no_grad(), Patch(model, backend.name, windows, False, False, streaming):
+            warnings.simplefilter("ignore")
+            ids = torch.ones(1, 4, dtype=torch.int64, device=model.device)  # and a mask, as generate() brings one
+            cache = RollingCache(model) if rolling else None
+            cache = model(input_ids=ids[:, :3], attention_mask=ids[:, :3], past_key_values=cache).past_key_values
+            model(input_ids=ids[:, :1], attention_mask=ids, past_key_values=cache)
+    except Exception as error:  # whatever it is, this is no remedy
+        return error
+    return None

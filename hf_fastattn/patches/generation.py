@@ -1,0 +1,292 @@
+"""The methods of generate() that stand on a patched model: which cache a call gets, and what runs its decode steps.
+
+No other file knows these methods by name, but for `hf`, which says whether a model's class has its own.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import types
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeGuard
+
+import torch
+
+from .. import hf, registry
+from ..caches import PreallocatedCache, RollingCache, forward
+from ..caches.layers import round_up
+from ..caches.pool import Pool
+from ..caches.ring import Ring
+from ..caches.storage import StaticStorage
+from ..caches.stored import StoredCache
+from ..streaming import Settings, refresh
+from . import graph as graphs
+
+METHODS = (
+    "_prepare_cache_for_generation",
+    "_valid_auto_compile_criteria",
+    "get_compiled_call",
+    "prepare_inputs_for_generation",
+)
+_MISSING: Any = object()
+
+
+class Generation:
+    """generate() of one patched model: its caches, its decode graphs, and the methods that bring both to a call.
+
+    graph: whether steps are captured. reasons: why steps ran uncaptured.
+    """
+
+    def __init__(self, model: hf.PreTrainedModel, windows: list[int | None], streaming: Settings | None, graph: bool):
+        self._model = weakref.ref(model, self._closer())
+        self.windows = windows
+        self.streaming = streaming
+        self.graph = graph
+        self.graphs = graphs.DecodeGraphs()
+        self.pool = self._make_pool()
+        self.reasons: list[str] = []
+        self.had: dict[str, Any] = {}  # by the name of a method: what the instance had of its own, or _MISSING for nothing
+        self._local = threading.local()
+
+    def _closer(self) -> Callable[[object], None]:
+        """A callback that drops graphs and idle buffers when the model is deleted before its Patch."""
+        this = weakref.ref(self)
+
+        def close(_: object) -> None:
+            if (generation := this()) is not None:
+                generation.close()
+
+        return close
+
+    def close(self) -> None:
+        self.graphs.close()
+        self.pool.close()
+
+    @property
+    def model(self) -> hf.PreTrainedModel:
+        model = self._model()
+        if model is None:
+            raise ReferenceError("The patched model is deleted.")
+        return model
+
+    def stand_on(self, model: hf.PreTrainedModel) -> None:
+        """Put the methods on the instance."""
+        ours = self._prepare_cache, self._wants_graph, self._compiled_call, _KeptInputs(self)
+        for name, method in zip(METHODS, ours, strict=True):
+            self.had[name] = vars(model).get(name, _MISSING)
+            vars(model)[name] = method
+
+    def leave(self, model: hf.PreTrainedModel) -> None:
+        """Take the methods off the instance again, but for one that someone has replaced since: theirs to take back."""
+        for name, had in self.had.items():
+            if getattr(vars(model).get(name), "__self__", None) is not self:
+                continue
+            if had is _MISSING:
+                del vars(model)[name]
+            else:
+                vars(model)[name] = had
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Generation:
+        twin = memo[id(self)] = Generation(copied(self._model, memo), self.windows, self.streaming, self.graph)
+        twin.had = dict(self.had)
+        return twin
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise not_pickled()
+
+    # ---- caches ----
+
+    def _make_pool(self) -> Pool:
+        windows, streaming = self.windows, self.streaming
+        if streaming is None:
+            return Pool(lambda tokens: StaticStorage(windows, round_up(tokens)), PreallocatedCache.around)
+        return Pool(lambda tokens: Ring(len(windows), streaming), RollingCache.around)
+
+    def _refit(self, model: hf.PreTrainedModel) -> None:
+        """Make caches for the layers that the model has now: someone may have edited them, or its configuration."""
+        windows = hf.layer_windows(model.config)
+        streaming = None if self.streaming is None else Settings.of(model.config.get_text_config(decoder=True))
+        if streaming is None and windows == self.windows[: len(windows)]:
+            return  # the first layers alone, as for an early exit, leave those behind them empty
+        if (windows, streaming) != (self.windows, self.streaming):
+            self.pool.close()
+            self.windows, self.streaming = windows, streaming
+            self.pool = self._make_pool()
+
+    @property
+    def cache_type(self) -> type[StoredCache]:
+        return PreallocatedCache if self.streaming is None else RollingCache
+
+    def cache_in_words(self) -> str:
+        if self.streaming is None:
+            return "static, preallocated"
+        return f"rolling, {self.streaming.sinks} sinks and a window of {self.streaming.window}"
+
+    def takes(self, cache: object) -> TypeGuard[StoredCache]:
+        """Whether steps over this cache are captured: one of ours, or another over a storage (`caches.contract`)."""
+        if self.streaming is not None:
+            return isinstance(cache, RollingCache)
+        return isinstance(cache, StoredCache) and not cache.streams
+
+    def say(self, reason: str) -> None:
+        if reason not in self.reasons:
+            self.reasons.append(reason)
+            warnings.warn(f"{type(self._model()).__name__}.generate() runs uncaptured: {reason}.", stacklevel=3)
+
+    # ---- the methods, with generate()'s arguments ----
+
+    def _prepare_cache(
+        self,
+        generation_config: hf.GenerationConfig,
+        model_kwargs: dict[str, Any],
+        generation_mode: object,
+        batch_size: int,
+        max_cache_length: int,
+    ) -> None:
+        model = self.model
+        self._refit(model)
+        forward.abandon(model)
+        if forward.streams(model):
+            refresh(model)  # before a graph's fingerprint is taken
+        given: object = model_kwargs.get("past_key_values")
+        asked = generation_config.cache_implementation
+        if asked == model.generation_config.cache_implementation:
+            asked = None  # the checkpoint's default; this call did not ask for it
+        if generation_config.compile_config is not None:
+            if self.takes(given):
+                raise ValueError(
+                    f"compile_config asks for Transformers' torch.compile, which cannot trace a {type(given).__name__}; "
+                    "pass one of the two, or leave out both to replay decode graphs."
+                )
+            if given is None and asked is None:
+                asked = generation_config.cache_implementation = "static"
+        if given is not None or asked is not None or generation_config.use_cache is False:
+            stock = _of_class(model, "_prepare_cache_for_generation")
+            stock(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
+        rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+        if self.takes(given):
+            self._make_ready(given, model, model_kwargs, rows, max_cache_length)
+        elif given is not None:
+            self.say(f"past_key_values is a {type(given).__name__}, not a {self.cache_type.__name__}")
+        elif asked is not None:
+            self.say(f"cache_implementation={asked!r} was asked for")
+        elif generation_config.use_cache is False:
+            self.say("use_cache=False was asked for")
+        else:
+            given = model_kwargs["past_key_values"] = self.pool.take(rows, max_cache_length)
+        mode = str(getattr(generation_mode, "value", generation_mode))
+        if self.takes(given):
+            given.vet(model_kwargs.get("attention_mask"), given.get_seq_length() + max_cache_length, "assisted" in mode)
+        if self.graph and mode not in ("greedy_search", "sample"):
+            self.say(f"{mode} calls the model directly")
+
+    def _make_ready(
+        self, cache: StoredCache, model: hf.PreTrainedModel, model_kwargs: dict[str, Any], rows: int, max_cache_length: int
+    ) -> None:
+        """Have room in a cache that a call was given; raise ValueError if it is not one for this model and this call."""
+        layers = len(hf.layer_windows(model.config))
+        if len(cache.layers) not in (layers, len(self.windows)):
+            raise ValueError(
+                f"This cache holds {len(cache.layers)} layers, and {type(model).__name__} has {layers}: "
+                "it belongs to another model."
+            )
+        cache.check_rows(rows)
+        seen = cache.get_seq_length()
+        covered = _covered(model_kwargs, seen)
+        if seen and covered is not None and covered <= seen:
+            raise ValueError(
+                f"past_key_values holds {seen} tokens, and this call covers {covered}. Pass the whole text, or with "
+                "new ids alone the attention_mask of the whole text, or their position_ids: at least one token more."
+            )
+        # Given only the new ids, the call counts from them.
+        cache.reserve(max_cache_length if max_cache_length > seen else seen + max_cache_length)
+
+    def _wants_graph(self, model_kwargs: dict[str, Any], generation_config: hf.GenerationConfig) -> bool:
+        model = self.model
+        self._local.step = None
+        if not self.takes(model_kwargs.get("past_key_values")):
+            return bool(_of_class(model, "_valid_auto_compile_criteria")(model_kwargs, generation_config))
+        if not self.graph:
+            return False
+        # disable_compile is about torch.compile, which this is not.
+        refused = graphs.why_no_graph(model.device)
+        if generation_config.output_hidden_states or generation_config.output_attentions:
+            refused = refused or "hidden states or attentions are asked for"
+        if (name := model.config._attn_implementation) not in registry.names():
+            refused = refused or f"attn_implementation is {name!r}, which cannot read a length from the device"
+        mask = model_kwargs.get("attention_mask")
+        ones, prompt = False, 0
+        if mask is not None and mask.dim() == 2:
+            # A mask of ones says nothing, and generate() only ever adds ones: one look at it now saves one per token.
+            ones, prompt = bool((mask == 1).all()), mask.shape[1]
+        # And not the step itself, by which the model would hold itself.
+        chunked = generation_config.prefill_chunk_size is not None
+        self._local.step = {"refused": refused, "ignore_mask": ones, "prompt": prompt, "chunked": chunked}
+        return True
+
+    def _compiled_call(self, compile_config: Any) -> Callable[..., Any]:
+        model = self.model
+        step: dict[str, Any] | None = getattr(self._local, "step", None)
+        self._local.step = None
+        if step is None:
+            return type(model).get_compiled_call(model, compile_config)
+        return graphs.DecodeStep(self.graphs, model, self.say, **step)
+
+
+class _KeptInputs:
+    """A model's own prepare_inputs_for_generation(), but for a cache that it drops so that the text is read anew (Phi-3, where
+    frequencies change with the length): that one is emptied and kept."""
+
+    def __init__(self, generation: Generation):
+        self.__self__ = generation
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self._own())
+
+    def _own(self) -> Callable[..., dict[str, Any]]:
+        had = self.__self__.had.get("prepare_inputs_for_generation", _MISSING)
+        return _of_class(self.__self__.model, "prepare_inputs_for_generation") if had is _MISSING else had
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        inputs = self._own()(*args, **kwargs)
+        cache = kwargs.get("past_key_values")
+        if self.__self__.takes(cache) and inputs.get("past_key_values") is None:
+            cache.reset()  # type: ignore[no-untyped-call]  # Transformers has it untyped
+            inputs["past_key_values"] = cache
+        return inputs
+
+
+def _of_class(model: hf.PreTrainedModel, name: str) -> Callable[..., Any]:
+    """A method of the model's class, whatever stands on the instance."""
+    return types.MethodType(getattr(type(model), name), model)
+
+
+def _covered(model_kwargs: dict[str, Any], seen: int) -> int | None:
+    """How many tokens a call covers, those in the cache included, as far as its mask or its positions tell.
+
+    Transformers drops a mask of ones. The positions that it makes from one are as many and begin with 0; those of new ids alone,
+    which only a caller gives, begin later.
+    """
+    mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+    if isinstance(mask, torch.Tensor) and mask.dim() == 2:
+        return mask.shape[1]
+    if mask is None and isinstance(positions, torch.Tensor) and positions.dim() > 1:
+        width = positions.shape[-1]
+        return seen + width if width <= seen and bool((positions[..., 0] > 0).any()) else width
+    return None
+
+
+def copied(model: weakref.ref[hf.PreTrainedModel], memo: dict[int, Any]) -> hf.PreTrainedModel:
+    """The copy of a patched model that is being made: what belongs to a model is copied with it alone."""
+    twin: hf.PreTrainedModel | None = memo.get(id(model()))
+    if twin is None:
+        raise TypeError("A Patch cannot be copied by itself; copy the model it belongs to.")
+    return twin
+
+
+def not_pickled() -> TypeError:
+    return TypeError("A patched model cannot be pickled; call hf_fastattn.unpatch() on it first.")

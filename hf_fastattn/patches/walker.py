@@ -1,0 +1,316 @@
+"""The walk over a model's modules and all that they refer to, which turns each into a value that two fingerprints compare."""
+
+from __future__ import annotations
+
+import collections
+import contextvars
+import functools
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from .. import hf, registry
+from ..caches import forward
+from .fingerprint import Record, Uncapturable
+
+LIMIT = 4000  # objects beside modules, tensors and scalars that one fingerprint looks at
+SCALARS = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
+LIBRARIES = frozenset({"torch", "transformers", "peft", "accelerate", "hf_fastattn", "triton", *sys.stdlib_module_names})
+_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
+_MODULE_ATTRIBUTES = frozenset(vars(torch.nn.Module())) | {"_is_hf_initialized"}
+_BASES = frozenset({object, torch.nn.Module, hf.PreTrainedModel, *hf.PreTrainedModel.__mro__})
+_MISSING = object()
+MARK = "_hf_fastattn_patch"  # the attribute of a patched model that holds its Patch
+
+Values = tuple[object, ...]
+
+
+class Walker:
+    """Turns what it meets into values that compare equal as long as nothing has changed."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.held: list[object] = []
+        self.devices: set[torch.device] = set()
+        self.seen: dict[int, str] = {}  # id of what was looked at: where
+        self.kept: list[object] = []  # what has no other owner while ids of it are in `seen`
+        self.configs: list[hf.PreTrainedConfig] = []
+        self.classes: dict[type, tuple[Values, frozenset[str]]] = {}  # as _known() says
+        self.outside: list[torch.nn.Module] = []  # modules that attributes and functions refer to
+        self.left = LIMIT
+        self.where = ""
+
+    def same(self, thing: object) -> int:
+        """A number unique to this object."""
+        try:
+            ref: object = weakref.ref(thing)
+        except TypeError:  # it has no weak references: what is so small is held instead
+            ref = thing
+        self.held.append(ref)
+        return id(ref)
+
+    def backend(self, name: str) -> Values:
+        chosen = registry.get(name) if name in registry.names() else None
+        return name, self.same(chosen), *(self.same(function) for function in hf.registered(name))
+
+    # ---- modules ----
+
+    def modules(self, model: torch.nn.Module) -> list[Record]:
+        records = self._records("", model)
+        while self.outside:
+            records += self._records("outside the model", self.outside.pop())
+        done = 0
+        while done < len(self.configs):  # a configuration may hold others
+            config = self.configs[done]
+            done += 1
+            self.where = type(config).__name__
+            fields = {name: self.value(value) for name, value in vars(config).items() if name != "_name_or_path"}
+            records.append(Record(self.where, (done,), fields))
+        return records
+
+    def _records(self, root: str, top: torch.nn.Module) -> list[Record]:
+        """A record of each module from `top` on; this runs once per module and generate(), and is kept short."""
+        records, seen, held, classes = [], self.seen, self.held, self.classes
+        for path, module in tree(root, top):
+            values, cls = vars(module), type(module)
+            ref = weakref.ref(module)
+            held.append(ref)
+            if id(module) in seen:
+                records.append(Record(path, (id(ref),), {}))  # at a second place
+                continue
+            seen[id(module)] = path
+            if cls not in classes:
+                classes[cls] = self._known(cls)
+            known, skipped = classes[cls]
+            if values["_forward_hooks"] or values["_forward_pre_hooks"]:
+                _check_hooks(module)
+            training = values["training"]
+            if training and values.get("gradient_checkpointing"):
+                raise Uncapturable("gradient checkpointing is on in training mode, which drops the cache; call model.eval()")
+            fixed = [id(ref), known, training, *values["_modules"]]
+            for group in (values["_parameters"], values["_buffers"]):
+                for name, tensor in group.items():
+                    fixed += name, None if tensor is None else self.tensor(tensor)
+                    if tensor is not None:
+                        self.devices.add(tensor.device)
+            attributes = {name: values[name] for name in values.keys() - skipped}
+            for name, value in attributes.items():
+                if type(value) not in SCALARS or value != value:
+                    self.where = f"{path}.{name}".lstrip(".")
+                    attributes[name] = self.value(value)
+            records.append(Record(path, tuple(fixed), attributes))
+        return records
+
+    def _known(self, cls: type) -> tuple[Values, frozenset[str]]:
+        """(what is known of a class, attributes of its modules that do not count)."""
+        self.where = cls.__name__
+        ours = hf.bookkeeping() | {MARK} if issubclass(cls, hf.PreTrainedModel) else frozenset()
+        return self._class(cls), _MODULE_ATTRIBUTES | ours
+
+    def _class(self, cls: type) -> Values:
+        found: list[object] = [self.same(cls)]
+        for base in cls.__mro__:
+            if base in _BASES:
+                continue
+            ours = is_library(base.__module__)
+            for name, value in vars(base).items():
+                if isinstance(value, types.FunctionType):
+                    found += name, self.function(value) if name == "forward" or not ours else self.same(value)
+                elif type(value) in SCALARS:
+                    found += name, value
+                elif not (ours or name.startswith("__")):
+                    found += name, self.value(value)
+        return tuple(found)
+
+    # ---- values ----
+
+    def value(self, value: object) -> object:
+        """Something equal to what the same value gave before, whatever it is."""
+        kind = type(value)
+        if kind in SCALARS:
+            return value if value == value else "nan"
+        if id(value) in self.seen:
+            return "met", self.seen[id(value)]
+        if isinstance(value, torch.Tensor):
+            return self.tensor(value)
+        if isinstance(value, types.ModuleType) or (isinstance(value, type) and is_library(value.__module__)):
+            return self.same(value)
+        if isinstance(value, torch.nn.Module):
+            self.outside.append(value)
+            return self.same(value)
+        if isinstance(value, types.FunctionType):
+            return self.function(value)
+        self._met(value)
+        if isinstance(value, hf.PreTrainedConfig):
+            self.configs.append(value)
+            return self.same(value)
+        self.left -= 1
+        if not self.left:
+            raise Uncapturable(f"{self.where or 'the model'} has attributes that reach more objects than can be watched")
+        return self._inside(value)
+
+    def _inside(self, value: Any) -> object:
+        if isinstance(value, type):
+            return self._class(value)
+        if isinstance(value, types.MethodType):
+            return "method", self.value(value.__self__), self.value(value.__func__)
+        if isinstance(value, functools.partial):
+            return "partial", self.value(value.func), self.value(value.args), self.value(value.keywords)
+        if isinstance(value, (list, tuple, set, frozenset, collections.deque)):
+            return self.same(type(value)), *(self.value(item) for item in value)
+        if isinstance(value, Mapping):
+            return self.same(type(value)), *((self.value(key), self.value(item)) for key, item in value.items())
+        if _is_array(value):
+            return self.same(value), value.tobytes() if value.nbytes <= 4096 else None
+        if isinstance(value, contextvars.ContextVar):
+            return self.same(value), self.value(value.get(None))
+        if isinstance(value, Iterator):
+            raise Uncapturable(f"{self.where} refers to an iterator ({type(value).__name__}), which a step may advance")
+        found: list[object] = [self.same(type(value)), self.same(value)]
+        if (
+            isinstance(value, (types.SimpleNamespace, threading.local))
+            or type(value).__module__.partition(".")[0] not in sys.stdlib_module_names
+        ):
+            for name, item in getattr(value, "__dict__", {}).items():
+                found += name, self.value(item)
+            for name in _slots(type(value)):
+                found += name, self.value(getattr(value, name, None))
+        return tuple(found)
+
+    def tensor(self, tensor: torch.Tensor) -> Values:
+        """Where a tensor lies and how."""
+        if type(tensor) not in _PLAIN_TENSORS:
+            return self._strange(tensor)
+        pointer, shape = _pointer(tensor), tensor.shape
+        if not shape and self.device.type != "cpu" and tensor.device.type == "cpu":
+            return pointer, tensor.dtype, tensor.item()  # a launch takes its value, not its address
+        return pointer, shape, tensor.stride(), tensor.dtype
+
+    def _strange(self, tensor: torch.Tensor) -> Values:
+        """A tensor of a class of its own, by the tensors that it is made of."""
+        found: list[object] = [self.same(type(tensor)), tensor.shape, tensor.dtype]
+        if type(tensor).__name__ == "DTensor":
+            raise Uncapturable("a weight is a DTensor, whose steps communicate")
+        if hasattr(tensor, "__tensor_flatten__"):
+            names, context = tensor.__tensor_flatten__()
+            found += [self.tensor(getattr(tensor, name)) for name in names]
+            found.append(self.value(context))
+        else:
+            found += [_pointer(tensor), tensor.stride()]
+        for name, item in vars(tensor).items():  # bitsandbytes keeps a weight's scales so
+            found += name, self.value(item)
+        return tuple(found)
+
+    # ---- functions ----
+
+    def function(self, function: types.FunctionType) -> Values:
+        """A function, what it closes over, and what its code finds in its file."""
+        if self._met(function):
+            return (self.same(function),)
+        found: list[object] = [self.same(function)]
+        ours = is_library(function.__module__)
+        look = self._shallow if ours else self.value
+        for cell in function.__closure__ or ():
+            try:
+                found.append(look(cell.cell_contents))
+            except ValueError:  # not filled yet
+                found.append(None)
+        found += [look(value) for value in (function.__defaults__ or ())]
+        found += [(name, look(value)) for name, value in (function.__kwdefaults__ or {}).items()]
+        names = function.__globals__
+        for name in _names(function.__code__):
+            value = names.get(name, _MISSING)
+            if value is not _MISSING:
+                found += name, look(value)
+            if isinstance(value, types.ModuleType) and not ours:
+                found += self._file(value, _names(function.__code__))
+        return tuple(found)
+
+    def _file(self, module: types.ModuleType, names: tuple[str, ...]) -> list[object]:
+        """What code of these names may find in a file of the user's."""
+        found: list[object] = []
+        if is_library(module.__name__) or self._met(module):
+            return found
+        for name in names:
+            if name in vars(module):
+                value = vars(module)[name]
+                found += name, self.value(value)
+                if isinstance(value, types.ModuleType):
+                    found += self._file(value, names)
+        return found
+
+    def _shallow(self, value: object) -> object:
+        """What a library's function refers to: functions are followed, objects told apart."""
+        if type(value) in SCALARS:
+            return value if value == value else "nan"
+        if isinstance(value, types.FunctionType):
+            return self.function(value)
+        if isinstance(value, torch.nn.Module):
+            self.outside.append(value)
+        return self.same(value)
+
+    def _met(self, thing: object) -> bool:
+        """Whether this object was looked at before in this walk; from now on it was."""
+        if id(thing) in self.seen:
+            return True
+        self.seen[id(thing)] = self.where
+        self.kept.append(thing)
+        return False
+
+
+def tree(root: str, model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """The model and all modules below it, each with its path; one at two places comes twice."""
+    stack = [(root, model)]
+    met = set()
+    while stack:
+        path, module = stack.pop()
+        yield path, module
+        children = vars(module)["_modules"]
+        if children and id(module) not in met:
+            met.add(id(module))
+            prefix = path and path + "."
+            stack += [(prefix + name, child) for name, child in children.items() if child is not None]
+
+
+def _check_hooks(module: torch.nn.Module) -> None:
+    for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+        if not forward.is_ours(hook) and not hf.is_inert_hook(hook):
+            name = getattr(hook, "__qualname__", type(hook).__qualname__)
+            raise Uncapturable(f"{type(module).__name__} has the forward hook {name}, and a graph would not run it")
+
+
+def is_library(module: str | None) -> bool:
+    return (module or "").partition(".")[0] in LIBRARIES
+
+
+def _is_array(value: object) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def _slots(cls: type) -> Iterator[str]:
+    for base in cls.__mro__:
+        slots = vars(base).get("__slots__", ())
+        yield from (slots,) if isinstance(slots, str) else slots
+
+
+@functools.lru_cache(4096)
+def _names(code: types.CodeType) -> tuple[str, ...]:
+    """Names that a function's code, and that of functions within it, may look up in its file."""
+    inner = (name for const in code.co_consts if isinstance(const, types.CodeType) for name in _names(const))
+    return tuple(dict.fromkeys((*code.co_names, *inner)))
+
+
+def _pointer(tensor: torch.Tensor) -> int:
+    try:
+        pointer = tensor.data_ptr()
+    except (RuntimeError, NotImplementedError):
+        pointer = 0
+    if pointer == 0 and (tensor.numel() or tensor.layout != torch.strided):
+        raise Uncapturable(f"a weight is a {type(tensor).__name__} on {tensor.device}, which has no address of its own")
+    return pointer
