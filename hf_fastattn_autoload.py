@@ -8,7 +8,17 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from functools import partial
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from importlib.abc import Loader
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
 
 NAMES = ("batch_invariant", "fa2", "lean", "reference", "split_kv")  # the exact backends
 AWAITED = "transformers.modeling_utils"
@@ -33,7 +43,7 @@ def _is_imported() -> bool:
 class _Finder:
     """Finds one module as the other finders do, and is gone once that has been imported."""
 
-    def find_spec(self, name: str, path=None, target=None):
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != AWAITED:
             if _is_imported():  # it began before this finder was there
                 self.leave()
@@ -42,19 +52,23 @@ class _Finder:
         try:
             found = (finder.find_spec(name, path, target) for finder in list(sys.meta_path) if finder is not self)
             spec = next(spec for spec in found if spec is not None)
-            loader = spec.loader
-            execute = loader.exec_module
-
-            def exec_module(module) -> None:
-                vars(loader).pop("exec_module", None)  # the loader is again what it was
-                execute(module)
-                self.leave()
-                _register()
-
-            loader.exec_module = exec_module
+            if spec.loader is not None:
+                self._follow(spec.loader)
             return spec
         except Exception:  # the finders that come next say what is wrong
             return None
+
+    def _follow(self, loader: Loader) -> None:
+        """Register once this loader has executed its module."""
+        execute = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            vars(loader).pop("exec_module", None)  # the loader is again what it was
+            execute(module)
+            self.leave()
+            _register()
+
+        vars(loader)["exec_module"] = exec_module
 
     def leave(self) -> None:
         if self in sys.meta_path:
@@ -73,14 +87,14 @@ def _register() -> None:
         pass
 
 
-def _registries() -> tuple:
+def _registries() -> tuple[AttentionInterface, AttentionMaskInterface]:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     return ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS
 
 
-def _interface():
+def _interface() -> ModuleType:
     """The module behind the stubs. Importing the package registers all its names; those of others are given back to them."""
     before = [(registry, dict(type(registry)())) for registry in _registries()]
     from hf_fastattn import interface, names
@@ -92,11 +106,11 @@ def _interface():
     return interface
 
 
-def _attention(name: str, *args, **kwargs):
+def _attention(name: str, *args: Any, **kwargs: Any) -> Any:
     return _interface().attention_forward(name, *args, **kwargs)
 
 
-def _mask(name: str, *args, **kwargs):
+def _mask(name: str, *args: Any, **kwargs: Any) -> Any:
     attention, _ = _registries()
     if getattr(attention.get(name), "func", None) is not _attention:
         return None  # somebody else's attention by this name, without a mask function: as if this one were not there

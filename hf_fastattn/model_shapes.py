@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 _LLAMA = {
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
@@ -11,7 +13,7 @@ _LLAMA = {
 }
 _OPT = {"num_attention_heads": 32, "vocab_size": 50272, "max_position_embeddings": 2048, "dropout": 0.0}
 
-SHAPES: dict[str, tuple[str, dict]] = {
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "1b": (  # Llama-3.2-1B
         "llama",
         _LLAMA | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "tie_word_embeddings": True},

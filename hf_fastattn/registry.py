@@ -6,15 +6,16 @@ import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from . import interface
 from .kernels import checks
 from .kernels.host import tables
-from .kernels.spec import KV, Spec, call
+from .kernels.spec import KV, Result, Spec, call
 
-Kernel = Callable[..., torch.Tensor]
+Kernel = Callable[..., Result]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class Backend:
     dtypes: tuple[torch.dtype, ...] = checks.DTYPES
     streaming: bool = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-z0-9_]+", self.name):
             raise ValueError(f"A backend's name must match [a-z0-9_]+; got {self.name!r}.")
         for word in ("flash", "sdpa", "flex_attention"):
@@ -64,12 +65,19 @@ class Backend:
         return "prefill", self.prefill
 
     def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: torch.Tensor | None = None, **options
-    ) -> torch.Tensor:
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: torch.Tensor | None = None, **options: Any
+    ) -> Result:
         """Attention over plain K and V; options: fields of `kernels.spec.Spec`, and those of `kernels.reference.attention`."""
         return call(self.attend, q, k, v, spans, **options)
 
-    def attend(self, q: torch.Tensor, kv: KV, spec: Spec = Spec(), spans: torch.Tensor | None = None, **options):  # noqa: B008
+    def attend(
+        self,
+        q: torch.Tensor,
+        kv: KV,
+        spec: Spec = Spec(),  # noqa: B008 (a tuple)
+        spans: torch.Tensor | None = None,
+        **options: Any,
+    ) -> Result:
         """Run the kernel for these shapes; arguments and result as `kernels.reference.attention`."""
         phase, kernel = self.kernel(q.shape[2], q.shape[1], kv.k.shape[1])
         interface.calls[f"{self.name}.{phase}"] += 1
@@ -94,7 +102,7 @@ class Backend:
         return None
 
 
-def _parameters(function: Callable) -> list[str]:
+def _parameters(function: Kernel) -> list[str]:
     try:
         return list(inspect.signature(function, follow_wrapped=False).parameters)
     except (TypeError, ValueError):  # some that are not written in Python

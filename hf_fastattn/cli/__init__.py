@@ -7,7 +7,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -24,6 +24,7 @@ ABOUT = "Exact attention kernels inside Hugging Face Transformers: what is there
 PACKAGE = Path(__file__).parent.parent
 OWN = (PACKAGE, PACKAGE.parent / "benchmarks")  # folders of this project's code
 HANDED_OVER = {"bench": handed_over.bench, "lm_eval": handed_over.lm_eval}
+Command = Callable[..., int | None]
 HELP = {"help_option_names": ["-h", "--help"]}
 
 
@@ -38,7 +39,7 @@ def _only_help(traceback: Traceback = False) -> None:
 
 
 # name: what it does, what runs it, what its help ends with
-COMMANDS: dict[str, tuple[str, Callable, str | None]] = {
+COMMANDS: dict[str, tuple[str, Command, str | None]] = {
     "backends": ("list the backends and whether each can run here", backends.backends, None),
     "generate": ("generate text with a backend, and compare it with another", generate.generate, None),
     "explain": (
@@ -56,6 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; 0 when all is well, 1 when a comparison found a difference, 2 for what was asked wrongly."""
     arguments = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     command, show = arguments[0], False
+    run: Command
     if command in HANDED_OVER and arguments[1:] not in (["-h"], ["--help"]):
         run = functools.partial(HANDED_OVER[command], arguments[1:])
     else:
@@ -72,17 +74,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _parse(arguments: list[str]) -> tuple[str, Callable, bool]:
+def _parse(arguments: list[str]) -> tuple[str, Command, bool]:
     """The command that is asked for, what runs it, and whether tracebacks are. Raises SystemExit for help and for mistakes.
 
     Typer reads the arguments and no more: what a command raises is not Typer's to catch.
     """
-    asked = []
+    asked: list[tuple[str, Command, bool]] = []
     app = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=HELP)
     app.callback(help=ABOUT)(_version)
     for name, (about, run, epilog) in COMMANDS.items():
-        described = {"help": f"{about[0].upper()}{about[1:]}.", "short_help": about, "epilog": epilog}
-        app.command(name, **described, context_settings=HELP)(_noted(name, run, asked))
+        whole = f"{about[0].upper()}{about[1:]}."
+        app.command(name, help=whole, short_help=about, epilog=epilog, context_settings=HELP)(_noted(name, run, asked))
     try:
         typer.main.get_command(app).main(arguments, prog_name="hf-fastattn")
     except SystemExit:
@@ -91,11 +93,11 @@ def _parse(arguments: list[str]) -> tuple[str, Callable, bool]:
     return asked[0]
 
 
-def _noted(name: str, run: Callable, asked: list) -> Callable:
+def _noted(name: str, run: Command, asked: list[tuple[str, Command, bool]]) -> Callable[..., None]:
     """A function with the parameters of `run` that only notes what it was called with."""
 
     @functools.wraps(run)
-    def note(*, traceback: bool = False, **options):
+    def note(*, traceback: bool = False, **options: Any) -> None:
         asked.append((name, functools.partial(run, **options), traceback))
 
     return note
@@ -103,7 +105,7 @@ def _noted(name: str, run: Callable, asked: list) -> Callable:
 
 def _version(
     version: Annotated[bool, typer.Option("--version", is_eager=True, callback=_show_version, help="show the version")] = False,
-):
+) -> None:
     """Options that belong to no command."""
 
 
@@ -116,5 +118,5 @@ def _is_refusal(error: Exception) -> bool:
         return True
     last = traceback.extract_tb(error.__traceback__)[-1]
     if any(Path(last.filename).is_relative_to(folder) for folder in OWN):
-        return last.line.startswith("raise")
+        return (last.line or "").startswith("raise")
     return isinstance(error, ValueError)

@@ -28,7 +28,7 @@ def explain(
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
     traceback: Traceback = False,
 ) -> None:
-    source = model
+    source: str | hf.PreTrainedConfig = model
     if model not in SHAPES:
         source = hf.load_config(model, gguf_file)
         source._name_or_path = model

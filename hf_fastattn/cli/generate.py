@@ -4,11 +4,13 @@ import itertools
 import statistics
 import sys
 import time
+from collections.abc import Mapping
 from typing import Annotated
 
+import torch
 import typer
 
-from .. import interface, registry
+from .. import hf, interface, registry
 from ..evaluate import check_names, load, running
 from ..tables import table
 from .options import Backend, CacheName, Device, DtypeOption, GgufFile, Model, Sinks, Traceback, Window
@@ -48,7 +50,7 @@ def generate(
     rows, texts = [], []
     for each in chosen:
         with running(loaded, each, cache, window=window, sinks=sinks) as patched:
-            loaded.generate(**inputs, max_new_tokens=min(tokens, 4), do_sample=False)  # compiles kernels
+            _generate(loaded, inputs, min(tokens, 4))  # compiles kernels
             replayed = -getattr(patched, "replays", 0)
             with interface.count_calls() as calls:
                 new, times = _generate(loaded, inputs, tokens)
@@ -62,14 +64,14 @@ def generate(
         ms = f"{1e3 * statistics.median(gaps):.1f}" if gaps else None
         first = f"{1e3 * (times[1] - times[0]):.0f}"
         rows.append([each, len(new), first, ms, equal, ", ".join(ran) or "Transformers' own"])
-    print(tokenizer.decode(texts[0], skip_special_tokens=True).strip() + "\n")
+    print(str(tokenizer.decode(texts[0], skip_special_tokens=True)).strip() + "\n")
     print(table(["backend", "tokens", "first token, ms", "ms a token", "same tokens", "calls counted"], rows))
     if loaded.device.type == "cpu":
         print("\nNo GPU is used: Triton backends run their reference in plain torch, which shows equal tokens but not the speed.")
     return 0 if all(text == texts[0] for text in texts) else 1
 
 
-def _encode(tokenizer, prompt: str, chat: bool, device):
+def _encode(tokenizer: hf.PreTrainedTokenizerBase, prompt: str, chat: bool, device: torch.device) -> Mapping[str, torch.Tensor]:
     if not chat:
         inputs = tokenizer(prompt, return_tensors="pt")
     elif tokenizer.chat_template is None:
@@ -79,24 +81,25 @@ def _encode(tokenizer, prompt: str, chat: bool, device):
         inputs = tokenizer.apply_chat_template(said, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     if not inputs["input_ids"].numel():
         raise ValueError("The prompt is empty; say something with --prompt.")
-    return inputs.to(device)
+    on_device: Mapping[str, torch.Tensor] = inputs.to(device)
+    return on_device
 
 
 class _Clock:
     """A streamer that keeps nothing but when it was given the prompt and each token (host seconds)."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.times: list[float] = []
 
-    def put(self, tokens) -> None:
+    def put(self, tokens: torch.Tensor) -> None:
         self.times.append(time.perf_counter())
 
     def end(self) -> None:
         pass
 
 
-def _generate(model, inputs, tokens: int) -> tuple[list[int], list[float]]:
+def _generate(model: hf.PreTrainedModel, inputs: Mapping[str, torch.Tensor], tokens: int) -> tuple[list[int], list[float]]:
     """(new tokens, times of the prompt and of each) of one greedy run."""
     clock = _Clock()
-    out = model.generate(**inputs, max_new_tokens=tokens, do_sample=False, streamer=clock)
+    out = model.generate(**inputs, max_new_tokens=tokens, do_sample=False, streamer=clock)  # type: ignore[operator]
     return out[0, inputs["input_ids"].shape[1] :].tolist(), clock.times

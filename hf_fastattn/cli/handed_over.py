@@ -17,7 +17,8 @@ def bench(arguments: list[str]) -> int:
     what = arguments[0] if arguments else ""
     if what not in BENCHES:
         raise ValueError(f"Name a benchmark, one of {', '.join(BENCHES)}; got {what or 'none'}.")
-    return load_benchmark(what).main(arguments[1:], prog=f"hf-fastattn bench {what}")
+    code: int = load_benchmark(what).main(arguments[1:], prog=f"hf-fastattn bench {what}")
+    return code
 
 
 def load_benchmark(name: str) -> ModuleType:
@@ -33,6 +34,8 @@ def load_benchmark(name: str) -> ModuleType:
                 'The benchmarks do not come with the package: clone its repository and run `pip install -e ".[bench]"` there.'
             )
         spec = importlib.util.spec_from_file_location(package, init, submodule_search_locations=[str(init.parent)])
+        if spec is None or spec.loader is None:
+            raise ModuleNotFoundError(f"{init} cannot be loaded.")
         sys.modules[package] = module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     return importlib.import_module(f"{package}.{name}")

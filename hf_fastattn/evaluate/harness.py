@@ -10,10 +10,12 @@ import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import torch
 
-from .pairs import Answers, Generated, Measure
+from .. import hf
+from .pairs import Answer, Answers, Generated, Measure
 
 PACK = Path(__file__).parent.parent / "tasks"
 SEED = 1234
@@ -45,17 +47,17 @@ class Harness:
 
     def __init__(
         self,
-        model,
-        tokenizer,
-        loaded: dict,
+        model: hf.PreTrainedModel,
+        tokenizer: hf.PreTrainedTokenizerBase,
+        loaded: dict[str, Any],
         *,
         batch_size: int | str = 4,
         limit: float | None = None,
         num_fewshot: int | None = None,
-        gen_kwargs: dict | str | None = None,
+        gen_kwargs: dict[str, Any] | str | None = None,
         apply_chat_template: bool | str = False,
         confirm_run_unsafe_code: bool = False,
-    ):
+    ) -> None:
         from lm_eval.models.huggingface import HFLM
         from lm_eval.utils import simple_parse_args_string
 
@@ -77,14 +79,14 @@ class Harness:
                     task.set_config("num_fewshot", num_fewshot or 0)
                 task.set_fewshot_seed(SEED)
             self.lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
-        self.generated: dict[tuple, list[Generated]] = {}  # by the last run
+        self.generated: dict[tuple[int, ...], list[Generated]] = {}  # by the last run
         self.texts: dict[str, torch.Tensor] = {}  # of the last run, by task: the longest request, (tokens,)
         self._generate, self.lm._model_generate = self.lm._model_generate, self._note
 
-    def _note(self, context, *, attention_mask, **options):
+    def _note(self, context: torch.Tensor, *, attention_mask: torch.Tensor, **options: Any) -> torch.Tensor:
         """generate() as lm-eval calls it, and a note of what it made."""
         leads = _Leads()
-        out = self._generate(context, attention_mask=attention_mask, logits_processor=[leads], **options)
+        out: torch.Tensor = self._generate(context, attention_mask=attention_mask, logits_processor=[leads], **options)
         greedy = not options.get("do_sample") and all(len(lead) == len(context) for lead in leads.found)
         led = torch.stack(leads.found, 1).tolist() if greedy else [[]] * len(context)
         for prompt, mask, its, tokens in zip(context, attention_mask.bool(), led, out, strict=True):
@@ -118,7 +120,7 @@ class Harness:
             answers.append(Answers(name, *(list(itertools.chain(*(getattr(each, kind) for each in its))) for kind in kinds)))
         return measures, answers
 
-    def _answered(self, name: str, samples: list[dict]) -> Answers:
+    def _answered(self, name: str, samples: list[dict[str, Any]]) -> Answers:
         """What a task's samples hold, with the tokens of each request that has a log-likelihood."""
         answers, lls = _answers(samples)
         requests = {sample["doc_id"]: sample["arguments"] for sample in samples}.values()
@@ -134,7 +136,7 @@ class Harness:
 class _Leads:
     """A logits processor that changes nothing: by how much the likeliest token leads the next one, (rows,) each time."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.found: list[torch.Tensor] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -142,7 +144,7 @@ class _Leads:
         return scores
 
 
-def load_tasks(names: Sequence[str], include_path: Sequence[str | Path] = ()) -> dict:
+def load_tasks(names: Sequence[str], include_path: Sequence[str | Path] = ()) -> dict[str, Any]:
     """lm-eval's dict of the tasks of these names, with their data.
 
     lm-eval's own thousands are only indexed, which takes seconds, when a name asks for it.
@@ -156,7 +158,7 @@ def load_tasks(names: Sequence[str], include_path: Sequence[str | Path] = ()) ->
     manager = TaskManager(include_path=paths, include_defaults=False)
     if not set(names) <= set(manager.all_tasks):
         manager = TaskManager(include_path=paths)
-    wanted = []
+    wanted: list[str] = []
     for name in names:
         found = [name] if Path(name).is_file() else manager.match_tasks([name])
         if not found:
@@ -166,14 +168,15 @@ def load_tasks(names: Sequence[str], include_path: Sequence[str | Path] = ()) ->
         wanted += found
     try:
         with quiet():
-            return manager.load(wanted)
+            loaded: dict[str, Any] = manager.load(wanted)
+            return loaded
     except (ValueError, OSError, ImportError):
         raise
     except Exception as error:  # a task is YAML and Python that somebody wrote
         raise ValueError(f"The tasks {', '.join(names)} cannot be loaded: {type(error).__name__}: {error}") from error
 
 
-def _measures(results: dict, tasks: dict) -> list[Measure]:
+def _measures(results: dict[str, Any], tasks: dict[str, Any]) -> list[Measure]:
     """Every metric of every task, with its value for each example."""
     found = []
     for name, samples in results["samples"].items():
@@ -190,7 +193,7 @@ def _measures(results: dict, tasks: dict) -> list[Measure]:
     return found
 
 
-def _group(name: str, scores: dict, members: list[Measure]) -> list[Measure]:
+def _group(name: str, scores: dict[str, Any], members: list[Measure]) -> list[Measure]:
     """The scores of a group; with its tasks' examples where the score is their mean, and else without examples."""
     found = []
     for key, score in scores.items():
@@ -212,11 +215,11 @@ def _label(key: str) -> str | None:
     return metric if filter_name == "none" else f"{metric}, {filter_name}"
 
 
-def _number(value) -> float | None:
+def _number(value: object) -> float | None:
     return value if isinstance(value, float) else None
 
 
-def _aggregate(function, items: list) -> tuple[list, str]:
+def _aggregate(function: object, items: list[Any]) -> tuple[list[Any], str]:
     """(items, how they become the score), both as Measure has them."""
     name = getattr(function, "__name__", "mean")
     if name == "weighted_perplexity":
@@ -226,19 +229,19 @@ def _aggregate(function, items: list) -> tuple[list, str]:
     return items, name if all(isinstance(item, (bool, int, float)) for item in items) else "other"
 
 
-def _answers(samples: list[dict]) -> tuple[list, list[list[float]]]:
+def _answers(samples: list[dict[str, Any]]) -> tuple[list[Answer], list[list[float]]]:
     """(answers, log-likelihoods of the requests) by example."""
-    answers, lls = {}, {}
+    answers: dict[int, Answer] = {}
+    lls: dict[int, list[float]] = {}
     for sample in samples:  # once for each filter, of the same responses
         first = [repeats[0] for repeats in sample["resps"]]
         texts = [text for repeats in sample["resps"] for text in repeats if isinstance(text, str)]
         scored = [response for response in first if isinstance(response, (tuple, list))]
+        answer: Answer = bool(scored[0][1]) if scored else None
         if texts:
             answer = "\n".join(texts)
         elif len(scored) > 1:
             answer = max(range(len(scored)), key=lambda i: scored[i][0])
-        else:
-            answer = bool(scored[0][1]) if scored else None
         answers[sample["doc_id"]] = answer
         lls[sample["doc_id"]] = [
             float(r[0]) if isinstance(r, (tuple, list)) else float(r) for r in first if not isinstance(r, str)

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import NormalDist, fmean
+from typing import Any
 
+from .. import hf
 from .rounding import EXACT, Rounding
 
+Answer = str | int | None  # a text, a choice by its number, or whether it was the likeliest
 Z = 1.96  # of a normal distribution, 95 % lie this many standard deviations around the mean
 
 
@@ -25,10 +28,10 @@ class Measure:
     metric: str
     score: float
     stderr: float | None
-    items: list
+    items: list[Any]
     aggregate: str  # how items become the score: "mean", "perplexity", or another name
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.stderr is None and self.aggregate == "perplexity" and len(self.items) > 1:
             lls, weights = zip(*self.items, strict=True)
             self.stderr = self.score * _ratio_error(lls, weights)
@@ -43,12 +46,12 @@ class Answers:
     """
 
     task: str
-    answers: list
+    answers: list[Answer]
     loglikelihoods: list[list[float]]
-    tokens: list[list[int]] | None = None
+    tokens: list[list[int]] = field(default_factory=list)
 
-    def __post_init__(self):
-        if self.tokens is None:
+    def __post_init__(self) -> None:
+        if not self.tokens:
             self.tokens = [[1] * len(each) for each in self.loglikelihoods]
 
     @classmethod
@@ -87,9 +90,9 @@ class Pair:
     examples: int
     same: bool
     equal: float | None = None
-    first: dict | None = None
+    first: dict[str, Any] | None = None
     largest_loglikelihood_difference: float | None = None
-    unexplained: dict | None = None
+    unexplained: dict[str, float] | None = None
 
     def beyond_chance(self, comparisons: int = 1) -> bool:
         """Whether chance does not explain the difference; without an interval there is nothing to say so.
@@ -131,7 +134,7 @@ def _interval(base: Measure, other: Measure) -> tuple[float, float] | None:
         weights = [weight for _, weight in base.items]
         each = [a - b for (a, _), (b, _) in zip(base.items, other.items, strict=True)]
         centre, half = sum(each) / sum(weights), Z * _ratio_error(each, weights)
-        return tuple(base.score * math.expm1(end) for end in (centre - half, centre + half))
+        return base.score * math.expm1(centre - half), base.score * math.expm1(centre + half)
     return None
 
 
@@ -143,12 +146,18 @@ def _ratio_error(values: Sequence[float], weights: Sequence[float]) -> float:
     return math.sqrt(n / (n - 1) * squares) / total
 
 
-def compare_answers(base: Answers, other: Answers, tokenizer, rounding: Rounding = EXACT, only_ties: bool = False) -> dict:
+def compare_answers(
+    base: Answers,
+    other: Answers,
+    tokenizer: hf.PreTrainedTokenizerBase | None,
+    rounding: Rounding = EXACT,
+    only_ties: bool = False,
+) -> dict[str, Any]:
     """The fields of a Pair that come from answers. only_ties: texts differ where two tokens were equally likely, and only there.
 
     Where there are log-likelihoods they alone decide what is the same: choices are made of them, and scores of either.
     """
-    found: dict = {}
+    found: dict[str, Any] = {}
     both = list(zip(base.answers, other.answers, strict=True))
     answered = [(a, b) for a, b in both if a is not None]
     if answered:
@@ -172,7 +181,9 @@ def compare_answers(base: Answers, other: Answers, tokenizer, rounding: Rounding
     return found
 
 
-def part_at_ties(base: dict[tuple, list[Generated]], other: dict[tuple, list[Generated]], rounding: Rounding) -> bool:
+def part_at_ties(
+    base: dict[tuple[int, ...], list[Generated]], other: dict[tuple[int, ...], list[Generated]], rounding: Rounding
+) -> bool:
     """Whether all that two runs generated of the same prompts is alike up to where rounding may decide, and something is not."""
     parted = False
     for prompt, made in base.items():
@@ -188,10 +199,12 @@ def part_at_ties(base: dict[tuple, list[Generated]], other: dict[tuple, list[Gen
     return parted
 
 
-def _first_difference(example: int, expected, got, tokenizer) -> dict:
+def _first_difference(
+    example: int, expected: Answer, got: Answer, tokenizer: hf.PreTrainedTokenizerBase | None
+) -> dict[str, Any]:
     """Where two answers to one example part; texts by the number of their first differing token, counted from 0."""
-    found = {"example": example, "baseline": expected, "got": got}
-    if isinstance(expected, str):
+    found: dict[str, Any] = {"example": example, "baseline": expected, "got": got}
+    if tokenizer is not None and isinstance(expected, str):
         ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in (expected, got)]
         shorter = min(map(len, ids))
         found["token"] = next((i for i in range(shorter) if ids[0][i] != ids[1][i]), shorter)

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from tqdm import tqdm
 
+from .. import hf
+
 
 @dataclass
 class Excerpts:
@@ -24,7 +26,7 @@ class Excerpts:
     pad: int
 
 
-def excerpts(tokenizer, text: str, *, rows: int, tokens: int, prompt: int) -> Excerpts:
+def excerpts(tokenizer: hf.PreTrainedTokenizerBase, text: str, *, rows: int, tokens: int, prompt: int) -> Excerpts:
     """`rows` parts of the text, evenly spread; prompts of half of `prompt` tokens up to all of them.
 
     Raises ValueError where the text is too short for them.
@@ -52,7 +54,7 @@ def excerpts(tokenizer, text: str, *, rows: int, tokens: int, prompt: int) -> Ex
 class _Forced:
     """A logits processor: how unlikely each next token of the text was, in nats; then that token is the only one left."""
 
-    def __init__(self, targets: torch.Tensor, bar: tqdm):
+    def __init__(self, targets: torch.Tensor, bar: tqdm) -> None:
         self.targets = targets
         self.bar = bar
         self.nats: list[torch.Tensor] = []
@@ -64,13 +66,13 @@ class _Forced:
         return torch.full_like(scores, -math.inf).scatter_(1, target, 0.0)
 
 
-def decode_nats(model, given: Excerpts, label: str = "") -> list[list[float]]:
+def decode_nats(model: hf.PreTrainedModel, given: Excerpts, label: str = "") -> list[list[float]]:
     """-log p of every target token but each row's first, which the prefill predicts: (rows, tokens - 1)."""
     device = model.device
     tokens = given.targets.shape[1]
     with tqdm(total=tokens, desc=f"Decode perplexity {label}".rstrip(), unit="token", disable=None) as bar:
         forced = _Forced(given.targets.to(device), bar)
-        out = model.generate(
+        out = model.generate(  # type: ignore[operator]
             given.prompts.to(device),
             attention_mask=given.mask.to(device),
             max_new_tokens=tokens,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -32,7 +33,7 @@ class Run:
     answers: list[Answers] = field(default_factory=list)
     pairs: list[Pair] = field(default_factory=list)  # beside the baseline; empty for the baseline itself
     called: bool = True  # False where a kernel of ours should have run and none did
-    generated: dict[tuple, list[Generated]] = field(default_factory=dict)  # by the prompt's tokens
+    generated: dict[tuple[int, ...], list[Generated]] = field(default_factory=dict)  # by the prompt's tokens
 
     @property
     def label(self) -> str:
@@ -47,19 +48,26 @@ class Evaluation:
     where it is larger than chance, over all comparisons made, and than what Transformers' own backends make among themselves.
     """
 
-    def __init__(self, model: str, dtype: torch.dtype, device: torch.device, tokenizer=None, conditions: dict | None = None):
+    def __init__(
+        self,
+        model: str,
+        dtype: torch.dtype,
+        device: torch.device,
+        tokenizer: hf.PreTrainedTokenizerBase | None = None,
+        conditions: Mapping[str, object] | None = None,
+    ) -> None:
         self.dtype = dtype
         self.tokenizer = tokenizer
         self.runs: list[Run] = []
         self.rounding = Rounding(torch.finfo(dtype).eps / 2) if self.exact else EXACT
         self.interrupted = False
         self.unsaved: str | None = None  # why what was found is in no file
-        self.conditions = {
+        self.conditions: dict[str, object] = {
             "model": model,
             "dtype": str(dtype).removeprefix("torch."),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             "torch": torch.__version__,
-            "transformers": hf.transformers.__version__,
+            "transformers": hf.VERSION,
             "python": platform.python_version(),
             **(conditions or {}),
         }
@@ -78,22 +86,22 @@ class Evaluation:
         ties = bool(self.runs) and pairs.part_at_ties(self.baseline.generated, run.generated, self.rounding)
         answers = {its.task: its for its in run.answers}
         for measure in run.measures:
-            base = self._first("measures", measure.task, measure.metric)
+            base = self._first_measure(measure.task, measure.metric)
             if base is None:
                 continue
             each = pairs.pair(base, measure)
-            both = self._first("answers", measure.task) or Answers.read(base), answers.get(measure.task) or Answers.read(measure)
-            if None not in both:
-                vars(each).update(pairs.compare_answers(*both, self.tokenizer, self.rounding, ties))
+            expected = self._first_answers(measure.task) or Answers.read(base)
+            got = answers.get(measure.task) or Answers.read(measure)
+            if expected is not None and got is not None:
+                vars(each).update(pairs.compare_answers(expected, got, self.tokenizer, self.rounding, ties))
             run.pairs.append(each)
         self.runs.append(run)
 
-    def _first(self, kind: str, task: str, metric: str | None = None):
-        for run in self.runs:
-            for each in getattr(run, kind):
-                if each.task == task and (metric is None or each.metric == metric):
-                    return each
-        return None
+    def _first_measure(self, task: str, metric: str) -> Measure | None:
+        return next((m for run in self.runs for m in run.measures if (m.task, m.metric) == (task, metric)), None)
+
+    def _first_answers(self, task: str) -> Answers | None:
+        return next((its for run in self.runs for its in run.answers if its.task == task), None)
 
     # ---- the verdict ----
 
@@ -138,10 +146,10 @@ class Evaluation:
         equal = [run for run in others if all(each.same for each in run.pairs)]
         alike = [run.label for run in others if run not in equal]
         tied = [run.label for run in equal if any(each.equal not in (None, 1.0) for each in run.pairs)]
-        equal = [run.label for run in equal if run.label not in tied]
+        identical = [run.label for run in equal if run.label not in tied]
         parts = []
-        if equal:
-            parts.append(f"EQUAL to {self.baseline.label} in every answer and score: {'; '.join(equal)}.")
+        if identical:
+            parts.append(f"EQUAL to {self.baseline.label} in every answer and score: {'; '.join(identical)}.")
         if tied:
             parts.append(f"EQUAL to {self.baseline.label} but for answers that were a tie within rounding: {'; '.join(tied)}.")
         if alike:
@@ -155,7 +163,7 @@ class Evaluation:
             return f"{run.label}: none of its kernels was ever called"
         each = next(each for each in run.pairs if self._differs(run, each))
         text = f"{run.label} in {each.task} ({each.metric} {each.score:.6g}, not {each.baseline:.6g}"
-        if each.equal not in (None, 1.0):
+        if each.equal is not None and each.equal != 1.0:
             text += f"; {100 * each.equal:.3g} % of {each.examples} answers equal"
         if each.first is not None:
             text += f", first at example {each.first['example']}"
@@ -168,7 +176,7 @@ class Evaluation:
 
     # ---- what is kept ----
 
-    def as_dict(self) -> dict:
+    def as_dict(self) -> dict[str, Any]:
         """Everything but the single examples, in plain numbers and strings."""
         return {
             "conditions": self.conditions,
@@ -211,7 +219,7 @@ class Evaluation:
             yield "Interrupted: what was measured until then."
         yield self.verdict()
 
-    def _rows(self) -> Iterator[list]:
+    def _rows(self) -> Iterator[list[object]]:
         keys = dict.fromkeys((m.task, m.metric) for run in self.runs for m in run.measures)
         for task, metric in keys:
             for run in self.runs:
@@ -224,7 +232,7 @@ def _figures(measure: Measure) -> tuple[str, str | None]:
     return f"{measure.score:.6g}", None if measure.stderr is None else f"{measure.stderr:.2g}"
 
 
-def _compared(run: Run, task: str, metric: str) -> list:
+def _compared(run: Run, task: str, metric: str) -> list[str | None]:
     each = next((each for each in run.pairs if (each.task, each.metric) == (task, metric)), None)
     if each is None:
         return ["baseline", None, None, None]

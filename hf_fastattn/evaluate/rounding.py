@@ -26,6 +26,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .. import hf
+
 TOKENS = 256  # of each text that are read to measure
 
 
@@ -50,7 +52,7 @@ EXACT = Rounding()
 
 
 @torch.no_grad()
-def measure(model, texts: Sequence[torch.Tensor], longest: int) -> Rounding:
+def measure(model: hf.PreTrainedModel, texts: Sequence[torch.Tensor], longest: int) -> Rounding:
     """The Rounding of a model, from the texts it is evaluated on: ids (tokens,), of which TOKENS are read.
 
     longest: tokens of the longest text, all of which attention sums over.
@@ -59,9 +61,10 @@ def measure(model, texts: Sequence[torch.Tensor], longest: int) -> Rounding:
     terms = max([longest, *(weight.shape[-1] for weight in model.parameters() if weight.ndim > 1)])
     leaves = [module for module in model.modules() if next(module.children(), None) is None]
 
-    def off(module, arguments, out):
+    def off(module: torch.nn.Module, arguments: tuple[object, ...], out: object) -> torch.Tensor | None:
         if isinstance(out, torch.Tensor) and out.is_floating_point():
             return out * (1 + math.sqrt(terms) * unit * torch.randn_like(out))
+        return None
 
     token = margin = 0.0
     for ids in texts:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 
@@ -41,11 +43,11 @@ class Explanation:
     refused: list[dict[str, str]]  # what, why
     step: Step
     longest: int | None  # tokens each row can have in memory; None: any number
-    memory: list[dict]  # length, kv_bytes, bytes, fits
-    variants: list[dict]  # name, kv_bytes, floor_ms, longest
+    memory: list[dict[str, Any]]  # length, kv_bytes, bytes, fits
+    variants: list[dict[str, Any]]  # name, kv_bytes, floor_ms, longest
     notes: list[str] = field(default_factory=list)
 
-    def as_dict(self) -> dict:
+    def as_dict(self) -> dict[str, Any]:
         found = asdict(self)
         for name in ("num_heads", "num_kv_heads", "head_dim"):
             found["facts"][name] = getattr(self.facts, name)
@@ -57,7 +59,7 @@ class Explanation:
 
 
 def explain(
-    model,
+    model: hf.PreTrainedModel | hf.PreTrainedConfig | str | Path,
     batch: int = 1,
     length: int = 8192,
     backend: str = "lean",
@@ -135,7 +137,7 @@ def _streaming(chosen: registry.Backend, window: int | None, sinks: int | None, 
     return Settings.asked(chosen.name, window, sinks, limit)
 
 
-def _from_config(source, dtype):
+def _from_config(source: hf.PreTrainedConfig | str | Path, dtype: torch.dtype | str | None) -> hf.PreTrainedModel:
     """A model without memory, of a configuration or of where there is one."""
     if isinstance(source, str) and source.lower() in SHAPES:
         model_type, options = SHAPES[source.lower()]
@@ -168,7 +170,7 @@ class _Operand:
 
 def _what_runs(
     chosen: registry.Backend,
-    model,
+    model: hf.PreTrainedModel,
     facts: Facts,
     batch: int,
     length: int,
@@ -176,7 +178,8 @@ def _what_runs(
     streaming: Settings | None,
 ) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
     """(what runs how and why, what was refused and why)."""
-    runs, refused = [], []
+    runs: list[dict[str, str]] = []
+    refused: list[dict[str, str]] = []
 
     def refuse(what: str, why: str) -> None:
         refused.append({"what": what, "why": why})
@@ -193,13 +196,11 @@ def _what_runs(
         return runs, refused
     for phase, q_len in (("prefill", length), ("decode", 1)):
         served, kernel = chosen.kernel(q_len, facts.num_heads, facts.num_kv_heads)
-        operands = [
-            _Operand(device, facts.dtype, (batch, heads, n, facts.head_dim))
-            for heads, n in ((facts.num_heads, q_len), (facts.num_kv_heads, length), (facts.num_kv_heads, length))
-        ]
-        how, reason = _kernel(kernel, operands, 0 if streaming is None else streaming.sinks)
-        if reason:
-            refuse(f"{kernel.hopper} in {phase}", reason)
+        q = _Operand(device, facts.dtype, (batch, facts.num_heads, q_len, facts.head_dim))
+        k = _Operand(device, facts.dtype, (batch, facts.num_kv_heads, length, facts.head_dim))
+        how, refusal = _kernel(kernel, q, k, 0 if streaming is None else streaming.sinks)
+        if refusal is not None:
+            refuse(f"{refusal[0]} in {phase}", refusal[1])
         runs.append({"what": phase, "how": how, "why": _why(chosen, served, q_len, facts)})
     owns = hf.overrides_generation(model)
     if owns:
@@ -220,19 +221,20 @@ def _what_runs(
     return runs, refused
 
 
-def _kernel(kernel, operands: list[_Operand], sinks: int) -> tuple[str, str | None]:
-    """(the kernel in words, why its Hopper relative is not it)."""
+def _kernel(kernel: registry.Kernel, q: _Operand, k: _Operand, sinks: int) -> tuple[str, tuple[str, str] | None]:
+    """(the kernel in words; the Hopper kernel and why it does not run, if it does not). K and V are alike."""
     if not isinstance(kernel, TritonKernel):
         return getattr(kernel, "__qualname__", type(kernel).__name__), None
-    q, k, v = operands
     device = q.device
     where = kernel.where(device)
     if device.type != "cuda" or kernel.hopper is None:
         return f"{kernel.name}: {where}", None
     if not torch.cuda.is_available():
         return f"{kernel.hopper} where it can run, else {kernel.name}: {where}", None
-    reason = importlib.import_module(f"hf_fastattn.kernels.attention.{kernel.hopper}").why_not(q, KV(k, v), sinks)
-    return f"{kernel.name if reason else kernel.hopper}: {where}", reason
+    hopper = importlib.import_module(f"hf_fastattn.kernels.attention.{kernel.hopper}")
+    tensor = cast(torch.Tensor, k)
+    reason = hopper.why_not(q, KV(tensor, tensor), sinks)
+    return (f"{kernel.name}: {where}", (kernel.hopper, reason)) if reason else (f"{kernel.hopper}: {where}", None)
 
 
 def _why(chosen: registry.Backend, served: str, q_len: int, facts: Facts) -> str:

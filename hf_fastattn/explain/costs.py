@@ -6,6 +6,7 @@ al., 2009): the larger of bytes over bandwidth and operations over their rate.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -95,7 +96,7 @@ class Step:
     bound_by: str
 
 
-def count(model, dtype: torch.dtype | str | None = None) -> Facts:
+def count(model: hf.PreTrainedModel, dtype: torch.dtype | str | None = None) -> Facts:
     """The facts of a model, from its configuration and the shapes of its parameters."""
     config, name = model.config.get_text_config(decoder=True), model.config._name_or_path or type(model).__name__
     if getattr(config, "kv_lora_rank", None):
@@ -169,9 +170,9 @@ def measure(device: torch.device, dtype: torch.dtype) -> GPU:
     )
 
 
-def _seconds(call) -> float:
+def _seconds(call: Callable[[], object]) -> float:
     """Best of ten on the current stream, after a warm-up."""
-    times = []
+    times: list[float] = []
     for _ in range(11):
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()

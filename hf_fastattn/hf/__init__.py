@@ -4,9 +4,17 @@ import transformers
 
 from .version import check_version
 
-check_version(transformers.__version__)
+VERSION = transformers.__version__
+check_version(VERSION)
 
-from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel, StoppingCriteria  # noqa: E402
+from transformers import (  # noqa: E402
+    GenerationConfig,
+    GenerationMixin,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+)
 from transformers.cache_utils import Cache, CacheLayerMixin  # noqa: E402
 from transformers.masking_utils import causal_mask_function  # noqa: E402
 
@@ -33,6 +41,7 @@ __all__ = [
     "BESIDE_ATTENTION",
     "GRIDS",
     "OTHERS",
+    "VERSION",
     "Cache",
     "CacheLayerMixin",
     "GenerationConfig",
@@ -41,6 +50,7 @@ __all__ = [
     "LongPast",
     "PreTrainedConfig",
     "PreTrainedModel",
+    "PreTrainedTokenizerBase",
     "StoppingCriteria",
     "activations",
     "asks_for_weights",

@@ -5,7 +5,9 @@ from __future__ import annotations
 import inspect
 import re
 import sys
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 from transformers import AttentionInterface, PreTrainedModel
@@ -15,24 +17,27 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 try:
     from transformers.utils.output_capturing import _active_collector
 except ImportError:  # private: where it has moved, only what models pass on can be seen
-    _active_collector = None
+    _active_collector = None  # type: ignore[assignment]
+
+Function = Callable[..., Any]  # as the registry holds it
 
 
-def register(name: str, attention, mask) -> None:
+def register(name: str, attention: Function, mask: Function) -> None:
     """Make `attn_implementation=name` known: both functions, always together (a missing mask is silently no mask)."""
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, mask)
 
 
-def registered(name: str) -> tuple:
+def registered(name: str) -> tuple[Function | None, Function | None]:
     """The attention and the mask function that Transformers has under this name now; None for what it has not."""
     return AttentionInterface().get(name), AttentionMaskInterface().get(name)
 
 
-def stock_attention(module, eager: bool):
+def stock_attention(module: torch.nn.Module, eager: bool) -> Function | None:
     """The attention function of Transformers itself: sdpa, or the eager one of the module's own file (None if it has none)."""
     if not eager:
-        return ALL_ATTENTION_FUNCTIONS["sdpa"]
+        sdpa: Function = ALL_ATTENTION_FUNCTIONS["sdpa"]
+        return sdpa
     files = (sys.modules[cls.__module__] for cls in type(module).__mro__)
     return next((file.eager_attention_forward for file in files if hasattr(file, "eager_attention_forward")), None)
 
@@ -55,7 +60,8 @@ def asks_for_weights() -> bool:
     return bool(collected) and any(key.endswith("attentions") for key in collected)
 
 
-@torch.compiler.assume_constant_result  # a model being compiled is judged too, but the judging is not traced
+# A model being compiled is judged too, but the judging is not traced.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def why_not_model(config_class: type) -> str | None:
     """Why models of this config class cannot run a registered attention, in a sentence; None if they can.
 
@@ -87,12 +93,12 @@ def _why_not_source(config_class: type) -> str | None:
     return None
 
 
-def is_attention(module) -> bool:
+def is_attention(module: torch.nn.Module) -> bool:
     """Whether a module is one layer's self-attention, which calls a registered attention function."""
     return hasattr(module, "layer_idx") and hasattr(module, "config") and "Attention" in type(module).__name__
 
 
-def set_attention(model, name: str) -> None:
+def set_attention(model: PreTrainedModel, name: str) -> None:
     """set_attn_implementation(name), for parts with a copy of the model's configuration too (T5's encoder and decoder).
 
     Transformers 5.17 leaves those as they are, whatever the name.
@@ -102,7 +108,7 @@ def set_attention(model, name: str) -> None:
         part.set_attn_implementation(name)
 
 
-def unset_parts(model) -> list[PreTrainedModel]:
+def unset_parts(model: PreTrainedModel) -> list[PreTrainedModel]:
     """Parts with a copy of the model's configuration in which set_attn_implementation() has changed nothing."""
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel) and type(part.config) is type(model.config)]
     return [part for part in parts if part.config._attn_implementation != model.config._attn_implementation]

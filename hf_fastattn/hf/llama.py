@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
 
 
-def is_llamas_norm(forward) -> bool:
+def is_llamas_norm(forward: object) -> bool:
     """Whether this is forward() of Llama's RMSNorm, which many models have in a class of their own."""
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
     return _is_same_code(forward, LlamaRMSNorm.forward)
 
 
-def is_llamas_mlp(forward) -> bool:
+def is_llamas_mlp(forward: object) -> bool:
     """Whether this is forward() of Llama's MLP: down_proj(act_fn(gate_proj(x)) * up_proj(x))."""
     from transformers.models.llama.modeling_llama import LlamaMLP
 
@@ -37,30 +38,36 @@ def silus() -> tuple[type, ...]:
     return torch.nn.SiLU, SiLUActivation
 
 
-def llama_rope():
+def llama_rope() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     """Llama's apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1), which many models have in a module of their own."""
-    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+    from transformers.models.llama import modeling_llama
 
-    return apply_rotary_pos_emb
+    rope: Callable[..., tuple[torch.Tensor, torch.Tensor]] = modeling_llama.apply_rotary_pos_emb
+    return rope
 
 
-def is_llamas_rope(function) -> bool:
+def is_llamas_rope(function: object) -> bool:
     """Whether this is Llama's apply_rotary_pos_emb(), and calls Llama's rotate_half().
 
     Some models have the one over another of the other, which turns the other way (NanoChat) or other pairs (BLT).
     """
     llamas = llama_rope()
     halves = [getattr(f, "__globals__", {}).get("rotate_half") for f in (function, llamas)]
-    return _is_same_code(function, llamas) and _is_same_code(*halves) and function.__defaults__ == llamas.__defaults__
+    defaults = [getattr(f, "__defaults__", None) for f in (function, llamas)]
+    return _is_same_code(function, llamas) and _is_same_code(*halves) and defaults[0] == defaults[1]
 
 
-def _is_same_code(function, llamas) -> bool:
+def _is_same_code(function: object, llamas: object) -> bool:
     """Whether two Python functions are the same instruction for instruction; docstrings may differ."""
-    codes = [getattr(f, "__code__", None) for f in (function, llamas)]
-    if None in codes or not llamas.__module__.startswith("transformers."):  # other packages replace Llama's by their own
+    ours, theirs = _code(function), _code(llamas)
+    if ours is None or not llamas.__module__.startswith("transformers."):  # other packages replace Llama's by their own
         return False
-    ours, theirs = (
-        (c.co_code, c.co_names, c.co_varnames, [x for x in c.co_consts if x != f.__doc__])
-        for c, f in zip(codes, (function, llamas), strict=True)
-    )
     return ours == theirs
+
+
+def _code(function: object) -> tuple[object, ...] | None:
+    """What a Python function runs, without its docstring; None for what is no Python function."""
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return None
+    return code.co_code, code.co_names, code.co_varnames, [x for x in code.co_consts if x != function.__doc__]

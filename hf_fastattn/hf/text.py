@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from .attention import is_attention
 
 
-def set_text_attention(model, name: str) -> None:
+def set_text_attention(model: PreTrainedModel, name: str) -> None:
     """set_attn_implementation(name) for the part that reads text alone; vision and audio towers keep what they run."""
     model.set_attn_implementation({"": name, **{key: name for key in _text_keys(model.config)}})
 
 
-def _text_keys(config) -> list[str]:
+def _text_keys(config: PreTrainedConfig) -> list[str]:
     text = config.get_text_config(decoder=True)
     return [key for key in config.sub_configs if getattr(config, key, None) is text]
 
 
-def text_layers(model) -> tuple[PreTrainedModel, dict[torch.nn.Module, torch.nn.Module]]:
+def text_layers(model: PreTrainedModel) -> tuple[PreTrainedModel, dict[torch.nn.Module, torch.nn.Module]]:
     """(the innermost model that reads the text, its layers by their self-attention modules)."""
     attention = [module for module in model.modules() if is_attention(module)]
     text = model.config.get_text_config(decoder=True)
-    if not any(module.config is text for module in attention):
+    configs = [getattr(module, "config", None) for module in attention]
+    if not any(config is text for config in configs):
         text = model.config  # some configurations make a new one for their decoder whenever they are asked (Whisper)
-    found = [module for module in attention if module.config is text]
-    decoder, layers = model, {}
+    found = [module for module, config in zip(attention, configs, strict=True) if config is text]
+    decoder, layers = model, dict[torch.nn.Module, torch.nn.Module]()
     for inner in model.modules():  # outer modules come first
         if isinstance(inner, PreTrainedModel):
             inside = _layers_around(inner)
@@ -34,9 +37,9 @@ def text_layers(model) -> tuple[PreTrainedModel, dict[torch.nn.Module, torch.nn.
     return decoder, layers
 
 
-def _layers_around(model) -> dict[torch.nn.Module, torch.nn.Module]:
+def _layers_around(model: PreTrainedModel) -> dict[torch.nn.Module, torch.nn.Module]:
     """The outermost member of a ModuleList that each self-attention module of a model is in, itself included."""
-    layers = {}
+    layers: dict[torch.nn.Module, torch.nn.Module] = {}
     for members in model.modules():
         for member in members if isinstance(members, torch.nn.ModuleList) else ():
             for module in member.modules():
@@ -45,7 +48,7 @@ def _layers_around(model) -> dict[torch.nn.Module, torch.nn.Module]:
     return layers
 
 
-def rotary_buffers(model, decoder) -> list[tuple[str, str, torch.Tensor]]:
+def rotary_buffers(model: PreTrainedModel, decoder: PreTrainedModel) -> list[tuple[str, str, torch.Tensor]]:
     """The frequencies of a decoder's rotary embeddings: (path of the module in the model, name of its buffer, the buffer)."""
     inside = set(decoder.modules())
     return [
@@ -56,20 +59,20 @@ def rotary_buffers(model, decoder) -> list[tuple[str, str, torch.Tensor]]:
     ]
 
 
-def changing_rope(decoder) -> str | None:
+def changing_rope(decoder: PreTrainedModel) -> str | None:
     """The rope_type of a decoder's rotary embedding whose frequencies change with the length of the text, if it has one."""
     for module in decoder.modules():
         kinds = getattr(module, "rope_type", None)
         for kind in kinds.values() if isinstance(kinds, dict) else (kinds,):
             if kind in ("dynamic", "longrope"):
-                return kind
+                return str(kind)
     return None
 
 
 GRIDS = ("image_grid_thw", "video_grid_thw", "pixel_values", "pixel_values_videos")  # of what models give positions in sections
 
 
-def has_sections(config) -> bool:
+def has_sections(config: PreTrainedConfig) -> bool:
     """Whether a model's positions have three sections (time, height, width), which differ for images and videos."""
     rope = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
     return any("mrope_section" in each for each in (rope, *rope.values()) if isinstance(each, dict))
@@ -81,11 +84,13 @@ class LongPast:
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 1 << 20
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         return key_states.flip(2), value_states.flip(2)
 
 
-def run_text(decoder, positions: torch.Tensor, past: LongPast | None = None) -> None:
+def run_text(decoder: PreTrainedModel, positions: torch.Tensor, past: LongPast | None = None) -> None:
     """Run a decoder over equal tokens at these positions (rows, tokens), with a mask that says nothing."""
     mask = torch.zeros(1, 1, 1, 1, device=positions.device)  # four dimensions: it is passed through as it is
     ids = torch.zeros_like(positions)

@@ -9,13 +9,16 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+from collections.abc import Callable
 from functools import cache, partial
+from types import ModuleType
+from typing import Any
 
 import torch
 
 from . import reference
 from .host import gpu
-from .spec import KV, Spec
+from .spec import KV, Result, Spec
 
 
 def _has_triton() -> bool:
@@ -38,11 +41,11 @@ class TritonKernel:
     Under TRITON_INTERPRET=1 CPU tensors run the Triton kernel in the interpreter, which is for tests.
     """
 
-    def __init__(self, name: str, hopper: str | None = None, **fixed):
+    def __init__(self, name: str, hopper: str | None = None, **fixed: Any) -> None:
         self.name = name
         self.hopper = hopper
         self.fixed = fixed
-        self._launch = None
+        self._launch: Callable[..., Result] | None = None
 
     def __repr__(self) -> str:
         return f"TritonKernel({self.name!r})"
@@ -66,24 +69,32 @@ class TritonKernel:
             )
         return "the Triton kernel"
 
-    def __call__(self, q: torch.Tensor, kv: KV, spec: Spec = Spec(), spans: torch.Tensor | None = None, **options):  # noqa: B008
+    def __call__(
+        self,
+        q: torch.Tensor,
+        kv: KV,
+        spec: Spec = Spec(),  # noqa: B008 (a tuple)
+        spans: torch.Tensor | None = None,
+        **options: Any,
+    ) -> Result:
         if self._launch is not None and q.is_cuda:
-            return self._choose(q, kv, spec)(q, kv, spec, spans, **options)
+            return self._choose(self._launch, q, kv, spec)(q, kv, spec, spans, **options)
         if self.where(q.device) == "the torch twin":
             return reference.attention(q, kv, spec, spans, **options)
         if INTERPRETED and q.dtype == torch.bfloat16:
             raise TypeError("Triton's interpreter computes bfloat16 wrongly; use float32 or float16 under TRITON_INTERPRET=1.")
-        launcher = getattr(_module(self.name), self.name)
+        launcher: Callable[..., Result] = getattr(_module(self.name), self.name)
         self._launch = partial(launcher, **self.fixed) if self.fixed else launcher
-        return self._choose(q, kv, spec)(q, kv, spec, spans, **options)
+        return self._choose(self._launch, q, kv, spec)(q, kv, spec, spans, **options)
 
-    def _choose(self, q, kv: KV, spec: Spec):
+    def _choose(self, portable: Callable[..., Result], q: torch.Tensor, kv: KV, spec: Spec) -> Callable[..., Result]:
         if self.hopper is None or gpu.arch(q.device) != 90:
-            return self._launch
+            return portable
         hopper = _module(self.hopper)
-        return hopper.prefill if hopper.why_not(q, kv, spec.sinks) is None else self._launch
+        chosen: Callable[..., Result] = hopper.prefill if hopper.why_not(q, kv, spec.sinks) is None else portable
+        return chosen
 
 
 @cache
-def _module(name: str):
+def _module(name: str) -> ModuleType:
     return importlib.import_module(f"{__name__}.attention.{name}")

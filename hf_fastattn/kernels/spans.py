@@ -66,7 +66,17 @@ def build_spans(
     return make(rows, q_len, kv_len, device, q_offset, kv_offset, causal, window, mask).expand(batch, -1, -1, -1)
 
 
-def _build_spans_triton(rows, q_len, kv_len, device, q_offset, kv_offset, causal, window, mask):
+def _build_spans_triton(
+    rows: int,
+    q_len: int,
+    kv_len: int,
+    device: torch.device,
+    q_offset: int | torch.Tensor,
+    kv_offset: int,
+    causal: bool,
+    window: int | None,
+    mask: torch.Tensor | None,
+) -> torch.Tensor:
     words = 0 if mask is None else num_words(kv_len)
     spans = torch.empty(rows, 1, 1, WORDS + words, dtype=torch.int32, device=device)
     offset_on_device = isinstance(q_offset, torch.Tensor)
@@ -95,7 +105,17 @@ def _build_spans_triton(rows, q_len, kv_len, device, q_offset, kv_offset, causal
     return spans
 
 
-def _build_spans_torch(batch, q_len, kv_len, device, q_offset, kv_offset, causal, window, attention_mask):
+def _build_spans_torch(
+    batch: int,
+    q_len: int,
+    kv_len: int,
+    device: torch.device,
+    q_offset: int | torch.Tensor,
+    kv_offset: int,
+    causal: bool,
+    window: int | None,
+    attention_mask: torch.Tensor | None,
+) -> torch.Tensor:
     """The twin of the kernel in torch operations; also what a compiled graph on a CPU runs."""
     q_start = torch.as_tensor(q_offset, device=device).reshape(1).to(torch.int32) - kv_offset
     q_start = q_start.expand(batch)

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+Result = torch.Tensor | Any  # of attention: out; with return_lse the pair (out, lse), which the type leaves open
+
 
 class Spec(NamedTuple):
     """What is static in a call of attention. The reference (`kernels.reference.attention`) says what each means."""
@@ -69,7 +71,7 @@ class KV(NamedTuple):
 
 
 def call(
-    kernel: Callable,
+    kernel: Callable[..., Result],
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -78,8 +80,8 @@ def call(
     sink_logits: torch.Tensor | None = None,
     inv_freq: torch.Tensor | None = None,
     return_lse: bool = False,
-    **static,
-):
+    **static: Any,
+) -> Result:
     """`kernel` on plain K and V; `static`: the fields of `Spec`."""
     return kernel(
         q, KV(k, v), Spec(**static), spans, sink_logits=sink_logits, inv_freq=inv_freq, return_lse=return_lse

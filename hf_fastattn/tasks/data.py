@@ -7,6 +7,10 @@ compare backends within a run, and runs on one version of Python.
 from __future__ import annotations
 
 import random
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 NAMES = ("Anna", "Boris", "Clara", "David", "Elena", "Felix", "Greta", "Hugo", "Irene", "Jonas", "Karin", "Louis")
 THINGS = ("bicycle", "boat", "coat", "door", "guitar", "hat", "house", "kite", "lamp", "umbrella")
@@ -27,18 +31,18 @@ def text() -> str:
     return "\n\n".join(_chapters(2000))
 
 
-def _split(docs: list[dict]) -> dict:
+def _split(docs: list[dict[str, Any]]) -> dict[str, Dataset]:
     from datasets import Dataset
 
     return {"test": Dataset.from_list(docs)}
 
 
-def pages(characters: int = 2000, examples: int = 20, **_) -> dict:
+def pages(characters: int = 2000, examples: int = 20, **further: Any) -> dict[str, Dataset]:
     """Chapters of the reference, each cut to so many characters."""
     return _split([{"page": chapter[:characters]} for chapter in _chapters(characters)[:examples]])
 
 
-def choices(examples: int = 50, facts: int = 6, seed: int = 0, **_) -> dict:
+def choices(examples: int = 50, facts: int = 6, seed: int = 0, **further: Any) -> dict[str, Dataset]:
     """Statements about who owns what, and a question about one of them with four colours to choose from."""
     draw = random.Random(seed)
     docs = []
@@ -54,7 +58,7 @@ def choices(examples: int = 50, facts: int = 6, seed: int = 0, **_) -> dict:
     return _split(docs)
 
 
-def needles(characters: int = 2000, examples: int = 20, seed: int = 0, **_) -> dict:
+def needles(characters: int = 2000, examples: int = 20, seed: int = 0, **further: Any) -> dict[str, Dataset]:
     """A sentence hidden at evenly spread depths of so many characters of the reference, to be said again."""
     draw, whole = random.Random(seed), text()
     depths = [i / max(1, examples - 1) for i in range(examples)]

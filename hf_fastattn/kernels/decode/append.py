@@ -35,7 +35,7 @@ def append(
 
 
 @launch.remember
-def _prepare(tensors) -> launch.Launch:
+def _prepare(tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]) -> launch.Launch:
     keys, values, new_keys, new_values, slot = tensors
     batch, heads, capacity, head_dim = keys.shape
     laid_out = (("k", keys, "bhn"), ("v", values, "bhn"), ("nk", new_keys, "bh"), ("nv", new_values, "bh"))
@@ -54,7 +54,9 @@ def _prepare(tensors) -> launch.Launch:
     )
 
 
-def _append_torch(keys, values, new_keys, new_values, slot) -> None:
+def _append_torch(
+    keys: torch.Tensor, values: torch.Tensor, new_keys: torch.Tensor, new_values: torch.Tensor, slot: torch.Tensor
+) -> None:
     rows = torch.arange(keys.shape[0], device=keys.device)
     inside = slot.clamp(max=keys.shape[2] - 1)
     for buffer, new in ((keys, new_keys), (values, new_values)):

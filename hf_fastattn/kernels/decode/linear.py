@@ -139,7 +139,7 @@ def gated_linear(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> torch
     return _run(x, gate, None, up)
 
 
-def _run(x, weight, bias, up) -> torch.Tensor | None:
+def _run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, up: torch.Tensor | None) -> torch.Tensor | None:
     start = _prepare((x, weight, bias, up))
     if start is None:
         return None
@@ -149,11 +149,14 @@ def _run(x, weight, bias, up) -> torch.Tensor | None:
 
 
 @launch.remember
-def _prepare(tensors) -> launch.Launch | None:
+def _prepare(
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None],
+) -> launch.Launch | None:
     x, weight, bias, up = tensors
     if why_not(x, weight, bias, up):
         return None
     rows, size = weight.shape
+    own: dict[str, int]
     block_k = min(MAX_BLOCK, max(16, triton.next_power_of_2(size)))
     if up is None:
         kernel, own = linear_kernel, {"HAS_BIAS": bias is not None}

@@ -34,7 +34,7 @@ def ring_step(counts: torch.Tensor, pads: torch.Tensor | None, window: int, sink
 
 
 @launch.remember
-def _prepare(tensors, window, sinks) -> launch.Launch:
+def _prepare(tensors: tuple[torch.Tensor, torch.Tensor | None], window: int, sinks: int) -> launch.Launch:
     counts, pads = tensors
     return launch.Launch(
         ring_step_kernel,
@@ -52,7 +52,9 @@ def _prepare(tensors, window, sinks) -> launch.Launch:
     )
 
 
-def _ring_step_torch(counts, pads, window, sinks):
+def _ring_step_torch(
+    counts: torch.Tensor, pads: torch.Tensor | None, window: int, sinks: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The twin in torch operations."""
     slots = torch.where(counts < sinks, counts, sinks + (counts - sinks) % window)
     if pads is not None:

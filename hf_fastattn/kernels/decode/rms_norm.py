@@ -81,7 +81,7 @@ def run(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor | Non
 
 
 @launch.remember
-def _prepare(tensors, eps) -> launch.Launch | None:
+def _prepare(tensors: tuple[torch.Tensor, torch.Tensor], eps: float) -> launch.Launch | None:
     x, weight = tensors
     if why_not(x, weight):
         return None

@@ -119,7 +119,7 @@ def run(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) 
 
 
 @launch.remember
-def _prepare(tensors) -> launch.Launch | None:
+def _prepare(tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]) -> launch.Launch | None:
     q, k, cos, sin = tensors
     if why_not(q, k, cos, sin):
         return None

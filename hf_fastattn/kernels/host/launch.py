@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import wraps
+from typing import Any, TypeVar, TypeVarTuple
 
 import torch
 
@@ -11,6 +13,10 @@ try:
     from triton.runtime import driver
 except ImportError:  # CPU tensors need no Triton
     driver = knobs = None
+
+Tensors = TypeVar("Tensors", bound=tuple[torch.Tensor | None, ...])
+Options = TypeVarTuple("Options")
+Made = TypeVar("Made")
 
 
 class Launch:
@@ -22,7 +28,7 @@ class Launch:
 
     __slots__ = ("_compiled", "grid", "kernel", "meta", "rest", "takes", "then")
 
-    def __init__(self, kernel, grid: tuple[int, ...], then: Launch | None = None, **named):
+    def __init__(self, kernel: Any, grid: tuple[int, ...], then: Launch | None = None, /, **named: Any) -> None:
         """`named`: the kernel's arguments after its tensors, constants included; and Triton's options, such as num_warps.
 
         then: the launch that follows, on the last of the same tensors.
@@ -31,23 +37,23 @@ class Launch:
         self.rest = tuple(named.pop(name) for name in kernel.arg_names if name in named)
         self.takes = len(kernel.arg_names) - len(self.rest)
         self.meta = named
-        self._compiled = None
+        self._compiled: Any = None
 
     def __call__(self, *tensors: torch.Tensor | None) -> None:
-        device = tensors[0].device
-        addresses, bits = [], 0
+        first, bits = tensors[0], 0
+        addresses: list[int | None] = []
         for tensor in tensors:
             address = None if tensor is None else tensor.data_ptr()
             addresses.append(address)
             bits |= address or 0
         aligned = bits % 16 == 0
-        if self._compiled is None or not aligned or device.index != driver.active.get_current_device():
+        if self._compiled is None or not aligned or first is None or first.device.index != driver.active.get_current_device():
             self._compile(tensors, aligned)
             return
         enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
         profiled = getattr(enter, "calls", True) or getattr(leave, "calls", True)
-        stream = driver.active.get_current_stream(device.index)
-        step = self
+        stream = driver.active.get_current_stream(first.device.index)
+        step: Launch | None = self
         while step is not None:
             compiled, own = step._compiled, addresses[-step.takes :]
             if profiled:
@@ -56,36 +62,39 @@ class Launch:
                 compiled.run(*step.grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *own, *step.rest)
             step = step.then
 
-    def _compile(self, tensors, aligned: bool) -> None:
+    def _compile(self, tensors: tuple[torch.Tensor | None, ...], aligned: bool) -> None:
         """The launch in Triton's own way; what it has compiled for aligned tensors is kept."""
-        if len(tensors) != self.takes:  # a launch is repeated with all arguments or not at all
-            raise TypeError(f"{self.kernel.fn.__name__} takes {self.takes} tensors here; got {len(tensors)}.")
-        with torch.cuda.device_of(tensors[0]):
+        first = tensors[0]
+        if len(tensors) != self.takes or first is None:  # a launch is repeated with all arguments or not at all
+            raise TypeError(
+                f"{self.kernel.fn.__name__} takes {self.takes} tensors here; got {len(tensors)}. The first must not be None."
+            )
+        with torch.cuda.device_of(first):
             compiled = self.kernel[self.grid](*tensors, *self.rest, **self.meta)
         if self.then is not None:
             self.then(*tensors[-self.then.takes :])
-        if aligned and tensors[0].is_cuda:
+        if aligned and first.is_cuda:
             self._compiled = compiled  # None where the interpreter ran it
 
 
-def remember(make):
+def remember(make: Callable[[Tensors, *Options], Made]) -> Callable[[Tensors, *Options], Made]:
     """Let make(tensors, *options) answer from memory when tensors differ from earlier ones in nothing but address and content.
 
     tensors: a tuple of tensors and None. Decoding asks for the same once per layer, and for something new when K/V has grown; so
     what is remembered is forgotten before it becomes much.
     """
-    known: dict[tuple, object] = {}
+    known: dict[object, tuple[Made]] = {}  # what make() returns may be None
 
     @wraps(make)
-    def remembered(tensors, *options):
-        key = (*[None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors], options)
-        key = (torch.is_grad_enabled(), key)  # which decides whether tensors that require grad are refused
-        found = known.get(key, known)  # what make() returns may be None, and another thread may clear
-        if found is known:
-            found = make(tensors, *options)
+    def remembered(tensors: Tensors, *options: *Options) -> Made:
+        alike = [None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors]
+        key = (torch.is_grad_enabled(), *alike, options)  # grad mode decides whether tensors that require grad are refused
+        found = known.get(key)
+        if found is None:
+            found = (make(tensors, *options),)
             if len(known) >= 64:
                 known.clear()
             known[key] = found
-        return found
+        return found[0]
 
     return remembered

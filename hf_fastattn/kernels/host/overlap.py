@@ -24,7 +24,7 @@ from triton.language.extra import cuda
 from . import gpu
 
 
-def early(device: torch.device) -> dict:
+def early(device: torch.device) -> dict[str, bool]:
     """Options of a launch on `device`: EARLY, which its kernel hands to the functions below, and what Triton must know."""
     return {"EARLY": True, "launch_pdl": True} if gpu.arch(device) >= 90 else {"EARLY": False}
 
