@@ -55,6 +55,8 @@ def nan_filled_empties():
     Patched once a session, so that compiled code keeps seeing one function. Captured into a CUDA graph the fill is one more
     node, which spoils the memory again before each replay.
     """
+    with torch.device("meta"):  # torch lists once which functions follow `with torch.device(...)`: these, and not their wrappers
+        torch.empty(1)
     with pytest.MonkeyPatch.context() as patch:
         for name in ("empty", "empty_like", "empty_strided"):
             wrapper = _spoiled(getattr(torch, name))

@@ -16,9 +16,6 @@ from hf_fastattn import cli, hf
 from hf_fastattn.evaluate import Evaluation, harness, report
 from hf_fastattn.explain import costs
 
-with torch.device("meta"):  # as in test_explain.py
-    torch.empty(1)
-
 bench_generate, results = (cli.load_benchmark(name) for name in ("generate", "results"))
 
 

@@ -10,12 +10,9 @@ from transformers import DynamicCache
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import hf_fastattn
+from hf_fastattn import hf
 from hf_fastattn.explain import SHAPES, costs, explain
 from hf_fastattn.kernels.host import gpu
-
-# torch notes once which functions obey `with torch.device(...)`, and must do so before a fixture replaces some of them.
-with torch.device("meta"):
-    torch.empty(1)
 
 
 def test_an_8b_model_on_an_h200_by_hand():
@@ -69,6 +66,12 @@ def test_weights_of_a_model_are_its_own_and_of_a_config_the_same():
     assert (of_config.parameters, of_config.dense_bytes) == (facts.parameters, facts.dense_bytes)
     half = explain(model, length=64, dtype="bfloat16").facts
     assert half.weight_bytes == facts.weight_bytes // 2 and half.kv_bytes(64) == facts.kv_bytes(64) // 2
+
+
+def test_the_model_of_a_configuration_has_no_memory():
+    model_type, options = SHAPES["1b"]
+    model = hf.model_on_meta(hf.make_config(model_type, **options), torch.bfloat16)
+    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
 def test_experts_are_read_as_far_as_rows_choose_them():
