@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 import tarfile
@@ -26,6 +27,10 @@ def contents(folder: Path) -> None:
     (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         inside = {name for name in archive.namelist() if ".dist-info/" not in name}
+        (metadata,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        _, _, shown = archive.read(metadata).decode().partition("\n\n")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert shown == runpy.run_path(str(ROOT / "setup.py"))["absolute"](readme), "The wheel's README has other links"
     tracked = subprocess.run(["git", "ls-files", *OURS], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     assert inside == set(tracked), f"{wheel.name} and the repository differ by {sorted(inside ^ set(tracked))}"
     (sdist,) = folder.glob("*.tar.gz")
