@@ -105,9 +105,8 @@ def count(model: hf.PreTrainedModel, dtype: torch.dtype | str | None = None) -> 
         windows = hf.layer_windows(model.config)
     except ValueError as error:
         raise ValueError(f"explain() counts the K/V of full and sliding attention only. {error}") from error
-    heads = getattr(config, "num_attention_heads", None)
-    if not heads or not windows:
-        raise ValueError(f"explain() counts attention, and the config of {name} names no attention heads or no layers.")
+    if not windows:
+        raise ValueError(f"explain() counts attention, and the config of {name} names no layers.")
     dtype = find_dtype(dtype) if dtype is not None else model.dtype
     scale = dtype.itemsize / model.dtype.itemsize
     head = model.get_output_embeddings()

@@ -31,17 +31,31 @@ from .attention import (  # noqa: E402
     why_not_model,
 )
 from .caches import OTHERS, layer_windows  # noqa: E402
+from .generation import (  # noqa: E402
+    COMPILED_CALL,
+    PREPARE_CACHE,
+    PREPARE_INPUTS,
+    WANTS_COMPILE,
+    bookkeeping,
+    generates_by_another,
+    overrides_generation,
+    stock,
+)
 from .llama import activations, is_llamas_mlp, is_llamas_norm, is_llamas_rope, llama_rope, silus  # noqa: E402
 from .loading import load_config, load_model, load_tokenizer, locate, make_config, model_on_meta, random_model  # noqa: E402
 from .masks import decode_mask, dense_mask, mask_pattern  # noqa: E402
-from .models import LayerShape, bookkeeping, generates_by_another, is_inert_hook, layer_shapes, overrides_generation, sharer  # noqa: E402
+from .models import LayerShape, is_inert_hook, layer_shapes, sharer  # noqa: E402
 from .text import GRIDS, LongPast, changing_rope, has_sections, rotary_buffers, run_text, set_text_attention, text_layers  # noqa: E402
 
 __all__ = [
     "BESIDE_ATTENTION",
+    "COMPILED_CALL",
     "GRIDS",
     "OTHERS",
+    "PREPARE_CACHE",
+    "PREPARE_INPUTS",
     "VERSION",
+    "WANTS_COMPILE",
     "Cache",
     "CacheLayerMixin",
     "GenerationConfig",
@@ -88,6 +102,7 @@ __all__ = [
     "set_text_attention",
     "sharer",
     "silus",
+    "stock",
     "stock_attention",
     "text_layers",
     "unset_parts",

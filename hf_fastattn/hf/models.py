@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import gc
-import inspect
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
-from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from .attention import is_attention
 
@@ -43,18 +40,6 @@ def _layer_shape(config: PreTrainedConfig, name: str) -> LayerShape:
     return LayerShape(heads, getattr(config, "num_key_value_heads", None) or heads, head_dim, value_dim)
 
 
-def generates_by_another(model: PreTrainedModel) -> str | None:
-    """The part of the model whose generate() does what the model's own generate() is asked for (BLIP-2), or None."""
-    own = getattr(type(model), "generate", None)
-    if own is None or own is GenerationMixin.generate:
-        return None
-    try:
-        found = re.search(r"self\.(\w+)\.generate\(", inspect.getsource(inspect.unwrap(own)))
-    except (OSError, TypeError):
-        return None
-    return found and found.group(1)
-
-
 def sharer(model: PreTrainedModel) -> str | None:
     """The class of another living model, built over a part of this one that has attention, or None."""
     ours = {id(module) for module in model.modules()}
@@ -65,23 +50,6 @@ def sharer(model: PreTrainedModel) -> str | None:
             if part is not model and id(part) in ours and any(is_attention(module) for module in part.modules()):
                 return type(other).__name__
     return None
-
-
-def overrides_generation(model: PreTrainedModel) -> str | None:
-    """The method of generate() that patch() replaces and this model's class has written itself, or None."""
-    for name in ("_prepare_cache_for_generation", "_valid_auto_compile_criteria"):
-        if getattr(type(model), name) is not getattr(GenerationMixin, name):
-            return name
-    if type(model).get_compiled_call is not PreTrainedModel.get_compiled_call:
-        return "get_compiled_call"
-    return None
-
-
-@cache
-def bookkeeping() -> frozenset[str]:
-    """Attributes of a model's instance that generate() reads and no forward() does."""
-    own = {name for name in vars(PreTrainedModel) if name.startswith("_")} | set(vars(GenerationMixin))
-    return frozenset(own | {"generation_config", "all_tied_weights_keys", "get_compiled_call"})
 
 
 def is_inert_hook(hook: Callable[..., Any]) -> bool:

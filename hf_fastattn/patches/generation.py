@@ -1,13 +1,12 @@
 """The methods of generate() that stand on a patched model: which cache a call gets, and what runs its decode steps.
 
-No other file knows these methods by name, but for `hf`, which says whether a model's class has its own.
+`hf.generation` has their names.
 """
 
 from __future__ import annotations
 
 import inspect
 import threading
-import types
 import warnings
 import weakref
 from collections.abc import Callable
@@ -25,12 +24,7 @@ from ..caches.stored import StoredCache
 from ..streaming import Settings, refresh
 from . import graph as graphs
 
-METHODS = (
-    "_prepare_cache_for_generation",
-    "_valid_auto_compile_criteria",
-    "get_compiled_call",
-    "prepare_inputs_for_generation",
-)
+METHODS = (hf.PREPARE_CACHE, hf.WANTS_COMPILE, hf.COMPILED_CALL, hf.PREPARE_INPUTS)
 _MISSING: Any = object()
 
 
@@ -164,7 +158,7 @@ class Generation:
             if given is None and asked is None:
                 asked = generation_config.cache_implementation = "static"
         if given is not None or asked is not None or generation_config.use_cache is False:
-            stock = _of_class(model, "_prepare_cache_for_generation")
+            stock = hf.stock(model, hf.PREPARE_CACHE)
             stock(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
         rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
         if self.takes(given):
@@ -208,7 +202,7 @@ class Generation:
         model = self.model
         self._local.step = None
         if not self.takes(model_kwargs.get("past_key_values")):
-            return bool(_of_class(model, "_valid_auto_compile_criteria")(model_kwargs, generation_config))
+            return bool(hf.stock(model, hf.WANTS_COMPILE)(model_kwargs, generation_config))
         if not self.graph:
             return False
         # disable_compile is about torch.compile, which this is not.
@@ -232,12 +226,13 @@ class Generation:
         step: dict[str, Any] | None = getattr(self._local, "step", None)
         self._local.step = None
         if step is None:
-            return type(model).get_compiled_call(model, compile_config)
+            own: Callable[..., Any] = hf.stock(model, hf.COMPILED_CALL)(compile_config)
+            return own
         return graphs.DecodeStep(self.graphs, model, self.say, **step)
 
 
 class _KeptInputs:
-    """A model's own prepare_inputs_for_generation(), but for a cache that it drops so that the text is read anew (Phi-3, where
+    """A model's own hf.PREPARE_INPUTS, but for a cache that it drops so that the text is read anew (Phi-3, where
     frequencies change with the length): that one is emptied and kept."""
 
     def __init__(self, generation: Generation):
@@ -248,8 +243,8 @@ class _KeptInputs:
         return inspect.signature(self._own())
 
     def _own(self) -> Callable[..., dict[str, Any]]:
-        had = self.__self__.had.get("prepare_inputs_for_generation", _MISSING)
-        return _of_class(self.__self__.model, "prepare_inputs_for_generation") if had is _MISSING else had
+        had = self.__self__.had.get(hf.PREPARE_INPUTS, _MISSING)
+        return hf.stock(self.__self__.model, hf.PREPARE_INPUTS) if had is _MISSING else had
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         inputs = self._own()(*args, **kwargs)
@@ -258,11 +253,6 @@ class _KeptInputs:
             cache.reset()  # type: ignore[no-untyped-call]  # Transformers has it untyped
             inputs["past_key_values"] = cache
         return inputs
-
-
-def _of_class(model: hf.PreTrainedModel, name: str) -> Callable[..., Any]:
-    """A method of the model's class, whatever stands on the instance."""
-    return types.MethodType(getattr(type(model), name), model)
 
 
 def _covered(model_kwargs: dict[str, Any], seen: int) -> int | None:
