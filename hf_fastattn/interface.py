@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
+from typing import Any
 
 import torch
 
@@ -24,7 +25,7 @@ calls: Counter[str] = Counter()
 def register(name: str, run: Callable[..., torch.Tensor], streams: bool = False) -> None:
     """Register both functions with Transformers under `name`; `run` has the signature of `kernels.reference.attention`.
 
-    streams: it gets `window` and `sinks` as the model's config asks (`streaming.Settings`), and by what to turn the query that
+    streams: it gets `window` and `sinks` as the model's config asks (`streaming.Settings`), and the rotation of the query that
     scores the sinks, `inv_freq` and `interleaved` (`streaming.rotation`).
     """
     _runners[name] = run
@@ -55,15 +56,15 @@ def attention_mask(
     kv_length: int,
     q_offset: int | torch.Tensor = 0,
     kv_offset: int = 0,
-    mask_function=hf.causal_mask_function,
+    mask_function: Callable[..., bool] = hf.causal_mask_function,
     attention_mask: torch.Tensor | None = None,
     local_size: int | None = None,
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
-    config=None,
-    **kwargs,
+    config: hf.PreTrainedConfig | None = None,
+    **kwargs: Any,
 ) -> masks.Mask:
     """Transformers' mask function: plain, of spans where they suffice, else dense (`masks.Mask`).
 
@@ -102,15 +103,15 @@ def attention_mask(
         return masks.of_bools(mask, made_for)
     causal, window = pattern
     compiling = torch.compiler.is_compiling()
-    on_device = isinstance(q_offset, torch.Tensor)
+    on_host, on_device = (0, q_offset) if isinstance(q_offset, torch.Tensor) else (q_offset, None)
     sizes = batch_size, q_length, kv_length
-    unpadded = causal and attention_mask is None and not on_device
-    fresh = unpadded and not compiling and q_length > 1 and q_offset == 0
+    unpadded = causal and attention_mask is None and on_device is None
+    fresh = unpadded and not compiling and q_length > 1 and on_host == 0
     if (
         unpadded
         and not compiling
         and allow_is_causal_skip
-        and q_offset + q_length == kv_length + kv_offset
+        and on_host + q_length == kv_length + kv_offset
         and (window is None or kv_length <= window)
     ):
         return masks.plain(sizes, device, made_for, fresh)
@@ -120,12 +121,12 @@ def attention_mask(
         q_length,
         kv_length,
         torch.device(device),
-        q_offset if on_device else None,
-        0 if on_device else q_offset,
+        attention_mask,
+        on_device,
+        on_host,
         int(kv_offset),  # assisted decoding makes it a tensor, and syncs every step anyway
         causal,
         window,
-        attention_mask,
         compiling,  # a graph is told the strides of a result beforehand
     )
     return masks.of_spans(ints, sizes, made_for, fresh)
@@ -144,7 +145,7 @@ def attention_forward(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     is_causal: bool | None = None,
-    **kwargs,
+    **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Transformers' attention function: query (batch, num_heads, q_len, head_dim) -> ((batch, q_len, num_heads, head_dim), None).
 
@@ -220,7 +221,7 @@ def _refuse_misfit(mask: masks.Mask, query: torch.Tensor, key: torch.Tensor) -> 
     )
 
 
-def _refuse_unsaid(name: str, module, query: torch.Tensor, key: torch.Tensor) -> None:
+def _refuse_unsaid(name: str, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor) -> None:
     """No mask, and a causal module: eager lets each query see all keys, sdpa the first ones, as if the two began together."""
     raise ValueError(
         f"{type(module).__name__} is causal and gives attn_implementation={name!r} no mask for {query.shape[2]} queries and "
@@ -229,7 +230,7 @@ def _refuse_unsaid(name: str, module, query: torch.Tensor, key: torch.Tensor) ->
     )
 
 
-def _refuse_packed(name: str, mask: masks.Mask, position_ids) -> None:
+def _refuse_packed(name: str, mask: masks.Mask, position_ids: object) -> None:
     """Raise ValueError where position_ids restart in a row: sequences packed into it, which a cache would not keep apart.
 
     Without a cache Transformers tells them apart in the mask. This waits for the device, once for each prompt.
@@ -251,8 +252,20 @@ def _autocast(device_type: str, *tensors: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _stock(
-    name: str, module, q, k, v, mask, causal: bool, window: int | None, dropout, scale, softcap, sink_logits, kwargs: dict
-):
+    name: str,
+    module: torch.nn.Module,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    window: int | None,
+    dropout: float,
+    scale: float | None,
+    softcap: float | None,
+    sink_logits: torch.Tensor | None,
+    kwargs: dict[str, Any],
+) -> tuple[torch.Tensor, None]:
     """What runs where gradients or dropout are asked for: torch's sdpa, or the model's own eager attention with a softcap or
     sink logits, which sdpa does not know. The place of a backward pass of our own."""
     eager = softcap is not None or sink_logits is not None
@@ -278,12 +291,12 @@ def _stock(
         mask = reference.visible(q_len, kv_len, q.device, None, causal, window)[:, None]
     if eager and mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros((), dtype=q.dtype, device=q.device).masked_fill(~mask, torch.finfo(q.dtype).min)
-    further = {"softcap": softcap, "s_aux": sink_logits} if eager else {"is_causal": causal}
-    further = {key: value for key, value in {**kwargs, **further}.items() if value is not None}
+    own: dict[str, Any] = {"softcap": softcap, "s_aux": sink_logits} if eager else {"is_causal": causal}
+    further = {key: value for key, value in {**kwargs, **own}.items() if value is not None}
     return attend(module, q, k, v, mask, dropout=dropout, scaling=scale, **further)[0], None
 
 
-def _refuse(name: str, module, mask, kwargs: dict) -> None:
+def _refuse(name: str, module: torch.nn.Module, mask: torch.Tensor | None, kwargs: dict[str, Any]) -> None:
     """Raise for what a kernel cannot honour, and for any tensor that is not known to have nothing to do with attention."""
     if kwargs.get("output_attentions"):
         _refuse_weights(name)
@@ -302,7 +315,7 @@ def _refuse(name: str, module, mask, kwargs: dict) -> None:
             )
 
 
-def _carries_tensor(value) -> bool:
+def _carries_tensor(value: object) -> bool:
     if isinstance(value, (list, tuple)):
         return any(_carries_tensor(item) for item in value)
     if isinstance(value, dict):
@@ -359,12 +372,12 @@ def _build_spans(
     q_len: int,
     kv_len: int,
     device: torch.device,
+    attention_mask: torch.Tensor | None,
     q_offset_tensor: torch.Tensor | None,
     q_offset: int,
     kv_offset: int,
     causal: bool,
     window: int | None,
-    attention_mask: torch.Tensor | None,
     contiguous: bool,
 ) -> torch.Tensor:
     built = spans.build_spans(
@@ -386,7 +399,9 @@ _build_spans_op = torch.library.custom_op("hf_fastattn::build_spans", _build_spa
 
 
 @_build_spans_op.register_fake
-def _(batch, q_len, kv_len, device, q_offset_tensor, q_offset, kv_offset, causal, window, attention_mask, contiguous):
+def _(
+    batch: int, q_len: int, kv_len: int, device: torch.device, attention_mask: torch.Tensor | None, *others: object
+) -> torch.Tensor:
     words = 0 if attention_mask is None else spans.num_words(kv_len)
     return torch.empty(batch, 1, 1, spans.WORDS + words, dtype=torch.int32, device=device)
 
@@ -395,6 +410,6 @@ _attention_op = torch.library.custom_op("hf_fastattn::attention", _attention, mu
 
 
 @_attention_op.register_fake
-def _(name, q, k, v, mask, scale, causal, window, softcap, sink_logits, sinks, inv_freq, interleaved):
+def _(name: str, q: torch.Tensor, *others: object) -> torch.Tensor:
     batch, num_heads, q_len, head_dim = q.shape
     return q.new_empty(batch, q_len, num_heads, head_dim).transpose(1, 2)

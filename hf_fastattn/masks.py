@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
+from typing import Any, Self
 
 import torch
+from torch._ops import OpOverload
 
 from .kernels import reference, spans
 
@@ -12,41 +15,43 @@ from .kernels import reference, spans
 class Mask(torch.Tensor):
     """What the mask function returns: to a model a bool mask (batch, 1, q_len, kv_len), True where attended.
 
-    It moves between devices, and may be cut along the batch and the queries. Whatever else would read or change an entry raises
-    ValueError, in a sentence: a model that adds its mask to scores of its own cannot run a registered attention, and there the
-    mask would silently mean something else.
+    It moves between devices, and may be sliced along the batch and the queries. Whatever else would read or change an entry
+    raises ValueError, in a sentence: a model that adds its mask to scores of its own cannot run a registered attention, and there
+    the mask would silently mean something else.
 
-    inner: what it holds, see the subclasses. made_for: (backend, model), as sentences name them. fresh: whether these are several
-    tokens behind no others and without padding, so that only position_ids can tell sequences packed into one row.
+    content: what it holds, see the subclasses. made_for: (backend, model), by the names that messages use. fresh: whether these
+    are several tokens with none before them and no padding, so that only position_ids can tell sequences packed into one row.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # all that reaches the tensor comes to __torch_dispatch__
+    # All that reaches the tensor comes to __torch_dispatch__.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-    @staticmethod
-    def __new__(cls, inner: torch.Tensor, sizes: tuple[int, int, int], made_for: tuple[str, str], fresh: bool = False):
+    def __new__(cls, content: torch.Tensor, sizes: tuple[int, int, int], made_for: tuple[str, str], fresh: bool = False) -> Self:
         batch, q_len, kv_len = sizes
-        return torch.Tensor._make_wrapper_subclass(cls, (batch, 1, q_len, kv_len), dtype=torch.bool, device=inner.device)
+        return torch.Tensor._make_wrapper_subclass(cls, (batch, 1, q_len, kv_len), dtype=torch.bool, device=content.device)
 
-    def __init__(self, inner: torch.Tensor, sizes: tuple[int, int, int], made_for: tuple[str, str], fresh: bool = False):
-        self.inner = inner
+    def __init__(self, content: torch.Tensor, sizes: tuple[int, int, int], made_for: tuple[str, str], fresh: bool = False):
+        self.content = content
         self.sizes = sizes  # without the 1: what attention compares at every layer
         self.made_for = made_for
         self.fresh = fresh
 
-    def __repr__(self) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]  # torch's own has an argument for its internal use
         return f"{type(self).__name__}{tuple(self.shape)} on {self.device}"
 
-    def __tensor_flatten__(self):
-        return ["inner"], (self.made_for, self.fresh)
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[tuple[str, str], bool]]:
+        return ["content"], (self.made_for, self.fresh)
 
     @classmethod
-    def __tensor_unflatten__(cls, inner: dict, rest: tuple, size, stride):
-        return cls(inner["inner"], (size[0], size[2], size[3]), *rest)
+    def __tensor_unflatten__(
+        cls, content: dict[str, torch.Tensor], rest: tuple[tuple[str, str], bool], size: Sequence[int], stride: object
+    ) -> Self:
+        return cls(content["content"], (size[0], size[2], size[3]), *rest)
 
     @property
     def given(self) -> torch.Tensor | None:
         """What attention is given: spans, a bool mask, or None for lower-right causal."""
-        return self.inner
+        return self.content
 
     def dense(self) -> torch.Tensor:
         """The mask written out: bool (batch, 1, q_len, kv_len), True where attended."""
@@ -56,24 +61,26 @@ class Mask(torch.Tensor):
         """The rows [start, stop) of the batch (dim 0), or those queries of every row (dim 2)."""
         raise NotImplementedError
 
-    def around(self, inner: torch.Tensor) -> Mask:
-        return type(self)(inner, self.sizes, self.made_for, self.fresh)
+    def around(self, content: torch.Tensor) -> Mask:
+        return type(self)(content, self.sizes, self.made_for, self.fresh)
 
     @classmethod
-    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+    def __torch_dispatch__(  # type: ignore[override]  # torch has a function of C there
+        cls, function: OpOverload[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if function.namespace == "hf_fastattn":  # an op of ours, in a compiled graph
             return function(*(arg.given if isinstance(arg, Mask) else arg for arg in args), **kwargs)
         mask = args[0]
         if isinstance(mask, Mask):
             if function in _SAME:
-                return mask.around(function(mask.inner))
+                return mask.around(function(mask.content))
             if function is _aten._to_copy.default and kwargs.get("dtype") in (None, torch.bool):
-                return mask.around(mask.inner.to(kwargs.get("device"), non_blocking=kwargs.get("non_blocking", False)))
+                return mask.around(mask.content.to(kwargs.get("device"), non_blocking=kwargs.get("non_blocking", False)))
             if function is _aten.empty_like.default:
-                return mask.around(torch.empty_like(mask.inner, memory_format=torch.contiguous_format))
+                return mask.around(torch.empty_like(mask.content, memory_format=torch.contiguous_format))
             if function is _aten.copy_.default and type(args[1]) is type(mask) and args[1].sizes == mask.sizes:
-                mask.inner.copy_(args[1].inner)
+                mask.content.copy_(args[1].content)
                 return mask
             if function is _aten.slice.Tensor and (cut := _cut(mask, *args[1:])) is not None:
                 return cut
@@ -88,26 +95,26 @@ class Mask(torch.Tensor):
 
 
 class SpansMask(Mask):
-    """inner: the spans, int32 (batch, 1, 1, 6 or more), see `kernels.spans`. A part of the queries has spans of just those."""
+    """content: the spans, int32 (batch, 1, 1, 6 or more), see `kernels.spans`. A part of the queries has spans of just those."""
 
     def dense(self) -> torch.Tensor:
         _, q_len, kv_len = self.sizes
-        return reference.visible(q_len, kv_len, self.device, self.inner, False, None)[:, None]
+        return reference.visible(q_len, kv_len, self.device, self.content, False, None)[:, None]
 
     def part(self, dim: int, start: int, stop: int) -> Mask:
         batch, q_len, kv_len = self.sizes
         if dim == 0:
-            return SpansMask(self.inner[start:stop], (stop - start, q_len, kv_len), self.made_for)
-        rows = self.inner[:1] if self.inner.stride(0) == 0 else self.inner  # rows known to be alike stay so
+            return SpansMask(self.content[start:stop], (stop - start, q_len, kv_len), self.made_for)
+        rows = self.content[:1] if self.content.stride(0) == 0 else self.content  # rows known to be alike stay so
         rows = rows.clone()
         rows[..., spans.Q_START] += start
         return SpansMask(rows.expand(batch, -1, -1, -1), (batch, stop - start, kv_len), self.made_for)
 
 
 class PlainMask(Mask):
-    """Lower-right causal and nothing else: query i sees the keys up to kv_len - q_len + i. inner: nothing.
+    """Lower-right causal and nothing else: query i sees the keys up to kv_len - q_len + i. content: nothing.
 
-    None would not do in its place: it leaves the pattern to the module that gets it, and some modules say another.
+    Models get it in place of None, which would leave the pattern to each attention module, and some have another.
     """
 
     @property
@@ -121,22 +128,22 @@ class PlainMask(Mask):
     def part(self, dim: int, start: int, stop: int) -> Mask:
         batch, q_len, kv_len = self.sizes
         if dim == 0:
-            return PlainMask(self.inner, (stop - start, q_len, kv_len), self.made_for, self.fresh)
+            return PlainMask(self.content, (stop - start, q_len, kv_len), self.made_for, self.fresh)
         if stop == q_len:
-            return PlainMask(self.inner, (batch, stop - start, kv_len), self.made_for)
+            return PlainMask(self.content, (batch, stop - start, kv_len), self.made_for)
         written = spans.build_spans(batch, q_len, kv_len, self.device, q_offset=kv_len - q_len)
         return SpansMask(written, self.sizes, self.made_for).part(dim, start, stop)
 
 
 class DenseMask(Mask):
-    """What spans cannot say. inner: the bool mask itself, (batch, 1, q_len, kv_len)."""
+    """What spans cannot say. content: the bool mask itself, (batch, 1, q_len, kv_len)."""
 
     def dense(self) -> torch.Tensor:
-        return self.inner
+        return self.content
 
     def part(self, dim: int, start: int, stop: int) -> Mask:
-        inner = self.inner.narrow(dim, start, stop - start)
-        return DenseMask(inner, (inner.shape[0], inner.shape[2], inner.shape[3]), self.made_for)
+        content = self.content.narrow(dim, start, stop - start)
+        return DenseMask(content, (content.shape[0], content.shape[2], content.shape[3]), self.made_for)
 
 
 def plain(sizes: tuple[int, int, int], device: torch.device | str, made_for: tuple[str, str], fresh: bool) -> PlainMask:
@@ -150,22 +157,23 @@ def _nothing(device: torch.device | str) -> torch.Tensor:
         return torch.empty(0, dtype=torch.int32, device=device)
 
 
-@torch.compiler.allow_in_graph  # a compiled graph may hold tensors of these classes, but makes none by a call to the class
 def of_spans(ints: torch.Tensor, sizes: tuple[int, int, int], made_for: tuple[str, str], fresh: bool = False) -> SpansMask:
     """The mask that these spans describe; sizes: (batch, q_len, kv_len)."""
     return SpansMask(ints, sizes, made_for, fresh)
 
 
-@torch.compiler.allow_in_graph
 def of_bools(mask: torch.Tensor, made_for: tuple[str, str]) -> DenseMask:
     """The mask whose entries are these, bool (batch, 1, q_len, kv_len)."""
     return DenseMask(mask, (mask.shape[0], mask.shape[2], mask.shape[3]), made_for)
 
 
-@torch.compiler.allow_in_graph
 def dense(mask: Mask) -> torch.Tensor:
     """`mask.dense()`, in compiled graphs too."""
     return mask.dense()
+
+
+# A compiled graph may hold tensors of these classes, but makes none by a call to the class.
+torch.compiler.allow_in_graph([of_spans, of_bools, dense])
 
 
 _aten = torch.ops.aten
@@ -177,5 +185,5 @@ def _cut(mask: Mask, dim: int = 0, start: int | None = None, stop: int | None = 
     size = mask.shape[dim]
     start, stop, step = slice(start, stop, step).indices(size)
     if (start, stop, step) == (0, size, 1):
-        return mask.around(mask.inner)
+        return mask.around(mask.content)
     return mask.part(dim % 4, start, stop) if dim % 4 in (0, 2) and step == 1 and start < stop else None

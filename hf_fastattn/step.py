@@ -33,7 +33,7 @@ class Step:
     """
 
     def __init__(self, storage: object, mode: str = EAGER, model: torch.nn.Module | None = None):
-        self._storage = weakref.ref(storage)  # what an interrupt keeps from being ended keeps no memory
+        self._storage = weakref.ref(storage)  # a step that an interrupt left open must not keep it alive
         self._model = None if model is None else weakref.ref(model)
         self.mode = mode
         self.q_len = 0

@@ -1,4 +1,4 @@
-"""What a cache's storage is asked: by the cache itself, by the pool that keeps storages between calls, and by decode graphs.
+"""The interface of a cache's storage to the cache itself, to the pool that keeps storages between calls, and to decode graphs.
 
 A cache is what a user holds. Its storage is the buffers and the counts, which may outlive it. The defaults here are those of a
 storage that never moves its buffers and counts in one place.
@@ -7,10 +7,11 @@ storage that never moves its buffers and counts in one place.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..hf import CacheLayerMixin
 from ..step import Step
 
 CHANGE_ROWS = (
@@ -19,34 +20,39 @@ CHANGE_ROWS = (
 )
 
 
-class Layer(Protocol):
-    """K and V of one layer, as Transformers' `CacheLayerMixin` has them; None before the first token."""
-
-    keys: torch.Tensor | None
-    values: torch.Tensor | None
-
-
-class Storage(Protocol):
+class Storage:
     """The layers of a cache and their counts.
 
-    layers: in the model's order. rows: of the batch, None while nothing is allocated. seen: tokens so far, kept or not, as the
-    host counts them. capacity: tokens that the buffers hold; a pool takes the smallest that will do. version: changes whenever a
-    buffer moves in memory. variant: what decides besides it what is captured. takes_mask: whether a captured step reads the
-    attention mask, where rows are padded. recorded: references that decode graphs hold, which `pool.references` counts.
+    layers: in the model's order; their keys and values are None before the first token. rows: of the batch, None while nothing
+    is allocated. seen: tokens so far, kept or not, as the host counts them. capacity: tokens that the buffers hold; a pool takes
+    the smallest that will do. version: changes whenever a buffer moves in memory. variant: a captured step is valid for one
+    version and one variant. takes_mask: whether a captured step reads the attention mask, where rows are padded. recorded:
+    references that decode graphs hold, which `pool.references` counts.
 
-    All of these may be properties. A storage is weakly referenced and hashed by identity. What a step needs of a cache is in its
-    storage: a captured step makes the cache anew around it (`StoredCache.around`). The defaults of mark() and rewind() are for a
-    storage whose sync() writes the device's count before each step.
+    A storage is weakly referenced and hashed by identity. What a step needs of a cache is in its storage: a captured step makes
+    the cache anew around it (`StoredCache.around`). The defaults of mark() and rewind() are for a storage whose sync() writes the
+    device's count before each step.
     """
 
-    layers: Sequence[Layer]
-    rows: int | None
-    seen: int
-    capacity: int
-    version: int = 0
-    variant: Any = None
     takes_mask: bool = True
     recorded: int = 0
+
+    if TYPE_CHECKING:  # a subclass has each as an attribute or as a property
+
+        @property
+        def layers(self) -> Sequence[CacheLayerMixin]: ...
+        @property
+        def rows(self) -> int | None: ...
+        @property
+        def seen(self) -> int: ...
+        @property
+        def capacity(self) -> int: ...
+        @property
+        def version(self) -> int: ...
+        @property
+        def variant(self) -> object: ...
+    else:
+        version, variant = 0, None
 
     @property
     def used(self) -> bool:
@@ -68,7 +74,7 @@ class Storage(Protocol):
         """Forget all tokens and keep the buffers."""
 
     def relieve_with(self, free: Callable[[], None]) -> None:
-        """Call `free`, a method of an object that this does not keep alive, when memory is short."""
+        """Call the method `free` when memory is short; refer to its object weakly."""
 
     # A forward of a patched model
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .. import registry
+from .. import hf, registry
 from .. import step as steps
 from ..streaming import refresh
 from .stored import Arguments, StoredCache
@@ -38,13 +38,13 @@ def is_ours(hook: object) -> bool:
     return hook is before or hook is after
 
 
-def streams(model: torch.nn.Module) -> bool:
+def streams(model: hf.PreTrainedModel) -> bool:
     """Whether a model runs a streaming backend now."""
     name = model.config._attn_implementation
     return name in registry.names() and registry.get(name).streaming
 
 
-def before(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+def before(model: hf.PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
     """The forward pre-hook: a cache of ours counts the new tokens, and may give the model other arguments."""
     cache = kwargs.get("past_key_values")
     if not torch.compiler.is_compiling():
@@ -63,7 +63,7 @@ def after(model: torch.nn.Module, args: tuple[Any, ...], output: object) -> None
 
 
 def abandon(model: torch.nn.Module) -> None:
-    """End the steps of this model's forwards that were interrupted in a way that no hook is told of (KeyboardInterrupt)."""
+    """End the steps of this model's forwards after which no hook was called (KeyboardInterrupt)."""
     while (step := steps.of_model(model)) is not None:
         _end(step, failed=True)
 

@@ -1,14 +1,14 @@
-"""The storage of a preallocated cache: K and V of each layer in one buffer, and where in it the tokens stand.
+"""The storage of a preallocated cache: buffers for K and V of each layer, and which of their slots hold which tokens.
 
 A layer's buffer is (batch, num_kv_heads, capacity, head_dim). Every layer counts its own tokens on the host, so layers may run in
-any order, and some of them alone. Layers alike (all full, or all of one sliding window) share a Track: the capacity, and two
-integers on the device that mirror the counts.
+any order, and some of them alone. Layers of one kind (full attention, or one sliding window) share a Track: the capacity, and a
+copy of the counts on the device.
 
 Outside a decode graph a layer writes a slice at the host's count and returns the live slice. Masks, padding and stock attention
 therefore work as with a DynamicCache, without its copy of all K/V for every token.
 Inside a decode graph nothing may depend on the host: a layer writes at the device's slot and returns its whole buffer, and
-spans made from the device's count say what is live. A graph is for the layers that hold most tokens: all of them, but for a model
-that runs some of its layers.
+spans made from the device's count say what is live. A graph is for the layers that hold most tokens: all of them, except in a
+model that runs only some of its layers.
 
 A sliding layer keeps its last tokens in order, in a buffer a little larger than its window. A token is one write; when the buffer
 is full the window moves to its front, once every SLACK tokens. So slots stay in order of position, and
@@ -21,7 +21,8 @@ its layers and to the pool that can free memory.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -29,7 +30,7 @@ from .. import step as steps
 from ..hf import CacheLayerMixin
 from ..kernels.decode.append import append
 from ..step import CAPTURED, CAPTURED_WITH_MASK, EAGER, Step
-from .contract import CHANGE_ROWS
+from .contract import CHANGE_ROWS, Storage
 
 STEP = 256  # tokens; capacities are multiples of it, and of an eighth of their size
 KEEP = 128  # tokens older than its window that a sliding layer keeps when it moves, so that as many can be taken back
@@ -51,7 +52,9 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 class Track:
-    """What alike layers share: slot j of a layer's buffer holds position base + j, slots below seen - base are live."""
+    """What layers of one kind share: slot j of a layer's buffer holds position base + j, slots below seen - base are live."""
+
+    counts: torch.Tensor  # int64 (2,) on `device`: the slot of the next token, and tokens seen
 
     def __init__(self, window: int | None, capacity: int, growable: bool):
         self.window = window
@@ -62,17 +65,17 @@ class Track:
 
     def _forget(self) -> None:
         self.members: list[weakref.ref[Layer]] = []
-        self.storage: weakref.ref | None = None
-        self.counts: torch.Tensor | None = None  # int64 (2,) on the device: the slot of the next token, and tokens seen
-        self.image: tuple[int, int] | None = None  # what `counts` holds; None where the host has counted on
+        self.storage: weakref.ref[Storage] | None = None
+        self.device: torch.device | None = None  # None before a decode graph asks for `counts`
+        self.image, self.stale = (0, 0), True  # what `counts` holds, and whether the host has counted on since
         self.running = 0  # layers that a decode graph writes, a bit for each index
-        self.relieve: weakref.WeakMethod | None = None  # of what frees what it can when memory is short
+        self.relieve: weakref.WeakMethod[Callable[[], None]] | None = None  # of what frees what it can when memory is short
 
-    def __getstate__(self) -> dict:
+    def __getstate__(self) -> dict[str, Any]:
         mine = ("window", "growable", "capacity", "version")
         return {name: getattr(self, name) for name in mine}  # a copy belongs to no pool and no graph
 
-    def __setstate__(self, state: dict) -> None:
+    def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._forget()
 
@@ -91,7 +94,7 @@ class Track:
 
     @property
     def limit(self) -> int:
-        """The largest capacity that is of use."""
+        """The largest capacity that a layer can need."""
         return 1 << 62 if self.window is None else self.window - 1 + KEEP + SLACK
 
     def old(self, seen: int) -> int:
@@ -129,27 +132,28 @@ class Track:
             )
 
     def drop_empty(self) -> None:
-        """Forget the buffers of layers without tokens."""
+        """Free the buffers of layers without tokens."""
         for layer in self.layers():
             if layer.seen == 0:
-                layer.is_initialized, layer.keys, layer.values, layer.pending = False, None, None, None
+                layer.clear()
         self.version += 1
 
     def is_synced(self, device: torch.device) -> bool:
         """Whether the device has the host's counts, and the buffers a slot for one token more."""
-        return self.image is not None and self.image[0] < self.capacity and self.counts.device == device
+        return not self.stale and self.image[0] < self.capacity and self.device == device
 
     def sync(self, device: torch.device, slot: int, seen: int) -> None:
         """Write counts to the device if they differ, without waiting for it."""
-        if self.counts is None or self.counts.device != device:
+        if self.device != device:
             with torch.inference_mode(False):
                 self.counts = torch.empty(2, dtype=torch.int64, device=device)
+            self.device = device
             self.version += 1
-            self.image = None
-        if self.image != (slot, seen):
+            self.stale = True
+        if self.stale or self.image != (slot, seen):
             self.counts[0].fill_(slot)
             self.counts[1].fill_(seen)
-            self.image = (slot, seen)
+            self.image, self.stale = (slot, seen), False
 
 
 class Layer(CacheLayerMixin):
@@ -160,17 +164,23 @@ class Layer(CacheLayerMixin):
 
     is_compileable = False  # else generate() would start torch.compile unasked; decode graphs do not ask this
     is_croppable = True
+    keys: torch.Tensor  # None before the first token, when is_initialized is False
+    values: torch.Tensor
 
     def __init__(self, index: int, track: Track):
-        super().__init__()
         self.index = index
         self.track = track
         self.is_sliding = track.window is not None
-        self.seen = self.base = 0
-        self.pending: tuple[torch.Tensor, torch.Tensor] | None = None  # loaded, and not yet on the device
+        self.clear()
         track.members.append(weakref.ref(self))
 
-    def __setstate__(self, state: dict) -> None:
+    def clear(self) -> None:
+        """Forget the tokens and the buffers."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen = self.base = 0
+        self.pending: tuple[torch.Tensor, torch.Tensor] | None = None  # loaded, and not yet on the device
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self.track.members.append(weakref.ref(self))
 
@@ -187,18 +197,14 @@ class Layer(CacheLayerMixin):
         self.pending, self.is_initialized = None, True
 
     def reallocate(self, capacity: int) -> None:
-        """New buffers of `capacity` tokens that begin with the live slots of the old ones."""
+        """New buffers of `capacity` tokens that begin with the live slots of the old ones, each of which is freed in turn."""
         live = self.seen - self.base
-        for name in ("keys", "values"):
-            old = getattr(self, name)
-            # Normal tensors, so that a cache made under inference_mode can be used outside it. Zeros, so that what was never
-            # written is finite: a dense mask hides it by multiplying with 0.
-            with torch.inference_mode(False), torch.no_grad():
-                new = torch.zeros((*old.shape[:2], capacity, old.shape[3]), dtype=old.dtype, device=self.device)
-                new[:, :, :live].copy_(old[:, :, :live])
-            setattr(self, name, new)
+        self.keys = _reallocated(self.keys, live, capacity, self.device)
+        self.values = _reallocated(self.values, live, capacity, self.device)
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write (batch, num_kv_heads, q_len, head_dim) K and V behind what is there; return the K and V to attend to."""
         track = self.track
         step = track.step
@@ -219,22 +225,21 @@ class Layer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         start, old = self.seen - self.base, track.old(self.seen)
         stop = start + q_len
-        track.image = None
+        track.stale = True
         if stop <= track.capacity:
             self.keys[:, :, start:stop].copy_(key_states)
             self.values[:, :, start:stop].copy_(value_states)
             self.seen += q_len
             return self.keys[:, :, start - old : stop], self.values[:, :, start - old : stop]
         keep = track.kept(self.seen + q_len)  # a sliding window given more at once than its buffer holds
-        both = tuple(
-            _slide(buffer, states, start, old, keep) for buffer, states in ((self.keys, key_states), (self.values, value_states))
-        )
+        keys = _slide(self.keys, key_states, start, old, keep)
+        values = _slide(self.values, value_states, start, old, keep)
         self.seen += q_len
         self.base = self.seen - keep
-        return both
+        return keys, values
 
     def take_turn(self, step: Step) -> None:
-        """In a decode graph, where each layer that has every token is written once. Raises RuntimeError for any other."""
+        """Note that a captured step writes this layer. Raises RuntimeError if it did already, or if the layer lacks tokens."""
         running, mine = self.track.running, 1 << self.index
         if step.written & mine or not running & mine:
             why = "runs twice" if running & mine else "does not hold all tokens yet"
@@ -278,7 +283,8 @@ class Layer(CacheLayerMixin):
         """Move what is live from position `base` on to the front."""
         first, count = base - self.base, self.seen - base
         if self.pending is not None:
-            self.pending = tuple(t[:, :, first : first + count] for t in self.pending)
+            keys, values = self.pending
+            self.pending = keys[:, :, first : first + count], values[:, :, first : first + count]
         elif self.is_initialized and first:
             for buffer in (self.keys, self.values):
                 moved = buffer[:, :, first : first + count]
@@ -294,14 +300,16 @@ class Layer(CacheLayerMixin):
     def select(self, indices: torch.Tensor) -> None:
         """Rows `indices` become the rows of the cache, in place if their number stays."""
         if self.pending is not None:
-            self.pending = tuple(t[indices.to(t.device)] for t in self.pending)
+            keys, values = self.pending
+            self.pending = keys[indices.to(keys.device)], values[indices.to(values.device)]
         elif self.is_initialized:
-            rows = [t.index_select(0, indices.to(t.device)) for t in self.live()]
+            views = self.live()
+            keys, values = (t.index_select(0, indices.to(t.device)) for t in views)
             if len(indices) == self.batch_size:
-                for view, new in zip(self.live(), rows, strict=True):
-                    view.copy_(new)
+                views[0].copy_(keys)
+                views[1].copy_(values)
             else:
-                self.keys, self.values = rows
+                self.keys, self.values = keys, values
                 self.batch_size = len(indices)
                 self.reallocate(self.track.capacity)
                 self.track.version += 1
@@ -320,7 +328,7 @@ class Layer(CacheLayerMixin):
         """Position of the next token; in a graph its slot, on the device, where the window is all that hides a slot."""
         return self.track.counts[:1] if self.track.mode == CAPTURED else self.get_seq_length()
 
-    def get_seq_length(self) -> int | torch.Tensor:
+    def get_seq_length(self) -> int | torch.Tensor:  # type: ignore[override]  # Transformers' StaticLayer returns a tensor, too
         track = self.track
         mode = track.mode
         if mode == EAGER:
@@ -336,8 +344,9 @@ class Layer(CacheLayerMixin):
         self.select(beam_idx)
 
     def reset(self) -> None:
-        self.pending = self.track.image = None
+        self.pending = None
         self.seen = self.base = 0
+        self.track.stale = True
 
     def why_not_crop(self, tokens: int) -> str | None:
         window, left = self.track.window, max(0, self.seen - tokens)
@@ -349,9 +358,9 @@ class Layer(CacheLayerMixin):
         return None
 
     def take_back(self, tokens: int) -> None:
-        """Forget the last `tokens` tokens, which why_not_crop() has nothing against; all, where there are fewer."""
+        """Forget the last `tokens` tokens, which why_not_crop() allows; all, if there are fewer."""
         self.seen = max(0, self.seen - tokens)
-        self.track.image = None
+        self.track.stale = True
 
     def crop(self, tokens_to_remove: int) -> None:
         raise NotImplementedError("Layers of a preallocated cache go together; call crop() of the cache, not of a layer.")
@@ -364,7 +373,7 @@ class Layer(CacheLayerMixin):
     prefetch = offload
 
 
-def _kind(states: torch.Tensor) -> tuple:
+def _kind(states: torch.Tensor) -> tuple[object, ...]:
     return *states.shape[:2], states.shape[3], states.dtype
 
 
@@ -375,6 +384,16 @@ def describe(keys: torch.Tensor, values: torch.Tensor) -> str:
 
 def _bytes_per_token(keys: torch.Tensor, values: torch.Tensor) -> int:
     return sum(t.shape[0] * t.shape[1] * t.shape[3] * t.element_size() for t in (keys, values))
+
+
+def _reallocated(old: torch.Tensor, live: int, capacity: int, device: torch.device) -> torch.Tensor:
+    """A buffer of `capacity` tokens that begins with the `live` ones of the old one."""
+    # A normal tensor, so that a cache made under inference_mode can be used outside it. Zeros, so that what was never written is
+    # finite: a dense mask hides it by multiplying with 0.
+    with torch.inference_mode(False), torch.no_grad():
+        new = torch.zeros((*old.shape[:2], capacity, old.shape[3]), dtype=old.dtype, device=device)
+        new[:, :, :live].copy_(old[:, :, :live])
+    return new
 
 
 def _slide(buffer: torch.Tensor, states: torch.Tensor, start: int, old: int, keep: int) -> torch.Tensor:

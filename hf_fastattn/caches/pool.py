@@ -7,8 +7,12 @@ import threading
 import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import torch
+
+from .contract import Storage
+from .stored import StoredCache
 
 MAX_IDLE = 4  # storages a pool keeps for calls to come, one per batch size
 
@@ -22,13 +26,13 @@ class Pool:
     make: a storage for so many tokens. around: the cache over a storage.
     """
 
-    def __init__(self, make: Callable, around: Callable):
+    def __init__(self, make: Callable[[int], Storage], around: Callable[[Storage], StoredCache]):
         self.make, self.around = make, around
-        self.idle: list[tuple[int, object]] = []  # (rows, storage), the longest idle first
+        self.idle: list[tuple[int, Storage]] = []  # (rows, storage), the longest idle first
         self.closed = False
         self.lock = threading.RLock()  # finalizers may run inside any call
 
-    def take(self, rows: int, capacity: int):
+    def take(self, rows: int, capacity: int) -> StoredCache:
         """An empty cache for `rows` rows of `capacity` tokens, in the smallest idle storage that holds them or else a new one."""
         with self.lock:
             storage = self._find(rows, capacity)
@@ -40,7 +44,7 @@ class Pool:
         weakref.finalize(cache, _give_back, weakref.ref(self), storage, rows).atexit = False
         return cache
 
-    def _find(self, rows: int, capacity: int):
+    def _find(self, rows: int, capacity: int) -> Storage | None:
         """Remove and return an idle storage that fits; None if there is none."""
         alike = [entry for entry in self.idle if entry[0] == rows]
         fit = [entry for entry in alike if entry[1].holds(capacity)]
@@ -49,9 +53,9 @@ class Pool:
         # What does not fit is dropped before more is allocated in its place. The last that someone holds may be free next time.
         drop = [chosen] if chosen else [entry for entry in alike if entry not in held[-1:]]
         self.idle = [entry for entry in self.idle if entry not in drop]
-        return chosen and chosen[1]
+        return None if chosen is None else chosen[1]
 
-    def give_back(self, storage, rows: int) -> None:
+    def give_back(self, storage: Storage, rows: int) -> None:
         with self.lock:
             if not self.closed:
                 self.idle.append((storage.rows or rows, storage))
@@ -68,12 +72,12 @@ class Pool:
             self.clear()
 
 
-def _give_back(pool: weakref.ref[Pool], storage, rows: int) -> None:
-    if (pool := pool()) is not None:  # a cache outlives the model, but keeps nothing of it
+def _give_back(owner: weakref.ref[Pool], storage: Storage, rows: int) -> None:
+    if (pool := owner()) is not None:  # a cache outlives the model, but keeps nothing of it
         pool.give_back(storage, rows)
 
 
-def references(storage) -> int:
+def references(storage: Storage) -> int:
     """How many references there are to a storage, its layers, their K and V and the memory of these: only differences count."""
     total = sys.getrefcount(storage) + sys.getrefcount(storage.layers)
     for layer in storage.layers:
@@ -85,7 +89,7 @@ def references(storage) -> int:
     return total
 
 
-def _is_held(entry: tuple[int, object]) -> bool:
+def _is_held(entry: tuple[int, Storage]) -> bool:
     """Whether someone besides the pool, in `entry`, and decode graphs holds a storage or a part of it."""
     layers = entry[1].layers
     tensors = sum(tensor is not None for layer in layers for tensor in (layer.keys, layer.values))
@@ -105,7 +109,7 @@ def _own_references(layers: int, tensors: int) -> int:
         for each in made[:tensors]:
             each.keys, each.values = torch.zeros(1), torch.zeros(1)
             del each
-        entry = (0, SimpleNamespace(layers=made))
+        entry: tuple[int, Any] = (0, SimpleNamespace(layers=made))
         del made
         return references(entry[1])
 

@@ -15,7 +15,8 @@ Many at once are attended to as [sinks | window, oldest first | new tokens], gat
 from __future__ import annotations
 
 import weakref
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
@@ -55,35 +56,36 @@ class Many(NamedTuple):
 class Ring(Storage):
     """The layers of a rolling cache and what they have in common: the counts of tokens, and where new tokens go."""
 
-    takes_mask = False  # the counts know the padding
+    takes_mask = False  # the counts are without padding
+    layers: list[RollingLayer]
+    capacity: int
+    version: int
+    rows: int | None
+    counts: torch.Tensor  # int64 (rows,) on the device, once rows is not None: tokens of each row, without padding
+    seen: int  # tokens of the longest row, with padding
 
     def __init__(self, num_layers: int, settings: Settings):
         self.window, self.sinks = settings.window, settings.sinks
         self.capacity = self.window + self.sinks
         self.layers = [RollingLayer(index, self) for index in range(num_layers)]
-        self.counts: torch.Tensor | None = None  # int64 (batch,) on the device: tokens of each row
-        self.seen = 0  # tokens of the longest row, padding counted: what the host knows, and
-        self.alike = True  # that no row has padding
-        self.vetted, self.padded = 0, False  # tokens of the mask that was looked at, and whether it has zeros
-        self.version = 0  # changes whenever a buffer moves in memory
-        self.written: int | None = None  # the layers that the first forward wrote, a bit for each index: the counts are theirs
-        self.cut_short = False  # a forward wrote others
+        self.version, self.rows, self.seen = 0, None, 0
+        self.alike = True  # no row has padding
+        self.vetted, self.padded = 0, False  # width of the mask that was checked, and whether it has zeros
+        self.written: int | None = None  # the layers that the first forward wrote, a bit for each index
+        self.cut_short = False  # a later forward wrote others
 
-    def __setstate__(self, state: dict) -> None:
+    def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         for layer in self.layers:
             layer.belong_to(self)
 
     @property
-    def rows(self) -> int | None:
-        return None if self.counts is None else self.counts.shape[0]
-
-    @property
     def before(self) -> int:
         """Tokens that its layers hold: those of a forward that begins are counted before any layer gets them."""
         step = steps.over(self)
-        waits = step is not None and step.mode == EAGER and not step.written
-        return self.seen - step.q_len if waits else self.seen
+        if step is not None and step.mode == EAGER and not step.written:
+            return self.seen - step.q_len
+        return self.seen
 
     @property
     def used(self) -> bool:
@@ -92,7 +94,7 @@ class Ring(Storage):
     def begin(self, step: Step, rows: int, q_len: int, pads: torch.Tensor | None, device: torch.device) -> torch.Tensor:
         """Count `q_len` new tokens of each row, the first `pads` (int64 (batch,)) of them padding; the spans for them."""
         self._check()
-        if self.counts is None or self.rows != rows or self.counts.device != device:
+        if self.rows != rows or self.counts.device != device:
             self._allocate(rows, device)
         self.alike = self.alike and pads is None
         if q_len == 1:
@@ -152,15 +154,17 @@ class Ring(Storage):
             )
         with torch.inference_mode(False):
             self.counts = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.rows = rows
         for layer in self.layers:
-            layer.is_initialized, layer.keys, layer.values = False, None, None
+            layer.clear()
         self.version += 1
 
     def select(self, indices: torch.Tensor) -> None:
-        if self.counts is None:
+        if self.rows is None:
             return
         same = len(indices) == self.rows
         self.counts = _select(self.counts, indices, same)
+        self.rows = len(indices)
         self.version += not same
         for layer in self.layers:
             layer.select(indices, same)
@@ -168,7 +172,7 @@ class Ring(Storage):
     def reset(self) -> None:
         self.seen, self.alike, self.written, self.cut_short = 0, True, None, False
         self.vetted, self.padded = 0, False
-        if self.counts is not None:
+        if self.rows is not None:
             self.counts.zero_()
 
     @property
@@ -205,16 +209,22 @@ class RollingLayer(CacheLayerMixin):
     is_compileable = False  # else generate() would start torch.compile unasked; decode graphs do not ask this
     is_croppable = True
     is_sliding = False
+    keys: torch.Tensor  # None before the first token, when is_initialized is False
+    values: torch.Tensor
 
     def __init__(self, index: int, ring: Ring):
-        super().__init__()
+        self.clear()
         self.index = index
         self.belong_to(ring)
 
-    def belong_to(self, ring: Ring) -> None:
-        self._ring = weakref.ref(ring)  # which owns this layer: the memory of both goes with the last who holds the ring
+    def clear(self) -> None:
+        """Forget the buffers."""
+        super().__init__()  # type: ignore[no-untyped-call]
 
-    def __getstate__(self) -> dict:
+    def belong_to(self, ring: Ring) -> None:
+        self._ring: Callable[[], Ring | None] = weakref.ref(ring)  # weak, since the ring owns this layer
+
+    def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_ring": lambda: None}  # a copied ring takes its layers to it
 
     @property
@@ -235,7 +245,9 @@ class RollingLayer(CacheLayerMixin):
             self.values = torch.zeros(*shape, value_states.shape[3], dtype=value_states.dtype, device=self.device)
         self.is_initialized = True
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keep (batch, num_kv_heads, q_len, head_dim) K and V; return those to attend to, as the spans of this forward say."""
         ring, mine = self.ring, 1 << self.index
         step = steps.over(ring)
@@ -267,14 +279,9 @@ class RollingLayer(CacheLayerMixin):
             append(self.keys, self.values, key_states, value_states, step.plan.slots.to(self.device))
             both = self.keys, self.values
         else:
-            both = tuple(self._extend(*pair, step.plan) for pair in ((self.keys, key_states), (self.values, value_states)))
+            both = _extend(self.keys, key_states, step.plan), _extend(self.values, value_states, step.plan)
         step.written |= mine
         return both
-
-    def _extend(self, buffer: torch.Tensor, states: torch.Tensor, plan: Many) -> torch.Tensor:
-        tokens = torch.cat([_take(buffer, plan.gather), states], 2) if plan.gather.shape[1] else states
-        buffer.copy_(_take(tokens, plan.store))
-        return tokens
 
     def select(self, indices: torch.Tensor, same: bool) -> None:
         if self.is_initialized:
@@ -306,7 +313,14 @@ class RollingLayer(CacheLayerMixin):
     prefetch = offload
 
 
-def _kind(states: torch.Tensor) -> tuple:
+def _extend(buffer: torch.Tensor, states: torch.Tensor, plan: Many) -> torch.Tensor:
+    """What the buffer holds and the new tokens, in one tensor; the buffer then holds what is kept of both."""
+    tokens = torch.cat([_take(buffer, plan.gather), states], 2) if plan.gather.shape[1] else states
+    buffer.copy_(_take(tokens, plan.store))
+    return tokens
+
+
+def _kind(states: torch.Tensor) -> tuple[object, ...]:
     return *states.shape[:2], states.shape[3], states.dtype, states.device
 
 

@@ -32,8 +32,9 @@ class RollingCache(StoredCache):
     """
 
     streams = True
+    storage: Ring
 
-    def __init__(self, model):
+    def __init__(self, model: hf.PreTrainedModel):
         _check_model(model)
         config = model.config.get_text_config(decoder=True)
         self._adopt(Ring(config.num_hidden_layers, Settings.of(config)))
@@ -44,11 +45,11 @@ class RollingCache(StoredCache):
             f"RollingCache({len(self.layers)} layers, {ring.sinks} sinks and a window of {ring.window}, {ring.seen} tokens read)"
         )
 
-    def get_query_offset(self, layer_idx: int = 0) -> int | torch.Tensor:
+    def get_query_offset(self, layer_idx: int = 0) -> int:
         """Tokens read so far, those that are being read included."""
         return self.storage.seen
 
-    def begin(self, step: Step, model, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    def begin(self, step: Step, model: hf.PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Count the new tokens and make their spans.
 
         One token gets them in place of its mask: nothing can be hidden from the last token of all. More leave the mask to the
@@ -87,7 +88,7 @@ class RollingCache(StoredCache):
     def vet(self, mask: torch.Tensor | None, tokens: int = 0, takes_back: bool = False) -> None:
         """Raise ValueError for what a call will need and cannot have; synchronizes with the device.
 
-        mask: 2-D, with padding on the left alone; what the forwards that follow are given of it is not looked at again.
+        mask: 2-D, with padding on the left alone; the parts of it that later forwards are given are not checked again.
         takes_back: the call crops as it goes, up to `tokens` tokens in all.
         """
         width, zeros = 0, False
@@ -140,7 +141,7 @@ class RollingCache(StoredCache):
         self.storage.select(indices.nonzero().flatten() if indices.dtype == torch.bool else indices)
 
 
-def _check_model(model) -> None:
+def _check_model(model: hf.PreTrainedModel) -> None:
     name = model.config._attn_implementation
     if not forward.streams(model):
         raise ValueError(
@@ -154,7 +155,7 @@ def _check_model(model) -> None:
         )
 
 
-def _check_positions(model, kwargs: dict) -> None:
+def _check_positions(model: hf.PreTrainedModel, kwargs: dict[str, Any]) -> None:
     """Raise ValueError for positions in sections that differ: how far a window has moved is then not one number."""
     if not hf.has_sections(model.config):
         return
@@ -170,7 +171,7 @@ def _check_positions(model, kwargs: dict) -> None:
         )
 
 
-def _new_pads(cache: RollingCache, mask, q_len: int) -> torch.Tensor | None:
+def _new_pads(cache: RollingCache, mask: object, q_len: int) -> torch.Tensor | None:
     """How many of each row's new tokens are padding, on the device."""
     ring = cache.storage
     if mask is None or steps.mode(ring) != EAGER:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -11,6 +12,8 @@ from .. import hf
 from .layers import Layer
 
 FORMAT = "hf_fastattn cache 1"
+
+ModelOrConfig = hf.PreTrainedModel | hf.PreTrainedConfig
 
 # What may differ between the configurations a cache is saved and loaded under: nothing that K and V depend on.
 _FREE = {
@@ -20,7 +23,11 @@ _FREE = {
 }  # fmt: skip
 
 
-def write(path: str | Path, layers: list[Layer], model) -> None:
+def config_of(model: ModelOrConfig) -> hf.PreTrainedConfig:
+    return model if isinstance(model, hf.PreTrainedConfig) else model.config
+
+
+def write(path: str | Path, layers: list[Layer], model: ModelOrConfig) -> None:
     """Write the live tokens of these layers, with the configuration of the `model` that made them."""
     from safetensors.torch import save_file
 
@@ -42,7 +49,9 @@ def write(path: str | Path, layers: list[Layer], model) -> None:
     save_file(tensors, path, meta)
 
 
-def read(path: str | Path, windows: list[int | None], model) -> tuple[int, list[tuple[torch.Tensor, torch.Tensor]]]:
+def read(
+    path: str | Path, windows: list[int | None], model: ModelOrConfig
+) -> tuple[int, list[tuple[torch.Tensor, torch.Tensor]]]:
     """Tokens seen, and K and V of each layer, (rows, num_kv_heads, kept tokens, head_dim), out of a file by write().
 
     Raises ValueError, naming path and reason, for what no cache of `model` can have written; OSError where it cannot be read.
@@ -76,12 +85,12 @@ def read(path: str | Path, windows: list[int | None], model) -> tuple[int, list[
     return seen, [(tensors[keys], tensors[values]) for keys, values in zip(names[::2], names[1::2], strict=True)]
 
 
-def _describe(model) -> str:
-    config = getattr(model, "config", model).to_dict()
+def _describe(model: ModelOrConfig) -> str:
+    config = config_of(model).to_dict()
     return json.dumps({k: v for k, v in config.items() if k not in _FREE}, sort_keys=True, default=str)
 
 
-def _check_meta(path, meta: dict, model) -> None:
+def _check_meta(path: str | Path, meta: dict[str, str], model: ModelOrConfig) -> None:
     if meta.get("format") != FORMAT:
         raise ValueError(f"{path} has format {meta.get('format')!r}, and this version reads {FORMAT!r}. Compute it again.")
     saved, wanted = _parse(path, meta, "config"), json.loads(_describe(model))
@@ -93,7 +102,7 @@ def _check_meta(path, meta: dict, model) -> None:
             )
 
 
-def _parse(path, meta: dict, name: str) -> dict:
+def _parse(path: str | Path, meta: dict[str, str], name: str) -> dict[str, Any]:
     try:
         found = json.loads(meta.get(name, ""))
     except (ValueError, RecursionError):
@@ -103,9 +112,9 @@ def _parse(path, meta: dict, name: str) -> dict:
     return found
 
 
-def _read_seen(path, meta: dict, layers: int) -> int:
+def _read_seen(path: str | Path, meta: dict[str, str], layers: int) -> int:
     counts = _parse(path, meta, "seen")
-    found = list(counts.values())
+    found: list[int] = list(counts.values())
     if (
         counts.keys() != {str(index) for index in range(layers)}
         or any(type(count) is not int or not 0 < count < 1 << 31 for count in found)
@@ -118,7 +127,7 @@ def _read_seen(path, meta: dict, layers: int) -> int:
     return found[0]
 
 
-def _check_tensors(path, tensors: dict[str, torch.Tensor], model) -> None:
+def _check_tensors(path: str | Path, tensors: dict[str, torch.Tensor], model: ModelOrConfig) -> None:
     """Raise ValueError unless all have one number of rows, and K and V each one dtype and shapes that go with the config."""
     for name, tensor in tensors.items():
         if tensor.dim() != 4 or 0 in tensor.shape[:2]:
@@ -145,11 +154,10 @@ def _check_tensors(path, tensors: dict[str, torch.Tensor], model) -> None:
                 f"{path} has (KV heads, width of a key, of a value) = {found} in layer {index}, and its configuration asks for "
                 f"{shapes[index]}. Compute it again."
             )
-    dtype, found = getattr(model, "dtype", None), dtypes[0] | dtypes[1]
-    if dtype is not None and dtype not in found:  # under autocast, one of the two may be in another
+    dtype, held = getattr(model, "dtype", None), dtypes[0] | dtypes[1]
+    if dtype is not None and dtype not in held:  # under autocast, one of the two may be in another
         raise ValueError(
-            f"{path} holds {_words(found)}, and the model runs in {dtype}; load the model in {_words(found)}, or compute it "
-            "again."
+            f"{path} holds {_words(held)}, and the model runs in {dtype}; load the model in {_words(held)}, or compute it again."
         )
 
 
@@ -157,9 +165,9 @@ def _words(dtypes: set[torch.dtype]) -> str:
     return " and ".join(sorted(map(str, dtypes)))
 
 
-def _shapes(model) -> list[tuple[int, int, int]] | None:
+def _shapes(model: ModelOrConfig) -> list[tuple[int, int, int]] | None:
     """(KV heads, width of a key, of a value) of each layer; None where the configuration says more than the usual words."""
-    config = getattr(model, "config", model)
+    config = config_of(model)
     if (getattr(model, "tp_size", None) or 1) > 1:  # each process has some of the heads
         return None
     usual = {"head_dim", "num_key_value_heads"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Self
 
 import torch
 
@@ -25,11 +26,13 @@ class PreallocatedCache(StoredCache):
     offloading, rows or K/V shapes of another call or model, and to take back more of a sliding window than it keeps.
     """
 
-    def __init__(self, config, capacity: int = 1, *, grow: bool = True):
-        config = getattr(config, "config", config)
+    storage: StaticStorage
+
+    def __init__(self, config: saved.ModelOrConfig, capacity: int = 1, *, grow: bool = True):
         if capacity < 1:
             raise ValueError(f"capacity counts tokens and must be at least 1; got {capacity}.")
-        self._adopt(StaticStorage(hf.layer_windows(config), round_up(capacity) if grow else capacity, grow))
+        windows = hf.layer_windows(saved.config_of(config))
+        self._adopt(StaticStorage(windows, round_up(capacity) if grow else capacity, grow))
 
     def __repr__(self) -> str:
         tracks = ", ".join(
@@ -39,8 +42,8 @@ class PreallocatedCache(StoredCache):
         )
         return f"{type(self).__name__}({tracks})"
 
-    def get_query_offset(self, layer_idx: int = 0) -> int | torch.Tensor:
-        return self.layers[layer_idx].query_offset()
+    def get_query_offset(self, layer_idx: int = 0) -> int | torch.Tensor:  # type: ignore[override]  # a StaticCache's is a tensor
+        return self.storage.layers[layer_idx].query_offset()
 
     def reserve(self, tokens: int) -> None:
         """Make room for `tokens` tokens in all, so that no buffer grows before they are there."""
@@ -56,44 +59,41 @@ class PreallocatedCache(StoredCache):
             raise ValueError(f"crop() takes the negative number of tokens to take back; got {tokens_to_remove}.")
         if -tokens_to_remove > (seen := self.storage.seen):
             raise ValueError(f"This cache holds {seen} tokens; {-tokens_to_remove} cannot be taken back.")
-        for layer in self.layers:
+        for layer in self.storage.layers:
             if reason := layer.why_not_crop(-tokens_to_remove):
                 raise ValueError(reason)
-        for layer in self.layers:
+        for layer in self.storage.layers:
             layer.take_back(-tokens_to_remove)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row `repeats` times, in place of it."""
-        rows = self._rows()
+        rows = next((len(layer.live()[0]) for layer in self.storage.layers if layer.is_initialized or layer.pending), 0)
         self.batch_select_indices(torch.arange(rows).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep rows `indices` (int64, or bool with one entry per row), in this order."""
         if indices.dtype == torch.bool:
             indices = indices.nonzero().flatten()
-        for layer in self.layers:
+        for layer in self.storage.layers:
             layer.select(indices)
 
-    def _rows(self) -> int:
-        return next((layer.live()[0].shape[0] for layer in self.layers if layer.is_initialized or layer.pending), 0)
-
-    def save(self, path: str | Path, model) -> None:
+    def save(self, path: str | Path, model: saved.ModelOrConfig) -> None:
         """Write the live tokens to one safetensors file, with the configuration of the `model` that made them."""
-        saved.write(path, self.layers, model)
+        saved.write(path, self.storage.layers, model)
 
     @classmethod
-    def load(cls, path: str | Path, model, *, capacity: int = 1, grow: bool = True) -> PreallocatedCache:
+    def load(cls, path: str | Path, model: saved.ModelOrConfig, *, capacity: int = 1, grow: bool = True) -> Self:
         """Read a cache written by save(), for `model`. K and V go to the device of each layer in the first forward.
 
         Only the configuration is compared, not the weights: K and V of other weights would be taken for this model's. Raises
         ValueError, naming path and reason, for what is not such a file: another format, configuration, dtype or shape, a file cut
         short, or one that contradicts itself.
         """
-        windows = hf.layer_windows(getattr(model, "config", model))
+        windows = hf.layer_windows(saved.config_of(model))
         seen, states = saved.read(path, windows, model)
         cache = cls(model, max(capacity, seen), grow=grow)
-        for layer, pair in zip(cache.layers, states, strict=True):
-            kept = min(pair[0].shape[2], layer.track.kept(seen))
-            layer.pending = tuple(tensor[:, :, tensor.shape[2] - kept :] for tensor in pair)
+        for layer, (keys, values) in zip(cache.storage.layers, states, strict=True):
+            kept = min(keys.shape[2], layer.track.kept(seen))
+            layer.pending = keys[:, :, keys.shape[2] - kept :], values[:, :, values.shape[2] - kept :]
             layer.seen, layer.base = seen, seen - kept
         return cache

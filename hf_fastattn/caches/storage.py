@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -16,6 +17,8 @@ from .layers import Layer, Track
 class StaticStorage(Storage):
     """The layers and tracks of one cache. They may outlive it: the next cache of the same shape reuses the buffers in place."""
 
+    layers: list[Layer]
+
     def __init__(self, windows: list[int | None], capacity: int, growable: bool = True):
         self.tracks = [Track(window, capacity, growable) for window in dict.fromkeys(windows)]
         by_window = {track.window: track for track in self.tracks}
@@ -23,7 +26,7 @@ class StaticStorage(Storage):
         self.running: tuple[int, ...] = ()  # indices of the layers that decode graphs write
         self._own_tracks()
 
-    def __setstate__(self, state: dict) -> None:
+    def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._own_tracks()
 
@@ -115,4 +118,4 @@ class StaticStorage(Storage):
     def rewind(self, mark: None) -> None:
         """After a step that failed: the host's counts hold, and what the device holds is unknown."""
         for track in self.tracks:
-            track.image = None
+            track.stale = True

@@ -17,13 +17,14 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # args and kwargs
 
 
 class StoredCache(hf.Cache):
-    """A `past_key_values` over a storage, of which it shows the layers.
+    """A `past_key_values` over a storage, whose layers are its layers.
 
     streams: whether it drops tokens, as a RollingCache does, which streaming backends alone read.
     """
 
     streams = False
     storage: Storage
+    layers: list[hf.CacheLayerMixin]  # type: ignore[assignment]  # a Cache may have other kinds of layers, too
 
     def _adopt(self, storage: Storage) -> None:
         self.storage = storage
@@ -51,21 +52,23 @@ class StoredCache(hf.Cache):
             raise ValueError(f"This cache holds {held} rows, and the call has {rows}. {CHANGE_ROWS}")
 
     def vet(self, mask: torch.Tensor | None, tokens: int, takes_back: bool) -> None:
-        """Raise ValueError for what a call is going to ask and cannot get.
+        """Raise ValueError for what a call will need and cannot have.
 
         mask: the call's, 2-D. takes_back: the call crops as it goes, up to `tokens` tokens in all.
         """
 
-    def begin(self, step: Step, model, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        """Before a patched model's forward over it: what it is to be given in place of `args` and `kwargs`, None for these."""
+    def begin(self, step: Step, model: hf.PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        """Called before a patched model's forward over it: other arguments for it, or None to keep `args` and `kwargs`."""
         return None
 
     def __copy__(self) -> Self:
-        twin = type(self).__new__(type(self))
-        vars(twin).update(vars(self), original=self)  # the storage is free for others when both are gone
-        return twin
+        copied = type(self).__new__(type(self))
+        vars(copied).update(vars(self), original=self)  # the storage is free for others when both are gone
+        return copied
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write K and V, (batch, num_kv_heads, q_len, head_dim), of one layer; return those to attend to."""
         if layer_idx >= len(self.layers):
             raise ValueError(
@@ -75,7 +78,7 @@ class StoredCache(hf.Cache):
 
     @contextmanager
     def on_device(self, with_mask: bool = False) -> Iterator[None]:
-        """Inside, the device's counts rule and the host's stand still: what a decode graph captures."""
+        """Inside, tokens are counted on the device and not on the host: for what a decode graph captures."""
         step = steps.begin(self.storage, CAPTURED_WITH_MASK if with_mask else CAPTURED)
         try:
             yield

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from transformers import PreTrainedConfig
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 OTHERS = "use a DynamicCache"
 
 
-def layer_windows(config) -> list[int | None]:
+def layer_windows(config: PreTrainedConfig) -> list[int | None]:
     """The sliding window of each layer that keeps K/V, None where it keeps everything.
 
     Raises ValueError for configs with any other kind of layer (linear attention, chunks, K/V shared between layers).

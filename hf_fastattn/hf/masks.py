@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, create_masks_for_generate, sdpa_mask
 
 
 def mask_pattern(
-    mask_function, config, q_length: int, local_size: int | None, use_vmap: bool, causal_skip: bool, bidirectional_skip: bool
+    mask_function: Callable[..., bool],
+    config: PreTrainedConfig | None,
+    q_length: int,
+    local_size: int | None,
+    use_vmap: bool,
+    causal_skip: bool,
+    bidirectional_skip: bool,
 ) -> tuple[bool, int | None] | None:
     """(causal, window) where Transformers asks for a plain pattern that spans can say, else None.
 
@@ -30,14 +41,16 @@ def mask_pattern(
     return None
 
 
-def dense_mask(**arguments):
+def dense_mask(**arguments: Any) -> torch.Tensor:
     """Transformers' own bool mask (batch, 1, q_len, kv_len), True where attended; arguments as a mask function gets them."""
-    return sdpa_mask(**{**arguments, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
+    skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    return sdpa_mask(**{**arguments, **skips})  # type: ignore[return-value]  # None only where a skip is allowed
 
 
-def decode_mask(model, inputs: dict):
+def decode_mask(model: PreTrainedModel, inputs: dict[str, Any]) -> torch.Tensor | dict[str, torch.Tensor] | None:
     """What the model's layers get as mask for these inputs of one step: a tensor, or a dict of them by kind of layer."""
     ids = inputs["input_ids"]
+    create: Callable[..., torch.Tensor | dict[str, torch.Tensor] | None]
     create = getattr(model, "create_masks_for_generate", create_masks_for_generate)
     return create(
         config=model.config,
