@@ -13,7 +13,7 @@ NEED_GPU = $(PYTHON) -c 'import torch; raise SystemExit(None if torch.cuda.is_av
 
 help:
 	@echo "make demo         generate text with sdpa and every exact backend, and compare"
-	@echo "make test         lint, then all tests on the CPU: torch twins first, interpreted Triton kernels second"
+	@echo "make test         lint, then all tests on the CPU: PyTorch references first, interpreted Triton kernels second"
 	@echo "make types        mypy --strict over the package"
 	@echo "make test-oldest  the tests of the wiring on the oldest supported Transformers"
 	@echo "make test-cpus    the tests that compare numbers, as CPUs without AVX2, with AVX2, with AVX-512 and as MKL elsewhere would round"

@@ -35,17 +35,17 @@ def autoload() -> None:
 
 
 def _is_imported() -> bool:
-    """Whether the awaited module is there as a whole: it may be what imports torch, and then it is not."""
+    """Whether the awaited module is imported completely; while it imports torch it is not."""
     module = sys.modules.get(AWAITED)
     return module is not None and not getattr(module.__spec__, "_initializing", False)
 
 
 class _Finder:
-    """Finds one module as the other finders do, and is gone once that has been imported."""
+    """Finds one module as the other finders do, and removes itself once that has been imported."""
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != AWAITED:
-            if _is_imported():  # it began before this finder was there
+            if _is_imported():  # its import began before this finder was installed
                 self.leave()
                 _register()
             return None
@@ -55,7 +55,7 @@ class _Finder:
             if spec.loader is not None:
                 self._follow(spec.loader)
             return spec
-        except Exception:  # the finders that come next say what is wrong
+        except Exception:  # the next finders report the error
             return None
 
     def _follow(self, loader: Loader) -> None:
@@ -63,7 +63,7 @@ class _Finder:
         execute = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
-            vars(loader).pop("exec_module", None)  # the loader is again what it was
+            vars(loader).pop("exec_module", None)  # the loader is restored
             execute(module)
             self.leave()
             _register()
@@ -83,7 +83,7 @@ def _register() -> None:
             if name not in attention and name not in mask:
                 mask.register(name, partial(_mask, name))
                 attention.register(name, partial(_attention, name))
-    except Exception:  # of another Transformers: its own error then says that the name is unknown
+    except Exception:  # an incompatible Transformers, whose own error says that the name is unknown
         pass
 
 
@@ -95,7 +95,7 @@ def _registries() -> tuple[AttentionInterface, AttentionMaskInterface]:
 
 
 def _interface() -> ModuleType:
-    """The module behind the stubs. Importing the package registers all its names; those of others are given back to them."""
+    """The module behind the stubs. Importing the package registers all its names; functions of others under them are put back."""
     before = [(registry, dict(type(registry)())) for registry in _registries()]
     from hf_fastattn import interface, names
 
@@ -113,5 +113,5 @@ def _attention(name: str, *args: Any, **kwargs: Any) -> Any:
 def _mask(name: str, *args: Any, **kwargs: Any) -> Any:
     attention, _ = _registries()
     if getattr(attention.get(name), "func", None) is not _attention:
-        return None  # somebody else's attention by this name, without a mask function: as if this one were not there
+        return None  # another package's attention under this name, without a mask function: as if this one were not registered
     return _interface().attention_mask(name, *args, **kwargs)

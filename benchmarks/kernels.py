@@ -83,7 +83,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.kernel
     args = parser.parse_args(argv)
     device = find_device(args.device)
     if args.device is None and device.type != "cuda":
-        parser.error("this benchmark times CUDA kernels and there is no CUDA device; --device cpu runs the torch twins.")
+        parser.error("this benchmark times CUDA kernels and there is no CUDA device; --device cpu runs the PyTorch references.")
     wanted = {name: [shape for shape in PARTS[name].shapes if args.only in str(shape)] for name in args.parts}
     for name, shapes in wanted.items():
         if not shapes:

@@ -20,7 +20,7 @@ DTYPE = torch.bfloat16
 READ = 4.5e6  # bytes a microsecond, to guess how long a call takes; figures do not depend on it
 REFERENCE_BYTES = 1 << 30  # of K in float32 that the exact result holds at once
 
-# The Triton kernels on a GPU; on the CPU their twins, so that everything but the figures can be tried there.
+# The Triton kernels on a GPU; on the CPU their references, so that everything but the figures can be tried there.
 LEAN, SPLIT_KV, PORTABLE = (partial(call, TritonKernel(name)) for name in ("lean", "split_kv", "prefill"))
 PREFILL = partial(call, TritonKernel("prefill", hopper="prefill_hopper"))  # what the backends run
 

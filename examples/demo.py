@@ -111,7 +111,7 @@ def main() -> int:
     layers = model.config.num_hidden_layers
     print(f"\nEach backend must be called by {layers} layers in each of the {len(expected)} forward passes.")
     if device == "cpu":
-        print("No GPU is used: Triton backends run their plain-torch twin here. This shows equal tokens, not speed.")
+        print("No GPU is used: Triton backends run their PyTorch reference here. This shows equal tokens, not speed.")
     if dtype != torch.float32:
         print(f"{options.dtype} rounds differently in every attention, sdpa's included, so tokens may part after a while.")
         return 0

@@ -1,12 +1,12 @@
-"""Fast exact attention for Hugging Face Transformers: `attn_implementation="lean"` and its relatives.
+"""Fast exact attention for Hugging Face Transformers: `attn_implementation="lean"` and other backends.
 
-Importing this package adds names to Transformers and changes the behaviour of nothing.
+Importing this package adds names to Transformers and changes nothing else.
 """
 
 from . import backends as _backends
 from .caches import PreallocatedCache, RollingCache
 
-# Imported here and not when first asked for: a module imported later would take the place of its function. lm-eval waits.
+# Imported here and not on first use: a submodule imported later would replace the function of its name. lm-eval is imported late.
 from .evaluate import evaluate
 from .explain import explain
 from .interface import count_calls

@@ -1,4 +1,4 @@
-"""What a command asks of the machine it runs on: a device that is there, and a folder that can be written."""
+"""What a command needs of its machine: an available device, and a folder that can be written to."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 def find_device(name: torch.device | str | None, planned: bool = False) -> torch.device:
     """The device of that name, by default the current GPU or else the CPU. Raises ValueError for one that is not here.
 
-    planned: any GPU will do where there is none at all.
+    planned: where there is no GPU at all, any CUDA device is accepted.
     """
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -36,9 +36,9 @@ def find_device(name: torch.device | str | None, planned: bool = False) -> torch
 
 
 def prepare_folder(folder: str | Path) -> None:
-    """Make the folder and write a file into it, which is gone again. Raises OSError, in a sentence, where that cannot be done.
+    """Make the folder and check that it can be written to. Raises OSError, in a sentence, where it cannot.
 
-    To be called before what takes long.
+    To be called before long work.
     """
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -49,7 +49,7 @@ def prepare_folder(folder: str | Path) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replace the file at once: an interrupted write costs nothing that is there. A folder that is gone is made anew."""
+    """Replace the file atomically: an interrupted write keeps the previous one. A missing folder is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     whole = path.with_name(f".{path.name}.partial")
     whole.write_text(text, encoding="utf-8")

@@ -533,7 +533,7 @@ def test_other_devices_and_no_triton(monkeypatch):
     monkeypatch.setattr(kernels, "HAS_TRITON", False)
     with pytest.raises(RuntimeError, match=r"needs Triton.*pip install triton.*\"reference\""):
         kernel.where("cuda")
-    assert kernel.where("cpu") == "the torch twin"
+    assert kernel.where("cpu") == "the PyTorch reference"
     assert "needs Triton" in hf_fastattn.get("lean").why_not(num_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float16)
 
 

@@ -1,4 +1,4 @@
-"""The kernel benchmark on the CPU: all of it but the graphs and the figures, which the torch twins have none of."""
+"""The kernel benchmark on the CPU: all of it but the graphs and the figures, which the reference has none of."""
 
 import json
 

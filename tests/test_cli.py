@@ -29,7 +29,7 @@ def test_backends_lists_every_one_and_what_it_runs(capsys):
     said = capsys.readouterr().out
     for name in hf_fastattn.names():
         assert f"| {name} " in said and hf_fastattn.get(name).summary in said
-    assert "torch twin" in said or torch.cuda.is_available() or "interpreted" in said
+    assert "PyTorch reference" in said or torch.cuda.is_available() or "interpreted" in said
 
 
 def test_explain_of_a_named_shape_and_of_a_folder(capsys, folder):
@@ -54,7 +54,7 @@ def test_generate_prints_the_text_and_compares(capsys, folder, cache):
 
 def test_generate_asks_for_a_window_where_there_is_one_to_keep(capsys, folder):
     for options, says in (
-        (["--window", "40"], "--window and --sinks are for streaming backends, and 'lean' is none"),
+        (["--window", "40"], "--window and --sinks are for streaming backends, and 'lean' is not one"),
         (["--backend", "streaming"], "'streaming' needs --window, the number of last tokens to keep"),
     ):
         assert cli.main(["generate", folder, *options]) == 2

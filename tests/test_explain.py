@@ -130,10 +130,10 @@ def runs(found) -> dict[str, str]:
     return {row["what"]: row["how"] for row in found.runs}
 
 
-def test_kernels_on_the_cpu_are_the_twins():
+def test_kernels_on_the_cpu_are_the_reference():
     found = explain(tiny("llama"), length=64)
     assert found.device == "cpu"
-    assert runs(found)["decode"] == "lean: the torch twin" and runs(found)["prefill"] == "prefill: the torch twin"
+    assert runs(found)["decode"] == "lean: the PyTorch reference" and runs(found)["prefill"] == "prefill: the PyTorch reference"
     assert [row["what"] for row in found.refused] == ["decode graph"] and "graphs are for CUDA" in found.refused[0]["why"]
 
 

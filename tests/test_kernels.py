@@ -1,6 +1,6 @@
 """Every kernel on every case it can honour, against the fp64 oracle; spans; bad input.
 
-On a GPU the real kernels run, on a CPU the torch twin, and with TRITON_INTERPRET=1 on a CPU the interpreted kernels.
+On a GPU the real kernels run, on a CPU the PyTorch reference, and with TRITON_INTERPRET=1 on a CPU the interpreted kernels.
 A result counts only if the kernel was launched to make it, into memory that held NaN.
 """
 
@@ -679,7 +679,7 @@ def test_a_launch_is_repeated_without_triton_looking_it_up(hooks, monkeypatch):
 @pytest.mark.parametrize("name", [PREFILL.name, SPLIT_KV.name, LEAN.name])
 def test_cpu_tensors_run_what_where_says(name, device):
     kernel = kernels.TritonKernel(name)
-    words = {"cuda": "the Triton kernel", "cpu": "the Triton kernel, interpreted" if INTERPRETED else "the torch twin"}
+    words = {"cuda": "the Triton kernel", "cpu": "the Triton kernel, interpreted" if INTERPRETED else "the PyTorch reference"}
     assert kernel.where(device.type) == words[device.type]
     with counted_launches(next(k for k in KERNELS if k.name == name)) as launched:
         call(kernel, **good(device))

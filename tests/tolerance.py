@@ -4,7 +4,7 @@
 
 P |V| is the attention of the absolute values: what a sum's rounding is proportional to. (max|out| is too small a scale where
 a thousand values cancel; torch's own matrix products then differ from one another by more.)
-Where torch has no equivalent (softcap, sink logits, turned queries, lse) the package's torch twin, run in that dtype, stands in;
+Where torch has no equivalent (softcap, sink logits, turned queries, lse) the package's reference, run in that dtype, stands in;
 for lse the scale is the largest of |lse|, 1 and the softcap: numbers of that size are added on the way to it.
 """
 

@@ -20,7 +20,7 @@ from .options import Traceback
 
 __all__ = ["BENCHES", "load_benchmark", "main"]
 
-ABOUT = "Exact attention kernels inside Hugging Face Transformers: what is there, what runs, and whether it agrees."
+ABOUT = "Exact attention kernels inside Hugging Face Transformers: the backends, what runs, and comparisons of results."
 PACKAGE = Path(__file__).parent.parent
 OWN = (PACKAGE, PACKAGE.parent / "benchmarks")  # folders of this project's code
 HANDED_OVER = {"bench": handed_over.bench, "lm_eval": handed_over.lm_eval}
@@ -35,7 +35,7 @@ def _show_version(asked: bool) -> None:
 
 
 def _only_help(traceback: Traceback = False) -> None:
-    """What is handed over is not parsed here."""
+    """Arguments that are handed over are not parsed here."""
 
 
 # name: what it does, what runs it, what its help ends with

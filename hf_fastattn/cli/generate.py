@@ -43,7 +43,7 @@ def generate(
     if streams and window is None:
         raise ValueError(f"{streams[0]!r} needs --window, the number of last tokens to keep, for example 4096.")
     if not streams and (window is not None or sinks is not None):
-        raise ValueError(f"--window and --sinks are for streaming backends, and {chosen[0]!r} is none.")
+        raise ValueError(f"--window and --sinks are for streaming backends, and {chosen[0]!r} is not one.")
     prompt = sys.stdin.read() if prompt == "-" else prompt
     loaded, tokenizer = load(model, None, gguf_file, dtype, device)
     inputs = _encode(tokenizer, prompt, chat, loaded.device)
@@ -86,7 +86,7 @@ def _encode(tokenizer: hf.PreTrainedTokenizerBase, prompt: str, chat: bool, devi
 
 
 class _Clock:
-    """A streamer that keeps nothing but when it was given the prompt and each token (host seconds)."""
+    """A streamer that records when it was given the prompt and each token (host seconds)."""
 
     def __init__(self) -> None:
         self.times: list[float] = []

@@ -1,4 +1,4 @@
-"""hf-fastattn bench and lm_eval, whose arguments are read by others."""
+"""hf-fastattn bench and lm_eval, which hand their arguments over."""
 
 import importlib
 import importlib.util
@@ -24,7 +24,7 @@ def bench(arguments: list[str]) -> int:
 def load_benchmark(name: str) -> ModuleType:
     """The module of this name in benchmarks/ of the clone that this package runs from.
 
-    It is loaded under a name of its own: a module `benchmarks` that is on the path may be somebody else's.
+    It is loaded under a name of its own: a module `benchmarks` on the path may be another project's.
     """
     root, package = PACKAGE.parent, "hf_fastattn_benchmarks"
     if package not in sys.modules:

@@ -1,4 +1,4 @@
-"""Options that several commands have, and how their values are read."""
+"""Options that several commands share, and how their values are read."""
 
 from enum import StrEnum
 from typing import Annotated

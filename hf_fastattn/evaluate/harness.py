@@ -32,7 +32,7 @@ def require() -> None:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without lm-eval's remarks on each of the settings that are made here."""
+    """Without lm-eval's log messages about the settings made here."""
     logger = logging.getLogger("lm_eval")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -75,7 +75,7 @@ class Harness:
                 if gen_kwargs and task.OUTPUT_TYPE == "generate_until":
                     task.set_config("generation_kwargs", gen_kwargs, update=True)
                 shots = task.get_config("num_fewshot")
-                if shots is None or (num_fewshot is not None and shots != 0):  # a task that says 0 means it
+                if shots is None or (num_fewshot is not None and shots != 0):  # 0 is a task's explicit choice
                     task.set_config("num_fewshot", num_fewshot or 0)
                 task.set_fewshot_seed(SEED)
             self.lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
@@ -84,7 +84,7 @@ class Harness:
         self._generate, self.lm._model_generate = self.lm._model_generate, self._note
 
     def _note(self, context: torch.Tensor, *, attention_mask: torch.Tensor, **options: Any) -> torch.Tensor:
-        """generate() as lm-eval calls it, and a note of what it made."""
+        """generate() as lm-eval calls it; records what it generated."""
         leads = _Leads()
         out: torch.Tensor = self._generate(context, attention_mask=attention_mask, logits_processor=[leads], **options)
         greedy = not options.get("do_sample") and all(len(lead) == len(context) for lead in leads.found)
@@ -95,7 +95,7 @@ class Harness:
         return out
 
     def decoding(self) -> list[str]:
-        """Names of the tasks that make tokens: what a cache can matter to."""
+        """Names of the tasks that generate, to which the cache matters."""
         return [name for name, task in self.loaded["tasks"].items() if task.OUTPUT_TYPE == "generate_until"]
 
     def run(self, only: Sequence[str] | None = None) -> tuple[list[Measure], list[Answers]]:
@@ -172,7 +172,7 @@ def load_tasks(names: Sequence[str], include_path: Sequence[str | Path] = ()) ->
             return loaded
     except (ValueError, OSError, ImportError):
         raise
-    except Exception as error:  # a task is YAML and Python that somebody wrote
+    except Exception as error:  # tasks are arbitrary YAML and Python
         raise ValueError(f"The tasks {', '.join(names)} cannot be loaded: {type(error).__name__}: {error}") from error
 
 
@@ -208,7 +208,7 @@ def _group(name: str, scores: dict[str, Any], members: list[Measure]) -> list[Me
 
 
 def _label(key: str) -> str | None:
-    """What lm-eval calls "metric,filter", as it is shown; None for what is no score."""
+    """lm-eval's "metric,filter" as it is shown; None for what is not a score."""
     metric, _, filter_name = key.partition(",")
     if not filter_name or metric.endswith("_stderr"):
         return None

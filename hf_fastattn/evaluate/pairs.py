@@ -95,7 +95,7 @@ class Pair:
     unexplained: dict[str, float] | None = None
 
     def beyond_chance(self, comparisons: int = 1) -> bool:
-        """Whether chance does not explain the difference; without an interval there is nothing to say so.
+        """Whether chance does not explain the difference; False without an interval.
 
         Of 20 intervals at 95 % one misses by chance, so with many comparisons each must be surer (Bonferroni's correction).
         """
@@ -202,7 +202,7 @@ def part_at_ties(
 def _first_difference(
     example: int, expected: Answer, got: Answer, tokenizer: hf.PreTrainedTokenizerBase | None
 ) -> dict[str, Any]:
-    """Where two answers to one example part; texts by the number of their first differing token, counted from 0."""
+    """Where two answers to one example differ; for texts the index of their first differing token."""
     found: dict[str, Any] = {"example": example, "baseline": expected, "got": got}
     if tokenizer is not None and isinstance(expected, str):
         ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in (expected, got)]

@@ -1,4 +1,4 @@
-"""What an evaluation found: kept run by run, written as JSON, told as Markdown, judged in one line."""
+"""The results of an evaluation: kept run by run, written as JSON and Markdown, with a verdict in one line."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Evaluation:
     """Runs of several backends over the same examples. Print it for the tables and the verdict.
 
     The baseline is the first run. `dtype` decides what may differ: in float32 every exact attention gives the same answers, up to
-    `rounding`, which its owner measures once the baseline is there. In 16 bits they round differently, and a difference counts
+    `rounding`, which the caller measures after the baseline. In 16 bits they round differently, and a difference counts
     where it is larger than chance, over all comparisons made, and than what Transformers' own backends make among themselves.
     """
 
@@ -126,7 +126,7 @@ class Evaluation:
         return each.beyond_chance(comparisons) and (spread is None or abs(each.difference) > spread)
 
     def differing(self) -> list[Run]:
-        """The runs that are not the baseline's equals."""
+        """The runs that differ from the baseline."""
         return [run for run in self.runs if not run.called or any(self._differs(run, each) for each in run.pairs)]
 
     @property
@@ -202,7 +202,7 @@ class Evaluation:
         }
 
     def save(self, folder: str | Path) -> Path:
-        """Write eval.json and eval.md into the folder; each replaces its older self whole. Returns the JSON's path."""
+        """Write eval.json and eval.md into the folder; each is replaced atomically. Returns the JSON's path."""
         folder = Path(folder)
         write_whole(folder / "eval.json", json.dumps(self.as_dict(), indent=1, default=str) + "\n")
         write_whole(folder / "eval.md", f"{self}\n")

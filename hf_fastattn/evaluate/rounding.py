@@ -3,7 +3,7 @@
 A model computes sums of products. A sum of k terms, rounded k times by at most `unit`, the dtype's unit roundoff, is off by about
 sqrt(k) * unit relative to its terms (Higham and Mary, "A New Approach to Probabilistic Rounding Error Analysis", SIAM J. Sci.
 Comput. 41, 2019). How such errors grow on their way through the layers is a property of the weights; a worst case multiplies the
-condition numbers of all layers, and is larger than the log-likelihoods themselves. So it is tried out, as Monte Carlo arithmetic
+condition numbers of all layers, and is larger than the log-likelihoods themselves. So it is measured, as Monte Carlo arithmetic
 does (Parker, 1997): the model reads its own examples once plainly, and once with the output of every module off by a normal
 deviate of sqrt(K) * unit, K being the longest sum of all. That is more than any machine rounds: kernels add in blocks, whose
 errors are smaller, and most sums are shorter than K. `token` is the largest change of a token's log-likelihood, `margin` that of

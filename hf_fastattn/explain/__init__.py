@@ -127,7 +127,7 @@ def explain(
 
 
 def _streaming(chosen: registry.Backend, window: int | None, sinks: int | None, limit: int | None) -> Settings | None:
-    """What a streaming backend keeps in sight; None for other backends, which take neither option."""
+    """Window and sinks of a streaming backend; None for other backends, which take neither option."""
     if not chosen.streaming:
         if window is not None or sinks is not None:
             raise ValueError(
@@ -204,7 +204,7 @@ def _what_runs(
         runs.append({"what": phase, "how": how, "why": _why(chosen, served, q_len, facts)})
     owns = hf.overrides_generation(model)
     if owns:
-        refuse("a cache of ours", f"{type(model).__name__} has its own {owns}(), which it would replace.")
+        refuse("the cache of patch()", f"{type(model).__name__} has its own {owns}(), which it would replace.")
         runs.append({"what": "cache", "how": "DynamicCache", "why": "copied as it grows"})
     elif streaming is not None:
         why = f"with patch(): {streaming.sinks} sinks and a window of {streaming.window}, in constant memory"
@@ -212,7 +212,7 @@ def _what_runs(
     else:
         why = "with patch(): K/V stay in place, and only what is live is read"
         runs.append({"what": "cache", "how": "PreallocatedCache", "why": why})
-    off = "a graph needs a cache of ours" if owns else graph.why_no_graph(device)
+    off = "a graph needs a preallocated cache" if owns else graph.why_no_graph(device)
     if off:
         refuse("decode graph", f"{off[0].upper()}{off[1:]}.")
     on = "with patch(): one launch a step, and no Python between layers"

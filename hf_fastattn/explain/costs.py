@@ -146,7 +146,7 @@ def find_gpu(name: str | None, device: torch.device, dtype: torch.dtype) -> GPU:
         return measure(device, dtype)
     found = GPUS[name or "h200"]
     if name is None:
-        found = replace(found, source=f"{found.source}; named since there is no GPU to measure; gpu= names another")
+        found = replace(found, source=f"{found.source}; assumed since there is no GPU to measure; gpu= names another")
     # Their rates are for 16-bit products on tensor cores, and float32 products run elsewhere.
     return found if dtype.itemsize == 2 else replace(found, rate=None)
 
@@ -157,7 +157,7 @@ def measure(device: torch.device, dtype: torch.dtype) -> GPU:
     free, _ = torch.cuda.mem_get_info(device)
     data = torch.zeros(int(min(2 << 30, free // 4)) // 4, device=device)
     edge = 8192 if free > 4 << 30 else 2048
-    square = torch.randn(edge, edge, device=device, dtype=dtype)  # zeros would multiply faster, for want of heat
+    square = torch.randn(edge, edge, device=device, dtype=dtype)  # zeros would multiply faster, since they draw less power
     with torch.cuda.device(device):
         read, multiplied = _seconds(data.sum), _seconds(lambda: square @ square)
     return GPU(

@@ -16,7 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 try:
     from transformers.utils.output_capturing import _active_collector
-except ImportError:  # private: where it has moved, only what models pass on can be seen
+except ImportError:  # private: without it only the output_attentions that a model passes on is seen
     _active_collector = None  # type: ignore[assignment]
 
 Function = Callable[..., Any]  # as the registry holds it
@@ -60,13 +60,13 @@ def asks_for_weights() -> bool:
     return bool(collected) and any(key.endswith("attentions") for key in collected)
 
 
-# A model being compiled is judged too, but the judging is not traced.
+# Models under torch.compile are checked too, but the check is not traced.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def why_not_model(config_class: type) -> str | None:
     """Why models of this config class cannot run a registered attention, in a sentence; None if they can.
 
     Some modelling files compute attention themselves and never look at the registry. They would silently ignore the
-    backend, or add our spans to their scores as if they were a mask. The class is judged by its source, as Transformers does.
+    backend, or add our spans to their scores as if they were a mask. The source is searched, as Transformers itself does.
     """
     return _why_not_source(config_class)
 

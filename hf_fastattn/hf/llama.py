@@ -1,4 +1,4 @@
-"""Code of Llama's that other models share, recognised instruction for instruction."""
+"""Llama's code in other models, recognised by comparing bytecode."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def llama_rope() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
 def is_llamas_rope(function: object) -> bool:
     """Whether this is Llama's apply_rotary_pos_emb(), and calls Llama's rotate_half().
 
-    Some models have the one over another of the other, which turns the other way (NanoChat) or other pairs (BLT).
+    Some models call a rotate_half() of their own, which rotates in the other direction (NanoChat) or other pairs (BLT).
     """
     llamas = llama_rope()
     halves = [getattr(f, "__globals__", {}).get("rotate_half") for f in (function, llamas)]
@@ -58,15 +58,15 @@ def is_llamas_rope(function: object) -> bool:
 
 
 def _is_same_code(function: object, llamas: object) -> bool:
-    """Whether two Python functions are the same instruction for instruction; docstrings may differ."""
+    """Whether two Python functions have the same bytecode; docstrings may differ."""
     ours, theirs = _code(function), _code(llamas)
-    if ours is None or not llamas.__module__.startswith("transformers."):  # other packages replace Llama's by their own
+    if ours is None or not llamas.__module__.startswith("transformers."):  # other packages replace Llama's functions
         return False
     return ours == theirs
 
 
 def _code(function: object) -> tuple[object, ...] | None:
-    """What a Python function runs, without its docstring; None for what is no Python function."""
+    """Bytecode, names and constants of a Python function, without its docstring; None for other callables."""
     code = getattr(function, "__code__", None)
     if code is None:
         return None

@@ -54,7 +54,7 @@ def locate(source: str | Path, gguf_file: str | None = None) -> tuple[str, dict[
 
 @contextmanager
 def _loading(source: str | Path) -> Iterator[None]:
-    """Inside, what Transformers makes of a broken file or config, in whatever way, is a ValueError that names the source."""
+    """Inside, any error that Transformers raises for a broken file or config becomes a ValueError that names the source."""
     try:
         yield
     except (ImportError, MemoryError, torch.OutOfMemoryError):

@@ -41,7 +41,7 @@ def _layer_shape(config: PreTrainedConfig, name: str) -> LayerShape:
 
 
 def sharer(model: PreTrainedModel) -> str | None:
-    """The class of another living model, built over a part of this one that has attention, or None."""
+    """The class of another model in memory that contains a part of this one with attention, or None."""
     ours = {id(module) for module in model.modules()}
     for other in gc.get_objects():
         if not issubclass(type(other), PreTrainedModel) or id(other) in ours:
@@ -53,5 +53,5 @@ def sharer(model: PreTrainedModel) -> str | None:
 
 
 def is_inert_hook(hook: Callable[..., Any]) -> bool:
-    """Whether Transformers itself left this hook on a module to collect hidden states, asleep unless they are asked for."""
+    """Whether this is Transformers' own hook that collects hidden states, which is inactive unless they are requested."""
     return getattr(hook, "__module__", "") == "transformers.utils.output_capturing"

@@ -79,7 +79,7 @@ def has_sections(config: PreTrainedConfig) -> bool:
 
 
 class LongPast:
-    """In place of a cache: it says that it holds many tokens, and returns the new ones alone, the last of them first."""
+    """Stands in for a cache: reports that it holds many tokens, and returns only the new ones, in reverse order."""
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 1 << 20
@@ -91,7 +91,7 @@ class LongPast:
 
 
 def run_text(decoder: PreTrainedModel, positions: torch.Tensor, past: LongPast | None = None) -> None:
-    """Run a decoder over equal tokens at these positions (rows, tokens), with a mask that says nothing."""
+    """Run a decoder over equal tokens at these positions (rows, tokens), with an all-zero mask."""
     mask = torch.zeros(1, 1, 1, 1, device=positions.device)  # four dimensions: it is passed through as it is
     ids = torch.zeros_like(positions)
     decoder(input_ids=ids, position_ids=positions, attention_mask=mask, past_key_values=past, use_cache=past is not None)

@@ -1,4 +1,4 @@
-"""The attention kernels, beside their plain-torch specification. Torch and Triton only; nothing here knows Transformers.
+"""The attention kernels and their reference in PyTorch. PyTorch and Triton only; nothing here knows Transformers.
 
 `reference.attention` and the kernels in attention/ share one signature and one contract: attention(q, kv, spec, spans). spec.py
 says what K and V and the static part of a call are, spans.py what is visible.
@@ -24,20 +24,21 @@ from .spec import KV, Result, Spec
 def _has_triton() -> bool:
     try:
         return importlib.util.find_spec("triton") is not None
-    except (ImportError, ValueError):  # what stands in its place in sys.modules, or a finder that refuses it
+    except (ImportError, ValueError):  # a placeholder in sys.modules, or a finder that refuses it
         return False
 
 
 HAS_TRITON = _has_triton()
+REFERENCE = "the PyTorch reference"
 # Read once, as Triton itself reads it when a kernel is defined.
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 class TritonKernel:
-    """The launcher `hf_fastattn.kernels.attention.<name>.<name>`, imported when first needed; its torch twin for CPU tensors.
+    """The launcher `hf_fastattn.kernels.attention.<name>.<name>`, imported when first needed; the reference for CPU tensors.
 
-    `hopper` names a module of the same kind that takes over on compute capability 9.0 wherever its `why_not` has nothing to say.
-    `fixed`: arguments of the launcher that the twin does not know.
+    `hopper` names a module of the same kind that runs instead on compute capability 9.0 wherever its `why_not` returns None.
+    `fixed`: arguments of the launcher that the reference does not take.
     Under TRITON_INTERPRET=1 CPU tensors run the Triton kernel in the interpreter, which is for tests.
     """
 
@@ -54,10 +55,11 @@ class TritonKernel:
         """What a call on this device runs, in words. Raises RuntimeError where nothing can run."""
         device = torch.device(device) if isinstance(device, str) else device
         if device.type == "cpu":
-            return "the Triton kernel, interpreted" if INTERPRETED and HAS_TRITON else "the torch twin"
+            return "the Triton kernel, interpreted" if INTERPRETED and HAS_TRITON else REFERENCE
         if device.type != "cuda":
             raise RuntimeError(
-                f"The {self.name} kernel runs on CUDA devices (and its torch twin on the CPU); got a tensor on {device.type!r}. "
+                f"The {self.name} kernel runs on CUDA devices (and its PyTorch reference on the CPU); "
+                f"got a tensor on {device.type!r}. "
                 'Use attn_implementation="sdpa" there.'
             )
         if torch.cuda.is_available():  # else this says what a GPU machine would run
@@ -79,7 +81,7 @@ class TritonKernel:
     ) -> Result:
         if self._launch is not None and q.is_cuda:
             return self._choose(self._launch, q, kv, spec)(q, kv, spec, spans, **options)
-        if self.where(q.device) == "the torch twin":
+        if self.where(q.device) == REFERENCE:
             return reference.attention(q, kv, spec, spans, **options)
         if INTERPRETED and q.dtype == torch.bfloat16:
             raise TypeError("Triton's interpreter computes bfloat16 wrongly; use float32 or float16 under TRITON_INTERPRET=1.")

@@ -26,7 +26,7 @@ import torch
 try:
     import triton
     import triton.language as tl
-except ImportError:  # the CPU twin below needs no Triton
+except ImportError:  # CPU tensors need no Triton
     triton = None
 
 from .host import gpu
@@ -116,7 +116,7 @@ def _build_spans_torch(
     window: int | None,
     attention_mask: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The twin of the kernel in torch operations; also what a compiled graph on a CPU runs."""
+    """The same in PyTorch operations; also what a compiled graph on a CPU runs."""
     q_start = torch.as_tensor(q_offset, device=device).reshape(1).to(torch.int32) - kv_offset
     q_start = q_start.expand(batch)
     end = torch.clamp(q_start + q_len, max=kv_len) if causal else torch.full_like(q_start, kv_len)

@@ -1,7 +1,7 @@
 """What a call of attention is made of, besides the queries: K and V as a cache holds them, and what is static.
 
 `Spec` is hashable and keys what is compiled and remembered; `KV` holds the tensors. A form of K and V other than plain tensors
-(in pages, in fewer bits) is one `Form`: device functions that load a tile, and the same in torch for the twin.
+(in pages, in fewer bits) is one `Form`: device functions that load a tile, and the same in PyTorch for the reference.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Spec(NamedTuple):
 
 
 class Form(NamedTuple):
-    """How K and V lie in memory, and how a kernel and its twin read them.
+    """How K and V lie in memory, and how a kernel and the reference read them.
 
     load_k, load_v: Triton device functions (tile.load_plain says with which arguments), None for plain tensors. unpack: what they
     read, in torch: KV -> (k, v), plain tensors (batch, num_kv_heads, kv_len, head_dim) in the queries' dtype. check: raises
@@ -47,7 +47,7 @@ PLAIN = Form("plain")
 
 
 class KV(NamedTuple):
-    """What a layer of a cache shows a kernel.
+    """What a layer of a cache passes to a kernel.
 
     k, v: (batch, num_kv_heads, kv_len, head_dim), any strides with stride(-1) == 1; in another form than PLAIN, of that shape as
     far as the form can say it. scales, centre, pages: tensors that a form reads besides them, contiguous and on q's device.

@@ -1,1 +1,1 @@
-"""What a decode step runs beside attention: K and V written, rotation, norms, linear layers. Each has a twin in torch."""
+"""What a decode step runs beside attention: K and V written, rotation, norms, linear layers."""

@@ -126,7 +126,7 @@ def why_not(
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:
-    """x weight^T + bias in x's dtype; None where `why_not` has something to say.
+    """x weight^T + bias in x's dtype; None where `why_not` gives a reason.
 
     x: (..., in_features) of one token; weight: (out_features, in_features); bias: (out_features,); float16 or bfloat16,
     contiguous. Returns (..., out_features). The weight must be older than the previous launch: it is read before that has ended.

@@ -1,7 +1,7 @@
-"""Ring: where one more token of each row stands in a rolling cache, and what it may attend to, in one launch.
+"""Ring: the slot of one more token of each row in a rolling cache, and its spans, in one launch.
 
-Token t of a row has slot t if t < sinks, else sinks + (t - sinks) % window: it overwrites the one that leaves the window. Read as
-it lies, the buffer holds all that the token sees, so its spans say only how much of it is filled.
+Token t of a row has slot t if t < sinks, else sinks + (t - sinks) % window: it overwrites the one that leaves the window. The
+buffer then holds exactly what the token sees, so its spans say only how much of it is filled.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _prepare(tensors: tuple[torch.Tensor, torch.Tensor | None], window: int, sin
 def _ring_step_torch(
     counts: torch.Tensor, pads: torch.Tensor | None, window: int, sinks: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The twin in torch operations."""
+    """The same in PyTorch operations."""
     slots = torch.where(counts < sinks, counts, sinks + (counts - sinks) % window)
     if pads is not None:
         slots = torch.where(pads == 0, slots, sinks + window)

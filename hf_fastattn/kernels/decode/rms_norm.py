@@ -1,6 +1,6 @@
 """RMSNorm in one launch, with the roundings of Llama's own: y = weight * round(x / sqrt(mean(x^2) + eps)).
 
-Models write it as six launches, each of which reads and writes the whole tensor.
+In models it is six launches, each of which reads and writes the whole tensor.
 
 Sources: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019), equation 4; for the roundings LlamaRMSNorm of
 Transformers.
@@ -70,7 +70,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def run(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor | None:
-    """`rms_norm`, or None where `why_not` has something to say."""
+    """`rms_norm`, or None where `why_not` gives a reason."""
     start = _prepare((x, weight), eps)
     if start is None:
         return None

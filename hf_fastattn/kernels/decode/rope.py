@@ -2,7 +2,7 @@
 
     out = round(round(x * cos) + round(rotate_half(x) * sin)),  rotate_half(x) = (-x[D/2:], x[:D/2])
 
-Models write it as ten launches over tensors as large as the queries.
+In models it is ten launches over tensors as large as the queries.
 
 Sources: Su et al., "RoFormer" (2021), section 3.4.2; for the order of halves and the roundings LlamaAttention of Transformers.
 """
@@ -109,7 +109,7 @@ def rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor)
 
 
 def run(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """`rope`, or None where `why_not` has something to say."""
+    """`rope`, or None where `why_not` gives a reason."""
     start = _prepare((q, k, cos, sin))
     if start is None:
         return None

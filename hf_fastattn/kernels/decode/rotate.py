@@ -32,7 +32,7 @@ from ..host import gpu
 from ..reference import turned_back
 from ..spans import DROPPED, KV_START, NO_WINDOW, Q_START
 
-BLOCK_H = 8  # heads a program turns
+BLOCK_H = 8  # heads a program rotates
 
 
 def rotate(
@@ -48,7 +48,7 @@ def rotate(
     """q_sinks, of q's shape, dtype and strides, for `q` (batch, num_heads, q_len, head_dim) over `kv_len` slots.
 
     Query i is the row's token Q_START + i - KV_START + DROPPED of `spans`; without, kv_len - q_len + i. inv_freq: fp32
-    (rotary_dim / 2,) on q's device; dimensions from rotary_dim on are not turned. Pair i of a rotation is dimensions
+    (rotary_dim / 2,) on q's device; dimensions from rotary_dim on are not rotated. Pair i of a rotation is dimensions
     (i, i + rotary_dim / 2), or (2 i, 2 i + 1) where interleaved.
     """
     if triton is None or not (INTERPRETED or gpu.on_gpu(q.device)):

@@ -39,7 +39,7 @@ def arch(device: torch.device) -> int:
 
 
 def on_gpu(device: torch.device) -> bool:
-    """Whether Triton kernels run on this device. What has a twin in torch runs that elsewhere."""
+    """Whether Triton kernels run on this device. Elsewhere PyTorch operations run."""
     if device.type != "cuda" or driver is None:
         return False
     try:

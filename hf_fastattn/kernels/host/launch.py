@@ -58,7 +58,7 @@ class Launch:
             compiled, own = step._compiled, addresses[-step.takes :]
             if profiled:
                 compiled[step.grid](*own, *step.rest)
-            else:  # what that comes to, but for what only hooks are told
+            else:  # the same launch, without the metadata for hooks
                 compiled.run(*step.grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *own, *step.rest)
             step = step.then
 
@@ -78,10 +78,10 @@ class Launch:
 
 
 def remember(make: Callable[[Tensors, *Options], Made]) -> Callable[[Tensors, *Options], Made]:
-    """Let make(tensors, *options) answer from memory when tensors differ from earlier ones in nothing but address and content.
+    """Cache make(tensors, *options) by all that it may depend on: all but the tensors' addresses and contents.
 
     tensors: a tuple of tensors and None. Decoding asks for the same once per layer, and for something new when K/V has grown; so
-    what is remembered is forgotten before it becomes much.
+    the cache is emptied when it is full.
     """
     known: dict[object, tuple[Made]] = {}  # what make() returns may be None
 
