@@ -188,7 +188,7 @@ def attention_forward(
         mask = attention_mask
         return _stock(name, module, query, key, value, mask, causal, window, dropout, scaling, softcap, s_aux, kwargs)
     if name in _streaming:
-        settings = streaming.Settings.of(module.config)
+        settings = streaming.Settings.of(module.config)  # type: ignore[arg-type]
         window, sinks = settings.window, settings.sinks
     run = torch.ops.hf_fastattn.attention if compiling else _attention
     device_type = "cuda" if query.is_cuda else query.device.type

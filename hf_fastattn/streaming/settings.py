@@ -19,7 +19,7 @@ class Settings:
     clamped: bool = False
 
     @classmethod
-    def of(cls, config: hf.PreTrainedConfig) -> Settings:
+    def of(cls, config: hf.PreTrainedConfig | None) -> Settings:
         """Those of a config, checked."""
         window = getattr(config, "streaming_window", None)
         if window is None:
@@ -55,7 +55,7 @@ class Settings:
         config.streaming_window, config.streaming_sinks, config.streaming_clamped = self.window, self.sinks, self.clamped
 
 
-def check_mask(name: str, config: hf.PreTrainedConfig, pattern: tuple[bool, int | None] | None, of_ring: bool) -> None:
+def check_mask(name: str, config: hf.PreTrainedConfig | None, pattern: tuple[bool, int | None] | None, of_ring: bool) -> None:
     """Raise ValueError for what a model asks of a mask that a streaming backend cannot serve.
 
     pattern: (causal, window), or None where it is neither alone. of_ring: whether a RollingCache has made the mask.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -48,7 +48,9 @@ class Call:
 
     @property
     def q(self) -> torch.Tensor:
-        return self.tensors[0]
+        q = self.tensors[0]
+        assert q is not None
+        return q
 
     @property
     def spans(self) -> torch.Tensor | None:
@@ -101,11 +103,12 @@ class Call:
             FEW_ROWS=packed,
         )
 
-    def arguments(self) -> dict:
+    def arguments(self) -> dict[str, Any]:
         """Strides, lengths and scales, and how K and V are loaded, by the names of the kernels' arguments."""
         q, k, v = self.tensors[:3]
-        named = {"stride_sb": 0 if self.spans is None else self.spans.stride(0)}
+        named: dict[str, Any] = {"stride_sb": 0 if self.spans is None else self.spans.stride(0)}
         for letter, tensor in (("q", q), ("k", k), ("v", v)):
+            assert tensor is not None
             axes = ("b", "h", "m" if letter == "q" else "n")
             named |= {f"stride_{letter}{axis}": tensor.stride(i) for i, axis in enumerate(axes)}
         scale_log2, cap_log2 = checks.log2_scales(self.scale, self.spec.softcap)
@@ -119,7 +122,7 @@ class Call:
             "LOAD_V": self.form.load_v or load_plain,
         }
 
-    def registers(self, config: tables.Config) -> dict:
+    def registers(self, config: tables.Config) -> dict[str, int]:
         """The limit of registers of a launch that begins early, as Triton's option."""
         limit = config.registers or (config.sink_registers if self.spec.sinks else 0)
         return {"maxnreg": limit} if limit and early(self.q.device)["EARLY"] else {}
