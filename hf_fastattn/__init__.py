@@ -10,6 +10,7 @@ from .caches import PreallocatedCache, RollingCache
 from .evaluate import evaluate
 from .explain import explain
 from .interface import count_calls
+from .kernels.merge import merge
 from .patches import patch, unpatch
 from .registry import Backend, get, names, register
 
@@ -22,6 +23,7 @@ __all__ = [
     "evaluate",
     "explain",
     "get",
+    "merge",
     "names",
     "patch",
     "register",
