@@ -184,7 +184,7 @@ def test_every_kernel_of_every_backend_is_a_row():
 
 
 def test_package_memory_is_nan_filled(device):
-    out, lse = checks.empty_outputs(torch.zeros(1, 2, 3, 16, device=device), True)
+    out, lse = checks.empty_outputs(torch.zeros(1, 2, 3, 16, device=device), 24, True)
     assert out.isnan().all() and lse.isnan().all()
 
 

@@ -133,14 +133,15 @@ def _check_spec(spec: Spec, q, sink_logits, inv_freq) -> None:
         raise ValueError(f"sink_logits must be contiguous; got stride {sink_logits.stride(0)}. Call .contiguous() on it first.")
 
 
-def empty_outputs(q: torch.Tensor, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse): out is (batch, num_heads, q_len, head_dim) stored as (batch, q_len, num_heads, head_dim), as models want it.
+def empty_outputs(q: torch.Tensor, value_dim: int, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse): out is (batch, num_heads, q_len, value_dim) stored as (batch, q_len, num_heads, value_dim), as models want it.
 
     lse is fp32 (batch, num_heads, q_len); without `return_lse` it is `out` again, a pointer nobody follows.
     """
-    batch, num_heads, q_len, head_dim = q.shape
-    token = num_heads * head_dim
-    out = torch.empty_strided(q.shape, (q_len * token, head_dim, token, 1), device=q.device, dtype=q.dtype)
+    batch, num_heads, q_len, _ = q.shape
+    token = num_heads * value_dim
+    strides = (q_len * token, value_dim, token, 1)
+    out = torch.empty_strided((batch, num_heads, q_len, value_dim), strides, device=q.device, dtype=q.dtype)
     lse = torch.empty(batch, num_heads, q_len, device=q.device, dtype=torch.float32) if return_lse else out
     return out, lse
 

@@ -1,11 +1,14 @@
-"""Attention over spans in plain torch: the specification of every kernel here, and what CPU tensors run.
+"""Attention over spans in plain torch, in fp32: the specification of every kernel here, and what CPU tensors run.
 
-It shares the kernels' signature and holds the whole score matrix, so it is for short inputs and for being right.
+It shares the kernels' signature. Each query's softmax is taken over all its scores at once, in long inputs for some queries at a
+time, so that no matrix of (q_len, kv_len) is ever held (Rabe and Staats, "Self-attention Does Not Need O(n^2) Memory", 2021).
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+from functools import partial
 
 import torch
 
@@ -13,13 +16,23 @@ from . import checks
 from .spans import CAUSAL, DROPPED, HOLES, KV_START, NO_WINDOW, Q_START, WORDS
 from .spec import KV, Spec
 
+SCORES_AT_ONCE = 1 << 20  # 4 MiB, of which a CPU's caches hold much; a GPU takes more before it is busy
+
 
 def visible(
-    q_len: int, kv_len: int, device: torch.device, spans: torch.Tensor | None, causal: bool, window: int | None, sinks: int = 0
+    q_len: int,
+    kv_len: int,
+    device: torch.device,
+    spans: torch.Tensor | None,
+    causal: bool,
+    window: int | None,
+    sinks: int = 0,
+    some: range | None = None,
 ) -> torch.Tensor:
-    """Which keys each query sees: bool (batch or 1, q_len, kv_len)."""
-    slots = torch.arange(kv_len, device=device)
-    queries = torch.arange(q_len, device=device)
+    """Which keys each query sees: bool (batch or 1, q_len, kv_len). some: of these queries alone."""
+    slots = torch.arange(kv_len, device=device, dtype=torch.int32)
+    some = range(q_len) if some is None else some
+    queries = torch.arange(some.start, some.stop, device=device, dtype=torch.int32)
     window = NO_WINDOW if window is None else window
     if spans is None:
         pos = (queries + kv_len - q_len)[None, :, None]
@@ -33,7 +46,7 @@ def visible(
     is_causal = ((flags & CAUSAL) != 0) | causal
     is_sink = slots < kv_start.clamp(min=0) + sinks
     seen = (slots >= kv_start) & (slots < kv_stop) & ((distance < window) | is_sink)
-    seen = seen & torch.where(is_causal, distance >= 0, (-distance < window) | is_sink)
+    seen &= (distance >= 0) | (~is_causal & ((distance > -window) | is_sink))
     if spans.shape[-1] > WORDS:
         live = ((spans[:, 0, 0, WORDS:][:, slots // 32] >> (slots % 32)) & 1) != 0
         seen = seen & (live[:, None, :] | ((flags & HOLES) == 0))
@@ -73,44 +86,85 @@ def attention(
     al., "Efficient Streaming Language Models with Attention Sinks" (2024), section 3.2.
     """
     scale = checks.check(q, kv, spec, spans, sink_logits, inv_freq)
-    _, causal, window, softcap, sinks, interleaved = spec
-    k, v = kv.plain()
+    k, v = (x.float() for x in kv.plain())
     batch, num_heads, q_len, head_dim = q.shape
-    kv_heads, kv_len = k.shape[1], k.shape[2]
-    group = num_heads // kv_heads
+    kv_heads, kv_len, value_dim = k.shape[1], k.shape[2], v.shape[3]
+    out, lse = checks.empty_outputs(q, value_dim, return_lse)
+    # The query heads of one KV head stand together, so K and V are not expanded.
+    grouped = (batch, kv_heads, num_heads // kv_heads, q_len)
+    into = out.view(*grouped, value_dim), lse.view(grouped) if return_lse else None
+    logits = None if sink_logits is None else sink_logits.float().view(kv_heads, -1, 1, 1)
+    q_sinks = is_sink = None
+    if inv_freq is not None:
+        turned = turned_back(
+            q, kv_len, spans, inv_freq, window=spec.window, sinks=spec.sinks, interleaved=spec.interleaved
+        )  # fmt: skip
+        q_sinks = turned.view(*grouped, head_dim)
+        first = torch.zeros(batch, 1, device=q.device) if spans is None else spans[:, 0, 0, KV_START, None].clamp(min=0)
+        is_sink = torch.arange(kv_len, device=q.device) < first + spec.sinks
+    sees = partial(visible, q_len, kv_len, q.device, causal=spec.causal, window=spec.window, sinks=spec.sinks)
+    attend = partial(_attend, scale=scale, softcap=spec.softcap)
+    q = q.view(*grouped, head_dim)
+
+    at_once = SCORES_AT_ONCE if q.device.type == "cpu" else 16 * SCORES_AT_ONCE
+    if batch * num_heads * q_len * kv_len <= at_once:
+        attend(*into, q, k, v, sees(spans), logits, q_sinks, is_sink)
+        return (out, lse) if return_lse else out
+    step = max(1, at_once // (num_heads // kv_heads * kv_len))
+    for row, start in itertools.product(range(batch), range(0, q_len, step)):
+        some = range(start, min(start + step, q_len))
+        seen = sees(None if spans is None else spans[row : row + 1], some=some)
+        keys = _in_sight(seen)
+        for head in range(kv_heads):
+            of_kv = slice(row, row + 1), slice(head, head + 1), keys
+            of_q = *of_kv[:2], slice(None), slice(some.start, some.stop)
+            attend(
+                *(_part(x, of_q) for x in (*into, q)), *(_part(x, of_kv) for x in (k, v)), seen[:, :, keys],
+                _part(logits, of_kv[1]), _part(q_sinks, of_q), _part(is_sink, (of_kv[0], keys)),
+            )  # fmt: skip
+    return (out, lse) if return_lse else out
+
+
+def _part(x: torch.Tensor | None, where):
+    return None if x is None else x[where]
+
+
+def _attend(out, lse, q, k, v, seen, logits, q_sinks, is_sink, *, scale: float, softcap: float | None) -> None:
+    """Attention of q (batch, num_kv_heads, group, q_len, head_dim) over the keys `seen`, written to out and, unless None, lse."""
+    batch, kv_heads, group, q_len, head_dim = q.shape
 
     def score(queries):
-        # The query heads of one KV head become rows of one product, so K and V are not expanded.
         rows = queries.float().reshape(batch, kv_heads, group * q_len, head_dim)
-        return (rows @ k.float().transpose(2, 3)).view(batch, kv_heads, group, q_len, kv_len) * scale
+        return (rows @ k.transpose(2, 3)).view(batch, kv_heads, group, q_len, -1).mul_(scale)
 
     scores = score(q)
-    if inv_freq is not None:
-        turned = turned_back(q, kv_len, spans, inv_freq, window=window, sinks=sinks, interleaved=interleaved)
-        first = torch.zeros(1, 1, device=q.device) if spans is None else spans[:, 0, 0, KV_START, None].clamp(min=0)
-        is_sink = torch.arange(kv_len, device=q.device) < first + sinks
-        scores = torch.where(is_sink[:, None, None, None], score(turned), scores)
+    if q_sinks is not None:
+        scores = torch.where(is_sink[:, None, None, None], score(q_sinks), scores)
     if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    seen = visible(q_len, kv_len, q.device, spans, causal, window, sinks)
-    scores = scores.masked_fill(~seen[:, None, None], float("-inf"))
-    if sink_logits is not None:
-        extra = sink_logits.float().view(1, kv_heads, group, 1, 1).expand(batch, -1, -1, q_len, 1)
-        scores = torch.cat([scores, extra], -1)
-
+        scores.div_(softcap).tanh_().mul_(softcap)
+    scores.masked_fill_(~seen[:, None, None], float("-inf"))
     top = scores.amax(-1, keepdim=True)
-    weights = torch.exp(scores - top.masked_fill(top == float("-inf"), 0.0))
+    if logits is not None:
+        top = torch.maximum(top, logits)
+    top.masked_fill_(top == float("-inf"), 0.0)
+    weights = scores.sub_(top).exp_()
     total = weights.sum(-1, keepdim=True)
-    weights = weights[..., :kv_len] / total.masked_fill(total == 0, 1.0)
+    if logits is not None:
+        total += torch.exp(logits - top)
     # Slots nobody sees may hold anything, NaN too; 0 * NaN must not reach the output.
-    values = v.float().masked_fill(~seen.any(1)[:, None, :, None], 0.0)
-    out = weights.reshape(batch, kv_heads, group * q_len, kv_len) @ values
-    out = out.view(batch, num_heads, q_len, head_dim).to(q.dtype)
-    out = out.transpose(1, 2).contiguous().transpose(1, 2)
-    if not return_lse:
-        return out
-    lse = (top + torch.log(total)).view(batch, num_heads, q_len)
-    return out, lse
+    values = v.masked_fill(~seen.any(1)[:, None, :, None], 0.0)
+    sums = weights.view(batch, kv_heads, group * q_len, -1) @ values
+    out.copy_(sums.view(out.shape) / total.masked_fill(total == 0, 1.0))
+    if lse is not None:
+        lse.copy_((top + total.log_())[..., 0])
+
+
+def _in_sight(seen: torch.Tensor) -> slice:
+    """From the first key that a query sees to the last; all keys on a GPU, which would have to be waited for."""
+    if seen.device.type != "cpu":
+        return slice(None)
+    keys = seen.any(0).any(0).nonzero()
+    return slice(int(keys[0]), int(keys[-1]) + 1) if len(keys) else slice(1)
 
 
 def turned_back(

@@ -137,7 +137,7 @@ class Plan(NamedTuple):
 
     def run(self, q, kv: KV, spec: Spec, spans, sink_logits, inv_freq, return_lse: bool):
         """The result of these launches, for tensors like those that they were made for."""
-        out, lse = checks.empty_outputs(q, return_lse)
+        out, lse = checks.empty_outputs(q, kv.v.shape[3], return_lse)
         workspace = torch.empty(self.workspace_size, device=q.device, dtype=torch.float32) if self.workspace_size else None
         sink_query = None if not spec.sinks else q if inv_freq is None else inv_freq
         self.launches(

@@ -102,7 +102,7 @@ def prefill(
         q_sinks = rotate(
             q, kv.k.shape[2], spans, inv_freq, window=spec.window, sinks=spec.sinks, interleaved=spec.interleaved
         )  # fmt: skip
-    out, lse = checks.empty_outputs(q, return_lse)
+    out, lse = checks.empty_outputs(q, kv.v.shape[3], return_lse)
     start(
         q,
         *kv.tensors,

@@ -127,7 +127,7 @@ def prefill(
     config = CONFIGS[q.shape[3]]
     if return_lse:  # in fp32, where the polynomial of `tile._exp2` shows
         config = replace(config, exp2_on_fma=0)
-    out, lse = checks.empty_outputs(q, return_lse)
+    out, lse = checks.empty_outputs(q, kv.v.shape[3], return_lse)
     num_blocks = -(-call.q_len // BLOCK_M)
     num_items = num_blocks * call.num_heads * call.batch
     fitting = max(1, _L2_BYTES // (2 * call.kv_len * call.head_dim * q.element_size()))
