@@ -13,7 +13,7 @@ NEED_GPU = $(PYTHON) -c 'import torch; raise SystemExit(None if torch.cuda.is_av
 
 help:
 	@echo "make demo         generate text with sdpa and every exact backend, and compare"
-	@echo "make test         lint, then all tests on the CPU: PyTorch references first, interpreted Triton kernels second"
+	@echo "make test         lint and types, then all tests on the CPU: PyTorch references first, interpreted Triton kernels second"
 	@echo "make types        mypy --strict over the package"
 	@echo "make test-oldest  the tests of the wiring on the oldest supported Transformers"
 	@echo "make test-cpus    the tests that compare numbers, as CPUs without AVX2, with AVX2, with AVX-512 and as MKL elsewhere would round"
@@ -33,6 +33,7 @@ demo: $(VENV)/.demo
 test: $(VENV)/.demo $(VENV)/.test
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/mypy
 	$(PYTEST) tests/test_smollm2.py tests --deselect tests/test_generate.py::test_interpreted_kernels
 	TRITON_INTERPRET=1 $(PYTEST) tests/test_kernels.py tests/test_streaming.py tests/test_fuse.py tests/test_variants.py tests/test_generate.py::test_interpreted
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -33,20 +34,20 @@ def visible(
     slots = torch.arange(kv_len, device=device, dtype=torch.int32)
     some = range(q_len) if some is None else some
     queries = torch.arange(some.start, some.stop, device=device, dtype=torch.int32)
-    window = NO_WINDOW if window is None else window
+    width: int | torch.Tensor = NO_WINDOW if window is None else window
     if spans is None:
         pos = (queries + kv_len - q_len)[None, :, None]
         distance = pos - slots
-        seen = (distance < window) | (slots < sinks)
-        return seen & (distance >= 0) if causal else seen & ((-distance < window) | (slots < sinks))
+        seen = (distance < width) | (slots < sinks)
+        return seen & (distance >= 0) if causal else seen & ((-distance < width) | (slots < sinks))
 
     q_start, kv_start, kv_stop, span_window, flags = spans[:, 0, 0, :DROPPED, None, None].unbind(1)
     distance = q_start + queries[:, None] - slots
-    window = torch.clamp(span_window, max=window)
+    width = torch.clamp(span_window, max=width)
     is_causal = ((flags & CAUSAL) != 0) | causal
     is_sink = slots < kv_start.clamp(min=0) + sinks
-    seen = (slots >= kv_start) & (slots < kv_stop) & ((distance < window) | is_sink)
-    seen &= (distance >= 0) | (~is_causal & ((distance > -window) | is_sink))
+    seen = (slots >= kv_start) & (slots < kv_stop) & ((distance < width) | is_sink)
+    seen &= (distance >= 0) | (~is_causal & ((distance > -width) | is_sink))
     if spans.shape[-1] > WORDS:
         live = ((spans[:, 0, 0, WORDS:][:, slots // 32] >> (slots % 32)) & 1) != 0
         seen = seen & (live[:, None, :] | ((flags & HOLES) == 0))
@@ -114,18 +115,18 @@ def attention(
     for row, start in itertools.product(range(batch), range(0, q_len, step)):
         some = range(start, min(start + step, q_len))
         seen = sees(None if spans is None else spans[row : row + 1], some=some)
-        keys = _in_sight(seen)
+        keys = _seen_by_any(seen)
         for head in range(kv_heads):
             of_kv = slice(row, row + 1), slice(head, head + 1), keys
             of_q = *of_kv[:2], slice(None), slice(some.start, some.stop)
             attend(
-                *(_part(x, of_q) for x in (*into, q)), *(_part(x, of_kv) for x in (k, v)), seen[:, :, keys],
+                _part(into[0], of_q), _part(into[1], of_q), _part(q, of_q), _part(k, of_kv), _part(v, of_kv), seen[:, :, keys],
                 _part(logits, of_kv[1]), _part(q_sinks, of_q), _part(is_sink, (of_kv[0], keys)),
             )  # fmt: skip
     return (out, lse) if return_lse else out
 
 
-def _part(x: torch.Tensor | None, where):
+def _part(x: torch.Tensor | None, where: Any) -> Any:
     return None if x is None else x[where]
 
 
@@ -159,7 +160,7 @@ def _attend(out, lse, q, k, v, seen, logits, q_sinks, is_sink, *, scale: float, 
         lse.copy_((top + total.log_())[..., 0])
 
 
-def _in_sight(seen: torch.Tensor) -> slice:
+def _seen_by_any(seen: torch.Tensor) -> slice:
     """From the first key that a query sees to the last; all keys on a GPU, which would have to be waited for."""
     if seen.device.type != "cpu":
         return slice(None)
