@@ -63,7 +63,8 @@ _thread = _Thread()
 def begin(storage: object, mode: str | None = None, model: torch.nn.Module | None = None) -> Step:
     """A step over `storage`, until end(). mode: that of the step around it where None. model: whose forward it is."""
     outer = over(storage)
-    _thread.steps = [each for each in _thread.steps if each.storage is not None]
+    # In place: torch.compile drops an assignment to a thread-local object.
+    _thread.steps[:] = [each for each in _thread.steps if each.storage is not None]
     step = Step(storage, mode or (EAGER if outer is None else outer.mode), model)
     _thread.steps.append(step)
     return step
