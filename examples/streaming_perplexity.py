@@ -58,7 +58,7 @@ def stream(model, scheme: str, ids: torch.Tensor, options):
             yield from losses(model, ids, options.chunk, hf_fastattn.PreallocatedCache(model, ids.shape[1]))
     else:
         sinks = options.sinks if scheme == "sinks" else 0
-        # As many tokens in sight either way.
+        # As many visible tokens either way.
         window = options.window + options.sinks - sinks
         with hf_fastattn.patch(model, "streaming", window=window, sinks=sinks, graph=False):
             yield from losses(model, ids, options.chunk, hf_fastattn.RollingCache(model))
@@ -146,7 +146,7 @@ def draw(data: dict, path: Path) -> None:
             x = [(i + 0.5) * bucket for i in range(len(found["buckets"]))]
             axes.plot(x, [math.exp(loss) for loss in found["buckets"]], color=COLOURS[scheme], label=SCHEMES[scheme])
         elif found["at_samples"]:
-            # A token's loss says little; groups of neighbours are drawn.
+            # A token's loss alone is noise; groups of neighbours are drawn.
             size = max(1, len(found["at_samples"]) // 8)
             groups = [slice(i, i + size) for i in range(0, len(found["at_samples"]) - size + 1, size)]
             x = [sum(data["samples"][g]) / size for g in groups]
@@ -168,8 +168,8 @@ def main() -> int:
     parser.add_argument("--schemes", nargs="+", choices=SCHEMES, default=list(SCHEMES))
     parser.add_argument("--tokens", type=int, default=40_960, help="of the text (default: %(default)s)")
     parser.add_argument("--dense-tokens", type=int, help="stop the dense run here, where its time grows with the square")
-    parser.add_argument("--window", type=int, default=2044, help="last tokens in sight (default: %(default)s)")
-    parser.add_argument("--sinks", type=int, default=4, help="first tokens in sight (default: %(default)s)")
+    parser.add_argument("--window", type=int, default=2044, help="last tokens that are visible (default: %(default)s)")
+    parser.add_argument("--sinks", type=int, default=4, help="first tokens that are visible (default: %(default)s)")
     parser.add_argument("--chunk", type=int, default=512, help="tokens read at once (default: %(default)s)")
     parser.add_argument("--bucket", type=int, default=1024, help="tokens of a point (default: %(default)s)")
     parser.add_argument("--samples", type=int, default=256, help="positions that are recomputed")
