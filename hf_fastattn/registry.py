@@ -25,8 +25,9 @@ class Backend:
     name: `[a-z0-9_]+`, without "flash", "sdpa" or "flex_attention", which Transformers parses out of names.
     summary: one line. prefill, decode: callables with the signature of `kernels.reference.attention`; decode serves
     calls of at most `max_decode_rows` query rows per KV head (q_len x num_heads / num_kv_heads), prefill the rest,
-    and everything where decode is None. streaming: it sees the first and the last tokens only, as many as the model's config says
-    (`streaming.Settings`), and can read a RollingCache.
+    and everything where decode is None. max_head_dim, max_value_dim: the widest keys and values of a head, None for any.
+    streaming: it sees the first and the last tokens only, as many as the model's config says (`streaming.Settings`), and can
+    read a RollingCache.
     """
 
     name: str
@@ -34,7 +35,8 @@ class Backend:
     prefill: Kernel
     decode: Kernel | None = None
     max_decode_rows: int = tables.MAX_DECODE_ROWS
-    max_head_dim: int = checks.MAX_HEAD_DIM
+    max_head_dim: int | None = checks.MAX_HEAD_DIM
+    max_value_dim: int | None = checks.MAX_VALUE_DIM
     dtypes: tuple[torch.dtype, ...] = checks.DTYPES
     streaming: bool = False
 
@@ -84,13 +86,23 @@ class Backend:
         return kernel(q, kv, spec, spans, **options)
 
     def why_not(
-        self, *, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device | str = "cuda"
+        self,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cuda",
+        value_dim: int | None = None,
     ) -> str | None:
-        """Why this backend cannot serve a model of this shape, in a sentence; None if it can."""
+        """Why this backend cannot serve a model of this shape, in a sentence; None if it can. value_dim: None for head_dim."""
         if num_kv_heads < 1 or num_heads % num_kv_heads:
             return f"{num_heads} query heads are not a multiple of {num_kv_heads} KV heads."
-        if head_dim > self.max_head_dim:
+        if self.max_head_dim is not None and head_dim > self.max_head_dim:
             return f"head_dim {head_dim} is above {self.max_head_dim}, the largest {self.name!r} holds."
+        value_dim = head_dim if value_dim is None else value_dim
+        if self.max_value_dim is not None and value_dim > self.max_value_dim:
+            return f"the values' head_dim {value_dim} is above {self.max_value_dim}, the largest {self.name!r} holds."
         if dtype not in self.dtypes:
             return f"{dtype} is not among {', '.join(str(d) for d in self.dtypes)}."
         where = getattr(self.prefill, "where", None)

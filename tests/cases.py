@@ -28,6 +28,7 @@ class Case:
     num_heads: int = 4
     num_kv_heads: int = 2
     head_dim: int = 64
+    value_dim: int | None = None  # V's head_dim; as K's where None
     dtype: str = "fp32"
     causal: bool = True
     window: int | None = None
@@ -49,9 +50,10 @@ class Case:
 
     @property
     def id(self) -> str:
-        parts = [self.dtype, f"b{self.batch}", f"h{self.num_heads}x{self.num_kv_heads}", f"d{self.head_dim}"]
+        width = f"d{self.head_dim}" + (f"v{self.value_dim}" if self.value_dim else "")
+        parts = [self.dtype, f"b{self.batch}", f"h{self.num_heads}x{self.num_kv_heads}", width]
         parts += [f"q{self.q_len}", f"n{self.kv_len}", "causal" if self.causal else "full"]
-        for f in fields(self)[8:]:
+        for f in fields(self)[9:]:
             value = getattr(self, f.name)
             if f.name == "rows" and value:
                 shown = ["{}to{}{}".format(a, b, f"holes{round(100 * h)}" if h else "") for a, b, h in value[:3]]
@@ -66,7 +68,7 @@ class Case:
 
     @property
     def has_spans(self) -> bool:
-        return any(getattr(self, f.name) != f.default for f in fields(self)[16:])
+        return any(getattr(self, f.name) != f.default for f in fields(self)[17:])
 
     @property
     def first_query(self) -> int:
@@ -122,10 +124,11 @@ def placed(x: torch.Tensor, layout: str) -> torch.Tensor:
 def make(case: Case, device: torch.device) -> Inputs:
     seed = zlib.crc32(case.id.encode())
     rng = np.random.default_rng(seed)
-    new = lambda heads, length: torch.as_tensor(  # noqa: E731
-        rng.standard_normal((case.batch, heads, length, case.head_dim)), dtype=DTYPES[case.dtype], device=device
+    new = lambda heads, length, dim: torch.as_tensor(  # noqa: E731
+        rng.standard_normal((case.batch, heads, length, dim)), dtype=DTYPES[case.dtype], device=device
     )
-    q, k, v = new(case.num_heads, case.q_len), new(case.num_kv_heads, case.kv_len), new(case.num_kv_heads, case.kv_len)
+    q, k = new(case.num_heads, case.q_len, case.head_dim), new(case.num_kv_heads, case.kv_len, case.head_dim)
+    v = new(case.num_kv_heads, case.kv_len, case.value_dim or case.head_dim)
     mask = attention_mask(case, rng)
     seen = oracle.visible(
         case.batch,
@@ -217,6 +220,26 @@ CASES: list[Case] = [
     *(replace(base, head_dim=d) for base in BOTH for d in (16, 32, 64, 80, 96, 112, 128, 256)),
     *(replace(base, head_dim=d, dtype="fp16") for base in BOTH for d in (16, 64, 80, 128, 256)),
     *(replace(base, head_dim=d, dtype="bf16") for base in BOTH for d in (16, 64, 80, 128, 256)),
+    # values of another width than keys, and wide heads: latent attention as models run it and absorbed, Gemma 4
+    *(
+        replace(base, head_dim=d, value_dim=dv, dtype=dtype)
+        for base, dtypes in (
+            (_decode, ("fp16", "bf16")),
+            (replace(_prompt, num_heads=2, batch=1), ("fp16", "bf16")),
+            (replace(_append, num_heads=2, batch=1), ("fp32",)),
+        )
+        for d, dv in ((192, 128), (96, 64), (24, 80), (512, None), (576, 512))
+        for dtype in dtypes
+    ),
+    *(
+        replace(base, head_dim=d, value_dim=dv, layout="slices", batch=3, **options)
+        for base in (_decode, replace(_append, num_heads=2))
+        for d, dv in ((192, 128), (328, 72), (64, 264))
+        for options in (
+            {"first_tokens": 20, "turned": True, "window": 30, "rows": ((0, base.kv_len, 0.0), (9, 60, 0.4), (0, 0, 0.0))},
+            {"first_tokens": 3, "window": 16, "softcap": 10.0, "sinks": True, "dtype": "fp16"},
+        )
+    ),
     # heads: multi-head, grouped, multi-query
     *(
         replace(base, num_heads=h, num_kv_heads=hkv, head_dim=32, batch=1, lse=False)

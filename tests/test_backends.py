@@ -75,7 +75,7 @@ def test_why_not_names_the_value():
     shape = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 64, "dtype": torch.float32, "device": "cpu"}
     assert why_not(**shape) is None
     assert "not a multiple of 3" in why_not(**{**shape, "num_kv_heads": 3})
-    assert "head_dim 512" in why_not(**{**shape, "head_dim": 512})
+    assert "head_dim 600" in why_not(**{**shape, "head_dim": 600}) and "head_dim 600" in why_not(**shape, value_dim=600)
     assert "float64" in why_not(**{**shape, "dtype": torch.float64})
     assert "'mps'" in why_not(**{**shape, "device": "mps"})
 

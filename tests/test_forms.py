@@ -56,6 +56,8 @@ CASES = [
     Case(q_len=1, kv_len=50, head_dim=32),
     Case(q_len=3, kv_len=50, head_dim=24, rows=((0, 50, 0.0), (7, 50, 0.3))),
     Case(q_len=33, kv_len=50, head_dim=32, window=9),
+    Case(q_len=3, kv_len=50, head_dim=24, value_dim=40),
+    Case(q_len=2, kv_len=50, head_dim=320, value_dim=24),
     Case(q_len=1, kv_len=50, head_dim=32, window=9, first_tokens=4),
 ]
 
@@ -106,7 +108,7 @@ def test_half_a_form_and_tensors_that_no_kernel_can_read_are_refused(device):
             kernel.launcher()(x.q.double(), KV(x.k, x.v, NEGATED))
 
 
-def test_the_hopper_kernel_refuses_forms(monkeypatch):
+def test_the_hopper_kernel_refuses_forms_and_values_of_another_width(monkeypatch):
     pytest.importorskip("triton")
     from hf_fastattn.kernels.attention import prefill_hopper
     from hf_fastattn.kernels.host import gpu
@@ -114,4 +116,5 @@ def test_the_hopper_kernel_refuses_forms(monkeypatch):
     monkeypatch.setattr(gpu, "arch", lambda device: 90)
     q = torch.zeros(1, 2, 128, 64, dtype=torch.float16)
     assert prefill_hopper.why_not(q, KV(q, q)) is None
+    assert "values as wide as keys, not 32 for 64" in prefill_hopper.why_not(q, KV(q, q[..., :32]))
     assert "of the form 'negated V'" in prefill_hopper.why_not(q, KV(q, q, NEGATED))

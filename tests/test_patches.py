@@ -882,13 +882,14 @@ PER_LAYER = {
 
 
 @pytest.mark.parametrize("padding", PADDINGS)
-def test_layers_of_different_shapes(captured, padding):
-    model, inputs = tiny("gemma4_text", **PER_LAYER), prompts(padding, "cpu")
+@pytest.mark.parametrize("head_dim", [32, 512])
+def test_layers_of_different_shapes(captured, padding, head_dim):
+    model, inputs = tiny("gemma4_text", **{**PER_LAYER, "global_head_dim": head_dim}), prompts(padding, "cpu")
     expected = generate(model, inputs)
     with hf_fastattn.patch(model) as patch:
         assert torch.equal(generate(model, inputs), expected) and patch.captures == 1
-    wide = tiny("gemma4_text", **{**PER_LAYER, "global_head_dim": 512})
-    with pytest.raises(ValueError, match="cannot run 'lean': head_dim 512 is above 256"):
+    wide = tiny("gemma4_text", **{**PER_LAYER, "global_head_dim": 600})
+    with pytest.raises(ValueError, match="cannot run 'lean': head_dim 600 is above 576"):
         hf_fastattn.patch(wide)
 
 

@@ -83,8 +83,8 @@ REFUSED = {  # a row of the table, by a part of what is asked: how to ask
     "Bloom": lambda: hf_fastattn.patch(tiny("bloom", n_head=4)),
     "T5": lambda: _generate(tiny("t5", "lean", auto=AutoModelForSeq2SeqLM, **T5)),
     "packed": lambda: _packed(),
-    "head_dim above": lambda: _lean(*[(1, 2, 4, 288)] * 3),
-    "another width": lambda: _lean(SHAPE, SHAPE, (1, 2, 4, 32)),
+    "head_dim above 576": lambda: _lean(*[(1, 2, 4, 600)] * 3),
+    "head_dim above 512": lambda: _lean(SHAPE, SHAPE, (1, 2, 4, 520)),
     "float64": lambda: _lean(SHAPE, SHAPE, SHAPE, dtype=torch.float64),
     "generate_batch": lambda: interface.attention_forward("lean", None, *[torch.zeros(SHAPE)] * 3, None, cache=object()),
     "without a window": lambda: hf_fastattn.patch(checkpoint.model(), "streaming"),
@@ -109,7 +109,8 @@ def test_refusals_are_what_is_said(asked):
 def test_stated_versions_and_limits_are_the_packages():
     oldest = ".".join(map(str, hf.version.OLDEST))
     assert f"Transformers {oldest}" in README and f"transformers>={oldest}" in (ROOT / "pyproject.toml").read_text()
-    assert f"head_dim | up to {checks.MAX_HEAD_DIM}" in page("supported.md") and f"head_dim up to {checks.MAX_HEAD_DIM}" in README
+    widths = f"head_dim | up to {checks.MAX_HEAD_DIM}, of values up to {checks.MAX_VALUE_DIM}"
+    assert widths in page("supported.md") and f"head_dim up to {checks.MAX_HEAD_DIM}" in README
     assert f'version = "{hf_fastattn.__version__}"' in (ROOT / "pyproject.toml").read_text()
 
 

@@ -45,7 +45,7 @@ def assert_close(result, expected, peer, eps: float, scale: float, what: str) ->
 def assert_attention(result, expected, q, k, v, spans, seen, options: dict, what: str, **of_sinks) -> None:
     """(out, lse or None) of a kernel against (out, lse) of the oracle; of_sinks: what the oracle needs to know of them."""
     out, lse = result
-    assert out.dtype == q.dtype and out.shape == q.shape, f"{what}: {out.dtype} {tuple(out.shape)}"
+    assert out.dtype == q.dtype and out.shape == (*q.shape[:3], v.shape[3]), f"{what}: {out.dtype} {tuple(out.shape)}"
     plain = all(options.get(name) is None for name in ("softcap", "sink_logits", "inv_freq"))
     twin_out, twin_lse = attention(q, k, v, spans, **{**options, "return_lse": True})
     peer = torch_math(q, k, v, seen, options.get("scale")) if plain else twin_out

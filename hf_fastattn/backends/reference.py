@@ -8,5 +8,7 @@ backend = register(
         name="reference",
         summary="plain torch in fp32: the specification the kernels are tested against",
         prefill=reference.attention,
+        max_head_dim=None,
+        max_value_dim=None,
     )
 )

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from . import reference
+from . import checks, reference
 from .host import gpu
 from .spec import KV, Result, Spec
 
@@ -82,6 +82,7 @@ class TritonKernel:
         if self._launch is not None and q.is_cuda:
             return self._choose(self._launch, q, kv, spec)(q, kv, spec, spans, **options)
         if self.where(q.device) == REFERENCE:
+            checks.check_widths(q, kv)
             return reference.attention(q, kv, spec, spans, **options)
         if INTERPRETED and q.dtype == torch.bfloat16:
             raise TypeError("Triton's interpreter computes bfloat16 wrongly; use float32 or float16 under TRITON_INTERPRET=1.")

@@ -11,7 +11,7 @@ from .spans import WORDS, num_words
 from .spec import KV, PLAIN, Spec
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM, MAX_VALUE_DIM = 576, 512  # those of latent attention
 
 
 def check(q, kv: KV, spec: Spec, spans=None, sink_logits=None, inv_freq=None, *, decode: bool = False) -> float:
@@ -41,26 +41,20 @@ def _check_shapes(q, kv: KV) -> None:
         raise ValueError(
             f"q, k and v must be 4-D, (batch, heads, length, head_dim); got {q.dim()}-D, {k.dim()}-D and {v.dim()}-D."
         )
-    batch, num_heads, q_len, head_dim = q.shape
-    if k.shape != v.shape:
-        raise ValueError(
-            f"k and v must have one shape, with v's head_dim equal to k's; got {tuple(k.shape)} and {tuple(v.shape)}. "
-            "Load a model with another value head_dim without attn_implementation."
-        )
-    kv_batch, kv_heads, kv_len, k_dim = k.shape
+    batch, num_heads, _, head_dim = q.shape
+    if k.shape[:3] != v.shape[:3]:
+        raise ValueError(f"k and v must have one shape but for head_dim; got {tuple(k.shape)} and {tuple(v.shape)}.")
+    kv_batch, kv_heads, _, k_dim = k.shape
     if kv_batch != batch or k_dim != head_dim:
         raise ValueError(f"q and k must agree in batch and head_dim; got q {tuple(q.shape)} and k {tuple(k.shape)}.")
     if kv_heads == 0 or num_heads % kv_heads:
         raise ValueError(
             f"The number of query heads must be a multiple of the number of KV heads; got {num_heads} and {kv_heads}."
         )
-    if head_dim > MAX_HEAD_DIM:
+    if 0 in (*q.shape, *k.shape, *v.shape):
         raise ValueError(
-            f"head_dim {head_dim} is above {MAX_HEAD_DIM}, the largest these kernels hold; "
-            "load this model without attn_implementation."
+            f"Nothing to attend: q is {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)}; every size must be at least 1."
         )
-    if batch == 0 or q_len == 0 or kv_len == 0:
-        raise ValueError(f"Nothing to attend: q is {tuple(q.shape)} and k is {tuple(k.shape)}; every size must be at least 1.")
     if q.dtype not in DTYPES or (kv.form.check is None and not q.dtype == k.dtype == v.dtype):
         raise TypeError(
             f"q, k and v must share one dtype out of float16, bfloat16 and float32; got {q.dtype}, {k.dtype} and {v.dtype}. "
@@ -75,6 +69,15 @@ def _check_shapes(q, kv: KV) -> None:
         )
     if kv.form is not PLAIN:
         _check_form(q, kv)
+
+
+def check_widths(q, kv: KV) -> None:
+    """Refuse heads that are wider than kernels hold. The twin takes any; where it stands in for a kernel, this is asked too."""
+    for what, width, most in (("head_dim", q.shape[3], MAX_HEAD_DIM), ("the values' head_dim", kv.v.shape[3], MAX_VALUE_DIM)):
+        if width > most:
+            raise ValueError(
+                f"{what} {width} is above {most}, the largest these kernels hold; load this model without attn_implementation."
+            )
 
 
 def _check_form(q, kv: KV) -> None:

@@ -66,8 +66,8 @@ def attention(
 ):
     """softmax(scale * q k^T) v over the keys each query sees, exact, in fp32.
 
-    q: (batch, num_heads, q_len, head_dim); kv: K and V, (batch, num_kv_heads, kv_len, head_dim), num_heads a multiple of
-    num_kv_heads; fp16, bf16 or fp32, any strides with stride(-1) == 1. Query i stands at slot kv_len - q_len + i
+    q: (batch, num_heads, q_len, head_dim); kv: K and V, (batch, num_kv_heads, kv_len, head_dim), V's head_dim its own, num_heads
+    a multiple of num_kv_heads; fp16, bf16 or fp32, any strides with stride(-1) == 1. Query i stands at slot kv_len - q_len + i
     (lower-right alignment) unless `spans` says otherwise.
 
     spans: int32, see `kernels.spans`. causal: query p sees key j only if j <= p; False leaves it to the spans' flag.
@@ -79,7 +79,7 @@ def attention(
     and scores them, with inv_freq by the query re-rotated from its place p in the row to min(p, sinks + window - 1).
     inv_freq, fp32 (rotary_dim / 2,), and interleaved say how the rotary embedding turns (`kernels.decode.rotate`).
 
-    Returns out (batch, num_heads, q_len, head_dim) in q's dtype, a view of (batch, q_len, num_heads, head_dim); with
+    Returns out (batch, num_heads, q_len, V's head_dim) in q's dtype, a view of (batch, q_len, num_heads, V's head_dim); with
     `return_lse` also lse (batch, num_heads, q_len) fp32, the natural logarithm of the denominator (-inf where it is 0).
     Raises ValueError, TypeError or RuntimeError, in a sentence, for what it cannot honour.
 

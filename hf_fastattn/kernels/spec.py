@@ -49,8 +49,9 @@ PLAIN = Form("plain")
 class KV(NamedTuple):
     """What a layer of a cache passes to a kernel.
 
-    k, v: (batch, num_kv_heads, kv_len, head_dim), any strides with stride(-1) == 1; in another form than PLAIN, of that shape as
-    far as the form can say it. scales, centre, pages: tensors that a form reads besides them, contiguous and on q's device.
+    k, v: (batch, num_kv_heads, kv_len, head_dim), V's head_dim its own, any strides with stride(-1) == 1; in another form than
+    PLAIN, of that shape as far as the form can say it. scales, centre, pages: tensors that a form reads besides them, contiguous
+    and on q's device.
     """
 
     k: torch.Tensor

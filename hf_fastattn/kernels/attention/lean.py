@@ -87,7 +87,7 @@ def lean_kernel(
     BLOCK_N: tl.constexpr = C.BLOCK_N
     rows = tl.arange(0, C.BLOCK_M)
     q_index, group_head, _ = packed_rows(rows, q_len, GROUP)
-    offs_d = tl.arange(0, C.BLOCK_D)[None, :]
+    offs_v = tl.arange(0, C.BLOCK_DV)[None, :]
 
     while t < t_stop:
         # Which row, which KV head, which of its tiles.
@@ -117,11 +117,11 @@ def lean_kernel(
             (SinkQuery, sink_lo, sink_hi, tile_start == 0, places, C.SINKS + window - 1), C, LOAD_K, LOAD_V,
         )  # fmt: skip
         if tile_stop - tile_start == row_tiles:
-            store_packed(acc, m, l, Out, Lse, SinkLogits, row, kv_head, kv_heads, rows, offs_d, q_len, C)
+            store_packed(acc, m, l, Out, Lse, SinkLogits, row, kv_head, kv_heads, rows, offs_v, q_len, C)
         else:
             # A program shares at most two: the one that an earlier program began, and the one that it leaves to later ones.
             slot = 2 * pid + tl.where(tile_start == 0, 1, 0)
-            store_partial(acc, m, l, Workspace, stats_start, slot, rows, offs_d, q_len * GROUP, C)
+            store_partial(acc, m, l, Workspace, stats_start, slot, rows, offs_v, q_len * GROUP, C)
         t += tile_stop - tile_start
 
 
@@ -172,10 +172,10 @@ def lean_merge_kernel(
     let_next_begin(EARLY)
     if first == last:
         return
-    rows, offs_d, acc, m, l = merge_rows(
+    rows, offs_v, acc, m, l = merge_rows(
         Workspace, stats_start, 2 * first + 1, 2 * (first + 1), 2, last - first + 1, first_row, q_len * C.GROUP, ROWS, CHUNK, C
     )
-    store_packed(acc, m, l, Out, Lse, SinkLogits, b, kv_head, kv_heads, rows, offs_d, q_len, C)
+    store_packed(acc, m, l, Out, Lse, SinkLogits, b, kv_head, kv_heads, rows, offs_v, q_len, C)
 
 
 def lean(
@@ -203,22 +203,22 @@ def _prepare(tensors, form: Form, spec: Spec, return_lse: bool) -> Plan:
     heads = call.batch * call.num_kv_heads
     alike = spans is None or call.batch == 1 or spans.stride(0) == 0
     in_sight = kv_len if spec.window is None else min(kv_len, spec.window + call.q_len - 1)
-    config, own = choose(device, call.q.dtype, call.head_dim, call.rows, heads, in_sight, alike)
+    config, own = choose(device, call.q.dtype, call.width, call.rows, heads, in_sight, alike)
     if own:
         return fixed_splits(call, config, None)
     sms = gpu.num_sms(device)
     most = sms * config.programs_per_sm
     programs = min(most, heads * triton.cdiv(kv_len, config.BLOCK_N))
     # Many heads have few partials each, and all their rows make one merge.
-    rows_each = call.workspace_m if heads > programs else 1
-    chunk, merge_warps = tables.merge(rows_each * call.block_d, most // heads + 2)
+    rows_each = tables.merge_rows(call.workspace_m, call.block_dv) if heads > programs else 1
+    chunk, merge_warps = tables.merge(rows_each * call.block_dv, most // heads + 2)
     overlap, arguments = early(device), call.arguments()
     schedule = {
         **{name: arguments[name] for name in ("stride_sb", "q_len", "kv_len", "window")},
         "batch": call.batch,
         "kv_heads": call.num_kv_heads,
         "spread": sms,
-        "stats_start": 2 * programs * call.workspace_m * call.block_d,
+        "stats_start": 2 * programs * call.workspace_m * call.block_dv,
         "BLOCK_B": 1 if spans is None else triton.next_power_of_2(call.batch),
         "MIN_TILES": config.MIN_TILES,
         "C": call.constants(config, packed=True),
@@ -236,4 +236,4 @@ def _prepare(tensors, form: Form, spec: Spec, return_lse: bool) -> Plan:
     launches = launch.Launch(
         lean_kernel, (programs,), merge, **arguments | schedule, num_warps=config.num_warps, num_stages=config.num_stages
     )
-    return Plan(launches, 2 * programs * call.workspace_m * (call.block_d + 2))
+    return Plan(launches, 2 * programs * call.workspace_m * (call.block_dv + 2))

@@ -34,17 +34,19 @@ class Call:
     q_len: int
     kv_len: int
     head_dim: int
+    value_dim: int
 
     @classmethod
     def of(cls, tensors, form: Form, spec: Spec, return_lse: bool, decode: bool = False) -> Call:
-        """The call of these tensors. Raises what `checks.check` raises."""
+        """The call of these tensors. Raises what `checks.check` and `checks.check_widths` raise."""
         q, *of_kv, spans, sink_logits, inv_freq = tensors
         kv = KV(of_kv[0], of_kv[1], form, *of_kv[2:])
         scale = checks.check(q, kv, spec, spans, sink_logits, inv_freq, decode=decode)
+        checks.check_widths(q, kv)
         batch, num_heads, q_len, head_dim = q.shape
-        return cls(
-            tensors, form, spec, return_lse, scale, batch, num_heads, kv.k.shape[1], q_len, kv.k.shape[2], head_dim
-        )  # fmt: skip
+        _, num_kv_heads, kv_len, value_dim = kv.v.shape
+        sizes = (batch, num_heads, num_kv_heads, q_len, kv_len, head_dim, value_dim)
+        return cls(tensors, form, spec, return_lse, scale, *sizes)
 
     @property
     def q(self) -> torch.Tensor:
@@ -71,8 +73,13 @@ class Call:
         return NO_WINDOW if self.spec.window is None else self.spec.window
 
     @property
-    def block_d(self) -> int:
-        return tables.block_d(self.head_dim)
+    def width(self) -> int:
+        """By which tiles are chosen."""
+        return max(self.head_dim, self.value_dim)
+
+    @property
+    def block_dv(self) -> int:
+        return tables.block_d(self.value_dim)
 
     @property
     def workspace_m(self) -> int:
@@ -86,9 +93,11 @@ class Call:
         return Constants(
             GROUP=self.group,
             HEAD_DIM=self.head_dim,
+            VALUE_DIM=self.value_dim,
             BLOCK_M=config.BLOCK_M,
             BLOCK_N=config.BLOCK_N,
-            BLOCK_D=self.block_d,
+            BLOCK_D=tables.part_d(self.head_dim),
+            BLOCK_DV=self.block_dv,
             HAS_SPANS=spans is not None,
             IS_CAUSAL=self.spec.causal,
             HAS_SOFTCAP=self.spec.softcap is not None,

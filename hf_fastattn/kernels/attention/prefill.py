@@ -54,7 +54,7 @@ def prefill_kernel(
     LOAD_V: tl.constexpr,
 ):
     BLOCK_M: tl.constexpr = C.BLOCK_M
-    HEAD_DIM: tl.constexpr = C.HEAD_DIM
+    VALUE_DIM: tl.constexpr = C.VALUE_DIM
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
     head = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
@@ -65,8 +65,8 @@ def prefill_kernel(
     sight, sink_sight = look(span_ptr, offs_m, first, tl.minimum(first + BLOCK_M, q_len) - 1, q_len, kv_len, window, C)
     sink_lo, sink_hi, _ = sink_sight
 
-    offs_d = tl.arange(0, C.BLOCK_D)
-    d_mask = offs_d[None, :] < HEAD_DIM
+    offs_v = tl.arange(0, C.BLOCK_DV)
+    v_mask = offs_v[None, :] < VALUE_DIM
     kv_head = (head // C.GROUP).to(tl.int64)
     k_base, v_base = K + row * stride_kb + kv_head * stride_kh, V + row * stride_vb + kv_head * stride_vh
     kv = (k_base, v_base, stride_kn, stride_vn, (row, kv_head, num_heads // C.GROUP, kv_len), (Scales, Centre, Pages))
@@ -76,9 +76,9 @@ def prefill_kernel(
         (QSinks, sink_lo, sink_hi, True, 0, 0), C, LOAD_K, LOAD_V,
     )  # fmt: skip
     out, lse = finalize(acc, m, l, SinkLogits + head + offs_m * 0, row_mask, C.HAS_SINK_LOGITS)
-    # Out is (batch, q_len, num_heads, HEAD_DIM), contiguous.
+    # Out is (batch, q_len, num_heads, VALUE_DIM), contiguous.
     out_rows = (row * q_len + offs_m) * num_heads + head
-    tl.store(Out + out_rows[:, None] * HEAD_DIM + offs_d[None, :], out.to(Out.dtype.element_ty), mask=row_mask[:, None] & d_mask)
+    tl.store(Out + out_rows[:, None] * VALUE_DIM + offs_v[None, :], out.to(Out.dtype.element_ty), mask=row_mask[:, None] & v_mask)
     if C.WRITE_LSE:
         tl.store(Lse + (row * num_heads + head) * q_len + offs_m, lse, mask=row_mask)
 
@@ -119,7 +119,7 @@ def prefill(
 def _prepare(tensors, form: Form, spec: Spec, return_lse: bool) -> launch.Launch:
     """The launch for these arguments, once they are checked."""
     call = Call.of(tensors, form, spec, return_lse)
-    config = tables.prefill(call.q.device, call.q.dtype, call.head_dim, call.q_len)
+    config = tables.prefill(call.q.device, call.q.dtype, call.width, call.q_len)
     return launch.Launch(
         prefill_kernel,
         (triton.cdiv(call.q_len, config.BLOCK_M), call.num_heads, call.batch),

@@ -73,7 +73,7 @@ def split_kv_kernel(
     places = place + (tl.zeros([1], tl.int32) if C.ONE_QUERY else q_index)
     tiles = tl.cdiv(sight[3] - sight[2], C.BLOCK_N)
 
-    offs_d = tl.arange(0, C.BLOCK_D)
+    offs_v = tl.arange(0, C.BLOCK_DV)
     # Addresses too are ready before the wait.
     k_base = K + row * stride_kb + kv_head * stride_kh
     v_base = V + row * stride_vb + kv_head * stride_vh
@@ -90,9 +90,9 @@ def split_kv_kernel(
     )  # fmt: skip
     if COMBINE:
         slot = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * splits + split
-        store_partial(acc, m, l, Workspace, stats_start, slot, rows, offs_d[None, :], q_len * GROUP, C)
+        store_partial(acc, m, l, Workspace, stats_start, slot, rows, offs_v[None, :], q_len * GROUP, C)
     else:
-        store_packed(acc, m, l, Out, Lse, SinkLogits, row, kv_head, tl.num_programs(1), rows, offs_d[None, :], q_len, C)
+        store_packed(acc, m, l, Out, Lse, SinkLogits, row, kv_head, tl.num_programs(1), rows, offs_v[None, :], q_len, C)
 
 
 @triton.jit(do_not_specialize=["q_len", "splits", "stats_start"])
@@ -114,10 +114,10 @@ def combine_kernel(
     let_next_begin(EARLY)
     kv_head, kv_heads = tl.program_id(1), tl.num_programs(1)
     slot = (tl.program_id(2) * kv_heads + kv_head) * splits
-    rows, offs_d, acc, m, l = merge_rows(
+    rows, offs_v, acc, m, l = merge_rows(
         Workspace, stats_start, slot, slot + 1, 1, splits, tl.program_id(0), q_len * C.GROUP, 1, CHUNK, C
     )
-    store_packed(acc, m, l, Out, Lse, SinkLogits, tl.program_id(2), kv_head, kv_heads, rows, offs_d, q_len, C)
+    store_packed(acc, m, l, Out, Lse, SinkLogits, tl.program_id(2), kv_head, kv_heads, rows, offs_v, q_len, C)
 
 
 def split_kv(
@@ -145,7 +145,7 @@ def _prepare(tensors, form: Form, spec: Spec, return_lse: bool, splits: int | No
     call = Call.of(tensors, form, spec, return_lse, decode=True)
     # The choice of a tile must not depend on the batch where `splits` is given.
     heads = call.batch * call.num_kv_heads if splits is None else 1
-    config = tables.decode(call.q.device, call.q.dtype, call.head_dim, call.rows, heads)
+    config = tables.decode(call.q.device, call.q.dtype, call.width, call.rows, heads)
     return fixed_splits(call, config, splits)
 
 
@@ -156,10 +156,10 @@ def fixed_splits(call: Call, config: tables.Config, splits: int | None) -> Plan:
     splits = splits or tables.num_splits(device, config, heads, call.kv_len)
     slots = heads * splits
     overlap = early(device)
-    both = {"stats_start": slots * call.workspace_m * call.block_d, "C": call.constants(config, packed=True), **overlap}
+    both = {"stats_start": slots * call.workspace_m * call.block_dv, "C": call.constants(config, packed=True), **overlap}
     merge = None
     if most > 1:
-        chunk, num_warps = tables.merge(call.block_d, min(most, tables.MAX_SPLITS))
+        chunk, num_warps = tables.merge(call.block_dv, min(most, tables.MAX_SPLITS))
         merge = launch.Launch(
             combine_kernel,
             (call.rows, call.num_kv_heads, call.batch),
@@ -180,4 +180,4 @@ def fixed_splits(call: Call, config: tables.Config, splits: int | None) -> Plan:
         num_stages=config.num_stages,
         **call.registers(config),
     )
-    return Plan(launches, 0 if merge is None else slots * call.workspace_m * (call.block_d + 2))
+    return Plan(launches, 0 if merge is None else slots * call.workspace_m * (call.block_dv + 2))

@@ -7,9 +7,9 @@ For one block of query rows and the keys of one KV head, with s = scale * q k^T 
 (m, l, acc) over disjoint sets of keys merge exactly (up to rounding), so a kernel only decides which program visits which tiles.
 Everything is kept in base 2: exp(x) = exp2(x * log2(e)), with log2(e) folded into the scale.
 
-visibility.py says what rows see, tile.py loads K and V, online.py has the softmax step, attend.py the loop over tiles, merge.py
-what becomes of partial results. Constants enter device code as default arguments: Triton compares every global a kernel reads at
-every launch.
+visibility.py says what rows see, tile.py loads K and V, online.py has the softmax step, attend.py the loop over tiles, wide.py
+that for wide heads, merge.py what becomes of partial results. Constants enter device code as default arguments: Triton compares
+every global a kernel reads at every launch.
 
 Sources: Dao, "FlashAttention-2" (2023), section 3.1 and algorithm 1; Milakov and Gimelshein, "Online normalizer calculation for
 softmax" (2018); Dao et al., "Flash-Decoding for long-context inference" (2023) for the merge.

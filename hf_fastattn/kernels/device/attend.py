@@ -3,27 +3,10 @@
 import triton
 import triton.language as tl
 
-from ..spans import DROPPED, WORDS
-from .online import scores_of, softmax_step
+from ..spans import DROPPED
+from .online import masked_step, scores_of, softmax_step
 from .turn import partners, turn_back
-
-SINK_BLOCK = 16  # slots in a tile of sinks, the fewest a product takes
-
-
-@triton.jit
-def _masked_tile(
-    q, k, v, offs_slot, span_ptr, words_stop, row_lo, row_hi, acc, m, l, scales,
-    C: tl.constexpr,
-    WORDS: tl.constexpr = WORDS,
-):  # fmt: skip
-    """(acc, m, l) after one tile more: K and V of the slots `offs_slot`, of which each row sees those within [row_lo, row_hi)."""
-    s = scores_of(q, k, scales, C.HAS_SOFTCAP, C.IEEE)
-    visible = (offs_slot[None, :] >= row_lo[:, None]) & (offs_slot[None, :] < row_hi[:, None])
-    if C.HAS_SPANS:
-        words = tl.load(span_ptr + WORDS + (offs_slot >> 5), mask=offs_slot < words_stop, other=-1)
-        visible = visible & (((words >> (offs_slot & 31)) & 1) != 0)[None, :]
-    s = tl.where(visible, s, float("-inf"))
-    return softmax_step(s, v, acc, m, l, True, C.IEEE)
+from .wide import SINK_BLOCK, attend_wide
 
 
 @triton.jit
@@ -32,8 +15,6 @@ def attend(
     C: tl.constexpr,
     LOAD_K: tl.constexpr,
     LOAD_V: tl.constexpr,
-    SINK_BLOCK: tl.constexpr = SINK_BLOCK,
-    DROPPED: tl.constexpr = DROPPED,
 ):  # fmt: skip
     """Online softmax of a block of rows over the tiles [tile_start, tile_stop) of the keys [lo, hi); (acc, m, l), m in base 2.
 
@@ -42,13 +23,30 @@ def attend(
     `visibility.look`. tiles: (tile_start, tile_stop); tile t holds the keys lo + t * BLOCK_N onward. scales: (scale_log2,
     cap_log2). sinks: (SinkQuery, sink_lo, sink_hi [BLOCK_M], takes_sinks, places [BLOCK_M or 1], last_place).
 
+    With SINKS, the one program of these rows that `takes_sinks` ends with the slots from sink_lo, for each row those before
+    sink_hi. The queries for these are at SinkQuery + q_rows; with PAIRS they are Q's, re-rotated (`turn`) by the frequencies at
+    SinkQuery to `last_place` from `places`, which counts slots from sink_lo. A row that sees nothing returns (0, -inf, 0).
+    """
+    if C.HEAD_DIM > C.BLOCK_D:
+        return attend_wide(queries, kv, span_ptr, sight, tiles, scales, sinks, C, LOAD_K, LOAD_V)
+    else:
+        return _attend(queries, kv, span_ptr, sight, tiles, scales, sinks, C, LOAD_K, LOAD_V)
+
+
+@triton.jit
+def _attend(
+    queries, kv, span_ptr, sight, tiles, scales, sinks,
+    C: tl.constexpr,
+    LOAD_K: tl.constexpr,
+    LOAD_V: tl.constexpr,
+    SINK_BLOCK: tl.constexpr = SINK_BLOCK,
+    DROPPED: tl.constexpr = DROPPED,
+):  # fmt: skip
+    """`attend`, a tile of K in one piece.
+
     Tiles that every row sees whole run in a loop without a mask; the few others (window edge, diagonal, tail; all of them where
-    the row has holes) run in a second loop with one. With FEW_ROWS, where memory decides, a tail that is
-    the same for all rows runs in the first loop, as a whole tile that ends with the keys and leaves out those of the tile
-    before. With SINKS, the one program of these rows that `takes_sinks` ends with the
-    slots from sink_lo, for each row those before sink_hi. The queries for these are at SinkQuery + q_rows; with PAIRS they are
-    Q's, re-rotated (`turn`) by the frequencies at SinkQuery to `last_place` from `places`, which counts slots from sink_lo. A row
-    that sees nothing returns (0, -inf, 0).
+    the row has holes) run in a second loop with one. With FEW_ROWS, where memory decides, a tail that is the same for all rows
+    runs in the first loop, as a whole tile that ends with the keys and leaves out those of the tile before.
     """
     Q, q_rows = queries
     k_base, v_base, stride_kn, stride_vn, place, extra = kv
@@ -59,19 +57,23 @@ def attend(
     BLOCK_M: tl.constexpr = C.BLOCK_M
     BLOCK_N: tl.constexpr = C.BLOCK_N
     BLOCK_D: tl.constexpr = C.BLOCK_D
+    VALUE_DIM: tl.constexpr = C.VALUE_DIM
+    BLOCK_DV: tl.constexpr = C.BLOCK_DV
     SINKS: tl.constexpr = C.SINKS
     PAIRS: tl.constexpr = C.PAIRS
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
     d_mask = offs_d[None, :] < HEAD_DIM
+    offs_v = tl.arange(0, BLOCK_DV)
+    v_mask = offs_v[None, :] < VALUE_DIM
 
     if SINKS:
         # Fetched ahead of the tiles and used after them, so that nobody waits for them; a large q_sinks has no room meanwhile.
         offs_s = tl.arange(0, SINK_BLOCK)
         sinks_stop = tl.where(takes_sinks, tl.max(sink_hi, 0), sink_lo)
-        sink_mask = (sink_lo + offs_s < sinks_stop)[:, None] & d_mask
-        k_sinks = LOAD_K(k_base, stride_kn, sink_lo, offs_s, offs_d, sink_mask, place, extra)
-        v_sinks = LOAD_V(v_base, stride_vn, sink_lo, offs_s, offs_d, sink_mask, place, extra)
+        sink_mask = (sink_lo + offs_s < sinks_stop)[:, None]
+        k_sinks = LOAD_K(k_base, stride_kn, sink_lo, offs_s, offs_d, sink_mask & d_mask, place, extra)
+        v_sinks = LOAD_V(v_base, stride_vn, sink_lo, offs_s, offs_v, sink_mask & v_mask, place, extra)
         if PAIRS:
             partner, pair, is_first = partners(offs_d, PAIRS, C.INTERLEAVED)
             turns = offs_d < tl.where(sinks_stop > sink_lo, 2 * PAIRS, 0)
@@ -86,7 +88,7 @@ def attend(
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
 
     # Tiles [full_start, full_stop) need no mask.
     full_start = tl.minimum(tl.maximum((full_lo - lo + BLOCK_N - 1) // BLOCK_N, tile_start), tile_stop)
@@ -101,10 +103,12 @@ def attend(
         known = first - tl.minimum(first, hi - BLOCK_N) if C.FEW_ROWS else 0
         if HEAD_DIM == BLOCK_D:
             k = LOAD_K(k_base, stride_kn, first - known, offs_n, offs_d, None, place, extra)
-            v = LOAD_V(v_base, stride_vn, first - known, offs_n, offs_d, None, place, extra)
         else:
             k = LOAD_K(k_base, stride_kn, first - known, offs_n, offs_d, d_mask, place, extra)
-            v = LOAD_V(v_base, stride_vn, first - known, offs_n, offs_d, d_mask, place, extra)
+        if VALUE_DIM == BLOCK_DV:
+            v = LOAD_V(v_base, stride_vn, first - known, offs_n, offs_v, None, place, extra)
+        else:
+            v = LOAD_V(v_base, stride_vn, first - known, offs_n, offs_v, v_mask, place, extra)
         s = scores_of(q, k, scales, C.HAS_SOFTCAP, C.IEEE)
         if C.FEW_ROWS:
             s = tl.where((offs_n >= known)[None, :], s, float("-inf"))
@@ -116,10 +120,11 @@ def attend(
         for i in tl.range(0, n_before + tile_stop - full_stop):
             tile = tl.where(i < n_before, tile_start + i, full_stop + i - n_before)
             first = lo + tile * BLOCK_N
-            kv_mask = (first + offs_n < hi)[:, None] & d_mask
-            k = LOAD_K(k_base, stride_kn, first, offs_n, offs_d, kv_mask, place, extra)
-            v = LOAD_V(v_base, stride_vn, first, offs_n, offs_d, kv_mask, place, extra)
-            acc, m, l = _masked_tile(q, k, v, first + offs_n, span_ptr, words_stop, row_lo, row_hi, acc, m, l, scales, C)
+            kv_mask = (first + offs_n < hi)[:, None]
+            k = LOAD_K(k_base, stride_kn, first, offs_n, offs_d, kv_mask & d_mask, place, extra)
+            v = LOAD_V(v_base, stride_vn, first, offs_n, offs_v, kv_mask & v_mask, place, extra)
+            s = scores_of(q, k, scales, C.HAS_SOFTCAP, C.IEEE)
+            acc, m, l = masked_step(s, v, first + offs_n, span_ptr, words_stop, row_lo, row_hi, acc, m, l, C)
 
     if SINKS:  # noqa: SIM102 (known when compiling; the next is not)
         if sinks_stop > sink_lo:
@@ -134,10 +139,9 @@ def attend(
             for i in tl.range(0, tl.cdiv(SINKS, SINK_BLOCK), num_stages=1):
                 first = sink_lo + i * SINK_BLOCK
                 if i > 0:
-                    further = (first + offs_s < sinks_stop)[:, None] & d_mask
-                    k_sinks = LOAD_K(k_base, stride_kn, first, offs_s, offs_d, further, place, extra)
-                    v_sinks = LOAD_V(v_base, stride_vn, first, offs_s, offs_d, further, place, extra)
-                acc, m, l = _masked_tile(
-                    q_sinks, k_sinks, v_sinks, first + offs_s, span_ptr, words_stop, everything, sink_hi, acc, m, l, scales, C
-                )
+                    further = (first + offs_s < sinks_stop)[:, None]
+                    k_sinks = LOAD_K(k_base, stride_kn, first, offs_s, offs_d, further & d_mask, place, extra)
+                    v_sinks = LOAD_V(v_base, stride_vn, first, offs_s, offs_v, further & v_mask, place, extra)
+                s = scores_of(q_sinks, k_sinks, scales, C.HAS_SOFTCAP, C.IEEE)
+                acc, m, l = masked_step(s, v_sinks, first + offs_s, span_ptr, words_stop, everything, sink_hi, acc, m, l, C)
     return acc, m, l

@@ -9,16 +9,19 @@ from dataclasses import dataclass
 class Constants:
     """Compile-time constants that the attention kernels have in common.
 
-    GROUP: query heads of a KV head. WORKSPACE_M: packed query rows, rounded up to a power of two, where rows are packed. BLOCK_M,
-    BLOCK_N, BLOCK_D: rows, keys and dimensions of a tile. SINKS: tokens kept in sight. PAIRS: pairs of dimensions by which the
-    queries that score them are re-rotated in the kernel, 0 where they are not.
+    GROUP: query heads of a KV head. WORKSPACE_M: packed query rows, rounded up to a power of two, where rows are packed.
+    HEAD_DIM, VALUE_DIM: dimensions of keys and of values. BLOCK_M, BLOCK_N: rows and keys of a tile. BLOCK_D, BLOCK_DV:
+    dimensions of K and V read at once, all unless HEAD_DIM is above BLOCK_D (see `wide`). SINKS: tokens kept in sight. PAIRS:
+    pairs of dimensions by which the queries that score them are re-rotated in the kernel, 0 where they are not.
     """
 
     GROUP: int
     HEAD_DIM: int
+    VALUE_DIM: int
     BLOCK_M: int
     BLOCK_N: int
     BLOCK_D: int
+    BLOCK_DV: int
     HAS_SPANS: bool
     IS_CAUSAL: bool
     HAS_SOFTCAP: bool

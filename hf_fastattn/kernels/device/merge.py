@@ -9,37 +9,37 @@ from .visibility import packed_rows
 
 @triton.jit
 def store_packed(
-    acc, m, l, Out, Lse, SinkLogits, row, kv_head, kv_heads, rows, offs_d, q_len,
+    acc, m, l, Out, Lse, SinkLogits, row, kv_head, kv_heads, rows, offs_v, q_len,
     C: tl.constexpr,
 ):  # fmt: skip
-    """Finish packed rows and write them: Out is (batch, q_len, num_heads, HEAD_DIM), Lse (batch, num_heads, q_len).
+    """Finish packed rows and write them: Out is (batch, q_len, num_heads, VALUE_DIM), Lse (batch, num_heads, q_len).
 
-    acc [X, Y] holds columns offs_d [X or 1, Y] of `rows` [X].
+    acc [X, Y] holds columns offs_v [X or 1, Y] of `rows` [X].
     """
     GROUP: tl.constexpr = C.GROUP
-    HEAD_DIM: tl.constexpr = C.HEAD_DIM
+    VALUE_DIM: tl.constexpr = C.VALUE_DIM
     q_index, group_head, row_mask = packed_rows(rows, q_len, GROUP)
     head = kv_head * GROUP + group_head
     out, lse = finalize(acc, m, l, SinkLogits + head, row_mask, C.HAS_SINK_LOGITS)
     out_rows = (row.to(tl.int64) * q_len + q_index) * (kv_heads * GROUP) + head
     tl.store(
-        Out + out_rows[:, None] * HEAD_DIM + offs_d,
+        Out + out_rows[:, None] * VALUE_DIM + offs_v,
         out.to(Out.dtype.element_ty),
-        mask=row_mask[:, None] & (offs_d < HEAD_DIM),
+        mask=row_mask[:, None] & (offs_v < VALUE_DIM),
     )
     if C.WRITE_LSE:
         tl.store(Lse + (row.to(tl.int64) * (kv_heads * GROUP) + head) * q_len + q_index, lse, mask=row_mask)
 
 
 @triton.jit
-def store_partial(acc, m, l, Workspace, stats_start, slot, rows, offs_d, num_rows, C: tl.constexpr):
-    """Write the partial of packed rows to slot `slot` of the workspace, fp32: first acc, (slots, WORKSPACE_M, BLOCK_D), and from
+def store_partial(acc, m, l, Workspace, stats_start, slot, rows, offs_v, num_rows, C: tl.constexpr):
+    """Write the partial of packed rows to slot `slot` of the workspace, fp32: first acc, (slots, WORKSPACE_M, BLOCK_DV), and from
     stats_start on m and l, (slots, 2, WORKSPACE_M)."""
     WORKSPACE_M: tl.constexpr = C.WORKSPACE_M
-    BLOCK_D: tl.constexpr = C.BLOCK_D
+    BLOCK_DV: tl.constexpr = C.BLOCK_DV
     row_mask = rows < num_rows
     Stats = Workspace + stats_start
-    acc_ptrs = Workspace + (slot.to(tl.int64) * WORKSPACE_M + rows)[:, None] * BLOCK_D + offs_d
+    acc_ptrs = Workspace + (slot.to(tl.int64) * WORKSPACE_M + rows)[:, None] * BLOCK_DV + offs_v
     tl.store(acc_ptrs, acc, mask=row_mask[:, None])
     tl.store(Stats + slot * 2 * WORKSPACE_M + rows, m, mask=row_mask)
     tl.store(Stats + (slot * 2 + 1) * WORKSPACE_M + rows, l, mask=row_mask)
@@ -54,17 +54,17 @@ def merge_rows(
 ):  # fmt: skip
     """Merge `count` partials of packed rows, always in the same order: slots first_slot, next_slot, next_slot + step, ...
 
-    CHUNK at a time: their loads do not wait on one another. Returns (rows [ROWS], columns [1, BLOCK_D], acc, m, l).
+    CHUNK at a time: their loads do not wait on one another. Returns (rows [ROWS], columns [1, BLOCK_DV], acc, m, l).
     """
     WORKSPACE_M: tl.constexpr = C.WORKSPACE_M
-    BLOCK_D: tl.constexpr = C.BLOCK_D
+    BLOCK_DV: tl.constexpr = C.BLOCK_DV
     Stats = Workspace + stats_start
     offs_c = tl.arange(0, CHUNK)
-    offs_d = tl.arange(0, BLOCK_D)
+    offs_v = tl.arange(0, BLOCK_DV)
     rows = first_row + tl.arange(0, ROWS)
     m = tl.full([ROWS], float("-inf"), tl.float32)
     l = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
     for start in tl.range(0, count, CHUNK):
         i = start + offs_c
         slots = tl.where(i == 0, first_slot, next_slot + (i - 1) * step)
@@ -73,7 +73,7 @@ def merge_rows(
         m_i = tl.load(stat_ptrs, mask=mask, other=float("-inf"))
         l_i = tl.load(stat_ptrs + WORKSPACE_M, mask=mask, other=0.0)
         acc_rows = (slots.to(tl.int64) * WORKSPACE_M)[:, None] + rows[None, :]
-        acc_i = tl.load(Workspace + acc_rows[:, :, None] * BLOCK_D + offs_d[None, None, :], mask=mask[:, :, None], other=0.0)
+        acc_i = tl.load(Workspace + acc_rows[:, :, None] * BLOCK_DV + offs_v[None, None, :], mask=mask[:, :, None], other=0.0)
         m_new = tl.maximum(m, tl.max(m_i, 0))
         m_safe = safe(m_new)
         alpha = tl.exp2(m - m_safe)
@@ -81,4 +81,4 @@ def merge_rows(
         l = l * alpha + tl.sum(l_i * beta, 0)
         acc = acc * alpha[:, None] + tl.sum(acc_i * beta[:, :, None], 0)
         m = m_new
-    return rows, offs_d[None, :], acc, m, l
+    return rows, offs_v[None, :], acc, m, l

@@ -3,23 +3,31 @@
 import triton
 import triton.language as tl
 
+from ..spans import WORDS
+
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
 
 
 @triton.jit
-def scores_of(
-    q, k, scales, HAS_SOFTCAP: tl.constexpr, IEEE: tl.constexpr, LN_2: tl.constexpr = LN_2
-):  # fmt: skip
+def scores_of(q, k, scales, HAS_SOFTCAP: tl.constexpr, IEEE: tl.constexpr):
     """Scores in base 2 of a block of rows against a tile of keys; with a softcap c: c * tanh(s / c).
 
     With a softcap, `scale_log2` is 2 * log2(e) * scale / c and `cap_log2` is c * log2(e): tanh(x) = 1 - 2 / (1 + e^2x).
     """
-    scale_log2, cap_log2 = scales
     if IEEE:
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
     else:
         s = tl.dot(q, tl.trans(k))
+    return scaled(s, scales, HAS_SOFTCAP, IEEE)
+
+
+@triton.jit
+def scaled(
+    s, scales, HAS_SOFTCAP: tl.constexpr, IEEE: tl.constexpr, LN_2: tl.constexpr = LN_2
+):  # fmt: skip
+    """Products of queries and keys as `scores_of` returns them."""
+    scale_log2, cap_log2 = scales
     s = s * scale_log2
     if HAS_SOFTCAP:
         capped = cap_log2 - 2.0 * cap_log2 / (1.0 + tl.exp2(s))
@@ -55,6 +63,21 @@ def softmax_step(s, v, acc, m, l, MASKED: tl.constexpr, IEEE: tl.constexpr):
     else:
         acc = tl.dot(p.to(v.dtype), v, acc)
     return acc, m_new, l
+
+
+@triton.jit
+def masked_step(
+    s, v, offs_slot, span_ptr, words_stop, row_lo, row_hi, acc, m, l,
+    C: tl.constexpr,
+    WORDS: tl.constexpr = WORDS,
+):  # fmt: skip
+    """(acc, m, l) after scores s and values v of the slots `offs_slot`, of which each row sees those within [row_lo, row_hi)."""
+    visible = (offs_slot[None, :] >= row_lo[:, None]) & (offs_slot[None, :] < row_hi[:, None])
+    if C.HAS_SPANS:
+        words = tl.load(span_ptr + WORDS + (offs_slot >> 5), mask=offs_slot < words_stop, other=-1)
+        visible = visible & (((words >> (offs_slot & 31)) & 1) != 0)[None, :]
+    s = tl.where(visible, s, float("-inf"))
+    return softmax_step(s, v, acc, m, l, True, C.IEEE)
 
 
 @triton.jit

@@ -39,8 +39,13 @@ def block_d(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
+def part_d(head_dim: int) -> int:
+    """Dimensions of K that a tile reads at once: all, rounded up, or a part of wide heads (see `device.wide`)."""
+    return block_d(head_dim) if head_dim <= 256 else 64
+
+
 def prefill(device: torch.device, dtype: torch.dtype, head_dim: int, q_len: int) -> Config:
-    """The prefill kernel's launch; q_len only picks a smaller query block for short inputs."""
+    """The prefill kernel's launch. head_dim: the wider of K's and V's. q_len only picks a smaller query block for few."""
     return prefill_config(gpu.arch(device), dtype.itemsize, block_d(head_dim), min(128, max(16, 1 << (q_len - 1).bit_length())))
 
 
@@ -49,6 +54,8 @@ def prefill_config(arch: int, itemsize: int, block_d: int, rows: int) -> Config:
     """The prefill kernel's row of the table; `rows` is q_len rounded up to a power of two, from 16 to 128."""
     if arch == 0:
         return Config(min(rows, 32), 32, 4, 1)
+    if block_d > 256:  # the output takes most registers
+        return Config(16, 16, 4, 2) if itemsize == 4 else Config(min(rows, 32), 32, 4, 2)
     if itemsize == 4:  # IEEE dots run on CUDA cores, and registers decide
         return Config(min(rows, 32), 32, 4, 2 if block_d <= 128 else 1)
     if rows <= 32:  # short inputs: one small query block, memory decides
@@ -66,7 +73,8 @@ def prefill_config(arch: int, itemsize: int, block_d: int, rows: int) -> Config:
 def decode(device: torch.device, dtype: torch.dtype, head_dim: int, rows: int, heads: int | None) -> Config:
     """The decode kernels' launch for `rows` packed query rows in each KV head.
 
-    heads: KV heads of all batch rows together, where each program stays within one of them; None where it may not.
+    head_dim: the wider of K's and V's. heads: KV heads of all batch rows together, where each program stays within one of them;
+    None where it may not.
     """
     sms, crowd = gpu.num_sms(device), None
     if heads is not None and heads <= sms:
@@ -85,6 +93,8 @@ def decode_config(arch: int, itemsize: int, block_d: int, rows: int, crowd: str 
     """
     if arch == 0:
         return Config(rows, 16, 4, 1, programs_per_sm=2)
+    if block_d > 256:
+        return Config(rows, 16 if itemsize == 4 else 32, 4 if rows <= 32 else 8, 2, programs_per_sm=2 if rows <= 32 else 1)
     if itemsize == 4:
         return Config(rows, 32 if block_d <= 128 else 16, 4, 2, programs_per_sm=2)
     if rows == 64 and block_d == 128:  # larger tiles or fewer warps spill in the loop over tiles, and so below
@@ -113,6 +123,11 @@ def merge(row_size: int, partials: int) -> tuple[int, int]:
     # 64 registers of each thread hold them.
     warps = next((w for w in (1, 2, 4) if 2048 * w >= partials * row_size), 8)
     return max(1, 2048 * warps // row_size), warps
+
+
+def merge_rows(rows: int, block_d: int) -> int:
+    """Rows that one program of a merge takes, of `rows` and by the registers they need."""
+    return min(rows, 16384 // block_d)
 
 
 def programs_each(device: torch.device, config: Config, heads: int) -> int:

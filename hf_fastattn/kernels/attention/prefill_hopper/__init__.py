@@ -74,6 +74,8 @@ def why_not(q: torch.Tensor, kv: KV, sinks: int = 0) -> str | None:
         return f"The Hopper prefill kernel takes float16 and bfloat16, not {q.dtype}."
     if q.shape[3] not in HEAD_DIMS:
         return f"The Hopper prefill kernel takes head_dim {', '.join(map(str, HEAD_DIMS))}, not {q.shape[3]}."
+    if kv.v.shape[3] != q.shape[3]:
+        return f"The Hopper prefill kernel takes values as wide as keys, not {kv.v.shape[3]} for {q.shape[3]}."
     if q.shape[2] < MIN_Q_LEN:
         return f"The Hopper prefill kernel is for {MIN_Q_LEN} queries or more, not {q.shape[2]}."
     if kv.form.load_k is not None or kv.form.load_v is not None:

@@ -1,0 +1,99 @@
+"""The loop over tiles for heads so wide that a tile of K has no room in one piece: scores are summed over parts of head_dim.
+
+Queries are read again for every tile, K in parts of BLOCK_D dimensions, and every tile is masked: for being right.
+"""
+
+import triton
+import triton.language as tl
+
+from ..spans import DROPPED
+from .online import masked_step, scaled
+from .turn import partners, turn_back
+
+SINK_BLOCK = 16  # slots in a tile of sinks, the fewest a product takes
+
+
+@triton.jit
+def _scores(
+    Q, q_rows, k_base, stride_kn, first, offs_n, slot_mask, place, extra, scales, inv_freq_ptr, places, last_place,
+    TURNED: tl.constexpr,
+    C: tl.constexpr,
+    LOAD_K: tl.constexpr,
+):  # fmt: skip
+    """Scores of a block of rows against the slots first + offs_n. TURNED: of the rows as `turn_back` turns them."""
+    s = tl.zeros([C.BLOCK_M, offs_n.shape[0]], tl.float32)
+    for start in tl.range(0, C.HEAD_DIM, C.BLOCK_D):
+        offs_d = start + tl.arange(0, C.BLOCK_D)
+        d_mask = offs_d[None, :] < C.HEAD_DIM
+        q = tl.load(Q + q_rows[:, None] + offs_d[None, :], mask=d_mask, other=0.0)
+        if TURNED:
+            partner, pair, is_first = partners(offs_d, C.PAIRS, C.INTERLEAVED)
+            turns = offs_d < 2 * C.PAIRS
+            inv_freq = tl.load(inv_freq_ptr + pair, mask=turns, other=0.0)
+            y = tl.load(Q + q_rows[:, None] + partner[None, :], mask=turns[None, :], other=0.0)
+            q = turn_back(q, y, places[:, None], inv_freq[None, :], is_first[None, :], last_place).to(q.dtype)
+        k = LOAD_K(k_base, stride_kn, first, offs_n, offs_d, slot_mask & d_mask, place, extra)
+        if C.IEEE:
+            s = tl.dot(q, tl.trans(k), s, input_precision="ieee")
+        else:
+            s = tl.dot(q, tl.trans(k), s)
+    return scaled(s, scales, C.HAS_SOFTCAP, C.IEEE)
+
+
+@triton.jit
+def attend_wide(
+    queries, kv, span_ptr, sight, tiles, scales, sinks,
+    C: tl.constexpr,
+    LOAD_K: tl.constexpr,
+    LOAD_V: tl.constexpr,
+    SINK_BLOCK: tl.constexpr = SINK_BLOCK,
+    DROPPED: tl.constexpr = DROPPED,
+):  # fmt: skip
+    """As `attend.attend`."""
+    Q, q_rows = queries
+    k_base, v_base, stride_kn, stride_vn, place, extra = kv
+    row_lo, row_hi, lo, hi, _, _, holes = sight
+    tile_start, tile_stop = tiles
+    SinkQuery, sink_lo, sink_hi, takes_sinks, places, last_place = sinks
+    BLOCK_N: tl.constexpr = C.BLOCK_N
+    offs_n = tl.arange(0, BLOCK_N)
+    offs_v = tl.arange(0, C.BLOCK_DV)
+    v_mask = offs_v[None, :] < C.VALUE_DIM
+    m = tl.full([C.BLOCK_M], float("-inf"), tl.float32)
+    l = tl.zeros([C.BLOCK_M], tl.float32)
+    acc = tl.zeros([C.BLOCK_M, C.BLOCK_DV], tl.float32)
+
+    words_stop = tl.where(holes, hi, lo)  # a row without holes reads no words
+    for tile in tl.range(tile_start, tile_stop):
+        first = lo + tile * BLOCK_N
+        slot_mask = (first + offs_n < hi)[:, None]
+        s = _scores(
+            Q, q_rows, k_base, stride_kn, first, offs_n, slot_mask, place, extra, scales, Q, 0, 0, False, C, LOAD_K
+        )  # fmt: skip
+        v = LOAD_V(v_base, stride_vn, first, offs_n, offs_v, slot_mask & v_mask, place, extra)
+        acc, m, l = masked_step(s, v, first + offs_n, span_ptr, words_stop, row_lo, row_hi, acc, m, l, C)
+
+    if C.SINKS:
+        offs_s = tl.arange(0, SINK_BLOCK)
+        sinks_stop = tl.where(takes_sinks, tl.max(sink_hi, 0), sink_lo)
+        words_stop = tl.where(holes, sinks_stop, sink_lo)
+        everything = tl.zeros_like(sink_hi)
+        if C.PAIRS:  # noqa: SIM102 (both are known when compiling)
+            if C.HAS_SPANS:
+                places += tl.load(span_ptr + DROPPED)
+        for i in tl.range(0, tl.cdiv(sinks_stop - sink_lo, SINK_BLOCK)):
+            first = sink_lo + i * SINK_BLOCK
+            slot_mask = (first + offs_s < sinks_stop)[:, None]
+            if C.PAIRS:
+                s = _scores(
+                    Q, q_rows, k_base, stride_kn, first, offs_s, slot_mask, place, extra, scales, SinkQuery, places, last_place,
+                    True, C, LOAD_K,
+                )  # fmt: skip
+            else:
+                s = _scores(
+                    SinkQuery, q_rows, k_base, stride_kn, first, offs_s, slot_mask, place, extra, scales, Q, 0, 0,
+                    False, C, LOAD_K,
+                )  # fmt: skip
+            v = LOAD_V(v_base, stride_vn, first, offs_s, offs_v, slot_mask & v_mask, place, extra)
+            acc, m, l = masked_step(s, v, first + offs_s, span_ptr, words_stop, everything, sink_hi, acc, m, l, C)
+    return acc, m, l
