@@ -196,7 +196,7 @@ def attention_forward(
         if steps.shown(key, value).form is PLAIN:
             key, value = _autocast(device_type, key, value)
         (query,) = _autocast(device_type, query)
-        with torch.autocast(device_type, enabled=False):  # the kernels' twins multiply in fp32
+        with torch.autocast(device_type, enabled=False):  # the reference multiplies in fp32
             out = run(name, query, key, value, mask, scaling, causal, window, softcap, s_aux, sinks, inv_freq, interleaved)
     else:
         out = run(name, query, key, value, mask, scaling, causal, window, softcap, s_aux, sinks, inv_freq, interleaved)
@@ -410,6 +410,6 @@ _attention_op = torch.library.custom_op("hf_fastattn::attention", _attention, mu
 
 
 @_attention_op.register_fake
-def _(name: str, q: torch.Tensor, *others: object) -> torch.Tensor:
-    batch, num_heads, q_len, head_dim = q.shape
-    return q.new_empty(batch, q_len, num_heads, head_dim).transpose(1, 2)
+def _(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: object) -> torch.Tensor:
+    batch, num_heads, q_len, _ = q.shape
+    return q.new_empty(batch, q_len, num_heads, v.shape[3]).transpose(1, 2)

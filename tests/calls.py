@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
-from types import SimpleNamespace
 
 from hf_fastattn import step as steps
 from hf_fastattn.kernels import reference
@@ -24,10 +23,14 @@ def as_kernel(function):
     return kernel
 
 
+class _Storage:
+    pass
+
+
 @contextmanager
 def captured() -> Iterator[None]:
     """Inside, a decode graph is said to capture what runs."""
-    storage = SimpleNamespace()
+    storage = _Storage()
     step = steps.begin(storage, steps.CAPTURED)
     try:
         yield

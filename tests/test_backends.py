@@ -434,6 +434,27 @@ def test_bert(padded, device):
     assert (causal[0] - model(inputs["input_ids"]).last_hidden_state[0, :50]).abs().max() > 0.01, "BERT must see to its right"
 
 
+DEEPSEEK = {
+    "q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 24,
+    "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+    "moe_intermediate_size": 32, "first_k_dense_replace": 9,
+}  # fmt: skip
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("padding", models.PADDINGS)
+def test_values_narrower_than_keys(padding, device):
+    model, inputs = models.tiny("deepseek_v3", device=device, **DEEPSEEK), models.prompts(padding, device)
+    expected, logits = generate(model, inputs), model(**inputs).logits
+    model.set_attn_implementation("lean")
+    with hf_fastattn.count_calls() as calls:
+        assert torch.equal(generate(model, inputs), expected)
+    assert calls["lean.prefill"] == 2 and calls["lean.decode"] and not calls["lean.dense"]
+    live = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
+    compiled = torch.compile(model.forward, fullgraph=True, backend="aot_eager")(**inputs).logits
+    torch.testing.assert_close(compiled[live], logits[live], atol=1e-4, rtol=1e-4)
+
+
 BART = {
     "d_model": 64,
     "encoder_layers": 2,
