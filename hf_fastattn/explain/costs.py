@@ -70,7 +70,7 @@ class Facts:
 
     def kv_bytes(self, length: int) -> int:
         """Bytes of K and V that one row keeps."""
-        return 2 * sum(shape.num_kv_heads * shape.head_dim * n for shape, n in self._seen(length)) * self.dtype.itemsize
+        return sum(shape.num_kv_heads * (shape.head_dim + shape.value_dim) * n for shape, n in self._seen(length)) * self.dtype.itemsize
 
     def read_bytes(self, batch: int) -> float:
         """Bytes of weights one step reads: of the experts, those that so many rows choose if each chooses evenly."""
@@ -81,7 +81,7 @@ class Facts:
         """Operations for one new token: two a weight, and two products with every key and value seen."""
         chosen, count = self.experts
         weights = (self.dense_bytes + self.expert_bytes * chosen / count) / self.dtype.itemsize
-        return 2 * weights + 4 * sum(shape.num_heads * shape.head_dim * n for shape, n in self._seen(length))
+        return 2 * weights + 2 * sum(shape.num_heads * (shape.head_dim + shape.value_dim) * n for shape, n in self._seen(length))
 
 
 @dataclass(frozen=True)

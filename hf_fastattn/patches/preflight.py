@@ -75,15 +75,11 @@ def check_model(model: hf.PreTrainedModel, backend: registry.Backend) -> None:
 def _why_no_kernel(model: hf.PreTrainedModel, backend: registry.Backend) -> str | None:
     """Why the backend cannot serve one of the model's layers, in a sentence."""
     for shape in dict.fromkeys(hf.layer_shapes(model.config)):
-        if shape.head_dim != shape.value_dim:
-            return (
-                f"keys have head_dim {shape.head_dim} and values {shape.value_dim}, and these kernels take one for both; "
-                "load this model without attn_implementation, and do not patch it."
-            )
         reason = backend.why_not(
             num_heads=shape.num_heads,
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
+            value_dim=shape.value_dim,
             dtype=model.dtype,
             device=model.device,
         )
