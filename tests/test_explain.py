@@ -148,6 +148,7 @@ def test_the_hopper_kernel_runs_on_hopper_and_elsewhere_is_refused_in_a_sentence
     pytest.importorskip("triton.experimental.gluon")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(gpu, "arch", lambda device: arch)
+    monkeypatch.setattr(gpu, "num_sms", lambda device: 132)
     found = explain("8b", device="cuda", gpu="h200")
     assert runs(found)["prefill"] == f"{kernel}: the Triton kernel" and runs(found)["decode step"] == "one CUDA graph"
     refused = {row["what"]: row["why"] for row in found.refused}

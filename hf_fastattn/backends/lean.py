@@ -1,4 +1,4 @@
-"""Backend "lean": LeanAttention: FlashAttention-2 prefill, stream-K over equal K/V shares in decode."""
+"""Backend "lean": LeanAttention: stream-K over equal K/V shares wherever queries alone do not fill the GPU."""
 
 from ..kernels import TritonKernel
 from ..registry import Backend, register
@@ -6,8 +6,8 @@ from ..registry import Backend, register
 backend = register(
     Backend(
         name="lean",
-        summary="LeanAttention: FlashAttention-2 prefill, stream-K over equal K/V shares in decode",
-        prefill=TritonKernel("prefill", hopper="prefill_hopper"),
+        summary="LeanAttention: equal shares of K/V wherever queries alone do not fill the GPU, else FlashAttention-2",
+        prefill=TritonKernel("prefill", hopper="prefill_hopper", stream_k="lean"),
         decode=TritonKernel("lean"),
     )
 )

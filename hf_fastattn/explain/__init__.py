@@ -5,7 +5,6 @@ Arithmetic over a configuration: no weights are needed, and no GPU.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch
 
 from .. import hf, registry
 from ..kernels import TritonKernel
-from ..kernels.spec import KV
+from ..kernels.spec import KV, Spec
 from ..machine import find_device
 from ..model_shapes import SHAPES
 from ..patches import graph
@@ -231,10 +230,9 @@ def _kernel(kernel: registry.Kernel, q: _Operand, k: _Operand, sinks: int) -> tu
         return f"{kernel.name}: {where}", None
     if not torch.cuda.is_available():
         return f"{kernel.hopper} where it can run, else {kernel.name}: {where}", None
-    hopper = importlib.import_module(f"hf_fastattn.kernels.attention.{kernel.hopper}")
     tensor = cast(torch.Tensor, k)
-    reason = hopper.why_not(q, KV(tensor, tensor), sinks)
-    return (f"{kernel.name}: {where}", (kernel.hopper, reason)) if reason else (f"{kernel.hopper}: {where}", None)
+    name, reason = kernel.choice(cast(torch.Tensor, q), KV(tensor, tensor), Spec(sinks=sinks))
+    return f"{name}: {where}", (kernel.hopper, reason) if reason else None
 
 
 def _why(chosen: registry.Backend, served: str, q_len: int, facts: Facts) -> str:

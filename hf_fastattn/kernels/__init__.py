@@ -38,13 +38,15 @@ class TritonKernel:
     """The launcher `hf_fastattn.kernels.attention.<name>.<name>`, imported when first needed; the reference for CPU tensors.
 
     `hopper` names a module of the same kind that runs instead on compute capability 9.0 wherever its `why_not` returns None.
-    `fixed`: arguments of the launcher that the reference does not take.
+    `stream_k` names one that cuts K and V into shares, and runs where blocks of queries leave much of the GPU idle
+    (`attention.schedule.pays`). `fixed`: arguments of the launcher that the reference does not take.
     Under TRITON_INTERPRET=1 CPU tensors run the Triton kernel in the interpreter, which is for tests.
     """
 
-    def __init__(self, name: str, hopper: str | None = None, **fixed: Any) -> None:
+    def __init__(self, name: str, hopper: str | None = None, stream_k: str | None = None, **fixed: Any) -> None:
         self.name = name
         self.hopper = hopper
+        self.stream_k = stream_k
         self.fixed = fixed
         self._launch: Callable[..., Result] | None = None
 
@@ -90,11 +92,26 @@ class TritonKernel:
         self._launch = partial(launcher, **self.fixed) if self.fixed else launcher
         return self._choose(self._launch, q, kv, spec)(q, kv, spec, spans, **options)
 
+    def choice(self, q: torch.Tensor, kv: KV, spec: Spec) -> tuple[str, str | None]:
+        """(the module whose kernel runs on a GPU for these inputs, why the Hopper kernel does not where it might)."""
+        name, speed, why_not = self.name, 1.0, None
+        if self.hopper is not None:
+            hopper = _module(self.hopper)
+            why_not = hopper.why_not(q, kv, spec.sinks)
+            if why_not is None:
+                name, speed = self.hopper, hopper.SPEED[q.shape[3]]
+        if self.stream_k is not None and _module("schedule").pays(q, kv, spec, speed):
+            name = self.stream_k
+        return name, why_not
+
     def _choose(self, portable: Callable[..., Result], q: torch.Tensor, kv: KV, spec: Spec) -> Callable[..., Result]:
-        if self.hopper is None or gpu.arch(q.device) != 90:
+        if self.stream_k is None and (self.hopper is None or gpu.arch(q.device) != 90):
             return portable
-        hopper = _module(self.hopper)
-        chosen: Callable[..., Result] = hopper.prefill if hopper.why_not(q, kv, spec.sinks) is None else portable
+        name, _ = self.choice(q, kv, spec)
+        if name == self.name:
+            return portable
+        module = _module(name)
+        chosen: Callable[..., Result] = module.prefill if name == self.hopper else getattr(module, name)
         return chosen
 
 

@@ -72,7 +72,7 @@ def _check_shapes(q, kv: KV) -> None:
 
 
 def check_widths(q, kv: KV) -> None:
-    """Refuse heads that are wider than kernels hold. The reference takes any; where it stands in for a kernel, this is asked too."""
+    """Refuse heads that are wider than kernels hold. The reference takes any, but not where it stands in for a kernel."""
     for what, width, most in (("head_dim", q.shape[3], MAX_HEAD_DIM), ("the values' head_dim", kv.v.shape[3], MAX_VALUE_DIM)):
         if width > most:
             raise ValueError(

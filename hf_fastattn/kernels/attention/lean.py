@@ -26,11 +26,11 @@ from ..host import gpu, launch, tables
 from ..host.overlap import early, let_next_begin, wait_for_inputs
 from ..spec import KV, Form, Spec
 from .plan import Call, Plan
-from .schedule import choose, deal, owner
+from .schedule import choose, deal, owner, queries_of
 from .split_kv import fixed_splits
 
 
-@triton.jit(do_not_specialize=["stride_sb", "batch", "kv_heads", "q_len", "kv_len", "window", "spread", "stats_start"])
+@triton.jit(do_not_specialize=["stride_sb", "batch", "blocks", "kv_heads", "q_len", "kv_len", "window", "spread", "stats_start"])
 def lean_kernel(
     Q,
     K,
@@ -55,6 +55,7 @@ def lean_kernel(
     stride_vn,
     stride_sb,
     batch,
+    blocks,
     kv_heads,
     q_len,
     kv_len,
@@ -65,6 +66,7 @@ def lean_kernel(
     cap_log2,
     BLOCK_B: tl.constexpr,
     MIN_TILES: tl.constexpr,
+    MANY: tl.constexpr,
     C: tl.constexpr,
     LOAD_K: tl.constexpr,
     LOAD_V: tl.constexpr,
@@ -73,8 +75,8 @@ def lean_kernel(
     """Writes the rows that one program has whole; of the others partials, two slots a program."""
     let_next_begin(EARLY)  # this kernel itself is not launched early: two of its programs could share a multiprocessor
     pid = tl.program_id(0)
-    _, line_b, lines, line_tiles, crew, share, extra = deal(
-        Spans, stride_sb, batch, kv_heads, q_len, kv_len, window, tl.num_programs(0), spread, BLOCK_B, MIN_TILES, C
+    _tiles_b, line_b, lines, line_tiles, crew, share, extra = deal(
+        Spans, stride_sb, batch, blocks, kv_heads, q_len, kv_len, window, tl.num_programs(0), spread, BLOCK_B, MIN_TILES, C
     )
     if pid >= crew * lines:
         return
@@ -85,22 +87,28 @@ def lean_kernel(
 
     GROUP: tl.constexpr = C.GROUP
     BLOCK_N: tl.constexpr = C.BLOCK_N
-    rows = tl.arange(0, C.BLOCK_M)
-    q_index, group_head, _ = packed_rows(rows, q_len, GROUP)
+    BLOCK_M: tl.constexpr = C.BLOCK_M
     offs_v = tl.arange(0, C.BLOCK_DV)[None, :]
 
     while t < t_stop:
-        # Which row, which KV head, which of its tiles.
-        if C.HAS_SPANS:
+        # Which item, which KV head, which of its tiles.
+        if BLOCK_B > 1:
             offs_b = tl.arange(0, BLOCK_B)
             b = tl.sum((tl.cumsum(line_b, 0) <= t).to(tl.int32), 0)
             before = tl.sum(tl.where(offs_b < b, line_b, 0), 0)
         else:
             b = t // line_b
             before = b * line_b
-        row = b.to(tl.int64)
+        block = b % blocks if MANY else 0
+        row = (b // blocks if MANY else b).to(tl.int64)
+        local = tl.arange(0, BLOCK_M)
+        rows = block * BLOCK_M + local
+        q_index, group_head, _exists = packed_rows(rows, q_len, GROUP)
         span_ptr = Spans + row * stride_sb
-        sight, sink_sight = look(span_ptr, q_index, 0, q_len - 1, q_len, kv_len, window, C)
+        first, last = 0, q_len - 1
+        if MANY:
+            first, last = queries_of(block, q_len, C)
+        sight, sink_sight = look(span_ptr, q_index, first, last, q_len, kv_len, window, C)
         sink_lo, sink_hi, place = sink_sight
         places = place + (tl.zeros([1], tl.int32) if C.ONE_QUERY else q_index)
         row_tiles = tl.maximum((sight[3] - sight[2] + BLOCK_N - 1) // BLOCK_N, 1)
@@ -121,13 +129,24 @@ def lean_kernel(
         else:
             # A program shares at most two: the one that an earlier program began, and the one that it leaves to later ones.
             slot = 2 * pid + tl.where(tile_start == 0, 1, 0)
-            store_partial(acc, m, l, Workspace, stats_start, slot, rows, offs_v, q_len * GROUP, C)
+            store_partial(acc, m, l, Workspace, stats_start, slot, local, offs_v, q_len * GROUP - block * BLOCK_M, C)
         t += tile_stop - tile_start
 
 
 @triton.jit(
-    do_not_specialize=["stride_sb", "batch", "kv_heads", "q_len", "kv_len", "window", "spread", "stats_start", "programs"]
-)
+    do_not_specialize=[
+        "stride_sb",
+        "batch",
+        "blocks",
+        "kv_heads",
+        "q_len",
+        "kv_len",
+        "window",
+        "spread",
+        "stats_start",
+        "programs",
+    ]
+)  # fmt: skip
 def lean_merge_kernel(
     Out,
     Lse,
@@ -136,6 +155,7 @@ def lean_merge_kernel(
     SinkLogits,
     stride_sb,
     batch,
+    blocks,
     kv_heads,
     q_len,
     kv_len,
@@ -145,18 +165,22 @@ def lean_merge_kernel(
     programs,
     BLOCK_B: tl.constexpr,
     MIN_TILES: tl.constexpr,
+    MANY: tl.constexpr,
     C: tl.constexpr,
     ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """A program for each ROWS packed rows: merges their partials, in order, where several programs have a part of them."""
-    first_row, kv_head, b = tl.program_id(0) * ROWS, tl.program_id(1), tl.program_id(2)
+    first_row, kv_head, row = tl.program_id(0) * ROWS, tl.program_id(1), tl.program_id(2)
+    BLOCK_M: tl.constexpr = C.BLOCK_M
+    block = first_row // BLOCK_M if MANY else 0
+    b = row * blocks + block
     # The spans may be read ahead of the wait: they are older than lean_kernel, which did not begin early.
     tiles_b, line_b, _, line_tiles, crew, share, extra = deal(
-        Spans, stride_sb, batch, kv_heads, q_len, kv_len, window, programs, spread, BLOCK_B, MIN_TILES, C
+        Spans, stride_sb, batch, blocks, kv_heads, q_len, kv_len, window, programs, spread, BLOCK_B, MIN_TILES, C
     )
-    if C.HAS_SPANS:
+    if BLOCK_B > 1:
         offs_b = tl.arange(0, BLOCK_B)
         row_tiles = tl.sum(tl.where(offs_b == b, tiles_b, 0), 0)
         before = tl.sum(tl.where(offs_b < b, line_b, 0), 0)
@@ -173,9 +197,11 @@ def lean_merge_kernel(
     if first == last:
         return
     rows, offs_v, acc, m, l = merge_rows(
-        Workspace, stats_start, 2 * first + 1, 2 * (first + 1), 2, last - first + 1, first_row, q_len * C.GROUP, ROWS, CHUNK, C
-    )
-    store_packed(acc, m, l, Out, Lse, SinkLogits, b, kv_head, kv_heads, rows, offs_v, q_len, C)
+        Workspace, stats_start, 2 * first + 1, 2 * (first + 1), 2, last - first + 1,
+        first_row - block * BLOCK_M, q_len * C.GROUP - block * BLOCK_M, ROWS, CHUNK, C,
+    )  # fmt: skip
+    rows += block * BLOCK_M
+    store_packed(acc, m, l, Out, Lse, SinkLogits, row, kv_head, kv_heads, rows, offs_v, q_len, C)
 
 
 def lean(
@@ -188,39 +214,47 @@ def lean(
     inv_freq: torch.Tensor | None = None,
     return_lse: bool = False,
 ):
-    """Exact attention of few query rows in one launch or two; arguments, result and errors as in `kernels.reference.attention`.
-
-    q_len * num_heads / num_kv_heads must be at most `tables.MAX_DECODE_ROWS`.
-    """
+    """Exact attention in one launch or two; arguments, result and errors as in `kernels.reference.attention`."""
     plan = _prepare((q, *kv.tensors, spans, sink_logits, inv_freq), kv.form, spec, return_lse)
     return plan.run(q, kv, spec, spans, sink_logits, inv_freq, return_lse)
 
 
 @launch.remember
 def _prepare(tensors, form: Form, spec: Spec, return_lse: bool) -> Plan:
-    call = Call.of(tensors, form, spec, return_lse, decode=True)
+    call = Call.of(tensors, form, spec, return_lse)
     device, spans, kv_len = call.q.device, call.spans, call.kv_len
-    heads = call.batch * call.num_kv_heads
     alike = spans is None or call.batch == 1 or spans.stride(0) == 0
     in_sight = kv_len if spec.window is None else min(kv_len, spec.window + call.q_len - 1)
-    config, own = choose(device, call.q.dtype, call.width, call.rows, heads, in_sight, alike)
-    if own:
-        return fixed_splits(call, config, None)
+    blocks = 1
+    if call.rows <= tables.MAX_DECODE_ROWS:
+        config, own = choose(device, call.q.dtype, call.width, call.rows, call.batch * call.num_kv_heads, in_sight, alike)
+        if own:
+            return fixed_splits(call, config, None)
+    else:
+        config = tables.many_rows(device, call.q.dtype, call.width, call.rows)
+        blocks = triton.cdiv(call.rows, config.BLOCK_M)
+    items = call.batch * blocks
+    heads = items * call.num_kv_heads
     sms = gpu.num_sms(device)
     most = sms * config.programs_per_sm
     programs = min(most, heads * triton.cdiv(kv_len, config.BLOCK_N))
-    # Many heads have few partials each, and all their rows make one merge.
-    rows_each = tables.merge_rows(call.workspace_m, call.block_dv) if heads > programs else 1
+    workspace_m = call.workspace_m if blocks == 1 else config.BLOCK_M
+    if blocks > 1:  # merges enough to fill the GPU a few times
+        rows_each = min(16, 1 << (call.rows * call.batch * call.num_kv_heads // (8 * sms)).bit_length())
+    else:  # many heads have few partials each, and all their rows make one merge
+        rows_each = tables.merge_rows(workspace_m, call.block_dv) if heads > programs else 1
     chunk, merge_warps = tables.merge(rows_each * call.block_dv, most // heads + 2)
     overlap, arguments = early(device), call.arguments()
     schedule = {
         **{name: arguments[name] for name in ("stride_sb", "q_len", "kv_len", "window")},
         "batch": call.batch,
+        "blocks": blocks,
         "kv_heads": call.num_kv_heads,
         "spread": sms,
-        "stats_start": 2 * programs * call.workspace_m * call.block_dv,
-        "BLOCK_B": 1 if spans is None else triton.next_power_of_2(call.batch),
+        "stats_start": 2 * programs * workspace_m * call.block_dv,
+        "BLOCK_B": 1 if alike and blocks == 1 else triton.next_power_of_2(items),
         "MIN_TILES": config.MIN_TILES,
+        "MANY": blocks > 1,
         "C": call.constants(config, packed=True),
         "EARLY": overlap["EARLY"],
     }
@@ -236,4 +270,4 @@ def _prepare(tensors, form: Form, spec: Spec, return_lse: bool) -> Plan:
     launches = launch.Launch(
         lean_kernel, (programs,), merge, **arguments | schedule, num_warps=config.num_warps, num_stages=config.num_stages
     )
-    return Plan(launches, 2 * programs * call.workspace_m * (call.block_dv + 2))
+    return Plan(launches, 2 * programs * workspace_m * (call.block_dv + 2))

@@ -107,9 +107,9 @@ class Call:
             SINKS=self.spec.sinks,
             PAIRS=pairs,
             INTERLEAVED=pairs > 0 and self.spec.interleaved,
-            WORKSPACE_M=self.workspace_m if packed else 0,
+            WORKSPACE_M=min(self.workspace_m, config.BLOCK_M) if packed else 0,
             ONE_QUERY=pairs > 0 and self.q_len == 1,
-            FEW_ROWS=packed,
+            FEW_ROWS=packed and self.rows <= config.BLOCK_M,
         )
 
     def arguments(self) -> dict[str, Any]:

@@ -8,20 +8,25 @@ import triton.language as tl
 
 from ..device.visibility import block_bounds, load_spans
 from ..host import gpu, tables
+from ..spec import KV, Spec
 
 # Tiles of a share up to which it is better kept within one head, at the price of up to three tenths of the programs: starting
 # another head costs about one or two tiles.
 SHORT = 90
+# Blocks of queries, of all rows of a batch, up to which the kernels find their shares by themselves.
+MAX_ITEMS = 512
+# Rows of a block where K and V are not cut, and what a merge costs, in products of a row and a key that an SM does meanwhile.
+ROWS, MERGE = 128, 120_000
 
 
 @triton.jit
-def _row_tiles(
-    span_ptrs, q_len, kv_len, window,
+def _tiles(
+    span_ptrs, first, last, q_len, kv_len, window,
     C: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of one KV head of a row, or of each row of a block. An empty row has one, for its sinks or its zeros."""
+    """Tiles that the queries first..last of one row see in a KV head, or of each row of a block; at least one, for sinks."""
     q_start, kv_start, kv_stop, window, causal, _ = load_spans(span_ptrs, q_len, kv_len, window, C.HAS_SPANS, C.IS_CAUSAL)
-    lo, hi, _, _ = block_bounds(q_start, q_start + q_len - 1, kv_start + C.SINKS, kv_stop, window, causal)
+    lo, hi, _, _ = block_bounds(q_start + first, q_start + last, kv_start + C.SINKS, kv_stop, window, causal)
     return tl.maximum((hi - lo + C.BLOCK_N - 1) // C.BLOCK_N, 1)
 
 
@@ -33,8 +38,16 @@ def owner(t, share, extra):
 
 
 @triton.jit
+def queries_of(block, q_len, C: tl.constexpr):
+    """(first, last) query of a block of BLOCK_M packed rows."""
+    BLOCK_M: tl.constexpr = C.BLOCK_M
+    GROUP: tl.constexpr = C.GROUP
+    return block * BLOCK_M // GROUP, tl.minimum((block * BLOCK_M + BLOCK_M - 1) // GROUP, q_len - 1)
+
+
+@triton.jit
 def deal(
-    Spans, stride_sb, batch, kv_heads, q_len, kv_len, window, programs, spread,
+    Spans, stride_sb, batch, blocks, kv_heads, q_len, kv_len, window, programs, spread,
     BLOCK_B: tl.constexpr,
     MIN_TILES: tl.constexpr,
     C: tl.constexpr,
@@ -42,28 +55,31 @@ def deal(
 ):  # fmt: skip
     """Who has which tiles: (tiles_b, line_b, lines, line_tiles, crew, share, extra).
 
-    tiles_b, line_b [BLOCK_B]: tiles of one KV head and of all KV heads of each row; without spans rows are alike and these are
-    numbers. There are `lines` lines of `line_tiles` tiles, each dealt to a crew of `crew` programs: `share` tiles to every member
-    and one more to each of the first `extra`.
+    tiles_b, line_b [BLOCK_B]: tiles of one KV head and of all KV heads of each item, a block of queries of a row; numbers where
+    BLOCK_B is 1, as items are alike. There are `lines` lines of `line_tiles` tiles, each dealt to a crew of `crew` programs:
+    `share` tiles to every member and one more to each of the first `extra`.
     """
-    if C.HAS_SPANS:
+    items = batch * blocks
+    if BLOCK_B > 1:
         offs_b = tl.arange(0, BLOCK_B)
-        span_ptrs = Spans + tl.minimum(offs_b, batch - 1).to(tl.int64) * stride_sb
-        tiles_b = _row_tiles(span_ptrs, q_len, kv_len, window, C)
-        line_b = tl.where(offs_b < batch, tiles_b * kv_heads, 0)
+        item = tl.minimum(offs_b, items - 1)
+        row = item // blocks
+        first, last = queries_of(item - row * blocks, q_len, C)
+        tiles_b = _tiles(Spans + row.to(tl.int64) * stride_sb, first, last, q_len, kv_len, window, C)
+        line_b = tl.where(offs_b < items, tiles_b * kv_heads, 0)
         total = tl.sum(line_b, 0)
-        alike = tl.max(line_b, 0) * batch == total
+        alike = tl.max(line_b, 0) * items == total
     else:
-        tiles_b = _row_tiles(Spans, q_len, kv_len, window, C)
+        tiles_b = _tiles(Spans, 0, q_len - 1, q_len, kv_len, window, C)
         line_b = tiles_b * kv_heads
-        total = line_b * batch
+        total = line_b * items
         alike = tl.full([], True, tl.int1)
 
     # Fewer programs than there are when there is little work, so that a share is worth its merge.
     programs = tl.minimum(programs, tl.maximum(total // MIN_TILES, tl.minimum(total, spread)))
     # Where rows are alike each head may have a line and a crew of its own, so that no share goes on to a second head. That is
     # worth it where few programs are left over for it, or not many and shares are SHORT.
-    heads = batch * kv_heads
+    heads = items * kv_heads
     in_crews = programs // heads * heads
     short = (in_crews * 10 >= programs * 7) & (total <= programs * SHORT)
     own = alike & (in_crews > 0) & ((in_crews * 16 >= programs * 15) | short)
@@ -91,6 +107,25 @@ def shares_within_heads(device: torch.device, config: tables.Config, heads: int,
     return of_heads > 0 and (
         16 * of_heads >= 15 * programs or (10 * of_heads >= 7 * programs and heads * tiles <= programs * SHORT)
     )
+
+
+def pays(q: torch.Tensor, kv: KV, spec: Spec, unsplit: float) -> bool:
+    """Whether cutting K and V into shares is estimated to be faster than a program for each block of queries of a head.
+
+    unsplit: how many products of a row and a key those programs compute in the time in which `lean`'s compute one. Never where
+    blocks of many rows take more registers than there are: above 128 dimensions, and with sinks.
+    """
+    batch, num_heads, q_len, head_dim = q.shape
+    kv_heads, kv_len, window = max(kv.k.shape[1], 1), kv.k.shape[2], spec.window
+    rows = q_len * num_heads // kv_heads
+    if gpu.arch(q.device) == 0 or q.dtype.itemsize > 2 or max(head_dim, kv.v.shape[3]) > 128 or spec.sinks or rows == 0:
+        return False
+    config, sms = tables.many_rows(q.device, q.dtype, head_dim, rows), gpu.num_sms(q.device)
+    blocks = batch * triton.cdiv(rows, config.BLOCK_M)
+    keys = kv_len if window is None else min(kv_len, window + q_len - 1)
+    shared = kv_heads * blocks * config.BLOCK_M * keys / sms + MERGE
+    waves = triton.cdiv(batch * num_heads * triton.cdiv(q_len, ROWS), sms)
+    return bool(blocks <= MAX_ITEMS and shared * unsplit < waves * ROWS * keys)
 
 
 def choose(

@@ -5,7 +5,7 @@ Fixed tables: nothing is tuned at run time, and no length is compiled for. At mo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -97,6 +97,8 @@ def decode_config(arch: int, itemsize: int, block_d: int, rows: int, crowd: str 
         return Config(rows, 16 if itemsize == 4 else 32, 4 if rows <= 32 else 8, 2, programs_per_sm=2 if rows <= 32 else 1)
     if itemsize == 4:
         return Config(rows, 32 if block_d <= 128 else 16, 4, 2, programs_per_sm=2)
+    if arch == 90 and block_d == 128 and rows in (32, 64):
+        return Config(rows, 64, 4, 3, programs_per_sm=2)
     if rows == 64 and block_d == 128:  # larger tiles or fewer warps spill in the loop over tiles, and so below
         return Config(rows, 64, 8, 3, MIN_TILES=2)
     if rows == 64 and block_d <= 64 and arch != 90:
@@ -116,6 +118,25 @@ def decode_config(arch: int, itemsize: int, block_d: int, rows: int, crowd: str 
     if arch == 90:
         return Config(rows, 64, 8, 3, MIN_TILES=2)
     return Config(rows, 32, 4, 3 if arch == 80 else 2, MIN_TILES=4)
+
+
+def many_rows(device: torch.device, dtype: torch.dtype, head_dim: int, rows: int) -> Config:
+    """`lean`'s launch for more packed rows in each KV head than a decode kernel takes in one block."""
+    # Blocks of 128 rows read K and V half as often; those of 64 leave fewer rows empty.
+    few = rows <= 256 or (rows < 640 and 0 < rows % 128 <= 64)
+    return many_rows_config(gpu.arch(device), dtype.itemsize, block_d(head_dim), 64 if few else 128)
+
+
+@cache
+def many_rows_config(arch: int, itemsize: int, block_d: int, rows: int) -> Config:
+    """Their row of the table; `rows`: of a block, 64 or 128."""
+    if arch == 0:
+        return Config(32, 32, 4, 1, programs_per_sm=2)
+    if arch == 90 and itemsize == 2 and block_d <= 64:
+        return Config(64, 128, 4, 3, programs_per_sm=2, MIN_TILES=2)
+    if arch == 90 and itemsize == 2 and block_d == 128:
+        return Config(rows, 64, 4, 3, programs_per_sm=2, MIN_TILES=2) if rows == 64 else Config(rows, 64, 8, 3, MIN_TILES=2)
+    return replace(prefill_config(arch, itemsize, block_d, 128), MIN_TILES=2)
 
 
 def merge(row_size: int, partials: int) -> tuple[int, int]:

@@ -1,0 +1,70 @@
+"""lean over any number of queries: when it is chosen, and that what it computes is attention."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_fastattn.kernels import HAS_TRITON, TritonKernel
+from hf_fastattn.kernels.host import gpu
+from hf_fastattn.kernels.spec import KV, Spec
+
+if not HAS_TRITON:
+    pytest.skip("needs Triton", allow_module_level=True)
+
+from hf_fastattn.kernels.attention import lean, prefill_hopper
+from hf_fastattn.kernels.attention.schedule import pays
+
+PREFILL = TritonKernel("prefill", hopper="prefill_hopper", stream_k="lean")
+
+
+def operands(q_len, kv_len, heads=32, kv_heads=8, head_dim=128, batch=1, dtype=torch.bfloat16):
+    q = torch.empty(1, dtype=dtype).expand(batch, heads, q_len, head_dim)
+    k = torch.empty(1, dtype=dtype).expand(batch, kv_heads, kv_len, head_dim)
+    return q, KV(k, k)
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    monkeypatch.setattr(gpu, "arch", lambda device: 90)
+    monkeypatch.setattr(gpu, "num_sms", lambda device: 132)
+    monkeypatch.setattr(prefill_hopper, "why_not", lambda q, kv, sinks=0: None if q.shape[2] >= 65 else "few")
+
+
+@pytest.mark.parametrize(
+    "shape, chosen",
+    [
+        ({"q_len": 17, "kv_len": 65536}, "lean"),
+        ({"q_len": 128, "kv_len": 65536}, "lean"),
+        ({"q_len": 256, "kv_len": 65536, "kv_heads": 32}, "lean"),
+        ({"q_len": 1, "kv_len": 8192, "heads": 71, "kv_heads": 1, "head_dim": 64}, "lean"),
+        ({"q_len": 512, "kv_len": 65536}, "prefill_hopper"),  # one block for almost each SM
+        ({"q_len": 1024, "kv_len": 8192}, "prefill_hopper"),
+        ({"q_len": 512, "kv_len": 512}, "prefill_hopper"),  # a prompt: too short for a merge
+        ({"q_len": 300, "kv_len": 300, "batch": 16}, "prefill_hopper"),
+        ({"q_len": 17, "kv_len": 65536, "batch": 64}, "lean"),  # packs the heads of a group
+        ({"q_len": 300, "kv_len": 2048, "batch": 16}, "prefill_hopper"),
+        ({"q_len": 17, "kv_len": 65536, "head_dim": 256}, "prefill"),
+        ({"q_len": 17, "kv_len": 65536, "dtype": torch.float32}, "prefill"),
+    ],
+    ids=str,
+)
+def test_the_kernel_that_is_estimated_fastest_runs(shape, chosen, hopper):
+    assert PREFILL.choice(*operands(**shape), Spec())[0] == chosen
+
+
+def test_a_window_counts_as_what_it_shows(hopper):
+    q, kv = operands(64, 65536)
+    assert pays(q, kv, Spec(), 1.0) and not pays(q, kv, Spec(window=64), 1.0) and not pays(q, kv, Spec(sinks=4), 1.0)
+
+
+def test_what_is_chosen_runs(monkeypatch, device):
+    """Whatever `choice` names is called, with the arguments of the call."""
+    if device.type != "cuda":
+        monkeypatch.setattr(TritonKernel, "where", lambda self, device: "the Triton kernel")
+    called = []
+    monkeypatch.setattr(TritonKernel, "choice", lambda self, q, kv, spec: ("lean", None))
+    monkeypatch.setattr(lean, "lean", lambda q, kv, spec, spans, **options: called.append((q, kv, spec, spans, options)))
+    q, kv = operands(17, 100, dtype=torch.float16)
+    TritonKernel("prefill", hopper="prefill_hopper", stream_k="lean")(q, kv, Spec(window=5), return_lse=True)
+    assert called == [(q, kv, Spec(window=5), None, {"return_lse": True})]
