@@ -70,7 +70,10 @@ class Facts:
 
     def kv_bytes(self, length: int) -> int:
         """Bytes of K and V that one row keeps."""
-        return sum(shape.num_kv_heads * (shape.head_dim + shape.value_dim) * n for shape, n in self._seen(length)) * self.dtype.itemsize
+        return (
+            sum(shape.num_kv_heads * (shape.head_dim + shape.value_dim) * n for shape, n in self._seen(length))
+            * self.dtype.itemsize
+        )
 
     def read_bytes(self, batch: int) -> float:
         """Bytes of weights one step reads: of the experts, those that so many rows choose if each chooses evenly."""
