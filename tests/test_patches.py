@@ -954,14 +954,3 @@ def test_a_model_whose_generate_is_that_of_a_part():
         hf_fastattn.patch(model)
     with hf_fastattn.patch(model.language_model, graph=False) as patch:
         assert patch.changes
-
-
-def test_values_narrower_than_keys(captured):
-    """Latent attention (DeepSeek): keys of 24 dimensions, values of 16."""
-    widths = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
-    model = tiny("deepseek_v2", "eager", **widths)
-    inputs = prompts("left_padding", "cpu")
-    expected = generate(model, inputs)
-    with hf_fastattn.patch(model) as patch:
-        assert torch.equal(generate(model, inputs), expected)
-        assert patch.captures == 1 and not patch.reasons

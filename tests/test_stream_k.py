@@ -58,10 +58,9 @@ def test_a_window_counts_as_what_it_shows(hopper):
     assert pays(q, kv, Spec(), 1.0) and not pays(q, kv, Spec(window=64), 1.0) and not pays(q, kv, Spec(sinks=4), 1.0)
 
 
-def test_what_is_chosen_runs(monkeypatch, device):
+def test_what_is_chosen_runs(monkeypatch):
     """Whatever `choice` names is called, with the arguments of the call."""
-    if device.type != "cuda":
-        monkeypatch.setattr(TritonKernel, "where", lambda self, device: "the Triton kernel")
+    monkeypatch.setattr(TritonKernel, "where", lambda self, device: "the Triton kernel")
     called = []
     monkeypatch.setattr(TritonKernel, "choice", lambda self, q, kv, spec: ("lean", None))
     monkeypatch.setattr(lean, "lean", lambda q, kv, spec, spans, **options: called.append((q, kv, spec, spans, options)))

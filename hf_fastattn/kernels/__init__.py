@@ -99,7 +99,8 @@ class TritonKernel:
             hopper = _module(self.hopper)
             why_not = hopper.why_not(q, kv, spec.sinks)
             if why_not is None:
-                name, speed = self.hopper, hopper.SPEED[q.shape[3]]
+                name = self.hopper
+                speed = hopper.SPEED[q.shape[3]] if self.stream_k is not None else 1.0
         if self.stream_k is not None and _module("schedule").pays(q, kv, spec, speed):
             name = self.stream_k
         return name, why_not

@@ -21,10 +21,13 @@ def _scores(
     LOAD_K: tl.constexpr,
 ):  # fmt: skip
     """Scores of a block of rows against the slots first + offs_n. TURNED: of the rows as `turn_back` turns them."""
-    s = tl.zeros([C.BLOCK_M, offs_n.shape[0]], tl.float32)
-    for start in tl.range(0, C.HEAD_DIM, C.BLOCK_D):
-        offs_d = start + tl.arange(0, C.BLOCK_D)
-        d_mask = offs_d[None, :] < C.HEAD_DIM
+    BLOCK_M: tl.constexpr = C.BLOCK_M
+    BLOCK_D: tl.constexpr = C.BLOCK_D
+    HEAD_DIM: tl.constexpr = C.HEAD_DIM
+    s = tl.zeros([BLOCK_M, offs_n.shape[0]], tl.float32)
+    for start in tl.range(0, HEAD_DIM, BLOCK_D):
+        offs_d = start + tl.arange(0, BLOCK_D)
+        d_mask = offs_d[None, :] < HEAD_DIM
         q = tl.load(Q + q_rows[:, None] + offs_d[None, :], mask=d_mask, other=0.0)
         if TURNED:
             partner, pair, is_first = partners(offs_d, C.PAIRS, C.INTERLEAVED)
@@ -55,13 +58,16 @@ def attend_wide(
     row_lo, row_hi, lo, hi, _, _, holes = sight
     tile_start, tile_stop = tiles
     SinkQuery, sink_lo, sink_hi, takes_sinks, places, last_place = sinks
+    BLOCK_M: tl.constexpr = C.BLOCK_M
     BLOCK_N: tl.constexpr = C.BLOCK_N
+    BLOCK_DV: tl.constexpr = C.BLOCK_DV
+    VALUE_DIM: tl.constexpr = C.VALUE_DIM
     offs_n = tl.arange(0, BLOCK_N)
-    offs_v = tl.arange(0, C.BLOCK_DV)
-    v_mask = offs_v[None, :] < C.VALUE_DIM
-    m = tl.full([C.BLOCK_M], float("-inf"), tl.float32)
-    l = tl.zeros([C.BLOCK_M], tl.float32)
-    acc = tl.zeros([C.BLOCK_M, C.BLOCK_DV], tl.float32)
+    offs_v = tl.arange(0, BLOCK_DV)
+    v_mask = offs_v[None, :] < VALUE_DIM
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
 
     words_stop = tl.where(holes, hi, lo)  # a row without holes reads no words
     for tile in tl.range(tile_start, tile_stop):
