@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from . import hf, masks, streaming
+from . import hf, masks, refuse, streaming
 from . import step as steps
 from .kernels import reference, spans
 from .kernels.spec import PLAIN, Spec
@@ -155,9 +155,9 @@ def attention_forward(
     """
     compiling = torch.compiler.is_compiling()
     if kwargs:
-        _refuse(name, module, attention_mask, kwargs)
+        refuse.unknown_arguments(name, module, attention_mask, kwargs)
     if not compiling and hf.asks_for_weights():
-        _refuse_weights(name)
+        refuse.weights(name)
     sinks, inv_freq, interleaved = 0, None, False
     if name in _streaming:
         inv_freq, interleaved = streaming.rotation(module, query, key)
@@ -166,15 +166,15 @@ def attention_forward(
     if mask is None:
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
         if causal and 1 < query.shape[2] != key.shape[2]:
-            _refuse_unsaid(name, module, query, key)
+            refuse.missing_mask(name, module, query, key)
     elif isinstance(mask, masks.Mask):
         causal = isinstance(mask, masks.PlainMask)
         # Compiled, only the shape is symbolic; otherwise it is slow to ask for.
-        sizes = mask.sizes if not compiling else _sizes(mask)
+        sizes = mask.sizes if not compiling else refuse.sizes_of(mask)
         if (query.shape[0], query.shape[2], key.shape[2]) != sizes and not (causal and sizes[1] == query.shape[2] == 1):
-            _refuse_misfit(mask, query, key)  # one query sees all keys, as many as its layer has
+            refuse.other_sizes(mask, query, key)  # one query sees all keys, as many as its layer has
         if mask.fresh and not compiling:
-            _refuse_packed(name, mask, kwargs.get("position_ids"))
+            refuse.packed_sequences(name, mask, kwargs.get("position_ids"))
         if not compiling:
             mask = mask.given
     elif mask.dtype != torch.bool and not mask.is_floating_point():
@@ -203,46 +203,8 @@ def attention_forward(
     return out.transpose(1, 2), None
 
 
-def _sizes(mask: masks.Mask) -> tuple[int, int, int]:
-    return mask.shape[0], mask.shape[2], mask.shape[3]
-
-
 def _requires_grad(*tensors: torch.Tensor | None) -> bool:
     return any(x is not None and x.requires_grad for x in tensors)
-
-
-def _refuse_misfit(mask: masks.Mask, query: torch.Tensor, key: torch.Tensor) -> None:
-    name, model = mask.made_for
-    batch, q_len, kv_len = _sizes(mask)
-    raise ValueError(
-        f"{model} uses a mask that was made for {batch} rows of {q_len} queries and {kv_len} keys where it has "
-        f"{query.shape[0]} rows of {query.shape[2]} queries and {key.shape[2]} keys, and attn_implementation={name!r} cannot "
-        "tell which of them are meant. Load this model without attn_implementation."
-    )
-
-
-def _refuse_unsaid(name: str, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor) -> None:
-    """No mask, and a causal module: eager lets each query see all keys, sdpa the first ones, as if the two began together."""
-    raise ValueError(
-        f"{type(module).__name__} is causal and gives attn_implementation={name!r} no mask for {query.shape[2]} queries and "
-        f"{key.shape[2]} keys, which leaves open what each query sees. Pass a mask, or load this model with "
-        'attn_implementation="eager", where each query sees all keys.'
-    )
-
-
-def _refuse_packed(name: str, mask: masks.Mask, position_ids: object) -> None:
-    """Raise ValueError where position_ids restart in a row: sequences packed into it, which a cache would not keep apart.
-
-    Without a cache Transformers tells them apart in the mask. This waits for the device, once for each prompt.
-    """
-    mask.fresh = False  # the other layers need not look
-    if isinstance(position_ids, torch.Tensor) and position_ids.dim() == 2 and position_ids.shape[1] == mask.shape[2]:
-        before, after = position_ids[:, :-1], position_ids[:, 1:]
-        if ((after < before) | (after == 0)).any():
-            raise ValueError(
-                f"attn_implementation={name!r} got packed sequences (position_ids that restart) and a cache, in which they "
-                "would attend to each other. Pass use_cache=False, which keeps them apart."
-            )
 
 
 def _autocast(device_type: str, *tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -294,40 +256,6 @@ def _stock(
     own: dict[str, Any] = {"softcap": softcap, "s_aux": sink_logits} if eager else {"is_causal": causal}
     further = {key: value for key, value in {**kwargs, **own}.items() if value is not None}
     return attend(module, q, k, v, mask, dropout=dropout, scaling=scale, **further)[0], None
-
-
-def _refuse(name: str, module: torch.nn.Module, mask: torch.Tensor | None, kwargs: dict[str, Any]) -> None:
-    """Raise for what a kernel cannot honour, and for any tensor that is not known to have nothing to do with attention."""
-    if kwargs.get("output_attentions"):
-        _refuse_weights(name)
-    if kwargs.get("cache") is not None:
-        raise ValueError(f"{name!r} does not run in continuous batching (generate_batch); use generate().")
-    if kwargs.get("cu_seq_lens_q") is not None and (mask is None or isinstance(mask, (masks.SpansMask, masks.PlainMask))):
-        raise ValueError(
-            f"{name!r} got packed sequences as cu_seq_lens without a mask. Pass position_ids that restart at 0 and "
-            "use_cache=False, which it honours."
-        )
-    for key, value in kwargs.items():
-        if key not in hf.BESIDE_ATTENTION and _carries_tensor(value):
-            raise ValueError(
-                f"{type(module).__name__} hands {key}= to its attention, which {name!r} does not support and would ignore; "
-                "load this model without attn_implementation."
-            )
-
-
-def _carries_tensor(value: object) -> bool:
-    if isinstance(value, (list, tuple)):
-        return any(_carries_tensor(item) for item in value)
-    if isinstance(value, dict):
-        return any(_carries_tensor(item) for item in value.values())
-    return isinstance(value, torch.Tensor)
-
-
-def _refuse_weights(name: str) -> None:
-    raise ValueError(
-        f"{name!r} never forms the attention weights that output_attentions=True asks for. "
-        'Load the model with attn_implementation="eager" to get them.'
-    )
 
 
 @cache

@@ -30,6 +30,7 @@ from .. import step as steps
 from ..hf import CacheLayerMixin
 from ..kernels.decode.append import append
 from ..step import CAPTURED, CAPTURED_WITH_MASK, EAGER, Step
+from .buffers import bytes_per_token, describe, kind, reallocated, slide
 from .contract import CHANGE_ROWS, Storage
 
 STEP = 256  # tokens; capacities are multiples of it, and of an eighth of their size
@@ -109,9 +110,9 @@ class Track:
         """Give every layer a buffer of `capacity` tokens. Raises MemoryError, before allocating, where it does not fit."""
         made = [layer for layer in self.layers() if layer.is_initialized]
         for device in {layer.device for layer in made}:
-            bytes_per_token = sum(_bytes_per_token(layer.keys, layer.values) for layer in made if layer.device == device)
+            each = sum(bytes_per_token(layer.keys, layer.values) for layer in made if layer.device == device)
             # The old buffers go one by one as the new ones come.
-            self.refuse_unless_fits(capacity, bytes_per_token, device, held=self.capacity * bytes_per_token)
+            self.refuse_unless_fits(capacity, each, device, held=self.capacity * each)
         self.version += 1
         for layer in made:
             layer.reallocate(capacity)
@@ -190,7 +191,7 @@ class Layer(CacheLayerMixin):
         source = self.pending or (key_states[:, :, :0], value_states[:, :, :0])
         # Refuse before the first layer if the last would not fit; with several devices the placement is not known yet.
         missing = sum(not layer.is_initialized for layer in track.layers()) if torch.cuda.device_count() == 1 else 1
-        track.refuse_unless_fits(track.capacity, missing * _bytes_per_token(*source), device)
+        track.refuse_unless_fits(track.capacity, missing * bytes_per_token(*source), device)
         self.keys, self.values = source
         self.dtype, self.device, self.batch_size = self.keys.dtype, device, len(self.keys)
         self.reallocate(track.capacity)
@@ -199,8 +200,8 @@ class Layer(CacheLayerMixin):
     def reallocate(self, capacity: int) -> None:
         """New buffers of `capacity` tokens that begin with the live slots of the old ones, each of which is freed in turn."""
         live = self.seen - self.base
-        self.keys = _reallocated(self.keys, live, capacity, self.device)
-        self.values = _reallocated(self.values, live, capacity, self.device)
+        self.keys = reallocated(self.keys, live, capacity, self.device)
+        self.values = reallocated(self.values, live, capacity, self.device)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
@@ -232,8 +233,8 @@ class Layer(CacheLayerMixin):
             self.seen += q_len
             return self.keys[:, :, start - old : stop], self.values[:, :, start - old : stop]
         keep = track.kept(self.seen + q_len)  # a sliding window given more at once than its buffer holds
-        keys = _slide(self.keys, key_states, start, old, keep)
-        values = _slide(self.values, value_states, start, old, keep)
+        keys = slide(self.keys, key_states, start, old, keep)
+        values = slide(self.values, value_states, start, old, keep)
         self.seen += q_len
         self.base = self.seen - keep
         return keys, values
@@ -268,7 +269,7 @@ class Layer(CacheLayerMixin):
         if held is None:
             return
         if (self.pending is not None or held[0].device == key_states.device) and all(
-            _kind(old) == _kind(new) for old, new in zip(held, (key_states, value_states), strict=True)
+            kind(old) == kind(new) for old, new in zip(held, (key_states, value_states), strict=True)
         ):
             return
         if self.seen == 0:
@@ -371,34 +372,3 @@ class Layer(CacheLayerMixin):
         )
 
     prefetch = offload
-
-
-def _kind(states: torch.Tensor) -> tuple[object, ...]:
-    return *states.shape[:2], states.shape[3], states.dtype
-
-
-def describe(keys: torch.Tensor, values: torch.Tensor) -> str:
-    kinds = [f"{t.shape[1]} KV heads of {t.shape[3]} in {t.dtype}" for t in (keys, values)]
-    return f"{kinds[0] if kinds[0] == kinds[1] else ' and '.join(kinds)} on {keys.device}"
-
-
-def _bytes_per_token(keys: torch.Tensor, values: torch.Tensor) -> int:
-    return sum(t.shape[0] * t.shape[1] * t.shape[3] * t.element_size() for t in (keys, values))
-
-
-def _reallocated(old: torch.Tensor, live: int, capacity: int, device: torch.device) -> torch.Tensor:
-    """A buffer of `capacity` tokens that begins with the `live` ones of the old one."""
-    # A normal tensor, so that a cache made under inference_mode can be used outside it. Zeros, so that what was never written is
-    # finite: a dense mask hides it by multiplying with 0.
-    with torch.inference_mode(False), torch.no_grad():
-        new = torch.zeros((*old.shape[:2], capacity, old.shape[3]), dtype=old.dtype, device=device)
-        new[:, :, :live].copy_(old[:, :, :live])
-    return new
-
-
-def _slide(buffer: torch.Tensor, states: torch.Tensor, start: int, old: int, keep: int) -> torch.Tensor:
-    """The `old` tokens before slot `start` and the new ones, in one tensor; the buffer then begins with the last `keep`."""
-    kept = min(start, max(old, keep - states.shape[2]))
-    tokens = torch.cat([buffer[:, :, start - kept : start], states], 2) if kept else states
-    buffer[:, :, :keep].copy_(tokens[:, :, tokens.shape[2] - keep :])
-    return tokens[:, :, kept - old :]

@@ -27,8 +27,8 @@ from ..kernels.decode.ring import ring_step
 from ..kernels.spans import pack_spans
 from ..step import EAGER, Step
 from ..streaming import Settings
+from .buffers import describe
 from .contract import CHANGE_ROWS, Storage
-from .layers import describe
 
 CUT_SHORT = (
     "A forward over this RollingCache was cut short, or ran other layers than the first one, and a rolling cache counts every "

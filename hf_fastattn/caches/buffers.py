@@ -1,0 +1,36 @@
+"""Buffers of K and V: their kinds and sizes, and how tokens move between them."""
+
+from __future__ import annotations
+
+import torch
+
+
+def kind(states: torch.Tensor) -> tuple[object, ...]:
+    return *states.shape[:2], states.shape[3], states.dtype
+
+
+def describe(keys: torch.Tensor, values: torch.Tensor) -> str:
+    kinds = [f"{t.shape[1]} KV heads of {t.shape[3]} in {t.dtype}" for t in (keys, values)]
+    return f"{kinds[0] if kinds[0] == kinds[1] else ' and '.join(kinds)} on {keys.device}"
+
+
+def bytes_per_token(keys: torch.Tensor, values: torch.Tensor) -> int:
+    return sum(t.shape[0] * t.shape[1] * t.shape[3] * t.element_size() for t in (keys, values))
+
+
+def reallocated(old: torch.Tensor, live: int, capacity: int, device: torch.device) -> torch.Tensor:
+    """A buffer of `capacity` tokens that begins with the `live` ones of the old one."""
+    # A normal tensor, so that a cache made under inference_mode can be used outside it. Zeros, so that what was never written is
+    # finite: a dense mask hides it by multiplying with 0.
+    with torch.inference_mode(False), torch.no_grad():
+        new = torch.zeros((*old.shape[:2], capacity, old.shape[3]), dtype=old.dtype, device=device)
+        new[:, :, :live].copy_(old[:, :, :live])
+    return new
+
+
+def slide(buffer: torch.Tensor, states: torch.Tensor, start: int, old: int, keep: int) -> torch.Tensor:
+    """The `old` tokens before slot `start` and the new ones, in one tensor; the buffer then begins with the last `keep`."""
+    kept = min(start, max(old, keep - states.shape[2]))
+    tokens = torch.cat([buffer[:, :, start - kept : start], states], 2) if kept else states
+    buffer[:, :, :keep].copy_(tokens[:, :, tokens.shape[2] - keep :])
+    return tokens[:, :, kept - old :]

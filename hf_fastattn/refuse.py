@@ -1,0 +1,81 @@
+"""What the attention function refuses, each in a sentence that names the alternative."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from . import hf, masks
+
+
+def sizes_of(mask: masks.Mask) -> tuple[int, int, int]:
+    return mask.shape[0], mask.shape[2], mask.shape[3]
+
+
+def other_sizes(mask: masks.Mask, query: torch.Tensor, key: torch.Tensor) -> None:
+    name, model = mask.made_for
+    batch, q_len, kv_len = sizes_of(mask)
+    raise ValueError(
+        f"{model} uses a mask that was made for {batch} rows of {q_len} queries and {kv_len} keys where it has "
+        f"{query.shape[0]} rows of {query.shape[2]} queries and {key.shape[2]} keys, and attn_implementation={name!r} cannot "
+        "tell which of them are meant. Load this model without attn_implementation."
+    )
+
+
+def missing_mask(name: str, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor) -> None:
+    """No mask, and a causal module: eager lets each query see all keys, sdpa the first ones, as if the two began together."""
+    raise ValueError(
+        f"{type(module).__name__} is causal and gives attn_implementation={name!r} no mask for {query.shape[2]} queries and "
+        f"{key.shape[2]} keys, which leaves open what each query sees. Pass a mask, or load this model with "
+        'attn_implementation="eager", where each query sees all keys.'
+    )
+
+
+def packed_sequences(name: str, mask: masks.Mask, position_ids: object) -> None:
+    """Raise ValueError where position_ids restart in a row: sequences packed into it, which a cache would not keep apart.
+
+    Without a cache Transformers tells them apart in the mask. This waits for the device, once for each prompt.
+    """
+    mask.fresh = False  # the other layers need not look
+    if isinstance(position_ids, torch.Tensor) and position_ids.dim() == 2 and position_ids.shape[1] == mask.shape[2]:
+        before, after = position_ids[:, :-1], position_ids[:, 1:]
+        if ((after < before) | (after == 0)).any():
+            raise ValueError(
+                f"attn_implementation={name!r} got packed sequences (position_ids that restart) and a cache, in which they "
+                "would attend to each other. Pass use_cache=False, which keeps them apart."
+            )
+
+
+def unknown_arguments(name: str, module: torch.nn.Module, mask: torch.Tensor | None, kwargs: dict[str, Any]) -> None:
+    """Raise for what a kernel cannot honour, and for any tensor that is not known to have nothing to do with attention."""
+    if kwargs.get("output_attentions"):
+        weights(name)
+    if kwargs.get("cache") is not None:
+        raise ValueError(f"{name!r} does not run in continuous batching (generate_batch); use generate().")
+    if kwargs.get("cu_seq_lens_q") is not None and (mask is None or isinstance(mask, (masks.SpansMask, masks.PlainMask))):
+        raise ValueError(
+            f"{name!r} got packed sequences as cu_seq_lens without a mask. Pass position_ids that restart at 0 and "
+            "use_cache=False, which it honours."
+        )
+    for key, value in kwargs.items():
+        if key not in hf.BESIDE_ATTENTION and _carries_tensor(value):
+            raise ValueError(
+                f"{type(module).__name__} hands {key}= to its attention, which {name!r} does not support and would ignore; "
+                "load this model without attn_implementation."
+            )
+
+
+def _carries_tensor(value: object) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(_carries_tensor(item) for item in value)
+    if isinstance(value, dict):
+        return any(_carries_tensor(item) for item in value.values())
+    return isinstance(value, torch.Tensor)
+
+
+def weights(name: str) -> None:
+    raise ValueError(
+        f"{name!r} never forms the attention weights that output_attentions=True asks for. "
+        'Load the model with attn_implementation="eager" to get them.'
+    )
