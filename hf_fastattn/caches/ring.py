@@ -27,7 +27,7 @@ from ..kernels.decode.ring import ring_step
 from ..kernels.spans import pack_spans
 from ..step import EAGER, Step
 from ..streaming import Settings
-from .buffers import describe
+from .buffers import describe, kind
 from .contract import CHANGE_ROWS, Storage
 
 CUT_SHORT = (
@@ -321,7 +321,7 @@ def _extend(buffer: torch.Tensor, states: torch.Tensor, plan: Many) -> torch.Ten
 
 
 def _kind(states: torch.Tensor) -> tuple[object, ...]:
-    return *states.shape[:2], states.shape[3], states.dtype, states.device
+    return *kind(states), states.device
 
 
 def _select(tensor: torch.Tensor, indices: torch.Tensor, same: bool) -> torch.Tensor:

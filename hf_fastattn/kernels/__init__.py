@@ -94,15 +94,13 @@ class TritonKernel:
 
     def choice(self, q: torch.Tensor, kv: KV, spec: Spec) -> tuple[str, str | None]:
         """(the module whose kernel runs on a GPU for these inputs, why the Hopper kernel does not where it might)."""
-        name, speed, why_not = self.name, 1.0, None
-        if self.hopper is not None:
-            hopper = _module(self.hopper)
-            why_not = hopper.why_not(q, kv, spec.sinks)
-            if why_not is None:
-                name = self.hopper
-                speed = hopper.SPEED[q.shape[3]] if self.stream_k is not None else 1.0
-        if self.stream_k is not None and _module("schedule").pays(q, kv, spec, speed):
-            name = self.stream_k
+        name, why_not = self.name, None
+        if self.hopper is not None and (why_not := _module(self.hopper).why_not(q, kv, spec.sinks)) is None:
+            name = self.hopper
+        if self.stream_k is not None:
+            speed = 1.0 if name == self.name else _module(name).SPEED[q.shape[3]]
+            if _module("schedule").pays(q, kv, spec, speed):
+                name = self.stream_k
         return name, why_not
 
     def _choose(self, portable: Callable[..., Result], q: torch.Tensor, kv: KV, spec: Spec) -> Callable[..., Result]:

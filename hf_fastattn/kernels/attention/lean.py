@@ -66,7 +66,6 @@ def lean_kernel(
     cap_log2,
     BLOCK_B: tl.constexpr,
     MIN_TILES: tl.constexpr,
-    MANY: tl.constexpr,
     C: tl.constexpr,
     LOAD_K: tl.constexpr,
     LOAD_V: tl.constexpr,
@@ -99,14 +98,14 @@ def lean_kernel(
         else:
             b = t // line_b
             before = b * line_b
-        block = b % blocks if MANY else 0
-        row = (b // blocks if MANY else b).to(tl.int64)
+        block = 0 if C.FEW_ROWS else b % blocks
+        row = (b if C.FEW_ROWS else b // blocks).to(tl.int64)
         local = tl.arange(0, BLOCK_M)
         rows = block * BLOCK_M + local
         q_index, group_head, _exists = packed_rows(rows, q_len, GROUP)
         span_ptr = Spans + row * stride_sb
         first, last = 0, q_len - 1
-        if MANY:
+        if not C.FEW_ROWS:
             first, last = queries_of(block, q_len, C)
         sight, sink_sight = look(span_ptr, q_index, first, last, q_len, kv_len, window, C)
         sink_lo, sink_hi, place = sink_sight
@@ -135,16 +134,7 @@ def lean_kernel(
 
 @triton.jit(
     do_not_specialize=[
-        "stride_sb",
-        "batch",
-        "blocks",
-        "kv_heads",
-        "q_len",
-        "kv_len",
-        "window",
-        "spread",
-        "stats_start",
-        "programs",
+        "stride_sb", "batch", "blocks", "kv_heads", "q_len", "kv_len", "window", "spread", "stats_start", "programs",
     ]
 )  # fmt: skip
 def lean_merge_kernel(
@@ -165,7 +155,6 @@ def lean_merge_kernel(
     programs,
     BLOCK_B: tl.constexpr,
     MIN_TILES: tl.constexpr,
-    MANY: tl.constexpr,
     C: tl.constexpr,
     ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -174,7 +163,7 @@ def lean_merge_kernel(
     """A program for each ROWS packed rows: merges their partials, in order, where several programs have a part of them."""
     first_row, kv_head, row = tl.program_id(0) * ROWS, tl.program_id(1), tl.program_id(2)
     BLOCK_M: tl.constexpr = C.BLOCK_M
-    block = first_row // BLOCK_M if MANY else 0
+    block = 0 if C.FEW_ROWS else first_row // BLOCK_M
     b = row * blocks + block
     # The spans may be read ahead of the wait: they are older than lean_kernel, which did not begin early.
     tiles_b, line_b, _, line_tiles, crew, share, extra = deal(
@@ -238,7 +227,8 @@ def _prepare(tensors, form: Form, spec: Spec, return_lse: bool) -> Plan:
     sms = gpu.num_sms(device)
     most = sms * config.programs_per_sm
     programs = min(most, heads * triton.cdiv(kv_len, config.BLOCK_N))
-    workspace_m = call.workspace_m if blocks == 1 else config.BLOCK_M
+    constants = call.constants(config, packed=True)
+    workspace_m = constants.WORKSPACE_M
     if blocks > 1:  # merges enough to fill the GPU a few times
         rows_each = min(16, 1 << (call.rows * call.batch * call.num_kv_heads // (8 * sms)).bit_length())
     else:  # many heads have few partials each, and all their rows make one merge
@@ -254,8 +244,7 @@ def _prepare(tensors, form: Form, spec: Spec, return_lse: bool) -> Plan:
         "stats_start": 2 * programs * workspace_m * call.block_dv,
         "BLOCK_B": 1 if alike and blocks == 1 else triton.next_power_of_2(items),
         "MIN_TILES": config.MIN_TILES,
-        "MANY": blocks > 1,
-        "C": call.constants(config, packed=True),
+        "C": constants,
         "EARLY": overlap["EARLY"],
     }
     merge = launch.Launch(

@@ -11,8 +11,9 @@ class Constants:
 
     GROUP: query heads of a KV head. WORKSPACE_M: packed query rows, rounded up to a power of two, where rows are packed.
     HEAD_DIM, VALUE_DIM: dimensions of keys and of values. BLOCK_M, BLOCK_N: rows and keys of a tile. BLOCK_D, BLOCK_DV:
-    dimensions of K and V read at once, all unless HEAD_DIM is above BLOCK_D (see `wide`). SINKS: tokens kept in sight. PAIRS:
-    pairs of dimensions by which the queries that score them are re-rotated in the kernel, 0 where they are not.
+    dimensions of K and V read at once, all unless HEAD_DIM is above BLOCK_D (see `wide`). SINKS: first tokens, which stay visible
+    whatever the window. PAIRS: pairs of dimensions by which the queries that score them are re-rotated in the kernel, 0 where
+    they are not. FEW_ROWS: all packed rows of a KV head are in one block.
     """
 
     GROUP: int
