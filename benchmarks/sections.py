@@ -351,10 +351,24 @@ def paper(result: dict) -> str:
     )
 
 
+def commits(result: dict) -> str:
+    trees, rows = result["trees"], []
+    for row in result["rows"]:
+        figures = [f"{row[name][what]:.3f}" for what in ("ms", "host_ms") for name in ("before", "now")]
+        rows.append([row["case"], *figures, figure(row["now_over_before"], 3)])
+    head = ["batch x prompt", trees["before"], "after", "host's part, " + trees["before"], "after", "after / before"]
+    return (
+        f"**Two commits in turn, milliseconds a token**, {model(result)}, {trees['before']} and the code after it "
+        f"{by_method(result)}:\n\n{table(head, rows)}"
+    )
+
+
 # Sections in the order of docs/results.md, before them the README's: name, file, text.
 SECTIONS: list[tuple[str, str, Callable[[dict], str]]] = [
     (HEADLINE, "generate_8b.json", headline),
     ("generate", "generate_8b.json", generate),
+    ("generate_oldest", "generate_8b_oldest.json", generate),
+    ("commits", "commits.json", commits),
     ("generate_1b", "generate_1b.json", generate),
     ("fresh", "generate_fresh.json", fresh),
     ("stream", "stream.json", stream),

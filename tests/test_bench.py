@@ -3,13 +3,28 @@
 import json
 import shutil
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import fake_graph
 import pytest
 import torch
 
-from benchmarks import fresh, generate, grid, models, paper_e2e, provenance, report, results, runs, sections, stream, timing
+from benchmarks import (
+    commits,
+    fresh,
+    generate,
+    grid,
+    models,
+    paper_e2e,
+    provenance,
+    report,
+    results,
+    runs,
+    sections,
+    stream,
+    timing,
+)
 from hf_fastattn import PreallocatedCache, hf, patch
 
 WINDOWED = {**models.SHAPES["tiny"][1], "sliding_window": 8}
@@ -391,3 +406,27 @@ def test_points_leave_room_for_what_is_generated(tmp_path, capsys):
     with pytest.raises(SystemExit):
         stream_bench(tmp_path, "--points", "700,800")
     assert "grow by at least 600 tokens" in capsys.readouterr().err
+
+
+def test_two_checkouts_run_in_turn_and_agree(tmp_path):
+    here = str(Path(commits.__file__).parent.parent)
+    options = [
+        "--shape",
+        "tiny",
+        "--cases",
+        "2xpadded",
+        "--padded",
+        "9",
+        "20",
+        "--pairs",
+        "2",
+        "--tokens",
+        "8",
+        "--device",
+        "cpu",
+    ]
+    commits.main(["--before", here, *options, "--device", "cpu", "--out", str(tmp_path)])
+    found = json.loads((tmp_path / "commits.json").read_text())
+    (row,) = found["rows"]
+    assert row["same_tokens"] and row["lengths"] == [9, 20] and len(row["now"]["all_ms"]) == 2
+    assert row["now_over_before"] == row["now"]["ms"] / row["before"]["ms"] and set(found["measured_by"]) == {row["run"]}

@@ -1,0 +1,149 @@
+"""generate() under patch() by this tree of the code beside another tree, say a checkout of an earlier commit.
+
+    git worktree add ../before v0.1.0
+    python -m benchmarks.commits --before ../before --cases 1x512,8x8192,8xpadded
+
+Each tree has a process of its own with the model loaded, both on the same GPU. They run in turn, and the order is reversed in
+every second pair. The prompt is read once for each case and process, and each generate() continues from its cache, so prefill is
+not in the figures. A process waits while the other one runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+MARK = "\x1e"  # in front of an answer, as libraries print too
+BEFORE, NOW = "before", "now"
+METHOD = "greedy generate() under patch(), 6th new token to last, both trees in turn, median"
+
+
+def serve(shape: str, device: str, tokens: int) -> None:
+    """The process of one tree: a case (row lengths) or "run" on each line of stdin, an answer in JSON for each."""
+    import torch
+
+    folder = "hf_fastattn.bench" if importlib.util.find_spec("hf_fastattn.bench") else "benchmarks"  # earlier commits, and now
+    models, runs = (importlib.import_module(f"{folder}.{name}") for name in ("models", "runs"))
+    from hf_fastattn.patches import patch
+
+    where = torch.device(device)
+    torch.manual_seed(0)
+    subject = models.load(shape, torch.bfloat16 if where.type == "cuda" else torch.float32, where)
+    patched = patch(subject.model, "lean")
+    prompt = cache = None
+    _answer({"ready": True})
+    for line in sys.stdin:
+        said = json.loads(line)
+        if said != "run":
+            cache = None
+            runs.free(where)
+            prompt = runs.make_prompt(said, subject.text_config.vocab_size, where)
+            cache = runs.run(subject.model, prompt, 8, keep=True).cache
+            runs.run(subject.model, prompt, 8, runs.rewind(cache, prompt))  # captures its step
+            _answer({"ready": True})
+            continue
+        before = patched.captures
+        ran = runs.run(subject.model, prompt, tokens, runs.rewind(cache, prompt))
+        replay = runs.replay_ms(patched) if where.type == "cuda" else None
+        _answer({"ms": ran.ms, "replay_ms": replay, "captures": patched.captures - before, "tokens": ran.tokens[0].tolist()})
+
+
+def _answer(found: dict) -> None:
+    print(MARK + json.dumps(found), flush=True)
+
+
+class Tree:
+    """A process of the code at `path`."""
+
+    def __init__(self, path: Path, shape: str, device: str, tokens: int):
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(path), os.environ.get("PYTHONPATH", "")])}
+        run = [sys.executable, "-P", str(Path(__file__).resolve()), shape, device, str(tokens)]
+        self.process = subprocess.Popen(run, cwd=path, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def ask(self, what: list[int] | str) -> None:
+        self.process.stdin.write(json.dumps(what) + "\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> dict:
+        for line in self.process.stdout:
+            if line.startswith(MARK):
+                return json.loads(line[1:])
+        raise RuntimeError(f"The process of {self.process.args} ended; what it printed is above.")
+
+
+def measure(trees: dict[str, Tree], lengths: list[int], pairs: int) -> dict:
+    """Medians and all figures of one case, in milliseconds."""
+    for tree in trees.values():
+        tree.ask(lengths)
+        tree.answer()
+    found: dict[str, list[dict]] = {name: [] for name in trees}
+    for pair in range(pairs):
+        for name in list(trees) if pair % 2 == 0 else list(trees)[::-1]:
+            trees[name].ask("run")
+            found[name].append(trees[name].answer())
+    row: dict = {"lengths": lengths, "same_tokens": found[BEFORE][0]["tokens"] == found[NOW][0]["tokens"]}
+    for name, runs in found.items():
+        ms, replay = [run["ms"] for run in runs], [run["replay_ms"] for run in runs if run["replay_ms"]]
+        row[name] = {"ms": statistics.median(ms), "all_ms": ms, "captures_while_timing": sum(run["captures"] for run in runs)}
+        if replay:
+            host = statistics.median(run["ms"] - run["replay_ms"] for run in runs)
+            row[name] |= {"replay_ms": statistics.median(replay), "host_ms": host}
+    row["now_over_before"] = row[NOW]["ms"] / row[BEFORE]["ms"]
+    return row
+
+
+def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.commits") -> None:
+    import torch
+
+    from .grid import row_lengths
+    from .results import Results, add_options, command, conditions, find_device
+
+    parser = argparse.ArgumentParser(prog=prog, description="generate() by this tree of the code beside another one, in turn.")
+    parser.add_argument("--before", type=Path, required=True, help="the other tree")
+    parser.add_argument("--shape", default="8b", help="as of bench generate (default: %(default)s)")
+    parser.add_argument("--cases", default="1x512,8x8192,8xpadded", help="ROWSxTOKENS or ROWSxpadded (default: %(default)s)")
+    parser.add_argument("--padded", type=int, nargs=2, default=[1024, 16384], help="of padded rows (default: 1024 16384)")
+    parser.add_argument("--pairs", type=int, default=5, help="default: %(default)s")
+    parser.add_argument("--tokens", type=int, default=40, help="default: %(default)s")
+    add_options(parser, seconds=560)
+    args = parser.parse_args(argv)
+    device = find_device(args.device)
+    trees = {BEFORE: args.before, NOW: Path(__file__).parent.parent}
+    head = {"conditions": conditions(device, METHOD), "shape": args.shape, "trees": {n: commit(p) for n, p in trees.items()}}
+    results = Results(args.out / "commits.json", args.seconds, command(prog, argv), device, **head)
+    processes = {name: Tree(path.resolve(), args.shape, str(device), args.tokens) for name, path in trees.items()}
+    try:
+        for tree in processes.values():
+            tree.answer()
+        for case in args.cases.split(","):
+            if torch.cuda.is_available() and results.left() < 60:
+                results.say(f"{case} not run: {results.left():.0f} s left")
+                continue
+            row = {"case": case, "run": results.run} | measure(processes, row_lengths(case, args.padded), args.pairs)
+            results.data["rows"].append(row)
+            results.save()
+            results.say(json.dumps({name: value for name, value in row.items() if name != "lengths"}))
+    finally:
+        for tree in processes.values():
+            tree.process.kill()
+
+
+def commit(path: Path) -> str:
+    """The commit of a tree that is a checkout of git's, else the name of its folder."""
+    run = ["git", "-C", str(path), "rev-parse", "--show-toplevel", "--short", "HEAD"]
+    found = subprocess.run(run, capture_output=True, text=True).stdout.split("\n")
+    return found[1] if Path(found[0]) == path.resolve() else path.resolve().name
+
+
+if __name__ == "__main__":
+    if "-m" in sys.orig_argv:
+        main()
+    else:
+        serve(sys.argv[1], sys.argv[2], int(sys.argv[3]))
