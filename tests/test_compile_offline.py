@@ -193,7 +193,13 @@ WIDE = [
     Shape("fp32", 512, q_len=16),
     Shape("bf16", 512, sinks=True),
 ]
+# More packed rows than one decode block has.
+MANY_ROWS = [
+    *((90, Shape("bf16", head_dim, q_len=100, sinks=sinks)) for head_dim in (64, 128, 256) for sinks in (False, True)),
+    *((arch, Shape("bf16", head_dim, q_len=100)) for arch in (80, 89) for head_dim in (64, 128, 256)),
+]
 COMPILATIONS = [
+    *(("lean", arch, shape) for arch, shape in MANY_ROWS),
     *(("lean", arch, shape) for arch in (80, 90) for shape in DECODE),
     ("lean", 80, Shape("bf16", 64, q_len=16)),
     *(("split_kv", arch, shape) for arch in (80, 90) for shape in DECODE if shape.spans),
@@ -214,9 +220,10 @@ def test_shared_memory_and_registers(name, arch, shape, tmp_path):
         assert f".target sm_{arch}" in binary.ptx
         assert binary.shared <= SHARED_LIMIT[arch], f"{kernel} needs {binary.shared} bytes of shared memory"
         # fp32 with IEEE dots is for being right, and with values of 256 dimensions the output alone may outgrow the registers.
-        if shape.dtype != "fp32" and (shape.value_dim or shape.head_dim) <= 128 and binary.stack:
+        narrow = (shape.value_dim or shape.head_dim) <= 128
+        if shape.dtype != "fp32" and (narrow or (arch, shape) in MANY_ROWS) and binary.stack:
             # Having used all 255 registers, ptxas may park some around the loops over tiles; in them it may not.
-            assert binary.stack <= PARKED, f"{kernel} spills {binary.stack} bytes per thread"
+            assert not narrow or binary.stack <= PARKED, f"{kernel} spills {binary.stack} bytes per thread"
             assert spills_in_tile_loops(binary.sass) == 0, f"{kernel} spills in the loops over K/V tiles"
 
 

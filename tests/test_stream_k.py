@@ -44,7 +44,8 @@ def hopper(monkeypatch):
         ({"q_len": 300, "kv_len": 300, "batch": 16}, "prefill_hopper"),
         ({"q_len": 17, "kv_len": 65536, "batch": 64}, "lean"),  # packs the heads of a group
         ({"q_len": 300, "kv_len": 2048, "batch": 16}, "prefill_hopper"),
-        ({"q_len": 17, "kv_len": 65536, "head_dim": 256}, "prefill"),
+        ({"q_len": 17, "kv_len": 65536, "head_dim": 256}, "lean"),
+        ({"q_len": 17, "kv_len": 65536, "head_dim": 512}, "prefill"),
         ({"q_len": 17, "kv_len": 65536, "dtype": torch.float32}, "prefill"),
     ],
     ids=str,
@@ -55,7 +56,15 @@ def test_the_kernel_that_is_estimated_fastest_runs(shape, chosen, hopper):
 
 def test_a_window_counts_as_what_it_shows(hopper):
     q, kv = operands(64, 65536)
-    assert pays(q, kv, Spec(), 1.0) and not pays(q, kv, Spec(window=64), 1.0) and not pays(q, kv, Spec(sinks=4), 1.0)
+    assert pays(q, kv, Spec(), 1.0) and not pays(q, kv, Spec(window=64), 1.0)
+    assert pays(q, kv, Spec(window=4096, sinks=4), 1.0) and not pays(q, kv, Spec(window=64, sinks=4), 1.0)
+
+
+def test_sinks_of_wide_heads_spill_but_on_hopper(hopper, monkeypatch):
+    q, kv = operands(64, 65536, head_dim=256)
+    assert pays(q, kv, Spec(window=4096, sinks=4), 1.0)
+    monkeypatch.setattr(gpu, "arch", lambda device: 80)
+    assert pays(q, kv, Spec(), 1.0) and not pays(q, kv, Spec(window=4096, sinks=4), 1.0)
 
 
 def test_what_is_chosen_runs(monkeypatch):

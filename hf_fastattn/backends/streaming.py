@@ -7,7 +7,7 @@ backend = register(
     Backend(
         name="streaming",
         summary="StreamingLLM on the kernels of lean: the first tokens and a window of the last, for unbounded generation",
-        prefill=TritonKernel("prefill", hopper="prefill_hopper"),
+        prefill=TritonKernel("prefill", hopper="prefill_hopper", stream_k="lean"),
         decode=TritonKernel("lean"),
         streaming=True,
     )

@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..decode.rotate import rotate
 from ..device.attend import attend
 from ..device.merge import merge_rows, store_packed, store_partial
 from ..device.visibility import look, packed_rows
@@ -204,8 +205,16 @@ def lean(
     return_lse: bool = False,
 ):
     """Exact attention in one launch or two; arguments, result and errors as in `kernels.reference.attention`."""
+    many_rows = q.shape[2] * q.shape[1] > tables.MAX_DECODE_ROWS * kv.k.shape[1]
+    if many_rows and inv_freq is not None and 0 in q.stride():
+        q = q.contiguous()  # queries in one place may be re-rotated to several
     plan = _prepare((q, *kv.tensors, spans, sink_logits, inv_freq), kv.form, spec, return_lse)
-    return plan.run(q, kv, spec, spans, sink_logits, inv_freq, return_lse)
+    sink_query = q if inv_freq is None else inv_freq
+    if many_rows and inv_freq is not None:
+        sink_query = rotate(
+            q, kv.k.shape[2], spans, inv_freq, window=spec.window, sinks=spec.sinks, interleaved=spec.interleaved
+        )  # fmt: skip
+    return plan.run(q, kv, spec, spans, sink_logits, sink_query, return_lse)
 
 
 @launch.remember
@@ -215,12 +224,12 @@ def _prepare(tensors, form: Form, spec: Spec, return_lse: bool) -> Plan:
     alike = spans is None or call.batch == 1 or spans.stride(0) == 0
     in_sight = kv_len if spec.window is None else min(kv_len, spec.window + call.q_len - 1)
     blocks = 1
-    if call.rows <= tables.MAX_DECODE_ROWS:
+    if not call.many_rows:
         config, own = choose(device, call.q.dtype, call.width, call.rows, call.batch * call.num_kv_heads, in_sight, alike)
         if own:
             return fixed_splits(call, config, None)
     else:
-        config = tables.many_rows(device, call.q.dtype, call.width, call.rows)
+        config = tables.many_rows(device, call.q.dtype, call.width, call.rows, call.spec.sinks > 0)
         blocks = triton.cdiv(call.rows, config.BLOCK_M)
     items = call.batch * blocks
     heads = items * call.num_kv_heads

@@ -69,6 +69,11 @@ class Call:
         return self.q_len * self.group
 
     @property
+    def many_rows(self) -> bool:
+        """Whether there are more packed rows than a decode kernel takes."""
+        return self.rows > tables.MAX_DECODE_ROWS
+
+    @property
     def window(self) -> int:
         return NO_WINDOW if self.spec.window is None else self.spec.window
 
@@ -87,9 +92,9 @@ class Call:
         return 1 << (self.rows - 1).bit_length()
 
     def constants(self, config: tables.Config, packed: bool) -> Constants:
-        """packed: the query heads of a KV head share a block, which re-rotates its queries itself."""
+        """packed: the query heads of a KV head share a block. One of few rows re-rotates its queries for the sinks itself."""
         _, _, _, _, _, _, spans, sink_logits, inv_freq = self.tensors
-        pairs = inv_freq.shape[0] if packed and inv_freq is not None else 0
+        pairs = inv_freq.shape[0] if packed and inv_freq is not None and not self.many_rows else 0
         return Constants(
             GROUP=self.group,
             HEAD_DIM=self.head_dim,
@@ -144,15 +149,17 @@ class Plan(NamedTuple):
     launches: launch.Launch
     workspace_size: int
 
-    def run(self, q, kv: KV, spec: Spec, spans, sink_logits, inv_freq, return_lse: bool):
-        """The result of these launches, for tensors like those that they were made for."""
+    def run(self, q, kv: KV, spec: Spec, spans, sink_logits, sink_query, return_lse: bool):
+        """The result of these launches, for tensors like those that they were made for.
+
+        sink_query: the queries that score sinks, or the frequencies by which the kernel re-rotates them.
+        """
         out, lse = checks.empty_outputs(q, kv.v.shape[3], return_lse)
         workspace = torch.empty(self.workspace_size, device=q.device, dtype=torch.float32) if self.workspace_size else None
-        sink_query = None if not spec.sinks else q if inv_freq is None else inv_freq
         self.launches(
             q,
             *kv.tensors,
-            sink_query,
+            sink_query if spec.sinks else None,
             out,
             lse,
             workspace,

@@ -113,17 +113,18 @@ def shares_within_heads(device: torch.device, config: tables.Config, heads: int,
 def pays(q: torch.Tensor, kv: KV, spec: Spec, unsplit: float) -> bool:
     """Whether cutting K and V into shares is estimated to be faster than a program for each block of queries of a head.
 
-    unsplit: how many products of a row and a key those programs compute in the time in which `lean`'s compute one. Never where
-    blocks of many rows take more registers than there are: above 128 dimensions, and with sinks.
+    unsplit: how many products of a row and a key those programs compute in the time in which `lean`'s compute one. It is False
+    where blocks of many rows take more registers than there are.
     """
     batch, num_heads, q_len, head_dim = q.shape
     kv_heads, kv_len, window = max(kv.k.shape[1], 1), kv.k.shape[2], spec.window
     rows = q_len * num_heads // kv_heads
-    if gpu.arch(q.device) == 0 or q.dtype.itemsize > 2 or max(head_dim, kv.v.shape[3]) > 128 or spec.sinks or rows == 0:
+    arch, width = gpu.arch(q.device), max(head_dim, kv.v.shape[3])
+    if arch == 0 or q.dtype.itemsize > 2 or rows == 0 or width > (128 if spec.sinks and arch < 90 else 256):
         return False
-    config, sms = tables.many_rows(q.device, q.dtype, head_dim, rows), gpu.num_sms(q.device)
+    config, sms = tables.many_rows(q.device, q.dtype, width, rows, spec.sinks > 0), gpu.num_sms(q.device)
     blocks = batch * triton.cdiv(rows, config.BLOCK_M)
-    keys = kv_len if window is None else min(kv_len, window + q_len - 1)
+    keys = kv_len if window is None else min(kv_len, spec.sinks + window + q_len - 1)
     shared = kv_heads * blocks * config.BLOCK_M * keys / sms + MERGE
     waves = triton.cdiv(batch * num_heads * triton.cdiv(q_len, ROWS), sms)
     return bool(blocks <= MAX_ITEMS and MARGIN * shared * unsplit < waves * ROWS * keys)

@@ -137,7 +137,7 @@ def split_kv(
     split; None: as many as fill the GPU. With a number, a row's bits depend neither on the batch nor on the buffer's length.
     """
     plan = _prepare((q, *kv.tensors, spans, sink_logits, inv_freq), kv.form, spec, return_lse, splits)
-    return plan.run(q, kv, spec, spans, sink_logits, inv_freq, return_lse)
+    return plan.run(q, kv, spec, spans, sink_logits, q if inv_freq is None else inv_freq, return_lse)
 
 
 @launch.remember

@@ -120,22 +120,30 @@ def decode_config(arch: int, itemsize: int, block_d: int, rows: int, crowd: str 
     return Config(rows, 32, 4, 3 if arch == 80 else 2, MIN_TILES=4)
 
 
-def many_rows(device: torch.device, dtype: torch.dtype, head_dim: int, rows: int) -> Config:
-    """`lean`'s launch for more packed rows in each KV head than a decode kernel takes in one block."""
+def many_rows(device: torch.device, dtype: torch.dtype, head_dim: int, rows: int, sinks: bool) -> Config:
+    """`lean`'s launch for more packed rows in each KV head than a decode kernel takes in one block.
+
+    head_dim: the wider of K's and V's. sinks: whether the launch scores them.
+    """
     # Blocks of 128 rows read K and V half as often; those of 64 leave fewer rows empty.
     few = rows <= 256 or (rows < 640 and 0 < rows % 128 <= 64)
-    return many_rows_config(gpu.arch(device), dtype.itemsize, block_d(head_dim), 64 if few else 128)
+    return many_rows_config(gpu.arch(device), dtype.itemsize, block_d(head_dim), 64 if few else 128, sinks)
 
 
 @cache
-def many_rows_config(arch: int, itemsize: int, block_d: int, rows: int) -> Config:
-    """Their row of the table; `rows`: of a block, 64 or 128."""
+def many_rows_config(arch: int, itemsize: int, block_d: int, rows: int, sinks: bool) -> Config:
+    """Their row of the table; `rows`: of a block, 64 or 128. Larger tiles or fewer warps spill in the loop over tiles."""
     if arch == 0:
         return Config(32, 32, 4, 1, programs_per_sm=2)
+    if itemsize == 2 and block_d == 256:
+        return Config(64, 32, 8, 3 if arch == 90 else 2, MIN_TILES=4)
     if arch == 90 and itemsize == 2 and block_d <= 64:
-        return Config(64, 128, 4, 3, programs_per_sm=2, MIN_TILES=2)
+        return Config(64, 64 if sinks else 128, 4, 3, programs_per_sm=2, MIN_TILES=2)
     if arch == 90 and itemsize == 2 and block_d == 128:
-        return Config(rows, 64, 4, 3, programs_per_sm=2, MIN_TILES=2) if rows == 64 else Config(rows, 64, 8, 3, MIN_TILES=2)
+        pair = rows == 64 and not sinks
+        return Config(rows, 64, 4, 3, programs_per_sm=2, MIN_TILES=2) if pair else Config(rows, 64, 8, 3, MIN_TILES=2)
+    if itemsize == 2 and block_d == 128:
+        return Config(64, 32, 4, 3 if arch == 80 else 2, programs_per_sm=2, MIN_TILES=2)
     return replace(prefill_config(arch, itemsize, block_d, 128), MIN_TILES=2)
 
 
