@@ -4,24 +4,29 @@
     python -m benchmarks.kernels decode --only 32/8 --seconds 120
 
 Every result is checked against fp32 attention before it is timed. Each part writes examples/results/kernels_<part>.json after
-every row, so an interrupted run keeps what it has, and --keep goes on from there.
+every few rows, so an interrupted run keeps what it has, and --keep goes on from there.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from . import decode, paper, prefill
+from . import decode, paper, prefill, queries
 from .results import Results, add_options, command, conditions, find_device, progress
 from .shapes import DTYPE
 from .timing import METHOD
 
 LEAST_SECONDS = 8  # a row is not begun with less left: compiling, and the largest shapes, take some
+SAVE_EVERY = 4  # seconds, where rows take less
+RESERVED = 32 << 30  # of GPU memory that torch may keep from row to row
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,7 @@ class Part:
     summary: Callable[[list[dict]], dict]
     figures: str = "us"
     method: str = METHOD
+    compile: Callable[[tuple[int, int, int], torch.device], None] | None = None  # for --compile: all that these heads need
 
 
 PARTS = {
@@ -41,6 +47,7 @@ PARTS = {
     "ragged": Part(decode.ragged_row, decode.RAGGED, decode.ragged_summary),
     "paper": Part(paper.paper_row, paper.SHAPES, paper.paper_summary),
     "host": Part(decode.host_row, decode.HOST, decode.host_summary, method=decode.HOST_METHOD),
+    "queries": Part(queries.queries_row, queries.QUERIES, queries.queries_summary, compile=queries.compile_kernels),
     "prefill": Part(prefill.prefill_row, prefill.PREFILL_SHAPES, prefill.prefill_summary, "tflops"),
     "window": Part(prefill.window_row, prefill.WINDOWED, prefill.window_summary),
 }
@@ -48,29 +55,46 @@ PARTS = {
 
 def measure(part: Part, shapes: list, results: Results, device: torch.device) -> bool:
     """Measure the shapes, one row each; whether every one of them was right and there was time for it."""
-    data = results.data
-    for shape in progress(shapes, results.path.stem):
-        if results.left() < LEAST_SECONDS:
-            data["not_run"].append(str(shape))
-            continue
-        try:
-            row = part.row(shape, device)
-        except Exception as error:  # a wrong result, or no memory: the other shapes are still worth having
-            data["failed"].append({"shape": str(shape), "error": f"{type(error).__name__}: {str(error).strip()[:300]}"})
-            results.say(f"{shape} failed: {data['failed'][-1]['error']}")
-        else:
-            data["rows"].append(row | {"run": results.run})
+    data, saved, new = results.data, 0.0, False
+
+    def save() -> None:
+        if data["rows"]:
             data["summary"] = part.summary(data["rows"])
-            missing = [f"{name} -" for name in row["errors"]]
-            results.say("  ".join([row["shape"], *(f"{name} {x:.1f}" for name, x in row[part.figures].items()), *missing]))
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
         results.save()
+
+    try:
+        for shape in progress(shapes, results.path.stem):
+            if results.left() < LEAST_SECONDS:
+                data["not_run"].append(str(shape))
+                continue
+            new = True
+            try:
+                row = part.row(shape, device)
+            except Exception as error:  # a wrong result, or no memory: the other shapes are still worth having
+                data["failed"].append({"shape": str(shape), "error": f"{type(error).__name__}: {str(error).strip()[:300]}"})
+                results.say(f"{shape} failed: {data['failed'][-1]['error']}")
+            else:
+                data["rows"].append(row | {"run": results.run})
+                missing = [f"{name} -" for name in row["errors"]]
+                results.say("  ".join([row["shape"], *(f"{name} {x:.1f}" for name, x in row[part.figures].items()), *missing]))
+            if device.type == "cuda" and torch.cuda.memory_reserved(device) > RESERVED:
+                torch.cuda.empty_cache()
+            if saved - results.left() > SAVE_EVERY or not saved:
+                saved = results.left()
+                save()
+    finally:
+        if new or (data["rows"] and data["not_run"]):  # a run that measured nothing takes nobody's rows away
+            save()
     if data["not_run"]:
-        if data["rows"]:  # a run that measured nothing takes nobody's rows away
-            results.save()
         results.say(f"no time for {len(data['not_run'])} shapes; --keep measures them and keeps these rows")
     return not data["failed"] and not data["not_run"]
+
+
+def compile_ahead(part: Part, shapes: list, device: torch.device, processes: int) -> None:
+    """Compile what the shapes need, in processes beside one another, for Triton's cache on disk."""
+    groups = sorted({(shape.num_heads, shape.num_kv_heads, shape.head_dim) for shape in shapes})
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(partial(part.compile, device=device), groups))
 
 
 def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.kernels") -> int:
@@ -79,6 +103,8 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.kernel
     parser.add_argument("parts", nargs="+", choices=list(PARTS), metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--only", default="", metavar="TEXT", help='only shapes whose name has this in it, such as "32/8"')
     parser.add_argument("--keep", action="store_true", help="keep the rows that are in the JSON, and measure the others")
+    help_ = "processes that first compile a part's kernels, where it has many (default: none; not under hf-fastattn bench)"
+    parser.add_argument("--compile", type=int, default=0, metavar="N", help=help_)
     add_options(parser, seconds=580)
     args = parser.parse_args(argv)
     device = find_device(args.device)
@@ -102,6 +128,9 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.kernel
             results.data |= {"failed": [], "not_run": []}
         known = {row["shape"] for row in results.data["rows"]}
         shapes = [shape for shape in shapes if str(shape) not in known]
+        if args.compile and part.compile and shapes:
+            compile_ahead(part, shapes, device, args.compile)
+            results.say(f"{name}: kernels are compiled")
         try:
             with torch.inference_mode():
                 fine &= measure(part, shapes, results, device)

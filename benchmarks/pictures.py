@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import matplotlib.pyplot as plt
 from hf_fastattn.tables import thousands
 
 from .grid import LEAN, OURS, RIVALS, SDPA, STATIC
+from .words import by_past
 
 GREY = "#808080"  # stands out from white and from black
 COLORS = {
@@ -120,6 +122,27 @@ def decode(result: dict):
     return figure
 
 
+def queries(result: dict):
+    """lean over the better of torch's backends by q_len and keys, geometric means over heads and batch, for each head_dim."""
+    dims = sorted({row["head_dim"] for row in result["rows"]})
+    figure, axes = plt.subplots(1, len(dims), figsize=(5.6 * len(dims), 6), squeeze=False)
+    for axis, head_dim in zip(axes[0], dims, strict=True):
+        cells = by_past(result["rows"], head_dim)
+        lengths, pasts = (sorted({at[i] for at in cells}) for i in (0, 1))
+        shown = [[cells.get((q_len, past), float("nan")) for past in pasts] for q_len in lengths]
+        axis.imshow([[math.log2(value) for value in line] for line in shown], cmap="RdYlGn", vmin=-1.5, vmax=1.5, aspect="auto")
+        for y, line in enumerate(shown):
+            for x, value in enumerate(line):
+                axis.text(x, y, f"{value:.2f}" if value == value else "", ha="center", va="center", fontsize=8, color="black")
+        axis.set_xticks(range(len(pasts)), [thousands(past) for past in pasts])
+        axis.set_yticks(range(len(lengths)), lengths)
+        axis.set(xlabel="keys", ylabel="queries", title=f"head_dim {head_dim}")
+        axis.grid(False)
+    figure.suptitle(f"Time of torch's better backend over lean's, {result['conditions']['device']}")
+    figure.tight_layout()
+    return figure
+
+
 def paper(result: dict):
     """Speed of lean over fa2 and split_kv against context: average and range over heads and batch, beside what was published."""
     figure, axes = plt.subplots(1, 2, figsize=(10, 4))
@@ -211,6 +234,7 @@ def stream(result: dict):
 PICTURES: dict[str, Callable] = {
     "generate_8b.json": generate,
     "kernels_decode.json": decode,
+    "kernels_queries.json": queries,
     "kernels_paper.json": paper,
     "paper_e2e.json": paper_e2e,
     "stream.json": stream,

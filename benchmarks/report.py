@@ -16,7 +16,8 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from .sections import HEADLINE, SECTIONS, on
+from .sections import HEADLINE, SECTIONS
+from .words import on
 
 RESULTS = Path("examples/results")
 MARKS = re.compile(r"<!-- measured(?: (\w+))?: begin -->\n(.*?)<!-- measured(?: \1)?: end -->", re.DOTALL)

@@ -22,6 +22,7 @@ from hf_fastattn.machine import prepare_folder, write_whole
 
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # settings that decide what fits
 CLOCKS_EVERY = 10  # seconds at least between two looks at the clocks
+LONG = 300  # rows from which each is one line of the JSON
 
 
 def conditions(device: torch.device, method: str) -> dict[str, str]:
@@ -67,6 +68,16 @@ def command(prog: str, argv: list[str] | None) -> str:
             typed.pop(0)
     settings = [f"{name}={os.environ[name]}" for name in ALLOCATOR if name in os.environ]
     return shlex.join([*settings, *prog.split(), *words])
+
+
+def as_text(data: dict) -> str:
+    """The JSON of a result. Each row of a long table is one line: to indent thousands takes seconds at every save."""
+    rows = data.get("rows", ())
+    if len(rows) < LONG:
+        return json.dumps(data, indent=1) + "\n"
+    lines = ",\n  ".join(json.dumps(row) for row in rows)
+    head, tail = json.dumps(data | {"rows": []}, indent=1).split('\n "rows": []', 1)
+    return f'{head}\n "rows": [\n  {lines}\n ]{tail}\n'
 
 
 def _folder(name: str) -> Path:
@@ -131,7 +142,7 @@ class Results:
                 low, high = at.get(name, (found[name], found[name]))
                 found[name] = [min(low, found[name]), max(high, found[name])]
             at |= found
-        text = json.dumps(self.data, indent=1) + "\n"
+        text = as_text(self.data)
         try:
             write_whole(self.path, text)
         except OSError as error:

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from hf_fastattn.tables import table, thousands
 
 from .grid import LEAN, OURS, ROOM, ROOMY, SDPA, STATIC, UNPADDED
 from .provenance import by, columns, of_one_run, ratio
+from .sections_paper import paper, paper_e2e
+from .words import SHAPE, by_method, by_past, figure, mean, method, microseconds, model, on, same
 
-NAMES = {
-    "8b": "Llama-3.1-8B",
-    "1b": "Llama-3.2-1B",
-    "opt-1.3b": "OPT-1.3B",
-    "opt-6.7b": "OPT-6.7B",
-    "mistral-7b": "Mistral-7B-v0.1",
-}
 HEADLINE = "headline"  # which stands only where it is named
-SHAPE = "batch, heads/KV heads, head_dim, length"
 # Shapes of the decode grid that are shown, beside the worst one.
 DECODE_ROWS = [
     "1, 32/8, 128, 1k",
@@ -33,38 +27,6 @@ DECODE_ROWS = [
     "64, 9/3, 64, 4k",
     "1, 8/1, 256, 64k",
 ]
-
-
-def figure(value: float | None, digits: int = 1, unit: str = "") -> str | None:
-    """A number in words, without decimals from 1000 on."""
-    return None if value is None else f"{value:.{digits if abs(value) < 1000 else 0}f}{unit}"
-
-
-def on(result: dict) -> str:
-    """Device, versions and dtype, in a sentence."""
-    at = result["conditions"]
-    # Before the dtype was recorded, all that ran on a GPU ran in bfloat16.
-    dtype = result.get("dtype") or ("bfloat16" if "NVIDIA" in at["device"] else None)
-    versions = [f"{name} {at[name]}" for name in ("torch", "triton", "transformers")]
-    unknown = [] if "measured_by" in result else ["driver and clocks not recorded"]
-    return ", ".join([at["device"], *versions, *([dtype] if dtype else []), *unknown])
-
-
-def method(result: dict) -> str:
-    return result["conditions"]["method"]
-
-
-def model(result: dict) -> str:
-    """The model of a result in words."""
-    name = NAMES.get(result["shape"], result["shape"])
-    return f"{name}-shaped with random weights" if result.get("weights", "random") == "random" else name
-
-
-def mean(found: dict) -> str:
-    """A ratio of a summary in words."""
-    if not found["rows"]:
-        return "not measured"
-    return f"{found['geometric_mean']:.2f}x in geometric mean ({found['rows']} shapes, {found['smallest']:.2f}x at worst)"
 
 
 # ---- generate() ----
@@ -158,26 +120,6 @@ def fresh(result: dict) -> str:
     )
 
 
-def paper_e2e(result: dict) -> str:
-    names = ("fa2", "split_kv", "lean")
-    head = ["new tokens", *(f"`{name}`, s" for name in names), "`fa2` / `lean`", "`split_kv` / `lean`"]
-    rows = [
-        [
-            thousands(output["new_tokens"]),
-            *(figure(output["seconds"][name]) for name in names),
-            figure(output["lean_over_fa2"], 2),
-            figure(output["lean_over_split_kv"], 2),
-        ]
-        for output in result["summary"]["outputs"]
-    ]
-    contexts = ", ".join(thousands(row["context"]) for row in result["rows"])
-    return (
-        f"**A growing output behind a prompt of {thousands(result['rows'][0]['context'])}**, the LeanAttention paper's figure "
-        f"10, {model(result)}, all under `patch()` ({by(result)}; {method(result)}). ms a token is measured at contexts of "
-        f"{contexts}; the seconds are integrated between them:\n\n{table(head, rows)}"
-    )
-
-
 def stream(result: dict) -> str:
     keeps = result["window"] + result["sinks"]
     head = ["tokens read", "ms a token", f"dense cache of {keeps} tokens", "ratio", "GiB allocated"]
@@ -240,26 +182,6 @@ def accuracy(result: dict) -> str:
 # ---- kernels ----
 
 
-def _us(rows: Iterable[dict], names: dict[str, str], more: dict[str, Callable[[dict], str | None]], first: str = SHAPE) -> str:
-    """A table of microseconds by kernel, with further columns."""
-    lines = [
-        [row["shape"], *(figure(row["us"].get(name)) for name in names), *(cell(row) for cell in more.values())] for row in rows
-    ]
-    return table([first, *names.values(), *more], lines)
-
-
-def by_method(result: dict) -> str:
-    return f"({by(result)}; {method(result)})"
-
-
-def same(rows: Iterable[dict]) -> str:
-    """Heads and head_dim of the rows, in words."""
-    rows = list(rows)
-    values = {name: sorted({row[name] for row in rows}) for name in ("num_heads", "num_kv_heads", "head_dim")}
-    heads, kv_heads, head_dim = (" or ".join(map(str, found)) for found in values.values())
-    return f"{heads} heads over {kv_heads} KV heads, head_dim {head_dim}"
-
-
 def decode(result: dict) -> str:
     found = result["summary"]
     worst = found["lean_over_best_peer"].get("smallest_at")
@@ -276,7 +198,7 @@ def decode(result: dict) -> str:
         f"of the better sdpa backend over that of `lean`: {mean(below)} below 256 MiB of K/V, {mean(above)} from there on. "
         f"`batch_invariant`, in which a row does not depend on its batch, takes {price['geometric_mean']:.2f} times as long as "
         f"`lean` in geometric mean, and {price['largest']:.2f} times at most. "
-        f"Some of the {len(result['rows'])} shapes, and the worst:\n\n{_us(rows, names, more)}"
+        f"Some of the {len(result['rows'])} shapes, and the worst:\n\n{microseconds(rows, names, more)}"
     )
 
 
@@ -288,12 +210,39 @@ def speculation(result: dict) -> str:
     )
 
 
+def queries(result: dict) -> str:
+    found, rows = result["summary"], result["rows"]
+    cells = by_past(rows)
+    pasts = sorted({past for _, past in cells})
+    lines = [
+        [str(q_len), *(figure(cells.get((q_len, past)), 2) for past in pasts)] for q_len in sorted({q_len for q_len, _ in cells})
+    ]
+    counts = ", ".join(f"{count} below {share}" for share, count in found["slower_than"].items())
+    slow = ", ".join(f"{value:.2f} ({shape})" for shape, value in list(found["slow"].items())[:8])
+    doubling, more = found["doubling"], found["one_more_query"]
+    steepest = max(doubling["over"], key=lambda pair: pair["ratio"], default=None)
+    notes = [
+        f"{len(rows)} of {found['of']} shapes: 6 pairs of heads, head_dim 64 and 128, batch 1 and 4, no mask.",
+        f"Up to 128 queries over at least 8k keys: {mean(found['few_queries_long_past'])}; others: {mean(found['the_rest'])}.",
+        f"Of all shapes {counts}{f'; the slowest: {slow}' if slow else ''}.",
+        f"Twice the queries take more than 2.15 times as long and 3 us in {len(doubling['over'])} of {doubling['pairs']} pairs"
+        + (f", at most {steepest['ratio']:.2f} times ({steepest['shape']})." if steepest else "."),
+        f"One more query takes 5 % less time or better in {len(more['over'])} of {more['pairs']} pairs.",
+        f"`lean` over `fa2`, which does not split the keys: {found['lean_over_fa2']:.2f}x in geometric mean.",
+    ]
+    head = ["queries", *(f"{thousands(past)} keys" for past in pasts)]
+    return (
+        f"**Any number of queries over a long past**, the time of the better sdpa backend over that of `lean` "
+        f"{by_method(result)}. {' '.join(notes)} In geometric mean over heads, head_dim and batch:\n\n{table(head, lines)}"
+    )
+
+
 def ragged(result: dict) -> str:
     names = {"sdpa_masked": "`sdpa`, masked", "split_kv": "`split_kv`", "lean": "`lean`"}
     more = {"`lean`, TB/s of live K/V": lambda row: figure(row["tb_per_s"]["lean"], 2)}
     return (
         f"**Ragged batches, microseconds a decode call**, {same(result['rows'])}, left-padded "
-        f"{by_method(result)}:\n\n{_us(result['rows'], names, more, 'rows')}"
+        f"{by_method(result)}:\n\n{microseconds(result['rows'], names, more, 'rows')}"
     )
 
 
@@ -332,25 +281,6 @@ def host(result: dict) -> str:
     )
 
 
-def paper(result: dict) -> str:
-    found, rows = result["summary"], []
-    for name, peer in (("lean_over_fa2", "`fa2`"), ("lean_over_split_kv", "`split_kv`")):
-        said, ours = found["published"][name], found[name]
-        here = f"{ours['average']:.2f}, up to {ours['largest']:.2f}"
-        rows.append([f"`lean` over {peer}", f"{said['average']}, up to {said['largest']}", here])
-        rows[-1] += [figure(ours["geometric_mean"], 2), figure(ours["smallest"], 2)]
-    balance = ", ".join(f"`{name}` {value:.2f}" for name, value in found["mean_balance"].items())
-    values = lambda name: [row[name] for row in result["rows"]]  # noqa: E731
-    span = lambda name: f"{thousands(min(values(name)))} to {thousands(max(values(name)))}"  # noqa: E731
-    head = ["", f"published, {found['published']['device']}", "here: average", "geometric mean", "smallest"]
-    return (
-        f"**The LeanAttention paper's own comparison**, its figures 7 and 9 {by_method(result)}: {len(result['rows'])} shapes, "
-        f"head_dim {span('head_dim')}, {span('num_heads')} heads, batch {span('batch')}, {span('kv_len')} tokens.\n\n"
-        f"{table(head, rows)}\n\n"
-        f"How evenly the schedules lay the work on the SMs (its figure 4; 1 is perfect), on average: {balance}."
-    )
-
-
 def commits(result: dict) -> str:
     trees, rows = result["trees"], []
     for row in result["rows"]:
@@ -375,6 +305,7 @@ SECTIONS: list[tuple[str, str, Callable[[dict], str]]] = [
     ("accuracy", "eval_smollm2.json", accuracy),
     ("decode", "kernels_decode.json", decode),
     ("speculation", "kernels_speculation.json", speculation),
+    ("queries", "kernels_queries.json", queries),
     ("ragged", "kernels_ragged.json", ragged),
     ("window", "kernels_window.json", window),
     ("host", "kernels_host.json", host),

@@ -10,8 +10,10 @@ from functools import partial
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from hf_fastattn import registry
 from hf_fastattn.kernels import TritonKernel, reference
-from hf_fastattn.kernels.spec import call
+from hf_fastattn.kernels.attention.schedule import choose
+from hf_fastattn.kernels.spec import KV, Spec, call
 from hf_fastattn.tables import thousands
 
 from . import timing
@@ -54,6 +56,17 @@ class Shape:
     def row(self) -> dict:
         """The fields of a row that say which shape it is."""
         return {"shape": str(self), **asdict(self), "kv_bytes": self.kv_bytes}
+
+
+def kernel_of_lean(shape: Shape, q: torch.Tensor, k: torch.Tensor) -> str:
+    """Which kernel runs where these models' layers call `lean`: "stream_k", "split_kv", or the name of a prefill kernel."""
+    backend = registry.get("lean")
+    phase, kernel = backend.kernel(shape.q_len, shape.num_heads, shape.num_kv_heads)
+    if phase == "prefill":
+        name = kernel.choice(q, KV(k, k), Spec(causal=shape.causal))[0] if q.is_cuda else kernel.name
+        return "stream_k" if name == "lean" else name
+    rows, heads = shape.q_len * shape.num_heads // shape.num_kv_heads, shape.batch * shape.num_kv_heads
+    return "split_kv" if choose(q.device, q.dtype, shape.head_dim, rows, heads, shape.kv_len, alike=True)[1] else "stream_k"
 
 
 def make_inputs(shape: Shape, sets: int, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:

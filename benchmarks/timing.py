@@ -70,17 +70,28 @@ def elapsed_us(run: Run, device: torch.device) -> float:
     return 1e3 * start.elapsed_time(stop)
 
 
-def time_rivals(runs: dict[str, Run], calls: int, device: torch.device) -> dict[str, list[float]]:
-    """Microseconds a call of each rival, once a round; what record() made of it runs `calls` calls.
+def time_rivals(
+    runs: dict[str, Run],
+    calls: int | dict[str, int],
+    device: torch.device,
+    least: int | None = None,
+    most: int | None = None,
+    seconds: float | None = None,
+) -> dict[str, list[float]]:
+    """Microseconds a call of each rival, once a round; what record() made of it runs `calls` calls, or its own number of them.
 
-    Rivals take turns within a round and go first in turn. The first round warms up and says how many there is time for.
+    Rivals take turns within a round and go first in turn. The first round warms up and says how many there is time for: from
+    `least` to `most` rounds, in some `seconds`; LEAST, MOST and SHAPE_SECONDS where None.
     """
+    least, most = LEAST if least is None else least, MOST if most is None else most
+    budget = SHAPE_SECONDS if seconds is None else seconds
     warm_up = sum(elapsed_us(run, device) for run in runs.values())
-    rounds = max(LEAST, min(MOST, int(1e6 * SHAPE_SECONDS / max(warm_up, 1))))
+    rounds = max(least, min(most, int(1e6 * budget / max(warm_up, 1))))
     times: dict[str, list[float]] = {name: [] for name in runs}
     for round_ in range(rounds):
         for name in runs if round_ % 2 == 0 else reversed(runs):
-            times[name].append(elapsed_us(runs[name], device) / calls)
+            its_calls = calls if isinstance(calls, int) else calls[name]
+            times[name].append(elapsed_us(runs[name], device) / its_calls)
     return times
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from calls import attention
 
-from benchmarks import decode, generate, kernels, paper, prefill, report, results, sections, shapes, timing
+from benchmarks import decode, generate, kernels, paper, prefill, queries, report, results, sections, shapes, timing
 from benchmarks.shapes import Shape
 from hf_fastattn.kernels import reference
 from hf_fastattn.kernels.host import gpu
@@ -16,6 +16,7 @@ SMALL = {
     "speculation": [Shape(2, 4, 2, 16, 64, 4)],
     "ragged": [decode.Ragged("even", [64]), decode.Ragged("uneven", [64, 5, 9])],
     "host": [Shape(1, 4, 2, 16, 64)],
+    "queries": [Shape(1, 4, 2, 16, length, q_len, causal=False) for length in (64, 96) for q_len in (8, 9, 16)],
     "paper": [Shape(1, 4, 4, 64, 96), Shape(2, 4, 4, 128, 64)],
     "prefill": [Shape(1, 4, 2, 16, 80, 80, causal) for causal in (True, False)],
     "window": [
@@ -44,12 +45,12 @@ def test_every_shape_is_checked_and_timed(tmp_path, part):
     status, result = bench(tmp_path, part)
     assert status == 0 and not result["failed"] and not result["not_run"]
     assert [row["shape"] for row in result["rows"]] == [str(shape) for shape in SMALL[part]]
-    ours = {"paper": {"fa2", "split_kv", "lean"}, "prefill": {"ours", "portable"}, "window": {"ours"}}.get(part)
+    ours = {"paper": {"fa2", "split_kv", "lean"}, "prefill": {"ours", "portable"}, "window": {"ours"}, "queries": {"fa2", "lean"}}
     for row in result["rows"]:
         assert all(
             us > 0 and low <= us <= high for us, (low, high) in zip(row["us"].values(), row["us_range"].values(), strict=True)
         )
-        assert set(row["us"]) >= (ours or {"split_kv"})
+        assert set(row["us"]) >= ours.get(part, {"split_kv"})
         assert not any("WrongResult" in error for error in row["errors"].values())  # absent on a CPU, but not wrong
     assert result["summary"] and result["conditions"]["torch"] == torch.__version__
 
@@ -148,6 +149,67 @@ def test_without_a_gpu_it_says_so(capsys):
     assert "no CUDA device" in capsys.readouterr().err
 
 
+# ---- any number of queries ----
+
+
+def queries_rows(us: dict[int, float], peer: float = 10.0, **fields) -> list[dict]:
+    """Rows of one group with these microseconds of lean by q_len."""
+    return [
+        Shape(1, 4, 2, 64, 8192, q_len, causal=False).row()
+        | {"us": {"lean": lean, "fa2": 2 * lean}, "lean_over_best_peer": peer / lean, "run": "a"}
+        | fields
+        for q_len, lean in us.items()
+    ]
+
+
+def test_promises_about_queries_are_computed_from_the_rows():
+    found = queries.queries_summary(queries_rows({1: 8.0, 2: 7.0, 4: 19.0, 512: 12.0}))
+    assert found["few_queries_long_past"]["rows"] == 3 and found["the_rest"]["rows"] == 1
+    assert found["slower_than"] == {"0.93": 2, "0.85": 2} and list(found["slow"].values()) == [10 / 19, 10 / 12]
+    assert found["doubling"]["pairs"] == 2 and [pair["us"] for pair in found["doubling"]["over"]] == [[7.0, 19.0]]
+    assert [pair["us"] for pair in found["one_more_query"]["over"]] == [[8.0, 7.0]] and found["lean_over_fa2"] == pytest.approx(2)
+    # Figures of two runs are not compared, and a row without peers is.
+    mixed = queries_rows({1: 8.0}) + queries_rows({2: 7.0}, run="b", lean_over_best_peer=None)
+    found = queries.queries_summary(mixed)
+    assert found["one_more_query"]["pairs"] == 0 and found["few_queries_long_past"]["rows"] == 1
+
+
+def test_a_part_of_the_queries_is_a_sample_of_all():
+    assert len(queries.QUERIES) == len(set(map(str, queries.QUERIES))) == 2592
+    first = queries.QUERIES[: len(queries.QUERIES) // 6]
+    for name in ("head_dim", "kv_len", "num_heads", "batch", "q_len"):
+        assert {getattr(s, name) for s in first} == {getattr(s, name) for s in queries.QUERIES}
+    assert max(s.kv_bytes for s in queries.QUERIES) == 16 << 30
+
+
+def test_keys_of_a_group_are_made_once(monkeypatch):
+    cpu, made = torch.device("cpu"), []
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, **options: made.append(size) or empty(*size, **options))
+    for q_len in (1, 5, 9):
+        queries.queries_row(Shape(1, 4, 2, 16, 128, q_len, causal=False), cpu)
+    assert [size[1:] for size in made if len(size) == 6] == [(2, 1, 2, 128, 16)]
+
+
+@pytest.mark.parametrize("wrong", ["sdpa", "lean"])
+def test_a_wrong_result_of_queries_is_found(tmp_path, monkeypatch, wrong):
+    if wrong == "sdpa":
+        monkeypatch.setattr(queries, "sdpa", lambda backend, q, k, v: torch.zeros_like(q))
+        _, result = bench(tmp_path, "queries")
+        assert all("WrongResult" in row["errors"]["sdpa_flash"] for row in result["rows"]) and len(result["rows"]) == 6
+        return
+    monkeypatch.setattr(queries, "exact", lambda q, k, v, **options: torch.ones_like(q, dtype=torch.float32))
+    status, result = bench(tmp_path, "queries")
+    assert status == 1 and all("lean is wrong" in failed["error"] for failed in result["failed"])
+
+
+def test_rows_of_a_long_table_are_lines(tmp_path, monkeypatch):
+    _, expected = bench(tmp_path, "queries")
+    monkeypatch.setattr(results, "LONG", 1)
+    text = results.as_text(expected)
+    assert json.loads(text) == expected and sum('"shape": "1, 4/2' in line for line in text.splitlines()) == 6
+
+
 # ---- tables and pictures ----
 
 
@@ -167,13 +229,14 @@ def test_every_table_and_picture_can_be_made(tmp_path):
         "`generate()`",
         "Decode kernels",
         "Several queries",
+        "Any number of queries",
         "Ragged",
         "Prefill",
         "What a window",
         "The LeanAttention paper's",
     ):
         assert f"**{words}" in text
-    for part in ("decode", "paper"):
+    for part in ("decode", "queries", "paper"):
         assert f"](results/kernels_{part}.png)" in text
         assert matplotlib.image.imread(folder / f"kernels_{part}.png").std() > 0
     assert report.rewrite(text, folder, "results") == text and "best measured stock" not in text
