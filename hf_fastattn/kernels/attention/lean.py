@@ -220,17 +220,18 @@ def lean(
 @launch.remember
 def _prepare(tensors, form: Form, spec: Spec, return_lse: bool) -> Plan:
     call = Call.of(tensors, form, spec, return_lse)
-    device, spans, kv_len = call.q.device, call.spans, call.kv_len
-    alike = spans is None or call.batch == 1 or spans.stride(0) == 0
-    in_sight = kv_len if spec.window is None else min(kv_len, spec.window + call.q_len - 1)
-    blocks = 1
-    if not call.many_rows:
-        config, own = choose(device, call.q.dtype, call.width, call.rows, call.batch * call.num_kv_heads, in_sight, alike)
-        if own:
-            return fixed_splits(call, config, None)
-    else:
-        config = tables.many_rows(device, call.q.dtype, call.width, call.rows, call.spec.sinks > 0)
-        blocks = triton.cdiv(call.rows, config.BLOCK_M)
+    if call.many_rows:
+        return shares(call, tables.many_rows(call.q.device, call.q.dtype, call.width, call.rows, call.spec.sinks > 0))
+    in_sight = call.kv_len if spec.window is None else min(call.kv_len, spec.window + call.q_len - 1)
+    heads = call.batch * call.num_kv_heads
+    config, own = choose(call.q.device, call.q.dtype, call.width, call.rows, heads, in_sight, call.alike)
+    return fixed_splits(call, config, None) if own else shares(call, config)
+
+
+def shares(call: Call, config: tables.Config) -> Plan:
+    """The launches of a call as stream-K."""
+    device, kv_len = call.q.device, call.kv_len
+    blocks = triton.cdiv(max(call.rows, 1), config.BLOCK_M)
     items = call.batch * blocks
     heads = items * call.num_kv_heads
     sms = gpu.num_sms(device)
@@ -251,7 +252,7 @@ def _prepare(tensors, form: Form, spec: Spec, return_lse: bool) -> Plan:
         "kv_heads": call.num_kv_heads,
         "spread": sms,
         "stats_start": 2 * programs * workspace_m * call.block_dv,
-        "BLOCK_B": 1 if alike and blocks == 1 else triton.next_power_of_2(items),
+        "BLOCK_B": 1 if call.alike and blocks == 1 else triton.next_power_of_2(items),
         "MIN_TILES": config.MIN_TILES,
         "C": constants,
         "EARLY": overlap["EARLY"],

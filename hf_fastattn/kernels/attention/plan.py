@@ -59,6 +59,11 @@ class Call:
         return self.tensors[-3]
 
     @property
+    def alike(self) -> bool:
+        """Whether the host knows that the rows of the batch are."""
+        return self.spans is None or self.batch == 1 or self.spans.stride(0) == 0
+
+    @property
     def group(self) -> int:
         """Query heads of a KV head."""
         return self.num_heads // self.num_kv_heads

@@ -141,4 +141,9 @@ def choose(
         config = tables.decode(device, dtype, head_dim, rows, heads)
         if shares_within_heads(device, config, heads, kv_len):
             return config, True
-    return tables.decode(device, dtype, head_dim, rows, heads if alike and heads <= gpu.num_sms(device) else None), False
+    return line_config(device, dtype, head_dim, rows, heads, alike), False
+
+
+def line_config(device: torch.device, dtype: torch.dtype, head_dim: int, rows: int, heads: int, alike: bool) -> tables.Config:
+    """`lean`'s launch for a line of tiles; arguments as in `choose`."""
+    return tables.decode(device, dtype, head_dim, rows, heads if alike and heads <= gpu.num_sms(device) else None)
