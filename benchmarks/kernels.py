@@ -46,6 +46,8 @@ PARTS = {
     "speculation": Part(decode.speculation_row, decode.SPECULATION, decode.decode_summary),
     "ragged": Part(decode.ragged_row, decode.RAGGED, decode.ragged_summary),
     "paper": Part(paper.paper_row, paper.SHAPES, paper.paper_summary),
+    "fixup": Part(paper.fixup_row, paper.FIXUP, paper.fixup_summary),
+    "sweep": Part(paper.sweep_row, paper.SWEEP, paper.sweep_summary),
     "host": Part(decode.host_row, decode.HOST, decode.host_summary, method=decode.HOST_METHOD),
     "queries": Part(queries.queries_row, queries.QUERIES, queries.queries_summary, compile=queries.compile_kernels),
     "prefill": Part(prefill.prefill_row, prefill.PREFILL_SHAPES, prefill.prefill_summary, "tflops"),

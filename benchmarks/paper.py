@@ -1,36 +1,64 @@
 """The LeanAttention paper's own comparison: FlashAttention-2, Flash-Decoding and LeanAttention in decode, here all ours.
 
 Sanovar et al., "Lean Attention: Hardware-Aware Scalable Attention Mechanism for the Decode-Phase of Transformers" (2024):
-figures 7 and 9 (speed over context length, heads and batch at head_dim 64 and 128) and 4 (how full the GPU is), on an A100.
+figures 7 (speed over context length, heads and batch at head_dim 64), 9 (at head_dim 128) and 4 (how full the GPU is), on an
+A100; section 4's variants of the fix-up, and its sweeps of tiles and grids.
 """
 
 from __future__ import annotations
 
+import random
 import statistics
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 
 import torch
 
-from hf_fastattn.kernels.attention.schedule import choose
+from hf_fastattn.kernels.attention.schedule import choose, line_config
 from hf_fastattn.kernels.host import gpu, tables
+from hf_fastattn.kernels.spec import call
 
-from .shapes import DTYPE, LEAN, PORTABLE, READ, SPLIT_KV, Shape, compete, exact, make_inputs, ratios
+from . import fixup
+from .shapes import DTYPE, LEAN, PORTABLE, READ, SPLIT_KV, Shape, compete, exact, kernel_of_lean, make_inputs, ratios
 from .timing import num_sets
 
 PUBLISHED = {
     "device": "NVIDIA A100",
-    "lean_over_fa2": {"average": 2.6, "largest": 8.33},
+    "lean_over_fa2": {"average": 2.6, "largest": 8.33, "largest_at": 512 << 10},
     "lean_over_split_kv": {"average": 1.27, "largest": 1.71},
+    "later_text": {"lean_over_split_kv": {"average": 1.73, "largest": 2.18, "largest_at": 256 << 10}},
 }
+GOALS = {"lean_over_fa2": 2.4, "stream_k_over_split_kv": 1.05, "smallest": 0.97}
 LARGEST = 64 << 30
 LENGTHS = tuple(n << 10 for n in (1, 4, 16, 64, 256, 512))
 SHAPES = [
     shape
     for head_dim in (64, 128)
     for batch in (1, 4, 16)
-    for heads in (12, 32, 56, 128)
+    for heads in (12, 16, 24, 32, 56, 64, 128)
     for length in LENGTHS
     if (shape := Shape(batch, heads, heads, head_dim, length)).kv_bytes <= LARGEST
 ]
+FIXUP = random.Random(0).sample(SHAPES, len(SHAPES))  # so that the rows of a run that was stopped are a fair sample
+SWEEP = [
+    Shape(1, heads, heads, head_dim, n << 10) for head_dim in (64, 128) for heads in (32, 56) for n in (4, 64, 256)
+]  # fmt: skip
+TILES, PROGRAMS = (32, 64, 128, 256), (1, 2, 4)  # keys of a tile; programs for each SM
+IN_FLIGHT = 160 << 10  # bytes of shared memory of an SM that a sweep's programs may take together
+A100 = (80, 108)  # compute capability, SMs
+
+
+@contextmanager
+def as_if(arch: int, sms: int) -> Iterator[None]:
+    """Inside, tables and schedules are those of a GPU of this compute capability with as many SMs."""
+    kept = gpu.arch, gpu.num_sms
+    gpu.arch, gpu.num_sms = (lambda device: arch), (lambda device: sms)
+    try:
+        yield
+    finally:
+        gpu.arch, gpu.num_sms = kept
 
 
 def schedule(kernel: str, shape: Shape, device: torch.device) -> dict:
@@ -63,33 +91,118 @@ def schedule(kernel: str, shape: Shape, device: torch.device) -> dict:
     }
 
 
-def paper_row(shape: Shape, device: torch.device) -> dict:
-    """Microseconds a call of fa2, split_kv and lean, and the schedule of each."""
-    sets = num_sets(shape.kv_bytes)
+def schedules(shape: Shape, device: torch.device) -> dict[str, dict]:
+    return {kernel: schedule(kernel, shape, device) for kernel in ("fa2", "split_kv", "lean")}
+
+
+def _compete(shape: Shape, device: torch.device, variants: dict, sets: int) -> dict:
+    """A row of fa2, split_kv, lean and stream-K, and of further variants, which may fail."""
     inputs = make_inputs(shape, sets, device)
-    kernels = {"fa2": PORTABLE, "split_kv": SPLIT_KV, "lean": LEAN}
+    kernels = {"fa2": PORTABLE, "split_kv": SPLIT_KV, "lean": LEAN, fixup.STREAM_K: fixup.VARIANTS[fixup.STREAM_K]}
     rivals = {name: lambda i, kernel=kernel: kernel(*inputs[i]) for name, kernel in kernels.items()}
-    found = compete({}, rivals, exact(*inputs[0]), sets=sets, us=max(7, shape.kv_bytes / READ))
+    others = {name: lambda i, kernel=kernel: kernel(*inputs[i]) for name, kernel in variants.items()}
+    found = compete(others, rivals, exact(*inputs[0]), sets=sets, us=max(7, shape.kv_bytes / READ))
     us = found["us"]
+    with as_if(*A100):
+        on_a100 = schedules(shape, device)
     return (
         shape.row()
         | found
         | {
+            "kernel_of_lean": kernel_of_lean(shape, inputs[0][0], inputs[0][1]),
             "lean_over_fa2": us["fa2"] / us["lean"],
             "lean_over_split_kv": us["split_kv"] / us["lean"],
-            "schedule": {name: schedule(name, shape, device) for name in kernels},
+            "stream_k_over_split_kv": us["split_kv"] / us["stream_k"],
+            "schedule": schedules(shape, device),
+            "schedule_108_sms": on_a100,
         }
     )
 
 
+def paper_row(shape: Shape, device: torch.device) -> dict:
+    """Microseconds a call of fa2 (which splits nothing), split_kv, lean and forced stream-K, and the schedule of each."""
+    return _compete(shape, device, {}, num_sets(shape.kv_bytes))
+
+
+def fixup_row(shape: Shape, device: torch.device) -> dict:
+    """The same beside the fix-ups in one launch."""
+    names = (fixup.HOST_WAITS, fixup.LAST_ARRIVER)
+    row = _compete(shape, device, {name: fixup.VARIANTS[name] for name in names}, num_sets(shape.kv_bytes))
+    us = row["us"]
+    return row | {f"{name}_over_stream_k": us["stream_k"] / us[name] if name in us else None for name in names}
+
+
+def sweep_configs(shape: Shape, device: torch.device) -> dict[str, tables.Config]:
+    """Launches of stream-K by keys of a tile and programs for each SM, with as many stages as fit, by name."""
+    heads = shape.batch * shape.num_kv_heads
+    usual = line_config(device, DTYPE, shape.head_dim, shape.num_heads // shape.num_kv_heads, heads, alike=True)
+    configs = {}
+    for tile in TILES:
+        for programs in PROGRAMS:
+            buffers = IN_FLIGHT // (programs * 2 * tile * shape.head_dim * DTYPE.itemsize)  # Triton has one less than stages
+            stages = min(4, buffers + 1)
+            changed = {"BLOCK_N": tile, "programs_per_sm": programs, "num_stages": stages, "MIN_TILES": 1}
+            if stages > 1:
+                configs[f"{tile} x {programs}"] = replace(usual, **changed)
+    return configs
+
+
+def sweep_row(shape: Shape, device: torch.device) -> dict:
+    """Microseconds a call of stream-K by keys of a tile x programs for each SM, beside lean."""
+    sets = num_sets(shape.kv_bytes)
+    inputs = make_inputs(shape, sets, device)
+    variants = {
+        name: lambda i, config=config: call(partial(fixup.attention, fixup=fixup.STREAM_K, config=config), *inputs[i])
+        for name, config in sweep_configs(shape, device).items()
+    }
+    ours = {"lean": lambda i: LEAN(*inputs[i])}
+    found = compete(variants, ours, exact(*inputs[0]), sets=sets, us=max(7, shape.kv_bytes / READ))
+    best = min((name for name in found["us"] if name != "lean"), key=found["us"].get)
+    return shape.row() | found | {"best": best, "lean_over_best": found["us"][best] / found["us"]["lean"]}
+
+
+def _averages(rows: list[dict], name: str) -> dict:
+    """Arithmetic, as averages of speedups usually are, beside the geometric mean."""
+    values = [row[name] for row in rows if row.get(name) is not None]
+    return ratios(rows, name) | ({"average": statistics.mean(values)} if values else {})
+
+
 def paper_summary(rows: list[dict]) -> dict:
-    """The paper's averages (arithmetic, as averages of speedups usually are) and ours, beside geometric means."""
-    found: dict = {"published": PUBLISHED}
+    """The paper's averages and ours; "schedules_differ": the rows in which lean's schedule is not split_kv's."""
+    found: dict = {"published": PUBLISHED, "goals": GOALS}
     for name in ("lean_over_fa2", "lean_over_split_kv"):
-        found[name] = ratios(rows, name) | {"average": statistics.mean(row[name] for row in rows)}
+        found[name] = _averages(rows, name)
         for head_dim in sorted({row["head_dim"] for row in rows}):
             found[f"{name}_head_dim_{head_dim}"] = ratios([row for row in rows if row["head_dim"] == head_dim], name)
-    found["mean_balance"] = {
-        kernel: statistics.mean(row["schedule"][kernel]["balance"] for row in rows) for kernel in rows[0]["schedule"]
-    }
+    differ = [row for row in rows if row["schedule"]["lean"] != row["schedule"]["split_kv"]]
+    found["stream_k_over_split_kv"] = _averages(rows, "stream_k_over_split_kv")
+    found["schedules_differ"] = _averages(differ, "stream_k_over_split_kv")
+    for key in ("schedule", "schedule_108_sms"):
+        its = [row[key] for row in rows if key in row]
+        name = "mean_balance" + key.removeprefix("schedule")
+        found[name] = {kernel: statistics.mean(each[kernel]["balance"] for each in its) for kernel in (its or [{}])[0]}
     return found
+
+
+def fixup_summary(rows: list[dict]) -> dict:
+    """The fix-ups in one launch over the second launch's, where heads are shared; lean's hand-overs to split_kv are counted."""
+    names = [f"{name}_over_stream_k" for name in (fixup.HOST_WAITS, fixup.LAST_ARRIVER)]
+    columns = list(dict.fromkeys(name for row in rows for name in row["us"]))
+    fastest = [min(row["us"], key=row["us"].get) for row in rows]
+    return {
+        **{name: _averages(rows, name) for name in (*names, "lean_over_fa2", "lean_over_split_kv", "stream_k_over_split_kv")},
+        **{f"{name}_below_64k": _averages([row for row in rows if row["kv_len"] < 64 << 10], name) for name in names},
+        "fastest": {name: fastest.count(name) for name in columns},
+        "lean_is_split_kv": sum(row["kernel_of_lean"] == "split_kv" for row in rows),
+    }
+
+
+def sweep_summary(rows: list[dict]) -> dict:
+    """How often each tile x grid is fastest, and lean's own choice beside the best of the sweep."""
+    best = [(row["head_dim"], row["best"]) for row in rows]
+    return {
+        "fastest": {
+            f"head_dim {dim}": {b: best.count((dim, b)) for d, b in best if d == dim} for dim in sorted({d for d, _ in best})
+        },
+        "lean_over_best": ratios(rows, "lean_over_best"),
+    }

@@ -143,31 +143,67 @@ def queries(result: dict):
     return figure
 
 
+AXES = (("kv_len", "context, tokens"), ("num_heads", "heads"), ("batch", "batch"))
+
+
+def averages(axis, rows: list[dict], by: str, value: Callable[[dict], float], color: str, label: str, dashes: str = "-") -> None:
+    """A line of arithmetic means of value(row) against row[by], and their range as a band where it is drawn solid."""
+    at = sorted({row[by] for row in rows})
+    found = [[value(row) for row in rows if row[by] == x] for x in at]
+    axis.plot(at, [sum(v) / len(v) for v in found], dashes, marker="o", ms=4, color=color, label=label)
+    if dashes == "-":
+        axis.fill_between(at, list(map(min, found)), list(map(max, found)), color=color, alpha=0.12, lw=0)
+
+
 def paper(result: dict):
-    """Speed of lean over fa2 and split_kv against context: average and range over heads and batch, beside what was published."""
-    figure, axes = plt.subplots(1, 2, figsize=(10, 4))
-    published = result["summary"]["published"]
-    for axis, name, peer in zip(axes, ("lean_over_fa2", "lean_over_split_kv"), ("fa2", "split_kv"), strict=True):
-        for head_dim, color in ((64, COLORS["sdpa_cudnn"]), (128, COLORS["lean"])):
-            rows = [row for row in result["rows"] if row["head_dim"] == head_dim]
-            lengths = sorted({row["kv_len"] for row in rows})
-            ratios = [[row[name] for row in rows if row["kv_len"] == length] for length in lengths]
-            axis.plot(
-                lengths,
-                [sum(values) / len(values) for values in ratios],
-                marker="o",
-                ms=4,
-                color=color,
-                label=f"head_dim {head_dim}",
-            )
-            axis.fill_between(lengths, list(map(min, ratios)), list(map(max, ratios)), color=color, alpha=0.15, lw=0)
-        axis.axhline(published[name]["average"], ls="--", lw=1, color=GREY, label=f"the paper's average, {published['device']}")
-        tokens_axis(axis, sorted({row["kv_len"] for row in result["rows"]}), "context, tokens")
-        axis.set(ylabel=f"times as fast as {peer}", title=f"lean over {peer}")
-        axis.legend(fontsize=8, loc="upper left" if peer == "fa2" else "center left")
+    """Figures 7a to 7c and 9, lean over its peers against context, heads and batch; 4, balance; beside what was published."""
+    figure, axes = plt.subplots(3, 3, figsize=(13, 10.5))
+    rows, published = result["rows"], result["summary"]["published"]
+    later = published.get("later_text", {})
+    for line, (name, peer) in zip(axes, (("lean_over_fa2", "fa2"), ("lean_over_split_kv", "split_kv")), strict=False):
+        for axis, (by, words) in zip(line, AXES, strict=True):
+            for head_dim, color, number in ((64, COLORS["sdpa_cudnn"], 7), (128, COLORS["lean"], 9)):
+                its = [row for row in rows if row["head_dim"] == head_dim]
+                averages(axis, its, by, lambda row: row[name], color, f"head_dim {head_dim} (figure {number})")  # noqa: B023
+            axis.axhline(published[name]["average"], ls="--", lw=1, color=GREY, label=f"published average, {published['device']}")
+            for said in (published[name], later.get(name, {})):
+                if by == "kv_len" and "largest_at" in said:
+                    axis.plot(said["largest_at"], said["largest"], "*", ms=9, color=GREY, label="published largest")
+            if name in later:
+                axis.axhline(later[name]["average"], ls=":", lw=1, color=GREY, label="its later text")
+            tokens_axis(axis, sorted({row[by] for row in rows}), words)
+            axis.set(ylabel=f"times as fast as {peer}")
+        line[-1].legend(fontsize=8)
+    for axis, (by, words) in zip(axes[-1], AXES, strict=True):
+        for key, dashes, sms in (("schedule", "-", ""), ("schedule_108_sms", "--", ", 108 SMs")):
+            for name in ("fa2", "split_kv", "lean") if key in rows[0] else ():
+                balance = lambda row, key=key, name=name: row[key][name]["balance"]  # noqa: E731
+                averages(axis, rows, by, balance, COLORS[name], name + sms, dashes)
+        tokens_axis(axis, sorted({row[by] for row in rows}), words)
+        axis.set(ylabel="balance (figure 4)", ylim=(0, 1.05))
+    axes[-1][-1].legend(fontsize=8, loc="lower right")
     figure.suptitle(
-        f"The LeanAttention paper's comparison on {result['conditions']['device']}: average and range over heads and batch"
+        f"The LeanAttention paper's comparison on {result['conditions']['device']}: averages and ranges over the rest"
     )
+    figure.tight_layout()
+    return figure
+
+
+def fixup(result: dict):
+    """The fix-ups in one launch, and split_kv, over the second launch's stream-K, against context."""
+    dims = sorted({row["head_dim"] for row in result["rows"]})
+    figure, axes = plt.subplots(1, len(dims), figsize=(5 * len(dims), 4), squeeze=False)
+    names = {"host_waits": COLORS["sdpa_flash"], "last_arriver": COLORS["split_kv"], "lean": COLORS["lean"]}
+    for axis, head_dim in zip(axes[0], dims, strict=True):
+        for name, color in names.items():
+            rows = [row for row in result["rows"] if row["head_dim"] == head_dim and name in row["us"]]
+            if rows:
+                averages(axis, rows, "kv_len", lambda row: row["us"]["stream_k"] / row["us"][name], color, name)  # noqa: B023
+        tokens_axis(axis, sorted({row["kv_len"] for row in result["rows"]}), "context, tokens")
+        axis.axhline(1, lw=1, color=GREY)
+        axis.set(title=f"head_dim {head_dim}", ylabel="times as fast as the second launch")
+        axis.legend(fontsize=8)
+    figure.suptitle(f"Fix-ups of LeanAttention, {result['conditions']['device']}: averages and ranges over heads and batch")
     figure.tight_layout()
     return figure
 
@@ -236,6 +272,7 @@ PICTURES: dict[str, Callable] = {
     "kernels_decode.json": decode,
     "kernels_queries.json": queries,
     "kernels_paper.json": paper,
+    "kernels_fixup.json": fixup,
     "paper_e2e.json": paper_e2e,
     "stream.json": stream,
 }

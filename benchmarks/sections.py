@@ -8,7 +8,7 @@ from hf_fastattn.tables import table, thousands
 
 from .grid import LEAN, OURS, ROOM, ROOMY, SDPA, STATIC, UNPADDED
 from .provenance import by, columns, of_one_run, ratio
-from .sections_paper import paper, paper_e2e
+from .sections_paper import fixup, paper, paper_e2e, sweep
 from .words import SHAPE, by_method, by_past, figure, mean, method, microseconds, model, on, same
 
 HEADLINE = "headline"  # which stands only where it is named
@@ -311,5 +311,7 @@ SECTIONS: list[tuple[str, str, Callable[[dict], str]]] = [
     ("host", "kernels_host.json", host),
     ("prefill", "kernels_prefill.json", prefill),
     ("paper", "kernels_paper.json", paper),
+    ("fixup", "kernels_fixup.json", fixup),
+    ("sweep", "kernels_sweep.json", sweep),
     ("paper_e2e", "paper_e2e.json", paper_e2e),
 ]

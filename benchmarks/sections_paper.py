@@ -5,7 +5,7 @@ from __future__ import annotations
 from hf_fastattn.tables import table, thousands
 
 from .provenance import by
-from .words import by_method, figure, method, model
+from .words import by_method, figure, mean, method, microseconds, model
 
 
 def paper_e2e(result: dict) -> str:
@@ -35,7 +35,15 @@ def paper(result: dict) -> str:
         here = f"{ours['average']:.2f}, up to {ours['largest']:.2f}"
         rows.append([f"`lean` over {peer}", f"{said['average']}, up to {said['largest']}", here])
         rows[-1] += [figure(ours["geometric_mean"], 2), figure(ours["smallest"], 2)]
+    if (differ := found.get("schedules_differ", {"rows": 0}))["rows"]:
+        rows.append([f"stream-K over `split_kv`, {differ['rows']} shapes with other schedules", None])
+        rows[-1] += [f"{differ['average']:.2f}, up to {differ['largest']:.2f}"]
+        rows[-1] += [figure(differ["geometric_mean"], 2), figure(differ["smallest"], 2)]
     balance = ", ".join(f"`{name}` {value:.2f}" for name, value in found["mean_balance"].items())
+    if a100 := found.get("mean_balance_108_sms"):
+        balance += "; on the A100's 108 SMs: " + ", ".join(f"`{name}` {value:.2f}" for name, value in a100.items())
+    later = found["published"].get("later_text", {}).get("lean_over_split_kv")
+    note = f" The paper's later text says {later['average']} and {later['largest']} over `split_kv`." if later else ""
     values = lambda name: [row[name] for row in result["rows"]]  # noqa: E731
     span = lambda name: f"{thousands(min(values(name)))} to {thousands(max(values(name)))}"  # noqa: E731
     head = ["", f"published, {found['published']['device']}", "here: average", "geometric mean", "smallest"]
@@ -43,5 +51,37 @@ def paper(result: dict) -> str:
         f"**The LeanAttention paper's own comparison**, its figures 7 and 9 {by_method(result)}: {len(result['rows'])} shapes, "
         f"head_dim {span('head_dim')}, {span('num_heads')} heads, batch {span('batch')}, {span('kv_len')} tokens.\n\n"
         f"{table(head, rows)}\n\n"
-        f"How evenly the schedules lay the work on the SMs (its figure 4; 1 is perfect), on average: {balance}."
+        f"How evenly the schedules lay the work on the SMs (its figure 4; 1 is perfect), on average: {balance}.{note}"
+    )
+
+
+# Shapes of the fix-ups that are shown.
+FIXUP_ROWS = ["1, 56/56, 64, 4k", "1, 56/56, 64, 64k", "1, 12/12, 128, 4k", "1, 56/56, 128, 16k", "1, 56/56, 128, 256k"]
+FIXUP_ROWS += ["4, 24/24, 128, 64k", "4, 32/32, 64, 16k", "16, 12/12, 128, 64k", "16, 56/56, 64, 16k"]
+
+
+def fixup(result: dict) -> str:
+    found, rows = result["summary"], [row for row in result["rows"] if row["shape"] in FIXUP_ROWS]
+    names = {"fa2": "`fa2`", "split_kv": "`split_kv`", "lean": "`lean`", "host_waits": "host waits"}
+    names |= {"last_arriver": "last arriver", "stream_k": "second launch"}
+    more = {"`lean` runs": lambda row: "stream-K" if row["kernel_of_lean"] == "stream_k" else "fixed splits"}
+    fastest = ", ".join(f"{names[name]} {count}" for name, count in found["fastest"].items() if count)
+    return (
+        f"**The fix-up of LeanAttention, microseconds a call**, its section 4: in one launch the program that begins a head "
+        f"waits for the others, or the last to arrive merges; in `lean` a second launch merges {by_method(result)}. These "
+        f"three columns are stream-K at every shape; `lean` runs `split_kv`'s kernel at {found['lean_is_split_kv']} of "
+        f"{len(result['rows'])}. Over the second launch: host waits {mean(found['host_waits_over_stream_k'])}, last arriver "
+        f"{mean(found['last_arriver_over_stream_k'])}. Fastest by shape: {fastest}. Some of them:\n\n"
+        f"{microseconds(sorted(rows, key=lambda row: FIXUP_ROWS.index(row['shape'])), names, more)}"
+    )
+
+
+def sweep(result: dict) -> str:
+    found = result["summary"]
+    sizes = list(dict.fromkeys(name for row in result["rows"] for name in row["us"] if name != "lean"))
+    sizes.sort(key=lambda name: [int(n) for n in name.split(" x ")])
+    return (
+        f"**Tiles and grids of stream-K, microseconds a call** by keys of a tile x programs for each SM, its section 4 "
+        f"{by_method(result)}; `lean`, whose sizes are fixed by a table, over the best of a row: {mean(found['lean_over_best'])}."
+        f"\n\n{microseconds(result['rows'], {**{name: name for name in sizes}, 'lean': '`lean`'}, {})}"
     )

@@ -18,6 +18,8 @@ SMALL = {
     "host": [Shape(1, 4, 2, 16, 64)],
     "queries": [Shape(1, 4, 2, 16, length, q_len, causal=False) for length in (64, 96) for q_len in (8, 9, 16)],
     "paper": [Shape(1, 4, 4, 64, 96), Shape(2, 4, 4, 128, 64)],
+    "fixup": [Shape(1, 4, 4, 64, 96)],
+    "sweep": [Shape(1, 4, 4, 64, 96)],
     "prefill": [Shape(1, 4, 2, 16, 80, 80, causal) for causal in (True, False)],
     "window": [
         prefill.Windowed(phase, Shape(1, 4, 2, 16, length, length if phase == "prefill" else 1), window)
@@ -45,7 +47,13 @@ def test_every_shape_is_checked_and_timed(tmp_path, part):
     status, result = bench(tmp_path, part)
     assert status == 0 and not result["failed"] and not result["not_run"]
     assert [row["shape"] for row in result["rows"]] == [str(shape) for shape in SMALL[part]]
-    ours = {"paper": {"fa2", "split_kv", "lean"}, "prefill": {"ours", "portable"}, "window": {"ours"}, "queries": {"fa2", "lean"}}
+    ours = {
+        "paper": {"fa2", "split_kv", "lean", "stream_k"},
+        "sweep": {"lean", "64 x 2"},
+        "prefill": {"ours", "portable"},
+        "window": {"ours"},
+        "queries": {"fa2", "lean"},
+    }
     for row in result["rows"]:
         assert all(
             us > 0 and low <= us <= high for us, (low, high) in zip(row["us"].values(), row["us_range"].values(), strict=True)
@@ -207,7 +215,7 @@ def test_rows_of_a_long_table_are_lines(tmp_path, monkeypatch):
     _, expected = bench(tmp_path, "queries")
     monkeypatch.setattr(results, "LONG", 1)
     text = results.as_text(expected)
-    assert json.loads(text) == expected and sum('"shape": "1, 4/2' in line for line in text.splitlines()) == 6
+    assert json.loads(text) == expected and sum('"us_range"' in line for line in text.splitlines()) == 6
 
 
 # ---- tables and pictures ----
@@ -234,9 +242,11 @@ def test_every_table_and_picture_can_be_made(tmp_path):
         "Prefill",
         "What a window",
         "The LeanAttention paper's",
+        "The fix-up of LeanAttention",
+        "Tiles and grids of stream-K",
     ):
         assert f"**{words}" in text
-    for part in ("decode", "queries", "paper"):
+    for part in ("decode", "queries", "paper", "fixup"):
         assert f"](results/kernels_{part}.png)" in text
         assert matplotlib.image.imread(folder / f"kernels_{part}.png").std() > 0
     assert report.rewrite(text, folder, "results") == text and "best measured stock" not in text
@@ -294,7 +304,9 @@ def test_the_grid_is_whole():
     assert max(shape.kv_bytes for shape in decode.DECODE) == 64 << 30
     assert {(s.num_heads, s.num_kv_heads, s.head_dim) for s in decode.DECODE} == set(decode.HEADS)
     assert {s.head_dim for s in paper.SHAPES} == {64, 128} and {s.batch for s in paper.SHAPES} == {1, 4, 16}
-    assert {s.num_heads for s in paper.SHAPES} == {12, 32, 56, 128} and max(s.kv_len for s in paper.SHAPES) == 512 << 10
+    assert {s.num_heads for s in paper.SHAPES} == {12, 16, 24, 32, 56, 64, 128} and max(
+        s.kv_len for s in paper.SHAPES
+    ) == 512 << 10
 
 
 def test_rivals_take_turns_and_go_first_in_turn():
@@ -312,6 +324,38 @@ def test_visible_pairs_count_what_the_reference_sees():
     for q_len, kv_len, window in ((1, 9, None), (1, 9, 4), (9, 9, 4), (9, 9, None), (5, 9, 3), (5, 9, 7), (3, 9, 20)):
         seen = reference.visible(q_len, kv_len, torch.device("cpu"), None, True, window)
         assert prefill.visible_pairs(q_len, kv_len, window) == seen.sum().item()
+
+
+def test_schedules_are_computed_for_a_gpu_that_is_not_there():
+    shape, cpu = Shape(1, 56, 56, 64, 64 << 10), torch.device("cpu")
+    with paper.as_if(90, 132):
+        here = paper.schedules(shape, cpu)
+    with paper.as_if(*paper.A100):
+        there = paper.schedules(shape, cpu)
+    assert here["fa2"]["balance"] == pytest.approx(56 / 132) and there["fa2"]["balance"] == pytest.approx(56 / 108)
+    assert gpu.num_sms(cpu) != 132 and min(here["lean"]["balance"], there["lean"]["balance"]) > 0.95
+
+
+def test_rows_with_other_schedules_are_summed_up_apart():
+    same = {"programs": 1, "sms_with_work": 1.0, "balance": 1.0}
+    rows = [
+        {"shape": name, "head_dim": 64, "lean_over_fa2": 2.0, "lean_over_split_kv": 1.0, "stream_k_over_split_kv": ratio}
+        | {"schedule": {"fa2": same, "split_kv": same, "lean": same | {"programs": programs}}}
+        for name, ratio, programs in (("a", 0.9, 1), ("b", 1.1, 2), ("c", 1.2, 3))
+    ]
+    found = paper.paper_summary(rows)
+    assert found["stream_k_over_split_kv"]["rows"] == 3 and found["schedules_differ"]["rows"] == 2
+    assert found["schedules_differ"]["average"] == pytest.approx(1.15) and found["schedules_differ"]["smallest"] == 1.1
+
+
+def test_sweeps_stay_within_shared_memory():
+    with paper.as_if(90, 132):
+        for shape in paper.SWEEP:
+            configs = paper.sweep_configs(shape, torch.device("cpu"))
+            assert {"64 x 1", "64 x 2", "128 x 1"} <= configs.keys()
+            for config in configs.values():
+                tile = 2 * config.BLOCK_N * shape.head_dim * 2
+                assert config.num_stages >= 2 and config.programs_per_sm * (config.num_stages - 1) * tile <= 160 << 10
 
 
 def test_schedules_hold_every_tile_and_lean_is_even(monkeypatch):

@@ -1,0 +1,236 @@
+"""LeanAttention's fix-up in its variants: who merges the partial results of a head that several programs share.
+
+host_waits      the paper's: the program that begins the head waits for the others, in the one launch
+last_arriver    the program that finishes last merges, in the one launch
+stream_k        a second launch merges: the package's `lean`, as stream-K also where it would hand over to fixed splits
+
+The shares, the loop over tiles and the merge are the package's own device code, and partials are always merged in the order of
+their keys: each variant's results are bitwise repeatable. The flags by which the programs of a launch wait for one another are 0
+again when it ends, so that it can be replayed; launches of a device share them and must be on one stream at a time.
+
+Source: Sanovar et al., "Lean Attention: Hardware-Aware Scalable Attention Mechanism for the Decode-Phase of Transformers" (2024),
+algorithm 2. Osama et al., "Stream-K" (2023).
+"""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from hf_fastattn.kernels import INTERPRETED, reference
+from hf_fastattn.kernels.attention.lean import lean_kernel, shares
+from hf_fastattn.kernels.attention.plan import Call, Plan
+from hf_fastattn.kernels.attention.schedule import deal, line_config, owner
+from hf_fastattn.kernels.device.attend import attend
+from hf_fastattn.kernels.device.merge import merge_rows, store_packed, store_partial
+from hf_fastattn.kernels.device.visibility import look, packed_rows
+from hf_fastattn.kernels.host import launch, tables
+from hf_fastattn.kernels.spec import KV, Form, Spec, call
+
+MOST_PROGRAMS = 4096
+HOST_WAITS, LAST_ARRIVER, STREAM_K = "host_waits", "last_arriver", "stream_k"
+
+
+@triton.jit
+def wait_for(flags, first, last):
+    """Wait until programs first..last have set their flags, and take these back."""
+    for program in tl.range(first, last + 1):
+        while tl.atomic_add(flags + program, 0, sem="acquire", scope="gpu") == 0:
+            pass
+        tl.store(flags + program, 0)
+    tl.debug_barrier()
+
+
+@triton.jit(do_not_specialize=["stride_sb", "batch", "kv_heads", "q_len", "kv_len", "window", "spread", "stats_start"])
+def fixup_kernel(
+    Q,
+    K,
+    V,
+    Scales,
+    Centre,
+    Pages,
+    SinkQuery,
+    Out,
+    Lse,
+    Workspace,
+    Spans,
+    SinkLogits,
+    Flags,
+    stride_qb,
+    stride_qh,
+    stride_qm,
+    stride_kb,
+    stride_kh,
+    stride_kn,
+    stride_vb,
+    stride_vh,
+    stride_vn,
+    stride_sb,
+    batch,
+    kv_heads,
+    q_len,
+    kv_len,
+    window,
+    spread,
+    stats_start,
+    scale_log2,
+    cap_log2,
+    BLOCK_B: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+    C: tl.constexpr,
+    LOAD_K: tl.constexpr,
+    LOAD_V: tl.constexpr,
+    HOST: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """As lean_kernel, for few rows. HOST: the program that begins a head waits for the others; else the last one merges."""
+    pid = tl.program_id(0)
+    _tiles_b, line_b, lines, line_tiles, crew, share, extra = deal(
+        Spans, stride_sb, batch, 1, kv_heads, q_len, kv_len, window, tl.num_programs(0), spread, BLOCK_B, MIN_TILES, C
+    )
+    if pid >= crew * lines:
+        return
+    line = pid // crew
+    member = pid - line * crew
+    t = line * line_tiles + member * share + tl.minimum(member, extra)
+    t_stop = t + share + tl.where(member < extra, 1, 0)
+
+    GROUP: tl.constexpr = C.GROUP
+    BLOCK_N: tl.constexpr = C.BLOCK_N
+    WORKSPACE_M: tl.constexpr = C.WORKSPACE_M
+    offs_v = tl.arange(0, C.BLOCK_DV)[None, :]
+    rows = tl.arange(0, C.BLOCK_M)
+    q_index, group_head, _exists = packed_rows(rows, q_len, GROUP)
+
+    while t < t_stop:
+        if BLOCK_B > 1:
+            offs_b = tl.arange(0, BLOCK_B)
+            b = tl.sum((tl.cumsum(line_b, 0) <= t).to(tl.int32), 0)
+            before = tl.sum(tl.where(offs_b < b, line_b, 0), 0)
+        else:
+            b = t // line_b
+            before = b * line_b
+        row = b.to(tl.int64)
+        span_ptr = Spans + row * stride_sb
+        sight, sink_sight = look(span_ptr, q_index, 0, q_len - 1, q_len, kv_len, window, C)
+        sink_lo, sink_hi, place = sink_sight
+        places = place + (tl.zeros([1], tl.int32) if C.ONE_QUERY else q_index)
+        row_tiles = tl.maximum((sight[3] - sight[2] + BLOCK_N - 1) // BLOCK_N, 1)
+        kv_head = (t - before) // row_tiles
+        tile_start = (t - before) % row_tiles
+        tile_stop = tl.minimum(row_tiles, tile_start + t_stop - t)
+        kv_head_64 = kv_head.to(tl.int64)
+        k_base = K + row * stride_kb + kv_head_64 * stride_kh
+        v_base = V + row * stride_vb + kv_head_64 * stride_vh
+        kv = (k_base, v_base, stride_kn, stride_vn, (row, kv_head_64, kv_heads, kv_len), (Scales, Centre, Pages))
+        acc, m, l = attend(
+            (Q, row * stride_qb + (kv_head_64 * GROUP + group_head) * stride_qh + q_index * stride_qm),
+            kv, span_ptr, sight, (tile_start, tile_stop), (scale_log2, cap_log2),
+            (SinkQuery, sink_lo, sink_hi, tile_start == 0, places, C.SINKS + window - 1), C, LOAD_K, LOAD_V,
+        )  # fmt: skip
+        if tile_stop - tile_start == row_tiles:
+            store_packed(acc, m, l, Out, Lse, SinkLogits, row, kv_head, kv_heads, rows, offs_v, q_len, C)
+        else:
+            begins = tile_start == 0
+            slot = 2 * pid + tl.where(begins, 1, 0)
+            store_partial(acc, m, l, Workspace, stats_start, slot, rows, offs_v, q_len * GROUP, C)
+            start = before + kv_head * row_tiles - line * line_tiles
+            first = line * crew + owner(start, share, extra)
+            last = line * crew + owner(start + row_tiles - 1, share, extra)
+            tl.debug_barrier()  # all of the partial is written before one thread says so
+            if HOST:
+                merges = begins
+                if begins:
+                    wait_for(Flags, first + 1, last)
+                else:
+                    tl.atomic_xchg(Flags + pid, 1, sem="release", scope="gpu")
+            else:
+                merges = tl.atomic_add(Flags + first, 1, sem="acq_rel", scope="gpu") == last - first
+                if merges:
+                    tl.store(Flags + first, 0)
+            if merges:
+                for first_row in tl.range(0, WORKSPACE_M, ROWS):
+                    merged, columns, acc_m, m_m, l_m = merge_rows(
+                        Workspace, stats_start, 2 * first + 1, 2 * (first + 1), 2, last - first + 1,
+                        first_row, q_len * GROUP, ROWS, CHUNK, C,
+                    )  # fmt: skip
+                    store_packed(acc_m, m_m, l_m, Out, Lse, SinkLogits, row, kv_head, kv_heads, merged, columns, q_len, C)
+        t += tile_stop - tile_start
+
+
+@cache
+def flags_of(device: torch.device) -> torch.Tensor:
+    """Zeroed int32 flags, one for each program; made at the first launch, which must not be inside a capture."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("The first launch on a device must not be captured: its flags live outside the graph.")
+    flags = torch.zeros(MOST_PROGRAMS, dtype=torch.int32, device=device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # another stream may be the next to use them
+    return flags
+
+
+class OneLaunch(NamedTuple):
+    """A launch of fixup_kernel, called as the package's are: with the flags after the tensors of the call."""
+
+    launch: launch.Launch
+    flags: torch.Tensor
+
+    def __call__(self, *tensors: torch.Tensor | None) -> None:
+        self.launch(*tensors, self.flags)
+
+
+@launch.remember
+def prepare(tensors, form: Form, spec: Spec, return_lse: bool, fixup: str, config: tables.Config | None) -> Plan:
+    """The launches of a call with few query rows; config None: as `lean` takes it for a line of tiles."""
+    asked = Call.of(tensors, form, spec, return_lse, decode=True)
+    device, heads = asked.q.device, asked.batch * asked.num_kv_heads
+    config = config or line_config(device, asked.q.dtype, asked.width, asked.rows, heads, asked.alike)
+    plan = shares(asked, config)
+    if fixup == STREAM_K:
+        return plan
+    (programs, *_), constants = plan.launches.grid, asked.constants(config, packed=True)
+    if programs > MOST_PROGRAMS:
+        raise ValueError(f"There are flags for {MOST_PROGRAMS} programs; the launch has {programs}.")
+    named = dict(zip(lean_kernel.arg_names[plan.launches.takes :], plan.launches.rest, strict=True))
+    del named["blocks"], named["EARLY"]
+    rows_each = tables.merge_rows(constants.WORKSPACE_M, asked.block_dv)
+    most = triton.next_power_of_2(programs // heads + 2)
+    one = launch.Launch(
+        fixup_kernel,
+        (programs,),
+        **named,
+        HOST=fixup == HOST_WAITS,
+        ROWS=rows_each,
+        CHUNK=max(1, min(most, 2048 * config.num_warps // (rows_each * asked.block_dv))),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        **({"launch_cooperative_grid": True} if fixup == HOST_WAITS else {}),  # refused where not all programs fit at once
+    )
+    return Plan(OneLaunch(one, flags_of(device)), plan.workspace_size)
+
+
+def attention(
+    q: torch.Tensor,
+    kv: KV,
+    spec: Spec = Spec(),  # noqa: B008 (a tuple)
+    spans: torch.Tensor | None = None,
+    *,
+    fixup: str,
+    config: tables.Config | None = None,
+    sink_logits: torch.Tensor | None = None,
+    inv_freq: torch.Tensor | None = None,
+    return_lse: bool = False,
+):
+    """Exact attention as stream-K with the `fixup` of that name; else as `kernels.reference.attention`, which CPU tensors run."""
+    if q.device.type == "cpu" and not INTERPRETED:
+        return reference.attention(q, kv, spec, spans, sink_logits=sink_logits, inv_freq=inv_freq, return_lse=return_lse)
+    plan = prepare((q, *kv.tensors, spans, sink_logits, inv_freq), kv.form, spec, return_lse, fixup, config)
+    return plan.run(q, kv, spec, spans, sink_logits, inv_freq, return_lse)
+
+
+VARIANTS = {name: partial(call, partial(attention, fixup=name)) for name in (HOST_WAITS, LAST_ARRIVER, STREAM_K)}
