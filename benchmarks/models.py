@@ -72,17 +72,29 @@ def _bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def load(name: str, dtype: torch.dtype, device: torch.device, positions: int = 0) -> Subject:
+def with_heads(config: dict, heads: int) -> dict:
+    """The configuration with another number of heads, all widths in proportion; head_dim and queries of a KV head stay."""
+    scaled = ("hidden_size", "intermediate_size", "ffn_dim", "word_embed_proj_dim", "num_key_value_heads", "num_attention_heads")
+    old = config["num_attention_heads"]
+    if wrong := [name for name in scaled if config.get(name, 0) * heads % old]:
+        raise ValueError(f"{heads} heads in place of {old} leave a fraction of {', '.join(wrong)}.")
+    return config | {name: config[name] * heads // old for name in scaled if name in config}
+
+
+def load(name: str, dtype: torch.dtype, device: torch.device, positions: int = 0, heads: int | None = None) -> Subject:
     """The model of a named shape, with random weights, or of a checkpoint: a folder, a .gguf file or "smollm2".
 
     positions: tokens it must be able to count. A random model with a table of learned positions (OPT) is built with a table as
-    long as that.
+    long as that. heads: of a random model, attention heads in place of the shape's (`with_heads`).
     """
     if name in SHAPES:
         model_type, config = SHAPES[name]
+        config = config if heads is None else with_heads(config, heads)
         config = {**config, "max_position_embeddings": max(config["max_position_embeddings"], positions)}
         model = hf.random_model(model_type, dtype, device, **config)
         return Subject(name, model, "random", {"model_type": model_type, **config})
+    if heads is not None:
+        raise ValueError(f"{name} has the heads it was trained with; --heads is for named shapes: {', '.join(SHAPES)}.")
     model = hf.load_model(name, dtype=dtype, device=device)
     model.generation_config.eos_token_id = None
     config = {"model_type": model.config.model_type, "max_position_embeddings": model.config.max_position_embeddings}

@@ -1,11 +1,14 @@
-"""The LeanAttention paper's end-to-end experiment: a long prompt, a growing output, and fa2, split_kv and lean in its decode.
+"""The LeanAttention paper's end-to-end experiments: a prompt, a growing output, and fa2, split_kv and lean in its decode.
 
-    python -m benchmarks.paper_e2e
+    python -m benchmarks.paper_e2e                                         # figure 10: a prompt of 50k tokens
+    python -m benchmarks.paper_e2e --shape opt-1.3b --heads 56
+    python -m benchmarks.paper_e2e --figure 3                              # a prompt of 1k, outputs of 1/64 to 64 times as many
 
-Sanovar et al., "Lean Attention" (2024), figure 10: OPT-shaped, a prompt of 50k tokens. Not all of the output is generated: ms a
-token is measured at contexts of 50k, 51k, 58k, 82k and 114k tokens, and the time of an output of 1k, 8k, 32k or 64k tokens is the
-integral of the straight lines between them. All three run under patch(): the same cache, the same decode graph, and only
-attention differs. OPT's table of positions ends at 2048; the model has random weights and a table as long as the longest context.
+Sanovar et al., "Lean Attention" (2024), figures 10 and 3, OPT-shaped. Not all of the output is generated: the prompt is timed, ms
+a token is measured at some contexts, and the time of an output is the integral of the straight lines between them. All three run
+under patch(): the same cache, the same decode graph, and only attention differs. OPT's table of positions ends at 2048; the model
+has random weights and a table as long as the longest context. --heads takes another number of heads of the same size: with 32, as
+OPT has them, fixed splits fill a GPU of 132 SMs, and lean is split_kv.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import warnings
+from dataclasses import dataclass
 
 import torch
 
@@ -21,19 +25,48 @@ from hf_fastattn.patches import patch
 
 from .models import load
 from .results import Results, add_options, command, conditions, find_device, progress
-from .runs import Prompt, Rival, check, free, make_prompt, replay_ms, rewind, run, twin
+from .runs import Prompt, Rival, check, free, make_prompt, replay_ms, rewind, run, step_kernels, twin
 
 BACKENDS = ("fa2", "split_kv", "lean")
-CONTEXTS = [n << 10 for n in (50, 51, 58, 82, 114)]
 METHOD = "greedy generate() under patch() from one preallocated cache, 6th new token to last, backends alternating, median"
+PREFILLS = 3  # of each backend; the first warms up
+ATTENTION = ("prefill", "split_kv", "combine", "lean")  # how the names of attention kernels begin
 
 
-def integrate(contexts: list[int], ms: list[float]) -> list[float]:
-    """Seconds an output takes that grows from the first context to each of the others: trapezoids between the points."""
-    seconds, total = [], 0.0
+@dataclass(frozen=True)
+class Figure:
+    """Contexts at which ms a token is measured, the prompt first; new tokens of the outputs; the file of the results."""
+
+    contexts: list[int]
+    outputs: list[int]
+    file: str
+
+
+FIGURES = {
+    "10": Figure([n << 10 for n in (50, 51, 58, 82, 114)], [n << 10 for n in (1, 8, 32, 64)], "paper_e2e"),
+    "3": Figure([n << 10 for n in (1, 2, 5, 17, 33, 65)], [1 << n for n in range(4, 17)], "paper_share"),
+}
+
+
+def integrate(contexts: list[int], ms: list[float], new: int) -> float:
+    """Seconds an output of `new` tokens takes behind the first context: trapezoids between the points."""
+    total, stop = 0.0, contexts[0] + new
     for i in range(1, len(contexts)):
-        total += (contexts[i] - contexts[i - 1]) * (ms[i] + ms[i - 1]) / 2e3
-        seconds.append(total)
+        last = min(contexts[i], stop)
+        if last > contexts[i - 1]:
+            slope = (ms[i] - ms[i - 1]) / (contexts[i] - contexts[i - 1])
+            total += (last - contexts[i - 1]) * (ms[i - 1] + slope * (last - contexts[i - 1]) / 2) / 1e3
+    return total
+
+
+def prefill_seconds(rivals: list[Rival], cache, prompt: Prompt, results: Results) -> dict[str, list[float]]:
+    """Seconds from an empty cache to the first new token, backends in turn; the cache is left with the prompt."""
+    seconds: dict[str, list[float]] = {rival.name: [] for rival in rivals}
+    for _ in range(PREFILLS):
+        for rival in rivals:
+            cache.reset()
+            seconds[rival.name].append(run(rival.model, prompt, 1, cache).first_token_s)
+    results.say("the prompt: " + "  ".join(f"{name} {statistics.median(s[1:]):.2f} s" for name, s in seconds.items()))
     return seconds
 
 
@@ -63,45 +96,67 @@ def measure(rivals: list[Rival], cache, context: int, whole: Prompt, model, repe
     return row
 
 
-def summary(rows: list[dict]) -> dict:
-    """Seconds of the outputs that the contexts so far allow, and how many times longer than lean's the others are."""
+def summary(rows: list[dict], prefill: dict[str, list[float]], outputs: list[int]) -> dict:
+    """Seconds of the outputs that the contexts so far allow, without the prompt and with it, and the share of decode."""
     contexts = [row["context"] for row in rows]
-    seconds = {name: integrate(contexts, [row["ms"][name] for row in rows]) for name in BACKENDS}
-    outputs = [context - contexts[0] for context in contexts[1:]]
-    return {
-        "integrated": "trapezoids between the measured contexts",
-        "outputs": [
-            {
-                "new_tokens": new,
-                "seconds": {name: seconds[name][i] for name in BACKENDS},
-                "lean_over_fa2": seconds["fa2"][i] / seconds["lean"][i],
-                "lean_over_split_kv": seconds["split_kv"][i] / seconds["lean"][i],
-            }
-            for i, new in enumerate(outputs)
-        ],
-    }
+    first = {name: statistics.median(seconds[1:]) for name, seconds in prefill.items()}
+    found = []
+    for new in (new for new in outputs if contexts[0] + new <= contexts[-1]):
+        seconds = {name: integrate(contexts, [row["ms"][name] for row in rows], new) for name in BACKENDS}
+        whole = {name: seconds[name] + first[name] for name in BACKENDS}
+        found.append({"new_tokens": new, "seconds": seconds, "with_prompt": whole})
+        found[-1] |= {
+            "decode_share": {name: seconds[name] / whole[name] for name in BACKENDS},
+            "lean_over_fa2": seconds["fa2"] / seconds["lean"],
+            "lean_over_split_kv": seconds["split_kv"] / seconds["lean"],
+            "with_prompt_lean_over_fa2": whole["fa2"] / whole["lean"],
+            "with_prompt_lean_over_split_kv": whole["split_kv"] / whole["lean"],
+        }
+    return {"integrated": "trapezoids between the measured contexts", "prompt_s": first, "outputs": found}
 
 
-def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.paper_e2e") -> int:
-    """Run the experiment. Returns 0, 1 where a check failed or time ran out, or 130 where it was interrupted."""
+def attention_kernels(rivals: list[Rival]) -> dict[str, list[str]]:
+    """The attention kernels in each backend's last decode graph. After all timing: a profiler slows the process."""
+    found = {}
+    for rival in rivals:
+        kernels = step_kernels(rival.patch) or []
+        found[rival.name] = sorted({k["kernel"] for k in kernels if k["kernel"].startswith(ATTENTION)})
+    return found
+
+
+def parse(argv: list[str] | None, prog: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=prog, description=__doc__.splitlines()[0])
+    parser.add_argument("--figure", choices=list(FIGURES), default="10", help="of the paper (default: %(default)s)")
     parser.add_argument("--shape", default="opt-6.7b", help="as of bench generate (default: %(default)s)")
-    help_ = "tokens, growing; default " + ",".join(map(str, CONTEXTS))
-    parser.add_argument("--contexts", type=lambda text: [int(n) for n in text.split(",")], default=CONTEXTS, help=help_)
+    parser.add_argument("--heads", type=int, help="attention heads of the same head_dim; default as the shape says")
+    numbers = lambda text: [int(n) for n in text.split(",")]  # noqa: E731
+    parser.add_argument("--contexts", type=numbers, help="tokens, growing, the prompt first; default as in the figure")
+    parser.add_argument("--outputs", type=numbers, help="new tokens; default as in the figure")
     parser.add_argument("--tokens", type=int, default=24, help="new tokens of a repeat (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=5, help="default: %(default)s")
     add_options(parser, seconds=240)
     args = parser.parse_args(argv)
+    figure = FIGURES[args.figure]
+    args.outputs = args.outputs or figure.outputs
+    args.contexts = args.contexts or figure.contexts
+    args.file = figure.file if args.figure == "3" or args.shape == "opt-6.7b" else f"{figure.file}_{args.shape}"
     if args.contexts != sorted(set(args.contexts)) or args.contexts[0] < 2:
         parser.error(f"--contexts grow from at least 2 tokens; got {args.contexts}.")
+    return args
+
+
+def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.paper_e2e") -> int:
+    """Run the experiment. Returns 0, 1 where a check failed or time ran out, or 130 where it was interrupted."""
+    args = parse(argv, prog)
     device = find_device(args.device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     head = {"conditions": conditions(device, METHOD), "dtype": str(dtype).removeprefix("torch."), "unit": "ms a token"}
-    results = Results(args.out / "paper_e2e.json", args.seconds, command(prog, argv), device, **head)
+    results = Results(args.out / f"{args.file}.json", args.seconds, command(prog, argv), device, **head)
     torch.manual_seed(0)
     longest = args.contexts[-1] + args.tokens + 64
-    subject = load(args.shape, dtype, device, longest)
+    subject = load(args.shape, dtype, device, longest, args.heads)
     results.data |= {"shape": subject.name, "config": subject.config, "weight_bytes": subject.weight_bytes, "summary": {}}
+    results.data["heads"] = subject.num_heads
     results.say(f"{subject.name}: {subject.weight_bytes / 1e9:.2f} GB of weights on {device}")
     whole = make_prompt([args.contexts[-1]], subject.text_config.vocab_size, device)
     cache = PreallocatedCache(subject.model, longest)
@@ -112,6 +167,8 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.paper_
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # why steps run uncaptured stands in the result
+            prompt = Prompt(whole.ids[:, : args.contexts[0]], whole.mask[:, : args.contexts[0]], args.contexts[:1])
+            results.data["prompt_s"] = prefill_seconds(rivals, cache, prompt, results)
             for context in progress(args.contexts, "contexts", "context"):
                 if results.left() < 10:
                     results.say(f"{context}: no time left")
@@ -120,10 +177,14 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.paper_
                 if row is None:
                     return 1
                 results.data["rows"].append(row | {"run": results.run})
-                results.data["summary"] = summary(results.data["rows"])
+                results.data["summary"] = summary(results.data["rows"], results.data["prompt_s"], args.outputs)
                 results.data["reasons"] = {rival.name: list(rival.patch.reasons) for rival in rivals}
                 results.save()
                 results.say(f"{context}: " + "  ".join(f"{name} {ms:.2f} ms a token" for name, ms in row["ms"].items()))
+            if device.type == "cuda":
+                results.data["attention_kernels"] = attention_kernels(rivals)
+                results.save()
+                results.say(f"kernels: {results.data['attention_kernels']}")
     except KeyboardInterrupt:
         results.say(f"interrupted; what was measured is in {results.path}")
         return 130
@@ -133,9 +194,8 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.paper_
         rivals.clear()
         free(device)
     for output in results.data["summary"]["outputs"]:
-        results.say(
-            f"{output['new_tokens']} new tokens, integrated: " + "  ".join(f"{n} {s:.1f} s" for n, s in output["seconds"].items())
-        )
+        told = (f"{n} {s:.1f} s, {100 * output['decode_share'][n]:.0f} % decode" for n, s in output["with_prompt"].items())
+        results.say(f"{output['new_tokens']} new tokens with the prompt, integrated: {'  '.join(told)}")
     results.say(f"-> {results.path}")
     return 0
 

@@ -228,14 +228,40 @@ def paper_e2e(result: dict):
             [output["seconds"][name] for output in outputs],
             0.25,
             color=COLORS[name],
+            bottom=(result["summary"].get("prompt_s") or dict.fromkeys(names, 0))[name],
             label=name,
         )
+        if "prompt_s" in result["summary"]:
+            at = [at + 0.27 * (i - 1) for at in range(len(outputs))]
+            whole.bar(at, result["summary"]["prompt_s"][name], 0.25, color=GREY, label=None if i else "the prompt")
     whole.set_xticks(range(len(outputs)), [thousands(output["new_tokens"]) for output in outputs])
     time.set(xlabel="context, tokens", ylabel="ms a token")
     time.set_ylim(bottom=0)
     whole.set(xlabel="new tokens", ylabel="seconds, integrated")
     time.legend()
-    figure.suptitle(f"{result['shape']}-shaped behind a long prompt, {result['conditions']['device']}")
+    whole.legend()
+    heads = f" with {result['heads']} heads" if "heads" in result else ""
+    figure.suptitle(f"{result['shape']}-shaped{heads} behind a long prompt, {result['conditions']['device']}")
+    figure.tight_layout()
+    return figure
+
+
+def share(result: dict):
+    """Figure 3: the share of decode in the time of a generation, and that time, against the tokens generated."""
+    figure, (share, time) = plt.subplots(1, 2, figsize=(11, 4))
+    outputs, prompt = result["summary"]["outputs"], result["rows"][0]["context"]
+    new = [output["new_tokens"] for output in outputs]
+    for name in ("fa2", "split_kv", "lean"):
+        shares = [100 * output["decode_share"][name] for output in outputs]
+        share.plot(new, shares, marker="o", ms=4, color=COLORS[name], label=name)
+        time.plot(new, [output["with_prompt"][name] for output in outputs], marker="o", ms=4, color=COLORS[name], label=name)
+    for axis in (share, time):
+        ratio = lambda n: f"{prompt // n}:1" if n <= prompt else f"1:{n // prompt}"  # noqa: E731
+        tokens_axis(axis, new, f"tokens of the prompt ({thousands(prompt)}) : new tokens", ratio)
+        axis.legend()
+    share.set(ylabel="decode, % of the time", ylim=(0, 102))
+    time.set(ylabel="seconds", yscale="log")
+    figure.suptitle(f"{result['shape']}-shaped with {result['heads']} heads, {result['conditions']['device']}")
     figure.tight_layout()
     return figure
 
@@ -274,6 +300,8 @@ PICTURES: dict[str, Callable] = {
     "kernels_paper.json": paper,
     "kernels_fixup.json": fixup,
     "paper_e2e.json": paper_e2e,
+    "paper_e2e_opt-1.3b.json": paper_e2e,
+    "paper_share.json": share,
     "stream.json": stream,
 }
 

@@ -8,7 +8,7 @@ from hf_fastattn.tables import table, thousands
 
 from .grid import LEAN, OURS, ROOM, ROOMY, SDPA, STATIC, UNPADDED
 from .provenance import by, columns, of_one_run, ratio
-from .sections_paper import fixup, paper, paper_e2e, sweep
+from .sections_paper import fixup, paper, paper_e2e, share, sweep
 from .words import SHAPE, by_method, by_past, figure, mean, method, microseconds, model, on, same
 
 HEADLINE = "headline"  # which stands only where it is named
@@ -314,4 +314,6 @@ SECTIONS: list[tuple[str, str, Callable[[dict], str]]] = [
     ("fixup", "kernels_fixup.json", fixup),
     ("sweep", "kernels_sweep.json", sweep),
     ("paper_e2e", "paper_e2e.json", paper_e2e),
+    ("paper_e2e_small", "paper_e2e_opt-1.3b.json", paper_e2e),
+    ("paper_share", "paper_share.json", share),
 ]

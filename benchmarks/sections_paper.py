@@ -8,23 +8,52 @@ from .provenance import by
 from .words import by_method, figure, mean, method, microseconds, model
 
 
+def _heads(result: dict) -> str:
+    """Which model this is, with the heads where they are not the shape's, and which kernels attend in lean's decode graph."""
+    heads = f" with {result['heads']} heads" if result.get("heads") else ""
+    kernels = result.get("attention_kernels", {}).get("lean")
+    return (
+        model(result) + heads + (f"; in the graph of `lean` run {', '.join(f'`{name}`' for name in kernels)}" if kernels else "")
+    )
+
+
 def paper_e2e(result: dict) -> str:
-    names = ("fa2", "split_kv", "lean")
+    names, outputs = ("fa2", "split_kv", "lean"), result["summary"]["outputs"]
+    prompt = "with_prompt" in outputs[0]
     head = ["new tokens", *(f"`{name}`, s" for name in names), "`fa2` / `lean`", "`split_kv` / `lean`"]
+    head += ["with the prompt: `fa2` / `lean`", "`split_kv` / `lean`, too"] if prompt else []
+    ratios = ["lean_over_fa2", "lean_over_split_kv"]
+    ratios += [f"with_prompt_{name}" for name in ratios] if prompt else []
     rows = [
         [
             thousands(output["new_tokens"]),
             *(figure(output["seconds"][name]) for name in names),
-            figure(output["lean_over_fa2"], 2),
-            figure(output["lean_over_split_kv"], 2),
+            *(figure(output[name], 2) for name in ratios),
         ]
-        for output in result["summary"]["outputs"]
+        for output in outputs
     ]
     contexts = ", ".join(thousands(row["context"]) for row in result["rows"])
+    took = ", ".join(f"`{name}` {s:.2f} s" for name, s in result["summary"].get("prompt_s", {}).items())
     return (
         f"**A growing output behind a prompt of {thousands(result['rows'][0]['context'])}**, the LeanAttention paper's figure "
-        f"10, {model(result)}, all under `patch()` ({by(result)}; {method(result)}). ms a token is measured at contexts of "
-        f"{contexts}; the seconds are integrated between them:\n\n{table(head, rows)}"
+        f"10, {_heads(result)}, all under `patch()` ({by(result)}; {method(result)}). ms a token is measured at contexts of "
+        f"{contexts}; the seconds are integrated between them{f', the prompt takes {took}' if took else ''}:"
+        f"\n\n{table(head, rows)}"
+    )
+
+
+def share(result: dict) -> str:
+    names, prompt = ("fa2", "split_kv", "lean"), result["rows"][0]["context"]
+    rows = []
+    for output in result["summary"]["outputs"]:
+        new = output["new_tokens"]
+        rows.append([f"{prompt // new}:1" if new <= prompt else f"1:{new // prompt}", thousands(new)])
+        rows[-1] += [f"{100 * output['decode_share'][name]:.0f} %" for name in names]
+        rows[-1] += [figure(output["with_prompt"][name], 2) for name in names]
+    head = ["prompt:output", "new tokens", *(f"`{name}`" for name in names), *(f"`{name}`, s" for name in names)]
+    return (
+        f"**The share of decode in generation**, the LeanAttention paper's figure 3, {_heads(result)}, a prompt of "
+        f"{thousands(prompt)}, and the seconds with the prompt ({by(result)}; {method(result)}):\n\n{table(head, rows)}"
     )
 
 

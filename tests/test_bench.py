@@ -10,21 +10,7 @@ import fake_graph
 import pytest
 import torch
 
-from benchmarks import (
-    commits,
-    fresh,
-    generate,
-    grid,
-    models,
-    paper_e2e,
-    provenance,
-    report,
-    results,
-    runs,
-    sections,
-    stream,
-    timing,
-)
+from benchmarks import commits, fresh, generate, grid, models, provenance, report, results, runs, sections, stream, timing
 from hf_fastattn import PreallocatedCache, hf, patch
 
 WINDOWED = {**models.SHAPES["tiny"][1], "sliding_window": 8}
@@ -327,35 +313,6 @@ def test_a_fresh_process_that_fails_says_why(tmp_path, monkeypatch):
     monkeypatch.setattr(fresh.sys, "executable", shutil.which("ls"))
     with pytest.raises(RuntimeError, match=r"(?s)tiny cpu 8 4 failed with \d: .*tiny"):
         fresh.child("tiny", [8, 4], torch.device("cpu"), str(tmp_path), 100)
-
-
-# ---- the paper's end-to-end experiment ----
-
-
-def test_outputs_are_integrated_between_the_contexts():
-    seconds = paper_e2e.integrate([50, 60, 100], [10.0, 20.0, 40.0])
-    assert seconds == pytest.approx([10 * 15 / 1e3, (10 * 15 + 40 * 30) / 1e3])
-
-
-def test_backends_share_one_cache_and_are_checked_at_every_context(tmp_path, monkeypatch):
-    fake_graph.use(monkeypatch)
-    arguments = ["--shape", "tiny-opt", "--contexts", "40,60,90", "--tokens", "8", "--repeats", "2", "--out", str(tmp_path)]
-    assert paper_e2e.main([*arguments, "--device", "cpu"]) == 0
-    result = json.loads((tmp_path / "paper_e2e.json").read_text())
-    assert [row["context"] for row in result["rows"]] == [40, 60, 90]
-    for row in result["rows"]:
-        assert set(row["ms"]) == set(paper_e2e.BACKENDS) and all(len(times) == 2 for times in row["all_ms"].values())
-        for checked in row["check"].values():
-            assert checked["passed"] and checked["steps_replayed"] == 7 and checked["against_uncaptured"]["equal"] == 1
-    assert [output["new_tokens"] for output in result["summary"]["outputs"]] == [20, 50]
-    assert result["config"]["max_position_embeddings"] == 2048 and not any(result["reasons"].values())
-
-
-def test_wrong_logits_end_the_experiment(tmp_path, monkeypatch):
-    right = paper_e2e.check
-    monkeypatch.setattr(paper_e2e, "check", lambda *them: right(*them) | {"passed": False})
-    arguments = ["--shape", "tiny-opt", "--contexts", "40,60", "--tokens", "8", "--repeats", "1", "--out", str(tmp_path)]
-    assert paper_e2e.main([*arguments, "--device", "cpu"]) == 1 and not (tmp_path / "paper_e2e.json").exists()
 
 
 # ---- unbounded generation ----
