@@ -1,9 +1,7 @@
 """Merge: attention over several parts of the keys, put together to attention over all of them.
 
-    lse = log(sum_i exp(lse_i))      out = sum_i exp(lse_i - lse) out_i
-
-Exact up to rounding, associative and commutative, for parts without a common key: splits of a long context (Flash-Decoding),
-shares of several GPUs (Ring and Tree Attention), a prefix that many rows share. Learned sink logits belong to one part alone.
+The parts are splits of a long context (Flash-Decoding), shares of several GPUs (Ring and Tree Attention), or a prefix that many
+rows share, and the rest. Learned sink logits belong to one part alone.
 
 Sources: Dao, Haziza, Massa, Sizov, "Flash-Decoding for long-context inference" (2023); Liu et al., "Ring Attention with Blockwise
 Transformers for Near-Infinite Context" (2023), section 3; Shyam et al., "Tree Attention" (2024), section 4.
@@ -19,7 +17,12 @@ import torch
 def merge(
     outs: Sequence[torch.Tensor] | torch.Tensor, lses: Sequence[torch.Tensor] | torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over all keys, (out, lse), of attention over parts of them that have no key in common.
+    """Attention over all keys, (out, lse), of attention over parts of them that have no key in common::
+
+        lse = log(sum_i exp(lse_i))      out = sum_i exp(lse_i - lse) out_i
+
+    Up to rounding this is associative and commutative: parts may be merged in any order and any grouping, and what merge()
+    returns is again a part. Its identity is out 0 with lse -inf, attention over no keys: merged with it, a part stays as it is.
 
     outs: for each part a tensor (batch, num_heads, q_len, head_dim), all of one dtype; or these stacked in one tensor. lses: for
     each part (batch, num_heads, q_len), float32, the natural logarithm of its softmax denominator, as kernels give it with
