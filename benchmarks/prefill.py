@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,7 @@ from torch.nn.attention import SDPBackend
 from hf_fastattn.tables import thousands
 
 from .shapes import DTYPE, LEAN, PORTABLE, PREFILL, READ, SPLIT_KV, Shape, compete, exact, make_inputs, ratios, sdpa
-from .timing import num_sets
+from .timing import Call, num_sets
 
 RATE = 5e8  # flops a microsecond, to guess how long a call takes
 TAIL = 64  # the exact result holds all scores: the last queries are enough to judge by
@@ -61,27 +62,51 @@ def _sets(shape: Shape) -> int:
     return num_sets(q_bytes + shape.kv_bytes)
 
 
+def standard(q, k, v, mask: torch.Tensor | None) -> torch.Tensor:
+    """Attention as its formula says it: matmul, softmax, matmul, with all scores in memory. mask: True where hidden."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    scores = (q * q.shape[3] ** -0.5) @ k.transpose(-1, -2)
+    if mask is not None:
+        scores.masked_fill_(mask, float("-inf"))
+    return torch.softmax(scores, -1) @ v
+
+
+def peak_bytes(runs: dict[str, Call], device: torch.device) -> dict[str, int]:
+    """What one call of each allocates at most, its result included; nothing of a call that fails, and nothing on the CPU."""
+    found = {}
+    for name, run in runs.items() if device.type == "cuda" else ():
+        with contextlib.suppress(Exception):  # whoever competes says why
+            run(0)  # what is made once is there then
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
+            before = torch.cuda.memory_allocated(device)
+            run(0)
+            found[name] = torch.cuda.max_memory_allocated(device) - before
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # graphs have memory of their own
+    return found
+
+
 def prefill_row(shape: Shape, device: torch.device) -> dict:
-    """TFLOP/s of what the backends run here, our portable kernel, sdpa flash and sdpa cuDNN."""
+    """TFLOP/s of what the backends run here, our portable kernel, sdpa flash, sdpa cuDNN and standard attention; peak bytes."""
     sets = _sets(shape)
     inputs = make_inputs(shape, sets, device)
     flops = 4 * shape.batch * shape.num_heads * shape.q_len * shape.kv_len * shape.head_dim / (2 if shape.causal else 1)
-    found = compete(
-        {
-            "sdpa_flash": lambda i: sdpa(SDPBackend.FLASH_ATTENTION, *inputs[i], causal=shape.causal),
-            "sdpa_cudnn": lambda i: sdpa(SDPBackend.CUDNN_ATTENTION, *inputs[i], causal=shape.causal),
-        },
-        {
-            "ours": lambda i: PREFILL(*inputs[i], causal=shape.causal),
-            "portable": lambda i: PORTABLE(*inputs[i], causal=shape.causal),
-        },
-        _expected(inputs[0], causal=shape.causal),
-        sets=sets,
-        us=flops / RATE,
-        part=_tail,
-    )
+    mask = torch.ones(shape.q_len, shape.kv_len, dtype=torch.bool, device=device).triu_(1) if shape.causal else None
+    peers: dict[str, Call] = {
+        "sdpa_flash": lambda i: sdpa(SDPBackend.FLASH_ATTENTION, *inputs[i], causal=shape.causal),
+        "sdpa_cudnn": lambda i: sdpa(SDPBackend.CUDNN_ATTENTION, *inputs[i], causal=shape.causal),
+        "standard": lambda i: standard(*inputs[i], mask),
+    }
+    ours: dict[str, Call] = {
+        "ours": lambda i: PREFILL(*inputs[i], causal=shape.causal),
+        "portable": lambda i: PORTABLE(*inputs[i], causal=shape.causal),
+    }
+    peak = peak_bytes(peers | ours, device)
+    expected = _expected(inputs[0], causal=shape.causal)
+    found = compete(peers, ours, expected, sets=sets, us=flops / RATE, part=_tail)
     rates = {name: flops / us / 1e6 for name, us in found["us"].items()}
-    row = shape.row() | found | {"tflops": rates}
+    row = shape.row() | found | {"tflops": rates, "peak_bytes": peak}
     for name, kernel, peer in (
         ("ours_over_sdpa_cudnn", "ours", "sdpa_cudnn"),
         ("ours_over_sdpa_flash", "ours", "sdpa_flash"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from hf_fastattn.tables import table, thousands
+from hf_fastattn.tables import size, table, thousands
 
 from .grid import LEAN, OURS, ROOM, ROOMY, SDPA, STATIC, UNPADDED
 from .provenance import by, columns, of_one_run, ratio
@@ -249,6 +249,7 @@ def ragged(result: dict) -> str:
 def prefill(result: dict) -> str:
     found = result["summary"]
     names = {"sdpa_flash": "`sdpa` flash", "sdpa_cudnn": "`sdpa` cuDNN", "portable": "portable kernel", "ours": "ours here"}
+    names |= {"standard": "standard"} if any("standard" in row["tflops"] for row in result["rows"]) else {}
     rows = [
         [
             row["shape"].removesuffix(", causal"),
@@ -258,11 +259,17 @@ def prefill(result: dict) -> str:
         for row in result["rows"]
         if row["causal"]
     ]
-    text = table([SHAPE, *names.values(), "ours / cuDNN"], rows)
+    head, note = [SHAPE, *names.values(), "ours / cuDNN"], ""
+    if any(row.get("peak_bytes") for row in result["rows"]):
+        head.append("peak, standard / ours")
+        for line, row in zip(rows, (row for row in result["rows"] if row["causal"]), strict=True):
+            peak = [row["peak_bytes"].get(name) for name in ("standard", "ours")]
+            line.append(" / ".join("-" if n is None else size(n) for n in peak))
+        note = " Standard attention, matmul, softmax, matmul, has all scores in memory; where it is -, they do not fit."
     return (
         f"**Prefill, TFLOP/s** {by_method(result)}. Causal and not, ours over cuDNN is {mean(found['ours_over_sdpa_cudnn'])}, "
         f"over sdpa's flash backend {mean(found['ours_over_sdpa_flash'])}; the portable kernel over the latter is "
-        f"{mean(found['portable_over_sdpa_flash'])}. The causal half:\n\n{text}"
+        f"{mean(found['portable_over_sdpa_flash'])}.{note} The causal half:\n\n{table(head, rows)}"
     )
 
 

@@ -157,6 +157,16 @@ def test_without_a_gpu_it_says_so(capsys):
     assert "no CUDA device" in capsys.readouterr().err
 
 
+def test_prefills_memory_stands_beside_standard_attentions(tmp_path):
+    _, result = bench(tmp_path, "prefill")
+    assert "peak" not in sections.prefill(result) and "| standard |" in sections.prefill(result)
+    for row in result["rows"]:
+        row["peak_bytes"] = {"ours": 2_000_000, "standard": 4_000_000_000}
+    assert " 4 GB / 2 MB |" in sections.prefill(result)
+    del result["rows"][0]["peak_bytes"]["standard"]
+    assert "- / 2 MB" in sections.prefill(result)
+
+
 # ---- any number of queries ----
 
 
