@@ -106,7 +106,7 @@ def queries_row(shape: Shape, device: torch.device) -> dict:
 
 
 def compile_kernels(group: tuple[int, int, int], device: torch.device, shapes: Iterable[Shape] = ()) -> None:
-    """Run fa2 and lean once for each shape of these (num_heads, num_kv_heads, head_dim), over K and V of one head's memory.
+    """Run fa2 and lean once for each shape of these (num_heads, num_kv_heads, head_dim), over heads that share memory.
 
     So that processes beside one another compile what rows would compile one after the other.
     """
@@ -115,8 +115,11 @@ def compile_kernels(group: tuple[int, int, int], device: torch.device, shapes: I
         if (shape.num_heads, shape.num_kv_heads, shape.head_dim) != group:
             continue
         q = torch.zeros(shape.batch, num_heads, shape.q_len, head_dim, device=device, dtype=DTYPE)
-        k = torch.zeros(1, 1, shape.kv_len, head_dim, device=device, dtype=DTYPE)
-        k = k.expand(shape.batch, num_kv_heads, -1, -1)
+        k = torch.zeros(shape.kv_len + shape.batch * num_kv_heads, head_dim, device=device, dtype=DTYPE)
+        size, strides = (shape.batch, num_kv_heads, shape.kv_len, head_dim), (num_kv_heads * head_dim, head_dim, head_dim, 1)
+        k = k.as_strided(
+            size, strides
+        )  # each head a token further: what is compiled depends on strides, as far as 16 divides them
         for name in OURS:
             registry.get(name).attend(q, KV(k, k), SPEC)
 

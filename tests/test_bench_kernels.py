@@ -209,6 +209,14 @@ def test_keys_of_a_group_are_made_once(monkeypatch):
     assert [size[1:] for size in made if len(size) == 6] == [(2, 1, 2, 128, 16)]
 
 
+def test_kernels_are_compiled_for_each_shape_of_these_heads():
+    from hf_fastattn import count_calls
+
+    with count_calls() as calls:
+        queries.compile_kernels((4, 2, 16), torch.device("cpu"), [*SMALL["queries"], Shape(1, 8, 2, 16, 64, causal=False)])
+    assert calls == {"fa2.prefill": 6, "lean.decode": 6}
+
+
 @pytest.mark.parametrize("wrong", ["sdpa", "lean"])
 def test_a_wrong_result_of_queries_is_found(tmp_path, monkeypatch, wrong):
     if wrong == "sdpa":
