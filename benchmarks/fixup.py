@@ -199,7 +199,7 @@ def prepare(tensors, form: Form, spec: Spec, return_lse: bool, fixup: str, confi
     named = dict(zip(lean_kernel.arg_names[plan.launches.takes :], plan.launches.rest, strict=True))
     del named["blocks"], named["EARLY"]
     rows_each = tables.merge_rows(constants.WORKSPACE_M, asked.block_dv)
-    most = triton.next_power_of_2(programs // heads + 2)
+    most = 8 if programs // heads + 2 <= 8 else 128  # partials of a head; two kernels, and not one for each number
     one = launch.Launch(
         fixup_kernel,
         (programs,),
