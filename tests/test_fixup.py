@@ -35,6 +35,11 @@ def operands(batch, heads, kv_heads, head_dim, q_len, kv_len):
     return new(batch, heads, q_len), new(batch, kv_heads, kv_len), new(batch, kv_heads, kv_len)
 
 
+def allowed(v: torch.Tensor) -> float:
+    """Four units of rounding at the scale of the values, as benchmarks allow."""
+    return 4 * torch.finfo(v.dtype).eps * v.abs().max().item()
+
+
 @needs_kernels
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
@@ -55,9 +60,8 @@ def test_every_fixup_is_attention_and_repeatable(name, batch, heads, kv_heads, h
         spans = build_spans(batch, q_len, LONG, q.device, q_offset=LONG - q_len, attention_mask=mask)
     expected, expected_lse = call(reference.attention, q, k, v, spans, return_lse=True)
     first, lse = fixup.VARIANTS[name](q, k, v, spans, return_lse=True)
-    close = {"rtol": 0, "atol": 4e-3 if ON_GPU else 1e-5}
-    torch.testing.assert_close(first, expected, **close)
-    torch.testing.assert_close(lse, expected_lse, **close)
+    torch.testing.assert_close(first, expected, rtol=0, atol=allowed(v))
+    torch.testing.assert_close(lse, expected_lse, rtol=0, atol=1e-4)
     for _ in range(REPEATS):
         assert torch.equal(fixup.VARIANTS[name](q, k, v, spans), first)
     assert not fixup.flags_of(q.device).any(), "what programs told each other is left over"
@@ -96,12 +100,12 @@ def test_replays_stay_right_while_lengths_change_on_the_device():
     torch.cuda.synchronize()
     assert clock.item() == REPLAYS + 1 and len(set(starts.tolist())) == batch
     assert {name: count.item() for name, count in unequal.items()} == dict.fromkeys(fixup.VARIANTS, 0)
-    assert error.item() < 4e-3 and not fixup.flags_of(q.device).any()
+    assert error.item() <= allowed(v) and not fixup.flags_of(q.device).any()
     mask = torch.arange(capacity, device=DEVICE)[None] >= starts[:, None]
     exact = call(
         reference.attention, q, k, v, build_spans(batch, 1, capacity, q.device, q_offset=capacity - 1, attention_mask=mask)
     )
-    torch.testing.assert_close(fixup.VARIANTS[fixup.HOST_WAITS](q, k, v, spans), exact, rtol=0, atol=4e-3)
+    torch.testing.assert_close(fixup.VARIANTS[fixup.HOST_WAITS](q, k, v, spans), exact, rtol=0, atol=allowed(v))
 
 
 @needs_gpu
