@@ -15,7 +15,6 @@ import multiprocessing
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
@@ -92,11 +91,14 @@ def measure(part: Part, shapes: list, results: Results, device: torch.device) ->
     return not data["failed"] and not data["not_run"]
 
 
-def compile_ahead(part: Part, shapes: list, device: torch.device, processes: int) -> None:
+def compile_ahead(part: Part, shapes: list, results: Results, device: torch.device, processes: int) -> None:
     """Compile what the shapes need, in processes beside one another, for Triton's cache on disk."""
     groups = sorted({(shape.num_heads, shape.num_kv_heads, shape.head_dim) for shape in shapes})
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
-        list(pool.map(partial(part.compile, device=device), groups))
+        for group, done in [(group, pool.submit(part.compile, group, device)) for group in groups]:
+            if error := done.exception():  # the rows will say so again, if it was not memory
+                results.say(f"compiling for {group}: {type(error).__name__}: {str(error).strip()[:300]}")
+    results.say(f"{results.path.stem}: kernels of {len(groups)} heads are compiled")
 
 
 def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.kernels") -> int:
@@ -131,8 +133,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.kernel
         known = {row["shape"] for row in results.data["rows"]}
         shapes = [shape for shape in shapes if str(shape) not in known]
         if args.compile and part.compile and shapes:
-            compile_ahead(part, shapes, device, args.compile)
-            results.say(f"{name}: kernels are compiled")
+            compile_ahead(part, shapes, results, device, args.compile)
         try:
             with torch.inference_mode():
                 fine &= measure(part, shapes, results, device)

@@ -217,6 +217,15 @@ def test_kernels_are_compiled_for_each_shape_of_these_heads():
     assert calls == {"fa2.prefill": 6, "lean.decode": 6}
 
 
+def test_compiling_ahead_says_what_failed_and_goes_on(tmp_path, capsys):
+    found, shape = results.Results(tmp_path / "a.json", 60, "typed"), Shape(1, 3, 1, 8, 64)  # heads that no row has
+    kernels.compile_ahead(kernels.PARTS["queries"], [shape], found, torch.device("cpu"), 1)
+    assert "kernels of 1 heads are compiled" in capsys.readouterr().out
+    part = kernels.Part(None, [], None, compile=divmod)
+    kernels.compile_ahead(part, [shape], found, torch.device("cpu"), 1)
+    assert "compiling for (3, 1, 8): TypeError" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("wrong", ["sdpa", "lean"])
 def test_a_wrong_result_of_queries_is_found(tmp_path, monkeypatch, wrong):
     if wrong == "sdpa":
