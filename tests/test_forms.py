@@ -108,7 +108,7 @@ def test_half_a_form_and_tensors_that_no_kernel_can_read_are_refused(device):
             kernel.launcher()(x.q.double(), KV(x.k, x.v, NEGATED))
 
 
-def test_the_hopper_kernel_refuses_forms_and_values_of_another_width(monkeypatch):
+def test_the_hopper_kernel_refuses_forms_and_odd_widths(monkeypatch):
     pytest.importorskip("triton")
     from hf_fastattn.kernels.attention import prefill_hopper
     from hf_fastattn.kernels.host import gpu
@@ -116,5 +116,6 @@ def test_the_hopper_kernel_refuses_forms_and_values_of_another_width(monkeypatch
     monkeypatch.setattr(gpu, "arch", lambda device: 90)
     q = torch.zeros(1, 2, 128, 64, dtype=torch.float16)
     assert prefill_hopper.why_not(q, KV(q, q)) is None
-    assert "values as wide as keys, not 32 for 64" in prefill_hopper.why_not(q, KV(q, q[..., :32]))
+    assert prefill_hopper.why_not(q, KV(q, q[..., :32])) is None
+    assert "values of head_dim of multiples of 8 up to 256, not 36" in prefill_hopper.why_not(q, KV(q, q[..., :36]))
     assert "of the form 'negated V'" in prefill_hopper.why_not(q, KV(q, q, NEGATED))

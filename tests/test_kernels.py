@@ -68,7 +68,7 @@ class Kernel:
             case = replace(case, q_len=case.q_len + self.min_q_len - 1)
         if self.head_dims and case.head_dim not in self.head_dims:
             case = replace(case, head_dim=min((d for d in self.head_dims if d > case.head_dim), default=self.head_dims[-1]))
-        if self.head_dims:
+        if self.head_dims and case.value_dim not in self.head_dims:
             case = replace(case, value_dim=None)
         if self.half_only and case.dtype == "fp32":
             case = replace(case, dtype="fp16")
@@ -86,7 +86,7 @@ HOPPER = Kernel(
     ("prefill_hopper_kernel",),
     function="prefill",
     min_q_len=65,
-    head_dims=(64, 128, 256),
+    head_dims=tuple(range(8, 257, 8)),
     half_only=True,
     no_first_tokens=True,
     aligned_only=True,

@@ -19,10 +19,13 @@ pytest.importorskip("triton.experimental.gluon")
 
 from hf_fastattn.kernels import checks, reference  # noqa: E402
 from hf_fastattn.kernels.attention import prefill_hopper as hopper  # noqa: E402
-from hf_fastattn.kernels.attention.prefill_hopper import plan  # noqa: E402
+from hf_fastattn.kernels.attention.prefill_hopper import plan, product  # noqa: E402
 from hf_fastattn.kernels.attention.prefill_hopper.pipe import CONSUMERS, FIRST_TURN  # noqa: E402
 from hf_fastattn.kernels.spans import NO_WINDOW, build_spans  # noqa: E402
 from hf_fastattn.kernels.spec import KV, call  # noqa: E402
+
+WHOLE = (64, 128, 256)  # heads that fill their buffers and are multiplied in one part
+PARTS = (8, 40, 72, 80, 96, 104, 112, 136, 160, 192, 224)
 
 on_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a GPU of compute capability 9.0"
@@ -85,23 +88,26 @@ def test_every_item_is_listed_once(num_blocks, num_heads, batch, section):
 # --- compilation, no GPU needed -------------------------------------------------------------------------------------------------
 
 
-def _compile(head_dim, dtype="bf16", **flags):
+def _compile(head_dim, dtype="bf16", value_dim=None, config=None, **flags):
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    config = hopper.CONFIGS[head_dim]
-    constants = dict(HEAD_DIM=head_dim, C=config, HAS_SPANS=False, HAS_WORDS=False, IS_CAUSAL=True)
+    value_dim = head_dim if value_dim is None else value_dim
+    config = hopper.config(head_dim, value_dim) if config is None else config
+    constants = dict(C=config, HAS_SPANS=False, HAS_WORDS=False, IS_CAUSAL=True)
     constants |= dict(HAS_SOFTCAP=False, HAS_SINK_LOGITS=False, WRITE_LSE=False) | flags
     element = {"bf16": gl.bfloat16, "fp16": gl.float16}[dtype]
 
-    def descriptor(rows):
-        layout = gl.NVMMASharedLayout.get_default_for([1, 1, rows, head_dim], element)
-        return f"tensordesc<{dtype}[1, 1, {rows}, {head_dim}],{layout!r}>"
+    def descriptor(rows, width):
+        layout = gl.NVMMASharedLayout.get_default_for([1, 1, rows, width], element)
+        return f"tensordesc<{dtype}[1, 1, {rows}, {width}],{layout!r}>"
 
+    of_k, of_v = hopper.columns(head_dim), hopper.columns(value_dim)
     fn = hopper.prefill_hopper_kernel
-    types = {"q_desc": descriptor(64), "out_desc": descriptor(64), "Lse": "*fp32", "Spans": "*i32", "Counters": "*i32"}
-    types |= {"k_desc": descriptor(config.BLOCK_N), "v_desc": descriptor(config.BLOCK_N), "SinkLogits": f"*{dtype}"}
+    types = {"q_desc": descriptor(64, of_k), "out_desc": descriptor(64, of_v), "SinkLogits": f"*{dtype}"}
+    types |= {"k_desc": descriptor(config.BLOCK_N, of_k), "v_desc": descriptor(config.BLOCK_N, of_v)}
+    types |= {"Lse": "*fp32", "Spans": "*i32", "Counters": "*i32"}
     types |= {"scale_log2": "fp32", "cap_log2": "fp32"}
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in fn.arg_names}
     source = GluonASTSource(fn, signature, {(fn.arg_names.index(name),): value for name, value in constants.items()})
@@ -129,12 +135,13 @@ def _tile_loops(sass):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU compiles what it runs")
-@pytest.mark.parametrize("head_dim", hopper.HEAD_DIMS)
-def test_compiles_for_hopper_without_a_gpu(head_dim, tmp_path):
-    kernel = _compile(head_dim)
+@pytest.mark.parametrize("head_dim, value_dim", [*((d, d) for d in (*WHOLE, 40, 80, 96, 112, 192, 224)), (192, 128), (64, 256)])
+def test_compiles_for_hopper_without_a_gpu(head_dim, value_dim, tmp_path):
+    kernel = _compile(head_dim, value_dim=value_dim)
     ptx = kernel.asm["ptx"]
     assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor.4d" in ptx and "setmaxnreg" in ptx
-    assert "wgmma.wait_group.sync.aligned 1;" in ptx  # S is waited for while P V runs
+    parts = product.num_parts(hopper.config(head_dim, value_dim).v_width)
+    assert f"wgmma.wait_group.sync.aligned {parts};" in ptx  # S is waited for while P V runs
     assert kernel.metadata.num_warps == 4 * CONSUMERS + 4  # a warp that loads counts as four
     turns = {int(n) for n in re.findall(r"bar\.(?:sync|arrive) (\d+), 256;", ptx)}
     assert turns == {FIRST_TURN + wg for wg in range(CONSUMERS)}
@@ -162,6 +169,7 @@ class Case:
     q_len: int = 300
     kv_len: int = 300
     head_dim: int = 128
+    value_dim: int | None = None  # head_dim where None
     dtype: torch.dtype = torch.bfloat16
     causal: bool = True
     window: int | None = None
@@ -175,8 +183,13 @@ class Case:
 
 CASES = [
     *(Case(f"d{d}-{'causal' if c else 'full'}-{n}", q_len=n, kv_len=n, head_dim=d, causal=c)
-      for d in (64, 128, 256) for c in (True, False) for n in (128, 511, 1000)),
-    *(Case(f"d{d}-fp16", head_dim=d, dtype=torch.float16, q_len=777, kv_len=777) for d in (64, 128, 256)),
+      for d in WHOLE for c in (True, False) for n in (128, 511, 1000)),
+    *(Case(f"d{d}-{'causal' if c else 'full'}-{n}", q_len=n, kv_len=n, head_dim=d, causal=c)
+      for d in PARTS for c, n in ((True, 511), (False, 300))),
+    *(Case(f"d{d}-fp16", head_dim=d, dtype=torch.float16, q_len=777, kv_len=777) for d in (*WHOLE, *PARTS)),
+    *(Case(f"d{d}v{v}", head_dim=d, value_dim=v, q_len=511, kv_len=511)
+      for d, v in ((192, 128), (128, 192), (96, 64), (64, 200))),
+    Case("d192v128-holes", head_dim=192, value_dim=128, spans=True, q_len=500, kv_len=700, q_offset=100, mask="holes"),
     Case("seq-first", seq_first=True, q_len=640, kv_len=640),
     Case("mqa", heads=8, kv_heads=1, q_len=257, kv_len=257),
     Case("group-3", heads=9, kv_heads=3, head_dim=64),
@@ -191,14 +204,20 @@ CASES = [
     Case("softcap-full", softcap=5.0, causal=False, head_dim=64),
     Case("sinks", sinks=True),
     Case("sinks-window", sinks=True, window=64, head_dim=64, q_len=600, kv_len=600),
-    *(Case(f"d{d}-static-cache", head_dim=d, spans=True, q_len=300, kv_len=1024, q_offset=37) for d in (64, 128, 256)),
+    *(Case(f"d{d}-static-cache", head_dim=d, spans=True, q_len=300, kv_len=1024, q_offset=37)
+      for d in (*WHOLE, 80, 96, 112, 192)),
     Case("static-cache-first", spans=True, q_len=300, kv_len=2048, q_offset=0),
     Case("static-cache-full", spans=True, q_len=300, kv_len=1024, q_offset=0, causal=False, mask="right"),
     Case("static-cache-window", spans=True, q_len=300, kv_len=1024, q_offset=500, window=200),
     Case("left-padding", spans=True, q_len=500, kv_len=500, q_offset=0, mask="left"),
     Case("right-padding", spans=True, q_len=500, kv_len=500, q_offset=0, mask="right"),
     Case("left-padding-cache", spans=True, q_len=300, kv_len=800, q_offset=200, mask="left", sinks=True),
-    *(Case(f"d{d}-holes", head_dim=d, spans=True, q_len=500, kv_len=700, q_offset=100, mask="holes") for d in (64, 128, 256)),
+    *(Case(f"d{d}-holes", head_dim=d, spans=True, q_len=500, kv_len=700, q_offset=100, mask="holes")
+      for d in (*WHOLE, 80, 96, 112, 192)),
+    *(Case(f"d{d}-window-softcap-sinks", head_dim=d, q_len=600, kv_len=1100, window=200, softcap=20.0, sinks=True)
+      for d in (80, 96, 112, 192)),
+    *(Case(f"d{d}-right-padding-seq-first", head_dim=d, spans=True, q_len=500, kv_len=500, q_offset=0, mask="right",
+           seq_first=True) for d in (72, 80, 96, 112)),
     Case("holes-full", spans=True, q_len=500, kv_len=500, q_offset=0, mask="holes", causal=False, softcap=30.0, sinks=True),
 ]  # fmt: skip
 
@@ -206,12 +225,13 @@ CASES = [
 def make(case: Case, device="cuda"):
     torch.manual_seed(0)
 
-    def tensor(heads, length):
+    def tensor(heads, length, width=case.head_dim):
         if case.seq_first:
-            return torch.randn(case.batch, length, heads, case.head_dim, device=device).to(case.dtype).transpose(1, 2)
-        return torch.randn(case.batch, heads, length, case.head_dim, device=device).to(case.dtype)
+            return torch.randn(case.batch, length, heads, width, device=device).to(case.dtype).transpose(1, 2)
+        return torch.randn(case.batch, heads, length, width, device=device).to(case.dtype)
 
-    q, k, v = tensor(case.heads, case.q_len), tensor(case.kv_heads, case.kv_len), tensor(case.kv_heads, case.kv_len)
+    q, k = tensor(case.heads, case.q_len), tensor(case.kv_heads, case.kv_len)
+    v = tensor(case.kv_heads, case.kv_len, case.value_dim or case.head_dim)
     spans = None
     if case.spans:
         mask = None
@@ -282,7 +302,7 @@ def assert_right(case, kernel):
     out, lse = prefill(q, k, v, spans, return_lse=True, **options)
     want, want_lse = exact(q, k, v, spans, **options)
     twin = attention(q, k.nan_to_num(), v.nan_to_num(), spans, **options).double()
-    assert out.shape == q.shape and out.transpose(1, 2).is_contiguous() and not out.isnan().any()
+    assert out.shape == (*q.shape[:3], v.shape[3]) and out.transpose(1, 2).is_contiguous() and not out.isnan().any()
     # Unlike the fp32 twin the kernel rounds its weights to the inputs' dtype, as every kernel of this kind does.
     eps = torch.finfo(case.dtype).eps
     bound = 2 * (twin - want).abs().max() + 4 * eps * want.abs().max()
@@ -300,7 +320,7 @@ def test_right(case, nan_filled):
 
 
 @on_hopper
-@pytest.mark.parametrize("head_dim", hopper.HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", (*WHOLE, 80, 96, 112, 192))
 def test_many_items_a_program(head_dim, nan_filled):
     assert_right(Case("many", batch=3, heads=16, kv_heads=4, q_len=2100, kv_len=2100, head_dim=head_dim), hopper.prefill)
 
@@ -318,7 +338,8 @@ def test_refuses_in_a_sentence():
     q = torch.randn(1, 2, 100, 128, device="cuda", dtype=torch.bfloat16)
     assert hopper.why_not(q, KV(q, q)) is None
     assert "float32" in hopper.why_not(q.float(), KV(q.float(), q.float()))
-    assert "head_dim" in hopper.why_not(q[..., :80], KV(q[..., :80], q[..., :80]))
+    assert "head_dim" in hopper.why_not(q[..., :84], KV(q[..., :84], q[..., :84]))
+    assert "values" in hopper.why_not(q, KV(q, torch.cat([q, q, q], -1)))
     assert "queries" in hopper.why_not(q[:, :, :4], KV(q, q))
     odd = torch.randn(1, 2, 100, 132, device="cuda", dtype=torch.bfloat16)[..., 4:]
     assert "16 bytes" in hopper.why_not(q, KV(odd, q))

@@ -98,7 +98,7 @@ class TritonKernel:
         if self.hopper is not None and (why_not := _module(self.hopper).why_not(q, kv, spec.sinks)) is None:
             name = self.hopper
         if self.stream_k is not None:
-            speed = 1.0 if name == self.name else _module(name).SPEED[q.shape[3]]
+            speed = 1.0 if name == self.name else _module(name).speed(q.shape[3])
             if _module("schedule").pays(q, kv, spec, speed):
                 name = self.stream_k
         return name, why_not

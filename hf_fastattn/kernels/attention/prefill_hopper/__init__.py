@@ -7,11 +7,14 @@ runs (section 3.2 of the source); named barriers make the consumers take turns, 
 exponentiates (section 3.1). P never leaves registers. Programs are persistent, one per SM, and draw their work from a counter.
 
 This file launches; kernel.py has the warps, plan.py their order of work, counters.py what they draw it from, pipe.py what passes
-between them, tile.py the arithmetic on one tile.
+between them, product.py the matrix products, tile.py the rest of the arithmetic on one tile.
 
 Slots at and past a row's KV_STOP may hold anything, NaN too, and 0 * NaN is NaN. TMA fills zeros past the buffer's end; where the
 live keys end earlier, only the item's first tile can reach past them, and consumers zero those rows of V in shared memory before
 they use it. Both consumers may do so at once: they write the same zeros to rows that nobody reads otherwise.
+
+Heads may have any multiple of 8 dimensions: their buffers have a power of two columns, which TMA fills up with zeros, and
+products take them in parts of powers of two (product.py), 96 = 64 + 32.
 
 Source: Shah et al., "FlashAttention-3: Fast and Accurate Attention with Asynchrony and Low-precision" (2024), sections 3.1, 3.2.
 """
@@ -33,8 +36,7 @@ from ..plan import Call
 from .counters import counters_of
 from .kernel import BLOCK_M, prefill_hopper_kernel
 
-HEAD_DIMS = (64, 128, 256)
-SPEED = {64: 1.3, 128: 1.55, 256: 1.5}  # by head_dim, beside `lean` on as many rows and keys
+MAX_HEAD_DIM = 256
 MIN_Q_LEN = 65  # below this a block of 128 rows is mostly empty
 _L2_BYTES = 32 << 20  # K and V of the heads in one section
 
@@ -45,7 +47,8 @@ class Config:
 
     BLOCK_N: keys per tile. stages: tiles of K, and of V, in flight. q_stages: items whose Q is in flight. own_out: O leaves
     through a buffer of its own and not through Q's. exp2_on_fma: one in so many exponentials runs on the FMA units, none where 0;
-    see `tile._exp2`.
+    see `tile._exp2`. k_width, v_width: columns of K and of V that are multiplied; see product.py. skip_empty: a consumer computes
+    nothing where all of its rows lie past the last query.
     """
 
     BLOCK_N: int
@@ -53,14 +56,39 @@ class Config:
     q_stages: int = 1
     own_out: bool = True
     exp2_on_fma: int = 0
+    k_width: int = 0
+    v_width: int = 0
+    skip_empty: bool = False
 
 
-# The fastest on an H200 over lengths 2k to 64k, causal and not; docs/dev/log.md has the variants that were slower.
+# By columns of a buffer, the fastest on an H200 over lengths 2k to 64k, causal and not; docs/dev/log.md has slower variants.
 CONFIGS = {
     64: Config(128, stages=3, q_stages=2, exp2_on_fma=8),
     128: Config(128),
     256: Config(64, own_out=False),
 }
+_SPEED = {64: 1.3, 128: 1.55, 256: 1.5}  # by the same, beside `lean` on as many rows and keys
+
+
+def columns(head_dim: int) -> int:
+    """Columns of the buffers of heads that wide."""
+    return max(64, 1 << (head_dim - 1).bit_length())
+
+
+def speed(head_dim: int) -> float:
+    """How many products of a row and a key the kernel computes in the time in which `lean` computes one."""
+    return _SPEED[columns(head_dim)]
+
+
+@cache
+def config(head_dim: int, value_dim: int) -> Config:
+    """The kernel for keys and values that wide."""
+    wide = columns(max(head_dim, value_dim))
+    k_width = -(-head_dim // 16) * 16
+    # A third part of V costs as much as the zeros that it leaves out.
+    v_width = next(width for width in range(-(-value_dim // 16) * 16, 257, 16) if width.bit_count() <= 2)
+    own_out = CONFIGS[wide].own_out or columns(value_dim) != columns(head_dim)  # which Q's buffer does not fit
+    return replace(CONFIGS[wide], k_width=k_width, v_width=v_width, own_out=own_out)
 
 
 def why_not(q: torch.Tensor, kv: KV, sinks: int = 0) -> str | None:
@@ -73,10 +101,9 @@ def why_not(q: torch.Tensor, kv: KV, sinks: int = 0) -> str | None:
         return f"The Hopper prefill kernel needs compute capability 9.0; {q.device} has {arch / 10:.1f}."
     if q.dtype not in (torch.float16, torch.bfloat16):
         return f"The Hopper prefill kernel takes float16 and bfloat16, not {q.dtype}."
-    if q.shape[3] not in HEAD_DIMS:
-        return f"The Hopper prefill kernel takes head_dim {', '.join(map(str, HEAD_DIMS))}, not {q.shape[3]}."
-    if kv.v.shape[3] != q.shape[3]:
-        return f"The Hopper prefill kernel takes values as wide as keys, not {kv.v.shape[3]} for {q.shape[3]}."
+    for what, width in (("head_dim", q.shape[3]), ("values of head_dim", kv.v.shape[3])):
+        if width > MAX_HEAD_DIM or width % 8:
+            return f"The Hopper prefill kernel takes {what} of multiples of 8 up to {MAX_HEAD_DIM}, not {width}."
     if q.shape[2] < MIN_Q_LEN:
         return f"The Hopper prefill kernel is for {MIN_Q_LEN} queries or more, not {q.shape[2]}."
     if kv.form.load_k is not None or kv.form.load_v is not None:
@@ -96,17 +123,17 @@ def why_not(q: torch.Tensor, kv: KV, sinks: int = 0) -> str | None:
 
 
 @cache
-def _layout(rows: int, head_dim: int, dtype: torch.dtype):
+def _layout(rows: int, columns: int, dtype: torch.dtype):
     element = gl.float16 if dtype == torch.float16 else gl.bfloat16
-    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, head_dim], element)
+    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, columns], element)
 
 
 def _descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
-    """TMA descriptor of x (batch, heads, length, head_dim) in boxes of `rows` x head_dim of one head."""
-    head_dim = x.shape[3]
+    """TMA descriptor of x (batch, heads, length, head_dim) in boxes of `rows` rows of one head."""
+    head_dim, width = x.shape[3], columns(x.shape[3])
     # The stride of a dimension of one element says nothing, and may not be what TMA allows.
     strides = [head_dim if size == 1 else stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True)]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, head_dim], _layout(rows, head_dim, x.dtype))
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, width], _layout(rows, width, x.dtype))
 
 
 def prefill(
@@ -127,20 +154,20 @@ def prefill(
     reason = why_not(q, kv, spec.sinks)
     if reason is not None:
         raise ValueError(reason)
-    config = CONFIGS[q.shape[3]]
+    C = config(call.head_dim, call.value_dim)
     if return_lse:  # in fp32, where the polynomial of `tile._exp2` shows
-        config = replace(config, exp2_on_fma=0)
-    out, lse = checks.empty_outputs(q, kv.v.shape[3], return_lse)
+        C = replace(C, exp2_on_fma=0)
+    out, lse = checks.empty_outputs(q, call.value_dim, return_lse)
     num_blocks = -(-call.q_len // BLOCK_M)
     num_items = num_blocks * call.num_heads * call.batch
-    fitting = max(1, _L2_BYTES // (2 * call.kv_len * call.head_dim * q.element_size()))
+    fitting = max(1, _L2_BYTES // (call.kv_len * (call.head_dim + call.value_dim) * q.element_size()))
     section = call.group * (1 << (fitting.bit_length() - 1))
     scale_log2, cap_log2 = checks.log2_scales(call.scale, spec.softcap)
     with torch.cuda.device_of(q):
         prefill_hopper_kernel[(min(num_items, gpu.num_sms(q.device)),)](
             _descriptor(q, 64),
-            _descriptor(kv.k, config.BLOCK_N),
-            _descriptor(kv.v, config.BLOCK_N),
+            _descriptor(kv.k, C.BLOCK_N),
+            _descriptor(kv.v, C.BLOCK_N),
             _descriptor(out, 64),
             lse,
             q if spans is None else spans,
@@ -158,8 +185,7 @@ def prefill(
             call.window,
             scale_log2,
             cap_log2,
-            HEAD_DIM=call.head_dim,
-            C=config,
+            C=C,
             HAS_SPANS=spans is not None,
             HAS_WORDS=spans is not None and spans.shape[3] > WORDS,
             IS_CAUSAL=spec.causal,

@@ -8,7 +8,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
@@ -29,7 +28,8 @@ from .pipe import (
     warpgroup_barrier,
 )
 from .plan import item_at, row_bounds, row_spans, tile_start, tiles_of
-from .tile import cap, mask, normaliser, operand, pack, softmax_step, zero_rows
+from .product import add_products, num_parts, product, scaled, store_parts, wait_for, zero_columns
+from .tile import cap, mask, normaliser, pack, softmax_step, zero_rows
 
 BLOCK_M = 64 * CONSUMERS
 
@@ -112,10 +112,151 @@ def _produce(args, C: gl.constexpr, HAS_SPANS: gl.constexpr, IS_CAUSAL: gl.const
 
 
 @gluon.jit
+def _attend(
+    args, rows, s_scale, zeros, count, turn,
+    WG: gl.constexpr,
+    C: gl.constexpr,
+    HAS_SPANS: gl.constexpr,
+    HAS_WORDS: gl.constexpr,
+    HAS_SOFTCAP: gl.constexpr,
+    HAS_SINK_LOGITS: gl.constexpr,
+    WRITE_LSE: gl.constexpr,
+    CONSUMERS: gl.constexpr = CONSUMERS,
+    FIRST_TURN: gl.constexpr = FIRST_TURN,
+):  # fmt: skip
+    """Consumer WG's share of one item, `rows`. count, turn: tiles of earlier items, earlier items."""
+    out_desc, Lse, _Spans, SinkLogits, q_ring, k_ring, v_ring, o_smem, _ticket, sizes, scale_log2, cap_log2 = args
+    q_smem, q_full, q_empty = q_ring
+    k_smem, k_full, k_empty = k_ring
+    v_smem, v_full, v_empty = v_ring
+    _stride_sb, _num_items, _num_blocks, num_heads, _group, _total_heads, _section, q_len, kv_len, _window = sizes
+    first, head, row, kv_stop, tiles, offs_m, seen = rows
+    _lo, _hi, num_tiles, _num_after, num_masked = tiles
+    BLOCK_N: gl.constexpr = C.BLOCK_N
+    STAGES: gl.constexpr = C.stages
+    dtype: gl.constexpr = q_smem.dtype
+    s_rows: gl.constexpr = gl.SliceLayout(1, zeros.type.layout)
+    # Named barriers: a consumer waits for its turn at MY_TURN, where the other arrives.
+    MY_TURN: gl.constexpr = FIRST_TURN + WG
+    NEXT_TURN: gl.constexpr = FIRST_TURN + 1 - WG
+    # The first tile: S and its softmax, and V made safe where not all of the tile's slots are live.
+    q_buffer = stage_of(turn, C.q_stages) * CONSUMERS + WG
+    mbarrier.wait(q_full.index(q_buffer), phase_of(turn, C.q_stages))
+    q = matrix(q_smem.index(q_buffer))
+    stage = stage_of(count, STAGES)
+    phase = phase_of(count, STAGES)
+    mbarrier.wait(k_full.index(stage), phase)
+    k = matrix(k_smem.index(stage))
+    s_token = product(q, k, zeros, C.k_width)
+    start = tile_start(0, tiles, BLOCK_N)
+    if HAS_SPANS:  # noqa: SIM102 (known when compiling; the next is not)
+        if (start + BLOCK_N > kv_stop) & (kv_stop < kv_len):
+            mbarrier.wait(v_full.index(stage), phase)
+            zero_rows(matrix(v_smem.index(stage)), kv_stop - start)
+            fence_async_shared()
+            warpgroup_barrier()
+    s = warpgroup_mma_wait(0, [s_token])
+    mbarrier.arrive(k_empty.index(stage), count=1)  # for the warpgroup: it synchronises its threads first
+    s = cap(s, scale_log2, cap_log2, HAS_SOFTCAP)
+    if num_masked > 0:
+        s = mask(s, start, seen, HAS_WORDS)
+    m = gl.full([64], float("-inf"), gl.float32, s_rows)
+    l = gl.zeros([64], gl.float32, s_rows)
+    p, m, l, alpha = softmax_step(s, m, l, s_scale, True, 0)
+    p = pack(p, dtype)
+    acc = zero_columns(C.v_width)
+
+    # S of tile i and O += P V of tile i - 1 one behind the other; then the softmax of tile i while the latter runs.
+    for MASKED in gl.static_range(1, -1, -1):
+        if MASKED:
+            begin = 1
+            end = num_masked
+        else:
+            begin = gl.maximum(num_masked, 1)
+            end = num_tiles
+        for i in range(begin, end):
+            stage = stage_of(count + i, STAGES)
+            v_stage = stage_of(count + i - 1, STAGES)
+            mbarrier.wait(k_full.index(stage), phase_of(count + i, STAGES))
+            named_barrier("sync", MY_TURN)
+            k = matrix(k_smem.index(stage))
+            s_token = product(q, k, zeros, C.k_width)
+            mbarrier.wait(v_full.index(v_stage), phase_of(count + i - 1, STAGES))
+            v = matrix(v_smem.index(v_stage))
+            o_tokens = add_products(p, v, acc, C.v_width)
+            named_barrier("arrive", NEXT_TURN)
+            s = warpgroup_mma_wait(num_parts(C.v_width), [s_token])
+            mbarrier.arrive(k_empty.index(stage), count=1)
+            s = cap(s, scale_log2, cap_log2, HAS_SOFTCAP)
+            if MASKED:
+                s = mask(s, tile_start(i, tiles, BLOCK_N), seen, HAS_WORDS)
+            p, m, l, alpha = softmax_step(s, m, l, s_scale, MASKED, C.exp2_on_fma)
+            acc = wait_for(o_tokens)
+            mbarrier.arrive(v_empty.index(v_stage), count=1)
+            p = pack(p, dtype)
+            acc = scaled(acc, alpha, gl.float32)
+
+    # O += P V of the last tile; meanwhile the row sums are completed.
+    if C.own_out:
+        mbarrier.arrive(q_empty.index(q_buffer), count=1)  # the last S is done: the next Q may come
+    last = count + num_tiles - 1
+    stage = stage_of(last, STAGES)
+    mbarrier.wait(v_full.index(stage), phase_of(last, STAGES))
+    v = matrix(v_smem.index(stage))
+    o_tokens = add_products(p, v, acc, C.v_width)
+    inverse, lse = normaliser(m, l, SinkLogits + head, HAS_SINK_LOGITS)
+    if WRITE_LSE:
+        gl.store(Lse + (row.to(gl.int64) * num_heads + head) * q_len + offs_m, lse, mask=offs_m < q_len)
+    acc = wait_for(o_tokens)
+    mbarrier.arrive(v_empty.index(stage), count=1)
+
+    out = scaled(acc, inverse, dtype)
+    if C.own_out:
+        tma.store_wait(0)  # the store of the item before has read its buffer
+    o_buffer = WG if C.own_out else q_buffer
+    warpgroup_barrier()
+    store_parts(out, matrix(o_smem.index(o_buffer)), C.v_width)
+    fence_async_shared()
+    warpgroup_barrier()
+    tma_store(out_desc, [row, head, first, 0], o_smem.index(o_buffer))
+    if not C.own_out:
+        tma.store_wait(0)
+        warpgroup_barrier()
+        mbarrier.arrive(q_empty.index(q_buffer), count=1)
+
+
+@gluon.jit
+def _pass(
+    args, num_tiles, count, turn,
+    WG: gl.constexpr,
+    C: gl.constexpr,
+    CONSUMERS: gl.constexpr = CONSUMERS,
+    FIRST_TURN: gl.constexpr = FIRST_TURN,
+):  # fmt: skip
+    """An item in which consumer WG has no rows: it releases every buffer once it is full, and takes its turns."""
+    _out_desc, _Lse, _Spans, _SinkLogits, q_ring, k_ring, v_ring, _o_smem, _ticket, _sizes, _scale_log2, _cap_log2 = args
+    _q_smem, q_full, q_empty = q_ring
+    _k_smem, k_full, k_empty = k_ring
+    _v_smem, v_full, v_empty = v_ring
+    q_buffer = stage_of(turn, C.q_stages) * CONSUMERS + WG
+    mbarrier.wait(q_full.index(q_buffer), phase_of(turn, C.q_stages))
+    mbarrier.arrive(q_empty.index(q_buffer), count=1)
+    for i in range(num_tiles):
+        stage = stage_of(count + i, C.stages)
+        phase = phase_of(count + i, C.stages)
+        mbarrier.wait(k_full.index(stage), phase)
+        mbarrier.arrive(k_empty.index(stage), count=1)
+        if i > 0:
+            named_barrier("sync", FIRST_TURN + WG)
+            named_barrier("arrive", FIRST_TURN + 1 - WG)
+        mbarrier.wait(v_full.index(stage), phase)
+        mbarrier.arrive(v_empty.index(stage), count=1)
+
+
+@gluon.jit
 def _consume(
     args,
     WG: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
     C: gl.constexpr,
     HAS_SPANS: gl.constexpr,
     HAS_WORDS: gl.constexpr,
@@ -127,127 +268,41 @@ def _consume(
     FIRST_TURN: gl.constexpr = FIRST_TURN,
 ):
     """Consumer warpgroup WG: rows 64 * WG .. 64 * WG + 63 of each item's block."""
-    out_desc, Lse, Spans, SinkLogits, q_ring, k_ring, v_ring, o_smem, ticket, sizes, scale_log2, cap_log2 = args
-    q_smem, q_full, q_empty = q_ring
-    k_smem, k_full, k_empty = k_ring
-    v_smem, v_full, v_empty = v_ring
-    _stride_sb, num_items, _num_blocks, num_heads, _group, _total_heads, _section, q_len, kv_len, _window = sizes
-    BLOCK_N: gl.constexpr = C.BLOCK_N
-    STAGES: gl.constexpr = C.stages
-    dtype: gl.constexpr = q_smem.dtype
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
-    s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
-    o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
-    # Named barriers: a consumer waits for its turn at MY_TURN, where the other arrives.
-    MY_TURN: gl.constexpr = FIRST_TURN + WG
-    NEXT_TURN: gl.constexpr = FIRST_TURN + 1 - WG
-
+    _out_desc, _Lse, Spans, _SinkLogits, _q_ring, _k_ring, _v_ring, _o_smem, ticket, sizes, scale_log2, _cap_log2 = args
+    _stride_sb, num_items, _num_blocks, _num_heads, _group, _total_heads, _section, q_len, _kv_len, _window = sizes
     s_scale = scale_log2
     if HAS_SOFTCAP:
         s_scale = scale_log2 * 0.0 + 1.0  # capped scores are scaled already
+    BLOCK_N: gl.constexpr = C.BLOCK_N
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     zeros = gl.zeros([64, BLOCK_N], gl.float32, s_layout)
     index = gl.program_id(0)
     count = 0  # tiles of earlier items
     turn = 0  # earlier items
     if WG == 1:
-        named_barrier("arrive", NEXT_TURN)  # the first turn is consumer 0's
+        named_barrier("arrive", FIRST_TURN)  # the first turn is consumer 0's
     while index < num_items:
         following = take(ticket, turn)
-        first, head, row, kv_stop, tiles, offs_m, seen = _rows(index, Spans, sizes, WG, s_rows, C, HAS_SPANS, IS_CAUSAL)
-        _lo, _hi, num_tiles, _num_after, num_masked = tiles
-
-        # The first tile: S and its softmax, and V made safe where not all of the tile's slots are live.
-        q_buffer = stage_of(turn, C.q_stages) * CONSUMERS + WG
-        mbarrier.wait(q_full.index(q_buffer), phase_of(turn, C.q_stages))
-        q = matrix(q_smem.index(q_buffer))
-        stage = stage_of(count, STAGES)
-        phase = phase_of(count, STAGES)
-        mbarrier.wait(k_full.index(stage), phase)
-        k = matrix(k_smem.index(stage))
-        s_token = warpgroup_mma(q, k.permute([1, 0]), zeros, use_acc=False, is_async=True)
-        start = tile_start(0, tiles, BLOCK_N)
-        if HAS_SPANS:  # noqa: SIM102 (known when compiling; the next is not)
-            if (start + BLOCK_N > kv_stop) & (kv_stop < kv_len):
-                mbarrier.wait(v_full.index(stage), phase)
-                zero_rows(matrix(v_smem.index(stage)), kv_stop - start)
-                fence_async_shared()
-                warpgroup_barrier()
-        s = warpgroup_mma_wait(0, [s_token])
-        mbarrier.arrive(k_empty.index(stage), count=1)  # for the warpgroup: it synchronises its threads first
-        s = cap(s, scale_log2, cap_log2, HAS_SOFTCAP)
-        if num_masked > 0:
-            s = mask(s, start, seen, HAS_WORDS)
-        m = gl.full([64], float("-inf"), gl.float32, s_rows)
-        l = gl.zeros([64], gl.float32, s_rows)
-        p, m, l, alpha = softmax_step(s, m, l, s_scale, True, 0)
-        p = pack(p, dtype)
-        acc = gl.zeros([64, HEAD_DIM], gl.float32, o_layout)
-
-        # S of tile i and O += P V of tile i - 1 one behind the other; then the softmax of tile i while the latter runs.
-        for MASKED in gl.static_range(1, -1, -1):
-            if MASKED:
-                begin = 1
-                end = num_masked
+        rows = _rows(index, Spans, sizes, WG, s_rows, C, HAS_SPANS, IS_CAUSAL)
+        first, _head, _row, _kv_stop, tiles, _offs_m, _seen = rows
+        _lo, _hi, num_tiles, _num_after, _num_masked = tiles
+        if C.skip_empty:
+            if first < q_len:
+                _attend(
+                    args, rows, s_scale, zeros, count, turn, WG, C, HAS_SPANS, HAS_WORDS, HAS_SOFTCAP, HAS_SINK_LOGITS, WRITE_LSE
+                )
             else:
-                begin = gl.maximum(num_masked, 1)
-                end = num_tiles
-            for i in range(begin, end):
-                stage = stage_of(count + i, STAGES)
-                v_stage = stage_of(count + i - 1, STAGES)
-                mbarrier.wait(k_full.index(stage), phase_of(count + i, STAGES))
-                named_barrier("sync", MY_TURN)
-                k = matrix(k_smem.index(stage))
-                s_token = warpgroup_mma(q, k.permute([1, 0]), zeros, use_acc=False, is_async=True)
-                mbarrier.wait(v_full.index(v_stage), phase_of(count + i - 1, STAGES))
-                v = matrix(v_smem.index(v_stage))
-                o_token = warpgroup_mma(operand(p, dtype, p_layout), v, acc, is_async=True)
-                named_barrier("arrive", NEXT_TURN)
-                s = warpgroup_mma_wait(1, [s_token])
-                mbarrier.arrive(k_empty.index(stage), count=1)
-                s = cap(s, scale_log2, cap_log2, HAS_SOFTCAP)
-                if MASKED:
-                    s = mask(s, tile_start(i, tiles, BLOCK_N), seen, HAS_WORDS)
-                p, m, l, alpha = softmax_step(s, m, l, s_scale, MASKED, C.exp2_on_fma)
-                acc = warpgroup_mma_wait(0, [o_token])
-                mbarrier.arrive(v_empty.index(v_stage), count=1)
-                p = pack(p, dtype)
-                acc = acc * gl.convert_layout(alpha, o_rows)[:, None]
-
-        # O += P V of the last tile; meanwhile the row sums are completed.
-        if C.own_out:
-            mbarrier.arrive(q_empty.index(q_buffer), count=1)  # the last S is done: the next Q may come
+                _pass(args, num_tiles, count, turn, WG, C)
+        else:
+            _attend(args, rows, s_scale, zeros, count, turn, WG, C, HAS_SPANS, HAS_WORDS, HAS_SOFTCAP, HAS_SINK_LOGITS, WRITE_LSE)
         count += num_tiles
-        stage = stage_of(count - 1, STAGES)
-        mbarrier.wait(v_full.index(stage), phase_of(count - 1, STAGES))
-        v = matrix(v_smem.index(stage))
-        o_token = warpgroup_mma(operand(p, dtype, p_layout), v, acc, is_async=True)
-        inverse, lse = normaliser(m, l, SinkLogits + head, HAS_SINK_LOGITS)
-        if WRITE_LSE:
-            gl.store(Lse + (row.to(gl.int64) * num_heads + head) * q_len + offs_m, lse, mask=offs_m < q_len)
-        acc = warpgroup_mma_wait(0, [o_token])
-        mbarrier.arrive(v_empty.index(stage), count=1)
-
-        out = (acc * gl.convert_layout(inverse, o_rows)[:, None]).to(dtype)
-        if C.own_out:
-            tma.store_wait(0)  # the store of the item before has read its buffer
-        o_buffer = WG if C.own_out else q_buffer
-        warpgroup_barrier()
-        matrix(o_smem.index(o_buffer)).store(out)
-        fence_async_shared()
-        warpgroup_barrier()
-        tma_store(out_desc, [row, head, first, 0], o_smem.index(o_buffer))
-        if not C.own_out:
-            tma.store_wait(0)
-            warpgroup_barrier()
-            mbarrier.arrive(q_empty.index(q_buffer), count=1)
         turn += 1
         index = following
 
     tma.store_wait(0)
     if WG == 0:
-        named_barrier("sync", MY_TURN)  # the turn that the other has left over
+        named_barrier("sync", FIRST_TURN)  # the turn that the other has left over
 
 
 @gluon.jit(
@@ -258,7 +313,6 @@ def _consume(
 def prefill_hopper_kernel(
     q_desc, k_desc, v_desc, out_desc, Lse, Spans, SinkLogits, Counters,
     stride_sb, num_items, num_blocks, num_heads, group, total_heads, section, q_len, kv_len, window, scale_log2, cap_log2,
-    HEAD_DIM: gl.constexpr,
     C: gl.constexpr,
     HAS_SPANS: gl.constexpr,
     HAS_WORDS: gl.constexpr,
@@ -267,14 +321,14 @@ def prefill_hopper_kernel(
     HAS_SINK_LOGITS: gl.constexpr,
     WRITE_LSE: gl.constexpr,
 ):  # fmt: skip
-    q_ring, k_ring, v_ring, o_smem, ticket = shared_memory(q_desc, k_desc, v_desc, out_desc, HEAD_DIM, C)
+    q_ring, k_ring, v_ring, o_smem, ticket = shared_memory(q_desc, k_desc, v_desc, out_desc, C)
     sizes = (stride_sb, num_items, num_blocks, num_heads, group, total_heads, section, q_len, kv_len, window)
     loads = (q_desc, k_desc, v_desc, Spans, Counters, q_ring, k_ring, v_ring, ticket, sizes)
     shared = (out_desc, Lse, Spans, SinkLogits, q_ring, k_ring, v_ring, o_smem, ticket, sizes, scale_log2, cap_log2)
     gl.warp_specialize(
         [
-            (_consume, (shared, 0, HEAD_DIM, C, HAS_SPANS, HAS_WORDS, IS_CAUSAL, HAS_SOFTCAP, HAS_SINK_LOGITS, WRITE_LSE)),
-            (_consume, (shared, 1, HEAD_DIM, C, HAS_SPANS, HAS_WORDS, IS_CAUSAL, HAS_SOFTCAP, HAS_SINK_LOGITS, WRITE_LSE)),
+            (_consume, (shared, 0, C, HAS_SPANS, HAS_WORDS, IS_CAUSAL, HAS_SOFTCAP, HAS_SINK_LOGITS, WRITE_LSE)),
+            (_consume, (shared, 1, C, HAS_SPANS, HAS_WORDS, IS_CAUSAL, HAS_SOFTCAP, HAS_SINK_LOGITS, WRITE_LSE)),
             (_produce, (loads, C, HAS_SPANS, IS_CAUSAL)),
         ],
         [4, 1],  # warps of all but the first, and registers of each of their threads; the first takes what is left, 240 as well

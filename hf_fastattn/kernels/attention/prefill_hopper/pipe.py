@@ -28,7 +28,6 @@ def _barriers(COUNT: gl.constexpr):
 @gluon.jit
 def shared_memory(
     q_desc, k_desc, v_desc, out_desc,
-    HEAD_DIM: gl.constexpr,
     C: gl.constexpr,
     CONSUMERS: gl.constexpr = CONSUMERS,
 ):  # fmt: skip
@@ -38,12 +37,12 @@ def shared_memory(
     """
     STAGES: gl.constexpr = C.stages
     Q_BUFFERS: gl.constexpr = CONSUMERS * C.q_stages
-    q_smem = gl.allocate_shared_memory(q_desc.dtype, [Q_BUFFERS, 1, 1, 64, HEAD_DIM], q_desc.layout)
-    k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, C.BLOCK_N, HEAD_DIM], k_desc.layout)
-    v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, C.BLOCK_N, HEAD_DIM], v_desc.layout)
+    q_smem = gl.allocate_shared_memory(q_desc.dtype, [Q_BUFFERS, 1, 1, 64, q_desc.block_shape[3]], q_desc.layout)
+    k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, C.BLOCK_N, k_desc.block_shape[3]], k_desc.layout)
+    v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, C.BLOCK_N, v_desc.block_shape[3]], v_desc.layout)
     o_smem = q_smem
     if C.own_out:
-        o_smem = gl.allocate_shared_memory(out_desc.dtype, [CONSUMERS, 1, 1, 64, HEAD_DIM], out_desc.layout)
+        o_smem = gl.allocate_shared_memory(out_desc.dtype, [CONSUMERS, 1, 1, 64, out_desc.block_shape[3]], out_desc.layout)
     q_full, q_empty = _barriers(Q_BUFFERS), _barriers(Q_BUFFERS)
     k_full, k_empty = _barriers(STAGES), _barriers(STAGES)
     v_full, v_empty = _barriers(STAGES), _barriers(STAGES)
@@ -77,7 +76,7 @@ def phase_of(n, STAGES: gl.constexpr):
 
 @gluon.jit
 def matrix(buffer):
-    """[rows, head_dim] of a buffer that TMA sees as [1, 1, rows, head_dim]."""
+    """[rows, columns] of a buffer that TMA sees as [1, 1, rows, columns]."""
     return buffer.reshape([buffer.shape[2], buffer.shape[3]])
 
 
