@@ -6,7 +6,7 @@ import builtins
 import re
 import subprocess
 import types
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from hf_fastattn.kernels.attention import prefill_hopper as hopper  # noqa: E402
 from hf_fastattn.kernels.attention.prefill_hopper import plan, product  # noqa: E402
 from hf_fastattn.kernels.attention.prefill_hopper.pipe import CONSUMERS, FIRST_TURN  # noqa: E402
 from hf_fastattn.kernels.spans import NO_WINDOW, build_spans  # noqa: E402
-from hf_fastattn.kernels.spec import KV, call  # noqa: E402
+from hf_fastattn.kernels.spec import KV, Spec, call  # noqa: E402
 
 WHOLE = (64, 128, 256)  # heads that fill their buffers and are multiplied in one part
 PARTS = (8, 40, 72, 80, 96, 104, 112, 136, 160, 192, 224)
@@ -85,6 +85,17 @@ def test_every_item_is_listed_once(num_blocks, num_heads, batch, section):
     assert sorted(items) == [(b, h, r) for b in range(num_blocks) for h in range(num_heads) for r in range(batch)]
 
 
+@pytest.mark.parametrize("splits", [1, 2, 3, 7, 16])
+def test_shares_of_an_item_are_all_of_its_tiles(splits):
+    share_of = _as_python(plan.share_of)
+    for num_tiles in range(1, 40):
+        shares = [share_of(num_tiles, which, splits) for which in range(splits)]
+        assert all(tiles >= 1 for _, tiles in shares)
+        merged = shares[: min(splits, num_tiles)]
+        assert [i for begin, tiles in merged for i in range(begin, begin + tiles)] == list(range(num_tiles))
+        assert max(tiles for _, tiles in merged) - min(tiles for _, tiles in merged) <= 1
+
+
 # --- compilation, no GPU needed -------------------------------------------------------------------------------------------------
 
 
@@ -137,7 +148,17 @@ def _tile_loops(sass):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU compiles what it runs")
 @pytest.mark.parametrize("head_dim, value_dim", [*((d, d) for d in (*WHOLE, 40, 80, 96, 112, 192, 224)), (192, 128), (64, 256)])
 def test_compiles_for_hopper_without_a_gpu(head_dim, value_dim, tmp_path):
-    kernel = _compile(head_dim, value_dim=value_dim)
+    assert_compiles(head_dim, value_dim, hopper.config(head_dim, value_dim), tmp_path)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU compiles what it runs")
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+def test_shares_compile_for_hopper_without_a_gpu(head_dim, tmp_path):
+    assert_compiles(head_dim, head_dim, replace(hopper.config(head_dim, head_dim), split=True), tmp_path)
+
+
+def assert_compiles(head_dim, value_dim, config, tmp_path):
+    kernel = _compile(head_dim, value_dim=value_dim, config=config)
     ptx = kernel.asm["ptx"]
     assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor.4d" in ptx and "setmaxnreg" in ptx
     parts = product.num_parts(hopper.config(head_dim, value_dim).v_width)
@@ -323,6 +344,46 @@ def test_right(case, nan_filled):
 @pytest.mark.parametrize("head_dim", (*WHOLE, 80, 96, 112, 192))
 def test_many_items_a_program(head_dim, nan_filled):
     assert_right(Case("many", batch=3, heads=16, kv_heads=4, q_len=2100, kv_len=2100, head_dim=head_dim), hopper.prefill)
+
+
+SHARED = [
+    *(Case(f"d{d}-{'causal' if c else 'full'}", q_len=n, kv_len=1333, head_dim=d, causal=c)
+      for d in (64, 80, 96, 112, 128, 192, 256) for n, c in ((200, True), (100, False))),
+    Case("fp16", dtype=torch.float16, q_len=130, kv_len=4000),
+    Case("latent", head_dim=192, value_dim=128, q_len=130, kv_len=1500),
+    Case("few-tiles", q_len=300, kv_len=300),
+    Case("one-key", q_len=100, kv_len=1, causal=False),
+    Case("window", q_len=300, kv_len=2000, window=256),
+    Case("softcap-sinks", q_len=300, kv_len=2000, softcap=20.0, sinks=True),
+    Case("group-3", heads=9, kv_heads=3, head_dim=64, q_len=70, kv_len=1000),
+    Case("static-cache", spans=True, q_len=300, kv_len=4096, q_offset=1000),
+    Case("queries-before-keys", q_len=400, kv_len=150),
+    Case("left-padding", spans=True, q_len=200, kv_len=1500, q_offset=900, mask="left", sinks=True),
+    Case("right-padding", spans=True, q_len=200, kv_len=1500, q_offset=900, mask="right"),
+    Case("holes", spans=True, q_len=200, kv_len=1500, q_offset=900, mask="holes"),
+    Case("seq-first", seq_first=True, q_len=200, kv_len=1500),
+    Case("many", batch=3, heads=16, kv_heads=4, q_len=700, kv_len=2100),
+]  # fmt: skip
+
+
+@on_hopper
+@pytest.mark.parametrize("splits", [2, 3, 16])
+@pytest.mark.parametrize("case", SHARED, ids=lambda case: case.name)
+def test_shares_are_right(case, splits, nan_filled, monkeypatch):
+    launches = []
+    monkeypatch.setattr(hopper, "splits_of", lambda *args: launches.append(args) or (splits, 0.0))
+    assert_right(case, partial(hopper.prefill, shares=True))
+    assert launches
+
+
+@on_hopper
+def test_a_chat_turn_behind_a_long_past_is_cut_and_the_same_bits_again():
+    q = torch.randn(1, 32, 256, 128, device="cuda", dtype=torch.bfloat16)
+    k, v = (torch.randn(1, 8, 40000, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    assert hopper.splits_of(q, KV(k, v), Spec(), 1.55)[0] > 1
+    cut = partial(call, partial(hopper.prefill, shares=True))
+    first, whole = cut(q, k, v), call(hopper.prefill, q, k, v)
+    assert torch.equal(first, cut(q, k, v)) and (first.double() - whole.double()).abs().max() < 1e-3
 
 
 @on_hopper

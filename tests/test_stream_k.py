@@ -13,7 +13,7 @@ if not HAS_TRITON:
     pytest.skip("needs Triton", allow_module_level=True)
 
 from hf_fastattn.kernels.attention import lean, prefill_hopper
-from hf_fastattn.kernels.attention.schedule import pays
+from hf_fastattn.kernels.attention.schedule import pays, splits_of
 
 PREFILL = TritonKernel("prefill", hopper="prefill_hopper", stream_k="lean")
 
@@ -35,8 +35,9 @@ def hopper(monkeypatch):
     "shape, chosen",
     [
         ({"q_len": 17, "kv_len": 65536}, "lean"),
-        ({"q_len": 128, "kv_len": 65536}, "lean"),
-        ({"q_len": 256, "kv_len": 65536, "kv_heads": 32}, "lean"),
+        ({"q_len": 64, "kv_len": 65536}, "lean"),
+        ({"q_len": 128, "kv_len": 65536}, "prefill_hopper"),  # which cuts K and V as well
+        ({"q_len": 256, "kv_len": 65536, "kv_heads": 32}, "prefill_hopper"),
         ({"q_len": 1, "kv_len": 8192, "heads": 71, "kv_heads": 1, "head_dim": 64}, "lean"),
         ({"q_len": 512, "kv_len": 65536}, "prefill_hopper"),  # one block for almost each SM
         ({"q_len": 1024, "kv_len": 8192}, "prefill_hopper"),
@@ -52,6 +53,16 @@ def hopper(monkeypatch):
 )
 def test_the_kernel_that_is_estimated_fastest_runs(shape, chosen, hopper):
     assert PREFILL.choice(*operands(**shape), Spec())[0] == chosen
+
+
+def test_the_hopper_kernel_cuts_blocks_that_leave_much_of_the_gpu_idle(hopper):
+    splits = {q_len: splits_of(*operands(q_len, 65536), Spec(), 1.55)[0] for q_len in (128, 256, 384, 512, 640, 1024, 4096)}
+    assert splits[128] == 4 and splits[256] == 2 and splits[384] > 1 and splits[640] > 1
+    assert splits[512] == splits[1024] == splits[4096] == 1  # whole waves
+    costs = [splits_of(*operands(q_len, 65536), Spec(), 1.55)[1] for q_len in range(65, 2048)]
+    assert all(b <= 1.6 * a for a, b in zip(costs, costs[128:], strict=False) if a > 2 * costs[0])  # no cliff
+    assert splits_of(*operands(256, 65536), Spec(window=256), 1.55)[0] == 1
+    assert splits_of(*operands(512, 512), Spec(), 1.55)[0] == 1
 
 
 def test_a_window_counts_as_what_it_shows(hopper):

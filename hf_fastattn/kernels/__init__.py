@@ -39,7 +39,8 @@ class TritonKernel:
 
     `hopper` names a module of the same kind that runs instead on compute capability 9.0 wherever its `why_not` returns None.
     `stream_k` names one that cuts K and V into shares, and runs where blocks of queries leave much of the GPU idle
-    (`attention.schedule.pays`). `fixed`: arguments of the launcher that the reference does not take.
+    (`attention.schedule.pays`); the Hopper kernel may then cut them as well. `fixed`: arguments of the launcher that the
+    reference does not take.
     Under TRITON_INTERPRET=1 CPU tensors run the Triton kernel in the interpreter, which is for tests.
     """
 
@@ -99,7 +100,7 @@ class TritonKernel:
             name = self.hopper
         if self.stream_k is not None:
             speed = 1.0 if name == self.name else _module(name).speed(q.shape[3])
-            if _module("schedule").pays(q, kv, spec, speed):
+            if _module("schedule").pays(q, kv, spec, speed, splits=name == self.hopper):
                 name = self.stream_k
         return name, why_not
 
@@ -110,7 +111,9 @@ class TritonKernel:
         if name == self.name:
             return portable
         module = _module(name)
-        chosen: Callable[..., Result] = module.prefill if name == self.hopper else getattr(module, name)
+        if name == self.hopper:
+            return partial(module.prefill, shares=self.stream_k is not None)
+        chosen: Callable[..., Result] = getattr(module, name)
         return chosen
 
 

@@ -17,11 +17,13 @@ SHORT = 90
 MAX_ITEMS = 512
 # Rows of a block where K and V are not cut, and what a merge costs, in products of a row and a key that an SM does meanwhile.
 ROWS, MERGE = 128, 120_000
+# Where such a block is cut: the keys that each share costs besides its own, and has at least; shares of a block, waves of them.
+BEGIN, MIN_SHARE, MOST_SPLITS, MOST_WAVES = 256, 512, 16, 8
 MARGIN = 1.15  # an estimated gain of less is none: blocks that are not cut are balanced a little by their order
 
 
 @triton.jit
-def _tiles(
+def num_tiles(
     span_ptrs, first, last, q_len, kv_len, window,
     C: tl.constexpr,
 ):  # fmt: skip
@@ -66,12 +68,12 @@ def deal(
         item = tl.minimum(offs_b, items - 1)
         row = item // blocks
         first, last = queries_of(item - row * blocks, q_len, C)
-        tiles_b = _tiles(Spans + row.to(tl.int64) * stride_sb, first, last, q_len, kv_len, window, C)
+        tiles_b = num_tiles(Spans + row.to(tl.int64) * stride_sb, first, last, q_len, kv_len, window, C)
         line_b = tl.where(offs_b < items, tiles_b * kv_heads, 0)
         total = tl.sum(line_b, 0)
         alike = tl.max(line_b, 0) * items == total
     else:
-        tiles_b = _tiles(Spans, 0, q_len - 1, q_len, kv_len, window, C)
+        tiles_b = num_tiles(Spans, 0, q_len - 1, q_len, kv_len, window, C)
         line_b = tiles_b * kv_heads
         total = line_b * items
         alike = tl.full([], True, tl.int1)
@@ -110,24 +112,54 @@ def shares_within_heads(device: torch.device, config: tables.Config, heads: int,
     )
 
 
-def pays(q: torch.Tensor, kv: KV, spec: Spec, unsplit: float) -> bool:
-    """Whether cutting K and V into shares is estimated to be faster than a program for each block of queries of a head.
+def _in_sight(q: torch.Tensor, kv: KV, spec: Spec) -> int:
+    """Keys that a block of queries visits at most."""
+    kv_len = kv.k.shape[2]
+    return kv_len if spec.window is None else min(kv_len, spec.sinks + spec.window + q.shape[2] - 1)
 
-    unsplit: how many products of a row and a key those programs compute in the time in which `lean`'s compute one. It is False
-    where blocks of many rows take more registers than there are.
+
+def splits_of(q: torch.Tensor, kv: KV, spec: Spec, speed: float) -> tuple[int, float]:
+    """(into how many shares to cut the keys of each block of ROWS queries of a head, the estimated cost of it).
+
+    For a kernel that computes `speed` products of a row and a key in the time in which `lean` computes one; the cost counts its
+    own. Blocks are cut where they leave much of the GPU idle: less than a wave of them, or a last wave that is nearly empty.
+    """
+    batch, num_heads, q_len, _ = q.shape
+    sms = gpu.num_sms(q.device)
+    blocks, keys = batch * num_heads * triton.cdiv(q_len, ROWS), _in_sight(q, kv, spec)
+
+    def cost(splits: int) -> float:
+        waves = triton.cdiv(blocks * splits, sms)
+        return waves * ROWS * (keys / splits + BEGIN) + MERGE * speed if splits > 1 else waves * ROWS * keys
+
+    most = min(MOST_SPLITS, keys // MIN_SHARE, MOST_WAVES * sms // blocks)
+    best = min(range(1, max(most, 1) + 1), key=cost)
+    if MARGIN * cost(best) >= cost(1):
+        best = 1
+    return best, cost(best)
+
+
+def pays(q: torch.Tensor, kv: KV, spec: Spec, speed: float, splits: bool = False) -> bool:
+    """Whether `lean`'s shares are estimated to be faster than the kernel that computes blocks of queries of a head.
+
+    speed: how many products of a row and a key that kernel computes in the time in which `lean` computes one. splits: it cuts K
+    and V itself (`splits_of`). It is False where blocks of many rows take more registers than there are.
     """
     batch, num_heads, q_len, head_dim = q.shape
-    kv_heads, kv_len, window = max(kv.k.shape[1], 1), kv.k.shape[2], spec.window
+    kv_heads = max(kv.k.shape[1], 1)
     rows = q_len * num_heads // kv_heads
     arch, width = gpu.arch(q.device), max(head_dim, kv.v.shape[3])
     if arch == 0 or q.dtype.itemsize > 2 or rows == 0 or width > (128 if spec.sinks and arch < 90 else 256):
         return False
     config, sms = tables.many_rows(q.device, q.dtype, width, rows, spec.sinks > 0), gpu.num_sms(q.device)
     blocks = batch * triton.cdiv(rows, config.BLOCK_M)
-    keys = kv_len if window is None else min(kv_len, spec.sinks + window + q_len - 1)
+    keys = _in_sight(q, kv, spec)
     shared = kv_heads * blocks * config.BLOCK_M * keys / sms + MERGE
-    waves = triton.cdiv(batch * num_heads * triton.cdiv(q_len, ROWS), sms)
-    return bool(blocks <= MAX_ITEMS and MARGIN * shared * unsplit < waves * ROWS * keys)
+    if splits:
+        others = splits_of(q, kv, spec, speed)[1]
+    else:
+        others = triton.cdiv(batch * num_heads * triton.cdiv(q_len, ROWS), sms) * ROWS * keys
+    return bool(blocks <= MAX_ITEMS and MARGIN * shared * speed < others)
 
 
 def choose(

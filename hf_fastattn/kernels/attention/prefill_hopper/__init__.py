@@ -7,7 +7,7 @@ runs (section 3.2 of the source); named barriers make the consumers take turns, 
 exponentiates (section 3.1). P never leaves registers. Programs are persistent, one per SM, and draw their work from a counter.
 
 This file launches; kernel.py has the warps, plan.py their order of work, counters.py what they draw it from, pipe.py what passes
-between them, product.py the matrix products, tile.py the rest of the arithmetic on one tile.
+between them, product.py the matrix products, merge.py what shares leave, tile.py the rest of the arithmetic on one tile.
 
 Slots at and past a row's KV_STOP may hold anything, NaN too, and 0 * NaN is NaN. TMA fills zeros past the buffer's end; where the
 live keys end earlier, only the item's first tile can reach past them, and consumers zero those rows of V in shared memory before
@@ -15,6 +15,9 @@ they use it. Both consumers may do so at once: they write the same zeros to rows
 
 Heads may have any multiple of 8 dimensions: their buffers have a power of two columns, which TMA fills up with zeros, and
 products take them in parts of powers of two (product.py), 96 = 64 + 32.
+
+Where blocks of query rows alone leave much of the GPU idle, and the caller allows it, each is cut into shares of its tiles
+(`schedule.splits_of`), which are items of their own; merge.py merges them in a second launch, in a fixed order.
 
 Source: Shah et al., "FlashAttention-3: Fast and Accurate Attention with Asynchrony and Low-precision" (2024), sections 3.1, 3.2.
 """
@@ -33,8 +36,10 @@ from ...host import gpu
 from ...spans import WORDS
 from ...spec import KV, Spec
 from ..plan import Call
+from ..schedule import splits_of
 from .counters import counters_of
 from .kernel import BLOCK_M, prefill_hopper_kernel
+from .merge import merge_shares, workspace_of
 
 MAX_HEAD_DIM = 256
 MIN_Q_LEN = 65  # below this a block of 128 rows is mostly empty
@@ -48,7 +53,7 @@ class Config:
     BLOCK_N: keys per tile. stages: tiles of K, and of V, in flight. q_stages: items whose Q is in flight. own_out: O leaves
     through a buffer of its own and not through Q's. exp2_on_fma: one in so many exponentials runs on the FMA units, none where 0;
     see `tile._exp2`. k_width, v_width: columns of K and of V that are multiplied; see product.py. skip_empty: a consumer computes
-    nothing where all of its rows lie past the last query.
+    nothing where all of its rows lie past the last query. split: items are shares of blocks of rows.
     """
 
     BLOCK_N: int
@@ -59,6 +64,7 @@ class Config:
     k_width: int = 0
     v_width: int = 0
     skip_empty: bool = False
+    split: bool = False
 
 
 # By columns of a buffer, the fastest on an H200 over lengths 2k to 64k, causal and not; docs/dev/log.md has slower variants.
@@ -145,8 +151,11 @@ def prefill(
     sink_logits: torch.Tensor | None = None,
     inv_freq: torch.Tensor | None = None,
     return_lse: bool = False,
+    shares: bool = False,
 ):
     """Exact attention of many query rows; arguments, result and errors as in `kernels.reference.attention`.
+
+    shares: K and V may be cut; the number of shares depends on the shapes, batch and heads among them, and rounding on it.
 
     Raises ValueError, with the sentence of `why_not`, for inputs that it cannot take.
     """
@@ -158,18 +167,21 @@ def prefill(
     if return_lse:  # in fp32, where the polynomial of `tile._exp2` shows
         C = replace(C, exp2_on_fma=0)
     out, lse = checks.empty_outputs(q, call.value_dim, return_lse)
-    num_blocks = -(-call.q_len // BLOCK_M)
+    splits = splits_of(q, kv, spec, speed(call.head_dim))[0] if shares else 1
+    C = replace(C, split=splits > 1)
+    num_blocks = splits * -(-call.q_len // BLOCK_M)
     num_items = num_blocks * call.num_heads * call.batch
     fitting = max(1, _L2_BYTES // (call.kv_len * (call.head_dim + call.value_dim) * q.element_size()))
     section = call.group * (1 << (fitting.bit_length() - 1))
     scale_log2, cap_log2 = checks.log2_scales(call.scale, spec.softcap)
+    lse_or_workspace, stats_start = (lse, 0) if splits == 1 else workspace_of(call, splits, BLOCK_M)
     with torch.cuda.device_of(q):
         prefill_hopper_kernel[(min(num_items, gpu.num_sms(q.device)),)](
             _descriptor(q, 64),
             _descriptor(kv.k, C.BLOCK_N),
             _descriptor(kv.v, C.BLOCK_N),
             _descriptor(out, 64),
-            lse,
+            lse_or_workspace,
             q if spans is None else spans,
             q if sink_logits is None else sink_logits,
             counters_of(q.device),
@@ -190,8 +202,10 @@ def prefill(
             HAS_WORDS=spans is not None and spans.shape[3] > WORDS,
             IS_CAUSAL=spec.causal,
             HAS_SOFTCAP=spec.softcap is not None,
-            HAS_SINK_LOGITS=sink_logits is not None,
-            WRITE_LSE=return_lse,
+            HAS_SINK_LOGITS=splits == 1 and sink_logits is not None,
+            WRITE_LSE=splits == 1 and return_lse,
             num_warps=4,
         )
+        if splits > 1:
+            merge_shares(call, splits, BLOCK_M, C.BLOCK_N, out, lse, lse_or_workspace, stats_start, sink_logits)
     return (out, lse) if return_lse else out

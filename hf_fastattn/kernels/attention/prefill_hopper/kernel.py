@@ -27,8 +27,8 @@ from .pipe import (
     tma_store,
     warpgroup_barrier,
 )
-from .plan import item_at, row_bounds, row_spans, tile_start, tiles_of
-from .product import add_products, num_parts, product, scaled, store_parts, wait_for, zero_columns
+from .plan import item_at, row_bounds, row_spans, share_of, tile_start, tiles_of
+from .product import add_products, block_dv, num_parts, product, scaled, store_partial, store_parts, wait_for, zero_columns
 from .tile import cap, mask, normaliser, pack, softmax_step, zero_rows
 
 BLOCK_M = 64 * CONSUMERS
@@ -42,13 +42,29 @@ def _work(
     IS_CAUSAL: gl.constexpr,
     BLOCK_M: gl.constexpr = BLOCK_M,
 ):  # fmt: skip
-    """One item: (its first query, head, batch row, that row's span pointer, spans and tiles)."""
+    """One item: (its first query, head, batch row, that row's span pointer, spans and tiles, its share of these, its number).
+
+    With shares, `num_blocks` counts each block of rows as often as it has shares. The share is (first tile to visit, tiles).
+    """
     stride_sb, _num_items, num_blocks, num_heads, _group, total_heads, section, q_len, kv_len, window = sizes
     block, head, row = item_at(index, num_blocks, num_heads, total_heads, section)
+    number = (row * num_heads + head) * num_blocks + block
+    which = 0
+    splits = 1
+    if C.split:
+        of_rows = (q_len + BLOCK_M - 1) // BLOCK_M
+        splits = num_blocks // of_rows
+        which = block // of_rows
+        block = block % of_rows
     first = block * BLOCK_M
     span_ptr = Spans + row.to(gl.int64) * stride_sb
     spans = row_spans(span_ptr, q_len, kv_len, window, HAS_SPANS, IS_CAUSAL)
-    return first, head, row, span_ptr, spans, tiles_of(first, q_len, spans, BLOCK_M, C.BLOCK_N)
+    tiles = tiles_of(first, q_len, spans, BLOCK_M, C.BLOCK_N)
+    _lo, _hi, num_tiles, _num_after, _num_masked = tiles
+    share = (0, num_tiles)
+    if C.split:
+        share = share_of(num_tiles, which, splits)
+    return first, head, row, span_ptr, spans, tiles, share, number
 
 
 @gluon.jit
@@ -61,14 +77,15 @@ def _rows(
     IS_CAUSAL: gl.constexpr,
     WORDS: gl.constexpr = WORDS,
 ):  # fmt: skip
-    """Consumer WG's share of one item: (first query, head, batch row, end of the live slots, tiles, queries, what they see)."""
+    """Consumer WG's rows of one item: (first query, head, batch row, end of the live slots, tiles, share, number, queries, what
+    they see)."""
     _stride_sb, _num_items, _num_blocks, _num_heads, _group, _total_heads, _section, q_len, _kv_len, _window = sizes
-    first, head, row, span_ptr, spans, tiles = _work(index, Spans, sizes, C, HAS_SPANS, IS_CAUSAL)
+    first, head, row, span_ptr, spans, tiles, share, number = _work(index, Spans, sizes, C, HAS_SPANS, IS_CAUSAL)
     q_start, kv_start, kv_stop, window, causal, holes = spans
     _lo, hi, _num_tiles, _num_after, _num_masked = tiles
     offs_m = first + WG * 64 + gl.arange(0, 64, ROWS)
     row_lo, row_hi = row_bounds(q_start + gl.minimum(offs_m, q_len - 1), kv_start, kv_stop, window, causal)
-    return first + WG * 64, head, row, kv_stop, tiles, offs_m, (row_lo, row_hi, span_ptr + WORDS, hi, holes)
+    return first + WG * 64, head, row, kv_stop, tiles, share, number, offs_m, (row_lo, row_hi, span_ptr + WORDS, hi, holes)
 
 
 @gluon.jit
@@ -86,15 +103,15 @@ def _produce(args, C: gl.constexpr, HAS_SPANS: gl.constexpr, IS_CAUSAL: gl.const
     while index < num_items:
         following = gl.atomic_add(Counters, 1) + programs
         hand_out(ticket, following, turn)
-        first, head, row, _span_ptr, _spans, tiles = _work(index, Spans, sizes, C, HAS_SPANS, IS_CAUSAL)
-        _lo, _hi, num_tiles, _num_after, _num_masked = tiles
+        first, head, row, _span_ptr, _spans, tiles, share, _number = _work(index, Spans, sizes, C, HAS_SPANS, IS_CAUSAL)
+        skipped, num_tiles = share
         kv_head = head // group
         for wg in gl.static_range(CONSUMERS):
             buffer = stage_of(turn, C.q_stages) * CONSUMERS + wg
             await_empty(q_desc, q_ring, buffer, phase_of(turn, C.q_stages) ^ 1)
             tma_load(q_desc, [row, head, first + wg * 64, 0], q_full.index(buffer), q_smem.index(buffer))
         for i in range(num_tiles):
-            start = tile_start(i, tiles, C.BLOCK_N)
+            start = tile_start(skipped + i, tiles, C.BLOCK_N)
             stage = stage_of(count + i, C.stages)
             phase = phase_of(count + i, C.stages) ^ 1
             await_empty(k_desc, k_ring, stage, phase)
@@ -121,17 +138,22 @@ def _attend(
     HAS_SOFTCAP: gl.constexpr,
     HAS_SINK_LOGITS: gl.constexpr,
     WRITE_LSE: gl.constexpr,
+    BLOCK_M: gl.constexpr = BLOCK_M,
     CONSUMERS: gl.constexpr = CONSUMERS,
     FIRST_TURN: gl.constexpr = FIRST_TURN,
 ):  # fmt: skip
-    """Consumer WG's share of one item, `rows`. count, turn: tiles of earlier items, earlier items."""
+    """Consumer WG's share of one item, `rows`. count, turn: tiles of earlier items, earlier items.
+
+    A share leaves (acc, m, l) in a workspace, which then stands in the place of Lse.
+    """
     out_desc, Lse, _Spans, SinkLogits, q_ring, k_ring, v_ring, o_smem, _ticket, sizes, scale_log2, cap_log2 = args
     q_smem, q_full, q_empty = q_ring
     k_smem, k_full, k_empty = k_ring
     v_smem, v_full, v_empty = v_ring
-    _stride_sb, _num_items, _num_blocks, num_heads, _group, _total_heads, _section, q_len, kv_len, _window = sizes
-    first, head, row, kv_stop, tiles, offs_m, seen = rows
-    _lo, _hi, num_tiles, _num_after, num_masked = tiles
+    _stride_sb, _num_items, num_blocks, num_heads, _group, total_heads, _section, q_len, kv_len, _window = sizes
+    first, head, row, kv_stop, tiles, share, number, offs_m, seen = rows
+    _lo, _hi, _num_tiles, _num_after, num_masked = tiles
+    skipped, num_tiles = share
     BLOCK_N: gl.constexpr = C.BLOCK_N
     STAGES: gl.constexpr = C.stages
     dtype: gl.constexpr = q_smem.dtype
@@ -148,7 +170,7 @@ def _attend(
     mbarrier.wait(k_full.index(stage), phase)
     k = matrix(k_smem.index(stage))
     s_token = product(q, k, zeros, C.k_width)
-    start = tile_start(0, tiles, BLOCK_N)
+    start = tile_start(skipped, tiles, BLOCK_N)
     if HAS_SPANS:  # noqa: SIM102 (known when compiling; the next is not)
         if (start + BLOCK_N > kv_stop) & (kv_stop < kv_len):
             mbarrier.wait(v_full.index(stage), phase)
@@ -158,6 +180,8 @@ def _attend(
     s = warpgroup_mma_wait(0, [s_token])
     mbarrier.arrive(k_empty.index(stage), count=1)  # for the warpgroup: it synchronises its threads first
     s = cap(s, scale_log2, cap_log2, HAS_SOFTCAP)
+    if C.split:
+        num_masked = gl.minimum(gl.maximum(num_masked - skipped, 0), num_tiles)
     if num_masked > 0:
         s = mask(s, start, seen, HAS_WORDS)
     m = gl.full([64], float("-inf"), gl.float32, s_rows)
@@ -189,7 +213,7 @@ def _attend(
             mbarrier.arrive(k_empty.index(stage), count=1)
             s = cap(s, scale_log2, cap_log2, HAS_SOFTCAP)
             if MASKED:
-                s = mask(s, tile_start(i, tiles, BLOCK_N), seen, HAS_WORDS)
+                s = mask(s, tile_start(skipped + i, tiles, BLOCK_N), seen, HAS_WORDS)
             p, m, l, alpha = softmax_step(s, m, l, s_scale, MASKED, C.exp2_on_fma)
             acc = wait_for(o_tokens)
             mbarrier.arrive(v_empty.index(v_stage), count=1)
@@ -204,25 +228,35 @@ def _attend(
     mbarrier.wait(v_full.index(stage), phase_of(last, STAGES))
     v = matrix(v_smem.index(stage))
     o_tokens = add_products(p, v, acc, C.v_width)
-    inverse, lse = normaliser(m, l, SinkLogits + head, HAS_SINK_LOGITS)
-    if WRITE_LSE:
-        gl.store(Lse + (row.to(gl.int64) * num_heads + head) * q_len + offs_m, lse, mask=offs_m < q_len)
-    acc = wait_for(o_tokens)
-    mbarrier.arrive(v_empty.index(stage), count=1)
+    if C.split:
+        acc = wait_for(o_tokens)
+        mbarrier.arrive(v_empty.index(stage), count=1)
+        slots = total_heads * num_blocks
+        store_partial(
+            acc, m, l, Lse, slots * BLOCK_M * block_dv(C.v_width), number, first % BLOCK_M, offs_m < q_len, C.v_width, BLOCK_M
+        )
+        if not C.own_out:
+            mbarrier.arrive(q_empty.index(q_buffer), count=1)
+    else:
+        inverse, lse = normaliser(m, l, SinkLogits + head, HAS_SINK_LOGITS)
+        if WRITE_LSE:
+            gl.store(Lse + (row.to(gl.int64) * num_heads + head) * q_len + offs_m, lse, mask=offs_m < q_len)
+        acc = wait_for(o_tokens)
+        mbarrier.arrive(v_empty.index(stage), count=1)
 
-    out = scaled(acc, inverse, dtype)
-    if C.own_out:
-        tma.store_wait(0)  # the store of the item before has read its buffer
-    o_buffer = WG if C.own_out else q_buffer
-    warpgroup_barrier()
-    store_parts(out, matrix(o_smem.index(o_buffer)), C.v_width)
-    fence_async_shared()
-    warpgroup_barrier()
-    tma_store(out_desc, [row, head, first, 0], o_smem.index(o_buffer))
-    if not C.own_out:
-        tma.store_wait(0)
+        out = scaled(acc, inverse, dtype)
+        if C.own_out:
+            tma.store_wait(0)  # the store of the item before has read its buffer
+        o_buffer = WG if C.own_out else q_buffer
         warpgroup_barrier()
-        mbarrier.arrive(q_empty.index(q_buffer), count=1)
+        store_parts(out, matrix(o_smem.index(o_buffer)), C.v_width)
+        fence_async_shared()
+        warpgroup_barrier()
+        tma_store(out_desc, [row, head, first, 0], o_smem.index(o_buffer))
+        if not C.own_out:
+            tma.store_wait(0)
+            warpgroup_barrier()
+            mbarrier.arrive(q_empty.index(q_buffer), count=1)
 
 
 @gluon.jit
@@ -285,8 +319,8 @@ def _consume(
     while index < num_items:
         following = take(ticket, turn)
         rows = _rows(index, Spans, sizes, WG, s_rows, C, HAS_SPANS, IS_CAUSAL)
-        first, _head, _row, _kv_stop, tiles, _offs_m, _seen = rows
-        _lo, _hi, num_tiles, _num_after, _num_masked = tiles
+        first, _head, _row, _kv_stop, _tiles, share, _number, _offs_m, _seen = rows
+        _skipped, num_tiles = share
         if C.skip_empty:
             if first < q_len:
                 _attend(

@@ -2,7 +2,8 @@
 
 An item is a block of query rows of one head. Items go the longest causal blocks first, head by head inside sections of heads
 whose K and V fit the L2 cache together. Within an item the tiles that need a mask (diagonal, tail, window edge) come first, from
-the top down; those that every row sees whole come last, in a loop without a mask.
+the top down; those that every row sees whole come last, in a loop without a mask. Where blocks are cut, an item is a share of the
+tiles of one, and shares of the same part of the keys follow one another: they find K and V in the L2 cache.
 """
 
 from __future__ import annotations
@@ -57,6 +58,18 @@ def tiles_of(first, q_len, spans, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
     full_stop = gl.maximum(gl.where(holes, full_start, full_stop), full_start)
     num_after = num_tiles - full_stop
     return lo, hi, num_tiles, num_after, num_after + full_start
+
+
+@gluon.jit
+def share_of(num_tiles, which, splits):
+    """(first tile to visit, tiles) of one of `splits` equal shares of an item's tiles, at least one tile.
+
+    Where there are fewer tiles than shares, the shares past the last repeat it; `merge` leaves them out.
+    """
+    most = gl.minimum(splits, num_tiles)
+    which = gl.minimum(which, most - 1)
+    begin = which * num_tiles // most
+    return begin, (which + 1) * num_tiles // most - begin
 
 
 @gluon.jit

@@ -110,3 +110,23 @@ def store_parts(out, smem, WIDTH: gl.constexpr):
     """Write the parts of the output to a buffer."""
     for i in gl.static_range(len(out)):
         _part_of(smem, WIDTH, i).store(out[i])
+
+
+@gluon.constexpr_function
+def block_dv(width):
+    """Columns of an output in the workspace."""
+    return 1 << (width - 1).bit_length()
+
+
+@gluon.jit
+def store_partial(acc, m, l, Workspace, stats_start, slot, first_row, exists, WIDTH: gl.constexpr, WORKSPACE_M: gl.constexpr):
+    """Write 64 rows of a partial from `first_row` on as `device.merge.store_partial` does; exists [64]: whether a row does."""
+    stat_rows = first_row + gl.arange(0, 64, m.type.layout)
+    Stats = Workspace + stats_start + slot * 2 * WORKSPACE_M + stat_rows
+    gl.store(Stats, m, mask=exists)
+    gl.store(Stats + WORKSPACE_M, l, mask=exists)
+    for i in gl.static_range(len(acc)):
+        rows = first_row + gl.arange(0, 64, gl.SliceLayout(1, _layout(WIDTH, i)))
+        cols = _begin(WIDTH, i) + gl.arange(0, _columns(WIDTH, i), gl.SliceLayout(0, _layout(WIDTH, i)))
+        ptrs = Workspace + (slot.to(gl.int64) * WORKSPACE_M + rows)[:, None] * block_dv(WIDTH) + cols[None, :]
+        gl.store(ptrs, acc[i], mask=gl.convert_layout(exists, gl.SliceLayout(1, _layout(WIDTH, i)))[:, None])
