@@ -129,7 +129,7 @@ def splits_of(q: torch.Tensor, kv: KV, spec: Spec, speed: float) -> tuple[int, f
     blocks, keys = batch * num_heads * triton.cdiv(q_len, ROWS), _in_sight(q, kv, spec)
 
     def cost(splits: int) -> float:
-        waves = triton.cdiv(blocks * splits, sms)
+        waves: int = triton.cdiv(blocks * splits, sms)
         return waves * ROWS * (keys / splits + BEGIN) + MERGE * speed if splits > 1 else waves * ROWS * keys
 
     most = min(MOST_SPLITS, keys // MIN_SHARE, MOST_WAVES * sms // blocks)

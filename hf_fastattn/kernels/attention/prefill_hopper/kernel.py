@@ -161,6 +161,7 @@ def _attend(
     # Named barriers: a consumer waits for its turn at MY_TURN, where the other arrives.
     MY_TURN: gl.constexpr = FIRST_TURN + WG
     NEXT_TURN: gl.constexpr = FIRST_TURN + 1 - WG
+
     # The first tile: S and its softmax, and V made safe where not all of the tile's slots are live.
     q_buffer = stage_of(turn, C.q_stages) * CONSUMERS + WG
     mbarrier.wait(q_full.index(q_buffer), phase_of(turn, C.q_stages))

@@ -72,7 +72,7 @@ def zero_columns(WIDTH: gl.constexpr):
     """The output [64, WIDTH] of nothing, in parts."""
     acc = ()
     for i in gl.static_range(num_parts(WIDTH)):
-        acc += (gl.zeros([64, _columns(WIDTH, i)], gl.float32, _layout(WIDTH, i)),)
+        acc += (gl.zeros([64, _columns(WIDTH, i)], gl.float32, _layout(WIDTH, i)),)  # type: ignore[assignment]
     return acc
 
 
@@ -82,7 +82,7 @@ def add_products(p, v, acc, WIDTH: gl.constexpr):
     tokens = ()
     for i in gl.static_range(num_parts(WIDTH)):
         weights = operand(p, v.dtype, _operand_layout(WIDTH, i))
-        tokens += (warpgroup_mma(weights, _part_of(v, WIDTH, i), acc[i], is_async=True),)
+        tokens += (warpgroup_mma(weights, _part_of(v, WIDTH, i), acc[i], is_async=True),)  # type: ignore[assignment]
     return tokens
 
 
@@ -101,7 +101,7 @@ def scaled(acc, factor, dtype: gl.constexpr):
     out = ()
     for i in gl.static_range(len(acc)):
         x = acc[i]
-        out += ((x * gl.convert_layout(factor, gl.SliceLayout(1, x.type.layout))[:, None]).to(dtype),)
+        out += ((x * gl.convert_layout(factor, gl.SliceLayout(1, x.type.layout))[:, None]).to(dtype),)  # type: ignore[assignment]
     return out
 
 
