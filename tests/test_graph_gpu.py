@@ -157,7 +157,9 @@ def test_a_sync_in_the_model_falls_back_and_the_gpu_stays_usable(llama, monkeypa
         # A capture that fails for a reason no rehearsal shows.
         monkeypatch.setattr(graphs.CudaGraph, "rehearse", lambda self, body: body())
         llama.model.norm.weight = torch.nn.Parameter(llama.model.norm.weight.detach().clone(), requires_grad=False)
+        stream = torch.cuda.current_stream()
         assert torch.equal(generate(llama, inputs), expected) and patch.captures == 0
+        assert torch.cuda.current_stream() == stream  # torch leaves that of a failed capture
         generate(llama, inputs, do_sample=True)
         monkeypatch.undo()
         for _ in range(2):

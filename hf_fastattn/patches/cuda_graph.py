@@ -78,6 +78,7 @@ class CudaGraph:
 
     def capture(self, body: Callable[[], T]) -> T:
         with self._lock, torch.cuda.device(self.device):  # one capture at a time: they share a stream
+            outer = torch.cuda.current_stream(self.device)
             stream = self._captured_on.get(self.device)
             if stream is None:
                 stream = self._captured_on[self.device] = torch.cuda.Stream(self.device)
@@ -95,9 +96,12 @@ class CudaGraph:
                 living.add(self)
                 return result
             except BaseException:
+                # torch.cuda.graph leaves its stream current where the capture fails to end, and what runs there is not ordered
+                # with the rest: tokens come out wrong.
+                torch.cuda.set_stream(outer)
                 del self.shared["pool"], self.shared["graphs"], self._captured_on[self.device]
                 # A capture that failed leaves torch's random numbers in capture mode; one that succeeds takes them out of it.
-                with contextlib.suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph()):
+                with contextlib.suppress(RuntimeError), torch.cuda.stream(outer), torch.cuda.graph(torch.cuda.CUDAGraph()):
                     torch.zeros(1, device=self.device)
                 raise
 

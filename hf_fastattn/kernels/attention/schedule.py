@@ -17,8 +17,9 @@ SHORT = 90
 MAX_ITEMS = 512
 # Rows of a block where K and V are not cut, and what a merge costs, in products of a row and a key that an SM does meanwhile.
 ROWS, MERGE = 128, 120_000
-# Where such a block is cut: the keys that each share costs besides its own, and has at least; shares of a block, waves of them.
-BEGIN, MIN_SHARE, MOST_SPLITS, MOST_WAVES = 256, 512, 16, 8
+# Where the Hopper kernel cuts such a block: keys that each share costs besides its own, and has at least; keys that the merge
+# costs; shares of a block, and waves of them; and by how much, times their square, shares read K and V at more places at once.
+BEGIN, MIN_SHARE, SHARES_MERGE, MOST_SPLITS, MOST_WAVES, APART = 400, 512, 300, 16, 8, 0.0035
 MARGIN = 1.15  # an estimated gain of less is none: blocks that are not cut are balanced a little by their order
 
 
@@ -118,11 +119,11 @@ def _in_sight(q: torch.Tensor, kv: KV, spec: Spec) -> int:
     return kv_len if spec.window is None else min(kv_len, spec.sinks + spec.window + q.shape[2] - 1)
 
 
-def splits_of(q: torch.Tensor, kv: KV, spec: Spec, speed: float) -> tuple[int, float]:
-    """(into how many shares to cut the keys of each block of ROWS queries of a head, the estimated cost of it).
+def splits_of(q: torch.Tensor, kv: KV, spec: Spec) -> tuple[int, float]:
+    """(into how many shares the Hopper kernel cuts the keys of each block of ROWS queries of a head, the estimated cost of it).
 
-    For a kernel that computes `speed` products of a row and a key in the time in which `lean` computes one; the cost counts its
-    own. Blocks are cut where they leave much of the GPU idle: less than a wave of them, or a last wave that is nearly empty.
+    The cost is in products of a row and a key. Blocks are cut where they leave much of the GPU idle: less than a wave of them, or
+    a last wave that is nearly empty.
     """
     batch, num_heads, q_len, _ = q.shape
     sms = gpu.num_sms(q.device)
@@ -130,7 +131,9 @@ def splits_of(q: torch.Tensor, kv: KV, spec: Spec, speed: float) -> tuple[int, f
 
     def cost(splits: int) -> float:
         waves: int = triton.cdiv(blocks * splits, sms)
-        return waves * ROWS * (keys / splits + BEGIN) + MERGE * speed if splits > 1 else waves * ROWS * keys
+        if splits == 1:
+            return waves * ROWS * keys
+        return ROWS * (waves * (keys / splits * (1 + APART * splits**2) + BEGIN) + SHARES_MERGE)
 
     most = min(MOST_SPLITS, keys // MIN_SHARE, MOST_WAVES * sms // blocks)
     best = min(range(1, max(most, 1) + 1), key=cost)
@@ -156,7 +159,7 @@ def pays(q: torch.Tensor, kv: KV, spec: Spec, speed: float, splits: bool = False
     keys = _in_sight(q, kv, spec)
     shared = kv_heads * blocks * config.BLOCK_M * keys / sms + MERGE
     if splits:
-        others = splits_of(q, kv, spec, speed)[1]
+        others = splits_of(q, kv, spec)[1]
     else:
         others = triton.cdiv(batch * num_heads * triton.cdiv(q_len, ROWS), sms) * ROWS * keys
     return bool(blocks <= MAX_ITEMS and MARGIN * shared * speed < others)

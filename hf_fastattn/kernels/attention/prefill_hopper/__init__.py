@@ -52,8 +52,8 @@ class Config:
 
     BLOCK_N: keys per tile. stages: tiles of K, and of V, in flight. q_stages: items whose Q is in flight. own_out: O leaves
     through a buffer of its own and not through Q's. exp2_on_fma: one in so many exponentials runs on the FMA units, none where 0;
-    see `tile._exp2`. k_width, v_width: columns of K and of V that are multiplied; see product.py. skip_empty: a consumer computes
-    nothing where all of its rows lie past the last query. split: items are shares of blocks of rows.
+    see `tile._exp2`. k_width, v_width: columns of K and of V that are multiplied; see product.py. split: items
+    are shares of blocks of rows.
     """
 
     BLOCK_N: int
@@ -63,7 +63,6 @@ class Config:
     exp2_on_fma: int = 0
     k_width: int = 0
     v_width: int = 0
-    skip_empty: bool = False
     split: bool = False
 
 
@@ -167,7 +166,7 @@ def prefill(
     if return_lse:  # in fp32, where the polynomial of `tile._exp2` shows
         C = replace(C, exp2_on_fma=0)
     out, lse = checks.empty_outputs(q, call.value_dim, return_lse)
-    splits = splits_of(q, kv, spec, speed(call.head_dim))[0] if shares else 1
+    splits = splits_of(q, kv, spec)[0] if shares else 1
     C = replace(C, split=splits > 1)
     num_blocks = splits * -(-call.q_len // BLOCK_M)
     num_items = num_blocks * call.num_heads * call.batch

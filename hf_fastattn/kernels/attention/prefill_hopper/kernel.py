@@ -268,7 +268,7 @@ def _pass(
     CONSUMERS: gl.constexpr = CONSUMERS,
     FIRST_TURN: gl.constexpr = FIRST_TURN,
 ):  # fmt: skip
-    """An item in which consumer WG has no rows: it releases every buffer once it is full, and takes its turns."""
+    """An item in which consumer WG has no rows, as all are past the last query: it releases buffers and takes its turns."""
     _out_desc, _Lse, _Spans, _SinkLogits, q_ring, k_ring, v_ring, _o_smem, _ticket, _sizes, _scale_log2, _cap_log2 = args
     _q_smem, q_full, q_empty = q_ring
     _k_smem, k_full, k_empty = k_ring
@@ -322,15 +322,10 @@ def _consume(
         rows = _rows(index, Spans, sizes, WG, s_rows, C, HAS_SPANS, IS_CAUSAL)
         first, _head, _row, _kv_stop, _tiles, share, _number, _offs_m, _seen = rows
         _skipped, num_tiles = share
-        if C.skip_empty:
-            if first < q_len:
-                _attend(
-                    args, rows, s_scale, zeros, count, turn, WG, C, HAS_SPANS, HAS_WORDS, HAS_SOFTCAP, HAS_SINK_LOGITS, WRITE_LSE
-                )
-            else:
-                _pass(args, num_tiles, count, turn, WG, C)
-        else:
+        if first < q_len:
             _attend(args, rows, s_scale, zeros, count, turn, WG, C, HAS_SPANS, HAS_WORDS, HAS_SOFTCAP, HAS_SINK_LOGITS, WRITE_LSE)
+        else:
+            _pass(args, num_tiles, count, turn, WG, C)
         count += num_tiles
         turn += 1
         index = following
