@@ -18,6 +18,7 @@ import torch
 
 from . import checks, reference
 from .host import gpu
+from .spans import has_rows
 from .spec import KV, Result, Spec
 
 
@@ -39,15 +40,23 @@ class TritonKernel:
 
     `hopper` names a module of the same kind that runs instead on compute capability 9.0 wherever its `why_not` returns None.
     `stream_k` names one that cuts K and V into shares, and runs where blocks of queries leave much of the GPU idle
-    (`attention.schedule.pays`); the Hopper kernel may then cut them as well. `fixed`: arguments of the launcher that the
-    reference does not take.
+    (`attention.schedule.pays`); the Hopper kernel may then cut them as well. Neither runs with an interval for each query, which
+    `name` must take. `twin`: the reference. `fixed`: arguments of the launcher that the reference does not take.
     Under TRITON_INTERPRET=1 CPU tensors run the Triton kernel in the interpreter, which is for tests.
     """
 
-    def __init__(self, name: str, hopper: str | None = None, stream_k: str | None = None, **fixed: Any) -> None:
+    def __init__(
+        self,
+        name: str,
+        hopper: str | None = None,
+        stream_k: str | None = None,
+        twin: Callable[..., Any] = reference.attention,
+        **fixed: Any,
+    ) -> None:
         self.name = name
         self.hopper = hopper
         self.stream_k = stream_k
+        self.twin = twin
         self.fixed = fixed
         self._launch: Callable[..., Result] | None = None
 
@@ -83,15 +92,15 @@ class TritonKernel:
         **options: Any,
     ) -> Result:
         if self._launch is not None and q.is_cuda:
-            return self._choose(self._launch, q, kv, spec)(q, kv, spec, spans, **options)
+            return self._choose(self._launch, q, kv, spec, spans)(q, kv, spec, spans, **options)
         if self.where(q.device) == REFERENCE:
             checks.check_widths(q, kv)
-            return reference.attention(q, kv, spec, spans, **options)
+            return self.twin(q, kv, spec, spans, **options)
         if INTERPRETED and q.dtype == torch.bfloat16:
             raise TypeError("Triton's interpreter computes bfloat16 wrongly; use float32 or float16 under TRITON_INTERPRET=1.")
         launcher: Callable[..., Result] = getattr(_module(self.name), self.name)
         self._launch = partial(launcher, **self.fixed) if self.fixed else launcher
-        return self._choose(self._launch, q, kv, spec)(q, kv, spec, spans, **options)
+        return self._choose(self._launch, q, kv, spec, spans)(q, kv, spec, spans, **options)
 
     def choice(self, q: torch.Tensor, kv: KV, spec: Spec) -> tuple[str, str | None]:
         """(the module whose kernel runs on a GPU for these inputs, why the Hopper kernel does not where it might)."""
@@ -104,8 +113,10 @@ class TritonKernel:
                 name = self.stream_k
         return name, why_not
 
-    def _choose(self, portable: Callable[..., Result], q: torch.Tensor, kv: KV, spec: Spec) -> Callable[..., Result]:
-        if self.stream_k is None and (self.hopper is None or gpu.arch(q.device) != 90):
+    def _choose(
+        self, portable: Callable[..., Result], q: torch.Tensor, kv: KV, spec: Spec, spans: torch.Tensor | None
+    ) -> Callable[..., Result]:
+        if has_rows(spans) or (self.stream_k is None and (self.hopper is None or gpu.arch(q.device) != 90)):
             return portable
         name, _ = self.choice(q, kv, spec)
         if name == self.name:

@@ -7,24 +7,30 @@ import math
 import torch
 
 from .host import tables
-from .spans import WORDS, num_words
+from .spans import WORDS, has_rows, num_words
 from .spec import KV, PLAIN, Spec
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM, MAX_VALUE_DIM = 576, 512  # those of latent attention
+MAX_TRAINED_DIM = 256  # of K and of V, with gradients
 
 
-def check(q, kv: KV, spec: Spec, spans=None, sink_logits=None, inv_freq=None, *, decode: bool = False) -> float:
-    """Refuse what a kernel cannot honour, in a sentence; return the scale (head_dim ** -0.5 where None)."""
+def check(
+    q, kv: KV, spec: Spec, spans=None, sink_logits=None, inv_freq=None, *, decode: bool = False, rows: bool = False
+) -> float:
+    """Refuse what a kernel cannot honour, in a sentence; return the scale (head_dim ** -0.5 where None).
+
+    rows: the kernel reads spans with an interval for each query.
+    """
     k, v = kv.k, kv.v
     _check_shapes(q, kv)
     if spans is not None:
-        _check_spans(spans, q, k.shape[2])
+        _check_spans(spans, q, k.shape[2], spec, rows)
     _check_spec(spec, q, sink_logits, inv_freq)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sink_logits)):
         raise RuntimeError(
-            "These kernels have no backward pass, and q, k, v or sink_logits requires grad. Run under torch.no_grad() or "
-            'torch.inference_mode(), or train with attn_implementation="sdpa".'
+            "A kernel by itself has no backward pass, and q, k, v or sink_logits requires grad. Run it under torch.no_grad() or "
+            "torch.inference_mode(), or call hf_fastattn.training.attention, which has gradients."
         )
     group = q.shape[1] // k.shape[1]
     if decode and q.shape[2] * group > tables.MAX_DECODE_ROWS:
@@ -94,10 +100,21 @@ def _check_form(q, kv: KV) -> None:
         form.check(q, kv)
 
 
-def _check_spans(spans, q, kv_len: int) -> None:
+def _check_spans(spans, q, kv_len: int, spec: Spec, rows: bool) -> None:
     sizes = (WORDS, WORDS + num_words(kv_len))
-    if spans.dtype != torch.int32 or spans.shape[:-1] != (q.shape[0], 1, 1) or spans.shape[-1] not in sizes:
-        batch = q.shape[0]
+    batch, _, q_len, _ = q.shape
+    if has_rows(spans):
+        if spans.dtype != torch.int32 or spans.shape != (batch, 1, 2, WORDS + q_len) or not spans[0].is_contiguous():
+            raise ValueError(
+                f"Spans with an interval for each query must be int32, ({batch}, 1, 2, {WORDS + q_len}) and contiguous but for "
+                f"the batch; got {spans.dtype} {tuple(spans.shape)}. Build them with kernels.spans.with_rows."
+            )
+        if not rows or spec.sinks:
+            raise ValueError(
+                "This kernel takes no spans with an interval for each query (packed sequences); kernels.attention.prefill does, "
+                "without sinks."
+            )
+    elif spans.dtype != torch.int32 or spans.shape[:-1] != (batch, 1, 1) or spans.shape[-1] not in sizes:
         raise ValueError(
             f"spans must be int32 of shape ({batch}, 1, 1, {sizes[0]}) or ({batch}, 1, 1, {sizes[1]}) for {kv_len} slots; "
             f"got {spans.dtype} {tuple(spans.shape)}. Build them with kernels.spans.build_spans."
@@ -136,6 +153,45 @@ def _check_spec(spec: Spec, q, sink_logits, inv_freq) -> None:
         raise ValueError(f"sink_logits must be contiguous; got stride {sink_logits.stride(0)}. Call .contiguous() on it first.")
 
 
+def check_backward(q, kv: KV, spec: Spec, spans, out, lse, dout, dlse, sink_logits) -> float:
+    """Refuse what a backward pass cannot honour, in a sentence; return the scale."""
+    scale = check(q, kv, spec, spans, sink_logits, rows=True)
+    if kv.form is not PLAIN or spec.sinks:
+        raise ValueError(
+            f"A backward pass takes plain K and V and no sinks; got the form {kv.form.name!r} and {spec.sinks} sinks. "
+            "Run under torch.no_grad()."
+        )
+    shape = (*q.shape[:3], kv.v.shape[3])
+    for name, x, wanted in (("out", out, shape), ("dout", dout, shape), ("lse", lse, shape[:3]), ("dlse", dlse, shape[:3])):
+        if x is not None and (x.shape != wanted or x.device != q.device):
+            raise ValueError(
+                f"{name} must be {tuple(wanted)} on {q.device}, as the forward's; got {tuple(x.shape)} on {x.device}."
+            )
+    return scale
+
+
+def check_trained_widths(q, kv: KV) -> None:
+    """Refuse heads that are wider than backward kernels hold."""
+    width = max(q.shape[3], kv.v.shape[3])
+    if width > MAX_TRAINED_DIM:
+        raise ValueError(
+            f"head_dim {width} is above {MAX_TRAINED_DIM}, the largest for which these kernels have gradients; train this model "
+            'with attn_implementation="sdpa".'
+        )
+
+
+def sink_gradient(sink_logits: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+    """The gradient of sink_logits (num_heads,): a sink's weight is exp(sink - lse), and its value 0."""
+    wide = sink_logits.to(lse.dtype)[:, None]
+    weights = torch.exp(wide - lse).masked_fill_(lse == float("-inf"), 0.0)  # -inf also where the sink is turned off
+    return -(weights * delta).sum((0, 2)).to(sink_logits.dtype)
+
+
+def token_major(x: torch.Tensor) -> torch.Tensor:
+    """x (batch, heads, length, dim) stored as (batch, length, heads, dim); x itself if it is."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
 def empty_outputs(q: torch.Tensor, value_dim: int, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse): out is (batch, num_heads, q_len, value_dim) stored as (batch, q_len, num_heads, value_dim), as models want it.
 
@@ -145,7 +201,8 @@ def empty_outputs(q: torch.Tensor, value_dim: int, return_lse: bool) -> tuple[to
     token = num_heads * value_dim
     strides = (q_len * token, value_dim, token, 1)
     out = torch.empty_strided((batch, num_heads, q_len, value_dim), strides, device=q.device, dtype=q.dtype)
-    lse = torch.empty(batch, num_heads, q_len, device=q.device, dtype=torch.float32) if return_lse else out
+    lse_dtype = torch.promote_types(q.dtype, torch.float32)  # the reference takes float64 where a test lets it
+    lse = torch.empty(batch, num_heads, q_len, device=q.device, dtype=lse_dtype) if return_lse else out
     return out, lse
 
 

@@ -1,21 +1,22 @@
-"""Attention over spans in plain torch, in fp32: the specification of every kernel here, and what CPU tensors run.
+"""Attention over spans in plain torch, in fp32, and its gradients: the specification of every kernel, and what CPU tensors run.
 
-It shares the kernels' signature. Each query's softmax is taken over all its scores at once, in long inputs for some queries at a
-time, so that no matrix of (q_len, kv_len) is ever held (Rabe and Staats, "Self-attention Does Not Need O(n^2) Memory", 2021).
+Both share the kernels' signatures. Each query's softmax is taken over all its scores at once, in long inputs for some queries at
+a time, so that no matrix of (q_len, kv_len) is ever held (Rabe and Staats, "Self-attention Does Not Need O(n^2) Memory", 2021).
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 
 from . import checks
-from .spans import CAUSAL, DROPPED, HOLES, KV_START, NO_WINDOW, Q_START, WORDS
-from .spec import KV, Spec
+from .spans import CAUSAL, DROPPED, HOLES, KV_START, NO_WINDOW, Q_START, WORDS, has_rows
+from .spec import KV, Gradients, Spec
 
 SCORES_AT_ONCE = 1 << 20  # 4 MiB, of which a CPU's caches hold much; a GPU takes more before it is busy
 
@@ -48,7 +49,10 @@ def visible(
     is_sink = slots < kv_start.clamp(min=0) + sinks
     seen = (slots >= kv_start) & (slots < kv_stop) & ((distance < width) | is_sink)
     seen &= (distance >= 0) | (~is_causal & ((distance > -width) | is_sink))
-    if spans.shape[-1] > WORDS:
+    if has_rows(spans):
+        lo, hi = spans[:, 0, :, WORDS:][..., queries, None].unbind(1)
+        seen &= (slots >= lo) & (slots < hi)
+    elif spans.shape[-1] > WORDS:
         live = ((spans[:, 0, 0, WORDS:][:, slots // 32] >> (slots % 32)) & 1) != 0
         seen = seen & (live[:, None, :] | ((flags & HOLES) == 0))
     return seen
@@ -86,15 +90,15 @@ def attention(
     Sources: Vaswani et al. (2017), section 3.2.1; softcap: Gemma 2 (2024), section 2; sink logits: GPT-OSS (2025); sinks: Xiao et
     al., "Efficient Streaming Language Models with Attention Sinks" (2024), section 3.2.
     """
-    scale = checks.check(q, kv, spec, spans, sink_logits, inv_freq)
-    k, v = (x.float() for x in kv.plain())
+    scale = checks.check(q, kv, spec, spans, sink_logits, inv_freq, rows=True)
+    k, v = (_wide(x) for x in kv.plain())
     batch, num_heads, q_len, head_dim = q.shape
     kv_heads, kv_len, value_dim = k.shape[1], k.shape[2], v.shape[3]
     out, lse = checks.empty_outputs(q, value_dim, return_lse)
     # The query heads of one KV head stand together, so K and V are not expanded.
     grouped = (batch, kv_heads, num_heads // kv_heads, q_len)
     into = out.view(*grouped, value_dim), lse.view(grouped) if return_lse else None
-    logits = None if sink_logits is None else sink_logits.float().view(kv_heads, -1, 1, 1)
+    logits = None if sink_logits is None else _wide(sink_logits).view(kv_heads, -1, 1, 1)
     q_sinks = is_sink = None
     if inv_freq is not None:
         turned = turned_back(
@@ -104,26 +108,110 @@ def attention(
         first = torch.zeros(batch, 1, device=q.device) if spans is None else spans[:, 0, 0, KV_START, None].clamp(min=0)
         is_sink = torch.arange(kv_len, device=q.device) < first + spec.sinks
     sees = partial(visible, q_len, kv_len, q.device, causal=spec.causal, window=spec.window, sinks=spec.sinks)
-    attend = partial(_attend, scale=scale, softcap=spec.softcap)
     q = q.view(*grouped, head_dim)
+    for of_q, of_kv, seen in _pieces(q, k, spans, sees):
+        _attend(
+            _part(into[0], of_q), _part(into[1], of_q), _part(q, of_q), _part(k, of_kv), _part(v, of_kv), seen,
+            _part(logits, of_kv[1]), _part(q_sinks, of_q), _part(is_sink, (of_kv[0], of_kv[2])),
+            scale=scale, softcap=spec.softcap,
+        )  # fmt: skip
+    return (out, lse) if return_lse else out
 
+
+def backward(
+    q: torch.Tensor,
+    kv: KV,
+    spec: Spec = Spec(),  # noqa: B008 (a tuple)
+    spans: torch.Tensor | None = None,
+    *,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None = None,
+    sink_logits: torch.Tensor | None = None,
+    needs: tuple[bool, bool] = (True, True),
+) -> Gradients:
+    """Gradients of `attention` with respect to (q, k, v, sink_logits), exact, summed in fp32.
+
+    q, kv, spec, spans, sink_logits: what the forward was given, K and V as plain tensors; sinks and inv_freq have no gradients.
+    out, lse: what it returned. dout: the gradient of out, and dlse that of lse, None where it has none; of any strides. needs:
+    whether (q's, K's and V's) are wanted.
+
+    Returns (dq, dk, dv, dsink_logits), each in the shape and the dtype of what it belongs to and None where not wanted or not
+    given; dq, dk and dv are stored token by token, as models have them. What sees nothing or is seen by nobody gets 0.
+
+        P = exp(S - lse)      delta = rowsum(dO * O) - dlse      dS = P * (dO V^T - delta) * softcap'(S)
+        dV = P^T dO      dQ = scale * dS K      dK = scale * dS^T Q      dsink = -sum(exp(sink - lse) * delta)
+
+    The query heads of a KV head are summed in dK and dV. Source: Dao, "FlashAttention-2" (2023), algorithm 2.
+    """
+    scale = checks.check_backward(q, kv, spec, spans, out, lse, dout, dlse, sink_logits)
+    k, v = _wide(kv.k), _wide(kv.v)
+    batch, num_heads, q_len, _ = q.shape
+    kv_heads, kv_len = k.shape[1:3]
+    delta = (_wide(dout) * out).sum(-1)
+    if dlse is not None:
+        delta -= dlse
+    grouped = (batch, kv_heads, num_heads // kv_heads, q_len)
+    dq, dk, dv = (torch.zeros_like(x, dtype=k.dtype, memory_format=torch.contiguous_format) for x in (q, k, v))
+    by_row = [x.reshape(*grouped, *x.shape[3:]) for x in (dq, q, dout, lse, delta)]
+    sees = partial(visible, q_len, kv_len, q.device, causal=spec.causal, window=spec.window)
+    for of_q, of_kv, seen in _pieces(by_row[1], k, spans, sees):
+        of_keys, of_rows = (x[of_kv] for x in (dk, dv, k, v)), (x[of_q] for x in by_row)
+        _add_gradients(*of_keys, *of_rows, seen=seen, scale=scale, softcap=spec.softcap)
+    dsink = None if sink_logits is None else checks.sink_gradient(sink_logits, lse, delta)
+    token_major = [checks.token_major(x).to(q.dtype) for x in (dq, dk, dv)]
+    return token_major[0] if needs[0] else None, *(token_major[1:] if needs[1] else (None, None)), dsink
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    """In the dtype of all sums: fp32, or fp64 for the tests that let it through."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _pieces(
+    q: torch.Tensor, k: torch.Tensor, spans: torch.Tensor | None, sees: Callable[..., torch.Tensor]
+) -> Iterator[tuple[tuple[slice, ...], tuple[slice, slice, slice], torch.Tensor]]:
+    """Parts of the scores that memory holds at once: where they lie in q (batch, num_kv_heads, group, q_len, head_dim) and in k,
+    and which keys are seen there, bool (batch or 1, q_len, kv_len). One part where all fit."""
+    batch, kv_heads, group, q_len, _ = q.shape
+    kv_len = k.shape[2]
     at_once = SCORES_AT_ONCE if q.device.type == "cpu" else 16 * SCORES_AT_ONCE
-    if batch * num_heads * q_len * kv_len <= at_once:
-        attend(*into, q, k, v, sees(spans), logits, q_sinks, is_sink)
-        return (out, lse) if return_lse else out
-    step = max(1, at_once // (num_heads // kv_heads * kv_len))
+    everything = slice(None)
+    if batch * kv_heads * group * q_len * kv_len <= at_once:
+        yield (everything,) * 4, (everything,) * 3, sees(spans)
+        return
+    step = max(1, at_once // (group * kv_len))
     for row, start in itertools.product(range(batch), range(0, q_len, step)):
         some = range(start, min(start + step, q_len))
         seen = sees(None if spans is None else spans[row : row + 1], some=some)
         keys = _seen_by_any(seen)
         for head in range(kv_heads):
-            of_kv = slice(row, row + 1), slice(head, head + 1), keys
-            of_q = *of_kv[:2], slice(None), slice(some.start, some.stop)
-            attend(
-                _part(into[0], of_q), _part(into[1], of_q), _part(q, of_q), _part(k, of_kv), _part(v, of_kv), seen[:, :, keys],
-                _part(logits, of_kv[1]), _part(q_sinks, of_q), _part(is_sink, (of_kv[0], keys)),
-            )  # fmt: skip
-    return (out, lse) if return_lse else out
+            here = slice(row, row + 1), slice(head, head + 1)
+            yield (*here, everything, slice(some.start, some.stop)), (*here, keys), seen[:, :, keys]
+
+
+def _add_gradients(dk, dv, k, v, dq, q, dout, lse, delta, *, seen, scale: float, softcap: float | None) -> None:
+    """Write dq and add to dk and dv what q (batch, num_kv_heads, group, q_len, head_dim) has of them over the keys `seen`."""
+    batch, kv_heads, group, q_len, _ = q.shape
+    # Slots nobody sees may hold anything, NaN too.
+    nobody = ~seen.any(1)[:, None, :, None]
+    k, v = k.masked_fill(nobody, 0.0), v.masked_fill(nobody, 0.0)
+    q, dout = (_wide(x).reshape(batch, kv_heads, group * q_len, -1) for x in (q, dout))
+    scores = (q @ k.transpose(2, 3)).view(batch, kv_heads, group, q_len, -1).mul_(scale)
+    slope: float | torch.Tensor = scale
+    if softcap is not None:
+        tanh = scores.div_(softcap).tanh_()
+        slope = scale * (1.0 - tanh * tanh)
+        scores = tanh * softcap
+    scores.masked_fill_(~seen[:, None, None], float("-inf"))
+    # A row that sees nothing has lse = -inf, and weights of exp(-inf - 0) = 0.
+    weights = scores.sub_(lse.masked_fill(lse == float("-inf"), 0.0)[..., None]).exp_()
+    dv += weights.view(batch, kv_heads, group * q_len, -1).transpose(2, 3) @ dout
+    dscores = (dout @ v.transpose(2, 3)).view(weights.shape)
+    dscores = dscores.sub_(delta[..., None]).mul_(weights).mul_(slope).view(batch, kv_heads, group * q_len, -1)
+    dq.copy_((dscores @ k).view(dq.shape))
+    dk += dscores.transpose(2, 3) @ q
 
 
 def _part(x: torch.Tensor | None, where: Any) -> Any:
@@ -135,7 +223,7 @@ def _attend(out, lse, q, k, v, seen, logits, q_sinks, is_sink, *, scale: float, 
     batch, kv_heads, group, q_len, head_dim = q.shape
 
     def score(queries):
-        rows = queries.float().reshape(batch, kv_heads, group * q_len, head_dim)
+        rows = _wide(queries).reshape(batch, kv_heads, group * q_len, head_dim)
         return (rows @ k.transpose(2, 3)).view(batch, kv_heads, group, q_len, -1).mul_(scale)
 
     scores = score(q)

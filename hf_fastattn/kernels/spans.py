@@ -8,11 +8,16 @@ Rows that the host knows to be alike are one row, expanded: a batch stride of 0 
     KV_START  first live slot (left padding ends here)
     KV_STOP   one past the last live slot (right padding, or the unwritten end of a preallocated cache, begins here)
     WINDOW    query p sees key j only if p - j < WINDOW (and j - p < WINDOW where not causal); NO_WINDOW for all
-    FLAGS     CAUSAL: query p sees key j only if j <= p.  HOLES: the packed bits below say which slots are live
+    FLAGS     CAUSAL: query p sees key j only if j <= p.  HOLES: the packed bits below say which slots are live.
+              ROWS: each query has an interval of its own
     DROPPED   tokens that a rolling cache dropped between the row's sinks and its window; no mask depends on it, but query i is
               the row's token Q_START + i - KV_START + DROPPED, and how far its sinks' query is re-rotated does
     WORDS...  bit j % 32 of word j // 32 is 1 where slot j is live; there only if a 2-D mask was given,
               read only below KV_STOP, and for rows whose HOLES flag is set
+
+A second form has no words and one interval of slots for each query: shape (batch, 1, 2, 6 + q_len), flag ROWS. Behind the six
+integers, which the second line repeats, are LO and HI: query i sees key j only if LO[i] <= j < HI[i]. Neither ever decreases with
+i, so that the queries that see a key are an interval too. Sequences packed into one row are such intervals (`segments`).
 
 A query sees a key when every one of these conditions allows it; WINDOW does not hide the first live slots from a kernel with
 `sinks`. The numbers stay on the device: neither building nor reading them needs the host, so the length may change under a
@@ -32,13 +37,18 @@ except ImportError:  # CPU tensors need no Triton
 from .host import gpu
 
 Q_START, KV_START, KV_STOP, WINDOW, FLAGS, DROPPED, WORDS = range(7)
-CAUSAL, HOLES = 1, 2
+CAUSAL, HOLES, ROWS = 1, 2, 4
 NO_WINDOW = 1 << 30
 
 
 def num_words(kv_len: int) -> int:
     """Words of 32 slots that hold a key mask of `kv_len` slots."""
     return (kv_len + 31) // 32
+
+
+def has_rows(spans: torch.Tensor | None) -> bool:
+    """Whether these spans are of the second form, an interval for each query."""
+    return spans is not None and spans.dim() == 4 and spans.shape[2] == 2
 
 
 def build_spans(
@@ -147,6 +157,39 @@ def pack_spans(q_start: torch.Tensor, kv_start: torch.Tensor, kv_stop: torch.Ten
     """Causal spans without window or holes, of int64 (batch,) each."""
     ints = [q_start, kv_start, kv_stop, torch.full_like(q_start, NO_WINDOW), torch.full_like(q_start, CAUSAL), dropped]
     return torch.stack(ints, -1).to(torch.int32).view(-1, 1, 1, WORDS)
+
+
+def with_rows(spans: torch.Tensor, lo: torch.Tensor, hi: torch.Tensor) -> torch.Tensor:
+    """Spans of the second form: `spans` of the first, without holes, and query i sees the slots lo[i] <= j < hi[i] alone.
+
+    lo, hi: integers (batch, q_len), neither of which decreases from a query to the next.
+    """
+    batch, q_len = lo.shape
+    out = torch.empty(batch, 1, 2, WORDS + q_len, dtype=torch.int32, device=lo.device)
+    out[..., :WORDS] = spans[..., :WORDS]
+    out[..., FLAGS] |= ROWS
+    out[:, 0, 0, WORDS:], out[:, 0, 1, WORDS:] = lo, hi
+    return out
+
+
+def segments(first: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(lo, hi) of sequences packed into rows, for `with_rows`; first: bool (batch, q_len), True where a sequence begins.
+
+    Query i stands at slot i.
+    """
+    q_len = first.shape[1]
+    slots = torch.arange(q_len, device=first.device)
+    lo = torch.where(first, slots, 0).cummax(-1).values
+    # The next sequence begins at the least start behind a slot.
+    starts = torch.nn.functional.pad(torch.where(first, slots, q_len)[:, 1:], (0, 1), value=q_len)
+    return lo, starts.flip(-1).cummin(-1).values.flip(-1)
+
+
+def segments_of_lengths(cu_q: torch.Tensor, cu_k: torch.Tensor, q_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same of one row, from where its sequences begin among queries and keys, (sequences + 1,) each with the end."""
+    queries = torch.arange(q_len, device=cu_q.device, dtype=cu_q.dtype)
+    which = torch.searchsorted(cu_q, queries, right=True).clamp(1, cu_k.shape[0] - 1)
+    return cu_k[which - 1][None], cu_k[which][None]
 
 
 if triton is not None:

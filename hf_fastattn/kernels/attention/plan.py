@@ -12,7 +12,7 @@ from ..device.constants import Constants
 from ..device.tile import load_plain
 from ..host import launch, tables
 from ..host.overlap import early
-from ..spans import NO_WINDOW
+from ..spans import NO_WINDOW, has_rows
 from ..spec import KV, Form, Spec
 
 
@@ -37,11 +37,11 @@ class Call:
     value_dim: int
 
     @classmethod
-    def of(cls, tensors, form: Form, spec: Spec, return_lse: bool, decode: bool = False) -> Call:
-        """The call of these tensors. Raises what `checks.check` and `checks.check_widths` raise."""
+    def of(cls, tensors, form: Form, spec: Spec, return_lse: bool, decode: bool = False, rows: bool = False) -> Call:
+        """The call of these tensors. Raises what `checks.check` and `checks.check_widths` raise; decode, rows: see the former."""
         q, *of_kv, spans, sink_logits, inv_freq = tensors
         kv = KV(of_kv[0], of_kv[1], form, *of_kv[2:])
-        scale = checks.check(q, kv, spec, spans, sink_logits, inv_freq, decode=decode)
+        scale = checks.check(q, kv, spec, spans, sink_logits, inv_freq, decode=decode, rows=rows)
         checks.check_widths(q, kv)
         batch, num_heads, q_len, head_dim = q.shape
         _, num_kv_heads, kv_len, value_dim = kv.v.shape
@@ -120,6 +120,7 @@ class Call:
             WORKSPACE_M=min(self.workspace_m, config.BLOCK_M) if packed else 0,
             ONE_QUERY=pairs > 0 and self.q_len == 1,
             FEW_ROWS=packed and self.rows <= config.BLOCK_M,
+            ROWS=has_rows(spans),
         )
 
     def arguments(self) -> dict[str, Any]:

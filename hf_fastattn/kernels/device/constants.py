@@ -13,7 +13,7 @@ class Constants:
     HEAD_DIM, VALUE_DIM: dimensions of keys and of values. BLOCK_M, BLOCK_N: rows and keys of a tile. BLOCK_D, BLOCK_DV:
     dimensions of K and V read at once, all unless HEAD_DIM is above BLOCK_D (see `wide`). SINKS: first tokens, which stay visible
     whatever the window. PAIRS: pairs of dimensions by which the queries that score them are re-rotated in the kernel, 0 where
-    they are not. FEW_ROWS: all packed rows of a KV head are in one block.
+    they are not. FEW_ROWS: all packed rows of a KV head are in one block. ROWS: the spans have an interval for each query.
     """
 
     GROUP: int
@@ -35,3 +35,4 @@ class Constants:
     WORKSPACE_M: int = 0
     ONE_QUERY: bool = False
     FEW_ROWS: bool = False
+    ROWS: bool = False

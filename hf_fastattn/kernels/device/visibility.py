@@ -1,14 +1,14 @@
 """Which keys the rows of a block see.
 
 A row sees the keys of one interval [row_lo, row_hi) of cache slots, less the holes of the packed key mask. Causality, sliding
-window, padding and the live length are all bounds of that interval. With sinks it also sees the slots before that interval where
-a row begins.
+window, padding, the live length and an interval of the row's own are all bounds of that interval. With sinks it also sees the
+slots before that interval where a row begins. No bound decreases from a row to the next, so that one interval of rows sees a key.
 """
 
 import triton
 import triton.language as tl
 
-from ..spans import CAUSAL, FLAGS, HOLES, KV_START, KV_STOP, Q_START, WINDOW
+from ..spans import CAUSAL, FLAGS, HOLES, KV_START, KV_STOP, Q_START, WINDOW, WORDS
 
 
 @triton.jit
@@ -65,6 +65,15 @@ def block_bounds(first_pos, last_pos, kv_start, kv_stop, window, causal):
 
 
 @triton.jit
+def narrowed(lo, hi, span_ptr, q_index, q_len, ROWS: tl.constexpr, WORDS: tl.constexpr = WORDS):
+    """The bounds [lo, hi) of the queries `q_index`, within those that the spans have for each query where they have them."""
+    if ROWS:
+        lo = tl.maximum(lo, tl.load(span_ptr + WORDS + q_index))
+        hi = tl.maximum(lo, tl.minimum(hi, tl.load(span_ptr + 2 * WORDS + q_len + q_index)))
+    return lo, hi
+
+
+@triton.jit
 def sink_stop(pos, kv_start, kv_stop, causal, SINKS: tl.constexpr):
     """Where the sinks that a query at slot `pos` sees end: they are the slots from kv_start on."""
     stop = tl.minimum(kv_start + SINKS, kv_stop)
@@ -87,7 +96,57 @@ def look(
     kv_start += SINKS
     row_lo, row_hi = row_bounds(q_start + q_index, kv_start, kv_stop, window, causal)
     lo, hi, full_lo, full_hi = block_bounds(q_start + first, q_start + last, kv_start, kv_stop, window, causal)
+    if C.ROWS:
+        row_lo, row_hi = narrowed(row_lo, row_hi, span_ptr, q_index, q_len, True)
+        lo, full_hi = narrowed(lo, full_hi, span_ptr, first, q_len, True)
+        full_lo, last_hi = narrowed(full_lo, hi, span_ptr, last, q_len, True)
+        hi = tl.maximum(lo, tl.minimum(last_hi, kv_stop))
     return (row_lo, row_hi, lo, hi, full_lo, full_hi, holes), (sink_lo, sink_hi, q_start - sink_lo)
+
+
+@triton.jit
+def _count_up_to(ptr, q_len, limit, STEPS: tl.constexpr = 512):
+    """How many of the q_len numbers at `ptr`, which never decrease, are at most `limit`: 512 at a time are looked at."""
+    known = limit * 0  # so many are
+    left = q_len  # of those behind, how many are in question
+    offs = tl.arange(0, STEPS)
+    while left > 0:
+        stride = tl.cdiv(left, STEPS)
+        ends = (offs + 1) * stride - 1  # the last one of each part
+        below = tl.load(ptr + known + ends, mask=ends < left, other=2147483647) <= limit
+        parts = tl.sum(below.to(tl.int32), 0)
+        known += parts * stride
+        left = tl.where(stride == 1, 0, tl.minimum(left - parts * stride, stride - 1))
+    return known
+
+
+@triton.jit
+def look_back(
+    span_ptr, first_key, last_key, q_len, kv_len, window,
+    C: tl.constexpr,
+    WORDS: tl.constexpr = WORDS,
+):  # fmt: skip
+    """Which queries see the keys of a block, first_key..last_key: (bounds of rows, spans, holes).
+
+    The bounds are (lo, hi, full_lo, full_hi): the queries [lo, hi) that see any of these keys, and those that see all of them.
+    Nobody sees keys before KV_START and from KV_STOP on.
+    """
+    q_start, kv_start, kv_stop, window, causal, holes = load_spans(span_ptr, q_len, kv_len, window, C.HAS_SPANS, C.IS_CAUSAL)
+    whole = (first_key >= kv_start) & (last_key < kv_stop)
+    first_key, last_key = tl.maximum(first_key, kv_start), tl.minimum(last_key, kv_stop - 1)
+    ahead = tl.where(causal, 0, window - 1) + q_start
+    lo, full_lo = first_key - ahead, last_key - ahead
+    hi, full_hi = last_key - q_start + window, first_key - q_start + window
+    if C.ROWS:
+        LO, HI = span_ptr + WORDS, span_ptr + 2 * WORDS + q_len
+        lo = tl.maximum(lo, _count_up_to(HI, q_len, first_key))
+        full_lo = tl.maximum(full_lo, _count_up_to(HI, q_len, last_key))
+        hi = tl.minimum(hi, _count_up_to(LO, q_len, last_key))
+        full_hi = tl.minimum(full_hi, _count_up_to(LO, q_len, first_key))
+    lo = tl.maximum(lo, 0)
+    hi = tl.maximum(tl.where(first_key <= last_key, tl.minimum(hi, q_len), lo), lo)
+    full_hi = tl.where(whole & ~holes, tl.minimum(full_hi, hi), lo)
+    return (lo, hi, tl.maximum(full_lo, lo), full_hi), (q_start, kv_start, kv_stop, window, causal), holes
 
 
 @triton.jit

@@ -21,7 +21,8 @@ class Config:
     """One launch: block sizes in rows and keys, warps, pipeline stages.
 
     Decode only: programs per SM; tiles a share of `lean` must hold at least; where the launch begins early (see `overlap`), the
-    registers that a thread may have (0: as many as it takes), and those if it scores sinks.
+    registers that a thread may have (0: as many as it takes), and those if it scores sinks. Backward only: whether dK and dV have
+    programs of their own (`attention.backward.dkdv`).
     """
 
     BLOCK_M: int
@@ -32,6 +33,7 @@ class Config:
     MIN_TILES: int = 1
     registers: int = 0
     sink_registers: int = 0
+    split: bool = False
 
 
 def block_d(head_dim: int) -> int:
@@ -68,6 +70,55 @@ def prefill_config(arch: int, itemsize: int, block_d: int, rows: int) -> Config:
     if block_d == 128:
         return Config(rows, 64, warps, 3) if arch == 80 else Config(rows, 32, warps, 2)
     return Config(min(rows, 64), 32, 4, 2)
+
+
+def backward_dq(device: torch.device, dtype: torch.dtype, head_dim: int, q_len: int) -> Config:
+    """The launch that computes dQ and delta; arguments as those of `prefill`."""
+    rows = min(128, max(16, 1 << (q_len - 1).bit_length()))
+    return backward_dq_config(gpu.arch(device), dtype.itemsize, block_d(head_dim), rows)
+
+
+@cache
+def backward_dq_config(arch: int, itemsize: int, block_d: int, rows: int) -> Config:
+    """Its row of the table; `rows` is q_len rounded up to a power of two, from 16 to 128."""
+    if arch == 0:
+        return Config(min(rows, 32), 32, 4, 1)
+    if itemsize == 4:  # IEEE dots run on CUDA cores, and registers decide
+        return Config(min(rows, 32 if block_d <= 64 else 16), 32 if block_d <= 64 else 16, 4, 1)
+    if rows <= 32:
+        return Config(rows, 32, 4, 2)
+    warps = 4 if rows == 64 else 8  # a warpgroup for every 64 rows
+    if block_d <= 64:
+        return Config(rows, 64, warps, 3 if arch == 90 else 2)
+    if block_d == 128:
+        return Config(rows, 64, warps, 3) if arch == 90 else Config(rows if arch == 80 else 64, 32, warps if arch == 80 else 4, 2)
+    return Config(rows, 32, warps, 2) if arch == 90 else Config(32, 32, 4, 2)
+
+
+def backward_dkdv(device: torch.device, dtype: torch.dtype, head_dim: int, kv_len: int, busy: bool) -> Config:
+    """The launch that computes dK and dV: BLOCK_N keys stay, BLOCK_M queries at a time go past.
+
+    busy: a tile needs further registers, for a softcap or spans.
+    """
+    keys = min(128, max(16, 1 << (kv_len - 1).bit_length()))
+    return backward_dkdv_config(gpu.arch(device), dtype.itemsize, block_d(head_dim), keys, busy)
+
+
+@cache
+def backward_dkdv_config(arch: int, itemsize: int, block_d: int, keys: int, busy: bool) -> Config:
+    """Its row of the table; `keys` is kv_len rounded up to a power of two, from 16 to 128."""
+    if arch == 0:
+        return Config(32, min(keys, 32), 4, 1)
+    if itemsize == 4:
+        return Config(32 if block_d <= 64 else 16, min(keys, 32 if block_d <= 64 else 16), 4, 1)
+    if keys <= 32:
+        return Config(32, keys, 4, 2)
+    warps = 4 if keys == 64 else 8
+    if block_d <= 64:
+        return Config(32 if busy else 64, keys, warps, 3 if arch == 90 else 2)
+    if arch == 90:  # of 256 dimensions, registers do not hold both sums
+        return Config(64 if block_d == 128 and keys == 128 and not busy else 32, keys, warps, 2, split=block_d == 256)
+    return Config(32, 64, 4, 2) if block_d == 128 else Config(32, 32, 4, 2)
 
 
 def decode(device: torch.device, dtype: torch.dtype, head_dim: int, rows: int, heads: int | None) -> Config:

@@ -1,0 +1,78 @@
+"""Gradients of attention in portable Triton, two launches: `dq`, which stores delta too, then `dkdv`.
+
+Seven products in place of the five of a fused backward, and for that no atomics and no workspace but delta: every run gives the
+same bits. Scores are computed again from lse, so that memory grows with the lengths alone.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from ... import checks
+from ...host import tables
+from ...spec import KV, Gradients, Spec
+from ..plan import Call
+from .dkdv import dkdv_kernel
+from .dq import dq_kernel
+
+
+def backward(
+    q: torch.Tensor,
+    kv: KV,
+    spec: Spec = Spec(),  # noqa: B008 (a tuple)
+    spans: torch.Tensor | None = None,
+    *,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None = None,
+    sink_logits: torch.Tensor | None = None,
+    needs: tuple[bool, bool] = (True, True),
+) -> Gradients:
+    """Gradients of attention, of heads of at most 256 dimensions; all else as in `kernels.reference.backward`."""
+    checks.check_backward(q, kv, spec, spans, out, lse, dout, dlse, sink_logits)
+    checks.check_trained_widths(q, kv)
+    call = Call.of((q, *kv.tensors, spans, sink_logits, None), kv.form, spec, True, rows=True)
+    out = checks.token_major(out)
+    if dout.stride(3) != 1 or dout.dtype != q.dtype:  # a sum's gradient is one number, expanded
+        dout = dout.to(q.dtype).contiguous()
+    lse = lse.contiguous()
+    delta = torch.empty_like(lse)
+    dq, _ = checks.empty_outputs(q, call.head_dim, False)
+    dk, _ = checks.empty_outputs(kv.k, call.head_dim, False)
+    dv, _ = checks.empty_outputs(kv.v, call.value_dim, False)
+    given = call.arguments()
+    del given["LOAD_K"], given["LOAD_V"]
+    given |= {"stride_ob": dout.stride(0), "stride_oh": dout.stride(1), "stride_om": dout.stride(2), "scale": call.scale}
+    given |= {"Q": q, "K": kv.k, "V": kv.v, "DOut": dout, "Lse": lse, "Delta": delta, "Spans": q if spans is None else spans}
+    busy = spans is not None or spec.softcap is not None
+    for_dq = tables.backward_dq(q.device, q.dtype, call.width, call.q_len)
+    for_dkdv = tables.backward_dkdv(q.device, q.dtype, call.width, call.kv_len, busy)
+    # Launched plainly: the lengths of packed sequences are new in every step.
+    with torch.cuda.device_of(q):
+        dq_kernel[(triton.cdiv(call.q_len, for_dq.BLOCK_M), call.num_heads, call.batch)](
+            **given,
+            Out=out,
+            DLse=lse if dlse is None else dlse.to(lse.dtype).contiguous(),
+            DQ=dq,
+            num_heads=call.num_heads,
+            C=call.constants(for_dq, packed=False),
+            HAS_DLSE=dlse is not None,
+            WRITE_DQ=needs[0],
+            num_warps=for_dq.num_warps,
+            num_stages=for_dq.num_stages,
+        )
+        if needs[1]:
+            split = for_dkdv.split
+            dkdv_kernel[((1 + split) * triton.cdiv(call.kv_len, for_dkdv.BLOCK_N), call.num_kv_heads, call.batch)](
+                **given,
+                DK=dk,
+                DV=dv,
+                C=call.constants(for_dkdv, packed=False),
+                SPLIT=split,
+                num_warps=for_dkdv.num_warps,
+                num_stages=for_dkdv.num_stages,
+            )
+    dsink = None if sink_logits is None else checks.sink_gradient(sink_logits, lse, delta)
+    return dq if needs[0] else None, dk if needs[1] else None, dv if needs[1] else None, dsink

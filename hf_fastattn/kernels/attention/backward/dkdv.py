@@ -1,0 +1,186 @@
+"""dK and dV: one program per (block of keys, KV head, batch row); the queries of all heads of its group are streamed past it.
+
+    P = exp(S - lse)      dV = P^T dO      dS = P * (dO V^T - delta) * softcap'(S)      dK = scale * dS^T Q
+
+A program sums the query heads of its KV head in registers, in the same order every time: no atomics, and no K or V for each query
+head. Tiles are kept transposed, [keys, queries]. `dq` has stored delta before this launch.
+
+Source: Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning" (2023), algorithm 2.
+"""
+
+import triton
+import triton.language as tl
+
+from ...device.online import LOG2_E, scaled
+from ...device.visibility import look_back, narrowed, row_bounds
+from .tile import add_dot, dot, live_keys, load_rows, slopes, split_tiles, tile_at, weights
+
+
+@triton.jit
+def _tile(
+    dk, dv, k, v, keys, queries, first, hi, lookup, span_ptr, q_len, scales,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    MASKED: tl.constexpr,
+    C: tl.constexpr,
+    LOG2_E: tl.constexpr = LOG2_E,
+):  # fmt: skip
+    """(dk, dv) with the queries from `first` on of one head added, of which those from `hi` on are left out.
+
+    keys: the block's slots, -1 for dead ones. DK, DV: which of the two is summed.
+    """
+    q_base, do_base, stride_qm, stride_om, Lse, Delta = queries
+    q_start, kv_start, kv_stop, window, causal = lookup
+    offs_m = first + tl.arange(0, C.BLOCK_M)
+    visible = None
+    row_mask = None
+    if MASKED:
+        row_mask = offs_m < hi
+        row_lo, row_hi = row_bounds(q_start + offs_m, kv_start, kv_stop, window, causal)
+        row_lo, row_hi = narrowed(row_lo, row_hi, span_ptr, tl.minimum(offs_m, q_len - 1), q_len, C.ROWS)
+        row_hi = tl.where(row_mask, row_hi, 0)
+        visible = (keys[:, None] >= row_lo[None, :]) & (keys[:, None] < row_hi[None, :])
+        lse = tl.load(Lse + offs_m, mask=row_mask, other=0.0)
+    else:
+        lse = tl.load(Lse + offs_m)
+    q = load_rows(q_base, stride_qm, offs_m, tl.arange(0, C.BLOCK_D), row_mask, MASKED, C.HEAD_DIM, C.BLOCK_D)
+    do = load_rows(do_base, stride_om, offs_m, tl.arange(0, C.BLOCK_DV), row_mask, MASKED, C.VALUE_DIM, C.BLOCK_DV)
+    s = scaled(dot(k, tl.trans(q), C.IEEE), scales, C.HAS_SOFTCAP, C.IEEE)
+    if DK:  # issued with the scores, so that it runs while these are exponentiated
+        dp = dot(v, tl.trans(do), C.IEEE)
+    p = weights(s, lse[None, :] * LOG2_E, visible, MASKED)
+    if DV:
+        dv = add_dot(p, do, dv, C.IEEE)
+    if DK:
+        if MASKED:
+            delta = tl.load(Delta + offs_m, mask=row_mask, other=0.0)
+        else:
+            delta = tl.load(Delta + offs_m)
+        ds = slopes(p, s, dp, delta[None, :], visible, scales[1], MASKED, C.HAS_SOFTCAP)
+        dk = add_dot(ds, q, dk, C.IEEE)
+    return dk, dv
+
+
+@triton.jit
+def _sums(
+    k, v, keys, pointers, strides, row, kv_head, kv_heads, bounds, lookup, span_ptr, q_len, scales,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    C: tl.constexpr,
+):  # fmt: skip
+    """(dk, dv) of a block of keys over all queries of its group, head after head; 0 in place of what is not summed."""
+    Q, DOut, Lse, Delta = pointers
+    stride_qb, stride_qh, stride_qm, stride_ob, stride_oh, stride_om = strides
+    lo, hi, full_lo, full_hi = bounds
+    BLOCK_M: tl.constexpr = C.BLOCK_M
+    BLOCK_N: tl.constexpr = C.BLOCK_N
+    BLOCK_D: tl.constexpr = C.BLOCK_D
+    BLOCK_DV: tl.constexpr = C.BLOCK_DV
+    GROUP: tl.constexpr = C.GROUP
+    dk = 0
+    dv = 0
+    if DK:
+        dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    if DV:
+        dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+    before, full_stop, tiles = split_tiles(lo, hi, full_lo, full_hi, BLOCK_M)
+    full = full_stop - before
+    for i in tl.range(0, GROUP * full):
+        head = kv_head * GROUP + i // full
+        stats = (row * kv_heads * GROUP + head) * q_len
+        queries = (Q + row * stride_qb + head * stride_qh, DOut + row * stride_ob + head * stride_oh, stride_qm, stride_om,
+                   Lse + stats, Delta + stats)  # fmt: skip
+        at = lo + (before + i % full) * BLOCK_M
+        dk, dv = _tile(dk, dv, k, v, keys, queries, at, hi, lookup, span_ptr, q_len, scales, DK, DV, False, C)
+    masked = before + tiles - full_stop
+    for i in tl.range(0, GROUP * masked):
+        head = kv_head * GROUP + i // masked
+        stats = (row * kv_heads * GROUP + head) * q_len
+        queries = (Q + row * stride_qb + head * stride_qh, DOut + row * stride_ob + head * stride_oh, stride_qm, stride_om,
+                   Lse + stats, Delta + stats)  # fmt: skip
+        at = tile_at(i % masked, before, lo, full_stop, BLOCK_M)
+        dk, dv = _tile(dk, dv, k, v, keys, queries, at, hi, lookup, span_ptr, q_len, scales, DK, DV, True, C)
+    return dk, dv
+
+
+@triton.jit
+def _store(Out, x, offs_n, rows, DIM: tl.constexpr, BLOCK: tl.constexpr, kv_len):
+    """Write a block of dK or dV, which is (batch, kv_len, num_kv_heads, DIM), contiguous."""
+    offs = tl.arange(0, BLOCK)[None, :]
+    tl.store(Out + rows[:, None] * DIM + offs, x.to(Out.dtype.element_ty), mask=(offs_n < kv_len)[:, None] & (offs < DIM))
+
+
+@triton.jit(do_not_specialize=["stride_sb", "q_len", "kv_len", "window"])
+def dkdv_kernel(
+    Q,
+    K,
+    V,
+    DOut,
+    Lse,
+    Delta,
+    Spans,
+    DK,
+    DV,
+    stride_qb,
+    stride_qh,
+    stride_qm,
+    stride_kb,
+    stride_kh,
+    stride_kn,
+    stride_vb,
+    stride_vh,
+    stride_vn,
+    stride_ob,
+    stride_oh,
+    stride_om,
+    stride_sb,
+    q_len,
+    kv_len,
+    window,
+    scale,
+    scale_log2,
+    cap_log2,
+    C: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """SPLIT: two programs for each block of keys, one for dK and one for dV, where registers hold no block of both."""
+    BLOCK_N: tl.constexpr = C.BLOCK_N
+    HEAD_DIM: tl.constexpr = C.HEAD_DIM
+    VALUE_DIM: tl.constexpr = C.VALUE_DIM
+    # The first keys have the most queries where attention is causal.
+    program = tl.program_id(0)
+    first_key = (program // 2 if SPLIT else program) * BLOCK_N
+    kv_head = tl.program_id(1).to(tl.int64)
+    kv_heads = tl.num_programs(1)
+    row = tl.program_id(2).to(tl.int64)
+    offs_n = first_key + tl.arange(0, BLOCK_N)
+
+    span_ptr = Spans + row * stride_sb
+    last_key = tl.minimum(first_key + BLOCK_N, kv_len) - 1
+    bounds, lookup, holes = look_back(span_ptr, first_key, last_key, q_len, kv_len, window, C)
+    keys = live_keys(span_ptr, offs_n, lookup[1], lookup[2], holes, C)
+    k = load_rows(K + row * stride_kb + kv_head * stride_kh, stride_kn, offs_n, tl.arange(0, C.BLOCK_D), keys >= 0, True,
+                  HEAD_DIM, C.BLOCK_D)  # fmt: skip
+    v = load_rows(V + row * stride_vb + kv_head * stride_vh, stride_vn, offs_n, tl.arange(0, C.BLOCK_DV), keys >= 0, True,
+                  VALUE_DIM, C.BLOCK_DV)  # fmt: skip
+    rows = (row * kv_len + offs_n) * kv_heads + kv_head
+    pointers = (Q, DOut, Lse, Delta)
+    strides = (stride_qb, stride_qh, stride_qm, stride_ob, stride_oh, stride_om)
+    scales = (scale_log2, cap_log2)
+    if SPLIT:
+        if program % 2 == 0:
+            dk, _ = _sums(
+                k, v, keys, pointers, strides, row, kv_head, kv_heads, bounds, lookup, span_ptr, q_len, scales, True, False, C
+            )  # fmt: skip
+            _store(DK, dk * scale, offs_n, rows, HEAD_DIM, C.BLOCK_D, kv_len)
+        else:
+            _, dv = _sums(
+                k, v, keys, pointers, strides, row, kv_head, kv_heads, bounds, lookup, span_ptr, q_len, scales, False, True, C
+            )  # fmt: skip
+            _store(DV, dv, offs_n, rows, VALUE_DIM, C.BLOCK_DV, kv_len)
+    else:
+        dk, dv = _sums(
+            k, v, keys, pointers, strides, row, kv_head, kv_heads, bounds, lookup, span_ptr, q_len, scales, True, True, C
+        )  # fmt: skip
+        _store(DK, dk * scale, offs_n, rows, HEAD_DIM, C.BLOCK_D, kv_len)
+        _store(DV, dv, offs_n, rows, VALUE_DIM, C.BLOCK_DV, kv_len)

@@ -1,0 +1,126 @@
+"""dQ, and delta for both kernels: one program per (block of query rows, head, batch row), K and V streamed past it.
+
+    delta = rowsum(dO * O) - dlse      P = exp(S - lse)      dS = P * (dO V^T - delta) * softcap'(S)      dQ = scale * dS K
+
+A program holds its part of dQ until it is done, so that nothing is added up in memory.
+
+Source: Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning" (2023), algorithm 2, its
+loops exchanged.
+"""
+
+import triton
+import triton.language as tl
+
+from ...device.online import LOG2_E, scaled
+from ...device.visibility import look
+from .tile import add_dot, dot, live_keys, load_rows, slopes, split_tiles, tile_at, weights
+
+
+@triton.jit
+def _tile(
+    dq, q, do, lse_log2, delta, kv, first, sight, span_ptr, scales,
+    MASKED: tl.constexpr,
+    C: tl.constexpr,
+):  # fmt: skip
+    """dq with the keys from slot `first` on added."""
+    k_base, v_base, stride_kn, stride_vn = kv
+    row_lo, row_hi, lo, hi, _, _, holes = sight
+    offs_n = first + tl.arange(0, C.BLOCK_N)
+    visible = None
+    live = None
+    if MASKED:
+        keys = live_keys(span_ptr, offs_n, lo, hi, holes, C)
+        visible = (keys[None, :] >= row_lo[:, None]) & (keys[None, :] < row_hi[:, None])
+        live = keys >= 0
+    k = load_rows(k_base, stride_kn, offs_n, tl.arange(0, C.BLOCK_D), live, MASKED, C.HEAD_DIM, C.BLOCK_D)
+    v = load_rows(v_base, stride_vn, offs_n, tl.arange(0, C.BLOCK_DV), live, MASKED, C.VALUE_DIM, C.BLOCK_DV)
+    s = scaled(dot(q, tl.trans(k), C.IEEE), scales, C.HAS_SOFTCAP, C.IEEE)
+    dp = dot(do, tl.trans(v), C.IEEE)
+    p = weights(s, lse_log2[:, None], visible, MASKED)
+    ds = slopes(p, s, dp, delta[:, None], visible, scales[1], MASKED, C.HAS_SOFTCAP)
+    return add_dot(ds, k, dq, C.IEEE)
+
+
+@triton.jit(do_not_specialize=["stride_sb", "q_len", "kv_len", "window"])
+def dq_kernel(
+    Q,
+    K,
+    V,
+    Out,
+    DOut,
+    Lse,
+    DLse,
+    Spans,
+    DQ,
+    Delta,
+    stride_qb,
+    stride_qh,
+    stride_qm,
+    stride_kb,
+    stride_kh,
+    stride_kn,
+    stride_vb,
+    stride_vh,
+    stride_vn,
+    stride_ob,
+    stride_oh,
+    stride_om,
+    stride_sb,
+    num_heads,
+    q_len,
+    kv_len,
+    window,
+    scale,
+    scale_log2,
+    cap_log2,
+    C: tl.constexpr,
+    HAS_DLSE: tl.constexpr,
+    WRITE_DQ: tl.constexpr,
+    LOG2_E: tl.constexpr = LOG2_E,
+):
+    BLOCK_M: tl.constexpr = C.BLOCK_M
+    BLOCK_N: tl.constexpr = C.BLOCK_N
+    BLOCK_D: tl.constexpr = C.BLOCK_D
+    HEAD_DIM: tl.constexpr = C.HEAD_DIM
+    VALUE_DIM: tl.constexpr = C.VALUE_DIM
+    # The longest causal blocks first.
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
+    head = tl.program_id(1)
+    row = tl.program_id(2).to(tl.int64)
+    offs_m = tl.minimum(first + tl.arange(0, BLOCK_M), q_len - 1)
+    row_mask = first + tl.arange(0, BLOCK_M) < q_len
+    offs_d = tl.arange(0, BLOCK_D)
+    offs_v = tl.arange(0, C.BLOCK_DV)
+
+    stats = (row * num_heads + head) * q_len + offs_m
+    do_base = DOut + row * stride_ob + head.to(tl.int64) * stride_oh
+    do = load_rows(do_base, stride_om, offs_m, offs_v, row_mask, False, VALUE_DIM, C.BLOCK_DV)
+    # Out is (batch, q_len, num_heads, VALUE_DIM), contiguous.
+    out = load_rows(Out + (row * q_len * num_heads + head) * VALUE_DIM, num_heads * VALUE_DIM, offs_m, offs_v, row_mask, False,
+                    VALUE_DIM, C.BLOCK_DV)  # fmt: skip
+    delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1)
+    if HAS_DLSE:
+        delta -= tl.load(DLse + stats)
+    tl.store(Delta + stats, delta, mask=row_mask)
+
+    if WRITE_DQ:
+        span_ptr = Spans + row * stride_sb
+        sight, _ = look(span_ptr, offs_m, first, tl.minimum(first + BLOCK_M, q_len) - 1, q_len, kv_len, window, C)
+        _, _, lo, hi, full_lo, full_hi, holes = sight
+        kv_head = (head // C.GROUP).to(tl.int64)
+        kv = (K + row * stride_kb + kv_head * stride_kh, V + row * stride_vb + kv_head * stride_vh, stride_kn, stride_vn)
+        scales = (scale_log2, cap_log2)
+        q_base = Q + row * stride_qb + head.to(tl.int64) * stride_qh
+        q = load_rows(q_base, stride_qm, offs_m, offs_d, row_mask, False, HEAD_DIM, BLOCK_D)
+        lse_log2 = tl.load(Lse + stats) * LOG2_E
+        dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        before, full_stop, tiles = split_tiles(lo, hi, full_lo, tl.where(holes, lo, full_hi), BLOCK_N)
+        for tile in tl.range(before, full_stop):
+            dq = _tile(dq, q, do, lse_log2, delta, kv, lo + tile * BLOCK_N, sight, span_ptr, scales, False, C)
+        for i in tl.range(0, before + tiles - full_stop):
+            at = tile_at(i, before, lo, full_stop, BLOCK_N)
+            dq = _tile(dq, q, do, lse_log2, delta, kv, at, sight, span_ptr, scales, True, C)
+        # DQ is (batch, q_len, num_heads, HEAD_DIM), contiguous.
+        rows = (row * q_len + offs_m) * num_heads + head
+        dq_ptrs = DQ + rows[:, None] * HEAD_DIM + offs_d[None, :]
+        tl.store(dq_ptrs, (dq * scale).to(DQ.dtype.element_ty), mask=row_mask[:, None] & (offs_d[None, :] < HEAD_DIM))

@@ -1,0 +1,54 @@
+"""The backward kernels compiled for GPUs that need not be there: shared memory, registers, no spills in the loops over tiles."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import INTERPRETED
+
+pytest.importorskip("triton")
+if INTERPRETED:
+    pytest.skip("interpreted kernels are not compiled", allow_module_level=True)
+
+from test_compile_offline import DTYPES, PARKED, SHARED_LIMIT, compiling, read, spills_in_tile_loops
+
+from hf_fastattn.kernels import spans
+from hf_fastattn.kernels.attention import backward
+from hf_fastattn.kernels.spec import KV, Spec
+
+SHAPES = [
+    (80, "bf16", 64, {}),
+    (80, "bf16", 128, {"form": "rows", "softcap": 30.0}),
+    (80, "fp32", 128, {}),
+    (89, "bf16", 128, {}),
+    (89, "bf16", 256, {}),
+    (90, "bf16", 64, {"form": "spans", "softcap": 30.0}),
+    (90, "bf16", 128, {}),
+    (90, "fp16", 128, {"form": "rows"}),
+    (90, "bf16", 256, {}),
+]
+
+
+@pytest.mark.parametrize("arch, dtype, head_dim, own", SHAPES, ids=str)
+def test_backward_kernels_compile(arch, dtype, head_dim, own, tmp_path):
+    form, length = own.get("form"), own.get("length", 2048)
+    q = torch.zeros(2, 16, length, head_dim, dtype=DTYPES[dtype])
+    k = q.new_zeros(2, 4, length, head_dim)
+    v = q.new_zeros(2, 4, length, own.get("value_dim", head_dim))
+    out, lse = q.new_zeros(2, 16, length, v.shape[3]), torch.zeros(2, 16, length)
+    span = spans.build_spans(2, length, length, q.device, attention_mask=torch.ones(2, length, dtype=torch.bool))
+    if form == "rows":
+        span = spans.with_rows(span, *spans.segments(torch.ones(2, length, dtype=torch.bool)))
+    with compiling(backward, ("dq_kernel", "dkdv_kernel"), arch) as compiled:
+        spec = Spec(causal=form is None, softcap=own.get("softcap"))
+        backward.backward(q, KV(k, v), spec, span if form else None, out=out, lse=lse, dout=out)
+    for name, kernel in compiled.items():
+        binary = read(kernel, tmp_path)
+        print(f"{name} sm_{arch}: {binary.shared} B shared, {binary.registers} registers, {binary.stack} B stack")
+        assert binary.shared <= SHARED_LIMIT[arch]
+        if binary.stack and dtype != "fp32":
+            # Of 128 dimensions, dK and dV of 128 keys take half the registers: a few numbers are parked in the loop with a mask.
+            few = 16 if (arch, head_dim, form, length) == (90, 128, None, 2048) else 0
+            assert binary.stack <= PARKED and spills_in_tile_loops(binary.sass) <= few, f"{name} spills"
+        if arch == 90 and dtype != "fp32" and length > 32:
+            assert "wgmma" in binary.ptx

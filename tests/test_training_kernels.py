@@ -1,0 +1,296 @@
+"""Gradients of attention: the reference by finite differences, the kernels against float64, both where nobody sees anything.
+
+As in test_kernels: on a GPU the real kernels run, on a CPU the reference, and with TRITON_INTERPRET=1 the interpreted kernels.
+"""
+
+from __future__ import annotations
+
+import importlib
+import zlib
+from dataclasses import dataclass, replace
+
+import numpy as np
+import oracle
+import pytest
+import tolerance
+import torch
+from cases import DTYPES, ON_GPU
+from conftest import INTERPRETED
+
+from hf_fastattn.kernels import TritonKernel, checks, reference
+from hf_fastattn.kernels.spans import build_spans, has_rows, segments, segments_of_lengths, with_rows
+from hf_fastattn.kernels.spec import KV, Spec
+
+FORWARD, BACKWARD = TritonKernel("prefill"), TritonKernel("backward", twin=reference.backward)
+LENGTH = 190 if ON_GPU else 70
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call. live: per row, (from, to, share of holes). starts: per row, where packed sequences begin."""
+
+    q_len: int = LENGTH
+    kv_len: int = LENGTH
+    batch: int = 1
+    num_heads: int = 2
+    num_kv_heads: int = 1
+    head_dim: int = 16
+    value_dim: int | None = None
+    dtype: str = "fp32"
+    causal: bool = True
+    window: int | None = None
+    softcap: float | None = None
+    scale: float | None = None
+    sinks: bool = False
+    dlse: bool = False
+    live: tuple[tuple[int, int, float], ...] | None = None
+    starts: tuple[tuple[int, ...], ...] | None = None
+    expanded: bool = False  # dout is one number, as from a sum
+
+    @property
+    def id(self) -> str:
+        own = [f"{k}={v}" for k, v in vars(self).items() if v != getattr(Case, k)]
+        return "-".join(own).replace(" ", "") or "plain"
+
+
+_padded = Case(batch=2, live=((20, LENGTH, 0.0), (0, LENGTH - 9, 0.0)))
+_packed = Case(q_len=LENGTH, batch=2, starts=((0, 10, 11, 40), (0, 32)))
+CASES = [
+    Case(),
+    Case(num_heads=4, num_kv_heads=2, batch=2),
+    *(Case(dtype=dtype) for dtype in ("fp16", "bf16")),
+    Case(causal=False),
+    Case(q_len=40),
+    Case(q_len=40, causal=False, num_kv_heads=2),
+    Case(kv_len=40),  # the first queries see nothing
+    Case(q_len=3, kv_len=5),
+    Case(window=19),
+    Case(window=19, causal=False),
+    Case(softcap=2.0),
+    Case(softcap=2.0, dtype="fp16", scale=0.5),
+    Case(sinks=True, dlse=True),
+    Case(sinks=True, window=9, dtype="fp16"),
+    Case(expanded=True),
+    _padded,
+    replace(_padded, causal=False, softcap=3.0),
+    replace(_padded, window=11, sinks=True, dtype="fp16"),
+    Case(batch=2, live=((0, 0, 0.0), (5, LENGTH, 0.4)), sinks=True),
+    Case(batch=2, live=((0, 0, 0.0), (5, LENGTH, 0.4)), causal=False),
+    _packed,
+    replace(_packed, causal=False),
+    replace(_packed, window=7, softcap=3.0, dtype="fp16"),
+    replace(_packed, kv_len=LENGTH + 20, sinks=True),
+    *(Case(head_dim=d, value_dim=dv, q_len=33, kv_len=35) for d, dv in ((24, None), (40, 72), (256, None), (192, 128))),
+]
+if ON_GPU:
+    CASES += [replace(c, q_len=c.q_len + 1000, kv_len=c.kv_len + 1000, head_dim=d, dtype=t)
+              for c in CASES[:16] for d in (64, 128, 256) for t in ("fp16", "bf16")]  # fmt: skip
+elif INTERPRETED:  # Triton's interpreter computes bf16 wrongly
+    CASES = [case for case in CASES if case.dtype != "bf16"]
+
+
+def seen_by(case: Case, mask: np.ndarray | None) -> np.ndarray:
+    """What the contract says, element by element: bool (batch, q_len, kv_len)."""
+    offset = 0 if case.starts else case.kv_len - case.q_len
+    seen = oracle.visible(
+        case.batch, case.q_len, case.kv_len, q_offset=offset, causal=case.causal, window=case.window, attention_mask=mask
+    )
+    if case.starts:
+        for b, starts in enumerate(case.starts):
+            which = np.array([sum(s <= slot for s in starts) for slot in range(max(case.q_len, case.kv_len))])
+            seen[b] &= which[: case.q_len, None] == which[None, : case.kv_len]
+            seen[b, :, case.q_len :] = False
+    return seen
+
+
+@dataclass
+class Inputs:
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    sink_logits: torch.Tensor | None
+    dout: torch.Tensor
+    dlse: torch.Tensor | None
+    spans: torch.Tensor | None
+    spec: Spec
+    seen: np.ndarray
+
+
+def make(case: Case, device) -> Inputs:
+    rng = np.random.default_rng(zlib.crc32(case.id.encode()))
+    dtype, dv = DTYPES[case.dtype], case.value_dim or case.head_dim
+    new = lambda *shape: torch.as_tensor(rng.standard_normal(shape), dtype=dtype, device=device)  # noqa: E731
+    q = new(case.batch, case.q_len, case.num_heads, case.head_dim).transpose(1, 2)
+    k, v = (new(case.batch, case.num_kv_heads, case.kv_len, d) for d in (case.head_dim, dv))
+    mask, spans = None, None
+    if case.live:
+        mask = np.zeros((case.batch, case.kv_len), dtype=bool)
+        for row, (start, stop, holes) in zip(mask, case.live, strict=True):
+            row[start:stop] = rng.random(stop - start) >= holes
+    if case.live or case.starts:
+        given = None if mask is None else torch.as_tensor(mask, device=device)
+        offset = 0 if case.starts else case.kv_len - case.q_len
+        spans = build_spans(case.batch, case.q_len, case.kv_len, device, q_offset=offset, causal=case.causal, window=case.window,
+                            attention_mask=given)  # fmt: skip
+    if case.starts:
+        first = torch.zeros(case.batch, case.q_len, dtype=torch.bool, device=device)
+        for row, starts in zip(first, case.starts, strict=True):
+            row[list(starts)] = True
+        spans = with_rows(spans, *segments(first))
+    seen = seen_by(case, mask)
+    # Slots before the first and after the last that is seen may hold anything.
+    by_any = seen.any(1)
+    outside = ~(np.logical_or.accumulate(by_any, 1) & np.logical_or.accumulate(by_any[:, ::-1], 1)[:, ::-1])
+    k, v = (x.masked_fill(torch.as_tensor(outside, device=device)[:, None, :, None], float("nan")) for x in (k, v))
+    dout = new(1).expand(case.batch, case.num_heads, case.q_len, dv) if case.expanded else new(
+        case.batch, case.num_heads, case.q_len, dv)  # fmt: skip
+    dlse = new(*q.shape[:3]).float() if case.dlse else None
+    sinks = new(case.num_heads) if case.sinks else None
+    by_argument = spans is None
+    spec = Spec(case.scale, case.causal and by_argument, case.window if by_argument else None, case.softcap)
+    return Inputs(q, k, v, sinks, dout, dlse, spans, spec, seen)
+
+
+def gradients(x: Inputs, forward, backward) -> list[torch.Tensor | None]:
+    out, lse = forward(x.q, KV(x.k, x.v), x.spec, x.spans, sink_logits=x.sink_logits, return_lse=True)
+    given = {"out": out, "lse": lse, "dout": x.dout, "dlse": x.dlse, "sink_logits": x.sink_logits}
+    return list(backward(x.q, KV(x.k, x.v), x.spec, x.spans, **given))
+
+
+def by_autograd(x: Inputs, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Gradients through the formula written out in torch, in `dtype`: in float64 what is right, in q's what torch achieves."""
+    seen = torch.as_tensor(x.seen, device=x.q.device)
+    nobody = ~seen.any(1)[:, None, :, None]
+    q = x.q.detach().to(dtype).requires_grad_()
+    k, v = (t.detach().masked_fill(nobody, 0.0).to(dtype).requires_grad_() for t in (x.k, x.v))
+    sinks = None if x.sink_logits is None else x.sink_logits.detach().to(dtype).requires_grad_()
+    group = q.shape[1] // k.shape[1]
+    scores = q @ k.repeat_interleave(group, 1).transpose(2, 3) * (q.shape[3] ** -0.5 if x.spec.scale is None else x.spec.scale)
+    if x.spec.softcap is not None:
+        scores = x.spec.softcap * torch.tanh(scores / x.spec.softcap)
+    scores = scores.masked_fill(~seen[:, None], float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[None, :, None, None].expand(*scores.shape[:3], 1)], -1)
+    sees = (seen.any(2) if sinks is None else torch.ones_like(seen[..., 0]))[:, None, :, None]
+    scores = torch.where(sees, scores, 0.0)
+    weights = torch.where(sees, torch.softmax(scores, -1), 0.0)[..., : k.shape[2]]
+    out = weights @ v.repeat_interleave(group, 1)
+    loss = (out * x.dout.to(dtype)).sum()
+    if x.dlse is not None:
+        loss = loss + (torch.where(sees[..., 0], torch.logsumexp(scores.to(dtype), -1), 0.0) * x.dlse.to(dtype)).sum()
+    loss.backward()
+    return [t.grad for t in (q, k, v, sinks) if t is not None]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_gradients_against_float64(case, device):
+    x = make(case, device)
+    found = gradients(x, FORWARD, BACKWARD)
+    expected, peers = by_autograd(x, torch.float64), by_autograd(x, DTYPES[case.dtype])
+    tensors = [t for t in (x.q, x.k, x.v, x.sink_logits) if t is not None]
+    assert (found[3] is None) == (x.sink_logits is None)
+    eps = torch.finfo(DTYPES[case.dtype]).eps
+    for name, got, want, peer, like in zip(("dq", "dk", "dv", "dsinks"), found, expected, peers, tensors, strict=False):
+        assert got.dtype == like.dtype and got.shape == like.shape, name
+        tolerance.assert_close(got, want, peer, eps, tolerance.largest(want), f"{case.id}, {name}")
+    nobody = torch.as_tensor(~x.seen.any(1), device=device)[:, None, :, None]
+    assert not found[1].masked_fill(~nobody, 0.0).any() and not found[2].masked_fill(~nobody, 0.0).any()  # exactly 0
+
+
+@pytest.mark.parametrize("case", [CASES[0], _packed], ids=lambda case: case.id)
+def test_what_is_not_needed_is_not_computed(case, device):
+    x = make(case, device)
+    out, lse = FORWARD(x.q, KV(x.k, x.v), x.spec, x.spans, return_lse=True)
+    given = {"out": out, "lse": lse, "dout": x.dout}
+    everything = BACKWARD(x.q, KV(x.k, x.v), x.spec, x.spans, **given)
+    for needs in ((True, False), (False, True)):
+        some = BACKWARD(x.q, KV(x.k, x.v), x.spec, x.spans, **given, needs=needs)
+        for got, want, wanted in zip(some, everything, (needs[0], needs[1], needs[1], False), strict=True):
+            assert torch.equal(got, want) if wanted else got is None
+
+
+GRADCHECKED = [
+    Case(q_len=5, kv_len=7, num_heads=2, head_dim=3, sinks=True, softcap=2.0),
+    Case(q_len=6, kv_len=4, head_dim=2, value_dim=3, causal=False, window=2),
+    Case(q_len=7, kv_len=7, head_dim=2, batch=2, live=((0, 0, 0.0), (1, 6, 0.3))),
+    Case(q_len=8, kv_len=8, head_dim=2, starts=((0, 3, 4),)),
+]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="of the reference alone")
+@pytest.mark.parametrize("at_once", [1 << 20, 8])
+@pytest.mark.parametrize("case", GRADCHECKED, ids=lambda case: case.id)
+def test_the_reference_by_finite_differences(case, at_once, monkeypatch):
+    monkeypatch.setattr(checks, "DTYPES", (*checks.DTYPES, torch.float64))
+    monkeypatch.setattr(reference, "SCORES_AT_ONCE", at_once)
+    x = make(case, "cpu")
+
+    class Attention(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q, k, v, sinks):
+            out, lse = reference.attention(q, KV(k, v), x.spec, x.spans, sink_logits=sinks, return_lse=True)
+            ctx.save_for_backward(q, k, v, sinks, out, lse)
+            ctx.mark_non_differentiable(lse) if lse.isinf().any() else None
+            return out, lse
+
+        @staticmethod
+        def backward(ctx, dout, dlse):
+            q, k, v, sinks, out, lse = ctx.saved_tensors
+            dlse = None if lse.isinf().any() else dlse
+            return reference.backward(
+                q, KV(k, v), x.spec, x.spans, out=out, lse=lse, dout=dout, dlse=dlse, sink_logits=sinks
+            )  # fmt: skip
+
+    tensors = [None if t is None else t.double().nan_to_num(0.5).requires_grad_() for t in (x.q, x.k, x.v, x.sink_logits)]
+    assert torch.autograd.gradcheck(Attention.apply, tensors)
+
+
+def test_a_document_does_not_depend_on_its_neighbours(device):
+    case = Case(q_len=LENGTH, starts=((0, 23, 50),), num_heads=4, num_kv_heads=2, dtype="fp16" if ON_GPU else "fp32")
+    x = make(case, device)
+    before = gradients(x, FORWARD, BACKWARD)
+    for t in (x.q, x.k, x.v, x.dout):
+        t[:, :, :23] = t[:, :, :23].flip(2) * 3
+        t[:, :, 50:] = 1.0
+    for got, want in zip(gradients(x, FORWARD, BACKWARD)[:3], before[:3], strict=True):
+        assert torch.equal(got[:, :, 23:50], want[:, :, 23:50]) and not torch.equal(got[:, :, :23], want[:, :, :23])
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_every_run_gives_the_same_bits(head_dim, device):
+    x = make(Case(q_len=1000, kv_len=1000, num_heads=8, num_kv_heads=2, batch=2, head_dim=head_dim, dtype="bf16"), device)
+    first = gradients(x, FORWARD, BACKWARD)
+    for _ in range(100):
+        assert all(torch.equal(a, b) for a, b in zip(gradients(x, FORWARD, BACKWARD)[:3], first[:3], strict=True))
+
+
+def test_intervals_of_packed_sequences():
+    first = torch.tensor([[1, 0, 0, 1, 1, 0], [1, 0, 0, 0, 0, 0]], dtype=torch.bool)
+    lo, hi = segments(first)
+    assert lo.tolist() == [[0, 0, 0, 3, 4, 4], [0] * 6] and hi.tolist() == [[3, 3, 3, 4, 6, 6], [6] * 6]
+    cu = torch.tensor([0, 3, 4, 6, 6], dtype=torch.int32)  # with a sequence of no tokens
+    assert all(torch.equal(a, b[:1]) for a, b in zip(segments_of_lengths(cu, cu, 6), (lo, hi), strict=True))
+    spans = with_rows(build_spans(2, 6, 6, torch.device("cpu")), lo, hi)
+    assert has_rows(spans) and spans.is_contiguous()
+    seen = reference.visible(6, 6, torch.device("cpu"), spans, False, None)
+    assert seen[0].int().tolist() == [
+        [1, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0], [0, 0, 0, 1, 0, 0], [0, 0, 0, 0, 1, 0], [0, 0, 0, 0, 1, 1]
+    ]  # fmt: skip
+
+
+def test_what_takes_no_intervals_refuses(device):
+    q = torch.randn(1, 2, 6, 16, device=device)
+    lo, hi = segments(torch.ones(1, 6, dtype=torch.bool, device=device))
+    spans = with_rows(build_spans(1, 6, 6, device), lo, hi)
+    if INTERPRETED or ON_GPU:
+        for name in ("lean", "split_kv"):
+            with pytest.raises(ValueError, match=r"takes no spans with an interval for each query .*prefill does"):
+                getattr(importlib.import_module(f"hf_fastattn.kernels.attention.{name}"), name)(q, KV(q, q), Spec(), spans)
+        wide = torch.randn(1, 1, 4, 264, device=device)
+        with pytest.raises(ValueError, match="head_dim 264 is above 256"):
+            BACKWARD(wide, KV(wide, wide), out=wide, lse=wide[..., 0], dout=wide)
+    with pytest.raises(ValueError, match="must be int32"):
+        reference.attention(q, KV(q, q), Spec(), spans[..., :-1])
+    with pytest.raises(ValueError, match="without sinks"):
+        reference.attention(q, KV(q, q), Spec(window=3, sinks=1), spans)
