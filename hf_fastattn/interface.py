@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from . import hf, masks, refuse, streaming
+from . import hf, masks, packed, refuse, streaming, training
 from . import step as steps
 from .kernels import reference, spans
 from .kernels.spec import PLAIN, Spec
@@ -19,17 +19,19 @@ from .kernels.spec import PLAIN, Spec
 # By backend name: what computes attention. By "<backend>.<phase>": how often it did.
 _runners: dict[str, Callable[..., torch.Tensor]] = {}
 _streaming: set[str] = set()
+_packed: set[str] = set()
 calls: Counter[str] = Counter()
 
 
-def register(name: str, run: Callable[..., torch.Tensor], streams: bool = False) -> None:
+def register(name: str, run: Callable[..., torch.Tensor], streams: bool = False, packs: bool = False) -> None:
     """Register both functions with Transformers under `name`; `run` has the signature of `kernels.reference.attention`.
 
     streams: it gets `window` and `sinks` as the model's config asks (`streaming.Settings`), and the rotation of the query that
-    scores the sinks, `inv_freq` and `interleaved` (`streaming.rotation`).
+    scores the sinks, `inv_freq` and `interleaved` (`streaming.rotation`). packs: it takes spans with an interval for each query.
     """
     _runners[name] = run
     (_streaming.add if streams else _streaming.discard)(name)
+    (_packed.add if packs else _packed.discard)(name)
     hf.register(name, partial(attention_forward, name), partial(attention_mask, name))
 
 
@@ -37,9 +39,9 @@ def register(name: str, run: Callable[..., torch.Tensor], streams: bool = False)
 def count_calls() -> Iterator[Counter[str]]:
     """Count this process's kernel calls inside the block, by "<backend>.<phase>"; the counter is filled when it ends.
 
-    "<backend>.dense" counts calls whose mask only the dense path could honour, "<backend>.stock" those that asked for gradients
-    or dropout and ran the model's own attention. Replays of a captured CUDA graph launch
-    kernels without passing here; the capture itself counts once.
+    "<backend>.backward" counts gradients, "<backend>.dense" calls whose mask only the dense path could honour, "<backend>.stock"
+    those that asked for gradients or dropout that the backend has not, and ran the model's own attention. Replays of a captured
+    CUDA graph launch kernels without passing here; the capture itself counts once.
     """
     before = Counter(calls)
     counted: Counter[str] = Counter()
@@ -85,6 +87,13 @@ def attention_mask(
                 f"attn_implementation={name!r} masks dropped tokens, but this cache keeps them and grows with the text. "
                 "hf_fastattn.patch() brings a cache that does not grow."
             )
+    runs = None
+    if pattern is None and name in _packed and attention_mask is None and kv_length == q_length > 1:
+        at_start = not isinstance(q_offset, torch.Tensor) and q_offset == kv_offset == 0
+        flags = use_vmap, allow_is_causal_skip, allow_is_bidirectional_skip
+        runs = hf.runs_pattern(mask_function, config, local_size, *flags) if at_start else None
+    if runs is not None:
+        return packed.of_runs(mask_function, runs[0], (batch_size, q_length, kv_length), device, made_for)
     if pattern is None:
         mask = hf.dense_mask(
             batch_size=batch_size,
@@ -105,10 +114,12 @@ def attention_mask(
     compiling = torch.compiler.is_compiling()
     on_host, on_device = (0, q_offset) if isinstance(q_offset, torch.Tensor) else (q_offset, None)
     sizes = batch_size, q_length, kv_length
-    unpadded = causal and attention_mask is None and on_device is None
-    fresh = unpadded and not compiling and q_length > 1 and on_host == 0
+    unpadded = causal and attention_mask is None
+    # A compiled graph does not ask where sequences begin, as that waits for the device: in training it takes intervals always.
+    fresh = unpadded and q_length > 1 and on_host == 0 and not (compiling and not torch.is_grad_enabled())
     if (
         unpadded
+        and on_device is None
         and not compiling
         and allow_is_causal_skip
         and on_host + q_length == kv_length + kv_offset
@@ -154,15 +165,20 @@ def attention_forward(
     TypeError or RuntimeError, in a sentence, for arguments that would otherwise be dropped.
     """
     compiling = torch.compiler.is_compiling()
+    # A mask says everything, causality and window too. Without one a model asks for no window, whatever sliding_window is.
+    mask, causal, window = attention_mask, False, None
+    if isinstance(mask, masks.Mask) and (mask.fresh or kwargs.get("cu_seq_lens_q") is not None):
+        if name in _packed:
+            mask = packed.kept_apart(mask, kwargs)
+        elif mask.fresh and not compiling:
+            refuse.packed_sequences(name, mask, kwargs.get("position_ids"))
     if kwargs:
-        refuse.unknown_arguments(name, module, attention_mask, kwargs)
+        refuse.unknown_arguments(name, module, mask, kwargs)
     if not compiling and hf.asks_for_weights():
         refuse.weights(name)
     sinks, inv_freq, interleaved = 0, None, False
     if name in _streaming:
         inv_freq, interleaved = streaming.rotation(module, query, key)
-    # A mask says everything, causality and window too. Without one a model asks for no window, whatever sliding_window is.
-    mask, causal, window = attention_mask, False, None
     if mask is None:
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
         if causal and 1 < query.shape[2] != key.shape[2]:
@@ -173,38 +189,43 @@ def attention_forward(
         sizes = mask.sizes if not compiling else refuse.sizes_of(mask)
         if (query.shape[0], query.shape[2], key.shape[2]) != sizes and not (causal and sizes[1] == query.shape[2] == 1):
             refuse.other_sizes(mask, query, key)  # one query sees all keys, as many as its layer has
-        if mask.fresh and not compiling:
-            refuse.packed_sequences(name, mask, kwargs.get("position_ids"))
-        if not compiling:
-            mask = mask.given
     elif mask.dtype != torch.bool and not mask.is_floating_point():
         raise TypeError(f"An attention mask must be bool (True where attended) or float (added to the scores); got {mask.dtype}.")
-    if name in _streaming and not isinstance(attention_mask, (masks.SpansMask, masks.PlainMask, type(None))):
+    in_spans = mask is None or isinstance(mask, (masks.SpansMask, masks.PlainMask))
+    if name in _streaming and not in_spans:
         raise ValueError(
             f"attn_implementation={name!r} was given a mask that it cannot combine with its window (a custom 4-D mask, packed "
             "sequences or chunked attention). Pass the 2-D attention_mask, or use another backend."
         )
-    if (dropout and module.training) or (torch.is_grad_enabled() and _requires_grad(query, key, value, s_aux, mask)):
-        mask = attention_mask
-        return _stock(name, module, query, key, value, mask, causal, window, dropout, scaling, softcap, s_aux, kwargs)
+    dropped, differentiated = dropout > 0 and module.training, _requires_grad(query, key, value, s_aux, mask)
+    if dropped or differentiated:
+        refuse.other_forms(name, steps.shown(key, value))
+        lacks = "has no dropout" if dropped else training.why_not(name, query, value, in_spans)
+        if lacks is not None:
+            return _stock(name, lacks, module, query, key, value, mask, causal, window, dropout, scaling, softcap, s_aux, kwargs)
+    given = mask.given if isinstance(mask, masks.Mask) and not compiling else mask
     if name in _streaming:
         settings = streaming.Settings.of(module.config)  # type: ignore[arg-type]
         window, sinks = settings.window, settings.sinks
-    run = torch.ops.hf_fastattn.attention if compiling else _attention
     device_type = "cuda" if query.is_cuda else query.device.type
-    if torch.is_autocast_enabled(device_type):
+    autocast = torch.is_autocast_enabled(device_type)
+    if autocast:
         if steps.shown(key, value).form is PLAIN:
             key, value = _autocast(device_type, key, value)
         (query,) = _autocast(device_type, query)
+    if differentiated:
+        out = _differentiable(name, query, key, value, given, scaling, causal, window, softcap, s_aux)
+        return out.transpose(1, 2), None
+    run = torch.ops.hf_fastattn.attention if compiling else _attention
+    arguments = name, query, key, value, given, scaling, causal, window, softcap, s_aux, sinks, inv_freq, interleaved
+    if autocast:
         with torch.autocast(device_type, enabled=False):  # the reference multiplies in fp32
-            out = run(name, query, key, value, mask, scaling, causal, window, softcap, s_aux, sinks, inv_freq, interleaved)
-    else:
-        out = run(name, query, key, value, mask, scaling, causal, window, softcap, s_aux, sinks, inv_freq, interleaved)
-    return out.transpose(1, 2), None
+            return run(*arguments).transpose(1, 2), None
+    return run(*arguments).transpose(1, 2), None
 
 
 def _requires_grad(*tensors: torch.Tensor | None) -> bool:
-    return any(x is not None and x.requires_grad for x in tensors)
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 def _autocast(device_type: str, *tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -213,8 +234,34 @@ def _autocast(device_type: str, *tensors: torch.Tensor) -> list[torch.Tensor]:
     return [x if x.dtype == torch.float64 else x.to(dtype) for x in tensors]
 
 
+def _differentiable(
+    name: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float | None,
+    causal: bool,
+    window: int | None,
+    softcap: float | None,
+    sink_logits: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention with gradients: the prefill kernel, whatever the shapes."""
+    if q.is_cuda and q.dtype == torch.float32 and not torch.compiler.is_compiling():
+        _say_once(
+            f"attn_implementation={name!r} trains in float32, without tensor cores: several times slower than in bfloat16. "
+            "Load the model in bfloat16, or train under torch.autocast."
+        )
+    mask = None if isinstance(mask, masks.PlainMask) else mask
+    out, _ = training.attention(
+        name, q, k, v, mask, sink_logits=sink_logits, scale=scale, causal=causal, window=window, softcap=softcap
+    )  # fmt: skip
+    return out
+
+
 def _stock(
     name: str,
+    lacks: str,
     module: torch.nn.Module,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -228,19 +275,19 @@ def _stock(
     sink_logits: torch.Tensor | None,
     kwargs: dict[str, Any],
 ) -> tuple[torch.Tensor, None]:
-    """What runs where gradients or dropout are asked for: torch's sdpa, or the model's own eager attention with a softcap or
-    sink logits, which sdpa does not know. The place of a backward pass of our own."""
+    """What runs where a backend has no gradients or no dropout: torch's sdpa, or the model's own eager attention with a softcap
+    or sink logits, which sdpa does not know. lacks: what it has not, after its name."""
     eager = softcap is not None or sink_logits is not None
     attend = hf.stock_attention(module, eager)
     if name in _streaming or attend is None:
         raise RuntimeError(
-            f"attn_implementation={name!r} has no backward pass and no dropout, and q, k or v requires grad, or the model is in "
-            'training mode. Run under torch.no_grad() and call model.eval(), or train with attn_implementation="eager".'
+            f"attn_implementation={name!r} {lacks}, and q, k or v requires grad, or the model is in training mode. "
+            'Run under torch.no_grad() and call model.eval(), or train with attn_implementation="eager".'
         )
     if not torch.compiler.is_compiling():
         calls[f"{name}.stock"] += 1
         _say_once(
-            f"attn_implementation={name!r} has no backward pass and no dropout: where they are asked for, as in training, "
+            f"attn_implementation={name!r} {lacks}: where it is asked for, as in training, "
             f"{'the model' if eager else 'torch'}'s own {'eager' if eager else 'sdpa'} attention runs. For inference, use "
             "torch.no_grad() and model.eval()."
         )

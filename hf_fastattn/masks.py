@@ -20,7 +20,8 @@ class Mask(torch.Tensor):
     the mask would silently mean something else.
 
     content: what it holds, see the subclasses. made_for: (backend, model), by the names that messages use. fresh: whether these
-    are several tokens with none before them and no padding, so that only position_ids can tell sequences packed into one row.
+    are several tokens without padding and, as far as the host knows, with none before them, so that only position_ids can tell
+    sequences packed into one row.
     """
 
     # All that reaches the tensor comes to __torch_dispatch__.
@@ -35,6 +36,7 @@ class Mask(torch.Tensor):
         self.sizes = sizes  # without the 1: what attention compares at every layer
         self.made_for = made_for
         self.fresh = fresh
+        self.apart: Mask | None = None  # this mask with packed sequences kept apart, once a layer has found them (`packed`)
 
     def __repr__(self) -> str:  # type: ignore[override]  # torch's own has an argument for its internal use
         return f"{type(self).__name__}{tuple(self.shape)} on {self.device}"
@@ -111,6 +113,18 @@ class SpansMask(Mask):
         return SpansMask(rows.expand(batch, -1, -1, -1), (batch, stop - start, kv_len), self.made_for)
 
 
+class RunsMask(SpansMask):
+    """content: spans of the second form, with an interval for each query, as where sequences are packed into one row."""
+
+    def part(self, dim: int, start: int, stop: int) -> Mask:
+        batch, q_len, kv_len = self.sizes
+        if dim == 0:
+            return RunsMask(self.content[start:stop], (stop - start, q_len, kv_len), self.made_for)
+        rows = torch.cat([self.content[..., : spans.WORDS], self.content[..., spans.WORDS + start : spans.WORDS + stop]], -1)
+        rows[..., spans.Q_START] += start
+        return RunsMask(rows, (batch, stop - start, kv_len), self.made_for)
+
+
 class PlainMask(Mask):
     """Lower-right causal and nothing else: query i sees the keys up to kv_len - q_len + i. content: nothing.
 
@@ -162,6 +176,11 @@ def of_spans(ints: torch.Tensor, sizes: tuple[int, int, int], made_for: tuple[st
     return SpansMask(ints, sizes, made_for, fresh)
 
 
+def of_runs(ints: torch.Tensor, sizes: tuple[int, int, int], made_for: tuple[str, str]) -> RunsMask:
+    """The same, where they have an interval for each query."""
+    return RunsMask(ints, sizes, made_for)
+
+
 def of_bools(mask: torch.Tensor, made_for: tuple[str, str]) -> DenseMask:
     """The mask whose entries are these, bool (batch, 1, q_len, kv_len)."""
     return DenseMask(mask, (mask.shape[0], mask.shape[2], mask.shape[3]), made_for)
@@ -173,7 +192,7 @@ def dense(mask: Mask) -> torch.Tensor:
 
 
 # A compiled graph may hold tensors of these classes, but makes none by a call to the class.
-torch.compiler.allow_in_graph([of_spans, of_bools, dense])
+torch.compiler.allow_in_graph([of_spans, of_runs, of_bools, dense])
 
 
 _aten = torch.ops.aten

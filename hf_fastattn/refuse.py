@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from . import hf, masks
+from .kernels.spec import KV, PLAIN
 
 
 def sizes_of(mask: masks.Mask) -> tuple[int, int, int]:
@@ -53,10 +54,10 @@ def unknown_arguments(name: str, module: torch.nn.Module, mask: torch.Tensor | N
         weights(name)
     if kwargs.get("cache") is not None:
         raise ValueError(f"{name!r} does not run in continuous batching (generate_batch); use generate().")
-    if kwargs.get("cu_seq_lens_q") is not None and (mask is None or isinstance(mask, (masks.SpansMask, masks.PlainMask))):
+    if kwargs.get("cu_seq_lens_q") is not None and not _keeps_apart(mask):
         raise ValueError(
-            f"{name!r} got packed sequences as cu_seq_lens without a mask. Pass position_ids that restart at 0 and "
-            "use_cache=False, which it honours."
+            f"{name!r} got packed sequences as cu_seq_lens, which it takes for one row of as many queries as keys and without "
+            "padding. Pass position_ids that restart at 0 and use_cache=False."
         )
     for key, value in kwargs.items():
         if key not in hf.BESIDE_ATTENTION and _carries_tensor(value):
@@ -64,6 +65,22 @@ def unknown_arguments(name: str, module: torch.nn.Module, mask: torch.Tensor | N
                 f"{type(module).__name__} hands {key}= to its attention, which {name!r} does not support and would ignore; "
                 "load this model without attn_implementation."
             )
+
+
+def _keeps_apart(mask: torch.Tensor | None) -> bool:
+    """Whether a mask may say which packed sequence a key belongs to."""
+    if isinstance(mask, (masks.SpansMask, masks.PlainMask)):
+        return isinstance(mask, masks.RunsMask)
+    return mask is not None
+
+
+def other_forms(name: str, kv: KV) -> None:
+    """Raise for gradients or dropout over K and V that a cache holds in another form than plain tensors."""
+    if kv.form is not PLAIN:
+        raise RuntimeError(
+            f"attn_implementation={name!r} has gradients and dropout of plain K and V alone, and this cache has the form "
+            f"{kv.form.name!r}. Run under torch.no_grad() and call model.eval(), or pass use_cache=False."
+        )
 
 
 def _carries_tensor(value: object) -> bool:

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
-from . import interface
+from . import interface, training
 from .kernels import checks
 from .kernels.host import tables
-from .kernels.spec import KV, Result, Spec, call
+from .kernels.spans import has_rows
+from .kernels.spec import KV, Gradients, Result, Spec, call
 
 Kernel = Callable[..., Result]
 
@@ -27,7 +28,9 @@ class Backend:
     calls of at most `max_decode_rows` query rows per KV head (q_len x num_heads / num_kv_heads), prefill the rest,
     and everything where decode is None. max_head_dim, max_value_dim: the widest keys and values of a head, None for any.
     streaming: it sees the first and the last tokens only, as many as the model's config says (`streaming.Settings`), and can
-    read a RollingCache.
+    read a RollingCache. packed: its prefill kernel takes spans with an interval for each query (`kernels.spans`), by which
+    packed sequences are kept apart; without, they take the dense path. backward: a callable with the signature of
+    `kernels.reference.backward`, the gradients of prefill; None leaves training to the model's own attention.
     """
 
     name: str
@@ -39,6 +42,8 @@ class Backend:
     max_value_dim: int | None = checks.MAX_VALUE_DIM
     dtypes: tuple[torch.dtype, ...] = checks.DTYPES
     streaming: bool = False
+    packed: bool = False
+    backward: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-z0-9_]+", self.name):
@@ -53,6 +58,8 @@ class Backend:
             raise ValueError(f"{self.name!r} is Transformers' own name; choose another.")
         if not callable(self.prefill) or not (self.decode is None or callable(self.decode)):
             raise TypeError(f"Backend {self.name!r}: prefill must be callable and decode callable or None.")
+        if self.backward is not None and (self.streaming or not callable(self.backward)):
+            raise TypeError(f"Backend {self.name!r}: backward must be callable or None, and None for one that streams.")
         for kernel in (self.prefill, self.decode):
             if kernel is not None and _parameters(kernel)[1:3] == ["k", "v"]:
                 raise TypeError(
@@ -82,8 +89,25 @@ class Backend:
     ) -> Result:
         """Run the kernel for these shapes; arguments and result as `kernels.reference.attention`."""
         phase, kernel = self.kernel(q.shape[2], q.shape[1], kv.k.shape[1])
+        if has_rows(spans):
+            phase, kernel = "prefill", self.prefill
         interface.calls[f"{self.name}.{phase}"] += 1
         return kernel(q, kv, spec, spans, **options)
+
+    def forward(
+        self, q: torch.Tensor, kv: KV, spec: Spec, spans: torch.Tensor | None, sink_logits: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(out, lse), for `gradients`: always by the prefill kernel."""
+        interface.calls[f"{self.name}.prefill"] += 1
+        out, lse = self.prefill(q, kv, spec, spans, sink_logits=sink_logits, return_lse=True)
+        return out, lse
+
+    def gradients(self, q: torch.Tensor, kv: KV, spec: Spec, spans: torch.Tensor | None, **given: Any) -> Gradients:
+        """The gradients of what `forward` returned, as `kernels.reference.backward` says."""
+        assert self.backward is not None
+        interface.calls[f"{self.name}.backward"] += 1
+        found: Gradients = self.backward(q, kv, spec, spans, **given)
+        return found
 
     def why_not(
         self,
@@ -129,7 +153,8 @@ def register(backend: Backend) -> Backend:
 
     Registering a name again replaces it, also in models that run it already.
     """
-    interface.register(backend.name, backend.attend, backend.streaming)
+    interface.register(backend.name, backend.attend, backend.streaming, backend.packed)
+    training.register(backend.name, None if backend.backward is None else (backend.forward, backend.gradients))
     _backends[backend.name] = backend
     return backend
 

@@ -150,6 +150,7 @@ def test_importing_changes_nothing():
 
 WINDOW = {"local_size": 4, "mask_function": masking_utils.sliding_window_causal_mask_function(4)}
 CHUNK = {"local_size": 3, "mask_function": lambda b, h, q, k: (k <= q) & (q // 3 == k // 3)}
+CPU = {"device": "cpu", "allow_is_causal_skip": False}
 MASKS = {  # what Transformers asks for: what it gets
     "causal": ({}, masks.PlainMask),
     "causal, padded": ({"attention_mask": True}, masks.SpansMask),
@@ -165,7 +166,29 @@ MASKS = {  # what Transformers asks for: what it gets
     ),
     "an overlay": ({"use_vmap": True, "allow_is_causal_skip": False}, masks.DenseMask),
     "packed sequences": ({"mask_function": lambda b, h, q, k: (k <= q) & (q // 4 == k // 4)}, masks.DenseMask),
-    "packed sequences, window": ({**WINDOW, "allow_is_causal_skip": False}, masks.DenseMask),
+    "runs: window": ({**WINDOW, "allow_is_causal_skip": False}, masks.RunsMask),
+    "runs: packed sequences": (
+        {
+            "mask_function": masking_utils.and_masks(
+                WINDOW["mask_function"], masking_utils.packed_sequence_mask_function(torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2]] * 2))
+            ),
+            "allow_is_causal_skip": False,
+            "device": "cpu",
+        },
+        masks.RunsMask,
+    ),
+    "runs: chunks": (
+        {"mask_function": masking_utils.chunked_causal_mask_function(3, torch.zeros(2, dtype=int)), "device": "cpu"},
+        masks.RunsMask,
+    ),
+    "chunks of a buffer": (
+        {"mask_function": masking_utils.chunked_causal_mask_function(3, torch.zeros(2, dtype=int)), "kv_length": 9, **CPU},
+        masks.DenseMask,
+    ),
+    "an unknown part": (
+        {"mask_function": masking_utils.and_masks(masking_utils.causal_mask_function, lambda b, h, q, k: q != 4), **CPU},
+        masks.DenseMask,
+    ),
     "chunks": (CHUNK, masks.DenseMask),
     "chunks as long as the window": ({**CHUNK, "local_size": 4, "chunk": 4}, masks.DenseMask),
     "bidirectional, window": ({**WINDOW, "allow_is_causal_skip": False, "q_length": 1, "kv_length": 1}, masks.DenseMask),
@@ -185,14 +208,22 @@ def test_mask_function(asked, device):
         arguments["q_offset"] = arguments["q_offset"].to(device)
     if asked.startswith("bidirectional"):
         arguments["allow_is_bidirectional_skip"] = True
-    mask = interface.attention_mask("lean", device=device, config=config, dtype=torch.float32, **arguments)
+    arguments = {"device": device, **arguments}
+    mask = interface.attention_mask("lean", config=config, dtype=torch.float32, **arguments)
     assert type(mask) is expected
     assert tuple(mask.shape) == (2, 1, arguments["q_length"], arguments["kv_length"]) and mask.dtype == torch.bool
     if expected is masks.PlainMask:
         assert mask.given is None
-    elif expected is masks.SpansMask:
+    elif expected is not masks.DenseMask:
         assert mask.given.dtype == torch.int32
-        assert tuple(mask.given.shape) == (2, 1, 1, spans.WORDS + ("attention_mask" in arguments))
+        runs = expected is masks.RunsMask
+        shape = (2, spans.WORDS + 8) if runs else (1, spans.WORDS + ("attention_mask" in arguments))
+        assert tuple(mask.given.shape) == (2, 1, *shape)
+        if runs:
+            function, every = arguments["mask_function"], torch.arange(8)
+            rows, queries, keys = torch.arange(2)[:, None, None], every[None, :, None], every[None, None, :]
+            said = function(rows, torch.zeros(1), queries, keys)
+            assert torch.equal(mask.dense()[:, 0].cpu(), said.expand(2, 8, 8))
     else:
         assert mask.given.dtype == torch.bool and mask.given.shape == mask.shape
     if asked == "length on the device":
@@ -309,7 +340,7 @@ def test_packed_sequences(family, device):
     positions = torch.cat([torch.arange(first), torch.arange(ids.shape[1] - first)])[None].to(device)
     with hf_fastattn.count_calls() as calls:
         packed = model(ids, position_ids=positions, use_cache=False).logits
-    assert calls == {"lean.dense": model.config.num_hidden_layers}
+    assert calls == {"lean.prefill": model.config.num_hidden_layers}
     alone = torch.cat([model(ids[:, :first]).logits, model(ids[:, first:]).logits], 1)
     torch.testing.assert_close(packed, alone, atol=1e-3, rtol=1e-3)
 
@@ -534,8 +565,8 @@ def test_output_attentions_is_refused(family, device):
 
 
 @torch.no_grad()
-def test_packed_lengths_and_continuous_batching_are_refused(lean, device):
-    ids = models.prompts("no_padding", device, rows=1)["input_ids"]
+def test_packed_lengths_of_several_rows_and_continuous_batching_are_refused(lean, device):
+    ids = models.prompts("no_padding", device, rows=2)["input_ids"]
     lengths = torch.tensor([0, 40, ids.shape[1]], dtype=torch.int32, device=device)
     with pytest.raises(ValueError, match=r"cu_seq_lens.*position_ids"):
         lean(ids, cu_seq_lens_q=lengths, cu_seq_lens_k=lengths)

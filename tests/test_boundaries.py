@@ -20,7 +20,7 @@ ORDER = [  # a part imports parts from later lines only
     ("backends", "caches"),
     ("registry",),
     ("interface",),
-    ("refuse", "step", "streaming"),
+    ("packed", "refuse", "step", "streaming", "training"),
     ("hf", "machine", "masks", "model_shapes", "tables", "tasks"),
     ("kernels",),
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import models
 import pytest
 import torch
@@ -9,7 +11,7 @@ import transformers
 from transformers import AutoModel, AutoModelForSeq2SeqLM, DynamicCache, masking_utils
 
 import hf_fastattn
-from hf_fastattn import interface, masks
+from hf_fastattn import interface, masks, registry
 from hf_fastattn.kernels import reference, spans
 
 VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
@@ -17,6 +19,7 @@ MISTRAL = transformers.MistralConfig(sliding_window=4)
 WINDOW = {"local_size": 4, "mask_function": masking_utils.sliding_window_causal_mask_function(4)}
 PACKED = {"mask_function": lambda b, h, q, k: (k <= q) & (q // 4 == k // 4)}
 KINDS = {"plain": {}, "padded": {"attention_mask": True}, "window": WINDOW, "longer": {"kv_length": 32}, "dense": PACKED}
+KINDS["runs"] = {**WINDOW, "allow_is_causal_skip": False}
 
 
 def make(kind: str, device) -> masks.Mask:
@@ -216,18 +219,63 @@ def test_gemma4_cuts_the_mask_for_layers_that_share_keys(keep, padding, device):
     assert sum(calls.values()) == 4 and not calls["lean.dense"]
 
 
+# ---- packed sequences ----
+
+
+PACKS = {  # how a model is told of them
+    "position_ids": lambda positions, lengths: {"position_ids": positions},
+    "lengths": lambda positions, lengths: {"cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths.clone()},
+    "both": lambda positions, lengths: {"position_ids": positions, "cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths},
+}
+
+
 @torch.no_grad()
-def test_packed_sequences_with_a_cache_are_refused(device):
-    model = models.family("qwen2", device)
+@pytest.mark.parametrize("family", ["llama", "qwen2"])  # all layers alike; one with a window, one without
+@pytest.mark.parametrize("use_cache", [False, True])
+@pytest.mark.parametrize("how", PACKS)
+def test_packed_sequences_do_not_see_one_another(how, use_cache, family, device):
+    model = models.family(family, device)
+    model.set_attn_implementation("lean")
+    ids = models.prompts("no_padding", device, rows=1)["input_ids"]
+    for parts in ((40, 56), (1, 94, 1)):
+        positions = torch.cat([torch.arange(n) for n in parts])[None].to(device)
+        lengths = torch.tensor([0, *parts], device=device, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        told = PACKS[how](positions, lengths)
+        rotated = told if "position_ids" in told else {**told, "position_ids": torch.arange(96, device=device)[None]}
+        with hf_fastattn.count_calls() as calls:
+            packed = model(ids, **rotated, use_cache=use_cache).logits
+        assert calls == {"lean.prefill": 2}
+        alone = []
+        for part, at in zip(ids.split(parts, 1), rotated["position_ids"].split(parts, 1), strict=True):
+            alone.append(model(part, position_ids=at).logits)
+        torch.testing.assert_close(packed, torch.cat(alone, 1), atol=1e-3, rtol=1e-3)
+
+
+@torch.no_grad()
+def test_packed_sequences_in_a_static_cache(device):
+    model = models.family("llama", device)
     model.set_attn_implementation("lean")
     ids = models.prompts("no_padding", device, rows=1)["input_ids"][:, :20]
-    for lengths in ((8, 12), (1, 19), (19, 1)):
-        positions = torch.cat([torch.arange(n) for n in lengths])[None].to(device)
-        with pytest.raises(ValueError, match=r"packed sequences .* and a cache.*use_cache=False"):
-            model(ids, position_ids=positions)
-        with hf_fastattn.count_calls() as calls:  # the remedy
-            model(ids, position_ids=positions, use_cache=False)
-        assert calls["lean.dense"] == 2
+    positions = torch.cat([torch.arange(8), torch.arange(12)])[None].to(device)
+    expected = model(ids, position_ids=positions, use_cache=False).logits
+    cache = transformers.StaticCache(config=model.config, max_cache_len=64)
+    torch.testing.assert_close(model(ids, position_ids=positions, past_key_values=cache).logits, expected, atol=1e-3, rtol=1e-3)
+
+
+@torch.no_grad()
+def test_a_backend_without_intervals_refuses_packed_sequences_with_a_cache(device):
+    model = models.family("qwen2", device)
+    lean = registry.get("lean")
+    registry.register(dataclasses.replace(lean, name="no_intervals", packed=False))
+    del registry._backends["no_intervals"]  # it is not one of names() in other tests
+    model.set_attn_implementation("no_intervals")
+    ids = models.prompts("no_padding", device, rows=1)["input_ids"][:, :20]
+    positions = torch.cat([torch.arange(8), torch.arange(12)])[None].to(device)
+    with pytest.raises(ValueError, match=r"packed sequences .* and a cache.*use_cache=False"):
+        model(ids, position_ids=positions)
+    with hf_fastattn.count_calls() as calls:  # the remedy
+        model(ids, position_ids=positions, use_cache=False)
+    assert calls["no_intervals.dense"] == 2
     expected = model(ids).logits
     torch.testing.assert_close(
         model(ids, position_ids=torch.arange(7, 27)[None].to(device)).logits, expected, atol=1e-3, rtol=1e-3

@@ -1,6 +1,6 @@
 """Backend "fa2": FlashAttention-2: one Triton kernel for prefill and decode alike."""
 
-from ..kernels import TritonKernel
+from ..kernels import TritonKernel, reference
 from ..registry import Backend, register
 
 backend = register(
@@ -8,5 +8,7 @@ backend = register(
         name="fa2",
         summary="FlashAttention-2: one Triton kernel for prefill and decode alike",
         prefill=TritonKernel("prefill", hopper="prefill_hopper"),
+        packed=True,
+        backward=TritonKernel("backward", twin=reference.backward),
     )
 )

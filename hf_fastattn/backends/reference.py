@@ -10,5 +10,7 @@ backend = register(
         prefill=reference.attention,
         max_head_dim=None,
         max_value_dim=None,
+        packed=True,
+        backward=reference.backward,
     )
 )

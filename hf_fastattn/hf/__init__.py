@@ -43,7 +43,7 @@ from .generation import (  # noqa: E402
 )
 from .llama import activations, is_llamas_mlp, is_llamas_norm, is_llamas_rope, llama_rope, silus  # noqa: E402
 from .loading import load_config, load_model, load_tokenizer, locate, make_config, model_on_meta, random_model  # noqa: E402
-from .masks import decode_mask, dense_mask, mask_pattern  # noqa: E402
+from .masks import decode_mask, dense_mask, mask_pattern, run_starts, runs_pattern  # noqa: E402
 from .models import LayerShape, is_inert_hook, layer_shapes, sharer  # noqa: E402
 from .text import GRIDS, LongPast, changing_rope, has_sections, rotary_buffers, run_text, set_text_attention, text_layers  # noqa: E402
 
@@ -97,7 +97,9 @@ __all__ = [
     "register",
     "registered",
     "rotary_buffers",
+    "run_starts",
     "run_text",
+    "runs_pattern",
     "set_attention",
     "set_text_attention",
     "sharer",

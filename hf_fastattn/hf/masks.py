@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, create_masks_for_generate, sdpa_mask
 
 
@@ -39,6 +39,59 @@ def mask_pattern(
     if local_size is not None and local_size == window and local_size != getattr(config, "attention_chunk_size", None):
         return True, local_size
     return None
+
+
+# What a causal mask is made of in which a query sees the end of a run of keys: packed sequences, chunks, a window.
+_AND = "and_masks.<locals>.and_mask"
+_WINDOW = "sliding_window_overlay.<locals>.inner_mask"
+_RUNS = {
+    _AND,
+    _WINDOW,
+    "causal_mask_function",
+    "packed_sequence_mask_function.<locals>.inner_mask",
+    "remap_positions_for_packed_sequence.<locals>.inner_mask",
+    "chunked_overlay.<locals>.inner_mask",
+}
+
+
+def runs_pattern(
+    mask_function: Callable[..., bool],
+    config: PreTrainedConfig | None,
+    local_size: int | None,
+    use_vmap: bool,
+    causal_skip: bool,
+    bidirectional_skip: bool,
+) -> tuple[int | None] | None:
+    """(window,) where each query sees, of the keys up to its own, those of its run: packed sequences, chunks; else None.
+
+    What the mask function is made of decides. While compiling its parts cannot be looked at, and the flags that packed sequences
+    come with decide.
+    """
+    compiling = torch.compiler.is_compiling()  # there getattr() finds no name
+    name = mask_function.__qualname__ if compiling else getattr(mask_function, "__qualname__", None)
+    if use_vmap or bidirectional_skip or name != _AND:
+        return None
+    if compiling:
+        chunked = local_size is not None and local_size == getattr(config, "attention_chunk_size", None)
+        return None if causal_skip else (None if chunked else local_size,)
+    found: dict[str, Any] = {}
+    todo: list[Any] = [mask_function]
+    while todo:
+        function = todo.pop()
+        if getattr(function, "__module__", None) != masking_utils.__name__ or function.__qualname__ not in _RUNS:
+            return None
+        held = [cell.cell_contents for cell in function.__closure__ or ()]
+        found[function.__qualname__] = held
+        todo += [x for each in held for x in (each if isinstance(each, tuple) else (each,)) if callable(x)]
+    return (found[_WINDOW][0] if _WINDOW in found else None,) if "causal_mask_function" in found else None
+
+
+def run_starts(mask_function: Callable[..., Any], batch: int, q_length: int, device: torch.device | str) -> torch.Tensor:
+    """Where the runs of `runs_pattern` begin, bool (batch, q_length): at queries that do not see the key before their own."""
+    slots = torch.arange(q_length, device=device)
+    rows = torch.arange(batch, device=device)[:, None]
+    seen = mask_function(rows, rows.new_zeros(1), slots[None], (slots - 1).clamp(min=0)[None])
+    return (~seen | (slots == 0)).expand(batch, -1)  # type: ignore[no-any-return]
 
 
 def dense_mask(**arguments: Any) -> torch.Tensor:

@@ -1,0 +1,88 @@
+"""Sequences packed into one row, told to kernels as an interval of keys for each query."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from . import hf, masks
+from .kernels import spans
+
+
+def of_runs(
+    mask_function: Callable[..., Any],
+    window: int | None,
+    sizes: tuple[int, int, int],
+    device: torch.device | str,
+    made_for: tuple[str, str],
+) -> masks.Mask:
+    """The mask of what `hf.runs_pattern` has recognised; sizes: (batch, q_len, kv_len), the last two alike."""
+    first = hf.run_starts(mask_function, sizes[0], sizes[1], device)
+    rows = torch.ops.hf_fastattn.intervals(None, *spans.segments(first), sizes[2], window)
+    return masks.of_runs(rows, sizes, made_for)
+
+
+def kept_apart(mask: masks.Mask, arguments: dict[str, Any]) -> masks.Mask:
+    """`mask`, in which packed sequences do not see one another: as cu_seq_lens or position_ids of a layer's arguments say.
+
+    Transformers does this itself for position_ids that restart, but neither where there is a cache, nor for cu_seq_lens alone.
+    All layers that share a mask share what was found.
+    """
+    if torch.compiler.is_compiling():
+        return _kept_apart(mask, arguments)
+    if mask.apart is None:
+        apart = _kept_apart(mask, arguments)
+        if apart is mask:
+            mask.fresh = False  # the other layers need not look
+            return mask
+        mask.apart = apart
+    return mask.apart
+
+
+def _kept_apart(mask: masks.Mask, arguments: dict[str, Any]) -> masks.Mask:
+    batch, _, q_len, kv_len = mask.shape
+    cu_q, cu_k, position_ids = (arguments.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k", "position_ids"))
+    if cu_q is not None and batch == 1 and q_len == kv_len and _is_simple(mask):
+        lo, hi = spans.segments_of_lengths(cu_q, cu_q if cu_k is None else cu_k, q_len)
+    elif mask.fresh and isinstance(position_ids, torch.Tensor) and position_ids.dim() == 2 and position_ids.shape[1] == q_len:
+        before, after = position_ids[:, :-1], position_ids[:, 1:]
+        restarts = (after < before) | (after == 0)
+        # Waits for the device, once for each mask; where compiling, intervals are taken in any case.
+        if not torch.compiler.is_compiling() and not restarts.any():
+            return mask
+        lo, hi = spans.segments(torch.nn.functional.pad(restarts, (1, 0), value=True))
+    else:
+        return mask
+    rows = torch.ops.hf_fastattn.intervals(mask, lo.expand(batch, -1), hi.expand(batch, -1), kv_len, None)
+    return masks.of_runs(rows, (batch, q_len, kv_len), mask.made_for)
+
+
+def _is_simple(mask: masks.Mask) -> bool:
+    """Whether it is of spans without padding and without intervals; while compiling, only where that is known to be so."""
+    if mask.fresh or isinstance(mask, masks.PlainMask):
+        return True
+    known = isinstance(mask, masks.SpansMask) and not torch.compiler.is_compiling()
+    return known and mask.content.shape[2:] == (1, spans.WORDS)
+
+
+def _intervals(
+    first_form: torch.Tensor | None, lo: torch.Tensor, hi: torch.Tensor, kv_len: int, window: int | None
+) -> torch.Tensor:
+    """`spans.with_rows`; without a first form that of lower-right causal attention within `window`."""
+    if first_form is None:
+        batch, q_len = lo.shape
+        first_form = spans.build_spans(batch, q_len, kv_len, lo.device, q_offset=kv_len - q_len, window=window)
+    else:  # a static cache may hold tokens, which belong to the first sequence
+        q_start = first_form[:, 0, 0, spans.Q_START, None]
+        lo, hi = torch.where(lo > 0, lo + q_start, 0), hi + q_start
+    return spans.with_rows(first_form, lo, hi)
+
+
+_intervals_op = torch.library.custom_op("hf_fastattn::intervals", _intervals, mutates_args=())
+
+
+@_intervals_op.register_fake
+def _(first_form: torch.Tensor | None, lo: torch.Tensor, hi: torch.Tensor, kv_len: int, window: int | None) -> torch.Tensor:
+    return lo.new_empty(lo.shape[0], 1, 2, spans.WORDS + lo.shape[1], dtype=torch.int32)

@@ -1,0 +1,196 @@
+"""Attention with gradients, as two ops of torch: what eager, compiled, checkpointed and autocast training run.
+
+`hf_fastattn::flash_attn` returns (out, lse), and `hf_fastattn::flash_attn_backward` the gradients. As ops they are whole to
+torch.compile, and selective activation checkpointing may keep the first's result: by its name it belongs to the flash_attn ops
+that policies list. Inference runs neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .kernels import checks
+from .kernels.spec import KV, Gradients, Spec
+
+# By backend name: what computes (out, lse), and what the gradients.
+_passes: dict[str, tuple[Callable[..., tuple[torch.Tensor, torch.Tensor]], Callable[..., Gradients]]] = {}
+
+
+def register(name: str, passes: tuple[Callable[..., tuple[torch.Tensor, torch.Tensor]], Callable[..., Gradients]] | None) -> None:
+    """How the backend `name` computes (out, lse) and their gradients; None where it has none."""
+    _passes.pop(name, None)
+    if passes is not None:
+        _passes[name] = passes
+
+
+def why_not(name: str, q: torch.Tensor, v: torch.Tensor, in_spans: bool) -> str | None:
+    """Why the backend has no gradients of attention over such tensors, to be put after its name; None where it has them.
+
+    in_spans: whether spans say what is visible.
+    """
+    if name not in _passes:
+        return "has no backward pass"
+    if not in_spans:
+        return "has no backward pass for this mask (a custom 4-D mask)"
+    if (width := max(q.shape[3], v.shape[3])) > checks.MAX_TRAINED_DIM:
+        return f"has no backward pass for heads wider than {checks.MAX_TRAINED_DIM} (here {width})"
+    return None
+
+
+def attention(
+    name: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    spans: torch.Tensor | None = None,
+    *,
+    sink_logits: torch.Tensor | None = None,
+    scale: float | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of the backend `name`, with gradients to q, k, v and sink_logits; arguments as `kernels.reference.attention`.
+
+    Gradients are summed in fp32 and have the dtype of what they belong to; on a GPU every run gives the same bits. There are none
+    of gradients: RuntimeError.
+    """
+    out, lse = torch.ops.hf_fastattn.flash_attn(name, q, k, v, spans, sink_logits, scale, causal, window, softcap)
+    return out, lse
+
+
+@torch.library.custom_op("hf_fastattn::flash_attn", mutates_args=())
+def _flash_attn(
+    name: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    spans: torch.Tensor | None,
+    sink_logits: torch.Tensor | None,
+    scale: float | None,
+    causal: bool,
+    window: int | None,
+    softcap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    forward, _ = _passes[name]
+    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):  # the reference multiplies in fp32
+        return forward(q, KV(k, v), Spec(scale, causal, window, softcap), spans, sink_logits)
+
+
+@_flash_attn.register_fake
+def _(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: object) -> tuple[torch.Tensor, torch.Tensor]:
+    return _token_major(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@torch.library.custom_op("hf_fastattn::flash_attn_backward", mutates_args=())
+def _flash_attn_backward(
+    name: str,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    spans: torch.Tensor | None,
+    sink_logits: torch.Tensor | None,
+    scale: float | None,
+    causal: bool,
+    window: int | None,
+    softcap: float | None,
+    needs_q: bool,
+    needs_kv: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dq, dk, dv, dsink_logits), empty where not needed."""
+    _, gradients = _passes[name]
+    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+        dq, dk, dv, dsink = gradients(
+            q,
+            KV(k, v),
+            Spec(scale, causal, window, softcap),
+            spans,
+            out=out,
+            lse=lse,
+            dout=dout,
+            dlse=dlse,
+            sink_logits=sink_logits,
+            needs=(needs_q, needs_kv),
+        )
+    return _or_empty(dq, q), _or_empty(dk, q), _or_empty(dv, q), _or_empty(dsink, q)
+
+
+def _or_empty(x: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    return like.new_empty(0) if x is None else x
+
+
+@_flash_attn_backward.register_fake
+def _(
+    name: str,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    spans: torch.Tensor | None,
+    sink_logits: torch.Tensor | None,
+    scale: float | None,
+    causal: bool,
+    window: int | None,
+    softcap: float | None,
+    needs_q: bool,
+    needs_kv: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    return (
+        _token_major(q, q.shape[3]) if needs_q else q.new_empty(0),
+        _token_major(k, k.shape[3]) if needs_kv else q.new_empty(0),
+        _token_major(v, v.shape[3]) if needs_kv else q.new_empty(0),
+        q.new_empty(0) if sink_logits is None else torch.empty_like(sink_logits),
+    )
+
+
+def _token_major(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """A tensor like x (batch, heads, length, any), of `dim` columns and stored as kernels store what they return."""
+    batch, heads, length, _ = x.shape
+    return x.new_empty(batch, length, heads, dim).transpose(1, 2)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    name, q, k, v, spans, sink_logits, *static = inputs
+    ctx.save_for_backward(q, k, v, *output, spans, sink_logits)
+    ctx.name, ctx.static = name, static
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    q, k, v, out, lse, spans, sink_logits = ctx.saved_tensors
+    _, needs_q, needs_k, needs_v, _, needs_sinks, *_ = ctx.needs_input_grad
+    if dout is None and dlse is None:
+        return (None,) * 10
+    dq, dk, dv, dsink = torch.ops.hf_fastattn.flash_attn_backward(
+        ctx.name,
+        torch.zeros_like(out) if dout is None else dout,
+        dlse,
+        *(q, k, v, out, lse, spans, sink_logits if needs_sinks else None, *ctx.static),
+        needs_q,
+        needs_k or needs_v,
+    )
+    grads = (dq if needs_q else None, dk if needs_k else None, dv if needs_v else None)
+    return None, *grads, None, dsink if needs_sinks else None, None, None, None, None
+
+
+_flash_attn.register_autograd(_differentiate, setup_context=_keep)
+
+
+def _refuse_second(ctx: Any, *grads: torch.Tensor | None) -> Any:
+    raise RuntimeError(
+        "Attention of hf_fastattn has gradients, but no gradients of these (create_graph=True, gradient penalties, Hessians). "
+        'Use attn_implementation="eager" for them.'
+    )
+
+
+_flash_attn_backward.register_autograd(_refuse_second)

@@ -1,0 +1,310 @@
+"""Training through a backend: gradients are those of eager attention, compiled, checkpointed, in bf16, packed; what has none."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+
+import models
+import pytest
+import torch
+from calls import attention
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from transformers import AutoModelForMaskedLM
+
+import hf_fastattn
+from hf_fastattn import interface, registry, training
+from hf_fastattn.kernels.spec import Form
+
+LENGTH = 40
+FAMILIES = ["llama", "gpt_oss", "gemma2", "mistral_window_below_prompt"]
+
+
+def gradients(model, name: str, padding: str, use_cache: bool = False, compiled: bool = False, **own) -> dict[str, torch.Tensor]:
+    """Gradients of the loss over what live tokens predict, by parameter."""
+    model.set_attn_implementation(name)
+    model.zero_grad()
+    inputs = models.prompts(padding, model.device, length=LENGTH, rows=1 if own else 3)
+    live = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"]))
+    live = live & torch.nn.functional.pad(live, (1, 0))[:, :-1]  # what padding itself predicts is nobody's business
+    labels = inputs["input_ids"].masked_fill(live == 0, -100)
+    torch.manual_seed(0)
+    forward = torch.compile(model.forward, backend="aot_eager", fullgraph=True) if compiled else model.forward
+    forward(**inputs, **own, labels=labels, use_cache=use_cache).loss.backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
+
+
+def agree(found: dict, expected: dict, atol: float = 1e-4, rtol: float = 1e-3) -> None:
+    assert found.keys() == expected.keys()
+    assert max(grad.abs().max() for grad in expected.values()) > 1e-3
+    for name, grad in expected.items():
+        torch.testing.assert_close(found[name], grad, atol=atol, rtol=rtol, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def trainable(family: str, device, **own):
+    model_type, config = models.FAMILIES[family]
+    return models.tiny(model_type, device=device, **{**config, **own}).train()
+
+
+BOTH = {"lean.prefill": 2, "lean.backward": 2}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("padding", ["no_padding", "left_padding", "holes"])
+def test_gradients_are_those_of_eager(padding, family, device):
+    model = trainable(family, device)
+    for use_cache in (False, True):
+        expected = gradients(model, "eager", padding, use_cache)
+        with hf_fastattn.count_calls() as calls:
+            agree(gradients(model, "lean", padding, use_cache), expected)
+        assert calls == BOTH
+
+
+@pytest.mark.parametrize("name", ["reference", "fa2", "split_kv", "batch_invariant"])
+def test_every_exact_backend_trains(name, device):
+    model = trainable("llama", device)
+    with hf_fastattn.count_calls() as calls:
+        agree(gradients(model, name, "left_padding"), gradients(model, "eager", "left_padding"))
+    assert calls == {f"{name}.prefill": 2, f"{name}.backward": 2}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("use_cache, compiled", [(False, False), (True, False), (False, True), (True, True)])
+def test_packed_sequences(use_cache, compiled, family, device):
+    model = trainable(family, device)
+    positions = torch.cat([torch.arange(13), torch.arange(LENGTH - 13)])[None].to(device)
+    expected = gradients(model, "eager", "no_padding", position_ids=positions)
+    torch._dynamo.reset()
+    with hf_fastattn.count_calls() as calls:
+        agree(gradients(model, "lean", "no_padding", use_cache, compiled, position_ids=positions), expected)
+    assert calls == BOTH
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_gradient_checkpointing(family, reentrant, device):
+    model = trainable(family, device)
+    expected = gradients(model, "eager", "left_padding")
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    with hf_fastattn.count_calls() as calls:
+        agree(gradients(model, "lean", "left_padding"), expected)
+    assert calls["lean.backward"] == 2 and calls["lean.prefill"] + calls["lean.decode"] == 4
+
+
+def test_selective_checkpointing_runs_the_forward_once(device):
+    def policy(ctx, op, *args, **kwargs):
+        return CheckpointPolicy.MUST_SAVE if "flash_attn" in str(op) else CheckpointPolicy.PREFER_RECOMPUTE
+
+    q = torch.randn(1, 4, 9, 16, device=device, requires_grad=True)
+    k = torch.randn(1, 2, 9, 16, device=device, requires_grad=True)
+    run = lambda q, k: training.attention("lean", q * 2.0, k, k)[0].square().sum()  # noqa: E731
+    expected = torch.autograd.grad(run(q, k), (q, k))
+    for context, forwards in ((None, 2), (partial(create_selective_checkpoint_contexts, policy), 1)):
+        with hf_fastattn.count_calls() as calls:
+            loss = checkpoint(run, q, k, use_reentrant=False, **({} if context is None else {"context_fn": context}))
+            found = torch.autograd.grad(loss, (q, k))
+        assert calls == {"lean.prefill": forwards, "lean.backward": 1}
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("family, padding", [("llama", "left_padding"), ("llama", "no_padding"), ("gpt_oss", "left_padding")])
+def test_compiled(family, padding, device):
+    model = trainable(family, device)
+    torch._dynamo.reset()
+    if family == "gpt_oss":  # its experts break the graph, whatever computes attention
+        model.set_attn_implementation("lean")
+        layer = torch.compile(partial(training.attention, "lean"), backend="aot_eager", fullgraph=True)
+        q = torch.randn(1, 4, 9, 16, device=device, requires_grad=True)
+        sinks = torch.randn(4, device=device, requires_grad=True)
+        found = torch.autograd.grad(layer(q, q, q, sink_logits=sinks, softcap=3.0)[0].sum(), (q, sinks))
+        expected = torch.autograd.grad(training.attention("lean", q, q, q, sink_logits=sinks, softcap=3.0)[0].sum(), (q, sinks))
+        torch.testing.assert_close(found, expected)
+        return
+    with hf_fastattn.count_calls() as calls:
+        found = gradients(model, "lean", padding, compiled=True)
+    assert calls == BOTH
+    agree(found, gradients(model, "eager", padding))
+
+
+def test_the_ops_are_sound(device):
+    q = torch.randn(1, 4, 5, 16, device=device, requires_grad=True)
+    k = torch.randn(1, 2, 7, 16, device=device, requires_grad=True)
+    sinks = torch.randn(4, device=device, requires_grad=True)
+    arguments = ("reference", q, k, k, None, sinks, None, True, None, 5.0)
+    torch.library.opcheck(torch.ops.hf_fastattn.flash_attn, arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(dtype, device):
+    model = trainable("llama", device)
+    with torch.autocast(device.type, dtype=dtype):
+        found, expected = (gradients(model, name, "left_padding") for name in ("lean", "sdpa"))
+    coarse = 60 * torch.finfo(dtype).eps * max(grad.abs().max() for grad in expected.values()).item()
+    agree(found, expected, atol=coarse, rtol=1.0)
+    assert {grad.dtype for grad in found.values()} == {torch.float32}
+
+
+def test_lora(device):
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(trainable("llama", device), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    for name, p in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(p, std=0.1)
+    model.get_base_model().gradient_checkpointing_enable({"use_reentrant": False})
+    model.enable_input_require_grads()
+    base = model.get_base_model()
+    with hf_fastattn.count_calls() as calls:
+        found = gradients(base, "lean", "left_padding")
+    assert calls["lean.backward"] == 2 and len(found) == 8
+    agree(found, gradients(base, "eager", "left_padding"))
+
+
+def test_prefix_tuning_has_a_cache_with_gradients(device):
+    peft = pytest.importorskip("peft")
+    config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)
+    model = peft.get_peft_model(trainable("llama", device), config)
+    ids = models.prompts("no_padding", device, length=LENGTH)["input_ids"]
+    found = []
+    for name in ("eager", "lean"):
+        model.get_base_model().set_attn_implementation(name)
+        model.zero_grad()
+        with hf_fastattn.count_calls() as calls:
+            model(input_ids=ids, labels=ids).loss.backward()
+        found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+    assert calls == BOTH
+    agree(*found)
+
+
+def test_gradients_of_lse(device):
+    q, k = (torch.randn(1, h, 6, 16, device=device, requires_grad=True) for h in (4, 2))
+    _, lse = training.attention("lean", q, k, k, causal=False)
+    scores = q @ k.repeat_interleave(2, 1).transpose(2, 3) / 4
+    expected = torch.autograd.grad(torch.logsumexp(scores, -1).square().sum(), (q, k))
+    torch.testing.assert_close(torch.autograd.grad(lse.square().sum(), (q, k)), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_gradients_of_gradients_are_refused(device):
+    q = torch.randn(1, 2, 4, 16, device=device, requires_grad=True)
+    (grad,) = torch.autograd.grad(training.attention("lean", q, q, q)[0].sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"no gradients of these .*eager"):
+        grad.sum().backward()
+
+
+def test_a_frozen_model_with_trained_sinks(device):
+    model = trainable("gpt_oss", device).requires_grad_(False)
+    for name, p in model.named_parameters():
+        p.requires_grad_(name.endswith("sinks"))
+    with hf_fastattn.count_calls() as calls:
+        found = gradients(model, "lean", "no_padding")
+    assert len(found) == 2 and calls == BOTH
+    agree(found, gradients(model, "eager", "no_padding"))
+    q, k = torch.randn(1, 4, 3, 16, device=device), torch.randn(1, 2, 3, 16, device=device)
+    with pytest.raises(RuntimeError, match="no backward pass, and q, k, v or sink_logits requires grad"):
+        attention(q, k, k, sink_logits=torch.zeros(4, device=device, requires_grad=True))
+
+
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_a_patched_model_trains_between_generations(use_cache, device):
+    model = trainable("gpt_oss", device)
+    expected = gradients(model, "eager", "left_padding", use_cache)
+    inputs = models.prompts("left_padding", device, length=LENGTH)
+    tokens = model.eval().generate(**inputs, max_new_tokens=4, do_sample=False)
+    with hf_fastattn.patch(model, graph=False):
+        for _ in range(2):
+            with hf_fastattn.count_calls() as calls:
+                assert torch.equal(model.eval().generate(**inputs, max_new_tokens=4, do_sample=False), tokens)
+            assert calls["lean.backward"] == 0 and calls["lean.prefill"] == 2
+            agree(gradients(model.train(), "lean", "left_padding", use_cache), expected)
+
+
+# ---- what has no gradients of its own ----
+
+
+def stock(model, name: str, expected: dict, match: str, **own) -> None:
+    interface._say_once.cache_clear()
+    with hf_fastattn.count_calls() as calls, pytest.warns(UserWarning, match=match) as said:
+        agree(gradients(model, name, "left_padding", **own), expected)
+    assert calls == {f"{name}.stock": 2}
+    assert len([w for w in said if "own sdpa attention runs" in str(w.message)]) == 1
+
+
+def test_a_backend_without_a_backward_pass_runs_the_models_own_attention(device):
+    model = trainable("llama", device)
+    expected = gradients(model, "sdpa", "left_padding")
+    registry.register(dataclasses.replace(registry.get("lean"), name="no_backward", backward=None))
+    del registry._backends["no_backward"]  # it is not one of names() in other tests
+    stock(model, "no_backward", expected, "has no backward pass: where it is asked for")
+    model = trainable("llama", device, head_dim=264)
+    stock(model, "lean", gradients(model, "sdpa", "left_padding"), "no backward pass for heads wider than 256 .here 264")
+    with pytest.raises(TypeError, match="None for one that streams"):
+        dataclasses.replace(registry.get("lean"), streaming=True)
+
+
+def test_a_custom_mask_runs_the_models_own_attention(device):
+    q = torch.randn(1, 4, 5, 16, device=device, requires_grad=True)
+    layer = torch.nn.Module()
+    layer.num_key_value_groups = 1
+    mask = torch.rand(1, 1, 5, 5, device=device) > 0.3
+    interface._say_once.cache_clear()
+    with pytest.warns(UserWarning, match="no backward pass for this mask"):
+        out, _ = interface.attention_forward("lean", layer, q, q, q, mask | torch.eye(5, dtype=torch.bool, device=device))
+    assert out.requires_grad
+
+
+def test_dropout_is_honoured(device):
+    model = trainable("llama", device, attention_dropout=0.3)
+    expected = gradients(model, "sdpa", "left_padding")
+    stock(model, "lean", expected, "'lean' has no dropout: where it is asked for")
+    ids = models.prompts("no_padding", device)["input_ids"]
+    with torch.no_grad(), hf_fastattn.count_calls() as calls:
+        assert not torch.equal(model(ids).logits, model(ids).logits)
+    assert calls == {"lean.stock": 4}
+    with torch.no_grad(), hf_fastattn.count_calls() as calls:
+        model.eval()(ids)
+    assert calls == {"lean.prefill": 2}
+
+
+def test_a_streaming_backend_refuses(device):
+    model = trainable("llama", device)
+    with hf_fastattn.patch(model, "streaming", window=16), pytest.raises(RuntimeError, match=r"'streaming' has no backward pass"):
+        model(models.prompts("no_padding", device)["input_ids"], use_cache=False)
+
+
+def test_another_form_of_keys_and_values_refuses(device, monkeypatch):
+    q = torch.randn(1, 4, 5, 16, device=device, requires_grad=True)
+    monkeypatch.setattr(interface.steps, "shown", lambda k, v: interface.steps.KV(k, v, Form("fewer bits")))
+    with pytest.raises(RuntimeError, match="plain K and V alone, and this cache has the form 'fewer bits'"):
+        interface.attention_forward("lean", torch.nn.Module(), q, q, q, None)
+
+
+# ---- convergence ----
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral_window_below_prompt", "gemma2", "gpt_oss", "bert"])
+def test_training_converges_as_with_eager(family, device):
+    losses = {}
+    for name in ("eager", "lean"):
+        if family == "bert":
+            own = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+            model = models.tiny("bert", device=device, auto=AutoModelForMaskedLM, **own).train()
+        else:
+            model = trainable(family, device)
+        model.set_attn_implementation(name)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        inputs = models.prompts("left_padding", device, length=LENGTH)
+        live = inputs["attention_mask"] & torch.nn.functional.pad(inputs["attention_mask"], (1, 0))[:, :-1]
+        labels = inputs["input_ids"].masked_fill(live == 0, -100)
+        losses[name] = []
+        for _ in range(32):
+            loss = model(**inputs, labels=labels).loss
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses[name].append(loss.item())
+    assert losses["eager"][-1] < 0.5 * losses["eager"][0]
+    assert abs(losses["lean"][0] - losses["eager"][0]) < 1e-4 * losses["eager"][0]
+    # Rounding grows from step to step; a wrong gradient shows at once.
+    torch.testing.assert_close(torch.tensor(losses["lean"][:8]), torch.tensor(losses["eager"][:8]), atol=1e-3, rtol=1e-2)
+    assert losses["lean"][-1] < 1.1 * losses["eager"][-1] + 0.05
