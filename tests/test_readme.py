@@ -71,7 +71,20 @@ def _on_a_t4():
 
 @torch.no_grad()
 def _packed():
-    tiny("llama", "lean")(torch.arange(8)[None], position_ids=torch.arange(8)[None] % 4)
+    lengths = torch.tensor([0, 4, 8], dtype=torch.int32)
+    tiny("llama", "lean")(torch.arange(16).view(2, 8), cu_seq_lens_q=lengths, cu_seq_lens_k=lengths)
+
+
+def _second():
+    q = torch.zeros(SHAPE, requires_grad=True)
+    (grad,) = torch.autograd.grad(hf_fastattn.training.attention("lean", q, q, q)[0].sum(), q, create_graph=True)
+    grad.sum().backward()
+
+
+def _train_streaming():
+    model = tiny("llama")
+    with hf_fastattn.patch(model, "streaming", window=16):
+        model(torch.arange(8)[None], use_cache=False)
 
 
 SHAPE = (1, 2, 4, 64)
@@ -79,6 +92,8 @@ T5 = {"d_model": 64, "num_heads": 4, "num_layers": 2, "decoder_start_token_id": 
 REFUSED = {  # a row of the table, by a part of what is asked: how to ask
     "an unknown backend": lambda: hf_fastattn.get("leen"),
     "require grad": lambda: _lean(SHAPE, SHAPE, SHAPE, requires_grad=True),
+    "create_graph": lambda: _second(),
+    "training under": lambda: _train_streaming(),
     "output_attentions": lambda: _generate(tiny("llama", "lean"), output_attentions=True, return_dict_in_generate=True),
     "Bloom": lambda: hf_fastattn.patch(tiny("bloom", n_head=4)),
     "T5": lambda: _generate(tiny("t5", "lean", auto=AutoModelForSeq2SeqLM, **T5)),
