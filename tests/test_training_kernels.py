@@ -18,6 +18,7 @@ from cases import DTYPES, ON_GPU
 from conftest import INTERPRETED
 
 from hf_fastattn.kernels import TritonKernel, checks, reference
+from hf_fastattn.kernels.host import gpu, tables
 from hf_fastattn.kernels.spans import build_spans, has_rows, segments, segments_of_lengths, with_rows
 from hf_fastattn.kernels.spec import KV, Spec
 
@@ -263,6 +264,30 @@ def test_every_run_gives_the_same_bits(head_dim, device):
     first = gradients(x, FORWARD, BACKWARD)
     for _ in range(100):
         assert all(torch.equal(a, b) for a, b in zip(gradients(x, FORWARD, BACKWARD)[:3], first[:3], strict=True))
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+def test_nothing_is_compiled_per_length(device):
+    from hf_fastattn.kernels.attention.backward import dkdv_kernel, dq_kernel
+
+    def variants() -> int:
+        return sum(len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in (dq_kernel, dkdv_kernel))
+
+    def train(length: int) -> None:
+        case = Case(q_len=length, kv_len=length, num_heads=4, head_dim=64, dtype="bf16", starts=((0, length // 3),))
+        gradients(make(case, device), FORWARD, BACKWARD)
+
+    train(200)
+    compiled = variants()
+    for length in range(201, 260, 7):
+        train(length)
+    assert variants() == compiled
+
+
+def test_programs_share_a_group_where_kv_heads_are_few():
+    sms = gpu.num_sms(torch.device("cpu"))
+    splits = [tables.group_splits(torch.device("cpu"), programs, 8) for programs in (1, sms, sms + 1)]
+    assert splits == [4, 2, 1] and tables.group_splits(torch.device("cpu"), 1, 7) == 1
 
 
 def test_intervals_of_packed_sequences():

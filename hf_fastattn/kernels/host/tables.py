@@ -121,6 +121,14 @@ def backward_dkdv_config(arch: int, itemsize: int, block_d: int, keys: int, busy
     return Config(32, 64, 4, 2) if block_d == 128 else Config(32, 32, 4, 2)
 
 
+def group_splits(device: torch.device, programs: int, group: int) -> int:
+    """Programs that share the query heads of a KV head in the gradients of K and V: more than one where they alone are few."""
+    splits = 1
+    while group % (2 * splits) == 0 and programs * splits <= gpu.num_sms(device):
+        splits *= 2
+    return splits
+
+
 def decode(device: torch.device, dtype: torch.dtype, head_dim: int, rows: int, heads: int | None) -> Config:
     """The decode kernels' launch for `rows` packed query rows in each KV head.
 

@@ -1,7 +1,7 @@
 """Gradients of attention in portable Triton, two launches: `dq`, which stores delta too, then `dkdv`.
 
-Seven products in place of the five of a fused backward, and for that no atomics and no workspace but delta: every run gives the
-same bits. Scores are computed again from lse, so that memory grows with the lengths alone.
+Seven products in place of the five of a fused backward, and for that no atomics, and no workspace but delta as a rule: every run
+gives the same bits. Scores are computed again from lse, so that memory grows with the lengths alone.
 """
 
 from __future__ import annotations
@@ -40,8 +40,6 @@ def backward(
     lse = lse.contiguous()
     delta = torch.empty_like(lse)
     dq, _ = checks.empty_outputs(q, call.head_dim, False)
-    dk, _ = checks.empty_outputs(kv.k, call.head_dim, False)
-    dv, _ = checks.empty_outputs(kv.v, call.value_dim, False)
     given = call.arguments()
     del given["LOAD_K"], given["LOAD_V"]
     given |= {"stride_ob": dout.stride(0), "stride_oh": dout.stride(1), "stride_om": dout.stride(2), "scale": call.scale}
@@ -49,6 +47,11 @@ def backward(
     busy = spans is not None or spec.softcap is not None
     for_dq = tables.backward_dq(q.device, q.dtype, call.width, call.q_len)
     for_dkdv = tables.backward_dkdv(q.device, q.dtype, call.width, call.kv_len, busy)
+    blocks = (1 + for_dkdv.split) * triton.cdiv(call.kv_len, for_dkdv.BLOCK_N)
+    splits = tables.group_splits(q.device, blocks * call.num_kv_heads * call.batch, call.group)
+    parts = (splits, call.batch, call.kv_len, call.num_kv_heads)
+    dtype = q.dtype if splits == 1 else torch.float32
+    dk, dv = (torch.empty(*parts, dim, device=q.device, dtype=dtype) for dim in (call.head_dim, call.value_dim))
     # Launched plainly: the lengths of packed sequences are new in every step.
     with torch.cuda.device_of(q):
         dq_kernel[(triton.cdiv(call.q_len, for_dq.BLOCK_M), call.num_heads, call.batch)](
@@ -64,15 +67,18 @@ def backward(
             num_stages=for_dq.num_stages,
         )
         if needs[1]:
-            split = for_dkdv.split
-            dkdv_kernel[((1 + split) * triton.cdiv(call.kv_len, for_dkdv.BLOCK_N), call.num_kv_heads, call.batch)](
+            dkdv_kernel[(blocks, call.num_kv_heads * splits, call.batch)](
                 **given,
                 DK=dk,
                 DV=dv,
                 C=call.constants(for_dkdv, packed=False),
-                SPLIT=split,
+                SPLIT=for_dkdv.split,
+                SPLITS=splits,
                 num_warps=for_dkdv.num_warps,
                 num_stages=for_dkdv.num_stages,
             )
     dsink = None if sink_logits is None else checks.sink_gradient(sink_logits, lse, delta)
-    return dq if needs[0] else None, dk if needs[1] else None, dv if needs[1] else None, dsink
+    if not needs[1]:
+        return dq if needs[0] else None, None, None, dsink
+    dk, dv = (x[0] if splits == 1 else x.sum(0).to(q.dtype) for x in (dk, dv))
+    return dq if needs[0] else None, dk.transpose(1, 2), dv.transpose(1, 2), dsink

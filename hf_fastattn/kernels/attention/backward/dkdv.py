@@ -3,7 +3,8 @@
     P = exp(S - lse)      dV = P^T dO      dS = P * (dO V^T - delta) * softcap'(S)      dK = scale * dS^T Q
 
 A program sums the query heads of its KV head in registers, in the same order every time: no atomics, and no K or V for each query
-head. Tiles are kept transposed, [keys, queries]. `dq` has stored delta before this launch.
+head. Where KV heads are too few for the GPU, several programs share a group, and their sums are added up later, in order too.
+Tiles are kept transposed, [keys, queries]. `dq` has stored delta before this launch.
 
 Source: Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning" (2023), algorithm 2.
 """
@@ -63,12 +64,13 @@ def _tile(
 
 @triton.jit
 def _sums(
-    k, v, keys, pointers, strides, row, kv_head, kv_heads, bounds, lookup, span_ptr, q_len, scales,
+    k, v, keys, pointers, strides, row, first_head, num_heads, bounds, lookup, span_ptr, q_len, scales,
+    HEADS: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
     C: tl.constexpr,
 ):  # fmt: skip
-    """(dk, dv) of a block of keys over all queries of its group, head after head; 0 in place of what is not summed."""
+    """(dk, dv) of a block of keys over all queries of HEADS heads, one after another; 0 in place of what is not summed."""
     Q, DOut, Lse, Delta = pointers
     stride_qb, stride_qh, stride_qm, stride_ob, stride_oh, stride_om = strides
     lo, hi, full_lo, full_hi = bounds
@@ -76,7 +78,6 @@ def _sums(
     BLOCK_N: tl.constexpr = C.BLOCK_N
     BLOCK_D: tl.constexpr = C.BLOCK_D
     BLOCK_DV: tl.constexpr = C.BLOCK_DV
-    GROUP: tl.constexpr = C.GROUP
     dk = 0
     dv = 0
     if DK:
@@ -85,17 +86,17 @@ def _sums(
         dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     before, full_stop, tiles = split_tiles(lo, hi, full_lo, full_hi, BLOCK_M)
     full = full_stop - before
-    for i in tl.range(0, GROUP * full):
-        head = kv_head * GROUP + i // full
-        stats = (row * kv_heads * GROUP + head) * q_len
+    for i in tl.range(0, HEADS * full):
+        head = first_head + i // full
+        stats = (row * num_heads + head) * q_len
         queries = (Q + row * stride_qb + head * stride_qh, DOut + row * stride_ob + head * stride_oh, stride_qm, stride_om,
                    Lse + stats, Delta + stats)  # fmt: skip
         at = lo + (before + i % full) * BLOCK_M
         dk, dv = _tile(dk, dv, k, v, keys, queries, at, hi, lookup, span_ptr, q_len, scales, DK, DV, False, C)
     masked = before + tiles - full_stop
-    for i in tl.range(0, GROUP * masked):
-        head = kv_head * GROUP + i // masked
-        stats = (row * kv_heads * GROUP + head) * q_len
+    for i in tl.range(0, HEADS * masked):
+        head = first_head + i // masked
+        stats = (row * num_heads + head) * q_len
         queries = (Q + row * stride_qb + head * stride_qh, DOut + row * stride_ob + head * stride_oh, stride_qm, stride_om,
                    Lse + stats, Delta + stats)  # fmt: skip
         at = tile_at(i % masked, before, lo, full_stop, BLOCK_M)
@@ -105,7 +106,7 @@ def _sums(
 
 @triton.jit
 def _store(Out, x, offs_n, rows, DIM: tl.constexpr, BLOCK: tl.constexpr, kv_len):
-    """Write a block of dK or dV, which is (batch, kv_len, num_kv_heads, DIM), contiguous."""
+    """Write a block of dK or dV, which is (splits, batch, kv_len, num_kv_heads, DIM), contiguous."""
     offs = tl.arange(0, BLOCK)[None, :]
     tl.store(Out + rows[:, None] * DIM + offs, x.to(Out.dtype.element_ty), mask=(offs_n < kv_len)[:, None] & (offs < DIM))
 
@@ -142,16 +143,22 @@ def dkdv_kernel(
     cap_log2,
     C: tl.constexpr,
     SPLIT: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):
-    """SPLIT: two programs for each block of keys, one for dK and one for dV, where registers hold no block of both."""
+    """SPLIT: two programs for each block of keys, one for dK and one for dV, where registers hold no block of both.
+
+    SPLITS: programs that share the heads of a group; each writes its sums to a part of DK and DV of its own.
+    """
     BLOCK_N: tl.constexpr = C.BLOCK_N
     HEAD_DIM: tl.constexpr = C.HEAD_DIM
     VALUE_DIM: tl.constexpr = C.VALUE_DIM
     # The first keys have the most queries where attention is causal.
     program = tl.program_id(0)
     first_key = (program // 2 if SPLIT else program) * BLOCK_N
-    kv_head = tl.program_id(1).to(tl.int64)
-    kv_heads = tl.num_programs(1)
+    HEADS: tl.constexpr = C.GROUP // SPLITS
+    kv_heads = tl.num_programs(1) // SPLITS
+    kv_head = (tl.program_id(1) // SPLITS).to(tl.int64)
+    part = tl.program_id(1) % SPLITS
     row = tl.program_id(2).to(tl.int64)
     offs_n = first_key + tl.arange(0, BLOCK_N)
 
@@ -163,24 +170,28 @@ def dkdv_kernel(
                   HEAD_DIM, C.BLOCK_D)  # fmt: skip
     v = load_rows(V + row * stride_vb + kv_head * stride_vh, stride_vn, offs_n, tl.arange(0, C.BLOCK_DV), keys >= 0, True,
                   VALUE_DIM, C.BLOCK_DV)  # fmt: skip
-    rows = (row * kv_len + offs_n) * kv_heads + kv_head
+    rows = ((part * tl.num_programs(2) + row) * kv_len + offs_n) * kv_heads + kv_head
+    first_head, num_heads = kv_head * C.GROUP + part * HEADS, kv_heads * C.GROUP
     pointers = (Q, DOut, Lse, Delta)
     strides = (stride_qb, stride_qh, stride_qm, stride_ob, stride_oh, stride_om)
     scales = (scale_log2, cap_log2)
     if SPLIT:
         if program % 2 == 0:
             dk, _ = _sums(
-                k, v, keys, pointers, strides, row, kv_head, kv_heads, bounds, lookup, span_ptr, q_len, scales, True, False, C
+                k, v, keys, pointers, strides, row, first_head, num_heads, bounds, lookup, span_ptr, q_len, scales,
+                HEADS, True, False, C,
             )  # fmt: skip
             _store(DK, dk * scale, offs_n, rows, HEAD_DIM, C.BLOCK_D, kv_len)
         else:
             _, dv = _sums(
-                k, v, keys, pointers, strides, row, kv_head, kv_heads, bounds, lookup, span_ptr, q_len, scales, False, True, C
+                k, v, keys, pointers, strides, row, first_head, num_heads, bounds, lookup, span_ptr, q_len, scales,
+                HEADS, False, True, C,
             )  # fmt: skip
             _store(DV, dv, offs_n, rows, VALUE_DIM, C.BLOCK_DV, kv_len)
     else:
         dk, dv = _sums(
-            k, v, keys, pointers, strides, row, kv_head, kv_heads, bounds, lookup, span_ptr, q_len, scales, True, True, C
+            k, v, keys, pointers, strides, row, first_head, num_heads, bounds, lookup, span_ptr, q_len, scales,
+            HEADS, True, True, C,
         )  # fmt: skip
         _store(DK, dk * scale, offs_n, rows, HEAD_DIM, C.BLOCK_D, kv_len)
         _store(DV, dv, offs_n, rows, VALUE_DIM, C.BLOCK_DV, kv_len)
