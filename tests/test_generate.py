@@ -214,11 +214,13 @@ def test_chunked_prefill_of_a_second_turn(static, device):
 
 SHORT = {"rows": 2, "length": 34}  # one query more than the decode kernels take
 INTERPRETER = [
-    (family, "lean", *mode)
-    for family in SOME_FAMILIES
-    for mode in [("dynamic_cache", "no_padding"), ("static_cache", "holes"), ("prompt_lookup", "holes")]
+    ("llama", "lean", "dynamic_cache", "no_padding"),
+    ("llama", "lean", "prompt_lookup", "holes"),
+    ("mistral_window_below_prompt", "lean", "static_cache", "holes"),
+    ("gpt_oss", "lean", "dynamic_cache", "no_padding"),
+    ("llama", "split_kv", "static_cache", "holes"),
+    ("llama", "fa2", "static_cache", "holes"),
 ]
-INTERPRETER += [("llama", "split_kv", "static_cache", "holes"), ("llama", "fa2", "static_cache", "holes")]
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="runs in the process that test_interpreted_kernels starts")

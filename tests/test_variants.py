@@ -41,17 +41,16 @@ def variants(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("cache", [None, "static"])
-@pytest.mark.parametrize("backend", ["fa2", "split_kv", "lean"])
+@pytest.mark.parametrize("backend, cache", [("fa2", "static"), ("split_kv", None), ("lean", None), ("lean", "static")])
 def test_other_lengths_compile_nothing(backend, cache, variants):
     model = tiny("llama", num_hidden_layers=1)
     counts = []
     with hf_fastattn.patch(model, backend, cache=cache, graph=False):
-        for length in (34, 41, 50):  # more rows of queries than a decode kernel takes
+        for length in (41, 48):  # more rows of queries than a decode kernel takes; odd, and a multiple of 16
             ids = prompts("no_padding", "cpu", rows=1, length=length)["input_ids"]
             model.generate(input_ids=ids, max_new_tokens=2, do_sample=False)
             counts.append(len(variants))
-    assert counts[0] == counts[1] == counts[2], sorted(name for name, *_ in variants)
+    assert counts[0] == counts[1], sorted(name for name, *_ in variants)
     assert counts[0] <= {"fa2": 4, "lean": 5, "split_kv": 5}[backend]  # norm, rotation, prefill, and one decode kernel or two
 
 
