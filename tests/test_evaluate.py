@@ -70,7 +70,9 @@ def test_smollm2_backends_and_caches_are_equal(smollm2, small, tmp_path, monkeyp
         return generate(self, *args, attention_mask=attention_mask, **options)
 
     monkeypatch.setattr(type(smollm2[0]), "generate", spied)
-    backends = ["sdpa", "eager", "fa2", "split_kv", "lean"]
+    backends = ["sdpa", "eager", "lean"]
+    if smollm2[0].device.type == "cuda":  # on a CPU all of ours run the reference
+        backends += ["fa2", "split_kv"]
     found = evaluate(
         *smollm2, backends=backends, tasks=["small"], include_path=[small], batch_size=3, decode_tokens=6, out=tmp_path
     )
