@@ -99,7 +99,7 @@ def test_what_is_not_of_the_form_is_refused(device):
 def test_half_a_form_and_tensors_that_no_kernel_can_read_are_refused(device):
     x = make(CASES[0], device)
     for kernel in test_kernels.RUNNABLE:
-        with pytest.raises(ValueError, match=r"'half' .* has device functions and no unpack"):
+        with pytest.raises(ValueError, match=r"'half' .* has device functions but no unpack"):
             kernel.launcher()(x.q, KV(x.k, x.v, Form("half", load_v=load_negated)))
         k, scales = torch.zeros(x.k.shape, dtype=torch.int8, device=device), torch.ones(*x.k.shape[:3], 2, device=device)[..., 0]
         with pytest.raises(ValueError, match="scales of K and V must be contiguous"):

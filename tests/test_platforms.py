@@ -110,7 +110,7 @@ def gpu(monkeypatch):
 
 
 OLD = r"need a GPU of compute capability 8.0 \(Ampere\) or higher; Tesla T4 has 7.5. Use attn_implementation=\"sdpa\" there"
-AMD = r"made for NVIDIA GPUs, and cuda.* is an AMD GPU.* Use attn_implementation=\"sdpa\" there"
+AMD = r"need an NVIDIA GPU, and cuda.* is an AMD GPU.* Use attn_implementation=\"sdpa\" there"
 MACHINES = {"T4": ({}, OLD), "V100": ({"capability": (7, 0)}, "Tesla T4 has 7.0"), "ROCm": ({"hip": "6.3"}, AMD)}
 
 

@@ -1,7 +1,7 @@
-"""The attention kernels and their reference in PyTorch. PyTorch and Triton only; nothing here knows Transformers.
+"""The attention kernels and their reference in PyTorch. They need PyTorch and Triton, not Transformers.
 
 `reference.attention` and the kernels in attention/ share one signature and one contract: attention(q, kv, spec, spans). spec.py
-says what K and V and the static part of a call are, spans.py what is visible.
+defines K and V and the static arguments of a call, spans.py defines which keys are visible.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def _has_triton() -> bool:
 
 HAS_TRITON = _has_triton()
 REFERENCE = "the PyTorch reference"
-# Read once, as Triton itself reads it when a kernel is defined.
+# Read once: Triton reads the variable when a kernel is defined.
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 class TritonKernel:
-    """The launcher `hf_fastattn.kernels.attention.<name>.<name>`, imported when first needed; the reference for CPU tensors.
+    """The launcher `hf_fastattn.kernels.attention.<name>.<name>`, imported at the first call; for CPU tensors the reference.
 
     `hopper` names a module of the same kind that runs instead on compute capability 9.0 wherever its `why_not` returns None.
     `stream_k` names one that cuts K and V into shares, and runs where blocks of queries leave much of the GPU idle
@@ -64,7 +64,7 @@ class TritonKernel:
         return f"TritonKernel({self.name!r})"
 
     def where(self, device: torch.device | str) -> str:
-        """What a call on this device runs, in words. Raises RuntimeError where nothing can run."""
+        """A description of what a call on this device runs. Raises RuntimeError if nothing can run there."""
         device = torch.device(device) if isinstance(device, str) else device
         if device.type == "cpu":
             return "the Triton kernel, interpreted" if INTERPRETED and HAS_TRITON else REFERENCE
@@ -74,7 +74,7 @@ class TritonKernel:
                 f"got a tensor on {device.type!r}. "
                 'Use attn_implementation="sdpa" there.'
             )
-        if torch.cuda.is_available():  # else this says what a GPU machine would run
+        if torch.cuda.is_available():  # without a GPU: what a machine with a GPU would run
             gpu.arch(device)
         if not HAS_TRITON:
             raise RuntimeError(
@@ -103,7 +103,7 @@ class TritonKernel:
         return self._choose(self._launch, q, kv, spec, spans)(q, kv, spec, spans, **options)
 
     def choice(self, q: torch.Tensor, kv: KV, spec: Spec) -> tuple[str, str | None]:
-        """(the module whose kernel runs on a GPU for these inputs, why the Hopper kernel does not where it might)."""
+        """(module whose kernel runs on a GPU for these inputs, reason why the Hopper kernel does not run or None)."""
         name, why_not = self.name, None
         if self.hopper is not None and (why_not := _module(self.hopper).why_not(q, kv, spec.sinks)) is None:
             name = self.hopper

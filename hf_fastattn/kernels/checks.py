@@ -1,4 +1,4 @@
-"""What every kernel asks of its arguments before it runs, and the outputs all of them allocate."""
+"""The checks of arguments that the kernels share, and the allocation of their outputs."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _check_shapes(q, kv: KV) -> None:
 
 
 def check_widths(q, kv: KV) -> None:
-    """Refuse heads that are wider than kernels hold. The reference takes any, but not where it stands in for a kernel."""
+    """Refuse heads wider than the kernels support. The reference supports any width, but not in place of a kernel."""
     for what, width, most in (("head_dim", q.shape[3], MAX_HEAD_DIM), ("the values' head_dim", kv.v.shape[3], MAX_VALUE_DIM)):
         if width > most:
             raise ValueError(
@@ -89,7 +89,9 @@ def check_widths(q, kv: KV) -> None:
 def _check_form(q, kv: KV) -> None:
     form = kv.form
     if form.unpack is None and (form.load_k is not None or form.load_v is not None):
-        raise ValueError(f"The form {form.name!r} of K and V has device functions and no unpack, the same in torch. Give it one.")
+        raise ValueError(
+            f"The form {form.name!r} of K and V has device functions but no unpack(), their equivalent in torch. Add one."
+        )
     for name in ("scales", "centre", "pages"):
         tensor = getattr(kv, name)
         if tensor is not None and (tensor.device != q.device or not tensor.is_contiguous()):
@@ -132,14 +134,14 @@ def _check_spec(spec: Spec, q, sink_logits, inv_freq) -> None:
         raise ValueError(f"sinks is the number of first keys of a row to keep, at least 0; got {sinks}.")
     if inv_freq is not None:
         if sinks == 0:
-            raise ValueError("inv_freq turns the query that scores the sinks, and sinks is 0; pass both or neither.")
+            raise ValueError("inv_freq re-rotates the query that scores the sinks, and sinks is 0; pass both or neither.")
         if inv_freq.dtype != torch.float32 or inv_freq.dim() != 1 or inv_freq.device != q.device or not inv_freq.is_contiguous():
             raise ValueError(
                 f"inv_freq must be float32, (rotary_dim / 2,), contiguous and on {q.device}; "
                 f"got {inv_freq.dtype} {tuple(inv_freq.shape)} on {inv_freq.device}."
             )
         if not 0 < 2 * inv_freq.shape[0] <= head_dim:
-            raise ValueError(f"inv_freq turns pairs of q's {head_dim} dimensions; got {inv_freq.shape[0]} frequencies.")
+            raise ValueError(f"inv_freq rotates pairs of q's {head_dim} dimensions; got {inv_freq.shape[0]} frequencies.")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap must be above 0; got {softcap}. Pass None for no softcap.")
     if scale is not None and not scale > 0:
@@ -193,9 +195,9 @@ def token_major(x: torch.Tensor) -> torch.Tensor:
 
 
 def empty_outputs(q: torch.Tensor, value_dim: int, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse): out is (batch, num_heads, q_len, value_dim) stored as (batch, q_len, num_heads, value_dim), as models want it.
+    """(out, lse): out is (batch, num_heads, q_len, value_dim) stored as (batch, q_len, num_heads, value_dim), as models expect.
 
-    lse is fp32 (batch, num_heads, q_len); without `return_lse` it is `out` again, a pointer nobody follows.
+    lse is fp32 (batch, num_heads, q_len). Without `return_lse` it is `out`, as a pointer that is not used.
     """
     batch, num_heads, q_len, _ = q.shape
     token = num_heads * value_dim
@@ -207,7 +209,7 @@ def empty_outputs(q: torch.Tensor, value_dim: int, return_lse: bool) -> tuple[to
 
 
 def log2_scales(scale: float, softcap: float | None) -> tuple[float, float]:
-    """(scale_log2, cap_log2) as `device.online.scores_of` takes them."""
+    """(scale_log2, cap_log2), the arguments of `device.online.scores_of`."""
     log2_e = math.log2(math.e)
     if softcap is None:
         return scale * log2_e, 0.0

@@ -1,4 +1,4 @@
-"""Merge: attention over several parts of the keys, put together to attention over all of them.
+"""Merge: attention over several parts of the keys, combined into attention over all of them.
 
 The parts are splits of a long context (Flash-Decoding), shares of several GPUs (Ring and Tree Attention), or a prefix that many
 rows share, and the rest. Learned sink logits belong to one part alone.
@@ -24,18 +24,18 @@ def merge(
     Up to rounding this is associative and commutative: parts may be merged in any order and any grouping, and what merge()
     returns is again a part. Its identity is out 0 with lse -inf, attention over no keys: merged with it, a part stays as it is.
 
-    outs: for each part a tensor (batch, num_heads, q_len, head_dim), all of one dtype; or these stacked in one tensor. lses: for
-    each part (batch, num_heads, q_len), float32, the natural logarithm of its softmax denominator, as kernels give it with
-    return_lse=True; or these stacked. A part in which a query sees nothing has out 0 and lse -inf there and changes nothing; a
-    query that sees nothing in any part has that as its result. Sums are float32.
+    outs: one tensor (batch, num_heads, q_len, head_dim) for each part, all of one dtype, or one stacked tensor. lses: one tensor
+    (batch, num_heads, q_len) for each part, float32, the natural logarithm of the softmax denominator, as kernels return it with
+    return_lse=True, or one stacked tensor. Where a query sees no key of a part, that part has out 0 and lse -inf and does not
+    contribute. A query that sees no key at all gets out 0 and lse -inf. Sums are float32.
 
     Returns out (batch, num_heads, q_len, head_dim) in the dtype of outs and lse (batch, num_heads, q_len) float32. Gradients flow
-    to outs and lses. Raises ValueError or TypeError, in a sentence, for parts that do not fit together.
+    to outs and lses. Raises ValueError or TypeError, with the reason, for parts that do not match.
     """
     _check(outs, lses)
     denominators = lses if isinstance(lses, torch.Tensor) else torch.stack(tuple(lses))
     top = denominators.detach().amax(0)
-    top = torch.where(top == float("-inf"), 0.0, top)  # where nobody saw anything, so that 0 is subtracted and not -inf
+    top = torch.where(top == float("-inf"), 0.0, top)  # -inf - (-inf) would be NaN
     weights = torch.exp(denominators - top)
     total = weights.sum(0)
     nothing = total == 0

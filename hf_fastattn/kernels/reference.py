@@ -18,7 +18,7 @@ from . import checks
 from .spans import CAUSAL, DROPPED, HOLES, KV_START, NO_WINDOW, Q_START, WORDS, has_rows
 from .spec import KV, Gradients, Spec
 
-SCORES_AT_ONCE = 1 << 20  # 4 MiB, of which a CPU's caches hold much; a GPU takes more before it is busy
+SCORES_AT_ONCE = 1 << 20  # 4 MiB, about the size of a CPU's caches; a GPU needs larger chunks to be busy
 
 
 def visible(
@@ -31,7 +31,7 @@ def visible(
     sinks: int = 0,
     some: range | None = None,
 ) -> torch.Tensor:
-    """Which keys each query sees: bool (batch or 1, q_len, kv_len). some: of these queries alone."""
+    """Which keys each query sees: bool (batch or 1, q_len, kv_len). some: a range of queries; None for all."""
     slots = torch.arange(kv_len, device=device, dtype=torch.int32)
     some = range(q_len) if some is None else some
     queries = torch.arange(some.start, some.stop, device=device, dtype=torch.int32)
@@ -68,24 +68,25 @@ def attention(
     inv_freq: torch.Tensor | None = None,
     return_lse: bool = False,
 ):
-    """softmax(scale * q k^T) v over the keys each query sees, exact, in fp32.
+    """softmax(scale * q k^T) v over the keys that each query sees, exact, in fp32.
 
-    q: (batch, num_heads, q_len, head_dim); kv: K and V, (batch, num_kv_heads, kv_len, head_dim), V's head_dim its own, num_heads
-    a multiple of num_kv_heads; fp16, bf16 or fp32, any strides with stride(-1) == 1. Query i stands at slot kv_len - q_len + i
-    (lower-right alignment) unless `spans` says otherwise.
+    q: (batch, num_heads, q_len, head_dim). kv: K and V, (batch, num_kv_heads, kv_len, head_dim); the head_dim of V may differ.
+    num_heads is a multiple of num_kv_heads. The dtype is fp16, bf16 or fp32, the strides are any with stride(-1) == 1. Query i is
+    at slot kv_len - q_len + i (lower-right alignment) unless `spans` gives another slot.
 
-    spans: int32, see `kernels.spans`. causal: query p sees key j only if j <= p; False leaves it to the spans' flag.
-    window: the query sees the nearest `window` keys, itself included (both sides where not causal). softcap c: scores
-    become c * tanh(score / c). scale: head_dim ** -0.5 where None. sink_logits: (num_heads,), one more logit in each
-    head's denominator that has no value (GPT-OSS). A query that sees nothing gets 0.
+    spans: int32, see `kernels.spans`. causal: query p sees key j only if j <= p; with False the flag in the spans decides.
+    window: a query sees the nearest `window` keys, its own included (on both sides if not causal). softcap c: scores
+    become c * tanh(score / c). scale: None for head_dim ** -0.5. sink_logits: (num_heads,), one additional logit in the softmax
+    denominator of each head, without a value (GPT-OSS). The result of a query that sees no key is 0.
 
-    sinks: every query sees the row's first `sinks` slots (from KV_START on; causality and holes still hold) whatever the window,
-    and scores them, with inv_freq by the query re-rotated from its place p in the row to min(p, sinks + window - 1).
-    inv_freq, fp32 (rotary_dim / 2,), and interleaved say how the rotary embedding turns (`kernels.decode.rotate`).
+    sinks: every query also sees the first `sinks` slots of its row (from KV_START on), whatever the window; causality and holes
+    still apply. With inv_freq, sinks are scored with the query re-rotated from its position p in the row to
+    min(p, sinks + window - 1). inv_freq, fp32 (rotary_dim / 2,), and interleaved describe the rotary embedding
+    (`kernels.decode.rotate`).
 
-    Returns out (batch, num_heads, q_len, V's head_dim) in q's dtype, a view of (batch, q_len, num_heads, V's head_dim); with
-    `return_lse` also lse (batch, num_heads, q_len) fp32, the natural logarithm of the denominator (-inf where it is 0).
-    Raises ValueError, TypeError or RuntimeError, in a sentence, for what it cannot honour.
+    Returns out (batch, num_heads, q_len, head_dim of V) in q's dtype, a view of (batch, q_len, num_heads, head_dim of V); with
+    `return_lse` also lse (batch, num_heads, q_len) fp32, the natural logarithm of the denominator (-inf if it is 0).
+    Raises ValueError, TypeError or RuntimeError, with the reason, for arguments that it does not support.
 
     Sources: Vaswani et al. (2017), section 3.2.1; softcap: Gemma 2 (2024), section 2; sink logits: GPT-OSS (2025); sinks: Xiao et
     al., "Efficient Streaming Language Models with Attention Sinks" (2024), section 3.2.
@@ -95,7 +96,7 @@ def attention(
     batch, num_heads, q_len, head_dim = q.shape
     kv_heads, kv_len, value_dim = k.shape[1], k.shape[2], v.shape[3]
     out, lse = checks.empty_outputs(q, value_dim, return_lse)
-    # The query heads of one KV head stand together, so K and V are not expanded.
+    # The query heads of a KV head are adjacent, so K and V need no expansion.
     grouped = (batch, kv_heads, num_heads // kv_heads, q_len)
     into = out.view(*grouped, value_dim), lse.view(grouped) if return_lse else None
     logits = None if sink_logits is None else _wide(sink_logits).view(kv_heads, -1, 1, 1)
@@ -219,7 +220,7 @@ def _part(x: torch.Tensor | None, where: Any) -> Any:
 
 
 def _attend(out, lse, q, k, v, seen, logits, q_sinks, is_sink, *, scale: float, softcap: float | None) -> None:
-    """Attention of q (batch, num_kv_heads, group, q_len, head_dim) over the keys `seen`, written to out and, unless None, lse."""
+    """Attention of q (batch, num_kv_heads, group, q_len, head_dim) over the keys `seen`; writes out, and lse if not None."""
     batch, kv_heads, group, q_len, head_dim = q.shape
 
     def score(queries):
@@ -240,7 +241,7 @@ def _attend(out, lse, q, k, v, seen, logits, q_sinks, is_sink, *, scale: float, 
     total = weights.sum(-1, keepdim=True)
     if logits is not None:
         total += torch.exp(logits - top)
-    # Slots nobody sees may hold anything, NaN too; 0 * NaN must not reach the output.
+    # A slot that no query sees may contain NaN, and 0 * NaN must not reach the output.
     values = v.masked_fill(~seen.any(1)[:, None, :, None], 0.0)
     sums = weights.view(batch, kv_heads, group * q_len, -1) @ values
     out.copy_(sums.view(out.shape) / total.masked_fill(total == 0, 1.0))
@@ -249,7 +250,7 @@ def _attend(out, lse, q, k, v, seen, logits, q_sinks, is_sink, *, scale: float, 
 
 
 def _seen_by_any(seen: torch.Tensor) -> slice:
-    """From the first key that a query sees to the last; all keys on a GPU, which would have to be waited for."""
+    """From the first key that a query sees to the last. On a GPU all keys: the bounds would need a synchronisation."""
     if seen.device.type != "cpu":
         return slice(None)
     keys = seen.any(0).any(0).nonzero()
@@ -266,7 +267,7 @@ def turned_back(
     sinks: int,
     interleaved: bool,
 ) -> torch.Tensor:
-    """The queries that score the sinks, of q's shape and dtype: what `kernels.decode.rotate` computes, and says why."""
+    """The re-rotated queries that score the sinks, in q's shape and dtype; `kernels.decode.rotate` has the formula."""
     q_len, pairs = q.shape[2], inv_freq.shape[0]
     token = torch.arange(q_len, device=q.device)
     if spans is None:
@@ -298,9 +299,9 @@ def dense_attention(
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention under any mask: bool (True where attended) or additive, broadcastable to (batch, num_heads, q_len, kv_len).
+    """Attention with any mask: bool (True: attended) or additive, broadcastable to (batch, num_heads, q_len, kv_len).
 
-    torch's scaled_dot_product_attention with K/V expanded to all query heads; plain torch with softcap or sink logits.
+    Runs torch's scaled_dot_product_attention with K/V expanded to all query heads, or plain torch for softcap or sink logits.
     """
     mask = mask[..., : k.shape[2]]
     group = q.shape[1] // k.shape[1]

@@ -1,10 +1,10 @@
-"""Spans: what each row of a batch may attend to, in a few int32 on the device.
+"""Spans: which keys each row of a batch may attend to, as a few int32 on the device.
 
 One tensor of shape (batch, 1, 1, 6) or (batch, 1, 1, 6 + ceil(kv_len / 32)), dtype int32, replaces a mask of
 (batch, 1, q_len, kv_len). All positions are slots of the K/V buffers, so a cache that dropped its oldest tokens needs no offset.
-Rows that the host knows to be alike are one row, expanded: a batch stride of 0 tells a kernel so.
+A batch that the host knows to be uniform has one row, expanded: kernels recognise it by its batch stride of 0.
 
-    Q_START   slot of the row's first query; query i stands at Q_START + i
+    Q_START   slot of the row's first query; query i is at slot Q_START + i
     KV_START  first live slot (left padding ends here)
     KV_STOP   one past the last live slot (right padding, or the unwritten end of a preallocated cache, begins here)
     WINDOW    query p sees key j only if p - j < WINDOW (and j - p < WINDOW where not causal); NO_WINDOW for all
@@ -42,7 +42,7 @@ NO_WINDOW = 1 << 30
 
 
 def num_words(kv_len: int) -> int:
-    """Words of 32 slots that hold a key mask of `kv_len` slots."""
+    """Number of 32-bit words in a key mask of `kv_len` slots."""
     return (kv_len + 31) // 32
 
 
@@ -65,9 +65,9 @@ def build_spans(
 ) -> torch.Tensor:
     """Spans (int32, see above) for `q_len` queries over a buffer of `kv_len` slots.
 
-    q_offset: absolute position of the first query, an int or a device tensor of one element (a static cache's length).
-    kv_offset: absolute position that slot 0 holds. attention_mask: bool (batch, seen), True where a position is live;
-    positions past its end are not; without, rows are alike. One launch on a GPU; no host sync anywhere.
+    q_offset: absolute position of the first query, an int or a device tensor of one element (the length of a static cache).
+    kv_offset: absolute position of slot 0. attention_mask: bool (batch, seen), True for live positions; positions past its end
+    are not live. Without a mask the batch is uniform. One launch on a GPU; never synchronises with the host.
     """
     mask, rows = attention_mask, 1 if attention_mask is None else batch
     if mask is not None and (mask.dtype != torch.bool or mask.dim() != 2 or mask.shape[0] != batch):
@@ -126,7 +126,7 @@ def _build_spans_torch(
     window: int | None,
     attention_mask: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The same in PyTorch operations; also what a compiled graph on a CPU runs."""
+    """The same in PyTorch; compiled graphs on a CPU run this too."""
     q_start = torch.as_tensor(q_offset, device=device).reshape(1).to(torch.int32) - kv_offset
     q_start = q_start.expand(batch)
     end = torch.clamp(q_start + q_len, max=kv_len) if causal else torch.full_like(q_start, kv_len)
@@ -141,7 +141,7 @@ def _build_spans_torch(
     padded = 32 * num_words(kv_len)
     live = torch.nn.functional.pad(live, (0, padded - live.shape[1]))
     slots = torch.arange(padded, device=device, dtype=torch.int32)
-    # Slots past the last query do not count.
+    # Slots past the last query are not live.
     seen = live & (slots < end[:, None])
     start = torch.where(seen, slots, kv_len).amin(-1)
     stop = torch.where(seen, slots + 1, 0).amax(-1)
@@ -154,7 +154,7 @@ def _build_spans_torch(
 
 
 def pack_spans(q_start: torch.Tensor, kv_start: torch.Tensor, kv_stop: torch.Tensor, dropped: torch.Tensor) -> torch.Tensor:
-    """Causal spans without window or holes, of int64 (batch,) each."""
+    """Causal spans without window or holes, from int64 tensors (batch,)."""
     ints = [q_start, kv_start, kv_stop, torch.full_like(q_start, NO_WINDOW), torch.full_like(q_start, CAUSAL), dropped]
     return torch.stack(ints, -1).to(torch.int32).view(-1, 1, 1, WORDS)
 
@@ -205,7 +205,7 @@ if triton is not None:
         FLAGS: tl.constexpr = FLAGS,
         DROPPED: tl.constexpr = DROPPED,
     ):  # fmt: skip
-        """Write the integers of one row (scalars), or of many (blocks and a mask)."""
+        """Write the integers of one row (scalars) or of several rows (blocks with a mask)."""
         tl.store(span_ptrs + Q_START, q_start, mask=mask)
         tl.store(span_ptrs + KV_START, kv_start, mask=mask)
         tl.store(span_ptrs + KV_STOP, kv_stop, mask=mask)
@@ -234,7 +234,7 @@ if triton is not None:
         NUM_INTS: tl.constexpr,
         BLOCK: tl.constexpr,
     ):
-        """One program per row: reads the row's mask once, BLOCK words at a time, up to the last query: a buffer may be longer."""
+        """One program per row: reads the row's mask once, BLOCK words at a time, up to the slot of the last query."""
         row = tl.program_id(0).to(tl.int64)
         out = Spans + row * (NUM_INTS + words)
         if OFFSET_ON_DEVICE:

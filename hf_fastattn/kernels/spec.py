@@ -1,7 +1,8 @@
-"""What a call of attention is made of, besides the queries: K and V as a cache holds them, and what is static.
+"""The arguments of attention besides the queries: K and V as a cache stores them, and the static arguments.
 
-`Spec` is hashable and keys what is compiled and remembered; `KV` holds the tensors. A form of K and V other than plain tensors
-(in pages, in fewer bits) is one `Form`: device functions that load a tile, and the same in PyTorch for the reference.
+`Spec` is hashable: compiled kernels and prepared launches are cached by it. `KV` holds the tensors. A `Form` describes a storage
+format of K and V other than plain tensors (paged, quantised): device functions that load a tile, and their equivalent in PyTorch
+for the reference.
 """
 
 from __future__ import annotations
@@ -17,25 +18,25 @@ Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None,
 
 
 class Spec(NamedTuple):
-    """What is static in a call of attention. The reference (`kernels.reference.attention`) says what each means."""
+    """The static arguments of attention. `kernels.reference.attention` documents each of them."""
 
     scale: float | None = None
     causal: bool = True
     window: int | None = None
     softcap: float | None = None
     sinks: int = 0
-    interleaved: bool = False  # of the rotary embedding that `inv_freq` belongs to
+    interleaved: bool = False  # layout of the rotary embedding whose frequencies are `inv_freq`
 
 
 class Form(NamedTuple):
-    """How K and V lie in memory, and how a kernel and the reference read them.
+    """The storage format of K and V, and how a kernel and the reference read it.
 
-    load_k, load_v: Triton device functions (tile.load_plain says with which arguments), None for plain tensors. unpack: what they
-    read, in torch: KV -> (k, v), plain tensors (batch, num_kv_heads, kv_len, head_dim) in the queries' dtype. check: raises
-    ValueError or TypeError for tensors that are not of this form; called with (q, kv). It takes the place of the check that q, k
-    and v have one dtype, and may look at shapes, strides and dtypes, not at contents.
+    load_k, load_v: Triton device functions with the arguments of tile.load_plain; None for plain tensors. unpack: their
+    equivalent in torch, KV -> (k, v), plain tensors (batch, num_kv_heads, kv_len, head_dim) in the queries' dtype. check: raises
+    ValueError or TypeError for tensors of another format; called with (q, kv). It replaces the check that q, k and v share one
+    dtype. It may depend on shapes, strides and dtypes, not on contents.
 
-    Make a form once, at module level: launches are remembered by it, and so is that a check has passed.
+    Create a form once, at module level: prepared launches are cached by it, and a check runs once for each of them.
     """
 
     name: str
@@ -49,11 +50,11 @@ PLAIN = Form("plain")
 
 
 class KV(NamedTuple):
-    """What a layer of a cache passes to a kernel.
+    """K and V, as a layer of a cache passes them to a kernel.
 
-    k, v: (batch, num_kv_heads, kv_len, head_dim), V's head_dim its own, any strides with stride(-1) == 1; in another form than
-    PLAIN, of that shape as far as the form can say it. scales, centre, pages: tensors that a form reads besides them, contiguous
-    and on q's device.
+    k, v: (batch, num_kv_heads, kv_len, head_dim), any strides with stride(-1) == 1. The head_dim of V may differ from that of K.
+    A form other than PLAIN may give the sizes another meaning. scales, centre, pages: further tensors that a form reads,
+    contiguous and on q's device.
     """
 
     k: torch.Tensor
@@ -65,7 +66,7 @@ class KV(NamedTuple):
 
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
-        """k, v and what the form reads besides, in the order of the kernels' arguments."""
+        """k, v and the further tensors of the form, in the order of the kernels' arguments."""
         return self.k, self.v, self.scales, self.centre, self.pages
 
     def plain(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -85,7 +86,7 @@ def call(
     return_lse: bool = False,
     **static: Any,
 ) -> Result:
-    """`kernel` on plain K and V; `static`: the fields of `Spec`."""
+    """Call `kernel` on plain K and V; `static`: the fields of `Spec`."""
     return kernel(
         q, KV(k, v), Spec(**static), spans, sink_logits=sink_logits, inv_freq=inv_freq, return_lse=return_lse
     )  # fmt: skip

@@ -1,6 +1,6 @@
-"""FlashAttention-2 forward: one program per (block of query rows, head, batch row), K/V streamed past it.
+"""FlashAttention-2 forward in portable Triton: one program per (block of query rows, head, batch row), which loops over K/V.
 
-Portable Triton. The longest causal blocks start first; K/V heads are shared by their query heads without expansion.
+The longest causal blocks start first. Query heads share K/V heads without expansion.
 Source: Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning" (2023), algorithm 1.
 """
 
@@ -95,7 +95,7 @@ def prefill(
 ):
     """Exact attention of many query rows; arguments, result and errors as in `kernels.reference.attention`."""
     if inv_freq is not None and 0 in q.stride():
-        q = q.contiguous()  # queries in one place may be re-rotated to several
+        q = q.contiguous()  # expanded queries share memory, and their re-rotated copies differ
     start = _prepare((q, *kv.tensors, spans, sink_logits, inv_freq), kv.form, spec, return_lse)
     q_sinks = q
     if inv_freq is not None:

@@ -1,7 +1,7 @@
-"""Flash-Decoding: the keys of each (batch row, KV head) are cut into a fixed number of splits, then combined.
+"""Flash-Decoding: the keys of each (batch row, KV head) are divided into a fixed number of splits, whose results are combined.
 
-Two launches, or one where there is nothing to combine. Every row gets the same number of splits, so in a ragged batch the
-longest row decides the time; `lean` is the answer to that. The splits share the row's live range as the device knows it.
+There are two launches, or one if there is only one split. Every row gets the same number of splits, so in a ragged batch the
+longest row determines the time; `lean` avoids that. The splits divide the live range of a row, which is read on the device.
 
 Source: Dao, Haziza, Massa, Sizov, "Flash-Decoding for long-context inference" (2023).
 """
@@ -74,7 +74,7 @@ def split_kv_kernel(
     tiles = tl.cdiv(sight[3] - sight[2], C.BLOCK_N)
 
     offs_v = tl.arange(0, C.BLOCK_DV)
-    # Addresses too are ready before the wait.
+    # Addresses are computed before the wait too.
     k_base = K + row * stride_kb + kv_head * stride_kh
     v_base = V + row * stride_vb + kv_head * stride_vh
     kv = (k_base, v_base, stride_kn, stride_vn, (row, kv_head, tl.num_programs(1), kv_len), (Scales, Centre, Pages))
@@ -109,7 +109,7 @@ def combine_kernel(
     CHUNK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One program per packed row: merges its splits in order. Its tensors are those of every merge; spans it needs none."""
+    """One program per packed row: merges its splits in order. Spans is not used; all merge kernels have the same tensors."""
     wait_for_inputs(EARLY)
     let_next_begin(EARLY)
     kv_head, kv_heads = tl.program_id(1), tl.num_programs(1)
@@ -131,10 +131,10 @@ def split_kv(
     return_lse: bool = False,
     splits: int | None = None,
 ):
-    """Exact attention of few query rows in one launch or two; arguments, result and errors as in `kernels.reference.attention`.
+    """Exact attention of few query rows in one or two launches; arguments, result and errors as in `kernels.reference.attention`.
 
-    q_len * num_heads / num_kv_heads must be at most `tables.MAX_DECODE_ROWS`. splits: into how many parts the keys of a row are
-    split; None: as many as fill the GPU. With a number, a row's bits depend neither on the batch nor on the buffer's length.
+    q_len * num_heads / num_kv_heads must be at most `tables.MAX_DECODE_ROWS`. splits: the number of splits; None: as many as fill
+    the GPU. With a number, the bits of a row do not depend on the batch or on the length of the buffer.
     """
     plan = _prepare((q, *kv.tensors, spans, sink_logits, inv_freq), kv.form, spec, return_lse, splits)
     return plan.run(q, kv, spec, spans, sink_logits, q if inv_freq is None else inv_freq, return_lse)
@@ -143,16 +143,18 @@ def split_kv(
 @launch.remember
 def _prepare(tensors, form: Form, spec: Spec, return_lse: bool, splits: int | None) -> Plan:
     call = Call.of(tensors, form, spec, return_lse, decode=True)
-    # The choice of a tile must not depend on the batch where `splits` is given.
+    # If `splits` is given, the tile size must not depend on the batch.
     heads = call.batch * call.num_kv_heads if splits is None else 1
     config = tables.decode(call.q.device, call.q.dtype, call.width, call.rows, heads)
     return fixed_splits(call, config, splits)
 
 
 def fixed_splits(call: Call, config: tables.Config, splits: int | None) -> Plan:
-    """The launches of a call; splits None: as many as fill the GPU."""
+    """The launches of a call. splits: None for as many as fill the GPU."""
     device, heads = call.q.device, call.batch * call.num_kv_heads
-    most = splits or tables.programs_each(device, config, heads)  # at any length, so that none decides what is compiled
+    most = splits or tables.programs_each(
+        device, config, heads
+    )  # the most at any length, so that compilation does not depend on the length
     splits = splits or tables.num_splits(device, config, heads, call.kv_len)
     slots = heads * splits
     overlap = early(device)

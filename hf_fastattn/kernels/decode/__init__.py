@@ -1,1 +1,1 @@
-"""What a decode step runs beside attention: K and V written, rotation, norms, linear layers."""
+"""The kernels of a decode step besides attention: writing K and V, rotation, norms, linear layers."""

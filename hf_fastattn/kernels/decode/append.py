@@ -1,8 +1,8 @@
-"""Append: one token's K and V of every row and head into their buffers, in one launch, at slots that the device knows.
+"""Append: writes K and V of one token of every row and head into their buffers, in one launch, at slots given on the device.
 
     keys[b, h, slot[b]] = new_keys[b, h, 0],  values[b, h, slot[b]] = new_values[b, h, 0]
 
-The slots are read on the device, so the launch may be captured in a CUDA graph and writes elsewhere on every replay.
+The slots are read on the device, so every replay of a captured launch can write to other slots.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def append(
 ) -> None:
     """Write new_keys and new_values, (batch, num_kv_heads, 1, head_dim), at `slot` of keys and values.
 
-    keys, values: (batch, num_kv_heads, N, head_dim), in any strides with stride(-1) == 1, as the new ones. slot: int64, (1,) for
-    all rows or (batch,), on the same device. At a slot of N or more nothing is written.
+    keys, values: (batch, num_kv_heads, N, head_dim). All four have any strides with stride(-1) == 1. slot: int64, (1,) for all
+    rows or (batch,), on the same device. Nothing is written at a slot of N or more.
     """
     if triton is None or torch.compiler.is_compiling() or not (INTERPRETED or gpu.on_gpu(keys.device)):
         _append_torch(keys, values, new_keys, new_values, slot)

@@ -1,11 +1,11 @@
-"""Linear layers on one token: a weight read once, at the speed of memory, with programmatic dependent launch.
+"""Linear layers on one token: the weight is read once, at memory bandwidth, with programmatic dependent launch.
 
     y = x W^T + b,   or for a gated MLP in one launch   y = silu(x W^T) * (x U^T)
 
-Most of a decode step of one row is reading weights, each for a single token. A program takes few rows of W, and loads the first
-of them while the previous kernel, which makes x, still runs. For several tokens see docs/dev/log.md.
+A decode step of one row mostly reads weights, each for a single token. A program computes few rows of W, and loads the first
+of them while the previous kernel, which computes x, still runs. For several tokens see docs/dev/log.md.
 
-Sums are taken in fp32 and rounded where the model's own code rounds: y, and in the gated form both factors and the activation.
+Sums are in fp32. Results are rounded as in the code of the model: y, and in the gated form both factors and the activation.
 
 Sources: gemv of BLAS (Dongarra et al., "An Extended Set of FORTRAN Basic Linear Algebra Subprograms", 1988); for loading ahead of
 the wait, NVIDIA, "CUDA C++ Programming Guide", programmatic dependent launch; for the roundings LlamaMLP of Transformers.
@@ -21,12 +21,12 @@ from ..host import launch
 from ..host.overlap import early, let_next_begin, wait_for_inputs
 
 DTYPES = (torch.float16, torch.bfloat16)
-MAX_BLOCK = 2048  # elements of a weight's row that a program loads at once
+MAX_BLOCK = 2048  # elements of a row of the weight that a program loads at once
 
 
 @triton.jit
 def _load_once(pointers, mask):
-    """Weights need not stay in L2: a step reads each of them once."""
+    """Load weights, which need not stay in L2: a step reads each of them once."""
     return tl.load(pointers, mask=mask, other=0.0, eviction_policy="evict_first")
 
 
@@ -43,12 +43,12 @@ def linear_kernel(
     HAS_BIAS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """BLOCK_N elements of the output a program."""
+    """One program per BLOCK_N elements of the output."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     offs = tl.arange(0, BLOCK_K)
     live = row < out_features
     weights = Weight + row[:, None] * SIZE + offs[None, :]
-    # Ahead of the wait: nothing in a decode step writes weights.
+    # Before the wait: no kernel of a decode step writes weights.
     w = _load_once(weights, live[:, None] & (offs < SIZE)[None, :])
     wait_for_inputs(EARLY)
     let_next_begin(EARLY)
@@ -77,7 +77,7 @@ def gated_linear_kernel(
     BLOCK_K: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """The same for two weights, whose next blocks are loaded while one is worked on."""
+    """`linear_kernel` for two weights; their next blocks are loaded while the current ones are used."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     offs = tl.arange(0, BLOCK_K)
     live = row < out_features
@@ -104,11 +104,11 @@ def gated_linear_kernel(
 def why_not(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, up: torch.Tensor | None = None
 ) -> str | None:
-    """Why these inputs need another path, in a sentence, or None."""
+    """The reason why these inputs need another path, or None."""
     if weight.dim() != 2 or weight.numel() == 0 or x.dim() == 0 or not x.numel() == x.shape[-1] == weight.shape[1]:
-        return f"x is {tuple(x.shape)} and weight {tuple(weight.shape)}; one token, as long as a row of weight, is taken."
+        return f"x is {tuple(x.shape)} and weight {tuple(weight.shape)}; x must be one token, as long as a row of weight."
     if bias is not None and bias.shape != weight.shape[:1]:
-        return f"bias is {tuple(bias.shape)}, and weight {tuple(weight.shape)} asks for {weight.shape[0]} elements."
+        return f"bias is {tuple(bias.shape)}, and weight {tuple(weight.shape)} needs {weight.shape[0]} elements."
     if up is not None and up.shape != weight.shape:
         return f"gate is {tuple(weight.shape)} and up {tuple(up.shape)}; they must have one shape."
     for tensor in (x, weight, bias, up):
@@ -126,10 +126,10 @@ def why_not(
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:
-    """x weight^T + bias in x's dtype; None where `why_not` gives a reason.
+    """x weight^T + bias in x's dtype; None if `why_not` gives a reason.
 
     x: (..., in_features) of one token; weight: (out_features, in_features); bias: (out_features,); float16 or bfloat16,
-    contiguous. Returns (..., out_features). The weight must be older than the previous launch: it is read before that has ended.
+    contiguous. Returns (..., out_features). The previous launch must not write the weight: it is read before that launch ends.
     """
     return _run(x, weight, bias, None)
 
@@ -161,7 +161,7 @@ def _prepare(
     if up is None:
         kernel, own = linear_kernel, {"HAS_BIAS": bias is not None}
         block_n = max(4, 4096 // block_k)
-        # Over long rows half as many warps: more programs fit, and hide each other's start and end.
+        # For long rows half as many warps: more programs fit and hide each other's start and end.
         warps = block_n * block_k // (2048 if size > 2 * MAX_BLOCK else 1024)
     else:
         kernel, own = gated_linear_kernel, {}

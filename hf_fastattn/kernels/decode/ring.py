@@ -1,7 +1,7 @@
-"""Ring: the slot of one more token of each row in a rolling cache, and its spans, in one launch.
+"""Ring: the slot of the next token of each row in a rolling cache, and its spans, in one launch.
 
-Token t of a row has slot t if t < sinks, else sinks + (t - sinks) % window: it overwrites the one that leaves the window. The
-buffer then holds exactly what the token sees, so its spans say only how much of it is filled.
+Token t of a row has slot t if t < sinks, else sinks + (t - sinks) % window: it overwrites the token that leaves the window. The
+buffer then contains exactly the tokens that the new token sees, so the spans only give the number of filled slots.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from ..spans import CAUSAL, NO_WINDOW, WORDS, pack_spans
 
 
 def ring_step(counts: torch.Tensor, pads: torch.Tensor | None, window: int, sinks: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(slots, spans) of one new token of each row, which `counts` then counts.
+    """(slots, spans) of one new token of each row; adds the token to `counts`.
 
-    counts: int64 (batch,), tokens of each row, added to in place. pads: int64 (batch,), 1 where the new token is padding: it is
+    counts: int64 (batch,), tokens of each row, updated in place. pads: int64 (batch,), 1 if the new token is padding: it is
     not counted, and its slot is sinks + window, past the end. slots: int64 (batch,); spans: see `kernels.spans`.
     """
     if triton is None or torch.compiler.is_compiling() or not (INTERPRETED or gpu.on_gpu(counts.device)):
@@ -55,7 +55,7 @@ def _prepare(tensors: tuple[torch.Tensor, torch.Tensor | None], window: int, sin
 def _ring_step_torch(
     counts: torch.Tensor, pads: torch.Tensor | None, window: int, sinks: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same in PyTorch operations."""
+    """The same in PyTorch."""
     slots = torch.where(counts < sinks, counts, sinks + (counts - sinks) % window)
     if pads is not None:
         slots = torch.where(pads == 0, slots, sinks + window)

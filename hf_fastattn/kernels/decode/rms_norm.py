@@ -1,6 +1,6 @@
-"""RMSNorm in one launch, with the roundings of Llama's own: y = weight * round(x / sqrt(mean(x^2) + eps)).
+"""RMSNorm in one launch, with the roundings of Llama's code: y = weight * round(x / sqrt(mean(x^2) + eps)).
 
-In models it is six launches, each of which reads and writes the whole tensor.
+The code of the models needs six launches, each of which reads and writes the whole tensor.
 
 Sources: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019), equation 4; for the roundings LlamaRMSNorm of
 Transformers.
@@ -15,7 +15,7 @@ import triton.language as tl
 from ..host import launch
 from ..host.overlap import early, let_next_begin, wait_for_inputs
 
-MAX_SIZE = 16384  # elements of a row: one program holds it whole
+MAX_SIZE = 16384  # elements of a row, which one program loads at once
 
 
 @triton.jit(do_not_specialize=["rows", "eps"])
@@ -30,7 +30,7 @@ def rms_norm_kernel(
     BLOCK_M: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """BLOCK_M rows a program."""
+    """One program per BLOCK_M rows."""
     wait_for_inputs(EARLY)
     let_next_begin(EARLY)
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
@@ -44,15 +44,15 @@ def rms_norm_kernel(
 
 
 def why_not(x: torch.Tensor, weight: torch.Tensor) -> str | None:
-    """Why these inputs need another path, in a sentence, or None."""
+    """The reason why these inputs need another path, or None."""
     if weight.dtype != x.dtype:
-        return f"x is {x.dtype} and weight {weight.dtype}; the result would have a third."
+        return f"x is {x.dtype} and weight {weight.dtype}; they must have one dtype."
     if weight.device != x.device:
         return f"x is on {x.device} and weight on {weight.device}."
     if weight.dim() != 1 or x.shape[-1] != weight.shape[0] or not 0 < weight.shape[0] <= MAX_SIZE or x.numel() == 0:
-        return f"x is {tuple(x.shape)} and weight {tuple(weight.shape)}; rows of 1 to {MAX_SIZE} elements are normalised."
+        return f"x is {tuple(x.shape)} and weight {tuple(weight.shape)}; rows and weight must have 1 to {MAX_SIZE} elements."
     if weight.stride(0) != 1 and weight.shape[0] > 1:
-        return f"weight has stride {weight.stride(0)}, and must be contiguous."
+        return f"weight has stride {weight.stride(0)}; it must be contiguous."
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return "x or weight requires grad, and this kernel has no backward pass."
     return None
@@ -61,7 +61,7 @@ def why_not(x: torch.Tensor, weight: torch.Tensor) -> str | None:
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """weight * x / sqrt(mean(x^2) + eps) over the last dimension, contiguous, in x's dtype; the mean and the quotient in fp32.
 
-    x: (..., size); weight: (size,) of the same dtype and device. Raises ValueError for what `why_not` names.
+    x: (..., size); weight: (size,) of the same dtype and device. Raises ValueError with the reason of `why_not`.
     """
     out = run(x, weight, eps)
     if out is None:
@@ -70,7 +70,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def run(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor | None:
-    """`rms_norm`, or None where `why_not` gives a reason."""
+    """`rms_norm`, or None if `why_not` gives a reason."""
     start = _prepare((x, weight), eps)
     if start is None:
         return None

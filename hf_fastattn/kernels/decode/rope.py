@@ -1,8 +1,8 @@
-"""Rotary position embedding of queries and keys in one launch, with the roundings of Llama's own.
+"""Rotary position embedding of queries and keys in one launch, with the roundings of Llama's code.
 
     out = round(round(x * cos) + round(rotate_half(x) * sin)),  rotate_half(x) = (-x[D/2:], x[:D/2])
 
-In models it is ten launches over tensors as large as the queries.
+The code of the models needs ten launches over tensors as large as the queries.
 
 Sources: Su et al., "RoFormer" (2021), section 3.4.2; for the order of halves and the roundings LlamaAttention of Transformers.
 """
@@ -17,7 +17,7 @@ from ..checks import DTYPES
 from ..host import launch
 from ..host.overlap import early, let_next_begin, wait_for_inputs
 
-BLOCK_H = 8  # heads a program rotates, with one load of its token's cosines
+BLOCK_H = 8  # heads that a program rotates after one load of the cosines of their token
 
 
 @triton.jit(do_not_specialize=["num_heads", "kv_heads", "tokens"])
@@ -50,7 +50,7 @@ def rope_kernel(
     BLOCK_H: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One program per token and block of heads; the heads of Q come first, those of K after them."""
+    """One program per token and block of heads; the heads of K follow those of Q."""
     wait_for_inputs(EARLY)
     let_next_begin(EARLY)
     row = (tl.program_id(0) // tokens).to(tl.int64)
@@ -78,11 +78,11 @@ def rope_kernel(
 
 
 def why_not(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> str | None:
-    """Why these inputs need another path, in a sentence, or None."""
+    """The reason why these inputs need another path, or None."""
     if not (q.dtype == k.dtype == cos.dtype == sin.dtype and q.device == k.device == cos.device == sin.device):
         return f"q, k, cos and sin differ in dtype or device: {q.dtype}, {k.dtype}, {cos.dtype}, {sin.dtype}."
     if q.dtype not in DTYPES:
-        return f"q is {q.dtype}, and products are taken in float32."
+        return f"q is {q.dtype}, and the kernel computes in float32."
     if q.dim() != 4 or k.dim() != 4 or q.numel() == 0:
         return f"q and k must be (batch, heads, tokens, head_dim); got {tuple(q.shape)} and {tuple(k.shape)}."
     batch, _, tokens, head_dim = q.shape
@@ -100,7 +100,7 @@ def why_not(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tens
 def rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """q and k, (batch, heads, tokens, head_dim) each, rotated by cos and sin, (batch or 1, tokens, head_dim).
 
-    New tensors in the layout of q and k. Raises ValueError for what `why_not` names.
+    Returns new tensors in the layout of q and k. Raises ValueError with the reason of `why_not`.
     """
     out = run(q, k, cos, sin)
     if out is None:
@@ -109,7 +109,7 @@ def rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor)
 
 
 def run(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """`rope`, or None where `why_not` gives a reason."""
+    """`rope`, or None if `why_not` gives a reason."""
     start = _prepare((q, k, cos, sin))
     if start is None:
         return None
@@ -140,5 +140,5 @@ def _prepare(tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tens
         BLOCK_H=BLOCK_H,
         **early(q.device),
         num_warps=2,
-        enable_fp_fusion=False,  # a product that goes into the sum unrounded is not what the model computes
+        enable_fp_fusion=False,  # the model rounds the product before it adds it
     )

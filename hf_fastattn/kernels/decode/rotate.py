@@ -1,18 +1,18 @@
-"""Rotate: the queries that score attention sinks, re-rotated by the tokens that a window has dropped.
+"""Rotate: re-rotates the queries that score attention sinks by the number of tokens that a window has dropped.
 
-StreamingLLM counts positions within what a query sees, the first `sinks` and the last `window` tokens. Rotary scores depend on
-differences of positions alone, and those within the window are the same in either count. So nothing stored is ever
-re-rotated: keys keep the rotation of the position they were read at, and only the sinks are scored with another query,
+StreamingLLM counts positions within the visible tokens, the first `sinks` and the last `window`. Rotary scores depend only on
+differences of positions, and within the window these are the same in both counts. Stored keys therefore keep the rotation of
+their original position, and only the queries that score sinks are re-rotated:
 
     q_sinks = R(theta(near) - theta(p)) q,    near = min(p, sinks + window - 1)
 
-where p is the query's position and theta(x) = x * inv_freq. A model computes theta in fp32, which at large x is not
-the exact product; both angles here are rounded as the model rounds them, so that the result is the model's own rotation
-at `near` and no error grows with p. (Between queries and window keys it does: both carry roundings of theta(p), at
-most p * inv_freq / 2**24 radians each.) The difference is taken and reduced in fp64.
+Here p is the position of the query and theta(x) = x * inv_freq. A model computes theta in fp32, with a rounding error at large x.
+Both angles here are rounded in the same way, so the result equals the model's own rotation at `near`, and its error does not grow
+with p. (The error between queries and keys of the window does: both carry a rounding error of theta(p), at most
+p * inv_freq / 2**24 radians each.) The difference is computed and reduced in fp64.
 
-Prefill kernels read these queries from memory, where `rotate` puts them. Decode kernels have them from the device code below,
-in the one program of a row that scores sinks.
+Prefill kernels read these queries from memory, where `rotate` writes them. Decode kernels compute them with the same device code
+(`device.turn`), in the one program of a row that scores sinks.
 
 Source: Xiao et al., "Efficient Streaming Language Models with Attention Sinks" (2024), section 3.2.
 """
@@ -32,7 +32,7 @@ from ..host import gpu
 from ..reference import turned_back
 from ..spans import DROPPED, KV_START, NO_WINDOW, Q_START
 
-BLOCK_H = 8  # heads a program rotates
+BLOCK_H = 8  # heads that a program rotates
 
 
 def rotate(
@@ -45,11 +45,11 @@ def rotate(
     sinks: int,
     interleaved: bool,
 ) -> torch.Tensor:
-    """q_sinks, of q's shape, dtype and strides, for `q` (batch, num_heads, q_len, head_dim) over `kv_len` slots.
+    """q_sinks in q's shape, dtype and strides, for `q` (batch, num_heads, q_len, head_dim) over `kv_len` slots.
 
-    Query i is the row's token Q_START + i - KV_START + DROPPED of `spans`; without, kv_len - q_len + i. inv_freq: fp32
-    (rotary_dim / 2,) on q's device; dimensions from rotary_dim on are not rotated. Pair i of a rotation is dimensions
-    (i, i + rotary_dim / 2), or (2 i, 2 i + 1) where interleaved.
+    The position of query i is Q_START + i - KV_START + DROPPED of `spans`; without spans, kv_len - q_len + i. inv_freq: fp32
+    (rotary_dim / 2,) on q's device; dimensions from rotary_dim on are not rotated. Pair i of the rotation has the dimensions
+    (i, i + rotary_dim / 2), or (2 i, 2 i + 1) if interleaved.
     """
     if triton is None or not (INTERPRETED or gpu.on_gpu(q.device)):
         return turned_back(q, kv_len, spans, inv_freq, window=window, sinks=sinks, interleaved=interleaved)
@@ -110,7 +110,7 @@ if triton is not None:
         KV_START: tl.constexpr = KV_START,
         DROPPED: tl.constexpr = DROPPED,
     ):
-        """One program per query and BLOCK_H heads of a row, which have its angles in common."""
+        """One program per query and BLOCK_H heads of a row, which share its angles."""
         wait_for_inputs(EARLY)
         let_next_begin(EARLY)
         i, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
@@ -123,7 +123,7 @@ if triton is not None:
         partner, pair, first = partners(offs_d, PAIRS, INTERLEAVED)
         head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
         offs = (row * stride_b + head.to(tl.int64) * stride_h + i.to(tl.int64) * stride_m)[:, None]
-        # All loads before the arithmetic, which their time covers.
+        # All loads come before the arithmetic, so that they overlap.
         mask, turns = (head < num_heads)[:, None] & (offs_d < HEAD_DIM)[None, :], offs_d < 2 * PAIRS
         x = tl.load(Q + offs + offs_d[None, :], mask=mask, other=0.0)
         y = tl.load(Q + offs + partner[None, :], mask=mask & turns[None, :], other=0.0)

@@ -1,4 +1,4 @@
-"""The loop of a block of query rows over tiles of K and V."""
+"""The loop over tiles of K and V for a block of query rows."""
 
 import triton
 import triton.language as tl
@@ -16,16 +16,17 @@ def attend(
     LOAD_K: tl.constexpr,
     LOAD_V: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax of a block of rows over the tiles [tile_start, tile_stop) of the keys [lo, hi); (acc, m, l), m in base 2.
+    """Online softmax of a block of rows over the tiles [tile_start, tile_stop) of the keys [lo, hi). Returns (acc, m, l), m in
+    base 2; (0, -inf, 0) for a row that sees no key.
 
-    queries: (Q, q_rows [BLOCK_M], where each row begins). kv: (k_base, v_base, stride_kn, stride_vn, place, extra), the first two
-    at slot 0 of the KV head; place and extra as `tile.load_plain` takes them, which LOAD_K and LOAD_V stand for. sight: see
-    `visibility.look`. tiles: (tile_start, tile_stop); tile t holds the keys lo + t * BLOCK_N onward. scales: (scale_log2,
-    cap_log2). sinks: (SinkQuery, sink_lo, sink_hi [BLOCK_M], takes_sinks, places [BLOCK_M or 1], last_place).
+    queries: (Q, q_rows [BLOCK_M], the offset of each row). kv: (k_base, v_base, stride_kn, stride_vn, place, extra), k_base and
+    v_base at slot 0 of the KV head, the others as in `tile.load_plain`, whose signature LOAD_K and LOAD_V have. sight: see
+    `visibility.look`. tiles: (tile_start, tile_stop); tile t begins at key lo + t * BLOCK_N. scales: (scale_log2, cap_log2).
+    sinks: (SinkQuery, sink_lo, sink_hi [BLOCK_M], takes_sinks, places [BLOCK_M or 1], last_place).
 
-    With SINKS, the one program of these rows that `takes_sinks` ends with the slots from sink_lo, for each row those before
-    sink_hi. The queries for these are at SinkQuery + q_rows; with PAIRS they are Q's, re-rotated (`turn`) by the frequencies at
-    SinkQuery to `last_place` from `places`, which counts slots from sink_lo. A row that sees nothing returns (0, -inf, 0).
+    With SINKS, the one program of these rows with takes_sinks also processes the sinks, the slots from sink_lo to sink_hi of each
+    row. Without PAIRS, the queries that score them are at SinkQuery + q_rows. With PAIRS, they are the queries at Q, re-rotated
+    from position `places` (counted from sink_lo) to at most `last_place` by the frequencies at SinkQuery (see `turn`).
     """
     if C.HEAD_DIM > C.BLOCK_D:
         return attend_wide(queries, kv, span_ptr, sight, tiles, scales, sinks, C, LOAD_K, LOAD_V)
@@ -42,11 +43,11 @@ def _attend(
     SINK_BLOCK: tl.constexpr = SINK_BLOCK,
     DROPPED: tl.constexpr = DROPPED,
 ):  # fmt: skip
-    """`attend`, a tile of K in one piece.
+    """`attend` for heads whose tile of K is loaded at once.
 
-    Tiles that every row sees whole run in a loop without a mask; the few others (window edge, diagonal, tail; all of them where
-    the row has holes) run in a second loop with one. With FEW_ROWS, where memory decides, a tail that is the same for all rows
-    runs in the first loop, as a whole tile that ends with the keys and leaves out those of the tile before.
+    Tiles that are fully visible to every row run in a loop without a mask. The others (window edge, diagonal, tail; all tiles if
+    the row has holes) run in a second loop with a mask. FEW_ROWS means that memory bandwidth is the limit: then a tail with the
+    same end for all rows runs in the first loop, as a full tile that ends at the last key and skips the keys of the tile before.
     """
     Q, q_rows = queries
     k_base, v_base, stride_kn, stride_vn, place, extra = kv
@@ -68,7 +69,8 @@ def _attend(
     v_mask = offs_v[None, :] < VALUE_DIM
 
     if SINKS:
-        # Fetched ahead of the tiles and used after them, so that nobody waits for them; a large q_sinks has no room meanwhile.
+        # Loaded before the tiles and used after them, so that the loads overlap with them. A large q_sinks would take too many
+        # registers meanwhile.
         offs_s = tl.arange(0, SINK_BLOCK)
         sinks_stop = tl.where(takes_sinks, tl.max(sink_hi, 0), sink_lo)
         sink_mask = (sink_lo + offs_s < sinks_stop)[:, None]
@@ -115,8 +117,8 @@ def _attend(
         acc, m, l = softmax_step(s, v, acc, m, l, False, C.IEEE)
 
     n_before = full_start - tile_start
-    words_stop = tl.where(holes, hi, lo)  # a row without holes reads no words
-    if n_before + tile_stop - full_stop > 0:  # skips the loop's prologue where every tile is full
+    words_stop = tl.where(holes, hi, lo)  # without holes no words of the bit mask are read
+    if n_before + tile_stop - full_stop > 0:  # skips the prologue of the loop if every tile is full
         for i in tl.range(0, n_before + tile_stop - full_stop):
             tile = tl.where(i < n_before, tile_start + i, full_stop + i - n_before)
             first = lo + tile * BLOCK_N
@@ -126,7 +128,7 @@ def _attend(
             s = scores_of(q, k, scales, C.HAS_SOFTCAP, C.IEEE)
             acc, m, l = masked_step(s, v, first + offs_n, span_ptr, words_stop, row_lo, row_hi, acc, m, l, C)
 
-    if SINKS:  # noqa: SIM102 (known when compiling; the next is not)
+    if SINKS:  # noqa: SIM102 (a constant; the next condition is not)
         if sinks_stop > sink_lo:
             if PAIRS:
                 y = tl.load(Q + q_rows[:, None] + partner[None, :], mask=turns[None, :], other=0.0)

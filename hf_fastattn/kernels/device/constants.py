@@ -1,4 +1,4 @@
-"""What a kernel is compiled for, in one argument."""
+"""The compile-time constants of a kernel, as one argument."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Constants:
-    """Compile-time constants that the attention kernels have in common.
+    """Compile-time constants that the attention kernels share.
 
-    GROUP: query heads of a KV head. WORKSPACE_M: packed query rows, rounded up to a power of two, where rows are packed.
+    GROUP: query heads per KV head. WORKSPACE_M: packed query rows, rounded up to a power of two (kernels with packed rows only).
     HEAD_DIM, VALUE_DIM: dimensions of keys and of values. BLOCK_M, BLOCK_N: rows and keys of a tile. BLOCK_D, BLOCK_DV:
     dimensions of K and V read at once, all unless HEAD_DIM is above BLOCK_D (see `wide`). SINKS: first tokens, which stay visible
     whatever the window. PAIRS: pairs of dimensions by which the queries that score them are re-rotated in the kernel, 0 where

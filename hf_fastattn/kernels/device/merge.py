@@ -1,4 +1,4 @@
-"""Partial results of packed rows: written, merged in a fixed order, finished."""
+"""Partial results of packed rows: storing them, merging them in a fixed order, writing the output."""
 
 import triton
 import triton.language as tl
@@ -12,9 +12,9 @@ def store_packed(
     acc, m, l, Out, Lse, SinkLogits, row, kv_head, kv_heads, rows, offs_v, q_len,
     C: tl.constexpr,
 ):  # fmt: skip
-    """Finish packed rows and write them: Out is (batch, q_len, num_heads, VALUE_DIM), Lse (batch, num_heads, q_len).
+    """Normalise packed rows and write them to Out (batch, q_len, num_heads, VALUE_DIM) and Lse (batch, num_heads, q_len).
 
-    acc [X, Y] holds columns offs_v [X or 1, Y] of `rows` [X].
+    acc [X, Y] has the columns offs_v [X or 1, Y] of the rows `rows` [X].
     """
     GROUP: tl.constexpr = C.GROUP
     VALUE_DIM: tl.constexpr = C.VALUE_DIM
@@ -33,8 +33,8 @@ def store_packed(
 
 @triton.jit
 def store_partial(acc, m, l, Workspace, stats_start, slot, rows, offs_v, num_rows, C: tl.constexpr):
-    """Write the partial of packed rows to slot `slot` of the workspace, fp32: first acc, (slots, WORKSPACE_M, BLOCK_DV), and from
-    stats_start on m and l, (slots, 2, WORKSPACE_M)."""
+    """Write a partial result of packed rows to slot `slot` of the workspace, in fp32: acc to (slots, WORKSPACE_M, BLOCK_DV) at
+    its beginning, m and l to (slots, 2, WORKSPACE_M) at stats_start."""
     WORKSPACE_M: tl.constexpr = C.WORKSPACE_M
     BLOCK_DV: tl.constexpr = C.BLOCK_DV
     row_mask = rows < num_rows
@@ -52,9 +52,9 @@ def merge_rows(
     CHUNK: tl.constexpr,
     C: tl.constexpr,
 ):  # fmt: skip
-    """Merge `count` partials of packed rows, always in the same order: slots first_slot, next_slot, next_slot + step, ...
+    """Merge `count` partial results of packed rows in a fixed order: slots first_slot, next_slot, next_slot + step, ...
 
-    CHUNK at a time: their loads do not wait on one another. Returns (rows [ROWS], columns [1, BLOCK_DV], acc, m, l).
+    CHUNK of them are loaded at once, so that their loads overlap. Returns (rows [ROWS], columns [1, BLOCK_DV], acc, m, l).
     """
     WORKSPACE_M: tl.constexpr = C.WORKSPACE_M
     BLOCK_DV: tl.constexpr = C.BLOCK_DV

@@ -1,4 +1,4 @@
-"""The softmax over tiles: scores of a tile, what they change in (acc, m, l), and what is left to do at the end."""
+"""Online softmax: the scores of a tile, the update of (acc, m, l), and the final normalisation."""
 
 import triton
 import triton.language as tl
@@ -11,7 +11,7 @@ LN_2 = 0.6931471805599453
 
 @triton.jit
 def scores_of(q, k, scales, HAS_SOFTCAP: tl.constexpr, IEEE: tl.constexpr):
-    """Scores in base 2 of a block of rows against a tile of keys; with a softcap c: c * tanh(s / c).
+    """Scores in base 2 of a block of rows and a tile of keys; with a softcap c: c * tanh(s / c).
 
     With a softcap, `scale_log2` is 2 * log2(e) * scale / c and `cap_log2` is c * log2(e): tanh(x) = 1 - 2 / (1 + e^2x).
     """
@@ -26,13 +26,13 @@ def scores_of(q, k, scales, HAS_SOFTCAP: tl.constexpr, IEEE: tl.constexpr):
 def scaled(
     s, scales, HAS_SOFTCAP: tl.constexpr, IEEE: tl.constexpr, LN_2: tl.constexpr = LN_2
 ):  # fmt: skip
-    """Products of queries and keys as `scores_of` returns them."""
+    """Products of queries and keys, scaled and softcapped as in `scores_of`."""
     scale_log2, cap_log2 = scales
     s = s * scale_log2
     if HAS_SOFTCAP:
         capped = cap_log2 - 2.0 * cap_log2 / (1.0 + tl.exp2(s))
         if IEEE:
-            # The difference of two near caps loses digits that fp32 has; near 0 a polynomial (Cephes' tanhf) keeps them.
+            # Near 0 the difference cancels in fp32; a polynomial (Cephes' tanhf) does not.
             x = s * (0.5 * LN_2)
             z = x * x
             p = (((-5.70498872745e-3 * z + 2.06390887954e-2) * z - 5.37397155531e-2) * z + 1.33314422036e-1) * z
@@ -43,13 +43,13 @@ def scaled(
 
 @triton.jit
 def safe(m):
-    """The maximum to subtract: 0 where a row has seen nothing and m is -inf, so that its weights are 0, not NaN."""
+    """The maximum to subtract. If a row has seen no key, m is -inf and 0 is subtracted, so that its weights are not NaN."""
     return tl.where(m == float("-inf"), 0.0, m)
 
 
 @triton.jit
 def softmax_step(s, v, acc, m, l, MASKED: tl.constexpr, IEEE: tl.constexpr):
-    """(acc, m, l) after a tile of scores s in base 2 and values v. MASKED: a row may have seen nothing yet."""
+    """(acc, m, l) after a tile of scores s in base 2 and values v. MASKED: a row may not have seen any key yet."""
     m_new = tl.maximum(m, tl.max(s, 1))
     m_safe = m_new
     if MASKED:
@@ -71,7 +71,7 @@ def masked_step(
     C: tl.constexpr,
     WORDS: tl.constexpr = WORDS,
 ):  # fmt: skip
-    """(acc, m, l) after scores s and values v of the slots `offs_slot`, of which each row sees those within [row_lo, row_hi)."""
+    """(acc, m, l) after scores s and values v of the slots `offs_slot`; each row sees those in [row_lo, row_hi)."""
     visible = (offs_slot[None, :] >= row_lo[:, None]) & (offs_slot[None, :] < row_hi[:, None])
     if C.HAS_SPANS:
         words = tl.load(span_ptr + WORDS + (offs_slot >> 5), mask=offs_slot < words_stop, other=-1)
@@ -87,11 +87,11 @@ def finalize(
     LOG2_E: tl.constexpr = LOG2_E,
     LN_2: tl.constexpr = LN_2,
 ):  # fmt: skip
-    """(acc, m, l) -> (out, lse). A learned sink logit adds exp(logit) to the denominator; a row that saw nothing gives 0."""
+    """(acc, m, l) -> (out, lse). A learned sink logit adds exp(logit) to the denominator. A row that saw no key gets 0."""
     if HAS_SINK_LOGITS:
         sink = tl.load(sink_ptrs, mask=row_mask, other=0.0).to(tl.float32) * LOG2_E
         m_new = tl.maximum(m, sink)
-        m_safe = safe(m_new)  # a row that saw nothing, and a sink turned off with -inf
+        m_safe = safe(m_new)  # -inf if a row saw no key and the sink logit is -inf
         alpha = tl.exp2(m - m_safe)
         acc = acc * alpha[:, None]
         l = l * alpha + tl.exp2(sink - m_safe)

@@ -1,4 +1,4 @@
-"""Loading a tile of K or V, from plain tensors. Another form of K and V (`spec.Form`) brings functions like this one."""
+"""Loading a tile of K or V from plain tensors. Another form of K and V (`spec.Form`) has functions of the same signature."""
 
 import triton
 import triton.language as tl
@@ -6,10 +6,10 @@ import triton.language as tl
 
 @triton.jit
 def load_plain(base, stride, first, offs_n, offs_d, mask, place, extra):
-    """The slots first + offs_n of one KV head, dimensions offs_d, as [slots, dimensions] in the queries' dtype; 0 outside `mask`.
+    """Load the slots first + offs_n and dimensions offs_d of one KV head, [slots, dimensions] in the queries' dtype.
 
-    base: where slot 0 of the head is. stride: elements from one slot to the next. mask: None where all is there. place: (batch
-    row, KV head, num_kv_heads, kv_len). extra: (Scales, Centre, Pages), what a form reads besides, None here.
+    base: pointer to slot 0 of the head. stride: elements between two slots. mask: 0 is returned outside of it; None: no mask.
+    place: (batch row, KV head, num_kv_heads, kv_len). extra: (Scales, Centre, Pages), the further tensors of a form, None here.
     """
     ptrs = base + first.to(tl.int64) * stride + (offs_n[:, None] * stride + offs_d[None, :])
     if mask is None:

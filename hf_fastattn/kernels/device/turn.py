@@ -1,4 +1,4 @@
-"""Re-rotation: queries of one position turned to another by the frequencies of the model's rotary embedding; see `rotate`."""
+"""Re-rotation of queries from one position to another by the frequencies of the rotary embedding; see `decode.rotate`."""
 
 import math
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def partners(offs_d, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Of each dimension: (the other one of its pair, which pair that is, whether it is the pair's first)."""
+    """For each dimension: (the other dimension of its pair, the index of the pair, whether it is the first of the pair)."""
     if INTERLEAVED:
         return offs_d ^ 1, offs_d // 2, offs_d % 2 == 0
     else:
@@ -19,13 +19,13 @@ def partners(offs_d, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr):
 
 @triton.jit
 def turn_back(x, partner, token, inv_freq, first, last_place, QUARTER: tl.constexpr = math.pi / 2):
-    """x, whose partners are `partner`, of the row's token `token`, as if it stood at most at `last_place`."""
+    """x at position `token` of its row, re-rotated to min(token, last_place). partner: the values of the paired dimensions."""
     near = tl.minimum(token, last_place)
     here, there = token.to(tl.float32) * inv_freq, near.to(tl.float32) * inv_freq
     quarters = (here.to(tl.float64) - there.to(tl.float64)) * (1 / QUARTER)
     whole = tl.floor(quarters + 0.5)
     angle = (quarters - whole).to(tl.float32) * QUARTER
-    # Cephes' sinf and cosf on the rest, at most an eighth of a turn.
+    # Cephes' sinf and cosf of the remainder, at most pi / 4.
     z = angle * angle
     sin = ((-1.9515295891e-4 * z + 8.3321608736e-3) * z - 1.6666654611e-1) * z * angle + angle
     cos = ((2.443315711809948e-5 * z - 1.388731625493765e-3) * z + 4.166664568298827e-2) * z * z - 0.5 * z + 1.0

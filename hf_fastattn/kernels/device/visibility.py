@@ -24,9 +24,9 @@ def load_spans(
     CAUSAL: tl.constexpr = CAUSAL,
     HOLES: tl.constexpr = HOLES,
 ):  # fmt: skip
-    """The integers of one row (scalar `span_ptrs`) or of many (a block of pointers), or what they are without spans.
+    """The spans of one row (`span_ptrs` is a scalar) or of several (a block of pointers), or their values if there are no spans.
 
-    Returns (q_start, kv_start, kv_stop, window, causal, holes), kv_start and kv_stop inside the buffer of `kv_len` slots.
+    Returns (q_start, kv_start, kv_stop, window, causal, holes). kv_start and kv_stop are clamped to the buffer of `kv_len` slots.
     """
     if HAS_SPANS:
         q_start = tl.load(span_ptrs + Q_START)
@@ -57,10 +57,10 @@ def row_bounds(pos, kv_start, kv_stop, window, causal):
 
 @triton.jit
 def block_bounds(first_pos, last_pos, kv_start, kv_stop, window, causal):
-    """Over the queries first_pos..last_pos: [lo, hi) that any of them sees and [full_lo, full_hi) that all of them see."""
+    """For the queries first_pos..last_pos: [lo, hi), which any of them sees, and [full_lo, full_hi), which all of them see."""
     lo, full_hi = row_bounds(first_pos, kv_start, kv_stop, window, causal)
     full_lo, hi = row_bounds(last_pos, kv_start, kv_stop, window, causal)
-    # A query whose window begins past the last live slot has an empty interval beyond it; nothing there may be loaded.
+    # If its window begins past the last live slot, a query has an empty interval there; those slots must not be loaded.
     return lo, tl.maximum(lo, tl.minimum(hi, kv_stop)), full_lo, full_hi
 
 
@@ -75,7 +75,7 @@ def narrowed(lo, hi, span_ptr, q_index, q_len, ROWS: tl.constexpr, WORDS: tl.con
 
 @triton.jit
 def sink_stop(pos, kv_start, kv_stop, causal, SINKS: tl.constexpr):
-    """Where the sinks that a query at slot `pos` sees end: they are the slots from kv_start on."""
+    """The end of the sinks that a query at slot `pos` sees; they begin at kv_start."""
     stop = tl.minimum(kv_start + SINKS, kv_stop)
     return tl.where(causal, tl.minimum(stop, pos + 1), stop)
 
@@ -85,10 +85,10 @@ def look(
     span_ptr, q_index, first, last, q_len, kv_len, window,
     C: tl.constexpr,
 ):  # fmt: skip
-    """What the queries `q_index` (a block) of one batch row see, the block's first and last among them given by themselves.
+    """The bounds of the keys that the queries `q_index` (a block) of one batch row see; first, last: the range of the block.
 
-    Returns (sight, sink_sight): sight = (row_lo, row_hi, lo, hi, full_lo, full_hi, holes), the bounds of each row, those of any
-    row and of all rows, and whether the row has holes; sink_sight = (sink_lo, sink_hi, q_start - sink_lo).
+    Returns (sight, sink_sight). sight = (row_lo, row_hi, lo, hi, full_lo, full_hi, holes): the bounds of each query, of any query
+    and of all queries, and whether the batch row has holes. sink_sight = (sink_lo, sink_hi, q_start - sink_lo).
     """
     SINKS: tl.constexpr = C.SINKS
     q_start, kv_start, kv_stop, window, causal, holes = load_spans(span_ptr, q_len, kv_len, window, C.HAS_SPANS, C.IS_CAUSAL)
@@ -151,8 +151,8 @@ def look_back(
 
 @triton.jit
 def packed_rows(rows, q_len, GROUP: tl.constexpr):
-    """Row r of a packed block is query r // GROUP of head r % GROUP: all queries that share one KV head, read once for all.
+    """Row r of a packed block is query r // GROUP of head r % GROUP, so that all queries of a KV head read its K and V together.
 
-    Returns (query index, head within the group, mask of the rows that exist); rows past the end repeat the last query.
+    Returns (query index, head within the group, mask of the valid rows); rows past the end repeat the last query.
     """
     return tl.minimum(rows // GROUP, q_len - 1), rows % GROUP, rows < q_len * GROUP

@@ -1,6 +1,7 @@
-"""The loop over tiles for heads so wide that a tile of K has no room in one piece: scores are summed over parts of head_dim.
+"""The loop over tiles for wide heads, whose tile of K does not fit at once: scores are summed over parts of head_dim.
 
-Queries are read again for every tile, K in parts of BLOCK_D dimensions, and every tile is masked: for being right.
+Queries are read again for every tile, K is read in parts of BLOCK_D dimensions, and every tile is masked. This loop is simple
+rather than fast.
 """
 
 import triton
@@ -10,7 +11,7 @@ from ..spans import DROPPED
 from .online import masked_step, scaled
 from .turn import partners, turn_back
 
-SINK_BLOCK = 16  # slots in a tile of sinks, the fewest a product takes
+SINK_BLOCK = 16  # slots in a tile of sinks, the smallest size for tl.dot
 
 
 @triton.jit
@@ -20,7 +21,7 @@ def _scores(
     C: tl.constexpr,
     LOAD_K: tl.constexpr,
 ):  # fmt: skip
-    """Scores of a block of rows against the slots first + offs_n. TURNED: of the rows as `turn_back` turns them."""
+    """Scores of a block of rows and the slots first + offs_n. TURNED: the rows are re-rotated with `turn_back`."""
     BLOCK_M: tl.constexpr = C.BLOCK_M
     BLOCK_D: tl.constexpr = C.BLOCK_D
     HEAD_DIM: tl.constexpr = C.HEAD_DIM
@@ -52,7 +53,7 @@ def attend_wide(
     SINK_BLOCK: tl.constexpr = SINK_BLOCK,
     DROPPED: tl.constexpr = DROPPED,
 ):  # fmt: skip
-    """As `attend.attend`."""
+    """`attend.attend` for wide heads."""
     Q, q_rows = queries
     k_base, v_base, stride_kn, stride_vn, place, extra = kv
     row_lo, row_hi, lo, hi, _, _, holes = sight
@@ -69,7 +70,7 @@ def attend_wide(
     l = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
 
-    words_stop = tl.where(holes, hi, lo)  # a row without holes reads no words
+    words_stop = tl.where(holes, hi, lo)  # without holes no words of the bit mask are read
     for tile in tl.range(tile_start, tile_stop):
         first = lo + tile * BLOCK_N
         slot_mask = (first + offs_n < hi)[:, None]
@@ -84,7 +85,7 @@ def attend_wide(
         sinks_stop = tl.where(takes_sinks, tl.max(sink_hi, 0), sink_lo)
         words_stop = tl.where(holes, sinks_stop, sink_lo)
         everything = tl.zeros_like(sink_hi)
-        if C.PAIRS:  # noqa: SIM102 (both are known when compiling)
+        if C.PAIRS:  # noqa: SIM102 (both are constants)
             if C.HAS_SPANS:
                 places += tl.load(span_ptr + DROPPED)
         for i in tl.range(0, tl.cdiv(sinks_stop - sink_lo, SINK_BLOCK)):

@@ -1,1 +1,1 @@
-"""What the host knows of GPUs and launches: architectures, tables of tile sizes, quick launches, and launches that overlap."""
+"""Host code: GPU architectures, tables of tile sizes, prepared launches, and launches that overlap."""

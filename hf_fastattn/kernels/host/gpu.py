@@ -1,4 +1,4 @@
-"""The GPU that a tensor is on, and whether these kernels are made for it."""
+"""The GPU of a tensor, and whether the kernels support it."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ except ImportError:  # CPU tensors need no Triton
     driver = None
 
 OLDEST = 80  # compute capability: Ampere
-_CPU_SMS = 3  # what the interpreter pretends to have: few programs, several tiles each
+_CPU_SMS = 3  # number of SMs for interpreted kernels: few programs, with several tiles each
 
 
 @cache
 def arch(device: torch.device) -> int:
-    """Compute capability as one number, 90 for Hopper; 0 where kernels are interpreted on the CPU.
+    """Compute capability as one number, 90 for Hopper; 0 for the CPU, where kernels are interpreted.
 
-    Raises RuntimeError for a GPU that these kernels are not made for.
+    Raises RuntimeError for a GPU that the kernels do not support.
     """
     if device.type != "cuda":
         return 0
-    if torch.version.hip is not None:  # ROCm calls its devices "cuda" too
+    if torch.version.hip is not None:  # ROCm also names its devices "cuda"
         raise RuntimeError(
-            f"These kernels are made for NVIDIA GPUs, and {device} is an AMD GPU, which runs torch for ROCm. "
+            f"These kernels need an NVIDIA GPU, and {device} is an AMD GPU (torch for ROCm). "
             'Use attn_implementation="sdpa" there.'
         )
     major, minor = torch.cuda.get_device_capability(device)
@@ -39,7 +39,7 @@ def arch(device: torch.device) -> int:
 
 
 def on_gpu(device: torch.device) -> bool:
-    """Whether Triton kernels run on this device. Elsewhere PyTorch operations run."""
+    """Whether Triton kernels run on this device; PyTorch operations run on the others."""
     if device.type != "cuda" or driver is None:
         return False
     try:

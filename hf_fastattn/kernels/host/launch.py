@@ -1,4 +1,4 @@
-"""Launches that are prepared once and repeated on other tensors."""
+"""Launches that are prepared once and repeated with other tensors."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ Made = TypeVar("Made")
 
 
 class Launch:
-    """One launch of a Triton kernel, or several in a row, to be repeated on tensors that differ only in their addresses.
+    """One launch of a Triton kernel, or a chain of launches, which is repeated with tensors that differ only in their addresses.
 
-    Triton inspects every argument at every call to find the compiled variant. A Launch remembers it. Compilation depends on an
-    address only by whether it is a multiple of 16.
+    Triton inspects every argument at every call to find the compiled variant. A Launch stores it. Compilation depends on an
+    address only through its divisibility by 16.
     """
 
     __slots__ = ("_compiled", "grid", "kernel", "meta", "rest", "takes", "then")
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], then: Launch | None = None, /, **named: Any) -> None:
-        """`named`: the kernel's arguments after its tensors, constants included; and Triton's options, such as num_warps.
+        """named: the kernel's arguments after its tensors, including constants, and Triton's options, such as num_warps.
 
-        then: the launch that follows, on the last of the same tensors.
+        then: the next launch of the chain. It takes the last of the same tensors.
         """
         self.kernel, self.grid, self.then = kernel, (*grid, 1, 1)[:3], then
         self.rest = tuple(named.pop(name) for name in kernel.arg_names if name in named)
@@ -58,14 +58,14 @@ class Launch:
             compiled, own = step._compiled, addresses[-step.takes :]
             if profiled:
                 compiled[step.grid](*own, *step.rest)
-            else:  # the same launch, without the metadata for hooks
+            else:  # the same launch without the metadata for hooks
                 compiled.run(*step.grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *own, *step.rest)
             step = step.then
 
     def _compile(self, tensors: tuple[torch.Tensor | None, ...], aligned: bool) -> None:
-        """The launch in Triton's own way; what it has compiled for aligned tensors is kept."""
+        """Launch through Triton, and store the variant that it compiled for aligned tensors."""
         first = tensors[0]
-        if len(tensors) != self.takes or first is None:  # a launch is repeated with all arguments or not at all
+        if len(tensors) != self.takes or first is None:  # a stored variant is launched with all arguments
             raise TypeError(
                 f"{self.kernel.fn.__name__} takes {self.takes} tensors here; got {len(tensors)}. The first must not be None."
             )
@@ -74,21 +74,21 @@ class Launch:
         if self.then is not None:
             self.then(*tensors[-self.then.takes :])
         if aligned and first.is_cuda:
-            self._compiled = compiled  # None where the interpreter ran it
+            self._compiled = compiled  # None if the interpreter ran it
 
 
 def remember(make: Callable[[Tensors, *Options], Made]) -> Callable[[Tensors, *Options], Made]:
-    """Cache make(tensors, *options) by all that it may depend on: all but the tensors' addresses and contents.
+    """Cache the result of make(tensors, *options) by everything except the tensors' addresses and contents.
 
-    tensors: a tuple of tensors and None. Decoding asks for the same once per layer, and for something new when K/V has grown; so
-    the cache is emptied when it is full.
+    tensors: a tuple of tensors and None. In decode the key is the same for every layer and changes when K/V has grown. The cache
+    is therefore cleared when it is full.
     """
-    known: dict[object, tuple[Made]] = {}  # what make() returns may be None
+    known: dict[object, tuple[Made]] = {}  # tuples, because make() may return None
 
     @wraps(make)
     def remembered(tensors: Tensors, *options: *Options) -> Made:
-        alike = [None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors]
-        key = (torch.is_grad_enabled(), *alike, options)  # grad mode decides whether tensors that require grad are refused
+        layouts = [None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors]
+        key = (torch.is_grad_enabled(), *layouts, options)  # tensors that require grad are refused only in grad mode
         found = known.get(key)
         if found is None:
             found = (make(tensors, *options),)

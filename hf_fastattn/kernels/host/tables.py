@@ -1,6 +1,7 @@
-"""Tile sizes, warps and pipeline depth per architecture and shape, and the size of grids.
+"""Tile sizes, warps and pipeline stages for each architecture and shape, and grid sizes.
 
-Fixed tables: nothing is tuned at run time, and no length is compiled for. At most, lengths choose between two or three kernels.
+The tables are fixed: nothing is tuned at run time and nothing is compiled for a length. A length at most selects one of two or
+three kernels.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 
 from . import gpu
 
-MAX_DECODE_ROWS = 64  # query rows (q_len x heads per KV head) a decode kernel packs into one block
+MAX_DECODE_ROWS = 64  # query rows (q_len x query heads per KV head) that a decode kernel packs into one block
 MAX_SPLITS = 128
 
 
@@ -42,29 +43,29 @@ def block_d(head_dim: int) -> int:
 
 
 def part_d(head_dim: int) -> int:
-    """Dimensions of K that a tile reads at once: all, rounded up, or a part of wide heads (see `device.wide`)."""
+    """Dimensions of K in one load of a tile: all, rounded up, or a part of them for wide heads (see `device.wide`)."""
     return block_d(head_dim) if head_dim <= 256 else 64
 
 
 def prefill(device: torch.device, dtype: torch.dtype, head_dim: int, q_len: int) -> Config:
-    """The prefill kernel's launch. head_dim: the wider of K's and V's. q_len only picks a smaller query block for few."""
+    """The launch of the prefill kernel. head_dim: the larger of K's and V's. q_len only selects the block for few queries."""
     return prefill_config(gpu.arch(device), dtype.itemsize, block_d(head_dim), min(128, max(16, 1 << (q_len - 1).bit_length())))
 
 
 @cache
 def prefill_config(arch: int, itemsize: int, block_d: int, rows: int) -> Config:
-    """The prefill kernel's row of the table; `rows` is q_len rounded up to a power of two, from 16 to 128."""
+    """The table of the prefill kernel; `rows` is q_len rounded up to a power of two, from 16 to 128."""
     if arch == 0:
         return Config(min(rows, 32), 32, 4, 1)
     if block_d > 256:  # the output takes most registers
         return Config(16, 16, 4, 2) if itemsize == 4 else Config(min(rows, 32), 32, 4, 2)
-    if itemsize == 4:  # IEEE dots run on CUDA cores, and registers decide
+    if itemsize == 4:  # IEEE dots run on CUDA cores; registers are the limit
         return Config(min(rows, 32), 32, 4, 2 if block_d <= 128 else 1)
-    if rows <= 32:  # short inputs: one small query block, memory decides
+    if rows <= 32:  # short inputs: one small query block, bound by memory bandwidth
         return Config(rows, 64 if block_d <= 128 else 32, 4, 3 if block_d <= 128 else 2)
-    if block_d <= 64:  # three programs an SM hide each other's softmax
+    if block_d <= 64:  # three programs per SM hide each other's softmax
         return Config(64, 64, 4, 3)
-    warps = 4 if rows == 64 else 8  # a warpgroup for every 64 rows
+    warps = 4 if rows == 64 else 8  # one warpgroup per 64 rows
     if arch == 90:
         return Config(rows, 64, warps, 3 if block_d == 128 else 2)
     if block_d == 128:
@@ -130,25 +131,25 @@ def group_splits(device: torch.device, programs: int, group: int) -> int:
 
 
 def decode(device: torch.device, dtype: torch.dtype, head_dim: int, rows: int, heads: int | None) -> Config:
-    """The decode kernels' launch for `rows` packed query rows in each KV head.
+    """The launch of the decode kernels for `rows` packed query rows in each KV head.
 
-    head_dim: the wider of K's and V's. heads: KV heads of all batch rows together, where each program stays within one of them;
-    None where it may not.
+    head_dim: the larger of K's and V's. heads: number of KV heads over all batch rows if every program stays within one of them;
+    None if it may not.
     """
-    sms, crowd = gpu.num_sms(device), None
+    sms, load = gpu.num_sms(device), None
     if heads is not None and heads <= sms:
-        crowd = "few"
+        load = "few"
     elif heads is not None and heads > 2 * sms and -heads % (4 * sms) <= 2 * sms:  # the last wave of four is half full
-        crowd = "many"
-    return decode_config(gpu.arch(device), dtype.itemsize, block_d(head_dim), max(16, 1 << (rows - 1).bit_length()), crowd)
+        load = "many"
+    return decode_config(gpu.arch(device), dtype.itemsize, block_d(head_dim), max(16, 1 << (rows - 1).bit_length()), load)
 
 
 @cache
-def decode_config(arch: int, itemsize: int, block_d: int, rows: int, crowd: str | None) -> Config:
-    """The decode kernels' row of the table: as a rule 64 to 128 KB of K/V in flight on a multiprocessor.
+def decode_config(arch: int, itemsize: int, block_d: int, rows: int, load: str | None) -> Config:
+    """The table of the decode kernels: as a rule 64 to 128 KB of K/V in flight per multiprocessor.
 
-    crowd: where every program stays within one KV head, "few" of no more heads than SMs, "many" of enough for four programs on
-    most SMs; None otherwise.
+    load, if every program stays within one KV head: "few" for at most as many heads as SMs, "many" for enough heads for four
+    programs on most SMs. None otherwise.
     """
     if arch == 0:
         return Config(rows, 16, 4, 1, programs_per_sm=2)
@@ -158,21 +159,21 @@ def decode_config(arch: int, itemsize: int, block_d: int, rows: int, crowd: str 
         return Config(rows, 32 if block_d <= 128 else 16, 4, 2, programs_per_sm=2)
     if arch == 90 and block_d == 128 and rows in (32, 64):
         return Config(rows, 64, 4, 3, programs_per_sm=2)
-    if rows == 64 and block_d == 128:  # larger tiles or fewer warps spill in the loop over tiles, and so below
+    if rows == 64 and block_d == 128:  # larger tiles or fewer warps spill in the loop over tiles, here and below
         return Config(rows, 64, 8, 3, MIN_TILES=2)
     if rows == 64 and block_d <= 64 and arch != 90:
         return Config(rows, 32, 4, 3, programs_per_sm=2, MIN_TILES=2)
-    registers = 168 if arch == 90 and rows == 16 else 0  # room for three programs; the code for sinks takes 250 unasked
-    if arch == 90 and crowd == "many" and rows == 16 and block_d <= 128:  # with more rows, sinks spill in the loop
-        # Four programs an SM hide each other's start and end, where each has a head to itself and that is soon done.
+    registers = 168 if arch == 90 and rows == 16 else 0  # three programs fit; without a limit the code for sinks takes 250
+    if arch == 90 and load == "many" and rows == 16 and block_d <= 128:  # with more rows, sinks spill in the loop
+        # Four programs per SM hide each other's start and end if each has one short head.
         if block_d <= 64:
             return Config(rows, 64, 4, 3, programs_per_sm=4, registers=128)
         return Config(rows, 32, 2, 3, programs_per_sm=4)
     if block_d <= 64:
         return Config(rows, 128, 4, 3, programs_per_sm=2, MIN_TILES=2, sink_registers=registers)
     if block_d == 128:
-        # One program per SM and a deeper pipeline halve the merge; two hide each other's change of heads.
-        deep = crowd == "few" and arch == 90
+        # One program per SM with a deeper pipeline halves the merge; two programs hide each other's change of heads.
+        deep = load == "few" and arch == 90
         return Config(rows, 64, 4, 4 if deep else 3, programs_per_sm=1 if deep else 2, sink_registers=registers)
     if arch == 90:
         return Config(rows, 64, 8, 3, MIN_TILES=2)
@@ -207,19 +208,19 @@ def many_rows_config(arch: int, itemsize: int, block_d: int, rows: int, sinks: b
 
 
 def merge(row_size: int, partials: int) -> tuple[int, int]:
-    """(partials of `row_size` floats that a merge loads at once, its warps) where there are about as many."""
-    # 64 registers of each thread hold them.
+    """(partial results of `row_size` floats in one load of a merge, warps of the merge) for about `partials` partial results."""
+    # They occupy 64 registers of each thread.
     warps = next((w for w in (1, 2, 4) if 2048 * w >= partials * row_size), 8)
     return max(1, 2048 * warps // row_size), warps
 
 
 def merge_rows(rows: int, block_d: int) -> int:
-    """Rows that one program of a merge takes, of `rows` and by the registers they need."""
+    """Rows for one program of a merge: at most `rows`, limited by registers."""
     return min(rows, 16384 // block_d)
 
 
 def programs_each(device: torch.device, config: Config, heads: int) -> int:
-    """Decode programs for each KV head where every head has as many; 0 with more heads than programs."""
+    """Decode programs for each KV head if all heads get the same number; 0 if there are more heads than programs."""
     return config.programs_per_sm * gpu.num_sms(device) // heads
 
 
@@ -227,4 +228,4 @@ def num_splits(device: torch.device, config: Config, heads: int, kv_len: int) ->
     """Flash-Decoding's splits per KV head: enough programs for one wave, at least two tiles each, at most MAX_SPLITS."""
     tiles = -(-kv_len // config.BLOCK_N)
     splits = max(1, min(programs_each(device, config, heads), -(-tiles // 2), MAX_SPLITS))
-    return -(-tiles // -(-tiles // splits))  # a split that does not shorten the longest only adds to the merge
+    return -(-tiles // -(-tiles // splits))  # a split that does not shorten the longest one only adds work to the merge
