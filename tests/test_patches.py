@@ -550,7 +550,7 @@ def test_an_argument_that_grows_with_the_text_is_said(captured, llama):
     inputs = prompts("left_padding", "cpu")
     expected = generate(llama, inputs)
     llama.__class__ = GrowingArgument
-    with hf_fastattn.patch(llama) as patch, pytest.warns(match="argument mm_token_type_ids grows by one a step"):
+    with hf_fastattn.patch(llama) as patch, pytest.warns(match="argument mm_token_type_ids grows by one element per step"):
         for _ in range(2):
             assert torch.equal(generate(llama, inputs), expected)
         assert not patch.captures and len(patch.reasons) == 1
@@ -659,7 +659,7 @@ def test_the_report_tells_of_attention_changed_since():
     with hf_fastattn.patch(model, graph=False) as patch:
         assert "since" not in str(patch)
         model.set_attn_implementation("sdpa")
-        assert "changed attention since: lean -> sdpa" in str(patch)
+        assert "has since changed attention: lean -> sdpa" in str(patch)
     assert "since" not in str(patch)
 
 
@@ -742,7 +742,7 @@ def test_a_patched_model_is_freed_with_its_graphs(captured):
     patch._graphs.clear()  # what a CUDA graph holds is memory, where the stand-in holds Python objects
     del model
     gc.collect()
-    assert gone() is None and "gone" in str(patch)
+    assert gone() is None and "deleted" in str(patch)
     patch.undo()
 
 
@@ -766,7 +766,7 @@ def test_transformers_own_compile_on_request(captured, llama):
     compile_config = CompileConfig(backend="eager")
     compile_config._compile_all_devices = True
     with hf_fastattn.patch(llama) as patch:
-        with pytest.warns(UserWarning, match="cache_implementation='static' was asked for"):
+        with pytest.warns(UserWarning, match="cache_implementation='static' was requested"):
             out = generate(llama, inputs, compile_config=compile_config, return_dict_in_generate=True)
         assert type(out.past_key_values) is StaticCache and hasattr(llama, "_compiled_call")
         assert torch.equal(out.sequences, expected) and patch.captures == 0
@@ -787,10 +787,10 @@ def test_bad_input(llama):
     with pytest.raises(ValueError, match="is not patched"):
         hf_fastattn.unpatch(llama)
     with hf_fastattn.patch(llama) as patch:
-        with pytest.raises(ValueError, match="is patched already"):
+        with pytest.raises(ValueError, match="is already patched"):
             hf_fastattn.patch(llama)
         patch.undo()
-        with pytest.raises(ValueError, match="undone already"):
+        with pytest.raises(ValueError, match="already undone"):
             patch.undo()
     assert state(llama) == before
     for model, match in [
@@ -926,7 +926,7 @@ def test_what_is_set_on_the_configuration_meanwhile_stays(llama):
 def test_a_model_built_over_a_part_of_another(llama):
     other = LlamaForCausalLM(llama.config).eval()
     other.model = llama.model
-    with pytest.raises(ValueError, match="a LlamaForCausalLM that is alive is built over a part of it"):
+    with pytest.raises(ValueError, match="a LlamaForCausalLM in this process shares a part of it"):
         hf_fastattn.patch(llama)
     other.model = copy.deepcopy(llama.model)
     other.model.embed_tokens = llama.model.embed_tokens  # has no attention to change

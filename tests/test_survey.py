@@ -361,7 +361,7 @@ def test_what_changes_in_every_call_is_named(inputs):
     mlp.strength = 1.0
     old = mlp.forward
     mlp.forward = lambda x: mlp.strength * old(x)
-    with hf_fastattn.patch(model) as patch, pytest.warns(match=r"captured anew.*layers\.0\.mlp\.strength"):
+    with hf_fastattn.patch(model) as patch, pytest.warns(match=r"captured again.*layers\.0\.mlp\.strength"):
         for step in range(6):
             mlp.strength = 1.0 + step
             generate(model, inputs)
@@ -452,7 +452,7 @@ def test_a_step_that_depends_on_how_often_it_ran_is_not_captured(inputs, forward
             found += [generate(model, inputs), generate(model, inputs)]
     assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])
     assert patch.captures == 0 and patch.uncaptured == 2 * (NEW - 1)
-    assert all("a step changes what the next one reads" in reason for reason in patch.reasons)
+    assert all("a step changes values that the next step reads" in reason for reason in patch.reasons)
 
 
 class Settings:

@@ -161,7 +161,7 @@ def test_undo_in_the_middle_of_a_call(model):
     ids = prompts("no_padding", "cpu")["input_ids"]
     expected = model.generate(ids, max_new_tokens=8, do_sample=False)
     patch = hf_fastattn.patch(model)
-    with pytest.warns(match="undone in the middle of a call"):
+    with pytest.warns(match="undone during a call"):
         found = model.generate(ids, max_new_tokens=8, do_sample=False, logits_processor=[_Undo(patch)])
     assert torch.equal(found, expected) and patch.captures == 1 and patch.uncaptured == 4
     assert torch.equal(model.generate(ids, max_new_tokens=8, do_sample=False), expected) and patch.captures == 1

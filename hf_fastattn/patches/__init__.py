@@ -1,4 +1,4 @@
-"""patch(): attention, cache and decode graph of one model, in one call that can be undone."""
+"""patch(): sets attention, cache and decode graph of one model in one call, which can be undone."""
 
 from __future__ import annotations
 
@@ -21,25 +21,26 @@ def patch(
     sinks: int | None = None,
     clamp_positions: bool = False,
 ) -> Patch:
-    """Make plain generate() of one model run `backend`, on a cache of ours, with one CUDA graph per decode step.
+    """Make generate() of one model run `backend`, with a cache of this package and one CUDA graph per decode step.
 
-    target: a model, a text-generation pipeline or a PEFT model. cache: "static" keeps everything, in preallocated buffers;
-    "rolling" what "streaming" sees, in constant memory; "auto" is the one that fits the backend; None leaves the choice to
-    Transformers. graph=False runs every step uncaptured. fuse=True replaces, on GPUs and with the model's roundings: RMSNorm (one
-    launch instead of six), the rotation of queries and keys (one instead of ten), the MLP's product (in place), and, in decode
-    graphs of one row in 16 bits, cuBLAS in linear layers. fuse=False replaces none of these.
+    target: a model, a text-generation pipeline or a PEFT model. cache: "static" keeps all tokens, in preallocated buffers;
+    "rolling" keeps the tokens that "streaming" sees, in constant memory; "auto" selects the one for the backend; None leaves the
+    choice to Transformers. graph=False runs every step from Python. fuse=True replaces, on GPUs and with the model's roundings:
+    RMSNorm (one launch instead of six), the rotation of queries and keys (one launch instead of ten), the product in the MLP
+    (computed in place), and, in decode graphs of one row in 16 bits, cuBLAS in linear layers. fuse=False replaces none of them.
 
-    window, sinks: for "streaming", the last and the first tokens that every query sees (sinks: 4 where None). clamp_positions:
-    for models with learned positions (OPT), gives every token beyond the last position the last position (an approximation).
+    window, sinks: for "streaming", the numbers of last and of first tokens that every query sees (sinks: None for 4).
+    clamp_positions: for models with learned positions (OPT), gives every token beyond the last position the last position, which
+    is an approximation.
 
-    Returns a Patch: print it for what changed, use it in a `with` block or call its undo() to take everything back. Only this
-    instance changes; a deepcopy of it is patched too, on its own.
+    Returns a Patch. Print it to see what changed. Use it in a `with` block or call its undo() to undo everything. Only this
+    instance changes; a deepcopy of the model has a patch of its own.
 
-    Raises ValueError or TypeError, in a sentence, for a model that cannot run this, and then changes nothing.
+    Raises ValueError or TypeError, with the reason, for a model that cannot run this, and then changes nothing.
     """
     model = find_model(target)
     if MARK in vars(model):
-        raise ValueError(f"This {type(model).__name__} is patched already; call hf_fastattn.unpatch() on it first.")
+        raise ValueError(f"This {type(model).__name__} is already patched; call hf_fastattn.unpatch() on it first.")
     chosen = registry.get(backend)
     cache = which_cache(cache, chosen, graph)
     check_model(model, chosen)

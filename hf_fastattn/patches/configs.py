@@ -1,4 +1,4 @@
-"""Configurations of a patched model's own. Models made from one configuration object share it, attention included."""
+"""Separate configurations for a patched model: models created from one configuration object share it, with its attention."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..streaming import Settings
 
 
 class _Place(NamedTuple):
-    """An attribute of a module that holds a configuration: what it held, and our copy."""
+    """An attribute of a module that holds a configuration: the original, and our copy."""
 
     module: weakref.ref[torch.nn.Module]
     name: str
@@ -23,7 +23,7 @@ class _Place(NamedTuple):
 
 
 class _Copy(NamedTuple):
-    """A configuration, our copy of it, and the copy's attributes when it was made."""
+    """A configuration, our copy of it, and the attributes of the copy when it was created."""
 
     theirs: hf.PreTrainedConfig
     ours: hf.PreTrainedConfig
@@ -31,14 +31,14 @@ class _Copy(NamedTuple):
 
 
 class OwnConfigs:
-    """The configurations that a model was given in place of those it shared, and how to give those back."""
+    """Replaces the configurations of a model by copies, and restores them."""
 
     def __init__(self) -> None:
         self._places: list[_Place] = []
         self._copies: dict[int, _Copy] = {}  # by the id of our copy
 
     def give(self, model: hf.PreTrainedModel, streaming: Settings | None) -> None:
-        """Give a model configurations of its own, with the settings of a streaming backend in that of its text."""
+        """Give a model copies of its configurations. The copy for its text gets the settings of a streaming backend."""
         memo: dict[int, Any] = {}
         for module in model.modules():
             for name, value in list(vars(module).items()):
@@ -53,12 +53,12 @@ class OwnConfigs:
                 self._copies.setdefault(id(ours), _Copy(theirs, ours, _plain(ours)))
 
     def restore(self, model: torch.nn.Module) -> None:
-        """Give the modules their configurations back. What was set on ours meanwhile, other than by us, is set on them."""
+        """Restore the configurations of the modules, and copy to them the attributes that others have since set on the copies."""
         for place in self._places:
             module = place.module()
             if module is not None and vars(module).get(place.name) is place.ours:
                 vars(module)[place.name] = place.theirs
-        for module in model.modules():  # one that came meanwhile may have ours from another
+        for module in model.modules():  # a module added since may share a copy
             for name, value in list(vars(module).items()):
                 if id(value) in self._copies:
                     vars(module)[name] = self._copies[id(value)].theirs
@@ -86,7 +86,7 @@ class OwnConfigs:
 
 
 def _pairs(theirs: hf.PreTrainedConfig, ours: hf.PreTrainedConfig) -> Iterator[tuple[hf.PreTrainedConfig, hf.PreTrainedConfig]]:
-    """A configuration and our copy of it, and so on for those in it."""
+    """A configuration and its copy, then the same for the configurations that it contains."""
     yield theirs, ours
     for name, value in vars(theirs).items():
         if isinstance(value, hf.PreTrainedConfig):
@@ -94,5 +94,5 @@ def _pairs(theirs: hf.PreTrainedConfig, ours: hf.PreTrainedConfig) -> Iterator[t
 
 
 def _plain(config: hf.PreTrainedConfig) -> dict[str, Any]:
-    """A copy of a configuration's attributes, but for other configurations."""
+    """A copy of a configuration's attributes, except those that are configurations."""
     return copy.deepcopy({name: v for name, v in vars(config).items() if not isinstance(v, hf.PreTrainedConfig)})

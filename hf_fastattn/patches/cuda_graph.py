@@ -1,4 +1,4 @@
-"""What records the launches of one decode step and replays them."""
+"""Recording and replaying the launches of one decode step."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ T = TypeVar("T")
 
 class Graph(Protocol):
     def rehearse(self, body: Callable[[], T]) -> T:
-        """Run body() once, as a warm-up; fail where it reads a value on the host, as a capture would but without its damage."""
+        """Run body() once as a warm-up. Raise an error if it reads a value on the host: in a capture that does damage."""
 
     def capture(self, body: Callable[[], T]) -> T:
-        """Record what body() launches, without running it; return what it returned, whose tensors every replay fills."""
+        """Record the launches of body() without running them. Return its result, whose tensors every replay overwrites."""
 
     def replay(self) -> None: ...
 
 
 class CudaGraph:
-    """A torch.cuda.CUDAGraph. One graph of a device runs at a time, so those of a model share a memory pool.
+    """A torch.cuda.CUDAGraph. Only one graph of a device runs at a time, so the graphs of a model share a memory pool.
 
-    All captures of a device share one stream: libraries keep a workspace for every stream they ever saw.
+    All captures of a device share one stream, because libraries keep a workspace for every stream that they have used.
     """
 
     _captured_on: ClassVar[dict[torch.device, torch.cuda.Stream]] = {}
-    _replayed_on: ClassVar[dict[torch.device, torch.cuda.Stream]] = {}  # the last of them
+    _replayed_on: ClassVar[dict[torch.device, torch.cuda.Stream]] = {}  # the last stream of a replay
     _lock = threading.Lock()
     _rehearsing = threading.RLock()
 
@@ -42,13 +42,13 @@ class CudaGraph:
         self.graph = torch.cuda.CUDAGraph()
 
     def rehearse(self, body: Callable[[], T]) -> T:
-        # As warnings and not as errors: the mode is the process's, and another thread may sync as it likes.
-        heard: list[str] = []
+        # Warnings instead of errors: the mode is global to the process, and other threads may synchronise.
+        syncs: list[str] = []
         me = threading.get_ident()
-        with self._rehearsing, warnings.catch_warnings():  # two at once would restore one another's state
+        with self._rehearsing, warnings.catch_warnings():  # two at once would restore each other's state
             show, mode = warnings.showwarning, torch.cuda.get_sync_debug_mode()
 
-            def hear(
+            def collect(
                 message: Warning | str,
                 category: type[Warning],
                 filename: str,
@@ -59,20 +59,20 @@ class CudaGraph:
                 if "called a synchronizing" not in str(message):
                     show(message, category, filename, lineno, file, line)
                 elif threading.get_ident() == me:
-                    heard.append(f"{filename}:{lineno}")
+                    syncs.append(f"{filename}:{lineno}")
 
             warnings.filterwarnings("ignore", "Synchronization debug mode")
             warnings.filterwarnings("always", ".*called a synchronizing")
-            warnings.showwarning = hear
+            warnings.showwarning = collect
             torch.cuda.set_sync_debug_mode("warn")
-            drawn = torch.random.get_rng_state(), random.getstate()
+            states = torch.random.get_rng_state(), random.getstate()
             try:
                 result = body()
             finally:
                 torch.cuda.set_sync_debug_mode(mode)
-        if heard:
-            raise RuntimeError(f"it reads a value on the host, at {heard[0]}")
-        if not torch.equal(drawn[0], torch.random.get_rng_state()) or drawn[1] != random.getstate():
+        if syncs:
+            raise RuntimeError(f"it reads a value on the host, at {syncs[0]}")
+        if not torch.equal(states[0], torch.random.get_rng_state()) or states[1] != random.getstate():
             raise RuntimeError("it draws random numbers on the host")
         return result
 
@@ -83,12 +83,12 @@ class CudaGraph:
             if stream is None:
                 stream = self._captured_on[self.device] = torch.cuda.Stream(self.device)
             living = self.shared.setdefault("graphs", weakref.WeakSet())
-            if "pool" not in self.shared or not living:  # a pool that its last graph has left takes no other
+            if "pool" not in self.shared or not living:  # a pool without graphs cannot be used again
                 self.shared["pool"] = torch.cuda.graph_pool_handle()
             pool = self.shared["pool"]
             try:
-                # cuBLAS has a workspace for each stream. An older one could be freed under this graph when torch.compile
-                # clears the workspaces, so the graph allocates its own in its memory pool.
+                # cuBLAS has a workspace for each stream. torch.compile clears the workspaces, which would free one that this
+                # graph uses. So the graph allocates its own in its memory pool.
                 torch._C._cuda_clearCublasWorkspaces()
                 with torch.cuda.graph(self.graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                     result = body()
@@ -107,7 +107,7 @@ class CudaGraph:
 
     def replay(self) -> None:
         stream = torch.cuda.current_stream(self.device)
-        with self._lock:  # two streams must not replay at once
+        with self._lock:  # no two streams replay at once
             last = self._replayed_on.get(self.device)
             if last is not None and last != stream:
                 stream.wait_stream(last)

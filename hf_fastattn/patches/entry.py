@@ -1,4 +1,4 @@
-"""One decode graph: the tensors it reads, and what it was made for."""
+"""One decode graph, with its input tensors and the conditions under which it is valid."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SCALARS = (bool, int, float, str, type(None))
 
 
 class Entry:
-    """One graph, or the way to it: the tensors it reads, and what it was made for."""
+    """One graph, from before its capture: its input tensors and the conditions under which it is valid."""
 
     def __init__(self, cache: StoredCache, fingerprint: Fingerprint, inputs: Inputs):
         storage = cache.storage
@@ -30,18 +30,18 @@ class Entry:
         self.version = storage.version
         self.variant = storage.variant
         self.fingerprint = fingerprint
-        self.unread: frozenset[tuple[str, str]] = frozenset()  # attributes of the fingerprint that a step does not read
+        self.unread: frozenset[tuple[str, str]] = frozenset()  # attributes in the fingerprint that a step does not read
         self.used = 0
         self.refused: str | None = None
         self.warm = False
         self.graph: Graph | None = None
-        self.logits: torch.Tensor  # which every replay fills
+        self.logits: torch.Tensor  # written by every replay
         self.output_type: Callable[..., Any]
         self.returns_cache = True
         self.constants: dict[str, bool | int | float | str | None] = {}
         self.tensors: dict[str, torch.Tensor] = {}
-        self.live: torch.Tensor | None = None  # bool (rows, capacity): the mask so far, and False
-        self.width = 0  # of the mask so far
+        self.live: torch.Tensor | None = None  # bool (rows, capacity): the mask, padded with False
+        self.width = 0  # columns of the mask
         self.masks: dict[str, torch.Tensor] = {}
         self.count = len(inputs)
         for name, value in inputs.items():
@@ -61,12 +61,12 @@ class Entry:
             else:
                 self.refused = f"its argument {name} is a {type(value).__name__}"
         if self.constants.get("output_hidden_states") or self.constants.get("output_attentions"):
-            self.refused = "hidden states or attentions are asked for"
+            self.refused = "hidden states or attentions are requested"
         if "position_ids" not in self.tensors:
             self.refused = "the model is called without position_ids"
 
     def fits(self, storage: Storage) -> bool:
-        """Whether this graph is one over `storage` as it is now."""
+        """Whether this graph is valid for the current state of `storage`."""
         return self.storage() is storage and self.version == storage.version and self.variant == storage.variant
 
     def accepts(self, inputs: Inputs) -> bool:
@@ -90,7 +90,7 @@ class Entry:
         return True
 
     def grown(self, inputs: Inputs) -> str | None:
-        """The argument that has become one longer since the step before, which was this graph's."""
+        """The name of an argument that is one element longer than in this graph, or None."""
         for name, tensor in self.tensors.items():
             shape = getattr(inputs.get(name), "shape", ())
             if shape[:-1] == tensor.shape[:-1] and shape[-1:] == (tensor.shape[-1] + 1,):
@@ -110,7 +110,7 @@ class Entry:
             self.width = mask.shape[1]
 
     def body(self, model: hf.PreTrainedModel, storage: Storage) -> Callable[[], Any]:
-        """One step over the tensors that stay: what is run once to warm up, and then captured."""
+        """One step over the graph's own tensors, which is run once as a warm-up and then captured."""
         static: Inputs = {**self.constants, **self.tensors}
         if self.masks:
             static["attention_mask"] = self.masks
@@ -122,7 +122,7 @@ class Entry:
             with cache.on_device():
                 inputs = {**static, "past_key_values": cache}
                 if self.takes_mask and "attention_mask" not in static:
-                    # Made in the graph from the device's count. Some models count tokens on the host if they get no mask.
+                    # Built in the graph from the count on the device. Some models count tokens on the host if they get no mask.
                     inputs["attention_mask"] = hf.decode_mask(model, {**inputs, "attention_mask": None})
                 outputs = model(**inputs)
                 storage.step()
@@ -131,16 +131,16 @@ class Entry:
         return step
 
     def output(self, logits: torch.Tensor, cache: StoredCache) -> Any:
-        """A step's output, of the model's own type."""
+        """The output of a step, in the model's own type."""
         return self.output_type(logits=logits, **({"past_key_values": cache} if self.returns_cache else {}))
 
 
 def grows(mask: object) -> TypeGuard[torch.Tensor]:
-    """Whether this is a mask as generate() makes it, (rows, tokens so far)."""
+    """Whether this is a mask of generate(), (rows, tokens so far), which grows with every token."""
     return isinstance(mask, torch.Tensor) and mask.dim() == 2
 
 
 def _like(value: torch.Tensor) -> torch.Tensor:
-    # A normal tensor, since the next generate() may run outside the inference mode that this one runs in.
+    # A normal tensor, because the next generate() may run outside of inference mode.
     with torch.inference_mode(False):
         return torch.empty_like(value, memory_format=torch.contiguous_format)

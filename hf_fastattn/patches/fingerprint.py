@@ -1,4 +1,4 @@
-"""What a decode graph depends on, written down; two of them are compared."""
+"""The state of a model that a decode graph depends on, in a form that can be compared."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ _MISSING = object()
 
 
 class Uncapturable(Exception):
-    """Why a step runs uncaptured, as a clause that follows "runs uncaptured: "."""
+    """The reason why a step runs uncaptured, a clause for "... runs uncaptured: "."""
 
 
 class Record(NamedTuple):
-    """One module: its path, what always counts, and its plain attributes, which count where a step reads them."""
+    """One module: its path, the values that are always compared, and its plain attributes, compared only if a step reads them."""
 
     path: str
     fixed: tuple[object, ...]
@@ -20,14 +20,14 @@ class Record(NamedTuple):
 
 
 class Fingerprint(NamedTuple):
-    """What a graph depends on. Two are of the same model in the same state where `differences` finds none."""
+    """The state that a graph depends on. Two fingerprints are equal if `differences` returns nothing."""
 
     settings: tuple[object, ...]
     modules: list[Record]
-    held: list[object]  # weak references whose ids stand in the other two
+    held: list[object]  # weak references whose ids the other two fields contain
 
     def differences(self, other: Fingerprint, unread: frozenset[tuple[str, str]] = frozenset()) -> list[str]:
-        """What has changed, by name; attributes in `unread`, pairs of path and name, do not count."""
+        """The names of what has changed. unread: pairs (path, name) of attributes to ignore."""
         found = [] if self.settings == other.settings else ["torch's settings or the backend"]
         if self.modules == other.modules:
             return found

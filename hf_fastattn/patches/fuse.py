@@ -1,14 +1,17 @@
-"""What surrounds attention, on one model's modules: RMSNorm in one launch, the rotation of queries and keys in one; the MLP's
-product in place: two tensors of the MLP's width at once instead of three, which are the most that a long prompt needs at a time;
-and in a decode graph of one row, linear layers by `kernels.decode.linear`, with a whole gate in one launch.
+"""Fusion of the layers around attention, in the modules of one model:
 
-All compute what the model's own code computes, with its roundings, and replace nothing else: a norm or an MLP
-qualifies if its class has LlamaRMSNorm's or LlamaMLP's forward(), instruction for instruction, an attention layer if the
-apply_rotary_pos_emb() that its forward() calls is Llama's, a linear layer if its forward() is torch.nn.Linear's. What they cannot
-take (gradients, mixed dtypes) is left to that code.
+- RMSNorm in one launch, and the rotation of queries and keys in one launch;
+- the product in the MLP in place: two tensors of the MLP's width at once instead of three, the peak memory of a long prompt;
+- in a decode graph of one row, linear layers by `kernels.decode.linear`, and a gated pair of them in one launch.
 
-A fused module is given a subclass of its class. A method on the instance would refer to the instance: its weights would stay on
-the GPU after the model is deleted, until Python looks for cycles, and the replicas of a DataParallel would all run the first's.
+The fused code computes what the model's own code computes, with the same roundings. A norm or an MLP qualifies if the bytecode of
+its forward() equals that of LlamaRMSNorm or LlamaMLP, an attention layer if its forward() calls Llama's apply_rotary_pos_emb(), a
+linear layer if its forward() is that of torch.nn.Linear. Inputs that the fused code does not support (gradients, mixed dtypes)
+run the model's own code.
+
+The class of a fused module is replaced by a subclass. A method on the instance would refer to the instance: its weights would
+stay on the GPU after the model is deleted, until Python's cycle collection runs, and all replicas of a DataParallel would run the
+method of the first.
 """
 
 from __future__ import annotations
@@ -31,20 +34,20 @@ _ROPE = "apply_rotary_pos_emb"
 _MARK = "_hf_fastattn_fused"
 
 Forward = Callable[..., Any]  # of a module's class, with the module as its first argument
-Fuse = Callable[[types.FunctionType], Forward]  # what makes ours of one
+Fuse = Callable[[types.FunctionType], Forward]  # returns the fused version of one
 
 
 class Fusible(NamedTuple):
     """Modules of a model that can be fused."""
 
     norms: list[torch.nn.Module]
-    layers: list[torch.nn.Module]  # of attention
+    layers: list[torch.nn.Module]  # attention layers
     mlps: list[torch.nn.Module]
     linears: list[torch.nn.Module]
 
 
 def find(model: torch.nn.Module) -> Fusible:
-    """Those of `model` on GPUs; modules with a forward() of their own are left alone."""
+    """The modules of `model` on GPUs that can be fused. An instance with a forward() of its own is not."""
     found = Fusible([], [], [], [])
     for module in model.modules() if HAS_TRITON else ():
         forward = type(module).forward
@@ -63,7 +66,7 @@ def find(model: torch.nn.Module) -> Fusible:
 
 
 def _is_plain(weight: torch.Tensor | None) -> bool:
-    """Whether this is a weight that our kernel takes, stored as such and not made anew for each call."""
+    """Whether the kernel supports this weight: a stored parameter, not one that is computed for each call."""
     from ..kernels.decode import linear
 
     return type(weight) is torch.nn.Parameter and weight.dtype in linear.DTYPES
@@ -85,14 +88,14 @@ def is_fused(module: torch.nn.Module) -> bool:
 
 
 def restore(modules: list[torch.nn.Module]) -> None:
-    """Undo fuse(), but for a module whose class someone has changed since: it is theirs to change back."""
+    """Undo fuse(), except for modules whose class others have changed since."""
     for module in modules:
         if is_fused(module):
             module.__class__ = type(module).__bases__[0]
 
 
 def _subclass(cls: type[torch.nn.Module], fused: Fuse) -> type[torch.nn.Module]:
-    """`cls`, by the same name, with the forward() that `fused` makes of its own."""
+    """A subclass of `cls` with the same name and the forward() that `fused` returns."""
     return _fused_subclass(cls, fused, cls.forward)  # type: ignore[arg-type]  # a class is hashable
 
 
@@ -101,12 +104,12 @@ def _fused_subclass(cls: type[torch.nn.Module], fused: Fuse, forward: types.Func
     ours = fused(forward)
 
     @functools.wraps(forward)
-    def run(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:  # the class may have been given another since
+    def run(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:  # the class may have another forward() since
         return (ours if cls.forward is forward else cls.forward)(self, *args, **kwargs)
 
     def reduce(
         self: torch.nn.Module, protocol: SupportsIndex
-    ) -> tuple[Any, ...]:  # a name that two classes share says nothing to a pickle
+    ) -> tuple[Any, ...]:  # pickle finds a class by its name, which two classes share
         return _new, (cls, fused), *cls.__reduce_ex__(self, protocol)[2:]
 
     members = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, _MARK: True}
@@ -119,7 +122,7 @@ def _new(cls: type[torch.nn.Module], fused: Fuse) -> torch.nn.Module:
 
 
 def _has_kernels(tensor: torch.Tensor) -> bool:
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):  # a DTensor has no address of its own
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):  # a DTensor has no address
         return False
     return (tensor.is_cuda or INTERPRETED) and not torch.compiler.is_compiling()
 
@@ -151,7 +154,7 @@ def _mlp_in_place(forward: types.FunctionType) -> Forward:
 
 
 def _returns_its_own(act: torch.nn.Module) -> bool:
-    """Whether an activation makes a tensor that nobody else holds."""
+    """Whether an activation returns a new tensor that nothing else refers to."""
     return type(act) in hf.activations() and not getattr(act, "inplace", False) and not act._forward_hooks
 
 
@@ -169,18 +172,18 @@ def _linear(forward: types.FunctionType) -> Forward:
 
 
 def _runs_our_linear(x: torch.Tensor, *layers: torch.nn.Linear) -> bool:
-    """Whether a step of a decode graph may read these layers' weights by a kernel, as far as x's shape allows."""
+    """Whether a decode graph is captured in which our kernel may read the weights of these layers; x's shape is not checked."""
     if not steps.captured() or torch.is_autocast_enabled(x.device.type) or not _has_kernels(x):
         return False
     for layer in layers:
-        weight = layer._parameters.get("weight")  # else it is made for each call, and may not be there before the call
+        weight = layer._parameters.get("weight")  # None: it is computed for each call
         if weight is None or not _has_kernels(weight) or not (layer.bias is None or _has_kernels(layer.bias)):
             return False
     return True
 
 
 def _gated(mlp: Any, x: torch.Tensor) -> torch.Tensor | None:
-    """act_fn(gate_proj(x)) * up_proj(x) of one token in one launch; None where that is not what the modules would compute."""
+    """act_fn(gate_proj(x)) * up_proj(x) of one token in one launch; None if the modules would compute something else."""
     from ..kernels.decode import linear
 
     gate, up, act = mlp.gate_proj, mlp.up_proj, mlp.act_fn
@@ -194,7 +197,7 @@ def _gated(mlp: Any, x: torch.Tensor) -> torch.Tensor | None:
 
 
 class _Names(dict[str, Any]):
-    """A module's names, as they are when they are looked up, but for those set here."""
+    """The global names of a module, looked up when they are used, except those that are overridden here."""
 
     def __init__(self, names: dict[str, Any], **ours: Any):
         super().__init__(ours, __builtins__=names.get("__builtins__", builtins))
@@ -205,7 +208,7 @@ class _Names(dict[str, Any]):
 
 
 def _with_fused_rope(forward: types.FunctionType) -> Forward:
-    """The same code over other names, among which apply_rotary_pos_emb is ours: the module stays as it is."""
+    """The same code with other globals, in which apply_rotary_pos_emb is fused. The module is not changed."""
     names = forward.__globals__
     llamas = _rotations(names)
     ours = types.FunctionType(forward.__code__, _Names(names, **{_ROPE: _rope}), forward.__name__, forward.__defaults__)
@@ -213,7 +216,7 @@ def _with_fused_rope(forward: types.FunctionType) -> Forward:
 
     @functools.wraps(forward)
     def layer(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # torch.compile looks names up by the name of their module, and would take ours for the module's own everywhere.
+        # torch.compile looks globals up by the name of their module, and would use ours for the whole module.
         theirs = torch.compiler.is_compiling() or _rotations(names) != llamas
         return (forward if theirs else ours)(self, *args, **kwargs)
 
@@ -221,9 +224,9 @@ def _with_fused_rope(forward: types.FunctionType) -> Forward:
 
 
 def _rotations(names: dict[str, Any]) -> tuple[object, object]:
-    """What rotates queries and keys in a module of these names, now."""
-    turn = names.get(_ROPE)
-    return turn, getattr(turn, "__globals__", {}).get("rotate_half")
+    """The functions that currently rotate queries and keys in a module with these globals."""
+    rotate = names.get(_ROPE)
+    return rotate, getattr(rotate, "__globals__", {}).get("rotate_half")
 
 
 def _rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1) -> Any:

@@ -1,4 +1,4 @@
-"""The methods of generate() that stand on a patched model: which cache a call gets, and what runs its decode steps.
+"""The methods of generate() that a patched model overrides: they choose the cache of a call and the code of its decode steps.
 
 `hf.generation` has their names.
 """
@@ -29,9 +29,9 @@ _MISSING: Any = object()
 
 
 class Generation:
-    """generate() of one patched model: its caches, its decode graphs, and the methods that bring both to a call.
+    """generate() of one patched model: its caches, its decode graphs, and the methods that give both to a call.
 
-    graph: whether steps are captured. reasons: why steps ran uncaptured.
+    graph: whether steps are captured. reasons: the reasons why steps ran uncaptured.
     """
 
     def __init__(self, model: hf.PreTrainedModel, windows: list[int | None], streaming: Settings | None, graph: bool):
@@ -42,11 +42,11 @@ class Generation:
         self.graphs = graphs.DecodeGraphs()
         self.pool = self._make_pool()
         self.reasons: list[str] = []
-        self.had: dict[str, Any] = {}  # by the name of a method: what the instance had of its own, or _MISSING for nothing
+        self.had: dict[str, Any] = {}  # previous attributes of the instance by method name, or _MISSING
         self._local = threading.local()
 
     def _closer(self) -> Callable[[object], None]:
-        """A callback that drops graphs and idle buffers when the model is deleted before its Patch."""
+        """A callback that drops graphs and idle buffers if the model is deleted before its Patch."""
         this = weakref.ref(self)
 
         def close(_: object) -> None:
@@ -63,18 +63,18 @@ class Generation:
     def model(self) -> hf.PreTrainedModel:
         model = self._model()
         if model is None:
-            raise ReferenceError("The patched model is deleted.")
+            raise ReferenceError("The patched model was deleted.")
         return model
 
-    def stand_on(self, model: hf.PreTrainedModel) -> None:
-        """Put the methods on the instance."""
+    def install(self, model: hf.PreTrainedModel) -> None:
+        """Set the methods on the instance."""
         ours = self._prepare_cache, self._wants_graph, self._compiled_call, _KeptInputs(self)
         for name, method in zip(METHODS, ours, strict=True):
             self.had[name] = vars(model).get(name, _MISSING)
             vars(model)[name] = method
 
-    def leave(self, model: hf.PreTrainedModel) -> None:
-        """Take the methods off the instance again, but for one that someone has replaced since: theirs to take back."""
+    def uninstall(self, model: hf.PreTrainedModel) -> None:
+        """Remove the methods from the instance, except those that others have replaced since."""
         for name, had in self.had.items():
             if getattr(vars(model).get(name), "__self__", None) is not self:
                 continue
@@ -100,11 +100,11 @@ class Generation:
         return Pool(lambda tokens: Ring(len(windows), streaming), RollingCache.around)
 
     def _refit(self, model: hf.PreTrainedModel) -> None:
-        """Make caches for the layers that the model has now: someone may have edited them, or its configuration."""
+        """Replace the pool if the layers or the configuration of the model have changed."""
         windows = hf.layer_windows(model.config)
         streaming = None if self.streaming is None else Settings.of(model.config.get_text_config(decoder=True))
         if streaming is None and windows == self.windows[: len(windows)]:
-            return  # the first layers alone, as for an early exit, leave those behind them empty
+            return  # a model that runs only its first layers (early exit) leaves the others empty
         if (windows, streaming) != (self.windows, self.streaming):
             self.pool.close()
             self.windows, self.streaming = windows, streaming
@@ -120,7 +120,7 @@ class Generation:
         return f"rolling, {self.streaming.sinks} sinks and a window of {self.streaming.window}"
 
     def takes(self, cache: object) -> TypeGuard[StoredCache]:
-        """Whether steps over this cache are captured: one of ours, or another over a storage (`caches.contract`)."""
+        """Whether steps over this cache are captured: a cache over a storage (`caches.contract`) for this backend."""
         if self.streaming is not None:
             return isinstance(cache, RollingCache)
         return isinstance(cache, StoredCache) and not cache.streams
@@ -130,7 +130,7 @@ class Generation:
             self.reasons.append(reason)
             warnings.warn(f"{type(self._model()).__name__}.generate() runs uncaptured: {reason}.", stacklevel=3)
 
-    # ---- the methods, with generate()'s arguments ----
+    # ---- the methods that generate() calls ----
 
     def _prepare_cache(
         self,
@@ -144,16 +144,16 @@ class Generation:
         self._refit(model)
         forward.abandon(model)
         if forward.streams(model):
-            refresh(model)  # before a graph's fingerprint is taken
+            refresh(model)  # before the fingerprint of a graph is taken
         given: object = model_kwargs.get("past_key_values")
         asked = generation_config.cache_implementation
         if asked == model.generation_config.cache_implementation:
-            asked = None  # the checkpoint's default; this call did not ask for it
+            asked = None  # the default of the checkpoint, not a request of this call
         if generation_config.compile_config is not None:
             if self.takes(given):
                 raise ValueError(
-                    f"compile_config asks for Transformers' torch.compile, which cannot trace a {type(given).__name__}; "
-                    "pass one of the two, or leave out both to replay decode graphs."
+                    f"compile_config requests Transformers' torch.compile, which cannot trace a {type(given).__name__}; "
+                    "pass one of the two, or neither to replay decode graphs."
                 )
             if given is None and asked is None:
                 asked = generation_config.cache_implementation = "static"
@@ -166,9 +166,9 @@ class Generation:
         elif given is not None:
             self.say(f"past_key_values is a {type(given).__name__}, not a {self.cache_type.__name__}")
         elif asked is not None:
-            self.say(f"cache_implementation={asked!r} was asked for")
+            self.say(f"cache_implementation={asked!r} was requested")
         elif generation_config.use_cache is False:
-            self.say("use_cache=False was asked for")
+            self.say("use_cache=False was requested")
         else:
             given = model_kwargs["past_key_values"] = self.pool.take(rows, max_cache_length)
         mode = str(getattr(generation_mode, "value", generation_mode))
@@ -180,7 +180,7 @@ class Generation:
     def _make_ready(
         self, cache: StoredCache, model: hf.PreTrainedModel, model_kwargs: dict[str, Any], rows: int, max_cache_length: int
     ) -> None:
-        """Have room in a cache that a call was given; raise ValueError if it is not one for this model and this call."""
+        """Make room in a cache that the caller passed. Raise ValueError if it does not belong to this model and this call."""
         layers = len(hf.layer_windows(model.config))
         if len(cache.layers) not in (layers, len(self.windows)):
             raise ValueError(
@@ -192,10 +192,10 @@ class Generation:
         covered = _covered(model_kwargs, seen)
         if seen and covered is not None and covered <= seen:
             raise ValueError(
-                f"past_key_values holds {seen} tokens, and this call covers {covered}. Pass the whole text, or with "
-                "new ids alone the attention_mask of the whole text, or their position_ids: at least one token more."
+                f"past_key_values holds {seen} tokens, and this call covers {covered}. Pass the whole text, or only the "
+                "new ids with the attention_mask of the whole text or with their position_ids: at least one token more."
             )
-        # Given only the new ids, the call counts from them.
+        # If only the new ids are given, the length of the call counts from them.
         cache.reserve(max_cache_length if max_cache_length > seen else seen + max_cache_length)
 
     def _wants_graph(self, model_kwargs: dict[str, Any], generation_config: hf.GenerationConfig) -> bool:
@@ -205,18 +205,18 @@ class Generation:
             return bool(hf.stock(model, hf.WANTS_COMPILE)(model_kwargs, generation_config))
         if not self.graph:
             return False
-        # disable_compile is about torch.compile, which this is not.
+        # disable_compile concerns torch.compile, not decode graphs.
         refused = graphs.why_no_graph(model.device)
         if generation_config.output_hidden_states or generation_config.output_attentions:
-            refused = refused or "hidden states or attentions are asked for"
+            refused = refused or "hidden states or attentions are requested"
         if (name := model.config._attn_implementation) not in registry.names():
             refused = refused or f"attn_implementation is {name!r}, which cannot read a length from the device"
         mask = model_kwargs.get("attention_mask")
         ones, prompt = False, 0
         if mask is not None and mask.dim() == 2:
-            # A mask of ones says nothing, and generate() only ever adds ones: one look at it now saves one per token.
+            # A mask of ones has no effect, and generate() only adds ones. One check here saves one for every token.
             ones, prompt = bool((mask == 1).all()), mask.shape[1]
-        # And not the step itself, by which the model would hold itself.
+        # The arguments of the step, not the step, which would make the model refer to itself.
         chunked = generation_config.prefill_chunk_size is not None
         self._local.step = {"refused": refused, "ignore_mask": ones, "prompt": prompt, "chunked": chunked}
         return True
@@ -232,8 +232,8 @@ class Generation:
 
 
 class _KeptInputs:
-    """A model's own hf.PREPARE_INPUTS, but for a cache that it drops so that the text is read anew (Phi-3, where
-    frequencies change with the length): that one is emptied and kept."""
+    """The model's own hf.PREPARE_INPUTS, except that a cache which it drops in order to read the text again is emptied and kept.
+    (Phi-3 drops it when its frequencies change with the length.)"""
 
     def __init__(self, generation: Generation):
         self.__self__ = generation
@@ -250,16 +250,16 @@ class _KeptInputs:
         inputs = self._own()(*args, **kwargs)
         cache = kwargs.get("past_key_values")
         if self.__self__.takes(cache) and inputs.get("past_key_values") is None:
-            cache.reset()  # type: ignore[no-untyped-call]  # Transformers has it untyped
+            cache.reset()  # type: ignore[no-untyped-call]  # untyped in Transformers
             inputs["past_key_values"] = cache
         return inputs
 
 
 def _covered(model_kwargs: dict[str, Any], seen: int) -> int | None:
-    """How many tokens a call covers, those in the cache included, as far as its mask or its positions tell.
+    """Number of tokens that a call covers, including those in the cache, from its mask or its positions; None if unknown.
 
-    Transformers drops a mask of ones. The positions that it makes from one are as many and begin with 0; those of new ids alone,
-    which only a caller gives, begin later.
+    Transformers drops a mask of ones. The positions that it derives from the mask have the same length and begin with 0.
+    Positions of only the new ids, which a caller may pass, begin later.
     """
     mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
     if isinstance(mask, torch.Tensor) and mask.dim() == 2:
@@ -271,7 +271,7 @@ def _covered(model_kwargs: dict[str, Any], seen: int) -> int | None:
 
 
 def copied(model: weakref.ref[hf.PreTrainedModel], memo: dict[int, Any]) -> hf.PreTrainedModel:
-    """The copy of a patched model that is being made: what belongs to a model is copied with it alone."""
+    """The copy of a patched model during a deepcopy. Objects that belong to a model can only be copied with it."""
     twin: hf.PreTrainedModel | None = memo.get(id(model()))
     if twin is None:
         raise TypeError("A Patch cannot be copied by itself; copy the model it belongs to.")

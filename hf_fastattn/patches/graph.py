@@ -1,12 +1,12 @@
 """The decode graph: one captured CUDA graph per step of generate(), replayed instead of running the model's Python.
 
-generate() asks the model for something to call in its decode loop, and gets a DecodeStep. It copies the step's small inputs into
-tensors that stay, replays, and returns an output of the model's own type. The first step of a new shape runs uncaptured, as a
-rehearsal on the same tensors; the second is captured, which takes one pass of the model's Python.
+generate() requests a function for its decode loop from the model and gets a DecodeStep. It copies the small inputs of the step
+into fixed tensors, replays the graph, and returns an output of the model's own type. The first step of a new shape runs
+uncaptured on the same tensors, as a rehearsal. The second step is captured, which runs the model's Python once.
 
-A graph is good for one storage at one address (and one `variant` of it: rows known to be alike, or not), one set of input shapes
-and one fingerprint of the model (survey.py), taken once per generate(), before its first step. Weights changed in place are seen
-at once.
+A graph is valid for one storage at one address (and one `variant` of it, such as a uniform batch), one set of input shapes and
+one fingerprint of the model (survey.py), which is taken once per generate(), before its first step. Weights changed in place take
+effect at once.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from .fingerprint import Fingerprint, Uncapturable
 from .survey import survey
 from .unread import unread_by
 
-MAX_GRAPHS = 16  # per patched model; the least recently used one goes first
-MAX_CHANGES = 4  # calls in a row that may capture anew before it is said
+MAX_GRAPHS = 16  # per patched model; the least recently used one is dropped first
+MAX_CHANGES = 4  # consecutive calls with a new capture before a warning
 T = TypeVar("T")
 
 
@@ -40,7 +40,7 @@ def why_no_graph(device: torch.device) -> str | None:
 
 
 def new_graph(device: torch.device, shared: dict[str, Any]) -> Graph:
-    """What records and replays; `shared` is one dict per patched model."""
+    """An object that records and replays. shared: one dict per patched model."""
     return CudaGraph(device, shared)
 
 
@@ -53,18 +53,18 @@ class DecodeGraphs:
         self.lock = threading.RLock()
         self.clock = itertools.count(1)
         self.captures = self.replays = self.uncaptured = 0
-        self.closed = False  # the patch is undone
-        self.changes = 0  # calls in a row that found the model changed
-        self.changed: list[str] = []  # and in what, the last time
+        self.closed = False  # whether the patch is undone
+        self.changes = 0  # consecutive calls in which the model had changed
+        self.changed: list[str] = []  # the names of the last changes
 
     def find(self, cache: StoredCache, fingerprint: Fingerprint, inputs: Inputs) -> Entry:
-        """The entry for these inputs, made if there is none."""
+        """The entry for these inputs; a new one if there is none."""
         storage = cache.storage
         entries = [entry for entry in self.entries.get(storage, ()) if entry.version == storage.version]
         self.entries[storage] = entries
-        alike = sorted((e for e in entries if e.fits(storage) and e.accepts(inputs)), key=lambda e: -e.used)
+        matching = sorted((e for e in entries if e.fits(storage) and e.accepts(inputs)), key=lambda e: -e.used)
         changed: list[str] = []
-        for entry in alike:
+        for entry in matching:
             differences = entry.fingerprint.differences(fingerprint, entry.unread)
             if not differences:
                 self.changes = 0
@@ -87,16 +87,17 @@ class DecodeGraphs:
         self.shared.clear()
 
     def close(self) -> None:
-        """Drop all graphs and make no more."""
+        """Drop all graphs, and capture no more."""
         self.closed = True
         self.clear()
 
 
 class DecodeStep:
-    """What one generate() calls in place of the model: replays the graph where there is one.
+    """The function that one generate() calls instead of the model. It replays the graph if there is one.
 
-    say: told why steps run uncaptured. refused: why none of this call can be captured, if that is known beforehand. prompt:
-    tokens that the prompt has, as far as a mask tells. chunked: whether the prompt is read through this, in chunks.
+    say: called with the reason why a step runs uncaptured. refused: the reason why no step of this call can be captured, if known
+    beforehand. prompt: number of tokens of the prompt, if the mask gives it, else 0. chunked: whether the prompt is read in
+    chunks, which also call this.
     """
 
     def __init__(
@@ -127,18 +128,18 @@ class DecodeStep:
             return self._uncaptured(reason, given)
         if ids.shape[1] != 1 or _tokens(cache) < max(1, self.prompt):
             return self.model(**given)  # a chunk of the prompt
-        # Graphs share memory: between copying inputs in and copying logits out, no other thread may replay one.
+        # Graphs share memory: no other thread may replay one between the copy of the inputs and the copy of the logits.
         with self.graphs.lock:
             if self.graphs.closed:
-                return self._uncaptured("the patch was undone in the middle of a call", given)
+                return self._uncaptured("the patch was undone during a call", given)
             return self._step(cache, ids, given)
 
     def _why_not(self, cache: object, ids: torch.Tensor | None) -> str | None:
-        """Why this step cannot be captured, as far as its arguments tell."""
+        """The reason why this step cannot be captured, judged by its arguments, or None."""
         if not isinstance(cache, StoredCache):
-            return f"a step is given {'no cache' if cache is None else f'a {type(cache).__name__}'} in place of this patch's"
+            return f"a step is given {'no cache' if cache is None else f'a {type(cache).__name__}'} instead of the patch's"
         if ids is None:
-            return "its steps are given inputs_embeds and no input_ids"
+            return "its steps are given inputs_embeds instead of input_ids"
         if self.chunked and (ids.shape[1] != 1 or _tokens(cache) < max(1, self.prompt)):
             return None
         if ids.shape[1] != 1:
@@ -166,25 +167,27 @@ class DecodeStep:
         if mask is not None and (self.ignore_mask or not storage.takes_mask):
             del inputs["attention_mask"]
         elif grows(mask) and not (storage.keeps_all and mask.shape[1] <= storage.capacity):
-            # Only the host knows which of its columns are in the buffers; the spans made from it do not grow.
+            # Only the host knows which columns of the mask are in the buffers. The spans built from them have a fixed size.
             with cache.on_device(with_mask=True):
                 inputs["attention_mask"] = hf.decode_mask(self.model, inputs)
         entry = self.entry
         if entry is None or not entry.fits(storage) or not entry.accepts(inputs):
             if entry is not None and (name := entry.grown(inputs)) is not None:
-                self.refused = entry.refused = f"its argument {name} grows by one a step"
+                self.refused = entry.refused = f"its argument {name} grows by one element per step"
                 return self._uncaptured(self.refused, given)
             entry = self.entry = self.graphs.find(cache, self.fingerprint, inputs)
             if self.graphs.changes >= MAX_CHANGES:
                 names = ", ".join(self.graphs.changed[:3])
-                self.say(f"each of the last {MAX_CHANGES} calls was captured anew, as what a step reads changed ({names})")
+                self.say(
+                    f"each of the last {MAX_CHANGES} calls was captured again, as values that a step reads had changed ({names})"
+                )
         if entry.refused is None:
             entry.copy_in(inputs)
             mark = None if entry.graph is not None else storage.mark()
             try:
                 logits = self._run(entry, storage)
             except BaseException as error:
-                storage.rewind(mark)  # an interrupted step, too, has counted on the device
+                storage.rewind(mark)  # an interrupted step has also counted on the device
                 if not isinstance(error, Uncapturable):
                     raise
                 entry.refused = str(error)
@@ -199,7 +202,7 @@ class DecodeStep:
         if entry.graph is not None:
             entry.graph.replay()
             graphs.replays += 1
-            return entry.logits.clone()  # whoever keeps it must not see the next step's
+            return entry.logits.clone()  # a clone, because the next step overwrites it
         body = entry.body(self.model, storage)
         if not entry.warm:
             before = survey(self.model)
@@ -214,15 +217,15 @@ class DecodeStep:
             entry.unread = frozenset(unread)
             entry.warm = True
             if changed := before.differences(survey(self.model), entry.unread):
-                # The step is done, and must not be done again.
-                self.refused = entry.refused = f"a step changes what the next one reads ({', '.join(changed[:3])})"
+                # The step has run and must not run again.
+                self.refused = entry.refused = f"a step changes values that the next step reads ({', '.join(changed[:3])})"
                 self.say(self.refused)
                 graphs.uncaptured += 1
             return logits
         graph = new_graph(entry.device, graphs.shared)
         held = references(storage)
         entry.logits = _attempt(graph.capture, body).logits
-        holds = references(storage) - held  # a CUDA graph knows addresses alone, and another may hold tensors
+        holds = references(storage) - held  # a CUDA graph only has addresses; other graphs may hold tensors
         storage.recorded += holds
         entry.graph = graph
         graphs.captures += 1
@@ -230,13 +233,13 @@ class DecodeStep:
 
 
 def _tokens(cache: StoredCache) -> int:
-    """Tokens whose K and V are on the device."""
+    """Number of tokens whose K and V are on the device."""
     storage = cache.storage
-    return 0 if storage.rows is None else cache.get_seq_length() or storage.seen  # the first layer may be one that does not run
+    return 0 if storage.rows is None else cache.get_seq_length() or storage.seen  # the first layer may not run
 
 
 def _attempt(run: Callable[[Callable[[], T]], T], body: Callable[[], T]) -> T:
-    """run(body). Any failure means that the step runs uncaptured, where a mistake of the caller's shows itself again."""
+    """Return run(body). After an error the step runs uncaptured, where an error of the caller is raised again."""
     try:
         return run(body)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""What patch() asks of a model and of its arguments before it changes anything: each refusal is a ValueError in a sentence."""
+"""The checks of patch() on a model and its arguments, before it changes anything. A refusal is a ValueError with the reason."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from .swap import Patch
 
 
 def find_model(target: object) -> hf.PreTrainedModel:
-    """The model whose generate() runs in the end."""
+    """The model of a pipeline or a PEFT model, whose generate() runs."""
     model: Any = target
     if not isinstance(model, torch.nn.Module) and isinstance(getattr(model, "model", None), torch.nn.Module):
         model = model.model  # a pipeline
     if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
         if any(getattr(config, "is_prompt_learning", False) for config in model.peft_config.values()):
             raise ValueError(
-                "A PEFT model with prompt learning brings its own past_key_values and masks, which the preallocated cache does "
-                "not take; patch models with LoRA and its relatives, or the base model."
+                "A PEFT model with prompt learning passes its own past_key_values and masks, which the preallocated cache does "
+                "not support. Patch models with LoRA or a related method, or the base model."
             )
         model = model.get_base_model()
     if not isinstance(model, hf.PreTrainedModel) or not model.can_generate():
@@ -35,7 +35,7 @@ def find_model(target: object) -> hf.PreTrainedModel:
 
 
 def which_cache(cache: str | None, backend: registry.Backend, graph: bool) -> str | None:
-    """ "static", "rolling" or None, as patch() is asked for with `cache`."""
+    """The cache that patch(cache=...) selects: "static", "rolling" or None."""
     if cache == "auto":
         cache = "rolling" if backend.streaming else "static"
     if cache not in ("static", "rolling", None):
@@ -46,12 +46,14 @@ def which_cache(cache: str | None, backend: registry.Backend, graph: bool) -> st
             "backend does not read, and a static cache keeps tokens that a streaming backend never reads. Leave out cache=."
         )
     if graph and cache is None:
-        raise ValueError("graph=True needs a preallocated cache, whose addresses stay; pass graph=False with cache=None.")
+        raise ValueError(
+            "graph=True needs a preallocated cache, whose addresses do not change; pass graph=False with cache=None."
+        )
     return cache
 
 
 def check_model(model: hf.PreTrainedModel, backend: registry.Backend) -> None:
-    """Raise ValueError for a model that cannot run the backend, or whose generate() is not its own."""
+    """Raise ValueError for a model that cannot run the backend, or that generates through another model."""
     name = type(model).__name__
     if reason := hf.why_not_model(type(model.config)):
         raise ValueError(f"{name} cannot be patched: {reason}")
@@ -61,19 +63,19 @@ def check_model(model: hf.PreTrainedModel, backend: registry.Backend) -> None:
         )
     if part := hf.generates_by_another(model):
         raise ValueError(
-            f"{name} cannot be patched: its generate() calls that of its {part}. Patch that: hf_fastattn.patch(model.{part})."
+            f"{name} cannot be patched: its generate() is that of its {part}. Patch the part: hf_fastattn.patch(model.{part})."
         )
     if other := hf.sharer(model):
         raise ValueError(
-            f"{name} cannot be patched: a {other} that is alive is built over a part of it, and would be changed too. Delete "
-            "that one, or build it over a copy (copy.deepcopy) of the part."
+            f"{name} cannot be patched: a {other} in this process shares a part of it and would be changed too. Delete "
+            "the other model, or build it over a copy (copy.deepcopy) of the part."
         )
     if reason := _why_no_kernel(model, backend):
         raise ValueError(f"{name} cannot run {backend.name!r}: {reason}")
 
 
 def _why_no_kernel(model: hf.PreTrainedModel, backend: registry.Backend) -> str | None:
-    """Why the backend cannot serve one of the model's layers, in a sentence."""
+    """The reason why the backend cannot serve one of the model's layers, or None."""
     for shape in dict.fromkeys(hf.layer_shapes(model.config)):
         reason = backend.why_not(
             num_heads=shape.num_heads,
@@ -91,7 +93,7 @@ def _why_no_kernel(model: hf.PreTrainedModel, backend: registry.Backend) -> str 
 def which_settings(
     model: hf.PreTrainedModel, backend: registry.Backend, window: int | None, sinks: int | None, clamped: bool
 ) -> Settings | None:
-    """What a streaming backend is to keep of this model's text, checked; None for other backends."""
+    """The checked settings of a streaming backend for this model; None for other backends."""
     if not backend.streaming:
         if window is not None or sinks is not None or clamped:
             raise ValueError(
@@ -105,26 +107,26 @@ def which_settings(
 
 
 def _check_width(model: hf.PreTrainedModel, backend: registry.Backend, asked: Settings) -> None:
-    """Raise ValueError where the model's own windows hide what streaming would show."""
+    """Raise ValueError if a sliding window of the model is smaller than the sinks and the window together."""
     own = min((w for w in hf.layer_windows(model.config) if w is not None), default=None)
     if own is None or asked.sinks + asked.window <= own:
         return
     says = (
         f"{type(model).__name__} has a sliding window of its own, {own} tokens, and {asked.sinks} sinks and a window of "
-        f"{asked.window} would show it more."
+        f"{asked.window} are more."
     )
     if own <= asked.sinks:
         raise ValueError(f"{says} Use another backend.")
     narrower = replace(asked, window=own - asked.sinks)
     if error := _tried(model, backend, True, narrower):
-        raise ValueError(f"{says} A narrower one does not run either: {error}")
+        raise ValueError(f"{says} A smaller window does not run either: {error}")
     raise ValueError(f"{says} Ask for a window of at most {narrower.window}.")
 
 
 def which_windows(
     model: hf.PreTrainedModel, backend: registry.Backend, cache: str | None, streaming: Settings | None
 ) -> list[int | None] | None:
-    """The windows of the model's layers, for a cache of ours; None for Transformers' own."""
+    """The windows of the model's layers for a cache of the package; None for Transformers' cache."""
     if cache is None:
         return None
     try:
@@ -140,22 +142,22 @@ def _windows(model: hf.PreTrainedModel) -> list[int | None]:
 
 
 def _remedy(model: hf.PreTrainedModel, backend: registry.Backend, streaming: Settings | None) -> str:
-    """Another way to patch a model that no cache of ours fits; nothing where that fails too."""
+    """A sentence with another way to patch a model that no cache of the package supports; "" if that fails too."""
     if _tried(model, backend, False, streaming):
         return ""
     return f" hf_fastattn.patch(model, {backend.name!r}, cache=None, graph=False) leaves Transformers' own cache in place."
 
 
 def _tried(model: hf.PreTrainedModel, backend: registry.Backend, rolling: bool, streaming: Settings | None) -> Exception | None:
-    """A few tokens read under a patch, which is what a sentence is about to recommend: the error, if there is one."""
+    """Try the recommended way to patch: read a few tokens. Returns the error, or None."""
     try:
         windows = _windows(model) if rolling else None
         with warnings.catch_warnings(), torch.no_grad(), Patch(model, backend.name, windows, False, False, streaming):
             warnings.simplefilter("ignore")
-            ids = torch.ones(1, 4, dtype=torch.int64, device=model.device)  # and a mask, as generate() brings one
+            ids = torch.ones(1, 4, dtype=torch.int64, device=model.device)  # also the mask, as in generate()
             cache = RollingCache(model) if rolling else None
             cache = model(input_ids=ids[:, :3], attention_mask=ids[:, :3], past_key_values=cache).past_key_values
             model(input_ids=ids[:, :1], attention_mask=ids, past_key_values=cache)
-    except Exception as error:  # whatever it is, this is no remedy
+    except Exception as error:  # after any error, this is not recommended
         return error
     return None

@@ -1,11 +1,12 @@
-"""What a decode graph depends on besides its inputs: a fingerprint of the model and of torch's settings.
+"""The state that a decode graph depends on besides its inputs: a fingerprint of the model and of torch's settings.
 
-A graph replays launches without running Python, so it is valid only while Python would launch the same. The fingerprint decides
-this without running the model: modules and their order, classes and the functions that their forward() reaches,
-addresses and layouts of tensors, values of attributes and configurations, and torch's settings. It is taken once per generate().
+A graph replays launches without running Python, so it is valid only as long as Python would issue the same launches. The
+fingerprint decides this without running the model. It covers the modules and their order, their classes and the functions that
+their forward() reaches, addresses and layouts of tensors, values of attributes and configurations, and torch's settings. It is
+taken once per generate().
 
-Nothing is remembered by id() alone: a fingerprint holds a weak reference to each object that it tells apart by identity, so that
-a new object at an old address is not taken for the old one. It keeps alive only what has no weak references.
+Objects are not identified by id() alone. A fingerprint holds a weak reference to each object that it identifies, so a new object
+at an old address is recognised as new. It holds a strong reference only to objects that do not support weak references.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from .walker import Walker
 
 
 def survey(model: hf.PreTrainedModel) -> Fingerprint:
-    """The model's fingerprint now. Raises Uncapturable for what no graph can hold."""
+    """The current fingerprint of the model. Raises Uncapturable if no graph can be captured."""
     module_api = torch.nn.modules.module
     if module_api._global_forward_hooks or module_api._global_forward_pre_hooks:
         raise Uncapturable("a global forward hook is registered, and a graph would not run it")
     if torch.is_autocast_enabled(model.device.type):
-        raise Uncapturable("autocast is on, and its copies of the weights do not outlive it")
+        raise Uncapturable("autocast is on, and its copies of the weights are temporary")
     if torch._C._len_torch_dispatch_stack():
         raise Uncapturable("a dispatch mode of torch is active, and a graph would not pass through it")
     walker = Walker(model.device)
@@ -36,7 +37,7 @@ def survey(model: hf.PreTrainedModel) -> Fingerprint:
 
 
 def _settings() -> tuple[object, ...]:
-    """Torch's settings that choose kernels or dtypes."""
+    """Settings of torch that select kernels or dtypes."""
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     return (
         torch.is_inference_mode_enabled(),

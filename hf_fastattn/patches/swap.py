@@ -1,4 +1,4 @@
-"""What patch() has changed on one model instance, and how that is taken back."""
+"""The changes of patch() to one model instance, and their undoing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .walker import MARK
 
 @dataclass(frozen=True)
 class Change:
-    """One thing that patch() changed: what, how often, from what, to what."""
+    """One kind of change: what was changed, how many times, and its value before and after."""
 
     what: str
     count: int
@@ -33,10 +33,10 @@ class Change:
 
 
 class Patch:
-    """What patch() did to one model. Print it; leave its `with` block, or call undo(), to take it back.
+    """The changes of patch() to one model. Print it to list them; the end of its `with` block, or undo(), undoes them.
 
-    changes: a Change for each thing changed. captures, replays, uncaptured: decode steps of each kind so far.
-    reasons: why steps ran uncaptured, each said once as a warning when it first happened.
+    changes: a Change for each kind. captures, replays, uncaptured: numbers of captured graphs, of replayed steps and of steps
+    without a graph. reasons: why steps ran uncaptured; each was reported once as a warning.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Patch:
         fuse: bool,
         streaming: Settings | None,
     ):
-        """windows: those of the layers of a cache of ours, None for Transformers' own."""
+        """windows: the sliding windows of the layers, for a cache of the package; None for Transformers' cache."""
         self._begin(model, backend, graph, None if windows is None else Generation(model, windows, streaming, graph))
         try:
             self._apply(model, fuse, streaming)
@@ -84,18 +84,18 @@ class Patch:
             self._fuse(fusion.find(model))
         if self._generation is None:
             return
-        self._generation.stand_on(model)
+        self._generation.install(model)
         self.changes.append(Change("methods of generate()", len(METHODS), type(model).__name__, "this instance's own"))
         kept = model.generation_config.cache_implementation or "dynamic"
         words = self._generation.cache_in_words()
         self.changes.append(Change("cache of layers", len(self._generation.windows), kept, words))
         if streaming is not None:
-            self.changes.append(Change("forward pre-hook", 1, "none", "tells the cache of padding"))
+            self.changes.append(Change("forward pre-hook", 1, "none", "passes the padding to the cache"))
         if self.graph and not graphs.why_no_graph(model.device):
             self.changes.append(Change("decode step", 1, "launched from Python", "one CUDA graph"))
 
     def _fuse(self, found: fusion.Fusible) -> None:
-        if not self.graph:  # linear layers change in decode graphs alone
+        if not self.graph:  # linear layers are fused only in decode graphs
             found = found._replace(linears=[])
         self._fused = [weakref.ref(module) for modules in found for module in modules]
         fusion.fuse(found)
@@ -103,29 +103,29 @@ class Patch:
             ("RMSNorm", found.norms, "six launches", "one"),
             ("rotation of queries and keys", found.layers, "ten launches", "one"),
             ("product in the MLP", found.mlps, "a third tensor", "in place"),
-            ("linear layers, in decode graphs of one row", found.linears, "cuBLAS", "one launch of ours"),
+            ("linear layers, in decode graphs of one row", found.linears, "cuBLAS", "one launch"),
         ):
             if modules:
                 self.changes.append(Change(what, len(modules), before, after))
 
     def undo(self) -> None:
-        """Take back every change. Raises ValueError the second time."""
+        """Undo every change. Raises ValueError if they are already undone."""
         if self.undone:
-            raise ValueError("This patch is undone already; call hf_fastattn.patch() to patch the model again.")
+            raise ValueError("This patch is already undone; call hf_fastattn.patch() to patch the model again.")
         self.undone = True
         model = self._model()
-        with self._graphs.lock:  # another thread may be in the middle of a step
+        with self._graphs.lock:  # another thread may be running a step
             if self._generation is not None:
                 self._generation.close()
             if model is not None:
-                self._take_back(model)
+                self._restore(model)
 
-    def _take_back(self, model: hf.PreTrainedModel) -> None:
+    def _restore(self, model: hf.PreTrainedModel) -> None:
         forward.unfollow(model)
         forget(model)
         fusion.restore([*(module for ref in self._fused if (module := ref()) is not None), *model.modules()])
         if self._generation is not None:
-            self._generation.leave(model)
+            self._generation.uninstall(model)
         self._configs.restore(model)
         vars(model).pop(MARK, None)
 
@@ -157,13 +157,13 @@ class Patch:
 
     def __str__(self) -> str:
         model = self._model()
-        lines = [f"{type(model).__name__ if model is not None else 'A model that is gone'}: {len(self)} changes"]
+        lines = [f"{type(model).__name__ if model is not None else 'A deleted model'}: {len(self)} changes"]
         lines += [f"  {change}" for change in self.changes]
         if self.undone:
             lines[0] += ", undone"
         elif model is not None:
             if (now := model.config._attn_implementation) != self.backend:
-                lines.append(f"  set_attn_implementation() has changed attention since: {self.backend} -> {now}")
+                lines.append(f"  set_attn_implementation() has since changed attention: {self.backend} -> {now}")
             if self.graph and (reason := graphs.why_no_graph(model.device)):
                 lines.append(f"  decode graph: off, as {reason}")
         if self.captures or self.uncaptured:

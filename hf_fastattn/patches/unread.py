@@ -1,4 +1,4 @@
-"""Which attributes of a model's modules a step reads."""
+"""Finds the attributes of a model's modules that a step does not read."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from .fingerprint import Fingerprint
 from .walker import is_library, tree
 
 _watch = threading.local()
-classes_lock = threading.RLock()  # models may share modules, whose classes are others while one is watched
+classes_lock = threading.RLock()  # models may share modules, whose classes change while one is watched
 
 
 @contextmanager
 def unread_by(model: torch.nn.Module, fingerprint: Fingerprint) -> Iterator[set[tuple[str, str]]]:
-    """The plain attributes of modules that nobody reads inside, as pairs of path and name; all of them at first.
+    """The plain attributes of modules that the code inside the block does not read, as pairs (path, name).
 
-    Models keep beside what every step reads what one prompt taught them (Qwen-VL its rope_deltas). Each module of Transformers
-    and torch gets for the time a subclass of its class, with a property for each attribute.
+    Besides the state that every step reads, models store state of one prompt (Qwen-VL its rope_deltas). During the block, the
+    class of each module of Transformers and torch is a subclass with a property for each attribute.
     """
     attributes = {record.path: record.attributes for record in fingerprint.modules}
     changed: list[tuple[torch.nn.Module, type]] = []
@@ -34,11 +34,11 @@ def unread_by(model: torch.nn.Module, fingerprint: Fingerprint) -> Iterator[set[
         for path, module in tree("", model):
             cls: type = type(module)
             names = tuple(name for name in attributes.get(path, ()) if not hasattr(cls, name))
-            if not names or not is_library(cls.__module__):  # others may read them past the property, as vars(self)[name]
+            if not names or not is_library(cls.__module__):  # other code may read vars(self)[name], which bypasses the property
                 continue
             try:
                 module.__class__ = _watched(cls, names)
-            except TypeError:  # a class that has no subclass of the same layout
+            except TypeError:  # no subclass of this class has the same layout
                 continue
             paths[id(module)] = path
             changed.append((module, cls))

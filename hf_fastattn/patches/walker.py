@@ -1,4 +1,4 @@
-"""The walk over a model's modules and all that they refer to, which turns each into a value that two fingerprints compare."""
+"""Walks over a model's modules and the objects that they refer to, and converts them to values that can be compared."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .. import hf, registry
 from ..caches import forward
 from .fingerprint import Record, Uncapturable
 
-LIMIT = 4000  # objects beside modules, tensors and scalars that one fingerprint looks at
+LIMIT = 4000  # number of objects, besides modules, tensors and scalars, in one fingerprint
 SCALARS = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
 LIBRARIES = frozenset({"torch", "transformers", "peft", "accelerate", "hf_fastattn", "triton", *sys.stdlib_module_names})
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
@@ -31,17 +31,17 @@ Values = tuple[object, ...]
 
 
 class Walker:
-    """Turns what it meets into values that compare equal as long as nothing has changed."""
+    """Converts objects to values that compare equal as long as the objects have not changed."""
 
     def __init__(self, device: torch.device):
         self.device = device
         self.held: list[object] = []
         self.devices: set[torch.device] = set()
-        self.seen: dict[int, str] = {}  # id of what was looked at: where
-        self.kept: list[object] = []  # what has no other owner while ids of it are in `seen`
+        self.seen: dict[int, str] = {}  # id of a visited object: where it was
+        self.kept: list[object] = []  # keeps visited objects alive while their ids are in `seen`
         self.configs: list[hf.PreTrainedConfig] = []
-        self.classes: dict[type, tuple[Values, frozenset[str]]] = {}  # as _known() says
-        self.outside: list[torch.nn.Module] = []  # modules that attributes and functions refer to
+        self.classes: dict[type, tuple[Values, frozenset[str]]] = {}  # results of _known()
+        self.outside: list[torch.nn.Module] = []  # modules that only attributes and functions refer to
         self.left = LIMIT
         self.where = ""
 
@@ -49,7 +49,7 @@ class Walker:
         """A number unique to this object."""
         try:
             ref: object = weakref.ref(thing)
-        except TypeError:  # it has no weak references: what is so small is held instead
+        except TypeError:  # no weak references: such small objects are kept alive
             ref = thing
         self.held.append(ref)
         return id(ref)
@@ -74,14 +74,14 @@ class Walker:
         return records
 
     def _records(self, root: str, top: torch.nn.Module) -> list[Record]:
-        """A record of each module from `top` on; this runs once per module and generate(), and is kept short."""
+        """A record of each module from `top` on. It runs for every module in every generate(), so it must be fast."""
         records, seen, held, classes = [], self.seen, self.held, self.classes
         for path, module in tree(root, top):
             values, cls = vars(module), type(module)
             ref = weakref.ref(module)
             held.append(ref)
             if id(module) in seen:
-                records.append(Record(path, (id(ref),), {}))  # at a second place
+                records.append(Record(path, (id(ref),), {}))  # visited at another path
                 continue
             seen[id(module)] = path
             if cls not in classes:
@@ -107,7 +107,7 @@ class Walker:
         return records
 
     def _known(self, cls: type) -> tuple[Values, frozenset[str]]:
-        """(what is known of a class, attributes of its modules that do not count)."""
+        """(the values of a class, names of module attributes to ignore)."""
         self.where = cls.__name__
         ours = hf.bookkeeping() | {MARK} if issubclass(cls, hf.PreTrainedModel) else frozenset()
         return self._class(cls), _MODULE_ATTRIBUTES | ours
@@ -130,12 +130,12 @@ class Walker:
     # ---- values ----
 
     def value(self, value: object) -> object:
-        """Something equal to what the same value gave before, whatever it is."""
+        """A value for any object, equal to its earlier value if it has not changed."""
         kind = type(value)
         if kind in SCALARS:
             return value if value == value else "nan"
         if id(value) in self.seen:
-            return "met", self.seen[id(value)]
+            return "seen", self.seen[id(value)]
         if isinstance(value, torch.Tensor):
             return self.tensor(value)
         if isinstance(value, types.ModuleType) or (isinstance(value, type) and is_library(value.__module__)):
@@ -145,13 +145,13 @@ class Walker:
             return self.same(value)
         if isinstance(value, types.FunctionType):
             return self.function(value)
-        self._met(value)
+        self._visited(value)
         if isinstance(value, hf.PreTrainedConfig):
             self.configs.append(value)
             return self.same(value)
         self.left -= 1
         if not self.left:
-            raise Uncapturable(f"{self.where or 'the model'} has attributes that reach more objects than can be watched")
+            raise Uncapturable(f"{self.where or 'the model'} has attributes that refer to more objects than can be compared")
         return self._inside(value)
 
     def _inside(self, value: Any) -> object:
@@ -183,16 +183,16 @@ class Walker:
         return tuple(found)
 
     def tensor(self, tensor: torch.Tensor) -> Values:
-        """Where a tensor lies and how."""
+        """The address and the layout of a tensor."""
         if type(tensor) not in _PLAIN_TENSORS:
-            return self._strange(tensor)
+            return self._subclass(tensor)
         pointer, shape = _pointer(tensor), tensor.shape
         if not shape and self.device.type != "cpu" and tensor.device.type == "cpu":
             return pointer, tensor.dtype, tensor.item()  # a launch takes its value, not its address
         return pointer, shape, tensor.stride(), tensor.dtype
 
-    def _strange(self, tensor: torch.Tensor) -> Values:
-        """A tensor of a class of its own, by the tensors that it is made of."""
+    def _subclass(self, tensor: torch.Tensor) -> Values:
+        """A tensor of a subclass, by the tensors that it consists of."""
         found: list[object] = [self.same(type(tensor)), tensor.shape, tensor.dtype]
         if type(tensor).__name__ == "DTensor":
             raise Uncapturable("a weight is a DTensor, whose steps communicate")
@@ -202,39 +202,39 @@ class Walker:
             found.append(self.value(context))
         else:
             found += [_pointer(tensor), tensor.stride()]
-        for name, item in vars(tensor).items():  # bitsandbytes keeps a weight's scales so
+        for name, item in vars(tensor).items():  # bitsandbytes stores the scales of a weight here
             found += name, self.value(item)
         return tuple(found)
 
     # ---- functions ----
 
     def function(self, function: types.FunctionType) -> Values:
-        """A function, what it closes over, and what its code finds in its file."""
-        if self._met(function):
+        """A function with its closure, its defaults and the globals that its code uses."""
+        if self._visited(function):
             return (self.same(function),)
         found: list[object] = [self.same(function)]
         ours = is_library(function.__module__)
-        look = self._shallow if ours else self.value
+        value_of = self._shallow if ours else self.value
         for cell in function.__closure__ or ():
             try:
-                found.append(look(cell.cell_contents))
-            except ValueError:  # not filled yet
+                found.append(value_of(cell.cell_contents))
+            except ValueError:  # an empty cell
                 found.append(None)
-        found += [look(value) for value in (function.__defaults__ or ())]
-        found += [(name, look(value)) for name, value in (function.__kwdefaults__ or {}).items()]
+        found += [value_of(value) for value in (function.__defaults__ or ())]
+        found += [(name, value_of(value)) for name, value in (function.__kwdefaults__ or {}).items()]
         names = function.__globals__
         for name in _names(function.__code__):
             value = names.get(name, _MISSING)
             if value is not _MISSING:
-                found += name, look(value)
+                found += name, value_of(value)
             if isinstance(value, types.ModuleType) and not ours:
                 found += self._file(value, _names(function.__code__))
         return tuple(found)
 
     def _file(self, module: types.ModuleType, names: tuple[str, ...]) -> list[object]:
-        """What code of these names may find in a file of the user's."""
+        """The values of these names in a module of the user's."""
         found: list[object] = []
-        if is_library(module.__name__) or self._met(module):
+        if is_library(module.__name__) or self._visited(module):
             return found
         for name in names:
             if name in vars(module):
@@ -245,7 +245,7 @@ class Walker:
         return found
 
     def _shallow(self, value: object) -> object:
-        """What a library's function refers to: functions are followed, objects told apart."""
+        """An object that a function of a library refers to: functions are followed, other objects compared by identity."""
         if type(value) in SCALARS:
             return value if value == value else "nan"
         if isinstance(value, types.FunctionType):
@@ -254,8 +254,8 @@ class Walker:
             self.outside.append(value)
         return self.same(value)
 
-    def _met(self, thing: object) -> bool:
-        """Whether this object was looked at before in this walk; from now on it was."""
+    def _visited(self, thing: object) -> bool:
+        """Whether this object was already visited in this walk; marks it as visited."""
         if id(thing) in self.seen:
             return True
         self.seen[id(thing)] = self.where
@@ -264,15 +264,15 @@ class Walker:
 
 
 def tree(root: str, model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """The model and all modules below it, each with its path; one at two places comes twice."""
+    """The model and all its submodules with their paths. A module at two paths is returned twice."""
     stack = [(root, model)]
-    met = set()
+    visited = set()
     while stack:
         path, module = stack.pop()
         yield path, module
         children = vars(module)["_modules"]
-        if children and id(module) not in met:
-            met.add(id(module))
+        if children and id(module) not in visited:
+            visited.add(id(module))
             prefix = path and path + "."
             stack += [(prefix + name, child) for name, child in children.items() if child is not None]
 
@@ -301,7 +301,7 @@ def _slots(cls: type) -> Iterator[str]:
 
 @functools.lru_cache(4096)
 def _names(code: types.CodeType) -> tuple[str, ...]:
-    """Names that a function's code, and that of functions within it, may look up in its file."""
+    """The global names that the code of a function, and of functions nested in it, may look up."""
     inner = (name for const in code.co_consts if isinstance(const, types.CodeType) for name in _names(const))
     return tuple(dict.fromkeys((*code.co_names, *inner)))
 
@@ -312,5 +312,5 @@ def _pointer(tensor: torch.Tensor) -> int:
     except (RuntimeError, NotImplementedError):
         pointer = 0
     if pointer == 0 and (tensor.numel() or tensor.layout != torch.strided):
-        raise Uncapturable(f"a weight is a {type(tensor).__name__} on {tensor.device}, which has no address of its own")
+        raise Uncapturable(f"a weight is a {type(tensor).__name__} on {tensor.device}, which has no address")
     return pointer
