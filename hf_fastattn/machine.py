@@ -1,4 +1,4 @@
-"""What a command needs of its machine: an available device, and a folder that can be written to."""
+"""Devices and folders for commands: finding an available device, writing results."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 
 
 def find_device(name: torch.device | str | None, planned: bool = False) -> torch.device:
-    """The device of that name, by default the current GPU or else the CPU. Raises ValueError for one that is not here.
+    """The device of that name; by default the current GPU, or else the CPU. Raises ValueError if it is not available.
 
-    planned: where there is no GPU at all, any CUDA device is accepted.
+    planned: whether a CUDA device is accepted on a machine without a GPU.
     """
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -36,10 +36,7 @@ def find_device(name: torch.device | str | None, planned: bool = False) -> torch
 
 
 def prepare_folder(folder: str | Path) -> None:
-    """Make the folder and check that it can be written to. Raises OSError, in a sentence, where it cannot.
-
-    To be called before long work.
-    """
+    """Create the folder and check that it is writable, before long work. Raises OSError with the reason if it is not."""
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -49,7 +46,7 @@ def prepare_folder(folder: str | Path) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replace the file atomically: an interrupted write keeps the previous one. A missing folder is made."""
+    """Replace the file atomically, so that an interrupted write keeps the previous file. Creates the folder if needed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     whole = path.with_name(f".{path.name}.partial")
     whole.write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Named shapes of well-known models: Transformers' model_type and configuration, which need no download."""
+"""Named shapes of well-known models: model_type and configuration, without a download."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables that read as well in a terminal as they render in Markdown, and sizes in words."""
+"""Markdown tables that are also readable in a terminal, and formatting of sizes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A Markdown table with aligned columns: the first to the left, figures to the right. None is written as "-"."""
+    """A Markdown table with aligned columns: text to the left, figures to the right. None is written as "-"."""
     lines = [[str(cell) for cell in head]]
     lines += [["-" if cell is None else str(cell).replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
     widths = [max(3, *(len(line[i]) for line in lines)) for i in range(len(head))]
@@ -24,7 +24,7 @@ def _is_figure(text: str) -> bool:
 
 
 def size(count: float, unit: str = "B") -> str:
-    """1234567 -> "1.23 MB", in powers of 1000 and three digits."""
+    """1234567 -> "1.23 MB": decimal prefixes, three digits."""
     for prefix in ("", "k", "M", "G", "T"):
         if abs(count) < 999.5 or prefix == "T":
             break
@@ -33,5 +33,5 @@ def size(count: float, unit: str = "B") -> str:
 
 
 def thousands(n: int) -> str:
-    """Tokens in words: 65536 is 64k."""
+    """65536 -> "64k"."""
     return f"{n >> 10}k" if n >= 1024 and n % 1024 == 0 else str(n)

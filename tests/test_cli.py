@@ -215,7 +215,7 @@ def test_every_command_has_help(capsys, command):
         (["eval", "FOLDER", "--backends", ""], "Name at least one backend"),
         (["eval", "FOLDER", "--caches", "rolling"], "caches are one or both of"),
         (["eval", "FOLDER", "--text", "/nowhere.txt"], "No such file or directory: '/nowhere.txt'"),
-        (["eval", "FOLDER", "--text", "FOLDER/model.safetensors"], "is not a text in UTF-8"),
+        (["eval", "FOLDER", "--text", "FOLDER/model.safetensors"], "is not a UTF-8 text file"),
         (["eval", "FOLDER", "--batch-size", "-2"], "batch_size must be at least 1"),
         (["eval", "FOLDER", "--limit", "-1"], "limit must be above 0"),
         (["eval", "FOLDER", "--num-fewshot", "-1"], "num_fewshot must be at least 0"),

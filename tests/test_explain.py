@@ -197,7 +197,7 @@ def test_named_shapes_have_the_size_in_their_name(shape):
         ({"gpu": "h900"}, "Unknown GPU 'h900'; known: a100"),
         ({"backend": "streaming"}, "needs window=, the number of last tokens to keep"),
         ({"window": 8}, "'lean' sees every token that the model does"),
-        ({"dtype": "float8"}, "Unknown dtype 'float8'; name one of"),
+        ({"dtype": "float8"}, "Unknown dtype 'float8'; choose one of"),
     ],
 )
 def test_mistakes_are_told_in_a_sentence(options, sentence):

@@ -94,7 +94,7 @@ def test_ties_decided_otherwise_are_equal_and_told(tokenizer, small):
     needle = next(each for each in found.runs[1].pairs if each.task == "small_needle")
     assert needle.equal < 1 and needle.same and needle.first["token"] >= 0
     assert found.passed and found.verdict() == (
-        "EQUAL to sdpa, dynamic but for answers that were a tie within rounding: lean, dynamic."
+        "EQUAL to sdpa, dynamic except for answers that were a tie within rounding: lean, dynamic."
     )
 
 

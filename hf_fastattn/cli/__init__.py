@@ -22,7 +22,7 @@ __all__ = ["BENCHES", "load_benchmark", "main"]
 
 ABOUT = "Exact attention kernels inside Hugging Face Transformers: the backends, what runs, and comparisons of results."
 PACKAGE = Path(__file__).parent.parent
-OWN = (PACKAGE, PACKAGE.parent / "benchmarks")  # folders of this project's code
+OWN = (PACKAGE, PACKAGE.parent / "benchmarks")  # folders with code of this project
 HANDED_OVER = {"bench": handed_over.bench, "lm_eval": handed_over.lm_eval}
 Command = Callable[..., int | None]
 HELP = {"help_option_names": ["-h", "--help"]}
@@ -35,26 +35,26 @@ def _show_version(asked: bool) -> None:
 
 
 def _only_help(traceback: Traceback = False) -> None:
-    """Arguments that are handed over are not parsed here."""
+    """Used only for --help: other arguments are parsed by the called program."""
 
 
-# name: what it does, what runs it, what its help ends with
+# name: (short help, function, end of the help)
 COMMANDS: dict[str, tuple[str, Command, str | None]] = {
     "backends": ("list the backends and whether each can run here", backends.backends, None),
     "generate": ("generate text with a backend, and compare it with another", generate.generate, None),
     "explain": (
-        "which kernels run for a model and why, what a token costs at least, when memory is full",
+        "which kernels run for a model and why, the least cost of a token, when memory is full",
         explain.explain,
         None,
     ),
     "eval": ("compare backends and caches on one model by lm-eval, over the same examples", eval_, EPILOG),
     "bench": (f"benchmarks: {', '.join(BENCHES)}; `hf-fastattn bench generate --help` and so on", _only_help, None),
-    "lm_eval": ("lm-eval's own command line, with the backends here known to it", _only_help, None),
+    "lm_eval": ("lm-eval's own command line, with these backends registered", _only_help, None),
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; 0 when all is well, 1 when a comparison found a difference, 2 for what was asked wrongly."""
+    """Run one command. Returns 0 for success, 1 if a comparison found a difference, 2 for an error in the request."""
     arguments = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     command, show = arguments[0], False
     run: Command
@@ -75,9 +75,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parse(arguments: list[str]) -> tuple[str, Command, bool]:
-    """The command that is asked for, what runs it, and whether tracebacks are. Raises SystemExit for help and for mistakes.
+    """(command, its function with arguments, whether to show tracebacks). Raises SystemExit for help and for wrong arguments.
 
-    Typer reads the arguments and no more: what a command raises is not Typer's to catch.
+    Typer only parses the arguments. The command runs outside of it, because Typer would catch its exceptions.
     """
     asked: list[tuple[str, Command, bool]] = []
     app = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=HELP)
@@ -94,7 +94,7 @@ def _parse(arguments: list[str]) -> tuple[str, Command, bool]:
 
 
 def _noted(name: str, run: Command, asked: list[tuple[str, Command, bool]]) -> Callable[..., None]:
-    """A function with the parameters of `run` that only notes what it was called with."""
+    """A function with the parameters of `run` that only records its arguments."""
 
     @functools.wraps(run)
     def note(*, traceback: bool = False, **options: Any) -> None:
@@ -106,13 +106,14 @@ def _noted(name: str, run: Command, asked: list[tuple[str, Command, bool]]) -> C
 def _version(
     version: Annotated[bool, typer.Option("--version", is_eager=True, callback=_show_version, help="show the version")] = False,
 ) -> None:
-    """Options that belong to no command."""
+    """Options of the program itself."""
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Whether an error reports a wrong request, rather than a fault of this package, for which the traceback is shown.
+    """Whether an error reports a wrong request. For other errors, which are faults of this package, the traceback is shown.
 
-    In this package only a `raise` is an answer; what Python or torch find wrong in its code is a fault.
+    An error that code of this package raises with `raise` reports a wrong request. One that Python or torch raises in it is a
+    fault.
     """
     if isinstance(error, (ImportError, OSError, MemoryError, torch.OutOfMemoryError)):
         return True

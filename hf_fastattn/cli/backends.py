@@ -18,5 +18,5 @@ def backends(traceback: Traceback = False) -> None:
         except RuntimeError as error:
             runs = f"no: {error}"
         rows.append([name, backend.summary, *kernels, runs.removeprefix("the ")])
-    print(table(["backend", "what it is", "prefill", "decode", f"runs here, on {device}"], rows))
+    print(table(["backend", "summary", "prefill", "decode", f"runs here, on {device}"], rows))
     print('\nUse one as attn_implementation="lean" in from_pretrained(), or as hf_fastattn.patch(model, "lean").')

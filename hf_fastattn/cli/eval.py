@@ -11,8 +11,8 @@ from ..evaluate.harness import PACK
 from .options import Device, DtypeOption, GgufFile, Model, Sinks, Traceback, Window, listed
 
 EPILOG = (
-    f'The task pack, which needs no network, is the tag "fastattn" and lies in {PACK}; `hf-fastattn lm_eval ls tasks` lists '
-    "lm-eval's own. The exit code is 0 if all agree, 1 if one differs, 2 for an error."
+    f'The task pack, which needs no network, has the tag "fastattn" and is in {PACK}; `hf-fastattn lm_eval ls tasks` lists '
+    "the tasks of lm-eval. The exit code is 0 if all agree, 1 if one differs, 2 for an error."
 )
 LISTED = "A,B,..."
 
@@ -23,20 +23,20 @@ def eval_(
     dtype: DtypeOption = None,
     device: Device = None,
     backends: Annotated[str, typer.Option(metavar=LISTED, help="the first is the baseline")] = "sdpa,lean",
-    tasks: Annotated[str, typer.Option(metavar=LISTED, help='any of lm-eval\'s; "" for none')] = "fastattn",
-    caches: Annotated[str, typer.Option(metavar=LISTED, help="of the exact backends")] = ",".join(CACHES),
-    include_path: Annotated[list[str] | None, typer.Option(metavar="FOLDER", help="more tasks; may be repeated")] = None,
-    limit: Annotated[float | None, typer.Option(help="examples of each task, or below 1 their share")] = None,
-    batch_size: Annotated[str, typer.Option(metavar="N", help="rows at once, or auto")] = "4",
+    tasks: Annotated[str, typer.Option(metavar=LISTED, help='tasks of lm-eval; "" for none')] = "fastattn",
+    caches: Annotated[str, typer.Option(metavar=LISTED, help="caches for the exact backends")] = ",".join(CACHES),
+    include_path: Annotated[list[str] | None, typer.Option(metavar="FOLDER", help="further tasks; may be repeated")] = None,
+    limit: Annotated[float | None, typer.Option(help="examples per task, or a fraction below 1")] = None,
+    batch_size: Annotated[str, typer.Option(metavar="N", help="rows per batch, or auto")] = "4",
     num_fewshot: Annotated[int | None, typer.Option(help="default: each task's own")] = None,
     gen_kwargs: Annotated[str | None, typer.Option(metavar="K=V,...", help="for tasks that generate, as in lm-eval")] = None,
     apply_chat_template: Annotated[
         bool, typer.Option("--apply-chat-template", help="put prompts into the model's chat template")
     ] = False,
     confirm_run_unsafe_code: Annotated[
-        bool, typer.Option("--confirm-run-unsafe-code", help="for tasks that run what the model writes")
+        bool, typer.Option("--confirm-run-unsafe-code", help="for tasks that run code written by the model")
     ] = False,
-    decode_tokens: Annotated[int, typer.Option(help="tokens of each row of decode perplexity; 0 for none")] = 128,
+    decode_tokens: Annotated[int, typer.Option(help="tokens per row for decode perplexity; 0 for none")] = 128,
     text: Annotated[
         Path | None, typer.Option(metavar="FILE", help="for decode perplexity; default: Python's documentation")
     ] = None,
@@ -78,4 +78,4 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not a text in UTF-8: {error}.") from error
+        raise ValueError(f"{path} is not a UTF-8 text file: {error}.") from error

@@ -11,7 +11,7 @@ from ..explain import explain as explain_
 from .options import MODEL, Backend, Dtype, GgufFile, Sinks, Traceback, Window
 
 SOURCE = f"{MODEL}; or a named shape: {', '.join(SHAPES)}"
-GPU = f"published figures of one of {', '.join(GPUS)}; default: measure the one here"
+GPU = f"published figures of one of {', '.join(GPUS)}; default: measure the GPU of this machine"
 
 
 def explain(
@@ -19,8 +19,8 @@ def explain(
     gguf_file: GgufFile = None,
     dtype: Annotated[Dtype | None, typer.Option(help="default: the model's")] = None,
     device: Annotated[str | None, typer.Option(help="default: cuda")] = None,
-    batch: Annotated[int, typer.Option(help="rows")] = 1,
-    length: Annotated[int, typer.Option(help="tokens of each row")] = 8192,
+    batch: Annotated[int, typer.Option(help="number of rows")] = 1,
+    length: Annotated[int, typer.Option(help="tokens per row")] = 8192,
     backend: Backend = "lean",
     gpu: Annotated[str | None, typer.Option(help=GPU)] = None,
     window: Window = None,

@@ -25,10 +25,11 @@ def generate(
     device: Device = None,
     prompt: Annotated[str, typer.Option(help='"-" reads it from standard input')] = "Attention is",
     chat: Annotated[bool, typer.Option("--chat", help="put the prompt into the model's chat template")] = False,
-    tokens: Annotated[int, typer.Option(help="new tokens at most")] = 64,
+    tokens: Annotated[int, typer.Option(help="most new tokens")] = 64,
     backend: Backend = "lean",
     compare: Annotated[
-        str | None, typer.Option(metavar="BACKEND", help="generate with this one too, say sdpa, and compare the tokens")
+        str | None,
+        typer.Option(metavar="BACKEND", help="also generate with this backend, e.g. sdpa, and compare the tokens"),
     ] = None,
     cache: Annotated[CacheName, typer.Option(help=CACHE)] = CacheName.static,
     window: Window = None,
@@ -67,7 +68,7 @@ def generate(
     print(str(tokenizer.decode(texts[0], skip_special_tokens=True)).strip() + "\n")
     print(table(["backend", "tokens", "first token, ms", "ms a token", "same tokens", "calls counted"], rows))
     if loaded.device.type == "cpu":
-        print("\nNo GPU is used: Triton backends run their reference in plain torch, which shows equal tokens but not the speed.")
+        print("\nNo GPU is used: Triton backends run their reference in plain torch, with the same tokens, but not the speed.")
     return 0 if all(text == texts[0] for text in texts) else 1
 
 
@@ -80,13 +81,13 @@ def _encode(tokenizer: hf.PreTrainedTokenizerBase, prompt: str, chat: bool, devi
         said = [{"role": "user", "content": prompt}]
         inputs = tokenizer.apply_chat_template(said, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     if not inputs["input_ids"].numel():
-        raise ValueError("The prompt is empty; say something with --prompt.")
+        raise ValueError("The prompt is empty; pass one with --prompt.")
     on_device: Mapping[str, torch.Tensor] = inputs.to(device)
     return on_device
 
 
 class _Clock:
-    """A streamer that records when it was given the prompt and each token (host seconds)."""
+    """A streamer that records the times at which it receives the prompt and each token (host seconds)."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -99,7 +100,7 @@ class _Clock:
 
 
 def _generate(model: hf.PreTrainedModel, inputs: Mapping[str, torch.Tensor], tokens: int) -> tuple[list[int], list[float]]:
-    """(new tokens, times of the prompt and of each) of one greedy run."""
+    """(new tokens, times of the prompt and of each token) of one greedy run."""
     clock = _Clock()
     out = model.generate(**inputs, max_new_tokens=tokens, do_sample=False, streamer=clock)  # type: ignore[operator]
     return out[0, inputs["input_ids"].shape[1] :].tolist(), clock.times

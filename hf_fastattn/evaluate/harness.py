@@ -1,4 +1,4 @@
-"""lm-eval's part: its tasks loaded once, run on the loaded model as often as there are backends, and its samples read."""
+"""The use of lm-eval: loads its tasks once, runs them on the loaded model for each backend, and reads its samples."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from .pairs import Answer, Answers, Generated, Measure
 
 PACK = Path(__file__).parent.parent / "tasks"
 SEED = 1234
-BOOTSTRAPS = 1000  # of the metrics whose standard error lm-eval resamples
+BOOTSTRAPS = 1000  # for metrics whose standard error lm-eval estimates by resampling
 
 
 def require() -> None:
-    """Raise ImportError, with the remedy, where lm-eval is missing."""
+    """Raise ImportError with the remedy if lm-eval is missing."""
     try:
         import lm_eval  # noqa: F401
     except ImportError as error:
@@ -32,7 +32,7 @@ def require() -> None:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without lm-eval's log messages about the settings made here."""
+    """Suppresses log messages of lm-eval about the settings made here."""
     logger = logging.getLogger("lm_eval")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -43,7 +43,7 @@ def quiet() -> Iterator[None]:
 
 
 class Harness:
-    """Loaded tasks on one model. batch_size, limit, num_fewshot, gen_kwargs: as lm-eval takes them."""
+    """Loaded tasks for one model. batch_size, limit, num_fewshot, gen_kwargs: as in lm-eval."""
 
     def __init__(
         self,
@@ -79,12 +79,12 @@ class Harness:
                     task.set_config("num_fewshot", num_fewshot or 0)
                 task.set_fewshot_seed(SEED)
             self.lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
-        self.generated: dict[tuple[int, ...], list[Generated]] = {}  # by the last run
-        self.texts: dict[str, torch.Tensor] = {}  # of the last run, by task: the longest request, (tokens,)
+        self.generated: dict[tuple[int, ...], list[Generated]] = {}  # tokens generated in the last run, by prompt
+        self.texts: dict[str, torch.Tensor] = {}  # the longest request of each task in the last run, (tokens,)
         self._generate, self.lm._model_generate = self.lm._model_generate, self._note
 
     def _note(self, context: torch.Tensor, *, attention_mask: torch.Tensor, **options: Any) -> torch.Tensor:
-        """generate() as lm-eval calls it; records what it generated."""
+        """generate() as called by lm-eval; records the generated tokens."""
         leads = _Leads()
         out: torch.Tensor = self._generate(context, attention_mask=attention_mask, logits_processor=[leads], **options)
         greedy = not options.get("do_sample") and all(len(lead) == len(context) for lead in leads.found)
@@ -95,11 +95,11 @@ class Harness:
         return out
 
     def decoding(self) -> list[str]:
-        """Names of the tasks that generate, to which the cache matters."""
+        """Names of the tasks that generate, and so depend on the cache."""
         return [name for name, task in self.loaded["tasks"].items() if task.OUTPUT_TYPE == "generate_until"]
 
     def run(self, only: Sequence[str] | None = None) -> tuple[list[Measure], list[Answers]]:
-        """All tasks once, or those of these names; the same examples in the same order, whatever ran before."""
+        """Run all tasks, or those in `only`, on the same examples in the same order in every run."""
         from lm_eval.evaluator import evaluate
 
         chosen = self.loaded
@@ -121,7 +121,7 @@ class Harness:
         return measures, answers
 
     def _answered(self, name: str, samples: list[dict[str, Any]]) -> Answers:
-        """What a task's samples hold, with the tokens of each request that has a log-likelihood."""
+        """The answers in a task's samples, with the number of tokens of each request that has a log-likelihood."""
         answers, lls = _answers(samples)
         requests = {sample["doc_id"]: sample["arguments"] for sample in samples}.values()
         whole = max(("".join(part for part in each if isinstance(part, str)) for of in requests for each in of), key=len)
@@ -134,7 +134,7 @@ class Harness:
 
 
 class _Leads:
-    """A logits processor that changes nothing: by how much the likeliest token leads the next one, (rows,) each time."""
+    """A logits processor that changes nothing. It records the lead of the most likely token over the second, (rows,) per call."""
 
     def __init__(self) -> None:
         self.found: list[torch.Tensor] = []
@@ -145,9 +145,9 @@ class _Leads:
 
 
 def load_tasks(names: Sequence[str], include_path: Sequence[str | Path] = ()) -> dict[str, Any]:
-    """lm-eval's dict of the tasks of these names, with their data.
+    """lm-eval's dict of the tasks with these names, with their data.
 
-    lm-eval's own thousands are only indexed, which takes seconds, when a name asks for it.
+    Indexing all tasks of lm-eval takes seconds, so it is done only if a name needs it.
     """
     from lm_eval.tasks import TaskManager
 
@@ -177,7 +177,7 @@ def load_tasks(names: Sequence[str], include_path: Sequence[str | Path] = ()) ->
 
 
 def _measures(results: dict[str, Any], tasks: dict[str, Any]) -> list[Measure]:
-    """Every metric of every task, with its value for each example."""
+    """Every metric of every task, with its values for the examples."""
     found = []
     for name, samples in results["samples"].items():
         scores = results["results"][name]
@@ -194,7 +194,7 @@ def _measures(results: dict[str, Any], tasks: dict[str, Any]) -> list[Measure]:
 
 
 def _group(name: str, scores: dict[str, Any], members: list[Measure]) -> list[Measure]:
-    """The scores of a group; with its tasks' examples where the score is their mean, and else without examples."""
+    """The scores of a group. They have the examples of its tasks only if the score is their mean."""
     found = []
     for key, score in scores.items():
         label = _label(key)
@@ -208,7 +208,7 @@ def _group(name: str, scores: dict[str, Any], members: list[Measure]) -> list[Me
 
 
 def _label(key: str) -> str | None:
-    """lm-eval's "metric,filter" as it is shown; None for what is not a score."""
+    """The label for lm-eval's "metric,filter"; None if it is not a score."""
     metric, _, filter_name = key.partition(",")
     if not filter_name or metric.endswith("_stderr"):
         return None
@@ -220,20 +220,20 @@ def _number(value: object) -> float | None:
 
 
 def _aggregate(function: object, items: list[Any]) -> tuple[list[Any], str]:
-    """(items, how they become the score), both as Measure has them."""
+    """(items, aggregate) for a Measure."""
     name = getattr(function, "__name__", "mean")
     if name == "weighted_perplexity":
         return items, "perplexity"
-    if name == "perplexity":  # of log-likelihoods that all weigh the same
+    if name == "perplexity":  # all log-likelihoods have the same weight
         return [(ll, 1) for ll in items], "perplexity"
     return items, name if all(isinstance(item, (bool, int, float)) for item in items) else "other"
 
 
 def _answers(samples: list[dict[str, Any]]) -> tuple[list[Answer], list[list[float]]]:
-    """(answers, log-likelihoods of the requests) by example."""
+    """(answers, log-likelihoods of the requests), for each example."""
     answers: dict[int, Answer] = {}
     lls: dict[int, list[float]] = {}
-    for sample in samples:  # once for each filter, of the same responses
+    for sample in samples:  # one sample per filter, with the same responses
         first = [repeats[0] for repeats in sample["resps"]]
         texts = [text for repeats in sample["resps"] for text in repeats if isinstance(text, str)]
         scored = [response for response in first if isinstance(response, (tuple, list))]

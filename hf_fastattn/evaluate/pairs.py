@@ -1,8 +1,8 @@
-"""Two runs over the same examples: what differs, by how much, and whether by more than chance.
+"""The comparison of two runs over the same examples: what differs, by how much, and whether by more than chance.
 
-The interval of a difference is that of paired examples (Miller, "Adding Error Bars to Evals", 2024, section 4): the examples'
-own differences vary far less than the scores do. Perplexities are ratios of sums, so theirs comes from the residuals of a ratio
-estimator (Cochran, "Sampling Techniques", 1977, section 6.3), carried through the exponential.
+The confidence interval of a difference is that of paired examples (Miller, "Adding Error Bars to Evals", 2024, section 4):
+differences of single examples vary far less than scores. Perplexities are ratios of sums, so their interval comes from the
+residuals of a ratio estimator (Cochran, "Sampling Techniques", 1977, section 6.3), transformed by the exponential.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from typing import Any
 from .. import hf
 from .rounding import EXACT, Rounding
 
-Answer = str | int | None  # a text, a choice by its number, or whether it was the likeliest
-Z = 1.96  # of a normal distribution, 95 % lie this many standard deviations around the mean
+Answer = str | int | None  # a text, the index of a choice, or whether a text was the most likely one
+Z = 1.96  # 95 % of a normal distribution are within this many standard deviations of the mean
 
 
 @dataclass
 class Measure:
-    """One metric of one task in one run. items: its value for each example, or (log-likelihood, weight) of a perplexity."""
+    """One metric of one task in one run. items: its values for the examples; of a perplexity (log-likelihood, weight)."""
 
     task: str
     metric: str
     score: float
     stderr: float | None
     items: list[Any]
-    aggregate: str  # how items become the score: "mean", "perplexity", or another name
+    aggregate: str  # how the score is computed from items: "mean", "perplexity", or another name
 
     def __post_init__(self) -> None:
         if self.stderr is None and self.aggregate == "perplexity" and len(self.items) > 1:
@@ -39,10 +39,10 @@ class Measure:
 
 @dataclass
 class Answers:
-    """What one run answered in one task, by example: a text, a choice, or None where there is nothing to choose.
+    """The answers of one run in one task, by example: a text, a choice, or None if there is nothing to choose.
 
-    loglikelihoods: those of each example's requests, none where text was generated; tokens: how many each of them is of, by
-    default one.
+    loglikelihoods: of the requests of each example, empty if text was generated. tokens: the number of tokens of each, by default
+    one.
     """
 
     task: str
@@ -56,7 +56,7 @@ class Answers:
 
     @classmethod
     def read(cls, measure: Measure) -> Answers | None:
-        """What a perplexity was made of: its log-likelihoods, with weights for tokens. None for another metric."""
+        """The log-likelihoods of a perplexity, with its weights as tokens. None for another metric."""
         if measure.aggregate != "perplexity":
             return None
         lls, weights = zip(*measure.items, strict=True)
@@ -65,7 +65,7 @@ class Answers:
 
 @dataclass
 class Generated:
-    """Tokens that generate() made, and by how much each led the next likeliest, among logits; leads are empty if it sampled."""
+    """Tokens of generate(), and the lead of each over the second most likely token in logits; no leads if it sampled."""
 
     tokens: list[int]
     leads: list[float]
@@ -73,11 +73,11 @@ class Generated:
 
 @dataclass
 class Pair:
-    """A run's metric beside the baseline's. interval: of the difference, at 95 %, or None where it has no such form.
+    """A metric of a run compared with that of the baseline. interval: of the difference, 95 %; None if it cannot be computed.
 
-    same: no difference, or none that rounding does not explain (see rounding.py). equal: share of examples answered alike, of
-    `examples`; None where nothing is answered. first: the first that is not. largest_loglikelihood_difference: in nats.
-    unexplained: the log-likelihood furthest beyond rounding, if any is.
+    same: whether there is no difference beyond rounding (see rounding.py). equal: the fraction of `examples` with equal answers;
+    None if there are no answers. first: the first unequal answer. largest_loglikelihood_difference: in nats. unexplained: the
+    log-likelihood that exceeds rounding the most, if one does.
     """
 
     task: str
@@ -95,19 +95,19 @@ class Pair:
     unexplained: dict[str, float] | None = None
 
     def beyond_chance(self, comparisons: int = 1) -> bool:
-        """Whether chance does not explain the difference; False without an interval.
+        """Whether the difference is statistically significant; False without an interval.
 
-        Of 20 intervals at 95 % one misses by chance, so with many comparisons each must be surer (Bonferroni's correction).
+        With several comparisons the level of each is corrected (Bonferroni), because 1 of 20 intervals at 95 % misses by chance.
         """
         if self.interval is None:
             return False
         low, high = self.interval
-        surer = NormalDist().inv_cdf(1 - 0.025 / comparisons) / Z
-        return abs(low + high) / 2 > surer * (high - low) / 2
+        widened = NormalDist().inv_cdf(1 - 0.025 / comparisons) / Z
+        return abs(low + high) / 2 > widened * (high - low) / 2
 
 
 def pair(base: Measure, other: Measure) -> Pair:
-    """The two runs' values of one metric, example by example."""
+    """Compare the values of one metric in two runs, example by example."""
     if len(base.items) != len(other.items):
         raise ValueError(f"{base.task}: {len(base.items)} and {len(other.items)} examples cannot be paired.")
     return Pair(
@@ -139,7 +139,7 @@ def _interval(base: Measure, other: Measure) -> tuple[float, float] | None:
 
 
 def _ratio_error(values: Sequence[float], weights: Sequence[float]) -> float:
-    """Standard error of sum(values) / sum(weights) over examples; with weights of 1 that of their mean."""
+    """Standard error of sum(values) / sum(weights) over examples; with weights of 1, of the mean."""
     n, total = len(values), sum(weights)
     ratio = sum(values) / total
     squares = sum((value - ratio * weight) ** 2 for value, weight in zip(values, weights, strict=True))
@@ -153,9 +153,9 @@ def compare_answers(
     rounding: Rounding = EXACT,
     only_ties: bool = False,
 ) -> dict[str, Any]:
-    """The fields of a Pair that come from answers. only_ties: texts differ where two tokens were equally likely, and only there.
+    """The fields of a Pair that depend on answers. only_ties: whether texts differ only where two tokens were equally likely.
 
-    Where there are log-likelihoods they alone decide what is the same: choices are made of them, and scores of either.
+    If there are log-likelihoods, only these decide whether the runs are the same: choices and scores are computed from them.
     """
     found: dict[str, Any] = {}
     both = list(zip(base.answers, other.answers, strict=True))
@@ -167,7 +167,7 @@ def compare_answers(
             found["first"] = _first_difference(first, *both[first], tokenizer)
     found["same"] = only_ties or found.get("equal", 1.0) == 1.0
     lls = [
-        (example, abs(a - b) if a != b else 0.0, rounding.nats(max(abs(a), abs(b)), tokens))  # two -inf are the same
+        (example, abs(a - b) if a != b else 0.0, rounding.nats(max(abs(a), abs(b)), tokens))  # two -inf are equal
         for example, each in enumerate(zip(base.loglikelihoods, other.loglikelihoods, base.tokens, strict=True))
         for a, b, tokens in zip(*each, strict=True)
     ]
@@ -184,7 +184,7 @@ def compare_answers(
 def part_at_ties(
     base: dict[tuple[int, ...], list[Generated]], other: dict[tuple[int, ...], list[Generated]], rounding: Rounding
 ) -> bool:
-    """Whether all that two runs generated of the same prompts is alike up to where rounding may decide, and something is not."""
+    """Whether the texts that two runs generated differ, and each only from a token on that rounding may decide."""
     parted = False
     for prompt, made in base.items():
         if len(made) != len(other.get(prompt, ())):
@@ -202,7 +202,7 @@ def part_at_ties(
 def _first_difference(
     example: int, expected: Answer, got: Answer, tokenizer: hf.PreTrainedTokenizerBase | None
 ) -> dict[str, Any]:
-    """Where two answers to one example differ; for texts the index of their first differing token."""
+    """The difference of two answers to one example; for texts with the index of the first differing token."""
     found: dict[str, Any] = {"example": example, "baseline": expected, "got": got}
     if tokenizer is not None and isinstance(expected, str):
         ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in (expected, got)]

@@ -1,8 +1,8 @@
-"""Decode perplexity: a text given token by token through the cache, by plain generate().
+"""Decode perplexity: a text passes through the cache token by token, by plain generate().
 
-Log-likelihood tasks read a text in one pass, which is prefill. Here each token is one decode step: a logits processor notes how
-likely the text's next token was and leaves generate() no other choice. So whatever makes tokens is what is measured: the decode
-kernel, the cache, left padding, windows and sinks, captured graphs.
+Log-likelihood tasks read a text in one pass, which is prefill. Here each token is one decode step: a logits processor records the
+likelihood of the next token of the text and forces generate() to choose it. The measurement therefore covers everything that
+decoding uses: the decode kernel, the cache, left padding, windows and sinks, captured graphs.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class Excerpts:
 
 
 def excerpts(tokenizer: hf.PreTrainedTokenizerBase, text: str, *, rows: int, tokens: int, prompt: int) -> Excerpts:
-    """`rows` parts of the text, evenly spread; prompts of half of `prompt` tokens up to all of them.
+    """`rows` evenly spaced excerpts of the text, with prompts of `prompt` / 2 to `prompt` tokens.
 
-    Raises ValueError where the text is too short for them.
+    Raises ValueError if the text is too short.
     """
     ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"][0]
-    ids = ids[~torch.isin(ids, torch.tensor(tokenizer.all_special_ids, dtype=ids.dtype))]  # a text's own end would end generate()
+    ids = ids[~torch.isin(ids, torch.tensor(tokenizer.all_special_ids, dtype=ids.dtype))]  # end-of-text ends generate()
     need = rows * (prompt + tokens)
     if len(ids) < need:
         raise ValueError(
@@ -52,7 +52,7 @@ def excerpts(tokenizer: hf.PreTrainedTokenizerBase, text: str, *, rows: int, tok
 
 
 class _Forced:
-    """A logits processor: how unlikely each next token of the text was, in nats; then that token is the only one left."""
+    """A logits processor that records -log p of the next token of the text, in nats, and forces that token."""
 
     def __init__(self, targets: torch.Tensor, bar: tqdm) -> None:
         self.targets = targets
@@ -67,7 +67,7 @@ class _Forced:
 
 
 def decode_nats(model: hf.PreTrainedModel, given: Excerpts, label: str = "") -> list[list[float]]:
-    """-log p of every target token but each row's first, which the prefill predicts: (rows, tokens - 1)."""
+    """-log p of every target token except the first of each row, which prefill predicts: (rows, tokens - 1)."""
     device = model.device
     tokens = given.targets.shape[1]
     with tqdm(total=tokens, desc=f"Decode perplexity {label}".rstrip(), unit="token", disable=None) as bar:

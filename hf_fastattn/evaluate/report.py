@@ -1,4 +1,4 @@
-"""The results of an evaluation: kept run by run, written as JSON and Markdown, with a verdict in one line."""
+"""The results of an evaluation: its runs, written as JSON and Markdown, and a verdict in one line."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from . import pairs
 from .pairs import Answers, Generated, Measure, Pair
 from .rounding import EXACT, Rounding
 
-STOCK = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention")  # Transformers' own
+STOCK = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention")  # attention functions of Transformers
 
 
 @dataclass
 class Run:
-    """One backend with one cache. calls: of our kernels, by "<backend>.<phase>"; empty for Transformers' own attention."""
+    """One backend with one cache. calls: kernel calls by "<backend>.<phase>"; none for Transformers' attention."""
 
     backend: str
     cache: str
@@ -31,9 +31,9 @@ class Run:
     calls: dict[str, int]
     measures: list[Measure] = field(default_factory=list)
     answers: list[Answers] = field(default_factory=list)
-    pairs: list[Pair] = field(default_factory=list)  # beside the baseline; empty for the baseline itself
-    called: bool = True  # False where a kernel of ours should have run and none did
-    generated: dict[tuple[int, ...], list[Generated]] = field(default_factory=dict)  # by the prompt's tokens
+    pairs: list[Pair] = field(default_factory=list)  # comparisons with the baseline; empty for the baseline
+    called: bool = True  # False if a kernel of the package should have run and none did
+    generated: dict[tuple[int, ...], list[Generated]] = field(default_factory=dict)  # by the tokens of the prompt
 
     @property
     def label(self) -> str:
@@ -43,9 +43,10 @@ class Run:
 class Evaluation:
     """Runs of several backends over the same examples. Print it for the tables and the verdict.
 
-    The baseline is the first run. `dtype` decides what may differ: in float32 every exact attention gives the same answers, up to
-    `rounding`, which the caller measures after the baseline. In 16 bits they round differently, and a difference counts
-    where it is larger than chance, over all comparisons made, and than what Transformers' own backends make among themselves.
+    The baseline is the first run. `dtype` decides which differences are allowed. In float32 every exact attention gives the same
+    answers up to `rounding`, which the caller measures after the baseline. In 16 bits backends round differently. There a
+    difference counts if it is statistically significant over all comparisons and larger than those between Transformers' own
+    backends.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class Evaluation:
         self.runs: list[Run] = []
         self.rounding = Rounding(torch.finfo(dtype).eps / 2) if self.exact else EXACT
         self.interrupted = False
-        self.unsaved: str | None = None  # why what was found is in no file
+        self.unsaved: str | None = None  # why the results could not be saved
         self.conditions: dict[str, object] = {
             "model": model,
             "dtype": str(dtype).removeprefix("torch."),
@@ -78,11 +79,11 @@ class Evaluation:
 
     @property
     def exact(self) -> bool:
-        """Whether nothing but rounding may differ."""
+        """Whether only rounding differences are allowed."""
         return self.dtype.itemsize >= torch.float32.itemsize
 
     def add(self, run: Run) -> None:
-        """Keep a run, paired with the baseline: the first run's value of each metric, else the first run that has it."""
+        """Add a run, and compare each of its metrics with the first run that has this metric."""
         ties = bool(self.runs) and pairs.part_at_ties(self.baseline.generated, run.generated, self.rounding)
         answers = {its.task: its for its in run.answers}
         for measure in run.measures:
@@ -106,7 +107,7 @@ class Evaluation:
     # ---- the verdict ----
 
     def _spread(self, task: str, metric: str) -> float | None:
-        """The largest difference that Transformers' own backends make to the baseline; None if only one ran."""
+        """The largest difference of Transformers' own backends from the baseline; None if only one ran."""
         found = [
             abs(each.difference)
             for run in self.runs
@@ -134,7 +135,7 @@ class Evaluation:
         return not self.differing()
 
     def verdict(self) -> str:
-        """One line: who equals the baseline, who differs and where first."""
+        """One line: which runs equal the baseline, which differ, and the first difference."""
         if not self.runs:
             return "Nothing was measured."
         others = [run for run in self.runs[1:] if run.pairs]
@@ -144,23 +145,23 @@ class Evaluation:
         if differing:
             return f"DIFFERENT from {self.baseline.label}: " + "; ".join(self._why(run) for run in differing) + "."
         equal = [run for run in others if all(each.same for each in run.pairs)]
-        alike = [run.label for run in others if run not in equal]
+        close = [run.label for run in others if run not in equal]
         tied = [run.label for run in equal if any(each.equal not in (None, 1.0) for each in run.pairs)]
         identical = [run.label for run in equal if run.label not in tied]
         parts = []
         if identical:
             parts.append(f"EQUAL to {self.baseline.label} in every answer and score: {'; '.join(identical)}.")
         if tied:
-            parts.append(f"EQUAL to {self.baseline.label} but for answers that were a tie within rounding: {'; '.join(tied)}.")
-        if alike:
+            parts.append(f"EQUAL to {self.baseline.label} except for answers that were a tie within rounding: {'; '.join(tied)}.")
+        if close:
             measured = any(self._spread(e.task, e.metric) is not None for run in others for e in run.pairs)
             than = "chance or than between Transformers' own backends" if measured else "chance"
-            parts.append(f"No difference larger than {than}: {'; '.join(alike)}.")
+            parts.append(f"No difference larger than {than}: {'; '.join(close)}.")
         return " ".join(parts)
 
     def _why(self, run: Run) -> str:
         if not run.called:
-            return f"{run.label}: none of its kernels was ever called"
+            return f"{run.label}: none of its kernels was called"
         each = next(each for each in run.pairs if self._differs(run, each))
         text = f"{run.label} in {each.task} ({each.metric} {each.score:.6g}, not {each.baseline:.6g}"
         if each.equal is not None and each.equal != 1.0:
@@ -174,10 +175,10 @@ class Evaluation:
             )
         return text + ")"
 
-    # ---- what is kept ----
+    # ---- output ----
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything but the single examples, in plain numbers and strings."""
+        """All results except single examples, as plain numbers and strings."""
         return {
             "conditions": self.conditions,
             "baseline": self.baseline.label if self.runs else None,
@@ -216,7 +217,7 @@ class Evaluation:
         head = ["task", "metric", "backend", "cache", "score", "stderr", "difference", "95 % interval", "equal answers", "first"]
         yield table(head, list(self._rows()))
         if self.interrupted:
-            yield "Interrupted: what was measured until then."
+            yield "Interrupted: these are the completed runs."
         yield self.verdict()
 
     def _rows(self) -> Iterator[list[object]]:

@@ -1,21 +1,22 @@
-"""How far rounding alone may bring two runs of one model apart, in nats. It is measured, since no bound on paper is sharp.
+"""The largest difference between two runs of one model that rounding can explain, in nats. It is measured, because theoretical
+bounds are too loose.
 
-A model computes sums of products. A sum of k terms, rounded k times by at most `unit`, the dtype's unit roundoff, is off by about
-sqrt(k) * unit relative to its terms (Higham and Mary, "A New Approach to Probabilistic Rounding Error Analysis", SIAM J. Sci.
-Comput. 41, 2019). How such errors grow on their way through the layers is a property of the weights; a worst case multiplies the
-condition numbers of all layers, and is larger than the log-likelihoods themselves. So it is measured, as Monte Carlo arithmetic
-does (Parker, 1997): the model reads its own examples once plainly, and once with the output of every module off by a normal
-deviate of sqrt(K) * unit, K being the longest sum of all. That is more than any machine rounds: kernels add in blocks, whose
-errors are smaller, and most sums are shorter than K. `token` is the largest change of a token's log-likelihood, `margin` that of
-the likeliest token's lead over the next one.
+A model computes sums of products. A sum of k terms, rounded k times by at most `unit`, the dtype's unit roundoff, has an error of
+about sqrt(k) * unit relative to its terms (Higham and Mary, "A New Approach to Probabilistic Rounding Error Analysis", SIAM J.
+Sci. Comput. 41, 2019). The growth of such errors through the layers depends on the weights. A worst-case bound multiplies the
+condition numbers of all layers, and exceeds the log-likelihoods. The growth is therefore measured, as in Monte Carlo arithmetic
+(Parker, 1997): the model reads its own examples once unchanged, and once with the output of every module perturbed by a relative
+normal deviate of sqrt(K) * unit, where K is the length of the longest sum. This is more than any machine rounds: kernels add in
+blocks, which have smaller errors, and most sums are shorter than K. `token` is the largest change of a token's log-likelihood,
+`margin` the largest change of the most likely token's lead over the second.
 
-Two runs may each be off by that much. Over n tokens their errors add up like sqrt(n), and so do those of the sum itself, whose
+Each of two runs may have these errors. Over n tokens the errors accumulate like sqrt(n), and so do those of the sum itself, whose
 terms have one sign:
 
     |ll_a - ll_b| <= 2 * sqrt(n) * (token + unit * |ll|)
 
 Perplexities are exponentials of sums of log-likelihoods, and choices are comparisons of them. Both amplify rounding without limit
-and say nothing that log-likelihoods do not, so they are shown, and decide nothing.
+and contain no information beyond the log-likelihoods. They are reported, but do not decide.
 """
 
 from __future__ import annotations
@@ -28,23 +29,23 @@ import torch
 
 from .. import hf
 
-TOKENS = 256  # of each text that are read to measure
+TOKENS = 256  # tokens of each text that are read for the measurement
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """unit: the unit roundoff; token, margin: what it does to a token's log-likelihood, in nats, and to a lead among logits."""
+    """unit: the unit roundoff. token, margin: its effect on a token's log-likelihood, in nats, and on a lead in logits."""
 
     unit: float = 0.0
     token: float = 0.0
     margin: float = 0.0
 
     def nats(self, loglikelihood: float, tokens: int) -> float:
-        """The most that two log-likelihoods of so many tokens may differ by."""
+        """The largest difference of two log-likelihoods of `tokens` tokens that rounding explains."""
         return 2 * math.sqrt(tokens) * (self.token + self.unit * abs(loglikelihood))
 
     def ties(self, lead: float) -> bool:
-        """Whether a token that leads by so much in one run may be the second in another."""
+        """Whether a token with this lead in one run may be second in another."""
         return lead <= 2 * self.margin
 
 
@@ -53,9 +54,9 @@ EXACT = Rounding()
 
 @torch.no_grad()
 def measure(model: hf.PreTrainedModel, texts: Sequence[torch.Tensor], longest: int) -> Rounding:
-    """The Rounding of a model, from the texts it is evaluated on: ids (tokens,), of which TOKENS are read.
+    """The Rounding of a model, measured on texts of its evaluation: ids (tokens,), of which TOKENS are read.
 
-    longest: tokens of the longest text, all of which attention sums over.
+    longest: number of tokens of the longest text, the length of the sums in attention.
     """
     unit = torch.finfo(model.dtype).eps / 2
     terms = max([longest, *(weight.shape[-1] for weight in model.parameters() if weight.ndim > 1)])

@@ -1,6 +1,6 @@
-"""explain(): which kernels a model runs and why, what one decode step reads and computes, and the least time that takes.
+"""explain(): which kernels a model runs and why, what one decode step reads and computes, and the least time that this takes.
 
-Arithmetic over a configuration: no weights are needed, and no GPU.
+It is arithmetic over a configuration and needs neither weights nor a GPU.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LENGTHS = [1 << n for n in range(10, 21, 2)]
 
 @dataclass
 class Explanation:
-    """What explain() found. Print it, or take as_dict(), which holds the same in plain numbers and strings."""
+    """The result of explain(). Print it, or use as_dict(), which has the same as plain numbers and strings."""
 
     facts: Facts
     gpu: GPU
@@ -41,7 +41,7 @@ class Explanation:
     runs: list[dict[str, str]]  # what, how, why
     refused: list[dict[str, str]]  # what, why
     step: Step
-    longest: int | None  # tokens each row can have in memory; None: any number
+    longest: int | None  # most tokens per row that fit into memory; None: no limit
     memory: list[dict[str, Any]]  # length, kv_bytes, bytes, fits
     variants: list[dict[str, Any]]  # name, kv_bytes, floor_ms, longest
     notes: list[str] = field(default_factory=list)
@@ -68,15 +68,15 @@ def explain(
     window: int | None = None,
     sinks: int | None = None,
 ) -> Explanation:
-    """Say what will run for this model, batch and length, what it costs at least, and what was refused and why.
+    """Report what would run for this model, batch and length, its least cost, and what is refused and why.
 
-    model: a model, a configuration, a folder or a name on the Hub, a .gguf file, or a named shape (`explain.SHAPES`); of these
-    only the configuration is read. batch: rows of `length` tokens each. device: where it would run, by default the model's, and
-    CUDA for a configuration. dtype: of weights and K/V, by default the model's. gpu: take the figures of this GPU as published
-    (`explain.GPUS`); without it those of the GPU here are measured, and where there is none an H200 is taken. window, sinks: of a
-    streaming backend, as in patch().
+    model: a model, a configuration, a folder or a name on the Hub, a .gguf file, or a named shape (`hf-fastattn explain --help`
+    lists them). Only the configuration is read. batch: number of rows, of `length` tokens each. device: by default the model's
+    device, and CUDA for a configuration. dtype: of weights and K/V, by default the model's. gpu: use the published figures of
+    this GPU (the same --help lists them); without it the GPU of this machine is measured, or an H200 is assumed if there is none.
+    window, sinks: for a streaming backend, as in patch().
 
-    Raises ValueError for a model whose K/V this cannot count, an unknown backend or GPU, and sizes below 1.
+    Raises ValueError for a model whose K/V cannot be counted, an unknown backend or GPU, and sizes below 1.
     """
     for name, value in (("batch", batch), ("length", length)):
         if value < 1:
@@ -96,10 +96,10 @@ def explain(
     others = [(name, its, costs.step(its, figures, batch, length)) for name, its in costs.relatives(facts)]
     notes = []
     if limit and length > limit:
-        notes.append(f"{length} tokens are more than the {limit} positions this model was made for.")
+        notes.append(f"{length} tokens are more than the {limit} positions that this model supports.")
     if device.type == "cuda" and not torch.cuda.is_available():
         notes.append(
-            "There is no GPU here: this is what a CUDA machine would run. On this machine the reference in "
+            "This machine has no GPU: this is what a machine with a CUDA GPU would run. On this machine the reference in "
             "plain torch would run, on the CPU."
         )
     return Explanation(
@@ -137,7 +137,7 @@ def _streaming(chosen: registry.Backend, window: int | None, sinks: int | None, 
 
 
 def _from_config(source: hf.PreTrainedConfig | str | Path, dtype: torch.dtype | str | None) -> hf.PreTrainedModel:
-    """A model without memory, of a configuration or of where there is one."""
+    """A model on the meta device, from a configuration or its source."""
     if isinstance(source, str) and source.lower() in SHAPES:
         model_type, options = SHAPES[source.lower()]
         source = hf.make_config(model_type, name_or_path=source, **options)
@@ -153,7 +153,7 @@ def _from_config(source: hf.PreTrainedConfig | str | Path, dtype: torch.dtype | 
 
 @dataclass(frozen=True)
 class _Operand:
-    """Stands for a freshly allocated tensor where a kernel is asked whether it would take it."""
+    """Represents a newly allocated tensor in the check whether a kernel supports it."""
 
     device: torch.device
     dtype: torch.dtype
@@ -221,7 +221,7 @@ def _what_runs(
 
 
 def _kernel(kernel: registry.Kernel, q: _Operand, k: _Operand, sinks: int) -> tuple[str, tuple[str, str] | None]:
-    """(the kernel in words; the Hopper kernel and why it does not run, if it does not). K and V are alike."""
+    """(description of the kernel, None or the Hopper kernel and why it does not run). V has the shape of K."""
     if not isinstance(kernel, TritonKernel):
         return getattr(kernel, "__qualname__", type(kernel).__name__), None
     device = q.device
@@ -243,7 +243,7 @@ def _why(chosen: registry.Backend, served: str, q_len: int, facts: Facts) -> str
     return f"{q_len} x {group} = {q_len * group} query rows per KV head, {verdict} {chosen.max_decode_rows}"
 
 
-# ---- in words ----
+# ---- formatting ----
 
 
 def _paragraphs(found: Explanation) -> Iterator[str]:

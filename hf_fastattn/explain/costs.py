@@ -1,7 +1,7 @@
-"""What a model reads and computes for one new token, how long that takes at least, and when memory is full.
+"""The bytes and operations of one new token, the least time that they take, and the length at which memory is full.
 
-Bytes are those of weights and live K/V, each read once; activations are left out. Floors follow the roofline model (Williams et
-al., 2009): the larger of bytes over bandwidth and operations over their rate.
+Bytes are those of weights and live K/V, each read once; activations are ignored. The least time follows the roofline model
+(Williams et al., 2009): the maximum of bytes over bandwidth and operations over their rate.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 from .. import hf
 from ..tables import size
 
-WINDOW = 4096  # of the model beside the others that has one
+WINDOW = 4096  # for the variant with a window
 
 
 @dataclass(frozen=True)
 class GPU:
-    """memory in bytes, bandwidth in bytes a second, rate in operations a second (dense, in `dtype`); source of the two rates."""
+    """memory in bytes, bandwidth in bytes per second, rate in dense operations per second; source: of the two rates."""
 
     name: str
     memory: float
@@ -40,9 +40,9 @@ GPUS = {
 
 @dataclass(frozen=True)
 class Facts:
-    """What the arithmetic needs of a model. windows: of each layer, None where it keeps everything.
+    """The properties of a model that the arithmetic needs. windows: of each layer, None for a layer that keeps all tokens.
 
-    num_heads, num_kv_heads, head_dim: those of the widest layer, where layers differ.
+    num_heads, num_kv_heads, head_dim: of the widest layer, if layers differ.
     """
 
     name: str
@@ -52,9 +52,9 @@ class Facts:
     max_length: int | None
     parameters: int
     weight_bytes: int  # in memory
-    dense_bytes: int  # read by every step: all but experts and embedding tables, of which it reads a row
+    dense_bytes: int  # read by every step: all weights except experts and embedding tables
     expert_bytes: int = 0
-    experts: tuple[int, int] = (1, 1)  # chosen for a token, of how many
+    experts: tuple[int, int] = (1, 1)  # (active per token, total)
 
     @property
     def widest(self) -> hf.LayerShape:
@@ -65,23 +65,23 @@ class Facts:
     head_dim = property(lambda self: self.widest.head_dim)
 
     def _seen(self, length: int) -> list[tuple[hf.LayerShape, int]]:
-        """Each layer, and how many tokens a query attends to in it."""
+        """The shape of each layer, and the number of tokens that a query attends to in it."""
         return [(shape, min(length, window or length)) for shape, window in zip(self.shapes, self.windows, strict=True)]
 
     def kv_bytes(self, length: int) -> int:
-        """Bytes of K and V that one row keeps."""
+        """Bytes of K and V of one row."""
         return (
             sum(shape.num_kv_heads * (shape.head_dim + shape.value_dim) * n for shape, n in self._seen(length))
             * self.dtype.itemsize
         )
 
     def read_bytes(self, batch: int) -> float:
-        """Bytes of weights one step reads: of the experts, those that so many rows choose if each chooses evenly."""
+        """Bytes of weights that one step reads. Rows are assumed to select experts independently and uniformly."""
         chosen, count = self.experts
         return self.dense_bytes + self.expert_bytes * (1 - (1 - chosen / count) ** batch)
 
     def flops(self, length: int) -> float:
-        """Operations for one new token: two a weight, and two products with every key and value seen."""
+        """Operations for one new token: two per weight, and two per element of each visible key and value and query head."""
         chosen, count = self.experts
         weights = (self.dense_bytes + self.expert_bytes * chosen / count) / self.dtype.itemsize
         return 2 * weights + 2 * sum(shape.num_heads * (shape.head_dim + shape.value_dim) * n for shape, n in self._seen(length))
@@ -89,7 +89,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Step:
-    """One decode step of `batch` rows: bytes, operations, and the least milliseconds they take (None: no rate known)."""
+    """One decode step: bytes, operations, and the least time in milliseconds."""
 
     weight_bytes: float
     kv_bytes: float
@@ -100,7 +100,7 @@ class Step:
 
 
 def count(model: hf.PreTrainedModel, dtype: torch.dtype | str | None = None) -> Facts:
-    """The facts of a model, from its configuration and the shapes of its parameters."""
+    """The Facts of a model, from its configuration and the shapes of its parameters."""
     config, name = model.config.get_text_config(decoder=True), model.config._name_or_path or type(model).__name__
     if getattr(config, "kv_lora_rank", None):
         raise ValueError(f"explain() cannot count the compressed K/V of multi-head latent attention, which {name} has.")
@@ -109,12 +109,12 @@ def count(model: hf.PreTrainedModel, dtype: torch.dtype | str | None = None) -> 
     except ValueError as error:
         raise ValueError(f"explain() counts the K/V of full and sliding attention only. {error}") from error
     if not windows:
-        raise ValueError(f"explain() counts attention, and the config of {name} names no layers.")
+        raise ValueError(f"explain() counts attention, and the config of {name} has no layers.")
     dtype = find_dtype(dtype) if dtype is not None else model.dtype
     scale = dtype.itemsize / model.dtype.itemsize
     head = model.get_output_embeddings()
     tables = {id(m.weight): m.weight.nbytes for m in model.modules() if isinstance(m, torch.nn.Embedding)}
-    if head is None or config.tie_word_embeddings:  # then the table of tokens is the head too
+    if head is None or config.tie_word_embeddings:  # the head reads the table of tokens
         tables.pop(id(model.get_input_embeddings().weight), None)
     experts = sum(p.nbytes for name, p in model.named_parameters() if ".experts." in name)
     total = sum(p.nbytes for p in model.parameters())
@@ -137,30 +137,32 @@ def count(model: hf.PreTrainedModel, dtype: torch.dtype | str | None = None) -> 
 def find_dtype(dtype: torch.dtype | str) -> torch.dtype:
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype):
-        raise ValueError(f"Unknown dtype {dtype!r}; name one of float32, bfloat16 and float16.")
+        raise ValueError(f"Unknown dtype {dtype!r}; choose one of float32, bfloat16 and float16.")
     return found
 
 
 def find_gpu(name: str | None, device: torch.device, dtype: torch.dtype) -> GPU:
-    """The GPU of that name as published, else the one of this device measured, else an H200."""
+    """The published figures of the named GPU; without a name the measured GPU of this device, or else an H200."""
     if name is not None and name not in GPUS:
-        raise ValueError(f"Unknown GPU {name!r}; known: {', '.join(GPUS)}. Leave it out to measure the one that is here.")
+        raise ValueError(f"Unknown GPU {name!r}; known: {', '.join(GPUS)}. Leave it out to measure the GPU of this machine.")
     if name is None and device.type == "cuda" and torch.cuda.is_available():
         return measure(device, dtype)
     found = GPUS[name or "h200"]
     if name is None:
-        found = replace(found, source=f"{found.source}; assumed since there is no GPU to measure; gpu= names another")
-    # Their rates are for 16-bit products on tensor cores, and float32 products run elsewhere.
+        found = replace(found, source=f"{found.source}; assumed because this machine has no GPU; gpu= selects another")
+    # The rates are for 16-bit products on tensor cores. float32 products run on CUDA cores.
     return found if dtype.itemsize == 2 else replace(found, rate=None)
 
 
 def measure(device: torch.device, dtype: torch.dtype) -> GPU:
-    """The GPU here: the rate of a sum over up to 2 GiB, and of a matrix product of 8192 x 8192 in this dtype."""
+    """Measure this GPU: the bandwidth of a sum over up to 2 GiB, and the rate of a product of 8192 x 8192 in this dtype."""
     properties = torch.cuda.get_device_properties(device)
     free, _ = torch.cuda.mem_get_info(device)
     data = torch.zeros(int(min(2 << 30, free // 4)) // 4, device=device)
     edge = 8192 if free > 4 << 30 else 2048
-    square = torch.randn(edge, edge, device=device, dtype=dtype)  # zeros would multiply faster, since they draw less power
+    square = torch.randn(
+        edge, edge, device=device, dtype=dtype
+    )  # random, because products of zeros draw less power and are faster
     with torch.cuda.device(device):
         read, multiplied = _seconds(data.sum), _seconds(lambda: square @ square)
     return GPU(
@@ -168,7 +170,7 @@ def measure(device: torch.device, dtype: torch.dtype) -> GPU:
         properties.total_memory,
         data.nbytes / read,
         2 * edge**3 / multiplied,
-        f"measured here: a sum over {size(data.nbytes)}, a product of {edge} x {edge} in {str(dtype)[6:]}",
+        f"measured on this machine: a sum over {size(data.nbytes)}, a product of {edge} x {edge} in {str(dtype)[6:]}",
     )
 
 
@@ -194,7 +196,7 @@ def step(facts: Facts, gpu: GPU, batch: int, length: int) -> Step:
 
 
 def longest(facts: Facts, gpu: GPU, batch: int) -> int | None:
-    """The most tokens each row can have before weights and K/V exceed the memory (0: none); None if no number of them does."""
+    """The most tokens per row for which weights and K/V fit into memory (0: none); None if there is no limit."""
     room = (gpu.memory - facts.weight_bytes) / batch
     low, high = 0, 1 << 40
     if facts.kv_bytes(high) <= room:
@@ -206,7 +208,7 @@ def longest(facts: Facts, gpu: GPU, batch: int) -> int | None:
 
 
 def relatives(facts: Facts) -> list[tuple[str, Facts]]:
-    """The model as MHA, GQA, MQA, and with and without a window; its own row is marked."""
+    """Variants of the model: MHA, GQA, MQA, with and without a window. The model's own variant is marked."""
     grouped = facts.num_kv_heads if 1 < facts.num_kv_heads < facts.num_heads else 8
     heads = {facts.num_heads: "MHA", **{n: kind for n, kind in ((grouped, "GQA"), (1, "MQA")) if n != facts.num_heads}}
     rows = []

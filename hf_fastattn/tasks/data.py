@@ -1,7 +1,7 @@
-"""The data of the task pack: text that comes with Python, and questions drawn from it with a seed. No network is used.
+"""The data of the task pack: text that comes with Python, and seeded random questions. No network is used.
 
-The text is `pydoc_data.topics`, the language reference as `help()` shows it. It grows from one Python to the next, so scores
-compare backends within a run, and runs on one version of Python.
+The text is `pydoc_data.topics`, the language reference of `help()`. It differs between versions of Python, so scores are only
+comparable on one version.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ CITIES = ("Athens", "Berlin", "Cairo", "Delhi", "Havana", "Lisbon", "London", "M
 
 
 def _chapters(least: int) -> list[str]:
-    """All chapters of at least so many characters, in the order of their names."""
-    from pydoc_data.topics import topics  # here, since some distributions leave it out of their Python
+    """All chapters of at least `least` characters, sorted by name."""
+    from pydoc_data.topics import topics  # imported here, because some distributions of Python lack it
 
     return [chapter for _, chapter in sorted(topics.items()) if len(chapter) >= least]
 
 
 def text() -> str:
-    """All chapters of about a page and more."""
+    """All chapters of about a page or more."""
     return "\n\n".join(_chapters(2000))
 
 
@@ -38,7 +38,7 @@ def _split(docs: list[dict[str, Any]]) -> dict[str, Dataset]:
 
 
 def pages(characters: int = 2000, examples: int = 20, **further: Any) -> dict[str, Dataset]:
-    """Chapters of the reference, each cut to so many characters."""
+    """Chapters of the reference, each cut to `characters` characters."""
     return _split([{"page": chapter[:characters]} for chapter in _chapters(characters)[:examples]])
 
 
@@ -59,7 +59,7 @@ def choices(examples: int = 50, facts: int = 6, seed: int = 0, **further: Any) -
 
 
 def needles(characters: int = 2000, examples: int = 20, seed: int = 0, **further: Any) -> dict[str, Dataset]:
-    """A sentence hidden at evenly spread depths of so many characters of the reference, to be said again."""
+    """A sentence hidden at evenly spaced depths of an excerpt of the reference, which the model has to repeat."""
     draw, whole = random.Random(seed), text()
     depths = [i / max(1, examples - 1) for i in range(examples)]
     draw.shuffle(depths)
