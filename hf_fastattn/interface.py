@@ -1,4 +1,4 @@
-"""The two functions Transformers calls for a backend, attention and mask, and the ops that stand for them in compiled graphs."""
+"""The attention and the mask function that Transformers calls for a backend, and their custom ops for compiled graphs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from . import step as steps
 from .kernels import reference, spans
 from .kernels.spec import PLAIN, Spec
 
-# By backend name: what computes attention. By "<backend>.<phase>": how often it did.
+# The attention function of each backend name, and the number of calls by "<backend>.<phase>".
 _runners: dict[str, Callable[..., torch.Tensor]] = {}
 _streaming: set[str] = set()
 _packed: set[str] = set()
@@ -37,7 +37,7 @@ def register(name: str, run: Callable[..., torch.Tensor], streams: bool = False,
 
 @contextmanager
 def count_calls() -> Iterator[Counter[str]]:
-    """Count this process's kernel calls inside the block, by "<backend>.<phase>"; the counter is filled when it ends.
+    """Count the kernel calls of this process inside the block, by "<backend>.<phase>"; the counter is filled at its end.
 
     "<backend>.backward" counts gradients, "<backend>.dense" calls whose mask only the dense path could honour, "<backend>.stock"
     those that asked for gradients or dropout that the backend has not, and ran the model's own attention. Replays of a captured
@@ -68,9 +68,9 @@ def attention_mask(
     config: hf.PreTrainedConfig | None = None,
     **kwargs: Any,
 ) -> masks.Mask:
-    """Transformers' mask function: plain, of spans where they suffice, else dense (`masks.Mask`).
+    """The mask function for Transformers: plain causal, spans, or dense if spans cannot express it (`masks.Mask`).
 
-    Called once a step per kind of layer; never syncs with the host.
+    Called once per step and kind of layer. Never synchronises with the device.
     """
     pattern = hf.mask_pattern(
         mask_function, config, q_length, local_size, use_vmap, allow_is_causal_skip, allow_is_bidirectional_skip
@@ -85,7 +85,7 @@ def attention_mask(
         if kv_length > q_length and not torch.compiler.is_compiling():
             _say_once(
                 f"attn_implementation={name!r} masks dropped tokens, but this cache keeps them and grows with the text. "
-                "hf_fastattn.patch() brings a cache that does not grow."
+                "hf_fastattn.patch() adds a cache that does not grow."
             )
     runs = None
     if pattern is None and name in _packed and attention_mask is None and kv_length == q_length > 1:
@@ -135,10 +135,10 @@ def attention_mask(
         attention_mask,
         on_device,
         on_host,
-        int(kv_offset),  # assisted decoding makes it a tensor, and syncs every step anyway
+        int(kv_offset),  # a tensor in assisted decoding, which synchronises at every step anyway
         causal,
         window,
-        compiling,  # a graph is told the strides of a result beforehand
+        compiling,  # a compiled graph needs fixed strides
     )
     return masks.of_spans(ints, sizes, made_for, fresh)
 
@@ -158,11 +158,12 @@ def attention_forward(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Transformers' attention function: query (batch, num_heads, q_len, head_dim) -> ((batch, q_len, num_heads, head_dim), None).
+    """The attention function for Transformers: query (batch, num_heads, q_len, head_dim) -> ((batch, q_len, num_heads,
+    head_dim), None).
 
-    `attention_mask` is what `attention_mask()` returned, or a user's own 4-D mask. Under autocast q, k and v are cast as torch's
-    sdpa casts them. Where gradients or dropout are asked for, the model's own attention runs (`_stock`). Raises ValueError,
-    TypeError or RuntimeError, in a sentence, for arguments that would otherwise be dropped.
+    `attention_mask` is the result of `attention_mask()`, or a user's 4-D mask. Under autocast q, k and v are cast as in torch's
+    sdpa. If gradients or dropout are needed, the model's own attention runs (`_stock`). Raises ValueError, TypeError or
+    RuntimeError, with the reason, for arguments that would otherwise be ignored.
     """
     compiling = torch.compiler.is_compiling()
     # A mask says everything, causality and window too. Without one a model asks for no window, whatever sliding_window is.
@@ -185,7 +186,7 @@ def attention_forward(
             refuse.missing_mask(name, module, query, key)
     elif isinstance(mask, masks.Mask):
         causal = isinstance(mask, masks.PlainMask)
-        # Compiled, only the shape is symbolic; otherwise it is slow to ask for.
+        # In a compiled graph only the shape is symbolic. Elsewhere reading the shape is slow.
         sizes = mask.sizes if not compiling else refuse.sizes_of(mask)
         if (query.shape[0], query.shape[2], key.shape[2]) != sizes and not (causal and sizes[1] == query.shape[2] == 1):
             refuse.other_sizes(mask, query, key)  # one query sees all keys, as many as its layer has
@@ -229,7 +230,7 @@ def _requires_grad(*tensors: torch.Tensor | None) -> bool:
 
 
 def _autocast(device_type: str, *tensors: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors as torch's autocast casts them for sdpa: to its dtype, but for float64."""
+    """Cast tensors as torch's autocast does for sdpa: to its dtype, except float64."""
     dtype = torch.get_autocast_dtype(device_type)
     return [x if x.dtype == torch.float64 else x.to(dtype) for x in tensors]
 
@@ -325,8 +326,8 @@ def _attention(
     inv_freq: torch.Tensor | None,
     interleaved: bool,
 ) -> torch.Tensor:
-    """The backend's kernel where the mask is spans or None; torch's sdpa, or plain torch, where it is any other mask."""
-    kv = steps.shown(k, v)
+    """Run the backend's kernel if the mask is spans or None; for any other mask torch's sdpa, or plain torch."""
+    kv = steps.kv_of(k, v)
     if mask is None or mask.dtype == torch.int32:
         spec = Spec(scale, causal, window, softcap, sinks, interleaved)
         return _runners[name](q, kv, spec, mask, sink_logits=sink_logits, inv_freq=inv_freq if sinks else None)
@@ -369,7 +370,7 @@ def _build_spans(
     return built.contiguous() if contiguous else built
 
 
-# In a compiled graph both stand as opaque ops: nothing of ours is traced, so nothing of ours can break or respecialise it.
+# In compiled graphs both are opaque ops: our code is not traced, so it can neither break nor respecialise a graph.
 _build_spans_op = torch.library.custom_op("hf_fastattn::build_spans", _build_spans, mutates_args=())
 
 

@@ -1,4 +1,4 @@
-"""The masks that a model passes to its layers: tensors of a mask's shape that hold spans and refuse other operations."""
+"""The masks that a model passes to its layers: tensors with the shape of a mask that contain spans and refuse most operations."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from .kernels import reference, spans
 
 
 class Mask(torch.Tensor):
-    """What the mask function returns: to a model a bool mask (batch, 1, q_len, kv_len), True where attended.
+    """The result of the mask function. For the model it is a bool mask (batch, 1, q_len, kv_len), True where attended.
 
-    It moves between devices, and may be sliced along the batch and the queries. Whatever else would read or change an entry
-    raises ValueError, in a sentence: a model that adds its mask to scores of its own cannot run a registered attention, and there
-    the mask would silently mean something else.
+    It can be moved between devices and sliced along the batch and the queries. Any other operation that reads or changes an entry
+    raises ValueError, with the reason: a model that adds its mask to its own scores cannot run a registered attention function,
+    and the mask would silently have another meaning there.
 
     content: what it holds, see the subclasses. made_for: (backend, model), by the names that messages use. fresh: whether these
     are several tokens without padding and, as far as the host knows, with none before them, so that only position_ids can tell
     sequences packed into one row.
     """
 
-    # All that reaches the tensor comes to __torch_dispatch__.
+    # All operations arrive at __torch_dispatch__.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __new__(cls, content: torch.Tensor, sizes: tuple[int, int, int], made_for: tuple[str, str], fresh: bool = False) -> Self:
@@ -33,12 +33,12 @@ class Mask(torch.Tensor):
 
     def __init__(self, content: torch.Tensor, sizes: tuple[int, int, int], made_for: tuple[str, str], fresh: bool = False):
         self.content = content
-        self.sizes = sizes  # without the 1: what attention compares at every layer
+        self.sizes = sizes  # without the 1; attention compares them at every layer
         self.made_for = made_for
         self.fresh = fresh
         self.apart: Mask | None = None  # this mask with packed sequences kept apart, once a layer has found them (`packed`)
 
-    def __repr__(self) -> str:  # type: ignore[override]  # torch's own has an argument for its internal use
+    def __repr__(self) -> str:  # type: ignore[override]  # torch's own has an internal argument
         return f"{type(self).__name__}{tuple(self.shape)} on {self.device}"
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[tuple[str, str], bool]]:
@@ -52,26 +52,26 @@ class Mask(torch.Tensor):
 
     @property
     def given(self) -> torch.Tensor | None:
-        """What attention is given: spans, a bool mask, or None for lower-right causal."""
+        """The argument for attention: spans, a bool mask, or None for lower-right causal."""
         return self.content
 
     def dense(self) -> torch.Tensor:
-        """The mask written out: bool (batch, 1, q_len, kv_len), True where attended."""
+        """The dense mask: bool (batch, 1, q_len, kv_len), True where attended."""
         raise NotImplementedError
 
     def part(self, dim: int, start: int, stop: int) -> Mask:
-        """The rows [start, stop) of the batch (dim 0), or those queries of every row (dim 2)."""
+        """Rows [start, stop) of the batch (dim 0), or queries [start, stop) of every row (dim 2)."""
         raise NotImplementedError
 
     def around(self, content: torch.Tensor) -> Mask:
         return type(self)(content, self.sizes, self.made_for, self.fresh)
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch has a function of C there
+    def __torch_dispatch__(  # type: ignore[override]  # a C function in torch
         cls, function: OpOverload[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if function.namespace == "hf_fastattn":  # an op of ours, in a compiled graph
+        if function.namespace == "hf_fastattn":  # a custom op of this package in a compiled graph
             return function(*(arg.given if isinstance(arg, Mask) else arg for arg in args), **kwargs)
         mask = args[0]
         if isinstance(mask, Mask):
@@ -86,9 +86,9 @@ class Mask(torch.Tensor):
                 return mask
             if function is _aten.slice.Tensor and (cut := _cut(mask, *args[1:])) is not None:
                 return cut
-        # Under inference_mode an op that is made of others comes by itself, and not as those.
-        if (made_of := function.decompose(*args, **kwargs)) is not NotImplemented:
-            return made_of
+        # Under inference_mode composite ops arrive without having been decomposed.
+        if (decomposed := function.decompose(*args, **kwargs)) is not NotImplemented:
+            return decomposed
         name, model = next(x.made_for for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, Mask))
         raise ValueError(
             f"attn_implementation={name!r} cannot be used here: {model} computes attention in its own code ({function} on the "
@@ -97,7 +97,7 @@ class Mask(torch.Tensor):
 
 
 class SpansMask(Mask):
-    """content: the spans, int32 (batch, 1, 1, 6 or more), see `kernels.spans`. A part of the queries has spans of just those."""
+    """content: the spans, int32 (batch, 1, 1, 6 or more), see `kernels.spans`."""
 
     def dense(self) -> torch.Tensor:
         _, q_len, kv_len = self.sizes
@@ -107,7 +107,7 @@ class SpansMask(Mask):
         batch, q_len, kv_len = self.sizes
         if dim == 0:
             return SpansMask(self.content[start:stop], (stop - start, q_len, kv_len), self.made_for)
-        rows = self.content[:1] if self.content.stride(0) == 0 else self.content  # rows known to be alike stay so
+        rows = self.content[:1] if self.content.stride(0) == 0 else self.content  # a uniform batch stays uniform
         rows = rows.clone()
         rows[..., spans.Q_START] += start
         return SpansMask(rows.expand(batch, -1, -1, -1), (batch, stop - start, kv_len), self.made_for)
@@ -126,9 +126,9 @@ class RunsMask(SpansMask):
 
 
 class PlainMask(Mask):
-    """Lower-right causal and nothing else: query i sees the keys up to kv_len - q_len + i. content: nothing.
+    """Plain lower-right causal: query i sees the keys up to kv_len - q_len + i. content: an empty tensor.
 
-    Models get it in place of None, which would leave the pattern to each attention module, and some have another.
+    It replaces None, with which each attention module would select the pattern, and some select another one.
     """
 
     @property
@@ -150,7 +150,7 @@ class PlainMask(Mask):
 
 
 class DenseMask(Mask):
-    """What spans cannot say. content: the bool mask itself, (batch, 1, q_len, kv_len)."""
+    """A mask that spans cannot express. content: the bool mask, (batch, 1, q_len, kv_len)."""
 
     def dense(self) -> torch.Tensor:
         return self.content
@@ -182,7 +182,7 @@ def of_runs(ints: torch.Tensor, sizes: tuple[int, int, int], made_for: tuple[str
 
 
 def of_bools(mask: torch.Tensor, made_for: tuple[str, str]) -> DenseMask:
-    """The mask whose entries are these, bool (batch, 1, q_len, kv_len)."""
+    """The mask with these entries, bool (batch, 1, q_len, kv_len)."""
     return DenseMask(mask, (mask.shape[0], mask.shape[2], mask.shape[3]), made_for)
 
 
@@ -200,7 +200,7 @@ _SAME = (_aten.detach.default, _aten.alias.default, _aten.clone.default)
 
 
 def _cut(mask: Mask, dim: int = 0, start: int | None = None, stop: int | None = None, step: int = 1) -> Mask | None:
-    """mask[start:stop] along `dim`, or None where that is no mask of fewer rows or fewer queries."""
+    """mask[start:stop] along `dim`, or None if the result is not a mask of some rows or some queries."""
     size = mask.shape[dim]
     start, stop, step = slice(start, stop, step).indices(size)
     if (start, stop, step) == (0, size, 1):

@@ -1,4 +1,4 @@
-"""What the attention function refuses, each in a sentence that names the alternative."""
+"""The refusals of the attention function. Each message names the alternative."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def other_sizes(mask: masks.Mask, query: torch.Tensor, key: torch.Tensor) -> Non
     name, model = mask.made_for
     batch, q_len, kv_len = sizes_of(mask)
     raise ValueError(
-        f"{model} uses a mask that was made for {batch} rows of {q_len} queries and {kv_len} keys where it has "
+        f"{model} uses a mask made for {batch} rows of {q_len} queries and {kv_len} keys on "
         f"{query.shape[0]} rows of {query.shape[2]} queries and {key.shape[2]} keys, and attn_implementation={name!r} cannot "
-        "tell which of them are meant. Load this model without attn_implementation."
+        "tell which of them it applies to. Load this model without attn_implementation."
     )
 
 
 def missing_mask(name: str, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor) -> None:
-    """No mask, and a causal module: eager lets each query see all keys, sdpa the first ones, as if the two began together."""
+    """A causal module without a mask: with eager each query sees all keys, with sdpa causality is aligned at the first key."""
     raise ValueError(
         f"{type(module).__name__} is causal and gives attn_implementation={name!r} no mask for {query.shape[2]} queries and "
         f"{key.shape[2]} keys, which leaves open what each query sees. Pass a mask, or load this model with "
@@ -34,11 +34,11 @@ def missing_mask(name: str, module: torch.nn.Module, query: torch.Tensor, key: t
 
 
 def packed_sequences(name: str, mask: masks.Mask, position_ids: object) -> None:
-    """Raise ValueError where position_ids restart in a row: sequences packed into it, which a cache would not keep apart.
+    """Raise ValueError if position_ids restart within a row: packed sequences, which attend to each other in a cache.
 
-    Without a cache Transformers tells them apart in the mask. This waits for the device, once for each prompt.
+    Without a cache Transformers separates them in the mask. This synchronises with the device, once per prompt.
     """
-    mask.fresh = False  # the other layers need not look
+    mask.fresh = False  # the other layers need not check
     if isinstance(position_ids, torch.Tensor) and position_ids.dim() == 2 and position_ids.shape[1] == mask.shape[2]:
         before, after = position_ids[:, :-1], position_ids[:, 1:]
         if ((after < before) | (after == 0)).any():
@@ -49,7 +49,7 @@ def packed_sequences(name: str, mask: masks.Mask, position_ids: object) -> None:
 
 
 def unknown_arguments(name: str, module: torch.nn.Module, mask: torch.Tensor | None, kwargs: dict[str, Any]) -> None:
-    """Raise for what a kernel cannot honour, and for any tensor that is not known to have nothing to do with attention."""
+    """Raise ValueError for unsupported arguments, and for any tensor that scores may depend on."""
     if kwargs.get("output_attentions"):
         weights(name)
     if kwargs.get("cache") is not None:
@@ -93,6 +93,6 @@ def _carries_tensor(value: object) -> bool:
 
 def weights(name: str) -> None:
     raise ValueError(
-        f"{name!r} never forms the attention weights that output_attentions=True asks for. "
+        f"{name!r} never forms the attention weights that output_attentions=True requests. "
         'Load the model with attn_implementation="eager" to get them.'
     )

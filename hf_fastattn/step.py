@@ -1,9 +1,9 @@
-"""The step under way: what one forward over one cache knows, for that cache's layers and for the attention and mask functions.
+"""The current step: the state of one forward over one cache, for the layers of the cache and the attention and mask functions.
 
-A patched model begins a step before its forward and ends it afterwards, also where the forward raises (`caches.forward`). A
-decode graph begins one around what it captures, and the forward inside takes over its mode. Each thread has its own steps. They
-nest: a model that runs inside another has its own step. A layer that runs outside its model's forward, as when gradient
-checkpointing computes it again, finds none.
+A patched model begins a step before its forward and ends it afterwards, also if the forward raises (`caches.forward`). A decode
+graph begins a step around the code that it captures, and the forward inside inherits its mode. Each thread has its own steps.
+Steps nest: a model that runs inside another has its own step. A layer that runs outside the forward of its model, as when
+gradient checkpointing recomputes it, has no step.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from .kernels.spec import KV
 if TYPE_CHECKING:
     from .masks import Mask
 
-# Who counts tokens: the host, or the device, while a step is captured for a graph.
+# Where tokens are counted: on the host, or on the device while a step is captured for a graph.
 EAGER, CAPTURED, CAPTURED_WITH_MASK = "eager", "captured", "captured with a mask"
 
 
 class Step:
     """One forward over one cache.
 
-    mode: who counts. q_len: new tokens of each row. mask: the one that the cache has made for several tokens, None where the
-    model's own will do; asked: whether the model has asked for it. written: the layers that have kept the new tokens, a bit for
-    each index. plan: what the storage's layers need to know besides. kv: what the last layer to be written shows the kernels
-    where that is more than the tensors that its update() returns.
+    mode: where tokens are counted. q_len: new tokens of each row. mask: the mask that the cache has built for several tokens,
+    None if the model's mask is used. asked: whether the model has requested the mask. written: bit mask of the layers that have
+    stored the new tokens. plan: further data of the storage for its layers. kv: the KV of the layer written last, if kernels need
+    more than the tensors that its update() returned.
     """
 
     def __init__(self, storage: object, mode: str = EAGER, model: torch.nn.Module | None = None):
-        self._storage = weakref.ref(storage)  # a step that an interrupt left open must not keep it alive
+        self._storage = weakref.ref(storage)  # a step that was interrupted must not keep it alive
         self._model = None if model is None else weakref.ref(model)
         self.mode = mode
         self.q_len = 0
@@ -61,7 +61,7 @@ _thread = _Thread()
 
 
 def begin(storage: object, mode: str | None = None, model: torch.nn.Module | None = None) -> Step:
-    """A step over `storage`, until end(). mode: that of the step around it where None. model: whose forward it is."""
+    """Begin a step over `storage`. mode: None for the mode of the enclosing step. model: the model whose forward it is."""
     outer = over(storage)
     # In place: torch.compile drops an assignment to a thread-local object.
     _thread.steps[:] = [each for each in _thread.steps if each.storage is not None]
@@ -71,7 +71,7 @@ def begin(storage: object, mode: str | None = None, model: torch.nn.Module | Non
 
 
 def end(step: Step) -> None:
-    """End `step`, and those within it that nobody ended. What its layers have written counts for the step around it."""
+    """End `step` and any steps inside it that are still open. The enclosing step inherits its written layers."""
     steps = _thread.steps
     del steps[steps.index(step) :]
     if (outer := over(step.storage)) is not None:
@@ -88,13 +88,13 @@ def over(storage: object | None) -> Step | None:
 
 
 def mode(storage: object | None) -> str:
-    """Who counts the tokens of this storage now."""
+    """Where the tokens of this storage are counted at present."""
     step = over(storage)
     return EAGER if step is None else step.mode
 
 
 def captured() -> bool:
-    """Whether a decode graph captures what runs now: its launches are known, and none writes weights."""
+    """Whether the current code is captured for a decode graph, whose launches are known and write no weights."""
     step = innermost()
     return step is not None and step.mode == CAPTURED
 
@@ -105,14 +105,14 @@ def of_model(model: torch.nn.Module) -> Step | None:
 
 
 def innermost() -> Step | None:
-    """The step of the forward that runs in this thread; one that was interrupted counts until its model runs again."""
+    """The step of the current forward of this thread. An interrupted step stays open until its model runs again."""
     return _thread.steps[-1] if _thread.steps else None
 
 
 def mask_for(config: object, sizes: tuple[int, int, int]) -> Mask | None:
-    """The mask that a cache has made for the forward under way of the model with this configuration, if no layer has read it yet.
+    """The mask that a cache has built for the current forward of the model with this configuration, if no layer has run yet.
 
-    sizes: (batch, q_len, kv_len) of the mask that the model asks for.
+    sizes: (batch, q_len, kv_len) of the mask that the model requests.
     """
     step = innermost()
     if step is None or step.mask is None or step.written or step.mask.sizes != sizes or step.model is None:
@@ -123,8 +123,8 @@ def mask_for(config: object, sizes: tuple[int, int, int]) -> Mask | None:
     return step.mask
 
 
-def shown(k: torch.Tensor, v: torch.Tensor) -> KV:
-    """What a layer shows a kernel whose update() has returned these two tensors."""
+def kv_of(k: torch.Tensor, v: torch.Tensor) -> KV:
+    """The KV of the layer whose update() has returned these two tensors."""
     for step in reversed(_thread.steps):
         if step.kv is not None and step.kv.k is k and step.kv.v is v:
             return step.kv

@@ -56,7 +56,7 @@ def test_a_mask_that_is_cut_is_one_of_the_part(kind, device, without_gradients):
     wider = torch.randn(2, 4, 7, 16, device=device)
     with pytest.raises(ValueError, match=r"made for 2 rows of 8 queries .* 2 rows of 7 queries"):
         attend(wider, k, mask)
-    with pytest.raises(ValueError, match=r"rows of 8 queries and \d+ keys where it has .* and 5 keys"):
+    with pytest.raises(ValueError, match=r"rows of 8 queries and \d+ keys on .* and 5 keys"):
         attend(q, k[:, :, :5].contiguous(), mask)
 
 

@@ -108,8 +108,8 @@ def _seen(**counts) -> dict:
 
 # What is changed in the metadata, and in the tensors; what the refusal says.
 LIES = {
-    "fewer seen": (_seen(_0=1, _1=1), {}, "1 tokens were seen"),
-    "more seen": (_seen(_0=97, _1=97), {}, "97 tokens were seen, .* 97 or more, and 0.keys has 96"),
+    "fewer seen": (_seen(_0=1, _1=1), {}, "gives 1 as the number of tokens"),
+    "more seen": (_seen(_0=97, _1=97), {}, "gives 97 as the number of tokens, .* at least 97; 0.keys has 96"),
     "one more": (_seen(_0=96, _1=97), {}, "should have one number"),
     "none seen": (_seen(_0=0, _1=0), {}, "should have one number"),
     "not a number": (_seen(_0=96.0, _1=True), {}, "should have one number"),
@@ -120,15 +120,15 @@ LIES = {
     "no config": ({"config": None}, {}, "None where a JSON object 'config' should be"),
     "another config": ({"config": "{}"}, {}, "and this one has"),
     "no format": ({"format": None}, {}, "has format None"),
-    "no values": ({}, {"1.values": None}, "missing or too much: 1.values"),
-    "one too many": ({}, {"2.keys": lambda t: t["1.keys"].clone()}, "missing or too much: 2.keys"),
+    "no values": ({}, {"1.values": None}, "missing or extra: 1.values"),
+    "one too many": ({}, {"2.keys": lambda t: t["1.keys"].clone()}, "missing or extra: 2.keys"),
     "a layer cut": ({}, {name: lambda t, name=name: t[name][:, :, :30] for name in ("1.keys", "1.values")}, "1.keys has 30"),
     "keys cut": ({}, {"1.keys": lambda t: t["1.keys"][:, :, 1:]}, "keys of shape .* in layer 1"),
     "three axes": ({}, {"0.keys": lambda t: t["0.keys"][0]}, "0.keys of shape"),
     "no rows": ({}, {name: lambda t, name=name: t[name][:0] for name in ("0.keys", "0.values")}, "0.keys of shape"),
     "fewer rows": ({}, {name: lambda t, name=name: t[name][:2] for name in ("1.keys", "1.values")}, r"\[2, 3\] rows"),
-    "fewer heads": ({}, {name: lambda t, name=name: t[name][:, :1] for name in ("1.keys", "1.values")}, "asks for"),
-    "narrower": ({}, {"0.values": lambda t: t["0.values"][..., :8]}, "asks for"),
+    "fewer heads": ({}, {name: lambda t, name=name: t[name][:, :1] for name in ("1.keys", "1.values")}, "needs"),
+    "narrower": ({}, {"0.values": lambda t: t["0.values"][..., :8]}, "needs"),
     "another dtype": ({}, {"1.keys": lambda t: t["1.keys"].half()}, "keys in torch.float16 and torch.float32"),
 }
 
@@ -164,7 +164,7 @@ def test_what_is_no_file_of_ours_is_refused(tmp_path, saved):
     whole, broken = path.read_bytes(), tmp_path / "broken"
     for content in (b"", b"{}", b"no such thing" * 99, whole[:7], whole[:100], whole[:1500], whole[:-1], whole + b"0"):
         broken.write_bytes(content)
-        with pytest.raises(ValueError, match="is no safetensors file, or not all of one") as error:
+        with pytest.raises(ValueError, match="is not a complete safetensors file") as error:
             PreallocatedCache.load(broken, model)
         assert type(error.value) is ValueError and str(broken) in str(error.value)
     with pytest.raises(ValueError, match="is a directory"):
@@ -188,7 +188,7 @@ def test_a_window_of_a_saved_cache_may_have_moved(tmp_path):
         if loads:
             assert PreallocatedCache.load(path, model).get_seq_length() == 96
             continue
-        with pytest.raises(ValueError, match=r"96 tokens were seen, of which this layer keeps 15 or more, and 0.keys has 14"):
+        with pytest.raises(ValueError, match=r"gives 96 as the number of tokens, .* at least 15; 0.keys has 14"):
             PreallocatedCache.load(path, model)
 
 

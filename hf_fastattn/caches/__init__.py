@@ -1,4 +1,4 @@
-"""Caches that `patch()` makes or takes, over storages (contract.py)."""
+"""The caches of the package. The base classes for other caches are in contract.py and stored.py."""
 
 from .rolling import RollingCache
 from .static import PreallocatedCache

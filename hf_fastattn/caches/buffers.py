@@ -1,4 +1,4 @@
-"""Buffers of K and V: their kinds and sizes, and how tokens move between them."""
+"""Buffers of K and V: layout, size, reallocation, and moving a window within a buffer."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def bytes_per_token(keys: torch.Tensor, values: torch.Tensor) -> int:
 
 
 def reallocated(old: torch.Tensor, live: int, capacity: int, device: torch.device) -> torch.Tensor:
-    """A buffer of `capacity` tokens that begins with the `live` ones of the old one."""
-    # A normal tensor, so that a cache made under inference_mode can be used outside it. Zeros, so that what was never written is
-    # finite: a dense mask hides it by multiplying with 0.
+    """A buffer of `capacity` tokens that begins with the `live` tokens of the old one."""
+    # A normal tensor, so that a cache created under inference_mode can be used outside it. Zeros, so that unwritten slots are
+    # finite: with a dense mask their weight is 0, and 0 * NaN is NaN.
     with torch.inference_mode(False), torch.no_grad():
         new = torch.zeros((*old.shape[:2], capacity, old.shape[3]), dtype=old.dtype, device=device)
         new[:, :, :live].copy_(old[:, :, :live])
@@ -29,7 +29,7 @@ def reallocated(old: torch.Tensor, live: int, capacity: int, device: torch.devic
 
 
 def slide(buffer: torch.Tensor, states: torch.Tensor, start: int, old: int, keep: int) -> torch.Tensor:
-    """The `old` tokens before slot `start` and the new ones, in one tensor; the buffer then begins with the last `keep`."""
+    """The `old` tokens before slot `start`, then the new ones. The last `keep` of all tokens move to the front of the buffer."""
     kept = min(start, max(old, keep - states.shape[2]))
     tokens = torch.cat([buffer[:, :, start - kept : start], states], 2) if kept else states
     buffer[:, :, :keep].copy_(tokens[:, :, tokens.shape[2] - keep :])

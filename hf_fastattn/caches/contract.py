@@ -1,7 +1,7 @@
 """The interface of a cache's storage to the cache itself, to the pool that keeps storages between calls, and to decode graphs.
 
-A cache is what a user holds. Its storage is the buffers and the counts, which may outlive it. The defaults here are those of a
-storage that never moves its buffers and counts in one place.
+The user holds a cache. Its storage has the buffers and the token counts, and may outlive the cache. The defaults here suit a
+storage that never moves its buffers and counts tokens in one place.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ CHANGE_ROWS = (
 
 
 class Storage:
-    """The layers of a cache and their counts.
+    """The layers of a cache and their token counts.
 
-    layers: in the model's order; their keys and values are None before the first token. rows: of the batch, None while nothing
-    is allocated. seen: tokens so far, kept or not, as the host counts them. capacity: tokens that the buffers hold; a pool takes
-    the smallest that will do. version: changes whenever a buffer moves in memory. variant: a captured step is valid for one
-    version and one variant. takes_mask: whether a captured step reads the attention mask, where rows are padded. recorded:
-    references that decode graphs hold, which `pool.references` counts.
+    layers: in the model's order; their keys and values are None before the first token. rows: batch size, None while nothing
+    is allocated. seen: number of tokens so far, including dropped ones, counted on the host. capacity: number of tokens that fit
+    into the buffers; a pool selects the smallest sufficient storage. version: changes whenever a buffer moves in memory.
+    variant: a captured step is valid for one version and one variant. takes_mask: whether a captured step of padded rows reads
+    the attention mask. recorded: number of references held by decode graphs, as `pool.references` counts them.
 
-    A storage is weakly referenced and hashed by identity. What a step needs of a cache is in its storage: a captured step makes
-    the cache anew around it (`StoredCache.around`). The defaults of mark() and rewind() are for a storage whose sync() writes the
-    device's count before each step.
+    A storage is weakly referenced and hashed by identity. It has everything that a step needs of its cache, because a captured
+    step creates a new cache over it (`StoredCache.around`). The defaults of mark() and rewind() suit a storage whose sync()
+    writes the count to the device before each step.
     """
 
     takes_mask: bool = True
     recorded: int = 0
 
-    if TYPE_CHECKING:  # a subclass has each as an attribute or as a property
+    if TYPE_CHECKING:  # in a subclass each is an attribute or a property
 
         @property
         def layers(self) -> Sequence[CacheLayerMixin]: ...
@@ -56,45 +56,46 @@ class Storage:
 
     @property
     def used(self) -> bool:
-        """Whether it holds tokens; a decode graph runs only where it does."""
+        """Whether it holds tokens; a decode graph runs only if it does."""
         return self.seen > 0
 
     @property
     def keeps_all(self) -> bool:
-        """Whether token n is in slot n: nothing is dropped."""
+        """Whether it keeps all tokens, token n in slot n."""
         return True
 
-    # A pool
+    # Used by a pool
 
     def holds(self, tokens: int) -> bool:
-        """Whether this many tokens fit as it is."""
+        """Whether this many tokens fit without growing."""
         return tokens <= self.capacity
 
     def reset(self) -> None:
-        """Forget all tokens and keep the buffers."""
+        """Discard all tokens and keep the buffers."""
 
     def relieve_with(self, free: Callable[[], None]) -> None:
-        """Call the method `free` when memory is short; refer to its object weakly."""
+        """Set the method to call when memory is short. Keep only a weak reference to its object."""
 
-    # A forward of a patched model
+    # Used by the forward of a patched model
 
     def end(self, step: Step, failed: bool) -> None:
-        """After a forward over it; failed: whether it raised."""
+        """Called after a forward over this storage. failed: whether the forward raised."""
 
-    # A decode graph: sync() before each step; what is captured runs within a step of mode CAPTURED (`step.mode(storage)`), where
-    # the device counts, and step() comes last in it; advance() after each step that was done, rewind() after one that failed.
+    # Used by a decode graph. It calls sync() before each step. The captured code runs within a step of mode CAPTURED
+    # (`step.mode(storage)`), in which tokens are counted on the device, and ends with step(). advance() follows each successful
+    # step, rewind() each failed one.
 
     def sync(self, device: torch.device) -> None:
-        """Have the host's counts on the device, and room for one token more."""
+        """Write the host's counts to the device, and make room for one more token."""
 
     def step(self) -> None:
-        """Count on the device the token that a forward has written."""
+        """Count the token that a forward has written, on the device."""
 
     def advance(self) -> None:
-        """Count on the host the token that a graph has written."""
+        """Count the token that a graph has written, on the host."""
 
     def mark(self) -> Any:
-        """What `rewind` needs to take back the first step of a graph."""
+        """The state that `rewind` needs to undo the first step of a graph."""
 
     def rewind(self, mark: Any) -> None:
-        """Take back a step that failed; mark: None where the graph has run before."""
+        """Undo a failed step. mark: the result of mark(), or None if the graph has run before."""

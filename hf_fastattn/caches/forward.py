@@ -1,4 +1,4 @@
-"""The hooks around a patched model's forward: a step begins before it and ends after it, for any cache of ours."""
+"""The hooks around a patched model's forward, which begin and end a step for the caches of the package."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def follow(model: torch.nn.Module) -> None:
 
 
 def unfollow(model: torch.nn.Module) -> None:
-    """Take back follow(), also on a copy of the model that was given it."""
+    """Undo follow(), also on a copy of the model."""
     for hooks, of_keys in (
         (model._forward_pre_hooks, (model._forward_pre_hooks_with_kwargs,)),
         (model._forward_hooks, (model._forward_hooks_with_kwargs, model._forward_hooks_always_called)),
@@ -45,7 +45,7 @@ def streams(model: hf.PreTrainedModel) -> bool:
 
 
 def before(model: hf.PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-    """The forward pre-hook: a cache of ours counts the new tokens, and may give the model other arguments."""
+    """The forward pre-hook. A StoredCache counts the new tokens and may replace the model's arguments."""
     cache = kwargs.get("past_key_values")
     if not torch.compiler.is_compiling():
         abandon(model)
@@ -57,13 +57,13 @@ def before(model: hf.PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def after(model: torch.nn.Module, args: tuple[Any, ...], output: object) -> None:
-    """The forward hook, called where the forward raised, too: without an output then."""
+    """The forward hook, which is also called, without an output, if the forward raises."""
     if (step := steps.of_model(model)) is not None:
         _end(step, failed=output is None)
 
 
 def abandon(model: torch.nn.Module) -> None:
-    """End the steps of this model's forwards after which no hook was called (KeyboardInterrupt)."""
+    """End the steps of forwards of this model whose hook was not called (KeyboardInterrupt)."""
     while (step := steps.of_model(model)) is not None:
         _end(step, failed=True)
 

@@ -1,18 +1,18 @@
-"""The storage of a preallocated cache: buffers for K and V of each layer, and which of their slots hold which tokens.
+"""The layers of a preallocated cache: buffers for K and V of each layer, and the mapping of tokens to slots.
 
-A layer's buffer is (batch, num_kv_heads, capacity, head_dim). Every layer counts its own tokens on the host, so layers may run in
-any order, and some of them alone. Layers of one kind (full attention, or one sliding window) share a Track: the capacity, and a
-copy of the counts on the device.
+The buffer of a layer is (batch, num_kv_heads, capacity, head_dim). Every layer counts its own tokens on the host, so layers may
+run in any order, and a subset of them may run alone. Layers of one kind (full attention, or one sliding window) share a Track,
+which has the capacity and a copy of the counts on the device.
 
 Outside a decode graph a layer writes a slice at the host's count and returns the live slice. Masks, padding and stock attention
-therefore work as with a DynamicCache, without its copy of all K/V for every token.
-Inside a decode graph nothing may depend on the host: a layer writes at the device's slot and returns its whole buffer, and
-spans made from the device's count say what is live. A graph is for the layers that hold most tokens: all of them, except in a
-model that runs only some of its layers.
+therefore work as with a DynamicCache, without copying all K/V for every token.
+Inside a decode graph nothing may depend on the host. A layer writes at the slot given on the device and returns its whole buffer;
+spans computed from the device's count mark the live slots. A graph serves the layers that hold the most tokens: all layers,
+except in a model that runs a subset of its layers.
 
-A sliding layer keeps its last tokens in order, in a buffer a little larger than its window. A token is one write; when the buffer
-is full the window moves to its front, once every SLACK tokens. So slots stay in order of position, and
-padding, holes and taking tokens back work as in a full layer, which they would not in a ring that wraps.
+A sliding layer keeps its last tokens in order, in a buffer slightly larger than its window. A token is one write. When the buffer
+is full, the window moves to its front, once every SLACK tokens. The slots therefore stay in order of position, and padding, holes
+and cropping work as in a full layer. In a ring buffer they would not.
 
 Deleting a cache frees its memory at once: a storage owns its layers, a layer refers to its track, and a track refers weakly to
 its layers and to the pool that can free memory.
@@ -34,18 +34,18 @@ from .buffers import bytes_per_token, describe, kind, reallocated, slide
 from .contract import CHANGE_ROWS, Storage
 
 STEP = 256  # tokens; capacities are multiples of it, and of an eighth of their size
-KEEP = 128  # tokens older than its window that a sliding layer keeps when it moves, so that as many can be taken back
-SLACK = 512  # tokens a sliding layer takes between two moves
+KEEP = 128  # tokens before its window that a sliding layer keeps when it moves; so many can be removed by crop()
+SLACK = 512  # tokens that a sliding layer writes between two moves
 
 
 def round_up(tokens: int) -> int:
-    """A capacity for this many tokens: the next multiple of STEP, or of an eighth of the power of two below if that is more."""
+    """A capacity for this many tokens: the next multiple of STEP, or of 1/8 of the previous power of two if that is larger."""
     step = max(STEP, (1 << max(tokens, 1).bit_length() - 1) // 8)
     return -(-max(tokens, 1) // step) * step
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Bytes that can still be allocated on a GPU, including those torch holds unused; None if unknown (CPU)."""
+    """Bytes that can be allocated on a GPU, including unused memory that torch has reserved; None if unknown (CPU)."""
     if device.type != "cuda":
         return None
     free, _ = torch.cuda.mem_get_info(device)
@@ -53,9 +53,9 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 class Track:
-    """What layers of one kind share: slot j of a layer's buffer holds position base + j, slots below seen - base are live."""
+    """The state shared by layers of one kind. Slot j of a layer holds position base + j; slots below seen - base are live."""
 
-    counts: torch.Tensor  # int64 (2,) on `device`: the slot of the next token, and tokens seen
+    counts: torch.Tensor  # int64 (2,) on `device`: the slot of the next token, and the number of tokens
 
     def __init__(self, window: int | None, capacity: int, growable: bool):
         self.window = window
@@ -67,10 +67,10 @@ class Track:
     def _forget(self) -> None:
         self.members: list[weakref.ref[Layer]] = []
         self.storage: weakref.ref[Storage] | None = None
-        self.device: torch.device | None = None  # None before a decode graph asks for `counts`
-        self.image, self.stale = (0, 0), True  # what `counts` holds, and whether the host has counted on since
-        self.running = 0  # layers that a decode graph writes, a bit for each index
-        self.relieve: weakref.WeakMethod[Callable[[], None]] | None = None  # of what frees what it can when memory is short
+        self.device: torch.device | None = None  # None before a decode graph needs `counts`
+        self.image, self.stale = (0, 0), True  # the values in `counts`, and whether the host has counted since
+        self.running = 0  # bit mask of the layers that a decode graph writes
+        self.relieve: weakref.WeakMethod[Callable[[], None]] | None = None  # called when memory is short
 
     def __getstate__(self) -> dict[str, Any]:
         mine = ("window", "growable", "capacity", "version")
@@ -82,12 +82,12 @@ class Track:
 
     @property
     def step(self) -> Step | None:
-        """The step under way over its storage."""
+        """The current step over its storage."""
         return None if self.storage is None else steps.over(self.storage())
 
     @property
     def mode(self) -> str:
-        """Who counts its tokens."""
+        """Where its tokens are counted: see `step`."""
         return EAGER if self.storage is None else steps.mode(self.storage())
 
     def layers(self) -> Iterator[Layer]:
@@ -99,27 +99,27 @@ class Track:
         return 1 << 62 if self.window is None else self.window - 1 + KEEP + SLACK
 
     def old(self, seen: int) -> int:
-        """How many of `seen` tokens the next one sees."""
+        """How many of `seen` tokens the next token sees."""
         return seen if self.window is None else min(seen, self.window - 1)
 
     def kept(self, seen: int) -> int:
-        """How many of `seen` tokens a layer keeps where it does not keep all it has."""
+        """How many of `seen` tokens a layer keeps when it moves its window."""
         return seen if self.window is None else min(seen, self.window - 1 + KEEP)
 
     def grow(self, capacity: int) -> None:
-        """Give every layer a buffer of `capacity` tokens. Raises MemoryError, before allocating, where it does not fit."""
+        """Give every layer a buffer of `capacity` tokens. Raises MemoryError, before allocating, if they do not fit."""
         made = [layer for layer in self.layers() if layer.is_initialized]
         for device in {layer.device for layer in made}:
             each = sum(bytes_per_token(layer.keys, layer.values) for layer in made if layer.device == device)
-            # The old buffers go one by one as the new ones come.
+            # Each old buffer is freed when its new one is allocated.
             self.refuse_unless_fits(capacity, each, device, held=self.capacity * each)
         self.version += 1
         for layer in made:
             layer.reallocate(capacity)
-        self.capacity = capacity  # now that all have it
+        self.capacity = capacity  # after all layers have it
 
     def refuse_unless_fits(self, tokens: int, bytes_per_token: int, device: torch.device, held: int = 0) -> None:
-        """Raise MemoryError if buffers of `tokens` do not fit beside everything but the `held` bytes they replace."""
+        """Raise MemoryError if buffers of `tokens` tokens do not fit. held: bytes of the buffers that they replace."""
         needed = tokens * bytes_per_token
         free = free_bytes(device)
         relieve = None if self.relieve is None else self.relieve()
@@ -140,11 +140,11 @@ class Track:
         self.version += 1
 
     def is_synced(self, device: torch.device) -> bool:
-        """Whether the device has the host's counts, and the buffers a slot for one token more."""
+        """Whether the device has the host's counts, and the buffers have a free slot."""
         return not self.stale and self.image[0] < self.capacity and self.device == device
 
     def sync(self, device: torch.device, slot: int, seen: int) -> None:
-        """Write counts to the device if they differ, without waiting for it."""
+        """Write the counts to the device if they differ, without synchronising."""
         if self.device != device:
             with torch.inference_mode(False):
                 self.counts = torch.empty(2, dtype=torch.int64, device=device)
@@ -158,12 +158,12 @@ class Track:
 
 
 class Layer(CacheLayerMixin):
-    """K and V of one layer, (batch, num_kv_heads, capacity, head_dim) each, in dtypes of their own.
+    """K and V of one layer, (batch, num_kv_heads, capacity, head_dim) each. Their dtypes may differ.
 
-    seen: tokens so far. base: the position in slot 0.
+    seen: number of tokens so far. base: the position in slot 0.
     """
 
-    is_compileable = False  # else generate() would start torch.compile unasked; decode graphs do not ask this
+    is_compileable = False  # with True, generate() would start torch.compile by itself; decode graphs do not read this
     is_croppable = True
     keys: torch.Tensor  # None before the first token, when is_initialized is False
     values: torch.Tensor
@@ -176,20 +176,20 @@ class Layer(CacheLayerMixin):
         track.members.append(weakref.ref(self))
 
     def clear(self) -> None:
-        """Forget the tokens and the buffers."""
+        """Discard the tokens and the buffers."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.seen = self.base = 0
-        self.pending: tuple[torch.Tensor, torch.Tensor] | None = None  # loaded, and not yet on the device
+        self.pending: tuple[torch.Tensor, torch.Tensor] | None = None  # loaded from a file, not yet on the device
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self.track.members.append(weakref.ref(self))
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Allocate for states like these, (batch, num_kv_heads, any, head_dim)."""
+        """Allocate buffers for states of this shape, (batch, num_kv_heads, any, head_dim)."""
         track, device = self.track, key_states.device
         source = self.pending or (key_states[:, :, :0], value_states[:, :, :0])
-        # Refuse before the first layer if the last would not fit; with several devices the placement is not known yet.
+        # Refuse at the first layer if not all layers fit. With several devices their placement is not known yet.
         missing = sum(not layer.is_initialized for layer in track.layers()) if torch.cuda.device_count() == 1 else 1
         track.refuse_unless_fits(track.capacity, missing * bytes_per_token(*source), device)
         self.keys, self.values = source
@@ -198,7 +198,7 @@ class Layer(CacheLayerMixin):
         self.pending, self.is_initialized = None, True
 
     def reallocate(self, capacity: int) -> None:
-        """New buffers of `capacity` tokens that begin with the live slots of the old ones, each of which is freed in turn."""
+        """Replace the buffers by buffers of `capacity` tokens that begin with the live slots; frees each old one in turn."""
         live = self.seen - self.base
         self.keys = reallocated(self.keys, live, capacity, self.device)
         self.values = reallocated(self.values, live, capacity, self.device)
@@ -206,11 +206,11 @@ class Layer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write (batch, num_kv_heads, q_len, head_dim) K and V behind what is there; return the K and V to attend to."""
+        """Append K and V (batch, num_kv_heads, q_len, head_dim); return the K and V to attend to."""
         track = self.track
         step = track.step
         if step is not None and step.mode != EAGER:
-            self.take_turn(step)
+            self.mark_written(step)
             append(self.keys, self.values, key_states, value_states, track.counts[:1])
             return self.keys, self.values
         if key_states.requires_grad and torch.is_grad_enabled():
@@ -232,15 +232,15 @@ class Layer(CacheLayerMixin):
             self.values[:, :, start:stop].copy_(value_states)
             self.seen += q_len
             return self.keys[:, :, start - old : stop], self.values[:, :, start - old : stop]
-        keep = track.kept(self.seen + q_len)  # a sliding window given more at once than its buffer holds
+        keep = track.kept(self.seen + q_len)  # a sliding window, and more new tokens than its buffer has room for
         keys = slide(self.keys, key_states, start, old, keep)
         values = slide(self.values, value_states, start, old, keep)
         self.seen += q_len
         self.base = self.seen - keep
         return keys, values
 
-    def take_turn(self, step: Step) -> None:
-        """Note that a captured step writes this layer. Raises RuntimeError if it did already, or if the layer lacks tokens."""
+    def mark_written(self, step: Step) -> None:
+        """Record that a captured step writes this layer. Raises RuntimeError if it has already, or if the layer lacks tokens."""
         running, mine = self.track.running, 1 << self.index
         if step.written & mine or not running & mine:
             why = "runs twice" if running & mine else "does not hold all tokens yet"
@@ -248,7 +248,7 @@ class Layer(CacheLayerMixin):
         step.written |= mine
 
     def make_room(self, q_len: int) -> None:
-        """Grow the buffers, or move a sliding window to the front of this one, where `q_len` more tokens would not fit."""
+        """If `q_len` more tokens do not fit, grow the buffers or move a sliding window to the front of its buffer."""
         track, slot = self.track, self.seen - self.base
         if slot + q_len <= track.capacity:
             return
@@ -264,7 +264,7 @@ class Layer(CacheLayerMixin):
             self.move(self.seen - keep)
 
     def check(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Refuse states of another batch, model or dtype; an empty layer drops its buffers and takes their shape instead."""
+        """Refuse states of another batch size, model or dtype. A layer without tokens drops its buffers instead."""
         held = self.pending or ((self.keys, self.values) if self.is_initialized else None)
         if held is None:
             return
@@ -281,7 +281,7 @@ class Layer(CacheLayerMixin):
         raise ValueError(f"This cache holds {described[0]}, and it is given {described[1]}: it belongs to another model.")
 
     def move(self, base: int) -> None:
-        """Move what is live from position `base` on to the front."""
+        """Move the live tokens from position `base` on to the front of the buffer."""
         first, count = base - self.base, self.seen - base
         if self.pending is not None:
             keys, values = self.pending
@@ -299,7 +299,7 @@ class Layer(CacheLayerMixin):
         return keys[:, :, :count], values[:, :, :count]
 
     def select(self, indices: torch.Tensor) -> None:
-        """Rows `indices` become the rows of the cache, in place if their number stays."""
+        """Keep the rows `indices`, in place if their number does not change."""
         if self.pending is not None:
             keys, values = self.pending
             self.pending = keys[indices.to(keys.device)], values[indices.to(values.device)]
@@ -326,10 +326,10 @@ class Layer(CacheLayerMixin):
         return track.capacity, seen - slot if mode == CAPTURED_WITH_MASK else 0
 
     def query_offset(self) -> int | torch.Tensor:
-        """Position of the next token; in a graph its slot, on the device, where the window is all that hides a slot."""
+        """Position of the next token; in a graph without a mask its slot, on the device."""
         return self.track.counts[:1] if self.track.mode == CAPTURED else self.get_seq_length()
 
-    def get_seq_length(self) -> int | torch.Tensor:  # type: ignore[override]  # Transformers' StaticLayer returns a tensor, too
+    def get_seq_length(self) -> int | torch.Tensor:  # type: ignore[override]  # Transformers' StaticLayer returns a tensor too
         track = self.track
         mode = track.mode
         if mode == EAGER:
@@ -354,21 +354,21 @@ class Layer(CacheLayerMixin):
         if window is not None and self.base > max(0, left - window + 1):
             return (
                 f"A layer with a sliding window of {window} has kept {self.seen - self.base} of {self.seen} tokens, and "
-                f"after taking back {tokens} its window would begin before them. Take back at most {KEEP} at a time."
+                f"after removing {tokens} its window would begin before them. Remove at most {KEEP} at a time."
             )
         return None
 
     def take_back(self, tokens: int) -> None:
-        """Forget the last `tokens` tokens, which why_not_crop() allows; all, if there are fewer."""
+        """Remove the last `tokens` tokens, or all if there are fewer. why_not_crop() must have returned None."""
         self.seen = max(0, self.seen - tokens)
         self.track.stale = True
 
     def crop(self, tokens_to_remove: int) -> None:
-        raise NotImplementedError("Layers of a preallocated cache go together; call crop() of the cache, not of a layer.")
+        raise NotImplementedError(
+            "All layers of a preallocated cache are cropped together; call crop() of the cache, not of a layer."
+        )
 
     def offload(self) -> None:
-        raise NotImplementedError(
-            "A preallocated cache stays where it was allocated and cannot be offloaded; use a DynamicCache with offloading=True."
-        )
+        raise NotImplementedError("A preallocated cache cannot be offloaded; use a DynamicCache with offloading=True.")
 
     prefetch = offload

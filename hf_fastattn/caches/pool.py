@@ -1,4 +1,4 @@
-"""Storages kept between one generate() and the next."""
+"""Storages that are kept between calls of generate()."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ import torch
 from .contract import Storage
 from .stored import StoredCache
 
-MAX_IDLE = 4  # storages a pool keeps for calls to come, one per batch size
+MAX_IDLE = 4  # storages that a pool keeps for later calls, one per batch size
 
 
 class Pool:
-    """Storages that no cache uses, kept for the next cache of as many rows: at the same addresses, so that graphs over them stay
+    """Unused storages, kept for the next cache of the same batch size. Their addresses do not change, so graphs over them stay
     valid.
 
     A storage returns to the pool when its cache is deleted, not when generate() returns: a caller that keeps the cache keeps its
-    buffers. While references to a layer, K or V remain, the storage is not reused.
-    make: a storage for so many tokens. around: the cache over a storage.
+    buffers. A storage is not reused while references to one of its layers, K or V remain.
+    make: creates a storage for a number of tokens. around: creates a cache over a storage.
     """
 
     def __init__(self, make: Callable[[int], Storage], around: Callable[[Storage], StoredCache]):
         self.make, self.around = make, around
-        self.idle: list[tuple[int, Storage]] = []  # (rows, storage), the longest idle first
+        self.idle: list[tuple[int, Storage]] = []  # (rows, storage), longest idle first
         self.closed = False
         self.lock = threading.RLock()  # finalizers may run inside any call
 
     def take(self, rows: int, capacity: int) -> StoredCache:
-        """An empty cache for `rows` rows of `capacity` tokens, in the smallest idle storage that holds them or else a new one."""
+        """An empty cache for `rows` rows of `capacity` tokens, over the smallest idle storage that fits or a new storage."""
         with self.lock:
             storage = self._find(rows, capacity)
         if storage is None:
@@ -46,12 +46,12 @@ class Pool:
 
     def _find(self, rows: int, capacity: int) -> Storage | None:
         """Remove and return an idle storage that fits; None if there is none."""
-        alike = [entry for entry in self.idle if entry[0] == rows]
-        fit = [entry for entry in alike if entry[1].holds(capacity)]
+        same_rows = [entry for entry in self.idle if entry[0] == rows]
+        fit = [entry for entry in same_rows if entry[1].holds(capacity)]
         held = [entry for entry in fit if _is_held(entry)]
         chosen = min((entry for entry in fit if entry not in held), key=lambda entry: entry[1].capacity, default=None)
-        # What does not fit is dropped before more is allocated in its place. The last that someone holds may be free next time.
-        drop = [chosen] if chosen else [entry for entry in alike if entry not in held[-1:]]
+        # Storages that do not fit are dropped before a new one is allocated. One that is still referenced may be free next time.
+        drop = [chosen] if chosen else [entry for entry in same_rows if entry not in held[-1:]]
         self.idle = [entry for entry in self.idle if entry not in drop]
         return None if chosen is None else chosen[1]
 
@@ -66,19 +66,19 @@ class Pool:
             self.idle.clear()
 
     def close(self) -> None:
-        """Keep nothing any more, neither what is idle nor what caches still use."""
+        """Drop the idle storages, and do not take back those that caches still use."""
         with self.lock:
             self.closed = True
             self.clear()
 
 
 def _give_back(owner: weakref.ref[Pool], storage: Storage, rows: int) -> None:
-    if (pool := owner()) is not None:  # a cache outlives the model, but keeps nothing of it
+    if (pool := owner()) is not None:  # a cache may outlive the pool
         pool.give_back(storage, rows)
 
 
 def references(storage: Storage) -> int:
-    """How many references there are to a storage, its layers, their K and V and the memory of these: only differences count."""
+    """Number of references to a storage, its layers, their K and V and the memory of these. Only differences have a meaning."""
     total = sys.getrefcount(storage) + sys.getrefcount(storage.layers)
     for layer in storage.layers:
         total += sys.getrefcount(layer)
@@ -90,7 +90,7 @@ def references(storage: Storage) -> int:
 
 
 def _is_held(entry: tuple[int, Storage]) -> bool:
-    """Whether someone besides the pool, in `entry`, and decode graphs holds a storage or a part of it."""
+    """Whether anything but the pool (`entry`) and decode graphs refers to a storage or a part of it."""
     layers = entry[1].layers
     tensors = sum(tensor is not None for layer in layers for tensor in (layer.keys, layer.values))
     count = len(layers)
@@ -99,9 +99,9 @@ def _is_held(entry: tuple[int, Storage]) -> bool:
 
 
 def _own_references(layers: int, tensors: int) -> int:
-    """references() to a storage of so many layers and tensors that one entry of a pool holds and nobody else.
+    """The value of references() for a storage with so many layers and tensors to which only an entry of a pool refers.
 
-    Counted anew each time: how many there are depends on who runs Python's frames (torch.compile takes that over).
+    It is measured at every call, because it depends on what evaluates Python frames (torch.compile replaces that).
     """
 
     def count(layers: int, tensors: int) -> int:

@@ -1,15 +1,15 @@
-"""The storage of a rolling cache: the first tokens of each row and a ring of the last, in buffers that never grow.
+"""The storage of a rolling cache: the first tokens of each row and a ring of the last tokens, in buffers that never grow.
 
-A layer's buffer is (batch, num_kv_heads, sinks + window, head_dim). Token t of a row, its padding not counted, stands at
+A layer's buffer is (batch, num_kv_heads, sinks + window, head_dim). Token t of a row, padding not counted, is at
 
     slot t                              if t < sinks
     slot sinks + (t - sinks) % window   otherwise
 
-so that a new token overwrites the one that leaves the window, and nothing else moves. The count of each row is on the
-device only: rows differ by their padding, and no operation here synchronizes with the device.
+so a new token overwrites the token that leaves the window, and no other token moves. The count of each row is only on the
+device: rows differ by their padding, and no operation here synchronises with the device.
 
-One token at a time is written at its slot, and attention reads the buffer in slot order: softmax does not depend on the order.
-Many at once are attended to as [sinks | window, oldest first | new tokens], gathered row by row, and stored afterwards.
+A single token is written at its slot, and attention reads the buffer in slot order; softmax does not depend on the order.
+Several tokens are attended to as [sinks | window, oldest first | new tokens], gathered for each row, and stored afterwards.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from .buffers import describe, kind
 from .contract import CHANGE_ROWS, Storage
 
 CUT_SHORT = (
-    "A forward over this RollingCache was cut short, or ran other layers than the first one, and a rolling cache counts every "
-    "token once for all its layers: some lack tokens now. Call reset() on it and read the text again."
+    "A forward over this RollingCache was interrupted, or ran other layers than the first forward. A rolling cache counts every "
+    "token once for all its layers, so some layers now lack tokens. Call reset() on the cache and read the text again."
 )
 
 
 class One(NamedTuple):
-    """Where one token of each row is written: slots, int64 (batch,)."""
+    """The slots for one new token of each row: int64 (batch,)."""
 
     slots: torch.Tensor
 
 
 class Many(NamedTuple):
-    """What becomes of several tokens of each row.
+    """The index tensors for several new tokens of each row.
 
-    gather: int64 (batch, held), the slots of what the rows hold, oldest first and right-aligned. store: int64 (batch,
-    sinks + window), which of those and the new tokens each slot holds next.
+    gather: int64 (batch, held), the slots of the tokens that the rows hold, oldest first and right-aligned. store: int64 (batch,
+    sinks + window), for each slot the index of its next token among those and the new ones.
     """
 
     gather: torch.Tensor
@@ -54,9 +54,9 @@ class Many(NamedTuple):
 
 
 class Ring(Storage):
-    """The layers of a rolling cache and what they have in common: the counts of tokens, and where new tokens go."""
+    """The layers of a rolling cache, with their shared token counts and the slots of new tokens."""
 
-    takes_mask = False  # the counts are without padding
+    takes_mask = False  # the counts exclude padding
     layers: list[RollingLayer]
     capacity: int
     version: int
@@ -70,9 +70,9 @@ class Ring(Storage):
         self.layers = [RollingLayer(index, self) for index in range(num_layers)]
         self.version, self.rows, self.seen = 0, None, 0
         self.alike = True  # no row has padding
-        self.vetted, self.padded = 0, False  # width of the mask that was checked, and whether it has zeros
-        self.written: int | None = None  # the layers that the first forward wrote, a bit for each index
-        self.cut_short = False  # a later forward wrote others
+        self.vetted, self.padded = 0, False  # width of the checked mask, and whether it has zeros
+        self.written: int | None = None  # bit mask of the layers that the first forward wrote
+        self.cut_short = False  # whether a later forward wrote other layers
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -81,7 +81,7 @@ class Ring(Storage):
 
     @property
     def before(self) -> int:
-        """Tokens that its layers hold: those of a forward that begins are counted before any layer gets them."""
+        """Number of tokens in its layers. `seen` already includes the new tokens when a forward begins."""
         step = steps.over(self)
         if step is not None and step.mode == EAGER and not step.written:
             return self.seen - step.q_len
@@ -92,7 +92,7 @@ class Ring(Storage):
         return steps.mode(self) != EAGER or self.before > 0
 
     def begin(self, step: Step, rows: int, q_len: int, pads: torch.Tensor | None, device: torch.device) -> torch.Tensor:
-        """Count `q_len` new tokens of each row, the first `pads` (int64 (batch,)) of them padding; the spans for them."""
+        """Count `q_len` new tokens of each row and return their spans. pads: int64 (batch,), how many of them are padding."""
         self._check()
         if self.rows != rows or self.counts.device != device:
             self._allocate(rows, device)
@@ -117,12 +117,12 @@ class Ring(Storage):
         self.cut_short = self.cut_short or step.written != self.written
 
     def _check(self) -> None:
-        """Raise ValueError where a forward wrote other layers than the first one did."""
+        """Raise ValueError if a forward wrote other layers than the first forward."""
         if self.cut_short:
             raise ValueError(CUT_SHORT)
 
     def positions(self, q_len: int) -> torch.Tensor:
-        """Those of the `q_len` tokens counted last, int64 (batch, q_len); 0 for padding."""
+        """Positions of the last `q_len` tokens, int64 (batch, q_len); 0 for padding."""
         new = torch.arange(-q_len, 0, device=self.counts.device)
         return (self.counts[:, None] + new).clamp(min=0)
 
@@ -130,7 +130,7 @@ class Ring(Storage):
         self, before: torch.Tensor, after: torch.Tensor, pads: torch.Tensor | None, q_len: int
     ) -> tuple[Many, torch.Tensor]:
         sinks, window = self.sinks, self.window
-        held = min(self.seen, self.capacity)  # by the longest row
+        held = min(self.seen, self.capacity)  # in the longest row
         kept = before.clamp(max=held)
         before, after, first = before[:, None], after[:, None], (held - kept)[:, None]
         dropped = before - kept[:, None]
@@ -141,7 +141,7 @@ class Ring(Storage):
         token = torch.where(slot < sinks, slot, after - 1 - (after - 1 - slot) % window)
         place = torch.where(token < sinks, first + token, held + token - before)
         new = held + token - before + (0 if pads is None else pads[:, None])
-        # Slots that no token has reached yet hold anything.
+        # The content of slots that no token has reached yet does not matter.
         store = torch.where(token < before, place, new).clamp(0, held + q_len - 1)
         start = held - kept if pads is None else held - kept + pads
         full = torch.full_like(start, held)
@@ -177,14 +177,14 @@ class Ring(Storage):
 
     @property
     def variant(self) -> bool:
-        """Rows that are alike are captured as such."""
+        """A uniform batch has a graph of its own."""
         return self.alike
 
     def holds(self, tokens: int) -> bool:
         return True
 
     def sync(self, device: torch.device) -> None:
-        """The counts are on the device as it is; raises ValueError where a forward before was cut short."""
+        """The counts are already on the device. Raises ValueError if an earlier forward was interrupted."""
         self._check()
 
     def step(self) -> None:
@@ -206,7 +206,7 @@ class Ring(Storage):
 class RollingLayer(CacheLayerMixin):
     """K and V of one layer, (batch, num_kv_heads, sinks + window, head_dim) each."""
 
-    is_compileable = False  # else generate() would start torch.compile unasked; decode graphs do not ask this
+    is_compileable = False  # with True, generate() would start torch.compile by itself; decode graphs do not read this
     is_croppable = True
     is_sliding = False
     keys: torch.Tensor  # None before the first token, when is_initialized is False
@@ -218,28 +218,28 @@ class RollingLayer(CacheLayerMixin):
         self.belong_to(ring)
 
     def clear(self) -> None:
-        """Forget the buffers."""
+        """Discard the buffers."""
         super().__init__()  # type: ignore[no-untyped-call]
 
     def belong_to(self, ring: Ring) -> None:
-        self._ring: Callable[[], Ring | None] = weakref.ref(ring)  # weak, since the ring owns this layer
+        self._ring: Callable[[], Ring | None] = weakref.ref(ring)  # weak, because the ring owns this layer
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_ring": lambda: None}  # a copied ring takes its layers to it
+        return {**vars(self), "_ring": lambda: None}  # a copied ring sets it on its layers
 
     @property
     def ring(self) -> Ring:
         ring = self._ring()
         if ring is None:
             raise RuntimeError(
-                "The RollingCache of this layer was deleted, and with it the count of tokens. Keep a reference to the cache."
+                "The RollingCache of this layer, which counts its tokens, was deleted. Keep a reference to the cache."
             )
         return ring
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
         shape = (*key_states.shape[:2], self.ring.capacity)
-        # Normal tensors, so that a cache made under inference_mode can be used outside it.
+        # Normal tensors, so that a cache created under inference_mode can be used outside it.
         with torch.inference_mode(False):
             self.keys = torch.zeros(*shape, key_states.shape[3], dtype=self.dtype, device=self.device)
             self.values = torch.zeros(*shape, value_states.shape[3], dtype=value_states.dtype, device=self.device)
@@ -248,7 +248,7 @@ class RollingLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keep (batch, num_kv_heads, q_len, head_dim) K and V; return those to attend to, as the spans of this forward say."""
+        """Store K and V (batch, num_kv_heads, q_len, head_dim); return the K and V to attend to, in the layout of the spans."""
         ring, mine = self.ring, 1 << self.index
         step = steps.over(ring)
         if step is None or step.written & mine or step.q_len != key_states.shape[2]:
@@ -269,7 +269,7 @@ class RollingLayer(CacheLayerMixin):
             if step.mode != EAGER or ring.seen != step.q_len:
                 described = [describe(*pair) for pair in ((self.keys, self.values), (key_states, value_states))]
                 raise ValueError(f"This cache holds {described[0]}, and it is given {described[1]}: it belongs to another model.")
-            self.lazy_initialization(key_states, value_states)  # it was empty, and the model has been cast or moved meanwhile
+            self.lazy_initialization(key_states, value_states)  # it was empty, and the model has since been cast or moved
             ring.version += 1
         if key_states.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(
@@ -308,13 +308,13 @@ class RollingLayer(CacheLayerMixin):
         raise NotImplementedError("Layers of a rolling cache share their counts; call crop() of the cache.")
 
     def offload(self) -> None:
-        raise NotImplementedError("A rolling cache stays where it was allocated; it is small, and is not offloaded.")
+        raise NotImplementedError("A rolling cache is small and cannot be offloaded.")
 
     prefetch = offload
 
 
 def _extend(buffer: torch.Tensor, states: torch.Tensor, plan: Many) -> torch.Tensor:
-    """What the buffer holds and the new tokens, in one tensor; the buffer then holds what is kept of both."""
+    """The tokens in the buffer followed by the new ones, as one tensor. Stores those to keep in the buffer."""
     tokens = torch.cat([_take(buffer, plan.gather), states], 2) if plan.gather.shape[1] else states
     buffer.copy_(_take(tokens, plan.store))
     return tokens
@@ -325,13 +325,13 @@ def _kind(states: torch.Tensor) -> tuple[object, ...]:
 
 
 def _select(tensor: torch.Tensor, indices: torch.Tensor, same: bool) -> torch.Tensor:
-    """Rows `indices` of a tensor, in its place if their number stays the `same`."""
-    with torch.inference_mode(False):  # a normal tensor, as those made first
+    """Rows `indices` of a tensor; written in place if their number is the `same`."""
+    with torch.inference_mode(False):  # a normal tensor, as in lazy_initialization()
         rows = tensor.index_select(0, indices.to(tensor.device))
         return tensor.copy_(rows) if same else rows
 
 
 def _take(buffer: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """Slots (batch, n) of `buffer` (batch, heads, length, head_dim), another choice in each row."""
+    """Gather `slots` (batch, n), given for each row, from `buffer` (batch, heads, length, head_dim)."""
     slots = slots.to(buffer.device)[:, None, :, None]
     return buffer.gather(2, slots.expand(-1, buffer.shape[1], -1, buffer.shape[3]))

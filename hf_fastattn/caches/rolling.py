@@ -1,7 +1,7 @@
-"""Cache "rolling": the first tokens of each row and the last, in constant memory (ring.py has the storage).
+"""Cache "rolling": the first and the last tokens of each row, in constant memory (ring.py has the storage).
 
-`update()` sees neither the mask nor the batch's padding. `begin()`, before the model's forward, does: it counts what is new and
-makes the spans that the layers get in place of the mask.
+`update()` receives neither the mask nor the padding of the batch. `begin()` runs before the model's forward and receives both: it
+counts the new tokens and builds the spans that replace the mask.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from .stored import Arguments, StoredCache
 
 
 class RollingCache(StoredCache):
-    """The first `sinks` tokens of every row and the last `window`, in constant memory: a `past_key_values` for unbounded
+    """The first `sinks` and the last `window` tokens of every row, in constant memory: a `past_key_values` for unbounded
     generation.
 
-    model: one that hf_fastattn.patch(model, "streaming", window=, sinks=) was given, whose numbers hold. Nothing is allocated
-    before the first forward. get_seq_length() counts all tokens ever read, padding included.
+    model: a model patched with hf_fastattn.patch(model, "streaming", window=, sinks=), whose settings apply. Nothing is allocated
+    before the first forward. get_seq_length() counts all tokens ever read, including padding.
 
-    It takes left padding, prompts of any length, chunks of any size, several turns, beams, reset() and deepcopy. It refuses, in
-    a sentence: a model that cannot read it, holes in the mask, gradients, offloading, rows or K/V shapes of another call or
-    model, and to take back tokens once it has dropped any.
+    It supports left padding, prompts of any length, chunks of any size, several turns, beams, reset() and deepcopy. It raises an
+    error for a model that cannot read it, for holes in the mask, gradients, offloading, another batch size or K/V shape, and for
+    crop() after tokens have been dropped.
     """
 
     streams = True
@@ -46,14 +46,14 @@ class RollingCache(StoredCache):
         )
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
-        """Tokens read so far, those that are being read included."""
+        """Number of tokens read so far, including those of the current forward."""
         return self.storage.seen
 
     def begin(self, step: Step, model: hf.PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """Count the new tokens and make their spans.
+        """Count the new tokens and build their spans.
 
-        One token gets them in place of its mask: nothing can be hidden from the last token of all. More leave the mask to the
-        model, which asks for what it wants, and gets the spans from our mask function.
+        A single token gets the spans as its mask, because a causal mask hides nothing from the last token. For several tokens the
+        model requests its mask, and the mask function of the backend returns the spans.
         """
         _check_model(model)
         if len(args) > 1:
@@ -86,10 +86,10 @@ class RollingCache(StoredCache):
         return args, {**kwargs, "attention_mask": mask, "position_ids": positions}
 
     def vet(self, mask: torch.Tensor | None, tokens: int = 0, takes_back: bool = False) -> None:
-        """Raise ValueError for what a call will need and cannot have; synchronizes with the device.
+        """Raise ValueError if the cache cannot serve this call of generate(). Synchronises with the device.
 
-        mask: 2-D, with padding on the left alone; the parts of it that later forwards are given are not checked again.
-        takes_back: the call crops as it goes, up to `tokens` tokens in all.
+        mask: 2-D, with padding only on the left. Later forwards, which get parts of it, do not check it again.
+        takes_back: whether the call crops the cache. tokens: the most tokens that it reaches.
         """
         width, zeros = 0, False
         if mask is not None and mask.dim() == 2:
@@ -102,18 +102,18 @@ class RollingCache(StoredCache):
                 )
         if takes_back and tokens > self.storage.capacity:
             raise ValueError(
-                f"Assisted generation takes tokens back, and a rolling cache of {self.storage.capacity} tokens cannot give back "
-                f"what it dropped; this call may come to {tokens}. Generate without assistant or prompt lookup."
+                f"Assisted generation takes tokens back, and a rolling cache of {self.storage.capacity} tokens cannot restore "
+                f"dropped tokens; this call may come to {tokens}. Generate without assistant or prompt lookup."
             )
         self.storage.vetted, self.storage.padded = width, zeros
 
     def reset(self) -> None:
-        """Forget all tokens; the buffers stay where they are."""
+        """Discard all tokens; the buffers stay in place."""
         self.storage.reset()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last `-tokens_to_remove` tokens (a negative number, as in Transformers; 0 does nothing)."""
-        tokens_to_remove = int(tokens_to_remove)  # assisted decoding has it in a tensor
+        """Remove the last `-tokens_to_remove` tokens (a negative number, as in Transformers; 0 does nothing)."""
+        tokens_to_remove = int(tokens_to_remove)  # a tensor in assisted decoding
         ring = self.storage
         if tokens_to_remove > 0:
             raise ValueError(f"crop() takes the negative number of tokens to take back; got {tokens_to_remove}.")
@@ -133,7 +133,7 @@ class RollingCache(StoredCache):
         self.storage.select(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row `repeats` times, in place of it."""
+        """Replace every row by `repeats` copies of it."""
         self.batch_select_indices(torch.arange(self.storage.rows or 0).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
@@ -150,13 +150,13 @@ def _check_model(model: hf.PreTrainedModel) -> None:
         )
     if not forward.follows(model):
         raise ValueError(
-            f"A RollingCache must be given the padding before {type(model).__name__} runs; use "
-            'hf_fastattn.patch(model, "streaming", window=4096, sinks=4), which sees to that.'
+            f"A RollingCache needs the padding before {type(model).__name__} runs; use "
+            'hf_fastattn.patch(model, "streaming", window=4096, sinks=4), which adds the hook for it.'
         )
 
 
 def _check_positions(model: hf.PreTrainedModel, kwargs: dict[str, Any]) -> None:
-    """Raise ValueError for positions in sections that differ: how far a window has moved is then not one number."""
+    """Raise ValueError for positions whose sections differ: the offset of the window is then not a single number."""
     if not hf.has_sections(model.config):
         return
     given = kwargs.get("position_ids")
@@ -166,13 +166,13 @@ def _check_positions(model: hf.PreTrainedModel, kwargs: dict[str, Any]) -> None:
         differ = given.dim() == 3 and bool((given != given[:1]).any())
     if differ:
         raise ValueError(
-            f"{type(model).__name__} counts the positions of images and videos in three sections, by which a RollingCache cannot "
-            "move its window. Give it text alone, or use another backend."
+            f"{type(model).__name__} counts the positions of images and videos in three sections, which a RollingCache does not "
+            "support. Pass only text, or use another backend."
         )
 
 
 def _new_pads(cache: RollingCache, mask: object, q_len: int) -> torch.Tensor | None:
-    """How many of each row's new tokens are padding, on the device."""
+    """The number of padding tokens among the new tokens of each row, on the device."""
     ring = cache.storage
     if mask is None or steps.mode(ring) != EAGER:
         return None

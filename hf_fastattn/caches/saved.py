@@ -1,4 +1,4 @@
-"""A preallocated cache in a file: one safetensors file of every layer's live K and V, and what is known of them."""
+"""A preallocated cache in a file: one safetensors file with the live K and V of every layer, and metadata."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FORMAT = "hf_fastattn cache 1"
 
 ModelOrConfig = hf.PreTrainedModel | hf.PreTrainedConfig
 
-# What may differ between the configurations a cache is saved and loaded under: nothing that K and V depend on.
+# Fields of the configuration that may differ between saving and loading, because K and V do not depend on them.
 _FREE = {
     "_name_or_path", "architectures", "attn_implementation", "bos_token_id", "dtype", "eos_token_id", "id2label", "label2id",
     "output_attentions", "output_hidden_states", "pad_token_id", "return_dict", "streaming_clamped", "streaming_sinks",
@@ -28,7 +28,7 @@ def config_of(model: ModelOrConfig) -> hf.PreTrainedConfig:
 
 
 def write(path: str | Path, layers: list[Layer], model: ModelOrConfig) -> None:
-    """Write the live tokens of these layers, with the configuration of the `model` that made them."""
+    """Write the live tokens of these layers and the configuration of `model`."""
     from safetensors.torch import save_file
 
     seen = {layer.seen for layer in layers}
@@ -52,26 +52,26 @@ def write(path: str | Path, layers: list[Layer], model: ModelOrConfig) -> None:
 def read(
     path: str | Path, windows: list[int | None], model: ModelOrConfig
 ) -> tuple[int, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Tokens seen, and K and V of each layer, (rows, num_kv_heads, kept tokens, head_dim), out of a file by write().
+    """(number of tokens, K and V of each layer (rows, num_kv_heads, kept tokens, head_dim)) from a file of write().
 
-    Raises ValueError, naming path and reason, for what no cache of `model` can have written; OSError where it cannot be read.
+    Raises ValueError with path and reason if the file is not a cache of `model`, OSError if it cannot be read.
     """
     from safetensors import SafetensorError, safe_open
 
     if Path(path).is_dir():
         raise ValueError(f"{path} is a directory, and a saved cache is one file.")
-    Path(path).open("rb").close()  # raises what open() raises where there is no such file, or none to be read
+    Path(path).open("rb").close()  # raises the error of open() if the file does not exist or cannot be read
     try:
         with safe_open(path, "pt") as file:
             meta = file.metadata() or {}
             _check_meta(path, meta, model)
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} is no safetensors file, or not all of one: {error}. Compute it again.") from error
+        raise ValueError(f"{path} is not a complete safetensors file: {error}. Compute it again.") from error
     names = [f"{index}.{name}" for index in range(len(windows)) for name in ("keys", "values")]
     if tensors.keys() != set(names):
         wrong = ", ".join(sorted(tensors.keys() ^ set(names)))
-        raise ValueError(f"{path} should hold K and V of {len(windows)} layers and nothing else; missing or too much: {wrong}.")
+        raise ValueError(f"{path} needs K and V of {len(windows)} layers; missing or extra: {wrong}.")
     seen = _read_seen(path, meta, len(windows))
     _check_tensors(path, tensors, model)
     for name in names:
@@ -79,7 +79,7 @@ def read(
         least = seen if window is None else min(seen, window - 1)
         if not least <= slots <= seen:
             raise ValueError(
-                f"{path} says that {seen} tokens were seen, of which this layer keeps {least} or more, and {name} has {slots}. "
+                f"{path} gives {seen} as the number of tokens, of which this layer keeps at least {least}; {name} has {slots}. "
                 "Compute it again."
             )
     return seen, [(tensors[keys], tensors[values]) for keys, values in zip(names[::2], names[1::2], strict=True)]
@@ -98,7 +98,7 @@ def _check_meta(path: str | Path, meta: dict[str, str], model: ModelOrConfig) ->
         if saved.get(name) != wanted.get(name):
             raise ValueError(
                 f"{path} was saved for a model with {name}={saved.get(name)!r}, and this one has {name}={wanted.get(name)!r}: "
-                "its K and V do not fit. Compute it again with this model."
+                "its K and V do not match. Compute it again with this model."
             )
 
 
@@ -128,7 +128,7 @@ def _read_seen(path: str | Path, meta: dict[str, str], layers: int) -> int:
 
 
 def _check_tensors(path: str | Path, tensors: dict[str, torch.Tensor], model: ModelOrConfig) -> None:
-    """Raise ValueError unless all have one number of rows, and K and V each one dtype and shapes that go with the config."""
+    """Raise ValueError unless all tensors have one batch size, K and V one dtype each, and shapes that match the config."""
     for name, tensor in tensors.items():
         if tensor.dim() != 4 or 0 in tensor.shape[:2]:
             raise ValueError(f"{path} has {name} of shape {tuple(tensor.shape)}, and K and V have four axes. Compute it again.")
@@ -151,11 +151,11 @@ def _check_tensors(path: str | Path, tensors: dict[str, torch.Tensor], model: Mo
         found = keys.shape[1], keys.shape[3], values.shape[3]
         if shapes is not None and found != shapes[index]:
             raise ValueError(
-                f"{path} has (KV heads, width of a key, of a value) = {found} in layer {index}, and its configuration asks for "
+                f"{path} has (KV heads, width of a key, of a value) = {found} in layer {index}, and its configuration needs "
                 f"{shapes[index]}. Compute it again."
             )
     dtype, held = getattr(model, "dtype", None), dtypes[0] | dtypes[1]
-    if dtype is not None and dtype not in held:  # under autocast, one of the two may be in another
+    if dtype is not None and dtype not in held:  # under autocast, K or V may have another dtype
         raise ValueError(
             f"{path} holds {_words(held)}, and the model runs in {dtype}; load the model in {_words(held)}, or compute it again."
         )
@@ -166,7 +166,7 @@ def _words(dtypes: set[torch.dtype]) -> str:
 
 
 def _shapes(model: ModelOrConfig) -> list[tuple[int, int, int]] | None:
-    """(KV heads, width of a key, of a value) of each layer; None where the configuration says more than the usual words."""
+    """(KV heads, width of a key, of a value) of each layer; None if the configuration has other fields for these."""
     config = config_of(model)
     if (getattr(model, "tp_size", None) or 1) > 1:  # each process has some of the heads
         return None

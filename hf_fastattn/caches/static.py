@@ -1,4 +1,4 @@
-"""Cache "static": K and V of every token in buffers allocated once, from chosen capacity, grown in steps between forwards."""
+"""Cache "static": K and V of every token in preallocated buffers, which grow in steps between forwards."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from .stored import StoredCache
 
 
 class PreallocatedCache(StoredCache):
-    """K and V of every layer in buffers that stay where they are; a drop-in `past_key_values` for decoder-only models.
+    """K and V of every layer in buffers that stay in place; a drop-in `past_key_values` for decoder-only models.
 
-    config: the model's (or the model itself). capacity: tokens to allocate for at first, rounded up; more are
-    allocated in steps when they come, between two forwards. grow=False refuses them instead, with a ValueError.
-    Sliding-window layers allocate for little more than their window. Nothing is allocated before the first forward.
+    config: the model's configuration, or the model. capacity: number of tokens to allocate first, rounded up. The buffers grow
+    in steps, between two forwards. grow=False raises a ValueError instead. Sliding-window layers allocate little more than
+    their window. Nothing is allocated before the first forward.
 
-    It follows DynamicCache in what it does: left padding, holes, chunked prefill, beams, num_return_sequences, assisted
-    and prompt-lookup decoding, several turns, reset(), deepcopy, several devices. It refuses, in a sentence: gradients,
-    offloading, rows or K/V shapes of another call or model, and to take back more of a sliding window than it keeps.
+    It supports what a DynamicCache supports: left padding, holes, chunked prefill, beams, num_return_sequences, assisted
+    and prompt-lookup decoding, several turns, reset(), deepcopy, several devices. It raises an error for gradients, for
+    offloading, for another batch size or K/V shape, and for cropping more of a sliding window than it keeps.
     """
 
     storage: StaticStorage
@@ -46,15 +46,15 @@ class PreallocatedCache(StoredCache):
         return self.storage.layers[layer_idx].query_offset()
 
     def reserve(self, tokens: int) -> None:
-        """Make room for `tokens` tokens in all, so that no buffer grows before they are there."""
+        """Make room for `tokens` tokens in total, so that no buffer grows before that."""
         for track in self.storage.tracks:
             capacity = min(round_up(tokens), track.limit)
             if track.capacity < capacity and track.growable:
                 track.grow(capacity)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last `-tokens_to_remove` tokens (a negative number, as in Transformers; 0 does nothing)."""
-        tokens_to_remove = int(tokens_to_remove)  # assisted decoding has it in a tensor
+        """Remove the last `-tokens_to_remove` tokens (a negative number, as in Transformers; 0 does nothing)."""
+        tokens_to_remove = int(tokens_to_remove)  # a tensor in assisted decoding
         if tokens_to_remove > 0:
             raise ValueError(f"crop() takes the negative number of tokens to take back; got {tokens_to_remove}.")
         if -tokens_to_remove > (seen := self.storage.seen):
@@ -66,7 +66,7 @@ class PreallocatedCache(StoredCache):
             layer.take_back(-tokens_to_remove)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row `repeats` times, in place of it."""
+        """Replace every row by `repeats` copies of it."""
         rows = next((len(layer.live()[0]) for layer in self.storage.layers if layer.is_initialized or layer.pending), 0)
         self.batch_select_indices(torch.arange(rows).repeat_interleave(repeats))
 
@@ -78,16 +78,15 @@ class PreallocatedCache(StoredCache):
             layer.select(indices)
 
     def save(self, path: str | Path, model: saved.ModelOrConfig) -> None:
-        """Write the live tokens to one safetensors file, with the configuration of the `model` that made them."""
+        """Write the live tokens and the configuration of `model` to one safetensors file."""
         saved.write(path, self.storage.layers, model)
 
     @classmethod
     def load(cls, path: str | Path, model: saved.ModelOrConfig, *, capacity: int = 1, grow: bool = True) -> Self:
-        """Read a cache written by save(), for `model`. K and V go to the device of each layer in the first forward.
+        """Read a cache written by save(), for `model`. K and V move to the device of each layer in the first forward.
 
-        Only the configuration is compared, not the weights: K and V of other weights would be taken for this model's. Raises
-        ValueError, naming path and reason, for what is not such a file: another format, configuration, dtype or shape, a file cut
-        short, or one that contradicts itself.
+        Only the configuration is compared, not the weights: K and V of other weights are not detected. Raises ValueError with
+        path and reason if the file has another format, configuration, dtype or shape, or if it is truncated or inconsistent.
         """
         windows = hf.layer_windows(saved.config_of(model))
         seen, states = saved.read(path, windows, model)

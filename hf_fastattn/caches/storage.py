@@ -1,4 +1,4 @@
-"""The storage of a preallocated cache: its layers and tracks (layers.py), and what a pool and a decode graph ask of them."""
+"""The storage of a preallocated cache: its layers and tracks (layers.py), with the interface for pools and decode graphs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .layers import Layer, Track
 
 
 class StaticStorage(Storage):
-    """The layers and tracks of one cache. They may outlive it: the next cache of the same shape reuses the buffers in place."""
+    """The layers and tracks of one cache. The next cache of the same shape reuses the buffers in place."""
 
     layers: list[Layer]
 
@@ -40,7 +40,7 @@ class StaticStorage(Storage):
 
     @property
     def seen(self) -> int:
-        """Tokens of the layers that hold most."""
+        """Number of tokens in the layers that hold the most."""
         return max(layer.seen for layer in self.layers)
 
     @property
@@ -90,7 +90,7 @@ class StaticStorage(Storage):
             track.running = sum(1 << layer.index for layer in mine)
             for layer in mine:
                 layer.make_room(1)
-            # A window that one layer has moved, and another not yet.
+            # One layer may have moved its window before another.
             base = max((layer.base for layer in mine), default=seen)
             for layer in mine:
                 if layer.base < base:
@@ -116,6 +116,6 @@ class StaticStorage(Storage):
                 track.image = (slot + 1, seen + 1)
 
     def rewind(self, mark: None) -> None:
-        """After a step that failed: the host's counts hold, and what the device holds is unknown."""
+        """After a failed step the counts on the host are valid, and those on the device are unknown."""
         for track in self.tracks:
             track.stale = True

@@ -1,4 +1,4 @@
-"""What the caches have in common: their tokens are in a storage, which outlives them and which decode graphs read."""
+"""The base class of the caches: the tokens are in a storage, which may outlive the cache and which decode graphs read."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # args and kwargs
 
 
 class StoredCache(hf.Cache):
-    """A `past_key_values` over a storage, whose layers are its layers.
+    """A `past_key_values` over a storage, with the layers of the storage.
 
-    streams: whether it drops tokens, as a RollingCache does, which streaming backends alone read.
+    streams: whether it drops tokens, as a RollingCache does. Only streaming backends can read such a cache.
     """
 
     streams = False
     storage: Storage
-    layers: list[hf.CacheLayerMixin]  # type: ignore[assignment]  # a Cache may have other kinds of layers, too
+    layers: list[hf.CacheLayerMixin]  # type: ignore[assignment]  # a Cache may have other kinds of layers
 
     def _adopt(self, storage: Storage) -> None:
         self.storage = storage
@@ -32,44 +32,44 @@ class StoredCache(hf.Cache):
 
     @classmethod
     def around(cls, storage: Storage) -> Self:
-        """A cache whose tokens are those of `storage`."""
+        """A new cache over an existing storage, with its tokens."""
         cache = cls.__new__(cls)
         cache._adopt(storage)
         return cache
 
     @property
     def is_initialized(self) -> bool:
-        """Whether it held tokens before the forward under way: buffers that wait for the next call hold none."""
+        """Whether it held tokens before the current forward; buffers kept for the next call hold none."""
         return self.storage.used
 
     def reserve(self, tokens: int) -> None:
-        """Make room for `tokens` tokens in all, where a cache can know beforehand."""
+        """Make room for `tokens` tokens in total. The default does nothing."""
 
     def check_rows(self, rows: int) -> None:
-        """Raise ValueError if the cache holds tokens of another number of rows."""
+        """Raise ValueError if the cache holds tokens of another batch size."""
         held = self.storage.rows
         if self.storage.seen and held is not None and held != rows:
             raise ValueError(f"This cache holds {held} rows, and the call has {rows}. {CHANGE_ROWS}")
 
     def vet(self, mask: torch.Tensor | None, tokens: int, takes_back: bool) -> None:
-        """Raise ValueError for what a call will need and cannot have.
+        """Raise ValueError if the cache cannot serve this call of generate().
 
-        mask: the call's, 2-D. takes_back: the call crops as it goes, up to `tokens` tokens in all.
+        mask: the 2-D mask of the call. takes_back: whether the call crops the cache. tokens: the most tokens that it reaches.
         """
 
     def begin(self, step: Step, model: hf.PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        """Called before a patched model's forward over it: other arguments for it, or None to keep `args` and `kwargs`."""
+        """Called before a patched model's forward over it. Returns new arguments for the forward, or None to keep them."""
         return None
 
     def __copy__(self) -> Self:
         copied = type(self).__new__(type(self))
-        vars(copied).update(vars(self), original=self)  # the storage is free for others when both are gone
+        vars(copied).update(vars(self), original=self)  # the storage is free for reuse when both are deleted
         return copied
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write K and V, (batch, num_kv_heads, q_len, head_dim), of one layer; return those to attend to."""
+        """Write K and V (batch, num_kv_heads, q_len, head_dim) of one layer; return the K and V to attend to."""
         if layer_idx >= len(self.layers):
             raise ValueError(
                 f"This cache holds {len(self.layers)} layers and is given layer {layer_idx}: it belongs to another model."
@@ -78,7 +78,7 @@ class StoredCache(hf.Cache):
 
     @contextmanager
     def on_device(self, with_mask: bool = False) -> Iterator[None]:
-        """Inside, tokens are counted on the device and not on the host: for what a decode graph captures."""
+        """A context in which tokens are counted on the device instead of the host, as when a decode graph is captured."""
         step = steps.begin(self.storage, CAPTURED_WITH_MASK if with_mask else CAPTURED)
         try:
             yield

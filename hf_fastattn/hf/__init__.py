@@ -1,4 +1,4 @@
-"""All that depends on Transformers' names and versions, a file for each subject; nothing else imports transformers."""
+"""All code that depends on names and versions of Transformers, one file per subject. No other file imports transformers."""
 
 import transformers
 

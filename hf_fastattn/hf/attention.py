@@ -1,4 +1,4 @@
-"""Transformers' registry of attention functions, and the models that ask it."""
+"""Transformers' registry of attention functions, and the models that use it."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 try:
     from transformers.utils.output_capturing import _active_collector
-except ImportError:  # private: without it only the output_attentions that a model passes on is seen
+except ImportError:  # private; without it, output_attentions is noticed only if a model passes it on
     _active_collector = None  # type: ignore[assignment]
 
-Function = Callable[..., Any]  # as the registry holds it
+Function = Callable[..., Any]  # an entry of the registry
 
 
 def register(name: str, attention: Function, mask: Function) -> None:
-    """Make `attn_implementation=name` known: both functions, always together (a missing mask is silently no mask)."""
+    """Register `attn_implementation=name`: always both functions, because without a mask function no mask is applied."""
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, mask)
 
 
 def registered(name: str) -> tuple[Function | None, Function | None]:
-    """The attention and the mask function that Transformers has under this name now; None for what it has not."""
+    """The attention and the mask function that are registered under this name; None for each that is not."""
     return AttentionInterface().get(name), AttentionMaskInterface().get(name)
 
 
 def stock_attention(module: torch.nn.Module, eager: bool) -> Function | None:
-    """The attention function of Transformers itself: sdpa, or the eager one of the module's own file (None if it has none)."""
+    """The attention function of Transformers: sdpa, or the eager function in the module's file (None if there is none)."""
     if not eager:
         sdpa: Function = ALL_ATTENTION_FUNCTIONS["sdpa"]
         return sdpa
@@ -42,19 +42,19 @@ def stock_attention(module: torch.nn.Module, eager: bool) -> Function | None:
     return next((file.eager_attention_forward for file in files if hasattr(file, "eager_attention_forward")), None)
 
 
-# Tensors that models hand through to attention with the rest of forward()'s keyword arguments, and that attention has no use for.
+# Tensors that models pass to attention among the keyword arguments of forward(), and that scores do not depend on.
 BESIDE_ATTENTION = frozenset(
     {"position_ids", "cache_position", "position_embeddings", "token_type_ids", "mm_token_type_ids", "seq_idx", "past_key_values"}
     | {"labels", "num_items_in_batch", "logits_to_keep"}
-    | {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}  # interface.py looks at these itself
+    | {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}  # checked in refuse.py
 )
 
 
 def asks_for_weights() -> bool:
-    """Whether the forward that is running was asked for attention weights.
+    """Whether the caller of the current forward requested attention weights.
 
-    Most models keep output_attentions=True to themselves: Transformers collects the weights with hooks, and from a backend
-    that has none it would return an empty tuple.
+    Most models do not pass output_attentions=True on: Transformers collects the weights with hooks, and would return an empty
+    tuple if the backend computes none.
     """
     collected = None if _active_collector is None else _active_collector.get()
     return bool(collected) and any(key.endswith("attentions") for key in collected)
@@ -63,10 +63,10 @@ def asks_for_weights() -> bool:
 # Models under torch.compile are checked too, but the check is not traced.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def why_not_model(config_class: type) -> str | None:
-    """Why models of this config class cannot run a registered attention, in a sentence; None if they can.
+    """The reason why models of this config class cannot run a registered attention function; None if they can.
 
-    Some modelling files compute attention themselves and never look at the registry. They would silently ignore the
-    backend, or add our spans to their scores as if they were a mask. The source is searched, as Transformers itself does.
+    Some modelling files compute attention in their own code and do not use the registry. They would silently ignore the
+    backend, or add the spans to their scores as if they were a mask. The source is searched, as Transformers itself does.
     """
     return _why_not_source(config_class)
 
@@ -94,14 +94,14 @@ def _why_not_source(config_class: type) -> str | None:
 
 
 def is_attention(module: torch.nn.Module) -> bool:
-    """Whether a module is one layer's self-attention, which calls a registered attention function."""
+    """Whether a module is the self-attention of a layer, which calls a registered attention function."""
     return hasattr(module, "layer_idx") and hasattr(module, "config") and "Attention" in type(module).__name__
 
 
 def set_attention(model: PreTrainedModel, name: str) -> None:
-    """set_attn_implementation(name), for parts with a copy of the model's configuration too (T5's encoder and decoder).
+    """set_attn_implementation(name), also for parts with a copy of the model's configuration (T5's encoder and decoder).
 
-    Transformers 5.17 leaves those as they are, whatever the name.
+    Transformers 5.17 does not change those.
     """
     model.set_attn_implementation(name)
     for part in unset_parts(model):
@@ -109,11 +109,11 @@ def set_attention(model: PreTrainedModel, name: str) -> None:
 
 
 def unset_parts(model: PreTrainedModel) -> list[PreTrainedModel]:
-    """Parts with a copy of the model's configuration in which set_attn_implementation() has changed nothing."""
+    """Parts with a copy of the model's configuration that set_attn_implementation() has not changed."""
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel) and type(part.config) is type(model.config)]
     return [part for part in parts if part.config._attn_implementation != model.config._attn_implementation]
 
 
 def attention_names() -> list[str]:
-    """All names that attn_implementation may have here, other packages' among them, without those for continuous batching."""
+    """All valid values of attn_implementation, including those of other packages, except those for continuous batching."""
     return ["eager", *(name for name in AttentionInterface().valid_keys() if "|" not in name)]

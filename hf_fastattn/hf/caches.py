@@ -1,4 +1,4 @@
-"""Transformers' cache classes, and which layers of a model keep how many tokens."""
+"""The number of tokens that each layer of a model keeps."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ OTHERS = "use a DynamicCache"
 
 
 def layer_windows(config: PreTrainedConfig) -> list[int | None]:
-    """The sliding window of each layer that keeps K/V, None where it keeps everything.
+    """The sliding window of each layer that keeps K/V; None for layers that keep all tokens.
 
-    Raises ValueError for configs with any other kind of layer (linear attention, chunks, K/V shared between layers).
+    Raises ValueError for configs with other kinds of layers (linear attention, chunks, K/V shared between layers).
     """
     text = config.get_text_config(decoder=True)
     name = type(config).__name__
     if config.is_encoder_decoder:
         raise ValueError(f"{name} is an encoder-decoder, and these caches are for decoder-only models; {OTHERS}.")
     types, options = get_layer_types_and_kwargs(text)
-    if isinstance(options, dict):  # one for all layers before 5.19
+    if isinstance(options, dict):  # before 5.19, one for all layers
         options = [options] * len(types)
     if getattr(text, "layer_types", None) is None:
-        types = getattr(text, "layers_block_type", types)  # RecurrentGemma has another name in 5.17
-    types = types[: text.num_hidden_layers]  # an early exit lowers the number, and leaves the types
+        types = getattr(text, "layers_block_type", types)  # the name in RecurrentGemma, 5.17
+    types = types[: text.num_hidden_layers]  # early exit lowers only num_hidden_layers
     strange = sorted(set(types) - {"full_attention", "sliding_attention"})
     if strange or len(types) != text.num_hidden_layers:
         kinds = ", ".join(strange) or "layers that share K/V"

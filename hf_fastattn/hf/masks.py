@@ -1,4 +1,4 @@
-"""Transformers' mask functions: what a model asks for, and a dense mask where spans do not suffice."""
+"""Transformers' mask functions: the pattern that a model requests, and dense masks for patterns that spans cannot express."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ def mask_pattern(
     causal_skip: bool,
     bidirectional_skip: bool,
 ) -> tuple[bool, int | None] | None:
-    """(causal, window) where Transformers asks for a plain pattern that spans can say, else None.
+    """(causal, window) if Transformers requests a plain pattern that spans can express, else None.
 
-    Overlays (packed sequences, image blocks, user masks) come with use_vmap or with their skip flag off. One decoded
-    token of a compileable cache has the flag off too, and there an overlay adds nothing.
+    Overlays (packed sequences, image blocks, user masks) set use_vmap or clear their skip flag. The flag is also cleared for a
+    single decoded token with a compileable cache, for which an overlay has no effect.
     """
     if use_vmap:
         return None
     if mask_function is bidirectional_mask_function:
         return (False, None) if bidirectional_skip else None
-    if bidirectional_skip:  # a window on both sides: no model whose encoder has one is worth a pattern of its own
+    if bidirectional_skip:  # a window on both sides, in few encoders: served by a dense mask
         return None
     if not (causal_skip or q_length == 1):
         return None
     if mask_function is causal_mask_function:
         return True, None
-    # Sliding layers hand their window as local_size; so do chunked ones with their chunk, which is another pattern.
+    # Sliding layers pass their window as local_size. Chunked layers pass their chunk, which is another pattern.
     window = getattr(config, "sliding_window", None)
     if local_size is not None and local_size == window and local_size != getattr(config, "attention_chunk_size", None):
         return True, local_size
@@ -95,13 +95,13 @@ def run_starts(mask_function: Callable[..., Any], batch: int, q_length: int, dev
 
 
 def dense_mask(**arguments: Any) -> torch.Tensor:
-    """Transformers' own bool mask (batch, 1, q_len, kv_len), True where attended; arguments as a mask function gets them."""
+    """Transformers' bool mask (batch, 1, q_len, kv_len), True where attended; arguments: those of a mask function."""
     skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    return sdpa_mask(**{**arguments, **skips})  # type: ignore[return-value]  # None only where a skip is allowed
+    return sdpa_mask(**{**arguments, **skips})  # type: ignore[return-value]  # None only if a skip is allowed
 
 
 def decode_mask(model: PreTrainedModel, inputs: dict[str, Any]) -> torch.Tensor | dict[str, torch.Tensor] | None:
-    """What the model's layers get as mask for these inputs of one step: a tensor, or a dict of them by kind of layer."""
+    """The mask of the model's layers for the inputs of one step: a tensor, or a dict of tensors by kind of layer."""
     ids = inputs["input_ids"]
     create: Callable[..., torch.Tensor | dict[str, torch.Tensor] | None]
     create = getattr(model, "create_masks_for_generate", create_masks_for_generate)

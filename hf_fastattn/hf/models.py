@@ -1,4 +1,4 @@
-"""Shapes and kinds of models, as their configurations and classes tell them."""
+"""Properties of models, from their configurations and classes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class LayerShape:
 
 
 def layer_shapes(config: PreTrainedConfig) -> tuple[LayerShape, ...]:
-    """Those of each layer of a decoder, as its configuration has them. Raises ValueError for one that has no attention heads."""
+    """The shapes in the configuration of a decoder, one per layer. Raises ValueError if it has no attention heads."""
     text = config.get_text_config(decoder=True)
     layers = list(text.per_layer_config) if getattr(text, "is_heterogeneous", False) else [text] * text.num_hidden_layers
     return tuple(_layer_shape(layer, type(config).__name__) for layer in layers)
@@ -32,7 +32,7 @@ def layer_shapes(config: PreTrainedConfig) -> tuple[LayerShape, ...]:
 def _layer_shape(config: PreTrainedConfig, name: str) -> LayerShape:
     heads = getattr(config, "num_attention_heads", None)
     if not isinstance(heads, int) or heads < 1:
-        raise ValueError(f"{name} names {heads!r} as its number of attention heads, and attention needs at least one.")
+        raise ValueError(f"{name} has {heads!r} as its number of attention heads, and attention needs at least one.")
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     value_dim = head_dim
     if getattr(config, "qk_nope_head_dim", None):  # latent attention
@@ -41,7 +41,7 @@ def _layer_shape(config: PreTrainedConfig, name: str) -> LayerShape:
 
 
 def sharer(model: PreTrainedModel) -> str | None:
-    """The class of another model in memory that contains a part of this one with attention, or None."""
+    """The class of another model in memory that shares a part with attention with this one, or None."""
     ours = {id(module) for module in model.modules()}
     for other in gc.get_objects():
         if not issubclass(type(other), PreTrainedModel) or id(other) in ours:
@@ -53,5 +53,5 @@ def sharer(model: PreTrainedModel) -> str | None:
 
 
 def is_inert_hook(hook: Callable[..., Any]) -> bool:
-    """Whether this is Transformers' own hook that collects hidden states, which is inactive unless they are requested."""
+    """Whether this is the hook of Transformers that collects hidden states; it is inactive unless they are requested."""
     return getattr(hook, "__module__", "") == "transformers.utils.output_capturing"

@@ -1,4 +1,4 @@
-"""The layers that read the text of a model, and how they rotate queries and keys."""
+"""The layers that read the text of a model, and their rotary embeddings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .attention import is_attention
 
 
 def set_text_attention(model: PreTrainedModel, name: str) -> None:
-    """set_attn_implementation(name) for the part that reads text alone; vision and audio towers keep what they run."""
+    """set_attn_implementation(name) only for the part that reads text; vision and audio towers keep their attention."""
     model.set_attn_implementation({"": name, **{key: name for key in _text_keys(model.config)}})
 
 
@@ -26,7 +26,7 @@ def text_layers(model: PreTrainedModel) -> tuple[PreTrainedModel, dict[torch.nn.
     text = model.config.get_text_config(decoder=True)
     configs = [getattr(module, "config", None) for module in attention]
     if not any(config is text for config in configs):
-        text = model.config  # some configurations make a new one for their decoder whenever they are asked (Whisper)
+        text = model.config  # some configurations create a new one for their decoder at every call (Whisper)
     found = [module for module, config in zip(attention, configs, strict=True) if config is text]
     decoder, layers = model, dict[torch.nn.Module, torch.nn.Module]()
     for inner in model.modules():  # outer modules come first
@@ -38,7 +38,7 @@ def text_layers(model: PreTrainedModel) -> tuple[PreTrainedModel, dict[torch.nn.
 
 
 def _layers_around(model: PreTrainedModel) -> dict[torch.nn.Module, torch.nn.Module]:
-    """The outermost member of a ModuleList that each self-attention module of a model is in, itself included."""
+    """For each self-attention module, the outermost member of a ModuleList that contains it (possibly itself)."""
     layers: dict[torch.nn.Module, torch.nn.Module] = {}
     for members in model.modules():
         for member in members if isinstance(members, torch.nn.ModuleList) else ():
@@ -60,7 +60,7 @@ def rotary_buffers(model: PreTrainedModel, decoder: PreTrainedModel) -> list[tup
 
 
 def changing_rope(decoder: PreTrainedModel) -> str | None:
-    """The rope_type of a decoder's rotary embedding whose frequencies change with the length of the text, if it has one."""
+    """The rope_type of a rotary embedding in a decoder whose frequencies change with the length of the text, or None."""
     for module in decoder.modules():
         kinds = getattr(module, "rope_type", None)
         for kind in kinds.values() if isinstance(kinds, dict) else (kinds,):
@@ -69,7 +69,7 @@ def changing_rope(decoder: PreTrainedModel) -> str | None:
     return None
 
 
-GRIDS = ("image_grid_thw", "video_grid_thw", "pixel_values", "pixel_values_videos")  # of what models give positions in sections
+GRIDS = ("image_grid_thw", "video_grid_thw", "pixel_values", "pixel_values_videos")  # inputs with positions in sections
 
 
 def has_sections(config: PreTrainedConfig) -> bool:
@@ -79,7 +79,7 @@ def has_sections(config: PreTrainedConfig) -> bool:
 
 
 class LongPast:
-    """Stands in for a cache: reports that it holds many tokens, and returns only the new ones, in reverse order."""
+    """A fake cache that reports many tokens and returns only the new ones, in reverse order."""
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 1 << 20
@@ -92,6 +92,6 @@ class LongPast:
 
 def run_text(decoder: PreTrainedModel, positions: torch.Tensor, past: LongPast | None = None) -> None:
     """Run a decoder over equal tokens at these positions (rows, tokens), with an all-zero mask."""
-    mask = torch.zeros(1, 1, 1, 1, device=positions.device)  # four dimensions: it is passed through as it is
+    mask = torch.zeros(1, 1, 1, 1, device=positions.device)  # a 4-D mask is passed through unchanged
     ids = torch.zeros_like(positions)
     decoder(input_ids=ids, position_ids=positions, attention_mask=mask, past_key_values=past, use_cache=past is not None)

@@ -1,4 +1,4 @@
-"""Which Transformers this is, and which it may be."""
+"""The supported versions of Transformers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ OLDEST, NEWEST = (5, 17), (5, 23)
 
 
 def check_version(version: str) -> None:
-    """Refuse a Transformers too old for this package; warn about one newer than the newest it was tested with."""
+    """Raise ImportError if Transformers is too old; warn if it is newer than the newest tested version."""
     found = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     if found < OLDEST:
         raise ImportError(

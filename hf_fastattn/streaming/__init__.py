@@ -1,6 +1,6 @@
-"""What a model asks of a streaming backend, and how the queries that score its sinks are turned.
+"""The settings of a streaming backend for a model, and the rotation of the queries that score the sinks.
 
-Every query sees the first `sinks` tokens of its row and the last `window`, itself included, at positions counted within those.
+Every query sees the first `sinks` and the last `window` tokens of its row, its own included, at positions counted within these.
 Source: Xiao et al., "Efficient Streaming Language Models with Attention Sinks" (2024), section 3.2.
 """
 

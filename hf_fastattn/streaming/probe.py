@@ -1,4 +1,4 @@
-"""The layers of a model run up to their attention, on a few tokens at chosen positions."""
+"""Runs the layers of a model up to their attention, on a few tokens at chosen positions."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from .. import hf
 from .turns import States
 
-NEAR = (0, 1, 2, 3, 5, 7, 13)  # positions that any model has
-INV_FREQ = "_hf_fastattn_inv_freq"  # of an attention module; while the probe runs it, a list for rotation() to append to
+NEAR = (0, 1, 2, 3, 5, 7, 13)  # positions that every model supports
+INV_FREQ = "_hf_fastattn_inv_freq"  # attribute of an attention module; during the probe a list to which rotation() appends
 _MISSING = object()
 
 Layers = dict[torch.nn.Module, torch.nn.Module]  # the layers of a decoder by their self-attention modules
@@ -20,22 +20,22 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Seen(BaseException):
-    """Stops a probe run after the layer's queries and keys were recorded; no model catches this."""
+    """Stops the run of a layer after its queries and keys are recorded. A BaseException, so that no model catches it."""
 
 
 class _Done(BaseException):
-    """So has everything."""
+    """Stops the probe after all layers."""
 
 
 def adds_positions(decoder: hf.PreTrainedModel, layers: Layers, device: torch.device) -> bool:
-    """Whether equal tokens reach the first layer as different ones."""
+    """Whether equal tokens have different hidden states at the first layer."""
     found: list[torch.Tensor] = []
 
-    def look(hidden_states: torch.Tensor, *args: object, **kwargs: object) -> NoReturn:
+    def compare(hidden_states: torch.Tensor, *args: object, **kwargs: object) -> NoReturn:
         found.append((hidden_states - hidden_states[:, :1]).abs().max() > 1e-3 * hidden_states.abs().max())
         raise _Done
 
-    _run(decoder, dict.fromkeys(layers.values(), look), torch.tensor(NEAR, device=device))
+    _run(decoder, dict.fromkeys(layers.values(), compare), torch.tensor(NEAR, device=device))
     if not found:
         raise RuntimeError("none of its layers ran")
     return bool(found[0])
@@ -44,11 +44,11 @@ def adds_positions(decoder: hf.PreTrainedModel, layers: Layers, device: torch.de
 def queries_and_keys(
     decoder: hf.PreTrainedModel, layers: Layers, positions: torch.Tensor, change: Change
 ) -> dict[torch.nn.Module, States]:
-    """Each attention module's queries and keys at `positions`, twice.
+    """The queries and keys of each attention module at `positions`, twice.
 
-    Once without a cache, and once with one that is said to be long and, like a ring, has tokens in another order: what is done
-    to keys behind it may not ask for a slot. change: what is done meanwhile to the weights of the module's norms. A module that
-    is not reached is missing.
+    First without a cache, then with a cache that reports many tokens and, like a ring, returns tokens in another order: code that
+    runs after the cache must not depend on slots. change: applied to the weights of the module's norms during the run. Modules
+    that are not reached are missing in the result.
     """
     without, long = (_run_layers(decoder, layers, positions, change, past) for past in (None, hf.LongPast()))
     return {
@@ -65,7 +65,7 @@ def _run_layers(
     waiting = set(layers.values())
     generator = torch.Generator().manual_seed(0)
 
-    def stand_in(layer: torch.nn.Module, forward: Callable[..., object]) -> Callable[..., torch.Tensor]:
+    def replacement(layer: torch.nn.Module, forward: Callable[..., object]) -> Callable[..., torch.Tensor]:
         def run(hidden_states: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
             states = torch.randn(2, 1, hidden_states.shape[-1], generator=generator).expand(-1, len(positions), -1)
             states = states.to(hidden_states.device, hidden_states.dtype)
@@ -87,20 +87,20 @@ def _run_layers(
 
         return run
 
-    _run(decoder, {layer: stand_in(layer, layer.forward) for layer in waiting}, positions, past)
+    _run(decoder, {layer: replacement(layer, layer.forward) for layer in waiting}, positions, past)
     return seen
 
 
 def _run(
     decoder: hf.PreTrainedModel,
-    stand_ins: Mapping[torch.nn.Module, Callable[..., object]],
+    replacements: Mapping[torch.nn.Module, Callable[..., object]],
     positions: torch.Tensor,
     past: hf.LongPast | None = None,
 ) -> None:
-    """Run a decoder on two rows of equal tokens at `positions`, with other code for its layers, until that raises _Done."""
-    had = {layer: vars(layer).get("forward", _MISSING) for layer in stand_ins}
+    """Run a decoder on two rows of equal tokens at `positions` with replaced layers, until a replacement raises _Done."""
+    had = {layer: vars(layer).get("forward", _MISSING) for layer in replacements}
     try:
-        for layer, forward in stand_ins.items():
+        for layer, forward in replacements.items():
             vars(layer)["forward"] = forward
         with contextlib.suppress(_Done):
             hf.run_text(decoder, positions.expand(2, -1), past)
@@ -126,7 +126,7 @@ def in_eval_mode(model: torch.nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _norms(module: torch.nn.Module, change: Change) -> Iterator[None]:
-    """Other weights for the norms inside an attention module: what holds for some only, of one value say, does not count."""
+    """Changes the weights of the norms inside an attention module, so that the result does not depend on special weights."""
     had = [
         (norm, name, weight)
         for norm in module.modules()
@@ -143,7 +143,7 @@ def _norms(module: torch.nn.Module, change: Change) -> Iterator[None]:
             norm._parameters[name] = weight
 
 
-def stirred(weight: torch.Tensor) -> torch.Tensor:
-    """Weights that are all different."""
+def perturbed(weight: torch.Tensor) -> torch.Tensor:
+    """The weight plus noise, so that all its elements differ."""
     noise = torch.rand(weight.shape, generator=torch.Generator().manual_seed(1)) - 0.5
     return weight + noise.to(weight.device, weight.dtype)

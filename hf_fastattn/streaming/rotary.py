@@ -1,8 +1,8 @@
-"""How the layers that read a model's text rotate queries and keys.
+"""Finds out how the layers that read a model's text rotate queries and keys.
 
-Kernels turn the query that scores the sinks back, which is right only if a layer's queries and keys are R(position) x with the
-last thing done to them a rotation R that the kernels know, or do not depend on the position at all. No config and no class says
-so: examine() runs every layer's own code, up to its queries and keys, at several positions.
+Kernels re-rotate the query that scores the sinks. This is correct only if the queries and keys of a layer are R(position) x,
+where R is a rotation that the kernels support and is applied last, or if they do not depend on the position. No configuration and
+no class states this, so examine() runs the code of every layer, up to its queries and keys, at several positions.
 """
 
 from __future__ import annotations
@@ -14,32 +14,32 @@ from typing import Any
 import torch
 
 from .. import hf
-from .probe import INV_FREQ, NEAR, Layers, Seen, adds_positions, in_eval_mode, queries_and_keys, stirred
+from .probe import INV_FREQ, NEAR, Layers, Seen, adds_positions, in_eval_mode, perturbed, queries_and_keys
 from .settings import Settings
 from .turns import States, explain, why_not
 
-_INTERLEAVED = "_hf_fastattn_interleaved"  # of an attention module, as INV_FREQ
-_WATCHED = "_hf_fastattn_rotary"  # of a model: where its frequencies were found, and their state then
+_INTERLEAVED = "_hf_fastattn_interleaved"  # attribute of an attention module
+_WATCHED = "_hf_fastattn_rotary"  # attribute of a model: the location and the state of its frequencies at examine()
 _UNKNOWN: Any = object()
 _FAR = (101, 1009, 2999, 1 << 20)
 _NOTHING = torch.nn.Identity()
 _lock = threading.RLock()
 
-Rotation = tuple[torch.Tensor | None, bool]  # as rotation() answers
+Rotation = tuple[torch.Tensor | None, bool]  # the result of rotation()
 
 
 def rotation(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor) -> Rotation:
-    """(inv_freq, interleaved) by which kernels turn an attention module's queries; inv_freq is None where they turn nothing.
+    """(inv_freq, interleaved), with which kernels re-rotate the queries of an attention module; inv_freq is None for no rotation.
 
-    Raises ValueError for a module that examine() has not seen.
+    Raises ValueError for a module that examine() has not examined.
     """
     inv_freq = getattr(module, INV_FREQ, _UNKNOWN)
     if inv_freq is _UNKNOWN:
         raise _NotExamined(
             f"A streaming backend must know how {type(module).__name__} rotates its queries and keys. "
-            'hf_fastattn.patch(model, "streaming", window=4096, sinks=4) finds it out for the layers that read a model\'s text, '
-            "and with cache=None and graph=False leaves Transformers' cache in place. Of a model that is patched already, this "
-            "layer is not one of those: use another backend."
+            'hf_fastattn.patch(model, "streaming", window=4096, sinks=4) examines the layers that read a model\'s text, '
+            "and with cache=None and graph=False leaves Transformers' cache in place. If the model is already patched, this "
+            "layer is not one of them: use another backend."
         )
     if isinstance(inv_freq, list):  # examine() is running
         inv_freq.append(States(query, key))
@@ -50,26 +50,26 @@ def rotation(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor) ->
 def examine(model: hf.PreTrainedModel) -> None:
     """Find out how every layer that reads a model's text rotates its queries and keys, for rotation().
 
-    The model runs a streaming backend, and its config has Settings. Runs each layer up to its attention on a few tokens.
-    Raises ValueError, in a sentence, where a layer's positions cannot move with a window.
+    The model must run a streaming backend, with Settings in its config. Each layer runs up to its attention on a few tokens.
+    Raises ValueError, with the reason, if the positions of a layer cannot move with a window.
     """
     forget(model)
     with _lock, torch.no_grad(), in_eval_mode(model):
         decoder, layers = hf.text_layers(model)
         name = type(decoder.config).__name__.removesuffix("Config").removesuffix("Text")
         if not layers:
-            raise ValueError(f"{name} cannot stream: it has no self-attention layers that could be looked at.")
+            raise ValueError(f"{name} cannot stream: no self-attention layers were found in it.")
         if kind := hf.changing_rope(decoder):
             raise ValueError(
-                f"{name} has rope_type {kind!r}, whose frequencies change with the length of the text: keys read under one "
-                "cannot be scored under another. Set a rope_type of fixed frequencies in its config (default, linear, llama3 or "
-                "yarn)."
+                f"{name} has rope_type {kind!r}, whose frequencies change with the length of the text: keys rotated with old "
+                "frequencies cannot be scored with new ones. Set a rope_type of fixed frequencies in its config (default, "
+                "linear, llama3 or yarn)."
             )
         places = hf.rotary_buffers(model, decoder)
         try:
             learned, rotations = _find_rotations(name, decoder, layers, [tensor for *_, tensor in places])
         except _NotExamined:
-            raise ValueError(f"{name} cannot stream: not all of its layers could be looked at. Use another backend.") from None
+            raise ValueError(f"{name} cannot stream: not all of its layers could be examined. Use another backend.") from None
         except (ArithmeticError, AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError) as error:
             raise ValueError(f"How {name} rotates queries and keys could not be found out: {error}.") from error
         clamped = Settings.of(model.config.get_text_config(decoder=True)).clamped
@@ -80,11 +80,11 @@ def examine(model: hf.PreTrainedModel) -> None:
 
 
 def refresh(model: hf.PreTrainedModel) -> None:
-    """examine() again where the model's frequencies have been replaced, moved or written to since. Asks the host alone."""
+    """Call examine() again if the model's frequencies were replaced, moved or written since. Does not access the device."""
     watched: Iterable[tuple[str, str, torch.Tensor, int]] = vars(model).get(_WATCHED, ())
     for path, name, tensor, version in watched:
         module: torch.nn.Module = model
-        for part in path.split("."):  # get_submodule() takes ten times as long, and this comes before every forward
+        for part in path.split("."):  # ten times as fast as get_submodule(); this runs before every forward
             module = module._modules.get(part) or _NOTHING
         if module._buffers.get(name) is not tensor or _version(tensor) != version:
             examine(model)
@@ -92,7 +92,7 @@ def refresh(model: hf.PreTrainedModel) -> None:
 
 
 def forget(model: torch.nn.Module) -> None:
-    """Take back what examine() wrote."""
+    """Remove the attributes that examine() set."""
     for module in model.modules():
         for name in (INV_FREQ, _INTERLEAVED, _WATCHED):
             vars(module).pop(name, None)
@@ -106,7 +106,7 @@ def _check_positions(name: str, learned: bool, rotates: bool, clamped: bool) -> 
     if learned and not clamped:
         raise ValueError(
             f"{name} has no rotary embedding, and learned positions cannot move with a window. "
-            "hf_fastattn.patch(..., clamp_positions=True) gives every token beyond the last position that one, which is an "
+            "hf_fastattn.patch(..., clamp_positions=True) gives every token beyond the last position the last position, an "
             "approximation."
         )
     if clamped and not learned:
@@ -114,22 +114,22 @@ def _check_positions(name: str, learned: bool, rotates: bool, clamped: bool) -> 
 
 
 class _NotExamined(ValueError):
-    """A layer runs that examine() has not looked at."""
+    """A layer runs that examine() has not examined."""
 
 
 def _find_rotations(
     name: str, decoder: hf.PreTrainedModel, layers: Layers, found: list[torch.Tensor]
 ) -> tuple[bool, dict[torch.nn.Module, Rotation]]:
-    """(whether positions are added to the tokens, what rotation() answers for each module); found: the decoder's frequencies.
+    """(whether positions are added to the tokens, the result of rotation() for each module). found: the decoder's frequencies.
 
-    Raises ValueError for the first module that kernels cannot follow.
+    Raises ValueError for the first module with a rotation that the kernels do not support.
     """
     device = found[0].device if found else decoder.device
     learned = adds_positions(decoder, layers, device)
-    # Whoever looks positions up in a table has none beyond its end, and a GPU that reads there is lost to the process.
+    # A table of positions is finite, and a GPU that reads beyond its end cannot be used by this process any more.
     positions = torch.tensor(NEAR if learned or not found else NEAR + _FAR)
     twice = positions.repeat(2)
-    seen = queries_and_keys(decoder, layers, positions.to(device), stirred)
+    seen = queries_and_keys(decoder, layers, positions.to(device), perturbed)
     rotations = {}
     for module in layers:
         turn = explain(seen.get(module), twice, found)

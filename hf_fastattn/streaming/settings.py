@@ -1,4 +1,4 @@
-"""How much of its text a model shows a streaming backend, as its configuration has it, and the masks that leave it at that."""
+"""The settings of a streaming backend in a model's configuration, and the masks that it supports."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from .. import hf
 
 @dataclass(frozen=True)
 class Settings:
-    """How many tokens are kept; in a model's config the attributes streaming_window, streaming_sinks, streaming_clamped.
+    """The numbers of tokens to keep: the attributes streaming_window, streaming_sinks and streaming_clamped of a model's config.
 
-    clamped: positions are learned, and every token beyond the last position is given that one (an approximation).
+    clamped: positions are learned, and every token beyond the last position gets the last position (an approximation).
     """
 
     window: int
@@ -20,7 +20,7 @@ class Settings:
 
     @classmethod
     def of(cls, config: hf.PreTrainedConfig | None) -> Settings:
-        """Those of a config, checked."""
+        """The checked settings in a config."""
         window = getattr(config, "streaming_window", None)
         if window is None:
             raise ValueError(
@@ -32,7 +32,7 @@ class Settings:
 
     @classmethod
     def asked(cls, name: str, window: int | None, sinks: int | None, limit: int | None, clamped: bool = False) -> Settings:
-        """Those that a caller of backend `name` asks for, checked; the usual number of sinks where None."""
+        """The checked settings that a caller requests for backend `name`. sinks: None for the default."""
         if window is None:
             raise ValueError(f"{name!r} needs window=, the number of last tokens to keep, for example 4096.")
         settings = cls(window, cls.sinks if sinks is None else sinks, clamped)
@@ -40,7 +40,7 @@ class Settings:
         return settings
 
     def check(self, limit: int | None) -> None:
-        """Raise ValueError for what is impossible; `limit`: the positions that the model was made for."""
+        """Raise ValueError for impossible settings. limit: the number of positions that the model supports."""
         if not isinstance(self.window, int) or self.window < 1:
             raise ValueError(f"window counts the last tokens that a query sees, itself included: at least 1; got {self.window}.")
         if not isinstance(self.sinks, int) or self.sinks < 0:
@@ -56,13 +56,13 @@ class Settings:
 
 
 def check_mask(name: str, config: hf.PreTrainedConfig | None, pattern: tuple[bool, int | None] | None, of_ring: bool) -> None:
-    """Raise ValueError for what a model asks of a mask that a streaming backend cannot serve.
+    """Raise ValueError if a model requests a mask that a streaming backend does not support.
 
-    pattern: (causal, window), or None where it is neither alone. of_ring: whether a RollingCache has made the mask.
+    pattern: (causal, window), or None for any other pattern. of_ring: whether a RollingCache has built the mask.
     """
     if pattern is None:
         raise ValueError(
-            f"This model asks for a mask that is not plainly causal (an image or a prefix whose tokens see one another, packed "
+            f"This model requests a mask that is not plainly causal (an image or a prefix whose tokens see each other, packed "
             f"sequences, chunks), and attn_implementation={name!r} cannot apply its window to that mask. "
             "Use another backend for such inputs."
         )

@@ -1,4 +1,4 @@
-"""Rotations of queries and keys, recognised by what they do to one state at several positions."""
+"""Recognises the rotation of queries and keys from its effect on one hidden state at several positions."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ from typing import NamedTuple
 
 import torch
 
-EXACT = 4096  # beyond this position an angle in fp32 says little, and lengths are compared alone
+EXACT = 4096  # beyond this position angles in fp32 are too inexact, and only lengths are compared
 
 
 class States(NamedTuple):
-    """An attention module's queries and keys, (rows, heads, positions, head_dim), of states that are the same everywhere."""
+    """Queries and keys of an attention module, (rows, heads, positions, head_dim), for the same hidden state at all positions."""
 
     query: torch.Tensor
     key: torch.Tensor
 
 
 class Turn(NamedTuple):
-    """How queries and keys are rotated: by which frequencies (None: not at all), in which pairs, from which dimension on."""
+    """A rotation of queries and keys: its frequencies (None: no rotation), the layout of pairs, and the first dimension."""
 
     inv_freq: torch.Tensor | None = None
     interleaved: bool = False
     first: int = 0
 
     def fits(self, x: torch.Tensor, positions: torch.Tensor) -> bool:
-        """Whether x, (rows, heads, positions, head_dim), is what stands at position 0, turned; up to what its dtype rounds."""
+        """Whether x, (rows, heads, positions, head_dim), is x at position 0, rotated, up to rounding in its dtype."""
         unit = torch.finfo(x.dtype).eps / 2
         x = x.detach().to("cpu", torch.float64)
         start, size = x[:, :, :1], x[:, :, :1].norm(dim=-1)
@@ -45,7 +45,7 @@ class Turn(NamedTuple):
     def for_kernels(self, device: torch.device) -> tuple[torch.Tensor | None, bool]:
         """(inv_freq, interleaved), with the frequencies of all pairs from dimension 0 on.
 
-        They are the model's own tensor where that will do: writes to it count.
+        The result is the model's own tensor if possible, so that later writes to it take effect.
         """
         inv_freq = self.inv_freq
         if inv_freq is None or (
@@ -53,12 +53,12 @@ class Turn(NamedTuple):
         ):
             return inv_freq, self.interleaved
         with torch.inference_mode(False):
-            still = torch.zeros(self.first // 2, device=device)
-            return torch.cat([still, inv_freq.to(device, torch.float32)]), self.interleaved
+            fixed = torch.zeros(self.first // 2, device=device)
+            return torch.cat([fixed, inv_freq.to(device, torch.float32)]), self.interleaved
 
 
 def explain(seen: States | None, positions: torch.Tensor, candidates: list[torch.Tensor]) -> Turn | None:
-    """The turn, by one of the frequencies in `candidates` or by none, that both queries and keys come out as, or None."""
+    """The rotation of both queries and keys, by one of the frequencies in `candidates` or by none; None if none matches."""
     if seen is None:
         return None
     head_dim = seen.query.shape[3]
@@ -71,17 +71,17 @@ def explain(seen: States | None, positions: torch.Tensor, candidates: list[torch
 
 
 def why_not(seen: States | None, even: States | None, positions: torch.Tensor, candidates: list[torch.Tensor]) -> str:
-    """Why queries and keys that explain() has no turn for cannot stream, as a clause; even: those where norms weigh all alike."""
+    """A clause: why queries and keys without a known rotation cannot stream. even: with all weights of norms equal to 1."""
     if seen is None:
-        return "is not reached by a run over a few tokens of text, so that its queries and keys could not be looked at"
+        return "is not reached by a run over a few tokens of text, so that its queries and keys could not be examined"
     if explain(even, positions, candidates) is not None:
         return (
-            "scales each dimension of its queries and keys after it has rotated them (a norm with weights of its own), and what "
-            "is scaled cannot be re-rotated"
+            "scales each dimension of its queries and keys after it has rotated them (a norm with weights of its own), and "
+            "scaled queries cannot be re-rotated"
         )
     unit = torch.finfo(seen.query.dtype).eps / 2
     if not all(_keeps_length(x.detach().to("cpu", torch.float64), unit) for x in seen):
-        return "has queries or keys whose length depends on their position, and streaming counts positions within the kept tokens"
+        return "has queries or keys whose length depends on their position, and streaming changes positions"
     return "rotates queries and keys in a way that streaming does not support"
 
 
