@@ -200,7 +200,7 @@ def attention_forward(
         )
     dropped, differentiated = dropout > 0 and module.training, _requires_grad(query, key, value, s_aux, mask)
     if dropped or differentiated:
-        refuse.other_forms(name, steps.shown(key, value))
+        refuse.other_forms(name, steps.kv_of(key, value))
         lacks = "has no dropout" if dropped else training.why_not(name, query, value, in_spans)
         if lacks is not None:
             return _stock(name, lacks, module, query, key, value, mask, causal, window, dropout, scaling, softcap, s_aux, kwargs)
@@ -211,7 +211,7 @@ def attention_forward(
     device_type = "cuda" if query.is_cuda else query.device.type
     autocast = torch.is_autocast_enabled(device_type)
     if autocast:
-        if steps.shown(key, value).form is PLAIN:
+        if steps.kv_of(key, value).form is PLAIN:
             key, value = _autocast(device_type, key, value)
         (query,) = _autocast(device_type, query)
     if differentiated:
