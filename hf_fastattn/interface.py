@@ -14,7 +14,7 @@ import torch
 from . import hf, masks, packed, refuse, streaming, training
 from . import step as steps
 from .kernels import reference, spans
-from .kernels.spec import PLAIN, Spec
+from .kernels.spec import Spec, is_plain
 
 # The attention function of each backend name, and the number of calls by "<backend>.<phase>".
 _runners: dict[str, Callable[..., torch.Tensor]] = {}
@@ -211,7 +211,7 @@ def attention_forward(
     device_type = "cuda" if query.is_cuda else query.device.type
     autocast = torch.is_autocast_enabled(device_type)
     if autocast:
-        if steps.kv_of(key, value).form is PLAIN:
+        if is_plain(steps.kv_of(key, value).form):
             key, value = _autocast(device_type, key, value)
         (query,) = _autocast(device_type, query)
     if differentiated:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from . import hf, masks
-from .kernels.spec import KV, PLAIN
+from .kernels.spec import KV, is_plain
 
 
 def sizes_of(mask: masks.Mask) -> tuple[int, int, int]:
@@ -76,7 +76,7 @@ def _keeps_apart(mask: torch.Tensor | None) -> bool:
 
 def other_forms(name: str, kv: KV) -> None:
     """Raise for gradients or dropout over K and V that a cache holds in another form than plain tensors."""
-    if kv.form is not PLAIN:
+    if not is_plain(kv.form):
         raise RuntimeError(
             f"attn_implementation={name!r} has gradients and dropout of plain K and V alone, and this cache has the form "
             f"{kv.form.name!r}. Run under torch.no_grad() and call model.eval(), or pass use_cache=False."

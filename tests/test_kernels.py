@@ -628,7 +628,7 @@ def test_other_devices_are_refused_in_a_sentence():
 def test_each_gpu_runs_the_kernel_for_its_architecture(monkeypatch):
     """Whichever of several was first."""
     portable = SimpleNamespace(any=lambda *_: "portable")
-    hopper = SimpleNamespace(prefill=lambda *_: "hopper", why_not=lambda *_: None)
+    hopper = SimpleNamespace(prefill=lambda *_, shares: "hopper", why_not=lambda *_: None)
     monkeypatch.setattr(kernels, "_module", {"any": portable, "any_hopper": hopper}.get)
     monkeypatch.setattr(gpu, "arch", lambda device: device.arch)
     q = {

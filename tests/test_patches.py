@@ -698,8 +698,8 @@ def test_buffers_that_come_back_after_undo_are_not_kept():
 
 
 def test_a_pool_that_its_last_graph_has_left_takes_no_other(monkeypatch):
-    """Also where another pool's graph lives on, from before a capture that failed."""
-    pools, failing = [], []
+    """Also where another pool's graph lives on, from before a capture that failed. Its stream does not stay current."""
+    pools, failing, current = [], [], []
 
     @contextlib.contextmanager
     def record(graph, pool=None, **_):
@@ -712,6 +712,9 @@ def test_a_pool_that_its_last_graph_has_left_takes_no_other(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, fake)
     for name in ("device", "Stream"):
         monkeypatch.setattr(torch.cuda, name, lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the caller's")
+    monkeypatch.setattr(torch.cuda, "set_stream", current.append)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
     monkeypatch.setattr(graphs.CudaGraph, "_captured_on", {})
@@ -727,6 +730,7 @@ def test_a_pool_that_its_last_graph_has_left_takes_no_other(monkeypatch):
     failing.append("a capture that fails")
     with pytest.raises(RuntimeError, match="fails"):
         capture()
+    assert current == ["the caller's"]
     third = capture()
     del third
     fourth = capture()

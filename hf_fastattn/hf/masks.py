@@ -54,6 +54,10 @@ _RUNS = {
 }
 
 
+# Whether torch.compile can read the name of a nested function, by which masks are recognised.
+COMPILE_READS_NAMES = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
+
+
 def runs_pattern(
     mask_function: Callable[..., bool],
     config: PreTrainedConfig | None,
@@ -65,9 +69,11 @@ def runs_pattern(
     """(window,) where each query sees, of the keys up to its own, those of its run: packed sequences, chunks; else None.
 
     What the mask function is made of decides. While compiling its parts cannot be looked at, and the flags that packed sequences
-    come with decide.
+    come with decide, beside its name; where that cannot be read either, the mask is a dense one.
     """
     compiling = torch.compiler.is_compiling()  # there getattr() finds no name
+    if compiling and not COMPILE_READS_NAMES:
+        return None
     name = mask_function.__qualname__ if compiling else getattr(mask_function, "__qualname__", None)
     if use_vmap or bidirectional_skip or name != _AND:
         return None

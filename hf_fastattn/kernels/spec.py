@@ -49,6 +49,11 @@ class Form(NamedTuple):
 PLAIN = Form("plain")
 
 
+def is_plain(form: Form) -> bool:
+    """Whether K and V of this form are plain tensors. Under torch.compile of 2.11 identity with PLAIN does not tell."""
+    return form.load_k is None and form.load_v is None and form.unpack is None
+
+
 class KV(NamedTuple):
     """K and V, as a layer of a cache passes them to a kernel.
 
