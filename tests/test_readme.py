@@ -121,6 +121,13 @@ def test_refusals_are_what_is_said(asked):
         assert part.strip() in str(refused.value)
 
 
+def test_messages_in_troubleshooting_are_the_packages():
+    source = "".join(path.read_text() for path in (ROOT / "hf_fastattn").rglob("*.py"))
+    headings = re.findall(r"^## `(.*\.\.\..*)`$", page("troubleshooting.md"), re.MULTILINE)
+    assert len(headings) == 3
+    assert [part for heading in headings for part in heading.split("...") if part.strip() not in source] == []
+
+
 def test_stated_versions_and_limits_are_the_packages():
     oldest = ".".join(map(str, hf.version.OLDEST))
     assert f"Transformers {oldest}" in README and f"transformers>={oldest}" in (ROOT / "pyproject.toml").read_text()
