@@ -122,6 +122,7 @@ def test_streaming_keeps_what_patch_says(monkeypatch):
     assert runs(found)["cache"] == "RollingCache" and explain("8b", backend="streaming", window=9).facts.windows[0] == 13
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(gpu, "arch", lambda device: 90)
+    monkeypatch.setattr(gpu, "num_sms", lambda device: 132)
     found = explain("8b", backend="streaming", window=4092, device="cuda", gpu="h200")
     assert runs(found)["prefill"] == "prefill: the Triton kernel" and "sinks is 4" in found.refused[0]["why"]
 

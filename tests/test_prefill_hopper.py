@@ -142,7 +142,7 @@ def _tile_loops(sass):
     passed_on = [at for at, line in enumerate(sass) if "BAR.ARV" in line]
     around = [[(stop - start, start) for start, stop in jumps if start < at < stop] for at in passed_on]
     loops = [sass[start : start + size] for size, start in (min(ways) for ways in around if ways)]
-    return [loop for loop in loops if sum("BAR.ARV" in line for line in loop) == 1]
+    return [loop for loop in loops if sum("BAR.ARV" in line for line in loop) == 1 and any("HGMMA" in line for line in loop)]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU compiles what it runs")
