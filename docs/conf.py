@@ -35,7 +35,7 @@ if os.environ.get("DOCS_INTERSPHINX"):
 
 
 class CommandHelp(SphinxDirective):
-    """`{command-help} generate` shows what `hf-fastattn generate --help` prints."""
+    """`{command-help} generate` shows the output of `hf-fastattn generate --help`."""
 
     required_arguments = 1
     final_argument_whitespace = True

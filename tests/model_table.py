@@ -17,14 +17,14 @@ COLUMNS = {"attention": "lean", "cache": "preallocated", "patch()": "patch", "gr
 INTRODUCTION = """\
 # Models
 
-Made by `make matrix`; do not edit. Each model class of Transformers that asks the attention interface, as a tiny random model on
-the CPU in fp32, against `eager`: without padding, with padding on the left, with holes and, where it takes one, with a picture;
-prompts are longer than windows. `make matrix` fails where one is WRONG.
+Written by `make matrix`; do not edit. Each model class of Transformers that uses the attention interface is compared with
+`eager`, as a tiny random model on the CPU in fp32: without padding, with padding on the left, with holes and, if the model takes
+one, with a picture. Prompts are longer than windows. `make matrix` fails if a result is WRONG.
 
-- attention: what computes `lean`. kernel: one of this package; dense: torch's masked attention, said in a warning.
-- cache: `PreallocatedCache`. patch(): `hf_fastattn.patch(model)`. graph: whether its decode steps are captured. fused: what it
-  puts into one launch. streaming: `patch(model, "streaming", window=256)`.
-- Numbers are the sentences below: why not, or what is said.
+- attention: what `lean` runs. kernel: a kernel of this package; dense: torch's masked attention, with a warning.
+- cache: `PreallocatedCache`. patch(): `hf_fastattn.patch(model)`. graph: whether its decode steps are captured. fused: the
+  modules that it fuses. streaming: `patch(model, "streaming", window=256)`.
+- Numbers refer to the messages below: reasons and warnings.
 
 """
 ORDER = ("WRONG", "refused", "absent", "equal")
