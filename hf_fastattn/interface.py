@@ -93,7 +93,7 @@ def attention_mask(
         flags = use_vmap, allow_is_causal_skip, allow_is_bidirectional_skip
         runs = hf.runs_pattern(mask_function, config, local_size, *flags) if at_start else None
     if runs is not None:
-        return packed.of_runs(mask_function, runs[0], (batch_size, q_length, kv_length), device, made_for)
+        return packed.of_runs(mask_function, runs[0], (batch_size, q_length, kv_length), device, made_for, runs[1])
     if pattern is None:
         mask = hf.dense_mask(
             batch_size=batch_size,
@@ -198,6 +198,7 @@ def attention_forward(
             f"attn_implementation={name!r} was given a mask that it cannot combine with its window (a custom 4-D mask, packed "
             "sequences or chunked attention). Pass the 2-D attention_mask, or use another backend."
         )
+    training.refuse_tangents(query, key, value, s_aux)
     dropped, differentiated = dropout > 0 and module.training, _requires_grad(query, key, value, s_aux, mask)
     if dropped or differentiated:
         refuse.other_forms(name, steps.kv_of(key, value))

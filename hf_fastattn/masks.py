@@ -114,7 +114,12 @@ class SpansMask(Mask):
 
 
 class RunsMask(SpansMask):
-    """content: spans of the second form, with an interval for each query, as where sequences are packed into one row."""
+    """content: spans of the second form, with an interval for each query, as where sequences are packed into one row.
+
+    chunk_size: of the chunks that it holds, where packed sequences have not been looked for; they begin anew in each.
+    """
+
+    chunk_size: int | None = None
 
     def part(self, dim: int, start: int, stop: int) -> Mask:
         batch, q_len, kv_len = self.sizes

@@ -17,11 +17,18 @@ def of_runs(
     sizes: tuple[int, int, int],
     device: torch.device | str,
     made_for: tuple[str, str],
+    chunk: int | None,
 ) -> masks.Mask:
-    """The mask of what `hf.runs_pattern` has recognised; sizes: (batch, q_len, kv_len), the last two alike."""
+    """The mask of what `hf.runs_pattern` has recognised; sizes: (batch, q_len, kv_len), the last two alike.
+
+    chunk: the size of its chunks where packed sequences have not been looked for.
+    """
     first = hf.run_starts(mask_function, sizes[0], sizes[1], device)
     rows = torch.ops.hf_fastattn.intervals(None, *spans.segments(first), sizes[2], window)
-    return masks.of_runs(rows, sizes, made_for)
+    mask = masks.of_runs(rows, sizes, made_for)
+    if chunk is not None:
+        mask.chunk_size, mask.fresh = chunk, True
+    return mask
 
 
 def kept_apart(mask: masks.Mask, arguments: dict[str, Any]) -> masks.Mask:
@@ -43,8 +50,9 @@ def kept_apart(mask: masks.Mask, arguments: dict[str, Any]) -> masks.Mask:
 
 def _kept_apart(mask: masks.Mask, arguments: dict[str, Any]) -> masks.Mask:
     batch, _, q_len, kv_len = mask.shape
+    chunk = mask.chunk_size if isinstance(mask, masks.RunsMask) else None
     cu_q, cu_k, position_ids = (arguments.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k", "position_ids"))
-    if cu_q is not None and batch == 1 and q_len == kv_len and _is_simple(mask):
+    if cu_q is not None and batch == 1 and q_len == kv_len and (_is_simple(mask) or chunk is not None):
         lo, hi = spans.segments_of_lengths(cu_q, cu_q if cu_k is None else cu_k, q_len)
     elif mask.fresh and isinstance(position_ids, torch.Tensor) and position_ids.dim() == 2 and position_ids.shape[1] == q_len:
         before, after = position_ids[:, :-1], position_ids[:, 1:]
@@ -55,6 +63,8 @@ def _kept_apart(mask: masks.Mask, arguments: dict[str, Any]) -> masks.Mask:
         lo, hi = spans.segments(torch.nn.functional.pad(restarts, (1, 0), value=True))
     else:
         return mask
+    if chunk is not None:
+        lo, hi = spans.segments((torch.arange(q_len, device=lo.device) - lo) % chunk == 0)
     rows = torch.ops.hf_fastattn.intervals(mask, lo.expand(batch, -1), hi.expand(batch, -1), kv_len, None)
     return masks.of_runs(rows, (batch, q_len, kv_len), mask.made_for)
 

@@ -69,8 +69,8 @@ def unknown_arguments(name: str, module: torch.nn.Module, mask: torch.Tensor | N
 
 def _keeps_apart(mask: torch.Tensor | None) -> bool:
     """Whether a mask may say which packed sequence a key belongs to."""
-    if isinstance(mask, (masks.SpansMask, masks.PlainMask)):
-        return isinstance(mask, masks.RunsMask)
+    if isinstance(mask, masks.Mask):
+        return isinstance(mask, masks.RunsMask) and mask.chunk_size is None
     return mask is not None
 
 

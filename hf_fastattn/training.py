@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from .kernels import checks
 from .kernels.spec import KV, Gradients, Spec
@@ -58,8 +59,20 @@ def attention(
     Gradients are summed in fp32 and have the dtype of what they belong to; on a GPU every run gives the same bits. There are none
     of gradients: RuntimeError.
     """
+    refuse_tangents(q, k, v, sink_logits)
     out, lse = torch.ops.hf_fastattn.flash_attn(name, q, k, v, spans, sink_logits, scale, causal, window, softcap)
     return out, lse
+
+
+def refuse_tangents(*tensors: torch.Tensor | None) -> None:
+    """Raise RuntimeError under forward-mode differentiation (`torch.func.jvp`), which would find tangents of 0."""
+    if torch.compiler.is_compiling() or getattr(forward_ad, "_current_level", 0) < 0:
+        return
+    if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise RuntimeError(
+            "Attention of hf_fastattn has no forward-mode derivatives (torch.func.jvp, torch.autograd.forward_ad). "
+            'Use attn_implementation="eager" for them.'
+        )
 
 
 @torch.library.custom_op("hf_fastattn::flash_attn", mutates_args=())

@@ -75,6 +75,11 @@ def _packed():
     tiny("llama", "lean")(torch.arange(16).view(2, 8), cu_seq_lens_q=lengths, cu_seq_lens_k=lengths)
 
 
+def _forward_mode():
+    q = torch.ones(1, 1, 2, 16)
+    torch.func.jvp(lambda q: hf_fastattn.training.attention("lean", q, q, q)[0].sum(), (q,), (q,))
+
+
 def _second():
     q = torch.zeros(SHAPE, requires_grad=True)
     (grad,) = torch.autograd.grad(hf_fastattn.training.attention("lean", q, q, q)[0].sum(), q, create_graph=True)
@@ -93,6 +98,7 @@ REFUSED = {  # a row of the table, by a part of what is asked: how to ask
     "an unknown backend": lambda: hf_fastattn.get("leen"),
     "require grad": lambda: _lean(SHAPE, SHAPE, SHAPE, requires_grad=True),
     "create_graph": lambda: _second(),
+    "jvp": lambda: _forward_mode(),
     "training under": lambda: _train_streaming(),
     "output_attentions": lambda: _generate(tiny("llama", "lean"), output_attentions=True, return_dict_in_generate=True),
     "Bloom": lambda: hf_fastattn.patch(tiny("bloom", n_head=4)),

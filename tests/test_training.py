@@ -85,6 +85,32 @@ def test_packed_sequences(use_cache, compiled, family, device):
     assert calls == BOTH
 
 
+CHUNKED = {
+    "attention_chunk_size": 16,
+    "num_local_experts": 2,
+    "num_experts_per_tok": 1,
+    "intermediate_size_mlp": 96,
+    "head_dim": 16,
+    "interleave_moe_layer_step": 1,
+    "no_rope_layers": [1, 0],
+    "layer_types": ["chunked_attention", "full_attention"],
+}
+
+
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_chunks_begin_anew_in_each_packed_sequence(use_cache, device):
+    model = models.tiny("llama4_text", device=device, **CHUNKED)
+    ids = models.prompts("no_padding", device, rows=1)["input_ids"][:, :40]
+    with torch.no_grad():
+        expected = torch.cat([model(part, use_cache=False).logits for part in ids.split([5, 35], 1)], 1)
+        model.set_attn_implementation("lean")
+        cu = torch.tensor([0, 5, 40], device=device, dtype=torch.int32)
+        lengths = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 35, "max_length_k": 35}
+        positions = torch.cat([torch.arange(5), torch.arange(35)])[None].to(device)
+        found = model(ids, position_ids=positions, use_cache=use_cache, **lengths).logits
+    assert (found - expected).abs().max() < 1e-3
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])
 def test_gradient_checkpointing(family, reentrant, device):
@@ -267,6 +293,14 @@ def test_dropout_is_honoured(device):
     with torch.no_grad(), hf_fastattn.count_calls() as calls:
         model.eval()(ids)
     assert calls == {"lean.prefill": 2}
+
+
+def test_forward_mode_is_refused(device):
+    x = torch.randn(1, 4, 5, 16, device=device)
+    with pytest.raises(RuntimeError, match="no forward-mode derivatives"):
+        torch.func.jvp(lambda x: training.attention("lean", x, x, x)[0].sum(), (x,), (x,))
+    with pytest.raises(RuntimeError, match="no forward-mode derivatives"):
+        torch.func.jvp(lambda x: interface.attention_forward("lean", torch.nn.Module(), x, x, x, None)[0].sum(), (x,), (x,))
 
 
 def test_a_streaming_backend_refuses(device):

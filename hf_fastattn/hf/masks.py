@@ -44,13 +44,14 @@ def mask_pattern(
 # What a causal mask is made of in which a query sees the end of a run of keys: packed sequences, chunks, a window.
 _AND = "and_masks.<locals>.and_mask"
 _WINDOW = "sliding_window_overlay.<locals>.inner_mask"
+_CHUNKS = "chunked_overlay.<locals>.inner_mask"
 _RUNS = {
     _AND,
     _WINDOW,
     "causal_mask_function",
     "packed_sequence_mask_function.<locals>.inner_mask",
     "remap_positions_for_packed_sequence.<locals>.inner_mask",
-    "chunked_overlay.<locals>.inner_mask",
+    _CHUNKS,
 }
 
 
@@ -65,8 +66,8 @@ def runs_pattern(
     use_vmap: bool,
     causal_skip: bool,
     bidirectional_skip: bool,
-) -> tuple[int | None] | None:
-    """(window,) where each query sees, of the keys up to its own, those of its run: packed sequences, chunks; else None.
+) -> tuple[int | None, int | None] | None:
+    """(window, chunk) where each query sees, of the keys up to its own, those of its run: packed sequences, chunks; else None.
 
     What the mask function is made of decides. While compiling its parts cannot be looked at, and the flags that packed sequences
     come with decide, beside its name; where that cannot be read either, the mask is a dense one.
@@ -79,7 +80,7 @@ def runs_pattern(
         return None
     if compiling:
         chunked = local_size is not None and local_size == getattr(config, "attention_chunk_size", None)
-        return None if causal_skip else (None if chunked else local_size,)
+        return None if causal_skip else (None if chunked else local_size, None)
     found: dict[str, Any] = {}
     todo: list[Any] = [mask_function]
     while todo:
@@ -89,7 +90,9 @@ def runs_pattern(
         held = [cell.cell_contents for cell in function.__closure__ or ()]
         found[function.__qualname__] = held
         todo += [x for each in held for x in (each if isinstance(each, tuple) else (each,)) if callable(x)]
-    return (found[_WINDOW][0] if _WINDOW in found else None,) if "causal_mask_function" in found else None
+    if "causal_mask_function" not in found:
+        return None
+    return found[_WINDOW][0] if _WINDOW in found else None, found[_CHUNKS][0] if causal_skip and _CHUNKS in found else None
 
 
 def run_starts(mask_function: Callable[..., Any], batch: int, q_length: int, device: torch.device | str) -> torch.Tensor:
