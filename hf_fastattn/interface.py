@@ -26,8 +26,8 @@ calls: Counter[str] = Counter()
 def register(name: str, run: Callable[..., torch.Tensor], streams: bool = False, packs: bool = False) -> None:
     """Register both functions with Transformers under `name`; `run` has the signature of `kernels.reference.attention`.
 
-    streams: it gets `window` and `sinks` as the model's config asks (`streaming.Settings`), and the rotation of the query that
-    scores the sinks, `inv_freq` and `interleaved` (`streaming.rotation`). packs: it takes spans with an interval for each query.
+    streams: `run` gets `window` and `sinks` from the model's config (`streaming.Settings`), and the rotation of the queries that
+    score the sinks, `inv_freq` and `interleaved` (`streaming.rotation`). packs: it reads spans with an interval for each query.
     """
     _runners[name] = run
     (_streaming.add if streams else _streaming.discard)(name)
@@ -39,9 +39,9 @@ def register(name: str, run: Callable[..., torch.Tensor], streams: bool = False,
 def count_calls() -> Iterator[Counter[str]]:
     """Count the kernel calls of this process inside the block, by "<backend>.<phase>"; the counter is filled at its end.
 
-    "<backend>.backward" counts gradients, "<backend>.dense" calls whose mask only the dense path could honour, "<backend>.stock"
-    those that asked for gradients or dropout that the backend has not, and ran the model's own attention. Replays of a captured
-    CUDA graph launch kernels without passing here; the capture itself counts once.
+    "<backend>.backward" counts backward passes, "<backend>.dense" calls with a mask that only the dense path supports,
+    "<backend>.stock" calls that ran the model's own attention because the backend does not support their gradients or dropout.
+    The capture of a CUDA graph is counted once. Its replays are not counted: they launch kernels without running this code.
     """
     before = Counter(calls)
     counted: Counter[str] = Counter()
@@ -115,7 +115,7 @@ def attention_mask(
     on_host, on_device = (0, q_offset) if isinstance(q_offset, torch.Tensor) else (q_offset, None)
     sizes = batch_size, q_length, kv_length
     unpadded = causal and attention_mask is None
-    # A compiled graph does not ask where sequences begin, as that waits for the device: in training it takes intervals always.
+    # A compiled graph does not read where sequences begin, which would synchronise. In training it always uses intervals.
     fresh = unpadded and q_length > 1 and on_host == 0 and not (compiling and not torch.is_grad_enabled())
     if (
         unpadded
@@ -162,11 +162,11 @@ def attention_forward(
     head_dim), None).
 
     `attention_mask` is the result of `attention_mask()`, or a user's 4-D mask. Under autocast q, k and v are cast as in torch's
-    sdpa. If gradients or dropout are needed, the model's own attention runs (`_stock`). Raises ValueError, TypeError or
-    RuntimeError, with the reason, for arguments that would otherwise be ignored.
+    sdpa. With gradients the ops of `training` run, or the model's own attention if the backend does not support their gradients
+    or dropout (`_stock`). Raises ValueError, TypeError or RuntimeError, with the reason, for arguments that would be ignored.
     """
     compiling = torch.compiler.is_compiling()
-    # A mask says everything, causality and window too. Without one a model asks for no window, whatever sliding_window is.
+    # A mask includes causality and window. Without a mask there is no window, whatever the value of sliding_window.
     mask, causal, window = attention_mask, False, None
     if isinstance(mask, masks.Mask) and (mask.fresh or kwargs.get("cu_seq_lens_q") is not None):
         if name in _packed:
@@ -189,7 +189,7 @@ def attention_forward(
         # In a compiled graph only the shape is symbolic. Elsewhere reading the shape is slow.
         sizes = mask.sizes if not compiling else refuse.sizes_of(mask)
         if (query.shape[0], query.shape[2], key.shape[2]) != sizes and not (causal and sizes[1] == query.shape[2] == 1):
-            refuse.other_sizes(mask, query, key)  # one query sees all keys, as many as its layer has
+            refuse.other_sizes(mask, query, key)  # a single query sees all keys of its layer
     elif mask.dtype != torch.bool and not mask.is_floating_point():
         raise TypeError(f"An attention mask must be bool (True where attended) or float (added to the scores); got {mask.dtype}.")
     in_spans = mask is None or isinstance(mask, (masks.SpansMask, masks.PlainMask))
@@ -221,7 +221,7 @@ def attention_forward(
     run = torch.ops.hf_fastattn.attention if compiling else _attention
     arguments = name, query, key, value, given, scaling, causal, window, softcap, s_aux, sinks, inv_freq, interleaved
     if autocast:
-        with torch.autocast(device_type, enabled=False):  # the reference multiplies in fp32
+        with torch.autocast(device_type, enabled=False):  # the reference computes in fp32
             return run(*arguments).transpose(1, 2), None
     return run(*arguments).transpose(1, 2), None
 
@@ -248,7 +248,7 @@ def _differentiable(
     softcap: float | None,
     sink_logits: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention with gradients: the prefill kernel, whatever the shapes."""
+    """Attention with gradients, always by the prefill kernel."""
     if q.is_cuda and q.dtype == torch.float32 and not torch.compiler.is_compiling():
         _say_once(
             f"attn_implementation={name!r} trains in float32, without tensor cores: several times slower than in bfloat16. "
@@ -277,8 +277,8 @@ def _stock(
     sink_logits: torch.Tensor | None,
     kwargs: dict[str, Any],
 ) -> tuple[torch.Tensor, None]:
-    """What runs where a backend has no gradients or no dropout: torch's sdpa, or the model's own eager attention with a softcap
-    or sink logits, which sdpa does not know. lacks: what it has not, after its name."""
+    """Attention with gradients or dropout that the backend does not support: torch's sdpa, or the model's eager attention for a
+    softcap or sink logits, which sdpa does not support. lacks: a predicate for the backend's name."""
     eager = softcap is not None or sink_logits is not None
     attend = hf.stock_attention(module, eager)
     if name in _streaming or attend is None:
@@ -289,7 +289,7 @@ def _stock(
     if not torch.compiler.is_compiling():
         calls[f"{name}.stock"] += 1
         _say_once(
-            f"attn_implementation={name!r} {lacks}: where it is asked for, as in training, "
+            f"attn_implementation={name!r} {lacks}: where it is needed, as in training, "
             f"{'the model' if eager else 'torch'}'s own {'eager' if eager else 'sdpa'} attention runs. For inference, use "
             "torch.no_grad() and model.eval()."
         )

@@ -19,9 +19,9 @@ class Mask(torch.Tensor):
     raises ValueError, with the reason: a model that adds its mask to its own scores cannot run a registered attention function,
     and the mask would silently have another meaning there.
 
-    content: what it holds, see the subclasses. made_for: (backend, model), by the names that messages use. fresh: whether these
-    are several tokens without padding and, as far as the host knows, with none before them, so that only position_ids can tell
-    sequences packed into one row.
+    content: the data, see the subclasses. made_for: (backend, model), the names for messages. fresh: whether there are several
+    tokens, no padding and, as far as the host knows, no previous tokens, so that packed sequences can only be recognised by
+    position_ids.
     """
 
     # All operations arrive at __torch_dispatch__.
@@ -36,7 +36,7 @@ class Mask(torch.Tensor):
         self.sizes = sizes  # without the 1; attention compares them at every layer
         self.made_for = made_for
         self.fresh = fresh
-        self.apart: Mask | None = None  # this mask with packed sequences kept apart, once a layer has found them (`packed`)
+        self.apart: Mask | None = None  # this mask with packed sequences separated, if a layer has detected any (`packed`)
 
     def __repr__(self) -> str:  # type: ignore[override]  # torch's own has an internal argument
         return f"{type(self).__name__}{tuple(self.shape)} on {self.device}"
@@ -114,9 +114,9 @@ class SpansMask(Mask):
 
 
 class RunsMask(SpansMask):
-    """content: spans of the second form, with an interval for each query, as where sequences are packed into one row.
+    """content: spans of the second form, with an interval for each query, for example for sequences packed into one row.
 
-    chunk_size: of the chunks that it holds, where packed sequences have not been looked for; they begin anew in each.
+    chunk_size: the size of its chunks if packed sequences have not been detected yet; chunks restart in each sequence.
     """
 
     chunk_size: int | None = None
@@ -196,7 +196,7 @@ def dense(mask: Mask) -> torch.Tensor:
     return mask.dense()
 
 
-# A compiled graph may hold tensors of these classes, but makes none by a call to the class.
+# A compiled graph may contain tensors of these classes, but cannot create them by calling the class.
 torch.compiler.allow_in_graph([of_spans, of_runs, of_bools, dense])
 
 

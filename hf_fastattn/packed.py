@@ -1,4 +1,4 @@
-"""Sequences packed into one row, told to kernels as an interval of keys for each query."""
+"""Sequences packed into one row, which kernels get as an interval of keys for each query."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def of_runs(
     made_for: tuple[str, str],
     chunk: int | None,
 ) -> masks.Mask:
-    """The mask of what `hf.runs_pattern` has recognised; sizes: (batch, q_len, kv_len), the last two alike.
+    """The mask for a pattern of `hf.runs_pattern`. sizes: (batch, q_len, kv_len), with q_len == kv_len.
 
-    chunk: the size of its chunks where packed sequences have not been looked for.
+    chunk: the size of its chunks if packed sequences have not been detected yet.
     """
     first = hf.run_starts(mask_function, sizes[0], sizes[1], device)
     rows = torch.ops.hf_fastattn.intervals(None, *spans.segments(first), sizes[2], window)
@@ -32,17 +32,17 @@ def of_runs(
 
 
 def kept_apart(mask: masks.Mask, arguments: dict[str, Any]) -> masks.Mask:
-    """`mask`, in which packed sequences do not see one another: as cu_seq_lens or position_ids of a layer's arguments say.
+    """`mask` with packed sequences separated, which the cu_seq_lens or position_ids in a layer's arguments define.
 
-    Transformers does this itself for position_ids that restart, but neither where there is a cache, nor for cu_seq_lens alone.
-    All layers that share a mask share what was found.
+    Transformers separates them itself if position_ids restart, but not with a cache, and not for cu_seq_lens alone.
+    The result is stored with the mask, for the other layers that share it.
     """
     if torch.compiler.is_compiling():
         return _kept_apart(mask, arguments)
     if mask.apart is None:
         apart = _kept_apart(mask, arguments)
         if apart is mask:
-            mask.fresh = False  # the other layers need not look
+            mask.fresh = False  # the other layers need not check
             return mask
         mask.apart = apart
     return mask.apart
@@ -57,7 +57,7 @@ def _kept_apart(mask: masks.Mask, arguments: dict[str, Any]) -> masks.Mask:
     elif mask.fresh and isinstance(position_ids, torch.Tensor) and position_ids.dim() == 2 and position_ids.shape[1] == q_len:
         before, after = position_ids[:, :-1], position_ids[:, 1:]
         restarts = (after < before) | (after == 0)
-        # Waits for the device, once for each mask; where compiling, intervals are taken in any case.
+        # This synchronises with the device, once for each mask. A compiled graph always uses intervals.
         if not torch.compiler.is_compiling() and not restarts.any():
             return mask
         lo, hi = spans.segments(torch.nn.functional.pad(restarts, (1, 0), value=True))
@@ -70,7 +70,7 @@ def _kept_apart(mask: masks.Mask, arguments: dict[str, Any]) -> masks.Mask:
 
 
 def _is_simple(mask: masks.Mask) -> bool:
-    """Whether it is of spans without padding and without intervals; while compiling, only where that is known to be so."""
+    """Whether it has spans without padding and without intervals; in a compiled graph, whether that is known."""
     if mask.fresh or isinstance(mask, masks.PlainMask):
         return True
     known = isinstance(mask, masks.SpansMask) and not torch.compiler.is_compiling()
@@ -80,11 +80,11 @@ def _is_simple(mask: masks.Mask) -> bool:
 def _intervals(
     first_form: torch.Tensor | None, lo: torch.Tensor, hi: torch.Tensor, kv_len: int, window: int | None
 ) -> torch.Tensor:
-    """`spans.with_rows`; without a first form that of lower-right causal attention within `window`."""
+    """`spans.with_rows`. first_form: None for lower-right causal attention within `window`."""
     if first_form is None:
         batch, q_len = lo.shape
         first_form = spans.build_spans(batch, q_len, kv_len, lo.device, q_offset=kv_len - q_len, window=window)
-    else:  # a static cache may hold tokens, which belong to the first sequence
+    else:  # tokens in a static cache belong to the first sequence
         q_start = first_form[:, 0, 0, spans.Q_START, None]
         lo, hi = torch.where(lo > 0, lo + q_start, 0), hi + q_start
     return spans.with_rows(first_form, lo, hi)

@@ -56,8 +56,8 @@ def unknown_arguments(name: str, module: torch.nn.Module, mask: torch.Tensor | N
         raise ValueError(f"{name!r} does not run in continuous batching (generate_batch); use generate().")
     if kwargs.get("cu_seq_lens_q") is not None and not _keeps_apart(mask):
         raise ValueError(
-            f"{name!r} got packed sequences as cu_seq_lens, which it takes for one row of as many queries as keys and without "
-            "padding. Pass position_ids that restart at 0 and use_cache=False."
+            f"{name!r} got packed sequences as cu_seq_lens, which it supports for one row with as many queries as keys and "
+            "without padding. Pass position_ids that restart at 0 and use_cache=False."
         )
     for key, value in kwargs.items():
         if key not in hf.BESIDE_ATTENTION and _carries_tensor(value):
@@ -68,17 +68,17 @@ def unknown_arguments(name: str, module: torch.nn.Module, mask: torch.Tensor | N
 
 
 def _keeps_apart(mask: torch.Tensor | None) -> bool:
-    """Whether a mask may say which packed sequence a key belongs to."""
+    """Whether a mask may already separate packed sequences."""
     if isinstance(mask, masks.Mask):
         return isinstance(mask, masks.RunsMask) and mask.chunk_size is None
     return mask is not None
 
 
 def other_forms(name: str, kv: KV) -> None:
-    """Raise for gradients or dropout over K and V that a cache holds in another form than plain tensors."""
+    """Raise RuntimeError for gradients or dropout if a cache stores K and V in another form than plain tensors."""
     if not is_plain(kv.form):
         raise RuntimeError(
-            f"attn_implementation={name!r} has gradients and dropout of plain K and V alone, and this cache has the form "
+            f"attn_implementation={name!r} supports gradients and dropout only with plain K and V, and this cache has the form "
             f"{kv.form.name!r}. Run under torch.no_grad() and call model.eval(), or pass use_cache=False."
         )
 

@@ -21,16 +21,16 @@ Kernel = Callable[..., Result]
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """One way to compute attention, by the name users give as `attn_implementation`.
+    """An implementation of attention, which users select by its name as `attn_implementation`.
 
-    name: `[a-z0-9_]+`, without "flash", "sdpa" or "flex_attention", which Transformers parses out of names.
+    name: `[a-z0-9_]+`, without "flash", "sdpa" or "flex_attention", because Transformers parses these in names.
     summary: one line. prefill, decode: callables with the signature of `kernels.reference.attention`; decode serves
-    calls of at most `max_decode_rows` query rows per KV head (q_len x num_heads / num_kv_heads), prefill the rest,
-    and everything where decode is None. max_head_dim, max_value_dim: the widest keys and values of a head, None for any.
-    streaming: it sees the first and the last tokens only, as many as the model's config says (`streaming.Settings`), and can
-    read a RollingCache. packed: its prefill kernel takes spans with an interval for each query (`kernels.spans`), by which
-    packed sequences are kept apart; without, they take the dense path. backward: a callable with the signature of
-    `kernels.reference.backward`, the gradients of prefill; None leaves training to the model's own attention.
+    calls with at most `max_decode_rows` query rows per KV head (q_len x num_heads / num_kv_heads), prefill the others,
+    and all calls if decode is None. max_head_dim, max_value_dim: the largest head_dim of keys and of values, None for any.
+    streaming: it sees only the first and the last tokens, whose numbers are in the model's config (`streaming.Settings`), and can
+    read a RollingCache. packed: its prefill kernel reads spans with an interval for each query (`kernels.spans`), which separate
+    packed sequences; otherwise these use the dense path. backward: a callable with the signature of
+    `kernels.reference.backward`, the gradients of prefill; None for the model's own attention in training.
     """
 
     name: str
@@ -87,7 +87,7 @@ class Backend:
         spans: torch.Tensor | None = None,
         **options: Any,
     ) -> Result:
-        """Run the kernel for these shapes; arguments and result as `kernels.reference.attention`."""
+        """Run the kernel for these shapes; arguments and result as in `kernels.reference.attention`."""
         phase, kernel = self.kernel(q.shape[2], q.shape[1], kv.k.shape[1])
         if has_rows(spans):
             phase, kernel = "prefill", self.prefill
@@ -97,13 +97,13 @@ class Backend:
     def forward(
         self, q: torch.Tensor, kv: KV, spec: Spec, spans: torch.Tensor | None, sink_logits: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(out, lse), for `gradients`: always by the prefill kernel."""
+        """(out, lse) for `gradients`, always by the prefill kernel."""
         interface.calls[f"{self.name}.prefill"] += 1
         out, lse = self.prefill(q, kv, spec, spans, sink_logits=sink_logits, return_lse=True)
         return out, lse
 
     def gradients(self, q: torch.Tensor, kv: KV, spec: Spec, spans: torch.Tensor | None, **given: Any) -> Gradients:
-        """The gradients of what `forward` returned, as `kernels.reference.backward` says."""
+        """The gradients of `forward`; arguments and result as in `kernels.reference.backward`."""
         assert self.backward is not None
         interface.calls[f"{self.name}.backward"] += 1
         found: Gradients = self.backward(q, kv, spec, spans, **given)
@@ -119,7 +119,7 @@ class Backend:
         device: torch.device | str = "cuda",
         value_dim: int | None = None,
     ) -> str | None:
-        """Why this backend cannot serve a model of this shape, in a sentence; None if it can. value_dim: None for head_dim."""
+        """The reason why this backend cannot serve a model of this shape; None if it can. value_dim: None for head_dim."""
         if num_kv_heads < 1 or num_heads % num_kv_heads:
             return f"{num_heads} query heads are not a multiple of {num_kv_heads} KV heads."
         if self.max_head_dim is not None and head_dim > self.max_head_dim:
@@ -149,9 +149,9 @@ _backends: dict[str, Backend] = {}
 
 
 def register(backend: Backend) -> Backend:
-    """Add a backend: its attention and its mask function become known to Transformers under its name.
+    """Add a backend: register its attention and its mask function with Transformers under its name.
 
-    Registering a name again replaces it, also in models that run it already.
+    Registering a name again replaces it, also in models that already run it.
     """
     interface.register(backend.name, backend.attend, backend.streaming, backend.packed)
     training.register(backend.name, None if backend.backward is None else (backend.forward, backend.gradients))

@@ -1,8 +1,8 @@
-"""Attention with gradients, as two ops of torch: what eager, compiled, checkpointed and autocast training run.
+"""Attention with gradients, as two custom ops, for eager, compiled, checkpointed and autocast training.
 
-`hf_fastattn::flash_attn` returns (out, lse), and `hf_fastattn::flash_attn_backward` the gradients. As ops they are whole to
-torch.compile, and selective activation checkpointing may keep the first's result: by its name it belongs to the flash_attn ops
-that policies list. Inference runs neither.
+`hf_fastattn::flash_attn` returns (out, lse), and `hf_fastattn::flash_attn_backward` the gradients. torch.compile treats an op as
+a unit. Selective activation checkpointing may keep the result of the first: policies list the flash_attn ops by name. Inference
+runs neither.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from torch.autograd import forward_ad
 from .kernels import checks
 from .kernels.spec import KV, Gradients, Spec
 
-# By backend name: what computes (out, lse), and what the gradients.
+# The functions of each backend name that compute (out, lse) and the gradients.
 _passes: dict[str, tuple[Callable[..., tuple[torch.Tensor, torch.Tensor]], Callable[..., Gradients]]] = {}
 
 
 def register(name: str, passes: tuple[Callable[..., tuple[torch.Tensor, torch.Tensor]], Callable[..., Gradients]] | None) -> None:
-    """How the backend `name` computes (out, lse) and their gradients; None where it has none."""
+    """Set the functions with which the backend `name` computes (out, lse) and their gradients; None if it has none."""
     _passes.pop(name, None)
     if passes is not None:
         _passes[name] = passes
 
 
 def why_not(name: str, q: torch.Tensor, v: torch.Tensor, in_spans: bool) -> str | None:
-    """Why the backend has no gradients of attention over such tensors, to be put after its name; None where it has them.
+    """The reason why the backend has no gradients for such tensors, as a predicate for its name; None if it has.
 
-    in_spans: whether spans say what is visible.
+    in_spans: whether spans describe the mask.
     """
     if name not in _passes:
         return "has no backward pass"
@@ -56,8 +56,8 @@ def attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of the backend `name`, with gradients to q, k, v and sink_logits; arguments as `kernels.reference.attention`.
 
-    Gradients are summed in fp32 and have the dtype of what they belong to; on a GPU every run gives the same bits. There are none
-    of gradients: RuntimeError.
+    Gradients are summed in fp32 and have the dtypes of their tensors. On a GPU every run gives the same bits. Second derivatives
+    raise RuntimeError.
     """
     refuse_tangents(q, k, v, sink_logits)
     out, lse = torch.ops.hf_fastattn.flash_attn(name, q, k, v, spans, sink_logits, scale, causal, window, softcap)
@@ -65,7 +65,7 @@ def attention(
 
 
 def refuse_tangents(*tensors: torch.Tensor | None) -> None:
-    """Raise RuntimeError under forward-mode differentiation (`torch.func.jvp`), which would find tangents of 0."""
+    """Raise RuntimeError under forward-mode differentiation (`torch.func.jvp`), whose tangents would be 0."""
     if torch.compiler.is_compiling() or getattr(forward_ad, "_current_level", 0) < 0:
         return
     if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
@@ -89,7 +89,7 @@ def _flash_attn(
     softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     forward, _ = _passes[name]
-    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):  # the reference multiplies in fp32
+    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):  # the reference computes in fp32
         return forward(q, KV(k, v), Spec(scale, causal, window, softcap), spans, sink_logits)
 
 
@@ -117,7 +117,7 @@ def _flash_attn_backward(
     needs_q: bool,
     needs_kv: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dq, dk, dv, dsink_logits), empty where not needed."""
+    """(dq, dk, dv, dsink_logits); tensors that are not needed are empty."""
     _, gradients = _passes[name]
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         dq, dk, dv, dsink = gradients(
@@ -167,7 +167,7 @@ def _(
 
 
 def _token_major(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """A tensor like x (batch, heads, length, any), of `dim` columns and stored as kernels store what they return."""
+    """A new tensor like x (batch, heads, length, any) with `dim` columns, in the layout of the kernels' outputs."""
     batch, heads, length, _ = x.shape
     return x.new_empty(batch, length, heads, dim).transpose(1, 2)
 
@@ -201,7 +201,7 @@ _flash_attn.register_autograd(_differentiate, setup_context=_keep)
 
 def _refuse_second(ctx: Any, *grads: torch.Tensor | None) -> Any:
     raise RuntimeError(
-        "Attention of hf_fastattn has gradients, but no gradients of these (create_graph=True, gradient penalties, Hessians). "
+        "Attention of hf_fastattn has no second derivatives (create_graph=True, gradient penalties, Hessians). "
         'Use attn_implementation="eager" for them.'
     )
 

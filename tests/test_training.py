@@ -217,7 +217,7 @@ def test_gradients_of_lse(device):
 def test_gradients_of_gradients_are_refused(device):
     q = torch.randn(1, 2, 4, 16, device=device, requires_grad=True)
     (grad,) = torch.autograd.grad(training.attention("lean", q, q, q)[0].sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match=r"no gradients of these .*eager"):
+    with pytest.raises(RuntimeError, match=r"no second derivatives .*eager"):
         grad.sum().backward()
 
 
@@ -264,7 +264,7 @@ def test_a_backend_without_a_backward_pass_runs_the_models_own_attention(device)
     expected = gradients(model, "sdpa", "left_padding")
     registry.register(dataclasses.replace(registry.get("lean"), name="no_backward", backward=None))
     del registry._backends["no_backward"]  # it is not one of names() in other tests
-    stock(model, "no_backward", expected, "has no backward pass: where it is asked for")
+    stock(model, "no_backward", expected, "has no backward pass: where it is needed")
     model = trainable("llama", device, head_dim=264)
     stock(model, "lean", gradients(model, "sdpa", "left_padding"), "no backward pass for heads wider than 256 .here 264")
     with pytest.raises(TypeError, match="None for one that streams"):
@@ -285,7 +285,7 @@ def test_a_custom_mask_runs_the_models_own_attention(device):
 def test_dropout_is_honoured(device):
     model = trainable("llama", device, attention_dropout=0.3)
     expected = gradients(model, "sdpa", "left_padding")
-    stock(model, "lean", expected, "'lean' has no dropout: where it is asked for")
+    stock(model, "lean", expected, "'lean' has no dropout: where it is needed")
     ids = models.prompts("no_padding", device)["input_ids"]
     with torch.no_grad(), hf_fastattn.count_calls() as calls:
         assert not torch.equal(model(ids).logits, model(ids).logits)
@@ -313,7 +313,7 @@ def test_another_form_of_keys_and_values_refuses(device, monkeypatch):
     q = torch.randn(1, 4, 5, 16, device=device, requires_grad=True)
     form = Form("fewer bits", unpack=lambda kv: (kv.k, kv.v))
     monkeypatch.setattr(interface.steps, "kv_of", lambda k, v: interface.steps.KV(k, v, form))
-    with pytest.raises(RuntimeError, match="plain K and V alone, and this cache has the form 'fewer bits'"):
+    with pytest.raises(RuntimeError, match="only with plain K and V, and this cache has the form 'fewer bits'"):
         interface.attention_forward("lean", torch.nn.Module(), q, q, q, None)
 
 

@@ -310,7 +310,7 @@ def test_what_takes_no_intervals_refuses(device):
     spans = with_rows(build_spans(1, 6, 6, device), lo, hi)
     if INTERPRETED or ON_GPU:
         for name in ("lean", "split_kv"):
-            with pytest.raises(ValueError, match=r"takes no spans with an interval for each query .*prefill does"):
+            with pytest.raises(ValueError, match=r"reads no spans with an interval for each query .*prefill does"):
                 getattr(importlib.import_module(f"hf_fastattn.kernels.attention.{name}"), name)(q, KV(q, q), Spec(), spans)
         wide = torch.randn(1, 1, 4, 264, device=device)
         with pytest.raises(ValueError, match="head_dim 264 is above 256"):

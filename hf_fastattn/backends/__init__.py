@@ -1,4 +1,4 @@
-"""One file = one backend. Importing this package registers them all."""
+"""One file per backend. Importing this package registers all of them."""
 
 from . import batch_invariant, fa2, lean, reference, split_kv, streaming
 

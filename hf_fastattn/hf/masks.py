@@ -41,7 +41,7 @@ def mask_pattern(
     return None
 
 
-# What a causal mask is made of in which a query sees the end of a run of keys: packed sequences, chunks, a window.
+# The parts of a causal mask in which each query sees the end of a run of keys: packed sequences, chunks, a window.
 _AND = "and_masks.<locals>.and_mask"
 _WINDOW = "sliding_window_overlay.<locals>.inner_mask"
 _CHUNKS = "chunked_overlay.<locals>.inner_mask"
@@ -55,7 +55,7 @@ _RUNS = {
 }
 
 
-# Whether torch.compile can read the name of a nested function, by which masks are recognised.
+# Whether torch.compile can read the name of a nested function; masks are recognised by it.
 COMPILE_READS_NAMES = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
 
 
@@ -67,12 +67,12 @@ def runs_pattern(
     causal_skip: bool,
     bidirectional_skip: bool,
 ) -> tuple[int | None, int | None] | None:
-    """(window, chunk) where each query sees, of the keys up to its own, those of its run: packed sequences, chunks; else None.
+    """(window, chunk) if each query sees the keys of its run up to its own (packed sequences, chunks); else None.
 
-    What the mask function is made of decides. While compiling its parts cannot be looked at, and the flags that packed sequences
-    come with decide, beside its name; where that cannot be read either, the mask is a dense one.
+    The parts of the mask function decide. In a compiled graph its parts cannot be read, and its name and the flags for packed
+    sequences decide; if the name cannot be read either, the mask is dense.
     """
-    compiling = torch.compiler.is_compiling()  # there getattr() finds no name
+    compiling = torch.compiler.is_compiling()  # in which getattr() finds no name
     if compiling and not COMPILE_READS_NAMES:
         return None
     name = mask_function.__qualname__ if compiling else getattr(mask_function, "__qualname__", None)
@@ -96,7 +96,7 @@ def runs_pattern(
 
 
 def run_starts(mask_function: Callable[..., Any], batch: int, q_length: int, device: torch.device | str) -> torch.Tensor:
-    """Where the runs of `runs_pattern` begin, bool (batch, q_length): at queries that do not see the key before their own."""
+    """The beginnings of the runs of `runs_pattern`, bool (batch, q_length): queries that do not see the previous key."""
     slots = torch.arange(q_length, device=device)
     rows = torch.arange(batch, device=device)[:, None]
     seen = mask_function(rows, rows.new_zeros(1), slots[None], (slots - 1).clamp(min=0)[None])

@@ -38,11 +38,11 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 class TritonKernel:
     """The launcher `hf_fastattn.kernels.attention.<name>.<name>`, imported at the first call; for CPU tensors the reference.
 
-    `hopper` names a module of the same kind that runs instead on compute capability 9.0 wherever its `why_not` returns None.
-    `stream_k` names one that cuts K and V into shares, and runs where blocks of queries leave much of the GPU idle
-    (`attention.schedule.pays`); the Hopper kernel may then cut them as well. Neither runs with an interval for each query, which
-    `name` must take. `twin`: the reference. `fixed`: arguments of the launcher that the reference does not take.
-    Under TRITON_INTERPRET=1 CPU tensors run the Triton kernel in the interpreter, which is for tests.
+    hopper: a module of the same kind that runs instead on compute capability 9.0 if its `why_not` returns None. stream_k: a
+    module that splits K and V, and runs where blocks of queries alone leave much of the GPU idle (`attention.schedule.pays`);
+    the Hopper kernel may then split them too. With an interval for each query only `name` runs, which must support it.
+    twin: the reference. fixed: arguments of the launcher that the reference does not take.
+    Under TRITON_INTERPRET=1 CPU tensors run the Triton kernel in the interpreter. This is for tests.
     """
 
     def __init__(

@@ -11,16 +11,16 @@ from .spans import WORDS, has_rows, num_words
 from .spec import KV, PLAIN, Spec
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-MAX_HEAD_DIM, MAX_VALUE_DIM = 576, 512  # those of latent attention
+MAX_HEAD_DIM, MAX_VALUE_DIM = 576, 512  # the widths of latent attention
 MAX_TRAINED_DIM = 256  # of K and of V, with gradients
 
 
 def check(
     q, kv: KV, spec: Spec, spans=None, sink_logits=None, inv_freq=None, *, decode: bool = False, rows: bool = False
 ) -> float:
-    """Refuse what a kernel cannot honour, in a sentence; return the scale (head_dim ** -0.5 where None).
+    """Raise an error with the reason for unsupported arguments; return the scale (None: head_dim ** -0.5).
 
-    rows: the kernel reads spans with an interval for each query.
+    rows: whether the kernel reads spans with an interval for each query.
     """
     k, v = kv.k, kv.v
     _check_shapes(q, kv)
@@ -113,7 +113,7 @@ def _check_spans(spans, q, kv_len: int, spec: Spec, rows: bool) -> None:
             )
         if not rows or spec.sinks:
             raise ValueError(
-                "This kernel takes no spans with an interval for each query (packed sequences); kernels.attention.prefill does, "
+                "This kernel reads no spans with an interval for each query (packed sequences); kernels.attention.prefill does, "
                 "without sinks."
             )
     elif spans.dtype != torch.int32 or spans.shape[:-1] != (batch, 1, 1) or spans.shape[-1] not in sizes:
@@ -156,7 +156,7 @@ def _check_spec(spec: Spec, q, sink_logits, inv_freq) -> None:
 
 
 def check_backward(q, kv: KV, spec: Spec, spans, out, lse, dout, dlse, sink_logits) -> float:
-    """Refuse what a backward pass cannot honour, in a sentence; return the scale."""
+    """Raise an error with the reason for arguments that backward kernels do not support; return the scale."""
     scale = check(q, kv, spec, spans, sink_logits, rows=True)
     if kv.form is not PLAIN or spec.sinks:
         raise ValueError(
@@ -167,13 +167,13 @@ def check_backward(q, kv: KV, spec: Spec, spans, out, lse, dout, dlse, sink_logi
     for name, x, wanted in (("out", out, shape), ("dout", dout, shape), ("lse", lse, shape[:3]), ("dlse", dlse, shape[:3])):
         if x is not None and (x.shape != wanted or x.device != q.device):
             raise ValueError(
-                f"{name} must be {tuple(wanted)} on {q.device}, as the forward's; got {tuple(x.shape)} on {x.device}."
+                f"{name} must be {tuple(wanted)} on {q.device}, as in the forward; got {tuple(x.shape)} on {x.device}."
             )
     return scale
 
 
 def check_trained_widths(q, kv: KV) -> None:
-    """Refuse heads that are wider than backward kernels hold."""
+    """Refuse heads wider than the backward kernels support."""
     width = max(q.shape[3], kv.v.shape[3])
     if width > MAX_TRAINED_DIM:
         raise ValueError(
@@ -183,9 +183,9 @@ def check_trained_widths(q, kv: KV) -> None:
 
 
 def sink_gradient(sink_logits: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-    """The gradient of sink_logits (num_heads,): a sink's weight is exp(sink - lse), and its value 0."""
+    """The gradient of sink_logits (num_heads,). A sink has the weight exp(sink - lse) and the value 0."""
     wide = sink_logits.to(lse.dtype)[:, None]
-    weights = torch.exp(wide - lse).masked_fill_(lse == float("-inf"), 0.0)  # -inf also where the sink is turned off
+    weights = torch.exp(wide - lse).masked_fill_(lse == float("-inf"), 0.0)  # a sink logit of -inf too
     return -(weights * delta).sum((0, 2)).to(sink_logits.dtype)
 
 

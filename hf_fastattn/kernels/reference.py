@@ -1,7 +1,8 @@
-"""Attention over spans in plain torch, in fp32, and its gradients: the specification of every kernel, and what CPU tensors run.
+"""Attention over spans and its gradients in plain torch, fp32: the specification of the kernels, which also serves CPU tensors.
 
-Both share the kernels' signatures. Each query's softmax is taken over all its scores at once, in long inputs for some queries at
-a time, so that no matrix of (q_len, kv_len) is ever held (Rabe and Staats, "Self-attention Does Not Need O(n^2) Memory", 2021).
+Both have the kernels' signatures. The softmax of a query is computed over all its scores at once. Long inputs are processed in
+chunks of queries, so the (q_len, kv_len) matrix is never materialised (Rabe and Staats, "Self-attention Does Not Need O(n^2)
+Memory", 2021).
 """
 
 from __future__ import annotations
@@ -173,8 +174,8 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
 def _pieces(
     q: torch.Tensor, k: torch.Tensor, spans: torch.Tensor | None, sees: Callable[..., torch.Tensor]
 ) -> Iterator[tuple[tuple[slice, ...], tuple[slice, slice, slice], torch.Tensor]]:
-    """Parts of the scores that memory holds at once: where they lie in q (batch, num_kv_heads, group, q_len, head_dim) and in k,
-    and which keys are seen there, bool (batch or 1, q_len, kv_len). One part where all fit."""
+    """Chunks of the scores that fit into memory: their indices in q (batch, num_kv_heads, group, q_len, head_dim) and in k, and
+    the visible keys, bool (batch or 1, q_len, kv_len). A single chunk if all scores fit."""
     batch, kv_heads, group, q_len, _ = q.shape
     kv_len = k.shape[2]
     at_once = SCORES_AT_ONCE if q.device.type == "cpu" else 16 * SCORES_AT_ONCE
@@ -193,9 +194,9 @@ def _pieces(
 
 
 def _add_gradients(dk, dv, k, v, dq, q, dout, lse, delta, *, seen, scale: float, softcap: float | None) -> None:
-    """Write dq and add to dk and dv what q (batch, num_kv_heads, group, q_len, head_dim) has of them over the keys `seen`."""
+    """Write dq of q (batch, num_kv_heads, group, q_len, head_dim) over the keys `seen`, and add its part to dk and dv."""
     batch, kv_heads, group, q_len, _ = q.shape
-    # Slots nobody sees may hold anything, NaN too.
+    # A slot that no query sees may contain NaN.
     nobody = ~seen.any(1)[:, None, :, None]
     k, v = k.masked_fill(nobody, 0.0), v.masked_fill(nobody, 0.0)
     q, dout = (_wide(x).reshape(batch, kv_heads, group * q_len, -1) for x in (q, dout))

@@ -7,21 +7,20 @@ A batch that the host knows to be uniform has one row, expanded: kernels recogni
     Q_START   slot of the row's first query; query i is at slot Q_START + i
     KV_START  first live slot (left padding ends here)
     KV_STOP   one past the last live slot (right padding, or the unwritten end of a preallocated cache, begins here)
-    WINDOW    query p sees key j only if p - j < WINDOW (and j - p < WINDOW where not causal); NO_WINDOW for all
-    FLAGS     CAUSAL: query p sees key j only if j <= p.  HOLES: the packed bits below say which slots are live.
-              ROWS: each query has an interval of its own
-    DROPPED   tokens that a rolling cache dropped between the row's sinks and its window; no mask depends on it, but query i is
-              the row's token Q_START + i - KV_START + DROPPED, and how far its sinks' query is re-rotated does
-    WORDS...  bit j % 32 of word j // 32 is 1 where slot j is live; there only if a 2-D mask was given,
-              read only below KV_STOP, and for rows whose HOLES flag is set
+    WINDOW    query p sees key j only if p - j < WINDOW (and j - p < WINDOW if not causal); NO_WINDOW: no limit
+    FLAGS     CAUSAL: query p sees key j only if j <= p.  HOLES: the bit mask below marks the live slots.
+              ROWS: each query has its own interval
+    DROPPED   tokens that a rolling cache dropped between the row's sinks and its window. The mask does not depend on it. It gives
+              the position of query i in its row, Q_START + i - KV_START + DROPPED, for the re-rotation that scores the sinks
+    WORDS...  bit j % 32 of word j // 32 is 1 if slot j is live. Present only if a 2-D mask was given; read only below KV_STOP and
+              only for rows with the HOLES flag
 
-A second form has no words and one interval of slots for each query: shape (batch, 1, 2, 6 + q_len), flag ROWS. Behind the six
-integers, which the second line repeats, are LO and HI: query i sees key j only if LO[i] <= j < HI[i]. Neither ever decreases with
-i, so that the queries that see a key are an interval too. Sequences packed into one row are such intervals (`segments`).
+A second form has an interval of slots for each query instead of words: shape (batch, 1, 2, 6 + q_len), flag ROWS. LO and HI
+follow the six integers, which the second line repeats: query i sees key j only if LO[i] <= j < HI[i]. Neither decreases with i,
+so the queries that see a key are also an interval. Sequences packed into one row are such intervals (`segments`).
 
-A query sees a key when every one of these conditions allows it; WINDOW does not hide the first live slots from a kernel with
-`sinks`. The numbers stay on the device: neither building nor reading them needs the host, so the length may change under a
-captured CUDA graph.
+A query sees a key if every condition allows it. WINDOW does not hide the first live slots from a kernel with `sinks`. The
+integers are built and read on the device, so lengths may change between replays of a CUDA graph.
 """
 
 from __future__ import annotations
@@ -160,9 +159,9 @@ def pack_spans(q_start: torch.Tensor, kv_start: torch.Tensor, kv_stop: torch.Ten
 
 
 def with_rows(spans: torch.Tensor, lo: torch.Tensor, hi: torch.Tensor) -> torch.Tensor:
-    """Spans of the second form: `spans` of the first, without holes, and query i sees the slots lo[i] <= j < hi[i] alone.
+    """Spans of the second form: `spans` of the first form, without holes, restricted to lo[i] <= j < hi[i] for query i.
 
-    lo, hi: integers (batch, q_len), neither of which decreases from a query to the next.
+    lo, hi: integers (batch, q_len). Neither decreases from one query to the next.
     """
     batch, q_len = lo.shape
     out = torch.empty(batch, 1, 2, WORDS + q_len, dtype=torch.int32, device=lo.device)
@@ -175,18 +174,18 @@ def with_rows(spans: torch.Tensor, lo: torch.Tensor, hi: torch.Tensor) -> torch.
 def segments(first: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(lo, hi) of sequences packed into rows, for `with_rows`; first: bool (batch, q_len), True where a sequence begins.
 
-    Query i stands at slot i.
+    Query i is at slot i.
     """
     q_len = first.shape[1]
     slots = torch.arange(q_len, device=first.device)
     lo = torch.where(first, slots, 0).cummax(-1).values
-    # The next sequence begins at the least start behind a slot.
+    # The next sequence begins at the smallest start after a slot.
     starts = torch.nn.functional.pad(torch.where(first, slots, q_len)[:, 1:], (0, 1), value=q_len)
     return lo, starts.flip(-1).cummin(-1).values.flip(-1)
 
 
 def segments_of_lengths(cu_q: torch.Tensor, cu_k: torch.Tensor, q_len: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same of one row, from where its sequences begin among queries and keys, (sequences + 1,) each with the end."""
+    """The same for one row, from the cumulative lengths of its sequences in queries and keys, (sequences + 1,) each."""
     queries = torch.arange(q_len, device=cu_q.device, dtype=cu_q.dtype)
     which = torch.searchsorted(cu_q, queries, right=True).clamp(1, cu_k.shape[0] - 1)
     return cu_k[which - 1][None], cu_k[which][None]

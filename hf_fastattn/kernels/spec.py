@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-Result = torch.Tensor | Any  # of attention: out; with return_lse the pair (out, lse), which the type leaves open
+Result = torch.Tensor | Any  # of attention: out, or with return_lse the pair (out, lse), which the type does not express
 # Of q, k, v and sink_logits; None for what is not wanted or not given.
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 

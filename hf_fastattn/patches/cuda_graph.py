@@ -77,7 +77,7 @@ class CudaGraph:
         return result
 
     def capture(self, body: Callable[[], T]) -> T:
-        with self._lock, torch.cuda.device(self.device):  # one capture at a time: they share a stream
+        with self._lock, torch.cuda.device(self.device):  # captures share a stream
             outer = torch.cuda.current_stream(self.device)
             stream = self._captured_on.get(self.device)
             if stream is None:
@@ -96,11 +96,11 @@ class CudaGraph:
                 living.add(self)
                 return result
             except BaseException:
-                # torch.cuda.graph leaves its stream current where the capture fails to end, and what runs there is not ordered
-                # with the rest: tokens come out wrong.
+                # If a capture fails to end, torch.cuda.graph leaves its stream current. Work on it would not be ordered with the
+                # rest, and tokens would be wrong.
                 torch.cuda.set_stream(outer)
                 del self.shared["pool"], self.shared["graphs"], self._captured_on[self.device]
-                # A capture that failed leaves torch's random numbers in capture mode; one that succeeds takes them out of it.
+                # A failed capture leaves torch's random number generator in capture mode; a successful capture resets it.
                 with contextlib.suppress(RuntimeError), torch.cuda.stream(outer), torch.cuda.graph(torch.cuda.CUDAGraph()):
                     torch.zeros(1, device=self.device)
                 raise

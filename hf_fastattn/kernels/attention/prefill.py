@@ -117,7 +117,7 @@ def prefill(
 
 @launch.remember
 def _prepare(tensors, form: Form, spec: Spec, return_lse: bool) -> launch.Launch:
-    """The launch for these arguments, once they are checked."""
+    """Check the arguments and prepare their launch."""
     call = Call.of(tensors, form, spec, return_lse, rows=True)
     config = tables.prefill(call.q.device, call.q.dtype, call.width, call.q_len)
     return launch.Launch(

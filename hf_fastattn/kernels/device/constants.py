@@ -11,9 +11,10 @@ class Constants:
 
     GROUP: query heads per KV head. WORKSPACE_M: packed query rows, rounded up to a power of two (kernels with packed rows only).
     HEAD_DIM, VALUE_DIM: dimensions of keys and of values. BLOCK_M, BLOCK_N: rows and keys of a tile. BLOCK_D, BLOCK_DV:
-    dimensions of K and V read at once, all unless HEAD_DIM is above BLOCK_D (see `wide`). SINKS: first tokens, which stay visible
-    whatever the window. PAIRS: pairs of dimensions by which the queries that score them are re-rotated in the kernel, 0 where
-    they are not. FEW_ROWS: all packed rows of a KV head are in one block. ROWS: the spans have an interval for each query.
+    dimensions of K and V in one load; all of them unless HEAD_DIM is above BLOCK_D (see `wide`). SINKS: number of first tokens
+    that are visible whatever the window. PAIRS: pairs of dimensions that the kernel rotates to re-rotate the queries that score
+    sinks; 0 if it does not re-rotate. FEW_ROWS: one block holds all packed rows of a KV head. ROWS: the spans have an interval
+    for each query.
     """
 
     GROUP: int

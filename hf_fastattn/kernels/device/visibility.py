@@ -1,8 +1,8 @@
 """Which keys the rows of a block see.
 
-A row sees the keys of one interval [row_lo, row_hi) of cache slots, less the holes of the packed key mask. Causality, sliding
-window, padding, the live length and an interval of the row's own are all bounds of that interval. With sinks it also sees the
-slots before that interval where a row begins. No bound decreases from a row to the next, so that one interval of rows sees a key.
+A query row sees one interval [row_lo, row_hi) of slots, except holes of the key mask. Causality, sliding window, padding, the
+live length and the query's own interval are bounds of that interval. With sinks it also sees the first live slots of the batch
+row. No bound decreases from one query to the next, so the queries that see a key are also an interval.
 """
 
 import triton
@@ -66,7 +66,7 @@ def block_bounds(first_pos, last_pos, kv_start, kv_stop, window, causal):
 
 @triton.jit
 def narrowed(lo, hi, span_ptr, q_index, q_len, ROWS: tl.constexpr, WORDS: tl.constexpr = WORDS):
-    """The bounds [lo, hi) of the queries `q_index`, within those that the spans have for each query where they have them."""
+    """The bounds [lo, hi) of the queries `q_index`, restricted to the interval of each query if the spans have one."""
     if ROWS:
         lo = tl.maximum(lo, tl.load(span_ptr + WORDS + q_index))
         hi = tl.maximum(lo, tl.minimum(hi, tl.load(span_ptr + 2 * WORDS + q_len + q_index)))
@@ -106,9 +106,9 @@ def look(
 
 @triton.jit
 def _count_up_to(ptr, q_len, limit, STEPS: tl.constexpr = 512):
-    """How many of the q_len numbers at `ptr`, which never decrease, are at most `limit`: 512 at a time are looked at."""
-    known = limit * 0  # so many are
-    left = q_len  # of those behind, how many are in question
+    """How many of the q_len sorted numbers at `ptr` are at most `limit`, by a search over 512 of them at once."""
+    known = limit * 0  # so many are at most `limit`
+    left = q_len  # so many after them are undecided
     offs = tl.arange(0, STEPS)
     while left > 0:
         stride = tl.cdiv(left, STEPS)
@@ -126,10 +126,10 @@ def look_back(
     C: tl.constexpr,
     WORDS: tl.constexpr = WORDS,
 ):  # fmt: skip
-    """Which queries see the keys of a block, first_key..last_key: (bounds of rows, spans, holes).
+    """The queries that see the keys first_key..last_key: (bounds of queries, spans, holes).
 
     The bounds are (lo, hi, full_lo, full_hi): the queries [lo, hi) that see any of these keys, and those that see all of them.
-    Nobody sees keys before KV_START and from KV_STOP on.
+    No query sees keys before KV_START or from KV_STOP on.
     """
     q_start, kv_start, kv_stop, window, causal, holes = load_spans(span_ptr, q_len, kv_len, window, C.HAS_SPANS, C.IS_CAUSAL)
     whole = (first_key >= kv_start) & (last_key < kv_stop)

@@ -21,9 +21,9 @@ MAX_SPLITS = 128
 class Config:
     """One launch: block sizes in rows and keys, warps, pipeline stages.
 
-    Decode only: programs per SM; tiles a share of `lean` must hold at least; where the launch begins early (see `overlap`), the
-    registers that a thread may have (0: as many as it takes), and those if it scores sinks. Backward only: whether dK and dV have
-    programs of their own (`attention.backward.dkdv`).
+    Decode only: programs_per_sm; MIN_TILES, the least number of tiles in a share of `lean`; registers, the limit for each thread
+    if the launch begins early (see `overlap`; 0: no limit), and sink_registers, the limit if it also scores sinks. Backward only:
+    split, whether dK and dV are computed by separate programs (`attention.backward.dkdv`).
     """
 
     BLOCK_M: int
@@ -74,21 +74,21 @@ def prefill_config(arch: int, itemsize: int, block_d: int, rows: int) -> Config:
 
 
 def backward_dq(device: torch.device, dtype: torch.dtype, head_dim: int, q_len: int) -> Config:
-    """The launch that computes dQ and delta; arguments as those of `prefill`."""
+    """The launch for dQ and delta; arguments as in `prefill`."""
     rows = min(128, max(16, 1 << (q_len - 1).bit_length()))
     return backward_dq_config(gpu.arch(device), dtype.itemsize, block_d(head_dim), rows)
 
 
 @cache
 def backward_dq_config(arch: int, itemsize: int, block_d: int, rows: int) -> Config:
-    """Its row of the table; `rows` is q_len rounded up to a power of two, from 16 to 128."""
+    """The table for `backward_dq`; `rows` is q_len rounded up to a power of two, from 16 to 128."""
     if arch == 0:
         return Config(min(rows, 32), 32, 4, 1)
-    if itemsize == 4:  # IEEE dots run on CUDA cores, and registers decide
+    if itemsize == 4:  # IEEE dots run on CUDA cores; registers are the limit
         return Config(min(rows, 32 if block_d <= 64 else 16), 32 if block_d <= 64 else 16, 4, 1)
     if rows <= 32:
         return Config(rows, 32, 4, 2)
-    warps = 4 if rows == 64 else 8  # a warpgroup for every 64 rows
+    warps = 4 if rows == 64 else 8  # one warpgroup per 64 rows
     if block_d <= 64:
         return Config(rows, 64, warps, 3 if arch == 90 else 2)
     if block_d == 128:
@@ -97,9 +97,9 @@ def backward_dq_config(arch: int, itemsize: int, block_d: int, rows: int) -> Con
 
 
 def backward_dkdv(device: torch.device, dtype: torch.dtype, head_dim: int, kv_len: int, busy: bool) -> Config:
-    """The launch that computes dK and dV: BLOCK_N keys stay, BLOCK_M queries at a time go past.
+    """The launch for dK and dV: a program has BLOCK_N keys and loops over blocks of BLOCK_M queries.
 
-    busy: a tile needs further registers, for a softcap or spans.
+    busy: whether a tile needs more registers, for a softcap or spans.
     """
     keys = min(128, max(16, 1 << (kv_len - 1).bit_length()))
     return backward_dkdv_config(gpu.arch(device), dtype.itemsize, block_d(head_dim), keys, busy)
@@ -107,7 +107,7 @@ def backward_dkdv(device: torch.device, dtype: torch.dtype, head_dim: int, kv_le
 
 @cache
 def backward_dkdv_config(arch: int, itemsize: int, block_d: int, keys: int, busy: bool) -> Config:
-    """Its row of the table; `keys` is kv_len rounded up to a power of two, from 16 to 128."""
+    """The table for `backward_dkdv`; `keys` is kv_len rounded up to a power of two, from 16 to 128."""
     if arch == 0:
         return Config(32, min(keys, 32), 4, 1)
     if itemsize == 4:
@@ -117,13 +117,13 @@ def backward_dkdv_config(arch: int, itemsize: int, block_d: int, keys: int, busy
     warps = 4 if keys == 64 else 8
     if block_d <= 64:
         return Config(32 if busy else 64, keys, warps, 3 if arch == 90 else 2)
-    if arch == 90:  # of 256 dimensions, registers do not hold both sums
+    if arch == 90:  # with 256 dimensions, both sums do not fit into registers
         return Config(64 if block_d == 128 and keys == 128 and not busy else 32, keys, warps, 2, split=block_d == 256)
     return Config(32, 64, 4, 2) if block_d == 128 else Config(32, 32, 4, 2)
 
 
 def group_splits(device: torch.device, programs: int, group: int) -> int:
-    """Programs that share the query heads of a KV head in the gradients of K and V: more than one where they alone are few."""
+    """Programs that share the query heads of a KV head in the gradients of K and V: several if there are too few programs."""
     splits = 1
     while group % (2 * splits) == 0 and programs * splits <= gpu.num_sms(device):
         splits *= 2
@@ -181,9 +181,9 @@ def decode_config(arch: int, itemsize: int, block_d: int, rows: int, load: str |
 
 
 def many_rows(device: torch.device, dtype: torch.dtype, head_dim: int, rows: int, sinks: bool) -> Config:
-    """`lean`'s launch for more packed rows in each KV head than a decode kernel takes in one block.
+    """The launch of `lean` for more packed rows in each KV head than MAX_DECODE_ROWS.
 
-    head_dim: the wider of K's and V's. sinks: whether the launch scores them.
+    head_dim: the larger of K's and V's. sinks: whether the launch scores sinks.
     """
     # Blocks of 128 rows read K and V half as often; those of 64 leave fewer rows empty.
     few = rows <= 256 or (rows < 640 and 0 < rows % 128 <= 64)
@@ -192,7 +192,7 @@ def many_rows(device: torch.device, dtype: torch.dtype, head_dim: int, rows: int
 
 @cache
 def many_rows_config(arch: int, itemsize: int, block_d: int, rows: int, sinks: bool) -> Config:
-    """Their row of the table; `rows`: of a block, 64 or 128. Larger tiles or fewer warps spill in the loop over tiles."""
+    """The table for `many_rows`; rows: of a block, 64 or 128. Larger tiles or fewer warps spill in the loop over tiles."""
     if arch == 0:
         return Config(32, 32, 4, 1, programs_per_sm=2)
     if itemsize == 2 and block_d == 256:

@@ -1,7 +1,7 @@
-"""Gradients of attention in portable Triton, two launches: `dq`, which stores delta too, then `dkdv`.
+"""Gradients of attention in portable Triton, in two launches: `dq`, which also stores delta, then `dkdv`.
 
-Seven products in place of the five of a fused backward, and for that no atomics, and no workspace but delta as a rule: every run
-gives the same bits. Scores are computed again from lse, so that memory grows with the lengths alone.
+They compute seven products instead of the five of a fused backward kernel. In return there are no atomics, every run gives the
+same bits, and as a rule delta is the only workspace. Scores are recomputed from lse, so memory grows linearly with the lengths.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ def backward(
     sink_logits: torch.Tensor | None = None,
     needs: tuple[bool, bool] = (True, True),
 ) -> Gradients:
-    """Gradients of attention, of heads of at most 256 dimensions; all else as in `kernels.reference.backward`."""
+    """`kernels.reference.backward` for heads of at most 256 dimensions."""
     checks.check_backward(q, kv, spec, spans, out, lse, dout, dlse, sink_logits)
     checks.check_trained_widths(q, kv)
     call = Call.of((q, *kv.tensors, spans, sink_logits, None), kv.form, spec, True, rows=True)
     out = checks.token_major(out)
-    if dout.stride(3) != 1 or dout.dtype != q.dtype:  # a sum's gradient is one number, expanded
+    if dout.stride(3) != 1 or dout.dtype != q.dtype:  # the gradient of a sum is an expanded scalar
         dout = dout.to(q.dtype).contiguous()
     lse = lse.contiguous()
     delta = torch.empty_like(lse)
@@ -52,7 +52,7 @@ def backward(
     parts = (splits, call.batch, call.kv_len, call.num_kv_heads)
     dtype = q.dtype if splits == 1 else torch.float32
     dk, dv = (torch.empty(*parts, dim, device=q.device, dtype=dtype) for dim in (call.head_dim, call.value_dim))
-    # Launched plainly: the lengths of packed sequences are new in every step.
+    # Launched by Triton, without a cached Launch: the lengths of packed sequences change in every step.
     with torch.cuda.device_of(q):
         dq_kernel[(triton.cdiv(call.q_len, for_dq.BLOCK_M), call.num_heads, call.batch)](
             **given,

@@ -1,10 +1,10 @@
-"""dK and dV: one program per (block of keys, KV head, batch row); the queries of all heads of its group are streamed past it.
+"""dK and dV: one program per (block of keys, KV head, batch row), which loops over the queries of all heads of its group.
 
     P = exp(S - lse)      dV = P^T dO      dS = P * (dO V^T - delta) * softcap'(S)      dK = scale * dS^T Q
 
-A program sums the query heads of its KV head in registers, in the same order every time: no atomics, and no K or V for each query
-head. Where KV heads are too few for the GPU, several programs share a group, and their sums are added up later, in order too.
-Tiles are kept transposed, [keys, queries]. `dq` has stored delta before this launch.
+A program sums the query heads of its KV head in registers, in a fixed order, without atomics and without expanding K or V to the
+query heads. If there are too few KV heads for the GPU, several programs share a group, and their sums are added later, also in a
+fixed order. Tiles are transposed, [keys, queries]. `dq` has stored delta before this launch.
 
 Source: Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning" (2023), algorithm 2.
 """
@@ -26,9 +26,9 @@ def _tile(
     C: tl.constexpr,
     LOG2_E: tl.constexpr = LOG2_E,
 ):  # fmt: skip
-    """(dk, dv) with the queries from `first` on of one head added, of which those from `hi` on are left out.
+    """(dk, dv) after adding a tile of queries of one head, from `first` on; queries from `hi` on are ignored.
 
-    keys: the block's slots, -1 for dead ones. DK, DV: which of the two is summed.
+    keys: the slots of the block, -1 for slots that are not live. DK, DV: which of the two to sum.
     """
     q_base, do_base, stride_qm, stride_om, Lse, Delta = queries
     q_start, kv_start, kv_stop, window, causal = lookup
@@ -47,7 +47,7 @@ def _tile(
     q = load_rows(q_base, stride_qm, offs_m, tl.arange(0, C.BLOCK_D), row_mask, MASKED, C.HEAD_DIM, C.BLOCK_D)
     do = load_rows(do_base, stride_om, offs_m, tl.arange(0, C.BLOCK_DV), row_mask, MASKED, C.VALUE_DIM, C.BLOCK_DV)
     s = scaled(dot(k, tl.trans(q), C.IEEE), scales, C.HAS_SOFTCAP, C.IEEE)
-    if DK:  # issued with the scores, so that it runs while these are exponentiated
+    if DK:  # issued with the scores, so that it overlaps with their exponentials
         dp = dot(v, tl.trans(do), C.IEEE)
     p = weights(s, lse[None, :] * LOG2_E, visible, MASKED)
     if DV:
@@ -70,7 +70,7 @@ def _sums(
     DV: tl.constexpr,
     C: tl.constexpr,
 ):  # fmt: skip
-    """(dk, dv) of a block of keys over all queries of HEADS heads, one after another; 0 in place of what is not summed."""
+    """(dk, dv) of a block of keys over all queries of HEADS heads, in order; 0 if it is not to be summed."""
     Q, DOut, Lse, Delta = pointers
     stride_qb, stride_qh, stride_qm, stride_ob, stride_oh, stride_om = strides
     lo, hi, full_lo, full_hi = bounds
@@ -106,7 +106,7 @@ def _sums(
 
 @triton.jit
 def _store(Out, x, offs_n, rows, DIM: tl.constexpr, BLOCK: tl.constexpr, kv_len):
-    """Write a block of dK or dV, which is (splits, batch, kv_len, num_kv_heads, DIM), contiguous."""
+    """Write a block of dK or dV, contiguous (splits, batch, kv_len, num_kv_heads, DIM)."""
     offs = tl.arange(0, BLOCK)[None, :]
     tl.store(Out + rows[:, None] * DIM + offs, x.to(Out.dtype.element_ty), mask=(offs_n < kv_len)[:, None] & (offs < DIM))
 
@@ -145,14 +145,14 @@ def dkdv_kernel(
     SPLIT: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """SPLIT: two programs for each block of keys, one for dK and one for dV, where registers hold no block of both.
+    """SPLIT: two programs for each block of keys, one for dK and one for dV, if registers cannot hold both.
 
-    SPLITS: programs that share the heads of a group; each writes its sums to a part of DK and DV of its own.
+    SPLITS: number of programs that share the heads of a group; each writes its sums to its own part of DK and DV.
     """
     BLOCK_N: tl.constexpr = C.BLOCK_N
     HEAD_DIM: tl.constexpr = C.HEAD_DIM
     VALUE_DIM: tl.constexpr = C.VALUE_DIM
-    # The first keys have the most queries where attention is causal.
+    # In causal attention the first keys have the most queries.
     program = tl.program_id(0)
     first_key = (program // 2 if SPLIT else program) * BLOCK_N
     HEADS: tl.constexpr = C.GROUP // SPLITS

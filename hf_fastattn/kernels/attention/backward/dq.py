@@ -1,11 +1,11 @@
-"""dQ, and delta for both kernels: one program per (block of query rows, head, batch row), K and V streamed past it.
+"""dQ, and delta for both kernels: one program per (block of query rows, head, batch row), which loops over K and V.
 
     delta = rowsum(dO * O) - dlse      P = exp(S - lse)      dS = P * (dO V^T - delta) * softcap'(S)      dQ = scale * dS K
 
-A program holds its part of dQ until it is done, so that nothing is added up in memory.
+A program accumulates its part of dQ in registers, so nothing is accumulated in memory.
 
-Source: Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning" (2023), algorithm 2, its
-loops exchanged.
+Source: Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning" (2023), algorithm 2 with
+exchanged loops.
 """
 
 import triton
@@ -22,7 +22,7 @@ def _tile(
     MASKED: tl.constexpr,
     C: tl.constexpr,
 ):  # fmt: skip
-    """dq with the keys from slot `first` on added."""
+    """dq after adding a tile of keys, from slot `first` on."""
     k_base, v_base, stride_kn, stride_vn = kv
     row_lo, row_hi, lo, hi, _, _, holes = sight
     offs_n = first + tl.arange(0, C.BLOCK_N)
@@ -83,7 +83,7 @@ def dq_kernel(
     BLOCK_D: tl.constexpr = C.BLOCK_D
     HEAD_DIM: tl.constexpr = C.HEAD_DIM
     VALUE_DIM: tl.constexpr = C.VALUE_DIM
-    # The longest causal blocks first.
+    # The longest causal blocks start first.
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
     head = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
