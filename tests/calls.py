@@ -1,4 +1,4 @@
-"""Calls of kernels with plain tensors, functions of plain tensors as kernels, calls as in a decode graph."""
+"""Helpers: calling kernels with plain tensors, using functions of plain tensors as kernels, pretending to capture a graph."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ attention = partial(call, reference.attention)
 
 
 def as_kernel(function):
-    """function(q, k, v, spans, **options) as what a backend runs."""
+    """A kernel for a backend, from function(q, k, v, spans, **options)."""
 
     @wraps(function)
     def kernel(q, kv, spec=Spec(), spans=None, **tensors):  # noqa: B008
@@ -29,7 +29,7 @@ class _Storage:
 
 @contextmanager
 def captured() -> Iterator[None]:
-    """Inside, a decode graph is said to capture what runs."""
+    """A context in which the code runs as if a decode graph captured it."""
     storage = _Storage()
     step = steps.begin(storage, steps.CAPTURED)
     try:

@@ -1,4 +1,4 @@
-"""The kernel tests' inputs: a list of cases whose names say their shape, and the tensors they stand for."""
+"""The inputs of the kernel tests: a list of cases, named by their shapes, and the tensors of a case."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MID, LONG = (111, 1000) if ON_GPU else (37, 75)
 
 
 def on_gpu(*values) -> tuple:
-    """Values of a parameter that only the GPU runs: for the interpreter they take the same path as others in the list."""
+    """Values of a parameter that run only on a GPU; interpreted, they take the same path as other values in the list."""
     return values if ON_GPU else ()
 
 
@@ -33,25 +33,25 @@ class Case:
     num_heads: int = 4
     num_kv_heads: int = 2
     head_dim: int = 64
-    value_dim: int | None = None  # V's head_dim; as K's where None
+    value_dim: int | None = None  # head_dim of V; None: as K
     dtype: str = "fp32"
     causal: bool = True
     window: int | None = None
     softcap: float | None = None
     scale: float | None = None
     sinks: bool = False  # learned logits
-    first_tokens: int = 0  # kept in sight whatever the window: the kernels' `sinks`
-    turned: bool = False  # ... and scored with the query turned back
+    first_tokens: int = 0  # visible whatever the window: the kernels' `sinks`
+    turned: bool = False  # ... and scored with the re-rotated query
     lse: bool = True
     layout: str = "plain"
-    # From here on the call carries spans if anything differs from its default.
+    # The call has spans if any of the following fields differs from its default.
     spans: bool = False
-    rows: tuple[tuple[int, int, float], ...] | None = None  # per batch row: live from, live to, share of holes between
-    mask_len: int | None = None  # positions the attention mask covers; all where None
-    q_offset: int | None = None  # position of the first query; the last query at the last slot where None
+    rows: tuple[tuple[int, int, float], ...] | None = None  # per batch row: first live slot, end, fraction of holes between
+    mask_len: int | None = None  # positions that the attention mask covers; None: all
+    q_offset: int | None = None  # position of the first query; None: the last query is at the last slot
     offset_on_device: bool = False
     kv_offset: int = 0
-    say_twice: bool = False  # causal and window as arguments too, not only in the spans
+    say_twice: bool = False  # causal and window also as arguments, not only in the spans
 
     @property
     def id(self) -> str:
@@ -82,8 +82,8 @@ class Case:
 
 @dataclass
 class Inputs:
-    """Tensors of a case, the options every kernel takes, what the contract says is visible, which slots are sinks and what scores
-    them (None: q)."""
+    """The tensors of a case, the options of the kernels, the visible slots by the contract, the slots that are sinks and the
+    queries that score them (None: q)."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -106,12 +106,12 @@ def attention_mask(case: Case, rng: np.random.Generator) -> np.ndarray | None:
 
 
 def placed(x: torch.Tensor, layout: str) -> torch.Tensor:
-    """`x` (batch, heads, length, head_dim) as a view of memory that holds NaN everywhere else."""
+    """`x` (batch, heads, length, head_dim) as a view of memory that is NaN everywhere else."""
     batch, heads, length, dim = x.shape
     around = lambda *shape: x.new_full(shape, float("nan"))  # noqa: E731
     if layout == "plain":
         return x.contiguous()
-    if layout == "token_major":  # what a projection's .view().transpose(1, 2) gives
+    if layout == "token_major":  # as after .view().transpose(1, 2) of a projection
         return x.transpose(1, 2).contiguous().transpose(1, 2)
     if layout == "slices":  # of one larger buffer, with a gap after each head's vector
         view = around(batch, heads, length + 7, dim + 24)[:, :, 3 : 3 + length, 8 : 8 + dim]
@@ -320,7 +320,7 @@ CASES: list[Case] = [
             *on_gpu({"softcap": 50.0}, {"sinks": True}),
         )
     ),
-    # sinks: one tile of them and several, windows behind, at and over them, padding, holes, queries among them
+    # sinks: one tile and several, windows after, at and over them, padding, holes, queries among them
     *(
         replace(base, **{"head_dim": 32, "first_tokens": n, "turned": turned, **options})
         for base in (_decode, _prompt, _append)
@@ -340,7 +340,7 @@ CASES: list[Case] = [
             (3, True, {"window": 30, "layout": "slices", "head_dim": 80, "dtype": "fp16", "say_twice": True}),
         )
     ),
-    # sinks of a row whose window holds no live key, with more splits or shares than it has tiles
+    # sinks of a row without a live key in its window, with more splits or shares than tiles
     replace(_decode, kv_len=LONG, q_offset=LONG - 1, rows=((0, 20, 0.0), (5, 9, 0.0)), first_tokens=4, turned=True, window=20),
     # padding: left, right, holes, an empty row, everything masked
     *(
@@ -355,7 +355,7 @@ CASES: list[Case] = [
         )
         for causal in ((True, False) if both else (True,))
     ),
-    # a preallocated buffer longer than what is live
+    # a preallocated buffer longer than its live part
     *(
         replace(base, kv_len=LONG + 90, q_offset=base.kv_len - base.q_len, offset_on_device=on_device, head_dim=32)
         for base in (_decode, _prompt, _append)

@@ -1,4 +1,4 @@
-"""A tiny model and a tokenizer of bytes, as a folder that from_pretrained() reads; nothing is downloaded."""
+"""A tiny model and a byte tokenizer, as a folder for from_pretrained(); nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte, left-padded."""
+    """One token per byte, left-padded."""
     symbols = SPECIAL + sorted(pre_tokenizers.ByteLevel.alphabet())
     core = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(symbols)}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,4 +1,4 @@
-"""What every test shares: no network, no luck with uninitialised memory, one device, one hypothesis profile."""
+"""Settings of all tests: no network, NaN in uninitialised memory, one device, one hypothesis profile."""
 
 import os
 import sys
@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, settings
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 
-# The same examples in every run: a test that turns red does so because of the change before it. No deadlines, since first
-# calls compile kernels.
+# The same examples in every run, so that a test fails because of a change and not by chance. No deadlines, because first calls
+# compile kernels.
 _common = {"deadline": None, "derandomize": True, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
 settings.register_profile("cpu", max_examples=15, **_common)
 settings.register_profile("cuda", max_examples=100, **_common)
@@ -22,13 +22,13 @@ settings.load_profile(DEVICE)
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
-    """The GPU where there is one and kernels are not interpreted; else the CPU."""
+    """The GPU, if there is one and kernels are not interpreted; else the CPU."""
     return torch.device(DEVICE)
 
 
 def _spoil(out, module: str):
-    """Fill what the package allocated with NaN; kernels' integers with a value no span or counter has."""
-    if type(out) is not torch.Tensor or out.is_meta:  # a fake tensor, while something is being traced
+    """Fill a tensor that the package allocated with NaN, integers of kernels with a value that no span or counter has."""
+    if type(out) is not torch.Tensor or out.is_meta:  # a fake tensor during tracing
         return out
     if out.is_floating_point():
         return out.fill_(float("nan"))
@@ -38,7 +38,7 @@ def _spoil(out, module: str):
 
 
 def _spoiled(allocate):
-    """`allocate`, whose result is spoiled when a module of the package called it; nobody else sees a difference."""
+    """`allocate`, whose result is spoiled if a module of the package calls it, and unchanged for other callers."""
 
     def wrapper(*args, **kwargs):
         out = allocate(*args, **kwargs)
@@ -50,17 +50,17 @@ def _spoiled(allocate):
 
 @pytest.fixture(autouse=True, scope="session")
 def nan_filled_empties():
-    """Inside the package torch.empty and its relatives return NaN, so a result nobody wrote cannot look right.
+    """Inside the package torch.empty and related functions return NaN, so a result that was not written cannot look right.
 
-    Patched once a session, so that compiled code keeps seeing one function. Captured into a CUDA graph the fill is one more
-    node, which spoils the memory again before each replay.
+    They are patched once per session, so that compiled code always sees the same functions. In a CUDA graph the fill is captured
+    too, and spoils the memory again in each replay.
     """
-    with torch.device("meta"):  # torch lists once which functions follow `with torch.device(...)`: these, and not their wrappers
+    with torch.device("meta"):  # torch lists the functions for `with torch.device(...)` once: these, not their wrappers
         torch.empty(1)
     with pytest.MonkeyPatch.context() as patch:
         for name in ("empty", "empty_like", "empty_strided"):
             wrapper = _spoiled(getattr(torch, name))
-            # Dynamo must not look inside: it would stop at sys._getframe. As one opaque call it allocates as ever.
+            # Dynamo must not trace into it, because it would stop at sys._getframe. An opaque call allocates as usual.
             patch.setattr(torch, name, torch.compiler.allow_in_graph(wrapper))
         patch.setattr(torch.Tensor, "new_empty", _spoiled(torch.Tensor.new_empty))
         yield
@@ -68,7 +68,7 @@ def nan_filled_empties():
 
 @pytest.fixture(autouse=True)
 def nothing_under_way():
-    """A GPU has done all that a test launched when the test ends: what fails there fails in its own test."""
+    """Synchronise at the end of each test, so that an error on the GPU fails the test that caused it."""
     yield
     if DEVICE == "cuda":
         torch.cuda.synchronize()

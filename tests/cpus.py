@@ -1,8 +1,8 @@
-"""The tests that compare numbers, as other CPUs would round: what `make test-cpus` runs.
+"""Runs the tests that compare numbers with the rounding of other CPUs, for `make test-cpus`.
 
-torch chooses its CPU kernels by what the CPU can do, and ATEN_CPU_CAPABILITY has it choose as on a lesser one;
-MKL_CBWR=COMPATIBLE does the same for MKL's products. Two threads split sums in two. A test that holds under one setting alone
-leans on rounding.
+torch selects its CPU kernels by the instruction sets of the CPU, and ATEN_CPU_CAPABILITY makes it select those of an older CPU;
+MKL_CBWR=COMPATIBLE does the same for MKL's products. Two threads split sums in two. A test that passes under only one setting
+depends on rounding.
 
     python tests/cpus.py [pytest's arguments]    without arguments: WIDE on one thread, NARROW on two
 """
@@ -21,14 +21,14 @@ WIDE = [
     for name in ("rounding", "evaluate", "patches", "generate", "backends", "streaming", "fuse", "caches", "kernels")
 ]
 NARROW = [f"tests/test_{name}.py" for name in ("rounding", "evaluate", "caches")]
-# SmolLM2's tests take minutes each, and tiny models make the same comparisons. The other starts a process of its own.
+# SmolLM2's tests take minutes each, and tiny models make the same comparisons. The other test starts another process.
 LEFT_OUT = ["-k", "not smollm2 and not interpreted_kernels"]
-CAPABILITIES = ("default", "avx2", "avx512")  # from less to more
+CAPABILITIES = ("default", "avx2", "avx512")  # in ascending order
 SETTINGS = [{"ATEN_CPU_CAPABILITY": name} for name in CAPABILITIES] + [{"MKL_CBWR": "COMPATIBLE"}]
 
 
 def why_not(setting: dict[str, str]) -> str | None:
-    """Why this CPU or this torch cannot be run under a setting; None if it can."""
+    """The reason why this CPU or this torch does not support a setting; None if it does."""
     if "MKL_CBWR" in setting:
         return None if torch.backends.mkl.is_available() else "this torch has no MKL"
     wanted, has = setting["ATEN_CPU_CAPABILITY"], torch.backends.cpu.get_cpu_capability().lower()

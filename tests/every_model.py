@@ -1,7 +1,7 @@
 """Every generating model class of the installed Transformers, and a tiny random configuration of each.
 
-Nothing here lists models. The classes are found in Transformers' own mappings and files; a tiny configuration is the class's
-default one with every size cut down by the name it has. `OWN` holds what could not be had that way.
+There is no list of models. The classes are found in Transformers' mappings and files. A tiny configuration is the default
+configuration of the class with all sizes reduced, which are recognised by their names. `OWN` has the exceptions.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from models import VOCAB
 from transformers import PreTrainedConfig
 from transformers.models.auto import modeling_auto
 
-# Ids of images, videos and the like lie above those that prompts hold.
+# Ids of images, videos and similar tokens are larger than those in prompts.
 SPECIAL = range(VOCAB, 160)
-MAPPINGS = {  # in Transformers' modeling_auto, and what a model of it is asked for
+MAPPINGS = {  # in Transformers' modeling_auto, and the kind of its models
     "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES": "causal",
     "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES": "vision",
     "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES": "multimodal",
@@ -52,7 +52,7 @@ def sources() -> dict[str, str]:
 
 @cache
 def find() -> list[Model]:
-    """Every model class that generates, or fills in masked tokens, and asks the attention interface by itself or by a part."""
+    """Every model class that generates or fills in masked tokens and uses the attention interface, itself or in a part."""
     where = {}  # class: its module
     for module, source in sources().items():
         for name in re.findall(r"^class (\w+)\(", source, re.MULTILINE):
@@ -66,7 +66,7 @@ def find() -> list[Model]:
                     if asks or re.search(r"\bAuto\w*Model\w*\.from_config\(", sources()[where[name]]):
                         found[name] = Model(name, where[name].split(".")[2], kind, where[name], asks)
     mapped = {model.module for model in found.values()}
-    for module, source in sources().items():  # files that no mapping has
+    for module, source in sources().items():  # files that are in no mapping
         if module in mapped or "get_interface(" not in source:
             continue
         for name in re.findall(r"^class (\w+)\([^)]*GenerationMixin[^)]*\)", source, re.MULTILINE):
@@ -75,7 +75,7 @@ def find() -> list[Model]:
 
 
 def _has_forward(source: str, name: str) -> bool:
-    """Whether a class has a forward() of its own or from another model; without one it only holds models that are found too."""
+    """Whether a class has its own forward() or that of another model; otherwise it only contains models that are also found."""
     bases, block = re.search(rf"^class {name}\(([^)]*)\):(.*?)(?=^\S|\Z)", source, re.MULTILINE | re.DOTALL).groups()
     return "def forward(" in block or not all(base.strip().endswith(("PreTrainedModel", "Mixin")) for base in bases.split(","))
 
@@ -87,13 +87,13 @@ def load_class(model: Model) -> type:
 
 
 def config_class(cls: type) -> type:
-    """The configuration that a class says it takes; some inherit that of a whole of which they are a part."""
+    """The declared configuration of a class; some inherit that of the model of which they are a part."""
     said = vars(cls).get("__annotations__", {}).get("config")
     said = getattr(sys.modules[cls.__module__], said, None) if isinstance(said, str) else said
     return said if isinstance(said, type) and issubclass(said, PreTrainedConfig) else cls.config_class
 
 
-# Sizes by name; the first pattern that matches the whole name decides. None of them is ever raised.
+# Sizes by name; the first pattern that matches the whole name decides. No size is increased.
 SIZES = [
     (r".*(num_layers|num_hidden_layers|encoder_layers|decoder_layers|blocks)|n_layers?|depth|layers|resampler_depth", 2),
     (r"num_(encoder|decoder)_layers|num_layers_per_stack|\w*_depth", 2),
@@ -151,7 +151,7 @@ OWN: dict[str, dict] = {
     "dots3_note": {"text_config": DOTS3},
     "Dots3NoteForCausalLM": DOTS3,
     "emu3": {"vocabulary_map": {"<|extra_200|>": SPECIAL.start, "<image>": SPECIAL.start + 1}, "vq_config": VQ},
-    "fast_vlm": {"vision_config": {"model_args": {"layers": [1] * 5, "embed_dims": [32] * 5}}},  # of timm, to which it is handed
+    "fast_vlm": {"vision_config": {"model_args": {"layers": [1] * 5, "embed_dims": [32] * 5}}},  # passed to timm
     "fun_asr_nano": {"adaptor_config": {"intermediate_size": 16}},
     "gemma4_assistant": {"init": {"text_config": ASSISTED}},
     "gemma4_unified_assistant": {"init": {"text_config": ASSISTED}},
@@ -236,7 +236,7 @@ OWN: dict[str, dict] = {
 
 
 def tiny_config(cls: type, own: dict | None = None) -> PreTrainedConfig:
-    """The default configuration of a class, cut down."""
+    """The default configuration of a class, with reduced sizes."""
     own = own or {}
     given = {name: value for name, value in own.items() if name == "init"}
     default = cls(**copy.deepcopy(given.get("init", {})))
@@ -281,10 +281,10 @@ def _shrunk(config: PreTrainedConfig, ids: dict) -> dict:
 
 
 def _set_by_owner(config: PreTrainedConfig) -> dict:
-    """What the owner's defaults say that the class's own do not, numbers and names only."""
+    """Numbers and names in the owner's defaults that the defaults of the class lack."""
     try:
         plain = vars(type(config)())
-    except Exception:  # no such thing by itself
+    except Exception:  # not a configuration by itself
         return {}
     simple = {k: v for k, v in vars(config).items() if not k.startswith("_") and isinstance(v, (bool, int, float, str))}
     return {k: v for k, v in simple.items() if k in plain and plain[k] != v}
@@ -299,7 +299,7 @@ def _is_per_layer(name: str, value, layers) -> bool:
 
 
 def _layers_to_keep(values: dict, layers: int | None) -> list[int] | None:
-    """Indices of the first layer of each sort, by everything that the configuration says layer by layer."""
+    """Indices of the first layer of each kind, by all per-layer lists in the configuration."""
     lists = [v for k, v in values.items() if layers and _is_per_layer(k, v, layers)]
     if not lists:
         return None

@@ -1,8 +1,8 @@
-"""A CUDA graph's stand-in on the CPU: records the tensor operations of one step, and replays them on the same memory.
+"""A substitute for CUDA graphs on the CPU: records the tensor operations of one step, and replays them on the same memory.
 
-Like a graph, it repeats operations and not Python: an int that Python read while recording stays what it was, a result lands
-where it landed, and reading a value on the host is an error. Unlike a graph it computes while it records, so its first replay
-does nothing.
+Like a graph, it repeats operations and not Python: an int that Python read during the recording keeps its value, a result is
+written to the same memory, and reading a value on the host is an error. Unlike a graph it computes while it records, so its first
+replay does nothing.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class _Recorder(TorchDispatchMode):
 
 
 class _NoHost(TorchFunctionMode):
-    """What reads a CPU tensor without an operation that a dispatch mode would see."""
+    """Refuses functions that read a CPU tensor without an operation that a dispatch mode would see."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function in (torch.Tensor.tolist, torch.Tensor.numpy):

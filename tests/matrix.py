@@ -1,13 +1,13 @@
-"""Every model of the installed Transformers that asks the attention interface, against eager: equal, refused, or wrong.
+"""Compares every model of the installed Transformers that uses the attention interface with eager: equal, refused, or wrong.
 
     python tests/matrix.py                       # all of them, on the CPU; `make matrix`
     python tests/matrix.py llama Qwen3ForCausalLM --out /tmp/some.json
     python tests/matrix.py --shapes --device cuda --processes 4             # real kernels and graphs, IEEE products
 
-Each model is a tiny random one (`every_model`), in fp32. What eager computes is the truth. A cell is one way of running the model
-with this package: its attention alone, each cache, patch() with the recorded graph, streaming. Logits of every step are compared
-within what rounding does to this very model (`Truth`), and tokens where eager's choice is clear by more than that. A refusal
-counts where the package raised it on purpose, and the remedies that it names are tried.
+Each model is tiny and random (`every_model`), in fp32. The expected result is eager's. A cell is one way of running the model
+with this package: only its attention, each cache, patch() with the recorded graph, streaming. Logits of every step are compared
+up to the effect of rounding on this model (`Truth`), and tokens if eager's choice is clear by more than that. A refusal counts if
+the package raised it on purpose, and the remedies that it names are tried.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ NEW = 10  # tokens
 WIDE = 256  # a streaming window that hides nothing
 EPS = torch.finfo(torch.float32).eps
 SECONDS = 240  # for one model
-INTERNAL = ("spans must be",)  # sentences for who writes kernels; a model's user must never read one
+INTERNAL = ("spans must be",)  # messages for authors of kernels, which users of models must not see
 EQUAL, REFUSED, WRONG, ABSENT = "equal", "refused", "WRONG", "absent"
 
 
-# One model of each shape of attention, and what it has that the others have not.
+# One model of each shape of attention, with the property that distinguishes it.
 SHAPES = {
     "Qwen3ForCausalLM": "grouped heads, normed q and k",
     "OPTForCausalLM": "learned positions, q scaled beforehand",
@@ -78,7 +78,7 @@ SHAPES = {
 
 @dataclass
 class Cell:
-    """result: equal, refused, WRONG, or absent where eager itself cannot run this. said: the sentences, of ours or the error."""
+    """result: equal, refused, WRONG, or absent if eager cannot run this. said: the messages of the package, or the error."""
 
     result: str
     path: str = ""
@@ -87,7 +87,7 @@ class Cell:
 
 
 class Disagreement(Exception):
-    """The numbers or tokens are not eager's."""
+    """The numbers or tokens differ from eager's."""
 
 
 # ---- running and comparing ----
@@ -95,7 +95,7 @@ class Disagreement(Exception):
 
 @torch.no_grad()
 def forward(model, inputs: dict) -> torch.Tensor:
-    torch.manual_seed(0)  # some draw a noise to begin with
+    torch.manual_seed(0)  # some begin with random noise
     out = model(**inputs)
     return next(out[name] for name in ("logits", "last_hidden_state") if out.get(name) is not None).float()
 
@@ -111,10 +111,10 @@ def generate(model, inputs: dict, **options):
 
 
 class Truth:
-    """What eager computes of one model and padding, and how far rounding may take another way of computing it.
+    """The results of eager for one model and padding, and the tolerance for rounding in another computation.
 
-    tolerance: 32 times what the last bit of every weight changes, at least 64 units of rounding at the logits' scale, and never
-    so much that a mask could hide in it.
+    tolerance: 32 times the effect of the last bit of every weight, at least 64 units of rounding at the scale of the logits, and
+    never as large as the effect of a wrong mask.
     """
 
     def __init__(self, model, inputs: dict, generates: bool):
@@ -156,7 +156,7 @@ class Truth:
                     first, second = best.topk(2).values.tolist()
                     if first - second > 2 * self.tolerance:
                         raise Disagreement(f"new token {step}, row {row}, is another")
-                    break  # a toss-up: what follows is another text
+                    break  # a tie: the texts differ from here on
 
 
 @contextlib.contextmanager
@@ -174,7 +174,7 @@ def _last_bits_changed(model):
 
 
 def is_ours(error: BaseException) -> bool:
-    """Whether the package raised this on purpose: the last frame is a `raise` statement of its own."""
+    """Whether the package raised this on purpose: the last frame is one of its `raise` statements."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     if str(error).startswith(INTERNAL):
         return False
@@ -195,7 +195,7 @@ def describe(error: BaseException) -> str:
 
 
 def attempt(run) -> Cell:
-    """The cell that run() makes; run() raises Disagreement where numbers differ, and returns further facts of the cell."""
+    """The cell of run(), which raises Disagreement if numbers differ, and returns further fields of the cell."""
     for name in ("_say_once",):
         getattr(getattr(interface, name, None), "cache_clear", lambda: None)()
     counted, facts = {}, {}
@@ -225,7 +225,7 @@ def _is_our_warning(warning) -> bool:
 
 
 def must_run_ours(cell: Cell) -> Cell:
-    """An accepted backend that never computed anything was ignored; the dense path must have been said."""
+    """An accepted backend must have been called, and the dense path must have caused a warning."""
     if cell.result == EQUAL and cell.path == "stock":
         return Cell(WRONG, cell.path, ["accepted, and never called: the backend is silently ignored", *cell.said], cell.graph)
     if cell.result == EQUAL and "dense" in cell.path and not cell.said:
@@ -259,7 +259,7 @@ def cells_of(model, truths: dict, generates: bool) -> dict[str, Cell]:
 
 
 def judge_like_sdpa(cell: Cell, model, truth) -> Cell:
-    """Sdpa is the truth where eager misreads the mask that a model has made dense, or sees the future for want of one."""
+    """The expected result is sdpa's if eager misreads a mask that the model made dense, or sees later tokens without a mask."""
     if cell.result != WRONG:
         return cell
     if cell.path != "dense" and (_is_causal(model, "eager", truth) or not _is_causal(model, "sdpa", truth)):
@@ -272,7 +272,7 @@ def judge_like_sdpa(cell: Cell, model, truth) -> Cell:
 
 
 def _is_causal(model, name: str, truth) -> bool:
-    """Whether what comes later changes nothing in what the model says before."""
+    """Whether later tokens do not change the earlier outputs of the model."""
     ids = truth.inputs.get("input_ids")
     if ids is None:
         return False
@@ -294,7 +294,7 @@ def _preallocated(model, truth):
 
 
 def judge_like_stock(cell: Cell, model, truth) -> Cell:
-    """Some models cannot use a cache that the caller brings, whosever it is; then the cell is absent."""
+    """Some models cannot use any cache that the caller passes; then the cell is absent."""
     if cell.result != WRONG:
         return cell
     before = model.config._attn_implementation
@@ -307,7 +307,7 @@ def judge_like_stock(cell: Cell, model, truth) -> Cell:
     return Cell(ABSENT, cell.path, ["Transformers' own DynamicCache, handed over, fails as well: " + stock.said[0]])
 
 
-# ---- remedies: a sentence recommends only what works ----
+# ---- remedies: a message only recommends what works ----
 
 
 def remedies(model, truths: dict, cells: dict[str, Cell]) -> dict[str, Cell]:
@@ -327,7 +327,7 @@ def remedies(model, truths: dict, cells: dict[str, Cell]) -> dict[str, Cell]:
         tried["remedy.clamp_positions"] = attempt(
             lambda: truth.check_tokens(_streams(model, truth, window=WIDE, clamp_positions=True))
         )
-    for name, cell in cells.items():  # advice that was followed to get there
+    for name, cell in cells.items():  # advice that was already followed
         if cell.result == REFUSED and name.startswith(("streaming", "rolling")) and 'patch(model, "streaming"' in cell.said[0]:
             tried[f"remedy.{name}"] = cell
     for name, cell in tried.items():
@@ -337,7 +337,7 @@ def remedies(model, truths: dict, cells: dict[str, Cell]) -> dict[str, Cell]:
 
 
 def _by_default(model, truth) -> Cell:
-    """What Transformers itself chooses; where that is not what eager computes, it is no mistake of ours."""
+    """Transformers' own choice; if it differs from eager, the error is not in this package."""
     name = _default(model)
     cell = attempt(lambda: _with_stock(model, name, truth))
     if cell.result == WRONG and name != "eager" and cell.said[0].startswith("logits"):
@@ -408,7 +408,7 @@ def _replayed(model, patch, truth: Truth, way: str) -> dict:
 
 
 def fused(model) -> dict[str, int]:
-    """What patch() would put into one launch on a GPU, where alone it does."""
+    """The modules that patch() would fuse on a GPU."""
     from hf_fastattn.patches import fuse
 
     with mock.patch.object(fuse, "INTERPRETED", True):
@@ -417,7 +417,7 @@ def fused(model) -> dict[str, int]:
 
 
 def truths_of(model, entry: every_model.Model, device, row: dict) -> tuple[dict[str, Truth], bool]:
-    """What eager makes of each kind of input, and whether it generates; what it cannot do goes into `row`. Moves the model."""
+    """The results of eager for each kind of input; failures are written to `row`. Moves the model."""
     generates = entry.kind in ("causal", "vision", "multimodal") and not model.config.is_encoder_decoder and model.can_generate()
     inputs: dict[str, dict] = {}
     wanted = [(padding, padding, model_inputs.text) for padding in PADDINGS]
@@ -437,7 +437,7 @@ def truths_of(model, entry: every_model.Model, device, row: dict) -> tuple[dict[
             truths[name] = Truth(model, inputs[name], generates)
         except Exception as error:
             row["eager_cannot"][name] = describe(error)
-    if not truths and generates:  # forward() alone
+    if not truths and generates:  # only forward()
         for padding in PADDINGS:
             with contextlib.suppress(Exception):
                 truths[padding] = Truth(model, inputs[padding], False)
@@ -457,7 +457,7 @@ def _to(device, inputs: dict) -> dict:
 
 
 def run_model(entry: every_model.Model, variant: str = "", device: str = "cpu", seed: int = 0) -> dict:
-    """Everything about one model, as JSON takes it."""
+    """All results of one model, for JSON."""
     started = time.monotonic()
     row = {"name": entry.name + variant, "model_type": entry.model_type, "kind": entry.kind, "cells": {}}
     try:
@@ -510,7 +510,7 @@ def _is_number(cell: dict) -> bool:
 
 
 def _not_by_chance(row: dict, entry, variant: str, device: str) -> dict:
-    """The row again with other weights: where a router or a top-k chooses, one last bit may choose otherwise, but not in both."""
+    """The row with other weights: rounding may change the choice of a router or a top-k, but not for both weights."""
     again = run_model(entry, variant, device, seed=1)["cells"]
     for name, cell in row["cells"].items():
         if _is_number(cell) and again.get(name, cell)["result"] == EQUAL:

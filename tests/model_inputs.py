@@ -1,8 +1,8 @@
-"""Inputs of the models of `every_model`: prompts, and pictures or sounds where a recipe that knows no model fits one.
+"""Inputs for the models of `every_model`: prompts, and pictures or sounds if a generic recipe fits the model.
 
-A recipe is a shape of `pixel_values` (or of what a model hears) and, by their names, the arguments that go with it. The first one
-that a model's own `get_image_features()` or forward() takes is used; how many tokens a picture has, the model says itself. Model
-and inputs are on the CPU, where an index out of bounds is an exception; on a GPU it ends the process's CUDA context.
+A recipe is a shape of `pixel_values` (or of the audio input) and the names and values of further arguments. The first recipe that
+`get_image_features()` or forward() of the model accepts is used; the model determines the number of tokens of a picture. Model
+and inputs are on the CPU, where an index out of bounds is an exception; on a GPU it ends the CUDA context of the process.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from models import prompts
 
 ROWS = 3
-BEGINS = 52  # where pictures stand: behind all left padding, before the holes at the end
+BEGINS = 52  # position of the pictures: after all left padding, before the holes at the end
 
 
 def text(model, padding: str) -> dict:
@@ -23,13 +23,13 @@ def text(model, padding: str) -> dict:
     if model.config.is_encoder_decoder:
         inputs["decoder_input_ids"] = prompts("no_padding", "cpu", length=40)["input_ids"]
     canvas = getattr(model.config, "canvas_length", None)
-    if canvas and "attention_mask" in inputs:  # as its generate() has it: without one the canvas reads what padding left behind
+    if canvas and "attention_mask" in inputs:  # as in its generate(): without one the canvas reads the padding
         inputs["decoder_attention_mask"] = torch.nn.functional.pad(inputs["attention_mask"], (0, canvas), value=1)
     return inputs
 
 
 def with_picture(model, padding: str) -> dict | None:
-    """A prompt with one picture a row, None where no recipe fits."""
+    """A prompt with one picture per row; None if no recipe fits."""
     found = _picture(model)
     ids = _ids_of_pictures(model.config)
     if found is None or ids is None:
@@ -74,7 +74,7 @@ def _number(config, *names, default):
 
 
 def _pictures(model) -> Iterator[dict]:
-    """Everything a picture may look like, the arguments beside it included."""
+    """All recipes for a picture, with their further arguments."""
     vision = _vision(model.config)
     if vision is None:
         return
@@ -123,7 +123,7 @@ def _pictures(model) -> Iterator[dict]:
 
 @torch.no_grad()
 def _picture(model) -> tuple[dict, int] | None:
-    """(arguments of forward() that bring the pictures, tokens of one)."""
+    """(arguments of forward() for the pictures, number of tokens of one)."""
     features = getattr(model, "get_image_features", None) or getattr(getattr(model, "model", None), "get_image_features", None)
     if features is None:
         return None
@@ -141,7 +141,7 @@ def _picture(model) -> tuple[dict, int] | None:
 
 
 def _size(out) -> int:
-    """Tokens in what get_image_features() returns."""
+    """Number of tokens in the result of get_image_features()."""
     if hasattr(out, "keys"):
         out = next(out[name] for name in ("pooler_output", "last_hidden_state") if out.get(name) is not None)
     if isinstance(out, torch.Tensor):
@@ -150,7 +150,7 @@ def _size(out) -> int:
 
 
 def others(model) -> Iterator[dict]:
-    """What models that text alone does not satisfy may want: sounds, codes, pictures for an encoder."""
+    """Inputs of models that need more than text: sounds, codes, pictures for an encoder."""
     config = model.config
     generator = torch.Generator().manual_seed(4)
     decoder = {"decoder_input_ids": prompts("no_padding", "cpu", length=40)["input_ids"]}

@@ -1,8 +1,8 @@
-"""The table of models in docs/, from what `matrix.py` wrote for each version of Transformers.
+"""Writes the table of models in docs/ from the results of `matrix.py` for each version of Transformers.
 
     python tests/model_table.py build/matrix-newest.json build/matrix-oldest.json
 
-writes docs/models-<version>.json for each, with the paddings of a way put together, and docs/models.md from all of those.
+writes docs/models-<version>.json for each, with the paddings of a way combined, and docs/models.md from all of them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ORDER = ("WRONG", "refused", "absent", "equal")
 
 
 def put_together(row: dict) -> dict:
-    """One model: its ways, each with the paddings that are equal, refused with a sentence, or wrong."""
+    """One model: its ways, each with the paddings that are equal, refused with a message, or wrong."""
     out = {key: row[key] for key in ("name", "model_type", "kind", "unset", "unbuilt", "eager_cannot", "fused") if row.get(key)}
     ways: dict[str, dict] = {}
     for name, cell in row["cells"].items():
@@ -51,7 +51,7 @@ def put_together(row: dict) -> dict:
 
 
 class Notes:
-    """Sentences by number; a model's own name in them is left out, so that one sentence has one number."""
+    """Numbered messages, without the name of the model, so that equal messages have one number."""
 
     def __init__(self):
         self.numbers: dict[str, int] = {}
@@ -64,7 +64,7 @@ class Notes:
 
 
 def _entry(model: dict, column: str, notes: Notes) -> str:
-    """What one column says of one model."""
+    """The cell of one column for one model."""
     way = model["ways"].get(COLUMNS[column]) or (model["ways"].get("forward") if column == "attention" else None)
     if way is None:
         return "-"
@@ -87,7 +87,7 @@ def _entry(model: dict, column: str, notes: Notes) -> str:
 
 
 def markdown(documents: list[dict]) -> str:
-    """The table of all versions: one row a model, the newest version's; where an older one differs, that in brackets."""
+    """The table of all versions: one row per model, for the newest version; differences in older versions are added."""
     notes, newest = Notes(), documents[0]
     by_version = [{model["name"]: model for model in document["models"]} for document in documents]
     lines = INTRODUCTION.splitlines()

@@ -1,4 +1,4 @@
-"""Tiny random models of every family, drawn so that a wrong mask changes the greedy tokens."""
+"""Tiny random models of every family, with weights for which a wrong mask changes the greedy tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COMMON = {
     "tie_word_embeddings": False,
     "attention_dropout": 0.0,
 }
-# name: (model_type, its own part of the config). Prompts here have PROMPT tokens: a window is below or above that.
+# name: (model_type, changes to the config). Prompts have PROMPT tokens; windows are smaller or larger than that.
 PROMPT = 96
 FAMILIES = {
     "llama": ("llama", {}),
@@ -43,16 +43,16 @@ FAMILIES = {
 
 
 def draw_weights(model: torch.nn.Module, seed: int = 0) -> None:
-    """Large random weights: attention is far from uniform, and what it reads decides the next token.
+    """Large random weights: attention is far from uniform, and the attended tokens decide the next token.
 
-    With the usual std of 0.02 a random model repeats one token whatever it attends to, and every mask looks right.
+    With the usual std of 0.02 a random model repeats one token whatever it attends to, so every mask would pass.
     """
     generator = torch.Generator().manual_seed(seed)
     for name, p in sorted(model.named_parameters()):
         noise = torch.randn(p.shape, generator=generator)
         if name.endswith("sinks"):
             p.data.copy_(noise)
-        elif p.dim() < 2:  # norms and biases; Gemma's norms add the 1 themselves, and normed q and k need less than 1
+        elif p.dim() < 2:  # norms and biases; Gemma's norms add 1, and normalised q and k need less than 1
             centre = 0.0 if "norm" not in name.lower() or "bias" in name or "gemma" in type(model).__name__.lower() else 1.0
             p.data.copy_((0.5 if "q_norm" in name else centre) + 0.1 * noise)
         elif "embed" in name:
@@ -74,7 +74,7 @@ def tiny(
 
 @cache
 def family(name: str, device: torch.device | str) -> PreTrainedModel:
-    """The one model of a family; callers choose what it runs with `set_attn_implementation`."""
+    """The model of a family, which is created once; callers select its attention with `set_attn_implementation`."""
     model_type, own = FAMILIES[name]
     return tiny(model_type, device=device, **own)
 
@@ -83,9 +83,9 @@ PADDINGS = ("no_padding", "left_padding", "holes")
 
 
 def prompts(padding: str, device: torch.device | str, rows: int = 3, length: int = PROMPT) -> dict[str, torch.Tensor]:
-    """input_ids and, but for "no_padding", an attention_mask: rows of several lengths, or with pads between live tokens.
+    """input_ids and, except for "no_padding", an attention_mask: rows of several lengths, or with padding between live tokens.
 
-    The ids repeat themselves here and there, so that prompt lookup finds something to propose.
+    Some parts of the ids repeat, so that prompt lookup finds candidates.
     """
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(2, VOCAB, (3, length), generator=generator)
@@ -94,7 +94,7 @@ def prompts(padding: str, device: torch.device | str, rows: int = 3, length: int
     if padding != "no_padding":
         for row in range(3):
             mask[row, : (row + 1) * length // 6] = 0
-    if padding == "holes":  # as batched conversations leave them: pads after each turn's end
+    if padding == "holes":  # as in batched conversations: padding after the end of each turn
         for row in range(3):
             mask[row, 3 * length // 5 + 3 * row : 3 * length // 5 + 6 + 5 * row] = 0
             mask[row, length - 6 : length - 4 + row] = 0

@@ -1,6 +1,6 @@
-"""Attention in fp64 from the written contract alone: nothing here is shared with the package.
+"""Attention in fp64, implemented from the written contract: no code is shared with the package.
 
-Which key a query sees is decided element by element from positions, and once more from the integers of a spans tensor.
+The visible keys of a query are computed element by element from positions, and independently from the integers of spans.
 """
 
 import numpy as np
@@ -8,7 +8,7 @@ import torch
 
 
 def visible(batch, q_len, kv_len, *, q_offset, kv_offset=0, causal=True, window=None, attention_mask=None, sinks=0) -> np.ndarray:
-    """bool (batch, q_len, kv_len): does query i, at position q_offset + i, see slot j, which holds position kv_offset + j?
+    """bool (batch, q_len, kv_len): whether query i, at position q_offset + i, sees slot j, which has position kv_offset + j.
 
     attention_mask: bool (batch, positions seen), True where a position is live; positions past its end are not.
     """
@@ -27,7 +27,7 @@ def visible(batch, q_len, kv_len, *, q_offset, kv_offset=0, causal=True, window=
 
 
 def sink_slots(batch, kv_len, kv_offset, attention_mask, sinks) -> np.ndarray:
-    """bool (batch, kv_len): is slot j one of the `sinks` slots from the row's first live one?"""
+    """bool (batch, kv_len): whether slot j is one of the `sinks` slots from the first live slot of the row on."""
     found = np.zeros((batch, kv_len), dtype=bool)
     for b in range(batch):
         live = range(kv_len)
@@ -39,7 +39,7 @@ def sink_slots(batch, kv_len, kv_offset, attention_mask, sinks) -> np.ndarray:
 
 
 def visible_from_spans(spans: torch.Tensor, q_len, kv_len, *, causal=False, window=None, sinks=0) -> np.ndarray:
-    """The same from a spans tensor, as its docstring reads: a key is seen when every condition allows it."""
+    """The same from spans, by their docstring: a query sees a key if every condition allows it."""
     rows = spans.cpu().numpy().reshape(spans.shape[0], -1).astype(np.int64)
     p, j = np.arange(q_len)[:, None], np.arange(kv_len)[None, :]
     seen = np.zeros((len(rows), q_len, kv_len), dtype=bool)
@@ -56,9 +56,9 @@ def visible_from_spans(spans: torch.Tensor, q_len, kv_len, *, causal=False, wind
 
 
 def turned_back(q, tokens, inv_freq, *, window, sinks, interleaved) -> torch.Tensor:
-    """`q` (batch, heads, q_len, head_dim) of the tokens `tokens` (batch or 1, q_len) as the sinks meet it, in fp64.
+    """`q` (batch, heads, q_len, head_dim) at the positions `tokens` (batch or 1, q_len), re-rotated to score the sinks, in fp64.
 
-    It stands at most at sinks + window - 1; angles are products in fp32, as models have them.
+    The new position is at most sinks + window - 1. Angles are products in fp32, as in models.
     """
     near = tokens if window is None else np.minimum(tokens, sinks + window - 1)
     frequencies = inv_freq.cpu().numpy()
@@ -74,13 +74,13 @@ def turned_back(q, tokens, inv_freq, *, window, sinks, interleaved) -> torch.Ten
 
 
 def attention(q, k, v, seen: np.ndarray, *, scale=None, softcap=None, sink_logits=None, q_sinks=None, is_sink=None):
-    """(out, lse) in fp64 on q's device; `seen` as above. A query that sees nothing gets 0 and, without a sink, lse -inf.
+    """(out, lse) in fp64 on q's device; `seen` as above. A query that sees no key gets 0 and, without a sink logit, lse -inf.
 
-    Slots of is_sink, bool (batch, kv_len), are scored with q_sinks in place of q.
+    Slots in is_sink, bool (batch, kv_len), are scored with q_sinks instead of q.
     """
     group = q.shape[1] // k.shape[1]
     seen = torch.as_tensor(seen, device=q.device)
-    # What nobody sees may hold anything.
+    # Slots that no query sees may contain anything.
     nobody = ~seen.any(1)[:, None, :, None]
     k64 = k.double().masked_fill(nobody, 0.0).repeat_interleave(group, 1)
     v64 = v.double().masked_fill(nobody, 0.0).repeat_interleave(group, 1)

@@ -1,4 +1,4 @@
-"""What is in a folder's sdist and wheel, and whether the wheel, installed here, does what the README says; run by .ci/package."""
+"""Checks the contents of a folder's sdist and wheel, and runs the README's code with the installed wheel; for .ci/package."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def contents(folder: Path) -> None:
 def runs() -> None:
     with tempfile.TemporaryDirectory() as folder:
         saved = str(checkpoint.save(Path(folder)))
-        model = AutoModelForCausalLM.from_pretrained(saved, attn_implementation="lean")  # nobody has imported hf_fastattn
+        model = AutoModelForCausalLM.from_pretrained(saved, attn_implementation="lean")  # hf_fastattn has not been imported
         assert "hf_fastattn" not in sys.modules
         assert model.generate(torch.arange(8)[None], max_new_tokens=4).shape == (1, 12)
         import hf_fastattn

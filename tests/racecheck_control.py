@@ -1,10 +1,10 @@
-"""What NVIDIA's racecheck takes for a race, in kernels that do nothing else:
+"""False positives of NVIDIA's racecheck, in minimal kernels:
 
 compute-sanitizer --tool racecheck python tests/racecheck_control.py
 
-hand_over: one warp stores an integer for four others, and mbarriers order store and load in the way their documentation gives; it
-is reported, as `pipe.hand_out` against `pipe.take` is. take_turns: two groups of warps take turns at named barriers and share no
-memory at all; reported are the bytes by which Triton tells warps what to run, which without the named barriers are not.
+hand_over: one warp stores an integer for four others, and mbarriers order store and load as documented; racecheck reports it,
+like `pipe.hand_out` against `pipe.take`. take_turns: two groups of warps alternate at named barriers and share no memory;
+racecheck reports the bytes with which Triton dispatches work to warps, which it does not report without the named barriers.
 """
 
 import torch

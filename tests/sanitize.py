@@ -1,14 +1,14 @@
-"""Each kernel on a few small shapes, for NVIDIA's checkers:
+"""Runs each kernel on a few small shapes, for NVIDIA's checkers:
 
 compute-sanitizer --tool memcheck python tests/sanitize.py
 compute-sanitizer --tool racecheck python tests/sanitize.py
 
-Of prefill_hopper_kernel racecheck (2025.3) reports two hazards that are none; racecheck_control.py shows it.
+For prefill_hopper_kernel racecheck (2025.3) reports two false positives, which racecheck_control.py reproduces.
 """
 
 import os
 
-os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # every tensor its own allocation, so that no bound hides in a pool
+os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # one allocation per tensor, so that accesses out of bounds are noticed
 
 import torch
 from cases import Case, make

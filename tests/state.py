@@ -1,7 +1,7 @@
-"""What users do to a model between two calls of generate(): to a patched model and to an unpatched twin alike.
+"""User actions between two calls of generate(), applied to a patched model and to an unpatched twin.
 
-A step is a name of ACTIONS and a number that picks a variant. A World has both models do a step, and then generate() the same:
-tokens and logits have to be equal, and exceptions too.
+A step is a name in ACTIONS and the number of a variant. A World applies a step to both models and then calls generate() on both:
+tokens, logits and exceptions must be equal.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from models import FAMILIES, prompts, tiny
 
 import hf_fastattn
 
-NEW = 6  # tokens of a call: the prompt's, a rehearsal's, a capture's and three replays'
-TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 2e-1}  # of the largest logit
+NEW = 6  # tokens of a call: from the prompt, a rehearsal, a capture and three replays
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 2e-1}  # relative to the largest logit
 WORLDS = {
     "llama": ("llama", "lean", {}),
     "two kinds of layers": ("qwen2", "lean", {}),
     "window": ("mistral_window_below_prompt", "lean", {}),
     "rolling": ("llama", "streaming", {"window": 400}),
 }
-REFUSED = (  # sentences of ours, where the twin does what was asked
+REFUSED = (  # refusals of the package, for which the twin succeeds
     "A rolling cache discards left padding, and this attention_mask has zeros behind ones",
     "which cannot read a RollingCache; use hf_fastattn.patch(",
     "rotates queries and keys in a way that streaming does not support",
 )
-ACTIONS: dict[str, tuple[Callable, int]] = {}  # name: what it does, of how many variants
+ACTIONS: dict[str, tuple[Callable, int]] = {}  # name: (function, number of variants)
 
 
 class Interrupted(Exception):
-    """What a user's own code raises in the middle of a generate()."""
+    """Raised by user code during generate()."""
 
 
 def action(variants: int = 1):
-    """Register a function of (side, variant) under its name. It may return what takes it back, a function of the side: then
-    the next step of the same name does that instead."""
+    """Register a function of (side, variant) under its name. It may return a function of the side that undoes it, which the next
+    step of the same name then calls instead."""
 
     def add(function):
         ACTIONS[function.__name__] = (function, variants)
@@ -56,7 +56,7 @@ def _original(name: str):
 
 @dataclass
 class Call:
-    """How generate() is called, until a step changes it."""
+    """The arguments of generate(), until a step changes them."""
 
     rows: int = 1
     padding: str = "no_padding"
@@ -67,22 +67,22 @@ class Call:
 
 
 class Side:
-    """One of the two models, and what its user holds."""
+    """One of the two models, with the objects that its user holds."""
 
     def __init__(self, family: str, patch: tuple[str, dict] | None, streams: bool):
         self.model = copy.deepcopy(_original(family))
         self.model.generation_config.do_sample = False
         self.how = patch
-        self.streams = streams  # whether our side has a rolling cache
+        self.streams = streams  # whether the patched side has a rolling cache
         self.peft = None
         self.call = Call()
-        self.contexts: list = []  # of the calls to come, each made by a function of the side
+        self.contexts: list = []  # for the next calls, each created by a function of the side
         self.taking_back: dict[str, Callable] = {}
         self.kept: list[tuple] = []  # (cache, the tokens it covers, their mask)
         self.keep = False  # the cache of the next call
-        self.now: dict = {}  # options of the next call alone
-        self.given: dict | None = None  # inputs of the next call alone
-        self.scratch: dict = {}  # what steps leave for later steps
+        self.now: dict = {}  # options of only the next call
+        self.given: dict | None = None  # inputs of only the next call
+        self.scratch: dict = {}  # data that steps keep for later steps
         self.apply()
 
     @property
@@ -127,7 +127,7 @@ class Side:
         if self.keep and cache is not None:
             self.kept = [*self.kept[-2:], (cache, out.sequences, given.get("attention_mask"))]
         self.keep = False
-        # Nothing else may hold the cache: a call that finds its storage in use gets another, and other graphs.
+        # Nothing else may hold the cache: a call whose storage is in use gets another storage, with other graphs.
         return out.sequences, [logits.float() for logits in out.logits], None if cache is None else cache.get_seq_length()
 
 
@@ -136,14 +136,14 @@ class Different(AssertionError):
 
 
 class World:
-    """Two models that start alike, one of them patched, and what is done to both."""
+    """Two equal models, one of them patched, and the steps that are applied to both."""
 
     def __init__(self, name: str = "llama"):
         family, backend, options = WORLDS[name]
         streams = backend == "streaming"
         self.ours, self.twin = Side(family, (backend, options), streams), Side(family, None, streams)
         self.sides = (self.twin, self.ours)
-        self.refused: list[str] = []  # calls that raised, alike on both sides
+        self.refused: list[str] = []  # calls that raised the same error on both sides
         self.compare("at first")
         if self.refused:
             raise Different(f"nothing runs at all: {self.refused}")
@@ -165,7 +165,7 @@ class World:
         self.compare(f"after {name}({variant})")
 
     def compare(self, when: str) -> None:
-        """Both generate(), and have to agree."""
+        """Call generate() on both, and compare."""
         results, errors = [], []
         for side in self.sides:
             before = counts(side.patch)
@@ -194,7 +194,7 @@ class World:
         raise Different(f"{when}: the twin raises {type(expected).__name__}: {expected}, the patched model {got!r}") from expected
 
     def close(self) -> None:
-        """What was set for the whole process goes back; undo() has to leave the model as its twin is."""
+        """Restore global settings; after undo() the model must equal its twin."""
         for side in self.sides:
             for name in [name for name in side.taking_back if name in PROCESS]:
                 side.taking_back.pop(name)(side)
@@ -208,7 +208,7 @@ def counts(patch) -> tuple | None:
 
 
 def difference(expected, got, dtype: torch.dtype, call: Call) -> str | None:
-    """What differs between two results of generate() beyond rounding."""
+    """The differences between two results of generate() beyond rounding."""
     (ids, logits, seen), (our_ids, our_logits, our_seen) = expected, got
     if seen != our_seen:
         return f"the cache has seen {our_seen} tokens, the twin's {seen}"
@@ -231,5 +231,5 @@ def difference(expected, got, dtype: torch.dtype, call: Call) -> str | None:
         same = ids[:, prompt + step] == our_ids[:, prompt + step]
         if not same[alive].all() and torch.equal(a, b):
             return f"the same logits of step {step} gave other tokens"
-        alive &= same  # a tie that rounding broke: what follows is another text
+        alive &= same  # a tie that rounding decided: the texts differ from here on
     return None

@@ -26,7 +26,7 @@ def edit_the_config(side, variant):
     elif variant in (1, 2):  # smaller, larger
         if getattr(config, "sliding_window", None):
             config.sliding_window = window = (8, 64)[variant - 1]
-            for layer in side.layers:  # which have read it once and for all
+            for layer in side.layers:  # which have read it at their creation
                 if layer.self_attn.sliding_window:
                     layer.self_attn.sliding_window = window
             side.kept.clear()
@@ -143,7 +143,7 @@ def ask_otherwise(side, variant):
         {"prompt_lookup_num_tokens": 2},
     )[variant]
     if "prompt_lookup_num_tokens" in options or "num_beams" in options:
-        side.now = options  # for one call: what they return differs in kind
+        side.now = options  # for one call: they return different types
         if "prompt_lookup_num_tokens" in options and (side.call.rows > 1 or side.call.options):
             side.now = {}
         return None
@@ -191,13 +191,13 @@ def _may_continue(side) -> bool:
 
 @action(6)
 def continue_a_conversation(side, variant):
-    """From a cache that is held: the last or the first of them, as it is, cropped, or copied."""
+    """Continue from a kept cache: the last or the first one, unchanged, cropped, or copied."""
     if not side.kept or not _may_continue(side):
         return
     held = side.kept[-1 if variant % 2 else 0]
     if variant // 2 == 1:
         if side.streams or any(held[0].is_sliding):
-            return  # neither takes tokens back
+            return  # neither removes tokens
         held[0].crop(-2)
     elif variant // 2 == 2:
         held = (copy.deepcopy(held[0]), *held[1:])
@@ -207,7 +207,7 @@ def continue_a_conversation(side, variant):
 
 
 class At(LogitsProcessor):
-    """Does something at the n-th token."""
+    """Runs an action at the n-th token."""
 
     def __init__(self, n: int, what):
         self.left, self.what = n, what
@@ -238,7 +238,7 @@ class Streamer:
 
 @action(24)
 def raise_in_the_middle(side, variant):
-    """From a processor, a criterion, a streamer or the model's own code; at the first token or later ones; also as Ctrl-C."""
+    """Raise in a processor, a criterion, a streamer or the model, at the first token or later; also KeyboardInterrupt."""
     error = (Interrupted, KeyboardInterrupt)[variant % 2]("a user's")
     at, where = (0, 1, 3)[variant // 2 % 3], variant // 6
     at = min(at, side.call.new - 1)
@@ -261,7 +261,7 @@ def raise_in_the_middle(side, variant):
 
 
 def _raise_in_a_forward(side, at: int, error):
-    """Once, while the model runs. At which step differs between the two: a replay runs no Python. So both run but one token."""
+    """Raise once in the model. A replay runs no Python, so the step would differ; therefore both generate a single token."""
     norm = side.model.model.norm
     calls = itertools.count()
 
@@ -286,7 +286,7 @@ def _raise_in_a_forward(side, at: int, error):
 
 @action(4)
 def generate_within_generate(side, variant):
-    """A processor that asks the same model, at the first token or later, for the same batch or another."""
+    """A processor that calls the same model, at the first token or later, with the same batch or another."""
 
     def ask():
         inner = {"input_ids": side.inputs()["input_ids"][:1]} if variant % 2 else side.inputs()
@@ -373,7 +373,7 @@ def patch_again(side, variant):
     side.kept.clear()
     side.taking_back.pop("set_attention", None)
     if side.how is None:
-        side.model.set_attn_implementation("sdpa")  # as undo() leaves it
+        side.model.set_attn_implementation("sdpa")  # as after undo()
     else:
         hf_fastattn.unpatch(side.model)
         side.apply(**({}, {"graph": False}, {"fuse": False})[variant])
@@ -389,7 +389,7 @@ def deepcopy_the_model(side, variant):
 
 @action()
 def share_modules_with_another_model(side, variant):
-    """A second model over the same inner model is used in between, patched on our side."""
+    """A second model over the same inner model runs in between; on the patched side it is patched."""
     other = type(side.model)(copy.deepcopy(side.model.config)).eval()
     other.model, other.lm_head = side.model.model, side.model.lm_head
     with torch.no_grad():

@@ -14,7 +14,7 @@ def linears(side) -> list[nn.Linear]:
 
 
 def pick(side, variant: int) -> nn.Linear:
-    """The linear layer of so many, early and late ones in turn."""
+    """A linear layer by number, alternating between early and late ones."""
     found = linears(side)
     return found[(-1 - variant // 2) if variant % 2 else variant // 2]
 
@@ -56,7 +56,7 @@ def point_data_elsewhere(side, variant):
         weight.data = other
     elif variant == 1:
         weight.set_(other)
-    elif variant == 2:  # other strides over a storage of its own
+    elif variant == 2:  # other strides over a new storage
         weight.data = other.t().contiguous().t()
     else:  # another part of one storage
         side.scratch["both"] = torch.cat([weight.detach().clone(), other])
@@ -204,7 +204,7 @@ def change_a_method_of_a_class(side, variant):
     cls = type(side.model.model.norm)
     if "forward" not in vars(cls):
         cls = cls.__mro__[1]
-    if hasattr(cls.forward, "before"):  # the other side has done it for both
+    if hasattr(cls.forward, "before"):  # the other side has already done it for both
         return lambda side: None
     before = cls.forward
 
@@ -232,7 +232,7 @@ def swap_the_mlps(side, variant):
 @action()
 def swap_the_layers(side, variant):
     if len(set(getattr(side.model.config, "layer_types", None) or ())) > 1:
-        return  # Transformers itself takes the mask of one kind for that of the other
+        return  # Transformers uses the mask of one kind for the other
     side.layers[0], side.layers[1] = side.layers[1], side.layers[0]
 
 

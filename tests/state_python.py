@@ -1,4 +1,4 @@
-"""Steps of tests/state.py that change what Python does on the way through a model: functions, hooks, and what they read."""
+"""Steps of tests/state.py that change the Python code of a model: functions, hooks, and the data that they read."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def scaled(old, x, *, by):
 
 
 def _scale_forward(module, by, kind: int):
-    """Set a forward() on an instance that multiplies by `by`, said in one of several ways."""
+    """Set a forward() on an instance that multiplies by `by`, which is stored in one of several ways."""
     old = type(module).forward.__get__(module)
     if kind == 0:
         module.forward = lambda x: by * old(x)
@@ -55,7 +55,7 @@ def _scale_forward(module, by, kind: int):
 
 @action(10)
 def set_forward(side, variant):
-    """And delete it: the next function may be made where this one was."""
+    """And delete it, so that the next function may get the same address."""
     layer = variant % 2
     _scale_forward(side.layers[layer].mlp, 3.0, variant // 2)
 
@@ -67,7 +67,7 @@ def set_forward(side, variant):
 
 @action(10)
 def set_another_forward(side, variant):
-    """Deleted before the next is made, as a context manager of an ablation does."""
+    """Deleted before the next one is created, as by the context manager of an ablation."""
     mlp = side.layers[1].mlp
     vars(mlp).pop("forward", None)
     factor = side.scratch["factor"] = side.scratch.get("factor", 1.0) + 2.0
@@ -144,7 +144,7 @@ def set_forward_of_the_model(side, variant):
 
 @action(3)
 def count_in_a_forward(side, variant):
-    """What each step computes depends on how many there were: no graph can hold that."""
+    """The result of a step depends on the number of steps, which no graph can capture."""
     mlp = side.layers[1].mlp
     old = type(mlp).forward.__get__(mlp)
     if variant == 0:
@@ -171,7 +171,7 @@ def count_in_a_forward(side, variant):
 
 @action(2)
 def change_a_function_of_a_file(side, variant):
-    """Of Transformers' own: what a forward() finds by its name."""
+    """Replace a function of Transformers that a forward() finds by its name."""
     file = sys.modules[type(side.layers[0].self_attn).__module__]
     name = ("apply_rotary_pos_emb", "rotate_half")[variant]
     if hasattr(getattr(file, name), "before"):
@@ -241,7 +241,7 @@ def register_a_global_hook(side, variant):
 PROCESS.add("register_a_global_hook")
 
 
-# Steering vectors, wherever they are held
+# Steering vectors, stored in many ways
 
 
 @dataclass
@@ -258,7 +258,7 @@ class Settings:
 
 
 class Behind:
-    """Its v is a property over a name of its own."""
+    """v is a property over another attribute."""
 
     @property
     def v(self):
@@ -288,7 +288,7 @@ HOLDERS = (
 
 
 class Steer(nn.Module):
-    """Adds a vector to what a module returns."""
+    """Adds a vector to the output of a module."""
 
     def __init__(self, inner, how: str):
         super().__init__()
@@ -395,7 +395,7 @@ class Steer(nn.Module):
 
 @action(len(HOLDERS))
 def steer(side, variant):
-    """A module that holds a vector in one of many ways, and then another vector."""
+    """A module that stores a vector in one of many ways, and then another vector."""
     layer = side.layers[0]
     if not isinstance(layer.mlp, Steer) or layer.mlp.how != HOLDERS[variant]:
         layer.mlp = Steer(layer.mlp, HOLDERS[variant]).eval()
@@ -406,7 +406,7 @@ def steer(side, variant):
 
 @action(len(HOLDERS))
 def replace_what_a_container_holds(side, variant):
-    """The container stays, its content is another tensor."""
+    """Replace the content of a container by another tensor."""
     mlp = side.layers[0].mlp
     if not isinstance(mlp, Steer):
         return

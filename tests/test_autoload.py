@@ -1,4 +1,4 @@
-"""`attn_implementation="lean"` where nobody imports hf_fastattn: fresh processes, in which the package is installed."""
+"""`attn_implementation="lean"` without an import of hf_fastattn, in new processes in which the package is installed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def tokens(model):
 
 
 def run(where: Path, script: str, fails: str | None = None, **environment) -> None:
-    """Run a script in a fresh process that finds this package installed, whatever is installed in this environment."""
+    """Run a script in a new process in which this package is installed, whatever is installed in this environment."""
     metadata = where / "hf_fastattn-0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: hf-fastattn\nVersion: 0\n")
@@ -42,7 +42,7 @@ def run(where: Path, script: str, fails: str | None = None, **environment) -> No
 def test_names_are_those_of_the_exact_backends():
     exact = {name for name in hf_fastattn.names() if not hf_fastattn.get(name).streaming}
     assert set(hf_fastattn_autoload.NAMES) <= exact and {"lean", "fa2", "split_kv"} <= set(hf_fastattn_autoload.NAMES)
-    for name in hf_fastattn_autoload.NAMES:  # the functions took the places of the stubs, if there were any
+    for name in hf_fastattn_autoload.NAMES:  # the functions have replaced the stubs, if there were any
         assert all(f.func.__module__ == "hf_fastattn.interface" for f in hf_fastattn.hf.registered(name))
 
 

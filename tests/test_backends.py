@@ -1,4 +1,4 @@
-"""Registry and wiring: names, masks, compiled graphs, encoders, and what is refused in a sentence."""
+"""The registry and the interface: names, masks, compiled graphs, encoders, and refusals."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def lean(device):
 
 @pytest.fixture
 def registering():
-    """Undo what a test registers."""
+    """Undo the registrations of a test."""
     before = set(registry.names())
     yield
     for name in set(registry.names()) - before:
@@ -112,7 +112,7 @@ def test_a_third_party_backend_reaches_generate(lean, device, registering):
 
 
 def test_importing_changes_nothing():
-    """A process of its own looks at Transformers and torch before and after the import."""
+    """A new process compares Transformers and torch before and after the import."""
     code = """
     import sys, torch, transformers, warnings
     sys.path.insert(0, {tests!r})
@@ -141,7 +141,7 @@ def test_importing_changes_nothing():
     print("unchanged")
     """
     code = textwrap.dedent(code).format(tests=str(models.__file__.rsplit("/", 1)[0]))
-    env = {**os.environ, "HF_FASTATTN_AUTOLOAD": "0"}  # which would have registered the names before; see test_autoload.py
+    env = {**os.environ, "HF_FASTATTN_AUTOLOAD": "0"}  # which would have registered the names earlier; see test_autoload.py
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
     assert done.stdout.strip() == "unchanged", done.stderr[-3000:]
 
@@ -151,7 +151,7 @@ def test_importing_changes_nothing():
 WINDOW = {"local_size": 4, "mask_function": masking_utils.sliding_window_causal_mask_function(4)}
 CHUNK = {"local_size": 3, "mask_function": lambda b, h, q, k: (k <= q) & (q // 3 == k // 3)}
 CPU = {"device": "cpu", "allow_is_causal_skip": False}
-MASKS = {  # what Transformers asks for: what it gets
+MASKS = {  # the request of Transformers: the result
     "causal": ({}, masks.PlainMask),
     "causal, padded": ({"attention_mask": True}, masks.SpansMask),
     "decode": ({"q_length": 1, "q_offset": 7}, masks.PlainMask),
@@ -241,12 +241,12 @@ def test_without_a_mask_the_layers_own_arguments_count(device):
         assert weights is None
 
     agrees({"causal": True})
-    agrees({"causal": True, "scale": 1.0}, sliding_window=3, scaling=1.0)  # a window is the mask's to say, as in eager
+    agrees({"causal": True, "scale": 1.0}, sliding_window=3, scaling=1.0)  # the mask defines the window, as in eager
     agrees({"causal": False}, is_causal=False)
     layer.is_causal = False
     agrees({"causal": False})
     agrees({"causal": True}, is_causal=True)
-    q, more = q[:, :, :2], torch.randn(1, 2, 3, 16, device=device)  # eager, sdpa and a cache each have another idea of these
+    q, more = q[:, :, :2], torch.randn(1, 2, 3, 16, device=device)  # eager, sdpa and a cache each treat these differently
     with pytest.raises(ValueError, match=r"Module is causal and gives .*'lean' no mask for 2 queries and 3 keys"):
         interface.attention_forward("lean", layer, q, more, more, None, is_causal=True)
     q, k = q[:, :, :1], more
@@ -289,7 +289,7 @@ def test_no_host_sync(device):
                 interface.attention_forward(name, torch.nn.Module(), q[:, :, :q_len], k, k, mask, scaling=0.25)
 
     with torch.no_grad():
-        two_steps()  # compiles the kernels and makes their workspaces
+        two_steps()  # compiles the kernels and allocates their workspaces
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
@@ -360,7 +360,7 @@ def test_chunked_attention_takes_the_dense_path(static, device):
     inputs = models.prompts("holes", device)
     options = {"cache_implementation": "static", "disable_compile": True} if static else {}
     if static and VERSION == (5, 17):
-        with pytest.raises(TypeError, match="block_sequence_ids"):  # Transformers 5.17 cannot, whatever computes attention
+        with pytest.raises(TypeError, match="block_sequence_ids"):  # Transformers 5.17 cannot, with any attention
             generate(model, inputs, **options)
         return
     expected = generate(model, inputs, **options)
@@ -421,7 +421,7 @@ def test_generate_compiles_its_static_decode(padding, device):
     inputs = models.prompts(padding, device)
     expected = generate(model, inputs)
     compiling = CompileConfig(backend="inductor" if device.type == "cuda" else "aot_eager", fullgraph=True, mode=None)
-    compiling._compile_all_devices = True  # on a CPU, generate() would not compile by itself
+    compiling._compile_all_devices = True  # on a CPU, generate() does not compile by default
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     with hf_fastattn.count_calls() as calls:
@@ -445,7 +445,7 @@ def test_dense_calls_are_counted_in_compiled_graphs(lean, device):
     torch._dynamo.reset()
 
 
-# ---- encoders, encoder-decoders, and models that go their own way ----
+# ---- encoders, encoder-decoders, and models with their own attention ----
 
 
 @torch.no_grad()
@@ -540,17 +540,17 @@ def test_models_that_bypass_the_interface_are_refused(compiled, model_type, own,
 
 @pytest.mark.parametrize("model_type,own", [("gptj", {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8}), ("falcon", {})])
 def test_models_transformers_itself_refuses(model_type, own, device):
-    """They keep a table of their own attention classes; the constructor fails before any function of ours could speak."""
+    """They have a table of their own attention classes; the constructor fails before a function of this package is called."""
     with pytest.raises(KeyError, match="lean"):
         models.tiny(model_type, "lean", device, **own)
 
 
-# ---- refused in a sentence ----
+# ---- refusals ----
 
 
 @pytest.mark.parametrize("family", models.FAMILIES)
 def test_output_attentions_is_refused(family, device):
-    """Most models never pass it on: without a look at what Transformers collects, they would return attentions=()."""
+    """Most models do not pass it on: without a check of what Transformers collects, they would return attentions=()."""
     model = models.family(family, device)
     model.set_attn_implementation("lean")
     inputs = models.prompts("left_padding", device)
@@ -558,7 +558,7 @@ def test_output_attentions_is_refused(family, device):
         model(**inputs, output_attentions=True)
     with pytest.raises(ValueError, match=r'never forms the attention weights .* attn_implementation="eager"'):
         generate(model, inputs, output_attentions=True, return_dict_in_generate=True)
-    with pytest.raises(ValueError, match="'eager'"):  # Transformers' own sentence
+    with pytest.raises(ValueError, match="'eager'"):  # the error of Transformers
         model.config.output_attentions = True
     with torch.no_grad():
         assert len(model(**inputs, output_hidden_states=True).hidden_states) == model.config.num_hidden_layers + 1

@@ -1,4 +1,4 @@
-"""The end-to-end benchmark on the CPU: all of it but the graph and the figures."""
+"""The end-to-end benchmark on the CPU: everything except the graph and the figures."""
 
 import json
 import shutil
@@ -162,7 +162,7 @@ def test_rivals_can_be_added_to_a_case_by_a_run_of_their_own(tmp_path):
     row = both["rows"][0]
     assert set(row["rivals"]) == {grid.SDPA, grid.OURS, grid.STATIC, "eager_dynamic"}
     assert row["rivals"][grid.OURS] == first["rows"][0]["rivals"][grid.OURS]
-    assert row["ratios"].keys() == {grid.SDPA, "best_stock"}  # what another run measured has no ratio
+    assert row["ratios"].keys() == {grid.SDPA, "best_stock"}  # there is no ratio to the figures of another run
     assert "run of their own" in row["notes"][0]
     ids = {name: rival["run"] for name, rival in row["rivals"].items()}
     assert ids[grid.OURS] == ids[grid.SDPA] != ids[grid.STATIC] == ids["eager_dynamic"]
@@ -199,7 +199,7 @@ NOTE = "sdpa_dynamic, patched" + grid.ADDED
         (OLD, [], [0, 0, 0]),
         (OLD, [NOTE], [1, 1, 0]),
         (OLD, [NOTE, "not run: needs about 9 s, 3 s left"], [0, 0, 0]),
-        (OLD, [NOTE, NOTE], [None, None, 0]),  # the second may have measured one of them alone
+        (OLD, [NOTE, NOTE], [None, None, 0]),  # the second may have measured only one of them
         ([*OLD, OLD[1] + " --repeats 9"], [NOTE], [None, None, 0]),
         ([*OLD, OLD[0] + " --repeats 9"], [NOTE], [1, 1, None]),
         (OLD[1:], [], [None, None, None]),
@@ -326,7 +326,7 @@ def stream_bench(tmp_path, *arguments) -> tuple[int, dict]:
 
 @pytest.fixture
 def short_parts(monkeypatch):
-    """Fewer repeats than figures would need."""
+    """Fewer repeats than figures need."""
     monkeypatch.setattr(stream, "device_us", lambda call, calls, device: timing.elapsed_us(call, device))
     for name in ("LEAST", "MOST"):
         monkeypatch.setattr(timing, name, 1)

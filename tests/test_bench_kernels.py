@@ -1,4 +1,4 @@
-"""The kernel benchmark on the CPU: all of it but the graphs and the figures, which the reference has none of."""
+"""The kernel benchmark on the CPU: everything except the graphs and the figures."""
 
 import json
 
@@ -114,7 +114,7 @@ def test_rows_are_chosen_kept_and_left_out(tmp_path, capsys):
     assert len(result["rows"]) == 2 and result["rows"][0] == first and result["summary"]["lean_over_split_kv"]["rows"] == 2
     assert len(set(result["measured_by"])) == 2 == len({row["run"] for row in result["rows"]})
     assert "; the figures of a row are of one run" in sections.decode(result)
-    # The best bandwidth of one run is no measure for another's.
+    # The best bandwidth of one run does not apply to another.
     fast, slow = (
         row | {"kv_bytes": 2 << 30, "tb_per_s": {"lean": tb}} for row, tb in zip(result["rows"], (4.0, 1.0), strict=True)
     )
@@ -278,7 +278,7 @@ def test_every_table_and_picture_can_be_made(tmp_path):
         assert matplotlib.image.imread(folder / f"kernels_{part}.png").std() > 0
     assert report.rewrite(text, folder, "results") == text and "best measured stock" not in text
     measured = json.loads((folder / "kernels_decode.json").read_text())
-    worst = measured["summary"]["lean_over_best_peer"]["smallest_at"]  # which is always shown
+    worst = measured["summary"]["lean_over_best_peer"]["smallest_at"]  # always included
     (us,) = [row["us"]["lean"] for row in measured["rows"] if row["shape"] == worst]
     assert [line for line in text.splitlines() if worst in line and f" {sections.figure(us)} " in line]
 
@@ -395,5 +395,5 @@ def test_schedules_hold_every_tile_and_lean_is_even(monkeypatch):
     assert found["fa2"]["balance"] < found["split_kv"]["balance"] <= found["lean"]["balance"]
     for kernel in found:  # a full wave of whole shares has nothing idle
         assert paper.schedule(kernel, Shape(1, 132 * 4, 132 * 4, 128, 64 << 10), torch.device("cpu"))["balance"] == 1
-    for kv_len, programs in ((1 << 10, 512), (64 << 10, 264)):  # a program for each of many heads that are soon done
+    for kv_len, programs in ((1 << 10, 512), (64 << 10, 264)):  # one program for each of many short heads
         assert paper.schedule("lean", Shape(16, 32, 32, 64, kv_len), torch.device("cpu"))["programs"] == programs

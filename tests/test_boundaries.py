@@ -1,4 +1,4 @@
-"""Imports inside the package point down, only hf/ knows Transformers, and nothing in the package knows benchmarks/."""
+"""Imports inside the package go down the list, only hf/ imports Transformers, and the package does not import benchmarks/."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import hf_fastattn
 from hf_fastattn.patches.generation import METHODS
 
 ROOT = Path(hf_fastattn.__file__).parent
-ORDER = [  # a part imports parts from later lines only
+ORDER = [  # a part only imports parts from later lines
     ("__main__",),
     ("cli",),
     ("evaluate", "explain"),
@@ -30,7 +30,7 @@ BENCHMARKS = sorted((ROOT.parent / "benchmarks").rglob("*.py"))
 
 
 def imports(path: Path) -> list[tuple[str, ...]]:
-    """Dotted names the file imports, anywhere in it, as tuples; those of the package without its own name in front."""
+    """The dotted names that a file imports, as tuples; names of the package without its own name."""
     package = path.relative_to(ROOT.parent).parent.parts
     found = []
     for node in ast.walk(ast.parse(path.read_text())):
@@ -73,7 +73,7 @@ def test_one_file_knows_the_methods_of_generate():
 
 @pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: str(path.relative_to(ROOT.parent)))
 def test_benchmarks_stand_on_the_package(path):
-    """They import it by its name and one another by a dot: the command line loads the folder under a name of its own."""
+    """They import the package by its name and each other relatively: the command line loads the folder under another name."""
     for there in imports(path):
         assert there[0] == "outside" or there[0] in set(LEVEL) - {"__main__", "cli"}, f"{path.name} imports {'.'.join(there)}"
     absolute = re.findall(r"^\s*(?:from|import) (\w+)", path.read_text(), re.MULTILINE)
@@ -83,6 +83,6 @@ def test_benchmarks_stand_on_the_package(path):
 def test_kernels_need_torch_and_triton_only():
     allowed = {"torch", "triton", "numpy", "__future__"} | set(__import__("sys").stdlib_module_names)
     files = list((ROOT / "kernels").rglob("*.py"))
-    assert {path.parent.name for path in files} > {"kernels"}  # folders inside are read too
+    assert {path.parent.name for path in files} > {"kernels"}  # including subfolders
     for path in files:
         assert {name[1] for name in imports(path) if name[0] == "outside"} <= allowed, path.name

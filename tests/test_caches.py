@@ -1,4 +1,4 @@
-"""The preallocated cache by itself: what a DynamicCache does, without its copies, on stock and on our attention."""
+"""The preallocated cache without patch(): equal to a DynamicCache, with sdpa and with the backends."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MODES = {
 }
 
 
-# Every family and padding greedily, and the other modes where the two kinds of layer are.
+# Every family and padding with greedy search; the other modes for models with two kinds of layers.
 CASES = [(name, "greedy", padding) for name in FAMILIES for padding in PADDINGS]
 CASES += [(name, mode, "left_padding") for name in ("llama", WINDOWED, "qwen2") for mode in MODES if mode != "greedy"]
 
@@ -100,7 +100,7 @@ def test_conversations_with_full_and_with_new_ids(name):
     full = generate(model, {"input_ids": ids, "attention_mask": mask}, past_key_values=cache)
     assert torch.equal(full, expected)
     assert cache.get_seq_length() == expected.shape[1] - 1 and other.get_seq_length() == said.shape[1] - 1
-    # The last token of `said` is not in the cache yet: it is new too.
+    # The last token of `said` is not in the cache yet, so it is also new.
     new = generate(model, {"input_ids": ids[:, said.shape[1] - 1 :], "attention_mask": mask}, past_key_values=other)
     assert torch.equal(new[:, 8:], expected[:, ids.shape[1] :])
 
@@ -115,7 +115,7 @@ def test_reset_keeps_the_buffers_and_forgets_the_tokens():
     assert cache.get_seq_length() == 0
     assert torch.equal(generate(model, inputs, past_key_values=cache), expected) and cache.layers[0].keys.data_ptr() == where
     cache.reset()
-    inputs = prompts("left_padding", "cpu", rows=2)  # an empty cache takes any batch
+    inputs = prompts("left_padding", "cpu", rows=2)  # an empty cache accepts any batch size
     assert torch.equal(generate(model, inputs, past_key_values=cache), generate(model, inputs))
 
 
@@ -155,7 +155,7 @@ def test_a_pool_gives_up_idle_buffers_before_a_cache_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("window", [None, 16])
 def test_keys_and_values_keep_dtypes_of_their_own(tmp_path, window):
-    """As under autocast, which rotates keys in fp32 and makes values in bf16."""
+    """As under autocast, which rotates keys in fp32 and computes values in bf16."""
     model = tiny("mistral", "sdpa", sliding_window=window)
     cache, states = PreallocatedCache(model, 4), torch.randn(2, 2, 40, 16)
     for start, stop in ((0, 3), (3, 4), (4, 40)):
@@ -241,7 +241,7 @@ def test_bad_input():
 
         with pytest.raises(ValueError, match=match):
             PreallocatedCache(CONFIG_MAPPING[other]())
-    with pytest.raises(ValueError, match="has attention, recurrent"):  # RecurrentGemma's layers, as it names them in 5.17
+    with pytest.raises(ValueError, match="has attention, recurrent"):  # the names of RecurrentGemma's layers in 5.17
         PreallocatedCache(CONFIG_MAPPING["llama"](num_hidden_layers=2, layers_block_type=["recurrent", "attention"]))
     cache = PreallocatedCache(model)
     with torch.no_grad():
@@ -254,7 +254,7 @@ def test_bad_input():
             tiny("llama", "lean", num_hidden_layers=3)(inputs["input_ids"][:, :1], past_key_values=cache)
     with pytest.raises(NotImplementedError, match="cannot be offloaded"):
         cache.layers[0].offload()
-    assert not cache.is_compileable  # or generate() would start torch.compile unasked
+    assert not cache.is_compileable  # otherwise generate() would start torch.compile by itself
 
 
 def test_capacities():

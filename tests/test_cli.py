@@ -1,4 +1,4 @@
-"""The command line, in this process: what it prints, what it returns, and what it says to mistakes."""
+"""The command line, in this process: its output, its exit codes, and its error messages."""
 
 import io
 import json
@@ -49,7 +49,7 @@ def test_generate_prints_the_text_and_compares(capsys, folder, cache):
     ids = model.generate(**tokenizer("abc", return_tensors="pt"), max_new_tokens=6, do_sample=False)[0, 3:]
     assert text.strip() == tokenizer.decode(ids, skip_special_tokens=True).strip()
     ours, theirs = (next(line for line in rows.splitlines() if line.startswith(f"| {name} ")) for name in ("lean", "sdpa"))
-    assert "lean.decode 12 " in ours and "| all " in theirs  # two layers, six tokens: the prompt of three is no prefill
+    assert "lean.decode 12 " in ours and "| all " in theirs  # two layers, six tokens: the prompt of three runs the decode kernel
 
 
 def test_generate_asks_for_a_window_where_there_is_one_to_keep(capsys, folder):
@@ -78,7 +78,7 @@ def test_eval_writes_what_it_prints_and_returns_the_verdict(capsys, folder, tmp_
     assert cli.main(["eval", folder, *options, "--backends", "sdpa", "--caches", "dynamic"]) == 1
 
 
-# ---- where results go ----
+# ---- output folders ----
 
 
 @pytest.fixture
@@ -119,7 +119,7 @@ def test_a_folder_that_is_not_there_is_made_and_made_again(capsys, eval_options,
 
 @pytest.mark.parametrize("fails", [1, 2])
 def test_results_that_cannot_be_saved_are_printed_and_the_code_says_so(capsys, eval_options, tmp_path, monkeypatch, fails):
-    """The disk is full from the first write on, or during one run: then the next one saves all."""
+    """The disk is full from the first write on, or during one run; then the next run saves all results."""
     write, written = report.write_whole, []
 
     def full(path, text):
@@ -165,7 +165,7 @@ def test_bench_and_lm_eval_are_handed_their_arguments(monkeypatch):
 
 def test_benchmarks_are_the_clones_own_and_nobody_elses(capsys, monkeypatch, tmp_path):
     assert sys.modules["hf_fastattn_benchmarks"].__file__ == str(Path(__file__).parent.parent / "benchmarks" / "__init__.py")
-    # As in site-packages, where another package has put a folder of that name; and as in somebody's project.
+    # As in site-packages with a folder of that name from another package; and as in another project.
     installed, other = tmp_path / "hf_fastattn", tmp_path / "benchmarks"
     for folder in (installed, other):
         folder.mkdir()
@@ -239,14 +239,14 @@ def test_mistakes_are_one_line_and_code_2(capsys, folder, tmp_path, arguments, s
 
 
 def broken(folder: str, to: Path, how: str) -> str:
-    """A copy of the checkpoint that is broken in this way; the path to give to a command."""
+    """A copy of the checkpoint with this defect; the path for a command."""
     shutil.copytree(folder, to, dirs_exist_ok=True)
     config, weights = to / "config.json", to / "model.safetensors"
     if how == "weights":
         weights.write_bytes(weights.read_bytes()[:5000])
     elif how == "header":
         weights.write_bytes(b"\xff" * 100)
-    elif how == "gguf":  # it says there are entries, and ends
+    elif how == "gguf":  # it announces entries, and ends
         (to / "it.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 1, 5))
         return str(to / "it.gguf")
     elif how == "tokenizer":

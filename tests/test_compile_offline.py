@@ -1,7 +1,7 @@
-"""Every kernel compiled for GPUs that need not be there: what shared memory and registers it takes, and when it waits.
+"""Compiles every kernel for GPUs, without a GPU, and checks shared memory, registers, and the position of waits.
 
-The launchers themselves run, on CPU tensors; in place of the launch each kernel is compiled from exactly the arguments,
-specialisations and options that the launch would have had.
+The launchers run on CPU tensors. Instead of a launch, each kernel is compiled with exactly the arguments, specialisations and
+options that the launch would have had.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from hf_fastattn.kernels.spec import call  # noqa: E402
 
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 KIB = 1024
-# Shared memory one program may have, and multiprocessors, which only decide grids.
+# Shared memory per program, and the number of multiprocessors, which only affects grids.
 SHARED_LIMIT = {80: 163 * KIB, 86: 99 * KIB, 89: 99 * KIB, 90: 227 * KIB}
-PARKED = 256  # bytes per thread that may be parked outside of loops
+PARKED = 256  # bytes per thread that may be spilled outside of loops
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 class OfflineDriver:
-    """What Triton asks of a driver in order to compile. Its device's number is its architecture: caches are per device."""
+    """The parts of a driver that Triton needs to compile. The device number is the architecture: caches are per device."""
 
     def __init__(self, arch: int):
         self.arch = arch
@@ -55,7 +55,7 @@ class OfflineDriver:
 
 
 class CompileOnly:
-    """A Triton kernel that is compiled where it would be launched."""
+    """A Triton kernel that is compiled instead of being launched."""
 
     def __init__(self, kernel, compiled: dict):
         self.kernel, self.compiled = kernel, compiled
@@ -72,7 +72,7 @@ class CompileOnly:
 
 @dataclass(frozen=True)
 class Binary:
-    """A compiled kernel: bytes of shared memory, registers and bytes of stack (spills) per thread, code of three levels."""
+    """A compiled kernel: bytes of shared memory, registers and bytes of stack (spills) per thread, code at three levels."""
 
     shared: int
     registers: int
@@ -97,7 +97,7 @@ def read(kernel, folder: Path) -> Binary:
 
 
 def spills_in_tile_loops(sass: str) -> int:
-    """Loads and stores of spilled registers in the loops that multiply: the innermost ones with matrix instructions."""
+    """Loads and stores of spilled registers in the innermost loops with matrix instructions."""
     lines = sass.splitlines()
     labels = {m[1]: i for i, line in enumerate(lines) if (m := re.match(r"\s*(\.L\w+):", line))}
     jumps = [(m[1], i) for i, line in enumerate(lines) if (m := re.search(r"\bBRA\b.*`\((\.L\w+)\)", line))]
@@ -110,15 +110,15 @@ def spills_in_tile_loops(sass: str) -> int:
 
 @contextmanager
 def compiling(module, kernels: tuple[str, ...], arch: int):
-    """Inside, launches of these kernels compile for `arch`; gives the compiled kernels by name."""
+    """A context in which launches of these kernels compile them for `arch`; yields the compiled kernels by name."""
     compiled: dict = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(driver, "_active", OfflineDriver(arch))
         patch.setattr(gpu, "arch", lambda device: arch)
         patch.setattr(gpu, "num_sms", lambda device: 108)
-        if module is lean:  # its own kernels, also where those of split_kv would do
+        if module is lean:  # its own kernels, also where it would use those of split_kv
             patch.setattr(schedule, "shares_within_heads", lambda *args: False)
-        if hasattr(module, "_prepare"):  # it remembers launches of another architecture
+        if hasattr(module, "_prepare"):  # it caches launches of another architecture
             patch.setattr(module, "_prepare", module._prepare.__wrapped__)
         for name in kernels:
             patch.setattr(module, name, CompileOnly(getattr(module, name), compiled))
@@ -128,7 +128,7 @@ def compiling(module, kernels: tuple[str, ...], arch: int):
 
 @dataclass(frozen=True)
 class Shape:
-    """One compilation: typical arguments, all aligned."""
+    """One compilation with typical, aligned arguments."""
 
     dtype: str
     head_dim: int
@@ -137,7 +137,7 @@ class Shape:
     spans: bool = True
     batch: int = 4
     sinks: bool = False
-    value_dim: int | None = None  # head_dim where None
+    value_dim: int | None = None  # None: head_dim
 
     @property
     def id(self) -> str:
@@ -156,7 +156,7 @@ KERNELS = {
 
 @cache
 def build(name: str, shape: Shape, arch: int, folder: Path) -> dict[str, Binary]:
-    """The kernels of one call of the launcher `name`, compiled."""
+    """The compiled kernels of one call of the launcher `name`."""
     module, kernels = KERNELS[name]
     q = torch.zeros(shape.batch, 8 * shape.group, shape.q_len, shape.head_dim, dtype=DTYPES[shape.dtype])
     k = torch.zeros(shape.batch, 8, 2048, shape.head_dim, dtype=q.dtype)
@@ -186,7 +186,7 @@ PREFILL = [
     Shape("bf16", 256, q_len=2048),
     Shape("fp32", 128, q_len=2048),
 ]
-# Heads of latent attention and of Gemma 4. Where values are wider than 256 too, registers may be spilled.
+# Heads of latent attention and of Gemma 4. If values are also wider than 256, registers may be spilled.
 WIDE = [
     Shape("bf16", 192, value_dim=128, q_len=16),
     Shape("bf16", 576, value_dim=512, q_len=16),
@@ -219,10 +219,10 @@ def test_shared_memory_and_registers(name, arch, shape, tmp_path):
         print(f"{kernel} sm_{arch} {shape.id}: {binary.shared} B shared, {binary.registers} registers, {binary.stack} B stack")
         assert f".target sm_{arch}" in binary.ptx
         assert binary.shared <= SHARED_LIMIT[arch], f"{kernel} needs {binary.shared} bytes of shared memory"
-        # fp32 with IEEE dots is for being right, and with values of 256 dimensions the output alone may outgrow the registers.
+        # fp32 with IEEE dots is not optimised, and with values of 256 dimensions the output alone may exceed the registers.
         narrow = (shape.value_dim or shape.head_dim) <= 128
         if shape.dtype != "fp32" and (narrow or (arch, shape) in MANY_ROWS) and binary.stack:
-            # Having used all 255 registers, ptxas may park some around the loops over tiles; in them it may not.
+            # With all 255 registers in use, ptxas may spill some around the loops over tiles, but not inside of them.
             assert not narrow or binary.stack <= PARKED, f"{kernel} spills {binary.stack} bytes per thread"
             assert spills_in_tile_loops(binary.sass) == 0, f"{kernel} spills in the loops over K/V tiles"
 
@@ -249,10 +249,10 @@ def test_where_heads_are_many_four_programs_fit_an_sm(shape, tmp_path):
 def test_launches_begin_early_from_hopper_on_and_wait_before_they_touch_memory(shape, arch, tmp_path):
     for name in ("lean", "split_kv"):
         for kernel, binary in build(name, shape, arch, tmp_path).items():
-            # Spans are older than lean's first launch, which did not begin early: its second may read them before it waits.
+            # Spans are older than lean's first launch, which does not begin early, so its second may read them before it waits.
             code = binary.ttgir if kernel != "lean_merge_kernel" else re.sub(r"tt\.load", "read", binary.ttgir)
             waits, touches = WAIT.search(code), TOUCH.search(code)
-            assert bool(waits) == (arch == 90 and kernel != "lean_kernel"), kernel  # which does not begin early
+            assert bool(waits) == (arch == 90 and kernel != "lean_kernel"), kernel  # does not begin early
             assert not waits or waits.start() < touches.start(), f"{kernel} touches memory before it waits"
             assert binary.begins_early == bool(waits), f"{kernel} is launched early and does not wait, or waits for nothing"
             lets = LET.search(code)
@@ -291,7 +291,7 @@ SMALL = {
 @pytest.mark.parametrize("name", SMALL)
 def test_small_kernels_begin_early_from_hopper_on_and_wait_first(name, arch, monkeypatch):
     module, call = SMALL[name]
-    if hasattr(module, "INTERPRETED"):  # else CPU tensors take the twin
+    if hasattr(module, "INTERPRETED"):  # otherwise CPU tensors run the reference
         monkeypatch.setattr(module, "INTERPRETED", True)
     with compiling(module, (f"{name}_kernel",), arch) as compiled:
         call()

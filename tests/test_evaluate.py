@@ -1,4 +1,4 @@
-"""evaluate(): equal backends are found equal, a wrong one is found and named, and the statistics are what they say."""
+"""evaluate(): equal backends are reported as equal, a wrong one is detected, and the statistics are correct."""
 
 import json
 import math
@@ -23,7 +23,7 @@ from hf_fastattn.kernels import INTERPRETED, spans
 
 pytestmark = pytest.mark.xdist_group("evaluate")  # one process loads the model
 evaluate = hf_fastattn.evaluate
-# The shipped tasks with few and short examples.
+# The tasks of the package with few and short examples.
 SMALL = {
     "text": "characters: 300\n  examples: 2",
     "choice": "examples: 3\n  facts: 4",
@@ -48,7 +48,7 @@ def tiny():
     return checkpoint.model(), checkpoint.tokenizer()
 
 
-# ---- a real model: equal is found equal ----
+# ---- a real model: equal backends ----
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def test_smollm2_backends_and_caches_are_equal(smollm2, small, tmp_path, monkeyp
 
     monkeypatch.setattr(type(smollm2[0]), "generate", spied)
     backends = ["sdpa", "eager", "lean"]
-    if smollm2[0].device.type == "cuda":  # on a CPU all of ours run the reference
+    if smollm2[0].device.type == "cuda":  # on a CPU all backends run the reference
         backends += ["fa2", "split_kv"]
     found = evaluate(
         *smollm2, backends=backends, tasks=["small"], include_path=[small], batch_size=3, decode_tokens=6, out=tmp_path
@@ -86,11 +86,11 @@ def test_smollm2_backends_and_caches_are_equal(smollm2, small, tmp_path, monkeyp
     layers = smollm2[0].config.num_hidden_layers
     for run in found.runs[4:]:
         decoded = run.calls.get(f"{run.backend}.decode", run.calls[f"{run.backend}.prefill"])
-        captured = run.cache == "static" and smollm2[0].device.type == "cuda"  # and replays are not counted
+        captured = run.cache == "static" and smollm2[0].device.type == "cuda"  # replays are not counted
         assert (decoded > layers * 5 or captured) and f"{run.backend}.dense" not in run.calls
-    # The batches were left-padded, each row differently.
+    # The batches were left-padded, with different lengths.
     assert paddings and all(len(set(rows)) == 3 and min(rows) == 0 for rows in paddings)
-    # Something was answered rightly, so the tasks measure more than noise.
+    # Some answers were correct, so the tasks measure more than noise.
     scores = {(m.task, m.metric): m.score for m in found.baseline.measures}
     assert scores["small_needle", "exact_match, strip"] > 0 and 1 < scores["decode perplexity", "perplexity"] < 1000
     assert json.loads((tmp_path / "eval.json").read_text())["passed"] is True
@@ -115,11 +115,11 @@ def test_smollm2_streaming_within_its_window_is_equal(smollm2, small):
     assert found.runs[1].calls["streaming.decode"] > (1 if captured else 5) * smollm2[0].config.num_hidden_layers
 
 
-# ---- a wrong one is found and named ----
+# ---- wrong backends ----
 
 
 def off_by(slots: int):
-    """Attention whose queries stand `slots` further than they do: of +1 they see the next token, of -1 not themselves."""
+    """Attention with queries shifted by `slots`: with +1 they see the next token, with -1 not their own."""
 
     @as_kernel
     def attend(q, k, v, its_spans=None, *, causal=True, window=None, **options):
@@ -136,7 +136,7 @@ def off_by(slots: int):
 
 @pytest.fixture
 def wrong(monkeypatch):
-    """Two backends with the causal mask off by one, known inside one test only."""
+    """Two backends with the causal mask off by one, registered only during a test."""
     monkeypatch.setattr(registry, "_backends", dict(registry._backends))
     monkeypatch.setattr(interface, "_runners", dict(interface._runners))
     for name, slots in (("sees_the_next", 1), ("misses_itself", -1)):
@@ -156,7 +156,7 @@ def test_a_mask_that_is_off_by_one_is_found_and_named(request, which, wrong, sma
     assert verdict.startswith("DIFFERENT from sdpa, dynamic: ") and all(f"{name}, dynamic in small_" in verdict for name in wrong)
     assert "lean" not in verdict
     right = {m.task: m.score for m in found.baseline.measures}
-    for run in found.runs[2:]:  # in what reads and in what decodes
+    for run in found.runs[2:]:  # in prefill and in decode
         ours = {m.task: m.score for m in run.measures}
         assert all(ours[task] != pytest.approx(right[task], rel=1e-3) for task in ("small_text", "decode perplexity"))
 
@@ -244,7 +244,7 @@ def judged(dtype: torch.dtype, **scores: list[float]) -> Evaluation:
 
 
 RIGHT = [1.0, 0.0] * 20
-WORSE = [0.0] * 40  # of every second example: far beyond chance
+WORSE = [0.0] * 40  # every second example: far beyond chance
 NEAR = [0.0, *RIGHT[1:]]  # one example of 40: may be chance
 
 
@@ -268,7 +268,7 @@ def test_the_more_is_compared_the_surer_a_difference_must_be():
     assert found.beyond_chance() and found.beyond_chance(20) and not found.beyond_chance(100)
 
 
-# ---- what is kept, and what is refused ----
+# ---- results and refusals ----
 
 
 def test_interrupted_runs_are_kept(tiny, tmp_path, monkeypatch):
@@ -310,7 +310,7 @@ def test_gen_kwargs_and_limit_reach_lm_eval(tiny, small):
     )
     (answers,) = found.runs[1].answers
     assert len(answers.answers) == 2
-    assert found.runs[1].calls["lean.decode"] == 2 * 2  # layers x tokens after the prompt's
+    assert found.runs[1].calls["lean.decode"] == 2 * 2  # layers x tokens after the first
 
 
 def test_a_group_has_its_score_and_the_examples_of_its_tasks(tiny, small, tmp_path):

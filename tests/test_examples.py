@@ -1,4 +1,4 @@
-"""Every example runs, on a tiny model in this process, and finds what it claims; so does the code in the documentation."""
+"""Runs every example and the code in the documentation, on a tiny model in this process, and checks the output."""
 
 import importlib.util
 import json
@@ -17,7 +17,7 @@ from hf_fastattn.kernels import INTERPRETED
 EXAMPLES = Path(__file__).parent.parent / "examples"
 DOCS = EXAMPLES.parent / "docs"
 NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
-# file: further arguments, and what it must print
+# file: (further arguments, required output)
 OURS = {
     "from_pretrained": ([], ["the tokens of sdpa: True", "{'lean.decode': 40}"]),
     "patch_pipeline": ([], ["LlamaForCausalLM: ", "cache of layers: dynamic -> static, preallocated", "now: sdpa"]),
@@ -35,7 +35,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def registered(monkeypatch):
-    """Backends that code registers are gone after the test."""
+    """Removes the backends that the code registers after the test."""
     monkeypatch.setattr(registry, "_backends", dict(registry._backends))
     monkeypatch.setattr(interface, "_runners", dict(interface._runners))
 
@@ -85,7 +85,7 @@ PAGES = [path for path in [EXAMPLES.parent / "README.md", *sorted(DOCS.rglob("*.
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
 def test_code_of_a_page(path, folder, tmp_path, monkeypatch, capsys, registered):
-    """The blocks of Python on a page run one after the other; a page may count on a loaded model with inputs."""
+    """Run the Python blocks of a page in order; a page may use a loaded model with inputs."""
     if path.stem == "evaluation":
         pytest.importorskip("lm_eval")
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""What explain() says, against numbers that are known, counted by torch, or held by a real cache."""
+"""Compares explain() with known numbers, with torch's counts, and with a real cache."""
 
 import json
 
@@ -52,7 +52,7 @@ def test_flops_are_those_torch_counts(name):
         with FlopCounterMode(display=False) as counter:
             model(inputs["input_ids"][:, :1], past_key_values=cache)
     facts = costs.count(model)
-    # Norms and biases count as weights here and as no products there.
+    # explain() counts norms and biases as weights; torch does not count them as products.
     assert facts.flops(PROMPT + 1) == pytest.approx(counter.get_total_flops(), rel=0.04)
 
 

@@ -1,4 +1,4 @@
-"""A form of K and V of one's own: two device functions and their twin, and nothing else."""
+"""A custom form of K and V: two device functions and their equivalent in torch."""
 
 from __future__ import annotations
 

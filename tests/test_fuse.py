@@ -1,4 +1,4 @@
-"""RMSNorm, rotation and linear layers in one launch: the kernels against the model's own code, and what they stand in for."""
+"""RMSNorm, rotation and linear layers in one launch: comparison with the model's own code, and the modules they replace."""
 
 import copy
 import gc
@@ -150,7 +150,7 @@ def test_a_linear_layer_takes_one_token_in_16_bits():
 
 @runs_kernels
 def test_launches_that_are_remembered_are_told_apart():
-    """By eps, by layout, and by whether gradients are asked for."""
+    """By eps, by layout, and by grad mode."""
     from hf_fastattn.kernels.decode import rms_norm, rope
 
     x, weight = torch.randn(6, 6, 32, device=DEVICE), torch.ones(32, device=DEVICE, requires_grad=True)
@@ -217,7 +217,7 @@ def test_gradients_flow_through_the_models_own_code():
 
 @pytest.fixture
 def linear_calls(monkeypatch):
-    """Whether gated, of every linear layer that runs our kernel."""
+    """For every linear layer that runs our kernel, whether it is gated."""
     linear = pytest.importorskip("hf_fastattn.kernels.decode.linear")
     calls, run = [], linear._run
 
@@ -246,17 +246,17 @@ def test_in_a_decode_graph_one_token_runs_our_linear_layers(family, each, linear
         model(ids), model(ids.view(1, 2))
         assert not linear_calls  # two tokens
         during = model(ids[1:]).logits
-    assert len(linear_calls) == each * layers + 1  # a gate and its neighbour are one; and the head
+    assert len(linear_calls) == each * layers + 1  # a gate and its neighbour are one launch; and the head
     assert sum(linear_calls) == (layers if each == 6 and family != "phi" else 0)
     torch.testing.assert_close(during, before[1], atol=2e-3, rtol=1e-2)
 
 
 class Wrapped(torch.Tensor):
-    """A tensor with a behaviour of its own, as quantised and distributed ones are."""
+    """A tensor subclass with other behaviour, like quantised and distributed tensors."""
 
 
 def make_the_weight_an_attribute(layer):
-    """Not a parameter any more: as what is made anew for each call."""
+    """No longer a parameter, like a weight that is computed for each call."""
     weight = layer.weight.detach()
     del layer.weight
     layer.weight = weight * 2
@@ -264,7 +264,7 @@ def make_the_weight_an_attribute(layer):
 
 @torch.no_grad()
 def test_a_linear_layer_that_someone_changed_is_left_alone(linear_calls, monkeypatch):
-    """Weights made for each call, other classes' code, wrapped tensors, autocast."""
+    """Weights computed for each call, code of other classes, wrapped tensors, autocast."""
     monkeypatch.setattr(fuse, "INTERPRETED", True)
     model = tiny("llama").to(DEVICE, torch.float16)
     first, second = (layer.mlp for layer in model.model.layers[:2])
@@ -294,7 +294,7 @@ def test_a_linear_layer_that_someone_changed_is_left_alone(linear_calls, monkeyp
 @runs_kernels
 @torch.no_grad()
 def test_a_gate_that_someone_changed_is_left_alone(linear_calls):
-    """Hooks and forward() of an instance, biases, weights made for each call, layers of other classes."""
+    """Hooks and forward() of an instance, biases, weights computed for each call, layers of other classes."""
     model = tiny("llama").to(DEVICE, torch.float16)
     stock, fused = model.model.layers[0].mlp, copy.deepcopy(model.model.layers[0].mlp)
     fuse.fuse(fuse.find(fused))
@@ -327,7 +327,7 @@ def test_a_gate_that_someone_changed_is_left_alone(linear_calls):
     hooks = [(name, change) for name in ("gate_proj", "up_proj", "act_fn") for change in (hook, pre_hook)]
     with captured():
         torch.testing.assert_close(fused(x), stock(x), atol=1e-3, rtol=1e-2)
-        assert linear_calls == [True, False]  # the gate, and what comes behind it
+        assert linear_calls == [True, False]  # the gate, and the layer after it
         for name, change in [("act_fn", relu), *layers, *hooks]:
             theirs, ours = copy.deepcopy(stock), copy.deepcopy(fused)
             change(getattr(theirs, name)), change(getattr(ours, name))
@@ -347,7 +347,7 @@ def test_fused_layers_are_copied_and_pickled():
 
 
 class Allocated(TorchDispatchMode):
-    """Bytes of the tensors that operations inside have made, now and at most; `known` are older."""
+    """Current and peak bytes of the tensors that operations create in this mode; `known` tensors are not counted."""
 
     def __init__(self, known):
         super().__init__()
@@ -372,7 +372,7 @@ class Allocated(TorchDispatchMode):
 
 @pytest.fixture
 def mlp(monkeypatch):
-    """(an MLP of Llama's that is fused whatever the device, another of the same weights that is not)."""
+    """(a Llama MLP that is fused on any device, one with the same weights that is not fused)."""
     monkeypatch.setattr(fuse, "INTERPRETED", True)
     torch.manual_seed(0)
     stock = tiny("llama").model.layers[0].mlp.to(DEVICE)
@@ -397,7 +397,7 @@ def test_the_mlp_takes_a_tensor_less(mlp):
 def test_the_mlp_leaves_alone_what_others_may_look_at(mlp):
     fused, stock = mlp
     x = torch.randn(5, 64, device=DEVICE)
-    assert torch.equal(fused(x), stock(x))  # and with gradients
+    assert torch.equal(fused(x), stock(x))  # also with gradients
     fused(x).sum().backward()
     assert all(p.grad is not None for p in fused.parameters())
     with torch.no_grad():
@@ -427,7 +427,7 @@ class View(torch.nn.Module):
 @torch.no_grad()
 @pytest.mark.parametrize("act", [torch.nn.Identity(), View(), torch.nn.SiLU(inplace=True), torch.nn.Sequential(torch.nn.SiLU())])
 def test_an_mlp_of_another_activation_is_left_alone(mlp, act):
-    """One that may return what it was given, or keep what it returns."""
+    """An activation that may return its input, or keep a reference to its output."""
     fused, stock = mlp
     x = torch.randn(5, 64, device=DEVICE)
     for module in mlp:
@@ -438,7 +438,8 @@ def test_an_mlp_of_another_activation_is_left_alone(mlp, act):
 
 @pytest.mark.parametrize("family, same", {"mistral": True, "nanochat": False, "blt": False}.items())
 def test_a_rotation_is_llamas_only_if_what_it_calls_is(family, same):
-    """NanoChat's rotate_half() turns the other way and BLT's turns other pairs, under the same apply_rotary_pos_emb()."""
+    """NanoChat and BLT use the same apply_rotary_pos_emb(); NanoChat's rotate_half() rotates in the other direction,
+    BLT's rotates other pairs."""
     module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     assert hf.is_llamas_rope(module.apply_rotary_pos_emb) == same
 
@@ -456,7 +457,7 @@ def test_what_stands_in_for_llamas_own_is_not_taken_for_it(monkeypatch):
 
 
 def fuse_all(model) -> None:
-    """As on a GPU, whatever the device."""
+    """Fuse everything, as on a GPU, on any device."""
     named = lambda name: [m for m in model.modules() if type(m).__name__ == name]  # noqa: E731
     layers = [m for m in model.modules() if hf.is_attention(m)]
     fuse.fuse(fuse.Fusible(named("LlamaRMSNorm"), layers, named("LlamaMLP"), named("Linear")))
@@ -489,14 +490,14 @@ def test_a_fused_model_is_freed_with_its_last_reference():
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 def test_tensors_without_an_address_run_the_models_own_code(monkeypatch):
-    """Such as a DTensor: what has no kernel is told by its type, since it says that it is on the GPU."""
+    """For example a DTensor, which is recognised by its type, because its device is the GPU."""
     monkeypatch.setattr(fuse, "INTERPRETED", True)
     assert fuse._has_kernels(torch.ones(2)) and fuse._has_kernels(torch.nn.Parameter(torch.ones(2)))
     assert not fuse._has_kernels(torch.ones(2).as_subclass(Wrapped))
 
 
 def test_transformers_stays_as_it_is():
-    """The names of a model's module are copied, not changed."""
+    """The globals of a model's module are copied, not changed."""
     from transformers.models.llama import modeling_llama
 
     assert fuse._with_fused_rope(modeling_llama.LlamaAttention.forward) is not modeling_llama.LlamaAttention.forward

@@ -23,7 +23,7 @@ from hf_fastattn.kernels import INTERPRETED, spans
 VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
 NEW_TOKENS = 8
 CHUNK = 40
-# On a GPU, generate() would compile every static combination with Inductor by itself; test_backends compiles.
+# On a GPU, generate() would compile every static combination with Inductor; test_backends tests that.
 STATIC = {"cache_implementation": "static", "disable_compile": True}
 MODES = {
     "dynamic_cache": {},
@@ -34,14 +34,14 @@ MODES = {
     "beam_static_cache": {"num_beams": 3, **STATIC},
     "num_return_sequences": {"num_beams": 4, "num_return_sequences": 2},
     "seeded_sampling": {"do_sample": True, "top_k": 20, "num_return_sequences": 2},
-    "prompt_lookup": {"prompt_lookup_num_tokens": 3},  # one row only, says Transformers
+    "prompt_lookup": {"prompt_lookup_num_tokens": 3},  # Transformers supports one row only
 }
 SOME_FAMILIES = ("llama", "mistral_window_below_prompt", "gpt_oss")
 
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread():
-    """These matrices are tiny: a second thread mostly waits, and on a busy machine it waits long."""
+    """These matrices are tiny: a second thread mostly waits, long on a busy machine."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -104,7 +104,7 @@ def test_other_backends_generate_the_tokens_of_eager(backend, family, mode, padd
     check(family, mode, padding, device, backend)
 
 
-# What the matrix above can see: wrong answers that a broken mask or a dropped argument would give.
+# The tests above detect a broken mask or a dropped argument: these change the tokens.
 def _with_spans(q, k, s, options):
     if s is None:
         q_offset = k.shape[2] - q.shape[2]
@@ -152,7 +152,7 @@ def _drops(*arguments):
 
 WRONG = [(family, padding, _sees_the_next_token) for family in FAMILIES for padding in PADDINGS]
 WRONG += [(family, padding, _sees_padding) for family in FAMILIES for padding in PADDINGS[1:]]
-# Only its window never reaches back to the pads.
+# Its window never reaches the padding.
 WRONG.remove(("mistral_window_below_prompt", "left_padding", _sees_padding))
 WRONG += [(family, "holes", _sees_holes) for family in FAMILIES]
 WRONG += [(f, "no_padding", _has_no_window) for f in FAMILIES if FAMILIES[f][1].get("sliding_window", 999) < models.PROMPT]
@@ -167,7 +167,7 @@ def test_wrong_attention_changes_the_tokens(family, padding, wrong, device, monk
 
 
 def converse(family: str, device: torch.device, attn_implementation: str, padding: str, static: bool, **second) -> torch.Tensor:
-    """Two turns over one cache; the second turn's mask has the first turn's zeros and, for holes, its own."""
+    """Two turns over one cache; the mask of the second has the zeros of the first and, for holes, further zeros."""
     model = models.family(family, device)
     model.set_attn_implementation(attn_implementation)
     inputs = models.prompts(padding, device)
@@ -198,21 +198,21 @@ def test_second_turn_over_the_same_cache(family, static, padding, device):
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic_cache", "static_cache"])
 def test_chunked_prefill_of_a_second_turn(static, device):
     if VERSION == (5, 17):
-        device = torch.device("cpu")  # it may write past the end of its cache, which ends a GPU's context
+        device = torch.device("cpu")  # it may write past the end of its cache, which ends the context of a GPU
     whole = converse("llama", device, "eager", "left_padding", static)
     try:
         expected = converse("llama", device, "eager", "left_padding", static, prefill_chunk_size=CHUNK)
     except (RuntimeError, IndexError):
         expected = None
     if VERSION == (5, 17):
-        # Transformers 5.17 feeds all the ids again with a past length of 0; 5.23 is right.
+        # Transformers 5.17 passes all ids again with a past length of 0; 5.23 is correct.
         assert expected is None or not torch.equal(expected, whole), "Transformers 5.17 got this right after all: test it"
         return
     assert torch.equal(expected, whole)
     assert torch.equal(converse("llama", device, "lean", "left_padding", static, prefill_chunk_size=CHUNK), expected)
 
 
-SHORT = {"rows": 2, "length": 34}  # one query more than the decode kernels take
+SHORT = {"rows": 2, "length": 34}  # one query more than the decode kernels support
 INTERPRETER = [
     ("llama", "lean", "dynamic_cache", "no_padding"),
     ("llama", "lean", "prompt_lookup", "holes"),
@@ -236,7 +236,7 @@ def test_interpreted(family, backend, mode, padding, monkeypatch):
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")
 def test_interpreted_kernels(device):
-    """The Triton kernels themselves, interpreted, in a process of their own: the switch is read when Triton is imported."""
+    """The Triton kernels, interpreted, in another process, because the variable is read when Triton is imported."""
     if device.type != "cpu":
         pytest.skip("the real kernels have run all of the matrix here")
     command = [sys.executable, "-m", "pytest", "-q", "-x", f"{Path(__file__)}::test_interpreted"]

@@ -1,4 +1,4 @@
-"""What only a GPU can show: bitwise repeatability under real scheduling, CUDA graphs, streams, many rows."""
+"""Tests that need a GPU: bitwise repeatability under real scheduling, CUDA graphs, streams, many rows."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def ragged_mask(batch: int, kv_len: int) -> torch.Tensor:
 
 
 class Mismatches:
-    """Counts differing results on the device, so that comparing does not make the host wait."""
+    """Counts differing results on the device, without synchronising."""
 
     def __init__(self):
         self.count = torch.zeros((), dtype=torch.int64, device="cuda")
@@ -59,7 +59,7 @@ class Mismatches:
 @pytest.mark.parametrize("masked", [False, True], ids=["even", "ragged"])
 @pytest.mark.parametrize("shape", [(1, 32, 8, 128), (7, 6, 2, 64), (2, 8, 1, 256)], ids=str)
 def test_lean_is_bitwise_the_same_every_time(shape, masked):
-    """Other work on a second stream disturbs which program comes last."""
+    """Work on a second stream changes the order in which programs end."""
     batch, num_heads, num_kv_heads, head_dim = shape
     q, k, v = inputs(batch, num_heads, num_kv_heads, head_dim)
     spans = build_spans(batch, 1, CAPACITY, q.device, q_offset=CAPACITY - 1, attention_mask=ragged_mask(batch, CAPACITY))
@@ -78,7 +78,7 @@ def test_lean_is_bitwise_the_same_every_time(shape, masked):
 
 @pytest.mark.parametrize("padded", [False, True], ids=["plain", "left padded with holes"])
 def test_lean_in_a_cuda_graph_follows_the_lengths_on_the_device(padded):
-    """10,000 replays of one graph, each with another length and query, bitwise equal to eager, a second stream busy."""
+    """10,000 replays of one graph, each with another length and query, bitwise equal to eager, beside a busy second stream."""
     batch = 3
     q, k, v = inputs(batch)
     length = torch.zeros((), dtype=torch.int64, device="cuda")
@@ -145,7 +145,7 @@ def test_first_prefill_inside_a_capture_is_refused(monkeypatch):
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
             call(prefill_hopper.prefill, q, k, v)
     assert not prefill_hopper.counters._counters
-    call(prefill_hopper.prefill, q, k, v)  # outside it works, also afterwards
+    call(prefill_hopper.prefill, q, k, v)  # it works outside of a capture, also afterwards
     torch.cuda.synchronize()
 
 
@@ -164,7 +164,7 @@ def test_large_offsets(kernel):
     kv_len, heads, head_dim = 200_000, 48, 128
     if torch.cuda.mem_get_info()[0] < 20 << 30:
         pytest.skip("needs 20 GB of free GPU memory")
-    # Token-major, so that every head's rows lie far apart; heads differ, or a wrapped offset could read the right values.
+    # Token-major, so that the rows of a head are far apart. Heads differ, because a wrapped offset could read equal values.
     k = torch.randn(2, kv_len, heads, head_dim, device="cuda", dtype=torch.float16).transpose(1, 2)
     assert k.numel() > 1 << 31
     q = torch.randn(2, heads, 1, head_dim, device="cuda", dtype=torch.float16)
@@ -193,7 +193,7 @@ def test_large_offsets_of_heads():
 def test_a_row_of_a_million_tokens(kernel):
     kv_len = 1 << 20
     q, k, v = inputs(batch=1, num_heads=8, num_kv_heads=2, head_dim=64, kv_len=kv_len)
-    k[:, :, kv_len // 2] *= 8  # or a softmax over so many is a mean that hides mistakes
+    k[:, :, kv_len // 2] *= 8  # otherwise a softmax over so many keys is a mean, which hides errors
     out, lse = test_kernels.run(kernel, q, k, v, None, {"return_lse": True})
     seen = np.ones((1, 1, kv_len), dtype=bool)
     tolerance.assert_attention((out, lse), oracle.attention(q, k, v, seen), q, k, v, None, seen, {}, kernel.name)
@@ -201,7 +201,7 @@ def test_a_row_of_a_million_tokens(kernel):
 
 @pytest.mark.parametrize("kernel", [test_kernels.PREFILL, test_kernels.SPLIT_KV, LEAN], ids=lambda k: k.name)
 def test_repeated_launches_follow_their_tensors(kernel):
-    """The second call of a shape skips Triton's look-up; other addresses, alignments, shapes and devices' currents must not."""
+    """The second call of a shape skips Triton's look-up, but not with other addresses, alignments, shapes or current devices."""
     launcher = partial(call, kernel.launcher())
     flat = torch.randn(3 * 8 * 700 * 64 + 8, device="cuda", dtype=torch.float16)
     q = torch.randn(1, 32, 1, 64, device="cuda", dtype=torch.float16)
@@ -219,7 +219,7 @@ def test_repeated_launches_follow_their_tensors(kernel):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("q_len", [1, 4, 300])
 def test_kernels_run_where_their_tensors_are(q_len):
-    """On another GPU than the current one, in turn with it: the same bits."""
+    """On another GPU than the current one, alternating with it: the same bits."""
     _, k, v = inputs(batch=2, kv_len=1000)
     here = (torch.randn(2, 32, q_len, 128, device="cuda", dtype=torch.bfloat16), k, v)
     there = [x.to("cuda:1") for x in here]
@@ -249,7 +249,7 @@ def test_a_profiler_hears_of_every_launch():
     finally:
         enter.remove(hook)
     call(lean, q, k, v)
-    assert len(heard) == 6 and len(set(heard)) == 2  # the kernel that attends and the one that merges, three times
+    assert len(heard) == 6 and len(set(heard)) == 2  # the attention kernel and the merge kernel, three times
 
 
 @pytest.mark.parametrize("name", ["fa2", "split_kv", "lean"])

@@ -1,4 +1,4 @@
-"""The decode graph on a real GPU: what the stand-in of test_patches.py cannot show."""
+"""The decode graph on a real GPU: properties that the substitute of test_patches.py does not have."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_captured_tokens_equal_uncaptured_and_eager(name, padding):
         assert patch.captures == 1 and patch.replays == 3 * (NEW - 1) - 1, patch
 
 
-@pytest.mark.parametrize("rows", [1, 3])  # one: its linear layers are ours
+@pytest.mark.parametrize("rows", [1, 3])  # one row: its linear layers run our kernel
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("backend", ["lean", "split_kv", "fa2"])
 def test_every_backend_is_captured(llama, backend, dtype, rows):
@@ -59,7 +59,7 @@ def test_every_backend_is_captured(llama, backend, dtype, rows):
     with hf_fastattn.patch(llama, backend) as patch:
         got = generate(llama, inputs, output_scores=True, return_dict_in_generate=True)
         assert patch.captures == 1
-    # Until rounding picks another token, the scores are the same up to that rounding.
+    # Up to the first token that rounding changes, the scores are equal up to rounding.
     same = int((got.sequences == expected.sequences).all(0).cumprod(0).sum()) - inputs["input_ids"].shape[1]
     assert same > 0
     for a, b in zip(got.scores[:same], expected.scores[:same], strict=True):
@@ -75,7 +75,7 @@ def test_sampling_draws_the_same_tokens(llama):
 
 
 def test_a_step_neither_syncs_nor_allocates(llama, monkeypatch):
-    """torch's sync debug mode raises on a sync of ours; after the capture nothing is allocated but each step's logits."""
+    """torch's sync debug mode raises on a synchronisation. After the capture a step only allocates its logits."""
     step, allocated = graphs.DecodeStep.__call__, []
 
     def watched(self, **inputs):
@@ -154,7 +154,7 @@ def test_a_sync_in_the_model_falls_back_and_the_gpu_stays_usable(llama, monkeypa
         with pytest.warns(UserWarning, match="while capturing"):
             assert torch.equal(generate(llama, inputs), expected)
         assert patch.captures == 0
-        # A capture that fails for a reason no rehearsal shows.
+        # A capture that fails for a reason that the rehearsal does not have.
         monkeypatch.setattr(graphs.CudaGraph, "rehearse", lambda self, body: body())
         llama.model.norm.weight = torch.nn.Parameter(llama.model.norm.weight.detach().clone(), requires_grad=False)
         stream = torch.cuda.current_stream()
@@ -185,7 +185,7 @@ def test_a_cache_that_does_not_fit_says_how_much_is_missing(llama):
 
 
 def equal_but_for_ties(got, expected) -> bool:
-    """Whether each row's tokens are the expected ones, up to where two tokens' logits differ by less than rounding does."""
+    """Whether the tokens of each row are the expected ones, up to a step whose two best logits differ by less than rounding."""
     tokens = expected.sequences[:, -got.shape[1] :]
     for row in range(got.shape[0]):
         for step in (got[row] != tokens[row]).nonzero().flatten().tolist()[:1]:
@@ -215,7 +215,7 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two G
 @two_gpus
 @pytest.mark.parametrize("name", ["llama", "mistral_window_below_prompt"])
 def test_models_beside_the_current_gpu(name):
-    """cuda:0 stays the current device; a graph of each GPU, and kernels, run where their tensors are."""
+    """cuda:0 stays the current device; the graphs and kernels of each GPU run on the device of their tensors."""
     model_type, own = FAMILIES[name]
     first, second = (tiny(model_type, device=device, **own) for device in ("cuda:0", "cuda:1"))
     inputs = prompts("left_padding", "cpu")
@@ -252,7 +252,7 @@ def test_a_model_over_two_gpus():
 
 
 def test_soak():
-    """Changing batches, lengths, prompts, adapters and weights: never a wrong token, no leak, no storm of captures."""
+    """Changing batches, lengths, prompts, adapters and weights: no wrong token, no leak, few captures."""
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
     models = []
@@ -294,7 +294,7 @@ def test_soak():
 
 
 def test_a_graph_has_its_cublas_workspace_to_itself():
-    """torch.compile frees the workspaces of all streams; one that a graph uses would be memory of nobody, or of another."""
+    """torch.compile frees the workspaces of all streams; a graph must not use one of them."""
     inputs = {"input_ids": torch.randint(3, 100, (8, 16), device="cuda")}
 
     def model():
@@ -305,11 +305,11 @@ def test_a_graph_has_its_cublas_workspace_to_itself():
         return {segment["address"] for segment in torch.cuda.memory_snapshot() if segment["segment_pool_id"] != (0, 0)}
 
     first = model()
-    with hf_fastattn.patch(first):  # its graph is the first on the stream that captures, and its pool goes with it
+    with hf_fastattn.patch(first):  # its graph is the first on the capturing stream, and its pool is freed with it
         generate(first, inputs)
     second = model()
     with hf_fastattn.patch(second) as patch:
-        # Only the logits: whoever keeps a result keeps its cache, and the next call has another, and a graph of its own.
+        # Only the logits: a kept result keeps its cache, and the next call then has another cache and another graph.
         expected = generate(second, inputs, output_logits=True, return_dict_in_generate=True).logits
         gc.collect()
         torch.cuda.empty_cache()

@@ -1,7 +1,7 @@
-"""Every kernel on every case it can honour, against the fp64 oracle; spans; bad input.
+"""Every kernel on every case that it supports, compared with the fp64 oracle; spans; bad input.
 
 On a GPU the real kernels run, on a CPU the PyTorch reference, and with TRITON_INTERPRET=1 on a CPU the interpreted kernels.
-A result counts only if the kernel was launched to make it, into memory that held NaN.
+A result only counts if the kernel was launched, and if its memory was NaN before.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ class Kernel:
 
     name: str
     launches: tuple[str, ...] = ()
-    function: str | None = None  # the launcher's name, where it is not the module's
+    function: str | None = None  # the name of the launcher, if it differs from the module's
     max_rows: int | None = None  # query rows per KV head
     min_q_len: int = 1
     head_dims: tuple[int, ...] | None = None
     half_only: bool = False
     no_first_tokens: bool = False
     aligned_only: bool = False
-    arch: tuple[int, int] | None = None  # the one compute capability it is for
-    other: tuple[str, ...] = ()  # what it launches instead where it can
+    arch: tuple[int, int] | None = None  # the only supported compute capability
+    other: tuple[str, ...] = ()  # the kernels that it may launch instead
 
     @property
     def module(self):
@@ -58,10 +58,11 @@ class Kernel:
     def runs_here(self) -> bool:
         if ON_GPU:
             return self.arch in (None, torch.cuda.get_device_capability())
-        return self.arch is None and bool(self.launches) == INTERPRETED  # the twin runs in the process that does not interpret
+        # The reference runs in the process without the interpreter.
+        return self.arch is None and bool(self.launches) == INTERPRETED
 
     def fit(self, case: Case) -> Case:
-        """The case itself if this kernel can honour it, else the nearest one that it can."""
+        """The case itself if this kernel supports it, else a similar case that it supports."""
         if self.max_rows and case.q_len * (case.num_heads // case.num_kv_heads) > self.max_rows:
             case = replace(case, q_len=1)
         if case.q_len < self.min_q_len:
@@ -100,7 +101,7 @@ TRITON_RUNS = LEAN in RUNNABLE
 
 
 def here(*values):
-    """Parameters of a test that launches Triton kernels: none, one skip, where only the twin runs."""
+    """Parameters of a test that launches Triton kernels; none, so one skip, if only the reference runs."""
     return values if TRITON_RUNS else ()
 
 
@@ -108,7 +109,7 @@ with_lean = pytest.mark.parametrize("kernel", here(LEAN), ids=lambda k: k.name)
 
 
 def never(*args) -> bool:
-    """In place of schedule.shares_within_heads: lean's own kernels run."""
+    """Replaces schedule.shares_within_heads, so that lean's own kernels run."""
     return False
 
 
@@ -133,7 +134,7 @@ class _Counted:
 def counted_launches(kernel: Kernel):
     counter = Counter()
     with pytest.MonkeyPatch.context() as patch:
-        if hasattr(kernel.module, "_prepare"):  # launches that are remembered would not come by
+        if hasattr(kernel.module, "_prepare"):  # cached launches are not counted
             patch.setattr(kernel.module, "_prepare", kernel.module._prepare.__wrapped__)
         for name in kernel.launches + kernel.other:
             module = kernel.module if hasattr(kernel.module, name) else split_kv
@@ -142,12 +143,12 @@ def counted_launches(kernel: Kernel):
 
 
 def run(kernel: Kernel, q, k, v, span, options: dict):
-    """(out, lse or None) of one call, once it is certain that the kernel made it."""
+    """(out, lse or None) of one call; asserts that the kernel was launched."""
     with counted_launches(kernel) as launched:
         result = call(kernel.launcher(), q, k, v, span, **options)
     allowed = [kernel.launches]
     if kernel in (SPLIT_KV, LEAN) and schedule.shares_within_heads is not never:
-        allowed += [SPLIT_KV.launches, SPLIT_KV.launches[:1]]  # one where nothing is left to combine
+        allowed += [SPLIT_KV.launches, SPLIT_KV.launches[:1]]  # one launch if there is nothing to combine
     assert launched in map(Counter, allowed)
     return result if options.get("return_lse") else (result, None)
 
@@ -167,7 +168,7 @@ def _plain(options: dict) -> dict:
 
 
 RUNS = [pytest.param(k, c, id=f"{k.name}-{c.id}") for c in CASES for k in RUNNABLE if k.fit(c) == c]
-# The Hopper kernel's own shapes are few among the cases; there it runs the nearest to every one that is not decode.
+# Few cases have shapes of the Hopper kernel; it runs a similar case for every case that is not decode.
 RUNS += [
     pytest.param(HOPPER, c, id=f"{HOPPER.name}-{c.id}")
     for c in dict.fromkeys(HOPPER.fit(c) for c in CASES if c.q_len > 1 and HOPPER in RUNNABLE)
@@ -245,7 +246,7 @@ def test_any_case(kernel, device):
 
 @st.composite
 def any_spans(draw) -> tuple[Case, list[list[int]]]:
-    """Spans no mask would make: every integer of every row on its own."""
+    """Spans that no mask would give: every integer of every row is drawn independently."""
     kv_len = draw(st.integers(1, 500 if ON_GPU else 50))
     q_len = draw(st.integers(1, 8 if ON_GPU else 4))
     batch = draw(st.integers(1, 4 if ON_GPU else 3))
@@ -316,7 +317,7 @@ SCHEDULE_CASES = [
 
 
 def force_programs(patch, programs: int) -> None:
-    """Make lean deal out one line of tiles to `programs` programs, where the buffer has at least as many tiles."""
+    """Make lean divide one linearised tile range among `programs` programs, if the buffer has at least as many tiles."""
     patch.setattr(schedule, "shares_within_heads", never)
     config = tables.decode
     patch.setattr(tables, "decode", lambda *args: replace(config(*args), programs_per_sm=1, MIN_TILES=1))
@@ -345,7 +346,7 @@ def test_lean_schedules_on_the_device_what_the_host_could(kernel, case, device, 
 def test_lean_hands_over_only_rows_that_the_host_knows_to_be_alike(kernel, rows, device, monkeypatch):
     config = tables.decode
     monkeypatch.setattr(tables, "decode", lambda *args: replace(config(*args), programs_per_sm=1))
-    monkeypatch.setattr(gpu, "num_sms", lambda device: 6)  # one for each KV head
+    monkeypatch.setattr(gpu, "num_sms", lambda device: 6)  # one program for each KV head
     options = {
         "dense": {},
         "counted on the device": {"q_offset": 80, "offset_on_device": True},
@@ -380,7 +381,7 @@ def test_heads_are_given_programs_of_their_own_where_that_is_known_to_be_quicker
         return schedule.shares_within_heads(None, config, heads, 64 * tiles)
 
     assert own(two, 100, 10_000) and own(two, 190, 10_000) and not own(two, 120, 10_000)
-    assert own(two, 70, 200) and not own(two, 70, 1000)  # a tenth or two are left over, which short shares make up for
+    assert own(two, 70, 200) and not own(two, 70, 1000)  # one or two tenths are idle, which short shares compensate
     assert own(two, 400, 32) and not own(two, 400, 33)
     assert own(four, 400, 64) and not own(four, 400, 65)
     assert own(two, 280, 1) and not own(two, 279, 1)  # the last wave is two fifths full
@@ -399,7 +400,7 @@ def test_programs_an_sm_by_the_number_of_heads(head_dim, monkeypatch):
     assert [programs(h) for h in (1, 132, 133, 264, None)] == [few, few, 2, 2, 2]
     assert [programs(h) for h in (265, 528, 792, 1056, 2048)] == [4] * 5  # the last wave is at least half full
     assert [programs(h) for h in (529, 640, 791, 1280)] == [2] * 4
-    assert programs(528, rows=16) == 4 and programs(528, rows=17) == 2  # which has no registers to spare
+    assert programs(528, rows=16) == 4 and programs(528, rows=17) == 2  # no registers are left
 
 
 @with_lean
@@ -460,7 +461,7 @@ def any_mask(draw):
 
 
 def test_spans_say_what_the_mask_says(device):
-    """The kernel, on a GPU or interpreted, and its twin; the two agree in every integer that is read."""
+    """The kernel, on a GPU or interpreted, and its equivalent in torch agree in every integer that is read."""
 
     @settings(max_examples=150)
     @given(any_mask(), st.booleans(), st.booleans())
@@ -475,7 +476,7 @@ def test_spans_say_what_the_mask_says(device):
         span = spans.build_spans(batch, q_len, kv_len, device, q_offset=offset, **options)
         words = 0 if mask is None else -(-kv_len // 32)
         assert span.dtype == torch.int32 and span.shape == (batch, 1, 1, spans.WORDS + words)
-        assert batch == 1 or (span.stride(0) == 0) == (mask is None)  # rows known to be alike
+        assert batch == 1 or (span.stride(0) == 0) == (mask is None)  # a uniform batch
         expected = oracle.visible(
             batch, q_len, kv_len, q_offset=q_offset, kv_offset=kv_offset, causal=causal, window=window, attention_mask=mask
         )
@@ -507,7 +508,7 @@ def test_spans_need_a_bool_mask(device):
         spans.build_spans(2, 1, 5, device, attention_mask=torch.ones(3, 5, dtype=torch.bool, device=device))
 
 
-# Bad input: a sentence, and nothing launched. The checks come before any launch, so they need no GPU.
+# Bad input: an error with the reason, and no launch. The checks precede any launch, so they need no GPU.
 
 
 def good(device, **changes) -> dict:
@@ -592,7 +593,7 @@ def test_heads_wider_than_kernels_hold(d, dv, sentence, device):
         if backend.name == "reference":
             assert why_not is None and backend(**x).shape == (2, 4, 3, dv)
             continue
-        with pytest.raises(ValueError, match=sentence):  # on a CPU too, where the twin would hold them
+        with pytest.raises(ValueError, match=sentence):  # also on a CPU, where the reference would support them
             backend(**x)
         assert f"{max(d, dv)} is above" in why_not
 
@@ -626,7 +627,7 @@ def test_other_devices_are_refused_in_a_sentence():
 
 
 def test_each_gpu_runs_the_kernel_for_its_architecture(monkeypatch):
-    """Whichever of several was first."""
+    """In any order of the GPUs."""
     portable = SimpleNamespace(any=lambda *_: "portable")
     hopper = SimpleNamespace(prefill=lambda *_, shares: "hopper", why_not=lambda *_: None)
     monkeypatch.setattr(kernels, "_module", {"any": portable, "any_hopper": hopper}.get)
@@ -649,7 +650,7 @@ def test_interpreter_refuses_bf16():
 
 
 def test_a_launch_that_was_interpreted_is_not_remembered(monkeypatch):
-    """The interpreter takes CUDA tensors too, and returns nothing that could be launched again."""
+    """The interpreter also accepts CUDA tensors, and returns nothing that could be launched again."""
     tensor = SimpleNamespace(device=torch.device("cuda", 0), is_cuda=True, data_ptr=lambda: 256)
     kernel = MagicMock(arg_names=["X", "n"])
     kernel.__getitem__.return_value.return_value = None
@@ -680,7 +681,7 @@ def test_a_launch_is_repeated_without_triton_looking_it_up(hooks, monkeypatch):
         start(tensor, last)
     kernel.__getitem__.return_value.assert_called_once_with(tensor, last, 3, num_warps=1)
     second.__getitem__.return_value.assert_called_once_with(last, num_warps=8)
-    if hooks:  # Triton's own way, which tells them
+    if hooks:  # through Triton, which calls the hooks
         assert compiled.__getitem__.return_value.call_args_list == [called(256, 512, 3)] * 2 and not compiled.run.called
         assert follows.__getitem__.return_value.call_args_list == [called(512)] * 2 and not follows.run.called
     else:
@@ -692,7 +693,7 @@ def test_a_launch_is_repeated_without_triton_looking_it_up(hooks, monkeypatch):
     elsewhere = SimpleNamespace(device=torch.device("cuda", 1), is_cuda=True, data_ptr=lambda: 256)
     start(elsewhere, last)  # another device than the current one
     assert kernel.__getitem__.return_value.call_count == 3
-    repeats = follows.__getitem__.return_value if hooks else follows.run  # whose own tensors are as ever
+    repeats = follows.__getitem__.return_value if hooks else follows.run  # whose own tensors have not changed
     assert second.__getitem__.return_value.call_count == 1 and repeats.call_count == 4
     with pytest.raises(TypeError, match="kernel takes 2 tensors here; got 1"):
         launch.Launch(kernel, (5, 2), n=3)(tensor)
@@ -710,7 +711,7 @@ def test_cpu_tensors_run_what_where_says(name, device):
 
 @pytest.mark.parametrize("kernel", here(SPLIT_KV), ids=lambda k: k.name)
 def test_a_constant_number_of_splits_makes_rows_independent_of_their_batch(kernel, device):
-    """The same bits alone, beside longer and shorter rows, with pads before it, and in a longer buffer."""
+    """The same bits alone, with longer and shorter rows in the batch, with left padding, and in a longer buffer."""
     split_kv = kernel.launcher()
     n, batch = (3000, 70) if ON_GPU else (100, 4)
     q, k, v = (torch.randn(batch, h, x, 32, device=device) for h, x in ((4, 1), (2, n), (2, n)))
@@ -726,4 +727,4 @@ def test_a_constant_number_of_splits_makes_rows_independent_of_their_batch(kerne
     short = spans.build_spans(1, 1, n - n // 3 + 77, q.device, q_offset=n - n // 3 - 1)
     assert torch.equal(alone, together[1:2])
     assert torch.equal(alone, call(partial(split_kv, splits=8), q[1:2], *longer, short))
-    assert not torch.equal(call(partial(split_kv, splits=1), q, k, v, span)[1:2], alone)  # other sums round otherwise
+    assert not torch.equal(call(partial(split_kv, splits=1), q, k, v, span)[1:2], alone)  # other sums have other rounding errors

@@ -1,4 +1,4 @@
-"""Layers in any order, some of them alone, one of them twice: every layer counts its own tokens, as in a DynamicCache."""
+"""Layers in any order, a subset of them, one of them twice: every layer counts its own tokens, as in a DynamicCache."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def ordered(name: str, order: tuple[int, ...], attention: str = "sdpa"):
 @pytest.mark.parametrize("name", MODELS)
 def test_layers_run_in_any_order(monkeypatch, name, order, padding):
     indices = ORDERS[order]
-    if name == "both kinds":  # each stays among its kind: masks are for the places in a model, not for the layers
+    if name == "both kinds":  # each stays among layers of its kind, because masks belong to positions in a model
         indices = {"swapped": (1, 0, 2, 3), "reversed": (1, 0, 3, 2)}.get(order) or pytest.skip("no other order keeps the kinds")
     model = ordered(name, indices)
     inputs = prompts(padding, "cpu", rows=2)
@@ -74,7 +74,7 @@ def test_what_a_dynamic_cache_does_with_a_layer_that_runs_twice():
     inputs = prompts("no_padding", "cpu", rows=2)
     expected = generate(model, inputs)
     assert torch.equal(generate(model, inputs, past_key_values=PreallocatedCache(model)), expected)
-    # Its second turn has more keys than the mask was made for: what it should see, no mask says.
+    # Its second run has more keys than the mask, so the visible keys are undefined.
     with hf_fastattn.patch(model), pytest.raises(ValueError, match="a mask made for 2 rows of 96 queries"):
         generate(model, inputs)
 
@@ -98,7 +98,7 @@ def test_a_graph_writes_each_layer_that_has_all_tokens_once():
     for index in (2, 0):
         cache.update(token, token, index)
     storage.sync(torch.device("cpu"))
-    assert storage.variant != everyone  # so that a graph of all layers is not replayed over these
+    assert storage.variant != everyone  # so that a graph of all layers is not replayed for these
     with cache.on_device():
         for index in (0, 2):
             cache.update(token, token, index)
@@ -137,7 +137,7 @@ def test_an_early_exit_drafts_with_some_of_the_layers(monkeypatch, name):
         for _ in range(5):
             assert torch.equal(generate(model, inputs, assistant_early_exit=1), expected)
             captures.append(patch.captures)
-        assert captures[0] >= 1 and captures[3] == captures[4]  # each of two storages drafts in one call or the next
+        assert captures[0] >= 1 and captures[3] == captures[4]  # each of two storages drafts in one of the calls
         assert torch.equal(generate(model, inputs), expected)
         assert not [reason for reason in patch.reasons if "assisted" not in reason], patch.reasons
     assert model.config.num_hidden_layers == 2

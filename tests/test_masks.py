@@ -1,4 +1,4 @@
-"""What the mask function returns, and what becomes of it in models that treat it in ways of their own."""
+"""The result of the mask function, and its use in models that process masks themselves."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KINDS["runs"] = {**WINDOW, "allow_is_causal_skip": False}
 
 
 def make(kind: str, device) -> masks.Mask:
-    """A mask of two rows of 8 queries, as a model with a window of 4 gets it."""
+    """A mask of two rows of 8 queries for a model with a window of 4."""
     options = {"batch_size": 2, "q_length": 8, "kv_length": 8, "device": device, "config": MISTRAL, **KINDS[kind]}
     if kind == "padded":
         options["attention_mask"] = (torch.arange(8, device=device) > torch.tensor([[2], [-1]], device=device)).contiguous()
@@ -140,7 +140,7 @@ def test_git_computes_attention_itself(dense, padding, device):
     model = models.tiny("git", device=device, vision_config=VISION, num_key_value_heads=4)
     model.set_attn_implementation("lean")
     inputs = models.prompts(padding, device)
-    if not dense:  # its own forward() asks for a mask with blocks
+    if not dense:  # its forward() requests a mask with blocks
         mask = masking_utils.create_causal_mask(
             model.config, torch.zeros(3, models.PROMPT, 64), inputs.get("attention_mask"), None
         )

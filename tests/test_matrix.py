@@ -1,4 +1,4 @@
-"""The quick part of `make matrix`: one model of each shape of attention, and that every class is found and can be built."""
+"""The quick part of `make matrix`: one model of each shape of attention; every class is found and can be built."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _raw(q, k, v, s=None, **options):
 
 @pytest.fixture
 def lean_by(monkeypatch):
-    """Let "lean" compute by another function."""
+    """Make "lean" run another function."""
     lean = registry.get("lean")
     yield lambda attention: registry.register(dataclasses.replace(lean, prefill=attention, decode=None))
     registry.register(lean)
@@ -101,7 +101,7 @@ def test_every_class_is_found_and_at_most_ten_cannot_be_built():
     asking = {module for module, source in every_model.sources().items() if "get_interface(" in source}
     modules = {entry.module for entry in found if entry.asks}
     assert len(modules) > 200 and modules <= asking
-    for module in asking - modules:  # what is left out neither generates nor fills in
+    for module in asking - modules:  # excluded classes neither generate nor fill in masked tokens
         assert "GenerationMixin" not in every_model.sources()[module], module
     unbuilt = {}
     for entry in found:

@@ -1,4 +1,4 @@
-"""Memory of K and V is given back with the last reference, by counting references alone: Python's search for cycles is off."""
+"""Memory of K and V is freed with the last reference, by reference counts alone: Python's cycle collection is off."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def no_cycles_are_looked_for():
 
 
 class Buffers:
-    """All that layers allocate, held weakly."""
+    """Weak references to all allocations of layers."""
 
     def __init__(self, monkeypatch):
         self.made = []
@@ -209,12 +209,12 @@ def test_storages_that_a_pool_has_no_room_for_give_their_memory_back(buffers):
             generate(model, {"input_ids": prompts("no_padding", "cpu", rows=1)["input_ids"].repeat(rows, 1)})
             assert buffers.count() == 4 * min(rows, pool.MAX_IDLE)
         long = {"input_ids": prompts("no_padding", "cpu", rows=1)["input_ids"].repeat(rows, 4)}
-        generate(model, long)  # a larger storage in place of one for as many rows
+        generate(model, long)  # a larger storage replaces one for the same batch size
         assert buffers.count() == 4 * pool.MAX_IDLE
 
 
 def test_what_a_pool_keeps_never_makes_a_cache_refuse(buffers, monkeypatch):
-    """A device whose free memory is counted: what is idle goes, and then there is room."""
+    """A device with limited memory: idle storages are freed, and then the cache fits."""
     model = tiny("llama")
     row = 2 * 2 * 2 * 256 * 16 * 4  # 2 layers, K and V, 2 heads
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -228,7 +228,7 @@ def test_what_a_pool_keeps_never_makes_a_cache_refuse(buffers, monkeypatch):
         assert buffers.bytes() == 0
         cache = PreallocatedCache(model)
         generate(model, prompts("no_padding", "cpu", rows=3), past_key_values=cache)
-        cache.reset()  # empty, it takes other rows in place of those, and not beside them
+        cache.reset()  # without tokens, buffers for another batch size replace the old ones
         generate(model, prompts("no_padding", "cpu", rows=2), past_key_values=cache)
         assert buffers.bytes() == 2 * row
 
@@ -249,7 +249,7 @@ def test_a_loaded_cache_that_finds_no_room_keeps_its_tokens(monkeypatch, tmp_pat
     assert torch.equal(generate(model, ids, past_key_values=loaded), expected)
 
 
-# Who keeps K and V owns them.
+# K and V that are still referenced are not reused.
 
 KEPT = {
     "keys": lambda cache: cache.layers[0].keys,
@@ -299,7 +299,7 @@ def test_k_and_v_that_someone_keeps_stay_as_they_are(buffers, monkeypatch, kind,
         assert patch.captures == 2 * graph
         del kept, before
         generate(model, inputs)
-        assert buffers.count() == 2 * 4 and patch.captures == 2 * graph  # free again, and so is the other
+        assert buffers.count() == 2 * 4 and patch.captures == 2 * graph  # both are free again
 
 
 def test_what_update_returned_stays_as_it_is(buffers):

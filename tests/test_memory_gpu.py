@@ -1,4 +1,4 @@
-"""Memory of a real GPU is given back by counting references alone: Python's search for cycles is off."""
+"""Memory of a real GPU is freed by reference counts alone: Python's cycle collection is off."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def allocated() -> int:
 
 
 def converse(model, rows: int, length: int, padded: bool) -> None:
-    """One call of generate(), whose output, K and V and logits with it, is dropped."""
+    """One call of generate(), whose output, with K, V and logits, is dropped."""
     ids = torch.randint(2, VOCAB, (rows, length), generator=torch.Generator().manual_seed(length)).cuda()
     mask = torch.ones_like(ids)
     if padded:
@@ -43,7 +43,7 @@ def converse(model, rows: int, length: int, padded: bool) -> None:
 @pytest.mark.parametrize("rows", [(1,), (1, 2, 3)])
 @pytest.mark.parametrize("kind", ["static", "rolling"])
 def test_a_hundred_conversations_allocate_no_more_than_two_of_each_batch_size(kind, rows):
-    for _ in range(2):  # what torch and Triton allocate once is there when it is measured
+    for _ in range(2):  # one-time allocations of torch and Triton precede the measurement
         gc.collect()
         gc.disable()
         try:
@@ -56,7 +56,7 @@ def test_a_hundred_conversations_allocate_no_more_than_two_of_each_batch_size(ki
             captures, early = patch.captures, allocated()
             for number in range(100):
                 converse(model, rows[number % len(rows)], 20 + 37 * number % (LONGEST - 19), number % 4 == 1)
-            converse(model, rows[-1], LONGEST, True)  # the last tensors of a step have the sizes that they had
+            converse(model, rows[-1], LONGEST, True)  # the last tensors of a step have the same sizes
             assert patch.captures == captures and patch.replays > 900
             late = allocated()
             patch.undo()

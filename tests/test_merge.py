@@ -1,4 +1,4 @@
-"""merge(): attention over parts of the keys, put together, is attention over all of them."""
+"""merge(): the combination of attention over parts of the keys equals attention over all of them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_any_parts_make_the_whole(dtype, device, cuts, scale):
     out, lse = merge(*zip(*parts_of(q, k, v, [0, *cuts, 40]), strict=True))
     whole, whole_lse = attention(q, k, v, causal=False, return_lse=True)
     assert out.dtype == dtype and lse.dtype == torch.float32
-    # Sums of 16 products and of 40 exponentials round in float32, each part's out and the result to the dtype.
+    # Rounding: sums of 16 products and of 40 exponentials in float32, the out of each part and the result in the dtype.
     products = (q.abs().float() @ k.abs().float().repeat_interleave(2, 1).transpose(2, 3)).max().item() / 4
     of_scores = (16 * products + 40) * torch.finfo(torch.float32).eps
     most = v.abs().max().item()

@@ -1,4 +1,4 @@
-"""A cache of one's own in one file: K and V in reverse order, and patch() captures its steps without knowing it."""
+"""A custom cache in one file, with K and V in reverse order. patch() captures its steps."""
 
 from __future__ import annotations
 

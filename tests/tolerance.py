@@ -1,11 +1,11 @@
-"""How wrong a result may be: derived from what torch itself achieves, not chosen.
+"""The tolerance for a result, derived from the error of torch's own attention.
 
     error against fp64 <= 2 * (error of torch's math attention at the same dtype) + 4 * eps * max(P |V|)
 
-P |V| is the attention of the absolute values: what a sum's rounding is proportional to. (max|out| is too small a scale where
-a thousand values cancel; torch's own matrix products then differ from one another by more.)
-Where torch has no equivalent (softcap, sink logits, turned queries, lse) the package's reference, run in that dtype, stands in;
-for lse the scale is the largest of |lse|, 1 and the softcap: numbers of that size are added on the way to it.
+P |V| is the attention of the absolute values, to which the rounding error of a sum is proportional. (max|out| is too small if
+a thousand values cancel; torch's own matrix products then differ from each other by more.)
+If torch has no equivalent (softcap, sink logits, re-rotated queries, lse), the package's reference in that dtype takes its place.
+For lse the scale is the largest of |lse|, 1 and the softcap, because numbers of that size are added to compute it.
 """
 
 import numpy as np
@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 def max_error(result: torch.Tensor, expected: torch.Tensor) -> float:
-    """Largest absolute difference in fp64; equal infinities differ by 0; NaN anywhere gives NaN."""
+    """Largest absolute difference in fp64. Equal infinities differ by 0; NaN anywhere gives NaN."""
     same = result.double() == expected.double()
     return (result.double() - expected.double()).masked_fill(same, 0.0).abs().max().item()
 
@@ -36,14 +36,14 @@ def torch_math(q, k, v, seen: np.ndarray, scale=None) -> torch.Tensor:
 
 
 def assert_close(result, expected, peer, eps: float, scale: float, what: str) -> None:
-    """`result` against fp64 `expected`, allowed what the module's docstring says of `peer` and `scale`."""
+    """Compare `result` with fp64 `expected`, with the tolerance of the module's docstring for `peer` and `scale`."""
     error = max_error(result, expected)
     allowed = 2 * max_error(peer, expected) + 4 * eps * scale
     assert error <= allowed, f"{what}: error {error:.3e} against fp64, allowed {allowed:.3e}"
 
 
 def assert_attention(result, expected, q, k, v, spans, seen, options: dict, what: str, **of_sinks) -> None:
-    """(out, lse or None) of a kernel against (out, lse) of the oracle; of_sinks: what the oracle needs to know of them."""
+    """Compare (out, lse or None) of a kernel with (out, lse) of the oracle. of_sinks: the oracle's arguments for sinks."""
     out, lse = result
     assert out.dtype == q.dtype and out.shape == (*q.shape[:3], v.shape[3]), f"{what}: {out.dtype} {tuple(out.shape)}"
     plain = all(options.get(name) is None for name in ("softcap", "sink_logits", "inv_freq"))
