@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 import hf_fastattn
 from hf_fastattn import hf
 from hf_fastattn.kernels import HAS_TRITON, INTERPRETED
-from hf_fastattn.patches import fuse
+from hf_fastattn.patches import fuse, subclass
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 runs_kernels = pytest.mark.skipif(
@@ -194,7 +194,7 @@ def test_a_model_computes_the_same(family):
         during = model(ids).logits
         twin = copy.deepcopy(model)
         fused = list(itertools.chain(*found))
-        fuse.restore(fused)
+        subclass.restore(fused)
         after = model(ids).logits
     expected = [n * model.config.num_hidden_layers for n in PER_LAYER[family]]
     expected[0] += expected[0] > 0  # the last norm
@@ -203,8 +203,8 @@ def test_a_model_computes_the_same(family):
     torch.testing.assert_close(during, before, atol=1e-5, rtol=1e-5)
     assert torch.equal(after, before)
     for module, copied in zip(model.modules(), twin.modules(), strict=True):
-        assert not fuse.is_fused(module)
-        assert fuse.is_fused(copied) == (module in fused)
+        assert not subclass.is_fused(module)
+        assert subclass.is_fused(copied) == (module in fused)
 
 
 @runs_kernels
@@ -265,7 +265,7 @@ def make_the_weight_an_attribute(layer):
 @torch.no_grad()
 def test_a_linear_layer_that_someone_changed_is_left_alone(linear_calls, monkeypatch):
     """Weights computed for each call, code of other classes, wrapped tensors, autocast."""
-    monkeypatch.setattr(fuse, "INTERPRETED", True)
+    monkeypatch.setattr(subclass, "INTERPRETED", True)
     model = tiny("llama").to(DEVICE, torch.float16)
     first, second = (layer.mlp for layer in model.model.layers[:2])
     torch.nn.utils.parametrize.register_parametrization(first.down_proj, "weight", torch.nn.Identity())
@@ -310,7 +310,7 @@ def test_a_gate_that_someone_changed_is_left_alone(linear_calls):
         layer.forward = lambda x: torch.nn.functional.linear(x, 2 * layer.weight)
 
     def other_class(layer):
-        fuse.restore([layer])
+        subclass.restore([layer])
         layer.__class__ = type("Twice", (torch.nn.Linear,), {"forward": lambda self, x: 2 * torch.nn.Linear.forward(self, x)})
 
     def pre_hook(module):
@@ -342,7 +342,7 @@ def test_fused_layers_are_copied_and_pickled():
     fuse.fuse(fuse.Fusible([], [], [], [layer]))
     for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert type(twin) is type(layer) and torch.equal(twin.weight, layer.weight)
-        fuse.restore([twin])
+        subclass.restore([twin])
         assert type(twin) is torch.nn.Linear
 
 
@@ -373,7 +373,7 @@ class Allocated(TorchDispatchMode):
 @pytest.fixture
 def mlp(monkeypatch):
     """(a Llama MLP that is fused on any device, one with the same weights that is not fused)."""
-    monkeypatch.setattr(fuse, "INTERPRETED", True)
+    monkeypatch.setattr(subclass, "INTERPRETED", True)
     torch.manual_seed(0)
     stock = tiny("llama").model.layers[0].mlp.to(DEVICE)
     fused = copy.deepcopy(stock)
@@ -491,9 +491,9 @@ def test_a_fused_model_is_freed_with_its_last_reference():
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 def test_tensors_without_an_address_run_the_models_own_code(monkeypatch):
     """For example a DTensor, which is recognised by its type, because its device is the GPU."""
-    monkeypatch.setattr(fuse, "INTERPRETED", True)
-    assert fuse._has_kernels(torch.ones(2)) and fuse._has_kernels(torch.nn.Parameter(torch.ones(2)))
-    assert not fuse._has_kernels(torch.ones(2).as_subclass(Wrapped))
+    monkeypatch.setattr(subclass, "INTERPRETED", True)
+    assert subclass.has_kernels(torch.ones(2)) and subclass.has_kernels(torch.nn.Parameter(torch.ones(2)))
+    assert not subclass.has_kernels(torch.ones(2).as_subclass(Wrapped))
 
 
 def test_transformers_stays_as_it_is():
@@ -502,7 +502,7 @@ def test_transformers_stays_as_it_is():
 
     assert fuse._with_fused_rope(modeling_llama.LlamaAttention.forward) is not modeling_llama.LlamaAttention.forward
     assert modeling_llama.apply_rotary_pos_emb is apply_rotary_pos_emb
-    assert not fuse.is_fused(tiny("llama").model.layers[0].self_attn)
+    assert not subclass.is_fused(tiny("llama").model.layers[0].self_attn)
 
 
 @runs_kernels
@@ -519,13 +519,13 @@ def test_patch_fuses_and_takes_it_back():
         }.items()
         assert torch.equal(model.generate(**ids), expected)
         twin = copy.deepcopy(model)
-    assert not any(fuse.is_fused(module) for module in model.modules())
-    assert any(fuse.is_fused(module) for module in twin.modules())
+    assert not any(subclass.is_fused(module) for module in model.modules())
+    assert any(subclass.is_fused(module) for module in twin.modules())
     assert torch.equal(twin.generate(**ids), expected)
     hf_fastattn.unpatch(twin)
-    assert not any(fuse.is_fused(module) for module in twin.modules())
+    assert not any(subclass.is_fused(module) for module in twin.modules())
     with hf_fastattn.patch(model, "lean", fuse=False) as patch:
-        assert not any(fuse.is_fused(module) for module in model.modules())
+        assert not any(subclass.is_fused(module) for module in model.modules())
         assert "RMSNorm" not in str(patch)
 
 
@@ -533,7 +533,7 @@ def test_patch_fuses_and_takes_it_back():
 def test_nothing_is_fused_on_the_cpu():
     model = tiny("llama")
     with hf_fastattn.patch(model, "lean") as patch:
-        assert not any(fuse.is_fused(module) for module in model.modules())
+        assert not any(subclass.is_fused(module) for module in model.modules())
         assert "RMSNorm" not in str(patch)
 
 

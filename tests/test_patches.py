@@ -32,8 +32,8 @@ from transformers.modeling_outputs import CausalLMOutput
 import hf_fastattn
 from hf_fastattn import step as steps
 from hf_fastattn.caches import PreallocatedCache
-from hf_fastattn.patches import fuse
 from hf_fastattn.patches import graph as graphs
+from hf_fastattn.patches import subclass
 
 NEW = 24
 
@@ -664,12 +664,12 @@ def test_the_report_tells_of_attention_changed_since():
 
 
 def test_linear_layers_are_changed_for_graphs_alone(monkeypatch):
-    monkeypatch.setattr(fuse, "INTERPRETED", True)
+    monkeypatch.setattr(subclass, "INTERPRETED", True)
     model = tiny("llama").half()
     for graph in (True, False):
         with hf_fastattn.patch(model, graph=graph) as patch:
-            assert fuse.is_fused(model.lm_head) == ("linear layers" in str(patch)) == graph
-        assert not fuse.is_fused(model.lm_head)
+            assert subclass.is_fused(model.lm_head) == ("linear layers" in str(patch)) == graph
+        assert not subclass.is_fused(model.lm_head)
 
 
 def test_a_step_that_reads_the_device_is_refused_whichever_way(monkeypatch):

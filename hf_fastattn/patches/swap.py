@@ -14,6 +14,7 @@ from ..caches import forward
 from ..streaming import Settings, examine, forget
 from . import fuse as fusion
 from . import graph as graphs
+from . import subclass
 from .configs import OwnConfigs
 from .generation import METHODS, Generation, copied, not_pickled
 from .walker import MARK
@@ -123,7 +124,7 @@ class Patch:
     def _restore(self, model: hf.PreTrainedModel) -> None:
         forward.unfollow(model)
         forget(model)
-        fusion.restore([*(module for ref in self._fused if (module := ref()) is not None), *model.modules()])
+        subclass.restore([*(module for ref in self._fused if (module := ref()) is not None), *model.modules()])
         if self._generation is not None:
             self._generation.uninstall(model)
         self._configs.restore(model)

@@ -1,0 +1,77 @@
+"""A module's class, replaced by a subclass with a fused forward().
+
+A method on the instance would refer to the instance: its weights would stay on the GPU after the model is deleted, until Python's
+cycle collection runs, and all replicas of a DataParallel would run the method of the first.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any, SupportsIndex
+
+import torch
+
+from ..kernels import INTERPRETED
+from ..kernels.host import gpu
+
+_MARK = "_hf_fastattn_fused"
+
+Forward = Callable[..., Any]  # of a module's class, with the module as its first argument
+Fuse = Callable[[types.FunctionType], Forward]  # returns the fused version of one
+
+
+def replace(module: torch.nn.Module, fused: Fuse) -> None:
+    """Let a module run the forward() that `fused` returns."""
+    module.__class__ = _subclass(type(module), fused)
+
+
+def is_fused(module: torch.nn.Module) -> bool:
+    return hasattr(type(module), _MARK)
+
+
+def restore(modules: list[torch.nn.Module]) -> None:
+    """Undo replace(), except for modules whose class others have changed since."""
+    for module in modules:
+        if is_fused(module):
+            module.__class__ = type(module).__bases__[0]
+
+
+def _subclass(cls: type[torch.nn.Module], fused: Fuse) -> type[torch.nn.Module]:
+    """A subclass of `cls` with the same name and the forward() that `fused` returns."""
+    return _fused_subclass(cls, fused, cls.forward)  # type: ignore[arg-type]  # a class is hashable
+
+
+@functools.cache
+def _fused_subclass(cls: type[torch.nn.Module], fused: Fuse, forward: types.FunctionType) -> type[torch.nn.Module]:
+    ours = fused(forward)
+
+    @functools.wraps(forward)
+    def run(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:  # the class may have another forward() since
+        return (ours if cls.forward is forward else cls.forward)(self, *args, **kwargs)
+
+    def reduce(
+        self: torch.nn.Module, protocol: SupportsIndex
+    ) -> tuple[Any, ...]:  # pickle finds a class by its name, which two classes share
+        return _new, (cls, fused), *cls.__reduce_ex__(self, protocol)[2:]
+
+    members = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, _MARK: True}
+    return type(cls.__name__, (cls,), {**members, "__reduce_ex__": reduce, "forward": run})
+
+
+def _new(cls: type[torch.nn.Module], fused: Fuse) -> torch.nn.Module:
+    made = _subclass(cls, fused)
+    return made.__new__(made)
+
+
+def runs_kernels(device: torch.device) -> bool:
+    """Whether our kernels run on this device."""
+    return INTERPRETED or gpu.on_gpu(device)
+
+
+def has_kernels(tensor: torch.Tensor) -> bool:
+    """Whether our kernels may run on this tensor now."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):  # a DTensor has no address
+        return False
+    return (tensor.is_cuda or INTERPRETED) and not torch.compiler.is_compiling()
