@@ -7,7 +7,13 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
-from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, create_masks_for_generate, sdpa_mask
+from transformers.masking_utils import (
+    and_masks,
+    bidirectional_mask_function,
+    causal_mask_function,
+    create_masks_for_generate,
+    sdpa_mask,
+)
 
 
 def mask_pattern(
@@ -42,11 +48,10 @@ def mask_pattern(
 
 
 # The parts of a causal mask in which each query sees the end of a run of keys: packed sequences, chunks, a window.
-_AND = "and_masks.<locals>.and_mask"
 _WINDOW = "sliding_window_overlay.<locals>.inner_mask"
 _CHUNKS = "chunked_overlay.<locals>.inner_mask"
 _RUNS = {
-    _AND,
+    "and_masks.<locals>.and_mask",
     _WINDOW,
     "causal_mask_function",
     "packed_sequence_mask_function.<locals>.inner_mask",
@@ -55,8 +60,9 @@ _RUNS = {
 }
 
 
-# Whether torch.compile can read the name of a nested function; masks are recognised by it.
-COMPILE_READS_NAMES = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
+_AND_CODE = and_masks(
+    causal_mask_function
+).__code__  # in a compiled graph the code of a nested function can be read, not its name
 
 
 def runs_pattern(
@@ -69,16 +75,12 @@ def runs_pattern(
 ) -> tuple[int | None, int | None] | None:
     """(window, chunk) if each query sees the keys of its run up to its own (packed sequences, chunks); else None.
 
-    The parts of the mask function decide. In a compiled graph its parts cannot be read, and its name and the flags for packed
-    sequences decide; if the name cannot be read either, the mask is dense.
+    The parts of the mask function decide. In a compiled graph its parts cannot be read, and its code and the flags for packed
+    sequences decide.
     """
-    compiling = torch.compiler.is_compiling()  # in which getattr() finds no name
-    if compiling and not COMPILE_READS_NAMES:
+    if use_vmap or bidirectional_skip or getattr(mask_function, "__code__", None) is not _AND_CODE:
         return None
-    name = mask_function.__qualname__ if compiling else getattr(mask_function, "__qualname__", None)
-    if use_vmap or bidirectional_skip or name != _AND:
-        return None
-    if compiling:
+    if torch.compiler.is_compiling():
         chunked = local_size is not None and local_size == getattr(config, "attention_chunk_size", None)
         return None if causal_skip else (None if chunked else local_size, None)
     found: dict[str, Any] = {}
