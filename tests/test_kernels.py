@@ -399,6 +399,7 @@ def test_programs_an_sm_by_the_number_of_heads(head_dim, monkeypatch):
     few = 2 if head_dim == 64 else 1
     assert [programs(h) for h in (1, 132, 133, 264, None)] == [few, few, 2, 2, 2]
     assert [programs(h) for h in (8, 24, 33, 36, 64, 100)] == [few, 2, few, 2, few, 2]  # with 24, 36 and 100, SMs would be idle
+    assert tables.decode(torch.device("cuda", 0), torch.bfloat16, 96, 4, 8).programs_per_sm == 2  # 3/4 of a tile is loaded
     assert [programs(h) for h in (265, 528, 792, 1056, 2048)] == [4] * 5  # the last wave is at least half full
     assert [programs(h) for h in (529, 640, 791, 1280)] == [2] * 4
     assert programs(528, rows=16) == 4 and programs(528, rows=17) == 2  # no registers are left

@@ -137,7 +137,7 @@ def decode(device: torch.device, dtype: torch.dtype, head_dim: int, rows: int, h
     None if it may not.
     """
     sms, load = gpu.num_sms(device), None
-    if heads is not None and heads <= sms and 20 * (sms // heads * heads) >= 19 * sms:
+    if heads is not None and heads <= sms and 20 * (sms // heads * heads) >= 19 * sms and head_dim == block_d(head_dim):
         load = "few"
     elif heads is not None and heads > 2 * sms and -heads % (4 * sms) <= 2 * sms:  # the last wave of four is half full
         load = "many"
@@ -149,7 +149,7 @@ def decode_config(arch: int, itemsize: int, block_d: int, rows: int, load: str |
     """The table of the decode kernels: as a rule 64 to 128 KB of K/V in flight per multiprocessor.
 
     load, if every program stays within one KV head: "few" for at most as many heads as SMs, where one program per SM leaves few
-    SMs idle; "many" for enough heads for four programs on most SMs. None otherwise.
+    SMs idle and loads whole tiles; "many" for enough heads for four programs on most SMs. None otherwise.
     """
     if arch == 0:
         return Config(rows, 16, 4, 1, programs_per_sm=2)
