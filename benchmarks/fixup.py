@@ -22,9 +22,9 @@ import triton
 import triton.language as tl
 
 from hf_fastattn.kernels import INTERPRETED, reference
-from hf_fastattn.kernels.attention.lean import lean_kernel, shares
+from hf_fastattn.kernels.attention.lean import lean_kernel, stream_k
 from hf_fastattn.kernels.attention.plan import Call, Plan
-from hf_fastattn.kernels.attention.schedule import deal, line_config, owner
+from hf_fastattn.kernels.attention.schedule import assign_tiles, program_of, stream_k_config
 from hf_fastattn.kernels.device.attend import attend
 from hf_fastattn.kernels.device.merge import merge_rows, store_packed, store_partial
 from hf_fastattn.kernels.device.visibility import look, packed_rows
@@ -45,7 +45,7 @@ def wait_for(flags, first, last):
     tl.debug_barrier()
 
 
-@triton.jit(do_not_specialize=["stride_sb", "batch", "kv_heads", "q_len", "kv_len", "window", "spread", "stats_start"])
+@triton.jit(do_not_specialize=["stride_sb", "batch", "kv_heads", "q_len", "kv_len", "window", "num_sms", "stats_start"])
 def fixup_kernel(
     Q,
     K,
@@ -75,7 +75,7 @@ def fixup_kernel(
     q_len,
     kv_len,
     window,
-    spread,
+    num_sms,
     stats_start,
     scale_log2,
     cap_log2,
@@ -90,15 +90,15 @@ def fixup_kernel(
 ):
     """As lean_kernel, for few rows. HOST: the program that begins a head waits for the others; else the last one merges."""
     pid = tl.program_id(0)
-    _tiles_b, line_b, lines, line_tiles, crew, share, extra = deal(
-        Spans, stride_sb, batch, 1, kv_heads, q_len, kv_len, window, tl.num_programs(0), spread, BLOCK_B, MIN_TILES, C
+    _head_tiles, item_tiles, num_ranges, range_tiles, range_programs, share, extra = assign_tiles(
+        Spans, stride_sb, batch, 1, kv_heads, q_len, kv_len, window, tl.num_programs(0), num_sms, BLOCK_B, MIN_TILES, C
     )
-    if pid >= crew * lines:
+    if pid >= range_programs * num_ranges:
         return
-    line = pid // crew
-    member = pid - line * crew
-    t = line * line_tiles + member * share + tl.minimum(member, extra)
-    t_stop = t + share + tl.where(member < extra, 1, 0)
+    range_index = pid // range_programs
+    index = pid - range_index * range_programs
+    t = range_index * range_tiles + index * share + tl.minimum(index, extra)
+    t_stop = t + share + tl.where(index < extra, 1, 0)
 
     GROUP: tl.constexpr = C.GROUP
     BLOCK_N: tl.constexpr = C.BLOCK_N
@@ -110,11 +110,11 @@ def fixup_kernel(
     while t < t_stop:
         if BLOCK_B > 1:
             offs_b = tl.arange(0, BLOCK_B)
-            b = tl.sum((tl.cumsum(line_b, 0) <= t).to(tl.int32), 0)
-            before = tl.sum(tl.where(offs_b < b, line_b, 0), 0)
+            b = tl.sum((tl.cumsum(item_tiles, 0) <= t).to(tl.int32), 0)
+            before = tl.sum(tl.where(offs_b < b, item_tiles, 0), 0)
         else:
-            b = t // line_b
-            before = b * line_b
+            b = t // item_tiles
+            before = b * item_tiles
         row = b.to(tl.int64)
         span_ptr = Spans + row * stride_sb
         sight, sink_sight = look(span_ptr, q_index, 0, q_len - 1, q_len, kv_len, window, C)
@@ -139,9 +139,9 @@ def fixup_kernel(
             begins = tile_start == 0
             slot = 2 * pid + tl.where(begins, 1, 0)
             store_partial(acc, m, l, Workspace, stats_start, slot, rows, offs_v, q_len * GROUP, C)
-            start = before + kv_head * row_tiles - line * line_tiles
-            first = line * crew + owner(start, share, extra)
-            last = line * crew + owner(start + row_tiles - 1, share, extra)
+            start = before + kv_head * row_tiles - range_index * range_tiles
+            first = range_index * range_programs + program_of(start, share, extra)
+            last = range_index * range_programs + program_of(start + row_tiles - 1, share, extra)
             tl.debug_barrier()  # all of the partial is written before one thread says so
             if HOST:
                 merges = begins
@@ -186,11 +186,11 @@ class OneLaunch(NamedTuple):
 
 @launch.remember
 def prepare(tensors, form: Form, spec: Spec, return_lse: bool, fixup: str, config: tables.Config | None) -> Plan:
-    """The launches of a call with few query rows; config None: as `lean` takes it for a line of tiles."""
+    """The launches of a call with few query rows; config None: that of `lean` with stream-K."""
     asked = Call.of(tensors, form, spec, return_lse, decode=True)
     device, heads = asked.q.device, asked.batch * asked.num_kv_heads
-    config = config or line_config(device, asked.q.dtype, asked.width, asked.rows, heads, asked.alike)
-    plan = shares(asked, config)
+    config = config or stream_k_config(device, asked.q.dtype, asked.width, asked.rows, heads, asked.uniform)
+    plan = stream_k(asked, config)
     if fixup == STREAM_K:
         return plan
     (programs, *_), constants = plan.launches.grid, asked.constants(config, packed=True)

@@ -16,7 +16,7 @@ from functools import partial
 
 import torch
 
-from hf_fastattn.kernels.attention.schedule import choose, line_config
+from hf_fastattn.kernels.attention.schedule import choose, stream_k_config
 from hf_fastattn.kernels.host import gpu, tables
 from hf_fastattn.kernels.spec import call
 
@@ -73,7 +73,7 @@ def schedule(kernel: str, shape: Shape, device: torch.device) -> dict:
         shares = [tiles] * (shape.batch * shape.num_heads)  # one program per query head, however long K and V are
     else:
         shared = device, DTYPE, shape.head_dim, shape.num_heads // shape.num_kv_heads, outputs
-        config, own = (tables.decode(*shared), True) if kernel == "split_kv" else choose(*shared, shape.kv_len, alike=True)
+        config, own = (tables.decode(*shared), True) if kernel == "split_kv" else choose(*shared, shape.kv_len, uniform=True)
         tiles = -(-shape.kv_len // config.BLOCK_N)
         if own:
             splits = tables.num_splits(device, config, outputs, shape.kv_len)
@@ -135,7 +135,7 @@ def fixup_row(shape: Shape, device: torch.device) -> dict:
 def sweep_configs(shape: Shape, device: torch.device) -> dict[str, tables.Config]:
     """Launches of stream-K by keys of a tile and programs for each SM, with as many stages as fit, by name."""
     heads = shape.batch * shape.num_kv_heads
-    usual = line_config(device, DTYPE, shape.head_dim, shape.num_heads // shape.num_kv_heads, heads, alike=True)
+    usual = stream_k_config(device, DTYPE, shape.head_dim, shape.num_heads // shape.num_kv_heads, heads, uniform=True)
     configs = {}
     for tile in TILES:
         for programs in PROGRAMS:

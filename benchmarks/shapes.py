@@ -67,7 +67,7 @@ def kernel_of_lean(shape: Shape, q: torch.Tensor, k: torch.Tensor) -> str:
     rows, heads = shape.q_len * shape.num_heads // shape.num_kv_heads, shape.batch * shape.num_kv_heads
     from hf_fastattn.kernels.attention.schedule import choose  # Triton is not there for every benchmark
 
-    return "split_kv" if choose(q.device, q.dtype, shape.head_dim, rows, heads, shape.kv_len, alike=True)[1] else "stream_k"
+    return "split_kv" if choose(q.device, q.dtype, shape.head_dim, rows, heads, shape.kv_len, uniform=True)[1] else "stream_k"
 
 
 def make_inputs(shape: Shape, sets: int, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:

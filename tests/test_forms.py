@@ -117,5 +117,5 @@ def test_the_hopper_kernel_refuses_forms_and_odd_widths(monkeypatch):
     q = torch.zeros(1, 2, 128, 64, dtype=torch.float16)
     assert prefill_hopper.why_not(q, KV(q, q)) is None
     assert prefill_hopper.why_not(q, KV(q, q[..., :32])) is None
-    assert "values of head_dim of multiples of 8 up to 256, not 36" in prefill_hopper.why_not(q, KV(q, q[..., :36]))
+    assert "values with a head_dim in multiples of 8 up to 256, not 36" in prefill_hopper.why_not(q, KV(q, q[..., :36]))
     assert "of the form 'negated V'" in prefill_hopper.why_not(q, KV(q, q, NEGATED))

@@ -1,13 +1,13 @@
-"""LeanAttention: decode attention as stream-K, over equal shares of all K/V tiles.
+"""LeanAttention: decode attention as stream-K, in which every program computes an equal share of all K/V tiles.
 
-The K/V tiles of all (batch row, KV head) pairs form one line, and the line is cut into equal shares, one per program: every
-program does the same work whatever the lengths of the rows. The kernels compute the schedule from lengths on the device, so it
-stays right when they change under a captured CUDA graph. Where the host knows that fixed splits of each head do as well (see
-`schedule.choose`), Flash-Decoding's kernel runs, which computes no schedule.
+The K/V tiles of all (batch row, KV head) pairs form one sequence, which is divided into equal shares, one per program. Every
+program therefore does the same work, whatever the lengths of the rows. The kernels compute the schedule from lengths on the
+device, so it remains correct when lengths change under a captured CUDA graph. If the host knows that fixed splits of each head
+are as fast (see `schedule.choose`), the kernel of `split_kv` runs, which needs no schedule.
 
 Rows of the output that several programs share are merged by a second launch, always in the same order: results are bitwise
-repeatable, no program waits for another, and there is no state between launches. The paper merges inside the one kernel;
-docs/dev/log.md says why this one does not.
+repeatable, no program waits for another, and no state is kept between launches. The paper merges inside the one kernel;
+docs/dev/log.md explains the difference.
 
 Source: Sanovar et al., "Lean Attention: Hardware-Aware Scalable Attention Mechanism for the Decode-Phase of Transformers"
 (2024), sections 4.1 to 4.3. Osama et al., "Stream-K" (2023).
@@ -27,11 +27,11 @@ from ..host import gpu, launch, tables
 from ..host.overlap import early, let_next_begin, wait_for_inputs
 from ..spec import KV, Form, Spec
 from .plan import Call, Plan
-from .schedule import choose, deal, owner, queries_of
+from .schedule import assign_tiles, choose, program_of, queries_of
 from .split_kv import fixed_splits
 
 
-@triton.jit(do_not_specialize=["stride_sb", "batch", "blocks", "kv_heads", "q_len", "kv_len", "window", "spread", "stats_start"])
+@triton.jit(do_not_specialize=["stride_sb", "batch", "blocks", "kv_heads", "q_len", "kv_len", "window", "num_sms", "stats_start"])
 def lean_kernel(
     Q,
     K,
@@ -61,7 +61,7 @@ def lean_kernel(
     q_len,
     kv_len,
     window,
-    spread,
+    num_sms,
     stats_start,
     scale_log2,
     cap_log2,
@@ -72,18 +72,18 @@ def lean_kernel(
     LOAD_V: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Writes the rows that one program has whole; of the others partials, two slots a program."""
+    """Stores the rows that one program computes alone in Out, and partials of the others in two workspace slots per program."""
     let_next_begin(EARLY)  # this kernel itself is not launched early: two of its programs could share a multiprocessor
     pid = tl.program_id(0)
-    _tiles_b, line_b, lines, line_tiles, crew, share, extra = deal(
-        Spans, stride_sb, batch, blocks, kv_heads, q_len, kv_len, window, tl.num_programs(0), spread, BLOCK_B, MIN_TILES, C
+    _head_tiles, item_tiles, num_ranges, range_tiles, range_programs, share, extra = assign_tiles(
+        Spans, stride_sb, batch, blocks, kv_heads, q_len, kv_len, window, tl.num_programs(0), num_sms, BLOCK_B, MIN_TILES, C
     )
-    if pid >= crew * lines:
+    if pid >= range_programs * num_ranges:
         return
-    line = pid // crew
-    member = pid - line * crew
-    t = line * line_tiles + member * share + tl.minimum(member, extra)
-    t_stop = t + share + tl.where(member < extra, 1, 0)
+    range_index = pid // range_programs
+    index = pid - range_index * range_programs
+    t = range_index * range_tiles + index * share + tl.minimum(index, extra)
+    t_stop = t + share + tl.where(index < extra, 1, 0)
 
     GROUP: tl.constexpr = C.GROUP
     BLOCK_N: tl.constexpr = C.BLOCK_N
@@ -91,14 +91,14 @@ def lean_kernel(
     offs_v = tl.arange(0, C.BLOCK_DV)[None, :]
 
     while t < t_stop:
-        # Which item, which KV head, which of its tiles.
+        # Tile t: its item, its KV head, and its index in the head.
         if BLOCK_B > 1:
             offs_b = tl.arange(0, BLOCK_B)
-            b = tl.sum((tl.cumsum(line_b, 0) <= t).to(tl.int32), 0)
-            before = tl.sum(tl.where(offs_b < b, line_b, 0), 0)
+            b = tl.sum((tl.cumsum(item_tiles, 0) <= t).to(tl.int32), 0)
+            before = tl.sum(tl.where(offs_b < b, item_tiles, 0), 0)
         else:
-            b = t // line_b
-            before = b * line_b
+            b = t // item_tiles
+            before = b * item_tiles
         block = 0 if C.FEW_ROWS else b % blocks
         row = (b if C.FEW_ROWS else b // blocks).to(tl.int64)
         local = tl.arange(0, BLOCK_M)
@@ -127,7 +127,7 @@ def lean_kernel(
         if tile_stop - tile_start == row_tiles:
             store_packed(acc, m, l, Out, Lse, SinkLogits, row, kv_head, kv_heads, rows, offs_v, q_len, C)
         else:
-            # A program shares at most two: the one that an earlier program began, and the one that it leaves to later ones.
+            # At most two heads of a program are shared: one that an earlier program began, and one that later programs continue.
             slot = 2 * pid + tl.where(tile_start == 0, 1, 0)
             store_partial(acc, m, l, Workspace, stats_start, slot, local, offs_v, q_len * GROUP - block * BLOCK_M, C)
         t += tile_stop - tile_start
@@ -135,7 +135,7 @@ def lean_kernel(
 
 @triton.jit(
     do_not_specialize=[
-        "stride_sb", "batch", "blocks", "kv_heads", "q_len", "kv_len", "window", "spread", "stats_start", "programs",
+        "stride_sb", "batch", "blocks", "kv_heads", "q_len", "kv_len", "window", "num_sms", "stats_start", "programs",
     ]
 )  # fmt: skip
 def lean_merge_kernel(
@@ -151,7 +151,7 @@ def lean_merge_kernel(
     q_len,
     kv_len,
     window,
-    spread,
+    num_sms,
     stats_start,
     programs,
     BLOCK_B: tl.constexpr,
@@ -161,27 +161,27 @@ def lean_merge_kernel(
     CHUNK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """A program for each ROWS packed rows: merges their partials, in order, where several programs have a part of them."""
+    """One program for each ROWS packed rows: merges their partials in order, if several programs computed them."""
     first_row, kv_head, row = tl.program_id(0) * ROWS, tl.program_id(1), tl.program_id(2)
     BLOCK_M: tl.constexpr = C.BLOCK_M
     block = 0 if C.FEW_ROWS else first_row // BLOCK_M
     b = row * blocks + block
-    # The spans may be read ahead of the wait: they are older than lean_kernel, which did not begin early.
-    tiles_b, line_b, _, line_tiles, crew, share, extra = deal(
-        Spans, stride_sb, batch, blocks, kv_heads, q_len, kv_len, window, programs, spread, BLOCK_B, MIN_TILES, C
+    # The spans may be read before the wait: they were written before lean_kernel, which did not begin early.
+    head_tiles, item_tiles, _, range_tiles, range_programs, share, extra = assign_tiles(
+        Spans, stride_sb, batch, blocks, kv_heads, q_len, kv_len, window, programs, num_sms, BLOCK_B, MIN_TILES, C
     )
     if BLOCK_B > 1:
         offs_b = tl.arange(0, BLOCK_B)
-        row_tiles = tl.sum(tl.where(offs_b == b, tiles_b, 0), 0)
-        before = tl.sum(tl.where(offs_b < b, line_b, 0), 0)
+        row_tiles = tl.sum(tl.where(offs_b == b, head_tiles, 0), 0)
+        before = tl.sum(tl.where(offs_b < b, item_tiles, 0), 0)
     else:
-        row_tiles = tiles_b
-        before = b * line_b
+        row_tiles = head_tiles
+        before = b * item_tiles
     start = before + kv_head * row_tiles
-    line = start // line_tiles
-    start -= line * line_tiles
-    first = line * crew + owner(start, share, extra)
-    last = line * crew + owner(start + row_tiles - 1, share, extra)
+    range_index = start // range_tiles
+    start -= range_index * range_tiles
+    first = range_index * range_programs + program_of(start, share, extra)
+    last = range_index * range_programs + program_of(start + row_tiles - 1, share, extra)
     wait_for_inputs(EARLY)
     let_next_begin(EARLY)
     if first == last:
@@ -207,7 +207,7 @@ def lean(
     """Exact attention in one launch or two; arguments, result and errors as in `kernels.reference.attention`."""
     many_rows = q.shape[2] * q.shape[1] > tables.MAX_DECODE_ROWS * kv.k.shape[1]
     if many_rows and inv_freq is not None and 0 in q.stride():
-        q = q.contiguous()  # queries in one place may be re-rotated to several
+        q = q.contiguous()  # expanded queries share memory, and their re-rotated copies differ
     plan = _prepare((q, *kv.tensors, spans, sink_logits, inv_freq), kv.form, spec, return_lse)
     sink_query = q if inv_freq is None else inv_freq
     if many_rows and inv_freq is not None:
@@ -221,38 +221,38 @@ def lean(
 def _prepare(tensors, form: Form, spec: Spec, return_lse: bool) -> Plan:
     call = Call.of(tensors, form, spec, return_lse)
     if call.many_rows:
-        return shares(call, tables.many_rows(call.q.device, call.q.dtype, call.width, call.rows, call.spec.sinks > 0))
-    in_sight = call.kv_len if spec.window is None else min(call.kv_len, spec.window + call.q_len - 1)
+        return stream_k(call, tables.many_rows(call.q.device, call.q.dtype, call.width, call.rows, call.spec.sinks > 0))
+    visible_keys = call.kv_len if spec.window is None else min(call.kv_len, spec.window + call.q_len - 1)
     heads = call.batch * call.num_kv_heads
-    config, own = choose(call.q.device, call.q.dtype, call.width, call.rows, heads, in_sight, call.alike)
-    return fixed_splits(call, config, None) if own else shares(call, config)
+    config, fixed = choose(call.q.device, call.q.dtype, call.width, call.rows, heads, visible_keys, call.uniform)
+    return fixed_splits(call, config, None) if fixed else stream_k(call, config)
 
 
-def shares(call: Call, config: tables.Config) -> Plan:
-    """The launches of a call as stream-K."""
+def stream_k(call: Call, config: tables.Config) -> Plan:
+    """The stream-K launches of a call."""
     device, kv_len = call.q.device, call.kv_len
     blocks = triton.cdiv(max(call.rows, 1), config.BLOCK_M)
     items = call.batch * blocks
     heads = items * call.num_kv_heads
     sms = gpu.num_sms(device)
-    most = sms * config.programs_per_sm
-    programs = min(most, heads * triton.cdiv(kv_len, config.BLOCK_N))
+    max_programs = sms * config.programs_per_sm
+    programs = min(max_programs, heads * triton.cdiv(kv_len, config.BLOCK_N))
     constants = call.constants(config, packed=True)
     workspace_m = constants.WORKSPACE_M
-    if blocks > 1:  # merges enough to fill the GPU a few times
+    if blocks > 1:  # enough programs in the merge to fill the GPU a few times
         rows_each = min(16, 1 << (call.rows * call.batch * call.num_kv_heads // (8 * sms)).bit_length())
-    else:  # many heads have few partials each, and all their rows make one merge
+    else:  # with many heads each has few partials, and one program merges all its rows
         rows_each = tables.merge_rows(workspace_m, call.block_dv) if heads > programs else 1
-    chunk, merge_warps = tables.merge(rows_each * call.block_dv, most // heads + 2)
+    chunk, merge_warps = tables.merge(rows_each * call.block_dv, max_programs // heads + 2)
     overlap, arguments = early(device), call.arguments()
     schedule = {
         **{name: arguments[name] for name in ("stride_sb", "q_len", "kv_len", "window")},
         "batch": call.batch,
         "blocks": blocks,
         "kv_heads": call.num_kv_heads,
-        "spread": sms,
+        "num_sms": sms,
         "stats_start": 2 * programs * workspace_m * call.block_dv,
-        "BLOCK_B": 1 if call.alike and blocks == 1 else triton.next_power_of_2(items),
+        "BLOCK_B": 1 if call.uniform and blocks == 1 else triton.next_power_of_2(items),
         "MIN_TILES": config.MIN_TILES,
         "C": constants,
         "EARLY": overlap["EARLY"],

@@ -1,4 +1,4 @@
-"""A call of attention, checked, and what its launches take; a decode kernel's plan."""
+"""A checked call of attention with the arguments of its launches, and the plan of a decode kernel."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ class Call:
 
     @classmethod
     def of(cls, tensors, form: Form, spec: Spec, return_lse: bool, decode: bool = False, rows: bool = False) -> Call:
-        """The call of these tensors. Raises what `checks.check` and `checks.check_widths` raise; decode, rows: see the former."""
+        """The call of these tensors. Raises the errors of `checks.check`, which explains decode and rows, and of
+        `checks.check_widths`."""
         q, *of_kv, spans, sink_logits, inv_freq = tensors
         kv = KV(of_kv[0], of_kv[1], form, *of_kv[2:])
         scale = checks.check(q, kv, spec, spans, sink_logits, inv_freq, decode=decode, rows=rows)
@@ -59,23 +60,23 @@ class Call:
         return self.tensors[-3]
 
     @property
-    def alike(self) -> bool:
-        """Whether the host knows that the rows of the batch are."""
+    def uniform(self) -> bool:
+        """Whether the host knows that all rows of the batch have the same spans."""
         return self.spans is None or self.batch == 1 or self.spans.stride(0) == 0
 
     @property
     def group(self) -> int:
-        """Query heads of a KV head."""
+        """Query heads per KV head."""
         return self.num_heads // self.num_kv_heads
 
     @property
     def rows(self) -> int:
-        """Query rows of a KV head, packed."""
+        """Packed query rows per KV head."""
         return self.q_len * self.group
 
     @property
     def many_rows(self) -> bool:
-        """Whether there are more packed rows than a decode kernel takes."""
+        """Whether there are more packed rows than a decode kernel supports."""
         return self.rows > tables.MAX_DECODE_ROWS
 
     @property
@@ -84,7 +85,7 @@ class Call:
 
     @property
     def width(self) -> int:
-        """By which tiles are chosen."""
+        """The larger head_dim, which determines the tile sizes."""
         return max(self.head_dim, self.value_dim)
 
     @property
@@ -97,7 +98,8 @@ class Call:
         return 1 << (self.rows - 1).bit_length()
 
     def constants(self, config: tables.Config, packed: bool) -> Constants:
-        """packed: the query heads of a KV head share a block. One of few rows re-rotates its queries for the sinks itself."""
+        """The constants of a kernel. packed: the query heads of a KV head share a block. With few rows, a packed kernel itself
+        re-rotates the queries that score the sinks."""
         _, _, _, _, _, _, spans, sink_logits, inv_freq = self.tensors
         pairs = inv_freq.shape[0] if packed and inv_freq is not None and not self.many_rows else 0
         return Constants(
@@ -124,7 +126,7 @@ class Call:
         )
 
     def arguments(self) -> dict[str, Any]:
-        """Strides, lengths and scales, and how K and V are loaded, by the names of the kernels' arguments."""
+        """Strides, lengths, scales, and the device functions that load K and V, by the names of the kernels' arguments."""
         q, k, v = self.tensors[:3]
         named: dict[str, Any] = {"stride_sb": 0 if self.spans is None else self.spans.stride(0)}
         for letter, tensor in (("q", q), ("k", k), ("v", v)):
@@ -143,22 +145,22 @@ class Call:
         }
 
     def registers(self, config: tables.Config) -> dict[str, int]:
-        """The limit of registers of a launch that begins early, as Triton's option."""
+        """The register limit of a launch that begins early, as Triton's option."""
         limit = config.registers or (config.sink_registers if self.spec.sinks else 0)
         return {"maxnreg": limit} if limit and early(self.q.device)["EARLY"] else {}
 
 
 class Plan(NamedTuple):
-    """A decode kernel's launches, the one that attends and the one that merges its partials if it leaves any, and the floats of
+    """The launches of a decode kernel, attention and the merge of its partials if it stores any, and the number of floats in the
     workspace between them."""
 
     launches: launch.Launch
     workspace_size: int
 
     def run(self, q, kv: KV, spec: Spec, spans, sink_logits, sink_query, return_lse: bool):
-        """The result of these launches, for tensors like those that they were made for.
+        """The result of these launches, for tensors like those that they were prepared for.
 
-        sink_query: the queries that score sinks, or the frequencies by which the kernel re-rotates them.
+        sink_query: the queries that score sinks, or the frequencies with which the kernel re-rotates them.
         """
         out, lse = checks.empty_outputs(q, kv.v.shape[3], return_lse)
         workspace = torch.empty(self.workspace_size, device=q.device, dtype=torch.float32) if self.workspace_size else None

@@ -134,7 +134,7 @@ def split_kv(
     """Exact attention of few query rows in one or two launches; arguments, result and errors as in `kernels.reference.attention`.
 
     q_len * num_heads / num_kv_heads must be at most `tables.MAX_DECODE_ROWS`. splits: the number of splits; None: as many as fill
-    the GPU. With a number, the bits of a row do not depend on the batch or on the length of the buffer.
+    the GPU. With a number, the result of a row does not depend on the batch or on the length of the buffer, bit for bit.
     """
     plan = _prepare((q, *kv.tensors, spans, sink_logits, inv_freq), kv.form, spec, return_lse, splits)
     return plan.run(q, kv, spec, spans, sink_logits, q if inv_freq is None else inv_freq, return_lse)
@@ -150,22 +150,21 @@ def _prepare(tensors, form: Form, spec: Spec, return_lse: bool, splits: int | No
 
 
 def fixed_splits(call: Call, config: tables.Config, splits: int | None) -> Plan:
-    """The launches of a call. splits: None for as many as fill the GPU."""
+    """The launches of a call. splits: their number; None: as many as fill the GPU."""
     device, heads = call.q.device, call.batch * call.num_kv_heads
-    most = splits or tables.programs_each(
-        device, config, heads
-    )  # the most at any length, so that compilation does not depend on the length
+    # The most splits of any length, so that compilation does not depend on the length.
+    max_splits = splits or tables.programs_each(device, config, heads)
     splits = splits or tables.num_splits(device, config, heads, call.kv_len)
     slots = heads * splits
     overlap = early(device)
-    both = {"stats_start": slots * call.workspace_m * call.block_dv, "C": call.constants(config, packed=True), **overlap}
+    common = {"stats_start": slots * call.workspace_m * call.block_dv, "C": call.constants(config, packed=True), **overlap}
     merge = None
-    if most > 1:
-        chunk, num_warps = tables.merge(call.block_dv, min(most, tables.MAX_SPLITS))
+    if max_splits > 1:
+        chunk, num_warps = tables.merge(call.block_dv, min(max_splits, tables.MAX_SPLITS))
         merge = launch.Launch(
             combine_kernel,
             (call.rows, call.num_kv_heads, call.batch),
-            **both,
+            **common,
             q_len=call.q_len,
             splits=splits,
             CHUNK=chunk,
@@ -176,8 +175,8 @@ def fixed_splits(call: Call, config: tables.Config, splits: int | None) -> Plan:
         (splits, call.num_kv_heads, call.batch),
         merge,
         **call.arguments(),
-        **both,
-        COMBINE=most > 1,
+        **common,
+        COMBINE=max_splits > 1,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **call.registers(config),

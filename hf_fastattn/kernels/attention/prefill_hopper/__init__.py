@@ -1,23 +1,25 @@
 """FlashAttention forward for Hopper (sm_90) in Gluon, warp-specialized: a producer warp loads, two warpgroups compute.
 
-One program holds 128 query rows, 64 to each of two consumer warpgroups. A producer warp streams Q, K and V through shared memory
-with the tensor memory accelerator (TMA); full and empty mbarriers per buffer are all that couples it to the consumers. A consumer
-issues S = Q K^T of tile i + 1 and O += P V of tile i together, and computes the softmax of tile i + 1 while the second product
-runs (section 3.2 of the source); named barriers make the consumers take turns, so that one fills the tensor cores while the other
-exponentiates (section 3.1). P never leaves registers. Programs are persistent, one per SM, and draw their work from a counter.
+One program computes 128 query rows, 64 in each of two consumer warpgroups. A producer warp streams Q, K and V through shared
+memory with the tensor memory accelerator (TMA). It is synchronised with the consumers only by a full and an empty mbarrier per
+buffer. A consumer issues S = Q K^T of tile i + 1 and O += P V of tile i together, and computes the softmax of tile i + 1 while
+the second product runs (section 3.2 of the source). Named barriers make the consumers take turns (ping-pong scheduling, section
+3.1): one uses the tensor cores while the other computes exponentials. P stays in registers. Programs are persistent, one per SM,
+and take their items from a counter.
 
-This file launches; kernel.py has the warps, plan.py their order of work, counters.py what they draw it from, pipe.py what passes
-between them, product.py the matrix products, merge.py what shares leave, tile.py the rest of the arithmetic on one tile.
+This file has the launcher; kernel.py the producer and the consumers, plan.py the order of items and tiles, counters.py the
+counters, pipe.py the communication between warps, product.py the matrix products, tile.py the other arithmetic on one tile,
+merge.py the merge of shares.
 
-Slots at and past a row's KV_STOP may hold anything, NaN too, and 0 * NaN is NaN. TMA fills zeros past the buffer's end; where the
-live keys end earlier, only the item's first tile can reach past them, and consumers zero those rows of V in shared memory before
-they use it. Both consumers may do so at once: they write the same zeros to rows that nobody reads otherwise.
+Slots from a row's KV_STOP on may contain any value, also NaN, and 0 * NaN is NaN. TMA loads zeros past the end of a buffer. If
+the live keys end earlier, only the first tile that an item visits can extend past them, and the consumers zero those rows of V in
+shared memory before they use it. Both may do so at once: they write the same zeros, to rows that no other operation reads.
 
-Heads may have any multiple of 8 dimensions: their buffers have a power of two columns, which TMA fills up with zeros, and
-products take them in parts of powers of two (product.py), 96 = 64 + 32.
+head_dim may be any multiple of 8. Buffers have a power of two columns, which TMA pads with zeros, and products are computed in
+parts of a power of two columns (product.py): 96 = 64 + 32.
 
-Where blocks of query rows alone leave much of the GPU idle, and the caller allows it, each is cut into shares of its tiles
-(`schedule.splits_of`), which are items of their own; merge.py merges them in a second launch, in a fixed order.
+If blocks of query rows alone leave much of the GPU idle, and the caller allows it, the tiles of each block are divided into
+shares (`schedule.splits_of`), each of which is an item; merge.py merges them in a second launch, in a fixed order.
 
 Source: Shah et al., "FlashAttention-3: Fast and Accurate Attention with Asynchrony and Low-precision" (2024), sections 3.1, 3.2.
 """
@@ -42,13 +44,13 @@ from .kernel import BLOCK_M, prefill_hopper_kernel
 from .merge import merge_shares, workspace_of
 
 MAX_HEAD_DIM = 256
-MIN_Q_LEN = 65  # below this a block of 128 rows is mostly empty
-_L2_BYTES = 32 << 20  # K and V of the heads in one section
+MIN_Q_LEN = 65  # with fewer queries at least half of a block of 128 rows is empty
+_L2_BYTES = 32 << 20  # the most that K and V of the heads in one section take
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """One compiled shape of the kernel.
+    """The constants of one compiled kernel.
 
     BLOCK_N: keys per tile. stages: tiles of K, and of V, in flight. q_stages: items whose Q is in flight. own_out: O leaves
     through a buffer of its own and not through Q's. exp2_on_fma: one in so many exponentials runs on the FMA units, none where 0;
@@ -66,55 +68,55 @@ class Config:
     split: bool = False
 
 
-# By columns of a buffer, the fastest on an H200 over lengths 2k to 64k, causal and not; docs/dev/log.md has slower variants.
+# By the columns of a buffer, the fastest on an H200 for lengths of 2k to 64k, causal or not; docs/dev/log.md has slower variants.
 CONFIGS = {
     64: Config(128, stages=3, q_stages=2, exp2_on_fma=8),
     128: Config(128),
     256: Config(64, own_out=False),
 }
-_SPEED = {64: 1.3, 128: 1.55, 256: 1.5}  # by the same, beside `lean` on as many rows and keys
+_SPEED = {64: 1.3, 128: 1.55, 256: 1.5}  # by the columns of a buffer; see `speed`
 
 
 def columns(head_dim: int) -> int:
-    """Columns of the buffers of heads that wide."""
+    """Columns of the buffers for this head_dim."""
     return max(64, 1 << (head_dim - 1).bit_length())
 
 
 def speed(head_dim: int) -> float:
-    """How many products of a row and a key the kernel computes in the time in which `lean` computes one."""
+    """The throughput of the kernel divided by that of `lean` on the same rows and keys."""
     return _SPEED[columns(head_dim)]
 
 
 @cache
 def config(head_dim: int, value_dim: int) -> Config:
-    """The kernel for keys and values that wide."""
+    """The configuration for these widths of keys and values."""
     wide = columns(max(head_dim, value_dim))
     k_width = -(-head_dim // 16) * 16
-    # A third part of V costs as much as the zeros that it leaves out.
+    # At most two parts of V: a third costs as much as the zeros that it saves.
     v_width = next(width for width in range(-(-value_dim // 16) * 16, 257, 16) if width.bit_count() <= 2)
-    own_out = CONFIGS[wide].own_out or columns(value_dim) != columns(head_dim)  # which Q's buffer does not fit
+    own_out = CONFIGS[wide].own_out or columns(value_dim) != columns(head_dim)  # Q's buffer has another width
     return replace(CONFIGS[wide], k_width=k_width, v_width=v_width, own_out=own_out)
 
 
 def why_not(q: torch.Tensor, kv: KV, sinks: int = 0) -> str | None:
-    """A sentence on why this kernel cannot take these inputs (or should not: few queries), or None where it can.
+    """Why this kernel does not support these inputs (or is too slow: few queries), as a sentence; None if it does.
 
-    Everything else that `attention.prefill.prefill` takes (spans, window, softcap, sink logits, scale) it takes as well.
+    It supports the other arguments of `attention.prefill.prefill`: spans, window, softcap, sink logits, scale.
     """
     arch = gpu.arch(q.device)
     if arch != 90:
         return f"The Hopper prefill kernel needs compute capability 9.0; {q.device} has {arch / 10:.1f}."
     if q.dtype not in (torch.float16, torch.bfloat16):
-        return f"The Hopper prefill kernel takes float16 and bfloat16, not {q.dtype}."
-    for what, width in (("head_dim", q.shape[3]), ("values of head_dim", kv.v.shape[3])):
+        return f"The Hopper prefill kernel supports float16 and bfloat16, not {q.dtype}."
+    for what, width in (("queries and keys", q.shape[3]), ("values", kv.v.shape[3])):
         if width > MAX_HEAD_DIM or width % 8:
-            return f"The Hopper prefill kernel takes {what} of multiples of 8 up to {MAX_HEAD_DIM}, not {width}."
+            return f"The Hopper prefill kernel needs {what} with a head_dim in multiples of 8 up to {MAX_HEAD_DIM}, not {width}."
     if q.shape[2] < MIN_Q_LEN:
         return f"The Hopper prefill kernel is for {MIN_Q_LEN} queries or more, not {q.shape[2]}."
     if kv.form.load_k is not None or kv.form.load_v is not None:
         return f"The Hopper prefill kernel reads plain K and V by TMA, not those of the form {kv.form.name!r}."
     if sinks:
-        return f"The Hopper prefill kernel has no tile for sinks, and sinks is {sinks}."
+        return f"The Hopper prefill kernel does not support sinks; sinks is {sinks}."
     for name, x in (("q", q), ("k", kv.k), ("v", kv.v)):
         aligned = x.data_ptr() % 16 == 0 and all(
             size == 1 or (stride > 0 and stride % 8 == 0) for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True)
@@ -154,16 +156,17 @@ def prefill(
 ):
     """Exact attention of many query rows; arguments, result and errors as in `kernels.reference.attention`.
 
-    shares: K and V may be cut; the number of shares depends on the shapes, batch and heads among them, and rounding on it.
+    shares: K and V may be divided into shares. Their number, and with it the rounding, depends on the shapes, including batch and
+    num_heads.
 
-    Raises ValueError, with the sentence of `why_not`, for inputs that it cannot take.
+    Raises ValueError, with the sentence of `why_not`, for inputs that it does not support.
     """
     call = Call.of((q, *kv.tensors, spans, sink_logits, inv_freq), kv.form, spec, return_lse)
     reason = why_not(q, kv, spec.sinks)
     if reason is not None:
         raise ValueError(reason)
     C = config(call.head_dim, call.value_dim)
-    if return_lse:  # in fp32, where the polynomial of `tile._exp2` shows
+    if return_lse:  # in fp32, in which the error of the polynomial of `tile._exp2` is visible
         C = replace(C, exp2_on_fma=0)
     out, lse = checks.empty_outputs(q, call.value_dim, return_lse)
     splits = splits_of(q, kv, spec)[0] if shares else 1

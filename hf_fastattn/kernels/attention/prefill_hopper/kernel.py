@@ -1,4 +1,4 @@
-"""The warps of the Hopper prefill kernel: one that loads, and two groups of four that compute."""
+"""The warps of the Hopper prefill kernel: one producer warp and two consumer warpgroups of four warps."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _rows(
 
 @gluon.jit
 def _produce(args, C: gl.constexpr, HAS_SPANS: gl.constexpr, IS_CAUSAL: gl.constexpr, CONSUMERS: gl.constexpr = CONSUMERS):
-    """The producer warp: for each item Q once, K and V tile by tile, as their buffers come free."""
+    """The producer warp: for each item it loads Q once, and K and V tile by tile as their buffers become empty."""
     q_desc, k_desc, v_desc, Spans, Counters, q_ring, k_ring, v_ring, ticket, sizes = args
     _stride_sb, num_items, _num_blocks, _num_heads, group, _total_heads, _section, _q_len, _kv_len, _window = sizes
     q_smem, q_full, _q_empty = q_ring
@@ -122,7 +122,7 @@ def _produce(args, C: gl.constexpr, HAS_SPANS: gl.constexpr, IS_CAUSAL: gl.const
         turn += 1
         index = following
 
-    # A program counts itself out after its last ticket; the last one leaves zeros for the next launch.
+    # Each program increments the second counter after its last item; the last program resets both for the next launch.
     if gl.atomic_add(Counters + 1, 1) == programs - 1:
         gl.store(Counters, 0)
         gl.store(Counters + 1, 0)
@@ -142,9 +142,9 @@ def _attend(
     CONSUMERS: gl.constexpr = CONSUMERS,
     FIRST_TURN: gl.constexpr = FIRST_TURN,
 ):  # fmt: skip
-    """Consumer WG's share of one item, `rows`. count, turn: tiles of earlier items, earlier items.
+    """Attention of consumer WG for its rows of one item. tile_count, item_count: numbers of earlier tiles and items.
 
-    A share leaves (acc, m, l) in a workspace, which then stands in the place of Lse.
+    With shares, (acc, m, l) is stored in the workspace, which is passed as Lse.
     """
     out_desc, Lse, _Spans, SinkLogits, q_ring, k_ring, v_ring, o_smem, _ticket, sizes, scale_log2, cap_log2 = args
     q_smem, q_full, q_empty = q_ring
@@ -158,11 +158,11 @@ def _attend(
     STAGES: gl.constexpr = C.stages
     dtype: gl.constexpr = q_smem.dtype
     s_rows: gl.constexpr = gl.SliceLayout(1, zeros.type.layout)
-    # Named barriers: a consumer waits for its turn at MY_TURN, where the other arrives.
+    # Named barriers: a consumer waits for its turn at MY_TURN, until the other consumer arrives there.
     MY_TURN: gl.constexpr = FIRST_TURN + WG
     NEXT_TURN: gl.constexpr = FIRST_TURN + 1 - WG
 
-    # The first tile: S and its softmax, and V made safe where not all of the tile's slots are live.
+    # The first tile: S and its softmax. Rows of V that are not live are zeroed.
     q_buffer = stage_of(turn, C.q_stages) * CONSUMERS + WG
     mbarrier.wait(q_full.index(q_buffer), phase_of(turn, C.q_stages))
     q = matrix(q_smem.index(q_buffer))
@@ -172,14 +172,14 @@ def _attend(
     k = matrix(k_smem.index(stage))
     s_token = product(q, k, zeros, C.k_width)
     start = tile_start(skipped, tiles, BLOCK_N)
-    if HAS_SPANS:  # noqa: SIM102 (known when compiling; the next is not)
+    if HAS_SPANS:  # noqa: SIM102 (known at compile time; the next is not)
         if (start + BLOCK_N > kv_stop) & (kv_stop < kv_len):
             mbarrier.wait(v_full.index(stage), phase)
             zero_rows(matrix(v_smem.index(stage)), kv_stop - start)
             fence_async_shared()
             warpgroup_barrier()
     s = warpgroup_mma_wait(0, [s_token])
-    mbarrier.arrive(k_empty.index(stage), count=1)  # for the warpgroup: it synchronises its threads first
+    mbarrier.arrive(k_empty.index(stage), count=1)  # one arrival per warpgroup: it synchronises its threads first
     s = cap(s, scale_log2, cap_log2, HAS_SOFTCAP)
     if C.split:
         num_masked = gl.minimum(gl.maximum(num_masked - skipped, 0), num_tiles)
@@ -191,7 +191,7 @@ def _attend(
     p = pack(p, dtype)
     acc = zero_columns(C.v_width)
 
-    # S of tile i and O += P V of tile i - 1 one behind the other; then the softmax of tile i while the latter runs.
+    # Issue S of tile i, then O += P V of tile i - 1; compute the softmax of tile i while the second product runs.
     for MASKED in gl.static_range(1, -1, -1):
         if MASKED:
             begin = 1
@@ -223,7 +223,7 @@ def _attend(
 
     # O += P V of the last tile; meanwhile the row sums are completed.
     if C.own_out:
-        mbarrier.arrive(q_empty.index(q_buffer), count=1)  # the last S is done: the next Q may come
+        mbarrier.arrive(q_empty.index(q_buffer), count=1)  # the last S is computed: the next Q may be loaded
     last = count + num_tiles - 1
     stage = stage_of(last, STAGES)
     mbarrier.wait(v_full.index(stage), phase_of(last, STAGES))
@@ -247,7 +247,7 @@ def _attend(
 
         out = scaled(acc, inverse, dtype)
         if C.own_out:
-            tma.store_wait(0)  # the store of the item before has read its buffer
+            tma.store_wait(0)  # the store of the previous item has read the buffer
         o_buffer = WG if C.own_out else q_buffer
         warpgroup_barrier()
         store_parts(out, matrix(o_smem.index(o_buffer)), C.v_width)
@@ -332,7 +332,7 @@ def _consume(
 
     tma.store_wait(0)
     if WG == 0:
-        named_barrier("sync", FIRST_TURN)  # the turn that the other has left over
+        named_barrier("sync", FIRST_TURN)  # matches the last arrival of the other consumer
 
 
 @gluon.jit(
@@ -361,6 +361,7 @@ def prefill_hopper_kernel(
             (_consume, (shared, 1, C, HAS_SPANS, HAS_WORDS, IS_CAUSAL, HAS_SOFTCAP, HAS_SINK_LOGITS, WRITE_LSE)),
             (_produce, (loads, C, HAS_SPANS, IS_CAUSAL)),
         ],
-        [4, 1],  # warps of all but the first, and registers of each of their threads; the first takes what is left, 240 as well
+        # Warps, and registers per thread, of the second consumer and the producer. The first consumer gets the rest, also 240.
+        [4, 1],
         [240, 24],
     )

@@ -1,8 +1,8 @@
-"""What passes between the warps of the Hopper prefill kernel: rings of buffers, the next item, turns at the tensor cores.
+"""Communication between the warps of the Hopper prefill kernel: rings of buffers, the next item, turns at the tensor cores.
 
-A ring is (buffers, full, empty) in shared memory, two mbarriers to a buffer: full[i] completes when TMA has written buffer i,
-empty[i] when its readers have left it. The n-th use of a ring of STAGES buffers takes buffer n % STAGES: its readers wait for
-phase n // STAGES & 1 of full, its writer for the other phase of empty, since all buffers begin empty.
+A ring is (buffers, full, empty) in shared memory, with two mbarriers per buffer: full[i] completes when TMA has written buffer i,
+empty[i] when its readers have released it. Use n of a ring of STAGES buffers is of buffer n % STAGES: its readers wait for phase
+n // STAGES & 1 of full, its writer for the other phase of empty, because all buffers are empty at first.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-# Triton 3.9 has renamed these; both names mean the same operation.
+# Triton 3.9 renamed these; both names are the same operation.
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 warpgroup_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 CONSUMERS = 2  # warpgroups, of 64 query rows each
-FIRST_TURN = 8  # named barriers of the consumers' turns; Triton's own count up from 0, one or two per partition
+FIRST_TURN = 8  # named barriers for the consumers' turns; Triton numbers its own from 0, one or two per partition
 
 
 @gluon.jit
@@ -31,9 +31,9 @@ def shared_memory(
     C: gl.constexpr,
     CONSUMERS: gl.constexpr = CONSUMERS,
 ):  # fmt: skip
-    """Rings of Q (an item takes a buffer for each consumer), K and V, the buffers of O, and the ticket.
+    """The rings of Q (with one buffer per consumer for an item), K and V, the buffers of O, and the ring of the next item.
 
-    The ticket is one integer, as a ring of one.
+    The last has one buffer, of one integer.
     """
     STAGES: gl.constexpr = C.stages
     Q_BUFFERS: gl.constexpr = CONSUMERS * C.q_stages
@@ -90,7 +90,7 @@ def await_empty(desc, ring, i, phase):
 
 @gluon.jit
 def hand_out(ticket, value, turn):
-    """The producer tells the consumers the next item."""
+    """The producer sends the next item to the consumers."""
     smem, full, empty = ticket
     mbarrier.wait(empty, (turn & 1) ^ 1)
     smem.store(gl.zeros([1], gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + value)
@@ -100,7 +100,7 @@ def hand_out(ticket, value, turn):
 
 @gluon.jit
 def take(ticket, turn):
-    """A consumer's next item."""
+    """A consumer receives the next item."""
     smem, full, empty = ticket
     mbarrier.wait(full, turn & 1)
     value = gl.max(smem.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
@@ -116,5 +116,5 @@ def _bar(op, barrier):
 
 @gluon.jit
 def named_barrier(OP: gl.constexpr, BARRIER: gl.constexpr):
-    """`bar.sync` or `bar.arrive` at a barrier where the consumers meet: one waits, the other arrives."""
+    """`bar.sync` or `bar.arrive` at a barrier of both consumers: one waits, the other arrives."""
     gl.inline_asm_elementwise(_bar(OP, BARRIER), "=r", [], dtype=gl.int32, is_pure=False, pack=1)

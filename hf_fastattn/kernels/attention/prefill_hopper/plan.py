@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 
 from ...device import visibility
 
-# What a row sees is defined once, for all kernels; these compile the same source as Gluon.
+# Visibility is defined once for all kernels; these compile the same source as Gluon.
 load_spans = gluon.jit(visibility.load_spans.fn)
 row_bounds = gluon.jit(visibility.row_bounds.fn)
 block_bounds = gluon.jit(visibility.block_bounds.fn)
@@ -37,7 +37,7 @@ def row_spans(span_ptr, q_len, kv_len, window, HAS_SPANS: gl.constexpr, IS_CAUSA
     """(q_start, kv_start, kv_stop, window, causal, holes) of one batch row."""
     if HAS_SPANS:
         return load_spans(span_ptr, q_len, kv_len, window, True, IS_CAUSAL)
-    else:  # what `load_spans` makes here is a tl.full, which Gluon does not have
+    else:  # `load_spans` would call tl.full, which Gluon does not have
         return kv_len - q_len, 0, kv_len, window, IS_CAUSAL, False
 
 
@@ -64,7 +64,7 @@ def tiles_of(first, q_len, spans, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
 def share_of(num_tiles, which, splits):
     """(first tile to visit, tiles) of one of `splits` equal shares of an item's tiles, at least one tile.
 
-    Where there are fewer tiles than shares, the shares past the last repeat it; `merge` leaves them out.
+    If there are fewer tiles than shares, the surplus shares repeat the last one, and the merge skips them.
     """
     most = gl.minimum(splits, num_tiles)
     which = gl.minimum(which, most - 1)
@@ -74,7 +74,7 @@ def share_of(num_tiles, which, splits):
 
 @gluon.jit
 def tile_start(i, tiles, BLOCK_N: gl.constexpr):
-    """Where the i-th tile to visit begins: the masked at the top, the masked at the bottom, the rest, each from the top down."""
+    """First slot of the i-th tile to visit: masked at the end, masked at the beginning, then the others, each from the last."""
     lo, _hi, num_tiles, num_after, num_masked = tiles
     middle = num_tiles - num_after - 1 - (i - num_masked)
     return lo + gl.where(i < num_after, num_tiles - 1 - i, gl.where(i < num_masked, num_masked - 1 - i, middle)) * BLOCK_N

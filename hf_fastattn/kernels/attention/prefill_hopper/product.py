@@ -1,8 +1,8 @@
 """The two matrix products of a tile, in parts.
 
-A tensor has a power of two columns, a head any multiple of 8. In shared memory a head lies in a buffer of a power of two columns,
-which TMA fills up with zeros. A product takes the columns of the head, rounded up to a multiple of 16, in parts of powers of two:
-the scores are a sum over the parts of K, the output has an accumulator for each part of V.
+Tensors have a power of two columns, but head_dim may be any multiple of 8. In shared memory a head is in a buffer of a power of
+two columns, which TMA pads with zeros. A product uses the columns of the head, rounded up to a multiple of 16, in parts of a
+power of two columns: the scores are a sum over the parts of K, and the output has an accumulator for each part of V.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .tile import operand
 
 @gluon.constexpr_function
 def num_parts(width):
-    """Powers of two that `width` is a sum of."""
+    """The number of powers of two that sum to `width`."""
     return width.bit_count()
 
 
@@ -60,7 +60,7 @@ def _part_of(smem, WIDTH: gl.constexpr, I: gl.constexpr):
 
 @gluon.jit
 def product(q, k, zeros, WIDTH: gl.constexpr):
-    """Q K^T begun; one product to wait for, whatever the parts."""
+    """Issues Q K^T: one result to wait for, whatever the number of parts."""
     s = warpgroup_mma(_part_of(q, WIDTH, 0), _part_of(k, WIDTH, 0).permute([1, 0]), zeros, use_acc=False, is_async=True)
     for i in gl.static_range(1, num_parts(WIDTH)):
         s = warpgroup_mma(_part_of(q, WIDTH, i), _part_of(k, WIDTH, i).permute([1, 0]), s, is_async=True)
@@ -69,7 +69,7 @@ def product(q, k, zeros, WIDTH: gl.constexpr):
 
 @gluon.jit
 def zero_columns(WIDTH: gl.constexpr):
-    """The output [64, WIDTH] of nothing, in parts."""
+    """Zeros as an output [64, WIDTH], in parts."""
     acc = ()
     for i in gl.static_range(num_parts(WIDTH)):
         acc += (gl.zeros([64, _columns(WIDTH, i)], gl.float32, _layout(WIDTH, i)),)  # type: ignore[assignment]
@@ -78,7 +78,7 @@ def zero_columns(WIDTH: gl.constexpr):
 
 @gluon.jit
 def add_products(p, v, acc, WIDTH: gl.constexpr):
-    """acc + P V begun, a product for each part."""
+    """Issues acc + P V, one product for each part."""
     tokens = ()
     for i in gl.static_range(num_parts(WIDTH)):
         weights = operand(p, v.dtype, _operand_layout(WIDTH, i))
@@ -120,7 +120,7 @@ def block_dv(width):
 
 @gluon.jit
 def store_partial(acc, m, l, Workspace, stats_start, slot, first_row, exists, WIDTH: gl.constexpr, WORKSPACE_M: gl.constexpr):
-    """Write 64 rows of a partial from `first_row` on as `device.merge.store_partial` does; exists [64]: whether a row does."""
+    """Store 64 rows of a partial, from `first_row` on, like `device.merge.store_partial`; exists [64]: which rows are queries."""
     stat_rows = first_row + gl.arange(0, 64, m.type.layout)
     Stats = Workspace + stats_start + slot * 2 * WORKSPACE_M + stat_rows
     gl.store(Stats, m, mask=exists)

@@ -1,6 +1,6 @@
-"""Arithmetic on one tile of the Hopper prefill kernel: 64 query rows of a warpgroup against BLOCK_N keys.
+"""Arithmetic on one tile of the Hopper prefill kernel: 64 query rows of a warpgroup and BLOCK_N keys.
 
-Scores s [64, BLOCK_N] come from the product as they are; the scale, in base 2, enters with the exponential.
+Scores s [64, BLOCK_N] are unscaled products; the scale, in base 2, is applied in the exponential.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ...device.online import LN_2, LOG2_E
 
 @gluon.jit
 def cap(s, scale_log2, cap_log2, HAS_SOFTCAP: gl.constexpr):
-    """Softcapped scores in base 2, as in `softmax._scores`; without a cap s itself, scaled later."""
+    """Softcapped scores in base 2, as in `device.online.scaled`; without softcap s itself, which is scaled later."""
     if HAS_SOFTCAP:
         s = cap_log2 - 2.0 * cap_log2 / (1.0 + gl.exp2(s * scale_log2))
     return s
@@ -23,13 +23,13 @@ def cap(s, scale_log2, cap_log2, HAS_SOFTCAP: gl.constexpr):
 def mask(s, start, seen, HAS_WORDS: gl.constexpr):
     """-inf where a row does not see a key of the tile that begins at slot `start`.
 
-    seen: (row_lo [64], row_hi [64], where the row's packed key mask begins, its end in slots, whether it has holes).
+    seen: (row_lo [64], row_hi [64], pointer to the row's packed key mask, its end in slots, whether it has holes).
     """
     row_lo, row_hi, word_ptr, hi, holes = seen
     offs = start + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
     visible = (offs[None, :] >= row_lo[:, None]) & (offs[None, :] < row_hi[:, None])
     s = gl.where(visible, s, float("-inf"))
-    if HAS_WORDS:  # noqa: SIM102 (known when compiling; the next is not)
+    if HAS_WORDS:  # noqa: SIM102 (known at compile time; the next is not)
         if holes:
             words = gl.load(word_ptr + (offs >> 5), mask=offs < hi, other=0)
             s = gl.where((((words >> (offs & 31)) & 1) != 0)[None, :], s, float("-inf"))
@@ -70,7 +70,7 @@ def _exp2_constraints(group):
 
 @gluon.jit
 def _exp2(x, FMA_SHARE: gl.constexpr):
-    """exp2 of x <= 0; one of FMA_SHARE numbers on the FMA units, which have time when the exp2 unit has none (none where 0)."""
+    """exp2 of x <= 0; one of FMA_SHARE numbers (none if 0) is computed by the FMA units, to relieve the exp2 unit."""
     if FMA_SHARE > 0:
         y = gl.inline_asm_elementwise(
             _exp2_asm(FMA_SHARE), _exp2_constraints(FMA_SHARE), [x], dtype=gl.float32, is_pure=True, pack=FMA_SHARE
@@ -82,15 +82,15 @@ def _exp2(x, FMA_SHARE: gl.constexpr):
 
 @gluon.jit
 def softmax_step(s, m, l, scale_log2, MASKED: gl.constexpr, FMA_SHARE: gl.constexpr):
-    """One online-softmax step over scores s [64, BLOCK_N], still to be scaled: (p, m, l, factor of earlier sums)."""
+    """One online-softmax step over unscaled scores s [64, BLOCK_N]: (p, m, l, factor of earlier sums)."""
     m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
     m_safe = m_new
     if MASKED:
         # A row that has seen nothing yet has m_new = -inf; subtracting 0 instead keeps its weights 0, not NaN.
         m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
-    # Said as fma: whether a * b - c becomes one is a compiler option whose default is about to change.
+    # An explicit fma: whether a * b - c becomes one is a compiler option, whose default may change.
     x = gl.fma(s, scale_log2, -m_safe[:, None])
-    # Masked scores are -inf, whose exp2 must be 0: the exp2 unit's, not the cubic's.
+    # exp2 of a masked score, -inf, must be 0, which the exp2 unit computes and the polynomial does not.
     p = gl.exp2(x) if MASKED else _exp2(x, FMA_SHARE)
     alpha = gl.exp2(m - m_safe)
     return p, m_new, l * alpha + gl.sum(p, 1), alpha
@@ -103,9 +103,9 @@ def _pack_asm(dtype):
 
 @gluon.jit
 def pack(p, dtype: gl.constexpr):
-    """Weights p [64, BLOCK_N] rounded to 16 bits, two neighbours to an int32 [64, BLOCK_N / 2], for `operand`.
+    """Weights p [64, BLOCK_N] rounded to 16 bits, two neighbours in an int32 [64, BLOCK_N / 2], for `operand`.
 
-    Half the registers until the next product. A loop that carries 16-bit numbers instead keeps each in a register of its own.
+    They take half the registers until the next product: a loop that carries 16-bit numbers keeps each in a separate register.
     """
     low, high = gl.split(p.reshape([p.shape[0], p.shape[1] // 2, 2]))
     return gl.inline_asm_elementwise(_pack_asm(dtype), "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1)
@@ -123,7 +123,7 @@ def operand(p, dtype: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def normaliser(m, l, sink_ptr, HAS_SINK_LOGITS: gl.constexpr, LOG2_E: gl.constexpr = LOG2_E, LN_2: gl.constexpr = LN_2):
-    """(factor that makes acc the output, lse), as in `softmax.finalize`."""
+    """(factor that makes acc the output, lse), as in `device.online.finalize`."""
     factor = 1.0
     if HAS_SINK_LOGITS:
         sink = gl.load(sink_ptr).to(gl.float32) * LOG2_E
