@@ -118,8 +118,8 @@ def fixup_kernel(
         row = b.to(tl.int64)
         span_ptr = Spans + row * stride_sb
         sight, sink_sight = look(span_ptr, q_index, 0, q_len - 1, q_len, kv_len, window, C)
-        sink_lo, sink_hi, place = sink_sight
-        places = place + (tl.zeros([1], tl.int32) if C.ONE_QUERY else q_index)
+        sink_lo, sink_hi, first_position = sink_sight
+        positions = first_position + (tl.zeros([1], tl.int32) if C.ONE_QUERY else q_index)
         row_tiles = tl.maximum((sight[3] - sight[2] + BLOCK_N - 1) // BLOCK_N, 1)
         kv_head = (t - before) // row_tiles
         tile_start = (t - before) % row_tiles
@@ -131,7 +131,7 @@ def fixup_kernel(
         acc, m, l = attend(
             (Q, row * stride_qb + (kv_head_64 * GROUP + group_head) * stride_qh + q_index * stride_qm),
             kv, span_ptr, sight, (tile_start, tile_stop), (scale_log2, cap_log2),
-            (SinkQuery, sink_lo, sink_hi, tile_start == 0, places, C.SINKS + window - 1), C, LOAD_K, LOAD_V,
+            (SinkQuery, sink_lo, sink_hi, tile_start == 0, positions, C.SINKS + window - 1), C, LOAD_K, LOAD_V,
         )  # fmt: skip
         if tile_stop - tile_start == row_tiles:
             store_packed(acc, m, l, Out, Lse, SinkLogits, row, kv_head, kv_heads, rows, offs_v, q_len, C)

@@ -204,7 +204,7 @@ def make(case: Case, device: torch.device) -> Inputs:
         options |= rotation
         first_slot = np.where(is_sink.any(1), is_sink.argmax(1), case.kv_len)
         tokens = case.first_query - case.kv_offset + np.arange(case.q_len)[None] - first_slot[:, None]
-        q_sinks = oracle.turned_back(q, tokens, window=case.window, sinks=case.first_tokens, **rotation)
+        q_sinks = oracle.rerotated(q, tokens, window=case.window, sinks=case.first_tokens, **rotation)
     return Inputs(q, k, v, spans, options, seen, is_sink, q_sinks)
 
 

@@ -55,7 +55,7 @@ def visible_from_spans(spans: torch.Tensor, q_len, kv_len, *, causal=False, wind
     return seen
 
 
-def turned_back(q, tokens, inv_freq, *, window, sinks, interleaved) -> torch.Tensor:
+def rerotated(q, tokens, inv_freq, *, window, sinks, interleaved) -> torch.Tensor:
     """`q` (batch, heads, q_len, head_dim) at the positions `tokens` (batch or 1, q_len), re-rotated to score the sinks, in fp64.
 
     The new position is at most sinks + window - 1. Angles are products in fp32, as in models.

@@ -15,7 +15,7 @@ if HAS_TRITON:
     import triton.language as tl
 
     @triton.jit
-    def load_negated(base, stride, first, offs_n, offs_d, mask, place, extra):
+    def load_negated(base, stride, first, offs_n, offs_d, mask, indices, extra):
         ptrs = base + first.to(tl.int64) * stride + (offs_n[:, None] * stride + offs_d[None, :])
         if mask is None:
             return -tl.load(ptrs)
@@ -23,9 +23,9 @@ if HAS_TRITON:
             return -tl.load(ptrs, mask=mask, other=0.0)
 
     @triton.jit
-    def load_scaled(base, stride, first, offs_n, offs_d, mask, place, extra):
+    def load_scaled(base, stride, first, offs_n, offs_d, mask, indices, extra):
         """int8 times a scale for each slot, fp32 (batch, num_kv_heads, kv_len)."""
-        row, kv_head, num_kv_heads, kv_len = place
+        row, kv_head, num_kv_heads, kv_len = indices
         scales, _, _ = extra
         slots = first + offs_n
         ptrs = base + first.to(tl.int64) * stride + (offs_n[:, None] * stride + offs_d[None, :])

@@ -280,7 +280,7 @@ def test_any_spans(kernel, device):
             ints = np.array([row[: spans.WORDS] for row in rows])
             first = np.maximum(ints[:, spans.KV_START], 0)[:, None]
             tokens = (ints[:, spans.Q_START] + ints[:, spans.DROPPED])[:, None] - first + np.arange(case.q_len)
-            of_sinks["q_sinks"] = oracle.turned_back(x.q, tokens, window=window, sinks=sinks, **rotation)
+            of_sinks["q_sinks"] = oracle.rerotated(x.q, tokens, window=window, sinks=sinks, **rotation)
             slots = np.arange(case.kv_len)
             of_sinks["is_sink"] = (slots >= first) & (slots < first + sinks)
         result = run(kernel, x.q, x.k, x.v, span, options)

@@ -103,10 +103,10 @@ def attention(
     logits = None if sink_logits is None else _wide(sink_logits).view(kv_heads, -1, 1, 1)
     q_sinks = is_sink = None
     if inv_freq is not None:
-        turned = turned_back(
+        q_rerotated = rerotated(
             q, kv_len, spans, inv_freq, window=spec.window, sinks=spec.sinks, interleaved=spec.interleaved
         )  # fmt: skip
-        q_sinks = turned.view(*grouped, head_dim)
+        q_sinks = q_rerotated.view(*grouped, head_dim)
         first = torch.zeros(batch, 1, device=q.device) if spans is None else spans[:, 0, 0, KV_START, None].clamp(min=0)
         is_sink = torch.arange(kv_len, device=q.device) < first + spec.sinks
     sees = partial(visible, q_len, kv_len, q.device, causal=spec.causal, window=spec.window, sinks=spec.sinks)
@@ -258,7 +258,7 @@ def _seen_by_any(seen: torch.Tensor) -> slice:
     return slice(int(keys[0]), int(keys[-1]) + 1) if len(keys) else slice(1)
 
 
-def turned_back(
+def rerotated(
     q: torch.Tensor,
     kv_len: int,
     spans: torch.Tensor | None,
@@ -277,8 +277,8 @@ def turned_back(
         q_start, kv_start, dropped = (spans[:, 0, 0, i, None].long() for i in (Q_START, KV_START, DROPPED))
         token = token + q_start - kv_start.clamp(min=0) + dropped
     near = token if window is None else token.clamp(max=sinks + window - 1)
-    there, here = (x[..., None].float() * inv_freq for x in (near, token))
-    angle = here.double() - there.double()
+    from_angle, to_angle = (x[..., None].float() * inv_freq for x in (token, near))
+    angle = from_angle.double() - to_angle.double()
     angle = angle - 2 * math.pi * torch.round(angle / (2 * math.pi))
     cos, sin = angle.float().cos()[:, None], angle.float().sin()[:, None]
     first, second = (slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)) if interleaved else (slice(pairs), slice(pairs, 2 * pairs))

@@ -9,7 +9,7 @@ from typing import NoReturn
 import torch
 
 from .. import hf
-from .turns import States
+from .recognise import States
 
 NEAR = (0, 1, 2, 3, 5, 7, 13)  # positions that every model supports
 INV_FREQ = "_hf_fastattn_inv_freq"  # attribute of an attention module; during the probe a list to which rotation() appends

@@ -15,8 +15,8 @@ import torch
 
 from .. import hf
 from .probe import INV_FREQ, NEAR, Layers, Seen, adds_positions, in_eval_mode, perturbed, queries_and_keys
+from .recognise import States, recognise, why_not
 from .settings import Settings
-from .turns import States, explain, why_not
 
 _INTERLEAVED = "_hf_fastattn_interleaved"  # attribute of an attention module
 _WATCHED = "_hf_fastattn_rotary"  # attribute of a model: the location and the state of its frequencies at examine()
@@ -25,10 +25,10 @@ _FAR = (101, 1009, 2999, 1 << 20)
 _NOTHING = torch.nn.Identity()
 _lock = threading.RLock()
 
-Rotation = tuple[torch.Tensor | None, bool]  # the result of rotation()
+KernelRotation = tuple[torch.Tensor | None, bool]  # the result of rotation()
 
 
-def rotation(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor) -> Rotation:
+def rotation(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor) -> KernelRotation:
     """(inv_freq, interleaved), with which kernels re-rotate the queries of an attention module; inv_freq is None for no rotation.
 
     Raises ValueError for a module that examine() has not examined.
@@ -118,26 +118,26 @@ class _NotExamined(ValueError):
 
 
 def _find_rotations(
-    name: str, decoder: hf.PreTrainedModel, layers: Layers, found: list[torch.Tensor]
-) -> tuple[bool, dict[torch.nn.Module, Rotation]]:
-    """(whether positions are added to the tokens, the result of rotation() for each module). found: the decoder's frequencies.
+    name: str, decoder: hf.PreTrainedModel, layers: Layers, frequencies: list[torch.Tensor]
+) -> tuple[bool, dict[torch.nn.Module, KernelRotation]]:
+    """(whether positions are added to the tokens, the result of rotation() for each module). frequencies: those of the decoder.
 
     Raises ValueError for the first module with a rotation that the kernels do not support.
     """
-    device = found[0].device if found else decoder.device
+    device = frequencies[0].device if frequencies else decoder.device
     learned = adds_positions(decoder, layers, device)
     # A table of positions is finite, and a GPU that reads beyond its end cannot be used by this process any more.
-    positions = torch.tensor(NEAR if learned or not found else NEAR + _FAR)
+    positions = torch.tensor(NEAR if learned or not frequencies else NEAR + _FAR)
     twice = positions.repeat(2)
     seen = queries_and_keys(decoder, layers, positions.to(device), perturbed)
     rotations = {}
     for module in layers:
-        turn = explain(seen.get(module), twice, found)
-        if turn is None:
-            even = queries_and_keys(decoder, layers, positions.to(device), torch.ones_like)
-            reason = why_not(seen.get(module), even.get(module), twice, found)
+        found = recognise(seen.get(module), twice, frequencies)
+        if found is None:
+            unscaled = queries_and_keys(decoder, layers, positions.to(device), torch.ones_like)
+            reason = why_not(seen.get(module), unscaled.get(module), twice, frequencies)
             raise ValueError(f"{name} cannot stream: its layer {module.layer_idx} {reason}. Use another backend for it.")
-        rotations[module] = turn.for_kernels(seen[module].query.device)
+        rotations[module] = found.for_kernels(seen[module].query.device)
     return learned, rotations
 
 

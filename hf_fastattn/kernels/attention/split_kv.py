@@ -64,13 +64,13 @@ def split_kv_kernel(
     row = tl.program_id(2).to(tl.int64)
     GROUP: tl.constexpr = C.GROUP
 
-    last_place = C.SINKS + window - 1
+    last_position = C.SINKS + window - 1
     span_ptr = Spans + row * stride_sb
     rows = tl.arange(0, C.BLOCK_M)
     q_index, group_head, _ = packed_rows(rows, q_len, GROUP)
     sight, sink_sight = look(span_ptr, q_index, 0, q_len - 1, q_len, kv_len, window, C)
-    sink_lo, sink_hi, place = sink_sight
-    places = place + (tl.zeros([1], tl.int32) if C.ONE_QUERY else q_index)
+    sink_lo, sink_hi, first_position = sink_sight
+    positions = first_position + (tl.zeros([1], tl.int32) if C.ONE_QUERY else q_index)
     tiles = tl.cdiv(sight[3] - sight[2], C.BLOCK_N)
 
     offs_v = tl.arange(0, C.BLOCK_DV)
@@ -86,7 +86,7 @@ def split_kv_kernel(
     acc, m, l = attend(
         (Q, row * stride_qb + (kv_head * GROUP + group_head) * stride_qh + q_index * stride_qm),
         kv, span_ptr, sight, (tile_start, tile_stop), (scale_log2, cap_log2),
-        (SinkQuery, sink_lo, sink_hi, split == 0, places, last_place), C, LOAD_K, LOAD_V,
+        (SinkQuery, sink_lo, sink_hi, split == 0, positions, last_position), C, LOAD_K, LOAD_V,
     )  # fmt: skip
     if COMBINE:
         slot = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * splits + split

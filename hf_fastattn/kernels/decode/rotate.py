@@ -12,7 +12,7 @@ with p. (The error between queries and keys of the window does: both carry a rou
 p * inv_freq / 2**24 radians each.) The difference is computed and reduced in fp64.
 
 Prefill kernels read these queries from memory, where `rotate` writes them. Decode kernels compute them with the same device code
-(`device.turn`), in the one program of a row that scores sinks.
+(`device.rerotate`), in the one program of a row that scores sinks.
 
 Source: Xiao et al., "Efficient Streaming Language Models with Attention Sinks" (2024), section 3.2.
 """
@@ -29,7 +29,7 @@ except ImportError:  # CPU tensors need no Triton
 
 from .. import INTERPRETED
 from ..host import gpu
-from ..reference import turned_back
+from ..reference import rerotated
 from ..spans import DROPPED, KV_START, NO_WINDOW, Q_START
 
 BLOCK_H = 8  # heads that a program rotates
@@ -52,7 +52,7 @@ def rotate(
     (i, i + rotary_dim / 2), or (2 i, 2 i + 1) if interleaved.
     """
     if triton is None or not (INTERPRETED or gpu.on_gpu(q.device)):
-        return turned_back(q, kv_len, spans, inv_freq, window=window, sinks=sinks, interleaved=interleaved)
+        return rerotated(q, kv_len, spans, inv_freq, window=window, sinks=sinks, interleaved=interleaved)
     batch, num_heads, q_len, head_dim = q.shape
     out = torch.empty_strided(q.shape, q.stride(), dtype=q.dtype, device=q.device)
     with torch.cuda.device_of(q):
@@ -82,10 +82,10 @@ def rotate(
 
 
 if triton is not None:
-    from ..device.turn import partners, turn_back
+    from ..device.rerotate import partners, rerotate
     from ..host.overlap import early, let_next_begin, wait_for_inputs
 
-    @triton.jit(do_not_specialize=["stride_sb", "num_heads", "q_len", "kv_len", "last_place"])
+    @triton.jit(do_not_specialize=["stride_sb", "num_heads", "q_len", "kv_len", "last_position"])
     def rotate_kernel(
         Q,
         Out,
@@ -98,7 +98,7 @@ if triton is not None:
         num_heads,
         q_len,
         kv_len,
-        last_place,
+        last_position,
         HEAD_DIM: tl.constexpr,
         BLOCK_D: tl.constexpr,
         PAIRS: tl.constexpr,
@@ -124,9 +124,9 @@ if triton is not None:
         head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
         offs = (row * stride_b + head.to(tl.int64) * stride_h + i.to(tl.int64) * stride_m)[:, None]
         # All loads come before the arithmetic, so that they overlap.
-        mask, turns = (head < num_heads)[:, None] & (offs_d < HEAD_DIM)[None, :], offs_d < 2 * PAIRS
+        mask, rotated = (head < num_heads)[:, None] & (offs_d < HEAD_DIM)[None, :], offs_d < 2 * PAIRS
         x = tl.load(Q + offs + offs_d[None, :], mask=mask, other=0.0)
-        y = tl.load(Q + offs + partner[None, :], mask=mask & turns[None, :], other=0.0)
-        inv_freq = tl.load(InvFreq + pair, mask=turns, other=0.0)
-        turned = turn_back(x, y, token, inv_freq[None, :], first[None, :], last_place)
-        tl.store(Out + offs + offs_d[None, :], turned.to(Out.dtype.element_ty), mask=mask)
+        y = tl.load(Q + offs + partner[None, :], mask=mask & rotated[None, :], other=0.0)
+        inv_freq = tl.load(InvFreq + pair, mask=rotated, other=0.0)
+        q_rerotated = rerotate(x, y, token, inv_freq[None, :], first[None, :], last_position)
+        tl.store(Out + offs + offs_d[None, :], q_rerotated.to(Out.dtype.element_ty), mask=mask)

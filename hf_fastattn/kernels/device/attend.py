@@ -5,7 +5,7 @@ import triton.language as tl
 
 from ..spans import DROPPED
 from .online import masked_step, scores_of, softmax_step
-from .turn import partners, turn_back
+from .rerotate import partners, rerotate
 from .wide import SINK_BLOCK, attend_wide
 
 
@@ -19,14 +19,14 @@ def attend(
     """Online softmax of a block of rows over the tiles [tile_start, tile_stop) of the keys [lo, hi). Returns (acc, m, l), m in
     base 2; (0, -inf, 0) for a row that sees no key.
 
-    queries: (Q, q_rows [BLOCK_M], the offset of each row). kv: (k_base, v_base, stride_kn, stride_vn, place, extra), k_base and
+    queries: (Q, q_rows [BLOCK_M], the offset of each row). kv: (k_base, v_base, stride_kn, stride_vn, indices, extra), k_base and
     v_base at slot 0 of the KV head, the others as in `tile.load_plain`, whose signature LOAD_K and LOAD_V have. sight: see
     `visibility.look`. tiles: (tile_start, tile_stop); tile t begins at key lo + t * BLOCK_N. scales: (scale_log2, cap_log2).
-    sinks: (SinkQuery, sink_lo, sink_hi [BLOCK_M], takes_sinks, places [BLOCK_M or 1], last_place).
+    sinks: (SinkQuery, sink_lo, sink_hi [BLOCK_M], takes_sinks, positions [BLOCK_M or 1], last_position).
 
     With SINKS, the one program of these rows with takes_sinks also processes the sinks, the slots from sink_lo to sink_hi of each
     row. Without PAIRS, the queries that score them are at SinkQuery + q_rows. With PAIRS, they are the queries at Q, re-rotated
-    from position `places` (counted from sink_lo) to at most `last_place` by the frequencies at SinkQuery (see `turn`).
+    from `positions` (counted from sink_lo) to at most `last_position` with the frequencies at SinkQuery (see `rerotate`).
     """
     if C.HEAD_DIM > C.BLOCK_D:
         return attend_wide(queries, kv, span_ptr, sight, tiles, scales, sinks, C, LOAD_K, LOAD_V)
@@ -50,10 +50,10 @@ def _attend(
     same end for all rows runs in the first loop, as a full tile that ends at the last key and skips the keys of the tile before.
     """
     Q, q_rows = queries
-    k_base, v_base, stride_kn, stride_vn, place, extra = kv
+    k_base, v_base, stride_kn, stride_vn, indices, extra = kv
     row_lo, row_hi, lo, hi, full_lo, full_hi, holes = sight
     tile_start, tile_stop = tiles
-    SinkQuery, sink_lo, sink_hi, takes_sinks, places, last_place = sinks
+    SinkQuery, sink_lo, sink_hi, takes_sinks, positions, last_position = sinks
     HEAD_DIM: tl.constexpr = C.HEAD_DIM
     BLOCK_M: tl.constexpr = C.BLOCK_M
     BLOCK_N: tl.constexpr = C.BLOCK_N
@@ -74,14 +74,14 @@ def _attend(
         offs_s = tl.arange(0, SINK_BLOCK)
         sinks_stop = tl.where(takes_sinks, tl.max(sink_hi, 0), sink_lo)
         sink_mask = (sink_lo + offs_s < sinks_stop)[:, None]
-        k_sinks = LOAD_K(k_base, stride_kn, sink_lo, offs_s, offs_d, sink_mask & d_mask, place, extra)
-        v_sinks = LOAD_V(v_base, stride_vn, sink_lo, offs_s, offs_v, sink_mask & v_mask, place, extra)
+        k_sinks = LOAD_K(k_base, stride_kn, sink_lo, offs_s, offs_d, sink_mask & d_mask, indices, extra)
+        v_sinks = LOAD_V(v_base, stride_vn, sink_lo, offs_s, offs_v, sink_mask & v_mask, indices, extra)
         if PAIRS:
             partner, pair, is_first = partners(offs_d, PAIRS, C.INTERLEAVED)
-            turns = offs_d < tl.where(sinks_stop > sink_lo, 2 * PAIRS, 0)
-            inv_freq = tl.load(SinkQuery + pair, mask=turns, other=0.0)
+            rotated = offs_d < tl.where(sinks_stop > sink_lo, 2 * PAIRS, 0)
+            inv_freq = tl.load(SinkQuery + pair, mask=rotated, other=0.0)
             if C.HAS_SPANS:
-                places += tl.load(span_ptr + DROPPED)
+                positions += tl.load(span_ptr + DROPPED)
         else:
             q_sinks_ptrs = SinkQuery + q_rows[:, None] + offs_d[None, :]
             if BLOCK_M == 16:
@@ -102,18 +102,18 @@ def _attend(
 
     for tile in tl.range(full_start, full_stop):
         first = lo + tile * BLOCK_N
-        known = first - tl.minimum(first, hi - BLOCK_N) if C.FEW_ROWS else 0
+        overlap = first - tl.minimum(first, hi - BLOCK_N) if C.FEW_ROWS else 0
         if HEAD_DIM == BLOCK_D:
-            k = LOAD_K(k_base, stride_kn, first - known, offs_n, offs_d, None, place, extra)
+            k = LOAD_K(k_base, stride_kn, first - overlap, offs_n, offs_d, None, indices, extra)
         else:
-            k = LOAD_K(k_base, stride_kn, first - known, offs_n, offs_d, d_mask, place, extra)
+            k = LOAD_K(k_base, stride_kn, first - overlap, offs_n, offs_d, d_mask, indices, extra)
         if VALUE_DIM == BLOCK_DV:
-            v = LOAD_V(v_base, stride_vn, first - known, offs_n, offs_v, None, place, extra)
+            v = LOAD_V(v_base, stride_vn, first - overlap, offs_n, offs_v, None, indices, extra)
         else:
-            v = LOAD_V(v_base, stride_vn, first - known, offs_n, offs_v, v_mask, place, extra)
+            v = LOAD_V(v_base, stride_vn, first - overlap, offs_n, offs_v, v_mask, indices, extra)
         s = scores_of(q, k, scales, C.HAS_SOFTCAP, C.IEEE)
         if C.FEW_ROWS:
-            s = tl.where((offs_n >= known)[None, :], s, float("-inf"))
+            s = tl.where((offs_n >= overlap)[None, :], s, float("-inf"))
         acc, m, l = softmax_step(s, v, acc, m, l, False, C.IEEE)
 
     n_before = full_start - tile_start
@@ -123,27 +123,27 @@ def _attend(
             tile = tl.where(i < n_before, tile_start + i, full_stop + i - n_before)
             first = lo + tile * BLOCK_N
             kv_mask = (first + offs_n < hi)[:, None]
-            k = LOAD_K(k_base, stride_kn, first, offs_n, offs_d, kv_mask & d_mask, place, extra)
-            v = LOAD_V(v_base, stride_vn, first, offs_n, offs_v, kv_mask & v_mask, place, extra)
+            k = LOAD_K(k_base, stride_kn, first, offs_n, offs_d, kv_mask & d_mask, indices, extra)
+            v = LOAD_V(v_base, stride_vn, first, offs_n, offs_v, kv_mask & v_mask, indices, extra)
             s = scores_of(q, k, scales, C.HAS_SOFTCAP, C.IEEE)
             acc, m, l = masked_step(s, v, first + offs_n, span_ptr, words_stop, row_lo, row_hi, acc, m, l, C)
 
     if SINKS:  # noqa: SIM102 (a constant; the next condition is not)
         if sinks_stop > sink_lo:
             if PAIRS:
-                y = tl.load(Q + q_rows[:, None] + partner[None, :], mask=turns[None, :], other=0.0)
+                y = tl.load(Q + q_rows[:, None] + partner[None, :], mask=rotated[None, :], other=0.0)
                 x = tl.load(Q + q_rows[:, None] + offs_d[None, :], mask=d_mask, other=0.0)
-                q_sinks = turn_back(x, y, places[:, None], inv_freq[None, :], is_first[None, :], last_place).to(x.dtype)
+                q_sinks = rerotate(x, y, positions[:, None], inv_freq[None, :], is_first[None, :], last_position).to(x.dtype)
             elif BLOCK_M != 16:
                 q_sinks = tl.load(q_sinks_ptrs, mask=d_mask, other=0.0)
             words_stop = tl.where(holes, sinks_stop, sink_lo)
-            everything = tl.zeros_like(sink_hi)
+            first_slot = tl.zeros_like(sink_hi)
             for i in tl.range(0, tl.cdiv(SINKS, SINK_BLOCK), num_stages=1):
                 first = sink_lo + i * SINK_BLOCK
                 if i > 0:
                     further = (first + offs_s < sinks_stop)[:, None]
-                    k_sinks = LOAD_K(k_base, stride_kn, first, offs_s, offs_d, further & d_mask, place, extra)
-                    v_sinks = LOAD_V(v_base, stride_vn, first, offs_s, offs_v, further & v_mask, place, extra)
+                    k_sinks = LOAD_K(k_base, stride_kn, first, offs_s, offs_d, further & d_mask, indices, extra)
+                    v_sinks = LOAD_V(v_base, stride_vn, first, offs_s, offs_v, further & v_mask, indices, extra)
                 s = scores_of(q_sinks, k_sinks, scales, C.HAS_SOFTCAP, C.IEEE)
-                acc, m, l = masked_step(s, v_sinks, first + offs_s, span_ptr, words_stop, everything, sink_hi, acc, m, l, C)
+                acc, m, l = masked_step(s, v_sinks, first + offs_s, span_ptr, words_stop, first_slot, sink_hi, acc, m, l, C)
     return acc, m, l

@@ -5,11 +5,11 @@ import triton.language as tl
 
 
 @triton.jit
-def load_plain(base, stride, first, offs_n, offs_d, mask, place, extra):
+def load_plain(base, stride, first, offs_n, offs_d, mask, indices, extra):
     """Load the slots first + offs_n and dimensions offs_d of one KV head, [slots, dimensions] in the queries' dtype.
 
     base: pointer to slot 0 of the head. stride: elements between two slots. mask: 0 is returned outside of it; None: no mask.
-    place: (batch row, KV head, num_kv_heads, kv_len). extra: (Scales, Centre, Pages), the further tensors of a form, None here.
+    indices: (batch row, KV head, num_kv_heads, kv_len). extra: (Scales, Centre, Pages), the further tensors of a form, None here.
     """
     ptrs = base + first.to(tl.int64) * stride + (offs_n[:, None] * stride + offs_d[None, :])
     if mask is None:

@@ -9,19 +9,19 @@ import triton.language as tl
 
 from ..spans import DROPPED
 from .online import masked_step, scaled
-from .turn import partners, turn_back
+from .rerotate import partners, rerotate
 
 SINK_BLOCK = 16  # slots in a tile of sinks, the smallest size for tl.dot
 
 
 @triton.jit
 def _scores(
-    Q, q_rows, k_base, stride_kn, first, offs_n, slot_mask, place, extra, scales, inv_freq_ptr, places, last_place,
-    TURNED: tl.constexpr,
+    Q, q_rows, k_base, stride_kn, first, offs_n, slot_mask, indices, extra, scales, inv_freq_ptr, positions, last_position,
+    REROTATE: tl.constexpr,
     C: tl.constexpr,
     LOAD_K: tl.constexpr,
 ):  # fmt: skip
-    """Scores of a block of rows and the slots first + offs_n. TURNED: the rows are re-rotated with `turn_back`."""
+    """Scores of a block of rows and the slots first + offs_n. REROTATE: the rows are re-rotated with `rerotate`."""
     BLOCK_M: tl.constexpr = C.BLOCK_M
     BLOCK_D: tl.constexpr = C.BLOCK_D
     HEAD_DIM: tl.constexpr = C.HEAD_DIM
@@ -30,13 +30,13 @@ def _scores(
         offs_d = start + tl.arange(0, BLOCK_D)
         d_mask = offs_d[None, :] < HEAD_DIM
         q = tl.load(Q + q_rows[:, None] + offs_d[None, :], mask=d_mask, other=0.0)
-        if TURNED:
+        if REROTATE:
             partner, pair, is_first = partners(offs_d, C.PAIRS, C.INTERLEAVED)
-            turns = offs_d < 2 * C.PAIRS
-            inv_freq = tl.load(inv_freq_ptr + pair, mask=turns, other=0.0)
-            y = tl.load(Q + q_rows[:, None] + partner[None, :], mask=turns[None, :], other=0.0)
-            q = turn_back(q, y, places[:, None], inv_freq[None, :], is_first[None, :], last_place).to(q.dtype)
-        k = LOAD_K(k_base, stride_kn, first, offs_n, offs_d, slot_mask & d_mask, place, extra)
+            rotated = offs_d < 2 * C.PAIRS
+            inv_freq = tl.load(inv_freq_ptr + pair, mask=rotated, other=0.0)
+            y = tl.load(Q + q_rows[:, None] + partner[None, :], mask=rotated[None, :], other=0.0)
+            q = rerotate(q, y, positions[:, None], inv_freq[None, :], is_first[None, :], last_position).to(q.dtype)
+        k = LOAD_K(k_base, stride_kn, first, offs_n, offs_d, slot_mask & d_mask, indices, extra)
         if C.IEEE:
             s = tl.dot(q, tl.trans(k), s, input_precision="ieee")
         else:
@@ -55,10 +55,10 @@ def attend_wide(
 ):  # fmt: skip
     """`attend.attend` for wide heads."""
     Q, q_rows = queries
-    k_base, v_base, stride_kn, stride_vn, place, extra = kv
+    k_base, v_base, stride_kn, stride_vn, indices, extra = kv
     row_lo, row_hi, lo, hi, _, _, holes = sight
     tile_start, tile_stop = tiles
-    SinkQuery, sink_lo, sink_hi, takes_sinks, places, last_place = sinks
+    SinkQuery, sink_lo, sink_hi, takes_sinks, positions, last_position = sinks
     BLOCK_M: tl.constexpr = C.BLOCK_M
     BLOCK_N: tl.constexpr = C.BLOCK_N
     BLOCK_DV: tl.constexpr = C.BLOCK_DV
@@ -75,32 +75,32 @@ def attend_wide(
         first = lo + tile * BLOCK_N
         slot_mask = (first + offs_n < hi)[:, None]
         s = _scores(
-            Q, q_rows, k_base, stride_kn, first, offs_n, slot_mask, place, extra, scales, Q, 0, 0, False, C, LOAD_K
+            Q, q_rows, k_base, stride_kn, first, offs_n, slot_mask, indices, extra, scales, Q, 0, 0, False, C, LOAD_K
         )  # fmt: skip
-        v = LOAD_V(v_base, stride_vn, first, offs_n, offs_v, slot_mask & v_mask, place, extra)
+        v = LOAD_V(v_base, stride_vn, first, offs_n, offs_v, slot_mask & v_mask, indices, extra)
         acc, m, l = masked_step(s, v, first + offs_n, span_ptr, words_stop, row_lo, row_hi, acc, m, l, C)
 
     if C.SINKS:
         offs_s = tl.arange(0, SINK_BLOCK)
         sinks_stop = tl.where(takes_sinks, tl.max(sink_hi, 0), sink_lo)
         words_stop = tl.where(holes, sinks_stop, sink_lo)
-        everything = tl.zeros_like(sink_hi)
+        first_slot = tl.zeros_like(sink_hi)
         if C.PAIRS:  # noqa: SIM102 (both are constants)
             if C.HAS_SPANS:
-                places += tl.load(span_ptr + DROPPED)
+                positions += tl.load(span_ptr + DROPPED)
         for i in tl.range(0, tl.cdiv(sinks_stop - sink_lo, SINK_BLOCK)):
             first = sink_lo + i * SINK_BLOCK
             slot_mask = (first + offs_s < sinks_stop)[:, None]
             if C.PAIRS:
                 s = _scores(
-                    Q, q_rows, k_base, stride_kn, first, offs_s, slot_mask, place, extra, scales, SinkQuery, places, last_place,
-                    True, C, LOAD_K,
+                    Q, q_rows, k_base, stride_kn, first, offs_s, slot_mask, indices, extra, scales, SinkQuery, positions,
+                    last_position, True, C, LOAD_K,
                 )  # fmt: skip
             else:
                 s = _scores(
-                    SinkQuery, q_rows, k_base, stride_kn, first, offs_s, slot_mask, place, extra, scales, Q, 0, 0,
+                    SinkQuery, q_rows, k_base, stride_kn, first, offs_s, slot_mask, indices, extra, scales, Q, 0, 0,
                     False, C, LOAD_K,
                 )  # fmt: skip
-            v = LOAD_V(v_base, stride_vn, first, offs_s, offs_v, slot_mask & v_mask, place, extra)
-            acc, m, l = masked_step(s, v, first + offs_s, span_ptr, words_stop, everything, sink_hi, acc, m, l, C)
+            v = LOAD_V(v_base, stride_vn, first, offs_s, offs_v, slot_mask & v_mask, indices, extra)
+            acc, m, l = masked_step(s, v, first + offs_s, span_ptr, words_stop, first_slot, sink_hi, acc, m, l, C)
     return acc, m, l

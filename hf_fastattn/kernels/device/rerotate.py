@@ -18,14 +18,14 @@ def partners(offs_d, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr):
 
 
 @triton.jit
-def turn_back(x, partner, token, inv_freq, first, last_place, QUARTER: tl.constexpr = math.pi / 2):
-    """x at position `token` of its row, re-rotated to min(token, last_place). partner: the values of the paired dimensions."""
-    near = tl.minimum(token, last_place)
-    here, there = token.to(tl.float32) * inv_freq, near.to(tl.float32) * inv_freq
-    quarters = (here.to(tl.float64) - there.to(tl.float64)) * (1 / QUARTER)
+def rerotate(x, partner, token, inv_freq, first, last_position, QUARTER: tl.constexpr = math.pi / 2):
+    """x at position `token` of its row, re-rotated to min(token, last_position). partner: the values of the paired dimensions."""
+    near = tl.minimum(token, last_position)
+    from_angle, to_angle = token.to(tl.float32) * inv_freq, near.to(tl.float32) * inv_freq
+    quarters = (from_angle.to(tl.float64) - to_angle.to(tl.float64)) * (1 / QUARTER)
     whole = tl.floor(quarters + 0.5)
     angle = (quarters - whole).to(tl.float32) * QUARTER
-    # Cephes' sinf and cosf of the remainder, at most pi / 4.
+    # sinf and cosf of Cephes for the remainder, at most pi / 4.
     z = angle * angle
     sin = ((-1.9515295891e-4 * z + 8.3321608736e-3) * z - 1.6666654611e-1) * z * angle + angle
     cos = ((2.443315711809948e-5 * z - 1.388731625493765e-3) * z + 4.166664568298827e-2) * z * z - 0.5 * z + 1.0
