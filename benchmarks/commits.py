@@ -1,11 +1,11 @@
-"""generate() under patch() by this tree of the code beside another tree, say a checkout of an earlier commit.
+"""generate() under patch() with this checkout of the code and with another one, such as an earlier commit.
 
     git worktree add ../before v0.1.0
     python -m benchmarks.commits --before ../before --cases 1x512,8x8192,8xpadded
 
-Each tree has a process of its own with the model loaded, both on the same GPU. They run in turn, and the order is reversed in
-every second pair. The prompt is read once for each case and process, and each generate() continues from its cache, so prefill is
-not in the figures. A process waits while the other one runs.
+Each checkout runs in a separate process with the model loaded, both on the same GPU. They alternate, and the order is reversed in
+every second pair. The prompt is processed once for each case and process, and each generate() continues from its cache, so the
+figures do not include prefill. A process waits while the other one runs.
 """
 
 from __future__ import annotations
@@ -20,16 +20,18 @@ import subprocess
 import sys
 from pathlib import Path
 
-MARK = "\x1e"  # in front of an answer, as libraries print too
+MARK = "\x1e"  # begins the line of an answer; libraries print other lines
 BEFORE, NOW = "before", "now"
 METHOD = "greedy generate() under patch(), 6th new token to last, both trees in turn, median"
 
 
 def serve(shape: str, device: str, tokens: int) -> None:
-    """The process of one tree: a case (row lengths) or "run" on each line of stdin, an answer in JSON for each."""
+    """The process of one checkout. Each line of stdin is a case (row lengths) or "run"; each is answered in JSON."""
     import torch
 
-    folder = "hf_fastattn.bench" if importlib.util.find_spec("hf_fastattn.bench") else "benchmarks"  # earlier commits, and now
+    folder = (
+        "hf_fastattn.bench" if importlib.util.find_spec("hf_fastattn.bench") else "benchmarks"
+    )  # earlier commits had the first
     models, runs = (importlib.import_module(f"{folder}.{name}") for name in ("models", "runs"))
     from hf_fastattn.patches import patch
 
@@ -46,7 +48,7 @@ def serve(shape: str, device: str, tokens: int) -> None:
             runs.free(where)
             prompt = runs.make_prompt(said, subject.text_config.vocab_size, where)
             cache = runs.run(subject.model, prompt, 8, keep=True).cache
-            runs.run(subject.model, prompt, 8, runs.rewind(cache, prompt))  # captures its step
+            runs.run(subject.model, prompt, 8, runs.rewind(cache, prompt))  # captures the decode step
             _answer({"ready": True})
             continue
         before = patched.captures
@@ -75,7 +77,7 @@ class Tree:
         for line in self.process.stdout:
             if line.startswith(MARK):
                 return json.loads(line[1:])
-        raise RuntimeError(f"The process of {self.process.args} ended; what it printed is above.")
+        raise RuntimeError(f"The process of {self.process.args} ended; its output is above.")
 
 
 def measure(trees: dict[str, Tree], lengths: list[int], pairs: int) -> dict:
@@ -105,7 +107,9 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.commit
     from .grid import row_lengths
     from .results import Results, add_options, command, conditions, find_device
 
-    parser = argparse.ArgumentParser(prog=prog, description="generate() by this tree of the code beside another one, in turn.")
+    parser = argparse.ArgumentParser(
+        prog=prog, description="Compare generate() of this checkout of the code with that of another one."
+    )
     parser.add_argument("--before", type=Path, required=True, help="the other tree")
     parser.add_argument("--shape", default="8b", help="as of bench generate (default: %(default)s)")
     parser.add_argument("--cases", default="1x512,8x8192,8xpadded", help="ROWSxTOKENS or ROWSxpadded (default: %(default)s)")
@@ -136,7 +140,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.commit
 
 
 def commit(path: Path) -> str:
-    """The commit of a tree that is a checkout of git's, else the name of its folder."""
+    """The commit of a git checkout; otherwise the name of the folder."""
     run = ["git", "-C", str(path), "rev-parse", "--show-toplevel", "--short", "HEAD"]
     found = subprocess.run(run, capture_output=True, text=True).stdout.split("\n")
     return found[1] if Path(found[0]) == path.resolve() else path.resolve().name

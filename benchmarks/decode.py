@@ -1,4 +1,4 @@
-"""Rows of the kernel benchmark that time decode: one or a few queries a row over long K/V."""
+"""Rows of the kernel benchmark that time decode: one or a few queries per row and long K/V."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LARGEST = 64 * GIB  # K and V of one set
 HEADS = ((32, 8, 128), (32, 32, 128), (28, 4, 128), (64, 8, 128), (56, 56, 64), (9, 3, 64), (8, 1, 256))
 LENGTHS = tuple(n << 10 for n in (1, 4, 16, 64, 256))
 
-# By heads first: Triton compiles once for each, and what stands together is compiled once.
+# Ordered by heads: Triton compiles once for each of them, and consecutive shapes share what is compiled.
 DECODE = [
     shape
     for heads in HEADS
@@ -42,7 +42,7 @@ DECODE = [
     for batch in (1, 4, 16, 64)
     if (shape := Shape(batch, *heads, length)).kv_bytes <= LARGEST
 ]
-DECODE.append(Shape(1, 8, 1, 256, 32 << 10))  # a head for every eight: the merge weighs most
+DECODE.append(Shape(1, 8, 1, 256, 32 << 10))  # eight query heads over one KV head: the merge takes the largest share
 SPECULATION = [
     shape
     for q_len in (4, 16)
@@ -78,7 +78,7 @@ HOST = [Shape(1, 32, 8, 128, 1 << 10), Shape(1, 32, 8, 128, 4 << 10)]
 
 
 def _figures(found: dict, kv_bytes: int) -> dict:
-    """Bandwidths, and the ratios that the summary is made of."""
+    """Bandwidths, and the ratios from which the summary is computed."""
     us, best = found["us"], best_peer(found["us"])
     figures = {
         "tb_per_s": {name: kv_bytes / time / 1e6 for name, time in us.items()},
@@ -91,7 +91,7 @@ def _figures(found: dict, kv_bytes: int) -> dict:
 
 
 def decode_row(shape: Shape, device: torch.device) -> dict:
-    """Microseconds a call of lean, split_kv, batch_invariant, sdpa flash and sdpa cuDNN."""
+    """Microseconds per call of lean, split_kv, batch_invariant, sdpa flash and sdpa cuDNN."""
     sets = num_sets(shape.kv_bytes)
     inputs = make_inputs(shape, sets, device)
     batch_invariant = partial(call, registry.get("batch_invariant").decode)
@@ -113,10 +113,10 @@ def decode_row(shape: Shape, device: torch.device) -> dict:
 
 
 def speculation_row(shape: Shape, device: torch.device) -> dict:
-    """The same for several queries a row, causal among themselves.
+    """The same for several queries per row, causal among themselves.
 
-    sdpa's public call aligns a causal mask with the first key, so flash is called below it, where it aligns with the last;
-    cuDNN gets a mask. `sdpa_masked` is what Transformers does.
+    The public sdpa call aligns a causal mask with the first key, so flash is called through the private op that aligns it with
+    the last; cuDNN gets a mask. `sdpa_masked` is what Transformers calls.
     """
     sets = num_sets(shape.kv_bytes)
     inputs = make_inputs(shape, sets, device)
@@ -138,7 +138,7 @@ def speculation_row(shape: Shape, device: torch.device) -> dict:
 
 
 def ragged_row(case: Ragged, device: torch.device) -> dict:
-    """Microseconds a call over rows of unequal length in a left-padded buffer; cuDNN only where nothing is padded."""
+    """Microseconds per call over rows of different lengths in a left-padded buffer; cuDNN only if no row is padded."""
     lengths = case.lengths
     shape = Shape(len(lengths), 32, 8, 128, max(lengths))
     live_bytes = 2 * sum(lengths) * shape.num_kv_heads * shape.head_dim * DTYPE.itemsize
@@ -169,14 +169,14 @@ def ragged_row(case: Ragged, device: torch.device) -> dict:
 
 
 def host_row(shape: Shape, device: torch.device) -> dict:
-    """Microseconds of the host's time an eager call: kernels, the backend as models call it, and torch's default sdpa.
+    """Microseconds of host time per eager call: kernels, the backend as models call it, and torch's default sdpa.
 
-    K and V are short, so that the device is done before the host: a queue that fills up would make the host wait.
+    K and V are short, so that the device is faster than the host: with a full queue the host would wait.
     """
     ((q, k, v),) = make_inputs(shape, 1, device)
     expected = exact(q, k, v)
     kv, spec, backend = KV(k, v), Spec(), registry.get("lean")
-    split_kv, lean = (kernel.args[0] for kernel in (SPLIT_KV, LEAN))  # without what packs plain tensors for them
+    split_kv, lean = (kernel.args[0] for kernel in (SPLIT_KV, LEAN))  # without the wrapper for plain tensors
     calls = {
         "sdpa": lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True),
         "split_kv": lambda: split_kv(q, kv, spec),
@@ -197,7 +197,7 @@ def host_summary(rows: list[dict]) -> dict:
 
 
 def decode_summary(rows: list[dict]) -> dict:
-    """lean over its peers below and above 256 MiB of K/V; its bandwidth as a share of the best of its run."""
+    """lean over its peers below and above 256 MiB of K/V; its bandwidth as a share of the highest one in its run."""
     best = max((tb, name, row["shape"]) for row in rows for name, tb in row["tb_per_s"].items())
     share = []
     for run in {row.get("run") for row in rows}:
@@ -219,6 +219,6 @@ def decode_summary(rows: list[dict]) -> dict:
 
 
 def ragged_summary(rows: list[dict]) -> dict:
-    """The same, with what Transformers' masked sdpa takes in place of the peers that know no padding."""
+    """The same, with the masked sdpa of Transformers instead of the peers that do not support padding."""
     ragged = [row for row in rows if len(set(row["lengths"])) > 1]
     return decode_summary(rows) | {"lean_over_sdpa_masked": ratios(ragged, "lean_over_sdpa_masked")}

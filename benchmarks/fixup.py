@@ -1,12 +1,12 @@
-"""LeanAttention's fix-up in its variants: who merges the partial results of a head that several programs share.
+"""Variants of LeanAttention's fix-up: which program merges the partial results of a head that several programs share.
 
-host_waits      the paper's: the program that begins the head waits for the others, in the one launch
-last_arriver    the program that finishes last merges, in the one launch
-stream_k        a second launch merges: the package's `lean`, as stream-K also where it would hand over to fixed splits
+host_waits      that of the paper: the program that begins the head waits for the others, in one launch
+last_arriver    the program that finishes last merges, in one launch
+stream_k        a second launch merges: `lean` of the package, also where it would use fixed splits
 
-The shares, the loop over tiles and the merge are the package's own device code, and partials are always merged in the order of
-their keys: each variant's results are bitwise repeatable. The flags by which the programs of a launch wait for one another are 0
-again when it ends, so that it can be replayed; launches of a device share them and must be on one stream at a time.
+The schedule, the loop over tiles and the merge are device code of the package, and partials are always merged in the order of
+their keys, so the results of each variant are bitwise repeatable. The flags with which the programs of a launch wait for one
+another are reset to 0 at its end, so that it can be replayed. Launches on a device share them, so they must be on one stream.
 
 Source: Sanovar et al., "Lean Attention: Hardware-Aware Scalable Attention Mechanism for the Decode-Phase of Transformers" (2024),
 algorithm 2. Osama et al., "Stream-K" (2023).
@@ -37,7 +37,7 @@ HOST_WAITS, LAST_ARRIVER, STREAM_K = "host_waits", "last_arriver", "stream_k"
 
 @triton.jit
 def wait_for(flags, first, last):
-    """Wait until programs first..last have set their flags, and take these back."""
+    """Wait until programs first..last have set their flags, and reset the flags."""
     for program in tl.range(first, last + 1):
         while tl.atomic_add(flags + program, 0, sem="acquire", scope="gpu") == 0:
             pass
@@ -88,7 +88,7 @@ def fixup_kernel(
     ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """As lean_kernel, for few rows. HOST: the program that begins a head waits for the others; else the last one merges."""
+    """`lean_kernel` for few rows, with the merge. HOST: the program that begins a head merges; otherwise the last to finish."""
     pid = tl.program_id(0)
     _head_tiles, item_tiles, num_ranges, range_tiles, range_programs, share, extra = assign_tiles(
         Spans, stride_sb, batch, 1, kv_heads, q_len, kv_len, window, tl.num_programs(0), num_sms, BLOCK_B, MIN_TILES, C
@@ -142,7 +142,7 @@ def fixup_kernel(
             start = before + kv_head * row_tiles - range_index * range_tiles
             first = range_index * range_programs + program_of(start, share, extra)
             last = range_index * range_programs + program_of(start + row_tiles - 1, share, extra)
-            tl.debug_barrier()  # all of the partial is written before one thread says so
+            tl.debug_barrier()  # the whole partial is written before one thread sets the flag
             if HOST:
                 merges = begins
                 if begins:
@@ -165,9 +165,9 @@ def fixup_kernel(
 
 @cache
 def flags_of(device: torch.device) -> torch.Tensor:
-    """Zeroed int32 flags, one for each program; made at the first launch, which must not be inside a capture."""
+    """Zeroed int32 flags, one for each program, allocated at the first launch, which must not be inside a capture."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("The first launch on a device must not be captured: its flags live outside the graph.")
+        raise RuntimeError("The first launch on a device must not be captured: its flags are allocated outside of the graph.")
     flags = torch.zeros(MOST_PROGRAMS, dtype=torch.int32, device=device)
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # another stream may be the next to use them
@@ -175,7 +175,7 @@ def flags_of(device: torch.device) -> torch.Tensor:
 
 
 class OneLaunch(NamedTuple):
-    """A launch of fixup_kernel, called as the package's are: with the flags after the tensors of the call."""
+    """A launch of fixup_kernel, called like a `Launch`, with the flags after the tensors of the call."""
 
     launch: launch.Launch
     flags: torch.Tensor
@@ -199,7 +199,7 @@ def prepare(tensors, form: Form, spec: Spec, return_lse: bool, fixup: str, confi
     named = dict(zip(lean_kernel.arg_names[plan.launches.takes :], plan.launches.rest, strict=True))
     del named["blocks"], named["EARLY"]
     rows_each = tables.merge_rows(constants.WORKSPACE_M, asked.block_dv)
-    most = 8 if programs // heads + 2 <= 8 else 128  # partials of a head; two kernels, and not one for each number
+    most = 8 if programs // heads + 2 <= 8 else 128  # partials of a head; two compiled kernels, not one for each number
     one = launch.Launch(
         fixup_kernel,
         (programs,),
@@ -209,7 +209,7 @@ def prepare(tensors, form: Form, spec: Spec, return_lse: bool, fixup: str, confi
         CHUNK=max(1, min(most, 2048 * config.num_warps // (rows_each * asked.block_dv))),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        **({"launch_cooperative_grid": True} if fixup == HOST_WAITS else {}),  # refused where not all programs fit at once
+        **({"launch_cooperative_grid": True} if fixup == HOST_WAITS else {}),  # refused if not all programs fit at once
     )
     return Plan(OneLaunch(one, flags_of(device)), plan.workspace_size)
 
@@ -226,7 +226,7 @@ def attention(
     inv_freq: torch.Tensor | None = None,
     return_lse: bool = False,
 ):
-    """Exact attention as stream-K with the `fixup` of that name; else as `kernels.reference.attention`, which CPU tensors run."""
+    """Exact attention by stream-K with this fix-up; arguments as in `kernels.reference.attention`, which CPU tensors run."""
     if q.device.type == "cpu" and not INTERPRETED:
         return reference.attention(q, kv, spec, spans, sink_logits=sink_logits, inv_freq=inv_freq, return_lse=return_lse)
     plan = prepare((q, *kv.tensors, spans, sink_logits, inv_freq), kv.form, spec, return_lse, fixup, config)

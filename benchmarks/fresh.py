@@ -1,7 +1,8 @@
-"""The first call of a fresh process: from the loaded model to the first replay of its decode graph, Triton's cache cold and warm.
+"""The first call of a fresh process, from the loaded model to the first replay of its decode graph, with a cold and a warm Triton
+cache.
 
-Each measurement is a process of its own. It builds the model, patches it, and calls generate() twice, with two prompt lengths:
-the second call must capture and compile nothing.
+Each measurement is a separate process. It creates the model, patches it, and calls generate() twice, with two prompt lengths. The
+second call must neither capture nor compile.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ WHAT = "model loaded to first graph replay, Triton's cache cold and warm, and a 
 METHOD = "a fresh process each; the host's clock from the loaded model to the first replay of the decode graph"
 LENGTHS = (2048, 700)  # prompts of the first and the second call
 CHILD_SECONDS = 300
-# What the process runs: this file, whatever name it has here and wherever the process is.
+# The code of the process: this file, whatever its name here and the folder of the process.
 CHILD = "import runpy, sys; sys.path.insert(0, sys.argv.pop(1)); runpy.run_module('benchmarks.fresh', run_name='__main__')"
 ROOT = Path(__file__).parent.parent
 
 
 class FirstReplay(hf.StoppingCriteria):
-    """Never stops; notes when the patch had first replayed a graph, once the device has got there."""
+    """Never stops; records the time at which the device has finished the first replay of a graph."""
 
     def __init__(self, patched):
         self.patched = patched
@@ -49,7 +50,7 @@ class FirstReplay(hf.StoppingCriteria):
 
 
 def count_compiles() -> dict[str, int]:
-    """From now on counts what Triton compiles and what it finds compiled on disk; either happens once per kernel variant."""
+    """Count, from now on, the kernel variants that Triton compiles and those that it finds on disk."""
     counts = {"compiled": 0, "read_from_disk": 0}
 
     def hear(*, cache_hit: bool, **_):
@@ -57,14 +58,14 @@ def count_compiles() -> dict[str, int]:
 
     try:
         from triton import knobs
-    except ImportError:  # not on every CPU
+    except ImportError:  # Triton is not available for every CPU
         return counts
     knobs.compilation.listener = hear
     return counts
 
 
 def first_calls(shape: str, lengths: list[int], device: torch.device) -> dict:
-    """What the two calls of this process take and compile."""
+    """The times and compilations of the two calls of this process."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     began = time.perf_counter()
     subject = load(shape, dtype, device, max(lengths) + 64)
@@ -72,7 +73,7 @@ def first_calls(shape: str, lengths: list[int], device: torch.device) -> dict:
     loaded = time.perf_counter()
     counts, calls = count_compiles(), []
     with patch(subject.model, "lean") as patched, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # why a step ran uncaptured stands in "reasons"
+        warnings.simplefilter("ignore")  # "reasons" has why a step ran uncaptured
         for length in lengths:
             before, replay = {**counts, "captured": patched.captures}, FirstReplay(patched)
             prompt = make_prompt([length], subject.text_config.vocab_size, device)
@@ -92,7 +93,7 @@ def first_calls(shape: str, lengths: list[int], device: torch.device) -> dict:
 
 
 def child(shape: str, lengths: list[int], device: torch.device, cache: str, seconds: float) -> dict:
-    """first_calls() in a process of its own, with its own folder for Triton's cache. Raises RuntimeError where it fails."""
+    """first_calls() in a new process, with `cache` as the folder of Triton's cache. Raises RuntimeError if it fails."""
     command = [sys.executable, "-c", CHILD, str(ROOT), shape, str(device), *map(str, lengths)]
     done = subprocess.run(
         command, env={**os.environ, "TRITON_CACHE_DIR": cache}, capture_output=True, text=True, timeout=seconds, check=False
@@ -103,7 +104,7 @@ def child(shape: str, lengths: list[int], device: torch.device, cache: str, seco
 
 
 def main(args: argparse.Namespace, device: torch.device, command: str) -> int:
-    """`bench generate --fresh`: a process with a cold cache, then args.repeats with what it left. Returns 1 where one failed."""
+    """`bench generate --fresh`: a process with a cold cache, then args.repeats with that cache. Returns 1 if one failed."""
     lengths = [64, 24] if args.shape.startswith("tiny") else list(LENGTHS)
     head = {"conditions": conditions(device, METHOD), "shape": args.shape}
     results = Results(args.out / (args.name or "generate_fresh.json"), args.seconds, command, **head)

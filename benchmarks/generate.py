@@ -1,14 +1,14 @@
-"""End-to-end benchmark of plain generate(): time to first token, ms a token and memory, stock paths beside ours.
+"""End-to-end benchmark of generate(): time to first token, ms per token and memory, of stock paths and of the package.
 
     python -m benchmarks.generate --shape 8b --cases 1x512,1x8192,8xpadded
     python -m benchmarks.generate --shape 8b --cases 8x32768 --rivals sdpa_static_compile --add
     python -m benchmarks.generate --shape 1b --fresh
 
-All rivals of a case share one set of weights and take turns. A token's time is the host's clock from the 6th new token to the
-last, divided by the tokens between, so neither the prompt nor compilation nor capture is in it; those are reported beside it.
-Where reading the prompt takes more than a second, it is read once per cache, and each repeat is a generate() that continues from
-a cache of all its tokens but the last ("repeats_from": "cache"). Before timing, patched tokens and logits are compared with
-uncaptured ones from the same cache. Without a GPU everything runs but the compilation, the graph and its figures.
+All rivals of a case share one set of weights and alternate. The time of a token is host time from the 6th new token to the last,
+divided by the number of tokens, so it includes neither prefill nor compilation nor capture, which are reported separately. If
+prefill takes more than a second, the prompt is processed once per cache, and each repeat is a generate() that continues from a
+cache of all its tokens but the last ("repeats_from": "cache"). Before timing, tokens and logits under patch() are compared with
+those of uncaptured steps from the same cache. Without a GPU everything runs except compilation and graphs.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ def read(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Na
     parser.add_argument("--cases", **listed, default=CASES.split(","), help=f"ROWSxTOKENS or ROWSxpadded; default {CASES}")
     help_ = f"of {', '.join(RIVALS)}, or all; default {','.join(DEFAULT_RIVALS)}"
     parser.add_argument("--rivals", **listed, default=DEFAULT_RIVALS, help=help_)
-    parser.add_argument("--add", action="store_true", help="add these rivals to the cases that are in the JSON already")
+    parser.add_argument("--add", action="store_true", help="add these rivals to the cases that are already in the JSON")
     parser.add_argument("--name", help="of the JSON; default generate_SHAPE")
     parser.add_argument("--tokens", type=int, default=40, help="new tokens of a repeat (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=5, help="default: %(default)s")
     parser.add_argument("--padded", type=int, nargs=2, metavar=("SHORTEST", "LONGEST"), help="of padded rows; default 1024 32768")
     help_ = (
-        "times that a prompt which is read once is read again, in turn, for its time to the first token (default: %(default)s)"
+        "further prefills of a prompt that is processed once, alternating, for the time to the first token (default: %(default)s)"
     )
     parser.add_argument("--first-tokens", type=int, default=0, help=help_)
-    parser.add_argument("--resume", **listed, default=[], help="cases that read their prompt once, however short")
+    parser.add_argument("--resume", **listed, default=[], help="cases that process their prompt once, however short it is")
     help_ = f"cases, at most {MAX_STATIC}, that also time {STATIC}, about a minute each; default: the first {MAX_STATIC}"
     parser.add_argument("--compile-cases", **listed, help=help_)
     parser.add_argument("--fresh", action="store_true", help="time the first call of a fresh process instead: " + fresh.WHAT)
@@ -63,7 +63,7 @@ def read(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Na
 
 
 def lines(row: dict) -> str:
-    """What a reader of the log wants to know of a row."""
+    """The lines of the log for a row."""
     found = [row["case"]]
     for name, report in row["rivals"].items():
         if report and "ms" in report:
@@ -79,7 +79,7 @@ def lines(row: dict) -> str:
 
 
 def measure(bench: Bench, cases: list[str]) -> None:
-    """The cases one after another, as far as the time goes."""
+    """Measure the cases one after another, as long as there is time."""
     results = bench.results
     for i, case in enumerate(progress(cases, results.path.stem, "case")):
         wanted, reserve = bench.estimate(case), sum(map(bench.estimate, cases[i + 1 :]))
@@ -96,7 +96,7 @@ def measure(bench: Bench, cases: list[str]) -> None:
 
 
 def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.generate") -> int:
-    """Run the benchmark of the command line. Returns 0, or 130 where it was interrupted."""
+    """Run the benchmark of the command line. Returns 0, or 130 if it was interrupted."""
     parser = argparse.ArgumentParser(prog=prog, description=__doc__.splitlines()[0])
     args = read(parser, argv)
     device = find_device(args.device)
@@ -121,7 +121,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.genera
     try:
         measure(Bench(args, subject, results, device), args.cases)
     except KeyboardInterrupt:
-        results.say(f"interrupted; what was measured is in {results.path}")
+        results.say(f"interrupted; the measured cases are in {results.path}")
         return 130
     return 0
 

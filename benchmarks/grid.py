@@ -1,4 +1,4 @@
-"""The grid of the generate() benchmark: one case after another, every rival checked, timed in turn, and summarized."""
+"""The grid of the generate() benchmark: for each case, all rivals are checked, timed alternately, and summarized."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .results import Results
 from .runs import Prompt, Rival, check, compare, free, make_prompt, replay_ms, rewind, run, step_kernels, timed_captures, twin
 
 SDPA, STATIC, LEAN, OURS, UNPADDED = "sdpa_dynamic", "sdpa_static_compile", "lean_dynamic", "patched", "patched_unpadded"
-ROOMY, ROOM = "patched_roomy", 8  # ours over a cache with room for so many times the tokens
+ROOMY, ROOM = "patched_roomy", 8  # patch() with a cache that has room for so many times the tokens
 # name: attn_implementation, and further arguments of generate()
 RIVALS = {
     SDPA: ("sdpa", {}),
@@ -27,16 +27,16 @@ RIVALS = {
     LEAN: ("lean", {}),
     STATIC: ("sdpa", {"cache_implementation": "static"}),
     OURS: ("sdpa", {}),  # under patch(model, "lean")
-    ROOMY: ("sdpa", {}),  # and here
+    ROOMY: ("sdpa", {}),  # also under patch()
 }
 CASES = "1x512,1x8192,1x65536,8x8192,8x32768,8xpadded"
-ADDED = ": added by a run of their own"  # what the note of a row that had other rivals ends in
+ADDED = ": added by a run of their own"  # the end of the note of a row that had other rivals
 DEFAULT_RIVALS = [SDPA, LEAN, STATIC, OURS]
 METHOD = "greedy generate() timed from the outside, 6th new token to last, rivals alternating, median"
 MAX_STATIC = 6  # cases: each compiles for a minute
-FEW = 12  # new tokens where only the prompt matters, and of a rival too slow for more
-COMPILE_SECONDS = 65  # what a warm-up of Transformers' compile takes at most
-FLOPS = 5.5e14  # a second: prefill, for the estimates that decide what fits into --seconds; figures do not depend on it
+FEW = 12  # new tokens if only the prompt matters, or if a rival is too slow for more
+COMPILE_SECONDS = 65  # the longest warm-up of Transformers' compilation
+FLOPS = 5.5e14  # FLOP/s of prefill, for the estimates of what fits into --seconds; results do not depend on it
 
 
 def row_lengths(case: str, padded: list[int]) -> list[int]:
@@ -56,16 +56,16 @@ class Bench:
         self.rivals: list[Rival] = []  # of the current case
         self.caches: dict[str, object] = {}  # after the prompt, of the current case; stock rivals share "dynamic"
 
-    # ---- what a case costs ----
+    # ---- estimates ----
 
     def prefill_seconds(self, lengths: list[int]) -> float:
-        """Estimate for an H200, of rows as wide as the longest."""
+        """Estimate for an H200, with all rows padded to the longest."""
         subject, rows, width = self.subject, len(lengths), max(lengths)
         attention = subject.num_layers * subject.num_heads * subject.head_dim * 2 * width
         return rows * width * (subject.weight_bytes + attention) / FLOPS if self.cuda else 0.0
 
     def estimate(self, case: str) -> float:
-        """Seconds a case takes without compilation, on an H200."""
+        """Estimated seconds of a case without compilation, on an H200."""
         lengths = row_lengths(case, self.args.padded)
         if not self.cuda:
             return 0.0
@@ -74,17 +74,17 @@ class Bench:
         if not self.resumes(case):
             return 5 + rivals * (repeats + 3) * (prefill + decode)
         seconds = 5 + rivals * ((1 if prefill > 6 else 2) * prefill + (repeats + 2) * decode)
-        if len(set(lengths)) > 1:  # sdpa reads the padding, through a mask; and the batch without padding
+        if len(set(lengths)) > 1:  # sdpa reads the padding too; and the batch without padding
             seconds += 4 * prefill + 4 * (repeats + 4)
         return seconds
 
     def resumes(self, case: str) -> bool:
-        """Whether repeats continue from a cache. One with a window cannot be rewound, in stock Transformers."""
+        """Whether repeats continue from a cache. Those of Transformers with a window cannot be cropped."""
         long = self.prefill_seconds(row_lengths(case, self.args.padded)) > 1
         return (long or case in self.args.resume) and not any(self.subject.windows)
 
     def no_time(self, row: dict, name: str, seconds: float, reserve: float = 0.0) -> bool:
-        """Whether this many seconds are not left any more beside those kept for later cases, which is then noted."""
+        """Whether fewer seconds are left, without those reserved for later cases; records this in a note."""
         left = self.results.left()
         if not self.cuda or seconds + reserve <= left:
             return False
@@ -101,10 +101,10 @@ class Bench:
 
     @contextmanager
     def guard(self, rival: Rival) -> Iterator[None]:
-        """What goes wrong inside is written down and takes this rival out of the row, and nothing else."""
+        """An error inside is recorded and removes this rival from the row; the others continue."""
         try:
             yield
-        except Exception as error:  # whatever it is: the other figures are still worth having
+        except Exception as error:  # any error: the other figures are still useful
             rival.failed = True
             rival.report["error"] = f"{type(error).__name__}: {str(error).strip()[:600]}"
             self.results.say(f"  {rival.name} failed: {rival.report['error'][:300]}")
@@ -113,7 +113,7 @@ class Bench:
             free(self.device)
 
     def add(self, row: dict, name: str, prompt: Prompt) -> Rival:
-        """A rival with a model of its own over the shared weights; failed where the attention is not installed."""
+        """A rival with its own model over the shared weights. It has failed if its attention is not installed."""
         attention, options = RIVALS[OURS if name == UNPADDED else name]
         rival = Rival(name, None, prompt, self.args.tokens, options, report={"run": self.results.run})
         self.rivals.append(rival)
@@ -127,7 +127,7 @@ class Bench:
         return rival
 
     def new_row(self, case: str) -> dict:
-        """The row of a case in the JSON, made if there is none (there is one under --add)."""
+        """The row of a case in the JSON; a new one if there is none (with --add there is one)."""
         rows = self.results.data["rows"]
         for row in rows:
             if row["case"] == case:
@@ -143,12 +143,12 @@ class Bench:
         return row
 
     def measure(self, case: str, reserve: float) -> None:
-        """Check and time one case; `reserve` seconds of the budget belong to later ones."""
+        """Check and time one case; `reserve` seconds of the budget are for later cases."""
         row = self.new_row(case)
         row["repeats_from"] = "cache" if self.resumes(case) else "prompt"
         try:
             self._measure(row, make_prompt(row["lengths"], self.subject.text_config.vocab_size, self.device), reserve)
-        except Exception as error:  # a mistake in one row is no reason to lose the others
+        except Exception as error:  # an error in one row must not lose the others
             row["error"] = f"{type(error).__name__}: {error}"
             self.results.say(f"  {case} failed: {row['error'][:300]}")
         finally:
@@ -156,7 +156,7 @@ class Bench:
             self.results.save()
 
     def list_kernels(self) -> None:
-        """What a captured step launches. After all timing: once a profiler was there, every launch of the process is slower."""
+        """List the launches of a captured step. After all timing, because a profiler slows all later launches of the process."""
         case = self.args.cases[0]
         prompt = make_prompt(row_lengths(case, self.args.padded), self.subject.text_config.vocab_size, self.device)
         rival = self.add({"rivals": {}}, OURS, prompt)
@@ -171,7 +171,7 @@ class Bench:
             self.results.save()
 
     def clear(self) -> None:
-        """Leave nothing of a case behind."""
+        """Free all that a case has allocated."""
         compiled = any(hasattr(rival.model, "_compiled_call") for rival in self.rivals)
         for rival in self.rivals:
             if rival.patch is not None:
@@ -188,7 +188,7 @@ class Bench:
         few = make_prompt([max(1, n * 256 // max(256, *prompt.lengths)) for n in prompt.lengths], vocab, self.device)
 
         for name in (name for name in RIVALS if name in wanted and name not in (STATIC, OURS, ROOMY)):
-            # What masks a padded prompt, or writes out its scores, is several times slower.
+            # A masked prefill of a padded prompt, and one that stores its scores, is several times slower.
             if self.no_time(row, name, 5 + prefill * (1 if name == LEAN or not (row["padded"] or "eager" in name) else 4)):
                 continue
             rival = self.add(row, name, prompt)
@@ -200,7 +200,7 @@ class Bench:
             self.results.save()
         for rival in self.rivals:
             if resume and rival.failed and rival.model is not None and "dynamic" in self.caches:
-                # Its steps can still be timed, from the cache that another has made.
+                # Its steps can still be timed, from the cache of another rival.
                 rival.failed, rival.new = False, FEW
                 rival.report["prompt_error"] = rival.report.pop("error")
         if not resume:
@@ -214,10 +214,10 @@ class Bench:
                 if not self.no_time(row, name, 5 + prefill):
                     self.prepare_ours(self.add(row, name, its), prompt)
                 if not resume:
-                    self.caches.clear()  # back to the patch's pool, for the next call
+                    self.caches.clear()  # returns to the pool of the patch, for the next call
                 self.results.save()
 
-        # After ours: where memory is short, it is this one that does not fit.
+        # Last: if memory is short, this one must be the one that does not fit.
         if STATIC in wanted and row["case"] in self.args.compile_cases:
             spent = 3 * prefill if resume else (self.args.repeats + 4) * (prefill + self.args.tokens * 0.03)
             if not self.no_time(row, STATIC, COMPILE_SECONDS + spent, reserve):
@@ -237,14 +237,14 @@ class Bench:
             self.time_first_tokens(row)
 
     def prepare(self, rival: Rival, key: str) -> None:
-        """The first calls: what they cost, and the cache they leave under caches[key]."""
+        """The first calls: their times, and their cache in caches[key]."""
         report, new = rival.report, rival.new if rival.patch else min(rival.new, FEW)
         captures: list[float] = []
         with self.peak(report), timed_captures(captures), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # why steps run uncaptured stands in the report
+            warnings.simplefilter("ignore")  # the report has why steps run uncaptured
             last = rival.first = run(rival.model, rival.prompt, new, rival.empty_cache(), keep=True, **rival.options)
             report |= {"first_call_s": last.wall_s, "first_call_new_tokens": new, "prefills": 1}
-            if 1.0 < last.first_token_s < 6.0:  # once more, with everything compiled and loaded
+            if 1.0 < last.first_token_s < 6.0:  # again, with everything compiled and loaded
                 last.cache = None
                 last = run(rival.model, rival.prompt, new, rival.empty_cache(), keep=True, **rival.options)
                 report["prefills"] = 2
@@ -257,7 +257,7 @@ class Bench:
         self.results.say(f"  {rival.name}: first token {report['ttft_ms']:.0f} ms, then {last.ms:.2f} ms a token")
 
     def prepare_static(self, rival: Rival, resume: bool) -> None:
-        """Warm up Transformers' compiled static cache until no step compiles any more."""
+        """Warm up Transformers' compiled static cache until no step compiles."""
         report, walls, cache = rival.report, [], None
         with self.peak(report):
             while len(walls) < 4:
@@ -265,7 +265,7 @@ class Bench:
                 walls.append(last.wall_s)
                 if rival.first is None:
                     rival.first = last
-                if resume and cache is None:  # from here on the prompt is there already, and what it took is no warm-up
+                if resume and cache is None:  # from now on the cache has the prompt, whose time is not warm-up
                     cache, walls[0], rival.options = last.cache, last.wall_s - last.first_token_s, {}
                 if len(walls) > 1 and last.slowest_ms < 1000:
                     break
@@ -284,7 +284,7 @@ class Bench:
         self.results.say(f"  {rival.name}: {report['warmup_s']:.1f} s of warm-up, then {last.ms:.2f} ms a token")
 
     def prepare_ours(self, rival: Rival, prompt: Prompt) -> None:
-        """The first calls, and whether captured steps give what uncaptured ones give."""
+        """The first calls, and whether captured and uncaptured steps agree."""
         if rival.failed:
             return
         with self.guard(rival):
@@ -295,11 +295,11 @@ class Bench:
                     checked[f"against_{peer.name}"] = compare(rival.first, peer.first)
             self.results.say(f"  {rival.name}: {checked['steps_replayed']} steps replayed, {checked['against_uncaptured']}")
             if not checked["passed"]:
-                raise RuntimeError(f"Its logits are not those of uncaptured steps: {checked}. It is not timed.")
+                raise RuntimeError(f"Its logits differ from those of uncaptured steps: {checked}. It is not timed.")
 
     @contextmanager
     def peak(self, report: dict) -> Iterator[None]:
-        """Peak memory inside, of this rival alone: weights, cache and what it computes with."""
+        """Record the peak memory inside, of this rival alone: weights, cache and temporary tensors."""
         free(self.device)
         if not self.cuda:
             yield
@@ -310,10 +310,10 @@ class Bench:
         peak = torch.cuda.max_memory_allocated(self.device) - base + self.subject.weight_bytes
         report["peak_gib"] = peak / 2**30
 
-    # ---- figures ----
+    # ---- timing ----
 
     def time_rivals(self, row: dict, resume: bool) -> None:
-        """Repeats, the rivals taking turns and going first in turn; what is there is saved after each."""
+        """Repeats, in which the rivals alternate and each goes first; saves after each repeat."""
         free(self.device)
         before = {rival.name: rival.patch.captures for rival in self.rivals if rival.patch is not None}
         for repeat in range(self.args.repeats):
@@ -337,7 +337,7 @@ class Bench:
                 self.note(row, f"{rival.name}: {len(rival.runs)} repeats, then the time was spent")
 
     def time_first_tokens(self, row: dict) -> None:
-        """Prompts read again, in turn, where the repeats did not read them."""
+        """Process the prompts again, alternately, if the repeats did not process them."""
         rivals = [rival for rival in self.rivals if not rival.failed and rival.name in (SDPA, LEAN, OURS)]
         times: dict[str, list[float]] = {rival.name: [] for rival in rivals}
         for _ in range(self.args.first_tokens):
@@ -359,7 +359,7 @@ class Bench:
         row["ttft_over_sdpa"] = ours / theirs if ours and theirs and one_run else None
 
     def summarize(self, row: dict, captures_before: dict[str, int]) -> None:
-        """Medians of the repeats so far, and how many times longer than ours each rival takes."""
+        """Medians of the repeats so far, and the time of each rival divided by that of patch()."""
         for rival in (rival for rival in self.rivals if rival.runs):
             times, report = [run.ms for run in rival.runs], rival.report
             report |= {"ms": statistics.median(times), "all_ms": times, "new_tokens": rival.new}

@@ -1,10 +1,10 @@
-"""Kernel benchmark: our decode and prefill kernels beside torch's sdpa flash and cuDNN backends.
+"""Kernel benchmark: the decode and prefill kernels of the package, and the flash and cuDNN backends of torch's sdpa.
 
     python -m benchmarks.kernels decode ragged prefill
     python -m benchmarks.kernels decode --only 32/8 --seconds 120
 
 Every result is checked against fp32 attention before it is timed. Each part writes examples/results/kernels_<part>.json after
-every few rows, so an interrupted run keeps what it has, and --keep goes on from there.
+every few rows, so an interrupted run keeps its rows, and --keep continues from them.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from .results import Results, add_options, command, conditions, find_device, pro
 from .shapes import DTYPE
 from .timing import METHOD
 
-LEAST_SECONDS = 8  # a row is not begun with less left: compiling, and the largest shapes, take some
-SAVE_EVERY = 4  # seconds, where rows take less
+LEAST_SECONDS = 8  # a row does not begin with less left: compilation and the largest shapes take some
+SAVE_EVERY = 4  # seconds, if rows take less
 RESERVED = 32 << 30  # of GPU memory that torch may keep from row to row
 
 
 @dataclass(frozen=True)
 class Part:
-    """One table: what measures a row, the shapes (str() names their rows), what summarizes rows, which figures to print."""
+    """One table: what measures a row, the shapes (str() is the name of the row), the summary, the figures to print."""
 
     row: Callable[[object, torch.device], dict]
     shapes: list
     summary: Callable[[list[dict]], dict]
     figures: str = "us"
     method: str = METHOD
-    compile: Callable[[tuple[int, int, int], torch.device], None] | None = None  # for --compile: all that these heads need
+    compile: Callable[[tuple[int, int, int], torch.device], None] | None = None  # for --compile: all kernels for these heads
 
 
 PARTS = {
@@ -55,7 +55,7 @@ PARTS = {
 
 
 def measure(part: Part, shapes: list, results: Results, device: torch.device) -> bool:
-    """Measure the shapes, one row each; whether every one of them was right and there was time for it."""
+    """Measure the shapes, one row each. Returns whether all of them were measured and correct."""
     data, saved, new = results.data, 0.0, False
 
     def save() -> None:
@@ -71,7 +71,7 @@ def measure(part: Part, shapes: list, results: Results, device: torch.device) ->
             new = True
             try:
                 row = part.row(shape, device)
-            except Exception as error:  # a wrong result, or no memory: the other shapes are still worth having
+            except Exception as error:  # a wrong result, or no memory: the other shapes are still useful
                 data["failed"].append({"shape": str(shape), "error": f"{type(error).__name__}: {str(error).strip()[:300]}"})
                 results.say(f"{shape} failed: {data['failed'][-1]['error']}")
             else:
@@ -84,7 +84,7 @@ def measure(part: Part, shapes: list, results: Results, device: torch.device) ->
                 saved = results.left()
                 save()
     finally:
-        if new or (data["rows"] and data["not_run"]):  # a run that measured nothing takes nobody's rows away
+        if new or (data["rows"] and data["not_run"]):  # a run that measured nothing must not replace rows
             save()
     if data["not_run"]:
         results.say(f"no time for {len(data['not_run'])} shapes; --keep measures them and keeps these rows")
@@ -92,22 +92,22 @@ def measure(part: Part, shapes: list, results: Results, device: torch.device) ->
 
 
 def compile_ahead(part: Part, shapes: list, results: Results, device: torch.device, processes: int) -> None:
-    """Compile what the shapes need, in processes beside one another, for Triton's cache on disk."""
+    """Compile the kernels of the shapes in parallel processes, into Triton's cache on disk."""
     groups = sorted({(shape.num_heads, shape.num_kv_heads, shape.head_dim) for shape in shapes})
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
         for group, done in [(group, pool.submit(part.compile, group, device)) for group in groups]:
-            if error := done.exception():  # the rows will say so again, if it was not memory
+            if error := done.exception():  # the rows report it again, unless it was memory
                 results.say(f"compiling for {group}: {type(error).__name__}: {str(error).strip()[:300]}")
     results.say(f"{results.path.stem}: kernels of {len(groups)} heads are compiled")
 
 
 def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.kernels") -> int:
-    """Run the parts named on the command line. Returns 0, or 1 where a kernel was wrong, a shape failed or time ran out."""
+    """Run the parts named on the command line. Returns 0, or 1 if a kernel was wrong, a shape failed or time ran out."""
     parser = argparse.ArgumentParser(prog=prog, description=__doc__.splitlines()[0])
     parser.add_argument("parts", nargs="+", choices=list(PARTS), metavar="PART", help=", ".join(PARTS))
-    parser.add_argument("--only", default="", metavar="TEXT", help='only shapes whose name has this in it, such as "32/8"')
-    parser.add_argument("--keep", action="store_true", help="keep the rows that are in the JSON, and measure the others")
-    help_ = "processes that first compile a part's kernels, where it has many (default: none; not under hf-fastattn bench)"
+    parser.add_argument("--only", default="", metavar="TEXT", help='only shapes whose name contains this, such as "32/8"')
+    parser.add_argument("--keep", action="store_true", help="keep the rows that are already in the JSON, and measure the others")
+    help_ = "processes that first compile the kernels of a part with many (default: none; not under hf-fastattn bench)"
     parser.add_argument("--compile", type=int, default=0, metavar="N", help=help_)
     add_options(parser, seconds=580)
     args = parser.parse_args(argv)
@@ -118,7 +118,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.kernel
     for name, shapes in wanted.items():
         if not shapes:
             example = str(PARTS[name].shapes[0])
-            parser.error(f"no shape of {name} has {args.only!r} in its name; one is named {example!r}.")
+            parser.error(f"no shape of {name} has {args.only!r} in its name; an example of a name is {example!r}.")
     torch.manual_seed(0)
     left, fine = args.seconds, True
     for name, shapes in wanted.items():

@@ -1,4 +1,4 @@
-"""The models that benchmarks generate with: named shapes with random weights, or a checkpoint; and the bytes a step reads."""
+"""The models of the generate() benchmarks: named shapes with random weights, or a checkpoint; and the bytes that a step reads."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 
 from hf_fastattn import hf, model_shapes
 
-_COMMON = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}  # nothing ends early
-_TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128}  # for trying things
+_COMMON = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}  # no generation ends early
+_TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128}  # for trials
 
 # name: model type and configuration
 SHAPES: dict[str, tuple[str, dict]] = {
@@ -22,7 +22,7 @@ SHAPES: dict[str, tuple[str, dict]] = {
 
 @dataclass
 class Subject:
-    """A model, where it comes from, and what a decode step of it reads."""
+    """A model, its origin, and the bytes that its decode step reads."""
 
     name: str
     model: hf.PreTrainedModel
@@ -47,7 +47,7 @@ class Subject:
 
     @property
     def windows(self) -> list[int | None]:
-        """The sliding window of each layer, None where it keeps everything."""
+        """The sliding window of each layer; None if it has none."""
         return hf.layer_windows(self.model.config)
 
     @property
@@ -56,7 +56,7 @@ class Subject:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of weights a step reads: all but tables of which it takes a row, such as embeddings that are not the head too."""
+        """Bytes of weights that a step reads: all except tables of which it reads a row, such as embeddings that are not tied."""
         head = self.model.get_output_embeddings().weight
         tables = [m.weight for m in self.model.modules() if isinstance(m, torch.nn.Embedding) and m.weight is not head]
         return self.weight_bytes - sum(map(_bytes, tables))
@@ -73,19 +73,19 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 
 def with_heads(config: dict, heads: int) -> dict:
-    """The configuration with another number of heads, all widths in proportion; head_dim and queries of a KV head stay."""
+    """The configuration with another number of heads, all widths in proportion; head_dim and the group size do not change."""
     scaled = ("hidden_size", "intermediate_size", "ffn_dim", "word_embed_proj_dim", "num_key_value_heads", "num_attention_heads")
     old = config["num_attention_heads"]
     if wrong := [name for name in scaled if config.get(name, 0) * heads % old]:
-        raise ValueError(f"{heads} heads in place of {old} leave a fraction of {', '.join(wrong)}.")
+        raise ValueError(f"With {heads} heads instead of {old}, {', '.join(wrong)} would not be integers.")
     return config | {name: config[name] * heads // old for name in scaled if name in config}
 
 
 def load(name: str, dtype: torch.dtype, device: torch.device, positions: int = 0, heads: int | None = None) -> Subject:
     """The model of a named shape, with random weights, or of a checkpoint: a folder, a .gguf file or "smollm2".
 
-    positions: tokens it must be able to count. A random model with a table of learned positions (OPT) is built with a table as
-    long as that. heads: of a random model, attention heads in place of the shape's (`with_heads`).
+    positions: the longest sequence. A random model with a table of learned positions (OPT) gets a table of this length. heads: of
+    a random model, the number of attention heads instead of that of the shape (`with_heads`).
     """
     if name in SHAPES:
         model_type, config = SHAPES[name]

@@ -1,8 +1,8 @@
-"""The LeanAttention paper's own comparison: FlashAttention-2, Flash-Decoding and LeanAttention in decode, here all ours.
+"""The comparison of the LeanAttention paper in decode: FlashAttention-2, Flash-Decoding and LeanAttention, of the package.
 
 Sanovar et al., "Lean Attention: Hardware-Aware Scalable Attention Mechanism for the Decode-Phase of Transformers" (2024):
-figures 7 (speed over context length, heads and batch at head_dim 64), 9 (at head_dim 128) and 4 (how full the GPU is), on an
-A100; section 4's variants of the fix-up, and its sweeps of tiles and grids.
+figures 7 (speed over context length, heads and batch at head_dim 64), 9 (at head_dim 128) and 4 (occupancy of the GPU), there on
+an A100; the variants of the fix-up in section 4, and its sweeps of tiles and grids.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ SHAPES = [
     for length in LENGTHS
     if (shape := Shape(batch, heads, heads, head_dim, length)).kv_bytes <= LARGEST
 ]
-FIXUP = random.Random(0).sample(SHAPES, len(SHAPES))  # so that the rows of a run that was stopped are a fair sample
+FIXUP = random.Random(0).sample(SHAPES, len(SHAPES))  # so that an interrupted run is a fair sample
 SWEEP = [
     Shape(1, heads, heads, head_dim, n << 10) for head_dim in (64, 128) for heads in (32, 56) for n in (4, 64, 256)
 ]  # fmt: skip
-TILES, PROGRAMS = (32, 64, 128, 256), (1, 2, 4)  # keys of a tile; programs for each SM
-IN_FLIGHT = 160 << 10  # bytes of shared memory of an SM that a sweep's programs may take together
+TILES, PROGRAMS = (32, 64, 128, 256), (1, 2, 4)  # keys per tile; programs per SM
+IN_FLIGHT = 160 << 10  # bytes of shared memory per SM for the programs of the sweep
 A100 = (80, 108)  # compute capability, SMs
 
 
 @contextmanager
 def as_if(arch: int, sms: int) -> Iterator[None]:
-    """Inside, tables and schedules are those of a GPU of this compute capability with as many SMs."""
+    """Inside, tables and schedules are those of a GPU with this compute capability and number of SMs."""
     kept = gpu.arch, gpu.num_sms
     gpu.arch, gpu.num_sms = (lambda device: arch), (lambda device: sms)
     try:
@@ -62,27 +62,27 @@ def as_if(arch: int, sms: int) -> Iterator[None]:
 
 
 def schedule(kernel: str, shape: Shape, device: torch.device) -> dict:
-    """How a kernel's grid fills the GPU, from the grid and the tiles of K and V alone, as the kernel deals them: not measured.
+    """How evenly a kernel's schedule uses the SMs, computed from its grid and its tiles of K and V; not measured.
 
-    programs: those with work. sms_with_work: share of the SMs that get one, as they are dealt to the SMs in turn. balance: tiles
-    in all over SMs x tiles of the busiest SM; what that costs depends on how many SMs it takes to keep the memory busy.
+    programs: those with work. sms_with_work: share of the SMs with a program, if programs are assigned round-robin. balance: all
+    tiles / (number of SMs x tiles of the busiest SM). The cost of imbalance depends on how many SMs saturate the memory.
     """
     sms, outputs = gpu.num_sms(device), shape.batch * shape.num_kv_heads
     if kernel == "fa2":
         tiles = -(-shape.kv_len // tables.prefill(device, DTYPE, shape.head_dim, 1).BLOCK_N)
-        shares = [tiles] * (shape.batch * shape.num_heads)  # one program per query head, however long K and V are
+        shares = [tiles] * (shape.batch * shape.num_heads)  # one program per query head, whatever the length of K and V
     else:
         shared = device, DTYPE, shape.head_dim, shape.num_heads // shape.num_kv_heads, outputs
-        config, own = (tables.decode(*shared), True) if kernel == "split_kv" else choose(*shared, shape.kv_len, uniform=True)
+        config, fixed = (tables.decode(*shared), True) if kernel == "split_kv" else choose(*shared, shape.kv_len, uniform=True)
         tiles = -(-shape.kv_len // config.BLOCK_N)
-        if own:
+        if fixed:
             splits = tables.num_splits(device, config, outputs, shape.kv_len)
             shares = [(s + 1) * tiles // splits - s * tiles // splits for s in range(splits)] * outputs
         else:
             total = tiles * outputs
             programs = min(sms * config.programs_per_sm, total, max(total // config.MIN_TILES, min(total, sms)))
-            crew = -(-total // -(-total // programs))  # whoever does not shorten the longest share is left out
-            shares = [total // crew + (member < total % crew) for member in range(crew)]
+            used = -(-total // -(-total // programs))  # more programs would not shorten the longest share
+            shares = [total // used + (program < total % used) for program in range(used)]
     busiest = max(sum(shares[sm::sms]) for sm in range(sms))
     return {
         "programs": len(shares),
@@ -96,7 +96,7 @@ def schedules(shape: Shape, device: torch.device) -> dict[str, dict]:
 
 
 def _compete(shape: Shape, device: torch.device, variants: dict, sets: int) -> dict:
-    """A row of fa2, split_kv, lean and stream-K, and of further variants, which may fail."""
+    """A row of fa2, split_kv, lean and stream-K, and of other variants, which may fail."""
     inputs = make_inputs(shape, sets, device)
     kernels = {"fa2": PORTABLE, "split_kv": SPLIT_KV, "lean": LEAN, fixup.STREAM_K: fixup.VARIANTS[fixup.STREAM_K]}
     rivals = {name: lambda i, kernel=kernel: kernel(*inputs[i]) for name, kernel in kernels.items()}
@@ -120,12 +120,12 @@ def _compete(shape: Shape, device: torch.device, variants: dict, sets: int) -> d
 
 
 def paper_row(shape: Shape, device: torch.device) -> dict:
-    """Microseconds a call of fa2 (which splits nothing), split_kv, lean and forced stream-K, and the schedule of each."""
+    """Microseconds per call of fa2 (without splits), split_kv, lean and forced stream-K, and the schedule of each."""
     return _compete(shape, device, {}, num_sets(shape.kv_bytes))
 
 
 def fixup_row(shape: Shape, device: torch.device) -> dict:
-    """The same beside the fix-ups in one launch."""
+    """The same, and the fix-ups in one launch."""
     names = (fixup.HOST_WAITS, fixup.LAST_ARRIVER)
     row = _compete(shape, device, {name: fixup.VARIANTS[name] for name in names}, num_sets(shape.kv_bytes))
     us = row["us"]
@@ -133,13 +133,15 @@ def fixup_row(shape: Shape, device: torch.device) -> dict:
 
 
 def sweep_configs(shape: Shape, device: torch.device) -> dict[str, tables.Config]:
-    """Launches of stream-K by keys of a tile and programs for each SM, with as many stages as fit, by name."""
+    """Configurations of stream-K by name, for keys per tile and programs per SM, with as many stages as fit."""
     heads = shape.batch * shape.num_kv_heads
     usual = stream_k_config(device, DTYPE, shape.head_dim, shape.num_heads // shape.num_kv_heads, heads, uniform=True)
     configs = {}
     for tile in TILES:
         for programs in PROGRAMS:
-            buffers = IN_FLIGHT // (programs * 2 * tile * shape.head_dim * DTYPE.itemsize)  # Triton has one less than stages
+            buffers = IN_FLIGHT // (
+                programs * 2 * tile * shape.head_dim * DTYPE.itemsize
+            )  # Triton allocates one buffer less than stages
             stages = min(4, buffers + 1)
             changed = {"BLOCK_N": tile, "programs_per_sm": programs, "num_stages": stages, "MIN_TILES": 1}
             if stages > 1:
@@ -148,7 +150,7 @@ def sweep_configs(shape: Shape, device: torch.device) -> dict[str, tables.Config
 
 
 def sweep_row(shape: Shape, device: torch.device) -> dict:
-    """Microseconds a call of stream-K by keys of a tile x programs for each SM, beside lean."""
+    """Microseconds per call of stream-K by keys per tile x programs per SM, and of lean."""
     sets = num_sets(shape.kv_bytes)
     inputs = make_inputs(shape, sets, device)
     variants = {
@@ -162,13 +164,13 @@ def sweep_row(shape: Shape, device: torch.device) -> dict:
 
 
 def _averages(rows: list[dict], name: str) -> dict:
-    """Arithmetic, as averages of speedups usually are, beside the geometric mean."""
+    """The arithmetic mean, as is usual for speedups, and the geometric mean."""
     values = [row[name] for row in rows if row.get(name) is not None]
     return ratios(rows, name) | ({"average": statistics.mean(values)} if values else {})
 
 
 def paper_summary(rows: list[dict]) -> dict:
-    """The paper's averages and ours; "schedules_differ": the rows in which lean's schedule is not split_kv's."""
+    """The averages of the paper and of this run; "schedules_differ": rows in which lean and split_kv have different schedules."""
     found: dict = {"published": PUBLISHED, "goals": GOALS}
     for name in ("lean_over_fa2", "lean_over_split_kv"):
         found[name] = _averages(rows, name)
@@ -185,7 +187,7 @@ def paper_summary(rows: list[dict]) -> dict:
 
 
 def fixup_summary(rows: list[dict]) -> dict:
-    """The fix-ups in one launch over the second launch's, where heads are shared; lean's hand-overs to split_kv are counted."""
+    """Times of the fix-ups in one launch over that with two, if heads are shared; counts the rows in which lean uses split_kv."""
     names = [f"{name}_over_stream_k" for name in (fixup.HOST_WAITS, fixup.LAST_ARRIVER)]
     columns = list(dict.fromkeys(name for row in rows for name in row["us"]))
     fastest = [min(row["us"], key=row["us"].get) for row in rows]
@@ -198,7 +200,7 @@ def fixup_summary(rows: list[dict]) -> dict:
 
 
 def sweep_summary(rows: list[dict]) -> dict:
-    """How often each tile x grid is fastest, and lean's own choice beside the best of the sweep."""
+    """How often each tile x grid is fastest, and lean over the best of the sweep."""
     best = [(row["head_dim"], row["best"]) for row in rows]
     return {
         "fastest": {

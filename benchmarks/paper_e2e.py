@@ -4,11 +4,11 @@
     python -m benchmarks.paper_e2e --shape opt-1.3b --heads 56
     python -m benchmarks.paper_e2e --figure 3                              # a prompt of 1k, outputs of 1/64 to 64 times as many
 
-Sanovar et al., "Lean Attention" (2024), figures 10 and 3, OPT-shaped. Not all of the output is generated: the prompt is timed, ms
-a token is measured at some contexts, and the time of an output is the integral of the straight lines between them. All three run
-under patch(): the same cache, the same decode graph, and only attention differs. OPT's table of positions ends at 2048; the model
-has random weights and a table as long as the longest context. --heads takes another number of heads of the same size: with 32, as
-OPT has them, fixed splits fill a GPU of 132 SMs, and lean is split_kv.
+Sanovar et al., "Lean Attention" (2024), figures 10 and 3, OPT-shaped. Only part of the output is generated: the prompt is timed,
+ms per token is measured at some contexts, and the time of an output is its integral, with linear interpolation. All three run
+under patch(), with the same cache and decode graph; only attention differs. OPT's table of positions ends at 2048; the model has
+random weights and a table as long as the longest context. --heads is another number of heads of the same head_dim: with the 32 of
+OPT, fixed splits fill a GPU of 132 SMs, and lean runs split_kv.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from .runs import Prompt, Rival, check, free, make_prompt, replay_ms, rewind, ru
 BACKENDS = ("fa2", "split_kv", "lean")
 METHOD = "greedy generate() under patch() from one preallocated cache, 6th new token to last, backends alternating, median"
 PREFILLS = 3  # of each backend; the first warms up
-ATTENTION = ("prefill", "split_kv", "combine", "lean")  # how the names of attention kernels begin
+ATTENTION = ("prefill", "split_kv", "combine", "lean")  # prefixes of the names of attention kernels
 
 
 @dataclass(frozen=True)
 class Figure:
-    """Contexts at which ms a token is measured, the prompt first; new tokens of the outputs; the file of the results."""
+    """Contexts at which ms per token is measured, the prompt first; numbers of new tokens; the name of the results."""
 
     contexts: list[int]
     outputs: list[int]
@@ -49,7 +49,7 @@ FIGURES = {
 
 
 def integrate(contexts: list[int], ms: list[float], new: int) -> float:
-    """Seconds an output of `new` tokens takes behind the first context: trapezoids between the points."""
+    """Seconds for `new` tokens after the first context, by the trapezoidal rule between the points."""
     total, stop = 0.0, contexts[0] + new
     for i in range(1, len(contexts)):
         last = min(contexts[i], stop)
@@ -60,7 +60,7 @@ def integrate(contexts: list[int], ms: list[float], new: int) -> float:
 
 
 def prefill_seconds(rivals: list[Rival], cache, prompt: Prompt, results: Results) -> dict[str, list[float]]:
-    """Seconds from an empty cache to the first new token, backends in turn; the cache is left with the prompt."""
+    """Seconds from an empty cache to the first new token, backends alternating. Afterwards the cache contains the prompt."""
     seconds: dict[str, list[float]] = {rival.name: [] for rival in rivals}
     for _ in range(PREFILLS):
         for rival in rivals:
@@ -71,16 +71,18 @@ def prefill_seconds(rivals: list[Rival], cache, prompt: Prompt, results: Results
 
 
 def measure(rivals: list[Rival], cache, context: int, whole: Prompt, model, repeats: int, results: Results) -> dict | None:
-    """One context: every backend checked, then timed in turn. None where a check failed or the time is spent."""
+    """One context: all backends are checked, then timed alternately. None if a check failed or time ran out."""
     prompt = Prompt(whole.ids[:, :context], whole.mask[:, :context], [context])
     row: dict = {"context": context, "ms": {}, "all_ms": {}, "replay_ms": {}, "check": {}}
     for rival in rivals:
         rival.prompt, rival.runs, rival.replays = prompt, [], []
-        # The first of a context also reads what the cache does not hold yet; the others, and the check, find it there.
+        # The first call at a context also processes the tokens that the cache lacks; the check and the others find them there.
         run(rival.model, prompt, rival.new, rewind(cache, prompt))
         row["check"][rival.name] = checked = check(rival, cache, model)
         if not checked["passed"]:
-            results.say(f"{rival.name} at {context}: its logits are not those of uncaptured steps, {checked}. It is not timed.")
+            results.say(
+                f"{rival.name} at {context}: its logits differ from those of uncaptured steps, {checked}. It is not timed."
+            )
             return None
     for repeat in range(repeats):
         for rival in rivals if repeat % 2 == 0 else rivals[::-1]:
@@ -97,7 +99,7 @@ def measure(rivals: list[Rival], cache, context: int, whole: Prompt, model, repe
 
 
 def summary(rows: list[dict], prefill: dict[str, list[float]], outputs: list[int]) -> dict:
-    """Seconds of the outputs that the contexts so far allow, without the prompt and with it, and the share of decode."""
+    """Seconds of the outputs within the contexts so far, with and without the prompt, and the share of decode."""
     contexts = [row["context"] for row in rows]
     first = {name: statistics.median(seconds[1:]) for name, seconds in prefill.items()}
     found = []
@@ -116,7 +118,7 @@ def summary(rows: list[dict], prefill: dict[str, list[float]], outputs: list[int
 
 
 def attention_kernels(rivals: list[Rival]) -> dict[str, list[str]]:
-    """The attention kernels in each backend's last decode graph. After all timing: a profiler slows the process."""
+    """The attention kernels in each backend's last decode graph. After all timing, because a profiler slows the process."""
     found = {}
     for rival in rivals:
         kernels = step_kernels(rival.patch) or []
@@ -128,10 +130,10 @@ def parse(argv: list[str] | None, prog: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=prog, description=__doc__.splitlines()[0])
     parser.add_argument("--figure", choices=list(FIGURES), default="10", help="of the paper (default: %(default)s)")
     parser.add_argument("--shape", default="opt-6.7b", help="as of bench generate (default: %(default)s)")
-    parser.add_argument("--heads", type=int, help="attention heads of the same head_dim; default as the shape says")
+    parser.add_argument("--heads", type=int, help="attention heads of the same head_dim; default: those of the shape")
     numbers = lambda text: [int(n) for n in text.split(",")]  # noqa: E731
-    parser.add_argument("--contexts", type=numbers, help="tokens, growing, the prompt first; default as in the figure")
-    parser.add_argument("--outputs", type=numbers, help="new tokens; default as in the figure")
+    parser.add_argument("--contexts", type=numbers, help="tokens, increasing, the prompt first; default: those of the figure")
+    parser.add_argument("--outputs", type=numbers, help="new tokens; default: those of the figure")
     parser.add_argument("--tokens", type=int, default=24, help="new tokens of a repeat (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=5, help="default: %(default)s")
     add_options(parser, seconds=240)
@@ -141,12 +143,12 @@ def parse(argv: list[str] | None, prog: str) -> argparse.Namespace:
     args.contexts = args.contexts or figure.contexts
     args.file = figure.file if args.figure == "3" or args.shape == "opt-6.7b" else f"{figure.file}_{args.shape}"
     if args.contexts != sorted(set(args.contexts)) or args.contexts[0] < 2:
-        parser.error(f"--contexts grow from at least 2 tokens; got {args.contexts}.")
+        parser.error(f"--contexts must increase from at least 2 tokens; got {args.contexts}.")
     return args
 
 
 def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.paper_e2e") -> int:
-    """Run the experiment. Returns 0, 1 where a check failed or time ran out, or 130 where it was interrupted."""
+    """Run the experiment. Returns 0, 1 if a check failed or time ran out, or 130 if it was interrupted."""
     args = parse(argv, prog)
     device = find_device(args.device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -166,7 +168,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.paper_
         rivals.append(Rival(name, model, whole, args.tokens, patch=patch(model, name)))
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # why steps run uncaptured stands in the result
+            warnings.simplefilter("ignore")  # the result has why steps run uncaptured
             prompt = Prompt(whole.ids[:, : args.contexts[0]], whole.mask[:, : args.contexts[0]], args.contexts[:1])
             results.data["prompt_s"] = prefill_seconds(rivals, cache, prompt, results)
             for context in progress(args.contexts, "contexts", "context"):
@@ -186,7 +188,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.paper_
                 results.save()
                 results.say(f"kernels: {results.data['attention_kernels']}")
     except KeyboardInterrupt:
-        results.say(f"interrupted; what was measured is in {results.path}")
+        results.say(f"interrupted; the measured contexts are in {results.path}")
         return 130
     finally:
         for rival in rivals:

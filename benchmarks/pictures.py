@@ -1,4 +1,4 @@
-"""Pictures of the JSON under examples/results: one PNG beside each, readable on a light and on a dark page."""
+"""Pictures of the JSON under examples/results: one PNG for each file, readable on a light and on a dark page."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hf_fastattn.tables import thousands
 from .grid import LEAN, OURS, RIVALS, SDPA, STATIC
 from .words import by_past
 
-GREY = "#808080"  # stands out from white and from black
+GREY = "#808080"  # visible on white and on black
 COLORS = {
     "lean": "#e8743b",
     OURS: "#e8743b",
@@ -63,7 +63,7 @@ STYLE = {
 
 
 def tokens_axis(axis, ticks: list[int], name: str, words: Callable[[int], str] = thousands) -> None:
-    """A logarithmic axis of token counts, in words."""
+    """A logarithmic axis of token counts, with readable labels."""
     axis.set_xscale("log", base=2)
     axis.set_xticks(ticks, [words(n) for n in ticks])
     axis.minorticks_off()
@@ -71,22 +71,22 @@ def tokens_axis(axis, ticks: list[int], name: str, words: Callable[[int], str] =
 
 
 def generate(result: dict):
-    """ms a token of each batch and peak memory against the prompt, a line for each rival, and the floor of the bandwidth."""
+    """ms per token of each batch and peak memory against the prompt, a line for each rival, and the bandwidth limit."""
     rows = [row for row in result["rows"] if "lengths" in row and not row["padded"]]
     batches = sorted({row["rows"] for row in rows})
-    batches = [b for b in batches if sum(row["rows"] == b for row in rows) > 1] or batches  # one point makes no line
+    batches = [b for b in batches if sum(row["rows"] == b for row in rows) > 1] or batches  # a line needs two points
     figure, axes = plt.subplots(1, len(batches) + 1, figsize=(4 * len(batches) + 4, 4.4))
     lengths = sorted({row["lengths"][0] for row in rows})
     for batch, axis, dashes in zip(batches, axes, ("-", "--", ":", "-.") * len(batches), strict=False):
-        alike = sorted((row for row in rows if row["rows"] == batch), key=lambda row: row["lengths"][0])
+        of_batch = sorted((row for row in rows if row["rows"] == batch), key=lambda row: row["lengths"][0])
         for name in RIVALS:
             for target, what, label in ((axis, "ms", LABELS.get(name, name)), (axes[-1], "peak_gib", None)):
-                found = [(row["lengths"][0], (row["rivals"].get(name) or {}).get(what)) for row in alike]
+                found = [(row["lengths"][0], (row["rivals"].get(name) or {}).get(what)) for row in of_batch]
                 found = [point for point in found if point[1] is not None]
                 if found:
                     style = dashes if target is axes[-1] else "-"
                     target.plot(*zip(*found, strict=True), style, marker="o", ms=4, color=COLORS[name], label=label)
-        floor = [(row["lengths"][0], row["floor_ms"]) for row in alike if "floor_ms" in row]
+        floor = [(row["lengths"][0], row["floor_ms"]) for row in of_batch if "floor_ms" in row]
         if floor:
             axis.plot(*zip(*floor, strict=True), lw=1, color=GREY, label="weights and K/V read once")
         axis.set(title=f"batch {batch}", ylabel="ms a token")
@@ -104,7 +104,7 @@ def generate(result: dict):
 
 
 def decode(result: dict):
-    """Bandwidth against bytes of K/V, every shape a dot."""
+    """Bandwidth against bytes of K/V, one dot per shape."""
     figure, axis = plt.subplots(figsize=(7, 4))
     for name in ("sdpa_flash", "sdpa_cudnn", "split_kv", "lean"):
         points = [(row["kv_bytes"], row["tb_per_s"][name]) for row in result["rows"] if name in row["tb_per_s"]]
@@ -123,7 +123,7 @@ def decode(result: dict):
 
 
 def queries(result: dict):
-    """lean over the better of torch's backends by q_len and keys, geometric means over heads and batch, for each head_dim."""
+    """Speed of lean over the better torch backend by q_len and kv_len, geometric means over heads and batch, by head_dim."""
     dims = sorted({row["head_dim"] for row in result["rows"]})
     figure, axes = plt.subplots(1, len(dims), figsize=(5.6 * len(dims), 6), squeeze=False)
     for axis, head_dim in zip(axes[0], dims, strict=True):
@@ -147,7 +147,7 @@ AXES = (("kv_len", "context, tokens"), ("num_heads", "heads"), ("batch", "batch"
 
 
 def averages(axis, rows: list[dict], by: str, value: Callable[[dict], float], color: str, label: str, dashes: str = "-") -> None:
-    """A line of arithmetic means of value(row) against row[by], and their range as a band where it is drawn solid."""
+    """A line of arithmetic means of value(row) against row[by], and their range as a band if the line is solid."""
     at = sorted({row[by] for row in rows})
     found = [[value(row) for row in rows if row[by] == x] for x in at]
     axis.plot(at, [sum(v) / len(v) for v in found], dashes, marker="o", ms=4, color=color, label=label)
@@ -156,7 +156,7 @@ def averages(axis, rows: list[dict], by: str, value: Callable[[dict], float], co
 
 
 def paper(result: dict):
-    """Figures 7a to 7c and 9, lean over its peers against context, heads and batch; 4, balance; beside what was published."""
+    """Figures 7a to 7c and 9, lean over its peers against context, heads and batch; 4, balance; and the published averages."""
     figure, axes = plt.subplots(3, 3, figsize=(13, 10.5))
     rows, published = result["rows"], result["summary"]["published"]
     later = published.get("later_text", {})
@@ -190,7 +190,7 @@ def paper(result: dict):
 
 
 def fixup(result: dict):
-    """The fix-ups in one launch, and split_kv, over the second launch's stream-K, against context."""
+    """Fix-ups in one launch, and split_kv, relative to stream-K with a second launch, against context."""
     dims = sorted({row["head_dim"] for row in result["rows"]})
     figure, axes = plt.subplots(1, len(dims), figsize=(5 * len(dims), 4), squeeze=False)
     names = {"host_waits": COLORS["sdpa_flash"], "last_arriver": COLORS["split_kv"], "lean": COLORS["lean"]}
@@ -209,7 +209,7 @@ def fixup(result: dict):
 
 
 def paper_e2e(result: dict):
-    """ms a token against context, and the integrated seconds of an output."""
+    """ms per token against context, and the integrated seconds of an output."""
     figure, (time, whole) = plt.subplots(1, 2, figsize=(10, 4))
     names = ("fa2", "split_kv", "lean")
     for name in names:
@@ -247,7 +247,7 @@ def paper_e2e(result: dict):
 
 
 def share(result: dict):
-    """Figure 3: the share of decode in the time of a generation, and that time, against the tokens generated."""
+    """Figure 3: the share of decode in the time of a generation, and that time, against the number of new tokens."""
     figure, (share, time) = plt.subplots(1, 2, figsize=(11, 4))
     outputs, prompt = result["summary"]["outputs"], result["rows"][0]["context"]
     new = [output["new_tokens"] for output in outputs]
@@ -267,7 +267,7 @@ def share(result: dict):
 
 
 def stream(result: dict):
-    """ms a token and memory against tokens read."""
+    """ms per token and memory against tokens read."""
     figure, (time, memory) = plt.subplots(1, 2, figsize=(10, 4))
     read = [row["tokens"] for row in result["rows"]]
     time.plot(read, [row["ms"] for row in result["rows"]], marker="o", color=COLORS["ring"], label="rolling cache")
@@ -307,7 +307,7 @@ PICTURES: dict[str, Callable] = {
 
 
 def draw(folder: Path) -> list[Path]:
-    """Draw what has rows; the files written."""
+    """Draw the results that have rows. Returns the files written."""
     drawn = []
     for file, picture in PICTURES.items():
         path = folder / file

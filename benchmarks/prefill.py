@@ -1,4 +1,4 @@
-"""Rows of the kernel benchmark that time prefill, and what a sliding window saves in prefill and decode."""
+"""Rows of the kernel benchmark that time prefill, and a sliding window in prefill and decode."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from hf_fastattn.tables import thousands
 from .shapes import DTYPE, LEAN, PORTABLE, PREFILL, READ, SPLIT_KV, Shape, compete, exact, make_inputs, ratios, sdpa
 from .timing import Call, num_sets
 
-RATE = 5e8  # flops a microsecond, to guess how long a call takes
-TAIL = 64  # the exact result holds all scores: the last queries are enough to judge by
+RATE = 5e8  # flops per microsecond, to estimate the time of a call
+TAIL = 64  # the exact result needs all scores: the last queries are a sufficient sample
 
 # By head_dim first: Triton compiles once for each.
 PREFILL_SHAPES = [
@@ -28,7 +28,7 @@ LENGTH, WINDOW = 128 << 10, 4 << 10
 
 @dataclass(frozen=True)
 class Windowed:
-    """A causal call in which a query sees the nearest `window` keys, all of them where None."""
+    """A causal call in which a query sees the nearest `window` keys; all if None."""
 
     phase: str
     shape: Shape
@@ -39,7 +39,7 @@ class Windowed:
         return name if self.window is None else f"{name}, window {thousands(self.window)}"
 
 
-# The window alone, the window in a long sequence, all of the long sequence.
+# A sequence of the window's length, the window in a long sequence, the long sequence without a window.
 WINDOWED = [
     Windowed(phase, Shape(batch, 32, 8, 128, length, length if phase == "prefill" else 1), window)
     for phase, batches in (("prefill", (1,)), ("decode", (1, 16)))
@@ -63,7 +63,7 @@ def _sets(shape: Shape) -> int:
 
 
 def standard(q, k, v, mask: torch.Tensor | None) -> torch.Tensor:
-    """Attention as its formula says it: matmul, softmax, matmul, with all scores in memory. mask: True where hidden."""
+    """Attention by its formula: matmul, softmax, matmul, with all scores in memory. mask: True for hidden keys."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     scores = (q * q.shape[3] ** -0.5) @ k.transpose(-1, -2)
     if mask is not None:
@@ -72,23 +72,23 @@ def standard(q, k, v, mask: torch.Tensor | None) -> torch.Tensor:
 
 
 def peak_bytes(runs: dict[str, Call], device: torch.device) -> dict[str, int]:
-    """What one call of each allocates at most, its result included; nothing of a call that fails, and nothing on the CPU."""
+    """Peak memory of one call of each, including its result; no entry for a call that fails, and none on the CPU."""
     found = {}
     for name, run in runs.items() if device.type == "cuda" else ():
-        with contextlib.suppress(Exception):  # whoever competes says why
-            run(0)  # what is made once is there then
+        with contextlib.suppress(Exception):  # compete() reports the reason
+            run(0)  # later calls reuse what the first one allocated
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
             before = torch.cuda.memory_allocated(device)
             run(0)
             found[name] = torch.cuda.max_memory_allocated(device) - before
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # graphs have memory of their own
+        torch.cuda.empty_cache()  # graphs have a separate memory pool
     return found
 
 
 def prefill_row(shape: Shape, device: torch.device) -> dict:
-    """TFLOP/s of what the backends run here, our portable kernel, sdpa flash, sdpa cuDNN and standard attention; peak bytes."""
+    """TFLOP/s of the kernel of the backends, the portable kernel, sdpa flash, sdpa cuDNN and standard attention; peak bytes."""
     sets = _sets(shape)
     inputs = make_inputs(shape, sets, device)
     flops = 4 * shape.batch * shape.num_heads * shape.q_len * shape.kv_len * shape.head_dim / (2 if shape.causal else 1)
@@ -121,15 +121,15 @@ def prefill_summary(rows: list[dict]) -> dict:
 
 
 def visible_pairs(q_len: int, kv_len: int, window: int | None) -> int:
-    """(query, key) pairs that a causal window leaves, the queries being the last q_len of kv_len tokens."""
+    """Visible (query, key) pairs with a causal window, if the queries are the last q_len of kv_len tokens."""
     window = min(window or kv_len, kv_len)
     first = kv_len - q_len  # keys before the first query
-    short = max(0, min(q_len, window - 1 - first))  # queries that see less than a whole window
+    short = max(0, min(q_len, window - 1 - first))  # queries that see less than a full window
     return short * first + short * (short + 1) // 2 + (q_len - short) * window
 
 
 def window_row(case: Windowed, device: torch.device) -> dict:
-    """Microseconds of one call, and the work it does: (query, key) pairs inside window and causal mask."""
+    """Microseconds of one call, and its work: the visible (query, key) pairs."""
     shape, window = case.shape, case.window
     pairs = visible_pairs(shape.q_len, shape.kv_len, window) * shape.batch
     if case.phase == "prefill":
@@ -137,7 +137,7 @@ def window_row(case: Windowed, device: torch.device) -> dict:
         sets, us = _sets(shape), 4 * pairs * shape.num_heads * shape.head_dim / RATE
     else:
         kernels = {"ours": LEAN, "split_kv": SPLIT_KV}
-        live_bytes = shape.kv_bytes * (window or shape.kv_len) // shape.kv_len  # what a call reads decides
+        live_bytes = shape.kv_bytes * (window or shape.kv_len) // shape.kv_len  # bandwidth is the limit
         sets, us = num_sets(live_bytes), max(7, live_bytes / READ)
     inputs = make_inputs(shape, sets, device)
     found = compete(
@@ -152,7 +152,7 @@ def window_row(case: Windowed, device: torch.device) -> dict:
 
 
 def _flash_window(q, k, v, window: int | None) -> torch.Tensor:
-    """torch's own FlashAttention-2, which knows windows below sdpa's public call."""
+    """FlashAttention-2 of torch, through the private op, which supports windows."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     out = torch.ops.aten._flash_attention_forward(
         q, k, v, None, None, q.shape[1], k.shape[1], 0.0, True, False, window_size_left=window and window - 1, window_size_right=0
@@ -161,24 +161,25 @@ def _flash_window(q, k, v, window: int | None) -> torch.Tensor:
 
 
 def window_summary(rows: list[dict]) -> dict:
-    """For each phase and batch, what the long windowed call costs for its work, compared with the window alone.
+    """For each phase and batch, the time of the long windowed call in relation to its work.
 
-    "over_proportion" 1.0 is a cost in exact proportion to the window's pairs; "full_over_windowed" is what the window saves.
+    "over_proportion": its time per visible pair over that of a sequence of the window's length. "full_over_windowed": the time
+    without a window over that with it.
     """
     found = {}
     for row in rows:
         if row["window"] is None:
             continue
         same = lambda r, row=row: all(r.get(what) == row.get(what) for what in ("phase", "batch", "run"))  # noqa: E731
-        alike = [r for r in rows if r["window"] is None and same(r)]
-        alone = next((r for r in alike if r["kv_len"] == row["window"]), None)
-        full = next((r for r in alike if r["kv_len"] == row["kv_len"]), None)
+        similar = [r for r in rows if r["window"] is None and same(r)]
+        alone = next((r for r in similar if r["kv_len"] == row["window"]), None)
+        full = next((r for r in similar if r["kv_len"] == row["kv_len"]), None)
         found[row["shape"]] = {
             kernel: {
                 "over_proportion": alone and us / alone["us"][kernel] * alone["pairs"] / row["pairs"],
                 "full_over_windowed": full and full["us"][kernel] / us,
             }
             for kernel, us in row["us"].items()
-            if all(kernel in r["us"] for r in alike)
+            if all(kernel in r["us"] for r in similar)
         }
     return found

@@ -1,8 +1,8 @@
-"""Which run measured a figure: a ratio, or a word about peers, is of figures of one run alone.
+"""Which run measured a figure. A ratio, or a statement about peers, uses figures of one run only.
 
-What is measured carries the id of its run as "run", and the result's "measured_by" has the command and the conditions of each.
-Older results have only "commands", and notes that say which rivals a row got later. There a run goes by its command, as far as
-these prove it.
+Each row or rival has the id of its run as "run", and "measured_by" of the result has the command and the conditions of each run.
+Older results have only "commands", and notes on the rivals that were added to a row later. There the command identifies the run,
+if these determine it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .grid import ADDED, CASES, DEFAULT_RIVALS, OURS, RIVALS, UNPADDED
 
 
 def run_of(result: dict, row: dict, name: str | None = None) -> str | None:
-    """The run that measured the row, or its rival of this name: an id, in older results a command, None where none is proven."""
+    """The run that measured the row, or its rival of this name: an id, in older results a command; None if it is not known."""
     measured = row if name is None else row["rivals"].get(name) or {}
     if "run" in measured:
         return measured["run"]
@@ -27,9 +27,9 @@ def run_of(result: dict, row: dict, name: str | None = None) -> str | None:
 
 
 def _could_measure(commands: list[str], row: dict, name: str) -> list[str]:
-    """Of commands of `bench generate`, those that may have measured the rival, by the notes of its row."""
+    """The commands of `bench generate` that may have measured the rival, according to the notes of its row."""
     notes = row.get("notes", [])
-    added = [  # the note of a run that had no time for the case is followed by one that says so
+    added = [  # after the note of a run that had no time for the case, another note reports this
         note.removesuffix(ADDED).split(", ")
         for note, then in itertools.zip_longest(notes, notes[1:], fillvalue="")
         if note.endswith(ADDED) and not then.startswith("not run:")
@@ -57,19 +57,19 @@ def _asked(command: str) -> tuple[bool, list[str], list[str]]:
 
 
 def of_one_run(result: dict, row: dict, *names: str) -> bool:
-    """Whether all these rivals of the row were measured by one run."""
+    """Whether one run measured all these rivals of the row."""
     runs = {run_of(result, row, name) for name in names}
     return len(runs) == 1 and None not in runs
 
 
 def ratio(result: dict, row: dict, name: str, over: str, what: str = "ms") -> float | None:
-    """A rival's figure over another's; None where one is missing or they are not of one run."""
+    """The figure of a rival over that of another; None if one is missing or if two runs measured them."""
     ours, theirs = ((row["rivals"].get(each) or {}).get(what) for each in (over, name))
     return theirs / ours if ours and theirs and of_one_run(result, row, name, over) else None
 
 
 def told(result: dict, run: str) -> str:
-    """A run in words: its command, and its driver and clocks if they are known."""
+    """A run as text: its command, and its driver and clocks if they are known."""
     of = result.get("measured_by", {}).get(run)
     if of is None:
         return f"`{run}`"
@@ -82,7 +82,7 @@ def told(result: dict, run: str) -> str:
 
 
 def by(result: dict, rows: list[dict] | None = None) -> str:
-    """What measured rows whose figures each are of one run."""
+    """The runs of rows that were each measured by one run, as text."""
     runs = list(dict.fromkeys(run_of(result, row) for row in (result["rows"] if rows is None else rows)))
     if None in runs:
         commands = ", ".join(f"`{command}`" for command in result["commands"])
@@ -91,7 +91,7 @@ def by(result: dict, rows: list[dict] | None = None) -> str:
 
 
 def columns(result: dict, rows: list[dict], labels: dict[str, str]) -> str:
-    """Which run measured which columns of which rows of a table of rivals, in sentences."""
+    """Which run measured which columns of which rows of a table of rivals, as text."""
     cells = {(row["case"], name): run_of(result, row, name) for row in rows for name in labels if _timed(row, name)}
     runs = sorted(set(cells.values()), key=lambda run: run is None)
     if not runs:
@@ -101,7 +101,7 @@ def columns(result: dict, rows: list[dict], labels: dict[str, str]) -> str:
     order = [*result["commands"], *result.get("measured_by", {}), None]
     lines = []
     for i, run in enumerate(sorted(runs, key=lambda run: order.index(run) if run in order else len(order)), 1):
-        shared: dict[str, list[str]] = {}  # rows by the columns that this run measured of them
+        shared: dict[str, list[str]] = {}  # rows by the columns that this run measured
         for row in rows:
             its = [labels[name] for name in labels if (row["case"], name) in cells and cells[row["case"], name] == run]
             if its:

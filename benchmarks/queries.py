@@ -1,8 +1,8 @@
-"""Rows of the kernel benchmark that time a block of queries over a long past: q_len from one to a thousand.
+"""Rows of the kernel benchmark that time a block of queries over a long context: q_len from one to a thousand.
 
-No mask: every query sees all keys, which is the cheapest form of the same work for torch's kernels, and one whose results can be
-compared. K and V of a group of rows (heads, head_dim, past, batch) are made once, and groups come in a fixed shuffle, so that the
-rows of a run that was stopped are a fair sample of all.
+There is no mask: every query sees all keys. This is the cheapest case for torch's kernels, and their results can be compared. K
+and V of a group of rows (heads, head_dim, kv_len, batch) are created once, and the groups are in a fixed random order, so that an
+interrupted run is a fair sample.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ QUERIES = [Shape(*group, q_len, causal=False) for group in GROUPS for q_len in L
 SPEC = Spec(causal=False)
 PEERS = {"sdpa_flash": SDPBackend.FLASH_ATTENTION, "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION}
 OURS = ("fa2", "lean")
-ROUNDS = {"least": 3, "most": 7, "seconds": 0.06}  # of thousands of rows
+ROUNDS = {"least": 3, "most": 7, "seconds": 0.06}  # few, because there are thousands of rows
 SAMPLE = 8  # queries that are compared with the exact result
-FEW, LONG = 128, 8 << 10  # up to how many queries, over how many keys and more, stream-K is meant to win
+FEW, LONG = 128, 8 << 10  # the most queries and the fewest keys for which stream-K is expected to be faster
 GOALS = {"few_queries_long_past": 1.5, "the_rest": 1.0}
-SLOW = (0.93, 0.85)  # rows below these shares of the better peer's speed are counted, and listed
+SLOW = (0.93, 0.85)  # rows below these shares of the better peer's speed are counted, and listed below the larger one
 DOUBLING, SLACK_US, SAVING = 2.15, 3.0, 0.05
 
 
 class _Held:
-    """K and V of the group that was asked for last."""
+    """K and V of the last requested group."""
 
     def __init__(self) -> None:
         self.key: object = None
         self.kv = torch.empty(0)
 
     def get(self, shape: Shape, device: torch.device) -> torch.Tensor:
-        """(sets, 2, batch, num_kv_heads, kv_len, head_dim) of normal noise, made by one kernel."""
+        """(sets, 2, batch, num_kv_heads, kv_len, head_dim) of normal noise, created by one kernel."""
         key = (shape.batch, shape.num_kv_heads, shape.kv_len, shape.head_dim, device)
         if key != self.key:
-            self.key, self.kv = None, torch.empty(0)  # its memory is needed for the next
+            self.key, self.kv = None, torch.empty(0)  # its memory is needed for the next group
             sets = timing.num_sets(shape.kv_bytes)
             self.kv = torch.empty(sets, 2, *key[:-1], device=device, dtype=DTYPE).normal_()
             self.key = key
@@ -60,15 +60,15 @@ _held = _Held()
 
 
 def _sample(out: torch.Tensor, shape: Shape) -> torch.Tensor:
-    """A few queries of the heads of the last KV head, in the last batch row."""
+    """A few queries of the query heads of the last KV head in the last batch row."""
     picked = torch.linspace(0, shape.q_len - 1, min(SAMPLE, shape.q_len)).round().long().to(out.device)
     return out[-1:, -(shape.num_heads // shape.num_kv_heads) :, picked]
 
 
 def queries_row(shape: Shape, device: torch.device) -> dict:
-    """Microseconds a call of sdpa flash, sdpa cuDNN, fa2 and lean.
+    """Microseconds per call of sdpa flash, sdpa cuDNN, fa2 and lean.
 
-    lean is checked against the exact result of a sample of queries; all of every other result against lean's.
+    The result of lean is compared with the exact result for a sample of queries, and the other results with that of lean.
     """
     kv = _held.get(shape, device)
     q_bytes = shape.batch * shape.num_heads * shape.q_len * shape.head_dim * DTYPE.itemsize
@@ -89,7 +89,7 @@ def queries_row(shape: Shape, device: torch.device) -> dict:
             us = timing.elapsed_us(lambda run=run: run(min(1, sets - 1)), device)
             calls[name] = timing.num_calls(sets, us)
             runs[name] = timing.record(run, sets, calls[name], device)
-        except Exception as error:  # a peer that cannot run the shape leaves the others worth timing
+        except Exception as error:  # if a peer cannot run the shape, the others are still timed
             if name in ours:
                 raise
             errors[name] = f"{type(error).__name__}: {str(error).strip()[:300]}"
@@ -108,7 +108,7 @@ def queries_row(shape: Shape, device: torch.device) -> dict:
 def compile_kernels(group: tuple[int, int, int], device: torch.device, shapes: Iterable[Shape] = ()) -> None:
     """Run fa2 and lean once for each shape of these (num_heads, num_kv_heads, head_dim), over heads that share memory.
 
-    So that processes beside one another compile what rows would compile one after the other.
+    Parallel processes then compile the kernels that rows would compile one after the other.
     """
     num_heads, num_kv_heads, head_dim = group
     for shape in shapes or QUERIES:
@@ -119,26 +119,26 @@ def compile_kernels(group: tuple[int, int, int], device: torch.device, shapes: I
         size, strides = (shape.batch, num_kv_heads, shape.kv_len, head_dim), (num_kv_heads * head_dim, head_dim, head_dim, 1)
         k = k.as_strided(
             size, strides
-        )  # each head a token further: what is compiled depends on strides, as far as 16 divides them
+        )  # each head is one token further: compilation depends on the divisibility of strides by 16
         for name in OURS:
             registry.get(name).attend(q, KV(k, k), SPEC)
 
 
-# ---- what the rows say ----
+# ---- summary ----
 
 
 def _pairs(rows: list[dict]) -> Iterable[tuple[dict, dict]]:
-    """Rows of one run that differ by one query, or in that one has twice as many; the one with fewer first."""
-    alike: dict[tuple, dict[int, dict]] = {}
+    """Pairs of rows of one run of which the second has one query more, or twice as many."""
+    by_shape: dict[tuple, dict[int, dict]] = {}
     for row in rows:
         key = tuple(row.get(name) for name in ("batch", "num_heads", "num_kv_heads", "head_dim", "kv_len", "run"))
-        alike.setdefault(key, {})[row["q_len"]] = row
-    for its in alike.values():
-        yield from ((its[few], its[many]) for few in its for many in {few + 1, 2 * few} & its.keys())
+        by_shape.setdefault(key, {})[row["q_len"]] = row
+    for by_q_len in by_shape.values():
+        yield from ((by_q_len[few], by_q_len[many]) for few in by_q_len for many in {few + 1, 2 * few} & by_q_len.keys())
 
 
 def queries_summary(rows: list[dict]) -> dict:
-    """What is promised of lean over any number of queries, beside what was measured."""
+    """The expectations of lean for any number of queries, and the measured figures."""
     few = [row for row in rows if row["q_len"] <= FEW and row["kv_len"] >= LONG]
     rest = [row for row in rows if not (row["q_len"] <= FEW and row["kv_len"] >= LONG)]
     compared = sorted((row for row in rows if row["lean_over_best_peer"]), key=lambda row: row["lean_over_best_peer"])

@@ -1,10 +1,10 @@
 """Tables in Markdown and pictures from the JSON under examples/results.
 
     python -m benchmarks.report                              # print the tables
-    python -m benchmarks.report README.md docs/results.md    # write them between the marks in these files, draw the pictures
+    python -m benchmarks.report README.md docs/results.md    # write them between the marks in these files and draw the pictures
 
-<!-- measured NAME: begin --> and <!-- measured NAME: end --> enclose the section of that name; without a name, all sections that
-have no marks of their own. A section whose JSON is not there is left out.
+<!-- measured NAME: begin --> and <!-- measured NAME: end --> enclose the section with this name; without a name, all sections
+without marks. A section without a JSON file is omitted.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ MARKS = re.compile(r"<!-- measured(?: (\w+))?: begin -->\n(.*?)<!-- measured(?: 
 
 
 def report(folder: Path, names: Iterable[str] | None = None, pictures: str = "") -> str:
-    """The sections of these names, or all, as far as their JSON has rows; each machine and its versions named once.
+    """The sections with these names, or all, if their JSON has rows; each machine with its versions is named once.
 
-    pictures: the folder, as the document says it.
+    pictures: the folder, relative to the document.
     """
     parts, known = [], []
     for name, file, section in SECTIONS:
@@ -49,7 +49,7 @@ def report(folder: Path, names: Iterable[str] | None = None, pictures: str = "")
 
 
 def rewrite(document: str, folder: Path, pictures: str = "") -> str:
-    """The document with what stands between its marks written anew."""
+    """The document with new text between its marks."""
     named = {match[1] for match in MARKS.finditer(document) if match[1]}
     if unknown := named - {name for name, *_ in SECTIONS}:
         raise ValueError(f"There are no sections {', '.join(sorted(unknown))}; known are {', '.join(n for n, *_ in SECTIONS)}.")
@@ -65,12 +65,12 @@ def rewrite(document: str, folder: Path, pictures: str = "") -> str:
 def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.report") -> int:
     """Print the tables, or write them into a document and draw the pictures. Returns 0."""
     parser = argparse.ArgumentParser(prog=prog, description=__doc__.splitlines()[0])
-    parser.add_argument("documents", nargs="*", type=Path, help="Markdown files to write the tables into, between their marks")
+    parser.add_argument("documents", nargs="*", type=Path, help="Markdown files in which to write the tables between the marks")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON (default: %(default)s)")
     args = parser.parse_args(argv)
     if not args.documents:
         if not (text := report(args.results)):
-            parser.error(f"{args.results} holds no results; run a benchmark first, or name a folder with --results.")
+            parser.error(f"{args.results} has no results; run a benchmark first, or name a folder with --results.")
         print(text)
         return 0
     for document in args.documents:
@@ -88,7 +88,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.report
 
 
 def relative(folder: Path, document: Path) -> str:
-    """The folder as a link in the document says it."""
+    """The path of the folder for a link in the document."""
     return Path(os.path.relpath(folder, document.parent)).as_posix()
 
 

@@ -1,4 +1,4 @@
-"""One run of a benchmark: its clock, its progress bar, and its JSON, written after every row."""
+"""One run of a benchmark: its time limit, its progress bar, and its JSON, written after every row."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from tqdm import tqdm
 from hf_fastattn.machine import find_device as find_device
 from hf_fastattn.machine import prepare_folder, write_whole
 
-ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # settings that decide what fits
-CLOCKS_EVERY = 10  # seconds at least between two looks at the clocks
-LONG = 300  # rows from which each is one line of the JSON
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # settings that determine what fits into memory
+CLOCKS_EVERY = 10  # minimum seconds between two readings of the clocks
+LONG = 300  # from this number on each row is one line of the JSON
 
 
 def conditions(device: torch.device, method: str) -> dict[str, str]:
-    """What a reader needs to judge a figure: device, versions, method."""
+    """The conditions of a figure: device, versions, method."""
     import transformers
 
     try:
         import triton
-    except ImportError:  # not on every CPU
+    except ImportError:  # Triton is not available for every CPU
         triton = None
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
@@ -44,7 +44,7 @@ def conditions(device: torch.device, method: str) -> dict[str, str]:
 
 
 def clocks(device: torch.device) -> dict:
-    """Driver version, and the SM and memory clock in MHz just now; nothing where nvidia-smi does not tell."""
+    """Driver version, and the current SM and memory clock in MHz; empty if nvidia-smi does not report them."""
     if device.type != "cuda":
         return {}
     which = f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}"
@@ -58,7 +58,7 @@ def clocks(device: torch.device) -> dict:
 
 
 def command(prog: str, argv: list[str] | None) -> str:
-    """What was typed, without where the results went and how long it might take."""
+    """The command line, without the output folder and the time limit."""
     words, typed = [], list(sys.argv[1:] if argv is None else argv)
     while typed:
         word = typed.pop(0)
@@ -71,7 +71,7 @@ def command(prog: str, argv: list[str] | None) -> str:
 
 
 def as_text(data: dict) -> str:
-    """The JSON of a result. Each row of a long table is one line: to indent thousands takes seconds at every save."""
+    """The JSON of a result. Each row of a long table is one line, because indenting thousands of rows takes seconds."""
     rows = data.get("rows", ())
     if len(rows) < LONG:
         return json.dumps(data, indent=1) + "\n"
@@ -91,17 +91,17 @@ def _folder(name: str) -> Path:
 def add_options(parser: argparse.ArgumentParser, seconds: float) -> None:
     """--out, --seconds and --device, which all benchmarks share."""
     parser.add_argument("--out", type=_folder, default="examples/results", help="folder for the JSON (default: %(default)s)")
-    help_ = "what does not fit into this is left out, with a note (default: %(default)s)"
+    help_ = "what does not fit into this time is skipped, with a note (default: %(default)s)"
     parser.add_argument("--seconds", type=float, default=seconds, help=help_)
-    parser.add_argument("--device", help="default cuda if there is one, else cpu")
+    parser.add_argument("--device", help="default: cuda if available, otherwise cpu")
 
 
 class Results:
-    """`data` is what the JSON at `path` holds; its "rows" come one by one, and each is saved at once.
+    """`data` is the content of the JSON at `path`. Its "rows" are added one by one, and each is saved immediately.
 
-    command: what was typed; `conditions` and further fields of the file as they are. `run` is the id of this run, for all that it
-    measures; the file's "measured_by" has its command and conditions. device: whose clocks these hold, the lowest and the highest
-    seen when rows were saved.
+    command: the command line; head: `conditions` and further fields of the file. `run` is the id of this run, which all its rows
+    get; "measured_by" of the file has its command and conditions. device: the GPU whose clocks the conditions have, as the lowest
+    and highest value at the times when rows were saved.
     """
 
     def __init__(self, path: Path, seconds: float, command: str, device: torch.device | None = None, **head):
@@ -114,27 +114,27 @@ class Results:
         self.data = {**head, "commands": [command], "measured_by": own, "rows": []}
 
     def left(self) -> float:
-        """Seconds that the run may still take."""
+        """Remaining seconds of the run."""
         return self.seconds - (time.perf_counter() - self.began)
 
     def say(self, text: str) -> None:
-        """A line of the log, above the progress bar where there is one."""
+        """Print a line of the log, above the progress bar if there is one."""
         tqdm.write(f"[{time.perf_counter() - self.began:5.0f} s] {text}")
-        sys.stdout.flush()  # into a log, too, as it goes
+        sys.stdout.flush()  # a log file gets it immediately too
 
     def take_over(self, parser: argparse.ArgumentParser) -> None:
-        """Go on from what an earlier run left in the file; an error of the command line where its conditions were others."""
+        """Continue with the rows of an earlier run in the file; an error of the command line if its conditions differ."""
         if not self.path.exists():
             return
         old = json.loads(self.path.read_text())
         if old["conditions"] != self.data["conditions"]:
-            parser.error(f"{self.path} was measured under {old['conditions']}, and not {self.data['conditions']}.")
+            parser.error(f"{self.path} was measured under {old['conditions']}, not under {self.data['conditions']}.")
         old["commands"] = list(dict.fromkeys([*old.get("commands", ()), *self.data["commands"]]))
         old["measured_by"] = old.get("measured_by", {}) | self.data["measured_by"]
         self.data = old
 
     def save(self) -> None:
-        """Raises OSError where that fails, and prints what could not be saved."""
+        """Write the file. If this fails, print the data and raise OSError."""
         if self.device is not None and time.perf_counter() - self.began - self.looked >= CLOCKS_EVERY:
             self.looked = time.perf_counter() - self.began
             at, found = self.data["measured_by"][self.run]["conditions"], clocks(self.device)
@@ -147,9 +147,9 @@ class Results:
             write_whole(self.path, text)
         except OSError as error:
             self.say(text)
-            raise OSError(f"{self.path} was not saved: {error}. What it would hold is printed above.") from error
+            raise OSError(f"{self.path} was not saved: {error}. Its content is printed above.") from error
 
 
 def progress(items: Iterable, what: str, unit: str = "row") -> tqdm:
-    """A bar over the items on a terminal, nothing in a log file."""
+    """A progress bar over the items on a terminal; nothing in a log file."""
     return tqdm(items, desc=what, unit=unit, disable=None, dynamic_ncols=True)

@@ -1,4 +1,4 @@
-"""One generate() and what there is to know about it: its clock, its cache, its graph, and whether its tokens are right."""
+"""One generate() call: its time, its cache, its graph, and whether its tokens are correct."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import torch
 from hf_fastattn import hf
 from hf_fastattn.patches import Patch, graph
 
-SKIP = 5  # a token's time is taken from new token SKIP + 1 on
+SKIP = 5  # the time of a token is measured from new token SKIP + 1 on
 
 
 class Clock(hf.StoppingCriteria):
-    """Never stops; notes when each new token was chosen (host seconds; the first only once the device has got there)."""
+    """Never stops; records the host time of each new token, of the first one after the device has finished it."""
 
     def __init__(self):
         self.at: list[float] = []
@@ -43,7 +43,7 @@ class Prompt:
 
 @dataclass
 class Run:
-    """One generate(): new tokens (rows, new), logits (new, rows, vocab) if asked for, seconds, ms a token, the cache if kept."""
+    """One generate(): new tokens (rows, new), logits (new, rows, vocab) if requested, seconds, ms per token, cache if kept."""
 
     tokens: torch.Tensor
     first_token_s: float
@@ -62,7 +62,7 @@ class Rival:
     new: int  # tokens of a repeat
     options: dict = field(default_factory=dict)
     patch: Patch | None = None
-    cache: object = None  # its own, for every generate() that reads the prompt
+    cache: object = None  # a separate one, for every generate() that processes the prompt
     report: dict = field(default_factory=dict)
     runs: list[Run] = field(default_factory=list)
     replays: list[float] = field(default_factory=list)
@@ -70,7 +70,7 @@ class Rival:
     failed: bool = False
 
     def empty_cache(self):
-        """Its own cache, without tokens; None if generate() is to make one."""
+        """Its separate cache, without tokens; None if generate() creates one."""
         if self.cache is not None:
             self.cache.reset()
         return self.cache
@@ -88,7 +88,7 @@ def free(device: torch.device) -> None:
 
 
 def twin(model, attention: str):
-    """A model of its own, configuration included, over the same weights."""
+    """A second model with its own configuration over the same weights."""
     tensors = [*model.parameters(), *model.buffers()]
     other = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
     other.set_attn_implementation(attention)
@@ -105,7 +105,7 @@ def make_prompt(lengths: list[int], vocab_size: int, device: torch.device) -> Pr
 
 
 def run(model, prompt: Prompt, new: int, cache=None, keep: bool = False, logits: bool = False, also=(), **options) -> Run:
-    """generate() `new` tokens greedily, timed from outside; with a cache, on from the tokens it holds. also: more criteria."""
+    """generate() `new` tokens greedily, with times; with a cache, after its tokens. also: further stopping criteria."""
     device = prompt.ids.device
     if cache is not None:
         options["past_key_values"] = cache
@@ -141,11 +141,11 @@ def run(model, prompt: Prompt, new: int, cache=None, keep: bool = False, logits:
 
 
 def rewind(cache, prompt: Prompt):
-    """The cache, if there is one, holding all of the prompt but its last token again."""
+    """The cache, if there is one, cropped to all tokens of the prompt except the last."""
     if cache is None:
         return None
     more = int(cache.get_seq_length()) - (prompt.ids.shape[1] - 1)
-    if more > 0 and hasattr(cache.layers[0], "cumulative_length"):  # Transformers' static cache, which knows no crop()
+    if more > 0 and hasattr(cache.layers[0], "cumulative_length"):  # Transformers' static cache has no crop()
         for layer in cache.layers:
             layer.cumulative_length.sub_(more)
     elif more > 0:
@@ -164,16 +164,16 @@ def compare(ours: Run, theirs: Run) -> dict:
         "first_difference": different[0] if different else None,
     }
     if ours.logits is not None and theirs.logits is not None:
-        upto = different[0] + 1 if different else steps  # after it the rows no longer read the same tokens
+        upto = different[0] + 1 if different else steps  # after it the rows have different tokens
         difference = (ours.logits[:upto].float() - theirs.logits[:upto].float()).abs().max()
         found["largest_logit_difference"] = difference.item()
     return found
 
 
 def check(ours: Rival, cache, model) -> dict:
-    """Captured against uncaptured steps of one backend over the same cache, beside sdpa against the same; `model`: the weights.
+    """Compares captured with uncaptured steps of one backend over the same cache, and sdpa with the same; `model`: the weights.
 
-    "passed": whether the logits differ by at most twice what sdpa's do, plus 4 eps of the largest.
+    "passed": whether the logits differ by at most twice the difference of sdpa, plus 4 eps of the largest logit.
     """
     replayed, steps = ours.patch.replays, min(ours.new, 24)
     captured, uncaptured, other = (
@@ -192,7 +192,7 @@ def check(ours: Rival, cache, model) -> dict:
 
 @contextmanager
 def timed_captures(seconds: list[float]) -> Iterator[None]:
-    """Inside, each capture of a decode graph appends how long it took."""
+    """Inside, each capture of a decode graph appends its seconds to the list."""
     original = graph.CudaGraph.capture
 
     def capture(self, body):
@@ -218,15 +218,15 @@ def last_graph(patched: Patch) -> graph.Entry | None:
 
 @contextmanager
 def beside_generate(entry: graph.Entry) -> Iterator[int]:
-    """Inside, entry's graph may be replayed, at most so many times: what it writes and counts, the next generate() sets right."""
+    """Inside, the entry's graph may be replayed at most so many times; the next generate() resets its cache and counts."""
     storage = entry.storage()
     storage.sync(entry.device)
     yield min(track.capacity - track.image[0] for track in storage.tracks)
-    storage.rewind(None)  # the device has counted on
+    storage.rewind(None)  # the replays counted tokens on the device
 
 
 def replay_ms(patched: Patch) -> float | None:
-    """Milliseconds of one replay of the graph used last, by events around several; None if there is none."""
+    """Milliseconds of one replay of the last used graph, by events around several replays; None if there is none."""
     entry = last_graph(patched)
     if entry is None:
         return None
@@ -242,7 +242,7 @@ def replay_ms(patched: Patch) -> float | None:
 
 
 def step_kernels(patched: Patch) -> list[dict] | None:
-    """What one replay of the graph used last launches, the longest first: kernel, launches, microseconds together."""
+    """The kernels of one replay of the last used graph, the longest first: name, launches, total microseconds."""
     entry = last_graph(patched)
     if entry is None:
         return None

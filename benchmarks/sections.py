@@ -1,4 +1,4 @@
-"""What each JSON under examples/results says, as Markdown: one function, and one row of SECTIONS, for each."""
+"""Each JSON under examples/results as Markdown, by one function and one row of SECTIONS."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DECODE_ROWS = [
 
 
 def measured_rows(result: dict) -> list[dict]:
-    """Rows of generate() that have figures, in the order of a table."""
+    """Rows of generate() that have figures, in the order of the table."""
     return sorted((row for row in result["rows"] if row["rivals"]), key=lambda row: (row["padded"], row["rows"], row["lengths"]))
 
 
@@ -62,7 +62,7 @@ def generate(result: dict) -> str:
 
 
 def generate_notes(result: dict, rows: list[dict]) -> list[str]:
-    """What a reader of the table should know besides, as far as the data says it."""
+    """Notes on the table, from the data."""
     notes, slow = [], {}
     for row in rows:
         if (of(row, SDPA) or 0) * 1.5 < (of(row, SDPA, "all_ms") or [0])[0]:
@@ -92,7 +92,7 @@ def generate_notes(result: dict, rows: list[dict]) -> list[str]:
 
 
 def headline(result: dict) -> str:
-    """The table of generate() in short, for the README."""
+    """The short table of generate() for the README."""
     rows, lines = measured_rows(result), []
     for row in rows:
         stock = {name: of(row, name) for name in (SDPA, STATIC) if of(row, name)}
@@ -140,7 +140,7 @@ def stream(result: dict) -> str:
     ]
 
     def other(part: str) -> str:
-        """What measured this part, where it is known and did not measure the table."""
+        """The run of this part, if it is known and not that of the table."""
         its = [result["update"]] if part == "update" else result["ring"]
         here = by(result, its) if all("run" in row for row in its) else by(result)
         return f" ({here})" if here != by(result) else ""
@@ -165,7 +165,7 @@ def accuracy(result: dict) -> str:
     """A row for each backend and cache, a column for each score."""
     at = result["conditions"]
     scores = [{(s["task"], s["metric"]): s for s in run["scores"]} for run in result["runs"]]
-    shown = [key for key in scores[0] if key[1] != "byte_perplexity"]  # which says what word_perplexity says
+    shown = [key for key in scores[0] if key[1] != "byte_perplexity"]  # the same information as word_perplexity
     rows = []
     for run, found in zip(result["runs"], scores, strict=True):
         cells = [f"{found[key]['score']:.4g} ± {found[key]['stderr']:.2g}" if key in found else None for key in shown]
@@ -300,7 +300,7 @@ def commits(result: dict) -> str:
     )
 
 
-# Sections in the order of docs/results.md, before them the README's: name, file, text.
+# The section of the README, then those of docs/results.md in their order: name, file, text.
 SECTIONS: list[tuple[str, str, Callable[[dict], str]]] = [
     (HEADLINE, "generate_8b.json", headline),
     ("generate", "generate_8b.json", generate),

@@ -1,4 +1,4 @@
-"""The sections of docs/results.md on the LeanAttention paper, as `sections` has them of everything else."""
+"""The sections of docs/results.md on the LeanAttention paper; `sections` has the others."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .words import by_method, figure, mean, method, microseconds, model
 
 
 def _heads(result: dict) -> str:
-    """Which model this is, with the heads where they are not the shape's, and which kernels attend in lean's decode graph."""
+    """The model, its number of heads if that is not the one of the shape, and the attention kernels in lean's decode graph."""
     heads = f" with {result['heads']} heads" if result.get("heads") else ""
     kernels = result.get("attention_kernels", {}).get("lean")
     return (
@@ -84,7 +84,7 @@ def paper(result: dict) -> str:
     )
 
 
-# Shapes of the fix-ups that are shown.
+# The shapes of the fix-ups in the table.
 FIXUP_ROWS = ["1, 56/56, 64, 4k", "1, 56/56, 64, 64k", "1, 12/12, 128, 4k", "1, 56/56, 128, 16k", "1, 56/56, 128, 256k"]
 FIXUP_ROWS += ["4, 24/24, 128, 64k", "4, 32/32, 64, 16k", "16, 12/12, 128, 64k", "16, 56/56, 64, 16k"]
 

@@ -1,4 +1,4 @@
-"""One attention call to be timed: its shape, its inputs, its exact result, and torch's own kernels for it."""
+"""One attention call to be timed: its shape, its inputs, its exact result, and torch's kernels for it."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from hf_fastattn.tables import thousands
 from . import timing
 
 DTYPE = torch.bfloat16
-READ = 4.5e6  # bytes a microsecond, to guess how long a call takes; figures do not depend on it
-REFERENCE_BYTES = 1 << 30  # of K in float32 that the exact result holds at once
+READ = 4.5e6  # bytes per microsecond, to estimate the time of a call; results do not depend on it
+REFERENCE_BYTES = 1 << 30  # bytes of K in float32 that are in memory at once for the exact result
 
-# The Triton kernels on a GPU; on the CPU their references, so that everything but the figures can be tried there.
+# The Triton kernels on a GPU; on the CPU their references, so that everything except the times can be tested there.
 LEAN, SPLIT_KV, PORTABLE = (partial(call, TritonKernel(name)) for name in ("lean", "split_kv", "prefill"))
-PREFILL = partial(call, TritonKernel("prefill", hopper="prefill_hopper"))  # what the backends run
+PREFILL = partial(call, TritonKernel("prefill", hopper="prefill_hopper"))  # the kernel that the backends run
 
 
 class WrongResult(RuntimeError):
-    """A kernel's result is not attention."""
+    """The result of a kernel is wrong."""
 
 
 @dataclass(frozen=True)
@@ -53,19 +53,19 @@ class Shape:
         return 2 * self.batch * self.num_kv_heads * self.kv_len * self.head_dim * DTYPE.itemsize
 
     def row(self) -> dict:
-        """The fields of a row that say which shape it is."""
+        """The fields of a row that identify its shape."""
         return {"shape": str(self), **asdict(self), "kv_bytes": self.kv_bytes}
 
 
 def kernel_of_lean(shape: Shape, q: torch.Tensor, k: torch.Tensor) -> str:
-    """Which kernel runs where these models' layers call `lean`: "stream_k", "split_kv", or the name of a prefill kernel."""
+    """The kernel that `lean` runs for this shape: "stream_k", "split_kv", or the name of a prefill kernel."""
     backend = registry.get("lean")
     phase, kernel = backend.kernel(shape.q_len, shape.num_heads, shape.num_kv_heads)
     if phase == "prefill":
         name = kernel.choice(q, KV(k, k), Spec(causal=shape.causal))[0] if q.is_cuda else kernel.name
         return "stream_k" if name == "lean" else name
     rows, heads = shape.q_len * shape.num_heads // shape.num_kv_heads, shape.batch * shape.num_kv_heads
-    from hf_fastattn.kernels.attention.schedule import choose  # Triton is not there for every benchmark
+    from hf_fastattn.kernels.attention.schedule import choose  # not every benchmark needs Triton
 
     return "split_kv" if choose(q.device, q.dtype, shape.head_dim, rows, heads, shape.kv_len, uniform=True)[1] else "stream_k"
 
@@ -80,7 +80,7 @@ def make_inputs(shape: Shape, sets: int, device: torch.device) -> list[tuple[tor
 
 
 def exact(q, k, v, spans=None, **options) -> torch.Tensor:
-    """The fp32 reference, a few KV heads of a row at a time, since it holds them in fp32."""
+    """The fp32 reference, for a few KV heads of a row at a time, because it converts them to fp32."""
     group, heads = q.shape[1] // k.shape[1], k.shape[1]
     step = max(1, REFERENCE_BYTES // (4 * k.shape[2] * k.shape[3]))
     rows = []
@@ -94,10 +94,10 @@ def exact(q, k, v, spans=None, **options) -> torch.Tensor:
 
 
 def check(name: str, out: torch.Tensor, expected: torch.Tensor) -> None:
-    """Refuse to time a wrong result: at most 4 units of rounding of the largest value; sound kernels stay below 2."""
+    """Raise WrongResult for an error above 4 units of rounding of the largest value; correct kernels stay below 2."""
     error = (out.float() - expected).abs().max().item()
     allowed = 4 * torch.finfo(out.dtype).eps * expected.abs().max().item()
-    if not error <= allowed:  # NaN too
+    if not error <= allowed:  # also for NaN
         raise WrongResult(f"{name} is wrong: error {error:.2e}, allowed {allowed:.2e}.")
 
 
@@ -112,15 +112,16 @@ def compete(
 ) -> dict:
     """Check all rivals on input set 0, then time them: the "us", "us_range" and "errors" of a row.
 
-    A peer that cannot run the shape, or runs it wrong, is left out with its reason in "errors"; one of ours that is wrong raises
-    WrongResult. `expected` is the exact `part` of the result; `us` a guess at how long a call takes.
+    A peer that cannot run the shape, or whose result is wrong, is skipped, with the reason in "errors". A wrong result of one of
+    the package's kernels raises WrongResult. `expected` is the exact `part` of the result; `us` an estimate of the time of a
+    call.
     """
     calls, runs, errors = timing.num_calls(sets, us), {}, {}
     for name, run in {**peers, **ours}.items():
         try:
             check(name, part(run(0)), expected)
             runs[name] = timing.record(run, sets, calls, expected.device)
-        except Exception as error:  # whatever the reason, the others are still worth timing
+        except Exception as error:  # any error: the others are still timed
             if name in ours:
                 raise
             errors[name] = f"{type(error).__name__}: {str(error).strip()[:300]}"
@@ -128,7 +129,7 @@ def compete(
 
 
 def bandwidth(device: torch.device) -> float | None:
-    """TB/s at which lean reads 2 GiB of K/V, to draw floors with; None on the CPU."""
+    """TB/s at which lean reads 2 GiB of K/V, for the bandwidth limit in pictures; None on the CPU."""
     if device.type != "cuda":
         return None
     shape = Shape(1, 32, 8, 128, 512 << 10)
@@ -138,12 +139,12 @@ def bandwidth(device: torch.device) -> float | None:
 
 
 def best_peer(us: dict[str, float]) -> float | None:
-    """Microseconds of torch's better fast backend, of those that ran."""
+    """Microseconds of the faster of torch's fast backends that ran."""
     return min((us[name] for name in ("sdpa_flash", "sdpa_cudnn") if name in us), default=None)
 
 
 def sdpa(backend: SDPBackend, q, k, v, causal: bool = False, mask: torch.Tensor | None = None) -> torch.Tensor:
-    """torch's scaled_dot_product_attention on one backend, with K and V heads as they are."""
+    """torch's scaled_dot_product_attention on one backend, with K and V not expanded."""
     with sdpa_kernel(backend):
         return torch.nn.functional.scaled_dot_product_attention(
             q, k, v, mask, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
@@ -151,13 +152,13 @@ def sdpa(backend: SDPBackend, q, k, v, causal: bool = False, mask: torch.Tensor 
 
 
 def sdpa_masked(q, k, v, mask: torch.Tensor) -> torch.Tensor:
-    """What Transformers does with a mask: K and V expanded to all heads, and torch's choice of backend."""
+    """sdpa as Transformers calls it with a mask: K and V expanded to all heads, and torch's choice of backend."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
 def ratios(rows: list[dict], name: str) -> dict:
-    """Geometric mean, smallest and largest of a ratio over the rows that have it, and where it is smallest."""
+    """Geometric mean, smallest and largest of a ratio over the rows that have it, and the shape of the smallest."""
     having = [row for row in rows if row.get(name) is not None]
     if not having:
         return {"rows": 0}

@@ -1,13 +1,13 @@
-"""Unbounded generation: a model reading a million tokens through a rolling cache, and the parts that this is made of.
+"""Unbounded generation: a model that reads a million tokens through a rolling cache, and parts of this.
 
     python -m benchmarks.stream                  # all parts
     python -m benchmarks.stream --parts ring,update
 
-read: the text is read in chunks under patch(model, "streaming"), and at some points tokens are generated one by one, captured, in
-blocks that alternate with blocks over a dense preallocated cache of as many tokens as the rolling one keeps. ms a token is taken
-as in bench generate; memory is what torch has allocated when the block is over. update: GPU time of writing one token into the
-caches of all layers, beside Transformers' StaticSlidingWindowLayer. ring: the decode kernel over a full ring, beside lean over
-dense K/V of the same size.
+read: the text is read in chunks under patch(model, "streaming"). At some points tokens are generated in captured steps, in blocks
+that alternate with blocks over a dense preallocated cache with as many tokens as the rolling one keeps. ms per token is measured
+as in bench generate; memory is the allocation of torch at the end of the block. update: GPU time of writing one token into the
+caches of all layers, compared with Transformers' StaticSlidingWindowLayer. ring: the decode kernel over a full ring, compared
+with lean over dense K/V of the same size.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from .models import Subject, load
 from .results import Results, add_options, command, conditions, find_device, progress
 from .runs import Prompt, compare, free, make_prompt, rewind, run, synchronize, twin
 
-PARTS = ("read", "ring", "update")  # in this order: a profiler, which the last needs, slows every launch after it
+PARTS = ("read", "ring", "update")  # in this order: the last needs a profiler, which slows all later launches
 POINTS = [10_000, 100_000, 300_000, 1_000_000]
 BLOCK = 100  # tokens of one generate()
 METHOD = "greedy generate() under patch(), 6th new token to last, streaming and dense blocks alternating, median"
 
 
 class Reader:
-    """A patched model, its rolling cache, and how far it has read."""
+    """A patched model, its rolling cache, and the text that it reads."""
 
     def __init__(self, subject: Subject, settings: Settings, longest: int, device: torch.device):
         options = {"window": settings.window, "sinks": settings.sinks}
@@ -66,7 +66,7 @@ class Reader:
         return self.cache.get_seq_length()
 
     def read(self, upto: int, chunk: int) -> float:
-        """Read to this token, in chunks; seconds it took."""
+        """Read up to this token, in chunks. Returns the seconds."""
         synchronize(self.device)
         began = time.perf_counter()
         with torch.no_grad():
@@ -77,7 +77,7 @@ class Reader:
         return time.perf_counter() - began
 
     def block(self, new: int = BLOCK, model=None, cache=None, **options):
-        """generate() `new` tokens from the next one of the text: one is given, the rest are the model's own."""
+        """generate() `new` tokens after the next token of the text."""
         stop = self.seen + 1
         prompt = Prompt(self.whole.ids[:, stop - 1 : stop], self.whole.mask[:, :stop], [stop])
         return run(model or self.model, prompt, new, cache or self.cache, **options)
@@ -86,7 +86,7 @@ class Reader:
         return run(self.dense, self.dense_prompt, BLOCK, rewind(self.dense_cache, self.dense_prompt))
 
     def _copy(self) -> RollingCache:
-        """The cache over again, in the same memory each time: the graph over it stays, and what is allocated does not grow."""
+        """A copy of the cache, always in the same memory: its graph stays valid, and no more memory is allocated."""
         if self.copied is None:
             self.copied = copy.deepcopy(self.cache)
         mine, its = self.cache.storage, self.copied.storage
@@ -98,7 +98,7 @@ class Reader:
         return self.copied
 
     def check(self) -> dict:
-        """Captured against uncaptured steps, from copies of the cache."""
+        """Compare captured with uncaptured steps, from copies of the cache."""
         captured = self.block(16, cache=self._copy(), logits=True)
         uncaptured = self.block(16, self.plain, self._copy(), logits=True)
         found = compare(captured, uncaptured)
@@ -111,12 +111,12 @@ class Reader:
 
 
 def measure_point(reader: Reader, point: int, args, results: Results) -> dict | None:
-    """Read to the point, generate args.steps tokens there in blocks; None where captured steps are wrong."""
+    """Read up to the point and generate args.steps tokens there in blocks; None if captured steps are wrong."""
     before = reader.seen
     row = {"tokens": point, "read_tokens": point - before, "read_s": reader.read(point, args.chunk)}
     row["check"] = reader.check()
     if not row["check"]["passed"]:
-        results.say(f"{point}: captured steps are not uncaptured ones: {row['check']}. They are not timed.")
+        results.say(f"{point}: captured steps differ from uncaptured ones: {row['check']}. They are not timed.")
         return None
     for _ in range(2):  # captures
         reader.block()
@@ -147,7 +147,7 @@ def read_summary(rows: list[dict]) -> dict:
 
 
 def read(args, results: Results, device: torch.device) -> bool:
-    """The text read and generated at each point; whether all was right."""
+    """Read the text and generate at each point. Returns whether all results were correct."""
     results.data["rows"] = []
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     results.data["dtype"] = str(dtype).removeprefix("torch.")
@@ -157,7 +157,7 @@ def read(args, results: Results, device: torch.device) -> bool:
     results.data |= {"shape": subject.name, "window": args.window, "sinks": args.sinks, "chunk": args.chunk}
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # why steps run uncaptured stands in the result
+            warnings.simplefilter("ignore")  # the result has why steps run uncaptured
             for point in progress(args.points, "text", "point"):
                 row = measure_point(reader, point, args, results)
                 if row is None:
@@ -169,7 +169,7 @@ def read(args, results: Results, device: torch.device) -> bool:
                 allocated = f", {row['memory_bytes'][-1]} bytes" if row["memory_bytes"] else ""
                 results.say(f"{point} tokens: {row['ms']:.3f} ms a token, dense {row['dense_ms']:.3f}{allocated}")
                 if results.left() < 20:
-                    results.say("no time for the points that are left")
+                    results.say("no time for the remaining points")
                     return False
     finally:
         reader.close()
@@ -177,7 +177,7 @@ def read(args, results: Results, device: torch.device) -> bool:
 
 
 def device_us(call, calls: int, device: torch.device) -> float:
-    """Microseconds of GPU time a call, launches not counted; of the host's clock on the CPU."""
+    """Microseconds of GPU time per call, without launches; of host time on the CPU."""
     for _ in range(3):
         call()
     if device.type != "cuda":
@@ -194,7 +194,7 @@ def device_us(call, calls: int, device: torch.device) -> float:
 
 
 def update(args, results: Results, device: torch.device) -> bool:
-    """One token written into full caches of 16 layers, 8 KV heads of 64: windows of 128 and 4096, ours and Transformers'."""
+    """Write one token into full caches of 16 layers, 8 KV heads of 64, windows of 128 and 4096: rolling and Transformers'."""
     from transformers.cache_utils import StaticSlidingWindowLayer
 
     layers, heads, head_dim = 16, 8, 64
@@ -208,7 +208,7 @@ def update(args, results: Results, device: torch.device) -> bool:
         def ours(ring=ring, states=token):
             step = steps.begin(ring)
             ring.begin(step, 1, states.shape[2], None, device)
-            step.asked = True  # there is no model here that would ask for a mask
+            step.asked = True  # no model requests a mask here
             written = [layer.update(states, states) for layer in ring.layers]
             steps.end(step)
             return written
@@ -243,7 +243,7 @@ def update(args, results: Results, device: torch.device) -> bool:
 
 
 def ring(args, results: Results, device: torch.device) -> bool:
-    """The decode kernel over a full ring, turning the sinks' query included, beside lean over dense K/V of the same size."""
+    """The decode kernel over a full ring, with re-rotation for the sinks, and lean over dense K/V of the same size."""
     rows = results.data["ring"] = []
     options = {"window": args.window, "sinks": args.sinks}
     for batch, head_dim in ((1, 64), (1, 128), (16, 128)):
@@ -251,7 +251,7 @@ def ring(args, results: Results, device: torch.device) -> bool:
         sets, us = timing.num_sets(shape.kv_bytes), max(7, shape.kv_bytes / shapes.READ)
         inputs = shapes.make_inputs(shape, sets, device)
         inv_freq = 500000.0 ** -(torch.arange(0, head_dim, 2, device=device) / head_dim)
-        ints = [shape.kv_len - 1, 0, shape.kv_len, NO_WINDOW, CAUSAL, 100_000]  # that many tokens were dropped
+        ints = [shape.kv_len - 1, 0, shape.kv_len, NO_WINDOW, CAUSAL, 100_000]  # number of dropped tokens
         spans = torch.tensor(ints, dtype=torch.int32, device=device).expand(batch, 1, 1, -1)  # without padding
 
         def over_ring(i, kernel=shapes.LEAN, inputs=inputs, spans=spans, inv_freq=inv_freq):
@@ -274,7 +274,7 @@ def ring(args, results: Results, device: torch.device) -> bool:
 
 
 def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.stream") -> int:
-    """Run the parts. Returns 0, 1 where something was wrong or time ran out, or 130 where it was interrupted."""
+    """Run the parts. Returns 0, 1 if a result was wrong or time ran out, or 130 if it was interrupted."""
     parser = argparse.ArgumentParser(prog=prog, description=__doc__.splitlines()[0])
     parser.add_argument(
         "--parts", type=lambda text: text.split(","), default=list(PARTS), help=f"of {','.join(PARTS)}; default all"
@@ -282,24 +282,24 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.stream
     parser.add_argument("--shape", default="1b", help="as of bench generate (default: %(default)s)")
     parser.add_argument("--window", type=int, default=4096, help="default: %(default)s")
     parser.add_argument("--sinks", type=int, default=4, help="default: %(default)s")
-    parser.add_argument("--chunk", type=int, default=8192, help="tokens read at once (default: %(default)s)")
+    parser.add_argument("--chunk", type=int, default=8192, help="tokens per chunk (default: %(default)s)")
     help_ = "tokens, growing; default " + ",".join(map(str, POINTS))
     parser.add_argument("--points", type=lambda text: [int(n) for n in text.split(",")], default=POINTS, help=help_)
-    parser.add_argument(
-        "--steps", type=int, default=2000, help="tokens generated one by one at each point (default: %(default)s)"
-    )
+    parser.add_argument("--steps", type=int, default=2000, help="tokens generated at each point (default: %(default)s)")
     add_options(parser, seconds=280)
     args = parser.parse_args(argv)
     if unknown := set(args.parts) - set(PARTS):
         parser.error(f"unknown parts {', '.join(sorted(unknown))}; known are {', '.join(PARTS)}.")
-    spent = args.steps + 5 * BLOCK  # each point generates some tokens that the next begins behind
+    spent = args.steps + 5 * BLOCK  # the next point begins after the tokens that a point generates
     if any(b - a < spent for a, b in zip([args.window, *args.points], args.points, strict=False)):
-        parser.error(f"--points grow by at least {spent} tokens from the window of {args.window} on; got {args.points}.")
+        parser.error(
+            f"--points must increase by at least {spent} tokens, from the window of {args.window} on; got {args.points}."
+        )
     device = find_device(args.device)
     torch.manual_seed(0)
     head = {"conditions": conditions(device, METHOD), "unit": "ms a token"}
     results = Results(args.out / "stream.json", args.seconds, command(prog, argv), device, **head)
-    results.take_over(parser)  # parts that are not run again stay
+    results.take_over(parser)  # other parts are kept
     parts = {"read": read, "ring": ring, "update": update}
     try:
         return 0 if all([parts[part](args, results, device) for part in PARTS if part in args.parts]) else 1

@@ -1,4 +1,4 @@
-"""Timing that flatters nobody: CUDA-graph replays over inputs larger than L2, rivals taking turns."""
+"""Timing of kernels: replays of CUDA graphs over inputs larger than L2, rivals alternating."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from collections.abc import Callable
 
 import torch
 
-L2_BYTES = 256 << 20  # the inputs of one round are at least this large, several times any L2
-ONE_SET_BYTES = 8 << 30  # one set as large as this leaves less than one percent of itself in L2
-REPLAY_US = 1000  # a replay takes at least about this long, so that its own launch (some 5 us) does not show
-SHAPE_SECONDS = 0.3  # what the repeats of one shape may take, as far as LEAST allows
+L2_BYTES = 256 << 20  # the inputs of one round are at least this large, several times the size of L2
+ONE_SET_BYTES = 8 << 30  # less than one percent of a set of this size stays in L2
+REPLAY_US = 1000  # a replay takes at least about this long, so that its launch (some 5 us) is negligible
+SHAPE_SECONDS = 0.3  # the longest time for the rounds of one shape, if LEAST allows it
 LEAST, MOST = 5, 15  # rounds
 
 METHOD = "CUDA-graph replays over inputs larger than L2, rivals alternating, median"
@@ -23,17 +23,17 @@ Run = Callable[[], object]
 
 
 def num_sets(bytes_per_set: int) -> int:
-    """How many sets of inputs to rotate through so that none is found in L2 when its turn comes again."""
+    """The number of input sets to cycle through, so that none is still in L2 when it is used again."""
     return 1 if bytes_per_set >= ONE_SET_BYTES else max(2, min(512, -(-L2_BYTES // bytes_per_set)))
 
 
 def num_calls(sets: int, us: float) -> int:
-    """Calls in one replay: every set equally often, for calls of about `us` microseconds."""
+    """The number of calls in one replay, a multiple of `sets`, for calls of about `us` microseconds."""
     return sets * max(1, math.ceil(REPLAY_US / (sets * us)))
 
 
 def record(call: Call, sets: int, calls: int, device: torch.device) -> Run:
-    """What runs `calls` calls, the i-th on input set i % sets: a CUDA graph's replay, or a plain loop on the CPU."""
+    """A function that runs `calls` calls, the i-th on input set i % sets: a replay of a CUDA graph, or a loop on the CPU."""
     if device.type != "cuda":
         return lambda: [call(i % sets) for i in range(calls)]
     stream = torch.cuda.Stream()
@@ -49,7 +49,7 @@ def record(call: Call, sets: int, calls: int, device: torch.device) -> Run:
             for i in range(calls):
                 call(i % sets)
     except RuntimeError:
-        # A capture that failed leaves torch's random numbers in capture mode; one that succeeds takes them out of it.
+        # A failed capture leaves torch's random generator in capture mode; a successful one ends it.
         with contextlib.suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph()):
             torch.zeros(1, device=device)
         raise
@@ -57,7 +57,7 @@ def record(call: Call, sets: int, calls: int, device: torch.device) -> Run:
 
 
 def elapsed_us(run: Run, device: torch.device) -> float:
-    """Microseconds of one run(), by the device's clock."""
+    """Microseconds of one run(), measured on the device."""
     if device.type != "cuda":
         began = time.perf_counter()
         run()
@@ -78,10 +78,10 @@ def time_rivals(
     most: int | None = None,
     seconds: float | None = None,
 ) -> dict[str, list[float]]:
-    """Microseconds a call of each rival, once a round; what record() made of it runs `calls` calls, or its own number of them.
+    """Microseconds per call of each rival in each round. A run, from record(), has `calls` calls, a number or one for each rival.
 
-    Rivals take turns within a round and go first in turn. The first round warms up and says how many there is time for: from
-    `least` to `most` rounds, in some `seconds`; LEAST, MOST and SHAPE_SECONDS where None.
+    Rivals alternate within a round, and each goes first in some rounds. The first round is the warm-up, from which the number of
+    rounds follows: from `least` to `most`, within about `seconds` (None: LEAST, MOST and SHAPE_SECONDS).
     """
     least, most = LEAST if least is None else least, MOST if most is None else most
     budget = SHAPE_SECONDS if seconds is None else seconds
@@ -90,13 +90,13 @@ def time_rivals(
     times: dict[str, list[float]] = {name: [] for name in runs}
     for round_ in range(rounds):
         for name in runs if round_ % 2 == 0 else reversed(runs):
-            its_calls = calls if isinstance(calls, int) else calls[name]
-            times[name].append(elapsed_us(runs[name], device) / its_calls)
+            replay_calls = calls if isinstance(calls, int) else calls[name]
+            times[name].append(elapsed_us(runs[name], device) / replay_calls)
     return times
 
 
 def host_us(call: Run, device: torch.device, calls: int = 200) -> float:
-    """Microseconds of the host's time that one call() takes to launch what it launches; call the device idle before."""
+    """Microseconds of host time of one call(), with an idle device before it."""
     for _ in range(10):
         call()
     if device.type == "cuda":
@@ -111,7 +111,7 @@ def host_us(call: Run, device: torch.device, calls: int = 200) -> float:
 
 
 def medians(times: dict[str, list[float]]) -> dict:
-    """The fields of a row: medians as "us", and the fastest and slowest round as "us_range"."""
+    """The fields of a row: "us", the medians, and "us_range", the fastest and the slowest round."""
     return {
         "us": {name: statistics.median(values) for name, values in times.items()},
         "us_range": {name: [min(values), max(values)] for name, values in times.items()},

@@ -1,4 +1,4 @@
-"""Words that the tables of results share: figures, machines, models, what measured them."""
+"""Common phrases of the tables of results: figures, machines, models, runs."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ NAMES = {
 
 
 def figure(value: float | None, digits: int = 1, unit: str = "") -> str | None:
-    """A number in words, without decimals from 1000 on."""
+    """A number as text, without decimals from 1000 on."""
     return None if value is None else f"{value:.{digits if abs(value) < 1000 else 0}f}{unit}"
 
 
 def on(result: dict) -> str:
-    """Device, versions and dtype, in a sentence."""
+    """Device, versions and dtype, as text."""
     at = result["conditions"]
-    # Before the dtype was recorded, all that ran on a GPU ran in bfloat16.
+    # Older results, without a dtype, ran in bfloat16 on a GPU.
     dtype = result.get("dtype") or ("bfloat16" if "NVIDIA" in at["device"] else None)
     versions = [f"{name} {at[name]}" for name in ("torch", "triton", "transformers")]
     unknown = [] if "measured_by" in result else ["driver and clocks not recorded"]
@@ -39,13 +39,13 @@ def method(result: dict) -> str:
 
 
 def model(result: dict) -> str:
-    """The model of a result in words."""
+    """The model of a result, as text."""
     name = NAMES.get(result["shape"], result["shape"])
     return f"{name}-shaped with random weights" if result.get("weights", "random") == "random" else name
 
 
 def mean(found: dict) -> str:
-    """A ratio of a summary in words."""
+    """A ratio of a summary, as text."""
     if not found["rows"]:
         return "not measured"
     return f"{found['geometric_mean']:.2f}x in geometric mean ({found['rows']} shapes, {found['smallest']:.2f}x at worst)"
@@ -54,7 +54,7 @@ def mean(found: dict) -> str:
 def microseconds(
     rows: Iterable[dict], names: dict[str, str], more: dict[str, Callable[[dict], str | None]], first: str = SHAPE
 ) -> str:
-    """A table of microseconds by kernel, with further columns."""
+    """A table of microseconds per kernel, with further columns."""
     lines = [
         [row["shape"], *(figure(row["us"].get(name)) for name in names), *(cell(row) for cell in more.values())] for row in rows
     ]
@@ -66,7 +66,7 @@ def by_method(result: dict) -> str:
 
 
 def same(rows: Iterable[dict]) -> str:
-    """Heads and head_dim of the rows, in words."""
+    """Heads and head_dim of the rows, as text."""
     rows = list(rows)
     values = {name: sorted({row[name] for row in rows}) for name in ("num_heads", "num_kv_heads", "head_dim")}
     heads, kv_heads, head_dim = (" or ".join(map(str, found)) for found in values.values())

@@ -56,7 +56,7 @@ def attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of the backend `name`, with gradients to q, k, v and sink_logits; arguments as `kernels.reference.attention`.
 
-    Gradients are summed in fp32 and have the dtypes of their tensors. On a GPU every run gives the same bits. Second derivatives
+    Gradients are summed in fp32 and have the dtypes of their tensors. On a GPU they are bitwise repeatable. Second derivatives
     raise RuntimeError.
     """
     refuse_tangents(q, k, v, sink_logits)
@@ -172,14 +172,14 @@ def _token_major(x: torch.Tensor, dim: int) -> torch.Tensor:
     return x.new_empty(batch, length, heads, dim).transpose(1, 2)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     name, q, k, v, spans, sink_logits, *static = inputs
     ctx.save_for_backward(q, k, v, *output, spans, sink_logits)
     ctx.name, ctx.static = name, static
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     q, k, v, out, lse, spans, sink_logits = ctx.saved_tensors
     _, needs_q, needs_k, needs_v, _, needs_sinks, *_ = ctx.needs_input_grad
     if dout is None and dlse is None:
@@ -196,7 +196,7 @@ def _differentiate(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | Non
     return None, *grads, None, dsink if needs_sinks else None, None, None, None, None
 
 
-_flash_attn.register_autograd(_differentiate, setup_context=_keep)
+_flash_attn.register_autograd(_backward, setup_context=_save_for_backward)
 
 
 def _refuse_second(ctx: Any, *grads: torch.Tensor | None) -> Any:

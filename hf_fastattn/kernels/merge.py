@@ -22,7 +22,8 @@ def merge(
         lse = log(sum_i exp(lse_i))      out = sum_i exp(lse_i - lse) out_i
 
     Up to rounding this is associative and commutative: parts may be merged in any order and any grouping, and what merge()
-    returns is again a part. Its identity is out 0 with lse -inf, attention over no keys: merged with it, a part stays as it is.
+    returns is again a part. Its identity is out 0 with lse -inf, attention over no keys: a part that is merged with it does not
+    change.
 
     outs: one tensor (batch, num_heads, q_len, head_dim) for each part, all of one dtype, or one stacked tensor. lses: one tensor
     (batch, num_heads, q_len) for each part, float32, the natural logarithm of the softmax denominator, as kernels return it with

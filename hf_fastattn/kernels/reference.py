@@ -135,12 +135,13 @@ def backward(
 ) -> Gradients:
     """Gradients of `attention` with respect to (q, k, v, sink_logits), exact, summed in fp32.
 
-    q, kv, spec, spans, sink_logits: what the forward was given, K and V as plain tensors; sinks and inv_freq have no gradients.
-    out, lse: what it returned. dout: the gradient of out, and dlse that of lse, None where it has none; of any strides. needs:
-    whether (q's, K's and V's) are wanted.
+    q, kv, spec, spans, sink_logits: the arguments of the forward pass, with plain K and V; sinks and inv_freq have no gradients.
+    out, lse: its results. dout, dlse: their gradients, of any strides; dlse is None if lse has no gradient. needs: whether the
+    gradients of (q, K and V) are needed.
 
-    Returns (dq, dk, dv, dsink_logits), each in the shape and the dtype of what it belongs to and None where not wanted or not
-    given; dq, dk and dv are stored token by token, as models have them. What sees nothing or is seen by nobody gets 0.
+    Returns (dq, dk, dv, dsink_logits), each in the shape and dtype of its tensor; None if not needed or if there is no such
+    tensor. dq, dk and dv are stored as (batch, length, heads, dim), as models expect. The gradient of a query that sees no key,
+    and of a key that no query sees, is 0.
 
         P = exp(S - lse)      delta = rowsum(dO * O) - dlse      dS = P * (dO V^T - delta) * softcap'(S)
         dV = P^T dO      dQ = scale * dS K      dK = scale * dS^T Q      dsink = -sum(exp(sink - lse) * delta)
@@ -167,7 +168,7 @@ def backward(
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
-    """In the dtype of all sums: fp32, or fp64 for the tests that let it through."""
+    """In the dtype of all sums: fp32, or fp64 in tests."""
     return x if x.dtype == torch.float64 else x.float()
 
 

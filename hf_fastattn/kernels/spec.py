@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 Result = torch.Tensor | Any  # of attention: out, or with return_lse the pair (out, lse), which the type does not express
-# Of q, k, v and sink_logits; None for what is not wanted or not given.
+# Of q, k, v and sink_logits; None for those that are not needed.
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 
@@ -50,7 +50,7 @@ PLAIN = Form("plain")
 
 
 def is_plain(form: Form) -> bool:
-    """Whether K and V of this form are plain tensors. Under torch.compile of 2.11 identity with PLAIN does not tell."""
+    """Whether K and V of this form are plain tensors. `is PLAIN` does not work under torch.compile in torch 2.11."""
     return form.load_k is None and form.load_v is None and form.unpack is None
 
 

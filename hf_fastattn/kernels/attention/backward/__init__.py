@@ -1,7 +1,8 @@
 """Gradients of attention in portable Triton, in two launches: `dq`, which also stores delta, then `dkdv`.
 
-They compute seven products instead of the five of a fused backward kernel. In return there are no atomics, every run gives the
-same bits, and as a rule delta is the only workspace. Scores are recomputed from lse, so memory grows linearly with the lengths.
+They compute seven products instead of the five of a fused backward kernel. In return there are no atomics, results are
+bitwise repeatable, and delta is as a rule the only workspace. Scores are recomputed from lse, so memory grows linearly with the
+lengths.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ def backward(
     lse = lse.contiguous()
     delta = torch.empty_like(lse)
     dq, _ = checks.empty_outputs(q, call.head_dim, False)
-    given = call.arguments()
-    del given["LOAD_K"], given["LOAD_V"]
-    given |= {"stride_ob": dout.stride(0), "stride_oh": dout.stride(1), "stride_om": dout.stride(2), "scale": call.scale}
-    given |= {"Q": q, "K": kv.k, "V": kv.v, "DOut": dout, "Lse": lse, "Delta": delta, "Spans": q if spans is None else spans}
+    arguments = call.arguments()
+    del arguments["LOAD_K"], arguments["LOAD_V"]
+    arguments |= {"stride_ob": dout.stride(0), "stride_oh": dout.stride(1), "stride_om": dout.stride(2), "scale": call.scale}
+    arguments |= {"Q": q, "K": kv.k, "V": kv.v, "DOut": dout, "Lse": lse, "Delta": delta, "Spans": q if spans is None else spans}
     busy = spans is not None or spec.softcap is not None
     for_dq = tables.backward_dq(q.device, q.dtype, call.width, call.q_len)
     for_dkdv = tables.backward_dkdv(q.device, q.dtype, call.width, call.kv_len, busy)
@@ -55,7 +56,7 @@ def backward(
     # Launched by Triton, without a cached Launch: the lengths of packed sequences change in every step.
     with torch.cuda.device_of(q):
         dq_kernel[(triton.cdiv(call.q_len, for_dq.BLOCK_M), call.num_heads, call.batch)](
-            **given,
+            **arguments,
             Out=out,
             DLse=lse if dlse is None else dlse.to(lse.dtype).contiguous(),
             DQ=dq,
@@ -68,7 +69,7 @@ def backward(
         )
         if needs[1]:
             dkdv_kernel[(blocks, call.num_kv_heads * splits, call.batch)](
-                **given,
+                **arguments,
                 DK=dk,
                 DV=dv,
                 C=call.constants(for_dkdv, packed=False),
