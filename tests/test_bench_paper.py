@@ -26,7 +26,7 @@ def test_backends_share_one_cache_and_are_checked_at_every_context(tmp_path, mon
         for checked in row["check"].values():
             assert checked["passed"] and checked["steps_replayed"] == 7 and checked["against_uncaptured"]["equal"] == 1
     outputs, prompt_s = result["summary"]["outputs"], result["summary"]["prompt_s"]
-    assert [output["new_tokens"] for output in outputs] == [20, 50]  # 60 is beyond what was measured
+    assert [output["new_tokens"] for output in outputs] == [20, 50]  # 60 is beyond the measured contexts
     for output in outputs:
         for name in paper_e2e.BACKENDS:
             whole = output["seconds"][name] + prompt_s[name]

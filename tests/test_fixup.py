@@ -1,6 +1,7 @@
-"""LeanAttention's fix-ups in one launch (benchmarks/fixup.py): right, repeatable, and still so after thousands of replays.
+"""LeanAttention's fix-ups in one launch (benchmarks/fixup.py) are correct and repeatable, also after thousands of replays.
 
-Where programs wait for one another the interpreter, which runs them in turn, would wait for ever: that variant runs on GPUs only.
+The interpreter runs programs one after another. Programs that wait for others would never end in it, so that variant runs only on
+GPUs.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from hf_fastattn.kernels.spec import call
 ON_GPU = DEVICE == "cuda"
 needs_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a CUDA GPU")
 needs_kernels = pytest.mark.skipif(not (ON_GPU or INTERPRETED), reason="needs a GPU or the interpreter")
-# Interpreted, the package's own launches are tested in test_kernels.py.
+# In the interpreter, test_kernels.py tests the launches of the package.
 NAMES = [pytest.param(name, marks=() if name == fixup.LAST_ARRIVER else needs_gpu) for name in fixup.VARIANTS]
 LONG, REPEATS = (5000, 3) if ON_GPU else (130, 1)
 REPLAYS = 10_000
@@ -36,7 +37,7 @@ def operands(batch, heads, kv_heads, head_dim, q_len, kv_len):
 
 
 def allowed(v: torch.Tensor) -> float:
-    """Four units of rounding at the scale of the values, as benchmarks allow."""
+    """Four units of rounding at the scale of the values, the tolerance of the benchmarks."""
     return 4 * torch.finfo(v.dtype).eps * v.abs().max().item()
 
 
@@ -64,12 +65,12 @@ def test_every_fixup_is_attention_and_repeatable(name, batch, heads, kv_heads, h
     torch.testing.assert_close(lse, expected_lse, rtol=0, atol=1e-4)
     for _ in range(REPEATS):
         assert torch.equal(fixup.VARIANTS[name](q, k, v, spans), first)
-    assert not fixup.flags_of(q.device).any(), "what programs told each other is left over"
+    assert not fixup.flags_of(q.device).any(), "flags were not reset"
 
 
 @needs_gpu
 def test_replays_stay_right_while_lengths_change_on_the_device():
-    """Each replay moves the rows' starts, runs every fix-up, and compares: within a fix-up bit for bit."""
+    """Each replay changes the starts of the rows, runs every fix-up, and compares; the two runs of a fix-up bitwise."""
     capacity, batch = 16 << 10, 3
     q, k, v = operands(batch, 8, 4, 64, 1, capacity)
     spans = build_spans(batch, 1, capacity, q.device, q_offset=capacity - 1).expand(batch, -1, -1, -1).contiguous()
@@ -124,7 +125,7 @@ def test_a_grid_that_does_not_fit_is_refused_and_does_not_hang():
 def test_partials_are_published_after_a_barrier(name, arch, monkeypatch, tmp_path):
     from test_compile_offline import SHARED_LIMIT, compiling, read
 
-    monkeypatch.setattr(fixup, "INTERPRETED", True)  # else CPU tensors run the reference
+    monkeypatch.setattr(fixup, "INTERPRETED", True)  # otherwise CPU tensors run the reference
     monkeypatch.setattr(fixup, "prepare", fixup.prepare.__wrapped__)
     q, k = torch.zeros(4, 8, 1, 128, dtype=torch.bfloat16), torch.zeros(4, 8, 2048, 128, dtype=torch.bfloat16)
     with compiling(fixup, ("fixup_kernel",), arch) as compiled:

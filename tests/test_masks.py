@@ -230,7 +230,7 @@ PACKS = {  # how a model is told of them
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", ["llama", "qwen2"])  # all layers alike; one with a window, one without
+@pytest.mark.parametrize("family", ["llama", "qwen2"])  # one kind of layer; one with a window and one without
 @pytest.mark.parametrize("use_cache", [False, True])
 @pytest.mark.parametrize("how", PACKS)
 def test_packed_sequences_do_not_see_one_another(how, use_cache, family, device):

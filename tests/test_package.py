@@ -1,4 +1,4 @@
-"""What pyproject.toml declares, and the README that the package index gets."""
+"""The requirements in pyproject.toml, and the README of the package index."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def test_what_is_imported_is_declared():
-    requirements = [*PROJECT["dependencies"], "datasets"]  # which comes with lm-eval
+    requirements = [*PROJECT["dependencies"], "datasets"]  # installed with lm-eval
     for extra in PROJECT["optional-dependencies"].values():
         requirements += extra
     declared = {re.match(r"[\w-]+", requirement)[0].replace("-", "_") for requirement in requirements}

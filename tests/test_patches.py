@@ -1,4 +1,4 @@
-"""patch(), unpatch() and the decode graph, on the CPU with a stand-in for CUDA graphs that repeats operations and not Python."""
+"""patch(), unpatch() and the decode graph, on the CPU with a fake CUDA graph that repeats operations without Python."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def generate(model, inputs, **options):
 
 
 def state(model) -> dict:
-    """Everything patch() may touch: each module's own attributes and the attention every configuration asks for."""
+    """Everything that patch() may change: the attributes of each module, and the attention in every configuration."""
     found = {}
     for name, module in model.named_modules():
         for key, value in vars(module).items():
@@ -75,7 +75,7 @@ MODES = {
 }
 
 
-# Every family and padding greedily, and the other modes where the two kinds of layer are.
+# Every family and padding greedily; the other modes for the two kinds of layer.
 CASES = [(name, "greedy", padding) for name in FAMILIES for padding in PADDINGS]
 CASES += [(name, mode, "left_padding") for name in ("llama", "qwen2") for mode in MODES if mode != "greedy"]
 
@@ -90,7 +90,7 @@ def test_captured_tokens_equal_eager(captured, name, mode, padding):
         for _ in range(2):
             assert torch.equal(generate(model, inputs, **MODES[mode]), expected)
         assert (patch.captures, patch.reasons) == (1, [])
-        assert patch.replays == 2 * (NEW - 1) - 1  # all steps but the prefills and the warm-up
+        assert patch.replays == 2 * (NEW - 1) - 1  # all steps except the prefills and the warm-up
 
 
 DIRECT = {
@@ -145,10 +145,10 @@ def test_a_second_call_of_another_length_neither_reallocates_nor_recaptures(capt
         generate(llama, prompts("no_padding", "cpu", length=96))
         (storage,) = patch._graphs.entries
         where = [layer.keys.data_ptr() for layer in storage.layers]
-        del storage  # who holds it owns it
+        del storage  # a referenced storage is not reused
         for length in (40, 130, 25):
             generate(llama, prompts("no_padding", "cpu", length=length))
-            # From here on Dynamo may stand in Python's calls, and each holds a reference more than it did.
+            # From now on Dynamo may intercept Python's calls, and each then has one more reference.
             with contextlib.suppress(torch._dynamo.exc.Unsupported):
                 torch.compile(lambda x: torch._dynamo.graph_break() or x, backend="eager", fullgraph=True)(torch.ones(1))
         (storage,) = patch._graphs.entries
@@ -158,7 +158,7 @@ def test_a_second_call_of_another_length_neither_reallocates_nor_recaptures(capt
 
 @pytest.mark.parametrize("padding", ["left_padding", "holes"])
 def test_a_mask_is_part_of_the_graph(captured, llama, monkeypatch, padding):
-    """Nothing is made of it outside, and prompts of other lengths leave nothing behind in it."""
+    """No mask is built outside of the graph, and prompts of other lengths leave no values in it."""
     monkeypatch.setattr(hf_fastattn.hf, "decode_mask", None)
     lengths = (60, 96, 30)
     llama.set_attn_implementation("eager")
@@ -194,7 +194,7 @@ def test_a_model_cast_between_calls_gets_new_buffers(captured, llama):
         got = generate(llama, inputs)
         assert patch.captures == 2 and not patch.reasons
         assert {storage.layers[0].keys.dtype for _, storage in patch._generation.pool.idle} == {torch.bfloat16}
-    # Rounding picks other tokens in the end, but not at once.
+    # Rounding changes tokens eventually, but not at the beginning.
     assert torch.equal(got[:, :98], generate(llama, inputs)[:, :98])
 
 
@@ -252,7 +252,7 @@ def test_a_copied_cache_goes_its_own_way(captured, llama):
         for _ in range(3):
             assert torch.equal(generate(llama, {"input_ids": ids}, past_key_values=copy.deepcopy(prompt)), expected)
         assert prompt.get_seq_length() == inputs["input_ids"].shape[1]
-        assert patch.captures == 3  # each copy has addresses of its own
+        assert patch.captures == 3  # each copy has other addresses
 
 
 def test_output_scores_and_logits_are_not_overwritten(captured, llama):
@@ -352,7 +352,7 @@ def test_adapters(captured):
     assert not torch.equal(expected[0], expected[1])
     with hf_fastattn.patch(model) as patch:
         assert all(torch.equal(a, b) for a, b in zip(all_ways(), expected, strict=True))
-        assert patch.captures == 3 and not patch.reasons  # one for each way, none again
+        assert patch.captures == 3 and not patch.reasons  # one for each way, and none the second time
     assert "_prepare_cache_for_generation" not in vars(model.get_base_model())
 
 
@@ -402,7 +402,7 @@ def test_what_cannot_be_captured_runs_uncaptured_with_the_reason(captured, llama
         if what == "hidden":
             assert len(got.hidden_states) == NEW
             del options["output_hidden_states"]
-            generate(llama, inputs, **options)  # the hooks Transformers leaves behind are asleep
+            generate(llama, inputs, **options)  # the hooks that Transformers leaves are inactive
             assert patch.captures == 1
 
 
@@ -447,7 +447,7 @@ def test_settings_made_while_patched_stay(llama):
 
 
 def test_nothing_else_changes(captured, llama):
-    twin = LlamaForCausalLM(llama.config).eval()  # of the very same configuration object
+    twin = LlamaForCausalLM(llama.config).eval()  # with the same configuration object
     before = state(twin), dict(vars(type(llama))), dict(vars(type(llama).__mro__[2]))
     with hf_fastattn.patch(llama):
         assert twin.config._attn_implementation == "sdpa"
@@ -479,7 +479,7 @@ def test_a_deepcopy_is_patched_on_its_own(captured, llama):
 
 
 def test_rehearsals_of_two_models_leave_the_process_as_it_was(monkeypatch):
-    """Warnings and torch's sync debug mode are the process's: neither thread may put back what it found of the other's."""
+    """Warnings and torch's sync debug mode are global: a thread must not restore the value that the other one has set."""
     mode = ["default"]
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: mode[0])
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda new: mode.__setitem__(0, new))
@@ -488,7 +488,7 @@ def test_rehearsals_of_two_models_leave_the_process_as_it_was(monkeypatch):
 
     def first():
         first_is_in.set()
-        second_is_in.wait(0.2)  # which it is not to be before the first is out
+        second_is_in.wait(0.2)  # times out: the second must not begin before the first has ended
 
     def second():
         second_is_in.set()
@@ -515,7 +515,7 @@ def test_rehearsals_of_two_models_leave_the_process_as_it_was(monkeypatch):
 
 
 def test_a_prompt_read_one_by_one_is_captured_from_its_second_token(monkeypatch):
-    """Without a mask nobody says how long the prompt is: the first token of an empty cache is no decode step."""
+    """Without a mask the length of the prompt is unknown: the first token of an empty cache is not a decode step."""
     fake_graph.use(monkeypatch)
     model = tiny("llama", "sdpa")
     inputs = {"input_ids": prompts("no_padding", "cpu")["input_ids"]}
@@ -617,7 +617,7 @@ def test_an_interrupted_rehearsal_leaves_the_cache_as_it_was(options, monkeypatc
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_a_failed_rehearsal_leaves_the_pools_buffers_as_they_were(error, monkeypatch):
-    """Which has counted on the device already; the next call may ask for the very count that the host still holds."""
+    """The rehearsal has already counted on the device, and the next call may need the count that the host has."""
     fake_graph.use(monkeypatch)
     model = tiny("llama", "sdpa")
     padded, plain = prompts("left_padding", "cpu"), prompts("no_padding", "cpu")
@@ -640,9 +640,9 @@ def test_a_failed_rehearsal_leaves_the_pools_buffers_as_they_were(error, monkeyp
 
 
 def test_linear_layers_are_told_that_they_are_in_a_graph(monkeypatch):
-    """When they are: not while a prompt is read, and not in what runs uncaptured. Nor are any changed where there is no graph."""
+    """Only inside a graph: not in prefill, and not in uncaptured steps. Without graphs no layer is changed."""
     fake_graph.use(monkeypatch)
-    model, seen = tiny("llama"), queue.SimpleQueue()  # not a list: a step that changes what its own code holds is not captured
+    model, seen = tiny("llama"), queue.SimpleQueue()  # not a list: a step that changes the closure of its code is not captured
     own = model.lm_head.forward
     model.lm_head.forward = lambda x: (seen.put(steps.captured()), own(x))[1]
     inputs = prompts("no_padding", "cpu", rows=1)
@@ -698,7 +698,7 @@ def test_buffers_that_come_back_after_undo_are_not_kept():
 
 
 def test_a_pool_that_its_last_graph_has_left_takes_no_other(monkeypatch):
-    """Also where another pool's graph lives on, from before a capture that failed. Its stream does not stay current."""
+    """Also if a graph of another pool still exists, from before a failed capture. Its stream does not stay current."""
     pools, failing, current = [], [], []
 
     @contextlib.contextmanager
@@ -743,7 +743,7 @@ def test_a_patched_model_is_freed_with_its_graphs(captured):
     patch = hf_fastattn.patch(model)
     generate(model, prompts("no_padding", "cpu"))
     gone = weakref.ref(model)
-    patch._graphs.clear()  # what a CUDA graph holds is memory, where the stand-in holds Python objects
+    patch._graphs.clear()  # a CUDA graph keeps memory, but the fake one keeps Python objects
     del model
     gc.collect()
     assert gone() is None and "deleted" in str(patch)
@@ -821,7 +821,7 @@ def test_caches_of_another_model_or_batch(llama):
 
 
 def phi(**own):
-    """A tiny Phi-3, which drops its cache where the text passes original_max_position_embeddings."""
+    """A tiny Phi-3, which drops its cache when the text becomes longer than original_max_position_embeddings."""
     return tiny("phi3", "sdpa", original_max_position_embeddings=40, **own)
 
 
@@ -835,7 +835,7 @@ def test_a_cache_that_the_model_drops_is_emptied_and_kept(captured, length, chun
             found = generate(model, inputs, **options)
             assert torch.equal(found.sequences, expected)
             assert isinstance(found.past_key_values, PreallocatedCache)
-            del found  # and with it the cache, which the next call takes
+            del found  # and with it the cache, whose storage the next call reuses
         assert patch.captures == 1
     assert "prepare_inputs_for_generation" not in vars(model)
 

@@ -1,4 +1,4 @@
-"""Machines unlike ours: without Triton (macOS, Windows), with a GPU that is too old, AMD's, Intel's or Apple's."""
+"""Other machines: without Triton (macOS, Windows), with an old GPU, or with a GPU of AMD, Intel or Apple."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hf_fastattn.kernels.host import gpu as host_gpu
 
 ROOT = Path(__file__).parent.parent
 
-# Three ways in which `import triton` can fail. The last is that of a machine where it is not installed.
+# Three ways in which `import triton` fails. The last is that of a machine without Triton.
 BLOCKS = {
     "a name set to None": "sys.modules['triton'] = None",
     "a finder that refuses": """
@@ -93,7 +93,7 @@ def test_without_triton_the_twins_run(block):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Pretend that the GPU is another one; tensors on it have no memory."""
+    """Simulate another GPU; tensors on it have no memory."""
     host_gpu.arch.cache_clear()
 
     def set_up(capability=(7, 5), hip=None):
@@ -121,7 +121,7 @@ def test_every_way_in_says_which_gpus_it_is_for(gpu, monkeypatch, capsys, machin
     shape = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "dtype": torch.float16}
     model = tiny("llama", "sdpa", num_hidden_layers=1)
     with FakeTensorMode():
-        # Of a shape that no other test has: launches are remembered, with the answer to what is asked here.
+        # A shape that no other test uses: launches are cached, together with the result of the check.
         q = torch.empty(1, 4, 3, 56, dtype=torch.float16, device="cuda")
         short = torch.empty(1, 4, 1, 56, dtype=torch.float16, device="cuda")
         for name in set(hf_fastattn.names()) - {"reference"}:
@@ -129,7 +129,7 @@ def test_every_way_in_says_which_gpus_it_is_for(gpu, monkeypatch, capsys, machin
                 with pytest.raises(RuntimeError, match=says):
                     hf_fastattn.get(name)(queries, q, q)
                 if name != "streaming":
-                    with pytest.raises(RuntimeError, match=says):  # set_attn_implementation(), and then a forward
+                    with pytest.raises(RuntimeError, match=says):  # set_attn_implementation() followed by a forward
                         interface.attention_forward(name, model, queries, q, q, None)
             assert re.search(says, hf_fastattn.get(name).why_not(**shape))
         assert hf_fastattn.get("reference").why_not(**shape) is None
@@ -146,7 +146,7 @@ def test_every_way_in_says_which_gpus_it_is_for(gpu, monkeypatch, capsys, machin
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_what_has_a_twin_runs_it_there(gpu, machine):
-    """The spans of a mask, say, come before the attention that refuses."""
+    """For example, the spans of a mask are built before attention refuses the device."""
     gpu(**MACHINES[machine][0])
     assert not host_gpu.on_gpu(torch.device("cuda"))
     gpu((8, 0))
@@ -155,7 +155,7 @@ def test_what_has_a_twin_runs_it_there(gpu, machine):
 
 
 def test_two_gpus_of_one_machine_may_differ(gpu, monkeypatch):
-    """A T4 beside an H100: what ran on one is not taken for what runs on the other."""
+    """A T4 and an H100: the result of a check on one is not used for the other."""
     gpu()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0) if device.index == 0 else (7, 5))
     kernel = hf_fastattn.get("lean").prefill

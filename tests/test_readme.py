@@ -1,4 +1,4 @@
-"""The README, the documentation and the package say the same."""
+"""The README, the documentation and the package agree."""
 
 import inspect
 import json
@@ -94,7 +94,7 @@ def _train_streaming():
 
 SHAPE = (1, 2, 4, 64)
 T5 = {"d_model": 64, "num_heads": 4, "num_layers": 2, "decoder_start_token_id": 0}
-REFUSED = {  # a row of the table, by a part of what is asked: how to ask
+REFUSED = {  # a part of the request in a row of the table: code for the request
     "an unknown backend": lambda: hf_fastattn.get("leen"),
     "require grad": lambda: _lean(SHAPE, SHAPE, SHAPE, requires_grad=True),
     "create_graph": lambda: _second(),
@@ -205,7 +205,7 @@ def test_results_are_of_a_gpu_and_say_how_they_were_made():
         if path.exists():
             result = json.loads(path.read_text())
             assert "NVIDIA" in result["conditions"]["device"], name
-            if name == "accuracy":  # which `hf-fastattn eval` wrote
+            if name == "accuracy":  # written by `hf-fastattn eval`
                 assert f"limit {result['conditions']['limit']:.0f}" in page("results.md")
                 continue
             assert all("bench" in command for command in result["commands"]), name

@@ -1,4 +1,4 @@
-"""The reference in parts: long inputs take bounded memory, and what is computed is the same."""
+"""The reference in parts: the memory for long inputs is bounded, and the result is the same."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hf_fastattn.kernels.spans import build_spans
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of tensors that operations inside have made and that live on, and their peak."""
+    """Counts the live bytes of the tensors that operations inside have created, and their peak."""
 
     def __init__(self):
         super().__init__()
@@ -50,7 +50,7 @@ def test_32k_queries_and_keys_take_little_memory():
     span = build_spans(1, n, n, q.device, attention_mask=torch.ones(1, n, dtype=torch.bool))
     with LiveBytes() as memory:
         out = attention(q, k, v, span, window=2000)
-    assert out.nbytes < memory.peak < 64 << 20  # scores of one query head alone would be 4 GiB
+    assert out.nbytes < memory.peak < 64 << 20  # the scores of one query head would be 4 GiB
     for i in (0, 1999, 2000, 20_000, n - 1):
         first = max(0, i - 1999)
         scores = q[0, :, i] @ k[0, 0, first : i + 1].T * 8**-0.5
@@ -68,7 +68,7 @@ def test_in_parts(case, scores, device, monkeypatch):
     monkeypatch.setattr(reference, "SCORES_AT_ONCE", scores)
     check_case(REFERENCE, case, device)
     parts = attention(*inputs_of(x), **x.options)
-    # Products round otherwise in other shapes.
+    # The rounding of products depends on shapes.
     torch.testing.assert_close(parts, whole, **{"rtol": 0, "atol": 2e-5} if case.dtype == "fp32" else {})
 
 

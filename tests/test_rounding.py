@@ -1,4 +1,4 @@
-"""The verdict in float32: what rounds otherwise, as another machine's products do, is equal; what computes otherwise is not."""
+"""The verdict in float32: results with other rounding, as on another machine, are equal; other computations are not."""
 
 import math
 
@@ -49,7 +49,7 @@ def scores(run: Run) -> dict:
 
 
 def noisy(model, size: float):
-    """The model, whose logits are off by `size` at random wherever our attention runs."""
+    """The model with random errors of `size` in its logits when attention of the package runs."""
 
     def off(module, arguments, out):
         return out + size * torch.randn_like(out) if model.config._attn_implementation == "lean" else out
@@ -60,7 +60,7 @@ def noisy(model, size: float):
 
 @pytest.mark.parametrize("sign", [1, -1, 0])
 def test_log_likelihoods_off_by_a_few_units_in_the_last_place_are_equal(tokenizer, small, monkeypatch, sign):
-    """Perplexities per word are not even close to their old selves then: they are what decided once."""
+    """Perplexities per word change much more then, and an earlier version decided by them."""
     from lm_eval.models.huggingface import HFLM
 
     model, draw = checkpoint.model(), torch.Generator().manual_seed(0)
@@ -85,7 +85,7 @@ def test_log_likelihoods_off_by_a_few_units_in_the_last_place_are_equal(tokenize
 
 
 def test_ties_decided_otherwise_are_equal_and_told(tokenizer, small):
-    """Every token of this model has a twin with the same logit, and rounding says which of the two is the likeliest."""
+    """Every token of this model has the same logit as another one, and rounding decides which of the two is chosen."""
     model = noisy(checkpoint.model(), 1e-6)
     with torch.no_grad():
         head = model.get_output_embeddings().weight
@@ -122,11 +122,11 @@ def test_a_scale_off_by_a_thousandth_differs(tokenizer, small, monkeypatch):
 
 
 def test_what_is_measured_is_rounding_of_this_model(tokenizer):
-    """It is more than float32 is off, far less than weights in 16 bits are, and moves with the weights."""
+    """It is larger than the error of float32, much smaller than that of 16-bit weights, and depends on the weights."""
     model = checkpoint.model()
     ids = tokenizer(data.text()[:200], return_tensors="pt")["input_ids"]
     found = rounding.measure(model, [ids[0]], 200)
-    assert found.unit == 2**-24 and rounding.measure(model, [ids[0]], 200) == found  # and no luck in it
+    assert found.unit == 2**-24 and rounding.measure(model, [ids[0]], 200) == found  # and it is deterministic
     assert not any(module._forward_hooks for module in model.modules())
 
     def lls(its):
@@ -165,7 +165,7 @@ def test_texts_part_at_ties_or_they_differ():
 
     within = Rounding(margin=1e-5)
     assert pairs.part_at_ties(made(1, 2, 3), made(1, 5, 9), within)
-    assert not pairs.part_at_ties(made(1, 2, 3), made(1, 2, 3), within)  # nothing parts
+    assert not pairs.part_at_ties(made(1, 2, 3), made(1, 2, 3), within)  # no difference
     assert not pairs.part_at_ties(made(1, 2, 3), made(4, 2, 3), within)
     assert not pairs.part_at_ties(made(1, 2, 3, leads=()), made(1, 5, 3), within)  # sampled
     assert not pairs.part_at_ties(made(1, 2, 3), {}, within)

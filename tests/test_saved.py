@@ -1,4 +1,4 @@
-"""Caches in files: read as they were written, and refused in a sentence where no cache of the model can have written them."""
+"""Caches in files: loaded as they were saved; files that no cache of the model can have written are refused with a message."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def test_save_and_load(tmp_path, name):
         assert loaded.get_seq_length() == inputs["input_ids"].shape[1]
         assert torch.equal(generate(model, asked, past_key_values=loaded), expected)
     loaded = PreallocatedCache.load(tmp_path / "prompt.safetensors", model)
-    loaded.batch_select_indices(torch.tensor([2]))  # before it has a device
+    loaded.batch_select_indices(torch.tensor([2]))  # before its tensors are on a device
     one = {key: tensor[2:] for key, tensor in asked.items()}
     assert torch.equal(generate(model, one, past_key_values=loaded), expected[2:])
 
 
 @pytest.mark.parametrize("name", ["llama", WINDOWED])
 def test_a_loaded_cache_moves_its_window_and_gives_tokens_back(name, tmp_path):
-    """Before its K and V have gone to their device: in the first forward, or before there is one."""
+    """Before its K and V are moved to their device: in the first forward, or before it."""
     model, file = family(name, "cpu"), tmp_path / "tokens.safetensors"
     model.set_attn_implementation("sdpa")
     ids = torch.cat([prompts("no_padding", "cpu", rows=1, length=220)["input_ids"]] * 3, 1)
@@ -106,7 +106,7 @@ def _seen(**counts) -> dict:
     return {"seen": json.dumps({name.removeprefix("_"): count for name, count in counts.items()})}
 
 
-# What is changed in the metadata, and in the tensors; what the refusal says.
+# Changes to the metadata and to the tensors, and the message of the refusal.
 LIES = {
     "fewer seen": (_seen(_0=1, _1=1), {}, "gives 1 as the number of tokens"),
     "more seen": (_seen(_0=97, _1=97), {}, "gives 97 as the number of tokens, .* at least 97; 0.keys has 96"),
@@ -174,7 +174,7 @@ def test_what_is_no_file_of_ours_is_refused(tmp_path, saved):
 
 
 def test_a_window_of_a_saved_cache_may_have_moved(tmp_path):
-    """A sliding layer keeps what its window needs, or more; less, or more than it saw, it cannot have written."""
+    """A sliding layer keeps at least the tokens of its window, and at most all that it saw; other files are refused."""
     from safetensors.torch import save_file
 
     model, path = family(WINDOWED, "cpu"), tmp_path / "tokens"

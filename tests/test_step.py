@@ -1,4 +1,4 @@
-"""The step under way: one for each forward over a cache of ours, in its thread, whatever happens in it."""
+"""The current step: one for each forward over a cache of the package, per thread, also after errors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ both_caches = pytest.mark.parametrize("options, cache_type", PATCHES, ids=["stat
 
 @contextmanager
 def inside(model, then):
-    """Inside, the model's second layer calls `then` before it runs."""
+    """Inside, the second layer of the model calls `then` before it runs."""
     handle = model.model.layers[1].register_forward_pre_hook(lambda *_: then())
     try:
         yield
@@ -46,7 +46,7 @@ def test_a_step_lasts_as_long_as_a_forward(options, cache_type):
         with inside(model, lambda: seen.append(steps.innermost())):
             model(IDS, past_key_values=cache)
             model(IDS[:, :1], past_key_values=cache)
-            model(IDS)  # a cache of Transformers'
+            model(IDS)  # with a cache of Transformers
         assert [step and step.storage for step in seen] == [cache.storage, cache.storage, None]
         assert seen[0] is not seen[1] and steps.innermost() is None
     assert not model._forward_pre_hooks and not model._forward_hooks and not model._forward_hooks_always_called
@@ -63,7 +63,7 @@ def test_each_thread_has_its_own(options, cache_type):
         found[name] = steps.innermost()
 
     def look():
-        waiting.wait()  # both are in the middle of a forward
+        waiting.wait()  # both are inside a forward
         found[threading.get_ident()] = steps.innermost().storage
         waiting.wait()
 
@@ -96,7 +96,7 @@ def test_the_mode_of_a_graph_is_that_of_its_thread():
 
 @both_caches
 def test_steps_nest(options, cache_type):
-    """A model that runs in the middle of another's forward, as an assistant or a tower might."""
+    """A model that runs inside the forward of another one, like an assistant model or a vision tower."""
     outer, inner = tiny("llama"), tiny("llama", num_hidden_layers=3)
     with hf_fastattn.patch(outer, **options), hf_fastattn.patch(inner, **options), torch.no_grad():
         expected = [model(ids, past_key_values=cache_type(model)).logits for model, ids in ((outer, IDS), (inner, IDS[:, :9]))]
@@ -110,7 +110,7 @@ def test_steps_nest(options, cache_type):
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, GeneratorExit])
 @both_caches
 def test_a_forward_that_raises_leaves_no_step(options, cache_type, error):
-    """Not even one that torch calls no hooks for, which a later forward clears away."""
+    """Also for an error after which torch calls no hooks; then the next forward removes the step."""
     model = tiny("llama")
 
     def fail():
@@ -184,7 +184,7 @@ def test_layers_that_checkpointing_computes_again_find_none():
 
 
 class NegatedLayer(Layer):
-    """Keeps -V, and shows the kernels so."""
+    """Stores -V, and tells the kernels by its form."""
 
     def update(self, key_states, value_states, *args, **kwargs):
         both = super().update(key_states, -value_states)

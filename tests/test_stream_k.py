@@ -1,4 +1,4 @@
-"""lean over any number of queries: when it is chosen, and that what it computes is attention."""
+"""Stream-K over many queries: when `lean` is chosen for prefill, and that its results are correct."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def hopper(monkeypatch):
     [
         ({"q_len": 17, "kv_len": 65536}, "lean"),
         ({"q_len": 64, "kv_len": 65536}, "lean"),
-        ({"q_len": 128, "kv_len": 65536}, "prefill_hopper"),  # which cuts K and V as well
+        ({"q_len": 128, "kv_len": 65536}, "prefill_hopper"),  # which also splits K and V
         ({"q_len": 256, "kv_len": 65536, "kv_heads": 32}, "prefill_hopper"),
         ({"q_len": 1, "kv_len": 8192, "heads": 71, "kv_heads": 1, "head_dim": 64}, "lean"),
-        ({"q_len": 512, "kv_len": 65536}, "prefill_hopper"),  # one block for almost each SM
+        ({"q_len": 512, "kv_len": 65536}, "prefill_hopper"),  # almost one block per SM
         ({"q_len": 1024, "kv_len": 8192}, "prefill_hopper"),
-        ({"q_len": 512, "kv_len": 512}, "prefill_hopper"),  # a prompt: too short for a merge
+        ({"q_len": 512, "kv_len": 512}, "prefill_hopper"),  # too short for a merge
         ({"q_len": 300, "kv_len": 300, "batch": 16}, "prefill_hopper"),
-        ({"q_len": 17, "kv_len": 65536, "batch": 64}, "lean"),  # packs the heads of a group
+        ({"q_len": 17, "kv_len": 65536, "batch": 64}, "lean"),  # lean packs the heads of a group
         ({"q_len": 300, "kv_len": 2048, "batch": 16}, "prefill_hopper"),
         ({"q_len": 17, "kv_len": 65536, "head_dim": 256}, "lean"),
         ({"q_len": 17, "kv_len": 65536, "head_dim": 512}, "prefill"),
@@ -58,9 +58,9 @@ def test_the_kernel_that_is_estimated_fastest_runs(shape, chosen, hopper):
 def test_the_hopper_kernel_cuts_blocks_that_leave_much_of_the_gpu_idle(hopper):
     splits = {q_len: splits_of(*operands(q_len, 65536), Spec())[0] for q_len in (128, 256, 384, 512, 640, 1024, 4096)}
     assert splits[128] == 4 and splits[256] == 2 and splits[384] == splits[640] == 4
-    assert splits[512] == splits[1024] == splits[4096] == 1  # whole waves
+    assert splits[512] == splits[1024] == splits[4096] == 1  # full waves
     costs = [splits_of(*operands(q_len, 65536), Spec())[1] for q_len in range(65, 2048)]
-    assert all(b <= 1.6 * a for a, b in zip(costs, costs[128:], strict=False) if a > 2 * costs[0])  # no cliff
+    assert all(b <= 1.6 * a for a, b in zip(costs, costs[128:], strict=False) if a > 2 * costs[0])  # the cost has no large step
     assert splits_of(*operands(256, 65536), Spec(window=256))[0] == 1
     assert splits_of(*operands(512, 512), Spec())[0] == 1
 
@@ -79,7 +79,7 @@ def test_sinks_of_wide_heads_spill_but_on_hopper(hopper, monkeypatch):
 
 
 def test_what_is_chosen_runs(monkeypatch):
-    """Whatever `choice` names is called, with the arguments of the call."""
+    """The kernel that `choice` returns is called, with the arguments of the call."""
     monkeypatch.setattr(TritonKernel, "where", lambda self, device: "the Triton kernel")
     called = []
     monkeypatch.setattr(TritonKernel, "choice", lambda self, q, kv, spec: ("lean", None))

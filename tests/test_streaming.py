@@ -1,4 +1,4 @@
-"""Streaming: logits against a reference in fp64 that rotates every kept key anew at every token, however it is fed."""
+"""Streaming: logits for any chunks, compared with a reference in fp64 that rotates every kept key again at every token."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ if INTERPRETED:
     FAMILIES = {name: FAMILIES[name] for name in ("llama", "glm_interleaved_partial")}
 
 
-# What the interpreter's few milliseconds a tile would buy nothing for.
-host_work = pytest.mark.skipif(INTERPRETED, reason="the same with the twin and with an interpreted kernel")
+# Tests for which interpreted kernels, which take milliseconds per tile, are not needed.
+host_work = pytest.mark.skipif(INTERPRETED, reason="the same with the reference and with an interpreted kernel")
 
 
 def make(name: str, device) -> torch.nn.Module:
@@ -68,19 +68,19 @@ def tokens(rows: int, length: int, device) -> torch.Tensor:
     return torch.randint(2, models.VOCAB, (rows, length), generator=torch.Generator().manual_seed(3)).to(device)
 
 
-# The reference. Its model is fed one token at a time, always as if it stood at position 0, so that nothing is rotated; what
-# the first and the last tokens are rotated by is decided anew at each token, from their places among those.
+# The reference. Its model gets one token at a time, always at position 0, so that nothing is rotated. At each token the visible
+# tokens are rotated by their positions among these.
 
 
 class Reference:
     def __init__(self, model, dtype: torch.dtype = torch.float64, window: int = WINDOW, sinks: int = SINKS):
         self.model = copy.deepcopy(model).to(dtype)
-        self.model.set_attn_implementation("test_rotates_anew")
+        self.model.set_attn_implementation("test_streaming_reference")
         if hasattr(self.model, "set_experts_implementation"):
-            self.model.set_experts_implementation("eager")  # the others know no fp64
+            self.model.set_experts_implementation("eager")  # the others do not support fp64
         self.window, self.sinks = window, sinks
         self.source = sys.modules[type(next(m for m in self.model.modules() if hf.is_attention(m))).__module__]
-        self.turn = getattr(self.source, "apply_rotary_pos_emb", None)
+        self.apply_rope = getattr(self.source, "apply_rotary_pos_emb", None)
         self.rotary = next((m for m in self.model.modules() if hasattr(m, "inv_freq")), None)
 
     def logits(self, ids: torch.Tensor) -> torch.Tensor:
@@ -91,22 +91,22 @@ class Reference:
         limit = self.model.config.max_position_embeddings
         out = []
         for step, token in enumerate(ids):
-            at = 0 if self.turn is not None else min(step, limit - 1)
+            at = 0 if self.apply_rope is not None else min(step, limit - 1)
             position = torch.tensor([[at]], device=ids.device)
-            mask = torch.zeros(1, 1, 1, 1, dtype=self.model.dtype, device=ids.device)  # keeps mask functions out of it
+            mask = torch.zeros(1, 1, 1, 1, dtype=self.model.dtype, device=ids.device)  # so that no mask function runs
             with torch.no_grad():
                 result = self.model(token.view(1, 1), position_ids=position, attention_mask=mask, use_cache=False)
             out.append(result.logits[0, -1])
         return torch.stack(out)
 
     def rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        if self.turn is None:
+        if self.apply_rope is None:
             return x
         cos, sin = self.rotary(x, positions[None])
-        scale = self.rotary.attention_scaling  # it is in x already
+        scale = self.rotary.attention_scaling  # x already includes it
         cos, sin = cos / scale, sin / scale
         dims = 2 * len(self.rotary.inv_freq)
-        return torch.cat([self.turn(x[..., :dims], x[..., :dims], cos, sin)[0], x[..., dims:]], -1)
+        return torch.cat([self.apply_rope(x[..., :dims], x[..., :dims], cos, sin)[0], x[..., dims:]], -1)
 
     def attend(self, module, q, k, v, scaling, s_aux=None):
         old = self.kept.get(module.layer_idx)
@@ -114,10 +114,10 @@ class Reference:
         self.kept[module.layer_idx] = (k, v)
         count = k.shape[2]
         seen = [j for j in range(count) if j < self.sinks or j > count - 1 - self.window]
-        places = torch.arange(len(seen), device=q.device)
+        positions = torch.arange(len(seen), device=q.device)
         group = q.shape[1] // k.shape[1]
-        keys = self.rotate(k[:, :, seen], places).repeat_interleave(group, 1)
-        query = self.rotate(q, places[-1:])
+        keys = self.rotate(k[:, :, seen], positions).repeat_interleave(group, 1)
+        query = self.rotate(q, positions[-1:])
         scores = query @ keys.transpose(2, 3) * scaling
         if s_aux is not None:
             scores = torch.cat([scores, s_aux.to(scores.dtype).view(1, -1, 1, 1)], -1)
@@ -125,21 +125,21 @@ class Reference:
         return (weights @ v[:, :, seen].repeat_interleave(group, 1)).transpose(1, 2)
 
 
-_reference: Reference | None = None  # the one that runs; some models pass on no arguments of the caller's
+_reference: Reference | None = None  # the current one; some models do not pass arguments on
 
 
-def _rotates_anew(module, query, key, value, attention_mask, scaling=None, s_aux=None, **kwargs):
+def _attend_by_reference(module, query, key, value, attention_mask, scaling=None, s_aux=None, **kwargs):
     return _reference.attend(module, query, key, value, scaling, s_aux), None
 
 
-AttentionInterface.register("test_rotates_anew", _rotates_anew)
+AttentionInterface.register("test_streaming_reference", _attend_by_reference)
 
 
 def assert_logits(got: torch.Tensor, ids: torch.Tensor, model, **settings) -> None:
-    """(tokens, vocabulary) in fp32 against the reference in fp64: at most 4 times as far from it as the reference in fp32 is.
+    """(tokens, vocabulary) in fp32 against the reference in fp64: at most 4 times the error of the reference in fp32.
 
-    A rotation at position p and one at a place within the window round differently, in the model's own code too; over
-    these lengths that is a few units of fp32.
+    Rotations at position p and at a position within the window round differently, also in the model's own code; at these lengths
+    by a few units of fp32.
     """
     expected = Reference(model, **settings).logits(ids)
     peer = Reference(model, torch.float32, **settings).logits(ids)
@@ -184,14 +184,14 @@ def test_logits_are_those_of_the_reference(name, device):
 
 @host_work
 def test_the_reference_cares_for_sinks_windows_and_their_rotation(device):
-    """Else the tests here would pass whatever streaming did."""
+    """Otherwise the tests in this file would prove nothing."""
     model = make("llama", device)
     ids = tokens(1, LENGTH, device)
     right = Reference(model).logits(ids[0])[-1]
     for wrong in (Reference(model, sinks=SINKS - 1), Reference(model, window=WINDOW - 1)):
         assert (wrong.logits(ids[0])[-1] - right).abs().max() > 0.1
     with patched(model), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(streaming, "rotation", lambda *args: (None, False))  # sinks where they were read
+        patch.setattr(streaming, "rotation", lambda *args: (None, False))  # sinks at their original positions
         got, _ = feed(model, ids, [LENGTH])
     assert (got[0, -1] - right).abs().max() > 0.1
 
@@ -254,7 +254,7 @@ def test_other_settings(llama, sinks, window, device):
     assert_logits(got[0], ids[0], llama, sinks=sinks, window=window)
 
 
-# Left padding: rows of several lengths have sinks and slots of their own.
+# Left padding: each row has its own sinks and slots.
 
 PADS = (0, 5, 17)
 
@@ -339,13 +339,13 @@ def test_stock_static_cache_streams_too(llama, device):
         assert llama.generate(ids, max_new_tokens=12, do_sample=False, **options).tolist() == expected.tolist()
 
 
-# What generate() does with a cache.
+# Operations of generate() on a cache.
 
 
 @host_work
 @pytest.mark.parametrize("options", [{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}], ids=["beams", "samples"])
 def test_rows_are_reordered_and_repeated(llama, options, device):
-    """As with a cache that keeps everything and masks."""
+    """Compared with a cache that keeps all tokens and a mask."""
     ids, mask = padded(device)
     results = []
     for cache in ("rolling", None):
@@ -421,21 +421,21 @@ def test_memory_is_constant_and_a_token_is_one_write(llama, device):
     with patched(llama), torch.no_grad():
         _, cache = feed(llama, ids[:, :20], [15, 5])
         buffers = [t for layer in cache.layers for t in (layer.keys, layer.values)]
-        before, places = [t.clone() for t in buffers], [t.data_ptr() for t in buffers]
+        before, addresses = [t.clone() for t in buffers], [t.data_ptr() for t in buffers]
         llama(ids[:, 20:21], past_key_values=cache)
         slot = SINKS + (20 - SINKS) % WINDOW
         for old, new in zip(before, buffers, strict=True):
             changed = (old != new).any(-1).any(0).any(0).nonzero().flatten().tolist()
             assert changed == [slot]
         feed(llama, ids[:, 21:], [LENGTH - 21], cache=cache)
-        assert places == [t.data_ptr() for layer in cache.layers for t in (layer.keys, layer.values)]
+        assert addresses == [t.data_ptr() for layer in cache.layers for t in (layer.keys, layer.values)]
 
 
 # The decode graph and torch.compile.
 
 
 def record(device, monkeypatch) -> None:
-    """Real CUDA graphs on a GPU, their stand-in elsewhere."""
+    """CUDA graphs on a GPU, otherwise the fake ones."""
     if device.type != "cuda":
         fake_graph.use(monkeypatch)
 
@@ -502,7 +502,7 @@ def test_what_was_known_of_a_mask_is_forgotten_with_its_tokens(llama, forget, de
 
 
 def test_rows_are_known_to_be_alike_until_one_has_padding(device):
-    device = torch.zeros(1, device=device).device  # with its index, as a model's tensors have it
+    device = torch.zeros(1, device=device).device  # with an index, like the device of a model's tensors
     storage = Ring(1, streaming.Settings(window=7, sinks=3))
     begin = lambda q_len, pads=None: storage.begin(Step(storage), 2, q_len, pads, device)  # noqa: E731
     pads = torch.tensor([0, 1], device=device)
@@ -547,12 +547,12 @@ def test_decode_step_compiles_with_fullgraph(llama, device):
 @pytest.mark.parametrize("pairs", [8, 5])
 @pytest.mark.parametrize("start", [0, 40, 1_000_003, 4_000_037])
 def test_rotation_is_the_models_own_at_the_nearer_position(interleaved, pairs, start, device):
-    """Up to what one fp32 rotation after another rounds, at any position."""
+    """Up to the rounding of two successive fp32 rotations, at any position."""
     generator = torch.Generator().manual_seed(0)
     inv_freq = (1.0 / 1e4 ** (torch.arange(pairs) / pairs)).to(device)
     plain = torch.randn(2, BLOCK_H + 3, 5, 20, generator=generator).to(device)
 
-    def turn(x, positions):  # as models do: angles in fp32
+    def rotated(x, positions):  # like models, with angles in fp32
         angle = (positions[..., None].float() * inv_freq).double()[:, None]
         cos, sin = angle.cos(), angle.sin()
         first = slice(0, 2 * pairs, 2) if interleaved else slice(pairs)
@@ -562,13 +562,13 @@ def test_rotation_is_the_models_own_at_the_nearer_position(interleaved, pairs, s
         return out
 
     positions = torch.tensor([[start], [start + 7]], device=device) + torch.arange(5, device=device)
-    q = turn(plain, positions).float().transpose(1, 2).contiguous().transpose(1, 2)
+    q = rotated(plain, positions).float().transpose(1, 2).contiguous().transpose(1, 2)
     ints = torch.zeros(2, 1, 1, span_layout.WORDS, dtype=torch.int32, device=device)
     ints[:, 0, 0, span_layout.Q_START], ints[:, 0, 0, span_layout.KV_START] = 12, 3
     ints[:, 0, 0, span_layout.DROPPED] = positions[:, 0] - 9
     got = rotate(q, 100, ints, inv_freq, window=10, sinks=4, interleaved=interleaved)
     assert got.stride() == q.stride()
-    near = turn(plain, positions.clamp(max=13))
+    near = rotated(plain, positions.clamp(max=13))
     assert (got.double() - near).abs().max() < 2e-6
     if start == 40:
         bare = rotate(q[:1], 45, None, inv_freq, window=10, sinks=4, interleaved=interleaved)
@@ -611,7 +611,7 @@ def test_frequencies_that_change_are_refused(kind, device):
     assert model.config._attn_implementation == "eager" and not hasattr(model.config, "streaming_window")
 
 
-# Refusals: at once, in a sentence.
+# Refusals: immediately, with a message.
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Streaming and model families: each is right, or refused in a sentence that names why."""
+"""Streaming and model families: each is correct, or refused with a message that gives the reason."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ LATENT = {
 }
 FULL = {"layer_types": ["full_attention"], "sliding_window": 400}
 SLIDING = {"layer_types": ["sliding_attention"], "sliding_window": 400}
-WIDE = {"head_dim": 16}  # where it is not hidden_size / num_attention_heads by itself
-# One layer each, so that what a rolling cache keeps is all that its logits come of.
+WIDE = {"head_dim": 16}  # if the default is not hidden_size / num_attention_heads
+# One layer each, so that logits depend only on the tokens in a rolling cache.
 STREAM = {
     "llama": ("llama", {}),
     "qwen3": ("qwen3", WIDE),
     "phi3": ("phi3", {"sliding_window": 400}),
     "gemma2": ("gemma2", {**WIDE, **SLIDING, "attn_logit_softcapping": 4.0, "query_pre_attn_scalar": 16}),
-    "gemma3 sliding": ("gemma3_text", {**WIDE, **SLIDING}),  # the two have frequencies of their own
+    "gemma3 sliding": ("gemma3_text", {**WIDE, **SLIDING}),  # the two have different frequencies
     "gemma3 full": ("gemma3_text", {**WIDE, **FULL}),
     "gpt_oss": ("gpt_oss", {**MOE, **WIDE, **FULL}),
     "cohere2 unrotated": ("cohere2", {**WIDE, **FULL, "logit_scale": 1.0}),
@@ -75,7 +75,7 @@ def stream(model, **options):
 
 @torch.no_grad()
 def last_logits(model, ids: torch.Tensor, steps: int = 3) -> torch.Tensor:
-    """Of the last token of a patched model that reads most at once, then one by one; once more, all at once: (2, vocabulary)."""
+    """Logits of the last token, (2, vocabulary): after one chunk and `steps` single tokens, and after a single chunk."""
     cache = RollingCache(model)
     parts = [ids[:, :-steps], *ids[:, -steps:].split(1, 1)]
     one_by_one = [model(part, past_key_values=cache).logits[0, -1] for part in parts][-1]
@@ -83,8 +83,8 @@ def last_logits(model, ids: torch.Tensor, steps: int = 3) -> torch.Tensor:
 
 
 @torch.no_grad()
-def in_sight(model, ids: torch.Tensor) -> torch.Tensor:
-    """What a model of one layer makes of the tokens that streaming keeps, read alone."""
+def visible_logits(model, ids: torch.Tensor) -> torch.Tensor:
+    """Logits of a model of one layer for only the tokens that streaming keeps."""
     return model(torch.cat([ids[:, :SINKS], ids[:, -WINDOW:]], 1), use_cache=False).logits[0, -1]
 
 
@@ -95,8 +95,8 @@ def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize("name", STREAM)
 def test_logits_are_those_of_what_is_in_sight(name):
     model, ids = one_layer(name), tokens()
-    expected, everything = in_sight(model, ids), model(ids, use_cache=False).logits[0, -1].detach()
-    assert (everything - expected).abs().max() > 1e-2 * expected.abs().max()  # else this would show nothing
+    expected, everything = visible_logits(model, ids), model(ids, use_cache=False).logits[0, -1].detach()
+    assert (everything - expected).abs().max() > 1e-2 * expected.abs().max()  # otherwise this would prove nothing
     with stream(model), hf_fastattn.count_calls() as calls:
         assert_close(last_logits(model, ids), expected)
     assert calls["streaming.prefill"] and calls["streaming.decode"]
@@ -116,7 +116,7 @@ def test_what_cannot_be_turned_back_is_refused(name):
 
 
 def test_layers_of_several_kinds_stream_side_by_side():
-    """One layer's windows reach further back with each layer below it, so everything must be in sight to compare."""
+    """With several layers, tokens outside of the window have an indirect effect, so the window must include all tokens."""
     model = models.tiny("cohere2", **WIDE, sliding_window=400, num_hidden_layers=4, logit_scale=1.0)
     assert set(model.config.layer_types) == {"full_attention", "sliding_attention"}
     ids = tokens()
@@ -126,7 +126,7 @@ def test_layers_of_several_kinds_stream_side_by_side():
 
 
 def test_a_norm_behind_the_rotation_is_refused_whatever_its_weights_are():
-    """With weights of one value it would commute with any rotation, until others are loaded."""
+    """With equal weights the norm commutes with any rotation, until other weights are loaded."""
     model = one_layer("hunyuan", REFUSED)
     for name, weight in model.named_parameters():
         if "norm" in name:
@@ -158,7 +158,7 @@ CHANGES = {
     "written to behind autograd's back": lambda model: model.model.rotary_emb.inv_freq.data.mul_(0.25),
     "another tensor": lambda model: setattr(model.model.rotary_emb, "inv_freq", model.model.rotary_emb.inv_freq * 0.25),
     "another module": replace,
-    "the config alone": lambda model: model.config.rope_parameters.update(rope_theta=3.0),  # it is read when a model is made
+    "the config alone": lambda model: model.config.rope_parameters.update(rope_theta=3.0),  # read when a model is created
 }
 
 
@@ -170,7 +170,7 @@ def test_frequencies_changed_under_patch_are_seen(change, cache):
         before = model(ids, past_key_values=RollingCache(model) if cache else None).logits[0, -1]
         CHANGES[change](model)
         after = model(ids, past_key_values=RollingCache(model) if cache else None).logits[0, -1]
-    assert_close(after, in_sight(model, ids))
+    assert_close(after, visible_logits(model, ids))
     assert torch.equal(before, after) == (change == "the config alone")
 
 
@@ -195,12 +195,12 @@ def test_a_second_patch_and_a_copy_have_frequencies_of_their_own():
     with stream(model):
         twin = copy.deepcopy(model)
         scale(twin)
-        assert_close(last_logits(twin, ids), in_sight(copy_without_patch(twin), ids))
+        assert_close(last_logits(twin, ids), visible_logits(copy_without_patch(twin), ids))
         first = last_logits(model, ids)
-    assert_close(first, in_sight(model, ids))
+    assert_close(first, visible_logits(model, ids))
     replace(model)
     with stream(model):
-        assert_close(last_logits(model, ids), in_sight(copy_without_patch(model), ids))
+        assert_close(last_logits(model, ids), visible_logits(copy_without_patch(model), ids))
 
 
 def copy_without_patch(model) -> torch.nn.Module:
@@ -212,18 +212,18 @@ def copy_without_patch(model) -> torch.nn.Module:
 def test_frequencies_in_16_bits_and_training_mode():
     model, ids = one_layer("llama"), tokens()
     model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq.bfloat16()
-    expected = in_sight(model, ids)
+    expected = visible_logits(model, ids)
     model.train()
     with stream(model):
         assert model.training and model.model.layers[0].training
         assert_close(last_logits(model.eval(), ids), expected)
 
 
-# Models that read more than text.
+# Models with other inputs than text.
 
 
 def image_model(name: str):
-    """(model, inputs): a tiny vision-language model, 4 or 5 tokens of each row's text an image's."""
+    """(model, inputs): a tiny vision-language model, in which 4 or 5 tokens of each row are those of an image."""
     vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     images = {"image_token_id": 100, "image_token_index": 100}
     ids = tokens(2).where(tokens(2) < 100, 5)

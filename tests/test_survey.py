@@ -1,4 +1,4 @@
-"""What a decode graph depends on: whatever changes between two calls of generate(), a patched model's tokens are its twin's."""
+"""The state that a decode graph depends on: after any change between two calls, a patched and an unpatched model agree."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def generate(model, inputs, **options):
 
 
 def check(change, inputs, captures=2):
-    """`change(model)` gives a function that changes the model; tokens after that are those of an unpatched twin."""
+    """`change(model)` returns a function that changes the model; afterwards a patched and an unpatched model agree."""
     twin, model = tiny("llama", "sdpa"), tiny("llama", "sdpa")
     change_twin, change_model = change(twin), change(model)
     with hf_fastattn.patch(model) as patch, torch.no_grad():
@@ -54,14 +54,14 @@ def check(change, inputs, captures=2):
         assert torch.equal(generate(model, inputs), before)
         change_twin(), change_model()
         after = generate(twin, inputs)
-        assert not torch.equal(after, before), "the change changes nothing"
+        assert not torch.equal(after, before), "the change has no effect"
         for _ in range(2):
             assert torch.equal(generate(model, inputs), after)
         assert (patch.captures, patch.reasons) == (captures, [])
 
 
 class Steer(nn.Module):
-    """Adds what `vector(self)` finds."""
+    """Adds the result of `vector(self)` to its output."""
 
     def __init__(self, inner, vector, held):
         super().__init__()
@@ -319,7 +319,7 @@ def test_dispatch_modes_are_not_passed_by(inputs):
 
 
 def qwen_vl():
-    """A tiny Qwen2.5-VL, whose every prompt leaves rope_deltas behind, and a prompt with an image."""
+    """A tiny Qwen2.5-VL, which stores rope_deltas at every prompt, and a prompt with an image."""
     text = {
         "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
@@ -351,7 +351,7 @@ def test_what_no_step_reads_does_not_count():
     with hf_fastattn.patch(model) as patch:
         for _ in range(4):
             assert torch.equal(generate(model, inputs), expected)
-            kept.append(model.model.rope_deltas)  # so that the next one lies elsewhere
+            kept.append(model.model.rope_deltas)  # so that the next one has another address
         assert (patch.captures, patch.reasons) == (1, []) and len({delta.data_ptr() for delta in kept}) > 1
 
 
@@ -401,7 +401,7 @@ def test_attributes_are_watched_and_let_go():
 
 
 class Negated(torch.Tensor):
-    """A weight stored as its negative, without an address of its own, as quantised weights are."""
+    """A weight stored as its negative, without an address, like quantised weights."""
 
     @staticmethod
     def __new__(cls, stored):

@@ -1,4 +1,4 @@
-"""generate() in several threads at once: on two patched models, on one, and where one of the threads fails."""
+"""generate() in several threads at once: on two patched models, on one, and with a thread that fails."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers import LogitsProcessor
 import hf_fastattn
 
 TURNS = 5
-CALLS = [  # what a call asks for: batches and paddings of their own, so that graphs and buffers are told apart
+CALLS = [  # the calls: different batches and paddings, so that graphs and buffers differ
     (1, "no_padding", 24, {}),
     (3, "left_padding", 40, {}),
     (2, "no_padding", 40, {}),
@@ -36,7 +36,7 @@ def ask(model, turn: int, **more):
 
 
 def at_once(*works) -> list[BaseException]:
-    """Run each in a thread of its own, all starting together; what they raised."""
+    """Run each in a separate thread, all at the same time. Returns the exceptions."""
     raised, ready = [], threading.Barrier(len(works))
 
     def run(work):
@@ -48,7 +48,7 @@ def at_once(*works) -> list[BaseException]:
 
     threads = [threading.Thread(target=run, args=(work,)) for work in works]
     interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)  # threads take turns some hundred times in each step
+    sys.setswitchinterval(1e-5)  # threads switch some hundred times in each step
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for thread in threads:
@@ -69,7 +69,7 @@ def turns(model, expected: list, first: int):
 
 
 def alone(model) -> list:
-    return [ask(model, turn) for turn in range(len(CALLS) * 3)]  # lengths come round every 12 turns
+    return [ask(model, turn) for turn in range(len(CALLS) * 3)]  # lengths repeat after 12 calls
 
 
 def raise_all(errors: list[BaseException]) -> None:
@@ -157,7 +157,7 @@ class _Undo(LogitsProcessor):
 
 
 def test_undo_in_the_middle_of_a_call(model):
-    """The call goes on without graphs, and says so; the next one runs as before patch()."""
+    """The call continues without graphs, with a warning; the next one runs as before patch()."""
     ids = prompts("no_padding", "cpu")["input_ids"]
     expected = model.generate(ids, max_new_tokens=8, do_sample=False)
     patch = hf_fastattn.patch(model)

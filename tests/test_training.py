@@ -1,4 +1,4 @@
-"""Training through a backend: gradients are those of eager attention, compiled, checkpointed, in bf16, packed; what has none."""
+"""Training with a backend: gradients equal those of eager attention (compiled, checkpointed, bf16, packed); refusals."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ FAMILIES = ["llama", "gpt_oss", "gemma2", "mistral_window_below_prompt"]
 
 
 def gradients(model, name: str, padding: str, use_cache: bool = False, compiled: bool = False, **own) -> dict[str, torch.Tensor]:
-    """Gradients of the loss over what live tokens predict, by parameter."""
+    """Gradients of the loss over the predictions of live tokens, by parameter."""
     model.set_attn_implementation(name)
     model.zero_grad()
     inputs = models.prompts(padding, model.device, length=LENGTH, rows=1 if own else 3)
     live = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"]))
-    live = live & torch.nn.functional.pad(live, (1, 0))[:, :-1]  # what padding itself predicts is nobody's business
+    live = live & torch.nn.functional.pad(live, (1, 0))[:, :-1]  # predictions of padding do not count
     labels = inputs["input_ids"].masked_fill(live == 0, -100)
     torch.manual_seed(0)
     forward = torch.compile(model.forward, backend="aot_eager", fullgraph=True) if compiled else model.forward
@@ -142,7 +142,7 @@ def test_selective_checkpointing_runs_the_forward_once(device):
 def test_compiled(family, padding, device):
     model = trainable(family, device)
     torch._dynamo.reset()
-    if family == "gpt_oss":  # its experts break the graph, whatever computes attention
+    if family == "gpt_oss":  # its experts break the graph with any attention
         model.set_attn_implementation("lean")
         layer = torch.compile(partial(training.attention, "lean"), backend="aot_eager", fullgraph=True)
         q = torch.randn(1, 4, 9, 16, device=device, requires_grad=True)
@@ -248,7 +248,7 @@ def test_a_patched_model_trains_between_generations(use_cache, device):
             agree(gradients(model.train(), "lean", "left_padding", use_cache), expected)
 
 
-# ---- what has no gradients of its own ----
+# ---- calls without gradients of a backend ----
 
 
 def stock(model, name: str, expected: dict, match: str, **own) -> None:
@@ -263,7 +263,7 @@ def test_a_backend_without_a_backward_pass_runs_the_models_own_attention(device)
     model = trainable("llama", device)
     expected = gradients(model, "sdpa", "left_padding")
     registry.register(dataclasses.replace(registry.get("lean"), name="no_backward", backward=None))
-    del registry._backends["no_backward"]  # it is not one of names() in other tests
+    del registry._backends["no_backward"]  # so that names() does not contain it in other tests
     stock(model, "no_backward", expected, "has no backward pass: where it is needed")
     model = trainable("llama", device, head_dim=264)
     stock(model, "lean", gradients(model, "sdpa", "left_padding"), "no backward pass for heads wider than 256 .here 264")
@@ -343,6 +343,6 @@ def test_training_converges_as_with_eager(family, device):
             losses[name].append(loss.item())
     assert losses["eager"][-1] < 0.5 * losses["eager"][0]
     assert abs(losses["lean"][0] - losses["eager"][0]) < 1e-4 * losses["eager"][0]
-    # Rounding grows from step to step; a wrong gradient shows at once.
+    # Rounding grows from step to step; a wrong gradient is visible immediately.
     torch.testing.assert_close(torch.tensor(losses["lean"][:8]), torch.tensor(losses["eager"][:8]), atol=1e-3, rtol=1e-2)
     assert losses["lean"][-1] < 1.1 * losses["eager"][-1] + 0.05

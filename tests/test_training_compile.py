@@ -1,4 +1,4 @@
-"""The backward kernels compiled for GPUs that need not be there: shared memory, registers, no spills in the loops over tiles."""
+"""The backward kernels compiled without a GPU: shared memory, registers, no spills in the loops over tiles."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_backward_kernels_compile(arch, dtype, head_dim, own, tmp_path):
         print(f"{name} sm_{arch}: {binary.shared} B shared, {binary.registers} registers, {binary.stack} B stack")
         assert binary.shared <= SHARED_LIMIT[arch]
         if binary.stack and dtype != "fp32":
-            # Of 128 dimensions, dK and dV of 128 keys take half the registers: a few numbers are parked in the loop with a mask.
+            # Of 128 dimensions, dK and dV of 128 keys take half the registers: a few values spill in the masked loop.
             few = 16 if (arch, head_dim, form, length) == (90, 128, None, 2048) else 0
             assert binary.stack <= PARKED and spills_in_tile_loops(binary.sass) <= few, f"{name} spills"
         if arch == 90 and dtype != "fp32" and length > 32:

@@ -1,4 +1,4 @@
-"""Gradients of attention: the reference by finite differences, the kernels against float64, both where nobody sees anything.
+"""Gradients of attention: the reference by finite differences, the kernels against float64, also where no query sees a key.
 
 As in test_kernels: on a GPU the real kernels run, on a CPU the reference, and with TRITON_INTERPRET=1 the interpreted kernels.
 """
@@ -46,7 +46,7 @@ class Case:
     dlse: bool = False
     live: tuple[tuple[int, int, float], ...] | None = None
     starts: tuple[tuple[int, ...], ...] | None = None
-    expanded: bool = False  # dout is one number, as from a sum
+    expanded: bool = False  # dout is one expanded number, like the gradient of a sum
 
     @property
     def id(self) -> str:
@@ -63,7 +63,7 @@ CASES = [
     Case(causal=False),
     Case(q_len=40),
     Case(q_len=40, causal=False, num_kv_heads=2),
-    Case(kv_len=40),  # the first queries see nothing
+    Case(kv_len=40),  # the first queries see no key
     Case(q_len=3, kv_len=5),
     Case(window=19),
     Case(window=19, causal=False),
@@ -91,7 +91,7 @@ elif INTERPRETED:  # Triton's interpreter computes bf16 wrongly
 
 
 def seen_by(case: Case, mask: np.ndarray | None) -> np.ndarray:
-    """What the contract says, element by element: bool (batch, q_len, kv_len)."""
+    """The mask by its definition, element by element: bool (batch, q_len, kv_len)."""
     offset = 0 if case.starts else case.kv_len - case.q_len
     seen = oracle.visible(
         case.batch, case.q_len, case.kv_len, q_offset=offset, causal=case.causal, window=case.window, attention_mask=mask
@@ -139,7 +139,7 @@ def make(case: Case, device) -> Inputs:
             row[list(starts)] = True
         spans = with_rows(spans, *segments(first))
     seen = seen_by(case, mask)
-    # Slots before the first and after the last that is seen may hold anything.
+    # Slots before the first visible one and after the last may contain any value.
     by_any = seen.any(1)
     outside = ~(np.logical_or.accumulate(by_any, 1) & np.logical_or.accumulate(by_any[:, ::-1], 1)[:, ::-1])
     k, v = (x.masked_fill(torch.as_tensor(outside, device=device)[:, None, :, None], float("nan")) for x in (k, v))
@@ -159,7 +159,7 @@ def gradients(x: Inputs, forward, backward) -> list[torch.Tensor | None]:
 
 
 def by_autograd(x: Inputs, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Gradients through the formula written out in torch, in `dtype`: in float64 what is right, in q's what torch achieves."""
+    """Gradients of the formula in torch in `dtype`: exact in float64, the error of torch in the dtype of q."""
     seen = torch.as_tensor(x.seen, device=x.q.device)
     nobody = ~seen.any(1)[:, None, :, None]
     q = x.q.detach().to(dtype).requires_grad_()

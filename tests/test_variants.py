@@ -1,4 +1,4 @@
-"""How many variants of the kernels one model makes Triton compile: few, and none for another length."""
+"""The number of kernel variants that Triton compiles for one model: few, and none for another length."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ import hf_fastattn
 from hf_fastattn.kernels import INTERPRETED
 from hf_fastattn.kernels.host import launch
 
-pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1: what is launched is what would be compiled")
+pytestmark = pytest.mark.skipif(
+    not INTERPRETED, reason="needs TRITON_INTERPRET=1, which records the launches without compiling them"
+)
 
 
 def _variant(start: launch.Launch) -> tuple:
-    """What Triton compiles a launch for: kernel, constants, and whether each stride is 1 or a multiple of 16."""
+    """The key of a compiled variant: kernel, constants, and whether each stride is 1 or a multiple of 16."""
     names = start.kernel.arg_names[-len(start.rest) :]
     constants = tuple((name, value) for name, value in zip(names, start.rest, strict=True) if name.isupper())
     strides = tuple(
@@ -65,7 +67,7 @@ def test_padding_adds_one_variant_of_each(variants):
 
 
 def test_linear_layers_compile_once_for_each_length_of_a_weights_rows(variants):
-    model = tiny("llama").half()  # rows of 64, and of 96 behind the gate
+    model = tiny("llama").half()  # weights with rows of 64, and of 96 in the down projection
     with hf_fastattn.patch(model, "lean"), torch.no_grad(), captured():
         for token in (3, 4):
             model(torch.tensor([[token]]))

@@ -69,7 +69,7 @@ class Ring(Storage):
         self.capacity = self.window + self.sinks
         self.layers = [RollingLayer(index, self) for index in range(num_layers)]
         self.version, self.rows, self.seen = 0, None, 0
-        self.alike = True  # no row has padding
+        self.uniform = True  # no row has padding
         self.vetted, self.padded = 0, False  # width of the checked mask, and whether it has zeros
         self.written: int | None = None  # bit mask of the layers that the first forward wrote
         self.cut_short = False  # whether a later forward wrote other layers
@@ -96,7 +96,7 @@ class Ring(Storage):
         self._check()
         if self.rows != rows or self.counts.device != device:
             self._allocate(rows, device)
-        self.alike = self.alike and pads is None
+        self.uniform = self.uniform and pads is None
         if q_len == 1:
             slots, spans = ring_step(self.counts, pads, self.window, self.sinks)
             step.plan = One(slots)
@@ -107,7 +107,7 @@ class Ring(Storage):
         step.q_len = q_len
         if step.mode == EAGER:
             self.seen += q_len
-        return spans[:1].expand_as(spans) if self.alike else spans
+        return spans[:1].expand_as(spans) if self.uniform else spans
 
     def end(self, step: Step, failed: bool) -> None:
         if step.mode != EAGER or not step.q_len:
@@ -170,7 +170,7 @@ class Ring(Storage):
             layer.select(indices, same)
 
     def reset(self) -> None:
-        self.seen, self.alike, self.written, self.cut_short = 0, True, None, False
+        self.seen, self.uniform, self.written, self.cut_short = 0, True, None, False
         self.vetted, self.padded = 0, False
         if self.rows is not None:
             self.counts.zero_()
@@ -178,7 +178,7 @@ class Ring(Storage):
     @property
     def variant(self) -> bool:
         """A uniform batch has a graph of its own."""
-        return self.alike
+        return self.uniform
 
     def holds(self, tokens: int) -> bool:
         return True
