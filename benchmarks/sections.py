@@ -300,12 +300,26 @@ def commits(result: dict) -> str:
     )
 
 
+def families(result: dict) -> str:
+    rows = []
+    for row in result["rows"]:
+        figures = [figure(row["floor_ms"], 2), figure(row.get("replay_ms"), 2), figure(row.get("over_floor"), 2, "x")]
+        rows.append([row["model"], row["case"], *figures, row.get("launches"), figure(row["ms"], 2), figure(row["stock_ms"])])
+    head = ["model", "batch x prompt", "floor", "replay", "replay / floor", "launches", "`patch()`", "stock `generate()`"]
+    padded = next((row["lengths"] for row in result["rows"] if row["case"].endswith("padded")), [0])
+    return (
+        f"**A decode step of each family, milliseconds**, random weights, the floor at 4.5 TB/s {by_method(result)}; the padded "
+        f"case has left-padded rows of {min(padded)} to {max(padded)} tokens:\n\n{table(head, rows)}"
+    )
+
+
 # The section of the README, then those of docs/results.md in their order: name, file, text.
 SECTIONS: list[tuple[str, str, Callable[[dict], str]]] = [
     (HEADLINE, "generate_8b.json", headline),
     ("generate", "generate_8b.json", generate),
     ("generate_oldest", "generate_8b_oldest.json", generate),
     ("commits", "commits.json", commits),
+    ("families", "families.json", families),
     ("generate_1b", "generate_1b.json", generate),
     ("fresh", "generate_fresh.json", fresh),
     ("stream", "stream.json", stream),

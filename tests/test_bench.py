@@ -1,6 +1,7 @@
 """The end-to-end benchmark on the CPU: everything except the graph and the figures."""
 
 import json
+import re
 import shutil
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,8 +11,23 @@ import fake_graph
 import pytest
 import torch
 
-from benchmarks import commits, fresh, generate, grid, models, provenance, report, results, runs, sections, stream, timing
+from benchmarks import (
+    commits,
+    families,
+    fresh,
+    generate,
+    grid,
+    models,
+    provenance,
+    report,
+    results,
+    runs,
+    sections,
+    stream,
+    timing,
+)
 from hf_fastattn import PreallocatedCache, hf, patch
+from hf_fastattn.explain import costs
 
 WINDOWED = {**models.SHAPES["tiny"][1], "sliding_window": 8}
 RIVALS = {grid.SDPA, grid.STATIC, grid.LEAN, grid.OURS}
@@ -363,6 +379,34 @@ def test_points_leave_room_for_what_is_generated(tmp_path, capsys):
     with pytest.raises(SystemExit):
         stream_bench(tmp_path, "--points", "700,800")
     assert "increase by at least 600 tokens" in capsys.readouterr().err
+
+
+def test_a_step_of_each_family_beside_its_floor(tmp_path):
+    options = ["--only", "tiny", "--cases", "2xpadded", "--padded", "9", "20", "--tokens", "8", "--stock-tokens", "8"]
+    assert families.main([*options, "--device", "cpu", "--repeats", "1", "--out", str(tmp_path)]) == 0
+    (row,) = json.loads((tmp_path / "families.json").read_text())["rows"]
+    facts = costs.count(hf.random_model("llama", torch.float32, torch.device("meta"), **families.FAMILIES["tiny"][1]))
+    assert row["bytes"] == facts.read_bytes(2) + facts.kv_bytes(9) + facts.kv_bytes(20)
+    assert row["lengths"] == [9, 20] and row["check"]["passed"] and row["ms"] > 0 < row["stock_ms"]
+    assert "| tiny" in report.report(tmp_path, ["families"])
+
+
+@pytest.mark.parametrize("name", families.FAMILIES)
+def test_families_have_the_size_of_the_named_models(name):
+    published = re.search(r"([\d.]+)b(?=$|-a3b)", name)
+    model_type, config = families.FAMILIES[name]
+    model = hf.random_model(model_type, torch.bfloat16, torch.device("meta"), **{"pad_token_id": 0, **config})
+    billions = {
+        "phi3-mini": 3.8,
+        "phi4-mini": 3.8,
+        "mixtral-8x7b": 46.7,
+        "cohere2-7b": 8.0,
+        "1b": 1.24,
+        "olmo2-7b": 7.3,
+        "olmo3-7b": 7.3,
+    }
+    expected = billions.get(name) or (0 if name == "tiny" else float(published[1]))
+    assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(expected, rel=0.05, abs=0.01)
 
 
 def test_two_checkouts_run_in_turn_and_agree(tmp_path):

@@ -1,0 +1,220 @@
+"""A decode step of each family of models under patch(), beside the least time that its bytes take.
+
+    python -m benchmarks.families                                    # all families, two cases each
+    python -m benchmarks.families --only 8b --cases 1x512,8x2048,64x256
+    python -m benchmarks.families --only gemma,gpt-oss --keep
+
+Models have the depth and width of the named ones, and random weights. The floor is the bytes of the weights that a step reads and
+of live K and V, over 4.5 TB/s, about what an H200 reads. Experts count as expected for tokens that choose them at random. A row
+has the replay of the captured step, ms a token of generate(), and ms a token of stock generate() with a dynamic cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+
+import torch
+
+from hf_fastattn import model_shapes
+from hf_fastattn.explain import costs
+from hf_fastattn.patches import patch
+
+from .grid import row_lengths
+from .models import SHAPES, Subject, load
+from .results import Results, add_options, command, conditions, find_device, progress
+from .runs import Rival, Run, check, free, make_prompt, replay_ms, rewind, run, step_kernels, twin
+
+READ = 4.5e12  # bytes a second
+METHOD = "greedy generate(), 6th new token to last; replays by events around ten; medians"
+CASES = ["1x2048", "8xpadded"]
+OF_8B = ["1x512", "1x8192", "4x2048", "8x2048", "16x1024", "32x512", "64x256", "1x65536", "8x32768"]
+
+_WIDE = {"vocab_size": 128256, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 32}
+_LONG = {"max_position_embeddings": 131072}
+_PHI = {"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 32, "pad_token_id": 0}
+_GRANITE = {"attention_multiplier": 1 / 128, "embedding_multiplier": 12.0, "logits_scaling": 16.0, "residual_multiplier": 0.22}
+_GEMMA = _LONG | {"vocab_size": 262208, "head_dim": 256, "sliding_window": 1024, "tie_word_embeddings": True}
+
+# name: model type and configuration, after the configurations that the models are published with
+FAMILIES: dict[str, tuple[str, dict]] = {
+    **{name: model_shapes.SHAPES[name] for name in ("8b", "1b", "opt-1.3b", "opt-6.7b", "mistral-7b")},
+    "qwen3-8b": (
+        "qwen3",
+        _WIDE | _LONG | {"vocab_size": 151936, "intermediate_size": 12288, "num_hidden_layers": 36, "head_dim": 128},
+    ),
+    "gemma3-4b": (
+        "gemma3_text",
+        _GEMMA
+        | {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
+        | {"num_attention_heads": 8, "num_key_value_heads": 4},
+    ),
+    "gemma3-12b": (
+        "gemma3_text",
+        _GEMMA
+        | {"hidden_size": 3840, "intermediate_size": 15360, "num_hidden_layers": 48}
+        | {"num_attention_heads": 16, "num_key_value_heads": 8},
+    ),
+    "phi3-mini": (
+        "phi3",
+        _PHI | {"vocab_size": 32064, "num_attention_heads": 32, "num_key_value_heads": 32, "sliding_window": 2047},
+    ),
+    "phi4-mini": (
+        "phi3",
+        _PHI
+        | {"vocab_size": 200064, "num_attention_heads": 24, "num_key_value_heads": 8, "tie_word_embeddings": True}
+        | {"partial_rotary_factor": 0.75},
+    ),
+    "glm4-9b": (
+        "glm4",
+        _WIDE
+        | _LONG
+        | {"vocab_size": 151552, "intermediate_size": 13696, "num_hidden_layers": 40, "num_key_value_heads": 2, "head_dim": 128},
+    ),
+    "granite-8b": (
+        "granite",
+        _WIDE
+        | _LONG
+        | _GRANITE
+        | {"vocab_size": 49159, "intermediate_size": 12800, "num_hidden_layers": 40, "tie_word_embeddings": True},
+    ),
+    "olmo2-7b": ("olmo2", _WIDE | {"vocab_size": 100352, "intermediate_size": 11008, "num_key_value_heads": 32}),
+    "olmo3-7b": (
+        "olmo3",
+        _WIDE | {"vocab_size": 100278, "intermediate_size": 11008, "num_key_value_heads": 32, "sliding_window": 4096},
+    ),
+    "smollm3-3b": (
+        "smollm3",
+        _LONG
+        | {"vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36}
+        | {"num_attention_heads": 16, "num_key_value_heads": 4, "tie_word_embeddings": True},
+    ),
+    "cohere2-7b": ("cohere2", _WIDE | _LONG | {"vocab_size": 256000, "intermediate_size": 14336, "sliding_window": 4096}),
+    "gpt-oss-20b": ("gpt_oss", {"num_hidden_layers": 24, "num_local_experts": 32}),
+    "qwen3-30b-a3b": (
+        "qwen3_moe",
+        _LONG
+        | {"vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 48, "moe_intermediate_size": 768, "num_experts": 128}
+        | {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts_per_tok": 8},
+    ),
+    "mixtral-8x7b": ("mixtral", _WIDE | {"vocab_size": 32000, "intermediate_size": 14336, "max_position_embeddings": 32768}),
+    "tiny": SHAPES["tiny"],  # for trying things
+}
+_NO_END = {"bos_token_id": 1, "eos_token_id": None}
+
+
+def load_family(name: str, dtype: torch.dtype, device: torch.device, positions: int) -> Subject:
+    model_type, config = FAMILIES[name]
+    config = {"pad_token_id": 0, "max_position_embeddings": 4096, **_NO_END, **config}
+    SHAPES[name] = model_type, config
+    return load(name, dtype, device, positions)
+
+
+def measure(subject: Subject, case: str, args: argparse.Namespace, device: torch.device) -> dict:
+    """One row. Raises RuntimeError if captured steps are not those of uncaptured ones."""
+    facts, lengths = costs.count(subject.model), row_lengths(case, args.padded)
+    bytes_read = facts.read_bytes(len(lengths)) + sum(map(facts.kv_bytes, lengths))
+    row = {"model": subject.name, "case": case, "lengths": lengths, "bytes": bytes_read, "floor_ms": 1e3 * bytes_read / READ}
+    prompt = make_prompt(lengths, subject.text_config.vocab_size, device)
+    stock = twin(subject.model, subject.model.config._attn_implementation)
+    row["stock_attention"] = stock.config._attn_implementation
+    row["stock_ms"] = run(stock, prompt, args.stock_tokens).ms
+    del stock
+    free(device)
+    model = twin(subject.model, subject.model.config._attn_implementation)
+    patched = patch(model, "lean")
+    try:
+        cache = run(model, prompt, 8, keep=True).cache
+
+        def again() -> Run:
+            return run(model, prompt, args.tokens, rewind(cache, prompt))
+
+        again()  # captures its step
+        if not args.unchecked:
+            rival = Rival("patched", model, prompt, args.tokens, patch=patched)
+            row["check"] = check(rival, cache, subject.model)
+            if not row["check"]["passed"]:
+                raise RuntimeError(f"captured steps differ from uncaptured ones: {row['check']}")
+        runs, replays = [], []
+        for _ in range(args.repeats):
+            runs.append(again().ms)
+            replays.append(replay_ms(patched) if device.type == "cuda" else None)
+        row |= {"ms": sorted(runs)[len(runs) // 2], "all_ms": runs, "reasons": list(patched.reasons)}
+        if replays[0] is not None:
+            row["replay_ms"] = sorted(replays)[len(replays) // 2]
+            row["host_ms"] = row["ms"] - row["replay_ms"]
+            row["over_floor"] = row["replay_ms"] / row["floor_ms"]
+            kernels = step_kernels(patched)
+            row["launches"] = sum(kernel["launches"] for kernel in kernels)
+            row["kernels"] = kernels[:12]
+        row["stock_over_patched"] = row["stock_ms"] / row["ms"]
+        return row
+    finally:
+        patched.undo()
+
+
+def line(row: dict) -> str:
+    """The line of the log for a row."""
+    found = f"{row['model']} {row['case']}: floor {row['floor_ms']:.2f} ms"
+    if "replay_ms" in row:
+        found += f", replay {row['replay_ms']:.2f} ({row['over_floor']:.2f}x, {row['launches']} launches)"
+    return f"{found}, patch() {row['ms']:.2f}, stock {row['stock_ms']:.1f}" + "".join(f"; {text}" for text in row["reasons"])
+
+
+def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.families") -> int:
+    """Measure the chosen families. Returns 0, or 1 if a row failed or there was no time for it."""
+    listed = {"type": lambda text: [item for item in text.split(",") if item]}
+    parser = argparse.ArgumentParser(prog=prog, description=__doc__.splitlines()[0])
+    parser.add_argument("--only", **listed, help="beginnings of names; default all but tiny")
+    parser.add_argument("--cases", **listed, help=f"ROWSxTOKENS or ROWSxpadded; default {','.join(CASES)}, and more for 8b")
+    parser.add_argument("--padded", type=int, nargs=2, default=[1024, 4096], help="of padded rows (default: 1024 4096)")
+    parser.add_argument("--tokens", type=int, default=32, help="default: %(default)s")
+    parser.add_argument("--stock-tokens", type=int, default=14, help="default: %(default)s")
+    parser.add_argument("--repeats", type=int, default=3, help="default: %(default)s")
+    parser.add_argument("--unchecked", action="store_true", help="do not compare logits with those of uncaptured steps")
+    parser.add_argument("--keep", action="store_true", help="keep the rows that are in the JSON, and measure the others")
+    add_options(parser, seconds=560)
+    args = parser.parse_args(argv)
+    names = [name for name in FAMILIES if (name.startswith(tuple(args.only)) if args.only else name != "tiny")]
+    if not names:
+        parser.error(f"no family begins with {' or '.join(args.only)}; known are {', '.join(FAMILIES)}.")
+    device = find_device(args.device)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    head = {"conditions": conditions(device, METHOD), "dtype": str(dtype).removeprefix("torch."), "unit": "ms a token"}
+    results = Results(args.out / "families.json", args.seconds, command(prog, argv), device, **head, failed=[], not_run=[])
+    if args.keep:
+        results.take_over(parser)
+        results.data |= {"failed": [], "not_run": []}
+    known = {(row["model"], row["case"]) for row in results.data["rows"]}
+    for name in progress(names, "families", "model"):
+        cases = [case for case in args.cases or (OF_8B if name == "8b" else CASES) if (name, case) not in known]
+        if not cases:
+            continue
+        longest = max(max(row_lengths(case, args.padded)) for case in cases) + args.tokens + 64
+        subject = None
+        for case in cases:
+            if results.left() < 20:
+                results.data["not_run"].append(f"{name} {case}")
+                continue
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # why steps run uncaptured is in the row
+                    subject = subject or load_family(name, dtype, device, longest)
+                    row = measure(subject, case, args, device)
+            except Exception as error:  # the other rows are still useful
+                results.data["failed"].append({"row": f"{name} {case}", "error": f"{type(error).__name__}: {str(error)[:300]}"})
+                results.say(f"{name} {case} failed: {results.data['failed'][-1]['error']}")
+            else:
+                results.data["rows"].append(row | {"run": results.run})
+                results.say(line(row))
+            results.save()
+            free(device)
+        subject = None
+        free(device)
+    results.save()
+    results.say(f"-> {results.path}")
+    return 1 if results.data["failed"] or results.data["not_run"] else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
