@@ -115,8 +115,10 @@ def attention_mask(
     on_host, on_device = (0, q_offset) if isinstance(q_offset, torch.Tensor) else (q_offset, None)
     sizes = batch_size, q_length, kv_length
     unpadded = causal and attention_mask is None
-    # A compiled graph does not read where sequences begin, which would synchronise. In training it always uses intervals.
-    fresh = unpadded and q_length > 1 and on_host == 0 and not (compiling and not torch.is_grad_enabled())
+    # A graph does not read where sequences begin, which would synchronise: a decode graph follows a cached text. In training a
+    # compiled graph always uses intervals.
+    reads_none = (compiling and not torch.is_grad_enabled()) or steps.captured()
+    fresh = unpadded and q_length > 1 and on_host == 0 and not reads_none
     if (
         unpadded
         and on_device is None

@@ -76,7 +76,7 @@ def test_sampling_draws_the_same_tokens(llama):
 
 def test_a_step_neither_syncs_nor_allocates(llama, monkeypatch):
     """torch's sync debug mode raises on a synchronisation. After the capture a step only allocates its logits."""
-    step, allocated = graphs.DecodeStep.__call__, []
+    step, allocated = graphs.Forwards.__call__, []
 
     def watched(self, **inputs):
         if self.graphs.captures == 0:
@@ -90,7 +90,7 @@ def test_a_step_neither_syncs_nor_allocates(llama, monkeypatch):
         allocated.append(torch.cuda.memory_allocated() - before)
         return out
 
-    monkeypatch.setattr(graphs.DecodeStep, "__call__", watched)
+    monkeypatch.setattr(graphs.Forwards, "__call__", watched)
     for padding in PADDINGS:
         with hf_fastattn.patch(llama):
             generate(llama, prompts(padding, "cuda"))

@@ -89,7 +89,7 @@ def test_a_wrong_mask_and_a_raw_error_are_found(monkeypatch, lean_by):
 
 def test_a_backend_that_is_never_called_and_a_graph_that_is_not_captured_are_found(monkeypatch):
     fake_graph.use(monkeypatch)
-    monkeypatch.setattr(graphs.DecodeStep, "__call__", lambda self, **given: self.model(**given))
+    monkeypatch.setattr(graphs.Forwards, "__call__", lambda self, **given: self.run(**given))
     cells = run("Qwen3ForCausalLM")["cells"]
     assert cells["patch.no_padding"]["result"] == matrix.WRONG and cells["lean.no_padding"]["result"] == matrix.EQUAL
     ignored = matrix.must_run_ours(matrix.attempt(lambda: None))

@@ -27,7 +27,7 @@ class Storage:
     is allocated. seen: number of tokens so far, including dropped ones, counted on the host. capacity: number of tokens that fit
     into the buffers; a pool selects the smallest sufficient storage. version: changes whenever a buffer moves in memory.
     variant: a captured step is valid for one version and one variant. takes_mask: whether a captured step of padded rows reads
-    the attention mask. recorded: number of references held by decode graphs, as `pool.references` counts them.
+    the attention mask. takes_many: whether a captured step may have several tokens of each row. recorded: number of references held by decode graphs, as `pool.references` counts them.
 
     A storage is weakly referenced and hashed by identity. It has everything that a step needs of its cache, because a captured
     step creates a new cache over it (`StoredCache.around`). The defaults of mark() and rewind() suit a storage whose sync()
@@ -35,6 +35,7 @@ class Storage:
     """
 
     takes_mask: bool = True
+    takes_many: bool = False
     recorded: int = 0
 
     if TYPE_CHECKING:  # in a subclass each is an attribute or a property
@@ -83,16 +84,17 @@ class Storage:
 
     # Used by a decode graph. It calls sync() before each step. The captured code runs within a step of mode CAPTURED
     # (`step.mode(storage)`), in which tokens are counted on the device, and ends with step(). advance() follows each successful
-    # step, rewind() each failed one.
+    # step, rewind() each failed one. A step of several tokens may write slots beyond them, which are not counted.
 
-    def sync(self, device: torch.device) -> None:
-        """Write the host's counts to the device, and make room for one more token."""
+    def sync(self, device: torch.device, tokens: int = 1) -> None:
+        """Write the host's counts to the device, and make room for `tokens` more tokens. `tokens` is passed only if
+        `takes_many`, here and in advance()."""
 
     def step(self) -> None:
-        """Count the token that a forward has written, on the device."""
+        """Count the token that a forward has written, on the device. After several tokens sync() writes the count."""
 
-    def advance(self) -> None:
-        """Count the token that a graph has written, on the host."""
+    def advance(self, tokens: int = 1) -> None:
+        """Count the tokens that a graph has written, on the host."""
 
     def mark(self) -> Any:
         """The state that `rewind` needs to undo the first step of a graph."""

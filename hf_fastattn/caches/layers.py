@@ -139,9 +139,9 @@ class Track:
                 layer.clear()
         self.version += 1
 
-    def is_synced(self, device: torch.device) -> bool:
-        """Whether the device has the host's counts, and the buffers have a free slot."""
-        return not self.stale and self.image[0] < self.capacity and self.device == device
+    def is_synced(self, device: torch.device, tokens: int) -> bool:
+        """Whether the device has the host's counts, and the buffers have free slots for `tokens` tokens."""
+        return not self.stale and self.image[0] + tokens <= self.capacity and self.device == device
 
     def sync(self, device: torch.device, slot: int, seen: int) -> None:
         """Write the counts to the device if they differ, without synchronising."""

@@ -183,7 +183,7 @@ class Ring(Storage):
     def holds(self, tokens: int) -> bool:
         return True
 
-    def sync(self, device: torch.device) -> None:
+    def sync(self, device: torch.device, tokens: int = 1) -> None:
         """The counts are already on the device. Raises ValueError if an earlier forward was interrupted."""
         self._check()
 
@@ -192,8 +192,8 @@ class Ring(Storage):
         if step is None or step.written != self.written:
             raise RuntimeError("other layers ran than those that read the prompt, and a ring counts one token for all of them")
 
-    def advance(self) -> None:
-        self.seen += 1
+    def advance(self, tokens: int = 1) -> None:
+        self.seen += tokens
 
     def mark(self) -> torch.Tensor:
         return self.counts.clone()

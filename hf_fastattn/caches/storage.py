@@ -17,6 +17,7 @@ from .layers import Layer, Track
 class StaticStorage(Storage):
     """The layers and tracks of one cache. The next cache of the same shape reuses the buffers in place."""
 
+    takes_many = True
     layers: list[Layer]
 
     def __init__(self, windows: list[int | None], capacity: int, growable: bool = True):
@@ -75,13 +76,13 @@ class StaticStorage(Storage):
         """Which layers run."""
         return self.running
 
-    def sync(self, device: torch.device) -> None:
+    def sync(self, device: torch.device, tokens: int = 1) -> None:
         for track in self.tracks:
-            if not track.is_synced(device):
-                self._sync(device)
+            if not track.is_synced(device, tokens):
+                self._sync(device, tokens)
                 return
 
-    def _sync(self, device: torch.device) -> None:
+    def _sync(self, device: torch.device, tokens: int) -> None:
         seen = self.seen
         running = [layer for layer in self.layers if layer.seen == seen and layer.is_initialized]
         self.running = tuple(layer.index for layer in running)
@@ -89,7 +90,7 @@ class StaticStorage(Storage):
             mine = [layer for layer in running if layer.track is track]
             track.running = sum(1 << layer.index for layer in mine)
             for layer in mine:
-                layer.make_room(1)
+                layer.make_room(tokens)
             # One layer may have moved its window before another.
             base = max((layer.base for layer in mine), default=seen)
             for layer in mine:
@@ -106,14 +107,15 @@ class StaticStorage(Storage):
             if track.running:
                 track.counts.add_(1)
 
-    def advance(self) -> None:
+    def advance(self, tokens: int = 1) -> None:
         whole = len(self.running) == len(self.layers)
         for layer in self.layers if whole else [self.layers[index] for index in self.running]:
-            layer.seen += 1
+            layer.seen += tokens
         for track in self.tracks:
             if track.running:
                 slot, seen = track.image
-                track.image = (slot + 1, seen + 1)
+                track.image = (slot + 1, seen + 1)  # what step() has written
+                track.stale |= tokens > 1
 
     def rewind(self, mark: None) -> None:
         """After a failed step the counts on the host are valid, and those on the device are unknown."""

@@ -32,10 +32,11 @@ from .attention import (  # noqa: E402
 )
 from .caches import OTHERS, layer_windows  # noqa: E402
 from .generation import (  # noqa: E402
-    COMPILED_CALL,
+    CALL,
+    COMPILED,
+    GENERATE,
     PREPARE_CACHE,
     PREPARE_INPUTS,
-    WANTS_COMPILE,
     bookkeeping,
     generates_by_another,
     overrides_generation,
@@ -49,13 +50,14 @@ from .text import GRIDS, LongPast, changing_rope, has_sections, rotary_buffers, 
 
 __all__ = [
     "BESIDE_ATTENTION",
-    "COMPILED_CALL",
+    "CALL",
+    "COMPILED",
+    "GENERATE",
     "GRIDS",
     "OTHERS",
     "PREPARE_CACHE",
     "PREPARE_INPUTS",
     "VERSION",
-    "WANTS_COMPILE",
     "Cache",
     "CacheLayerMixin",
     "GenerationConfig",

@@ -1,4 +1,4 @@
-"""The methods of generate() that patch() replaces on an instance: their names, and the versions in a model's class."""
+"""The methods that patch() replaces on an instance for generate(): their names, and the versions in a model's class."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 
 from transformers import GenerationMixin, PreTrainedModel
 
+GENERATE = "generate"
 PREPARE_CACHE = "_prepare_cache_for_generation"  # adds a cache to the arguments of a call
-WANTS_COMPILE = "_valid_auto_compile_criteria"  # whether the decode loop calls the result of COMPILED_CALL
-COMPILED_CALL = "get_compiled_call"  # returns the function that the decode loop calls instead of the model
 PREPARE_INPUTS = "prepare_inputs_for_generation"  # returns the arguments of one step
-_BASES = {PREPARE_CACHE: GenerationMixin, WANTS_COMPILE: GenerationMixin, COMPILED_CALL: PreTrainedModel}
+CALL = "_call_impl"  # what model(...) calls: the hooks and forward()
+COMPILED = "_compiled_call_impl"  # what model(...) calls instead after model.compile()
 
 
 def stock(model: PreTrainedModel, name: str) -> Callable[..., Any]:
@@ -24,8 +24,8 @@ def stock(model: PreTrainedModel, name: str) -> Callable[..., Any]:
 
 
 def overrides_generation(model: PreTrainedModel) -> str | None:
-    """The first method that patch() replaces and that this model's class overrides, or None."""
-    return next((name for name, base in _BASES.items() if getattr(type(model), name) is not getattr(base, name)), None)
+    """The method that chooses the cache, if this model's class overrides it; else None."""
+    return None if getattr(type(model), PREPARE_CACHE) is getattr(GenerationMixin, PREPARE_CACHE) else PREPARE_CACHE
 
 
 def generates_by_another(model: PreTrainedModel) -> str | None:
@@ -44,4 +44,4 @@ def generates_by_another(model: PreTrainedModel) -> str | None:
 def bookkeeping() -> frozenset[str]:
     """Attributes of a model instance that generate() reads but forward() does not."""
     own = {name for name in vars(PreTrainedModel) if name.startswith("_")} | set(vars(GenerationMixin))
-    return frozenset(own | {"generation_config", "all_tied_weights_keys", COMPILED_CALL})
+    return frozenset(own | {"generation_config", "all_tied_weights_keys", CALL})

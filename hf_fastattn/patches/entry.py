@@ -1,4 +1,8 @@
-"""One decode graph, with its input tensors and the conditions under which it is valid."""
+"""One decode graph, with its input tensors and the conditions under which it is valid.
+
+A graph of several tokens has a fixed number of them. A step with fewer is padded on the right: the tokens that follow have no effect
+on those before them, their K and V are beyond the tokens that the host counts, and their logits are cut off.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +16,28 @@ from .. import hf
 from ..caches.contract import Storage
 from ..caches.stored import StoredCache
 from .cuda_graph import Graph
-from .fingerprint import Fingerprint
+from .fingerprint import Fingerprint, Uncapturable
 
 Inputs = dict[str, Any]  # keyword arguments of a model
 _SCALARS = (bool, int, float, str, type(None))
+_PADDED = ("input_ids", "position_ids")  # arguments with an entry for each token, whose last entry may be repeated
+KEEP = "logits_to_keep"  # the number of last tokens whose logits a forward returns, 0 for all; or their indices
 
 
 class Entry:
-    """One graph, from before its capture: its input tensors and the conditions under which it is valid."""
+    """One graph, from before its capture: its input tensors and the conditions under which it is valid.
 
-    def __init__(self, cache: StoredCache, fingerprint: Fingerprint, inputs: Inputs):
+    tokens: the number of tokens of each row. last: whether it returns only the logits of the last of them, which is `KEEP` = 1.
+    """
+
+    def __init__(self, cache: StoredCache, fingerprint: Fingerprint, inputs: Inputs, tokens: int = 1):
         storage = cache.storage
         self.around: Callable[[Storage], StoredCache] = type(cache).around
         self.takes_mask = storage.takes_mask
         self.storage = weakref.ref(storage)
         self.device: torch.device = inputs["input_ids"].device
+        self.tokens = tokens
+        self.last = inputs.get(KEEP) == 1
         self.version = storage.version
         self.variant = storage.variant
         self.fingerprint = fingerprint
@@ -44,6 +55,7 @@ class Entry:
         self.width = 0  # columns of the mask
         self.masks: dict[str, torch.Tensor] = {}
         self.count = len(inputs)
+        self.index: torch.Tensor | None = None  # int64 (1,): the last token that is not padding, if a forward takes its index
         for name, value in inputs.items():
             if name == "past_key_values":
                 continue
@@ -51,7 +63,10 @@ class Entry:
                 with torch.inference_mode(False):
                     self.live = torch.zeros(len(value), storage.capacity, dtype=torch.bool, device=value.device)
             elif isinstance(value, torch.Tensor):
-                self.tensors[name] = _like(value)
+                self._add(name, value)
+            elif tokens > 1 and name == KEEP and isinstance(value, int):
+                with torch.inference_mode(False):
+                    self.index = torch.empty(1, dtype=torch.int64, device=self.device)
             elif isinstance(value, _SCALARS):
                 self.constants[name] = value
             elif (
@@ -65,17 +80,28 @@ class Entry:
         if "position_ids" not in self.tensors:
             self.refused = "the model is called without position_ids"
 
+    def _add(self, name: str, value: torch.Tensor) -> None:
+        if self.tokens > 1 and name in _PADDED:
+            value = value[..., :1].expand(*value.shape[:-1], self.tokens)
+        elif self.tokens > 1 and name != "attention_mask":  # a mask of the layers has the size of the graph
+            self.refused = f"its argument {name} is a tensor, which cannot be padded"
+        self.tensors[name] = _like(value)
+
     def fits(self, storage: Storage) -> bool:
         """Whether this graph is valid for the current state of `storage`."""
         return self.storage() is storage and self.version == storage.version and self.variant == storage.variant
 
-    def accepts(self, inputs: Inputs) -> bool:
-        """Whether inputs have the shapes and constants of this graph."""
-        if len(inputs) != self.count:
+    def accepts(self, inputs: Inputs, tokens: int = 1) -> bool:
+        """Whether inputs have the shapes and constants of this graph. tokens: the number of tokens of the graph to use."""
+        if len(inputs) != self.count or tokens != self.tokens:
             return False
+        if tokens > 1 and (inputs.get(KEEP) == 1) != self.last:
+            return False
+        q_len = inputs["input_ids"].shape[-1]
         for name, tensor in self.tensors.items():
             value = inputs.get(name)
-            if not isinstance(value, torch.Tensor) or value.shape != tensor.shape or value.dtype != tensor.dtype:
+            shape = (*tensor.shape[:-1], q_len) if name in _PADDED else tensor.shape
+            if not isinstance(value, torch.Tensor) or value.shape != shape or value.dtype != tensor.dtype:
                 return False
         for name, constant in self.constants.items():
             if inputs.get(name, self) != constant:
@@ -91,7 +117,7 @@ class Entry:
 
     def grown(self, inputs: Inputs) -> str | None:
         """The name of an argument that is one element longer than in this graph, or None."""
-        for name, tensor in self.tensors.items():
+        for name, tensor in self.tensors.items() if self.tokens == 1 else ():
             shape = getattr(inputs.get(name), "shape", ())
             if shape[:-1] == tensor.shape[:-1] and shape[-1:] == (tensor.shape[-1] + 1,):
                 return name
@@ -99,7 +125,13 @@ class Entry:
 
     def copy_in(self, inputs: Inputs) -> None:
         for name, tensor in self.tensors.items():
-            tensor.copy_(inputs[name])
+            value = inputs[name]
+            if value.shape != tensor.shape:  # the last entry, which is valid, is repeated
+                tensor[..., value.shape[-1] :].copy_(value[..., -1:])
+                tensor = tensor[..., : value.shape[-1]]
+            tensor.copy_(value)
+        if self.index is not None:
+            self.index.fill_(inputs["input_ids"].shape[-1] - 1)
         for kind, mask in self.masks.items():
             mask.copy_(inputs["attention_mask"][kind])
         if self.live is not None:
@@ -109,9 +141,11 @@ class Entry:
                 self.live[:, mask.shape[1] :] = False
             self.width = mask.shape[1]
 
-    def body(self, model: hf.PreTrainedModel, storage: Storage) -> Callable[[], Any]:
-        """One step over the graph's own tensors, which is run once as a warm-up and then captured."""
+    def body(self, model: hf.PreTrainedModel, run: Callable[..., Any], storage: Storage) -> Callable[[], Any]:
+        """One step over the graph's own tensors, which is run once as a warm-up and then captured. run: the model's forward."""
         static: Inputs = {**self.constants, **self.tensors}
+        if self.index is not None:
+            static[KEEP] = self.index if self.last else 0
         if self.masks:
             static["attention_mask"] = self.masks
         if self.live is not None:
@@ -124,11 +158,23 @@ class Entry:
                 if self.takes_mask and "attention_mask" not in static:
                     # Built in the graph from the count on the device. Some models count tokens on the host if they get no mask.
                     inputs["attention_mask"] = hf.decode_mask(model, {**inputs, "attention_mask": None})
-                outputs = model(**inputs)
+                outputs = run(**inputs)
                 storage.step()
             return outputs
 
         return step
+
+    def check(self, logits: torch.Tensor) -> None:
+        """Raise Uncapturable if a step of several tokens has returned the logits of others."""
+        if self.tokens > 1 and logits.shape[1] != (1 if self.last else self.tokens):
+            raise Uncapturable(f"it returns logits of {logits.shape[1]} of {self.tokens} tokens")
+
+    def kept(self, logits: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+        """The part of the graph's logits that a forward with these inputs returns."""
+        if self.tokens == 1 or self.last:
+            return logits
+        q_len = inputs["input_ids"].shape[-1]
+        return logits[:, q_len - min(inputs.get(KEEP) or q_len, q_len) : q_len]
 
     def output(self, logits: torch.Tensor, cache: StoredCache) -> Any:
         """The output of a step, in the model's own type."""

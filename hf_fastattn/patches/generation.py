@@ -1,6 +1,7 @@
-"""The methods of generate() that a patched model overrides: they choose the cache of a call and the code of its decode steps.
+"""The methods that a patched model overrides: they choose the cache of a generate() and the code of its forwards.
 
-`hf.generation` has their names.
+generate() calls the model, and while a call is in progress in a thread, the model's own forward or a graph runs (`graph.Forwards`).
+`hf.generation` has the names of the methods.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ import inspect
 import threading
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeGuard
 
 import torch
@@ -24,8 +26,15 @@ from ..caches.stored import StoredCache
 from ..streaming import Settings, refresh
 from . import graph as graphs
 
-METHODS = (hf.PREPARE_CACHE, hf.WANTS_COMPILE, hf.COMPILED_CALL, hf.PREPARE_INPUTS)
+METHODS = (hf.GENERATE, hf.PREPARE_CACHE, hf.PREPARE_INPUTS, hf.CALL)
 _MISSING: Any = object()
+
+
+class _Thread(threading.local):
+    """calls: the calls of generate() in progress in this thread, innermost last; None if their forwards are not captured."""
+
+    def __init__(self) -> None:
+        self.calls: list[graphs.Forwards | None] = []
 
 
 class Generation:
@@ -43,7 +52,7 @@ class Generation:
         self.pool = self._make_pool()
         self.reasons: list[str] = []
         self.had: dict[str, Any] = {}  # previous attributes of the instance by method name, or _MISSING
-        self._local = threading.local()
+        self._thread = _Thread()
 
     def _closer(self) -> Callable[[object], None]:
         """A callback that drops graphs and idle buffers if the model is deleted before its Patch."""
@@ -68,7 +77,7 @@ class Generation:
 
     def install(self, model: hf.PreTrainedModel) -> None:
         """Set the methods on the instance."""
-        ours = self._prepare_cache, self._wants_graph, self._compiled_call, _KeptInputs(self)
+        ours = _Generate(self), self._prepare_cache, _KeptInputs(self), self._call
         for name, method in zip(METHODS, ours, strict=True):
             self.had[name] = vars(model).get(name, _MISSING)
             vars(model)[name] = method
@@ -82,6 +91,12 @@ class Generation:
                 del vars(model)[name]
             else:
                 vars(model)[name] = had
+
+    def own(self, name: str) -> Callable[..., Any]:
+        """A method as it was before patch()."""
+        had = self.had.get(name, _MISSING)
+        own: Callable[..., Any] = hf.stock(self.model, name) if had is _MISSING else had
+        return own
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Generation:
         twin = memo[id(self)] = Generation(copied(self._model, memo), self.windows, self.streaming, self.graph)
@@ -174,8 +189,8 @@ class Generation:
         mode = str(getattr(generation_mode, "value", generation_mode))
         if self.takes(given):
             given.vet(model_kwargs.get("attention_mask"), given.get_seq_length() + max_cache_length, "assisted" in mode)
-        if self.graph and mode not in ("greedy_search", "sample"):
-            self.say(f"{mode} calls the model directly")
+            if self.graph:
+                self._begin(model, generation_config, model_kwargs)
 
     def _make_ready(
         self, cache: StoredCache, model: hf.PreTrainedModel, model_kwargs: dict[str, Any], rows: int, max_cache_length: int
@@ -198,13 +213,25 @@ class Generation:
         # If only the new ids are given, the length of the call counts from them.
         cache.reserve(max_cache_length if max_cache_length > seen else seen + max_cache_length)
 
-    def _wants_graph(self, model_kwargs: dict[str, Any], generation_config: hf.GenerationConfig) -> bool:
-        model = self.model
-        self._local.step = None
-        if not self.takes(model_kwargs.get("past_key_values")):
-            return bool(hf.stock(model, hf.WANTS_COMPILE)(model_kwargs, generation_config))
-        if not self.graph:
-            return False
+    # ---- forwards ----
+
+    @contextmanager
+    def in_call(self) -> Iterator[None]:
+        """The time of one generate() in this thread."""
+        calls = self._thread.calls
+        depth = len(calls)
+        calls.append(None)
+        try:
+            yield
+        finally:
+            del calls[depth:]
+
+    def _begin(self, model: hf.PreTrainedModel, generation_config: hf.GenerationConfig, model_kwargs: dict[str, Any]) -> None:
+        """Let the forwards of the current call run as graphs."""
+        calls = self._thread.calls
+        if not calls or vars(model).get(hf.COMPILED) is not None:
+            self.say("model.compile() was called" if calls else "generate() of the class was called, not that of the model")
+            return
         # disable_compile concerns torch.compile, not decode graphs.
         refused = graphs.why_no_graph(model.device)
         if generation_config.output_hidden_states or generation_config.output_attentions:
@@ -216,38 +243,54 @@ class Generation:
         if mask is not None and mask.dim() == 2:
             # A mask of ones has no effect, and generate() only adds ones. One check here saves one for every token.
             ones, prompt = bool((mask == 1).all()), mask.shape[1]
-        # The arguments of the step, not the step, which would make the model refer to itself.
         chunked = generation_config.prefill_chunk_size is not None
-        self._local.step = {"refused": refused, "ignore_mask": ones, "prompt": prompt, "chunked": chunked}
-        return True
+        calls[-1] = graphs.Forwards(
+            self.graphs, model, self.own(hf.CALL), self.say, refused=refused, ignore_mask=ones, prompt=prompt, chunked=chunked
+        )
 
-    def _compiled_call(self, compile_config: Any) -> Callable[..., Any]:
-        model = self.model
-        step: dict[str, Any] | None = getattr(self._local, "step", None)
-        self._local.step = None
-        if step is None:
-            own: Callable[..., Any] = hf.stock(model, hf.COMPILED_CALL)(compile_config)
-            return own
-        return graphs.DecodeStep(self.graphs, model, self.say, **step)
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        """What model(...) calls. Arguments by position, as in a logits processor that runs the model, are no step of generate()."""
+        if not torch.compiler.is_compiling() and not args:
+            calls = self._thread.calls
+            if calls and (forwards := calls[-1]) is not None:
+                return forwards(**kwargs)
+        return self.own(hf.CALL)(*args, **kwargs)
 
 
-class _KeptInputs:
-    """The model's own hf.PREPARE_INPUTS, except that a cache which it drops in order to read the text again is emptied and kept.
-    (Phi-3 drops it when its frequencies change with the length.)"""
+class _Override:
+    """A method of the instance that calls the model's own. name: its name."""
+
+    name: str
 
     def __init__(self, generation: Generation):
         self.__self__ = generation
 
     @property
     def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self._own())
+        return inspect.signature(self.own())
 
-    def _own(self) -> Callable[..., dict[str, Any]]:
-        had = self.__self__.had.get(hf.PREPARE_INPUTS, _MISSING)
-        return hf.stock(self.__self__.model, hf.PREPARE_INPUTS) if had is _MISSING else had
+    def own(self) -> Callable[..., Any]:
+        return self.__self__.own(self.name)
+
+
+class _Generate(_Override):
+    """The model's own generate(), during which the forwards of this thread may run as graphs."""
+
+    name = hf.GENERATE
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.__self__.in_call():
+            return self.own()(*args, **kwargs)
+
+
+class _KeptInputs(_Override):
+    """The model's own hf.PREPARE_INPUTS, except that a cache which it drops in order to read the text again is emptied and kept.
+    (Phi-3 drops it when its frequencies change with the length.)"""
+
+    name = hf.PREPARE_INPUTS
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        inputs = self._own()(*args, **kwargs)
+        inputs: dict[str, Any] = self.own()(*args, **kwargs)
         cache = kwargs.get("past_key_values")
         if self.__self__.takes(cache) and inputs.get("past_key_values") is None:
             cache.reset()  # type: ignore[no-untyped-call]  # untyped in Transformers

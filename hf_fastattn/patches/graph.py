@@ -1,8 +1,11 @@
 """The decode graph: one captured CUDA graph per step of generate(), replayed instead of running the model's Python.
 
-generate() requests a function for its decode loop from the model and gets a DecodeStep. It copies the small inputs of the step
-into fixed tensors, replays the graph, and returns an output of the model's own type. The first step of a new shape runs
-uncaptured on the same tensors, as a rehearsal. The second step is captured, which runs the model's Python once.
+While a generate() is in progress, the forwards of its model go through a Forwards. It copies the small inputs of a step into fixed
+tensors, replays the graph, and returns an output of the model's own type. The first step of a new shape runs uncaptured on the same
+tensors, as a rehearsal. The second step is captured, which runs the model's Python once.
+
+A step has one token of each row, or a few: speculation, whose candidates are checked in one forward, and a short message that
+follows a cached text. Steps of several tokens are padded to one of BUCKETS, so that few graphs serve every number of tokens.
 
 A graph is valid for one storage at one address (and one `variant` of it, such as a uniform batch), one set of input shapes and
 one fingerprint of the model (survey.py), which is taken once per generate(), before its first step. Weights changed in place take
@@ -31,6 +34,7 @@ from .unread import unread_by
 
 MAX_GRAPHS = 16  # per patched model; the least recently used one is dropped first
 MAX_CHANGES = 4  # consecutive calls with a new capture before a warning
+BUCKETS = (1, 2, 4, 8, 16, 32, 64)  # numbers of tokens of each row that graphs are captured for
 T = TypeVar("T")
 
 
@@ -57,12 +61,12 @@ class DecodeGraphs:
         self.changes = 0  # consecutive calls in which the model had changed
         self.changed: list[str] = []  # the names of the last changes
 
-    def find(self, cache: StoredCache, fingerprint: Fingerprint, inputs: Inputs) -> Entry:
-        """The entry for these inputs; a new one if there is none."""
+    def find(self, cache: StoredCache, fingerprint: Fingerprint, inputs: Inputs, tokens: int) -> Entry:
+        """The entry for these inputs, of a graph of so many tokens; a new one if there is none."""
         storage = cache.storage
         entries = [entry for entry in self.entries.get(storage, ()) if entry.version == storage.version]
         self.entries[storage] = entries
-        matching = sorted((e for e in entries if e.fits(storage) and e.accepts(inputs)), key=lambda e: -e.used)
+        matching = sorted((e for e in entries if e.fits(storage) and e.accepts(inputs, tokens)), key=lambda e: -e.used)
         changed: list[str] = []
         for entry in matching:
             differences = entry.fingerprint.differences(fingerprint, entry.unread)
@@ -77,7 +81,7 @@ class DecodeGraphs:
             if len(everything) >= MAX_GRAPHS:
                 oldest, held = min(everything, key=lambda pair: pair[0].used)
                 held.remove(oldest)
-            entry = Entry(cache, fingerprint, inputs)
+            entry = Entry(cache, fingerprint, inputs, tokens)
             entries.append(entry)
         entry.used = next(self.clock)
         return entry
@@ -92,18 +96,19 @@ class DecodeGraphs:
         self.clear()
 
 
-class DecodeStep:
-    """The function that one generate() calls instead of the model. It replays the graph if there is one.
+class Forwards:
+    """The forwards of one generate(): each replays a graph if there is one, or runs the model.
 
-    say: called with the reason why a step runs uncaptured. refused: the reason why no step of this call can be captured, if known
-    beforehand. prompt: number of tokens of the prompt, if the mask gives it, else 0. chunked: whether the prompt is read in
-    chunks, which also call this.
+    run: the model's forward. say: called with the reason why a step runs uncaptured. refused: the reason why no step of this call can
+    be captured, if known beforehand. prompt: number of tokens of the prompt, if the mask gives it, else 0. chunked: whether the
+    prompt is read in chunks.
     """
 
     def __init__(
         self,
         graphs: DecodeGraphs,
         model: hf.PreTrainedModel,
+        run: Callable[..., Any],
         say: Callable[[str], None],
         *,
         refused: str | None = None,
@@ -113,26 +118,55 @@ class DecodeStep:
     ):
         self.graphs = graphs
         self.model = model
+        self.run = run
         self.say = say
         self.refused = refused
         self.ignore_mask = ignore_mask
         self.prompt = prompt
         self.chunked = chunked
+        self.begun = False
         self.fingerprint: Fingerprint | None = None
-        self.entry: Entry | None = None
+        self.entries: dict[int, Entry] = {}  # the last one by number of tokens
 
     def __call__(self, **given: Any) -> Any:
         cache: Any = given.get("past_key_values")
         ids: Any = given.get("input_ids")
-        if (reason := self._why_not(cache, ids)) is not None:
+        prompt, self.begun = not self.begun or self._reads_prompt(cache, ids), True
+        if prompt:
+            if not self._is_short(cache, ids, given):
+                return self.run(**given)
+        elif (reason := self._why_not(cache, ids)) is not None:
             return self._uncaptured(reason, given)
-        if ids.shape[1] != 1 or _tokens(cache) < max(1, self.prompt):
-            return self.model(**given)  # a chunk of the prompt
         # Graphs share memory: no other thread may replay one between the copy of the inputs and the copy of the logits.
         with self.graphs.lock:
             if self.graphs.closed:
                 return self._uncaptured("the patch was undone during a call", given)
-            return self._step(cache, ids, given)
+            try:
+                return self._step(cache, ids, given)
+            except Uncapturable as error:
+                reason = str(error)
+                if not prompt:
+                    self.refused = reason
+                return self._uncaptured(reason, given)
+
+    def _reads_prompt(self, cache: object, ids: torch.Tensor | None) -> bool:
+        """Whether a forward after the first reads the prompt: a chunk of it, or all of it again after the model dropped its cache."""
+        if ids is None or not isinstance(cache, StoredCache):
+            return False
+        many, tokens = ids.shape[1] > 1, _tokens(cache)
+        return many or tokens < max(1, self.prompt) if self.chunked else many and not tokens
+
+    def _is_short(self, cache: object, ids: torch.Tensor | None, given: Inputs) -> bool:
+        """Whether a forward that reads the prompt can be a step: a few tokens of text that follow a cached text."""
+        if self.refused is not None or ids is None or not isinstance(cache, StoredCache) or not _tokens(cache):
+            return False
+        if ids.shape[1] > (BUCKETS[-1] if cache.storage.takes_many else 1):
+            return False
+        mask = given.get("attention_mask")
+        if mask is not None and not (self.ignore_mask or (cache.storage.takes_mask and grows(mask))):
+            return False
+        others = given.keys() - {"input_ids", "position_ids", "attention_mask"}
+        return not any(isinstance(given[name], torch.Tensor) for name in others)
 
     def _why_not(self, cache: object, ids: torch.Tensor | None) -> str | None:
         """The reason why this step cannot be captured, judged by its arguments, or None."""
@@ -140,88 +174,78 @@ class DecodeStep:
             return f"a step is given {'no cache' if cache is None else f'a {type(cache).__name__}'} instead of the patch's"
         if ids is None:
             return "its steps are given inputs_embeds instead of input_ids"
-        if self.chunked and (ids.shape[1] != 1 or _tokens(cache) < max(1, self.prompt)):
-            return None
-        if ids.shape[1] != 1:
-            return f"a step has {ids.shape[1]} tokens"
         if _tokens(cache) < max(1, self.prompt):
             return "the forward that read the prompt has left the cache empty (as gradient checkpointing in training mode does)"
+        if ids.shape[1] > 1 and not cache.storage.takes_many:
+            return f"a step has several tokens, and steps over a {type(cache).__name__} are captured for one"
+        if ids.shape[1] > BUCKETS[-1]:
+            return f"a step has more than {BUCKETS[-1]} tokens, the most that a graph has"
         return self.refused
 
     def _uncaptured(self, reason: str, given: Inputs) -> Any:
         self.say(reason)
         self.graphs.uncaptured += 1
-        return self.model(**given)
+        return self.run(**given)
 
     def _step(self, cache: StoredCache, ids: torch.Tensor, given: Inputs) -> Any:
+        """One step by a graph. Raises Uncapturable if it has to run without one."""
         if self.fingerprint is None:
-            try:
-                self.fingerprint = survey(self.model)
-            except Uncapturable as reason:
-                self.refused = str(reason)
-                return self._uncaptured(self.refused, given)
-        storage = cache.storage
-        inputs = dict(given)
-        mask = inputs.get("attention_mask")
-        storage.sync(ids.device)
+            self.fingerprint = survey(self.model)
+        storage, inputs, q_len = cache.storage, dict(given), ids.shape[1]
+        tokens = next(bucket for bucket in BUCKETS if bucket >= q_len)
+        storage.sync(ids.device, *(() if tokens == 1 else (q_len,)))
+        self._set_mask(cache, inputs, tokens)
+        entry = self._entry(cache, inputs, tokens)
+        if entry.refused is not None:
+            raise Uncapturable(entry.refused)
+        entry.copy_in(inputs)
+        mark = None if entry.graph is not None else storage.mark()
+        try:
+            logits = self._run(entry, storage, inputs)
+        except BaseException as error:
+            storage.rewind(mark)  # an interrupted step has also counted on the device
+            if isinstance(error, Uncapturable):
+                entry.refused = str(error)
+            raise
+        storage.advance(*(() if tokens == 1 else (q_len,)))
+        return entry.output(logits, cache)
+
+    def _set_mask(self, cache: StoredCache, inputs: Inputs, tokens: int) -> None:
+        """Drop a mask that has no effect. Build the masks of the layers if only the host knows which of its columns they hold."""
+        storage, mask = cache.storage, inputs.get("attention_mask")
         if mask is not None and (self.ignore_mask or not storage.takes_mask):
             del inputs["attention_mask"]
         elif grows(mask) and not (storage.keeps_all and mask.shape[1] <= storage.capacity):
-            # Only the host knows which columns of the mask are in the buffers. The spans built from them have a fixed size.
+            # The spans built from the mask have a fixed size.
+            ids = inputs["input_ids"]
+            padded = ids if tokens == ids.shape[1] else ids[:, :1].expand(-1, tokens)
             with cache.on_device(with_mask=True):
-                inputs["attention_mask"] = hf.decode_mask(self.model, inputs)
-        entry = self.entry
-        if entry is None or not entry.fits(storage) or not entry.accepts(inputs):
-            if entry is not None and (name := entry.grown(inputs)) is not None:
-                self.refused = entry.refused = f"its argument {name} grows by one element per step"
-                return self._uncaptured(self.refused, given)
-            entry = self.entry = self.graphs.find(cache, self.fingerprint, inputs)
-            if self.graphs.changes >= MAX_CHANGES:
-                names = ", ".join(self.graphs.changed[:3])
-                self.say(
-                    f"each of the last {MAX_CHANGES} calls was captured again, as values that a step reads had changed ({names})"
-                )
-        if entry.refused is None:
-            entry.copy_in(inputs)
-            mark = None if entry.graph is not None else storage.mark()
-            try:
-                logits = self._run(entry, storage)
-            except BaseException as error:
-                storage.rewind(mark)  # an interrupted step has also counted on the device
-                if not isinstance(error, Uncapturable):
-                    raise
-                entry.refused = str(error)
-            else:
-                storage.advance()
-                return entry.output(logits, cache)
-        self.refused = entry.refused
-        return self._uncaptured(self.refused, given)
+                inputs["attention_mask"] = hf.decode_mask(self.model, {**inputs, "input_ids": padded})
 
-    def _run(self, entry: Entry, storage: Storage) -> torch.Tensor:
+    def _entry(self, cache: StoredCache, inputs: Inputs, tokens: int) -> Entry:
+        entry = self.entries.get(tokens)
+        if entry is not None and entry.fits(cache.storage) and entry.accepts(inputs, tokens):
+            return entry
+        if entry is not None and (name := entry.grown(inputs)) is not None:
+            entry.refused = f"its argument {name} grows by one element per step"
+            return entry
+        assert self.fingerprint is not None
+        entry = self.entries[tokens] = self.graphs.find(cache, self.fingerprint, inputs, tokens)
+        if self.graphs.changes >= MAX_CHANGES:
+            names = ", ".join(self.graphs.changed[:3])
+            self.say(f"each of the last {MAX_CHANGES} calls was captured again, as values that a step reads had changed ({names})")
+        return entry
+
+    def _run(self, entry: Entry, storage: Storage, inputs: Inputs) -> torch.Tensor:
+        """The logits of one step."""
         graphs = self.graphs
         if entry.graph is not None:
             entry.graph.replay()
             graphs.replays += 1
-            return entry.logits.clone()  # a clone, because the next step overwrites it
-        body = entry.body(self.model, storage)
+            return entry.kept(entry.logits, inputs).clone()  # a clone, because the next step overwrites it
+        body = entry.body(self.model, self.run, storage)
         if not entry.warm:
-            before = survey(self.model)
-            with unread_by(self.model, before) as unread:
-                outputs = _attempt(new_graph(entry.device, graphs.shared).rehearse, body)
-            logits: torch.Tensor | None = outputs.get("logits")
-            others = [name for name, value in outputs.items() if name not in ("logits", "past_key_values") and value is not None]
-            if others or logits is None:
-                raise Uncapturable(f"its output holds {', '.join(others) or 'no logits'}")
-            entry.output_type = type(outputs)
-            entry.returns_cache = "past_key_values" in outputs
-            entry.unread = frozenset(unread)
-            entry.warm = True
-            if changed := before.differences(survey(self.model), entry.unread):
-                # The step has run and must not run again.
-                self.refused = entry.refused = f"a step changes values that the next step reads ({', '.join(changed[:3])})"
-                self.say(self.refused)
-                graphs.uncaptured += 1
-            return logits
+            return entry.kept(self._rehearse(entry, body), inputs)
         graph = new_graph(entry.device, graphs.shared)
         held = references(storage)
         entry.logits = _attempt(graph.capture, body).logits
@@ -229,7 +253,28 @@ class DecodeStep:
         storage.recorded += holds
         entry.graph = graph
         graphs.captures += 1
-        return self._run(entry, storage)
+        return self._run(entry, storage, inputs)
+
+    def _rehearse(self, entry: Entry, body: Callable[[], Any]) -> torch.Tensor:
+        """Run the first step of a graph and check that it can be captured. Returns its logits."""
+        before = survey(self.model)
+        with unread_by(self.model, before) as unread:
+            outputs = _attempt(new_graph(entry.device, self.graphs.shared).rehearse, body)
+        logits: torch.Tensor | None = outputs.get("logits")
+        others = [name for name, value in outputs.items() if name not in ("logits", "past_key_values") and value is not None]
+        if others or logits is None:
+            raise Uncapturable(f"its output holds {', '.join(others) or 'no logits'}")
+        entry.check(logits)
+        entry.output_type = type(outputs)
+        entry.returns_cache = "past_key_values" in outputs
+        entry.unread = frozenset(unread)
+        entry.warm = True
+        if changed := before.differences(survey(self.model), entry.unread):
+            # The step has run and must not run again.
+            self.refused = entry.refused = f"a step changes values that the next step reads ({', '.join(changed[:3])})"
+            self.say(self.refused)
+            self.graphs.uncaptured += 1
+        return logits
 
 
 def _tokens(cache: StoredCache) -> int:

@@ -1,6 +1,6 @@
-"""Append: writes K and V of one token of every row and head into their buffers, in one launch, at slots given on the device.
+"""Append: writes K and V of the new tokens of every row and head into their buffers, in one launch, at slots given on the device.
 
-    keys[b, h, slot[b]] = new_keys[b, h, 0],  values[b, h, slot[b]] = new_values[b, h, 0]
+    keys[b, h, slot[b] + i] = new_keys[b, h, i],  values[b, h, slot[b] + i] = new_values[b, h, i]
 
 The slots are read on the device, so every replay of a captured launch can write to other slots.
 """
@@ -22,7 +22,7 @@ from ..host import gpu, launch, tables
 def append(
     keys: torch.Tensor, values: torch.Tensor, new_keys: torch.Tensor, new_values: torch.Tensor, slot: torch.Tensor
 ) -> None:
-    """Write new_keys and new_values, (batch, num_kv_heads, 1, head_dim), at `slot` of keys and values.
+    """Write new_keys and new_values, (batch, num_kv_heads, q_len, head_dim), from `slot` of keys and values on.
 
     keys, values: (batch, num_kv_heads, N, head_dim). All four have any strides with stride(-1) == 1. slot: int64, (1,) for all
     rows or (batch,), on the same device. Nothing is written at a slot of N or more.
@@ -38,10 +38,10 @@ def append(
 def _prepare(tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]) -> launch.Launch:
     keys, values, new_keys, new_values, slot = tensors
     batch, heads, capacity, head_dim = keys.shape
-    laid_out = (("k", keys, "bhn"), ("v", values, "bhn"), ("nk", new_keys, "bh"), ("nv", new_values, "bh"))
+    laid_out = (("k", keys, "bhn"), ("v", values, "bhn"), ("nk", new_keys, "bhn"), ("nv", new_values, "bhn"))
     return launch.Launch(
         append_kernel,
-        (batch * heads,),
+        (batch * heads, new_keys.shape[2]),
         **{f"stride_{name}{axis}": tensor.stride(i) for name, tensor, axes in laid_out for i, axis in enumerate(axes)},
         stride_slot=slot.stride(0) if slot.shape[0] > 1 else 0,
         heads=heads,
@@ -57,11 +57,15 @@ def _prepare(tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tens
 def _append_torch(
     keys: torch.Tensor, values: torch.Tensor, new_keys: torch.Tensor, new_values: torch.Tensor, slot: torch.Tensor
 ) -> None:
-    rows = torch.arange(keys.shape[0], device=keys.device)
-    inside = slot.clamp(max=keys.shape[2] - 1)
+    rows, last = torch.arange(keys.shape[0], device=keys.device)[:, None], keys.shape[2] - 1
+    # The tokens past the end repeat the token of the last slot, or write nothing if no token has it.
+    token = torch.arange(new_keys.shape[2], device=keys.device).minimum((last - slot[:, None]).clamp(min=0))
+    slots = slot[:, None] + token
+    inside = slots.clamp(max=last)
+    written = (slots == inside)[..., None, None]
     for buffer, new in ((keys, new_keys), (values, new_values)):
-        written = (slot == inside)[:, None, None]
-        buffer[rows, :, inside] = torch.where(written, new[:, :, 0], buffer[rows, :, inside])
+        states = new.transpose(1, 2)[rows, token.expand(len(rows), -1)]
+        buffer[rows, :, inside] = torch.where(written, states, buffer[rows, :, inside])
 
 
 if triton is not None:
@@ -82,8 +86,10 @@ if triton is not None:
         stride_vn,
         stride_nkb,
         stride_nkh,
+        stride_nkn,
         stride_nvb,
         stride_nvh,
+        stride_nvn,
         stride_slot,
         heads,
         capacity,
@@ -92,16 +98,17 @@ if triton is not None:
         BLOCK_D: tl.constexpr,
         EARLY: tl.constexpr,
     ):
-        """One program per row and head."""
+        """One program per row and head, and token."""
         wait_for_inputs(EARLY)
         let_next_begin(EARLY)
         row = (tl.program_id(0) // heads).to(tl.int64)
         head = (tl.program_id(0) % heads).to(tl.int64)
-        slot = tl.load(Slot + row * stride_slot)
+        token = tl.program_id(1)
+        slot = tl.load(Slot + row * stride_slot) + token
         offs_d = tl.arange(0, BLOCK_D)
         k_dim = tl.where(slot < capacity, K_DIM, 0)  # nothing is written past the end
         v_dim = tl.where(slot < capacity, V_DIM, 0)
-        k = tl.load(NewK + row * stride_nkb + head * stride_nkh + offs_d, mask=offs_d < K_DIM)
-        v = tl.load(NewV + row * stride_nvb + head * stride_nvh + offs_d, mask=offs_d < V_DIM)
+        k = tl.load(NewK + row * stride_nkb + head * stride_nkh + token * stride_nkn + offs_d, mask=offs_d < K_DIM)
+        v = tl.load(NewV + row * stride_nvb + head * stride_nvh + token * stride_nvn + offs_d, mask=offs_d < V_DIM)
         tl.store(K + row * stride_kb + head * stride_kh + slot * stride_kn + offs_d, k, mask=offs_d < k_dim)
         tl.store(V + row * stride_vb + head * stride_vh + slot * stride_vn + offs_d, v, mask=offs_d < v_dim)

@@ -1,0 +1,316 @@
+"""The forwards of generate() that have several tokens, or that call the model directly: captured, with the tokens of eager."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+
+import fake_graph
+import pytest
+import torch
+from models import VOCAB, family, prompts, tiny
+from transformers import LlamaForCausalLM, LogitsProcessor, LogitsProcessorList
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+import hf_fastattn
+from hf_fastattn import PreallocatedCache, RollingCache
+from hf_fastattn.kernels.decode.append import append
+from hf_fastattn.patches import graph as graphs
+
+NEW = 24
+
+
+@pytest.fixture(autouse=True)
+def captured(monkeypatch):
+    fake_graph.use(monkeypatch)
+
+
+@pytest.fixture
+def llama():
+    return tiny("llama")
+
+
+def generate(model, inputs, **options):
+    torch.manual_seed(0)
+    return model.generate(**inputs, **{"max_new_tokens": NEW, "do_sample": False, **options})
+
+
+MODES = {
+    "beams": {"num_beams": 3},
+    "beam_sampling": {"num_beams": 2, "do_sample": True},
+    "several_beams": {"num_beams": 4, "num_return_sequences": 2, "length_penalty": 2.0, "early_stopping": True, "eos_token_id": 9},
+    "prompt_lookup": {"prompt_lookup_num_tokens": 3},
+    "long_lookup": {"prompt_lookup_num_tokens": 9, "max_matching_ngram_size": 1},
+    "sampled_lookup": {"prompt_lookup_num_tokens": 3, "do_sample": True, "top_k": 5, "max_matching_ngram_size": 1},
+}
+CASES = [(name, mode, "left_padding") for name in ("llama", "qwen2") for mode in MODES]
+CASES += [("llama", mode, padding) for mode in ("beams", "long_lookup") for padding in ("no_padding", "holes")]
+CASES += [(name, mode, "left_padding") for name in ("mistral_window_below_prompt", "opt") for mode in ("beams", "long_lookup")]
+
+
+@pytest.mark.parametrize("name, mode, padding", CASES)
+def test_captured_tokens_equal_eager(name, mode, padding):
+    model, options = family(name, "cpu"), MODES[mode]
+    model.set_attn_implementation("eager")
+    inputs = prompts(padding, "cpu", rows=1 if "lookup" in mode else 2)
+    expected = generate(model, inputs, **options)
+    with hf_fastattn.patch(model) as patch:
+        for _ in range(2):
+            assert torch.equal(generate(model, inputs, **options), expected)
+        assert patch.captures and patch.replays > patch.captures and (patch.uncaptured, patch.reasons) == (0, [])
+        if "beam" in mode:
+            assert patch.captures == 1 and (mode == "several_beams" or patch.replays == 2 * (NEW - 1) - 1)
+
+
+@pytest.mark.parametrize("mode", ["beams", "long_lookup"])
+def test_scores_and_logits_of_every_token(llama, mode):
+    inputs = prompts("left_padding", "cpu", rows=1)
+    options = {**MODES[mode], "return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    expected = generate(llama, inputs, **options)
+    with hf_fastattn.patch(llama) as patch:
+        for _ in range(2):
+            got = generate(llama, inputs, **options)
+            assert type(got) is type(expected) and torch.equal(got.sequences, expected.sequences)
+            for name in ("scores", "logits"):
+                torch.testing.assert_close(torch.stack(got[name]), torch.stack(expected[name]), rtol=1e-4, atol=1e-4)
+        assert patch.captures and not patch.uncaptured
+
+
+def test_beams_are_reordered_in_place(llama):
+    cache = PreallocatedCache(llama)
+    inputs = prompts("no_padding", "cpu", rows=1)
+    with hf_fastattn.patch(llama) as patch:
+        expected = generate(llama, inputs, num_beams=3)
+        found = [generate(llama, inputs, num_beams=3, past_key_values=cache)]
+        addresses = [layer.keys.data_ptr() for layer in cache.layers]
+        cache.reset()
+        found.append(generate(llama, inputs, num_beams=3, past_key_values=cache))
+        assert all(torch.equal(each, expected) for each in found)
+        assert addresses == [layer.keys.data_ptr() for layer in cache.layers] and patch.captures == 2
+
+
+@pytest.mark.parametrize("schedule", ["constant", "heuristic"])
+def test_an_assistant_and_its_target(llama, schedule):
+    assistant = tiny("llama", num_hidden_layers=1)
+    assistant.generation_config.num_assistant_tokens_schedule = schedule
+    assistant.generation_config.assistant_confidence_threshold = 0.0
+    inputs = prompts("left_padding", "cpu", rows=1)
+    expected = generate(llama, inputs)
+    with hf_fastattn.patch(llama) as target, hf_fastattn.patch(assistant) as drafts:
+        for _ in range(2):
+            assert torch.equal(generate(llama, inputs, assistant_model=assistant), expected)
+        for patch in (target, drafts):
+            assert patch.captures and patch.replays and (patch.uncaptured, patch.reasons) == (0, [])
+        captures = target.captures
+        assert torch.equal(generate(llama, inputs), expected)  # a graph of one token, which greedy decoding shares with nothing
+        assert target.captures <= captures + 1
+
+
+def test_a_model_that_is_its_own_assistant(llama):
+    inputs = prompts("no_padding", "cpu", rows=1)
+    expected = generate(llama, inputs)
+    with hf_fastattn.patch(llama) as patch:
+        for _ in range(2):
+            assert torch.equal(generate(llama, inputs, assistant_model=llama), expected)
+        assert patch.captures >= 2 and not patch.uncaptured
+        assert patch._generation._thread.calls == []
+
+
+CHATS = [("llama", "no_padding"), ("llama", "left_padding"), ("qwen2", "left_padding"), ("mistral_window_below_prompt", "no_padding")]
+
+
+@pytest.mark.parametrize("name, padding", CHATS)
+def test_short_messages_after_a_cached_text(name, padding):
+    model = family(name, "cpu")
+    model.set_attn_implementation("eager")
+    generator = torch.Generator().manual_seed(3)
+
+    def converse():
+        inputs, cache = prompts(padding, "cpu", rows=2), None
+        generator.manual_seed(3)
+        for words in (0, 5, 7, 1, 20, 6, 17, 8):
+            if words:
+                message = torch.randint(2, VOCAB, (2, words), generator=generator)
+                inputs["input_ids"] = torch.cat([out.sequences, message], 1)  # noqa: F821
+                if "attention_mask" in inputs:
+                    more = inputs["input_ids"].shape[1] - inputs["attention_mask"].shape[1]
+                    inputs["attention_mask"] = torch.nn.functional.pad(inputs["attention_mask"], (0, more), value=1)
+            out = generate(model, inputs, past_key_values=cache, max_new_tokens=3, return_dict_in_generate=True)
+            cache = out.past_key_values
+        return out.sequences
+
+    expected = converse()
+    with hf_fastattn.patch(model) as patch:
+        assert torch.equal(converse(), expected)
+        assert {entry.tokens for held in patch._graphs.entries.values() for entry in held if entry.graph} >= {1, 8}
+        assert not patch.uncaptured and not patch.reasons
+
+
+def test_more_tokens_than_a_graph_has_and_pictures_are_read_as_prompts(llama, monkeypatch):
+    inputs = prompts("no_padding", "cpu", rows=1)
+    with hf_fastattn.patch(llama) as patch:
+        cache = generate(llama, inputs, max_new_tokens=1, return_dict_in_generate=True).past_key_values
+        for more in (64, 65, 64):
+            ids = torch.cat([inputs["input_ids"], torch.full((1, more), 5)], 1)
+            generate(llama, {"input_ids": ids}, past_key_values=cache, max_new_tokens=1)
+            cache.crop(96 - cache.get_seq_length())
+        assert [entry.tokens for entry in patch._graphs.entries[cache.storage]] == [64] and patch.captures == 1
+        forwards = graphs.Forwards(patch._graphs, llama, llama, print)
+        given = {"input_ids": ids[:, :4], "past_key_values": cache, "position_ids": ids[:, :4]}
+        assert forwards._is_short(cache, ids[:, :4], given)
+        assert not forwards._is_short(cache, ids[:, :4], {**given, "pixel_values": torch.zeros(1, 3, 8, 8)})
+        assert not forwards._is_short(cache, ids[:, :4], {**given, "attention_mask": torch.zeros(1, 1, 4, 100)})
+
+
+def test_a_step_near_the_end_of_the_buffers(llama):
+    """The padding of a step has no slots there: nothing is written past the end, and the last tokens stay."""
+    inputs = prompts("no_padding", "cpu", rows=1)
+    options = {"prompt_lookup_num_tokens": 9, "max_matching_ngram_size": 1}
+    expected = generate(llama, inputs, **options)
+    with hf_fastattn.patch(llama) as patch:
+        for capacity in (96 + NEW + 8, 96 + NEW + 10):
+            cache = PreallocatedCache(llama, capacity, grow=False)
+            assert torch.equal(generate(llama, inputs, past_key_values=cache, **options), expected)
+        assert patch.captures and not patch.uncaptured
+
+
+def test_append_writes_some_tokens_of_each_row_and_head():
+    for slot in (0, 3, 5, 7, 8, 20):
+        keys, values = torch.arange(2 * 3 * 8 * 4.0).view(2, 3, 8, 4).split(2, -1)
+        new = torch.rand(2, 3, 4, 4)
+        expected = [torch.cat([held.clone(), torch.zeros(2, 3, 16, 2)], 2) for held in (keys, values)]
+        for held, states in zip(expected, new.split(2, -1), strict=True):
+            held[:, :, slot : slot + 4] = states
+        append(keys, values, *new.split(2, -1), torch.tensor([slot]))
+        assert all(torch.equal(got, held[:, :, :8]) for got, held in zip((keys, values), expected, strict=True))
+
+
+def test_a_rolling_cache_captures_beams_and_says_why_not_more(llama):
+    inputs = {"input_ids": torch.full((1, 8), 3)}
+    with hf_fastattn.patch(llama, "streaming", window=64, sinks=2) as patch:
+        expected = generate(llama, inputs, num_beams=3)
+        assert torch.equal(generate(llama, inputs, num_beams=3), expected)
+        assert patch.captures == 1 and not patch.reasons
+        with pytest.warns(match="steps over a RollingCache are captured for one"):
+            generate(llama, inputs, prompt_lookup_num_tokens=3, max_matching_ngram_size=1)
+        cache = generate(llama, inputs, max_new_tokens=1, return_dict_in_generate=True).past_key_values
+        assert isinstance(cache, RollingCache)
+        uncaptured = patch.uncaptured
+        for _ in range(2):  # a message is read as a prompt is
+            ids = torch.full((1, cache.get_seq_length() + 3), 3)
+            generate(llama, {"input_ids": ids}, past_key_values=cache, max_new_tokens=2)
+        assert patch.uncaptured == uncaptured and len(patch.reasons) == 1
+
+
+def test_only_the_forwards_of_generate_are_captured(llama):
+    inputs, found = prompts("no_padding", "cpu", rows=1), []
+    with hf_fastattn.patch(llama) as patch, torch.no_grad():
+        cache = PreallocatedCache(llama)
+        generate(llama, inputs, past_key_values=cache)
+        counts = patch.captures, patch.replays
+        ids = inputs["input_ids"][:, :1]
+        one = llama(input_ids=ids, past_key_values=cache).logits
+        assert (patch.captures, patch.replays) == counts and patch._generation._thread.calls == []
+
+        class Call(LogitsProcessor):
+            """Runs the model in another thread, and in this one with arguments by position, as guidance does."""
+
+            def __call__(self, input_ids, scores):
+                thread = threading.Thread(target=lambda: found.append(forward()))
+                thread.start()
+                thread.join()
+                found.append(llama(ids, use_cache=False).logits)
+                return scores
+
+        def forward():
+            with torch.no_grad():
+                return llama(input_ids=ids, past_key_values=PreallocatedCache(llama)).logits
+
+        expected = forward()
+        assert one.shape == expected.shape
+        generate(llama, inputs, logits_processor=LogitsProcessorList([Call()]), max_new_tokens=4)
+        assert len(found) == 8
+        for logits in found:
+            torch.testing.assert_close(logits, expected)
+        assert patch.replays == counts[1] + 2 and not patch.reasons
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_an_exception_ends_the_call(llama, error):
+    inputs = prompts("no_padding", "cpu", rows=1)
+
+    class Fail(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            if input_ids.shape[1] > 110:
+                raise error
+            return scores
+
+    with hf_fastattn.patch(llama) as patch, torch.no_grad():
+        expected = generate(llama, inputs, prompt_lookup_num_tokens=3)
+        with pytest.raises(error):
+            generate(llama, inputs, prompt_lookup_num_tokens=3, logits_processor=LogitsProcessorList([Fail()]))
+        assert patch._generation._thread.calls == []
+        replays = patch.replays
+        llama(input_ids=inputs["input_ids"][:, :1])
+        assert patch.replays == replays
+        assert torch.equal(generate(llama, inputs, prompt_lookup_num_tokens=3), expected)
+
+
+class AllLogits(LlamaForCausalLM):
+    """Without logits_to_keep."""
+
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, use_cache=None, return_dict=None):
+        return super().forward(input_ids, attention_mask, position_ids, past_key_values, use_cache=use_cache)
+
+
+class LastLogits(LlamaForCausalLM):
+    """Returns the logits of the last token, whatever it is asked for."""
+
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, use_cache=None, **kwargs):
+        out = super().forward(input_ids, attention_mask, position_ids, past_key_values, use_cache=use_cache)
+        return CausalLMOutputWithPast(logits=out.logits[:, -1:], past_key_values=out.past_key_values)
+
+
+@pytest.mark.parametrize("kind", [AllLogits, LastLogits])
+def test_which_logits_a_model_returns(llama, kind):
+    inputs = prompts("no_padding", "cpu", rows=1)
+    llama.__class__ = kind
+    message = torch.arange(5, 18)[None]
+
+    def turns():
+        out = generate(llama, inputs, max_new_tokens=3, return_dict_in_generate=True)
+        found = []
+        for _ in range(3):
+            ids = torch.cat([out.sequences, message], 1)
+            out = generate(llama, {"input_ids": ids}, past_key_values=out.past_key_values, max_new_tokens=3, return_dict_in_generate=True)  # fmt: skip
+            found.append(out.sequences)
+        return found
+
+    expected = turns()
+    with hf_fastattn.patch(llama) as patch, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for got, want in zip(turns(), expected, strict=True):
+            assert torch.equal(got, want)
+        if kind is LastLogits:
+            assert patch.captures == 1 and patch.reasons == ["it returns logits of 1 of 16 tokens"] and said
+        else:
+            assert patch.captures == 2 and not patch.reasons
+
+
+def test_generate_of_the_class_is_said(llama):
+    inputs = prompts("no_padding", "cpu", rows=1)
+    with hf_fastattn.patch(llama) as patch, pytest.warns(match="generate\\(\\) of the class was called"):
+        LlamaForCausalLM.generate(llama, **inputs, max_new_tokens=3, do_sample=False)
+        assert not patch.captures
+
+
+def test_graphs_of_many_lengths_are_bounded(llama):
+    inputs = prompts("no_padding", "cpu", rows=1)
+    with hf_fastattn.patch(llama) as patch:
+        cache = generate(llama, inputs, max_new_tokens=1, return_dict_in_generate=True).past_key_values
+        for more in range(1, 65, 3):
+            ids = torch.cat([inputs["input_ids"], torch.full((1, more), 5)], 1)
+            generate(llama, {"input_ids": ids}, past_key_values=cache, max_new_tokens=2)
+            cache.crop(96 - cache.get_seq_length())
+        assert {entry.tokens for entry in patch._graphs.entries[cache.storage]} <= set(graphs.BUCKETS)
+        assert patch.captures <= len(graphs.BUCKETS) == 7
