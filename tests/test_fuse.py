@@ -5,12 +5,10 @@ import gc
 import importlib
 import itertools
 import pickle
-import re
 import weakref
 
 import pytest
 import torch
-from calls import captured
 from models import tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -105,50 +103,6 @@ def test_rotation_refuses_in_sentences():
 
 
 @runs_kernels
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", ["plain", "bias", "gated"])
-@pytest.mark.parametrize("rows, size", [(5, 16), (96, 64), (33, 100), (40, 1024), (7, 2049), (6, 5000)])
-def test_a_linear_layers_error_is_that_of_torchs_own(rows, size, kind, dtype):
-    from hf_fastattn.kernels.decode.linear import gated_linear, linear
-
-    torch.manual_seed(0)
-    new = lambda *shape: torch.randn(*shape, device=DEVICE).to(dtype)  # noqa: E731
-    x, weight, up = new(1, 1, size), new(rows, size) / size**0.5, new(rows, size) / size**0.5
-    bias = new(rows) if kind == "bias" else None
-    silu, torchs = torch.nn.functional.silu, torch.nn.functional.linear
-    if kind == "gated":
-        got, stock = gated_linear(x, weight, up), silu(torchs(x, weight)) * torchs(x, up)
-        right = silu(torchs(x.double(), weight.double())) * torchs(x.double(), up.double())
-    else:
-        got, stock = linear(x, weight, bias), torchs(x, weight, bias)
-        right = torchs(x.double(), weight.double(), None if bias is None else bias.double())
-    assert got.dtype == dtype and got.shape == (1, 1, rows)
-    unit = 4 * torch.finfo(dtype).eps * right.abs().max()
-    assert (got.double() - right).abs().max() <= 2 * (stock.double() - right).abs().max() + unit
-
-
-@runs_kernels
-def test_a_linear_layer_takes_one_token_in_16_bits():
-    from hf_fastattn.kernels.decode.linear import gated_linear, linear, why_not
-
-    x, weight = torch.ones(1, 32, device=DEVICE, dtype=torch.float16), torch.ones(8, 32, device=DEVICE, dtype=torch.float16)
-    assert torch.equal(linear(x[0], weight), torch.full((8,), 32.0, device=DEVICE, dtype=torch.float16))
-    for wrong, said in {
-        (x.expand(2, 32), weight): "one token",
-        (x[:0], weight): "one token",
-        (x[:, :16], weight): r"\(1, 16\) and weight \(8, 32\)",
-        (x.float(), weight.float()): "got torch.float32",
-        (x, weight.bfloat16()): "float16 and torch.bfloat16",
-        (x, weight.t().contiguous().t()): r"contiguous; got strides \(1, 8\)",
-        (x, weight, weight[0]): r"bias is \(32,\)",
-        (x, weight.clone().requires_grad_()): "requires grad",
-    }.items():
-        assert linear(*wrong) is None
-        assert re.search(said, why_not(*wrong))
-    assert gated_linear(x, weight, weight[:4]) is None and "one shape" in why_not(x, weight, up=weight[:4])
-
-
-@runs_kernels
 def test_launches_that_are_remembered_are_told_apart():
     """By eps, by layout, and by grad mode."""
     from hf_fastattn.kernels.decode import rms_norm, rope
@@ -215,127 +169,6 @@ def test_gradients_flow_through_the_models_own_code():
     assert all(p.grad is not None for p in model.parameters())
 
 
-@pytest.fixture
-def linear_calls(monkeypatch):
-    """For every linear layer that runs our kernel, whether it is gated."""
-    linear = pytest.importorskip("hf_fastattn.kernels.decode.linear")
-    calls, run = [], linear._run
-
-    def recording(x, weight, bias, up):
-        out = run(x, weight, bias, up)
-        if out is not None:
-            calls.append(up is not None)
-        return out
-
-    monkeypatch.setattr(linear, "_run", recording)
-    return calls
-
-
-@runs_kernels
-@torch.no_grad()
-@pytest.mark.parametrize("family, each", {"llama": 6, "qwen2": 6, "gemma2": 7, "phi": 6}.items())
-def test_in_a_decode_graph_one_token_runs_our_linear_layers(family, each, linear_calls):
-    model = tiny(family, **({"num_key_value_heads": 4} if family == "phi" else {})).to(DEVICE, torch.float16)
-    ids = torch.arange(1, 3, device=DEVICE)[:, None]
-    before = [model(i[None]).logits for i in ids]
-    found = fuse.find(model)
-    layers = model.config.num_hidden_layers
-    fuse.fuse(fuse.Fusible([], [], found.mlps, found.linears))
-    assert torch.equal(model(ids[:1]).logits, before[0]) and not linear_calls  # outside of a graph
-    with captured():
-        model(ids), model(ids.view(1, 2))
-        assert not linear_calls  # two tokens
-        during = model(ids[1:]).logits
-    assert len(linear_calls) == each * layers + 1  # a gate and its neighbour are one launch; and the head
-    assert sum(linear_calls) == (layers if each == 6 and family != "phi" else 0)
-    torch.testing.assert_close(during, before[1], atol=2e-3, rtol=1e-2)
-
-
-class Wrapped(torch.Tensor):
-    """A tensor subclass with other behaviour, like quantised and distributed tensors."""
-
-
-def make_the_weight_an_attribute(layer):
-    """No longer a parameter, like a weight that is computed for each call."""
-    weight = layer.weight.detach()
-    del layer.weight
-    layer.weight = weight * 2
-
-
-@torch.no_grad()
-def test_a_linear_layer_that_someone_changed_is_left_alone(linear_calls, monkeypatch):
-    """Weights computed for each call, code of other classes, wrapped tensors, autocast."""
-    monkeypatch.setattr(subclass, "INTERPRETED", True)
-    model = tiny("llama").to(DEVICE, torch.float16)
-    first, second = (layer.mlp for layer in model.model.layers[:2])
-    torch.nn.utils.parametrize.register_parametrization(first.down_proj, "weight", torch.nn.Identity())
-    first.up_proj = type("Other", (torch.nn.Linear,), {"forward": lambda self, x: x})(64, 96).half()
-    found = fuse.find(model).linears
-    assert second.down_proj in found and second.up_proj in found
-    assert first.down_proj not in found and first.up_proj not in found
-
-    def changed(change, x=None):
-        layer = torch.nn.Linear(8, 8, dtype=torch.float16, device=DEVICE)
-        fuse.fuse(fuse.Fusible([], [], [], [layer]))
-        change(layer)
-        layer(torch.ones(1, 8, dtype=torch.float16, device=DEVICE) if x is None else x)
-
-    wrap = lambda tensor: torch.nn.Parameter(tensor.detach().as_subclass(Wrapped))  # noqa: E731
-    with captured():
-        changed(lambda layer: setattr(layer, "weight", wrap(layer.weight)))
-        changed(lambda layer: setattr(layer, "bias", wrap(layer.bias)))
-        changed(lambda layer: None, torch.ones(1, 8, dtype=torch.float16, device=DEVICE).as_subclass(Wrapped))
-        changed(make_the_weight_an_attribute)
-        with torch.autocast(DEVICE, torch.bfloat16):
-            changed(lambda layer: None)
-    assert not linear_calls
-
-
-@runs_kernels
-@torch.no_grad()
-def test_a_gate_that_someone_changed_is_left_alone(linear_calls):
-    """Hooks and forward() of an instance, biases, weights computed for each call, layers of other classes."""
-    model = tiny("llama").to(DEVICE, torch.float16)
-    stock, fused = model.model.layers[0].mlp, copy.deepcopy(model.model.layers[0].mlp)
-    fuse.fuse(fuse.find(fused))
-    x = torch.randn(1, 1, 64, device=DEVICE, dtype=torch.float16)
-
-    def relu(act):
-        act.forward = torch.relu
-
-    def bias(layer):
-        layer.bias = torch.nn.Parameter(torch.ones(96, device=DEVICE, dtype=torch.float16))
-
-    def own_forward(layer):
-        layer.forward = lambda x: torch.nn.functional.linear(x, 2 * layer.weight)
-
-    def other_class(layer):
-        subclass.restore([layer])
-        layer.__class__ = type("Twice", (torch.nn.Linear,), {"forward": lambda self, x: 2 * torch.nn.Linear.forward(self, x)})
-
-    def pre_hook(module):
-        module.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
-
-    def hook(module):
-        module.register_forward_hook(lambda module, args, out: out * 2)
-
-    layers = [
-        (name, change)
-        for name in ("gate_proj", "up_proj")
-        for change in (bias, own_forward, make_the_weight_an_attribute, other_class)
-    ]
-    hooks = [(name, change) for name in ("gate_proj", "up_proj", "act_fn") for change in (hook, pre_hook)]
-    with captured():
-        torch.testing.assert_close(fused(x), stock(x), atol=1e-3, rtol=1e-2)
-        assert linear_calls == [True, False]  # the gate, and the layer after it
-        for name, change in [("act_fn", relu), *layers, *hooks]:
-            theirs, ours = copy.deepcopy(stock), copy.deepcopy(fused)
-            change(getattr(theirs, name)), change(getattr(ours, name))
-            linear_calls.clear()
-            torch.testing.assert_close(ours(x), theirs(x), atol=1e-3, rtol=1e-2)
-            assert not any(linear_calls), (name, change)
-
-
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 def test_fused_layers_are_copied_and_pickled():
     layer = torch.nn.Linear(4, 4)
@@ -344,6 +177,10 @@ def test_fused_layers_are_copied_and_pickled():
         assert type(twin) is type(layer) and torch.equal(twin.weight, layer.weight)
         subclass.restore([twin])
         assert type(twin) is torch.nn.Linear
+
+
+class Wrapped(torch.Tensor):
+    """A tensor subclass with other behaviour, like quantised and distributed tensors."""
 
 
 class Allocated(TorchDispatchMode):

@@ -19,6 +19,7 @@ from hf_fastattn import interface
 from hf_fastattn.kernels.attention import prefill_hopper
 from hf_fastattn.kernels.attention.lean import lean
 from hf_fastattn.kernels.decode import rope
+from hf_fastattn.kernels.host import counters
 from hf_fastattn.kernels.spans import build_spans
 from hf_fastattn.kernels.spec import call
 
@@ -139,12 +140,12 @@ def test_two_streams_at_once():
 def test_first_prefill_inside_a_capture_is_refused(monkeypatch):
     q, k, v = (torch.randn(1, 2, 256, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     call(prefill_hopper.prefill, q, k, v)
-    monkeypatch.setattr(prefill_hopper.counters, "_counters", {})
-    monkeypatch.setattr(prefill_hopper.counters, "_slots", {})
+    monkeypatch.setattr(counters, "_counters", {})
+    monkeypatch.setattr(counters, "_slots", {})
     with pytest.raises(RuntimeError, match=r"must not be captured into a CUDA graph.*Run the model once"):  # noqa: SIM117
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
             call(prefill_hopper.prefill, q, k, v)
-    assert not prefill_hopper.counters._counters
+    assert not counters._counters
     call(prefill_hopper.prefill, q, k, v)  # it works outside of a capture, also afterwards
     torch.cuda.synchronize()
 

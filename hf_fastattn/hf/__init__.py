@@ -18,6 +18,7 @@ from transformers import (  # noqa: E402
 from transformers.cache_utils import Cache, CacheLayerMixin  # noqa: E402
 from transformers.masking_utils import causal_mask_function  # noqa: E402
 
+from .activations import activation_name  # noqa: E402
 from .attention import (  # noqa: E402
     BESIDE_ATTENTION,
     asks_for_weights,
@@ -68,6 +69,7 @@ __all__ = [
     "PreTrainedModel",
     "PreTrainedTokenizerBase",
     "StoppingCriteria",
+    "activation_name",
     "activations",
     "asks_for_weights",
     "attention_names",

@@ -1,13 +1,20 @@
 """Linear layers and MLPs of one model:
 
 - the product in the MLP in place: two tensors of the MLP's width at once instead of three, the peak memory of a long prompt;
-- in a decode graph of one row, linear layers by `kernels.decode.linear`, and a gated pair of them in one launch.
+- in a decode graph of up to 64 tokens, linear layers by `kernels.decode.linear`: one launch each, for a gated pair, and for the
+  projections of queries, keys and values.
+
+The projections are computed together when their attention layer begins. Each of them then returns its result if it is called with
+the input of the layer; otherwise the layer's projections are computed one by one from then on.
 """
 
 from __future__ import annotations
 
 import functools
+import threading
 import types
+import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +24,26 @@ from .. import hf
 from .. import step as steps
 from . import subclass
 from .subclass import Forward
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+
+
+@dataclass(slots=True)
+class _Ahead:
+    """Results of linear layers that are not called yet, by the id of the layer, for one input."""
+
+    x: torch.Tensor
+    version: int | None
+    results: dict[int, torch.Tensor]
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.ahead: list[_Ahead] = []  # for the attention layers whose forward() is running
+
+
+_thread = _Thread()
+_apart: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # attention layers whose projections have other inputs
 
 
 def is_plain(module: torch.nn.Module) -> bool:
@@ -55,8 +82,10 @@ def linear(forward: types.FunctionType) -> Forward:
     @functools.wraps(forward)
     def layer(self: torch.nn.Linear, input: torch.Tensor) -> Any:
         out = None
-        if not torch.compiler.is_compiling() and _runs_our_linear(input, self):
-            out = kernel.linear(input, self.weight, self.bias)
+        if not torch.compiler.is_compiling():
+            out = _computed_ahead(self, input)
+            if out is None and _runs_our_linear(input, self):
+                out = kernel.linear(input, self.weight, self.bias)
         return forward(self, input) if out is None else out
 
     return layer
@@ -74,18 +103,79 @@ def _runs_our_linear(x: torch.Tensor, *layers: torch.nn.Linear) -> bool:
 
 
 def _gated(mlp: Any, x: torch.Tensor) -> torch.Tensor | None:
-    """act_fn(gate_proj(x)) * up_proj(x) of one token in one launch; None if the modules would compute something else."""
+    """act_fn(gate_proj(x)) * up_proj(x) of a decode step in one launch; None if the modules would compute something else."""
     from ..kernels.decode import linear as kernel
 
     gate, up, act = mlp.gate_proj, mlp.up_proj, mlp.act_fn
-    if (
-        not (subclass.is_fused(gate) and subclass.is_fused(up))
-        or type(act) not in hf.silus()
-        or not _runs_our_linear(x, gate, up)
-    ):
+    name = hf.activation_name(act)
+    if name is None or not (subclass.is_fused(gate) and subclass.is_fused(up)) or not _runs_our_linear(x, gate, up):
         return None
     if gate.bias is not None or up.bias is not None or _global_forward_pre_hooks:
         return None
     if any("forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks for module in (gate, up, act)):
         return None
-    return kernel.gated_linear(x, gate.weight, up.weight)
+    return kernel.gated_linear(x, gate.weight, up.weight, name)
+
+
+def join(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Let the attention layers whose projections are fused compute them together; returns these layers."""
+    joined = [module for module in model.modules() if "forward" not in vars(module) and _projections(module)]
+    for module in joined:
+        subclass.replace(module, attention)
+        _apart.discard(module)
+    return joined
+
+
+def _projections(attention: torch.nn.Module) -> list[torch.nn.Linear]:
+    """The fused projections of an attention layer; none if another module takes the place of one."""
+    found = [attention._modules.get(name) for name in PROJECTIONS]
+    layers = [layer for layer in found if isinstance(layer, torch.nn.Linear) and subclass.is_fused(layer)]
+    return layers if len(layers) == len(found) else []
+
+
+def attention(forward: types.FunctionType) -> Forward:
+    @functools.wraps(forward)
+    def layer(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        ahead = None
+        if not torch.compiler.is_compiling() and steps.captured() and self not in _apart:
+            ahead = _project(self, args[0] if args else kwargs.get("hidden_states"))
+        if ahead is None:
+            return forward(self, *args, **kwargs)
+        _thread.ahead.append(ahead)
+        try:
+            return forward(self, *args, **kwargs)
+        finally:
+            _thread.ahead.pop()
+            if ahead.results:
+                _apart.add(self)
+
+    return layer
+
+
+def _project(attention: torch.nn.Module, x: Any) -> _Ahead | None:
+    """The projections of an attention layer's input in one launch; None if they cannot be computed together."""
+    from ..kernels.decode import linear as kernel
+
+    layers = _projections(attention)
+    if not layers or not isinstance(x, torch.Tensor) or not _runs_our_linear(x, *layers):
+        return None
+    biases = tuple(layer.bias for layer in layers if layer.bias is not None)
+    if len(biases) not in (0, len(layers)):
+        return None
+    results = kernel.linears(x, tuple(layer.weight for layer in layers), biases)
+    if results is None:
+        return None
+    return _Ahead(x, _version(x), {id(layer): out for layer, out in zip(layers, results, strict=True)})
+
+
+def _computed_ahead(layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor | None:
+    """The result of this layer for x if it is already computed. It is returned once."""
+    ahead = _thread.ahead[-1] if _thread.ahead else None
+    if ahead is None or ahead.x is not x or ahead.version != _version(x):
+        return None
+    return ahead.results.pop(id(layer), None)
+
+
+def _version(x: torch.Tensor) -> int | None:
+    """A number that changes with every operation that writes x; None for tensors of inference mode, which do not count them."""
+    return None if x.is_inference() else x._version

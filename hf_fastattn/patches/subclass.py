@@ -34,7 +34,7 @@ def is_fused(module: torch.nn.Module) -> bool:
 def restore(modules: list[torch.nn.Module]) -> None:
     """Undo replace(), except for modules whose class others have changed since."""
     for module in modules:
-        if is_fused(module):
+        while is_fused(module):
             module.__class__ = type(module).__bases__[0]
 
 
@@ -51,18 +51,23 @@ def _fused_subclass(cls: type[torch.nn.Module], fused: Fuse, forward: types.Func
     def run(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:  # the class may have another forward() since
         return (ours if cls.forward is forward else cls.forward)(self, *args, **kwargs)
 
+    stock, fuses = cls, (fused,)
+    while _MARK in vars(stock):
+        stock, fuses = stock.__bases__[0], (*vars(stock)[_MARK], *fuses)
+
     def reduce(
         self: torch.nn.Module, protocol: SupportsIndex
-    ) -> tuple[Any, ...]:  # pickle finds a class by its name, which two classes share
-        return _new, (cls, fused), *cls.__reduce_ex__(self, protocol)[2:]
+    ) -> tuple[Any, ...]:  # pickle finds a class by its name, which fused classes share with their base
+        return _new, (stock, fuses), *stock.__reduce_ex__(self, protocol)[2:]
 
-    members = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, _MARK: True}
+    members = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, _MARK: (fused,)}
     return type(cls.__name__, (cls,), {**members, "__reduce_ex__": reduce, "forward": run})
 
 
-def _new(cls: type[torch.nn.Module], fused: Fuse) -> torch.nn.Module:
-    made = _subclass(cls, fused)
-    return made.__new__(made)
+def _new(cls: type[torch.nn.Module], fuses: tuple[Fuse, ...]) -> torch.nn.Module:
+    for fused in fuses:
+        cls = _subclass(cls, fused)
+    return cls.__new__(cls)
 
 
 def runs_kernels(device: torch.device) -> bool:

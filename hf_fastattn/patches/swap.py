@@ -14,7 +14,7 @@ from ..caches import forward
 from ..streaming import Settings, examine, forget
 from . import fuse as fusion
 from . import graph as graphs
-from . import subclass
+from . import linears, subclass
 from .configs import OwnConfigs
 from .generation import METHODS, Generation, copied, not_pickled
 from .walker import MARK
@@ -82,7 +82,7 @@ class Patch:
         self.changes.append(Change("attention of layers", layers, before, self.backend))
         vars(model)[MARK] = self
         if fuse:
-            self._fuse(fusion.find(model))
+            self._fuse(model)
         if self._generation is None:
             return
         self._generation.install(model)
@@ -95,16 +95,19 @@ class Patch:
         if self.graph and not graphs.why_no_graph(model.device):
             self.changes.append(Change("decode step", 1, "launched from Python", "one CUDA graph"))
 
-    def _fuse(self, found: fusion.Fusible) -> None:
+    def _fuse(self, model: hf.PreTrainedModel) -> None:
+        found = fusion.find(model)
         if not self.graph:  # linear layers are fused only in decode graphs
             found = found._replace(linears=[])
-        self._fused = [weakref.ref(module) for modules in found for module in modules]
         fusion.fuse(found)
+        joined = linears.join(model) if self.graph else []
+        self._fused = [weakref.ref(module) for modules in (*found, joined) for module in modules]
         for what, modules, before, after in (
             ("RMSNorm", found.norms, "six launches", "one"),
             ("rotation of queries and keys", found.layers, "ten launches", "one"),
             ("product in the MLP", found.mlps, "a third tensor", "in place"),
-            ("linear layers, in decode graphs of one row", found.linears, "cuBLAS", "one launch"),
+            ("linear layers, in decode graphs", found.linears, "cuBLAS", "one launch"),
+            ("projections of queries, keys and values, in decode graphs", joined, "three launches", "one"),
         ):
             if modules:
                 self.changes.append(Change(what, len(modules), before, after))

@@ -1,9 +1,9 @@
-"""Linear layers on one token: the weight is read once, at memory bandwidth, with programmatic dependent launch.
+"""Linear layers of a decode step: the weight is read once, at memory bandwidth, with programmatic dependent launch.
 
-    y = x W^T + b,   or for a gated MLP in one launch   y = silu(x W^T) * (x U^T)
+    y = x W^T + b,   or for a gated MLP in one launch   y = act(x W^T) * (x U^T)
 
-A decode step of one row mostly reads weights, each for a single token. A program computes few rows of W, and loads the first
-of them while the previous kernel, which computes x, still runs. For several tokens see docs/dev/log.md.
+A decode step mostly reads weights, each for a few tokens. The kernels of this file are for one token: a program computes few rows
+of W, and loads the first of them while the previous kernel, which computes x, still runs. `linear_rows` is for several tokens.
 
 Sums are in fp32. Results are rounded as in the code of the model: y, and in the gated form both factors and the activation.
 
@@ -19,6 +19,8 @@ import triton.language as tl
 
 from ..host import launch
 from ..host.overlap import early, let_next_begin, wait_for_inputs
+from . import linear_rows
+from .linear_rows import activated
 
 DTYPES = (torch.float16, torch.bfloat16)
 MAX_BLOCK = 2048  # elements of a row of the weight that a program loads at once
@@ -75,6 +77,7 @@ def gated_linear_kernel(
     SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    ACT: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """`linear_kernel` for two weights; their next blocks are loaded while the current ones are used."""
@@ -97,23 +100,31 @@ def gated_linear_kernel(
         acc_u += u.to(tl.float32) * x
     dtype = Out.dtype.element_ty
     gate, up = tl.sum(acc_g, 1).to(dtype).to(tl.float32), tl.sum(acc_u, 1).to(dtype).to(tl.float32)
-    act = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    act = activated(gate, ACT).to(dtype).to(tl.float32)
     tl.store(Out + row, (act * up).to(dtype), mask=live)
 
 
 def why_not(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, up: torch.Tensor | None = None
+    x: torch.Tensor, weights: tuple[torch.Tensor, ...], biases: tuple[torch.Tensor, ...] = (), gated: bool = False
 ) -> str | None:
-    """The reason why these inputs need another path, or None."""
-    if weight.dim() != 2 or weight.numel() == 0 or x.dim() == 0 or not x.numel() == x.shape[-1] == weight.shape[1]:
-        return f"x is {tuple(x.shape)} and weight {tuple(weight.shape)}; x must be one token, as long as a row of weight."
-    if bias is not None and bias.shape != weight.shape[:1]:
-        return f"bias is {tuple(bias.shape)}, and weight {tuple(weight.shape)} needs {weight.shape[0]} elements."
-    if up is not None and up.shape != weight.shape:
-        return f"gate is {tuple(weight.shape)} and up {tuple(up.shape)}; they must have one shape."
-    for tensor in (x, weight, bias, up):
-        if tensor is None:
-            continue
+    """The reason why these inputs need another path, or None. Arguments as in `linears`; gated: weights are a gate and up."""
+    size = x.shape[-1] if x.dim() else 0
+    tokens = x.numel() // size if size else 0
+    if not 1 <= tokens <= linear_rows.MAX_TOKENS:
+        return f"x is {tuple(x.shape)}; it must hold 1 to {linear_rows.MAX_TOKENS} tokens."
+    if not 1 <= len(weights) <= linear_rows.MAX_WEIGHTS or len(biases) not in (0, len(weights)):
+        return f"{len(weights)} weights, {len(biases)} biases; up to {linear_rows.MAX_WEIGHTS} weights need as many or none."
+    if tokens > 1 and size % linear_rows.MULTIPLE:
+        return f"in_features is {size}; with several tokens it must be a multiple of {linear_rows.MULTIPLE}."
+    for weight in weights:
+        if weight.dim() != 2 or weight.numel() == 0 or weight.shape[1] != size:
+            return f"x is {tuple(x.shape)} and weight {tuple(weight.shape)}; a token must be as long as a row of weight."
+    for bias, weight in zip(biases, weights, strict=False):
+        if bias.shape != weight.shape[:1]:
+            return f"bias is {tuple(bias.shape)}, and weight {tuple(weight.shape)} needs {weight.shape[0]} elements."
+    if gated and (len(weights) != 2 or biases or weights[0].shape != weights[1].shape):
+        return f"gate and up are {[tuple(weight.shape) for weight in weights]}; they must have one shape, and no biases."
+    for tensor in (x, *weights, *biases):
         if tensor.dtype != x.dtype or tensor.dtype not in DTYPES:
             return f"All tensors must share one dtype out of float16 and bfloat16; got {x.dtype} and {tensor.dtype}."
         if tensor.device != x.device:
@@ -128,43 +139,72 @@ def why_not(
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:
     """x weight^T + bias in x's dtype; None if `why_not` gives a reason.
 
-    x: (..., in_features) of one token; weight: (out_features, in_features); bias: (out_features,); float16 or bfloat16,
-    contiguous. Returns (..., out_features). The previous launch must not write the weight: it is read before that launch ends.
+    x: (..., in_features) of 1 to 64 tokens; weight: (out_features, in_features); bias: (out_features,); float16 or bfloat16,
+    contiguous. Returns (..., out_features). No launch of the same step may write the weight: it is read before they end.
     """
-    return _run(x, weight, bias, None)
+    out = linears(x, (weight,), () if bias is None else (bias,))
+    return None if out is None else out[0]
 
 
-def gated_linear(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor | None:
-    """silu(x gate^T) * (x up^T), both factors and the activation rounded to x's dtype; otherwise as `linear`."""
-    return _run(x, gate, None, up)
+def linears(
+    x: torch.Tensor, weights: tuple[torch.Tensor, ...], biases: tuple[torch.Tensor, ...] = ()
+) -> tuple[torch.Tensor, ...] | None:
+    """`linear` for up to three weights, with as many biases or none. Several tokens take one launch."""
+    return _run(x, weights, biases, None)
 
 
-def _run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, up: torch.Tensor | None) -> torch.Tensor | None:
-    start = _prepare((x, weight, bias, up))
-    if start is None:
+def gated_linear(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, act: str = "silu") -> torch.Tensor | None:
+    """act(x gate^T) * (x up^T), both factors and the activation rounded to x's dtype; otherwise as `linear`.
+
+    act: "silu", "gelu" or "gelu_tanh".
+    """
+    out = _run(x, (gate, up), (), act)
+    return None if out is None else out[0]
+
+
+def _run(
+    x: torch.Tensor, weights: tuple[torch.Tensor, ...], biases: tuple[torch.Tensor, ...], act: str | None
+) -> tuple[torch.Tensor, ...] | None:
+    start = _prepare((x, *weights, *biases), len(weights), act)
+    if start is None or (x.numel() > x.shape[-1] and not linear_rows.aligned(weights)):
         return None
-    out = x.new_empty(*x.shape[:-1], weight.shape[0])
-    start(x, weight, bias if up is None else up, out)
-    return out
+    outs = tuple(x.new_empty(*x.shape[:-1], weight.shape[0]) for weight in weights[: 1 if act else None])
+    start(x, weights, biases, outs)
+    return outs
 
 
 @launch.remember
-def _prepare(
-    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None],
-) -> launch.Launch | None:
-    x, weight, bias, up = tensors
-    if why_not(x, weight, bias, up):
+def _prepare(tensors: tuple[torch.Tensor, ...], count: int, act: str | None) -> linear_rows.Start | None:
+    x, weights, biases = tensors[0], tensors[1 : count + 1], tensors[count + 1 :]
+    if why_not(x, weights, biases, act is not None):
         return None
+    if x.numel() > x.shape[-1]:
+        return linear_rows.prepare(x, weights, bool(biases), act)
+    if act is not None:
+        gated = _one_token(x, weights[0], False, act)
+        return lambda x, weights, biases, outs: gated(x, *weights, *outs)
+    launches = [_one_token(x, weight, bool(biases), None) for weight in weights]
+
+    def start(
+        x: torch.Tensor, weights: tuple[torch.Tensor, ...], biases: tuple[torch.Tensor, ...], outs: tuple[torch.Tensor, ...]
+    ) -> None:
+        for run, weight, bias, out in zip(launches, weights, biases or (None,) * count, outs, strict=True):
+            run(x, weight, bias, out)
+
+    return start
+
+
+def _one_token(x: torch.Tensor, weight: torch.Tensor, has_bias: bool, act: str | None) -> launch.Launch:
     rows, size = weight.shape
     own: dict[str, int]
     block_k = min(MAX_BLOCK, max(16, triton.next_power_of_2(size)))
-    if up is None:
-        kernel, own = linear_kernel, {"HAS_BIAS": bias is not None}
+    if act is None:
+        kernel, own = linear_kernel, {"HAS_BIAS": has_bias}
         block_n = max(4, 4096 // block_k)
         # For long rows half as many warps: more programs fit and hide each other's start and end.
         warps = block_n * block_k // (2048 if size > 2 * MAX_BLOCK else 1024)
     else:
-        kernel, own = gated_linear_kernel, {}
+        kernel, own = gated_linear_kernel, {"ACT": linear_rows.ACTIVATIONS[act]}
         block_n = max(2, 2048 // block_k)
         warps = block_n * block_k // 512
     own |= {"SIZE": size, "BLOCK_N": block_n, "BLOCK_K": block_k, **early(x.device)}

@@ -1,0 +1,252 @@
+"""Linear layers on 2 to 64 tokens: each weight is read once, at memory bandwidth.
+
+    y = x W^T + b   for up to three weights in one launch, or for a gated MLP   y = act(x W^T) * (x U^T)
+
+A tile is BLOCK_N rows of a weight; in the gated form half of them are rows of W and half the same rows of U. It is the first
+operand of the product, and x^T, which has few columns, is the second. Each tile is divided into equal splits of the in_features,
+so that there are enough programs. The program that finishes a tile last adds the sums of its splits, in the order of the splits:
+the result does not depend on which program that is. Sums are in fp32. Results are rounded as in the code of the model.
+
+A row of the result depends on its row of x, on the weights, and on what selects the splits: the GPU and the numbers of tokens and
+features. It does not depend on the other rows.
+
+Source: split-K as in Osama et al., "Stream-K: Work-centric Parallel Decomposition for Dense Matrix-Matrix Multiplication on the
+GPU", 2023, section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ..host import gpu, launch
+from ..host.counters import COUNTERS, counters_of
+from ..host.overlap import early, let_next_begin, wait_for_inputs
+
+MAX_TOKENS = 64
+MAX_WEIGHTS = 3
+MULTIPLE = 16  # in_features must be a multiple, so that 16 bytes are loaded at once
+ACTIVATIONS = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3}
+Tensors = tuple[torch.Tensor, ...]
+Start = Callable[[torch.Tensor, Tensors, Tensors, Tensors], None]  # of x, weights, biases and results
+
+
+class Tile(NamedTuple):
+    """Rows of weights, tokens and in_features of a tile; splits of the in_features, each of which has a program."""
+
+    BLOCK_N: int
+    BLOCK_M: int
+    BLOCK_K: int
+    num_warps: int
+    num_stages: int
+    splits: int
+
+
+@triton.jit
+def activated(gate, ACT: tl.constexpr):
+    """The activation of fp32 values."""
+    if ACT == 1:
+        act = gate / (1.0 + tl.exp(-gate))
+    elif ACT == 2:
+        act = gate * 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476))
+    else:  # tanh(u) = 2 sigmoid(2 u) - 1
+        u = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        act = gate / (1.0 + tl.exp(-2.0 * u))
+    return act
+
+
+@triton.jit
+def _distance(a, b):
+    """The number of 16-bit elements from pointer a to pointer b."""
+    return (b.to(tl.int64, bitcast=True) - a.to(tl.int64, bitcast=True)) // 2
+
+
+@triton.jit
+def _of_tile(tile, second, third, a, b, c, PARTS: tl.constexpr):
+    """a, b or c for a tile of the first, second or third weight. second, third: the first tiles of these."""
+    if PARTS == 3:
+        b = tl.where(tile < third, b, c)
+    if PARTS > 1:
+        a = tl.where(tile < second, a, b)
+    return a
+
+
+@triton.jit
+def _load_chunk(w_ptrs, x_ptrs, left, seen, EVEN: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The next BLOCK_K columns of a tile, and as many rows of x^T. left: number of columns that remain."""
+    if EVEN:
+        w = tl.load(w_ptrs, eviction_policy="evict_first")  # a step reads a weight once
+        x = tl.load(x_ptrs, mask=seen, other=0.0)
+    else:
+        live = tl.arange(0, BLOCK_K) < left
+        w = tl.load(w_ptrs, mask=live[None, :], other=0.0, eviction_policy="evict_first")
+        x = tl.load(x_ptrs, mask=live[:, None] & seen, other=0.0)
+    return w, x
+
+
+@triton.jit
+def _sum_of_splits(acc, Partial, Counter, tile, splits, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):
+    """(Whether this program is the last of its tile, the sum over all splits if it is)."""
+    offs = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+    parts = Partial + tile.to(tl.int64) * splits * (BLOCK_N * BLOCK_M) + offs
+    tl.store(parts + tl.program_id(1) * (BLOCK_N * BLOCK_M), acc)
+    tl.debug_barrier()  # all threads have stored before one of them counts
+    last = tl.atomic_add(Counter + tile, 1, sem="acq_rel") == splits - 1
+    if last:
+        tl.store(Counter + tile, 0)
+        acc = tl.load(parts)
+        for split in range(1, splits):
+            acc += tl.load(parts + split * (BLOCK_N * BLOCK_M))
+    return last, acc
+
+
+@triton.jit
+def _gated(acc, DTYPE: tl.constexpr, ACT: tl.constexpr):
+    """act(gate) * up for a tile whose first half is the gate; each factor and the activation are rounded."""
+    half: tl.constexpr = acc.shape[0] // 2
+    gate, up = tl.split(tl.permute(tl.reshape(acc, [2, half, acc.shape[1]]), [1, 2, 0]))
+    act = activated(gate.to(DTYPE).to(tl.float32), ACT).to(DTYPE).to(tl.float32)
+    return act * up.to(DTYPE).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["tokens", "rows", "rows1", "rows2", "splits"])
+def linear_rows_kernel(
+    X,
+    Weight,
+    Weight1,
+    Weight2,
+    Bias,
+    Bias1,
+    Bias2,
+    Out,
+    Out1,
+    Out2,
+    Partial,
+    Counter,
+    tokens,
+    rows,
+    rows1,
+    rows2,
+    size,
+    split_size,
+    splits,
+    PARTS: tl.constexpr,
+    ACT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """One program per tile and split. PARTS: number of weights whose tiles follow each other; ACT: Weight1 is beside Weight."""
+    tile = tl.program_id(0)
+    n = tl.arange(0, BLOCK_N)
+    token = tl.arange(0, BLOCK_M)
+    seen = token[None, :] < tokens
+    second = tl.cdiv(rows, BLOCK_N)
+    third = second + tl.cdiv(rows1, BLOCK_N)
+    none = tile.to(tl.int64) * 0
+    rows_of = _of_tile(tile, second, third, rows, rows1, rows2, PARTS)
+    if ACT:
+        row = tile * (BLOCK_N // 2) + n % (BLOCK_N // 2)
+        start = tl.where(n < BLOCK_N // 2, 0, _distance(Weight, Weight1))
+    else:
+        row = (tile - _of_tile(tile, second, third, 0, second, third, PARTS)) * BLOCK_N + n
+        start = _of_tile(tile, second, third, none, _distance(Weight, Weight1), _distance(Weight, Weight2), PARTS)
+    start += tl.minimum(row, rows_of - 1).to(tl.int64) * size
+    offs_k = tl.program_id(1) * split_size + tl.arange(0, BLOCK_K)
+    w_ptrs = Weight + tl.multiple_of(start, 8)[:, None] + offs_k[None, :]
+    x_ptrs = X + token[None, :] * size + offs_k[:, None]
+    left = size - tl.program_id(1) * split_size
+    wait_for_inputs(EARLY)
+    let_next_begin(EARLY)
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for k in range(0, tl.minimum(left, split_size), BLOCK_K):
+        w, x = _load_chunk(w_ptrs + k, x_ptrs + k, left - k, seen, EVEN, BLOCK_K)
+        acc = tl.dot(w, x, acc)
+    last = True
+    if SPLIT:
+        last, acc = _sum_of_splits(acc, Partial, Counter, tile, splits, BLOCK_N, BLOCK_M)
+    if last:
+        dtype: tl.constexpr = Out.dtype.element_ty
+        if ACT:
+            half: tl.constexpr = BLOCK_N // 2
+            row_out = tile * half + tl.arange(0, half)
+            live = row_out < rows
+            y = _gated(acc, dtype, ACT).to(dtype)
+            tl.store(Out + token[None, :] * rows + row_out[:, None], y, mask=live[:, None] & seen)
+        else:
+            live = row < rows_of
+            if HAS_BIAS:
+                bias = _of_tile(tile, second, third, none, _distance(Bias, Bias1), _distance(Bias, Bias2), PARTS)
+                acc += tl.load(Bias + bias + row, mask=live, other=0.0).to(tl.float32)[:, None]
+            out = _of_tile(tile, second, third, none, _distance(Out, Out1), _distance(Out, Out2), PARTS)
+            tl.store(Out + out + token[None, :] * rows_of + row[:, None], acc.to(dtype), mask=live[:, None] & seen)
+
+
+def tiles(arch: int, sms: int, tokens: int, rows: list[int], size: int, gated: bool) -> Tile:
+    """The tiles for weights with these numbers of rows; gated: with a second weight of the same size."""
+    block_m = max(16, triton.next_power_of_2(tokens))
+    tile = Tile(32, block_m, 64, 4, 1, 1) if arch == 0 else Tile(64, block_m, 128, 4, 4 if block_m == 16 else 3, 1)
+    number = sum(triton.cdiv((1 + gated) * n, tile.BLOCK_N) for n in rows)
+    if number > COUNTERS:
+        return tile
+    # Two programs on each multiprocessor, if a split has at least four chunks.
+    return tile._replace(splits=max(1, min(2 * sms // number, triton.cdiv(size, 4 * tile.BLOCK_K))))
+
+
+def aligned(weights: Tensors) -> bool:
+    """Whether 16 bytes can be loaded at once from each weight."""
+    return all(weight.data_ptr() % 16 == 0 for weight in weights)
+
+
+def prepare(x: torch.Tensor, weights: Tensors, has_bias: bool, act: str | None) -> Start:
+    """The launch for inputs of these shapes. act: a key of ACTIVATIONS; if not None, the weights are a gate and up."""
+    size, gated = x.shape[-1], act is not None
+    tokens, rows = x.numel() // size, [weight.shape[0] for weight in weights[: 1 if gated else None]]
+    tile = tiles(gpu.arch(x.device), gpu.num_sms(x.device), tokens, rows, size, gated)
+    split_size = triton.cdiv(triton.cdiv(size, tile.splits), tile.BLOCK_K) * tile.BLOCK_K
+    splits = triton.cdiv(size, split_size)
+    number = sum(triton.cdiv((1 + gated) * n, tile.BLOCK_N) for n in rows)
+    run = launch.Launch(
+        linear_rows_kernel,
+        (number, splits),
+        tokens=tokens,
+        rows=rows[0],
+        rows1=rows[1] if len(rows) > 1 else 0,
+        rows2=rows[2] if len(rows) > 2 else 0,
+        size=size,
+        split_size=split_size,
+        splits=splits,
+        PARTS=len(rows),
+        ACT=ACTIVATIONS[act],
+        HAS_BIAS=has_bias,
+        SPLIT=splits > 1,
+        EVEN=size % split_size == 0,
+        BLOCK_N=tile.BLOCK_N,
+        BLOCK_M=tile.BLOCK_M,
+        BLOCK_K=tile.BLOCK_K,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        **early(x.device),
+    )
+    values = number * splits * tile.BLOCK_N * tile.BLOCK_M
+
+    def start(x: torch.Tensor, weights: Tensors, biases: Tensors, outs: Tensors) -> None:
+        partial, counter = x, x  # not read
+        if splits > 1:
+            partial, counter = x.new_empty(values, dtype=torch.float32), counters_of(x.device)
+        run(x, *_three(weights), *_three(biases or weights), *_three(outs), partial, counter)
+
+    return start
+
+
+def _three(tensors: Tensors) -> Tensors:
+    """The tensors, and the first one in place of missing ones, which are not read."""
+    return (*tensors, *tensors[:1] * (MAX_WEIGHTS - len(tensors)))

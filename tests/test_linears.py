@@ -1,0 +1,333 @@
+"""Linear layers of a decode graph: the kernels, and the modules that use them."""
+
+import copy
+import pickle
+import re
+from functools import partial
+
+import pytest
+import torch
+from calls import captured
+from models import tiny
+
+from hf_fastattn.kernels import HAS_TRITON, INTERPRETED
+from hf_fastattn.patches import fuse, linears, subclass
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+runs_kernels = pytest.mark.skipif(
+    not (HAS_TRITON and (INTERPRETED or DEVICE == "cuda")), reason="needs a GPU or TRITON_INTERPRET=1"
+)
+
+
+def new(*shape, dtype=torch.float16):
+    return torch.randn(*shape, device=DEVICE).to(dtype)
+
+
+def assert_as_torchs_own(got, stock, right):
+    """The error is at most twice that of torch's own, plus 4 units of rounding at the scale of the result."""
+    assert got.dtype == stock.dtype and got.shape == stock.shape
+    unit = 4 * torch.finfo(got.dtype).eps * right.abs().max()
+    assert (got.double() - right).abs().max() <= 2 * (stock.double() - right).abs().max() + unit
+
+
+ACTIVATIONS = {
+    "silu": torch.nn.functional.silu,
+    "gelu": torch.nn.functional.gelu,
+    "gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh"),
+}
+ONE_TOKEN = [(5, 16), (96, 64), (33, 100), (40, 1024), (7, 2049), (6, 5000)]
+TOKENS = [*((1, *shape) for shape in ONE_TOKEN), (2, 5, 16), (7, 96, 64), (17, 70, 144), (3, 33, 1040), (64, 24, 528)]
+
+
+@runs_kernels
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["plain", "bias", *ACTIVATIONS])
+@pytest.mark.parametrize("tokens, rows, size", TOKENS)
+def test_a_linear_layers_error_is_that_of_torchs_own(tokens, rows, size, kind, dtype):
+    from hf_fastattn.kernels.decode.linear import gated_linear, linear
+
+    if tokens > 1 and dtype == torch.bfloat16 and DEVICE == "cpu":
+        pytest.skip("the interpreter multiplies no matrices in bfloat16")
+    torch.manual_seed(0)
+    x, weight, up = new(tokens, 1, size, dtype=dtype), *(new(rows, size) / size**0.5 for _ in range(2))
+    weight, up = weight.to(dtype), up.to(dtype)
+    bias = new(rows, dtype=dtype) if kind == "bias" else None
+    torchs = torch.nn.functional.linear
+    if act := ACTIVATIONS.get(kind):
+        got, stock = gated_linear(x, weight, up, kind), act(torchs(x, weight)) * torchs(x, up)
+        right = act(torchs(x.double(), weight.double())) * torchs(x.double(), up.double())
+    else:
+        got, stock = linear(x, weight, bias), torchs(x, weight, bias)
+        right = torchs(x.double(), weight.double(), None if bias is None else bias.double())
+    assert_as_torchs_own(got, stock, right)
+
+
+@runs_kernels
+@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize("rows", [(70, 33), (16, 64, 7)], ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+def test_several_weights_at_once(tokens, rows, bias):
+    from hf_fastattn.kernels.decode.linear import linears
+
+    torch.manual_seed(0)
+    x, weights = new(1, tokens, 1040), tuple(new(n, 1040) / 32 for n in rows)
+    biases = tuple(new(n) for n in rows) if bias else ()
+    got = linears(x, weights, biases)
+    assert len(got) == len(rows)
+    for out, weight, own in zip(got, weights, biases or (None,) * len(rows), strict=True):
+        right = torch.nn.functional.linear(x.double(), weight.double(), None if own is None else own.double())
+        assert_as_torchs_own(out, torch.nn.functional.linear(x, weight, own), right)
+
+
+@runs_kernels
+def test_a_row_does_not_depend_on_the_others_and_repeats():
+    """Also where a sum is split, of which any program may be the last."""
+    from hf_fastattn.kernels.decode import linear, linear_rows
+    from hf_fastattn.kernels.host import gpu
+    from hf_fastattn.kernels.host.counters import counters_of
+
+    x, weight = new(6, 2064), new(33, 2064)
+    assert linear_rows.tiles(gpu.arch(x.device), gpu.num_sms(x.device), 6, [33], 2064, False).splits > 1
+    first = linear.linear(x, weight)
+    x[3:] = float("nan")
+    again = linear.linear(x, weight)
+    assert torch.equal(first[:3], again[:3]) and again[3:].isnan().all()
+    assert not counters_of(x.device).any()
+
+
+@runs_kernels
+def test_a_linear_layer_takes_up_to_64_tokens_in_16_bits():
+    from hf_fastattn.kernels.decode.linear import gated_linear, linear, linears, why_not
+
+    x, weight = torch.ones(1, 32, device=DEVICE, dtype=torch.float16), torch.ones(8, 32, device=DEVICE, dtype=torch.float16)
+    assert torch.equal(linear(x[0], weight), torch.full((8,), 32.0, device=DEVICE, dtype=torch.float16))
+    for wrong, said in {
+        (x.repeat(65, 1), weight): "1 to 64 tokens",
+        (x[:0], weight): "1 to 64 tokens",
+        (x.repeat(2, 1)[:, :8].contiguous(), weight[:, :8].contiguous()): "multiple of 16",
+        (x.expand(2, 32), weight): "contiguous",
+        (x[:, :16], weight): r"\(1, 16\) and weight \(8, 32\)",
+        (x.float(), weight.float()): "got torch.float32",
+        (x, weight.bfloat16()): "float16 and torch.bfloat16",
+        (x, weight.t().contiguous().t()): r"contiguous; got strides \(1, 8\)",
+        (x, weight, weight[0]): r"bias is \(32,\)",
+        (x, weight.clone().requires_grad_()): "requires grad",
+    }.items():
+        assert linear(*wrong) is None
+        assert re.search(said, why_not(wrong[0], wrong[1:2], wrong[2:]))
+    assert gated_linear(x, weight, weight[:4]) is None and "one shape" in why_not(x, (weight, weight[:4]), gated=True)
+    assert linears(x, (weight,) * 4) is None and "4 weights" in why_not(x, (weight,) * 4)
+    unaligned = torch.ones(8 * 32 + 1, device=DEVICE, dtype=torch.float16)[1:].view(8, 32)
+    assert linear(x.repeat(2, 1), unaligned) is None
+    assert torch.equal(linear(x, unaligned), linear(x, weight))
+
+
+@pytest.fixture
+def linear_calls(monkeypatch):
+    """For every call of our kernels the activation of a gated pair, or the number of weights."""
+    linear = pytest.importorskip("hf_fastattn.kernels.decode.linear")
+    calls, run = [], linear._run
+
+    def recording(x, weights, biases, act):
+        out = run(x, weights, biases, act)
+        if out is not None:
+            calls.append(act or len(weights))
+        return out
+
+    monkeypatch.setattr(linear, "_run", recording)
+    return calls
+
+
+# Launches in each layer for one token: gated pairs, projections together, other layers.
+PER_LAYER = {"llama": (1, 1, 2), "qwen2": (1, 1, 2), "gemma2": (1, 1, 2), "phi": (0, 1, 3)}
+
+
+@runs_kernels
+@torch.no_grad()
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("family", PER_LAYER)
+def test_a_decode_graph_runs_our_linear_layers(family, tokens, linear_calls):
+    model = tiny(family, **({"num_key_value_heads": 4} if family == "phi" else {})).to(DEVICE, torch.float16)
+    ids = torch.arange(1, tokens + 1, device=DEVICE)[:, None]
+    before = model(ids).logits
+    found = fuse.find(model)
+    fuse.fuse(fuse.Fusible([], [], found.mlps, found.linears))
+    joined = linears.join(model)
+    assert len(joined) == model.config.num_hidden_layers
+    assert torch.equal(model(ids).logits, before) and not linear_calls  # outside of a graph
+    with captured():
+        model(ids.repeat(65, 1))
+        assert not linear_calls  # too many tokens
+        during = model(ids).logits
+    gated, together, single = (n * model.config.num_hidden_layers for n in PER_LAYER[family])
+    assert sorted(map(str, linear_calls)) == sorted(
+        ["gelu_tanh" if family == "gemma2" else "silu"] * gated + ["3"] * together + ["1"] * (single + 1)  # and the head
+    )
+    torch.testing.assert_close(during, before, atol=2e-3, rtol=1e-2)
+    subclass.restore([*joined, *found.mlps, *found.linears])
+    assert not any(subclass.is_fused(module) for module in model.modules())
+
+
+class Projections(torch.nn.Module):
+    """The outline of an attention layer; `change` may change what its values are computed from."""
+
+    def __init__(self, change):
+        super().__init__()
+        for name in linears.PROJECTIONS:
+            setattr(self, name, torch.nn.Linear(32, 16, bias=False, dtype=torch.float16, device=DEVICE))
+        self.change = change
+
+    def forward(self, hidden_states):
+        q, k = self.q_proj(hidden_states), self.k_proj(hidden_states)
+        return q, k, self.v_proj(self.change(hidden_states))
+
+
+@runs_kernels
+@torch.no_grad()
+@pytest.mark.parametrize("change", [torch.clone, lambda x: x.add_(1), torch.neg], ids=["a copy", "in place", "another"])
+def test_projections_of_other_inputs_are_not_computed_together(change, linear_calls):
+    torch.manual_seed(0)
+    stock = Projections(change)
+    ours = copy.deepcopy(stock)
+    fuse.fuse(fuse.Fusible([], [], [], [ours.q_proj, ours.k_proj, ours.v_proj]))
+    assert linears.join(ours) == [ours]
+    x = new(2, 32)
+    expected = stock(x.clone())
+    with captured():
+        for calls in ([3, 1], [1, 1, 1]):  # the second time each on its own
+            torch.testing.assert_close(ours(x.clone()), expected, atol=2e-3, rtol=1e-2)
+            assert linear_calls == calls
+            linear_calls.clear()
+
+
+@runs_kernels
+@torch.no_grad()
+def test_projections_that_someone_changed_are_computed_one_by_one(linear_calls):
+    torch.manual_seed(0)
+    x = new(2, 32)
+
+    def bias(layer):
+        layer.k_proj.bias = torch.nn.Parameter(torch.ones(16, device=DEVICE, dtype=torch.float16))
+
+    def another(layer):
+        layer.k_proj = torch.nn.Sequential(layer.k_proj, torch.nn.ReLU())
+
+    def own_forward(layer):
+        layer.k_proj.forward = lambda x: 2 * x[..., :16]
+
+    def pre_hook(layer):
+        layer.k_proj.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+
+    def hook(layer):
+        layer.k_proj.register_forward_hook(lambda module, args, out: out * 2)
+
+    def no_linear(layer):
+        layer.k_proj = torch.nn.Identity()
+
+    for change in (bias, another, own_forward, pre_hook, hook, no_linear):
+        stock = Projections(torch.nn.Identity())
+        ours = copy.deepcopy(stock)
+        fuse.fuse(fuse.Fusible([], [], [], [ours.q_proj, ours.k_proj, ours.v_proj]))
+        linears.join(ours)
+        change(stock), change(ours)
+        with captured():
+            for _ in range(2):
+                torch.testing.assert_close(ours(x), stock(x), atol=2e-3, rtol=1e-2)
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+def test_joined_layers_are_copied_and_pickled():
+    """They may be fused twice."""
+    model = tiny("llama")
+    layer = model.model.layers[0].self_attn
+    fuse.fuse(fuse.Fusible([], [layer], [], [layer.q_proj, layer.k_proj, layer.v_proj]))
+    assert linears.join(model) == [layer]
+    for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert type(twin) is type(layer) and torch.equal(twin.q_proj.weight, layer.q_proj.weight)
+        subclass.restore([twin])
+        assert type(twin).__bases__ == (torch.nn.Module,)
+
+
+class Wrapped(torch.Tensor):
+    """A tensor subclass with other behaviour, like quantised and distributed tensors."""
+
+
+def make_the_weight_an_attribute(layer):
+    """No longer a parameter, like a weight that is computed for each call."""
+    weight = layer.weight.detach()
+    del layer.weight
+    layer.weight = weight * 2
+
+
+@torch.no_grad()
+def test_a_linear_layer_that_someone_changed_is_left_alone(linear_calls, monkeypatch):
+    """Weights computed for each call, code of other classes, wrapped tensors, autocast."""
+    monkeypatch.setattr(subclass, "INTERPRETED", True)
+    model = tiny("llama").to(DEVICE, torch.float16)
+    first, second = (layer.mlp for layer in model.model.layers[:2])
+    torch.nn.utils.parametrize.register_parametrization(first.down_proj, "weight", torch.nn.Identity())
+    first.up_proj = type("Other", (torch.nn.Linear,), {"forward": lambda self, x: x})(64, 96).half()
+    found = fuse.find(model).linears
+    assert second.down_proj in found and second.up_proj in found
+    assert first.down_proj not in found and first.up_proj not in found
+
+    def changed(change, x=None):
+        layer = torch.nn.Linear(8, 8, dtype=torch.float16, device=DEVICE)
+        fuse.fuse(fuse.Fusible([], [], [], [layer]))
+        change(layer)
+        layer(torch.ones(1, 8, dtype=torch.float16, device=DEVICE) if x is None else x)
+
+    wrap = lambda tensor: torch.nn.Parameter(tensor.detach().as_subclass(Wrapped))  # noqa: E731
+    with captured():
+        changed(lambda layer: setattr(layer, "weight", wrap(layer.weight)))
+        changed(lambda layer: setattr(layer, "bias", wrap(layer.bias)))
+        changed(lambda layer: None, torch.ones(1, 8, dtype=torch.float16, device=DEVICE).as_subclass(Wrapped))
+        changed(make_the_weight_an_attribute)
+        with torch.autocast(DEVICE, torch.bfloat16):
+            changed(lambda layer: None)
+    assert not linear_calls
+
+
+@runs_kernels
+@torch.no_grad()
+def test_a_gate_that_someone_changed_is_left_alone(linear_calls):
+    """Hooks and forward() of an instance, biases, weights computed for each call, layers of other classes."""
+    model = tiny("llama").to(DEVICE, torch.float16)
+    stock, fused = model.model.layers[0].mlp, copy.deepcopy(model.model.layers[0].mlp)
+    fuse.fuse(fuse.find(fused))
+    x = torch.randn(1, 1, 64, device=DEVICE, dtype=torch.float16)
+
+    def relu(act):
+        act.forward = torch.relu
+
+    def bias(layer):
+        layer.bias = torch.nn.Parameter(torch.ones(96, device=DEVICE, dtype=torch.float16))
+
+    def own_forward(layer):
+        layer.forward = lambda x: torch.nn.functional.linear(x, 2 * layer.weight)
+
+    def other_class(layer):
+        subclass.restore([layer])
+        layer.__class__ = type("Twice", (torch.nn.Linear,), {"forward": lambda self, x: 2 * torch.nn.Linear.forward(self, x)})
+
+    def pre_hook(module):
+        module.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+
+    def hook(module):
+        module.register_forward_hook(lambda module, args, out: out * 2)
+
+    layers = [
+        (name, change)
+        for name in ("gate_proj", "up_proj")
+        for change in (bias, own_forward, make_the_weight_an_attribute, other_class)
+    ]
+    hooks = [(name, change) for name in ("gate_proj", "up_proj", "act_fn") for change in (hook, pre_hook)]
+    with captured():
+        torch.testing.assert_close(fused(x), stock(x), atol=1e-3, rtol=1e-2)
+        assert linear_calls == ["silu", 1]  # the gate, and the layer after it
+        for name, change in [("act_fn", relu), *layers, *hooks]:
+            theirs, ours = copy.deepcopy(stock), copy.deepcopy(fused)
+            change(getattr(theirs, name)), change(getattr(ours, name))
+            linear_calls.clear()
+            torch.testing.assert_close(ours(x), theirs(x), atol=1e-3, rtol=1e-2)
+            assert "silu" not in linear_calls, (name, change)
