@@ -1,8 +1,8 @@
-"""Gradients of attention in portable Triton, in two launches: `dq`, which also stores delta, then `dkdv`.
+"""Gradients of attention in portable Triton, in two launches: `dq`, which also stores lse and delta in pairs, then `dkdv`.
 
 They compute seven products instead of the five of a fused backward kernel. In return there are no atomics, results are
-bitwise repeatable, and delta is as a rule the only workspace. Scores are recomputed from lse, so memory grows linearly with the
-lengths.
+bitwise repeatable, and the pairs are as a rule the only workspace. Scores are recomputed from lse, so memory grows linearly
+with the lengths.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ def backward(
     if dout.stride(3) != 1 or dout.dtype != q.dtype:  # the gradient of a sum is an expanded scalar
         dout = dout.to(q.dtype).contiguous()
     lse = lse.contiguous()
-    delta = torch.empty_like(lse)
+    stats = torch.empty(*lse.shape, 2, device=lse.device, dtype=torch.float32)  # pairs of lse in base 2 and delta
     dq, _ = checks.empty_outputs(q, call.head_dim, False)
     arguments = call.arguments()
     del arguments["LOAD_K"], arguments["LOAD_V"]
     arguments |= {"stride_ob": dout.stride(0), "stride_oh": dout.stride(1), "stride_om": dout.stride(2), "scale": call.scale}
-    arguments |= {"Q": q, "K": kv.k, "V": kv.v, "DOut": dout, "Lse": lse, "Delta": delta, "Spans": q if spans is None else spans}
+    arguments |= {"Q": q, "K": kv.k, "V": kv.v, "DOut": dout, "Stats": stats, "Spans": q if spans is None else spans}
     busy = spans is not None or spec.softcap is not None
     for_dq = tables.backward_dq(q.device, q.dtype, call.width, call.q_len)
     for_dkdv = tables.backward_dkdv(q.device, q.dtype, call.width, call.kv_len, busy)
@@ -58,6 +58,7 @@ def backward(
         dq_kernel[(triton.cdiv(call.q_len, for_dq.BLOCK_M), call.num_heads, call.batch)](
             **arguments,
             Out=out,
+            Lse=lse,
             DLse=lse if dlse is None else dlse.to(lse.dtype).contiguous(),
             DQ=dq,
             num_heads=call.num_heads,
@@ -78,7 +79,7 @@ def backward(
                 num_warps=for_dkdv.num_warps,
                 num_stages=for_dkdv.num_stages,
             )
-    dsink = None if sink_logits is None else checks.sink_gradient(sink_logits, lse, delta)
+    dsink = None if sink_logits is None else checks.sink_gradient(sink_logits, lse, stats[..., 1])
     if not needs[1]:
         return dq if needs[0] else None, None, None, dsink
     dk, dv = (x[0] if splits == 1 else x.sum(0).to(q.dtype) for x in (dk, dv))

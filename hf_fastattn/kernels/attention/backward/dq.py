@@ -1,4 +1,4 @@
-"""dQ, and delta for both kernels: one program per (block of query rows, head, batch row), which loops over K and V.
+"""dQ, and lse and delta in pairs for `dkdv`: one program per (block of query rows, head, batch row), which loops over K and V.
 
     delta = rowsum(dO * O) - dlse      P = exp(S - lse)      dS = P * (dO V^T - delta) * softcap'(S)      dQ = scale * dS K
 
@@ -13,7 +13,7 @@ import triton.language as tl
 
 from ...device.online import LOG2_E, scaled
 from ...device.visibility import look
-from .tile import add_dot, dot, live_keys, load_rows, slopes, split_tiles, tile_at, weights
+from .tile import add_dot, dot, live_keys, load_rows, slopes, split_tiles, store_pairs, tile_at, weights, within
 
 
 @triton.jit
@@ -30,14 +30,14 @@ def _tile(
     live = None
     if MASKED:
         keys = live_keys(span_ptr, offs_n, lo, hi, holes, C)
-        visible = (keys[None, :] >= row_lo[:, None]) & (keys[None, :] < row_hi[:, None])
+        visible = within(keys[None, :], row_lo[:, None], row_hi[:, None])
         live = keys >= 0
     k = load_rows(k_base, stride_kn, offs_n, tl.arange(0, C.BLOCK_D), live, MASKED, C.HEAD_DIM, C.BLOCK_D)
     v = load_rows(v_base, stride_vn, offs_n, tl.arange(0, C.BLOCK_DV), live, MASKED, C.VALUE_DIM, C.BLOCK_DV)
     s = scaled(dot(q, tl.trans(k), C.IEEE), scales, C.HAS_SOFTCAP, C.IEEE)
     dp = dot(do, tl.trans(v), C.IEEE)
     p = weights(s, lse_log2[:, None], visible, MASKED)
-    ds = slopes(p, s, dp, delta[:, None], visible, scales[1], MASKED, C.HAS_SOFTCAP)
+    ds = slopes(p, s, dp, delta[:, None], scales[1], MASKED, C.HAS_SOFTCAP)
     return add_dot(ds, k, dq, C.IEEE)
 
 
@@ -52,7 +52,7 @@ def dq_kernel(
     DLse,
     Spans,
     DQ,
-    Delta,
+    Stats,
     stride_qb,
     stride_qh,
     stride_qm,
@@ -101,7 +101,8 @@ def dq_kernel(
     delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1)
     if HAS_DLSE:
         delta -= tl.load(DLse + stats)
-    tl.store(Delta + stats, delta, mask=row_mask)
+    lse_log2 = tl.load(Lse + stats) * LOG2_E
+    store_pairs(Stats + 2 * stats, lse_log2, delta, row_mask)
 
     if WRITE_DQ:
         span_ptr = Spans + row * stride_sb
@@ -112,7 +113,6 @@ def dq_kernel(
         scales = (scale_log2, cap_log2)
         q_base = Q + row * stride_qb + head.to(tl.int64) * stride_qh
         q = load_rows(q_base, stride_qm, offs_m, offs_d, row_mask, False, HEAD_DIM, BLOCK_D)
-        lse_log2 = tl.load(Lse + stats) * LOG2_E
         dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         before, full_stop, tiles = split_tiles(lo, hi, full_lo, tl.where(holes, lo, full_hi), BLOCK_N)
         for tile in tl.range(before, full_stop):

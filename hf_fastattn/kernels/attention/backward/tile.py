@@ -26,23 +26,29 @@ def add_dot(a, b, acc, IEEE: tl.constexpr):
 
 @triton.jit
 def weights(s, lse_log2, visible, MASKED: tl.constexpr):
-    """P = exp(S - lse) of a tile of scores in base 2. visible: None if all keys are visible and every lse is finite."""
-    p = tl.exp2(s - lse_log2)
-    if MASKED:  # a row that sees no key has lse = -inf
-        p = tl.where(visible, p, 0.0)
-    return p
+    """P = exp(S - lse) of a tile of scores in base 2, exactly 0 where not visible. visible: None if all keys are."""
+    s -= lse_log2
+    if MASKED:  # also if lse is -inf, for a row that sees no key
+        s = tl.where(visible, s, float("-inf"))
+    return tl.exp2(s)
 
 
 @triton.jit
-def slopes(p, s, dp, delta, visible, cap_log2, MASKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
+def slopes(p, s, dp, delta, cap_log2, MASKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
     """dS of a tile before scaling: P * (dP - delta), times the derivative of the softcap, which `s` includes."""
     ds = p * (dp - delta)
     if HAS_SOFTCAP:
         tanh = s / cap_log2
         ds *= 1.0 - tanh * tanh
     if MASKED:  # K and V may contain NaN in slots that no query sees
-        ds = tl.where(visible, ds, 0.0)
+        ds = tl.where(p == 0.0, 0.0, ds)
     return ds
+
+
+@triton.jit
+def within(slots, lo, stop):
+    """Whether lo <= slots < stop, in one comparison; lo <= stop, and lo is at least 0, so that a slot of -1 never is."""
+    return (slots - lo).to(tl.uint32, bitcast=True) < (stop - lo).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
@@ -55,6 +61,27 @@ def load_rows(base, stride, offs_row, offs_d, row_mask, MASKED: tl.constexpr, DI
         return tl.load(ptrs)
     else:
         return tl.load(ptrs, mask=offs_d[None, :] < DIM, other=0.0)
+
+
+@triton.jit
+def store_pairs(ptrs, lse_log2, delta, mask):
+    """Store (lse in base 2, delta) of query rows for `load_pairs`."""
+    tl.store(ptrs, lse_log2, mask=mask)
+    tl.store(ptrs + 1, delta, mask=mask)
+
+
+@triton.jit
+def load_pairs(base, offs_row, row_mask, MASKED: tl.constexpr):
+    """(lse in base 2, delta) of query rows, a pair in one 64-bit integer.
+
+    Transposed tiles have queries as columns, so each thread loads the pairs of all its columns: one load costs half of two.
+    """
+    ptrs = base + offs_row
+    if MASKED:
+        pairs = tl.load(ptrs, mask=row_mask, other=0)
+    else:
+        pairs = tl.load(ptrs)
+    return pairs.to(tl.int32).to(tl.float32, bitcast=True), (pairs >> 32).to(tl.int32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
