@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from . import decode, paper, prefill, queries
+from . import decode, paper, prefill, queries, training
 from .results import Results, add_options, command, conditions, find_device, progress
 from .shapes import DTYPE
 from .timing import METHOD
@@ -38,6 +38,7 @@ class Part:
     figures: str = "us"
     method: str = METHOD
     compile: Callable[[tuple[int, int, int], torch.device], None] | None = None  # for --compile: all kernels for these heads
+    dtype: torch.dtype = DTYPE
 
 
 PARTS = {
@@ -51,6 +52,10 @@ PARTS = {
     "queries": Part(queries.queries_row, queries.QUERIES, queries.queries_summary, compile=queries.compile_kernels),
     "prefill": Part(prefill.prefill_row, prefill.PREFILL_SHAPES, prefill.prefill_summary, "tflops"),
     "window": Part(prefill.window_row, prefill.WINDOWED, prefill.window_summary),
+    **{
+        name: Part(training.trained_row, cases, training.trained_summary, method=training.METHOD, dtype=cases[0].dtype)
+        for name, cases in training.PARTS.items()
+    },
 }
 
 
@@ -123,7 +128,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.kernel
     left, fine = args.seconds, True
     for name, shapes in wanted.items():
         part = PARTS[name]
-        head = {"conditions": conditions(device, part.method), "dtype": str(DTYPE).removeprefix("torch.")}
+        head = {"conditions": conditions(device, part.method), "dtype": str(part.dtype).removeprefix("torch.")}
         head["unit"] = "TFLOP/s" if part.figures == "tflops" else "us a call"
         typed = command(prog, [name, *(["--only", args.only] if args.only else [])])
         results = Results(args.out / f"kernels_{name}.json", left, typed, device, **head, summary={}, failed=[], not_run=[])

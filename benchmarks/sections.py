@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from hf_fastattn.tables import size, table, thousands
 
+from . import sections_training as training
 from .grid import LEAN, OURS, ROOM, ROOMY, SDPA, STATIC, UNPADDED
 from .provenance import by, columns, of_one_run, ratio
 from .sections_paper import fixup, paper, paper_e2e, share, sweep
@@ -331,6 +332,11 @@ SECTIONS: list[tuple[str, str, Callable[[dict], str]]] = [
     ("window", "kernels_window.json", window),
     ("host", "kernels_host.json", host),
     ("prefill", "kernels_prefill.json", prefill),
+    ("training", "kernels_training.json", training.lengths),
+    ("training_packed", "kernels_training_packed.json", training.packed),
+    ("training_gpt_oss", "kernels_training_gpt_oss.json", training.gpt_oss),
+    ("training_fused", "kernels_training_fused.json", training.fused),
+    ("training_layer", "kernels_training_layer.json", training.layer),
     ("paper", "kernels_paper.json", paper),
     ("fixup", "kernels_fixup.json", fixup),
     ("sweep", "kernels_sweep.json", sweep),

@@ -1,13 +1,16 @@
 """The kernel benchmark on the CPU: everything except the graphs and the figures."""
 
+import dataclasses
+import itertools
 import json
 
 import pytest
 import torch
 from calls import attention
 
-from benchmarks import decode, generate, kernels, paper, prefill, queries, report, results, sections, shapes, timing
+from benchmarks import decode, generate, kernels, paper, prefill, queries, report, results, sections, shapes, timing, training
 from benchmarks.shapes import Shape
+from benchmarks.training import Trained
 from hf_fastattn.kernels import reference
 from hf_fastattn.kernels.host import gpu
 
@@ -26,13 +29,18 @@ SMALL = {
         for phase in ("prefill", "decode")
         for length, window in ((16, None), (128, 16), (128, None))
     ],
+    "training": [Trained(Shape(1, 4, 2, 16, 80, 80), ("ours", "sdpa_flash", "sdpa_cudnn"))],
+    "training_packed": [Trained(Shape(1, 4, 2, 16, 80, 80), ("ours", "sdpa_masked", "flash_varlen"), documents=20)],
+    "training_gpt_oss": [Trained(Shape(1, 8, 2, 16, 80, 80), ("ours", "eager"), window=9, sinks=True)],
+    "training_fused": [Trained(Shape(2, 2, 2, 16, 48, 48, causal=False), ("ours", "standard"), torch.float16)],
+    "training_layer": [Trained(Shape(1, 2, 2, 16, 80, 80), ("ours", "standard"), torch.float16)],
 }
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     for name, part in kernels.PARTS.items():
-        monkeypatch.setitem(kernels.PARTS, name, kernels.Part(part.row, SMALL[name], part.summary, part.figures))
+        monkeypatch.setitem(kernels.PARTS, name, dataclasses.replace(part, shapes=SMALL[name]))
     monkeypatch.setattr(timing, "L2_BYTES", 1)
     monkeypatch.setattr(timing, "REPLAY_US", 1e-9)
 
@@ -53,6 +61,11 @@ def test_every_shape_is_checked_and_timed(tmp_path, part):
         "prefill": {"ours", "portable"},
         "window": {"ours"},
         "queries": {"fa2", "lean"},
+        "training": {"ours", "sdpa_flash"},
+        "training_packed": {"ours", "sdpa_masked"},
+        "training_gpt_oss": {"ours", "eager"},
+        "training_fused": {"ours", "standard"},
+        "training_layer": {"ours", "standard"},
     }
     for row in result["rows"]:
         assert all(
@@ -271,6 +284,11 @@ def test_every_table_and_picture_can_be_made(tmp_path):
         "The LeanAttention paper's",
         "The fix-up of LeanAttention",
         "Tiles and grids of stream-K",
+        "Attention with gradients",
+        "Packed sequences",
+        "GPT-OSS's attention",
+        "The table of the fused",
+        "One layer of GPT-J",
     ):
         assert f"**{words}" in text
     for part in ("decode", "queries", "paper", "fixup"):
@@ -281,6 +299,49 @@ def test_every_table_and_picture_can_be_made(tmp_path):
     worst = measured["summary"]["lean_over_best_peer"]["smallest_at"]  # always included
     (us,) = [row["us"]["lean"] for row in measured["rows"] if row["shape"] == worst]
     assert [line for line in text.splitlines() if worst in line and f" {sections.figure(us)} " in line]
+
+
+def test_every_table_of_training_can_be_made(tmp_path):
+    names = [name for name in SMALL if name.startswith("training")]
+    for name in names:
+        bench(tmp_path, name)
+    text = report.report(tmp_path, names)
+    for title in ("Attention with gradients", "Packed sequences", "GPT-OSS's attention", "The table of the fused", "One layer"):
+        assert f"**{title}" in text
+    assert text.count("geometric mean") == 4  # of flash, backward and both; of the dense mask; of eager
+
+
+def test_wrong_gradients_are_not_timed(tmp_path, monkeypatch):
+    (case,) = SMALL["training"]
+    x = training.make(case, torch.device("cpu"))
+    expected = training.exact(x, x.dout)
+    right = [t.to(case.dtype) for t in expected]
+    assert set(training.check("ours", right, expected, 0)) == {"out", "dq", "dk", "dv"}
+    for i, what in enumerate(("out", "dq", "dk", "dv")):
+        wrong = [t.clone() for t in right]
+        wrong[i][0, 0, 3] = float("nan")
+        with pytest.raises(shapes.WrongResult, match=f"{what} of ours is wrong: error nan"):
+            training.check("ours", wrong, expected, 0)
+
+
+def test_long_inputs_are_checked_by_their_last_queries(monkeypatch):
+    (case,) = SMALL["training"]
+    x = training.make(case, torch.device("cpu"))
+    dout = x.dout.clone()
+    dout[:, :, : -training.TAIL] = 0
+    whole = training.exact(x, dout)
+    monkeypatch.setattr(training, "WHOLE", 16)
+    tail = training.exact(x, dout)
+    assert tail[0].shape[2] == training.TAIL
+    for a, b in zip(tail, whole, strict=True):
+        torch.testing.assert_close(a, b[:, :, -a.shape[2] :])
+
+
+def test_documents_fill_the_row():
+    (case,) = SMALL["training_packed"]
+    assert case.cuts[0] == 0 and case.cuts[-1] == 80 and len(case.cuts) == 5 and sorted(set(case.cuts)) == case.cuts
+    pairs = sum(n * (n + 1) // 2 for n in (b - a for a, b in itertools.pairwise(case.cuts)))
+    assert case.flops == 4 * 4 * 16 * pairs
 
 
 def test_sections_stand_where_they_are_named(tmp_path):
