@@ -88,25 +88,22 @@ def backward_dq_config(arch: int, itemsize: int, block_d: int, rows: int) -> Con
         return Config(min(rows, 32 if block_d <= 64 else 16), 32 if block_d <= 64 else 16, 4, 1)
     if rows <= 32:
         return Config(rows, 32, 4, 2)
-    warps = 4 if rows == 64 else 8  # one warpgroup per 64 rows
     if block_d <= 64:
-        return Config(rows, 64, warps, 3 if arch == 90 else 2)
+        return Config(64, 64, 4, 3 if arch == 90 else 2)
+    warps = 4 if rows == 64 else 8  # one warpgroup per 64 rows
     if block_d == 128:
         return Config(rows, 64, warps, 3) if arch == 90 else Config(rows if arch == 80 else 64, 32, warps if arch == 80 else 4, 2)
     return Config(rows, 32, warps, 2) if arch == 90 else Config(32, 32, 4, 2)
 
 
-def backward_dkdv(device: torch.device, dtype: torch.dtype, head_dim: int, kv_len: int, busy: bool) -> Config:
-    """The launch for dK and dV: a program has BLOCK_N keys and loops over blocks of BLOCK_M queries.
-
-    busy: whether a tile needs more registers, for a softcap or spans.
-    """
+def backward_dkdv(device: torch.device, dtype: torch.dtype, head_dim: int, kv_len: int) -> Config:
+    """The launch for dK and dV: a program has BLOCK_N keys and loops over blocks of BLOCK_M queries."""
     keys = min(128, max(16, 1 << (kv_len - 1).bit_length()))
-    return backward_dkdv_config(gpu.arch(device), dtype.itemsize, block_d(head_dim), keys, busy)
+    return backward_dkdv_config(gpu.arch(device), dtype.itemsize, block_d(head_dim), keys)
 
 
 @cache
-def backward_dkdv_config(arch: int, itemsize: int, block_d: int, keys: int, busy: bool) -> Config:
+def backward_dkdv_config(arch: int, itemsize: int, block_d: int, keys: int) -> Config:
     """The table for `backward_dkdv`; `keys` is kv_len rounded up to a power of two, from 16 to 128."""
     if arch == 0:
         return Config(32, min(keys, 32), 4, 1)
@@ -114,12 +111,14 @@ def backward_dkdv_config(arch: int, itemsize: int, block_d: int, keys: int, busy
         return Config(32 if block_d <= 64 else 16, min(keys, 32 if block_d <= 64 else 16), 4, 1)
     if keys <= 32:
         return Config(32, keys, 4, 2)
-    warps = 4 if keys == 64 else 8
+    stages = 3 if arch == 90 else 2
     if block_d <= 64:
-        return Config(32 if busy else 64, keys, warps, 3 if arch == 90 else 2)
-    if arch == 90:  # with 256 dimensions, both sums do not fit into registers
-        return Config(64 if block_d == 128 and keys == 128 and not busy else 32, keys, warps, 2, split=block_d == 256)
-    return Config(32, 64, 4, 2) if block_d == 128 else Config(32, 32, 4, 2)
+        return Config(64, 64, 4, stages)
+    if block_d == 128:
+        return Config(32, 64, 4, stages)
+    if arch == 90:  # both sums do not fit into registers
+        return Config(32, keys, 4 if keys == 64 else 8, 2, split=True)
+    return Config(32, 32, 4, 2)
 
 
 def group_splits(device: torch.device, programs: int, group: int) -> int:

@@ -45,9 +45,8 @@ def backward(
     del arguments["LOAD_K"], arguments["LOAD_V"]
     arguments |= {"stride_ob": dout.stride(0), "stride_oh": dout.stride(1), "stride_om": dout.stride(2), "scale": call.scale}
     arguments |= {"Q": q, "K": kv.k, "V": kv.v, "DOut": dout, "Stats": stats, "Spans": q if spans is None else spans}
-    busy = spans is not None or spec.softcap is not None
     for_dq = tables.backward_dq(q.device, q.dtype, call.width, call.q_len)
-    for_dkdv = tables.backward_dkdv(q.device, q.dtype, call.width, call.kv_len, busy)
+    for_dkdv = tables.backward_dkdv(q.device, q.dtype, call.width, call.kv_len)
     blocks = (1 + for_dkdv.split) * triton.cdiv(call.kv_len, for_dkdv.BLOCK_N)
     splits = tables.group_splits(q.device, blocks * call.num_kv_heads * call.batch, call.group)
     parts = (splits, call.batch, call.kv_len, call.num_kv_heads)
