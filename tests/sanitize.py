@@ -7,6 +7,7 @@ For prefill_hopper_kernel racecheck (2025.3) reports two false positives, which 
 """
 
 import os
+from functools import partial
 
 os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # one allocation per tensor, so that accesses out of bounds are noticed
 
@@ -14,8 +15,9 @@ import torch
 from cases import Case, make
 from test_kernels import LEAN, REFERENCE, RUNNABLE, never, run
 
-from hf_fastattn.kernels.attention import schedule
+from hf_fastattn.kernels.attention import prefill_hopper, schedule
 from hf_fastattn.kernels.decode import append, linear, ring, rms_norm, rope
+from hf_fastattn.kernels.spec import call
 
 CASES = [
     Case(q_len=1, kv_len=300, dtype="bf16", head_dim=128, num_heads=8),
@@ -32,6 +34,12 @@ CASES = [
 ]
 
 
+SHARES = (
+    "d64-causal", "d128-full", "d256-causal", "holes", "static-cache", "few-tiles", "packed-d128-14/2-33", "packed-d64-71/1-1",
+    "packed-window-sinks", "packed-static-cache", "packed-seq-first",
+)  # fmt: skip
+
+
 def attention() -> None:
     own = schedule.shares_within_heads
     for case in CASES:
@@ -45,6 +53,22 @@ def attention() -> None:
                 torch.cuda.synchronize()
                 assert out.isfinite().all(), (kernel.name, case.id)
                 print("ran", kernel.name, case.id, flush=True)
+
+
+def hopper_shares() -> None:
+    """Shares of K and V, and heads that share a block, of the Hopper kernel."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        return
+    import test_prefill_hopper as cases
+
+    for case in (case for case in (*cases.SHARED, *cases.PACKED) if case.name in SHARES):
+        q, k, v, spans, options = cases.make(case)
+        for splits in (1, 2, 5):
+            prefill_hopper.splits_of = lambda *args, splits=splits: (splits, 0.0)
+            out, lse = call(partial(prefill_hopper.prefill, shares=True), q, k, v, spans, return_lse=True, **options)
+            torch.cuda.synchronize()
+            assert not out.isnan().any() and not lse.isnan().any(), (case.name, splits)
+            print("ran prefill_hopper", case.name, splits, "shares", flush=True)
 
 
 def small() -> None:
@@ -66,4 +90,5 @@ def small() -> None:
 
 if __name__ == "__main__":
     small()
+    hopper_shares()
     attention()

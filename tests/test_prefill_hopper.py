@@ -19,8 +19,10 @@ pytest.importorskip("triton.experimental.gluon")
 
 from hf_fastattn.kernels import checks, reference  # noqa: E402
 from hf_fastattn.kernels.attention import prefill_hopper as hopper  # noqa: E402
-from hf_fastattn.kernels.attention.prefill_hopper import plan, product  # noqa: E402
+from hf_fastattn.kernels.attention.prefill_hopper import kernel, plan, product  # noqa: E402
+from hf_fastattn.kernels.attention.prefill_hopper.kernel import BLOCK_M  # noqa: E402
 from hf_fastattn.kernels.attention.prefill_hopper.pipe import CONSUMERS, FIRST_TURN  # noqa: E402
+from hf_fastattn.kernels.attention.schedule import pack_of  # noqa: E402
 from hf_fastattn.kernels.spans import NO_WINDOW, build_spans  # noqa: E402
 from hf_fastattn.kernels.spec import KV, Spec, call  # noqa: E402
 
@@ -96,6 +98,56 @@ def test_shares_of_an_item_are_all_of_its_tiles(splits):
         assert max(tiles for _, tiles in merged) - min(tiles for _, tiles in merged) <= 1
 
 
+def _tensor_gl():
+    """Gluon's functions on tensors without layouts."""
+
+    def on_tensors(fn):
+        return lambda *args: fn(*map(torch.as_tensor, args))
+
+    same = {name: on_tensors(getattr(torch, name)) for name in ("maximum", "minimum", "where")}
+    return types.SimpleNamespace(**same, arange=lambda a, b, layout: torch.arange(a, b), int64=torch.int64)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize(
+    "group, pack, q_len", [(4, 1, 130), (4, 4, 17), (4, 4, 65), (4, 2, 64), (7, 8, 33), (3, 2, 70), (71, 64, 1), (71, 8, 9)]
+)
+def test_each_query_of_each_head_is_one_row_of_one_block(group, pack, q_len, splits):
+    gl, kv_heads, batch = _tensor_gl(), 2, 2
+    names = {"gl": gl, "tl": gl, "__builtins__": builtins}
+    python = lambda fn, **more: types.FunctionType(fn.fn.__code__, names | more, fn.fn.__name__, fn.fn.__defaults__)  # noqa: E731
+    bounds = {"row_bounds": python(plan.row_bounds)}
+    bounds["block_bounds"] = python(plan.block_bounds, **bounds)
+    used = {name: python(getattr(plan, name), **bounds) for name in ("item_at", "row_spans", "share_of", "tiles_of")}
+    work, rows = python(kernel._work, **used), python(kernel._heads_and_queries)
+    config = replace(hopper.config(64, 64), pack=pack, split=splits > 1)
+    num_packs = kv_heads * -(-group // pack)
+    num_blocks = splits * -(-q_len * pack // BLOCK_M)
+    sizes = (0, 0, num_blocks, num_packs, batch * num_packs, group, 2 * num_packs, q_len, 1000, NO_WINDOW)
+    seen = torch.zeros(batch, kv_heads * group, q_len, dtype=torch.int64)
+    numbers = set()
+    for index in range(num_blocks * num_packs * batch):
+        (first, kv_head, group_head, row), _, _, _, (_begin, tiles), number = work(
+            torch.tensor(index), torch.tensor(0), sizes, config, False, False, BLOCK_M
+        )
+        numbers.add(int(number))
+        for wg in range(CONSUMERS):
+            place = (first + wg * 64 // pack, kv_head, group_head, row)
+            heads, queries, exists = rows(place, sizes, config, None)
+            assert bool(place[0] < q_len) == bool(exists.any())  # else the consumer passes
+            heads = heads.expand(64)
+            assert heads.max() < kv_heads * group  # sink logits are read also for rows that do not exist
+            seen[row, heads[exists], queries[exists]] += tiles
+    assert len(numbers) == num_blocks * num_packs * batch  # a slot of the workspace for each
+    assert (seen == -(-1000 // config.BLOCK_N)).all()
+
+
+def test_heads_share_a_block_where_it_leaves_fewer_rows_empty():
+    assert [pack_of(q_len, 4) for q_len in (17, 64, 65, 128, 200, 256, 300, 512)] == [4, 2, 4, 1, 4, 1, 4, 1]
+    assert [pack_of(q_len, 1) for q_len in (1, 100, 1000)] == [1, 1, 1]
+    assert pack_of(33, 7) == 8 and pack_of(1, 71) == 64 and pack_of(65, 71) == 8
+
+
 # --- compilation, no GPU needed -------------------------------------------------------------------------------------------------
 
 
@@ -110,13 +162,14 @@ def _compile(head_dim, dtype="bf16", value_dim=None, config=None, **flags):
     constants |= dict(HAS_SOFTCAP=False, HAS_SINK_LOGITS=False, WRITE_LSE=False) | flags
     element = {"bf16": gl.bfloat16, "fp16": gl.float16}[dtype]
 
-    def descriptor(rows, width):
-        layout = gl.NVMMASharedLayout.get_default_for([1, 1, rows, width], element)
-        return f"tensordesc<{dtype}[1, 1, {rows}, {width}],{layout!r}>"
+    def descriptor(*box):
+        layout = gl.NVMMASharedLayout.get_default_for([1, 1, *box], element)
+        return f"tensordesc<{dtype}{[1, 1, *box]},{layout!r}>"
 
     of_k, of_v = hopper.columns(head_dim), hopper.columns(value_dim)
+    rows = (64 // config.pack, config.pack)
     fn = hopper.prefill_hopper_kernel
-    types = {"q_desc": descriptor(64, of_k), "out_desc": descriptor(64, of_v), "SinkLogits": f"*{dtype}"}
+    types = {"q_desc": descriptor(*rows, of_k), "out_desc": descriptor(*rows, of_v), "SinkLogits": f"*{dtype}"}
     types |= {"k_desc": descriptor(config.BLOCK_N, of_k), "v_desc": descriptor(config.BLOCK_N, of_v)}
     types |= {"Lse": "*fp32", "Spans": "*i32", "Counters": "*i32"}
     types |= {"scale_log2": "fp32", "cap_log2": "fp32"}
@@ -152,15 +205,16 @@ def test_compiles_for_hopper_without_a_gpu(head_dim, value_dim, tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU compiles what it runs")
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
-def test_shares_compile_for_hopper_without_a_gpu(head_dim, tmp_path):
-    assert_compiles(head_dim, head_dim, replace(hopper.config(head_dim, head_dim), split=True), tmp_path)
+@pytest.mark.parametrize("head_dim, pack", [(64, 8), (96, 1), (128, 1), (128, 4), (256, 64)])
+def test_shares_and_packed_heads_compile_for_hopper_without_a_gpu(head_dim, pack, tmp_path):
+    assert_compiles(head_dim, head_dim, replace(hopper.config(head_dim, head_dim), split=True, pack=pack), tmp_path)
 
 
 def assert_compiles(head_dim, value_dim, config, tmp_path):
     kernel = _compile(head_dim, value_dim=value_dim, config=config)
     ptx = kernel.asm["ptx"]
-    assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor.4d" in ptx and "setmaxnreg" in ptx
+    assert "wgmma.mma_async" in ptx and "setmaxnreg" in ptx
+    assert "cp.async.bulk.tensor.4d" in ptx and "cp.async.bulk.tensor.5d" in ptx  # K and V, Q
     parts = product.num_parts(hopper.config(head_dim, value_dim).v_width)
     assert f"wgmma.wait_group.sync.aligned {parts};" in ptx  # S is waited for while P V runs
     assert kernel.metadata.num_warps == 4 * CONSUMERS + 4  # a warp that loads counts as four
@@ -364,16 +418,38 @@ SHARED = [
     Case("seq-first", seq_first=True, q_len=200, kv_len=1500),
     Case("many", batch=3, heads=16, kv_heads=4, q_len=700, kv_len=2100),
 ]  # fmt: skip
+PACKED = [
+    *(Case(f"packed-d{d}-{heads}/{kv_heads}-{q_len}", heads=heads, kv_heads=kv_heads, head_dim=d, q_len=q_len, kv_len=1333)
+      for d, heads, kv_heads, q_len in ((128, 8, 2, 17), (64, 71, 1, 1), (128, 14, 2, 33), (256, 16, 2, 65), (96, 8, 4, 64))),
+    Case("packed-window-sinks", heads=8, q_len=50, kv_len=1500, window=256, sinks=True),
+    Case("packed-softcap-full", heads=14, q_len=40, kv_len=900, softcap=20.0, causal=False, dtype=torch.float16),
+    Case("packed-static-cache", heads=8, spans=True, q_len=20, kv_len=4096, q_offset=1000, sinks=True),
+    Case("packed-left-padding", heads=16, spans=True, q_len=70, kv_len=1500, q_offset=900, mask="left", value_dim=64),
+    Case("packed-holes", heads=14, spans=True, q_len=33, kv_len=1500, q_offset=900, mask="holes", sinks=True),
+    Case("packed-seq-first", heads=32, seq_first=True, q_len=130, kv_len=700),
+    Case("packed-queries-before-keys", heads=8, q_len=400, kv_len=150),
+]  # fmt: skip
 
 
 @on_hopper
 @pytest.mark.parametrize("splits", [2, 3, 16])
-@pytest.mark.parametrize("case", SHARED, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*SHARED, *PACKED], ids=lambda case: case.name)
 def test_shares_are_right(case, splits, nan_filled, monkeypatch):
     launches = []
     monkeypatch.setattr(hopper, "splits_of", lambda *args: launches.append(args) or (splits, 0.0))
     assert_right(case, partial(hopper.prefill, shares=True))
     assert launches
+
+
+@pytest.mark.parametrize("case", PACKED, ids=lambda case: case.name)
+def test_packed_cases_are_packed(case):
+    assert pack_of(case.q_len, case.heads // case.kv_heads) > 1
+
+
+@on_hopper
+@pytest.mark.parametrize("case", [c for c in PACKED if c.q_len >= hopper.MIN_ROWS], ids=lambda case: case.name)
+def test_packed_heads_are_right_in_one_launch(case, nan_filled):
+    assert_right(case, hopper.prefill)
 
 
 @on_hopper

@@ -28,7 +28,7 @@ def operands(q_len, kv_len, heads=32, kv_heads=8, head_dim=128, batch=1, dtype=t
 def hopper(monkeypatch):
     monkeypatch.setattr(gpu, "arch", lambda device: 90)
     monkeypatch.setattr(gpu, "num_sms", lambda device: 132)
-    monkeypatch.setattr(prefill_hopper, "why_not", lambda q, kv, sinks=0: None if q.shape[2] >= 65 else "few")
+    monkeypatch.setattr(prefill_hopper, "why_not", lambda q, kv, sinks=0, shares=False: None if q.shape[2] >= 65 else "few")
 
 
 @pytest.mark.parametrize(

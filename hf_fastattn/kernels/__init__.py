@@ -105,7 +105,8 @@ class TritonKernel:
     def choice(self, q: torch.Tensor, kv: KV, spec: Spec) -> tuple[str, str | None]:
         """(module whose kernel runs on a GPU for these inputs, reason why the Hopper kernel does not run or None)."""
         name, why_not = self.name, None
-        if self.hopper is not None and (why_not := _module(self.hopper).why_not(q, kv, spec.sinks)) is None:
+        shares = self.stream_k is not None
+        if self.hopper is not None and (why_not := _module(self.hopper).why_not(q, kv, spec.sinks, shares)) is None:
             name = self.hopper
         if self.stream_k is not None:
             speed = 1.0 if name == self.name else _module(name).speed(q.shape[3])

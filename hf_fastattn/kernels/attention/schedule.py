@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -17,6 +19,7 @@ SHORT = 90
 MAX_ITEMS = 512
 # Query rows of a block whose keys are not split; and the cost of a merge, in products of a query row and a key on one SM.
 ROWS, MERGE = 128, 120_000
+HALF = 0.6  # of the time of a block: one that has rows for only one of the two consumers
 # Splits of such a block in the Hopper kernel. In keys: the cost of starting a split, its minimum length, the cost of the merge.
 # Then the most splits of a block, the most waves, and the factor of splits**2 by which reading more places at once costs more.
 START, MIN_SPLIT, SPLITS_MERGE, MAX_SPLITS, MAX_WAVES, SCATTER = 400, 512, 300, 16, 8, 0.0035
@@ -120,15 +123,28 @@ def _visible_keys(q: torch.Tensor, kv: KV, spec: Spec) -> int:
     return kv_len if spec.window is None else min(kv_len, spec.sinks + spec.window + q.shape[2] - 1)
 
 
-def splits_of(q: torch.Tensor, kv: KV, spec: Spec) -> tuple[int, float]:
-    """(number of splits of the keys of each block of ROWS queries of a head in the Hopper kernel, its estimated cost).
+@cache
+def pack_of(q_len: int, group: int) -> int:
+    """How many heads of a KV head share a block of the Hopper kernel: the power of two with the fewest empty rows."""
+
+    def cost(pack: int) -> float:
+        halves = triton.cdiv(q_len * pack, ROWS // 2)
+        return float(triton.cdiv(group, pack) * (halves // 2 + HALF * (halves % 2)))
+
+    return min((1 << i for i in range((min(group, ROWS // 2) - 1).bit_length() + 1)), key=cost)
+
+
+def splits_of(q: torch.Tensor, kv: KV, spec: Spec, pack: int = 1) -> tuple[int, float]:
+    """(number of splits of the keys of each block of ROWS query rows in the Hopper kernel, its estimated cost).
 
     The cost is in products of a query row and a key. Blocks are split if they leave much of the GPU idle: less than one wave of
     blocks, or a last wave that is nearly empty.
     """
     batch, num_heads, q_len, _ = q.shape
     sms = gpu.num_sms(q.device)
-    blocks, keys = batch * num_heads * triton.cdiv(q_len, ROWS), _visible_keys(q, kv, spec)
+    kv_heads = kv.k.shape[1]
+    packs = kv_heads * triton.cdiv(num_heads // kv_heads, pack)
+    blocks, keys = batch * packs * triton.cdiv(q_len * pack, ROWS), _visible_keys(q, kv, spec)
 
     def cost(splits: int) -> float:
         waves: int = triton.cdiv(blocks * splits, sms)
@@ -160,7 +176,7 @@ def pays(q: torch.Tensor, kv: KV, spec: Spec, speed: float, splits: bool = False
     keys = _visible_keys(q, kv, spec)
     stream_k = kv_heads * blocks * config.BLOCK_M * keys / sms + MERGE
     if splits:
-        others = splits_of(q, kv, spec)[1]
+        others = splits_of(q, kv, spec, pack_of(q_len, num_heads // kv_heads))[1]
     else:
         others = triton.cdiv(batch * num_heads * triton.cdiv(q_len, ROWS), sms) * ROWS * keys
     return bool(blocks <= MAX_ITEMS and MARGIN * stream_k * speed < others)

@@ -8,27 +8,36 @@ from .visibility import packed_rows
 
 
 @triton.jit
-def store_packed(
-    acc, m, l, Out, Lse, SinkLogits, row, kv_head, kv_heads, rows, offs_v, q_len,
+def store_rows(
+    acc, m, l, Out, Lse, SinkLogits, row, head, heads, q_index, row_mask, offs_v, q_len,
     C: tl.constexpr,
 ):  # fmt: skip
-    """Normalise packed rows and write them to Out (batch, q_len, num_heads, VALUE_DIM) and Lse (batch, num_heads, q_len).
+    """Normalise rows and write them to Out (batch, q_len, num_heads, VALUE_DIM) and Lse (batch, num_heads, q_len).
 
-    acc [X, Y] has the columns offs_v [X or 1, Y] of the rows `rows` [X].
+    acc [X, Y] has the columns offs_v [X or 1, Y] of the queries q_index [X] of the heads head [X], out of `heads`.
     """
-    GROUP: tl.constexpr = C.GROUP
     VALUE_DIM: tl.constexpr = C.VALUE_DIM
-    q_index, group_head, row_mask = packed_rows(rows, q_len, GROUP)
-    head = kv_head * GROUP + group_head
     out, lse = finalize(acc, m, l, SinkLogits + head, row_mask, C.HAS_SINK_LOGITS)
-    out_rows = (row.to(tl.int64) * q_len + q_index) * (kv_heads * GROUP) + head
+    out_rows = (row.to(tl.int64) * q_len + q_index) * heads + head
     tl.store(
         Out + out_rows[:, None] * VALUE_DIM + offs_v,
         out.to(Out.dtype.element_ty),
         mask=row_mask[:, None] & (offs_v < VALUE_DIM),
     )
     if C.WRITE_LSE:
-        tl.store(Lse + (row.to(tl.int64) * (kv_heads * GROUP) + head) * q_len + q_index, lse, mask=row_mask)
+        tl.store(Lse + (row.to(tl.int64) * heads + head) * q_len + q_index, lse, mask=row_mask)
+
+
+@triton.jit
+def store_packed(
+    acc, m, l, Out, Lse, SinkLogits, row, kv_head, kv_heads, rows, offs_v, q_len,
+    C: tl.constexpr,
+):  # fmt: skip
+    """`store_rows` of the packed rows `rows` of a KV head."""
+    GROUP: tl.constexpr = C.GROUP
+    q_index, group_head, row_mask = packed_rows(rows, q_len, GROUP)
+    head = kv_head * GROUP + group_head
+    store_rows(acc, m, l, Out, Lse, SinkLogits, row, head, kv_heads * GROUP, q_index, row_mask, offs_v, q_len, C)
 
 
 @triton.jit

@@ -39,12 +39,12 @@ from ...host.counters import counters_of
 from ...spans import WORDS
 from ...spec import KV, Spec
 from ..plan import Call
-from ..schedule import splits_of
+from ..schedule import pack_of, splits_of
 from .kernel import BLOCK_M, prefill_hopper_kernel
 from .merge import merge_shares, workspace_of
 
 MAX_HEAD_DIM = 256
-MIN_Q_LEN = 65  # with fewer queries at least half of a block of 128 rows is empty
+MIN_ROWS = 65  # with fewer rows at least half of a block of 128 rows is empty
 _L2_BYTES = 32 << 20  # the most that K and V of the heads in one section take
 
 
@@ -55,7 +55,7 @@ class Config:
     BLOCK_N: keys per tile. stages: tiles of K, and of V, in flight. q_stages: items whose Q is in flight. own_out: O leaves
     through a buffer of its own and not through Q's. exp2_on_fma: one in so many exponentials runs on the FMA units, none where 0;
     see `tile._exp2`. k_width, v_width: columns of K and of V that are multiplied; see product.py. split: items
-    are shares of blocks of rows.
+    are shares of blocks of rows. pack: heads of a KV head that share a block.
     """
 
     BLOCK_N: int
@@ -66,6 +66,7 @@ class Config:
     k_width: int = 0
     v_width: int = 0
     split: bool = False
+    pack: int = 1
 
 
 # By the columns of a buffer, the fastest on an H200 for lengths of 2k to 64k, causal or not; docs/dev/log.md has slower variants.
@@ -98,10 +99,11 @@ def config(head_dim: int, value_dim: int) -> Config:
     return replace(CONFIGS[wide], k_width=k_width, v_width=v_width, own_out=own_out)
 
 
-def why_not(q: torch.Tensor, kv: KV, sinks: int = 0) -> str | None:
+def why_not(q: torch.Tensor, kv: KV, sinks: int = 0, shares: bool = False) -> str | None:
     """Why this kernel does not support these inputs (or is too slow: few queries), as a sentence; None if it does.
 
-    It supports the other arguments of `attention.prefill.prefill`: spans, window, softcap, sink logits, scale.
+    It supports the other arguments of `attention.prefill.prefill`: spans, window, softcap, sink logits, scale. shares: whether K
+    and V may be divided into shares. The queries of a KV head then count, otherwise those of one head.
     """
     arch = gpu.arch(q.device)
     if arch != 90:
@@ -111,8 +113,10 @@ def why_not(q: torch.Tensor, kv: KV, sinks: int = 0) -> str | None:
     for what, width in (("queries and keys", q.shape[3]), ("values", kv.v.shape[3])):
         if width > MAX_HEAD_DIM or width % 8:
             return f"The Hopper prefill kernel needs {what} with a head_dim in multiples of 8 up to {MAX_HEAD_DIM}, not {width}."
-    if q.shape[2] < MIN_Q_LEN:
-        return f"The Hopper prefill kernel is for {MIN_Q_LEN} queries or more, not {q.shape[2]}."
+    rows = q.shape[2] * (q.shape[1] // max(kv.k.shape[1], 1) if shares else 1)
+    if rows < MIN_ROWS:
+        of = " of a KV head" if shares else ""
+        return f"The Hopper prefill kernel is for {MIN_ROWS} queries{of} or more, not {rows}."
     if kv.form.load_k is not None or kv.form.load_v is not None:
         return f"The Hopper prefill kernel reads plain K and V by TMA, not those of the form {kv.form.name!r}."
     if sinks:
@@ -130,17 +134,23 @@ def why_not(q: torch.Tensor, kv: KV, sinks: int = 0) -> str | None:
 
 
 @cache
-def _layout(rows: int, columns: int, dtype: torch.dtype):
+def _layout(box: tuple[int, ...], dtype: torch.dtype):
     element = gl.float16 if dtype == torch.float16 else gl.bfloat16
-    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, columns], element)
+    return gl.NVMMASharedLayout.get_default_for(list(box), element)
 
 
-def _descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
-    """TMA descriptor of x (batch, heads, length, head_dim) in boxes of `rows` rows of one head."""
-    head_dim, width = x.shape[3], columns(x.shape[3])
+def _descriptor(x: torch.Tensor, *rows: int) -> TensorDescriptor:
+    """TMA descriptor of x (batch, KV heads, ..., head_dim) in boxes of `rows` of the middle dimensions."""
+    head_dim, box = x.shape[-1], (1, 1, *rows, columns(x.shape[-1]))
     # The stride of a dimension of one element says nothing, and may not be what TMA allows.
-    strides = [head_dim if size == 1 else stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True)]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, width], _layout(rows, width, x.dtype))
+    strides = [head_dim if size == 1 else stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)]
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], list(box), _layout(box, x.dtype))
+
+
+def _packed(x: torch.Tensor, group: int, pack: int) -> TensorDescriptor:
+    """TMA descriptor of queries or outputs (batch, heads, q_len, head_dim) in boxes of 64 rows of `pack` heads of a KV head."""
+    by_query = x.unflatten(1, (-1, group)).transpose(2, 3)
+    return _descriptor(by_query, 64 // pack, pack)
 
 
 def prefill(
@@ -162,27 +172,30 @@ def prefill(
     Raises ValueError, with the sentence of `why_not`, for inputs that it does not support.
     """
     call = Call.of((q, *kv.tensors, spans, sink_logits, inv_freq), kv.form, spec, return_lse)
-    reason = why_not(q, kv, spec.sinks)
+    reason = why_not(q, kv, spec.sinks, shares)
     if reason is not None:
         raise ValueError(reason)
     C = config(call.head_dim, call.value_dim)
     if return_lse:  # in fp32, in which the error of the polynomial of `tile._exp2` is visible
         C = replace(C, exp2_on_fma=0)
     out, lse = checks.empty_outputs(q, call.value_dim, return_lse)
-    splits = splits_of(q, kv, spec)[0] if shares else 1
-    C = replace(C, split=splits > 1)
-    num_blocks = splits * -(-call.q_len // BLOCK_M)
-    num_items = num_blocks * call.num_heads * call.batch
+    pack = pack_of(call.q_len, call.group)
+    splits = splits_of(q, kv, spec, pack)[0] if shares else 1
+    C = replace(C, split=splits > 1, pack=pack)
+    packs_each = -(-call.group // pack)
+    num_packs = call.num_kv_heads * packs_each
+    num_blocks = splits * -(-call.q_len * pack // BLOCK_M)
+    num_items = num_blocks * num_packs * call.batch
     fitting = max(1, _L2_BYTES // (call.kv_len * (call.head_dim + call.value_dim) * q.element_size()))
-    section = call.group * (1 << (fitting.bit_length() - 1))
+    section = packs_each * (1 << (fitting.bit_length() - 1))
     scale_log2, cap_log2 = checks.log2_scales(call.scale, spec.softcap)
-    lse_or_workspace, stats_start = (lse, 0) if splits == 1 else workspace_of(call, splits, BLOCK_M)
+    lse_or_workspace, stats_start = (lse, 0) if splits == 1 else workspace_of(call, num_items, BLOCK_M)
     with torch.cuda.device_of(q):
         prefill_hopper_kernel[(min(num_items, gpu.num_sms(q.device)),)](
-            _descriptor(q, 64),
+            _packed(q, call.group, pack),
             _descriptor(kv.k, C.BLOCK_N),
             _descriptor(kv.v, C.BLOCK_N),
-            _descriptor(out, 64),
+            _packed(out, call.group, pack),
             lse_or_workspace,
             q if spans is None else spans,
             q if sink_logits is None else sink_logits,
@@ -190,9 +203,9 @@ def prefill(
             0 if spans is None else spans.stride(0),
             num_items,
             num_blocks,
-            call.num_heads,
+            num_packs,
+            call.batch * num_packs,
             call.group,
-            call.batch * call.num_heads,
             section,
             call.q_len,
             call.kv_len,
@@ -209,5 +222,5 @@ def prefill(
             num_warps=4,
         )
         if splits > 1:
-            merge_shares(call, splits, BLOCK_M, C.BLOCK_N, out, lse, lse_or_workspace, stats_start, sink_logits)
+            merge_shares(call, pack, splits, BLOCK_M, C.BLOCK_N, out, lse, lse_or_workspace, stats_start, sink_logits)
     return (out, lse) if return_lse else out

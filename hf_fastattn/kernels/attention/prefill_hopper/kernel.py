@@ -17,6 +17,7 @@ from .pipe import (
     FIRST_TURN,
     await_empty,
     hand_out,
+    let_next_begin,
     matrix,
     named_barrier,
     phase_of,
@@ -42,29 +43,34 @@ def _work(
     IS_CAUSAL: gl.constexpr,
     BLOCK_M: gl.constexpr = BLOCK_M,
 ):  # fmt: skip
-    """One item: (its first query, head, batch row, that row's span pointer, spans and tiles, its share of these, its number).
+    """One item: (place, the span pointer, spans and tiles of its batch row, its share of these, its number).
 
-    With shares, `num_blocks` counts each block of rows as often as it has shares. The share is (first tile to visit, tiles).
+    The place is (first query, KV head, first head of its group, batch row). With shares, `num_blocks` counts each block of rows
+    as often as it has shares. The share is (first tile to visit, tiles).
     """
-    stride_sb, _num_items, num_blocks, num_heads, _group, total_heads, section, q_len, kv_len, window = sizes
-    block, head, row = item_at(index, num_blocks, num_heads, total_heads, section)
-    number = (row * num_heads + head) * num_blocks + block
+    stride_sb, _num_items, num_blocks, num_packs, total_packs, group, section, q_len, kv_len, window = sizes
+    block, pack, row = item_at(index, num_blocks, num_packs, total_packs, section)
+    number = (row * num_packs + pack) * num_blocks + block
+    packs_each = (group + C.pack - 1) // C.pack
+    kv_head = pack // packs_each
+    group_head = (pack - kv_head * packs_each) * C.pack
+    QUERIES: gl.constexpr = BLOCK_M // C.pack
     which = 0
     splits = 1
     if C.split:
-        of_rows = (q_len + BLOCK_M - 1) // BLOCK_M
+        of_rows = (q_len + QUERIES - 1) // QUERIES
         splits = num_blocks // of_rows
         which = block // of_rows
         block = block % of_rows
-    first = block * BLOCK_M
+    first = block * QUERIES
     span_ptr = Spans + row.to(gl.int64) * stride_sb
     spans = row_spans(span_ptr, q_len, kv_len, window, HAS_SPANS, IS_CAUSAL)
-    tiles = tiles_of(first, q_len, spans, BLOCK_M, C.BLOCK_N)
+    tiles = tiles_of(first, q_len, spans, QUERIES, C.BLOCK_N)
     _lo, _hi, num_tiles, _num_after, _num_masked = tiles
     share = (0, num_tiles)
     if C.split:
         share = share_of(num_tiles, which, splits)
-    return first, head, row, span_ptr, spans, tiles, share, number
+    return (first, kv_head, group_head, row), span_ptr, spans, tiles, share, number
 
 
 @gluon.jit
@@ -77,22 +83,38 @@ def _rows(
     IS_CAUSAL: gl.constexpr,
     WORDS: gl.constexpr = WORDS,
 ):  # fmt: skip
-    """Consumer WG's rows of one item: (first query, head, batch row, end of the live slots, tiles, share, number, queries, what
-    they see)."""
-    _stride_sb, _num_items, _num_blocks, _num_heads, _group, _total_heads, _section, q_len, _kv_len, _window = sizes
-    first, head, row, span_ptr, spans, tiles, share, number = _work(index, Spans, sizes, C, HAS_SPANS, IS_CAUSAL)
+    """Consumer WG's rows of one item: (place, end of the live slots, tiles, share, number, what they see)."""
+    _stride_sb, _num_items, _num_blocks, _num_packs, _total_packs, _group, _section, q_len, _kv_len, _window = sizes
+    place, span_ptr, spans, tiles, share, number = _work(index, Spans, sizes, C, HAS_SPANS, IS_CAUSAL)
+    first, kv_head, group_head, row = place
     q_start, kv_start, kv_stop, window, causal, holes = spans
     _lo, hi, _num_tiles, _num_after, _num_masked = tiles
-    offs_m = first + WG * 64 + gl.arange(0, 64, ROWS)
+    offs_m = first + (WG * 64 + gl.arange(0, 64, ROWS)) // C.pack
     row_lo, row_hi = row_bounds(q_start + gl.minimum(offs_m, q_len - 1), kv_start, kv_stop, window, causal)
-    return first + WG * 64, head, row, kv_stop, tiles, share, number, offs_m, (row_lo, row_hi, span_ptr + WORDS, hi, holes)
+    place = (first + WG * 64 // C.pack, kv_head, group_head, row)
+    return place, kv_stop, tiles, share, number, (row_lo, row_hi, span_ptr + WORDS, hi, holes)
+
+
+@gluon.jit
+def _heads_and_queries(place, sizes, C: gl.constexpr, ROWS: gl.constexpr):
+    """(head, query, whether there is one) of a consumer's rows, [64] each; rows past the last head repeat it."""
+    _stride_sb, _num_items, _num_blocks, _num_packs, _total_packs, group, _section, q_len, _kv_len, _window = sizes
+    first, kv_head, group_head, _row = place
+    local = gl.arange(0, 64, ROWS)
+    offs_m = first + local // C.pack
+    offs_h = group_head
+    exists = local < (q_len - first) * C.pack
+    if C.pack > 1:
+        offs_h = gl.minimum(group_head + local % C.pack, group - 1)
+        exists = exists & (group_head + local % C.pack < group)
+    return kv_head * group + offs_h, offs_m, exists
 
 
 @gluon.jit
 def _produce(args, C: gl.constexpr, HAS_SPANS: gl.constexpr, IS_CAUSAL: gl.constexpr, CONSUMERS: gl.constexpr = CONSUMERS):
     """The producer warp: for each item it loads Q once, and K and V tile by tile as their buffers become empty."""
     q_desc, k_desc, v_desc, Spans, Counters, q_ring, k_ring, v_ring, ticket, sizes = args
-    _stride_sb, num_items, _num_blocks, _num_heads, group, _total_heads, _section, _q_len, _kv_len, _window = sizes
+    _stride_sb, num_items, _num_blocks, _num_packs, _total_packs, _group, _section, _q_len, _kv_len, _window = sizes
     q_smem, q_full, _q_empty = q_ring
     k_smem, k_full, _k_empty = k_ring
     v_smem, v_full, _v_empty = v_ring
@@ -102,14 +124,14 @@ def _produce(args, C: gl.constexpr, HAS_SPANS: gl.constexpr, IS_CAUSAL: gl.const
     turn = 0  # earlier items
     while index < num_items:
         following = gl.atomic_add(Counters, 1) + programs
-        hand_out(ticket, following, turn)
-        first, head, row, _span_ptr, _spans, tiles, share, _number = _work(index, Spans, sizes, C, HAS_SPANS, IS_CAUSAL)
+        place, _span_ptr, _spans, tiles, share, _number = _work(index, Spans, sizes, C, HAS_SPANS, IS_CAUSAL)
+        first, kv_head, group_head, row = place
         skipped, num_tiles = share
-        kv_head = head // group
         for wg in gl.static_range(CONSUMERS):
             buffer = stage_of(turn, C.q_stages) * CONSUMERS + wg
             await_empty(q_desc, q_ring, buffer, phase_of(turn, C.q_stages) ^ 1)
-            tma_load(q_desc, [row, head, first + wg * 64, 0], q_full.index(buffer), q_smem.index(buffer))
+            q_at = [row, kv_head, first + wg * 64 // C.pack, group_head, 0]
+            tma_load(q_desc, q_at, q_full.index(buffer), q_smem.index(buffer))
         for i in range(num_tiles):
             start = tile_start(skipped + i, tiles, C.BLOCK_N)
             stage = stage_of(count + i, C.stages)
@@ -118,6 +140,7 @@ def _produce(args, C: gl.constexpr, HAS_SPANS: gl.constexpr, IS_CAUSAL: gl.const
             tma_load(k_desc, [row, kv_head, start, 0], k_full.index(stage), k_smem.index(stage))
             await_empty(v_desc, v_ring, stage, phase)
             tma_load(v_desc, [row, kv_head, start, 0], v_full.index(stage), v_smem.index(stage))
+        hand_out(ticket, following, turn)  # this late, as the counter's answer takes as long as a load
         count += num_tiles
         turn += 1
         index = following
@@ -150,8 +173,9 @@ def _attend(
     q_smem, q_full, q_empty = q_ring
     k_smem, k_full, k_empty = k_ring
     v_smem, v_full, v_empty = v_ring
-    _stride_sb, _num_items, num_blocks, num_heads, _group, total_heads, _section, q_len, kv_len, _window = sizes
-    first, head, row, kv_stop, tiles, share, number, offs_m, seen = rows
+    _stride_sb, _num_items, num_blocks, num_packs, total_packs, group, _section, q_len, kv_len, _window = sizes
+    place, kv_stop, tiles, share, number, seen = rows
+    first, kv_head, group_head, row = place
     _lo, _hi, _num_tiles, _num_after, num_masked = tiles
     skipped, num_tiles = share
     BLOCK_N: gl.constexpr = C.BLOCK_N
@@ -232,16 +256,17 @@ def _attend(
     if C.split:
         acc = wait_for(o_tokens)
         mbarrier.arrive(v_empty.index(stage), count=1)
-        slots = total_heads * num_blocks
-        store_partial(
-            acc, m, l, Lse, slots * BLOCK_M * block_dv(C.v_width), number, first % BLOCK_M, offs_m < q_len, C.v_width, BLOCK_M
-        )
+        stats_start = total_packs * num_blocks * BLOCK_M * block_dv(C.v_width)
+        _heads, _offs_m, exists = _heads_and_queries(place, sizes, C, s_rows)
+        store_partial(acc, m, l, Lse, stats_start, number, WG * 64, exists, C.v_width, BLOCK_M)
         if not C.own_out:
             mbarrier.arrive(q_empty.index(q_buffer), count=1)
     else:
-        inverse, lse = normaliser(m, l, SinkLogits + head, HAS_SINK_LOGITS)
+        heads, offs_m, exists = _heads_and_queries(place, sizes, C, s_rows)
+        inverse, lse = normaliser(m, l, SinkLogits + heads, HAS_SINK_LOGITS)
         if WRITE_LSE:
-            gl.store(Lse + (row.to(gl.int64) * num_heads + head) * q_len + offs_m, lse, mask=offs_m < q_len)
+            num_heads = num_packs // ((group + C.pack - 1) // C.pack) * group
+            gl.store(Lse + (row.to(gl.int64) * num_heads + heads) * q_len + offs_m, lse, mask=exists)
         acc = wait_for(o_tokens)
         mbarrier.arrive(v_empty.index(stage), count=1)
 
@@ -253,7 +278,7 @@ def _attend(
         store_parts(out, matrix(o_smem.index(o_buffer)), C.v_width)
         fence_async_shared()
         warpgroup_barrier()
-        tma_store(out_desc, [row, head, first, 0], o_smem.index(o_buffer))
+        tma_store(out_desc, [row, kv_head, first, group_head, 0], o_smem.index(o_buffer))
         if not C.own_out:
             tma.store_wait(0)
             warpgroup_barrier()
@@ -304,7 +329,7 @@ def _consume(
 ):
     """Consumer warpgroup WG: rows 64 * WG .. 64 * WG + 63 of each item's block."""
     _out_desc, _Lse, Spans, _SinkLogits, _q_ring, _k_ring, _v_ring, _o_smem, ticket, sizes, scale_log2, _cap_log2 = args
-    _stride_sb, num_items, _num_blocks, _num_heads, _group, _total_heads, _section, q_len, _kv_len, _window = sizes
+    _stride_sb, num_items, _num_blocks, _num_packs, _total_packs, _group, _section, q_len, _kv_len, _window = sizes
     s_scale = scale_log2
     if HAS_SOFTCAP:
         s_scale = scale_log2 * 0.0 + 1.0  # capped scores are scaled already
@@ -318,17 +343,17 @@ def _consume(
     if WG == 1:
         named_barrier("arrive", FIRST_TURN)  # the first turn is consumer 0's
     while index < num_items:
-        following = take(ticket, turn)
         rows = _rows(index, Spans, sizes, WG, s_rows, C, HAS_SPANS, IS_CAUSAL)
-        first, _head, _row, _kv_stop, _tiles, share, _number, _offs_m, _seen = rows
+        place, _kv_stop, _tiles, share, _number, _seen = rows
+        first, _kv_head, _group_head, _row = place
         _skipped, num_tiles = share
         if first < q_len:
             _attend(args, rows, s_scale, zeros, count, turn, WG, C, HAS_SPANS, HAS_WORDS, HAS_SOFTCAP, HAS_SINK_LOGITS, WRITE_LSE)
         else:
             _pass(args, num_tiles, count, turn, WG, C)
+        index = take(ticket, turn)
         count += num_tiles
         turn += 1
-        index = following
 
     tma.store_wait(0)
     if WG == 0:
@@ -337,12 +362,12 @@ def _consume(
 
 @gluon.jit(
     do_not_specialize=[
-        "stride_sb", "num_items", "num_blocks", "num_heads", "group", "total_heads", "section", "q_len", "kv_len", "window",
+        "stride_sb", "num_items", "num_blocks", "num_packs", "total_packs", "group", "section", "q_len", "kv_len", "window",
     ]
 )  # fmt: skip
 def prefill_hopper_kernel(
     q_desc, k_desc, v_desc, out_desc, Lse, Spans, SinkLogits, Counters,
-    stride_sb, num_items, num_blocks, num_heads, group, total_heads, section, q_len, kv_len, window, scale_log2, cap_log2,
+    stride_sb, num_items, num_blocks, num_packs, total_packs, group, section, q_len, kv_len, window, scale_log2, cap_log2,
     C: gl.constexpr,
     HAS_SPANS: gl.constexpr,
     HAS_WORDS: gl.constexpr,
@@ -351,8 +376,10 @@ def prefill_hopper_kernel(
     HAS_SINK_LOGITS: gl.constexpr,
     WRITE_LSE: gl.constexpr,
 ):  # fmt: skip
+    if C.split:
+        let_next_begin()
     q_ring, k_ring, v_ring, o_smem, ticket = shared_memory(q_desc, k_desc, v_desc, out_desc, C)
-    sizes = (stride_sb, num_items, num_blocks, num_heads, group, total_heads, section, q_len, kv_len, window)
+    sizes = (stride_sb, num_items, num_blocks, num_packs, total_packs, group, section, q_len, kv_len, window)
     loads = (q_desc, k_desc, v_desc, Spans, Counters, q_ring, k_ring, v_ring, ticket, sizes)
     shared = (out_desc, Lse, Spans, SinkLogits, q_ring, k_ring, v_ring, o_smem, ticket, sizes, scale_log2, cap_log2)
     gl.warp_specialize(

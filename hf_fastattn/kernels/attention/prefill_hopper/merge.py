@@ -8,64 +8,79 @@ import torch
 import triton
 import triton.language as tl
 
-from ...device.merge import merge_rows, store_packed
+from ...device.merge import merge_rows, store_rows
 from ...host import gpu, tables
+from ...host.overlap import early, let_next_begin, wait_for_inputs
 from ..plan import Call
 from ..schedule import num_tiles, queries_of
 
 
-@triton.jit(do_not_specialize=["stride_sb", "q_len", "kv_len", "window", "blocks", "splits", "stats_start"])
+@triton.jit(do_not_specialize=["stride_sb", "group", "q_len", "kv_len", "window", "blocks", "splits", "stats_start"])
 def merge_shares_kernel(
     Out, Lse, Workspace, Spans, SinkLogits,
-    stride_sb, q_len, kv_len, window, blocks, splits, stats_start,
+    stride_sb, group, q_len, kv_len, window, blocks, splits, stats_start,
     C: tl.constexpr,
     ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A program for each ROWS rows of a head. Share i of block b of the head is its slot i * blocks + b."""
-    first_row, head, row = tl.program_id(0) * ROWS, tl.program_id(1), tl.program_id(2)
-    heads = tl.num_programs(1)
+    """A program for each ROWS rows of a pack. Share i of block b of the pack is its slot i * blocks + b."""
+    first_row, pack, row = tl.program_id(0) * ROWS, tl.program_id(1), tl.program_id(2)
+    packs = tl.num_programs(1)
     BLOCK_M: tl.constexpr = C.BLOCK_M
+    PACK: tl.constexpr = C.GROUP
     block = first_row // BLOCK_M
     first, last = queries_of(block, q_len, C)
+    # Spans may be read ahead of the wait: they are older than the launch before, which did not begin early.
     tiles = num_tiles(Spans + row.to(tl.int64) * stride_sb, first, last, q_len, kv_len, window, C)
-    slot = (row * heads + head) * blocks * splits + block
+    slot = (row * packs + pack) * blocks * splits + block
+    wait_for_inputs(EARLY)
+    let_next_begin(EARLY)
     rows, offs_v, acc, m, l = merge_rows(
         Workspace, stats_start, slot, slot + blocks, blocks, tl.minimum(splits, tiles),
-        first_row - block * BLOCK_M, q_len - block * BLOCK_M, ROWS, CHUNK, C,
+        first_row - block * BLOCK_M, q_len * PACK - block * BLOCK_M, ROWS, CHUNK, C,
     )  # fmt: skip
-    store_packed(acc, m, l, Out, Lse, SinkLogits, row, head, heads, rows + block * BLOCK_M, offs_v, q_len, C)
+    rows += block * BLOCK_M
+    packs_each = tl.cdiv(group, PACK)
+    kv_head = pack // packs_each
+    offs_m, offs_h = rows // PACK, (pack - kv_head * packs_each) * PACK + rows % PACK
+    exists = (offs_m < q_len) & (offs_h < group)
+    head, heads = kv_head * group + tl.minimum(offs_h, group - 1), packs // packs_each * group
+    store_rows(acc, m, l, Out, Lse, SinkLogits, row, head, heads, tl.minimum(offs_m, q_len - 1), exists, offs_v, q_len, C)
 
 
-def workspace_of(call: Call, splits: int, BLOCK_M: int) -> tuple[torch.Tensor, int]:
+def workspace_of(call: Call, num_items: int, BLOCK_M: int) -> tuple[torch.Tensor, int]:
     """(workspace of all shares, where m and l begin in it)."""
-    slots = call.batch * call.num_heads * triton.cdiv(call.q_len, BLOCK_M) * splits
-    stats_start = slots * BLOCK_M * call.block_dv
-    return torch.empty(stats_start + slots * BLOCK_M * 2, device=call.q.device, dtype=torch.float32), stats_start
+    stats_start = num_items * BLOCK_M * call.block_dv
+    return torch.empty(stats_start + num_items * BLOCK_M * 2, device=call.q.device, dtype=torch.float32), stats_start
 
 
-def merge_shares(call: Call, splits: int, BLOCK_M: int, BLOCK_N: int, out, lse, workspace, stats_start: int, sink_logits) -> None:
+def merge_shares(
+    call: Call, pack: int, splits: int, BLOCK_M: int, BLOCK_N: int, out, lse, workspace, stats_start: int, sink_logits
+) -> None:
     """Merge the shares of all blocks of `call` into out and lse."""
     constants = call.constants(tables.Config(BLOCK_M, BLOCK_N, 4, 1), packed=True)
-    constants = replace(constants, GROUP=1, WORKSPACE_M=BLOCK_M, FEW_ROWS=False)
-    rows = call.batch * call.num_heads * call.q_len
-    rows_each = min(16, 1 << (rows // (8 * gpu.num_sms(call.q.device))).bit_length())
+    constants = replace(constants, GROUP=pack, WORKSPACE_M=BLOCK_M, FEW_ROWS=False)
+    packs, rows = call.num_kv_heads * triton.cdiv(call.group, pack), call.q_len * pack
+    rows_each = min(16, 1 << (call.batch * packs * rows // (8 * gpu.num_sms(call.q.device))).bit_length())
     chunk, warps = tables.merge(rows_each * call.block_dv, splits)
-    merge_shares_kernel[(triton.cdiv(call.q_len, rows_each), call.num_heads, call.batch)](
+    merge_shares_kernel[(triton.cdiv(rows, rows_each), packs, call.batch)](
         out,
         lse,
         workspace,
         call.q if call.spans is None else call.spans,
         call.q if sink_logits is None else sink_logits,
         0 if call.spans is None else call.spans.stride(0),
+        call.group,
         call.q_len,
         call.kv_len,
         call.window,
-        triton.cdiv(call.q_len, BLOCK_M),
+        triton.cdiv(rows, BLOCK_M),
         splits,
         stats_start,
         C=constants,
         ROWS=rows_each,
         CHUNK=chunk,
+        **early(call.q.device),
         num_warps=warps,
     )

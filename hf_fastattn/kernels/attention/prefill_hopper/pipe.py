@@ -7,6 +7,8 @@ n // STAGES & 1 of full, its writer for the other phase of empty, because all bu
 
 from __future__ import annotations
 
+import math
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
@@ -25,6 +27,12 @@ def _barriers(COUNT: gl.constexpr):
     return gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
 
 
+@gluon.constexpr_function
+def _buffers(box, count):
+    """The shape of `count` boxes."""
+    return [count, *box]
+
+
 @gluon.jit
 def shared_memory(
     q_desc, k_desc, v_desc, out_desc,
@@ -37,12 +45,12 @@ def shared_memory(
     """
     STAGES: gl.constexpr = C.stages
     Q_BUFFERS: gl.constexpr = CONSUMERS * C.q_stages
-    q_smem = gl.allocate_shared_memory(q_desc.dtype, [Q_BUFFERS, 1, 1, 64, q_desc.block_shape[3]], q_desc.layout)
-    k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, C.BLOCK_N, k_desc.block_shape[3]], k_desc.layout)
-    v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, C.BLOCK_N, v_desc.block_shape[3]], v_desc.layout)
+    q_smem = gl.allocate_shared_memory(q_desc.dtype, _buffers(q_desc.block_shape, Q_BUFFERS), q_desc.layout)
+    k_smem = gl.allocate_shared_memory(k_desc.dtype, _buffers(k_desc.block_shape, STAGES), k_desc.layout)
+    v_smem = gl.allocate_shared_memory(v_desc.dtype, _buffers(v_desc.block_shape, STAGES), v_desc.layout)
     o_smem = q_smem
     if C.own_out:
-        o_smem = gl.allocate_shared_memory(out_desc.dtype, [CONSUMERS, 1, 1, 64, out_desc.block_shape[3]], out_desc.layout)
+        o_smem = gl.allocate_shared_memory(out_desc.dtype, _buffers(out_desc.block_shape, CONSUMERS), out_desc.layout)
     q_full, q_empty = _barriers(Q_BUFFERS), _barriers(Q_BUFFERS)
     k_full, k_empty = _barriers(STAGES), _barriers(STAGES)
     v_full, v_empty = _barriers(STAGES), _barriers(STAGES)
@@ -74,10 +82,15 @@ def phase_of(n, STAGES: gl.constexpr):
     return (n // STAGES) & 1
 
 
+@gluon.constexpr_function
+def _rows_and_columns(box):
+    return [math.prod(box[:-1]), box[-1]]
+
+
 @gluon.jit
 def matrix(buffer):
-    """[rows, columns] of a buffer that TMA sees as [1, 1, rows, columns]."""
-    return buffer.reshape([buffer.shape[2], buffer.shape[3]])
+    """[rows, columns] of a buffer that TMA sees as a box."""
+    return buffer.reshape(_rows_and_columns(buffer.shape))
 
 
 @gluon.jit
@@ -107,6 +120,12 @@ def take(ticket, turn):
     warpgroup_barrier()
     mbarrier.arrive(empty, count=1)
     return value
+
+
+@gluon.jit
+def let_next_begin():
+    """As `overlap.let_next_begin`: the launch that merges shares waits for this one by itself."""
+    gl.inline_asm_elementwise("griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.constexpr_function

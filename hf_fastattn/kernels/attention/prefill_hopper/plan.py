@@ -1,9 +1,10 @@
 """What the programs of the Hopper prefill kernel work on, and in what order: integers alone.
 
-An item is a block of query rows of one head. Items go the longest causal blocks first, head by head inside sections of heads
-whose K and V fit the L2 cache together. Within an item the tiles that need a mask (diagonal, tail, window edge) come first, from
-the top down; those that every row sees whole come last, in a loop without a mask. Where blocks are cut, an item is a share of the
-tiles of one, and shares of the same part of the keys follow one another: they find K and V in the L2 cache.
+A pack is the heads of a KV head whose rows share a block; an item is a block of a pack. Items go the longest causal blocks first,
+pack by pack inside sections of packs whose K and V fit the L2 cache together. Within an item the tiles that need a mask
+(diagonal, tail, window edge) come first, from the top down; those that every row sees whole come last, in a loop without a mask.
+Where blocks are cut, an item is a share of the tiles of one, and shares of the same part of the keys follow one another: they
+find K and V in the L2 cache.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ block_bounds = gluon.jit(visibility.block_bounds.fn)
 
 
 @gluon.jit
-def item_at(index, num_blocks, num_heads, total_heads, section):
-    """(block of rows, head, batch row) of one item: sections of heads in turn, in each the last blocks of all heads first."""
+def item_at(index, num_blocks, num_packs, total_packs, section):
+    """(block of rows, pack, batch row) of one item: sections of packs in turn, in each the last blocks of all packs first."""
     per_section = num_blocks * section
     which = index // per_section
     rest = index - which * per_section
-    width = gl.minimum(section, total_heads - which * section)
+    width = gl.minimum(section, total_packs - which * section)
     step = rest // width
     flat = which * section + rest - step * width
-    row = flat // num_heads
-    return num_blocks - 1 - step, flat - row * num_heads, row
+    row = flat // num_packs
+    return num_blocks - 1 - step, flat - row * num_packs, row
 
 
 @gluon.jit
@@ -42,15 +43,15 @@ def row_spans(span_ptr, q_len, kv_len, window, HAS_SPANS: gl.constexpr, IS_CAUSA
 
 
 @gluon.jit
-def tiles_of(first, q_len, spans, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    """The tiles that the BLOCK_M rows from `first` on visit, at least one: (lo, hi, num_tiles, num_after, num_masked).
+def tiles_of(first, q_len, spans, QUERIES: gl.constexpr, BLOCK_N: gl.constexpr):
+    """The tiles that the QUERIES queries from `first` on visit, at least one: (lo, hi, num_tiles, num_after, num_masked).
 
     They begin at slots lo + t * BLOCK_N and hold the keys [lo, hi) that any row sees. num_masked of them need a mask: the last
     num_after and the others at the beginning.
     """
     q_start, kv_start, kv_stop, window, causal, holes = spans
     first_pos = q_start + first
-    last_pos = q_start + gl.minimum(first + BLOCK_M, q_len) - 1
+    last_pos = q_start + gl.minimum(first + QUERIES, q_len) - 1
     lo, hi, full_lo, full_hi = block_bounds(first_pos, last_pos, kv_start, kv_stop, window, causal)
     num_tiles = gl.maximum((hi - lo + BLOCK_N - 1) // BLOCK_N, 1)
     full_start = gl.minimum((full_lo - lo + BLOCK_N - 1) // BLOCK_N, num_tiles)
