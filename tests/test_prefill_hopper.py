@@ -436,7 +436,7 @@ PACKED = [
 @pytest.mark.parametrize("case", [*SHARED, *PACKED], ids=lambda case: case.name)
 def test_shares_are_right(case, splits, nan_filled, monkeypatch):
     launches = []
-    monkeypatch.setattr(hopper, "splits_of", lambda *args: launches.append(args) or (splits, 0.0))
+    monkeypatch.setattr(hopper, "splits_of", lambda *args: launches.append(args) or splits)
     assert_right(case, partial(hopper.prefill, shares=True))
     assert launches
 
@@ -456,7 +456,7 @@ def test_packed_heads_are_right_in_one_launch(case, nan_filled):
 def test_a_chat_turn_behind_a_long_past_is_cut_and_the_same_bits_again():
     q = torch.randn(1, 32, 256, 128, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(1, 8, 40000, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    assert hopper.splits_of(q, KV(k, v), Spec())[0] > 1
+    assert hopper.splits_of(q, KV(k, v), Spec(), 1, 128) > 1
     cut = partial(call, partial(hopper.prefill, shares=True))
     first, whole = cut(q, k, v), call(hopper.prefill, q, k, v)
     assert torch.equal(first, cut(q, k, v)) and (first.double() - whole.double()).abs().max() < 1e-3

@@ -39,8 +39,9 @@ class TritonKernel:
     """The launcher `hf_fastattn.kernels.attention.<name>.<name>`, imported at the first call; for CPU tensors the reference.
 
     hopper: a module of the same kind that runs instead on compute capability 9.0 if its `why_not` returns None. stream_k: a
-    module that splits K and V, and runs where blocks of queries alone leave much of the GPU idle (`attention.schedule.pays`);
-    the Hopper kernel may then split them too. With an interval for each query only `name` runs, which must support it.
+    module that splits K and V, and runs where the Hopper kernel does not and blocks of queries alone leave much of the GPU idle
+    (`attention.schedule.pays`); the Hopper kernel may then split them too. With an interval for each query only `name` runs,
+    which must support it.
     twin: the reference. fixed: arguments of the launcher that the reference does not take.
     Under TRITON_INTERPRET=1 CPU tensors run the Triton kernel in the interpreter. This is for tests.
     """
@@ -108,10 +109,8 @@ class TritonKernel:
         shares = self.stream_k is not None
         if self.hopper is not None and (why_not := _module(self.hopper).why_not(q, kv, spec.sinks, shares)) is None:
             name = self.hopper
-        if self.stream_k is not None:
-            speed = 1.0 if name == self.name else _module(name).speed(q.shape[3])
-            if _module("schedule").pays(q, kv, spec, speed, splits=name == self.hopper):
-                name = self.stream_k
+        elif self.stream_k is not None and _module("schedule").pays(q, kv, spec):
+            name = self.stream_k
         return name, why_not
 
     def _choose(

@@ -19,10 +19,13 @@ SHORT = 90
 MAX_ITEMS = 512
 # Query rows of a block whose keys are not split; and the cost of a merge, in products of a query row and a key on one SM.
 ROWS, MERGE = 128, 120_000
-HALF = 0.6  # of the time of a block: one that has rows for only one of the two consumers
-# Splits of such a block in the Hopper kernel. In keys: the cost of starting a split, its minimum length, the cost of the merge.
-# Then the most splits of a block, the most waves, and the factor of splits**2 by which reading more places at once costs more.
-START, MIN_SPLIT, SPLITS_MERGE, MAX_SPLITS, MAX_WAVES, SCATTER = 400, 512, 300, 16, 8, 0.0035
+HALF = 0.6  # the cost of a block of the Hopper kernel that has rows for only one of the two consumers
+# An estimate of the Hopper kernel, by its columns: keys that a block of ROWS rows visits in a microsecond on an H200. In
+# microseconds: the start of a block or split; if blocks are split, the merge, what a split of 128 dimensions adds to it, and each
+# wave after the first, in which splits no longer read the same keys at the same time.
+KEYS_PER_US = {64: 110, 128: 83, 256: 42}
+START_US, MERGE_US, PARTIAL_US, WAVE_US = 2.7, 3.5, 0.034, 10.0
+MIN_SPLIT, MAX_SPLITS, MAX_WAVES = 128, 64, 8  # keys of a split; splits of a block; waves
 MARGIN = 1.15  # a smaller estimated gain is ignored: the order of blocks also balances them a little
 
 
@@ -134,35 +137,31 @@ def pack_of(q_len: int, group: int) -> int:
     return min((1 << i for i in range((min(group, ROWS // 2) - 1).bit_length() + 1)), key=cost)
 
 
-def splits_of(q: torch.Tensor, kv: KV, spec: Spec, pack: int = 1) -> tuple[int, float]:
-    """(number of splits of the keys of each block of ROWS query rows in the Hopper kernel, its estimated cost).
+def splits_of(q: torch.Tensor, kv: KV, spec: Spec, pack: int, columns: int) -> int:
+    """Number of splits of the keys of each block of ROWS query rows in the Hopper kernel, by estimated time.
 
-    The cost is in products of a query row and a key. Blocks are split if they leave much of the GPU idle: less than one wave of
-    blocks, or a last wave that is nearly empty.
+    Blocks are split if they leave much of the GPU idle: less than one wave of blocks, or a last wave that is nearly empty.
+    pack: heads in a block; columns: of the buffers of K and V.
     """
     batch, num_heads, q_len, _ = q.shape
-    sms = gpu.num_sms(q.device)
-    kv_heads = kv.k.shape[1]
-    packs = kv_heads * triton.cdiv(num_heads // kv_heads, pack)
-    blocks, keys = batch * packs * triton.cdiv(q_len * pack, ROWS), _visible_keys(q, kv, spec)
+    sms, kv_heads, keys = gpu.num_sms(q.device), kv.k.shape[1], _visible_keys(q, kv, spec)
+    blocks: int = batch * kv_heads * triton.cdiv(num_heads // kv_heads, pack) * triton.cdiv(q_len * pack, ROWS)
 
-    def cost(splits: int) -> float:
+    def us(splits: int) -> float:
         waves: int = triton.cdiv(blocks * splits, sms)
+        alone = waves * (keys / splits / KEYS_PER_US[columns] + START_US)
         if splits == 1:
-            return waves * ROWS * keys
-        return ROWS * (waves * (keys / splits * (1 + SCATTER * splits**2) + START) + SPLITS_MERGE)
+            return alone
+        return alone + MERGE_US + blocks * splits * PARTIAL_US * columns / 128 + (waves - 1) * WAVE_US
 
     max_splits = min(MAX_SPLITS, keys // MIN_SPLIT, MAX_WAVES * sms // blocks)
-    best = min(range(1, max(max_splits, 1) + 1), key=cost)
-    if MARGIN * cost(best) >= cost(1):
-        best = 1
-    return best, cost(best)
+    best = min(range(1, max(max_splits, 1) + 1), key=us)
+    return best if MARGIN * us(best) < us(1) else 1
 
 
-def pays(q: torch.Tensor, kv: KV, spec: Spec, speed: float, splits: bool = False) -> bool:
-    """Whether stream-K is estimated to be faster than the kernel with one program for each block of queries of a head.
+def pays(q: torch.Tensor, kv: KV, spec: Spec) -> bool:
+    """Whether stream-K is estimated to be faster than the portable kernel, with one program for each block of queries of a head.
 
-    speed: the throughput of that kernel divided by that of `lean`. splits: that kernel can split K and V itself (`splits_of`).
     The result is False if blocks of many rows need more registers than there are.
     """
     batch, num_heads, q_len, head_dim = q.shape
@@ -175,11 +174,8 @@ def pays(q: torch.Tensor, kv: KV, spec: Spec, speed: float, splits: bool = False
     blocks = batch * triton.cdiv(rows, config.BLOCK_M)
     keys = _visible_keys(q, kv, spec)
     stream_k = kv_heads * blocks * config.BLOCK_M * keys / sms + MERGE
-    if splits:
-        others = splits_of(q, kv, spec, pack_of(q_len, num_heads // kv_heads))[1]
-    else:
-        others = triton.cdiv(batch * num_heads * triton.cdiv(q_len, ROWS), sms) * ROWS * keys
-    return bool(blocks <= MAX_ITEMS and MARGIN * stream_k * speed < others)
+    alone = triton.cdiv(batch * num_heads * triton.cdiv(q_len, ROWS), sms) * ROWS * keys
+    return bool(blocks <= MAX_ITEMS and MARGIN * stream_k < alone)
 
 
 def choose(

@@ -75,17 +75,11 @@ CONFIGS = {
     128: Config(128),
     256: Config(64, own_out=False),
 }
-_SPEED = {64: 1.3, 128: 1.55, 256: 1.5}  # by the columns of a buffer; see `speed`
 
 
 def columns(head_dim: int) -> int:
     """Columns of the buffers for this head_dim."""
     return max(64, 1 << (head_dim - 1).bit_length())
-
-
-def speed(head_dim: int) -> float:
-    """The throughput of the kernel divided by that of `lean` on the same rows and keys."""
-    return _SPEED[columns(head_dim)]
 
 
 @cache
@@ -180,7 +174,7 @@ def prefill(
         C = replace(C, exp2_on_fma=0)
     out, lse = checks.empty_outputs(q, call.value_dim, return_lse)
     pack = pack_of(call.q_len, call.group)
-    splits = splits_of(q, kv, spec, pack)[0] if shares else 1
+    splits = splits_of(q, kv, spec, pack, columns(max(call.head_dim, call.value_dim))) if shares else 1
     C = replace(C, split=splits > 1, pack=pack)
     packs_each = -(-call.group // pack)
     num_packs = call.num_kv_heads * packs_each
