@@ -269,6 +269,17 @@ def test_append_writes_one_slot_of_each_row_and_head():
     assert int((keys != 0).sum()) == new_keys.numel() and int((values != 0).sum()) == new_values.numel()
 
 
+@pytest.mark.parametrize("slot", [0, 3, 5, 7, 8, 20])
+def test_append_writes_some_tokens_and_nothing_past_the_end(slot, device):
+    keys, values = torch.arange(2 * 3 * 8 * 4.0, device=device).view(2, 3, 8, 4).split(2, -1)
+    new = torch.rand(2, 4, 3, 4, device=device).transpose(1, 2).split(2, -1)
+    expected = [torch.cat([held, torch.zeros(2, 3, 16, 2, device=device)], 2) for held in (keys, values)]
+    for held, states in zip(expected, new, strict=True):
+        held[:, :, slot : slot + 4] = states
+    append(keys, values, *new, torch.tensor([slot], device=device))
+    assert all(torch.equal(got, held[:, :, :8]) for got, held in zip((keys, values), expected, strict=True))
+
+
 def test_a_shallow_copy_keeps_the_tokens_too():
     model = tiny("llama", "sdpa")
     inputs = prompts("no_padding", "cpu")
@@ -291,3 +302,22 @@ def test_layers_that_an_early_exit_has_not_come_to_give_nothing_back():
         cache.crop(torch.tensor(-4))
     with pytest.raises(ValueError, match="holds 0 tokens; 1 cannot be taken back"):
         PreallocatedCache(model).crop(-1)
+
+
+@pytest.mark.parametrize("rows", [2, 5])
+def test_rows_are_reordered_in_place_in_every_layer(rows, device):
+    model = tiny("qwen2", num_hidden_layers=4, use_sliding_window=True, sliding_window=16, max_window_layers=2)
+    cache = PreallocatedCache(model, capacity=40)
+    for index, head_dim in enumerate((16, 24, 16, 16)):
+        cache.update(*torch.randn(2, rows, 2, 30 + index, head_dim, device=device), index)
+    for _ in range(2):
+        before = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
+        addresses = [layer.keys.data_ptr() for layer in cache.layers]
+        order = torch.randint(rows, (rows,), dtype=torch.int32, device=device)
+        cache.reorder_cache(order)
+        for layer, old in zip(cache.layers, before, strict=True):
+            for got, held in zip(layer.live(), old, strict=True):
+                assert torch.equal(got, held[order.long(), :, : got.shape[2]])
+        assert addresses == [layer.keys.data_ptr() for layer in cache.layers]
+    cache.reorder_cache(torch.tensor([0, 0, rows - 1], device=device))  # another number of rows
+    assert cache.layers[0].batch_size == 3 and cache.layers[3].keys.shape[0] == 3

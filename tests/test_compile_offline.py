@@ -10,7 +10,7 @@ import re
 import subprocess
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -26,7 +26,7 @@ from triton.runtime.driver import driver  # noqa: E402
 
 from hf_fastattn.kernels import spans  # noqa: E402
 from hf_fastattn.kernels.attention import lean, prefill, schedule, split_kv  # noqa: E402
-from hf_fastattn.kernels.decode import append, linear, ring, rms_norm, rope, rotate  # noqa: E402
+from hf_fastattn.kernels.decode import append, linear, reorder, ring, rms_norm, rope, rotate  # noqa: E402
 from hf_fastattn.kernels.host import gpu  # noqa: E402
 from hf_fastattn.kernels.spec import call  # noqa: E402
 
@@ -261,8 +261,8 @@ def test_launches_begin_early_from_hopper_on_and_wait_before_they_touch_memory(s
                 assert 3 * 4 * 32 * binary.registers <= 65536, "no room for one more program"
 
 
-def _append():
-    new, slot = torch.zeros(2, 4, 1, 64, dtype=torch.float16), torch.zeros(1, dtype=torch.int64)
+def _append(q_len=1):
+    new, slot = torch.zeros(2, 4, q_len, 64, dtype=torch.float16), torch.zeros(1, dtype=torch.int64)
     append.append(
         torch.zeros(2, 4, 100, 64, dtype=torch.float16), torch.zeros(2, 4, 100, 64, dtype=torch.float16), new, new, slot
     )
@@ -280,6 +280,7 @@ def _rope():
 
 SMALL = {
     "append": (append, _append),
+    "append of several tokens": (append, partial(_append, 8)),
     "ring_step": (ring, lambda: ring.ring_step(torch.zeros(2, dtype=torch.int64), None, 64, 4)),
     "rotate": (rotate, _rotate),
     "rope": (rope, _rope),
@@ -293,7 +294,7 @@ def test_small_kernels_begin_early_from_hopper_on_and_wait_first(name, arch, mon
     module, call = SMALL[name]
     if hasattr(module, "INTERPRETED"):  # otherwise CPU tensors run the reference
         monkeypatch.setattr(module, "INTERPRETED", True)
-    with compiling(module, (f"{name}_kernel",), arch) as compiled:
+    with compiling(module, (f"{name.partition(' ')[0]}_kernel",), arch) as compiled:
         call()
     (kernel,) = compiled.values()
     waits, touches = WAIT.search(kernel.asm["ttgir"]), TOUCH.search(kernel.asm["ttgir"])
@@ -340,3 +341,15 @@ def test_spans_kernel_compiles(arch, tmp_path):
         )
     binary = read(compiled["_build_spans_kernel"], tmp_path)
     assert binary.shared <= SHARED_LIMIT[arch] and binary.stack == 0
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("rows, head_dim", [(4, 128), (64, 128), (3, 80)])
+def test_reordered_rows_move_in_wide_words(rows, head_dim, arch, tmp_path, monkeypatch):
+    monkeypatch.setattr(reorder, "INTERPRETED", True)  # otherwise CPU tensors run the reference
+    buffer = torch.zeros(rows, 2, 256, head_dim, dtype=torch.bfloat16)
+    assert reorder.fits(buffer)
+    with compiling(reorder, ("reorder_kernel",), arch) as compiled:
+        reorder.reorder(torch.zeros(4, dtype=torch.int64), buffer, 100, torch.zeros(rows, dtype=torch.int64))
+    binary = read(compiled["reorder_kernel"], tmp_path)
+    assert binary.stack == 0 and re.search(r"ld\.global\.v4\.b32", binary.ptx) and "bar.sync" in binary.ptx

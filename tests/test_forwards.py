@@ -14,10 +14,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import hf_fastattn
 from hf_fastattn import PreallocatedCache, RollingCache
-from hf_fastattn.kernels.decode.append import append
 from hf_fastattn.patches import graph as graphs
 
-NEW = 24
+NEW = 16
 
 
 @pytest.fixture(autouse=True)
@@ -43,9 +42,9 @@ MODES = {
     "long_lookup": {"prompt_lookup_num_tokens": 9, "max_matching_ngram_size": 1},
     "sampled_lookup": {"prompt_lookup_num_tokens": 3, "do_sample": True, "top_k": 5, "max_matching_ngram_size": 1},
 }
-CASES = [(name, mode, "left_padding") for name in ("llama", "qwen2") for mode in MODES]
-CASES += [("llama", mode, padding) for mode in ("beams", "long_lookup") for padding in ("no_padding", "holes")]
-CASES += [(name, mode, "left_padding") for name in ("mistral_window_below_prompt", "opt") for mode in ("beams", "long_lookup")]
+CASES = [("llama", mode, "left_padding") for mode in MODES] + [("qwen2", mode, "left_padding") for mode in ("beams", "long_lookup")]
+CASES += [("llama", "long_lookup", "holes"), ("llama", "long_lookup", "no_padding"), ("opt", "long_lookup", "left_padding")]
+CASES += [("mistral_window_below_prompt", mode, "left_padding") for mode in ("beams", "long_lookup")]
 
 
 @pytest.mark.parametrize("name, mode, padding", CASES)
@@ -89,10 +88,9 @@ def test_beams_are_reordered_in_place(llama):
         assert addresses == [layer.keys.data_ptr() for layer in cache.layers] and patch.captures == 2
 
 
-@pytest.mark.parametrize("schedule", ["constant", "heuristic"])
-def test_an_assistant_and_its_target(llama, schedule):
+def test_an_assistant_and_its_target(llama):
     assistant = tiny("llama", num_hidden_layers=1)
-    assistant.generation_config.num_assistant_tokens_schedule = schedule
+    assistant.generation_config.num_assistant_tokens_schedule = "heuristic"  # another number of drafts in each step
     assistant.generation_config.assistant_confidence_threshold = 0.0
     inputs = prompts("left_padding", "cpu", rows=1)
     expected = generate(llama, inputs)
@@ -128,7 +126,7 @@ def test_short_messages_after_a_cached_text(name, padding):
     def converse():
         inputs, cache = prompts(padding, "cpu", rows=2), None
         generator.manual_seed(3)
-        for words in (0, 5, 7, 1, 20, 6, 17, 8):
+        for words in (0, 5, 7, 1, 20, 6, 17, 24, 8):
             if words:
                 message = torch.randint(2, VOCAB, (2, words), generator=generator)
                 inputs["input_ids"] = torch.cat([out.sequences, message], 1)  # noqa: F821
@@ -150,7 +148,7 @@ def test_more_tokens_than_a_graph_has_and_pictures_are_read_as_prompts(llama, mo
     inputs = prompts("no_padding", "cpu", rows=1)
     with hf_fastattn.patch(llama) as patch:
         cache = generate(llama, inputs, max_new_tokens=1, return_dict_in_generate=True).past_key_values
-        for more in (64, 65, 64):
+        for more in (64, 65, 64, 64):
             ids = torch.cat([inputs["input_ids"], torch.full((1, more), 5)], 1)
             generate(llama, {"input_ids": ids}, past_key_values=cache, max_new_tokens=1)
             cache.crop(96 - cache.get_seq_length())
@@ -172,17 +170,6 @@ def test_a_step_near_the_end_of_the_buffers(llama):
             cache = PreallocatedCache(llama, capacity, grow=False)
             assert torch.equal(generate(llama, inputs, past_key_values=cache, **options), expected)
         assert patch.captures and not patch.uncaptured
-
-
-def test_append_writes_some_tokens_of_each_row_and_head():
-    for slot in (0, 3, 5, 7, 8, 20):
-        keys, values = torch.arange(2 * 3 * 8 * 4.0).view(2, 3, 8, 4).split(2, -1)
-        new = torch.rand(2, 3, 4, 4)
-        expected = [torch.cat([held.clone(), torch.zeros(2, 3, 16, 2)], 2) for held in (keys, values)]
-        for held, states in zip(expected, new.split(2, -1), strict=True):
-            held[:, :, slot : slot + 4] = states
-        append(keys, values, *new.split(2, -1), torch.tensor([slot]))
-        assert all(torch.equal(got, held[:, :, :8]) for got, held in zip((keys, values), expected, strict=True))
 
 
 def test_a_rolling_cache_captures_beams_and_says_why_not_more(llama):
@@ -241,7 +228,7 @@ def test_an_exception_ends_the_call(llama, error):
 
     class Fail(LogitsProcessor):
         def __call__(self, input_ids, scores):
-            if input_ids.shape[1] > 110:
+            if input_ids.shape[1] > 104:
                 raise error
             return scores
 

@@ -48,6 +48,56 @@ def test_captured_tokens_equal_uncaptured_and_eager(name, padding):
         assert patch.captures == 1 and patch.replays == 3 * (NEW - 1) - 1, patch
 
 
+DIRECT = {
+    "beams": {"num_beams": 3},
+    "lookup": {"prompt_lookup_num_tokens": 9, "max_matching_ngram_size": 1},
+    "assistant": {},
+}
+
+
+@pytest.mark.parametrize("padding", ["no_padding", "left_padding"])
+@pytest.mark.parametrize("mode", DIRECT)
+@pytest.mark.parametrize("name", ["llama", "qwen2", "mistral_window_below_prompt", "gemma2"])
+def test_forwards_that_call_the_model_directly(name, mode, padding):
+    model, options = family(name, "cuda"), dict(DIRECT[mode])
+    inputs = prompts(padding, "cuda", rows=2 if mode == "beams" else 1)
+    model.set_attn_implementation("eager")
+    eager = generate(model, inputs, **options)
+    assistant = tiny("llama", num_hidden_layers=1, device="cuda")
+    assistant.generation_config.assistant_confidence_threshold = 0.0
+    if mode == "assistant":
+        options["assistant_model"] = assistant
+    with hf_fastattn.patch(model) as patch, hf_fastattn.patch(assistant) as drafts:
+        for _ in range(3):
+            assert torch.equal(generate(model, inputs, **options), eager)
+        assert patch.captures and patch.replays > 2 * patch.captures and not patch.reasons and not patch.uncaptured
+        assert mode != "assistant" or (drafts.captures and not drafts.uncaptured)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_messages_after_a_cached_text(name):
+    model = family(name, "cuda")
+    text = prompts("left_padding", "cuda", rows=2)
+
+    def converse():
+        inputs, cache, generator = dict(text), None, torch.Generator().manual_seed(3)
+        for words in (0, 5, 7, 40, 6, 33, 8, 50):
+            if words:
+                message = torch.randint(2, 128, (2, words), generator=generator).cuda()
+                inputs["input_ids"] = torch.cat([out.sequences, message], 1)
+                more = inputs["input_ids"].shape[1] - inputs["attention_mask"].shape[1]
+                inputs["attention_mask"] = torch.nn.functional.pad(inputs["attention_mask"], (0, more), value=1)
+            out = generate(model, inputs, past_key_values=cache, max_new_tokens=4, return_dict_in_generate=True)
+            cache = out.past_key_values
+        return out.sequences
+
+    model.set_attn_implementation("eager")
+    expected = converse()
+    with hf_fastattn.patch(model) as patch:
+        assert torch.equal(converse(), expected)
+        assert patch.captures >= 3 and not patch.uncaptured
+
+
 @pytest.mark.parametrize("rows", [1, 3])  # one row: its linear layers run our kernel
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("backend", ["lean", "split_kv", "fa2"])

@@ -65,6 +65,10 @@ class PreallocatedCache(StoredCache):
         for layer in self.storage.layers:
             layer.take_back(-tokens_to_remove)
 
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Replace every row r by row beam_idx[r], in place: decode graphs stay valid."""
+        self.storage.reorder(beam_idx)
+
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Replace every row by `repeats` copies of it."""
         rows = next((len(layer.live()[0]) for layer in self.storage.layers if layer.is_initialized or layer.pending), 0)

@@ -12,6 +12,7 @@ from .. import step as steps
 from ..step import EAGER
 from .contract import Storage
 from .layers import Layer, Track
+from .reorder import Tables, reorder
 
 
 class StaticStorage(Storage):
@@ -25,10 +26,12 @@ class StaticStorage(Storage):
         by_window = {track.window: track for track in self.tracks}
         self.layers = [Layer(index, by_window[window]) for index, window in enumerate(windows)]
         self.running: tuple[int, ...] = ()  # indices of the layers that decode graphs write
+        self.tables: Tables = {}
         self._own_tracks()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
+        self.tables = {}
         self._own_tracks()
 
     def _own_tracks(self) -> None:
@@ -70,6 +73,10 @@ class StaticStorage(Storage):
     def reset(self) -> None:
         for layer in self.layers:
             layer.reset()
+
+    def reorder(self, index: torch.Tensor) -> None:
+        """Replace every row r by row index[r], in place if the number of rows does not change."""
+        self.tables = reorder(self.layers, index, self.tables)
 
     @property
     def variant(self) -> tuple[int, ...]:

@@ -53,6 +53,7 @@ class Generation:
         self.reasons: list[str] = []
         self.had: dict[str, Any] = {}  # previous attributes of the instance by method name, or _MISSING
         self._thread = _Thread()
+        self.forwards: weakref.WeakSet[graphs.Forwards] = weakref.WeakSet()  # those of the calls in progress, in any thread
 
     def _closer(self) -> Callable[[object], None]:
         """A callback that drops graphs and idle buffers if the model is deleted before its Patch."""
@@ -65,6 +66,8 @@ class Generation:
         return close
 
     def close(self) -> None:
+        if self.forwards:
+            self.say("the patch was undone during a call")
         self.graphs.close()
         self.pool.close()
 
@@ -244,16 +247,18 @@ class Generation:
             # A mask of ones has no effect, and generate() only adds ones. One check here saves one for every token.
             ones, prompt = bool((mask == 1).all()), mask.shape[1]
         chunked = generation_config.prefill_chunk_size is not None
-        calls[-1] = graphs.Forwards(
+        forwards = calls[-1] = graphs.Forwards(
             self.graphs, model, self.own(hf.CALL), self.say, refused=refused, ignore_mask=ones, prompt=prompt, chunked=chunked
         )
+        self.forwards.add(forwards)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         """What model(...) calls. Arguments by position, as in a logits processor that runs the model, are no step of generate()."""
-        if not torch.compiler.is_compiling() and not args:
-            calls = self._thread.calls
-            if calls and (forwards := calls[-1]) is not None:
-                return forwards(**kwargs)
+        if torch.compiler.is_compiling():  # which traces no bound method that is made on the way
+            return torch.nn.Module._call_impl(self.model, *args, **kwargs)
+        calls = self._thread.calls
+        if calls and not args and (forwards := calls[-1]) is not None:
+            return forwards(**kwargs)
         return self.own(hf.CALL)(*args, **kwargs)
 
 

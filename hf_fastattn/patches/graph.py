@@ -53,6 +53,7 @@ class DecodeGraphs:
 
     def __init__(self) -> None:
         self.entries: weakref.WeakKeyDictionary[Storage, list[Entry]] = weakref.WeakKeyDictionary()
+        self.read: weakref.WeakKeyDictionary[Storage, set[int]] = weakref.WeakKeyDictionary()  # sizes of messages read so far
         self.shared: dict[str, Any] = {}
         self.lock = threading.RLock()
         self.clock = itertools.count(1)
@@ -133,7 +134,7 @@ class Forwards:
         ids: Any = given.get("input_ids")
         prompt, self.begun = not self.begun or self._reads_prompt(cache, ids), True
         if prompt:
-            if not self._is_short(cache, ids, given):
+            if not (self._is_short(cache, ids, given) and self._again(cache, ids)):
                 return self.run(**given)
         elif (reason := self._why_not(cache, ids)) is not None:
             return self._uncaptured(reason, given)
@@ -168,6 +169,13 @@ class Forwards:
         others = given.keys() - {"input_ids", "position_ids", "attention_mask"}
         return not any(isinstance(given[name], torch.Tensor) for name in others)
 
+    def _again(self, cache: StoredCache, ids: torch.Tensor) -> bool:
+        """Whether a prompt of this size has followed this cache before: one that comes once is not worth a rehearsal."""
+        tokens, read = _bucket(ids), self.graphs.read.setdefault(cache.storage, set())
+        before = tokens == 1 or tokens in read
+        read.add(tokens)
+        return before
+
     def _why_not(self, cache: object, ids: torch.Tensor | None) -> str | None:
         """The reason why this step cannot be captured, judged by its arguments, or None."""
         if not isinstance(cache, StoredCache):
@@ -192,7 +200,7 @@ class Forwards:
         if self.fingerprint is None:
             self.fingerprint = survey(self.model)
         storage, inputs, q_len = cache.storage, dict(given), ids.shape[1]
-        tokens = next(bucket for bucket in BUCKETS if bucket >= q_len)
+        tokens = _bucket(ids)
         storage.sync(ids.device, *(() if tokens == 1 else (q_len,)))
         self._set_mask(cache, inputs, tokens)
         entry = self._entry(cache, inputs, tokens)
@@ -275,6 +283,11 @@ class Forwards:
             self.say(self.refused)
             self.graphs.uncaptured += 1
         return logits
+
+
+def _bucket(ids: torch.Tensor) -> int:
+    """The number of tokens of the graph for these ids."""
+    return next(bucket for bucket in BUCKETS if bucket >= ids.shape[1])
 
 
 def _tokens(cache: StoredCache) -> int:
