@@ -37,12 +37,13 @@ def generate(model, inputs, **options):
 MODES = {
     "beams": {"num_beams": 3},
     "beam_sampling": {"num_beams": 2, "do_sample": True},
-    "several_beams": {"num_beams": 4, "num_return_sequences": 2, "length_penalty": 2.0, "early_stopping": True, "eos_token_id": 9},
+    "several_beams": {"num_beams": 4, "num_return_sequences": 2, "early_stopping": True, "eos_token_id": 9},
     "prompt_lookup": {"prompt_lookup_num_tokens": 3},
     "long_lookup": {"prompt_lookup_num_tokens": 9, "max_matching_ngram_size": 1},
     "sampled_lookup": {"prompt_lookup_num_tokens": 3, "do_sample": True, "top_k": 5, "max_matching_ngram_size": 1},
 }
-CASES = [("llama", mode, "left_padding") for mode in MODES] + [("qwen2", mode, "left_padding") for mode in ("beams", "long_lookup")]
+CASES = [("llama", mode, "left_padding") for mode in MODES]
+CASES += [("qwen2", mode, "left_padding") for mode in ("beams", "long_lookup")]
 CASES += [("llama", "long_lookup", "holes"), ("llama", "long_lookup", "no_padding"), ("opt", "long_lookup", "left_padding")]
 CASES += [("mistral_window_below_prompt", mode, "left_padding") for mode in ("beams", "long_lookup")]
 
@@ -114,7 +115,7 @@ def test_a_model_that_is_its_own_assistant(llama):
         assert patch._generation._thread.calls == []
 
 
-CHATS = [("llama", "no_padding"), ("llama", "left_padding"), ("qwen2", "left_padding"), ("mistral_window_below_prompt", "no_padding")]
+CHATS = [(name, padding) for name in ("llama", "qwen2") for padding in ("no_padding", "left_padding")]
 
 
 @pytest.mark.parametrize("name, padding", CHATS)
@@ -246,7 +247,7 @@ def test_an_exception_ends_the_call(llama, error):
 class AllLogits(LlamaForCausalLM):
     """Without logits_to_keep."""
 
-    def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, use_cache=None, return_dict=None):
+    def forward(self, input_ids, attention_mask=None, position_ids=None, past_key_values=None, use_cache=None, return_dict=None):
         return super().forward(input_ids, attention_mask, position_ids, past_key_values, use_cache=use_cache)
 
 
@@ -265,11 +266,11 @@ def test_which_logits_a_model_returns(llama, kind):
     message = torch.arange(5, 18)[None]
 
     def turns():
-        out = generate(llama, inputs, max_new_tokens=3, return_dict_in_generate=True)
-        found = []
-        for _ in range(3):
+        options = {"max_new_tokens": 3, "return_dict_in_generate": True}
+        out, found = generate(llama, inputs, **options), []
+        for _ in range(4):
             ids = torch.cat([out.sequences, message], 1)
-            out = generate(llama, {"input_ids": ids}, past_key_values=out.past_key_values, max_new_tokens=3, return_dict_in_generate=True)  # fmt: skip
+            out = generate(llama, {"input_ids": ids}, past_key_values=out.past_key_values, **options)
             found.append(out.sequences)
         return found
 

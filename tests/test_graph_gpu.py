@@ -84,7 +84,7 @@ def test_messages_after_a_cached_text(name):
         for words in (0, 5, 7, 40, 6, 33, 8, 50):
             if words:
                 message = torch.randint(2, 128, (2, words), generator=generator).cuda()
-                inputs["input_ids"] = torch.cat([out.sequences, message], 1)
+                inputs["input_ids"] = torch.cat([out.sequences, message], 1)  # noqa: F821
                 more = inputs["input_ids"].shape[1] - inputs["attention_mask"].shape[1]
                 inputs["attention_mask"] = torch.nn.functional.pad(inputs["attention_mask"], (0, more), value=1)
             out = generate(model, inputs, past_key_values=cache, max_new_tokens=4, return_dict_in_generate=True)

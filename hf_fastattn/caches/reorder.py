@@ -1,13 +1,13 @@
 """Permutation of the rows of a preallocated cache, in place: beam search continues other rows after each step.
 
-The buffers of all layers are permuted in one launch. A copy of the rows of each buffer and back would take four launches and twice
-the traffic for each layer.
+The buffers of all layers are permuted in one launch. A copy of the rows of each buffer and back would take four launches for
+each layer, and twice the traffic.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,7 +21,7 @@ Tables = dict[tuple[int, ...], torch.Tensor]  # addresses of buffers, also as a 
 
 def reorder(layers: Sequence[Layer], index: torch.Tensor, tables: Tables) -> Tables:
     """Replace every row r of the layers by row index[r]. tables: those that the last call returned."""
-    groups: dict[tuple[object, ...], list[torch.Tensor]] = {}
+    groups: dict[tuple[Any, ...], list[torch.Tensor]] = {}
     for layer in layers:
         live = layer.seen - layer.base
         if not layer.is_initialized or len(index) != layer.batch_size or not _fit(layer):
@@ -36,7 +36,7 @@ def reorder(layers: Sequence[Layer], index: torch.Tensor, tables: Tables) -> Tab
         addresses = tuple(buffer.data_ptr() for buffer in buffers)
         table = tables.get(addresses)
         used[addresses] = torch.tensor(addresses, device=device) if table is None else table
-        kernel.reorder(used[addresses], buffers[0], live, index.to(device))  # type: ignore[arg-type]  # an int
+        kernel.reorder(used[addresses], buffers[0], live, index.to(device))
     return used
 
 

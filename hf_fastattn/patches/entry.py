@@ -1,7 +1,7 @@
 """One decode graph, with its input tensors and the conditions under which it is valid.
 
-A graph of several tokens has a fixed number of them. A step with fewer is padded on the right: the tokens that follow have no effect
-on those before them, their K and V are beyond the tokens that the host counts, and their logits are cut off.
+A graph of several tokens has a fixed number of them. A step with fewer is padded on the right: the padding has no effect on the
+tokens before it, its K and V are beyond the tokens that the host counts, and its logits are cut off.
 """
 
 from __future__ import annotations

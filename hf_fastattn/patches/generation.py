@@ -1,7 +1,7 @@
 """The methods that a patched model overrides: they choose the cache of a generate() and the code of its forwards.
 
-generate() calls the model, and while a call is in progress in a thread, the model's own forward or a graph runs (`graph.Forwards`).
-`hf.generation` has the names of the methods.
+While a generate() is in progress in a thread, a call of the model runs its forward or a graph (`graph.Forwards`). `hf.generation`
+has the names of the methods.
 """
 
 from __future__ import annotations
@@ -253,7 +253,7 @@ class Generation:
         self.forwards.add(forwards)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
-        """What model(...) calls. Arguments by position, as in a logits processor that runs the model, are no step of generate()."""
+        """What model(...) calls. generate() passes arguments by name; a logits processor that runs the model may not."""
         if torch.compiler.is_compiling():  # which traces no bound method that is made on the way
             return torch.nn.Module._call_impl(self.model, *args, **kwargs)
         calls = self._thread.calls

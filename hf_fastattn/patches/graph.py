@@ -1,8 +1,8 @@
 """The decode graph: one captured CUDA graph per step of generate(), replayed instead of running the model's Python.
 
-While a generate() is in progress, the forwards of its model go through a Forwards. It copies the small inputs of a step into fixed
-tensors, replays the graph, and returns an output of the model's own type. The first step of a new shape runs uncaptured on the same
-tensors, as a rehearsal. The second step is captured, which runs the model's Python once.
+The forwards of a generate() go through a Forwards. It copies the small inputs of a step into fixed tensors, replays the graph,
+and returns an output of the model's own type. The first step of a new shape runs uncaptured on the same tensors, as a rehearsal.
+The second step is captured, which runs the model's Python once.
 
 A step has one token of each row, or a few: speculation, whose candidates are checked in one forward, and a short message that
 follows a cached text. Steps of several tokens are padded to one of BUCKETS, so that few graphs serve every number of tokens.
@@ -100,9 +100,9 @@ class DecodeGraphs:
 class Forwards:
     """The forwards of one generate(): each replays a graph if there is one, or runs the model.
 
-    run: the model's forward. say: called with the reason why a step runs uncaptured. refused: the reason why no step of this call can
-    be captured, if known beforehand. prompt: number of tokens of the prompt, if the mask gives it, else 0. chunked: whether the
-    prompt is read in chunks.
+    run: the model's forward. say: called with the reason why a step runs uncaptured. refused: the reason why no step of this call
+    can be captured, if known beforehand. prompt: number of tokens of the prompt, if the mask gives it, else 0. chunked: whether
+    the prompt is read in chunks.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class Forwards:
                 return self._uncaptured(reason, given)
 
     def _reads_prompt(self, cache: object, ids: torch.Tensor | None) -> bool:
-        """Whether a forward after the first reads the prompt: a chunk of it, or all of it again after the model dropped its cache."""
+        """Whether a forward after the first reads the prompt: a chunk of it, or all of it if the model dropped its cache."""
         if ids is None or not isinstance(cache, StoredCache):
             return False
         many, tokens = ids.shape[1] > 1, _tokens(cache)
@@ -241,7 +241,8 @@ class Forwards:
         entry = self.entries[tokens] = self.graphs.find(cache, self.fingerprint, inputs, tokens)
         if self.graphs.changes >= MAX_CHANGES:
             names = ", ".join(self.graphs.changed[:3])
-            self.say(f"each of the last {MAX_CHANGES} calls was captured again, as values that a step reads had changed ({names})")
+            reason = f"each of the last {MAX_CHANGES} calls was captured again, as values that a step reads had changed"
+            self.say(f"{reason} ({names})")
         return entry
 
     def _run(self, entry: Entry, storage: Storage, inputs: Inputs) -> torch.Tensor:

@@ -38,9 +38,9 @@ def _block(size: int) -> int:
 def reorder(addresses: torch.Tensor, like: torch.Tensor, live: int, index: torch.Tensor) -> None:
     """Permute the rows of buffers in place.
 
-    addresses: int64 (n,) on the device, the addresses of n buffers of the shape, strides and dtype of `like`, (rows, num_kv_heads,
-    capacity, head_dim) with stride(-1) == 1. live: the number of slots to permute. index: int (rows,), for each row the row that
-    it becomes. `fits(like)` must hold.
+    addresses: int64 (n,) on the device, the addresses of n buffers of the shape, strides and dtype of `like`, which is (rows,
+    num_kv_heads, capacity, head_dim) with stride(-1) == 1. live: the number of slots to permute. index: int (rows,), for each row
+    the row that it becomes. `fits(like)` must hold.
     """
     rows, heads, _, head_dim = like.shape
     block_r, block_d = _block(rows), _block(head_dim)
