@@ -71,6 +71,7 @@ def test_forwards_that_call_the_model_directly(name, mode, padding):
         for _ in range(3):
             assert torch.equal(generate(model, inputs, **options), eager)
         assert patch.captures and patch.replays > 2 * patch.captures and not patch.reasons and not patch.uncaptured
+        assert 0 < patch.graph_bytes < 1 << 30 and "MB" in str(patch)
         assert mode != "assistant" or (drafts.captures and not drafts.uncaptured)
 
 

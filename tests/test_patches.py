@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import itertools
 import pickle
 import queue
 import threading
@@ -681,6 +682,8 @@ def test_a_pool_that_its_last_graph_has_left_takes_no_other(monkeypatch):
     for name in ("device", "Stream"):
         monkeypatch.setattr(torch.cuda, name, lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the caller's")
+    reserved = itertools.count(0, 10)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: next(reserved))
     monkeypatch.setattr(torch.cuda, "set_stream", current.append)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
@@ -695,6 +698,7 @@ def test_a_pool_that_its_last_graph_has_left_takes_no_other(monkeypatch):
 
     first = capture()
     second = capture()
+    assert shared["bytes"] == 20
     failing.append("a capture that fails")
     with pytest.raises(RuntimeError, match="fails"):
         capture()
@@ -702,6 +706,7 @@ def test_a_pool_that_its_last_graph_has_left_takes_no_other(monkeypatch):
     third = capture()
     del third
     fourth = capture()
+    assert shared["bytes"] == 10
     assert [pool for pool in pools if pool is not None] == [0, 0, 0, 1, 2]
     del first, second, fourth
 

@@ -27,8 +27,8 @@ class Storage:
     is allocated. seen: number of tokens so far, including dropped ones, counted on the host. capacity: number of tokens that fit
     into the buffers; a pool selects the smallest sufficient storage. version: changes whenever a buffer moves in memory.
     variant: a captured step is valid for one version and one variant. takes_mask: whether a captured step of padded rows reads
-    the attention mask. takes_many: whether a captured step may have several tokens of each row. recorded: number of references held
-    by decode graphs, as `pool.references` counts them.
+    the attention mask. takes_many: whether a captured step may have several tokens of each row. recorded: number of references
+    held by decode graphs, as `pool.references` counts them.
 
     A storage is weakly referenced and hashed by identity. It has everything that a step needs of its cache, because a captured
     step creates a new cache over it (`StoredCache.around`). The defaults of mark() and rewind() suit a storage whose sync()

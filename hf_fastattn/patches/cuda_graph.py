@@ -28,6 +28,8 @@ class Graph(Protocol):
 class CudaGraph:
     """A torch.cuda.CUDAGraph. Only one graph of a device runs at a time, so the graphs of a model share a memory pool.
 
+    shared: "pool", "bytes" (the memory reserved for the pool) and "graphs" of a model.
+
     All captures of a device share one stream, because libraries keep a workspace for every stream that they have used.
     """
 
@@ -84,8 +86,8 @@ class CudaGraph:
                 stream = self._captured_on[self.device] = torch.cuda.Stream(self.device)
             living = self.shared.setdefault("graphs", weakref.WeakSet())
             if "pool" not in self.shared or not living:  # a pool without graphs cannot be used again
-                self.shared["pool"] = torch.cuda.graph_pool_handle()
-            pool = self.shared["pool"]
+                self.shared["pool"], self.shared["bytes"] = torch.cuda.graph_pool_handle(), 0
+            pool, reserved = self.shared["pool"], torch.cuda.memory_reserved(self.device)
             try:
                 # cuBLAS has a workspace for each stream. torch.compile clears the workspaces, which would free one that this
                 # graph uses. So the graph allocates its own in its memory pool.
@@ -94,12 +96,13 @@ class CudaGraph:
                     result = body()
                 torch._C._cuda_clearCublasWorkspaces()
                 living.add(self)
+                self.shared["bytes"] += max(0, torch.cuda.memory_reserved(self.device) - reserved)
                 return result
             except BaseException:
                 # If a capture fails to end, torch.cuda.graph leaves its stream current. Work on it would not be ordered with the
                 # rest, and tokens would be wrong.
                 torch.cuda.set_stream(outer)
-                del self.shared["pool"], self.shared["graphs"], self._captured_on[self.device]
+                del self.shared["pool"], self.shared["bytes"], self.shared["graphs"], self._captured_on[self.device]
                 # A failed capture leaves torch's random number generator in capture mode; a successful capture resets it.
                 with contextlib.suppress(RuntimeError), torch.cuda.stream(outer), torch.cuda.graph(torch.cuda.CUDAGraph()):
                     torch.zeros(1, device=self.device)

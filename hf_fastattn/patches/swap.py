@@ -12,6 +12,7 @@ import torch
 from .. import hf
 from ..caches import forward
 from ..streaming import Settings, examine, forget
+from ..tables import size
 from . import fuse as fusion
 from . import graph as graphs
 from . import linears, subclass
@@ -37,7 +38,8 @@ class Patch:
     """The changes of patch() to one model. Print it to list them; the end of its `with` block, or undo(), undoes them.
 
     changes: a Change for each kind. captures, replays, uncaptured: numbers of captured graphs, of replayed steps and of steps
-    without a graph. reasons: why steps ran uncaptured; each was reported once as a warning.
+    without a graph. graph_bytes: memory reserved for the intermediate results of the graphs. reasons: why steps ran uncaptured;
+    each was reported once as a warning.
     """
 
     def __init__(
@@ -171,8 +173,9 @@ class Patch:
             if self.graph and (reason := graphs.why_no_graph(model.device)):
                 lines.append(f"  decode graph: off, as {reason}")
         if self.captures or self.uncaptured:
+            memory = f" ({size(self.graph_bytes)})" if self.graph_bytes else ""
             lines.append(
-                f"  decode steps: {self.replays} replayed, {self.captures} graphs captured, {self.uncaptured} uncaptured"
+                f"  decode steps: {self.replays} replayed, {self.captures} graphs captured{memory}, {self.uncaptured} uncaptured"
             )
         lines += [f"  ran uncaptured: {reason}" for reason in self.reasons]
         return "\n".join(lines)
@@ -186,6 +189,11 @@ class Patch:
     @property
     def replays(self) -> int:
         return self._graphs.replays
+
+    @property
+    def graph_bytes(self) -> int:
+        found: int = self._graphs.shared.get("bytes", 0)
+        return found
 
     @property
     def uncaptured(self) -> int:
