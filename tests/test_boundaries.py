@@ -67,7 +67,8 @@ def test_only_hf_imports_transformers(path):
 
 
 def test_one_file_knows_the_methods_of_generate():
-    knows = [path for path in FILES if any(method in path.read_text() for method in METHODS)]
+    names = set(METHODS) - {"generate"}  # a public name, and a word of docstrings
+    knows = [path for path in FILES if any(name in path.read_text() for name in names)]
     assert knows == [ROOT / "hf" / "generation.py"]
 
 

@@ -255,7 +255,7 @@ class Generation:
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         """What model(...) calls. generate() passes arguments by name; a logits processor that runs the model may not."""
         if torch.compiler.is_compiling():  # which traces no bound method that is made on the way
-            return torch.nn.Module._call_impl(self.model, *args, **kwargs)
+            return getattr(torch.nn.Module, hf.CALL)(self.model, *args, **kwargs)
         calls = self._thread.calls
         if calls and not args and (forwards := calls[-1]) is not None:
             return forwards(**kwargs)
