@@ -13,8 +13,9 @@ from transformers import LlamaForCausalLM, LogitsProcessor, LogitsProcessorList
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import hf_fastattn
-from hf_fastattn import PreallocatedCache, RollingCache
+from hf_fastattn import PreallocatedCache, RollingCache, hf
 from hf_fastattn.patches import graph as graphs
+from hf_fastattn.patches.generation import METHODS
 
 NEW = 16
 
@@ -223,6 +224,20 @@ def test_only_the_forwards_of_generate_are_captured(llama):
         assert patch.replays == counts[1] + 2 and not patch.reasons
 
 
+def test_the_model_is_called_as_ever_outside_of_generate(llama):
+    """A copy of the model's attributes, as DataParallel makes, must not run the model that it was copied from."""
+    own = dict(vars(llama))
+    with hf_fastattn.patch(llama) as patch:
+        ours = [name for name, value in vars(llama).items() if getattr(value, "__self__", None) is patch._generation]
+        assert set(ours) == set(METHODS)
+        before = dict(vars(llama))
+        during = []
+        look = LogitsProcessorList([lambda ids, scores: during.append(set(vars(llama))) or scores])
+        generate(llama, {"input_ids": torch.full((1, 4), 3)}, logits_processor=look, max_new_tokens=3)
+        assert vars(llama) == before and during == 3 * [set(before) | {hf.CALL}]
+    assert vars(llama).keys() == own.keys()
+
+
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_an_exception_ends_the_call(llama, error):
     inputs = prompts("no_padding", "cpu", rows=1)
@@ -302,3 +317,13 @@ def test_graphs_of_many_lengths_are_bounded(llama):
             cache.crop(96 - cache.get_seq_length())
         assert {entry.tokens for entry in patch._graphs.entries[cache.storage]} <= set(graphs.BUCKETS)
         assert patch.captures <= len(graphs.BUCKETS) == 7
+
+
+def test_a_change_of_the_model_counts_once_however_many_graphs_it_ends(llama):
+    inputs = prompts("no_padding", "cpu", rows=1)
+    with hf_fastattn.patch(llama) as patch:
+        for _ in range(3):
+            generate(llama, inputs, **MODES["long_lookup"])
+            for layer in llama.model.layers:
+                layer.self_attn.scaling *= 0.9
+        assert patch.captures > 3 and not patch.reasons

@@ -163,5 +163,5 @@ def test_undo_in_the_middle_of_a_call(model):
     patch = hf_fastattn.patch(model)
     with pytest.warns(match="undone during a call"):
         found = model.generate(ids, max_new_tokens=8, do_sample=False, logits_processor=[_Undo(patch)])
-    assert torch.equal(found, expected) and patch.captures == 1 and not patch._generation.forwards
+    assert torch.equal(found, expected) and patch.captures == 1 and not patch._generation.calls
     assert torch.equal(model.generate(ids, max_new_tokens=8, do_sample=False), expected) and patch.captures == 1

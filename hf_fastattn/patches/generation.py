@@ -1,7 +1,8 @@
 """The methods that a patched model overrides: they choose the cache of a generate() and the code of its forwards.
 
-While a generate() is in progress in a thread, a call of the model runs its forward or a graph (`graph.Forwards`). `hf.generation`
-has the names of the methods.
+While a generate() is in progress, the instance has a method for calls of the model too, which runs the model's forward or a graph
+(`graph.Forwards`). At other times it has none, so that copies of its attributes (DataParallel) run their own forward.
+`hf.generation` has the names of the methods.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from ..caches.stored import StoredCache
 from ..streaming import Settings, refresh
 from . import graph as graphs
 
-METHODS = (hf.GENERATE, hf.PREPARE_CACHE, hf.PREPARE_INPUTS, hf.CALL)
+METHODS = (hf.GENERATE, hf.PREPARE_CACHE, hf.PREPARE_INPUTS)
 _MISSING: Any = object()
 
 
@@ -52,8 +53,9 @@ class Generation:
         self.pool = self._make_pool()
         self.reasons: list[str] = []
         self.had: dict[str, Any] = {}  # previous attributes of the instance by method name, or _MISSING
+        self.lock = threading.Lock()
+        self.calls = 0  # in progress, in any thread
         self._thread = _Thread()
-        self.forwards: weakref.WeakSet[graphs.Forwards] = weakref.WeakSet()  # those of the calls in progress, in any thread
 
     def _closer(self) -> Callable[[object], None]:
         """A callback that drops graphs and idle buffers if the model is deleted before its Patch."""
@@ -66,7 +68,7 @@ class Generation:
         return close
 
     def close(self) -> None:
-        if self.forwards:
+        if self.calls:
             self.say("the patch was undone during a call")
         self.graphs.close()
         self.pool.close()
@@ -80,20 +82,27 @@ class Generation:
 
     def install(self, model: hf.PreTrainedModel) -> None:
         """Set the methods on the instance."""
-        ours = _Generate(self), self._prepare_cache, _KeptInputs(self), self._call
+        ours: tuple[Callable[..., Any], ...] = (_Generate(self), self._prepare_cache, _KeptInputs(self))
         for name, method in zip(METHODS, ours, strict=True):
-            self.had[name] = vars(model).get(name, _MISSING)
-            vars(model)[name] = method
+            self._set(model, name, method)
 
     def uninstall(self, model: hf.PreTrainedModel) -> None:
         """Remove the methods from the instance, except those that others have replaced since."""
-        for name, had in self.had.items():
-            if getattr(vars(model).get(name), "__self__", None) is not self:
-                continue
-            if had is _MISSING:
-                del vars(model)[name]
-            else:
-                vars(model)[name] = had
+        for name in (*METHODS, hf.CALL):
+            self._unset(model, name)
+
+    def _set(self, model: hf.PreTrainedModel, name: str, method: Callable[..., Any]) -> None:
+        self.had[name] = vars(model).get(name, _MISSING)
+        vars(model)[name] = method
+
+    def _unset(self, model: hf.PreTrainedModel, name: str) -> None:
+        had = self.had.get(name, _MISSING)
+        if getattr(vars(model).get(name), "__self__", None) is not self:
+            return
+        if had is _MISSING:
+            del vars(model)[name]
+        else:
+            vars(model)[name] = had
 
     def own(self, name: str) -> Callable[..., Any]:
         """A method as it was before patch()."""
@@ -221,13 +230,21 @@ class Generation:
     @contextmanager
     def in_call(self) -> Iterator[None]:
         """The time of one generate() in this thread."""
-        calls = self._thread.calls
+        model, calls = self.model, self._thread.calls
         depth = len(calls)
-        calls.append(None)
+        with self.lock:
+            self.calls += 1
+            if self.calls == 1:
+                self._set(model, hf.CALL, self._call)
         try:
+            calls.append(None)
             yield
         finally:
             del calls[depth:]
+            with self.lock:
+                self.calls -= 1
+                if not self.calls:
+                    self._unset(model, hf.CALL)
 
     def _begin(self, model: hf.PreTrainedModel, generation_config: hf.GenerationConfig, model_kwargs: dict[str, Any]) -> None:
         """Let the forwards of the current call run as graphs."""
@@ -247,10 +264,9 @@ class Generation:
             # A mask of ones has no effect, and generate() only adds ones. One check here saves one for every token.
             ones, prompt = bool((mask == 1).all()), mask.shape[1]
         chunked = generation_config.prefill_chunk_size is not None
-        forwards = calls[-1] = graphs.Forwards(
+        calls[-1] = graphs.Forwards(
             self.graphs, model, self.own(hf.CALL), self.say, refused=refused, ignore_mask=ones, prompt=prompt, chunked=chunked
         )
-        self.forwards.add(forwards)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         """What model(...) calls. generate() passes arguments by name; a logits processor that runs the model may not."""

@@ -32,7 +32,7 @@ from .fingerprint import Fingerprint, Uncapturable
 from .survey import survey
 from .unread import unread_by
 
-MAX_GRAPHS = 16  # per patched model; the least recently used one is dropped first
+MAX_GRAPHS = 32  # per patched model; the least recently used one is dropped first
 MAX_CHANGES = 4  # consecutive calls with a new capture before a warning
 BUCKETS = (1, 2, 4, 8, 16, 32, 64)  # numbers of tokens of each row that graphs are captured for
 T = TypeVar("T")
@@ -61,6 +61,7 @@ class DecodeGraphs:
         self.closed = False  # whether the patch is undone
         self.changes = 0  # consecutive calls in which the model had changed
         self.changed: list[str] = []  # the names of the last changes
+        self.counted: Fingerprint | None = None  # the model as it was when changes were counted last
 
     def find(self, cache: StoredCache, fingerprint: Fingerprint, inputs: Inputs, tokens: int) -> Entry:
         """The entry for these inputs, of a graph of so many tokens; a new one if there is none."""
@@ -76,8 +77,8 @@ class DecodeGraphs:
                 break
             changed = changed or differences
         else:
-            if changed:
-                self.changes, self.changed = self.changes + 1, changed
+            if changed and self.counted is not fingerprint:  # once per call
+                self.changes, self.changed, self.counted = self.changes + 1, changed, fingerprint
             everything = [(e, held) for held in self.entries.values() for e in held]
             if len(everything) >= MAX_GRAPHS:
                 oldest, held = min(everything, key=lambda pair: pair[0].used)
