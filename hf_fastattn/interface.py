@@ -172,7 +172,7 @@ def attention_forward(
     mask, causal, window = attention_mask, False, None
     if isinstance(mask, masks.Mask) and (mask.fresh or kwargs.get("cu_seq_lens_q") is not None):
         if name in _packed:
-            mask = packed.kept_apart(mask, kwargs)
+            mask = packed.separated(mask, kwargs)
         elif mask.fresh and not compiling:
             refuse.packed_sequences(name, mask, kwargs.get("position_ids"))
     if kwargs:

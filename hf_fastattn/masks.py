@@ -36,7 +36,7 @@ class Mask(torch.Tensor):
         self.sizes = sizes  # without the 1; attention compares them at every layer
         self.made_for = made_for
         self.fresh = fresh
-        self.apart: Mask | None = None  # this mask with packed sequences separated, if a layer has detected any (`packed`)
+        self.separated: Mask | None = None  # this mask with packed sequences separated, if a layer has detected any (`packed`)
 
     def __repr__(self) -> str:  # type: ignore[override]  # torch's own has an internal argument
         return f"{type(self).__name__}{tuple(self.shape)} on {self.device}"

@@ -31,24 +31,24 @@ def of_runs(
     return mask
 
 
-def kept_apart(mask: masks.Mask, arguments: dict[str, Any]) -> masks.Mask:
+def separated(mask: masks.Mask, arguments: dict[str, Any]) -> masks.Mask:
     """`mask` with packed sequences separated, which the cu_seq_lens or position_ids in a layer's arguments define.
 
     Transformers separates them itself if position_ids restart, but not with a cache, and not for cu_seq_lens alone.
     The result is stored with the mask, for the other layers that share it.
     """
     if torch.compiler.is_compiling():
-        return _kept_apart(mask, arguments)
-    if mask.apart is None:
-        apart = _kept_apart(mask, arguments)
-        if apart is mask:
+        return _separated(mask, arguments)
+    if mask.separated is None:
+        result = _separated(mask, arguments)
+        if result is mask:
             mask.fresh = False  # the other layers need not check
             return mask
-        mask.apart = apart
-    return mask.apart
+        mask.separated = result
+    return mask.separated
 
 
-def _kept_apart(mask: masks.Mask, arguments: dict[str, Any]) -> masks.Mask:
+def _separated(mask: masks.Mask, arguments: dict[str, Any]) -> masks.Mask:
     batch, _, q_len, kv_len = mask.shape
     chunk = mask.chunk_size if isinstance(mask, masks.RunsMask) else None
     cu_q, cu_k, position_ids = (arguments.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k", "position_ids"))

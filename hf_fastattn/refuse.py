@@ -54,7 +54,7 @@ def unknown_arguments(name: str, module: torch.nn.Module, mask: torch.Tensor | N
         weights(name)
     if kwargs.get("cache") is not None:
         raise ValueError(f"{name!r} does not run in continuous batching (generate_batch); use generate().")
-    if kwargs.get("cu_seq_lens_q") is not None and not _keeps_apart(mask):
+    if kwargs.get("cu_seq_lens_q") is not None and not _separates_sequences(mask):
         raise ValueError(
             f"{name!r} got packed sequences as cu_seq_lens, which it supports for one row with as many queries as keys and "
             "without padding. Pass position_ids that restart at 0 and use_cache=False."
@@ -67,7 +67,7 @@ def unknown_arguments(name: str, module: torch.nn.Module, mask: torch.Tensor | N
             )
 
 
-def _keeps_apart(mask: torch.Tensor | None) -> bool:
+def _separates_sequences(mask: torch.Tensor | None) -> bool:
     """Whether a mask may already separate packed sequences."""
     if isinstance(mask, masks.Mask):
         return isinstance(mask, masks.RunsMask) and mask.chunk_size is None

@@ -298,9 +298,9 @@ def test_layers_that_an_early_exit_has_not_come_to_give_nothing_back():
     cache.update(states, states, 0)
     cache.crop(-2)
     assert cache.get_seq_length() == 3 and [layer.seen for layer in cache.layers] == [3, 0]
-    with pytest.raises(ValueError, match="holds 3 tokens; 4 cannot be taken back"):
+    with pytest.raises(ValueError, match="holds 3 tokens; 4 cannot be removed"):
         cache.crop(torch.tensor(-4))
-    with pytest.raises(ValueError, match="holds 0 tokens; 1 cannot be taken back"):
+    with pytest.raises(ValueError, match="holds 0 tokens; 1 cannot be removed"):
         PreallocatedCache(model).crop(-1)
 
 

@@ -164,11 +164,11 @@ def test_texts_part_at_ties_or_they_differ():
         return {(7, 8): [Generated(list(tokens), list(leads))]}
 
     within = Rounding(margin=1e-5)
-    assert pairs.part_at_ties(made(1, 2, 3), made(1, 5, 9), within)
-    assert not pairs.part_at_ties(made(1, 2, 3), made(1, 2, 3), within)  # no difference
-    assert not pairs.part_at_ties(made(1, 2, 3), made(4, 2, 3), within)
-    assert not pairs.part_at_ties(made(1, 2, 3, leads=()), made(1, 5, 3), within)  # sampled
-    assert not pairs.part_at_ties(made(1, 2, 3), {}, within)
+    assert pairs.differ_only_at_ties(made(1, 2, 3), made(1, 5, 9), within)
+    assert not pairs.differ_only_at_ties(made(1, 2, 3), made(1, 2, 3), within)  # no difference
+    assert not pairs.differ_only_at_ties(made(1, 2, 3), made(4, 2, 3), within)
+    assert not pairs.differ_only_at_ties(made(1, 2, 3, leads=()), made(1, 5, 3), within)  # sampled
+    assert not pairs.differ_only_at_ties(made(1, 2, 3), {}, within)
 
 
 def test_a_perplexity_alone_is_judged_by_its_log_likelihoods():

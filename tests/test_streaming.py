@@ -408,7 +408,7 @@ def test_crop_takes_back_what_nothing_was_dropped_for(llama, device):
         again = llama(ids[:, -3:], past_key_values=cache).logits
         assert torch.allclose(again, whole[:, -3:], atol=1e-4)
         llama(ids[:, :1], past_key_values=cache)
-        with pytest.raises(ValueError, match=r"keeps 12 of 13 tokens.*taking back 2 are gone"):
+        with pytest.raises(ValueError, match=r"keeps 12 of 13 tokens.*removing 2 are gone"):
             cache.crop(-2)
         with pytest.raises(ValueError, match="read 13 tokens; 14 cannot"):
             cache.crop(-14)
@@ -705,7 +705,7 @@ def test_masks_that_are_refused(llama, device):
 def test_assisted_generation_is_refused_before_it_drops_anything(llama, device):
     ids = tokens(1, 20, device)
     with patched(llama):
-        with pytest.raises(ValueError, match=r"takes tokens back.*12 tokens.*may come to"):
+        with pytest.raises(ValueError, match=r"removes tokens.*12 tokens.*may reach"):
             llama.generate(ids, max_new_tokens=5, prompt_lookup_num_tokens=3)
         few = llama.generate(ids[:, :4], max_new_tokens=5, do_sample=False)
         assert llama.generate(ids[:, :4], max_new_tokens=5, do_sample=False, prompt_lookup_num_tokens=2).tolist() == few.tolist()

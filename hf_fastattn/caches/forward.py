@@ -12,14 +12,14 @@ from ..streaming import refresh
 from .stored import Arguments, StoredCache
 
 
-def follow(model: torch.nn.Module) -> None:
+def add_hooks(model: torch.nn.Module) -> None:
     """Begin and end a step around each forward of this model."""
     model.register_forward_pre_hook(before, with_kwargs=True)
     model.register_forward_hook(after, always_call=True)
 
 
-def unfollow(model: torch.nn.Module) -> None:
-    """Undo follow(), also on a copy of the model."""
+def remove_hooks(model: torch.nn.Module) -> None:
+    """Remove the hooks, also on a copy of the model."""
     for hooks, of_keys in (
         (model._forward_pre_hooks, (model._forward_pre_hooks_with_kwargs,)),
         (model._forward_hooks, (model._forward_hooks_with_kwargs, model._forward_hooks_always_called)),
@@ -30,7 +30,7 @@ def unfollow(model: torch.nn.Module) -> None:
                 keys.pop(key, None)
 
 
-def follows(model: torch.nn.Module) -> bool:
+def has_hooks(model: torch.nn.Module) -> bool:
     return before in model._forward_pre_hooks.values()
 
 

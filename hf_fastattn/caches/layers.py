@@ -358,7 +358,7 @@ class Layer(CacheLayerMixin):
             )
         return None
 
-    def take_back(self, tokens: int) -> None:
+    def remove_last(self, tokens: int) -> None:
         """Remove the last `tokens` tokens, or all if there are fewer. why_not_crop() must have returned None."""
         self.seen = max(0, self.seen - tokens)
         self.track.stale = True

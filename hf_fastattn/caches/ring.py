@@ -70,7 +70,7 @@ class Ring(Storage):
         self.layers = [RollingLayer(index, self) for index in range(num_layers)]
         self.version, self.rows, self.seen = 0, None, 0
         self.uniform = True  # no row has padding
-        self.vetted, self.padded = 0, False  # width of the checked mask, and whether it has zeros
+        self.checked, self.padded = 0, False  # width of the checked mask, and whether it has zeros
         self.written: int | None = None  # bit mask of the layers that the first forward wrote
         self.cut_short = False  # whether a later forward wrote other layers
 
@@ -171,7 +171,7 @@ class Ring(Storage):
 
     def reset(self) -> None:
         self.seen, self.uniform, self.written, self.cut_short = 0, True, None, False
-        self.vetted, self.padded = 0, False
+        self.checked, self.padded = 0, False
         if self.rows is not None:
             self.counts.zero_()
 

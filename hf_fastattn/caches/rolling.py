@@ -85,11 +85,11 @@ class RollingCache(StoredCache):
             return args, {**kwargs, "position_ids": positions}
         return args, {**kwargs, "attention_mask": mask, "position_ids": positions}
 
-    def vet(self, mask: torch.Tensor | None, tokens: int = 0, takes_back: bool = False) -> None:
+    def vet(self, mask: torch.Tensor | None, tokens: int = 0, crops: bool = False) -> None:
         """Raise ValueError if the cache cannot serve this call of generate(). Synchronises with the device.
 
         mask: 2-D, with padding only on the left. Later forwards, which get parts of it, do not check it again.
-        takes_back: whether the call crops the cache. tokens: the most tokens that it reaches.
+        crops: whether the call crops the cache. tokens: the most tokens that it reaches.
         """
         width, zeros = 0, False
         if mask is not None and mask.dim() == 2:
@@ -100,12 +100,12 @@ class RollingCache(StoredCache):
                     "A rolling cache discards left padding, and this attention_mask has zeros behind ones (holes, or padding on "
                     'the right). Pad on the left (tokenizer.padding_side = "left"), or use another backend.'
                 )
-        if takes_back and tokens > self.storage.capacity:
+        if crops and tokens > self.storage.capacity:
             raise ValueError(
-                f"Assisted generation takes tokens back, and a rolling cache of {self.storage.capacity} tokens cannot restore "
-                f"dropped tokens; this call may come to {tokens}. Generate without assistant or prompt lookup."
+                f"Assisted generation removes tokens, and a rolling cache of {self.storage.capacity} tokens cannot restore "
+                f"dropped tokens; this call may reach {tokens}. Generate without assistant or prompt lookup."
             )
-        self.storage.vetted, self.storage.padded = width, zeros
+        self.storage.checked, self.storage.padded = width, zeros
 
     def reset(self) -> None:
         """Discard all tokens; the buffers stay in place."""
@@ -116,18 +116,18 @@ class RollingCache(StoredCache):
         tokens_to_remove = int(tokens_to_remove)  # a tensor in assisted decoding
         ring = self.storage
         if tokens_to_remove > 0:
-            raise ValueError(f"crop() takes the negative number of tokens to take back; got {tokens_to_remove}.")
+            raise ValueError(f"crop() takes the negative number of tokens to remove; got {tokens_to_remove}.")
         if -tokens_to_remove > ring.seen:
-            raise ValueError(f"This cache has read {ring.seen} tokens; {-tokens_to_remove} cannot be taken back.")
+            raise ValueError(f"This cache has read {ring.seen} tokens; {-tokens_to_remove} cannot be removed.")
         if tokens_to_remove and ring.seen > ring.capacity:
             raise ValueError(
                 f"This cache keeps {ring.capacity} of {ring.seen} tokens, and the tokens that would re-enter the window after "
-                f"taking back {-tokens_to_remove} are gone. Take tokens back only while nothing is dropped."
+                f"removing {-tokens_to_remove} are gone. Remove tokens only while nothing is dropped."
             )
         if tokens_to_remove:
             ring.counts.add_(tokens_to_remove).clamp_(min=0)
             ring.seen += tokens_to_remove
-            ring.vetted = min(ring.vetted, ring.seen)
+            ring.checked = min(ring.checked, ring.seen)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         self.storage.select(beam_idx)
@@ -148,7 +148,7 @@ def _check_model(model: hf.PreTrainedModel) -> None:
             f"{type(model).__name__} runs attn_implementation={name!r}, which cannot read a RollingCache; use "
             'hf_fastattn.patch(model, "streaming", window=4096, sinks=4).'
         )
-    if not forward.follows(model):
+    if not forward.has_hooks(model):
         raise ValueError(
             f"A RollingCache needs the padding before {type(model).__name__} runs; use "
             'hf_fastattn.patch(model, "streaming", window=4096, sinks=4), which adds the hook for it.'
@@ -184,8 +184,8 @@ def _new_pads(cache: RollingCache, mask: object, q_len: int) -> torch.Tensor | N
         raise ValueError(
             f"attention_mask covers {mask.shape[1]} tokens; this cache has read {ring.seen} and is given {q_len} more."
         )
-    if q_len > 1 and mask.shape[1] > ring.vetted:
+    if q_len > 1 and mask.shape[1] > ring.checked:
         cache.vet(mask)
-    if mask.shape[1] <= ring.vetted and not ring.padded:
+    if mask.shape[1] <= ring.checked and not ring.padded:
         return None
     return (mask[:, -q_len:] == 0).sum(1)

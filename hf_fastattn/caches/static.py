@@ -56,14 +56,14 @@ class PreallocatedCache(StoredCache):
         """Remove the last `-tokens_to_remove` tokens (a negative number, as in Transformers; 0 does nothing)."""
         tokens_to_remove = int(tokens_to_remove)  # a tensor in assisted decoding
         if tokens_to_remove > 0:
-            raise ValueError(f"crop() takes the negative number of tokens to take back; got {tokens_to_remove}.")
+            raise ValueError(f"crop() takes the negative number of tokens to remove; got {tokens_to_remove}.")
         if -tokens_to_remove > (seen := self.storage.seen):
-            raise ValueError(f"This cache holds {seen} tokens; {-tokens_to_remove} cannot be taken back.")
+            raise ValueError(f"This cache holds {seen} tokens; {-tokens_to_remove} cannot be removed.")
         for layer in self.storage.layers:
             if reason := layer.why_not_crop(-tokens_to_remove):
                 raise ValueError(reason)
         for layer in self.storage.layers:
-            layer.take_back(-tokens_to_remove)
+            layer.remove_last(-tokens_to_remove)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Replace every row r by row beam_idx[r], in place: decode graphs stay valid."""

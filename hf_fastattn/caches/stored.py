@@ -51,10 +51,10 @@ class StoredCache(hf.Cache):
         if self.storage.seen and held is not None and held != rows:
             raise ValueError(f"This cache holds {held} rows, and the call has {rows}. {CHANGE_ROWS}")
 
-    def vet(self, mask: torch.Tensor | None, tokens: int, takes_back: bool) -> None:
+    def vet(self, mask: torch.Tensor | None, tokens: int, crops: bool) -> None:
         """Raise ValueError if the cache cannot serve this call of generate().
 
-        mask: the 2-D mask of the call. takes_back: whether the call crops the cache. tokens: the most tokens that it reaches.
+        mask: the 2-D mask of the call. crops: whether the call crops the cache. tokens: the most tokens that it reaches.
         """
 
     def begin(self, step: Step, model: hf.PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:

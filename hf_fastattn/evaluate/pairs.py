@@ -181,11 +181,11 @@ def compare_answers(
     return found
 
 
-def part_at_ties(
+def differ_only_at_ties(
     base: dict[tuple[int, ...], list[Generated]], other: dict[tuple[int, ...], list[Generated]], rounding: Rounding
 ) -> bool:
     """Whether the texts that two runs generated differ, and each only from a token on that rounding may decide."""
-    parted = False
+    differ = False
     for prompt, made in base.items():
         if len(made) != len(other.get(prompt, ())):
             return False
@@ -195,8 +195,8 @@ def part_at_ties(
                 continue
             if at >= len(ours.leads) or not rounding.ties(ours.leads[at]):
                 return False
-            parted = True
-    return parted
+            differ = True
+    return differ
 
 
 def _first_difference(

@@ -84,7 +84,7 @@ class Evaluation:
 
     def add(self, run: Run) -> None:
         """Add a run, and compare each of its metrics with the first run that has this metric."""
-        ties = bool(self.runs) and pairs.part_at_ties(self.baseline.generated, run.generated, self.rounding)
+        ties = bool(self.runs) and pairs.differ_only_at_ties(self.baseline.generated, run.generated, self.rounding)
         answers = {its.task: its for its in run.answers}
         for measure in run.measures:
             base = self._first_measure(measure.task, measure.metric)

@@ -23,8 +23,8 @@ def layer_windows(config: PreTrainedConfig) -> list[int | None]:
     if getattr(text, "layer_types", None) is None:
         types = getattr(text, "layers_block_type", types)  # the name in RecurrentGemma, 5.17
     types = types[: text.num_hidden_layers]  # early exit lowers only num_hidden_layers
-    strange = sorted(set(types) - {"full_attention", "sliding_attention"})
-    if strange or len(types) != text.num_hidden_layers:
-        kinds = ", ".join(strange) or "layers that share K/V"
+    others = sorted(set(types) - {"full_attention", "sliding_attention"})
+    if others or len(types) != text.num_hidden_layers:
+        kinds = ", ".join(others) or "layers that share K/V"
         raise ValueError(f"These caches hold full and sliding attention layers, and {name} has {kinds}; {OTHERS}.")
     return [each["sliding_window"] if kind == "sliding_attention" else None for kind, each in zip(types, options, strict=False)]

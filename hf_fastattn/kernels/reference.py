@@ -198,8 +198,8 @@ def _add_gradients(dk, dv, k, v, dq, q, dout, lse, delta, *, seen, scale: float,
     """Write dq of q (batch, num_kv_heads, group, q_len, head_dim) over the keys `seen`, and add its part to dk and dv."""
     batch, kv_heads, group, q_len, _ = q.shape
     # A slot that no query sees may contain NaN.
-    nobody = ~seen.any(1)[:, None, :, None]
-    k, v = k.masked_fill(nobody, 0.0), v.masked_fill(nobody, 0.0)
+    unseen = ~seen.any(1)[:, None, :, None]
+    k, v = k.masked_fill(unseen, 0.0), v.masked_fill(unseen, 0.0)
     q, dout = (_wide(x).reshape(batch, kv_heads, group * q_len, -1) for x in (q, dout))
     scores = (q @ k.transpose(2, 3)).view(batch, kv_heads, group, q_len, -1).mul_(scale)
     slope: float | torch.Tensor = scale

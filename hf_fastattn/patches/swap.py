@@ -79,7 +79,7 @@ class Patch:
         else:
             hf.set_text_attention(model, self.backend)
             examine(model)
-        forward.follow(model)
+        forward.add_hooks(model)
         layers = model.config.get_text_config(decoder=True).num_hidden_layers
         self.changes.append(Change("attention of layers", layers, before, self.backend))
         vars(model)[MARK] = self
@@ -127,7 +127,7 @@ class Patch:
                 self._restore(model)
 
     def _restore(self, model: hf.PreTrainedModel) -> None:
-        forward.unfollow(model)
+        forward.remove_hooks(model)
         forget(model)
         subclass.restore([*(module for ref in self._fused if (module := ref()) is not None), *model.modules()])
         if self._generation is not None:
