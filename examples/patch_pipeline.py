@@ -1,4 +1,4 @@
-"""Give a text-generation pipeline the backend, a preallocated cache and, on a GPU, a decode graph; then take all of it back.
+"""Give a text-generation pipeline the backend, a preallocated cache and, on a GPU, a decode graph; then undo all of it.
 
 python examples/patch_pipeline.py [MODEL]
 """

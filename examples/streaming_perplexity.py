@@ -1,15 +1,16 @@
 """Perplexity along a long English text: a cache that keeps everything, a window, a window with sinks, and recomputation.
 
-    python examples/streaming_perplexity.py                  # SmolLM2-135M, made for 8192 tokens, on 40,960; for a GPU
+    python examples/streaming_perplexity.py                  # SmolLM2-135M, trained for 8192 tokens, on 40,960; for a GPU
     python examples/streaming_perplexity.py --schemes window sinks --window 508 --tokens 4096 --out trial.json  # CPU: minutes
-    python examples/streaming_perplexity.py --model some/folder --dtype bfloat16 --out its.json
+    python examples/streaming_perplexity.py --model some/folder --dtype bfloat16 --out other.json
 
-The text is the standard library's own documentation (pydoc_data.topics), read in chunks. Recomputation, which streaming is to
-replace, reads the last tokens anew for each token; it is asked at sampled positions, where sinks + window is compared with it.
-"far" says what positions beyond 100,000 cost: models compute rotary angles in fp32, which rounds them the more the further out.
+The text is the standard library's own documentation (pydoc_data.topics), read in chunks. Recomputation, which streaming replaces,
+processes the last tokens again for each token; it is computed at sampled positions, and sinks + window is compared with it there.
+"far" is the effect of positions beyond 100,000: models compute rotary angles in fp32, whose rounding error grows with the
+position.
 
-This is figure 3 of Xiao et al., "Efficient Streaming Language Models with Attention Sinks" (2024), for this package. Results go
-to examples/results/streaming_perplexity.json, or --out, as they come, and the picture beside it; --keep goes on from there.
+This is figure 3 of Xiao et al., "Efficient Streaming Language Models with Attention Sinks" (2024), for this package. Results
+are written to examples/results/streaming_perplexity.json, or --out, during the run, with a picture; --keep continues from them.
 """
 
 import argparse
@@ -36,13 +37,13 @@ COLOURS = {"dense": "#888888", "window": "#d62728", "sinks": "#1f77b4", "recompu
 
 
 def text() -> str:
-    """All topics, each paragraph once: topics quote one another, and what keeps everything would only copy."""
+    """All topics, each paragraph once: topics repeat paragraphs, which a model with all tokens would only copy."""
     topics = [pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics)]
     return "\n\n".join(dict.fromkeys("\n\n".join(topics).split("\n\n")))
 
 
 def losses(model, ids: torch.Tensor, chunk: int, cache=None):
-    """Yields (first position, negative log-likelihood of each next token) for one chunk of ids (1, tokens) after the other."""
+    """Yields (first position, negative log-likelihood of each next token) for each chunk of ids (1, tokens)."""
     for start in range(0, ids.shape[1] - 1, chunk):
         part, target = ids[:, start : start + chunk], ids[0, start + 1 : start + 1 + chunk]
         with torch.inference_mode():
@@ -58,7 +59,7 @@ def stream(model, scheme: str, ids: torch.Tensor, options):
             yield from losses(model, ids, options.chunk, hf_fastattn.PreallocatedCache(model, ids.shape[1]))
     else:
         sinks = options.sinks if scheme == "sinks" else 0
-        # As many visible tokens either way.
+        # The same number of visible tokens in both cases.
         window = options.window + options.sinks - sinks
         with hf_fastattn.patch(model, "streaming", window=window, sinks=sinks, graph=False):
             yield from losses(model, ids, options.chunk, hf_fastattn.RollingCache(model))
@@ -86,7 +87,7 @@ def run_scheme(model, scheme: str, ids: torch.Tensor, samples: list[int], option
 
 
 def recompute(model, ids: torch.Tensor, samples: list[int], options, data: dict) -> None:
-    """The loss at each sampled position from the last window + sinks tokens alone, read anew."""
+    """The loss at each sampled position, recomputed from only the last window + sinks tokens."""
     found = data["schemes"].setdefault("recomputed", {"at_samples": [], "seconds": 0.0, "done": False})
     model.set_attn_implementation("sdpa")
     for count, position in enumerate(samples[len(found["at_samples"]) :], len(found["at_samples"]) + 1):
@@ -104,7 +105,7 @@ def recompute(model, ids: torch.Tensor, samples: list[int], options, data: dict)
 
 
 def measure_far(model, ids: torch.Tensor, data: dict) -> None:
-    """What rotary angles in fp32 cost far out: the logits of 1024 tokens read at position n, against those read at 0."""
+    """The effect of fp32 angles at large positions: logits of 1024 tokens from position n on, compared with position 0."""
     model.set_attn_implementation("sdpa")
     ids, near, data["far"] = ids[:, :1024], None, []
     for start in (0, 10**5, 10**6, 4 * 10**6):
@@ -146,7 +147,7 @@ def draw(data: dict, path: Path) -> None:
             x = [(i + 0.5) * bucket for i in range(len(found["buckets"]))]
             axes.plot(x, [math.exp(loss) for loss in found["buckets"]], color=COLOURS[scheme], label=SCHEMES[scheme])
         elif found["at_samples"]:
-            # A token's loss alone is noise; groups of neighbours are drawn.
+            # The loss of a single token is noisy; the picture shows groups of neighbours.
             size = max(1, len(found["at_samples"]) // 8)
             groups = [slice(i, i + size) for i in range(0, len(found["at_samples"]) - size + 1, size)]
             x = [sum(data["samples"][g]) / size for g in groups]

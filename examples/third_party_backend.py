@@ -1,4 +1,4 @@
-"""A backend of your own in one file: an attention function, one call to register it, and a check that it is right.
+"""A backend of your own in one file: an attention function, one call to register it, and a check of its result.
 
 python examples/third_party_backend.py [MODEL]
 """
@@ -16,8 +16,8 @@ from hf_fastattn.kernels.spec import KV
 def attend(q, kv, spec, spans=None, *, sink_logits=None, **options):
     """q (batch, num_heads, q_len, head_dim), K and V (batch, num_kv_heads, kv_len, head_dim) -> q's shape.
 
-    spec has scale, causal, window and softcap; spans says what each row may attend to. Here the specification runs one query head
-    at a time; your kernel goes in its place.
+    spec has scale, causal, window and softcap; spans gives the keys that each row may attend to. Here the reference
+    runs one query head at a time, in place of your kernel.
     """
     k, v = kv.plain()
     group = q.shape[1] // k.shape[1]
@@ -41,7 +41,7 @@ name = sys.argv[1] if len(sys.argv) > 1 else "HuggingFaceTB/SmolLM2-135M-Instruc
 model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval()
 ids = torch.randint(3, 256, (2, 12), generator=torch.Generator().manual_seed(0))
 mask = torch.ones_like(ids)
-mask[1, :5] = 0  # left padding: the mask function was registered too
+mask[1, :5] = 0  # left padding: the mask function is registered too
 
 expected = model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False)
 model.set_attn_implementation("by_head")
