@@ -58,7 +58,7 @@ def generate(result: dict) -> str:
         lines[-1] += [figure(ratio(result, row, name, OURS), 2, "x") for name in over]
         for what, digits in (("ttft_ms", 0), ("peak_gib", 1)):
             lines[-1].append(" / ".join(figure(of(row, name, what), digits) or "-" for name in (SDPA, OURS)))
-    title = f"**`generate()`, milliseconds a token**, {model(result)}; {method(result)}"
+    title = f"**`generate()`, milliseconds per token**, {model(result)}; {method(result)}"
     return "\n\n".join([f"{title}.", columns(result, rows, short), table(head, lines), " ".join(generate_notes(result, rows))])
 
 
@@ -81,7 +81,7 @@ def generate_notes(result: dict, rows: list[dict]) -> list[str]:
         notes.append(f"The static cache with compilation was not timed for {', '.join(without)}.")
     if slow:
         took = " to ".join(dict.fromkeys((f"{min(slow.values()):.0f}", f"{max(slow.values()):.0f}")))
-        notes.append(f"The first repeat, left out by a median, took `sdpa` {took} ms a token at {', '.join(slow)}.")
+        notes.append(f"The first repeat, which the median excludes, took `sdpa` {took} ms per token at {', '.join(slow)}.")
     step = result.get("step") or {}
     if kernels := step.get("kernels"):
         launches = sum(kernel["launches"] for kernel in kernels)
@@ -102,7 +102,7 @@ def headline(result: dict) -> str:
         lines.append([row["case"], *shown, figure(ratio(result, row, best, OURS), 2, "x")])
     head = ["batch x prompt", *(COLUMNS[name] for name in (SDPA, STATIC, OURS)), "best measured stock / `patch()`"]
     return (
-        f"`generate()`, milliseconds a token, {model(result)}: {on(result)}; {method(result)}. Where a ratio is -, its figures "
+        f"`generate()`, milliseconds per token, {model(result)}: {on(result)}; {method(result)}. Where a ratio is -, its figures "
         f"are not of one run; commands and runs are in [docs/results.md](docs/results.md).\n\n{table(head, lines)}"
     )
 
@@ -123,7 +123,7 @@ def fresh(result: dict) -> str:
 
 def stream(result: dict) -> str:
     keeps = result["window"] + result["sinks"]
-    head = ["tokens read", "ms a token", f"dense cache of {keeps} tokens", "ratio", "GiB allocated"]
+    head = ["tokens read", "ms per token", f"dense cache of {keeps} tokens", "ratio", "GiB allocated"]
     rows = [
         [
             row["tokens"],
@@ -195,7 +195,7 @@ def decode(result: dict) -> str:
     below, above = (found[f"lean_over_best_peer_{size}"] for size in ("below_256_mib", "from_256_mib"))
     price = found["lean_over_batch_invariant"]
     return (
-        f"**Decode kernels, microseconds a call** {by_method(result)}. The time "
+        f"**Decode kernels, microseconds per call** {by_method(result)}. The time "
         f"of the better sdpa backend over that of `lean`: {mean(below)} below 256 MiB of K/V, {mean(above)} from there on. "
         f"`batch_invariant`, in which a row does not depend on its batch, takes {price['geometric_mean']:.2f} times as long as "
         f"`lean` in geometric mean, and {price['largest']:.2f} times at most. "
@@ -206,7 +206,7 @@ def decode(result: dict) -> str:
 def speculation(result: dict) -> str:
     queries = " and ".join(map(str, sorted({row["q_len"] for row in result["rows"]})))
     return (
-        f"**Several queries a row**, {queries}, {same(result['rows'])} {by_method(result)}: the time of the better sdpa "
+        f"**Several queries per row**, {queries}, {same(result['rows'])} {by_method(result)}: the time of the better sdpa "
         f"backend over that of `lean` is {mean(result['summary']['lean_over_best_peer'])}."
     )
 
@@ -233,7 +233,7 @@ def queries(result: dict) -> str:
     ]
     head = ["queries", *(f"{thousands(past)} keys" for past in pasts)]
     return (
-        f"**Any number of queries over a long past**, the time of the better sdpa backend over that of `lean` "
+        f"**Any number of queries over a long context**, the time of the better sdpa backend over that of `lean` "
         f"{by_method(result)}. {' '.join(notes)} In geometric mean over heads, head_dim and batch:\n\n{table(head, lines)}"
     )
 
@@ -242,7 +242,7 @@ def ragged(result: dict) -> str:
     names = {"sdpa_masked": "`sdpa`, masked", "split_kv": "`split_kv`", "lean": "`lean`"}
     more = {"`lean`, TB/s of live K/V": lambda row: figure(row["tb_per_s"]["lean"], 2)}
     return (
-        f"**Ragged batches, microseconds a decode call**, {same(result['rows'])}, left-padded "
+        f"**Ragged batches, microseconds per decode call**, {same(result['rows'])}, left-padded "
         f"{by_method(result)}:\n\n{microseconds(result['rows'], names, more, 'rows')}"
     )
 
@@ -266,7 +266,7 @@ def prefill(result: dict) -> str:
         for line, row in zip(rows, (row for row in result["rows"] if row["causal"]), strict=True):
             peak = [row["peak_bytes"].get(name) for name in ("standard", "ours")]
             line.append(" / ".join("-" if n is None else size(n) for n in peak))
-        note = " Standard attention, matmul, softmax, matmul, has all scores in memory; where it is -, they do not fit."
+        note = " Standard attention (matmul, softmax, matmul) has all scores in memory; - means that they do not fit."
     return (
         f"**Prefill, TFLOP/s** {by_method(result)}. Causal and not, ours over cuDNN is {mean(found['ours_over_sdpa_cudnn'])}, "
         f"over sdpa's flash backend {mean(found['ours_over_sdpa_flash'])}; the portable kernel over the latter is "
@@ -276,7 +276,7 @@ def prefill(result: dict) -> str:
 
 def window(result: dict) -> str:
     rows = [[row["shape"], figure(row["us"]["ours"]), figure(row["us"].get("flash_attention_2"))] for row in result["rows"]]
-    return f"**What a window costs, microseconds a call**, {same(result['rows'])} {by_method(result)}:\n\n" + table(
+    return f"**Time of a sliding window, microseconds per call**, {same(result['rows'])} {by_method(result)}:\n\n" + table(
         ["call", "ours", "torch's FlashAttention-2"], rows
     )
 
@@ -284,8 +284,8 @@ def window(result: dict) -> str:
 def host(result: dict) -> str:
     largest = ", ".join(f"`{name}` {us:.0f}" for name, us in result["summary"]["largest_us"].items())
     return (
-        f"**The host's time for one eager decode call**, microseconds ({by(result)}): {largest}; `backend` is `lean` as "
-        "models call it. A decode graph spends none of it."
+        f"**Host time of one eager decode call**, microseconds ({by(result)}): {largest}; `backend` is `lean` as "
+        "models call it. A decode graph does not need this time."
     )
 
 
@@ -296,7 +296,7 @@ def commits(result: dict) -> str:
         rows.append([row["case"], *figures, figure(row["now_over_before"], 3)])
     head = ["batch x prompt", trees["before"], "after", "host's part, " + trees["before"], "after", "after / before"]
     return (
-        f"**Two commits in turn, milliseconds a token**, {model(result)}, {trees['before']} and the code after it "
+        f"**Two commits, alternating, milliseconds per token**, {model(result)}, {trees['before']} and the code after it "
         f"{by_method(result)}:\n\n{table(head, rows)}"
     )
 

@@ -35,8 +35,8 @@ def paper_e2e(result: dict) -> str:
     contexts = ", ".join(thousands(row["context"]) for row in result["rows"])
     took = ", ".join(f"`{name}` {s:.2f} s" for name, s in result["summary"].get("prompt_s", {}).items())
     return (
-        f"**A growing output behind a prompt of {thousands(result['rows'][0]['context'])}**, the LeanAttention paper's figure "
-        f"10, {_heads(result)}, all under `patch()` ({by(result)}; {method(result)}). ms a token is measured at contexts of "
+        f"**A growing output after a prompt of {thousands(result['rows'][0]['context'])}**, the LeanAttention paper's figure "
+        f"10, {_heads(result)}, all under `patch()` ({by(result)}; {method(result)}). ms per token is measured at contexts of "
         f"{contexts}; the seconds are integrated between them{f', the prompt takes {took}' if took else ''}:"
         f"\n\n{table(head, rows)}"
     )
@@ -80,7 +80,7 @@ def paper(result: dict) -> str:
         f"**The LeanAttention paper's own comparison**, its figures 7 and 9 {by_method(result)}: {len(result['rows'])} shapes, "
         f"head_dim {span('head_dim')}, {span('num_heads')} heads, batch {span('batch')}, {span('kv_len')} tokens.\n\n"
         f"{table(head, rows)}\n\n"
-        f"How evenly the schedules lay the work on the SMs (its figure 4; 1 is perfect), on average: {balance}.{note}"
+        f"How evenly the schedules distribute the work over the SMs (its figure 4; 1 is perfect), on average: {balance}.{note}"
     )
 
 
@@ -96,9 +96,9 @@ def fixup(result: dict) -> str:
     more = {"`lean` runs": lambda row: "stream-K" if row["kernel_of_lean"] == "stream_k" else "fixed splits"}
     fastest = ", ".join(f"{names[name]} {count}" for name, count in found["fastest"].items() if count)
     return (
-        f"**The fix-up of LeanAttention, microseconds a call**, its section 4: in one launch the program that begins a head "
+        f"**The fix-up of LeanAttention, microseconds per call**, its section 4: in one launch the program that begins a head "
         f"waits for the others, or the last to arrive merges; in `lean` a second launch merges {by_method(result)}. These "
-        f"three columns are stream-K at every shape; `lean` runs `split_kv`'s kernel at {found['lean_is_split_kv']} of "
+        f"three columns are stream-K for every shape; `lean` runs `split_kv`'s kernel at {found['lean_is_split_kv']} of "
         f"{len(result['rows'])}. Over the second launch: host waits {mean(found['host_waits_over_stream_k'])}, last arriver "
         f"{mean(found['last_arriver_over_stream_k'])}. Fastest by shape: {fastest}. Some of them:\n\n"
         f"{microseconds(sorted(rows, key=lambda row: FIXUP_ROWS.index(row['shape'])), names, more)}"
@@ -110,7 +110,7 @@ def sweep(result: dict) -> str:
     sizes = list(dict.fromkeys(name for row in result["rows"] for name in row["us"] if name != "lean"))
     sizes.sort(key=lambda name: [int(n) for n in name.split(" x ")])
     return (
-        f"**Tiles and grids of stream-K, microseconds a call** by keys of a tile x programs for each SM, its section 4 "
+        f"**Tiles and grids of stream-K, microseconds per call** by keys of a tile x programs for each SM, its section 4 "
         f"{by_method(result)}; `lean`, whose sizes are fixed by a table, over the best of a row: {mean(found['lean_over_best'])}."
         f"\n\n{microseconds(result['rows'], {**{name: name for name in sizes}, 'lean': '`lean`'}, {})}"
     )

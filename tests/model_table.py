@@ -19,7 +19,7 @@ INTRODUCTION = """\
 
 Written by `make matrix`; do not edit. Each model class of Transformers that uses the attention interface is compared with
 `eager`, as a tiny random model on the CPU in fp32: without padding, with padding on the left, with holes and, if the model takes
-one, with a picture. Prompts are longer than windows. `make matrix` fails if a result is WRONG.
+one, with an image. Prompts are longer than windows. `make matrix` fails if a result is WRONG.
 
 - attention: what `lean` runs. kernel: a kernel of this package; dense: torch's masked attention, with a warning.
 - cache: `PreallocatedCache`. patch(): `hf_fastattn.patch(model)`. graph: whether its decode steps are captured. fused: the
@@ -99,7 +99,7 @@ def markdown(documents: list[dict]) -> str:
         if unset:
             lines += [
                 f"On {document['transformers']}, `set_attn_implementation()` changes nothing in a loaded {unset}, whatever the "
-                "name, and says nothing. What the table has of them is what `from_pretrained(attn_implementation=...)` does.",
+                "name, without an error. The table has their results with `from_pretrained(attn_implementation=...)`.",
                 "",
             ]
     columns = [*list(COLUMNS)[:4], "fused", "streaming"]
