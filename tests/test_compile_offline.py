@@ -273,9 +273,14 @@ def _rotate():
     rotate.rotate(q, 100, span, torch.ones(32), window=64, sinks=4, interleaved=False)
 
 
-def _rope():
-    q, cos = torch.zeros(2, 8, 1, 64, dtype=torch.float16), torch.zeros(1, 1, 64, dtype=torch.float16)
-    rope.rope(q, q, cos, cos)
+def _rope(width=64, **options):
+    q, cos = torch.zeros(2, 8, 1, 64, dtype=torch.bfloat16), torch.zeros(1, 1, width, dtype=torch.bfloat16)
+    assert rope.run(q, q, cos, cos, **options) is not None
+
+
+def _norm(bias=False, **options):
+    x, weight = torch.zeros(2, 96, dtype=torch.bfloat16), torch.zeros(96, dtype=torch.bfloat16)
+    assert rms_norm.run(x, weight, weight if bias else None, 1e-6, **options) is not None
 
 
 SMALL = {
@@ -284,7 +289,13 @@ SMALL = {
     "ring_step": (ring, lambda: ring.ring_step(torch.zeros(2, dtype=torch.int64), None, 64, 4)),
     "rotate": (rotate, _rotate),
     "rope": (rope, _rope),
-    "rms_norm": (rms_norm, lambda: rms_norm.rms_norm(torch.zeros(2, 64), torch.zeros(64), 1e-6)),
+    "rope, partial and interleaved": (rope, lambda: _rope(48, interleaved=True, of_pair=True)),
+    "rope, one cosine a pair": (rope, lambda: _rope(32, of_pair=True, doubled=True)),
+    "rope, apart": (rope, lambda: _rope(interleaved=True, apart=True, of_pair=True, late=True)),
+    "rms_norm": (rms_norm, _norm),
+    "rms_norm, Gemma": (rms_norm, lambda: _norm(late=True, one="fp32")),
+    "rms_norm, rounded": (rms_norm, lambda: _norm(one="rounded")),
+    "rms_norm, LayerNorm": (rms_norm, lambda: _norm(True, centred=True, late=True)),
 }
 
 
@@ -294,14 +305,14 @@ def test_small_kernels_begin_early_from_hopper_on_and_wait_first(name, arch, mon
     module, call = SMALL[name]
     if hasattr(module, "INTERPRETED"):  # otherwise CPU tensors run the reference
         monkeypatch.setattr(module, "INTERPRETED", True)
-    with compiling(module, (f"{name.partition(' ')[0]}_kernel",), arch) as compiled:
+    with compiling(module, (f"{re.split('[ ,]', name)[0]}_kernel",), arch) as compiled:
         call()
     (kernel,) = compiled.values()
     waits, touches = WAIT.search(kernel.asm["ttgir"]), TOUCH.search(kernel.asm["ttgir"])
     assert bool(waits) == kernel.metadata.launch_pdl == (arch == 90)
     lets = LET.search(kernel.asm["ttgir"])
     assert not waits or waits.start() < min(touches.start(), lets.start())
-    assert name != "rope" or not kernel.metadata.enable_fp_fusion  # products are rounded before they are added
+    assert module not in (rope, rms_norm) or not kernel.metadata.enable_fp_fusion  # products are rounded before they are added to
 
 
 @pytest.mark.parametrize("arch", SHARED_LIMIT)

@@ -22,6 +22,7 @@ from ..streaming import Settings
 from ..tables import size, table, thousands
 from . import costs
 from .costs import GPU, GPUS, Facts, Step
+from .layers import small_layers
 
 __all__ = ["GPUS", "SHAPES", "Explanation", "explain"]
 
@@ -217,6 +218,10 @@ def _what_runs(
     on = "with patch(): one launch a step, and no Python between layers"
     how, why = ("from Python", "launched layer by layer") if off else ("one CUDA graph", on)
     runs.append({"what": "decode step", "how": how, "why": why})
+    if device.type == "cuda":
+        fused, own = small_layers(model)
+        runs += fused
+        refused += own
     return runs, refused
 
 

@@ -43,10 +43,12 @@ from .generation import (  # noqa: E402
     overrides_generation,
     stock,
 )
-from .llama import activations, is_llamas_mlp, is_llamas_norm, is_llamas_rope, llama_rope, silus  # noqa: E402
+from .llama import activations, is_llamas_mlp, silus  # noqa: E402
 from .loading import load_config, load_model, load_tokenizer, locate, make_config, model_on_meta, random_model  # noqa: E402
 from .masks import decode_mask, dense_mask, mask_pattern, run_starts, runs_pattern  # noqa: E402
 from .models import LayerShape, is_inert_hook, layer_shapes, sharer  # noqa: E402
+from .norms import Norm, norm_of  # noqa: E402
+from .rotations import Functions, Rotation, called, is_rotation, rotation_of, rotations_in  # noqa: E402
 from .text import GRIDS, LongPast, changing_rope, has_sections, rotary_buffers, run_text, set_text_attention, text_layers  # noqa: E402
 
 __all__ = [
@@ -61,19 +63,23 @@ __all__ = [
     "VERSION",
     "Cache",
     "CacheLayerMixin",
+    "Functions",
     "GenerationConfig",
     "GenerationMixin",
     "LayerShape",
     "LongPast",
+    "Norm",
     "PreTrainedConfig",
     "PreTrainedModel",
     "PreTrainedTokenizerBase",
+    "Rotation",
     "StoppingCriteria",
     "activation_name",
     "activations",
     "asks_for_weights",
     "attention_names",
     "bookkeeping",
+    "called",
     "causal_mask_function",
     "changing_rope",
     "check_version",
@@ -84,11 +90,9 @@ __all__ = [
     "is_attention",
     "is_inert_hook",
     "is_llamas_mlp",
-    "is_llamas_norm",
-    "is_llamas_rope",
+    "is_rotation",
     "layer_shapes",
     "layer_windows",
-    "llama_rope",
     "load_config",
     "load_model",
     "load_tokenizer",
@@ -96,11 +100,14 @@ __all__ = [
     "make_config",
     "mask_pattern",
     "model_on_meta",
+    "norm_of",
     "overrides_generation",
     "random_model",
     "register",
     "registered",
     "rotary_buffers",
+    "rotation_of",
+    "rotations_in",
     "run_starts",
     "run_text",
     "runs_pattern",

@@ -1,20 +1,23 @@
 """Fusion of the layers around attention, in the modules of one model:
 
-- RMSNorm in one launch, and the rotation of queries and keys in one launch;
+- RMSNorm and LayerNorm in one launch, and the rotation of queries and keys in one launch;
 - the product in the MLP in place: two tensors of the MLP's width at once instead of three, the peak memory of a long prompt;
 - in a decode graph of one row, linear layers by `kernels.decode.linear`, and a gated pair of them in one launch.
 
-The fused code computes what the model's own code computes, with the same roundings. A norm or an MLP qualifies if the bytecode of
-its forward() equals that of LlamaRMSNorm or LlamaMLP, an attention layer if its forward() calls Llama's apply_rotary_pos_emb(), a
-linear layer if its forward() is that of torch.nn.Linear. Inputs that the fused code does not support (gradients, mixed dtypes)
-run the model's own code.
+The fused code computes what the model's own code computes, with the same roundings. A norm and a rotation qualify if their code
+returns the same bits as a known formula (`hf/norms.py`, `hf/rotations.py`), an MLP if the bytecode of its forward() equals that
+of LlamaMLP, a linear layer if its forward() is that of torch.nn.Linear. Inputs that the fused code does not support (gradients,
+mixed dtypes) run the model's own code.
 """
 
 from __future__ import annotations
 
 import builtins
 import functools
+import itertools
 import types
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -23,8 +26,6 @@ from .. import hf
 from ..kernels import HAS_TRITON
 from . import linears, subclass
 from .subclass import Forward
-
-_ROPE = "apply_rotary_pos_emb"
 
 
 class Fusible(NamedTuple):
@@ -36,45 +37,55 @@ class Fusible(NamedTuple):
     linears: list[torch.nn.Module]
 
 
-def find(model: torch.nn.Module) -> Fusible:
-    """The modules of `model` on GPUs that can be fused. An instance with a forward() of its own is not."""
+def find(model: torch.nn.Module, runs: Callable[[torch.device], bool] = subclass.runs_kernels) -> Fusible:
+    """The modules of `model` that can be fused, on devices that run kernels. An instance with a forward() of its own is not."""
     found = Fusible([], [], [], [])
+    first = next(model.parameters(), None)
     for module in model.modules() if HAS_TRITON else ():
-        forward = type(module).forward
-        weight = next(module.parameters(), None)
-        if "forward" in vars(module) or weight is None or not subclass.runs_kernels(weight.device):
+        weight = next(module.parameters(), first)
+        if "forward" in vars(module) or weight is None or not runs(weight.device):
             continue
-        if hf.is_llamas_norm(forward):
+        if hf.norm_of(module) is not None:
             found.norms.append(module)
-        elif hf.is_llamas_mlp(forward):
+        elif hf.is_llamas_mlp(type(module).forward):
             found.mlps.append(module)
         elif linears.is_plain(module):
             found.linears.append(module)
-        elif _calls_llamas_rope(forward):
+        elif any(map(hf.is_rotation, hf.rotations_in(type(module).forward).values())):
             found.layers.append(module)
     return found
 
 
-def _calls_llamas_rope(forward: Any) -> bool:
-    names = getattr(getattr(forward, "__code__", None), "co_names", ())
-    return _ROPE in names and not forward.__closure__ and hf.is_llamas_rope(forward.__globals__.get(_ROPE))
-
-
 def fuse(found: Fusible) -> None:
-    for modules, fused in zip(found, (_fused_norm, _with_fused_rope, linears.mlp, linears.linear), strict=True):
+    for module in found.norms:
+        formula = hf.norm_of(module)
+        if formula is not None:
+            subclass.replace(module, _FusedNorm(formula))
+    for modules, fused in zip(found[1:], (_with_fused_rope, linears.mlp, linears.linear), strict=True):
         for module in modules:
             subclass.replace(module, fused)
 
 
-def _fused_norm(forward: types.FunctionType) -> Forward:
-    from ..kernels.decode import rms_norm
+@dataclass(frozen=True)
+class _FusedNorm:
+    """Fuses norms of one formula; modules of one class may have several."""
 
-    @functools.wraps(forward)
-    def norm(self: Any, hidden_states: torch.Tensor) -> Any:
-        out = rms_norm.run(hidden_states, self.weight, self.variance_epsilon) if subclass.has_kernels(hidden_states) else None
-        return forward(self, hidden_states) if out is None else out
+    formula: hf.Norm
 
-    return norm
+    def __call__(self, forward: types.FunctionType) -> Forward:
+        from ..kernels.decode import rms_norm
+
+        formula, options = self.formula, self.formula.options
+
+        @functools.wraps(forward)
+        def norm(self: Any, x: torch.Tensor) -> Any:
+            inputs = formula.inputs(self) if subclass.has_kernels(x) and not torch.is_autocast_enabled(x.device.type) else None
+            out = None
+            if inputs is not None and all(t is None or subclass.has_kernels(t) for t in inputs[:2]):
+                out = rms_norm.run(x, *inputs, *options)
+            return forward(self, x) if out is None else out
+
+        return norm
 
 
 class _Names(dict[str, Any]):
@@ -89,29 +100,35 @@ class _Names(dict[str, Any]):
 
 
 def _with_fused_rope(forward: types.FunctionType) -> Forward:
-    """The same code with other globals, in which apply_rotary_pos_emb is fused. The module is not changed."""
-    names = forward.__globals__
-    llamas = _rotations(names)
-    ours = types.FunctionType(forward.__code__, _Names(names, **{_ROPE: _rope}), forward.__name__, forward.__defaults__)
+    """The same code with other globals, in which the rotation is fused. The module is not changed."""
+    names, rotations = forward.__globals__, hf.rotations_in(forward)
+    fused = {name: _fused_rotation(functions) for name, functions in rotations.items()}
+    ours = types.FunctionType(forward.__code__, _Names(names, **fused), forward.__name__, forward.__defaults__)
     ours.__kwdefaults__ = forward.__kwdefaults__
+    known = [(names, name, functions[0]) for name, functions in rotations.items()]
+    for each in itertools.chain(*rotations.values()):
+        known += [(each.__globals__, name, function) for name, function in hf.called(each).items()]
 
     @functools.wraps(forward)
     def layer(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         # torch.compile looks globals up by the name of their module, and would use ours for the whole module.
-        theirs = torch.compiler.is_compiling() or _rotations(names) != llamas
+        theirs = torch.compiler.is_compiling() or any(space.get(name) is not function for space, name, function in known)
         return (forward if theirs else ours)(self, *args, **kwargs)
 
     return layer
 
 
-def _rotations(names: dict[str, Any]) -> tuple[object, object]:
-    """The functions that currently rotate queries and keys in a module with these globals."""
-    rotate = names.get(_ROPE)
-    return rotate, getattr(rotate, "__globals__", {}).get("rotate_half")
-
-
-def _rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1) -> Any:
+def _fused_rotation(functions: hf.Functions) -> Callable[..., Any]:
     from ..kernels.decode import rope
 
-    out = rope.run(q, k, cos, sin) if subclass.has_kernels(q) and unsqueeze_dim == 1 else None
-    return hf.llama_rope()(q, k, cos, sin, unsqueeze_dim) if out is None else out
+    theirs = functions[0]
+
+    @functools.wraps(theirs)
+    def rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        out = None
+        if subclass.has_kernels(q) and not args and not kwargs:
+            formula = hf.rotation_of(functions, q.shape[-1], cos.shape[-1], q.dtype, cos.dtype)
+            out = None if formula is None else rope.run(q, k, cos, sin, *formula)
+        return theirs(q, k, cos, sin, *args, **kwargs) if out is None else out
+
+    return rotate

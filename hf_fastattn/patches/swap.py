@@ -105,8 +105,8 @@ class Patch:
         joined = linears.join(model) if self.graph else []
         self._fused = [weakref.ref(module) for modules in (*found, joined) for module in modules]
         for what, modules, before, after in (
-            ("RMSNorm", found.norms, "six launches", "one"),
-            ("rotation of queries and keys", found.layers, "ten launches", "one"),
+            ("RMSNorm and LayerNorm", found.norms, "launched operation by operation", "one launch"),
+            ("rotation of queries and keys", found.layers, "launched operation by operation", "one launch"),
             ("product in the MLP", found.mlps, "a third tensor", "in place"),
             ("linear layers, in decode graphs", found.linears, "cuBLAS", "one launch"),
             ("projections of queries, keys and values, in decode graphs", joined, "three launches", "one"),

@@ -1,9 +1,12 @@
-"""RMSNorm in one launch, with the roundings of Llama's code: y = weight * round(x / sqrt(mean(x^2) + eps)).
+"""RMSNorm and LayerNorm in one launch, with the roundings of the model's code:
 
-The code of the models needs six launches, each of which reads and writes the whole tensor.
+    y = (x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps)    in fp32; RMSNorm does not subtract the mean
+    out = weight * y + bias                                  with the options below
 
-Sources: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019), equation 4; for the roundings LlamaRMSNorm of
-Transformers.
+The code of the models needs six launches or more, each of which reads and writes the whole tensor.
+
+Sources: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019), equation 4; Ba et al., "Layer Normalization" (2016),
+section 3; for the roundings the norms of Transformers.
 """
 
 from __future__ import annotations
@@ -22,68 +25,112 @@ MAX_SIZE = 16384  # elements of a row, which one program loads at once
 def rms_norm_kernel(
     X,
     Weight,
+    Bias,
     Out,
     rows,
     eps,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    CENTRED: tl.constexpr,
+    LATE: tl.constexpr,
+    ONE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One program per BLOCK_M rows."""
+    """One program per BLOCK_M rows. Weight and Bias may be None."""
     wait_for_inputs(EARLY)
     let_next_begin(EARLY)
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     offs = tl.arange(0, BLOCK)[None, :]
-    mask = (row < rows) & (offs < SIZE)
+    inside = offs < SIZE
+    mask = (row < rows) & inside
     x = tl.load(X + row * SIZE + offs, mask=mask, other=0.0).to(tl.float32)
-    weight = tl.load(Weight + offs, mask=offs < SIZE, other=0.0)
+    if Weight is not None:
+        weight = tl.load(Weight + offs, mask=inside, other=0.0)
+    if Bias is not None:
+        bias = tl.load(Bias + offs, mask=inside, other=0.0).to(tl.float32)
+    if CENTRED:
+        x = tl.where(mask, x - (tl.sum(x, 1) / SIZE)[:, None], 0.0)
     scale = tl.rsqrt(tl.sum(x * x, 1) / SIZE + eps)
-    y = (x * scale[:, None]).to(X.dtype.element_ty)
-    tl.store(Out + row * SIZE + offs, weight * y, mask=mask)
+    y = x * scale[:, None]
+    if not LATE:
+        y = y.to(X.dtype.element_ty)
+    if Weight is not None:
+        if ONE == "rounded":
+            weight = (weight.to(tl.float32) + 1.0).to(Weight.dtype.element_ty)
+        if LATE:
+            weight = weight.to(tl.float32)
+        if ONE == "fp32":
+            weight += 1.0
+        y = weight * y
+    if Bias is not None:
+        y += bias
+    tl.store(Out + row * SIZE + offs, y.to(X.dtype.element_ty), mask=mask)
 
 
-def why_not(x: torch.Tensor, weight: torch.Tensor) -> str | None:
+def why_not(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None = None) -> str | None:
     """The reason why these inputs need another path, or None."""
-    if weight.dtype != x.dtype:
-        return f"x is {x.dtype} and weight {weight.dtype}; they must have one dtype."
-    if weight.device != x.device:
-        return f"x is on {x.device} and weight on {weight.device}."
-    if weight.dim() != 1 or x.shape[-1] != weight.shape[0] or not 0 < weight.shape[0] <= MAX_SIZE or x.numel() == 0:
-        return f"x is {tuple(x.shape)} and weight {tuple(weight.shape)}; rows and weight must have 1 to {MAX_SIZE} elements."
-    if weight.stride(0) != 1 and weight.shape[0] > 1:
-        return f"weight has stride {weight.stride(0)}; it must be contiguous."
-    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        return "x or weight requires grad, and this kernel has no backward pass."
+    if x.dim() == 0 or not 0 < x.shape[-1] <= MAX_SIZE or x.numel() == 0:
+        return f"x is {tuple(x.shape)}; rows must have 1 to {MAX_SIZE} elements."
+    if not x.dtype.is_floating_point or x.dtype == torch.float64:
+        return f"x is {x.dtype}, and the kernel computes in float32."
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is None:
+            continue
+        if tensor.dtype != x.dtype:
+            return f"x is {x.dtype} and {name} {tensor.dtype}; they must have one dtype."
+        if tensor.device != x.device:
+            return f"x is on {x.device} and {name} on {tensor.device}."
+        if tensor.shape != x.shape[-1:]:
+            return f"x is {tuple(x.shape)} and {name} {tuple(tensor.shape)}; {name} must have one element for each of a row."
+        if tensor.stride(0) != 1 and tensor.shape[0] > 1:
+            return f"{name} has stride {tensor.stride(0)}; it must be contiguous."
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias)):
+        return "x, weight or bias requires grad, and this kernel has no backward pass."
     return None
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
     """weight * x / sqrt(mean(x^2) + eps) over the last dimension, contiguous, in x's dtype; the mean and the quotient in fp32.
 
-    x: (..., size); weight: (size,) of the same dtype and device. Raises ValueError with the reason of `why_not`.
+    x: (..., size); weight: (size,) of the same dtype and device, or None. Raises ValueError with the reason of `why_not`.
     """
-    out = run(x, weight, eps)
+    out = run(x, weight, None, eps)
     if out is None:
         raise ValueError(why_not(x, weight))
     return out
 
 
-def run(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor | None:
-    """`rms_norm`, or None if `why_not` gives a reason."""
-    start = _prepare((x, weight), eps)
+def run(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    centred: bool = False,
+    late: bool = False,
+    one: str = "",
+) -> torch.Tensor | None:
+    """The norm of x's rows over the last dimension, contiguous, in x's dtype; None if `why_not` gives a reason.
+
+    x: (..., size); weight, bias: (size,) of the same dtype and device, or None. centred: subtract the mean. late: round only the
+    result; otherwise the quotient is rounded to x's dtype before it is multiplied, and there is no bias. one: add 1 to the
+    weight, in "fp32" (only if late) or "rounded" to its dtype.
+    """
+    start = _prepare((x, weight, bias), eps, centred, late, one)
     if start is None:
         return None
     x = x.contiguous()
     out = torch.empty_like(x)
-    start(x, weight, out)
+    start(x, weight, bias, out)
     return out
 
 
 @launch.remember
-def _prepare(tensors: tuple[torch.Tensor, torch.Tensor], eps: float) -> launch.Launch | None:
-    x, weight = tensors
-    if why_not(x, weight):
+def _prepare(
+    tensors: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None], eps: float, centred: bool, late: bool, one: str
+) -> launch.Launch | None:
+    x, weight, bias = tensors
+    if why_not(x, weight, bias):
         return None
     size = x.shape[-1]
     rows = x.numel() // size
@@ -97,6 +144,10 @@ def _prepare(tensors: tuple[torch.Tensor, torch.Tensor], eps: float) -> launch.L
         SIZE=size,
         BLOCK=block,
         BLOCK_M=block_m,
+        CENTRED=centred,
+        LATE=late,
+        ONE=one,
         **early(x.device),
         num_warps=max(2, min(16, block // 512)),
+        enable_fp_fusion=False,  # the model rounds the product before it adds the bias
     )

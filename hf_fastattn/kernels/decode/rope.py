@@ -1,10 +1,11 @@
-"""Rotary position embedding of queries and keys in one launch, with the roundings of Llama's code.
+"""Rotary position embedding of queries and keys in one launch, with the roundings of the model's code.
 
-    out = round(round(x * cos) + round(rotate_half(x) * sin)),  rotate_half(x) = (-x[D/2:], x[:D/2])
+    out = round(round(x * cos) + round(y * sin)),  y = (-x[D/2:], x[:D/2])
 
-The code of the models needs ten launches over tensors as large as the queries.
+The two dimensions of a pair may also be neighbours, the first D of more dimensions may be rotated, and cosines may be stored once
+for each pair. The code of the models needs ten launches or more over tensors as large as the queries.
 
-Sources: Su et al., "RoFormer" (2021), section 3.4.2; for the order of halves and the roundings LlamaAttention of Transformers.
+Sources: Su et al., "RoFormer" (2021), section 3.4.2; for the order of dimensions and the roundings the models of Transformers.
 """
 
 from __future__ import annotations
@@ -46,6 +47,11 @@ def rope_kernel(
     kv_heads,
     tokens,
     HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    APART: tl.constexpr,
+    OF_PAIR: tl.constexpr,
+    LATE: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_H: tl.constexpr,
     EARLY: tl.constexpr,
@@ -61,35 +67,51 @@ def rope_kernel(
     kv_head = head - num_heads
     offs = tl.arange(0, BLOCK_D)[None, :]
     d_mask = offs < HEAD_DIM
-    other = tl.where(offs < HEAD_DIM // 2, offs + HEAD_DIM // 2, offs - HEAD_DIM // 2)
+    turns = offs < WIDTH
+    if INTERLEAVED and not APART:
+        pair, second = offs // 2, offs % 2
+    else:
+        pair, second = offs % (WIDTH // 2), offs // (WIDTH // 2)
+    if INTERLEAVED:
+        own, other = 2 * pair + second, 2 * pair + 1 - second
+    else:
+        own, other = offs, pair + (1 - second) * (WIDTH // 2)
+    if APART:
+        own = tl.where(turns, own, offs)
+    at = pair if OF_PAIR else offs
 
     q_ptrs = Q + row * stride_qb + token * stride_qm + head * stride_qh
     k_ptrs = K + row * stride_kb + token * stride_km + kv_head * stride_kh
-    x = tl.load(q_ptrs + offs, mask=of_q & d_mask, other=0.0) + tl.load(k_ptrs + offs, mask=of_k & d_mask, other=0.0)
-    y = tl.load(q_ptrs + other, mask=of_q & d_mask, other=0.0) + tl.load(k_ptrs + other, mask=of_k & d_mask, other=0.0)
-    y = tl.where(offs < HEAD_DIM // 2, -y, y)
-    cos = tl.load(Cos + row * stride_cb + token * stride_cm + offs, mask=d_mask, other=0.0)
-    sin = tl.load(Sin + row * stride_cb + token * stride_cm + offs, mask=d_mask, other=0.0)
+    x = tl.load(q_ptrs + own, mask=of_q & d_mask, other=0.0) + tl.load(k_ptrs + own, mask=of_k & d_mask, other=0.0)
+    y = tl.load(q_ptrs + other, mask=of_q & turns, other=0.0) + tl.load(k_ptrs + other, mask=of_k & turns, other=0.0)
+    y = tl.where(second == 0, -y, y)
+    cos = tl.load(Cos + row * stride_cb + token * stride_cm + at, mask=turns, other=0.0)
+    sin = tl.load(Sin + row * stride_cb + token * stride_cm + at, mask=turns, other=0.0)
     dtype = Q.dtype.element_ty
-    turned = (x.to(tl.float32) * cos.to(tl.float32)).to(dtype).to(tl.float32)
-    out = turned + (y.to(tl.float32) * sin.to(tl.float32)).to(dtype).to(tl.float32)
-    tl.store(OutQ + row * stride_oqb + token * stride_oqm + head * stride_oqh + offs, out.to(dtype), mask=of_q & d_mask)
-    tl.store(OutK + row * stride_okb + token * stride_okm + kv_head * stride_okh + offs, out.to(dtype), mask=of_k & d_mask)
+    by_cos, by_sin = x.to(tl.float32) * cos.to(tl.float32), y.to(tl.float32) * sin.to(tl.float32)
+    if not LATE:
+        by_cos, by_sin = by_cos.to(dtype).to(tl.float32), by_sin.to(dtype).to(tl.float32)
+    out = tl.where(turns, by_cos + by_sin, x.to(tl.float32)).to(dtype)
+    tl.store(OutQ + row * stride_oqb + token * stride_oqm + head * stride_oqh + offs, out, mask=of_q & d_mask)
+    tl.store(OutK + row * stride_okb + token * stride_okm + kv_head * stride_okh + offs, out, mask=of_k & d_mask)
 
 
-def why_not(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> str | None:
+def why_not(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, doubled: bool = False) -> str | None:
     """The reason why these inputs need another path, or None."""
-    if not (q.dtype == k.dtype == cos.dtype == sin.dtype and q.device == k.device == cos.device == sin.device):
-        return f"q, k, cos and sin differ in dtype or device: {q.dtype}, {k.dtype}, {cos.dtype}, {sin.dtype}."
-    if q.dtype not in DTYPES:
-        return f"q is {q.dtype}, and the kernel computes in float32."
+    if not (q.dtype == k.dtype and cos.dtype == sin.dtype and q.device == k.device == cos.device == sin.device):
+        return f"q and k, or cos and sin, differ in dtype or device: {q.dtype}, {k.dtype}, {cos.dtype}, {sin.dtype}."
+    if q.dtype not in DTYPES or cos.dtype not in (q.dtype, torch.float32):
+        return f"q is {q.dtype} and cos {cos.dtype}, and the kernel computes in float32."
     if q.dim() != 4 or k.dim() != 4 or q.numel() == 0:
         return f"q and k must be (batch, heads, tokens, head_dim); got {tuple(q.shape)} and {tuple(k.shape)}."
     batch, _, tokens, head_dim = q.shape
-    if k.shape[0] != batch or k.shape[2:] != q.shape[2:] or head_dim % 2:
-        return f"q and k must agree in all but heads, with an even head_dim; got {tuple(q.shape)} and {tuple(k.shape)}."
-    if any(t.dim() != 3 or t.shape[0] not in (1, batch) or t.shape[1:] != (tokens, head_dim) for t in (cos, sin)):
-        return f"cos and sin must be (batch or 1, {tokens}, {head_dim}); got {tuple(cos.shape)} and {tuple(sin.shape)}."
+    if k.shape[0] != batch or k.shape[2:] != q.shape[2:]:
+        return f"q and k must agree in all but heads; got {tuple(q.shape)} and {tuple(k.shape)}."
+    width = cos.shape[-1] * (1 + doubled)
+    if any(t.dim() != 3 or t.shape[0] not in (1, batch) or t.shape[1] != tokens for t in (cos, sin)) or width % 2:
+        return f"cos and sin must be (batch or 1, {tokens}, an even width); got {tuple(cos.shape)} and {tuple(sin.shape)}."
+    if not 0 < width <= head_dim:
+        return f"cos and sin rotate {width} of {head_dim} dimensions."
     if cos.shape != sin.shape or cos.stride() != sin.stride() or any(t.stride(-1) != 1 for t in (q, k, cos)):
         return "cos and sin must have one layout, and the last dimension of all must be contiguous."
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
@@ -98,7 +120,7 @@ def why_not(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tens
 
 
 def rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """q and k, (batch, heads, tokens, head_dim) each, rotated by cos and sin, (batch or 1, tokens, head_dim).
+    """q and k, (batch, heads, tokens, head_dim) each, rotated as in Llama by cos and sin, (batch or 1, tokens, width).
 
     Returns new tensors in the layout of q and k. Raises ValueError with the reason of `why_not`.
     """
@@ -108,9 +130,24 @@ def rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor)
     return out
 
 
-def run(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """`rope`, or None if `why_not` gives a reason."""
-    start = _prepare((q, k, cos, sin))
+def run(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    interleaved: bool = False,
+    apart: bool = False,
+    of_pair: bool = False,
+    doubled: bool = False,
+    late: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """`rope`, or None if `why_not` gives a reason. Dimensions from the width on are copied.
+
+    interleaved: dimensions 2i and 2i + 1 are a pair, instead of i and i + width/2. apart: after the rotation they are i and
+    i + width/2. of_pair: pair i reads cos[i], instead of cos[d] for each dimension d. doubled: cos is half as wide as the rotated
+    dimensions (then of_pair). late: round only the result.
+    """
+    start = _prepare((q, k, cos, sin), interleaved, apart, of_pair, doubled, late)
     if start is None:
         return None
     out_q, out_k = torch.empty_like(q), torch.empty_like(k)
@@ -119,9 +156,16 @@ def run(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) 
 
 
 @launch.remember
-def _prepare(tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]) -> launch.Launch | None:
+def _prepare(
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    interleaved: bool,
+    apart: bool,
+    of_pair: bool,
+    doubled: bool,
+    late: bool,
+) -> launch.Launch | None:
     q, k, cos, sin = tensors
-    if why_not(q, k, cos, sin):
+    if why_not(q, k, cos, sin, doubled):
         return None
     batch, num_heads, tokens, head_dim = q.shape
     kv_heads = k.shape[1]
@@ -136,6 +180,11 @@ def _prepare(tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tens
         kv_heads=kv_heads,
         tokens=tokens,
         HEAD_DIM=head_dim,
+        WIDTH=cos.shape[-1] * (1 + doubled),
+        INTERLEAVED=interleaved,
+        APART=apart,
+        OF_PAIR=of_pair,
+        LATE=late,
         BLOCK_D=triton.next_power_of_2(head_dim),
         BLOCK_H=BLOCK_H,
         **early(q.device),
