@@ -11,7 +11,7 @@ from calls import captured
 from models import tiny
 
 from hf_fastattn.kernels import HAS_TRITON, INTERPRETED
-from hf_fastattn.patches import fuse, linears, subclass
+from hf_fastattn.patches import fuse, linears, residual, subclass
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 runs_kernels = pytest.mark.skipif(
@@ -124,14 +124,14 @@ def test_a_linear_layer_takes_up_to_64_tokens_in_16_bits():
 
 @pytest.fixture
 def linear_calls(monkeypatch):
-    """For every call of our kernels the activation of a gated pair, or the number of weights."""
+    """For every call of our kernels the activation of a gated pair, the number of weights, or "sum"."""
     linear = pytest.importorskip("hf_fastattn.kernels.decode.linear")
     calls, run = [], linear._run
 
-    def recording(x, weights, biases, act):
-        out = run(x, weights, biases, act)
+    def recording(x, weights, biases=(), act=None, residual=None):
+        out = run(x, weights, biases, act, residual)
         if out is not None:
-            calls.append(act or len(weights))
+            calls.append(act or (len(weights) if residual is None else "sum"))
         return out
 
     monkeypatch.setattr(linear, "_run", recording)
@@ -233,6 +233,65 @@ def test_projections_that_someone_changed_are_computed_one_by_one(linear_calls):
         with captured():
             for _ in range(2):
                 torch.testing.assert_close(ours(x), stock(x), atol=2e-3, rtol=1e-2)
+
+
+def fused_for_graphs(model):
+    found = fuse.find(model)
+    fuse.fuse(found)
+    return [module for modules in (*found, linears.join(model), residual.join(model)) for module in modules]
+
+
+@runs_kernels
+@torch.no_grad()
+@pytest.mark.parametrize("tokens", [1, 2])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
+def test_the_layer_before_a_residual_connection_adds(family, tokens, linear_calls):
+    """Gemma 2 has norms in between."""
+    stock = tiny(family).to(DEVICE, torch.float16)
+    model = copy.deepcopy(stock)
+    fused = fused_for_graphs(model)
+    ids = torch.arange(1, tokens + 1, device=DEVICE)[None]
+    with captured():
+        during = model(ids).logits
+    sums = 0 if family == "gemma2" else 2 * model.config.num_hidden_layers
+    assert linear_calls.count("sum") == sums
+    torch.testing.assert_close(during, stock(ids).logits, atol=2e-3, rtol=1e-2)
+    subclass.restore(fused)
+    assert not any(subclass.is_fused(module) for module in model.modules())
+
+
+def double_the_residual(module, args, out):
+    module.residual.mul_(2)
+
+
+RESULT_CHANGES = {
+    "another": ("mlp", lambda module, args, out: out * 2),
+    "in place": ("mlp", lambda module, args, out: out.mul_(2)),
+    "a copy": ("self_attn.o_proj", lambda module, args, out: out.clone()),
+    "residual": ("mlp", double_the_residual),
+}
+
+
+@runs_kernels
+@torch.no_grad()
+@pytest.mark.parametrize("change", RESULT_CHANGES)
+def test_a_result_that_is_changed_on_its_way_is_added_again(change):
+    name, hook = RESULT_CHANGES[change]
+    stock = tiny("llama").to(DEVICE, torch.float16)
+    results = []
+    for model in (stock, copy.deepcopy(stock)):
+        layer = model.model.layers[0]
+
+        def keep(norm, args, mlp=layer.mlp):
+            mlp.residual = args[0]
+
+        layer.post_attention_layernorm.register_forward_pre_hook(keep)
+        layer.get_submodule(name).register_forward_hook(hook)
+        if model is not stock:
+            fused_for_graphs(model)
+        with captured():
+            results.append(model(torch.arange(1, 3, device=DEVICE)[None]).logits)
+    torch.testing.assert_close(*results, atol=2e-3, rtol=1e-2)
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")

@@ -43,7 +43,7 @@ from .generation import (  # noqa: E402
     overrides_generation,
     stock,
 )
-from .llama import activations, is_llamas_mlp, silus  # noqa: E402
+from .llama import activations, is_llamas_layer, is_llamas_mlp, silus  # noqa: E402
 from .loading import load_config, load_model, load_tokenizer, locate, make_config, model_on_meta, random_model  # noqa: E402
 from .masks import decode_mask, dense_mask, mask_pattern, run_starts, runs_pattern  # noqa: E402
 from .models import LayerShape, is_inert_hook, layer_shapes, sharer  # noqa: E402
@@ -89,6 +89,7 @@ __all__ = [
     "has_sections",
     "is_attention",
     "is_inert_hook",
+    "is_llamas_layer",
     "is_llamas_mlp",
     "is_rotation",
     "layer_shapes",

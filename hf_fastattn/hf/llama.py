@@ -14,6 +14,18 @@ def is_llamas_mlp(forward: object) -> bool:
     return _is_same_code(forward, LlamaMLP.forward)
 
 
+def is_llamas_layer(forward: object) -> bool:
+    """Whether this is forward() of Llama's decoder layer: norm, attention, sum, norm, MLP, sum."""
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    llamas: object = LlamaDecoderLayer.forward
+    while _is_same_code(forward, llamas):  # newer Transformers wraps each layer's, for gradient checkpointing
+        forward, llamas = getattr(forward, "__wrapped__", None), getattr(llamas, "__wrapped__", None)
+        if forward is None or llamas is None:
+            return forward is llamas
+    return False
+
+
 @cache
 def activations() -> tuple[type, ...]:
     """Classes of activations in gated MLPs that return a new tensor."""

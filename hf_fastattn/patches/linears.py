@@ -10,10 +10,12 @@ the input of the layer; otherwise the layer's projections are computed one by on
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import types
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,9 +39,27 @@ class _Ahead:
     results: dict[int, torch.Tensor]
 
 
+@dataclass(slots=True)
+class Added:
+    """The residual for a linear layer that is still to run, then the layer's result and their sum."""
+
+    layer: object
+    residual: torch.Tensor
+    version: int | None
+    out: torch.Tensor | None = None
+    out_version: int | None = None
+    sum: torch.Tensor | None = None
+
+    def total(self, out: torch.Tensor) -> torch.Tensor:
+        """residual + out. It is already computed if out is the layer's result and neither was written since."""
+        unchanged = (_version(self.residual), _version(out)) == (self.version, self.out_version)
+        return self.sum if out is self.out and self.sum is not None and unchanged else self.residual + out
+
+
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.ahead: list[_Ahead] = []  # for the attention layers whose forward() is running
+        self.added: list[Added] = []  # for the layers around the linear layers that are to add
 
 
 _thread = _Thread()
@@ -81,10 +101,12 @@ def linear(forward: types.FunctionType) -> Forward:
 
     @functools.wraps(forward)
     def layer(self: torch.nn.Linear, input: torch.Tensor) -> Any:
-        out = None
-        if not torch.compiler.is_compiling():
-            out = _computed_ahead(self, input)
-            if out is None and _runs_our_linear(input, self):
+        if torch.compiler.is_compiling():
+            return forward(self, input)
+        out = _computed_ahead(self, input)
+        if out is None and _runs_our_linear(input, self):
+            out = _linear_and_sum(self, input)
+            if out is None:
                 out = kernel.linear(input, self.weight, self.bias)
         return forward(self, input) if out is None else out
 
@@ -179,3 +201,29 @@ def _computed_ahead(layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor | N
 def _version(x: torch.Tensor) -> int | None:
     """A number that changes with every operation that writes x; None for tensors of inference mode, which do not count them."""
     return None if x.is_inference() else x._version
+
+
+@contextlib.contextmanager
+def adding(layer: torch.nn.Module, residual: torch.Tensor) -> Iterator[Added]:
+    """A context in which a linear layer also adds its result to a residual."""
+    added = Added(layer, residual, _version(residual))
+    _thread.added.append(added)
+    try:
+        yield added
+    finally:
+        _thread.added.pop()
+
+
+def _linear_and_sum(layer: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor | None:
+    """The layer's result, with its sum with the residual kept aside; None if no sum is wanted, or the kernel refuses it."""
+    from ..kernels.decode import linear as kernel
+
+    added = _thread.added[-1] if _thread.added else None
+    if added is None or added.layer is not layer or added.out is not None or not subclass.has_kernels(added.residual):
+        return None
+    results = kernel.linear_and_sum(x, layer.weight, layer.bias, added.residual)
+    if results is None:
+        return None
+    added.out, added.sum = results
+    added.out_version = _version(added.out)
+    return added.out

@@ -15,7 +15,7 @@ from ..streaming import Settings, examine, forget
 from ..tables import size
 from . import fuse as fusion
 from . import graph as graphs
-from . import linears, subclass
+from . import linears, residual, subclass
 from .configs import OwnConfigs
 from .generation import METHODS, Generation, copied, not_pickled
 from .walker import MARK
@@ -102,14 +102,15 @@ class Patch:
         if not self.graph:  # linear layers are fused only in decode graphs
             found = found._replace(linears=[])
         fusion.fuse(found)
-        joined = linears.join(model) if self.graph else []
-        self._fused = [weakref.ref(module) for modules in (*found, joined) for module in modules]
+        joined, layers = (linears.join(model), residual.join(model)) if self.graph else ([], [])
+        self._fused = [weakref.ref(module) for modules in (*found, joined, layers) for module in modules]
         for what, modules, before, after in (
             ("RMSNorm and LayerNorm", found.norms, "launched operation by operation", "one launch"),
             ("rotation of queries and keys", found.layers, "launched operation by operation", "one launch"),
             ("product in the MLP", found.mlps, "a third tensor", "in place"),
             ("linear layers, in decode graphs", found.linears, "cuBLAS", "one launch"),
             ("projections of queries, keys and values, in decode graphs", joined, "three launches", "one"),
+            ("residual connections, in decode graphs", layers, "two launches", "none"),
         ):
             if modules:
                 self.changes.append(Change(what, len(modules), before, after))

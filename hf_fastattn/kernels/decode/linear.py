@@ -13,6 +13,8 @@ the wait, NVIDIA, "CUDA C++ Programming Guide", programmatic dependent launch; f
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -20,8 +22,9 @@ import triton.language as tl
 from ..host import launch
 from ..host.overlap import early, let_next_begin, wait_for_inputs
 from . import linear_rows
-from .linear_rows import activated
+from .linear_rows import activated, distance, of_tile
 
+Tensors = tuple[torch.Tensor, ...]
 DTYPES = (torch.float16, torch.bfloat16)
 MAX_BLOCK = 2048  # elements of a row of the weight that a program loads at once
 
@@ -32,24 +35,44 @@ def _load_once(pointers, mask):
     return tl.load(pointers, mask=mask, other=0.0, eviction_policy="evict_first")
 
 
-@triton.jit(do_not_specialize=["out_features"])
+@triton.jit(do_not_specialize=["rows", "rows1", "rows2"])
 def linear_kernel(
     X,
     Weight,
+    Weight1,
+    Weight2,
     Bias,
+    Bias1,
+    Bias2,
     Out,
-    out_features,
+    Out1,
+    Out2,
+    Residual,
+    Sum,
+    rows,
+    rows1,
+    rows2,
     SIZE: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    ADD: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One program per BLOCK_N elements of the output."""
-    row = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    """One program per BLOCK_N elements of the output of one of PARTS weights. ADD: Sum = Residual + Out, for one weight."""
+    tile = tl.program_id(0)
+    second = tl.cdiv(rows, BLOCK_N)
+    third = second + tl.cdiv(rows1, BLOCK_N)
+    none = tile.to(tl.int64) * 0
+    start = of_tile(tile, second, third, none, distance(Weight, Weight1), distance(Weight, Weight2), PARTS)
+    if PARTS > 1:
+        start = tl.multiple_of(start, 8)
+    first_row = (tile - of_tile(tile, second, third, 0, second, third, PARTS)) * BLOCK_N
+    row = first_row.to(tl.int64) + tl.arange(0, BLOCK_N)
     offs = tl.arange(0, BLOCK_K)
-    live = row < out_features
-    weights = Weight + row[:, None] * SIZE + offs[None, :]
+    live = row < of_tile(tile, second, third, rows, rows1, rows2, PARTS)
+    weights = Weight + start + row[:, None] * SIZE + offs[None, :]
     # Before the wait: no kernel of a decode step writes weights.
     w = _load_once(weights, live[:, None] & (offs < SIZE)[None, :])
     wait_for_inputs(EARLY)
@@ -63,8 +86,14 @@ def linear_kernel(
         acc += w.to(tl.float32) * x.to(tl.float32)[None, :]
     y = tl.sum(acc, 1)
     if HAS_BIAS:
-        y += tl.load(Bias + row, mask=live, other=0.0).to(tl.float32)
-    tl.store(Out + row, y.to(Out.dtype.element_ty), mask=live)
+        bias = of_tile(tile, second, third, none, distance(Bias, Bias1), distance(Bias, Bias2), PARTS)
+        y += tl.load(Bias + bias + row, mask=live, other=0.0).to(tl.float32)
+    out = of_tile(tile, second, third, none, distance(Out, Out1), distance(Out, Out2), PARTS)
+    y = y.to(Out.dtype.element_ty)
+    tl.store(Out + out + row, y, mask=live)
+    if ADD:
+        total = tl.load(Residual + row, mask=live, other=0.0).to(tl.float32) + y.to(tl.float32)
+        tl.store(Sum + row, total.to(Out.dtype.element_ty), mask=live)
 
 
 @triton.jit(do_not_specialize=["out_features"])
@@ -105,7 +134,11 @@ def gated_linear_kernel(
 
 
 def why_not(
-    x: torch.Tensor, weights: tuple[torch.Tensor, ...], biases: tuple[torch.Tensor, ...] = (), gated: bool = False
+    x: torch.Tensor,
+    weights: Tensors,
+    biases: Tensors = (),
+    residual: torch.Tensor | None = None,
+    gated: bool = False,
 ) -> str | None:
     """The reason why these inputs need another path, or None. Arguments as in `linears`; gated: weights are a gate and up."""
     size = x.shape[-1] if x.dim() else 0
@@ -114,17 +147,19 @@ def why_not(
         return f"x is {tuple(x.shape)}; it must hold 1 to {linear_rows.MAX_TOKENS} tokens."
     if not 1 <= len(weights) <= linear_rows.MAX_WEIGHTS or len(biases) not in (0, len(weights)):
         return f"{len(weights)} weights, {len(biases)} biases; up to {linear_rows.MAX_WEIGHTS} weights need as many or none."
-    if tokens > 1 and size % linear_rows.MULTIPLE:
-        return f"in_features is {size}; with several tokens it must be a multiple of {linear_rows.MULTIPLE}."
     for weight in weights:
         if weight.dim() != 2 or weight.numel() == 0 or weight.shape[1] != size:
             return f"x is {tuple(x.shape)} and weight {tuple(weight.shape)}; a token must be as long as a row of weight."
+    if size % linear_rows.MULTIPLE and (tokens > 1 or len(weights) > 1 + gated):
+        return f"in_features is {size}; with several tokens or weights it must be a multiple of {linear_rows.MULTIPLE}."
     for bias, weight in zip(biases, weights, strict=False):
         if bias.shape != weight.shape[:1]:
             return f"bias is {tuple(bias.shape)}, and weight {tuple(weight.shape)} needs {weight.shape[0]} elements."
     if gated and (len(weights) != 2 or biases or weights[0].shape != weights[1].shape):
         return f"gate and up are {[tuple(weight.shape) for weight in weights]}; they must have one shape, and no biases."
-    for tensor in (x, *weights, *biases):
+    if residual is not None and (len(weights) > 1 or residual.shape != (*x.shape[:-1], weights[0].shape[0])):
+        return f"residual is {tuple(residual.shape)}; it must have the shape of the result, of one weight."
+    for tensor in (x, *weights, *biases, *(() if residual is None else (residual,))):
         if tensor.dtype != x.dtype or tensor.dtype not in DTYPES:
             return f"All tensors must share one dtype out of float16 and bfloat16; got {x.dtype} and {tensor.dtype}."
         if tensor.device != x.device:
@@ -142,15 +177,20 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     x: (..., in_features) of 1 to 64 tokens; weight: (out_features, in_features); bias: (out_features,); float16 or bfloat16,
     contiguous. Returns (..., out_features). No launch of the same step may write the weight: it is read before they end.
     """
-    out = linears(x, (weight,), () if bias is None else (bias,))
+    out = _run(x, (weight,), () if bias is None else (bias,))
     return None if out is None else out[0]
 
 
-def linears(
-    x: torch.Tensor, weights: tuple[torch.Tensor, ...], biases: tuple[torch.Tensor, ...] = ()
-) -> tuple[torch.Tensor, ...] | None:
-    """`linear` for up to three weights, with as many biases or none. Several tokens take one launch."""
-    return _run(x, weights, biases, None)
+def linear_and_sum(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """(y, residual + y) for the y of `linear`, rounded before and after the sum. residual: of y's shape and dtype."""
+    return _run(x, (weight,), () if bias is None else (bias,), residual=residual)  # type: ignore[return-value]
+
+
+def linears(x: torch.Tensor, weights: Tensors, biases: Tensors = ()) -> Tensors | None:
+    """`linear` for up to three weights, with as many biases or none, in one launch."""
+    return _run(x, weights, biases)
 
 
 def gated_linear(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, act: str = "silu") -> torch.Tensor | None:
@@ -158,54 +198,65 @@ def gated_linear(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, act: str
 
     act: "silu", "gelu" or "gelu_tanh".
     """
-    out = _run(x, (gate, up), (), act)
+    out = _run(x, (gate, up), act=act)
     return None if out is None else out[0]
 
 
 def _run(
-    x: torch.Tensor, weights: tuple[torch.Tensor, ...], biases: tuple[torch.Tensor, ...], act: str | None
-) -> tuple[torch.Tensor, ...] | None:
-    start = _prepare((x, *weights, *biases), len(weights), act)
-    if start is None or (x.numel() > x.shape[-1] and not linear_rows.aligned(weights)):
+    x: torch.Tensor, weights: Tensors, biases: Tensors = (), act: str | None = None, residual: torch.Tensor | None = None
+) -> Tensors | None:
+    """The results, and with a residual its sum with the only one."""
+    start = _prepare((x, *weights, *biases, residual), len(weights), act)
+    if start is None or not start.takes(weights):
         return None
     outs = tuple(x.new_empty(*x.shape[:-1], weight.shape[0]) for weight in weights[: 1 if act else None])
-    start(x, weights, biases, outs)
-    return outs
+    if residual is None:
+        start(x, weights, biases, outs)
+        return outs
+    total = torch.empty_like(residual)
+    start(x, weights, biases, outs, residual, total)
+    return *outs, total
 
 
 @launch.remember
-def _prepare(tensors: tuple[torch.Tensor, ...], count: int, act: str | None) -> linear_rows.Start | None:
-    x, weights, biases = tensors[0], tensors[1 : count + 1], tensors[count + 1 :]
-    if why_not(x, weights, biases, act is not None):
+def _prepare(tensors: tuple[torch.Tensor | None, ...], count: int, act: str | None) -> linear_rows.Start | None:
+    given: Any = tensors  # only the residual may be None
+    x, weights, biases, residual = given[0], given[1 : count + 1], given[count + 1 : -1], given[-1]
+    if why_not(x, weights, biases, residual, act is not None):
         return None
     if x.numel() > x.shape[-1]:
-        return linear_rows.prepare(x, weights, bool(biases), act)
-    if act is not None:
-        gated = _one_token(x, weights[0], False, act)
-        return lambda x, weights, biases, outs: gated(x, *weights, *outs)
-    launches = [_one_token(x, weight, bool(biases), None) for weight in weights]
-
-    def start(
-        x: torch.Tensor, weights: tuple[torch.Tensor, ...], biases: tuple[torch.Tensor, ...], outs: tuple[torch.Tensor, ...]
-    ) -> None:
-        for run, weight, bias, out in zip(launches, weights, biases or (None,) * count, outs, strict=True):
-            run(x, weight, bias, out)
-
-    return start
+        return linear_rows.prepare(x, weights, bool(biases), act, residual is not None)
+    return _one_token(x, weights, bool(biases), act, residual is not None)
 
 
-def _one_token(x: torch.Tensor, weight: torch.Tensor, has_bias: bool, act: str | None) -> launch.Launch:
-    rows, size = weight.shape
-    own: dict[str, int]
+def _one_token(x: torch.Tensor, weights: Tensors, has_bias: bool, act: str | None, add: bool) -> linear_rows.Start:
+    rows, size = [weight.shape[0] for weight in weights], x.shape[-1]
     block_k = min(MAX_BLOCK, max(16, triton.next_power_of_2(size)))
-    if act is None:
-        kernel, own = linear_kernel, {"HAS_BIAS": has_bias}
-        block_n = max(4, 4096 // block_k)
-        # For long rows half as many warps: more programs fit and hide each other's start and end.
-        warps = block_n * block_k // (2048 if size > 2 * MAX_BLOCK else 1024)
-    else:
-        kernel, own = gated_linear_kernel, {"ACT": linear_rows.ACTIVATIONS[act]}
+    common = {"SIZE": size, "BLOCK_K": block_k, **early(x.device)}
+    if act is not None:
         block_n = max(2, 2048 // block_k)
-        warps = block_n * block_k // 512
-    own |= {"SIZE": size, "BLOCK_N": block_n, "BLOCK_K": block_k, **early(x.device)}
-    return launch.Launch(kernel, (triton.cdiv(rows, block_n),), **own, out_features=rows, num_warps=warps)
+        run = launch.Launch(
+            gated_linear_kernel,
+            (triton.cdiv(rows[0], block_n),),
+            **common,
+            out_features=rows[0],
+            ACT=linear_rows.ACTIVATIONS[act],
+            BLOCK_N=block_n,
+            num_warps=block_n * block_k // 512,
+        )
+        return linear_rows.Start(run, gated=True)
+    block_n = max(4, 4096 // block_k)
+    # For long rows half as many warps: more programs fit and hide each other's start and end.
+    warps = block_n * block_k // (2048 if size > 2 * MAX_BLOCK else 1024)
+    run = launch.Launch(
+        linear_kernel,
+        (sum(triton.cdiv(n, block_n) for n in rows),),
+        **common,
+        **linear_rows.rows_of(rows),
+        PARTS=len(rows),
+        BLOCK_N=block_n,
+        HAS_BIAS=has_bias,
+        ADD=add,
+        num_warps=warps,
+    )
+    return linear_rows.Start(run, unaligned=len(rows) == 1)

@@ -16,7 +16,6 @@ GPU", 2023, section 3.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -32,7 +31,6 @@ MAX_WEIGHTS = 3
 MULTIPLE = 16  # in_features must be a multiple, so that 16 bytes are loaded at once
 ACTIVATIONS = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3}
 Tensors = tuple[torch.Tensor, ...]
-Start = Callable[[torch.Tensor, Tensors, Tensors, Tensors], None]  # of x, weights, biases and results
 
 
 class Tile(NamedTuple):
@@ -60,13 +58,13 @@ def activated(gate, ACT: tl.constexpr):
 
 
 @triton.jit
-def _distance(a, b):
+def distance(a, b):
     """The number of 16-bit elements from pointer a to pointer b."""
     return (b.to(tl.int64, bitcast=True) - a.to(tl.int64, bitcast=True)) // 2
 
 
 @triton.jit
-def _of_tile(tile, second, third, a, b, c, PARTS: tl.constexpr):
+def of_tile(tile, second, third, a, b, c, PARTS: tl.constexpr):
     """a, b or c for a tile of the first, second or third weight. second, third: the first tiles of these."""
     if PARTS == 3:
         b = tl.where(tile < third, b, c)
@@ -125,6 +123,8 @@ def linear_rows_kernel(
     Out,
     Out1,
     Out2,
+    Residual,
+    Sum,
     Partial,
     Counter,
     tokens,
@@ -137,6 +137,7 @@ def linear_rows_kernel(
     PARTS: tl.constexpr,
     ACT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    ADD: tl.constexpr,
     SPLIT: tl.constexpr,
     EVEN: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -144,7 +145,10 @@ def linear_rows_kernel(
     BLOCK_K: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One program per tile and split. PARTS: number of weights whose tiles follow each other; ACT: Weight1 is beside Weight."""
+    """One program per tile and split. PARTS: number of weights whose tiles follow each other; ACT: Weight1 is beside Weight.
+
+    ADD: Sum = Residual + Out, for one weight.
+    """
     tile = tl.program_id(0)
     n = tl.arange(0, BLOCK_N)
     token = tl.arange(0, BLOCK_M)
@@ -152,13 +156,13 @@ def linear_rows_kernel(
     second = tl.cdiv(rows, BLOCK_N)
     third = second + tl.cdiv(rows1, BLOCK_N)
     none = tile.to(tl.int64) * 0
-    rows_of = _of_tile(tile, second, third, rows, rows1, rows2, PARTS)
+    rows_of = of_tile(tile, second, third, rows, rows1, rows2, PARTS)
     if ACT:
         row = tile * (BLOCK_N // 2) + n % (BLOCK_N // 2)
-        start = tl.where(n < BLOCK_N // 2, 0, _distance(Weight, Weight1))
+        start = tl.where(n < BLOCK_N // 2, 0, distance(Weight, Weight1))
     else:
-        row = (tile - _of_tile(tile, second, third, 0, second, third, PARTS)) * BLOCK_N + n
-        start = _of_tile(tile, second, third, none, _distance(Weight, Weight1), _distance(Weight, Weight2), PARTS)
+        row = (tile - of_tile(tile, second, third, 0, second, third, PARTS)) * BLOCK_N + n
+        start = of_tile(tile, second, third, none, distance(Weight, Weight1), distance(Weight, Weight2), PARTS)
     start += tl.minimum(row, rows_of - 1).to(tl.int64) * size
     offs_k = tl.program_id(1) * split_size + tl.arange(0, BLOCK_K)
     w_ptrs = Weight + tl.multiple_of(start, 8)[:, None] + offs_k[None, :]
@@ -184,10 +188,15 @@ def linear_rows_kernel(
         else:
             live = row < rows_of
             if HAS_BIAS:
-                bias = _of_tile(tile, second, third, none, _distance(Bias, Bias1), _distance(Bias, Bias2), PARTS)
+                bias = of_tile(tile, second, third, none, distance(Bias, Bias1), distance(Bias, Bias2), PARTS)
                 acc += tl.load(Bias + bias + row, mask=live, other=0.0).to(tl.float32)[:, None]
-            out = _of_tile(tile, second, third, none, _distance(Out, Out1), _distance(Out, Out2), PARTS)
-            tl.store(Out + out + token[None, :] * rows_of + row[:, None], acc.to(dtype), mask=live[:, None] & seen)
+            out = of_tile(tile, second, third, none, distance(Out, Out1), distance(Out, Out2), PARTS)
+            offs, y = token[None, :] * rows_of + row[:, None], acc.to(dtype)
+            tl.store(Out + out + offs, y, mask=live[:, None] & seen)
+            if ADD:
+                residual = tl.load(Residual + offs, mask=live[:, None] & seen, other=0.0)
+                total = (residual.to(tl.float32) + y.to(tl.float32)).to(dtype)
+                tl.store(Sum + offs, total, mask=live[:, None] & seen)
 
 
 def tiles(arch: int, sms: int, tokens: int, rows: list[int], size: int, gated: bool) -> Tile:
@@ -201,13 +210,54 @@ def tiles(arch: int, sms: int, tokens: int, rows: list[int], size: int, gated: b
     return tile._replace(splits=max(1, min(2 * sms // number, triton.cdiv(size, 4 * tile.BLOCK_K))))
 
 
-def aligned(weights: Tensors) -> bool:
-    """Whether 16 bytes can be loaded at once from each weight."""
-    return all(weight.data_ptr() % 16 == 0 for weight in weights)
+class Start:
+    """A launch for inputs of one layout.
+
+    gated: for the kernel of a gated pair and one token. unaligned: whether weights may begin anywhere; otherwise 16 bytes are
+    loaded at once. sums: the number of fp32 values that splits leave to the program that adds them; None for kernels without.
+    """
+
+    def __init__(self, run: launch.Launch, *, gated: bool = False, unaligned: bool = True, sums: int | None = None):
+        self.run, self.gated, self.unaligned, self.sums = run, gated, unaligned, sums
+
+    def takes(self, weights: Tensors) -> bool:
+        return self.unaligned or all(weight.data_ptr() % 16 == 0 for weight in weights)
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        weights: Tensors,
+        biases: Tensors,
+        outs: Tensors,
+        residual: torch.Tensor | None = None,
+        total: torch.Tensor | None = None,
+    ) -> None:
+        """Write outs, and total = residual + outs[0]."""
+        if self.gated:
+            self.run(x, *weights, *outs)
+            return
+        tensors = (x, *_three(weights), *_three(biases or weights), *_three(outs))
+        tensors += (x, x) if residual is None or total is None else (residual, total)  # x: not read
+        if self.sums:
+            tensors += x.new_empty(self.sums, dtype=torch.float32), counters_of(x.device)
+        elif self.sums is not None:
+            tensors += x, x
+        self.run(*tensors)
 
 
-def prepare(x: torch.Tensor, weights: Tensors, has_bias: bool, act: str | None) -> Start:
-    """The launch for inputs of these shapes. act: a key of ACTIVATIONS; if not None, the weights are a gate and up."""
+def _three(tensors: Tensors) -> Tensors:
+    """The tensors, and the first one in place of missing ones, which are not read."""
+    return (*tensors, *tensors[:1] * (MAX_WEIGHTS - len(tensors)))
+
+
+def rows_of(rows: list[int]) -> dict[str, int]:
+    """The kernels' arguments for the numbers of rows of up to three weights."""
+    rows = [*rows, 0, 0]
+    return {"rows": rows[0], "rows1": rows[1], "rows2": rows[2]}
+
+
+def prepare(x: torch.Tensor, weights: Tensors, has_bias: bool, act: str | None, add: bool) -> Start:
+    """The launch for several tokens. act: a key of ACTIVATIONS; if not None, the weights are a gate and up."""
     size, gated = x.shape[-1], act is not None
     tokens, rows = x.numel() // size, [weight.shape[0] for weight in weights[: 1 if gated else None]]
     tile = tiles(gpu.arch(x.device), gpu.num_sms(x.device), tokens, rows, size, gated)
@@ -218,15 +268,14 @@ def prepare(x: torch.Tensor, weights: Tensors, has_bias: bool, act: str | None) 
         linear_rows_kernel,
         (number, splits),
         tokens=tokens,
-        rows=rows[0],
-        rows1=rows[1] if len(rows) > 1 else 0,
-        rows2=rows[2] if len(rows) > 2 else 0,
+        **rows_of(rows),
         size=size,
         split_size=split_size,
         splits=splits,
         PARTS=len(rows),
         ACT=ACTIVATIONS[act],
         HAS_BIAS=has_bias,
+        ADD=add,
         SPLIT=splits > 1,
         EVEN=size % split_size == 0,
         BLOCK_N=tile.BLOCK_N,
@@ -236,17 +285,5 @@ def prepare(x: torch.Tensor, weights: Tensors, has_bias: bool, act: str | None) 
         num_stages=tile.num_stages,
         **early(x.device),
     )
-    values = number * splits * tile.BLOCK_N * tile.BLOCK_M
-
-    def start(x: torch.Tensor, weights: Tensors, biases: Tensors, outs: Tensors) -> None:
-        partial, counter = x, x  # not read
-        if splits > 1:
-            partial, counter = x.new_empty(values, dtype=torch.float32), counters_of(x.device)
-        run(x, *_three(weights), *_three(biases or weights), *_three(outs), partial, counter)
-
-    return start
-
-
-def _three(tensors: Tensors) -> Tensors:
-    """The tensors, and the first one in place of missing ones, which are not read."""
-    return (*tensors, *tensors[:1] * (MAX_WEIGHTS - len(tensors)))
+    sums = number * splits * tile.BLOCK_N * tile.BLOCK_M if splits > 1 else 0
+    return Start(run, unaligned=False, sums=sums)
