@@ -26,7 +26,7 @@ from triton.runtime.driver import driver  # noqa: E402
 
 from hf_fastattn.kernels import spans  # noqa: E402
 from hf_fastattn.kernels.attention import lean, prefill, schedule, split_kv  # noqa: E402
-from hf_fastattn.kernels.decode import append, linear, reorder, ring, rms_norm, rope, rotate  # noqa: E402
+from hf_fastattn.kernels.decode import append, linear, linear_rows, reorder, ring, rms_norm, rope, rotate  # noqa: E402
 from hf_fastattn.kernels.host import gpu  # noqa: E402
 from hf_fastattn.kernels.spec import call  # noqa: E402
 
@@ -333,6 +333,35 @@ def test_linear_layers_load_weights_ahead_of_the_wait_and_nothing_else(size, kin
         ahead = [line for line in binary.ttgir[: wait.start()].splitlines() if TOUCH.search(line)]
         assert len(ahead) == (2 if gated else 1)
         assert all(re.search(r"tt\.load.*tensor<\d+x\d+x", line) for line in ahead)  # of X and Bias it is one row
+
+
+@pytest.mark.parametrize("arch", [80, 89, 90])
+@pytest.mark.parametrize("tokens", [1, 16, 64])
+@pytest.mark.parametrize("kind", ["three", "sum", "gated"])
+def test_linear_layers_load_16_bytes_at_once_and_spill_nothing(kind, tokens, arch, tmp_path, monkeypatch):
+    new = lambda *shape: torch.zeros(*shape, dtype=torch.bfloat16)  # noqa: E731
+    x, weight, bias = new(1, tokens, 4096), new(64, 4096), new(64)
+    module, name = (linear, "linear_kernel") if tokens == 1 else (linear_rows, "linear_rows_kernel")
+    if kind == "gated" and tokens == 1:
+        name = "gated_linear_kernel"
+    if module is linear_rows:
+        monkeypatch.setattr(linear, "_prepare", linear._prepare.__wrapped__)  # it caches launches of another architecture
+    with compiling(module, (name,), arch) as compiled:
+        if kind == "gated":
+            linear.gated_linear(x, weight, weight, "gelu_tanh")
+        elif kind == "sum":
+            linear.linear_and_sum(x, weight, bias, new(1, tokens, 64))
+        else:
+            linear.linears(x, (weight, weight, weight), (bias, bias, bias))
+    binary = read(compiled[name], tmp_path)
+    assert binary.stack == 0 and binary.shared <= SHARED_LIMIT[arch]
+    assert binary.begins_early == (arch == 90)
+    if tokens == 1:
+        assert re.search(r"ld\.global\S*\.v4\.b32", binary.ptx)
+    else:
+        assert "cp.async.cg.shared.global" in binary.ptx and "cp.async.ca" not in binary.ptx  # .cg has 16 bytes
+        waits, touches = WAIT.search(binary.ttgir), TOUCH.search(binary.ttgir)
+        assert bool(waits) == (arch == 90) and not (waits and touches.start() < waits.start())
 
 
 @pytest.mark.parametrize("arch", [80, 90])
