@@ -2,7 +2,7 @@
 
 - RMSNorm and LayerNorm in one launch, and the rotation of queries and keys in one launch;
 - the product in the MLP in place: two tensors of the MLP's width at once instead of three, the peak memory of a long prompt;
-- in a decode graph of one row, linear layers by `kernels.decode.linear`, and a gated pair of them in one launch.
+- in a decode graph, linear layers and what surrounds them (linears.py, residual.py).
 
 The fused code computes what the model's own code computes, with the same roundings. A norm and a rotation qualify if their code
 returns the same bits as a known formula (`hf/norms.py`, `hf/rotations.py`), an MLP if the bytecode of its forward() equals that

@@ -1,8 +1,8 @@
 """Linear layers and MLPs of one model:
 
 - the product in the MLP in place: two tensors of the MLP's width at once instead of three, the peak memory of a long prompt;
-- in a decode graph of up to 64 tokens, linear layers by `kernels.decode.linear`: one launch each, for a gated pair, and for the
-  projections of queries, keys and values.
+- in a decode graph of up to 64 tokens, linear layers by `kernels.decode.linear`, in one launch each; a gated pair, and the
+  projections of queries, keys and values, in one launch together.
 
 The projections are computed together when their attention layer begins. Each of them then returns its result if it is called with
 the input of the layer; otherwise the layer's projections are computed one by one from then on.
