@@ -26,8 +26,9 @@ from triton.runtime.driver import driver  # noqa: E402
 
 from hf_fastattn.kernels import spans  # noqa: E402
 from hf_fastattn.kernels.attention import lean, prefill, schedule, split_kv  # noqa: E402
-from hf_fastattn.kernels.decode import append, linear, linear_rows, reorder, ring, rms_norm, rope, rotate  # noqa: E402
+from hf_fastattn.kernels.decode import append, experts, linear, linear_rows, reorder, ring, rms_norm, rope, rotate  # noqa: E402
 from hf_fastattn.kernels.host import gpu  # noqa: E402
+from hf_fastattn.kernels.mixture import Layout, Weights  # noqa: E402
 from hf_fastattn.kernels.spec import call  # noqa: E402
 
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -362,6 +363,39 @@ def test_linear_layers_load_16_bytes_at_once_and_spill_nothing(kind, tokens, arc
         assert "cp.async.cg.shared.global" in binary.ptx and "cp.async.ca" not in binary.ptx  # .cg has 16 bytes
         waits, touches = WAIT.search(binary.ttgir), TOUCH.search(binary.ttgir)
         assert bool(waits) == (arch == 90) and not (waits and touches.start() < waits.start())
+
+
+@pytest.mark.parametrize(
+    "tokens, kind, arch",
+    [
+        (1, "plain", 90),
+        (8, "long rows", 90),
+        (32, "long rows", 89),
+        (64, "interleaved", 90),
+        (4, "interleaved", 80),
+        (64, "fp32", 80),
+        (64, "fp32", 90),
+    ],
+)
+def test_experts_wait_before_they_read_what_launches_write(tokens, kind, arch, tmp_path):
+    new = lambda *shape: torch.zeros(*shape, dtype=torch.float32 if kind == "fp32" else torch.bfloat16)  # noqa: E731
+    size, layout, biases = 4096 if kind == "long rows" else 1920, Layout(), ()
+    weights = new(4, 256, size), new(4, size, 128)
+    if kind == "interleaved":
+        layout = Layout(transposed=True, interleaved=True, act="sigmoid", alpha=1.702, limit=7.0)
+        weights, biases = tuple(weight.transpose(1, 2).contiguous() for weight in weights), (new(4, 256), new(4, size))
+    chosen = torch.zeros(tokens, 2, dtype=torch.int64)
+    with compiling(experts, ("gate_up_kernel", "down_kernel", "sum_kernel"), arch) as compiled:
+        experts.run(new(tokens, size), chosen, new(tokens, 2), Weights(*weights, *biases), layout)
+    for name, kernel in compiled.items():
+        binary = read(kernel, tmp_path)
+        assert binary.stack == 0 and binary.shared <= SHARED_LIMIT[arch]
+        wait = WAIT.search(binary.ttgir)
+        assert bool(wait) == binary.begins_early == (arch == 90)
+        ahead = [line for line in binary.ttgir[: wait.start() if wait else 0].splitlines() if TOUCH.search(line)]
+        assert all("!tt.ptr<i64>" in line for line in ahead) and (name != "gate_up_kernel" or not ahead)  # only indices
+        if name != "sum_kernel" and arch == 90 and kind != "fp32":
+            assert "wgmma" in binary.ptx
 
 
 @pytest.mark.parametrize("arch", [80, 90])

@@ -13,9 +13,9 @@ from .. import hf
 from ..caches import forward
 from ..streaming import Settings, examine, forget
 from ..tables import size
+from . import experts, linears, residual, subclass
 from . import fuse as fusion
 from . import graph as graphs
-from . import linears, residual, subclass
 from .configs import OwnConfigs
 from .generation import METHODS, Generation, copied, not_pickled
 from .walker import MARK
@@ -85,6 +85,9 @@ class Patch:
         vars(model)[MARK] = self
         if fuse:
             self._fuse(model)
+            if found := experts.find(model):
+                before = experts.use(found)
+                self.changes.append(Change("experts, up to 64 tokens", len(found), before, "one read of each chosen expert"))
         if self._generation is None:
             return
         self._generation.install(model)
@@ -133,6 +136,7 @@ class Patch:
         subclass.restore([*(module for ref in self._fused if (module := ref()) is not None), *model.modules()])
         if self._generation is not None:
             self._generation.uninstall(model)
+        experts.restore(model)
         self._configs.restore(model)
         vars(model).pop(MARK, None)
 

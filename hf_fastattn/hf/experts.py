@@ -1,0 +1,107 @@
+"""Transformers' registry of implementations of experts, and the layout and the activation of the modules that use it.
+
+Such a module stores the weights of all experts of a layer as 3-D tensors. Its forward(hidden_states, top_k_index, top_k_weights)
+calls the entry of the registry under the name in its configuration, or, under "eager", the loop over experts of its own class.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import torch
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
+
+from ..kernels import mixture
+from .llama import activations
+
+STOCK_EXPERTS = ("eager", "batched_mm", "grouped_mm")  # what a model runs if no other kernel is requested
+Experts = Callable[..., torch.Tensor]
+_layouts: dict[tuple[object, ...], mixture.Layout | str] = {}
+
+
+def register_experts(name: str, function: Experts) -> None:
+    """Register `experts_implementation=name`: function(module, hidden_states, top_k_index, top_k_weights)."""
+    ExpertsInterface.register(name, function)
+
+
+def experts_implementation(module: Any) -> str:
+    """The name in the configuration of an `asks_for_experts` module."""
+    return str(module.config._experts_implementation)
+
+
+def set_experts_implementation(module: Any, name: str) -> None:
+    """Set it for all modules with the configuration of this one, but not for its sub-configurations."""
+    module.config._experts_implementation_internal = name
+
+
+def stock_experts(module: torch.nn.Module, name: str) -> Experts:
+    """The implementation in Transformers with this name, one of STOCK_EXPERTS."""
+    own: Any = type(module).forward
+    function: Experts = own.__wrapped__ if name == "eager" else ALL_EXPERTS_FUNCTIONS[name]
+    return function
+
+
+def asks_for_experts(module: torch.nn.Module) -> bool:
+    """Whether forward() of this module calls the registry. (Quantised experts have a registry of their own.)"""
+    return _asks(type(module))  # type: ignore[arg-type]  # a class is hashable
+
+
+@cache
+def _asks(cls: type[torch.nn.Module]) -> bool:
+    forward = cls.forward
+    if not inspect.isfunction(forward) or not hasattr(forward, "__wrapped__"):
+        return False
+    return inspect.getclosurevars(forward).nonlocals.get("experts_interface") is ALL_EXPERTS_FUNCTIONS
+
+
+def expert_weights(module: torch.nn.Module) -> mixture.Weights | None:
+    """The weights of `asks_for_experts` modules; None if they are not stored parameters but computed at each call."""
+    names = ["gate_up_proj", "down_proj"] + ["gate_up_proj_bias", "down_proj_bias"] * bool(module.has_bias)
+    found = [tensor for name in names if (tensor := module._parameters.get(name)) is not None]
+    return mixture.Weights(*found) if len(found) == len(names) else None
+
+
+def expert_layout(module: torch.nn.Module) -> mixture.Layout | str:
+    """Layout and activation of an `asks_for_experts` module, or the reason why the kernel does not support them."""
+    act = getattr(module, "act_fn", None)
+    # By getattr(): a decode graph notices which attributes a step reads.
+    numbers = tuple((name, getattr(module, name)) for name, value in vars(module).items() if type(value) in (int, float))
+    key = type(module), str(act), numbers
+    if key not in _layouts:
+        _layouts[key] = _examine(module, act, [number for _, number in numbers])
+    return _layouts[key]
+
+
+def _examine(module: Any, act: torch.nn.Module | None, numbers: list[float]) -> mixture.Layout | str:
+    name = type(module).__name__
+    if not module.has_gate:
+        return f"{name} has no gate"
+    if getattr(module, "has_post_expert_norm", False):
+        return f"{name} has a norm after each expert"
+    if act is not None and type(act) not in activations():
+        return f"{name} has the activation {type(act).__name__}"
+    values = torch.cat([torch.linspace(-30, 30, 21), torch.tensor([-1e4, -1e3, -1e2, 1e2, 1e3, 1e4])]).double()
+    gate, up = torch.cartesian_prod(values, values).unbind(1)
+    for layout in _candidates(bool(module.is_transposed), numbers):
+        both = torch.stack([gate, up], 1).flatten() if layout.interleaved else torch.cat([gate, up])
+        try:
+            got = module._apply_gate(both[None])[0]
+        except (RuntimeError, TypeError, ValueError):
+            break
+        if torch.allclose(got, mixture.gated(both, layout), rtol=1e-9, atol=1e-9):  # computed in fp64, and not in another dtype
+            return layout
+    return f"the activation of {name} is not one that the kernel supports"
+
+
+def _candidates(transposed: bool, numbers: list[float]) -> Iterator[mixture.Layout]:
+    """The layouts and activations that the kernel supports, with the module's own numbers as alpha and limit."""
+    limits = [None, *dict.fromkeys(float(n) for n in numbers if 0 < n < 1e4)]
+    for interleaved in (False, True):
+        for limit in limits:
+            for act in ("silu", "gelu_tanh"):
+                yield mixture.Layout(transposed, interleaved, act, limit=limit)
+            for alpha in (1.0, *(n for n in limits if n is not None and n != 1.0)):
+                yield mixture.Layout(transposed, interleaved, "sigmoid", alpha, limit)

@@ -1,0 +1,395 @@
+"""The experts of a mixture (mixture.py) for 1 to 64 tokens: the weights of each chosen expert are read once, for all its tokens.
+
+Three launches: gate and up with the activation, down, and the sum. A program of the first two has some rows of the weights of one
+expert, and finds the tokens of this expert itself, from the indices of all tokens: nothing is sorted, no shape depends on data,
+and no value is read on the host. Each token has a column of the product, which stays 0 if the token has not chosen the expert.
+Tensor cores have time for that, because reading the weights takes longer.
+
+Products and sums are in fp32. Results are rounded as in `batched_mm` of Transformers: products, their sums with biases,
+the activation and its product, and products with the routing weights; the sum over experts is in fp32, in the order of the
+choices, and rounded once. No atomics: every run gives the same bits.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ..host import gpu, launch
+from ..host.overlap import early, let_next_begin, wait_for_inputs
+from ..mixture import PLAIN, Layout, Weights, why_not
+
+SILU, GELU_TANH, SIGMOID = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+CHOICES, PAIRS, EXPERTS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+_ACTS = {"silu": SILU, "gelu_tanh": GELU_TANH, "sigmoid": SIGMOID}
+
+
+@triton.jit
+def _tokens_of(
+    Experts,
+    slot,
+    tokens,
+    SLOTS: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_TOP: tl.constexpr,
+):
+    """(an expert, whether this slot computes it, for each token its first choice that is this expert, or TOP_K).
+
+    SLOTS: what a slot is. CHOICES: a choice of the only token. PAIRS: a pair of a token and a choice, of which the first with an
+    expert computes it. EXPERTS: an expert.
+    """
+    if SLOTS == CHOICES:  # without the search, for which the loads of weights would wait
+        expert = tl.load(Experts + slot).to(tl.int32)
+        live = (expert >= 0) & (expert < NUM_EXPERTS)
+        first = tl.where(tl.arange(0, BLOCK_T) == 0, slot, TOP_K)
+    else:
+        token, choice = tl.arange(0, BLOCK_T)[:, None], tl.arange(0, BLOCK_TOP)[None, :]
+        pair = token * TOP_K + choice
+        chosen = tl.load(Experts + pair, mask=(token < tokens) & (choice < TOP_K), other=-1).to(tl.int32)
+        if SLOTS == PAIRS:
+            expert = tl.load(Experts + slot).to(tl.int32)
+            earliest = tl.min(tl.min(tl.where(chosen == expert, pair, BLOCK_T * TOP_K), 1), 0)
+            live = (earliest == slot) & (expert >= 0) & (expert < NUM_EXPERTS)
+            first = tl.min(tl.where(chosen == expert, choice, TOP_K), 1)
+        else:
+            expert = slot
+            first = tl.min(tl.where(chosen == expert, choice, TOP_K), 1)
+            live = tl.min(first, 0) < TOP_K
+    return expert, live, first
+
+
+@triton.jit
+def _product(
+    X,
+    x_rows,
+    Weight,
+    row,
+    has_row,
+    has_token,
+    begin,
+    end,
+    SIZE: tl.constexpr,
+    ROW_STRIDE: tl.constexpr,
+    K_STRIDE: tl.constexpr,
+    STEPS: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """(BLOCK_N, BLOCK_T): these rows of a weight times these rows of X, over their elements from `begin` to `end`."""
+    offs = begin + tl.arange(0, BLOCK_K)
+    weights = Weight + row[:, None] * ROW_STRIDE + offs[None, :] * K_STRIDE
+    xs = X + x_rows[None, :] * SIZE + offs[:, None]
+    acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+    for step in range(STEPS):
+        if EVEN:
+            w = tl.load(weights, mask=has_row[:, None], other=0.0, eviction_policy="evict_first")
+            x = tl.load(xs, mask=has_token[None, :], other=0.0)
+        else:
+            inside = offs + step * BLOCK_K < end
+            w = tl.load(weights, mask=has_row[:, None] & inside[None, :], other=0.0, eviction_policy="evict_first")
+            x = tl.load(xs, mask=has_token[None, :] & inside[:, None], other=0.0)
+        acc = tl.dot(w, x, acc, input_precision="ieee")
+        weights += BLOCK_K * K_STRIDE
+        xs += BLOCK_K
+    return acc
+
+
+@triton.jit
+def _gated(gate, up, dtype: tl.constexpr, ACT: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+    """The activation and its product, in fp32, rounded to dtype wherever the code of the models rounds."""
+    if LIMIT is not None:
+        gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL).to(dtype).to(tl.float32)
+        up = tl.minimum(up, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.maximum(up, -LIMIT, propagate_nan=tl.PropagateNan.ALL).to(dtype).to(tl.float32)
+    if ACT == SILU:
+        act = gate / (1.0 + tl.exp(-gate))
+    elif ACT == GELU_TANH:  # x (1 + tanh(z)) / 2 = x sigmoid(2 z)
+        act = gate / (1.0 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)))
+    else:
+        scaled = (gate * ALPHA).to(dtype).to(tl.float32)
+        act = gate * (1.0 / (1.0 + tl.exp(-scaled))).to(dtype).to(tl.float32)
+        up = (up + 1.0).to(dtype).to(tl.float32)
+    return (act.to(dtype).to(tl.float32) * up).to(dtype)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def gate_up_kernel(
+    X,
+    Experts,
+    Weight,
+    Bias,
+    Hidden,
+    tokens,
+    SIZE: tl.constexpr,
+    INNER: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SLOTS: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ACT: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_TOP: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """One program per BLOCK_N / 2 elements of h and slot. Hidden: (tokens, TOP_K, INNER)."""
+    wait_for_inputs(EARLY)
+    let_next_begin(EARLY)
+    expert, live, first = _tokens_of(Experts, tl.program_id(1), tokens, SLOTS, NUM_EXPERTS, TOP_K, BLOCK_T, BLOCK_TOP)
+    if live:
+        HALF: tl.constexpr = BLOCK_N // 2
+        i = tl.arange(0, BLOCK_N)
+        if INTERLEAVED:
+            row = tl.program_id(0) * BLOCK_N + i
+            has_row = row < 2 * INNER
+        else:
+            n = tl.program_id(0) * HALF + i % HALF
+            row = tl.max_contiguous(n + tl.where(i < HALF, 0, INNER), HALF)
+            if INNER % 16 == 0:
+                row = tl.multiple_of(row, 16)
+            has_row = n < INNER
+        token = tl.arange(0, BLOCK_T)
+        has_token = first < TOP_K
+        acc = _product(
+            X,
+            token,
+            Weight + expert.to(tl.int64) * (2 * INNER * SIZE),
+            row,
+            has_row,
+            has_token,
+            0,
+            SIZE,
+            SIZE,
+            1 if TRANSPOSED else SIZE,
+            2 * INNER if TRANSPOSED else 1,
+            (SIZE + BLOCK_K - 1) // BLOCK_K,
+            SIZE % BLOCK_K == 0,
+            BLOCK_N,
+            BLOCK_K,
+            BLOCK_T,
+        )
+        dtype: tl.constexpr = Hidden.dtype.element_ty
+        acc = acc.to(dtype).to(tl.float32)
+        if HAS_BIAS:
+            bias = tl.load(Bias + expert * (2 * INNER) + row, mask=has_row, other=0.0).to(tl.float32)
+            acc = (acc + bias[:, None]).to(dtype).to(tl.float32)
+        if INTERLEAVED:
+            gate, up = tl.split(tl.permute(tl.reshape(acc, [HALF, 2, BLOCK_T]), [0, 2, 1]))
+        else:
+            gate, up = tl.split(tl.permute(tl.reshape(acc, [2, HALF, BLOCK_T]), [1, 2, 0]))
+        h = _gated(gate, up, dtype, ACT, ALPHA, LIMIT)
+        offs = tl.program_id(0) * HALF + tl.arange(0, HALF)
+        pair = token * TOP_K + first
+        tl.store(Hidden + pair[None, :] * INNER + offs[:, None], h, mask=has_token[None, :] & (offs < INNER)[:, None])
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def down_kernel(
+    Hidden,
+    Experts,
+    Weight,
+    Partial,
+    tokens,
+    SIZE: tl.constexpr,
+    INNER: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SLOTS: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_TOP: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """One program per BLOCK_N elements of the output, slot, and SPLIT elements of h. Partial: (splits, tokens, TOP_K, SIZE)."""
+    # Before the wait: the indices are older than the previous launch.
+    expert, live, first = _tokens_of(Experts, tl.program_id(1), tokens, SLOTS, NUM_EXPERTS, TOP_K, BLOCK_T, BLOCK_TOP)
+    wait_for_inputs(EARLY)
+    let_next_begin(EARLY)
+    if live:
+        row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        has_row = row < SIZE
+        token = tl.arange(0, BLOCK_T)
+        has_token = first < TOP_K
+        pair = token * TOP_K + first
+        begin = tl.program_id(2) * SPLIT
+        acc = _product(
+            Hidden,
+            pair,
+            Weight + expert.to(tl.int64) * (INNER * SIZE),
+            row,
+            has_row,
+            has_token,
+            begin,
+            INNER,
+            INNER,
+            1 if TRANSPOSED else INNER,
+            SIZE if TRANSPOSED else 1,
+            (SPLIT + BLOCK_K - 1) // BLOCK_K,
+            INNER % SPLIT == 0 and SPLIT % BLOCK_K == 0,
+            BLOCK_N,
+            BLOCK_K,
+            BLOCK_T,
+        )
+        at = (tl.program_id(2) * tokens * TOP_K + pair) * SIZE
+        tl.store(Partial + at[None, :] + row[:, None], acc, mask=has_token[None, :] & has_row[:, None])
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def sum_kernel(
+    Partial,
+    Experts,
+    Scores,
+    Bias,
+    Out,
+    tokens,
+    SIZE: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SPLITS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_TOP: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """One program per token and BLOCK_N elements of the output. Scores: the routing weights, (tokens, TOP_K)."""
+    token = tl.program_id(1)
+    offs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = offs < SIZE
+    choice = tl.arange(0, BLOCK_TOP)
+    dtype: tl.constexpr = Out.dtype.element_ty
+    chosen = tl.load(Experts + token * TOP_K + choice, mask=choice < TOP_K, other=-1).to(tl.int32)
+    wait_for_inputs(EARLY)
+    let_next_begin(EARLY)
+    total = tl.zeros([BLOCK_N], tl.float32)
+    for j in tl.static_range(TOP_K):
+        expert = tl.load(Experts + token * TOP_K + j).to(tl.int32)
+        owner = tl.where(inside, expert, -1)
+        live = (owner >= 0) & (owner < NUM_EXPERTS)  # others are the experts of other ranks
+        first = tl.min(tl.where(chosen == expert, choice, TOP_K), 0)
+        y = tl.zeros([BLOCK_N], tl.float32)
+        for split in tl.static_range(SPLITS):
+            at = ((split * tokens + token) * TOP_K + first) * SIZE
+            y += tl.load(Partial + at + offs, mask=live, other=0.0)
+        y = y.to(dtype).to(tl.float32)
+        if HAS_BIAS:
+            bias = tl.load(Bias + expert * SIZE + offs, mask=live, other=0.0).to(tl.float32)
+            y = (y + bias).to(dtype).to(tl.float32)
+        score = tl.load(Scores + token * TOP_K + j).to(tl.float32)
+        product = y * score
+        if Scores.dtype.element_ty == dtype:
+            product = product.to(dtype).to(tl.float32)
+        total += tl.where(live, product, 0.0)
+    tl.store(Out + token * SIZE + offs, total.to(dtype), mask=inside)
+
+
+class Tiles(NamedTuple):
+    """A tile of a weight, the number of tiles loaded ahead plus one, and warps."""
+
+    block_n: int
+    block_k: int
+    stages: int
+    warps: int
+
+    def named(self) -> dict[str, int]:
+        return {"BLOCK_N": self.block_n, "BLOCK_K": self.block_k, "num_stages": self.stages, "num_warps": self.warps}
+
+
+class _Plan(NamedTuple):
+    gate_up: launch.Launch
+    down: launch.Launch
+    sum: launch.Launch
+    inner: int
+    splits: int
+
+
+def run(
+    x: torch.Tensor, experts: torch.Tensor, scores: torch.Tensor, weights: Weights, layout: Layout = PLAIN
+) -> torch.Tensor | None:
+    """For each token the weighted sum of its chosen experts, (tokens, hidden) in x's dtype; None if `why_not` gives a reason.
+
+    x: (tokens, hidden), 1 to 64 tokens. experts, scores: (tokens, choices), the indices of the experts and their routing weights
+    in x's dtype or float32. An index that is of none of these experts counts as 0. All tensors are contiguous.
+    """
+    plan = _prepare((x, experts, scores, *weights), layout)
+    if plan is None:
+        return None
+    pairs, size = experts.shape, x.shape[1]
+    hidden = x.new_empty(*pairs, plan.inner)
+    partial = x.new_empty(plan.splits, *pairs, size, dtype=torch.float32)
+    out = torch.empty_like(x)
+    plan.gate_up(x, experts, weights.gate_up, weights.gate_up_bias, hidden)
+    plan.down(hidden, experts, weights.down, partial)
+    plan.sum(partial, experts, scores, weights.down_bias, out)
+    return out
+
+
+def tiles(tokens: int, length: int, dtype: torch.dtype) -> Tiles:
+    """The tiles of a weight with rows of this length."""
+    if dtype == torch.float32:
+        return Tiles(32, 32, 4, 4)
+    if tokens > 32:
+        return Tiles(128, 64, 3, 4)
+    return Tiles(64, 128, 4, 4) if length >= 4096 else Tiles(64, 64, 6, 4)
+
+
+def _num_splits(programs: int, length: int, device: torch.device) -> int:
+    """Into how many parts down's rows are split, so that there are enough programs."""
+    wanted = -(-gpu.num_sms(device) // programs)
+    return max(1, min(wanted, 8, length // 256))
+
+
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+
+
+@launch.remember
+def _prepare(tensors: Tensors, layout: Layout) -> _Plan | None:
+    x, experts, scores, *of = tensors
+    weights = Weights(*of)  # type: ignore[arg-type]
+    if why_not(x, experts, scores, weights, layout):
+        return None
+    (tokens, size), choices, count = x.shape, experts.shape[1], weights.gate_up.shape[0]
+    inner, has_bias = weights.down.shape[1 if layout.transposed else 2], weights.down_bias is not None
+    slots = CHOICES if tokens == 1 else PAIRS if tokens * choices <= count else EXPERTS
+    num_slots = count if slots == EXPERTS else tokens * choices
+    wide, deep = tiles(tokens, size, x.dtype), tiles(tokens, inner, x.dtype)
+    blocks = triton.cdiv(size, deep.block_n)
+    splits = _num_splits(blocks * num_slots, inner, x.device)
+    split = triton.cdiv(triton.cdiv(inner, splits), deep.block_k) * deep.block_k
+    splits = triton.cdiv(inner, split)
+    shared = {
+        "tokens": tokens,
+        "SIZE": size,
+        "NUM_EXPERTS": count,
+        "TOP_K": choices,
+        "BLOCK_TOP": triton.next_power_of_2(choices),
+        **early(x.device),
+    }
+    product = {
+        **shared,
+        "INNER": inner,
+        "SLOTS": slots.value,
+        "TRANSPOSED": layout.transposed,
+        "BLOCK_T": max(16, triton.next_power_of_2(tokens)),
+    }
+    gate = {"INTERLEAVED": layout.interleaved, "ACT": _ACTS[layout.act].value, "ALPHA": layout.alpha, "LIMIT": layout.limit}
+    grid = triton.cdiv(2 * inner, wide.block_n), num_slots
+    first = launch.Launch(gate_up_kernel, grid, **product, **wide.named(), **gate, HAS_BIAS=has_bias)
+    second = launch.Launch(down_kernel, (blocks, num_slots, splits), **product, **deep.named(), SPLIT=split)
+    grid = triton.cdiv(size, 256), tokens
+    last = launch.Launch(sum_kernel, grid, **shared, SPLITS=splits, HAS_BIAS=has_bias, BLOCK_N=256, num_warps=2)
+    return _Plan(first, second, last, inner, splits)

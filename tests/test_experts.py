@@ -1,0 +1,356 @@
+"""The experts of a mixture in one read of their weights: comparison with the models' own, and what patch() does with them."""
+
+import copy
+import dataclasses
+import importlib
+
+import fake_graph
+import pytest
+import torch
+from calls import captured
+from models import tiny
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+import hf_fastattn
+from hf_fastattn import hf
+from hf_fastattn.kernels import HAS_TRITON, INTERPRETED, mixture
+from hf_fastattn.kernels.mixture import PLAIN, Layout, Weights
+from hf_fastattn.patches import experts, subclass
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+runs_kernels = pytest.mark.skipif(
+    not (HAS_TRITON and (INTERPRETED or DEVICE == "cuda")), reason="needs a GPU or TRITON_INTERPRET=1"
+)
+DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
+OSS = Layout(transposed=True, interleaved=True, act="sigmoid", alpha=1.702, limit=1.0)
+GELU = Layout(act="gelu_tanh")
+
+
+def inputs(tokens, hidden, inner, count, choices, layout=PLAIN, bias=False, dtype=torch.float32):
+    """(x, experts, scores, weights) in a layout."""
+    generator = torch.Generator().manual_seed(0)
+    new = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+    gate_up, down = new(count, 2 * inner, hidden) / hidden**0.5, new(count, hidden, inner) / inner**0.5
+    if layout.transposed:
+        gate_up, down = gate_up.transpose(1, 2).contiguous(), down.transpose(1, 2).contiguous()
+    biases = (new(count, 2 * inner), new(count, hidden)) if bias else (None, None)
+    x, scores, chosen = new(tokens, hidden), new(tokens, choices).softmax(1), new(tokens, count).topk(choices, 1).indices
+    to = lambda t: None if t is None else t.to(DEVICE, dtype)  # noqa: E731
+    return to(x), chosen.to(DEVICE), to(scores), Weights(*map(to, (gate_up, down, *biases)))
+
+
+def check(x, chosen, scores, weights, layout=PLAIN):
+    """Compare the kernel with the reference in float64: at most twice the error of the reference in this dtype, plus 4 units."""
+    from hf_fastattn.kernels.decode import experts as kernel
+
+    got, stock = kernel.run(x, chosen, scores, weights, layout), mixture.reference(x, chosen, scores, weights, layout)
+    assert got is not None and got.dtype == x.dtype and got.shape == x.shape
+    doubles = Weights(*(None if t is None else t.double() for t in weights))
+    right = mixture.reference(x.double(), chosen, scores.double(), doubles, layout)
+    unit = 4 * torch.finfo(x.dtype).eps * right.abs().max()
+    assert (got.double() - right).abs().max() <= 2 * (stock.double() - right).abs().max() + unit
+    return got
+
+
+@runs_kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "tokens, hidden, inner, count, choices, layout, bias",
+    [
+        (1, 64, 48, 8, 2, PLAIN, False),  # a slot for each choice
+        (1, 32, 600, 4, 1, OSS, True),  # in two splits
+        (3, 72, 40, 16, 4, OSS, True),
+        (20, 64, 32, 4, 3, Layout(act="gelu_tanh", limit=0.5), False),  # a slot for each expert
+        (40, 32, 24, 5, 1, dataclasses.replace(GELU, transposed=True), True),
+        (64, 32, 16, 3, 2, dataclasses.replace(OSS, transposed=False), True),
+    ],
+)
+def test_error_is_that_of_the_reference(tokens, hidden, inner, count, choices, layout, bias, dtype):
+    check(*inputs(tokens, hidden, inner, count, choices, layout, bias, dtype), layout)
+
+
+@runs_kernels
+@pytest.mark.parametrize("tokens", [2, 18])
+def test_routing_that_is_not_even(tokens):
+    x, chosen, scores, weights = inputs(tokens, 32, 16, 6, 3)
+    everyone = torch.tensor([4, 1, 5], device=DEVICE).expand(tokens, 3).contiguous()  # experts 0, 2 and 3 have no token
+    check(x, everyone, scores, weights)
+    nowhere = chosen.clone()
+    nowhere[0, 1], nowhere[1] = 6, 9  # the experts of other ranks; token 1 has no expert here
+    assert (check(x, nowhere, scores, weights)[1] == 0).all()
+    twice = chosen.clone()
+    twice[1, 2] = twice[1, 0]
+    twice[0] = twice[0, 0]
+    check(x, twice.int(), scores, weights)
+
+
+@runs_kernels
+def test_weights_of_experts_that_no_token_has_chosen_are_not_read():
+    x, chosen, scores, weights = inputs(2, 32, 16, 8, 2)
+    for tensor in weights[:2]:
+        tensor[[e for e in range(8) if e not in chosen]] = float("nan")
+    check(x, chosen, scores, weights)
+
+
+@runs_kernels
+def test_results_are_rounded_as_by_batched_mm():
+    """With values whose products and sums are exact, only roundings are left; a score in float32 is not rounded."""
+    from hf_fastattn.kernels.decode import experts as kernel
+
+    x = torch.ones(1, 16, device=DEVICE, dtype=torch.float16)
+    weights = Weights(*(torch.full(shape, 1 / 16, device=DEVICE, dtype=torch.float16) for shape in ((2, 32, 16), (2, 16, 16))))
+    weights.down[1] *= 1 + 2**-10
+    chosen = torch.tensor([[0, 1]], device=DEVICE)
+    for scores in (torch.tensor([[0.3, 0.7]], device=DEVICE), torch.tensor([[0.3, 0.7]], device=DEVICE).half()):
+        h = torch.nn.functional.silu(torch.ones(1, device=DEVICE).half())  # gate and up are 1
+        y = torch.stack([h, (h.float() * (1 + 2**-10)).half()], 1)
+        want = (y * scores).sum(1).half()
+        assert torch.equal(kernel.run(x, chosen, scores, weights), want.expand(1, 16))
+
+
+@runs_kernels
+def test_refusals_are_sentences():
+    from hf_fastattn.kernels.decode import experts as kernel
+
+    x, chosen, scores, weights = inputs(2, 32, 16, 4, 2)
+    wrong = {
+        "1 to 64 tokens": (x.repeat(40, 1), chosen.repeat(40, 1), scores.repeat(40, 1), weights),
+        "both must be (tokens, choices)": (x, chosen[:1], scores[:1], weights),
+        "must be [(4, 32, 32), (4, 32, 16)]": (x, chosen, scores, weights._replace(gate_up=weights.down)),
+        "three dimensions": (x, chosen, scores, weights._replace(gate_up=weights.gate_up[0])),
+        "int32 or int64": (x, chosen.short(), scores, weights),
+        "scores are torch.float16": (x, chosen, scores.half(), weights),
+        "got torch.float32 and torch.float16": (x, chosen, scores, weights._replace(down=weights.down.half())),
+        "contiguous": (x.t().contiguous().t(), chosen, scores, weights),
+        "requires grad": (x.clone().requires_grad_(), chosen, scores, weights),
+        "need a bias or neither": (x, chosen, scores, weights._replace(down_bias=torch.zeros(4, 32, device=DEVICE))),
+        "bias of gate_up is (4, 16)": (x, chosen, scores, Weights(*weights[:2], x.new_zeros(4, 16), x.new_zeros(4, 32))),
+        "bias of down is (4, 16)": (x, chosen, scores, Weights(*weights[:2], x.new_zeros(4, 32), x.new_zeros(4, 16))),
+        "1 to 32 are supported": (x, chosen.repeat(1, 20), scores.repeat(1, 20), weights),
+    }
+    for said, arguments in wrong.items():
+        assert said in mixture.why_not(*arguments)
+        assert kernel.run(*arguments) is None
+
+
+# ---- the modules of models ----
+
+FAMILIES = {  # type of the configuration: (class of its experts, its layout)
+    "gpt_oss": ("GptOssExperts", dataclasses.replace(OSS, limit=7.0)),
+    "mixtral": ("MixtralExperts", PLAIN),
+    "qwen3_moe": ("Qwen3MoeExperts", PLAIN),
+    "olmoe": ("OlmoeExperts", PLAIN),
+    "deepseek_v3": ("DeepseekV3Experts", PLAIN),
+    "gemma4_text": ("Gemma4TextExperts", GELU),
+    "aria_text": ("AriaExperts", Layout(transposed=True)),
+    "minimax_m3_vl_text": ("MiniMaxM3VLExperts", Layout(act="sigmoid", alpha=1.702, limit=7.0)),
+    "nemotron_h": ("NemotronHExperts", "NemotronHExperts has no gate"),
+    "step3p7_text": ("Step3p7Experts", "the activation of Step3p7Experts is not one that the kernel supports"),
+}
+NAMES = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+SIZES = {"hidden_size": 32, "intermediate_size": 24, "moe_intermediate_size": 24, **dict.fromkeys(NAMES, 4)}
+
+
+def own_experts(name: str, **options) -> torch.nn.Module:
+    """The experts of one layer of a model with large random weights."""
+    config = CONFIG_MAPPING[name](**SIZES)
+    config._experts_implementation = "eager"
+    cls = getattr(importlib.import_module(type(config).__module__.replace("configuration", "modeling")), FAMILIES[name][0])
+    module = cls(config, **options).to(DEVICE)
+    torch.manual_seed(0)
+    for weight in module.parameters():
+        weight.data = torch.randn_like(weight) / weight.shape[-1] ** 0.5
+    return module.requires_grad_(False)
+
+
+def routed(module, tokens, choices=2):
+    torch.manual_seed(1)
+    x = torch.randn(tokens, 32, device=DEVICE)
+    scores, chosen = torch.rand(tokens, 4, device=DEVICE).topk(choices, 1)
+    return x.to(module.down_proj.dtype), chosen, scores.to(module.down_proj.dtype)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """A list of the results of each call of the kernel: whether it ran."""
+    from hf_fastattn.kernels.decode import experts as kernel
+
+    run, calls = kernel.run, []
+
+    def counted(*args):
+        out = run(*args)
+        calls.append(out is not None)
+        return out
+
+    monkeypatch.setattr(kernel, "run", counted)
+    return calls
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_layouts_are_recognised_by_behaviour(name):
+    if name not in CONFIG_MAPPING:
+        pytest.skip("this Transformers does not have this model")
+    module = own_experts(name, **({"swiglu_limit": 7.0} if name == "step3p7_text" else {}))
+    if not hf.asks_for_experts(module):
+        pytest.skip("in this Transformers its experts do not ask the registry")
+    assert hf.expert_layout(module) == FAMILIES[name][1]
+
+
+def test_changed_numbers_are_noticed():
+    module = own_experts("gpt_oss")
+    module.limit = 3.0
+    assert hf.expert_layout(module) == dataclasses.replace(OSS, limit=3.0)
+    module.alpha = -1.0
+    assert "not one that the kernel supports" in hf.expert_layout(module)
+
+
+def test_an_activation_in_another_precision_is_refused():
+    class InFloat(type(own_experts("mixtral"))):
+        def _apply_gate(self, gate_up):
+            return super()._apply_gate(gate_up.float()).to(gate_up.dtype)
+
+    module = own_experts("mixtral")
+    module.__class__ = InFloat
+    assert "InFloat" in hf.expert_layout(module)
+
+
+@runs_kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["gpt_oss", "mixtral", "gemma4_text"])
+def test_experts_of_models_equal_their_own(name, dtype, launched):
+    module = own_experts(name).to(dtype)
+    x, chosen, scores = routed(module, 5)
+    stock, right = module(x, chosen, scores), copy.deepcopy(module).double()(x.double(), chosen, scores.double())
+    assert experts.use([module]) == "eager" and not launched
+    got = module(x, chosen, scores)
+    assert launched == [True] and got.dtype == dtype
+    unit = 4 * torch.finfo(dtype).eps * right.abs().max()
+    assert (got.double() - right).abs().max() <= 2 * (stock.double() - right).abs().max() + unit
+
+
+@runs_kernels
+@pytest.mark.parametrize(
+    "why", ["65 tokens", "autocast", "hooked", "trained", "keywords", "a weight computed at each call", "another limit"]
+)
+def test_otherwise_the_models_own_runs(why, launched):
+    module = own_experts("gpt_oss" if why == "another limit" else "mixtral")
+    arguments, keywords = routed(module, 65 if why == "65 tokens" else 3), {}
+    if why == "hooked":
+        module.act_fn.register_forward_hook(lambda module, args, out: out * 2)
+    elif why == "trained":
+        module.down_proj.requires_grad_()
+    elif why == "keywords":
+        keywords = dict(zip(("hidden_states", "top_k_index", "top_k_weights"), arguments, strict=True))
+        arguments = ()
+    elif why == "a weight computed at each call":
+        torch.nn.utils.parametrize.register_parametrization(module, "down_proj", Doubled())
+    with torch.autocast(DEVICE, torch.bfloat16, enabled=why == "autocast"):
+        want = module(*arguments, **keywords)
+        experts.use([module])
+        if why == "another limit":
+            module.alpha = -1.0
+            want = hf.stock_experts(module, "eager")(module, *arguments)
+        got = module(*arguments, **keywords)
+    assert not any(launched) and torch.equal(got, want)
+    assert got.requires_grad == (why == "trained")
+
+
+class Doubled(torch.nn.Module):
+    def forward(self, weight):
+        return weight * 2
+
+
+@pytest.mark.parametrize("stock", hf.STOCK_EXPERTS)
+def test_in_a_graph_the_fallback_is_batched_mm(stock):
+    """The loop over experts asks on the host which are chosen; generate() replaces grouped_mm in decode steps as well."""
+    module = own_experts("mixtral")
+    module.config._experts_implementation = stock
+    arguments, asked = routed(module, 70), []
+    experts.use([module])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hf, "stock_experts", lambda module, name: lambda *_: asked.append(name))
+        module(*arguments)
+        with captured():
+            module(*arguments)
+    assert asked == [stock, "batched_mm"]
+
+
+# ---- patch() ----
+
+MOE = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_key_value_heads": 4}
+DEEPSEEK = {"kv_lora_rank": 16, "q_lora_rank": None, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
+MODELS = {
+    "gpt_oss": {"head_dim": 16},
+    "mixtral": {},
+    "deepseek_v3": {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, **DEEPSEEK},
+}
+
+
+def moe(name: str, **own):
+    model = tiny(name, device=DEVICE, **{**MOE, **MODELS[name], **own})
+    model.set_experts_implementation("eager")
+    return model
+
+
+@runs_kernels
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_are_those_of_eager(name, launched):
+    model = moe(name)
+    ids = torch.tensor([[5, 9, 70, 8, 33], [7, 7, 90, 2, 64]], device=DEVICE)
+    options = {"max_new_tokens": 4, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    want = model.generate(ids, **options)
+    experts.use(layers := experts.find(model))
+    assert torch.equal(model.generate(ids, **options), want)
+    assert launched == [True] * 4 * len(layers)
+
+
+@runs_kernels
+def test_patched_model_runs_them(launched):
+    model = moe("gpt_oss", num_hidden_layers=1)
+    ids = torch.tensor([[5, 9, 70, 8, 33]], device=DEVICE)
+    want = model.generate(ids, max_new_tokens=4, do_sample=False)
+    with hf_fastattn.patch(model, graph=DEVICE == "cuda") as patch:
+        assert "experts, up to 64 tokens: eager -> one read of each chosen expert (1)" in str(patch)
+        assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False), want)
+    assert launched == [True] * (3 if DEVICE == "cuda" else 4)  # of three steps one is a replay
+
+
+@runs_kernels
+def test_undone_with_the_patch_unless_set_since():
+    model, other = moe("mixtral"), None
+    names = lambda: {module.config._experts_implementation for module in model.modules() if hf.asks_for_experts(module)}  # noqa: E731
+    with hf_fastattn.patch(model, graph=False):
+        assert names() == {"hf_fastattn:eager"}
+        other = copy.deepcopy(model)
+    assert names() == {"eager"} == {model.config._experts_implementation}
+    hf_fastattn.unpatch(other)
+    assert other.config._experts_implementation == "eager"
+    with hf_fastattn.patch(model, graph=False):
+        model.set_experts_implementation("batched_mm")
+    assert names() == {"batched_mm"}
+    with hf_fastattn.patch(model, graph=False, fuse=False):
+        assert names() == {"batched_mm"}
+
+
+@runs_kernels
+def test_a_requested_kernel_of_others_is_kept():
+    model = moe("mixtral")
+    hf.register_experts("theirs", lambda *_: None)
+    model.set_experts_implementation("theirs")
+    with hf_fastattn.patch(model, graph=False) as patch:
+        assert model.config._experts_implementation == "theirs" and "experts" not in str(patch)
+
+
+@pytest.mark.parametrize("stock", ["eager", "grouped_mm"])
+def test_steps_are_captured_where_the_kernel_cannot_run(stock, monkeypatch):
+    fake_graph.use(monkeypatch)
+    if not HAS_TRITON:
+        pytest.skip("without Triton nothing is replaced")
+    model = moe("mixtral")
+    ids = torch.tensor([[5, 9, 70, 8, 33]], device=DEVICE)
+    want = model.generate(ids, max_new_tokens=6, do_sample=False)
+    model.set_experts_implementation(stock)
+    monkeypatch.setattr(subclass, "runs_kernels", lambda device: True)
+    with hf_fastattn.patch(model) as patch:
+        got = model.generate(ids, max_new_tokens=6, do_sample=False)
+    assert torch.equal(got, want) and patch.captures == 1 and not patch.uncaptured
