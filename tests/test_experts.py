@@ -216,7 +216,7 @@ def test_an_activation_in_another_precision_is_refused():
 
 @runs_kernels
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", ["gpt_oss", "mixtral", "gemma4_text"])
+@pytest.mark.parametrize("name", ["gpt_oss", "mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gemma4_text"])
 def test_experts_of_models_equal_their_own(name, dtype, launched):
     module = own_experts(name).to(dtype)
     x, chosen, scores = routed(module, 5)
@@ -354,3 +354,19 @@ def test_steps_are_captured_where_the_kernel_cannot_run(stock, monkeypatch):
     with hf_fastattn.patch(model) as patch:
         got = model.generate(ids, max_new_tokens=6, do_sample=False)
     assert torch.equal(got, want) and patch.captures == 1 and not patch.uncaptured
+
+
+# ---- explain() ----
+
+
+def test_explain_says_what_runs_experts():
+    small = {"num_hidden_layers": 2, "num_experts": 4, "num_local_experts": 4, "hidden_size": 64}
+    found = lambda name, device="cuda", **own: hf_fastattn.explain(hf.make_config(name, **small, **own), device=device)  # noqa: E731
+    (row,) = (row for row in found("qwen3_moe").runs if row["what"] == "experts")
+    assert row["how"] == "one read of each chosen expert" and "at most 64 tokens; grouped_mm runs more" in row["why"]
+    assert {"what": "experts in one read", "why": "The model is on cpu, and the kernel is for CUDA devices."} in found(
+        "qwen3_moe", "cpu"
+    ).refused
+    (row,) = (row for row in found("qwen3_moe", hidden_act="relu").refused if row["what"] == "experts in one read")
+    assert row["why"] == "Qwen3MoeExperts has the activation ReLU."
+    assert not [row for row in hf_fastattn.explain(hf.make_config("qwen3", num_hidden_layers=2)).runs if row["what"] == "experts"]

@@ -13,11 +13,11 @@ from typing import Any, cast
 import torch
 
 from .. import hf, registry
-from ..kernels import TritonKernel
+from ..kernels import TritonKernel, mixture
 from ..kernels.spec import KV, Spec
 from ..machine import find_device
 from ..model_shapes import SHAPES
-from ..patches import graph
+from ..patches import experts, graph
 from ..streaming import Settings
 from ..tables import size, table, thousands
 from . import costs
@@ -212,6 +212,11 @@ def _what_runs(
     else:
         why = "with patch(): K/V stay in place, and only what is live is read"
         runs.append({"what": "cache", "how": "PreallocatedCache", "why": why})
+    if facts.experts[1] > 1:
+        how, why, reason = _experts(model, facts, device)
+        if reason is not None:
+            refuse("experts in one read", f"{reason[0].upper()}{reason[1:]}.")
+        runs.append({"what": "experts", "how": how, "why": why})
     off = "a graph needs a preallocated cache" if owns else graph.why_no_graph(device)
     if off:
         refuse("decode graph", f"{off[0].upper()}{off[1:]}.")
@@ -223,6 +228,23 @@ def _what_runs(
         runs += fused
         refused += own
     return runs, refused
+
+
+def _experts(model: hf.PreTrainedModel, facts: Facts, device: torch.device) -> tuple[str, str, str | None]:
+    """(which implementation of experts runs, why, the reason why the kernel does not)."""
+    own, why = "the model's own", f"{type(model).__name__} computes them in its own code"
+    reason: str | None = "its experts do not ask Transformers' ExpertsInterface"
+    for module in model.modules():
+        if hf.asks_for_experts(module):
+            own, why, reason = hf.experts_implementation(module), "Transformers' own", experts.why_not_kind(module)
+            break
+    if reason is None and facts.dtype not in mixture.DTYPES:
+        reason = f"the weights are {facts.dtype}"
+    if reason is None and device.type != "cuda":
+        reason = f"the model is on {device}, and the kernel is for CUDA devices"
+    if reason is not None:
+        return own, why, reason
+    return "one read of each chosen expert", f"with patch(): at most {mixture.MAX_TOKENS} tokens; {own} runs more", None
 
 
 def _kernel(kernel: registry.Kernel, q: _Operand, k: _Operand, sinks: int) -> tuple[str, tuple[str, str] | None]:

@@ -34,11 +34,13 @@ from .attention import (  # noqa: E402
 from .caches import OTHERS, layer_windows  # noqa: E402
 from .experts import (  # noqa: E402
     STOCK_EXPERTS,
+    Routing,
     asks_for_experts,
     expert_layout,
     expert_weights,
     experts_implementation,
     register_experts,
+    routing,
     set_experts_implementation,
     stock_experts,
 )
@@ -84,6 +86,7 @@ __all__ = [
     "PreTrainedModel",
     "PreTrainedTokenizerBase",
     "Rotation",
+    "Routing",
     "StoppingCriteria",
     "activation_name",
     "activations",
@@ -125,6 +128,7 @@ __all__ = [
     "rotary_buffers",
     "rotation_of",
     "rotations_in",
+    "routing",
     "run_starts",
     "run_text",
     "runs_pattern",

@@ -9,13 +9,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 
 from ..kernels import mixture
-from .llama import activations
+from .llama import _is_same_code, activations
 
 STOCK_EXPERTS = ("eager", "batched_mm", "grouped_mm")  # what a model runs if no other kernel is requested
 Experts = Callable[..., torch.Tensor]
@@ -105,3 +105,38 @@ def _candidates(transposed: bool, numbers: list[float]) -> Iterator[mixture.Layo
                 yield mixture.Layout(transposed, interleaved, act, limit=limit)
             for alpha in (1.0, *(n for n in limits if n is not None and n != 1.0)):
                 yield mixture.Layout(transposed, interleaved, "sigmoid", alpha, limit)
+
+
+class Routing(NamedTuple):
+    """How a router gets the scores of a token's experts from its logits: arguments of `decode.route.route`."""
+
+    softmax_first: bool
+    normalise: bool = False
+    dtype: torch.dtype | None = None
+
+
+def routing(forward: object, module: Any) -> Routing | None:
+    """The routing of a module whose class has this forward(), if it has the code of a known router, else None.
+
+    Such a module has weight, perhaps bias, and top_k, and returns (logits, scores, experts) for hidden states (tokens, hidden).
+    """
+    kind = _routing(forward)
+    if kind is None or kind.normalise or not hasattr(module, "norm_topk_prob"):
+        return kind
+    return kind._replace(normalise=bool(module.norm_topk_prob))
+
+
+@cache
+def _routing(forward: object) -> Routing | None:
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
+    from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
+    from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeTopKRouter
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
+
+    known = {
+        GptOssTopKRouter: Routing(softmax_first=False),
+        MixtralTopKRouter: Routing(softmax_first=True, normalise=True, dtype=torch.float32),
+        Qwen3_5MoeTopKRouter: Routing(softmax_first=True, normalise=True),
+        Qwen3MoeTopKRouter: Routing(softmax_first=True),
+    }
+    return next((kind for cls, kind in known.items() if _is_same_code(forward, cls.forward)), None)

@@ -27,7 +27,8 @@ def patch(
     "rolling" keeps the tokens that "streaming" sees, in constant memory; "auto" selects the one for the backend; None leaves the
     choice to Transformers. graph=False runs every step from Python. fuse=True replaces, on GPUs and with the model's roundings:
     norms (one launch instead of six or more), the rotation of queries and keys (one instead of ten or more), the product in the
-    MLP (computed in place), and, in decode graphs of up to 64 tokens in 16 bits, cuBLAS in linear layers. fuse=False replaces none.
+    MLP (computed in place), the experts of a mixture and their choice (up to 64 tokens), and, in decode graphs of up to 64 tokens
+    in 16 bits, cuBLAS in linear layers. fuse=False replaces none.
 
     window, sinks: for "streaming", the numbers of last and of first tokens that every query sees (sinks: None for 4).
     clamp_positions: for models with learned positions (OPT), gives every token beyond the last position the last position, which

@@ -1,20 +1,27 @@
-"""The experts of one model by `kernels.decode.experts`, for at most 64 tokens: a registered implementation of Transformers.
+"""The experts of one model, and the choice among them, for at most 64 tokens.
 
-Registered names end with the implementation that a model had, which runs whatever the kernel does not: more tokens, gradients,
-autocast, torch.compile. A module qualifies if its class asks the registry and `hf.expert_layout` recognises its activation.
+Experts run `kernels.decode.experts` as a registered implementation of Transformers. Its name ends with the implementation that
+the model had, which runs whatever the kernel does not: more tokens, gradients, autocast, torch.compile. A module qualifies if its
+class asks the registry and `hf.expert_layout` recognises its activation.
+
+Routers run `kernels.decode.route` after their product, if their forward() has the code of a router that `hf.routing` knows.
 """
 
 from __future__ import annotations
 
+import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn.functional import linear
 
 from .. import hf
 from .. import step as steps
 from ..kernels import HAS_TRITON, mixture
 from . import subclass
+from .subclass import Forward
 
 PREFIX = "hf_fastattn:"
 
@@ -26,20 +33,22 @@ def find(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 def why_not(module: torch.nn.Module) -> str | None:
     """The reason why a module with experts keeps its own implementation, or None."""
-    layout = hf.expert_layout(module)
+    if reason := why_not_kind(module):
+        return reason
+    weight: torch.Tensor = module._parameters["gate_up_proj"]  # type: ignore[assignment]
+    if weight.dtype not in mixture.DTYPES:
+        return f"the weights are {weight.dtype}"
+    return None if subclass.runs_kernels(weight.device) else f"the weights are on {weight.device}"
+
+
+def why_not_kind(module: torch.nn.Module) -> str | None:
+    """`why_not`, on any device and in any dtype."""
+    layout, name = hf.expert_layout(module), hf.experts_implementation(module)
     if isinstance(layout, str):
         return layout
-    name = hf.experts_implementation(module)
     if name.removeprefix(PREFIX) not in hf.STOCK_EXPERTS:
         return f"experts_implementation={name!r} was requested"
-    weights = hf.expert_weights(module)
-    if weights is None:
-        return f"{type(module).__name__} computes its weights at each call"
-    if weights.gate_up.dtype not in mixture.DTYPES:
-        return f"the weights are {weights.gate_up.dtype}"
-    if not subclass.runs_kernels(weights.gate_up.device):
-        return f"the weights are on {weights.gate_up.device}"
-    return None
+    return f"{type(module).__name__} computes its weights at each call" if hf.expert_weights(module) is None else None
 
 
 def use(modules: list[torch.nn.Module]) -> str:
@@ -88,6 +97,42 @@ def _by_kernel(
     from ..kernels.decode import experts as kernel
 
     return kernel.run(hidden_states.contiguous(), top_k_index.contiguous(), top_k_weights.contiguous(), weights, layout)
+
+
+def find_routers(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The modules that choose experts by a code that the kernel supports."""
+    known = (module for module in model.modules() if HAS_TRITON and hf.routing(type(module).forward, module) is not None)
+    return [module for module in known if _is_stored(module)]
+
+
+def _is_stored(router: torch.nn.Module) -> bool:
+    weight = router._parameters.get("weight")
+    return weight is not None and subclass.runs_kernels(weight.device) and "forward" not in vars(router)
+
+
+def router(forward: types.FunctionType) -> Forward:
+    @functools.wraps(forward)
+    def route(self: Any, hidden_states: torch.Tensor) -> Any:
+        out = _routed(self, hidden_states, hf.routing(forward, self))
+        return forward(self, hidden_states) if out is None else out
+
+    return route
+
+
+def _routed(router: Any, x: torch.Tensor, kind: hf.Routing | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    """(logits, scores, experts), or None where the module's own code has to run."""
+    weight, bias = router._parameters.get("weight"), router._parameters.get("bias")
+    if torch.compiler.is_compiling() or x.dim() != 2 or x.shape[0] > mixture.MAX_TOKENS or kind is None or weight is None:
+        return None
+    if torch.is_autocast_enabled(x.device.type) or not all(subclass.has_kernels(t) for t in (x, weight, bias) if t is not None):
+        return None
+    from ..kernels.decode import linear as product
+    from ..kernels.decode import route
+
+    logits = product.linear(x, weight, bias) if steps.captured() else None
+    logits = linear(x, weight, bias) if logits is None else logits
+    chosen = route.route(logits, router.top_k, **kind._asdict())
+    return None if chosen is None else (logits, *chosen)
 
 
 for _stock in hf.STOCK_EXPERTS:

@@ -85,9 +85,7 @@ class Patch:
         vars(model)[MARK] = self
         if fuse:
             self._fuse(model)
-            if found := experts.find(model):
-                before = experts.use(found)
-                self.changes.append(Change("experts, up to 64 tokens", len(found), before, "one read of each chosen expert"))
+            self._use_experts(model)
         if self._generation is None:
             return
         self._generation.install(model)
@@ -117,6 +115,16 @@ class Patch:
         ):
             if modules:
                 self.changes.append(Change(what, len(modules), before, after))
+
+    def _use_experts(self, model: hf.PreTrainedModel) -> None:
+        if found := experts.find(model):
+            before = experts.use(found)
+            self.changes.append(Change("experts, up to 64 tokens", len(found), before, "one read of each chosen expert"))
+        if found := experts.find_routers(model):
+            self._fused += [weakref.ref(module) for module in found]
+            for module in found:
+                subclass.replace(module, experts.router)
+            self.changes.append(Change("choice of experts, up to 64 tokens", len(found), "seven launches", "one"))
 
     def undo(self) -> None:
         """Undo every change. Raises ValueError if they are already undone."""

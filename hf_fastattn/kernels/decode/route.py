@@ -1,0 +1,116 @@
+"""The routing of a mixture in one launch: from the router's logits to the experts of each token and their weights.
+
+The code of the models needs some seven launches: softmax, top-k (two), the sum, the division, conversions. Each program has one
+token, and takes the largest value that is left once per choice, of equal values the first, as `torch.topk` does on a GPU.
+
+Softmax and division are in fp32. With FIRST="softmax" the probabilities of all experts come before the choice, as in Qwen3 and
+Mixtral; with "choice" the softmax is over the chosen logits, as in GPT-OSS.
+
+Sources: Shazeer et al., "Outrageously Large Neural Networks: The Sparsely-Gated Mixture-of-Experts Layer" (2017), section 2.1;
+for the roundings the routers of Qwen3-MoE, Mixtral and GPT-OSS in Transformers.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ..host import launch
+from ..host.overlap import early, let_next_begin, wait_for_inputs
+from ..mixture import MAX_CHOICES
+
+MAX_EXPERTS = 1024  # one program loads the logits of all
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@triton.jit
+def route_kernel(
+    Logits,
+    Scores,
+    Experts,
+    NUM_EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SOFTMAX_FIRST: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_TOP: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """One program per token."""
+    wait_for_inputs(EARLY)
+    let_next_begin(EARLY)
+    token = tl.program_id(0)
+    expert, choice = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_TOP)
+    left = tl.load(Logits + token * NUM_EXPERTS + expert, mask=expert < NUM_EXPERTS, other=float("-inf")).to(tl.float32)
+    if SOFTMAX_FIRST:
+        exps = tl.exp(left - tl.max(left, 0))
+        left = tl.where(expert < NUM_EXPERTS, exps / tl.sum(exps, 0), float("-inf"))
+    values = tl.full([BLOCK_TOP], float("-inf"), tl.float32)
+    chosen = tl.zeros([BLOCK_TOP], tl.int32)
+    for j in tl.static_range(TOP_K):
+        value, at = tl.max(left, 0, return_indices=True)
+        values = tl.where(choice == j, value, values)
+        chosen = tl.where(choice == j, at, chosen)
+        left = tl.where(expert == at, float("-inf"), left)
+    scores = tl.where(choice < TOP_K, values, 0.0)
+    if not SOFTMAX_FIRST:
+        exps = tl.exp(values - tl.max(values, 0))
+        scores = exps / tl.sum(exps, 0)
+    elif NORMALISE:
+        scores = scores / tl.sum(scores, 0)
+    at = token * TOP_K + choice
+    tl.store(Scores + at, scores.to(Scores.dtype.element_ty), mask=choice < TOP_K)
+    tl.store(Experts + at, chosen.to(Experts.dtype.element_ty), mask=choice < TOP_K)
+
+
+def why_not(logits: torch.Tensor, choices: int) -> str | None:
+    """The reason why these inputs need another path, or None."""
+    if logits.dim() != 2 or logits.numel() == 0 or not logits.is_contiguous():
+        return f"logits are {tuple(logits.shape)}; they must be (tokens, experts) and contiguous."
+    if not 1 <= choices <= min(MAX_CHOICES, logits.shape[1]) or logits.shape[1] > MAX_EXPERTS:
+        return f"{choices} of {logits.shape[1]} experts; at most {MAX_CHOICES} of {MAX_EXPERTS} are supported."
+    if logits.dtype not in DTYPES:
+        return f"logits are {logits.dtype}; they must be float16, bfloat16 or float32."
+    if torch.is_grad_enabled() and logits.requires_grad:
+        return "logits require grad, and this kernel has no backward pass."
+    return None
+
+
+def route(
+    logits: torch.Tensor, choices: int, *, softmax_first: bool, normalise: bool = False, dtype: torch.dtype | None = None
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """(scores, experts), both (tokens, choices), of logits (tokens, experts); None if `why_not` gives a reason.
+
+    Scores are in `dtype`, None for the logits' dtype; experts are int64, by decreasing score. normalise: with softmax_first, the
+    scores of a token are divided by their sum.
+    """
+    start = _prepare((logits,), choices, softmax_first, normalise, dtype)
+    if start is None:
+        return None
+    scores = logits.new_empty(logits.shape[0], choices, dtype=dtype)
+    experts = logits.new_empty(logits.shape[0], choices, dtype=torch.int64)
+    start(logits, scores, experts)
+    return scores, experts
+
+
+@launch.remember
+def _prepare(
+    tensors: tuple[torch.Tensor], choices: int, softmax_first: bool, normalise: bool, dtype: torch.dtype | None
+) -> launch.Launch | None:
+    (logits,) = tensors
+    if why_not(logits, choices):
+        return None
+    block = max(32, triton.next_power_of_2(logits.shape[1]))
+    return launch.Launch(
+        route_kernel,
+        (logits.shape[0],),
+        NUM_EXPERTS=logits.shape[1],
+        TOP_K=choices,
+        SOFTMAX_FIRST=softmax_first,
+        NORMALISE=normalise,
+        BLOCK_E=block,
+        BLOCK_TOP=triton.next_power_of_2(choices),
+        **early(logits.device),
+        num_warps=1 if block <= 512 else 4,
+    )

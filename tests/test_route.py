@@ -1,0 +1,149 @@
+"""The choice of experts in one launch: comparison with the routers of models, and what patch() replaces."""
+
+import copy
+import importlib
+
+import pytest
+import torch
+from calls import captured
+from models import tiny
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+import hf_fastattn
+from hf_fastattn import hf
+from hf_fastattn.kernels import HAS_TRITON, INTERPRETED
+from hf_fastattn.patches import experts, subclass
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+runs_kernels = pytest.mark.skipif(
+    not (HAS_TRITON and (INTERPRETED or DEVICE == "cuda")), reason="needs a GPU or TRITON_INTERPRET=1"
+)
+DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
+ROUTERS = {  # type of the configuration: (class of its router, how it gets scores)
+    "gpt_oss": ("GptOssTopKRouter", hf.Routing(softmax_first=False)),
+    "mixtral": ("MixtralTopKRouter", hf.Routing(softmax_first=True, normalise=True, dtype=torch.float32)),
+    "qwen3_moe": ("Qwen3MoeTopKRouter", hf.Routing(softmax_first=True)),
+    "olmoe": ("OlmoeTopKRouter", hf.Routing(softmax_first=True, normalise=True)),
+    "qwen3_5_moe_text": ("Qwen3_5MoeTopKRouter", hf.Routing(softmax_first=True, normalise=True)),
+    "deepseek_v3": ("DeepseekV3TopkRouter", None),
+}
+SIZES = {"hidden_size": 32, "num_experts_per_tok": 3, "num_experts": 9, "num_local_experts": 9, "n_routed_experts": 9}
+
+
+def own_router(name: str) -> torch.nn.Module:
+    """The router of one layer of a model with random weights."""
+    config = CONFIG_MAPPING[name](**SIZES, norm_topk_prob=name == "olmoe")
+    router = getattr(importlib.import_module(type(config).__module__.replace("configuration", "modeling")), ROUTERS[name][0])(
+        config
+    )
+    torch.manual_seed(0)
+    for weight in router.parameters():
+        weight.data = torch.randn_like(weight)
+    return router.to(DEVICE).requires_grad_(False)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """A list with an item for each call of the kernel: whether it ran."""
+    from hf_fastattn.kernels.decode import route as kernel
+
+    route, calls = kernel.route, []
+
+    def counted(*args, **kwargs):
+        out = route(*args, **kwargs)
+        calls.append(out is not None)
+        return out
+
+    monkeypatch.setattr(kernel, "route", counted)
+    return calls
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_routers_are_known_by_their_code(name):
+    router = own_router(name)
+    assert hf.routing(type(router).forward, router) == ROUTERS[name][1]
+
+
+@runs_kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", [name for name, (_, kind) in ROUTERS.items() if kind is not None])
+def test_scores_are_those_of_the_models_own_code(name, dtype, launched):
+    router = own_router(name).to(dtype)
+    x = torch.randn(7, 32, device=DEVICE).to(dtype)
+    logits, scores, chosen = router(x)
+    subclass.replace(router, experts.router)
+    got = router(x)
+    assert launched == [True] and torch.equal(got[0], logits) and torch.equal(got[2], chosen)
+    assert got[1].dtype == scores.dtype and got[2].dtype == chosen.dtype
+    torch.testing.assert_close(got[1], scores, rtol=2 * torch.finfo(scores.dtype).eps, atol=0)
+    with captured():  # one token: the product too is ours
+        one = router(x[:1])
+    torch.testing.assert_close(one[0], logits[:1], rtol=0, atol=64 * torch.finfo(dtype).eps)
+    subclass.restore([router])
+    assert router(x)[1].shape == (7, 3) and len(launched) == 2
+
+
+@runs_kernels
+def test_of_equal_logits_the_first_is_chosen():
+    from hf_fastattn.kernels.decode.route import route
+
+    logits = torch.zeros(2, 40, device=DEVICE)
+    logits[1, [7, 30, 38]] = 1.0
+    for softmax_first in (True, False):
+        scores, chosen = route(logits, 4, softmax_first=softmax_first, normalise=True)
+        assert chosen.tolist() == [[0, 1, 2, 3], [7, 30, 38, 0]]
+        torch.testing.assert_close(scores.sum(1), torch.ones(2, device=DEVICE))
+
+
+@runs_kernels
+def test_dtypes_of_scores_do_not_share_a_launch():
+    from hf_fastattn.kernels.decode.route import route
+
+    logits = torch.tensor([[1.0, 3.0, 2.0]], device=DEVICE).half()
+    for dtype in (torch.float32, None):
+        scores, _ = route(logits, 2, softmax_first=False, dtype=dtype)
+        want = torch.tensor([[3.0, 2.0]], device=DEVICE).softmax(1).to(dtype or torch.float16)
+        torch.testing.assert_close(scores, want)
+
+
+@runs_kernels
+@pytest.mark.parametrize("why", ["65 tokens", "trained", "autocast", "more than 2 dimensions"])
+def test_otherwise_the_models_own_code_runs(why, launched):
+    router = own_router("qwen3_moe")
+    subclass.replace(router, experts.router)
+    if why == "trained":
+        router.weight.requires_grad_()
+    x = torch.randn(65 if why == "65 tokens" else 4, 32, device=DEVICE)
+    with torch.autocast(DEVICE, torch.bfloat16, enabled=why == "autocast"):
+        got = router(x[None] if why == "more than 2 dimensions" else x)
+        want = type(router).__bases__[0].forward(router, x)
+    assert not any(launched) and all(map(torch.equal, got, want))
+    assert got[1].requires_grad == (why == "trained")
+
+
+@runs_kernels
+def test_refusals_are_sentences():
+    from hf_fastattn.kernels.decode.route import route, why_not
+
+    logits = torch.zeros(2, 8, device=DEVICE)
+    wrong = {
+        "(tokens, experts) and contiguous": (logits.t(), 2),
+        "9 of 8 experts": (logits, 9),
+        "at most 32 of 1024": (torch.zeros(1, 2000, device=DEVICE), 2),
+        "float16, bfloat16 or float32": (logits.double(), 2),
+        "require grad": (logits.clone().requires_grad_(), 2),
+    }
+    for said, arguments in wrong.items():
+        assert said in why_not(*arguments)
+        assert route(*arguments, softmax_first=True) is None
+
+
+@runs_kernels
+def test_patch_replaces_routers_and_puts_them_back():
+    model = tiny("mixtral", device=DEVICE, num_local_experts=4, num_hidden_layers=1)
+    router = next(module for module in model.modules() if hf.routing(type(module).forward, module) is not None)
+    cls = type(router)
+    with hf_fastattn.patch(model, graph=False) as patch:
+        assert "choice of experts, up to 64 tokens: seven launches -> one (1)" in str(patch)
+        assert type(router) is not cls and type(router) is type(copy.deepcopy(router))
+    assert type(router) is cls
