@@ -255,23 +255,35 @@ def test_otherwise_the_models_own_runs(why, launched):
     assert got.requires_grad == (why == "trained")
 
 
+@runs_kernels
+def test_in_a_graph_more_tokens_run_in_parts(launched):
+    module = own_experts("mixtral")
+    arguments = routed(module, 70)
+    want = module(*arguments)
+    experts.use([module])
+    with captured():
+        got = module(*arguments)
+    assert launched == [True, True]
+    torch.testing.assert_close(got, want)
+
+
 class Doubled(torch.nn.Module):
     def forward(self, weight):
         return weight * 2
 
 
 @pytest.mark.parametrize("stock", hf.STOCK_EXPERTS)
-def test_in_a_graph_the_fallback_is_batched_mm(stock):
+def test_in_a_graph_the_fallback_is_batched_mm(stock, monkeypatch):
     """The loop over experts asks on the host which are chosen; generate() replaces grouped_mm in decode steps as well."""
     module = own_experts("mixtral")
     module.config._experts_implementation = stock
     arguments, asked = routed(module, 70), []
     experts.use([module])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hf, "stock_experts", lambda module, name: lambda *_: asked.append(name))
+    monkeypatch.setattr(hf, "stock_experts", lambda module, name: lambda *_: asked.append(name))
+    monkeypatch.setattr(subclass, "has_kernels", lambda tensor: False)
+    module(*arguments)
+    with captured():
         module(*arguments)
-        with captured():
-            module(*arguments)
     assert asked == [stock, "batched_mm"]
 
 
@@ -333,12 +345,12 @@ def test_undone_with_the_patch_unless_set_since():
 
 
 @runs_kernels
-def test_a_requested_kernel_of_others_is_kept():
+def test_a_requested_kernel_of_others_is_kept(monkeypatch):
     model = moe("mixtral")
-    hf.register_experts("theirs", lambda *_: None)
+    monkeypatch.setitem(hf.experts.ALL_EXPERTS_FUNCTIONS._global_mapping, "theirs", lambda *_: None)
     model.set_experts_implementation("theirs")
     with hf_fastattn.patch(model, graph=False) as patch:
-        assert model.config._experts_implementation == "theirs" and "experts" not in str(patch)
+        assert model.config._experts_implementation == "theirs" and "experts, up to" not in str(patch).replace("choice of experts", "")
 
 
 @pytest.mark.parametrize("stock", ["eager", "grouped_mm"])

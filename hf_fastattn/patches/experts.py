@@ -85,7 +85,8 @@ def _implementation(stock: str) -> Callable[..., torch.Tensor]:
 def _by_kernel(
     module: torch.nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor | None:
-    if torch.compiler.is_compiling() or hidden_states.dim() != 2 or hidden_states.shape[0] > mixture.MAX_TOKENS:
+    many = hidden_states.shape[0] > mixture.MAX_TOKENS
+    if torch.compiler.is_compiling() or hidden_states.dim() != 2 or (many and not steps.captured()):
         return None
     weights, layout, act = hf.expert_weights(module), hf.expert_layout(module), getattr(module, "act_fn", None)
     if weights is None or isinstance(layout, str) or torch.is_autocast_enabled(hidden_states.device.type):
@@ -96,7 +97,13 @@ def _by_kernel(
         return None
     from ..kernels.decode import experts as kernel
 
-    return kernel.run(hidden_states.contiguous(), top_k_index.contiguous(), top_k_weights.contiguous(), weights, layout)
+    # In a graph, more tokens run in parts: batched_mm would copy the weights of an expert for each of its tokens.
+    inputs = (tensor.contiguous().split(mixture.MAX_TOKENS) for tensor in (hidden_states, top_k_index, top_k_weights))
+    found = [kernel.run(x, chosen, scores, weights, layout) for x, chosen, scores in zip(*inputs, strict=True)]
+    parts = [out for out in found if out is not None]
+    if len(parts) < len(found):
+        return None
+    return torch.cat(parts) if many else parts[0]
 
 
 def find_routers(model: torch.nn.Module) -> list[torch.nn.Module]:
