@@ -350,7 +350,9 @@ def test_a_requested_kernel_of_others_is_kept(monkeypatch):
     monkeypatch.setitem(hf.experts.ALL_EXPERTS_FUNCTIONS._global_mapping, "theirs", lambda *_: None)
     model.set_experts_implementation("theirs")
     with hf_fastattn.patch(model, graph=False) as patch:
-        assert model.config._experts_implementation == "theirs" and "experts, up to" not in str(patch).replace("choice of experts", "")
+        assert model.config._experts_implementation == "theirs" and "experts, up to" not in str(patch).replace(
+            "choice of experts", ""
+        )
 
 
 @pytest.mark.parametrize("stock", ["eager", "grouped_mm"])
