@@ -48,7 +48,7 @@ def reorder(addresses: torch.Tensor, like: torch.Tensor, live: int, index: torch
     with torch.cuda.device_of(like):
         reorder_kernel[(triton.cdiv(live, block_n), heads, len(addresses))](
             addresses,
-            index,
+            index.contiguous(),  # beam search passes a column of its indices
             live,
             rows,
             like.stride(0),
