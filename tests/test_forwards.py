@@ -9,7 +9,7 @@ import fake_graph
 import pytest
 import torch
 from models import VOCAB, family, prompts, tiny
-from transformers import LlamaForCausalLM, LogitsProcessor, LogitsProcessorList
+from transformers import LlamaForCausalLM, LogitsProcessor, LogitsProcessorList, PreTrainedTokenizerFast
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import hf_fastattn
@@ -39,7 +39,6 @@ MODES = {
     "beams": {"num_beams": 3},
     "beam_sampling": {"num_beams": 2, "do_sample": True},
     "several_beams": {"num_beams": 4, "num_return_sequences": 2, "early_stopping": True, "eos_token_id": 9},
-    "prompt_lookup": {"prompt_lookup_num_tokens": 3},
     "long_lookup": {"prompt_lookup_num_tokens": 9, "max_matching_ngram_size": 1},
     "sampled_lookup": {"prompt_lookup_num_tokens": 3, "do_sample": True, "top_k": 5, "max_matching_ngram_size": 1},
 }
@@ -104,6 +103,25 @@ def test_an_assistant_and_its_target(llama):
         captures = target.captures
         assert torch.equal(generate(llama, inputs), expected)  # a graph of one token, which greedy decoding shares with nothing
         assert target.captures <= captures + 1
+
+
+def test_an_assistant_with_another_tokenizer(llama):
+    tokenizers = pytest.importorskip("tokenizers")
+
+    def tokenizer(size):
+        words = tokenizers.models.WordLevel({f"w{(i + size) % size}": i for i in range(size)}, unk_token="w0")
+        split = tokenizers.Tokenizer(words)
+        split.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+        return PreTrainedTokenizerFast(tokenizer_object=split, pad_token="w0", unk_token="w0")
+
+    assistant = tiny("llama", num_hidden_layers=1, vocab_size=120)
+    assistant.generation_config.assistant_confidence_threshold = 0.0
+    both = {"assistant_model": assistant, "tokenizer": tokenizer(VOCAB), "assistant_tokenizer": tokenizer(120)}
+    inputs = prompts("no_padding", "cpu", rows=1)
+    expected = generate(llama, inputs, max_new_tokens=8)
+    with hf_fastattn.patch(llama) as patch, hf_fastattn.patch(assistant) as drafts:
+        assert torch.equal(generate(llama, inputs, max_new_tokens=8, **both), expected)
+        assert patch.replays and drafts.replays and not patch.reasons and not drafts.reasons
 
 
 def test_a_model_that_is_its_own_assistant(llama):
@@ -249,14 +267,14 @@ def test_an_exception_ends_the_call(llama, error):
             return scores
 
     with hf_fastattn.patch(llama) as patch, torch.no_grad():
-        expected = generate(llama, inputs, prompt_lookup_num_tokens=3)
+        expected = generate(llama, inputs, **MODES["long_lookup"])
         with pytest.raises(error):
-            generate(llama, inputs, prompt_lookup_num_tokens=3, logits_processor=LogitsProcessorList([Fail()]))
+            generate(llama, inputs, **MODES["long_lookup"], logits_processor=LogitsProcessorList([Fail()]))
         assert patch._generation._thread.calls == []
         replays = patch.replays
         llama(input_ids=inputs["input_ids"][:, :1])
         assert patch.replays == replays
-        assert torch.equal(generate(llama, inputs, prompt_lookup_num_tokens=3), expected)
+        assert torch.equal(generate(llama, inputs, **MODES["long_lookup"]), expected)
 
 
 class AllLogits(LlamaForCausalLM):
