@@ -67,20 +67,30 @@ def test_a_linear_layers_error_is_that_of_torchs_own(tokens, rows, size, kind, d
 
 
 @runs_kernels
-@pytest.mark.parametrize("tokens", [1, 5])
 @pytest.mark.parametrize("rows", [(70, 33), (16, 64, 7)], ids=str)
 @pytest.mark.parametrize("bias", [False, True])
-def test_several_weights_at_once(tokens, rows, bias):
+def test_several_weights_at_once(rows, bias):
     from hf_fastattn.kernels.decode.linear import linears
 
     torch.manual_seed(0)
-    x, weights = new(1, tokens, 1040), tuple(new(n, 1040) / 32 for n in rows)
+    x, weights = new(1, 5, 1040), tuple(new(n, 1040) / 32 for n in rows)
     biases = tuple(new(n) for n in rows) if bias else ()
     got = linears(x, weights, biases)
     assert len(got) == len(rows)
     for out, weight, own in zip(got, weights, biases or (None,) * len(rows), strict=True):
         right = torch.nn.functional.linear(x.double(), weight.double(), None if own is None else own.double())
         assert_as_torchs_own(out, torch.nn.functional.linear(x, weight, own), right)
+
+
+@runs_kernels
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_a_sum_with_a_residual_has_the_roundings_of_two_operations(tokens):
+    from hf_fastattn.kernels.decode.linear import linear, linear_and_sum
+
+    x, weight, bias, residual = new(tokens, 1040), new(33, 1040), new(33), new(tokens, 33)
+    out, total = linear_and_sum(x, weight, bias, residual)
+    assert torch.equal(out, linear(x, weight, bias)) and torch.equal(total, residual + out)
+    assert linear_and_sum(x, weight, bias, residual[:, :1]) is None
 
 
 @runs_kernels
@@ -120,6 +130,7 @@ def test_a_linear_layer_takes_up_to_64_tokens_in_16_bits():
         assert linear(*wrong) is None
         assert re.search(said, why_not(wrong[0], wrong[1:2], wrong[2:]))
     assert gated_linear(x, weight, weight[:4]) is None and "one shape" in why_not(x, (weight, weight[:4]), gated=True)
+    assert linears(x, (weight,) * 2) is None and "a launch for each" in why_not(x, (weight,) * 2)
     assert linears(x, (weight,) * 4) is None and "4 weights" in why_not(x, (weight,) * 4)
     unaligned = torch.ones(8 * 32 + 1, device=DEVICE, dtype=torch.float16)[1:].view(8, 32)
     assert linear(x.repeat(2, 1), unaligned) is None
@@ -142,8 +153,8 @@ def linear_calls(monkeypatch):
     return calls
 
 
-# Launches in each layer for one token: gated pairs, projections together, other layers.
-PER_LAYER = {"llama": (1, 1, 2), "qwen2": (1, 1, 2), "gemma2": (1, 1, 2), "phi": (0, 1, 3)}
+# Launches in each layer: gated pairs, other linear layers than the projections.
+PER_LAYER = {"llama": (1, 2), "qwen2": (1, 2), "gemma2": (1, 2), "phi": (0, 3)}
 
 
 @runs_kernels
@@ -163,10 +174,11 @@ def test_a_decode_graph_runs_our_linear_layers(family, tokens, linear_calls):
         model(ids.repeat(65, 1))
         assert not linear_calls  # too many tokens
         during = model(ids).logits
-    gated, together, single = (n * model.config.num_hidden_layers for n in PER_LAYER[family])
-    assert sorted(map(str, linear_calls)) == sorted(
-        ["gelu_tanh" if family == "gemma2" else "silu"] * gated + ["3"] * together + ["1"] * (single + 1)  # and the head
-    )
+    gated, single = PER_LAYER[family]
+    expected = ["gelu_tanh" if family == "gemma2" else "silu"] * gated
+    expected += [1] * (single + 3) if tokens == 1 else [3, *[1] * single]  # a token has a launch for each projection
+    expected = expected * model.config.num_hidden_layers + [1]  # the head
+    assert sorted(linear_calls, key=str) == sorted(expected, key=str)
     torch.testing.assert_close(during, before, atol=2e-3, rtol=1e-2)
     subclass.restore([*joined, *found.mlps, *found.linears])
     assert not any(subclass.is_fused(module) for module in model.modules())

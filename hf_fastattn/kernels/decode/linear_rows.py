@@ -16,7 +16,7 @@ GPU", 2023, section 3.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import triton
@@ -31,6 +31,20 @@ MAX_WEIGHTS = 3
 MULTIPLE = 16  # in_features must be a multiple, so that 16 bytes are loaded at once
 ACTIVATIONS = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3}
 Tensors = tuple[torch.Tensor, ...]
+
+
+class Start(Protocol):
+    """Launches a kernel for inputs of one layout. It writes outs, and total = residual + outs[0]."""
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        weights: Tensors,
+        biases: Tensors,
+        outs: Tensors,
+        residual: torch.Tensor | None = None,
+        total: torch.Tensor | None = None,
+    ) -> None: ...
 
 
 class Tile(NamedTuple):
@@ -210,50 +224,14 @@ def tiles(arch: int, sms: int, tokens: int, rows: list[int], size: int, gated: b
     return tile._replace(splits=max(1, min(2 * sms // number, triton.cdiv(size, 4 * tile.BLOCK_K))))
 
 
-class Start:
-    """A launch for inputs of one layout.
-
-    gated: for the kernel of a gated pair and one token. unaligned: whether weights may begin anywhere; otherwise 16 bytes are
-    loaded at once. sums: the number of fp32 values that splits leave to the program that adds them; None for kernels without.
-    """
-
-    def __init__(self, run: launch.Launch, *, gated: bool = False, unaligned: bool = True, sums: int | None = None):
-        self.run, self.gated, self.unaligned, self.sums = run, gated, unaligned, sums
-
-    def takes(self, weights: Tensors) -> bool:
-        return self.unaligned or all(weight.data_ptr() % 16 == 0 for weight in weights)
-
-    def __call__(
-        self,
-        x: torch.Tensor,
-        weights: Tensors,
-        biases: Tensors,
-        outs: Tensors,
-        residual: torch.Tensor | None = None,
-        total: torch.Tensor | None = None,
-    ) -> None:
-        """Write outs, and total = residual + outs[0]."""
-        if self.gated:
-            self.run(x, *weights, *outs)
-            return
-        tensors = (x, *_three(weights), *_three(biases or weights), *_three(outs))
-        tensors += (x, x) if residual is None or total is None else (residual, total)  # x: not read
-        if self.sums:
-            tensors += x.new_empty(self.sums, dtype=torch.float32), counters_of(x.device)
-        elif self.sums is not None:
-            tensors += x, x
-        self.run(*tensors)
+def aligned(weights: Tensors) -> bool:
+    """Whether 16 bytes can be loaded at once from each weight."""
+    return all(weight.data_ptr() % 16 == 0 for weight in weights)
 
 
 def _three(tensors: Tensors) -> Tensors:
     """The tensors, and the first one in place of missing ones, which are not read."""
     return (*tensors, *tensors[:1] * (MAX_WEIGHTS - len(tensors)))
-
-
-def rows_of(rows: list[int]) -> dict[str, int]:
-    """The kernels' arguments for the numbers of rows of up to three weights."""
-    rows = [*rows, 0, 0]
-    return {"rows": rows[0], "rows1": rows[1], "rows2": rows[2]}
 
 
 def prepare(x: torch.Tensor, weights: Tensors, has_bias: bool, act: str | None, add: bool) -> Start:
@@ -268,7 +246,9 @@ def prepare(x: torch.Tensor, weights: Tensors, has_bias: bool, act: str | None, 
         linear_rows_kernel,
         (number, splits),
         tokens=tokens,
-        **rows_of(rows),
+        rows=rows[0],
+        rows1=rows[1] if len(rows) > 1 else 0,
+        rows2=rows[2] if len(rows) > 2 else 0,
         size=size,
         split_size=split_size,
         splits=splits,
@@ -285,5 +265,20 @@ def prepare(x: torch.Tensor, weights: Tensors, has_bias: bool, act: str | None, 
         num_stages=tile.num_stages,
         **early(x.device),
     )
-    sums = number * splits * tile.BLOCK_N * tile.BLOCK_M if splits > 1 else 0
-    return Start(run, unaligned=False, sums=sums)
+    sums = number * splits * tile.BLOCK_N * tile.BLOCK_M
+
+    def start(
+        x: torch.Tensor,
+        weights: Tensors,
+        biases: Tensors,
+        outs: Tensors,
+        residual: torch.Tensor | None = None,
+        total: torch.Tensor | None = None,
+    ) -> None:
+        partial, counter = x, x  # not read
+        if splits > 1:
+            partial, counter = x.new_empty(sums, dtype=torch.float32), counters_of(x.device)
+        sum_of = (x, x) if residual is None or total is None else (residual, total)
+        run(x, *_three(weights), *_three(biases or weights), *_three(outs), *sum_of, partial, counter)
+
+    return start
