@@ -153,8 +153,8 @@ def linear_calls(monkeypatch):
     return calls
 
 
-# Launches in each layer: gated pairs, other linear layers than the projections.
-PER_LAYER = {"llama": (1, 2), "qwen2": (1, 2), "gemma2": (1, 2), "phi": (0, 3)}
+# Launches in each layer: gated pairs, layers of projections, other linear layers.
+PER_LAYER = {"llama": (1, 1, 2), "qwen2": (1, 1, 2), "gemma2": (1, 1, 2), "phi": (0, 1, 3), "phi3": (1, 0, 3)}
 
 
 @runs_kernels
@@ -168,15 +168,16 @@ def test_a_decode_graph_runs_our_linear_layers(family, tokens, linear_calls):
     found = fuse.find(model)
     fuse.fuse(fuse.Fusible([], [], found.mlps, found.linears))
     joined = linears.join(model)
-    assert len(joined) == model.config.num_hidden_layers
+    gated, projected, single = PER_LAYER[family]
+    assert len(joined) == projected * model.config.num_hidden_layers
     assert torch.equal(model(ids).logits, before) and not linear_calls  # outside of a graph
     with captured():
         model(ids.repeat(65, 1))
         assert not linear_calls  # too many tokens
         during = model(ids).logits
-    gated, single = PER_LAYER[family]
     expected = ["gelu_tanh" if family == "gemma2" else "silu"] * gated
-    expected += [1] * (single + 3) if tokens == 1 else [3, *[1] * single]  # a token has a launch for each projection
+    expected += [1] * single
+    expected += [1] * 3 * projected if tokens == 1 else [3] * projected  # one token has a launch for each projection
     expected = expected * model.config.num_hidden_layers + [1]  # the head
     assert sorted(linear_calls, key=str) == sorted(expected, key=str)
     torch.testing.assert_close(during, before, atol=2e-3, rtol=1e-2)

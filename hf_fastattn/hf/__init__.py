@@ -55,7 +55,7 @@ from .generation import (  # noqa: E402
     overrides_generation,
     stock,
 )
-from .llama import activations, is_llamas_layer, is_llamas_mlp, silus  # noqa: E402
+from .llama import activations, is_llamas_layer, is_llamas_mlp, is_phi3s_mlp, silus  # noqa: E402
 from .loading import load_config, load_model, load_tokenizer, locate, make_config, model_on_meta, random_model  # noqa: E402
 from .masks import decode_mask, dense_mask, mask_pattern, run_starts, runs_pattern  # noqa: E402
 from .models import LayerShape, is_inert_hook, layer_shapes, sharer  # noqa: E402
@@ -109,6 +109,7 @@ __all__ = [
     "is_inert_hook",
     "is_llamas_layer",
     "is_llamas_mlp",
+    "is_phi3s_mlp",
     "is_rotation",
     "layer_shapes",
     "layer_windows",

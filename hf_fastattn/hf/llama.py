@@ -14,6 +14,13 @@ def is_llamas_mlp(forward: object) -> bool:
     return _is_same_code(forward, LlamaMLP.forward)
 
 
+def is_phi3s_mlp(forward: object) -> bool:
+    """Whether this is forward() of Phi-3's MLP: Llama's with one linear layer for gate and up."""
+    from transformers.models.phi3.modeling_phi3 import Phi3MLP
+
+    return _is_same_code(forward, Phi3MLP.forward)
+
+
 def is_llamas_layer(forward: object) -> bool:
     """Whether this is forward() of Llama's decoder layer: norm, attention, sum, norm, MLP, sum."""
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer

@@ -47,7 +47,7 @@ def find(model: torch.nn.Module, runs: Callable[[torch.device], bool] = subclass
             continue
         if hf.norm_of(module) is not None:
             found.norms.append(module)
-        elif hf.is_llamas_mlp(type(module).forward):
+        elif linears.is_gated_mlp(type(module).forward):
             found.mlps.append(module)
         elif linears.is_plain(module):
             found.linears.append(module)

@@ -76,12 +76,20 @@ def is_plain(module: torch.nn.Module) -> bool:
     )
 
 
+def is_gated_mlp(forward: object) -> bool:
+    return hf.is_llamas_mlp(forward) or hf.is_phi3s_mlp(forward)
+
+
 def mlp(forward: types.FunctionType) -> Forward:
+    return _packed_mlp(forward) if hf.is_phi3s_mlp(forward) else _separate_mlp(forward)
+
+
+def _separate_mlp(forward: types.FunctionType) -> Forward:
     @functools.wraps(forward)
     def run(self: Any, x: torch.Tensor) -> Any:
-        if torch.is_grad_enabled() or _global_forward_hooks or not subclass.has_kernels(x) or not _returns_its_own(self.act_fn):
+        if not _may_change(x, self.act_fn):
             return forward(self, x)
-        hidden = _gated(self, x)
+        hidden = _gated(x, self.act_fn, self.gate_proj, self.up_proj)
         if hidden is None:
             hidden, up = self.act_fn(self.gate_proj(x)), self.up_proj(x)
             hidden = hidden.mul_(up) if up.dtype == hidden.dtype else hidden * up
@@ -89,6 +97,28 @@ def mlp(forward: types.FunctionType) -> Forward:
         return self.down_proj(hidden)
 
     return run
+
+
+def _packed_mlp(forward: types.FunctionType) -> Forward:
+    """An MLP whose gate and up are one linear layer."""
+
+    @functools.wraps(forward)
+    def run(self: Any, hidden_states: torch.Tensor) -> Any:
+        if not _may_change(hidden_states, self.activation_fn):
+            return forward(self, hidden_states)
+        hidden = _gated(hidden_states, self.activation_fn, self.gate_up_proj)
+        if hidden is None:
+            gate, up = self.gate_up_proj(hidden_states).chunk(2, dim=-1)
+            hidden = self.activation_fn(gate).mul_(up)
+            del gate, up
+        return self.down_proj(hidden)
+
+    return run
+
+
+def _may_change(x: torch.Tensor, act: torch.nn.Module) -> bool:
+    """Whether an MLP may compute its product in place."""
+    return not (torch.is_grad_enabled() or _global_forward_hooks) and subclass.has_kernels(x) and _returns_its_own(act)
 
 
 def _returns_its_own(act: torch.nn.Module) -> bool:
@@ -124,19 +154,22 @@ def _runs_our_linear(x: torch.Tensor, *layers: torch.nn.Linear) -> bool:
     return True
 
 
-def _gated(mlp: Any, x: torch.Tensor) -> torch.Tensor | None:
-    """act_fn(gate_proj(x)) * up_proj(x) of a decode step in one launch; None if the modules would compute something else."""
+def _gated(x: torch.Tensor, act: torch.nn.Module, *layers: Any) -> torch.Tensor | None:
+    """act(gate) * up of a decode step in one launch; None if the modules would compute something else.
+
+    layers: gate and up, or one layer of both.
+    """
     from ..kernels.decode import linear as kernel
 
-    gate, up, act = mlp.gate_proj, mlp.up_proj, mlp.act_fn
     name = hf.activation_name(act)
-    if name is None or not (subclass.is_fused(gate) and subclass.is_fused(up)) or not _runs_our_linear(x, gate, up):
+    if name is None or not all(map(subclass.is_fused, layers)) or not _runs_our_linear(x, *layers):
         return None
-    if gate.bias is not None or up.bias is not None or _global_forward_pre_hooks:
+    if any(layer.bias is not None for layer in layers) or _global_forward_pre_hooks:
         return None
-    if any("forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks for module in (gate, up, act)):
+    if any("forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks for module in (*layers, act)):
         return None
-    return kernel.gated_linear(x, gate.weight, up.weight, name)
+    gate, up = (layer.weight for layer in layers) if len(layers) == 2 else layers[0].weight.chunk(2)
+    return kernel.gated_linear(x, gate, up, name)
 
 
 def join(model: torch.nn.Module) -> list[torch.nn.Module]:
