@@ -17,7 +17,7 @@ NAMES = {
     "eager": "eager",
     "standard": "standard",
 }
-# Milliseconds of forward and backward, and MB, that a document on fused attention gives for its own kernels and GPU.
+# Milliseconds of forward and backward, and MB, as published with the fused attention, for its own kernels and GPU.
 PUBLISHED = {1920: (5.23, 16.87, 605), 2048: (9.57, 38.5, 1203)}
 
 
@@ -26,7 +26,7 @@ def _rivals(result: dict) -> list[str]:
 
 
 def _ratios(result: dict, what: str) -> str:
-    """The peers' times over ours, in words; what: "us", "forward_us" or "backward_us"."""
+    """The times of the peers over ours, as text; what: "us", "forward_us" or "backward_us"."""
     found = result["summary"]
     names = [name for name in _rivals(result)[1:] if found[f"{name}_over_ours_{what}"]["rows"]]
     return ", ".join(f"{NAMES[name]} {mean(found[f'{name}_over_ours_{what}'])}" for name in names)

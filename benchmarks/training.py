@@ -1,7 +1,7 @@
 """Rows of the kernel benchmark that time attention with gradients: forward, backward and peak memory.
 
-Every rival's output and gradients are checked against the fp32 reference before it is timed. Tensors are stored token by token,
-as models have them.
+Every rival's output and gradients are checked against the fp32 reference before it is timed. Tensors are stored as
+(batch, length, heads, head_dim), as in models.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from .prefill import TAIL, standard, visible_pairs
 from .shapes import DTYPE, Shape, WrongResult, ratios, sdpa, sdpa_masked
 
 METHOD = "CUDA events around loops of calls over inputs larger than L2, rivals alternating, median"
-RATE = 2.5e8  # flops a microsecond, to guess how long a call takes
-WHOLE = 8 << 10  # longer causal inputs are checked by the gradients of their last queries alone
-ROUNDED = {"standard", "eager"}  # they round the scores to 16 bits, and may err four times as much
-FLEX = 8 << 10  # the length at which flex_attention is compiled, which takes long
+RATE = 2.5e8  # flops per microsecond, to estimate the time of a call
+WHOLE = 8 << 10  # of longer causal inputs only the gradients of the last queries are checked
+ROUNDED = {"standard", "eager"}  # they round the scores to 16 bits, and are allowed four times the error
+FLEX = 8 << 10  # the length for which flex_attention is compiled, which is slow
 NAME = "lean"  # the backend; its kernels are those of the other exact backends
 
 
@@ -37,7 +37,7 @@ class Trained:
     """One layer's attention with gradients.
 
     window: keys that a query sees; sinks: whether there are learned sink logits; documents: the mean length of the sequences that
-    are packed into the row; rivals: names out of RIVALS.
+    are packed into the row; rivals: keys of RIVALS.
     """
 
     shape: Shape
@@ -55,7 +55,7 @@ class Trained:
 
     @property
     def cuts(self) -> list[int]:
-        """Where packed sequences begin, and the end of the last."""
+        """The beginnings of packed sequences, and the end of the last one."""
         length = self.shape.q_len
         if not self.documents:
             return [0, length]
@@ -65,7 +65,7 @@ class Trained:
 
     @property
     def flops(self) -> int:
-        """Of the forward pass; those of the backward are by custom 2.5 times as many, whatever is recomputed."""
+        """Flops of the forward pass; by convention the backward pass has 2.5 times as many, whatever is recomputed."""
         shape, cuts = self.shape, self.cuts
         lengths = [b - a for a, b in itertools.pairwise(cuts)]
         pairs = sum(visible_pairs(n, n, self.window) if shape.causal else n * n for n in lengths)
@@ -74,7 +74,7 @@ class Trained:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What one call differentiates, the gradient of its output, and what depends on the case alone."""
+    """The inputs of one call, the gradient of its output, and data that depend only on the case."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -138,7 +138,7 @@ def _ours(x: Inputs) -> torch.Tensor:
 
 def _sdpa(backend: SDPBackend, x: Inputs) -> torch.Tensor:
     k, v = x.k, x.v
-    if backend == SDPBackend.EFFICIENT_ATTENTION:  # it takes as many KV heads as heads
+    if backend == SDPBackend.EFFICIENT_ATTENTION:  # it needs as many KV heads as query heads
         k, v = (t.repeat_interleave(x.q.shape[1] // t.shape[1], 1) for t in (k, v))
     return sdpa(backend, x.q, k, v, x.case.shape.causal)
 
@@ -152,7 +152,7 @@ def _standard(x: Inputs) -> torch.Tensor:
 
 
 def _varlen(x: Inputs) -> torch.Tensor:
-    """torch's FlashAttention-2 for packed sequences."""
+    """FlashAttention-2 of torch for packed sequences."""
     case, cuts = x.case, _cuts(x.case, x.q.device)
     longest = max(b - a for a, b in itertools.pairwise(case.cuts))
     q, k, v = (t[0].transpose(0, 1) for t in (x.q, x.k, x.v))
@@ -167,7 +167,7 @@ def _eager_mask(case: Trained, device: torch.device) -> torch.Tensor:
 
 
 def _eager(x: Inputs) -> torch.Tensor:
-    """Transformers' own attention of GPT-OSS, the only one with sinks that it trains with."""
+    """The eager attention of GPT-OSS in Transformers, the only one with sinks that supports training."""
     from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
     module = types.SimpleNamespace(num_key_value_groups=x.q.shape[1] // x.k.shape[1], sinks=x.sinks, training=True)
@@ -196,7 +196,7 @@ def _flex_call(case: Trained, device: torch.device) -> Callable:
 
 def _flex(x: Inputs) -> torch.Tensor:
     if not x.q.is_cuda:
-        raise RuntimeError("Compiled flex_attention has gradients on GPUs alone.")
+        raise RuntimeError("Compiled flex_attention has gradients only on GPUs.")
     return _flex_call(x.case, x.q.device)(x.q, x.k, x.v)
 
 
@@ -222,12 +222,12 @@ def _gradients(rival: Callable[[Inputs], torch.Tensor], x: Inputs, dout: torch.T
 
 
 def _tail(case: Trained) -> int:
-    """How many of the last queries are checked, 0 for all."""
+    """The number of last queries that are checked; 0 for all."""
     return TAIL if case.shape.q_len > WHOLE and not case.documents else 0
 
 
 def exact(x: Inputs, dout: torch.Tensor) -> list[torch.Tensor]:
-    """Output and gradients in fp32; with `_tail`, of the last queries alone, for a `dout` that is 0 elsewhere."""
+    """Output and gradients in fp32; with `_tail`, only of the last queries, for a `dout` that is 0 elsewhere."""
     tail = _tail(x.case)
     q, dout = (t[:, :, -tail:].detach().float() for t in (x.q, dout))
     kv, sinks = KV(x.k.detach().float(), x.v.detach().float()), None if x.sinks is None else x.sinks.detach().float()
@@ -248,7 +248,7 @@ def check(name: str, found: list[torch.Tensor], expected: list[torch.Tensor], ta
         if what == "dsinks":  # a sum over all queries, whose terms cancel
             allowed *= 4
         errors[what] = [error.max().item(), error.mean().item()]
-        if not errors[what][0] <= allowed:  # NaN too
+        if not errors[what][0] <= allowed:  # also for NaN
             raise WrongResult(f"{what} of {name} is wrong: error {errors[what][0]:.2e}, allowed {allowed:.2e}.")
     return errors
 
@@ -257,7 +257,7 @@ def check(name: str, found: list[torch.Tensor], expected: list[torch.Tensor], ta
 
 
 def peak_bytes(rival: Callable[[Inputs], torch.Tensor], x: Inputs) -> int | None:
-    """What forward and backward allocate at most, output and gradients included; None on the CPU."""
+    """Peak memory of forward and backward, including output and gradients; None on the CPU."""
     if not x.q.is_cuda:
         return None
     torch.cuda.empty_cache()
@@ -288,7 +288,7 @@ def trained_row(case: Trained, device: torch.device) -> dict:
         try:
             errors[name] = check(name, _gradients(rival, inputs[0], dout), expected, tail)
             peak[name] = peak_bytes(rival, inputs[0])
-        except Exception as error:  # whatever the reason, the others are still worth timing
+        except Exception as error:  # any error: the others are still timed
             if name == "ours":
                 raise
             wrong[name] = f"{type(error).__name__}: {str(error).strip()[:300]}"
@@ -315,7 +315,7 @@ def trained_row(case: Trained, device: torch.device) -> dict:
 
 
 def trained_summary(rows: list[dict]) -> dict:
-    """The ratio of every peer's time to ours, for forward, backward and both."""
+    """The time of every peer over ours, for forward, backward and both."""
     names = dict.fromkeys(name for row in rows for name in row if "_over_ours_" in name)
     return {name: ratios(rows, name) for name in names}
 

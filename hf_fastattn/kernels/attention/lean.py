@@ -22,7 +22,7 @@ import triton.language as tl
 from ..decode.rotate import rotate
 from ..device.attend import attend
 from ..device.merge import merge_rows, store_packed, store_partial
-from ..device.visibility import look, packed_rows
+from ..device.visibility import key_bounds, packed_rows
 from ..host import gpu, launch, tables
 from ..host.overlap import early, let_next_begin, wait_for_inputs
 from ..spec import KV, Form, Spec
@@ -108,10 +108,10 @@ def lean_kernel(
         first, last = 0, q_len - 1
         if not C.FEW_ROWS:
             first, last = queries_of(block, q_len, C)
-        sight, sink_sight = look(span_ptr, q_index, first, last, q_len, kv_len, window, C)
-        sink_lo, sink_hi, first_position = sink_sight
+        bounds, sink_bounds = key_bounds(span_ptr, q_index, first, last, q_len, kv_len, window, C)
+        sink_lo, sink_hi, first_position = sink_bounds
         positions = first_position + (tl.zeros([1], tl.int32) if C.ONE_QUERY else q_index)
-        row_tiles = tl.maximum((sight[3] - sight[2] + BLOCK_N - 1) // BLOCK_N, 1)
+        row_tiles = tl.maximum((bounds[3] - bounds[2] + BLOCK_N - 1) // BLOCK_N, 1)
         kv_head = (t - before) // row_tiles
         tile_start = (t - before) % row_tiles
         tile_stop = tl.minimum(row_tiles, tile_start + t_stop - t)
@@ -121,7 +121,7 @@ def lean_kernel(
         kv = (k_base, v_base, stride_kn, stride_vn, (row, kv_head_64, kv_heads, kv_len), (Scales, Centre, Pages))
         acc, m, l = attend(
             (Q, row * stride_qb + (kv_head_64 * GROUP + group_head) * stride_qh + q_index * stride_qm),
-            kv, span_ptr, sight, (tile_start, tile_stop), (scale_log2, cap_log2),
+            kv, span_ptr, bounds, (tile_start, tile_stop), (scale_log2, cap_log2),
             (SinkQuery, sink_lo, sink_hi, tile_start == 0, positions, C.SINKS + window - 1), C, LOAD_K, LOAD_V,
         )  # fmt: skip
         if tile_stop - tile_start == row_tiles:

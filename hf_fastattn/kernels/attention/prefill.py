@@ -14,7 +14,7 @@ from .. import checks
 from ..decode.rotate import rotate
 from ..device.attend import attend
 from ..device.online import finalize
-from ..device.visibility import look
+from ..device.visibility import key_bounds
 from ..host import launch, tables
 from ..spec import KV, Form, Spec
 from .plan import Call
@@ -62,8 +62,8 @@ def prefill_kernel(
     span_ptr = Spans + row * stride_sb
     offs_m = tl.minimum(first + tl.arange(0, BLOCK_M), q_len - 1)
     row_mask = first + tl.arange(0, BLOCK_M) < q_len
-    sight, sink_sight = look(span_ptr, offs_m, first, tl.minimum(first + BLOCK_M, q_len) - 1, q_len, kv_len, window, C)
-    sink_lo, sink_hi, _ = sink_sight
+    bounds, sink_bounds = key_bounds(span_ptr, offs_m, first, tl.minimum(first + BLOCK_M, q_len) - 1, q_len, kv_len, window, C)
+    sink_lo, sink_hi, _ = sink_bounds
 
     offs_v = tl.arange(0, C.BLOCK_DV)
     v_mask = offs_v[None, :] < VALUE_DIM
@@ -72,7 +72,7 @@ def prefill_kernel(
     kv = (k_base, v_base, stride_kn, stride_vn, (row, kv_head, num_heads // C.GROUP, kv_len), (Scales, Centre, Pages))
     acc, m, l = attend(
         (Q, row * stride_qb + head.to(tl.int64) * stride_qh + offs_m.to(tl.int64) * stride_qm),
-        kv, span_ptr, sight, (0, tl.cdiv(sight[3] - sight[2], C.BLOCK_N)), (scale_log2, cap_log2),
+        kv, span_ptr, bounds, (0, tl.cdiv(bounds[3] - bounds[2], C.BLOCK_N)), (scale_log2, cap_log2),
         (QSinks, sink_lo, sink_hi, True, 0, 0), C, LOAD_K, LOAD_V,
     )  # fmt: skip
     out, lse = finalize(acc, m, l, SinkLogits + head + offs_m * 0, row_mask, C.HAS_SINK_LOGITS)

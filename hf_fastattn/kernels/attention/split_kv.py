@@ -14,7 +14,7 @@ import triton.language as tl
 
 from ..device.attend import attend
 from ..device.merge import merge_rows, store_packed, store_partial
-from ..device.visibility import look, packed_rows
+from ..device.visibility import key_bounds, packed_rows
 from ..host import launch, tables
 from ..host.overlap import early, let_next_begin, wait_for_inputs
 from ..spec import KV, Form, Spec
@@ -68,10 +68,10 @@ def split_kv_kernel(
     span_ptr = Spans + row * stride_sb
     rows = tl.arange(0, C.BLOCK_M)
     q_index, group_head, _ = packed_rows(rows, q_len, GROUP)
-    sight, sink_sight = look(span_ptr, q_index, 0, q_len - 1, q_len, kv_len, window, C)
-    sink_lo, sink_hi, first_position = sink_sight
+    bounds, sink_bounds = key_bounds(span_ptr, q_index, 0, q_len - 1, q_len, kv_len, window, C)
+    sink_lo, sink_hi, first_position = sink_bounds
     positions = first_position + (tl.zeros([1], tl.int32) if C.ONE_QUERY else q_index)
-    tiles = tl.cdiv(sight[3] - sight[2], C.BLOCK_N)
+    tiles = tl.cdiv(bounds[3] - bounds[2], C.BLOCK_N)
 
     offs_v = tl.arange(0, C.BLOCK_DV)
     # Addresses are computed before the wait too.
@@ -85,7 +85,7 @@ def split_kv_kernel(
         let_next_begin(EARLY)
     acc, m, l = attend(
         (Q, row * stride_qb + (kv_head * GROUP + group_head) * stride_qh + q_index * stride_qm),
-        kv, span_ptr, sight, (tile_start, tile_stop), (scale_log2, cap_log2),
+        kv, span_ptr, bounds, (tile_start, tile_stop), (scale_log2, cap_log2),
         (SinkQuery, sink_lo, sink_hi, split == 0, positions, last_position), C, LOAD_K, LOAD_V,
     )  # fmt: skip
     if COMBINE:

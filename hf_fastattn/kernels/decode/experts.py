@@ -7,7 +7,7 @@ Tensor cores have time for that, because reading the weights takes longer.
 
 Products and sums are in fp32. Results are rounded as in `batched_mm` of Transformers: products, their sums with biases,
 the activation and its product, and products with the routing weights; the sum over experts is in fp32, in the order of the
-choices, and rounded once. No atomics: every run gives the same bits.
+choices, and rounded once. There are no atomics, and results are bitwise repeatable.
 """
 
 from __future__ import annotations

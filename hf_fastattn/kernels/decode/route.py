@@ -1,7 +1,7 @@
 """The routing of a mixture in one launch: from the router's logits to the experts of each token and their weights.
 
 The code of the models needs some seven launches: softmax, top-k (two), the sum, the division, conversions. Each program has one
-token, and takes the largest value that is left once per choice, of equal values the first, as `torch.topk` does on a GPU.
+token, and selects the largest remaining value for each choice, of equal values the first, as `torch.topk` does on a GPU.
 
 Softmax and division are in fp32. With FIRST="softmax" the probabilities of all experts come before the choice, as in Qwen3 and
 Mixtral; with "choice" the softmax is over the chosen logits, as in GPT-OSS.

@@ -11,7 +11,7 @@ from .wide import SINK_BLOCK, attend_wide
 
 @triton.jit
 def attend(
-    queries, kv, span_ptr, sight, tiles, scales, sinks,
+    queries, kv, span_ptr, bounds, tiles, scales, sinks,
     C: tl.constexpr,
     LOAD_K: tl.constexpr,
     LOAD_V: tl.constexpr,
@@ -20,23 +20,23 @@ def attend(
     base 2; (0, -inf, 0) for a row that sees no key.
 
     queries: (Q, q_rows [BLOCK_M], the offset of each row). kv: (k_base, v_base, stride_kn, stride_vn, indices, extra), k_base and
-    v_base at slot 0 of the KV head, the others as in `tile.load_plain`, whose signature LOAD_K and LOAD_V have. sight: see
-    `visibility.look`. tiles: (tile_start, tile_stop); tile t begins at key lo + t * BLOCK_N. scales: (scale_log2, cap_log2).
-    sinks: (SinkQuery, sink_lo, sink_hi [BLOCK_M], takes_sinks, positions [BLOCK_M or 1], last_position).
+    v_base at slot 0 of the KV head, the others as in `tile.load_plain`, whose signature LOAD_K and LOAD_V have. bounds: see
+    `visibility.key_bounds`. tiles: (tile_start, tile_stop); tile t begins at key lo + t * BLOCK_N. scales: (scale_log2,
+    cap_log2). sinks: (SinkQuery, sink_lo, sink_hi [BLOCK_M], takes_sinks, positions [BLOCK_M or 1], last_position).
 
     With SINKS, the one program of these rows with takes_sinks also processes the sinks, the slots from sink_lo to sink_hi of each
     row. Without PAIRS, the queries that score them are at SinkQuery + q_rows. With PAIRS, they are the queries at Q, re-rotated
     from `positions` (counted from sink_lo) to at most `last_position` with the frequencies at SinkQuery (see `rerotate`).
     """
     if C.HEAD_DIM > C.BLOCK_D:
-        return attend_wide(queries, kv, span_ptr, sight, tiles, scales, sinks, C, LOAD_K, LOAD_V)
+        return attend_wide(queries, kv, span_ptr, bounds, tiles, scales, sinks, C, LOAD_K, LOAD_V)
     else:
-        return _attend(queries, kv, span_ptr, sight, tiles, scales, sinks, C, LOAD_K, LOAD_V)
+        return _attend(queries, kv, span_ptr, bounds, tiles, scales, sinks, C, LOAD_K, LOAD_V)
 
 
 @triton.jit
 def _attend(
-    queries, kv, span_ptr, sight, tiles, scales, sinks,
+    queries, kv, span_ptr, bounds, tiles, scales, sinks,
     C: tl.constexpr,
     LOAD_K: tl.constexpr,
     LOAD_V: tl.constexpr,
@@ -51,7 +51,7 @@ def _attend(
     """
     Q, q_rows = queries
     k_base, v_base, stride_kn, stride_vn, indices, extra = kv
-    row_lo, row_hi, lo, hi, full_lo, full_hi, holes = sight
+    row_lo, row_hi, lo, hi, full_lo, full_hi, holes = bounds
     tile_start, tile_stop = tiles
     SinkQuery, sink_lo, sink_hi, takes_sinks, positions, last_position = sinks
     HEAD_DIM: tl.constexpr = C.HEAD_DIM

@@ -81,14 +81,14 @@ def sink_stop(pos, kv_start, kv_stop, causal, SINKS: tl.constexpr):
 
 
 @triton.jit
-def look(
+def key_bounds(
     span_ptr, q_index, first, last, q_len, kv_len, window,
     C: tl.constexpr,
 ):  # fmt: skip
     """The bounds of the keys that the queries `q_index` (a block) of one batch row see; first, last: the range of the block.
 
-    Returns (sight, sink_sight). sight = (row_lo, row_hi, lo, hi, full_lo, full_hi, holes): the bounds of each query, of any query
-    and of all queries, and whether the batch row has holes. sink_sight = (sink_lo, sink_hi, q_start - sink_lo).
+    Returns (bounds, sink_bounds). bounds = (row_lo, row_hi, lo, hi, full_lo, full_hi, holes): the bounds of each query, of any
+    query and of all queries, and whether the batch row has holes. sink_bounds = (sink_lo, sink_hi, q_start - sink_lo).
     """
     SINKS: tl.constexpr = C.SINKS
     q_start, kv_start, kv_stop, window, causal, holes = load_spans(span_ptr, q_len, kv_len, window, C.HAS_SPANS, C.IS_CAUSAL)
@@ -121,7 +121,7 @@ def _count_up_to(ptr, q_len, limit, STEPS: tl.constexpr = 512):
 
 
 @triton.jit
-def look_back(
+def query_bounds(
     span_ptr, first_key, last_key, q_len, kv_len, window,
     C: tl.constexpr,
     WORDS: tl.constexpr = WORDS,

@@ -46,7 +46,7 @@ def _scores(
 
 @triton.jit
 def attend_wide(
-    queries, kv, span_ptr, sight, tiles, scales, sinks,
+    queries, kv, span_ptr, bounds, tiles, scales, sinks,
     C: tl.constexpr,
     LOAD_K: tl.constexpr,
     LOAD_V: tl.constexpr,
@@ -56,7 +56,7 @@ def attend_wide(
     """`attend.attend` for wide heads."""
     Q, q_rows = queries
     k_base, v_base, stride_kn, stride_vn, indices, extra = kv
-    row_lo, row_hi, lo, hi, _, _, holes = sight
+    row_lo, row_hi, lo, hi, _, _, holes = bounds
     tile_start, tile_stop = tiles
     SinkQuery, sink_lo, sink_hi, takes_sinks, positions, last_position = sinks
     BLOCK_M: tl.constexpr = C.BLOCK_M

@@ -13,13 +13,13 @@ import triton
 import triton.language as tl
 
 from ...device.online import scaled
-from ...device.visibility import look_back, narrowed, row_bounds
-from .tile import add_dot, dot, live_keys, load_pairs, load_rows, slopes, split_tiles, tile_at, weights, within
+from ...device.visibility import narrowed, query_bounds, row_bounds
+from .tile import add_dot, dot, live_keys, load_pairs, load_rows, probabilities, score_gradients, split_tiles, tile_at, within
 
 
 @triton.jit
 def _tile(
-    dk, dv, k, v, keys, queries, first, hi, lookup, span_ptr, q_len, scales,
+    dk, dv, k, v, keys, queries, first, hi, spans, span_ptr, q_len, scales,
     DK: tl.constexpr,
     DV: tl.constexpr,
     MASKED: tl.constexpr,
@@ -30,7 +30,7 @@ def _tile(
     keys: the slots of the block, -1 for slots that are not live. DK, DV: which of the two to sum.
     """
     q_base, do_base, stride_qm, stride_om, stats = queries
-    q_start, kv_start, kv_stop, window, causal = lookup
+    q_start, kv_start, kv_stop, window, causal = spans
     offs_m = first + tl.arange(0, C.BLOCK_M)
     visible = None
     row_mask = None
@@ -46,18 +46,18 @@ def _tile(
     s = scaled(dot(k, tl.trans(q), C.IEEE), scales, C.HAS_SOFTCAP, C.IEEE)
     if DK:  # issued with the scores, so that it overlaps with their exponentials
         dp = dot(v, tl.trans(do), C.IEEE)
-    p = weights(s, lse_log2[None, :], visible, MASKED)
+    p = probabilities(s, lse_log2[None, :], visible, MASKED)
     if DV:
         dv = add_dot(p, do, dv, C.IEEE)
     if DK:
-        ds = slopes(p, s, dp, delta[None, :], scales[1], MASKED, C.HAS_SOFTCAP)
+        ds = score_gradients(p, s, dp, delta[None, :], scales[1], MASKED, C.HAS_SOFTCAP)
         dk = add_dot(ds, q, dk, C.IEEE)
     return dk, dv
 
 
 @triton.jit
 def _sums(
-    k, v, keys, pointers, strides, row, first_head, num_heads, bounds, lookup, span_ptr, q_len, scales,
+    k, v, keys, pointers, strides, row, first_head, num_heads, bounds, spans, span_ptr, q_len, scales,
     HEADS: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
@@ -85,7 +85,7 @@ def _sums(
         queries = (Q + row * stride_qb + head * stride_qh, DOut + row * stride_ob + head * stride_oh, stride_qm, stride_om,
                    Stats + stats)  # fmt: skip
         at = lo + (before + i % full) * BLOCK_M
-        dk, dv = _tile(dk, dv, k, v, keys, queries, at, hi, lookup, span_ptr, q_len, scales, DK, DV, False, C)
+        dk, dv = _tile(dk, dv, k, v, keys, queries, at, hi, spans, span_ptr, q_len, scales, DK, DV, False, C)
     masked = before + tiles - full_stop
     for i in tl.range(0, HEADS * masked):
         head = first_head + i // masked
@@ -93,7 +93,7 @@ def _sums(
         queries = (Q + row * stride_qb + head * stride_qh, DOut + row * stride_ob + head * stride_oh, stride_qm, stride_om,
                    Stats + stats)  # fmt: skip
         at = tile_at(i % masked, before, lo, full_stop, BLOCK_M)
-        dk, dv = _tile(dk, dv, k, v, keys, queries, at, hi, lookup, span_ptr, q_len, scales, DK, DV, True, C)
+        dk, dv = _tile(dk, dv, k, v, keys, queries, at, hi, spans, span_ptr, q_len, scales, DK, DV, True, C)
     return dk, dv
 
 
@@ -156,8 +156,8 @@ def dkdv_kernel(
 
     span_ptr = Spans + row * stride_sb
     last_key = tl.minimum(first_key + BLOCK_N, kv_len) - 1
-    bounds, lookup, holes = look_back(span_ptr, first_key, last_key, q_len, kv_len, window, C)
-    keys = live_keys(span_ptr, offs_n, lookup[1], lookup[2], holes, C)
+    bounds, spans, holes = query_bounds(span_ptr, first_key, last_key, q_len, kv_len, window, C)
+    keys = live_keys(span_ptr, offs_n, spans[1], spans[2], holes, C)
     k = load_rows(K + row * stride_kb + kv_head * stride_kh, stride_kn, offs_n, tl.arange(0, C.BLOCK_D), keys >= 0, True,
                   HEAD_DIM, C.BLOCK_D)  # fmt: skip
     v = load_rows(V + row * stride_vb + kv_head * stride_vh, stride_vn, offs_n, tl.arange(0, C.BLOCK_DV), keys >= 0, True,
@@ -170,19 +170,19 @@ def dkdv_kernel(
     if SPLIT:
         if program % 2 == 0:
             dk, _ = _sums(
-                k, v, keys, pointers, strides, row, first_head, num_heads, bounds, lookup, span_ptr, q_len, scales,
+                k, v, keys, pointers, strides, row, first_head, num_heads, bounds, spans, span_ptr, q_len, scales,
                 HEADS, True, False, C,
             )  # fmt: skip
             _store(DK, dk * scale, offs_n, rows, HEAD_DIM, C.BLOCK_D, kv_len)
         else:
             _, dv = _sums(
-                k, v, keys, pointers, strides, row, first_head, num_heads, bounds, lookup, span_ptr, q_len, scales,
+                k, v, keys, pointers, strides, row, first_head, num_heads, bounds, spans, span_ptr, q_len, scales,
                 HEADS, False, True, C,
             )  # fmt: skip
             _store(DV, dv, offs_n, rows, VALUE_DIM, C.BLOCK_DV, kv_len)
     else:
         dk, dv = _sums(
-            k, v, keys, pointers, strides, row, first_head, num_heads, bounds, lookup, span_ptr, q_len, scales,
+            k, v, keys, pointers, strides, row, first_head, num_heads, bounds, spans, span_ptr, q_len, scales,
             HEADS, True, True, C,
         )  # fmt: skip
         _store(DK, dk * scale, offs_n, rows, HEAD_DIM, C.BLOCK_D, kv_len)

@@ -12,19 +12,19 @@ import triton
 import triton.language as tl
 
 from ...device.online import LOG2_E, scaled
-from ...device.visibility import look
-from .tile import add_dot, dot, live_keys, load_rows, slopes, split_tiles, store_pairs, tile_at, weights, within
+from ...device.visibility import key_bounds
+from .tile import add_dot, dot, live_keys, load_rows, probabilities, score_gradients, split_tiles, store_pairs, tile_at, within
 
 
 @triton.jit
 def _tile(
-    dq, q, do, lse_log2, delta, kv, first, sight, span_ptr, scales,
+    dq, q, do, lse_log2, delta, kv, first, bounds, span_ptr, scales,
     MASKED: tl.constexpr,
     C: tl.constexpr,
 ):  # fmt: skip
     """dq after adding a tile of keys, from slot `first` on."""
     k_base, v_base, stride_kn, stride_vn = kv
-    row_lo, row_hi, lo, hi, _, _, holes = sight
+    row_lo, row_hi, lo, hi, _, _, holes = bounds
     offs_n = first + tl.arange(0, C.BLOCK_N)
     visible = None
     live = None
@@ -36,8 +36,8 @@ def _tile(
     v = load_rows(v_base, stride_vn, offs_n, tl.arange(0, C.BLOCK_DV), live, MASKED, C.VALUE_DIM, C.BLOCK_DV)
     s = scaled(dot(q, tl.trans(k), C.IEEE), scales, C.HAS_SOFTCAP, C.IEEE)
     dp = dot(do, tl.trans(v), C.IEEE)
-    p = weights(s, lse_log2[:, None], visible, MASKED)
-    ds = slopes(p, s, dp, delta[:, None], scales[1], MASKED, C.HAS_SOFTCAP)
+    p = probabilities(s, lse_log2[:, None], visible, MASKED)
+    ds = score_gradients(p, s, dp, delta[:, None], scales[1], MASKED, C.HAS_SOFTCAP)
     return add_dot(ds, k, dq, C.IEEE)
 
 
@@ -106,8 +106,8 @@ def dq_kernel(
 
     if WRITE_DQ:
         span_ptr = Spans + row * stride_sb
-        sight, _ = look(span_ptr, offs_m, first, tl.minimum(first + BLOCK_M, q_len) - 1, q_len, kv_len, window, C)
-        _, _, lo, hi, full_lo, full_hi, holes = sight
+        bounds, _ = key_bounds(span_ptr, offs_m, first, tl.minimum(first + BLOCK_M, q_len) - 1, q_len, kv_len, window, C)
+        _, _, lo, hi, full_lo, full_hi, holes = bounds
         kv_head = (head // C.GROUP).to(tl.int64)
         kv = (K + row * stride_kb + kv_head * stride_kh, V + row * stride_vb + kv_head * stride_vh, stride_kn, stride_vn)
         scales = (scale_log2, cap_log2)
@@ -116,10 +116,10 @@ def dq_kernel(
         dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         before, full_stop, tiles = split_tiles(lo, hi, full_lo, tl.where(holes, lo, full_hi), BLOCK_N)
         for tile in tl.range(before, full_stop):
-            dq = _tile(dq, q, do, lse_log2, delta, kv, lo + tile * BLOCK_N, sight, span_ptr, scales, False, C)
+            dq = _tile(dq, q, do, lse_log2, delta, kv, lo + tile * BLOCK_N, bounds, span_ptr, scales, False, C)
         for i in tl.range(0, before + tiles - full_stop):
             at = tile_at(i, before, lo, full_stop, BLOCK_N)
-            dq = _tile(dq, q, do, lse_log2, delta, kv, at, sight, span_ptr, scales, True, C)
+            dq = _tile(dq, q, do, lse_log2, delta, kv, at, bounds, span_ptr, scales, True, C)
         # DQ is (batch, q_len, num_heads, HEAD_DIM), contiguous.
         rows = (row * q_len + offs_m) * num_heads + head
         dq_ptrs = DQ + rows[:, None] * HEAD_DIM + offs_d[None, :]

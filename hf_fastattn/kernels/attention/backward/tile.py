@@ -25,7 +25,7 @@ def add_dot(a, b, acc, IEEE: tl.constexpr):
 
 
 @triton.jit
-def weights(s, lse_log2, visible, MASKED: tl.constexpr):
+def probabilities(s, lse_log2, visible, MASKED: tl.constexpr):
     """P = exp(S - lse) of a tile of scores in base 2, exactly 0 where not visible. visible: None if all keys are."""
     s -= lse_log2
     if MASKED:  # also if lse is -inf, for a row that sees no key
@@ -34,7 +34,7 @@ def weights(s, lse_log2, visible, MASKED: tl.constexpr):
 
 
 @triton.jit
-def slopes(p, s, dp, delta, cap_log2, MASKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
+def score_gradients(p, s, dp, delta, cap_log2, MASKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
     """dS of a tile before scaling: P * (dP - delta), times the derivative of the softcap, which `s` includes."""
     ds = p * (dp - delta)
     if HAS_SOFTCAP:

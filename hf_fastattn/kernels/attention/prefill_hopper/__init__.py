@@ -52,10 +52,10 @@ _L2_BYTES = 32 << 20  # the most that K and V of the heads in one section take
 class Config:
     """The constants of one compiled kernel.
 
-    BLOCK_N: keys per tile. stages: tiles of K, and of V, in flight. q_stages: items whose Q is in flight. own_out: O leaves
-    through a buffer of its own and not through Q's. exp2_on_fma: one in so many exponentials runs on the FMA units, none where 0;
-    see `tile._exp2`. k_width, v_width: columns of K and of V that are multiplied; see product.py. split: items
-    are shares of blocks of rows. pack: heads of a KV head that share a block.
+    BLOCK_N: keys per tile. stages: tiles of K, and of V, in flight. q_stages: items whose Q is in flight. own_out: O is stored
+    through a separate buffer, not through that of Q. exp2_on_fma: one of so many exponentials is computed by the FMA units, none
+    if 0 (see `tile._exp2`). k_width, v_width: columns of K and of V that are multiplied (see product.py). split: items are shares
+    of blocks of rows. pack: heads of a KV head that share a block.
     """
 
     BLOCK_N: int

@@ -24,14 +24,14 @@ def merge_shares_kernel(
     CHUNK: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A program for each ROWS rows of a pack. Share i of block b of the pack is its slot i * blocks + b."""
+    """One program for each ROWS rows of a pack. Share i of block b is in slot i * blocks + b of the pack."""
     first_row, pack, row = tl.program_id(0) * ROWS, tl.program_id(1), tl.program_id(2)
     packs = tl.num_programs(1)
     BLOCK_M: tl.constexpr = C.BLOCK_M
     PACK: tl.constexpr = C.GROUP
     block = first_row // BLOCK_M
     first, last = queries_of(block, q_len, C)
-    # Spans may be read ahead of the wait: they are older than the launch before, which did not begin early.
+    # The spans may be read before the wait: they were written before the previous launch, which did not begin early.
     tiles = num_tiles(Spans + row.to(tl.int64) * stride_sb, first, last, q_len, kv_len, window, C)
     slot = (row * packs + pack) * blocks * splits + block
     wait_for_inputs(EARLY)

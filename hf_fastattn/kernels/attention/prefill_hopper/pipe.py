@@ -124,7 +124,7 @@ def take(ticket, turn):
 
 @gluon.jit
 def let_next_begin():
-    """As `overlap.let_next_begin`: the launch that merges shares waits for this one by itself."""
+    """`overlap.let_next_begin` in Gluon. The launch that merges shares waits for this one."""
     gl.inline_asm_elementwise("griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 

@@ -1,10 +1,10 @@
-"""What the programs of the Hopper prefill kernel work on, and in what order: integers alone.
+"""The order in which the programs of the Hopper prefill kernel compute items and tiles.
 
-A pack is the heads of a KV head whose rows share a block; an item is a block of a pack. Items go the longest causal blocks first,
+A pack is the heads of a KV head whose rows share a block; an item is a block of a pack. The longest causal blocks come first,
 pack by pack inside sections of packs whose K and V fit the L2 cache together. Within an item the tiles that need a mask
-(diagonal, tail, window edge) come first, from the top down; those that every row sees whole come last, in a loop without a mask.
-Where blocks are cut, an item is a share of the tiles of one, and shares of the same part of the keys follow one another: they
-find K and V in the L2 cache.
+(diagonal, tail, window edge) come first, from the last keys to the first; those that every row sees completely come last, in a
+loop without a mask. With shares, an item is one share of the tiles of a block, and shares of the same part of the keys are
+consecutive, so that they find K and V in the L2 cache.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ block_bounds = gluon.jit(visibility.block_bounds.fn)
 
 @gluon.jit
 def item_at(index, num_blocks, num_packs, total_packs, section):
-    """(block of rows, pack, batch row) of one item: sections of packs in turn, in each the last blocks of all packs first."""
+    """(block of rows, pack, batch row) of one item: section by section of packs, in each the last blocks of all packs first."""
     per_section = num_blocks * section
     which = index // per_section
     rest = index - which * per_section
@@ -46,8 +46,8 @@ def row_spans(span_ptr, q_len, kv_len, window, HAS_SPANS: gl.constexpr, IS_CAUSA
 def tiles_of(first, q_len, spans, QUERIES: gl.constexpr, BLOCK_N: gl.constexpr):
     """The tiles that the QUERIES queries from `first` on visit, at least one: (lo, hi, num_tiles, num_after, num_masked).
 
-    They begin at slots lo + t * BLOCK_N and hold the keys [lo, hi) that any row sees. num_masked of them need a mask: the last
-    num_after and the others at the beginning.
+    Tile t begins at slot lo + t * BLOCK_N; together they contain the keys [lo, hi) that any row sees. num_masked of them need a
+    mask: the last num_after, and the others at the beginning.
     """
     q_start, kv_start, kv_stop, window, causal, holes = spans
     first_pos = q_start + first
