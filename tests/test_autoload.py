@@ -128,11 +128,11 @@ with torch.no_grad():
 
 
 @pytest.mark.parametrize("switch", ["HF_FASTATTN_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD"])
-def test_turned_off(tmp_path, switch):
+def test_switched_off(tmp_path, switch):
     run(tmp_path, USE + "tiny('llama', 'lean')", fails='ValueError: Specified `attn_implementation="lean"`', **{switch: "0"})
 
 
-def test_a_broken_package_breaks_nothing_else(tmp_path):
+def test_a_broken_package_does_not_break_transformers(tmp_path):
     (tmp_path / "hf_fastattn.py").write_text("raise RuntimeError('broken')")
     run(tmp_path, USE + "tokens(tiny('llama', 'sdpa'))\ntokens(tiny('llama', 'lean'))", fails="RuntimeError: broken")
 
@@ -144,7 +144,7 @@ def test_another_transformers_breaks_nothing(tmp_path):
     run(tmp_path, "import torch, transformers.modeling_utils as modeling\nassert modeling.loaded")
 
 
-def test_names_of_others_are_left_alone(tmp_path):
+def test_names_of_other_packages_are_kept(tmp_path):
     """Registered before the names are, or after; with a mask function, or without."""
     script = """
 import os, sys

@@ -56,7 +56,7 @@ def test_names_and_get():
 
 
 @pytest.mark.parametrize("name", ["lean_flash", "my_sdpa", "flex_attention_2", "org/lean", "paged|lean", "Lean", "", "eager"])
-def test_names_transformers_would_parse_are_refused(name):
+def test_names_that_transformers_would_parse_are_refused(name):
     with pytest.raises(ValueError, match="name"):
         hf_fastattn.Backend(name=name, summary="", prefill=reference.attention)
 
@@ -306,7 +306,7 @@ def prefix_mask(device, length=models.PROMPT) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
 @torch.no_grad()
-def test_a_users_mask_takes_the_dense_path_and_says_so_once(dtype, lean, device):
+def test_a_users_mask_takes_the_dense_path_with_one_warning(dtype, lean, device):
     ids = models.prompts("no_padding", device)["input_ids"]
     mask = prefix_mask(device).expand(len(ids), -1, -1, -1)
     added = torch.zeros(mask.shape, device=device).masked_fill(~mask, torch.finfo(torch.float32).min)

@@ -39,7 +39,7 @@ def bench(tmp_path, *arguments, tokens=8) -> dict:
     return json.loads((tmp_path / "generate_tiny.json").read_text())
 
 
-def test_every_rival_is_checked_and_timed(tmp_path, capsys):
+def test_every_backend_is_checked_and_timed(tmp_path, capsys):
     result = bench(tmp_path, "--cases", "1x16,2xpadded", "--compile-cases", "1x16", "--resume", "2xpadded")
     plain, padded = result["rows"]
     assert set(plain["rivals"]) == RIVALS
@@ -71,13 +71,13 @@ def test_captured_steps_are_checked_and_captured_once(tmp_path, monkeypatch, res
             assert ours["captures_while_timing"] == 0 and ours["steps"]["uncaptured"] == 0 and not ours["reasons"]
 
 
-def test_no_results_are_no_report(tmp_path, capsys):
+def test_no_report_without_results(tmp_path, capsys):
     with pytest.raises(SystemExit):
         report.main(["--results", str(tmp_path)])
     assert "has no results" in capsys.readouterr().err
 
 
-def test_kernels_of_a_step_are_listed_apart(tmp_path, monkeypatch):
+def test_kernels_of_a_step_are_listed_separately(tmp_path, monkeypatch):
     fake_graph.use(monkeypatch)
     listed = [{"kernel": "a", "launches": 2, "us": 7.0}]
     monkeypatch.setattr(grid, "step_kernels", lambda patched: listed if patched.captures else None)
@@ -88,7 +88,7 @@ def test_kernels_of_a_step_are_listed_apart(tmp_path, monkeypatch):
     assert json.loads(found.path.read_text())["step"] == {"case": "2x16", "kernels": listed} and not bench.rivals
 
 
-def test_timing_a_replay_leaves_the_next_tokens_right(monkeypatch):
+def test_timing_a_replay_does_not_change_the_next_tokens(monkeypatch):
     class Event:
         def __init__(self, **_): ...
         def record(self): ...
@@ -133,7 +133,7 @@ def test_a_rivals_own_cache_is_empty_for_every_prompt():
     assert runs.Rival("stock", model, prompt, 4).empty_cache() is None
 
 
-def test_what_fails_is_written_down_and_stops_nothing_else(tmp_path, monkeypatch):
+def test_a_failure_is_recorded_and_the_run_continues(tmp_path, monkeypatch):
     def fail(*_):
         raise MemoryError("no room")
 
@@ -151,7 +151,7 @@ def test_wrong_logits_are_not_timed(tmp_path, monkeypatch):
     assert "differ from those of uncaptured steps" in ours["error"] and "ms" not in ours
 
 
-def test_what_does_not_fit_the_budget_is_left_out(tmp_path):
+def test_cases_beyond_the_budget_are_skipped(tmp_path):
     row = bench(tmp_path, "--cases", "1x16", "--seconds", "0")["rows"][0]
     assert row["rivals"] == {} and row["notes"][0].startswith("not run")
 
@@ -165,7 +165,7 @@ def test_what_does_not_fit_the_budget_is_left_out(tmp_path):
         (["--shape", "/nowhere"], "--shape /nowhere: "),
     ],
 )
-def test_what_means_nothing_is_refused(tmp_path, capsys, arguments, said):
+def test_invalid_options_are_refused(tmp_path, capsys, arguments, said):
     with pytest.raises(SystemExit):
         bench(tmp_path, *arguments)
     assert said in capsys.readouterr().err
@@ -187,7 +187,7 @@ def test_rivals_can_be_added_to_a_case_by_a_run_of_their_own(tmp_path):
     )
 
 
-def test_a_table_tells_the_runs_apart_and_gives_no_ratio_across_them(tmp_path):
+def test_a_table_separates_runs_and_gives_no_ratio_between_them(tmp_path):
     bench(tmp_path, "--cases", "1x16,2x16", "--rivals", "sdpa_dynamic,patched")
     both = bench(tmp_path, "--cases", "1x16", "--rivals", "sdpa_static_compile", "--add")
     for rival, ms in ((grid.SDPA, 5.0), (grid.STATIC, 3.0), (grid.OURS, 2.0)):
@@ -223,7 +223,7 @@ NOTE = "sdpa_dynamic, patched" + grid.ADDED
         ([OLD[0] + " --rivals=patched"], [], [None, 0, None]),
     ],
 )
-def test_the_runs_of_older_results_are_what_they_prove(commands, notes, runs):
+def test_older_results_are_assigned_to_runs_by_their_conditions(commands, notes, runs):
     names = [grid.SDPA, grid.OURS, grid.STATIC]
     row = {"case": "1x16", "notes": notes, "rivals": {name: {"ms": 2.0} for name in names}}
     result = {"commands": commands, "rows": [row]}
@@ -281,7 +281,7 @@ def test_an_attention_that_is_not_installed_is_named(tmp_path):
     assert "flash" in row["rivals"]["flash_attention_2_dynamic"]["error"].lower() and row["rivals"][grid.SDPA]["ms"] > 0
 
 
-def test_first_tokens_are_timed_in_turn(tmp_path):
+def test_first_tokens_are_timed_alternately(tmp_path):
     arguments = ["--cases", "2x16", "--rivals", "sdpa_dynamic,patched", "--resume", "2x16", "--first-tokens", "3"]
     row = bench(tmp_path, *arguments)["rows"][0]
     sdpa, ours = (row["rivals"][name] for name in (grid.SDPA, grid.OURS))
@@ -289,7 +289,7 @@ def test_first_tokens_are_timed_in_turn(tmp_path):
     assert row["ttft_over_sdpa"] == ours["ttft_ms"] / sdpa["ttft_ms"] and sdpa["ttft_ms"] == sorted(sdpa["all_ttft_ms"])[1]
 
 
-def test_learned_positions_reach_as_far_as_the_prompt(tmp_path, monkeypatch):
+def test_learned_positions_cover_the_prompt(tmp_path, monkeypatch):
     model_type, config = models.SHAPES["tiny-opt"]
     monkeypatch.setitem(models.SHAPES, "tiny-opt", (model_type, {**config, "max_position_embeddings": 64}))
     generate.main(["--shape", "tiny-opt", "--cases", "1x100", "--tokens", "4", "--repeats", "1", "--out", str(tmp_path)])
@@ -360,7 +360,7 @@ def test_a_long_text_is_read_and_generated_at_every_point(tmp_path, monkeypatch)
     assert first["read_tokens"] == 700 and second["read_tokens"] == 1400 - 700 - 3 * stream.BLOCK  # two blocks warm up
 
 
-def test_parts_of_the_stream_are_checked_and_timed_apart(tmp_path, short_parts):
+def test_parts_of_the_stream_are_checked_and_timed_separately(tmp_path, short_parts):
     assert stream_bench(tmp_path, "--parts", "update")[0] == 0
     status, result = stream_bench(tmp_path, "--parts", "ring")
     assert status == 0 and len(result["update"]["us"]) == 4 and len(result["ring"]) == 3  # the first part stays
@@ -375,7 +375,7 @@ def test_a_wrong_ring_is_not_timed(tmp_path, short_parts, monkeypatch):
         stream_bench(tmp_path, "--parts", "ring")
 
 
-def test_points_leave_room_for_what_is_generated(tmp_path, capsys):
+def test_points_leave_room_for_the_generated_tokens(tmp_path, capsys):
     with pytest.raises(SystemExit):
         stream_bench(tmp_path, "--points", "700,800")
     assert "increase by at least 600 tokens" in capsys.readouterr().err
@@ -409,7 +409,7 @@ def test_families_have_the_size_of_the_named_models(name):
     assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(expected, rel=0.05, abs=0.01)
 
 
-def test_two_checkouts_run_in_turn_and_agree(tmp_path):
+def test_two_checkouts_alternate_and_agree(tmp_path):
     here = str(Path(commits.__file__).parent.parent)
     options = [
         "--shape",

@@ -76,7 +76,7 @@ def test_every_shape_is_checked_and_timed(tmp_path, part):
     assert result["summary"] and result["conditions"]["torch"] == torch.__version__
 
 
-def test_a_peer_that_cannot_run_is_named_and_costs_nothing_else(tmp_path):
+def test_a_peer_that_cannot_run_is_named_and_the_others_run(tmp_path):
     (row, _), (_, result) = SMALL["decode"], bench(tmp_path, "decode")
     assert set(result["rows"][0]["errors"]) == {"sdpa_cudnn"}  # needs a GPU
     assert result["rows"][0]["lean_over_best_peer"] == result["rows"][0]["us"]["sdpa_flash"] / result["rows"][0]["us"]["lean"]
@@ -111,7 +111,7 @@ def test_the_check_refuses_zeros_and_nan_and_accepts_rounding():
             shapes.check("wrong", wrong, expected)
 
 
-def test_exact_is_the_reference_whatever_it_holds_at_once(monkeypatch):
+def test_exact_does_not_depend_on_the_size_of_its_parts(monkeypatch):
     q, k, v = shapes.make_inputs(Shape(3, 8, 4, 16, 40, 3), 1, torch.device("cpu"))[0]
     whole = attention(q, k, v, window=7).float()
     for size in (1, 2 * 4 * 40 * 16, 1 << 30):
@@ -119,7 +119,7 @@ def test_exact_is_the_reference_whatever_it_holds_at_once(monkeypatch):
         torch.testing.assert_close(shapes.exact(q, k, v, window=7), whole)
 
 
-def test_rows_are_chosen_kept_and_left_out(tmp_path, capsys):
+def test_rows_are_selected_kept_and_skipped(tmp_path, capsys):
     _, result = bench(tmp_path, "decode", "--only", "4/4")
     assert [row["shape"] for row in result["rows"]] == ["1, 4/4, 16, 96"]
     first = result["rows"][0]
@@ -162,7 +162,7 @@ def test_an_interrupted_run_keeps_its_rows(tmp_path, monkeypatch):
     assert status == 130 and len(result["rows"]) == 1 and result["summary"]
 
 
-def test_without_a_gpu_it_says_so(capsys):
+def test_without_a_gpu_there_is_a_message(capsys):
     if torch.cuda.is_available():
         pytest.skip("there is one")
     with pytest.raises(SystemExit):
@@ -170,7 +170,7 @@ def test_without_a_gpu_it_says_so(capsys):
     assert "no CUDA device" in capsys.readouterr().err
 
 
-def test_prefills_memory_stands_beside_standard_attentions(tmp_path):
+def test_prefills_memory_is_listed_with_standard_attentions(tmp_path):
     _, result = bench(tmp_path, "prefill")
     assert "peak" not in sections.prefill(result) and "| standard |" in sections.prefill(result)
     for row in result["rows"]:
@@ -193,7 +193,7 @@ def queries_rows(us: dict[int, float], peer: float = 10.0, **fields) -> list[dic
     ]
 
 
-def test_promises_about_queries_are_computed_from_the_rows():
+def test_statements_about_queries_are_computed_from_the_rows():
     found = queries.queries_summary(queries_rows({1: 8.0, 2: 7.0, 4: 19.0, 512: 12.0}))
     assert found["few_queries_long_past"]["rows"] == 3 and found["the_rest"]["rows"] == 1
     assert found["slower_than"] == {"0.93": 2, "0.85": 2} and list(found["slow"].values()) == [10 / 19, 10 / 12]
@@ -213,7 +213,7 @@ def test_a_part_of_the_queries_is_a_sample_of_all():
     assert max(s.kv_bytes for s in queries.QUERIES) == 16 << 30
 
 
-def test_keys_of_a_group_are_made_once(monkeypatch):
+def test_keys_of_a_group_are_created_once(monkeypatch):
     cpu, made = torch.device("cpu"), []
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *size, **options: made.append(size) or empty(*size, **options))
@@ -230,7 +230,7 @@ def test_kernels_are_compiled_for_each_shape_of_these_heads():
     assert calls == {"fa2.prefill": 6, "lean.decode": 6}
 
 
-def test_compiling_ahead_says_what_failed_and_goes_on(tmp_path, capsys):
+def test_compiling_ahead_reports_failures_and_continues(tmp_path, capsys):
     found, shape = results.Results(tmp_path / "a.json", 60, "typed"), Shape(1, 3, 1, 8, 64)  # heads that no row has
     kernels.compile_ahead(kernels.PARTS["queries"], [shape], found, torch.device("cpu"), 1)
     assert "kernels of 1 heads are compiled" in capsys.readouterr().out
@@ -251,7 +251,7 @@ def test_a_wrong_result_of_queries_is_found(tmp_path, monkeypatch, wrong):
     assert status == 1 and all("lean is wrong" in failed["error"] for failed in result["failed"])
 
 
-def test_rows_of_a_long_table_are_lines(tmp_path, monkeypatch):
+def test_rows_of_a_long_table_are_single_lines(tmp_path, monkeypatch):
     _, expected = bench(tmp_path, "queries")
     monkeypatch.setattr(results, "LONG", 1)
     text = results.as_text(expected)
@@ -344,7 +344,7 @@ def test_documents_fill_the_row():
     assert case.flops == 4 * 4 * 16 * pairs
 
 
-def test_sections_stand_where_they_are_named(tmp_path):
+def test_sections_are_written_between_their_marks(tmp_path):
     for part in ("decode", "ragged"):
         bench(tmp_path, part)
     document = (
@@ -363,7 +363,7 @@ def test_a_document_without_marks_is_refused(tmp_path, capsys):
     assert "has no marks" in capsys.readouterr().err
 
 
-def test_the_command_is_what_reproduces_the_figures():
+def test_the_command_reproduces_the_figures():
     typed = ["decode", "--out", "/somewhere", "--only", "32/8 a", "--seconds=5", "--seconds", "7"]
     assert results.command("python -m bench", typed) == "python -m bench decode --only '32/8 a'"
 
@@ -385,7 +385,7 @@ def test_inputs_of_a_round_are_larger_than_l2(monkeypatch, part):
         assert timing.num_calls(sets, 7.0) % sets == 0
 
 
-def test_the_grid_is_whole():
+def test_the_grid_is_complete():
     assert (
         len(set(map(str, decode.DECODE))) == len(decode.DECODE) == 139
     )  # the grid of 140 without two of 275 and 240 GB, and one
@@ -397,7 +397,7 @@ def test_the_grid_is_whole():
     ) == 512 << 10
 
 
-def test_rivals_take_turns_and_go_first_in_turn():
+def test_rivals_alternate_and_each_goes_first():
     seen = []
     cpu = torch.device("cpu")
     runs = {name: timing.record(lambda i, name=name: seen.append((name, i)), 2, 4, cpu) for name in "ab"}
@@ -408,13 +408,13 @@ def test_rivals_take_turns_and_go_first_in_turn():
     assert timing.medians({"a": [5.0, 1.0, 2.0]}) == {"us": {"a": 2.0}, "us_range": {"a": [1.0, 5.0]}}
 
 
-def test_visible_pairs_count_what_the_reference_sees():
+def test_visible_pairs_are_those_of_the_reference():
     for q_len, kv_len, window in ((1, 9, None), (1, 9, 4), (9, 9, 4), (9, 9, None), (5, 9, 3), (5, 9, 7), (3, 9, 20)):
         seen = reference.visible(q_len, kv_len, torch.device("cpu"), None, True, window)
         assert prefill.visible_pairs(q_len, kv_len, window) == seen.sum().item()
 
 
-def test_schedules_are_computed_for_a_gpu_that_is_not_there():
+def test_schedules_are_computed_for_an_absent_gpu():
     shape, cpu = Shape(1, 56, 56, 64, 64 << 10), torch.device("cpu")
     with paper.as_if(90, 132):
         here = paper.schedules(shape, cpu)
@@ -424,7 +424,7 @@ def test_schedules_are_computed_for_a_gpu_that_is_not_there():
     assert gpu.num_sms(cpu) != 132 and min(here["lean"]["balance"], there["lean"]["balance"]) > 0.95
 
 
-def test_rows_with_other_schedules_are_summed_up_apart():
+def test_rows_with_other_schedules_are_summarised_separately():
     same = {"programs": 1, "sms_with_work": 1.0, "balance": 1.0}
     rows = [
         {"shape": name, "head_dim": 64, "lean_over_fa2": 2.0, "lean_over_split_kv": 1.0, "stream_k_over_split_kv": ratio}
@@ -446,7 +446,7 @@ def test_sweeps_stay_within_shared_memory():
                 assert config.num_stages >= 2 and config.programs_per_sm * (config.num_stages - 1) * tile <= 160 << 10
 
 
-def test_schedules_hold_every_tile_and_lean_is_even(monkeypatch):
+def test_schedules_contain_every_tile_and_lean_is_balanced(monkeypatch):
     monkeypatch.setattr(gpu, "arch", lambda device: 90)
     monkeypatch.setattr(gpu, "num_sms", lambda device: 132)
     few = Shape(1, 12, 12, 128, 64 << 10)

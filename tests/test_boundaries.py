@@ -44,7 +44,7 @@ def imports(path: Path) -> list[tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_point_down(path):
+def test_imports_go_down_the_list(path):
     here = path.relative_to(ROOT).with_suffix("").parts
     assert here[0] in LEVEL, f"{path.name} has no place in the order of imports: give it one here and in the design"
     for there in imports(path):
@@ -73,7 +73,7 @@ def test_one_file_knows_the_methods_of_generate():
 
 
 @pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: str(path.relative_to(ROOT.parent)))
-def test_benchmarks_stand_on_the_package(path):
+def test_benchmarks_import_the_package_by_its_name(path):
     """They import the package by its name and each other relatively: the command line loads the folder under another name."""
     for there in imports(path):
         assert there[0] == "outside" or there[0] in set(LEVEL) - {"__main__", "cli"}, f"{path.name} imports {'.'.join(there)}"

@@ -47,7 +47,7 @@ def test_tokens_equal_those_of_a_dynamic_cache(name, mode, padding):
 
 @pytest.mark.parametrize("chunk", [1, 3, 9, 40])
 @pytest.mark.parametrize("keep, slack", [(1, 1), (4, 8), (128, 512)])
-def test_a_sliding_window_given_tokens_in_any_portions(monkeypatch, keep, slack, chunk):
+def test_a_sliding_window_with_chunks_of_any_size(monkeypatch, keep, slack, chunk):
     monkeypatch.setattr(layers, "KEEP", keep)
     monkeypatch.setattr(layers, "SLACK", slack)
     model = family(WINDOWED, "cpu")
@@ -71,7 +71,7 @@ def test_a_sliding_window_given_tokens_in_any_portions(monkeypatch, keep, slack,
     assert cache.layers[0].keys.shape[2] <= 16 - 1 + keep + slack
 
 
-def test_one_token_is_one_write_and_the_buffers_stay():
+def test_one_token_is_one_write_and_the_buffers_are_kept():
     model = family(WINDOWED, "cpu")
     cache = PreallocatedCache(model)
     generate(model, prompts("no_padding", "cpu"), past_key_values=cache)
@@ -154,7 +154,7 @@ def test_a_pool_gives_up_idle_buffers_before_a_cache_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("window", [None, 16])
-def test_keys_and_values_keep_dtypes_of_their_own(tmp_path, window):
+def test_keys_and_values_keep_their_dtypes(tmp_path, window):
     """As under autocast, which rotates keys in fp32 and computes values in bf16."""
     model = tiny("mistral", "sdpa", sliding_window=window)
     cache, states = PreallocatedCache(model, 4), torch.randn(2, 2, 40, 16)
@@ -291,7 +291,7 @@ def test_a_shallow_copy_keeps_the_tokens_too():
         assert torch.equal(copied.layers[0].keys, before)
 
 
-def test_layers_that_an_early_exit_has_not_come_to_give_nothing_back():
+def test_layers_that_an_early_exit_has_not_reached_crop_nothing():
     model = family("qwen2", "cpu")  # one layer of each kind
     cache = PreallocatedCache(model)
     states = torch.zeros(1, 2, 5, 16)

@@ -24,7 +24,7 @@ def folder(tmp_path_factory):
     return str(checkpoint.save(tmp_path_factory.mktemp("tiny")))
 
 
-def test_backends_lists_every_one_and_what_it_runs(capsys):
+def test_backends_lists_every_backend_and_its_kernels(capsys):
     assert cli.main(["backends"]) == 0
     said = capsys.readouterr().out
     for name in hf_fastattn.names():
@@ -52,7 +52,7 @@ def test_generate_prints_the_text_and_compares(capsys, folder, cache):
     assert "lean.decode 12 " in ours and "| all " in theirs  # two layers, six tokens: the prompt of three runs the decode kernel
 
 
-def test_generate_asks_for_a_window_where_there_is_one_to_keep(capsys, folder):
+def test_generate_needs_a_window_for_streaming(capsys, folder):
     for options, says in (
         (["--window", "40"], "--window and --sinks are for streaming backends, and 'lean' is not one"),
         (["--backend", "streaming"], "'streaming' needs --window, the number of last tokens to keep"),
@@ -88,7 +88,7 @@ def eval_options(folder):
 
 
 @pytest.mark.parametrize("out", ["a_file", "a_file/below", "/proc/nope"])
-def test_a_folder_that_cannot_be_written_is_told_before_anything_runs(capsys, eval_options, tmp_path, monkeypatch, out):
+def test_a_folder_that_cannot_be_written_is_refused_before_the_run(capsys, eval_options, tmp_path, monkeypatch, out):
     (tmp_path / "a_file").write_text("kept")
     if out.startswith("/") and not Path("/proc/self").exists():
         pytest.skip("there is no /proc here")
@@ -105,7 +105,7 @@ def test_a_folder_that_cannot_be_written_is_told_before_anything_runs(capsys, ev
     assert (tmp_path / "a_file").read_text() == "kept"
 
 
-def test_a_folder_that_is_not_there_is_made_and_made_again(capsys, eval_options, tmp_path, monkeypatch):
+def test_a_missing_folder_is_created_also_a_second_time(capsys, eval_options, tmp_path, monkeypatch):
     out, add = tmp_path / "a" / "b", Evaluation.add
 
     def removed(self, run):
@@ -118,7 +118,7 @@ def test_a_folder_that_is_not_there_is_made_and_made_again(capsys, eval_options,
 
 
 @pytest.mark.parametrize("fails", [1, 2])
-def test_results_that_cannot_be_saved_are_printed_and_the_code_says_so(capsys, eval_options, tmp_path, monkeypatch, fails):
+def test_results_that_cannot_be_saved_are_printed_with_an_exit_code(capsys, eval_options, tmp_path, monkeypatch, fails):
     """The disk is full from the first write on, or during one run; then the next run saves all results."""
     write, written = report.write_whole, []
 
@@ -151,7 +151,7 @@ def test_rows_of_a_benchmark_that_cannot_be_saved_are_printed(capsys, tmp_path, 
     assert '"us": 1234' in said.out and "x.json was not saved: " in said.err
 
 
-def test_bench_and_lm_eval_are_handed_their_arguments(monkeypatch):
+def test_bench_and_lm_eval_get_their_arguments(monkeypatch):
     seen = []
     monkeypatch.setattr(bench_generate, "main", lambda argv, prog: seen.append((argv, prog)) or 7)
     assert cli.main(["bench", "generate", "--shape", "tiny"]) == 7
@@ -163,7 +163,7 @@ def test_bench_and_lm_eval_are_handed_their_arguments(monkeypatch):
     assert seen[1] == ["lm_eval", "run", "--model_args", "attn_implementation=lean"]
 
 
-def test_benchmarks_are_the_clones_own_and_nobody_elses(capsys, monkeypatch, tmp_path):
+def test_benchmarks_are_those_of_the_clone(capsys, monkeypatch, tmp_path):
     assert sys.modules["hf_fastattn_benchmarks"].__file__ == str(Path(__file__).parent.parent / "benchmarks" / "__init__.py")
     # As in site-packages with a folder of that name from another package; and as in another project.
     installed, other = tmp_path / "hf_fastattn", tmp_path / "benchmarks"
@@ -275,7 +275,7 @@ def broken(folder: str, to: Path, how: str) -> str:
         ('{"model_type": "nosuch"}', False, "`nosuch`"),
     ],
 )
-def test_a_broken_checkpoint_is_told_in_a_sentence(capsys, folder, tmp_path, how, explains, sentence):
+def test_a_broken_checkpoint_is_refused_with_a_message(capsys, folder, tmp_path, how, explains, sentence):
     path = broken(folder, tmp_path / "it", how)
     assert cli.main(["generate", path, "--device", "cpu", "--tokens", "2"]) == 2
     said = capsys.readouterr().err.splitlines()[-1]
@@ -286,7 +286,7 @@ def test_a_broken_checkpoint_is_told_in_a_sentence(capsys, folder, tmp_path, how
 
 
 @pytest.mark.parametrize("model_type", ["rwkv", "mamba"])
-def test_a_model_without_attention_is_refused_in_a_sentence(capsys, tmp_path, model_type):
+def test_a_model_without_attention_is_refused_with_a_message(capsys, tmp_path, model_type):
     sizes = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2}
     hf.random_model(model_type, torch.float32, torch.device("cpu"), **sizes).save_pretrained(tmp_path)
     checkpoint.tokenizer().save_pretrained(tmp_path)
@@ -297,7 +297,7 @@ def test_a_model_without_attention_is_refused_in_a_sentence(capsys, tmp_path, mo
         assert capsys.readouterr().err.splitlines()[-1].startswith(f"hf-fastattn {command}: ")
 
 
-def test_a_fault_of_this_package_is_no_sentence(folder, monkeypatch):
+def test_a_bug_of_this_package_has_a_traceback(folder, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(TypeError):
         patch.setattr(costs, "step", None)
         cli.main(["explain", folder])
@@ -309,7 +309,7 @@ def test_a_fault_of_this_package_is_no_sentence(folder, monkeypatch):
         cli.main(["generate", folder, "--device", "cpu"])
 
 
-def test_a_fault_of_a_benchmark_is_no_sentence_and_its_refusal_is_one(capsys, monkeypatch):
+def test_a_bug_of_a_benchmark_has_a_traceback_and_its_refusal_a_message(capsys, monkeypatch):
     grid, shapes = (cli.load_benchmark(name) for name in ("grid", "shapes"))
     monkeypatch.setattr(bench_generate, "main", lambda argv, prog: grid.row_lengths("1xb", []))
     with pytest.raises(ValueError, match="invalid literal"):
@@ -328,13 +328,13 @@ def test_a_fault_of_a_benchmark_is_no_sentence_and_its_refusal_is_one(capsys, mo
         (["explain", "8b", "--nosuch"], "--nosuch"),
     ],
 )
-def test_a_command_line_that_cannot_be_read_ends_with_code_2(capsys, arguments, sentence):
+def test_a_command_line_that_cannot_be_parsed_ends_with_code_2(capsys, arguments, sentence):
     with pytest.raises(SystemExit) as end:
         cli.main(arguments)
     assert end.value.code == 2 and sentence in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_the_version_is_told(capsys):
+def test_the_version_is_printed(capsys):
     with pytest.raises(SystemExit) as end:
         cli.main(["--version"])
     assert not end.value.code and capsys.readouterr().out == f"hf-fastattn {hf_fastattn.__version__}\n"

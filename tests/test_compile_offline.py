@@ -238,7 +238,7 @@ TOUCH = re.compile(r"\b(tt\.(load|store)|ttg\.async_copy_global_to_local)\b")
     [replace(s, batch=52, q_len=min(s.q_len, 4)) for s in DECODE if s.dtype == "bf16" and s.head_dim <= 128],
     ids=lambda s: s.id,
 )
-def test_where_heads_are_many_four_programs_fit_an_sm(shape, tmp_path):
+def test_with_many_heads_four_programs_fit_an_sm(shape, tmp_path):
     (binary,) = build("split_kv, a program a head", shape, 90, tmp_path).values()
     warps = 4 if shape.head_dim == 64 else 2
     assert 4 * 32 * warps * binary.registers <= 65536 and 4 * binary.shared <= SHARED_LIMIT[90]
@@ -247,7 +247,7 @@ def test_where_heads_are_many_four_programs_fit_an_sm(shape, tmp_path):
 
 @pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize("shape", [s for s in DECODE if s.dtype == "bf16" and s.q_len == 1], ids=lambda s: s.id)
-def test_launches_begin_early_from_hopper_on_and_wait_before_they_touch_memory(shape, arch, tmp_path):
+def test_launches_begin_early_from_hopper_on_and_wait_before_memory_accesses(shape, arch, tmp_path):
     for name in ("lean", "split_kv"):
         for kernel, binary in build(name, shape, arch, tmp_path).items():
             # Spans are older than lean's first launch, which does not begin early, so its second may read them before it waits.

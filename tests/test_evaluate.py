@@ -145,7 +145,7 @@ def wrong(monkeypatch):
 
 
 @pytest.mark.parametrize("which", ["smollm2", "tiny"])
-def test_a_mask_that_is_off_by_one_is_found_and_named(request, which, wrong, small):
+def test_a_mask_that_is_off_by_one_is_detected_and_named(request, which, wrong, small):
     model, tokenizer = request.getfixturevalue(which)
     tasks = [f"small_{name}" for name in (("text", "choice") if which == "smollm2" else SMALL)]
     options = {"tasks": tasks, "include_path": [small], "caches": ["dynamic"], "decode_tokens": 6}
@@ -256,13 +256,13 @@ def test_in_float32_any_difference_counts_and_in_16_bits_one_beyond_chance():
     assert not judged(torch.bfloat16, sdpa=RIGHT, lean=WORSE).passed
 
 
-def test_in_16_bits_stock_backends_set_the_measure():
+def test_in_16_bits_stock_backends_set_the_tolerance():
     assert judged(torch.bfloat16, sdpa=RIGHT, eager=WORSE, lean=WORSE).differing()[0].backend == "eager"
     found = judged(torch.bfloat16, sdpa=RIGHT, eager=NEAR, lean=NEAR)
     assert found.passed and "than between Transformers' own backends" in found.verdict()
 
 
-def test_the_more_is_compared_the_surer_a_difference_must_be():
+def test_more_comparisons_need_more_significance():
     items = [-1.0, 0.0, 0.0, 0.0, 0.0] * 8  # 3.1 standard errors below 0
     found = pairs.pair(Measure("t", "m", 0.0, None, [0.0] * 40, "mean"), Measure("t", "m", -0.2, None, items, "mean"))
     assert found.beyond_chance() and found.beyond_chance(20) and not found.beyond_chance(100)
@@ -287,7 +287,7 @@ def test_interrupted_runs_are_kept(tiny, tmp_path, monkeypatch):
     assert kept["runs"][0]["scores"][0]["score"] > 1 and "Interrupted" in (tmp_path / "eval.md").read_text()
 
 
-def test_the_model_is_left_as_it_was(tiny):
+def test_the_model_is_restored(tiny):
     model, tokenizer = tiny
     model.set_attn_implementation("eager")
     before = dict(vars(model.generation_config))
@@ -313,7 +313,7 @@ def test_gen_kwargs_and_limit_reach_lm_eval(tiny, small):
     assert found.runs[1].calls["lean.decode"] == 2 * 2  # layers x tokens after the first
 
 
-def test_a_group_has_its_score_and_the_examples_of_its_tasks(tiny, small, tmp_path):
+def test_a_group_has_a_score_and_the_examples_of_its_tasks(tiny, small, tmp_path):
     (tmp_path / "other.yaml").write_text((small / "choice.yaml").read_text().replace("small", "other") + "  seed: 1\n")
     (tmp_path / "group.yaml").write_text(
         "group: both\ntask: [small_choice, other_choice]\naggregate_metric_list:\n  - metric: acc\n    weight_by_size: true\n"
@@ -326,7 +326,7 @@ def test_a_group_has_its_score_and_the_examples_of_its_tasks(tiny, small, tmp_pa
     assert found.passed and {each.task for each in found.runs[1].pairs} == set(scores)
 
 
-def test_the_pack_is_the_same_in_every_process_and_answerable():
+def test_the_tasks_are_the_same_in_every_process_and_answerable():
     from hf_fastattn.tasks import data as again
 
     for make in (data.choices, data.needles, data.pages):
@@ -352,7 +352,7 @@ def test_the_pack_is_the_same_in_every_process_and_answerable():
         ({"backends": ["sdpa", "flash_attention_2"]}, "'flash_attention_2' cannot be evaluated"),
     ],
 )
-def test_mistakes_are_told_in_a_sentence_before_anything_runs(tiny, small, options, sentence):
+def test_mistakes_are_refused_before_the_run(tiny, small, options, sentence):
     with pytest.raises(ValueError, match=sentence):
         evaluate(*tiny, **{"tasks": ["small_text"], "include_path": [small], **options})
 

@@ -27,7 +27,7 @@ def test_an_8b_model_on_an_h200_by_hand():
 
 
 @pytest.mark.parametrize("name", ["llama", "opt", "qwen3", "gpt_oss"])
-def test_kv_bytes_are_those_a_cache_holds(name):
+def test_kv_bytes_are_those_of_a_cache(name):
     model = family(name, "cpu")
     model.set_attn_implementation("eager")
     cache = DynamicCache(config=model.config)
@@ -56,7 +56,7 @@ def test_flops_are_those_torch_counts(name):
     assert facts.flops(PROMPT + 1) == pytest.approx(counter.get_total_flops(), rel=0.04)
 
 
-def test_weights_of_a_model_are_its_own_and_of_a_config_the_same():
+def test_weights_of_a_model_and_of_its_config_are_equal():
     model = tiny("llama")
     facts = explain(model, length=64).facts
     assert facts.weight_bytes == sum(p.nbytes for p in model.parameters())
@@ -74,7 +74,7 @@ def test_the_model_of_a_configuration_has_no_memory():
     assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
-def test_experts_are_read_as_far_as_rows_choose_them():
+def test_only_experts_that_rows_choose_are_read():
     model_type, own = FAMILIES["gpt_oss"]
     model = tiny(model_type, **{**own, "num_local_experts": 8, "num_experts_per_tok": 2})
     facts = costs.count(model)
@@ -92,13 +92,13 @@ def test_longest_is_the_last_length_that_fits(batch):
     assert all(row["fits"] == (row["length"] <= found.longest) for row in found.memory)
 
 
-def test_where_nothing_fits_and_where_everything_does():
+def test_a_gpu_that_is_too_small_and_one_that_is_large_enough():
     assert explain("70b", gpu="l4").longest == 0
     assert explain("mistral-7b", gpu="l4").longest is None
     assert "at any length" in str(explain("mistral-7b", gpu="l4")) and "less than the weights" in str(explain("70b", gpu="l4"))
 
 
-def test_relatives_stand_side_by_side():
+def test_several_backends_are_compared():
     rows = {row["name"]: row for row in explain("8b", length=32768, gpu="h200").variants}
     assert list(rows) == ["MHA, 32 KV heads", "GQA, 8 KV heads (this model)", "MQA, 1 KV head", "window of 4096 in every layer"]
     mha, gqa, mqa, window = (row["kv_bytes"] for row in rows.values())
@@ -108,14 +108,14 @@ def test_relatives_stand_side_by_side():
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "kinds"), [(8, 8, "MHA MQA"), (8, 1, "MHA MQA"), (32, 1, "MHA GQA MQA")])
-def test_relatives_are_called_what_they_are(heads, kv_heads, kinds):
+def test_columns_are_named_after_their_backends(heads, kv_heads, kinds):
     model = tiny("llama", num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=16)
     names = [name for name, _ in costs.relatives(costs.count(model))]
     assert [name[:3] for name in names[:-1]] == kinds.split()
     assert sum(f"{kv_heads} KV head" in name and "(this model)" in name for name in names) == 1
 
 
-def test_streaming_keeps_what_patch_says(monkeypatch):
+def test_streaming_keeps_the_tokens_that_patch_reports(monkeypatch):
     found = explain("8b", backend="streaming", window=4092, sinks=4, length=1 << 20, gpu="h200")
     assert set(found.facts.windows) == {4096} and found.longest is None
     assert found.step.kv_bytes == 2 * 32 * 8 * 128 * 2 * 4096
@@ -145,7 +145,7 @@ def test_a_short_prompt_goes_to_the_decode_kernel_and_the_reason_is_the_number_o
 
 
 @pytest.mark.parametrize(("arch", "kernel"), [(90, "prefill_hopper"), (80, "prefill")])
-def test_the_hopper_kernel_runs_on_hopper_and_elsewhere_is_refused_in_a_sentence(monkeypatch, arch, kernel):
+def test_the_hopper_kernel_runs_on_hopper_and_is_refused_elsewhere(monkeypatch, arch, kernel):
     pytest.importorskip("triton.experimental.gluon")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(gpu, "arch", lambda device: arch)
@@ -162,7 +162,7 @@ def test_the_hopper_kernel_runs_on_hopper_and_elsewhere_is_refused_in_a_sentence
         assert "needs compute capability 9.0" in refused["prefill_hopper in prefill"]
 
 
-def test_what_cannot_run_is_refused_with_the_reason():
+def test_impossible_settings_are_refused_with_the_reason():
     wide = CONFIG_MAPPING["llama"](hidden_size=64, num_attention_heads=4, head_dim=600, num_hidden_layers=1, vocab_size=32)
     found = explain(wide, length=64)
     assert found.runs == [] and set(hf_fastattn.names()) - {"reference"} <= {row["what"] for row in found.refused}
@@ -201,7 +201,7 @@ def test_named_shapes_have_the_size_in_their_name(shape):
         ({"dtype": "float8"}, "Unknown dtype 'float8'; choose one of"),
     ],
 )
-def test_mistakes_are_told_in_a_sentence(options, sentence):
+def test_mistakes_are_refused_with_a_message(options, sentence):
     with pytest.raises(ValueError, match=sentence):
         explain("8b", **options)
 

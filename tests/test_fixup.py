@@ -69,7 +69,7 @@ def test_every_fixup_is_attention_and_repeatable(name, batch, heads, kv_heads, h
 
 
 @needs_gpu
-def test_replays_stay_right_while_lengths_change_on_the_device():
+def test_replays_are_correct_while_lengths_change_on_the_device():
     """Each replay changes the starts of the rows, runs every fix-up, and compares; the two runs of a fix-up bitwise."""
     capacity, batch = 16 << 10, 3
     q, k, v = operands(batch, 8, 4, 64, 1, capacity)

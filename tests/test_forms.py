@@ -74,7 +74,7 @@ def shown(form: Form, x) -> tuple[KV, KV]:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 @pytest.mark.parametrize("form", [NEGATED, SCALED], ids=lambda form: form.name)
 @pytest.mark.parametrize("kernel", test_kernels.RUNNABLE, ids=lambda kernel: kernel.name)
-def test_a_form_of_ones_own(kernel, form, case, device):
+def test_a_custom_form(kernel, form, case, device):
     if kernel.aligned_only:
         pytest.skip("reads by TMA, and refuses forms")
     x = make(kernel.fit(case), device)
@@ -89,7 +89,7 @@ def test_a_form_of_ones_own(kernel, form, case, device):
     assert not torch.allclose(found, kernel.launcher()(x.q, KV(plain.k, -plain.v), spec, x.spans, **tensors))
 
 
-def test_what_is_not_of_the_form_is_refused(device):
+def test_tensors_that_do_not_match_the_form_are_refused(device):
     x = make(CASES[0], device)
     for kernel in test_kernels.RUNNABLE:
         with pytest.raises(TypeError, match="K of int8"):

@@ -59,7 +59,7 @@ def test_strided_input_and_zero_rows():
 
 
 @runs_kernels
-def test_refusals_are_sentences():
+def test_refusals_have_messages():
     from hf_fastattn.kernels.decode.rms_norm import rms_norm
 
     x = torch.randn(2, 32, device=DEVICE)
@@ -78,7 +78,7 @@ def test_refusals_are_sentences():
 @pytest.mark.parametrize(
     "batch, heads, kv_heads, tokens, dim, cos_rows", [(1, 4, 2, 1, 64, 1), (3, 6, 1, 5, 80, 3), (2, 9, 3, 7, 32, 1)]
 )
-def test_rotation_is_bit_for_bit_llamas_own(batch, heads, kv_heads, tokens, dim, cos_rows, dtype):
+def test_rotation_is_bitwise_llamas_own(batch, heads, kv_heads, tokens, dim, cos_rows, dtype):
     from hf_fastattn.kernels.decode.rope import rope
 
     torch.manual_seed(0)
@@ -89,7 +89,7 @@ def test_rotation_is_bit_for_bit_llamas_own(batch, heads, kv_heads, tokens, dim,
 
 
 @runs_kernels
-def test_rotation_refuses_in_sentences():
+def test_rotation_refuses_with_messages():
     from hf_fastattn.kernels.decode.rope import rope
 
     q, k, cos = (torch.randn(2, h, 3, 16, device=DEVICE) for h in (4, 2, 1))
@@ -102,7 +102,7 @@ def test_rotation_refuses_in_sentences():
 
 
 @runs_kernels
-def test_launches_that_are_remembered_are_told_apart():
+def test_cached_launches_are_distinguished():
     """By eps, by layout, and by grad mode."""
     from hf_fastattn.kernels.decode import rms_norm, rope
 
@@ -218,7 +218,7 @@ def mlp(monkeypatch):
 
 
 @torch.no_grad()
-def test_the_mlp_takes_a_tensor_less(mlp):
+def test_the_mlp_allocates_one_tensor_less(mlp):
     x = torch.randn(50, 64, device=DEVICE)
     width = 50 * 96 * 4
     results, peaks = [], []
@@ -230,7 +230,7 @@ def test_the_mlp_takes_a_tensor_less(mlp):
     assert peaks == [2 * width, 3 * width]
 
 
-def test_the_mlp_leaves_alone_what_others_may_look_at(mlp):
+def test_an_mlp_with_hooks_is_not_fused(mlp):
     fused, stock = mlp
     x = torch.randn(5, 64, device=DEVICE)
     assert torch.equal(fused(x), stock(x))  # also with gradients
@@ -262,7 +262,7 @@ class View(torch.nn.Module):
 
 @torch.no_grad()
 @pytest.mark.parametrize("act", [torch.nn.Identity(), View(), torch.nn.SiLU(inplace=True), torch.nn.Sequential(torch.nn.SiLU())])
-def test_an_mlp_of_another_activation_is_left_alone(mlp, act):
+def test_an_mlp_with_another_activation_is_not_fused(mlp, act):
     """An activation that may return its input, or keep a reference to its output."""
     fused, stock = mlp
     x = torch.randn(5, 64, device=DEVICE)
@@ -312,7 +312,7 @@ def test_tensors_without_an_address_run_the_models_own_code(monkeypatch):
     assert not subclass.has_kernels(torch.ones(2).as_subclass(Wrapped))
 
 
-def test_transformers_stays_as_it_is():
+def test_transformers_is_not_changed():
     """The globals of a model's module are copied, not changed."""
     from transformers.models.llama import modeling_llama
 
@@ -322,7 +322,7 @@ def test_transformers_stays_as_it_is():
 
 
 @runs_kernels
-def test_patch_fuses_and_takes_it_back():
+def test_patch_fuses_and_unpatch_restores():
     model = tiny("llama").to(DEVICE)
     ids = {"input_ids": torch.arange(1, 12, device=DEVICE)[None], "max_new_tokens": 2 if INTERPRETED else 6, "do_sample": False}
     expected = model.generate(**ids)
@@ -354,7 +354,7 @@ def test_nothing_is_fused_on_the_cpu():
 
 
 @runs_kernels
-def test_what_someone_replaces_in_a_models_file_is_seen(monkeypatch):
+def test_a_function_replaced_in_a_models_file_is_used(monkeypatch):
     from transformers.models.llama import modeling_llama
 
     model, ids = tiny("llama", device=DEVICE), torch.arange(3, 9, device=DEVICE)[None]

@@ -59,7 +59,7 @@ class Mismatches:
 
 @pytest.mark.parametrize("masked", [False, True], ids=["even", "ragged"])
 @pytest.mark.parametrize("shape", [(1, 32, 8, 128), (7, 6, 2, 64), (2, 8, 1, 256)], ids=str)
-def test_lean_is_bitwise_the_same_every_time(shape, masked):
+def test_lean_is_bitwise_repeatable(shape, masked):
     """Work on a second stream changes the order in which programs end."""
     batch, num_heads, num_kv_heads, head_dim = shape
     q, k, v = inputs(batch, num_heads, num_kv_heads, head_dim)
@@ -234,7 +234,7 @@ def test_kernels_run_where_their_tensors_are(q_len):
     assert torch.cuda.current_device() == 0
 
 
-def test_a_profiler_hears_of_every_launch():
+def test_a_profiler_sees_every_launch():
     heard = []
 
     def hook(metadata):

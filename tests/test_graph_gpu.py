@@ -218,7 +218,7 @@ def test_a_sync_in_the_model_falls_back_and_the_gpu_stays_usable(llama, monkeypa
         assert patch.captures == 1
 
 
-def test_undo_gives_the_memory_back(llama):
+def test_undo_frees_the_memory(llama):
     generate(llama, prompts("no_padding", "cuda"))
     gc.collect()
     before = torch.cuda.memory_allocated()
@@ -246,7 +246,7 @@ def equal_but_for_ties(got, expected) -> bool:
     return True
 
 
-def test_a_saved_prompt_goes_on_where_it_was(llama, tmp_path):
+def test_a_saved_prompt_is_continued(llama, tmp_path):
     inputs = prompts("no_padding", "cuda", rows=1)
     with hf_fastattn.patch(llama):
         whole = generate(llama, inputs)
@@ -344,7 +344,7 @@ def test_soak():
     assert max(late) - min(late) < 1 << 22, memory
 
 
-def test_a_graph_has_its_cublas_workspace_to_itself():
+def test_a_graph_has_its_own_cublas_workspace():
     """torch.compile frees the workspaces of all streams; a graph must not use one of them."""
     inputs = {"input_ids": torch.randint(3, 100, (8, 16), device="cuda")}
 
@@ -409,7 +409,7 @@ def test_random_numbers_of_the_host_are_not_captured(llama):
     assert patch.captures == 0 and patch.uncaptured == NEW - 1
 
 
-def test_dropout_in_training_mode_draws_anew_in_every_replay(llama):
+def test_dropout_in_training_mode_differs_in_every_replay(llama):
     llama.model.norm = torch.nn.Sequential(llama.model.norm, torch.nn.Dropout(0.5))
     llama.train()
     inputs = prompts("no_padding", "cuda", rows=1)

@@ -301,7 +301,7 @@ def test_sink_logits_of_minus_infinity_are_no_sinks(kernel, device):
 
 
 @pytest.mark.parametrize("kernel", RUNNABLE, ids=lambda k: k.name)
-def test_out_is_stored_as_models_want_it(kernel, device):
+def test_out_is_stored_in_the_layout_of_models(kernel, device):
     x = make(kernel.fit(Case(q_len=3, kv_len=40)), device)
     out, _ = run(kernel, x.q, x.k, x.v, x.spans, x.options)
     assert out.transpose(1, 2).is_contiguous()
@@ -336,14 +336,14 @@ def has_fixed_splits(case: Case) -> bool:
 
 @with_lean
 @pytest.mark.parametrize("case", [c for c in here(*CASES) if has_fixed_splits(c)], ids=lambda c: c.id)
-def test_lean_schedules_on_the_device_what_the_host_could(kernel, case, device, monkeypatch):
+def test_lean_schedules_on_the_device_as_on_the_host(kernel, case, device, monkeypatch):
     monkeypatch.setattr(schedule, "shares_within_heads", never)
     check_case(kernel, case, device)
 
 
 @with_lean
 @pytest.mark.parametrize("rows", here("dense", "counted on the device", "padded"))
-def test_lean_hands_over_only_rows_that_the_host_knows_to_be_alike(kernel, rows, device, monkeypatch):
+def test_only_uniform_rows_are_scheduled_on_the_host(kernel, rows, device, monkeypatch):
     config = tables.decode
     monkeypatch.setattr(tables, "decode", lambda *args: replace(config(*args), programs_per_sm=1))
     monkeypatch.setattr(gpu, "num_sms", lambda device: 6)  # one program for each KV head
@@ -362,7 +362,7 @@ def test_lean_hands_over_only_rows_that_the_host_knows_to_be_alike(kernel, rows,
 
 @with_lean
 @pytest.mark.parametrize("kv_len", here(100, 520))
-def test_lean_gives_each_of_many_heads_that_are_soon_done_a_program(kernel, kv_len, device, monkeypatch):
+def test_lean_gives_each_of_many_short_heads_its_own_program(kernel, kv_len, device, monkeypatch):
     monkeypatch.setattr(gpu, "arch", lambda device: 0)
     monkeypatch.setattr(gpu, "num_sms", lambda device: 3)  # two programs on each
     case = Case(q_len=1, kv_len=kv_len, batch=3, num_heads=3, num_kv_heads=3, head_dim=16)
@@ -373,7 +373,7 @@ def test_lean_gives_each_of_many_heads_that_are_soon_done_a_program(kernel, kv_l
     check_case(kernel, case, device)
 
 
-def test_heads_are_given_programs_of_their_own_where_that_is_known_to_be_quicker(monkeypatch):
+def test_heads_have_separate_programs_where_measured_faster(monkeypatch):
     monkeypatch.setattr(gpu, "num_sms", lambda device: 100)
     two, four, one = (tables.Config(16, 64, 4, 3, programs_per_sm=n) for n in (2, 4, 1))
 
@@ -389,7 +389,7 @@ def test_heads_are_given_programs_of_their_own_where_that_is_known_to_be_quicker
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_programs_an_sm_by_the_number_of_heads(head_dim, monkeypatch):
+def test_programs_per_sm_by_the_number_of_heads(head_dim, monkeypatch):
     monkeypatch.setattr(gpu, "arch", lambda device: 90)
     monkeypatch.setattr(gpu, "num_sms", lambda device: 132)
 
@@ -433,7 +433,7 @@ def test_lean_one_tile(kernel, device):
 
 
 @with_lean
-def test_lean_repeats_itself_bitwise(kernel, device, monkeypatch):
+def test_lean_is_bitwise_repeatable(kernel, device, monkeypatch):
     force_programs(monkeypatch, 7)
     x = make(SCHEDULE_CASES[1], device)
     first, first_lse = run(kernel, x.q, x.k, x.v, x.spans, x.options)
@@ -462,7 +462,7 @@ def any_mask(draw):
     return batch, q_len, kv_len, q_offset, kv_offset, causal, window, mask
 
 
-def test_spans_say_what_the_mask_says(device):
+def test_spans_agree_with_the_mask(device):
     """The kernel, on a GPU or interpreted, and its equivalent in torch agree in every integer that is read."""
 
     @settings(max_examples=150)
@@ -494,7 +494,7 @@ def test_spans_say_what_the_mask_says(device):
     check()
 
 
-def test_spans_without_holes_say_so(device):
+def test_spans_without_holes_are_marked(device):
     mask = torch.ones(4, 70, dtype=torch.bool, device=device)
     mask[1, :10] = False
     mask[2, 60:] = False
@@ -583,7 +583,7 @@ def test_bad_input(kernel, what, device):
     "d, dv, sentence",
     [(584, 32, r"^head_dim 584 is above 576.*without attn_implementation"), (32, 520, r"^the values' head_dim 520 is above 512")],
 )
-def test_heads_wider_than_kernels_hold(d, dv, sentence, device):
+def test_heads_that_are_too_wide_are_refused(d, dv, sentence, device):
     new = lambda h, n, dim: torch.randn(2, h, n, dim, device=device)  # noqa: E731
     x = {"q": new(4, 3, d), "k": new(2, 9, d), "v": new(2, 9, dv)}
     for kernel in KERNELS[1:]:
@@ -614,13 +614,13 @@ def test_grad_is_refused_only_while_it_is_enabled(kernel, device):
     assert not out.isnan().any()
 
 
-def test_no_triton_is_said_in_a_sentence(monkeypatch):
+def test_without_triton_there_is_a_message(monkeypatch):
     monkeypatch.setattr(kernels, "HAS_TRITON", False)
     with pytest.raises(RuntimeError, match=r"lean kernel needs Triton.*pip install triton.*reference"):
         kernels.TritonKernel("lean").where("cuda")
 
 
-def test_other_devices_are_refused_in_a_sentence():
+def test_other_devices_are_refused_with_a_message():
     with pytest.raises(RuntimeError, match=r"runs on CUDA devices.*'mps'.*sdpa"):
         kernels.TritonKernel("lean").where("mps")
     x = good("meta")
@@ -651,7 +651,7 @@ def test_interpreter_refuses_bf16():
         call(kernels.TritonKernel("lean"), **x)
 
 
-def test_a_launch_that_was_interpreted_is_not_remembered(monkeypatch):
+def test_an_interpreted_launch_is_not_cached(monkeypatch):
     """The interpreter also accepts CUDA tensors, and returns nothing that could be launched again."""
     tensor = SimpleNamespace(device=torch.device("cuda", 0), is_cuda=True, data_ptr=lambda: 256)
     kernel = MagicMock(arg_names=["X", "n"])

@@ -57,7 +57,7 @@ def test_layers_run_in_any_order(monkeypatch, name, order, padding):
 
 
 @pytest.mark.parametrize("chunks", [(96, 1, 1), (40, 30, 26, 1), (1,) * 40])
-def test_portions_reach_layers_out_of_order(monkeypatch, chunks):
+def test_chunks_reach_layers_out_of_order(monkeypatch, chunks):
     monkeypatch.setattr(layers, "KEEP", 4)
     monkeypatch.setattr(layers, "SLACK", 8)
     model = ordered("both kinds", (1, 0, 3, 2))
@@ -69,7 +69,7 @@ def test_portions_reach_layers_out_of_order(monkeypatch, chunks):
     torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-4, atol=1e-4)
 
 
-def test_what_a_dynamic_cache_does_with_a_layer_that_runs_twice():
+def test_a_layer_that_runs_twice_behaves_as_with_a_dynamic_cache():
     model = ordered("llama", (0, 1, 1, 2, 3))
     inputs = prompts("no_padding", "cpu", rows=2)
     expected = generate(model, inputs)
@@ -110,7 +110,7 @@ def test_a_graph_writes_each_layer_that_has_all_tokens_once():
     assert storage.tracks[0].counts.tolist() == [5, 5]
 
 
-def test_layers_that_did_not_run_go_on_where_they_were():
+def test_layers_that_did_not_run_continue_at_their_length():
     model = tiny("qwen2", use_sliding_window=True, sliding_window=16, max_window_layers=1)
     cache, states = PreallocatedCache(model), torch.arange(60.0).view(1, 1, 60, 1).expand(1, 2, 60, 16)
     stock = DynamicCache(config=model.config)

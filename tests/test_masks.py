@@ -41,7 +41,7 @@ def without_gradients(request):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_mask_that_is_cut_is_one_of_the_part(kind, device, without_gradients):
+def test_a_sliced_mask_is_that_of_the_slice(kind, device, without_gradients):
     mask = make(kind, device)
     moved = mask.to(device=device, dtype=torch.bool).to(device).to(mask)
     assert isinstance(moved, masks.Mask) and torch.equal(moved.dense(), mask.dense())
@@ -80,7 +80,7 @@ def test_a_mask_that_is_cut_is_one_of_the_part(kind, device, without_gradients):
         lambda mask, scores: torch.nn.functional.scaled_dot_product_attention(scores, scores, scores, attn_mask=mask),
     ],
 )
-def test_a_model_cannot_compute_with_it(read, kind, device, without_gradients):
+def test_arithmetic_with_the_mask_is_refused(read, kind, device, without_gradients):
     mask = make(kind, device)
     with pytest.raises(ValueError, match=r"'lean' cannot be used here: Mistral computes attention in its own code.*without"):
         read(mask, torch.randn(2, 1, 8, mask.shape[3], device=device))
@@ -88,7 +88,7 @@ def test_a_model_cannot_compute_with_it(read, kind, device, without_gradients):
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.int8, torch.uint8])
 @torch.no_grad()
-def test_integers_of_a_user_are_not_taken_for_spans(dtype, device):
+def test_a_users_integer_mask_is_not_interpreted_as_spans(dtype, device):
     q, k = torch.randn(2, 4, 1, 16, device=device), torch.randn(2, 2, spans.WORDS, 16, device=device)
     with pytest.raises(TypeError, match=rf"bool .* or float .* {dtype}"):
         attend(q, k, torch.ones(2, 1, 1, spans.WORDS, dtype=dtype, device=device))
@@ -136,7 +136,7 @@ VISION = {
 
 @pytest.mark.parametrize("padding", ["no_padding", "left_padding"])
 @pytest.mark.parametrize("dense", [False, True])
-def test_git_computes_attention_itself(dense, padding, device):
+def test_git_does_not_call_the_interface(dense, padding, device):
     model = models.tiny("git", device=device, vision_config=VISION, num_key_value_heads=4)
     model.set_attn_implementation("lean")
     inputs = models.prompts(padding, device)
@@ -174,7 +174,7 @@ ENCODER_DECODER = {
 
 @pytest.mark.parametrize("padding", ["no_padding", "left_padding"])
 @torch.no_grad()
-def test_a_decoder_whose_modules_do_not_say_that_they_are_causal(padding, device):
+def test_a_decoder_whose_modules_have_no_is_causal(padding, device):
     own = {**ENCODER_DECODER, "num_experts": 4, "num_key_value_heads": 4}
     model = models.tiny("nllb-moe", device=device, auto=AutoModel, **own)
     inputs = {**models.prompts(padding, device), "decoder_input_ids": models.prompts("no_padding", device)["input_ids"][:, :20]}
@@ -195,7 +195,7 @@ def test_a_model_that_adds_the_mask_to_its_own_scores(device):
 @pytest.mark.parametrize("padding", models.PADDINGS)
 @pytest.mark.parametrize("keep", [1, 7, torch.tensor([3, 50])], ids=str)
 @torch.no_grad()
-def test_gemma4_cuts_the_mask_for_layers_that_share_keys(keep, padding, device):
+def test_gemma4_slices_the_mask_for_layers_that_share_keys(keep, padding, device):
     own = {
         "num_hidden_layers": 4,
         "head_dim": 16,

@@ -75,7 +75,7 @@ def lean_by(monkeypatch):
     registry.register(lean)
 
 
-def test_a_wrong_mask_and_a_raw_error_are_found(monkeypatch, lean_by):
+def test_a_wrong_mask_and_a_raw_error_are_detected(monkeypatch, lean_by):
     fake_graph.use(monkeypatch)
     lean_by(_blind)
     cells = run("Qwen3ForCausalLM")["cells"]
@@ -87,7 +87,7 @@ def test_a_wrong_mask_and_a_raw_error_are_found(monkeypatch, lean_by):
     assert {cell["result"] for cell in cells.values()} == {matrix.WRONG} and "RuntimeError" in cells["forward.holes"]["said"][0]
 
 
-def test_a_backend_that_is_never_called_and_a_graph_that_is_not_captured_are_found(monkeypatch):
+def test_a_backend_that_is_never_called_and_a_graph_that_is_not_captured_are_detected(monkeypatch):
     fake_graph.use(monkeypatch)
     monkeypatch.setattr(graphs.Forwards, "__call__", lambda self, **given: self.run(**given))
     cells = run("Qwen3ForCausalLM")["cells"]
@@ -115,7 +115,7 @@ def test_every_class_is_found_and_at_most_ten_cannot_be_built():
     assert len(unbuilt) <= 10, unbuilt
 
 
-def test_the_table_has_each_model_once_and_each_sentence_once():
+def test_the_table_has_each_model_and_each_message_once():
     cell = {"path": "kernel", "said": [], "graph": "", "result": "equal"}
     refused = {**cell, "result": "refused", "path": "stock", "said": ["A cannot stream 16 tokens."]}
     rows = [

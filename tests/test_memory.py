@@ -130,7 +130,7 @@ USES = [drop, grow, change_rows, start_again, copies, save_and_load, fail, inter
 
 @pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
 @pytest.mark.parametrize("name", ["llama", WINDOWED])
-def test_a_cache_that_is_dropped_gives_its_memory_back(buffers, name, use, tmp_path):
+def test_a_dropped_cache_frees_its_memory(buffers, name, use, tmp_path):
     model = family(name, "cpu")
     model.set_attn_implementation("sdpa")
     cache = PreallocatedCache(model)
@@ -143,7 +143,7 @@ def test_a_cache_that_is_dropped_gives_its_memory_back(buffers, name, use, tmp_p
 
 
 @pytest.mark.parametrize("use", [drop, copies, start_again, fail, interrupt], ids=lambda use: use.__name__)
-def test_a_rolling_cache_that_is_dropped_gives_its_memory_back(buffers, use, tmp_path):
+def test_a_dropped_rolling_cache_frees_its_memory(buffers, use, tmp_path):
     model = tiny("llama")
     with patched(model, "rolling", graph=False):
         cache = RollingCache(model)
@@ -156,7 +156,7 @@ def test_a_rolling_cache_that_is_dropped_gives_its_memory_back(buffers, use, tmp
 
 @pytest.mark.parametrize("end", ["undo", "del", "del the model first", "deepcopy", "exception"])
 @pytest.mark.parametrize("kind", ["static", "rolling"])
-def test_a_patched_model_gives_its_memory_back(buffers, monkeypatch, kind, end):
+def test_a_patched_model_frees_its_memory(buffers, monkeypatch, kind, end):
     fake_graph.use(monkeypatch)
     model = tiny("llama")
     patch = patched(model, kind)
@@ -189,7 +189,7 @@ def test_a_patched_model_gives_its_memory_back(buffers, monkeypatch, kind, end):
 
 
 @pytest.mark.parametrize("kind", ["static", "rolling"])
-def test_a_cache_that_outlives_its_model_keeps_its_own_memory_alone(buffers, monkeypatch, kind):
+def test_a_cache_that_outlives_its_model_keeps_only_its_own_memory(buffers, monkeypatch, kind):
     fake_graph.use(monkeypatch)
     model = tiny("llama")
     patch = patched(model, kind)
@@ -202,7 +202,7 @@ def test_a_cache_that_outlives_its_model_keeps_its_own_memory_alone(buffers, mon
     assert buffers.count() == 0
 
 
-def test_storages_that_a_pool_has_no_room_for_give_their_memory_back(buffers):
+def test_storages_beyond_the_pools_limit_are_freed(buffers):
     model = tiny("llama")
     with patched(model, "static", graph=False):
         for rows in range(1, pool.MAX_IDLE + 4):
@@ -213,7 +213,7 @@ def test_storages_that_a_pool_has_no_room_for_give_their_memory_back(buffers):
         assert buffers.count() == 4 * pool.MAX_IDLE
 
 
-def test_what_a_pool_keeps_never_makes_a_cache_refuse(buffers, monkeypatch):
+def test_idle_storages_of_a_pool_never_make_a_cache_refuse(buffers, monkeypatch):
     """A device with limited memory: idle storages are freed, and then the cache fits."""
     model = tiny("llama")
     row = 2 * 2 * 2 * 256 * 16 * 4  # 2 layers, K and V, 2 heads
@@ -233,7 +233,7 @@ def test_what_a_pool_keeps_never_makes_a_cache_refuse(buffers, monkeypatch):
         assert buffers.bytes() == 2 * row
 
 
-def test_a_loaded_cache_that_finds_no_room_keeps_its_tokens(monkeypatch, tmp_path):
+def test_a_loaded_cache_that_does_not_fit_keeps_its_tokens(monkeypatch, tmp_path):
     model = tiny("llama")
     inputs = prompts("no_padding", "cpu")
     cache = PreallocatedCache(model)
@@ -281,7 +281,7 @@ def _contents(kept) -> list:
 @pytest.mark.parametrize("graph", [False, True])
 @pytest.mark.parametrize("kind", ["static", "rolling"])
 @pytest.mark.parametrize("what", KEPT)
-def test_k_and_v_that_someone_keeps_stay_as_they_are(buffers, monkeypatch, kind, what, graph):
+def test_k_and_v_that_are_referenced_are_not_overwritten(buffers, monkeypatch, kind, what, graph):
     if graph:
         fake_graph.use(monkeypatch)
     model = tiny("llama")
@@ -302,7 +302,7 @@ def test_k_and_v_that_someone_keeps_stay_as_they_are(buffers, monkeypatch, kind,
         assert buffers.count() == 2 * 4 and patch.captures == 2 * graph  # both are free again
 
 
-def test_what_update_returned_stays_as_it_is(buffers):
+def test_results_of_update_are_not_overwritten(buffers):
     model = tiny("llama", "sdpa")
     inputs = prompts("no_padding", "cpu", rows=1)
     kept = []

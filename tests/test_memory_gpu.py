@@ -71,7 +71,7 @@ def test_a_hundred_conversations_allocate_no_more_than_two_of_each_batch_size(ki
 
 
 @pytest.mark.parametrize("kind", ["static", "rolling"])
-def test_a_model_that_is_dropped_takes_its_graphs_and_buffers_along(kind):
+def test_a_dropped_model_frees_its_graphs_and_buffers(kind):
     gc.collect()
     gc.disable()
     try:

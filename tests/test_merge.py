@@ -33,7 +33,7 @@ def nothing(like):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @given(cuts=st.lists(st.integers(1, 39), unique=True, max_size=6).map(sorted), scale=st.sampled_from((1.0, 40.0)))
-def test_any_parts_make_the_whole(dtype, device, cuts, scale):
+def test_any_parts_merge_to_the_whole(dtype, device, cuts, scale):
     q, k, v = inputs(device, dtype=dtype)
     q = q * scale  # at 40 one part has nearly all the weight
     out, lse = merge(*zip(*parts_of(q, k, v, [0, *cuts, 40]), strict=True))

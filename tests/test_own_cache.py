@@ -79,7 +79,7 @@ class ReversedCache(StoredCache):
 
 @pytest.mark.parametrize("padding", PADDINGS)
 @pytest.mark.parametrize("model_type", ["llama", "opt", "qwen2"])
-def test_a_cache_of_ones_own_runs_under_patch_with_a_graph(model_type, padding, monkeypatch):
+def test_a_custom_cache_runs_under_patch_with_a_graph(model_type, padding, monkeypatch):
     fake_graph.use(monkeypatch)
     model, inputs = tiny(model_type), prompts(padding, "cpu")
     options = {"max_new_tokens": 8, "do_sample": False}

@@ -141,7 +141,7 @@ def test_a_mask_is_part_of_the_graph(captured, llama, monkeypatch, padding):
         assert patch.captures == 1
 
 
-def test_batches_have_graphs_of_their_own_and_growth_makes_new_ones(captured, llama):
+def test_each_batch_size_has_a_graph_and_growth_makes_new_ones(captured, llama):
     expected = {rows: generate(llama, prompts("no_padding", "cpu", rows=rows)) for rows in (1, 2, 3)}
     long = generate(llama, prompts("no_padding", "cpu", length=300))
     with hf_fastattn.patch(llama) as patch:
@@ -199,7 +199,7 @@ def test_two_conversations_at_once(captured, llama):
         assert patch.captures == 2
 
 
-def test_a_cache_handed_out_keeps_its_buffers_until_it_is_gone(captured, llama):
+def test_a_returned_cache_keeps_its_buffers_until_it_is_freed(captured, llama):
     inputs = prompts("no_padding", "cpu")
     with hf_fastattn.patch(llama) as patch:
         out = generate(llama, inputs, return_dict_in_generate=True)
@@ -212,7 +212,7 @@ def test_a_cache_handed_out_keeps_its_buffers_until_it_is_gone(captured, llama):
         assert any(storage.layers[0].keys.data_ptr() == where for _, storage in patch._generation.pool.idle)
 
 
-def test_a_copied_cache_goes_its_own_way(captured, llama):
+def test_a_copied_cache_is_independent(captured, llama):
     inputs = prompts("no_padding", "cpu")
     ids = torch.cat([inputs["input_ids"], inputs["input_ids"][:, :9]], 1)
     expected = generate(llama, {"input_ids": ids})
@@ -235,7 +235,7 @@ def test_output_scores_and_logits_are_not_overwritten(captured, llama):
         torch.testing.assert_close(torch.stack(got[name]), torch.stack(expected[name]), rtol=1e-4, atol=1e-4)
 
 
-def test_custom_processors_criteria_and_streamers_run_as_ever(captured, llama):
+def test_custom_processors_criteria_and_streamers_run_unchanged(captured, llama):
     class Keep(LogitsProcessor):
         def __init__(self):
             self.kept = []
@@ -375,7 +375,7 @@ def test_what_cannot_be_captured_runs_uncaptured_with_the_reason(captured, llama
             assert patch.captures == 1
 
 
-def test_graph_on_the_cpu_says_that_it_is_off(llama):
+def test_graph_on_the_cpu_warns_that_it_is_off(llama):
     inputs = prompts("no_padding", "cpu")
     expected = generate(llama, inputs)
     with hf_fastattn.patch(llama) as patch:
@@ -409,7 +409,7 @@ def test_a_failing_patch_changes_nothing(llama, monkeypatch):
     assert state(llama) == before
 
 
-def test_settings_made_while_patched_stay(llama):
+def test_settings_made_while_patched_are_kept(llama):
     with hf_fastattn.patch(llama):
         llama.config.pad_token_id = 7
     assert llama.config.pad_token_id == 7 and llama.config._attn_implementation == "sdpa"
@@ -426,7 +426,7 @@ def test_nothing_else_changes(captured, llama):
         assert (state(twin), dict(vars(type(llama))), dict(vars(type(llama).__mro__[2]))) == before
 
 
-def test_a_deepcopy_is_patched_on_its_own(captured, llama):
+def test_a_deepcopy_is_patched_independently(captured, llama):
     inputs = prompts("no_padding", "cpu")
     expected = generate(llama, inputs)
     before = state(llama)
@@ -447,7 +447,7 @@ def test_a_deepcopy_is_patched_on_its_own(captured, llama):
         pickle.dumps(llama)
 
 
-def test_rehearsals_of_two_models_leave_the_process_as_it_was(monkeypatch):
+def test_rehearsals_of_two_models_restore_the_process(monkeypatch):
     """Warnings and torch's sync debug mode are global: a thread must not restore the value that the other one has set."""
     mode = ["default"]
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: mode[0])
@@ -515,7 +515,7 @@ class GrowingArgument(LlamaForCausalLM):
         return {**inputs, "mm_token_type_ids": torch.zeros_like(attention_mask)}
 
 
-def test_an_argument_that_grows_with_the_text_is_said(captured, llama):
+def test_an_argument_that_grows_with_the_text_is_reported(captured, llama):
     inputs = prompts("left_padding", "cpu")
     expected = generate(llama, inputs)
     llama.__class__ = GrowingArgument
@@ -561,7 +561,7 @@ def test_a_call_that_covers_no_more_than_the_cache_is_refused(options, padding):
 
 
 @pytest.mark.parametrize("options", [{}, {"backend": "streaming", "window": 400}], ids=["static", "rolling"])
-def test_an_interrupted_rehearsal_leaves_the_cache_as_it_was(options, monkeypatch):
+def test_an_interrupted_rehearsal_restores_the_cache(options, monkeypatch):
     fake_graph.use(monkeypatch)
     model = tiny("llama", "sdpa")
     inputs = prompts("left_padding", "cpu")
@@ -585,7 +585,7 @@ def test_an_interrupted_rehearsal_leaves_the_cache_as_it_was(options, monkeypatc
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_a_failed_rehearsal_leaves_the_pools_buffers_as_they_were(error, monkeypatch):
+def test_a_failed_rehearsal_restores_the_pools_buffers(error, monkeypatch):
     """The rehearsal has already counted on the device, and the next call may need the count that the host has."""
     fake_graph.use(monkeypatch)
     model = tiny("llama", "sdpa")
@@ -623,7 +623,7 @@ def test_linear_layers_are_told_that_they_are_in_a_graph(monkeypatch):
     assert [seen.get() for _ in range(seen.qsize())] == 4 * [False]
 
 
-def test_the_report_tells_of_attention_changed_since():
+def test_the_report_names_attention_changed_since():
     model = tiny("llama")
     with hf_fastattn.patch(model, graph=False) as patch:
         assert "since" not in str(patch)
@@ -632,7 +632,7 @@ def test_the_report_tells_of_attention_changed_since():
     assert "since" not in str(patch)
 
 
-def test_linear_layers_are_changed_for_graphs_alone(monkeypatch):
+def test_linear_layers_are_changed_only_for_graphs(monkeypatch):
     monkeypatch.setattr(subclass, "INTERPRETED", True)
     model = tiny("llama").half()
     for graph in (True, False):
@@ -666,7 +666,7 @@ def test_buffers_that_come_back_after_undo_are_not_kept():
     assert not patch._generation.pool.idle
 
 
-def test_a_pool_that_its_last_graph_has_left_takes_no_other(monkeypatch):
+def test_a_pool_without_graphs_is_not_used_again(monkeypatch):
     """Also if a graph of another pool still exists, from before a failed capture. Its stream does not stay current."""
     pools, failing, current = [], [], []
 
@@ -829,7 +829,7 @@ def test_new_ids_alone_with_their_positions(captured, llama):
 
 
 @pytest.mark.parametrize("options", [{"disable_compile": True}, {"training": True}], ids=str)
-def test_what_is_about_torch_compile_or_dropout_turns_no_graph_off(captured, llama, options):
+def test_arguments_for_torch_compile_or_dropout_keep_the_graph(captured, llama, options):
     options = dict(options)
     llama.train(options.pop("training", False))
     inputs = prompts("no_padding", "cpu")
@@ -884,7 +884,7 @@ def test_layers_that_are_added_or_given_another_window(captured):
         assert torch.equal(generate(model, inputs), generate(twin, inputs)) and not patch.reasons
 
 
-def test_what_is_set_on_the_configuration_meanwhile_stays(llama):
+def test_configuration_changes_made_while_patched_are_kept(llama):
     llama.config.id2label = {0: "zero"}
     llama.config.note = {"list": [1]}
     with hf_fastattn.patch(llama, graph=False):

@@ -83,7 +83,7 @@ def run(script: str) -> str:
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-def test_without_triton_the_twins_run(block):
+def test_without_triton_the_reference_runs(block):
     use = USE.format(block=BLOCKS[block], tests=str(ROOT / "tests"))
     if block != "not installed":
         run(use)
@@ -115,7 +115,7 @@ MACHINES = {"T4": ({}, OLD), "V100": ({"capability": (7, 0)}, "Tesla T4 has 7.0"
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_every_way_in_says_which_gpus_it_is_for(gpu, monkeypatch, capsys, machine):
+def test_every_entry_point_says_which_gpus_it_supports(gpu, monkeypatch, capsys, machine):
     options, says = MACHINES[machine]
     gpu(**options)
     shape = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "dtype": torch.float16}
@@ -145,7 +145,7 @@ def test_every_way_in_says_which_gpus_it_is_for(gpu, monkeypatch, capsys, machin
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_what_has_a_twin_runs_it_there(gpu, machine):
+def test_functions_with_a_torch_version_use_it_there(gpu, machine):
     """For example, the spans of a mask are built before attention refuses the device."""
     gpu(**MACHINES[machine][0])
     assert not host_gpu.on_gpu(torch.device("cuda"))

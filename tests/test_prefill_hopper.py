@@ -88,7 +88,7 @@ def test_every_item_is_listed_once(num_blocks, num_heads, batch, section):
 
 
 @pytest.mark.parametrize("splits", [1, 2, 3, 7, 16])
-def test_shares_of_an_item_are_all_of_its_tiles(splits):
+def test_shares_of_an_item_cover_its_tiles(splits):
     share_of = _as_python(plan.share_of)
     for num_tiles in range(1, 40):
         shares = [share_of(num_tiles, which, splits) for which in range(splits)]
@@ -390,13 +390,13 @@ def assert_right(case, kernel):
 
 @on_hopper
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_right(case, nan_filled):
+def test_results_are_correct(case, nan_filled):
     assert_right(case, hopper.prefill)
 
 
 @on_hopper
 @pytest.mark.parametrize("head_dim", (*WHOLE, 80, 96, 112, 192))
-def test_many_items_a_program(head_dim, nan_filled):
+def test_many_items_per_program(head_dim, nan_filled):
     assert_right(Case("many", batch=3, heads=16, kv_heads=4, q_len=2100, kv_len=2100, head_dim=head_dim), hopper.prefill)
 
 
@@ -434,7 +434,7 @@ PACKED = [
 @on_hopper
 @pytest.mark.parametrize("splits", [2, 3, 16])
 @pytest.mark.parametrize("case", [*SHARED, *PACKED], ids=lambda case: case.name)
-def test_shares_are_right(case, splits, nan_filled, monkeypatch):
+def test_results_of_shares_are_correct(case, splits, nan_filled, monkeypatch):
     launches = []
     monkeypatch.setattr(hopper, "splits_of", lambda *args: launches.append(args) or splits)
     assert_right(case, partial(hopper.prefill, shares=True))
@@ -453,7 +453,7 @@ def test_packed_heads_are_right_in_one_launch(case, nan_filled):
 
 
 @on_hopper
-def test_a_chat_turn_behind_a_long_past_is_cut_and_the_same_bits_again():
+def test_a_chat_turn_after_a_long_context_is_split_and_repeatable():
     q = torch.randn(1, 32, 256, 128, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(1, 8, 40000, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     assert hopper.splits_of(q, KV(k, v), Spec(), 1, 128) > 1
@@ -471,7 +471,7 @@ def test_without_lse(nan_filled):
 
 
 @on_hopper
-def test_refuses_in_a_sentence():
+def test_refuses_with_a_message():
     q = torch.randn(1, 2, 100, 128, device="cuda", dtype=torch.bfloat16)
     assert hopper.why_not(q, KV(q, q)) is None
     assert "float32" in hopper.why_not(q.float(), KV(q.float(), q.float()))

@@ -117,7 +117,7 @@ REFUSED = {  # a part of the request in a row of the table: code for the request
 
 
 @pytest.mark.parametrize("asked", REFUSED)
-def test_refusals_are_what_is_said(asked):
+def test_refusals_are_those_of_the_table(asked):
     rows = re.findall(r"^\| (.+?) \| (.+) \|$", page("refusals.md"), re.MULTILINE)[1:]
     assert len(rows) == len(REFUSED)
     (promised,) = [said for what, said in rows if asked in what]
@@ -127,14 +127,14 @@ def test_refusals_are_what_is_said(asked):
         assert part.strip() in str(refused.value)
 
 
-def test_messages_in_troubleshooting_are_the_packages():
+def test_messages_in_troubleshooting_are_those_of_the_package():
     source = "".join(path.read_text() for path in (ROOT / "hf_fastattn").rglob("*.py"))
     headings = re.findall(r"^## `(.*\.\.\..*)`$", page("troubleshooting.md"), re.MULTILINE)
     assert len(headings) == 3
     assert [part for heading in headings for part in heading.split("...") if part.strip() not in source] == []
 
 
-def test_stated_versions_and_limits_are_the_packages():
+def test_stated_versions_and_limits_are_those_of_the_package():
     oldest = ".".join(map(str, hf.version.OLDEST))
     assert f"Transformers {oldest}" in README and f"transformers>={oldest}" in (ROOT / "pyproject.toml").read_text()
     widths = f"head_dim | up to {checks.MAX_HEAD_DIM}, of values up to {checks.MAX_VALUE_DIM}"
@@ -173,7 +173,7 @@ def test_named_files_and_targets_exist(document):
         assert (document.parent / link).exists(), link
 
 
-def test_contracts_are_the_packages():
+def test_contracts_are_those_of_the_package():
     text = (ROOT / "CONTRIBUTING.md").read_text()
     (signature,) = re.findall(r"^attention\((.*)\)$", text, re.MULTILINE)
     said = [name.partition("=")[0].strip() for name in signature.split(",")]
@@ -186,7 +186,7 @@ def test_contracts_are_the_packages():
 
 
 @pytest.mark.parametrize("document", [ROOT / "README.md", ROOT / "docs" / "results.md"], ids=lambda path: path.name)
-def test_measured_tables_are_the_jsons(document):
+def test_measured_tables_are_those_of_the_json_files(document):
     text, folder = document.read_text(), ROOT / "examples" / "results"
     named = [match[1] for match in bench_report.MARKS.finditer(text)]
     shown = [name for name, file, _ in bench_report.SECTIONS if (folder / file).exists()]
@@ -194,12 +194,12 @@ def test_measured_tables_are_the_jsons(document):
     assert bench_report.rewrite(text, folder, bench_report.relative(folder, document)) == text
 
 
-def test_every_picture_shown_is_there():
+def test_every_picture_exists():
     shown = [(path.parent, link) for path in DOCUMENTS for link in re.findall(r"!\[[^]]*\]\(([^)]+)\)", path.read_text())]
     assert shown and all((folder / link).is_file() for folder, link in shown)
 
 
-def test_results_are_of_a_gpu_and_say_how_they_were_made():
+def test_results_are_of_a_gpu_and_state_their_conditions():
     for name, file, _ in bench_report.SECTIONS:
         path = ROOT / "examples" / "results" / file
         if path.exists():

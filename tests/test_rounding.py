@@ -59,7 +59,7 @@ def noisy(model, size: float):
 
 
 @pytest.mark.parametrize("sign", [1, -1, 0])
-def test_log_likelihoods_off_by_a_few_units_in_the_last_place_are_equal(tokenizer, small, monkeypatch, sign):
+def test_log_likelihoods_that_differ_by_a_few_units_in_the_last_place_are_equal(tokenizer, small, monkeypatch, sign):
     """Perplexities per word change much more then, and an earlier version decided by them."""
     from lm_eval.models.huggingface import HFLM
 
@@ -84,7 +84,7 @@ def test_log_likelihoods_off_by_a_few_units_in_the_last_place_are_equal(tokenize
     )
 
 
-def test_ties_decided_otherwise_are_equal_and_told(tokenizer, small):
+def test_other_choices_at_ties_are_equal_and_reported(tokenizer, small):
     """Every token of this model has the same logit as another one, and rounding decides which of the two is chosen."""
     model = noisy(checkpoint.model(), 1e-6)
     with torch.no_grad():
@@ -99,7 +99,7 @@ def test_ties_decided_otherwise_are_equal_and_told(tokenizer, small):
 
 
 @pytest.mark.parametrize(("task", "size"), [("small_text", 0.01), ("small_choice", 0.01), ("small_needle", 2.0)])
-def test_what_rounding_cannot_explain_differs(tokenizer, small, task, size):
+def test_differences_beyond_rounding_are_differences(tokenizer, small, task, size):
     model = noisy(checkpoint.model(), size)
     found = evaluate(model, tokenizer, **{**small, "tasks": [task], "decode_tokens": 0})
     assert not found.passed and f"lean, dynamic in {task} (" in found.verdict()
@@ -108,7 +108,7 @@ def test_what_rounding_cannot_explain_differs(tokenizer, small, task, size):
     assert not evaluate(model, tokenizer, **{**small, "tasks": []}).passed
 
 
-def test_a_scale_off_by_a_thousandth_differs(tokenizer, small, monkeypatch):
+def test_a_scale_that_is_off_by_a_thousandth_differs(tokenizer, small, monkeypatch):
     @as_kernel
     def scaled(q, k, v, its_spans=None, *, scale=None, **options):
         return attention(q, k, v, its_spans, scale=1.001 * (scale or q.shape[-1] ** -0.5), **options)
@@ -121,7 +121,7 @@ def test_a_scale_off_by_a_thousandth_differs(tokenizer, small, monkeypatch):
     assert {each.task for each in found.runs[2].pairs if not each.same} >= {"small_text", "small_choice", "decode perplexity"}
 
 
-def test_what_is_measured_is_rounding_of_this_model(tokenizer):
+def test_the_rounding_of_this_model_is_measured(tokenizer):
     """It is larger than the error of float32, much smaller than that of 16-bit weights, and depends on the weights."""
     model = checkpoint.model()
     ids = tokenizer(data.text()[:200], return_tensors="pt")["input_ids"]
@@ -159,7 +159,7 @@ def test_log_likelihoods_are_judged_by_their_tokens_and_size():
     assert not pairs.compare_answers(base, nothing, None, within)["same"]
 
 
-def test_texts_part_at_ties_or_they_differ():
+def test_texts_differ_at_ties_only_or_are_different():
     def made(*tokens, leads=(3.0, 1e-5, 3.0)):
         return {(7, 8): [Generated(list(tokens), list(leads))]}
 

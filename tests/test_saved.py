@@ -40,7 +40,7 @@ def test_save_and_load(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["llama", WINDOWED])
-def test_a_loaded_cache_moves_its_window_and_gives_tokens_back(name, tmp_path):
+def test_a_loaded_cache_moves_its_window_and_is_cropped(name, tmp_path):
     """Before its K and V are moved to their device: in the first forward, or before it."""
     model, file = family(name, "cpu"), tmp_path / "tokens.safetensors"
     model.set_attn_implementation("sdpa")
@@ -159,7 +159,7 @@ def test_a_file_that_contradicts_itself_is_refused(tmp_path, saved, lie):
     assert str(tmp_path / "lies") in str(error.value)
 
 
-def test_what_is_no_file_of_ours_is_refused(tmp_path, saved):
+def test_files_of_other_programs_are_refused(tmp_path, saved):
     model, path = saved
     whole, broken = path.read_bytes(), tmp_path / "broken"
     for content in (b"", b"{}", b"no such thing" * 99, whole[:7], whole[:100], whole[:1500], whole[:-1], whole + b"0"):

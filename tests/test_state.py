@@ -96,12 +96,12 @@ FOUND = {
 
 
 @pytest.mark.parametrize("name", FOUND)
-def test_what_was_wrong_once(name):
+def test_errors_of_earlier_versions(name):
     world = run(*FOUND[name])
     assert not world.refused
 
 
-def test_a_graph_that_is_stale_is_noticed(monkeypatch):
+def test_a_stale_graph_is_noticed(monkeypatch):
     """A test of the comparison: if fingerprints never differ, stale steps are replayed."""
     monkeypatch.setattr(Fingerprint, "differences", lambda *_: [])
     for sequence in (held("dict"), [("replace_a_parameter", 1)], [("edit_attention", 0)], [("set_forward", 0)]):

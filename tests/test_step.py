@@ -53,7 +53,7 @@ def test_a_step_lasts_as_long_as_a_forward(options, cache_type):
 
 
 @both_caches
-def test_each_thread_has_its_own(options, cache_type):
+def test_each_thread_has_its_own_step(options, cache_type):
     model = tiny("llama")
     found, waiting = {}, threading.Barrier(2, timeout=60)
 
@@ -169,7 +169,7 @@ def test_generate_after_an_interrupt(monkeypatch):
         assert patch.captures
 
 
-def test_layers_that_checkpointing_computes_again_find_none():
+def test_layers_recomputed_by_checkpointing_find_no_step():
     model, seen = tiny("llama", use_cache=False), []
     with hf_fastattn.patch(model):
         model.train()
@@ -207,7 +207,7 @@ class NegatedCache(StoredCache):
 
 @pytest.mark.parametrize("backend", ["lean", "split_kv", "fa2"])
 @pytest.mark.parametrize("with_padding", [False, True])
-def test_a_form_of_ones_own_under_patch_with_a_graph(backend, with_padding, monkeypatch):
+def test_a_custom_form_under_patch_with_a_graph(backend, with_padding, monkeypatch):
     fake_graph.use(monkeypatch)
     model, mask = tiny("llama"), torch.ones_like(IDS)
     mask[:, : 5 * with_padding] = 0
@@ -228,7 +228,7 @@ def test_a_form_of_ones_own_under_patch_with_a_graph(backend, with_padding, monk
             assert torch.equal(*logits)
 
 
-def test_a_mask_left_by_an_interrupt_is_no_other_models():
+def test_a_mask_left_by_an_interrupt_is_not_used_by_another_model():
     one, other = tiny("llama"), tiny("llama")
     with hf_fastattn.patch(one, **STREAMING), hf_fastattn.patch(other, cache=None, graph=False, **STREAMING), torch.no_grad():
 

@@ -59,20 +59,20 @@ def test_the_hopper_kernel_splits_blocks_that_leave_much_of_the_gpu_idle(hopper)
     assert splits(256, 65536, Spec(window=256)) == 1
 
 
-def test_a_window_counts_as_what_it_shows(hopper):
+def test_a_window_counts_as_its_visible_keys(hopper):
     q, kv = operands(64, 65536)
     assert pays(q, kv, Spec()) and not pays(q, kv, Spec(window=64))
     assert pays(q, kv, Spec(window=4096, sinks=4)) and not pays(q, kv, Spec(window=64, sinks=4))
 
 
-def test_sinks_of_wide_heads_spill_but_on_hopper(hopper, monkeypatch):
+def test_sinks_of_wide_heads_spill_except_on_hopper(hopper, monkeypatch):
     q, kv = operands(64, 65536, head_dim=256)
     assert pays(q, kv, Spec(window=4096, sinks=4))
     monkeypatch.setattr(gpu, "arch", lambda device: 80)
     assert pays(q, kv, Spec()) and not pays(q, kv, Spec(window=4096, sinks=4))
 
 
-def test_what_is_chosen_runs(monkeypatch):
+def test_the_chosen_kernel_runs(monkeypatch):
     """The kernel that `choice` returns is called, with the arguments of the call."""
     monkeypatch.setattr(TritonKernel, "where", lambda self, device: "the Triton kernel")
     called = []

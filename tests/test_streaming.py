@@ -183,7 +183,7 @@ def test_logits_are_those_of_the_reference(name, device):
 
 
 @host_work
-def test_the_reference_cares_for_sinks_windows_and_their_rotation(device):
+def test_the_reference_depends_on_sinks_windows_and_their_rotation(device):
     """Otherwise the tests in this file would prove nothing."""
     model = make("llama", device)
     ids = tokens(1, LENGTH, device)
@@ -308,7 +308,7 @@ def test_generate_gives_the_tokens_of_the_reference(llama, length, device):
 
 
 @host_work
-def test_with_transformers_cache_masks_are_exact_and_memory_is_said_to_grow(device):
+def test_with_transformers_cache_masks_are_exact_and_a_warning_says_that_memory_grows(device):
     model = make("llama", device)
     ids, mask = padded(device)
     model.set_attn_implementation("streaming")
@@ -399,7 +399,7 @@ def test_rows_selected_in_inference_mode_are_written_outside_it(llama, device, r
 
 
 @host_work
-def test_crop_takes_back_what_nothing_was_dropped_for(llama, device):
+def test_crop_works_until_a_token_was_dropped(llama, device):
     ids = tokens(1, WINDOW + SINKS, device)
     with patched(llama), torch.no_grad():
         whole, cache = feed(llama, ids, [5, 4, WINDOW + SINKS - 9])
@@ -455,7 +455,7 @@ def test_decode_steps_are_captured(llama, with_padding, device, monkeypatch):
         assert patch.captures == 1
 
 
-def test_rows_with_and_without_padding_have_graphs_of_their_own(llama, device, monkeypatch):
+def test_rows_with_and_without_padding_have_separate_graphs(llama, device, monkeypatch):
     record(device, monkeypatch)
     ids, mask = padded(device)
     batches = [{"input_ids": ids, "attention_mask": m} for m in (torch.ones_like(mask), mask)]
@@ -480,7 +480,7 @@ def test_a_prompt_read_token_by_token_keeps_its_padding(llama, graph, device, mo
 
 @host_work
 @pytest.mark.parametrize("forget", ["crop", "reset of the cache", "reset of a layer"])
-def test_what_was_known_of_a_mask_is_forgotten_with_its_tokens(llama, forget, device):
+def test_reset_forgets_the_padding(llama, forget, device):
     ids, mask = padded(device)
     with patched(llama), torch.no_grad():
         expected = llama(ids, attention_mask=mask, past_key_values=RollingCache(llama)).logits
@@ -501,7 +501,7 @@ def test_what_was_known_of_a_mask_is_forgotten_with_its_tokens(llama, forget, de
     assert torch.allclose(got[mask.bool()], expected[mask.bool()], atol=1e-4)
 
 
-def test_rows_are_known_to_be_alike_until_one_has_padding(device):
+def test_rows_are_uniform_until_one_has_padding(device):
     device = torch.zeros(1, device=device).device  # with an index, like the device of a model's tensors
     storage = Ring(1, streaming.Settings(window=7, sinks=3))
     begin = lambda q_len, pads=None: storage.begin(Step(storage), 2, q_len, pads, device)  # noqa: E731
@@ -576,7 +576,7 @@ def test_rotation_is_the_models_own_at_the_nearer_position(interleaved, pairs, s
 
 
 @pytest.mark.parametrize("pads", [None, [0, 1, 0, 0, 1]])
-def test_ring_step_and_its_twin(pads, device):
+def test_ring_step_and_its_torch_version(pads, device):
     counts = torch.tensor([0, 0, 2, 11, 2**33], device=device)
     pads = None if pads is None else torch.tensor(pads, device=device)
     twin_counts = counts.clone()
@@ -711,7 +711,7 @@ def test_assisted_generation_is_refused_before_it_drops_anything(llama, device):
         assert llama.generate(ids[:, :4], max_new_tokens=5, do_sample=False, prompt_lookup_num_tokens=2).tolist() == few.tolist()
 
 
-def test_undo_leaves_nothing(llama):
+def test_undo_restores_the_model(llama):
     before = dict(vars(llama.config))
     with patched(llama):
         assert llama.config.streaming_window == WINDOW
@@ -721,6 +721,6 @@ def test_undo_leaves_nothing(llama):
     assert not twin._forward_pre_hooks and not hasattr(twin.config, "streaming_window")
 
 
-def test_names_are_where_the_docs_say():
+def test_names_are_importable_as_documented():
     assert importlib.import_module("hf_fastattn").RollingCache is RollingCache
     assert hf_fastattn.get("streaming").streaming

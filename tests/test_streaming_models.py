@@ -93,7 +93,7 @@ def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("name", STREAM)
-def test_logits_are_those_of_what_is_in_sight(name):
+def test_logits_are_those_of_the_visible_tokens(name):
     model, ids = one_layer(name), tokens()
     expected, everything = visible_logits(model, ids), model(ids, use_cache=False).logits[0, -1].detach()
     assert (everything - expected).abs().max() > 1e-2 * expected.abs().max()  # otherwise this would prove nothing
@@ -105,7 +105,7 @@ def test_logits_are_those_of_what_is_in_sight(name):
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_turned_back_is_refused(name):
+def test_models_that_cannot_be_rerotated_are_refused(name):
     model = one_layer(name, REFUSED)
     before = {key: dict(vars(module)) for key, module in model.named_modules()}
     with pytest.raises(ValueError, match=REFUSED[name][2]):
@@ -115,7 +115,7 @@ def test_what_cannot_be_turned_back_is_refused(name):
     assert model.config._attn_implementation == "eager"
 
 
-def test_layers_of_several_kinds_stream_side_by_side():
+def test_layers_of_several_kinds_stream_together():
     """With several layers, tokens outside of the window have an indirect effect, so the window must include all tokens."""
     model = models.tiny("cohere2", **WIDE, sliding_window=400, num_hidden_layers=4, logit_scale=1.0)
     assert set(model.config.layer_types) == {"full_attention", "sliding_attention"}
@@ -164,7 +164,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("cache", ["auto", None])
 @pytest.mark.parametrize("change", CHANGES)
-def test_frequencies_changed_under_patch_are_seen(change, cache):
+def test_frequencies_changed_while_patched_are_used(change, cache):
     model, ids = one_layer("llama"), tokens()
     with stream(model, cache=cache), torch.no_grad():
         before = model(ids, past_key_values=RollingCache(model) if cache else None).logits[0, -1]
@@ -190,7 +190,7 @@ def test_decode_graphs_follow_changed_frequencies(change, monkeypatch):
     assert_close(torch.stack(got.logits), torch.stack(expected.logits))
 
 
-def test_a_second_patch_and_a_copy_have_frequencies_of_their_own():
+def test_a_second_patch_and_a_copy_have_separate_frequencies():
     model, ids = one_layer("llama"), tokens()
     with stream(model):
         twin = copy.deepcopy(model)
@@ -286,7 +286,7 @@ def test_images_in_plainly_causal_text_stream_and_their_tower_keeps_its_attentio
         ("qwen2_5_vl", "positions of images and videos in three sections"),
     ],
 )
-def test_images_that_streaming_cannot_read_are_refused_and_text_is_not(name, sentence):
+def test_images_that_streaming_does_not_support_are_refused_and_text_is_not(name, sentence):
     model, inputs = image_model(name)
     text = {"input_ids": inputs["input_ids"].where(inputs["input_ids"] < 100, 5)}
     expected = generated(model, text) if name == "qwen2_5_vl" else None  # PaliGemma's text is bidirectional too

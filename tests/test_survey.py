@@ -294,7 +294,7 @@ def _deterministic():
 
 
 @pytest.mark.parametrize("setting", [_precision, _deterministic, torch.inference_mode])
-def test_torchs_settings_have_graphs_of_their_own(inputs, setting):
+def test_each_value_of_torchs_settings_has_its_own_graph(inputs, setting):
     model = tiny("llama", "sdpa")
     with hf_fastattn.patch(model) as patch:
         for _ in range(2):
@@ -304,7 +304,7 @@ def test_torchs_settings_have_graphs_of_their_own(inputs, setting):
         assert patch.captures == 2
 
 
-def test_dispatch_modes_are_not_passed_by(inputs):
+def test_dispatch_modes_are_not_bypassed(inputs):
     class Count(TorchDispatchMode):
         calls = 0
 
@@ -339,7 +339,7 @@ def qwen_vl():
     return model, {"input_ids": ids, "mm_token_type_ids": (ids == 100).int(), **image}
 
 
-def test_what_no_step_reads_does_not_count():
+def test_values_that_no_step_reads_do_not_count():
     model, inputs = qwen_vl()
     output = getattr(modeling_qwen2_5_vl, "Qwen2_5_VLCausalLMOutputWithPast", None)
     if "rope_deltas" in getattr(output, "__annotations__", ()):
@@ -355,7 +355,7 @@ def test_what_no_step_reads_does_not_count():
         assert (patch.captures, patch.reasons) == (1, []) and len({delta.data_ptr() for delta in kept}) > 1
 
 
-def test_what_changes_in_every_call_is_named(inputs):
+def test_values_that_change_in_every_call_are_named(inputs):
     model = tiny("llama", "sdpa")
     mlp = model.model.layers[0].mlp
     mlp.strength = 1.0
@@ -386,7 +386,7 @@ def test_a_fingerprint_keeps_nothing_alive(inputs):
         gc.enable()
 
 
-def test_attributes_are_watched_and_let_go():
+def test_attributes_are_recorded_and_released():
     model = tiny("llama", "sdpa")
     classes = [type(module) for module in model.modules()]
     found = survey.survey(model)
@@ -420,7 +420,7 @@ class Negated(torch.Tensor):
         return function(*tree_map_only(cls, lambda weight: -weight.stored, args), **(kwargs or {}))
 
 
-def test_weights_made_of_other_tensors_are_captured(inputs):
+def test_weights_composed_of_other_tensors_are_captured(inputs):
     def change(model):
         layer = model.model.layers[0].self_attn.o_proj
         stored = -layer.weight.data

@@ -97,7 +97,7 @@ def test_two_patched_models_in_two_threads(model):
         assert not patch.reasons and not patch2.reasons
 
 
-def test_a_thread_that_fails_leaves_the_others_alone(model):
+def test_a_thread_that_fails_does_not_affect_the_others(model):
     class Fail(LogitsProcessor):
         def __init__(self, after: int):
             self.left = after
@@ -125,7 +125,7 @@ def test_a_thread_that_fails_leaves_the_others_alone(model):
             assert torch.equal(ask(model, turn), expected[turn])
 
 
-def test_conversations_of_their_own_in_threads(model):
+def test_separate_conversations_in_threads(model):
     def converse(model, first: int) -> list:
         cache, said = None, []
         ids = prompts("no_padding", "cpu", rows=first % 3 + 1, length=24 + first)["input_ids"]

@@ -95,7 +95,7 @@ CHUNKED = {
 
 
 @pytest.mark.parametrize("use_cache", [False, True])
-def test_chunks_begin_anew_in_each_packed_sequence(use_cache, device):
+def test_chunks_restart_in_each_packed_sequence(use_cache, device):
     model = models.tiny("llama4_text", device=device, **CHUNKED)
     ids = models.prompts("no_padding", device, rows=1)["input_ids"][:, :40]
     with torch.no_grad():
@@ -157,7 +157,7 @@ def test_compiled(family, padding, device):
     agree(found, gradients(model, "eager", padding))
 
 
-def test_the_ops_are_sound(device):
+def test_the_ops_pass_opcheck(device):
     q = torch.randn(1, 4, 5, 16, device=device, requires_grad=True)
     k = torch.randn(1, 2, 7, 16, device=device, requires_grad=True)
     sinks = torch.randn(4, device=device, requires_grad=True)
@@ -282,7 +282,7 @@ def test_a_custom_mask_runs_the_models_own_attention(device):
     assert out.requires_grad
 
 
-def test_dropout_is_honoured(device):
+def test_dropout_is_applied(device):
     model = trainable("llama", device, attention_dropout=0.3)
     expected = gradients(model, "sdpa", "left_padding")
     stock(model, "lean", expected, "'lean' has no dropout: where it is needed")

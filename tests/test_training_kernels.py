@@ -199,7 +199,7 @@ def test_gradients_against_float64(case, device):
 
 
 @pytest.mark.parametrize("case", [CASES[0], _packed], ids=lambda case: case.id)
-def test_what_is_not_needed_is_not_computed(case, device):
+def test_gradients_that_are_not_needed_are_not_computed(case, device):
     x = make(case, device)
     out, lse = FORWARD(x.q, KV(x.k, x.v), x.spec, x.spans, return_lse=True)
     given = {"out": out, "lse": lse, "dout": x.dout}
@@ -259,7 +259,7 @@ def test_a_document_does_not_depend_on_its_neighbours(device):
 
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_every_run_gives_the_same_bits(head_dim, device):
+def test_results_are_bitwise_repeatable(head_dim, device):
     x = make(Case(q_len=1000, kv_len=1000, num_heads=8, num_kv_heads=2, batch=2, head_dim=head_dim, dtype="bf16"), device)
     first = gradients(x, FORWARD, BACKWARD)
     for _ in range(100):
@@ -304,7 +304,7 @@ def test_intervals_of_packed_sequences():
     ]  # fmt: skip
 
 
-def test_what_takes_no_intervals_refuses(device):
+def test_kernels_without_intervals_refuse_them(device):
     q = torch.randn(1, 2, 6, 16, device=device)
     lo, hi = segments(torch.ones(1, 6, dtype=torch.bool, device=device))
     spans = with_rows(build_spans(1, 6, 6, device), lo, hi)

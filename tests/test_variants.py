@@ -56,7 +56,7 @@ def test_other_lengths_compile_nothing(backend, cache, variants):
     assert counts[0] <= {"fa2": 4, "lean": 5, "split_kv": 5}[backend]  # norm, rotation, prefill, and one decode kernel or two
 
 
-def test_padding_adds_one_variant_of_each(variants):
+def test_padding_adds_one_variant_of_each_kernel(variants):
     model = tiny("llama", num_hidden_layers=1)
     with hf_fastattn.patch(model, "lean", graph=False), torch.no_grad():
         for padding in ("no_padding", "left_padding", "holes", "left_padding"):
