@@ -318,6 +318,49 @@ def test_which_logits_a_model_returns(llama, kind):
             assert patch.captures == 2 and not patch.reasons
 
 
+class TypedTokens(LlamaForCausalLM):
+    def prepare_inputs_for_generation(self, *args, **kwargs):
+        inputs = super().prepare_inputs_for_generation(*args, **kwargs)
+        return {**inputs, "mm_token_type_ids": torch.zeros_like(inputs["input_ids"])}
+
+
+def test_arguments_that_cannot_be_padded_are_said(llama):
+    inputs = prompts("left_padding", "cpu", rows=1)
+    expected = generate(llama, inputs, **MODES["long_lookup"])
+    llama.__class__ = TypedTokens
+    with hf_fastattn.patch(llama) as patch, pytest.warns(match="its argument mm_token_type_ids cannot be padded"):
+        assert torch.equal(generate(llama, inputs, **MODES["long_lookup"]), expected)
+        assert torch.equal(generate(llama, inputs), expected) and patch.captures == 1
+
+
+class Remembering(LlamaForCausalLM):
+    """Sets an attribute when it reads the end of a prompt, as vision models do, which its steps read."""
+
+    def forward(self, input_ids, attention_mask=None, position_ids=None, past_key_values=None, **kwargs):
+        if input_ids.shape[1] == 16:
+            self.scale = float(input_ids[0, 0])
+        out = super().forward(input_ids, attention_mask, position_ids, past_key_values, **kwargs)
+        out.logits = out.logits + self.scale * torch.linspace(-1, 1, VOCAB)
+        return out
+
+
+def test_what_the_end_of_a_prompt_changes_is_seen_by_the_steps_that_follow(llama):
+    llama.__class__, llama.scale = Remembering, 2.0
+    ids = prompts("no_padding", "cpu", rows=1)["input_ids"][:, :76]
+    texts = [ids.clone() for _ in range(3)]
+    for scale, text in enumerate(texts):
+        text[0, 60] = 4 * scale
+    calls = [texts[index] for index in (0, 1, 0, 2)]
+    options = {"max_new_tokens": 5, "prefill_chunk_size": 20}
+    expected = [generate(llama, {"input_ids": text}, **options) for text in calls]
+    llama.scale = 2.0
+    with hf_fastattn.patch(llama) as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for text, want in zip(calls, expected, strict=True):
+            assert torch.equal(generate(llama, {"input_ids": text}, **options), want)
+        assert patch.captures
+
+
 def test_generate_of_the_class_is_said(llama):
     inputs = prompts("no_padding", "cpu", rows=1)
     with hf_fastattn.patch(llama) as patch, pytest.warns(match="generate\\(\\) of the class was called"):

@@ -83,8 +83,6 @@ class Entry:
     def _add(self, name: str, value: torch.Tensor) -> None:
         if self.tokens > 1 and name in _PADDED:
             value = value[..., :1].expand(*value.shape[:-1], self.tokens)
-        elif self.tokens > 1 and name != "attention_mask":  # a mask of the layers has the size of the graph
-            self.refused = f"its argument {name} is a tensor, which cannot be padded"
         self.tensors[name] = _like(value)
 
     def fits(self, storage: Storage) -> bool:
@@ -179,6 +177,14 @@ class Entry:
     def output(self, logits: torch.Tensor, cache: StoredCache) -> Any:
         """The output of a step, in the model's own type."""
         return self.output_type(logits=logits, **({"past_key_values": cache} if self.returns_cache else {}))
+
+
+def unpaddable(inputs: Inputs) -> str | None:
+    """The name of an argument that a step of several tokens cannot pad: a tensor other than ids, positions and a 2-D mask."""
+    for name, value in inputs.items():
+        if isinstance(value, (torch.Tensor, dict)) and not (name in _PADDED or (name == "attention_mask" and grows(value))):
+            return name
+    return None
 
 
 def grows(mask: object) -> TypeGuard[torch.Tensor]:

@@ -27,7 +27,7 @@ from ..caches.contract import Storage
 from ..caches.pool import references
 from ..caches.stored import StoredCache
 from .cuda_graph import CudaGraph, Graph
-from .entry import Entry, Inputs, grows
+from .entry import Entry, Inputs, grows, unpaddable
 from .fingerprint import Fingerprint, Uncapturable
 from .survey import survey
 from .unread import unread_by
@@ -136,7 +136,7 @@ class Forwards:
         prompt, self.begun = not self.begun or self._reads_prompt(cache, ids), True
         if prompt:
             if not (self._is_short(cache, ids, given) and self._again(cache, ids)):
-                return self.run(**given)
+                return self._forward(given)
         elif (reason := self._why_not(cache, ids)) is not None:
             return self._uncaptured(reason, given)
         # Graphs share memory: no other thread may replay one between the copy of the inputs and the copy of the logits.
@@ -156,7 +156,7 @@ class Forwards:
         if ids is None or not isinstance(cache, StoredCache):
             return False
         many, tokens = ids.shape[1] > 1, _tokens(cache)
-        return many or tokens < max(1, self.prompt) if self.chunked else many and not tokens
+        return (many or tokens < max(1, self.prompt)) if self.chunked else (many and not tokens)
 
     def _is_short(self, cache: object, ids: torch.Tensor | None, given: Inputs) -> bool:
         """Whether a forward that reads the prompt can be a step: a few tokens of text that follow a cached text."""
@@ -164,11 +164,9 @@ class Forwards:
             return False
         if ids.shape[1] > (BUCKETS[-1] if cache.storage.takes_many else 1):
             return False
-        mask = given.get("attention_mask")
-        if mask is not None and not (self.ignore_mask or (cache.storage.takes_mask and grows(mask))):
-            return False
-        others = given.keys() - {"input_ids", "position_ids", "attention_mask"}
-        return not any(isinstance(given[name], torch.Tensor) for name in others)
+        if given.get("attention_mask") is not None and not (self.ignore_mask or cache.storage.takes_mask):
+            return False  # it may say that new tokens are padding
+        return unpaddable(given) is None
 
     def _again(self, cache: StoredCache, ids: torch.Tensor) -> bool:
         """Whether a prompt of this size has followed this cache before: one that comes once is not worth a rehearsal."""
@@ -194,15 +192,23 @@ class Forwards:
     def _uncaptured(self, reason: str, given: Inputs) -> Any:
         self.say(reason)
         self.graphs.uncaptured += 1
+        return self._forward(given)
+
+    def _forward(self, given: Inputs) -> Any:
+        """The model's forward, which may change the model."""
+        self.fingerprint = None
+        self.entries.clear()
         return self.run(**given)
 
     def _step(self, cache: StoredCache, ids: torch.Tensor, given: Inputs) -> Any:
         """One step by a graph. Raises Uncapturable if it has to run without one."""
-        if self.fingerprint is None:
-            self.fingerprint = survey(self.model)
         storage, inputs, q_len = cache.storage, dict(given), ids.shape[1]
         tokens = _bucket(ids)
+        if tokens > 1 and (name := unpaddable(inputs)) is not None:
+            raise Uncapturable(f"its argument {name} cannot be padded")
         storage.sync(ids.device, *(() if tokens == 1 else (q_len,)))
+        if self.fingerprint is None:
+            self.fingerprint = survey(self.model)
         self._set_mask(cache, inputs, tokens)
         entry = self._entry(cache, inputs, tokens)
         if entry.refused is not None:
