@@ -76,7 +76,7 @@ def _implementation(stock: str) -> Callable[..., torch.Tensor]:
         if out is not None:
             return out
         # As Transformers does in generate() with "grouped_mm"; a graph can capture neither the loop nor every grouped_mm.
-        name = "batched_mm" if steps.captured() else stock
+        name = "batched_mm" if not torch.compiler.is_compiling() and steps.captured() else stock
         return hf.stock_experts(module, name)(module, *args, **kwargs)
 
     return experts
