@@ -297,7 +297,7 @@ SMALL = {
     "rms_norm, Gemma": (rms_norm, lambda: _norm(late=True, one="fp32")),
     "rms_norm, rounded": (rms_norm, lambda: _norm(one="rounded")),
     "rms_norm, LayerNorm": (rms_norm, lambda: _norm(True, centred=True, late=True)),
-    "route": (route, lambda: route.route(torch.zeros(2, 60), 3, softmax_first=True)),
+    "route": (route, lambda: route.route(torch.zeros(2, 60), 3, "softmax")),
 }
 
 

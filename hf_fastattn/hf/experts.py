@@ -110,8 +110,9 @@ def _candidates(transposed: bool, numbers: list[float]) -> Iterator[mixture.Layo
 class Routing(NamedTuple):
     """How a router gets the scores of a token's experts from its logits: arguments of `decode.route.route`."""
 
-    softmax_first: bool
+    form: str
     normalise: bool = False
+    scale: float = 1.0
     dtype: torch.dtype | None = None
 
 
@@ -119,24 +120,31 @@ def routing(forward: object, module: Any) -> Routing | None:
     """The routing of a module whose class has this forward(), if it has the code of a known router, else None.
 
     Such a module has weight, perhaps bias, and top_k, and returns (logits, scores, experts) for hidden states (tokens, hidden).
+    With the form "sigmoid" its logits are a product in fp32, and e_score_correction_bias is added to scores for the choice.
     """
     kind = _routing(forward)
-    if kind is None or kind.normalise or not hasattr(module, "norm_topk_prob"):
+    if kind is None or kind.normalise:
         return kind
-    return kind._replace(normalise=bool(module.norm_topk_prob))
+    if kind.form == "sigmoid":
+        if module.topk_group < module.num_group:
+            return None  # only experts of the best groups are chosen
+        kind = kind._replace(scale=float(module.routed_scaling_factor))
+    return kind._replace(normalise=bool(getattr(module, "norm_topk_prob", False)))
 
 
 @cache
 def _routing(forward: object) -> Routing | None:
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
     from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
     from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeTopKRouter
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
     known = {
-        GptOssTopKRouter: Routing(softmax_first=False),
-        MixtralTopKRouter: Routing(softmax_first=True, normalise=True, dtype=torch.float32),
-        Qwen3_5MoeTopKRouter: Routing(softmax_first=True, normalise=True),
-        Qwen3MoeTopKRouter: Routing(softmax_first=True),
+        DeepseekV3TopkRouter: Routing("sigmoid"),
+        GptOssTopKRouter: Routing("choice"),
+        MixtralTopKRouter: Routing("softmax", normalise=True, dtype=torch.float32),
+        Qwen3_5MoeTopKRouter: Routing("softmax", normalise=True),
+        Qwen3MoeTopKRouter: Routing("softmax"),
     }
     return next((kind for cls, kind in known.items() if _is_same_code(forward, cls.forward)), None)

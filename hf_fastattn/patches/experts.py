@@ -128,17 +128,28 @@ def router(forward: types.FunctionType) -> Forward:
 
 def _routed(router: Any, x: torch.Tensor, kind: hf.Routing | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
     """(logits, scores, experts), or None where the module's own code has to run."""
-    weight, bias = router._parameters.get("weight"), router._parameters.get("bias")
-    if torch.compiler.is_compiling() or x.dim() != 2 or x.shape[0] > mixture.MAX_TOKENS or kind is None or weight is None:
+    if kind is None or torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
         return None
-    if torch.is_autocast_enabled(x.device.type) or not all(subclass.has_kernels(t) for t in (x, weight, bias) if t is not None):
+    if kind.form != "choice":  # GPT-OSS alone keeps the shape of its input
+        x = x.reshape(-1, x.shape[-1])
+    weight, bias, correction = router._parameters.get("weight"), router._parameters.get("bias"), None
+    if kind.form == "sigmoid":
+        correction = router.e_score_correction_bias
+    if weight is None or x.dim() != 2 or x.shape[0] > mixture.MAX_TOKENS:
+        return None
+    if not all(subclass.has_kernels(tensor) for tensor in (x, weight, bias, correction) if tensor is not None):
         return None
     from ..kernels.decode import linear as product
     from ..kernels.decode import route
 
-    logits = product.linear(x, weight, bias) if steps.captured() else None
-    logits = linear(x, weight, bias) if logits is None else logits
-    chosen = route.route(logits, router.top_k, **kind._asdict())
+    logits = None
+    if kind.form == "sigmoid":
+        x, weight = x.float(), weight.float()
+    elif steps.captured():
+        logits = product.linear(x, weight, bias)
+    if logits is None:
+        logits = linear(x, weight, bias)
+    chosen = route.route(logits, router.top_k, correction=correction, **kind._asdict())
     return None if chosen is None else (logits, *chosen)
 
 

@@ -3,8 +3,9 @@
 The code of the models needs some seven launches: softmax, top-k (two), the sum, the division, conversions. Each program has one
 token, and selects the largest remaining value for each choice, of equal values the first, as `torch.topk` does on a GPU.
 
-Softmax and division are in fp32. With FIRST="softmax" the probabilities of all experts come before the choice, as in Qwen3 and
-Mixtral; with "choice" the softmax is over the chosen logits, as in GPT-OSS.
+Everything is in fp32. FORM "softmax": the probabilities of all experts, then the choice, as in Qwen3 and Mixtral. "choice": a
+softmax over the chosen logits, as in GPT-OSS. "sigmoid": sigmoids of the logits, chosen by their sums with a correction for each
+expert, as in DeepSeek V3 without groups.
 
 Sources: Shazeer et al., "Outrageously Large Neural Networks: The Sparsely-Gated Mixture-of-Experts Layer" (2017), section 2.1;
 for the roundings the routers of Qwen3-MoE, Mixtral and GPT-OSS in Transformers.
@@ -22,17 +23,21 @@ from ..mixture import MAX_CHOICES
 
 MAX_EXPERTS = 1024  # one program loads the logits of all
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+SOFTMAX, CHOICE, SIGMOID = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+_FORMS = {"softmax": SOFTMAX, "choice": CHOICE, "sigmoid": SIGMOID}
 
 
 @triton.jit
 def route_kernel(
     Logits,
+    Correction,
     Scores,
     Experts,
     NUM_EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
-    SOFTMAX_FIRST: tl.constexpr,
+    FORM: tl.constexpr,
     NORMALISE: tl.constexpr,
+    SCALE: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_TOP: tl.constexpr,
     EARLY: tl.constexpr,
@@ -42,29 +47,39 @@ def route_kernel(
     let_next_begin(EARLY)
     token = tl.program_id(0)
     expert, choice = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_TOP)
-    left = tl.load(Logits + token * NUM_EXPERTS + expert, mask=expert < NUM_EXPERTS, other=float("-inf")).to(tl.float32)
-    if SOFTMAX_FIRST:
-        exps = tl.exp(left - tl.max(left, 0))
-        left = tl.where(expert < NUM_EXPERTS, exps / tl.sum(exps, 0), float("-inf"))
+    known = expert < NUM_EXPERTS
+    score = tl.load(Logits + token * NUM_EXPERTS + expert, mask=known, other=float("-inf")).to(tl.float32)
+    if FORM == SOFTMAX:
+        score = tl.exp(score - tl.max(score, 0))
+        score = score / tl.sum(score, 0)
+    elif FORM == SIGMOID:
+        score = 1.0 / (1.0 + tl.exp(-score))
+    left = score
+    if FORM == SIGMOID:
+        left += tl.load(Correction + expert, mask=known, other=0.0).to(tl.float32)
+    left = tl.where(known, left, float("-inf"))
     values = tl.full([BLOCK_TOP], float("-inf"), tl.float32)
     chosen = tl.zeros([BLOCK_TOP], tl.int32)
     for j in tl.static_range(TOP_K):
         value, at = tl.max(left, 0, return_indices=True)
+        if FORM == SIGMOID:
+            value = tl.sum(tl.where(expert == at, score, 0.0), 0)
         values = tl.where(choice == j, value, values)
         chosen = tl.where(choice == j, at, chosen)
         left = tl.where(expert == at, float("-inf"), left)
     scores = tl.where(choice < TOP_K, values, 0.0)
-    if not SOFTMAX_FIRST:
+    if FORM == CHOICE:
         exps = tl.exp(values - tl.max(values, 0))
         scores = exps / tl.sum(exps, 0)
     elif NORMALISE:
-        scores = scores / tl.sum(scores, 0)
+        scores = scores / (tl.sum(scores, 0) + (1e-20 if FORM == SIGMOID else 0.0))
+    scores = scores * SCALE
     at = token * TOP_K + choice
     tl.store(Scores + at, scores.to(Scores.dtype.element_ty), mask=choice < TOP_K)
     tl.store(Experts + at, chosen.to(Experts.dtype.element_ty), mask=choice < TOP_K)
 
 
-def why_not(logits: torch.Tensor, choices: int) -> str | None:
+def why_not(logits: torch.Tensor, choices: int, correction: torch.Tensor | None = None) -> str | None:
     """The reason why these inputs need another path, or None."""
     if logits.dim() != 2 or logits.numel() == 0 or not logits.is_contiguous():
         return f"logits are {tuple(logits.shape)}; they must be (tokens, experts) and contiguous."
@@ -72,34 +87,49 @@ def why_not(logits: torch.Tensor, choices: int) -> str | None:
         return f"{choices} of {logits.shape[1]} experts; at most {MAX_CHOICES} of {MAX_EXPERTS} are supported."
     if logits.dtype not in DTYPES:
         return f"logits are {logits.dtype}; they must be float16, bfloat16 or float32."
+    if correction is not None and (correction.shape != logits.shape[1:] or not correction.is_contiguous()):
+        return f"the correction is {tuple(correction.shape)}; it must have one element for each of {logits.shape[1]} experts."
     if torch.is_grad_enabled() and logits.requires_grad:
         return "logits require grad, and this kernel has no backward pass."
     return None
 
 
 def route(
-    logits: torch.Tensor, choices: int, *, softmax_first: bool, normalise: bool = False, dtype: torch.dtype | None = None
+    logits: torch.Tensor,
+    choices: int,
+    form: str,
+    *,
+    normalise: bool = False,
+    scale: float = 1.0,
+    dtype: torch.dtype | None = None,
+    correction: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """(scores, experts), both (tokens, choices), of logits (tokens, experts); None if `why_not` gives a reason.
 
-    Scores are in `dtype`, None for the logits' dtype; experts are int64, by decreasing score. normalise: with softmax_first, the
-    scores of a token are divided by their sum.
+    form: "softmax", "choice" or "sigmoid", of which the last takes a correction (experts,). Scores are in `dtype`, None for the
+    logits' dtype; experts are int64, in the order of the choice. normalise: except with "choice", the scores of a token are
+    divided by their sum. scale: a factor of all scores.
     """
-    start = _prepare((logits,), choices, softmax_first, normalise, dtype)
+    start = _prepare((logits, correction), choices, form, normalise, scale, dtype)
     if start is None:
         return None
     scores = logits.new_empty(logits.shape[0], choices, dtype=dtype)
     experts = logits.new_empty(logits.shape[0], choices, dtype=torch.int64)
-    start(logits, scores, experts)
+    start(logits, correction, scores, experts)
     return scores, experts
 
 
 @launch.remember
 def _prepare(
-    tensors: tuple[torch.Tensor], choices: int, softmax_first: bool, normalise: bool, dtype: torch.dtype | None
+    tensors: tuple[torch.Tensor, torch.Tensor | None],
+    choices: int,
+    form: str,
+    normalise: bool,
+    scale: float,
+    dtype: torch.dtype | None,  # of the scores: another dtype is another launch
 ) -> launch.Launch | None:
-    (logits,) = tensors
-    if why_not(logits, choices):
+    logits, correction = tensors
+    if why_not(logits, choices, correction):
         return None
     block = max(32, triton.next_power_of_2(logits.shape[1]))
     return launch.Launch(
@@ -107,8 +137,9 @@ def _prepare(
         (logits.shape[0],),
         NUM_EXPERTS=logits.shape[1],
         TOP_K=choices,
-        SOFTMAX_FIRST=softmax_first,
+        FORM=_FORMS[form].value,
         NORMALISE=normalise,
+        SCALE=scale,
         BLOCK_E=block,
         BLOCK_TOP=triton.next_power_of_2(choices),
         **early(logits.device),
