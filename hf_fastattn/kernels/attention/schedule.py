@@ -21,10 +21,10 @@ MAX_ITEMS = 512
 ROWS, MERGE = 128, 120_000
 HALF = 0.6  # the cost of a block of the Hopper kernel that has rows for only one of the two consumers
 # An estimate of the Hopper kernel, by its columns: keys that a block of ROWS rows visits in a microsecond on an H200. In
-# microseconds: the start of a block or split; if blocks are split, the merge, what a split of 128 dimensions adds to it, and each
-# wave after the first, in which splits no longer read the same keys at the same time.
+# microseconds: the start of a block or split; if blocks are split, the merge, what each partial result of 128 dimensions adds to
+# it, what each split of a block adds, and what each wave after the first adds.
 KEYS_PER_US = {64: 110, 128: 83, 256: 42}
-START_US, MERGE_US, PARTIAL_US, WAVE_US = 2.7, 3.5, 0.034, 10.0
+START_US, MERGE_US, PARTIAL_US, SPLIT_US, WAVE_US = 2.7, 3.5, 0.034, 0.03, 10.0
 MIN_SPLIT, MAX_SPLITS, MAX_WAVES = 128, 64, 8  # keys of a split; splits of a block; waves
 MARGIN = 1.15  # a smaller estimated gain is ignored: the order of blocks also balances them a little
 
@@ -152,7 +152,8 @@ def splits_of(q: torch.Tensor, kv: KV, spec: Spec, pack: int, columns: int) -> i
         alone = waves * (keys / splits / KEYS_PER_US[columns] + START_US)
         if splits == 1:
             return alone
-        return alone + MERGE_US + blocks * splits * PARTIAL_US * columns / 128 + (waves - 1) * WAVE_US
+        merge = MERGE_US + blocks * splits * PARTIAL_US * columns / 128 + splits * SPLIT_US
+        return alone + merge + (waves - 1) * WAVE_US
 
     max_splits = min(MAX_SPLITS, keys // MIN_SPLIT, MAX_WAVES * sms // blocks)
     best = min(range(1, max(max_splits, 1) + 1), key=us)
