@@ -276,7 +276,8 @@ def _loop(call: Callable[[int], object], calls: int, sets: int) -> timing.Run:
 def trained_row(case: Trained, device: torch.device) -> dict:
     """Microseconds of forward and backward of all rivals ("us": their sum), peak bytes, and errors against fp32."""
     shape, runs, errors, wrong, peak = case.shape, {}, {}, {}, {}
-    sets = timing.num_sets(4 * shape.batch * shape.num_heads * shape.q_len * shape.head_dim * case.dtype.itemsize)
+    long = case.flops > 2e13  # seconds a call, over gigabytes
+    sets = 1 if long else timing.num_sets(4 * shape.batch * shape.num_heads * shape.q_len * shape.head_dim * case.dtype.itemsize)
     inputs = [make(case, device) for _ in range(sets)]
     tail, dout = _tail(case), inputs[0].dout.clone()
     if tail:
@@ -299,7 +300,6 @@ def trained_row(case: Trained, device: torch.device) -> dict:
         outs = [RIVALS[name](x) for x in inputs]
         grad = lambda i, outs=outs: torch.autograd.grad(outs[i], inputs[i].leaves, inputs[i].dout, retain_graph=True)  # noqa: E731
         runs[f"{name} backward"] = _loop(grad, calls, sets)
-    long = case.flops > 2e13
     found = timing.medians(timing.time_rivals(runs, calls, device, *((2, 3) if long else ())))
     by_pass = {what: {name: found["us"][f"{name} {what}"] for name in errors} for what in ("forward", "backward")}
     ranges = {name: [found["us_range"][f"{name} {what}"] for what in by_pass] for name in errors}
@@ -322,13 +322,20 @@ def trained_summary(rows: list[dict]) -> dict:
 
 # ---- shapes ----
 
-_TORCHS = ("ours", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient")
+
+def _peers(head_dim: int, length: int) -> tuple[str, ...]:
+    """The slow ones where they are quick enough."""
+    names = ("ours", "sdpa_flash", "sdpa_cudnn")
+    names += ("sdpa_efficient",) if length <= FLEX else ()
+    return names + (("flex",) if length == FLEX and head_dim < 256 else ())
+
+
 LENGTHS = [
-    Trained(Shape(batch, heads, kv_heads, head_dim, length, length), (*_TORCHS, "flex") if length == FLEX else _TORCHS)
+    Trained(Shape(batch, heads, kv_heads, head_dim, length, length), _peers(head_dim, length))
     for head_dim, heads, kv_heads in ((64, 32, 32), (128, 32, 8), (256, 16, 8))
-    for batch, length in ((8, 2 << 10), (2, FLEX), (1, 32 << 10), (1, 128 << 10))
-    if length <= 32 << 10 or head_dim == 128
+    for batch, length in ((8, 2 << 10), (2, FLEX), (1, 32 << 10))
 ]
+LENGTHS.append(Trained(Shape(1, 32, 8, 128, 128 << 10, 128 << 10), _peers(128, 128 << 10)))
 PACKED = [
     Trained(
         Shape(1, heads, kv_heads, head_dim, length, length),

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+from collections import defaultdict
+
 import pytest
 import torch
 from conftest import INTERPRETED
@@ -10,10 +14,11 @@ pytest.importorskip("triton")
 if INTERPRETED:
     pytest.skip("interpreted kernels are not compiled", allow_module_level=True)
 
-from test_compile_offline import DTYPES, PARKED, SHARED_LIMIT, compiling, read, spills_in_tile_loops
+from test_compile_offline import BIN, DTYPES, PARKED, SHARED_LIMIT, compiling, read, spills_in_tile_loops
 
 from hf_fastattn.kernels import spans
 from hf_fastattn.kernels.attention import backward
+from hf_fastattn.kernels.attention.backward import hopper
 from hf_fastattn.kernels.spec import KV, Spec
 
 SHAPES = [
@@ -27,10 +32,11 @@ SHAPES = [
     (90, "fp16", 128, {"form": "rows"}),
     (90, "bf16", 256, {}),
 ]
+HOPPER = [(90, "bf16", 64, {}), SHAPES[7], (90, "bf16", 256, {})]
 
 
-@pytest.mark.parametrize("arch, dtype, head_dim, own", SHAPES, ids=str)
-def test_backward_kernels_compile(arch, dtype, head_dim, own, tmp_path):
+def inputs(head_dim: int, dtype: str, own: dict) -> tuple:
+    """The arguments of a backward call, by position and by name."""
     form, length = own.get("form"), own.get("length", 2048)
     q = torch.zeros(2, 16, length, head_dim, dtype=DTYPES[dtype])
     k = q.new_zeros(2, 4, length, head_dim)
@@ -39,9 +45,17 @@ def test_backward_kernels_compile(arch, dtype, head_dim, own, tmp_path):
     span = spans.build_spans(2, length, length, q.device, attention_mask=torch.ones(2, length, dtype=torch.bool))
     if form == "rows":
         span = spans.with_rows(span, *spans.segments(torch.ones(2, length, dtype=torch.bool)))
+    spec = Spec(causal=form is None, softcap=own.get("softcap"))
+    return (q, KV(k, v), spec, span if form else None), {"out": out, "lse": lse, "dout": out}
+
+
+@pytest.mark.parametrize("arch, dtype, head_dim, own", SHAPES, ids=str)
+def test_backward_kernels_compile(arch, dtype, head_dim, own, tmp_path, monkeypatch):
+    form, length = own.get("form"), own.get("length", 2048)
+    monkeypatch.setattr(hopper, "takes", lambda *args: False)
+    arguments, options = inputs(head_dim, dtype, own)
     with compiling(backward, ("dq_kernel", "dkdv_kernel"), arch) as compiled:
-        spec = Spec(causal=form is None, softcap=own.get("softcap"))
-        backward.backward(q, KV(k, v), spec, span if form else None, out=out, lse=lse, dout=out)
+        backward.backward(*arguments, **options)
     for name, kernel in compiled.items():
         binary = read(kernel, tmp_path)
         print(f"{name} sm_{arch}: {binary.shared} B shared, {binary.registers} registers, {binary.stack} B stack")
@@ -52,3 +66,32 @@ def test_backward_kernels_compile(arch, dtype, head_dim, own, tmp_path):
             assert binary.stack <= PARKED and spills_in_tile_loops(binary.sass) <= few, f"{name} spills"
         if arch == 90 and dtype != "fp32" and length > 32:
             assert "wgmma" in binary.ptx
+
+
+@pytest.mark.parametrize("arch, dtype, head_dim, own", HOPPER, ids=str)
+def test_the_hopper_kernel_compiles(arch, dtype, head_dim, own, tmp_path, monkeypatch):
+    monkeypatch.setattr(backward, "dq_kernel", defaultdict(lambda: lambda *args, **kwargs: None))
+    arguments, options = inputs(head_dim, dtype, own)
+    with compiling(hopper, ("dkdv_hopper_kernel",), arch) as compiled:
+        backward.backward(*arguments, **options)
+    (kernel,) = compiled.values()
+    binary = read(kernel, tmp_path)
+    print(f"{own}: {binary.shared} B shared, {binary.registers} registers, {binary.stack} B stack")
+    assert binary.shared <= SHARED_LIMIT[arch] and binary.registers == 168  # before warpgroups exchange registers
+    products = products_without_masks(kernel, tmp_path)
+    for instructions in products:  # of each consumer
+        assert not any(re.search(r"\b(LDL|STL)\b", line) for line in instructions), "spills in the loop without masks"
+        # One wait for each of: S, dP, dV and dK together. ptxas waits after every product if registers are too few.
+        assert sum("WARPGROUP.DEPBAR" in line for line in instructions) <= 4
+
+
+def products_without_masks(kernel, folder) -> list[list[str]]:
+    """The instructions of the loops without masks: from the products of one iteration to the next."""
+    cubin = folder / "kernel.cubin"
+    cubin.write_bytes(kernel.asm["cubin"])
+    sass = subprocess.run([BIN / "nvdisasm", "-c", cubin], capture_output=True, text=True, check=True).stdout
+    blocks = [block.splitlines() for block in re.split(r"\n\s*\.L\w+:", sass)]
+    found = [
+        block for block in blocks if sum("HGMMA" in line for line in block) > 4 and sum("MUFU.EX2" in line for line in block) > 8
+    ]
+    return sorted(found, key=len)[:2]

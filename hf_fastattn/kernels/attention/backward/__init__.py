@@ -1,4 +1,4 @@
-"""Gradients of attention in portable Triton, in two launches: `dq`, which also stores lse and delta in pairs, then `dkdv`.
+"""Gradients of attention, in two launches: `dq`, which also stores lse and delta in pairs, then `dkdv`, or `hopper` where it can.
 
 They compute seven products instead of the five of a fused backward kernel. In return there are no atomics, results are
 bitwise repeatable, and the pairs are as a rule the only workspace. Scores are recomputed from lse, so memory grows linearly
@@ -7,15 +7,28 @@ with the lengths.
 
 from __future__ import annotations
 
+import importlib
+from functools import cache
+from types import ModuleType
+
 import torch
 import triton
 
 from ... import checks
-from ...host import tables
+from ...host import gpu, tables
 from ...spec import KV, Gradients, Spec
 from ..plan import Call
 from .dkdv import dkdv_kernel
 from .dq import dq_kernel
+
+
+@cache
+def _hopper() -> ModuleType:
+    return importlib.import_module(f"{__name__}.hopper")  # Gluon is not imported on other architectures
+
+
+def _on_hopper(q: torch.Tensor, kv: KV, dout: torch.Tensor) -> bool:
+    return gpu.arch(q.device) == 90 and _hopper().takes(q, kv.k, kv.v, dout)
 
 
 def backward(
@@ -47,7 +60,8 @@ def backward(
     arguments |= {"Q": q, "K": kv.k, "V": kv.v, "DOut": dout, "Stats": stats, "Spans": q if spans is None else spans}
     for_dq = tables.backward_dq(q.device, q.dtype, call.width, call.q_len)
     for_dkdv = tables.backward_dkdv(q.device, q.dtype, call.width, call.kv_len)
-    blocks = (1 + for_dkdv.split) * triton.cdiv(call.kv_len, for_dkdv.BLOCK_N)
+    hopper = _hopper().config(call.head_dim, call.value_dim, spec.softcap is not None) if _on_hopper(q, kv, dout) else None
+    blocks = triton.cdiv(call.kv_len, (hopper or for_dkdv).BLOCK_N) * (2 if hopper is None and for_dkdv.split else 1)
     splits = tables.group_splits(q.device, blocks * call.num_kv_heads * call.batch, call.group)
     parts = (splits, call.batch, call.kv_len, call.num_kv_heads)
     dtype = q.dtype if splits == 1 else torch.float32
@@ -67,7 +81,9 @@ def backward(
             num_warps=for_dq.num_warps,
             num_stages=for_dq.num_stages,
         )
-        if needs[1]:
+        if needs[1] and hopper is not None:
+            _hopper().launch(hopper, call, dout, stats, dk, dv, splits)
+        elif needs[1]:
             dkdv_kernel[(blocks, call.num_kv_heads * splits, call.batch)](
                 **arguments,
                 DK=dk,

@@ -1,0 +1,282 @@
+"""dK and dV for Hopper (sm_90) in Gluon, warp-specialized: a producer warp loads, two warpgroups compute; formulas in `dkdv`.
+
+A producer warp streams tiles of Q and dO through shared memory with the tensor memory accelerator (TMA), and copies lse and delta
+there. Tiles of scores are transposed, [keys, queries], so that P and dS are operands of dV and dK without leaving registers.
+
+With heads of at most 128 dimensions a program holds 128 keys of one KV head, 64 to each consumer. A consumer issues S = K Q^T and
+dP = V dO^T together and takes the weights of S while the second product runs; dS is computed while dV += P^T dO runs.
+
+Wider heads leave registers for one sum in each consumer. Both hold the same 64 keys: the first computes S, P and dV, and passes P
+through shared memory to the second, which computes dP, dS and dK.
+
+Keys that no query sees may hold NaN: it stays in their own rows of S and dP, where weights are masked.
+
+Source: Shah et al., "FlashAttention-3: Fast and Accurate Attention with Asynchrony and Low-precision" (2024), section 3 and
+appendix B.1.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+from ....spans import WORDS
+from ...prefill_hopper.pipe import matrix, phase_of, stage_of
+from .tile import look_back, produce, shared_memory, store
+
+
+@gluon.constexpr_function
+def _layout(columns):
+    """Of an accumulator of 64 rows, of scores or of a sum."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+@gluon.constexpr_function
+def _operand_layout(columns):
+    """Of a tile of P or dS as an operand of a product with so many columns."""
+    return gl.DotOperandLayout(0, _layout(columns), 2)
+
+
+@gluon.jit
+def _live_keys(first_key, spans, span_ptr, ROWS: gl.constexpr, HAS_WORDS: gl.constexpr, WORDS: gl.constexpr = WORDS):
+    """64 slots from `first_key` on; -1 for those that are not live or are holes."""
+    _q_start, kv_start, kv_stop, _window, _causal, holes = spans
+    keys = first_key + gl.arange(0, 64, ROWS)
+    live = (keys >= kv_start) & (keys < kv_stop)
+    if HAS_WORDS:
+        words = gl.load(span_ptr + WORDS + (keys >> 5), mask=live & holes, other=-1)
+        live = live & (((words >> (keys & 31)) & 1) != 0)
+    return gl.where(live, keys, -1)
+
+
+@gluon.jit
+def _weights(s, stage, ring, keys, scale_log2, cap_log2, MASKED: gl.constexpr, HAS_SOFTCAP: gl.constexpr):
+    """(P, softcapped scores in base 2) of a tile of products of keys and the queries of a stage."""
+    _q_smem, _do_smem, stats_smem, bounds_smem, _q_full, _do_full, _empty = ring
+    queries: gl.constexpr = gl.SliceLayout(0, s.type.layout)
+    minus_lse = stats_smem.index(2 * stage).load(queries)
+    if HAS_SOFTCAP:
+        s = cap_log2 - 2.0 * cap_log2 / (1.0 + gl.exp2(s * scale_log2))
+        x = s + minus_lse[None, :]
+    else:
+        x = gl.fma(s, scale_log2, minus_lse[None, :])
+    if MASKED:
+        # One comparison of unsigned integers: a key of -1 is never within.
+        distance = keys[:, None] - bounds_smem.index(2 * stage).load(queries)[None, :]
+        visible = bounds_smem.index(2 * stage + 1).load(queries)[None, :]
+        x = gl.where(distance.to(gl.uint32, bitcast=True) < visible.to(gl.uint32, bitcast=True), x, float("-inf"))
+    return gl.exp2(x), s
+
+
+@gluon.jit
+def _consume(
+    args,
+    WG: gl.constexpr,
+    HEADS: gl.constexpr,
+    C: gl.constexpr,
+    HAS_WORDS: gl.constexpr,
+    HAS_SOFTCAP: gl.constexpr,
+):
+    """Consumer WG: dK and dV of keys 64 * WG .. 64 * WG + 63 of the block."""
+    DK, DV, kv_buffers, ring, _passed, spans, span_ptr, tiles, sizes, scale, scale_log2, cap_log2 = args
+    k_smem, v_smem, kv_full = kv_buffers
+    q_smem, do_smem, stats_smem, _bounds, q_full, do_full, empty = ring
+    first_key, first_row, row_stride, kv_len = sizes
+    _lo, before, full_stop, masked = tiles
+    dtype: gl.constexpr = k_smem.dtype
+    WIDTH_K: gl.constexpr = k_smem.shape[4]
+    WIDTH_V: gl.constexpr = v_smem.shape[4]
+    BLOCK_M: gl.constexpr = C.BLOCK_M
+    s_layout: gl.constexpr = _layout(BLOCK_M)
+    queries: gl.constexpr = gl.SliceLayout(0, s_layout)
+    keys = _live_keys(first_key + 64 * WG, spans, span_ptr, gl.SliceLayout(1, s_layout), HAS_WORDS)
+
+    zeros = gl.zeros([64, BLOCK_M], gl.float32, s_layout)
+    dk = gl.zeros([64, WIDTH_K], gl.float32, _layout(WIDTH_K))
+    dv = gl.zeros([64, WIDTH_V], gl.float32, _layout(WIDTH_V))
+    mbarrier.wait(kv_full.index(0), 0)
+    k = matrix(k_smem.index(WG))
+    v = matrix(v_smem.index(WG))
+    n = 0
+    for MASKED in gl.static_range(2):
+        count = HEADS * (masked if MASKED else full_stop - before)
+        for _ in range(count):
+            stage = stage_of(n, C.stages)
+            phase = phase_of(n, C.stages)
+            mbarrier.wait(q_full.index(stage), phase)
+            q = matrix(q_smem.index(stage))
+            s_token = warpgroup_mma(k, q.permute([1, 0]), zeros, use_acc=False, is_async=True)
+            mbarrier.wait(do_full.index(stage), phase)
+            do = matrix(do_smem.index(stage))
+            dp_token = warpgroup_mma(v, do.permute([1, 0]), zeros, use_acc=False, is_async=True)
+            s = warpgroup_mma_wait(1, [s_token])
+            p, s = _weights(s, stage, ring, keys, scale_log2, cap_log2, MASKED, HAS_SOFTCAP)
+            p_operand = gl.convert_layout(p.to(dtype), _operand_layout(WIDTH_V))
+            dv_token = warpgroup_mma(p_operand, do, dv, is_async=True)
+            dp = warpgroup_mma_wait(1, [dp_token])
+            ds = p * (dp - stats_smem.index(2 * stage + 1).load(queries)[None, :])
+            if HAS_SOFTCAP:
+                tanh = s / cap_log2
+                ds *= 1.0 - tanh * tanh
+            if MASKED:
+                ds = gl.where(p == 0.0, 0.0, ds)
+            ds_operand = gl.convert_layout(ds.to(dtype), _operand_layout(WIDTH_K))
+            dk_token = warpgroup_mma(ds_operand, q, dk, is_async=True)
+            # Sums that are not awaited within the iteration would be copied between registers, one product at a time.
+            dk, dv = warpgroup_mma_wait(0, [dk_token, dv_token])
+            mbarrier.arrive(empty.index(stage), count=1)
+            n += 1
+    store(DK, dk * scale, first_key + 64 * WG, first_row, row_stride, kv_len, C.head_dim)
+    store(DV, dv, first_key + 64 * WG, first_row, row_stride, kv_len, C.value_dim)
+
+
+@gluon.jit
+def _weigh(
+    args,
+    HEADS: gl.constexpr,
+    C: gl.constexpr,
+    HAS_WORDS: gl.constexpr,
+    HAS_SOFTCAP: gl.constexpr,
+):
+    """The first consumer of wide heads: S, P and dV. It passes P on, times the derivative of the softcap."""
+    _DK, DV, kv_buffers, ring, passed, spans, span_ptr, tiles, sizes, _scale, scale_log2, cap_log2 = args
+    k_smem, v_smem, kv_full = kv_buffers
+    q_smem, do_smem, _stats, _bounds, q_full, do_full, empty = ring
+    p_smem, p_full, p_empty = passed
+    first_key, first_row, row_stride, kv_len = sizes
+    _lo, before, full_stop, masked = tiles
+    WIDTH: gl.constexpr = v_smem.shape[4]
+    BLOCK_M: gl.constexpr = C.BLOCK_M
+    s_layout: gl.constexpr = _layout(BLOCK_M)
+    keys = _live_keys(first_key, spans, span_ptr, gl.SliceLayout(1, s_layout), HAS_WORDS)
+
+    zeros = gl.zeros([64, BLOCK_M], gl.float32, s_layout)
+    dv = gl.zeros([64, WIDTH], gl.float32, _layout(WIDTH))
+    mbarrier.wait(kv_full.index(0), 0)
+    k = matrix(k_smem.index(0))
+    n = 0
+    for MASKED in gl.static_range(2):
+        count = HEADS * (masked if MASKED else full_stop - before)
+        for _ in range(count):
+            stage = stage_of(n, C.stages)
+            phase = phase_of(n, C.stages)
+            mbarrier.wait(q_full.index(stage), phase)
+            q = matrix(q_smem.index(stage))
+            s_token = warpgroup_mma(k, q.permute([1, 0]), zeros, use_acc=False, is_async=True)
+            s = warpgroup_mma_wait(0, [s_token])
+            p, s = _weights(s, stage, ring, keys, scale_log2, cap_log2, MASKED, HAS_SOFTCAP)
+            mbarrier.wait(do_full.index(stage), phase)
+            p_operand = gl.convert_layout(p.to(k_smem.dtype), _operand_layout(WIDTH))
+            dv_token = warpgroup_mma(p_operand, matrix(do_smem.index(stage)), dv, is_async=True)
+            if HAS_SOFTCAP:
+                tanh = s / cap_log2
+                p = gl.where(p == 0.0, 0.0, p * (1.0 - tanh * tanh))
+            mbarrier.wait(p_empty.index(0), (n & 1) ^ 1)
+            p_smem.store(p)
+            mbarrier.arrive(p_full.index(0), count=1)  # for the warpgroup: it synchronises its threads first
+            dv = warpgroup_mma_wait(0, [dv_token])
+            mbarrier.arrive(empty.index(stage), count=1)
+            n += 1
+    store(DV, dv, first_key, first_row, row_stride, kv_len, C.value_dim)
+
+
+@gluon.jit
+def _slope(args, HEADS: gl.constexpr, C: gl.constexpr):
+    """The second consumer of wide heads: dP, dS and dK."""
+    DK, _DV, kv_buffers, ring, passed, _spans, _span_ptr, tiles, sizes, scale, _scale_log2, _cap_log2 = args
+    k_smem, v_smem, kv_full = kv_buffers
+    q_smem, do_smem, stats_smem, _bounds, _q_full, do_full, empty = ring
+    p_smem, p_full, p_empty = passed
+    first_key, first_row, row_stride, kv_len = sizes
+    _lo, before, full_stop, masked = tiles
+    WIDTH: gl.constexpr = k_smem.shape[4]
+    BLOCK_M: gl.constexpr = C.BLOCK_M
+    s_layout: gl.constexpr = _layout(BLOCK_M)
+
+    zeros = gl.zeros([64, BLOCK_M], gl.float32, s_layout)
+    dk = gl.zeros([64, WIDTH], gl.float32, _layout(WIDTH))
+    mbarrier.wait(kv_full.index(0), 0)
+    v = matrix(v_smem.index(0))
+    for n in range(HEADS * (masked + full_stop - before)):
+        stage = stage_of(n, C.stages)
+        mbarrier.wait(do_full.index(stage), phase_of(n, C.stages))
+        do = matrix(do_smem.index(stage))
+        dp_token = warpgroup_mma(v, do.permute([1, 0]), zeros, use_acc=False, is_async=True)
+        mbarrier.wait(p_full.index(0), n & 1)
+        p = p_smem.load(s_layout)
+        mbarrier.arrive(p_empty.index(0), count=1)
+        delta = stats_smem.index(2 * stage + 1).load(gl.SliceLayout(0, s_layout))
+        dp = warpgroup_mma_wait(0, [dp_token])
+        ds = gl.where(p == 0.0, 0.0, p * (dp - delta[None, :]))
+        ds_operand = gl.convert_layout(ds.to(k_smem.dtype), _operand_layout(WIDTH))
+        # Q has arrived: P was computed with it.
+        dk_token = warpgroup_mma(ds_operand, matrix(q_smem.index(stage)), dk, is_async=True)
+        dk = warpgroup_mma_wait(0, [dk_token])
+        mbarrier.arrive(empty.index(stage), count=1)
+    store(DK, dk * scale, first_key, first_row, row_stride, kv_len, C.head_dim)
+
+
+@gluon.jit(do_not_specialize=["stride_sb", "batch", "num_kv_heads", "q_len", "kv_len", "window"])
+def dkdv_hopper_kernel(
+    q_desc, k_desc, v_desc, do_desc, Stats, Spans, DK, DV,
+    stride_sb, batch, num_kv_heads, q_len, kv_len, window, scale, scale_log2, cap_log2,
+    C: gl.constexpr,
+    GROUP: gl.constexpr,
+    SPLITS: gl.constexpr,
+    HAS_SPANS: gl.constexpr,
+    HAS_WORDS: gl.constexpr,
+    HAS_ROWS: gl.constexpr,
+    IS_CAUSAL: gl.constexpr,
+    HAS_SOFTCAP: gl.constexpr,
+):  # fmt: skip
+    """SPLITS: number of programs that share the heads of a group; each writes its sums to its own part of DK and DV."""
+    HEADS: gl.constexpr = GROUP // SPLITS
+    BLOCK_N: gl.constexpr = C.BLOCK_N
+    # In causal attention the first keys have the most queries: all heads' first blocks, then all heads' second.
+    shares = num_kv_heads * SPLITS
+    index = gl.program_id(0)
+    block = index // (shares * batch)
+    rest = index - block * shares * batch
+    row = rest // shares
+    share = rest - row * shares
+    kv_head = share // SPLITS
+    part = share - kv_head * SPLITS
+    first_key = block * BLOCK_N
+    span_ptr = Spans + row.to(gl.int64) * stride_sb
+    last_key = gl.minimum(first_key + BLOCK_N, kv_len) - 1
+    bounds, spans = look_back(span_ptr, first_key, last_key, q_len, kv_len, window, HAS_SPANS, IS_CAUSAL, HAS_ROWS)
+    lo, hi, full_lo, full_hi = bounds
+    num_tiles = (hi - lo + C.BLOCK_M - 1) // C.BLOCK_M
+    before = gl.minimum((full_lo - lo + C.BLOCK_M - 1) // C.BLOCK_M, num_tiles)
+    full_stop = gl.maximum(before, gl.minimum(gl.maximum(full_hi - lo, 0) // C.BLOCK_M, num_tiles))
+    tiles = (lo, before, full_stop, before + num_tiles - full_stop)
+    first_row = (part * batch + row).to(gl.int64) * kv_len * num_kv_heads + kv_head
+
+    kv_buffers, ring, passed = shared_memory(q_desc, k_desc, v_desc, do_desc, C)
+    sees = (hi, spans, span_ptr, q_len)
+    place = (row, kv_head, kv_head * GROUP + part * HEADS, num_kv_heads * GROUP, first_key)
+    loads = (q_desc, k_desc, v_desc, do_desc, Stats.to(gl.pointer_type(gl.int64)), kv_buffers, ring, place, tiles, sees)
+    sizes = (first_key, first_row, num_kv_heads, kv_len)
+    shared = (DK, DV, kv_buffers, ring, passed, spans, span_ptr, tiles, sizes, scale, scale_log2, cap_log2)
+    # Warps of all but the first partition, and registers of each of their threads; the first gets the rest, 240 as well.
+    if C.wide:
+        gl.warp_specialize(
+            [
+                (_weigh, (shared, HEADS, C, HAS_WORDS, HAS_SOFTCAP)),
+                (_slope, (shared, HEADS, C)),
+                (produce, (loads, HEADS, C, HAS_ROWS)),
+            ],
+            [4, 1],
+            [240, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (shared, 0, HEADS, C, HAS_WORDS, HAS_SOFTCAP)),
+                (_consume, (shared, 1, HEADS, C, HAS_WORDS, HAS_SOFTCAP)),
+                (produce, (loads, HEADS, C, HAS_ROWS)),
+            ],
+            [4, 1],
+            [240, 24],
+        )
