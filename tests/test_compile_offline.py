@@ -27,6 +27,7 @@ from triton.runtime.driver import driver  # noqa: E402
 from hf_fastattn.kernels import spans  # noqa: E402
 from hf_fastattn.kernels.attention import lean, prefill, schedule, split_kv  # noqa: E402
 from hf_fastattn.kernels.decode import append, experts, linear, linear_rows, reorder, ring, rms_norm, rope, rotate, route  # noqa: E402
+from hf_fastattn.kernels.decode import residual as residual_sums  # noqa: E402
 from hf_fastattn.kernels.host import gpu  # noqa: E402
 from hf_fastattn.kernels.mixture import Layout, Weights  # noqa: E402
 from hf_fastattn.kernels.spec import call  # noqa: E402
@@ -284,6 +285,21 @@ def _norm(bias=False, **options):
     assert rms_norm.run(x, weight, weight if bias else None, 1e-6, **options) is not None
 
 
+def _residual(**options):
+    x, weight = torch.zeros(2, 96, dtype=torch.bfloat16), torch.zeros(96, dtype=torch.bfloat16)
+    gemma = residual_sums.Normed(weight, None, 1e-6, (False, True, "fp32"), x)
+    centred = residual_sums.Normed(weight, weight, 1e-6, (True, True, ""), x)
+    residual_sums.run(
+        residual_sums.Chain(x, gemma, 0.5, x, ((x, x), (x, x))) if options else residual_sums.Chain(x, sums=((x, x),)), centred
+    )
+
+
+def _rope_of_norms():
+    x, cos, weight = torch.zeros(2, 8, 1, 96).bfloat16(), torch.zeros(1, 1, 96).bfloat16(), torch.zeros(96).bfloat16()
+    norm = rope.Normed(x, weight, None, 1e-6, (False, True, "fp32"), x)
+    assert rope.run_normed(x, x, cos, cos, (norm, norm), (False, False, False, False, False)) is not None
+
+
 SMALL = {
     "append": (append, _append),
     "append of several tokens": (append, partial(_append, 8)),
@@ -292,7 +308,10 @@ SMALL = {
     "rope": (rope, _rope),
     "rope, partial and interleaved": (rope, lambda: _rope(48, interleaved=True, of_pair=True)),
     "rope, one cosine a pair": (rope, lambda: _rope(32, of_pair=True, doubled=True)),
+    "rope, of norms": (rope, _rope_of_norms),
     "rope, apart": (rope, lambda: _rope(interleaved=True, apart=True, of_pair=True, late=True)),
+    "residual": (residual_sums, _residual),
+    "residual, everything": (residual_sums, lambda: _residual(everything=True)),
     "rms_norm": (rms_norm, _norm),
     "rms_norm, Gemma": (rms_norm, lambda: _norm(late=True, one="fp32")),
     "rms_norm, rounded": (rms_norm, lambda: _norm(one="rounded")),
@@ -310,11 +329,15 @@ def test_small_kernels_begin_early_from_hopper_on_and_wait_first(name, arch, mon
     with compiling(module, (f"{re.split('[ ,]', name)[0]}_kernel",), arch) as compiled:
         call()
     (kernel,) = compiled.values()
-    waits, touches = WAIT.search(kernel.asm["ttgir"]), TOUCH.search(kernel.asm["ttgir"])
+    waits, touches = WAIT.search(kernel.asm["ttgir"]), list(TOUCH.finditer(kernel.asm["ttgir"]))
     assert bool(waits) == kernel.metadata.launch_pdl == (arch == 90)
     lets = LET.search(kernel.asm["ttgir"])
-    assert not waits or waits.start() < min(touches.start(), lets.start())
-    assert module not in (rope, rms_norm) or not kernel.metadata.enable_fp_fusion  # products are rounded before they are added to
+    weights = {"residual": 2, "residual, everything": 3, "rope, of norms": 4}.get(name, 0)  # older than the previous launch
+    assert not waits or waits.start() < min(touches[weights].start(), lets.start())
+    assert not waits or not weights or touches[weights - 1].start() < waits.start()
+    assert (
+        module not in (residual_sums, rope, rms_norm) or not kernel.metadata.enable_fp_fusion
+    )  # products are rounded before they are added to
 
 
 @pytest.mark.parametrize("arch", SHARED_LIMIT)

@@ -17,6 +17,7 @@ from ..caches.contract import Storage
 from ..caches.stored import StoredCache
 from .cuda_graph import Graph
 from .fingerprint import Fingerprint, Uncapturable
+from .merged import merged
 
 Inputs = dict[str, Any]  # keyword arguments of a model
 _SCALARS = (bool, int, float, str, type(None))
@@ -156,7 +157,8 @@ class Entry:
                 if self.takes_mask and "attention_mask" not in static:
                     # Built in the graph from the count on the device. Some models count tokens on the host if they get no mask.
                     inputs["attention_mask"] = hf.decode_mask(model, {**inputs, "attention_mask": None})
-                outputs = run(**inputs)
+                with merged(model):
+                    outputs = run(**inputs)
                 storage.step()
             return outputs
 

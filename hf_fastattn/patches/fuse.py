@@ -2,7 +2,7 @@
 
 - RMSNorm and LayerNorm in one launch, and the rotation of queries and keys in one launch;
 - the product in the MLP in place: two tensors of the MLP's width at once instead of three, the peak memory of a long prompt;
-- in a decode graph, linear layers and what surrounds them (linears.py, residual.py).
+- in a decode graph, linear layers and what surrounds them (linears.py, residual.py, merged.py).
 
 The fused code computes what the model's own code computes, with the same roundings. A norm and a rotation qualify if their code
 returns the same bits as a known formula (`hf/norms.py`, `hf/rotations.py`), an MLP if the bytecode of its forward() equals that
@@ -24,7 +24,7 @@ import torch
 
 from .. import hf
 from ..kernels import HAS_TRITON
-from . import linears, subclass
+from . import linears, merged, subclass
 from .subclass import Forward
 
 
@@ -82,7 +82,8 @@ class _FusedNorm:
             inputs = formula.inputs(self) if subclass.has_kernels(x) and not torch.is_autocast_enabled(x.device.type) else None
             out = None
             if inputs is not None and all(t is None or subclass.has_kernels(t) for t in inputs[:2]):
-                out = rms_norm.run(x, *inputs, *options)
+                delayed = merged.current()
+                out = (rms_norm.run if delayed is None else delayed.norm)(x, *inputs, *options)
             return forward(self, x) if out is None else out
 
         return norm
@@ -128,7 +129,9 @@ def _fused_rotation(functions: hf.Functions) -> Callable[..., Any]:
         out = None
         if subclass.has_kernels(q) and not args and not kwargs:
             formula = hf.rotation_of(functions, q.shape[-1], cos.shape[-1], q.dtype, cos.dtype)
-            out = None if formula is None else rope.run(q, k, cos, sin, *formula)
+            delayed = merged.current()
+            if formula is not None:
+                out = rope.run(q, k, cos, sin, *formula) if delayed is None else delayed.rotate(q, k, cos, sin, formula)
         return theirs(q, k, cos, sin, *args, **kwargs) if out is None else out
 
     return rotate

@@ -44,28 +44,55 @@ def rms_norm_kernel(
     offs = tl.arange(0, BLOCK)[None, :]
     inside = offs < SIZE
     mask = (row < rows) & inside
-    x = tl.load(X + row * SIZE + offs, mask=mask, other=0.0).to(tl.float32)
-    if Weight is not None:
-        weight = tl.load(Weight + offs, mask=inside, other=0.0)
-    if Bias is not None:
-        bias = tl.load(Bias + offs, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(X + row * SIZE + offs, mask=mask, other=0.0)
+    y = normalise(x, load_row(Weight, offs, inside), load_row(Bias, offs, inside), eps, mask, SIZE, CENTRED, LATE, ONE)
+    tl.store(Out + row * SIZE + offs, y, mask=mask)
+
+
+@triton.jit
+def load_row(Row, offs, inside):
+    """A row of a tensor, or None for None."""
+    row = None
+    if Row is not None:
+        row = tl.load(Row + offs, mask=inside, other=0.0)
+    return row
+
+
+@triton.jit
+def normalise(x, weight, bias, eps, mask, SIZE: tl.constexpr, CENTRED: tl.constexpr, LATE: tl.constexpr, ONE: tl.constexpr):
+    """The norm of the rows of a tile, in its dtype. Elements outside of the mask must be 0."""
+    mean, scale = moments(x, eps, mask, SIZE, CENTRED)
+    return scaled(x, mean, scale, weight, bias, LATE, ONE)
+
+
+@triton.jit
+def moments(x, eps, mask, SIZE: tl.constexpr, CENTRED: tl.constexpr):
+    """(mean, or 0 if it is not subtracted; 1 / sqrt(mean of squares + eps)) of each row of a tile."""
+    y = x.to(tl.float32)
+    mean = tl.zeros([x.shape[0], 1], tl.float32)
     if CENTRED:
-        x = tl.where(mask, x - (tl.sum(x, 1) / SIZE)[:, None], 0.0)
-    scale = tl.rsqrt(tl.sum(x * x, 1) / SIZE + eps)
-    y = x * scale[:, None]
+        mean = (tl.sum(y, 1) / SIZE)[:, None]
+        y = tl.where(mask, y - mean, 0.0)
+    return mean, tl.rsqrt(tl.sum(y * y, 1) / SIZE + eps)[:, None]
+
+
+@triton.jit
+def scaled(x, mean, scale, weight, bias, LATE: tl.constexpr, ONE: tl.constexpr):
+    """(x - mean) * scale, times the weight, plus the bias, with the roundings that the constants say."""
+    y = (x.to(tl.float32) - mean) * scale
     if not LATE:
-        y = y.to(X.dtype.element_ty)
-    if Weight is not None:
+        y = y.to(x.dtype)
+    if weight is not None:
         if ONE == "rounded":
-            weight = (weight.to(tl.float32) + 1.0).to(Weight.dtype.element_ty)
+            weight = (weight.to(tl.float32) + 1.0).to(x.dtype)
         if LATE:
             weight = weight.to(tl.float32)
         if ONE == "fp32":
             weight += 1.0
         y = weight * y
-    if Bias is not None:
-        y += bias
-    tl.store(Out + row * SIZE + offs, y.to(X.dtype.element_ty), mask=mask)
+    if bias is not None:
+        y += bias.to(tl.float32)
+    return y.to(x.dtype)
 
 
 def why_not(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None = None) -> str | None:

@@ -10,6 +10,9 @@ Sources: Su et al., "RoFormer" (2021), section 3.4.2; for the order of dimension
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -17,16 +20,21 @@ import triton.language as tl
 from ..checks import DTYPES
 from ..host import launch
 from ..host.overlap import early, let_next_begin, wait_for_inputs
+from .rms_norm import moments, scaled
 
 BLOCK_H = 8  # heads that a program rotates after one load of the cosines of their token
 
 
-@triton.jit(do_not_specialize=["num_heads", "kv_heads", "tokens"])
+@triton.jit(do_not_specialize=["num_heads", "kv_heads", "tokens", "eps"])
 def rope_kernel(
     Q,
     K,
     Cos,
     Sin,
+    WeightQ,
+    WeightK,
+    NormedQ,
+    NormedK,
     OutQ,
     OutK,
     stride_qb,
@@ -46,19 +54,21 @@ def rope_kernel(
     num_heads,
     kv_heads,
     tokens,
+    eps,
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     APART: tl.constexpr,
     OF_PAIR: tl.constexpr,
     LATE: tl.constexpr,
+    CENTRED: tl.constexpr,
+    NORM_LATE: tl.constexpr,
+    ONE: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_H: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One program per token and block of heads; the heads of K follow those of Q."""
-    wait_for_inputs(EARLY)
-    let_next_begin(EARLY)
+    """One program per token and block of heads; the heads of K follow those of Q. WeightQ, ...: None without norms."""
     row = (tl.program_id(0) // tokens).to(tl.int64)
     token = (tl.program_id(0) % tokens).to(tl.int64)
     head = tl.program_id(1).to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
@@ -80,10 +90,23 @@ def rope_kernel(
         own = tl.where(turns, own, offs)
     at = pair if OF_PAIR else offs
 
+    if NormedQ is not None:
+        own_weight = tl.load(WeightQ + own, mask=of_q & d_mask, other=0.0) + tl.load(WeightK + own, mask=of_k & d_mask, other=0.0)
+        other_weight = tl.load(WeightQ + other, mask=of_q & turns, other=0.0)
+        other_weight += tl.load(WeightK + other, mask=of_k & turns, other=0.0)
+    wait_for_inputs(EARLY)
+    let_next_begin(EARLY)
+
     q_ptrs = Q + row * stride_qb + token * stride_qm + head * stride_qh
     k_ptrs = K + row * stride_kb + token * stride_km + kv_head * stride_kh
     x = tl.load(q_ptrs + own, mask=of_q & d_mask, other=0.0) + tl.load(k_ptrs + own, mask=of_k & d_mask, other=0.0)
     y = tl.load(q_ptrs + other, mask=of_q & turns, other=0.0) + tl.load(k_ptrs + other, mask=of_k & turns, other=0.0)
+    if NormedQ is not None:
+        mean, scale = moments(x, eps, (of_q | of_k) & d_mask, HEAD_DIM, CENTRED)
+        x = scaled(x, mean, scale, own_weight, None, NORM_LATE, ONE)
+        y = scaled(y, mean, scale, other_weight, None, NORM_LATE, ONE)
+        tl.store(NormedQ + row * stride_qb + token * stride_qm + head * stride_qh + own, x, mask=of_q & d_mask)
+        tl.store(NormedK + row * stride_kb + token * stride_km + kv_head * stride_kh + own, x, mask=of_k & d_mask)
     y = tl.where(second == 0, -y, y)
     cos = tl.load(Cos + row * stride_cb + token * stride_cm + at, mask=turns, other=0.0)
     sin = tl.load(Sin + row * stride_cb + token * stride_cm + at, mask=turns, other=0.0)
@@ -147,24 +170,63 @@ def run(
     i + width/2. of_pair: pair i reads cos[i], instead of cos[d] for each dimension d. doubled: cos is half as wide as the rotated
     dimensions (then of_pair). late: round only the result.
     """
-    start = _prepare((q, k, cos, sin), interleaved, apart, of_pair, doubled, late)
+    rotation = interleaved, apart, of_pair, doubled, late
+    start = _prepare((q, k, cos, sin, None, None), rotation, 0.0, (False, False, ""))
     if start is None:
         return None
     out_q, out_k = torch.empty_like(q), torch.empty_like(k)
-    start(q, k, cos, sin, out_q, out_k)
+    start(q, k, cos, sin, None, None, None, None, out_q, out_k)
+    return out_q, out_k
+
+
+class Normed(NamedTuple):
+    """A norm of the heads of x, contiguous and in the layout of `out`. options: centred, late, one, as in rms_norm.run."""
+
+    x: torch.Tensor
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+    eps: float
+    options: tuple[bool, bool, str]
+    out: torch.Tensor
+
+    def fits(self, heads: torch.Tensor) -> bool:
+        """Whether `heads` is a view of the whole result of a norm that the kernel supports."""
+        same = heads.data_ptr() == self.out.data_ptr() and heads.numel() == self.out.numel() and heads.dtype == self.out.dtype
+        return same and self.bias is None and self.weight is not None and self.weight.shape == heads.shape[-1:]
+
+
+def run_normed(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    norms: Sequence[Normed],
+    rotation: tuple[bool, bool, bool, bool, bool],
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """`run` of the results of two norms, which it computes before; None if it cannot. Only in decode graphs, as in residual.py.
+
+    q, k: views of these results, which are not computed yet. rotation: the options of `run`.
+    """
+    of_q, of_k = norms
+    if of_q.eps != of_k.eps or of_q.options != of_k.options or rotation[1] or not (of_q.fits(q) and of_k.fits(k)):
+        return None
+    start = _prepare((q, k, cos, sin, of_q.weight, of_k.weight), rotation, of_q.eps, of_q.options)
+    if start is None:
+        return None
+    out_q, out_k = torch.empty_like(q), torch.empty_like(k)
+    start(of_q.x, of_k.x, cos, sin, of_q.weight, of_k.weight, of_q.out, of_k.out, out_q, out_k)
     return out_q, out_k
 
 
 @launch.remember
 def _prepare(
-    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-    interleaved: bool,
-    apart: bool,
-    of_pair: bool,
-    doubled: bool,
-    late: bool,
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None],
+    rotation: tuple[bool, bool, bool, bool, bool],
+    eps: float,
+    norm: tuple[bool, bool, str],
 ) -> launch.Launch | None:
-    q, k, cos, sin = tensors
+    q, k, cos, sin, *_ = tensors
+    interleaved, apart, of_pair, doubled, late = rotation
     if why_not(q, k, cos, sin, doubled):
         return None
     batch, num_heads, tokens, head_dim = q.shape
@@ -179,12 +241,16 @@ def _prepare(
         num_heads=num_heads,
         kv_heads=kv_heads,
         tokens=tokens,
+        eps=eps,
         HEAD_DIM=head_dim,
         WIDTH=cos.shape[-1] * (1 + doubled),
         INTERLEAVED=interleaved,
         APART=apart,
         OF_PAIR=of_pair,
         LATE=late,
+        CENTRED=norm[0],
+        NORM_LATE=norm[1],
+        ONE=norm[2],
         BLOCK_D=triton.next_power_of_2(head_dim),
         BLOCK_H=BLOCK_H,
         **early(q.device),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar, TypeVarTuple
@@ -14,6 +15,12 @@ try:
 except ImportError:  # CPU tensors need no Triton
     driver = knobs = None
 
+
+class _Thread(threading.local):
+    before: Callable[[tuple[torch.Tensor | None, ...]], None] | None = None  # called before each launch with its tensors
+
+
+thread = _Thread()
 Tensors = TypeVar("Tensors", bound=tuple[torch.Tensor | None, ...])
 Options = TypeVarTuple("Options")
 Made = TypeVar("Made")
@@ -40,6 +47,8 @@ class Launch:
         self._compiled: Any = None
 
     def __call__(self, *tensors: torch.Tensor | None) -> None:
+        if thread.before is not None:
+            thread.before(tensors)
         first, bits = tensors[0], 0
         addresses: list[int | None] = []
         for tensor in tensors:

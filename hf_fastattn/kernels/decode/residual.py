@@ -1,0 +1,190 @@
+"""Residual additions with the norms before and after them in one launch, with the roundings of the single launches:
+
+    y = norm(x);  y = y * factor;  y = y + first;  y = y + second;  out = norm(y)
+
+Each line is optional, and each result is rounded to x's dtype and stored, because other layers may read it. Of the launches of a
+decode step these take the shortest time, less than the gap between two launches.
+
+Weights are read before the wait for the previous launch (`host.overlap`). So it is only for decode graphs, whose launches write
+no weights.
+
+Source: the decoder layers of Transformers. Formulas of the norms: rms_norm.py.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ..checks import DTYPES
+from ..host import launch
+from ..host.overlap import early, let_next_begin, wait_for_inputs
+from .rms_norm import MAX_SIZE, load_row, normalise, why_not
+
+
+class Normed(NamedTuple):
+    """A norm in the chain. options: centred, late, one, as in rms_norm.run."""
+
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+    eps: float
+    options: tuple[bool, bool, str]
+    out: torch.Tensor
+
+
+class Chain(NamedTuple):
+    """x and the operations on it in their order, with the tensors for their results. All are contiguous and have x's shape."""
+
+    x: torch.Tensor
+    before: Normed | None = None
+    factor: float = 1.0
+    scaled: torch.Tensor | None = None  # the result of the product; None: no product
+    sums: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()  # at most two (residual, result)
+
+    @property
+    def out(self) -> torch.Tensor:
+        """The last result before a norm that may follow."""
+        if self.sums:
+            return self.sums[-1][1]
+        if self.scaled is not None:
+            return self.scaled
+        return self.x if self.before is None else self.before.out
+
+
+@triton.jit(do_not_specialize=["rows", "eps_before", "factor", "eps"])
+def residual_kernel(
+    X,
+    BeforeWeight,
+    BeforeBias,
+    Before,
+    Scaled,
+    First,
+    FirstSum,
+    Second,
+    SecondSum,
+    Weight,
+    Bias,
+    Out,
+    rows,
+    eps_before,
+    factor,
+    eps,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BEFORE_CENTRED: tl.constexpr,
+    BEFORE_LATE: tl.constexpr,
+    BEFORE_ONE: tl.constexpr,
+    CENTRED: tl.constexpr,
+    LATE: tl.constexpr,
+    ONE: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """One program per BLOCK_M rows. A result that is None is not computed."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    offs = tl.arange(0, BLOCK)[None, :]
+    inside = offs < SIZE
+    mask = (row < rows) & inside
+    at = row * SIZE + offs
+    before_weight = load_row(BeforeWeight, offs, inside)
+    before_bias = load_row(BeforeBias, offs, inside)
+    weight = load_row(Weight, offs, inside)
+    bias = load_row(Bias, offs, inside)
+    wait_for_inputs(EARLY)
+    let_next_begin(EARLY)
+    x = tl.load(X + at, mask=mask, other=0.0)
+    if Before is not None:
+        x = normalise(x, before_weight, before_bias, eps_before, mask, SIZE, BEFORE_CENTRED, BEFORE_LATE, BEFORE_ONE)
+        x = tl.where(mask, x, 0.0)
+        tl.store(Before + at, x, mask=mask)
+    if Scaled is not None:
+        x = (x.to(tl.float32) * factor).to(x.dtype)
+        tl.store(Scaled + at, x, mask=mask)
+    if FirstSum is not None:
+        x = (x.to(tl.float32) + tl.load(First + at, mask=mask, other=0.0).to(tl.float32)).to(x.dtype)
+        tl.store(FirstSum + at, x, mask=mask)
+    if SecondSum is not None:
+        x = (x.to(tl.float32) + tl.load(Second + at, mask=mask, other=0.0).to(tl.float32)).to(x.dtype)
+        tl.store(SecondSum + at, x, mask=mask)
+    if Out is not None:
+        y = normalise(x, weight, bias, eps, mask, SIZE, CENTRED, LATE, ONE)
+        tl.store(Out + at, y, mask=mask)
+
+
+def fits(*tensors: torch.Tensor) -> bool:
+    """Whether the kernel supports these tensors as x and residuals."""
+    x = tensors[0]
+    return (
+        x.dtype in DTYPES
+        and x.dim() > 0
+        and 0 < x.shape[-1] <= MAX_SIZE
+        and x.numel() > 0
+        and all(
+            t.shape == x.shape
+            and t.dtype == x.dtype
+            and t.device == x.device
+            and t.is_contiguous()
+            and not (t.requires_grad and torch.is_grad_enabled())
+            for t in tensors
+        )
+    )
+
+
+def fits_norm(x: torch.Tensor, norm: Normed) -> bool:
+    """Whether the kernel supports this norm of x."""
+    return fits(x) and why_not(x, norm.weight, norm.bias) is None
+
+
+def run(chain: Chain, after: Normed | None = None) -> None:
+    """Compute the results of a chain, and of a norm after it. Its tensors must be those that `fits` and `fits_norm` accept."""
+    none = Normed(None, None, 0.0, (False, False, ""), None)  # type: ignore[arg-type]
+    first, last = chain.before or none, after or none
+    (residual, total), (second, second_total) = (*chain.sums, (None, None), (None, None))[:2]
+    tensors = (
+        chain.x,
+        *(first.weight, first.bias, first.out),
+        chain.scaled,
+        *(residual, total, second, second_total),
+        *(last.weight, last.bias, last.out),
+    )
+    _prepare(tensors, first.eps, chain.factor, last.eps, first.options, last.options)(*tensors)
+
+
+@launch.remember
+def _prepare(
+    tensors: tuple[torch.Tensor | None, ...],
+    eps_before: float,
+    factor: float,
+    eps: float,
+    before: tuple[bool, bool, str],
+    after: tuple[bool, bool, str],
+) -> launch.Launch:
+    x = tensors[0]
+    assert x is not None
+    size = x.shape[-1]
+    rows = x.numel() // size
+    block = triton.next_power_of_2(size)
+    block_m = max(1, 1024 // block)
+    return launch.Launch(
+        residual_kernel,
+        (triton.cdiv(rows, block_m),),
+        rows=rows,
+        eps_before=eps_before,
+        factor=factor,
+        eps=eps,
+        SIZE=size,
+        BLOCK=block,
+        BLOCK_M=block_m,
+        BEFORE_CENTRED=before[0],
+        BEFORE_LATE=before[1],
+        BEFORE_ONE=before[2],
+        CENTRED=after[0],
+        LATE=after[1],
+        ONE=after[2],
+        **early(x.device),
+        num_warps=max(2, min(16, block // 512)),
+        enable_fp_fusion=False,  # the model rounds each product before it is added to
+    )

@@ -1,0 +1,227 @@
+"""Merges the additions and norms of a decode graph that follow each other, and norms of queries and keys with their rotation.
+
+The launch of an addition or a norm is delayed until the next operation. If that is an addition or a norm of its result, both are
+one launch (`kernels.decode.residual`); before any other operation the delayed launches run. So the model's own code decides what
+is computed, in every family, and all its results are stored.
+
+Operations of torch are seen by a dispatch mode, launches of this package by `launch.before`. Kernels that others launch without
+an operation of torch are not seen. Therefore only models that consist of modules of torch and Transformers' model files run in
+this mode.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ..kernels import HAS_TRITON
+from ..kernels.host import launch
+from . import subclass
+
+_FROM = ("torch.nn.modules.", "transformers.models.", "transformers.activations")
+_LAUNCHERS = (torch.nn.modules.conv._ConvNd, torch.nn.RNNBase)  # in models with kernels of other packages
+_aten = torch.ops.aten
+_READ_NOTHING = {  # views, and allocations
+    *(_aten.view.default, _aten._unsafe_view.default, _aten.unsqueeze.default, _aten.squeeze.dim),
+    *(_aten.transpose.int, _aten.t.default, _aten.slice.Tensor, _aten.select.int, _aten.expand.default, _aten.alias.default),
+    *(_aten.detach.default, _aten.permute.default, _aten.empty.memory_format, _aten.empty_like.default),
+    *(_aten.empty_strided.default, _aten.new_empty.default),
+}
+
+
+@contextlib.contextmanager
+def merged(model: torch.nn.Module) -> Iterator[None]:
+    """A context in which the additions and norms of a model that are fused are merged."""
+    if not qualifies(model):
+        yield
+        return
+    with _Delayed() as delayed:
+        try:
+            yield
+        finally:
+            delayed.flush()
+
+
+def qualifies(model: torch.nn.Module) -> bool:
+    """Whether a model has fused modules, and only modules whose launches are seen."""
+    modules = list(model.modules())
+    return HAS_TRITON and any(map(subclass.is_fused, modules)) and all(map(_is_seen, modules))
+
+
+def _is_seen(module: torch.nn.Module) -> bool:
+    """Whether a module runs the code of its class, which torch or a model file of Transformers defines, and is not compiled."""
+    if not type(module).__module__.startswith(_FROM) or isinstance(module, _LAUNCHERS):
+        return False
+    return "forward" not in vars(module) and getattr(module, "_compiled_call_impl", None) is None
+
+
+class _Thread(threading.local):
+    mode: _Delayed | None = None
+
+
+_thread = _Thread()
+
+
+def current() -> _Delayed | None:
+    """The mode of this thread, while it is active."""
+    return _thread.mode
+
+
+def _storage(x: torch.Tensor) -> int:
+    return x.untyped_storage().data_ptr()
+
+
+def _is_plain(x: torch.Tensor) -> bool:
+    return type(x) in (torch.Tensor, torch.nn.Parameter)
+
+
+def _is_norm(chain: Any) -> bool:
+    """Whether a chain is a norm alone."""
+    return chain is not None and chain.before is not None and chain.scaled is None and not chain.sums
+
+
+class _Delayed(TorchDispatchMode):
+    """Delays additions, products with a number, and norms."""
+
+    def __init__(self) -> None:
+        from ..kernels.decode import residual
+
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.kernel = residual
+        self.chain: residual.Chain | None = None
+        self.first: residual.Chain | None = None  # a norm alone, which the chain does not read
+
+    def __enter__(self) -> _Delayed:
+        self.outer = launch.thread.before, _thread.mode
+        launch.thread.before, _thread.mode = self._before, self
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        launch.thread.before, _thread.mode = self.outer
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _READ_NOTHING or (func is _aten.reshape.default and args[0].is_contiguous()):
+            return func(*args, **kwargs)
+        if len(args) == 2 and not kwargs and subclass.has_kernels(args[0]):
+            if func is _aten.add.Tensor and isinstance(args[1], torch.Tensor) and subclass.has_kernels(args[1]):
+                if self.kernel.fits(*args):
+                    return self._add(*args)
+            elif func is _aten.mul.Tensor and type(args[1]) in (int, float) and self.kernel.fits(args[0]):
+                return self._mul(*args)
+        self._before(tree_leaves((args, kwargs)))
+        return func(*args, **kwargs)
+
+    def _add(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        if self._ends_in(b):
+            a, b = b, a
+        if not self._ends_in(a) or self.chain is None or len(self.chain.sums) == 2 or self._has(b):
+            self.flush()
+            self.chain = self.kernel.Chain(a)
+        self.chain = self.chain._replace(sums=(*self.chain.sums, (b, torch.empty_like(a))))
+        return self.chain.out
+
+    def _mul(self, x: torch.Tensor, factor: float) -> torch.Tensor:
+        if not self._ends_in(x) or self.chain is None or self.chain.sums or self.chain.scaled is not None:
+            self.flush()
+            self.chain = self.kernel.Chain(x)
+        self.chain = self.chain._replace(factor=float(factor), scaled=torch.empty_like(x))
+        return self.chain.out
+
+    def norm(
+        self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, *options: Any
+    ) -> torch.Tensor | None:
+        """rms_norm.run, delayed or together with the delayed operations."""
+        from ..kernels.decode import rms_norm
+
+        norm = self.kernel.Normed(weight, bias, eps, options, x)
+        if not self.kernel.fits_norm(x, norm):
+            return rms_norm.run(x, weight, bias, eps, *options)
+        norm = norm._replace(out=self._empty_like(x))
+        chain = self.chain
+        if chain is not None and self._ends_in(x) and not _is_norm(chain):
+            self.chain = None
+            self.kernel.run(chain, norm)
+            return norm.out
+        if x.dim() == 4 and self.first is None and _is_norm(chain) and not self._has(x):  # of queries, then of keys
+            self.first, self.chain = chain, None
+        else:
+            self.flush()
+        self.chain = self.kernel.Chain(x, norm)
+        return norm.out
+
+    def rotate(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        rotation: tuple[bool, bool, bool, bool, bool],
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """rope.run, together with the delayed norms of the queries and keys."""
+        from ..kernels.decode import rope
+
+        chains, out = (self.first, self.chain), None
+        if all(map(_is_norm, chains)) and not self._has(cos) and not self._has(sin):
+            norms = [rope.Normed(chain.x, *chain.before) for chain in chains if chain is not None and chain.before is not None]
+            self.first = self.chain = None
+            out = rope.run_normed(q, k, cos, sin, norms, rotation)
+            if out is None:
+                self.first, self.chain = chains
+        if out is None:
+            self.flush()
+            out = rope.run(q, k, cos, sin, *rotation)
+        return out
+
+    def _empty_like(self, x: torch.Tensor) -> torch.Tensor:
+        """An allocation, for which nothing that is delayed has to run."""
+        delayed, (self.first, self.chain) = (self.first, self.chain), (None, None)
+        out = torch.empty_like(x)
+        self.first, self.chain = delayed
+        return out
+
+    def _ends_in(self, x: torch.Tensor) -> bool:
+        """Whether x is the result of the chain."""
+        out = None if self.chain is None else self.chain.out  # x may have it in another shape, of the same rows
+        return out is not None and (x.data_ptr(), x.numel(), x.shape[-1]) == (out.data_ptr(), out.numel(), out.shape[-1])
+
+    def _has(self, x: torch.Tensor) -> bool:
+        """Whether x reads a result that is not computed yet."""
+        outs: list[torch.Tensor | None] = []
+        for chain in (self.first, self.chain):
+            if chain is not None:
+                outs += [chain.before and chain.before.out, chain.scaled, *(out for _, out in chain.sums)]
+        return any(out is not None and _storage(out) == _storage(x) for out in outs)
+
+    def _before(self, tensors: Iterable[object]) -> None:
+        """Before an operation on these tensors. Norms of heads wait for the rotation, beyond operations on other tensors."""
+        chains = [chain for chain in (self.first, self.chain) if chain is not None]
+        ours = {_storage(t) for chain in chains for t in (chain.x, chain.out)}
+        apart = all(_is_norm(chain) and chain.x.dim() == 4 for chain in chains)
+        if chains and not (
+            apart and all(_is_plain(t) and _storage(t) not in ours for t in tensors if isinstance(t, torch.Tensor))
+        ):
+            self.flush()
+
+    def flush(self) -> None:
+        """Launch what is delayed."""
+        first, chain, self.first, self.chain = self.first, self.chain, None, None
+        if first is not None:
+            self.kernel.run(first)
+        if chain is None:
+            return
+        if chain.before is not None or (chain.scaled is not None and chain.sums) or len(chain.sums) > 1:
+            self.kernel.run(chain)
+        elif chain.scaled is not None:
+            torch.mul(chain.x, chain.factor, out=chain.scaled)
+        else:
+            ((other, out),) = chain.sums
+            torch.add(chain.x, other, out=out)

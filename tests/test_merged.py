@@ -1,0 +1,240 @@
+"""Residual additions merged with the norms around them: the same results as without, for any order of operations."""
+
+import copy
+import random
+
+import pytest
+import torch
+from calls import captured
+from small_layers import Launches, small_model
+from test_fuse import DEVICE, DTYPES, runs_kernels
+from test_small_layers import ROTATIONS, norm_of_family, rotation_of_family
+from torch import nn
+
+from hf_fastattn.hf.rotations import reached
+from hf_fastattn.patches import fuse, linears, merged, subclass
+
+SIZE = 96
+
+
+def same(a, b):
+    """Whether two results are equal. On a GPU kernels of a norm may sum in other orders, which moves few roundings."""
+    if DEVICE == "cpu":
+        return torch.equal(a, b)
+    return a.shape == b.shape and (a != b).float().mean() < 0.01 and torch.allclose(a.float(), b.float(), atol=2e-2, rtol=2e-2)
+
+
+class RMSNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(SIZE))
+        self.eps = 1e-5
+
+    def forward(self, x):
+        x32 = x.float()
+        return (self.weight.float() * (x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + self.eps))).to(x.dtype)
+
+
+RMSNorm.__module__ = "transformers.models.test"
+
+
+def fused_norms(dtype):
+    norms = [RMSNorm(), nn.LayerNorm(SIZE)]
+    model = nn.ModuleList(norms).to(DEVICE, dtype)
+    fuse.fuse(fuse.Fusible(norms, [], [], []))
+    return model
+
+
+def program(generator, length=12):
+    """A random order of operations on the results so far: (operation, which results)."""
+    names = ["add", "add", "add", "norm", "norm", "mul", "view", "in place", "add a slice", "mean", "add one"]
+    return [(generator.choice(names), generator.random(), generator.random()) for _ in range(length)]
+
+
+def execute(steps, model, x):
+    """All results of a program. Most steps take the last result, as in a model."""
+    out = [x.clone()]
+    for name, a, b in steps:
+        one, other = out[-1] if a < 0.7 else out[int(a * 7) % len(out)], out[int(b * len(out))]
+        other = other.reshape(one.shape)
+        if name == "add":
+            out.append(one + other if a < 0.5 else other + one)
+        elif name == "norm":
+            out.append(model[int(b * 2)](one))
+        elif name == "mul":
+            out.append(one * 0.3)
+        elif name == "view":
+            out.append(one.reshape(-1, SIZE) if one.dim() == 3 else one.view(2, -1, SIZE))
+        elif name == "in place":
+            out[0].add_(1)
+        elif name == "add a slice":
+            out.append(one + other[..., :1])
+        elif name == "mean":
+            out.append(one - other.mean(-1, keepdim=True))
+        else:
+            out.append(one + 1)
+    return out
+
+
+@runs_kernels
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_any_order_of_operations_has_the_same_results(dtype):
+    generator = random.Random(0)
+    torch.manual_seed(0)
+    model, merges = fused_norms(dtype), 0
+    for _ in range(12 if DEVICE == "cpu" else 100):
+        steps, x = program(generator), torch.randn(2, 2, SIZE, device=DEVICE).to(dtype)
+        alone = execute(steps, model, x)
+        with Launches() as launches, merged.merged(model):
+            together = execute(steps, model, x)
+        merges += launches.count["residual_kernel"]
+        for a, b in zip(together, alone, strict=True):
+            assert a.shape == b.shape and same(a, b), steps
+    assert merges > 12
+
+
+@runs_kernels
+@torch.no_grad()
+def test_a_chain_is_one_launch_and_all_its_results_are_stored():
+    model = fused_norms(torch.float16)
+    x, a, b = (torch.randn(1, 3, SIZE, device=DEVICE).half() for _ in range(3))
+    before = model[0](x)
+    scaled = before * 0.5
+    first = a + scaled
+    second = first + b
+    with Launches() as launches, merged.merged(model):
+        ours = [model[0](x)]
+        ours.append(ours[-1] * 0.5)
+        ours.append(a + ours[-1])
+        ours.append(ours[-1] + b)
+        ours.append(model[1](ours[-1]))
+    assert launches.count == {"residual_kernel": 1}
+    assert all(map(same, ours, [before, scaled, first, second, model[1](second)]))
+
+
+# Launches that a step of two layers saves: one for each addition behind or ahead of a norm, and for each product with a number.
+SAVED = {"cohere2": 4, "gemma2": 8, "glm4": 8, "gpt_neox": 4, "granite": 8, "olmo2": 4, "opt": 5}
+
+
+@runs_kernels
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["llama", *SAVED])
+def test_a_family_computes_the_same_bits(family):
+    model, ids = small_model(family, DEVICE).half(), torch.arange(3, 9, device=DEVICE)[None]
+    fuse.fuse(fuse.find(model)._replace(mlps=[], linears=[]))
+    past = model(ids, use_cache=True).past_key_values
+    with Launches() as alone:
+        expected = model(ids[:, :1], past_key_values=copy.deepcopy(past)).logits
+    past = copy.deepcopy(past)
+    with Launches() as together, merged.merged(model):
+        logits = model(ids[:, :1], past_key_values=past).logits
+    torch.testing.assert_close(logits, expected, atol=0 if DEVICE == "cpu" else 2e-2, rtol=0)
+    saved = sum(alone.count[name] - together.count[name] for name in ("add", "mul", "rms_norm_kernel", "residual_kernel"))
+    assert saved >= SAVED.get(family, 4)
+
+
+@runs_kernels
+@torch.no_grad()
+@pytest.mark.parametrize("family", ROTATIONS)
+@pytest.mark.parametrize("norm", ["llama", "gemma3", "cohere2"])
+def test_norms_of_heads_are_one_launch_with_the_rotation(family, norm):
+    torch.manual_seed(0)
+    width, formula = ROTATIONS[family]
+    norms = nn.ModuleList([norm_of_family(norm, 64), norm_of_family(norm, 64)]).to(DEVICE, torch.float16)
+    fuse.fuse(fuse.Fusible(list(norms), [], [], []))
+    rotate = fuse._fused_rotation(reached(rotation_of_family(family)))
+    q, k = (torch.randn(2, 3, heads, 64, device=DEVICE).half() for heads in (9, 2))
+    cos, sin = (torch.randn(2, 3, width, device=DEVICE, dtype=torch.float16) for _ in range(2))
+
+    def heads(x):
+        return x.transpose(1, 2)
+
+    normed = [norms[0](q), norms[1](k)]
+    expected = rotate(*map(heads, normed), cos, sin)
+    with Launches() as launches, merged.merged(norms):
+        ours = [norms[0](q), norms[1](k)]
+        turned = rotate(*map(heads, ours), cos, sin)
+    assert launches.count == ({"rope_kernel": 1, "residual_kernel": 2} if formula[1] else {"rope_kernel": 1})
+    assert all(map(same, [*ours, *turned], [*normed, *expected]))
+
+
+@runs_kernels
+@torch.no_grad()
+def test_norms_that_the_rotation_cannot_take_run_before_it():
+    torch.manual_seed(0)
+    norms = nn.ModuleList([norm_of_family("llama", 64) for _ in range(3)]).to(DEVICE, torch.float16)
+    norms[2].variance_epsilon = 0.5
+    fuse.fuse(fuse.Fusible(list(norms), [], [], []))
+    rotate = fuse._fused_rotation(reached(rotation_of_family("llama")))
+    q, k = (torch.randn(1, heads, 1, 64, device=DEVICE).half() for heads in (4, 2))
+    cos = torch.randn(1, 1, 64, device=DEVICE, dtype=torch.float16)
+    cases = {
+        "other eps": lambda: rotate(norms[0](q), norms[2](k), cos, cos),
+        "keys first": lambda: rotate(*reversed((norms[1](k), norms[0](q))), cos, cos),
+        "only queries": lambda: rotate(norms[0](q), k, cos, cos),
+        "a part": lambda: rotate(norms[0](q)[:, :2], norms[1](k), cos, cos),
+        "twice": lambda: rotate(norms[0](q), norms[1](norms[0](q)), cos, cos),
+        "read before": lambda: (a := norms[0](q), b := norms[1](k), a + 1, *rotate(a, b, cos, cos)),
+    }
+    for name, case in cases.items():
+        expected = case()
+        with merged.merged(norms):
+            got = case()
+        assert all(map(same, got, expected)), name
+
+
+@runs_kernels
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
+def test_in_a_decode_graph_a_layer_has_one_launch_for_norms_and_rotation(family):
+    model, ids = small_model(family, DEVICE).half(), torch.arange(3, 9, device=DEVICE)[None]
+    past = model(ids, use_cache=True).past_key_values
+    fuse.fuse(fuse.find(model))
+    linears.join(model)
+    with captured():
+        expected = model(ids[:, :1], past_key_values=copy.deepcopy(past)).logits
+        with Launches() as launches, merged.merged(model):
+            logits = model(ids[:, :1], past_key_values=past).logits
+    torch.testing.assert_close(logits, expected, atol=0 if DEVICE == "cpu" else 2e-2, rtol=0)
+    layers = model.config.num_hidden_layers
+    assert (launches.count["rope_kernel"], launches.count["residual_kernel"]) == (layers, 2 * layers + 1)
+
+
+def test_only_modules_of_torch_and_transformers_qualify():
+    """A module of another package may launch kernels that the mode does not see."""
+    model = small_model("llama")
+    assert not merged.qualifies(model)
+    fuse.fuse(fuse.find(model, lambda device: True))
+    if not any(map(subclass.is_fused, model.modules())):
+        pytest.skip("needs Triton")
+    assert merged.qualifies(model)
+
+    def other(model):
+        model.model.layers[0].mlp.act_fn = type("Kernel", (nn.Module,), {"__module__": "package"})()
+
+    def own_forward(model):
+        model.model.layers[0].mlp.forward = lambda x: x
+
+    def convolution(model):
+        model.model.layers[0].mlp.extra = nn.Conv1d(2, 2, 1)
+
+    def compiled(model):
+        model.model.layers[1].compile(backend="eager")
+
+    for change in (other, own_forward, convolution, compiled):
+        changed = copy.deepcopy(model)
+        change(changed)
+        assert not merged.qualifies(changed)
+
+
+@runs_kernels
+@torch.no_grad()
+def test_an_error_ends_the_mode():
+    model = fused_norms(torch.float32)
+    x = torch.randn(2, SIZE, device=DEVICE)
+    with pytest.raises(ZeroDivisionError), merged.merged(model):
+        total = x + x
+        _ = 1 / 0
+    assert merged.current() is None
+    assert torch.equal(total, 2 * x) and torch.equal(model[0](x), model[0](x.clone()))
