@@ -1,12 +1,13 @@
-"""A decode step of each family of models under patch(), beside the least time that its bytes take.
+"""A decode step of each family of models under patch(), compared with the least time in which its bytes can be read.
 
     python -m benchmarks.families                                    # all families, two cases each
     python -m benchmarks.families --only 8b --cases 1x512,8x2048,64x256
     python -m benchmarks.families --only gemma,gpt-oss --keep
 
 Models have the depth and width of the named ones, and random weights. The floor is the bytes of the weights that a step reads and
-of live K and V, over 4.5 TB/s, about what an H200 reads. Experts count as expected for tokens that choose them at random. A row
-has the replay of the captured step, ms a token of generate(), and ms a token of stock generate() with a dynamic cache.
+of live K and V, divided by 4.5 TB/s, about the bandwidth of an H200. Experts count as expected for tokens that choose them at
+random. A row has the replay of the captured step, ms per token of generate(), and ms per token of stock generate() with a dynamic
+cache.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from .models import SHAPES, Subject, load
 from .results import Results, add_options, command, conditions, find_device, progress
 from .runs import Rival, Run, check, free, make_prompt, replay_ms, rewind, run, step_kernels, twin
 
-READ = 4.5e12  # bytes a second
+READ = 4.5e12  # bytes per second
 METHOD = "greedy generate(), 6th new token to last; replays by events around ten; medians"
 CASES = ["1x2048", "8xpadded"]
 OF_8B = ["1x512", "1x8192", "4x2048", "8x2048", "16x1024", "32x512", "64x256", "1x65536", "8x32768"]
@@ -36,7 +37,7 @@ _PHI = {"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 32,
 _GRANITE = {"attention_multiplier": 1 / 128, "embedding_multiplier": 12.0, "logits_scaling": 16.0, "residual_multiplier": 0.22}
 _GEMMA = _LONG | {"vocab_size": 262208, "head_dim": 256, "sliding_window": 1024, "tie_word_embeddings": True}
 
-# name: model type and configuration, after the configurations that the models are published with
+# name: model type and configuration, as in the published configurations
 FAMILIES: dict[str, tuple[str, dict]] = {
     **{name: model_shapes.SHAPES[name] for name in ("8b", "1b", "opt-1.3b", "opt-6.7b", "mistral-7b")},
     "qwen3-8b": (
@@ -98,7 +99,7 @@ FAMILIES: dict[str, tuple[str, dict]] = {
         | {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts_per_tok": 8},
     ),
     "mixtral-8x7b": ("mixtral", _WIDE | {"vocab_size": 32000, "intermediate_size": 14336, "max_position_embeddings": 32768}),
-    "tiny": SHAPES["tiny"],  # for trying things
+    "tiny": SHAPES["tiny"],  # for trials
 }
 _NO_END = {"bos_token_id": 1, "eos_token_id": None}
 
@@ -111,7 +112,7 @@ def load_family(name: str, dtype: torch.dtype, device: torch.device, positions: 
 
 
 def measure(subject: Subject, case: str, args: argparse.Namespace, device: torch.device) -> dict:
-    """One row. Raises RuntimeError if captured steps are not those of uncaptured ones."""
+    """One row. Raises RuntimeError if captured steps differ from uncaptured ones."""
     facts, lengths = costs.count(subject.model), row_lengths(case, args.padded)
     bytes_read = facts.read_bytes(len(lengths)) + sum(map(facts.kv_bytes, lengths))
     row = {"model": subject.name, "case": case, "lengths": lengths, "bytes": bytes_read, "floor_ms": 1e3 * bytes_read / READ}
@@ -129,7 +130,7 @@ def measure(subject: Subject, case: str, args: argparse.Namespace, device: torch
         def again() -> Run:
             return run(model, prompt, args.tokens, rewind(cache, prompt))
 
-        again()  # captures its step
+        again()  # captures the decode step
         if not args.unchecked:
             rival = Rival("patched", model, prompt, args.tokens, patch=patched)
             row["check"] = check(rival, cache, subject.model)

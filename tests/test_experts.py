@@ -94,7 +94,7 @@ def test_weights_of_experts_that_no_token_has_chosen_are_not_read():
 
 @runs_kernels
 def test_results_are_rounded_as_by_batched_mm():
-    """With values whose products and sums are exact, only roundings are left; a score in float32 is not rounded."""
+    """With values whose products and sums are exact, only roundings remain; a score in float32 is not rounded."""
     from hf_fastattn.kernels.decode import experts as kernel
 
     x = torch.ones(1, 16, device=DEVICE, dtype=torch.float16)
@@ -285,7 +285,7 @@ class Doubled(torch.nn.Module):
 
 @pytest.mark.parametrize("stock", hf.STOCK_EXPERTS)
 def test_in_a_graph_the_fallback_is_batched_mm(stock, monkeypatch):
-    """The loop over experts asks on the host which are chosen; generate() replaces grouped_mm in decode steps as well."""
+    """The loop over experts reads on the host which are chosen; generate() replaces grouped_mm in decode steps as well."""
     module = own_experts("mixtral")
     module.config._experts_implementation = stock
     arguments, asked = routed(module, 70), []

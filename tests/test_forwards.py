@@ -1,4 +1,4 @@
-"""The forwards of generate() that have several tokens, or that call the model directly: captured, with the tokens of eager."""
+"""The forwards of generate() with several tokens, or with direct calls of the model: captured, with the tokens of eager."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def test_more_tokens_than_a_graph_has_and_pictures_are_read_as_prompts(llama, mo
 
 
 def test_a_step_near_the_end_of_the_buffers(llama):
-    """The padding of a step has no slots there: nothing is written past the end, and the last tokens stay."""
+    """The padding of a step has no slots there: nothing is written past the end, and the last tokens do not change."""
     inputs = prompts("no_padding", "cpu", rows=1)
     options = {"prompt_lookup_num_tokens": 9, "max_matching_ngram_size": 1}
     expected = generate(llama, inputs, **options)
@@ -203,7 +203,7 @@ def test_a_rolling_cache_captures_beams_and_says_why_not_more(llama):
         cache = generate(llama, inputs, max_new_tokens=1, return_dict_in_generate=True).past_key_values
         assert isinstance(cache, RollingCache)
         uncaptured = patch.uncaptured
-        for _ in range(2):  # a message is read as a prompt is
+        for _ in range(2):  # a message is read like a prompt
             ids = torch.full((1, cache.get_seq_length() + 3), 3)
             generate(llama, {"input_ids": ids}, past_key_values=cache, max_new_tokens=2)
         assert patch.uncaptured == uncaptured and len(patch.reasons) == 1
@@ -285,7 +285,7 @@ class AllLogits(LlamaForCausalLM):
 
 
 class LastLogits(LlamaForCausalLM):
-    """Returns the logits of the last token, whatever it is asked for."""
+    """Returns the logits of the last token, whatever logits_to_keep is."""
 
     def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, use_cache=None, **kwargs):
         out = super().forward(input_ids, attention_mask, position_ids, past_key_values, use_cache=use_cache)

@@ -85,7 +85,7 @@ def test_scores_are_those_of_the_models_own_code(name, dtype, launched):
         got, scores = (logits, got[1].gather(1, its), ours), scores.gather(1, order)
     assert torch.equal(got[2], chosen)
     torch.testing.assert_close(got[1], scores, rtol=4 * torch.finfo(scores.dtype).eps, atol=0)
-    with captured():  # one token: the product too is ours
+    with captured():  # with one token the product also runs a kernel of the package
         one = router(x[:1])
     torch.testing.assert_close(one[0], logits[:1], rtol=0, atol=64 * torch.finfo(dtype).eps)
     subclass.restore([router])

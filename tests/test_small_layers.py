@@ -189,7 +189,7 @@ def both(norm, x):
 @runs_kernels
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_fused_norms_have_the_models_roundings(dtype):
-    """An element differs only if the order of a sum moves it over the edge of a rounding; another formula moves every tenth."""
+    """An element differs only if the order of a sum changes its rounding; another formula changes every tenth element."""
     torch.manual_seed(0)
     norms = [*map(norm_of_family, ("llama", "olmo2", "gemma3", "cohere2", "gemma4"))]
     norms += [OneRounded(), WithBias(), WithoutWeight(), nn.LayerNorm(96)]
