@@ -126,16 +126,17 @@ class Generation:
             return Pool(lambda tokens: StaticStorage(windows, round_up(tokens)), PreallocatedCache.around)
         return Pool(lambda tokens: Ring(len(windows), streaming), RollingCache.around)
 
-    def _refit(self, model: hf.PreTrainedModel) -> None:
-        """Replace the pool if the layers or the configuration of the model have changed."""
+    def _refit(self, model: hf.PreTrainedModel) -> int:
+        """Replace the pool if the layers or the configuration of the model have changed. Return the number of layers."""
         windows = hf.layer_windows(model.config)
         streaming = None if self.streaming is None else Settings.of(model.config.get_text_config(decoder=True))
         if streaming is None and windows == self.windows[: len(windows)]:
-            return  # a model that runs only its first layers (early exit) leaves the others empty
+            return len(windows)  # a model that runs only its first layers (early exit) leaves the others empty
         if (windows, streaming) != (self.windows, self.streaming):
             self.pool.close()
             self.windows, self.streaming = windows, streaming
             self.pool = self._make_pool()
+        return len(windows)
 
     @property
     def cache_type(self) -> type[StoredCache]:
@@ -168,7 +169,7 @@ class Generation:
         max_cache_length: int,
     ) -> None:
         model = self.model
-        self._refit(model)
+        layers = self._refit(model)
         forward.abandon(model)
         if forward.streams(model):
             refresh(model)  # before the fingerprint of a graph is taken
@@ -189,7 +190,12 @@ class Generation:
             stock(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
         rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
         if self.takes(given):
-            self._make_ready(given, model, model_kwargs, rows, max_cache_length)
+            if len(given.layers) not in (layers, len(self.windows)):
+                raise ValueError(
+                    f"This cache holds {len(given.layers)} layers, and {type(model).__name__} has {layers}: "
+                    "it belongs to another model."
+                )
+            _make_ready(given, model_kwargs, rows, max_cache_length)
         elif given is not None:
             self.say(f"past_key_values is a {type(given).__name__}, not a {self.cache_type.__name__}")
         elif asked is not None:
@@ -203,27 +209,6 @@ class Generation:
             given.vet(model_kwargs.get("attention_mask"), given.get_seq_length() + max_cache_length, "assisted" in mode)
             if self.graph:
                 self._begin(model, generation_config, model_kwargs)
-
-    def _make_ready(
-        self, cache: StoredCache, model: hf.PreTrainedModel, model_kwargs: dict[str, Any], rows: int, max_cache_length: int
-    ) -> None:
-        """Make room in a cache that the caller passed. Raise ValueError if it does not belong to this model and this call."""
-        layers = len(hf.layer_windows(model.config))
-        if len(cache.layers) not in (layers, len(self.windows)):
-            raise ValueError(
-                f"This cache holds {len(cache.layers)} layers, and {type(model).__name__} has {layers}: "
-                "it belongs to another model."
-            )
-        cache.check_rows(rows)
-        seen = cache.get_seq_length()
-        covered = _covered(model_kwargs, seen)
-        if seen and covered is not None and covered <= seen:
-            raise ValueError(
-                f"past_key_values holds {seen} tokens, and this call covers {covered}. Pass the whole text, or only the "
-                "new ids with the attention_mask of the whole text or with their position_ids: at least one token more."
-            )
-        # If only the new ids are given, the length of the call counts from them.
-        cache.reserve(max_cache_length if max_cache_length > seen else seen + max_cache_length)
 
     # ---- forwards ----
 
@@ -317,6 +302,20 @@ class _KeptInputs(_Override):
             cache.reset()  # type: ignore[no-untyped-call]  # untyped in Transformers
             inputs["past_key_values"] = cache
         return inputs
+
+
+def _make_ready(cache: StoredCache, model_kwargs: dict[str, Any], rows: int, max_cache_length: int) -> None:
+    """Make room in a cache that the caller passed. Raise ValueError if it does not fit this call."""
+    cache.check_rows(rows)
+    seen = cache.get_seq_length()
+    covered = _covered(model_kwargs, seen)
+    if seen and covered is not None and covered <= seen:
+        raise ValueError(
+            f"past_key_values holds {seen} tokens, and this call covers {covered}. Pass the whole text, or only the "
+            "new ids with the attention_mask of the whole text or with their position_ids: at least one token more."
+        )
+    # If only the new ids are given, the length of the call counts from them.
+    cache.reserve(max_cache_length if max_cache_length > seen else seen + max_cache_length)
 
 
 def _covered(model_kwargs: dict[str, Any], seen: int) -> int | None:
