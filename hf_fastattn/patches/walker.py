@@ -98,7 +98,7 @@ class Walker:
                     fixed += name, None if tensor is None else self.tensor(tensor)
                     if tensor is not None:
                         self.devices.add(tensor.device)
-            attributes = {name: values[name] for name in values.keys() - skipped}
+            attributes = {name: value for name, value in values.items() if name not in skipped}
             for name, value in attributes.items():
                 if type(value) not in SCALARS or value != value:
                     self.where = f"{path}.{name}".lstrip(".")
