@@ -395,4 +395,7 @@ def test_explain_says_what_runs_experts():
     ).refused
     (row,) = (row for row in found("qwen3_moe", hidden_act="relu").refused if row["what"] == "experts in one read")
     assert row["why"] == "Qwen3MoeExperts has the activation ReLU."
+    assert {"what": "choice of experts", "how": "one launch each", "why": "with patch(): Qwen3MoeTopKRouter"} in found(
+        "qwen3_moe"
+    ).runs
     assert not [row for row in hf_fastattn.explain(hf.make_config("qwen3", num_hidden_layers=2)).runs if row["what"] == "experts"]

@@ -236,7 +236,7 @@ def _experts(model: hf.PreTrainedModel, facts: Facts, device: torch.device) -> t
     reason: str | None = "its experts do not ask Transformers' ExpertsInterface"
     for module in model.modules():
         if hf.asks_for_experts(module):
-            own, why, reason = hf.experts_implementation(module), "Transformers' own", experts.why_not_kind(module)
+            own, why, reason = experts.had(module), "Transformers' own", experts.why_not_kind(module)
             break
     if reason is None and facts.dtype not in mixture.DTYPES:
         reason = f"the weights are {facts.dtype}"

@@ -19,6 +19,7 @@ def small_layers(model: torch.nn.Module) -> tuple[Rows, Rows]:
     kinds: dict[str, tuple[Callable[[torch.nn.Module], bool], Callable[[torch.nn.Module], bool]]] = {
         "norms": (lambda module: "Norm" in type(module).__name__ and not module._modules, lambda m: hf.norm_of(m) is not None),
         "rotation of queries and keys": (_rotates, lambda m: any(map(hf.is_rotation, _rotations(m)))),
+        "choice of experts": (_routes, lambda m: hf.routing(type(m).forward, m) is not None),
     }
     for what, (is_one, is_known) in kinds.items():
         found: dict[bool, set[str]] = {True: set(), False: set()}
@@ -30,6 +31,10 @@ def small_layers(model: torch.nn.Module) -> tuple[Rows, Rows]:
             why = f"The code of {', '.join(sorted(found[False]))} is not a known formula, and runs as it is."
             refused.append({"what": f"fused {what}", "why": why})
     return runs, refused
+
+
+def _routes(module: torch.nn.Module) -> bool:
+    return hasattr(module, "top_k") and type(module).__name__.lower().endswith("router")
 
 
 def _rotations(module: torch.nn.Module) -> Iterable[hf.Functions]:

@@ -43,29 +43,31 @@ def why_not(module: torch.nn.Module) -> str | None:
 
 def why_not_kind(module: torch.nn.Module) -> str | None:
     """`why_not`, on any device and in any dtype."""
-    layout, name = hf.expert_layout(module), hf.experts_implementation(module)
+    layout, name = hf.expert_layout(module), had(module)
     if isinstance(layout, str):
         return layout
-    if name.removeprefix(PREFIX) not in hf.STOCK_EXPERTS:
+    if name not in hf.STOCK_EXPERTS:
         return f"experts_implementation={name!r} was requested"
     return f"{type(module).__name__} computes its weights at each call" if hf.expert_weights(module) is None else None
 
 
+def had(module: torch.nn.Module) -> str:
+    """The implementation that a module has, or had before use()."""
+    return hf.experts_implementation(module).removeprefix(PREFIX)
+
+
 def use(modules: list[torch.nn.Module]) -> str:
     """Let modules run the kernel; returns the names of the implementations that they had."""
-    had = dict.fromkeys(hf.experts_implementation(module) for module in modules)
     for module in modules:
-        name = hf.experts_implementation(module)
-        hf.set_experts_implementation(module, PREFIX + name.removeprefix(PREFIX))
-    return ", ".join(had)
+        hf.set_experts_implementation(module, PREFIX + had(module))
+    return ", ".join(dict.fromkeys(map(had, modules)))
 
 
 def restore(model: torch.nn.Module) -> None:
     """Undo use(), except where another implementation has been set since."""
     for module in model.modules():
         if hf.asks_for_experts(module):
-            name = hf.experts_implementation(module)
-            hf.set_experts_implementation(module, name.removeprefix(PREFIX))
+            hf.set_experts_implementation(module, had(module))
 
 
 def _implementation(stock: str) -> Callable[..., torch.Tensor]:
