@@ -152,22 +152,6 @@ def _produce(args, C: gl.constexpr, HAS_SPANS: gl.constexpr, IS_CAUSAL: gl.const
 
 
 @gluon.jit
-def _next(
-    args, turn,
-    WG: gl.constexpr,
-    ROWS: gl.constexpr,
-    C: gl.constexpr,
-    HAS_SPANS: gl.constexpr,
-    IS_CAUSAL: gl.constexpr,
-):  # fmt: skip
-    """(consumer WG's next item, its rows), found while the last product of this one runs; past the last item it is that again."""
-    _out_desc, _Lse, Spans, _SinkLogits, _q_ring, _k_ring, _v_ring, _o_smem, ticket, sizes, _scale_log2, _cap_log2 = args
-    _stride_sb, num_items, _num_blocks, _num_packs, _total_packs, _group, _section, _q_len, _kv_len, _window = sizes
-    index = take(ticket, turn)
-    return index, _rows(gl.minimum(index, num_items - 1), Spans, sizes, WG, ROWS, C, HAS_SPANS, IS_CAUSAL)
-
-
-@gluon.jit
 def _attend(
     args, rows, s_scale, zeros, count, turn,
     WG: gl.constexpr,
@@ -175,7 +159,6 @@ def _attend(
     HAS_SPANS: gl.constexpr,
     HAS_WORDS: gl.constexpr,
     HAS_SOFTCAP: gl.constexpr,
-    IS_CAUSAL: gl.constexpr,
     HAS_SINK_LOGITS: gl.constexpr,
     WRITE_LSE: gl.constexpr,
     BLOCK_M: gl.constexpr = BLOCK_M,
@@ -270,7 +253,6 @@ def _attend(
     mbarrier.wait(v_full.index(stage), phase_of(last, STAGES))
     v = matrix(v_smem.index(stage))
     o_tokens = add_products(p, v, acc, C.v_width)
-    following = _next(args, turn, WG, s_rows, C, HAS_SPANS, IS_CAUSAL)
     if C.split:
         acc = wait_for(o_tokens)
         mbarrier.arrive(v_empty.index(stage), count=1)
@@ -301,17 +283,13 @@ def _attend(
             tma.store_wait(0)
             warpgroup_barrier()
             mbarrier.arrive(q_empty.index(q_buffer), count=1)
-    return following
 
 
 @gluon.jit
 def _pass(
     args, num_tiles, count, turn,
     WG: gl.constexpr,
-    ROWS: gl.constexpr,
     C: gl.constexpr,
-    HAS_SPANS: gl.constexpr,
-    IS_CAUSAL: gl.constexpr,
     CONSUMERS: gl.constexpr = CONSUMERS,
     FIRST_TURN: gl.constexpr = FIRST_TURN,
 ):  # fmt: skip
@@ -333,7 +311,6 @@ def _pass(
             named_barrier("arrive", FIRST_TURN + 1 - WG)
         mbarrier.wait(v_full.index(stage), phase)
         mbarrier.arrive(v_empty.index(stage), count=1)
-    return _next(args, turn, WG, ROWS, C, HAS_SPANS, IS_CAUSAL)
 
 
 @gluon.jit
@@ -351,7 +328,7 @@ def _consume(
     FIRST_TURN: gl.constexpr = FIRST_TURN,
 ):
     """Consumer warpgroup WG: rows 64 * WG .. 64 * WG + 63 of each item's block."""
-    _out_desc, _Lse, Spans, _SinkLogits, _q_ring, _k_ring, _v_ring, _o_smem, _ticket, sizes, scale_log2, _cap_log2 = args
+    _out_desc, _Lse, Spans, _SinkLogits, _q_ring, _k_ring, _v_ring, _o_smem, ticket, sizes, scale_log2, _cap_log2 = args
     _stride_sb, num_items, _num_blocks, _num_packs, _total_packs, _group, _section, q_len, _kv_len, _window = sizes
     s_scale = scale_log2
     if HAS_SOFTCAP:
@@ -361,22 +338,20 @@ def _consume(
     s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     zeros = gl.zeros([64, BLOCK_N], gl.float32, s_layout)
     index = gl.program_id(0)
-    rows = _rows(index, Spans, sizes, WG, s_rows, C, HAS_SPANS, IS_CAUSAL)
     count = 0  # tiles of earlier items
     turn = 0  # earlier items
     if WG == 1:
         named_barrier("arrive", FIRST_TURN)  # the first turn is consumer 0's
     while index < num_items:
+        rows = _rows(index, Spans, sizes, WG, s_rows, C, HAS_SPANS, IS_CAUSAL)
         place, _kv_stop, _tiles, share, _number, _seen = rows
         first, _kv_head, _group_head, _row = place
         _skipped, num_tiles = share
         if first < q_len:
-            index, rows = _attend(
-                args, rows, s_scale, zeros, count, turn, WG, C,
-                HAS_SPANS, HAS_WORDS, HAS_SOFTCAP, IS_CAUSAL, HAS_SINK_LOGITS, WRITE_LSE,
-            )  # fmt: skip
+            _attend(args, rows, s_scale, zeros, count, turn, WG, C, HAS_SPANS, HAS_WORDS, HAS_SOFTCAP, HAS_SINK_LOGITS, WRITE_LSE)
         else:
-            index, rows = _pass(args, num_tiles, count, turn, WG, s_rows, C, HAS_SPANS, IS_CAUSAL)
+            _pass(args, num_tiles, count, turn, WG, C)
+        index = take(ticket, turn)
         count += num_tiles
         turn += 1
 
