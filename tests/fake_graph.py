@@ -2,7 +2,7 @@
 
 Like a graph, it repeats operations and not Python: an int that Python read during the recording keeps its value, a result is
 written to the same memory, and reading a value on the host is an error. Unlike a graph it computes while it records, so its first
-replay does nothing.
+replay does nothing. Collectives are recorded, too, and every replay waits for their results.
 """
 
 from __future__ import annotations
@@ -40,10 +40,25 @@ class RecordedGraph:
             return
         with torch.no_grad():
             for function, args, kwargs, results in self.operations:
-                again = tree_leaves(function(*args, **kwargs))
+                again = [_finished(x, str(function)) for x in tree_leaves(function(*args, **kwargs))]
                 for old, new in zip(results, again, strict=True):
                     if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
                         old.copy_(new)
+
+    @property
+    def collectives(self) -> list[str]:
+        """The names of the recorded collectives."""
+        names = [str(function) for function, *_ in self.operations]
+        return [name for name in names if "c10d" in name and "wait" not in name and "wrap" not in name]
+
+
+def _finished(result, name: str):
+    """A result of an operation, when it has been computed: collectives return before that."""
+    if name.startswith("c10d.") and hasattr(result, "wait"):
+        result.wait()
+    elif name.startswith("_c10d_functional.") and "wait" not in name and "wrap" not in name:
+        torch.ops._c10d_functional.wait_tensor(result)
+    return result
 
 
 class _Recorder(TorchDispatchMode):
@@ -52,6 +67,8 @@ class _Recorder(TorchDispatchMode):
         self.operations = operations
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if any(kind.__name__ == "DTensor" for kind in types):
+            return NotImplemented  # it is converted to operations on local tensors, which come here again
         if str(function).startswith(SYNCS):
             raise RuntimeError(f"operation not permitted when stream is capturing: {function}")
         result = function(*args, **(kwargs or {}))

@@ -23,31 +23,42 @@ class Pool:
 
     A storage returns to the pool when its cache is deleted, not when generate() returns: a caller that keeps the cache keeps its
     buffers. A storage is not reused while references to one of its layers, K or V remain.
-    make: creates a storage for a number of tokens. around: creates a cache over a storage.
+    make: creates a storage for a number of tokens. around: creates a cache over a storage. serial: the number of the last one.
     """
 
-    def __init__(self, make: Callable[[int], Storage], around: Callable[[Storage], StoredCache]):
-        self.make, self.around = make, around
+    def __init__(self, make: Callable[[int], Storage], around: Callable[[Storage], StoredCache], serial: int = 0):
+        self.make, self.around, self.serial = make, around, serial
         self.idle: list[tuple[int, Storage]] = []  # (rows, storage), longest idle first
         self.closed = False
         self.lock = threading.RLock()  # finalizers may run inside any call
 
-    def take(self, rows: int, capacity: int) -> StoredCache:
-        """An empty cache for `rows` rows of `capacity` tokens, over the smallest idle storage that fits or a new storage."""
+    def take(self, rows: int, capacity: int, among: list[int] | None = None) -> StoredCache:
+        """An empty cache for `rows` rows of `capacity` tokens, over the smallest idle storage that fits or a new storage.
+
+        among: serial numbers of the idle storages that may be used; None for all.
+        """
         with self.lock:
-            storage = self._find(rows, capacity)
+            storage = self._find(rows, capacity, among)
         if storage is None:
             storage = self.make(capacity)
+            storage.serial = self.serial = self.serial + 1
             storage.relieve_with(self.clear)
         storage.reset()
         cache = self.around(storage)
         weakref.finalize(cache, _give_back, weakref.ref(self), storage, rows).atexit = False
         return cache
 
-    def _find(self, rows: int, capacity: int) -> Storage | None:
+    def fitting(self, rows: int, capacity: int) -> list[int]:
+        """Serial numbers of the idle storages that fit."""
+        with self.lock:
+            return [
+                entry[1].serial for entry in self.idle if entry[0] == rows and entry[1].holds(capacity) and not _is_held(entry)
+            ]
+
+    def _find(self, rows: int, capacity: int, among: list[int] | None) -> Storage | None:
         """Remove and return an idle storage that fits; None if there is none."""
         same_rows = [entry for entry in self.idle if entry[0] == rows]
-        fit = [entry for entry in same_rows if entry[1].holds(capacity)]
+        fit = [entry for entry in same_rows if entry[1].holds(capacity) and (among is None or entry[1].serial in among)]
         held = [entry for entry in fit if _is_held(entry)]
         chosen = min((entry for entry in fit if entry not in held), key=lambda entry: entry[1].capacity, default=None)
         # Storages that do not fit are dropped before a new one is allocated. One that is still referenced may be free next time.
@@ -60,6 +71,13 @@ class Pool:
             if not self.closed:
                 self.idle.append((storage.rows or rows, storage))
                 del self.idle[:-MAX_IDLE]
+
+    @property
+    def idle_bytes(self) -> int:
+        """Bytes of K and V in the idle storages."""
+        with self.lock:
+            layers = [layer for _, storage in self.idle for layer in storage.layers]
+            return sum(x.nbytes for layer in layers for x in (layer.keys, layer.values) if x is not None)
 
     def clear(self) -> None:
         with self.lock:

@@ -31,6 +31,7 @@ def write(path: str | Path, layers: list[Layer], model: ModelOrConfig) -> None:
     """Write the live tokens of these layers and the configuration of `model`."""
     from safetensors.torch import save_file
 
+    _check_whole(model)
     seen = {layer.seen for layer in layers}
     if len(seen) > 1:
         counts = ", ".join(f"{layer.seen} in layer {layer.index}" for layer in layers)
@@ -58,6 +59,7 @@ def read(
     """
     from safetensors import SafetensorError, safe_open
 
+    _check_whole(model)
     if Path(path).is_dir():
         raise ValueError(f"{path} is a directory, and a saved cache is one file.")
     Path(path).open("rb").close()  # raises the error of open() if the file does not exist or cannot be read
@@ -83,6 +85,14 @@ def read(
                 "Compute it again."
             )
     return seen, [(tensors[keys], tensors[values]) for keys, values in zip(names[::2], names[1::2], strict=True)]
+
+
+def _check_whole(model: ModelOrConfig) -> None:
+    if hf.is_shared(model):
+        raise ValueError(
+            "Under tensor parallelism a cache holds the KV heads of one rank, and no file says which. Save and load caches with "
+            "the model on one GPU."
+        )
 
 
 def _describe(model: ModelOrConfig) -> str:

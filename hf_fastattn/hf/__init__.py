@@ -52,6 +52,7 @@ from .generation import (  # noqa: E402
     PREPARE_INPUTS,
     bookkeeping,
     generates_by_another,
+    generation_parameters,
     overrides_generation,
     stock,
 )
@@ -60,6 +61,15 @@ from .loading import load_config, load_model, load_tokenizer, locate, make_confi
 from .masks import decode_mask, dense_mask, mask_pattern, run_starts, runs_pattern  # noqa: E402
 from .models import LayerShape, is_inert_hook, layer_shapes, sharer  # noqa: E402
 from .norms import Norm, norm_of  # noqa: E402
+from .parallel import (  # noqa: E402
+    computes_part,
+    inner_forward,
+    is_shared,
+    local,
+    local_kv_heads,
+    tensor_parallel_mesh,
+    with_inner,
+)
 from .rotations import Functions, Rotation, called, is_rotation, rotation_of, rotations_in  # noqa: E402
 from .text import GRIDS, LongPast, changing_rope, has_sections, rotary_buffers, run_text, set_text_attention, text_layers  # noqa: E402
 
@@ -98,24 +108,30 @@ __all__ = [
     "causal_mask_function",
     "changing_rope",
     "check_version",
+    "computes_part",
     "decode_mask",
     "dense_mask",
     "expert_layout",
     "expert_weights",
     "experts_implementation",
     "generates_by_another",
+    "generation_parameters",
     "has_sections",
+    "inner_forward",
     "is_attention",
     "is_inert_hook",
     "is_llamas_layer",
     "is_llamas_mlp",
     "is_phi3s_mlp",
     "is_rotation",
+    "is_shared",
     "layer_shapes",
     "layer_windows",
     "load_config",
     "load_model",
     "load_tokenizer",
+    "local",
+    "local_kv_heads",
     "locate",
     "make_config",
     "mask_pattern",
@@ -141,7 +157,9 @@ __all__ = [
     "stock",
     "stock_attention",
     "stock_experts",
+    "tensor_parallel_mesh",
     "text_layers",
     "unset_parts",
     "why_not_model",
+    "with_inner",
 ]

@@ -23,6 +23,12 @@ def stock(model: PreTrainedModel, name: str) -> Callable[..., Any]:
     return types.MethodType(getattr(type(model), name), model)
 
 
+def generation_parameters(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of generate() by their names."""
+    names = inspect.signature(stock(model, GENERATE)).parameters
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
 def overrides_generation(model: PreTrainedModel) -> str | None:
     """The method that chooses the cache, if this model's class overrides it; else None."""
     return None if getattr(type(model), PREPARE_CACHE) is getattr(GenerationMixin, PREPARE_CACHE) else PREPARE_CACHE

@@ -38,12 +38,16 @@ class Fusible(NamedTuple):
 
 
 def find(model: torch.nn.Module, runs: Callable[[torch.device], bool] = subclass.runs_kernels) -> Fusible:
-    """The modules of `model` that can be fused, on devices that run kernels. An instance with a forward() of its own is not."""
+    """The modules of `model` that can be fused, on devices that run kernels.
+
+    An instance with a forward() of its own is not, except one of a layer that ranks share (`hf.inner_forward`).
+    """
     found = Fusible([], [], [], [])
     first = next(model.parameters(), None)
     for module in model.modules() if HAS_TRITON else ():
         weight = next(module.parameters(), first)
-        if "forward" in vars(module) or weight is None or not runs(weight.device):
+        own = "forward" in vars(module) and hf.inner_forward(module) is None
+        if own or weight is None or not runs(weight.device):
             continue
         if hf.norm_of(module) is not None:
             found.norms.append(module)

@@ -13,6 +13,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeGuard
 
 import torch
@@ -26,6 +27,7 @@ from ..caches.storage import StaticStorage
 from ..caches.stored import StoredCache
 from ..streaming import Settings, refresh
 from . import graph as graphs
+from . import ranks as several_ranks
 
 METHODS = (hf.GENERATE, hf.PREPARE_CACHE, hf.PREPARE_INPUTS)
 _MISSING: Any = object()
@@ -49,8 +51,9 @@ class Generation:
         self.windows = windows
         self.streaming = streaming
         self.graph = graph
-        self.graphs = graphs.DecodeGraphs()
-        self.pool = self._make_pool()
+        self.ranks = several_ranks.of(model)
+        self.graphs = graphs.DecodeGraphs(self.ranks)
+        self.pool = self._make_pool(0)
         self.reasons: list[str] = []
         self.had: dict[str, Any] = {}  # previous attributes of the instance by method name, or _MISSING
         self.lock = threading.Lock()
@@ -72,6 +75,7 @@ class Generation:
             self.say("the patch was undone during a call")
         self.graphs.close()
         self.pool.close()
+        self.ranks.close()
 
     @property
     def model(self) -> hf.PreTrainedModel:
@@ -111,6 +115,7 @@ class Generation:
         return own
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Generation:
+        self.ranks.check_copy()
         twin = memo[id(self)] = Generation(copied(self._model, memo), self.windows, self.streaming, self.graph)
         twin.had = dict(self.had)
         return twin
@@ -120,11 +125,11 @@ class Generation:
 
     # ---- caches ----
 
-    def _make_pool(self) -> Pool:
+    def _make_pool(self, serial: int) -> Pool:
         windows, streaming = self.windows, self.streaming
         if streaming is None:
-            return Pool(lambda tokens: StaticStorage(windows, round_up(tokens)), PreallocatedCache.around)
-        return Pool(lambda tokens: Ring(len(windows), streaming), RollingCache.around)
+            return Pool(lambda tokens: StaticStorage(windows, round_up(tokens)), PreallocatedCache.around, serial)
+        return Pool(lambda tokens: Ring(len(windows), streaming), RollingCache.around, serial)
 
     def _refit(self, model: hf.PreTrainedModel) -> int:
         """Replace the pool if the layers or the configuration of the model have changed. Return the number of layers."""
@@ -135,7 +140,7 @@ class Generation:
         if (windows, streaming) != (self.windows, self.streaming):
             self.pool.close()
             self.windows, self.streaming = windows, streaming
-            self.pool = self._make_pool()
+            self.pool = self._make_pool(self.pool.serial)
         return len(windows)
 
     @property
@@ -189,6 +194,7 @@ class Generation:
             stock = hf.stock(model, hf.PREPARE_CACHE)
             stock(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
         rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+        among = self._agree(model, generation_config, given, rows, max_cache_length)
         if self.takes(given):
             if len(given.layers) not in (layers, len(self.windows)):
                 raise ValueError(
@@ -203,12 +209,32 @@ class Generation:
         elif generation_config.use_cache is False:
             self.say("use_cache=False was requested")
         else:
-            given = model_kwargs["past_key_values"] = self.pool.take(rows, max_cache_length)
+            given = model_kwargs["past_key_values"] = self.pool.take(rows, max_cache_length, among)
         mode = str(getattr(generation_mode, "value", generation_mode))
         if self.takes(given):
             given.vet(model_kwargs.get("attention_mask"), given.get_seq_length() + max_cache_length, "assisted" in mode)
             if self.graph:
                 self._begin(model, generation_config, model_kwargs)
+
+    def _agree(
+        self, model: hf.PreTrainedModel, config: hf.GenerationConfig, given: object, rows: int, tokens: int
+    ) -> list[int] | None:
+        """Compare this call with that of the other ranks. Returns the idle storages that all of them hold, by serial number."""
+        if not self.ranks.several:
+            return None
+        settings = {
+            "past_key_values": f"{type(given).__name__}{f' of {given.get_seq_length()}' if isinstance(given, hf.Cache) else ''}",
+            "the length of the cache": tokens,
+            "rows": rows,
+            "attn_implementation": model.config._attn_implementation,
+            "graph": self.graph,
+            "model.training": model.training,
+        }
+        if given is not None:
+            return self.ranks.agree(config, settings, [], 0)
+        kept = tokens if self.streaming is None else min(tokens, self.streaming.sinks + self.streaming.window)
+        needed = several_ranks.least_bytes(model, self.windows, rows, kept) - self.pool.idle_bytes
+        return self.ranks.agree(config, settings, self.pool.fitting(rows, tokens), needed)
 
     # ---- forwards ----
 
@@ -258,6 +284,8 @@ class Generation:
         if torch.compiler.is_compiling():  # which traces no bound method that is made on the way
             return getattr(torch.nn.Module, hf.CALL)(self.model, *args, **kwargs)
         calls = self._thread.calls
+        if calls:
+            self.ranks.count()
         if calls and not args and (forwards := calls[-1]) is not None:
             return forwards(**kwargs)
         return self.own(hf.CALL)(*args, **kwargs)
@@ -285,7 +313,9 @@ class _Generate(_Override):
     name = hf.GENERATE
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self.__self__.in_call():
+        generation = self.__self__
+        arguments = partial(hf.generation_parameters, generation.model, args, kwargs)
+        with generation.ranks.call(arguments), generation.in_call():
             return self.own()(*args, **kwargs)
 
 

@@ -18,7 +18,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -29,13 +29,13 @@ from ..caches.stored import StoredCache
 from .cuda_graph import CudaGraph, Graph
 from .entry import Entry, Inputs, grows, unpaddable
 from .fingerprint import Fingerprint, Uncapturable
+from .ranks import OneRank
 from .survey import survey
 from .unread import unread_by
 
 MAX_GRAPHS = 32  # per patched model; the least recently used one is dropped first
 MAX_CHANGES = 4  # consecutive calls with a new capture before a warning
 BUCKETS = (1, 2, 4, 8, 16, 32, 64)  # numbers of tokens of each row that graphs are captured for
-T = TypeVar("T")
 
 
 def why_no_graph(device: torch.device) -> str | None:
@@ -51,7 +51,8 @@ def new_graph(device: torch.device, shared: dict[str, Any]) -> Graph:
 class DecodeGraphs:
     """All graphs of one model, over the storages of its caches."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: OneRank | None = None) -> None:
+        self.ranks = ranks or OneRank()
         self.entries: weakref.WeakKeyDictionary[Storage, list[Entry]] = weakref.WeakKeyDictionary()
         self.read: weakref.WeakKeyDictionary[Storage, set[int]] = weakref.WeakKeyDictionary()  # sizes of messages read so far
         self.shared: dict[str, Any] = {}
@@ -129,6 +130,7 @@ class Forwards:
         self.begun = False
         self.fingerprint: Fingerprint | None = None
         self.entries: dict[int, Entry] = {}  # the last one by number of tokens
+        self.settled: set[Entry] = set()  # those whose state the ranks have compared in this call
 
     def __call__(self, **given: Any) -> Any:
         cache: Any = given.get("past_key_values")
@@ -173,7 +175,7 @@ class Forwards:
         tokens, read = _bucket(ids), self.graphs.read.setdefault(cache.storage, set())
         before = tokens == 1 or tokens in read
         read.add(tokens)
-        return before
+        return self.graphs.ranks.every(before)
 
     def _why_not(self, cache: object, ids: torch.Tensor | None) -> str | None:
         """The reason why this step cannot be captured, judged by its arguments, or None."""
@@ -208,9 +210,12 @@ class Forwards:
             raise Uncapturable(f"its argument {name} cannot be padded")
         storage.sync(ids.device, *(() if tokens == 1 else (q_len,)))
         if self.fingerprint is None:
-            self.fingerprint = survey(self.model)
+            self.fingerprint = self._survey()
         self._set_mask(cache, inputs, tokens)
         entry = self._entry(cache, inputs, tokens)
+        if entry.graph is None or entry not in self.settled:
+            self.graphs.ranks.settle(entry)
+            self.settled.add(entry)
         if entry.refused is not None:
             raise Uncapturable(entry.refused)
         entry.copy_in(inputs)
@@ -224,6 +229,18 @@ class Forwards:
             raise
         storage.advance(*(() if tokens == 1 else (q_len,)))
         return entry.output(logits, cache)
+
+    def _survey(self) -> Fingerprint:
+        """The fingerprint of the model. Raises Uncapturable if no graph can be captured on one of the ranks."""
+        found, reason = None, None
+        try:
+            found = survey(self.model)
+        except Uncapturable as error:
+            reason = str(error)
+        reason = self.graphs.ranks.refusal(reason)
+        if found is None or reason is not None:
+            raise Uncapturable(reason)
+        return found
 
     def _set_mask(self, cache: StoredCache, inputs: Inputs, tokens: int) -> None:
         """Drop a mask that has no effect. Build the masks of the layers if only the host knows which of its columns they hold."""
@@ -246,6 +263,7 @@ class Forwards:
             return entry
         assert self.fingerprint is not None
         entry = self.entries[tokens] = self.graphs.find(cache, self.fingerprint, inputs, tokens)
+        self.settled.discard(entry)
         if self.graphs.changes >= MAX_CHANGES:
             names = ", ".join(self.graphs.changed[:3])
             reason = f"each of the last {MAX_CHANGES} calls was captured again, as values that a step reads had changed"
@@ -264,7 +282,7 @@ class Forwards:
             return entry.kept(self._rehearse(entry, body), inputs)
         graph = new_graph(entry.device, graphs.shared)
         held = references(storage)
-        entry.logits = _attempt(graph.capture, body).logits
+        entry.logits = graphs.ranks.attempt(graph.capture, body, communicates=False).logits
         holds = references(storage) - held  # a CUDA graph only has addresses; other graphs may hold tensors
         storage.recorded += holds
         entry.graph = graph
@@ -275,7 +293,7 @@ class Forwards:
         """Run the first step of a graph and check that it can be captured. Returns its logits."""
         before = survey(self.model)
         with unread_by(self.model, before) as unread:
-            outputs = _attempt(new_graph(entry.device, self.graphs.shared).rehearse, body)
+            outputs = self.graphs.ranks.attempt(new_graph(entry.device, self.graphs.shared).rehearse, body, communicates=True)
         logits: torch.Tensor | None = outputs.get("logits")
         others = [name for name, value in outputs.items() if name not in ("logits", "past_key_values") and value is not None]
         if others or logits is None:
@@ -285,10 +303,11 @@ class Forwards:
         entry.returns_cache = "past_key_values" in outputs
         entry.unread = frozenset(unread)
         entry.warm = True
-        if changed := before.differences(survey(self.model), entry.unread):
-            # The step has run and must not run again.
-            self.refused = entry.refused = f"a step changes values that the next step reads ({', '.join(changed[:3])})"
-            self.say(self.refused)
+        changed = before.differences(survey(self.model), entry.unread)
+        reason = f"a step changes values that the next step reads ({', '.join(changed[:3])})" if changed else None
+        if (reason := self.graphs.ranks.refusal(reason)) is not None:  # the step has run and must not run again
+            self.refused = entry.refused = reason
+            self.say(reason)
             self.graphs.uncaptured += 1
         return logits
 
@@ -302,12 +321,3 @@ def _tokens(cache: StoredCache) -> int:
     """Number of tokens whose K and V are on the device."""
     storage = cache.storage
     return 0 if storage.rows is None else cache.get_seq_length() or storage.seen  # the first layer may not run
-
-
-def _attempt(run: Callable[[Callable[[], T]], T], body: Callable[[], T]) -> T:
-    """Return run(body). After an error the step runs uncaptured, where an error of the caller is raised again."""
-    try:
-        return run(body)
-    except Exception as error:
-        message = str(error).strip().partition("\n")[0]
-        raise Uncapturable(f"{type(error).__name__} while capturing it ({message})") from error

@@ -67,13 +67,14 @@ _apart: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # attention layers
 
 
 def is_plain(module: torch.nn.Module) -> bool:
-    """Whether the kernel supports this linear layer: its weight is a stored parameter, not computed for each call."""
+    """Whether the kernel supports this linear layer: its weight is a stored parameter, not computed for each call, or the part of
+    one that this rank holds."""
     from ..kernels.decode import linear as kernel
 
     weight = module._parameters.get("weight")
-    return (
-        type(module).forward is torch.nn.Linear.forward and type(weight) is torch.nn.Parameter and weight.dtype in kernel.DTYPES
-    )
+    if type(module).forward is not torch.nn.Linear.forward or weight is None or weight.dtype not in kernel.DTYPES:
+        return False
+    return type(weight) is torch.nn.Parameter or hf.inner_forward(module) is not None
 
 
 def is_gated_mlp(forward: object) -> bool:
@@ -148,10 +149,21 @@ def _runs_our_linear(x: torch.Tensor, *layers: torch.nn.Linear) -> bool:
     if not steps.captured() or torch.is_autocast_enabled(x.device.type) or not subclass.has_kernels(x):
         return False
     for layer in layers:
-        weight = layer._parameters.get("weight")  # None: it is computed for each call
-        if weight is None or not subclass.has_kernels(weight) or not (layer.bias is None or subclass.has_kernels(layer.bias)):
+        weight, bias = _parts(layer)  # no weight: it is computed for each call
+        if weight is None or not subclass.has_kernels(weight) or not (bias is None or subclass.has_kernels(bias)):
             return False
     return True
+
+
+def _is_ours(layer: torch.nn.Module) -> bool:
+    """Whether a linear layer is fused, and its result is the product of its whole input and the weight that `_parts` returns."""
+    return subclass.is_fused(layer) or subclass.is_fused_part(layer)
+
+
+def _parts(layer: torch.nn.Module) -> tuple[Any, Any]:
+    """The weight and the bias with which this rank computes its part of a layer's result; None for what the layer lacks."""
+    weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
+    return (hf.local(weight), hf.local(bias)) if hf.computes_part(layer) else (weight, bias)
 
 
 def _gated(x: torch.Tensor, act: torch.nn.Module, *layers: Any) -> torch.Tensor | None:
@@ -162,13 +174,18 @@ def _gated(x: torch.Tensor, act: torch.nn.Module, *layers: Any) -> torch.Tensor 
     from ..kernels.decode import linear as kernel
 
     name = hf.activation_name(act)
-    if name is None or not all(map(subclass.is_fused, layers)) or not _runs_our_linear(x, *layers):
+    if name is None or not all(map(_is_ours, layers)) or not _runs_our_linear(x, *layers):
         return None
     if any(layer.bias is not None for layer in layers) or _global_forward_pre_hooks:
         return None
-    if any("forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks for module in (*layers, act)):
+    if any(module._forward_hooks or module._forward_pre_hooks for module in (*layers, act)):
         return None
-    gate, up = (layer.weight for layer in layers) if len(layers) == 2 else layers[0].weight.chunk(2)
+    # One layer of both: the part of a rank is not a half of each.
+    shared = [module for module in (*layers, act) if "forward" in vars(module)]
+    if shared and (len(layers) == 1 or not all(map(subclass.is_fused_part, shared))):
+        return None
+    weights = [_parts(layer)[0] for layer in layers]
+    gate, up = weights if len(layers) == 2 else weights[0].chunk(2)
     return kernel.gated_linear(x, gate, up, name)
 
 
@@ -184,7 +201,7 @@ def join(model: torch.nn.Module) -> list[torch.nn.Module]:
 def _projections(attention: torch.nn.Module) -> list[torch.nn.Linear]:
     """The fused projections of an attention layer; none if another module takes the place of one."""
     found = [attention._modules.get(name) for name in PROJECTIONS]
-    layers = [layer for layer in found if isinstance(layer, torch.nn.Linear) and subclass.is_fused(layer)]
+    layers = [layer for layer in found if isinstance(layer, torch.nn.Linear) and _is_ours(layer)]
     return layers if len(layers) == len(found) else []
 
 
@@ -214,10 +231,11 @@ def _project(attention: torch.nn.Module, x: Any) -> _Ahead | None:
     layers = _projections(attention)
     if not layers or not isinstance(x, torch.Tensor) or not _runs_our_linear(x, *layers):
         return None
-    biases = tuple(layer.bias for layer in layers if layer.bias is not None)
+    parts = [_parts(layer) for layer in layers]
+    biases = tuple(bias for _, bias in parts if bias is not None)
     if len(biases) not in (0, len(layers)):
         return None
-    results = kernel.linears(x, tuple(layer.weight for layer in layers), biases)
+    results = kernel.linears(x, tuple(weight for weight, _ in parts), biases)
     if results is None:
         return None
     return _Ahead(x, _version(x), {id(layer): out for layer, out in zip(layers, results, strict=True)})
@@ -253,6 +271,8 @@ def _linear_and_sum(layer: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor | N
 
     added = _thread.added[-1] if _thread.added else None
     if added is None or added.layer is not layer or added.out is not None or not subclass.has_kernels(added.residual):
+        return None
+    if "forward" in vars(layer):  # its result on this rank is not all of it
         return None
     results = kernel.linear_and_sum(x, layer.weight, layer.bias, added.residual)
     if results is None:

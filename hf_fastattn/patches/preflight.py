@@ -70,6 +70,7 @@ def check_model(model: hf.PreTrainedModel, backend: registry.Backend) -> None:
             f"{name} cannot be patched: a {other} in this process shares a part of it and would be changed too. Delete "
             "the other model, or build it over a copy (copy.deepcopy) of the part."
         )
+    hf.local_kv_heads(model)
     if reason := _why_no_kernel(model, backend):
         raise ValueError(f"{name} cannot run {backend.name!r}: {reason}")
 

@@ -13,6 +13,7 @@ from typing import Any, SupportsIndex
 
 import torch
 
+from .. import hf
 from ..kernels import INTERPRETED
 from ..kernels.host import gpu
 
@@ -24,18 +25,31 @@ Fuse = Callable[[types.FunctionType], Forward]  # returns the fused version of o
 
 def replace(module: torch.nn.Module, fused: Fuse) -> None:
     """Let a module run the forward() that `fused` returns."""
-    module.__class__ = _subclass(type(module), fused)
+    own = hf.inner_forward(module)
+    if own is None:
+        module.__class__ = _subclass(type(module), fused)
+    else:  # tensor parallelism has already given the instance a method, which refers to the instance
+        before: Any = vars(module)["forward"]
+        after = vars(module)["forward"] = hf.with_inner(before, functools.partial(fused(own), module))
+        vars(after)[_MARK] = before
 
 
 def is_fused(module: torch.nn.Module) -> bool:
     return hasattr(type(module), _MARK)
 
 
+def is_fused_part(module: torch.nn.Module) -> bool:
+    """Whether the fused forward() of a shared layer computes the layer's result on this rank, and no more."""
+    return hasattr(vars(module).get("forward"), _MARK) and hf.computes_part(module)
+
+
 def restore(modules: list[torch.nn.Module]) -> None:
-    """Undo replace(), except for modules whose class others have changed since."""
+    """Undo replace(), except for modules whose class or forward() others have changed since."""
     for module in modules:
         while is_fused(module):
             module.__class__ = type(module).__bases__[0]
+        if (before := getattr(vars(module).get("forward"), _MARK, None)) is not None:
+            vars(module)["forward"] = before
 
 
 def _subclass(cls: type[torch.nn.Module], fused: Fuse) -> type[torch.nn.Module]:

@@ -88,8 +88,11 @@ class Patch:
             self._use_experts(model)
         if self._generation is None:
             return
+        self._generation.ranks.meet({"backend": self.backend, "graph": self.graph, "fuse": fuse, "streaming": str(streaming)})
         self._generation.install(model)
         self.changes.append(Change("methods of generate()", len(METHODS), type(model).__name__, "this instance's own"))
+        if self._generation.ranks.several:
+            self.changes.append(Change("generate() on several ranks", 1, "each rank for itself", "ranks compare their calls"))
         kept = model.generation_config.cache_implementation or "dynamic"
         words = self._generation.cache_in_words()
         self.changes.append(Change("cache of layers", len(self._generation.windows), kept, words))

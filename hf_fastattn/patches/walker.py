@@ -44,6 +44,7 @@ class Walker:
         self.outside: list[torch.nn.Module] = []  # modules that only attributes and functions refer to
         self.left = LIMIT
         self.where = ""
+        self.mesh: Any = None  # of the ranks that share the model
 
     def same(self, thing: object) -> int:
         """A number unique to this object."""
@@ -61,6 +62,7 @@ class Walker:
     # ---- modules ----
 
     def modules(self, model: torch.nn.Module) -> list[Record]:
+        self.mesh = hf.tensor_parallel_mesh(model)
         records = self._records("", model)
         while self.outside:
             records += self._records("outside the model", self.outside.pop())
@@ -195,7 +197,7 @@ class Walker:
         """A tensor of a subclass, by the tensors that it consists of."""
         found: list[object] = [self.same(type(tensor)), tensor.shape, tensor.dtype]
         if type(tensor).__name__ == "DTensor":
-            raise Uncapturable("a weight is a DTensor, whose steps communicate")
+            return self._shard(tensor)
         if hasattr(tensor, "__tensor_flatten__"):
             names, context = tensor.__tensor_flatten__()
             found += [self.tensor(getattr(tensor, name)) for name in names]
@@ -205,6 +207,13 @@ class Walker:
         for name, item in vars(tensor).items():  # bitsandbytes stores the scales of a weight here
             found += name, self.value(item)
         return tuple(found)
+
+    def _shard(self, tensor: Any) -> Values:
+        """A DTensor of tensor parallelism, by the part that this rank holds."""
+        if self.mesh is None or tensor.device_mesh != self.mesh:
+            raise Uncapturable("a weight is a DTensor that is not from Transformers' tensor parallelism")
+        with torch.no_grad():
+            return self.same(type(tensor)), tensor.shape, str(tensor.placements), *self.tensor(tensor.to_local())
 
     # ---- functions ----
 

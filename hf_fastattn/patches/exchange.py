@@ -1,0 +1,230 @@
+"""Small values exchanged between the ranks of a model on their hosts, and the end of all ranks when one of them fails.
+
+It uses the key-value store of torch.distributed and no collective, so a rank that waits can be interrupted, sees the failure of
+another, and gives up after a limit. During a call of generate() a thread looks for the failure of another rank. The rank may
+then be blocked in a collective in which the failed rank does not take part. If it does not leave the call by itself, the thread
+aborts the process group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import sys
+import threading
+import time
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+
+WAIT = 600.0  # seconds that a rank waits for another that is slow
+GRACE = 2.0  # seconds in which ranks leave a call by themselves, after one of them has failed
+POLL = 0.25  # seconds between two looks for a failure
+KEPT = 8  # calls whose keys stay in the store, for ranks that are behind
+_NO_STORE = "The process that holds the store of torch.distributed (rank 0, or torchrun's) has ended."
+
+
+class End(NamedTuple):
+    """How a call ended on one rank.
+
+    steps: number of forwards that it began. error: None if it returned. usual: whether the error is an Exception.
+    """
+
+    steps: int
+    error: str | None
+    usual: bool
+
+
+class Call:
+    """One generate() on this rank; calls have the same number on all ranks.
+
+    count: number of exchanges. steps: number of forwards. running: whether all ranks have agreed to run them. failure: a
+    sentence, once another rank has failed. left: set when it ends.
+    """
+
+    def __init__(self, number: int):
+        self.number = number
+        self.count = self.steps = 0
+        self.running = False
+        self.failure: str | None = None
+        self.left = threading.Event()
+
+
+class Exchange:
+    """The ranks of one process group. broken: a sentence, once the group was aborted."""
+
+    def __init__(self, group: Any, ranks: list[int], store: Any, prefix: str, device: torch.device):
+        self.group, self.ranks, self.device = group, ranks, device
+        self.rank = torch.distributed.get_rank()
+        self.store: Any = torch.distributed.distributed_c10d.PrefixStore(prefix, store)
+        self.call = Call(0)  # that of patch()
+        self.broken: str | None = None
+        self._mine: list[tuple[int, str]] = []  # (number of the call, key) of the keys that this rank has set
+        self.leave = weakref.finalize(self, _leave, self.store, self.rank)  # also called at the exit of the process
+
+    # ---- exchange ----
+
+    def gather(self, what: str, mine: Any, limit: float | None = None) -> list[Any]:
+        """The values of all ranks, in the order of the ranks. what: the place in the code; ranks that meet at other places raise.
+
+        limit: seconds to wait; WAIT if None. Raises RuntimeError if a rank fails or does not come.
+        """
+        self.call.count += 1
+        keys = self._keys(str(self.call.count))
+        own = self._set(str(self.call.count), (what, mine))
+        try:
+            self._wait(what, keys, WAIT if limit is None else limit)
+        except BaseException:
+            self.store.delete_key(own)  # so that a rank which comes later does not go on
+            raise
+        found = [pickle.loads(self.store.get(key)) for key in keys]
+        places = [where for where, _ in found]
+        for rank, where in zip(self.ranks, places, strict=True):
+            if where != places[0]:
+                raise RuntimeError(
+                    f"Rank {self.ranks[0]} is at {places[0]} while rank {rank} is at {where}: they run other code."
+                )
+        return [value for _, value in found]
+
+    def _wait(self, what: str, keys: list[str], limit: float) -> None:
+        end, pause = time.monotonic() + limit, 5e-5
+        while not self.store.check(keys):
+            if (failed := self.failed(self.call)) is not None and not self.store.check(keys):
+                raise RuntimeError(failed)
+            if time.monotonic() > end:
+                late = [rank for rank, key in zip(self.ranks, keys, strict=True) if not self.store.check([key])]
+                raise RuntimeError(
+                    f"{_names(late)} did not reach {what} within {limit:.0f} seconds. All ranks must call patch() and generate() "
+                    "in the same order."
+                )
+            time.sleep(pause)
+            pause = min(pause * 1.5, 0.02)
+
+    def _keys(self, name: str) -> list[str]:
+        return [f"{self.call.number}/{name}/{rank}" for rank in self.ranks]
+
+    def _set(self, name: str, value: object) -> str:
+        key = f"{self.call.number}/{name}/{self.rank}"
+        self.store.set(key, pickle.dumps(value))
+        self._mine.append((self.call.number, key))
+        return key
+
+    # ---- calls ----
+
+    def begin(self) -> None:
+        self.call = Call(self.call.number + 1)
+        for number, key in self._mine:
+            if number < self.call.number - KEPT:
+                self.store.delete_key(key)
+        self._mine = [(number, key) for number, key in self._mine if number >= self.call.number - KEPT]
+
+    def run(self) -> None:
+        """Begin the forwards of a call. A thread looks for the failure of another rank until the call ends."""
+        self.call.running = True
+        threading.Thread(target=_watch, args=(weakref.ref(self), self.call), name="hf_fastattn ranks", daemon=True).start()
+
+    def end(self, error: BaseException | None) -> str | None:
+        """Report the end of a call to the other ranks. Returns the failure of another rank that explains `error`, or None.
+
+        After an error within the forwards it waits until all ranks have left the call. If they have not, or at different places,
+        a collective may still wait for a rank that does not come, and the group is aborted.
+        """
+        call = self.call
+        call.left.set()
+        text = None if error is None else f"{type(error).__name__}: {error}".rstrip(": .") + "."
+        mine = End(call.steps, text, isinstance(error, Exception))
+        failed, ends = call.failure, [mine]
+        try:
+            self._set("end", mine)
+            if text is not None:
+                failed = failed or self.failed(call)
+                self._set("failed", failed or f"Rank {self.rank} failed during generate(): {text}")
+                ends = self._ends(GRACE if call.running and mine.usual else 0)
+        except RuntimeError:  # of the store
+            failed = failed or _NO_STORE
+        if text is None:
+            return None
+        if call.running and not (len(ends) == len(self.ranks) and _harmless(ends)):
+            self.broken = failed or f"generate() failed on this rank: {text}"
+            self.abort()
+            self.leave()
+        alike = len(ends) > 1 and all(end == mine for end in ends)
+        return None if alike else failed
+
+    def _ends(self, limit: float) -> list[End]:
+        """How the call has ended, on the ranks that have left it within `limit` seconds."""
+        keys, byes = self._keys("end"), self._keys("bye")
+        end = time.monotonic() + limit
+        while not self.store.check(keys) and time.monotonic() < end:
+            time.sleep(0.01)
+        ends = [pickle.loads(self.store.get(key)) for key in keys if self.store.check([key])]
+        self._set("bye", None)
+        while self.rank == self.ranks[0] and time.monotonic() < end and not self.store.check(byes):
+            time.sleep(0.01)  # its process may hold the store
+        return ends
+
+    # ---- failures ----
+
+    def failed(self, call: Call) -> str | None:
+        """A sentence with the failure of another rank in a call; None if there is none."""
+        try:
+            for rank in self.ranks:
+                if rank == self.rank:
+                    continue
+                if self.store.check([key := f"{call.number}/failed/{rank}"]):
+                    return str(pickle.loads(self.store.get(key)))
+                if self.store.check([f"gone/{rank}"]) and not self.store.check([f"{call.number}/end/{rank}"]):
+                    return f"Rank {rank} has left: its patch was undone, its process ended, or an earlier call failed there."
+        except RuntimeError:  # torch.distributed.DistStoreError and DistNetworkError
+            return _NO_STORE
+        return None
+
+    def abort(self) -> None:
+        """Abort the collectives of the group, which cannot be used afterwards. Returns after GRACE seconds at the latest."""
+
+        def run() -> None:
+            with contextlib.suppress(RuntimeError, AttributeError):
+                self.group.abort()
+
+        thread = threading.Thread(target=run, name="hf_fastattn abort", daemon=True)
+        thread.start()
+        thread.join(GRACE)
+
+
+def _harmless(ends: list[End]) -> bool:
+    """Whether no collective waits for a rank that has left: all ranks began the same forwards, and stopped at the same place."""
+    if len({end.steps for end in ends}) > 1 or not all(end.usual or end.error is None for end in ends):
+        return False
+    # Before the first forward, after the last one, or by the same error.
+    return ends[0].steps == 0 or any(end.error is None for end in ends) or len({end.error for end in ends}) == 1
+
+
+def _names(ranks: list[int]) -> str:
+    return f"Rank {ranks[0]}" if len(ranks) == 1 else f"Ranks {', '.join(map(str, ranks))}"
+
+
+def _leave(store: Any, rank: int) -> None:
+    with contextlib.suppress(Exception):  # the store may have ended before
+        store.set(f"gone/{rank}", b"")
+
+
+def _watch(of: weakref.ref[Exchange], call: Call) -> None:
+    while not call.left.wait(POLL):
+        exchange = of()
+        if exchange is None:
+            return
+        call.failure = exchange.failed(call)
+        if call.failure is None:
+            del exchange
+            continue
+        if call.left.wait(GRACE):
+            return
+        exchange.abort()
+        if call.left.wait(GRACE):
+            return
+        # Gloo, for one, cannot be aborted: this rank would wait for hours.
+        sys.stderr.write(f"hf_fastattn: {call.failure} This process ends, as its collective cannot be interrupted.\n")
+        sys.stderr.flush()
+        os._exit(1)

@@ -1,0 +1,253 @@
+"""What ranks must decide alike when they share a model by tensor parallelism.
+
+A forward of such a model communicates: every rank must run the same forwards, and in each of them the same collectives. So the
+ranks compare their inputs once per generate(), before its first forward, and a decode graph is rehearsed, captured and replayed
+on all ranks or on none. A difference is refused with a sentence that names the rank. `Ranks` is for several ranks, and `OneRank`,
+its base, decides alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import torch
+
+from .. import hf
+from ..caches.layers import free_bytes
+from .entry import Entry
+from .exchange import Exchange
+from .fingerprint import Uncapturable
+from .inputs import Fact, difference, facts
+
+STOPPED = 3.0  # seconds that a rank whose rehearsal stopped waits for the others to report the same
+T = TypeVar("T")
+_made: dict[tuple[int, ...], int] = {}  # how many Exchanges this process has created for these ranks
+
+
+class OneRank:
+    """The decisions of a model that is on one rank."""
+
+    several = False
+
+    @contextlib.contextmanager
+    def call(self, arguments: Callable[[], Mapping[str, Any]]) -> Iterator[None]:
+        """The context of one generate(). arguments: returns what it was called with."""
+        yield
+
+    def meet(self, settings: Mapping[str, Any]) -> None:
+        """Compare the settings of patch(). Raises ValueError on all ranks if they differ."""
+
+    def agree(self, config: hf.GenerationConfig, settings: Mapping[str, Any], idle: list[int], needed: int) -> list[int] | None:
+        """Compare the inputs of a call before its first forward. Returns those of the idle storages that all ranks hold.
+
+        settings: values besides the arguments and `config` that must be equal. idle: the serial numbers of the idle storages that
+        suit the call. needed: bytes that a new one needs at least, 0 if none is needed. If tokens are sampled, all ranks continue
+        with the random numbers of the first rank. Raises ValueError on all ranks if anything differs, MemoryError on all ranks
+        if one of them has no memory for a new storage.
+        """
+        return None
+
+    def count(self) -> None:
+        """Called before each forward of a call. Raises RuntimeError if another rank has failed."""
+
+    def every(self, value: bool) -> bool:
+        """Whether a condition holds on all ranks."""
+        return value
+
+    def refusal(self, reason: str | None) -> str | None:
+        """The reason why no step of a call can be captured, on this rank or on another."""
+        return reason
+
+    def settle(self, entry: Entry) -> None:
+        """Bring the graph of a step into the same state on all ranks, before the step runs."""
+
+    def attempt(self, run: Callable[[Callable[[], T]], T], body: Callable[[], T], communicates: bool) -> T:
+        """Return run(body). After an error the step runs uncaptured, where an error of the caller is raised again.
+
+        communicates: whether it runs the collectives of the step, as a rehearsal does and a capture does not.
+        """
+        try:
+            return run(body)
+        except Exception as error:
+            message = str(error).strip().partition("\n")[0]
+            raise Uncapturable(f"{type(error).__name__} while capturing it ({message})") from error
+
+    def close(self) -> None:
+        """Tell the other ranks that this one takes part in no further call."""
+
+    def check_copy(self) -> None:
+        """Raise TypeError if the model cannot be copied."""
+
+
+class Ranks(OneRank):
+    """The decisions of a model that several ranks share. `exchange.WAIT` is the time that they wait for a slow rank."""
+
+    several = True
+
+    def __init__(self, model: hf.PreTrainedModel, mesh: Any):
+        group = mesh.get_group()
+        ranks = sorted(torch.distributed.get_process_group_ranks(group))
+        store = torch.distributed.distributed_c10d._get_default_store()
+        key = tuple(ranks)
+        _made[key] = _made.get(key, 0) + 1
+        prefix = f"hf_fastattn/{'-'.join(map(str, ranks))}/{_made[key]}"
+        self.exchange = Exchange(group, ranks, store, prefix, model.device)
+        self.lock = threading.RLock()  # collectives of two calls would mix
+        self.depth = 0
+        self.arguments: dict[str, Fact] = {}
+
+    # ---- calls ----
+
+    def meet(self, settings: Mapping[str, Any]) -> None:
+        found = self.exchange.gather("patch()", facts(settings))
+        if differs := difference(self.exchange.ranks, found):
+            raise ValueError(f"The ranks of this model call patch() differently: {differs}.")
+
+    @contextlib.contextmanager
+    def call(self, arguments: Callable[[], Mapping[str, Any]]) -> Iterator[None]:
+        exchange = self.exchange
+        with self.lock:
+            if self.depth:  # a generate() within a generate()
+                yield
+                return
+            if exchange.broken is not None:
+                raise RuntimeError(
+                    f"The process group of this model was aborted: {exchange.broken} Restart the processes on all ranks."
+                )
+            self.depth += 1
+            exchange.begin()
+            try:
+                self.arguments = facts(arguments())
+                yield
+            except BaseException as error:
+                failed = exchange.end(error)
+                if failed is None:
+                    raise
+                raise RuntimeError(f"generate() ends on rank {exchange.rank}. {failed}") from error
+            else:
+                exchange.end(None)
+            finally:
+                self.depth -= 1
+
+    def agree(self, config: hf.GenerationConfig, settings: Mapping[str, Any], idle: list[int], needed: int) -> list[int] | None:
+        exchange, device = self.exchange, self.exchange.device
+        mine = {**self.arguments, **facts({"generation_config": config, **settings})}
+        random = _random_state(device) if config.do_sample and exchange.rank == exchange.ranks[0] else None
+        found = exchange.gather("the begin of generate()", (mine, idle, needed, free_bytes(device), random))
+        if differs := difference(exchange.ranks, [each[0] for each in found]):
+            raise ValueError(
+                f"generate() is called differently on the ranks of this model: {differs}. Pass the same inputs on all ranks."
+            )
+        if config.max_time is not None:
+            raise ValueError(
+                "Each rank measures max_time for itself, and ranks that stop at different tokens would wait for each other. Use "
+                "max_new_tokens."
+            )
+        common = [serial for serial in idle if all(serial in each[1] for each in found)]
+        for rank, (_, _, needs, free, _) in zip(exchange.ranks, found, strict=True):
+            if not common and free is not None and free < needs:
+                raise MemoryError(
+                    f"The cache of this call needs {needs} bytes ({needs / 2**30:.2f} GiB) on rank {rank}, and {free} "
+                    f"({free / 2**30:.2f} GiB) are free there. Ask for fewer new tokens, fewer rows or a shorter prompt."
+                )
+        if found[0][4] is not None:
+            _set_random_state(device, found[0][4])
+        exchange.run()
+        return common
+
+    def count(self) -> None:
+        call = self.exchange.call
+        if call.failure is not None:
+            raise RuntimeError(call.failure)
+        call.steps += 1
+
+    # ---- graphs ----
+
+    def every(self, value: bool) -> bool:
+        return all(self.exchange.gather("a short prompt", value))
+
+    def refusal(self, reason: str | None) -> str | None:
+        found = self.exchange.gather("the first step of a decode graph", reason)
+        return next((self._named(rank, found) for rank, each in enumerate(found) if each is not None), None)
+
+    def settle(self, entry: Entry) -> None:
+        state = "captured" if entry.graph is not None else "warm" if entry.warm else "new"
+        found = self.exchange.gather("a step of a decode graph", (entry.refused, state))
+        refused = [each[0] for each in found]
+        if any(refused):
+            entry.refused = next(self._named(index, refused) for index, each in enumerate(refused) if each)
+        elif any(each[1] != state for each in found):  # as if all had found a new entry
+            entry.graph, entry.warm = None, False
+
+    def attempt(self, run: Callable[[Callable[[], T]], T], body: Callable[[], T], communicates: bool) -> T:
+        whole = False
+
+        def all_of_it() -> T:
+            nonlocal whole
+            result = body()
+            whole = True
+            return result
+
+        result, reason = None, None
+        try:
+            result = super().attempt(run, all_of_it, communicates)
+        except Uncapturable as error:
+            reason = str(error)
+        stopped = communicates and not whole
+        what = "the rehearsal of a step" if communicates else "the capture of a step"
+        try:
+            found = self.exchange.gather(what, (reason, stopped), limit=STOPPED if stopped else None)
+        except RuntimeError as error:
+            raise error if reason is None else RuntimeError(f"A step stopped: {reason}.") from error
+        reasons = [each[0] for each in found]
+        if any(each[1] for each in found) and len(set(reasons)) > 1:  # some ranks wait in a collective for the others
+            index = next(index for index, each in enumerate(found) if each[1])
+            raise RuntimeError(f"Rank {self.exchange.ranks[index]} stopped within a step: {reasons[index]}.")
+        if any(reasons):
+            raise Uncapturable(next(self._named(index, reasons) for index, each in enumerate(reasons) if each))
+        return result  # type: ignore[return-value]  # without a reason there is a result
+
+    def _named(self, index: int, reasons: list[str | None]) -> str | None:
+        """The reason of one rank, with its name if others have another reason or none."""
+        reason = reasons[index]
+        return reason if len(set(reasons)) == 1 else f"on rank {self.exchange.ranks[index]}, {reason}"
+
+    def close(self) -> None:
+        self.exchange.leave()
+
+    def check_copy(self) -> None:
+        raise TypeError(
+            "A patched model under tensor parallelism cannot be copied: the layers of the copy would use the weights of the "
+            "original. Load the model a second time."
+        )
+
+
+def of(model: hf.PreTrainedModel) -> OneRank:
+    """The ranks that share this model."""
+    mesh = hf.tensor_parallel_mesh(model)
+    return OneRank() if mesh is None else Ranks(model, mesh)
+
+
+def least_bytes(model: hf.PreTrainedModel, windows: list[int | None], rows: int, tokens: int) -> int:
+    """Bytes of K and V that a rank stores at least: those of its share, if heads are divided among the ranks."""
+    mesh, total = hf.tensor_parallel_mesh(model), 0
+    for shape, window in zip(hf.layer_shapes(model.config), windows, strict=False):
+        kept = tokens if window is None else min(tokens, window - 1)
+        total += rows * kept * shape.num_kv_heads * (shape.head_dim + shape.value_dim) * model.dtype.itemsize
+    return total // (1 if mesh is None else mesh.size())
+
+
+def _random_state(device: torch.device) -> bytes:
+    state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+    return state.numpy().tobytes()
+
+
+def _set_random_state(device: torch.device, state: bytes) -> None:
+    tensor = torch.frombuffer(bytearray(state), dtype=torch.uint8)
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(tensor, device)
+    else:
+        torch.set_rng_state(tensor)

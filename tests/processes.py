@@ -1,0 +1,81 @@
+"""Functions that run in several processes at once, as the ranks of a process group."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.tensor  # before the processes are forked, which then need not import it
+
+HIDDEN = pytest.mark.skipif(torch.cuda.is_available() or not hasattr(os, "fork"), reason="ranks on the CPU, in forked processes")
+
+
+class Ended(NamedTuple):
+    """A process that has ended: the result of its function, None if it raised; what it printed; after how many seconds."""
+
+    result: object
+    output: str
+    seconds: float
+
+
+def run(folder: Path, count: int, function, *args, limit: float = 60.0) -> list[Ended]:
+    """Run function(rank, *args) in `count` forked processes, the ranks of a gloo group. Fails after `limit` seconds.
+
+    The store of the group is in this process, as in torchrun's.
+    """
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    folder.mkdir(parents=True, exist_ok=True)
+    pids = {}
+    for rank in range(count):
+        pid = os.fork()
+        if pid == 0:
+            _be(rank, count, server.port, folder, function, args)
+        pids[rank] = pid
+    begin, seconds = time.monotonic(), {}
+    while len(seconds) < count and time.monotonic() < begin + limit:
+        for rank in pids.keys() - seconds.keys():
+            if os.waitpid(pids[rank], os.WNOHANG)[0]:
+                seconds[rank] = time.monotonic() - begin
+        time.sleep(0.02)
+    for rank in pids.keys() - seconds.keys():
+        os.kill(pids[rank], signal.SIGKILL)
+        os.waitpid(pids[rank], 0)
+    ended = []
+    for rank in range(count):
+        output, result = (folder / f"{rank}.txt").read_text(), folder / f"{rank}.pickle"
+        assert rank in seconds, f"rank {rank} was still running after {limit} seconds:\n{output}"
+        ended.append(Ended(pickle.loads(result.read_bytes()) if result.exists() else None, output, seconds[rank]))
+    return ended
+
+
+def _be(rank: int, count: int, port: int, folder: Path, function, args) -> None:
+    """Be one rank, until the end of this process."""
+    code = 1
+    try:
+        out = os.open(folder / f"{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(out, 1)
+        os.dup2(out, 2)
+        sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1)
+        torch.set_num_threads(1)
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count))
+        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=timedelta(hours=2))
+        result = function(rank, *args)
+        (folder / f"{rank}.part").write_bytes(pickle.dumps(result))
+        (folder / f"{rank}.part").rename(folder / f"{rank}.pickle")
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(code)

@@ -1,0 +1,585 @@
+"""patch() under Transformers' tensor parallelism: two processes on the CPU, with a substitute for CUDA graphs."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import signal
+import time
+import warnings
+
+import fake_graph
+import processes
+import pytest
+import torch
+from models import FAMILIES, family, prompts, tiny
+from transformers import StoppingCriteria
+from transformers.distributed import DistributedConfig
+from transformers.utils import logging
+
+import hf_fastattn
+from hf_fastattn.patches import exchange, fuse, graph, ranks, subclass
+from hf_fastattn.patches.survey import survey
+
+pytestmark = [processes.HIDDEN, pytest.mark.xdist_group("ranks")]
+NEW = 8
+BIASES = {"starcoder2": ("starcoder2", {"use_bias": True, "sliding_window": None})}  # a bias after an all-reduce
+SHARED = [*(name for name in FAMILIES if name not in ("opt", "mistral_window_above_prompt")), *BIASES]
+
+
+def shared(one, count: int = 2, attention: str = "eager"):
+    """A copy of a model, shared by `count` ranks. Replays of its decode graphs are recorded operations."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    graph.new_graph, graph.why_no_graph = fake_graph.RecordedGraph, lambda device: None
+    config = DistributedConfig(tp_size=count)
+    state = {name: tensor.clone() for name, tensor in one.state_dict().items()}
+    made = type(one).from_pretrained(
+        None, config=one.config, state_dict=state, attn_implementation=attention, dtype=torch.float32, distributed_config=config
+    )
+    return made.eval()
+
+
+def of_family(name: str):
+    if name in BIASES:
+        model_type, own = BIASES[name]
+        return tiny(model_type, **own)
+    return family(name, "cpu")
+
+
+def generate(model, inputs, **options):
+    return model.generate(**{"max_new_tokens": NEW, "do_sample": False, **inputs, **options})
+
+
+def graphs_of(patch) -> list:
+    return [entry.graph for entries in patch._graphs.entries.values() for entry in entries if entry.graph is not None]
+
+
+def results(ended) -> list:
+    assert all(each.result is not None for each in ended), "\n".join(each.output for each in ended)
+    return [each.result for each in ended]
+
+
+# ---- every family ----
+
+
+def decode_family(rank: int, name: str, padding: str, count: int) -> dict:
+    one, inputs = of_family(name), prompts(padding, "cpu")
+    model = shared(one, count)
+    recorder = fake_graph.RecordedGraph(None, {})
+    with torch.no_grad():
+        recorder.capture(lambda: model(input_ids=inputs["input_ids"][:, :1]))
+        want = generate(one, inputs)
+    with hf_fastattn.patch(model, "lean") as patch:
+        first = generate(model, inputs, return_dict_in_generate=True, output_logits=True)
+        again = generate(model, inputs)
+        graph = graphs_of(patch)[0]
+    return {
+        "tokens": torch.equal(first.sequences, want) and torch.equal(again, want),
+        "logits": [bytes(x.numpy().tobytes()) for x in first.logits],
+        "collectives": (graph.collectives, recorder.collectives),
+        "steps": (patch.captures, patch.uncaptured),
+        "reasons": patch.reasons,
+        "left": sorted(set(vars(model)) & {"generate", "_hf_fastattn_patch"}),
+    }
+
+
+def decode_families(rank: int, names: list[str], padding: str, count: int) -> dict:
+    return {name: decode_family(rank, name, padding, count) for name in names}
+
+
+@pytest.fixture(scope="module")
+def decoded(tmp_path_factory):
+    for name in SHARED:
+        of_family(name)  # before the fork
+    return results(processes.run(tmp_path_factory.mktemp("ranks"), 2, decode_families, SHARED, "left_padding", 2, limit=240))
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_decode_steps_are_captured_and_equal_to_eager_on_one_process(decoded, name):
+    first, second = (each[name] for each in decoded)
+    for each in (first, second):
+        assert each["tokens"]
+        assert each["steps"] == (2, 0) and not each["reasons"]
+        assert each["left"] == []
+        in_graph, eager = each["collectives"]
+        assert in_graph == eager and in_graph
+    assert first["logits"] == second["logits"]
+
+
+def test_a_graph_has_two_collectives_for_each_layer_and_one_for_the_logits(decoded):
+    names, _ = decoded[0]["llama"]["collectives"]
+    assert sum("allreduce_" in name for name in names) == 4
+    assert sum("all_gather" in name for name in names) == 1
+
+
+# ---- calls that differ, and graphs that only one rank could capture ----
+
+
+def outcome(run) -> str:
+    """ "ok", or the exception of run() in words."""
+    try:
+        run()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "ok"
+
+
+class Fails(StoppingCriteria):
+    def __call__(self, ids, scores, **kwargs):
+        raise ArithmeticError("of the user")
+
+
+class Scene:
+    """One model on two ranks, patched anew for each scene."""
+
+    def __init__(self, rank: int):
+        self.rank = rank
+        self.one, self.inputs = of_family("llama"), prompts("left_padding", "cpu")
+        self.model = shared(self.one)
+        self.want = generate(self.one, self.inputs)
+
+    def __call__(self, **options) -> str:
+        return outcome(lambda: self.check(options))
+
+    def check(self, options) -> None:
+        assert torch.equal(generate(self.model, self.inputs | options), self.want), "other tokens"
+
+
+def other_ids(scene: Scene) -> str:
+    ids = scene.inputs["input_ids"].clone()
+    ids[0, -1] += scene.rank
+    return scene(input_ids=ids)
+
+
+def other_length(scene: Scene) -> str:
+    return scene(max_new_tokens=NEW + scene.rank)
+
+
+def other_rows(scene: Scene) -> str:
+    return scene(**{name: value[scene.rank :] for name, value in scene.inputs.items()})
+
+
+def max_time(scene: Scene) -> str:
+    return scene(max_time=60.0)
+
+
+def no_memory(scene: Scene) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranks, "free_bytes", lambda device: 1000 if scene.rank else 1 << 40)
+        return scene()
+
+
+def wrong_argument(scene: Scene) -> str:
+    return scene(**({"no_such_argument": 1} if scene.rank else {}))
+
+
+def wrong_argument_on_all(scene: Scene) -> str:
+    return scene(no_such_argument=1)
+
+
+def wrong_argument_beside_a_slow_rank(scene: Scene) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange, "GRACE", 0.2)
+        time.sleep(0 if scene.rank else 0.5)
+        return wrong_argument(scene)
+
+
+def interrupted_while_waiting(scene: Scene) -> str:
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        if scene.rank:
+            patch.setattr(exchange.Exchange, "_wait", interrupt)
+        else:
+            time.sleep(0.5)
+        try:
+            return scene()
+        except KeyboardInterrupt:
+            return "KeyboardInterrupt"
+
+
+def other_modes(scene: Scene) -> list[str]:
+    found = []
+    for options in ({"num_beams": 2}, {"prompt_lookup_num_tokens": 3}, {"prefill_chunk_size": 40}):
+        inputs = {name: value[1:2] for name, value in scene.inputs.items()}
+        want = generate(scene.one, inputs, **{**options, "prefill_chunk_size": None})
+        found.append(torch.equal(generate(scene.model, inputs, **options), want))
+    return [*found, scene.patch.captures > 0, scene.patch.uncaptured]
+
+
+def fails_on_all(scene: Scene) -> str:
+    return scene(stopping_criteria=[Fails()])
+
+
+def a_streamer_on_one_rank(scene: Scene) -> str:
+    class Counts:
+        tokens = 0
+
+        def put(self, value):
+            self.tokens += value.shape[-1] if value.dim() > 1 else 1
+
+        def end(self):
+            pass
+
+    found = Counts()
+    return scene(streamer=found) if scene.rank else scene()
+
+
+def a_hook_on_one_rank(scene: Scene) -> str:
+    hook = scene.model.lm_head.register_forward_hook(lambda *args: None) if scene.rank else None
+    try:
+        return scene()
+    finally:
+        if hook is not None:
+            hook.remove()
+
+
+def a_failed_capture(scene: Scene) -> str:
+    class Graph(fake_graph.RecordedGraph):
+        def capture(self, body):
+            super().capture(body)
+            raise RuntimeError("no graph here")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if scene.rank:
+            patch.setattr(graph, "new_graph", Graph)
+        return scene()
+
+
+def a_failed_rehearsal(scene: Scene) -> str:
+    class Graph(fake_graph.RecordedGraph):
+        def rehearse(self, body):
+            super().rehearse(body)
+            raise RuntimeError("it reads a value on the host")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if scene.rank:
+            patch.setattr(graph, "new_graph", Graph)
+        return scene()
+
+
+def a_cache_kept_on_one_rank(scene: Scene) -> str:
+    kept = generate(scene.model, scene.inputs, return_dict_in_generate=True).past_key_values
+    if not scene.rank:
+        del kept
+    found = [scene(), scene()]
+    serials = {storage.serial for storage in scene.patch._graphs.entries}
+    return f"{found} {len(serials)} storages, {scene.patch.captures} captures"
+
+
+def a_graph_dropped_on_one_rank(scene: Scene) -> str:
+    found = [scene()]
+    if scene.rank:
+        scene.patch._graphs.clear()
+    return f"{[*found, scene()]} {scene.patch.captures} captures"
+
+
+def a_weight_moved_on_one_rank(scene: Scene) -> str:
+    found = [scene()]
+    if scene.rank:
+        norm = scene.model.model.norm
+        norm.weight = torch.nn.Parameter(norm.weight.detach().clone())
+    return f"{[*found, scene()]} {scene.patch.captures} captures"
+
+
+def other_seeds(scene: Scene) -> list:
+    torch.manual_seed(scene.rank)
+    return [generate(scene.model, scene.inputs, do_sample=True).tolist() for _ in range(2)]
+
+
+def a_slow_rank(scene: Scene) -> str:
+    time.sleep(0.5 * scene.rank)
+    return scene()
+
+
+def a_rank_that_does_not_come(scene: Scene) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange, "WAIT", 0.3)
+        if scene.rank:
+            time.sleep(1)
+            return outcome(lambda: generate(scene.model, scene.inputs))
+        return outcome(lambda: generate(scene.model, scene.inputs))
+
+
+def a_copy(scene: Scene) -> str:
+    return outcome(lambda: copy.deepcopy(scene.patch, {id(scene.model): scene.model}))
+
+
+def a_saved_cache(scene: Scene) -> str:
+    cache = generate(scene.model, scene.inputs, return_dict_in_generate=True).past_key_values
+    return outcome(lambda: cache.save("not written", scene.model))
+
+
+def a_mesh_of_others(scene: Scene) -> str:
+    """The weights are DTensors, but not from tensor parallelism, as those of FSDP are not."""
+    size, scene.model._tp_size = scene.model._tp_size, None
+    try:
+        return outcome(lambda: survey(scene.model))
+    finally:
+        scene.model._tp_size = size
+
+
+SCENES = [
+    a_saved_cache,
+    a_mesh_of_others,
+    other_ids,
+    other_length,
+    other_rows,
+    max_time,
+    no_memory,
+    wrong_argument,
+    wrong_argument_on_all,
+    wrong_argument_beside_a_slow_rank,
+    interrupted_while_waiting,
+    other_modes,
+    fails_on_all,
+    a_streamer_on_one_rank,
+    a_hook_on_one_rank,
+    a_failed_capture,
+    a_failed_rehearsal,
+    a_cache_kept_on_one_rank,
+    a_graph_dropped_on_one_rank,
+    a_weight_moved_on_one_rank,
+    other_seeds,
+    a_slow_rank,
+    a_rank_that_does_not_come,
+    a_copy,
+]
+
+
+def play(rank: int) -> dict:
+    scene, found = Scene(rank), {}
+    exchange.GRACE = 20.0  # the processes may share a core
+    for each in SCENES:
+        begin = time.monotonic()
+        with warnings.catch_warnings(), hf_fastattn.patch(scene.model, "lean") as scene.patch:
+            warnings.simplefilter("ignore")
+            result = each(scene)
+            found[each.__name__] = result, list(scene.patch.reasons), scene(), time.monotonic() - begin
+    found["other settings"] = outcome(lambda: hf_fastattn.patch(scene.model, "lean" if rank else "split_kv")), [], "ok", 0
+    found["state"] = sorted(name for name in vars(scene.model) if "patch" in name or name == "generate"), [], "ok", 0
+    with hf_fastattn.patch(scene.model, "lean") as patch:
+        if rank:
+            patch.undo()
+        else:
+            found["undone on one rank"] = scene(), [], "ok", 0
+    return found
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory):
+    of_family("llama")
+    return results(processes.run(tmp_path_factory.mktemp("scenes"), 2, play, limit=240))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("other_ids", "ValueError: .*input_ids, a tensor of shape .3, 96. and int64, has other values on rank 1 than on rank 0"),
+        ("other_length", r"ValueError: .*max_new_tokens is 8 on rank 0 and 9 on rank 1"),
+        (
+            "other_rows",
+            r"ValueError: .*input_ids is a tensor of shape .3, 96.* on rank 0 and a tensor of shape .2, 96.* on rank 1",
+        ),
+        ("max_time", "ValueError: Each rank measures max_time for itself"),
+        ("no_memory", r"MemoryError: .*on rank 1, and 1000 .*are free there"),
+        ("other settings", r"ValueError: The ranks .*backend is 'split_kv' on rank 0 and 'lean' on rank 1"),
+        ("wrong_argument_on_all", "ValueError: .*no_such_argument"),
+        ("fails_on_all", "ArithmeticError: of the user"),
+        ("a_streamer_on_one_rank", "ok"),
+        ("a_slow_rank", "ok"),
+        ("a_saved_cache", "ValueError: Under tensor parallelism a cache holds the KV heads of one rank"),
+        ("a_mesh_of_others", "Uncapturable: a weight is a DTensor that is not from Transformers' tensor parallelism"),
+        ("a_copy", "TypeError: .*Load the model a second time"),
+    ],
+)
+def test_every_rank_ends_alike(played, name, said):
+    for found in played:
+        assert re.search(said, found[name][0]), found[name]
+        assert found[name][2] == "ok"  # the next call
+    assert played[0][name][0] == played[1][name][0]
+
+
+def test_a_rank_learns_why_another_has_failed(played):
+    for name in ("wrong_argument", "wrong_argument_beside_a_slow_rank"):
+        assert re.match("ValueError: .*no_such_argument", played[1][name][0])
+        assert re.match("RuntimeError: generate.. ends on rank 0. Rank 1 failed .*no_such_argument", played[0][name][0])
+        assert [found[name][2] for found in played] == ["ok", "ok"]
+    assert played[1]["interrupted_while_waiting"][0] == "KeyboardInterrupt"
+    assert re.match("RuntimeError: .*Rank 1 failed .*: KeyboardInterrupt", played[0]["interrupted_while_waiting"][0])
+    assert [found["interrupted_while_waiting"][2] for found in played] == ["ok", "ok"]
+    assert re.match("RuntimeError: Rank 1 did not reach the begin of", played[0]["a_rank_that_does_not_come"][0])
+    assert re.match("RuntimeError: generate.. ends on rank 1. Rank 0 failed", played[1]["a_rank_that_does_not_come"][0])
+    assert re.match("RuntimeError: generate.. ends on rank 0. Rank 1 has left", played[0]["undone on one rank"][0])
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("a_hook_on_one_rank", "on rank 1, Linear has the forward hook"),
+        ("a_failed_capture", "on rank 1, RuntimeError while capturing it .no graph here."),
+        ("a_failed_rehearsal", "on rank 1, RuntimeError while capturing it .it reads a value on the host."),
+    ],
+)
+def test_a_step_that_one_rank_cannot_capture_runs_uncaptured_on_all(played, name, reason):
+    for found in played:
+        assert found[name][0] == "ok"
+        assert re.match(reason, found[name][1][0]), found[name]
+
+
+def test_graphs_are_captured_again_on_all_ranks_or_on_none(played):
+    for found in played:
+        assert found["a_cache_kept_on_one_rank"][0].startswith("['ok', 'ok']")
+        assert found["a_cache_kept_on_one_rank"][0].endswith("2 captures")
+        assert found["a_graph_dropped_on_one_rank"][0] == "['ok', 'ok'] 2 captures"
+        assert found["a_weight_moved_on_one_rank"][0] == "['ok', 'ok'] 2 captures"
+
+
+def test_ranks_with_different_seeds_sample_the_same_tokens(played):
+    first, second = (found["other_seeds"][0] for found in played)
+    assert first == second and first[0] != first[1]
+    torch.manual_seed(0)
+    assert torch.equal(generate(of_family("llama"), prompts("left_padding", "cpu"), do_sample=True), torch.tensor(first[0]))
+
+
+def test_beams_speculation_and_chunks_of_a_prompt(played):
+    assert [found["other_modes"][0] for found in played] == 2 * [[True, True, True, True, 0]]
+
+
+def test_undo_removes_everything(played):
+    assert [found["state"][0] for found in played] == [[], []]
+
+
+# ---- failures within a call ----
+
+
+class Puts:
+    """A streamer that calls `act` with the third token."""
+
+    def __init__(self, act):
+        self.act, self.count = act, 0
+
+    def put(self, value):
+        self.count += 1
+        if self.count == 4:  # the first is the prompt
+            self.act()
+
+    def end(self):
+        pass
+
+
+def fail_in_a_streamer(rank: int, act) -> str:
+    """Generate with a streamer on rank 1 that fails. The process of rank 1 stays, as that of a notebook does."""
+    exchange.GRACE, scene = 0.5, Scene(rank)
+    with hf_fastattn.patch(scene.model, "lean"):
+        generate(scene.model, scene.inputs)
+        if not rank:
+            return outcome(lambda: generate(scene.model, scene.inputs))
+        try:
+            generate(scene.model, scene.inputs, streamer=Puts(act))
+        except (ArithmeticError, KeyboardInterrupt) as error:
+            found = f"{type(error).__name__}, and then {outcome(lambda: generate(scene.model, scene.inputs))}"
+        time.sleep(4)
+        return found
+
+
+def divide_by_zero() -> None:
+    raise ZeroDivisionError("of the user")
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize("act", [divide_by_zero, interrupt])
+def test_a_rank_that_waits_for_one_that_has_failed_ends_with_a_sentence(tmp_path, act):
+    """A collective of gloo cannot be interrupted, so the process of the rank ends."""
+    of_family("llama")
+    first, second = processes.run(tmp_path, 2, fail_in_a_streamer, act)
+    kind = "ZeroDivisionError: of the user" if act is divide_by_zero else "KeyboardInterrupt"
+    assert f"hf_fastattn: Rank 1 failed during generate(): {kind}" in first.output
+    assert first.result is None and first.seconds < second.seconds - 1
+    assert re.match(f"{kind[:17]}.*, and then RuntimeError: The process group of this model was aborted", str(second.result))
+
+
+def fail_in_a_layer(rank: int) -> str:
+    scene = Scene(rank)
+
+    def fail(*args):
+        raise MemoryError("for K and V")
+
+    with hf_fastattn.patch(scene.model, "lean"):
+        if rank:
+            vars(scene.model.model.layers[1].self_attn.q_proj)["forward"] = fail
+            generate(scene.model, scene.inputs)  # the process ends with its error
+        return outcome(lambda: generate(scene.model, scene.inputs))
+
+
+def test_a_rank_whose_collective_fails_learns_why(tmp_path):
+    of_family("llama")
+    first, second = processes.run(tmp_path, 2, fail_in_a_layer)
+    assert second.result is None and "MemoryError: for K and V" in second.output
+    assert first.result == "RuntimeError: generate() ends on rank 0. Rank 1 failed during generate(): MemoryError: for K and V."
+
+
+def test_kv_heads_that_cannot_be_divided_are_refused():
+    model = tiny("llama", num_key_value_heads=1)
+    model._tp_size, model._device_mesh = 2, None
+    with pytest.raises(ValueError, match="1 KV heads, which cannot be divided among 2 ranks"):
+        hf_fastattn.patch(model, "lean")
+
+
+# ---- fused layers ----
+
+
+def fuse_linears(rank: int, name: str) -> dict:
+    """Generate with the kernels of linear layers replaced by torch's, and count their calls."""
+    from hf_fastattn.kernels.decode import linear as kernel
+
+    shapes: list[tuple[int, ...]] = []
+
+    def linear(x, weight, bias):
+        assert type(weight) is torch.Tensor
+        shapes.append((*weight.shape, bias is not None))
+        return torch.nn.functional.linear(x, weight, bias)
+
+    def linears(x, weights, biases):
+        return [linear(x, weight, bias) for weight, bias in zip(weights, biases or [None] * len(weights), strict=True)]
+
+    def gated_linear(x, gate, up, name):
+        shapes.append(("gated", *gate.shape))
+        return torch.nn.functional.silu(linear(x, gate, None)) * linear(x, up, None)
+
+    one, inputs = of_family(name), prompts("no_padding", "cpu", rows=1)
+    model = shared(one)
+    want = generate(one, inputs)
+    before = {name: vars(module).get("forward") for name, module in model.named_modules()}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fuse.find, "__defaults__", (lambda device: True,))
+        patch.setattr(subclass, "has_kernels", lambda tensor: type(tensor) in (torch.Tensor, torch.nn.Parameter))
+        patch.setattr(kernel, "DTYPES", (torch.float32,))
+        for function in (linear, linears, gated_linear):
+            patch.setattr(kernel, function.__name__, function)
+        patch.setattr(fuse._FusedNorm, "__call__", lambda self, forward: forward)
+        patch.setattr(fuse, "_fused_rotation", lambda functions: functions[0])
+        with hf_fastattn.patch(model, "lean") as patched:
+            same = [torch.equal(generate(model, inputs), want) for _ in range(2)]
+        changes = [str(change) for change in patched.changes]
+    after = {name: vars(module).get("forward") for name, module in model.named_modules()}
+    return {"same": same, "shapes": shapes, "changes": changes, "undone": before == after, "steps": patched.captures}
+
+
+@pytest.mark.parametrize("name", ["starcoder2", "llama"])
+def test_linear_layers_compute_with_the_part_of_the_rank(tmp_path, name):
+    of_family(name)
+    bias = name == "starcoder2"  # that of o_proj and of the MLP's second layer is added after their all-reduce
+    attention = [(32, 64, bias), (16, 64, bias), (16, 64, bias), (64, 32, False)]
+    up = [(48, 64, True)] if bias else [("gated", 48, 64), (48, 64, False), (48, 64, False)]
+    layer = [*attention, *up, (64, 48, False)]
+    for found in results(processes.run(tmp_path, 2, fuse_linears, name)):
+        assert found["same"] == [True, True] and found["steps"] == 1 and found["undone"]
+        assert found["shapes"] == 2 * [*layer, *layer, (64, 64, False)]  # once in the rehearsal, once in the capture
+        assert any("queries, keys and values" in change and "(2)" in change for change in found["changes"])
