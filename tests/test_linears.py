@@ -11,7 +11,7 @@ from calls import captured
 from models import tiny
 
 from hf_fastattn.kernels import HAS_TRITON, INTERPRETED
-from hf_fastattn.patches import fuse, linears, residual, subclass
+from hf_fastattn.patches import fuse, linears, merged, residual, subclass
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 runs_kernels = pytest.mark.skipif(
@@ -268,7 +268,7 @@ def test_the_layer_before_a_residual_connection_adds(family, tokens, linear_call
     model = copy.deepcopy(stock)
     fused = fused_for_graphs(model)
     ids = torch.arange(1, tokens + 1, device=DEVICE)[None]
-    with captured():
+    with captured(), merged.merged(model):  # as in a graph
         during = model(ids).logits
     sums = 0 if family == "gemma2" else 2 * model.config.num_hidden_layers
     assert linear_calls.count("sum") == sums
