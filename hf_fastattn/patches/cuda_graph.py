@@ -87,7 +87,7 @@ class CudaGraph:
             living = self.shared.setdefault("graphs", weakref.WeakSet())
             if "pool" not in self.shared or not living:  # a pool without graphs cannot be used again
                 self.shared["pool"], self.shared["bytes"] = torch.cuda.graph_pool_handle(), 0
-            pool, reserved = self.shared["pool"], torch.cuda.memory_reserved(self.device)
+            pool = self.shared["pool"]
             try:
                 # cuBLAS has a workspace for each stream. torch.compile clears the workspaces, which would free one that this
                 # graph uses. So the graph allocates its own in its memory pool.
@@ -96,7 +96,8 @@ class CudaGraph:
                     result = body()
                 torch._C._cuda_clearCublasWorkspaces()
                 living.add(self)
-                self.shared["bytes"] += max(0, torch.cuda.memory_reserved(self.device) - reserved)
+                its = [each for each in torch.cuda.memory_snapshot() if tuple(each["segment_pool_id"]) == tuple(pool)]
+                self.shared["bytes"] = sum(each["total_size"] for each in its)
                 return result
             except BaseException:
                 # If a capture fails to end, torch.cuda.graph leaves its stream current. Work on it would not be ordered with the
