@@ -599,5 +599,6 @@ def test_linear_layers_compute_with_the_part_of_the_rank(tmp_path, name):
     layer = [*attention, *up, (64, 48, False)]
     for found in results(processes.run(tmp_path, 2, fuse_linears, name)):
         assert found["same"] == [True, True] and found["steps"] == 1 and found["undone"]
-        assert found["shapes"] == 2 * [*layer, *layer, (64, 64, False)]  # once in the rehearsal, once in the capture
+        captured = [*layer, *layer, (64, 64, False)]
+        assert found["shapes"][-len(captured) :] == captured  # after the rehearsal
         assert any("queries, keys and values" in change and "(2)" in change for change in found["changes"])
