@@ -19,8 +19,9 @@ pytest.importorskip("triton.experimental.gluon")
 
 from hf_fastattn.kernels import checks, reference  # noqa: E402
 from hf_fastattn.kernels.attention import prefill_hopper as hopper  # noqa: E402
-from hf_fastattn.kernels.attention.prefill_hopper import kernel, plan, product  # noqa: E402
-from hf_fastattn.kernels.attention.prefill_hopper.kernel import BLOCK_M  # noqa: E402
+from hf_fastattn.kernels.attention.prefill_hopper import item as items  # noqa: E402
+from hf_fastattn.kernels.attention.prefill_hopper import plan, product  # noqa: E402
+from hf_fastattn.kernels.attention.prefill_hopper.item import BLOCK_M  # noqa: E402
 from hf_fastattn.kernels.attention.prefill_hopper.pipe import CONSUMERS, FIRST_TURN  # noqa: E402
 from hf_fastattn.kernels.attention.schedule import pack_of  # noqa: E402
 from hf_fastattn.kernels.spans import NO_WINDOW, build_spans  # noqa: E402
@@ -119,7 +120,7 @@ def test_each_query_of_each_head_is_one_row_of_one_block(group, pack, q_len, spl
     bounds = {"row_bounds": python(plan.row_bounds)}
     bounds["block_bounds"] = python(plan.block_bounds, **bounds)
     used = {name: python(getattr(plan, name), **bounds) for name in ("item_at", "row_spans", "share_of", "tiles_of")}
-    work, rows = python(kernel._work, **used), python(kernel._heads_and_queries)
+    work, rows = python(items.item_of, **used), python(items.heads_and_queries)
     config = replace(hopper.config(64, 64), pack=pack, split=splits > 1)
     num_packs = kv_heads * -(-group // pack)
     num_blocks = splits * -(-q_len * pack // BLOCK_M)

@@ -7,9 +7,9 @@ the second product runs (section 3.2 of the source). Named barriers make the con
 3.1): one uses the tensor cores while the other computes exponentials. P stays in registers. Programs are persistent, one per SM,
 and take their items from a counter.
 
-This file has the launcher; kernel.py the producer and the consumers, plan.py the order of items and tiles, pipe.py the
-communication between warps, product.py the matrix products, tile.py the other arithmetic on one tile, merge.py the merge of
-shares.
+This file has the launcher; kernel.py the producer and the consumers, plan.py the order of items and tiles, item.py one item,
+pipe.py the communication between warps, product.py the matrix products, tile.py the other arithmetic on one tile, merge.py the
+merge of shares.
 
 Slots from a row's KV_STOP on may contain any value, also NaN, and 0 * NaN is NaN. TMA loads zeros past the end of a buffer. If
 the live keys end earlier, only the first tile that an item visits can extend past them, and the consumers zero those rows of V in
@@ -40,7 +40,8 @@ from ...spans import WORDS
 from ...spec import KV, Spec
 from ..plan import Call
 from ..schedule import pack_of, splits_of
-from .kernel import BLOCK_M, prefill_hopper_kernel
+from .item import BLOCK_M
+from .kernel import prefill_hopper_kernel
 from .merge import merge_shares, workspace_of
 
 MAX_HEAD_DIM = 256

@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...spans import WORDS
+from .item import BLOCK_M, heads_and_queries, item_of, rows_of
 from .pipe import (
     CONSUMERS,
     FIRST_TURN,
@@ -28,86 +28,9 @@ from .pipe import (
     tma_store,
     warpgroup_barrier,
 )
-from .plan import item_at, row_bounds, row_spans, share_of, tile_start, tiles_of
+from .plan import tile_start
 from .product import add_products, block_dv, num_parts, product, scaled, store_partial, store_parts, wait_for, zero_columns
 from .tile import cap, mask, normaliser, pack, softmax_step, zero_rows
-
-BLOCK_M = 64 * CONSUMERS
-
-
-@gluon.jit
-def _work(
-    index, Spans, sizes,
-    C: gl.constexpr,
-    HAS_SPANS: gl.constexpr,
-    IS_CAUSAL: gl.constexpr,
-    BLOCK_M: gl.constexpr = BLOCK_M,
-):  # fmt: skip
-    """One item: (place, the span pointer, spans and tiles of its batch row, its share of these, its number).
-
-    The place is (first query, KV head, first head of its group, batch row). With shares, `num_blocks` counts each block of rows
-    as often as it has shares. The share is (first tile to visit, tiles).
-    """
-    stride_sb, _num_items, num_blocks, num_packs, total_packs, group, section, q_len, kv_len, window = sizes
-    block, pack, row = item_at(index, num_blocks, num_packs, total_packs, section)
-    number = (row * num_packs + pack) * num_blocks + block
-    packs_each = (group + C.pack - 1) // C.pack
-    kv_head = pack // packs_each
-    group_head = (pack - kv_head * packs_each) * C.pack
-    QUERIES: gl.constexpr = BLOCK_M // C.pack
-    which = 0
-    splits = 1
-    if C.split:
-        of_rows = (q_len + QUERIES - 1) // QUERIES
-        splits = num_blocks // of_rows
-        which = block // of_rows
-        block = block % of_rows
-    first = block * QUERIES
-    span_ptr = Spans + row.to(gl.int64) * stride_sb
-    spans = row_spans(span_ptr, q_len, kv_len, window, HAS_SPANS, IS_CAUSAL)
-    tiles = tiles_of(first, q_len, spans, QUERIES, C.BLOCK_N)
-    _lo, _hi, num_tiles, _num_after, _num_masked = tiles
-    share = (0, num_tiles)
-    if C.split:
-        share = share_of(num_tiles, which, splits)
-    return (first, kv_head, group_head, row), span_ptr, spans, tiles, share, number
-
-
-@gluon.jit
-def _rows(
-    index, Spans, sizes,
-    WG: gl.constexpr,
-    ROWS: gl.constexpr,
-    C: gl.constexpr,
-    HAS_SPANS: gl.constexpr,
-    IS_CAUSAL: gl.constexpr,
-    WORDS: gl.constexpr = WORDS,
-):  # fmt: skip
-    """Consumer WG's rows of one item: (place, end of the live slots, tiles, share, number, what they see)."""
-    _stride_sb, _num_items, _num_blocks, _num_packs, _total_packs, _group, _section, q_len, _kv_len, _window = sizes
-    place, span_ptr, spans, tiles, share, number = _work(index, Spans, sizes, C, HAS_SPANS, IS_CAUSAL)
-    first, kv_head, group_head, row = place
-    q_start, kv_start, kv_stop, window, causal, holes = spans
-    _lo, hi, _num_tiles, _num_after, _num_masked = tiles
-    offs_m = first + (WG * 64 + gl.arange(0, 64, ROWS)) // C.pack
-    row_lo, row_hi = row_bounds(q_start + gl.minimum(offs_m, q_len - 1), kv_start, kv_stop, window, causal)
-    place = (first + WG * 64 // C.pack, kv_head, group_head, row)
-    return place, kv_stop, tiles, share, number, (row_lo, row_hi, span_ptr + WORDS, hi, holes)
-
-
-@gluon.jit
-def _heads_and_queries(place, sizes, C: gl.constexpr, ROWS: gl.constexpr):
-    """(head, query, whether there is one) of a consumer's rows, [64] each; rows past the last head repeat it."""
-    _stride_sb, _num_items, _num_blocks, _num_packs, _total_packs, group, _section, q_len, _kv_len, _window = sizes
-    first, kv_head, group_head, _row = place
-    local = gl.arange(0, 64, ROWS)
-    offs_m = first + local // C.pack
-    offs_h = group_head
-    exists = local < (q_len - first) * C.pack
-    if C.pack > 1:
-        offs_h = gl.minimum(group_head + local % C.pack, group - 1)
-        exists = exists & (group_head + local % C.pack < group)
-    return kv_head * group + offs_h, offs_m, exists
 
 
 @gluon.jit
@@ -124,7 +47,7 @@ def _produce(args, C: gl.constexpr, HAS_SPANS: gl.constexpr, IS_CAUSAL: gl.const
     turn = 0  # earlier items
     while index < num_items:
         following = gl.atomic_add(Counters, 1) + programs
-        place, _span_ptr, _spans, tiles, share, _number = _work(index, Spans, sizes, C, HAS_SPANS, IS_CAUSAL)
+        place, _span_ptr, _spans, tiles, share, _number = item_of(index, Spans, sizes, C, HAS_SPANS, IS_CAUSAL)
         first, kv_head, group_head, row = place
         skipped, num_tiles = share
         for wg in gl.static_range(CONSUMERS):
@@ -257,12 +180,12 @@ def _attend(
         acc = wait_for(o_tokens)
         mbarrier.arrive(v_empty.index(stage), count=1)
         stats_start = total_packs * num_blocks * BLOCK_M * block_dv(C.v_width)
-        _heads, _offs_m, exists = _heads_and_queries(place, sizes, C, s_rows)
+        _heads, _offs_m, exists = heads_and_queries(place, sizes, C, s_rows)
         store_partial(acc, m, l, Lse, stats_start, number, WG * 64, exists, C.v_width, BLOCK_M)
         if not C.own_out:
             mbarrier.arrive(q_empty.index(q_buffer), count=1)
     else:
-        heads, offs_m, exists = _heads_and_queries(place, sizes, C, s_rows)
+        heads, offs_m, exists = heads_and_queries(place, sizes, C, s_rows)
         inverse, lse = normaliser(m, l, SinkLogits + heads, HAS_SINK_LOGITS)
         if WRITE_LSE:
             num_heads = num_packs // ((group + C.pack - 1) // C.pack) * group
@@ -343,7 +266,7 @@ def _consume(
     if WG == 1:
         named_barrier("arrive", FIRST_TURN)  # the first turn is consumer 0's
     while index < num_items:
-        rows = _rows(index, Spans, sizes, WG, s_rows, C, HAS_SPANS, IS_CAUSAL)
+        rows = rows_of(index, Spans, sizes, WG, s_rows, C, HAS_SPANS, IS_CAUSAL)
         place, _kv_stop, _tiles, share, _number, _seen = rows
         first, _kv_head, _group_head, _row = place
         _skipped, num_tiles = share

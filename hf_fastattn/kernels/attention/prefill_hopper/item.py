@@ -1,0 +1,87 @@
+"""One item of the Hopper prefill kernel: which queries of which heads it computes, and which tiles it visits."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ...spans import WORDS
+from .pipe import CONSUMERS
+from .plan import item_at, row_bounds, row_spans, share_of, tiles_of
+
+BLOCK_M = 64 * CONSUMERS
+
+
+@gluon.jit
+def item_of(
+    index, Spans, sizes,
+    C: gl.constexpr,
+    HAS_SPANS: gl.constexpr,
+    IS_CAUSAL: gl.constexpr,
+    BLOCK_M: gl.constexpr = BLOCK_M,
+):  # fmt: skip
+    """One item: (place, the span pointer, spans and tiles of its batch row, its share of these, its number).
+
+    The place is (first query, KV head, first head of its group, batch row). With shares, `num_blocks` counts each block of rows
+    as often as it has shares. The share is (first tile to visit, tiles).
+    """
+    stride_sb, _num_items, num_blocks, num_packs, total_packs, group, section, q_len, kv_len, window = sizes
+    block, pack, row = item_at(index, num_blocks, num_packs, total_packs, section)
+    number = (row * num_packs + pack) * num_blocks + block
+    packs_each = (group + C.pack - 1) // C.pack
+    kv_head = pack // packs_each
+    group_head = (pack - kv_head * packs_each) * C.pack
+    QUERIES: gl.constexpr = BLOCK_M // C.pack
+    which = 0
+    splits = 1
+    if C.split:
+        of_rows = (q_len + QUERIES - 1) // QUERIES
+        splits = num_blocks // of_rows
+        which = block // of_rows
+        block = block % of_rows
+    first = block * QUERIES
+    span_ptr = Spans + row.to(gl.int64) * stride_sb
+    spans = row_spans(span_ptr, q_len, kv_len, window, HAS_SPANS, IS_CAUSAL)
+    tiles = tiles_of(first, q_len, spans, QUERIES, C.BLOCK_N)
+    _lo, _hi, num_tiles, _num_after, _num_masked = tiles
+    share = (0, num_tiles)
+    if C.split:
+        share = share_of(num_tiles, which, splits)
+    return (first, kv_head, group_head, row), span_ptr, spans, tiles, share, number
+
+
+@gluon.jit
+def rows_of(
+    index, Spans, sizes,
+    WG: gl.constexpr,
+    ROWS: gl.constexpr,
+    C: gl.constexpr,
+    HAS_SPANS: gl.constexpr,
+    IS_CAUSAL: gl.constexpr,
+    WORDS: gl.constexpr = WORDS,
+):  # fmt: skip
+    """Consumer WG's rows of one item: (place, end of the live slots, tiles, share, number, what they see)."""
+    _stride_sb, _num_items, _num_blocks, _num_packs, _total_packs, _group, _section, q_len, _kv_len, _window = sizes
+    place, span_ptr, spans, tiles, share, number = item_of(index, Spans, sizes, C, HAS_SPANS, IS_CAUSAL)
+    first, kv_head, group_head, row = place
+    q_start, kv_start, kv_stop, window, causal, holes = spans
+    _lo, hi, _num_tiles, _num_after, _num_masked = tiles
+    offs_m = first + (WG * 64 + gl.arange(0, 64, ROWS)) // C.pack
+    row_lo, row_hi = row_bounds(q_start + gl.minimum(offs_m, q_len - 1), kv_start, kv_stop, window, causal)
+    place = (first + WG * 64 // C.pack, kv_head, group_head, row)
+    return place, kv_stop, tiles, share, number, (row_lo, row_hi, span_ptr + WORDS, hi, holes)
+
+
+@gluon.jit
+def heads_and_queries(place, sizes, C: gl.constexpr, ROWS: gl.constexpr):
+    """(head, query, whether there is one) of a consumer's rows, [64] each; rows past the last head repeat it."""
+    _stride_sb, _num_items, _num_blocks, _num_packs, _total_packs, group, _section, q_len, _kv_len, _window = sizes
+    first, kv_head, group_head, _row = place
+    local = gl.arange(0, 64, ROWS)
+    offs_m = first + local // C.pack
+    offs_h = group_head
+    exists = local < (q_len - first) * C.pack
+    if C.pack > 1:
+        offs_h = gl.minimum(group_head + local % C.pack, group - 1)
+        exists = exists & (group_head + local % C.pack < group)
+    return kv_head * group + offs_h, offs_m, exists
