@@ -367,6 +367,7 @@ def test_a_requested_kernel_of_others_is_kept(monkeypatch):
         )
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="the substitute for a graph records no launches of kernels")
 @pytest.mark.parametrize("stock", ["eager", "grouped_mm"])
 def test_steps_are_captured_where_the_kernel_cannot_run(stock, monkeypatch):
     fake_graph.use(monkeypatch)
