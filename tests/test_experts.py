@@ -316,7 +316,7 @@ def moe(name: str, **own):
 
 
 @runs_kernels
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3"])
 def test_tokens_are_those_of_eager(name, launched):
     model = moe(name)
     ids = torch.tensor([[5, 9, 70, 8, 33], [7, 7, 90, 2, 64]], device=DEVICE)
