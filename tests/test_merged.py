@@ -12,6 +12,7 @@ from test_small_layers import ROTATIONS, norm_of_family, rotation_of_family
 from torch import nn
 
 from hf_fastattn.hf.rotations import reached
+from hf_fastattn.kernels.host import launch
 from hf_fastattn.patches import fuse, linears, merged, subclass
 
 SIZE = 96
@@ -83,7 +84,7 @@ def test_any_order_of_operations_has_the_same_results(dtype):
     generator = random.Random(0)
     torch.manual_seed(0)
     model, merges = fused_norms(dtype), 0
-    for _ in range(12 if DEVICE == "cpu" else 100):
+    for _ in range(12):  # every new chain is a compilation on a GPU
         steps, x = program(generator), torch.randn(2, 2, SIZE, device=DEVICE).to(dtype)
         alone = execute(steps, model, x)
         with Launches() as launches, merged.merged(model):
@@ -137,7 +138,7 @@ def test_a_family_computes_the_same_bits(family):
 @runs_kernels
 @torch.no_grad()
 @pytest.mark.parametrize("family", ROTATIONS)
-@pytest.mark.parametrize("norm", ["llama", "gemma3", "cohere2"])
+@pytest.mark.parametrize("norm", ["gemma3", "cohere2"])
 def test_norms_of_heads_are_one_launch_with_the_rotation(family, norm):
     torch.manual_seed(0)
     width, formula = ROTATIONS[family]
@@ -174,7 +175,7 @@ def test_norms_that_the_rotation_cannot_take_run_before_it():
         "keys first": lambda: rotate(*reversed((norms[1](k), norms[0](q))), cos, cos),
         "only queries": lambda: rotate(norms[0](q), k, cos, cos),
         "a part": lambda: rotate(norms[0](q)[:, :2], norms[1](k), cos, cos),
-        "twice": lambda: rotate(norms[0](q), norms[1](norms[0](q)), cos, cos),
+        "keys of queries": lambda: (a := norms[0](q), *rotate(a, norms[1](a), cos, cos)),
         "read before": lambda: (a := norms[0](q), b := norms[1](k), a + 1, *rotate(a, b, cos, cos)),
     }
     for name, case in cases.items():
@@ -226,6 +227,24 @@ def test_only_modules_of_torch_and_transformers_qualify():
         changed = copy.deepcopy(model)
         change(changed)
         assert not merged.qualifies(changed)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="reads memory without an operation of torch")
+@runs_kernels
+@torch.no_grad()
+def test_what_is_delayed_runs_before_a_launch_of_this_package():
+    class Kernel:
+        arg_names = ("X",)
+
+        def __getitem__(self, grid):
+            return lambda x: read.append(x.numpy().copy())
+
+    read = []
+    a, b = torch.randn(2, SIZE), torch.randn(2, SIZE)
+    with merged.merged(fused_norms(torch.float32)):
+        total = a + b
+        launch.Launch(Kernel(), (1,))(total)
+    assert (read[0] == (a + b).numpy()).all()
 
 
 @runs_kernels
