@@ -52,7 +52,7 @@ def inputs(head_dim: int, dtype: str, own: dict) -> tuple:
 @pytest.mark.parametrize("arch, dtype, head_dim, own", SHAPES, ids=str)
 def test_backward_kernels_compile(arch, dtype, head_dim, own, tmp_path, monkeypatch):
     form, length = own.get("form"), own.get("length", 2048)
-    monkeypatch.setattr(hopper, "takes", lambda *args: False)
+    monkeypatch.setattr(hopper, "supports", lambda *args: False)
     arguments, options = inputs(head_dim, dtype, own)
     with compiling(backward, ("dq_kernel", "dkdv_kernel"), arch) as compiled:
         backward.backward(*arguments, **options)

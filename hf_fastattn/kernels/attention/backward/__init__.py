@@ -1,4 +1,4 @@
-"""Gradients of attention, in two launches: `dq`, which also stores lse and delta in pairs, then `dkdv`, or `hopper` where it can.
+"""Gradients of attention, in two launches: `dq`, which also stores lse and delta in pairs, then `dkdv` or, if it can, `hopper`.
 
 They compute seven products instead of the five of a fused backward kernel. In return there are no atomics, results are
 bitwise repeatable, and the pairs are as a rule the only workspace. Scores are recomputed from lse, so memory grows linearly
@@ -28,7 +28,7 @@ def _hopper() -> ModuleType:
 
 
 def _on_hopper(q: torch.Tensor, kv: KV, dout: torch.Tensor) -> bool:
-    return gpu.arch(q.device) == 90 and _hopper().takes(q, kv.k, kv.v, dout)
+    return gpu.arch(q.device) == 90 and _hopper().supports(q, kv.k, kv.v, dout)
 
 
 def backward(

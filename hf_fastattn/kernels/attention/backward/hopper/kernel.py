@@ -3,13 +3,13 @@
 A producer warp streams tiles of Q and dO through shared memory with the tensor memory accelerator (TMA), and copies lse and delta
 there. Tiles of scores are transposed, [keys, queries], so that P and dS are operands of dV and dK without leaving registers.
 
-With heads of at most 128 dimensions a program holds 128 keys of one KV head, 64 to each consumer. A consumer issues S = K Q^T and
-dP = V dO^T together and takes the weights of S while the second product runs; dS is computed while dV += P^T dO runs.
+With heads of at most 128 dimensions a program has 128 keys of one KV head, 64 in each consumer. A consumer issues S = K Q^T and
+dP = V dO^T together and computes P while the second product runs; it computes dS while dV += P^T dO runs.
 
-Wider heads leave registers for one sum in each consumer. Both hold the same 64 keys: the first computes S, P and dV, and passes P
-through shared memory to the second, which computes dP, dS and dK.
+With wider heads a consumer has registers for only one of the two sums. Both have the same 64 keys: the first computes S, P and
+dV, and passes P through shared memory to the second, which computes dP, dS and dK.
 
-Keys that no query sees may hold NaN: it stays in their own rows of S and dP, where weights are masked.
+Keys that no query sees may contain NaN. It only reaches their rows of S and dP, in which P is masked.
 
 Source: Shah et al., "FlashAttention-3: Fast and Accurate Attention with Asynchrony and Low-precision" (2024), section 3 and
 appendix B.1.
@@ -23,18 +23,18 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from ....spans import WORDS
 from ...prefill_hopper.pipe import matrix, phase_of, stage_of
-from .tile import look_back, produce, shared_memory, store
+from .tile import produce, query_bounds, shared_memory, store
 
 
 @gluon.constexpr_function
 def _layout(columns):
-    """Of an accumulator of 64 rows, of scores or of a sum."""
+    """The layout of an accumulator of 64 rows."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
 @gluon.constexpr_function
 def _operand_layout(columns):
-    """Of a tile of P or dS as an operand of a product with so many columns."""
+    """The layout of P or dS as an operand of a product with so many columns."""
     return gl.DotOperandLayout(0, _layout(columns), 2)
 
 
@@ -51,8 +51,8 @@ def _live_keys(first_key, spans, span_ptr, ROWS: gl.constexpr, HAS_WORDS: gl.con
 
 
 @gluon.jit
-def _weights(s, stage, ring, keys, scale_log2, cap_log2, MASKED: gl.constexpr, HAS_SOFTCAP: gl.constexpr):
-    """(P, softcapped scores in base 2) of a tile of products of keys and the queries of a stage."""
+def _probabilities(s, stage, ring, keys, scale_log2, cap_log2, MASKED: gl.constexpr, HAS_SOFTCAP: gl.constexpr):
+    """(P, softcapped scores in base 2) of the products of keys and the queries of a stage."""
     _q_smem, _do_smem, stats_smem, bounds_smem, _q_full, _do_full, _empty = ring
     queries: gl.constexpr = gl.SliceLayout(0, s.type.layout)
     minus_lse = stats_smem.index(2 * stage).load(queries)
@@ -62,7 +62,7 @@ def _weights(s, stage, ring, keys, scale_log2, cap_log2, MASKED: gl.constexpr, H
     else:
         x = gl.fma(s, scale_log2, minus_lse[None, :])
     if MASKED:
-        # One comparison of unsigned integers: a key of -1 is never within.
+        # One comparison of unsigned integers, which is false for a key of -1.
         distance = keys[:, None] - bounds_smem.index(2 * stage).load(queries)[None, :]
         visible = bounds_smem.index(2 * stage + 1).load(queries)[None, :]
         x = gl.where(distance.to(gl.uint32, bitcast=True) < visible.to(gl.uint32, bitcast=True), x, float("-inf"))
@@ -111,7 +111,7 @@ def _consume(
             do = matrix(do_smem.index(stage))
             dp_token = warpgroup_mma(v, do.permute([1, 0]), zeros, use_acc=False, is_async=True)
             s = warpgroup_mma_wait(1, [s_token])
-            p, s = _weights(s, stage, ring, keys, scale_log2, cap_log2, MASKED, HAS_SOFTCAP)
+            p, s = _probabilities(s, stage, ring, keys, scale_log2, cap_log2, MASKED, HAS_SOFTCAP)
             p_operand = gl.convert_layout(p.to(dtype), _operand_layout(WIDTH_V))
             dv_token = warpgroup_mma(p_operand, do, dv, is_async=True)
             dp = warpgroup_mma_wait(1, [dp_token])
@@ -123,7 +123,7 @@ def _consume(
                 ds = gl.where(p == 0.0, 0.0, ds)
             ds_operand = gl.convert_layout(ds.to(dtype), _operand_layout(WIDTH_K))
             dk_token = warpgroup_mma(ds_operand, q, dk, is_async=True)
-            # Sums that are not awaited within the iteration would be copied between registers, one product at a time.
+            # Sums for which the iteration does not wait would be copied between registers.
             dk, dv = warpgroup_mma_wait(0, [dk_token, dv_token])
             mbarrier.arrive(empty.index(stage), count=1)
             n += 1
@@ -132,14 +132,14 @@ def _consume(
 
 
 @gluon.jit
-def _weigh(
+def _consume_values(
     args,
     HEADS: gl.constexpr,
     C: gl.constexpr,
     HAS_WORDS: gl.constexpr,
     HAS_SOFTCAP: gl.constexpr,
 ):
-    """The first consumer of wide heads: S, P and dV. It passes P on, times the derivative of the softcap."""
+    """The first consumer of wide heads: S, P and dV. It passes on P, times the derivative of the softcap."""
     _DK, DV, kv_buffers, ring, passed, spans, span_ptr, tiles, sizes, _scale, scale_log2, cap_log2 = args
     k_smem, v_smem, kv_full = kv_buffers
     q_smem, do_smem, _stats, _bounds, q_full, do_full, empty = ring
@@ -165,7 +165,7 @@ def _weigh(
             q = matrix(q_smem.index(stage))
             s_token = warpgroup_mma(k, q.permute([1, 0]), zeros, use_acc=False, is_async=True)
             s = warpgroup_mma_wait(0, [s_token])
-            p, s = _weights(s, stage, ring, keys, scale_log2, cap_log2, MASKED, HAS_SOFTCAP)
+            p, s = _probabilities(s, stage, ring, keys, scale_log2, cap_log2, MASKED, HAS_SOFTCAP)
             mbarrier.wait(do_full.index(stage), phase)
             p_operand = gl.convert_layout(p.to(k_smem.dtype), _operand_layout(WIDTH))
             dv_token = warpgroup_mma(p_operand, matrix(do_smem.index(stage)), dv, is_async=True)
@@ -174,7 +174,7 @@ def _weigh(
                 p = gl.where(p == 0.0, 0.0, p * (1.0 - tanh * tanh))
             mbarrier.wait(p_empty.index(0), (n & 1) ^ 1)
             p_smem.store(p)
-            mbarrier.arrive(p_full.index(0), count=1)  # for the warpgroup: it synchronises its threads first
+            mbarrier.arrive(p_full.index(0), count=1)  # one arrival per warpgroup: it synchronises its threads first
             dv = warpgroup_mma_wait(0, [dv_token])
             mbarrier.arrive(empty.index(stage), count=1)
             n += 1
@@ -182,7 +182,7 @@ def _weigh(
 
 
 @gluon.jit
-def _slope(args, HEADS: gl.constexpr, C: gl.constexpr):
+def _consume_keys(args, HEADS: gl.constexpr, C: gl.constexpr):
     """The second consumer of wide heads: dP, dS and dK."""
     DK, _DV, kv_buffers, ring, passed, _spans, _span_ptr, tiles, sizes, scale, _scale_log2, _cap_log2 = args
     k_smem, v_smem, kv_full = kv_buffers
@@ -210,7 +210,7 @@ def _slope(args, HEADS: gl.constexpr, C: gl.constexpr):
         dp = warpgroup_mma_wait(0, [dp_token])
         ds = gl.where(p == 0.0, 0.0, p * (dp - delta[None, :]))
         ds_operand = gl.convert_layout(ds.to(k_smem.dtype), _operand_layout(WIDTH))
-        # Q has arrived: P was computed with it.
+        # Q is loaded, because P was computed with it.
         dk_token = warpgroup_mma(ds_operand, matrix(q_smem.index(stage)), dk, is_async=True)
         dk = warpgroup_mma_wait(0, [dk_token])
         mbarrier.arrive(empty.index(stage), count=1)
@@ -233,7 +233,7 @@ def dkdv_hopper_kernel(
     """SPLITS: number of programs that share the heads of a group; each writes its sums to its own part of DK and DV."""
     HEADS: gl.constexpr = GROUP // SPLITS
     BLOCK_N: gl.constexpr = C.BLOCK_N
-    # In causal attention the first keys have the most queries: all heads' first blocks, then all heads' second.
+    # In causal attention the first keys have the most queries: the first blocks of all heads come first.
     shares = num_kv_heads * SPLITS
     index = gl.program_id(0)
     block = index // (shares * batch)
@@ -245,7 +245,7 @@ def dkdv_hopper_kernel(
     first_key = block * BLOCK_N
     span_ptr = Spans + row.to(gl.int64) * stride_sb
     last_key = gl.minimum(first_key + BLOCK_N, kv_len) - 1
-    bounds, spans = look_back(span_ptr, first_key, last_key, q_len, kv_len, window, HAS_SPANS, IS_CAUSAL, HAS_ROWS)
+    bounds, spans = query_bounds(span_ptr, first_key, last_key, q_len, kv_len, window, HAS_SPANS, IS_CAUSAL, HAS_ROWS)
     lo, hi, full_lo, full_hi = bounds
     num_tiles = (hi - lo + C.BLOCK_M - 1) // C.BLOCK_M
     before = gl.minimum((full_lo - lo + C.BLOCK_M - 1) // C.BLOCK_M, num_tiles)
@@ -254,17 +254,17 @@ def dkdv_hopper_kernel(
     first_row = (part * batch + row).to(gl.int64) * kv_len * num_kv_heads + kv_head
 
     kv_buffers, ring, passed = shared_memory(q_desc, k_desc, v_desc, do_desc, C)
-    sees = (hi, spans, span_ptr, q_len)
-    place = (row, kv_head, kv_head * GROUP + part * HEADS, num_kv_heads * GROUP, first_key)
-    loads = (q_desc, k_desc, v_desc, do_desc, Stats.to(gl.pointer_type(gl.int64)), kv_buffers, ring, place, tiles, sees)
+    limits = (hi, spans, span_ptr, q_len)
+    indices = (row, kv_head, kv_head * GROUP + part * HEADS, num_kv_heads * GROUP, first_key)
+    loads = (q_desc, k_desc, v_desc, do_desc, Stats.to(gl.pointer_type(gl.int64)), kv_buffers, ring, indices, tiles, limits)
     sizes = (first_key, first_row, num_kv_heads, kv_len)
     shared = (DK, DV, kv_buffers, ring, passed, spans, span_ptr, tiles, sizes, scale, scale_log2, cap_log2)
-    # Warps of all but the first partition, and registers of each of their threads; the first gets the rest, 240 as well.
+    # Warps, and registers per thread, of the second consumer and the producer. The first consumer gets the rest, also 240.
     if C.wide:
         gl.warp_specialize(
             [
-                (_weigh, (shared, HEADS, C, HAS_WORDS, HAS_SOFTCAP)),
-                (_slope, (shared, HEADS, C)),
+                (_consume_values, (shared, HEADS, C, HAS_WORDS, HAS_SOFTCAP)),
+                (_consume_keys, (shared, HEADS, C)),
                 (produce, (loads, HEADS, C, HAS_ROWS)),
             ],
             [4, 1],

@@ -1,4 +1,4 @@
-"""What the warps of the Hopper kernel share: buffers, the order of tiles, which keys queries see, the producer, the stores."""
+"""Common code of the warps: buffers, the order of tiles, the bounds of keys and queries, the producer, the stores."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ....device import visibility
 from ....spans import WORDS
 from ...prefill_hopper.pipe import phase_of, stage_of, tma_load, warpgroup_barrier
 
-# What a row sees is defined once, for all kernels; these compile the same source as Gluon.
+# Visibility is defined once for all kernels; these compile the same source as Gluon.
 load_spans = gluon.jit(visibility.load_spans.fn)
 row_bounds = gluon.jit(visibility.row_bounds.fn)
 
@@ -22,7 +22,7 @@ def _barriers(COUNT: gl.constexpr):
 
 @gluon.jit
 def shared_memory(q_desc, k_desc, v_desc, do_desc, C: gl.constexpr):
-    """K and V in blocks of 64 keys; a ring of Q, dO, what `produce` copies, and barriers; what passes P between consumers."""
+    """The buffers: K and V in blocks of 64 keys; the ring of Q, dO and the copies of `produce`; the buffer that passes P on."""
     STAGES: gl.constexpr = C.stages
     BLOCKS: gl.constexpr = C.BLOCK_N // 64
     k_smem = gl.allocate_shared_memory(k_desc.dtype, [BLOCKS, 1, 1, 64, k_desc.block_shape[3]], k_desc.layout)
@@ -34,9 +34,9 @@ def shared_memory(q_desc, k_desc, v_desc, do_desc, C: gl.constexpr):
     kv_full, q_full, do_full, empty = _barriers(1), _barriers(STAGES), _barriers(STAGES), _barriers(STAGES)
     mbarrier.init(kv_full.index(0), count=1)
     for i in gl.static_range(STAGES):
-        mbarrier.init(q_full.index(i), count=2)  # TMA's, and the one after lse and delta
+        mbarrier.init(q_full.index(i), count=2)  # by TMA, and after the copy of lse and delta
         mbarrier.init(do_full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)  # both consumers'
+        mbarrier.init(empty.index(i), count=2)  # by both consumers
     p_smem = stats_smem
     p_full, p_empty = kv_full, kv_full
     if C.wide:
@@ -69,17 +69,17 @@ def _count_up_to(ptr, q_len, limit, STEPS: gl.constexpr = 512):
 
 
 @gluon.jit
-def look_back(
+def query_bounds(
     span_ptr, first_key, last_key, q_len, kv_len, window,
     HAS_SPANS: gl.constexpr,
     IS_CAUSAL: gl.constexpr,
     HAS_ROWS: gl.constexpr,
     WORDS: gl.constexpr = WORDS,
 ):  # fmt: skip
-    """`visibility.look_back` in Gluon."""
+    """`visibility.query_bounds` in Gluon."""
     if HAS_SPANS:
         q_start, kv_start, kv_stop, window, causal, holes = load_spans(span_ptr, q_len, kv_len, window, True, IS_CAUSAL)
-    else:  # what `load_spans` makes here is a tl.full, which Gluon does not have
+    else:  # `load_spans` would call tl.full, which Gluon does not have
         q_start = kv_len - q_len
         kv_start = q_start * 0
         kv_stop = kv_len
@@ -108,7 +108,7 @@ def look_back(
 
 @gluon.jit
 def tile_at(i, tiles, MASKED: gl.constexpr, BLOCK_M: gl.constexpr):
-    """(head within the program's heads, first query) of the i-th tile with or without a mask; one head's follow the other's."""
+    """(head of the program, first query) of the i-th tile with or without a mask, one head after another."""
     lo, before, full_stop, masked = tiles
     if MASKED:
         head = i // masked
@@ -121,9 +121,9 @@ def tile_at(i, tiles, MASKED: gl.constexpr, BLOCK_M: gl.constexpr):
 
 
 @gluon.jit
-def _bounds(first, sees, QUERIES: gl.constexpr, HAS_ROWS: gl.constexpr, BLOCK_M: gl.constexpr, WORDS: gl.constexpr = WORDS):
-    """(first slot, number of slots) that each query of a tile from `first` on sees; none from `hi` on."""
-    hi, spans, span_ptr, q_len = sees
+def _bounds(first, limits, QUERIES: gl.constexpr, HAS_ROWS: gl.constexpr, BLOCK_M: gl.constexpr, WORDS: gl.constexpr = WORDS):
+    """(first slot, number of slots) that each query of a tile from `first` on sees; 0 from query `hi` on."""
+    hi, spans, span_ptr, q_len = limits
     q_start, kv_start, kv_stop, window, causal, _holes = spans
     offs_m = first + gl.arange(0, BLOCK_M, QUERIES)
     row_lo, row_hi = row_bounds(q_start + offs_m, kv_start, kv_stop, window, causal)
@@ -136,15 +136,15 @@ def _bounds(first, sees, QUERIES: gl.constexpr, HAS_ROWS: gl.constexpr, BLOCK_M:
 
 @gluon.jit
 def produce(args, HEADS: gl.constexpr, C: gl.constexpr, HAS_ROWS: gl.constexpr):
-    """The producer warp: K and V once, then Q, dO, lse and delta tile by tile, as their buffers come free.
+    """The producer warp: K and V once, then Q, dO, lse and delta tile by tile as their buffers become empty.
 
-    For tiles with a mask, also what their queries see: consumers have each query in all threads of a column.
+    For tiles with a mask it also computes the bounds of the queries, which consumers would compute in every thread of a column.
     """
-    q_desc, k_desc, v_desc, do_desc, Stats, kv_buffers, ring, place, tiles, sees = args
+    q_desc, k_desc, v_desc, do_desc, Stats, kv_buffers, ring, indices, tiles, limits = args
     k_smem, v_smem, kv_full = kv_buffers
     q_smem, do_smem, stats_smem, bounds_smem, q_full, do_full, empty = ring
-    row, kv_head, first_head, num_heads, first_key = place
-    _hi, _spans, _span_ptr, q_len = sees
+    row, kv_head, first_head, num_heads, first_key = indices
+    _hi, _spans, _span_ptr, q_len = limits
     _lo, before, full_stop, masked = tiles
     BLOCK_M: gl.constexpr = C.BLOCK_M
     BLOCKS: gl.constexpr = C.BLOCK_N // 64
@@ -171,7 +171,7 @@ def produce(args, HEADS: gl.constexpr, C: gl.constexpr, HAS_ROWS: gl.constexpr):
             stats_smem.index(2 * stage).store(-pairs.to(gl.int32).to(gl.float32, bitcast=True))
             stats_smem.index(2 * stage + 1).store((pairs >> 32).to(gl.int32).to(gl.float32, bitcast=True))
             if MASKED:
-                row_lo, visible = _bounds(first, sees, layout, HAS_ROWS, BLOCK_M)
+                row_lo, visible = _bounds(first, limits, layout, HAS_ROWS, BLOCK_M)
                 bounds_smem.index(2 * stage).store(row_lo)
                 bounds_smem.index(2 * stage + 1).store(visible)
             warpgroup_barrier()
