@@ -21,7 +21,7 @@ import torch
 
 WAIT = 600.0  # seconds that a rank waits for another that is slow
 GRACE = 2.0  # seconds in which ranks leave a call by themselves, after one of them has failed
-POLL = 0.25  # seconds between two looks for a failure
+POLL = 0.25  # seconds between two checks for a failure
 KEPT = 8  # calls whose keys stay in the store, for ranks that are behind
 _NO_STORE = "The process that holds the store of torch.distributed (rank 0, or torchrun's) has ended."
 
@@ -77,7 +77,7 @@ class Exchange:
         try:
             self._wait(what, keys, WAIT if limit is None else limit)
         except BaseException:
-            self.store.delete_key(own)  # so that a rank which comes later does not go on
+            self.store.delete_key(own)  # so that a later rank does not continue
             raise
         found = [pickle.loads(self.store.get(key)) for key in keys]
         places = [where for where, _ in found]
@@ -150,8 +150,8 @@ class Exchange:
             self.broken = failed or f"generate() failed on this rank: {text}"
             self.abort()
             self.leave()
-        alike = len(ends) > 1 and all(end == mine for end in ends)
-        return None if alike else failed
+        same = len(ends) > 1 and all(end == mine for end in ends)
+        return None if same else failed
 
     def _ends(self, limit: float) -> list[End]:
         """How the call has ended, on the ranks that have left it within `limit` seconds."""

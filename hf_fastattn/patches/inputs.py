@@ -1,4 +1,4 @@
-"""The arguments of a call as words that ranks can compare."""
+"""The arguments of a call in a form that ranks can compare."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""What ranks must decide alike when they share a model by tensor parallelism.
+"""The decisions that ranks must share when they share a model by tensor parallelism.
 
 A forward of such a model communicates: every rank must run the same forwards, and in each of them the same collectives. So the
 ranks compare their inputs once per generate(), before its first forward, and a decode graph is rehearsed, captured and replayed
-on all ranks or on none. A difference is refused with a sentence that names the rank. `Ranks` is for several ranks, and `OneRank`,
-its base, decides alone.
+on all ranks or on none. A difference is refused with a message that names the rank. `Ranks` is for several ranks; its base
+`OneRank` decides alone.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class OneRank:
 
     @contextlib.contextmanager
     def call(self, arguments: Callable[[], Mapping[str, Any]]) -> Iterator[None]:
-        """The context of one generate(). arguments: returns what it was called with."""
+        """The context of one generate(). arguments: returns the arguments of the call."""
         yield
 
     def meet(self, settings: Mapping[str, Any]) -> None:
@@ -179,7 +179,7 @@ class Ranks(OneRank):
         refused = [each[0] for each in found]
         if any(refused):
             entry.refused = next(self._named(index, refused) for index, each in enumerate(refused) if each)
-        elif any(each[1] != state for each in found):  # as if all had found a new entry
+        elif any(each[1] != state for each in found):  # as if the entry were new on all ranks
             entry.graph, entry.warm = None, False
 
     def attempt(self, run: Callable[[Callable[[], T]], T], body: Callable[[], T], communicates: bool) -> T:
