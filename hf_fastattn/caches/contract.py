@@ -77,7 +77,7 @@ class Storage:
     def reset(self) -> None:
         """Discard all tokens and keep the buffers."""
 
-    def relieve_with(self, free: Callable[[], None]) -> None:
+    def call_on_low_memory(self, free: Callable[[], None]) -> None:
         """Set the method to call when memory is short. Keep only a weak reference to its object."""
 
     # Used by the forward of a patched model

@@ -70,7 +70,7 @@ class Track:
         self.device: torch.device | None = None  # None before a decode graph needs `counts`
         self.image, self.stale = (0, 0), True  # the values in `counts`, and whether the host has counted since
         self.running = 0  # bit mask of the layers that a decode graph writes
-        self.relieve: weakref.WeakMethod[Callable[[], None]] | None = None  # called when memory is short
+        self.on_low_memory: weakref.WeakMethod[Callable[[], None]] | None = None  # called when memory is short
 
     def __getstate__(self) -> dict[str, Any]:
         mine = ("window", "growable", "capacity", "version")
@@ -122,9 +122,9 @@ class Track:
         """Raise MemoryError if buffers of `tokens` tokens do not fit. held: bytes of the buffers that they replace."""
         needed = tokens * bytes_per_token
         free = free_bytes(device)
-        relieve = None if self.relieve is None else self.relieve()
-        if free is not None and needed > free + held and relieve is not None:
-            relieve()
+        callback = None if self.on_low_memory is None else self.on_low_memory()
+        if free is not None and needed > free + held and callback is not None:
+            callback()
             free = free_bytes(device)
         if free is not None and needed > free + held:
             raise MemoryError(

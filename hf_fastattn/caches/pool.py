@@ -42,10 +42,10 @@ class Pool:
         if storage is None:
             storage = self.make(capacity)
             storage.serial = self.serial = self.serial + 1
-            storage.relieve_with(self.clear)
+            storage.call_on_low_memory(self.clear)
         storage.reset()
         cache = self.around(storage)
-        weakref.finalize(cache, _give_back, weakref.ref(self), storage, rows).atexit = False
+        weakref.finalize(cache, _return_storage, weakref.ref(self), storage, rows).atexit = False
         return cache
 
     def fitting(self, rows: int, capacity: int) -> list[int]:
@@ -66,7 +66,7 @@ class Pool:
         self.idle = [entry for entry in self.idle if entry not in drop]
         return None if chosen is None else chosen[1]
 
-    def give_back(self, storage: Storage, rows: int) -> None:
+    def return_storage(self, storage: Storage, rows: int) -> None:
         with self.lock:
             if not self.closed:
                 self.idle.append((storage.rows or rows, storage))
@@ -84,15 +84,15 @@ class Pool:
             self.idle.clear()
 
     def close(self) -> None:
-        """Drop the idle storages, and do not take back those that caches still use."""
+        """Drop the idle storages, and no longer accept those that caches still use."""
         with self.lock:
             self.closed = True
             self.clear()
 
 
-def _give_back(owner: weakref.ref[Pool], storage: Storage, rows: int) -> None:
+def _return_storage(owner: weakref.ref[Pool], storage: Storage, rows: int) -> None:
     if (pool := owner()) is not None:  # a cache may outlive the pool
-        pool.give_back(storage, rows)
+        pool.return_storage(storage, rows)
 
 
 def references(storage: Storage) -> int:

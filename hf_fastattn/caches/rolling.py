@@ -85,7 +85,7 @@ class RollingCache(StoredCache):
             return args, {**kwargs, "position_ids": positions}
         return args, {**kwargs, "attention_mask": mask, "position_ids": positions}
 
-    def vet(self, mask: torch.Tensor | None, tokens: int = 0, crops: bool = False) -> None:
+    def check_call(self, mask: torch.Tensor | None, tokens: int = 0, crops: bool = False) -> None:
         """Raise ValueError if the cache cannot serve this call of generate(). Synchronises with the device.
 
         mask: 2-D, with padding only on the left. Later forwards, which get parts of it, do not check it again.
@@ -185,7 +185,7 @@ def _new_pads(cache: RollingCache, mask: object, q_len: int) -> torch.Tensor | N
             f"attention_mask covers {mask.shape[1]} tokens; this cache has read {ring.seen} and is given {q_len} more."
         )
     if q_len > 1 and mask.shape[1] > ring.checked:
-        cache.vet(mask)
+        cache.check_call(mask)
     if mask.shape[1] <= ring.checked and not ring.padded:
         return None
     return (mask[:, -q_len:] == 0).sum(1)

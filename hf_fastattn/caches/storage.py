@@ -66,9 +66,9 @@ class StaticStorage(Storage):
     def holds(self, tokens: int) -> bool:
         return all(track.capacity >= min(tokens, track.limit) for track in self.tracks)
 
-    def relieve_with(self, free: Callable[[], None]) -> None:
+    def call_on_low_memory(self, free: Callable[[], None]) -> None:
         for track in self.tracks:
-            track.relieve = weakref.WeakMethod(free)
+            track.on_low_memory = weakref.WeakMethod(free)
 
     def reset(self) -> None:
         for layer in self.layers:

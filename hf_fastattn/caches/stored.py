@@ -51,7 +51,7 @@ class StoredCache(hf.Cache):
         if self.storage.seen and held is not None and held != rows:
             raise ValueError(f"This cache holds {held} rows, and the call has {rows}. {CHANGE_ROWS}")
 
-    def vet(self, mask: torch.Tensor | None, tokens: int, crops: bool) -> None:
+    def check_call(self, mask: torch.Tensor | None, tokens: int, crops: bool) -> None:
         """Raise ValueError if the cache cannot serve this call of generate().
 
         mask: the 2-D mask of the call. crops: whether the call crops the cache. tokens: the most tokens that it reaches.

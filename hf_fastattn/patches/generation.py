@@ -212,7 +212,7 @@ class Generation:
             given = model_kwargs["past_key_values"] = self.pool.take(rows, max_cache_length, among)
         mode = str(getattr(generation_mode, "value", generation_mode))
         if self.takes(given):
-            given.vet(model_kwargs.get("attention_mask"), given.get_seq_length() + max_cache_length, "assisted" in mode)
+            given.check_call(model_kwargs.get("attention_mask"), given.get_seq_length() + max_cache_length, "assisted" in mode)
             if self.graph:
                 self._begin(model, generation_config, model_kwargs)
 
