@@ -3,7 +3,7 @@
 compute-sanitizer --tool racecheck python tests/racecheck_control.py
 
 hand_over: one warp stores an integer for four others, and mbarriers order store and load as documented; racecheck reports it,
-like `pipe.hand_out` against `pipe.take`. take_turns: two groups of warps alternate at named barriers and share no memory;
+like `pipe.send_item` and `pipe.receive_item`. take_turns: two groups of warps alternate at named barriers and share no memory;
 racecheck reports the bytes with which Triton dispatches work to warps, which it does not report without the named barriers.
 """
 

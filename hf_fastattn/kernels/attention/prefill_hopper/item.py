@@ -1,4 +1,4 @@
-"""One item of the Hopper prefill kernel: which queries of which heads it computes, and which tiles it visits."""
+"""One item of the Hopper prefill kernel: the queries and heads that it computes, and the tiles that it visits."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def item_of(
     IS_CAUSAL: gl.constexpr,
     BLOCK_M: gl.constexpr = BLOCK_M,
 ):  # fmt: skip
-    """One item: (place, the span pointer, spans and tiles of its batch row, its share of these, its number).
+    """One item: (indices, pointer to the spans of its batch row, spans, tiles of the block, share of these, item number).
 
-    The place is (first query, KV head, first head of its group, batch row). With shares, `num_blocks` counts each block of rows
-    as often as it has shares. The share is (first tile to visit, tiles).
+    The indices are (first query, KV head, first head of its group, batch row). With shares, num_blocks counts each block of rows
+    once per share. A share is (first tile to visit, number of tiles).
     """
     stride_sb, _num_items, num_blocks, num_packs, total_packs, group, section, q_len, kv_len, window = sizes
     block, pack, row = item_at(index, num_blocks, num_packs, total_packs, section)
@@ -32,13 +32,13 @@ def item_of(
     kv_head = pack // packs_each
     group_head = (pack - kv_head * packs_each) * C.pack
     QUERIES: gl.constexpr = BLOCK_M // C.pack
-    which = 0
+    share_index = 0
     splits = 1
     if C.split:
-        of_rows = (q_len + QUERIES - 1) // QUERIES
-        splits = num_blocks // of_rows
-        which = block // of_rows
-        block = block % of_rows
+        row_blocks = (q_len + QUERIES - 1) // QUERIES
+        splits = num_blocks // row_blocks
+        share_index = block // row_blocks
+        block = block % row_blocks
     first = block * QUERIES
     span_ptr = Spans + row.to(gl.int64) * stride_sb
     spans = row_spans(span_ptr, q_len, kv_len, window, HAS_SPANS, IS_CAUSAL)
@@ -46,7 +46,7 @@ def item_of(
     _lo, _hi, num_tiles, _num_after, _num_masked = tiles
     share = (0, num_tiles)
     if C.split:
-        share = share_of(num_tiles, which, splits)
+        share = share_of(num_tiles, share_index, splits)
     return (first, kv_head, group_head, row), span_ptr, spans, tiles, share, number
 
 
@@ -60,23 +60,23 @@ def rows_of(
     IS_CAUSAL: gl.constexpr,
     WORDS: gl.constexpr = WORDS,
 ):  # fmt: skip
-    """Consumer WG's rows of one item: (place, end of the live slots, tiles, share, number, what they see)."""
+    """The rows of consumer WG in one item: (indices, end of the live slots, tiles, share, item number, bounds for `mask`)."""
     _stride_sb, _num_items, _num_blocks, _num_packs, _total_packs, _group, _section, q_len, _kv_len, _window = sizes
-    place, span_ptr, spans, tiles, share, number = item_of(index, Spans, sizes, C, HAS_SPANS, IS_CAUSAL)
-    first, kv_head, group_head, row = place
+    indices, span_ptr, spans, tiles, share, number = item_of(index, Spans, sizes, C, HAS_SPANS, IS_CAUSAL)
+    first, kv_head, group_head, row = indices
     q_start, kv_start, kv_stop, window, causal, holes = spans
     _lo, hi, _num_tiles, _num_after, _num_masked = tiles
     offs_m = first + (WG * 64 + gl.arange(0, 64, ROWS)) // C.pack
     row_lo, row_hi = row_bounds(q_start + gl.minimum(offs_m, q_len - 1), kv_start, kv_stop, window, causal)
-    place = (first + WG * 64 // C.pack, kv_head, group_head, row)
-    return place, kv_stop, tiles, share, number, (row_lo, row_hi, span_ptr + WORDS, hi, holes)
+    indices = (first + WG * 64 // C.pack, kv_head, group_head, row)
+    return indices, kv_stop, tiles, share, number, (row_lo, row_hi, span_ptr + WORDS, hi, holes)
 
 
 @gluon.jit
-def heads_and_queries(place, sizes, C: gl.constexpr, ROWS: gl.constexpr):
-    """(head, query, whether there is one) of a consumer's rows, [64] each; rows past the last head repeat it."""
+def heads_and_queries(indices, sizes, C: gl.constexpr, ROWS: gl.constexpr):
+    """(head, query, whether it exists) of the rows of a consumer, [64] each; rows past the last head repeat it."""
     _stride_sb, _num_items, _num_blocks, _num_packs, _total_packs, group, _section, q_len, _kv_len, _window = sizes
-    first, kv_head, group_head, _row = place
+    first, kv_head, group_head, _row = indices
     local = gl.arange(0, 64, ROWS)
     offs_m = first + local // C.pack
     offs_h = group_head

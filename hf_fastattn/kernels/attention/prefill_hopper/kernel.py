@@ -16,14 +16,14 @@ from .pipe import (
     CONSUMERS,
     FIRST_TURN,
     await_empty,
-    hand_out,
     let_next_begin,
     matrix,
     named_barrier,
     phase_of,
+    receive_item,
+    send_item,
     shared_memory,
     stage_of,
-    take,
     tma_load,
     tma_store,
     warpgroup_barrier,
@@ -36,36 +36,36 @@ from .tile import cap, mask, normaliser, pack, softmax_step, zero_rows
 @gluon.jit
 def _produce(args, C: gl.constexpr, HAS_SPANS: gl.constexpr, IS_CAUSAL: gl.constexpr, CONSUMERS: gl.constexpr = CONSUMERS):
     """The producer warp: for each item it loads Q once, and K and V tile by tile as their buffers become empty."""
-    q_desc, k_desc, v_desc, Spans, Counters, q_ring, k_ring, v_ring, ticket, sizes = args
+    q_desc, k_desc, v_desc, Spans, Counters, q_ring, k_ring, v_ring, next_ring, sizes = args
     _stride_sb, num_items, _num_blocks, _num_packs, _total_packs, _group, _section, _q_len, _kv_len, _window = sizes
     q_smem, q_full, _q_empty = q_ring
     k_smem, k_full, _k_empty = k_ring
     v_smem, v_full, _v_empty = v_ring
     programs = gl.num_programs(0)
     index = gl.program_id(0)
-    count = 0  # tiles of earlier items
-    turn = 0  # earlier items
+    tile_count = 0  # tiles of earlier items
+    item_count = 0  # earlier items
     while index < num_items:
         following = gl.atomic_add(Counters, 1) + programs
-        place, _span_ptr, _spans, tiles, share, _number = item_of(index, Spans, sizes, C, HAS_SPANS, IS_CAUSAL)
-        first, kv_head, group_head, row = place
+        indices, _span_ptr, _spans, tiles, share, _number = item_of(index, Spans, sizes, C, HAS_SPANS, IS_CAUSAL)
+        first, kv_head, group_head, row = indices
         skipped, num_tiles = share
         for wg in gl.static_range(CONSUMERS):
-            buffer = stage_of(turn, C.q_stages) * CONSUMERS + wg
-            await_empty(q_desc, q_ring, buffer, phase_of(turn, C.q_stages) ^ 1)
+            buffer = stage_of(item_count, C.q_stages) * CONSUMERS + wg
+            await_empty(q_desc, q_ring, buffer, phase_of(item_count, C.q_stages) ^ 1)
             q_at = [row, kv_head, first + wg * 64 // C.pack, group_head, 0]
             tma_load(q_desc, q_at, q_full.index(buffer), q_smem.index(buffer))
         for i in range(num_tiles):
             start = tile_start(skipped + i, tiles, C.BLOCK_N)
-            stage = stage_of(count + i, C.stages)
-            phase = phase_of(count + i, C.stages) ^ 1
+            stage = stage_of(tile_count + i, C.stages)
+            phase = phase_of(tile_count + i, C.stages) ^ 1
             await_empty(k_desc, k_ring, stage, phase)
             tma_load(k_desc, [row, kv_head, start, 0], k_full.index(stage), k_smem.index(stage))
             await_empty(v_desc, v_ring, stage, phase)
             tma_load(v_desc, [row, kv_head, start, 0], v_full.index(stage), v_smem.index(stage))
-        hand_out(ticket, following, turn)  # this late, as the counter's answer takes as long as a load
-        count += num_tiles
-        turn += 1
+        send_item(next_ring, following, item_count)  # only now, because the atomic operation takes as long as a load
+        tile_count += num_tiles
+        item_count += 1
         index = following
 
     # Each program increments the second counter after its last item; the last program resets both for the next launch.
@@ -76,7 +76,7 @@ def _produce(args, C: gl.constexpr, HAS_SPANS: gl.constexpr, IS_CAUSAL: gl.const
 
 @gluon.jit
 def _attend(
-    args, rows, s_scale, zeros, count, turn,
+    args, rows, s_scale, zeros, tile_count, item_count,
     WG: gl.constexpr,
     C: gl.constexpr,
     HAS_SPANS: gl.constexpr,
@@ -92,13 +92,13 @@ def _attend(
 
     With shares, (acc, m, l) is stored in the workspace, which is passed as Lse.
     """
-    out_desc, Lse, _Spans, SinkLogits, q_ring, k_ring, v_ring, o_smem, _ticket, sizes, scale_log2, cap_log2 = args
+    out_desc, Lse, _Spans, SinkLogits, q_ring, k_ring, v_ring, o_smem, _next_ring, sizes, scale_log2, cap_log2 = args
     q_smem, q_full, q_empty = q_ring
     k_smem, k_full, k_empty = k_ring
     v_smem, v_full, v_empty = v_ring
     _stride_sb, _num_items, num_blocks, num_packs, total_packs, group, _section, q_len, kv_len, _window = sizes
-    place, kv_stop, tiles, share, number, seen = rows
-    first, kv_head, group_head, row = place
+    indices, kv_stop, tiles, share, number, seen = rows
+    first, kv_head, group_head, row = indices
     _lo, _hi, _num_tiles, _num_after, num_masked = tiles
     skipped, num_tiles = share
     BLOCK_N: gl.constexpr = C.BLOCK_N
@@ -110,11 +110,11 @@ def _attend(
     NEXT_TURN: gl.constexpr = FIRST_TURN + 1 - WG
 
     # The first tile: S and its softmax. Rows of V that are not live are zeroed.
-    q_buffer = stage_of(turn, C.q_stages) * CONSUMERS + WG
-    mbarrier.wait(q_full.index(q_buffer), phase_of(turn, C.q_stages))
+    q_buffer = stage_of(item_count, C.q_stages) * CONSUMERS + WG
+    mbarrier.wait(q_full.index(q_buffer), phase_of(item_count, C.q_stages))
     q = matrix(q_smem.index(q_buffer))
-    stage = stage_of(count, STAGES)
-    phase = phase_of(count, STAGES)
+    stage = stage_of(tile_count, STAGES)
+    phase = phase_of(tile_count, STAGES)
     mbarrier.wait(k_full.index(stage), phase)
     k = matrix(k_smem.index(stage))
     s_token = product(q, k, zeros, C.k_width)
@@ -147,13 +147,13 @@ def _attend(
             begin = gl.maximum(num_masked, 1)
             end = num_tiles
         for i in range(begin, end):
-            stage = stage_of(count + i, STAGES)
-            v_stage = stage_of(count + i - 1, STAGES)
-            mbarrier.wait(k_full.index(stage), phase_of(count + i, STAGES))
+            stage = stage_of(tile_count + i, STAGES)
+            v_stage = stage_of(tile_count + i - 1, STAGES)
+            mbarrier.wait(k_full.index(stage), phase_of(tile_count + i, STAGES))
             named_barrier("sync", MY_TURN)
             k = matrix(k_smem.index(stage))
             s_token = product(q, k, zeros, C.k_width)
-            mbarrier.wait(v_full.index(v_stage), phase_of(count + i - 1, STAGES))
+            mbarrier.wait(v_full.index(v_stage), phase_of(tile_count + i - 1, STAGES))
             v = matrix(v_smem.index(v_stage))
             o_tokens = add_products(p, v, acc, C.v_width)
             named_barrier("arrive", NEXT_TURN)
@@ -171,7 +171,7 @@ def _attend(
     # O += P V of the last tile; meanwhile the row sums are completed.
     if C.own_out:
         mbarrier.arrive(q_empty.index(q_buffer), count=1)  # the last S is computed: the next Q may be loaded
-    last = count + num_tiles - 1
+    last = tile_count + num_tiles - 1
     stage = stage_of(last, STAGES)
     mbarrier.wait(v_full.index(stage), phase_of(last, STAGES))
     v = matrix(v_smem.index(stage))
@@ -180,12 +180,12 @@ def _attend(
         acc = wait_for(o_tokens)
         mbarrier.arrive(v_empty.index(stage), count=1)
         stats_start = total_packs * num_blocks * BLOCK_M * block_dv(C.v_width)
-        _heads, _offs_m, exists = heads_and_queries(place, sizes, C, s_rows)
+        _heads, _offs_m, exists = heads_and_queries(indices, sizes, C, s_rows)
         store_partial(acc, m, l, Lse, stats_start, number, WG * 64, exists, C.v_width, BLOCK_M)
         if not C.own_out:
             mbarrier.arrive(q_empty.index(q_buffer), count=1)
     else:
-        heads, offs_m, exists = heads_and_queries(place, sizes, C, s_rows)
+        heads, offs_m, exists = heads_and_queries(indices, sizes, C, s_rows)
         inverse, lse = normaliser(m, l, SinkLogits + heads, HAS_SINK_LOGITS)
         if WRITE_LSE:
             num_heads = num_packs // ((group + C.pack - 1) // C.pack) * group
@@ -209,24 +209,24 @@ def _attend(
 
 
 @gluon.jit
-def _pass(
-    args, num_tiles, count, turn,
+def _skip(
+    args, num_tiles, tile_count, item_count,
     WG: gl.constexpr,
     C: gl.constexpr,
     CONSUMERS: gl.constexpr = CONSUMERS,
     FIRST_TURN: gl.constexpr = FIRST_TURN,
 ):  # fmt: skip
-    """An item in which consumer WG has no rows, as all are past the last query: it releases buffers and takes its turns."""
-    _out_desc, _Lse, _Spans, _SinkLogits, q_ring, k_ring, v_ring, _o_smem, _ticket, _sizes, _scale_log2, _cap_log2 = args
+    """An item without rows for consumer WG, all of them past the last query: it releases the buffers and takes its turns."""
+    _out_desc, _Lse, _Spans, _SinkLogits, q_ring, k_ring, v_ring, _o_smem, _next_ring, _sizes, _scale_log2, _cap_log2 = args
     _q_smem, q_full, q_empty = q_ring
     _k_smem, k_full, k_empty = k_ring
     _v_smem, v_full, v_empty = v_ring
-    q_buffer = stage_of(turn, C.q_stages) * CONSUMERS + WG
-    mbarrier.wait(q_full.index(q_buffer), phase_of(turn, C.q_stages))
+    q_buffer = stage_of(item_count, C.q_stages) * CONSUMERS + WG
+    mbarrier.wait(q_full.index(q_buffer), phase_of(item_count, C.q_stages))
     mbarrier.arrive(q_empty.index(q_buffer), count=1)
     for i in range(num_tiles):
-        stage = stage_of(count + i, C.stages)
-        phase = phase_of(count + i, C.stages)
+        stage = stage_of(tile_count + i, C.stages)
+        phase = phase_of(tile_count + i, C.stages)
         mbarrier.wait(k_full.index(stage), phase)
         mbarrier.arrive(k_empty.index(stage), count=1)
         if i > 0:
@@ -251,7 +251,7 @@ def _consume(
     FIRST_TURN: gl.constexpr = FIRST_TURN,
 ):
     """Consumer warpgroup WG: rows 64 * WG .. 64 * WG + 63 of each item's block."""
-    _out_desc, _Lse, Spans, _SinkLogits, _q_ring, _k_ring, _v_ring, _o_smem, ticket, sizes, scale_log2, _cap_log2 = args
+    _out_desc, _Lse, Spans, _SinkLogits, _q_ring, _k_ring, _v_ring, _o_smem, next_ring, sizes, scale_log2, _cap_log2 = args
     _stride_sb, num_items, _num_blocks, _num_packs, _total_packs, _group, _section, q_len, _kv_len, _window = sizes
     s_scale = scale_log2
     if HAS_SOFTCAP:
@@ -261,22 +261,25 @@ def _consume(
     s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     zeros = gl.zeros([64, BLOCK_N], gl.float32, s_layout)
     index = gl.program_id(0)
-    count = 0  # tiles of earlier items
-    turn = 0  # earlier items
+    tile_count = 0  # tiles of earlier items
+    item_count = 0  # earlier items
     if WG == 1:
         named_barrier("arrive", FIRST_TURN)  # the first turn is consumer 0's
     while index < num_items:
         rows = rows_of(index, Spans, sizes, WG, s_rows, C, HAS_SPANS, IS_CAUSAL)
-        place, _kv_stop, _tiles, share, _number, _seen = rows
-        first, _kv_head, _group_head, _row = place
+        indices, _kv_stop, _tiles, share, _number, _seen = rows
+        first, _kv_head, _group_head, _row = indices
         _skipped, num_tiles = share
         if first < q_len:
-            _attend(args, rows, s_scale, zeros, count, turn, WG, C, HAS_SPANS, HAS_WORDS, HAS_SOFTCAP, HAS_SINK_LOGITS, WRITE_LSE)
+            _attend(
+                args, rows, s_scale, zeros, tile_count, item_count, WG, C,
+                HAS_SPANS, HAS_WORDS, HAS_SOFTCAP, HAS_SINK_LOGITS, WRITE_LSE,
+            )  # fmt: skip
         else:
-            _pass(args, num_tiles, count, turn, WG, C)
-        index = take(ticket, turn)
-        count += num_tiles
-        turn += 1
+            _skip(args, num_tiles, tile_count, item_count, WG, C)
+        index = receive_item(next_ring, item_count)
+        tile_count += num_tiles
+        item_count += 1
 
     tma.store_wait(0)
     if WG == 0:
@@ -301,10 +304,10 @@ def prefill_hopper_kernel(
 ):  # fmt: skip
     if C.split:
         let_next_begin()
-    q_ring, k_ring, v_ring, o_smem, ticket = shared_memory(q_desc, k_desc, v_desc, out_desc, C)
+    q_ring, k_ring, v_ring, o_smem, next_ring = shared_memory(q_desc, k_desc, v_desc, out_desc, C)
     sizes = (stride_sb, num_items, num_blocks, num_packs, total_packs, group, section, q_len, kv_len, window)
-    loads = (q_desc, k_desc, v_desc, Spans, Counters, q_ring, k_ring, v_ring, ticket, sizes)
-    shared = (out_desc, Lse, Spans, SinkLogits, q_ring, k_ring, v_ring, o_smem, ticket, sizes, scale_log2, cap_log2)
+    loads = (q_desc, k_desc, v_desc, Spans, Counters, q_ring, k_ring, v_ring, next_ring, sizes)
+    shared = (out_desc, Lse, Spans, SinkLogits, q_ring, k_ring, v_ring, o_smem, next_ring, sizes, scale_log2, cap_log2)
     gl.warp_specialize(
         [
             (_consume, (shared, 0, C, HAS_SPANS, HAS_WORDS, IS_CAUSAL, HAS_SOFTCAP, HAS_SINK_LOGITS, WRITE_LSE)),

@@ -102,20 +102,20 @@ def await_empty(desc, ring, i, phase):
 
 
 @gluon.jit
-def hand_out(ticket, value, turn):
+def send_item(next_ring, value, item_count):
     """The producer sends the next item to the consumers."""
-    smem, full, empty = ticket
-    mbarrier.wait(empty, (turn & 1) ^ 1)
+    smem, full, empty = next_ring
+    mbarrier.wait(empty, (item_count & 1) ^ 1)
     smem.store(gl.zeros([1], gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + value)
     warpgroup_barrier()
     mbarrier.arrive(full, count=1)
 
 
 @gluon.jit
-def take(ticket, turn):
+def receive_item(next_ring, item_count):
     """A consumer receives the next item."""
-    smem, full, empty = ticket
-    mbarrier.wait(full, turn & 1)
+    smem, full, empty = next_ring
+    mbarrier.wait(full, item_count & 1)
     value = gl.max(smem.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
     warpgroup_barrier()
     mbarrier.arrive(empty, count=1)

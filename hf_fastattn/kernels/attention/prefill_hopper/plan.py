@@ -62,15 +62,15 @@ def tiles_of(first, q_len, spans, QUERIES: gl.constexpr, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def share_of(num_tiles, which, splits):
+def share_of(num_tiles, index, splits):
     """(first tile to visit, tiles) of one of `splits` equal shares of an item's tiles, at least one tile.
 
     If there are fewer tiles than shares, the surplus shares repeat the last one, and the merge skips them.
     """
     most = gl.minimum(splits, num_tiles)
-    which = gl.minimum(which, most - 1)
-    begin = which * num_tiles // most
-    return begin, (which + 1) * num_tiles // most - begin
+    index = gl.minimum(index, most - 1)
+    begin = index * num_tiles // most
+    return begin, (index + 1) * num_tiles // most - begin
 
 
 @gluon.jit
