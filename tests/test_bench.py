@@ -67,7 +67,7 @@ def test_captured_steps_are_checked_and_captured_once(tmp_path, monkeypatch, res
         assert row["ratios"]["best_stock"] == row["ratios"][grid.SDPA]
         for ours in (row["rivals"][name] for name in (grid.OURS, grid.ROOMY)):
             checked = ours["check"]
-            assert checked["steps_replayed"] == 7 and checked["passed"] and checked["against_uncaptured"]["equal"] == 1
+            assert checked["steps_replayed"] == 8 and checked["passed"] and checked["against_uncaptured"]["equal"] == 1
             assert ours["captures_while_timing"] == 0 and ours["steps"]["uncaptured"] == 0 and not ours["reasons"]
 
 

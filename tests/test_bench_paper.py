@@ -24,7 +24,7 @@ def test_backends_share_one_cache_and_are_checked_at_every_context(tmp_path, mon
     for row in result["rows"]:
         assert set(row["ms"]) == set(paper_e2e.BACKENDS) and all(len(times) == 2 for times in row["all_ms"].values())
         for checked in row["check"].values():
-            assert checked["passed"] and checked["steps_replayed"] == 7 and checked["against_uncaptured"]["equal"] == 1
+            assert checked["passed"] and checked["steps_replayed"] == 8 and checked["against_uncaptured"]["equal"] == 1
     outputs, prompt_s = result["summary"]["outputs"], result["summary"]["prompt_s"]
     assert [output["new_tokens"] for output in outputs] == [20, 50]  # 60 is beyond the measured contexts
     for output in outputs:
