@@ -18,11 +18,11 @@ help:
 	@echo "make test-oldest  the tests of the wiring on the oldest supported Transformers"
 	@echo "make test-cpus    the tests that compare numbers, as CPUs without AVX2, with AVX2, with AVX-512 and as MKL elsewhere would round"
 	@echo "make test-gpu     all tests on this machine's GPU, with the python3 and the packages that are there"
-	@echo "make test-state   $(STATES) random sequences of what users do between two calls, patched beside unpatched (half an hour)"
+	@echo "make test-state   $(STATES) random sequences of user actions between two calls, patched and unpatched (half an hour)"
 	@echo "make test-ranks   every decoder with a plan of tensor parallelism, on $(RANKS) processes (half an hour)"
 	@echo "make matrix       every model of Transformers, oldest and newest, against eager; writes docs/models.md (under an hour)"
 	@echo "make package      build sdist and wheel in build/package, and run the README's code where only the wheel is installed"
-	@echo "make bench        time the kernels beside torch's own on this machine's GPU; results in examples/results"
+	@echo "make bench        time the kernels and those of torch on this machine's GPU; results in examples/results"
 	@echo "make docs         the documentation site, in build/docs; a warning is an error, and no network is needed"
 	@echo "make clean        remove the virtual environments"
 

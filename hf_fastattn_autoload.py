@@ -76,7 +76,7 @@ class _Finder:
 
 
 def _register() -> None:
-    """Stubs under the names that nobody has registered, the mask first: attention without one would see everything."""
+    """Stubs under the names that are not registered yet, the mask first: attention without a mask would see all keys."""
     try:
         attention, mask = _registries()
         for name in NAMES:

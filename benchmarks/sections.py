@@ -13,7 +13,7 @@ from .sections_paper import fixup, paper, paper_e2e, share, sweep
 from .words import SHAPE, by_method, by_past, figure, mean, method, microseconds, model, on, same
 
 HEADLINE = "headline"  # which stands only where it is named
-# Shapes of the decode grid that are shown, beside the worst one.
+# The shapes of the decode grid in the table, besides the worst one.
 DECODE_ROWS = [
     "1, 32/8, 128, 1k",
     "1, 32/8, 128, 16k",

@@ -176,8 +176,8 @@ def main() -> int:
     parser.add_argument("--samples", type=int, default=256, help="positions that are recomputed")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="the JSON; its picture lies beside it")
-    parser.add_argument("--keep", action="store_true", help="go on from the results that are there")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="the JSON; the picture is in the same folder")
+    parser.add_argument("--keep", action="store_true", help="continue from the results in the JSON")
     options = parser.parse_args()
 
     transformers.logging.set_verbosity_error()

@@ -66,7 +66,7 @@ SHAPES = {
     "Qwen3NextForCausalLM": "linear attention in some layers",
     "MllamaForCausalLM": "layers that text alone leaves out",
     "Qwen2_5_VLForConditionalGeneration": "positions in three dimensions",
-    "GitForCausalLM": "text attention of its own beside vision that asks",
+    "GitForCausalLM": "text attention in its own code, and vision that uses the interface",
     "BertForMaskedLM": "an encoder",
     "BartForConditionalGeneration": "an encoder-decoder",
     "BigBirdPegasusForConditionalGeneration": "an encoder that adds the mask itself",

@@ -81,9 +81,9 @@ def attention(q, k, v, seen: np.ndarray, *, scale=None, softcap=None, sink_logit
     group = q.shape[1] // k.shape[1]
     seen = torch.as_tensor(seen, device=q.device)
     # Slots that no query sees may contain anything.
-    nobody = ~seen.any(1)[:, None, :, None]
-    k64 = k.double().masked_fill(nobody, 0.0).repeat_interleave(group, 1)
-    v64 = v.double().masked_fill(nobody, 0.0).repeat_interleave(group, 1)
+    unseen = ~seen.any(1)[:, None, :, None]
+    k64 = k.double().masked_fill(unseen, 0.0).repeat_interleave(group, 1)
+    v64 = v.double().masked_fill(unseen, 0.0).repeat_interleave(group, 1)
     scores = torch.einsum("bhqd,bhkd->bhqk", q.double(), k64)
     if q_sinks is not None:
         turned = torch.einsum("bhqd,bhkd->bhqk", q_sinks.double(), k64)

@@ -67,7 +67,7 @@ def run(family: str, mode: str, padding: str, device: torch.device, attn_impleme
 def eager(family: str, mode: str, padding: str, device: torch.device) -> torch.Tensor:
     with hf_fastattn.count_calls() as calls:
         tokens = run(family, mode, padding, device, "eager")
-    assert not calls, "eager must not run kernels of ours"
+    assert not calls, "eager must not run kernels of the package"
     return tokens
 
 

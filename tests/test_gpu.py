@@ -79,7 +79,7 @@ def test_lean_is_bitwise_repeatable(shape, masked):
 
 @pytest.mark.parametrize("padded", [False, True], ids=["plain", "left padded with holes"])
 def test_lean_in_a_cuda_graph_follows_the_lengths_on_the_device(padded):
-    """10,000 replays of one graph, each with another length and query, bitwise equal to eager, beside a busy second stream."""
+    """10,000 replays of one graph, each with another length and query, bitwise equal to eager, with a busy second stream."""
     batch = 3
     q, k, v = inputs(batch)
     length = torch.zeros((), dtype=torch.int64, device="cuda")

@@ -132,7 +132,7 @@ class Fails(StoppingCriteria):
 
 
 class Scene:
-    """One model on two ranks, patched anew for each scene."""
+    """One model on two ranks, patched again for each scene."""
 
     def __init__(self, rank: int):
         self.rank = rank

@@ -1,4 +1,4 @@
-"""Every decoder with a plan of tensor parallelism, on 2 and 4 ranks, with every padding, beside one process: make test-ranks."""
+"""Every decoder with a plan of tensor parallelism and every padding: 2 and 4 ranks, compared with one process."""
 
 from __future__ import annotations
 

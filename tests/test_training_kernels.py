@@ -161,9 +161,9 @@ def gradients(x: Inputs, forward, backward) -> list[torch.Tensor | None]:
 def by_autograd(x: Inputs, dtype: torch.dtype) -> list[torch.Tensor]:
     """Gradients of the formula in torch in `dtype`: exact in float64, the error of torch in the dtype of q."""
     seen = torch.as_tensor(x.seen, device=x.q.device)
-    nobody = ~seen.any(1)[:, None, :, None]
+    unseen = ~seen.any(1)[:, None, :, None]
     q = x.q.detach().to(dtype).requires_grad_()
-    k, v = (t.detach().masked_fill(nobody, 0.0).to(dtype).requires_grad_() for t in (x.k, x.v))
+    k, v = (t.detach().masked_fill(unseen, 0.0).to(dtype).requires_grad_() for t in (x.k, x.v))
     sinks = None if x.sink_logits is None else x.sink_logits.detach().to(dtype).requires_grad_()
     group = q.shape[1] // k.shape[1]
     scores = q @ k.repeat_interleave(group, 1).transpose(2, 3) * (q.shape[3] ** -0.5 if x.spec.scale is None else x.spec.scale)
@@ -194,8 +194,8 @@ def test_gradients_against_float64(case, device):
     for name, got, want, peer, like in zip(("dq", "dk", "dv", "dsinks"), found, expected, peers, tensors, strict=False):
         assert got.dtype == like.dtype and got.shape == like.shape, name
         tolerance.assert_close(got, want, peer, eps, tolerance.largest(want), f"{case.id}, {name}")
-    nobody = torch.as_tensor(~x.seen.any(1), device=device)[:, None, :, None]
-    assert not found[1].masked_fill(~nobody, 0.0).any() and not found[2].masked_fill(~nobody, 0.0).any()  # exactly 0
+    unseen = torch.as_tensor(~x.seen.any(1), device=device)[:, None, :, None]
+    assert not found[1].masked_fill(~unseen, 0.0).any() and not found[2].masked_fill(~unseen, 0.0).any()  # exactly 0
 
 
 @pytest.mark.parametrize("case", [CASES[0], _packed], ids=lambda case: case.id)

@@ -29,8 +29,8 @@ def torch_math(q, k, v, seen: np.ndarray, scale=None) -> torch.Tensor:
     """torch's own attention, unfused, in q's dtype."""
     group = q.shape[1] // k.shape[1]
     seen = torch.as_tensor(seen, device=q.device)
-    nobody = ~seen.any(1)[:, None, :, None]
-    k, v = (x.masked_fill(nobody, 0.0).repeat_interleave(group, 1) for x in (k, v))
+    unseen = ~seen.any(1)[:, None, :, None]
+    k, v = (x.masked_fill(unseen, 0.0).repeat_interleave(group, 1) for x in (k, v))
     with sdpa_kernel(SDPBackend.MATH):
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None], scale=scale)
 

@@ -159,7 +159,7 @@ def linear_rows_kernel(
     BLOCK_K: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One program per tile and split. PARTS: number of weights whose tiles follow each other; ACT: Weight1 is beside Weight.
+    """One program per tile and split. PARTS: number of weights whose tiles follow each other; ACT: Weight1 is used with Weight.
 
     ADD: Sum = Residual + Out, for one weight.
     """
