@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import itertools
 import pickle
 import queue
 import threading
@@ -676,14 +675,14 @@ def test_a_pool_without_graphs_is_not_used_again(monkeypatch):
         if failing:
             raise RuntimeError(failing.pop())
 
-    handles = iter(range(99))
+    handles = ((0, n) for n in range(99))
     for name, fake in {"CUDAGraph": object, "graph_pool_handle": lambda: next(handles), "graph": record}.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     for name in ("device", "Stream"):
         monkeypatch.setattr(torch.cuda, name, lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the caller's")
-    reserved = itertools.count(0, 10)
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: next(reserved))
+    segments = lambda: [{"segment_pool_id": pool, "total_size": 10} for pool in pools if pool is not None]  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", segments)
     monkeypatch.setattr(torch.cuda, "set_stream", current.append)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
@@ -707,7 +706,7 @@ def test_a_pool_without_graphs_is_not_used_again(monkeypatch):
     del third
     fourth = capture()
     assert shared["bytes"] == 10
-    assert [pool for pool in pools if pool is not None] == [0, 0, 0, 1, 2]
+    assert [pool[1] for pool in pools if pool is not None] == [0, 0, 0, 1, 2]
     del first, second, fourth
 
 
