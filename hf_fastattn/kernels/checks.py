@@ -189,6 +189,20 @@ def sink_gradient(sink_logits: torch.Tensor, lse: torch.Tensor, delta: torch.Ten
     return -(weights * delta).sum((0, 2)).to(sink_logits.dtype)
 
 
+def why_not_inference(x: torch.Tensor, *others: torch.Tensor | None) -> str | None:
+    """The reason why a kernel without a backward pass, for contiguous tensors on one device, cannot have these; else None."""
+    for tensor in (x, *others):
+        if tensor is None:
+            continue
+        if tensor.device != x.device:
+            return f"All tensors must be on one device; got {x.device} and {tensor.device}."
+        if not tensor.is_contiguous():
+            return f"Every tensor must be contiguous; got strides {tensor.stride()}."
+        if torch.is_grad_enabled() and tensor.requires_grad:
+            return "A tensor requires grad, and this kernel has no backward pass."
+    return None
+
+
 def token_major(x: torch.Tensor) -> torch.Tensor:
     """x (batch, heads, length, dim) stored as (batch, length, heads, dim); x itself if it is."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)

@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import torch
 
+from . import checks
+
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 ACTS = ("silu", "gelu_tanh", "sigmoid")
 MAX_TOKENS = 64
@@ -124,13 +126,4 @@ def _why_not_tensors(x: torch.Tensor, experts: torch.Tensor, scores: torch.Tenso
     for tensor in (x, *weights):
         if tensor is not None and (tensor.dtype != x.dtype or tensor.dtype not in DTYPES):
             return f"x and all weights must share one dtype of 16 or 32 bits; got {x.dtype} and {tensor.dtype}."
-    for tensor in (x, experts, scores, *weights):
-        if tensor is None:
-            continue
-        if tensor.device != x.device:
-            return f"All tensors must be on one device; got {x.device} and {tensor.device}."
-        if not tensor.is_contiguous():
-            return f"Every tensor must be contiguous; got strides {tensor.stride()}."
-        if torch.is_grad_enabled() and tensor.requires_grad:
-            return "A tensor requires grad, and this kernel has no backward pass."
-    return None
+    return checks.why_not_inference(x, experts, scores, *weights)

@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .. import checks
 from ..host import launch
 from ..host.overlap import early, let_next_begin, wait_for_inputs
 from . import linear_rows
@@ -142,16 +143,11 @@ def why_not(
         return f"gate and up are {[tuple(weight.shape) for weight in weights]}; they must have one shape, and no biases."
     if residual is not None and (len(weights) > 1 or residual.shape != (*x.shape[:-1], weights[0].shape[0])):
         return f"residual is {tuple(residual.shape)}; it must have the shape of the result, of one weight."
-    for tensor in (x, *weights, *biases, *(() if residual is None else (residual,))):
+    others = *weights, *biases, *(() if residual is None else (residual,))
+    for tensor in (x, *others):
         if tensor.dtype != x.dtype or tensor.dtype not in DTYPES:
             return f"All tensors must share one dtype out of float16 and bfloat16; got {x.dtype} and {tensor.dtype}."
-        if tensor.device != x.device:
-            return f"All tensors must be on one device; got {x.device} and {tensor.device}."
-        if not tensor.is_contiguous():
-            return f"Every tensor must be contiguous; got strides {tensor.stride()}."
-        if torch.is_grad_enabled() and tensor.requires_grad:
-            return "A tensor requires grad, and this kernel has no backward pass."
-    return None
+    return checks.why_not_inference(x, *others)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:
