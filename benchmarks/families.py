@@ -22,7 +22,7 @@ from hf_fastattn.explain import costs
 from hf_fastattn.patches import patch
 
 from .grid import row_lengths
-from .models import SHAPES, Subject, load
+from .models import COMMON, SHAPES, Subject, of_random_weights
 from .results import Results, add_options, command, conditions, find_device, progress
 from .runs import Rival, Run, check, free, make_prompt, replay_ms, rewind, run, step_kernels, twin
 
@@ -101,14 +101,11 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     "mixtral-8x7b": ("mixtral", _WIDE | {"vocab_size": 32000, "intermediate_size": 14336, "max_position_embeddings": 32768}),
     "tiny": SHAPES["tiny"],  # for trials
 }
-_NO_END = {"bos_token_id": 1, "eos_token_id": None}
 
 
 def load_family(name: str, dtype: torch.dtype, device: torch.device, positions: int) -> Subject:
     model_type, config = FAMILIES[name]
-    config = {"pad_token_id": 0, "max_position_embeddings": 4096, **_NO_END, **config}
-    SHAPES[name] = model_type, config
-    return load(name, dtype, device, positions)
+    return of_random_weights(name, model_type, {**COMMON, "max_position_embeddings": 4096, **config}, dtype, device, positions)
 
 
 def measure(subject: Subject, case: str, args: argparse.Namespace, device: torch.device) -> dict:

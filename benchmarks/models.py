@@ -9,14 +9,14 @@ import torch
 
 from hf_fastattn import hf, model_shapes
 
-_COMMON = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}  # no generation ends early
+COMMON = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}  # no generation ends early
 _TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128}  # for trials
 
 # name: model type and configuration
 SHAPES: dict[str, tuple[str, dict]] = {
-    **{name: (model_type, _COMMON | config) for name, (model_type, config) in model_shapes.SHAPES.items()},
-    "tiny": ("llama", _COMMON | model_shapes.SHAPES["8b"][1] | _TINY | {"intermediate_size": 96, "num_key_value_heads": 2}),
-    "tiny-opt": ("opt", _COMMON | model_shapes.SHAPES["opt-1.3b"][1] | _TINY | {"word_embed_proj_dim": 64, "ffn_dim": 96}),
+    **{name: (model_type, COMMON | config) for name, (model_type, config) in model_shapes.SHAPES.items()},
+    "tiny": ("llama", COMMON | model_shapes.SHAPES["8b"][1] | _TINY | {"intermediate_size": 96, "num_key_value_heads": 2}),
+    "tiny-opt": ("opt", COMMON | model_shapes.SHAPES["opt-1.3b"][1] | _TINY | {"word_embed_proj_dim": 64, "ffn_dim": 96}),
 }
 
 
@@ -81,6 +81,15 @@ def with_heads(config: dict, heads: int) -> dict:
     return config | {name: config[name] * heads // old for name in scaled if name in config}
 
 
+def of_random_weights(
+    name: str, model_type: str, config: dict, dtype: torch.dtype, device: torch.device, positions: int
+) -> Subject:
+    """A model with random weights, whose learned positions, if it has some, are at least so many."""
+    config = {**config, "max_position_embeddings": max(config["max_position_embeddings"], positions)}
+    model = hf.random_model(model_type, dtype, device, **config)
+    return Subject(name, model, "random", {"model_type": model_type, **config})
+
+
 def load(name: str, dtype: torch.dtype, device: torch.device, positions: int = 0, heads: int | None = None) -> Subject:
     """The model of a named shape, with random weights, or of a checkpoint: a folder, a .gguf file or "smollm2".
 
@@ -89,10 +98,9 @@ def load(name: str, dtype: torch.dtype, device: torch.device, positions: int = 0
     """
     if name in SHAPES:
         model_type, config = SHAPES[name]
-        config = config if heads is None else with_heads(config, heads)
-        config = {**config, "max_position_embeddings": max(config["max_position_embeddings"], positions)}
-        model = hf.random_model(model_type, dtype, device, **config)
-        return Subject(name, model, "random", {"model_type": model_type, **config})
+        return of_random_weights(
+            name, model_type, config if heads is None else with_heads(config, heads), dtype, device, positions
+        )
     if heads is not None:
         raise ValueError(f"{name} has the heads it was trained with; --heads is for named shapes: {', '.join(SHAPES)}.")
     model = hf.load_model(name, dtype=dtype, device=device)
