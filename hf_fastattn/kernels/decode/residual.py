@@ -21,8 +21,8 @@ import triton.language as tl
 
 from ..checks import DTYPES
 from ..host import launch
-from ..host.overlap import early, let_next_begin, wait_for_inputs
-from .rms_norm import MAX_SIZE, load_row, normalise, why_not
+from ..host.overlap import let_next_begin, wait_for_inputs
+from .rms_norm import MAX_SIZE, load_row, normalise, row_launch, why_not
 
 
 class Normed(NamedTuple):
@@ -164,27 +164,16 @@ def _prepare(
 ) -> launch.Launch:
     x = tensors[0]
     assert x is not None
-    size = x.shape[-1]
-    rows = x.numel() // size
-    block = triton.next_power_of_2(size)
-    block_m = max(1, 1024 // block)
-    return launch.Launch(
+    return row_launch(
         residual_kernel,
-        (triton.cdiv(rows, block_m),),
-        rows=rows,
+        x,
         eps_before=eps_before,
         factor=factor,
         eps=eps,
-        SIZE=size,
-        BLOCK=block,
-        BLOCK_M=block_m,
         BEFORE_CENTRED=before[0],
         BEFORE_LATE=before[1],
         BEFORE_ONE=before[2],
         CENTRED=after[0],
         LATE=after[1],
         ONE=after[2],
-        **early(x.device),
-        num_warps=max(2, min(16, block // 512)),
-        enable_fp_fusion=False,  # the model rounds each product before it is added to
     )

@@ -11,6 +11,8 @@ section 3; for the roundings the norms of Transformers.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -152,6 +154,26 @@ def run(
     return out
 
 
+def row_launch(kernel: Any, x: torch.Tensor, **own: Any) -> launch.Launch:
+    """The launch of a kernel that has whole rows of x in each program. own: its arguments besides the rows and their size."""
+    size = x.shape[-1]
+    rows = x.numel() // size
+    block = triton.next_power_of_2(size)
+    block_m = max(1, 1024 // block)
+    return launch.Launch(
+        kernel,
+        (triton.cdiv(rows, block_m),),
+        rows=rows,
+        SIZE=size,
+        BLOCK=block,
+        BLOCK_M=block_m,
+        **own,
+        **early(x.device),
+        num_warps=max(2, min(16, block // 512)),
+        enable_fp_fusion=False,  # the model rounds each product before it adds to it
+    )
+
+
 @launch.remember
 def _prepare(
     tensors: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None], eps: float, centred: bool, late: bool, one: str
@@ -159,22 +181,4 @@ def _prepare(
     x, weight, bias = tensors
     if why_not(x, weight, bias):
         return None
-    size = x.shape[-1]
-    rows = x.numel() // size
-    block = triton.next_power_of_2(size)
-    block_m = max(1, 1024 // block)
-    return launch.Launch(
-        rms_norm_kernel,
-        (triton.cdiv(rows, block_m),),
-        rows=rows,
-        eps=eps,
-        SIZE=size,
-        BLOCK=block,
-        BLOCK_M=block_m,
-        CENTRED=centred,
-        LATE=late,
-        ONE=one,
-        **early(x.device),
-        num_warps=max(2, min(16, block // 512)),
-        enable_fp_fusion=False,  # the model rounds the product before it adds the bias
-    )
+    return row_launch(rms_norm_kernel, x, eps=eps, CENTRED=centred, LATE=late, ONE=one)
