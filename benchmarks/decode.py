@@ -43,6 +43,7 @@ DECODE = [
     if (shape := Shape(batch, *heads, length)).kv_bytes <= LARGEST
 ]
 DECODE.append(Shape(1, 8, 1, 256, 32 << 10))  # eight query heads over one KV head: the merge takes the largest share
+DECODE.append(Shape(2, 12, 12, 96, 20 << 10))
 SPECULATION = [
     shape
     for q_len in (4, 16)

@@ -51,6 +51,7 @@ PARTS = {
     "host": Part(decode.host_row, decode.HOST, decode.host_summary, method=decode.HOST_METHOD),
     "queries": Part(queries.queries_row, queries.QUERIES, queries.queries_summary, compile=queries.compile_kernels),
     "prefill": Part(prefill.prefill_row, prefill.PREFILL_SHAPES, prefill.prefill_summary, "tflops"),
+    "widths": Part(prefill.prefill_row, prefill.WIDTH_SHAPES, prefill.widths_summary, "tflops"),
     "window": Part(prefill.window_row, prefill.WINDOWED, prefill.window_summary),
     **{
         name: Part(training.trained_row, cases, training.trained_summary, method=training.METHOD, dtype=cases[0].dtype)

@@ -23,6 +23,22 @@ PREFILL_SHAPES = [
     for batch, length in ((8, 2 << 10), (2, 8 << 10), (1, 16 << 10), (1, 64 << 10))
     for causal in (True, False)
 ]
+# Other widths, values narrower than keys (latent attention), and many short prompts.
+WIDTH_SHAPES = [
+    Shape(batch, heads, kv_heads, head_dim, length, length, causal, value_dim)
+    for head_dim, value_dim, heads, kv_heads, sizes in (
+        (80, None, 32, 32, ((8, 2 << 10), (2, 8 << 10), (1, 16 << 10))),
+        (96, None, 32, 32, ((8, 2 << 10), (2, 8 << 10), (1, 16 << 10))),
+        (112, None, 32, 32, ((8, 2 << 10), (2, 8 << 10), (1, 16 << 10))),
+        (192, None, 16, 16, ((8, 2 << 10), (2, 8 << 10))),
+        (192, 128, 32, 32, ((8, 2 << 10), (2, 8 << 10))),
+        (512, None, 8, 1, ((2, 4 << 10),)),
+        (576, 512, 16, 1, ((2, 4 << 10),)),
+        (128, None, 32, 8, ((16, 200), (16, 300), (16, 512))),
+    )
+    for batch, length in sizes
+    for causal in (True, False)
+]
 LENGTH, WINDOW = 128 << 10, 4 << 10
 
 
@@ -91,7 +107,7 @@ def prefill_row(shape: Shape, device: torch.device) -> dict:
     """TFLOP/s of the kernel of the backends, the portable kernel, sdpa flash, sdpa cuDNN and standard attention; peak bytes."""
     sets = _sets(shape)
     inputs = make_inputs(shape, sets, device)
-    flops = 4 * shape.batch * shape.num_heads * shape.q_len * shape.kv_len * shape.head_dim / (2 if shape.causal else 1)
+    flops = 2 * shape.batch * shape.num_heads * shape.q_len * shape.kv_len * shape.dims / (2 if shape.causal else 1)
     mask = torch.ones(shape.q_len, shape.kv_len, dtype=torch.bool, device=device).triu_(1) if shape.causal else None
     peers: dict[str, Call] = {
         "sdpa_flash": lambda i: sdpa(SDPBackend.FLASH_ATTENTION, *inputs[i], causal=shape.causal),
@@ -118,6 +134,16 @@ def prefill_row(shape: Shape, device: torch.device) -> dict:
 
 def prefill_summary(rows: list[dict]) -> dict:
     return {name: ratios(rows, name) for name in ("ours_over_sdpa_cudnn", "ours_over_sdpa_flash", "portable_over_sdpa_flash")}
+
+
+def widths_summary(rows: list[dict]) -> dict:
+    """ours over cuDNN for each width of keys and values, and for short prompts."""
+    widths: dict[str, list[dict]] = {}
+    for row in rows:
+        short = row["kv_len"] < 1 << 10
+        dims = str(row["head_dim"]) if row["value_dim"] is None else f"{row['head_dim']}/{row['value_dim']}"
+        widths.setdefault(f"{row['batch']} x {row['kv_len']}" if short else dims, []).append(row)
+    return {name: ratios(its, "ours_over_sdpa_cudnn") for name, its in widths.items()}
 
 
 def visible_pairs(q_len: int, kv_len: int, window: int | None) -> int:

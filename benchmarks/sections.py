@@ -247,30 +247,53 @@ def ragged(result: dict) -> str:
     )
 
 
-def prefill(result: dict) -> str:
-    found = result["summary"]
-    names = {"sdpa_flash": "`sdpa` flash", "sdpa_cudnn": "`sdpa` cuDNN", "portable": "portable kernel", "ours": "ours here"}
+def _prompts(result: dict, names: dict[str, str], over: str) -> tuple[str, str]:
+    """A table of TFLOP/s of the causal rows, and a note on the memory of standard attention if it was measured."""
     names |= {"standard": "standard"} if any("standard" in row["tflops"] for row in result["rows"]) else {}
+    causal = [row for row in result["rows"] if row["causal"]]
     rows = [
         [
             row["shape"].removesuffix(", causal"),
             *(figure(row["tflops"].get(name), 0) for name in names),
             figure(row["ours_over_sdpa_cudnn"], 2),
         ]
-        for row in result["rows"]
-        if row["causal"]
+        for row in causal
     ]
-    head, note = [SHAPE, *names.values(), "ours / cuDNN"], ""
+    head, note = [SHAPE, *names.values(), over], ""
     if any(row.get("peak_bytes") for row in result["rows"]):
         head.append("peak, standard / ours")
-        for line, row in zip(rows, (row for row in result["rows"] if row["causal"]), strict=True):
+        for line, row in zip(rows, causal, strict=True):
             peak = [row["peak_bytes"].get(name) for name in ("standard", "ours")]
             line.append(" / ".join("-" if n is None else size(n) for n in peak))
         note = " Standard attention (matmul, softmax, matmul) has all scores in memory; - means that they do not fit."
+    return table(head, rows), note
+
+
+KERNELS_OF_PROMPTS = {
+    "sdpa_flash": "`sdpa` flash",
+    "sdpa_cudnn": "`sdpa` cuDNN",
+    "portable": "portable kernel",
+    "ours": "ours here",
+}
+
+
+def prefill(result: dict) -> str:
+    found = result["summary"]
+    text, note = _prompts(result, dict(KERNELS_OF_PROMPTS), "ours / cuDNN")
     return (
         f"**Prefill, TFLOP/s** {by_method(result)}. Causal and not, ours over cuDNN is {mean(found['ours_over_sdpa_cudnn'])}, "
         f"over sdpa's flash backend {mean(found['ours_over_sdpa_flash'])}; the portable kernel over the latter is "
-        f"{mean(found['portable_over_sdpa_flash'])}.{note} The causal half:\n\n{table(head, rows)}"
+        f"{mean(found['portable_over_sdpa_flash'])}.{note} The causal half:\n\n{text}"
+    )
+
+
+def widths(result: dict) -> str:
+    text, note = _prompts(result, dict(KERNELS_OF_PROMPTS), "ours / cuDNN")
+    means = [f"{name}: {mean(found)}" for name, found in result["summary"].items() if found["rows"]]
+    return (
+        f"**Prefill of other widths, and of short prompts, TFLOP/s** {by_method(result)}. 192/128 is keys of 192 and values of 128 "
+        f"numbers. Causal and not, ours over cuDNN, for each width or number of prompts: {'; '.join(means)}.{note} The causal "
+        f"half:\n\n{text}"
     )
 
 
@@ -332,6 +355,7 @@ SECTIONS: list[tuple[str, str, Callable[[dict], str]]] = [
     ("window", "kernels_window.json", window),
     ("host", "kernels_host.json", host),
     ("prefill", "kernels_prefill.json", prefill),
+    ("widths", "kernels_widths.json", widths),
     ("training", "kernels_training.json", training.lengths),
     ("training_packed", "kernels_training_packed.json", training.packed),
     ("training_gpt_oss", "kernels_training_gpt_oss.json", training.gpt_oss),

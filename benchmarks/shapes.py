@@ -32,7 +32,7 @@ class WrongResult(RuntimeError):
 
 @dataclass(frozen=True)
 class Shape:
-    """q is (batch, num_heads, q_len, head_dim); K and V are (batch, num_kv_heads, kv_len, head_dim)."""
+    """q is (batch, num_heads, q_len, head_dim); K and V are (batch, num_kv_heads, kv_len, head_dim), V of value_dim if it is given."""
 
     batch: int
     num_heads: int
@@ -41,16 +41,23 @@ class Shape:
     kv_len: int
     q_len: int = 1
     causal: bool = True
+    value_dim: int | None = None
 
     def __str__(self) -> str:
-        name = f"{self.batch}, {self.num_heads}/{self.num_kv_heads}, {self.head_dim}, {thousands(self.kv_len)}"
+        dims = str(self.head_dim) if self.value_dim is None else f"{self.head_dim}/{self.value_dim}"
+        name = f"{self.batch}, {self.num_heads}/{self.num_kv_heads}, {dims}, {thousands(self.kv_len)}"
         if self.q_len == self.kv_len:
             return f"{name}, {'causal' if self.causal else 'not causal'}"
         return name if self.q_len == 1 else f"{name}, {self.q_len} queries"
 
     @property
+    def dims(self) -> int:
+        """Numbers of a key and of a value, added."""
+        return self.head_dim + (self.value_dim or self.head_dim)
+
+    @property
     def kv_bytes(self) -> int:
-        return 2 * self.batch * self.num_kv_heads * self.kv_len * self.head_dim * DTYPE.itemsize
+        return self.batch * self.num_kv_heads * self.kv_len * self.dims * DTYPE.itemsize
 
     def row(self) -> dict:
         """The fields of a row that identify its shape."""
@@ -72,11 +79,14 @@ def kernel_of_lean(shape: Shape, q: torch.Tensor, k: torch.Tensor) -> str:
 
 def make_inputs(shape: Shape, sets: int, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """`sets` independent (q, k, v) of normal noise."""
-    new = lambda heads, n: torch.randn(shape.batch, heads, n, shape.head_dim, device=device, dtype=DTYPE)  # noqa: E731
-    return [
-        (new(shape.num_heads, shape.q_len), new(shape.num_kv_heads, shape.kv_len), new(shape.num_kv_heads, shape.kv_len))
-        for _ in range(sets)
-    ]
+    kv = (shape.batch, shape.num_kv_heads, shape.kv_len)
+    sizes = (
+        (shape.batch, shape.num_heads, shape.q_len, shape.head_dim),
+        (*kv, shape.head_dim),
+        (*kv, shape.value_dim or shape.head_dim),
+    )
+    new = lambda size: torch.randn(size, device=device, dtype=DTYPE)  # noqa: E731
+    return [(new(sizes[0]), new(sizes[1]), new(sizes[2])) for _ in range(sets)]
 
 
 def exact(q, k, v, spans=None, **options) -> torch.Tensor:

@@ -24,6 +24,7 @@ SMALL = {
     "fixup": [Shape(1, 4, 4, 64, 96)],
     "sweep": [Shape(1, 4, 4, 64, 96)],
     "prefill": [Shape(1, 4, 2, 16, 80, 80, causal) for causal in (True, False)],
+    "widths": [Shape(1, 4, 2, 24, 80, 80, True, 16), Shape(1, 4, 2, 16, 80, 80)],
     "window": [
         prefill.Windowed(phase, Shape(1, 4, 2, 16, length, length if phase == "prefill" else 1), window)
         for phase in ("prefill", "decode")
@@ -59,6 +60,7 @@ def test_every_shape_is_checked_and_timed(tmp_path, part):
         "paper": {"fa2", "split_kv", "lean", "stream_k"},
         "sweep": {"lean", "64 x 2"},
         "prefill": {"ours", "portable"},
+        "widths": {"ours", "portable"},
         "window": {"ours"},
         "queries": {"fa2", "lean"},
         "training": {"ours", "sdpa_flash"},
@@ -178,6 +180,20 @@ def test_prefills_memory_is_listed_with_standard_attentions(tmp_path):
     assert " 4 GB / 2 MB |" in sections.prefill(result)
     del result["rows"][0]["peak_bytes"]["standard"]
     assert "- / 2 MB" in sections.prefill(result)
+
+
+def test_the_table_of_widths_has_a_mean_for_each(tmp_path):
+    _, result = bench(tmp_path, "widths")
+    assert [(row["shape"], row["kv_bytes"]) for row in result["rows"]] == [
+        ("1, 4/2, 24/16, 80, causal", 2 * 80 * (24 + 16) * 2),
+        ("1, 4/2, 16, 80, causal", 2 * 80 * (16 + 16) * 2),
+    ]
+    assert set(result["summary"]) == {"1 x 80"}  # short prompts
+    for row, ratio in zip(result["rows"], (2.0, 0.5), strict=True):
+        row |= {"kv_len": 4096, "ours_over_sdpa_cudnn": ratio}
+    result["summary"] = prefill.widths_summary(result["rows"])
+    text = sections.widths(result)
+    assert "24/16: 2.00x in geometric mean" in text and "; 16: 0.50x in geometric mean" in text and "1, 4/2, 24/16, 80 |" in text
 
 
 # ---- any number of queries ----
@@ -371,7 +387,7 @@ def test_the_command_reproduces_the_figures():
 # ---- what is timed ----
 
 
-@pytest.mark.parametrize("part", ["decode", "speculation", "paper", "prefill", "window"])
+@pytest.mark.parametrize("part", ["decode", "speculation", "paper", "prefill", "widths", "window"])
 def test_inputs_of_a_round_are_larger_than_l2(monkeypatch, part):
     monkeypatch.undo()
     for shape in kernels.PARTS[part].shapes:
@@ -387,10 +403,10 @@ def test_inputs_of_a_round_are_larger_than_l2(monkeypatch, part):
 
 def test_the_grid_is_complete():
     assert (
-        len(set(map(str, decode.DECODE))) == len(decode.DECODE) == 139
-    )  # the grid of 140 without two of 275 and 240 GB, and one
+        len(set(map(str, decode.DECODE))) == len(decode.DECODE) == 140
+    )  # the grid of 140 without two of 275 and 240 GB, and two
     assert max(shape.kv_bytes for shape in decode.DECODE) == 64 << 30
-    assert {(s.num_heads, s.num_kv_heads, s.head_dim) for s in decode.DECODE} == set(decode.HEADS)
+    assert {(s.num_heads, s.num_kv_heads, s.head_dim) for s in decode.DECODE} == {*decode.HEADS, (12, 12, 96)}
     assert {s.head_dim for s in paper.SHAPES} == {64, 128} and {s.batch for s in paper.SHAPES} == {1, 4, 16}
     assert {s.num_heads for s in paper.SHAPES} == {12, 16, 24, 32, 56, 64, 128} and max(
         s.kv_len for s in paper.SHAPES
