@@ -15,6 +15,7 @@ import multiprocessing
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -50,6 +51,12 @@ PARTS = {
     "sweep": Part(paper.sweep_row, paper.SWEEP, paper.sweep_summary),
     "host": Part(decode.host_row, decode.HOST, decode.host_summary, method=decode.HOST_METHOD),
     "queries": Part(queries.queries_row, queries.QUERIES, queries.queries_summary, compile=queries.compile_kernels),
+    "queries_portable": Part(
+        partial(queries.queries_row, portable=True),
+        queries.QUERIES,
+        queries.queries_summary,
+        compile=partial(queries.compile_kernels, portable=True),
+    ),
     "prefill": Part(prefill.prefill_row, prefill.PREFILL_SHAPES, prefill.prefill_summary, "tflops"),
     "widths": Part(prefill.prefill_row, prefill.WIDTH_SHAPES, prefill.widths_summary, "tflops"),
     "window": Part(prefill.window_row, prefill.WINDOWED, prefill.window_summary),

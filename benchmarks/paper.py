@@ -16,6 +16,7 @@ from functools import partial
 
 import torch
 
+from hf_fastattn import registry
 from hf_fastattn.kernels.attention.schedule import choose, stream_k_config
 from hf_fastattn.kernels.host import gpu, tables
 from hf_fastattn.kernels.spec import call
@@ -109,7 +110,7 @@ def _compete(shape: Shape, device: torch.device, variants: dict, sets: int) -> d
         shape.row()
         | found
         | {
-            "kernel_of_lean": kernel_of_lean(shape, inputs[0][0], inputs[0][1]),
+            "kernel_of_lean": kernel_of_lean(shape, inputs[0][0], inputs[0][1], registry.get("lean")),
             "lean_over_fa2": us["fa2"] / us["lean"],
             "lean_over_split_kv": us["split_kv"] / us["lean"],
             "stream_k_over_split_kv": us["split_kv"] / us["stream_k"],

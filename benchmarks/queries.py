@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from statistics import geometric_mean
 
 import torch
 from torch.nn.attention import SDPBackend
 
 from hf_fastattn import registry
+from hf_fastattn.kernels import TritonKernel
 from hf_fastattn.kernels.spec import KV, Spec
+from hf_fastattn.registry import Backend
 
 from . import timing
 from .shapes import DTYPE, Shape, best_peer, check, exact, kernel_of_lean, ratios, sdpa
@@ -65,8 +68,16 @@ def _sample(out: torch.Tensor, shape: Shape) -> torch.Tensor:
     return out[-1:, -(shape.num_heads // shape.num_kv_heads) :, picked]
 
 
-def queries_row(shape: Shape, device: torch.device) -> dict:
-    """Microseconds per call of sdpa flash, sdpa cuDNN, fa2 and lean.
+def _backends(portable: bool) -> dict[str, Backend]:
+    """fa2 and lean; if `portable`, with the kernels that they run on GPUs other than Hopper."""
+    fa2, lean = (registry.get(name) for name in OURS)
+    if portable:
+        fa2, lean = replace(fa2, prefill=TritonKernel("prefill")), replace(lean, prefill=TritonKernel("prefill", stream_k="lean"))
+    return {"fa2": fa2, "lean": lean}
+
+
+def queries_row(shape: Shape, device: torch.device, portable: bool = False) -> dict:
+    """Microseconds per call of sdpa flash, sdpa cuDNN, fa2 and lean; if `portable`, without the kernels for Hopper.
 
     The result of lean is compared with the exact result for a sample of queries, and the other results with that of lean.
     """
@@ -74,10 +85,10 @@ def queries_row(shape: Shape, device: torch.device) -> dict:
     q_bytes = shape.batch * shape.num_heads * shape.q_len * shape.head_dim * DTYPE.itemsize
     sets = min(len(kv), timing.num_sets(shape.kv_bytes + 2 * q_bytes))
     q = torch.empty(sets, shape.batch, shape.num_heads, shape.q_len, shape.head_dim, device=device, dtype=DTYPE).normal_()
-    ours = {name: registry.get(name).attend for name in OURS}
+    ours = _backends(portable)
     rivals: dict[str, Callable[[int], torch.Tensor]] = {
         **{name: lambda i, backend=backend: sdpa(backend, q[i], kv[i, 0], kv[i, 1]) for name, backend in PEERS.items()},
-        **{name: lambda i, attend=attend: attend(q[i], KV(kv[i, 0], kv[i, 1]), SPEC) for name, attend in ours.items()},
+        **{name: lambda i, backend=backend: backend.attend(q[i], KV(kv[i, 0], kv[i, 1]), SPEC) for name, backend in ours.items()},
     }
     expected = rivals["lean"](0)
     k, v = kv[0, :, -1:, -1:]
@@ -97,7 +108,7 @@ def queries_row(shape: Shape, device: torch.device) -> dict:
     us = {name: round(value, 2) for name, value in found["us"].items()}
     best = best_peer(us)
     return shape.row() | {
-        "kernel": kernel_of_lean(shape, q[0], kv[0, 0]),
+        "kernel": kernel_of_lean(shape, q[0], kv[0, 0], ours["lean"]),
         "us": us,
         "us_range": {name: [round(value, 2) for value in values] for name, values in found["us_range"].items()},
         "errors": errors,
@@ -105,7 +116,9 @@ def queries_row(shape: Shape, device: torch.device) -> dict:
     }
 
 
-def compile_kernels(group: tuple[int, int, int], device: torch.device, shapes: Iterable[Shape] = ()) -> None:
+def compile_kernels(
+    group: tuple[int, int, int], device: torch.device, shapes: Iterable[Shape] = (), portable: bool = False
+) -> None:
     """Run fa2 and lean once for each shape of these (num_heads, num_kv_heads, head_dim), over heads that share memory.
 
     Parallel processes then compile the kernels that rows would compile one after the other.
@@ -120,8 +133,8 @@ def compile_kernels(group: tuple[int, int, int], device: torch.device, shapes: I
         k = k.as_strided(
             size, strides
         )  # each head is one token further: compilation depends on the divisibility of strides by 16
-        for name in OURS:
-            registry.get(name).attend(q, KV(k, k), SPEC)
+        for backend in _backends(portable).values():
+            backend.attend(q, KV(k, k), SPEC)
 
 
 # ---- summary ----

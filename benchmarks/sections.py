@@ -291,9 +291,9 @@ def widths(result: dict) -> str:
     text, note = _prompts(result, dict(KERNELS_OF_PROMPTS), "ours / cuDNN")
     means = [f"{name}: {mean(found)}" for name, found in result["summary"].items() if found["rows"]]
     return (
-        f"**Prefill of other widths, and of short prompts, TFLOP/s** {by_method(result)}. 192/128 is keys of 192 and values of 128 "
-        f"numbers. Causal and not, ours over cuDNN, for each width or number of prompts: {'; '.join(means)}.{note} The causal "
-        f"half:\n\n{text}"
+        f"**Prefill of other widths, and of short prompts, TFLOP/s** {by_method(result)}. 192/128 is keys of 192 and values of "
+        f"128 numbers. Causal and not, ours over cuDNN, for each width or number of prompts: {'; '.join(means)}.{note} The "
+        f"causal half:\n\n{text}"
     )
 
 
@@ -351,6 +351,7 @@ SECTIONS: list[tuple[str, str, Callable[[dict], str]]] = [
     ("decode", "kernels_decode.json", decode),
     ("speculation", "kernels_speculation.json", speculation),
     ("queries", "kernels_queries.json", queries),
+    ("queries_portable", "kernels_queries_portable.json", queries),
     ("ragged", "kernels_ragged.json", ragged),
     ("window", "kernels_window.json", window),
     ("host", "kernels_host.json", host),

@@ -10,9 +10,9 @@ from functools import partial
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hf_fastattn import registry
 from hf_fastattn.kernels import TritonKernel, reference
 from hf_fastattn.kernels.spec import KV, Spec, call
+from hf_fastattn.registry import Backend
 from hf_fastattn.tables import thousands
 
 from . import timing
@@ -32,7 +32,7 @@ class WrongResult(RuntimeError):
 
 @dataclass(frozen=True)
 class Shape:
-    """q is (batch, num_heads, q_len, head_dim); K and V are (batch, num_kv_heads, kv_len, head_dim), V of value_dim if it is given."""
+    """q is (batch, num_heads, q_len, head_dim); K and V are (batch, num_kv_heads, kv_len, head_dim), V of value_dim if given."""
 
     batch: int
     num_heads: int
@@ -64,9 +64,8 @@ class Shape:
         return {"shape": str(self), **asdict(self), "kv_bytes": self.kv_bytes}
 
 
-def kernel_of_lean(shape: Shape, q: torch.Tensor, k: torch.Tensor) -> str:
-    """The kernel that `lean` runs for this shape: "stream_k", "split_kv", or the name of a prefill kernel."""
-    backend = registry.get("lean")
+def kernel_of_lean(shape: Shape, q: torch.Tensor, k: torch.Tensor, backend: Backend) -> str:
+    """The kernel that `backend`, a lean, runs for this shape: "stream_k", "split_kv", or the name of a prefill kernel."""
     phase, kernel = backend.kernel(shape.q_len, shape.num_heads, shape.num_kv_heads)
     if phase == "prefill":
         name = kernel.choice(q, KV(k, k), Spec(causal=shape.causal))[0] if q.is_cuda else kernel.name
