@@ -21,7 +21,7 @@ from hf_fastattn.kernels.spec import KV, Spec
 from hf_fastattn.registry import Backend
 
 from . import timing
-from .shapes import DTYPE, Shape, best_peer, check, exact, kernel_of_lean, ratios, sdpa
+from .shapes import DTYPE, READ, Shape, best_peer, check, exact, kernel_of_lean, ratios, sdpa
 
 LENGTHS = (1, 2, 4, 8, 9, 16, 17, 24, 33, 64, 65, 100, 128, 200, 256, 300, 512, 1024)
 PASTS = tuple(n << 10 for n in (2, 8, 32, 64, 128, 256))
@@ -39,6 +39,7 @@ FEW, LONG = 128, 8 << 10  # the most queries and the fewest keys for which strea
 GOALS = {"few_queries_long_past": 1.5, "the_rest": 1.0}
 SLOW = (0.93, 0.85)  # rows below these shares of the better peer's speed are counted, and listed below the larger one
 DOUBLING, SLACK_US, SAVING = 2.15, 3.0, 0.05
+MESSAGES = [Shape(1, 32, 8, 128, 64 << 10, q_len, causal=False) for q_len in (17, 24)]  # a short message, and an 8B Llama's heads
 
 
 class _Held:
@@ -172,5 +173,8 @@ def queries_summary(rows: list[dict]) -> dict:
         "slow": {row["shape"]: row["lean_over_best_peer"] for row in compared if row["lean_over_best_peer"] < max(SLOW)},
         "doubling": {"pairs": len(doubled), "over": [pair for pair in doubled if pair.pop("over")]},
         "one_more_query": {"pairs": len(more), "over": [pair for pair in more if pair.pop("over")]},
+        "messages_over_bytes": {
+            row["shape"]: row["us"]["lean"] / (row["kv_bytes"] / READ) for row in rows if row["shape"] in map(str, MESSAGES)
+        },
         "lean_over_fa2": geometric_mean([row["us"]["fa2"] / row["us"]["lean"] for row in rows]),
     }

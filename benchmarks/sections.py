@@ -229,6 +229,10 @@ def queries(result: dict) -> str:
         f"Twice the queries take more than 2.15 times as long and 3 us in {len(doubling['over'])} of {doubling['pairs']} pairs"
         + (f", at most {steepest['ratio']:.2f} times ({steepest['shape']})." if steepest else "."),
         f"One more query takes 5 % less time or better in {len(more['over'])} of {more['pairs']} pairs.",
+        *(
+            f"`lean` takes {over:.2f} times as long as reading K and V at 4.5 TB/s for {shape}."
+            for shape, over in found.get("messages_over_bytes", {}).items()
+        ),
         f"`lean` over `fa2`, which does not split the keys: {found['lean_over_fa2']:.2f}x in geometric mean.",
     ]
     head = ["queries", *(f"{thousands(past)} keys" for past in pasts)]
