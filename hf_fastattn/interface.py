@@ -204,7 +204,7 @@ def attention_forward(
     dropped, differentiated = dropout > 0 and module.training, _requires_grad(query, key, value, s_aux, mask)
     if dropped or differentiated:
         refuse.other_forms(name, steps.kv_of(key, value))
-        lacks = "has no dropout" if dropped else training.why_not(name, query, value, in_spans)
+        lacks = training.why_not(name, query, value, in_spans, dropped)
         if lacks is not None:
             return _stock(name, lacks, module, query, key, value, mask, causal, window, dropout, scaling, softcap, s_aux, kwargs)
     given = mask.given if isinstance(mask, masks.Mask) and not compiling else mask
@@ -217,8 +217,9 @@ def attention_forward(
         if is_plain(steps.kv_of(key, value).form):
             key, value = _autocast(device_type, key, value)
         (query,) = _autocast(device_type, query)
-    if differentiated:
-        out = _differentiable(name, query, key, value, given, scaling, causal, window, softcap, s_aux)
+    if dropped or differentiated:
+        rate = dropout if dropped else 0.0
+        out = _differentiable(name, query, key, value, given, scaling, causal, window, softcap, s_aux, rate)
         return out.transpose(1, 2), None
     run = torch.ops.hf_fastattn.attention if compiling else _attention
     arguments = name, query, key, value, given, scaling, causal, window, softcap, s_aux, sinks, inv_freq, interleaved
@@ -249,8 +250,9 @@ def _differentiable(
     window: int | None,
     softcap: float | None,
     sink_logits: torch.Tensor | None,
+    dropout: float,
 ) -> torch.Tensor:
-    """Attention with gradients, always by the prefill kernel."""
+    """Attention with gradients or dropout, always by the prefill kernel."""
     if q.is_cuda and q.dtype == torch.float32 and not torch.compiler.is_compiling():
         _say_once(
             f"attn_implementation={name!r} trains in float32, without tensor cores: several times slower than in bfloat16. "
@@ -258,7 +260,7 @@ def _differentiable(
         )
     mask = None if isinstance(mask, masks.PlainMask) else mask
     out, _ = training.attention(
-        name, q, k, v, mask, sink_logits=sink_logits, scale=scale, causal=causal, window=window, softcap=softcap
+        name, q, k, v, mask, sink_logits=sink_logits, scale=scale, causal=causal, window=window, softcap=softcap, dropout=dropout
     )  # fmt: skip
     return out
 

@@ -30,7 +30,8 @@ class Backend:
     streaming: it sees only the first and the last tokens, whose numbers are in the model's config (`streaming.Settings`), and can
     read a RollingCache. packed: its prefill kernel reads spans with an interval for each query (`kernels.spans`), which separate
     packed sequences; otherwise these use the dense path. backward: a callable with the signature of
-    `kernels.reference.backward`, the gradients of prefill; None for the model's own attention in training.
+    `kernels.reference.backward`, the gradients of prefill; None for the model's own attention in training. dropout: whether
+    prefill and backward support `Spec.dropout`; otherwise the model's own attention runs.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Backend:
     streaming: bool = False
     packed: bool = False
     backward: Callable[..., Any] | None = None
+    dropout: bool = False
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-z0-9_]+", self.name):
@@ -95,11 +97,11 @@ class Backend:
         return kernel(q, kv, spec, spans, **options)
 
     def forward(
-        self, q: torch.Tensor, kv: KV, spec: Spec, spans: torch.Tensor | None, sink_logits: torch.Tensor | None
+        self, q: torch.Tensor, kv: KV, spec: Spec, spans: torch.Tensor | None, **given: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(out, lse) for `gradients`, always by the prefill kernel."""
+        """(out, lse) for `gradients`, always by the prefill kernel. given: sink_logits, and the seed of dropout."""
         interface.calls[f"{self.name}.prefill"] += 1
-        out, lse = self.prefill(q, kv, spec, spans, sink_logits=sink_logits, return_lse=True)
+        out, lse = self.prefill(q, kv, spec, spans, return_lse=True, **given)
         return out, lse
 
     def gradients(self, q: torch.Tensor, kv: KV, spec: Spec, spans: torch.Tensor | None, **given: Any) -> Gradients:
@@ -154,7 +156,8 @@ def register(backend: Backend) -> Backend:
     Registering a name again replaces it, also in models that already run it.
     """
     interface.register(backend.name, backend.attend, backend.streaming, backend.packed)
-    training.register(backend.name, None if backend.backward is None else (backend.forward, backend.gradients))
+    passes = None if backend.backward is None else (backend.forward, backend.gradients)
+    training.register(backend.name, passes, backend.dropout)
     _backends[backend.name] = backend
     return backend
 

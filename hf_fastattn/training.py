@@ -16,22 +16,32 @@ from torch.autograd import forward_ad
 from .kernels import checks
 from .kernels.spec import KV, Gradients, Spec
 
-# The functions of each backend name that compute (out, lse) and the gradients.
+# The functions of each backend name that compute (out, lse) and the gradients, and the names whose functions support dropout.
 _passes: dict[str, tuple[Callable[..., tuple[torch.Tensor, torch.Tensor]], Callable[..., Gradients]]] = {}
+_dropping: set[str] = set()
 
 
-def register(name: str, passes: tuple[Callable[..., tuple[torch.Tensor, torch.Tensor]], Callable[..., Gradients]] | None) -> None:
+def register(
+    name: str,
+    passes: tuple[Callable[..., tuple[torch.Tensor, torch.Tensor]], Callable[..., Gradients]] | None,
+    dropout: bool = False,
+) -> None:
     """Set the functions with which the backend `name` computes (out, lse) and their gradients; None if it has none."""
     _passes.pop(name, None)
+    _dropping.discard(name)
     if passes is not None:
         _passes[name] = passes
+        if dropout:
+            _dropping.add(name)
 
 
-def why_not(name: str, q: torch.Tensor, v: torch.Tensor, in_spans: bool) -> str | None:
+def why_not(name: str, q: torch.Tensor, v: torch.Tensor, in_spans: bool, dropped: bool) -> str | None:
     """The reason why the backend has no gradients for such tensors, as a predicate for its name; None if it has.
 
-    in_spans: whether spans describe the mask.
+    in_spans: whether spans describe the mask. dropped: whether there is dropout.
     """
+    if dropped and name not in _dropping:
+        return "has no dropout"
     if name not in _passes:
         return "has no backward pass"
     if not in_spans:
@@ -53,14 +63,19 @@ def attention(
     causal: bool = True,
     window: int | None = None,
     softcap: float | None = None,
+    dropout: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of the backend `name`, with gradients to q, k, v and sink_logits; arguments as `kernels.reference.attention`.
 
     Gradients are summed in fp32 and have the dtypes of their tensors. On a GPU they are bitwise repeatable. Second derivatives
-    raise RuntimeError.
+    raise RuntimeError. dropout: the probability of dropping a weight. Torch's generator gives the seed, outside of the op, so
+    recomputation with the state of the generator preserved drops the same weights.
     """
     refuse_tangents(q, k, v, sink_logits)
-    out, lse = torch.ops.hf_fastattn.flash_attn(name, q, k, v, spans, sink_logits, scale, causal, window, softcap)
+    seed = None
+    if dropout > 0.0:
+        seed = torch.randint(-(1 << 62), 1 << 62, (1,), device=q.device)
+    out, lse = torch.ops.hf_fastattn.flash_attn(name, q, k, v, spans, sink_logits, scale, causal, window, softcap, dropout, seed)
     return out, lse
 
 
@@ -87,10 +102,13 @@ def _flash_attn(
     causal: bool,
     window: int | None,
     softcap: float | None,
+    dropout: float,
+    seed: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     forward, _ = _passes[name]
+    given = {"sink_logits": sink_logits} | ({} if seed is None else {"seed": seed})
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):  # the reference computes in fp32
-        return forward(q, KV(k, v), Spec(scale, causal, window, softcap), spans, sink_logits)
+        return forward(q, KV(k, v), Spec(scale, causal, window, softcap, dropout=dropout), spans, **given)
 
 
 @_flash_attn.register_fake
@@ -114,16 +132,19 @@ def _flash_attn_backward(
     causal: bool,
     window: int | None,
     softcap: float | None,
+    dropout: float,
+    seed: torch.Tensor | None,
     needs_q: bool,
     needs_kv: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv, dsink_logits); tensors that are not needed are empty."""
     _, gradients = _passes[name]
+    given = {} if seed is None else {"seed": seed}
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         dq, dk, dv, dsink = gradients(
             q,
             KV(k, v),
-            Spec(scale, causal, window, softcap),
+            Spec(scale, causal, window, softcap, dropout=dropout),
             spans,
             out=out,
             lse=lse,
@@ -131,6 +152,7 @@ def _flash_attn_backward(
             dlse=dlse,
             sink_logits=sink_logits,
             needs=(needs_q, needs_kv),
+            **given,
         )
     return _or_empty(dq, q), _or_empty(dk, q), _or_empty(dv, q), _or_empty(dsink, q)
 
@@ -155,6 +177,8 @@ def _(
     causal: bool,
     window: int | None,
     softcap: float | None,
+    dropout: float,
+    seed: torch.Tensor | None,
     needs_q: bool,
     needs_kv: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -173,27 +197,27 @@ def _token_major(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    name, q, k, v, spans, sink_logits, *static = inputs
-    ctx.save_for_backward(q, k, v, *output, spans, sink_logits)
+    name, q, k, v, spans, sink_logits, *static, seed = inputs
+    ctx.save_for_backward(q, k, v, *output, spans, sink_logits, seed)
     ctx.name, ctx.static = name, static
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    q, k, v, out, lse, spans, sink_logits = ctx.saved_tensors
+    q, k, v, out, lse, spans, sink_logits, seed = ctx.saved_tensors
     _, needs_q, needs_k, needs_v, _, needs_sinks, *_ = ctx.needs_input_grad
     if dout is None and dlse is None:
-        return (None,) * 10
+        return (None,) * 12
     dq, dk, dv, dsink = torch.ops.hf_fastattn.flash_attn_backward(
         ctx.name,
         torch.zeros_like(out) if dout is None else dout,
         dlse,
-        *(q, k, v, out, lse, spans, sink_logits if needs_sinks else None, *ctx.static),
+        *(q, k, v, out, lse, spans, sink_logits if needs_sinks else None, *ctx.static, seed),
         needs_q,
         needs_k or needs_v,
     )
     grads = (dq if needs_q else None, dk if needs_k else None, dv if needs_v else None)
-    return None, *grads, None, dsink if needs_sinks else None, None, None, None, None
+    return None, *grads, None, dsink if needs_sinks else None, *(None,) * 6
 
 
 _flash_attn.register_autograd(_backward, setup_context=_save_for_backward)

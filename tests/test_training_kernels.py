@@ -17,13 +17,14 @@ import torch
 from cases import DTYPES, ON_GPU
 from conftest import INTERPRETED
 
-from hf_fastattn.kernels import TritonKernel, checks, reference
+from hf_fastattn.kernels import TritonKernel, checks, dropout, reference
 from hf_fastattn.kernels.host import gpu, tables
 from hf_fastattn.kernels.spans import build_spans, has_rows, segments, segments_of_lengths, with_rows
 from hf_fastattn.kernels.spec import KV, Spec
 
 FORWARD, BACKWARD = TritonKernel("prefill"), TritonKernel("backward", twin=reference.backward)
 LENGTH = 190 if ON_GPU else 70
+SEED = -(1 << 40) + 12345
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class Case:
     live: tuple[tuple[int, int, float], ...] | None = None
     starts: tuple[tuple[int, ...], ...] | None = None
     expanded: bool = False  # dout is one expanded number, like the gradient of a sum
+    dropout: float = 0.0
 
     @property
     def id(self) -> str:
@@ -81,6 +83,9 @@ CASES = [
     replace(_packed, causal=False),
     replace(_packed, window=7, softcap=3.0, dtype="fp16"),
     replace(_packed, kv_len=LENGTH + 20, sinks=True),
+    Case(dropout=0.3, num_heads=4, num_kv_heads=2, batch=2, sinks=True),
+    replace(_padded, dropout=0.3, causal=False, softcap=3.0),
+    replace(_packed, dropout=0.3, window=20, dtype="fp16"),
     *(Case(head_dim=d, value_dim=dv, q_len=33, kv_len=35) for d, dv in ((24, None), (40, 72), (256, None), (192, 128))),
 ]
 if ON_GPU:
@@ -148,13 +153,15 @@ def make(case: Case, device) -> Inputs:
     dlse = new(*q.shape[:3]).float() if case.dlse else None
     sinks = new(case.num_heads) if case.sinks else None
     by_argument = spans is None
-    spec = Spec(case.scale, case.causal and by_argument, case.window if by_argument else None, case.softcap)
+    window = case.window if by_argument else None
+    spec = Spec(case.scale, case.causal and by_argument, window, case.softcap, dropout=case.dropout)
     return Inputs(q, k, v, sinks, dout, dlse, spans, spec, seen)
 
 
 def gradients(x: Inputs, forward, backward) -> list[torch.Tensor | None]:
-    out, lse = forward(x.q, KV(x.k, x.v), x.spec, x.spans, sink_logits=x.sink_logits, return_lse=True)
-    given = {"out": out, "lse": lse, "dout": x.dout, "dlse": x.dlse, "sink_logits": x.sink_logits}
+    seed = {"seed": torch.tensor([SEED], device=x.q.device)} if x.spec.dropout else {}
+    out, lse = forward(x.q, KV(x.k, x.v), x.spec, x.spans, sink_logits=x.sink_logits, return_lse=True, **seed)
+    given = seed | {"out": out, "lse": lse, "dout": x.dout, "dlse": x.dlse, "sink_logits": x.sink_logits}
     return list(backward(x.q, KV(x.k, x.v), x.spec, x.spans, **given))
 
 
@@ -175,7 +182,13 @@ def by_autograd(x: Inputs, dtype: torch.dtype) -> list[torch.Tensor]:
     sees = (seen.any(2) if sinks is None else torch.ones_like(seen[..., 0]))[:, None, :, None]
     scores = torch.where(sees, scores, 0.0)
     weights = torch.where(sees, torch.softmax(scores, -1), 0.0)[..., : k.shape[2]]
-    out = weights @ v.repeat_interleave(group, 1)
+    applied = weights
+    if x.spec.dropout:
+        places = (torch.arange(n, device=q.device) for n in weights.shape)
+        seed = torch.tensor([SEED], device=q.device)
+        kept = dropout.kept(seed, x.spec.dropout, q.shape[1], *places)
+        applied = weights * kept * dropout.keep_scale(x.spec.dropout)
+    out = applied @ v.repeat_interleave(group, 1)
     loss = (out * x.dout.to(dtype)).sum()
     if x.dlse is not None:
         loss = loss + (torch.where(sees[..., 0], torch.logsumexp(scores.to(dtype), -1), 0.0) * x.dlse.to(dtype)).sum()
@@ -208,6 +221,23 @@ def test_gradients_that_are_not_needed_are_not_computed(case, device):
         some = BACKWARD(x.q, KV(x.k, x.v), x.spec, x.spans, **given, needs=needs)
         for got, want, wanted in zip(some, everything, (needs[0], needs[1], needs[1], False), strict=True):
             assert torch.equal(got, want) if wanted else got is None
+
+
+def test_dropout_is_philox():
+    """The known answers of its authors, with 7 rounds, and the share of what is kept."""
+    zero, ones = torch.zeros(1, dtype=torch.int64), torch.full((1,), 0xFFFFFFFF)
+    assert [f"{x.item():08x}" for x in dropout._philox([zero] * 4, zero, zero)] == [
+        "5f6fb709",
+        "0d893f64",
+        "4f121f81",
+        "4f730a48",
+    ]
+    found = dropout._philox([ones] * 4, ones, ones)
+    assert [f"{x.item():08x}" for x in found] == ["5207ddc2", "45165e59", "4d8ee751", "8c52f662"]
+    heads, some = torch.arange(3), torch.arange(400)
+    kept = dropout.kept(torch.tensor([SEED]), 0.1, 3, heads[:2], heads, some, some)
+    assert abs(kept.double().mean() - 0.9) < 1e-3 and abs(kept.double().mean((0, 1, 2)) - 0.9).max() < 0.03
+    assert not torch.equal(kept[0, 0], kept[0, 1]) and not torch.equal(kept[0, 0], kept[1, 0])
 
 
 GRADCHECKED = [

@@ -12,5 +12,6 @@ backend = register(
         max_value_dim=None,
         packed=True,
         backward=reference.backward,
+        dropout=True,
     )
 )

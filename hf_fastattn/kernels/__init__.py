@@ -116,6 +116,8 @@ class TritonKernel:
     def _choose(
         self, portable: Callable[..., Result], q: torch.Tensor, kv: KV, spec: Spec, spans: torch.Tensor | None
     ) -> Callable[..., Result]:
+        if spec.dropout > 0.0:
+            return portable if self.name == "backward" else _module("dropped").dropped
         if has_rows(spans) or (self.stream_k is None and (self.hopper is None or gpu.arch(q.device) != 90)):
             return portable
         name, _ = self.choice(q, kv, spec)

@@ -16,12 +16,23 @@ MAX_TRAINED_DIM = 256  # of K and of V, with gradients
 
 
 def check(
-    q, kv: KV, spec: Spec, spans=None, sink_logits=None, inv_freq=None, *, decode: bool = False, rows: bool = False
+    q,
+    kv: KV,
+    spec: Spec,
+    spans=None,
+    sink_logits=None,
+    inv_freq=None,
+    seed=None,
+    *,
+    decode: bool = False,
+    rows: bool = False,
+    dropout: bool = False,
 ) -> float:
     """Raise an error with the reason for unsupported arguments; return the scale (None: head_dim ** -0.5).
 
-    rows: whether the kernel reads spans with an interval for each query.
+    rows: whether the kernel reads spans with an interval for each query. dropout: whether it drops weights.
     """
+    _check_dropout(spec, q, seed, dropout)
     k, v = kv.k, kv.v
     _check_shapes(q, kv)
     if spans is not None:
@@ -39,6 +50,20 @@ def check(
             f"{group} query heads per KV head. Use the prefill kernel."
         )
     return q.shape[3] ** -0.5 if spec.scale is None else float(spec.scale)
+
+
+def _check_dropout(spec: Spec, q, seed, supported: bool) -> None:
+    if spec.dropout == 0.0 and seed is None:
+        return
+    if not supported:
+        raise ValueError("This kernel has no dropout; kernels.attention.dropped has, without sinks.")
+    if not 0.0 <= spec.dropout < 1.0 or seed is None or spec.sinks:
+        raise ValueError(
+            f"dropout must be at least 0 and below 1, with a seed and without sinks; got {spec.dropout}, the seed {seed} and "
+            f"{spec.sinks} sinks."
+        )
+    if seed.dtype != torch.int64 or seed.numel() != 1 or seed.device != q.device:
+        raise ValueError(f"The seed must be one int64 on {q.device}; got {seed.dtype} {tuple(seed.shape)} on {seed.device}.")
 
 
 def _check_shapes(q, kv: KV) -> None:
@@ -126,7 +151,7 @@ def _check_spans(spans, q, kv_len: int, spec: Spec, rows: bool) -> None:
 
 
 def _check_spec(spec: Spec, q, sink_logits, inv_freq) -> None:
-    scale, _, window, softcap, sinks, _ = spec
+    scale, _, window, softcap, sinks, *_ = spec
     num_heads, head_dim = q.shape[1], q.shape[3]
     if window is not None and window < 1:
         raise ValueError(f"window counts the keys a query sees, itself included, and must be at least 1; got {window}.")
@@ -155,9 +180,9 @@ def _check_spec(spec: Spec, q, sink_logits, inv_freq) -> None:
         raise ValueError(f"sink_logits must be contiguous; got stride {sink_logits.stride(0)}. Call .contiguous() on it first.")
 
 
-def check_backward(q, kv: KV, spec: Spec, spans, out, lse, dout, dlse, sink_logits) -> float:
+def check_backward(q, kv: KV, spec: Spec, spans, out, lse, dout, dlse, sink_logits, seed=None) -> float:
     """Raise an error with the reason for arguments that backward kernels do not support; return the scale."""
-    scale = check(q, kv, spec, spans, sink_logits, rows=True)
+    scale = check(q, kv, spec, spans, sink_logits, seed=seed, rows=True, dropout=True)
     if kv.form is not PLAIN or spec.sinks:
         raise ValueError(
             f"A backward pass takes plain K and V and no sinks; got the form {kv.form.name!r} and {spec.sinks} sinks. "

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from . import checks
+from . import checks, dropout
 from .spans import CAUSAL, DROPPED, HOLES, KV_START, NO_WINDOW, Q_START, WORDS, has_rows
 from .spec import KV, Gradients, Spec
 
@@ -67,6 +67,7 @@ def attention(
     *,
     sink_logits: torch.Tensor | None = None,
     inv_freq: torch.Tensor | None = None,
+    seed: torch.Tensor | None = None,
     return_lse: bool = False,
 ):
     """softmax(scale * q k^T) v over the keys that each query sees, exact, in fp32.
@@ -85,6 +86,9 @@ def attention(
     min(p, sinks + window - 1). inv_freq, fp32 (rotary_dim / 2,), and interleaved describe the rotary embedding
     (`kernels.decode.rotate`).
 
+    dropout: the probability with which a weight is dropped, after the softmax; the others are scaled up. seed: int64, one number,
+    that decides which (`kernels.dropout`).
+
     Returns out (batch, num_heads, q_len, head_dim of V) in q's dtype, a view of (batch, q_len, num_heads, head_dim of V); with
     `return_lse` also lse (batch, num_heads, q_len) fp32, the natural logarithm of the denominator (-inf if it is 0).
     Raises ValueError, TypeError or RuntimeError, with the reason, for arguments that it does not support.
@@ -92,7 +96,7 @@ def attention(
     Sources: Vaswani et al. (2017), section 3.2.1; softcap: Gemma 2 (2024), section 2; sink logits: GPT-OSS (2025); sinks: Xiao et
     al., "Efficient Streaming Language Models with Attention Sinks" (2024), section 3.2.
     """
-    scale = checks.check(q, kv, spec, spans, sink_logits, inv_freq, rows=True)
+    scale = checks.check(q, kv, spec, spans, sink_logits, inv_freq, seed, rows=True, dropout=True)
     k, v = (_wide(x) for x in kv.plain())
     batch, num_heads, q_len, head_dim = q.shape
     kv_heads, kv_len, value_dim = k.shape[1], k.shape[2], v.shape[3]
@@ -115,6 +119,7 @@ def attention(
         _attend(
             _part(into[0], of_q), _part(into[1], of_q), _part(q, of_q), _part(k, of_kv), _part(v, of_kv), seen,
             _part(logits, of_kv[1]), _part(q_sinks, of_q), _part(is_sink, (of_kv[0], of_kv[2])),
+            _kept(spec.dropout, seed, grouped, kv_len, of_q, of_kv),
             scale=scale, softcap=spec.softcap,
         )  # fmt: skip
     return (out, lse) if return_lse else out
@@ -131,6 +136,7 @@ def backward(
     dout: torch.Tensor,
     dlse: torch.Tensor | None = None,
     sink_logits: torch.Tensor | None = None,
+    seed: torch.Tensor | None = None,
     needs: tuple[bool, bool] = (True, True),
 ) -> Gradients:
     """Gradients of `attention` with respect to (q, k, v, sink_logits), exact, summed in fp32.
@@ -148,7 +154,7 @@ def backward(
 
     The query heads of a KV head are summed in dK and dV. Source: Dao, "FlashAttention-2" (2023), algorithm 2.
     """
-    scale = checks.check_backward(q, kv, spec, spans, out, lse, dout, dlse, sink_logits)
+    scale = checks.check_backward(q, kv, spec, spans, out, lse, dout, dlse, sink_logits, seed)
     k, v = _wide(kv.k), _wide(kv.v)
     batch, num_heads, q_len, _ = q.shape
     kv_heads, kv_len = k.shape[1:3]
@@ -161,7 +167,8 @@ def backward(
     sees = partial(visible, q_len, kv_len, q.device, causal=spec.causal, window=spec.window)
     for of_q, of_kv, seen in _pieces(by_row[1], k, spans, sees):
         of_keys, of_rows = (x[of_kv] for x in (dk, dv, k, v)), (x[of_q] for x in by_row)
-        _add_gradients(*of_keys, *of_rows, seen=seen, scale=scale, softcap=spec.softcap)
+        kept = _kept(spec.dropout, seed, grouped, kv_len, of_q, of_kv)
+        _add_gradients(*of_keys, *of_rows, seen=seen, kept=kept, scale=scale, softcap=spec.softcap)
     dsink = None if sink_logits is None else checks.sink_gradient(sink_logits, lse, delta)
     token_major = [checks.token_major(x).to(q.dtype) for x in (dq, dk, dv)]
     return token_major[0] if needs[0] else None, *(token_major[1:] if needs[1] else (None, None)), dsink
@@ -194,7 +201,24 @@ def _pieces(
             yield (*here, everything, slice(some.start, some.stop)), (*here, keys), seen[:, :, keys]
 
 
-def _add_gradients(dk, dv, k, v, dq, q, dout, lse, delta, *, seen, scale: float, softcap: float | None) -> None:
+def _kept(p: float, seed: torch.Tensor | None, grouped: tuple[int, int, int, int], kv_len: int, of_q, of_kv) -> Any:
+    """The factor that dropout gives each weight of a piece, 0 where it is dropped; None without dropout.
+
+    grouped: (batch, num_kv_heads, group, q_len).
+    """
+    if p == 0.0:
+        return None
+    assert seed is not None
+    batch, kv_heads, group, q_len = grouped
+    index = partial(torch.arange, device=seed.device)
+    heads = index(kv_heads * group).view(kv_heads, group)[of_q[1]]
+    found = dropout.kept(
+        seed, p, kv_heads * group, index(batch)[of_q[0]], heads.reshape(-1), index(q_len)[of_q[3]], index(kv_len)[of_kv[2]]
+    )
+    return found.unflatten(1, heads.shape) * dropout.keep_scale(p)
+
+
+def _add_gradients(dk, dv, k, v, dq, q, dout, lse, delta, *, seen, kept, scale: float, softcap: float | None) -> None:
     """Write dq of q (batch, num_kv_heads, group, q_len, head_dim) over the keys `seen`, and add its part to dk and dv."""
     batch, kv_heads, group, q_len, _ = q.shape
     # A slot that no query sees may contain NaN.
@@ -210,8 +234,11 @@ def _add_gradients(dk, dv, k, v, dq, q, dout, lse, delta, *, seen, scale: float,
     scores.masked_fill_(~seen[:, None, None], float("-inf"))
     # A row that sees nothing has lse = -inf, and weights of exp(-inf - 0) = 0.
     weights = scores.sub_(lse.masked_fill(lse == float("-inf"), 0.0)[..., None]).exp_()
-    dv += weights.view(batch, kv_heads, group * q_len, -1).transpose(2, 3) @ dout
+    applied = weights if kept is None else weights * kept
+    dv += applied.view(batch, kv_heads, group * q_len, -1).transpose(2, 3) @ dout
     dscores = (dout @ v.transpose(2, 3)).view(weights.shape)
+    if kept is not None:
+        dscores.mul_(kept)
     dscores = dscores.sub_(delta[..., None]).mul_(weights).mul_(slope).view(batch, kv_heads, group * q_len, -1)
     dq.copy_((dscores @ k).view(dq.shape))
     dk += dscores.transpose(2, 3) @ q
@@ -221,7 +248,7 @@ def _part(x: torch.Tensor | None, where: Any) -> Any:
     return None if x is None else x[where]
 
 
-def _attend(out, lse, q, k, v, seen, logits, q_sinks, is_sink, *, scale: float, softcap: float | None) -> None:
+def _attend(out, lse, q, k, v, seen, logits, q_sinks, is_sink, kept, *, scale: float, softcap: float | None) -> None:
     """Attention of q (batch, num_kv_heads, group, q_len, head_dim) over the keys `seen`; writes out, and lse if not None."""
     batch, kv_heads, group, q_len, head_dim = q.shape
 
@@ -245,6 +272,8 @@ def _attend(out, lse, q, k, v, seen, logits, q_sinks, is_sink, *, scale: float, 
         total += torch.exp(logits - top)
     # A slot that no query sees may contain NaN, and 0 * NaN must not reach the output.
     values = v.masked_fill(~seen.any(1)[:, None, :, None], 0.0)
+    if kept is not None:
+        weights.mul_(kept)
     sums = weights.view(batch, kv_heads, group * q_len, -1) @ values
     out.copy_(sums.view(out.shape) / total.masked_fill(total == 0, 1.0))
     if lse is not None:

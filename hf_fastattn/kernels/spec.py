@@ -26,6 +26,7 @@ class Spec(NamedTuple):
     softcap: float | None = None
     sinks: int = 0
     interleaved: bool = False  # layout of the rotary embedding whose frequencies are `inv_freq`
+    dropout: float = 0.0
 
 
 class Form(NamedTuple):

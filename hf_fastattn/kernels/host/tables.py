@@ -96,14 +96,17 @@ def backward_dq_config(arch: int, itemsize: int, block_d: int, rows: int) -> Con
     return Config(rows, 32, warps, 2) if arch == 90 else Config(32, 32, 4, 2)
 
 
-def backward_dkdv(device: torch.device, dtype: torch.dtype, head_dim: int, kv_len: int) -> Config:
-    """The launch for dK and dV: a program has BLOCK_N keys and loops over blocks of BLOCK_M queries."""
+def backward_dkdv(device: torch.device, dtype: torch.dtype, head_dim: int, kv_len: int, dropout: bool) -> Config:
+    """The launch for dK and dV: a program has BLOCK_N keys and loops over blocks of BLOCK_M queries.
+
+    dropout: whether a tile needs registers for it.
+    """
     keys = min(128, max(16, 1 << (kv_len - 1).bit_length()))
-    return backward_dkdv_config(gpu.arch(device), dtype.itemsize, block_d(head_dim), keys)
+    return backward_dkdv_config(gpu.arch(device), dtype.itemsize, block_d(head_dim), keys, dropout)
 
 
 @cache
-def backward_dkdv_config(arch: int, itemsize: int, block_d: int, keys: int) -> Config:
+def backward_dkdv_config(arch: int, itemsize: int, block_d: int, keys: int, dropout: bool) -> Config:
     """The table for `backward_dkdv`; `keys` is kv_len rounded up to a power of two, from 16 to 128."""
     if arch == 0:
         return Config(32, min(keys, 32), 4, 1)
@@ -113,7 +116,7 @@ def backward_dkdv_config(arch: int, itemsize: int, block_d: int, keys: int) -> C
         return Config(32, keys, 4, 2)
     stages = 3 if arch == 90 else 2
     if block_d <= 64:
-        return Config(64, 64, 4, stages)
+        return Config(32 if dropout else 64, 64, 4, stages)
     if block_d == 128:
         return Config(32, 64, 4, stages)
     if arch == 90:  # both sums do not fit into registers

@@ -3,11 +3,14 @@
 They compute seven products instead of the five of a fused backward kernel. In return there are no atomics, results are
 bitwise repeatable, and the pairs are as a rule the only workspace. Scores are recomputed from lse, so memory grows linearly
 with the lengths.
+
+With dropout, Z being 1 / (1 - p) where a weight is kept and else 0: dV = (Z * P)^T dO, dP = Z * dO V^T.
 """
 
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from functools import cache
 from types import ModuleType
 
@@ -15,6 +18,7 @@ import torch
 import triton
 
 from ... import checks
+from ...dropout import keep_scale, threshold
 from ...host import gpu, tables
 from ...spec import KV, Gradients, Spec
 from ..plan import Call
@@ -42,12 +46,13 @@ def backward(
     dout: torch.Tensor,
     dlse: torch.Tensor | None = None,
     sink_logits: torch.Tensor | None = None,
+    seed: torch.Tensor | None = None,
     needs: tuple[bool, bool] = (True, True),
 ) -> Gradients:
     """`kernels.reference.backward` for heads of at most 256 dimensions."""
-    checks.check_backward(q, kv, spec, spans, out, lse, dout, dlse, sink_logits)
+    checks.check_backward(q, kv, spec, spans, out, lse, dout, dlse, sink_logits, seed)
     checks.check_trained_widths(q, kv)
-    call = Call.of((q, *kv.tensors, spans, sink_logits, None), kv.form, spec, True, rows=True)
+    call = Call.of((q, *kv.tensors, spans, sink_logits, None), kv.form, spec._replace(dropout=0.0), True, rows=True)
     out = checks.token_major(out)
     if dout.stride(3) != 1 or dout.dtype != q.dtype:  # the gradient of a sum is an expanded scalar
         dout = dout.to(q.dtype).contiguous()
@@ -58,9 +63,13 @@ def backward(
     del arguments["LOAD_K"], arguments["LOAD_V"]
     arguments |= {"stride_ob": dout.stride(0), "stride_oh": dout.stride(1), "stride_om": dout.stride(2), "scale": call.scale}
     arguments |= {"Q": q, "K": kv.k, "V": kv.v, "DOut": dout, "Stats": stats, "Spans": q if spans is None else spans}
+    dropped = spec.dropout > 0.0
+    arguments |= {"Seed": seed, "drop_below": threshold(spec.dropout), "keep_scale": keep_scale(spec.dropout)}
     for_dq = tables.backward_dq(q.device, q.dtype, call.width, call.q_len)
-    for_dkdv = tables.backward_dkdv(q.device, q.dtype, call.width, call.kv_len)
-    hopper = _hopper().config(call.head_dim, call.value_dim, spec.softcap is not None) if _on_hopper(q, kv, dout) else None
+    for_dkdv = tables.backward_dkdv(q.device, q.dtype, call.width, call.kv_len, dropped)
+    hopper = None
+    if not dropped and _on_hopper(q, kv, dout):
+        hopper = _hopper().config(call.head_dim, call.value_dim, spec.softcap is not None)
     blocks = triton.cdiv(call.kv_len, (hopper or for_dkdv).BLOCK_N) * (2 if hopper is None and for_dkdv.split else 1)
     splits = tables.group_splits(q.device, blocks * call.num_kv_heads * call.batch, call.group)
     parts = (splits, call.batch, call.kv_len, call.num_kv_heads)
@@ -75,7 +84,7 @@ def backward(
             DLse=lse if dlse is None else dlse.to(lse.dtype).contiguous(),
             DQ=dq,
             num_heads=call.num_heads,
-            C=call.constants(for_dq, packed=False),
+            C=replace(call.constants(for_dq, packed=False), DROPOUT=dropped),
             HAS_DLSE=dlse is not None,
             WRITE_DQ=needs[0],
             num_warps=for_dq.num_warps,
@@ -88,7 +97,7 @@ def backward(
                 **arguments,
                 DK=dk,
                 DV=dv,
-                C=call.constants(for_dkdv, packed=False),
+                C=replace(call.constants(for_dkdv, packed=False), DROPOUT=dropped),
                 SPLIT=for_dkdv.split,
                 SPLITS=splits,
                 num_warps=for_dkdv.num_warps,

@@ -12,6 +12,7 @@ Source: Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Wor
 import triton
 import triton.language as tl
 
+from ...device.dropout import kept
 from ...device.online import scaled
 from ...device.visibility import narrowed, query_bounds, row_bounds
 from .tile import add_dot, dot, live_keys, load_pairs, load_rows, probabilities, score_gradients, split_tiles, tile_at, within
@@ -19,7 +20,7 @@ from .tile import add_dot, dot, live_keys, load_pairs, load_rows, probabilities,
 
 @triton.jit
 def _tile(
-    dk, dv, k, v, keys, queries, first, hi, spans, span_ptr, q_len, scales,
+    dk, dv, k, v, keys, queries, first, hi, spans, span_ptr, q_len, scales, dropout, place, first_key,
     DK: tl.constexpr,
     DV: tl.constexpr,
     MASKED: tl.constexpr,
@@ -47,8 +48,15 @@ def _tile(
     if DK:  # issued with the scores, so that it overlaps with their exponentials
         dp = dot(v, tl.trans(do), C.IEEE)
     p = probabilities(s, lse_log2[None, :], visible, MASKED)
+    if C.DROPOUT:
+        is_kept = tl.trans(kept(dropout, place, offs_m, first_key, C.BLOCK_N).to(tl.int8)) != 0
+        if DK:
+            dp = tl.where(is_kept, dp * dropout[2], 0.0)
     if DV:
-        dv = add_dot(p, do, dv, C.IEEE)
+        if C.DROPOUT:
+            dv = add_dot(tl.where(is_kept, p * dropout[2], 0.0), do, dv, C.IEEE)
+        else:
+            dv = add_dot(p, do, dv, C.IEEE)
     if DK:
         ds = score_gradients(p, s, dp, delta[None, :], scales[1], MASKED, C.HAS_SOFTCAP)
         dk = add_dot(ds, q, dk, C.IEEE)
@@ -57,7 +65,8 @@ def _tile(
 
 @triton.jit
 def _sums(
-    k, v, keys, pointers, strides, row, first_head, num_heads, bounds, spans, span_ptr, q_len, scales,
+    k, v, keys, pointers, strides, row, first_head, num_heads, bounds, spans, span_ptr, q_len, scales, dropout,
+    first_key,
     HEADS: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
@@ -85,7 +94,8 @@ def _sums(
         queries = (Q + row * stride_qb + head * stride_qh, DOut + row * stride_ob + head * stride_oh, stride_qm, stride_om,
                    Stats + stats)  # fmt: skip
         at = lo + (before + i % full) * BLOCK_M
-        dk, dv = _tile(dk, dv, k, v, keys, queries, at, hi, spans, span_ptr, q_len, scales, DK, DV, False, C)
+        dk, dv = _tile(dk, dv, k, v, keys, queries, at, hi, spans, span_ptr, q_len, scales, dropout,
+                       (row * num_heads + head).to(tl.int32), first_key, DK, DV, False, C)  # fmt: skip
     masked = before + tiles - full_stop
     for i in tl.range(0, HEADS * masked):
         head = first_head + i // masked
@@ -93,7 +103,8 @@ def _sums(
         queries = (Q + row * stride_qb + head * stride_qh, DOut + row * stride_ob + head * stride_oh, stride_qm, stride_om,
                    Stats + stats)  # fmt: skip
         at = tile_at(i % masked, before, lo, full_stop, BLOCK_M)
-        dk, dv = _tile(dk, dv, k, v, keys, queries, at, hi, spans, span_ptr, q_len, scales, DK, DV, True, C)
+        dk, dv = _tile(dk, dv, k, v, keys, queries, at, hi, spans, span_ptr, q_len, scales, dropout,
+                       (row * num_heads + head).to(tl.int32), first_key, DK, DV, True, C)  # fmt: skip
     return dk, dv
 
 
@@ -104,7 +115,7 @@ def _store(Out, x, offs_n, rows, DIM: tl.constexpr, BLOCK: tl.constexpr, kv_len)
     tl.store(Out + rows[:, None] * DIM + offs, x.to(Out.dtype.element_ty), mask=(offs_n < kv_len)[:, None] & (offs < DIM))
 
 
-@triton.jit(do_not_specialize=["stride_sb", "q_len", "kv_len", "window"])
+@triton.jit(do_not_specialize=["stride_sb", "q_len", "kv_len", "window", "drop_below"])
 def dkdv_kernel(
     Q,
     K,
@@ -133,6 +144,9 @@ def dkdv_kernel(
     scale,
     scale_log2,
     cap_log2,
+    Seed,
+    drop_below,
+    keep_scale,
     C: tl.constexpr,
     SPLIT: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -167,23 +181,26 @@ def dkdv_kernel(
     pointers = (Q, DOut, Stats.to(tl.pointer_type(tl.int64)))
     strides = (stride_qb, stride_qh, stride_qm, stride_ob, stride_oh, stride_om)
     scales = (scale_log2, cap_log2)
+    dropout = (0, drop_below, keep_scale)
+    if C.DROPOUT:
+        dropout = (tl.load(Seed), drop_below, keep_scale)
     if SPLIT:
         if program % 2 == 0:
             dk, _ = _sums(
-                k, v, keys, pointers, strides, row, first_head, num_heads, bounds, spans, span_ptr, q_len, scales,
-                HEADS, True, False, C,
+                k, v, keys, pointers, strides, row, first_head, num_heads, bounds, spans, span_ptr, q_len, scales, dropout,
+                first_key, HEADS, True, False, C,
             )  # fmt: skip
             _store(DK, dk * scale, offs_n, rows, HEAD_DIM, C.BLOCK_D, kv_len)
         else:
             _, dv = _sums(
-                k, v, keys, pointers, strides, row, first_head, num_heads, bounds, spans, span_ptr, q_len, scales,
-                HEADS, False, True, C,
+                k, v, keys, pointers, strides, row, first_head, num_heads, bounds, spans, span_ptr, q_len, scales, dropout,
+                first_key, HEADS, False, True, C,
             )  # fmt: skip
             _store(DV, dv, offs_n, rows, VALUE_DIM, C.BLOCK_DV, kv_len)
     else:
         dk, dv = _sums(
-            k, v, keys, pointers, strides, row, first_head, num_heads, bounds, spans, span_ptr, q_len, scales,
-            HEADS, True, True, C,
+            k, v, keys, pointers, strides, row, first_head, num_heads, bounds, spans, span_ptr, q_len, scales, dropout,
+            first_key, HEADS, True, True, C,
         )  # fmt: skip
         _store(DK, dk * scale, offs_n, rows, HEAD_DIM, C.BLOCK_D, kv_len)
         _store(DV, dv, offs_n, rows, VALUE_DIM, C.BLOCK_DV, kv_len)

@@ -11,14 +11,16 @@ exchanged loops.
 import triton
 import triton.language as tl
 
+from ...device.dropout import kept
 from ...device.online import LOG2_E, scaled
 from ...device.visibility import key_bounds
+from ...dropout import GROUP
 from .tile import add_dot, dot, live_keys, load_rows, probabilities, score_gradients, split_tiles, store_pairs, tile_at, within
 
 
 @triton.jit
 def _tile(
-    dq, q, do, lse_log2, delta, kv, first, bounds, span_ptr, scales,
+    dq, q, do, lse_log2, delta, kv, first, bounds, span_ptr, scales, dropout, place, offs_m,
     MASKED: tl.constexpr,
     C: tl.constexpr,
 ):  # fmt: skip
@@ -36,12 +38,14 @@ def _tile(
     v = load_rows(v_base, stride_vn, offs_n, tl.arange(0, C.BLOCK_DV), live, MASKED, C.VALUE_DIM, C.BLOCK_DV)
     s = scaled(dot(q, tl.trans(k), C.IEEE), scales, C.HAS_SOFTCAP, C.IEEE)
     dp = dot(do, tl.trans(v), C.IEEE)
+    if C.DROPOUT:
+        dp = tl.where(kept(dropout, place, offs_m, first, C.BLOCK_N), dp * dropout[2], 0.0)
     p = probabilities(s, lse_log2[:, None], visible, MASKED)
     ds = score_gradients(p, s, dp, delta[:, None], scales[1], MASKED, C.HAS_SOFTCAP)
     return add_dot(ds, k, dq, C.IEEE)
 
 
-@triton.jit(do_not_specialize=["stride_sb", "q_len", "kv_len", "window"])
+@triton.jit(do_not_specialize=["stride_sb", "q_len", "kv_len", "window", "drop_below"])
 def dq_kernel(
     Q,
     K,
@@ -73,10 +77,14 @@ def dq_kernel(
     scale,
     scale_log2,
     cap_log2,
+    Seed,
+    drop_below,
+    keep_scale,
     C: tl.constexpr,
     HAS_DLSE: tl.constexpr,
     WRITE_DQ: tl.constexpr,
     LOG2_E: tl.constexpr = LOG2_E,
+    GROUP: tl.constexpr = GROUP,
 ):
     BLOCK_M: tl.constexpr = C.BLOCK_M
     BLOCK_N: tl.constexpr = C.BLOCK_N
@@ -114,12 +122,18 @@ def dq_kernel(
         q_base = Q + row * stride_qb + head.to(tl.int64) * stride_qh
         q = load_rows(q_base, stride_qm, offs_m, offs_d, row_mask, False, HEAD_DIM, BLOCK_D)
         dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        dropout = (0, drop_below, keep_scale)
+        if C.DROPOUT:
+            dropout = (tl.load(Seed), drop_below, keep_scale)
+            lo = lo // GROUP * GROUP  # the random numbers of a group are computed together
+        place = tl.program_id(2) * num_heads + head
         before, full_stop, tiles = split_tiles(lo, hi, full_lo, tl.where(holes, lo, full_hi), BLOCK_N)
         for tile in tl.range(before, full_stop):
-            dq = _tile(dq, q, do, lse_log2, delta, kv, lo + tile * BLOCK_N, bounds, span_ptr, scales, False, C)
+            at = lo + tile * BLOCK_N
+            dq = _tile(dq, q, do, lse_log2, delta, kv, at, bounds, span_ptr, scales, dropout, place, offs_m, False, C)
         for i in tl.range(0, before + tiles - full_stop):
             at = tile_at(i, before, lo, full_stop, BLOCK_N)
-            dq = _tile(dq, q, do, lse_log2, delta, kv, at, bounds, span_ptr, scales, True, C)
+            dq = _tile(dq, q, do, lse_log2, delta, kv, at, bounds, span_ptr, scales, dropout, place, offs_m, True, C)
         # DQ is (batch, q_len, num_heads, HEAD_DIM), contiguous.
         rows = (row * q_len + offs_m) * num_heads + head
         dq_ptrs = DQ + rows[:, None] * HEAD_DIM + offs_d[None, :]
