@@ -1,13 +1,15 @@
-"""Attention with gradients, as two custom ops, for eager, compiled, checkpointed and autocast training.
+"""Attention with gradients, for eager, compiled, checkpointed and autocast training.
 
-`hf_fastattn::flash_attn` returns (out, lse), and `hf_fastattn::flash_attn_backward` the gradients. torch.compile treats an op as
-a unit. Selective activation checkpointing may keep the result of the first: policies list the flash_attn ops by name. Inference
-runs neither.
+Two custom ops: `hf_fastattn::flash_attn` returns (out, lse), and `hf_fastattn::flash_attn_backward` the gradients. torch.compile
+treats an op as a unit. Selective activation checkpointing may keep the result of the first: policies list the flash_attn ops by
+name. Where nothing needs to see the ops, an autograd.Function runs the same code without the dispatcher, which costs more time on
+the host than the launches. Inference runs neither.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -75,8 +77,19 @@ def attention(
     seed = None
     if dropout > 0.0:
         seed = torch.randint(-(1 << 62), 1 << 62, (1,), device=q.device)
-    out, lse = torch.ops.hf_fastattn.flash_attn(name, q, k, v, spans, sink_logits, scale, causal, window, softcap, dropout, seed)
+    arguments = name, q, k, v, spans, sink_logits, scale, causal, window, softcap, dropout, seed
+    direct = not torch.compiler.is_compiling() and _is_direct(q, k, v, spans, sink_logits)
+    out, lse = _Attention.apply(*arguments) if direct else torch.ops.hf_fastattn.flash_attn(*arguments)  # type: ignore[no-untyped-call]
     return out, lse
+
+
+def _is_direct(*tensors: torch.Tensor | None) -> bool:
+    """Whether nothing needs to see an op of these tensors: no tracer or other mode of the dispatcher (selective checkpointing,
+    fake tensors), no transform of torch.func, and no class of tensors with operations of its own (DTensor)."""
+    if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
+        return False
+    plain = torch.Tensor.__torch_dispatch__
+    return all(x is None or ((x.is_cuda or x.is_cpu) and type(x).__torch_dispatch__ is plain) for x in tensors)
 
 
 def refuse_tangents(*tensors: torch.Tensor | None) -> None:
@@ -90,8 +103,14 @@ def refuse_tangents(*tensors: torch.Tensor | None) -> None:
         )
 
 
-@torch.library.custom_op("hf_fastattn::flash_attn", mutates_args=())
-def _flash_attn(
+def _without_autocast(device_type: str) -> AbstractContextManager[None]:
+    """A context without autocast, in which the reference computes in fp32."""
+    if torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()
+
+
+def _forward(
     name: str,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -107,8 +126,11 @@ def _flash_attn(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     forward, _ = _passes[name]
     given = {"sink_logits": sink_logits} | ({} if seed is None else {"seed": seed})
-    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):  # the reference computes in fp32
+    with torch.no_grad(), _without_autocast(q.device.type):
         return forward(q, KV(k, v), Spec(scale, causal, window, softcap, dropout=dropout), spans, **given)
+
+
+_flash_attn = torch.library.custom_op("hf_fastattn::flash_attn", _forward, mutates_args=())
 
 
 @_flash_attn.register_fake
@@ -116,8 +138,7 @@ def _(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: obj
     return _token_major(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-@torch.library.custom_op("hf_fastattn::flash_attn_backward", mutates_args=())
-def _flash_attn_backward(
+def _gradients(
     name: str,
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
@@ -140,7 +161,7 @@ def _flash_attn_backward(
     """(dq, dk, dv, dsink_logits); tensors that are not needed are empty."""
     _, gradients = _passes[name]
     given = {} if seed is None else {"seed": seed}
-    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+    with torch.no_grad(), _without_autocast(q.device.type):
         dq, dk, dv, dsink = gradients(
             q,
             KV(k, v),
@@ -159,6 +180,9 @@ def _flash_attn_backward(
 
 def _or_empty(x: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
     return like.new_empty(0) if x is None else x
+
+
+_flash_attn_backward = torch.library.custom_op("hf_fastattn::flash_attn_backward", _gradients, mutates_args=())
 
 
 @_flash_attn_backward.register_fake
@@ -199,7 +223,7 @@ def _token_major(x: torch.Tensor, dim: int) -> torch.Tensor:
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     name, q, k, v, spans, sink_logits, *static, seed = inputs
     ctx.save_for_backward(q, k, v, *output, spans, sink_logits, seed)
-    ctx.name, ctx.static = name, static
+    ctx.backend, ctx.static = name, static
     ctx.set_materialize_grads(False)
 
 
@@ -208,8 +232,11 @@ def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) ->
     _, needs_q, needs_k, needs_v, _, needs_sinks, *_ = ctx.needs_input_grad
     if dout is None and dlse is None:
         return (None,) * 12
-    dq, dk, dv, dsink = torch.ops.hf_fastattn.flash_attn_backward(
-        ctx.name,
+    # With create_graph=True the op refuses second derivatives.
+    direct = not torch.compiler.is_compiling() and not torch.is_grad_enabled() and _is_direct(q, dout, dlse)
+    run: Callable[..., tuple[torch.Tensor, ...]] = _gradients if direct else torch.ops.hf_fastattn.flash_attn_backward
+    dq, dk, dv, dsink = run(
+        ctx.backend,
         torch.zeros_like(out) if dout is None else dout,
         dlse,
         *(q, k, v, out, lse, spans, sink_logits if needs_sinks else None, *ctx.static, seed),
@@ -221,6 +248,18 @@ def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) ->
 
 
 _flash_attn.register_autograd(_backward, setup_context=_save_for_backward)
+
+
+class _Attention(torch.autograd.Function):
+    """The ops without the dispatcher."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        output = _forward(*inputs)
+        _save_for_backward(ctx, inputs, output)
+        return output
+
+    backward = staticmethod(_backward)
 
 
 def _refuse_second(ctx: Any, *grads: torch.Tensor | None) -> Any:

@@ -9,6 +9,7 @@ import models
 import pytest
 import torch
 from calls import attention
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import AutoModelForMaskedLM, masking_utils
 
@@ -321,6 +322,27 @@ def test_dropout_changes_the_mean_little(device):
     found = [training.attention("lean", q, k, v, dropout=0.5) for _ in range(400)]
     assert all(torch.allclose(each, lse) for _, each in found)
     assert (torch.stack([out for out, _ in found]).mean(0) - want).abs().max() < 0.5 and not torch.equal(found[0][0], found[1][0])
+
+
+def test_the_dispatcher_runs_the_ops_only_where_they_are_seen(device):
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            names.append(str(op))
+            return op(*args, **(kwargs or {}))
+
+    names: list[str] = []
+    q = torch.randn(1, 4, 9, 16, device=device, requires_grad=True)
+    out, _ = training.attention("lean", q, q, q)
+    with Seen():
+        watched, _ = training.attention("lean", q, q, q)
+        (found,) = torch.autograd.grad(watched.square().sum(), q)
+    (expected,) = torch.autograd.grad(out.square().sum(), q)
+    assert "flash_attn" not in out.grad_fn.name()
+    assert [name for name in names if "flash" in name] == [
+        "hf_fastattn.flash_attn.default",
+        "hf_fastattn.flash_attn_backward.default",
+    ]
+    assert torch.equal(out, watched) and torch.equal(found, expected)
 
 
 def test_forward_mode_is_refused(device):
