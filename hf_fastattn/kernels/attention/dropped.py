@@ -18,8 +18,8 @@ from ..device.dropout import kept
 from ..device.online import finalize, safe, scaled
 from ..device.visibility import key_bounds
 from ..dropout import GROUP, keep_scale, threshold
-from ..host import tables
-from ..spec import KV, Spec
+from ..host import launch, tables
+from ..spec import KV, Form, Spec
 from .backward.tile import add_dot, dot, live_keys, load_rows, split_tiles, tile_at, within
 from .plan import Call
 
@@ -81,7 +81,7 @@ def dropped_kernel(
     drop_below,
     keep_scale,
     C: tl.constexpr,
-    GROUP: tl.constexpr = GROUP,
+    GROUP: tl.constexpr,
 ):
     BLOCK_M: tl.constexpr = C.BLOCK_M
     HEAD_DIM: tl.constexpr = C.HEAD_DIM
@@ -134,29 +134,41 @@ def dropped(
     return_lse: bool = False,
 ):
     """Attention with dropout, of heads of at most 256 dimensions; arguments and result as in `kernels.reference.attention`."""
+    start = _prepare((q, *kv.tensors, spans, sink_logits, seed), kv.form, spec)
+    out, lse = checks.empty_outputs(q, kv.v.shape[3], True)
+    start(
+        q,
+        kv.k,
+        kv.v,
+        out,
+        lse,
+        q if spans is None else spans,
+        q if sink_logits is None else sink_logits,
+        seed,
+    )
+    return (out, lse) if return_lse else out
+
+
+@launch.remember
+def _prepare(tensors, form: Form, spec: Spec) -> launch.Launch:
+    """Check the arguments and prepare their launch."""
+    q, k, v, *others, spans, sink_logits, seed = tensors
+    kv = KV(k, v, form, *others)
     checks.check(q, kv, spec, spans, sink_logits, seed=seed, rows=True, dropout=True)
     checks.check_trained_widths(q, kv)
-    call = Call.of((q, *kv.tensors, spans, sink_logits, None), kv.form, spec._replace(dropout=0.0), True, rows=True)
+    call = Call.of((q, *kv.tensors, spans, sink_logits, None), form, spec._replace(dropout=0.0), True, rows=True)
     config = tables.backward_dq(q.device, q.dtype, call.width, call.q_len)
-    out, lse = checks.empty_outputs(q, call.value_dim, True)
     arguments = call.arguments()
     del arguments["LOAD_K"], arguments["LOAD_V"]
-    with torch.cuda.device_of(q):
-        dropped_kernel[(triton.cdiv(call.q_len, config.BLOCK_M), call.num_heads, call.batch)](
-            Q=q,
-            K=kv.k,
-            V=kv.v,
-            Out=out,
-            Lse=lse,
-            Spans=q if spans is None else spans,
-            SinkLogits=q if sink_logits is None else sink_logits,
-            Seed=seed,
-            **arguments,
-            num_heads=call.num_heads,
-            drop_below=threshold(spec.dropout),
-            keep_scale=keep_scale(spec.dropout),
-            C=call.constants(config, packed=False),
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-        )
-    return (out, lse) if return_lse else out
+    return launch.Launch(
+        dropped_kernel,
+        (triton.cdiv(call.q_len, config.BLOCK_M), call.num_heads, call.batch),
+        **arguments,
+        num_heads=call.num_heads,
+        drop_below=threshold(spec.dropout),
+        keep_scale=keep_scale(spec.dropout),
+        C=call.constants(config, packed=False),
+        GROUP=GROUP,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )

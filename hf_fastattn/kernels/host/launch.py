@@ -33,14 +33,24 @@ class Launch:
     address only through its divisibility by 16.
     """
 
-    __slots__ = ("_compiled", "grid", "kernel", "meta", "rest", "takes", "then")
+    __slots__ = ("_compiled", "describe", "grid", "kernel", "meta", "rest", "takes", "then")
 
-    def __init__(self, kernel: Any, grid: tuple[int, ...], then: Launch | None = None, /, **named: Any) -> None:
+    def __init__(
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        then: Launch | None = None,
+        describe: tuple[Callable[[torch.Tensor], Any], ...] = (),
+        /,
+        **named: Any,
+    ) -> None:
         """named: the kernel's arguments after its tensors, including constants, and Triton's options, such as num_warps.
 
-        then: the next launch of the chain. It takes the last of the same tensors.
+        then: the next launch of the chain. It takes the last of the same tensors. describe: for the first tensors, which the
+        kernel reads by TMA, the functions that make their descriptors (`descriptors.describe`); not of a launch in a chain.
         """
         self.kernel, self.grid, self.then = kernel, (*grid, 1, 1)[:3], then
+        self.describe = describe
         self.rest = tuple(named.pop(name) for name in kernel.arg_names if name in named)
         self.takes = len(kernel.arg_names) - len(self.rest)
         self.meta = named
@@ -50,7 +60,7 @@ class Launch:
         if thread.before is not None:
             thread.before(tensors)
         first, bits = tensors[0], 0
-        addresses: list[int | None] = []
+        addresses: list[Any] = []
         for tensor in tensors:
             address = None if tensor is None else tensor.data_ptr()
             addresses.append(address)
@@ -61,6 +71,8 @@ class Launch:
             return
         enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
         profiled = getattr(enter, "calls", True) or getattr(leave, "calls", True)
+        for i, make in enumerate(self.describe):
+            addresses[i] = make(tensors[i])  # type: ignore[arg-type]
         stream = driver.active.get_current_stream(first.device.index)
         step: Launch | None = self
         while step is not None:
@@ -78,8 +90,9 @@ class Launch:
             raise TypeError(
                 f"{self.kernel.fn.__name__} takes {self.takes} tensors here; got {len(tensors)}. The first must not be None."
             )
+        own = [make(x) for make, x in zip(self.describe, tensors, strict=False)]  # type: ignore[arg-type]
         with torch.cuda.device_of(first):
-            compiled = self.kernel[self.grid](*tensors, *self.rest, **self.meta)
+            compiled = self.kernel[self.grid](*own, *tensors[len(own) :], *self.rest, **self.meta)
         if self.then is not None:
             self.then(*tensors[-self.then.takes :])
         if aligned and first.is_cuda:

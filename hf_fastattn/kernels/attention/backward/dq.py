@@ -12,9 +12,8 @@ import triton
 import triton.language as tl
 
 from ...device.dropout import kept
-from ...device.online import LOG2_E, scaled
+from ...device.online import scaled
 from ...device.visibility import key_bounds
-from ...dropout import GROUP
 from .tile import add_dot, dot, live_keys, load_rows, probabilities, score_gradients, split_tiles, store_pairs, tile_at, within
 
 
@@ -57,6 +56,7 @@ def dq_kernel(
     Spans,
     DQ,
     Stats,
+    Seed,
     stride_qb,
     stride_qh,
     stride_qm,
@@ -77,14 +77,13 @@ def dq_kernel(
     scale,
     scale_log2,
     cap_log2,
-    Seed,
     drop_below,
     keep_scale,
     C: tl.constexpr,
     HAS_DLSE: tl.constexpr,
     WRITE_DQ: tl.constexpr,
-    LOG2_E: tl.constexpr = LOG2_E,
-    GROUP: tl.constexpr = GROUP,
+    LOG2_E: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
     BLOCK_M: tl.constexpr = C.BLOCK_M
     BLOCK_N: tl.constexpr = C.BLOCK_N

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ....host import gpu
+from ....host.descriptors import describe
+from ....host.launch import Launch
 from ....spans import WORDS, has_rows
 from ...plan import Call
 from .kernel import dkdv_hopper_kernel
@@ -62,45 +61,27 @@ def supports(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tens
     )
 
 
-@cache
-def _layout(rows: int, width: int, dtype: torch.dtype):
-    element = gl.float16 if dtype == torch.float16 else gl.bfloat16
-    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, width], element)
-
-
-def _descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
-    """TMA descriptor of x (batch, heads, length, head_dim) in boxes of `rows` rows of one head."""
-    head_dim, width = x.shape[3], columns(x.shape[3])
-    # The stride of a dimension of size 1 has no meaning, and may be one that TMA does not allow.
-    strides = [head_dim if size == 1 else stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True)]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, width], _layout(rows, width, x.dtype))
-
-
-def launch(
-    C: Config, call: Call, dout: torch.Tensor, stats: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, splits: int
-) -> None:
-    """Write dk and dv, (splits, batch, kv_len, num_kv_heads, head_dim)."""
-    _, k, v = call.tensors[:3]
-    assert k is not None and v is not None
+def launch(C: Config, call: Call, dout: torch.Tensor, splits: int) -> Launch:
+    """The launch that writes dk and dv, (splits, batch, kv_len, num_kv_heads, head_dim); its tensors are q, k, v, dout, stats,
+    spans, dk and dv."""
+    q, k, v, *_ = call.tensors
+    assert q is not None and k is not None and v is not None
     arguments, spans = call.arguments(), call.spans
-    dkdv_hopper_kernel[(-(-call.kv_len // C.BLOCK_N) * call.num_kv_heads * splits * call.batch,)](
-        _descriptor(call.q, C.BLOCK_M),
-        _descriptor(k, 64),
-        _descriptor(v, 64),
-        _descriptor(dout, C.BLOCK_M),
-        stats,
-        call.q if spans is None else spans,
-        dk,
-        dv,
-        arguments["stride_sb"],
-        call.batch,
-        call.num_kv_heads,
-        call.q_len,
-        call.kv_len,
-        call.window,
-        call.scale,
-        arguments["scale_log2"],
-        arguments["cap_log2"],
+    boxes = (q, C.BLOCK_M), (k, 64), (v, 64), (dout, C.BLOCK_M)
+    return Launch(
+        dkdv_hopper_kernel,
+        (-(-call.kv_len // C.BLOCK_N) * call.num_kv_heads * splits * call.batch,),
+        None,
+        tuple(describe(x, (1, 1, rows, columns(x.shape[3]))) for x, rows in boxes),
+        stride_sb=arguments["stride_sb"],
+        batch=call.batch,
+        num_kv_heads=call.num_kv_heads,
+        q_len=call.q_len,
+        kv_len=call.kv_len,
+        window=call.window,
+        scale=call.scale,
+        scale_log2=arguments["scale_log2"],
+        cap_log2=arguments["cap_log2"],
         C=C,
         GROUP=call.group,
         SPLITS=splits,
