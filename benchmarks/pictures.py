@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Callable
@@ -293,10 +294,30 @@ def stream(result: dict):
     return figure
 
 
+def layer(result: dict):
+    """Time and peak memory of one layer, forward and backward, by length."""
+    figure, (time, memory) = plt.subplots(1, 2, figsize=(10, 4))
+    lengths = [row["kv_len"] for row in result["rows"]]
+    for name, color, label in (("standard", COLORS["dense"], "standard attention"), ("ours", COLORS["lean"], "ours")):
+        time.plot(lengths, [row["us"].get(name, math.nan) / 1e3 for row in result["rows"]], marker="o", color=color, label=label)
+        peaks = [(row["kv_len"], row["peak_bytes"].get(name)) for row in result["rows"]]
+        known = [(length, count / 2**30) for length, count in peaks if count]  # not on a CPU
+        memory.plot(*zip(*known, strict=True), marker="o", color=color, label=label) if known else None
+    for axis, unit in ((time, "ms, forward and backward"), (memory, "GiB, peak")):
+        apart = [a for a, b in itertools.pairwise([*lengths, math.inf]) if b > 1.5 * a]  # labels that do not overlap
+        tokens_axis(axis, apart, "tokens")
+        axis.set(ylabel=unit, yscale="log")
+        axis.legend()
+    figure.suptitle(f"One layer of GPT-J, {result['conditions']['device']}")
+    figure.tight_layout()
+    return figure
+
+
 PICTURES: dict[str, Callable] = {
     "generate_8b.json": generate,
     "kernels_decode.json": decode,
     "kernels_queries.json": queries,
+    "kernels_training_layer.json": layer,
     "kernels_paper.json": paper,
     "kernels_fixup.json": fixup,
     "paper_e2e.json": paper_e2e,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from hf_fastattn.tables import size, table
+from hf_fastattn.tables import size, table, thousands
 
 from .words import SHAPE, by_method, figure, mean, same
 
 NAMES = {
     "ours": "ours",
+    "ours_portable": "ours, portable backward",
     "sdpa_flash": "`sdpa` flash",
     "sdpa_cudnn": "`sdpa` cuDNN",
     "sdpa_efficient": "`sdpa` efficient",
@@ -25,11 +26,11 @@ def _rivals(result: dict) -> list[str]:
     return [name for name in NAMES if any(name in row["us"] for row in result["rows"])]
 
 
-def _ratios(result: dict, what: str) -> str:
-    """The times of the peers over ours, as text; what: "us", "forward_us" or "backward_us"."""
-    found = result["summary"]
-    names = [name for name in _rivals(result)[1:] if found[f"{name}_over_ours_{what}"]["rows"]]
-    return ", ".join(f"{NAMES[name]} {mean(found[f'{name}_over_ours_{what}'])}" for name in names)
+def _ratios(result: dict, what: str, ours: str = "ours", goals: dict[str, float] | None = None) -> str:
+    """The times of the peers over ours, as text; what: "us", "forward_us" or "backward_us". goals: of the design, by peer."""
+    ratios = {name: result["summary"].get(f"{name}_over_{ours}_{what}", {"rows": 0}) for name in _rivals(result)}
+    goal = {name: f", goal {value:g}x" for name, value in (goals or {}).items()}
+    return ", ".join(f"{NAMES[name]} {mean(found)}{goal.get(name, '')}" for name, found in ratios.items() if found["rows"])
 
 
 def lengths(result: dict) -> str:
@@ -44,27 +45,43 @@ def lengths(result: dict) -> str:
         rates.append([row["shape"].removesuffix(", causal"), *(_pair(pair, 0) for pair in zip(*cells, strict=True))])
         peaks.append([row["shape"].removesuffix(", causal"), *(_size(row["peak_bytes"].get(name)) for name in names)])
     head = [SHAPE, *(NAMES[name] for name in names)]
-    memory = f"\n\nPeak memory of forward and backward:\n\n{table(head, peaks)}" if result["rows"][0]["peak_bytes"] else ""
+    memory = f"\n\n{_memory(result['rows'])}\n\n{table(head, peaks)}" if any(result["rows"][0]["peak_bytes"].values()) else ""
+    portable = _ratios(result, "backward_us", "ours_portable", {"sdpa_flash": 0.85})
     return (
         f"**Attention with gradients, TFLOP/s forward / backward**, causal {by_method(result)}. A backward pass counts 2.5 times "
         f"the products of the forward, whatever it recomputes. The time of the peers' backward over that of ours: "
-        f"{_ratios(result, 'backward_us')}; of forward and backward: {_ratios(result, 'us')}.\n\n{table(head, rates)}{memory}"
+        f"{_ratios(result, 'backward_us', goals={'sdpa_flash': 1.25, 'sdpa_cudnn': 0.7})}; of forward and backward: "
+        f"{_ratios(result, 'us')}. With the portable kernel for dK and dV, backward: {portable or 'not measured'}."
+        f"\n\n{table(head, rates)}{memory}"
     )
+
+
+def _memory(rows: list[dict]) -> str:
+    """The peak memory of a token at each length, of the head_dim with the longest row."""
+    longest = max(rows, key=lambda row: row["kv_len"])
+    each = {
+        row["kv_len"]: row["peak_bytes"]["ours"] / (row["batch"] * row["kv_len"])
+        for row in rows
+        if row["head_dim"] == longest["head_dim"]
+    }
+    text = ", ".join(f"{size(round(count))} at {thousands(length)}" for length, count in sorted(each.items()))
+    return f"Peak memory of forward and backward; of ours with head_dim {longest['head_dim']}, each token takes {text}:"
 
 
 def packed(result: dict) -> str:
     many = sorted({row["documents"] for row in result["rows"]})
     return (
         f"**Packed sequences, milliseconds forward / backward**, {' or '.join(map(str, many))} documents in a row, causal "
-        f"{by_method(result)}. The peers' forward and backward over ours: {_ratios(result, 'us')}.\n\n{_milliseconds(result)}"
+        f"{by_method(result)}. The peers' forward and backward over ours: "
+        f"{_ratios(result, 'us', goals={'flash_varlen': 1.2, 'flex': 1.3})}.\n\n{_milliseconds(result)}"
     )
 
 
 def gpt_oss(result: dict) -> str:
     return (
         f"**GPT-OSS's attention with learned sinks, milliseconds forward / backward**, {same(result['rows'])} "
-        f"{by_method(result)}. Transformers' eager attention over ours, forward and backward: {_ratios(result, 'us')}."
-        f"\n\n{_milliseconds(result)}"
+        f"{by_method(result)}. Transformers' eager attention over ours, forward and backward: "
+        f"{_ratios(result, 'us', goals={'eager': 3})}.\n\n{_milliseconds(result)}"
     )
 
 

@@ -15,8 +15,8 @@ from functools import cache, lru_cache, partial
 import torch
 from torch.nn.attention import SDPBackend
 
-from hf_fastattn import training
-from hf_fastattn.kernels import reference, spans
+from hf_fastattn import registry, training
+from hf_fastattn.kernels import TritonKernel, reference, spans
 from hf_fastattn.kernels.spec import KV, Spec
 from hf_fastattn.tables import thousands
 
@@ -30,6 +30,8 @@ WHOLE = 8 << 10  # of longer causal inputs only the gradients of the last querie
 ROUNDED = {"standard", "eager"}  # they round the scores to 16 bits, and are allowed four times the error
 FLEX = 8 << 10  # the length for which flex_attention is compiled, which is slow
 NAME = "lean"  # the backend; its kernels are those of the other exact backends
+PORTABLE = "portable_backward"  # its name for `training` with the portable kernel for dK and dV on Hopper too
+OURS = "ours", "ours_portable"
 
 
 @dataclass(frozen=True)
@@ -128,10 +130,15 @@ def _mask(case: Trained, device: torch.device, hidden: bool) -> torch.Tensor:
     return seen.logical_not_() if hidden else seen
 
 
-def _ours(x: Inputs) -> torch.Tensor:
+training.register(
+    PORTABLE, (registry.get(NAME).forward, TritonKernel("backward", twin=reference.backward, portable=True)), dropout=False
+)
+
+
+def _ours(name: str, x: Inputs) -> torch.Tensor:
     case = x.case
     out, _ = training.attention(
-        NAME, x.q, x.k, x.v, _spans(case, x.q.device), sink_logits=x.sinks, causal=case.shape.causal, window=case.window
+        name, x.q, x.k, x.v, _spans(case, x.q.device), sink_logits=x.sinks, causal=case.shape.causal, window=case.window
     )
     return out
 
@@ -201,7 +208,8 @@ def _flex(x: Inputs) -> torch.Tensor:
 
 
 RIVALS: dict[str, Callable[[Inputs], torch.Tensor]] = {
-    "ours": _ours,
+    "ours": partial(_ours, NAME),
+    "ours_portable": partial(_ours, PORTABLE),
     "sdpa_flash": partial(_sdpa, SDPBackend.FLASH_ATTENTION),
     "sdpa_cudnn": partial(_sdpa, SDPBackend.CUDNN_ATTENTION),
     "sdpa_efficient": partial(_sdpa, SDPBackend.EFFICIENT_ATTENTION),
@@ -290,16 +298,18 @@ def trained_row(case: Trained, device: torch.device) -> dict:
             errors[name] = check(name, _gradients(rival, inputs[0], dout), expected, tail)
             peak[name] = peak_bytes(rival, inputs[0])
         except Exception as error:  # any error: the others are still timed
-            if name == "ours":
+            if name in OURS:
                 raise
             wrong[name] = f"{type(error).__name__}: {str(error).strip()[:300]}"
             continue
         runs[f"{name} forward"] = _loop(lambda i, rival=rival: rival(inputs[i]), calls, sets)
     del expected, dout
     for name in list(errors):
-        outs = [RIVALS[name](x) for x in inputs]
+        # What a rival stores for its backward pass is itself larger than L2, or small enough to have all sets of it.
+        few = sets if peak[name] is None else min(sets, timing.num_sets(peak[name]))
+        outs = [RIVALS[name](x) for x in inputs[:few]]
         grad = lambda i, outs=outs: torch.autograd.grad(outs[i], inputs[i].leaves, inputs[i].dout, retain_graph=True)  # noqa: E731
-        runs[f"{name} backward"] = _loop(grad, calls, sets)
+        runs[f"{name} backward"] = _loop(grad, calls, few)
     found = timing.medians(timing.time_rivals(runs, calls, device, *((2, 3) if long else ())))
     by_pass = {what: {name: found["us"][f"{name} {what}"] for name in errors} for what in ("forward", "backward")}
     ranges = {name: [found["us_range"][f"{name} {what}"] for what in by_pass] for name in errors}
@@ -308,15 +318,16 @@ def trained_row(case: Trained, device: torch.device) -> dict:
     row |= {"backward_us": by_pass["backward"], "us": {n: by_pass["forward"][n] + by_pass["backward"][n] for n in errors}}
     row |= {"us_range": {name: [sum(x) for x in zip(*both, strict=True)] for name, both in ranges.items()}}
     row |= {"peak_bytes": peak, "errors_of": errors, "errors": wrong}
-    for what in ("us", "forward_us", "backward_us"):
-        for peer in case.rivals[1:]:
-            row[f"{peer}_over_ours_{what}"] = row[what][peer] / row[what]["ours"] if peer in row[what] else None
+    peers = [name for name in case.rivals if name not in OURS]
+    for what, ours, peer in itertools.product(("us", "forward_us", "backward_us"), OURS, peers):
+        if ours in case.rivals:
+            row[f"{peer}_over_{ours}_{what}"] = row[what][peer] / row[what][ours] if {peer, ours} <= row[what].keys() else None
     return row
 
 
 def trained_summary(rows: list[dict]) -> dict:
     """The time of every peer over ours, for forward, backward and both."""
-    names = dict.fromkeys(name for row in rows for name in row if "_over_ours_" in name)
+    names = dict.fromkeys(name for row in rows for name in row if "_over_ours" in name)
     return {name: ratios(rows, name) for name in names}
 
 
@@ -325,7 +336,7 @@ def trained_summary(rows: list[dict]) -> dict:
 
 def _peers(head_dim: int, length: int) -> tuple[str, ...]:
     """The slow ones where they are quick enough."""
-    names = ("ours", "sdpa_flash", "sdpa_cudnn")
+    names = (*OURS, "sdpa_flash", "sdpa_cudnn")
     names += ("sdpa_efficient",) if length <= FLEX else ()
     return names + (("flex",) if length == FLEX and head_dim < 256 else ())
 
@@ -339,7 +350,7 @@ LENGTHS.append(Trained(Shape(1, 32, 8, 128, 128 << 10, 128 << 10), _peers(128, 1
 PACKED = [
     Trained(
         Shape(1, heads, kv_heads, head_dim, length, length),
-        ("ours", "flash_varlen", "flex", "sdpa_masked"),
+        (*OURS, "flash_varlen", "flex", "sdpa_masked"),
         documents=1 << 10,
     )
     for head_dim, heads, kv_heads in ((64, 32, 32), (128, 32, 8))

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import weakref
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ SMALL = {
         for phase in ("prefill", "decode")
         for length, window in ((16, None), (128, 16), (128, None))
     ],
-    "training": [Trained(Shape(1, 4, 2, 16, 80, 80), ("ours", "sdpa_flash", "sdpa_cudnn"))],
+    "training": [Trained(Shape(1, 4, 2, 16, 80, 80), ("ours", "ours_portable", "sdpa_flash", "sdpa_cudnn"))],
     "training_packed": [Trained(Shape(1, 4, 2, 16, 80, 80), ("ours", "sdpa_masked", "flash_varlen"), documents=20)],
     "training_gpt_oss": [Trained(Shape(1, 8, 2, 16, 80, 80), ("ours", "eager"), window=9, sinks=True)],
     "training_fused": [Trained(Shape(2, 2, 2, 16, 48, 48, causal=False), ("ours", "standard"), torch.float16)],
@@ -65,7 +66,7 @@ def test_every_shape_is_checked_and_timed(tmp_path, part):
         "window": {"ours"},
         "queries": {"fa2", "lean"},
         "queries_portable": {"fa2", "lean"},
-        "training": {"ours", "sdpa_flash"},
+        "training": {"ours", "ours_portable", "sdpa_flash"},
         "training_packed": {"ours", "sdpa_masked"},
         "training_gpt_oss": {"ours", "eager"},
         "training_fused": {"ours", "standard"},
@@ -303,7 +304,7 @@ def test_every_table_and_picture_can_be_made(tmp_path):
         "Any number of queries",
         "Ragged",
         "Prefill",
-        "What a window",
+        "Time of a sliding window",
         "The LeanAttention paper's",
         "The fix-up of LeanAttention",
         "Tiles and grids of stream-K",
@@ -331,7 +332,39 @@ def test_every_table_of_training_can_be_made(tmp_path):
     text = report.report(tmp_path, names)
     for title in ("Attention with gradients", "Packed sequences", "GPT-OSS's attention", "The table of the fused", "One layer"):
         assert f"**{title}" in text
-    assert text.count("geometric mean") == 4  # of flash, backward and both; of the dense mask; of eager
+    # Of flash: backward, both, and the portable backward; of the dense mask; of eager.
+    assert text.count("geometric mean") == 5 and text.count("goal") == 3
+
+
+def test_the_picture_of_a_layer_is_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    from benchmarks import pictures
+
+    bench(tmp_path, "training_layer")
+    assert [path.name for path in pictures.draw(tmp_path)] == ["kernels_training_layer.png"]
+
+
+def test_graphs_larger_than_the_cache_are_stored_once(monkeypatch):
+    (case,), kept = SMALL["training_gpt_oss"], []
+
+    def stored(x):
+        out = training._eager(x)
+        kept.append(weakref.ref(out))
+        return out
+
+    def timed(runs, *args):
+        alive.append(sum(ref() is not None for ref in kept))
+        return {name: [1.0] for name in runs}
+
+    for size, sets in ((100, 3), (9 << 30, 1)):
+        alive: list[int] = []
+        kept.clear()
+        monkeypatch.setattr(timing, "num_sets", lambda count, size=size, sets=sets: sets if count == size else 3)
+        monkeypatch.setattr(training, "peak_bytes", lambda *args, size=size: size)
+        monkeypatch.setattr(timing, "time_rivals", timed)
+        monkeypatch.setitem(training.RIVALS, "eager", stored)
+        training.trained_row(case, torch.device("cpu"))
+        assert alive == [sets]
 
 
 def test_wrong_gradients_are_not_timed(tmp_path, monkeypatch):

@@ -55,13 +55,14 @@ def backward(
     sink_logits: torch.Tensor | None = None,
     seed: torch.Tensor | None = None,
     needs: tuple[bool, bool] = (True, True),
+    portable: bool = False,
 ) -> Gradients:
-    """`kernels.reference.backward` for heads of at most 256 dimensions."""
+    """`kernels.reference.backward` for heads of at most 256 dimensions. portable: without the Hopper kernel."""
     if dout.stride(-1) != 1 or dout.dtype != q.dtype:  # the gradient of a sum is an expanded scalar
         dout = dout.to(q.dtype).contiguous()
     k, v = kv.k, kv.v
-    aligned = (q.data_ptr() | k.data_ptr() | v.data_ptr() | dout.data_ptr()) % 16 == 0
-    plan = _prepare((q, *kv.tensors, spans, sink_logits, seed, out, lse, dout, dlse), kv.form, spec, needs[0], aligned)
+    by_tma = not portable and (q.data_ptr() | k.data_ptr() | v.data_ptr() | dout.data_ptr()) % 16 == 0
+    plan = _prepare((q, *kv.tensors, spans, sink_logits, seed, out, lse, dout, dlse), kv.form, spec, needs[0], by_tma)
     out, lse = checks.token_major(out), lse.contiguous()
     dlse = lse if dlse is None else dlse.to(lse.dtype).contiguous()
     stats = torch.empty(*lse.shape, 2, device=lse.device, dtype=torch.float32)  # pairs of lse in base 2 and delta
@@ -79,8 +80,8 @@ def backward(
 
 
 @launch.remember
-def _prepare(tensors, form: Form, spec: Spec, write_dq: bool, aligned: bool) -> Plan:
-    """Check the arguments and prepare the launches. aligned: whether q, k, v and dout are where TMA can read them."""
+def _prepare(tensors, form: Form, spec: Spec, write_dq: bool, by_tma: bool) -> Plan:
+    """Check the arguments and prepare the launches. by_tma: whether the Hopper kernel may read q, k, v and dout."""
     q, k, v, *others, spans, sink_logits, seed, out, lse, dout, dlse = tensors
     kv = KV(k, v, form, *others)
     checks.check_backward(q, kv, spec, spans, out, lse, dout, dlse, sink_logits, seed)
@@ -90,7 +91,7 @@ def _prepare(tensors, form: Form, spec: Spec, write_dq: bool, aligned: bool) -> 
     for_dq = tables.backward_dq(q.device, q.dtype, call.width, call.q_len)
     for_dkdv = tables.backward_dkdv(q.device, q.dtype, call.width, call.kv_len, dropped)
     hopper = None
-    if aligned and not dropped and gpu.arch(q.device) == 90 and _hopper().supports(q, k, v, dout):
+    if by_tma and not dropped and gpu.arch(q.device) == 90 and _hopper().supports(q, k, v, dout):
         hopper = _hopper().config(call.head_dim, call.value_dim, spec.softcap is not None)
     blocks = triton.cdiv(call.kv_len, (hopper or for_dkdv).BLOCK_N) * (2 if hopper is None and for_dkdv.split else 1)
     splits = tables.group_splits(q.device, blocks * call.num_kv_heads * call.batch, call.group)
