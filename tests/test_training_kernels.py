@@ -288,9 +288,10 @@ def test_a_document_does_not_depend_on_its_neighbours(device):
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_results_are_bitwise_repeatable(head_dim, device):
-    x = make(Case(q_len=1000, kv_len=1000, num_heads=8, num_kv_heads=2, batch=2, head_dim=head_dim, dtype="bf16"), device)
+@pytest.mark.parametrize("head_dim, dropout", [(64, 0.0), (128, 0.0), (256, 0.0), (64, 0.1)])
+def test_results_are_bitwise_repeatable(head_dim, dropout, device):
+    shape = Case(q_len=1000, kv_len=1000, num_heads=8, num_kv_heads=2, batch=2, head_dim=head_dim, dtype="bf16", dropout=dropout)
+    x = make(shape, device)
     first = gradients(x, FORWARD, BACKWARD)
     for _ in range(100):
         assert all(torch.equal(a, b) for a, b in zip(gradients(x, FORWARD, BACKWARD)[:3], first[:3], strict=True))
@@ -299,9 +300,13 @@ def test_results_are_bitwise_repeatable(head_dim, device):
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
 def test_nothing_is_compiled_per_length(device):
     from hf_fastattn.kernels.attention.backward import dkdv_kernel, dq_kernel
+    from hf_fastattn.kernels.attention.backward.hopper import dkdv_hopper_kernel
+    from hf_fastattn.kernels.attention.prefill import prefill_kernel
+
+    kernels = prefill_kernel, dq_kernel, dkdv_kernel, dkdv_hopper_kernel
 
     def variants() -> int:
-        return sum(len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in (dq_kernel, dkdv_kernel))
+        return sum(len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in kernels)
 
     def train(length: int) -> None:
         case = Case(q_len=length, kv_len=length, num_heads=4, head_dim=64, dtype="bf16", starts=((0, length // 3),))
@@ -309,7 +314,7 @@ def test_nothing_is_compiled_per_length(device):
 
     train(200)
     compiled = variants()
-    for length in range(201, 260, 7):
+    for length in range(201, 341, 7):
         train(length)
     assert variants() == compiled
 
