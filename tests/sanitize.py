@@ -61,6 +61,7 @@ def hopper_shares() -> None:
         return
     import test_prefill_hopper as cases
 
+    prefill_hopper._prepare = prefill_hopper._prepare.__wrapped__
     for case in (case for case in (*cases.SHARED, *cases.PACKED) if case.name in SHARES):
         q, k, v, spans, options = cases.make(case)
         for splits in (1, 2, 5):

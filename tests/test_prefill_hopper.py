@@ -438,6 +438,7 @@ PACKED = [
 def test_results_of_shares_are_correct(case, splits, nan_filled, monkeypatch):
     launches = []
     monkeypatch.setattr(hopper, "splits_of", lambda *args: launches.append(args) or splits)
+    monkeypatch.setattr(hopper, "_prepare", hopper._prepare.__wrapped__)
     assert_right(case, partial(hopper.prefill, shares=True))
     assert launches
 

@@ -26,23 +26,24 @@ Source: Shah et al., "FlashAttention-3: Fast and Accurate Attention with Asynchr
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any, NamedTuple
 
 import torch
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ... import checks
-from ...host import gpu
+from ...host import gpu, launch
 from ...host.counters import counters_of
+from ...host.descriptors import describe
 from ...spans import WORDS
-from ...spec import KV, Spec
+from ...spec import KV, Form, Spec
 from ..plan import Call
 from ..schedule import pack_of, splits_of
 from .item import BLOCK_M
 from .kernel import prefill_hopper_kernel
-from .merge import merge_shares, workspace_of
+from .merge import merge_shares
 
 MAX_HEAD_DIM = 256
 MIN_ROWS = 65  # with fewer rows at least half of a block of 128 rows is empty
@@ -128,24 +129,24 @@ def why_not(q: torch.Tensor, kv: KV, sinks: int = 0, shares: bool = False) -> st
     return None
 
 
-@cache
-def _layout(box: tuple[int, ...], dtype: torch.dtype):
-    element = gl.float16 if dtype == torch.float16 else gl.bfloat16
-    return gl.NVMMASharedLayout.get_default_for(list(box), element)
+def _describe(x: torch.Tensor, *rows: int) -> Callable[[torch.Tensor], Any]:
+    """The TMA descriptor of x (batch, KV heads, ..., head_dim) in boxes of `rows` of the middle dimensions."""
+    return describe(x, (1, 1, *rows, columns(x.shape[-1])))
 
 
-def _descriptor(x: torch.Tensor, *rows: int) -> TensorDescriptor:
-    """TMA descriptor of x (batch, KV heads, ..., head_dim) in boxes of `rows` of the middle dimensions."""
-    head_dim, box = x.shape[-1], (1, 1, *rows, columns(x.shape[-1]))
-    # The stride of a dimension of one element says nothing, and may not be what TMA allows.
-    strides = [head_dim if size == 1 else stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], list(box), _layout(box, x.dtype))
-
-
-def _packed(x: torch.Tensor, group: int, pack: int) -> TensorDescriptor:
-    """TMA descriptor of queries or outputs (batch, heads, q_len, head_dim) in boxes of 64 rows of `pack` heads of a KV head."""
+def _packed(x: torch.Tensor, group: int, pack: int) -> Callable[[torch.Tensor], Any]:
+    """The descriptor of queries or outputs (batch, heads, q_len, head_dim) in boxes of 64 rows of `pack` heads of a KV head."""
     by_query = x.unflatten(1, (-1, group)).transpose(2, 3)
-    return _descriptor(by_query, 64 // pack, pack)
+    return _describe(by_query, 64 // pack, pack)
+
+
+class Plan(NamedTuple):
+    """The launch of the kernel and, if its items are shares, that of their merge; and the number of floats in the workspace
+    between them."""
+
+    launch: launch.Launch
+    merge: launch.Launch | None
+    workspace_size: int
 
 
 def prefill(
@@ -166,14 +167,31 @@ def prefill(
 
     Raises ValueError, with the sentence of `why_not`, for inputs that it does not support.
     """
-    call = Call.of((q, *kv.tensors, spans, sink_logits, inv_freq), kv.form, spec, return_lse)
+    aligned = (q.data_ptr() | kv.k.data_ptr() | kv.v.data_ptr()) % 16 == 0
+    plan = _prepare((q, *kv.tensors, spans, sink_logits, inv_freq), kv.form, spec, return_lse, shares, aligned)
+    out, lse = checks.empty_outputs(q, kv.v.shape[3], return_lse)
+    workspace = lse
+    if plan.workspace_size:
+        workspace = torch.empty(plan.workspace_size, device=q.device, dtype=torch.float32)
+    spans, sink_logits = (q if x is None else x for x in (spans, sink_logits))
+    plan.launch(q, kv.k, kv.v, out, workspace, spans, sink_logits, counters_of(q.device))
+    if plan.merge is not None:
+        plan.merge(out, lse, workspace, spans, sink_logits)
+    return (out, lse) if return_lse else out
+
+
+@launch.remember
+def _prepare(tensors, form: Form, spec: Spec, return_lse: bool, shares: bool, aligned: bool) -> Plan:
+    """Check the arguments and prepare the launches. aligned: whether q, k and v are where TMA can read them."""
+    call = Call.of(tensors, form, spec, return_lse)
+    q, *of_kv, spans, sink_logits, _ = tensors
+    kv = KV(of_kv[0], of_kv[1], form, *of_kv[2:])
     reason = why_not(q, kv, spec.sinks, shares)
     if reason is not None:
         raise ValueError(reason)
     C = config(call.head_dim, call.value_dim)
     if return_lse:  # in fp32, in which the error of the polynomial of `tile._exp2` is visible
         C = replace(C, exp2_on_fma=0)
-    out, lse = checks.empty_outputs(q, call.value_dim, return_lse)
     pack = pack_of(call.q_len, call.group)
     splits = splits_of(q, kv, spec, pack, columns(max(call.head_dim, call.value_dim))) if shares else 1
     C = replace(C, split=splits > 1, pack=pack)
@@ -184,38 +202,39 @@ def prefill(
     fitting = max(1, _L2_BYTES // (call.kv_len * (call.head_dim + call.value_dim) * q.element_size()))
     section = packs_each * (1 << (fitting.bit_length() - 1))
     scale_log2, cap_log2 = checks.log2_scales(call.scale, spec.softcap)
-    lse_or_workspace, stats_start = (lse, 0) if splits == 1 else workspace_of(call, num_items, BLOCK_M)
-    with torch.cuda.device_of(q):
-        prefill_hopper_kernel[(min(num_items, gpu.num_sms(q.device)),)](
+    out, _ = checks.empty_outputs(q.to("meta"), call.value_dim, False)
+    start = launch.Launch(
+        prefill_hopper_kernel,
+        (min(num_items, gpu.num_sms(q.device)),),
+        None,
+        (
             _packed(q, call.group, pack),
-            _descriptor(kv.k, C.BLOCK_N),
-            _descriptor(kv.v, C.BLOCK_N),
+            _describe(kv.k, C.BLOCK_N),
+            _describe(kv.v, C.BLOCK_N),
             _packed(out, call.group, pack),
-            lse_or_workspace,
-            q if spans is None else spans,
-            q if sink_logits is None else sink_logits,
-            counters_of(q.device),
-            0 if spans is None else spans.stride(0),
-            num_items,
-            num_blocks,
-            num_packs,
-            call.batch * num_packs,
-            call.group,
-            section,
-            call.q_len,
-            call.kv_len,
-            call.window,
-            scale_log2,
-            cap_log2,
-            C=C,
-            HAS_SPANS=spans is not None,
-            HAS_WORDS=spans is not None and spans.shape[3] > WORDS,
-            IS_CAUSAL=spec.causal,
-            HAS_SOFTCAP=spec.softcap is not None,
-            HAS_SINK_LOGITS=splits == 1 and sink_logits is not None,
-            WRITE_LSE=splits == 1 and return_lse,
-            num_warps=4,
-        )
-        if splits > 1:
-            merge_shares(call, pack, splits, BLOCK_M, C.BLOCK_N, out, lse, lse_or_workspace, stats_start, sink_logits)
-    return (out, lse) if return_lse else out
+        ),
+        stride_sb=0 if spans is None else spans.stride(0),
+        num_items=num_items,
+        num_blocks=num_blocks,
+        num_packs=num_packs,
+        total_packs=call.batch * num_packs,
+        group=call.group,
+        section=section,
+        q_len=call.q_len,
+        kv_len=call.kv_len,
+        window=call.window,
+        scale_log2=scale_log2,
+        cap_log2=cap_log2,
+        C=C,
+        HAS_SPANS=spans is not None,
+        HAS_WORDS=spans is not None and spans.shape[3] > WORDS,
+        IS_CAUSAL=spec.causal,
+        HAS_SOFTCAP=spec.softcap is not None,
+        HAS_SINK_LOGITS=splits == 1 and sink_logits is not None,
+        WRITE_LSE=splits == 1 and return_lse,
+        num_warps=4,
+    )
+    if splits == 1:
+        return Plan(start, None, 0)
+    stats_start = num_items * BLOCK_M * call.block_dv
+    return Plan(start, merge_shares(call, pack, splits, BLOCK_M, C.BLOCK_N, stats_start), stats_start + num_items * BLOCK_M * 2)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
 import triton
 import triton.language as tl
 
 from ...device.merge import merge_rows, store_rows
 from ...host import gpu, tables
+from ...host.launch import Launch
 from ...host.overlap import early, let_next_begin, wait_for_inputs
 from ..plan import Call
 from ..schedule import num_tiles, queries_of
@@ -49,35 +49,27 @@ def merge_shares_kernel(
     store_rows(acc, m, l, Out, Lse, SinkLogits, row, head, heads, tl.minimum(offs_m, q_len - 1), exists, offs_v, q_len, C)
 
 
-def workspace_of(call: Call, num_items: int, BLOCK_M: int) -> tuple[torch.Tensor, int]:
-    """(workspace of all shares, where m and l begin in it)."""
-    stats_start = num_items * BLOCK_M * call.block_dv
-    return torch.empty(stats_start + num_items * BLOCK_M * 2, device=call.q.device, dtype=torch.float32), stats_start
+def merge_shares(call: Call, pack: int, splits: int, BLOCK_M: int, BLOCK_N: int, stats_start: int) -> Launch:
+    """The launch that merges the shares of all blocks of `call`; its tensors are out, lse, the workspace, spans and sink logits.
 
-
-def merge_shares(
-    call: Call, pack: int, splits: int, BLOCK_M: int, BLOCK_N: int, out, lse, workspace, stats_start: int, sink_logits
-) -> None:
-    """Merge the shares of all blocks of `call` into out and lse."""
+    stats_start: where m and l begin in the workspace.
+    """
     constants = call.constants(tables.Config(BLOCK_M, BLOCK_N, 4, 1), packed=True)
     constants = replace(constants, GROUP=pack, WORKSPACE_M=BLOCK_M, FEW_ROWS=False)
     packs, rows = call.num_kv_heads * triton.cdiv(call.group, pack), call.q_len * pack
     rows_each = min(16, 1 << (call.batch * packs * rows // (8 * gpu.num_sms(call.q.device))).bit_length())
     chunk, warps = tables.merge(rows_each * call.block_dv, splits)
-    merge_shares_kernel[(triton.cdiv(rows, rows_each), packs, call.batch)](
-        out,
-        lse,
-        workspace,
-        call.q if call.spans is None else call.spans,
-        call.q if sink_logits is None else sink_logits,
-        0 if call.spans is None else call.spans.stride(0),
-        call.group,
-        call.q_len,
-        call.kv_len,
-        call.window,
-        triton.cdiv(rows, BLOCK_M),
-        splits,
-        stats_start,
+    return Launch(
+        merge_shares_kernel,
+        (triton.cdiv(rows, rows_each), packs, call.batch),
+        stride_sb=0 if call.spans is None else call.spans.stride(0),
+        group=call.group,
+        q_len=call.q_len,
+        kv_len=call.kv_len,
+        window=call.window,
+        blocks=triton.cdiv(rows, BLOCK_M),
+        splits=splits,
+        stats_start=stats_start,
         C=constants,
         ROWS=rows_each,
         CHUNK=chunk,
