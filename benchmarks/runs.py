@@ -89,8 +89,9 @@ def free(device: torch.device) -> None:
 
 def twin(model, attention: str):
     """A second model with its own configuration over the same weights."""
-    tensors = [*model.parameters(), *model.buffers()]
-    other = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+    # bitsandbytes stores the weight of an 8-bit layer in its attribute state.
+    states = [module.state for module in model.modules() if type(module).__name__ == "Linear8bitLt"]
+    other = copy.deepcopy(model, {id(kept): kept for kept in (*model.parameters(), *model.buffers(), *states)})
     other.set_attn_implementation(attention)
     return other
 

@@ -98,6 +98,8 @@ def explain(
     notes = []
     if limit and length > limit:
         notes.append(f"{length} tokens are more than the {limit} positions that this model supports.")
+    if getattr(model.config, "quantization_config", None) and not facts.quantised:
+        notes.append("The configuration asks for quantised weights, counted here as if they were not; pass the loaded model.")
     if device.type == "cuda" and not torch.cuda.is_available():
         notes.append(
             "This machine has no GPU: this is what a machine with a CUDA GPU would run. On this machine the reference in "
@@ -217,7 +219,9 @@ def _what_runs(
         if reason is not None:
             refuse("experts in one read", f"{reason[0].upper()}{reason[1:]}.")
         runs.append({"what": "experts", "how": how, "why": why})
-    off = "a graph needs a preallocated cache" if owns else graph.why_no_graph(device)
+    for kind, layers in facts.quantised:
+        runs.append({"what": f"{layers} layers of {kind}", "how": "their own kernels", "why": "their weights are quantised"})
+    off = "a graph needs a preallocated cache" if owns else graph.why_no_graph(device) or hf.why_not_captured(model)
     if off:
         refuse("decode graph", f"{off[0].upper()}{off[1:]}.")
     on = "with patch(): one launch a step, and no Python between layers"
@@ -275,7 +279,7 @@ def _why(chosen: registry.Backend, served: str, q_len: int, facts: Facts) -> str
 
 def _paragraphs(found: Explanation) -> Iterator[str]:
     facts, gpu, step = found.facts, found.gpu, found.step
-    dtype = str(facts.dtype).removeprefix("torch.")
+    dtype = " and ".join([kind for kind, _ in facts.quantised] + [str(facts.dtype).removeprefix("torch.")])
     kind = "MHA" if facts.num_kv_heads == facts.num_heads else "MQA" if facts.num_kv_heads == 1 else "GQA"
     windows = {w: facts.windows.count(w) for w in facts.windows}
     layers = ", ".join(f"{n} with a window of {w}" if w else f"{n} that keep everything" for w, n in windows.items())

@@ -6,6 +6,7 @@ Bytes are those of weights and live K/V, each read once; activations are ignored
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -53,8 +54,11 @@ class Facts:
     parameters: int
     weight_bytes: int  # in memory
     dense_bytes: int  # read by every step: all weights except experts and embedding tables
+    dense_weights: int  # their number
     expert_bytes: int = 0
+    expert_weights: int = 0
     experts: tuple[int, int] = (1, 1)  # (active per token, total)
+    quantised: tuple[tuple[str, int], ...] = ()  # (kind, number of layers)
 
     @property
     def widest(self) -> hf.LayerShape:
@@ -83,7 +87,7 @@ class Facts:
     def flops(self, length: int) -> float:
         """Operations for one new token: two per weight, and two per element of each visible key and value and query head."""
         chosen, count = self.experts
-        weights = (self.dense_bytes + self.expert_bytes * chosen / count) / self.dtype.itemsize
+        weights = self.dense_weights + self.expert_weights * chosen / count
         return 2 * weights + 2 * sum(shape.num_heads * (shape.head_dim + shape.value_dim) * n for shape, n in self._seen(length))
 
 
@@ -113,11 +117,14 @@ def count(model: hf.PreTrainedModel, dtype: torch.dtype | str | None = None) -> 
     dtype = find_dtype(dtype) if dtype is not None else model.dtype
     scale = dtype.itemsize / model.dtype.itemsize
     head = model.get_output_embeddings()
-    tables = {id(m.weight): m.weight.nbytes for m in model.modules() if isinstance(m, torch.nn.Embedding)}
-    if head is None or config.tie_word_embeddings:  # the head reads the table of tokens
-        tables.pop(id(model.get_input_embeddings().weight), None)
-    experts = sum(p.nbytes for name, p in model.named_parameters() if ".experts." in name)
-    total = sum(p.nbytes for p in model.parameters())
+    weights = hf.weights(model)
+    read = None if head is not None and not config.tie_word_embeddings else model.get_input_embeddings()  # as the head
+    experts = [w for w in weights if _is_expert(w)]
+    dense = [w for w in weights if not _is_expert(w) and (not isinstance(w.module, torch.nn.Embedding) or w.module is read)]
+
+    def size_of(them: list[hf.Weights]) -> int:
+        return round(sum(w.bytes if w.kind else scale * w.bytes for w in them))
+
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     counted = next((n for name in names if (n := getattr(config, name, None))), 1)
     return Facts(
@@ -126,12 +133,19 @@ def count(model: hf.PreTrainedModel, dtype: torch.dtype | str | None = None) -> 
         shapes=hf.layer_shapes(model.config),
         windows=tuple(windows),
         max_length=getattr(config, "max_position_embeddings", None),
-        parameters=sum(p.numel() for p in model.parameters()),
-        weight_bytes=round(scale * total),
-        dense_bytes=round(scale * (total - experts - sum(tables.values()))),
-        expert_bytes=round(scale * experts),
+        parameters=sum(w.count for w in weights),
+        weight_bytes=size_of(weights),
+        dense_bytes=size_of(dense),
+        dense_weights=sum(w.count for w in dense),
+        expert_bytes=size_of(experts),
+        expert_weights=sum(w.count for w in experts),
+        quantised=tuple(Counter(w.kind for w in weights if w.kind).items()),
         experts=(getattr(config, "num_experts_per_tok", None) or counted, counted),
     )
+
+
+def _is_expert(weights: hf.Weights) -> bool:
+    return ".experts." in f"{weights.path}."
 
 
 def find_dtype(dtype: torch.dtype | str) -> torch.dtype:

@@ -70,6 +70,7 @@ from .parallel import (  # noqa: E402
     tensor_parallel_mesh,
     with_inner,
 )
+from .quantised import Weights, quantised_as, weights, why_not_captured  # noqa: E402
 from .rotations import Functions, Rotation, called, is_rotation, rotation_of, rotations_in  # noqa: E402
 from .text import GRIDS, LongPast, changing_rope, has_sections, rotary_buffers, run_text, set_text_attention, text_layers  # noqa: E402
 
@@ -98,6 +99,7 @@ __all__ = [
     "Rotation",
     "Routing",
     "StoppingCriteria",
+    "Weights",
     "activation_name",
     "activations",
     "asks_for_experts",
@@ -138,6 +140,7 @@ __all__ = [
     "model_on_meta",
     "norm_of",
     "overrides_generation",
+    "quantised_as",
     "random_model",
     "register",
     "register_experts",
@@ -160,6 +163,8 @@ __all__ = [
     "tensor_parallel_mesh",
     "text_layers",
     "unset_parts",
+    "weights",
+    "why_not_captured",
     "why_not_model",
     "with_inner",
 ]

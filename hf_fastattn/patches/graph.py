@@ -26,6 +26,7 @@ from .. import hf
 from ..caches.contract import Storage
 from ..caches.pool import references
 from ..caches.stored import StoredCache
+from . import verify
 from .cuda_graph import CudaGraph, Graph
 from .entry import Entry, Inputs, grows, unpaddable
 from .fingerprint import Fingerprint, Uncapturable
@@ -274,20 +275,35 @@ class Forwards:
         """The logits of one step."""
         graphs = self.graphs
         if entry.graph is not None:
-            entry.graph.replay()
             graphs.replays += 1
-            return entry.kept(entry.logits, inputs).clone()  # a clone, because the next step overwrites it
+            return _replay(entry, entry.graph, inputs)
         body = entry.body(self.model, self.run, storage)
         if not entry.warm:
             return entry.kept(self._rehearse(entry, body), inputs)
+        expected = self._from_python(entry, body, storage, inputs) if verify.needed(self.model) else None
         graph = new_graph(entry.device, graphs.shared)
         held = references(storage)
         entry.logits = graphs.ranks.attempt(graph.capture, body, communicates=False).logits
         holds = references(storage) - held  # a CUDA graph only has addresses; other graphs may hold tensors
         storage.recorded += holds
+        logits = _replay(entry, graph, inputs)
+        wrong = expected is not None and verify.differs(logits, expected)
+        reason = "its graph does not compute what the step computes, as a kernel is launched on another stream" if wrong else None
+        if expected is not None and (reason := graphs.ranks.refusal(reason)) is not None:
+            raise Uncapturable(reason)
         entry.graph = graph
         graphs.captures += 1
-        return self._run(entry, storage, inputs)
+        graphs.replays += 1
+        return logits
+
+    def _from_python(self, entry: Entry, body: Callable[[], Any], storage: Storage, inputs: Inputs) -> torch.Tensor:
+        """The logits of a step, run from Python and then undone."""
+        mark = storage.mark()
+        outputs = self.graphs.ranks.attempt(lambda run: run(), body, communicates=True)
+        expected = entry.kept(outputs.logits, inputs).clone()
+        storage.rewind(mark)
+        storage.sync(entry.device, *(() if entry.tokens == 1 else (inputs["input_ids"].shape[1],)))
+        return expected
 
     def _rehearse(self, entry: Entry, body: Callable[[], Any]) -> torch.Tensor:
         """Run the first step of a graph and check that it can be captured. Returns its logits."""
@@ -310,6 +326,11 @@ class Forwards:
             self.say(reason)
             self.graphs.uncaptured += 1
         return logits
+
+
+def _replay(entry: Entry, graph: Graph, inputs: Inputs) -> torch.Tensor:
+    graph.replay()
+    return entry.kept(entry.logits, inputs).clone()  # a clone, because the next step overwrites it
 
 
 def _bucket(ids: torch.Tensor) -> int:

@@ -6,7 +6,7 @@ is computed, in every family, and all its results are stored.
 
 Operations of torch are seen by a dispatch mode, launches of this package by `launch.before`. Kernels that others launch without
 an operation of torch are not seen. Therefore only models that consist of modules of torch and Transformers' model files run in
-this mode.
+this mode, and of quantised layers whose kernels are operations of torch (bitsandbytes, torchao).
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from ..kernels import HAS_TRITON
 from ..kernels.host import launch
 from . import subclass
 
-_FROM = ("torch.nn.modules.", "transformers.models.", "transformers.activations")
+_FROM = ("torch.nn.modules.", "transformers.models.", "transformers.activations", "bitsandbytes.nn.modules")
+_WEIGHTS = ("torchao.", "bitsandbytes.nn.modules")  # classes of tensors
 _LAUNCHERS = (torch.nn.modules.conv._ConvNd, torch.nn.RNNBase)  # in models with kernels of other packages
 _aten = torch.ops.aten
 _READ_NOTHING = {  # views, and allocations
@@ -57,6 +58,9 @@ def qualifies(model: torch.nn.Module) -> bool:
 def _is_seen(module: torch.nn.Module) -> bool:
     """Whether a module runs the code of its class, which torch or a model file of Transformers defines, and is not compiled."""
     if not type(module).__module__.startswith(_FROM) or isinstance(module, _LAUNCHERS):
+        return False
+    tensors = (*module._parameters.values(), *module._buffers.values())
+    if not all(t is None or _is_plain(t) or type(t).__module__.startswith(_WEIGHTS) for t in tensors):
         return False
     return "forward" not in vars(module) and getattr(module, "_compiled_call_impl", None) is None
 

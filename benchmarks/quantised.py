@@ -1,0 +1,156 @@
+"""A decode step of one model with weights in 16 bits and quantised by other packages, under patch() and in stock generate().
+
+    python -m benchmarks.quantised                                          # an 8B model, every scheme that is installed
+    python -m benchmarks.quantised --layers 8 --only bf16,bnb-nf4,ao-int4   # a quarter of its layers and of its vocabulary
+
+The weights are random, the same for each scheme, and quantised by Transformers' from_pretrained(). "uncaptured" is patch() with
+graph=False. The floor is the bytes of the stored weights that a step reads and of live K and V, divided by 4.5 TB/s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import logging
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
+
+from hf_fastattn import hf
+from hf_fastattn.patches import patch
+
+from . import families
+from .grid import row_lengths
+from .models import SHAPES, Subject
+from .results import Results, add_options, command, conditions, find_device, progress
+from .runs import free, make_prompt, run, twin
+
+CASES = ["1x512", "8x512"]
+
+
+def _bnb(**options: Any) -> Callable[[], Any]:
+    return lambda: BitsAndBytesConfig(**options)
+
+
+def _ao(name: str, **options: Any) -> Callable[[], Any]:
+    return lambda: TorchAoConfig(getattr(importlib.import_module("torchao.quantization"), name)(**options))
+
+
+_NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16}
+
+# name: (package, quantization_config)
+SCHEMES: dict[str, tuple[str, Callable[[], Any]]] = {
+    "bf16": ("torch", lambda: None),
+    "bnb-nf4": ("bitsandbytes", _bnb(**_NF4)),
+    "bnb-nf4-double": ("bitsandbytes", _bnb(**_NF4, bnb_4bit_use_double_quant=True)),
+    "bnb-int8": ("bitsandbytes", _bnb(load_in_8bit=True, llm_int8_threshold=0.0)),
+    "bnb-int8-outliers": ("bitsandbytes", _bnb(load_in_8bit=True)),
+    "ao-int4": ("torchao", _ao("Int4WeightOnlyConfig", int4_packing_format="tile_packed_to_4d")),
+    "ao-int8": ("torchao", _ao("Int8WeightOnlyConfig")),
+    "ao-fp8": ("torchao", _ao("Float8WeightOnlyConfig")),
+    "ao-int8-dynamic": ("torchao", _ao("Int8DynamicActivationInt8WeightConfig")),
+    "ao-fp8-dynamic": ("torchao", _ao("Float8DynamicActivationFloat8WeightConfig")),
+}
+INSTALLED = [name for name, (package, _) in SCHEMES.items() if importlib.util.find_spec(package)]
+
+
+def quantised(source: hf.PreTrainedModel, scheme: str, device: torch.device) -> hf.PreTrainedModel:
+    """A model with the weights of `source`, quantised on the device."""
+    options = {"config": source.config, "dtype": source.dtype, "device_map": {"": str(device)}}
+    config = SCHEMES[scheme][1]()
+    model = type(source).from_pretrained(None, state_dict=source.state_dict(), quantization_config=config, **options)
+    return model.eval()
+
+
+def measure(subject: Subject, scheme: str, case: str, args: argparse.Namespace, device: torch.device) -> dict:
+    """One row: that of families.measure(), and milliseconds of a token without graphs."""
+    row = families.measure(subject, case, args, device)
+    prompt = make_prompt(row["lengths"], subject.text_config.vocab_size, device)
+    model = twin(subject.model, subject.model.config._attn_implementation)
+    with patch(model, "lean", graph=False):
+        run(model, prompt, args.stock_tokens)
+        row["uncaptured_ms"] = run(model, prompt, args.stock_tokens).ms
+    kinds = sorted({w.kind for w in hf.weights(subject.model) if w.kind})
+    return row | {"scheme": scheme, "kinds": kinds, "weight_bytes": sum(w.bytes for w in hf.weights(subject.model))}
+
+
+def line(row: dict) -> str:
+    """The line of the log for a row."""
+    return f"{row['scheme']}: {families.line(row)}; uncaptured {row['uncaptured_ms']:.2f}, {row['weight_bytes'] / 1e9:.2f} GB"
+
+
+def scaled(config: dict, layers: int | None) -> dict:
+    """The configuration with so many layers, and a vocabulary that is as much smaller."""
+    if layers is None:
+        return config
+    return config | {"num_hidden_layers": layers, "vocab_size": config["vocab_size"] * layers // config["num_hidden_layers"]}
+
+
+def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.quantised") -> int:
+    """Measure the chosen schemes. Returns 0, or 1 if a row failed or there was no time for it."""
+    listed = {"type": lambda text: [item for item in text.split(",") if item]}
+    parser = argparse.ArgumentParser(prog=prog, description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", default="8b", choices=SHAPES, help="default: %(default)s")
+    parser.add_argument("--layers", type=int, help="number of layers, with a vocabulary in proportion; default: the shape's")
+    parser.add_argument("--only", **listed, default=INSTALLED, help=f"of {', '.join(SCHEMES)}; default: those installed")
+    parser.add_argument("--cases", **listed, default=CASES, help=f"ROWSxTOKENS or ROWSxpadded; default {','.join(CASES)}")
+    parser.add_argument("--padded", type=int, nargs=2, default=[256, 1024], help="of padded rows (default: 256 1024)")
+    parser.add_argument("--tokens", type=int, default=24, help="default: %(default)s")
+    parser.add_argument("--stock-tokens", type=int, default=14, help="default: %(default)s")
+    parser.add_argument("--repeats", type=int, default=3, help="default: %(default)s")
+    parser.add_argument("--keep", action="store_true", help="keep the rows that are in the JSON, and measure the others")
+    add_options(parser, seconds=560)
+    args = parser.parse_args(argv)
+    args.unchecked = False
+    if unknown := set(args.only) - set(SCHEMES):
+        parser.error(f"unknown schemes {', '.join(sorted(unknown))}; known are {', '.join(SCHEMES)}.")
+    device = find_device(args.device)
+    model_type, config = SHAPES[args.shape]
+    config = scaled(config, args.layers)
+    versions = {name: package.__version__ for name in ("bitsandbytes", "torchao") if (package := _module(name))}
+    head = {"conditions": conditions(device, families.METHOD) | versions, "shape": args.shape, "config": config}
+    results = Results(args.out / "quantised.json", args.seconds, command(prog, argv), device, **head, failed=[], not_run=[])
+    if args.keep:
+        results.take_over(parser)
+        results.data |= {"failed": [], "not_run": []}
+    known = {(row["scheme"], row["case"]) for row in results.data["rows"]}
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    longest = max(max(row_lengths(case, args.padded)) for case in args.cases) + args.tokens + 64
+    torch.manual_seed(0)
+    config["max_position_embeddings"] = max(config["max_position_embeddings"], longest)
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # a warning for each 8-bit product in bf16
+    with torch.device(device):
+        source = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **config), dtype=dtype)
+    for scheme in progress(args.only, "quantised", "scheme"):
+        cases = [case for case in args.cases if (scheme, case) not in known]
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # why steps run uncaptured is in the row
+                subject = cases and Subject(args.shape, quantised(source, scheme, device), "random", config)
+                for case in cases:
+                    if results.left() < 5:
+                        results.data["not_run"].append(f"{scheme} {case}")
+                        continue
+                    results.data["rows"].append(measure(subject, scheme, case, args, device) | {"run": results.run})
+                    results.say(line(results.data["rows"][-1]))
+        except Exception as error:  # the other rows are still useful
+            results.data["failed"].append({"row": scheme, "error": f"{type(error).__name__}: {str(error)[:300]}"})
+            results.say(f"{scheme} failed: {results.data['failed'][-1]['error']}")
+        results.save()
+        subject = None
+        free(device)
+    results.save()
+    results.say(f"-> {results.path}")
+    return 1 if results.data["failed"] or results.data["not_run"] else 0
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(name) if importlib.util.find_spec(name) else None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

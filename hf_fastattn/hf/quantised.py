@@ -1,0 +1,108 @@
+"""Quantised weights: the layers that hold them, which run kernels of other packages, and the memory that they take.
+
+Such a weight is a tensor of another package's class (bitsandbytes, torchao), or a plain tensor of integers or of 8-bit floats in
+a layer that unpacks it (GPTQ, AWQ, Transformers' own integrations).
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+_PACKED = {torch.int8, torch.uint8, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2}
+_INTEGRATIONS = "transformers.integrations."  # layers that a quantiser of Transformers puts into a model
+
+
+@dataclass(frozen=True, eq=False)
+class Weights:
+    """The parameters of one module. bytes: of the tensors that store them. count: before they were quantised, if that is known.
+
+    kind: package and class of what is quantised, None for plain parameters.
+    """
+
+    path: str
+    module: torch.nn.Module
+    bytes: int
+    count: int
+    kind: str | None
+
+
+def quantised_as(module: torch.nn.Module) -> str | None:
+    """Package and class of a module's quantised weights, or None."""
+    cls = type(module)
+    for tensor in (*module._parameters.values(), *module._buffers.values()):
+        if tensor is None:
+            continue
+        foreign = _package(type(tensor)) != "torch"
+        if foreign and _package(cls) == "torch":
+            return f"{_package(type(tensor))} {type(tensor).__name__}"
+        if foreign or (tensor.dim() > 1 and tensor.dtype in _PACKED):
+            return f"{_package(cls)} {cls.__name__}"
+    return f"{_package(cls)} {cls.__name__}" if cls.__module__.startswith(_INTEGRATIONS) and not module._modules else None
+
+
+def weights(model: torch.nn.Module) -> list[Weights]:
+    """The Weights of each module that has parameters of its own or quantised weights. Shared parameters count once."""
+    found: list[Weights] = []
+    seen: set[object] = set()
+    for path, module in model.named_modules():
+        kind = quantised_as(module)
+        own = [p for p in module._parameters.values() if p is not None and id(p) not in seen]
+        seen.update(map(id, own))
+        if kind is not None:
+            stored = {_key(tensor): tensor.nbytes for tensor in _tensors(vars(module), 4)}
+            new = stored.keys() - seen
+            seen |= new
+            found.append(Weights(path, module, sum(stored[key] for key in new), _count(module), kind))
+        elif own:
+            found.append(Weights(path, module, sum(p.nbytes for p in own), sum(p.numel() for p in own), None))
+    return found
+
+
+def why_not_captured(model: torch.nn.Module) -> str | None:
+    """The reason why the model's quantised layers cannot be captured in a CUDA graph, if it is known, else None."""
+    bitsandbytes = sys.modules.get("bitsandbytes")
+    kind = getattr(getattr(bitsandbytes, "nn", None), "Linear8bitLt", None)
+    if kind is not None and any(isinstance(module, kind) and module.state.threshold > 0 for module in model.modules()):
+        return (
+            "the 8-bit layers of bitsandbytes look for outliers on the host; BitsAndBytesConfig(load_in_8bit=True, "
+            "llm_int8_threshold=0.0) loads the model without outliers"
+        )
+    return None
+
+
+def _package(cls: type) -> str:
+    return cls.__module__.partition(".")[0]
+
+
+def _key(tensor: torch.Tensor) -> object:
+    return tensor.untyped_storage().data_ptr() or id(tensor)
+
+
+def _tensors(value: Any, depth: int) -> Iterator[torch.Tensor]:
+    """The plain tensors that a value consists of: of a subclass, the tensors inside, and of other objects, their attributes."""
+    if isinstance(value, (torch.nn.Module, type)) or depth == 0:
+        return
+    if hasattr(value, "__tensor_flatten__"):
+        for name in value.__tensor_flatten__()[0]:
+            yield from _tensors(getattr(value, name), depth - 1)
+        return
+    if isinstance(value, torch.Tensor):
+        yield value
+    inner = value if isinstance(value, dict) else getattr(value, "__dict__", {})
+    for item in list(inner.values()):
+        yield from _tensors(item, depth - 1)
+
+
+def _count(module: Any) -> int:
+    """The number of a module's parameters before they were quantised; without features, the number of stored values."""
+    features: list[Any] = [getattr(module, name, None) for name in ("in_features", "out_features")]
+    bias = getattr(module, "bias", None)
+    if all(isinstance(n, int) for n in features):
+        return int(math.prod(features)) + (bias.numel() if isinstance(bias, torch.Tensor) else 0)
+    return sum(p.numel() for p in module._parameters.values() if p is not None)

@@ -1,0 +1,212 @@
+"""Models with quantised weights under patch(): their own kernels run, captured, with the same tokens; explain() says so.
+
+bitsandbytes and torchao run where they are installed. GPTQ, AWQ and MXFP4 have substitutes here: layers that look like theirs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import warnings
+
+import fake_graph
+import pytest
+import torch
+from models import prompts, tiny
+
+import hf_fastattn
+from benchmarks import quantised
+from hf_fastattn.explain import costs, explain
+from hf_fastattn.patches import fuse, merged, subclass, survey, verify
+
+CPU = torch.device("cpu")
+ON_THE_CPU = ("bnb-nf4", "bnb-nf4-double", "bnb-int8", "ao-int8", "ao-fp8", "ao-int8-dynamic")  # which need no GPU
+ROUNDED = ("bnb-int8", "ao-int8-dynamic")  # whose activations are rounded to 8 bits: another order of sums may change a token
+BYTES = {"bnb-nf4": 0.5 + 4 / 64, "bnb-nf4-double": 0.5 + 1 / 64}  # for each weight; the others: 1, and a scale for each row
+
+
+def small():
+    return tiny("llama", intermediate_size=128)
+
+
+def load(scheme: str, dtype: torch.dtype = torch.float32):
+    if not importlib.util.find_spec(quantised.SCHEMES[scheme][0]):
+        pytest.skip(f"{quantised.SCHEMES[scheme][0]} is not installed")
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    return quantised.quantised(small().to(dtype), scheme, CPU)
+
+
+def generate(model, inputs, new: int = 12):
+    return model.generate(**inputs, max_new_tokens=new, do_sample=False)
+
+
+def projections(model) -> list[torch.nn.Module]:
+    return [module for name, module in model.named_modules() if name.endswith("_proj")]
+
+
+@pytest.mark.parametrize("scheme", ON_THE_CPU)
+def test_steps_are_captured_and_tokens_are_those_of_the_unpatched_model(monkeypatch, scheme):
+    fake_graph.use(monkeypatch)
+    model, inputs = load(scheme), prompts("left_padding", "cpu")
+    classes = [type(module) for module in projections(model)]
+    with hf_fastattn.patch(model, graph=False):
+        expected = generate(model, inputs)
+    if scheme not in ROUNDED:
+        assert torch.equal(expected, generate(model, inputs))
+    with warnings.catch_warnings(), hf_fastattn.patch(model) as patch:
+        warnings.simplefilter("error")
+        for _ in range(3):
+            assert torch.equal(generate(model, inputs), expected)
+        assert patch.captures == 1 and patch.replays == 32 and not patch.uncaptured
+        assert [type(module) for module in projections(model)] == classes
+
+
+@pytest.mark.parametrize("scheme", ON_THE_CPU)
+def test_quantised_layers_are_left_alone_and_their_launches_are_seen(monkeypatch, scheme):
+    model = load(scheme, torch.float16)
+    assert fuse.find(model, lambda device: True).linears == [model.lm_head]
+    monkeypatch.setattr(subclass, "INTERPRETED", True)  # as on a GPU
+    with hf_fastattn.patch(model):
+        assert subclass.is_fused(model.lm_head) and not any(map(subclass.is_fused, projections(model)))
+        assert merged.qualifies(model) and not verify.needed(model)
+
+
+@pytest.mark.parametrize("scheme", ON_THE_CPU)
+def test_explain_counts_what_is_stored(scheme):
+    model, source = load(scheme), costs.count(small())
+    facts = costs.count(model)
+    layers = projections(model)
+    weights = sum(layer.in_features * layer.out_features for layer in layers)
+    rows = sum(layer.out_features for layer in layers)
+    saved = source.weight_bytes - facts.weight_bytes
+    stored = 4 * weights - saved  # unquantised weights are in fp32
+    least, tables = (BYTES[scheme] * weights, 1100) if scheme in BYTES else (weights + 4 * rows, 4 * rows / len(layers))
+    assert least <= stored <= least + tables * len(layers)
+    assert facts.parameters == source.parameters and facts.flops(9) == source.flops(9)
+    ((kind, count),) = facts.quantised
+    assert count == len(layers) == 14
+    text = str(explain(model, length=16, device="cuda", gpu="h200"))
+    assert f"14 layers of {kind}" in text and "their own kernels" in text and "one CUDA graph" in text
+
+
+def test_outliers_of_8_bit_layers_are_looked_for_on_the_host(monkeypatch):
+    fake_graph.use(monkeypatch)
+    model, inputs = load("bnb-int8-outliers"), prompts("no_padding", "cpu")
+    expected = generate(model, inputs)
+    with hf_fastattn.patch(model) as patch, pytest.warns(UserWarning, match="llm_int8_threshold=0.0"):
+        assert torch.equal(generate(model, inputs), expected) and patch.captures == 0
+    assert "llm_int8_threshold=0.0" in str(explain(model, length=16, device="cuda", gpu="h200"))
+    for layer in projections(model):
+        layer.state.threshold = 0.0
+    survey.survey(model)
+
+
+# ---- substitutes for other packages ----
+
+
+class Packed(torch.nn.Module):
+    """A linear layer in 8 bits, as integers of 32 bits: four outputs in one."""
+
+    def __init__(self, linear: torch.nn.Linear):
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        scales = linear.weight.detach().abs().amax(1, keepdim=True) / 127
+        self.register_buffer("scales", scales)
+        self.register_buffer("qweight", (linear.weight.detach() / scales).round().to(torch.int8).view(torch.int32))
+
+    def forward(self, x):
+        return torch.nn.functional.linear(x, self.qweight.view(torch.int8).to(x.dtype) * self.scales)
+
+
+def packed(module: str, name: str):
+    """A model with such layers, whose class seems to be of another package."""
+    cls = type(name, (Packed,), {"__module__": module})
+    model = small()
+    for layer in model.model.layers:
+        for parent in (layer.self_attn, layer.mlp):
+            for child, linear in list(parent.named_children()):
+                if isinstance(linear, torch.nn.Linear):
+                    setattr(parent, child, cls(linear))
+    return model
+
+
+OTHERS = [
+    ("gptqmodel.nn_modules.qlinear.marlin", "MarlinQuantLinear"),
+    ("awq.modules.linear.gemm", "WQLinear_GEMM"),
+    ("transformers.integrations.mxfp4", "Mxfp4Linear"),
+]
+
+
+@pytest.mark.parametrize(("module", "name"), OTHERS)
+def test_layers_of_other_packages_are_captured_and_verified(monkeypatch, module, name):
+    fake_graph.use(monkeypatch)
+    compared = []
+    differs = verify.differs
+    monkeypatch.setattr(verify, "differs", lambda *logits: compared.append(logits) or differs(*logits))
+    model, inputs = packed(module, name), prompts("left_padding", "cpu")
+    expected = generate(model, inputs)
+    with hf_fastattn.patch(model) as patch:
+        for _ in range(2):
+            assert torch.equal(generate(model, inputs), expected)
+        assert patch.captures == len(compared) == 1 and not patch.uncaptured
+        assert all(type(layer).__name__ == name for layer in projections(model))
+    monkeypatch.setattr(subclass, "INTERPRETED", True)
+    with hf_fastattn.patch(model):
+        assert not merged.qualifies(model)  # its kernels may not be operations of torch
+    facts = costs.count(model)
+    assert facts.quantised == ((f"{module.partition('.')[0]} {name}", 14),)
+    assert facts.parameters == costs.count(small()).parameters
+
+
+@pytest.mark.parametrize(("backend", "options"), [("lean", {}), ("streaming", {"window": 32})])
+def test_a_graph_that_lacks_a_kernel_is_not_used(monkeypatch, backend, options):
+    """A kernel on another stream is not in the graph; the logits of a replay are then others."""
+    fake_graph.use(monkeypatch)
+    replay = fake_graph.RecordedGraph.replay
+    model, inputs = packed(*OTHERS[0]), prompts("no_padding", "cpu")
+    with hf_fastattn.patch(model, backend, graph=False, **options):
+        expected = generate(model, inputs)
+
+    def wrong(self):
+        replay(self)
+        for held in graphs.entries.values():
+            for entry in held:
+                entry.logits.mul_(torch.linspace(0, 2, entry.logits.shape[-1]))
+
+    with hf_fastattn.patch(model, backend, **options) as patch:
+        graphs = patch._graphs
+        monkeypatch.setattr(fake_graph.RecordedGraph, "replay", wrong)
+        with pytest.warns(UserWarning, match="launched on another stream"):
+            assert torch.equal(generate(model, inputs), expected)
+        assert patch.captures == patch.replays == 0 and patch.uncaptured == 10  # and a rehearsal
+        monkeypatch.setattr(verify, "needed", lambda model: False)
+        graphs.clear()
+        assert not torch.equal(generate(model, inputs), expected)  # what the comparison prevents
+
+
+def test_a_weight_of_an_unknown_class_is_not_merged(monkeypatch):
+    class Other(torch.Tensor):
+        pass
+
+    Other.__module__ = "another_package"
+    model = small()
+    layer = model.model.layers[0].mlp.up_proj
+    layer.weight = torch.nn.Parameter(layer.weight.detach().as_subclass(Other))
+    monkeypatch.setattr(subclass, "INTERPRETED", True)
+    with hf_fastattn.patch(model):
+        assert not merged.qualifies(model) and verify.needed(model)
+
+
+def test_logits_are_compared_up_to_the_order_of_sums():
+    logits = torch.randn(2, 1, 50, generator=torch.Generator().manual_seed(0))
+    logits[0, 0, 3] = float("-inf")
+    assert not verify.differs(logits + 0.01 * torch.ones(50), logits)
+    assert verify.differs(logits.roll(1, -1), logits) and verify.differs(torch.zeros_like(logits), logits)
+    assert verify.differs(logits * float("nan"), logits)
+
+
+def test_a_configuration_of_a_quantised_checkpoint_says_what_is_not_counted():
+    config = small().config
+    config.quantization_config = {"quant_method": "mxfp4"}
+    found = explain(config, length=16, device="cuda", gpu="h200")
+    assert any("counted here as if they were not" in note for note in found.notes)
