@@ -10,6 +10,7 @@ graph=False. The floor is the bytes of the stored weights that a step reads and 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import importlib.util
 import logging
 import sys
@@ -18,7 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
+from transformers import BitsAndBytesConfig, TorchAoConfig
 
 from hf_fastattn import hf
 from hf_fastattn.patches import patch
@@ -59,28 +60,58 @@ INSTALLED = [name for name, (package, _) in SCHEMES.items() if importlib.util.fi
 
 
 def quantised(source: hf.PreTrainedModel, scheme: str, device: torch.device) -> hf.PreTrainedModel:
-    """A model with the weights of `source`, quantised on the device."""
+    """A model with the weights of `source`, quantised on the device. Raises ValueError if no layer can be."""
     options = {"config": source.config, "dtype": source.dtype, "device_map": {"": str(device)}}
     config = SCHEMES[scheme][1]()
     model = type(source).from_pretrained(None, state_dict=source.state_dict(), quantization_config=config, **options)
+    if config is not None and not any(w.kind for w in hf.weights(model)):
+        raise ValueError(f"{scheme} has left all layers as they were: it does not support their shapes.")
     return model.eval()
 
 
 def measure(subject: Subject, scheme: str, case: str, args: argparse.Namespace, device: torch.device) -> dict:
-    """One row: that of families.measure(), and milliseconds of a token without graphs."""
+    """One row: that of families.measure() without its kernels, and milliseconds of a token without graphs."""
     row = families.measure(subject, case, args, device)
+    row.pop("kernels", None)
     prompt = make_prompt(row["lengths"], subject.text_config.vocab_size, device)
     model = twin(subject.model, subject.model.config._attn_implementation)
     with patch(model, "lean", graph=False):
         run(model, prompt, args.stock_tokens)
         row["uncaptured_ms"] = run(model, prompt, args.stock_tokens).ms
-    kinds = sorted({w.kind for w in hf.weights(subject.model) if w.kind})
-    return row | {"scheme": scheme, "kinds": kinds, "weight_bytes": sum(w.bytes for w in hf.weights(subject.model))}
+    weights = hf.weights(subject.model)
+    kinds = sorted({w.kind for w in weights if w.kind})
+    return row | {"scheme": scheme, "kinds": kinds, "weight_bytes": sum(w.bytes for w in weights)}
+
+
+def measure_all(results: Results, args: argparse.Namespace, source: hf.PreTrainedModel, config: dict) -> None:
+    """Measure the chosen schemes one after another, as long as there is time."""
+    known = {(row["scheme"], row["case"]) for row in results.data["rows"]}
+    for scheme in progress(args.only, "quantised", "scheme"):
+        subject = None
+        for case in [case for case in args.cases if (scheme, case) not in known]:
+            if results.left() < args.reserve:
+                results.data["not_run"].append(f"{scheme} {case}")
+                continue
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # why steps run uncaptured is in the row
+                    subject = subject or Subject(args.shape, quantised(source, scheme, source.device), "random", config)
+                    row = measure(subject, scheme, case, args, source.device)
+            except Exception as error:  # the other rows are still useful
+                results.data["failed"].append({"row": f"{scheme} {case}", "error": f"{type(error).__name__}: {str(error)[:300]}"})
+                results.say(f"{scheme} {case} failed: {results.data['failed'][-1]['error']}")
+            else:
+                results.data["rows"].append(row | {"run": results.run})
+                results.say(line(row))
+            results.save()
+        del subject
+        free(source.device)
 
 
 def line(row: dict) -> str:
     """The line of the log for a row."""
-    return f"{row['scheme']}: {families.line(row)}; uncaptured {row['uncaptured_ms']:.2f}, {row['weight_bytes'] / 1e9:.2f} GB"
+    size = f"{row['weight_bytes'] / 1e9:.2f} GB"
+    return f"{row['scheme']} ({size}): {families.line(row)}; uncaptured {row['uncaptured_ms']:.2f}"
 
 
 def scaled(config: dict, layers: int | None) -> dict:
@@ -105,51 +136,32 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.quanti
     parser.add_argument("--keep", action="store_true", help="keep the rows that are in the JSON, and measure the others")
     add_options(parser, seconds=560)
     args = parser.parse_args(argv)
-    args.unchecked = False
+    args.unchecked, args.reserve = False, 5  # seconds for a row
     if unknown := set(args.only) - set(SCHEMES):
         parser.error(f"unknown schemes {', '.join(sorted(unknown))}; known are {', '.join(SCHEMES)}.")
     device = find_device(args.device)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    longest = max(max(row_lengths(case, args.padded)) for case in args.cases) + args.tokens + 64
     model_type, config = SHAPES[args.shape]
-    config = scaled(config, args.layers)
-    versions = {name: package.__version__ for name in ("bitsandbytes", "torchao") if (package := _module(name))}
-    head = {"conditions": conditions(device, families.METHOD) | versions, "shape": args.shape, "config": config}
+    config = scaled(config, args.layers) | {"max_position_embeddings": max(config["max_position_embeddings"], longest)}
+    head = {"conditions": conditions(device, families.METHOD) | versions(), "shape": args.shape, "config": config}
+    head |= {"dtype": str(dtype).removeprefix("torch."), "unit": "ms a token"}
     results = Results(args.out / "quantised.json", args.seconds, command(prog, argv), device, **head, failed=[], not_run=[])
     if args.keep:
         results.take_over(parser)
         results.data |= {"failed": [], "not_run": []}
-    known = {(row["scheme"], row["case"]) for row in results.data["rows"]}
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    longest = max(max(row_lengths(case, args.padded)) for case in args.cases) + args.tokens + 64
-    torch.manual_seed(0)
-    config["max_position_embeddings"] = max(config["max_position_embeddings"], longest)
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # a warning for each 8-bit product in bf16
-    with torch.device(device):
-        source = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **config), dtype=dtype)
-    for scheme in progress(args.only, "quantised", "scheme"):
-        cases = [case for case in args.cases if (scheme, case) not in known]
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # why steps run uncaptured is in the row
-                subject = cases and Subject(args.shape, quantised(source, scheme, device), "random", config)
-                for case in cases:
-                    if results.left() < 5:
-                        results.data["not_run"].append(f"{scheme} {case}")
-                        continue
-                    results.data["rows"].append(measure(subject, scheme, case, args, device) | {"run": results.run})
-                    results.say(line(results.data["rows"][-1]))
-        except Exception as error:  # the other rows are still useful
-            results.data["failed"].append({"row": scheme, "error": f"{type(error).__name__}: {str(error)[:300]}"})
-            results.say(f"{scheme} failed: {results.data['failed'][-1]['error']}")
-        results.save()
-        subject = None
-        free(device)
+    torch.manual_seed(0)
+    measure_all(results, args, hf.random_model(model_type, dtype, device, **config), config)
     results.save()
     results.say(f"-> {results.path}")
     return 1 if results.data["failed"] or results.data["not_run"] else 0
 
 
-def _module(name: str) -> Any:
-    return importlib.import_module(name) if importlib.util.find_spec(name) else None
+def versions() -> dict[str, str]:
+    """The versions of the packages of quantised weights that are installed."""
+    names = sorted({package for package, _ in SCHEMES.values()} - {"torch"})
+    return {name: importlib.metadata.version(name) for name in names if importlib.util.find_spec(name)}
 
 
 if __name__ == "__main__":

@@ -341,6 +341,22 @@ def families(result: dict) -> str:
     )
 
 
+def quantised(result: dict) -> str:
+    rows = []
+    plain = {row["case"]: row for row in result["rows"] if row["scheme"] == "bf16"}
+    for row in sorted(result["rows"], key=lambda row: row["case"]):
+        than = plain.get(row["case"], {})
+        same_run = than.get("run") == row["run"]
+        figures = [f"{row['weight_bytes'] / 1e9:.2f}", figure(row.get("replay_ms"), 2), figure(row["ms"], 2)]
+        figures += [figure(row["uncaptured_ms"], 1), figure(row["stock_ms"], 1)]
+        figures += [figure(row["stock_ms"] / row["ms"], 2, "x"), figure(than["ms"] / row["ms"], 2, "x") if same_run else None]
+        rows.append([row["case"], row["scheme"], *figures])
+    head = ["batch x prompt", "weights", "GB", "replay", "`patch()`", "without graphs", "stock", "stock / `patch()`"]
+    layers = result["config"]["num_hidden_layers"]
+    text = f"**Quantised weights, milliseconds per token**, {model(result)}, {layers} layers {by_method(result)}"
+    return f"{text}:\n\n{table([*head, 'bf16 / these weights'], rows)}"
+
+
 # The section of the README, then those of docs/results.md in their order: name, file, text.
 SECTIONS: list[tuple[str, str, Callable[[dict], str]]] = [
     (HEADLINE, "generate_8b.json", headline),
@@ -348,6 +364,7 @@ SECTIONS: list[tuple[str, str, Callable[[dict], str]]] = [
     ("generate_oldest", "generate_8b_oldest.json", generate),
     ("commits", "commits.json", commits),
     ("families", "families.json", families),
+    ("quantised", "quantised.json", quantised),
     ("generate_1b", "generate_1b.json", generate),
     ("fresh", "generate_fresh.json", fresh),
     ("stream", "stream.json", stream),

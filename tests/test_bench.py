@@ -19,6 +19,7 @@ from benchmarks import (
     grid,
     models,
     provenance,
+    quantised,
     report,
     results,
     runs,
@@ -389,6 +390,14 @@ def test_a_step_of_each_family_beside_its_floor(tmp_path):
     assert row["bytes"] == facts.read_bytes(2) + facts.kv_bytes(9) + facts.kv_bytes(20)
     assert row["lengths"] == [9, 20] and row["check"]["passed"] and row["ms"] > 0 < row["stock_ms"]
     assert "| tiny" in report.report(tmp_path, ["families"])
+
+
+def test_a_step_with_quantised_weights(tmp_path):
+    options = ["--shape", "tiny", "--layers", "1", "--cases", "2x9", "--tokens", "8", "--stock-tokens", "8", "--only", "bf16"]
+    assert quantised.main([*options, "--device", "cpu", "--repeats", "1", "--out", str(tmp_path)]) == 0
+    (row,) = json.loads((tmp_path / "quantised.json").read_text())["rows"]
+    assert row["check"]["passed"] and row["ms"] > 0 < row["uncaptured_ms"] and row["kinds"] == []
+    assert "2x9 | bf16" in report.report(tmp_path, ["quantised"])
 
 
 @pytest.mark.parametrize("name", families.FAMILIES)
