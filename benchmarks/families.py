@@ -108,8 +108,8 @@ def load_family(name: str, dtype: torch.dtype, device: torch.device, positions: 
     return of_random_weights(name, model_type, {**COMMON, "max_position_embeddings": 4096, **config}, dtype, device, positions)
 
 
-def measure(subject: Subject, case: str, args: argparse.Namespace, device: torch.device) -> dict:
-    """One row. Raises RuntimeError if captured steps differ from uncaptured ones."""
+def measure(subject: Subject, case: str, args: argparse.Namespace, device: torch.device, *, profiled: bool = True) -> dict:
+    """One row, with the kernels of a step if profiled. Raises RuntimeError if captured steps differ from uncaptured ones."""
     facts, lengths = costs.count(subject.model), row_lengths(case, args.padded)
     bytes_read = facts.read_bytes(len(lengths)) + sum(map(facts.kv_bytes, lengths))
     row = {"model": subject.name, "case": case, "lengths": lengths, "bytes": bytes_read, "floor_ms": 1e3 * bytes_read / READ}
@@ -143,9 +143,10 @@ def measure(subject: Subject, case: str, args: argparse.Namespace, device: torch
             row["replay_ms"] = sorted(replays)[len(replays) // 2]
             row["host_ms"] = row["ms"] - row["replay_ms"]
             row["over_floor"] = row["replay_ms"] / row["floor_ms"]
-            kernels = step_kernels(patched)
-            row["launches"] = sum(kernel["launches"] for kernel in kernels)
-            row["kernels"] = kernels[:12]
+            if profiled:
+                kernels = step_kernels(patched)
+                row["launches"] = sum(kernel["launches"] for kernel in kernels)
+                row["kernels"] = kernels[:12]
         row["stock_over_patched"] = row["stock_ms"] / row["ms"]
         return row
     finally:
@@ -156,7 +157,7 @@ def line(row: dict) -> str:
     """The line of the log for a row."""
     found = f"{row['model']} {row['case']}: floor {row['floor_ms']:.2f} ms"
     if "replay_ms" in row:
-        found += f", replay {row['replay_ms']:.2f} ({row['over_floor']:.2f}x, {row['launches']} launches)"
+        found += f", replay {row['replay_ms']:.2f} ({row['over_floor']:.2f}x, {row.get('launches', '-')} launches)"
     return f"{found}, patch() {row['ms']:.2f}, stock {row['stock_ms']:.1f}" + "".join(f"; {text}" for text in row["reasons"])
 
 

@@ -70,9 +70,8 @@ def quantised(source: hf.PreTrainedModel, scheme: str, device: torch.device) -> 
 
 
 def measure(subject: Subject, scheme: str, case: str, args: argparse.Namespace, device: torch.device) -> dict:
-    """One row: that of families.measure() without its kernels, and milliseconds of a token without graphs."""
-    row = families.measure(subject, case, args, device)
-    row.pop("kernels", None)
+    """One row: that of families.measure(), and milliseconds of a token without graphs."""
+    row = families.measure(subject, case, args, device, profiled=False)
     prompt = make_prompt(row["lengths"], subject.text_config.vocab_size, device)
     model = twin(subject.model, subject.model.config._attn_implementation)
     with patch(model, "lean", graph=False):

@@ -17,23 +17,23 @@ from models import prompts, tiny
 import hf_fastattn
 from benchmarks import quantised
 from hf_fastattn.explain import costs, explain
-from hf_fastattn.patches import fuse, merged, subclass, survey, verify
+from hf_fastattn.hf.quantised import _tensors
+from hf_fastattn.patches import fuse, merged, subclass, survey, verify, walker
 
-CPU = torch.device("cpu")
 ON_THE_CPU = ("bnb-nf4", "bnb-nf4-double", "bnb-int8", "ao-int8", "ao-fp8", "ao-int8-dynamic")  # which need no GPU
 ROUNDED = ("bnb-int8", "ao-int8-dynamic")  # whose activations are rounded to 8 bits: another order of sums may change a token
 BYTES = {"bnb-nf4": 0.5 + 4 / 64, "bnb-nf4-double": 0.5 + 1 / 64}  # for each weight; the others: 1, and a scale for each row
 
 
-def small():
-    return tiny("llama", intermediate_size=128)
+def small(**own):
+    return tiny("llama", **{"intermediate_size": 128, **own})
 
 
-def load(scheme: str, dtype: torch.dtype = torch.float32):
+def load(scheme: str, dtype: torch.dtype = torch.float32, device: str = "cpu", **own):
     if not importlib.util.find_spec(quantised.SCHEMES[scheme][0]):
         pytest.skip(f"{quantised.SCHEMES[scheme][0]} is not installed")
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    return quantised.quantised(small().to(dtype), scheme, CPU)
+    return quantised.quantised(small(**own).to(device, dtype), scheme, torch.device(device))
 
 
 def generate(model, inputs, new: int = 12):
@@ -87,6 +87,18 @@ def test_explain_counts_what_is_stored(scheme):
     assert count == len(layers) == 14
     text = str(explain(model, length=16, device="cuda", gpu="h200"))
     assert f"14 layers of {kind}" in text and "their own kernels" in text and "one CUDA graph" in text
+
+
+@pytest.mark.parametrize("scheme", ON_THE_CPU)
+def test_the_size_of_a_fingerprint_is_not_limited_by_the_number_of_quantised_layers(monkeypatch, scheme):
+    model = load(scheme)
+    generate(model, prompts("no_padding", "cpu", rows=1), 2)
+    monkeypatch.setattr(walker, "LIMIT", 60)  # of 14 layers
+    found = survey.survey(model)
+    assert not found.differences(survey.survey(model))
+    scale = next(t for t in _tensors(vars(projections(model)[3]), 4) if t.dim() and t.is_floating_point())
+    scale.data = scale.data.clone()
+    assert found.differences(survey.survey(model))  # another address
 
 
 def test_outliers_of_8_bit_layers_are_looked_for_on_the_host(monkeypatch):
@@ -210,3 +222,65 @@ def test_a_configuration_of_a_quantised_checkpoint_says_what_is_not_counted():
     config.quantization_config = {"quant_method": "mxfp4"}
     found = explain(config, length=16, device="cuda", gpu="h200")
     assert any("counted here as if they were not" in note for note in found.notes)
+
+
+# ---- on a GPU ----
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+WIDE = {"hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 8}  # multiples of the tiles of int4
+
+
+def steps(model, inputs, new: int = 6):
+    out = model.generate(**inputs, max_new_tokens=new, do_sample=False, return_dict_in_generate=True, output_logits=True)
+    return torch.stack(out.logits).float()
+
+
+@needs_gpu
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("scheme", [name for name in quantised.SCHEMES if name != "bnb-int8-outliers"])
+def test_captured_logits_are_the_uncaptured_ones(scheme, rows):
+    model, inputs = load(scheme, torch.bfloat16, "cuda", **WIDE), prompts("no_padding", "cuda", rows=rows)
+    with hf_fastattn.patch(model, graph=False):
+        expected = steps(model, inputs)
+    with warnings.catch_warnings(), hf_fastattn.patch(model) as patch:
+        warnings.simplefilter("error")
+        for _ in range(2):
+            found = steps(model, inputs)
+        assert patch.captures == 1 and not patch.uncaptured
+    assert (found[:3] - expected[:3]).norm() < 0.05 * expected[:3].norm()  # later tokens may differ
+
+
+@needs_gpu
+def test_the_search_for_outliers_reads_a_value_on_the_host(monkeypatch):
+    model, inputs = load("bnb-int8-outliers", torch.bfloat16, "cuda", **WIDE), prompts("no_padding", "cuda")
+    with hf_fastattn.patch(model) as patch, pytest.warns(UserWarning, match="llm_int8_threshold=0.0"):
+        steps(model, inputs)
+    monkeypatch.setattr(survey.hf, "why_not_captured", lambda model: None)
+    with hf_fastattn.patch(model) as patch, pytest.warns(UserWarning, match="reads a value on the host"):
+        steps(model, inputs)
+    assert patch.captures == 0
+
+
+class Elsewhere(torch.nn.Module):
+    """A layer whose last kernel is launched on the default stream."""
+
+    def __init__(self, linear: torch.nn.Module):
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, x):
+        x = self.linear(x)
+        with torch.cuda.stream(torch.cuda.default_stream()):
+            return 2 * x
+
+
+@needs_gpu
+def test_a_kernel_on_another_stream_is_noticed():
+    model, inputs = small().cuda(), prompts("no_padding", "cuda")
+    mlp = model.model.layers[0].mlp
+    mlp.down_proj = Elsewhere(mlp.down_proj)
+    with hf_fastattn.patch(model, graph=False):
+        expected = generate(model, inputs)
+    with hf_fastattn.patch(model) as patch, pytest.warns(UserWarning, match="runs uncaptured"):
+        assert torch.equal(generate(model, inputs), expected)
+    assert patch.captures == 0

@@ -19,6 +19,7 @@ from ..caches import forward
 from .fingerprint import Record, Uncapturable
 
 LIMIT = 4000  # number of objects, besides modules, tensors and scalars, in one fingerprint
+OF_A_WEIGHT = 16  # further ones for each tensor of a subclass: what describes a quantised weight
 SCALARS = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
 LIBRARIES = frozenset({"torch", "transformers", "peft", "accelerate", "hf_fastattn", "triton", *sys.stdlib_module_names})
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
@@ -198,12 +199,12 @@ class Walker:
         found: list[object] = [self.same(type(tensor)), tensor.shape, tensor.dtype]
         if type(tensor).__name__ == "DTensor":
             return self._shard(tensor)
+        self.left += OF_A_WEIGHT
         if hasattr(tensor, "__tensor_flatten__"):
             names, context = tensor.__tensor_flatten__()
             found += [self.tensor(getattr(tensor, name)) for name in names]
-            found.append(self.value(context))
-        else:
-            found += [_pointer(tensor), tensor.stride()]
+            return *found, self.value(context)
+        found += [_pointer(tensor), tensor.stride()]
         for name, item in vars(tensor).items():  # bitsandbytes stores the scales of a weight here
             found += name, self.value(item)
         return tuple(found)
