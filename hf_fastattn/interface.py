@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from . import hf, masks, packed, refuse, streaming, training
+from . import context_parallel, hf, masks, packed, refuse, streaming, training
 from . import step as steps
 from .kernels import reference, spans
 from .kernels.spec import Spec, is_plain
@@ -335,7 +335,8 @@ def _attention(
     kv = steps.kv_of(k, v)
     if mask is None or mask.dtype == torch.int32:
         spec = Spec(scale, causal, window, softcap, sinks, interleaved)
-        return _runners[name](q, kv, spec, mask, sink_logits=sink_logits, inv_freq=inv_freq if sinks else None)
+        run = context_parallel.over_shares(_runners[name]) if isinstance(k, context_parallel.Share) else _runners[name]
+        return run(q, kv, spec, mask, sink_logits=sink_logits, inv_freq=inv_freq if sinks else None)
     k, v = kv.plain()
     if not q.dtype == k.dtype == v.dtype:
         raise TypeError(f"q, k and v must share one dtype; got {q.dtype}, {k.dtype} and {v.dtype}. Cast them.")

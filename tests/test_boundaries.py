@@ -20,7 +20,7 @@ ORDER = [  # a part only imports parts from later lines
     ("backends", "caches"),
     ("registry",),
     ("interface",),
-    ("packed", "refuse", "step", "streaming", "training"),
+    ("context_parallel", "packed", "refuse", "step", "streaming", "training"),
     ("hf", "machine", "masks", "model_shapes", "tables", "tasks"),
     ("kernels",),
 ]

@@ -181,6 +181,11 @@ class Layer(CacheLayerMixin):
         self.seen = self.base = 0
         self.pending: tuple[torch.Tensor, torch.Tensor] | None = None  # loaded from a file, not yet on the device
 
+    @property
+    def slots(self) -> int:
+        """Number of live slots in the buffers."""
+        return self.seen - self.base
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self.track.members.append(weakref.ref(self))
@@ -199,7 +204,7 @@ class Layer(CacheLayerMixin):
 
     def reallocate(self, capacity: int) -> None:
         """Replace the buffers by buffers of `capacity` tokens that begin with the live slots; frees each old one in turn."""
-        live = self.seen - self.base
+        live = self.slots
         self.keys = reallocated(self.keys, live, capacity, self.device)
         self.values = reallocated(self.values, live, capacity, self.device)
 
@@ -213,11 +218,7 @@ class Layer(CacheLayerMixin):
             self.mark_written(step)
             append(self.keys, self.values, key_states, value_states, track.counts[:1])
             return self.keys, self.values
-        if key_states.requires_grad and torch.is_grad_enabled():
-            raise RuntimeError(
-                "A preallocated cache is written in place and carries no gradient. Run under torch.no_grad(), or pass "
-                "use_cache=False."
-            )
+        self.refuse_gradient(key_states)
         self.check(key_states, value_states)
         q_len = key_states.shape[2]
         if self.seen - self.base + q_len > track.capacity:
@@ -238,6 +239,13 @@ class Layer(CacheLayerMixin):
         self.seen += q_len
         self.base = self.seen - keep
         return keys, values
+
+    def refuse_gradient(self, states: torch.Tensor) -> None:
+        if states.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(
+                "A preallocated cache is written in place and carries no gradient. Run under torch.no_grad(), or pass "
+                "use_cache=False."
+            )
 
     def mark_written(self, step: Step) -> None:
         """Record that a captured step writes this layer. Raises RuntimeError if it has already, or if the layer lacks tokens."""
@@ -294,7 +302,7 @@ class Layer(CacheLayerMixin):
 
     def live(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of the live slots of K and V, oldest first."""
-        count = self.seen - self.base
+        count = self.slots
         keys, values = self.pending or (self.keys, self.values)
         return keys[:, :, :count], values[:, :, :count]
 

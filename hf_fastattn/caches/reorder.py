@@ -23,7 +23,7 @@ def reorder(layers: Sequence[Layer], index: torch.Tensor, tables: Tables) -> Tab
     """Replace every row r of the layers by row index[r]. tables: those that the last call returned."""
     groups: dict[tuple[Any, ...], list[torch.Tensor]] = {}
     for layer in layers:
-        live = layer.seen - layer.base
+        live = layer.slots
         if not layer.is_initialized or len(index) != layer.batch_size or not _fit(layer):
             layer.select(index)
             continue

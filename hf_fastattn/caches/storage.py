@@ -22,12 +22,18 @@ class StaticStorage(Storage):
     layers: list[Layer]
 
     def __init__(self, windows: list[int | None], capacity: int, growable: bool = True):
-        self.tracks = [Track(window, capacity, growable) for window in dict.fromkeys(windows)]
+        self.tracks = [self.make_track(window, capacity, growable) for window in dict.fromkeys(windows)]
         by_window = {track.window: track for track in self.tracks}
-        self.layers = [Layer(index, by_window[window]) for index, window in enumerate(windows)]
+        self.layers = [self.make_layer(index, by_window[window]) for index, window in enumerate(windows)]
         self.running: tuple[int, ...] = ()  # indices of the layers that decode graphs write
         self.tables: Tables = {}
         self._own_tracks()
+
+    def make_track(self, window: int | None, capacity: int, growable: bool) -> Track:
+        return Track(window, capacity, growable)
+
+    def make_layer(self, index: int, track: Track) -> Layer:
+        return Layer(index, track)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)

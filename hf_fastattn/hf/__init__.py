@@ -63,10 +63,13 @@ from .models import LayerShape, is_inert_hook, layer_shapes, sharer  # noqa: E40
 from .norms import Norm, norm_of  # noqa: E402
 from .parallel import (  # noqa: E402
     computes_part,
+    heads_of_ranks,
     inner_forward,
     is_shared,
+    keep_whole_heads,
     local,
     local_kv_heads,
+    restore_heads,
     tensor_parallel_mesh,
     with_inner,
 )
@@ -119,6 +122,7 @@ __all__ = [
     "generates_by_another",
     "generation_parameters",
     "has_sections",
+    "heads_of_ranks",
     "inner_forward",
     "is_attention",
     "is_inert_hook",
@@ -127,6 +131,7 @@ __all__ = [
     "is_phi3s_mlp",
     "is_rotation",
     "is_shared",
+    "keep_whole_heads",
     "layer_shapes",
     "layer_windows",
     "load_config",
@@ -145,6 +150,7 @@ __all__ = [
     "register",
     "register_experts",
     "registered",
+    "restore_heads",
     "rotary_buffers",
     "rotation_of",
     "rotations_in",

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 _MODULE = "transformers.distributed.tensor_parallel"  # the file of the forwards that shared layers get
 _INNER = "original_forward"  # the name by which they call the layer's own
 _KEYS = ("k_proj", "qkv_proj", "query_key_value")  # the layers of a plan that compute keys
+_BEFORE = "_hf_fastattn_before"
+_STYLE = "self"  # the name by which they call their style
 
 
 def tensor_parallel_mesh(model: object) -> DeviceMesh | None:
@@ -38,15 +40,82 @@ def local_kv_heads(model: PreTrainedModel) -> list[int]:
     """The number of KV heads of each layer on this rank. Raises ValueError if they cannot be divided among the ranks."""
     heads = [shape.num_kv_heads for shape in layer_shapes(model.config)]
     ranks = getattr(model, "_tp_size", None) or 1
-    plan = getattr(model, "tp_plan", None) or {}
-    if ranks < 2 or not any(name.rpartition(".")[2] in _KEYS and style == "colwise" for name, style in plan.items()):
+    if ranks < 2 or not _divided(model, *_KEYS):
         return heads  # every rank holds all of them
     if uneven := [count for count in heads if count % ranks]:
         raise ValueError(
             f"{type(model).__name__} has {uneven[0]} KV heads, which cannot be divided among {ranks} ranks. Use a number of "
-            f"ranks that divides {uneven[0]}."
+            f'ranks that divides {uneven[0]}, or patch(kv="sequence").'
         )
     return [count // ranks for count in heads]
+
+
+def _divided(model: PreTrainedModel, *names: str) -> bool:
+    """Whether the plan of the model divides the output of a layer of one of these names among the ranks."""
+    plan = getattr(model, "tp_plan", None) or {}
+    return any(name.rpartition(".")[2] in names and style == "colwise" for name, style in plan.items())
+
+
+def heads_of_ranks(model: PreTrainedModel) -> tuple[int, bool]:
+    """How the plan of a model divides its heads: (number of consecutive ranks that need the same KV heads, 1 if each rank has its
+    own; whether every rank computes all query and KV heads).
+
+    Raises ValueError if each query head and its KV head cannot be on one rank.
+    """
+    name, ranks = type(model).__name__, getattr(model, "_tp_size", None) or 1
+    if not _divided(model, *_KEYS):
+        if _divided(model, "q_proj"):
+            raise ValueError(f"The plan of {name} divides queries among ranks, and not keys. Leave out kv=.")
+        return 1, True
+    found = set()
+    for shape in layer_shapes(model.config):
+        queries, keys = shape.num_heads, shape.num_kv_heads
+        if queries % ranks or (keys % ranks and ranks % keys):
+            raise ValueError(
+                f"{name} has {queries} query heads and {keys} KV heads, which cannot be divided among {ranks} ranks so that each "
+                "has the KV heads of its query heads. Use another number of ranks."
+            )
+        found.add(max(1, ranks // keys))
+    copies = found.pop()
+    if found or (copies > 1 and _divided(model, *_KEYS[1:])):
+        raise ValueError(f"The KV heads of {name} are not divided among {ranks} ranks alike in all layers. Use fewer ranks.")
+    return copies, False
+
+
+def keep_whole_heads(model: PreTrainedModel, copies: int) -> list[torch.nn.Module]:
+    """Let the key and value projections of a model with fewer KV heads than ranks return the head of the rank, not a part of it.
+
+    copies: as `heads_of_ranks` returns it. Returns the changed layers; `restore_heads` undoes it.
+    """
+    mesh: Any = tensor_parallel_mesh(model)
+    found = []
+    for name, module in model.named_modules():
+        if copies > 1 and name.rpartition(".")[2] in ("k_proj", "v_proj") and computes_part(module):
+            vars(module)["forward"] = _of_whole_head(module, copies, mesh)
+            found.append(module)
+    return found
+
+
+def _of_whole_head(module: Any, copies: int, mesh: DeviceMesh) -> Callable[..., torch.Tensor]:
+    before = vars(module)["forward"]
+    gathers = type(_cell(before, _STYLE))(output_layouts=torch.distributed.tensor.Replicate())
+    gathered = _with_cell(before, _STYLE, gathers)
+    width = module.out_features * copies // mesh.size()
+    first = mesh.get_local_rank() // copies * width
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = gathered(x)[..., first : first + width]
+        return out
+
+    vars(forward)[_BEFORE] = before
+    return forward
+
+
+def restore_heads(modules: list[torch.nn.Module]) -> None:
+    """Undo `keep_whole_heads`, except for layers whose forward() others have changed since."""
+    for module in modules:
+        if (before := getattr(vars(module).get("forward"), _BEFORE, None)) is not None:
+            vars(module)["forward"] = before
 
 
 def _cell(forward: Any, name: str) -> Any:
@@ -69,8 +138,13 @@ def inner_forward(module: torch.nn.Module) -> types.FunctionType | None:
 
 def with_inner(forward: types.FunctionType, inner: Callable[..., Any]) -> types.FunctionType:
     """The forward() of a shared layer, with another function in the place of `inner_forward`."""
+    return _with_cell(forward, _INNER, inner)
+
+
+def _with_cell(forward: types.FunctionType, changed: str, value: object) -> types.FunctionType:
+    """A copy of a function that has another object under this name."""
     cells = zip(forward.__code__.co_freevars, forward.__closure__ or (), strict=True)
-    closure = tuple(types.CellType(inner) if name == _INNER else cell for name, cell in cells)
+    closure = tuple(types.CellType(value) if name == changed else cell for name, cell in cells)
     made = types.FunctionType(forward.__code__, forward.__globals__, forward.__name__, forward.__defaults__, closure)
     made.__kwdefaults__ = forward.__kwdefaults__
     return made
@@ -78,7 +152,7 @@ def with_inner(forward: types.FunctionType, inner: Callable[..., Any]) -> types.
 
 def computes_part(module: torch.nn.Module) -> bool:
     """Whether a shared layer returns the product of its whole input and the part of the weight on this rank, and no more."""
-    style = _cell(vars(module).get("forward"), "self")
+    style = _cell(vars(module).get("forward"), _STYLE)
     return (
         type(style).__name__ == "ColwiseParallel"
         and style.use_local_output

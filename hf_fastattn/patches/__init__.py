@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .. import registry
-from .preflight import check_model, find_model, which_cache, which_settings, which_windows
+from .preflight import check_model, find_model, which_cache, which_settings, which_shares, which_windows
 from .swap import Change, Patch
 from .walker import MARK
 
@@ -17,6 +17,7 @@ def patch(
     cache: str | None = "auto",
     graph: bool = True,
     fuse: bool = True,
+    kv: str = "heads",
     window: int | None = None,
     sinks: int | None = None,
     clamp_positions: bool = False,
@@ -29,6 +30,10 @@ def patch(
     norms (one launch instead of six or more), the rotation of queries and keys (one instead of ten or more), the product in the
     MLP (computed in place), the experts of a mixture and their choice (up to 64 tokens), and, in decode graphs of up to 64 tokens
     in 16 bits, cuBLAS in linear layers. fuse=False replaces none.
+
+    kv: how ranks of tensor parallelism divide K and V of layers that keep all tokens. With "heads" each rank has the KV heads
+    that it computes. With "sequence" it has a share of the tokens, with all KV heads: for models with fewer KV heads than ranks,
+    and for those whose plan keeps all KV heads on every rank.
 
     window, sinks: for "streaming", the numbers of last and of first tokens that every query sees (sinks: None for 4).
     clamp_positions: for models with learned positions (OPT), gives every token beyond the last position the last position, which
@@ -45,9 +50,10 @@ def patch(
     chosen = registry.get(backend)
     cache = which_cache(cache, chosen, graph)
     check_model(model, chosen)
+    shares = which_shares(model, cache, kv)
     streaming = which_settings(model, chosen, window, sinks, clamp_positions)
     windows = which_windows(model, chosen, cache, streaming)
-    return Patch(model, backend, windows, graph, fuse, streaming)
+    return Patch(model, backend, windows, graph, fuse, streaming, shares)
 
 
 def unpatch(target: object) -> None:

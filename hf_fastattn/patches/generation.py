@@ -23,8 +23,10 @@ from ..caches import PreallocatedCache, RollingCache, forward
 from ..caches.layers import round_up
 from ..caches.pool import Pool
 from ..caches.ring import Ring
+from ..caches.shared import SharedCache, SharedStorage
 from ..caches.storage import StaticStorage
 from ..caches.stored import StoredCache
+from ..context_parallel import Shares
 from ..streaming import Settings, refresh
 from . import graph as graphs
 from . import ranks as several_ranks
@@ -43,14 +45,22 @@ class _Thread(threading.local):
 class Generation:
     """generate() of one patched model: its caches, its decode graphs, and the methods that give both to a call.
 
-    graph: whether steps are captured. reasons: the reasons why steps ran uncaptured.
+    graph: whether steps are captured. shares: how ranks share K and V by sequence. reasons: the reasons why steps ran uncaptured.
     """
 
-    def __init__(self, model: hf.PreTrainedModel, windows: list[int | None], streaming: Settings | None, graph: bool):
+    def __init__(
+        self,
+        model: hf.PreTrainedModel,
+        windows: list[int | None],
+        streaming: Settings | None,
+        graph: bool,
+        shares: Shares | None = None,
+    ):
         self._model = weakref.ref(model, self._closer())
         self.windows = windows
         self.streaming = streaming
         self.graph = graph
+        self.shares = shares
         self.ranks = several_ranks.of(model)
         self.graphs = graphs.DecodeGraphs(self.ranks)
         self.pool = self._make_pool(0)
@@ -116,7 +126,7 @@ class Generation:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Generation:
         self.ranks.check_copy()
-        twin = memo[id(self)] = Generation(copied(self._model, memo), self.windows, self.streaming, self.graph)
+        twin = memo[id(self)] = Generation(copied(self._model, memo), self.windows, self.streaming, self.graph, self.shares)
         twin.had = dict(self.had)
         return twin
 
@@ -126,7 +136,9 @@ class Generation:
     # ---- caches ----
 
     def _make_pool(self, serial: int) -> Pool:
-        windows, streaming = self.windows, self.streaming
+        windows, streaming, shares = self.windows, self.streaming, self.shares
+        if shares is not None:
+            return Pool(lambda tokens: SharedStorage(windows, round_up(tokens), shares), SharedCache.around, serial)
         if streaming is None:
             return Pool(lambda tokens: StaticStorage(windows, round_up(tokens)), PreallocatedCache.around, serial)
         return Pool(lambda tokens: Ring(len(windows), streaming), RollingCache.around, serial)
@@ -145,9 +157,13 @@ class Generation:
 
     @property
     def cache_type(self) -> type[StoredCache]:
+        if self.shares is not None:
+            return SharedCache
         return PreallocatedCache if self.streaming is None else RollingCache
 
     def cache_in_words(self) -> str:
+        if self.shares is not None:
+            return f"static, preallocated, shared out over {self.shares.count} ranks by sequence"
         if self.streaming is None:
             return "static, preallocated"
         return f"rolling, {self.streaming.sinks} sinks and a window of {self.streaming.window}"
@@ -156,7 +172,9 @@ class Generation:
         """Whether steps over this cache are captured: a cache over a storage (`caches.contract`) for this backend."""
         if self.streaming is not None:
             return isinstance(cache, RollingCache)
-        return isinstance(cache, StoredCache) and not cache.streams
+        return (
+            isinstance(cache, StoredCache) and not cache.streams and isinstance(cache, SharedCache) == (self.shares is not None)
+        )
 
     def say(self, reason: str) -> None:
         if reason not in self.reasons:

@@ -10,6 +10,7 @@ import torch
 
 from .. import hf, registry
 from ..caches import RollingCache
+from ..context_parallel import Shares
 from ..streaming import Settings
 from .swap import Patch
 
@@ -70,7 +71,6 @@ def check_model(model: hf.PreTrainedModel, backend: registry.Backend) -> None:
             f"{name} cannot be patched: a {other} in this process shares a part of it and would be changed too. Delete "
             "the other model, or build it over a copy (copy.deepcopy) of the part."
         )
-    hf.local_kv_heads(model)
     if reason := _why_no_kernel(model, backend):
         raise ValueError(f"{name} cannot run {backend.name!r}: {reason}")
 
@@ -122,6 +122,25 @@ def _check_width(model: hf.PreTrainedModel, backend: registry.Backend, asked: Se
     if error := _tried(model, backend, True, narrower):
         raise ValueError(f"{says} A smaller window does not run either: {error}")
     raise ValueError(f"{says} Ask for a window of at most {narrower.window}.")
+
+
+def which_shares(model: hf.PreTrainedModel, cache: str | None, kv: str) -> Shares | None:
+    """How ranks share K and V by sequence; None if each rank has the KV heads that it computes."""
+    if kv == "heads":
+        hf.local_kv_heads(model)
+        return None
+    if kv != "sequence":
+        raise ValueError(f'kv must be "heads" or "sequence"; got {kv!r}.')
+    name, mesh = type(model).__name__, hf.tensor_parallel_mesh(model)
+    if mesh is None:
+        raise ValueError(
+            f'kv="sequence" shares K and V out over the ranks of tensor parallelism, and this {name} is on one. Leave out kv=.'
+        )
+    if cache != "static":
+        raise ValueError(f'kv="sequence" needs cache="static"; got a cache of {cache!r}. Leave out kv=.')
+    if None not in hf.layer_windows(model.config):
+        raise ValueError(f"Every layer of {name} has a sliding window, so no K and V grow with the text. Leave out kv=.")
+    return Shares(mesh.get_group(), *hf.heads_of_ranks(model))
 
 
 def which_windows(

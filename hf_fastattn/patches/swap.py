@@ -11,6 +11,7 @@ import torch
 
 from .. import hf
 from ..caches import forward
+from ..context_parallel import Shares
 from ..streaming import Settings, examine, forget
 from ..tables import size
 from . import experts, linears, residual, subclass
@@ -50,10 +51,16 @@ class Patch:
         graph: bool,
         fuse: bool,
         streaming: Settings | None,
+        shares: Shares | None = None,
     ):
-        """windows: the sliding windows of the layers, for a cache of the package; None for Transformers' cache."""
-        self._begin(model, backend, graph, None if windows is None else Generation(model, windows, streaming, graph))
+        """windows: the sliding windows of the layers, for a cache of the package; None for Transformers' cache.
+
+        shares: how ranks share K and V by sequence.
+        """
+        self._begin(model, backend, graph, None if windows is None else Generation(model, windows, streaming, graph, shares))
         try:
+            if shares is not None:
+                self._heads += hf.keep_whole_heads(model, shares.copies)
             self._apply(model, fuse, streaming)
         except BaseException:
             self.undo()
@@ -67,6 +74,7 @@ class Patch:
         self.undone = False
         self._configs = OwnConfigs()
         self._fused: list[weakref.ref[torch.nn.Module]] = []
+        self._heads: list[torch.nn.Module] = []  # projections that return whole KV heads
         self._generation = generation
         self._graphs = graphs.DecodeGraphs() if generation is None else generation.graphs
         self.reasons: list[str] = [] if generation is None else generation.reasons
@@ -88,7 +96,8 @@ class Patch:
             self._use_experts(model)
         if self._generation is None:
             return
-        self._generation.ranks.meet({"backend": self.backend, "graph": self.graph, "fuse": fuse, "streaming": str(streaming)})
+        settings = {"backend": self.backend, "graph": self.graph, "fuse": fuse, "streaming": str(streaming)}
+        self._generation.ranks.meet({**settings, "kv": "heads" if self._generation.shares is None else "sequence"})
         self._generation.install(model)
         self.changes.append(Change("methods of generate()", len(METHODS), type(model).__name__, "this instance's own"))
         if self._generation.ranks.several:
@@ -145,6 +154,7 @@ class Patch:
         forward.remove_hooks(model)
         forget(model)
         subclass.restore([*(module for ref in self._fused if (module := ref()) is not None), *model.modules()])
+        hf.restore_heads(self._heads)
         if self._generation is not None:
             self._generation.uninstall(model)
         experts.restore(model)

@@ -25,7 +25,7 @@ def append(
     """Write new_keys and new_values, (batch, num_kv_heads, q_len, head_dim), from `slot` of keys and values on.
 
     keys, values: (batch, num_kv_heads, N, head_dim). All four have any strides with stride(-1) == 1. slot: int64, (1,) for all
-    rows or (batch,), on the same device. Nothing is written at a slot of N or more.
+    rows or (batch,), on the same device. A token whose slot is below 0, or N or more, is not written.
     """
     if triton is None or torch.compiler.is_compiling() or not (INTERPRETED or gpu.on_gpu(keys.device)):
         _append_torch(keys, values, new_keys, new_values, slot)
@@ -58,10 +58,11 @@ def _append_torch(
     keys: torch.Tensor, values: torch.Tensor, new_keys: torch.Tensor, new_values: torch.Tensor, slot: torch.Tensor
 ) -> None:
     rows, last = torch.arange(keys.shape[0], device=keys.device)[:, None], keys.shape[2] - 1
-    # The tokens past the end repeat the token of the last slot, or write nothing if no token has it.
-    token = torch.arange(new_keys.shape[2], device=keys.device).minimum((last - slot[:, None]).clamp(min=0))
+    # Tokens outside repeat the token of the first or the last slot, or write nothing if no token has it.
+    token = torch.arange(new_keys.shape[2], device=keys.device).maximum(-slot[:, None]).minimum(last - slot[:, None])
+    token = token.clamp(0, new_keys.shape[2] - 1)
     slots = slot[:, None] + token
-    inside = slots.clamp(max=last)
+    inside = slots.clamp(0, last)
     written = (slots == inside)[..., None, None]
     for buffer, new in ((keys, new_keys), (values, new_values)):
         states = new.transpose(1, 2)[rows, token.expand(len(rows), -1)]
@@ -106,8 +107,9 @@ if triton is not None:
         token = tl.program_id(1)
         slot = tl.load(Slot + row * stride_slot) + token
         offs_d = tl.arange(0, BLOCK_D)
-        k_dim = tl.where(slot < capacity, K_DIM, 0)  # nothing is written past the end
-        v_dim = tl.where(slot < capacity, V_DIM, 0)
+        inside = (slot >= 0) & (slot < capacity)
+        k_dim = tl.where(inside, K_DIM, 0)
+        v_dim = tl.where(inside, V_DIM, 0)
         k = tl.load(NewK + row * stride_nkb + head * stride_nkh + token * stride_nkn + offs_d, mask=offs_d < K_DIM)
         v = tl.load(NewV + row * stride_nvb + head * stride_nvh + token * stride_nvn + offs_d, mask=offs_d < V_DIM)
         tl.store(K + row * stride_kb + head * stride_kh + slot * stride_kn + offs_d, k, mask=offs_d < k_dim)

@@ -1,0 +1,174 @@
+"""Ring attention: a text that is shared out over ranks attends to itself, and no rank holds all of its K and V.
+
+In each turn a rank attends to the K and V of one share, while they are sent to the next rank and those of the previous rank are
+received. The results of the turns are merged. Three orders share the tokens out:
+
+    ring      rank r has tokens r * n ... (r + 1) * n - 1. With a causal mask the last rank computes in all turns and the first in
+              one of them. As all wait for the slowest, half of the time is lost
+    zigzag    the tokens are 2 * ranks chunks, and rank r has chunks r and 2 * ranks - 1 - r: equal work in all turns
+    striped   rank r has tokens r, r + ranks, r + 2 * ranks, ...: equal work up to one token
+
+Sources: Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context" (2023); Brandon et al., "Striped
+Attention" (2023); for zigzag Dubey et al., "The Llama 3 Herd of Models" (2024), section 3.3.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ..kernels import TritonKernel
+from ..kernels import spans as spans_of
+from ..kernels.merge import merge
+from ..kernels.spec import KV, Result, Spec
+
+ORDERS = ("ring", "zigzag", "striped")
+PREFILL = TritonKernel("prefill", hopper="prefill_hopper", stream_k="lean")
+
+
+class Run(NamedTuple):
+    """Tokens start, start + step, start + 2 * step, ...: `length` of them."""
+
+    start: int
+    step: int
+    length: int
+
+
+def runs_of(order: str, rank: int, ranks: int, tokens: int) -> list[Run]:
+    """The tokens of a rank, in its order. tokens: the number of tokens of each rank. Raises ValueError for another order."""
+    if order == "ring":
+        return [Run(rank * tokens, 1, tokens)]
+    if order == "striped":
+        return [Run(rank, ranks, tokens)]
+    if order != "zigzag" or tokens % 2:
+        raise ValueError(f"order must be one of {', '.join(ORDERS)}, and zigzag needs an even number of tokens; got {order!r}.")
+    half = tokens // 2
+    return [Run(rank * half, 1, half), Run((2 * ranks - 1 - rank) * half, 1, half)]
+
+
+def positions(order: str, rank: int, ranks: int, tokens: int) -> torch.Tensor:
+    """The positions of a rank's tokens in the text, int64 (tokens,), in its order. tokens: the number of tokens of each rank."""
+    return torch.cat([run.start + run.step * torch.arange(run.length) for run in runs_of(order, rank, ranks, tokens)])
+
+
+class Piece(NamedTuple):
+    """Queries of one run over keys of another: query i sees key j only if j <= i + offset, and i + offset - j < window.
+
+    offset: None if not causal. window: None for no limit.
+    """
+
+    queries: slice
+    keys: slice
+    offset: int | None
+    window: int | None
+
+
+def pieces(
+    order: str, rank: int, owner: int, ranks: int, tokens: int, causal: bool = True, window: int | None = None
+) -> list[Piece]:
+    """The parts of the attention of a rank's queries to the keys of another rank, without those in which nothing is visible."""
+    found, first_query = [], 0
+    for mine in runs_of(order, rank, ranks, tokens):
+        first_key = 0
+        for theirs in runs_of(order, owner, ranks, tokens):
+            queries, keys = slice(first_query, first_query + mine.length), slice(first_key, first_key + theirs.length)
+            first_key += theirs.length
+            if not causal:
+                found.append(Piece(queries, keys, None, None))
+                continue
+            offset, rest = divmod(mine.start - theirs.start, mine.step)
+            width = None if window is None else -((rest - window) // mine.step)  # rounded up
+            if offset + mine.length > 0 and (width is None or (width > 0 and offset - width < theirs.length - 1)):
+                found.append(Piece(queries, keys, offset, width))
+        first_query += mine.length
+    return found
+
+
+def ring_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    group: Any = None,
+    *,
+    order: str = "striped",
+    causal: bool = True,
+    window: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sink_logits: torch.Tensor | None = None,
+    return_lse: bool = False,
+    kernel: Callable[..., Result] = PREFILL,
+) -> Result:
+    """Attention of a text to itself, of which every rank of a process group has as many tokens, of all heads.
+
+    q: (batch, num_heads, tokens, head_dim), k and v: (batch, num_kv_heads, tokens, head_dim), the tokens of this rank in the
+    order that `positions` returns. group: None for all ranks. window: with causal, a query sees the last `window` tokens, its own
+    included. kernel: attention with the signature of `kernels.reference.attention`. The other arguments, and the result for the
+    tokens of this rank, are those of `kernels.reference.attention`.
+
+    Raises ValueError for other shapes, or a window without causal, RuntimeError for tensors that require gradients.
+    """
+    _check(q, k, v, causal, window, sink_logits)
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    spec = Spec(scale=scale, causal=False, softcap=softcap)
+    held = torch.cat([k.reshape(-1), v.reshape(-1)])
+    out = torch.zeros(*q.shape[:3], v.shape[3], dtype=torch.float32, device=q.device)
+    lse = torch.full(q.shape[:3], float("-inf"), device=q.device)
+    if sink_logits is not None:
+        lse[:] = sink_logits[None, :, None]  # a part without values
+    for turn in range(ranks):
+        incoming, requests = _pass_on(held, group, rank, ranks) if turn + 1 < ranks else (held, [])
+        keys, values = held[: k.numel()].view(k.shape), held[k.numel() :].view(v.shape)
+        for piece in pieces(order, rank, (rank - turn) % ranks, ranks, q.shape[2], causal, window):
+            part, its_lse = _attend(kernel, q, keys, values, spec, piece)
+            out[:, :, piece.queries], lse[:, :, piece.queries] = merge(
+                (out[:, :, piece.queries], part.float()), (lse[:, :, piece.queries], its_lse)
+            )
+        for request in requests:
+            request.wait()
+        held = incoming
+    out = out.to(q.dtype)
+    return (out, lse) if return_lse else out
+
+
+def _attend(
+    kernel: Callable[..., Result], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Spec, piece: Piece
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of one piece. A piece of which every query sees every key, or that ends at the diagonal, needs no spans."""
+    q, k, v = q[:, :, piece.queries], k[:, :, piece.keys], v[:, :, piece.keys]
+    (batch, _, q_len, _), kv_len, spans = q.shape, k.shape[2], None
+    if piece.offset is not None:
+        last = piece.offset + q_len - 1  # the slot of the last query
+        window = piece.window if piece.window is not None and piece.window <= last else None
+        if last == kv_len - 1:
+            spec = spec._replace(causal=True, window=window)
+        elif piece.offset < kv_len - 1 or window is not None:
+            spans = spans_of.build_spans(batch, q_len, kv_len, q.device, q_offset=piece.offset, window=window)
+    out, lse = kernel(q, KV(k, v), spec, spans, return_lse=True)
+    return out, lse
+
+
+def _pass_on(held: torch.Tensor, group: Any, rank: int, ranks: int) -> tuple[torch.Tensor, Sequence[Any]]:
+    """Begin to send K and V to the next rank, and to receive those of the previous one."""
+    incoming = torch.empty_like(held)
+    world: Any = group if group is not None else dist.group.WORLD
+    after, before = (dist.get_global_rank(world, (rank + turn) % ranks) for turn in (1, -1))
+    send, receive = dist.P2POp(dist.isend, held, after, group), dist.P2POp(dist.irecv, incoming, before, group)
+    return incoming, dist.batch_isend_irecv([send, receive])
+
+
+def _check(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, window: int | None, sink_logits: torch.Tensor | None
+) -> None:
+    if q.shape[2] != k.shape[2] or k.shape[:3] != v.shape[:3]:
+        raise ValueError(
+            f"Every rank attends with as many queries as it has keys; got {q.shape[2]} queries, K {tuple(k.shape)} and V "
+            f"{tuple(v.shape)}."
+        )
+    if window is not None and (not causal or window < 1):
+        raise ValueError(f"A window needs causal=True and at least one token; got causal={causal} and window={window}.")
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sink_logits)):
+        raise RuntimeError("ring_attention() has no gradients. Run it under torch.no_grad(), or detach the tensors.")

@@ -1,0 +1,156 @@
+"""Attention of a few queries over a sequence whose K and V are shared out over ranks.
+
+Every rank has some of the query heads, and of the sequence's K and V a share of the slots, with all KV heads. In a step
+
+1. each rank receives the queries of all heads (all-gather),
+2. attends to its share, which gives out and lse,
+3. receives out and lse of all shares (all-gather), and merges those of its heads in the order of the ranks.
+
+The shares are slots [rank * n, (rank + 1) * n), so the spans of a share are those of the sequence, shifted.
+
+Sources: Shyam et al., "Tree Attention" (2024), section 4; Yang et al., "Context Parallelism for Scalable Million-Token Inference"
+(2024), section 3.4 (passing queries).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from ..kernels import spans as spans_of
+from ..kernels.decode.shares import merge_shares, pack
+from ..kernels.spec import KV, Result, Spec
+
+# torch 2.13 has deprecated the second name.
+_all_gather = getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor
+Plan = dict[int, tuple[torch.Tensor, torch.Tensor]]  # by the id of the spans of a sequence: those spans, and those of the share
+
+
+class Shares:
+    """How ranks share a sequence's K and V, and which heads each of them computes.
+
+    group: the process group. copies: the number of consecutive ranks that compute the same KV heads, 1 if all are different.
+    whole: whether every rank computes all query and KV heads.
+    """
+
+    def __init__(self, group: Any, copies: int = 1, whole: bool = False):
+        self.group = group
+        self.rank: int = torch.distributed.get_rank(group)
+        self.count: int = torch.distributed.get_world_size(group)
+        self.copies = copies
+        self.whole = whole
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Shares:
+        return self  # a process group is not copied
+
+    def every(self, x: torch.Tensor) -> torch.Tensor:
+        """The tensors of all ranks, (ranks, *x.shape)."""
+        found = x.new_empty(self.count * x.shape[0], *x.shape[1:])
+        _all_gather(found, x.contiguous(), group=self.group)
+        return found.view(self.count, *x.shape)
+
+    def kv_heads(self, own: int) -> int:
+        """The number of KV heads, from that of this rank."""
+        return own if self.whole else own * self.count // self.copies
+
+    def gather_queries(self, q: torch.Tensor) -> torch.Tensor:
+        """The queries of all heads, from those of this rank, (batch, heads, q_len, head_dim)."""
+        return q if self.whole else _joined(self.every(q))
+
+    def gather_kv(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of all heads, from those of this rank, (batch, heads, tokens, head_dim). Their dtypes are equal."""
+        if self.whole:
+            return k, v
+        both = _joined(self.every(torch.cat([k, v], -1))[:: self.copies])
+        return both[..., : k.shape[3]], both[..., k.shape[3] :]
+
+    def gather_slots(self, x: torch.Tensor) -> torch.Tensor:
+        """The K or V of this rank's heads in all slots, from all heads of its share (batch, num_kv_heads, slots, head_dim)."""
+        heads = x.shape[1] if self.whole else x.shape[1] * self.copies // self.count
+        first = 0 if self.whole else self.rank // self.copies * heads
+        return self.every(x)[:, :, first : first + heads].permute(1, 2, 0, 3, 4).flatten(2, 3)
+
+    def merge(self, out: torch.Tensor, lse: torch.Tensor, heads: int, sink_logits: torch.Tensor | None) -> torch.Tensor:
+        """Attention over all shares for this rank's heads, from out and lse of all heads over its share.
+
+        heads: the number of query heads of this rank. sink_logits: those of its heads.
+        """
+        first = 0 if self.whole else self.rank * heads
+        parts = self.every(pack(out, lse))[:, :, first : first + heads]
+        return merge_shares(parts, out.shape[3], sink_logits)
+
+
+def _joined(found: torch.Tensor) -> torch.Tensor:
+    """(ranks, batch, heads, n, d) -> (batch, ranks * heads, n, d)."""
+    return found.transpose(0, 1).flatten(1, 2)
+
+
+class Share(torch.Tensor):
+    """K or V of a layer, of which this rank has a share of the slots. For the model it has the shape of the whole,
+    (batch, KV heads of this rank, kv_len, head_dim).
+
+    Attention of this package reads it. Any other operation raises ValueError: it would need K and V of all ranks.
+    buffer: the share, (batch, num_kv_heads, slots, head_dim). plan: the spans of the share, for all layers of a step.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # all arrive at __torch_dispatch__
+
+    def __new__(cls, buffer: torch.Tensor, shape: Sequence[int], shares: Shares, plan: Plan) -> Share:
+        return torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=buffer.dtype, device=buffer.device)
+
+    def __init__(self, buffer: torch.Tensor, shape: Sequence[int], shares: Shares, plan: Plan):
+        self.buffer = buffer
+        self.shares = shares
+        self.plan = plan
+
+    def __repr__(self) -> str:  # type: ignore[override]  # torch's own has an internal argument
+        return f"Share({self.shares.rank} of {self.shares.count}, of {tuple(self.shape)} on {self.device})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # a C function in torch
+        cls, function: OpOverload[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        raise ValueError(
+            f'K and V are shared out over ranks (kv="sequence"), and {function} would need all of them. Only attention by a '
+            'backend of hf_fastattn over spans reads them; call patch() without kv="sequence" for other masks and other code.'
+        )
+
+    def spans(self, whole: torch.Tensor | None, q: torch.Tensor, causal: bool) -> torch.Tensor:
+        """The spans of this share. whole: the spans of the sequence, or None for lower-right alignment."""
+        if whole is not None and (known := self.plan.get(id(whole))) is not None:
+            return known[1]
+        length, key = self.buffer.shape[2], whole
+        if whole is None:
+            q_len, kv_len = q.shape[2], self.shape[2]
+            whole = spans_of.build_spans(q.shape[0], q_len, kv_len, q.device, q_offset=kv_len - q_len, causal=causal)
+        own = spans_of.part_of(whole, self.shares.rank * length, length)
+        if key is not None:
+            self.plan[id(key)] = key, own
+        return own
+
+
+def over_shares(kernel: Callable[..., Result]) -> Callable[..., Result]:
+    """`kernel` for K and V that are a `Share` each. It has the same signature, without return_lse and streaming."""
+
+    def attention(
+        q: torch.Tensor,
+        kv: KV,
+        spec: Spec = Spec(),  # noqa: B008 (a tuple)
+        spans: torch.Tensor | None = None,
+        *,
+        sink_logits: torch.Tensor | None = None,
+        inv_freq: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        keys, values = kv.k, kv.v
+        if not (isinstance(keys, Share) and isinstance(values, Share)) or spec.window is not None or spec.sinks:
+            raise ValueError("K and V must be shares of one layer, and a window must be in the spans.")
+        shares = keys.shares
+        own = keys.spans(spans, q, spec.causal)
+        every = shares.gather_queries(q)
+        out, lse = kernel(every, KV(keys.buffer, values.buffer), spec._replace(causal=False), own, return_lse=True)
+        return shares.merge(out, lse, q.shape[1], sink_logits)
+
+    return attention

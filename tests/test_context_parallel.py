@@ -1,0 +1,173 @@
+"""K and V shared out over ranks by sequence: the functions below patch(kv="sequence"), and Ring, zigzag and Striped attention."""
+
+from __future__ import annotations
+
+import processes
+import pytest
+import torch
+import torch.distributed as dist
+from calls import attention
+
+from hf_fastattn import get
+from hf_fastattn.context_parallel import ORDERS, pieces, positions, ring_attention
+from hf_fastattn.kernels import spans as spans_of
+from hf_fastattn.kernels.decode.shares import merge_shares, pack
+from hf_fastattn.kernels.spec import KV, Spec
+
+SLOTS = 320  # of the whole, in shares of whole words
+KINDS = {
+    "uniform": {},
+    "window": {"window": 70},
+    "ragged rows": {"attention_mask": "left"},
+    "holes": {"attention_mask": "holes"},
+}
+
+
+def mask_of(kind: str, seen: int, device) -> torch.Tensor:
+    mask = torch.ones(2, seen, dtype=torch.bool, device=device)
+    mask[0, :100] = False  # row 0 sees nothing of the first share
+    if kind == "holes":
+        mask[1, 40:170:3] = False
+        mask[0, 130:140] = False
+    return mask
+
+
+def whole_and_shares(device, kind: str, seen: int, q_len: int, softcap=None, sinks: bool = False, backend: str = "lean"):
+    """(out over all slots, out merged of shares of 64, 64, ... slots) for the queries at the last q_len of `seen` tokens."""
+    torch.manual_seed(0)
+    new = lambda heads, length: torch.randn(2, heads, length, 32, device=device)  # noqa: E731
+    q, k, v = new(6, q_len), new(2, SLOTS), new(2, SLOTS)
+    k[:, :, seen:], v[:, :, seen:] = float("nan"), float("nan")
+    logits = torch.randn(6, device=device) if sinks else None
+    options = dict(KINDS[kind])
+    if "attention_mask" in options:
+        options["attention_mask"] = mask_of(kind, seen, device)
+    spans = spans_of.build_spans(2, q_len, SLOTS, device, q_offset=seen - q_len, **options)
+    run = get(backend).attend
+    spec = Spec(causal=False, softcap=softcap)
+    whole = run(q, KV(k, v), spec, spans, sink_logits=logits)
+    parts, length = [], 64
+    for first in range(0, SLOTS, length):
+        some = slice(first, first + length)
+        share = KV(k[:, :, some].contiguous(), v[:, :, some].contiguous())
+        parts.append(pack(*run(q, share, spec, spans_of.part_of(spans, first, length), return_lse=True)))
+    return whole, merge_shares(torch.stack(parts), 32, logits)
+
+
+@pytest.mark.parametrize("backend", ["lean", "split_kv"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("seen", "q_len"), [(300, 1), (200, 3)])  # of the second, the last share is empty
+def test_merged_shares_equal_the_whole(device, kind, seen, q_len, backend):
+    whole, merged = whole_and_shares(device, kind, seen, q_len, softcap=3.0 if q_len > 1 else None, backend=backend)
+    assert merged.isfinite().all() and merged.stride() == whole.stride()
+    torch.testing.assert_close(merged, whole, rtol=0, atol=1e-5)
+
+
+def test_sink_logits_are_one_more_part(device):
+    whole, merged = whole_and_shares(device, "ragged rows", 200, 1, sinks=True)
+    torch.testing.assert_close(merged, whole, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_packed_results_keep_the_bits_of_lse(device, dtype):
+    out, lse = torch.randn(2, 3, 4, 16, device=device, dtype=dtype), torch.randn(2, 3, 4, device=device)
+    lse[0, 0, 0] = float("-inf")
+    packed = pack(out, lse)
+    assert packed.dtype == dtype
+    assert torch.equal(packed[..., :16], out) and torch.equal(packed[..., 16:].view(torch.float32)[..., 0], lse)
+    none = torch.stack([pack(torch.zeros_like(out), torch.full_like(lse, float("-inf")))] * 3)
+    if dtype != torch.bfloat16 or out.is_cuda:
+        assert torch.equal(merge_shares(none, 16), torch.zeros_like(out))  # no rank has a key
+
+
+def test_spans_of_a_part_are_refused_where_they_cannot_be_shifted():
+    spans = spans_of.build_spans(1, 4, 64, torch.device("cpu"))
+    lo = torch.zeros(1, 4, dtype=torch.int32)
+    with pytest.raises(ValueError, match="interval for each query"):
+        spans_of.part_of(spans_of.with_rows(spans, lo, lo + 4), 0, 32)
+    with pytest.raises(ValueError, match="multiple of 32"):
+        spans_of.part_of(spans, 16, 32)
+
+
+# ---- Ring, zigzag, Striped ----
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("window", [None, 1, 5, 13, 40])
+def test_pieces_are_the_visible_pairs(order, ranks, window):
+    tokens = 8
+    for rank in range(ranks):
+        mine = positions(order, rank, ranks, tokens)
+        for owner in range(ranks):
+            theirs = positions(order, owner, ranks, tokens)
+            distance = mine[:, None] - theirs
+            want = (distance >= 0) & (distance < (1 << 30 if window is None else window))
+            found = torch.zeros_like(want)
+            for piece in pieces(order, rank, owner, ranks, tokens, True, window):
+                inner = torch.arange(tokens)[piece.queries] - piece.queries.start + piece.offset
+                between = inner[:, None] - (torch.arange(tokens)[piece.keys] - piece.keys.start)
+                seen = (between >= 0) & (between < (1 << 30 if piece.window is None else piece.window))
+                assert seen.any()
+                found[piece.queries, piece.keys] = seen
+            assert torch.equal(found, want)
+
+
+def test_all_tokens_are_on_one_rank_each():
+    for order in ORDERS:
+        assert torch.equal(torch.cat([positions(order, rank, 4, 6) for rank in range(4)]).sort().values, torch.arange(24))
+    with pytest.raises(ValueError, match="one of ring, zigzag, striped"):
+        positions("spiral", 0, 2, 4)
+    with pytest.raises(ValueError, match="even number of tokens"):
+        positions("zigzag", 0, 2, 3)
+
+
+CASES = {
+    "causal": {},
+    "window": {"window": 9},
+    "softcap and sink logits": {"softcap": 2.0, "sink_logits": torch.linspace(-1, 1, 4)},
+    "not causal": {"causal": False},
+}
+
+
+def text(tokens: int) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(2, heads, tokens, width) for heads, width in ((4, 16), (2, 16), (2, 8))]
+
+
+def pass_around(rank: int, ranks: int) -> dict:
+    whole, found = text(8 * ranks), {}
+    for order in ORDERS:
+        index = positions(order, rank, ranks, 8)
+        mine = [x[:, :, index] for x in whole]
+        for name, options in CASES.items():
+            out, lse = ring_attention(*mine, order=order, return_lse=True, **options)
+            want, want_lse = attention(*whole, return_lse=True, **{"causal": True, **options})
+            found[order, name] = max(
+                (out - want[:, :, index]).abs().max().item(), (lse - want_lse[:, :, index]).abs().max().item()
+            )
+    pair = dist.new_group([0, 1])  # a rank's number in a group is not that in the world
+    if rank < 2:
+        index = positions("striped", rank, 2, 8)
+        out = ring_attention(*(x[:, :, :16][:, :, index] for x in whole), pair)
+        found["a group"] = (out - attention(*(x[:, :, :16] for x in whole), causal=True)[:, :, index]).abs().max().item()
+    return found
+
+
+@processes.HIDDEN
+@pytest.mark.xdist_group("ranks")
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ring_attention_is_attention_to_the_whole_text(tmp_path, ranks):
+    for each in processes.run(tmp_path, ranks, pass_around, ranks):
+        assert each.result is not None, each.output
+        assert max(each.result.values()) < 1e-5, each.result
+
+
+def test_ring_attention_refuses_what_it_does_not_support():
+    q, k, v = text(8)
+    with pytest.raises(ValueError, match="as many queries as it has keys"):
+        ring_attention(q[:, :, :4], k, v)
+    with pytest.raises(ValueError, match="A window needs causal=True"):
+        ring_attention(q, k, v, causal=False, window=4)
+    with pytest.raises(RuntimeError, match="has no gradients"):
+        ring_attention(q.requires_grad_(), k, v)
