@@ -269,13 +269,14 @@ def test_append_writes_one_slot_of_each_row_and_head():
     assert int((keys != 0).sum()) == new_keys.numel() and int((values != 0).sum()) == new_values.numel()
 
 
-@pytest.mark.parametrize("slot", [0, 3, 5, 7, 8, 20])
-def test_append_writes_some_tokens_and_nothing_past_the_end(slot, device):
+@pytest.mark.parametrize("slot", [-9, -4, -2, 0, 3, 5, 7, 8, 20])
+def test_append_writes_some_tokens_and_nothing_outside_the_buffer(slot, device):
     keys, values = torch.arange(2 * 3 * 8 * 4.0, device=device).view(2, 3, 8, 4).split(2, -1)
     new = torch.rand(2, 4, 3, 4, device=device).transpose(1, 2).split(2, -1)
     expected = [torch.cat([held, torch.zeros(2, 3, 16, 2, device=device)], 2) for held in (keys, values)]
     for held, states in zip(expected, new, strict=True):
-        held[:, :, slot : slot + 4] = states
+        skipped = max(-slot, 0)
+        held[:, :, max(slot, 0) : max(slot + 4, 0)] = states[:, :, skipped:]
     append(keys, values, *new, torch.tensor([slot], device=device))
     assert all(torch.equal(got, held[:, :, :8]) for got, held in zip((keys, values), expected, strict=True))
 

@@ -26,7 +26,7 @@ from triton.runtime.driver import driver  # noqa: E402
 
 from hf_fastattn.kernels import spans  # noqa: E402
 from hf_fastattn.kernels.attention import lean, prefill, schedule, split_kv  # noqa: E402
-from hf_fastattn.kernels.decode import append, experts, linear, linear_rows, reorder, ring, rms_norm, rope, rotate, route  # noqa: E402
+from hf_fastattn.kernels.decode import append, experts, linear, linear_rows, reorder, ring, rms_norm, rope, rotate, route, shares  # noqa: E402
 from hf_fastattn.kernels.decode import residual as residual_sums  # noqa: E402
 from hf_fastattn.kernels.host import gpu  # noqa: E402
 from hf_fastattn.kernels.mixture import Layout, Weights  # noqa: E402
@@ -316,6 +316,8 @@ SMALL = {
     "rms_norm, Gemma": (rms_norm, lambda: _norm(late=True, one="fp32")),
     "rms_norm, rounded": (rms_norm, lambda: _norm(one="rounded")),
     "rms_norm, LayerNorm": (rms_norm, lambda: _norm(True, centred=True, late=True)),
+    "merge_shares": (shares, lambda: shares.merge_shares(torch.zeros(2, 1, 8, 1, 66, dtype=torch.bfloat16), 64)),
+    "merge_shares, sinks": (shares, lambda: shares.merge_shares(torch.zeros(2, 1, 8, 1, 66).half(), 64, torch.zeros(8))),
     "route": (route, lambda: route.route(torch.zeros(2, 60), 3, "softmax")),
 }
 

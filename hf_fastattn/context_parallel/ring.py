@@ -123,7 +123,7 @@ def ring_attention(
         incoming, requests = _pass_on(held, group, rank, ranks) if turn + 1 < ranks else (held, [])
         keys, values = held[: k.numel()].view(k.shape), held[k.numel() :].view(v.shape)
         for piece in pieces(order, rank, (rank - turn) % ranks, ranks, q.shape[2], causal, window):
-            part, its_lse = _attend(kernel, q, keys, values, spec, piece)
+            part, its_lse = attend(kernel, q, keys, values, spec, piece)
             out[:, :, piece.queries], lse[:, :, piece.queries] = merge(
                 (out[:, :, piece.queries], part.float()), (lse[:, :, piece.queries], its_lse)
             )
@@ -134,7 +134,7 @@ def ring_attention(
     return (out, lse) if return_lse else out
 
 
-def _attend(
+def attend(
     kernel: Callable[..., Result], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Spec, piece: Piece
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of one piece. A piece of which every query sees every key, or that ends at the diagonal, needs no spans."""

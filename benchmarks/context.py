@@ -1,0 +1,129 @@
+"""Ring, zigzag and Striped attention with a causal mask: a text that is shared out over ranks attends to itself.
+
+    python -m benchmarks.context --ranks 8              one GPU computes the turns of every rank, one after the other
+    torchrun --nproc-per-node 2 -m benchmarks.context   every GPU is a rank
+
+In each turn all ranks wait for the slowest. On one GPU "critical_us" is therefore the sum over the turns of the slowest rank's
+time, without communication, and "balance" the mean time of the ranks divided by it. Over several GPUs "us" is the time of a call
+on the slowest rank, with communication.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Sequence
+from statistics import mean, median
+
+import torch
+import torch.distributed as dist
+
+from hf_fastattn.context_parallel import ORDERS, pieces, positions, ring_attention
+from hf_fastattn.context_parallel.ring import PREFILL, attend
+from hf_fastattn.kernels.merge import merge
+from hf_fastattn.kernels.spec import Spec
+
+from .results import Results, add_options, command, conditions, find_device
+from .timing import elapsed_us
+
+METHOD = "CUDA events around one call, median of 3 after a first call"
+HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+SPEC = Spec(causal=False)
+CHECKED = 4096  # tokens of the text on which results are checked
+
+
+def draw(tokens: int, device: torch.device) -> list[torch.Tensor]:
+    """q, k and v of a text."""
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return [torch.randn(1, heads, tokens, HEAD_DIM, device=device, dtype=dtype) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+
+
+def check(order: str, ranks: int, device: torch.device) -> None:
+    """Compare the merged pieces of every rank with torch's attention. Raises AssertionError if they differ."""
+    q, k, v = draw(CHECKED if device.type == "cuda" else 64, device)
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    tokens = q.shape[2] // ranks
+    at = [positions(order, rank, ranks, tokens).to(device) for rank in range(ranks)]
+    for rank in range(ranks):
+        out = torch.zeros(1, HEADS, tokens, HEAD_DIM, device=device)
+        lse = torch.full(out.shape[:3], float("-inf"), device=device)
+        for owner in range(ranks):
+            for piece in pieces(order, rank, owner, ranks, tokens):
+                part, its_lse = attend(PREFILL, q[:, :, at[rank]], k[:, :, at[owner]], v[:, :, at[owner]], SPEC, piece)
+                held = out[:, :, piece.queries], lse[:, :, piece.queries]
+                out[:, :, piece.queries], lse[:, :, piece.queries] = merge((held[0], part.float()), (held[1], its_lse))
+        torch.testing.assert_close(out, want[:, :, at[rank]].float(), rtol=0, atol=0.02)
+
+
+def time_of(run: Callable[[], object], device: torch.device) -> float:
+    """Microseconds of run()."""
+    run()
+    return median(elapsed_us(run, device) for _ in range(3))
+
+
+def turn_of(order: str, rank: int, turn: int, text: Sequence[torch.Tensor], ranks: int) -> Callable[[], object]:
+    """One turn of a rank. text: q, k and v of its tokens; those of other ranks would take as long."""
+    found = pieces(order, rank, (rank - turn) % ranks, ranks, text[0].shape[2])
+    return lambda: [attend(PREFILL, *text, SPEC, piece) for piece in found]
+
+
+def on_one_device(order: str, ranks: int, total: int, device: torch.device) -> dict:
+    """The times of the turns of every rank."""
+    text = draw(total // ranks, device)
+    times = [[time_of(turn_of(order, rank, turn, text, ranks), device) for turn in range(ranks)] for rank in range(ranks)]
+    critical = sum(max(turns) for turns in zip(*times, strict=True))
+    return {"critical_us": critical, "rank_us": [sum(turns) for turns in times], "balance": mean(map(sum, times)) / critical}
+
+
+def on_several(order: str, total: int, device: torch.device) -> dict:
+    """The time of a call."""
+    ranks = dist.get_world_size()
+    q, k, v = draw(total // ranks, device)
+
+    def run() -> None:
+        dist.barrier()
+        ring_attention(q, k, v, order=order)
+
+    us = torch.tensor([time_of(run, device)], device=device)
+    dist.all_reduce(us, dist.ReduceOp.MAX)
+    return {"us": us.item()}
+
+
+def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.context") -> int:
+    parser = argparse.ArgumentParser(prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--ranks", type=int, default=8, help="number of ranks whose turns one GPU computes (default: %(default)s)"
+    )
+    parser.add_argument("--tokens", default="65536", help="lengths of the text (default: %(default)s)")
+    add_options(parser, 120)
+    args = parser.parse_args(argv)
+    ranks, several = int(os.environ.get("WORLD_SIZE", "1")), "WORLD_SIZE" in os.environ
+    device = find_device(args.device)
+    if several and not dist.is_initialized():
+        device = torch.device(device.type, int(os.environ["LOCAL_RANK"])) if device.type == "cuda" else device
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    ranks = ranks if several else args.ranks
+    head = {"conditions": conditions(device, METHOD), "shape": f"{HEADS}/{KV_HEADS} heads of {HEAD_DIM}, causal"}
+    name = "context_ranks.json" if several else "context.json"
+    results = Results(args.out / name, args.seconds, command(prog, argv), device if device.type == "cuda" else None, **head)
+    for total in map(int, args.tokens.split(",")):
+        for order in ORDERS:
+            if results.left() < 10:
+                results.say(f"no time for {order} at {total}")
+                continue
+            check(order, ranks, device)
+            found = on_several(order, total, device) if several else on_one_device(order, ranks, total, device)
+            results.data["rows"].append({"order": order, "ranks": ranks, "tokens": total, "run": results.run, **found})
+            if not several or dist.get_rank() == 0:
+                results.save()
+                results.say(f"{order}, {total} tokens, {ranks} ranks: {found}")
+    if several:
+        dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
