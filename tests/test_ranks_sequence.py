@@ -1,0 +1,241 @@
+"""patch(kv="sequence"): K and V shared out over ranks by sequence. Processes on the CPU, with a substitute for CUDA graphs."""
+
+from __future__ import annotations
+
+import re
+import warnings
+
+import processes
+import pytest
+import torch
+from models import prompts, tiny
+from test_ranks import generate, graphs_of, of_family, outcome, results, shared
+from transformers import DynamicCache
+
+import hf_fastattn
+from hf_fastattn import PreallocatedCache
+from hf_fastattn.caches import shared as shared_cache
+from hf_fastattn.patches import generation
+
+pytestmark = [processes.HIDDEN, pytest.mark.xdist_group("ranks")]
+# llama has 2 KV heads, fewer than 4 ranks; the plan of gpt_oss divides no heads; one layer of qwen2 and gpt_oss has a window.
+NAMES = {2: ("llama", "qwen2", "gpt_oss"), 4: ("llama",)}
+PADDINGS = ("no_padding", "holes")
+
+
+def without_spare_slots() -> None:
+    """Shares of as many tokens as the call needs. Otherwise the first rank would have a whole prompt of these tests."""
+    generation.round_up = lambda tokens: tokens
+
+
+def decode(one, model, padding: str) -> dict:
+    inputs = prompts(padding, "cpu")
+    forwards = {path: vars(module).get("forward") for path, module in model.named_modules()}
+    want = generate(one, inputs)
+    with hf_fastattn.patch(model, "lean", kv="sequence") as patch:
+        first = generate(model, inputs, return_dict_in_generate=True, output_logits=True)
+        again = generate(model, inputs)
+        slots = [layer.slots for layer in first.past_key_values.layers]
+        heads = {layer.keys.shape[1] for layer in first.past_key_values.layers if layer.track.window is None}
+        collectives = graphs_of(patch)[0].collectives
+    return {
+        "tokens": torch.equal(first.sequences, want) and torch.equal(again, want),
+        "logits": [bytes(x.numpy().tobytes()) for x in first.logits],
+        "steps": (patch.captures, patch.uncaptured, patch.reasons),
+        "slots": slots,
+        "heads": heads,
+        "gathers": sum("allgather" in each or "all_gather" in each for each in collectives),
+        "undone": forwards == {path: vars(module).get("forward") for path, module in model.named_modules()},
+    }
+
+
+def decode_all(rank: int, count: int) -> dict:
+    without_spare_slots()
+    models = {name: (of_family(name), shared(of_family(name), count)) for name in NAMES[count]}
+    return {(name, padding): decode(*both, padding) for name, both in models.items() for padding in PADDINGS}
+
+
+@pytest.fixture(scope="module")
+def decoded(tmp_path_factory):
+    for name in NAMES[2]:
+        of_family(name)  # before the fork
+    return {
+        count: results(processes.run(tmp_path_factory.mktemp("sequence"), count, decode_all, count, limit=240)) for count in NAMES
+    }
+
+
+@pytest.mark.parametrize("padding", PADDINGS)
+@pytest.mark.parametrize(("count", "name"), [(count, name) for count, names in NAMES.items() for name in names])
+def test_tokens_are_those_of_one_process_and_logits_the_same_bits_on_all_ranks(decoded, count, name, padding):
+    found = [each[name, padding] for each in decoded[count]]
+    for each in found:
+        assert each["tokens"] and each["undone"]
+        assert each["steps"] == (2, 0, [])
+        assert each["logits"] == found[0]["logits"]
+
+
+def test_each_rank_has_a_share_of_the_tokens_with_all_kv_heads(decoded):
+    for count, slots in ((2, [64, 39]), (4, [32, 32, 32, 7])):  # 96 of the prompt and 7 new ones; shares are multiples of 32
+        found = [each["llama", "no_padding"] for each in decoded[count]]
+        assert [each["slots"] for each in found] == [2 * [mine] for mine in slots]
+        assert all(each["heads"] == {2} for each in found)
+    both = decoded[2][0]["qwen2", "no_padding"]["slots"]
+    assert both[0] == 64 and both[1] != 64  # the layer with a window is not shared out
+
+
+def test_collectives_of_a_step(decoded):
+    """For each layer: K and V of the new token, queries, results; with half a head on each rank K and V twice more."""
+    assert decoded[2][0]["llama", "no_padding"]["gathers"] == 2 * 3 + 1
+    assert decoded[4][0]["llama", "no_padding"]["gathers"] == 2 * 5 + 1
+    assert decoded[2][0]["gpt_oss", "no_padding"]["gathers"] == 1 + 1  # its plan divides no heads, and one layer has a window
+
+
+# ---- calls of other kinds ----
+
+
+class Scene:
+    """One model on several ranks, patched again for each scene."""
+
+    def __init__(self, rank: int, count: int):
+        self.rank = rank
+        self.one, self.inputs = of_family("llama"), prompts("left_padding", "cpu")
+        self.model = shared(self.one, count)
+
+    def same(self, **options) -> bool:
+        inputs = {name: value[1:2] for name, value in self.inputs.items()}
+        want = generate(self.one, inputs, **{**options, "prefill_chunk_size": None})
+        return torch.equal(generate(self.model, inputs, **options), want)
+
+
+def other_modes(scene: Scene) -> list:
+    found = [scene.same(**o) for o in ({"num_beams": 2}, {"prompt_lookup_num_tokens": 3}, {"prefill_chunk_size": 40})]
+    return [*found, scene.patch.captures > 0, scene.patch.uncaptured]
+
+
+def a_chat(scene: Scene) -> list:
+    """Messages of a few and of many tokens after a cached text, which grows beyond the shares."""
+
+    def talk(model) -> tuple:
+        ids, cache = scene.inputs["input_ids"][2:, 48:], None
+        for message in (3, 80, 70, 3):
+            ids = torch.cat([ids, torch.arange(message)[None] % 90 + 7], 1)
+            out = generate(model, {"input_ids": ids}, past_key_values=cache, return_dict_in_generate=True)
+            ids, cache = out.sequences, out.past_key_values
+        return ids, cache
+
+    ids, cache = talk(scene.model)
+    return [torch.equal(ids, talk(scene.one)[0]), type(cache).__name__, sum(layer.slots for layer in cache.layers) // 2]
+
+
+def other_caches(scene: Scene) -> list:
+    """Caches with the heads of the rank, and no cache."""
+    found = []
+    for make in (DynamicCache, lambda: PreallocatedCache(scene.one)):
+        outputs = [generate(model, scene.inputs, past_key_values=make()) for model in (scene.model, scene.one)]
+        found.append(torch.equal(*outputs))
+    with torch.no_grad():
+        ids = scene.inputs["input_ids"]
+        found.append(torch.allclose(scene.model(ids).logits, scene.one(ids).logits, atol=1e-4))
+    return [*found, scene.patch.reasons]
+
+
+def a_dense_mask(scene: Scene) -> str:
+    with torch.no_grad():
+        cache = generate(scene.model, scene.inputs, return_dict_in_generate=True).past_key_values
+        mask = torch.ones(3, 1, 1, cache.get_seq_length() + 1, dtype=torch.bool)
+        return outcome(lambda: scene.model(torch.full((3, 1), 5), attention_mask=mask, past_key_values=cache))
+
+
+def an_unpatched_model(scene: Scene) -> str:
+    cache = generate(scene.model, scene.inputs, return_dict_in_generate=True).past_key_values
+    scene.patch.undo()
+    ids = torch.cat([scene.inputs["input_ids"], torch.full((3, 9), 5)], 1)
+    return outcome(lambda: generate(scene.model, {"input_ids": ids}, past_key_values=cache))
+
+
+def too_little_memory(scene: Scene) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hf_fastattn.patches.ranks.free_bytes", lambda device: 1000 if scene.rank else 1 << 40)
+        return outcome(lambda: generate(scene.model, scene.inputs))
+
+
+def other_settings(scene: Scene) -> list[str]:
+    scene.patch.undo()
+    model = scene.model
+    windows = shared(of_family("mistral_window_below_prompt"))
+    return [
+        outcome(lambda: hf_fastattn.patch(model, "lean", kv="heads" if scene.rank else "sequence")),
+        outcome(lambda: hf_fastattn.patch(model, "streaming", window=8, kv="sequence")),
+        outcome(lambda: hf_fastattn.patch(model, "lean", cache=None, graph=False, kv="sequence")),
+        outcome(lambda: hf_fastattn.patch(windows, kv="sequence")),
+    ]
+
+
+SCENES = {
+    2: [other_modes, a_dense_mask, an_unpatched_model, too_little_memory, other_settings],
+    4: [a_chat, other_caches],
+}
+
+
+def play(rank: int, count: int) -> dict:
+    without_spare_slots()
+    scene, found = Scene(rank, count), {}
+    for each in SCENES[count]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            scene.patch = hf_fastattn.patch(scene.model, "lean", kv="sequence")
+            found[each.__name__] = each(scene)
+            if not scene.patch.undone:
+                scene.patch.undo()
+    found["left"] = sorted(name for name in vars(scene.model) if "patch" in name or name == "generate")
+    return found
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory):
+    of_family("llama")
+    return {count: results(processes.run(tmp_path_factory.mktemp("scenes"), count, play, count, limit=240)) for count in SCENES}
+
+
+def test_beams_speculation_and_chunks_of_a_prompt(played):
+    assert [found["other_modes"] for found in played[2]] == 2 * [[True, True, True, True, 0]]
+
+
+def test_a_chat_grows_the_shares(played):
+    assert all(found["a_chat"][:2] == [True, "SharedCache"] for found in played[4])
+    assert sum(found["a_chat"][2] for found in played[4]) == 48 + 3 + 80 + 70 + 3 + 4 * 8 - 1
+
+
+def test_other_caches_have_the_heads_of_the_rank(played):
+    for found in played[4]:
+        *same, reasons = found["other_caches"]
+        assert same == [True, True, True]
+        for name, reason in zip(("DynamicCache", "PreallocatedCache"), reasons, strict=True):
+            assert reason == f"past_key_values is a {name}, not a SharedCache"
+
+
+def test_refusals(played):
+    shares = 'ValueError: K and V are shared out over ranks .kv="sequence"., and .* would need all of them'
+    for found in played[2]:
+        assert re.match(shares, found["a_dense_mask"]) and re.match(shares, found["an_unpatched_model"])
+        assert re.match("MemoryError: .*on rank 1", found["too_little_memory"])
+        ranks, streaming, without, windows = found["other_settings"]
+        assert re.match("ValueError: The ranks .*kv is 'sequence' on rank 0 and 'heads' on rank 1", ranks)
+        assert re.match("ValueError: kv=.sequence. needs cache=.static.; got a cache of 'rolling'", streaming)
+        assert re.match("ValueError: kv=.sequence. needs cache=.static.; got a cache of None", without)
+        assert re.match("ValueError: Every layer of MistralForCausalLM has a sliding window", windows)
+        assert found["left"] == []
+
+
+def test_a_model_on_one_rank_and_heads_that_cannot_be_divided_are_refused():
+    model = tiny("llama")
+    with pytest.raises(ValueError, match="over the ranks of tensor parallelism, and this LlamaForCausalLM is on one"):
+        hf_fastattn.patch(model, kv="sequence")
+    with pytest.raises(ValueError, match='kv must be "heads" or "sequence"; got \'tokens\''):
+        hf_fastattn.patch(model, kv="tokens")
+    with pytest.raises(TypeError, match="belongs to a process group"):
+        shared_cache.SharedCache(model)
+    odd = tiny("llama", hidden_size=96, num_attention_heads=6, num_key_value_heads=3)
+    odd._tp_size = 2
+    with pytest.raises(ValueError, match="6 query heads and 3 KV heads, which cannot be divided among 2 ranks"):
+        hf_fastattn.hf.heads_of_ranks(odd)
