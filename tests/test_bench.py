@@ -13,6 +13,7 @@ import torch
 
 from benchmarks import (
     commits,
+    context,
     families,
     fresh,
     generate,
@@ -440,3 +441,17 @@ def test_two_checkouts_alternate_and_agree(tmp_path):
     (row,) = found["rows"]
     assert row["same_tokens"] and row["lengths"] == [9, 20] and len(row["now"]["all_ms"]) == 2
     assert row["now_over_before"] == row["now"]["ms"] / row["before"]["ms"] and set(found["measured_by"]) == {row["run"]}
+
+
+def test_orders_of_context_parallelism_are_checked_and_timed(tmp_path, monkeypatch):
+    monkeypatch.setattr(context, "HEADS", 4)
+    monkeypatch.setattr(context, "KV_HEADS", 2)
+    assert context.main(["--ranks", "2", "--tokens", "64", "--device", "cpu", "--out", str(tmp_path)]) == 0
+    rows = json.loads((tmp_path / "context.json").read_text())["rows"]
+    assert [row["order"] for row in rows] == ["ring", "zigzag", "striped"]
+    assert all(len(row["rank_us"]) == 2 and 0 < row["balance"] <= 1 for row in rows)
+    monkeypatch.setattr(
+        context, "positions", lambda order, rank, ranks, tokens: torch.arange(tokens) + tokens * (ranks - 1 - rank)
+    )
+    with pytest.raises(AssertionError, match="Tensor-likes are not close"):
+        context.check("ring", 2, torch.device("cpu"))
