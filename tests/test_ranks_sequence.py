@@ -227,7 +227,7 @@ def test_refusals(played):
         assert found["left"] == []
 
 
-def test_a_model_on_one_rank_and_heads_that_cannot_be_divided_are_refused():
+def test_models_that_cannot_be_shared_out_are_refused():
     model = tiny("llama")
     with pytest.raises(ValueError, match="over the ranks of tensor parallelism, and this LlamaForCausalLM is on one"):
         hf_fastattn.patch(model, kv="sequence")
@@ -235,6 +235,11 @@ def test_a_model_on_one_rank_and_heads_that_cannot_be_divided_are_refused():
         hf_fastattn.patch(model, kv="tokens")
     with pytest.raises(TypeError, match="belongs to a process group"):
         shared_cache.SharedCache(model)
+    latent = tiny(
+        "deepseek_v3", kv_lora_rank=16, q_lora_rank=16, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1
+    )
+    with pytest.raises(ValueError, match="latent attention"):
+        hf_fastattn.hf.heads_of_ranks(latent)
     odd = tiny("llama", hidden_size=96, num_attention_heads=6, num_key_value_heads=3)
     odd._tp_size = 2
     with pytest.raises(ValueError, match="6 query heads and 3 KV heads, which cannot be divided among 2 ranks"):

@@ -60,9 +60,13 @@ def heads_of_ranks(model: PreTrainedModel) -> tuple[int, bool]:
     """How the plan of a model divides its heads: (number of consecutive ranks that need the same KV heads, 1 if each rank has its
     own; whether every rank computes all query and KV heads).
 
-    Raises ValueError if each query head and its KV head cannot be on one rank.
+    Raises ValueError if each query head and its KV head cannot be on one rank, and for latent attention.
     """
     name, ranks = type(model).__name__, getattr(model, "_tp_size", None) or 1
+    if getattr(model.config.get_text_config(decoder=True), "kv_lora_rank", None):
+        raise ValueError(
+            f"{name} has latent attention: its own code computes K and V from all that a cache holds. Leave out kv=."
+        )
     if not _divided(model, *_KEYS):
         if _divided(model, "q_proj"):
             raise ValueError(f"The plan of {name} divides queries among ranks, and not keys. Leave out kv=.")
