@@ -153,6 +153,16 @@ def an_unpatched_model(scene: Scene) -> str:
     return outcome(lambda: generate(scene.model, {"input_ids": ids}, past_key_values=cache))
 
 
+def other_heads(scene: Scene) -> list[str]:
+    """Layers whose heads are not those of the plan, as if the plan named the projections otherwise."""
+    shares, found = scene.patch._generation.shares, []
+    for heads in ([(4, 1)] * 2, [(8, 2)] * 2):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(shares, "heads", heads)
+            found.append(outcome(lambda: generate(scene.model, scene.inputs)))
+    return found
+
+
 def too_little_memory(scene: Scene) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hf_fastattn.patches.ranks.free_bytes", lambda device: 1000 if scene.rank else 1 << 40)
@@ -172,7 +182,7 @@ def other_settings(scene: Scene) -> list[str]:
 
 
 SCENES = {
-    2: [other_modes, a_dense_mask, an_unpatched_model, too_little_memory, other_settings],
+    2: [other_modes, a_dense_mask, an_unpatched_model, other_heads, too_little_memory, other_settings],
     4: [a_chat, other_caches],
 }
 
@@ -218,6 +228,9 @@ def test_refusals(played):
     shares = 'ValueError: K and V are shared out over ranks .kv="sequence"., and .* would need all of them'
     for found in played[2]:
         assert re.match(shares, found["a_dense_mask"]) and re.match(shares, found["an_unpatched_model"])
+        kv_heads, heads = found["other_heads"]
+        assert re.match("ValueError: Layer 0 has 1 of 1 KV heads on each rank, which its plan does not say", kv_heads)
+        assert re.match("ValueError: Layer 0 has 2 of 8 query heads on each rank, which its plan does not say", heads)
         assert re.match("MemoryError: .*on rank 1", found["too_little_memory"])
         ranks, streaming, without, windows = found["other_settings"]
         assert re.match("ValueError: The ranks .*kv is 'sequence' on rank 0 and 'heads' on rank 1", ranks)

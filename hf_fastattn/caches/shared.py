@@ -95,7 +95,7 @@ class SharedLayer(Layer):
             append(self.keys, self.values, *shares.gather_kv(key_states, value_states), track.counts[:1])
             return self._shares(key_states, value_states, track.capacity)
         self.refuse_gradient(key_states)
-        heads = shares.kv_heads(key_states.shape[1])
+        heads = shares.kv_heads(self.index, key_states.shape[1])
         like = [x[:, :1, :0].expand(-1, heads, -1, -1) for x in (key_states, value_states)]
         self.check(like[0], like[1])
         self.make_room(q_len)
@@ -133,7 +133,8 @@ class SharedLayer(Layer):
         batch, heads, _, _ = key_states.shape
         shapes = ((batch, heads, kv_len, x.shape[3]) for x in (key_states, value_states))
         keys, values = (
-            Share(x, shape, self.track.shares, plan) for x, shape in zip((self.keys, self.values), shapes, strict=True)
+            Share(x, shape, self.track.shares, self.index, plan)
+            for x, shape in zip((self.keys, self.values), shapes, strict=True)
         )
         return keys, values
 

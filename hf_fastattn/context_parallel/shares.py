@@ -26,18 +26,20 @@ from ..kernels.spec import KV, Result, Spec
 
 # torch 2.13 has deprecated the second name.
 _all_gather = getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor
+REMEDY = 'Call patch() without kv="sequence".'
 Plan = dict[int, tuple[torch.Tensor, torch.Tensor]]  # by the id of the spans of a sequence: those spans, and those of the share
 
 
 class Shares:
     """How ranks share a sequence's K and V, and which heads each of them computes.
 
-    group: the process group. copies: the number of consecutive ranks that compute the same KV heads, 1 if all are different.
-    whole: whether every rank computes all query and KV heads.
+    group: the process group. heads: (num_heads, num_kv_heads) of each layer. copies: the number of consecutive ranks that compute
+    the same KV heads, 1 if all are different. whole: whether every rank computes all query and KV heads.
     """
 
-    def __init__(self, group: Any, copies: int = 1, whole: bool = False):
+    def __init__(self, group: Any, heads: Sequence[tuple[int, int]], copies: int = 1, whole: bool = False):
         self.group = group
+        self.heads = heads
         self.rank: int = torch.distributed.get_rank(group)
         self.count: int = torch.distributed.get_world_size(group)
         self.copies = copies
@@ -52,12 +54,20 @@ class Shares:
         _all_gather(found, x.contiguous(), group=self.group)
         return found.view(self.count, *x.shape)
 
-    def kv_heads(self, own: int) -> int:
-        """The number of KV heads, from that of this rank."""
-        return own if self.whole else own * self.count // self.copies
+    def kv_heads(self, layer: int, own: int) -> int:
+        """The number of KV heads of a layer. own: the number on this rank. Raises ValueError if they are divided otherwise."""
+        _, total = self.heads[layer]
+        if own != (total if self.whole else total * self.copies // self.count):
+            raise ValueError(f"Layer {layer} has {own} of {total} KV heads on each rank, which its plan does not say. {REMEDY}")
+        return total
 
-    def gather_queries(self, q: torch.Tensor) -> torch.Tensor:
-        """The queries of all heads, from those of this rank, (batch, heads, q_len, head_dim)."""
+    def gather_queries(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+        """The queries of all heads of a layer, from those of this rank, (batch, heads, q_len, head_dim)."""
+        own, total = q.shape[1], self.heads[layer][0]
+        if own * (1 if self.whole else self.count) != total:
+            raise ValueError(
+                f"Layer {layer} has {own} of {total} query heads on each rank, which its plan does not say. {REMEDY}"
+            )
         return q if self.whole else _joined(self.every(q))
 
     def gather_kv(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -93,17 +103,18 @@ class Share(torch.Tensor):
     (batch, KV heads of this rank, kv_len, head_dim).
 
     Attention of this package reads it. Any other operation raises ValueError: it would need K and V of all ranks.
-    buffer: the share, (batch, num_kv_heads, slots, head_dim). plan: the spans of the share, for all layers of a step.
+    buffer: the share, (batch, num_kv_heads, slots, head_dim). layer: its index. plan: the spans of the share, for all layers.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # all arrive at __torch_dispatch__
 
-    def __new__(cls, buffer: torch.Tensor, shape: Sequence[int], shares: Shares, plan: Plan) -> Share:
+    def __new__(cls, buffer: torch.Tensor, shape: Sequence[int], shares: Shares, layer: int, plan: Plan) -> Share:
         return torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=buffer.dtype, device=buffer.device)
 
-    def __init__(self, buffer: torch.Tensor, shape: Sequence[int], shares: Shares, plan: Plan):
+    def __init__(self, buffer: torch.Tensor, shape: Sequence[int], shares: Shares, layer: int, plan: Plan):
         self.buffer = buffer
         self.shares = shares
+        self.layer = layer
         self.plan = plan
 
     def __repr__(self) -> str:  # type: ignore[override]  # torch's own has an internal argument
@@ -115,7 +126,7 @@ class Share(torch.Tensor):
     ) -> Any:
         raise ValueError(
             f'K and V are shared out over ranks (kv="sequence"), and {function} would need all of them. Only attention by a '
-            'backend of hf_fastattn over spans reads them; call patch() without kv="sequence" for other masks and other code.'
+            "backend of hf_fastattn over spans reads them. For other masks and other code: " + REMEDY
         )
 
     def spans(self, whole: torch.Tensor | None, q: torch.Tensor, causal: bool) -> torch.Tensor:
@@ -149,7 +160,7 @@ def over_shares(kernel: Callable[..., Result]) -> Callable[..., Result]:
             raise ValueError("K and V must be shares of one layer, and a window must be in the spans.")
         shares = keys.shares
         own = keys.spans(spans, q, spec.causal)
-        every = shares.gather_queries(q)
+        every = shares.gather_queries(keys.layer, q)
         out, lse = kernel(every, KV(keys.buffer, values.buffer), spec._replace(causal=False), own, return_lse=True)
         return shares.merge(out, lse, q.shape[1], sink_logits)
 

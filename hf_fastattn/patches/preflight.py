@@ -140,7 +140,8 @@ def which_shares(model: hf.PreTrainedModel, cache: str | None, kv: str) -> Share
         raise ValueError(f'kv="sequence" needs cache="static"; got a cache of {cache!r}. Leave out kv=.')
     if None not in hf.layer_windows(model.config):
         raise ValueError(f"Every layer of {name} has a sliding window, so no K and V grow with the text. Leave out kv=.")
-    return Shares(mesh.get_group(), *hf.heads_of_ranks(model))
+    heads = [(shape.num_heads, shape.num_kv_heads) for shape in hf.layer_shapes(model.config)]
+    return Shares(mesh.get_group(), heads, *hf.heads_of_ranks(model))
 
 
 def which_windows(

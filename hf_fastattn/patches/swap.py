@@ -90,6 +90,10 @@ class Patch:
         forward.add_hooks(model)
         layers = model.config.get_text_config(decoder=True).num_hidden_layers
         self.changes.append(Change("attention of layers", layers, before, self.backend))
+        if self._heads:
+            self.changes.append(
+                Change("projections of keys and values", len(self._heads), "part of a head", "the rank's KV heads")
+            )
         vars(model)[MARK] = self
         if fuse:
             self._fuse(model)
