@@ -100,10 +100,11 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.contex
     args = parser.parse_args(argv)
     ranks, several = int(os.environ.get("WORLD_SIZE", "1")), "WORLD_SIZE" in os.environ
     device = find_device(args.device)
-    if several and not dist.is_initialized():
-        device = torch.device(device.type, int(os.environ["LOCAL_RANK"])) if device.type == "cuda" else device
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
+    if several and device.type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    creates = several and not dist.is_initialized()
+    if creates:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     ranks = ranks if several else args.ranks
     head = {"conditions": conditions(device, METHOD), "shape": f"{HEADS}/{KV_HEADS} heads of {HEAD_DIM}, causal"}
@@ -120,7 +121,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.contex
             if not several or dist.get_rank() == 0:
                 results.save()
                 results.say(f"{order}, {total} tokens, {ranks} ranks: {found}")
-    if several:
+    if creates:
         dist.destroy_process_group()
     return 0
 
