@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from hf_fastattn.tables import size, table, thousands
 
+from . import sections_context
 from . import sections_training as training
 from .grid import LEAN, OURS, ROOM, ROOMY, SDPA, STATIC, UNPADDED
 from .provenance import by, columns, of_one_run, ratio
@@ -383,6 +384,8 @@ SECTIONS: list[tuple[str, str, Callable[[dict], str]]] = [
     ("training_gpt_oss", "kernels_training_gpt_oss.json", training.gpt_oss),
     ("training_fused", "kernels_training_fused.json", training.fused),
     ("training_layer", "kernels_training_layer.json", training.layer),
+    ("context", "context.json", sections_context.balance),
+    ("context_ranks", "context_ranks.json", sections_context.times),
     ("paper", "kernels_paper.json", paper),
     ("fixup", "kernels_fixup.json", fixup),
     ("sweep", "kernels_sweep.json", sweep),

@@ -25,6 +25,7 @@ from benchmarks import (
     results,
     runs,
     sections,
+    sections_context,
     stream,
     timing,
 )
@@ -450,6 +451,8 @@ def test_orders_of_context_parallelism_are_checked_and_timed(tmp_path, monkeypat
     rows = json.loads((tmp_path / "context.json").read_text())["rows"]
     assert [row["order"] for row in rows] == ["ring", "zigzag", "striped"]
     assert all(len(row["rank_us"]) == 2 and 0 < row["balance"] <= 1 for row in rows)
+    text = sections_context.balance(json.loads((tmp_path / "context.json").read_text()))
+    assert [line.split("|")[3].strip() for line in text.splitlines()[-3:]] == ["ring", "zigzag", "striped"]
     monkeypatch.setattr(
         context, "positions", lambda order, rank, ranks, tokens: torch.arange(tokens) + tokens * (ranks - 1 - rank)
     )
