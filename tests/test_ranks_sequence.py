@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import warnings
 
@@ -9,7 +10,7 @@ import processes
 import pytest
 import torch
 from models import prompts, tiny
-from test_ranks import generate, graphs_of, of_family, outcome, results, shared
+from test_ranks import NEW, generate, graphs_of, of_family, outcome, results, shared
 from transformers import DynamicCache
 
 import hf_fastattn
@@ -112,6 +113,20 @@ def other_modes(scene: Scene) -> list:
     return [*found, scene.patch.captures > 0, scene.patch.uncaptured]
 
 
+def a_copied_cache(scene: Scene) -> list[bool]:
+    """The text of a cache continued twice, once under inference_mode."""
+    cache = generate(scene.model, scene.inputs, return_dict_in_generate=True).past_key_values
+    copied = copy.deepcopy(cache)
+    inputs = {
+        "input_ids": torch.cat([generate(scene.one, scene.inputs), torch.full((3, 5), 9)], 1),
+        "attention_mask": torch.nn.functional.pad(scene.inputs["attention_mask"], (0, NEW + 5), value=1),
+    }
+    want = generate(scene.one, inputs)
+    with torch.inference_mode():
+        found = [torch.equal(generate(scene.model, inputs, past_key_values=copied), want)]
+    return [*found, torch.equal(generate(scene.model, inputs, past_key_values=cache), want)]
+
+
 def a_chat(scene: Scene) -> list:
     """Messages of a few and of many tokens after a cached text, which grows beyond the shares."""
 
@@ -183,7 +198,7 @@ def other_settings(scene: Scene) -> list[str]:
 
 SCENES = {
     2: [other_modes, a_dense_mask, an_unpatched_model, other_heads, too_little_memory, other_settings],
-    4: [a_chat, other_caches],
+    4: [a_chat, a_copied_cache, other_caches],
 }
 
 
@@ -214,6 +229,10 @@ def test_beams_speculation_and_chunks_of_a_prompt(played):
 def test_a_chat_grows_the_shares(played):
     assert all(found["a_chat"][:2] == [True, "SharedCache"] for found in played[4])
     assert sum(found["a_chat"][2] for found in played[4]) == 48 + 3 + 80 + 70 + 3 + 4 * 8 - 1
+
+
+def test_a_copied_cache_has_shares_of_its_own(played):
+    assert [found["a_copied_cache"] for found in played[4]] == 4 * [[True, True]]
 
 
 def test_other_caches_have_the_heads_of_the_rank(played):
