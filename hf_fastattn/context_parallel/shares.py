@@ -24,8 +24,6 @@ from ..kernels import spans as spans_of
 from ..kernels.decode.shares import merge_shares, pack
 from ..kernels.spec import KV, Result, Spec
 
-# torch 2.13 has deprecated the second name.
-_all_gather = getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor
 REMEDY = 'Call patch() without kv="sequence".'
 Plan = dict[int, tuple[torch.Tensor, torch.Tensor]]  # by the id of the spans of a sequence: those spans, and those of the share
 
@@ -43,6 +41,8 @@ class Shares:
         self.rank: int = torch.distributed.get_rank(group)
         self.count: int = torch.distributed.get_world_size(group)
         self.copies = copies
+        # torch 2.13 has deprecated the second name.
+        self.all_gather = getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor
         self.whole = whole
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Shares:
@@ -51,7 +51,7 @@ class Shares:
     def every(self, x: torch.Tensor) -> torch.Tensor:
         """The tensors of all ranks, (ranks, *x.shape)."""
         found = x.new_empty(self.count * x.shape[0], *x.shape[1:])
-        _all_gather(found, x.contiguous(), group=self.group)
+        self.all_gather(found, x.contiguous(), group=self.group)
         return found.view(self.count, *x.shape)
 
     def kv_heads(self, layer: int, own: int) -> int:
