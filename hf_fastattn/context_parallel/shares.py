@@ -9,7 +9,7 @@ Every rank has some of the query heads, and of the sequence's K and V a share of
 The shares are slots [rank * n, (rank + 1) * n), so the spans of a share are those of the sequence, shifted.
 
 Sources: Shyam et al., "Tree Attention" (2024), section 4; Yang et al., "Context Parallelism for Scalable Million-Token Inference"
-(2024), section 3.4 (passing queries).
+(2024), for the queries that are passed instead of keys.
 """
 
 from __future__ import annotations
