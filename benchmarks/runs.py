@@ -212,8 +212,8 @@ def timed_captures(seconds: list[float]) -> Iterator[None]:
 
 
 def last_graph(patched: Patch) -> graph.Entry | None:
-    """The entry whose decode graph was used last."""
-    entries = [e for held in patched._graphs.entries.values() for e in held if e.graph is not None]
+    """The entry whose graph of a decode step was used last."""
+    entries = [e for held in patched._graphs.entries.values() for e in held if e.graph is not None and e.tokens == 1]
     return max(entries, key=lambda e: e.used, default=None)
 
 

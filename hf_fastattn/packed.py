@@ -55,12 +55,11 @@ def _separated(mask: masks.Mask, arguments: dict[str, Any]) -> masks.Mask:
     if cu_q is not None and batch == 1 and q_len == kv_len and (_is_simple(mask) or chunk is not None):
         lo, hi = spans.segments_of_lengths(cu_q, cu_q if cu_k is None else cu_k, q_len)
     elif mask.fresh and isinstance(position_ids, torch.Tensor) and position_ids.dim() == 2 and position_ids.shape[1] == q_len:
-        before, after = position_ids[:, :-1], position_ids[:, 1:]
-        restarts = (after < before) | (after == 0)
+        again = spans.restarts(position_ids)
         # This synchronises with the device, once for each mask. A compiled graph always uses intervals.
-        if not torch.compiler.is_compiling() and not restarts.any():
+        if not torch.compiler.is_compiling() and not again.any():
             return mask
-        lo, hi = spans.segments(torch.nn.functional.pad(restarts, (1, 0), value=True))
+        lo, hi = spans.segments(torch.nn.functional.pad(again, (1, 0), value=True))
     else:
         return mask
     if chunk is not None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from . import hf, masks
+from .kernels import spans
 from .kernels.spec import KV, is_plain
 
 
@@ -39,13 +40,13 @@ def packed_sequences(name: str, mask: masks.Mask, position_ids: object) -> None:
     Without a cache Transformers separates them in the mask. This synchronises with the device, once per prompt.
     """
     mask.fresh = False  # the other layers need not check
-    if isinstance(position_ids, torch.Tensor) and position_ids.dim() == 2 and position_ids.shape[1] == mask.shape[2]:
-        before, after = position_ids[:, :-1], position_ids[:, 1:]
-        if ((after < before) | (after == 0)).any():
-            raise ValueError(
-                f"attn_implementation={name!r} got packed sequences (position_ids that restart) and a cache, in which they "
-                "would attend to each other. Pass use_cache=False, which keeps them apart."
-            )
+    if not isinstance(position_ids, torch.Tensor) or position_ids.dim() != 2 or position_ids.shape[1] != mask.shape[2]:
+        return
+    if spans.restarts(position_ids).any():
+        raise ValueError(
+            f"attn_implementation={name!r} got packed sequences (position_ids that restart) and a cache, in which they "
+            "would attend to each other. Pass use_cache=False, which keeps them apart."
+        )
 
 
 def unknown_arguments(name: str, module: torch.nn.Module, mask: torch.Tensor | None, kwargs: dict[str, Any]) -> None:

@@ -85,9 +85,16 @@ class _NoHost(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def use(monkeypatch) -> None:
-    """Let patched models on the CPU capture RecordedGraphs."""
+def use(monkeypatch, prompts: bool = True) -> None:
+    """Let patched models on the CPU capture RecordedGraphs. prompts: also for prompts and messages."""
+    if not prompts:
+        only_steps(monkeypatch)
     if kernels.INTERPRETED:
         pytest.skip("an interpreted kernel is not a tensor operation and cannot be recorded")
     monkeypatch.setattr(graph, "new_graph", RecordedGraph)
     monkeypatch.setattr(graph, "why_no_graph", lambda device: None)
+
+
+def only_steps(monkeypatch) -> None:
+    """Let prompts and messages run from Python, for tests that count the graphs of decode steps."""
+    monkeypatch.setattr(graph.Forwards, "_is_short", lambda *_: False)

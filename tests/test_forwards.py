@@ -8,12 +8,13 @@ import warnings
 import fake_graph
 import pytest
 import torch
-from models import VOCAB, family, prompts, tiny
+from models import FAMILIES, PADDINGS, VOCAB, family, prompts, tiny
 from transformers import LlamaForCausalLM, LogitsProcessor, LogitsProcessorList, PreTrainedTokenizerFast
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import hf_fastattn
 from hf_fastattn import PreallocatedCache, RollingCache, hf
+from hf_fastattn.caches.layers import SLACK
 from hf_fastattn.patches import graph as graphs
 from hf_fastattn.patches.generation import METHODS
 
@@ -164,7 +165,8 @@ def test_short_messages_after_a_cached_text(name, padding):
         assert not patch.uncaptured and not patch.reasons
 
 
-def test_more_tokens_than_a_graph_has_and_pictures_are_read_as_prompts(llama, monkeypatch):
+def test_more_tokens_than_a_graph_has_and_pictures_are_read_from_python(llama, monkeypatch):
+    monkeypatch.setattr(graphs, "BUCKETS", (1, 64))
     inputs = prompts("no_padding", "cpu", rows=1)
     with hf_fastattn.patch(llama) as patch:
         cache = generate(llama, inputs, max_new_tokens=1, return_dict_in_generate=True).past_key_values
@@ -377,7 +379,87 @@ def test_graphs_of_many_lengths_are_bounded(llama):
             generate(llama, {"input_ids": ids}, past_key_values=cache, max_new_tokens=2)
             cache.crop(96 - cache.get_seq_length())
         assert {entry.tokens for entry in patch._graphs.entries[cache.storage]} <= set(graphs.BUCKETS)
-        assert patch.captures <= len(graphs.BUCKETS) == 7
+        assert patch.captures <= 7
+
+
+FAMILY_PROMPTS = [(name, padding) for name in FAMILIES for padding in PADDINGS]
+
+
+@pytest.mark.parametrize("name, padding", FAMILY_PROMPTS)
+def test_prompts_of_many_lengths_are_read_by_one_graph(name, padding):
+    model, lengths = family(name, "cpu"), (128, 70, 90, 128, 101)
+    model.set_attn_implementation("eager")
+    options = {"max_new_tokens": 2, "return_dict_in_generate": True, "output_logits": True}
+    texts = [prompts(padding, "cpu", rows=2, length=length) for length in lengths]
+    expected = [generate(model, text, **options) for text in texts]
+    with hf_fastattn.patch(model) as patch:
+        for text, want in zip(texts, expected, strict=True):
+            got = generate(model, text, **options)
+            assert torch.equal(got.sequences, want.sequences)
+            torch.testing.assert_close(got.logits[0], want.logits[0], rtol=1e-4, atol=1e-4)
+            del got  # its cache, whose buffers the next call reuses
+        found = {entry.tokens for held in patch._graphs.entries.values() for entry in held if entry.graph}
+        assert found == {1, 128} and patch.captures == 2 and not patch.reasons
+        assert patch.replays == 3 + 4  # two prompts from Python, then three replayed; of the first step a rehearsal
+
+
+def test_prompts_of_other_rows_and_dtypes_get_buffers_first(llama):
+    with hf_fastattn.patch(llama) as patch:
+        cache, replays = PreallocatedCache(llama), []
+        for rows in (1, 2, 2, 2, 1, 1, 1):
+            inputs = prompts("no_padding", "cpu", rows=rows)
+            expected = llama(**inputs, use_cache=False).logits[:, -1:].argmax(-1)
+            cache.reset()
+            found = generate(llama, inputs, past_key_values=cache, max_new_tokens=1)
+            assert torch.equal(found[:, -1:], expected)
+            replays.append(patch.replays)
+        assert replays == [0, 0, 0, 1, 1, 1, 2]
+        llama.bfloat16()
+        for _ in range(3):
+            cache.reset()
+            found = generate(llama, inputs, past_key_values=cache, max_new_tokens=1)
+            assert torch.equal(found[:, -1:], llama(**inputs, use_cache=False).logits[:, -1:].argmax(-1))
+            assert cache.layers[0].keys.dtype == torch.bfloat16 and not patch.reasons
+
+
+def test_all_rows_of_a_graph_have_a_bounded_number_of_tokens():
+    found = {rows: graphs._most_tokens(torch.zeros(rows, 1)) for rows in (1, 2, 3, 8, 9, 200)}
+    assert found == {1: 512, 2: 256, 3: 128, 8: 64, 9: 64, 200: 64}
+    assert graphs.BUCKETS[-1] <= SLACK  # a sliding layer has room for them
+
+
+def test_packed_sequences_are_not_read_by_a_graph(llama):
+    ids = prompts("no_padding", "cpu", rows=1)["input_ids"]
+    texts = [{"input_ids": ids}, {"input_ids": ids, "position_ids": torch.arange(ids.shape[1])[None] % 90}]
+    options = {"max_new_tokens": 1, "output_logits": True, "return_dict_in_generate": True}
+    with hf_fastattn.patch(llama, graph=False):
+        whole, separated = (generate(llama, text, **options).logits[0] for text in texts)
+    assert not torch.allclose(whole, separated, atol=1e-2)
+    with hf_fastattn.patch(llama) as patch:
+        for text, want in ((texts[0], whole),) * 3 + ((texts[1], separated),) * 2:
+            torch.testing.assert_close(generate(llama, text, **options).logits[0], want, rtol=1e-4, atol=1e-4)
+        assert patch.captures == patch.replays == 1
+
+
+class Reading(LlamaForCausalLM):
+    """Reads a value on the host if there are many tokens, as the experts of a mixture do."""
+
+    def forward(self, input_ids, attention_mask=None, position_ids=None, past_key_values=None, **kwargs):
+        if input_ids.shape[1] > 64 and torch.is_tensor(past_key_values.get_seq_length()):
+            input_ids.sum().item()
+        return super().forward(input_ids, attention_mask, position_ids, past_key_values, **kwargs)
+
+
+def test_a_prompt_that_cannot_be_captured_is_read_from_python_and_not_tried_again(llama, monkeypatch):
+    llama.__class__, inputs, rehearsals = Reading, prompts("no_padding", "cpu", rows=1), []
+    rehearse = fake_graph.RecordedGraph.rehearse
+    monkeypatch.setattr(fake_graph.RecordedGraph, "rehearse", lambda *args: rehearsals.append(1) or rehearse(*args))
+    with hf_fastattn.patch(llama) as patch, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        expected = generate(llama, inputs)
+        for _ in range(4):
+            assert torch.equal(generate(llama, inputs), expected)
+        assert len(rehearsals) == 2 and patch.captures == 1 and (patch.uncaptured, patch.reasons) == (0, [])
 
 
 def test_a_change_of_the_model_counts_once_however_many_graphs_it_ends(llama):

@@ -7,6 +7,7 @@ import itertools
 import random
 import threading
 
+import fake_graph
 import pytest
 import torch
 from models import FAMILIES, PADDINGS, family, prompts, tiny
@@ -24,6 +25,11 @@ SOAK_STEPS = 20_000
 def generate(model, inputs, **options):
     torch.manual_seed(0)
     return model.generate(**inputs, **{"max_new_tokens": NEW, "do_sample": False, **options})
+
+
+@pytest.fixture(autouse=True)
+def steps(monkeypatch):
+    fake_graph.only_steps(monkeypatch)
 
 
 @pytest.fixture
@@ -97,6 +103,19 @@ def test_messages_after_a_cached_text(name):
     with hf_fastattn.patch(model) as patch:
         assert torch.equal(converse(), expected)
         assert patch.captures >= 3 and not patch.uncaptured
+
+
+@pytest.mark.parametrize("name, padding", [("llama", "no_padding"), ("llama", "left_padding"), ("qwen2", "holes")])
+def test_prompts_and_messages(name, padding, monkeypatch):
+    monkeypatch.undo()
+    model = family(name, "cuda")
+    model.set_attn_implementation("lean")
+    texts = [prompts(padding, "cuda", rows=2, length=length) for length in (128, 70, 90, 128, 101)]
+    expected = [generate(model, text) for text in texts]
+    with hf_fastattn.patch(model) as patch:
+        for text, want in zip(texts, expected, strict=True):
+            assert torch.equal(generate(model, text), want)
+        assert patch.captures == 2 and patch.replays == 3 + 5 * (NEW - 1) - 1 and not patch.reasons
 
 
 @pytest.mark.parametrize("rows", [1, 3])  # one row: its linear layers run our kernel

@@ -45,7 +45,7 @@ def test_layers_run_in_any_order(monkeypatch, name, order, padding):
     inputs = prompts(padding, "cpu", rows=2)
     expected = generate(model, inputs)
     assert torch.equal(generate(model, inputs, past_key_values=PreallocatedCache(model)), expected)
-    fake_graph.use(monkeypatch)
+    fake_graph.use(monkeypatch, prompts=False)
     monkeypatch.setattr(layers, "KEEP", 4)
     monkeypatch.setattr(layers, "SLACK", 8)
     for graph in (False, True):
@@ -126,7 +126,7 @@ def test_layers_that_did_not_run_continue_at_their_length():
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "qwen2", "mistral_window_below_prompt"])
 def test_an_early_exit_drafts_with_some_of_the_layers(monkeypatch, name):
-    fake_graph.use(monkeypatch)
+    fake_graph.use(monkeypatch, prompts=False)
     model_type, own = FAMILIES[name]
     model = tiny(model_type, **own)
     model.generation_config.assistant_confidence_threshold, model.generation_config.num_assistant_tokens = 0.0, 5
@@ -152,7 +152,7 @@ def streams(model, **options):
 
 @pytest.mark.parametrize("order", ["swapped", "reversed"])
 def test_a_rolling_cache_takes_layers_in_any_order(monkeypatch, order):
-    fake_graph.use(monkeypatch)
+    fake_graph.use(monkeypatch, prompts=False)
     model = ordered("llama", ORDERS[order])
     inputs = prompts("left_padding", "cpu", rows=2)
     with streams(model, cache=None, graph=False):
@@ -166,7 +166,7 @@ def test_a_rolling_cache_takes_layers_in_any_order(monkeypatch, order):
 
 @pytest.mark.parametrize("graph", [False, True])
 def test_a_rolling_cache_refuses_layers_that_lack_tokens(monkeypatch, graph):
-    fake_graph.use(monkeypatch)
+    fake_graph.use(monkeypatch, prompts=False)
     model = tiny("llama")
     inputs = prompts("no_padding", "cpu", rows=1)
     with streams(model, graph=graph), torch.no_grad():

@@ -157,7 +157,7 @@ def test_a_dropped_rolling_cache_frees_its_memory(buffers, use, tmp_path):
 @pytest.mark.parametrize("end", ["undo", "del", "del the model first", "deepcopy", "exception"])
 @pytest.mark.parametrize("kind", ["static", "rolling"])
 def test_a_patched_model_frees_its_memory(buffers, monkeypatch, kind, end):
-    fake_graph.use(monkeypatch)
+    fake_graph.use(monkeypatch, prompts=False)
     model = tiny("llama")
     patch = patched(model, kind)
     for rows in (1, 2, 3, 2):
@@ -190,7 +190,7 @@ def test_a_patched_model_frees_its_memory(buffers, monkeypatch, kind, end):
 
 @pytest.mark.parametrize("kind", ["static", "rolling"])
 def test_a_cache_that_outlives_its_model_keeps_only_its_own_memory(buffers, monkeypatch, kind):
-    fake_graph.use(monkeypatch)
+    fake_graph.use(monkeypatch, prompts=False)
     model = tiny("llama")
     patch = patched(model, kind)
     generate(model, prompts("no_padding", "cpu", rows=1))
@@ -283,7 +283,7 @@ def _contents(kept) -> list:
 @pytest.mark.parametrize("what", KEPT)
 def test_k_and_v_that_are_referenced_are_not_overwritten(buffers, monkeypatch, kind, what, graph):
     if graph:
-        fake_graph.use(monkeypatch)
+        fake_graph.use(monkeypatch, prompts=False)
     model = tiny("llama")
     inputs = prompts("no_padding", "cpu", rows=1)
     other = {"input_ids": inputs["input_ids"].flip(1)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 
+import fake_graph
 import pytest
 import torch
 from models import VOCAB, tiny
@@ -14,6 +15,11 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 
 LONGEST = 420
+
+
+@pytest.fixture(autouse=True)
+def steps(monkeypatch):
+    fake_graph.only_steps(monkeypatch)
 
 
 def patched(model, kind: str) -> hf_fastattn.Patch:

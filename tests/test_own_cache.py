@@ -80,7 +80,7 @@ class ReversedCache(StoredCache):
 @pytest.mark.parametrize("padding", PADDINGS)
 @pytest.mark.parametrize("model_type", ["llama", "opt", "qwen2"])
 def test_a_custom_cache_runs_under_patch_with_a_graph(model_type, padding, monkeypatch):
-    fake_graph.use(monkeypatch)
+    fake_graph.use(monkeypatch, prompts=False)
     model, inputs = tiny(model_type), prompts(padding, "cpu")
     options = {"max_new_tokens": 8, "do_sample": False}
     model.set_attn_implementation("eager")
@@ -94,7 +94,7 @@ def test_a_custom_cache_runs_under_patch_with_a_graph(model_type, padding, monke
 
 
 def test_it_is_refused_for_other_rows(monkeypatch):
-    fake_graph.use(monkeypatch)
+    fake_graph.use(monkeypatch, prompts=False)
     model = tiny("llama")
     with hf_fastattn.patch(model):
         cache = ReversedCache(model, PROMPT + 20)

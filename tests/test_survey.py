@@ -33,7 +33,7 @@ SCALE = 1.0
 
 @pytest.fixture(autouse=True)
 def captured(monkeypatch):
-    fake_graph.use(monkeypatch)
+    fake_graph.use(monkeypatch, prompts=False)
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ CALLS = [  # the calls: different batches and paddings, so that graphs and buffe
 
 @pytest.fixture
 def model(monkeypatch):
-    fake_graph.use(monkeypatch)
+    fake_graph.use(monkeypatch, prompts=False)
     return tiny("llama", "sdpa")
 
 

@@ -216,6 +216,8 @@ class Layer(CacheLayerMixin):
         step = track.step
         if step is not None and step.mode != EAGER:
             self.mark_written(step)
+            if (kind(self.keys), kind(self.values)) != (kind(key_states), kind(value_states)):
+                raise RuntimeError(f"layer {self.index} holds K and V of {describe(self.keys, self.values)}")
             append(self.keys, self.values, key_states, value_states, track.counts[:1])
             return self.keys, self.values
         self.refuse_gradient(key_states)

@@ -4,8 +4,9 @@ The forwards of a generate() go through a Forwards. It copies the small inputs o
 and returns an output of the model's own type. The first step of a new shape runs uncaptured on the same tensors, as a rehearsal.
 The second step is captured, which runs the model's Python once.
 
-A step has one token of each row, or a few: speculation, whose candidates are checked in one forward, and a short message that
-follows a cached text. Steps of several tokens are padded to one of BUCKETS, so that few graphs serve every number of tokens.
+A step has one token of each row, or several: speculation, whose candidates are checked in one forward, and a short prompt, or a
+message that follows a cached text. Steps of several tokens are padded to one of BUCKETS, so that few graphs serve every number of
+tokens.
 
 A graph is valid for one storage at one address (and one `variant` of it, such as a uniform batch), one set of input shapes and
 one fingerprint of the model (survey.py), which is taken once per generate(), before its first step. Weights changed in place take
@@ -26,6 +27,7 @@ from .. import hf
 from ..caches.contract import Storage
 from ..caches.pool import references
 from ..caches.stored import StoredCache
+from ..kernels.spans import restarts
 from . import verify
 from .cuda_graph import CudaGraph, Graph
 from .entry import Entry, Inputs, grows, unpaddable
@@ -36,7 +38,9 @@ from .unread import unread_by
 
 MAX_GRAPHS = 32  # per patched model; the least recently used one is dropped first
 MAX_CHANGES = 4  # consecutive calls with a new capture before a warning
-BUCKETS = (1, 2, 4, 8, 16, 32, 64)  # numbers of tokens of each row that graphs are captured for
+# Numbers of tokens of each row that graphs are captured for.
+BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 320, 384, 448, 512)
+FEW = 64  # tokens of each row, for any number of rows; more only up to BUCKETS[-1] tokens of all rows
 
 
 def why_no_graph(device: torch.device) -> str | None:
@@ -55,7 +59,8 @@ class DecodeGraphs:
     def __init__(self, ranks: OneRank | None = None) -> None:
         self.ranks = ranks or OneRank()
         self.entries: weakref.WeakKeyDictionary[Storage, list[Entry]] = weakref.WeakKeyDictionary()
-        self.read: weakref.WeakKeyDictionary[Storage, set[int]] = weakref.WeakKeyDictionary()  # sizes of messages read so far
+        # By the sizes of prompts read so far: whether the next of that size may be a step.
+        self.read: weakref.WeakKeyDictionary[Storage, dict[int, bool]] = weakref.WeakKeyDictionary()
         self.shared: dict[str, Any] = {}
         self.lock = threading.RLock()
         self.clock = itertools.count(1)
@@ -129,6 +134,7 @@ class Forwards:
         self.prompt = prompt
         self.chunked = chunked
         self.begun = False
+        self.quiet = False  # whether the current forward may run from Python without a warning
         self.fingerprint: Fingerprint | None = None
         self.entries: dict[int, Entry] = {}  # the last one by number of tokens
         self.settled: set[Entry] = set()  # those whose state the ranks have compared in this call
@@ -142,6 +148,7 @@ class Forwards:
                 return self._forward(given)
         elif (reason := self._why_not(cache, ids)) is not None:
             return self._uncaptured(reason, given)
+        self.quiet = prompt and (ids.shape[1] > FEW or not _tokens(cache))  # few launches for each token
         # Graphs share memory: no other thread may replay one between the copy of the inputs and the copy of the logits.
         with self.graphs.lock:
             if self.graphs.closed:
@@ -150,6 +157,10 @@ class Forwards:
                 return self._step(cache, ids, given)
             except Uncapturable as error:
                 reason = str(error)
+                if self.quiet:
+                    if self.fingerprint is not None:  # the reason is the model's code, not its present state
+                        self.graphs.read[cache.storage][_bucket(ids)] = False
+                    return self._forward(given)
                 if not prompt:
                     self.refused = reason
                 return self._uncaptured(reason, given)
@@ -162,20 +173,28 @@ class Forwards:
         return (many or tokens < max(1, self.prompt)) if self.chunked else (many and not tokens)
 
     def _is_short(self, cache: object, ids: torch.Tensor | None, given: Inputs) -> bool:
-        """Whether a forward that reads the prompt can be a step: a few tokens of text that follow a cached text."""
-        if self.refused is not None or ids is None or not isinstance(cache, StoredCache) or not _tokens(cache):
+        """Whether a forward that reads the prompt can be a step: some hundred tokens of text at most."""
+        if self.refused is not None or ids is None or not isinstance(cache, StoredCache):
             return False
-        if ids.shape[1] > (BUCKETS[-1] if cache.storage.takes_many else 1):
+        storage, empty = cache.storage, not _tokens(cache)
+        if ids.shape[1] > (_most_tokens(ids) if storage.takes_many else 1) or (empty and not storage.takes_many):
             return False
-        if given.get("attention_mask") is not None and not (self.ignore_mask or cache.storage.takes_mask):
+        if given.get("attention_mask") is not None and not (self.ignore_mask or storage.takes_mask):
             return False  # it may say that new tokens are padding
-        return unpaddable(given) is None
+        return unpaddable(given) is None and not (empty and self._is_packed(given))
+
+    def _is_packed(self, given: Inputs) -> bool:
+        """Whether an unpadded prompt consists of packed sequences, which a graph would not see. This synchronises."""
+        positions = given.get("position_ids")
+        if not isinstance(positions, torch.Tensor) or not (given.get("attention_mask") is None or self.ignore_mask):
+            return False
+        return positions.dim() == 2 and bool(restarts(positions).any())
 
     def _again(self, cache: StoredCache, ids: torch.Tensor) -> bool:
-        """Whether a prompt of this size has followed this cache before: one that comes once is not worth a rehearsal."""
-        tokens, read = _bucket(ids), self.graphs.read.setdefault(cache.storage, set())
-        before = tokens == 1 or tokens in read
-        read.add(tokens)
+        """Whether a prompt of this size has been read into these buffers: one that comes once is not worth a rehearsal."""
+        tokens, read = _bucket(ids), self.graphs.read.setdefault(cache.storage, {})
+        before = read.get(tokens, tokens == 1) and cache.storage.rows == len(ids)
+        read.setdefault(tokens, True)
         return self.graphs.ranks.every(before)
 
     def _why_not(self, cache: object, ids: torch.Tensor | None) -> str | None:
@@ -188,8 +207,8 @@ class Forwards:
             return "the forward that read the prompt has left the cache empty (as gradient checkpointing in training mode does)"
         if ids.shape[1] > 1 and not cache.storage.takes_many:
             return f"a step has several tokens, and steps over a {type(cache).__name__} are captured for one"
-        if ids.shape[1] > BUCKETS[-1]:
-            return f"a step has more than {BUCKETS[-1]} tokens, the most that a graph has"
+        if ids.shape[1] > (most := _most_tokens(ids)):
+            return f"a step has more than {most} tokens of each row, the most that a graph of {len(ids)} rows has"
         return self.refused
 
     def _uncaptured(self, reason: str, given: Inputs) -> Any:
@@ -199,9 +218,12 @@ class Forwards:
 
     def _forward(self, given: Inputs) -> Any:
         """The model's forward, which may change the model."""
+        self._forget()
+        return self.run(**given)
+
+    def _forget(self) -> None:
         self.fingerprint = None
         self.entries.clear()
-        return self.run(**given)
 
     def _step(self, cache: StoredCache, ids: torch.Tensor, given: Inputs) -> Any:
         """One step by a graph. Raises Uncapturable if it has to run without one."""
@@ -322,9 +344,13 @@ class Forwards:
         changed = before.differences(survey(self.model), entry.unread)
         reason = f"a step changes values that the next step reads ({', '.join(changed[:3])})" if changed else None
         if (reason := self.graphs.ranks.refusal(reason)) is not None:  # the step has run and must not run again
-            self.refused = entry.refused = reason
-            self.say(reason)
-            self.graphs.uncaptured += 1
+            entry.refused = reason
+            if self.quiet:
+                self._forget()
+            else:
+                self.refused = reason
+                self.say(reason)
+                self.graphs.uncaptured += 1
         return logits
 
 
@@ -336,6 +362,11 @@ def _replay(entry: Entry, graph: Graph, inputs: Inputs) -> torch.Tensor:
 def _bucket(ids: torch.Tensor) -> int:
     """The number of tokens of the graph for these ids."""
     return next(bucket for bucket in BUCKETS if bucket >= ids.shape[1])
+
+
+def _most_tokens(ids: torch.Tensor) -> int:
+    """The most tokens of each row in a graph for the rows of these ids."""
+    return max(bucket for bucket in BUCKETS if bucket <= FEW or bucket * len(ids) <= BUCKETS[-1])
 
 
 def _tokens(cache: StoredCache) -> int:
