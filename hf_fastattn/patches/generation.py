@@ -64,6 +64,7 @@ class Generation:
         self.ranks = several_ranks.of(model)
         self.graphs = graphs.DecodeGraphs(self.ranks)
         self.pool = self._make_pool(0)
+        self.fitted = ("", 0)  # the configuration for which the pool was made, and the number of its layers
         self.reasons: list[str] = []
         self.had: dict[str, Any] = {}  # previous attributes of the instance by method name, or _MISSING
         self.lock = threading.Lock()
@@ -145,6 +146,13 @@ class Generation:
 
     def _refit(self, model: hf.PreTrainedModel) -> int:
         """Replace the pool if the layers or the configuration of the model have changed. Return the number of layers."""
+        text = model.config.get_text_config(decoder=True)
+        config = repr(vars(text))  # by value, as lists may be changed in place; reading the windows takes longer
+        if config != self.fitted[0]:
+            self.fitted = config, self._fit(model)
+        return self.fitted[1]
+
+    def _fit(self, model: hf.PreTrainedModel) -> int:
         windows = hf.layer_windows(model.config)
         streaming = None if self.streaming is None else Settings.of(model.config.get_text_config(decoder=True))
         if streaming is None and windows == self.windows[: len(windows)]:
