@@ -15,6 +15,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 import hf_fastattn
 from hf_fastattn import PreallocatedCache, RollingCache, hf
 from hf_fastattn.caches.layers import SLACK
+from hf_fastattn.caches.storage import StaticStorage
 from hf_fastattn.patches import graph as graphs
 from hf_fastattn.patches.generation import METHODS
 
@@ -422,8 +423,9 @@ def test_prompts_of_other_rows_and_dtypes_get_buffers_first(llama):
             assert cache.layers[0].keys.dtype == torch.bfloat16 and not patch.reasons
 
 
-def test_all_rows_of_a_graph_have_a_bounded_number_of_tokens():
-    found = {rows: graphs._most_tokens(torch.zeros(rows, 1)) for rows in (1, 2, 3, 8, 9, 200)}
+def test_all_rows_of_a_graph_have_a_bounded_number_of_tokens(llama):
+    forwards, storage = graphs.Forwards(graphs.DecodeGraphs(), llama, llama, print), StaticStorage([None], 256)
+    found = {rows: forwards._most_tokens(storage, rows) for rows in (1, 2, 3, 8, 9, 200)}
     assert found == {1: 512, 2: 256, 3: 128, 8: 64, 9: 64, 200: 64}
     assert graphs.BUCKETS[-1] <= SLACK  # a sliding layer has room for them
 

@@ -27,9 +27,9 @@ class Storage:
     is allocated. seen: number of tokens so far, including dropped ones, counted on the host. capacity: number of tokens that fit
     into the buffers; a pool selects the smallest sufficient storage. version: changes whenever a buffer moves in memory.
     variant: a captured step is valid for one version and one variant. takes_mask: whether a captured step of padded rows reads
-    the attention mask. takes_many: whether a captured step may have several tokens of each row. recorded: number of references
-    held by decode graphs, as `pool.references` counts them. serial: its number among the storages of a model, by which ranks that
-    share the model name it.
+    the attention mask. takes_many: whether a captured step may have several tokens of each row. takes_prompts: whether these may
+    also be some hundred, or the first. recorded: number of references held by decode graphs, as `pool.references` counts them.
+    serial: its number among the storages of a model, by which ranks that share the model name it.
 
     A storage is weakly referenced and hashed by identity. It has everything that a step needs of its cache, because a captured
     step creates a new cache over it (`StoredCache.around`). The defaults of mark() and rewind() suit a storage whose sync()
@@ -38,6 +38,7 @@ class Storage:
 
     takes_mask: bool = True
     takes_many: bool = False
+    takes_prompts: bool = False
     recorded: int = 0
     serial: int = 0
 

@@ -18,7 +18,7 @@ from .reorder import Tables, reorder
 class StaticStorage(Storage):
     """The layers and tracks of one cache. The next cache of the same shape reuses the buffers in place."""
 
-    takes_many = True
+    takes_many = takes_prompts = True
     layers: list[Layer]
 
     def __init__(self, windows: list[int | None], capacity: int, growable: bool = True):

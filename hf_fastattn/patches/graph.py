@@ -177,11 +177,22 @@ class Forwards:
         if self.refused is not None or ids is None or not isinstance(cache, StoredCache):
             return False
         storage, empty = cache.storage, not _tokens(cache)
-        if ids.shape[1] > (_most_tokens(ids) if storage.takes_many else 1) or (empty and not storage.takes_many):
+        if ids.shape[1] > self._most_tokens(storage, len(ids)) or (empty and not self._takes_prompts(storage)):
             return False
         if given.get("attention_mask") is not None and not (self.ignore_mask or storage.takes_mask):
             return False  # it may say that new tokens are padding
         return unpaddable(given) is None and not (empty and self._is_packed(given))
+
+    def _takes_prompts(self, storage: Storage) -> bool:
+        """Whether a graph may read more than a short message. Ranks that share a model have only been tested with these."""
+        return storage.takes_prompts and not self.graphs.ranks.several
+
+    def _most_tokens(self, storage: Storage, rows: int) -> int:
+        """The most tokens of each row in a graph over this storage."""
+        if not storage.takes_many:
+            return 1
+        most = BUCKETS[-1] // rows if self._takes_prompts(storage) else 0
+        return max(bucket for bucket in BUCKETS if bucket <= max(FEW, most))
 
     def _is_packed(self, given: Inputs) -> bool:
         """Whether an unpadded prompt consists of packed sequences, which a graph would not see. This synchronises."""
@@ -207,7 +218,7 @@ class Forwards:
             return "the forward that read the prompt has left the cache empty (as gradient checkpointing in training mode does)"
         if ids.shape[1] > 1 and not cache.storage.takes_many:
             return f"a step has several tokens, and steps over a {type(cache).__name__} are captured for one"
-        if ids.shape[1] > (most := _most_tokens(ids)):
+        if ids.shape[1] > (most := self._most_tokens(cache.storage, len(ids))):
             return f"a step has more than {most} tokens of each row, the most that a graph of {len(ids)} rows has"
         return self.refused
 
@@ -362,11 +373,6 @@ def _replay(entry: Entry, graph: Graph, inputs: Inputs) -> torch.Tensor:
 def _bucket(ids: torch.Tensor) -> int:
     """The number of tokens of the graph for these ids."""
     return next(bucket for bucket in BUCKETS if bucket >= ids.shape[1])
-
-
-def _most_tokens(ids: torch.Tensor) -> int:
-    """The most tokens of each row in a graph for the rows of these ids."""
-    return max(bucket for bucket in BUCKETS if bucket <= FEW or bucket * len(ids) <= BUCKETS[-1])
 
 
 def _tokens(cache: StoredCache) -> int:
