@@ -126,7 +126,7 @@ class Share(torch.Tensor):
     ) -> Any:
         raise ValueError(
             f'K and V are shared out over ranks (kv="sequence"), and {function} would need all of them. Only attention by a '
-            "backend of hf_fastattn over spans reads them. For other masks and other code: " + REMEDY
+            f"backend of hf_fastattn over spans reads them, without dropout and without autocast to another dtype. {REMEDY}"
         )
 
     def spans(self, whole: torch.Tensor | None, q: torch.Tensor, causal: bool) -> torch.Tensor:
