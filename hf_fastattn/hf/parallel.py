@@ -82,7 +82,8 @@ def heads_of_ranks(model: PreTrainedModel) -> tuple[int, bool]:
         found.add(max(1, ranks // keys))
     copies = found.pop()
     if found or (copies > 1 and _divided(model, *_KEYS[1:])):
-        raise ValueError(f"The KV heads of {name} are not divided among {ranks} ranks alike in all layers. Use fewer ranks.")
+        why = "differ from layer to layer" if found else "are computed together with its queries"
+        raise ValueError(f"The KV heads of {name} {why}, and {ranks} ranks are more than KV heads. Use fewer ranks.")
     return copies, False
 
 
