@@ -113,6 +113,27 @@ def test_pieces_are_the_visible_pairs(order, ranks, window):
             assert torch.equal(found, want)
 
 
+def pairs(piece) -> int:
+    """Number of pairs of a query and a key that it sees."""
+    seen = torch.arange(piece.queries.stop - piece.queries.start) + piece.offset + 1
+    return int(seen.clamp(0, piece.keys.stop - piece.keys.start).sum())
+
+
+@pytest.mark.parametrize(("order", "least", "most"), [("ring", 0.50, 0.60), ("zigzag", 0.99, 1.0), ("striped", 0.99, 1.0)])
+def test_zigzag_and_striped_share_causal_work_equally(order, least, most):
+    """The mean work of 8 ranks over the work of the slowest rank in every turn, for which all wait."""
+    ranks, tokens = 8, 4096
+    work = torch.tensor(
+        [
+            [sum(map(pairs, pieces(order, rank, (rank - turn) % ranks, ranks, tokens))) for turn in range(ranks)]
+            for rank in range(ranks)
+        ]
+    )
+    total = ranks * tokens
+    assert work.sum() == total * (total + 1) // 2
+    assert least <= work.sum() / ranks / work.amax(0).sum() <= most
+
+
 def test_all_tokens_are_on_one_rank_each():
     for order in ORDERS:
         assert torch.equal(torch.cat([positions(order, rank, 4, 6) for rank in range(4)]).sort().values, torch.arange(24))
