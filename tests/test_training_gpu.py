@@ -59,7 +59,7 @@ def losses(family: str, attention: str, dtype: torch.dtype | None) -> torch.Tens
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_training_converges_as_with_eager_attention(family):
+def test_training_in_bfloat16_converges_as_with_eager_attention(family):
     exact, rounded = losses(family, "eager", None), losses(family, "eager", torch.bfloat16)
     with hf_fastattn.count_calls() as calls:
         found = losses(family, "lean", torch.bfloat16)
