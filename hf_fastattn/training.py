@@ -70,12 +70,14 @@ def attention(
     """(out, lse) of the backend `name`, with gradients to q, k, v and sink_logits; arguments as `kernels.reference.attention`.
 
     Gradients are summed in fp32 and have the dtypes of their tensors. On a GPU they are bitwise repeatable. Second derivatives
-    raise RuntimeError. dropout: the probability of dropping a weight. Torch's generator gives the seed, outside of the op, so
-    recomputation with the state of the generator preserved drops the same weights.
+    raise RuntimeError. dropout: the probability of dropping a weight; ValueError if the backend has no dropout. Torch's generator
+    gives the seed, outside of the op, so recomputation with the state of the generator preserved drops the same weights.
     """
     refuse_tangents(q, k, v, sink_logits)
     seed = None
     if dropout > 0.0:
+        if name not in _dropping:
+            raise ValueError(f"{name!r} has no dropout; use one of {', '.join(sorted(_dropping))}, or dropout=0.")
         seed = torch.randint(-(1 << 62), 1 << 62, (1,), device=q.device)
     arguments = name, q, k, v, spans, sink_logits, scale, causal, window, softcap, dropout, seed
     direct = not torch.compiler.is_compiling() and _is_direct(q, k, v, spans, sink_logits)

@@ -13,6 +13,5 @@ backend = register(
         decode=TritonKernel("split_kv", splits=SPLITS),
         packed=True,
         backward=TritonKernel("backward", twin=reference.backward),
-        dropout=True,
     )
 )

@@ -10,6 +10,5 @@ backend = register(
         prefill=TritonKernel("prefill", hopper="prefill_hopper"),
         packed=True,
         backward=TritonKernel("backward", twin=reference.backward),
-        dropout=True,
     )
 )

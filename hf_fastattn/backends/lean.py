@@ -11,6 +11,5 @@ backend = register(
         decode=TritonKernel("lean"),
         packed=True,
         backward=TritonKernel("backward", twin=reference.backward),
-        dropout=True,
     )
 )

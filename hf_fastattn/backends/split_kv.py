@@ -11,6 +11,5 @@ backend = register(
         decode=TritonKernel("split_kv"),
         packed=True,
         backward=TritonKernel("backward", twin=reference.backward),
-        dropout=True,
     )
 )
