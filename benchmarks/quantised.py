@@ -135,7 +135,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.quanti
     parser.add_argument("--keep", action="store_true", help="keep the rows that are in the JSON, and measure the others")
     add_options(parser, seconds=560)
     args = parser.parse_args(argv)
-    args.unchecked, args.reserve = False, 3  # seconds for a row
+    args.unchecked, args.reserve = False, 2  # seconds for a row
     if unknown := set(args.only) - set(SCHEMES):
         parser.error(f"unknown schemes {', '.join(sorted(unknown))}; known are {', '.join(SCHEMES)}.")
     device = find_device(args.device)

@@ -16,6 +16,7 @@ import torch
 
 _PACKED = {torch.int8, torch.uint8, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2}
 _INTEGRATIONS = "transformers.integrations."  # layers that a quantiser of Transformers puts into a model
+_PLAIN = ("torch.", "transformers.models.")  # layers whose integers are indices and masks
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,13 +36,14 @@ class Weights:
 def quantised_as(module: torch.nn.Module) -> str | None:
     """Package and class of a module's quantised weights, or None."""
     cls = type(module)
+    unpacks = not cls.__module__.startswith(_PLAIN)
     for tensor in (*module._parameters.values(), *module._buffers.values()):
         if tensor is None:
             continue
         foreign = _package(type(tensor)) != "torch"
         if foreign and _package(cls) == "torch":
             return f"{_package(type(tensor))} {type(tensor).__name__}"
-        if foreign or (tensor.dim() > 1 and tensor.dtype in _PACKED):
+        if foreign or (unpacks and tensor.dim() > 1 and tensor.dtype in _PACKED):
             return f"{_package(cls)} {cls.__name__}"
     return f"{_package(cls)} {cls.__name__}" if cls.__module__.startswith(_INTEGRATIONS) and not module._modules else None
 
@@ -55,7 +57,7 @@ def weights(model: torch.nn.Module) -> list[Weights]:
         own = [p for p in module._parameters.values() if p is not None and id(p) not in seen]
         seen.update(map(id, own))
         if kind is not None:
-            stored = {_key(tensor): tensor.nbytes for tensor in _tensors(vars(module), 4)}
+            stored = {_key(tensor): tensor.nbytes for tensor in _tensors(vars(module), 6)}
             new = stored.keys() - seen
             seen |= new
             found.append(Weights(path, module, sum(stored[key] for key in new), _count(module), kind))

@@ -290,7 +290,7 @@ class Generation:
             self.say("model.compile() was called" if calls else "generate() of the class was called, not that of the model")
             return
         # disable_compile concerns torch.compile, not decode graphs.
-        refused = graphs.why_no_graph(model.device)
+        refused = graphs.why_none(model)
         if generation_config.output_hidden_states or generation_config.output_attentions:
             refused = refused or "hidden states or attentions are requested"
         if (name := model.config._attn_implementation) not in registry.names():

@@ -48,6 +48,11 @@ def why_no_graph(device: torch.device) -> str | None:
     return None if device.type == "cuda" else f"the model is on {device}, and graphs are for CUDA devices"
 
 
+def why_none(model: hf.PreTrainedModel) -> str | None:
+    """Why no step of this model can be captured, if that is known before one has run."""
+    return why_no_graph(model.device) or hf.why_not_captured(model)
+
+
 def new_graph(device: torch.device, shared: dict[str, Any]) -> Graph:
     """An object that records and replays. shared: one dict per patched model."""
     return CudaGraph(device, shared)

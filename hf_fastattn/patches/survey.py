@@ -28,8 +28,6 @@ def survey(model: hf.PreTrainedModel) -> Fingerprint:
         raise Uncapturable("autocast is on, and its copies of the weights are temporary")
     if torch._C._len_torch_dispatch_stack():
         raise Uncapturable("a dispatch mode of torch is active, and a graph would not pass through it")
-    if reason := hf.why_not_captured(model):
-        raise Uncapturable(reason)
     walker = Walker(model.device)
     with classes_lock:
         modules = walker.modules(model)

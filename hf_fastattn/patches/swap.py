@@ -111,7 +111,7 @@ class Patch:
         self.changes.append(Change("cache of layers", len(self._generation.windows), kept, words))
         if streaming is not None:
             self.changes.append(Change("forward pre-hook", 1, "none", "passes the padding to the cache"))
-        if self.graph and not graphs.why_no_graph(model.device):
+        if self.graph and not graphs.why_none(model):
             self.changes.append(Change("decode step", 1, "launched from Python", "one CUDA graph"))
 
     def _fuse(self, model: hf.PreTrainedModel) -> None:
@@ -200,7 +200,7 @@ class Patch:
         elif model is not None:
             if (now := model.config._attn_implementation) != self.backend:
                 lines.append(f"  set_attn_implementation() has since changed attention: {self.backend} -> {now}")
-            if self.graph and (reason := graphs.why_no_graph(model.device)):
+            if self.graph and (reason := graphs.why_none(model)):
                 lines.append(f"  decode graph: off, as {reason}")
         if self.captures or self.uncaptured:
             memory = f" ({size(self.graph_bytes)})" if self.graph_bytes else ""
