@@ -154,15 +154,19 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize(("module", "name"), OTHERS)
-def test_layers_of_other_packages_are_captured_and_verified(monkeypatch, module, name):
+@pytest.mark.parametrize(
+    ("module", "name", "backend", "options"),
+    [(*other, "lean", {}) for other in OTHERS] + [(*OTHERS[0], "streaming", {"window": 32})],
+)
+def test_layers_of_other_packages_are_captured_and_verified(monkeypatch, module, name, backend, options):
     fake_graph.use(monkeypatch)
     compared = []
     differs = verify.differs
     monkeypatch.setattr(verify, "differs", lambda *logits: compared.append(logits) or differs(*logits))
     model, inputs = packed(module, name), prompts("left_padding", "cpu")
-    expected = generate(model, inputs)
-    with hf_fastattn.patch(model) as patch:
+    with hf_fastattn.patch(model, backend, graph=False, **options):
+        expected = generate(model, inputs)
+    with hf_fastattn.patch(model, backend, **options) as patch:
         for _ in range(2):
             assert torch.equal(generate(model, inputs), expected)
         assert patch.captures == len(compared) == 1 and not patch.uncaptured
@@ -242,7 +246,7 @@ def steps(model, inputs, new: int = 6):
 
 @needs_gpu
 @pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("scheme", [name for name in quantised.SCHEMES if name != "bnb-int8-outliers"])
+@pytest.mark.parametrize("scheme", [name for name in quantised.SCHEMES if name not in ("bnb-int8-outliers", "ao-int8-dynamic")])
 def test_captured_logits_are_the_uncaptured_ones(scheme, rows):
     model, inputs = load(scheme, torch.bfloat16, "cuda", **WIDE), prompts("no_padding", "cuda", rows=rows)
     with hf_fastattn.patch(model, graph=False):
@@ -253,6 +257,14 @@ def test_captured_logits_are_the_uncaptured_ones(scheme, rows):
             found = steps(model, inputs)
         assert patch.captures == 1 and not patch.uncaptured
     assert (found[:3] - expected[:3]).norm() < 0.05 * expected[:3].norm()  # later tokens may differ
+
+
+@needs_gpu
+def test_int8_of_torchao_reads_its_input_on_the_host():
+    model, inputs = load("ao-int8-dynamic", torch.bfloat16, "cuda", **WIDE), prompts("no_padding", "cuda")
+    with hf_fastattn.patch(model) as patch, pytest.warns(UserWarning, match="reads a value on the host"):
+        steps(model, inputs)
+    assert patch.captures == 0
 
 
 @needs_gpu
