@@ -642,6 +642,8 @@ def test_each_gpu_runs_the_kernel_for_its_architecture(monkeypatch):
         kernel = kernels.TritonKernel("any", hopper="any_hopper")
         said = {arch: kernel(q[arch], KV(None, None), Spec()) for arch in (first, second, 100, first)}
         assert said == {80: "portable", 90: "hopper", 100: "portable"}
+        intervals = torch.zeros(1, 1, 2, spans.WORDS + 70)
+        assert {arch: kernel(q[arch], KV(None, None), Spec(), intervals) for arch in said} == said
 
 
 @pytest.mark.skipif(not INTERPRETED or ON_GPU, reason="needs TRITON_INTERPRET=1")

@@ -24,7 +24,7 @@ from hf_fastattn.kernels.attention.prefill_hopper import plan, product  # noqa: 
 from hf_fastattn.kernels.attention.prefill_hopper.item import BLOCK_M  # noqa: E402
 from hf_fastattn.kernels.attention.prefill_hopper.pipe import CONSUMERS, FIRST_TURN  # noqa: E402
 from hf_fastattn.kernels.attention.schedule import pack_of  # noqa: E402
-from hf_fastattn.kernels.spans import NO_WINDOW, build_spans  # noqa: E402
+from hf_fastattn.kernels.spans import CAUSAL, NO_WINDOW, build_spans, segments, with_rows  # noqa: E402
 from hf_fastattn.kernels.spec import KV, Spec, call  # noqa: E402
 
 WHOLE = (64, 128, 256)  # heads that fill their buffers and are multiplied in one part
@@ -42,10 +42,11 @@ class _Gl(types.SimpleNamespace):
     where = staticmethod(lambda c, a, b: a if c else b)
 
 
-def _as_python(fn, **names):
-    """A Gluon function of scalars as a Python function."""
-    gl = _Gl()
-    return types.FunctionType(fn.fn.__code__, {"gl": gl, "tl": gl, "__builtins__": builtins, **names})
+def _as_python(fn, memory=(), **names):
+    """A Gluon function of scalars as a Python function; pointers are indices of `memory`."""
+    gl = _Gl(load=lambda at: memory[at])
+    names = {"gl": gl, "tl": gl, "__builtins__": builtins, **names}
+    return types.FunctionType(fn.fn.__code__, names, fn.fn.__name__, fn.fn.__defaults__)
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -57,27 +58,55 @@ def _as_python(fn, **names):
 def test_plan_visits_every_visible_key_once_and_masks_where_it_must(causal, window, q_start, q_len, kv_start, kv_stop):
     window = NO_WINDOW if window is None else window
     row_bounds = _as_python(plan.row_bounds)
-    block_bounds = _as_python(plan.block_bounds, row_bounds=row_bounds)
-    tiles_of = _as_python(plan.tiles_of, block_bounds=block_bounds)
-    tile_start = _as_python(plan.tile_start)
     for holes in (False, True):
         spans = (q_start, kv_start, kv_stop, window, causal, holes)
+        bounds = [row_bounds(q_start + m, kv_start, kv_stop, window, causal) for m in range(q_len)]
         for block_m, block_n in ((128, 128), (128, 64)):
-            for first in range(0, q_len, block_m):
-                tiles = tiles_of(first, q_len, spans, block_m, block_n)
-                lo, _hi, num_tiles, _num_after, num_masked = tiles
-                starts = [tile_start(i, tiles, block_n) for i in range(num_tiles)]
-                assert sorted(starts) == [lo + t * block_n for t in range(num_tiles)] and num_tiles >= 1
-                bounds = [
-                    row_bounds(q_start + m, kv_start, kv_stop, window, causal) for m in range(first, min(first + block_m, q_len))
-                ]
-                covered = range(lo, lo + num_tiles * block_n)
-                assert all(a == b or (a in covered and b - 1 in covered) for a, b in bounds)
-                for i, start in enumerate(starts):
-                    if i >= num_masked:
-                        assert not holes and all(a <= start and start + block_n <= b for a, b in bounds)
-                    if i > 0:  # V is made safe in the first tile only
-                        assert start + block_n <= kv_stop
+            assert_visits(bounds, spans, [], block_m, block_n)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [None, 1, 100])
+@pytest.mark.parametrize("kind", ["documents", "short", "any"])
+@pytest.mark.parametrize("q_start, kv_start, kv_len", [(0, 0, 700), (0, 0, 800), (100, 0, 800), (0, 37, 700)])
+def test_plan_of_intervals(causal, window, kind, q_start, kv_start, kv_len):
+    q_len, window = 700, NO_WINDOW if window is None else window
+    lo, hi = (x[0] for x in intervals(kind, 1, q_len, q_start, kv_len))
+    ints = torch.tensor([q_start, kv_start, kv_len, window, CAUSAL if causal else 0, 0])
+    memory = with_rows(ints.view(1, 1, 1, -1), lo[None], hi[None]).flatten().tolist()
+    row_bounds, load_spans = _as_python(plan.row_bounds), _as_python(plan.load_spans, memory=memory)
+    row_spans = _as_python(plan.row_spans, memory=memory, load_spans=load_spans)
+    spans = row_spans(0, q_len, kv_len, NO_WINDOW, True, True, False)
+    narrowed = [row_bounds(q_start + m, kv_start, kv_len, window, causal) for m in range(q_len)]
+    bounds = [(max(a, int(x)), max(a, x, min(b, int(y)))) for (a, b), x, y in zip(narrowed, lo, hi, strict=True)]
+    assert spans[2] == min(kv_len, hi[-1]) and not spans[5]
+    for block_m, block_n in ((128, 128), (16, 64)):
+        assert_visits(bounds, spans, memory, block_m, block_n)
+
+
+def assert_visits(bounds, spans, memory, block_m, block_n) -> None:
+    """Check the tiles of all blocks against the (first, last + 1) key of each query.
+
+    memory: spans with intervals; empty if there are none.
+    """
+    narrowed = _as_python(plan.narrowed, memory=memory)
+    bounds_of = {"row_bounds": _as_python(plan.row_bounds), "narrowed": narrowed}
+    names = {name: _as_python(getattr(plan, name), **bounds_of) for name in ("block_bounds", "narrowed_block")}
+    tiles_of, tile_start = _as_python(plan.tiles_of, **names), _as_python(plan.tile_start)
+    _q_start, _kv_start, kv_stop, _window, _causal, holes = spans
+    q_len = len(bounds)
+    for first in range(0, q_len, block_m):
+        tiles = tiles_of(first, q_len, 0, spans, block_m, block_n, bool(memory))
+        lo, _hi, num_tiles, _num_after, num_masked = tiles
+        starts = [tile_start(i, tiles, block_n) for i in range(num_tiles)]
+        assert sorted(starts) == [lo + t * block_n for t in range(num_tiles)] and num_tiles >= 1
+        own = bounds[first : first + block_m]
+        covered = range(lo, lo + num_tiles * block_n)
+        assert all(a == b or (a in covered and b - 1 in covered) for a, b in own)
+        assert num_tiles == 1 or starts[0] < max(b for _, b in own)
+        whole = [not holes and all(a <= start and start + block_n <= b for a, b in own) for start in starts]
+        assert whole == [i >= num_masked for i in range(num_tiles)]
+        assert all(start + block_n <= kv_stop for start in starts[1:])  # V is made safe in the first tile only
 
 
 @pytest.mark.parametrize("num_blocks, num_heads, batch, section", [(5, 6, 2, 4), (1, 3, 1, 8), (7, 4, 3, 1), (16, 8, 2, 16)])
@@ -119,6 +148,7 @@ def test_each_query_of_each_head_is_one_row_of_one_block(group, pack, q_len, spl
     python = lambda fn, **more: types.FunctionType(fn.fn.__code__, names | more, fn.fn.__name__, fn.fn.__defaults__)  # noqa: E731
     bounds = {"row_bounds": python(plan.row_bounds)}
     bounds["block_bounds"] = python(plan.block_bounds, **bounds)
+    bounds["narrowed_block"] = python(plan.narrowed_block)
     used = {name: python(getattr(plan, name), **bounds) for name in ("item_at", "row_spans", "share_of", "tiles_of")}
     work, rows = python(items.item_of, **used), python(items.heads_and_queries)
     config = replace(hopper.config(64, 64), pack=pack, split=splits > 1)
@@ -147,6 +177,24 @@ def test_heads_share_a_block_where_it_leaves_fewer_rows_empty():
     assert [pack_of(q_len, 4) for q_len in (17, 64, 65, 128, 200, 256, 300, 512)] == [4, 2, 4, 1, 4, 1, 4, 1]
     assert [pack_of(q_len, 1) for q_len in (1, 100, 1000)] == [1, 1, 1]
     assert pack_of(33, 7) == 8 and pack_of(1, 71) == 64 and pack_of(65, 71) == 8
+
+
+def test_heads_share_a_block_where_queries_have_intervals():
+    """Unless that leaves more rows empty."""
+    assert [pack_of(4096, group, rows=True) for group in (1, 2, 3, 4, 6, 8, 71)] == [1, 2, 1, 4, 2, 8, 1]
+    assert pack_of(64, 4, rows=True) == 4 and pack_of(33, 7, rows=True) == pack_of(33, 7) == 8
+
+
+def intervals(kind, batch, q_len, q_start, kv_len):
+    """(lo, hi) of each query: documents, short ones, or any intervals that never move back. Slots before q_start belong to the
+    first document."""
+    noise = torch.Generator().manual_seed(0)
+    if kind == "any":
+        lo, hi = (torch.randint(most, (batch, q_len), generator=noise).sort(-1).values for most in (kv_len // 2, kv_len - 50))
+        return lo, torch.maximum(lo, hi)
+    mean = {"documents": 300, "short": 25}[kind]
+    lo, hi = segments(torch.rand(batch, q_len, generator=noise) < 1 / mean)
+    return torch.where(lo > 0, lo + q_start, 0), hi + q_start
 
 
 # --- compilation, no GPU needed -------------------------------------------------------------------------------------------------
@@ -206,13 +254,20 @@ def test_compiles_for_hopper_without_a_gpu(head_dim, value_dim, tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU compiles what it runs")
+@pytest.mark.parametrize("head_dim, pack", [(64, 1), (128, 4), (256, 2)])
+def test_intervals_compile_for_hopper_without_a_gpu(head_dim, pack, tmp_path):
+    config = replace(hopper.config(head_dim, head_dim), rows=True, pack=pack, exp2_on_fma=0)
+    assert_compiles(head_dim, head_dim, config, tmp_path, HAS_SPANS=True, WRITE_LSE=True)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU compiles what it runs")
 @pytest.mark.parametrize("head_dim, pack", [(64, 8), (96, 1), (128, 1), (128, 4), (256, 64)])
 def test_shares_and_packed_heads_compile_for_hopper_without_a_gpu(head_dim, pack, tmp_path):
     assert_compiles(head_dim, head_dim, replace(hopper.config(head_dim, head_dim), split=True, pack=pack), tmp_path)
 
 
-def assert_compiles(head_dim, value_dim, config, tmp_path):
-    kernel = _compile(head_dim, value_dim=value_dim, config=config)
+def assert_compiles(head_dim, value_dim, config, tmp_path, **flags):
+    kernel = _compile(head_dim, value_dim=value_dim, config=config, **flags)
     ptx = kernel.asm["ptx"]
     assert "wgmma.mma_async" in ptx and "setmaxnreg" in ptx
     assert "cp.async.bulk.tensor.4d" in ptx and "cp.async.bulk.tensor.5d" in ptx  # K and V, Q
@@ -255,6 +310,7 @@ class Case:
     q_offset: int | None = None
     mask: str | None = None  # "left", "right", "holes"
     seq_first: bool = False  # q, k, v stored as (batch, length, heads, head_dim)
+    intervals: str | None = None  # a kind of `intervals`; with spans
 
 
 CASES = [
@@ -332,8 +388,13 @@ def make(case: Case, device="cuda"):
             window=case.window,
             attention_mask=mask,
         )
+        if case.intervals is not None:
+            lo, hi = intervals(case.intervals, case.batch, case.q_len, case.q_offset, case.kv_len)
+            spans = with_rows(spans, lo.to(device), hi.to(device))
         for row in range(case.batch):  # what was never written may hold anything
             stop = spans[row, 0, 0, 2].item()
+            if case.intervals is not None:  # nor does any query see what follows the last interval
+                stop = min(stop, spans[row, 0, 1, -1].item())
             k[row, :, stop:] = float("nan")
             v[row, :, stop:] = float("nan")
     options = dict(causal=case.causal, window=case.window, softcap=case.softcap)
@@ -430,6 +491,32 @@ PACKED = [
     Case("packed-seq-first", heads=32, seq_first=True, q_len=130, kv_len=700),
     Case("packed-queries-before-keys", heads=8, q_len=400, kv_len=150),
 ]  # fmt: skip
+
+
+_rows = Case("rows", spans=True, q_offset=0, q_len=700, kv_len=700, intervals="documents")
+ROWS = [
+    *(replace(_rows, name=f"d{d}", head_dim=d) for d in (*WHOLE, 80, 96, 112, 192)),
+    replace(_rows, name="full", causal=False),
+    replace(_rows, name="full-longer-buffer", causal=False, kv_len=900),
+    *(replace(_rows, name=f"d{d}-short-group-4", head_dim=d, heads=8, intervals="short") for d in WHOLE),
+    replace(_rows, name="any", intervals="any", heads=3, kv_heads=3),
+    replace(_rows, name="any-full", intervals="any", causal=False, head_dim=64),
+    *(replace(_rows, name=f"d{d}-window-softcap-sinks", head_dim=d, window=100, softcap=20.0, sinks=True) for d in WHOLE),
+    replace(_rows, name="window-full", window=100, causal=False),
+    replace(_rows, name="after-a-cache", q_offset=150, kv_len=1000, heads=8),
+    replace(_rows, name="left-padding", mask="left", sinks=True),
+    replace(_rows, name="right-padding", mask="right", head_dim=64),
+    replace(_rows, name="group-3", heads=9, kv_heads=3, head_dim=64),
+    replace(_rows, name="seq-first", seq_first=True, heads=14, dtype=torch.float16),
+    replace(_rows, name="latent", head_dim=192, value_dim=128),
+    replace(_rows, name="many", batch=3, heads=16, kv_heads=4, q_len=2100, kv_len=2100),
+]  # fmt: skip
+
+
+@on_hopper
+@pytest.mark.parametrize("case", ROWS, ids=lambda case: case.name)
+def test_results_of_intervals_are_correct(case, nan_filled):
+    assert_right(case, partial(hopper.prefill, shares=True))
 
 
 @on_hopper

@@ -47,6 +47,13 @@ def test_the_kernel_that_is_estimated_fastest_runs(shape, chosen, hopper):
     assert PREFILL.choice(*operands(**shape), Spec())[0] == chosen
 
 
+@pytest.mark.parametrize("head_dim, chosen", [(128, "prefill_hopper"), (84, "prefill")])
+def test_intervals_are_for_the_prefill_kernels(head_dim, chosen, hopper):
+    """Not for stream-K, which does not read them."""
+    q, kv = operands(17, 65536, head_dim=head_dim)
+    assert PREFILL.choice(q, kv, Spec(), rows=True)[0] == chosen
+
+
 def splits(q_len, kv_len, spec=Spec(), heads=32, kv_heads=8):  # noqa: B008 (a tuple)
     return splits_of(*operands(q_len, kv_len, heads, kv_heads), spec, pack_of(q_len, heads // kv_heads), 128)
 
@@ -76,7 +83,7 @@ def test_the_chosen_kernel_runs(monkeypatch):
     """The kernel that `choice` returns is called, with the arguments of the call."""
     monkeypatch.setattr(TritonKernel, "where", lambda self, device: "the Triton kernel")
     called = []
-    monkeypatch.setattr(TritonKernel, "choice", lambda self, q, kv, spec: ("lean", None))
+    monkeypatch.setattr(TritonKernel, "choice", lambda *args: ("lean", None))
     monkeypatch.setattr(lean, "lean", lambda q, kv, spec, spans, **options: called.append((q, kv, spec, spans, options)))
     q, kv = operands(17, 100, dtype=torch.float16)
     TritonKernel("prefill", hopper="prefill_hopper", stream_k="lean")(q, kv, Spec(window=5), return_lse=True)

@@ -17,7 +17,7 @@ import torch
 from cases import DTYPES, ON_GPU
 from conftest import INTERPRETED
 
-from hf_fastattn.kernels import TritonKernel, checks, dropout, reference
+from hf_fastattn.kernels import HAS_TRITON, TritonKernel, checks, dropout, reference
 from hf_fastattn.kernels.host import gpu, tables
 from hf_fastattn.kernels.spans import build_spans, has_rows, segments, segments_of_lengths, with_rows
 from hf_fastattn.kernels.spec import KV, Spec
@@ -337,6 +337,34 @@ def test_intervals_of_packed_sequences():
     assert seen[0].int().tolist() == [
         [1, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0], [0, 0, 0, 1, 0, 0], [0, 0, 0, 0, 1, 0], [0, 0, 0, 0, 1, 1]
     ]  # fmt: skip
+
+
+if HAS_TRITON:
+    import triton
+    import triton.language as tl
+
+    from hf_fastattn.kernels.device.visibility import queries_of_keys
+
+    @triton.jit
+    def search_kernel(Spans, Out, first_key, last_key, q_len):
+        found = queries_of_keys(Spans, first_key, last_key, q_len, tl.arange(0, 8))
+        for i in tl.static_range(4):
+            tl.store(Out + i, found[i])
+
+
+@pytest.mark.skipif(not (INTERPRETED or ON_GPU), reason="a device function")
+@pytest.mark.parametrize("q_len", [1, 7, 8, 9, 63, 64, 500])
+def test_the_queries_of_keys_are_searched_in_steps(q_len, device):
+    rng = np.random.default_rng(q_len)
+    lo = np.sort(rng.integers(0, 300, q_len))
+    hi = np.sort(rng.integers(0, 300, q_len)).clip(lo)
+    spans = with_rows(build_spans(1, q_len, q_len, device), *(torch.as_tensor(x, device=device)[None] for x in (lo, hi)))
+    for first_key in (-1, 0, 40, 150, 299):
+        last_key, out = first_key + 60, torch.zeros(4, dtype=torch.int32, device=device)
+        search_kernel[(1,)](spans, out, first_key, last_key, q_len)
+        some, every = (hi > first_key) & (lo <= last_key), (hi > last_key) & (lo <= first_key)
+        for first, end, which in (*out[:2].tolist(), some), (*out[2:].tolist(), every):
+            assert np.arange(first, end).tolist() == np.flatnonzero(which).tolist()
 
 
 def test_kernels_without_intervals_refuse_them(device):

@@ -40,8 +40,8 @@ class TritonKernel:
 
     hopper: a module of the same kind that runs instead on compute capability 9.0 if its `why_not` returns None. stream_k: a
     module that splits K and V, and runs where the Hopper kernel does not and blocks of queries alone leave much of the GPU idle
-    (`attention.schedule.pays`); the Hopper kernel may then split them too. With an interval for each query only `name` runs,
-    which must support it.
+    (`attention.schedule.pays`); the Hopper kernel may then split them too. Spans with an interval for each query need a kernel
+    that supports them: `name` and `hopper` must.
     twin: the reference. fixed: arguments of the launcher that the reference does not take.
     Under TRITON_INTERPRET=1 CPU tensors run the Triton kernel in the interpreter. This is for tests.
     """
@@ -103,13 +103,16 @@ class TritonKernel:
         self._launch = partial(launcher, **self.fixed) if self.fixed else launcher
         return self._choose(self._launch, q, kv, spec, spans)(q, kv, spec, spans, **options)
 
-    def choice(self, q: torch.Tensor, kv: KV, spec: Spec) -> tuple[str, str | None]:
-        """(module whose kernel runs on a GPU for these inputs, reason why the Hopper kernel does not run or None)."""
+    def choice(self, q: torch.Tensor, kv: KV, spec: Spec, rows: bool = False) -> tuple[str, str | None]:
+        """(module whose kernel runs on a GPU for these inputs, reason why the Hopper kernel does not run or None).
+
+        rows: whether the spans have an interval for each query.
+        """
         name, why_not = self.name, None
         shares = self.stream_k is not None
         if self.hopper is not None and (why_not := _module(self.hopper).why_not(q, kv, spec.sinks, shares)) is None:
             name = self.hopper
-        elif self.stream_k is not None and _module("schedule").pays(q, kv, spec):
+        elif self.stream_k is not None and not rows and _module("schedule").pays(q, kv, spec):
             name = self.stream_k
         return name, why_not
 
@@ -118,9 +121,10 @@ class TritonKernel:
     ) -> Callable[..., Result]:
         if spec.dropout > 0.0:
             return portable if self.name == "backward" else _module("dropped").dropped
-        if has_rows(spans) or (self.stream_k is None and (self.hopper is None or gpu.arch(q.device) != 90)):
+        rows = has_rows(spans)
+        if (self.stream_k is None or rows) and (self.hopper is None or gpu.arch(q.device) != 90):
             return portable
-        name, _ = self.choice(q, kv, spec)
+        name, _ = self.choice(q, kv, spec, rows)
         if name == self.name:
             return portable
         module = _module(name)

@@ -127,14 +127,19 @@ def _visible_keys(q: torch.Tensor, kv: KV, spec: Spec) -> int:
 
 
 @cache
-def pack_of(q_len: int, group: int) -> int:
-    """How many heads of a KV head share a block of the Hopper kernel: the power of two with the fewest empty rows."""
+def pack_of(q_len: int, group: int, rows: bool = False) -> int:
+    """How many heads of a KV head share a block of the Hopper kernel: the power of two with the fewest empty rows.
+
+    rows: whether each query has an interval. Of several such powers the largest is then taken: a block of fewer queries visits
+    fewer keys that some of them do not see.
+    """
 
     def cost(pack: int) -> float:
         halves = triton.cdiv(q_len * pack, ROWS // 2)
         return float(triton.cdiv(group, pack) * (halves // 2 + HALF * (halves % 2)))
 
-    return min((1 << i for i in range((min(group, ROWS // 2) - 1).bit_length() + 1)), key=cost)
+    packs = [1 << i for i in range((min(group, ROWS // 2) - 1).bit_length() + 1)]
+    return min(reversed(packs) if rows else packs, key=cost)
 
 
 def splits_of(q: torch.Tensor, kv: KV, spec: Spec, pack: int, columns: int) -> int:

@@ -10,6 +10,8 @@ import triton.language as tl
 
 from ..spans import CAUSAL, FLAGS, HOLES, KV_START, KV_STOP, Q_START, WINDOW, WORDS
 
+STEPS = 512  # numbers that a search compares at once
+
 
 @triton.jit
 def load_spans(
@@ -74,6 +76,17 @@ def narrowed(lo, hi, span_ptr, q_index, q_len, ROWS: tl.constexpr, WORDS: tl.con
 
 
 @triton.jit
+def narrowed_block(bounds, kv_stop, span_ptr, first, last, q_len, ROWS: tl.constexpr):
+    """The result of `block_bounds` for the queries first..last, restricted to their intervals if the spans have them."""
+    lo, hi, full_lo, full_hi = bounds
+    if ROWS:
+        lo, full_hi = narrowed(lo, full_hi, span_ptr, first, q_len, True)
+        full_lo, hi = narrowed(full_lo, hi, span_ptr, last, q_len, True)
+        hi = tl.maximum(lo, tl.minimum(hi, kv_stop))
+    return lo, hi, full_lo, full_hi
+
+
+@triton.jit
 def sink_stop(pos, kv_start, kv_stop, causal, SINKS: tl.constexpr):
     """The end of the sinks that a query at slot `pos` sees; they begin at kv_start."""
     stop = tl.minimum(kv_start + SINKS, kv_stop)
@@ -95,36 +108,55 @@ def key_bounds(
     sink_lo, sink_hi = kv_start, sink_stop(q_start + q_index, kv_start, kv_stop, causal, SINKS)
     kv_start += SINKS
     row_lo, row_hi = row_bounds(q_start + q_index, kv_start, kv_stop, window, causal)
-    lo, hi, full_lo, full_hi = block_bounds(q_start + first, q_start + last, kv_start, kv_stop, window, causal)
-    if C.ROWS:
-        row_lo, row_hi = narrowed(row_lo, row_hi, span_ptr, q_index, q_len, True)
-        lo, full_hi = narrowed(lo, full_hi, span_ptr, first, q_len, True)
-        full_lo, last_hi = narrowed(full_lo, hi, span_ptr, last, q_len, True)
-        hi = tl.maximum(lo, tl.minimum(last_hi, kv_stop))
+    row_lo, row_hi = narrowed(row_lo, row_hi, span_ptr, q_index, q_len, C.ROWS)
+    of_block = block_bounds(q_start + first, q_start + last, kv_start, kv_stop, window, causal)
+    lo, hi, full_lo, full_hi = narrowed_block(of_block, kv_stop, span_ptr, first, last, q_len, C.ROWS)
     return (row_lo, row_hi, lo, hi, full_lo, full_hi, holes), (sink_lo, sink_hi, q_start - sink_lo)
 
 
 @triton.jit
-def _count_up_to(ptr, q_len, limit, STEPS: tl.constexpr = 512):
-    """How many of the q_len sorted numbers at `ptr` are at most `limit`, by a search over 512 of them at once."""
-    known = limit * 0  # so many are at most `limit`
-    left = q_len  # so many after them are undecided
-    offs = tl.arange(0, STEPS)
-    while left > 0:
-        stride = tl.cdiv(left, STEPS)
-        ends = (offs + 1) * stride - 1  # the last one of each part
-        below = tl.load(ptr + known + ends, mask=ends < left, other=2147483647) <= limit
-        parts = tl.sum(below.to(tl.int32), 0)
-        known += parts * stride
-        left = tl.where(stride == 1, 0, tl.minimum(left - parts * stride, stride - 1))
-    return known
+def _load_ends(ptr, known, left, steps):
+    """(the last number of each part of ptr[known : known + left], the size of a part)."""
+    size = tl.maximum((left + steps.shape[0] - 1) // steps.shape[0], 1)
+    ends = (steps + 1) * size - 1
+    return tl.load(ptr + known + ends, mask=ends < left, other=2147483647), size
+
+
+@triton.jit
+def _exclude(known, left, ends, size, limit):
+    """(known, left) without the parts that are decided: `known` numbers are at most `limit`, the `left` after them undecided."""
+    parts = tl.sum((ends <= limit).to(tl.int32), 0)
+    known += parts * size
+    return known, tl.where(size == 1, 0, tl.minimum(left - parts * size, size - 1))
+
+
+@triton.jit
+def queries_of_keys(span_ptr, first_key, last_key, q_len, steps, WORDS: tl.constexpr = WORDS):
+    """The queries whose intervals contain some or all of the keys first_key..last_key: (lo, hi, full_lo, full_hi).
+
+    Four searches at once, because each waits for memory in every step. steps: 0..n - 1, the parts of one step.
+    """
+    LO, HI = span_ptr + WORDS, span_ptr + 2 * WORDS + q_len
+    none = q_len * 0
+    lo, hi, full_lo, full_hi = none, none, none, none
+    left_lo, left_hi, left_full_lo, left_full_hi = q_len, q_len, q_len, q_len
+    while (left_lo | left_full_lo | left_hi | left_full_hi) > 0:
+        ends_lo, size_lo = _load_ends(HI, lo, left_lo, steps)
+        ends_full_lo, size_full_lo = _load_ends(HI, full_lo, left_full_lo, steps)
+        ends_hi, size_hi = _load_ends(LO, hi, left_hi, steps)
+        ends_full_hi, size_full_hi = _load_ends(LO, full_hi, left_full_hi, steps)
+        lo, left_lo = _exclude(lo, left_lo, ends_lo, size_lo, first_key)
+        full_lo, left_full_lo = _exclude(full_lo, left_full_lo, ends_full_lo, size_full_lo, last_key)
+        hi, left_hi = _exclude(hi, left_hi, ends_hi, size_hi, last_key)
+        full_hi, left_full_hi = _exclude(full_hi, left_full_hi, ends_full_hi, size_full_hi, first_key)
+    return lo, hi, full_lo, full_hi
 
 
 @triton.jit
 def query_bounds(
     span_ptr, first_key, last_key, q_len, kv_len, window,
     C: tl.constexpr,
-    WORDS: tl.constexpr = WORDS,
+    STEPS: tl.constexpr = STEPS,
 ):  # fmt: skip
     """The queries that see the keys first_key..last_key: (bounds of queries, spans, holes).
 
@@ -138,11 +170,9 @@ def query_bounds(
     lo, full_lo = first_key - ahead, last_key - ahead
     hi, full_hi = last_key - q_start + window, first_key - q_start + window
     if C.ROWS:
-        LO, HI = span_ptr + WORDS, span_ptr + 2 * WORDS + q_len
-        lo = tl.maximum(lo, _count_up_to(HI, q_len, first_key))
-        full_lo = tl.maximum(full_lo, _count_up_to(HI, q_len, last_key))
-        hi = tl.minimum(hi, _count_up_to(LO, q_len, last_key))
-        full_hi = tl.minimum(full_hi, _count_up_to(LO, q_len, first_key))
+        by_rows = queries_of_keys(span_ptr, first_key, last_key, q_len, tl.arange(0, STEPS))
+        lo, hi = tl.maximum(lo, by_rows[0]), tl.minimum(hi, by_rows[1])
+        full_lo, full_hi = tl.maximum(full_lo, by_rows[2]), tl.minimum(full_hi, by_rows[3])
     lo = tl.maximum(lo, 0)
     hi = tl.maximum(tl.where(first_key <= last_key, tl.minimum(hi, q_len), lo), lo)
     full_hi = tl.where(whole & ~holes, tl.minimum(full_hi, hi), lo)

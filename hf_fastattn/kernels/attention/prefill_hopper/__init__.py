@@ -37,7 +37,7 @@ from ... import checks
 from ...host import gpu, launch
 from ...host.counters import counters_of
 from ...host.descriptors import describe
-from ...spans import WORDS
+from ...spans import WORDS, has_rows
 from ...spec import KV, Form, Spec
 from ..plan import Call
 from ..schedule import pack_of, splits_of
@@ -57,7 +57,7 @@ class Config:
     BLOCK_N: keys per tile. stages: tiles of K, and of V, in flight. q_stages: items whose Q is in flight. own_out: O is stored
     through a separate buffer, not through that of Q. exp2_on_fma: one of so many exponentials is computed by the FMA units, none
     if 0 (see `tile._exp2`). k_width, v_width: columns of K and of V that are multiplied (see product.py). split: items are shares
-    of blocks of rows. pack: heads of a KV head that share a block.
+    of blocks of rows. pack: heads of a KV head that share a block. rows: the spans have an interval for each query.
     """
 
     BLOCK_N: int
@@ -69,6 +69,7 @@ class Config:
     v_width: int = 0
     split: bool = False
     pack: int = 1
+    rows: bool = False
 
 
 # By the columns of a buffer, the fastest on an H200 for lengths of 2k to 64k, causal or not; docs/dev/log.md has slower variants.
@@ -183,7 +184,7 @@ def prefill(
 @launch.remember
 def _prepare(tensors, form: Form, spec: Spec, return_lse: bool, shares: bool, aligned: bool) -> Plan:
     """Check the arguments and prepare the launches. aligned: whether q, k and v are where TMA can read them."""
-    call = Call.of(tensors, form, spec, return_lse)
+    call = Call.of(tensors, form, spec, return_lse, rows=True)
     q, *of_kv, spans, sink_logits, _ = tensors
     kv = KV(of_kv[0], of_kv[1], form, *of_kv[2:])
     reason = why_not(q, kv, spec.sinks, shares)
@@ -192,9 +193,11 @@ def _prepare(tensors, form: Form, spec: Spec, return_lse: bool, shares: bool, al
     C = config(call.head_dim, call.value_dim)
     if return_lse:  # in fp32, in which the error of the polynomial of `tile._exp2` is visible
         C = replace(C, exp2_on_fma=0)
-    pack = pack_of(call.q_len, call.group)
-    splits = splits_of(q, kv, spec, pack, columns(max(call.head_dim, call.value_dim))) if shares else 1
-    C = replace(C, split=splits > 1, pack=pack)
+    rows = has_rows(spans)
+    pack = pack_of(call.q_len, call.group, rows)
+    # The host does not know how many keys an interval contains.
+    splits = splits_of(q, kv, spec, pack, columns(max(call.head_dim, call.value_dim))) if shares and not rows else 1
+    C = replace(C, split=splits > 1, pack=pack, rows=rows)
     packs_each = -(-call.group // pack)
     num_packs = call.num_kv_heads * packs_each
     num_blocks = splits * -(-call.q_len * pack // BLOCK_M)
@@ -227,7 +230,7 @@ def _prepare(tensors, form: Form, spec: Spec, return_lse: bool, shares: bool, al
         cap_log2=cap_log2,
         C=C,
         HAS_SPANS=spans is not None,
-        HAS_WORDS=spans is not None and spans.shape[3] > WORDS,
+        HAS_WORDS=spans is not None and not rows and spans.shape[3] > WORDS,
         IS_CAUSAL=spec.causal,
         HAS_SOFTCAP=spec.softcap is not None,
         HAS_SINK_LOGITS=splits == 1 and sink_logits is not None,

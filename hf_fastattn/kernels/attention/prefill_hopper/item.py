@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 
 from ...spans import WORDS
 from .pipe import CONSUMERS
-from .plan import item_at, row_bounds, row_spans, share_of, tiles_of
+from .plan import item_at, narrowed, row_bounds, row_spans, share_of, tiles_of
 
 BLOCK_M = 64 * CONSUMERS
 
@@ -41,8 +41,8 @@ def item_of(
         block = block % row_blocks
     first = block * QUERIES
     span_ptr = Spans + row.to(gl.int64) * stride_sb
-    spans = row_spans(span_ptr, q_len, kv_len, window, HAS_SPANS, IS_CAUSAL)
-    tiles = tiles_of(first, q_len, spans, QUERIES, C.BLOCK_N)
+    spans = row_spans(span_ptr, q_len, kv_len, window, HAS_SPANS, C.rows, IS_CAUSAL)
+    tiles = tiles_of(first, q_len, span_ptr, spans, QUERIES, C.BLOCK_N, C.rows)
     _lo, _hi, num_tiles, _num_after, _num_masked = tiles
     share = (0, num_tiles)
     if C.split:
@@ -67,7 +67,9 @@ def rows_of(
     q_start, kv_start, kv_stop, window, causal, holes = spans
     _lo, hi, _num_tiles, _num_after, _num_masked = tiles
     offs_m = first + (WG * 64 + gl.arange(0, 64, ROWS)) // C.pack
-    row_lo, row_hi = row_bounds(q_start + gl.minimum(offs_m, q_len - 1), kv_start, kv_stop, window, causal)
+    query = gl.minimum(offs_m, q_len - 1)
+    row_lo, row_hi = row_bounds(q_start + query, kv_start, kv_stop, window, causal)
+    row_lo, row_hi = narrowed(row_lo, row_hi, span_ptr, query, q_len, C.rows)
     indices = (first + WG * 64 // C.pack, kv_head, group_head, row)
     return indices, kv_stop, tiles, share, number, (row_lo, row_hi, span_ptr + WORDS, hi, holes)
 

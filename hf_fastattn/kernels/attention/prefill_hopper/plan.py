@@ -13,11 +13,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ...device import visibility
+from ...spans import WORDS
 
 # Visibility is defined once for all kernels; these compile the same source as Gluon.
 load_spans = gluon.jit(visibility.load_spans.fn)
 row_bounds = gluon.jit(visibility.row_bounds.fn)
 block_bounds = gluon.jit(visibility.block_bounds.fn)
+narrowed = gluon.jit(visibility.narrowed.fn)
+narrowed_block = gluon.jit(visibility.narrowed_block.fn)
 
 
 @gluon.jit
@@ -34,16 +37,26 @@ def item_at(index, num_blocks, num_packs, total_packs, section):
 
 
 @gluon.jit
-def row_spans(span_ptr, q_len, kv_len, window, HAS_SPANS: gl.constexpr, IS_CAUSAL: gl.constexpr):
-    """(q_start, kv_start, kv_stop, window, causal, holes) of one batch row."""
-    if HAS_SPANS:
+def row_spans(
+    span_ptr, q_len, kv_len, window,
+    HAS_SPANS: gl.constexpr,
+    HAS_ROWS: gl.constexpr,
+    IS_CAUSAL: gl.constexpr,
+    WORDS: gl.constexpr = WORDS,
+):  # fmt: skip
+    """(q_start, kv_start, kv_stop, window, causal, holes) of one batch row. No query sees slots from kv_stop on."""
+    if HAS_ROWS:
+        q_start, kv_start, kv_stop, window, causal, holes = load_spans(span_ptr, q_len, kv_len, window, True, IS_CAUSAL)
+        kv_stop = gl.minimum(kv_stop, gl.load(span_ptr + 2 * WORDS + 2 * q_len - 1))
+        return q_start, kv_start, kv_stop, window, causal, holes
+    elif HAS_SPANS:
         return load_spans(span_ptr, q_len, kv_len, window, True, IS_CAUSAL)
     else:  # `load_spans` would call tl.full, which Gluon does not have
         return kv_len - q_len, 0, kv_len, window, IS_CAUSAL, False
 
 
 @gluon.jit
-def tiles_of(first, q_len, spans, QUERIES: gl.constexpr, BLOCK_N: gl.constexpr):
+def tiles_of(first, q_len, span_ptr, spans, QUERIES: gl.constexpr, BLOCK_N: gl.constexpr, HAS_ROWS: gl.constexpr):
     """The tiles that the QUERIES queries from `first` on visit, at least one: (lo, hi, num_tiles, num_after, num_masked).
 
     Tile t begins at slot lo + t * BLOCK_N; together they contain the keys [lo, hi) that any row sees. num_masked of them need a
@@ -52,7 +65,8 @@ def tiles_of(first, q_len, spans, QUERIES: gl.constexpr, BLOCK_N: gl.constexpr):
     q_start, kv_start, kv_stop, window, causal, holes = spans
     first_pos = q_start + first
     last_pos = q_start + gl.minimum(first + QUERIES, q_len) - 1
-    lo, hi, full_lo, full_hi = block_bounds(first_pos, last_pos, kv_start, kv_stop, window, causal)
+    bounds = block_bounds(first_pos, last_pos, kv_start, kv_stop, window, causal)
+    lo, hi, full_lo, full_hi = narrowed_block(bounds, kv_stop, span_ptr, first, last_pos - q_start, q_len, HAS_ROWS)
     num_tiles = gl.maximum((hi - lo + BLOCK_N - 1) // BLOCK_N, 1)
     full_start = gl.minimum((full_lo - lo + BLOCK_N - 1) // BLOCK_N, num_tiles)
     full_stop = gl.minimum(gl.maximum(full_hi - lo, 0) // BLOCK_N, num_tiles)

@@ -7,12 +7,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ....device import visibility
-from ....spans import WORDS
 from ...prefill_hopper.pipe import phase_of, stage_of, tma_load, warpgroup_barrier
 
 # Visibility is defined once for all kernels; these compile the same source as Gluon.
 load_spans = gluon.jit(visibility.load_spans.fn)
 row_bounds = gluon.jit(visibility.row_bounds.fn)
+narrowed = gluon.jit(visibility.narrowed.fn)
+queries_of_keys = gluon.jit(visibility.queries_of_keys.fn)
 
 
 @gluon.jit
@@ -53,28 +54,12 @@ def shared_memory(q_desc, k_desc, v_desc, do_desc, C: gl.constexpr):
 
 
 @gluon.jit
-def _count_up_to(ptr, q_len, limit, STEPS: gl.constexpr = 512):
-    """`visibility._count_up_to` in Gluon."""
-    known = limit * 0
-    left = q_len
-    offs = gl.arange(0, STEPS, gl.BlockedLayout([STEPS // 128], [32], [4], [0]))
-    while left > 0:
-        stride = (left + STEPS - 1) // STEPS
-        ends = (offs + 1) * stride - 1
-        below = gl.load(ptr + known + ends, mask=ends < left, other=2147483647) <= limit
-        parts = gl.sum(below.to(gl.int32), 0)
-        known += parts * stride
-        left = gl.where(stride == 1, 0, gl.minimum(left - parts * stride, stride - 1))
-    return known
-
-
-@gluon.jit
 def query_bounds(
     span_ptr, first_key, last_key, q_len, kv_len, window,
     HAS_SPANS: gl.constexpr,
     IS_CAUSAL: gl.constexpr,
     HAS_ROWS: gl.constexpr,
-    WORDS: gl.constexpr = WORDS,
+    STEPS: gl.constexpr = visibility.STEPS,
 ):  # fmt: skip
     """`visibility.query_bounds` in Gluon."""
     if HAS_SPANS:
@@ -94,12 +79,12 @@ def query_bounds(
     hi = last_key - q_start + window
     full_hi = first_key - q_start + window
     if HAS_ROWS:
-        LO = span_ptr + WORDS
-        HI = span_ptr + 2 * WORDS + q_len
-        lo = gl.maximum(lo, _count_up_to(HI, q_len, first_key))
-        full_lo = gl.maximum(full_lo, _count_up_to(HI, q_len, last_key))
-        hi = gl.minimum(hi, _count_up_to(LO, q_len, last_key))
-        full_hi = gl.minimum(full_hi, _count_up_to(LO, q_len, first_key))
+        steps = gl.arange(0, STEPS, gl.BlockedLayout([STEPS // 128], [32], [4], [0]))
+        by_rows = queries_of_keys(span_ptr, first_key, last_key, q_len, steps)
+        lo = gl.maximum(lo, by_rows[0])
+        hi = gl.minimum(hi, by_rows[1])
+        full_lo = gl.maximum(full_lo, by_rows[2])
+        full_hi = gl.minimum(full_hi, by_rows[3])
     lo = gl.maximum(lo, 0)
     hi = gl.maximum(gl.where(first_key <= last_key, gl.minimum(hi, q_len), lo), lo)
     full_hi = gl.where(whole & (not holes), gl.minimum(full_hi, hi), lo)
@@ -121,16 +106,13 @@ def tile_at(i, tiles, MASKED: gl.constexpr, BLOCK_M: gl.constexpr):
 
 
 @gluon.jit
-def _bounds(first, limits, QUERIES: gl.constexpr, HAS_ROWS: gl.constexpr, BLOCK_M: gl.constexpr, WORDS: gl.constexpr = WORDS):
+def _bounds(first, limits, QUERIES: gl.constexpr, HAS_ROWS: gl.constexpr, BLOCK_M: gl.constexpr):
     """(first slot, number of slots) that each query of a tile from `first` on sees; 0 from query `hi` on."""
     hi, spans, span_ptr, q_len = limits
     q_start, kv_start, kv_stop, window, causal, _holes = spans
     offs_m = first + gl.arange(0, BLOCK_M, QUERIES)
     row_lo, row_hi = row_bounds(q_start + offs_m, kv_start, kv_stop, window, causal)
-    if HAS_ROWS:
-        index = gl.minimum(offs_m, q_len - 1)
-        row_lo = gl.maximum(row_lo, gl.load(span_ptr + WORDS + index))
-        row_hi = gl.maximum(row_lo, gl.minimum(row_hi, gl.load(span_ptr + 2 * WORDS + q_len + index)))
+    row_lo, row_hi = narrowed(row_lo, row_hi, span_ptr, gl.minimum(offs_m, q_len - 1), q_len, HAS_ROWS)
     return row_lo, gl.where(offs_m < hi, row_hi - row_lo, 0)
 
 
