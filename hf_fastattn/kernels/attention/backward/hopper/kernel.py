@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from ....spans import WORDS
 from ...prefill_hopper.pipe import matrix, phase_of, stage_of
-from .tile import produce, query_bounds, shared_memory, store
+from .tile import load_keys, produce, query_bounds, shared_memory, store
 
 
 @gluon.constexpr_function
@@ -243,6 +243,8 @@ def dkdv_hopper_kernel(
     kv_head = share // SPLITS
     part = share - kv_head * SPLITS
     first_key = block * BLOCK_N
+    kv_buffers, ring, passed = shared_memory(q_desc, k_desc, v_desc, do_desc, C)
+    load_keys(k_desc, v_desc, kv_buffers, row, kv_head, first_key, C)
     span_ptr = Spans + row.to(gl.int64) * stride_sb
     last_key = gl.minimum(first_key + BLOCK_N, kv_len) - 1
     bounds, spans = query_bounds(span_ptr, first_key, last_key, q_len, kv_len, window, HAS_SPANS, IS_CAUSAL, HAS_ROWS)
@@ -253,10 +255,9 @@ def dkdv_hopper_kernel(
     tiles = (lo, before, full_stop, before + num_tiles - full_stop)
     first_row = (part * batch + row).to(gl.int64) * kv_len * num_kv_heads + kv_head
 
-    kv_buffers, ring, passed = shared_memory(q_desc, k_desc, v_desc, do_desc, C)
     limits = (hi, spans, span_ptr, q_len)
-    indices = (row, kv_head, kv_head * GROUP + part * HEADS, num_kv_heads * GROUP, first_key)
-    loads = (q_desc, k_desc, v_desc, do_desc, Stats.to(gl.pointer_type(gl.int64)), kv_buffers, ring, indices, tiles, limits)
+    indices = (row, kv_head * GROUP + part * HEADS, num_kv_heads * GROUP)
+    loads = (q_desc, do_desc, Stats.to(gl.pointer_type(gl.int64)), ring, indices, tiles, limits)
     sizes = (first_key, first_row, num_kv_heads, kv_len)
     shared = (DK, DV, kv_buffers, ring, passed, spans, span_ptr, tiles, sizes, scale, scale_log2, cap_log2)
     # Warps, and registers per thread, of the second consumer and the producer. The first consumer gets the rest, also 240.

@@ -54,6 +54,17 @@ def shared_memory(q_desc, k_desc, v_desc, do_desc, C: gl.constexpr):
 
 
 @gluon.jit
+def load_keys(k_desc, v_desc, kv_buffers, row, kv_head, first_key, C: gl.constexpr):
+    """Begin to load K and V, before the bounds of queries are known."""
+    k_smem, v_smem, kv_full = kv_buffers
+    BLOCKS: gl.constexpr = C.BLOCK_N // 64
+    mbarrier.expect(kv_full.index(0), BLOCKS * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
+    for block in gl.static_range(BLOCKS):
+        tma_load(k_desc, [row, kv_head, first_key + 64 * block, 0], kv_full.index(0), k_smem.index(block))
+        tma_load(v_desc, [row, kv_head, first_key + 64 * block, 0], kv_full.index(0), v_smem.index(block))
+
+
+@gluon.jit
 def query_bounds(
     span_ptr, first_key, last_key, q_len, kv_len, window,
     HAS_SPANS: gl.constexpr,
@@ -118,23 +129,17 @@ def _bounds(first, limits, QUERIES: gl.constexpr, HAS_ROWS: gl.constexpr, BLOCK_
 
 @gluon.jit
 def produce(args, HEADS: gl.constexpr, C: gl.constexpr, HAS_ROWS: gl.constexpr):
-    """The producer warp: K and V once, then Q, dO, lse and delta tile by tile as their buffers become empty.
+    """The producer warp: Q, dO, lse and delta, tile by tile as their buffers become empty.
 
     For tiles with a mask it also computes the bounds of the queries, which consumers would compute in every thread of a column.
     """
-    q_desc, k_desc, v_desc, do_desc, Stats, kv_buffers, ring, indices, tiles, limits = args
-    k_smem, v_smem, kv_full = kv_buffers
+    q_desc, do_desc, Stats, ring, indices, tiles, limits = args
     q_smem, do_smem, stats_smem, bounds_smem, q_full, do_full, empty = ring
-    row, kv_head, first_head, num_heads, first_key = indices
+    row, first_head, num_heads = indices
     _hi, _spans, _span_ptr, q_len = limits
     _lo, before, full_stop, masked = tiles
     BLOCK_M: gl.constexpr = C.BLOCK_M
-    BLOCKS: gl.constexpr = C.BLOCK_N // 64
     layout: gl.constexpr = gl.BlockedLayout([BLOCK_M // 32], [32], [1], [0])
-    mbarrier.expect(kv_full.index(0), BLOCKS * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
-    for block in gl.static_range(BLOCKS):
-        tma_load(k_desc, [row, kv_head, first_key + 64 * block, 0], kv_full.index(0), k_smem.index(block))
-        tma_load(v_desc, [row, kv_head, first_key + 64 * block, 0], kv_full.index(0), v_smem.index(block))
     n = 0
     for MASKED in gl.static_range(2):
         count = HEADS * (masked if MASKED else full_stop - before)
