@@ -297,7 +297,8 @@ def _residual(**options):
 def _rope_of_norms():
     x, cos, weight = torch.zeros(2, 8, 1, 96).bfloat16(), torch.zeros(1, 1, 96).bfloat16(), torch.zeros(96).bfloat16()
     norm = rope.Normed(x, weight, None, 1e-6, (False, True, "fp32"), x)
-    assert rope.run_normed(x, x, cos, cos, (norm, norm), (False, False, False, False, False)) is not None
+    rotation = rope.rotation(x, x, cos, cos, (False, False, False, False, False), (norm, norm))
+    rotation.launch(x, x, x, torch.zeros(1, dtype=torch.int64))
 
 
 SMALL = {

@@ -11,9 +11,11 @@ from test_fuse import DEVICE, DTYPES, runs_kernels
 from test_small_layers import ROTATIONS, norm_of_family, rotation_of_family
 from torch import nn
 
+import hf_fastattn
 from hf_fastattn.hf.rotations import reached
+from hf_fastattn.kernels.decode.append import append
 from hf_fastattn.kernels.host import launch
-from hf_fastattn.patches import fuse, linears, merged, subclass
+from hf_fastattn.patches import fuse, graph, linears, merged, subclass
 
 SIZE = 96
 
@@ -162,6 +164,46 @@ def test_norms_of_heads_are_one_launch_with_the_rotation(family, norm):
 
 @runs_kernels
 @torch.no_grad()
+@pytest.mark.parametrize(("family", "normed"), [("llama", True), ("glm4", True), ("deepseek_v3", False)])
+def test_keys_and_values_are_appended_in_the_launch_of_the_rotation(family, normed):
+    torch.manual_seed(0)
+    width, _ = ROTATIONS[family]
+    norms = nn.ModuleList([norm_of_family("llama", 64), norm_of_family("llama", 64)]).to(DEVICE, torch.float16)
+    fuse.fuse(fuse.Fusible(list(norms), [], [], []))
+    rotate = fuse._fused_rotation(reached(rotation_of_family(family)))
+    q, k, v, long_v = (
+        torch.randn(2, 2, heads, size, device=DEVICE).half().transpose(1, 2)
+        for heads, size in ((7, 64), (2, 64), (2, 32), (2, 128))
+    )
+    cos, sin = (torch.randn(2, 2, width, device=DEVICE, dtype=torch.float16) for _ in range(2))
+    one, each = torch.tensor([4], device=DEVICE), torch.tensor([6, 0], device=DEVICE)  # one of row 0 is past the end
+
+    def step(v, slot, read=lambda k: k):
+        keys, values = (torch.zeros(2, 2, 7, x.shape[-1], dtype=x.dtype, device=DEVICE) for x in (k, v))
+        turned = rotate(*([norms[0](q), norms[1](k)] if normed else [q, k]), cos, sin)
+        append(keys, values, read(turned[1]), v, slot)
+        return [*turned, keys, values]
+
+    cases = {
+        "one slot": (1, lambda: step(v, one)),
+        "a slot for each row": (1, lambda: step(v, each)),
+        "a view": (1, lambda: step(v, one, lambda k: k.transpose(1, 2).transpose(1, 2))),
+        "longer values": (2, lambda: step(long_v, one)),
+        "read before": (2, lambda: step(v, one, lambda k: (k + 1, k)[1])),
+        "other keys": (2, lambda: step(v, one, lambda k: k * 2)),
+        "a part": (2, lambda: step(v, one, lambda k: k.flip(2))),
+    }
+    for name, (number, case) in cases.items() if family == "llama" else list(cases.items())[:2]:
+        expected = case()
+        with Launches() as launches, merged.merged(norms):
+            got = case()
+        assert launches.count["rope_kernel"] + launches.count["append_kernel"] == number, name
+        assert all(map(same, got, expected)), name
+    assert expected[2].abs().sum() > 0
+
+
+@runs_kernels
+@torch.no_grad()
 def test_norms_that_the_rotation_cannot_take_run_before_it():
     torch.manual_seed(0)
     norms = nn.ModuleList([norm_of_family("llama", 64) for _ in range(3)]).to(DEVICE, torch.float16)
@@ -200,6 +242,27 @@ def test_in_a_decode_graph_a_layer_has_one_launch_for_norms_and_rotation(family)
     torch.testing.assert_close(logits, expected, atol=0 if DEVICE == "cpu" else 2e-2, rtol=0)
     layers = model.config.num_hidden_layers
     assert (launches.count["rope_kernel"], launches.count["residual_kernel"]) == (layers, 2 * layers + 1)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="counts launches of steps that run, and a graph's do not")
+@runs_kernels
+@torch.no_grad()
+def test_a_step_of_a_patched_model_has_no_launch_that_only_appends(monkeypatch):
+    class Graph:
+        def __init__(self, *args):
+            self.rehearse = self.capture = lambda body: body()
+            self.replay = lambda: None
+
+    monkeypatch.setattr(graph, "new_graph", Graph)
+    monkeypatch.setattr(graph, "why_no_graph", lambda device: None)
+    names, call = [], launch.Launch.__call__
+    monkeypatch.setattr(launch.Launch, "__call__", lambda self, *t: (names.append(self.kernel.fn.__name__), call(self, *t)))
+    model, ids = small_model("llama", DEVICE).half(), torch.arange(3, 5, device=DEVICE)[None]
+    with hf_fastattn.patch(model) as patch:
+        model.generate(input_ids=ids, max_new_tokens=3, do_sample=False, eos_token_id=None)
+    layers = model.config.num_hidden_layers
+    assert patch.captures == 1 and "append_kernel" not in names
+    assert names.count("rope_kernel") == 3 * layers  # of the prompt, of a rehearsal and of a capture
 
 
 def test_only_modules_of_torch_and_transformers_qualify():

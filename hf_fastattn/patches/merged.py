@@ -1,8 +1,10 @@
-"""Merges the additions and norms of a decode graph that follow each other, and norms of queries and keys with their rotation.
+"""Merges the additions and norms of a decode graph that follow each other, and the rotation of queries and keys with their norms
+and with the append of K and V.
 
 The launch of an addition or a norm is delayed until the next operation. If that is an addition or a norm of its result, both are
-one launch (`kernels.decode.residual`); before any other operation the delayed launches run. So the model's own code decides what
-is computed, in every family, and all its results are stored.
+one launch (`kernels.decode.residual`). The launch of a rotation is delayed until its keys are appended (`kernels.decode.rope`).
+Before any other operation the delayed launches run. So the model's own code decides what is computed, in every family, and all
+its results are stored.
 
 Operations of torch are seen by a dispatch mode, launches of this package by `launch.before`. Kernels that others launch without
 an operation of torch are not seen. Therefore only models that consist of modules of torch and Transformers' model files run in
@@ -94,21 +96,22 @@ class _Delayed(TorchDispatchMode):
     """Delays additions, products with a number, and norms."""
 
     def __init__(self) -> None:
-        from ..kernels.decode import residual
+        from ..kernels.decode import append, residual, rope
 
         super().__init__()  # type: ignore[no-untyped-call]
-        self.kernel = residual
+        self.kernel, self.append = residual, append
         self.chain: residual.Chain | None = None
         self.first: residual.Chain | None = None  # a norm alone, which the chain does not read
+        self.rotation: rope.Rotation | None = None  # then there is no chain
 
     def __enter__(self) -> _Delayed:
-        self.outer = launch.thread.before, _thread.mode
-        launch.thread.before, _thread.mode = self._before, self
+        self.outer = launch.thread.before, self.append.thread.instead, _thread.mode
+        launch.thread.before, self.append.thread.instead, _thread.mode = self._before, self._append, self
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        launch.thread.before, _thread.mode = self.outer
+        launch.thread.before, self.append.thread.instead, _thread.mode = self.outer
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
@@ -170,20 +173,21 @@ class _Delayed(TorchDispatchMode):
         sin: torch.Tensor,
         rotation: tuple[bool, bool, bool, bool, bool],
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """rope.run, together with the delayed norms of the queries and keys."""
+        """rope.run, together with the delayed norms of the queries and keys. Its launch is delayed until K is appended."""
         from ..kernels.decode import rope
 
-        chains, out = (self.first, self.chain), None
+        chains, delayed = (self.first, self.chain), None
         if all(map(_is_norm, chains)) and not self._has(cos) and not self._has(sin):
             norms = [rope.Normed(chain.x, *chain.before) for chain in chains if chain is not None and chain.before is not None]
             self.first = self.chain = None
-            out = rope.run_normed(q, k, cos, sin, norms, rotation)
-            if out is None:
+            delayed = rope.rotation(q, k, cos, sin, rotation, norms)
+            if delayed is None:
                 self.first, self.chain = chains
-        if out is None:
+        if delayed is None:
             self.flush()
-            out = rope.run(q, k, cos, sin, *rotation)
-        return out
+            delayed = rope.rotation(q, k, cos, sin, rotation)
+        self.rotation = delayed
+        return None if delayed is None else delayed.out
 
     def _empty_like(self, x: torch.Tensor) -> torch.Tensor:
         """An allocation, for which nothing that is delayed has to run."""
@@ -205,19 +209,32 @@ class _Delayed(TorchDispatchMode):
                 outs += [chain.before and chain.before.out, chain.scaled, *(out for _, out in chain.sums)]
         return any(out is not None and _storage(out) == _storage(x) for out in outs)
 
+    def _append(self, keys: torch.Tensor, values: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slot: torch.Tensor) -> bool:
+        """append.append in the launch of the delayed rotation; False if k is not its result."""
+        rotation = self.rotation
+        if rotation is None or not rotation.appends(k, v):
+            return False
+        self.rotation = None
+        rotation.launch(keys, values, v, slot)
+        return True
+
     def _before(self, tensors: Iterable[object]) -> None:
         """Before an operation on these tensors. Norms of heads wait for the rotation, beyond operations on other tensors."""
         chains = [chain for chain in (self.first, self.chain) if chain is not None]
         ours = {_storage(t) for chain in chains for t in (chain.x, chain.out)}
         apart = all(_is_norm(chain) and chain.x.dim() == 4 for chain in chains)
-        if chains and not (
-            apart and all(_is_plain(t) and _storage(t) not in ours for t in tensors if isinstance(t, torch.Tensor))
+        if self.rotation is not None or (
+            chains
+            and not (apart and all(_is_plain(t) and _storage(t) not in ours for t in tensors if isinstance(t, torch.Tensor)))
         ):
             self.flush()
 
     def flush(self) -> None:
         """Launch what is delayed."""
-        first, chain, self.first, self.chain = self.first, self.chain, None, None
+        first, chain, rotation = self.first, self.chain, self.rotation
+        self.first = self.chain = self.rotation = None
+        if rotation is not None:
+            rotation.launch()
         if first is not None:
             self.kernel.run(first)
         if chain is None:

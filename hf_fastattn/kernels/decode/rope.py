@@ -2,6 +2,9 @@
 
     out = round(round(x * cos) + round(y * sin)),  y = (-x[D/2:], x[:D/2])
 
+In a decode graph the launch also computes the norms of the heads before it, and appends the rotated keys and the values to their
+buffers, as append.py does.
+
 The two dimensions of a pair may also be neighbours, the first D of more dimensions may be rotated, and cosines may be stored once
 for each pair. The code of the models needs ten launches or more over tensors as large as the queries.
 
@@ -11,7 +14,7 @@ Sources: Su et al., "RoFormer" (2021), section 3.4.2; for the order of dimension
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -25,7 +28,7 @@ from .rms_norm import moments, scaled
 BLOCK_H = 8  # heads that a program rotates after one load of the cosines of their token
 
 
-@triton.jit(do_not_specialize=["num_heads", "kv_heads", "tokens", "eps"])
+@triton.jit(do_not_specialize=["stride_slot", "capacity", "num_heads", "kv_heads", "tokens", "eps"])
 def rope_kernel(
     Q,
     K,
@@ -37,6 +40,10 @@ def rope_kernel(
     NormedK,
     OutQ,
     OutK,
+    Keys,
+    Values,
+    NewV,
+    Slot,
     stride_qb,
     stride_qh,
     stride_qm,
@@ -51,11 +58,23 @@ def rope_kernel(
     stride_okb,
     stride_okh,
     stride_okm,
+    stride_keysb,
+    stride_keysh,
+    stride_keysm,
+    stride_valuesb,
+    stride_valuesh,
+    stride_valuesm,
+    stride_nvb,
+    stride_nvh,
+    stride_nvm,
+    stride_slot,
+    capacity,
     num_heads,
     kv_heads,
     tokens,
     eps,
     HEAD_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     APART: tl.constexpr,
@@ -68,7 +87,10 @@ def rope_kernel(
     BLOCK_H: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One program per token and block of heads; the heads of K follow those of Q. WeightQ, ...: None without norms."""
+    """One program per token and block of heads; the heads of K follow those of Q. WeightQ, ...: None without norms.
+
+    Keys, ...: None, or the rotated K and NewV are also stored there, as in append.py.
+    """
     row = (tl.program_id(0) // tokens).to(tl.int64)
     token = (tl.program_id(0) % tokens).to(tl.int64)
     head = tl.program_id(1).to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
@@ -117,6 +139,15 @@ def rope_kernel(
     out = tl.where(turns, by_cos + by_sin, x.to(tl.float32)).to(dtype)
     tl.store(OutQ + row * stride_oqb + token * stride_oqm + head * stride_oqh + offs, out, mask=of_q & d_mask)
     tl.store(OutK + row * stride_okb + token * stride_okm + kv_head * stride_okh + offs, out, mask=of_k & d_mask)
+    if Keys is not None:
+        slot = tl.load(Slot + row * stride_slot) + token
+        k_dim = tl.where(slot < capacity, HEAD_DIM, 0)  # nothing is written past the end
+        v_dim = tl.where(slot < capacity, V_DIM, 0)
+        v = tl.load(NewV + row * stride_nvb + token * stride_nvm + kv_head * stride_nvh + offs, mask=of_k & (offs < V_DIM))
+        k_ptrs = Keys + row * stride_keysb + kv_head * stride_keysh + slot * stride_keysm
+        v_ptrs = Values + row * stride_valuesb + kv_head * stride_valuesh + slot * stride_valuesm
+        tl.store(k_ptrs + offs, out, mask=of_k & (offs < k_dim))
+        tl.store(v_ptrs + offs, v, mask=of_k & (offs < v_dim))
 
 
 def why_not(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, doubled: bool = False) -> str | None:
@@ -170,13 +201,11 @@ def run(
     i + width/2. of_pair: pair i reads cos[i], instead of cos[d] for each dimension d. doubled: cos is half as wide as the rotated
     dimensions (then of_pair). late: round only the result.
     """
-    rotation = interleaved, apart, of_pair, doubled, late
-    start = _prepare((q, k, cos, sin, None, None), rotation, 0.0, (False, False, ""))
-    if start is None:
+    made = rotation(q, k, cos, sin, (interleaved, apart, of_pair, doubled, late))
+    if made is None:
         return None
-    out_q, out_k = torch.empty_like(q), torch.empty_like(k)
-    start(q, k, cos, sin, None, None, None, None, out_q, out_k)
-    return out_q, out_k
+    made.launch()
+    return made.out
 
 
 class Normed(NamedTuple):
@@ -195,54 +224,87 @@ class Normed(NamedTuple):
         return same and self.bias is None and self.weight is not None and self.weight.shape == heads.shape[-1:]
 
 
-def run_normed(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    norms: Sequence[Normed],
-    rotation: tuple[bool, bool, bool, bool, bool],
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """`run` of the results of two norms, which it computes before; None if it cannot. Only in decode graphs, as in residual.py.
+Options = tuple[bool, bool, bool, bool, bool]
+NOT_APPENDED = (None, None, None, None)
 
-    q, k: views of these results, which are not computed yet. rotation: the options of `run`.
+
+class Rotation(NamedTuple):
+    """A rotation that is checked and not launched yet.
+
+    q, k: the layout of the queries and keys. inputs: these, cos, sin, and the weights of the norms before the rotation with the
+    tensors for their results, or None. out: the tensors for the rotated q and k. options: those of `_prepare`.
     """
-    of_q, of_k = norms
-    if of_q.eps != of_k.eps or of_q.options != of_k.options or rotation[1] or not (of_q.fits(q) and of_k.fits(k)):
+
+    q: torch.Tensor
+    k: torch.Tensor
+    inputs: tuple[torch.Tensor | None, ...]
+    out: tuple[torch.Tensor, torch.Tensor]
+    options: tuple[Options, float, tuple[bool, bool, str]]
+
+    def appends(self, new_keys: torch.Tensor, new_values: torch.Tensor) -> bool:
+        """Whether `launch` can append these: new_keys is the rotated k, and the rows of new_values are not longer."""
+        k = self.out[1]
+        same = k.data_ptr() == new_keys.data_ptr() and (k.shape, k.stride()) == (new_keys.shape, new_keys.stride())
+        return same and k.dtype == new_keys.dtype and new_values.shape[-1] <= k.shape[-1]
+
+    def launch(self, *appended: torch.Tensor) -> None:
+        """Rotate. appended: keys, values, new_values and slot of append.append, to append new_values and the rotated k too."""
+        others = appended or NOT_APPENDED
+        start = _prepare((self.q, self.k, *self.inputs[2:6], *others), *self.options)
+        assert start is not None
+        start(*self.inputs, *self.out, *others)
+
+
+def rotation(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, options: Options, norms: Sequence[Normed] = ()
+) -> Rotation | None:
+    """`run` with these options, without its launch; None if it cannot.
+
+    norms: of q and k, whose results q and k are views of. They are not computed yet, and the rotation computes them before.
+    This is only for decode graphs, as in residual.py.
+    """
+    inputs: tuple[torch.Tensor | None, ...] = (q, k, cos, sin, None, None, None, None)
+    eps, norm = 0.0, (False, False, "")
+    if norms:
+        of_q, of_k = norms
+        if of_q.eps != of_k.eps or of_q.options != of_k.options or options[1] or not (of_q.fits(q) and of_k.fits(k)):
+            return None
+        inputs = (of_q.x, of_k.x, cos, sin, of_q.weight, of_k.weight, of_q.out, of_k.out)
+        eps, norm = of_q.eps, of_q.options
+    if _prepare((q, k, *inputs[2:6], *NOT_APPENDED), options, eps, norm) is None:
         return None
-    start = _prepare((q, k, cos, sin, of_q.weight, of_k.weight), rotation, of_q.eps, of_q.options)
-    if start is None:
-        return None
-    out_q, out_k = torch.empty_like(q), torch.empty_like(k)
-    start(of_q.x, of_k.x, cos, sin, of_q.weight, of_k.weight, of_q.out, of_k.out, out_q, out_k)
-    return out_q, out_k
+    return Rotation(q, k, inputs, (torch.empty_like(q), torch.empty_like(k)), (options, eps, norm))
 
 
 @launch.remember
 def _prepare(
-    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None],
-    rotation: tuple[bool, bool, bool, bool, bool],
-    eps: float,
-    norm: tuple[bool, bool, str],
+    tensors: tuple[torch.Tensor | None, ...], options: Options, eps: float, norm: tuple[bool, bool, str]
 ) -> launch.Launch | None:
-    q, k, cos, sin, *_ = tensors
-    interleaved, apart, of_pair, doubled, late = rotation
+    given: Any = tensors  # q, k, cos, sin; then the weights of norms, and what append() takes besides k, or None
+    q, k, cos, sin, _, _, keys, values, new_values, slot = given
+    interleaved, apart, of_pair, doubled, late = options
     if why_not(q, k, cos, sin, doubled):
         return None
+    if keys is None:
+        keys = values = new_values = k  # not read
     batch, num_heads, tokens, head_dim = q.shape
     kv_heads = k.shape[1]
-    laid_out = (("q", q), ("k", k), ("oq", torch.empty_like(q)), ("ok", torch.empty_like(k)))
+    laid_out = {"q": q, "k": k, "oq": torch.empty_like(q), "ok": torch.empty_like(k)}
+    laid_out |= {"keys": keys, "values": values, "nv": new_values}
     return launch.Launch(
         rope_kernel,
         (batch * tokens, triton.cdiv(num_heads + kv_heads, BLOCK_H)),
-        **{f"stride_{name}{axis}": tensor.stride(i) for name, tensor in laid_out for i, axis in enumerate("bhm")},
+        **{f"stride_{name}{axis}": tensor.stride(i) for name, tensor in laid_out.items() for i, axis in enumerate("bhm")},
         stride_cb=cos.stride(0) if cos.shape[0] > 1 else 0,
         stride_cm=cos.stride(1),
+        stride_slot=0 if slot is None or slot.shape[0] == 1 else slot.stride(0),
+        capacity=keys.shape[2],
         num_heads=num_heads,
         kv_heads=kv_heads,
         tokens=tokens,
         eps=eps,
         HEAD_DIM=head_dim,
+        V_DIM=values.shape[3],
         WIDTH=cos.shape[-1] * (1 + doubled),
         INTERLEAVED=interleaved,
         APART=apart,
