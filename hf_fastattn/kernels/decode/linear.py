@@ -23,7 +23,7 @@ from .. import checks
 from ..host import launch
 from ..host.overlap import early, let_next_begin, wait_for_inputs
 from . import linear_rows
-from .linear_rows import activated
+from .linear_rows import activated, distance, of_tile, three
 
 Tensors = tuple[torch.Tensor, ...]
 DTYPES = (torch.float16, torch.bfloat16)
@@ -36,15 +36,24 @@ def _load_once(pointers, mask):
     return tl.load(pointers, mask=mask, other=0.0, eviction_policy="evict_first")
 
 
-@triton.jit(do_not_specialize=["out_features"])
+@triton.jit(do_not_specialize=["rows", "rows1", "rows2"])
 def linear_kernel(
     X,
     Weight,
+    Weight1,
+    Weight2,
     Bias,
+    Bias1,
+    Bias2,
     Out,
+    Out1,
+    Out2,
     Residual,
     Sum,
-    out_features,
+    rows,
+    rows1,
+    rows2,
+    PARTS: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -52,11 +61,18 @@ def linear_kernel(
     ADD: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One program per BLOCK_N elements of the output. ADD: Sum = Residual + Out."""
-    row = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    """One program per BLOCK_N rows of a weight. PARTS: the number of weights. ADD: Sum = Residual + Out, for one weight."""
+    tile = tl.program_id(0)
+    second = tl.cdiv(rows, BLOCK_N)
+    third = second + tl.cdiv(rows1, BLOCK_N)
+    none = tile.to(tl.int64) * 0
+    row = (tile - of_tile(tile, second, third, 0, second, third, PARTS)).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     offs = tl.arange(0, BLOCK_K)
-    live = row < out_features
-    weights = Weight + row[:, None] * SIZE + offs[None, :]
+    live = row < of_tile(tile, second, third, rows, rows1, rows2, PARTS)
+    start = of_tile(tile, second, third, none, distance(Weight, Weight1), distance(Weight, Weight2), PARTS) + row * SIZE
+    if PARTS > 1:
+        start = tl.multiple_of(start, 8)
+    weights = Weight + start[:, None] + offs[None, :]
     # Before the wait: no kernel of a decode step writes weights.
     w = _load_once(weights, live[:, None] & (offs < SIZE)[None, :])
     wait_for_inputs(EARLY)
@@ -70,9 +86,11 @@ def linear_kernel(
         acc += w.to(tl.float32) * x.to(tl.float32)[None, :]
     y = tl.sum(acc, 1)
     if HAS_BIAS:
-        y += tl.load(Bias + row, mask=live, other=0.0).to(tl.float32)
+        bias = of_tile(tile, second, third, none, distance(Bias, Bias1), distance(Bias, Bias2), PARTS)
+        y += tl.load(Bias + bias + row, mask=live, other=0.0).to(tl.float32)
     y = y.to(Out.dtype.element_ty)
-    tl.store(Out + row, y, mask=live)
+    out = of_tile(tile, second, third, none, distance(Out, Out1), distance(Out, Out2), PARTS)
+    tl.store(Out + out + row, y, mask=live)
     if ADD:
         total = tl.load(Residual + row, mask=live, other=0.0).to(tl.float32) + y.to(tl.float32)
         tl.store(Sum + row, total.to(Out.dtype.element_ty), mask=live)
@@ -132,10 +150,8 @@ def why_not(
     for weight in weights:
         if weight.dim() != 2 or weight.numel() == 0 or weight.shape[1] != size:
             return f"x is {tuple(x.shape)} and weight {tuple(weight.shape)}; a token must be as long as a row of weight."
-    if tokens == 1 and len(weights) > 1 + gated:
-        return f"{len(weights)} weights and one token: a launch for each weight is faster."
-    if tokens > 1 and size % linear_rows.MULTIPLE:
-        return f"in_features is {size}; with several tokens it must be a multiple of {linear_rows.MULTIPLE}."
+    if (tokens > 1 or len(weights) > 1 + gated) and size % linear_rows.MULTIPLE:
+        return f"in_features is {size}; with several tokens or weights it must be a multiple of {linear_rows.MULTIPLE}."
     for bias, weight in zip(biases, weights, strict=False):
         if bias.shape != weight.shape[:1]:
             return f"bias is {tuple(bias.shape)}, and weight {tuple(weight.shape)} needs {weight.shape[0]} elements."
@@ -168,7 +184,7 @@ def linear_and_sum(
 
 
 def linears(x: torch.Tensor, weights: Tensors, biases: Tensors = ()) -> Tensors | None:
-    """`linear` for several tokens and up to three weights, with as many biases or none, in one launch."""
+    """`linear` for up to three weights, with as many biases or none, in one launch."""
     return _run(x, weights, biases)
 
 
@@ -186,7 +202,8 @@ def _run(
 ) -> Tensors | None:
     """The results, and with a residual its sum with the only one."""
     start = _prepare((x, *weights, *biases, residual), len(weights), act)
-    if start is None or (x.numel() > x.shape[-1] and not linear_rows.aligned(weights)):
+    several = x.numel() > x.shape[-1] or len(weights) > 1 + (act is not None)
+    if start is None or (several and not linear_rows.aligned(weights)):
         return None
     outs = tuple(x.new_empty(*x.shape[:-1], weight.shape[0]) for weight in weights[: 1 if act else None])
     if residual is None:
@@ -205,24 +222,28 @@ def _prepare(tensors: tuple[torch.Tensor | None, ...], count: int, act: str | No
         return None
     if x.numel() > x.shape[-1]:
         return linear_rows.prepare(x, weights, bool(biases), act, residual is not None)
-    return _one_token(x, weights[0], bool(biases), act, residual is not None)
+    return _one_token(x, weights, bool(biases), act, residual is not None)
 
 
-def _one_token(x: torch.Tensor, weight: torch.Tensor, has_bias: bool, act: str | None, add: bool) -> linear_rows.Start:
-    rows, size = weight.shape
+def _one_token(x: torch.Tensor, weights: Tensors, has_bias: bool, act: str | None, add: bool) -> linear_rows.Start:
+    size = x.shape[-1]
+    rows = [weight.shape[0] for weight in weights[: 1 if act else None]]
     own: dict[str, int]
     block_k = min(MAX_BLOCK, max(16, triton.next_power_of_2(size)))
     if act is None:
-        kernel, own = linear_kernel, {"HAS_BIAS": has_bias, "ADD": add}
+        kernel, own = linear_kernel, {"HAS_BIAS": has_bias, "ADD": add, "PARTS": len(rows)}
+        own |= dict(zip(("rows", "rows1", "rows2"), (*rows, 0, 0), strict=False))
         block_n = max(4, 4096 // block_k)
         # For long rows half as many warps: more programs fit and hide each other's start and end.
         warps = block_n * block_k // (2048 if size > 2 * MAX_BLOCK else 1024)
     else:
-        kernel, own = gated_linear_kernel, {"ACT": linear_rows.ACTIVATIONS[act]}
+        kernel, own = gated_linear_kernel, {"ACT": linear_rows.ACTIVATIONS[act], "out_features": rows[0]}
         block_n = max(2, 2048 // block_k)
         warps = block_n * block_k // 512
     own |= {"SIZE": size, "BLOCK_N": block_n, "BLOCK_K": block_k, **early(x.device)}
-    run = launch.Launch(kernel, (triton.cdiv(rows, block_n),), **own, out_features=rows, num_warps=warps)
+    if len(rows) > 1 and warps == 8:
+        own["maxnreg"] = 64  # four programs fit on a multiprocessor, as with one weight
+    run = launch.Launch(kernel, (sum(triton.cdiv(n, block_n) for n in rows),), **own, num_warps=warps)
 
     def start(
         x: torch.Tensor,
@@ -233,7 +254,7 @@ def _one_token(x: torch.Tensor, weight: torch.Tensor, has_bias: bool, act: str |
         total: torch.Tensor | None = None,
     ) -> None:
         if act is None:
-            run(x, *weights, *(biases or (None,)), *outs, residual, total)
+            run(x, *three(weights), *three(biases or weights), *three(outs), residual, total)
         else:
             run(x, *weights, *outs)
 

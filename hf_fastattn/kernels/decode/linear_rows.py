@@ -229,7 +229,7 @@ def aligned(weights: Tensors) -> bool:
     return all(weight.data_ptr() % 16 == 0 for weight in weights)
 
 
-def _three(tensors: Tensors) -> Tensors:
+def three(tensors: Tensors) -> Tensors:
     """The tensors, and the first one in place of missing ones, which are not read."""
     return (*tensors, *tensors[:1] * (MAX_WEIGHTS - len(tensors)))
 
@@ -279,6 +279,6 @@ def prepare(x: torch.Tensor, weights: Tensors, has_bias: bool, act: str | None, 
         if splits > 1:
             partial, counter = x.new_empty(sums, dtype=torch.float32), counters_of(x.device)
         sum_of = (x, x) if residual is None or total is None else (residual, total)
-        run(x, *_three(weights), *_three(biases or weights), *_three(outs), *sum_of, partial, counter)
+        run(x, *three(weights), *three(biases or weights), *three(outs), *sum_of, partial, counter)
 
     return start
