@@ -81,6 +81,7 @@ def residual_kernel(
     CENTRED: tl.constexpr,
     LATE: tl.constexpr,
     ONE: tl.constexpr,
+    ONE_ROW: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """One program per BLOCK_M rows. A result that is None is not computed."""
@@ -93,8 +94,11 @@ def residual_kernel(
     before_bias = load_row(BeforeBias, offs, inside)
     weight = load_row(Weight, offs, inside)
     bias = load_row(Bias, offs, inside)
+    if ONE_ROW:  # the next launch, a linear layer, reads weights while the previous one ends; linear_rows would be slower
+        let_next_begin(EARLY)
     wait_for_inputs(EARLY)
-    let_next_begin(EARLY)
+    if not ONE_ROW:
+        let_next_begin(EARLY)
     x = tl.load(X + at, mask=mask, other=0.0)
     if Before is not None:
         x = normalise(x, before_weight, before_bias, eps_before, mask, SIZE, BEFORE_CENTRED, BEFORE_LATE, BEFORE_ONE)
@@ -176,4 +180,5 @@ def _prepare(
         CENTRED=after[0],
         LATE=after[1],
         ONE=after[2],
+        ONE_ROW=x.numel() == x.shape[-1],
     )

@@ -4,9 +4,12 @@ From compute capability 9.0 on, the programs of a kernel are set up while the pr
 `wait_for_inputs`. Between two short kernels this hides a microsecond or more. The rules:
 
 - In a kernel launched with `early(device)`, every program waits before it accesses memory that another kernel may write or read.
-- It may call `let_next_begin` after that wait. A kernel that was not launched early may call it at any point.
-- Therefore a program may read tensors older than the previous launch before it waits (`linear` reads the weights of a decode
-  graph then), and a kernel that waits for the previous launch waits for all earlier launches too.
+  So a kernel that waits for the previous launch waits for all earlier launches too.
+- As a rule it calls `let_next_begin` after that wait. Then all launches before this one have finished when the next one begins,
+  which may read their results before its own wait.
+- It may call it before the wait if the next launch reads nothing before its own wait but weights (`residual`, between two linear
+  layers). A kernel that was not launched early may call it at any point.
+- In a decode graph no launch writes weights, so they may be read before the wait (`linear`).
 - The hardware places programs on the multiprocessor with the most free resources while programs of the previous launch still
   occupy some. A kernel that should have one or two programs on every multiprocessor limits its registers (`maxnreg`), so that
   registers do not decide how many programs fit. Otherwise some multiprocessors get twice their share and others none.
