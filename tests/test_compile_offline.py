@@ -396,6 +396,9 @@ def test_linear_layers_load_16_bytes_at_once_and_spill_nothing(kind, tokens, arc
         assert "cp.async.cg.shared.global" in binary.ptx and "cp.async.ca" not in binary.ptx  # .cg has 16 bytes
         waits, touches = WAIT.search(binary.ttgir), TOUCH.search(binary.ttgir)
         assert bool(waits) == (arch == 90) and not (waits and touches.start() < waits.start())
+        requests = binary.ptx.find("prefetch.global.L2")
+        assert (requests >= 0) == (arch == 90 and tokens == 16)  # for the first columns of the weights, before the wait
+        assert requests < 0 or requests < WAIT.search(binary.ptx).start()
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,14 @@ def of_tile(tile, second, third, a, b, c, PARTS: tl.constexpr):
 
 
 @triton.jit
+def _request(pointers):
+    """Load the 128 bytes around each pointer into the L2 cache, without waiting for them."""
+    addresses = pointers.to(tl.uint64, bitcast=True)
+    asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
+    tl.inline_asm_elementwise(asm, "=r,l", [addresses], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
 def _load_chunk(w_ptrs, x_ptrs, left, seen, EVEN: tl.constexpr, BLOCK_K: tl.constexpr):
     """The next BLOCK_K columns of a tile, and as many rows of x^T. left: number of columns that remain."""
     if EVEN:
@@ -182,6 +190,9 @@ def linear_rows_kernel(
     w_ptrs = Weight + tl.multiple_of(start, 8)[:, None] + offs_k[None, :]
     x_ptrs = X + token[None, :] * size + offs_k[:, None]
     left = size - tl.program_id(1) * split_size
+    if EARLY and BLOCK_M == 16:  # requests for more columns delay the previous launch
+        columns = tl.program_id(1) * split_size + tl.arange(0, BLOCK_K // 64) * 64
+        _request(Weight + start[:, None] + tl.minimum(columns, size - 1)[None, :])
     wait_for_inputs(EARLY)
     let_next_begin(EARLY)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
