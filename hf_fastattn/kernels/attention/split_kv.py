@@ -16,9 +16,19 @@ from ..device.attend import attend
 from ..device.merge import merge_rows, store_packed, store_partial
 from ..device.visibility import key_bounds, packed_rows
 from ..host import launch, tables
-from ..host.overlap import early, let_next_begin, wait_for_inputs
-from ..spec import KV, Form, Spec
+from ..host.overlap import early, let_next_begin, request, wait_for_inputs
+from ..spec import KV, Form, Spec, is_plain
 from .plan import Call, Plan
+
+
+@triton.jit
+def _request_tiles(k_base, v_base, stride_kn, stride_vn, bounds, tile_start, tile_stop, C: tl.constexpr):
+    """Request the first two tiles of K and V. The new tokens are still to be written into them."""
+    if tile_start < tile_stop:
+        last = tl.minimum(bounds[2] + tile_stop * C.BLOCK_N, bounds[3]) - 1
+        keys = tl.minimum(bounds[2] + tile_start * C.BLOCK_N + tl.arange(0, 2 * C.BLOCK_N), last).to(tl.int64)
+        request(k_base + keys[:, None] * stride_kn + tl.arange(0, C.BLOCK_D // 64)[None, :] * 64)
+        request(v_base + keys[:, None] * stride_vn + tl.arange(0, C.BLOCK_DV // 64)[None, :] * 64)
 
 
 @triton.jit(do_not_specialize=["stride_sb", "q_len", "kv_len", "window", "stats_start"])
@@ -55,10 +65,11 @@ def split_kv_kernel(
     LOAD_K: tl.constexpr,
     LOAD_V: tl.constexpr,
     COMBINE: tl.constexpr,
+    REQUEST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    if C.HAS_SPANS:
-        wait_for_inputs(EARLY)
+    """One program per split, KV head and batch row. REQUEST: whether it begins early and K and V are plain tensors."""
+    # Before the wait: spans are written by launches that end before the next one begins.
     split, splits = tl.program_id(0), tl.num_programs(0)
     kv_head = tl.program_id(1).to(tl.int64)
     row = tl.program_id(2).to(tl.int64)
@@ -74,13 +85,13 @@ def split_kv_kernel(
     tiles = tl.cdiv(bounds[3] - bounds[2], C.BLOCK_N)
 
     offs_v = tl.arange(0, C.BLOCK_DV)
-    # Addresses are computed before the wait too.
     k_base = K + row * stride_kb + kv_head * stride_kh
     v_base = V + row * stride_vb + kv_head * stride_vh
     kv = (k_base, v_base, stride_kn, stride_vn, (row, kv_head, tl.num_programs(1), kv_len), (Scales, Centre, Pages))
     tile_start, tile_stop = split * tiles // splits, (split + 1) * tiles // splits
-    if not C.HAS_SPANS:
-        wait_for_inputs(EARLY)
+    if REQUEST:
+        _request_tiles(k_base, v_base, stride_kn, stride_vn, bounds, tile_start, tile_stop, C)
+    wait_for_inputs(EARLY)
     if COMBINE:
         let_next_begin(EARLY)
     acc, m, l = attend(
@@ -177,6 +188,7 @@ def fixed_splits(call: Call, config: tables.Config, splits: int | None) -> Plan:
         **call.arguments(),
         **common,
         COMBINE=max_splits > 1,
+        REQUEST=overlap["EARLY"] and is_plain(call.form) and {call.head_dim, call.value_dim} <= {64, 128},
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **call.registers(config),

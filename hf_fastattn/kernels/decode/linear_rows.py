@@ -24,7 +24,7 @@ import triton.language as tl
 
 from ..host import gpu, launch
 from ..host.counters import COUNTERS, counters_of
-from ..host.overlap import early, let_next_begin, wait_for_inputs
+from ..host.overlap import early, let_next_begin, request, wait_for_inputs
 
 MAX_TOKENS = 64
 MAX_WEIGHTS = 3
@@ -85,14 +85,6 @@ def of_tile(tile, second, third, a, b, c, PARTS: tl.constexpr):
     if PARTS > 1:
         a = tl.where(tile < second, a, b)
     return a
-
-
-@triton.jit
-def _request(pointers):
-    """Load the 128 bytes around each pointer into the L2 cache, without waiting for them."""
-    addresses = pointers.to(tl.uint64, bitcast=True)
-    asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
-    tl.inline_asm_elementwise(asm, "=r,l", [addresses], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -192,7 +184,7 @@ def linear_rows_kernel(
     left = size - tl.program_id(1) * split_size
     if EARLY and BLOCK_M == 16:  # requests for more columns delay the previous launch
         columns = tl.program_id(1) * split_size + tl.arange(0, BLOCK_K // 64) * 64
-        _request(Weight + start[:, None] + tl.minimum(columns, size - 1)[None, :])
+        request(Weight + start[:, None] + tl.minimum(columns, size - 1)[None, :])
     wait_for_inputs(EARLY)
     let_next_begin(EARLY)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)

@@ -65,7 +65,7 @@ def _ring_step_torch(
 
 
 if triton is not None:
-    from ..host.overlap import early, let_next_begin, wait_for_inputs
+    from ..host.overlap import early, wait_for_inputs
     from ..spans import store_spans
 
     @triton.jit(do_not_specialize=["batch", "window", "sinks"])
@@ -84,8 +84,7 @@ if triton is not None:
         NO_WINDOW: tl.constexpr,
         WORDS: tl.constexpr,
     ):
-        wait_for_inputs(EARLY)
-        let_next_begin(EARLY)
+        wait_for_inputs(EARLY)  # the next launch begins after this one, because attention reads spans before its wait
         row = tl.arange(0, BLOCK_B)
         mask = row < batch
         count = tl.load(Counts + row, mask=mask, other=0)

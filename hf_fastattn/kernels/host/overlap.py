@@ -9,7 +9,8 @@ From compute capability 9.0 on, the programs of a kernel are set up while the pr
   which may read their results before its own wait.
 - It may call it before the wait if the next launch reads nothing before its own wait but weights (`residual`, between two linear
   layers). A kernel that was not launched early may call it at any point.
-- In a decode graph no launch writes weights, so they may be read before the wait (`linear`).
+- In a decode graph no launch writes weights, so they may be read before the wait (`linear`). A launch that writes spans does not
+  call `let_next_begin`, so attention reads them before its wait.
 - The hardware places programs on the multiprocessor with the most free resources while programs of the previous launch still
   occupy some. A kernel that should have one or two programs on every multiprocessor limits its registers (`maxnreg`), so that
   registers do not decide how many programs fit. Otherwise some multiprocessors get twice their share and others none.
@@ -37,6 +38,14 @@ def wait_for_inputs(EARLY: tl.constexpr):
     """Wait until all previous launches have finished."""
     if EARLY:
         cuda.gdc_wait()
+
+
+@triton.jit
+def request(pointers):
+    """Load the 128 bytes around each pointer into the L2 cache, without waiting for them. The data may be written later."""
+    addresses = pointers.to(tl.uint64, bitcast=True)
+    asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
+    tl.inline_asm_elementwise(asm, "=r,l", [addresses], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
