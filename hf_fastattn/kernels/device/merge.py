@@ -77,17 +77,18 @@ def merge_rows(
     for start in tl.range(0, count, CHUNK):
         i = start + offs_c
         slots = tl.where(i == 0, first_slot, next_slot + (i - 1) * step)
-        mask = (i < count)[:, None] & (rows < num_rows)[None, :]
-        stat_ptrs = Stats + (slots * 2 * WORKSPACE_M)[:, None] + rows[None, :]
+        mask = (i < count)[None, :] & (rows < num_rows)[:, None]
+        stat_ptrs = Stats + (slots * 2 * WORKSPACE_M)[None, :] + rows[:, None]
         m_i = tl.load(stat_ptrs, mask=mask, other=float("-inf"))
         l_i = tl.load(stat_ptrs + WORKSPACE_M, mask=mask, other=0.0)
-        acc_rows = (slots.to(tl.int64) * WORKSPACE_M)[:, None] + rows[None, :]
+        acc_rows = (slots.to(tl.int64) * WORKSPACE_M)[None, :] + rows[:, None]
+        # Rows are the first axis, so that each warp has its own and sums the partial results of a row alone.
         acc_i = tl.load(Workspace + acc_rows[:, :, None] * BLOCK_DV + offs_v[None, None, :], mask=mask[:, :, None], other=0.0)
-        m_new = tl.maximum(m, tl.max(m_i, 0))
+        m_new = tl.maximum(m, tl.max(m_i, 1))
         m_safe = safe(m_new)
         alpha = tl.exp2(m - m_safe)
-        beta = tl.exp2(m_i - m_safe[None, :])
-        l = l * alpha + tl.sum(l_i * beta, 0)
-        acc = acc * alpha[:, None] + tl.sum(acc_i * beta[:, :, None], 0)
+        beta = tl.exp2(m_i - m_safe[:, None])
+        l = l * alpha + tl.sum(l_i * beta, 1)
+        acc = acc * alpha[:, None] + tl.sum(acc_i * beta[:, :, None], 1)
         m = m_new
     return rows, offs_v[None, :], acc, m, l
