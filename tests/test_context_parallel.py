@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from calls import attention
 
-from hf_fastattn import get
+from hf_fastattn import get, merge
 from hf_fastattn.context_parallel import ORDERS, pieces, positions, ring_attention
 from hf_fastattn.kernels import spans as spans_of
 from hf_fastattn.kernels.decode.shares import merge_shares, pack
@@ -66,6 +66,23 @@ def test_merged_shares_equal_the_whole(device, kind, seen, q_len, backend):
 def test_sink_logits_are_one_more_part(device):
     whole, merged = whole_and_shares(device, "ragged rows", 200, 1, sinks=True)
     torch.testing.assert_close(merged, whole, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_results_of_ranks_are_merged_as_by_merge(device, dtype, sinks):
+    torch.manual_seed(0)
+    outs, lses = torch.randn(3, 2, 6, 2, 24, device=device, dtype=dtype), 9 * torch.randn(3, 2, 6, 2, device=device)
+    lses[1, :, 4] = lses[:, 0, 3] = float("-inf")
+    parts = torch.stack([pack(out, lse) for out, lse in zip(outs, lses, strict=True)])[:, :, 2:5]  # the heads of one rank
+    logits = torch.randn(3, device=device) if sinks else None
+    want = [*outs[:, :, 2:5]], [*lses[:, :, 2:5]]
+    if sinks:
+        want[0].append(torch.zeros_like(want[0][0]))
+        want[1].append(logits[:, None].expand_as(want[1][0]).contiguous())
+    merged = merge_shares(parts, 24, logits)
+    assert merged.transpose(1, 2).is_contiguous()
+    torch.testing.assert_close(merged, merge(*want)[0], rtol=0, atol=16 * torch.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
