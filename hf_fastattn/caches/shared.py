@@ -148,6 +148,8 @@ class SharedLayer(Layer):
 class SharedStorage(StaticStorage):
     """The layers of one cache: shared out are those that keep all tokens."""
 
+    takes_prompts = False  # a captured step merges results, and a prompt is read by heads
+
     def __init__(self, windows: list[int | None], capacity: int, shares: Shares, growable: bool = True):
         self.shares = shares
         super().__init__(windows, capacity, growable)
