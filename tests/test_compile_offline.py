@@ -26,7 +26,21 @@ from triton.runtime.driver import driver  # noqa: E402
 
 from hf_fastattn.kernels import spans  # noqa: E402
 from hf_fastattn.kernels.attention import lean, prefill, schedule, split_kv  # noqa: E402
-from hf_fastattn.kernels.decode import append, experts, linear, linear_rows, reorder, ring, rms_norm, rope, rotate, route, shares  # noqa: E402
+from hf_fastattn.kernels.decode import (  # noqa: E402
+    all_gather,
+    all_reduce,
+    append,
+    experts,
+    linear,
+    linear_rows,
+    reorder,
+    ring,
+    rms_norm,
+    rope,
+    rotate,
+    route,
+    shares,
+)
 from hf_fastattn.kernels.decode import residual as residual_sums  # noqa: E402
 from hf_fastattn.kernels.host import gpu  # noqa: E402
 from hf_fastattn.kernels.mixture import Layout, Weights  # noqa: E402
@@ -298,6 +312,21 @@ def _residual(rows=2, **options):
     )
 
 
+def _peers(x):
+    addresses, counts = torch.zeros(4, dtype=torch.int64), torch.zeros(64, dtype=torch.int32)
+    return all_reduce.Peers(x, addresses, counts, 1, 4, all_reduce.block_bytes(4096, x.dtype))
+
+
+def _sum_over_ranks():
+    x = torch.zeros(2, 4096, dtype=torch.bfloat16)
+    residual_sums.run(residual_sums.Chain(x, sums=((x, x),), peers=_peers(x)))
+
+
+def _all_gather():
+    x = torch.zeros(2, 4096, dtype=torch.bfloat16)
+    assert all_gather.all_gather(x, _peers(x)) is not None
+
+
 def _rope_of_norms():
     x, cos, weight = torch.zeros(2, 8, 1, 96).bfloat16(), torch.zeros(1, 1, 96).bfloat16(), torch.zeros(96).bfloat16()
     norm = rope.Normed(x, weight, None, 1e-6, (False, True, "fp32"), x)
@@ -318,6 +347,8 @@ SMALL = {
     "residual": (residual_sums, _residual),
     "residual, one row": (residual_sums, lambda: _residual(1)),
     "residual, everything": (residual_sums, lambda: _residual(everything=True)),
+    "residual, over ranks": (residual_sums, _sum_over_ranks),
+    "all_gather": (all_gather, _all_gather),
     "rms_norm": (rms_norm, _norm),
     "rms_norm, Gemma": (rms_norm, lambda: _norm(late=True, one="fp32")),
     "rms_norm, rounded": (rms_norm, lambda: _norm(one="rounded")),
@@ -326,6 +357,14 @@ SMALL = {
     "merge_shares, sinks": (shares, lambda: shares.merge_shares(torch.zeros(2, 1, 8, 1, 66).half(), 64, torch.zeros(8))),
     "route": (route, lambda: route.route(torch.zeros(2, 60), 3, "softmax")),
 }
+
+
+def check_exchange(ptx: str) -> None:
+    """A flag is released to the whole system after the data, which is moved 16 bytes at once, and acquired before it is read."""
+    release, acquire = ptx.index("atom.global.sys.release.exch"), ptx.index("ld.global.sys.acquire")
+    assert ptx.index("st.global.v4.b32") < release < acquire and ptx.count("sys.release") == 3
+    assert "ld.global.cg.v4.b32" in ptx[acquire:] or "ld.global.cg.v4.b32" in ptx[:release]  # in a loop the order is rotated
+    assert "st.global.b16" not in ptx and "trap;" in ptx
 
 
 @pytest.mark.parametrize("arch", [80, 90])
@@ -348,6 +387,8 @@ def test_small_kernels_begin_early_from_hopper_on_and_wait_first(name, arch, mon
     assert not waits or (lets is not None and lets.start() < waits.start()) == (name == "residual, one row")
     assert not waits or (lets is None) == (name == "ring_step")  # attention reads spans before its wait
     assert not waits or not weights or touches[weights - 1].start() < waits.start()
+    if "ranks" in name or "gather" in name:
+        check_exchange(kernel.asm["ptx"])
     assert (
         module not in (residual_sums, rope, rms_norm) or not kernel.metadata.enable_fp_fusion
     )  # products are rounded before they are added to

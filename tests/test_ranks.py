@@ -6,7 +6,9 @@ import copy
 import os
 import re
 import signal
+import threading
 import time
+import types
 import warnings
 
 import fake_graph
@@ -19,6 +21,7 @@ from transformers.distributed import DistributedConfig
 from transformers.utils import logging
 
 import hf_fastattn
+from hf_fastattn import hf
 from hf_fastattn.patches import exchange, fuse, graph, ranks, subclass
 from hf_fastattn.patches.survey import survey
 
@@ -329,6 +332,21 @@ def a_saved_cache(scene: Scene) -> str:
     return outcome(lambda: cache.save("not written", scene.model))
 
 
+def a_group_aborted_meanwhile(scene: Scene) -> str:
+    """The last sums of a call may be incomplete, if its group was aborted while it ran."""
+    group = scene.patch._generation.ranks.exchange
+
+    class Breaks(StoppingCriteria):
+        def __call__(self, ids, scores, **kwargs):
+            group.broken = "of the test"
+            return torch.zeros(len(ids), dtype=torch.bool)
+
+    try:
+        return scene(stopping_criteria=[Breaks()])
+    finally:
+        group.broken = None
+
+
 def a_mesh_of_others(scene: Scene) -> str:
     """The weights are DTensors, but not from tensor parallelism, as those of FSDP are not."""
     size, scene.model._tp_size = scene.model._tp_size, None
@@ -364,6 +382,7 @@ SCENES = [
     a_slow_rank,
     a_rank_that_does_not_come,
     a_copy,
+    a_group_aborted_meanwhile,
 ]
 
 
@@ -377,6 +396,8 @@ def play(rank: int) -> dict:
             result = each(scene)
             found[each.__name__] = result, list(scene.patch.reasons), scene(), time.monotonic() - begin
     found["other settings"] = outcome(lambda: hf_fastattn.patch(scene.model, "lean" if rank else "split_kv")), [], "ok", 0
+    found["peer memory"] = outcome(lambda: hf_fastattn.patch(scene.model, "lean", peer_memory=True)), [], "ok", 0
+    found["other memory"] = outcome(lambda: hf_fastattn.patch(scene.model, "lean", peer_memory=bool(rank))), [], "ok", 0
     found["state"] = sorted(name for name in vars(scene.model) if "patch" in name or name == "generate"), [], "ok", 0
     with hf_fastattn.patch(scene.model, "lean") as patch:
         if rank:
@@ -404,6 +425,9 @@ def played(tmp_path_factory):
         ("max_time", "ValueError: Each rank measures max_time for itself"),
         ("no_memory", r"MemoryError: .*on rank 1, and 1000 .*are free there"),
         ("other settings", r"ValueError: The ranks .*backend is 'split_kv' on rank 0 and 'lean' on rank 1"),
+        ("peer memory", "ValueError: peer_memory=True is not possible: the model is on cpu. Leave it out"),
+        ("other memory", r"ValueError: The ranks .*peer_memory is False on rank 0 and True on rank 1"),
+        ("a_group_aborted_meanwhile", "RuntimeError: The process group of this model was aborted: of the test"),
         ("wrong_argument_on_all", "ValueError: .*no_such_argument"),
         ("fails_on_all", "ArithmeticError: of the user"),
         ("a_streamer_on_one_rank", "ok"),
@@ -492,14 +516,15 @@ class Puts:
 def fail_in_a_streamer(rank: int, act) -> str:
     """Generate with a streamer on rank 1 that fails. The process of rank 1 stays, as that of a notebook does."""
     exchange.GRACE, scene = 0.5, Scene(rank)
-    with hf_fastattn.patch(scene.model, "lean"):
+    with hf_fastattn.patch(scene.model, "lean") as patch:
         generate(scene.model, scene.inputs)
         if not rank:
             return outcome(lambda: generate(scene.model, scene.inputs))
         try:
             generate(scene.model, scene.inputs, streamer=Puts(act))
         except (ArithmeticError, KeyboardInterrupt) as error:
-            found = f"{type(error).__name__}, and then {outcome(lambda: generate(scene.model, scene.inputs))}"
+            found = f"{type(error).__name__}, {len(graphs_of(patch))} graphs, "
+            found += f"and then {outcome(lambda: generate(scene.model, scene.inputs))}"
         time.sleep(4)
         return found
 
@@ -520,7 +545,25 @@ def test_a_rank_that_waits_for_one_that_has_failed_ends_with_a_sentence(tmp_path
     kind = "ZeroDivisionError: of the user" if act is divide_by_zero else "KeyboardInterrupt"
     assert f"hf_fastattn: Rank 1 failed during generate(): {kind}" in first.output
     assert first.result is None and first.seconds < second.seconds - 1
-    assert re.match(f"{kind[:17]}.*, and then RuntimeError: The process group of this model was aborted", str(second.result))
+    assert re.match(
+        f"{kind[:17]}.*, 0 graphs, and then RuntimeError: The process group of this model was aborted", str(second.result)
+    )
+
+
+def test_the_exit_of_a_process_waits_for_an_abort(monkeypatch):
+    """NCCL's may take long. A thread that returns from it into an interpreter that exits would end the process by a signal."""
+    done, joins, first = threading.Event(), [], []
+    group = types.SimpleNamespace(abort=done.wait)
+    monkeypatch.setattr(exchange, "GRACE", 0.01)
+    monkeypatch.setattr(exchange.atexit, "register", lambda *call: joins.append(call))
+    ours = types.SimpleNamespace(group=group, broken=None, before_abort=[lambda: first.append("graphs")])
+    exchange.Exchange.abort(ours, "of the test")
+    assert ours.broken == "of the test" and first == ["graphs"]
+    ((join, seconds),) = joins
+    done.set()
+    join(seconds)
+    exchange.Exchange.abort(ours, "again")
+    assert ours.broken == "of the test" and len(joins) == 1
 
 
 def fail_in_a_layer(rank: int) -> str:
@@ -541,6 +584,15 @@ def test_a_rank_whose_collective_fails_learns_why(tmp_path):
     first, second = processes.run(tmp_path, 2, fail_in_a_layer)
     assert second.result is None and "MemoryError: for K and V" in second.output
     assert first.result == "RuntimeError: generate() ends on rank 0. Rank 1 failed during generate(): MemoryError: for K and V."
+
+
+def test_shared_memory_needs_a_shared_model_and_fused_graphs():
+    for options in ({}, {"fuse": False}):
+        with pytest.raises(ValueError, match="peer_memory=True is for a model that several ranks share"):
+            hf_fastattn.patch(tiny("llama"), "lean", peer_memory=True, **options)
+    with pytest.raises(ValueError, match="needs graph=True and fuse=True"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hf, "tensor_parallel_mesh", lambda model: "a mesh")
+        hf_fastattn.patch(tiny("llama"), "lean", peer_memory=True, fuse=False)
 
 
 def test_kv_heads_that_cannot_be_divided_are_refused():

@@ -57,20 +57,34 @@ from .generation import (  # noqa: E402
     stock,
 )
 from .llama import activations, is_llamas_layer, is_llamas_mlp, is_phi3s_mlp, silus  # noqa: E402
-from .loading import load_config, load_model, load_tokenizer, locate, make_config, model_on_meta, random_model  # noqa: E402
+from .loading import (  # noqa: E402
+    load_config,
+    load_model,
+    load_tokenizer,
+    locate,
+    make_config,
+    model_on_meta,
+    random_model,
+    shared_random_model,
+    silence,
+)
 from .masks import decode_mask, dense_mask, mask_pattern, run_starts, runs_pattern  # noqa: E402
 from .models import LayerShape, is_inert_hook, layer_shapes, sharer  # noqa: E402
 from .norms import Norm, norm_of  # noqa: E402
 from .parallel import (  # noqa: E402
+    collective_of,
     computes_part,
     heads_of_ranks,
     inner_forward,
+    is_divided,
     is_shared,
     keep_whole_heads,
+    kv_heads_of_rank,
     local,
     local_kv_heads,
     restore_heads,
     tensor_parallel_mesh,
+    with_collective,
     with_inner,
 )
 from .quantised import Weights, quantised_as, weights, why_not_captured  # noqa: E402
@@ -113,6 +127,7 @@ __all__ = [
     "causal_mask_function",
     "changing_rope",
     "check_version",
+    "collective_of",
     "computes_part",
     "decode_mask",
     "dense_mask",
@@ -125,6 +140,7 @@ __all__ = [
     "heads_of_ranks",
     "inner_forward",
     "is_attention",
+    "is_divided",
     "is_inert_hook",
     "is_llamas_layer",
     "is_llamas_mlp",
@@ -132,6 +148,7 @@ __all__ = [
     "is_rotation",
     "is_shared",
     "keep_whole_heads",
+    "kv_heads_of_rank",
     "layer_shapes",
     "layer_windows",
     "load_config",
@@ -161,7 +178,9 @@ __all__ = [
     "set_attention",
     "set_experts_implementation",
     "set_text_attention",
+    "shared_random_model",
     "sharer",
+    "silence",
     "silus",
     "stock",
     "stock_attention",
@@ -172,5 +191,6 @@ __all__ = [
     "weights",
     "why_not_captured",
     "why_not_model",
+    "with_collective",
     "with_inner",
 ]

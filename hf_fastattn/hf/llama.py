@@ -33,6 +33,13 @@ def is_llamas_layer(forward: object) -> bool:
     return False
 
 
+def is_embedding(forward: object) -> bool:
+    """Whether this is forward() of torch's Embedding, or of Gemma's, which multiplies the result by a number."""
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
+
+    return forward is torch.nn.Embedding.forward or _is_same_code(forward, Gemma3TextScaledWordEmbedding.forward)
+
+
 @cache
 def activations() -> tuple[type, ...]:
     """Classes of activations in gated MLPs that return a new tensor."""

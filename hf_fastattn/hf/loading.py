@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -17,6 +18,8 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.distributed.configuration_utils import DistributedConfig
+from transformers.utils import logging
 
 
 def random_model(model_type: str, dtype: torch.dtype, device: torch.device, **config: Any) -> PreTrainedModel:
@@ -25,6 +28,22 @@ def random_model(model_type: str, dtype: torch.dtype, device: torch.device, **co
         model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **config), dtype=dtype)
     model.eval()
     return model
+
+
+def shared_random_model(model_type: str, dtype: torch.dtype, ranks: int, **config: Any) -> PreTrainedModel:
+    """A causal language model with random weights, of which each of so many ranks creates its share (tensor parallelism)."""
+    made = AutoConfig.for_model(model_type, **config)
+    cls: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(made)]
+    shares = DistributedConfig(tp_size=ranks)
+    model: PreTrainedModel = cls.from_pretrained(None, config=made, state_dict={}, dtype=dtype, distributed_config=shares)
+    model.eval()
+    return model
+
+
+def silence() -> None:
+    """Hide Transformers' progress bars and its messages below errors."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
 
 
 def locate(source: str | Path, gguf_file: str | None = None) -> tuple[str, dict[str, str]]:
@@ -79,13 +98,20 @@ def load_tokenizer(source: str | Path, gguf_file: str | None = None) -> PreTrain
 
 
 def load_model(
-    source: str | Path, gguf_file: str | None = None, *, dtype: torch.dtype | str, device: torch.device | str
+    source: str | Path, gguf_file: str | None = None, *, dtype: torch.dtype | str, device: torch.device | str, ranks: int = 1
 ) -> PreTrainedModel:
-    """The causal language model, in eval mode on the device, with Transformers' own choice of attention."""
+    """The causal language model, in eval mode on the device, with Transformers' own choice of attention.
+
+    ranks: the number of processes that share it by tensor parallelism. All of them must call this function; each one's share is
+    then on its own device.
+    """
     where, options = locate(source, gguf_file)
+    shared: dict[str, Any] = {} if ranks == 1 else {"distributed_config": DistributedConfig(tp_size=ranks)}
     with _loading(source):
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, **options)
-        model.to(device).eval()  # type: ignore[arg-type]
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, **options, **shared)
+        if ranks == 1:
+            model.to(device)  # type: ignore[arg-type]
+        model.eval()
     if getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None) == 0:
         raise ValueError(f"{source} cannot run: its config has no layers.")
     return model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from .llama import is_embedding
 from .models import layer_shapes
 
 if TYPE_CHECKING:
@@ -38,8 +40,12 @@ def is_shared(model: PreTrainedModel | PreTrainedConfig) -> bool:
 
 def local_kv_heads(model: PreTrainedModel) -> list[int]:
     """The number of KV heads of each layer on this rank. Raises ValueError if they cannot be divided among the ranks."""
+    return kv_heads_of_rank(model, getattr(model, "_tp_size", None) or 1)
+
+
+def kv_heads_of_rank(model: PreTrainedModel, ranks: int) -> list[int]:
+    """The number of KV heads of each layer on one of so many ranks. Raises ValueError if they cannot be divided."""
     heads = [shape.num_kv_heads for shape in layer_shapes(model.config)]
-    ranks = getattr(model, "_tp_size", None) or 1
     if ranks < 2 or not _divided(model, *_KEYS):
         return heads  # every rank holds all of them
     if uneven := [count for count in heads if count % ranks]:
@@ -123,6 +129,16 @@ def restore_heads(modules: list[torch.nn.Module]) -> None:
             vars(module)["forward"] = before
 
 
+def is_divided(model: PreTrainedModel, name: str) -> bool:
+    """Whether tensor parallelism divides the parameter of this name among the ranks."""
+    plan = getattr(model, "tp_plan", None) or {}
+    generic = re.sub(r"\.\d+(?=\.|$)", ".*", name)
+    module, _, last = generic.rpartition(".")
+    style = plan.get(generic) or plan.get(module) or ""
+    whole = style.startswith("rowwise") and last == "bias"
+    return style.startswith(("colwise", "rowwise", "embedding", "packed")) and not whole
+
+
 def _cell(forward: Any, name: str) -> Any:
     """The object that a forward() of tensor parallelism has under this name; None for other functions."""
     code = getattr(forward, "__code__", None)
@@ -164,6 +180,51 @@ def computes_part(module: torch.nn.Module) -> bool:
         and getattr(style.output_layouts, "dim", None) == -1
         and not getattr(module, "_hf_quantized_needs_local_tp", False)
     )
+
+
+def collective_of(module: torch.nn.Module) -> str | None:
+    """The collective whose result a shared layer returns; None for other layers.
+
+    "sum": of the products of all ranks, to which the bias is added. "experts": of the results of the experts. "gather": of the
+    columns of all ranks. "lookup": the sum of the embeddings that the ranks find in their rows.
+    """
+    style = _cell(vars(module).get("forward"), "self")
+    kind = type(style).__name__
+    if kind == "MoeExpertsParallel":
+        return None if "output_source" in vars(module)["forward"].__code__.co_freevars else "experts"  # it may be no sum
+    replicated = type(getattr(style, "output_layouts", None)).__name__ == "Replicate"
+    if getattr(module, "_hf_quantized_needs_local_tp", False) or not getattr(style, "use_local_output", False):
+        return None
+    if isinstance(module, torch.nn.Linear) and replicated:
+        return {"RowwiseParallel": "sum", "ColwiseParallel": "gather"}.get(kind)
+    if not (is_embedding(type(module).forward) and isinstance(module, torch.nn.Embedding) and module.max_norm is None):
+        return None
+    by_rows = kind == "RowwiseParallel" or (kind == "EmbeddingParallel" and style.shard_dim == 0)
+    return "lookup" if by_rows else None
+
+
+def with_collective(
+    forward: types.FunctionType, run: Callable[[torch.Tensor], torch.Tensor | None], adds_bias: bool
+) -> types.FunctionType:
+    """The forward() of a linear layer with a collective, which first calls run(product on this rank).
+
+    run: returns the result of the collective, or None; then that of Transformers runs. adds_bias: whether the bias is added to
+    the result.
+    """
+    style = _cell(forward, "self")
+
+    class Style(type(style)):  # type: ignore[misc]  # the class depends on Transformers
+        def transform_output_post_forward(self, module: torch.nn.Module, output: Any, mesh: Any) -> Any:
+            total = run(output)
+            if total is None:
+                return style.transform_output_post_forward(module, output, mesh)
+            bias = local(module._parameters.get("bias")) if adds_bias else None
+            return total if bias is None else total + bias
+
+    Style.__name__ = type(style).__name__
+    ours = Style.__new__(Style)
+    ours.__dict__.update(vars(style))
+    return _with_cell(forward, "self", ours)
 
 
 def local(tensor: Any) -> Any:

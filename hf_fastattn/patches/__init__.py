@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .. import registry
-from .preflight import check_model, find_model, which_cache, which_settings, which_shares, which_windows
+from .preflight import check_model, check_peer_memory, find_model, which_cache, which_settings, which_shares, which_windows
 from .swap import Change, Patch
 from .walker import MARK
 
@@ -21,6 +21,7 @@ def patch(
     window: int | None = None,
     sinks: int | None = None,
     clamp_positions: bool = False,
+    peer_memory: bool = False,
 ) -> Patch:
     """Make generate() of one model run `backend`, with a cache of this package and one CUDA graph per decode step.
 
@@ -39,6 +40,9 @@ def patch(
     clamp_positions: for models with learned positions (OPT), gives every token beyond the last position the last position, which
     is an approximation.
 
+    peer_memory=True, for a model under tensor parallelism on GPUs of one host: in decode graphs, sums over the ranks are kernels
+    that write to the memory of the other GPUs, not collectives of the process group.
+
     Returns a Patch. Print it to see what changed. Use it in a `with` block or call its undo() to undo everything. Only this
     instance changes; a deepcopy of the model has a patch of its own.
 
@@ -53,7 +57,9 @@ def patch(
     shares = which_shares(model, cache, kv)
     streaming = which_settings(model, chosen, window, sinks, clamp_positions)
     windows = which_windows(model, chosen, cache, streaming)
-    return Patch(model, backend, windows, graph, fuse, streaming, shares)
+    if peer_memory:
+        check_peer_memory(model, graph and fuse)
+    return Patch(model, backend, windows, graph, fuse, streaming, shares, peer_memory)
 
 
 def unpatch(target: object) -> None:

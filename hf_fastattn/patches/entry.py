@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 
 from .. import hf
 from ..caches.contract import Storage
 from ..caches.stored import StoredCache
+from . import sums
 from .cuda_graph import Graph
 from .fingerprint import Fingerprint, Uncapturable
 from .merged import merged
+
+if TYPE_CHECKING:
+    from ..kernels.decode.all_reduce import Peers
 
 Inputs = dict[str, Any]  # keyword arguments of a model
 _SCALARS = (bool, int, float, str, type(None))
@@ -140,8 +144,13 @@ class Entry:
                 self.live[:, mask.shape[1] :] = False
             self.width = mask.shape[1]
 
-    def body(self, model: hf.PreTrainedModel, run: Callable[..., Any], storage: Storage) -> Callable[[], Any]:
-        """One step over the graph's own tensors, which is run once as a warm-up and then captured. run: the model's forward."""
+    def body(
+        self, model: hf.PreTrainedModel, run: Callable[..., Any], storage: Storage, peers: Peers | None
+    ) -> Callable[[], Any]:
+        """One step over the graph's own tensors, which is run once as a warm-up and then captured.
+
+        run: the model's forward. peers: the memory that ranks share, for their sums.
+        """
         static: Inputs = {**self.constants, **self.tensors}
         if self.index is not None:
             static[KEEP] = self.index if self.last else 0
@@ -157,7 +166,7 @@ class Entry:
                 if self.takes_mask and "attention_mask" not in static:
                     # Built in the graph from the count on the device. Some models count tokens on the host if they get no mask.
                     inputs["attention_mask"] = hf.decode_mask(model, {**inputs, "attention_mask": None})
-                with merged(model):
+                with merged(model, shared=peers is not None), sums.over(peers):
                     outputs = run(**inputs)
                 storage.step()
             return outputs

@@ -8,6 +8,7 @@ aborts the process group.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import pickle
@@ -15,12 +16,14 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
 WAIT = 600.0  # seconds that a rank waits for another that is slow
 GRACE = 2.0  # seconds in which ranks leave a call by themselves, after one of them has failed
+EXIT = 10.0  # seconds that the exit of a process waits for an abort
 POLL = 0.25  # seconds between two checks for a failure
 KEPT = 8  # calls whose keys stay in the store, for ranks that are behind
 _NO_STORE = "The process that holds the store of torch.distributed (rank 0, or torchrun's) has ended."
@@ -61,6 +64,7 @@ class Exchange:
         self.store: Any = torch.distributed.distributed_c10d.PrefixStore(prefix, store)
         self.call = Call(0)  # that of patch()
         self.broken: str | None = None
+        self.before_abort: list[Callable[[], object]] = []
         self._mine: list[tuple[int, str]] = []  # (number of the call, key) of the keys that this rank has set
         self.leave = weakref.finalize(self, _leave, self.store, self.rank)  # also called at the exit of the process
 
@@ -147,8 +151,7 @@ class Exchange:
         if text is None:
             return None
         if call.running and not (len(ends) == len(self.ranks) and _harmless(ends)):
-            self.broken = failed or f"generate() failed on this rank: {text}"
-            self.abort()
+            self.abort(failed or f"generate() failed on this rank: {text}")
             self.leave()
         same = len(ends) > 1 and all(end == mine for end in ends)
         return None if same else failed
@@ -181,16 +184,25 @@ class Exchange:
             return _NO_STORE
         return None
 
-    def abort(self) -> None:
-        """Abort the collectives of the group, which cannot be used afterwards. Returns after GRACE seconds at the latest."""
+    def abort(self, reason: str) -> None:
+        """Abort the collectives of the group, which cannot be used afterwards. Returns after GRACE seconds at the latest.
+
+        `before_abort` is called first: NCCL waits in an abort until no graph with its collectives is left. The process does not
+        exit in the middle of an abort, as its thread would then end the process by a signal.
+        """
+        self.broken = self.broken or reason
 
         def run() -> None:
+            for each in self.before_abort:
+                each()
             with contextlib.suppress(RuntimeError, AttributeError):
                 self.group.abort()
 
         thread = threading.Thread(target=run, name="hf_fastattn abort", daemon=True)
         thread.start()
         thread.join(GRACE)
+        if thread.is_alive():
+            atexit.register(thread.join, EXIT)
 
 
 def _harmless(ends: list[End]) -> bool:
@@ -221,7 +233,7 @@ def _watch(of: weakref.ref[Exchange], call: Call) -> None:
             continue
         if call.left.wait(GRACE):
             return
-        exchange.abort()
+        exchange.abort(call.failure)
         if call.left.wait(GRACE):
             return
         # Gloo, for one, cannot be aborted: this rank would wait for hours.

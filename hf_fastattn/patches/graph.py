@@ -74,6 +74,17 @@ class DecodeGraphs:
         self.changes = 0  # consecutive calls in which the model had changed
         self.changed: list[str] = []  # the names of the last changes
         self.counted: Fingerprint | None = None  # the model as it was when changes were counted last
+        self.ranks.before_abort(self._dropper())
+
+    def _dropper(self) -> Callable[[], None]:
+        """A function that drops the graphs, and does not keep this object alive."""
+        this = weakref.ref(self)
+
+        def drop() -> None:
+            if (graphs := this()) is not None:
+                graphs.clear()
+
+        return drop
 
     def find(self, cache: StoredCache, fingerprint: Fingerprint, inputs: Inputs, tokens: int) -> Entry:
         """The entry for these inputs, of a graph of so many tokens; a new one if there is none."""
@@ -315,7 +326,7 @@ class Forwards:
         if entry.graph is not None:
             graphs.replays += 1
             return _replay(entry, entry.graph, inputs)
-        body = entry.body(self.model, self.run, storage)
+        body = entry.body(self.model, self.run, storage, graphs.ranks.peers)
         if not entry.warm:
             return entry.kept(self._rehearse(entry, body), inputs)
         expected = self._from_python(entry, body, storage, inputs) if verify.needed(self.model) else None

@@ -1,5 +1,5 @@
-"""Merges the additions and norms of a decode graph that follow each other, and the rotation of queries and keys with their norms
-and with the append of K and V.
+"""Merges the additions and norms of a decode graph that follow each other, also after a sum over ranks, and the rotation of queries
+and keys with their norms and with the append of K and V.
 
 The launch of an addition or a norm is delayed until the next operation. If that is an addition or a norm of its result, both are
 one launch (`kernels.decode.residual`). The launch of a rotation is delayed until its keys are appended (`kernels.decode.rope`).
@@ -16,15 +16,19 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from .. import hf
 from ..kernels import HAS_TRITON
 from ..kernels.host import launch
 from . import subclass
+
+if TYPE_CHECKING:
+    from ..kernels.decode import all_reduce, residual, rope
 
 _FROM = ("torch.nn.modules.", "transformers.models.", "transformers.activations", "bitsandbytes.nn.modules")
 _WEIGHTS = ("torchao.", "bitsandbytes.nn.modules")  # classes of tensors
@@ -39,9 +43,9 @@ _READ_NOTHING = {  # views, and allocations
 
 
 @contextlib.contextmanager
-def merged(model: torch.nn.Module) -> Iterator[None]:
-    """A context in which the additions and norms of a model that are fused are merged."""
-    if not qualifies(model):
+def merged(model: torch.nn.Module, shared: bool = False) -> Iterator[None]:
+    """A context in which the additions and norms of a model that are fused are merged. shared: also if ranks share the model."""
+    if not qualifies(model, shared):
         yield
         return
     with _Delayed() as delayed:
@@ -51,20 +55,25 @@ def merged(model: torch.nn.Module) -> Iterator[None]:
             delayed.flush()
 
 
-def qualifies(model: torch.nn.Module) -> bool:
+def qualifies(model: torch.nn.Module, shared: bool = False) -> bool:
     """Whether a model has fused modules, and only modules whose launches are seen."""
     modules = list(model.modules())
-    return HAS_TRITON and any(map(subclass.is_fused, modules)) and all(map(_is_seen, modules))
+    return HAS_TRITON and any(map(subclass.is_fused, modules)) and all(_is_seen(module, shared) for module in modules)
 
 
-def _is_seen(module: torch.nn.Module) -> bool:
-    """Whether a module runs the code of its class, which torch or a model file of Transformers defines, and is not compiled."""
+def _is_seen(module: torch.nn.Module, shared: bool) -> bool:
+    """Whether a module runs the code of its class, which torch or a model file of Transformers defines, and is not compiled.
+
+    shared: whether it may have a forward() of tensor parallelism around that.
+    """
     if not type(module).__module__.startswith(_FROM) or isinstance(module, _LAUNCHERS):
         return False
     tensors = (*module._parameters.values(), *module._buffers.values())
+    tensors = tuple(map(hf.local, tensors)) if shared else tensors
     if not all(t is None or _is_plain(t) or type(t).__module__.startswith(_WEIGHTS) for t in tensors):
         return False
-    return "forward" not in vars(module) and getattr(module, "_compiled_call_impl", None) is None
+    own = "forward" in vars(module) and not (shared and subclass.runs_forward_of_ranks(module))
+    return not own and getattr(module, "_compiled_call_impl", None) is None
 
 
 class _Thread(threading.local):
@@ -89,17 +98,18 @@ def _is_plain(x: torch.Tensor) -> bool:
 
 def _is_norm(chain: Any) -> bool:
     """Whether a chain is a norm alone."""
-    return chain is not None and chain.before is not None and chain.scaled is None and not chain.sums
+    return chain is not None and chain.before is not None and chain.peers is None and chain.scaled is None and not chain.sums
 
 
 class _Delayed(TorchDispatchMode):
     """Delays additions, products with a number, and norms."""
 
     def __init__(self) -> None:
-        from ..kernels.decode import append, residual, rope
+        from ..kernels.decode import append
+        from ..kernels.decode import residual as kernel
 
         super().__init__()  # type: ignore[no-untyped-call]
-        self.kernel, self.append = residual, append
+        self.kernel, self.append = kernel, append
         self.chain: residual.Chain | None = None
         self.first: residual.Chain | None = None  # a norm alone, which the chain does not read
         self.rotation: rope.Rotation | None = None  # then there is no chain
@@ -143,6 +153,11 @@ class _Delayed(TorchDispatchMode):
         self.chain = self.chain._replace(factor=float(factor), scaled=torch.empty_like(x))
         return self.chain.out
 
+    def sum_over_ranks(self, x: torch.Tensor, peers: all_reduce.Peers) -> None:
+        """Replace x by its sum over ranks, delayed."""
+        self.flush()
+        self.chain = self.kernel.Chain(x, peers=peers)
+
     def norm(
         self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, *options: Any
     ) -> torch.Tensor | None:
@@ -154,6 +169,9 @@ class _Delayed(TorchDispatchMode):
             return rms_norm.run(x, weight, bias, eps, *options)
         norm = norm._replace(out=self._empty_like(x))
         chain = self.chain
+        if chain is not None and self._ends_in(x) and chain.peers is not None and chain.out is chain.x:
+            self.chain = chain._replace(before=norm)  # an addition may follow
+            return norm.out
         if chain is not None and self._ends_in(x) and not _is_norm(chain):
             self.chain = None
             self.kernel.run(chain, norm)
@@ -206,7 +224,8 @@ class _Delayed(TorchDispatchMode):
         outs: list[torch.Tensor | None] = []
         for chain in (self.first, self.chain):
             if chain is not None:
-                outs += [chain.before and chain.before.out, chain.scaled, *(out for _, out in chain.sums)]
+                summed = chain.x if chain.peers is not None else None
+                outs += [summed, chain.before and chain.before.out, chain.scaled, *(out for _, out in chain.sums)]
         return any(out is not None and _storage(out) == _storage(x) for out in outs)
 
     def _append(self, keys: torch.Tensor, values: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slot: torch.Tensor) -> bool:
@@ -239,10 +258,11 @@ class _Delayed(TorchDispatchMode):
             self.kernel.run(first)
         if chain is None:
             return
-        if chain.before is not None or (chain.scaled is not None and chain.sums) or len(chain.sums) > 1:
-            self.kernel.run(chain)
-        elif chain.scaled is not None:
+        alone = chain.peers is None and chain.before is None
+        if alone and chain.scaled is not None and not chain.sums:
             torch.mul(chain.x, chain.factor, out=chain.scaled)
-        else:
+        elif alone and chain.scaled is None and len(chain.sums) == 1:
             ((other, out),) = chain.sums
             torch.add(chain.x, other, out=out)
+        else:
+            self.kernel.run(chain)

@@ -75,6 +75,16 @@ def check_model(model: hf.PreTrainedModel, backend: registry.Backend) -> None:
         raise ValueError(f"{name} cannot run {backend.name!r}: {reason}")
 
 
+def check_peer_memory(model: hf.PreTrainedModel, fused_graphs: bool) -> None:
+    """Raise ValueError if patch() would not use memory that ranks share."""
+    if hf.tensor_parallel_mesh(model) is None:
+        raise ValueError(
+            "peer_memory=True is for a model that several ranks share by tensor parallelism; this one is on one rank."
+        )
+    if not fused_graphs:
+        raise ValueError("peer_memory=True needs graph=True and fuse=True: its kernels run in decode graphs.")
+
+
 def _why_no_kernel(model: hf.PreTrainedModel, backend: registry.Backend) -> str | None:
     """The reason why the backend cannot serve one of the model's layers, or None."""
     for shape in dict.fromkeys(hf.layer_shapes(model.config)):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -22,6 +22,9 @@ from .exchange import Exchange
 from .fingerprint import Uncapturable
 from .inputs import Fact, difference, facts
 
+if TYPE_CHECKING:
+    from ..kernels.decode.all_reduce import Peers
+
 STOPPED = 3.0  # seconds that a rank whose rehearsal stopped waits for the others to report the same
 T = TypeVar("T")
 _made: dict[tuple[int, ...], int] = {}  # how many Exchanges this process has created for these ranks
@@ -31,6 +34,7 @@ class OneRank:
     """The decisions of a model that is on one rank."""
 
     several = False
+    peers: Peers | None = None  # memory that the GPUs of all ranks can write
 
     @contextlib.contextmanager
     def call(self, arguments: Callable[[], Mapping[str, Any]]) -> Iterator[None]:
@@ -39,6 +43,10 @@ class OneRank:
 
     def meet(self, settings: Mapping[str, Any]) -> None:
         """Compare the settings of patch(). Raises ValueError on all ranks if they differ."""
+
+    def connect(self, size: int, dtype: torch.dtype) -> str | None:
+        """Share memory for sums of rows of so many elements. Returns the reason why the ranks cannot, or None."""
+        return "the model is on one rank"
 
     def agree(self, config: hf.GenerationConfig, settings: Mapping[str, Any], idle: list[int], needed: int) -> list[int] | None:
         """Compare the inputs of a call before its first forward. Returns those of the idle storages that all ranks hold.
@@ -75,6 +83,9 @@ class OneRank:
             message = str(error).strip().partition("\n")[0]
             raise Uncapturable(f"{type(error).__name__} while capturing it ({message})") from error
 
+    def before_abort(self, run: Callable[[], object]) -> None:
+        """Let run() be called before collectives are aborted after a failure. It must not refer to the model."""
+
     def close(self) -> None:
         """Tell the other ranks that this one takes part in no further call."""
 
@@ -106,6 +117,32 @@ class Ranks(OneRank):
         if differs := difference(self.exchange.ranks, found):
             raise ValueError(f"The ranks of this model call patch() differently: {differs}.")
 
+    def connect(self, size: int, dtype: torch.dtype) -> str | None:
+        exchange, host = self.exchange, ""
+        reason: str | None = "Triton is not installed"
+        try:
+            from ..kernels.host import symmetric
+        except ImportError:
+            pass
+        else:
+            host, reason = symmetric.host(), symmetric.why_not(exchange.device)
+        found = exchange.gather("patch()", (reason, host))
+        reason = self._first([each[0] for each in found])
+        if reason is not None or len({each[1] for each in found}) > 1:
+            return reason or "they are on several hosts"
+        from ..kernels.decode.all_reduce import block_bytes
+
+        peers = None
+        try:
+            peers = symmetric.connect(exchange.group, block_bytes(size, dtype), exchange.device)
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+        reason = self._first(exchange.gather("patch()", reason))
+        if reason is None and peers is not None:
+            self.peers = peers
+            exchange.before_abort.append(peers.release)
+        return reason
+
     @contextlib.contextmanager
     def call(self, arguments: Callable[[], Mapping[str, Any]]) -> Iterator[None]:
         exchange = self.exchange
@@ -129,6 +166,8 @@ class Ranks(OneRank):
                 raise RuntimeError(f"generate() ends on rank {exchange.rank}. {failed}") from error
             else:
                 exchange.end(None)
+                if exchange.broken is not None:  # while it ran: its last sums may be incomplete
+                    raise RuntimeError(f"The process group of this model was aborted: {exchange.broken}")
             finally:
                 self.depth -= 1
 
@@ -171,7 +210,7 @@ class Ranks(OneRank):
 
     def refusal(self, reason: str | None) -> str | None:
         found = self.exchange.gather("the first step of a decode graph", reason)
-        return next((self._named(rank, found) for rank, each in enumerate(found) if each is not None), None)
+        return self._first(found)
 
     def settle(self, entry: Entry) -> None:
         state = "captured" if entry.graph is not None else "warm" if entry.warm else "new"
@@ -207,16 +246,25 @@ class Ranks(OneRank):
             index = next(index for index, each in enumerate(found) if each[1])
             raise RuntimeError(f"Rank {self.exchange.ranks[index]} stopped within a step: {reasons[index]}.")
         if any(reasons):
-            raise Uncapturable(next(self._named(index, reasons) for index, each in enumerate(reasons) if each))
+            raise Uncapturable(self._first(reasons))
         return result  # type: ignore[return-value]  # without a reason there is a result
+
+    def _first(self, reasons: list[str | None]) -> str | None:
+        """The first reason of a rank; None if no rank has one."""
+        return next((self._named(index, reasons) for index, each in enumerate(reasons) if each is not None), None)
 
     def _named(self, index: int, reasons: list[str | None]) -> str | None:
         """The reason of one rank, with its name if others have another reason or none."""
         reason = reasons[index]
         return reason if len(set(reasons)) == 1 else f"on rank {self.exchange.ranks[index]}, {reason}"
 
+    def before_abort(self, run: Callable[[], object]) -> None:
+        self.exchange.before_abort.append(run)
+
     def close(self) -> None:
         self.exchange.leave()
+        self.exchange.before_abort.clear()
+        self.peers = None
 
     def check_copy(self) -> None:
         raise TypeError(

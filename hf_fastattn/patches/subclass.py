@@ -29,9 +29,19 @@ def replace(module: torch.nn.Module, fused: Fuse) -> None:
     if own is None:
         module.__class__ = _subclass(type(module), fused)
     else:  # tensor parallelism has already given the instance a method, which refers to the instance
-        before: Any = vars(module)["forward"]
-        after = vars(module)["forward"] = hf.with_inner(before, functools.partial(fused(own), module))
-        vars(after)[_MARK] = before
+        replace_forward(module, lambda forward: hf.with_inner(forward, functools.partial(fused(own), module)))
+
+
+def replace_forward(module: torch.nn.Module, change: Callable[[types.FunctionType], Forward]) -> None:
+    """Let a module that has its own forward() run the one that `change` returns for it."""
+    before: Any = vars(module)["forward"]
+    after = vars(module)["forward"] = change(before)
+    vars(after)[_MARK] = getattr(before, _MARK, before)
+
+
+def runs_forward_of_ranks(module: torch.nn.Module) -> bool:
+    """Whether a module's own forward() is that of tensor parallelism, fused or not."""
+    return hf.inner_forward(module) is not None or hasattr(vars(module).get("forward"), _MARK)
 
 
 def is_fused(module: torch.nn.Module) -> bool:

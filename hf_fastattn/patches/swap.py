@@ -14,11 +14,12 @@ from ..caches import forward
 from ..context_parallel import Shares
 from ..streaming import Settings, examine, forget
 from ..tables import size
-from . import experts, linears, residual, subclass
+from . import experts, linears, residual, subclass, sums
 from . import fuse as fusion
 from . import graph as graphs
 from .configs import OwnConfigs
 from .generation import METHODS, Generation, copied, not_pickled
+from .ranks import OneRank
 from .walker import MARK
 
 
@@ -52,6 +53,7 @@ class Patch:
         fuse: bool,
         streaming: Settings | None,
         shares: Shares | None = None,
+        peer_memory: bool = False,
     ):
         """windows: the sliding windows of the layers, for a cache of the package; None for Transformers' cache.
 
@@ -61,7 +63,7 @@ class Patch:
         try:
             if shares is not None:
                 self._heads += hf.keep_whole_heads(model, shares.copies)
-            self._apply(model, fuse, streaming)
+            self._apply(model, fuse, streaming, peer_memory)
         except BaseException:
             self.undo()
             raise
@@ -79,7 +81,7 @@ class Patch:
         self._graphs = graphs.DecodeGraphs() if generation is None else generation.graphs
         self.reasons: list[str] = [] if generation is None else generation.reasons
 
-    def _apply(self, model: hf.PreTrainedModel, fuse: bool, streaming: Settings | None) -> None:
+    def _apply(self, model: hf.PreTrainedModel, fuse: bool, streaming: Settings | None, peer_memory: bool) -> None:
         before = model.config._attn_implementation
         self._configs.give(model, streaming)
         if streaming is None:
@@ -100,12 +102,15 @@ class Patch:
             self._use_experts(model)
         if self._generation is None:
             return
-        settings = {"backend": self.backend, "graph": self.graph, "fuse": fuse, "streaming": str(streaming)}
-        self._generation.ranks.meet({**settings, "kv": "heads" if self._generation.shares is None else "sequence"})
+        settings: dict[str, Any] = {"backend": self.backend, "graph": self.graph, "fuse": fuse, "streaming": str(streaming)}
+        settings |= {"kv": "heads" if self._generation.shares is None else "sequence", "peer_memory": peer_memory}
+        self._generation.ranks.meet(settings)
         self._generation.install(model)
         self.changes.append(Change("methods of generate()", len(METHODS), type(model).__name__, "this instance's own"))
         if self._generation.ranks.several:
             self.changes.append(Change("generate() on several ranks", 1, "each rank for itself", "ranks compare their calls"))
+        if peer_memory:
+            self._share_memory(model, self._generation.ranks)
         kept = model.generation_config.cache_implementation or "dynamic"
         words = self._generation.cache_in_words()
         self.changes.append(Change("cache of layers", len(self._generation.windows), kept, words))
@@ -141,6 +146,15 @@ class Patch:
             for module in found:
                 subclass.replace(module, experts.router)
             self.changes.append(Change("choice of experts, up to 64 tokens", len(found), "seven launches", "one"))
+
+    def _share_memory(self, model: hf.PreTrainedModel, ranks: OneRank) -> None:
+        reason = ranks.connect(model.config.get_text_config(decoder=True).hidden_size, model.dtype)
+        if reason is not None:
+            raise ValueError(f"peer_memory=True is not possible: {reason}. Leave it out; sums are then collectives.")
+        found = sums.join(model)
+        self._fused += [weakref.ref(module) for module in found]
+        ours = "kernels that also add and normalise"
+        self.changes.append(Change("sums and columns of all ranks, in decode graphs", len(found), "collectives", ours))
 
     def undo(self) -> None:
         """Undo every change. Raises ValueError if they are already undone."""

@@ -1,6 +1,6 @@
 """Residual additions with the norms before and after them in one launch, with the roundings of the single launches:
 
-    y = norm(x);  y = y * factor;  y = y + first;  y = y + second;  out = norm(y)
+    y = x summed over ranks;  y = norm(y);  y = y * factor;  y = y + first;  y = y + second;  out = norm(y)
 
 Each line is optional, and each result is rounded to x's dtype and stored, because other layers may read it. Of the launches of a
 decode step these take the shortest time, less than the gap between two launches.
@@ -22,6 +22,7 @@ import triton.language as tl
 from ..checks import DTYPES
 from ..host import launch
 from ..host.overlap import let_next_begin, wait_for_inputs
+from .all_reduce import LIMIT, Peers, sum_over_ranks
 from .rms_norm import MAX_SIZE, load_row, normalise, row_launch, why_not
 
 
@@ -36,13 +37,17 @@ class Normed(NamedTuple):
 
 
 class Chain(NamedTuple):
-    """x and the operations on it in their order, with the tensors for their results. All are contiguous and have x's shape."""
+    """x and the operations on it in their order, with the tensors for their results. All are contiguous and have x's shape.
+
+    peers: the memory of the ranks over which x is summed first, in place; None: no sum.
+    """
 
     x: torch.Tensor
     before: Normed | None = None
     factor: float = 1.0
     scaled: torch.Tensor | None = None  # the result of the product; None: no product
     sums: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()  # at most two (residual, result)
+    peers: Peers | None = None
 
     @property
     def out(self) -> torch.Tensor:
@@ -57,6 +62,8 @@ class Chain(NamedTuple):
 @triton.jit(do_not_specialize=["rows", "eps_before", "factor", "eps"])
 def residual_kernel(
     X,
+    Addresses,
+    Counts,
     BeforeWeight,
     BeforeBias,
     Before,
@@ -82,9 +89,13 @@ def residual_kernel(
     LATE: tl.constexpr,
     ONE: tl.constexpr,
     ONE_ROW: tl.constexpr,
+    RANK: tl.constexpr,
+    WORLD: tl.constexpr,
+    PEER_BLOCK: tl.constexpr,
+    LIMIT: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One program per BLOCK_M rows. A result that is None is not computed."""
+    """One program per BLOCK_M rows. A result that is None is not computed, and without Addresses there is no sum over ranks."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     offs = tl.arange(0, BLOCK)[None, :]
     inside = offs < SIZE
@@ -100,6 +111,10 @@ def residual_kernel(
     if not ONE_ROW:
         let_next_begin(EARLY)
     x = tl.load(X + at, mask=mask, other=0.0)
+    if Addresses is not None:
+        offs_block = tl.arange(0, BLOCK_M)[:, None] * SIZE + offs
+        x = sum_over_ranks(x, X, offs_block, mask, Addresses, Counts, RANK, WORLD, PEER_BLOCK, LIMIT)
+        tl.store(X + at, x, mask=mask)
     if Before is not None:
         x = normalise(x, before_weight, before_bias, eps_before, mask, SIZE, BEFORE_CENTRED, BEFORE_LATE, BEFORE_ONE)
         x = tl.where(mask, x, 0.0)
@@ -147,14 +162,17 @@ def run(chain: Chain, after: Normed | None = None) -> None:
     none = Normed(None, None, 0.0, (False, False, ""), None)  # type: ignore[arg-type]
     first, last = chain.before or none, after or none
     (residual, total), (second, second_total) = (*chain.sums, (None, None), (None, None))[:2]
+    peers = chain.peers
     tensors = (
         chain.x,
+        *((None, None) if peers is None else (peers.addresses, peers.counts)),
         *(first.weight, first.bias, first.out),
         chain.scaled,
         *(residual, total, second, second_total),
         *(last.weight, last.bias, last.out),
     )
-    _prepare(tensors, first.eps, chain.factor, last.eps, first.options, last.options)(*tensors)
+    ranks = (0, 1, 0) if peers is None else (peers.rank, peers.world, peers.block)
+    _prepare(tensors, first.eps, chain.factor, last.eps, first.options, last.options, ranks)(*tensors)
 
 
 @launch.remember
@@ -165,6 +183,7 @@ def _prepare(
     eps: float,
     before: tuple[bool, bool, str],
     after: tuple[bool, bool, str],
+    ranks: tuple[int, int, int],
 ) -> launch.Launch:
     x = tensors[0]
     assert x is not None
@@ -180,5 +199,9 @@ def _prepare(
         CENTRED=after[0],
         LATE=after[1],
         ONE=after[2],
-        ONE_ROW=x.numel() == x.shape[-1],
+        ONE_ROW=x.numel() == x.shape[-1] and ranks[1] == 1,
+        RANK=ranks[0],
+        WORLD=ranks[1],
+        PEER_BLOCK=ranks[2],
+        LIMIT=LIMIT,
     )

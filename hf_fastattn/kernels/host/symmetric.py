@@ -1,0 +1,67 @@
+"""Memory that the GPUs of one host can write to each other, from torch's symmetric memory."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Any
+
+import torch
+
+from ..decode.all_reduce import PROGRAMS, Peers, memory_bytes
+from . import gpu
+
+
+def why_not(device: torch.device) -> str | None:
+    """The reason why this process cannot share memory of this device, or None."""
+    if not gpu.on_gpu(device):
+        return f"the model is on {device}"
+    try:
+        import torch.distributed._symmetric_memory  # noqa: F401
+    except ImportError as error:
+        return f"torch has no symmetric memory ({error})"
+    return None
+
+
+def host() -> str:
+    """A name of this host and of the start of its kernel: processes that share memory have the same."""
+    boot = "/proc/sys/kernel/random/boot_id"
+    if not os.path.exists(boot):
+        return socket.gethostname()
+    with open(boot) as file:
+        return file.read()
+
+
+def connect(group: Any, block: int, device: torch.device) -> Peers:
+    """Memory that the ranks of a process group share, for blocks of so many bytes.
+
+    Collective: all ranks must call it, and may use the memory when all of them have returned.
+    Raises RuntimeError if the GPUs cannot access each other's memory.
+    """
+    from torch._C._distributed_c10d import _SymmetricMemory
+    from torch.distributed._symmetric_memory import rendezvous
+
+    world = group.size()
+    with torch.cuda.device(device):
+        # Not by empty(), whose pool may return a part of an earlier allocation, with the addresses of the whole.
+        memory = _SymmetricMemory.empty_strided_p2p((memory_bytes(world, block),), (1,), torch.uint8, device)
+        handle = rendezvous(memory, group)
+        addresses = list(handle.buffer_ptrs)
+        if handle.world_size != world or addresses[handle.rank] != memory.data_ptr():
+            raise RuntimeError("torch's symmetric memory has other addresses than its tensor.")
+        peers = Peers(
+            memory=memory,
+            addresses=torch.tensor(addresses, dtype=torch.int64, device=device),
+            counts=torch.zeros(PROGRAMS, dtype=torch.int32, device=device),
+            rank=handle.rank,
+            world=world,
+            block=block,
+            stream=torch.cuda.Stream(device, priority=-1),  # not in the queue of a kernel that waits
+            owner=handle,
+        )
+        torch.cuda.synchronize(device)
+        peers.release()  # loads its kernel, which cannot be loaded while another one waits
+        torch.cuda.synchronize(device)
+        memory.zero_()
+        torch.cuda.synchronize(device)
+    return peers

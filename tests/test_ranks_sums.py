@@ -1,0 +1,118 @@
+"""Decode steps of ranks that sum by kernels: no collective is left, and the tokens are the same."""
+
+from __future__ import annotations
+
+import processes
+import pytest
+import torch
+from conftest import INTERPRETED
+from test_ranks import generate, of_family, results, shared
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytest.importorskip("triton")
+
+import hf_fastattn
+from hf_fastattn.kernels.host import launch, symmetric
+from hf_fastattn.patches import graph
+
+pytestmark = [
+    processes.HIDDEN,
+    pytest.mark.skipif(not INTERPRETED, reason="kernels run on the CPU when interpreted"),
+    pytest.mark.xdist_group("ranks"),
+]
+
+
+class Collectives(TorchDispatchMode):
+    """The names of the collectives of torch.distributed that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if any(kind.__name__ == "DTensor" for kind in types):
+            return NotImplemented
+        if "c10d" in str(function):
+            self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+class Rerun:
+    """A substitute for CUDA graphs that runs a step again. seen: collectives and kernels of the last step."""
+
+    seen: tuple = ()
+
+    def __init__(self, device, shared):
+        self.body = None
+
+    def rehearse(self, body):
+        return body()
+
+    def capture(self, body):
+        self.body, self.fresh = body, True
+        self.result = self.run()
+        return self.result
+
+    def run(self):
+        kernels, call = [], launch.Launch.__call__
+
+        def count(run, *tensors):
+            kernels.append(run.kernel.fn.__name__)
+            return call(run, *tensors)
+
+        with pytest.MonkeyPatch.context() as patch, Collectives() as collectives:
+            patch.setattr(launch.Launch, "__call__", count)
+            result = self.body()
+        Rerun.seen = collectives.names, kernels
+        return result
+
+    def replay(self):
+        if not self.fresh:
+            self.result.logits.copy_(self.run().logits)
+        self.fresh = False
+
+
+def decode(rank: int, names: list[str], folder) -> list[dict]:
+    return [decode_family(rank, name, folder / name) for name in names]
+
+
+def decode_family(rank: int, name: str, folder) -> dict:
+    from test_exchange_kernels import shared_memory
+
+    folder.mkdir(exist_ok=True)
+    model, inputs = shared(of_family(name).half()).half(), {"input_ids": torch.tensor([[3, 100]])}
+    options = {"max_new_tokens": 4, "return_dict_in_generate": True, "output_logits": True}
+    with Collectives() as collectives:
+        want = generate(model, inputs, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graph, "new_graph", Rerun)
+        patch.setattr(symmetric, "why_not", lambda device: None)
+        patch.setattr(symmetric, "connect", lambda *_: shared_memory(folder, rank, 2, dtype=torch.float16, size=64))
+        with hf_fastattn.patch(model, "lean", peer_memory=True) as patched:
+            got = generate(model, inputs, **options)
+    return {
+        "logits": ([x.float() for x in got.logits], [x.float() for x in want.logits]),
+        "seen": Rerun.seen,
+        "embeddings": "_c10d_functional.all_reduce" in str(collectives.names),
+        "changes": [str(change) for change in patched.changes if "all ranks" in str(change)],
+        "reasons": patched.reasons,
+        "forwards": [name for name, module in model.named_modules() if "hf_fastattn" in str(vars(module).get("forward"))],
+    }
+
+
+def test_a_step_has_no_collectives_and_fewer_launches(tmp_path):
+    names = ["llama", "gemma2", "starcoder2", "gpt_oss"]
+    for name in names:
+        of_family(name)
+    for name, first, second in zip(names, *results(processes.run(tmp_path, 2, decode, names, tmp_path, limit=200)), strict=True):
+        (got, want), (collectives, kernels) = first["logits"], first["seen"]
+        assert not collectives and not first["reasons"] and not first["forwards"]
+        assert "kernels that also add and normalise" in first["changes"][0]
+        assert all(map(torch.equal, got, second["logits"][0]))
+        for a, b in zip(got[:2], want[:2], strict=True):
+            torch.testing.assert_close(a, b, atol=2e-2, rtol=2e-2)
+        assert kernels.count("all_gather_kernel") == 1
+        if name in ("llama", "gemma2"):  # the others add a bias between a sum and a norm
+            sums = 4 + first["embeddings"]  # of attention and the MLP, and in newer Transformers of the embeddings
+            assert kernels.count("residual_kernel") == sums + 1  # the first norm is alone
+            assert "rms_norm_kernel" not in kernels
