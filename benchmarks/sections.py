@@ -11,6 +11,7 @@ from . import sections_training as training
 from .grid import LEAN, OURS, ROOM, ROOMY, SDPA, STATIC, UNPADDED
 from .provenance import by, columns, of_one_run, ratio
 from .sections_paper import fixup, paper, paper_e2e, share, sweep
+from .sections_ranks import ranks
 from .words import SHAPE, by_method, by_past, figure, mean, method, microseconds, model, on, same
 
 HEADLINE = "headline"  # which stands only where it is named
@@ -366,6 +367,8 @@ SECTIONS: list[tuple[str, str, Callable[[dict], str]]] = [
     ("commits", "commits.json", commits),
     ("families", "families.json", families),
     ("quantised", "quantised.json", quantised),
+    ("ranks", "ranks_8b.json", ranks),
+    ("ranks_70b", "ranks_70b.json", ranks),
     ("generate_1b", "generate_1b.json", generate),
     ("fresh", "generate_fresh.json", fresh),
     ("stream", "stream.json", stream),

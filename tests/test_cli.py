@@ -227,7 +227,10 @@ def test_every_command_has_help(capsys, command):
         (["bench", "kernels", "decode", "--device", "cuda:77", "--out", "OUT"], "There is no device 'cuda:77' here"),
         (["generate", "FOLDER", "--device", "xpu"], "There is no device 'xpu' here"),
         (["generate", "FOLDER", "--device", "meta"], "holds no numbers"),
-        (["bench"], "Name a benchmark, one of generate, families, quantised, commits, kernels, stream, paper_e2e, context"),
+        (
+            ["bench"],
+            "Name a benchmark, one of generate, families, quantised, ranks, commits, kernels, stream, paper_e2e, context",
+        ),
         (["bench", "speed"], "got speed."),
     ],
 )

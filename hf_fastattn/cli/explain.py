@@ -22,6 +22,7 @@ def explain(
     batch: Annotated[int, typer.Option(help="number of rows")] = 1,
     length: Annotated[int, typer.Option(help="tokens per row")] = 8192,
     backend: Backend = "lean",
+    ranks: Annotated[int, typer.Option("--tp", help="number of GPUs that share the model; figures are of one of them")] = 1,
     gpu: Annotated[str | None, typer.Option(help=GPU)] = None,
     window: Window = None,
     sinks: Sinks = None,
@@ -42,5 +43,6 @@ def explain(
         gpu=gpu and gpu.lower(),
         window=window,
         sinks=sinks,
+        ranks=ranks,
     )
     print(json.dumps(found.as_dict(), indent=1) if as_json else found)

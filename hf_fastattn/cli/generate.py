@@ -1,6 +1,7 @@
 """hf-fastattn generate."""
 
 import itertools
+import os
 import statistics
 import sys
 import time
@@ -45,8 +46,13 @@ def generate(
         raise ValueError(f"{streams[0]!r} needs --window, the number of last tokens to keep, for example 4096.")
     if not streams and (window is not None or sinks is not None):
         raise ValueError(f"--window and --sinks are for streaming backends, and {chosen[0]!r} is not one.")
+    ranks = int(os.environ["WORLD_SIZE"]) if torch.distributed.is_torchelastic_launched() else 1
+    if ranks > 1 and (device is not None or prompt == "-"):
+        raise ValueError(
+            "Under torchrun each process uses the GPU of its rank, and all need the prompt: no --device, no --prompt -."
+        )
     prompt = sys.stdin.read() if prompt == "-" else prompt
-    loaded, tokenizer = load(model, None, gguf_file, dtype, device)
+    loaded, tokenizer = load(model, None, gguf_file, dtype, device, ranks)
     inputs = _encode(tokenizer, prompt, chat, loaded.device)
     rows, texts = [], []
     for each in chosen:
@@ -63,13 +69,19 @@ def generate(
         equal = "-" if each == backend else "all" if new == texts[0] else f"first {same}"
         gaps = [b - a for a, b in itertools.pairwise(times[1:])]
         ms = f"{1e3 * statistics.median(gaps):.1f}" if gaps else None
-        first = f"{1e3 * (times[1] - times[0]):.0f}"
-        rows.append([each, len(new), first, ms, equal, ", ".join(ran) or "Transformers' own"])
+        to_first = f"{1e3 * (times[1] - times[0]):.0f}"
+        rows.append([each, len(new), to_first, ms, equal, ", ".join(ran) or "Transformers' own"])
+    code = 0 if all(text == texts[0] for text in texts) else 1
+    if ranks > 1:
+        first = torch.distributed.get_rank() == 0
+        torch.distributed.destroy_process_group()
+        if not first:
+            return code
     print(str(tokenizer.decode(texts[0], skip_special_tokens=True)).strip() + "\n")
     print(table(["backend", "tokens", "first token, ms", "ms a token", "same tokens", "calls counted"], rows))
     if loaded.device.type == "cpu":
         print("\nNo GPU is used: Triton backends run their reference in plain torch, with the same tokens, but not the speed.")
-    return 0 if all(text == texts[0] for text in texts) else 1
+    return code
 
 
 def _encode(tokenizer: hf.PreTrainedTokenizerBase, prompt: str, chat: bool, device: torch.device) -> Mapping[str, torch.Tensor]:

@@ -8,7 +8,7 @@ from types import ModuleType
 
 from ..evaluate.harness import require
 
-BENCHES = ("generate", "families", "quantised", "commits", "kernels", "stream", "paper_e2e", "context", "report")
+BENCHES = ("generate", "families", "quantised", "ranks", "commits", "kernels", "stream", "paper_e2e", "context", "report")
 PACKAGE = Path(__file__).parent.parent
 
 

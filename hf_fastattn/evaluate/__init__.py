@@ -145,13 +145,14 @@ def load(
     gguf_file: str | None = None,
     dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
+    ranks: int = 1,
 ) -> tuple[hf.PreTrainedModel, hf.PreTrainedTokenizerBase]:
     """(model, tokenizer) of a name for `hf.locate`. By default on a GPU in bfloat16, or on the CPU in float32, because 16 bits
-    are slow there."""
+    are slow there. ranks: as in `hf.load_model`."""
     device = find_device(device)
     dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
     tokenizer = hf.load_tokenizer(source, gguf_file) if tokenizer is None else tokenizer
-    return hf.load_model(source, gguf_file, dtype=dtype, device=device), tokenizer
+    return hf.load_model(source, gguf_file, dtype=dtype, device=device, ranks=ranks), tokenizer
 
 
 def check_names(backends: Sequence[str]) -> None:

@@ -68,6 +68,7 @@ def explain(
     gpu: str | None = None,
     window: int | None = None,
     sinks: int | None = None,
+    ranks: int = 1,
 ) -> Explanation:
     """Report what would run for this model, batch and length, its least cost, and what is refused and why.
 
@@ -75,17 +76,18 @@ def explain(
     lists them). Only the configuration is read. batch: number of rows, of `length` tokens each. device: by default the model's
     device, and CUDA for a configuration. dtype: of weights and K/V, by default the model's. gpu: use the published figures of
     this GPU (the same --help lists them); without it the GPU of this machine is measured, or an H200 is assumed if there is none.
-    window, sinks: for a streaming backend, as in patch().
+    window, sinks: for a streaming backend, as in patch(). ranks: the number of GPUs that share the model by tensor parallelism;
+    bytes, operations and times are then those of one of them, without the time for sums over the ranks.
 
     Raises ValueError for a model whose K/V cannot be counted, an unknown backend or GPU, and sizes below 1.
     """
-    for name, value in (("batch", batch), ("length", length)):
+    for name, value in (("batch", batch), ("length", length), ("ranks", ranks)):
         if value < 1:
             raise ValueError(f"{name} must be at least 1; got {value}.")
     chosen = registry.get(backend)
     if not isinstance(model, hf.PreTrainedModel):
         model = _from_config(model, dtype)
-    facts = costs.count(model, dtype)
+    facts = costs.count(model, dtype, ranks)
     streaming = _streaming(chosen, window, sinks, facts.max_length)
     if streaming is not None:
         facts = replace(facts, windows=(streaming.sinks + streaming.window,) * len(facts.windows))
@@ -95,7 +97,7 @@ def explain(
     step, limit = costs.step(facts, figures, batch, length), facts.max_length
     held = [(n, batch * facts.kv_bytes(n)) for n in sorted({*_LENGTHS, length}) if n <= max(length, limit or n)]
     others = [(name, its, costs.step(its, figures, batch, length)) for name, its in costs.relatives(facts)]
-    notes = []
+    notes = [] if ranks == 1 else [f"Figures are of one of {ranks} GPUs that share the model by tensor parallelism."]
     if limit and length > limit:
         notes.append(f"{length} tokens are more than the {limit} positions that this model supports.")
     if getattr(model.config, "quantization_config", None) and not facts.quantised:

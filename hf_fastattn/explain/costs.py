@@ -103,8 +103,11 @@ class Step:
     bound_by: str
 
 
-def count(model: hf.PreTrainedModel, dtype: torch.dtype | str | None = None) -> Facts:
-    """The Facts of a model, from its configuration and the shapes of its parameters."""
+def count(model: hf.PreTrainedModel, dtype: torch.dtype | str | None = None, ranks: int = 1) -> Facts:
+    """The Facts of a model, from its configuration and the shapes of its parameters.
+
+    ranks: the number of GPUs that share the model by tensor parallelism; the Facts are those of one of them.
+    """
     config, name = model.config.get_text_config(decoder=True), model.config._name_or_path or type(model).__name__
     if getattr(config, "kv_lora_rank", None):
         raise ValueError(f"explain() cannot count the compressed K/V of multi-head latent attention, which {name} has.")
@@ -117,7 +120,7 @@ def count(model: hf.PreTrainedModel, dtype: torch.dtype | str | None = None) -> 
     dtype = find_dtype(dtype) if dtype is not None else model.dtype
     scale = dtype.itemsize / model.dtype.itemsize
     head = model.get_output_embeddings()
-    weights = hf.weights(model)
+    weights = [_share(model, each, ranks) for each in hf.weights(model)]
     read = None if head is not None and not config.tie_word_embeddings else model.get_input_embeddings()  # as the head
     experts = [w for w in weights if _is_expert(w)]
     dense = [w for w in weights if not _is_expert(w) and (not isinstance(w.module, torch.nn.Embedding) or w.module is read)]
@@ -125,12 +128,19 @@ def count(model: hf.PreTrainedModel, dtype: torch.dtype | str | None = None) -> 
     def size_of(them: list[hf.Weights]) -> int:
         return round(sum(w.bytes if w.kind else scale * w.bytes for w in them))
 
+    shapes = hf.layer_shapes(model.config)
+    if ranks > 1:
+        kept = hf.kv_heads_of_rank(model, ranks)
+        shapes = tuple(
+            replace(shape, num_heads=shape.num_heads * kv // shape.num_kv_heads, num_kv_heads=kv)
+            for shape, kv in zip(shapes, kept, strict=True)
+        )
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     counted = next((n for name in names if (n := getattr(config, name, None))), 1)
     return Facts(
         name=name,
         dtype=dtype,
-        shapes=hf.layer_shapes(model.config),
+        shapes=shapes,
         windows=tuple(windows),
         max_length=getattr(config, "max_position_embeddings", None),
         parameters=sum(w.count for w in weights),
@@ -142,6 +152,14 @@ def count(model: hf.PreTrainedModel, dtype: torch.dtype | str | None = None) -> 
         quantised=tuple(Counter(w.kind for w in weights if w.kind).items()),
         experts=(getattr(config, "num_experts_per_tok", None) or counted, counted),
     )
+
+
+def _share(model: hf.PreTrainedModel, weights: hf.Weights, ranks: int) -> hf.Weights:
+    """The part of these weights on one of so many ranks."""
+    own = {f"{weights.path}.{name}": p for name, p in weights.module._parameters.items() if p is not None}
+    divided = [p for name, p in own.items() if ranks > 1 and hf.is_divided(model, name)]
+    fewer = sum(p.numel() - p.numel() // ranks for p in divided)
+    return replace(weights, bytes=weights.bytes - fewer * model.dtype.itemsize, count=weights.count - fewer)
 
 
 def _is_expert(weights: hf.Weights) -> bool:

@@ -1,0 +1,75 @@
+"""Commands that torchrun starts in several processes."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import checkpoint
+import processes
+import pytest
+import torch
+
+from benchmarks import ranks as ranks_bench
+from benchmarks import sections
+from hf_fastattn import cli, explain, hf
+from hf_fastattn.model_shapes import SHAPES
+
+RIVALS = [name for name in ranks_bench.NAMES if name != "peer_memory"]  # which needs GPUs
+pytestmark = [processes.HIDDEN, pytest.mark.xdist_group("ranks")]
+
+
+def run_commands(rank: int, folder) -> list[int]:
+    os.environ["TORCHELASTIC_RUN_ID"] = "of the test"
+    options = ["--rivals", ",".join(RIVALS), "--tokens", "6", "--stock-tokens", "6", "--repeats", "1"]
+    options += ["--cases", "1x9", "--out", str(folder)]
+    # generate ends the process group, so it is the last.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.distributed, "destroy_process_group", lambda: None)
+        codes = [ranks_bench.main(["--shape", "tiny", *options])]
+    return [*codes, cli.main(["generate", str(folder / "tiny"), "--compare", "sdpa", "--tokens", "5", "--dtype", "float32"])]
+
+
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("commands")
+    checkpoint.save(folder / "tiny")
+    return folder, processes.run(folder, 2, run_commands, folder, limit=120)
+
+
+def test_generate_prints_on_one_rank(commands):
+    first, second = commands[1]
+    assert first.result == second.result == [0, 0], first.output + second.output
+    assert "| lean" in first.output and "lean.decode" in first.output
+    assert "| lean" not in second.output
+
+
+def test_the_benchmark_compares_all_rivals(commands):
+    found = json.loads((commands[0] / "ranks_tiny.json").read_text())
+    (row,) = found["rows"]
+    assert found["ranks"] == 2 and row["check"]["patch"]["passed"] and not row["not_run"]
+    assert list(row["rivals"]) == RIVALS and all(each["ms"] > 0 for each in row["rivals"].values())
+    assert "1x9 |    2 | `patch()`" in sections.ranks(found)
+
+
+def test_the_benchmark_needs_torchrun(capsys, tmp_path):
+    with pytest.raises(SystemExit):
+        ranks_bench.main(["--shape", "tiny", "--out", str(tmp_path)])
+    assert "torchrun --nproc-per-node 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_the_share_of_a_gpu_is_its_part_of_weights_and_heads(ranks):
+    whole, share = (explain("8b", gpu="h200", ranks=n) for n in (1, ranks))
+    model_type, config = SHAPES["8b"]
+    meta = hf.model_on_meta(hf.make_config(model_type, **config), torch.bfloat16)
+    kept = sum(p.nbytes for name, p in meta.named_parameters() if "norm" in name)
+    assert share.facts.weight_bytes == (whole.facts.weight_bytes - kept) // ranks + kept
+    assert share.step.kv_bytes * ranks == whole.step.kv_bytes
+    assert share.facts.num_heads * ranks == 32 and share.facts.num_kv_heads * ranks == 8
+    assert f"one of {ranks} GPUs" in str(share)
+
+
+def test_heads_that_cannot_be_divided_are_refused():
+    with pytest.raises(ValueError, match="8 KV heads, which cannot be divided among 3 ranks"):
+        explain("8b", gpu="h200", ranks=3)
