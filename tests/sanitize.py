@@ -64,12 +64,12 @@ def hopper_shares() -> None:
     prefill_hopper._prepare = prefill_hopper._prepare.__wrapped__
     for case in (case for case in (*cases.SHARED, *cases.PACKED) if case.name in SHARES):
         q, k, v, spans, options = cases.make(case)
-        for splits in (1, 2, 5):
-            prefill_hopper.splits_of = lambda *args, splits=splits: splits
+        for plan in ((0, 1), (1, 2), (0, 5)):
+            prefill_hopper.splits_of = lambda *args, plan=plan: plan
             out, lse = call(partial(prefill_hopper.prefill, shares=True), q, k, v, spans, return_lse=True, **options)
             torch.cuda.synchronize()
-            assert not out.isnan().any() and not lse.isnan().any(), (case.name, splits)
-            print("ran prefill_hopper", case.name, splits, "shares", flush=True)
+            assert not out.isnan().any() and not lse.isnan().any(), (case.name, plan)
+            print("ran prefill_hopper", case.name, "whole blocks and shares:", plan, flush=True)
 
 
 def small() -> None:

@@ -112,7 +112,7 @@ def assert_visits(bounds, spans, memory, block_m, block_n) -> None:
 @pytest.mark.parametrize("num_blocks, num_heads, batch, section", [(5, 6, 2, 4), (1, 3, 1, 8), (7, 4, 3, 1), (16, 8, 2, 16)])
 def test_every_item_is_listed_once(num_blocks, num_heads, batch, section):
     total = num_heads * batch
-    item = _as_python(plan.item_at)
+    item = _as_python(plan.block_at)
     items = [item(i, num_blocks, num_heads, total, section) for i in range(num_blocks * total)]
     assert sorted(items) == [(b, h, r) for b in range(num_blocks) for h in range(num_heads) for r in range(batch)]
 
@@ -138,30 +138,36 @@ def _tensor_gl():
     return types.SimpleNamespace(**same, arange=lambda a, b, layout: torch.arange(a, b), int64=torch.int64)
 
 
-@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("whole, splits", [(None, 1), (0, 3), (3, 2)])
 @pytest.mark.parametrize(
     "group, pack, q_len", [(4, 1, 130), (4, 4, 17), (4, 4, 65), (4, 2, 64), (7, 8, 33), (3, 2, 70), (71, 64, 1), (71, 8, 9)]
 )
-def test_each_query_of_each_head_is_one_row_of_one_block(group, pack, q_len, splits):
+def test_each_query_of_each_head_is_one_row_of_one_block(group, pack, q_len, whole, splits):
     gl, kv_heads, batch = _tensor_gl(), 2, 2
     names = {"gl": gl, "tl": gl, "__builtins__": builtins}
     python = lambda fn, **more: types.FunctionType(fn.fn.__code__, names | more, fn.fn.__name__, fn.fn.__defaults__)  # noqa: E731
     bounds = {"row_bounds": python(plan.row_bounds)}
     bounds["block_bounds"] = python(plan.block_bounds, **bounds)
     bounds["narrowed_block"] = python(plan.narrowed_block)
-    used = {name: python(getattr(plan, name), **bounds) for name in ("item_at", "row_spans", "share_of", "tiles_of")}
+    used = {
+        name: python(getattr(plan, name), **bounds)
+        for name in ("block_and_share", "block_at", "row_spans", "share_of", "tiles_of")
+    }
     work, rows = python(items.item_of, **used), python(items.heads_and_queries)
     config = replace(hopper.config(64, 64), pack=pack, split=splits > 1)
     num_packs = kv_heads * -(-group // pack)
-    num_blocks = splits * -(-q_len * pack // BLOCK_M)
-    sizes = (0, 0, num_blocks, num_packs, batch * num_packs, group, 2 * num_packs, q_len, 1000, NO_WINDOW)
+    num_blocks = -(-q_len * pack // BLOCK_M)
+    blocks = num_blocks * num_packs * batch
+    whole = blocks if whole is None else whole
+    num_shares = (blocks - whole) * splits
+    sizes = (0, whole + num_shares, num_packs, batch * num_packs, group, 2 * num_packs, whole, q_len, 1000, NO_WINDOW)
     seen = torch.zeros(batch, kv_heads * group, q_len, dtype=torch.int64)
-    numbers = set()
-    for index in range(num_blocks * num_packs * batch):
-        (first, kv_head, group_head, row), _, _, _, (_begin, tiles), number = work(
+    slots = []
+    for index in range(whole + num_shares):
+        (first, kv_head, group_head, row), _, _, _, (_begin, tiles), slot = work(
             torch.tensor(index), torch.tensor(0), sizes, config, False, False, BLOCK_M
         )
-        numbers.add(int(number))
+        slots.append(int(slot))
         for wg in range(CONSUMERS):
             place = (first + wg * 64 // pack, kv_head, group_head, row)
             heads, queries, exists = rows(place, sizes, config, None)
@@ -169,7 +175,7 @@ def test_each_query_of_each_head_is_one_row_of_one_block(group, pack, q_len, spl
             heads = heads.expand(64)
             assert heads.max() < kv_heads * group  # sink logits are read also for rows that do not exist
             seen[row, heads[exists], queries[exists]] += tiles
-    assert len(numbers) == num_blocks * num_packs * batch  # a slot of the workspace for each
+    assert slots == [-1] * whole + list(range(num_shares))
     assert (seen == -(-1000 // config.BLOCK_N)).all()
 
 
@@ -220,7 +226,7 @@ def _compile(head_dim, dtype="bf16", value_dim=None, config=None, **flags):
     fn = hopper.prefill_hopper_kernel
     types = {"q_desc": descriptor(*rows, of_k), "out_desc": descriptor(*rows, of_v), "SinkLogits": f"*{dtype}"}
     types |= {"k_desc": descriptor(config.BLOCK_N, of_k), "v_desc": descriptor(config.BLOCK_N, of_v)}
-    types |= {"Lse": "*fp32", "Spans": "*i32", "Counters": "*i32"}
+    types |= {"Lse": "*fp32", "Workspace": "*fp32", "Spans": "*i32", "Counters": "*i32"}
     types |= {"scale_log2": "fp32", "cap_log2": "fp32"}
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in fn.arg_names}
     source = GluonASTSource(fn, signature, {(fn.arg_names.index(name),): value for name, value in constants.items()})
@@ -263,7 +269,8 @@ def test_intervals_compile_for_hopper_without_a_gpu(head_dim, pack, tmp_path):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU compiles what it runs")
 @pytest.mark.parametrize("head_dim, pack", [(64, 8), (96, 1), (128, 1), (128, 4), (256, 64)])
 def test_shares_and_packed_heads_compile_for_hopper_without_a_gpu(head_dim, pack, tmp_path):
-    assert_compiles(head_dim, head_dim, replace(hopper.config(head_dim, head_dim), split=True, pack=pack), tmp_path)
+    config = replace(hopper.config(head_dim, head_dim), split=True, pack=pack)
+    assert_compiles(head_dim, head_dim, config, tmp_path, HAS_SPANS=True, HAS_SINK_LOGITS=True, WRITE_LSE=True)
 
 
 def assert_compiles(head_dim, value_dim, config, tmp_path, **flags):
@@ -521,11 +528,11 @@ def test_results_of_intervals_are_correct(case, nan_filled):
 
 
 @on_hopper
-@pytest.mark.parametrize("splits", [2, 3, 16])
+@pytest.mark.parametrize("whole, splits", [(0, 2), (0, 3), (0, 16), (1, 2), (2, 5)])
 @pytest.mark.parametrize("case", [*SHARED, *PACKED], ids=lambda case: case.name)
-def test_results_of_shares_are_correct(case, splits, nan_filled, monkeypatch):
+def test_results_of_shares_are_correct(case, whole, splits, nan_filled, monkeypatch):
     launches = []
-    monkeypatch.setattr(hopper, "splits_of", lambda *args: launches.append(args) or splits)
+    monkeypatch.setattr(hopper, "splits_of", lambda *args: launches.append(args) or (whole, splits))
     monkeypatch.setattr(hopper, "_prepare", hopper._prepare.__wrapped__)
     assert_right(case, partial(hopper.prefill, shares=True))
     assert launches
@@ -546,7 +553,7 @@ def test_packed_heads_are_right_in_one_launch(case, nan_filled):
 def test_a_chat_turn_after_a_long_context_is_split_and_repeatable():
     q = torch.randn(1, 32, 256, 128, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(1, 8, 40000, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    assert hopper.splits_of(q, KV(k, v), Spec(), 1, 128) > 1
+    assert hopper.splits_of(q, KV(k, v), Spec(), 1, 128)[1] > 1
     cut = partial(call, partial(hopper.prefill, shares=True))
     first, whole = cut(q, k, v), call(hopper.prefill, q, k, v)
     assert torch.equal(first, cut(q, k, v)) and (first.double() - whole.double()).abs().max() < 1e-3

@@ -54,16 +54,29 @@ def test_intervals_are_for_the_prefill_kernels(head_dim, chosen, hopper):
     assert PREFILL.choice(q, kv, Spec(), rows=True)[0] == chosen
 
 
-def splits(q_len, kv_len, spec=Spec(), heads=32, kv_heads=8):  # noqa: B008 (a tuple)
-    return splits_of(*operands(q_len, kv_len, heads, kv_heads), spec, pack_of(q_len, heads // kv_heads), 128)
+def splits(q_len, kv_len, spec=Spec(causal=False), heads=32, kv_heads=8, head_dim=128, batch=1):  # noqa: B008 (a tuple)
+    inputs = operands(q_len, kv_len, heads, kv_heads, head_dim, batch)
+    return splits_of(*inputs, spec, pack_of(q_len, heads // kv_heads), head_dim)
 
 
 def test_the_hopper_kernel_splits_blocks_that_leave_much_of_the_gpu_idle(hopper):
-    found = {q_len: splits(q_len, 65536) for q_len in (17, 33, 64, 65, 128, 256, 384, 512, 640, 1024, 4096)}
-    assert found == {17: 16, 33: 8, 64: 8, 65: 5, 128: 4, 256: 2, 384: 4, 512: 1, 640: 4, 1024: 1, 4096: 1}
-    assert splits(128, 2048) == 4 and splits(300, 2048) == 1 and splits(512, 512) == 1
-    assert splits(17, 65536, heads=16, kv_heads=2) > 16  # two heads alone fill the GPU as well
-    assert splits(256, 65536, Spec(window=256)) == 1
+    found = {q_len: splits(q_len, 65536) for q_len in (17, 33, 64, 65, 128, 256, 384, 512)}
+    assert found == {17: (0, 16), 33: (0, 8), 64: (0, 8), 65: (0, 5), 128: (0, 4), 256: (0, 2), 384: (0, 4), 512: (128, 1)}
+    assert splits(128, 2048) == (0, 4) and splits(300, 2048) == (80, 1) and splits(512, 512) == (128, 1)
+    assert splits(17, 65536, heads=16, kv_heads=2)[1] > 16  # two heads alone fill the GPU as well
+    assert splits(256, 65536, Spec(window=256)) == (64, 1)
+
+
+def test_blocks_that_fill_the_gpu_are_not_split(hopper):
+    assert splits(640, 65536) == (132, 4) and splits(1024, 65536) == (256, 1) and splits(4096, 65536) == (1024, 1)
+    assert splits(128, 32768, heads=71, kv_heads=1, head_dim=64, batch=4) == (264, 6)  # 20 blocks are left
+    assert splits(1024, 65536, heads=28, kv_heads=4, head_dim=64)[0] == 132
+
+
+def test_causal_blocks_of_a_prompt_are_balanced_by_their_order(hopper):
+    causal = Spec()
+    assert all(splits(n, n, causal)[1] == 1 for n in (640, 1024, 1200, 2048, 4096, 5000))
+    assert splits(640, 65536, causal) == (132, 4)  # a chunk behind a long past
 
 
 def test_a_window_counts_as_its_visible_keys(hopper):

@@ -20,13 +20,15 @@ MAX_ITEMS = 512
 # Query rows of a block whose keys are not split; and the cost of a merge, in products of a query row and a key on one SM.
 ROWS, MERGE = 128, 120_000
 HALF = 0.6  # the cost of a block of the Hopper kernel that has rows for only one of the two consumers
-# An estimate of the Hopper kernel, by its columns: keys that a block of ROWS rows visits in a microsecond on an H200. In
-# microseconds: the start of a block or split; if blocks are split, the merge, what each partial result of 128 dimensions adds to
-# it, what each split of a block adds, and what each wave after the first adds.
-KEYS_PER_US = {64: 110, 128: 83, 256: 42}
-START_US, MERGE_US, PARTIAL_US, SPLIT_US, WAVE_US = 2.7, 3.5, 0.034, 0.03, 10.0
-MIN_SPLIT, MAX_SPLITS, MAX_WAVES = 128, 64, 8  # keys of a split; splits of a block; waves
-MARGIN = 1.15  # a smaller estimated gain is ignored: the order of blocks also balances them a little
+# An estimate of the Hopper kernel, by its columns: keys that a block of ROWS rows visits in a microsecond on an H200, and the
+# average over all SMs of a GPU that is fully used, where its power limits it. In microseconds: the start of a block or split; if
+# blocks are split, the merge, what each partial result of 128 dimensions adds to it, and what each split of a block adds.
+KEYS_PER_US = {64: 117, 128: 88, 256: 42}
+SUSTAINED = {64: 117, 128: 80, 256: 42}
+START_US, MERGE_US, PARTIAL_US, SPLIT_US = 2.7, 3.5, 0.034, 0.03
+MIN_SPLIT, MAX_SPLITS, MAX_WAVES = 128, 64, 8  # keys of a split; splits of a block; waves of splits
+MARGIN = 1.15  # a smaller estimated gain of `lean` is ignored: the order of blocks also balances them a little
+GAIN = 1.05  # likewise of splits, whose estimate is closer
 
 
 @triton.jit
@@ -142,27 +144,40 @@ def pack_of(q_len: int, group: int, rows: bool = False) -> int:
     return min(reversed(packs) if rows else packs, key=cost)
 
 
-def splits_of(q: torch.Tensor, kv: KV, spec: Spec, pack: int, columns: int) -> int:
-    """Number of splits of the keys of each block of ROWS query rows in the Hopper kernel, by estimated time.
+def splits_of(q: torch.Tensor, kv: KV, spec: Spec, pack: int, columns: int) -> tuple[int, int]:
+    """(number of blocks of ROWS query rows whose keys are not split, splits of each of the others) in the Hopper kernel.
 
-    Blocks are split if they leave much of the GPU idle: less than one wave of blocks, or a last wave that is nearly empty.
-    pack: heads in a block; columns: of the buffers of K and V.
+    The blocks that fill the GPU are not split, and the others are if they leave much of it idle. pack: heads in a block; columns:
+    of the buffers of K and V.
     """
     batch, num_heads, q_len, _ = q.shape
-    sms, kv_heads, keys = gpu.num_sms(q.device), kv.k.shape[1], _visible_keys(q, kv, spec)
-    blocks: int = batch * kv_heads * triton.cdiv(num_heads // kv_heads, pack) * triton.cdiv(q_len * pack, ROWS)
+    kv_heads, kv_len = kv.k.shape[1], kv.k.shape[2]
+    blocks = batch * kv_heads * triton.cdiv(num_heads // kv_heads, pack) * triton.cdiv(q_len * pack, ROWS)
+    # The keys that every block visits. Those that only later queries see are balanced by the order of blocks.
+    keys = max(kv_len - q_len, 0) if spec.causal else kv_len
+    keys = keys if spec.window is None else min(keys, spec.window)
+    return _splits(blocks, keys, q_len // 2 if spec.causal else 0, columns, gpu.num_sms(q.device))
+
+
+def _splits(blocks: int, keys: int, more_keys: int, columns: int, sms: int) -> tuple[int, int]:
+    """`splits_of` by estimated time. keys: that a block visits; more_keys: what blocks visit besides, on average."""
+    whole = blocks // sms * sms
+    cut = blocks - whole
+    if cut == 0:
+        return blocks, 1
+    keys_us, partial_us = keys / KEYS_PER_US[columns], cut * PARTIAL_US * columns / 128 + SPLIT_US
+    first = whole / sms * (keys_us + START_US)
+    least = blocks / sms * keys / SUSTAINED[columns]
+    balanced = blocks / sms * more_keys / SUSTAINED[columns]
 
     def us(splits: int) -> float:
-        waves: int = triton.cdiv(blocks * splits, sms)
-        alone = waves * (keys / splits / KEYS_PER_US[columns] + START_US)
-        if splits == 1:
-            return alone
-        merge = MERGE_US + blocks * splits * PARTIAL_US * columns / 128 + splits * SPLIT_US
-        return alone + merge + (waves - 1) * WAVE_US
+        last = -(-cut * splits // sms) * (keys_us / splits + START_US)
+        merge = MERGE_US + splits * partial_us if splits > 1 else 0.0
+        return balanced + max(first + last, least) + merge
 
-    max_splits = min(MAX_SPLITS, keys // MIN_SPLIT, MAX_WAVES * sms // blocks)
+    max_splits = min(MAX_SPLITS, keys // MIN_SPLIT, MAX_WAVES * sms // cut)
     best = min(range(1, max(max_splits, 1) + 1), key=us)
-    return best if MARGIN * us(best) < us(1) else 1
+    return (whole, best) if GAIN * us(best) < us(1) else (blocks, 1)
 
 
 def pays(q: torch.Tensor, kv: KV, spec: Spec) -> bool:

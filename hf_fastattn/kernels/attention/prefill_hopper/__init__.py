@@ -7,9 +7,9 @@ the second product runs (section 3.2 of the source). Named barriers make the con
 3.1): one uses the tensor cores while the other computes exponentials. P stays in registers. Programs are persistent, one per SM,
 and take their items from a counter.
 
-This file has the launcher; kernel.py the producer and the consumers, plan.py the order of items and tiles, item.py one item,
-pipe.py the communication between warps, product.py the matrix products, tile.py the other arithmetic on one tile, merge.py the
-merge of shares.
+This file has the launcher; kernel.py the producer and the consumers, order.py the order of blocks, plan.py that of items and
+tiles, item.py one item, pipe.py the communication between warps, product.py the matrix products, tile.py the other arithmetic on
+one tile, output.py the output of a block, merge.py the merge of shares.
 
 Slots from a row's KV_STOP on may contain any value, also NaN, and 0 * NaN is NaN. TMA loads zeros past the end of a buffer. If
 the live keys end earlier, only the first tile that an item visits can extend past them, and the consumers zero those rows of V in
@@ -18,8 +18,9 @@ shared memory before they use it. Both may do so at once: they write the same ze
 head_dim may be any multiple of 8. Buffers have a power of two columns, which TMA pads with zeros, and products are computed in
 parts of a power of two columns (product.py): 96 = 64 + 32.
 
-If blocks of query rows alone leave much of the GPU idle, and the caller allows it, the tiles of each block are divided into
-shares (`schedule.splits_of`), each of which is an item; merge.py merges them in a second launch, in a fixed order.
+If blocks of query rows leave much of the GPU idle, and the caller allows it, the blocks that fill the GPU are computed whole, and
+the tiles of the others are divided into shares (`schedule.splits_of`), each of which is an item. merge.py merges the shares in a
+second launch, in a fixed order.
 
 Source: Shah et al., "FlashAttention-3: Fast and Accurate Attention with Asynchrony and Low-precision" (2024), sections 3.1, 3.2.
 """
@@ -56,8 +57,8 @@ class Config:
 
     BLOCK_N: keys per tile. stages: tiles of K, and of V, in flight. q_stages: items whose Q is in flight. own_out: O is stored
     through a separate buffer, not through that of Q. exp2_on_fma: one of so many exponentials is computed by the FMA units, none
-    if 0 (see `tile._exp2`). k_width, v_width: columns of K and of V that are multiplied (see product.py). split: items are shares
-    of blocks of rows. pack: heads of a KV head that share a block. rows: the spans have an interval for each query.
+    if 0 (see `tile._exp2`). k_width, v_width: columns of K and of V that are multiplied (see product.py). split: some items are
+    shares of blocks of rows. pack: heads of a KV head that share a block. rows: the spans have an interval for each query.
     """
 
     BLOCK_N: int
@@ -142,7 +143,7 @@ def _packed(x: torch.Tensor, group: int, pack: int) -> Callable[[torch.Tensor], 
 
 
 class Plan(NamedTuple):
-    """The launch of the kernel and, if its items are shares, that of their merge; and the number of floats in the workspace
+    """The launch of the kernel and, if some items are shares, that of their merge; and the number of floats in the workspace
     between them."""
 
     launch: launch.Launch
@@ -175,7 +176,7 @@ def prefill(
     if plan.workspace_size:
         workspace = torch.empty(plan.workspace_size, device=q.device, dtype=torch.float32)
     spans, sink_logits = (q if x is None else x for x in (spans, sink_logits))
-    plan.launch(q, kv.k, kv.v, out, workspace, spans, sink_logits, counters_of(q.device))
+    plan.launch(q, kv.k, kv.v, out, lse, workspace, spans, sink_logits, counters_of(q.device))
     if plan.merge is not None:
         plan.merge(out, lse, workspace, spans, sink_logits)
     return (out, lse) if return_lse else out
@@ -195,15 +196,18 @@ def _prepare(tensors, form: Form, spec: Spec, return_lse: bool, shares: bool, al
         C = replace(C, exp2_on_fma=0)
     rows = has_rows(spans)
     pack = pack_of(call.q_len, call.group, rows)
-    # The host does not know how many keys an interval contains.
-    splits = splits_of(q, kv, spec, pack, columns(max(call.head_dim, call.value_dim))) if shares and not rows else 1
-    C = replace(C, split=splits > 1, pack=pack, rows=rows)
     packs_each = -(-call.group // pack)
-    num_packs = call.num_kv_heads * packs_each
-    num_blocks = splits * -(-call.q_len * pack // BLOCK_M)
-    num_items = num_blocks * num_packs * call.batch
+    num_packs, num_blocks = call.num_kv_heads * packs_each, -(-call.q_len * pack // BLOCK_M)
+    blocks = num_blocks * num_packs * call.batch
+    whole, splits = blocks, 1
+    if shares and not rows:  # the host does not know how many keys an interval contains
+        whole, splits = splits_of(q, kv, spec, pack, columns(max(call.head_dim, call.value_dim)))
+    num_shares = (blocks - whole) * splits
+    num_items = whole + num_shares
+    C = replace(C, split=num_shares > 0, pack=pack, rows=rows)
     fitting = max(1, _L2_BYTES // (call.kv_len * (call.head_dim + call.value_dim) * q.element_size()))
     section = packs_each * (1 << (fitting.bit_length() - 1))
+    order = (num_blocks, num_packs, call.batch * num_packs, section, whole)
     scale_log2, cap_log2 = checks.log2_scales(call.scale, spec.softcap)
     out, _ = checks.empty_outputs(q.to("meta"), call.value_dim, False)
     start = launch.Launch(
@@ -218,11 +222,11 @@ def _prepare(tensors, form: Form, spec: Spec, return_lse: bool, shares: bool, al
         ),
         stride_sb=0 if spans is None else spans.stride(0),
         num_items=num_items,
-        num_blocks=num_blocks,
         num_packs=num_packs,
         total_packs=call.batch * num_packs,
         group=call.group,
         section=section,
+        whole=whole,
         q_len=call.q_len,
         kv_len=call.kv_len,
         window=call.window,
@@ -233,11 +237,12 @@ def _prepare(tensors, form: Form, spec: Spec, return_lse: bool, shares: bool, al
         HAS_WORDS=spans is not None and not rows and spans.shape[3] > WORDS,
         IS_CAUSAL=spec.causal,
         HAS_SOFTCAP=spec.softcap is not None,
-        HAS_SINK_LOGITS=splits == 1 and sink_logits is not None,
-        WRITE_LSE=splits == 1 and return_lse,
+        HAS_SINK_LOGITS=sink_logits is not None,
+        WRITE_LSE=return_lse,
         num_warps=4,
     )
-    if splits == 1:
+    if num_shares == 0:
         return Plan(start, None, 0)
-    stats_start = num_items * BLOCK_M * call.block_dv
-    return Plan(start, merge_shares(call, pack, splits, BLOCK_M, C.BLOCK_N, stats_start), stats_start + num_items * BLOCK_M * 2)
+    stats_start = num_shares * BLOCK_M * call.block_dv
+    merge = merge_shares(call, pack, order, splits, BLOCK_M, C.BLOCK_N, stats_start)
+    return Plan(start, merge, stats_start + num_shares * BLOCK_M * 2)

@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 
 from ...spans import WORDS
 from .pipe import CONSUMERS
-from .plan import item_at, narrowed, row_bounds, row_spans, share_of, tiles_of
+from .plan import block_and_share, block_at, narrowed, row_bounds, row_spans, share_of, tiles_of
 
 BLOCK_M = 64 * CONSUMERS
 
@@ -20,25 +20,23 @@ def item_of(
     IS_CAUSAL: gl.constexpr,
     BLOCK_M: gl.constexpr = BLOCK_M,
 ):  # fmt: skip
-    """One item: (indices, pointer to the spans of its batch row, spans, tiles of the block, share of these, item number).
+    """One item: (indices, pointer to the spans of its batch row, spans, tiles of the block, share of these, slot or -1).
 
-    The indices are (first query, KV head, first head of its group, batch row). With shares, num_blocks counts each block of rows
-    once per share. A share is (first tile to visit, number of tiles).
+    The indices are (first query, KV head, first head of its group, batch row). A share is (first tile to visit, number of tiles).
+    The slot is that of a share of a block in the workspace, and -1 of a whole block.
     """
-    stride_sb, _num_items, num_blocks, num_packs, total_packs, group, section, q_len, kv_len, window = sizes
-    block, pack, row = item_at(index, num_blocks, num_packs, total_packs, section)
-    number = (row * num_packs + pack) * num_blocks + block
+    stride_sb, num_items, num_packs, total_packs, group, section, whole, q_len, kv_len, window = sizes
+    QUERIES: gl.constexpr = BLOCK_M // C.pack
+    num_blocks = (q_len + QUERIES - 1) // QUERIES
+    share_index = 0
+    slot = -1
+    if C.split:
+        cut = num_blocks * total_packs - whole
+        index, share_index, splits, slot = block_and_share(index, whole, cut, num_items)
+    block, pack, row = block_at(index, num_blocks, num_packs, total_packs, section)
     packs_each = (group + C.pack - 1) // C.pack
     kv_head = pack // packs_each
     group_head = (pack - kv_head * packs_each) * C.pack
-    QUERIES: gl.constexpr = BLOCK_M // C.pack
-    share_index = 0
-    splits = 1
-    if C.split:
-        row_blocks = (q_len + QUERIES - 1) // QUERIES
-        splits = num_blocks // row_blocks
-        share_index = block // row_blocks
-        block = block % row_blocks
     first = block * QUERIES
     span_ptr = Spans + row.to(gl.int64) * stride_sb
     spans = row_spans(span_ptr, q_len, kv_len, window, HAS_SPANS, C.rows, IS_CAUSAL)
@@ -47,7 +45,15 @@ def item_of(
     share = (0, num_tiles)
     if C.split:
         share = share_of(num_tiles, share_index, splits)
-    return (first, kv_head, group_head, row), span_ptr, spans, tiles, share, number
+    return (first, kv_head, group_head, row), span_ptr, spans, tiles, share, slot
+
+
+@gluon.jit
+def place_of(index, Spans, sizes, WG: gl.constexpr, C: gl.constexpr, HAS_SPANS: gl.constexpr):
+    """(indices of consumer WG's rows in one item, slot or -1), where nothing else is needed."""
+    indices, _span_ptr, _spans, _tiles, _share, slot = item_of(index, Spans, sizes, C, HAS_SPANS, False)
+    first, kv_head, group_head, row = indices
+    return (first + WG * 64 // C.pack, kv_head, group_head, row), slot
 
 
 @gluon.jit
@@ -60,9 +66,9 @@ def rows_of(
     IS_CAUSAL: gl.constexpr,
     WORDS: gl.constexpr = WORDS,
 ):  # fmt: skip
-    """The rows of consumer WG in one item: (indices, end of the live slots, tiles, share, item number, bounds for `mask`)."""
-    _stride_sb, _num_items, _num_blocks, _num_packs, _total_packs, _group, _section, q_len, _kv_len, _window = sizes
-    indices, span_ptr, spans, tiles, share, number = item_of(index, Spans, sizes, C, HAS_SPANS, IS_CAUSAL)
+    """The rows of consumer WG in one item: (indices, end of the live slots, tiles, share, slot, bounds for `mask`)."""
+    _stride_sb, _num_items, _num_packs, _total_packs, _group, _section, _whole, q_len, _kv_len, _window = sizes
+    indices, span_ptr, spans, tiles, share, slot = item_of(index, Spans, sizes, C, HAS_SPANS, IS_CAUSAL)
     first, kv_head, group_head, row = indices
     q_start, kv_start, kv_stop, window, causal, holes = spans
     _lo, hi, _num_tiles, _num_after, _num_masked = tiles
@@ -71,13 +77,13 @@ def rows_of(
     row_lo, row_hi = row_bounds(q_start + query, kv_start, kv_stop, window, causal)
     row_lo, row_hi = narrowed(row_lo, row_hi, span_ptr, query, q_len, C.rows)
     indices = (first + WG * 64 // C.pack, kv_head, group_head, row)
-    return indices, kv_stop, tiles, share, number, (row_lo, row_hi, span_ptr + WORDS, hi, holes)
+    return indices, kv_stop, tiles, share, slot, (row_lo, row_hi, span_ptr + WORDS, hi, holes)
 
 
 @gluon.jit
 def heads_and_queries(indices, sizes, C: gl.constexpr, ROWS: gl.constexpr):
     """(head, query, whether it exists) of the rows of a consumer, [64] each; rows past the last head repeat it."""
-    _stride_sb, _num_items, _num_blocks, _num_packs, _total_packs, group, _section, q_len, _kv_len, _window = sizes
+    _stride_sb, _num_items, _num_packs, _total_packs, group, _section, _whole, q_len, _kv_len, _window = sizes
     first, kv_head, group_head, _row = indices
     local = gl.arange(0, 64, ROWS)
     offs_m = first + local // C.pack

@@ -11,58 +11,61 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .item import BLOCK_M, heads_and_queries, item_of, rows_of
+from .item import BLOCK_M, item_of, place_of, rows_of
+from .output import normaliser_of, store_out
 from .pipe import (
     CONSUMERS,
     FIRST_TURN,
     await_empty,
+    empty,
+    full,
     let_next_begin,
     matrix,
     named_barrier,
     phase_of,
     receive_item,
+    reread,
     send_item,
     shared_memory,
     stage_of,
     tma_load,
-    tma_store,
     warpgroup_barrier,
 )
 from .plan import tile_start
-from .product import add_products, block_dv, num_parts, product, scaled, store_partial, store_parts, wait_for, zero_columns
-from .tile import cap, mask, normaliser, pack, softmax_step, zero_rows
+from .product import add_products, block_dv, num_parts, product, scaled, store_partial, wait_for, zero_columns
+from .tile import cap, mask, pack, softmax_step, zero_rows
 
 
 @gluon.jit
 def _produce(args, C: gl.constexpr, HAS_SPANS: gl.constexpr, IS_CAUSAL: gl.constexpr, CONSUMERS: gl.constexpr = CONSUMERS):
     """The producer warp: for each item it loads Q once, and K and V tile by tile as their buffers become empty."""
     q_desc, k_desc, v_desc, Spans, Counters, q_ring, k_ring, v_ring, next_ring, sizes = args
-    _stride_sb, num_items, _num_blocks, _num_packs, _total_packs, _group, _section, _q_len, _kv_len, _window = sizes
-    q_smem, q_full, _q_empty = q_ring
-    k_smem, k_full, _k_empty = k_ring
-    v_smem, v_full, _v_empty = v_ring
+    _stride_sb, num_items, _num_packs, _total_packs, _group, _section, _whole, _q_len, _kv_len, _window = sizes
+    q_smem, _q_barriers = q_ring
+    k_smem, _k_barriers = k_ring
+    v_smem, _v_barriers = v_ring
     programs = gl.num_programs(0)
     index = gl.program_id(0)
     tile_count = 0  # tiles of earlier items
     item_count = 0  # earlier items
     while index < num_items:
         following = gl.atomic_add(Counters, 1) + programs
-        indices, _span_ptr, _spans, tiles, share, _number = item_of(index, Spans, sizes, C, HAS_SPANS, IS_CAUSAL)
+        indices, _span_ptr, _spans, tiles, share, _slot = item_of(index, Spans, sizes, C, HAS_SPANS, IS_CAUSAL)
         first, kv_head, group_head, row = indices
         skipped, num_tiles = share
         for wg in gl.static_range(CONSUMERS):
             buffer = stage_of(item_count, C.q_stages) * CONSUMERS + wg
             await_empty(q_desc, q_ring, buffer, phase_of(item_count, C.q_stages) ^ 1)
             q_at = [row, kv_head, first + wg * 64 // C.pack, group_head, 0]
-            tma_load(q_desc, q_at, q_full.index(buffer), q_smem.index(buffer))
+            tma_load(q_desc, q_at, full(q_ring, buffer), q_smem.index(buffer))
         for i in range(num_tiles):
             start = tile_start(skipped + i, tiles, C.BLOCK_N)
             stage = stage_of(tile_count + i, C.stages)
             phase = phase_of(tile_count + i, C.stages) ^ 1
             await_empty(k_desc, k_ring, stage, phase)
-            tma_load(k_desc, [row, kv_head, start, 0], k_full.index(stage), k_smem.index(stage))
+            tma_load(k_desc, [row, kv_head, start, 0], full(k_ring, stage), k_smem.index(stage))
             await_empty(v_desc, v_ring, stage, phase)
-            tma_load(v_desc, [row, kv_head, start, 0], v_full.index(stage), v_smem.index(stage))
+            tma_load(v_desc, [row, kv_head, start, 0], full(v_ring, stage), v_smem.index(stage))
         send_item(next_ring, following, item_count)  # only now, because the atomic operation takes as long as a load
         tile_count += num_tiles
         item_count += 1
@@ -76,7 +79,7 @@ def _produce(args, C: gl.constexpr, HAS_SPANS: gl.constexpr, IS_CAUSAL: gl.const
 
 @gluon.jit
 def _attend(
-    args, rows, s_scale, zeros, tile_count, item_count,
+    args, index, rows, s_scale, zeros, tile_count, item_count,
     WG: gl.constexpr,
     C: gl.constexpr,
     HAS_SPANS: gl.constexpr,
@@ -90,15 +93,14 @@ def _attend(
 ):  # fmt: skip
     """Attention of consumer WG for its rows of one item. tile_count, item_count: numbers of earlier tiles and items.
 
-    With shares, (acc, m, l) is stored in the workspace, which is passed as Lse.
+    (acc, m, l) of a share is stored in the workspace.
     """
-    out_desc, Lse, _Spans, SinkLogits, q_ring, k_ring, v_ring, o_smem, _next_ring, sizes, scale_log2, cap_log2 = args
-    q_smem, q_full, q_empty = q_ring
-    k_smem, k_full, k_empty = k_ring
-    v_smem, v_full, v_empty = v_ring
-    _stride_sb, _num_items, num_blocks, num_packs, total_packs, group, _section, q_len, kv_len, _window = sizes
-    indices, kv_stop, tiles, share, number, seen = rows
-    first, kv_head, group_head, row = indices
+    _out, _Lse, Workspace, Spans, _SinkLogits, q_ring, k_ring, v_ring, _o_smem, _next_ring, sizes, scale_log2, cap_log2 = args
+    q_smem, _q_barriers = q_ring
+    k_smem, _k_barriers = k_ring
+    v_smem, _v_barriers = v_ring
+    _stride_sb, num_items, _num_packs, _total_packs, _group, _section, whole, q_len, kv_len, _window = sizes
+    indices, kv_stop, tiles, share, _slot, seen = rows
     _lo, _hi, _num_tiles, _num_after, num_masked = tiles
     skipped, num_tiles = share
     BLOCK_N: gl.constexpr = C.BLOCK_N
@@ -111,22 +113,22 @@ def _attend(
 
     # The first tile: S and its softmax. Rows of V that are not live are zeroed.
     q_buffer = stage_of(item_count, C.q_stages) * CONSUMERS + WG
-    mbarrier.wait(q_full.index(q_buffer), phase_of(item_count, C.q_stages))
+    mbarrier.wait(full(q_ring, q_buffer), phase_of(item_count, C.q_stages))
     q = matrix(q_smem.index(q_buffer))
     stage = stage_of(tile_count, STAGES)
     phase = phase_of(tile_count, STAGES)
-    mbarrier.wait(k_full.index(stage), phase)
+    mbarrier.wait(full(k_ring, stage), phase)
     k = matrix(k_smem.index(stage))
     s_token = product(q, k, zeros, C.k_width)
     start = tile_start(skipped, tiles, BLOCK_N)
     if HAS_SPANS:  # noqa: SIM102 (known at compile time; the next is not)
         if (start + BLOCK_N > kv_stop) & (kv_stop < kv_len):
-            mbarrier.wait(v_full.index(stage), phase)
+            mbarrier.wait(full(v_ring, stage), phase)
             zero_rows(matrix(v_smem.index(stage)), kv_stop - start)
             fence_async_shared()
             warpgroup_barrier()
     s = warpgroup_mma_wait(0, [s_token])
-    mbarrier.arrive(k_empty.index(stage), count=1)  # one arrival per warpgroup: it synchronises its threads first
+    mbarrier.arrive(empty(k_ring, stage), count=1)  # one arrival per warpgroup: it synchronises its threads first
     s = cap(s, scale_log2, cap_log2, HAS_SOFTCAP)
     if C.split:
         num_masked = gl.minimum(gl.maximum(num_masked - skipped, 0), num_tiles)
@@ -149,63 +151,51 @@ def _attend(
         for i in range(begin, end):
             stage = stage_of(tile_count + i, STAGES)
             v_stage = stage_of(tile_count + i - 1, STAGES)
-            mbarrier.wait(k_full.index(stage), phase_of(tile_count + i, STAGES))
+            mbarrier.wait(full(k_ring, stage), phase_of(tile_count + i, STAGES))
             named_barrier("sync", MY_TURN)
             k = matrix(k_smem.index(stage))
             s_token = product(q, k, zeros, C.k_width)
-            mbarrier.wait(v_full.index(v_stage), phase_of(tile_count + i - 1, STAGES))
+            mbarrier.wait(full(v_ring, v_stage), phase_of(tile_count + i - 1, STAGES))
             v = matrix(v_smem.index(v_stage))
             o_tokens = add_products(p, v, acc, C.v_width)
             named_barrier("arrive", NEXT_TURN)
             s = warpgroup_mma_wait(num_parts(C.v_width), [s_token])
-            mbarrier.arrive(k_empty.index(stage), count=1)
+            mbarrier.arrive(empty(k_ring, stage), count=1)
             s = cap(s, scale_log2, cap_log2, HAS_SOFTCAP)
             if MASKED:
                 s = mask(s, tile_start(skipped + i, tiles, BLOCK_N), seen, HAS_WORDS)
             p, m, l, alpha = softmax_step(s, m, l, s_scale, MASKED, C.exp2_on_fma)
             acc = wait_for(o_tokens)
-            mbarrier.arrive(v_empty.index(v_stage), count=1)
+            mbarrier.arrive(empty(v_ring, v_stage), count=1)
             p = pack(p, dtype)
             acc = scaled(acc, alpha, gl.float32)
 
     # O += P V of the last tile; meanwhile the row sums are completed.
     if C.own_out:
-        mbarrier.arrive(q_empty.index(q_buffer), count=1)  # the last S is computed: the next Q may be loaded
+        mbarrier.arrive(empty(q_ring, q_buffer), count=1)  # the last S is computed: the next Q may be loaded
     last = tile_count + num_tiles - 1
     stage = stage_of(last, STAGES)
-    mbarrier.wait(v_full.index(stage), phase_of(last, STAGES))
+    mbarrier.wait(full(v_ring, stage), phase_of(last, STAGES))
     v = matrix(v_smem.index(stage))
     o_tokens = add_products(p, v, acc, C.v_width)
     if C.split:
         acc = wait_for(o_tokens)
-        mbarrier.arrive(v_empty.index(stage), count=1)
-        stats_start = total_packs * num_blocks * BLOCK_M * block_dv(C.v_width)
-        _heads, _offs_m, exists = heads_and_queries(indices, sizes, C, s_rows)
-        store_partial(acc, m, l, Lse, stats_start, number, WG * 64, exists, C.v_width, BLOCK_M)
-        if not C.own_out:
-            mbarrier.arrive(q_empty.index(q_buffer), count=1)
+        mbarrier.arrive(empty(v_ring, stage), count=1)
+        indices, slot = place_of(reread(index), Spans, sizes, WG, C, HAS_SPANS)
+        if slot >= 0:
+            stats_start = (num_items - whole) * BLOCK_M * block_dv(C.v_width)
+            exists = gl.arange(0, 64, s_rows) < (q_len - indices[0]) * C.pack
+            store_partial(acc, m, l, Workspace, stats_start, slot, WG * 64, exists, C.v_width, BLOCK_M)
+            if not C.own_out:
+                mbarrier.arrive(empty(q_ring, q_buffer), count=1)
+        else:
+            inverse = normaliser_of(args, indices, m, l, C, HAS_SINK_LOGITS, WRITE_LSE)
+            store_out(args, indices, scaled(acc, inverse, dtype), q_buffer, WG, C)
     else:
-        heads, offs_m, exists = heads_and_queries(indices, sizes, C, s_rows)
-        inverse, lse = normaliser(m, l, SinkLogits + heads, HAS_SINK_LOGITS)
-        if WRITE_LSE:
-            num_heads = num_packs // ((group + C.pack - 1) // C.pack) * group
-            gl.store(Lse + (row.to(gl.int64) * num_heads + heads) * q_len + offs_m, lse, mask=exists)
+        inverse = normaliser_of(args, indices, m, l, C, HAS_SINK_LOGITS, WRITE_LSE)
         acc = wait_for(o_tokens)
-        mbarrier.arrive(v_empty.index(stage), count=1)
-
-        out = scaled(acc, inverse, dtype)
-        if C.own_out:
-            tma.store_wait(0)  # the store of the previous item has read the buffer
-        o_buffer = WG if C.own_out else q_buffer
-        warpgroup_barrier()
-        store_parts(out, matrix(o_smem.index(o_buffer)), C.v_width)
-        fence_async_shared()
-        warpgroup_barrier()
-        tma_store(out_desc, [row, kv_head, first, group_head, 0], o_smem.index(o_buffer))
-        if not C.own_out:
-            tma.store_wait(0)
-            warpgroup_barrier()
-            mbarrier.arrive(q_empty.index(q_buffer), count=1)
+        mbarrier.arrive(empty(v_ring, stage), count=1)
+        store_out(args, indices, scaled(acc, inverse, dtype), q_buffer, WG, C)
 
 
 @gluon.jit
@@ -217,23 +207,34 @@ def _skip(
     FIRST_TURN: gl.constexpr = FIRST_TURN,
 ):  # fmt: skip
     """An item without rows for consumer WG, all of them past the last query: it releases the buffers and takes its turns."""
-    _out_desc, _Lse, _Spans, _SinkLogits, q_ring, k_ring, v_ring, _o_smem, _next_ring, _sizes, _scale_log2, _cap_log2 = args
-    _q_smem, q_full, q_empty = q_ring
-    _k_smem, k_full, k_empty = k_ring
-    _v_smem, v_full, v_empty = v_ring
+    (
+        _out_desc,
+        _Lse,
+        _Workspace,
+        _Spans,
+        _SinkLogits,
+        q_ring,
+        k_ring,
+        v_ring,
+        _o_smem,
+        _next_ring,
+        _sizes,
+        _scale_log2,
+        _cap_log2,
+    ) = args
     q_buffer = stage_of(item_count, C.q_stages) * CONSUMERS + WG
-    mbarrier.wait(q_full.index(q_buffer), phase_of(item_count, C.q_stages))
-    mbarrier.arrive(q_empty.index(q_buffer), count=1)
+    mbarrier.wait(full(q_ring, q_buffer), phase_of(item_count, C.q_stages))
+    mbarrier.arrive(empty(q_ring, q_buffer), count=1)
     for i in range(num_tiles):
         stage = stage_of(tile_count + i, C.stages)
         phase = phase_of(tile_count + i, C.stages)
-        mbarrier.wait(k_full.index(stage), phase)
-        mbarrier.arrive(k_empty.index(stage), count=1)
+        mbarrier.wait(full(k_ring, stage), phase)
+        mbarrier.arrive(empty(k_ring, stage), count=1)
         if i > 0:
             named_barrier("sync", FIRST_TURN + WG)
             named_barrier("arrive", FIRST_TURN + 1 - WG)
-        mbarrier.wait(v_full.index(stage), phase)
-        mbarrier.arrive(v_empty.index(stage), count=1)
+        mbarrier.wait(full(v_ring, stage), phase)
+        mbarrier.arrive(empty(v_ring, stage), count=1)
 
 
 @gluon.jit
@@ -251,8 +252,22 @@ def _consume(
     FIRST_TURN: gl.constexpr = FIRST_TURN,
 ):
     """Consumer warpgroup WG: rows 64 * WG .. 64 * WG + 63 of each item's block."""
-    _out_desc, _Lse, Spans, _SinkLogits, _q_ring, _k_ring, _v_ring, _o_smem, next_ring, sizes, scale_log2, _cap_log2 = args
-    _stride_sb, num_items, _num_blocks, _num_packs, _total_packs, _group, _section, q_len, _kv_len, _window = sizes
+    (
+        _out_desc,
+        _Lse,
+        _Workspace,
+        Spans,
+        _SinkLogits,
+        _q_ring,
+        _k_ring,
+        _v_ring,
+        _o_smem,
+        next_ring,
+        sizes,
+        scale_log2,
+        _cap_log2,
+    ) = args
+    _stride_sb, num_items, _num_packs, _total_packs, _group, _section, _whole, q_len, _kv_len, _window = sizes
     s_scale = scale_log2
     if HAS_SOFTCAP:
         s_scale = scale_log2 * 0.0 + 1.0  # capped scores are scaled already
@@ -267,12 +282,12 @@ def _consume(
         named_barrier("arrive", FIRST_TURN)  # the first turn is consumer 0's
     while index < num_items:
         rows = rows_of(index, Spans, sizes, WG, s_rows, C, HAS_SPANS, IS_CAUSAL)
-        indices, _kv_stop, _tiles, share, _number, _seen = rows
+        indices, _kv_stop, _tiles, share, _slot, _seen = rows
         first, _kv_head, _group_head, _row = indices
         _skipped, num_tiles = share
         if first < q_len:
             _attend(
-                args, rows, s_scale, zeros, tile_count, item_count, WG, C,
+                args, index, rows, s_scale, zeros, tile_count, item_count, WG, C,
                 HAS_SPANS, HAS_WORDS, HAS_SOFTCAP, HAS_SINK_LOGITS, WRITE_LSE,
             )  # fmt: skip
         else:
@@ -288,12 +303,13 @@ def _consume(
 
 @gluon.jit(
     do_not_specialize=[
-        "stride_sb", "num_items", "num_blocks", "num_packs", "total_packs", "group", "section", "q_len", "kv_len", "window",
+        "stride_sb", "num_items", "num_packs", "total_packs", "group", "section", "whole", "q_len", "kv_len",
+        "window",
     ]
 )  # fmt: skip
 def prefill_hopper_kernel(
-    q_desc, k_desc, v_desc, out_desc, Lse, Spans, SinkLogits, Counters,
-    stride_sb, num_items, num_blocks, num_packs, total_packs, group, section, q_len, kv_len, window, scale_log2, cap_log2,
+    q_desc, k_desc, v_desc, out_desc, Lse, Workspace, Spans, SinkLogits, Counters,
+    stride_sb, num_items, num_packs, total_packs, group, section, whole, q_len, kv_len, window, scale_log2, cap_log2,
     C: gl.constexpr,
     HAS_SPANS: gl.constexpr,
     HAS_WORDS: gl.constexpr,
@@ -305,9 +321,9 @@ def prefill_hopper_kernel(
     if C.split:
         let_next_begin()
     q_ring, k_ring, v_ring, o_smem, next_ring = shared_memory(q_desc, k_desc, v_desc, out_desc, C)
-    sizes = (stride_sb, num_items, num_blocks, num_packs, total_packs, group, section, q_len, kv_len, window)
+    sizes = (stride_sb, num_items, num_packs, total_packs, group, section, whole, q_len, kv_len, window)
     loads = (q_desc, k_desc, v_desc, Spans, Counters, q_ring, k_ring, v_ring, next_ring, sizes)
-    shared = (out_desc, Lse, Spans, SinkLogits, q_ring, k_ring, v_ring, o_smem, next_ring, sizes, scale_log2, cap_log2)
+    shared = (out_desc, Lse, Workspace, Spans, SinkLogits, q_ring, k_ring, v_ring, o_smem, next_ring, sizes, scale_log2, cap_log2)
     gl.warp_specialize(
         [
             (_consume, (shared, 0, C, HAS_SPANS, HAS_WORDS, IS_CAUSAL, HAS_SOFTCAP, HAS_SINK_LOGITS, WRITE_LSE)),

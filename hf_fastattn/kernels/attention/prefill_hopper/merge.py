@@ -13,62 +13,73 @@ from ...host.launch import Launch
 from ...host.overlap import early, let_next_begin, wait_for_inputs
 from ..plan import Call
 from ..schedule import num_tiles, queries_of
+from .order import block_at
 
 
-@triton.jit(do_not_specialize=["stride_sb", "group", "q_len", "kv_len", "window", "blocks", "splits", "stats_start"])
+@triton.jit(
+    do_not_specialize=[
+        "stride_sb", "num_blocks", "num_packs", "total_packs", "group", "section", "whole", "splits", "q_len", "kv_len", "window",
+        "stats_start",
+    ]
+)  # fmt: skip
 def merge_shares_kernel(
     Out, Lse, Workspace, Spans, SinkLogits,
-    stride_sb, group, q_len, kv_len, window, blocks, splits, stats_start,
+    stride_sb, num_blocks, num_packs, total_packs, group, section, whole, splits, q_len, kv_len, window, stats_start,
     C: tl.constexpr,
     ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One program for each ROWS rows of a pack. Share i of block b is in slot i * blocks + b of the pack."""
-    first_row, pack, row = tl.program_id(0) * ROWS, tl.program_id(1), tl.program_id(2)
-    packs = tl.num_programs(1)
+    """One program for each ROWS rows of a block with shares. Share i of the n-th of these blocks is in slot i * blocks + n."""
+    first_row, which, blocks = tl.program_id(0) * ROWS, tl.program_id(1), tl.num_programs(1)
     BLOCK_M: tl.constexpr = C.BLOCK_M
     PACK: tl.constexpr = C.GROUP
-    block = first_row // BLOCK_M
+    block, pack, row = block_at(whole + which, num_blocks, num_packs, total_packs, section)
     first, last = queries_of(block, q_len, C)
     # The spans may be read before the wait: they were written before the previous launch, which did not begin early.
     tiles = num_tiles(Spans + row.to(tl.int64) * stride_sb, first, last, q_len, kv_len, window, C)
-    slot = (row * packs + pack) * blocks * splits + block
     wait_for_inputs(EARLY)
     let_next_begin(EARLY)
     rows, offs_v, acc, m, l = merge_rows(
-        Workspace, stats_start, slot, slot + blocks, blocks, tl.minimum(splits, tiles),
-        first_row - block * BLOCK_M, q_len * PACK - block * BLOCK_M, ROWS, CHUNK, C,
+        Workspace, stats_start, which, which + blocks, blocks, tl.minimum(splits, tiles),
+        first_row, q_len * PACK - block * BLOCK_M, ROWS, CHUNK, C,
     )  # fmt: skip
     rows += block * BLOCK_M
     packs_each = tl.cdiv(group, PACK)
     kv_head = pack // packs_each
     offs_m, offs_h = rows // PACK, (pack - kv_head * packs_each) * PACK + rows % PACK
     exists = (offs_m < q_len) & (offs_h < group)
-    head, heads = kv_head * group + tl.minimum(offs_h, group - 1), packs // packs_each * group
+    head, heads = kv_head * group + tl.minimum(offs_h, group - 1), num_packs // packs_each * group
     store_rows(acc, m, l, Out, Lse, SinkLogits, row, head, heads, tl.minimum(offs_m, q_len - 1), exists, offs_v, q_len, C)
 
 
-def merge_shares(call: Call, pack: int, splits: int, BLOCK_M: int, BLOCK_N: int, stats_start: int) -> Launch:
-    """The launch that merges the shares of all blocks of `call`; its tensors are out, lse, the workspace, spans and sink logits.
+def merge_shares(
+    call: Call, pack: int, order: tuple[int, ...], splits: int, BLOCK_M: int, BLOCK_N: int, stats_start: int
+) -> Launch:
+    """The launch that merges the shares of `call`; its tensors are out, lse, the workspace, spans and sink logits.
 
-    stats_start: where m and l begin in the workspace.
+    order: the sizes of `order.block_at`, and the number of whole blocks. stats_start: where m and l begin in the workspace.
     """
+    num_blocks, num_packs, total_packs, section, whole = order
     constants = call.constants(tables.Config(BLOCK_M, BLOCK_N, 4, 1), packed=True)
     constants = replace(constants, GROUP=pack, WORKSPACE_M=BLOCK_M, FEW_ROWS=False)
-    packs, rows = call.num_kv_heads * triton.cdiv(call.group, pack), call.q_len * pack
-    rows_each = min(16, 1 << (call.batch * packs * rows // (8 * gpu.num_sms(call.q.device))).bit_length())
+    blocks, rows = num_blocks * total_packs - whole, min(call.q_len * pack, BLOCK_M)
+    rows_each = min(16, 1 << (blocks * rows // (8 * gpu.num_sms(call.q.device))).bit_length())
     chunk, warps = tables.merge(rows_each * call.block_dv, splits)
     return Launch(
         merge_shares_kernel,
-        (triton.cdiv(rows, rows_each), packs, call.batch),
+        (triton.cdiv(rows, rows_each), blocks),
         stride_sb=0 if call.spans is None else call.spans.stride(0),
+        num_blocks=num_blocks,
+        num_packs=num_packs,
+        total_packs=total_packs,
         group=call.group,
+        section=section,
+        whole=whole,
+        splits=splits,
         q_len=call.q_len,
         kv_len=call.kv_len,
         window=call.window,
-        blocks=triton.cdiv(rows, BLOCK_M),
-        splits=splits,
         stats_start=stats_start,
         C=constants,
         ROWS=rows_each,

@@ -24,7 +24,22 @@ FIRST_TURN = 8  # named barriers for the consumers' turns; Triton numbers its ow
 
 @gluon.jit
 def _barriers(COUNT: gl.constexpr):
-    return gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    """A full and an empty barrier for each of COUNT buffers, in one array, because its address occupies a register."""
+    return gl.allocate_shared_memory(gl.int64, [2 * COUNT, 1], mbarrier.MBarrierLayout())
+
+
+@gluon.jit
+def full(ring, i):
+    """The full barrier of buffer i."""
+    _buffers, barriers = ring
+    return barriers.index(2 * i)
+
+
+@gluon.jit
+def empty(ring, i):
+    """The empty barrier of buffer i."""
+    _buffers, barriers = ring
+    return barriers.index(2 * i + 1)
 
 
 @gluon.constexpr_function
@@ -51,25 +66,21 @@ def shared_memory(
     o_smem = q_smem
     if C.own_out:
         o_smem = gl.allocate_shared_memory(out_desc.dtype, _buffers(out_desc.block_shape, CONSUMERS), out_desc.layout)
-    q_full, q_empty = _barriers(Q_BUFFERS), _barriers(Q_BUFFERS)
-    k_full, k_empty = _barriers(STAGES), _barriers(STAGES)
-    v_full, v_empty = _barriers(STAGES), _barriers(STAGES)
     next_smem = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    next_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    next_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    q_ring, k_ring, v_ring = (q_smem, _barriers(Q_BUFFERS)), (k_smem, _barriers(STAGES)), (v_smem, _barriers(STAGES))
+    next_ring = (next_smem, _barriers(1))
     for i in gl.static_range(Q_BUFFERS):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(q_empty.index(i), count=1)
+        mbarrier.init(full(q_ring, i), count=1)
+        mbarrier.init(empty(q_ring, i), count=1)
     for stage in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(stage), count=1)
-        mbarrier.init(k_empty.index(stage), count=CONSUMERS)
-        mbarrier.init(v_full.index(stage), count=1)
-        mbarrier.init(v_empty.index(stage), count=CONSUMERS)
-    mbarrier.init(next_full, count=1)
-    mbarrier.init(next_empty, count=CONSUMERS)
+        mbarrier.init(full(k_ring, stage), count=1)
+        mbarrier.init(empty(k_ring, stage), count=CONSUMERS)
+        mbarrier.init(full(v_ring, stage), count=1)
+        mbarrier.init(empty(v_ring, stage), count=CONSUMERS)
+    mbarrier.init(full(next_ring, 0), count=1)
+    mbarrier.init(empty(next_ring, 0), count=CONSUMERS)
     fence_async_shared()
-    q_ring, k_ring, v_ring = (q_smem, q_full, q_empty), (k_smem, k_full, k_empty), (v_smem, v_full, v_empty)
-    return q_ring, k_ring, v_ring, o_smem, (next_smem, next_full, next_empty)
+    return q_ring, k_ring, v_ring, o_smem, next_ring
 
 
 @gluon.jit
@@ -96,30 +107,35 @@ def matrix(buffer):
 @gluon.jit
 def await_empty(desc, ring, i, phase):
     """Wait for this phase of buffer i's empty barrier; its full barrier then expects a box of `desc`."""
-    _buffers, full, empty = ring
-    mbarrier.wait(empty.index(i), phase)
-    mbarrier.expect(full.index(i), desc.block_type.nbytes)
+    mbarrier.wait(empty(ring, i), phase)
+    mbarrier.expect(full(ring, i), desc.block_type.nbytes)
 
 
 @gluon.jit
 def send_item(next_ring, value, item_count):
     """The producer sends the next item to the consumers."""
-    smem, full, empty = next_ring
-    mbarrier.wait(empty, (item_count & 1) ^ 1)
+    smem, _barriers = next_ring
+    mbarrier.wait(empty(next_ring, 0), (item_count & 1) ^ 1)
     smem.store(gl.zeros([1], gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + value)
     warpgroup_barrier()
-    mbarrier.arrive(full, count=1)
+    mbarrier.arrive(full(next_ring, 0), count=1)
 
 
 @gluon.jit
 def receive_item(next_ring, item_count):
     """A consumer receives the next item."""
-    smem, full, empty = next_ring
-    mbarrier.wait(full, item_count & 1)
+    smem, _barriers = next_ring
+    mbarrier.wait(full(next_ring, 0), item_count & 1)
     value = gl.max(smem.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
     warpgroup_barrier()
-    mbarrier.arrive(empty, count=1)
+    mbarrier.arrive(empty(next_ring, 0), count=1)
     return value
+
+
+@gluon.jit
+def reread(x):
+    """x, without what the compiler knows of it: values computed again from it are not held in registers in between."""
+    return gl.inline_asm_elementwise("mov.u32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

@@ -3,8 +3,8 @@
 A pack is the heads of a KV head whose rows share a block; an item is a block of a pack. The longest causal blocks come first,
 pack by pack inside sections of packs whose K and V fit the L2 cache together. Within an item the tiles that need a mask
 (diagonal, tail, window edge) come first, from the last keys to the first; those that every row sees completely come last, in a
-loop without a mask. With shares, an item is one share of the tiles of a block, and shares of the same part of the keys are
-consecutive, so that they find K and V in the L2 cache.
+loop without a mask. With shares, the last blocks of the order are not items themselves: each of their shares is one. These items
+come last, and shares of the same part of the keys are consecutive, so that they find K and V in the L2 cache.
 """
 
 from __future__ import annotations
@@ -14,26 +14,15 @@ from triton.experimental.gluon import language as gl
 
 from ...device import visibility
 from ...spans import WORDS
+from . import order
 
-# Visibility is defined once for all kernels; these compile the same source as Gluon.
+# These are defined once for all kernels, and compiled here as Gluon.
+block_at = gluon.jit(order.block_at.fn)
 load_spans = gluon.jit(visibility.load_spans.fn)
 row_bounds = gluon.jit(visibility.row_bounds.fn)
 block_bounds = gluon.jit(visibility.block_bounds.fn)
 narrowed = gluon.jit(visibility.narrowed.fn)
 narrowed_block = gluon.jit(visibility.narrowed_block.fn)
-
-
-@gluon.jit
-def item_at(index, num_blocks, num_packs, total_packs, section):
-    """(block of rows, pack, batch row) of one item: section by section of packs, in each the last blocks of all packs first."""
-    per_section = num_blocks * section
-    which = index // per_section
-    rest = index - which * per_section
-    width = gl.minimum(section, total_packs - which * section)
-    step = rest // width
-    flat = which * section + rest - step * width
-    row = flat // num_packs
-    return num_blocks - 1 - step, flat - row * num_packs, row
 
 
 @gluon.jit
@@ -73,6 +62,20 @@ def tiles_of(first, q_len, span_ptr, spans, QUERIES: gl.constexpr, BLOCK_N: gl.c
     full_stop = gl.maximum(gl.where(holes, full_start, full_stop), full_start)
     num_after = num_tiles - full_stop
     return lo, hi, num_tiles, num_after, num_after + full_start
+
+
+@gluon.jit
+def block_and_share(index, whole, num_cut, num_items):
+    """(place of its block in the order, index of its share, shares of the block, slot or -1) of one item.
+
+    The first `whole` blocks have one share and no slot; the others, num_cut of them, have equally many, whose slots are num_cut
+    apart.
+    """
+    num_cut = gl.maximum(num_cut, 1)
+    slot = gl.maximum(index - whole, 0)
+    share = slot // num_cut
+    block = gl.minimum(index, whole + slot - share * num_cut)
+    return block, share, gl.where(index < whole, 1, (num_items - whole) // num_cut), gl.where(index < whole, -1, slot)
 
 
 @gluon.jit
