@@ -26,6 +26,7 @@ from triton.runtime.driver import driver  # noqa: E402
 
 from hf_fastattn.kernels import spans  # noqa: E402
 from hf_fastattn.kernels.attention import lean, prefill, schedule, split_kv  # noqa: E402
+from hf_fastattn.kernels.attention.plan import Call  # noqa: E402
 from hf_fastattn.kernels.decode import (  # noqa: E402
     all_gather,
     all_reduce,
@@ -44,7 +45,7 @@ from hf_fastattn.kernels.decode import (  # noqa: E402
 from hf_fastattn.kernels.decode import residual as residual_sums  # noqa: E402
 from hf_fastattn.kernels.host import gpu  # noqa: E402
 from hf_fastattn.kernels.mixture import Layout, Weights  # noqa: E402
-from hf_fastattn.kernels.spec import call  # noqa: E402
+from hf_fastattn.kernels.spec import PLAIN, Spec, call  # noqa: E402
 
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 KIB = 1024
@@ -258,6 +259,18 @@ def test_with_many_heads_four_programs_fit_an_sm(shape, tmp_path):
     warps = 4 if shape.head_dim == 64 else 2
     assert 4 * 32 * warps * binary.registers <= 65536 and 4 * binary.shared <= SHARED_LIMIT[90]
     assert binary.stack <= 32 and (not binary.stack or spills_in_tile_loops(binary.sass) == 0)
+
+
+def test_two_programs_of_the_merge_of_shares_fit_an_sm(tmp_path):
+    """Each warp merges rows of its own. If warps shared rows, sums over partial results would take twice the registers."""
+    merge = pytest.importorskip("hf_fastattn.kernels.attention.prefill_hopper.merge")
+    q, k = torch.zeros(1, 32, 300, 128, dtype=torch.bfloat16), torch.zeros(1, 8, 1, 128, dtype=torch.bfloat16)
+    k = k.expand(1, 8, 8192, 128)
+    given = Call.of((q, k, k, *[None] * 6), PLAIN, Spec(causal=False), False)
+    with compiling(merge, ("merge_shares_kernel",), 90) as compiled:
+        merge.merge_shares(given, 4, (10, 8, 8, 8, 0), 7, 128, 128, 0)(q, q, torch.zeros(1), q, q)
+    (kernel,) = compiled.values()
+    assert kernel.metadata.num_warps == 8 and 2 * 8 * 32 * read(kernel, tmp_path).registers <= 65536
 
 
 @pytest.mark.parametrize("arch", [80, 90])
