@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -80,16 +81,18 @@ def time_rivals(
 ) -> dict[str, list[float]]:
     """Microseconds per call of each rival in each round. A run, from record(), has `calls` calls, a number or one for each rival.
 
-    Rivals alternate within a round, and each goes first in some rounds. The first round is the warm-up, from which the number of
-    rounds follows: from `least` to `most`, within about `seconds` (None: LEAST, MOST and SHAPE_SECONDS).
+    Rivals alternate within a round, in a random order, the same in every process: a rival that heats the GPU slows down the next
+    one, so none may always follow the same other. The first round is the warm-up, from which the number of rounds follows: from
+    `least` to `most`, within about `seconds` (None: LEAST, MOST and SHAPE_SECONDS).
     """
     least, most = LEAST if least is None else least, MOST if most is None else most
     budget = SHAPE_SECONDS if seconds is None else seconds
     warm_up = sum(elapsed_us(run, device) for run in runs.values())
     rounds = max(least, min(most, int(1e6 * budget / max(warm_up, 1))))
     times: dict[str, list[float]] = {name: [] for name in runs}
-    for round_ in range(rounds):
-        for name in runs if round_ % 2 == 0 else reversed(runs):
+    orders = random.Random(0)
+    for _ in range(rounds):
+        for name in orders.sample(list(runs), len(runs)):
             replay_calls = calls if isinstance(calls, int) else calls[name]
             times[name].append(elapsed_us(runs[name], device) / replay_calls)
     return times
