@@ -97,9 +97,8 @@ def merge_rows(
                 ptrs = Workspace + (slot.to(tl.int64) * WORKSPACE_M + rows)[:, None] * BLOCK_DV + offs_v[None, :]
                 seen = (rows < num_rows) & (rows * 0 + start + c < count)
                 beta = tl.exp2(tl.load(Stats + slot * 2 * WORKSPACE_M + rows, mask=seen, other=float("-inf")) - m_safe)
-                tiles += ((tl.load(ptrs, mask=seen[:, None], other=0.0), beta),)
+                tiles += ((tl.load(ptrs, mask=seen[:, None], other=0.0), beta),)  # type: ignore[assignment]
             for c in tl.static_range(CHUNK):
-                acc_c, beta = tiles[c]
-                acc += acc_c * beta[:, None]
+                acc += tiles[c][0] * tiles[c][1][:, None]
         m = m_new
     return rows, offs_v[None, :], acc, m, l
