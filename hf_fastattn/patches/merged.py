@@ -1,5 +1,5 @@
-"""Merges the additions and norms of a decode graph that follow each other, also after a sum over ranks, and the rotation of queries
-and keys with their norms and with the append of K and V.
+"""Merges the additions and norms of a decode graph that follow each other, also after a sum over ranks, and the rotation of
+queries and keys with their norms and with the append of K and V.
 
 The launch of an addition or a norm is delayed until the next operation. If that is an addition or a norm of its result, both are
 one launch (`kernels.decode.residual`). The launch of a rotation is delayed until its keys are appended (`kernels.decode.rope`).
