@@ -423,6 +423,18 @@ def test_prompts_of_other_rows_and_dtypes_get_buffers_first(llama):
             assert cache.layers[0].keys.dtype == torch.bfloat16 and not patch.reasons
 
 
+def test_prompts_in_a_cache_that_another_model_has_used(llama):
+    other, inputs = tiny("llama", num_key_value_heads=4), prompts("no_padding", "cpu", rows=1)
+    expected = [generate(model, inputs, max_new_tokens=1) for model in (llama, other)]
+    with hf_fastattn.patch(llama) as patch, hf_fastattn.patch(other):
+        cache = PreallocatedCache(llama)
+        for index in (0, 0, 1, 0):
+            cache.reset()
+            assert torch.equal(generate((llama, other)[index], inputs, past_key_values=cache, max_new_tokens=1), expected[index])
+        assert cache.layers[0].keys.shape[1] == 2 and not patch.reasons
+        assert any("holds K and V of 4 KV heads" in (entry.refused or "") for entry in patch._graphs.entries[cache.storage])
+
+
 def test_all_rows_of_a_graph_have_a_bounded_number_of_tokens(llama):
     forwards, storage = graphs.Forwards(graphs.DecodeGraphs(), llama, llama, print), StaticStorage([None], 256)
     found = {rows: forwards._most_tokens(storage, rows) for rows in (1, 2, 3, 8, 9, 200)}
@@ -453,15 +465,18 @@ class Reading(LlamaForCausalLM):
 
 
 def test_a_prompt_that_cannot_be_captured_is_read_from_python_and_not_tried_again(llama, monkeypatch):
-    llama.__class__, inputs, rehearsals = Reading, prompts("no_padding", "cpu", rows=1), []
+    llama.__class__, inputs, rehearsals, surveys = Reading, prompts("no_padding", "cpu", rows=1), [], []
     rehearse = fake_graph.RecordedGraph.rehearse
     monkeypatch.setattr(fake_graph.RecordedGraph, "rehearse", lambda *args: rehearsals.append(1) or rehearse(*args))
+    survey = graphs.survey
+    monkeypatch.setattr(graphs, "survey", lambda model: surveys.append(1) or survey(model))
     with hf_fastattn.patch(llama) as patch, warnings.catch_warnings():
         warnings.simplefilter("error")
         expected = generate(llama, inputs)
         for _ in range(4):
+            surveys.clear()
             assert torch.equal(generate(llama, inputs), expected)
-        assert len(rehearsals) == 2 and patch.captures == 1 and (patch.uncaptured, patch.reasons) == (0, [])
+        assert len(rehearsals) == 2 and len(surveys) == 1 and patch.captures == 1 and (patch.uncaptured, patch.reasons) == (0, [])
 
 
 def test_a_change_of_the_model_counts_once_however_many_graphs_it_ends(llama):
