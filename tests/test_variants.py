@@ -67,7 +67,7 @@ def test_padding_adds_one_variant_of_each_kernel(variants):
 
 
 def test_linear_layers_compile_once_for_each_length_and_number_of_weights_and_with_a_sum(variants):
-    # Rows of 64, alone (the head) and of three weights; the output projection also adds, as does the down projection (rows of 96).
+    # Rows of 64, alone (the head) and of three weights; the output projection also adds, and the down projection (rows of 96).
     model = tiny("llama").half()
     with hf_fastattn.patch(model, "lean"), torch.no_grad(), captured():
         for token in (3, 4):
