@@ -1,4 +1,4 @@
-"""The merge of the Hopper kernel's shares, interpreted: the first launch, which is not interpretable, is computed in torch."""
+"""Merges of several rows in a program, interpreted. The Hopper kernel is not interpretable: torch computes its shares."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ if not INTERPRETED:
     pytest.skip("with TRITON_INTERPRET=1", allow_module_level=True)
 
 from hf_fastattn.kernels.attention import prefill_hopper as hopper
+from hf_fastattn.kernels.attention import split_kv
 from hf_fastattn.kernels.attention.plan import Call
 from hf_fastattn.kernels.attention.prefill_hopper import merge
 from hf_fastattn.kernels.host import gpu
@@ -74,3 +75,17 @@ def test_shares_are_merged_into_the_rows_of_their_block(q_len, group, pack, whol
     assert bool(whole) == bool(untouched.any()) and out[untouched].isnan().all() and lse[untouched].isnan().all()
     torch.testing.assert_close(out[~untouched], want[~untouched])
     torch.testing.assert_close(lse[~untouched], want_lse[~untouched])
+
+
+@pytest.mark.parametrize("given, programs", [(None, (11, 2, 1)), (2, (21, 2, 1))])
+def test_rows_of_fixed_splits_share_a_program_unless_the_number_of_splits_is_given(given, programs, monkeypatch):
+    """With a number of splits, the bits of a row must not depend on the batch, which determines the rows of a program."""
+    monkeypatch.setattr(gpu, "num_sms", lambda device: 3)
+    q = torch.randn(1, 6, 7, 32)
+    kv = KV(*(torch.randn(1, 2, 300, 32) for _ in range(2)))
+    plan = split_kv._prepare.__wrapped__((q, *kv.tensors, None, None, None), kv.form, Spec(), True, given)
+    assert plan.launches.then.grid == programs
+    out, lse = plan.run(q, kv, Spec(), None, None, q, True)
+    want, want_lse = reference.attention(q, kv, Spec(), return_lse=True)
+    torch.testing.assert_close(out, want)
+    torch.testing.assert_close(lse, want_lse)

@@ -15,7 +15,7 @@ import triton.language as tl
 from ..device.attend import attend
 from ..device.merge import merge_rows, store_packed, store_partial
 from ..device.visibility import key_bounds, packed_rows
-from ..host import launch, tables
+from ..host import gpu, launch, tables
 from ..host.overlap import early, let_next_begin, request, wait_for_inputs
 from ..spec import KV, Form, Spec, is_plain
 from .plan import Call, Plan
@@ -117,16 +117,17 @@ def combine_kernel(
     splits,
     stats_start,
     C: tl.constexpr,
+    ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One program per packed row: merges its splits in order. Spans is not used; all merge kernels have the same tensors."""
+    """One program for each ROWS packed rows: merges their splits in order. Spans is not used, but all merges have it."""
     wait_for_inputs(EARLY)
     let_next_begin(EARLY)
     kv_head, kv_heads = tl.program_id(1), tl.num_programs(1)
     slot = (tl.program_id(2) * kv_heads + kv_head) * splits
     rows, offs_v, acc, m, l = merge_rows(
-        Workspace, stats_start, slot, slot + 1, 1, splits, tl.program_id(0), q_len * C.GROUP, 1, CHUNK, C
+        Workspace, stats_start, slot, slot + 1, 1, splits, tl.program_id(0) * ROWS, q_len * C.GROUP, ROWS, CHUNK, C
     )
     store_packed(acc, m, l, Out, Lse, SinkLogits, tl.program_id(2), kv_head, kv_heads, rows, offs_v, q_len, C)
 
@@ -163,6 +164,8 @@ def _prepare(tensors, form: Form, spec: Spec, return_lse: bool, splits: int | No
 def fixed_splits(call: Call, config: tables.Config, splits: int | None) -> Plan:
     """The launches of a call. splits: their number; None: as many as fill the GPU."""
     device, heads = call.q.device, call.batch * call.num_kv_heads
+    # Enough programs in the merge to fill the GPU a few times. With a number of splits, bits must not depend on the batch.
+    rows_each = 1 if splits else min(16, 1 << (call.rows * heads // (8 * gpu.num_sms(device))).bit_length())
     # The most splits of any length, so that compilation does not depend on the length.
     max_splits = splits or tables.programs_each(device, config, heads)
     splits = splits or tables.num_splits(device, config, heads, call.kv_len)
@@ -171,13 +174,14 @@ def fixed_splits(call: Call, config: tables.Config, splits: int | None) -> Plan:
     common = {"stats_start": slots * call.workspace_m * call.block_dv, "C": call.constants(config, packed=True), **overlap}
     merge = None
     if max_splits > 1:
-        chunk, num_warps = tables.merge(call.block_dv, min(max_splits, tables.MAX_SPLITS))
+        chunk, num_warps = tables.merge(rows_each * call.block_dv, min(max_splits, tables.MAX_SPLITS))
         merge = launch.Launch(
             combine_kernel,
-            (call.rows, call.num_kv_heads, call.batch),
+            (triton.cdiv(call.rows, rows_each), call.num_kv_heads, call.batch),
             **common,
             q_len=call.q_len,
             splits=splits,
+            ROWS=rows_each,
             CHUNK=chunk,
             num_warps=num_warps,
         )
