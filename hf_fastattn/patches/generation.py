@@ -57,10 +57,8 @@ class Generation:
         shares: Shares | None = None,
     ):
         self._model = weakref.ref(model, self._closer())
-        self.windows = windows
-        self.streaming = streaming
-        self.graph = graph
-        self.shares = shares
+        self.windows, self.streaming = windows, streaming
+        self.graph, self.shares = graph, shares
         self.ranks = several_ranks.of(model)
         self.graphs = graphs.DecodeGraphs(self.ranks)
         self.pool = self._make_pool(0)
