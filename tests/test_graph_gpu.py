@@ -82,7 +82,8 @@ def test_forwards_that_call_the_model_directly(name, mode, padding):
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
-def test_messages_after_a_cached_text(name):
+def test_messages_after_a_cached_text(name, monkeypatch):
+    monkeypatch.undo()
     model = family(name, "cuda")
     text = prompts("left_padding", "cuda", rows=2)
 
