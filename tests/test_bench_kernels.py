@@ -402,6 +402,17 @@ def test_long_inputs_are_checked_by_their_last_queries(monkeypatch):
         torch.testing.assert_close(a, b[:, :, -a.shape[2] :])
 
 
+def test_results_of_a_loop_are_not_held():
+    held = weakref.WeakSet()
+
+    def call(i):
+        assert not held
+        held.add(out := torch.zeros(i + 1))
+        return out
+
+    training._loop(call, 3, 2)()
+
+
 def test_documents_fill_the_row():
     (case,) = SMALL["training_packed"]
     assert case.cuts[0] == 0 and case.cuts[-1] == 80 and len(case.cuts) == 5 and sorted(set(case.cuts)) == case.cuts
