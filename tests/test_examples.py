@@ -81,7 +81,8 @@ def test_notebook(capsys):
 
 
 PAGES = [path for path in [EXAMPLES.parent / "README.md", *sorted(DOCS.rglob("*.md"))] if "```python\n" in path.read_text()]
-PAGES = [path for path in PAGES if path.stem != "several-gpus"]  # its script needs several processes with a GPU each
+# A script for several processes with a GPU each; bitsandbytes cannot pack weights of every width on every CPU.
+PAGES = [path for path in PAGES if path.stem not in ("several-gpus", "quantised")]
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
