@@ -16,7 +16,7 @@ import triton.language as tl
 from ..checks import DTYPES
 from ..host import launch
 from ..host.overlap import early, let_next_begin, wait_for_inputs
-from .all_reduce import LIMIT, PROGRAMS, Peers, at_address, exchange
+from .all_reduce import LIMIT, PROGRAMS, SLOTS, Peers, at_address, exchange
 
 VECTOR = 16  # bytes that are accessed at once; rows of x must be a multiple
 
@@ -37,7 +37,6 @@ def all_gather_kernel(
     EARLY: tl.constexpr,
 ):
     """BLOCK: elements of a block, which is a part of a row."""
-    PROGRAMS: tl.constexpr = 64
     offs = tl.arange(0, BLOCK)
     wait_for_inputs(EARLY)
     let_next_begin(EARLY)
@@ -54,7 +53,7 @@ def all_gather_kernel(
             if rank == RANK:
                 part = x
             else:
-                theirs = at_address(X, first + rank * PROGRAMS * PEER_BLOCK) + offs
+                theirs = at_address(X, first + rank * SLOTS * PEER_BLOCK) + offs
                 part = tl.load(theirs, mask=mask, other=0.0, cache_modifier=".cg")
             tl.store(out + rank * size, part, mask=mask)
     tl.store(Counts + tl.program_id(0), number)

@@ -27,6 +27,7 @@ import triton.language as tl
 from ..checks import DTYPES
 
 PROGRAMS = 64
+SLOTS = tl.constexpr(PROGRAMS)  # blocks of a rank in the memory of another, one for each program
 FLAG_BYTES = 4
 LIMIT = 1 << 30  # checks of a flag
 AHEAD = 1 << 30  # how far flags are ahead after a failure
@@ -118,13 +119,12 @@ def exchange(
     X: the pointer that x was loaded from. offs: the place of each element of x in the program's block. number: that of the
     exchange in this program. Addresses and the constants: those of `Peers`.
     """
-    PROGRAMS: tl.constexpr = 64
     program = tl.program_id(0)
     here = tl.load(Addresses + RANK)
-    first = PROGRAMS * WORLD * 4 + ((number & 1) * WORLD * PROGRAMS + program).to(tl.int64) * BLOCK
+    first = SLOTS * WORLD * 4 + ((number & 1) * WORLD * SLOTS + program).to(tl.int64) * BLOCK
     for rank in tl.static_range(WORLD):
         if rank != RANK:
-            there = tl.load(Addresses + rank) + first + RANK * PROGRAMS * BLOCK
+            there = tl.load(Addresses + rank) + first + RANK * SLOTS * BLOCK
             tl.store(at_address(X, there) + offs, x, mask=mask)
     tl.debug_barrier()  # all threads have written before one of them sets a flag
     for rank in tl.static_range(WORLD):
@@ -143,7 +143,6 @@ def sum_over_ranks(
     x, X, offs, mask, Addresses, Counts, RANK: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr, LIMIT: tl.constexpr
 ):
     """The sum of x over the ranks, rounded to x's dtype. Called once in a launch, after its wait. Arguments as in `exchange`."""
-    PROGRAMS: tl.constexpr = 64
     number = tl.load(Counts + tl.program_id(0)) + 1
     first = exchange(x, X, offs, mask, Addresses, number, RANK, WORLD, BLOCK, LIMIT)
     total = tl.zeros(x.shape, tl.float32)
@@ -151,7 +150,7 @@ def sum_over_ranks(
         if rank == RANK:
             part = x
         else:
-            theirs = at_address(X, first + rank * PROGRAMS * BLOCK) + offs
+            theirs = at_address(X, first + rank * SLOTS * BLOCK) + offs
             part = tl.load(theirs, mask=mask, other=0.0, cache_modifier=".cg")
         total += part.to(tl.float32)
     tl.store(Counts + tl.program_id(0), number)
