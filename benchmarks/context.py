@@ -19,8 +19,7 @@ import torch
 import torch.distributed as dist
 
 from hf_fastattn.context_parallel import ORDERS, pieces, positions, ring_attention
-from hf_fastattn.context_parallel.ring import PREFILL, attend
-from hf_fastattn.kernels.merge import merge
+from hf_fastattn.context_parallel.ring import PREFILL, add, attend
 from hf_fastattn.kernels.spec import Spec
 
 from .results import Results, add_options, command, conditions, find_device
@@ -50,9 +49,7 @@ def check(order: str, ranks: int, device: torch.device) -> None:
         lse = torch.full(out.shape[:3], float("-inf"), device=device)
         for owner in range(ranks):
             for piece in pieces(order, rank, owner, ranks, tokens):
-                part, its_lse = attend(PREFILL, q[:, :, at[rank]], k[:, :, at[owner]], v[:, :, at[owner]], SPEC, piece)
-                held = out[:, :, piece.queries], lse[:, :, piece.queries]
-                out[:, :, piece.queries], lse[:, :, piece.queries] = merge((held[0], part.float()), (held[1], its_lse))
+                add(out, lse, piece, attend(PREFILL, q[:, :, at[rank]], k[:, :, at[owner]], v[:, :, at[owner]], SPEC, piece))
         torch.testing.assert_close(out, want[:, :, at[rank]].float(), rtol=0, atol=0.02)
 
 

@@ -172,23 +172,27 @@ def compare(ours: Run, theirs: Run) -> dict:
 
 
 def check(ours: Rival, cache, model) -> dict:
-    """Compares captured with uncaptured steps of one backend over the same cache, and sdpa with the same; `model`: the weights.
-
-    "passed": whether the logits differ by at most twice the difference of sdpa, plus 4 eps of the largest logit.
-    """
+    """Compares captured with uncaptured steps of one backend over the same cache, and sdpa with these; model: the weights."""
     replayed, steps = ours.patch.replays, min(ours.new, 24)
     captured, uncaptured, other = (
         run(each, ours.prompt, new, rewind(cache, ours.prompt), logits=True)
         for each, new in ((ours.model, steps), (twin(model, ours.patch.backend), steps), (twin(model, "sdpa"), 6))
     )
     rewind(cache, ours.prompt)
-    found = {"against_uncaptured": compare(captured, uncaptured), "sdpa_against_uncaptured": compare(other, uncaptured)}
+    found = verdict(captured, uncaptured, other, ours.model.dtype)
+    return found | {"steps_replayed": ours.patch.replays - replayed}
+
+
+def verdict(captured: Run, uncaptured: Run, sdpa: Run, dtype: torch.dtype) -> dict:
+    """Compares captured steps and sdpa with uncaptured steps.
+
+    "passed": whether the logits differ by at most twice the difference of sdpa, plus 4 eps of the largest logit.
+    """
+    found = {"against_uncaptured": compare(captured, uncaptured), "sdpa_against_uncaptured": compare(sdpa, uncaptured)}
     largest = uncaptured.logits.abs().max().item()
-    allowed = 2 * found["sdpa_against_uncaptured"]["largest_logit_difference"]
-    allowed += 4 * torch.finfo(ours.model.dtype).eps * largest
+    allowed = 2 * found["sdpa_against_uncaptured"]["largest_logit_difference"] + 4 * torch.finfo(dtype).eps * largest
     passed = found["against_uncaptured"]["largest_logit_difference"] <= allowed
-    replayed = ours.patch.replays - replayed
-    return found | {"largest_logit": largest, "allowed": allowed, "passed": passed, "steps_replayed": replayed}
+    return found | {"largest_logit": largest, "allowed": allowed, "passed": passed}
 
 
 @contextmanager

@@ -123,10 +123,7 @@ def ring_attention(
         incoming, requests = _pass_on(held, group, rank, ranks) if turn + 1 < ranks else (held, [])
         keys, values = held[: k.numel()].view(k.shape), held[k.numel() :].view(v.shape)
         for piece in pieces(order, rank, (rank - turn) % ranks, ranks, q.shape[2], causal, window):
-            part, its_lse = attend(kernel, q, keys, values, spec, piece)
-            out[:, :, piece.queries], lse[:, :, piece.queries] = merge(
-                (out[:, :, piece.queries], part.float()), (lse[:, :, piece.queries], its_lse)
-            )
+            add(out, lse, piece, attend(kernel, q, keys, values, spec, piece))
         for request in requests:
             request.wait()
         held = incoming
@@ -149,6 +146,12 @@ def attend(
             spans = spans_of.build_spans(batch, q_len, kv_len, q.device, q_offset=piece.offset, window=window)
     out, lse = kernel(q, KV(k, v), spec, spans, return_lse=True)
     return out, lse
+
+
+def add(out: torch.Tensor, lse: torch.Tensor, piece: Piece, part: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """Merge (out, lse) of one piece into those of all queries, which are float32, in place."""
+    held = out[:, :, piece.queries], lse[:, :, piece.queries]
+    out[:, :, piece.queries], lse[:, :, piece.queries] = merge((held[0], part[0].float()), (held[1], part[1]))
 
 
 def _pass_on(held: torch.Tensor, group: Any, rank: int, ranks: int) -> tuple[torch.Tensor, Sequence[Any]]:
