@@ -71,16 +71,19 @@ class SharedLayer(Layer):
 
     @property
     def slots(self) -> int:
-        return min(max(self.seen - self.track.first, 0), self.track.length)
+        return self._slots_of(self.track.length)
+
+    def _slots_of(self, length: int) -> int:
+        """The number of live slots of this rank's share, if shares have so many slots."""
+        return min(max(self.seen - self.track.shares.rank * length, 0), length)
 
     def reallocate(self, capacity: int) -> None:
         track = self.track
         length = capacity // track.shares.count
         if capacity == track.capacity:
-            live = self.slots
-            self.keys, self.values = (reallocated(x, live, length, self.device) for x in (self.keys, self.values))
+            super().reallocate(length)
             return
-        first, count = track.shares.rank * length, min(max(self.seen - track.shares.rank * length, 0), length)
+        first, count = track.shares.rank * length, self._slots_of(length)
         for name in ("keys", "values"):  # one after the other: each is gathered as a whole
             whole = track.shares.every(getattr(self, name)).permute(1, 2, 0, 3, 4).flatten(2, 3)
             setattr(self, name, reallocated(whole[:, :, first : first + length], count, length, self.device))

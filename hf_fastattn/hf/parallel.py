@@ -188,7 +188,7 @@ def collective_of(module: torch.nn.Module) -> str | None:
     "sum": of the products of all ranks, to which the bias is added. "experts": of the results of the experts. "gather": of the
     columns of all ranks. "lookup": the sum of the embeddings that the ranks find in their rows.
     """
-    style = _cell(vars(module).get("forward"), "self")
+    style = _cell(vars(module).get("forward"), _STYLE)
     kind = type(style).__name__
     if kind == "MoeExpertsParallel":
         return None if "output_source" in vars(module)["forward"].__code__.co_freevars else "experts"  # it may be no sum
@@ -211,7 +211,7 @@ def with_collective(
     run: returns the result of the collective, or None; then that of Transformers runs. adds_bias: whether the bias is added to
     the result.
     """
-    style = _cell(forward, "self")
+    style = _cell(forward, _STYLE)
 
     class Style(type(style)):  # type: ignore[misc]  # the class depends on Transformers
         def transform_output_post_forward(self, module: torch.nn.Module, output: Any, mesh: Any) -> Any:
@@ -224,7 +224,7 @@ def with_collective(
     Style.__name__ = type(style).__name__
     ours = Style.__new__(Style)
     ours.__dict__.update(vars(style))
-    return _with_cell(forward, "self", ours)
+    return _with_cell(forward, _STYLE, ours)
 
 
 def local(tensor: Any) -> Any:
