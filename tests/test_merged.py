@@ -176,7 +176,7 @@ def test_keys_and_values_are_appended_in_the_launch_of_the_rotation(family, norm
         for heads, size in ((7, 64), (2, 64), (2, 32), (2, 128))
     )
     cos, sin = (torch.randn(2, 2, width, device=DEVICE, dtype=torch.float16) for _ in range(2))
-    one, each = torch.tensor([4], device=DEVICE), torch.tensor([6, 0], device=DEVICE)  # one of row 0 is past the end
+    one, each = torch.tensor([4], device=DEVICE), torch.tensor([6, -1], device=DEVICE)  # tokens past the end and before slot 0
 
     def step(v, slot, read=lambda k: k):
         keys, values = (torch.zeros(2, 2, 7, x.shape[-1], dtype=x.dtype, device=DEVICE) for x in (k, v))

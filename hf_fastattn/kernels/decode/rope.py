@@ -141,8 +141,9 @@ def rope_kernel(
     tl.store(OutK + row * stride_okb + token * stride_okm + kv_head * stride_okh + offs, out, mask=of_k & d_mask)
     if Keys is not None:
         slot = tl.load(Slot + row * stride_slot) + token
-        k_dim = tl.where(slot < capacity, HEAD_DIM, 0)  # nothing is written past the end
-        v_dim = tl.where(slot < capacity, V_DIM, 0)
+        inside = (slot >= 0) & (slot < capacity)
+        k_dim = tl.where(inside, HEAD_DIM, 0)
+        v_dim = tl.where(inside, V_DIM, 0)
         v = tl.load(NewV + row * stride_nvb + token * stride_nvm + kv_head * stride_nvh + offs, mask=of_k & (offs < V_DIM))
         k_ptrs = Keys + row * stride_keysb + kv_head * stride_keysh + slot * stride_keysm
         v_ptrs = Values + row * stride_valuesb + kv_head * stride_valuesh + slot * stride_valuesm
