@@ -15,6 +15,7 @@ from transformers import AutoModelForSeq2SeqLM, LlamaConfig, LlamaForCausalLM
 import hf_fastattn
 from benchmarks import report as bench_report
 from hf_fastattn import backends, cli, hf, interface, kernels, registry
+from hf_fastattn.context_parallel import ring_attention
 from hf_fastattn.kernels import checks, reference, spans
 from hf_fastattn.kernels.host import gpu
 
@@ -110,6 +111,9 @@ REFUSED = {  # a part of the request in a row of the table: code for the request
     "generate_batch": lambda: interface.attention_forward("lean", None, *[torch.zeros(SHAPE)] * 3, None, cache=object()),
     "without a window": lambda: hf_fastattn.patch(checkpoint.model(), "streaming"),
     "encoder-decoder": lambda: hf_fastattn.patch(tiny("bart", auto=AutoModelForSeq2SeqLM, d_model=64)),
+    'kv="sequence"': lambda: hf_fastattn.patch(tiny("llama"), kv="sequence"),
+    "peer_memory": lambda: hf_fastattn.patch(tiny("llama"), peer_memory=True),
+    "ring_attention": lambda: ring_attention(*[torch.zeros(SHAPE, requires_grad=True)] * 3),
     "mps": lambda: kernels.TritonKernel("prefill").where("mps"),
     "T4": lambda: _on_a_t4(),
     "before": lambda: hf.check_version("5.16.0"),
