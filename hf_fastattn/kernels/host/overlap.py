@@ -7,10 +7,10 @@ From compute capability 9.0 on, the programs of a kernel are set up while the pr
   So a kernel that waits for the previous launch waits for all earlier launches too.
 - As a rule it calls `let_next_begin` after that wait. Then all launches before this one have finished when the next one begins,
   which may read their results before its own wait.
-- It may call it before the wait if the next launch reads nothing before its own wait but weights (`residual`, between two linear
-  layers). A kernel that was not launched early may call it at any point.
+- It may call it before the wait (`residual`, before a linear layer) if the next launch reads nothing before its own wait but
+  weights and spans. A kernel that was not launched early may call it at any point.
 - In a decode graph no launch writes weights, so they may be read before the wait (`linear`). A launch that writes spans does not
-  call `let_next_begin`, so attention reads them before its wait.
+  call `let_next_begin`: no later launch begins before it has finished, so attention reads spans before its wait.
 - The hardware places programs on the multiprocessor with the most free resources while programs of the previous launch still
   occupy some. A kernel that should have one or two programs on every multiprocessor limits its registers (`maxnreg`), so that
   registers do not decide how many programs fit. Otherwise some multiprocessors get twice their share and others none.
