@@ -72,6 +72,8 @@ def attention_mask(
 
     Called once per step and kind of layer. Never synchronises with the device.
     """
+    if not (torch.compiler.is_compiling() or hf.is_causal(mask_function)) and steps.looks_ahead(config, q_length, q_offset):
+        mask_function, allow_is_bidirectional_skip = hf.up_to_query(mask_function), False
     pattern = hf.mask_pattern(
         mask_function, config, q_length, local_size, use_vmap, allow_is_causal_skip, allow_is_bidirectional_skip
     )

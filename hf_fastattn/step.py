@@ -99,6 +99,21 @@ def captured() -> bool:
     return step is not None and step.mode == CAPTURED
 
 
+def looks_ahead(config: Any, q_length: int, q_offset: int | torch.Tensor) -> bool:
+    """Note that the model requests a mask in which a token may see later ones, which its storage then says of itself. Returns
+    whether slots beyond a single token, which are empty, have to be left out. Raises RuntimeError if they may hold padding."""
+    step = innermost()
+    if captured() and isinstance(q_offset, torch.Tensor):  # not the mask of an encoder, whose length the host knows
+        if q_length > 1:
+            raise RuntimeError("tokens may see later ones, and those of a graph may be padding")
+        return True
+    if step is not None and step.storage is not None and step.model is not None and q_length > 1:
+        own: Any = step.model.config
+        if type(config) in (type(own), type(own.get_text_config(decoder=True))):  # else it is an encoder
+            step.storage.looks_ahead = True
+    return False
+
+
 def of_model(model: torch.nn.Module) -> Step | None:
     """The innermost step of this model's forward."""
     return next((step for step in reversed(_thread.steps) if step.model is model), None)

@@ -487,3 +487,22 @@ def test_a_change_of_the_model_counts_once_however_many_graphs_it_ends(llama):
             for layer in llama.model.layers:
                 layer.self_attn.scaling *= 0.9
         assert patch.captures > 3 and not patch.reasons
+
+
+BIDIRECTIONAL = [("llama", {"is_causal": False})]
+BIDIRECTIONAL += [("mistral", {"is_causal": False, "sliding_window": 16})]
+BIDIRECTIONAL += [("gemma3_text", {"use_bidirectional_attention": True, "head_dim": 16, "sliding_window": 16})]
+
+
+@pytest.mark.parametrize("kind, own", BIDIRECTIONAL)
+def test_prompts_whose_tokens_see_later_ones_are_not_read_by_a_graph(kind, own):
+    model, options = tiny(kind, **own), {"max_new_tokens": 6, "output_logits": True, "return_dict_in_generate": True}
+    texts = [prompts("no_padding", "cpu", rows=2, length=length) for length in (90, 70, 70, 80)]
+    expected = [generate(model, text, **options) for text in texts]
+    with hf_fastattn.patch(model) as patch:
+        for text, want in zip(texts, expected, strict=True):
+            got = generate(model, text, **options)
+            assert torch.equal(got.sequences, want.sequences)
+            torch.testing.assert_close(got.logits, want.logits, rtol=1e-4, atol=1e-4)
+            del got
+        assert patch.captures == 1 and not patch.reasons

@@ -28,7 +28,8 @@ class Storage:
     into the buffers; a pool selects the smallest sufficient storage. version: changes whenever a buffer moves in memory.
     variant: a captured step is valid for one version and one variant. takes_mask: whether a captured step of padded rows reads
     the attention mask. takes_many: whether a captured step may have several tokens of each row. takes_prompts: whether these may
-    also be some hundred, or the first. recorded: number of references held by decode graphs, as `pool.references` counts them.
+    also be some hundred, or the first. looks_ahead: whether a forward has let tokens see later ones, for which a graph has no
+    mask. recorded: number of references held by decode graphs, as `pool.references` counts them.
     serial: its number among the storages of a model, by which ranks that share the model name it.
 
     A storage is weakly referenced and hashed by identity. It has everything that a step needs of its cache, because a captured
@@ -39,6 +40,7 @@ class Storage:
     takes_mask: bool = True
     takes_many: bool = False
     takes_prompts: bool = False
+    looks_ahead: bool = False
     recorded: int = 0
     serial: int = 0
 

@@ -68,7 +68,7 @@ from .loading import (  # noqa: E402
     shared_random_model,
     silence,
 )
-from .masks import decode_mask, dense_mask, mask_pattern, run_starts, runs_pattern  # noqa: E402
+from .masks import decode_mask, dense_mask, is_causal, mask_pattern, run_starts, runs_pattern, up_to_query  # noqa: E402
 from .models import LayerShape, is_inert_hook, layer_shapes, sharer  # noqa: E402
 from .norms import Norm, norm_of  # noqa: E402
 from .parallel import (  # noqa: E402
@@ -140,6 +140,7 @@ __all__ = [
     "heads_of_ranks",
     "inner_forward",
     "is_attention",
+    "is_causal",
     "is_divided",
     "is_inert_hook",
     "is_llamas_layer",
@@ -188,6 +189,7 @@ __all__ = [
     "tensor_parallel_mesh",
     "text_layers",
     "unset_parts",
+    "up_to_query",
     "weights",
     "why_not_captured",
     "why_not_model",

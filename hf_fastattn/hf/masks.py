@@ -59,6 +59,8 @@ _RUNS = {
     _CHUNKS,
 }
 
+# Functions that see no more than one of the functions that they consist of.
+_NARROWER = {"and_masks.<locals>.and_mask", "remap_positions_for_packed_sequence.<locals>.inner_mask"}
 
 _AND_CODE = and_masks(
     causal_mask_function
@@ -95,6 +97,21 @@ def runs_pattern(
     if "causal_mask_function" not in found:
         return None
     return found[_WINDOW][0] if _WINDOW in found else None, found[_CHUNKS][0] if causal_skip and _CHUNKS in found else None
+
+
+def is_causal(mask_function: Callable[..., Any]) -> bool:
+    """Whether no query sees a later key, as far as the parts of the mask function say."""
+    if mask_function is causal_mask_function:
+        return True
+    if getattr(mask_function, "__module__", None) != masking_utils.__name__ or mask_function.__qualname__ not in _NARROWER:
+        return False
+    held = [cell.cell_contents for cell in mask_function.__closure__ or ()]
+    return any(is_causal(x) for each in held for x in (each if isinstance(each, tuple) else (each,)) if callable(x))
+
+
+def up_to_query(mask_function: Callable[..., Any]) -> Callable[..., Any]:
+    """The mask function without the keys after the query."""
+    return and_masks(mask_function, causal_mask_function)
 
 
 def run_starts(mask_function: Callable[..., Any], batch: int, q_length: int, device: torch.device | str) -> torch.Tensor:

@@ -221,6 +221,7 @@ class Forwards:
         """Whether a prompt of this size has been read into these buffers: one that comes once is not worth a rehearsal."""
         tokens, read = _bucket(ids), self.graphs.read.setdefault(cache.storage, {})
         before = read.get(tokens, tokens == 1) and cache.storage.rows == len(ids)
+        before = before and (tokens == 1 or not cache.storage.looks_ahead)
         read.setdefault(tokens, True)
         return self.graphs.ranks.every(before)
 
