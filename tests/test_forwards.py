@@ -506,3 +506,7 @@ def test_prompts_whose_tokens_see_later_ones_are_not_read_by_a_graph(kind, own):
             torch.testing.assert_close(got.logits, want.logits, rtol=1e-4, atol=1e-4)
             del got
         assert patch.captures == 1 and not patch.reasons
+        with pytest.warns(match="tokens may see later ones"):
+            text, options = prompts("no_padding", "cpu", rows=1), MODES["long_lookup"]
+            found = generate(model, text, **options)
+    assert torch.equal(found, generate(model, text, **options))

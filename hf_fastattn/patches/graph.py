@@ -259,6 +259,8 @@ class Forwards:
         tokens = _bucket(ids)
         if tokens > 1 and (name := unpaddable(inputs)) is not None:
             raise Uncapturable(f"its argument {name} cannot be padded")
+        if tokens > 1 and storage.looks_ahead:
+            raise Uncapturable("tokens may see later ones, and those of a graph may be padding")
         storage.sync(ids.device, *(() if tokens == 1 else (q_len,)))
         if self.fingerprint is None:
             self.fingerprint = self._survey()
