@@ -58,7 +58,7 @@ def patch(
     streaming = which_settings(model, chosen, window, sinks, clamp_positions)
     windows = which_windows(model, chosen, cache, streaming)
     if peer_memory:
-        check_peer_memory(model, graph and fuse)
+        check_peer_memory(model, graph and fuse, shares)
     return Patch(model, backend, windows, graph, fuse, streaming, shares, peer_memory)
 
 
