@@ -26,11 +26,10 @@ def _rivals(result: dict) -> list[str]:
     return [name for name in NAMES if any(name in row["us"] for row in result["rows"])]
 
 
-def _ratios(result: dict, what: str, ours: str = "ours", goals: dict[str, float] | None = None) -> str:
-    """The times of the peers over ours, as text; what: "us", "forward_us" or "backward_us". goals: of the design, by peer."""
+def _ratios(result: dict, what: str, ours: str = "ours") -> str:
+    """The times of the peers over ours, as text; what: "us", "forward_us" or "backward_us"."""
     ratios = {name: result["summary"].get(f"{name}_over_{ours}_{what}", {"rows": 0}) for name in _rivals(result)}
-    goal = {name: f", goal {value:g}x" for name, value in (goals or {}).items()}
-    return ", ".join(f"{NAMES[name]} {mean(found)}{goal.get(name, '')}" for name, found in ratios.items() if found["rows"])
+    return ", ".join(f"{NAMES[name]} {mean(found)}" for name, found in ratios.items() if found["rows"])
 
 
 def lengths(result: dict) -> str:
@@ -46,11 +45,11 @@ def lengths(result: dict) -> str:
         peaks.append([row["shape"].removesuffix(", causal"), *(_size(row["peak_bytes"].get(name)) for name in names)])
     head = [SHAPE, *(NAMES[name] for name in names)]
     memory = f"\n\n{_memory(result['rows'])}\n\n{table(head, peaks)}" if any(result["rows"][0]["peak_bytes"].values()) else ""
-    portable = _ratios(result, "backward_us", "ours_portable", {"sdpa_flash": 0.85})
+    portable = _ratios(result, "backward_us", "ours_portable")
     return (
         f"**Attention with gradients, TFLOP/s forward / backward**, causal {by_method(result)}. A backward pass counts 2.5 times "
         f"the products of the forward, whatever it recomputes. The time of the peers' backward over that of ours: "
-        f"{_ratios(result, 'backward_us', goals={'sdpa_flash': 1.25, 'sdpa_cudnn': 0.7})}; of forward and backward: "
+        f"{_ratios(result, 'backward_us')}; of forward and backward: "
         f"{_ratios(result, 'us')}. With the portable kernel for dK and dV, backward: {portable or 'not measured'}."
         f"\n\n{table(head, rates)}{memory}"
     )
@@ -73,7 +72,7 @@ def packed(result: dict) -> str:
     return (
         f"**Packed sequences, milliseconds forward / backward**, {' or '.join(map(str, many))} documents in a row, causal "
         f"{by_method(result)}. The peers' forward and backward over ours: "
-        f"{_ratios(result, 'us', goals={'flash_varlen': 1.2, 'flex': 1.3})}.\n\n{_milliseconds(result)}"
+        f"{_ratios(result, 'us')}.\n\n{_milliseconds(result)}"
     )
 
 
@@ -81,7 +80,7 @@ def gpt_oss(result: dict) -> str:
     return (
         f"**GPT-OSS's attention with learned sinks, milliseconds forward / backward**, {same(result['rows'])} "
         f"{by_method(result)}. Transformers' eager attention over ours, forward and backward: "
-        f"{_ratios(result, 'us', goals={'eager': 3})}.\n\n{_milliseconds(result)}"
+        f"{_ratios(result, 'us')}.\n\n{_milliseconds(result)}"
     )
 
 
