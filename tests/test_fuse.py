@@ -366,8 +366,8 @@ def test_a_function_replaced_in_a_models_file_is_used(monkeypatch):
             return real.get_interface(*args)
 
     with torch.no_grad():
-        hf_fastattn.patch(model).undo()
-        with hf_fastattn.patch(model) as patch:
+        hf_fastattn.patch(model, "reference").undo()
+        with hf_fastattn.patch(model, "reference") as patch:
             assert patch._fused
             monkeypatch.setattr(modeling_llama, "ALL_ATTENTION_FUNCTIONS", Counting())
             right = model(ids).logits
