@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import argparse
 import warnings
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -24,7 +26,7 @@ from hf_fastattn.patches import patch
 from .grid import row_lengths
 from .models import COMMON, SHAPES, Subject, of_random_weights
 from .results import Results, add_options, command, conditions, find_device, progress
-from .runs import Rival, Run, check, free, make_prompt, replay_ms, rewind, run, step_kernels, twin
+from .runs import Rival, Run, check, free, make_prompt, rewind, run, step_times, twin
 
 READ = 4.5e12  # bytes per second
 METHOD = "greedy generate(), 6th new token to last; replays by events around ten; medians"
@@ -134,23 +136,50 @@ def measure(subject: Subject, case: str, args: argparse.Namespace, device: torch
             row["check"] = check(rival, cache, subject.model)
             if not row["check"]["passed"]:
                 raise RuntimeError(f"captured steps differ from uncaptured ones: {row['check']}")
-        runs, replays = [], []
-        for _ in range(args.repeats):
-            runs.append(again().ms)
-            replays.append(replay_ms(patched) if device.type == "cuda" else None)
-        row |= {"ms": sorted(runs)[len(runs) // 2], "all_ms": runs, "reasons": list(patched.reasons)}
-        if replays[0] is not None:
-            row["replay_ms"] = sorted(replays)[len(replays) // 2]
+        row |= step_times(patched, again, args.repeats, profiled=profiled)
+        if "replay_ms" in row:
             row["host_ms"] = row["ms"] - row["replay_ms"]
             row["over_floor"] = row["replay_ms"] / row["floor_ms"]
-            if profiled:
-                kernels = step_kernels(patched)
-                row["launches"] = sum(kernel["launches"] for kernel in kernels)
-                row["kernels"] = kernels[:12]
         row["stock_over_patched"] = row["stock_ms"] / row["ms"]
         return row
     finally:
         patched.undo()
+
+
+def measure_cases(
+    results: Results,
+    name: str,
+    cases: list[str],
+    load: Callable[[], Subject],
+    measure: Callable[[Subject, str], dict],
+    line: Callable[[dict], str],
+    device: torch.device,
+    reserve: float,
+) -> None:
+    """Add the rows of one model, which is loaded for the first of them. A row is not run if less than `reserve` seconds are left.
+
+    line: the line of the log for a row.
+    """
+    subject = None
+    for case in cases:
+        if results.left() < reserve:
+            results.data["not_run"].append(f"{name} {case}")
+            continue
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # why steps run uncaptured is in the row
+                subject = subject or load()
+                row = measure(subject, case)
+        except Exception as error:  # the other rows are still useful
+            results.data["failed"].append({"row": f"{name} {case}", "error": f"{type(error).__name__}: {str(error)[:300]}"})
+            results.say(f"{name} {case} failed: {results.data['failed'][-1]['error']}")
+        else:
+            results.data["rows"].append(row | {"run": results.run})
+            results.say(line(row))
+        results.save()
+        free(device)
+    del subject
+    free(device)
 
 
 def line(row: dict) -> str:
@@ -191,26 +220,9 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.famili
         if not cases:
             continue
         longest = max(max(row_lengths(case, args.padded)) for case in cases) + args.tokens + 64
-        subject = None
-        for case in cases:
-            if results.left() < 20:
-                results.data["not_run"].append(f"{name} {case}")
-                continue
-            try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # why steps run uncaptured is in the row
-                    subject = subject or load_family(name, dtype, device, longest)
-                    row = measure(subject, case, args, device)
-            except Exception as error:  # the other rows are still useful
-                results.data["failed"].append({"row": f"{name} {case}", "error": f"{type(error).__name__}: {str(error)[:300]}"})
-                results.say(f"{name} {case} failed: {results.data['failed'][-1]['error']}")
-            else:
-                results.data["rows"].append(row | {"run": results.run})
-                results.say(line(row))
-            results.save()
-            free(device)
-        subject = None
-        free(device)
+        load = partial(load_family, name, dtype, device, longest)
+        row_of = lambda subject, case: measure(subject, case, args, device)  # noqa: E731
+        measure_cases(results, name, cases, load, row_of, line, device, reserve=20)
     results.save()
     results.say(f"-> {results.path}")
     return 1 if results.data["failed"] or results.data["not_run"] else 0

@@ -14,7 +14,6 @@ import importlib.metadata
 import importlib.util
 import logging
 import sys
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -28,7 +27,7 @@ from . import families
 from .grid import row_lengths
 from .models import SHAPES, Subject
 from .results import Results, add_options, command, conditions, find_device, progress
-from .runs import free, make_prompt, run, twin
+from .runs import make_prompt, run, twin
 
 CASES = ["1x512", "8x512"]
 
@@ -82,31 +81,6 @@ def measure(subject: Subject, scheme: str, case: str, args: argparse.Namespace, 
     return row | {"scheme": scheme, "kinds": kinds, "weight_bytes": sum(w.bytes for w in weights)}
 
 
-def measure_all(results: Results, args: argparse.Namespace, source: hf.PreTrainedModel, config: dict) -> None:
-    """Measure the chosen schemes one after another, as long as there is time."""
-    known = {(row["scheme"], row["case"]) for row in results.data["rows"]}
-    for scheme in progress(args.only, "quantised", "scheme"):
-        subject = None
-        for case in [case for case in args.cases if (scheme, case) not in known]:
-            if results.left() < args.reserve:
-                results.data["not_run"].append(f"{scheme} {case}")
-                continue
-            try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # why steps run uncaptured is in the row
-                    subject = subject or Subject(args.shape, quantised(source, scheme, source.device), "random", config)
-                    row = measure(subject, scheme, case, args, source.device)
-            except Exception as error:  # the other rows are still useful
-                results.data["failed"].append({"row": f"{scheme} {case}", "error": f"{type(error).__name__}: {str(error)[:300]}"})
-                results.say(f"{scheme} {case} failed: {results.data['failed'][-1]['error']}")
-            else:
-                results.data["rows"].append(row | {"run": results.run})
-                results.say(line(row))
-            results.save()
-        del subject
-        free(source.device)
-
-
 def line(row: dict) -> str:
     """The line of the log for a row."""
     size = f"{row['weight_bytes'] / 1e9:.2f} GB"
@@ -135,7 +109,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.quanti
     parser.add_argument("--keep", action="store_true", help="keep the rows that are in the JSON, and measure the others")
     add_options(parser, seconds=560)
     args = parser.parse_args(argv)
-    args.unchecked, args.reserve = False, 2  # seconds for a row
+    args.unchecked = False
     if unknown := set(args.only) - set(SCHEMES):
         parser.error(f"unknown schemes {', '.join(sorted(unknown))}; known are {', '.join(SCHEMES)}.")
     device = find_device(args.device)
@@ -151,7 +125,19 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.quanti
         results.data |= {"failed": [], "not_run": []}
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # a warning for each 8-bit product in bf16
     torch.manual_seed(0)
-    measure_all(results, args, hf.random_model(model_type, dtype, device, **config), config)
+    source = hf.random_model(model_type, dtype, device, **config)
+    known = {(row["scheme"], row["case"]) for row in results.data["rows"]}
+    for scheme in progress(args.only, "quantised", "scheme"):
+        families.measure_cases(
+            results,
+            scheme,
+            [case for case in args.cases if (scheme, case) not in known],
+            lambda scheme=scheme: Subject(args.shape, quantised(source, scheme, device), "random", config),
+            lambda subject, case, scheme=scheme: measure(subject, scheme, case, args, device),
+            line,
+            device,
+            reserve=2,
+        )
     results.save()
     results.say(f"-> {results.path}")
     return 1 if results.data["failed"] or results.data["not_run"] else 0

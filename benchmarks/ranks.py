@@ -27,7 +27,7 @@ from .families import READ
 from .grid import row_lengths
 from .models import SHAPES
 from .results import Results, add_options, command, conditions
-from .runs import Prompt, free, make_prompt, replay_ms, rewind, run, step_kernels, verdict
+from .runs import Prompt, Run, free, make_prompt, rewind, run, step_times, verdict
 
 METHOD = "greedy generate() that continues from a cache, 6th new token to last; replays by events around ten; medians"
 CASES = ["1x512", "1x65536", "8x32768"]
@@ -58,20 +58,16 @@ def measure(name: str, model: hf.PreTrainedModel, prompt: Prompt, args: argparse
     with set_up(name, model) as patched:
         first = run(model, prompt, 8, keep=True)
         tokens = args.stock_tokens if patched is None else args.tokens
-        run(model, prompt, tokens, rewind(first.cache, prompt))  # captures the decode step
-        runs, replays = [], []
-        for _ in range(1 if patched is None else args.repeats):
-            runs.append(run(model, prompt, tokens, rewind(first.cache, prompt)).ms)
-            if patched is not None and model.device.type == "cuda":
-                replays.append(replay_ms(patched))
-        row = {"ms": sorted(runs)[len(runs) // 2], "all_ms": runs, "first_token_ms": 1e3 * first.first_token_s}
-        if patched is not None:
-            row |= {"reasons": list(patched.reasons), "captures": patched.captures}
-        if replays:
-            kernels = step_kernels(patched)
-            row |= {"replay_ms": sorted(replays)[len(replays) // 2], "launches": sum(each["launches"] for each in kernels)}
-            row["kernels"] = kernels[:12]
-        return row
+
+        def again() -> Run:
+            return run(model, prompt, tokens, rewind(first.cache, prompt))
+
+        again()  # captures the decode step
+        row = {"first_token_ms": 1e3 * first.first_token_s}
+        if patched is None:
+            ms = again().ms
+            return row | {"ms": ms, "all_ms": [ms]}
+        return row | step_times(patched, again, args.repeats) | {"captures": patched.captures}
 
 
 def check(name: str, model: hf.PreTrainedModel, prompt: Prompt, ranks: int) -> dict:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -256,3 +256,24 @@ def step_kernels(patched: Patch) -> list[dict] | None:
         synchronize(entry.device)
     kernels = sorted(profile.key_averages(), key=lambda e: -e.self_device_time_total)
     return [{"kernel": e.key, "launches": e.count, "us": e.self_device_time_total} for e in kernels if e.self_device_time_total]
+
+
+def step_times(patched: Patch, again: Callable[[], Run], repeats: int, *, profiled: bool = True) -> dict:
+    """Times of a captured step, as fields of a row. again: a generate() that replays it, from the same cache each time.
+
+    "ms" of a token is the median, "all_ms" are all. On a GPU "replay_ms" is the median time of the replay, and, if profiled,
+    "launches" and "kernels" are those of one replay, the longest kernels first.
+    """
+    runs, replays = [], []
+    for _ in range(repeats):
+        found = again()
+        runs.append(found.ms)
+        if found.tokens.is_cuda:
+            replays.append(replay_ms(patched))
+    row = {"ms": sorted(runs)[repeats // 2], "all_ms": runs, "reasons": list(patched.reasons)}
+    if replays and replays[0] is not None:
+        row["replay_ms"] = sorted(replays)[repeats // 2]
+        if profiled:
+            kernels = step_kernels(patched)
+            row |= {"launches": sum(kernel["launches"] for kernel in kernels), "kernels": kernels[:12]}
+    return row

@@ -384,6 +384,35 @@ def test_points_leave_room_for_the_generated_tokens(tmp_path, capsys):
     assert "increase by at least 600 tokens" in capsys.readouterr().err
 
 
+def test_times_of_a_step_are_medians(monkeypatch):
+    patched = SimpleNamespace(reasons=[])
+    replays, kernels = iter([5.0, 1.0, 3.0]), [{"kernel": str(i), "launches": 2, "us": 1.0} for i in range(20)]
+    monkeypatch.setattr(runs, "replay_ms", lambda patched: next(replays))
+    monkeypatch.setattr(runs, "step_kernels", lambda patched: kernels)
+    for cuda, figures in ((False, {}), (True, {"replay_ms": 3.0, "launches": 40, "kernels": kernels[:12]})):
+        times = iter([9.0, 2.0, 4.0])
+        again = lambda times=times, cuda=cuda: SimpleNamespace(ms=next(times), tokens=SimpleNamespace(is_cuda=cuda))  # noqa: E731
+        assert runs.step_times(patched, again, 3) == {"ms": 4.0, "all_ms": [9.0, 2.0, 4.0], "reasons": []} | figures
+
+
+def test_a_row_that_fails_does_not_end_the_others(tmp_path):
+    kept = results.Results(tmp_path / "x.json", 60, "", torch.device("cpu"), failed=[], not_run=[])
+    loaded = []
+
+    def measure(subject, case):
+        if case == "b":
+            raise ValueError("no")
+        return {"case": case}
+
+    families.measure_cases(
+        kept, "x", ["a", "b", "c"], lambda: loaded.append(1) or "model", measure, str, torch.device("cpu"), reserve=2
+    )
+    assert [row["case"] for row in kept.data["rows"]] == ["a", "c"] and loaded == [1]
+    assert kept.data["failed"] == [{"row": "x b", "error": "ValueError: no"}] and not kept.data["not_run"]
+    families.measure_cases(kept, "x", ["d"], lambda: "model", measure, str, torch.device("cpu"), reserve=1e9)
+    assert kept.data["not_run"] == ["x d"]
+
+
 def test_a_step_of_each_family_beside_its_floor(tmp_path):
     options = ["--only", "tiny", "--cases", "2xpadded", "--padded", "9", "20", "--tokens", "8", "--stock-tokens", "8"]
     assert families.main([*options, "--device", "cpu", "--repeats", "1", "--out", str(tmp_path)]) == 0
