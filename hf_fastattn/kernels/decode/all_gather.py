@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..checks import DTYPES
+from .. import checks
 from ..host import launch
 from ..host.overlap import early, let_next_begin, wait_for_inputs
 from .all_reduce import LIMIT, PROGRAMS, SLOTS, Peers, at_address, exchange
@@ -62,13 +62,11 @@ def all_gather_kernel(
 def why_not(x: torch.Tensor, peers: Peers) -> str | None:
     """The reason why the parts of this tensor need another path, or None."""
     size = x.shape[-1] if x.dim() else 0
-    if not x.numel() or x.dtype not in DTYPES or x.device != peers.memory.device or not x.is_contiguous():
-        return f"x is {tuple(x.shape)} of {x.dtype} on {x.device}; it must be contiguous on {peers.memory.device}."
+    if not x.numel() or x.dtype not in checks.DTYPES:
+        return f"x is {tuple(x.shape)} of {x.dtype}."
     if size * x.element_size() % VECTOR or x.numel() >= 1 << 31:
         return f"x is {tuple(x.shape)}; its rows must be a multiple of {VECTOR} bytes."
-    if x.requires_grad and torch.is_grad_enabled():
-        return "x requires grad, and the kernel has no backward pass."
-    return None
+    return checks.why_not_inference(x, peers.memory)
 
 
 def all_gather(x: torch.Tensor, peers: Peers) -> torch.Tensor | None:

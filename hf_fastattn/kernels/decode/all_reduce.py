@@ -24,7 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..checks import DTYPES
+from .. import checks
 
 PROGRAMS = 64
 SLOTS = tl.constexpr(PROGRAMS)  # blocks of a rank in the memory of another, one for each program
@@ -61,13 +61,11 @@ class Peers:
     def why_not(self, x: torch.Tensor) -> str | None:
         """The reason why this tensor cannot be summed in this memory, or None."""
         size = x.shape[-1] if x.dim() else 0
-        if not size or x.dtype not in DTYPES or x.device != self.memory.device or not x.is_contiguous():
-            return f"x is {tuple(x.shape)} of {x.dtype} on {x.device}; it must be contiguous on {self.memory.device}."
+        if not size or x.dtype not in checks.DTYPES:
+            return f"x is {tuple(x.shape)} of {x.dtype}."
         if x.numel() > PROGRAMS * size or size * x.element_size() > self.block:
             return f"x is {tuple(x.shape)}; the memory has room for {PROGRAMS} rows of {self.block} bytes."
-        if x.requires_grad and torch.is_grad_enabled():
-            return "x requires grad, and the kernel has no backward pass."
-        return None
+        return checks.why_not_inference(x, self.memory)
 
 
 def block_bytes(size: int, dtype: torch.dtype) -> int:
