@@ -85,6 +85,22 @@ def test_a_program_exchanges_block_after_block(tmp_path):
     assert [ended.result for ended in processes.run(tmp_path, 2, columns_of_many_blocks, tmp_path)] == [True, True]
 
 
+def test_tensors_that_the_kernels_do_not_support_take_another_path():
+    block = all_reduce.block_bytes(SIZE, torch.float32)
+    memory = torch.zeros(all_reduce.memory_bytes(2, block), dtype=torch.uint8)
+    peers = all_reduce.Peers(memory, torch.zeros(2).long(), torch.zeros(all_reduce.PROGRAMS).int(), 0, 2, block)
+    good = torch.ones(2, SIZE)
+    assert peers.why_not(good) is None and all_gather.why_not(good, peers) is None
+    for bad, reason in (
+        (torch.ones(2, 2 * SIZE)[:, ::2], "must be contiguous"),
+        (torch.ones(2, SIZE, device="meta"), "on one device"),
+        (torch.ones(2, SIZE, dtype=torch.int32), "torch.int32"),
+        (torch.ones(2, SIZE, requires_grad=True), "requires grad"),
+        (torch.ones(2, 0), r"(2, 0)"),
+    ):
+        assert reason in str(peers.why_not(bad)) and reason in str(all_gather.why_not(bad, peers))
+
+
 def sum_then_norm(rank: int, folder) -> list[torch.Tensor]:
     peers, weight = shared_memory(folder, rank, 2, dtype=torch.float16), torch.ones(SIZE).half()
     tensors, first = parts(2, 3, SIZE, torch.float16, 0), torch.full((3, SIZE), 0.3).half()
