@@ -87,3 +87,11 @@ def test_kernels_need_torch_and_triton_only():
     assert {path.parent.name for path in files} > {"kernels"}  # including subfolders
     for path in files:
         assert {name[1] for name in imports(path) if name[0] == "outside"} <= allowed, path.name
+
+
+def test_make_test_interprets_every_file_that_needs_it():
+    """Tests that are skipped unless Triton is interpreted would otherwise never run."""
+    tests = Path(__file__).parent
+    (line,) = re.findall(r"^\tTRITON_INTERPRET=1 (.*)$", (tests.parent / "Makefile").read_text(), re.MULTILINE)
+    needed = {path.name for path in tests.glob("test_*.py") if "skipif(not INTERPRETED" in path.read_text()}
+    assert "test_exchange_kernels.py" in needed and needed <= set(re.findall(r"tests/(\w+\.py)", line))
