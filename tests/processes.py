@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import pickle
 import signal
@@ -31,15 +32,15 @@ class Ended(NamedTuple):
 def run(folder: Path, count: int, function, *args, limit: float = 60.0) -> list[Ended]:
     """Run function(rank, *args) in `count` forked processes, the ranks of a gloo group. Fails after `limit` seconds.
 
-    The store of the group is in this process, as in torchrun's.
+    The store of the group is a file. A TCPStore would have a thread here, and a process forked while it holds a lock hangs.
     """
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / "store").unlink(missing_ok=True)
     pids = {}
     for rank in range(count):
         pid = os.fork()
         if pid == 0:
-            _be(rank, count, server.port, folder, function, args)
+            _be(rank, count, folder, function, args)
         pids[rank] = pid
     begin, seconds = time.monotonic(), {}
     while len(seconds) < count and time.monotonic() < begin + limit:
@@ -47,18 +48,22 @@ def run(folder: Path, count: int, function, *args, limit: float = 60.0) -> list[
             if os.waitpid(pids[rank], os.WNOHANG)[0]:
                 seconds[rank] = time.monotonic() - begin
         time.sleep(0.02)
-    for rank in pids.keys() - seconds.keys():
+    late = sorted(pids.keys() - seconds.keys())
+    for rank in late:
+        os.kill(pids[rank], signal.SIGUSR1)  # which writes where the rank is
+        time.sleep(0.5)
         os.kill(pids[rank], signal.SIGKILL)
         os.waitpid(pids[rank], 0)
+    output = [(folder / f"{rank}.txt").read_text() for rank in range(count)]
+    assert not late, "\n".join(f"rank {rank} was still running after {limit} seconds:\n{output[rank]}" for rank in late)
     ended = []
     for rank in range(count):
-        output, result = (folder / f"{rank}.txt").read_text(), folder / f"{rank}.pickle"
-        assert rank in seconds, f"rank {rank} was still running after {limit} seconds:\n{output}"
-        ended.append(Ended(pickle.loads(result.read_bytes()) if result.exists() else None, output, seconds[rank]))
+        result = folder / f"{rank}.pickle"
+        ended.append(Ended(pickle.loads(result.read_bytes()) if result.exists() else None, output[rank], seconds[rank]))
     return ended
 
 
-def _be(rank: int, count: int, port: int, folder: Path, function, args) -> None:
+def _be(rank: int, count: int, folder: Path, function, args) -> None:
     """Be one rank, until the end of this process."""
     code = 1
     try:
@@ -66,9 +71,10 @@ def _be(rank: int, count: int, port: int, folder: Path, function, args) -> None:
         os.dup2(out, 1)
         os.dup2(out, 2)
         sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1)
+        faulthandler.register(signal.SIGUSR1, file=2)
         torch.set_num_threads(1)
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count))
-        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        store = dist.FileStore(str(folder / "store"), count)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=timedelta(hours=2))
         result = function(rank, *args)
         (folder / f"{rank}.part").write_bytes(pickle.dumps(result))
