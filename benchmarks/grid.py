@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 
 from hf_fastattn.caches import PreallocatedCache
-from hf_fastattn.patches import graph, patch
+from hf_fastattn.patches import buckets, patch
 
 from .models import Subject
 from .results import Results
@@ -341,7 +341,7 @@ class Bench:
     def capture_prompts(self) -> None:
         """Let the rivals capture prompts that graphs read, before they are timed."""
         for rival in self.rivals:
-            if rival.failed or rival.patch is None or rival.prompt.ids.numel() > graph.BUCKETS[-1]:
+            if rival.failed or rival.patch is None or rival.prompt.ids.numel() > buckets.BUCKETS[-1]:
                 continue
             with self.guard(rival):
                 for _ in range(3):

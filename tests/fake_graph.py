@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hf_fastattn import kernels
-from hf_fastattn.patches import graph
+from hf_fastattn.patches import forwards, graph
 
 SYNCS = ("aten._local_scalar_dense", "aten.nonzero", "aten.item", "aten.masked_select")
 
@@ -97,4 +97,4 @@ def use(monkeypatch, prompts: bool = True) -> None:
 
 def only_steps(monkeypatch) -> None:
     """Let prompts and messages run from Python, for tests that count the graphs of decode steps."""
-    monkeypatch.setattr(graph.Forwards, "_is_short", lambda *_: False)
+    monkeypatch.setattr(forwards.Forwards, "_is_short", lambda *_: False)

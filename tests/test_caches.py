@@ -146,11 +146,11 @@ def test_a_pool_gives_up_idle_buffers_before_a_cache_is_refused(monkeypatch):
     model = tiny("llama", "lean")
     with patch(model, graph=False) as patched:
         generate(model, prompts("no_padding", "cpu", rows=1))
-        idle = patched._generation.pool.idle
+        idle = patched._generation.caches.pool.idle
         assert [rows for rows, _ in idle] == [1]
-        monkeypatch.setattr(layers, "free_bytes", lambda device: 1000 if patched._generation.pool.idle else 1 << 30)
+        monkeypatch.setattr(layers, "free_bytes", lambda device: 1000 if patched._generation.caches.pool.idle else 1 << 30)
         generate(model, prompts("no_padding", "cpu", rows=3))
-        assert [rows for rows, _ in patched._generation.pool.idle] == [3]
+        assert [rows for rows, _ in patched._generation.caches.pool.idle] == [3]
 
 
 @pytest.mark.parametrize("window", [None, 16])

@@ -16,8 +16,10 @@ import hf_fastattn
 from hf_fastattn import PreallocatedCache, RollingCache, hf
 from hf_fastattn.caches.layers import SLACK
 from hf_fastattn.caches.storage import StaticStorage
-from hf_fastattn.patches import graph as graphs
+from hf_fastattn.patches import buckets, forwards
+from hf_fastattn.patches.forwards import Forwards
 from hf_fastattn.patches.generation import METHODS
+from hf_fastattn.patches.ranks import OneRank
 
 NEW = 16
 
@@ -167,7 +169,7 @@ def test_short_messages_after_a_cached_text(name, padding):
 
 
 def test_more_tokens_than_a_graph_has_and_pictures_are_read_from_python(llama, monkeypatch):
-    monkeypatch.setattr(graphs, "BUCKETS", (1, 64))
+    monkeypatch.setattr(buckets, "BUCKETS", (1, 64))
     inputs = prompts("no_padding", "cpu", rows=1)
     with hf_fastattn.patch(llama) as patch:
         cache = generate(llama, inputs, max_new_tokens=1, return_dict_in_generate=True).past_key_values
@@ -176,11 +178,11 @@ def test_more_tokens_than_a_graph_has_and_pictures_are_read_from_python(llama, m
             generate(llama, {"input_ids": ids}, past_key_values=cache, max_new_tokens=1)
             cache.crop(96 - cache.get_seq_length())
         assert [entry.tokens for entry in patch._graphs.entries[cache.storage]] == [64] and patch.captures == 1
-        forwards = graphs.Forwards(patch._graphs, llama, llama, print)
+        reads = Forwards(patch._graphs, llama, llama, print)
         given = {"input_ids": ids[:, :4], "past_key_values": cache, "position_ids": ids[:, :4]}
-        assert forwards._is_short(cache, ids[:, :4], given)
-        assert not forwards._is_short(cache, ids[:, :4], {**given, "pixel_values": torch.zeros(1, 3, 8, 8)})
-        assert not forwards._is_short(cache, ids[:, :4], {**given, "attention_mask": torch.zeros(1, 1, 4, 100)})
+        assert reads._is_short(cache, ids[:, :4], given)
+        assert not reads._is_short(cache, ids[:, :4], {**given, "pixel_values": torch.zeros(1, 3, 8, 8)})
+        assert not reads._is_short(cache, ids[:, :4], {**given, "attention_mask": torch.zeros(1, 1, 4, 100)})
 
 
 def test_a_step_near_the_end_of_the_buffers(llama):
@@ -379,7 +381,7 @@ def test_graphs_of_many_lengths_are_bounded(llama):
             ids = torch.cat([inputs["input_ids"], torch.full((1, more), 5)], 1)
             generate(llama, {"input_ids": ids}, past_key_values=cache, max_new_tokens=2)
             cache.crop(96 - cache.get_seq_length())
-        assert {entry.tokens for entry in patch._graphs.entries[cache.storage]} <= set(graphs.BUCKETS)
+        assert {entry.tokens for entry in patch._graphs.entries[cache.storage]} <= set(buckets.BUCKETS)
         assert patch.captures <= 7
 
 
@@ -435,11 +437,10 @@ def test_prompts_in_a_cache_that_another_model_has_used(llama):
         assert any("holds K and V of 4 KV heads" in (entry.refused or "") for entry in patch._graphs.entries[cache.storage])
 
 
-def test_all_rows_of_a_graph_have_a_bounded_number_of_tokens(llama):
-    forwards, storage = graphs.Forwards(graphs.DecodeGraphs(), llama, llama, print), StaticStorage([None], 256)
-    found = {rows: forwards._most_tokens(storage, rows) for rows in (1, 2, 3, 8, 9, 200)}
+def test_all_rows_of_a_graph_have_a_bounded_number_of_tokens():
+    found = {rows: buckets.most_tokens(StaticStorage([None], 256), rows, OneRank()) for rows in (1, 2, 3, 8, 9, 200)}
     assert found == {1: 512, 2: 256, 3: 128, 8: 64, 9: 64, 200: 64}
-    assert graphs.BUCKETS[-1] <= SLACK  # a sliding layer has room for them
+    assert buckets.BUCKETS[-1] <= SLACK  # a sliding layer has room for them
 
 
 def test_packed_sequences_are_not_read_by_a_graph(llama):
@@ -468,8 +469,8 @@ def test_a_prompt_that_cannot_be_captured_is_read_from_python_and_not_tried_agai
     llama.__class__, inputs, rehearsals, surveys = Reading, prompts("no_padding", "cpu", rows=1), [], []
     rehearse = fake_graph.RecordedGraph.rehearse
     monkeypatch.setattr(fake_graph.RecordedGraph, "rehearse", lambda *args: rehearsals.append(1) or rehearse(*args))
-    survey = graphs.survey
-    monkeypatch.setattr(graphs, "survey", lambda model: surveys.append(1) or survey(model))
+    survey = forwards.survey
+    monkeypatch.setattr(forwards, "survey", lambda model: surveys.append(1) or survey(model))
     with hf_fastattn.patch(llama) as patch, warnings.catch_warnings():
         warnings.simplefilter("error")
         expected = generate(llama, inputs)

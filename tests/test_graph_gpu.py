@@ -13,7 +13,7 @@ import torch
 from models import FAMILIES, PADDINGS, family, prompts, tiny
 
 import hf_fastattn
-from hf_fastattn.patches import graph as graphs
+from hf_fastattn.patches import cuda_graph, forwards
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -147,7 +147,7 @@ def test_sampling_draws_the_same_tokens(llama):
 
 def test_a_step_neither_syncs_nor_allocates(llama, monkeypatch):
     """torch's sync debug mode raises on a synchronisation. After the capture a step only allocates its logits."""
-    step, allocated = graphs.Forwards.__call__, []
+    step, allocated = forwards.Forwards.__call__, []
 
     def watched(self, **inputs):
         if self.graphs.captures == 0:
@@ -161,7 +161,7 @@ def test_a_step_neither_syncs_nor_allocates(llama, monkeypatch):
         allocated.append(torch.cuda.memory_allocated() - before)
         return out
 
-    monkeypatch.setattr(graphs.Forwards, "__call__", watched)
+    monkeypatch.setattr(forwards.Forwards, "__call__", watched)
     for padding in PADDINGS:
         with hf_fastattn.patch(llama):
             generate(llama, prompts(padding, "cuda"))
@@ -226,7 +226,7 @@ def test_a_sync_in_the_model_falls_back_and_the_gpu_stays_usable(llama, monkeypa
             assert torch.equal(generate(llama, inputs), expected)
         assert patch.captures == 0
         # A capture that fails for a reason that the rehearsal does not have.
-        monkeypatch.setattr(graphs.CudaGraph, "rehearse", lambda self, body: body())
+        monkeypatch.setattr(cuda_graph.CudaGraph, "rehearse", lambda self, body: body())
         llama.model.norm.weight = torch.nn.Parameter(llama.model.norm.weight.detach().clone(), requires_grad=False)
         stream = torch.cuda.current_stream()
         assert torch.equal(generate(llama, inputs), expected) and patch.captures == 0

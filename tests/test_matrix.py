@@ -14,7 +14,7 @@ from calls import as_kernel, attention
 
 from hf_fastattn import kernels, registry
 from hf_fastattn.kernels import spans
-from hf_fastattn.patches import graph as graphs
+from hf_fastattn.patches import forwards
 
 pytestmark = pytest.mark.skipif(kernels.INTERPRETED, reason="a recorded graph holds no interpreted kernel")
 
@@ -89,7 +89,7 @@ def test_a_wrong_mask_and_a_raw_error_are_detected(monkeypatch, lean_by):
 
 def test_a_backend_that_is_never_called_and_a_graph_that_is_not_captured_are_detected(monkeypatch):
     fake_graph.use(monkeypatch)
-    monkeypatch.setattr(graphs.Forwards, "__call__", lambda self, **given: self.run(**given))
+    monkeypatch.setattr(forwards.Forwards, "__call__", lambda self, **given: self.run(**given))
     cells = run("Qwen3ForCausalLM")["cells"]
     assert cells["patch.no_padding"]["result"] == matrix.WRONG and cells["lean.no_padding"]["result"] == matrix.EQUAL
     ignored = matrix.must_run_ours(matrix.attempt(lambda: None))

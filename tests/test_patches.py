@@ -162,7 +162,7 @@ def test_a_model_cast_between_calls_gets_new_buffers(captured, llama):
         llama.to(torch.bfloat16)
         got = generate(llama, inputs)
         assert patch.captures == 2 and not patch.reasons
-        assert {storage.layers[0].keys.dtype for _, storage in patch._generation.pool.idle} == {torch.bfloat16}
+        assert {storage.layers[0].keys.dtype for _, storage in patch._generation.caches.pool.idle} == {torch.bfloat16}
     # Rounding changes tokens eventually, but not at the beginning.
     assert torch.equal(got[:, :98], generate(llama, inputs)[:, :98])
 
@@ -209,7 +209,7 @@ def test_a_returned_cache_keeps_its_buffers_until_it_is_freed(captured, llama):
         assert torch.equal(out.past_key_values.layers[0].keys, kept)
         del out
         gc.collect()
-        assert any(storage.layers[0].keys.data_ptr() == where for _, storage in patch._generation.pool.idle)
+        assert any(storage.layers[0].keys.data_ptr() == where for _, storage in patch._generation.caches.pool.idle)
 
 
 def test_a_copied_cache_is_independent(captured, llama):
@@ -661,11 +661,11 @@ def test_buffers_that_come_back_after_undo_are_not_kept():
         out = generate(model, prompts("no_padding", "cpu"), return_dict_in_generate=True)
         generate(model, prompts("no_padding", "cpu"))
         gc.collect()
-        assert len(patch._generation.pool.idle) == 1
-    assert not patch._generation.pool.idle
+        assert len(patch._generation.caches.pool.idle) == 1
+    assert not patch._generation.caches.pool.idle
     del out
     gc.collect()
-    assert not patch._generation.pool.idle
+    assert not patch._generation.caches.pool.idle
 
 
 def test_a_pool_without_graphs_is_not_used_again(monkeypatch):

@@ -15,7 +15,7 @@ from models import PADDINGS, draw_weights
 from test_ranks import generate, shared
 
 import hf_fastattn
-from hf_fastattn.patches import generation
+from hf_fastattn.patches import call_caches
 
 COUNTS = [int(count) for count in os.environ.get("HF_FASTATTN_RANKS", "").split(",") if count]
 pytestmark = [processes.HIDDEN, pytest.mark.skipif(not COUNTS, reason="half an hour: make test-ranks")]
@@ -45,7 +45,7 @@ def build(entry: every_model.Model, kv: str):
 
 def decode(rank: int, entry: every_model.Model, count: int, kv: str) -> dict:
     warnings.simplefilter("ignore")
-    generation.round_up = lambda tokens: tokens  # no spare slots, so that several ranks have a share
+    call_caches.round_up = lambda tokens: tokens  # no spare slots, so that several ranks have a share
     one = build(entry, kv)
     model, found = shared(one, count), {}
     for padding in PADDINGS:

@@ -16,7 +16,7 @@ from transformers import DynamicCache
 import hf_fastattn
 from hf_fastattn import PreallocatedCache
 from hf_fastattn.caches import shared as shared_cache
-from hf_fastattn.patches import generation, preflight
+from hf_fastattn.patches import call_caches, preflight
 
 pytestmark = [processes.HIDDEN, pytest.mark.xdist_group("ranks")]
 # llama has 2 KV heads, fewer than 4 ranks; the plan of gpt_oss divides no heads; one layer of qwen2 and gpt_oss has a window.
@@ -26,7 +26,7 @@ PADDINGS = ("no_padding", "holes")
 
 def without_spare_slots() -> None:
     """Shares of as many tokens as the call needs. Otherwise the first rank would have a whole prompt of these tests."""
-    generation.round_up = lambda tokens: tokens
+    call_caches.round_up = lambda tokens: tokens
 
 
 def decode(one, model, padding: str) -> dict:
@@ -170,7 +170,7 @@ def an_unpatched_model(scene: Scene) -> str:
 
 def other_heads(scene: Scene) -> list[str]:
     """Layers whose heads are not those of the plan, as if the plan named the projections otherwise."""
-    shares, found = scene.patch._generation.shares, []
+    shares, found = scene.patch._generation.caches.shares, []
     for heads in ([(4, 1)] * 2, [(8, 2)] * 2):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(shares, "heads", heads)

@@ -19,6 +19,8 @@ CHANGE_ROWS = (
     "(num_return_sequences=n needs n per row)."
 )
 
+FEW = 64  # tokens of each row: a step of so many is captured for any number of rows, and merges results if ranks share K and V
+
 
 class Storage:
     """The layers of a cache and their token counts.

@@ -16,11 +16,11 @@ from ..context_parallel import Share, Shares
 from ..kernels.decode.append import append
 from ..step import EAGER
 from .buffers import reallocated
+from .contract import FEW
 from .layers import Layer, Track
 from .static import PreallocatedCache
 from .storage import StaticStorage
 
-FEW = 64  # tokens of each row for which results are merged; for more, K and V of earlier tokens are received
 AT_ONCE = 4096  # tokens of each row whose K and V are exchanged at once
 WORD = 32  # a share begins at a multiple of it, with a word of the spans
 

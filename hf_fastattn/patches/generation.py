@@ -1,7 +1,7 @@
-"""The methods that a patched model overrides: they choose the cache of a generate() and the code of its forwards.
+"""The methods that a patched model overrides: they give a generate() its cache (call_caches.py) and run its forwards.
 
 While a generate() is in progress, the instance has a method for calls of the model too, which runs the model's forward or a graph
-(`graph.Forwards`). At other times it has none, so that copies of its attributes (DataParallel) run their own forward.
+(`forwards.Forwards`). At other times it has none, so that copies of its attributes (DataParallel) run their own forward.
 `hf.generation` has the names of the methods.
 """
 
@@ -14,22 +14,18 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 
 from .. import hf, registry
-from ..caches import PreallocatedCache, RollingCache, forward
-from ..caches.layers import round_up
-from ..caches.pool import Pool
-from ..caches.ring import Ring
-from ..caches.shared import SharedCache, SharedStorage
-from ..caches.storage import StaticStorage
-from ..caches.stored import StoredCache
+from ..caches import forward
 from ..context_parallel import Shares
 from ..streaming import Settings, refresh
 from . import graph as graphs
 from . import ranks as several_ranks
+from .call_caches import CallCaches
+from .forwards import Forwards
 
 METHODS = (hf.GENERATE, hf.PREPARE_CACHE, hf.PREPARE_INPUTS)
 _MISSING: Any = object()
@@ -39,7 +35,7 @@ class _Thread(threading.local):
     """calls: the calls of generate() in progress in this thread, innermost last; None if their forwards are not captured."""
 
     def __init__(self) -> None:
-        self.calls: list[graphs.Forwards | None] = []
+        self.calls: list[Forwards | None] = []
 
 
 class Generation:
@@ -57,12 +53,10 @@ class Generation:
         shares: Shares | None = None,
     ):
         self._model = weakref.ref(model, self._closer())
-        self.windows, self.streaming = windows, streaming
-        self.graph, self.shares = graph, shares
+        self.caches = CallCaches(windows, streaming, shares)
+        self.graph = graph
         self.ranks = several_ranks.of(model)
         self.graphs = graphs.DecodeGraphs(self.ranks)
-        self.pool = self._make_pool(0)
-        self.fitted = ("", 0)  # the configuration for which the pool was made, and the number of its layers
         self.reasons: list[str] = []
         self.had: dict[str, Any] = {}  # previous attributes of the instance by method name, or _MISSING
         self.lock = threading.Lock()
@@ -83,7 +77,7 @@ class Generation:
         if self.calls:
             self.say("the patch was undone during a call")
         self.graphs.close()
-        self.pool.close()
+        self.caches.pool.close()
         self.ranks.close()
 
     @property
@@ -125,62 +119,14 @@ class Generation:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Generation:
         self.ranks.check_copy()
-        twin = memo[id(self)] = Generation(copied(self._model, memo), self.windows, self.streaming, self.graph, self.shares)
+        caches = self.caches
+        twin = Generation(copied(self._model, memo), caches.windows, caches.streaming, self.graph, caches.shares)
+        memo[id(self)] = twin
         twin.had = dict(self.had)
         return twin
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise not_pickled()
-
-    # ---- caches ----
-
-    def _make_pool(self, serial: int) -> Pool:
-        windows, streaming, shares = self.windows, self.streaming, self.shares
-        if shares is not None:
-            return Pool(lambda tokens: SharedStorage(windows, round_up(tokens), shares), SharedCache.around, serial)
-        if streaming is None:
-            return Pool(lambda tokens: StaticStorage(windows, round_up(tokens)), PreallocatedCache.around, serial)
-        return Pool(lambda tokens: Ring(len(windows), streaming), RollingCache.around, serial)
-
-    def _refit(self, model: hf.PreTrainedModel) -> int:
-        """Replace the pool if the layers or the configuration of the model have changed. Return the number of layers."""
-        text = model.config.get_text_config(decoder=True)
-        config = repr(vars(text))  # by value, as lists may be changed in place; reading the windows takes longer
-        if config != self.fitted[0]:
-            self.fitted = config, self._fit(model)
-        return self.fitted[1]
-
-    def _fit(self, model: hf.PreTrainedModel) -> int:
-        windows = hf.layer_windows(model.config)
-        streaming = None if self.streaming is None else Settings.of(model.config.get_text_config(decoder=True))
-        if streaming is None and windows == self.windows[: len(windows)]:
-            return len(windows)  # a model that runs only its first layers (early exit) leaves the others empty
-        if (windows, streaming) != (self.windows, self.streaming):
-            self.pool.close()
-            self.windows, self.streaming = windows, streaming
-            self.pool = self._make_pool(self.pool.serial)
-        return len(windows)
-
-    @property
-    def cache_type(self) -> type[StoredCache]:
-        if self.shares is not None:
-            return SharedCache
-        return PreallocatedCache if self.streaming is None else RollingCache
-
-    def cache_in_words(self) -> str:
-        if self.shares is not None:
-            return f"static, preallocated, shared out over {self.shares.count} ranks by sequence"
-        if self.streaming is None:
-            return "static, preallocated"
-        return f"rolling, {self.streaming.sinks} sinks and a window of {self.streaming.window}"
-
-    def takes(self, cache: object) -> TypeGuard[StoredCache]:
-        """Whether steps over this cache are captured: a cache over a storage (`caches.contract`) for this backend."""
-        if self.streaming is not None:
-            return isinstance(cache, RollingCache)
-        return (
-            isinstance(cache, StoredCache) and not cache.streams and isinstance(cache, SharedCache) == (self.shares is not None)
-        )
 
     def say(self, reason: str) -> None:
         if reason not in self.reasons:
@@ -197,48 +143,48 @@ class Generation:
         batch_size: int,
         max_cache_length: int,
     ) -> None:
-        model = self.model
-        layers = self._refit(model)
+        model, caches = self.model, self.caches
+        caches.refit(model)
         forward.abandon(model)
         if forward.streams(model):
             refresh(model)  # before the fingerprint of a graph is taken
         given: object = model_kwargs.get("past_key_values")
-        asked = generation_config.cache_implementation
-        if asked == model.generation_config.cache_implementation:
-            asked = None  # the default of the checkpoint, not a request of this call
-        if generation_config.compile_config is not None:
-            if self.takes(given):
-                raise ValueError(
-                    f"compile_config requests Transformers' torch.compile, which cannot trace a {type(given).__name__}; "
-                    "pass one of the two, or neither to replay decode graphs."
-                )
-            if given is None and asked is None:
-                asked = generation_config.cache_implementation = "static"
+        asked = self._asked(model, generation_config, given)
         if given is not None or asked is not None or generation_config.use_cache is False:
             stock = hf.stock(model, hf.PREPARE_CACHE)
             stock(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
         rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
         among = self._agree(model, generation_config, given, rows, max_cache_length)
-        if self.takes(given):
-            if len(given.layers) not in (layers, len(self.windows)):
-                raise ValueError(
-                    f"This cache holds {len(given.layers)} layers, and {type(model).__name__} has {layers}: "
-                    "it belongs to another model."
-                )
-            _make_ready(given, model_kwargs, rows, max_cache_length)
+        if caches.takes(given):
+            caches.make_ready(given, model, model_kwargs, rows, max_cache_length)
         elif given is not None:
-            self.say(f"past_key_values is a {type(given).__name__}, not a {self.cache_type.__name__}")
+            self.say(f"past_key_values is a {type(given).__name__}, not a {caches.type.__name__}")
         elif asked is not None:
             self.say(f"cache_implementation={asked!r} was requested")
         elif generation_config.use_cache is False:
             self.say("use_cache=False was requested")
         else:
-            given = model_kwargs["past_key_values"] = self.pool.take(rows, max_cache_length, among)
+            given = model_kwargs["past_key_values"] = caches.pool.take(rows, max_cache_length, among)
         mode = str(getattr(generation_mode, "value", generation_mode))
-        if self.takes(given):
+        if caches.takes(given):
             given.check_call(model_kwargs.get("attention_mask"), given.get_seq_length() + max_cache_length, "assisted" in mode)
             if self.graph:
                 self._begin(model, generation_config, model_kwargs)
+
+    def _asked(self, model: hf.PreTrainedModel, config: hf.GenerationConfig, given: object) -> str | None:
+        """The cache_implementation that this call requests, or None."""
+        asked: str | None = config.cache_implementation
+        if asked == model.generation_config.cache_implementation:
+            asked = None  # the default of the checkpoint, not a request of this call
+        if config.compile_config is not None:
+            if self.caches.takes(given):
+                raise ValueError(
+                    f"compile_config requests Transformers' torch.compile, which cannot trace a {type(given).__name__}; "
+                    "pass one of the two, or neither to replay decode graphs."
+                )
+            if given is None and asked is None:
+                asked = config.cache_implementation = "static"
+        return asked
 
     def _agree(
         self, model: hf.PreTrainedModel, config: hf.GenerationConfig, given: object, rows: int, tokens: int
@@ -256,9 +202,9 @@ class Generation:
         }
         if given is not None:
             return self.ranks.agree(config, settings, [], 0)
-        kept = tokens if self.streaming is None else min(tokens, self.streaming.sinks + self.streaming.window)
-        needed = several_ranks.least_bytes(model, self.windows, rows, kept) - self.pool.idle_bytes
-        return self.ranks.agree(config, settings, self.pool.fitting(rows, tokens), needed)
+        caches = self.caches
+        needed = several_ranks.least_bytes(model, caches.windows, rows, caches.kept(tokens)) - caches.pool.idle_bytes
+        return self.ranks.agree(config, settings, caches.pool.fitting(rows, tokens), needed)
 
     # ---- forwards ----
 
@@ -299,7 +245,7 @@ class Generation:
             # A mask of ones has no effect, and generate() only adds ones. One check here saves one for every token.
             ones, prompt = bool((mask == 1).all()), mask.shape[1]
         chunked = generation_config.prefill_chunk_size is not None
-        calls[-1] = graphs.Forwards(
+        calls[-1] = Forwards(
             self.graphs, model, self.own(hf.CALL), self.say, refused=refused, ignore_mask=ones, prompt=prompt, chunked=chunked
         )
 
@@ -352,39 +298,10 @@ class _KeptInputs(_Override):
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         inputs: dict[str, Any] = self.own()(*args, **kwargs)
         cache = kwargs.get("past_key_values")
-        if self.__self__.takes(cache) and inputs.get("past_key_values") is None:
+        if self.__self__.caches.takes(cache) and inputs.get("past_key_values") is None:
             cache.reset()  # type: ignore[no-untyped-call]  # untyped in Transformers
             inputs["past_key_values"] = cache
         return inputs
-
-
-def _make_ready(cache: StoredCache, model_kwargs: dict[str, Any], rows: int, max_cache_length: int) -> None:
-    """Make room in a cache that the caller passed. Raise ValueError if it does not fit this call."""
-    cache.check_rows(rows)
-    seen = cache.get_seq_length()
-    covered = _covered(model_kwargs, seen)
-    if seen and covered is not None and covered <= seen:
-        raise ValueError(
-            f"past_key_values holds {seen} tokens, and this call covers {covered}. Pass the whole text, or only the "
-            "new ids with the attention_mask of the whole text or with their position_ids: at least one token more."
-        )
-    # If only the new ids are given, the length of the call counts from them.
-    cache.reserve(max_cache_length if max_cache_length > seen else seen + max_cache_length)
-
-
-def _covered(model_kwargs: dict[str, Any], seen: int) -> int | None:
-    """Number of tokens that a call covers, including those in the cache, from its mask or its positions; None if unknown.
-
-    Transformers drops a mask of ones. The positions that it derives from the mask have the same length and begin with 0.
-    Positions of only the new ids, which a caller may pass, begin later.
-    """
-    mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
-    if isinstance(mask, torch.Tensor) and mask.dim() == 2:
-        return mask.shape[1]
-    if mask is None and isinstance(positions, torch.Tensor) and positions.dim() > 1:
-        width = positions.shape[-1]
-        return seen + width if width <= seen and bool((positions[..., 0] > 0).any()) else width
-    return None
 
 
 def copied(model: weakref.ref[hf.PreTrainedModel], memo: dict[int, Any]) -> hf.PreTrainedModel:

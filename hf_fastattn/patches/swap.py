@@ -103,7 +103,7 @@ class Patch:
         if self._generation is None:
             return
         settings: dict[str, Any] = {"backend": self.backend, "graph": self.graph, "fuse": fuse, "streaming": str(streaming)}
-        settings |= {"kv": "heads" if self._generation.shares is None else "sequence", "peer_memory": peer_memory}
+        settings |= {"kv": "heads" if self._generation.caches.shares is None else "sequence", "peer_memory": peer_memory}
         self._generation.ranks.meet(settings)
         self._generation.install(model)
         self.changes.append(Change("methods of generate()", len(METHODS), type(model).__name__, "this instance's own"))
@@ -112,8 +112,8 @@ class Patch:
         if peer_memory:
             self._share_memory(model, self._generation.ranks)
         kept = model.generation_config.cache_implementation or "dynamic"
-        words = self._generation.cache_in_words()
-        self.changes.append(Change("cache of layers", len(self._generation.windows), kept, words))
+        words = self._generation.caches.in_words()
+        self.changes.append(Change("cache of layers", len(self._generation.caches.windows), kept, words))
         if streaming is not None:
             self.changes.append(Change("forward pre-hook", 1, "none", "passes the padding to the cache"))
         if self.graph and not graphs.why_none(model):

@@ -1,0 +1,36 @@
+"""The numbers of tokens of each row that graphs are captured for."""
+
+from __future__ import annotations
+
+import torch
+
+from ..caches.contract import FEW, Storage
+from ..caches.stored import StoredCache
+from .ranks import OneRank
+
+BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 320, 384, 448, 512)
+
+
+def bucket(ids: torch.Tensor) -> int:
+    """The number of tokens of the graph for these ids."""
+    return next(size for size in BUCKETS if size >= ids.shape[1])
+
+
+def takes_prompts(storage: Storage, ranks: OneRank) -> bool:
+    """Whether a graph may read more than a short message. Ranks that share a model have only been tested with these."""
+    return storage.takes_prompts and not ranks.several
+
+
+def most_tokens(storage: Storage, rows: int, ranks: OneRank) -> int:
+    """The most tokens of each row in a graph over this storage: FEW for any number of rows, more only up to BUCKETS[-1] tokens
+    of all rows."""
+    if not storage.takes_many:
+        return 1
+    most = BUCKETS[-1] // rows if takes_prompts(storage, ranks) else 0
+    return max(size for size in BUCKETS if size <= max(FEW, most))
+
+
+def tokens_in(cache: StoredCache) -> int:
+    """Number of tokens whose K and V are on the device."""
+    storage = cache.storage
+    return 0 if storage.rows is None else cache.get_seq_length() or storage.seen  # the first layer may not run

@@ -1,0 +1,118 @@
+"""The caches of generate() of one patched model: which one a call gets, and which ones a call may pass."""
+
+from __future__ import annotations
+
+from typing import Any, TypeGuard
+
+import torch
+
+from .. import hf
+from ..caches import PreallocatedCache, RollingCache
+from ..caches.layers import round_up
+from ..caches.pool import Pool
+from ..caches.ring import Ring
+from ..caches.shared import SharedCache, SharedStorage
+from ..caches.storage import StaticStorage
+from ..caches.stored import StoredCache
+from ..context_parallel import Shares
+from ..streaming import Settings
+
+
+class CallCaches:
+    """The caches of one model. windows: of its layers. streaming: the settings of a streaming backend, None for others.
+
+    shares: how ranks share K and V by sequence. pool: the storages that are kept between calls.
+    """
+
+    def __init__(self, windows: list[int | None], streaming: Settings | None, shares: Shares | None):
+        self.windows, self.streaming, self.shares = windows, streaming, shares
+        self.pool = self._make_pool(0)
+        self.fitted = ("", 0)  # the configuration for which the pool was made, and the number of its layers
+
+    def _make_pool(self, serial: int) -> Pool:
+        windows, streaming, shares = self.windows, self.streaming, self.shares
+        if shares is not None:
+            return Pool(lambda tokens: SharedStorage(windows, round_up(tokens), shares), SharedCache.around, serial)
+        if streaming is None:
+            return Pool(lambda tokens: StaticStorage(windows, round_up(tokens)), PreallocatedCache.around, serial)
+        return Pool(lambda tokens: Ring(len(windows), streaming), RollingCache.around, serial)
+
+    def refit(self, model: hf.PreTrainedModel) -> int:
+        """Replace the pool if the layers or the configuration of the model have changed. Return the number of layers."""
+        text = model.config.get_text_config(decoder=True)
+        config = repr(vars(text))  # by value, as lists may be changed in place; reading the windows takes longer
+        if config != self.fitted[0]:
+            self.fitted = config, self._fit(model)
+        return self.fitted[1]
+
+    def _fit(self, model: hf.PreTrainedModel) -> int:
+        windows = hf.layer_windows(model.config)
+        streaming = None if self.streaming is None else Settings.of(model.config.get_text_config(decoder=True))
+        if streaming is None and windows == self.windows[: len(windows)]:
+            return len(windows)  # a model that runs only its first layers (early exit) leaves the others empty
+        if (windows, streaming) != (self.windows, self.streaming):
+            self.pool.close()
+            self.windows, self.streaming = windows, streaming
+            self.pool = self._make_pool(self.pool.serial)
+        return len(windows)
+
+    @property
+    def type(self) -> type[StoredCache]:
+        if self.shares is not None:
+            return SharedCache
+        return PreallocatedCache if self.streaming is None else RollingCache
+
+    def in_words(self) -> str:
+        if self.shares is not None:
+            return f"static, preallocated, shared out over {self.shares.count} ranks by sequence"
+        if self.streaming is None:
+            return "static, preallocated"
+        return f"rolling, {self.streaming.sinks} sinks and a window of {self.streaming.window}"
+
+    def takes(self, cache: object) -> TypeGuard[StoredCache]:
+        """Whether steps over this cache are captured: a cache over a storage (`caches.contract`) for this backend."""
+        if self.streaming is not None:
+            return isinstance(cache, RollingCache)
+        return (
+            isinstance(cache, StoredCache) and not cache.streams and isinstance(cache, SharedCache) == (self.shares is not None)
+        )
+
+    def kept(self, tokens: int) -> int:
+        """How many of `tokens` tokens a layer without a sliding window keeps."""
+        return tokens if self.streaming is None else min(tokens, self.streaming.sinks + self.streaming.window)
+
+    def make_ready(
+        self, cache: StoredCache, model: hf.PreTrainedModel, model_kwargs: dict[str, Any], rows: int, tokens: int
+    ) -> None:
+        """Make room in a cache that the caller passed. Raise ValueError if it does not fit this call."""
+        layers = self.fitted[1]
+        if len(cache.layers) not in (layers, len(self.windows)):
+            raise ValueError(
+                f"This cache holds {len(cache.layers)} layers, and {type(model).__name__} has {layers}: "
+                "it belongs to another model."
+            )
+        cache.check_rows(rows)
+        seen = cache.get_seq_length()
+        covered = _covered(model_kwargs, seen)
+        if seen and covered is not None and covered <= seen:
+            raise ValueError(
+                f"past_key_values holds {seen} tokens, and this call covers {covered}. Pass the whole text, or only the "
+                "new ids with the attention_mask of the whole text or with their position_ids: at least one token more."
+            )
+        # If only the new ids are given, the length of the call counts from them.
+        cache.reserve(tokens if tokens > seen else seen + tokens)
+
+
+def _covered(model_kwargs: dict[str, Any], seen: int) -> int | None:
+    """Number of tokens that a call covers, including those in the cache, from its mask or its positions; None if unknown.
+
+    Transformers drops a mask of ones. The positions that it derives from the mask have the same length and begin with 0.
+    Positions of only the new ids, which a caller may pass, begin later.
+    """
+    mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+    if isinstance(mask, torch.Tensor) and mask.dim() == 2:
+        return mask.shape[1]
+    if mask is None and isinstance(positions, torch.Tensor) and positions.dim() > 1:
+        width = positions.shape[-1]
+        return seen + width if width <= seen and bool((positions[..., 0] > 0).any()) else width
+    return None

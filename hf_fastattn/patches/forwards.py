@@ -1,0 +1,234 @@
+"""The forwards of one generate(): each replays a graph, or runs the model's Python.
+
+The forwards of a generate() go through a Forwards. It copies the small inputs of a step into fixed tensors, replays the graph,
+and returns an output of the model's own type. The first step of a new shape runs uncaptured on the same tensors, as a rehearsal.
+The second step is captured, which runs the model's Python once (record.py).
+
+A step has one token of each row, or several: speculation, whose candidates are checked in one forward, and a short prompt, or a
+message that follows a cached text. Steps of several tokens are padded to one of BUCKETS, so that few graphs serve every number of
+tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .. import hf
+from ..caches.contract import FEW
+from ..caches.stored import StoredCache
+from ..kernels.spans import restarts
+from .buckets import bucket, most_tokens, takes_prompts, tokens_in
+from .entry import Entry, Inputs, grows, unpaddable
+from .fingerprint import Fingerprint, Uncapturable
+from .graph import DecodeGraphs
+from .record import Recorder
+from .survey import survey
+
+MAX_CHANGES = 4  # consecutive calls with a new capture before a warning
+
+
+class Forwards:
+    """The forwards of one generate(): each replays a graph if there is one, or runs the model.
+
+    run: the model's forward. say: called with the reason why a step runs uncaptured. refused: the reason why no step of this call
+    can be captured, if known beforehand. prompt: number of tokens of the prompt, if the mask gives it, else 0. chunked: whether
+    the prompt is read in chunks.
+    """
+
+    def __init__(
+        self,
+        graphs: DecodeGraphs,
+        model: hf.PreTrainedModel,
+        run: Callable[..., Any],
+        say: Callable[[str], None],
+        *,
+        refused: str | None = None,
+        ignore_mask: bool = False,
+        prompt: int = 0,
+        chunked: bool = False,
+    ):
+        self.graphs = graphs
+        self.model = model
+        self.run = run
+        self.recorder = Recorder(graphs, model, run)
+        self.say = say
+        self.refused = refused
+        self.ignore_mask = ignore_mask
+        self.prompt = prompt
+        self.chunked = chunked
+        self.begun = False
+        self.quiet = False  # whether the current forward may run from Python without a warning
+        self.fingerprint: Fingerprint | None = None
+        self.entries: dict[int, Entry] = {}  # the last one by number of tokens
+        self.settled: set[Entry] = set()  # those whose state the ranks have compared in this call
+
+    def __call__(self, **given: Any) -> Any:
+        cache: Any = given.get("past_key_values")
+        ids: Any = given.get("input_ids")
+        prompt, self.begun = not self.begun or self._reads_prompt(cache, ids), True
+        if prompt:
+            if not (self._is_short(cache, ids, given) and self._again(cache, ids)):
+                return self._forward(given)
+        elif (reason := self._why_not(cache, ids)) is not None:
+            return self._uncaptured(reason, given)
+        self.quiet = prompt and (ids.shape[1] > FEW or not tokens_in(cache))  # few launches for each token
+        # Graphs share memory: no other thread may replay one between the copy of the inputs and the copy of the logits.
+        with self.graphs.lock:
+            if self.graphs.closed:
+                return self._uncaptured("the patch was undone during a call", given)
+            try:
+                return self._step(cache, ids, given)
+            except Uncapturable as error:
+                reason = str(error)
+                if self.quiet:
+                    if self.fingerprint is not None:  # the reason is the model's code, not its present state
+                        self.graphs.read[cache.storage][bucket(ids)] = False
+                    return self._forward(given)
+                if not prompt:
+                    self.refused = reason
+                return self._uncaptured(reason, given)
+
+    def _reads_prompt(self, cache: object, ids: torch.Tensor | None) -> bool:
+        """Whether a forward after the first reads the prompt: a chunk of it, or all of it if the model dropped its cache."""
+        if ids is None or not isinstance(cache, StoredCache):
+            return False
+        many, tokens = ids.shape[1] > 1, tokens_in(cache)
+        return (many or tokens < max(1, self.prompt)) if self.chunked else (many and not tokens)
+
+    def _is_short(self, cache: object, ids: torch.Tensor | None, given: Inputs) -> bool:
+        """Whether a forward that reads the prompt can be a step: some hundred tokens of text at most."""
+        if self.refused is not None or ids is None or not isinstance(cache, StoredCache):
+            return False
+        storage, ranks, empty = cache.storage, self.graphs.ranks, not tokens_in(cache)
+        if ids.shape[1] > most_tokens(storage, len(ids), ranks) or (empty and not takes_prompts(storage, ranks)):
+            return False
+        if given.get("attention_mask") is not None and not (self.ignore_mask or storage.takes_mask):
+            return False  # it may say that new tokens are padding
+        return unpaddable(given) is None and not (empty and self._is_packed(given))
+
+    def _is_packed(self, given: Inputs) -> bool:
+        """Whether an unpadded prompt consists of packed sequences, which a graph would not see. This synchronises."""
+        positions = given.get("position_ids")
+        if not isinstance(positions, torch.Tensor) or not (given.get("attention_mask") is None or self.ignore_mask):
+            return False
+        return positions.dim() == 2 and bool(restarts(positions).any())
+
+    def _again(self, cache: StoredCache, ids: torch.Tensor) -> bool:
+        """Whether a prompt of this size has been read into these buffers: one that comes once is not worth a rehearsal."""
+        tokens, read = bucket(ids), self.graphs.read.setdefault(cache.storage, {})
+        before = read.get(tokens, tokens == 1) and cache.storage.rows == len(ids)
+        before = before and (tokens == 1 or not cache.storage.looks_ahead)
+        read.setdefault(tokens, True)
+        return self.graphs.ranks.every(before)
+
+    def _why_not(self, cache: object, ids: torch.Tensor | None) -> str | None:
+        """The reason why this step cannot be captured, judged by its arguments, or None."""
+        if not isinstance(cache, StoredCache):
+            return f"a step is given {'no cache' if cache is None else f'a {type(cache).__name__}'} instead of the patch's"
+        if ids is None:
+            return "its steps are given inputs_embeds instead of input_ids"
+        if tokens_in(cache) < max(1, self.prompt):
+            return "the forward that read the prompt has left the cache empty (as gradient checkpointing in training mode does)"
+        if ids.shape[1] > 1 and not cache.storage.takes_many:
+            return f"a step has several tokens, and steps over a {type(cache).__name__} are captured for one"
+        if ids.shape[1] > (most := most_tokens(cache.storage, len(ids), self.graphs.ranks)):
+            return f"a step has more than {most} tokens of each row, the most that a graph of {len(ids)} rows has"
+        return self.refused
+
+    def _uncaptured(self, reason: str, given: Inputs) -> Any:
+        self.say(reason)
+        self.graphs.uncaptured += 1
+        return self._forward(given)
+
+    def _forward(self, given: Inputs) -> Any:
+        """The model's forward, which may change the model."""
+        self._forget()
+        return self.run(**given)
+
+    def _forget(self) -> None:
+        self.fingerprint = None
+        self.entries.clear()
+
+    def _step(self, cache: StoredCache, ids: torch.Tensor, given: Inputs) -> Any:
+        """One step by a graph. Raises Uncapturable if it has to run without one."""
+        storage, inputs, q_len = cache.storage, dict(given), ids.shape[1]
+        tokens = bucket(ids)
+        if tokens > 1 and (name := unpaddable(inputs)) is not None:
+            raise Uncapturable(f"its argument {name} cannot be padded")
+        if tokens > 1 and storage.looks_ahead:
+            raise Uncapturable("tokens may see later ones, and those of a graph may be padding")
+        storage.sync(ids.device, *(() if tokens == 1 else (q_len,)))
+        if self.fingerprint is None:
+            self.fingerprint = self._survey()
+        self._set_mask(cache, inputs, tokens)
+        entry = self._entry(cache, inputs, tokens)
+        if entry.graph is None or entry not in self.settled:
+            self.graphs.ranks.settle(entry)
+            self.settled.add(entry)
+        if entry.refused is not None:
+            raise Uncapturable(entry.refused)
+        entry.copy_in(inputs)
+        mark = None if entry.graph is not None else storage.mark()
+        try:
+            logits = self.recorder.step(entry, storage, inputs)
+        except BaseException as error:
+            storage.rewind(mark)  # an interrupted step has also counted on the device
+            if isinstance(error, Uncapturable):
+                entry.refused = str(error)
+            raise
+        storage.advance(*(() if tokens == 1 else (q_len,)))
+        if entry.refused is not None:
+            self._refuse(entry.refused)
+        return entry.output(logits, cache)
+
+    def _refuse(self, reason: str) -> None:
+        """Note that the step that has just run cannot be captured."""
+        if self.quiet:
+            self._forget()
+        else:
+            self.refused = reason
+            self.say(reason)
+            self.graphs.uncaptured += 1
+
+    def _survey(self) -> Fingerprint:
+        """The fingerprint of the model. Raises Uncapturable if no graph can be captured on one of the ranks."""
+        found, reason = None, None
+        try:
+            found = survey(self.model)
+        except Uncapturable as error:
+            reason = str(error)
+        reason = self.graphs.ranks.refusal(reason)
+        if found is None or reason is not None:
+            raise Uncapturable(reason)
+        return found
+
+    def _set_mask(self, cache: StoredCache, inputs: Inputs, tokens: int) -> None:
+        """Drop a mask that has no effect. Build the masks of the layers if only the host knows which of its columns they hold."""
+        storage, mask = cache.storage, inputs.get("attention_mask")
+        if mask is not None and (self.ignore_mask or not storage.takes_mask):
+            del inputs["attention_mask"]
+        elif grows(mask) and not (storage.keeps_all and mask.shape[1] <= storage.capacity):
+            # The spans built from the mask have a fixed size.
+            ids = inputs["input_ids"]
+            padded = ids if tokens == ids.shape[1] else ids[:, :1].expand(-1, tokens)
+            with cache.on_device(with_mask=True):
+                inputs["attention_mask"] = hf.decode_mask(self.model, {**inputs, "input_ids": padded})
+
+    def _entry(self, cache: StoredCache, inputs: Inputs, tokens: int) -> Entry:
+        entry = self.entries.get(tokens)
+        if entry is not None and entry.fits(cache.storage) and entry.accepts(inputs, tokens):
+            return entry
+        if entry is not None and (name := entry.grown(inputs)) is not None:
+            entry.refused = f"its argument {name} grows by one element per step"
+            return entry
+        assert self.fingerprint is not None
+        entry = self.entries[tokens] = self.graphs.find(cache, self.fingerprint, inputs, tokens)
+        self.settled.discard(entry)
+        if self.graphs.changes >= MAX_CHANGES:
+            names = ", ".join(self.graphs.changed[:3])
+            reason = f"each of the last {MAX_CHANGES} calls was captured again, as values that a step reads had changed"
+            self.say(f"{reason} ({names})")
+        return entry

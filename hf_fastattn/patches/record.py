@@ -1,0 +1,90 @@
+"""Records the graph of an entry: the first step is a rehearsal, the second is captured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .. import hf
+from ..caches.contract import Storage
+from ..caches.pool import references
+from . import graph, verify
+from .cuda_graph import Graph
+from .entry import Entry, Inputs
+from .fingerprint import Uncapturable
+from .survey import survey
+from .unread import unread_by
+
+
+class Recorder:
+    """Runs the steps of one generate() over the tensors of an entry. run: the model's forward."""
+
+    def __init__(self, graphs: graph.DecodeGraphs, model: hf.PreTrainedModel, run: Callable[..., Any]):
+        self.graphs = graphs
+        self.model = model
+        self.run = run
+
+    def step(self, entry: Entry, storage: Storage, inputs: Inputs) -> torch.Tensor:
+        """The logits of one step, by the graph of `entry` if it has one. Raises Uncapturable if none can be captured.
+
+        A rehearsal sets `entry.refused` if the step must not be captured; the step has then run, and must not run again.
+        """
+        graphs = self.graphs
+        if entry.graph is not None:
+            graphs.replays += 1
+            return _replay(entry, entry.graph, inputs)
+        body = entry.body(self.model, self.run, storage, graphs.ranks.peers)
+        if not entry.warm:
+            return entry.kept(self._rehearse(entry, body), inputs)
+        expected = self._from_python(entry, body, storage, inputs) if verify.needed(self.model) else None
+        new = graph.new_graph(entry.device, graphs.shared)
+        held = references(storage)
+        entry.logits = graphs.ranks.attempt(new.capture, body, communicates=False).logits
+        holds = references(storage) - held  # a CUDA graph only has addresses; other graphs may hold tensors
+        storage.recorded += holds
+        logits = _replay(entry, new, inputs)
+        wrong = expected is not None and verify.differs(logits, expected)
+        reason = "its graph does not compute what the step computes, as a kernel is launched on another stream" if wrong else None
+        if expected is not None and (reason := graphs.ranks.refusal(reason)) is not None:
+            raise Uncapturable(reason)
+        entry.graph = new
+        graphs.captures += 1
+        graphs.replays += 1
+        return logits
+
+    def _from_python(self, entry: Entry, body: Callable[[], Any], storage: Storage, inputs: Inputs) -> torch.Tensor:
+        """The logits of a step, run from Python and then undone."""
+        mark = storage.mark()
+        outputs = self.graphs.ranks.attempt(lambda run: run(), body, communicates=True)
+        expected = entry.kept(outputs.logits, inputs).clone()
+        storage.rewind(mark)
+        storage.sync(entry.device, *(() if entry.tokens == 1 else (inputs["input_ids"].shape[1],)))
+        return expected
+
+    def _rehearse(self, entry: Entry, body: Callable[[], Any]) -> torch.Tensor:
+        """Run the first step of a graph and check that it can be captured. Returns its logits."""
+        ranks = self.graphs.ranks
+        before = survey(self.model)
+        with unread_by(self.model, before) as unread:
+            new = graph.new_graph(entry.device, self.graphs.shared)
+            outputs = ranks.attempt(new.rehearse, body, communicates=True)
+        logits: torch.Tensor | None = outputs.get("logits")
+        others = [name for name, value in outputs.items() if name not in ("logits", "past_key_values") and value is not None]
+        if others or logits is None:
+            raise Uncapturable(f"its output holds {', '.join(others) or 'no logits'}")
+        entry.check(logits)
+        entry.output_type = type(outputs)
+        entry.returns_cache = "past_key_values" in outputs
+        entry.unread = frozenset(unread)
+        entry.warm = True
+        changed = before.differences(survey(self.model), entry.unread)
+        reason = f"a step changes values that the next step reads ({', '.join(changed[:3])})" if changed else None
+        entry.refused = ranks.refusal(reason)
+        return logits
+
+
+def _replay(entry: Entry, recorded: Graph, inputs: Inputs) -> torch.Tensor:
+    recorded.replay()
+    return entry.kept(entry.logits, inputs).clone()  # a clone, because the next step overwrites it
