@@ -406,6 +406,22 @@ def test_prompts_of_many_lengths_are_read_by_one_graph(name, padding):
         assert patch.replays == 3 + 4  # two prompts from Python, then three replayed; of the first step a rehearsal
 
 
+@pytest.mark.parametrize("keep", [0, 5, 200, -5, -200])
+def test_a_graph_returns_the_logits_that_a_call_keeps(llama, keep):
+    """A custom loop may keep any number of them; after a negative number all but the first."""
+    inputs = prompts("no_padding", "cpu", rows=2)
+
+    def loop(model, input_ids, past_key_values, **kwargs):
+        positions = torch.arange(input_ids.shape[1])[None]
+        return model(input_ids=input_ids, position_ids=positions, past_key_values=past_key_values, logits_to_keep=keep).logits
+
+    expected = generate(llama, inputs, custom_generate=loop)
+    with hf_fastattn.patch(llama) as patch:
+        for _ in range(3):
+            torch.testing.assert_close(generate(llama, inputs, custom_generate=loop), expected, rtol=1e-4, atol=1e-4)
+        assert patch.replays == 1 and not patch.reasons
+
+
 def test_prompts_of_other_rows_and_dtypes_get_buffers_first(llama):
     with hf_fastattn.patch(llama) as patch:
         cache, replays = PreallocatedCache(llama), []

@@ -182,8 +182,7 @@ class Entry:
         """The part of the graph's logits that a forward with these inputs returns."""
         if self.tokens == 1 or self.last:
             return logits
-        q_len = inputs["input_ids"].shape[-1]
-        return logits[:, q_len - min(inputs.get(KEEP) or q_len, q_len) : q_len]
+        return logits[:, : inputs["input_ids"].shape[-1]][:, slice(-inputs.get(KEEP, 0), None)]
 
     def output(self, logits: torch.Tensor, cache: StoredCache) -> Any:
         """The output of a step, in the model's own type."""
