@@ -91,7 +91,7 @@ class Backend:
     ) -> Result:
         """Run the kernel for these shapes; arguments and result as in `kernels.reference.attention`."""
         phase, kernel = self.kernel(q.shape[2], q.shape[1], kv.k.shape[1])
-        if has_rows(spans):
+        if has_rows(spans) or spec.dropout:  # which decode kernels do not support
             phase, kernel = "prefill", self.prefill
         interface.calls[f"{self.name}.{phase}"] += 1
         return kernel(q, kv, spec, spans, **options)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import models
 import pytest
 import torch
@@ -9,7 +11,7 @@ from test_training import gradients, stock, trainable
 from transformers import AutoModelForMaskedLM
 
 import hf_fastattn
-from hf_fastattn import training
+from hf_fastattn import registry, training
 
 
 def test_a_backend_without_dropout_runs_the_models_own_attention(device):
@@ -54,6 +56,31 @@ def test_dropout_is_drawn_anew_and_recomputed_identically(family, device):
         with hf_fastattn.count_calls() as calls:
             assert torch.equal(model.eval()(ids).logits, model(ids).logits)
     assert calls == {"reference.prefill": 4}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_kernels_drop_weights_of_a_model_as_the_reference_does(packed, device):
+    """With the flag that the backends do not set yet."""
+    registry.register(dataclasses.replace(registry.get("lean"), name="dropping", dropout=True))
+    del registry._backends["dropping"]  # so that names() does not contain it in other tests
+    model = trainable("llama", device, attention_dropout=0.3, num_hidden_layers=1)
+    ids = models.prompts("no_padding", device, rows=1, length=24)["input_ids"]
+    given = {"position_ids": torch.cat([torch.arange(9), torch.arange(15)])[None].to(device)} if packed else {}
+
+    def train(name: str, seed: int = 0) -> list[torch.Tensor]:
+        model.set_attn_implementation(name)
+        torch.manual_seed(seed)
+        model.zero_grad()
+        model(ids, use_cache=False, **given).logits.square().sum().backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    expected = train("reference")
+    with hf_fastattn.count_calls() as calls:
+        torch.testing.assert_close(train("dropping"), expected, atol=1e-4, rtol=1e-3)
+    assert calls == {"dropping.prefill": 1, "dropping.backward": 1}
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    torch.testing.assert_close(train("dropping"), expected, atol=1e-4, rtol=1e-3)
+    assert not torch.allclose(train("dropping", seed=1)[0], expected[0], atol=1e-2, rtol=0.1)
 
 
 def test_dropout_changes_the_mean_little(device):

@@ -86,6 +86,7 @@ CASES = [
     Case(dropout=0.3, num_heads=4, num_kv_heads=2, batch=2, sinks=True),
     replace(_padded, dropout=0.3, causal=False, softcap=3.0),
     replace(_packed, dropout=0.3, window=20, dtype="fp16"),
+    Case(dropout=0.97, q_len=40, window=19, num_heads=4, num_kv_heads=2, head_dim=24, value_dim=40),
     *(Case(head_dim=d, value_dim=dv, q_len=33, kv_len=35) for d, dv in ((24, None), (40, 72), (256, None), (192, 128))),
 ]
 if ON_GPU:
@@ -240,6 +241,48 @@ def test_dropout_is_philox():
     assert not torch.equal(kept[0, 0], kept[0, 1]) and not torch.equal(kept[0, 0], kept[1, 0])
 
 
+def test_the_same_weights_are_dropped_in_every_product(device):
+    """All scores are 0, and the inputs are such that each product writes every weight that it applies as a number of its own."""
+    q_len, kv_len, heads, width, p = 20, 45, 4, 80, 0.4
+    spec, seed = Spec(scale=1.0, window=21, dropout=p), torch.tensor([SEED], device=device)
+    seen = reference.visible(q_len, kv_len, device, None, True, spec.window)
+    kept = dropout.kept(seed, p, heads, *(torch.arange(n, device=device) for n in (1, heads, q_len, kv_len))) & seen
+    assert 0.55 < kept.sum() / (heads * seen.sum()) < 0.65
+    want = kept / seen.sum(-1, keepdim=True) * dropout.keep_scale(p)
+    no_q, no_k = torch.zeros(1, heads, q_len, width, device=device), torch.zeros(1, 2, kv_len, width, device=device)
+    by_query = torch.eye(width, device=device).view(1, heads, q_len, width)  # a dimension for each head and query
+    by_key = no_k + torch.eye(width, device=device)[:kv_len]
+    one_q, one_k = (x + torch.eye(width, device=device)[0] for x in (no_q, no_k))
+
+    def gradients_without_delta(q, k, dout) -> tuple[torch.Tensor | None, ...]:
+        _, lse = FORWARD(q, KV(k, one_k), spec, seed=seed, return_lse=True)
+        return BACKWARD(q, KV(k, one_k), spec, out=no_q, lse=lse, dout=dout, seed=seed)
+
+    def of_heads(x) -> torch.Tensor:  # (1, 2, kv_len, width), summed over the heads of a group
+        own = x.view(2, kv_len, heads, q_len).permute(2, 0, 3, 1)  # (heads, num_kv_heads, q_len, kv_len)
+        return own[range(heads), [0, 0, 1, 1]][None]
+
+    torch.testing.assert_close(FORWARD(no_q, KV(no_k, by_key), spec, seed=seed)[..., :kv_len], want)
+    torch.testing.assert_close(gradients_without_delta(no_q, by_key, one_q)[0][..., :kv_len], want)
+    torch.testing.assert_close(of_heads(gradients_without_delta(by_query, no_k, one_q)[1]), want)
+    torch.testing.assert_close(of_heads(gradients_without_delta(no_q, no_k, by_query)[2]), want)
+
+
+@pytest.mark.parametrize("p", [0.0, 1e-6, 1 - 1e-9])
+def test_dropout_of_nothing_and_of_nearly_everything(p, device):
+    x = make(Case(dropout=p, q_len=40, window=19), device)
+    given = {"sink_logits": x.sink_logits, "seed": torch.tensor([SEED], device=device)}
+
+    def both(forward, backward, spec=x.spec) -> list[torch.Tensor]:
+        out, lse = forward(x.q, KV(x.k, x.v), spec, return_lse=True, **given)
+        return [out, lse, *backward(x.q, KV(x.k, x.v), spec, out=out, lse=lse, dout=x.dout, **given)[:3]]
+
+    found = both(FORWARD, BACKWARD)
+    same = both(reference.attention, reference.backward, x.spec if p > 0.5 else x.spec._replace(dropout=0.0))
+    for got, want in zip(found, same, strict=True):
+        torch.testing.assert_close(got, want, atol=1e-5 * max(1.0, tolerance.largest(want)), rtol=1e-4)
+
+
 GRADCHECKED = [
     Case(q_len=5, kv_len=7, num_heads=2, head_dim=3, sinks=True, softcap=2.0),
     Case(q_len=6, kv_len=4, head_dim=2, value_dim=3, causal=False, window=2),
@@ -367,7 +410,7 @@ def test_the_queries_of_keys_are_searched_in_steps(q_len, device):
             assert np.arange(first, end).tolist() == np.flatnonzero(which).tolist()
 
 
-def test_kernels_without_intervals_refuse_them(device):
+def test_kernels_without_intervals_or_dropout_refuse_them(device):
     q = torch.randn(1, 2, 6, 16, device=device)
     lo, hi = segments(torch.ones(1, 6, dtype=torch.bool, device=device))
     spans = with_rows(build_spans(1, 6, 6, device), lo, hi)
@@ -375,7 +418,11 @@ def test_kernels_without_intervals_refuse_them(device):
         for name in ("lean", "split_kv"):
             with pytest.raises(ValueError, match=r"reads no spans with an interval for each query .*prefill does"):
                 getattr(importlib.import_module(f"hf_fastattn.kernels.attention.{name}"), name)(q, KV(q, q), Spec(), spans)
-        wide = torch.randn(1, 1, 4, 264, device=device)
+            with pytest.raises(ValueError, match=r"has no dropout; kernels.attention.prefill has"):
+                TritonKernel(name)(q, KV(q, q), Spec(dropout=0.1))
+        wide, seed = torch.randn(1, 1, 4, 264, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+        with pytest.raises(ValueError, match="head_dim 264 is above 256"):
+            FORWARD(wide, KV(wide, wide), Spec(dropout=0.1), seed=seed)
         with pytest.raises(ValueError, match="head_dim 264 is above 256"):
             BACKWARD(wide, KV(wide, wide), out=wide, lse=wide[..., 0], dout=wide)
     with pytest.raises(ValueError, match="must be int32"):

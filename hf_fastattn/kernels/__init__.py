@@ -120,7 +120,7 @@ class TritonKernel:
         self, portable: Callable[..., Result], q: torch.Tensor, kv: KV, spec: Spec, spans: torch.Tensor | None
     ) -> Callable[..., Result]:
         if spec.dropout > 0.0:
-            return portable if self.name == "backward" else _module("dropped").dropped
+            return portable
         rows = has_rows(spans)
         if (self.stream_k is None or rows) and (self.hopper is None or gpu.arch(q.device) != 90):
             return portable

@@ -56,7 +56,7 @@ def _check_dropout(spec: Spec, q, seed, supported: bool) -> None:
     if spec.dropout == 0.0 and seed is None:
         return
     if not supported:
-        raise ValueError("This kernel has no dropout; kernels.attention.dropped has, without sinks.")
+        raise ValueError("This kernel has no dropout; kernels.attention.prefill has, without sinks.")
     if not 0.0 <= spec.dropout < 1.0 or seed is None or spec.sinks:
         raise ValueError(
             f"dropout must be at least 0 and below 1, with a seed and without sinks; got {spec.dropout}, the seed {seed} and "

@@ -10,6 +10,7 @@ import torch
 from .. import checks
 from ..device.constants import Constants
 from ..device.tile import load_plain
+from ..dropout import keep_scale, threshold
 from ..host import launch, tables
 from ..host.overlap import early
 from ..spans import NO_WINDOW, has_rows
@@ -37,13 +38,26 @@ class Call:
     value_dim: int
 
     @classmethod
-    def of(cls, tensors, form: Form, spec: Spec, return_lse: bool, decode: bool = False, rows: bool = False) -> Call:
-        """The call of these tensors. Raises the errors of `checks.check`, which explains decode and rows, and of
-        `checks.check_widths`."""
+    def of(
+        cls,
+        tensors,
+        form: Form,
+        spec: Spec,
+        return_lse: bool,
+        *,
+        decode: bool = False,
+        rows: bool = False,
+        dropout: bool = False,
+        seed: torch.Tensor | None = None,
+    ) -> Call:
+        """The call of these tensors. Raises the errors of `checks.check`, which explains decode, rows and dropout, and of
+        `checks.check_widths`. seed: of dropout."""
         q, *of_kv, spans, sink_logits, inv_freq = tensors
         kv = KV(of_kv[0], of_kv[1], form, *of_kv[2:])
-        scale = checks.check(q, kv, spec, spans, sink_logits, inv_freq, decode=decode, rows=rows)
+        scale = checks.check(q, kv, spec, spans, sink_logits, inv_freq, seed, decode=decode, rows=rows, dropout=dropout)
         checks.check_widths(q, kv)
+        if spec.dropout:
+            checks.check_trained_widths(q, kv)
         batch, num_heads, q_len, head_dim = q.shape
         _, num_kv_heads, kv_len, value_dim = kv.v.shape
         sizes = (batch, num_heads, num_kv_heads, q_len, kv_len, head_dim, value_dim)
@@ -123,6 +137,7 @@ class Call:
             ONE_QUERY=pairs > 0 and self.q_len == 1,
             FEW_ROWS=packed and self.rows <= config.BLOCK_M,
             ROWS=has_rows(spans),
+            DROPOUT=self.spec.dropout > 0.0,
         )
 
     def arguments(self) -> dict[str, Any]:
@@ -143,6 +158,10 @@ class Call:
             "LOAD_K": self.form.load_k or load_plain,
             "LOAD_V": self.form.load_v or load_plain,
         }
+
+    def dropout(self) -> dict[str, Any]:
+        """What `device.dropout.kept` takes besides the seed, by the names of the kernels' arguments."""
+        return {"drop_below": threshold(self.spec.dropout), "keep_scale": keep_scale(self.spec.dropout)}
 
     def registers(self, config: tables.Config) -> dict[str, int]:
         """The register limit of a launch that begins early, as Triton's option."""

@@ -1,7 +1,10 @@
 """FlashAttention-2 forward in portable Triton: one program per (block of query rows, head, batch row), which loops over K/V.
 
-The longest causal blocks start first. Query heads share K/V heads without expansion.
-Source: Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning" (2023), algorithm 1.
+The longest causal blocks start first. Query heads share K/V heads without expansion. With dropout, Z being 1 / (1 - p) where a
+weight is kept and else 0: O = (P * Z) V. The denominator of P, and therefore lse, is that of all weights.
+
+Sources: Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning" (2023), algorithm 1; for dropout
+Dao et al., "FlashAttention" (2022), algorithm 2 (appendix B.3), with random numbers of a weight's place (`kernels.dropout`).
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import triton.language as tl
 from .. import checks
 from ..decode.rotate import rotate
 from ..device.attend import attend
+from ..device.dropout import aligned
 from ..device.online import finalize
 from ..device.visibility import key_bounds
 from ..host import launch, tables
@@ -20,7 +24,7 @@ from ..spec import KV, Form, Spec
 from .plan import Call
 
 
-@triton.jit(do_not_specialize=["stride_sb", "q_len", "kv_len", "window"])
+@triton.jit(do_not_specialize=["stride_sb", "q_len", "kv_len", "window", "drop_below"])
 def prefill_kernel(
     Q,
     K,
@@ -33,6 +37,7 @@ def prefill_kernel(
     Spans,
     QSinks,
     SinkLogits,
+    Seed,
     stride_qb,
     stride_qh,
     stride_qm,
@@ -49,6 +54,8 @@ def prefill_kernel(
     window,
     scale_log2,
     cap_log2,
+    drop_below,
+    keep_scale,
     C: tl.constexpr,
     LOAD_K: tl.constexpr,
     LOAD_V: tl.constexpr,
@@ -70,11 +77,18 @@ def prefill_kernel(
     kv_head = (head // C.GROUP).to(tl.int64)
     k_base, v_base = K + row * stride_kb + kv_head * stride_kh, V + row * stride_vb + kv_head * stride_vh
     kv = (k_base, v_base, stride_kn, stride_vn, (row, kv_head, num_heads // C.GROUP, kv_len), (Scales, Centre, Pages))
+    dropout = None
+    first_key = bounds[2]
+    if C.DROPOUT:
+        dropout = ((tl.load(Seed), drop_below, keep_scale), tl.program_id(2) * num_heads + head, offs_m)
+        first_key = aligned(first_key)
     acc, m, l = attend(
         (Q, row * stride_qb + head.to(tl.int64) * stride_qh + offs_m.to(tl.int64) * stride_qm),
-        kv, span_ptr, bounds, (0, tl.cdiv(bounds[3] - bounds[2], C.BLOCK_N)), (scale_log2, cap_log2),
-        (QSinks, sink_lo, sink_hi, True, 0, 0), C, LOAD_K, LOAD_V,
+        kv, span_ptr, bounds, (0, tl.cdiv(bounds[3] - first_key, C.BLOCK_N)), (scale_log2, cap_log2),
+        (QSinks, sink_lo, sink_hi, True, 0, 0), C, LOAD_K, LOAD_V, dropout,
     )  # fmt: skip
+    if C.DROPOUT:
+        acc *= keep_scale
     out, lse = finalize(acc, m, l, SinkLogits + head + offs_m * 0, row_mask, C.HAS_SINK_LOGITS)
     # Out is (batch, q_len, num_heads, VALUE_DIM), contiguous.
     out_rows = (row * q_len + offs_m) * num_heads + head
@@ -91,12 +105,13 @@ def prefill(
     *,
     sink_logits: torch.Tensor | None = None,
     inv_freq: torch.Tensor | None = None,
+    seed: torch.Tensor | None = None,
     return_lse: bool = False,
 ):
     """Exact attention of many query rows; arguments, result and errors as in `kernels.reference.attention`."""
     if inv_freq is not None and 0 in q.stride():
         q = q.contiguous()  # expanded queries share memory, and their re-rotated copies differ
-    start = _prepare((q, *kv.tensors, spans, sink_logits, inv_freq), kv.form, spec, return_lse)
+    start = _prepare((q, *kv.tensors, spans, sink_logits, inv_freq, seed), kv.form, spec, return_lse)
     q_sinks = q
     if inv_freq is not None:
         q_sinks = rotate(
@@ -111,6 +126,7 @@ def prefill(
         q if spans is None else spans,
         q_sinks if spec.sinks else None,
         q if sink_logits is None else sink_logits,
+        seed,
     )
     return (out, lse) if return_lse else out
 
@@ -118,12 +134,15 @@ def prefill(
 @launch.remember
 def _prepare(tensors, form: Form, spec: Spec, return_lse: bool) -> launch.Launch:
     """Check the arguments and prepare their launch."""
-    call = Call.of(tensors, form, spec, return_lse, rows=True)
-    config = tables.prefill(call.q.device, call.q.dtype, call.width, call.q_len)
+    call = Call.of(tensors[:-1], form, spec, return_lse, rows=True, dropout=True, seed=tensors[-1])
+    # With the larger tiles of the table of prefill, random numbers do not fit into registers.
+    table = tables.backward_dq if spec.dropout else tables.prefill
+    config = table(call.q.device, call.q.dtype, call.width, call.q_len)
     return launch.Launch(
         prefill_kernel,
         (triton.cdiv(call.q_len, config.BLOCK_M), call.num_heads, call.batch),
         **call.arguments(),
+        **(call.dropout() if spec.dropout else {"drop_below": None, "keep_scale": None}),
         num_heads=call.num_heads,
         C=call.constants(config, packed=False),
         num_warps=config.num_warps,

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from ..spans import DROPPED
+from .dropout import aligned, kept
 from .online import masked_step, scores_of, softmax_step
 from .rerotate import partners, rerotate
 from .wide import SINK_BLOCK, attend_wide
@@ -15,6 +16,7 @@ def attend(
     C: tl.constexpr,
     LOAD_K: tl.constexpr,
     LOAD_V: tl.constexpr,
+    dropout=None,
 ):  # fmt: skip
     """Online softmax of a block of rows over the tiles [tile_start, tile_stop) of the keys [lo, hi). Returns (acc, m, l), m in
     base 2; (0, -inf, 0) for a row that sees no key.
@@ -27,11 +29,14 @@ def attend(
     With SINKS, the one program of these rows with takes_sinks also processes the sinks, the slots from sink_lo to sink_hi of each
     row. Without PAIRS, the queries that score them are at SinkQuery + q_rows. With PAIRS, they are the queries at Q, re-rotated
     from `positions` (counted from sink_lo) to at most `last_position` with the frequencies at SinkQuery (see `rerotate`).
+
+    dropout: (arguments of `dropout.kept`, place, queries [BLOCK_M]) with DROPOUT, for heads of at most BLOCK_D dimensions and
+    without sinks. Tiles then begin at `aligned(lo)` instead of lo. The caller scales acc.
     """
     if C.HEAD_DIM > C.BLOCK_D:
         return attend_wide(queries, kv, span_ptr, bounds, tiles, scales, sinks, C, LOAD_K, LOAD_V)
     else:
-        return _attend(queries, kv, span_ptr, bounds, tiles, scales, sinks, C, LOAD_K, LOAD_V)
+        return _attend(queries, kv, span_ptr, bounds, tiles, scales, sinks, C, LOAD_K, LOAD_V, dropout)
 
 
 @triton.jit
@@ -40,6 +45,7 @@ def _attend(
     C: tl.constexpr,
     LOAD_K: tl.constexpr,
     LOAD_V: tl.constexpr,
+    dropout=None,
     SINK_BLOCK: tl.constexpr = SINK_BLOCK,
     DROPPED: tl.constexpr = DROPPED,
 ):  # fmt: skip
@@ -92,6 +98,10 @@ def _attend(
     l = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
 
+    if C.DROPOUT:
+        numbers, place, queries = dropout
+        first_live, lo = lo, aligned(lo)
+
     # Tiles [full_start, full_stop) need no mask.
     full_start = tl.minimum(tl.maximum((full_lo - lo + BLOCK_N - 1) // BLOCK_N, tile_start), tile_stop)
     full_keys = tl.maximum(full_hi - lo, 0)
@@ -114,7 +124,10 @@ def _attend(
         s = scores_of(q, k, scales, C.HAS_SOFTCAP, C.IEEE)
         if C.FEW_ROWS:
             s = tl.where((offs_n >= overlap)[None, :], s, float("-inf"))
-        acc, m, l = softmax_step(s, v, acc, m, l, False, C.IEEE)
+        is_kept = None
+        if C.DROPOUT:
+            is_kept = kept(numbers, place, queries, first, BLOCK_N)
+        acc, m, l = softmax_step(s, v, acc, m, l, False, C.IEEE, is_kept)
 
     n_before = full_start - tile_start
     words_stop = tl.where(holes, hi, lo)  # without holes no words of the bit mask are read
@@ -123,10 +136,14 @@ def _attend(
             tile = tl.where(i < n_before, tile_start + i, full_stop + i - n_before)
             first = lo + tile * BLOCK_N
             kv_mask = (first + offs_n < hi)[:, None]
+            is_kept = None
+            if C.DROPOUT:
+                kv_mask = kv_mask & (first + offs_n >= first_live)[:, None]
+                is_kept = kept(numbers, place, queries, first, BLOCK_N)
             k = LOAD_K(k_base, stride_kn, first, offs_n, offs_d, kv_mask & d_mask, indices, extra)
             v = LOAD_V(v_base, stride_vn, first, offs_n, offs_v, kv_mask & v_mask, indices, extra)
             s = scores_of(q, k, scales, C.HAS_SOFTCAP, C.IEEE)
-            acc, m, l = masked_step(s, v, first + offs_n, span_ptr, words_stop, row_lo, row_hi, acc, m, l, C)
+            acc, m, l = masked_step(s, v, first + offs_n, span_ptr, words_stop, row_lo, row_hi, acc, m, l, C, is_kept)
 
     if SINKS:  # noqa: SIM102 (a constant; the next condition is not)
         if sinks_stop > sink_lo:

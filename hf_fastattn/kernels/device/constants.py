@@ -14,7 +14,7 @@ class Constants:
     dimensions of K and V in one load; all of them unless HEAD_DIM is above BLOCK_D (see `wide`). SINKS: number of first tokens
     that are visible whatever the window. PAIRS: pairs of dimensions that the kernel rotates to re-rotate the queries that score
     sinks; 0 if it does not re-rotate. FEW_ROWS: one block holds all packed rows of a KV head. ROWS: the spans have an interval
-    for each query. DROPOUT: whether weights are dropped (backward only).
+    for each query. DROPOUT: whether weights are dropped (prefill and backward).
     """
 
     GROUP: int

@@ -7,6 +7,12 @@ from ..dropout import GROUP, ROUNDS
 
 
 @triton.jit
+def aligned(slot, GROUP: tl.constexpr = GROUP):
+    """The first slot of the group of `slot`, whose random numbers are computed together. Tiles of keys begin at one."""
+    return slot // GROUP * GROUP
+
+
+@triton.jit
 def kept(
     dropout, place, queries, first_key,
     BLOCK_N: tl.constexpr,

@@ -48,8 +48,11 @@ def safe(m):
 
 
 @triton.jit
-def softmax_step(s, v, acc, m, l, MASKED: tl.constexpr, IEEE: tl.constexpr):
-    """(acc, m, l) after a tile of scores s in base 2 and values v. MASKED: a row may not have seen any key yet."""
+def softmax_step(s, v, acc, m, l, MASKED: tl.constexpr, IEEE: tl.constexpr, kept=None):
+    """(acc, m, l) after a tile of scores s in base 2 and values v. MASKED: a row may not have seen any key yet.
+
+    kept: which weights dropout keeps, None for all. l sums all weights.
+    """
     m_new = tl.maximum(m, tl.max(s, 1))
     m_safe = m_new
     if MASKED:
@@ -57,6 +60,8 @@ def softmax_step(s, v, acc, m, l, MASKED: tl.constexpr, IEEE: tl.constexpr):
     p = tl.exp2(s - m_safe[:, None])
     alpha = tl.exp2(m - m_safe)
     l = l * alpha + tl.sum(p, 1)
+    if kept is not None:
+        p = tl.where(kept, p, 0.0)
     acc = acc * alpha[:, None]
     if IEEE:
         acc = tl.dot(p, v, acc, input_precision="ieee")
@@ -69,6 +74,7 @@ def softmax_step(s, v, acc, m, l, MASKED: tl.constexpr, IEEE: tl.constexpr):
 def masked_step(
     s, v, offs_slot, span_ptr, words_stop, row_lo, row_hi, acc, m, l,
     C: tl.constexpr,
+    kept=None,
     WORDS: tl.constexpr = WORDS,
 ):  # fmt: skip
     """(acc, m, l) after scores s and values v of the slots `offs_slot`; each row sees those in [row_lo, row_hi)."""
@@ -77,7 +83,7 @@ def masked_step(
         words = tl.load(span_ptr + WORDS + (offs_slot >> 5), mask=offs_slot < words_stop, other=-1)
         visible = visible & (((words >> (offs_slot & 31)) & 1) != 0)[None, :]
     s = tl.where(visible, s, float("-inf"))
-    return softmax_step(s, v, acc, m, l, True, C.IEEE)
+    return softmax_step(s, v, acc, m, l, True, C.IEEE, kept)
 
 
 @triton.jit

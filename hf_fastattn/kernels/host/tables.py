@@ -74,7 +74,7 @@ def prefill_config(arch: int, itemsize: int, block_d: int, rows: int) -> Config:
 
 
 def backward_dq(device: torch.device, dtype: torch.dtype, head_dim: int, q_len: int) -> Config:
-    """The launch for dQ and delta; arguments as in `prefill`."""
+    """The launch for dQ and delta, and that of the prefill kernel with dropout; arguments as in `prefill`."""
     rows = min(128, max(16, 1 << (q_len - 1).bit_length()))
     return backward_dq_config(gpu.arch(device), dtype.itemsize, block_d(head_dim), rows)
 

@@ -10,7 +10,6 @@ With dropout, Z being 1 / (1 - p) where a weight is kept and else 0: dV = (Z * P
 from __future__ import annotations
 
 import importlib
-from dataclasses import replace
 from functools import cache
 from types import ModuleType
 from typing import NamedTuple
@@ -20,7 +19,6 @@ import triton
 
 from ... import checks
 from ...device.online import LOG2_E
-from ...dropout import GROUP, keep_scale, threshold
 from ...host import gpu, launch, tables
 from ...spec import KV, Form, Gradients, Spec
 from ..plan import Call
@@ -87,7 +85,7 @@ def _prepare(tensors, form: Form, spec: Spec, write_dq: bool, by_tma: bool) -> P
     checks.check_backward(q, kv, spec, spans, out, lse, dout, dlse, sink_logits, seed)
     checks.check_trained_widths(q, kv)
     dropped = spec.dropout > 0.0
-    call = Call.of((q, *kv.tensors, spans, sink_logits, None), form, spec._replace(dropout=0.0), True, rows=True)
+    call = Call.of((q, *kv.tensors, spans, sink_logits, None), form, spec, True, rows=True, dropout=True, seed=seed)
     for_dq = tables.backward_dq(q.device, q.dtype, call.width, call.q_len)
     for_dkdv = tables.backward_dkdv(q.device, q.dtype, call.width, call.kv_len, dropped)
     hopper = None
@@ -98,17 +96,16 @@ def _prepare(tensors, form: Form, spec: Spec, write_dq: bool, by_tma: bool) -> P
     arguments = call.arguments()
     del arguments["LOAD_K"], arguments["LOAD_V"]
     arguments |= {"stride_ob": dout.stride(0), "stride_oh": dout.stride(1), "stride_om": dout.stride(2), "scale": call.scale}
-    arguments |= {"drop_below": threshold(spec.dropout), "keep_scale": keep_scale(spec.dropout)}
+    arguments |= call.dropout()
     dq = launch.Launch(
         dq_kernel,
         (triton.cdiv(call.q_len, for_dq.BLOCK_M), call.num_heads, call.batch),
         **arguments,
         num_heads=call.num_heads,
-        C=replace(call.constants(for_dq, packed=False), DROPOUT=dropped),
+        C=call.constants(for_dq, packed=False),
         HAS_DLSE=dlse is not None,
         WRITE_DQ=write_dq,
         LOG2_E=LOG2_E,
-        GROUP=GROUP,
         num_warps=for_dq.num_warps,
         num_stages=for_dq.num_stages,
     )
@@ -119,7 +116,7 @@ def _prepare(tensors, form: Form, spec: Spec, write_dq: bool, by_tma: bool) -> P
             dkdv_kernel,
             (blocks, call.num_kv_heads * splits, call.batch),
             **arguments,
-            C=replace(call.constants(for_dkdv, packed=False), DROPOUT=dropped),
+            C=call.constants(for_dkdv, packed=False),
             SPLIT=for_dkdv.split,
             SPLITS=splits,
             num_warps=for_dkdv.num_warps,

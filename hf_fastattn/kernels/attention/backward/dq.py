@@ -11,7 +11,7 @@ exchanged loops.
 import triton
 import triton.language as tl
 
-from ...device.dropout import kept
+from ...device.dropout import aligned, kept
 from ...device.online import scaled
 from ...device.visibility import key_bounds
 from .tile import add_dot, dot, live_keys, load_rows, probabilities, score_gradients, split_tiles, store_pairs, tile_at, within
@@ -83,7 +83,6 @@ def dq_kernel(
     HAS_DLSE: tl.constexpr,
     WRITE_DQ: tl.constexpr,
     LOG2_E: tl.constexpr,
-    GROUP: tl.constexpr,
 ):
     BLOCK_M: tl.constexpr = C.BLOCK_M
     BLOCK_N: tl.constexpr = C.BLOCK_N
@@ -124,7 +123,7 @@ def dq_kernel(
         dropout = (0, drop_below, keep_scale)
         if C.DROPOUT:
             dropout = (tl.load(Seed), drop_below, keep_scale)
-            lo = lo // GROUP * GROUP  # the random numbers of a group are computed together
+            lo = aligned(lo)
         place = tl.program_id(2) * num_heads + head
         before, full_stop, tiles = split_tiles(lo, hi, full_lo, tl.where(holes, lo, full_hi), BLOCK_N)
         for tile in tl.range(before, full_stop):
