@@ -21,32 +21,41 @@ class Mask(torch.Tensor):
 
     content: the data, see the subclasses. made_for: (backend, model), the names for messages. fresh: whether there are several
     tokens, no padding and, as far as the host knows, no previous tokens, so that packed sequences can only be recognised by
-    position_ids.
+    position_ids. chunk_size: the size of its chunks if packed sequences have not been detected yet; chunks restart in each
+    sequence.
     """
 
     # All operations arrive at __torch_dispatch__.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-    def __new__(cls, content: torch.Tensor, sizes: tuple[int, int, int], made_for: tuple[str, str], fresh: bool = False) -> Self:
+    def __new__(cls, content: torch.Tensor, sizes: tuple[int, int, int], *_: Any) -> Self:
         batch, q_len, kv_len = sizes
         return torch.Tensor._make_wrapper_subclass(cls, (batch, 1, q_len, kv_len), dtype=torch.bool, device=content.device)
 
-    def __init__(self, content: torch.Tensor, sizes: tuple[int, int, int], made_for: tuple[str, str], fresh: bool = False):
+    def __init__(
+        self,
+        content: torch.Tensor,
+        sizes: tuple[int, int, int],
+        made_for: tuple[str, str],
+        fresh: bool = False,
+        chunk_size: int | None = None,
+    ):
         self.content = content
         self.sizes = sizes  # without the 1; attention compares them at every layer
         self.made_for = made_for
         self.fresh = fresh
+        self.chunk_size = chunk_size
         self.separated: Mask | None = None  # this mask with packed sequences separated, if a layer has detected any (`packed`)
 
     def __repr__(self) -> str:  # type: ignore[override]  # torch's own has an internal argument
         return f"{type(self).__name__}{tuple(self.shape)} on {self.device}"
 
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[tuple[str, str], bool]]:
-        return ["content"], (self.made_for, self.fresh)
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        return ["content"], (self.made_for, self.fresh, self.chunk_size)
 
     @classmethod
     def __tensor_unflatten__(
-        cls, content: dict[str, torch.Tensor], rest: tuple[tuple[str, str], bool], size: Sequence[int], stride: object
+        cls, content: dict[str, torch.Tensor], rest: tuple[Any, ...], size: Sequence[int], stride: object
     ) -> Self:
         return cls(content["content"], (size[0], size[2], size[3]), *rest)
 
@@ -63,8 +72,10 @@ class Mask(torch.Tensor):
         """Rows [start, stop) of the batch (dim 0), or queries [start, stop) of every row (dim 2)."""
         raise NotImplementedError
 
-    def around(self, content: torch.Tensor) -> Mask:
-        return type(self)(content, self.sizes, self.made_for, self.fresh)
+    def around(self, content: torch.Tensor, batch: int | None = None) -> Mask:
+        """The same mask with other content, which may be of some rows of the batch."""
+        sizes = self.sizes if batch is None else (batch, *self.sizes[1:])
+        return type(self)(content, sizes, self.made_for, self.fresh, self.chunk_size)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # a C function in torch
@@ -104,9 +115,9 @@ class SpansMask(Mask):
         return reference.visible(q_len, kv_len, self.device, self.content, False, None)[:, None]
 
     def part(self, dim: int, start: int, stop: int) -> Mask:
-        batch, q_len, kv_len = self.sizes
         if dim == 0:
-            return SpansMask(self.content[start:stop], (stop - start, q_len, kv_len), self.made_for)
+            return self.around(self.content[start:stop], stop - start)
+        batch, _, kv_len = self.sizes
         rows = self.content[:1] if self.content.stride(0) == 0 else self.content  # a uniform batch stays uniform
         rows = rows.clone()
         rows[..., spans.Q_START] += start
@@ -114,17 +125,12 @@ class SpansMask(Mask):
 
 
 class RunsMask(SpansMask):
-    """content: spans of the second form, with an interval for each query, for example for sequences packed into one row.
-
-    chunk_size: the size of its chunks if packed sequences have not been detected yet; chunks restart in each sequence.
-    """
-
-    chunk_size: int | None = None
+    """content: spans of the second form, with an interval for each query, for example for sequences packed into one row."""
 
     def part(self, dim: int, start: int, stop: int) -> Mask:
-        batch, q_len, kv_len = self.sizes
         if dim == 0:
-            return RunsMask(self.content[start:stop], (stop - start, q_len, kv_len), self.made_for)
+            return self.around(self.content[start:stop], stop - start)
+        batch, _, kv_len = self.sizes
         rows = torch.cat([self.content[..., : spans.WORDS], self.content[..., spans.WORDS + start : spans.WORDS + stop]], -1)
         rows[..., spans.Q_START] += start
         return RunsMask(rows, (batch, stop - start, kv_len), self.made_for)
@@ -145,9 +151,9 @@ class PlainMask(Mask):
         return reference.visible(q_len, kv_len, self.device, None, True, None)[:, None].expand(batch, -1, -1, -1)
 
     def part(self, dim: int, start: int, stop: int) -> Mask:
-        batch, q_len, kv_len = self.sizes
         if dim == 0:
-            return PlainMask(self.content, (stop - start, q_len, kv_len), self.made_for, self.fresh)
+            return self.around(self.content, stop - start)
+        batch, q_len, kv_len = self.sizes
         if stop == q_len:
             return PlainMask(self.content, (batch, stop - start, kv_len), self.made_for)
         written = spans.build_spans(batch, q_len, kv_len, self.device, q_offset=kv_len - q_len)

@@ -50,7 +50,7 @@ def separated(mask: masks.Mask, arguments: dict[str, Any]) -> masks.Mask:
 
 def _separated(mask: masks.Mask, arguments: dict[str, Any]) -> masks.Mask:
     batch, _, q_len, kv_len = mask.shape
-    chunk = mask.chunk_size if isinstance(mask, masks.RunsMask) else None
+    chunk = mask.chunk_size
     cu_q, cu_k, position_ids = (arguments.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k", "position_ids"))
     if cu_q is not None and batch == 1 and q_len == kv_len and (_is_simple(mask) or chunk is not None):
         lo, hi = spans.segments_of_lengths(cu_q, cu_q if cu_k is None else cu_k, q_len)

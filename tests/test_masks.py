@@ -45,6 +45,7 @@ def test_a_sliced_mask_is_that_of_the_slice(kind, device, without_gradients):
     mask = make(kind, device)
     moved = mask.to(device=device, dtype=torch.bool).to(device).to(mask)
     assert isinstance(moved, masks.Mask) and torch.equal(moved.dense(), mask.dense())
+    assert all((each.fresh, each.chunk_size) == (mask.fresh, mask.chunk_size) for each in (moved, mask[:1]))
     q, k = torch.randn(2, 4, 8, 16, device=device), torch.randn(2, 2, mask.shape[3], 16, device=device)
     whole = attend(q, k, mask)
     full = slice(None)
