@@ -158,6 +158,7 @@ def test_two_gpus_of_one_machine_may_differ(gpu, monkeypatch):
     """A T4 and an H100: the result of a check on one is not used for the other."""
     gpu()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0) if device.index == 0 else (7, 5))
+    monkeypatch.setattr(kernels, "HAS_TRITON", True)  # also where it is not installed
     kernel = hf_fastattn.get("lean").prefill
     assert kernel.where("cuda:0") == "the Triton kernel"
     with pytest.raises(RuntimeError, match=r"Tesla T4 has 7\.5"):
