@@ -37,6 +37,7 @@ from transformers import DynamicCache
 
 import hf_fastattn
 from hf_fastattn import hf, interface
+from hf_fastattn.patches import experts, fuse, subclass
 from hf_fastattn.patches import graph as graphs
 
 PACKAGE = str(Path(hf_fastattn.__file__).parent)
@@ -408,12 +409,11 @@ def _replayed(model, patch, truth: Truth, way: str) -> dict:
 
 
 def fused(model) -> dict[str, int]:
-    """The modules that patch() would fuse on a GPU."""
-    from hf_fastattn.patches import fuse
-
-    with mock.patch.object(fuse, "INTERPRETED", True):
-        found = fuse.find(model)
-    return {name: len(modules) for name, modules in found._asdict().items() if modules}
+    """The numbers of modules that patch() would fuse on a GPU, besides linear layers."""
+    with mock.patch.object(subclass, "INTERPRETED", True):
+        found, mixtures, routers = fuse.find(model), experts.find(model), experts.find_routers(model)
+    kinds = {"norms": found.norms, "rotations": found.layers, "MLPs": found.mlps, "experts": mixtures, "routers": routers}
+    return {kind: len(modules) for kind, modules in kinds.items() if modules}
 
 
 def truths_of(model, entry: every_model.Model, device, row: dict) -> tuple[dict[str, Truth], bool]:
@@ -478,8 +478,7 @@ def run_model(entry: every_model.Model, variant: str = "", device: str = "cpu", 
     finally:
         row["seconds"] = round(time.monotonic() - started, 1)
     row["tolerance"] = {padding: [truth.tolerance, truth.scale] for padding, truth in truths.items()}
-    with contextlib.suppress(Exception):
-        row["fused"] = fused(model)
+    row["fused"] = fused(model)
     cells = cells_of(model, truths, generates)
     cells |= remedies(model, truths, cells)
     row["cells"] = {name: vars(cell) for name, cell in cells.items()}

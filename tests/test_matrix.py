@@ -11,6 +11,7 @@ import model_table
 import pytest
 import torch
 from calls import as_kernel, attention
+from models import tiny
 
 from hf_fastattn import kernels, registry
 from hf_fastattn.kernels import spans
@@ -50,6 +51,13 @@ def run(name: str, device: torch.device | str = "cpu") -> dict:
     if entry is None:
         pytest.skip(f"this Transformers has no {cls}")
     return matrix.run_model(entry, f"@{variant}" if variant else "", str(device))
+
+
+def test_fused_modules_are_counted():
+    layers = {"norms": 9, "rotations": 2}  # of a layer, of its queries and its keys, and the last one
+    assert matrix.fused(tiny("qwen3", head_dim=16)) == layers | {"MLPs": 2}
+    mixture = tiny("qwen3_moe", head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+    assert matrix.fused(mixture) == layers | {"experts": 2, "routers": 2}
 
 
 @as_kernel
@@ -120,11 +128,15 @@ def test_the_table_has_each_model_and_each_message_once():
     refused = {**cell, "result": "refused", "path": "stock", "said": ["A cannot stream 16 tokens."]}
     rows = [
         {"name": "AForCausalLM", "model_type": "a", "kind": "causal", "cells": {"lean.holes": cell, "streaming": refused}},
+        {"name": "CModel", "model_type": "c", "kind": "encoder", "cells": {"patch.holes": refused}, "fused": {"norms": 3}},
+        {"name": "DModel", "model_type": "d", "kind": "causal", "cells": {"patch.holes": cell}, "fused": {"norms": 4}},
         {"name": "BForCausalLM", "model_type": "b", "kind": "causal", "cells": {}, "unbuilt": "no such thing"},
     ]
     rows[0]["unset"] = True
     document = {"transformers": "5.0", "models": [model_table.put_together(row) for row in rows]}
     text = model_table.markdown([document, {**document, "transformers": "4.0"}])
     assert text.count("| AForCausalLM | kernel | - | - | - | - | refused [1] |") == 1
+    assert text.count("| CModel | - | - | refused [2] | refused [2] | - | - |") == 1
+    assert text.count("| DModel | - | - | yes | no | 4 norms | - |") == 1
     assert text.count("1. The model cannot stream … tokens.") == 1 and "BForCausalLM: no such thing" in text
     assert "On 4.0, `set_attn_implementation()` changes nothing in a loaded AForCausalLM," in text
