@@ -278,8 +278,10 @@ def test_two_programs_of_the_merge_of_shares_fit_an_sm(tmp_path):
 def test_launches_begin_early_from_hopper_on_and_wait_before_memory_accesses(shape, arch, tmp_path):
     for name in ("lean", "split_kv"):
         for kernel, binary in build(name, shape, arch, tmp_path).items():
-            # Spans, int32, may be read before the wait: the launches that write them end before the next one begins.
-            code = re.sub(r"tt\.load(?=.*ptr<i32>)", "read", binary.ttgir)
+            # The merge of lean may read spans, int32, before the wait: lean_kernel, which is older, does not begin early.
+            # split_kv reads them to request tiles, and again after the wait.
+            spans_of = r"tt\.load(?=.*ptr<i32>)" if kernel == "lean_merge_kernel" else r"tt\.load(?=.*isVolatile)"
+            code = re.sub(spans_of, "read", binary.ttgir)
             waits, touches = WAIT.search(code), TOUCH.search(code)
             assert bool(waits) == (arch == 90 and kernel != "lean_kernel"), kernel  # does not begin early
             assert not waits or waits.start() < touches.start(), f"{kernel} touches memory before it waits"
@@ -398,7 +400,7 @@ def test_small_kernels_begin_early_from_hopper_on_and_wait_first(name, arch, mon
     assert not waits or waits.start() < touches[weights].start()
     # A norm of one row lets a linear layer load weights before its own inputs are there.
     assert not waits or (lets is not None and lets.start() < waits.start()) == (name == "residual, one row")
-    assert not waits or (lets is None) == (name == "ring_step")  # attention reads spans before its wait
+    assert not waits or (lets is None) == (name == "ring_step")  # the next launch does not begin early
     assert not waits or not weights or touches[weights - 1].start() < waits.start()
     if "ranks" in name or "gather" in name:
         check_exchange(kernel.asm["ptx"])
@@ -487,8 +489,7 @@ def test_experts_wait_before_they_read_what_launches_write(tokens, kind, arch, t
         assert binary.stack == 0 and binary.shared <= SHARED_LIMIT[arch]
         wait = WAIT.search(binary.ttgir)
         assert bool(wait) == binary.begins_early == (arch == 90)
-        ahead = [line for line in binary.ttgir[: wait.start() if wait else 0].splitlines() if TOUCH.search(line)]
-        assert all("!tt.ptr<i64>" in line for line in ahead) and (name != "gate_up_kernel" or not ahead)  # only indices
+        assert not wait or wait.start() < TOUCH.search(binary.ttgir).start(), f"{name} touches memory before it waits"
         if name != "sum_kernel" and arch == 90 and kind != "fp32":
             assert "wgmma" in binary.ptx
 

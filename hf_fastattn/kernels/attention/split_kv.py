@@ -14,7 +14,7 @@ import triton.language as tl
 
 from ..device.attend import attend
 from ..device.merge import merge_rows, store_packed, store_partial
-from ..device.visibility import key_bounds, packed_rows
+from ..device.visibility import block_bounds, key_bounds, load_spans, packed_rows
 from ..host import gpu, launch, tables
 from ..host.overlap import early, let_next_begin, request, wait_for_inputs
 from ..spec import KV, Form, Spec, is_plain
@@ -22,13 +22,18 @@ from .plan import Call, Plan
 
 
 @triton.jit
-def _request_tiles(k_base, v_base, stride_kn, stride_vn, bounds, tile_start, tile_stop, C: tl.constexpr):
-    """Request the first two tiles of K and V. The new tokens are still to be written into them."""
-    if tile_start < tile_stop:
-        last = tl.minimum(bounds[2] + tile_stop * C.BLOCK_N, bounds[3]) - 1
-        keys = tl.minimum(bounds[2] + tile_start * C.BLOCK_N + tl.arange(0, 2 * C.BLOCK_N), last).to(tl.int64)
-        request(k_base + keys[:, None] * stride_kn + tl.arange(0, C.BLOCK_D // 64)[None, :] * 64)
-        request(v_base + keys[:, None] * stride_vn + tl.arange(0, C.BLOCK_DV // 64)[None, :] * 64)
+def first_keys(span_ptr, q_len, kv_len, window, split, splits, C: tl.constexpr):
+    """(whether a split has any, the keys of its first two tiles), read while another launch may write the spans.
+
+    Whatever is read instead, the keys are slots of the buffer.
+    """
+    q_start, kv_start, kv_stop, window, causal, _ = load_spans(span_ptr, q_len, kv_len, window, C.HAS_SPANS, C.IS_CAUSAL, True)
+    lo, hi, _, _ = block_bounds(q_start, q_start + q_len - 1, kv_start + C.SINKS, kv_stop, window, causal)
+    tiles = tl.cdiv(hi - lo, C.BLOCK_N)
+    tile_start, tile_stop = split * tiles // splits, (split + 1) * tiles // splits
+    last = tl.minimum(lo + tile_stop * C.BLOCK_N, hi) - 1
+    keys = tl.minimum(lo + tile_start * C.BLOCK_N + tl.arange(0, 2 * C.BLOCK_N), last)
+    return tile_start < tile_stop, tl.minimum(tl.maximum(keys, 0), kv_len - 1).to(tl.int64)
 
 
 @triton.jit(do_not_specialize=["stride_sb", "q_len", "kv_len", "window", "stats_start"])
@@ -69,14 +74,24 @@ def split_kv_kernel(
     EARLY: tl.constexpr,
 ):
     """One program per split, KV head and batch row. REQUEST: whether it begins early and K and V are plain tensors."""
-    # Before the wait: spans are written by launches that end before the next one begins.
     split, splits = tl.program_id(0), tl.num_programs(0)
     kv_head = tl.program_id(1).to(tl.int64)
     row = tl.program_id(2).to(tl.int64)
     GROUP: tl.constexpr = C.GROUP
 
-    last_position = C.SINKS + window - 1
     span_ptr = Spans + row * stride_sb
+    k_base = K + row * stride_kb + kv_head * stride_kh
+    v_base = V + row * stride_vb + kv_head * stride_vh
+    if REQUEST:  # the new tokens are still to be written into these tiles
+        any_keys, keys = first_keys(span_ptr, q_len, kv_len, window, split, splits, C)
+        if any_keys:
+            request(k_base + keys[:, None] * stride_kn + tl.arange(0, C.BLOCK_D // 64)[None, :] * 64)
+            request(v_base + keys[:, None] * stride_vn + tl.arange(0, C.BLOCK_DV // 64)[None, :] * 64)
+    wait_for_inputs(EARLY)
+    if COMBINE:
+        let_next_begin(EARLY)
+
+    last_position = C.SINKS + window - 1
     rows = tl.arange(0, C.BLOCK_M)
     q_index, group_head, _ = packed_rows(rows, q_len, GROUP)
     bounds, sink_bounds = key_bounds(span_ptr, q_index, 0, q_len - 1, q_len, kv_len, window, C)
@@ -85,15 +100,8 @@ def split_kv_kernel(
     tiles = tl.cdiv(bounds[3] - bounds[2], C.BLOCK_N)
 
     offs_v = tl.arange(0, C.BLOCK_DV)
-    k_base = K + row * stride_kb + kv_head * stride_kh
-    v_base = V + row * stride_vb + kv_head * stride_vh
     kv = (k_base, v_base, stride_kn, stride_vn, (row, kv_head, tl.num_programs(1), kv_len), (Scales, Centre, Pages))
     tile_start, tile_stop = split * tiles // splits, (split + 1) * tiles // splits
-    if REQUEST:
-        _request_tiles(k_base, v_base, stride_kn, stride_vn, bounds, tile_start, tile_stop, C)
-    wait_for_inputs(EARLY)
-    if COMBINE:
-        let_next_begin(EARLY)
     acc, m, l = attend(
         (Q, row * stride_qb + (kv_head * GROUP + group_head) * stride_qh + q_index * stride_qm),
         kv, span_ptr, bounds, (tile_start, tile_stop), (scale_log2, cap_log2),

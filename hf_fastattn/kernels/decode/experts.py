@@ -216,10 +216,9 @@ def down_kernel(
     EARLY: tl.constexpr,
 ):
     """One program per BLOCK_N elements of the output, slot, and SPLIT elements of h. Partial: (splits, tokens, TOP_K, SIZE)."""
-    # Before the wait: the indices are older than the previous launch.
-    expert, live, first = _tokens_of(Experts, tl.program_id(1), tokens, SLOTS, NUM_EXPERTS, TOP_K, BLOCK_T, BLOCK_TOP)
     wait_for_inputs(EARLY)
     let_next_begin(EARLY)
+    expert, live, first = _tokens_of(Experts, tl.program_id(1), tokens, SLOTS, NUM_EXPERTS, TOP_K, BLOCK_T, BLOCK_TOP)
     if live:
         row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         has_row = row < SIZE
@@ -267,14 +266,14 @@ def sum_kernel(
     EARLY: tl.constexpr,
 ):
     """One program per token and BLOCK_N elements of the output. Scores: the routing weights, (tokens, TOP_K)."""
+    wait_for_inputs(EARLY)
+    let_next_begin(EARLY)
     token = tl.program_id(1)
     offs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = offs < SIZE
     choice = tl.arange(0, BLOCK_TOP)
     dtype: tl.constexpr = Out.dtype.element_ty
     chosen = tl.load(Experts + token * TOP_K + choice, mask=choice < TOP_K, other=-1).to(tl.int32)
-    wait_for_inputs(EARLY)
-    let_next_begin(EARLY)
     total = tl.zeros([BLOCK_N], tl.float32)
     for j in tl.static_range(TOP_K):
         expert = tl.load(Experts + token * TOP_K + j).to(tl.int32)

@@ -84,7 +84,7 @@ if triton is not None:
         NO_WINDOW: tl.constexpr,
         WORDS: tl.constexpr,
     ):
-        wait_for_inputs(EARLY)  # the next launch begins after this one, because attention reads spans before its wait
+        wait_for_inputs(EARLY)  # the next launch is the first of the model, which is of torch and does not begin early
         row = tl.arange(0, BLOCK_B)
         mask = row < batch
         count = tl.load(Counts + row, mask=mask, other=0)

@@ -4,13 +4,14 @@ From compute capability 9.0 on, the programs of a kernel are set up while the pr
 `wait_for_inputs`. Between two short kernels this hides a microsecond or more. The rules:
 
 - In a kernel launched with `early(device)`, every program waits before it accesses memory that another kernel may write or read.
-  So a kernel that waits for the previous launch waits for all earlier launches too.
-- As a rule it calls `let_next_begin` after that wait. Then all launches before this one have finished when the next one begins,
-  which may read their results before its own wait.
-- It may call it before the wait (`residual`, before a linear layer) if the next launch reads nothing before its own wait but
-  weights and spans. A kernel that was not launched early may call it at any point.
-- In a decode graph no launch writes weights, so they may be read before the wait (`linear`). A launch that writes spans does not
-  call `let_next_begin`: no later launch begins before it has finished, so attention reads spans before its wait.
+  So a kernel that waits for the previous launch waits for all earlier launches too. Their results become visible by this wait
+  alone, also if they ended before the previous launch began: a load before it may find an older line in the L1 cache.
+- In a decode graph no launch writes weights, so they may be read before the wait (`linear`).
+- A load before the wait may select what is requested into the L2 cache (`split_kv`), if any value of it is harmless.
+- As a rule a kernel calls `let_next_begin` after its wait. It may call it before the wait (`residual`, before a linear layer) if
+  the next launch reads nothing before its own wait but weights.
+- A kernel that was not launched early begins when all earlier launches have finished, and sees their results. It may call
+  `let_next_begin` at any point, and the next launch may also read the results of those launches before its wait (`lean`).
 - The hardware places programs on the multiprocessor with the most free resources while programs of the previous launch still
   occupy some. A kernel that should have one or two programs on every multiprocessor limits its registers (`maxnreg`), so that
   registers do not decide how many programs fit. Otherwise some multiprocessors get twice their share and others none.
