@@ -307,6 +307,11 @@ CASES: list[Case] = [
         for w in (1, 20, base.kv_len, base.kv_len + 40)
         for causal in (True, False)
     ),
+    # windows that int32 does not hold, or not with what is added to them
+    *(
+        Case(q_len=3, kv_len=20, head_dim=16, batch=1, window=w, causal=False, spans=spans, first_tokens=n, turned=n > 0)
+        for w, spans, n in ((2**31 - 1, False, 4), (2**31 - 1, True, 0), (2**40, True, 4), (2**40, False, 0))
+    ),
     # softcap, scale, sink logits
     *(
         replace(base, head_dim=32, **options)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from . import checks, dropout
-from .spans import CAUSAL, DROPPED, HOLES, KV_START, NO_WINDOW, Q_START, WORDS, has_rows
+from .spans import CAUSAL, DROPPED, HOLES, KV_START, Q_START, WORDS, has_rows, width_of
 from .spec import KV, Gradients, Spec
 
 SCORES_AT_ONCE = 1 << 20  # 4 MiB, about the size of a CPU's caches; a GPU needs larger chunks to be busy
@@ -36,7 +36,7 @@ def visible(
     slots = torch.arange(kv_len, device=device, dtype=torch.int32)
     some = range(q_len) if some is None else some
     queries = torch.arange(some.start, some.stop, device=device, dtype=torch.int32)
-    width: int | torch.Tensor = NO_WINDOW if window is None else window
+    width: int | torch.Tensor = width_of(window)
     if spans is None:
         pos = (queries + kv_len - q_len)[None, :, None]
         distance = pos - slots
@@ -306,7 +306,7 @@ def rerotated(
     else:
         q_start, kv_start, dropped = (spans[:, 0, 0, i, None].long() for i in (Q_START, KV_START, DROPPED))
         token = token + q_start - kv_start.clamp(min=0) + dropped
-    near = token if window is None else token.clamp(max=sinks + window - 1)
+    near = token.clamp(max=sinks + width_of(window) - 1)
     from_angle, to_angle = (x[..., None].float() * inv_freq for x in (token, near))
     angle = from_angle.double() - to_angle.double()
     angle = angle - 2 * math.pi * torch.round(angle / (2 * math.pi))

@@ -45,6 +45,11 @@ def num_words(kv_len: int) -> int:
     return (kv_len + 31) // 32
 
 
+def width_of(window: int | None) -> int:
+    """A window as the kernels compare it with distances: at most NO_WINDOW, which is no limit, as None is."""
+    return NO_WINDOW if window is None else min(window, NO_WINDOW)
+
+
 def has_rows(spans: torch.Tensor | None) -> bool:
     """Whether these spans are of the second form, an interval for each query."""
     return spans is not None and spans.dim() == 4 and spans.shape[2] == 2
@@ -102,7 +107,7 @@ def _build_spans_triton(
             q_len,
             kv_len,
             kv_offset,
-            NO_WINDOW if window is None else window,
+            width_of(window),
             OFFSET_ON_DEVICE=offset_on_device,
             HAS_MASK=mask is not None,
             CAUSAL=CAUSAL if causal else 0,
@@ -131,7 +136,7 @@ def _build_spans_torch(
     end = torch.clamp(q_start + q_len, max=kv_len) if causal else torch.full_like(q_start, kv_len)
     start = torch.zeros_like(end)
     flags = torch.full_like(end, CAUSAL if causal else 0)
-    ints = [q_start, start, end, torch.full_like(end, NO_WINDOW if window is None else window), flags]
+    ints = [q_start, start, end, torch.full_like(end, width_of(window)), flags]
     ints.append(torch.zeros_like(end))
     if attention_mask is None:
         return torch.stack(ints, -1).view(batch, 1, 1, WORDS)

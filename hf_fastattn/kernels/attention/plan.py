@@ -13,7 +13,7 @@ from ..device.tile import load_plain
 from ..dropout import keep_scale, threshold
 from ..host import launch, tables
 from ..host.overlap import early
-from ..spans import NO_WINDOW, has_rows
+from ..spans import has_rows, width_of
 from ..spec import KV, Form, Spec
 
 
@@ -95,7 +95,7 @@ class Call:
 
     @property
     def window(self) -> int:
-        return NO_WINDOW if self.spec.window is None else self.spec.window
+        return width_of(self.spec.window)
 
     @property
     def width(self) -> int:

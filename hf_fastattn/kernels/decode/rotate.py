@@ -30,7 +30,7 @@ except ImportError:  # CPU tensors need no Triton
 from .. import INTERPRETED
 from ..host import gpu
 from ..reference import rerotated
-from ..spans import DROPPED, KV_START, NO_WINDOW, Q_START
+from ..spans import DROPPED, KV_START, Q_START, width_of
 
 BLOCK_H = 8  # heads that a program rotates
 
@@ -68,7 +68,7 @@ def rotate(
             num_heads,
             q_len,
             kv_len,
-            sinks + (NO_WINDOW if window is None else window) - 1,
+            sinks + width_of(window) - 1,
             HEAD_DIM=head_dim,
             BLOCK_D=triton.next_power_of_2(head_dim),
             PAIRS=inv_freq.shape[0],
