@@ -347,6 +347,21 @@ def a_group_aborted_meanwhile(scene: Scene) -> str:
         group.broken = None
 
 
+def other_config(scene: Scene) -> str:
+    config = scene.model.config
+    before, config.rms_norm_eps = config.rms_norm_eps, config.rms_norm_eps + scene.rank
+    try:
+        return scene()
+    finally:
+        config.rms_norm_eps = before
+
+
+def steps_that_one_rank_cannot_capture(scene: Scene) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hf, "why_not_captured", lambda model: "of the test" if scene.rank else None)
+        return scene()
+
+
 def a_mesh_of_others(scene: Scene) -> str:
     """The weights are DTensors, but not from tensor parallelism, as those of FSDP are not."""
     size, scene.model._tp_size = scene.model._tp_size, None
@@ -382,6 +397,8 @@ SCENES = [
     a_slow_rank,
     a_rank_that_does_not_come,
     a_copy,
+    other_config,
+    steps_that_one_rank_cannot_capture,
     a_group_aborted_meanwhile,
 ]
 
@@ -395,6 +412,8 @@ def play(rank: int) -> dict:
             warnings.simplefilter("ignore")
             result = each(scene)
             found[each.__name__] = result, list(scene.patch.reasons), scene(), time.monotonic() - begin
+    refused = outcome(lambda: hf_fastattn.patch(scene.model, "lean", kv="tokens" if rank else "heads"))
+    found["refused on one rank"] = refused, [], "ok", 0
     found["other settings"] = outcome(lambda: hf_fastattn.patch(scene.model, "lean" if rank else "split_kv")), [], "ok", 0
     found["peer memory"] = outcome(lambda: hf_fastattn.patch(scene.model, "lean", peer_memory=True)), [], "ok", 0
     found["other memory"] = outcome(lambda: hf_fastattn.patch(scene.model, "lean", peer_memory=bool(rank))), [], "ok", 0
@@ -422,6 +441,8 @@ def played(tmp_path_factory):
             "other_rows",
             r"ValueError: .*input_ids is a tensor of shape .3, 96.* on rank 0 and a tensor of shape .2, 96.* on rank 1",
         ),
+        ("other_config", r"ValueError: .*config\['rms_norm_eps'\] is 1e-06 on rank 0 and 1.000001 on rank 1"),
+        ("steps_that_one_rank_cannot_capture", "ValueError: .*graph is True on rank 0 and 'of the test' on rank 1"),
         ("max_time", "ValueError: Each rank measures max_time for itself"),
         ("no_memory", r"MemoryError: .*on rank 1, and 1000 .*are free there"),
         ("other settings", r"ValueError: The ranks .*backend is 'split_kv' on rank 0 and 'lean' on rank 1"),
@@ -455,6 +476,7 @@ def test_a_rank_learns_why_another_has_failed(played):
     assert re.match("RuntimeError: Rank 1 did not reach the begin of", played[0]["a_rank_that_does_not_come"][0])
     assert re.match("RuntimeError: generate.. ends on rank 1. Rank 0 failed", played[1]["a_rank_that_does_not_come"][0])
     assert re.match("RuntimeError: generate.. ends on rank 0. Rank 1 has left", played[0]["undone on one rank"][0])
+    assert played[0]["refused on one rank"][0] == f"RuntimeError: patch() failed on rank 1: {played[1]['refused on one rank'][0]}"
 
 
 @pytest.mark.parametrize(
@@ -550,6 +572,76 @@ def test_a_rank_that_waits_for_one_that_has_failed_ends_with_a_sentence(tmp_path
     )
 
 
+class StopsAt(StoppingCriteria):
+    def __init__(self, tokens: int):
+        self.tokens = tokens
+
+    def __call__(self, ids, scores, **kwargs):
+        return torch.full((len(ids),), ids.shape[1] >= self.tokens)
+
+
+def leave_silently(rank: int, how: str) -> list[str]:
+    """Rank 1 ends a call before rank 0, or its process is killed between two calls."""
+    exchange.GRACE, scene = 0.5, Scene(rank)
+    with hf_fastattn.patch(scene.model, "lean"):
+        if how == "stops":
+            first = outcome(lambda: generate(scene.model, scene.inputs, stopping_criteria=[StopsAt(100 - rank)]))
+        else:
+            first = scene()
+            if rank:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return [first, outcome(lambda: generate(scene.model, scene.inputs))]
+
+
+def test_a_rank_that_stops_at_another_token_is_not_waited_for(tmp_path):
+    of_family("llama")
+    first, second = processes.run(tmp_path, 2, leave_silently, "stops")
+    assert "hf_fastattn: Rank 1 ended generate() after 3 forwards, and rank 0 has begun another." in first.output
+    assert second.result[0] == "ok"
+    assert re.match("RuntimeError: generate.. ends on rank 1. (Rank|The process of rank) 0 has", second.result[1])
+
+
+def test_a_rank_whose_process_was_killed_is_not_waited_for(tmp_path):
+    of_family("llama")
+    first, _ = processes.run(tmp_path, 2, leave_silently, "is killed")
+    assert first.result == ["ok", "RuntimeError: generate() ends on rank 0. The process of rank 1 has ended."]
+
+
+def test_every_call_says_that_the_store_has_ended():
+    def ended(*_):
+        raise RuntimeError("Connection reset by peer")
+
+    store = types.SimpleNamespace(set=ended, check=ended, delete_key=ended)
+    ours = types.SimpleNamespace(rank=1, ranks=[0, 1], store=store, call=exchange.Call(9), _mine=[(0, "0/1/1")], broken=None)
+    for name in ("begin", "end", "failed", "_set", "_killed"):
+        setattr(ours, name, types.MethodType(vars(exchange.Exchange)[name], ours))
+    both = ranks.Ranks.__new__(ranks.Ranks)
+    both.exchange, both.lock, both.depth = ours, threading.RLock(), 0
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="The process that holds the store"), both.call(dict):
+            pass
+
+
+@pytest.mark.parametrize(("communicates", "limit"), [(True, ranks.STOPPED), (False, ranks.CAPTURE)])
+def test_a_rank_whose_step_stopped_does_not_wait_long(communicates, limit):
+    """The others may be blocked in a collective, or in a capture that waits for this rank."""
+    limits = []
+
+    def gather(what, mine, limit):
+        limits.append(limit)
+        raise RuntimeError("Rank 1 did not reach it")
+
+    def stops():
+        raise ArithmeticError("of the test")
+
+    both = ranks.Ranks.__new__(ranks.Ranks)
+    both.exchange = types.SimpleNamespace(gather=gather)
+    for body in (stops, int):
+        with pytest.raises(RuntimeError):
+            both.attempt(lambda run: run(), body, communicates)
+    assert limits == [limit, None]
+
+
 def test_the_exit_of_a_process_waits_for_an_abort(monkeypatch):
     """NCCL's may take long. A thread that returns from it into an interpreter that exits would end the process by a signal."""
     done, joins, first = threading.Event(), [], []
@@ -591,7 +683,7 @@ def test_shared_memory_needs_a_shared_model_and_fused_graphs():
         with pytest.raises(ValueError, match="peer_memory=True is for a model that several ranks share"):
             hf_fastattn.patch(tiny("llama"), "lean", peer_memory=True, **options)
     with pytest.raises(ValueError, match="needs graph=True and fuse=True"), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hf, "tensor_parallel_mesh", lambda model: "a mesh")
+        patch.setattr(hf, "tensor_parallel_mesh", lambda model: types.SimpleNamespace(get_group=torch.distributed.get_rank))
         hf_fastattn.patch(tiny("llama"), "lean", peer_memory=True, fuse=False)
 
 

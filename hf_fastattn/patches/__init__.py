@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .. import registry
 from .preflight import check_model, check_peer_memory, find_model, which_cache, which_settings, which_shares, which_windows
+from .ranks import refusing
 from .swap import Change, Patch
 from .walker import MARK
 
@@ -49,16 +50,17 @@ def patch(
     Raises ValueError or TypeError, with the reason, for a model that cannot run this, and then changes nothing.
     """
     model = find_model(target)
-    if MARK in vars(model):
-        raise ValueError(f"This {type(model).__name__} is already patched; call hf_fastattn.unpatch() on it first.")
-    chosen = registry.get(backend)
-    cache = which_cache(cache, chosen, graph)
-    check_model(model, chosen)
-    shares = which_shares(model, cache, kv)
-    streaming = which_settings(model, chosen, window, sinks, clamp_positions)
-    windows = which_windows(model, chosen, cache, streaming)
-    if peer_memory:
-        check_peer_memory(model, graph and fuse, shares)
+    with refusing(model):
+        if MARK in vars(model):
+            raise ValueError(f"This {type(model).__name__} is already patched; call hf_fastattn.unpatch() on it first.")
+        chosen = registry.get(backend)
+        cache = which_cache(cache, chosen, graph)
+        check_model(model, chosen)
+        shares = which_shares(model, cache, kv)
+        streaming = which_settings(model, chosen, window, sinks, clamp_positions)
+        windows = which_windows(model, chosen, cache, streaming)
+        if peer_memory:
+            check_peer_memory(model, graph and fuse, shares)
     return Patch(model, backend, windows, graph, fuse, streaming, shares, peer_memory)
 
 

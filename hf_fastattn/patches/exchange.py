@@ -3,7 +3,7 @@
 It uses the key-value store of torch.distributed and no collective, so a rank that waits can be interrupted, sees the failure of
 another, and gives up after a limit. During a call of generate() a thread looks for the failure of another rank. The rank may
 then be blocked in a collective in which the failed rank does not take part. If it does not leave the call by itself, the thread
-aborts the process group.
+aborts the process group. A rank that is killed reports nothing, so ranks of one host look at each other's processes.
 """
 
 from __future__ import annotations
@@ -21,11 +21,15 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .processes import Processes
+
 WAIT = 600.0  # seconds that a rank waits for another that is slow
 GRACE = 2.0  # seconds in which ranks leave a call by themselves, after one of them has failed
 EXIT = 10.0  # seconds that the exit of a process waits for an abort
 POLL = 0.25  # seconds between two checks for a failure
+PAUSE = 0.02  # longest seconds between two checks for the values of other ranks
 KEPT = 8  # calls whose keys stay in the store, for ranks that are behind
+_LEFT = "its patch was undone, its process ended, or an earlier call failed there."
 _NO_STORE = "The process that holds the store of torch.distributed (rank 0, or torchrun's) has ended."
 
 
@@ -67,6 +71,7 @@ class Exchange:
         self.before_abort: list[Callable[[], object]] = []
         self._mine: list[tuple[int, str]] = []  # (number of the call, key) of the keys that this rank has set
         self.leave = weakref.finalize(self, _leave, self.store, self.rank)  # also called at the exit of the process
+        self.processes = Processes({})
 
     # ---- exchange ----
 
@@ -95,7 +100,7 @@ class Exchange:
     def _wait(self, what: str, keys: list[str], limit: float) -> None:
         end, pause = time.monotonic() + limit, 5e-5
         while not self.store.check(keys):
-            if (failed := self.failed(self.call)) is not None and not self.store.check(keys):
+            if pause == PAUSE and (failed := self.failed(self.call)) is not None and not self.store.check(keys):
                 raise RuntimeError(failed)
             if time.monotonic() > end:
                 late = [rank for rank, key in zip(self.ranks, keys, strict=True) if not self.store.check([key])]
@@ -104,7 +109,7 @@ class Exchange:
                     "in the same order."
                 )
             time.sleep(pause)
-            pause = min(pause * 1.5, 0.02)
+            pause = min(pause * 1.5, PAUSE)
 
     def _keys(self, name: str) -> list[str]:
         return [f"{self.call.number}/{name}/{rank}" for rank in self.ranks]
@@ -146,6 +151,7 @@ class Exchange:
                 failed = failed or self.failed(call)
                 self._set("failed", failed or f"Rank {self.rank} failed during generate(): {text}")
                 ends = self._ends(GRACE if call.running and mine.usual else 0)
+                failed = failed or self._killed(call)  # its connections end before its process
         except RuntimeError:  # of the store
             failed = failed or _NO_STORE
         if text is None:
@@ -170,6 +176,11 @@ class Exchange:
 
     # ---- failures ----
 
+    def refuse(self, reason: str) -> None:
+        """Tell the other ranks that this one takes part in no call, and why."""
+        self.leave.detach()
+        _leave(self.store, self.rank, reason)
+
     def failed(self, call: Call) -> str | None:
         """A sentence with the failure of another rank in a call; None if there is none."""
         try:
@@ -178,10 +189,25 @@ class Exchange:
                     continue
                 if self.store.check([key := f"{call.number}/failed/{rank}"]):
                     return str(pickle.loads(self.store.get(key)))
-                if self.store.check([f"gone/{rank}"]) and not self.store.check([f"{call.number}/end/{rank}"]):
-                    return f"Rank {rank} has left: its patch was undone, its process ended, or an earlier call failed there."
+                if self.store.check([key := f"{call.number}/end/{rank}"]):
+                    end = pickle.loads(self.store.get(key))
+                    if call.running and end.error is None and end.steps < call.steps:
+                        return (
+                            f"Rank {rank} ended generate() after {end.steps} forwards, and rank {self.rank} has begun another. "
+                            "Stopping criteria must decide alike on all ranks."
+                        )
+                elif self.store.check([key := f"gone/{rank}"]):
+                    return self.store.get(key).decode() or f"Rank {rank} has left: {_LEFT}"
+            return self._killed(call)
         except RuntimeError:  # torch.distributed.DistStoreError and DistNetworkError
             return _NO_STORE
+        return None
+
+    def _killed(self, call: Call) -> str | None:
+        """A sentence with another rank whose process has ended in a call without a report; None if there is none."""
+        for rank in self.ranks:
+            if rank != self.rank and self.processes.has_ended(rank) and not self.store.check([f"{call.number}/end/{rank}"]):
+                return f"The process of rank {rank} has ended."
         return None
 
     def abort(self, reason: str) -> None:
@@ -217,9 +243,9 @@ def _names(ranks: list[int]) -> str:
     return f"Rank {ranks[0]}" if len(ranks) == 1 else f"Ranks {', '.join(map(str, ranks))}"
 
 
-def _leave(store: Any, rank: int) -> None:
+def _leave(store: Any, rank: int, reason: str = "") -> None:
     with contextlib.suppress(Exception):  # the store may have ended before
-        store.set(f"gone/{rank}", b"")
+        store.set(f"gone/{rank}", reason)
 
 
 def _watch(of: weakref.ref[Exchange], call: Call) -> None:
@@ -237,6 +263,7 @@ def _watch(of: weakref.ref[Exchange], call: Call) -> None:
         if call.left.wait(GRACE):
             return
         # Gloo, for one, cannot be aborted: this rank would wait for hours.
+        exchange.leave()
         sys.stderr.write(f"hf_fastattn: {call.failure} This process ends, as its collective cannot be interrupted.\n")
         sys.stderr.flush()
         os._exit(1)

@@ -25,6 +25,7 @@ from ..streaming import Settings, refresh
 from . import graph as graphs
 from . import ranks as several_ranks
 from .call_caches import CallCaches
+from .copies import copied, not_pickled
 from .forwards import Forwards
 
 METHODS = (hf.GENERATE, hf.PREPARE_CACHE, hf.PREPARE_INPUTS)
@@ -197,7 +198,8 @@ class Generation:
             "the length of the cache": tokens,
             "rows": rows,
             "attn_implementation": model.config._attn_implementation,
-            "graph": self.graph,
+            "graph": self.graph and (self._why_uncaptured(model, config) or True),
+            "config": model.config.get_text_config(decoder=True),
             "model.training": model.training,
         }
         if given is not None:
@@ -229,16 +231,10 @@ class Generation:
 
     def _begin(self, model: hf.PreTrainedModel, generation_config: hf.GenerationConfig, model_kwargs: dict[str, Any]) -> None:
         """Let the forwards of the current call run as graphs."""
-        calls = self._thread.calls
+        calls, refused = self._thread.calls, self._why_uncaptured(model, generation_config)
         if not calls or vars(model).get(hf.COMPILED) is not None:
-            self.say("model.compile() was called" if calls else "generate() of the class was called, not that of the model")
+            self.say(str(refused))
             return
-        # disable_compile concerns torch.compile, not decode graphs.
-        refused = graphs.why_none(model)
-        if generation_config.output_hidden_states or generation_config.output_attentions:
-            refused = refused or "hidden states or attentions are requested"
-        if (name := model.config._attn_implementation) not in registry.names():
-            refused = refused or f"attn_implementation is {name!r}, which cannot read a length from the device"
         mask = model_kwargs.get("attention_mask")
         ones, prompt = False, 0
         if mask is not None and mask.dim() == 2:
@@ -248,6 +244,19 @@ class Generation:
         calls[-1] = Forwards(
             self.graphs, model, self.own(hf.CALL), self.say, refused=refused, ignore_mask=ones, prompt=prompt, chunked=chunked
         )
+
+    def _why_uncaptured(self, model: hf.PreTrainedModel, generation_config: hf.GenerationConfig) -> str | None:
+        """The reason why no step of a call can be captured, if it is known before the first one."""
+        if not self._thread.calls:
+            return "generate() of the class was called, not that of the model"
+        if vars(model).get(hf.COMPILED) is not None:
+            return "model.compile() was called"
+        refused = graphs.why_none(model)  # disable_compile concerns torch.compile, not decode graphs
+        if generation_config.output_hidden_states or generation_config.output_attentions:
+            refused = refused or "hidden states or attentions are requested"
+        if (name := model.config._attn_implementation) not in registry.names():
+            refused = refused or f"attn_implementation is {name!r}, which cannot read a length from the device"
+        return refused
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         """What model(...) calls. generate() passes arguments by name; a logits processor that runs the model may not."""
@@ -302,15 +311,3 @@ class _KeptInputs(_Override):
             cache.reset()  # type: ignore[no-untyped-call]  # untyped in Transformers
             inputs["past_key_values"] = cache
         return inputs
-
-
-def copied(model: weakref.ref[hf.PreTrainedModel], memo: dict[int, Any]) -> hf.PreTrainedModel:
-    """The copy of a patched model during a deepcopy. Objects that belong to a model can only be copied with it."""
-    twin: hf.PreTrainedModel | None = memo.get(id(model()))
-    if twin is None:
-        raise TypeError("A Patch cannot be copied by itself; copy the model it belongs to.")
-    return twin
-
-
-def not_pickled() -> TypeError:
-    return TypeError("A patched model cannot be pickled; call hf_fastattn.unpatch() on it first.")

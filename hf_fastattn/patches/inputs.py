@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+LONG = 60  # characters of a value in a message
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
-_FREE = frozenset({"streamer", "transformers_version", "_from_model_config"})  # may differ between ranks
+_FREE = frozenset({"streamer", "transformers_version", "_from_model_config", "_name_or_path"})  # may differ between ranks
 
 
 class Fact(NamedTuple):
@@ -40,7 +41,7 @@ def fact(value: Any) -> Fact:
         return Fact(words, _hash(words.encode() + value.reshape(-1).view(torch.uint8).numpy().tobytes()))
     if isinstance(value, _SCALARS):
         words = repr(value)
-        return Fact(words if len(words) <= 60 else type(value).__name__, _hash(words.encode()))
+        return Fact(words if len(words) <= LONG else f"{words[:LONG]}...", _hash(words.encode()))
     name = type(value).__name__
     if isinstance(value, (list, tuple)):
         return Fact(f"a {name} of {len(value)}", _hash("".join(fact(item).digest for item in value).encode()))

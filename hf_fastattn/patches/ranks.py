@@ -21,11 +21,13 @@ from .entry import Entry
 from .exchange import Exchange
 from .fingerprint import Uncapturable
 from .inputs import Fact, difference, facts
+from .processes import Processes, this_process
 
 if TYPE_CHECKING:
     from ..kernels.decode.all_reduce import Peers
 
 STOPPED = 3.0  # seconds that a rank whose rehearsal stopped waits for the others to report the same
+CAPTURE = 30.0  # seconds that a rank whose capture stopped waits for the captures of the others
 T = TypeVar("T")
 _made: dict[tuple[int, ...], int] = {}  # how many Exchanges this process has created for these ranks
 
@@ -113,8 +115,10 @@ class Ranks(OneRank):
     # ---- calls ----
 
     def meet(self, settings: Mapping[str, Any]) -> None:
-        found = self.exchange.gather("patch()", facts(settings))
-        if differs := difference(self.exchange.ranks, found):
+        exchange = self.exchange
+        found = exchange.gather("patch()", (facts(settings), this_process()))
+        exchange.processes = Processes(dict(zip(exchange.ranks, (each[1] for each in found), strict=True)))
+        if differs := difference(exchange.ranks, [each[0] for each in found]):
             raise ValueError(f"The ranks of this model call patch() differently: {differs}.")
 
     def connect(self, size: int, dtype: torch.dtype) -> str | None:
@@ -155,8 +159,8 @@ class Ranks(OneRank):
                     f"The process group of this model was aborted: {exchange.broken} Restart the processes on all ranks."
                 )
             self.depth += 1
-            exchange.begin()
             try:
+                exchange.begin()
                 self.arguments = facts(arguments())
                 yield
             except BaseException as error:
@@ -238,7 +242,8 @@ class Ranks(OneRank):
         stopped = communicates and not whole
         what = "the rehearsal of a step" if communicates else "the capture of a step"
         try:
-            found = self.exchange.gather(what, (reason, stopped), limit=STOPPED if stopped else None)
+            limit = None if whole else STOPPED if communicates else CAPTURE
+            found = self.exchange.gather(what, (reason, stopped), limit)
         except RuntimeError as error:
             raise error if reason is None else RuntimeError(f"A step stopped: {reason}.") from error
         reasons = [each[0] for each in found]
@@ -277,6 +282,20 @@ def of(model: hf.PreTrainedModel) -> OneRank:
     """The ranks that share this model."""
     mesh = hf.tensor_parallel_mesh(model)
     return OneRank() if mesh is None else Ranks(model, mesh)
+
+
+@contextlib.contextmanager
+def refusing(model: hf.PreTrainedModel) -> Iterator[None]:
+    """The time of the checks of patch(). The other ranks of the model wait for this one: they are told of an error."""
+    try:
+        yield
+    except BaseException as error:
+        mesh = hf.tensor_parallel_mesh(model)
+        with contextlib.suppress(RuntimeError, ValueError):  # there is no process group
+            if mesh is not None:
+                exchange = Ranks(model, mesh).exchange
+                exchange.refuse(f"patch() failed on rank {exchange.rank}: {type(error).__name__}: {error}")
+        raise
 
 
 def least_bytes(model: hf.PreTrainedModel, windows: list[int | None], rows: int, tokens: int) -> int:

@@ -18,7 +18,8 @@ from . import experts, linears, residual, subclass, sums
 from . import fuse as fusion
 from . import graph as graphs
 from .configs import OwnConfigs
-from .generation import METHODS, Generation, copied, not_pickled
+from .copies import copied, not_pickled
+from .generation import METHODS, Generation
 from .ranks import OneRank
 from .walker import MARK
 
@@ -104,6 +105,7 @@ class Patch:
             return
         settings: dict[str, Any] = {"backend": self.backend, "graph": self.graph, "fuse": fuse, "streaming": str(streaming)}
         settings |= {"kv": "heads" if self._generation.caches.shares is None else "sequence", "peer_memory": peer_memory}
+        settings |= {"model": type(model).__name__, "dtype": model.dtype, "config": model.config}
         self._generation.ranks.meet(settings)
         self._generation.install(model)
         self.changes.append(Change("methods of generate()", len(METHODS), type(model).__name__, "this instance's own"))
