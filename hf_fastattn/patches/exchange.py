@@ -260,7 +260,7 @@ def _watch(of: weakref.ref[Exchange], call: Call) -> None:
         if call.left.wait(GRACE):
             return
         exchange.abort(call.failure)
-        if call.left.wait(GRACE):
+        if call.left.wait(2 * GRACE):  # the failed rank takes about GRACE to end, and only then does Gloo's collective raise here
             return
         # Gloo, for one, cannot be aborted: this rank would wait for hours.
         exchange.leave()
