@@ -579,6 +579,27 @@ def test_bad_input(kernel, what, device):
     assert not launched
 
 
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
+def test_strides_between_tokens_that_overflow_in_a_tile_are_refused(kernel, name):
+    given = good("meta")
+    batch, heads, length, dim = given[name].shape
+    given[name] = torch.empty_strided((batch, heads, length, dim), (dim, dim, 1 << 24, 1), device="meta")
+    with pytest.raises(ValueError, match=rf"^{name} has 16777216 elements between two tokens.*contiguous\(\)"):
+        call(kernel.launcher(), **given)
+
+
+@with_lean
+def test_lean_copies_many_queries_whose_offsets_exceed_32_bits(kernel, monkeypatch):
+    given = []
+    plan = SimpleNamespace(run=lambda q, *rest: given.append(q))
+    monkeypatch.setattr(kernel.module, "_prepare", lambda tensors, *options: plan)
+    k = torch.empty(1, 1, 200, 64, device="meta")
+    for stride in (1 << 23, 1 << 24):
+        call(kernel.launcher(), torch.empty_strided((1, 1, 129, 64), (64, 64, stride - 64, 1), device="meta"), k, k)
+    assert [q.is_contiguous() for q in given] == [False, True]
+
+
 @pytest.mark.parametrize(
     "d, dv, sentence",
     [(584, 32, r"^head_dim 584 is above 576.*without attn_implementation"), (32, 520, r"^the values' head_dim 520 is above 512")],

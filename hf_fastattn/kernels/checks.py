@@ -13,6 +13,7 @@ from .spec import KV, PLAIN, Spec
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM, MAX_VALUE_DIM = 576, 512  # the widths of latent attention
 MAX_TRAINED_DIM = 256  # of K and of V, with gradients
+MAX_TOKEN_STRIDE = 1 << 24  # elements; a tile has at most 128 tokens, and offsets in it have 32 bits
 
 
 def check(
@@ -98,6 +99,12 @@ def _check_shapes(q, kv: KV) -> None:
             "The last dimension of q, k and v must be contiguous (stride 1); got strides "
             f"{q.stride(3)}, {k.stride(3)} and {v.stride(3)}. Call .contiguous() on the tensor first."
         )
+    for name, x in (("q", q), *((("k", k), ("v", v)) if kv.form is PLAIN else ())):
+        if x.shape[2] > 1 and x.stride(2) >= MAX_TOKEN_STRIDE:
+            raise ValueError(
+                f"{name} has {x.stride(2)} elements between two tokens, and the kernels support fewer than {MAX_TOKEN_STRIDE}. "
+                "Call .contiguous() on it first."
+            )
     if kv.form is not PLAIN:
         _check_form(q, kv)
 

@@ -206,8 +206,9 @@ def lean(
 ):
     """Exact attention in one launch or two; arguments, result and errors as in `kernels.reference.attention`."""
     many_rows = q.shape[2] * q.shape[1] > tables.MAX_DECODE_ROWS * kv.k.shape[1]
-    if many_rows and inv_freq is not None and 0 in q.stride():
-        q = q.contiguous()  # expanded queries share memory, and their re-rotated copies differ
+    if many_rows and (q.shape[2] * q.stride(2) >= 1 << 31 or (inv_freq is not None and 0 in q.stride())):
+        # Offsets of queries have 32 bits. Expanded queries share memory, and their re-rotated copies differ.
+        q = q.contiguous()
     plan = _prepare((q, *kv.tensors, spans, sink_logits, inv_freq), kv.form, spec, return_lse)
     sink_query = q if inv_freq is None else inv_freq
     if many_rows and inv_freq is not None:
