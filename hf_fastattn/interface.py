@@ -202,7 +202,7 @@ def attention_forward(
             f"attn_implementation={name!r} was given a mask that it cannot combine with its window (a custom 4-D mask, packed "
             "sequences or chunked attention). Pass the 2-D attention_mask, or use another backend."
         )
-    training.refuse_tangents(query, key, value, s_aux)
+    training.refuse_transforms(query, key, value, s_aux)
     dropped, differentiated = dropout > 0 and module.training, _requires_grad(query, key, value, s_aux, mask)
     if dropped or differentiated:
         refuse.other_forms(name, steps.kv_of(key, value))

@@ -73,7 +73,7 @@ def attention(
     raise RuntimeError. dropout: the probability of dropping a weight; ValueError if the backend has no dropout. Torch's generator
     gives the seed, outside of the op, so recomputation with the state of the generator preserved drops the same weights.
     """
-    refuse_tangents(q, k, v, sink_logits)
+    refuse_transforms(q, k, v, sink_logits)
     seed = None
     if dropout > 0.0:
         if name not in _dropping:
@@ -87,21 +87,26 @@ def attention(
 
 def _is_direct(*tensors: torch.Tensor | None) -> bool:
     """Whether nothing needs to see an op of these tensors: no tracer or other mode of the dispatcher (selective checkpointing,
-    fake tensors), no transform of torch.func, and no class of tensors with operations of its own (DTensor)."""
-    if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
+    fake tensors), no class of tensors with operations of its own (DTensor), and no batch of gradients (is_grads_batched=True)."""
+    if torch._C._len_torch_dispatch_stack():
         return False
-    plain = torch.Tensor.__torch_dispatch__
-    return all(x is None or ((x.is_cuda or x.is_cpu) and type(x).__torch_dispatch__ is plain) for x in tensors)
+    given = [x for x in tensors if x is not None]
+    plain, in_batch = torch.Tensor.__torch_dispatch__, torch._C._functorch.is_legacy_batchedtensor
+    return all((x.is_cuda or x.is_cpu) and type(x).__torch_dispatch__ is plain and not in_batch(x) for x in given)
 
 
-def refuse_tangents(*tensors: torch.Tensor | None) -> None:
-    """Raise RuntimeError under forward-mode differentiation (`torch.func.jvp`), whose tangents would be 0."""
-    if torch.compiler.is_compiling() or getattr(forward_ad, "_current_level", 0) < 0:
+def refuse_transforms(*tensors: torch.Tensor | None) -> None:
+    """Raise RuntimeError under a transform of torch.func, and for forward-mode differentiation, whose tangents would be 0."""
+    if torch.compiler.is_compiling():
         return
-    if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+    in_forward_mode = getattr(forward_ad, "_current_level", 0) >= 0
+    if torch._C._are_functorch_transforms_active() or (
+        in_forward_mode and any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors)
+    ):
         raise RuntimeError(
-            "Attention of hf_fastattn has no forward-mode derivatives (torch.func.jvp, torch.autograd.forward_ad). "
-            'Use attn_implementation="eager" for them.'
+            "Attention of hf_fastattn has no forward-mode derivatives (torch.autograd.forward_ad) and does not run under "
+            "transforms of torch.func (grad, vmap, jvp, jacrev). Use torch.autograd.grad, or "
+            'attn_implementation="eager" for them.'
         )
 
 

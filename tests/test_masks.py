@@ -335,7 +335,8 @@ def test_a_tensor_that_attention_may_depend_on_is_refused(value, device):
     ids = models.prompts("no_padding", device)["input_ids"]
     with pytest.raises(ValueError, match=r"LlamaAttention hands sparse_indices= .* 'lean' does not support.*load .* without"):
         model(ids, sparse_indices=value())
-    model(ids, sparse_indices=None, some_flag=3, token_type_ids=ids, num_items_in_batch=torch.tensor(3))
+    of_the_loss = {"shift_labels": ids, "num_items_in_batch": torch.tensor(3)}
+    model(ids, sparse_indices=None, some_flag=3, token_type_ids=ids, **of_the_loss)
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ import models
 import pytest
 import torch
 from calls import attention
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import AutoModelForMaskedLM, masking_utils
@@ -313,12 +314,29 @@ def test_the_dispatcher_runs_the_ops_only_where_they_are_seen(device):
     assert torch.equal(out, watched) and torch.equal(found, expected)
 
 
-def test_forward_mode_is_refused(device):
+def test_transforms_and_forward_mode_are_refused(device):
     x = torch.randn(1, 4, 5, 16, device=device)
-    with pytest.raises(RuntimeError, match="no forward-mode derivatives"):
-        torch.func.jvp(lambda x: training.attention("lean", x, x, x)[0].sum(), (x,), (x,))
-    with pytest.raises(RuntimeError, match="no forward-mode derivatives"):
-        torch.func.jvp(lambda x: interface.attention_forward("lean", torch.nn.Module(), x, x, x, None)[0].sum(), (x,), (x,))
+    for attend in (
+        lambda x: training.attention("lean", x, x, x)[0].sum(),
+        lambda x: interface.attention_forward("lean", torch.nn.Module(), x, x, x, None)[0].sum(),
+    ):
+        refused = partial(pytest.raises, RuntimeError, match="no forward-mode derivatives .* not run under transforms .*eager")
+        for transform in (torch.func.grad, torch.func.jacrev, lambda f: torch.func.vmap(lambda x: f(x[None]))):
+            with refused():
+                transform(attend)(x)
+        with refused():
+            torch.func.jvp(attend, (x,), (x,))
+        with forward_ad.dual_level(), refused():
+            attend(forward_ad.make_dual(x, x))
+
+
+def test_a_batch_of_gradients(device):
+    q, k = (torch.randn(1, heads, 5, 16, device=device, requires_grad=True) for heads in (4, 2))
+    out, _ = training.attention("lean", q, k, k)
+    given = torch.randn(3, *out.shape, device=device)
+    found = torch.autograd.grad(out, (q, k), given, is_grads_batched=True, retain_graph=True)
+    expected = [torch.autograd.grad(out, (q, k), each, retain_graph=True) for each in given]
+    assert all(map(torch.equal, found, map(torch.stack, zip(*expected, strict=True))))
 
 
 def test_a_streaming_backend_refuses(device):

@@ -45,7 +45,7 @@ def stock_attention(module: torch.nn.Module, eager: bool) -> Function | None:
 # Tensors that models pass to attention among the keyword arguments of forward(), and that scores do not depend on.
 BESIDE_ATTENTION = frozenset(
     {"position_ids", "cache_position", "position_embeddings", "token_type_ids", "mm_token_type_ids", "seq_idx", "past_key_values"}
-    | {"labels", "num_items_in_batch", "logits_to_keep"}
+    | {"labels", "shift_labels", "num_items_in_batch", "logits_to_keep"}
     | {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}  # checked in refuse.py
 )
 
