@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import copy
-import os
-import socket
 
 import models
+import processes
 import pytest
 import torch
-import torch.distributed as dist
 from conftest import INTERPRETED
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import hf_fastattn
+
+pytestmark = [
+    processes.HIDDEN,
+    pytest.mark.skipif(INTERPRETED, reason="interpreted backward kernels are tested with fewer and shorter inputs"),
+    pytest.mark.xdist_group("ranks"),
+]
 
 LENGTH = 24
 
@@ -20,38 +28,30 @@ def loss_of(model, rows: slice) -> torch.Tensor:
     return model(input_ids=ids, labels=ids, use_cache=False).loss
 
 
-def worker(rank: int, port: int) -> None:
-    from torch.distributed.fsdp import fully_shard
-
-    import hf_fastattn
-
-    torch.set_num_threads(1)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    dist.init_process_group("gloo", rank=rank, world_size=2)
-    try:
-        alone = models.tiny("llama").train()
-        replicated = torch.nn.parallel.DistributedDataParallel(copy.deepcopy(alone))
-        sharded = copy.deepcopy(alone)
-        for layer in sharded.model.layers:
-            fully_shard(layer)
-        fully_shard(sharded)
-        (sum(loss_of(alone, slice(r, r + 1)) for r in (0, 1)) / 2).backward()
-        expected = {name: p.grad for name, p in alone.named_parameters()}
-        for model, of in ((replicated, replicated.module), (sharded, sharded)):
-            of.set_attn_implementation("lean")
-            with hf_fastattn.count_calls() as calls:
-                loss_of(model, slice(rank, rank + 1)).backward()
-            assert calls == {"lean.prefill": 2, "lean.backward": 2}
-            for name, p in of.named_parameters():
-                grad = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
-                torch.testing.assert_close(grad, expected[name], atol=1e-4, rtol=1e-3)
-    finally:
-        dist.destroy_process_group()
+def gradients(rank: int) -> tuple[list[tuple[dict, dict]], dict]:
+    """(calls, gradients) of replicas and of a sharded model, and the gradients of one process for the rows of both."""
+    alone = models.tiny("llama").train()
+    replicated = torch.nn.parallel.DistributedDataParallel(copy.deepcopy(alone))
+    sharded, mesh = copy.deepcopy(alone), init_device_mesh("cpu", (2,))
+    for part in (*sharded.model.layers, sharded):
+        fully_shard(part, mesh=mesh)
+    found = []
+    for model, of in ((replicated, replicated.module), (sharded, sharded)):
+        of.set_attn_implementation("lean")
+        with hf_fastattn.count_calls() as calls:
+            loss_of(model, slice(rank, rank + 1)).backward()
+        grads = {name: p.grad for name, p in of.named_parameters()}
+        whole = {name: grad.full_tensor() if hasattr(grad, "full_tensor") else grad for name, grad in grads.items()}
+        found.append((dict(calls), whole))
+    (sum(loss_of(alone, slice(r, r + 1)) for r in (0, 1)) / 2).backward()
+    return found, {name: p.grad for name, p in alone.named_parameters()}
 
 
-@pytest.mark.skipif(INTERPRETED or not dist.is_available(), reason="needs torch.distributed, and the reference")
-def test_two_processes():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(worker, (port,), nprocs=2)
+def test_two_processes(tmp_path):
+    for ended in processes.run(tmp_path, 2, gradients, limit=200):
+        assert ended.result is not None, ended.output
+        found, expected = ended.result
+        for calls, grads in found:
+            assert calls == {"lean.prefill": 2, "lean.backward": 2} and grads.keys() == expected.keys()
+            for name, grad in expected.items():
+                torch.testing.assert_close(grads[name], grad, atol=1e-4, rtol=1e-3)
