@@ -67,13 +67,18 @@ def attention(
     softcap: float | None = None,
     dropout: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of the backend `name`, with gradients to q, k, v and sink_logits; arguments as `kernels.reference.attention`.
+    """(out, lse) of the backend `name`, with gradients to q, k, v and sink_logits.
 
-    Gradients are summed in fp32 and have the dtypes of their tensors. On a GPU they are bitwise repeatable. Second derivatives
-    raise RuntimeError. dropout: the probability of dropping a weight; ValueError if the backend has no dropout. Torch's generator
-    gives the seed, outside of the op, so recomputation with the state of the generator preserved drops the same weights.
+    q (batch, num_heads, q_len, head_dim), k and v (batch, num_kv_heads, kv_len, head_dim), and the other arguments are those of
+    `kernels.reference.attention`, as are out and lse. Gradients are summed in fp32 and have the dtypes of their tensors. On a GPU
+    they are bitwise repeatable. dropout: the probability of dropping a weight. Torch's generator gives the seed, outside of the
+    op, so recomputation with the state of the generator preserved drops the same weights.
+
+    Raises ValueError for a backend without gradients or dropout, RuntimeError for second derivatives and in transforms of torch.func.
     """
     refuse_transforms(q, k, v, sink_logits)
+    if name not in _passes:
+        raise ValueError(f"{name!r} has no backward pass; use one of {', '.join(sorted(_passes))}.")
     seed = None
     if dropout > 0.0:
         if name not in _dropping:

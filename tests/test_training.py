@@ -382,3 +382,10 @@ def test_training_converges_as_with_eager(family, device):
     # Rounding grows from step to step; a wrong gradient is visible immediately.
     torch.testing.assert_close(torch.tensor(losses["lean"][:8]), torch.tensor(losses["eager"][:8]), atol=1e-3, rtol=1e-2)
     assert losses["lean"][-1] < 1.1 * losses["eager"][-1] + 0.05
+
+
+@pytest.mark.parametrize("name", ["streaming", "leen"])
+def test_a_backend_without_gradients_is_named(name):
+    q = torch.randn(1, 4, 5, 16)
+    with pytest.raises(ValueError, match=rf"'{name}' has no backward pass; use one of .*lean.*reference"):
+        training.attention(name, q, q, q)
