@@ -102,7 +102,7 @@ def headline(result: dict) -> str:
         best = min(stock, key=stock.get, default=SDPA)
         shown = [figure(of(row, name), 2) for name in (SDPA, STATIC, OURS)]
         lines.append([row["case"], *shown, figure(ratio(result, row, best, OURS), 2, "x")])
-    head = ["batch x prompt", *(COLUMNS[name] for name in (SDPA, STATIC, OURS)), "best measured stock / `patch()`"]
+    head = ["batch x prompt", *(COLUMNS[name] for name in (SDPA, STATIC, OURS)), "the faster one / `patch()`"]
     return (
         f"`generate()`, milliseconds per token, {model(result)}: {on(result)}; {method(result)}. Where a ratio is -, its figures "
         f"are not of one run; commands and runs are in [docs/results.md](docs/results.md).\n\n{table(head, lines)}"
@@ -112,7 +112,7 @@ def headline(result: dict) -> str:
 def fresh(result: dict) -> str:
     seconds: dict[str, list[float]] = {"cold": [], "warm": []}
     for row in result["rows"]:
-        seconds[row["triton_cache"]].append(row["calls"][0]["to_first_replay_s"] or row["calls"][0]["seconds"])
+        seconds[row["triton_cache"]] += filter(None, [row["calls"][0]["to_first_replay_s"]])
     cold, warm = (" to ".join(dict.fromkeys((f"{min(v):.1f}", f"{max(v):.1f}"))) if v else "-" for v in seconds.values())
     later = [call for row in result["rows"] for call in row["calls"][1:]]
     compiled, captured = (max(call[what] for call in later) for what in ("compiled", "captured"))
@@ -321,7 +321,7 @@ def host(result: dict) -> str:
 def commits(result: dict) -> str:
     trees, rows = result["trees"], []
     for row in result["rows"]:
-        figures = [f"{row[name][what]:.3f}" for what in ("ms", "host_ms") for name in ("before", "now")]
+        figures = [figure(row[name].get(what), 3) for what in ("ms", "host_ms") for name in ("before", "now")]
         rows.append([row["case"], *figures, figure(row["now_over_before"], 3)])
     head = ["batch x prompt", trees["before"], "after", "host's part, " + trees["before"], "after", "after / before"]
     return (
@@ -336,11 +336,10 @@ def families(result: dict) -> str:
         figures = [figure(row["floor_ms"], 2), figure(row.get("replay_ms"), 2), figure(row.get("over_floor"), 2, "x")]
         rows.append([row["model"], row["case"], *figures, row.get("launches"), figure(row["ms"], 2), figure(row["stock_ms"])])
     head = ["model", "batch x prompt", "floor", "replay", "replay / floor", "launches", "`patch()`", "stock `generate()`"]
-    padded = next((row["lengths"] for row in result["rows"] if row["case"].endswith("padded")), [0])
-    return (
-        f"**A decode step of each family, milliseconds**, random weights, the floor at 4.5 TB/s {by_method(result)}; the padded "
-        f"case has left-padded rows of {min(padded)} to {max(padded)} tokens:\n\n{table(head, rows)}"
-    )
+    padded = next((row["lengths"] for row in result["rows"] if row["case"].endswith("padded")), None)
+    lengths = f"; the padded case has left-padded rows of {min(padded)} to {max(padded)} tokens" if padded else ""
+    title = "**A decode step of each family, milliseconds**, random weights, the floor at 4.5 TB/s"
+    return f"{title} {by_method(result)}{lengths}:\n\n{table(head, rows)}"
 
 
 def quantised(result: dict) -> str:

@@ -319,6 +319,7 @@ def test_first_calls_of_a_fresh_process(tmp_path):
     for row in (cold, warm):
         assert [call["prompt"] for call in row["calls"]] == [64, 24] and row["reasons"]  # no graph on a CPU, and that is said
         assert all(call["first_token_s"] > 0 and call["captured"] == 0 for call in row["calls"])
+    assert "its decode graph - s with an empty Triton cache and - s" in report.report(tmp_path, ["fresh"])
 
 
 def test_the_first_replay_is_timed(monkeypatch):
@@ -420,7 +421,9 @@ def test_a_step_of_each_family_beside_its_floor(tmp_path):
     facts = costs.count(hf.random_model("llama", torch.float32, torch.device("meta"), **families.FAMILIES["tiny"][1]))
     assert row["bytes"] == facts.read_bytes(2) + facts.kv_bytes(9) + facts.kv_bytes(20)
     assert row["lengths"] == [9, 20] and row["check"]["passed"] and row["ms"] > 0 < row["stock_ms"]
-    assert "| tiny" in report.report(tmp_path, ["families"])
+    assert "| tiny" in (text := report.report(tmp_path, ["families"])) and "left-padded rows of 9 to 20 tokens" in text
+    found = json.loads((tmp_path / "families.json").read_text())
+    assert "left-padded" not in sections.families({**found, "rows": [row | {"case": "2x9"}]})
 
 
 def test_a_step_with_quantised_weights(tmp_path):
@@ -471,6 +474,8 @@ def test_two_checkouts_alternate_and_agree(tmp_path):
     (row,) = found["rows"]
     assert row["same_tokens"] and row["lengths"] == [9, 20] and len(row["now"]["all_ms"]) == 2
     assert row["now_over_before"] == row["now"]["ms"] / row["before"]["ms"] and set(found["measured_by"]) == {row["run"]}
+    shown = [cell.strip() for cell in sections.commits(found).splitlines()[-1].split("|")]
+    assert shown[1] == "2xpadded" and shown[4:6] == ["-", "-"]  # no graphs here, so the host's part is not known
 
 
 def test_orders_of_context_parallelism_are_checked_and_timed(tmp_path, monkeypatch):
