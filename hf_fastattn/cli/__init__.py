@@ -16,7 +16,6 @@ from .. import __version__
 from . import backends, explain, generate, handed_over
 from .eval import EPILOG, eval_
 from .handed_over import BENCHES, load_benchmark
-from .options import Traceback
 
 __all__ = ["BENCHES", "load_benchmark", "main"]
 
@@ -34,7 +33,7 @@ def _show_version(asked: bool) -> None:
         raise typer.Exit()
 
 
-def _only_help(traceback: Traceback = False) -> None:
+def _only_help() -> None:
     """Used only for --help: other arguments are parsed by the called program."""
 
 

@@ -50,7 +50,10 @@ def runs_of(order: str, rank: int, ranks: int, tokens: int) -> list[Run]:
 
 
 def positions(order: str, rank: int, ranks: int, tokens: int) -> torch.Tensor:
-    """The positions of a rank's tokens in the text, int64 (tokens,), in its order. tokens: the number of tokens of each rank."""
+    """The positions of a rank's tokens in the text, int64 (tokens,), in its order.
+
+    tokens: the number of tokens of each rank, even for zigzag. Raises ValueError for another order.
+    """
     return torch.cat([run.start + run.step * torch.arange(run.length) for run in runs_of(order, rank, ranks, tokens)])
 
 

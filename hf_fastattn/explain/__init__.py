@@ -73,7 +73,8 @@ def explain(
     """Report what would run for this model, batch and length, its least cost, and what is refused and why.
 
     model: a model, a configuration, a folder or a name on the Hub, a .gguf file, or a named shape (`hf-fastattn explain --help`
-    lists them). Only the configuration is read. batch: number of rows, of `length` tokens each. device: by default the model's
+    lists them). Of a name, folder or file only the configuration is read; of a loaded model also which of its layers are
+    quantised, and which experts it runs. batch: number of rows, of `length` tokens each. device: by default the model's
     device, and CUDA for a configuration. dtype: of weights and K/V, by default the model's. gpu: use the published figures of
     this GPU (the same --help lists them); without it the GPU of this machine is measured, or an H200 is assumed if there is none.
     window, sinks: for a streaming backend, as in patch(). ranks: the number of GPUs that share the model by tensor parallelism;
