@@ -20,13 +20,12 @@ from functools import partial
 import torch
 
 from hf_fastattn import model_shapes
-from hf_fastattn.explain import costs
 from hf_fastattn.patches import patch
 
 from .grid import row_lengths
-from .models import COMMON, SHAPES, Subject, of_random_weights
-from .results import Results, add_options, command, conditions, find_device, progress
-from .runs import Rival, Run, check, free, make_prompt, rewind, run, step_times, twin
+from .models import COMMON, SHAPES, Subject, dtype_for, of_random_weights, step_bytes
+from .results import Results, add_options, command, conditions, find_device, listed, progress
+from .runs import Rival, check, free, make_prompt, resumed, run, step_times, twin
 
 READ = 4.5e12  # bytes per second
 METHOD = "greedy generate(), 6th new token to last; replays by events around ten; medians"
@@ -112,8 +111,8 @@ def load_family(name: str, dtype: torch.dtype, device: torch.device, positions: 
 
 def measure(subject: Subject, case: str, args: argparse.Namespace, device: torch.device, *, profiled: bool = True) -> dict:
     """One row, with the kernels of a step if profiled. Raises RuntimeError if captured steps differ from uncaptured ones."""
-    facts, lengths = costs.count(subject.model), row_lengths(case, args.padded)
-    bytes_read = facts.read_bytes(len(lengths)) + sum(map(facts.kv_bytes, lengths))
+    lengths = row_lengths(case, args.padded)
+    bytes_read = step_bytes(subject.facts, lengths)
     row = {"model": subject.name, "case": case, "lengths": lengths, "bytes": bytes_read, "floor_ms": 1e3 * bytes_read / READ}
     prompt = make_prompt(lengths, subject.text_config.vocab_size, device)
     stock = twin(subject.model, subject.model.config._attn_implementation)
@@ -125,15 +124,10 @@ def measure(subject: Subject, case: str, args: argparse.Namespace, device: torch
     model = twin(subject.model, subject.model.config._attn_implementation)
     patched = patch(model, "lean")
     try:
-        cache = run(model, prompt, 8, keep=True).cache
-
-        def again() -> Run:
-            return run(model, prompt, args.tokens, rewind(cache, prompt))
-
-        again()  # captures the decode step
+        first, again = resumed(model, prompt, args.tokens)
         if not args.unchecked:
             rival = Rival("patched", model, prompt, args.tokens, patch=patched)
-            row["check"] = check(rival, cache, subject.model)
+            row["check"] = check(rival, first.cache, subject.model)
             if not row["check"]["passed"]:
                 raise RuntimeError(f"captured steps differ from uncaptured ones: {row['check']}")
         row |= step_times(patched, again, args.repeats, profiled=profiled)
@@ -190,42 +184,58 @@ def line(row: dict) -> str:
     return f"{found}, patch() {row['ms']:.2f}, stock {row['stock_ms']:.1f}" + "".join(f"; {text}" for text in row["reasons"])
 
 
-def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.families") -> int:
-    """Measure the chosen families. Returns 0, or 1 if a row failed or there was no time for it."""
-    listed = {"type": lambda text: [item for item in text.split(",") if item]}
-    parser = argparse.ArgumentParser(prog=prog, description=__doc__.splitlines()[0])
-    parser.add_argument("--only", **listed, help="beginnings of names; default all but tiny")
-    parser.add_argument("--cases", **listed, help=f"ROWSxTOKENS or ROWSxpadded; default {','.join(CASES)}, and more for 8b")
-    parser.add_argument("--padded", type=int, nargs=2, default=[1024, 4096], help="of padded rows (default: 1024 4096)")
-    parser.add_argument("--tokens", type=int, default=32, help="default: %(default)s")
+def add_step_options(parser: argparse.ArgumentParser, cases: str, padded: tuple[int, int], tokens: int) -> None:
+    """The options of a benchmark of decode steps, with these defaults."""
+    parser.add_argument("--cases", type=listed, help=f"ROWSxTOKENS or ROWSxpadded; default {cases}")
+    parser.add_argument("--padded", type=int, nargs=2, default=padded, help=f"of padded rows (default: {padded[0]} {padded[1]})")
+    parser.add_argument("--tokens", type=int, default=tokens, help="default: %(default)s")
     parser.add_argument("--stock-tokens", type=int, default=14, help="default: %(default)s")
     parser.add_argument("--repeats", type=int, default=3, help="default: %(default)s")
-    parser.add_argument("--unchecked", action="store_true", help="do not compare logits with those of uncaptured steps")
     parser.add_argument("--keep", action="store_true", help="keep the rows that are in the JSON, and measure the others")
     add_options(parser, seconds=560)
+
+
+def begin(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, name: str, command: str, device: torch.device, head: dict
+) -> Results:
+    """The Results of a benchmark of decode steps, with the rows of the JSON if they are kept."""
+    head |= {"dtype": str(dtype_for(device)).removeprefix("torch."), "unit": "ms a token"}
+    results = Results(args.out / f"{name}.json", args.seconds, command, device, **head, failed=[], not_run=[])
+    if args.keep:
+        results.take_over(parser)
+        results.data |= {"failed": [], "not_run": []}
+    return results
+
+
+def end(results: Results) -> int:
+    """Save the Results. Returns 0, or 1 if a row failed or there was no time for it."""
+    results.save()
+    results.say(f"-> {results.path}")
+    return 1 if results.data["failed"] or results.data["not_run"] else 0
+
+
+def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.families") -> int:
+    """Measure the chosen families. Returns 0, or 1 if a row failed or there was no time for it."""
+    parser = argparse.ArgumentParser(prog=prog, description=__doc__.splitlines()[0])
+    parser.add_argument("--only", type=listed, help="beginnings of names; default all but tiny")
+    parser.add_argument("--unchecked", action="store_true", help="do not compare logits with those of uncaptured steps")
+    add_step_options(parser, f"{','.join(CASES)}, and more for 8b", (1024, 4096), tokens=32)
     args = parser.parse_args(argv)
     names = [name for name in FAMILIES if (name.startswith(tuple(args.only)) if args.only else name != "tiny")]
     if not names:
         parser.error(f"no family begins with {' or '.join(args.only)}; known are {', '.join(FAMILIES)}.")
     device = find_device(args.device)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    head = {"conditions": conditions(device, METHOD), "dtype": str(dtype).removeprefix("torch."), "unit": "ms a token"}
-    results = Results(args.out / "families.json", args.seconds, command(prog, argv), device, **head, failed=[], not_run=[])
-    if args.keep:
-        results.take_over(parser)
-        results.data |= {"failed": [], "not_run": []}
+    results = begin(parser, args, "families", command(prog, argv), device, {"conditions": conditions(device, METHOD)})
     known = {(row["model"], row["case"]) for row in results.data["rows"]}
     for name in progress(names, "families", "model"):
         cases = [case for case in args.cases or (OF_8B if name == "8b" else CASES) if (name, case) not in known]
         if not cases:
             continue
         longest = max(max(row_lengths(case, args.padded)) for case in cases) + args.tokens + 64
-        load = partial(load_family, name, dtype, device, longest)
+        load = partial(load_family, name, dtype_for(device), device, longest)
         row_of = lambda subject, case: measure(subject, case, args, device)  # noqa: E731
         measure_cases(results, name, cases, load, row_of, line, device, reserve=20)
-    results.save()
-    results.say(f"-> {results.path}")
-    return 1 if results.data["failed"] or results.data["not_run"] else 0
+    return end(results)
 
 
 if __name__ == "__main__":

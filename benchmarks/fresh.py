@@ -22,7 +22,7 @@ import torch
 from hf_fastattn import hf
 from hf_fastattn.patches import patch
 
-from .models import load
+from .models import dtype_for, load
 from .results import Results, clocks, conditions, find_device
 from .runs import make_prompt, run, synchronize
 
@@ -66,7 +66,7 @@ def count_compiles() -> dict[str, int]:
 
 def first_calls(shape: str, lengths: list[int], device: torch.device) -> dict:
     """The times and compilations of the two calls of this process."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = dtype_for(device)
     began = time.perf_counter()
     subject = load(shape, dtype, device, max(lengths) + 64)
     synchronize(device)

@@ -19,19 +19,18 @@ import torch
 
 from . import fresh
 from .grid import CASES, DEFAULT_RIVALS, MAX_STATIC, METHOD, OURS, RIVALS, STATIC, Bench, row_lengths
-from .models import SHAPES, load
-from .results import Results, add_options, command, conditions, find_device, progress
+from .models import SHAPES, dtype_for, load
+from .results import Results, add_options, command, conditions, find_device, listed, progress
 from .shapes import bandwidth
 
 
 def read(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
     """The command line, checked."""
-    listed = {"type": lambda text: [item for item in text.split(",") if item]}
     help_ = f"{', '.join(SHAPES)}, or a checkpoint: a folder, a .gguf file or smollm2 (default: %(default)s)"
     parser.add_argument("--shape", default="8b", help=help_)
-    parser.add_argument("--cases", **listed, default=CASES.split(","), help=f"ROWSxTOKENS or ROWSxpadded; default {CASES}")
+    parser.add_argument("--cases", type=listed, default=CASES.split(","), help=f"ROWSxTOKENS or ROWSxpadded; default {CASES}")
     help_ = f"of {', '.join(RIVALS)}, or all; default {','.join(DEFAULT_RIVALS)}"
-    parser.add_argument("--rivals", **listed, default=DEFAULT_RIVALS, help=help_)
+    parser.add_argument("--rivals", type=listed, default=DEFAULT_RIVALS, help=help_)
     parser.add_argument("--add", action="store_true", help="add these rivals to the cases that are already in the JSON")
     parser.add_argument("--name", help="of the JSON; default generate_SHAPE")
     parser.add_argument("--tokens", type=int, default=40, help="new tokens of a repeat (default: %(default)s)")
@@ -41,9 +40,9 @@ def read(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Na
         "further prefills of a prompt that is processed once, alternating, for the time to the first token (default: %(default)s)"
     )
     parser.add_argument("--first-tokens", type=int, default=0, help=help_)
-    parser.add_argument("--resume", **listed, default=[], help="cases that process their prompt once, however short it is")
+    parser.add_argument("--resume", type=listed, default=[], help="cases that process their prompt once, however short it is")
     help_ = f"cases, at most {MAX_STATIC}, that also time {STATIC}, about a minute each; default: the first {MAX_STATIC}"
-    parser.add_argument("--compile-cases", **listed, help=help_)
+    parser.add_argument("--compile-cases", type=listed, help=help_)
     parser.add_argument("--fresh", action="store_true", help="time the first call of a fresh process instead: " + fresh.WHAT)
     add_options(parser, seconds=560)
     args = parser.parse_args(argv)
@@ -102,22 +101,23 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.genera
     device = find_device(args.device)
     if args.fresh:
         return fresh.main(args, device, command(prog, argv))
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = dtype_for(device)
     torch.manual_seed(0)
     longest = max(max(row_lengths(case, args.padded)) for case in args.cases) + args.tokens + 64
     try:
         subject = load(args.shape, dtype, device, longest)
+        facts = subject.facts
     except (ValueError, OSError) as error:
         parser.error(f"--shape {args.shape}: {error}")
     head = {"conditions": conditions(device, METHOD), "shape": subject.name, "weights": subject.weights, "config": subject.config}
     head |= {"dtype": str(dtype).removeprefix("torch."), "unit": "ms a token"}
-    head |= {"weight_bytes": subject.weight_bytes, "weight_bytes_read_a_token": subject.bytes_read}
+    head |= {"weight_bytes": facts.weight_bytes, "weight_bytes_read_a_token": round(facts.read_bytes(1))}
     path = args.out / f"{(args.name or f'generate_{subject.name}').removesuffix('.json')}.json"
     results = Results(path, args.seconds, command(prog, argv), device, **head)
     results.data["tb_per_s"] = bandwidth(device)
     if args.add:
         results.take_over(parser)
-    results.say(f"{subject.name}: {subject.weight_bytes / 1e9:.2f} GB of {dtype} weights ({subject.weights}) on {device}")
+    results.say(f"{subject.name}: {facts.weight_bytes / 1e9:.2f} GB of {dtype} weights ({subject.weights}) on {device}")
     try:
         measure(Bench(args, subject, results, device), args.cases)
     except KeyboardInterrupt:

@@ -12,7 +12,7 @@ import torch
 from hf_fastattn.caches import PreallocatedCache
 from hf_fastattn.patches import buckets, patch
 
-from .models import Subject
+from .models import Subject, step_bytes
 from .results import Results
 from .runs import Prompt, Rival, check, compare, free, make_prompt, replay_ms, rewind, run, step_kernels, timed_captures, twin
 
@@ -60,9 +60,9 @@ class Bench:
 
     def prefill_seconds(self, lengths: list[int]) -> float:
         """Estimate for an H200, with all rows padded to the longest."""
-        subject, rows, width = self.subject, len(lengths), max(lengths)
-        attention = subject.num_layers * subject.num_heads * subject.head_dim * 2 * width
-        return rows * width * (subject.weight_bytes + attention) / FLOPS if self.cuda else 0.0
+        facts, rows, width = self.subject.facts, len(lengths), max(lengths)
+        attention = len(facts.shapes) * facts.num_heads * facts.head_dim * 2 * width
+        return rows * width * (facts.weight_bytes + attention) / FLOPS if self.cuda else 0.0
 
     def estimate(self, case: str) -> float:
         """Estimated seconds of a case without compilation, on an H200."""
@@ -81,7 +81,7 @@ class Bench:
     def resumes(self, case: str) -> bool:
         """Whether repeats continue from a cache. Those of Transformers with a window cannot be cropped."""
         long = self.prefill_seconds(row_lengths(case, self.args.padded)) > 1
-        return (long or case in self.args.resume) and not any(self.subject.windows)
+        return (long or case in self.args.resume) and not any(self.subject.facts.windows)
 
     def no_time(self, row: dict, name: str, seconds: float, reserve: float = 0.0) -> bool:
         """Whether fewer seconds are left, without those reserved for later cases; records this in a note."""
@@ -134,11 +134,11 @@ class Bench:
                 self.note(row, f"{', '.join(self.args.rivals)}{ADDED}")
                 return row
         lengths = row_lengths(case, self.args.padded)
-        kv_bytes = self.subject.kv_bytes(lengths)
+        facts = self.subject.facts
         row = {"case": case, "rows": len(lengths), "lengths": lengths, "live_tokens": sum(lengths)}
-        row |= {"padded": len(set(lengths)) > 1, "kv_bytes": kv_bytes, "rivals": {}, "notes": []}
+        row |= {"padded": len(set(lengths)) > 1, "kv_bytes": sum(map(facts.kv_bytes, lengths)), "rivals": {}, "notes": []}
         if bandwidth := self.results.data["tb_per_s"]:
-            row["floor_ms"] = (self.subject.bytes_read + kv_bytes) / bandwidth / 1e9
+            row["floor_ms"] = step_bytes(facts, lengths) / bandwidth / 1e9
         rows.append(row)
         return row
 
@@ -307,7 +307,7 @@ class Bench:
         base = torch.cuda.memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         yield
-        peak = torch.cuda.max_memory_allocated(self.device) - base + self.subject.weight_bytes
+        peak = torch.cuda.max_memory_allocated(self.device) - base + self.subject.facts.weight_bytes
         report["peak_gib"] = peak / 2**30
 
     # ---- timing ----
@@ -396,4 +396,4 @@ class Bench:
             best = min(stock, key=lambda report: report["ms"], default=None)
             row["ratios"]["best_stock"] = best["ms"] / ours["ms"] if best and of_its_run(best) else None
             self.compare_first_tokens(row)
-            row["tb_per_s"] = (self.subject.bytes_read + row["kv_bytes"]) / ours["ms"] / 1e9
+            row["tb_per_s"] = step_bytes(self.subject.facts, row["lengths"]) / ours["ms"] / 1e9

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import torch
 
 from hf_fastattn import hf, model_shapes
+from hf_fastattn.explain import costs
 
 COMMON = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}  # no generation ends early
 _TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128}  # for trials
@@ -22,7 +24,7 @@ SHAPES: dict[str, tuple[str, dict]] = {
 
 @dataclass
 class Subject:
-    """A model, its origin, and the bytes that its decode step reads."""
+    """A model and its origin."""
 
     name: str
     model: hf.PreTrainedModel
@@ -33,43 +35,20 @@ class Subject:
     def text_config(self):
         return self.model.config.get_text_config(decoder=True)
 
-    @property
-    def num_heads(self) -> int:
-        return self.text_config.num_attention_heads
-
-    @property
-    def head_dim(self) -> int:
-        return getattr(self.text_config, "head_dim", None) or self.text_config.hidden_size // self.num_heads
-
-    @property
-    def num_layers(self) -> int:
-        return self.text_config.num_hidden_layers
-
-    @property
-    def windows(self) -> list[int | None]:
-        """The sliding window of each layer; None if it has none."""
-        return hf.layer_windows(self.model.config)
-
-    @property
-    def weight_bytes(self) -> int:
-        return sum(_bytes(p) for p in self.model.parameters())
-
-    @property
-    def bytes_read(self) -> int:
-        """Bytes of weights that a step reads: all except tables of which it reads a row, such as embeddings that are not tied."""
-        head = self.model.get_output_embeddings().weight
-        tables = [m.weight for m in self.model.modules() if isinstance(m, torch.nn.Embedding) and m.weight is not head]
-        return self.weight_bytes - sum(map(_bytes, tables))
-
-    def kv_bytes(self, lengths: list[int]) -> int:
-        """Bytes of K and V that a step over rows of these many tokens reads."""
-        heads = getattr(self.text_config, "num_key_value_heads", None) or self.num_heads
-        tokens = sum(min(length, window or length) for window in self.windows for length in lengths)
-        return 2 * tokens * heads * self.head_dim * self.model.dtype.itemsize
+    @cached_property
+    def facts(self) -> costs.Facts:
+        """Its shapes, windows and bytes. Raises ValueError for a model whose K/V cannot be counted."""
+        return costs.count(self.model)
 
 
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+def step_bytes(facts: costs.Facts, lengths: list[int]) -> float:
+    """Bytes that a decode step over rows of these many tokens reads: weights, and live K and V."""
+    return facts.read_bytes(len(lengths)) + sum(map(facts.kv_bytes, lengths))
+
+
+def dtype_for(device: torch.device) -> torch.dtype:
+    """The dtype of measurements: bfloat16 on a GPU; trials on a CPU run in float32."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 def with_heads(config: dict, heads: int) -> dict:

@@ -23,7 +23,7 @@ import torch
 from hf_fastattn.caches import PreallocatedCache
 from hf_fastattn.patches import patch
 
-from .models import load
+from .models import dtype_for, load
 from .results import Results, add_options, command, conditions, find_device, progress
 from .runs import Prompt, Rival, check, free, make_prompt, replay_ms, rewind, run, step_kernels, twin
 
@@ -151,15 +151,15 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.paper_
     """Run the experiment. Returns 0, 1 if a check failed or time ran out, or 130 if it was interrupted."""
     args = parse(argv, prog)
     device = find_device(args.device)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = dtype_for(device)
     head = {"conditions": conditions(device, METHOD), "dtype": str(dtype).removeprefix("torch."), "unit": "ms a token"}
     results = Results(args.out / f"{args.file}.json", args.seconds, command(prog, argv), device, **head)
     torch.manual_seed(0)
     longest = args.contexts[-1] + args.tokens + 64
     subject = load(args.shape, dtype, device, longest, args.heads)
-    results.data |= {"shape": subject.name, "config": subject.config, "weight_bytes": subject.weight_bytes, "summary": {}}
-    results.data["heads"] = subject.num_heads
-    results.say(f"{subject.name}: {subject.weight_bytes / 1e9:.2f} GB of weights on {device}")
+    results.data |= {"shape": subject.name, "config": subject.config, "weight_bytes": subject.facts.weight_bytes, "summary": {}}
+    results.data["heads"] = subject.facts.num_heads
+    results.say(f"{subject.name}: {subject.facts.weight_bytes / 1e9:.2f} GB of weights on {device}")
     whole = make_prompt([args.contexts[-1]], subject.text_config.vocab_size, device)
     cache = PreallocatedCache(subject.model, longest)
     rivals = []

@@ -25,8 +25,8 @@ from hf_fastattn.patches import patch
 
 from . import families
 from .grid import row_lengths
-from .models import SHAPES, Subject
-from .results import Results, add_options, command, conditions, find_device, progress
+from .models import SHAPES, Subject, dtype_for
+from .results import command, conditions, find_device, listed, progress
 from .runs import make_prompt, run, twin
 
 CASES = ["1x512", "8x512"]
@@ -96,51 +96,37 @@ def scaled(config: dict, layers: int | None) -> dict:
 
 def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.quantised") -> int:
     """Measure the chosen schemes. Returns 0, or 1 if a row failed or there was no time for it."""
-    listed = {"type": lambda text: [item for item in text.split(",") if item]}
     parser = argparse.ArgumentParser(prog=prog, description=__doc__.splitlines()[0])
     parser.add_argument("--shape", default="8b", choices=SHAPES, help="default: %(default)s")
     parser.add_argument("--layers", type=int, help="number of layers, with a vocabulary in proportion; default: the shape's")
-    parser.add_argument("--only", **listed, default=INSTALLED, help=f"of {', '.join(SCHEMES)}; default: those installed")
-    parser.add_argument("--cases", **listed, default=CASES, help=f"ROWSxTOKENS or ROWSxpadded; default {','.join(CASES)}")
-    parser.add_argument("--padded", type=int, nargs=2, default=[256, 1024], help="of padded rows (default: 256 1024)")
-    parser.add_argument("--tokens", type=int, default=24, help="default: %(default)s")
-    parser.add_argument("--stock-tokens", type=int, default=14, help="default: %(default)s")
-    parser.add_argument("--repeats", type=int, default=3, help="default: %(default)s")
-    parser.add_argument("--keep", action="store_true", help="keep the rows that are in the JSON, and measure the others")
-    add_options(parser, seconds=560)
+    parser.add_argument("--only", type=listed, default=INSTALLED, help=f"of {', '.join(SCHEMES)}; default: those installed")
+    families.add_step_options(parser, ",".join(CASES), (256, 1024), tokens=24)
     args = parser.parse_args(argv)
-    args.unchecked = False
+    args.unchecked, cases = False, args.cases or CASES
     if unknown := set(args.only) - set(SCHEMES):
         parser.error(f"unknown schemes {', '.join(sorted(unknown))}; known are {', '.join(SCHEMES)}.")
     device = find_device(args.device)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    longest = max(max(row_lengths(case, args.padded)) for case in args.cases) + args.tokens + 64
+    longest = max(max(row_lengths(case, args.padded)) for case in cases) + args.tokens + 64
     model_type, config = SHAPES[args.shape]
     config = scaled(config, args.layers) | {"max_position_embeddings": max(config["max_position_embeddings"], longest)}
     head = {"conditions": conditions(device, families.METHOD) | versions(), "shape": args.shape, "config": config}
-    head |= {"dtype": str(dtype).removeprefix("torch."), "unit": "ms a token"}
-    results = Results(args.out / "quantised.json", args.seconds, command(prog, argv), device, **head, failed=[], not_run=[])
-    if args.keep:
-        results.take_over(parser)
-        results.data |= {"failed": [], "not_run": []}
+    results = families.begin(parser, args, "quantised", command(prog, argv), device, head)
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # a warning for each 8-bit product in bf16
     torch.manual_seed(0)
-    source = hf.random_model(model_type, dtype, device, **config)
+    source = hf.random_model(model_type, dtype_for(device), device, **config)
     known = {(row["scheme"], row["case"]) for row in results.data["rows"]}
     for scheme in progress(args.only, "quantised", "scheme"):
         families.measure_cases(
             results,
             scheme,
-            [case for case in args.cases if (scheme, case) not in known],
+            [case for case in cases if (scheme, case) not in known],
             lambda scheme=scheme: Subject(args.shape, quantised(source, scheme, device), "random", config),
             lambda subject, case, scheme=scheme: measure(subject, scheme, case, args, device),
             line,
             device,
             reserve=2,
         )
-    results.save()
-    results.say(f"-> {results.path}")
-    return 1 if results.data["failed"] or results.data["not_run"] else 0
+    return families.end(results)
 
 
 def versions() -> dict[str, str]:

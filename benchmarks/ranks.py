@@ -25,9 +25,9 @@ from hf_fastattn.patches import Patch, patch
 
 from .families import READ
 from .grid import row_lengths
-from .models import SHAPES
-from .results import Results, add_options, command, conditions
-from .runs import Prompt, Run, free, make_prompt, rewind, run, step_times, verdict
+from .models import SHAPES, step_bytes
+from .results import Results, add_options, command, conditions, listed
+from .runs import Prompt, free, make_prompt, resumed, run, step_times, verdict
 
 METHOD = "greedy generate() that continues from a cache, 6th new token to last; replays by events around ten; medians"
 CASES = ["1x512", "1x65536", "8x32768"]
@@ -56,13 +56,7 @@ def set_up(name: str, model: hf.PreTrainedModel) -> Iterator[Patch | None]:
 def measure(name: str, model: hf.PreTrainedModel, prompt: Prompt, args: argparse.Namespace) -> dict:
     """The times of one rival."""
     with set_up(name, model) as patched:
-        first = run(model, prompt, 8, keep=True)
-        tokens = args.stock_tokens if patched is None else args.tokens
-
-        def again() -> Run:
-            return run(model, prompt, tokens, rewind(first.cache, prompt))
-
-        again()  # captures the decode step
+        first, again = resumed(model, prompt, args.stock_tokens if patched is None else args.tokens)
         row = {"first_token_ms": 1e3 * first.first_token_s}
         if patched is None:
             ms = again().ms
@@ -109,7 +103,7 @@ def measure_case(
     """One row, with all rivals for which there is time. one: the model on one GPU, in the first process."""
     lengths = row_lengths(case, [1024, 32768])
     facts = costs.count(hf.model_on_meta(shared.config, shared.dtype), ranks=group.size)
-    bytes_read = facts.read_bytes(len(lengths)) + sum(map(facts.kv_bytes, lengths))
+    bytes_read = step_bytes(facts, lengths)
     row = {"case": case, "lengths": lengths, "bytes_of_a_rank": bytes_read, "floor_ms": 1e3 * bytes_read / READ}
     row |= {"rivals": {}, "not_run": []}
     prompt = make_prompt(lengths, shared.config.get_text_config(decoder=True).vocab_size, shared.device)
@@ -132,11 +126,10 @@ def measure_case(
 
 def read(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
     """The command line, checked."""
-    listed = {"type": lambda text: [item for item in text.split(",") if item]}
     parser.add_argument("--shape", choices=SHAPES, default="8b", help="default: %(default)s")
     parser.add_argument("--layers", type=int, help="number of layers, instead of that of the shape")
-    parser.add_argument("--cases", **listed, default=CASES, help=f"ROWSxTOKENS; default {','.join(CASES)}")
-    parser.add_argument("--rivals", **listed, default=list(NAMES), help=f"of {', '.join(NAMES)}; default all")
+    parser.add_argument("--cases", type=listed, default=CASES, help=f"ROWSxTOKENS; default {','.join(CASES)}")
+    parser.add_argument("--rivals", type=listed, default=list(NAMES), help=f"of {', '.join(NAMES)}; default all")
     parser.add_argument("--tokens", type=int, default=48, help="default: %(default)s")
     parser.add_argument("--stock-tokens", type=int, default=14, help="default: %(default)s")
     parser.add_argument("--repeats", type=int, default=3, help="default: %(default)s")

@@ -80,6 +80,11 @@ def as_text(data: dict) -> str:
     return f'{head}\n "rows": [\n  {lines}\n ]{tail}\n'
 
 
+def listed(text: str) -> list[str]:
+    """The items of an option like "a,b"."""
+    return [item for item in text.split(",") if item]
+
+
 def _folder(name: str) -> Path:
     try:
         prepare_folder(name)

@@ -154,6 +154,20 @@ def rewind(cache, prompt: Prompt):
     return cache
 
 
+def resumed(model, prompt: Prompt, tokens: int) -> tuple[Run, Callable[[], Run]]:
+    """The first call, which reads the prompt and keeps its cache, and a function that generates so many tokens from that cache.
+
+    The function has run once: under patch() this captures the decode step.
+    """
+    first = run(model, prompt, 8, keep=True)
+
+    def again() -> Run:
+        return run(model, prompt, tokens, rewind(first.cache, prompt))
+
+    again()
+    return first, again
+
+
 def compare(ours: Run, theirs: Run) -> dict:
     """Share of equal tokens, the first step that differs in any row, and the largest logit difference up to that step."""
     steps = min(ours.tokens.shape[1], theirs.tokens.shape[1])

@@ -32,7 +32,7 @@ from hf_fastattn.patches import patch
 from hf_fastattn.streaming import Settings
 
 from . import shapes, timing
-from .models import Subject, load
+from .models import Subject, dtype_for, load
 from .results import Results, add_options, command, conditions, find_device, progress
 from .runs import Prompt, compare, free, make_prompt, rewind, run, synchronize, twin
 
@@ -149,7 +149,7 @@ def read_summary(rows: list[dict]) -> dict:
 def read(args, results: Results, device: torch.device) -> bool:
     """Read the text and generate at each point. Returns whether all results were correct."""
     results.data["rows"] = []
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = dtype_for(device)
     results.data["dtype"] = str(dtype).removeprefix("torch.")
     subject = load(args.shape, dtype, device)
     settings = Settings(args.window, args.sinks)

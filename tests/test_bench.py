@@ -304,11 +304,13 @@ def test_bytes_a_step_reads():
     device = torch.device("cpu")
     tiny, opt = (models.load(name, torch.float32, device) for name in ("tiny", "tiny-opt"))
     hidden, vocab = 64, 128
-    assert tiny.weight_bytes - tiny.bytes_read == 4 * hidden * vocab  # the embedding; its head is another matrix
-    assert opt.weight_bytes - opt.bytes_read == 4 * hidden * (2048 + 2)  # positions; the embedding is the head
-    assert tiny.kv_bytes([10, 5]) == 2 * 15 * 2 * 16 * 4 * 2 and opt.kv_bytes([10]) == 2 * 10 * 4 * 16 * 4 * 2
+    not_read = {subject.name: subject.facts.weight_bytes - subject.facts.read_bytes(2) for subject in (tiny, opt)}
+    assert not_read["tiny"] == 4 * hidden * vocab  # the embedding; its head is another matrix
+    assert not_read["tiny-opt"] == 4 * hidden * (2048 + 2)  # positions; the embedding is the head
+    assert opt.facts.kv_bytes(10) == 2 * 10 * 4 * 16 * 4 * 2
+    assert models.step_bytes(tiny.facts, [10, 5]) == tiny.facts.read_bytes(2) + 2 * 15 * 2 * 16 * 4 * 2
     windowed = models.Subject("windowed", hf.random_model("mistral", torch.float32, device, **WINDOWED), "random")
-    assert windowed.kv_bytes([10, 5]) == 2 * (8 + 5) * 2 * 16 * 4 * 2
+    assert sum(map(windowed.facts.kv_bytes, [10, 5])) == 2 * (8 + 5) * 2 * 16 * 4 * 2
 
 
 def test_first_calls_of_a_fresh_process(tmp_path):
