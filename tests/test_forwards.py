@@ -16,10 +16,11 @@ import hf_fastattn
 from hf_fastattn import PreallocatedCache, RollingCache, hf
 from hf_fastattn.caches.layers import SLACK
 from hf_fastattn.caches.storage import StaticStorage
-from hf_fastattn.patches import buckets, forwards
+from hf_fastattn.patches import buckets
 from hf_fastattn.patches.forwards import Forwards
 from hf_fastattn.patches.generation import METHODS
 from hf_fastattn.patches.ranks import OneRank
+from hf_fastattn.patches.survey import Surveyor
 
 NEW = 16
 
@@ -485,8 +486,8 @@ def test_a_prompt_that_cannot_be_captured_is_read_from_python_and_not_tried_agai
     llama.__class__, inputs, rehearsals, surveys = Reading, prompts("no_padding", "cpu", rows=1), [], []
     rehearse = fake_graph.RecordedGraph.rehearse
     monkeypatch.setattr(fake_graph.RecordedGraph, "rehearse", lambda *args: rehearsals.append(1) or rehearse(*args))
-    survey = forwards.survey
-    monkeypatch.setattr(forwards, "survey", lambda model: surveys.append(1) or survey(model))
+    current = Surveyor.current
+    monkeypatch.setattr(Surveyor, "current", lambda *args: surveys.append(1) or current(*args))
     with hf_fastattn.patch(llama) as patch, warnings.catch_warnings():
         warnings.simplefilter("error")
         expected = generate(llama, inputs)

@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 from state import ACTIONS, WORLDS, Different, World
 
 from hf_fastattn import registry
-from hf_fastattn.patches.survey import Fingerprint
+from hf_fastattn.patches import graph, survey
+from hf_fastattn.patches.fingerprint import Fingerprint
+from hf_fastattn.patches.watch import Watch
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 MANY = int(os.environ.get("HF_FASTATTN_STATES", "0"))  # sequences; 0: a few, the same in every run
@@ -25,9 +27,22 @@ MANY = int(os.environ.get("HF_FASTATTN_STATES", "0"))  # sequences; 0: a few, th
 steps = st.sampled_from(sorted(ACTIONS)).flatmap(lambda name: st.tuples(st.just(name), st.integers(0, ACTIONS[name][1] - 1)))
 
 
+class Compared(survey.Surveyor):
+    """Watches a model from its first fingerprint on, and compares each fingerprint with a new one."""
+
+    def current(self, model):
+        found, settings = super().current(model), survey._settings(model)
+        new, walker = survey._walk(model, *settings)
+        if changed := found.differences(new):
+            raise Different(f"the watch has missed {changed}")
+        self.watch = self.watch or Watch(walker)
+        return found
+
+
 @pytest.fixture(autouse=True)
 def captured(monkeypatch):
     fake_graph.use(monkeypatch)
+    monkeypatch.setattr(graph, "Surveyor", Compared)
     monkeypatch.setattr(registry, "_backends", dict(registry._backends))  # for the backends that steps register
 
 

@@ -24,7 +24,8 @@ from transformers.models.llama import modeling_llama
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
 
 import hf_fastattn
-from hf_fastattn.patches import survey
+from hf_fastattn.patches import survey, walker
+from hf_fastattn.patches.fingerprint import Uncapturable
 from hf_fastattn.patches.unread import unread_by
 
 NEW = 8
@@ -398,6 +399,123 @@ def test_attributes_are_recorded_and_released():
     assert [type(module) for module in model.modules()] == classes and model.model.norm.variance_epsilon == 0.5
     assert found.differences(survey.survey(model)) == ["model.norm.variance_epsilon"]
     assert not found.differences(survey.survey(model), frozenset({("model.norm", "variance_epsilon")}))
+
+
+def _rope(model):
+    return model.model.rotary_emb
+
+
+def _retarget(name):
+    """Replace a function of Llama's file by an equal one."""
+    own = getattr(modeling_llama, name)
+    return modeling_llama, name, types.FunctionType(own.__code__, own.__globals__, name, own.__defaults__, own.__closure__)
+
+
+# What no fingerprint may miss: a function of the model that changes it. Some return what monkeypatch has to set.
+NOTICED = {
+    "forward_hook": lambda m: m.model.layers[1].mlp.register_forward_hook(print) and None,
+    "forward_pre_hook": lambda m: m.lm_head.register_forward_pre_hook(print) and None,
+    "own_forward": lambda m: setattr(m.model.layers[1].mlp, "forward", m.model.layers[0].mlp.forward),
+    "own_forward_in_place_of_an_attribute": lambda m: (
+        vars(m.lm_head).pop("_is_hf_initialized", None),
+        setattr(m.lm_head, "forward", m.model.norm.forward),
+    )[:0],
+    "train": lambda m: m.model.layers[1].self_attn.train() and None,
+    "constant": lambda m: setattr(m.model.norm, "variance_epsilon", 0.5),
+    "constant_as_a_tensor": lambda m: setattr(m.model.norm, "variance_epsilon", torch.tensor(m.model.norm.variance_epsilon)),
+    "new_attribute": lambda m: setattr(m.model.layers[0], "scale", 2.0),
+    "attribute_removed": lambda m: delattr(m.model.norm, "variance_epsilon"),
+    "attribute_of_the_model": lambda m: setattr(m, "scale", 2.0),
+    "config_field": lambda m: setattr(m.config, "note", 1),
+    "config_list": lambda m: m.config.rope_parameters.update(note=1),
+    "another_config": lambda m: setattr(m.model.layers[1].mlp, "config", type(m.config)(**m.config.to_dict())),
+    "parameter": lambda m: setattr(m.lm_head, "weight", nn.Parameter(m.lm_head.weight.clone())),
+    "parameter_none": lambda m: setattr(m.lm_head, "bias", nn.Parameter(torch.zeros(128))),
+    "parameter_removed": lambda m: setattr(m.lm_head, "weight", None),
+    "strides": lambda m: setattr(m.lm_head.weight, "data", m.lm_head.weight.data.view(64, 128).t()),
+    "shape": lambda m: setattr(m.lm_head.weight, "data", m.lm_head.weight.data.view(64, 128)),
+    "part": lambda m: setattr(m.lm_head.weight, "data", m.lm_head.weight.data[:60]),
+    "dtype": lambda m: m.lm_head.half() and None,
+    "bits": lambda m: setattr(_rope(m), "inv_freq", _rope(m).inv_freq.view(torch.int32)),
+    "subclass": lambda m: setattr(m.lm_head, "weight", nn.Parameter(Negated(m.lm_head.weight.data), requires_grad=False)),
+    "buffer": lambda m: m.model.norm.register_buffer("more", torch.zeros(2)),
+    "renamed": lambda m: m.model.layers[1].mlp.add_module("other", vars(m.model.layers[1].mlp)["_modules"].pop("down_proj")),
+    "swapped": lambda m: setattr(m.model, "layers", nn.ModuleList([m.model.layers[1], m.model.layers[0]])),
+    "added": lambda m: m.model.layers[0].add_module("more", nn.Identity()),
+    "removed": lambda m: m.model.layers.__delitem__(1),
+    "class": lambda m: setattr(m.model.norm, "__class__", type("Other", (type(m.model.norm),), {})),
+    "forward_of_the_class": lambda m: (type(m.model.norm), "forward", lambda self, x: x),
+    "partial_as_forward_of_the_class": lambda m: (
+        type(m.model.norm),
+        "forward",
+        functools.partialmethod(type(m.model.norm).forward),
+    ),
+    "method_of_the_class": lambda m: (modeling_llama.LlamaRMSNorm, "extra_repr", lambda self: ""),
+    "attribute_of_the_class": lambda m: (modeling_llama.LlamaRMSNorm, "scale", 2.0),
+    "function_of_the_file": lambda m: _retarget("rotate_half"),
+    "function_called_by_another": lambda m: _retarget("repeat_kv"),
+    "default_of_a_function": lambda m: (modeling_llama.apply_rotary_pos_emb, "__defaults__", (2,)),
+    "code_of_a_function": lambda m: (modeling_llama.rotate_half, "__code__", modeling_llama.repeat_kv.__code__),
+    "name_in_the_file": lambda m: (modeling_llama, "cat", torch.cat),
+}
+
+
+@pytest.mark.parametrize("name", NOTICED)
+def test_a_watch_notices_each_change(name, monkeypatch):
+    model, surveyor = tiny("llama", "sdpa"), survey.Surveyor()
+    first = surveyor.current(model)
+    assert surveyor.current(model).modules == first.modules and surveyor.watch.holds()
+    change = NOTICED[name](model)
+    if change:
+        monkeypatch.setattr(*change, raising=False)
+    assert not surveyor.watch.holds()
+    with contextlib.suppress(Uncapturable):
+        assert first.differences(surveyor.current(model)) and surveyor.watch is None
+
+
+def test_an_unchanged_model_is_walked_over_twice(inputs, monkeypatch):
+    model, walks, modules = tiny("llama", "sdpa"), [], walker.Walker.modules
+    monkeypatch.setattr(walker.Walker, "modules", lambda *args: walks.append(1) or modules(*args))
+    with hf_fastattn.patch(model) as patch:
+        for _ in range(5):
+            generate(model, inputs)
+        assert len(walks) == 4 and patch.captures == 1  # two calls, and before and after the rehearsal
+        model.model.norm.variance_epsilon = 0.5
+        generate(model, inputs)
+        assert len(walks) == 7 and patch.captures == 2
+
+
+def test_a_model_with_tensors_of_subclasses_and_code_of_its_own_is_watched():
+    model, surveyor = tiny("llama", "sdpa"), survey.Surveyor()
+    held = {"by": 1.0}
+    layer = model.model.layers[0]
+    layer.mlp = Steer(layer.mlp, lambda steer: steer.held["by"], held)
+    stored = torch.randn(64, 64)
+    layer.self_attn.o_proj.weight = nn.Parameter(Negated(stored), requires_grad=False)
+    for _ in range(2):
+        surveyor.current(model)
+    assert surveyor.watch.holds()
+    held["by"] = 2.0
+    assert not surveyor.watch.holds()
+    held["by"] = 1.0
+    assert surveyor.watch.holds()
+    layer.self_attn.o_proj.weight.stored = stored.clone()
+    assert not surveyor.watch.holds()
+
+
+def test_a_watch_keeps_no_module_and_no_tensor_alive():
+    model, surveyor = tiny("llama", "sdpa"), survey.Surveyor()
+    for _ in range(2):
+        surveyor.current(model)
+    gone = [weakref.ref(model.model.layers[1].mlp), weakref.ref(model.lm_head.weight.untyped_storage())]
+    gone += [weakref.ref(model.lm_head.weight)]
+    gc.disable()
+    try:
+        del model.model.layers[1]
+        model.lm_head = None
+        assert not any(ref() for ref in gone)
+    finally:
+        gc.enable()
 
 
 class Negated(torch.Tensor):

@@ -29,7 +29,7 @@ class Fingerprint(NamedTuple):
     def differences(self, other: Fingerprint, unread: frozenset[tuple[str, str]] = frozenset()) -> list[str]:
         """The names of what has changed. unread: pairs (path, name) of attributes to ignore."""
         found = [] if self.settings == other.settings else ["torch's settings or the backend"]
-        if self.modules == other.modules:
+        if self.modules is other.modules or self.modules == other.modules:
             return found
         if [record.path for record in self.modules] != [record.path for record in other.modules]:
             return [*found, "the model's modules"]

@@ -25,7 +25,6 @@ from .entry import Entry, Inputs, grows, unpaddable
 from .fingerprint import Fingerprint, Uncapturable
 from .graph import DecodeGraphs
 from .record import Recorder
-from .survey import survey
 
 MAX_CHANGES = 4  # consecutive calls with a new capture before a warning
 
@@ -197,7 +196,7 @@ class Forwards:
         """The fingerprint of the model. Raises Uncapturable if no graph can be captured on one of the ranks."""
         found, reason = None, None
         try:
-            found = survey(self.model)
+            found = self.graphs.surveyor.current(self.model)
         except Uncapturable as error:
             reason = str(error)
         reason = self.graphs.ranks.refusal(reason)

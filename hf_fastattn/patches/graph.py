@@ -22,6 +22,7 @@ from .cuda_graph import CudaGraph, Graph
 from .entry import Entry, Inputs
 from .fingerprint import Fingerprint
 from .ranks import OneRank
+from .survey import Surveyor
 
 MAX_GRAPHS = 32  # per patched model; the least recently used one is dropped first
 
@@ -49,6 +50,7 @@ class DecodeGraphs:
         self.entries: weakref.WeakKeyDictionary[Storage, list[Entry]] = weakref.WeakKeyDictionary()
         # By the sizes of prompts read so far: whether the next of that size may be a step.
         self.read: weakref.WeakKeyDictionary[Storage, dict[int, bool]] = weakref.WeakKeyDictionary()
+        self.surveyor = Surveyor()
         self.shared: dict[str, Any] = {}
         self.lock = threading.RLock()
         self.clock = itertools.count(1)
@@ -97,6 +99,7 @@ class DecodeGraphs:
     def clear(self) -> None:
         self.entries.clear()
         self.shared.clear()
+        self.surveyor.forget()
 
     def close(self) -> None:
         """Drop all graphs, and capture no more."""

@@ -2,8 +2,8 @@
 
 A graph replays launches without running Python, so it is valid only as long as Python would issue the same launches. The
 fingerprint decides this without running the model. It covers the modules and their order, their classes and the functions that
-their forward() reaches, addresses and layouts of tensors, values of attributes and configurations, and torch's settings. It is
-taken once per generate().
+their forward() reaches, addresses and layouts of tensors, values of attributes and configurations, and torch's settings. Each
+generate() needs one. If the model is as it was, that is the last one (watch.py).
 
 Objects are not identified by id() alone. A fingerprint holds a weak reference to each object that it identifies, so a new object
 at an old address is recognised as new. It holds a strong reference only to objects that do not support weak references.
@@ -17,10 +17,49 @@ from .. import hf
 from .fingerprint import Fingerprint, Uncapturable
 from .unread import classes_lock
 from .walker import Walker
+from .watch import Watch
 
 
 def survey(model: hf.PreTrainedModel) -> Fingerprint:
     """The current fingerprint of the model. Raises Uncapturable if no graph can be captured."""
+    return _walk(model, *_settings(model))[0]
+
+
+class Surveyor:
+    """The fingerprints of one model."""
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        self.last: Fingerprint | None = None
+        self.watch: Watch | None = None
+
+    def current(self, model: hf.PreTrainedModel) -> Fingerprint:
+        """As survey(). The modules in it are those of the last one if they have not changed."""
+        settings, held = _settings(model)
+        if self.last is not None and self.watch is not None and self.watch.holds():
+            if settings != self.last.settings:
+                self.last = self.last._replace(settings=settings, held=self.last.held + held)
+            return self.last
+        found, walker = _walk(model, settings, held)
+        # A model that changes in every call is not watched, which would take time and save none.
+        stays = self.last is not None and self.last.modules == found.modules
+        self.last, self.watch = found, Watch(walker) if stays else None
+        return found
+
+
+def _walk(model: hf.PreTrainedModel, settings: tuple[object, ...], held: list[object]) -> tuple[Fingerprint, Walker]:
+    walker = Walker(model.device, hf.tensor_parallel_mesh(model))
+    with classes_lock:
+        modules = walker.modules(model)
+    if len(walker.devices) > 1:
+        raise Uncapturable(f"its weights are on several devices ({', '.join(sorted(map(str, walker.devices)))})")
+    return Fingerprint(settings, modules, held + walker.held), walker
+
+
+def _settings(model: hf.PreTrainedModel) -> tuple[tuple[object, ...], list[object]]:
+    """Settings of torch and the backend, with the references that they hold. Raises Uncapturable if torch's rule graphs out."""
     module_api = torch.nn.modules.module
     if module_api._global_forward_hooks or module_api._global_forward_pre_hooks:
         raise Uncapturable("a global forward hook is registered, and a graph would not run it")
@@ -29,14 +68,10 @@ def survey(model: hf.PreTrainedModel) -> Fingerprint:
     if torch._C._len_torch_dispatch_stack():
         raise Uncapturable("a dispatch mode of torch is active, and a graph would not pass through it")
     walker = Walker(model.device)
-    with classes_lock:
-        modules = walker.modules(model)
-    if len(walker.devices) > 1:
-        raise Uncapturable(f"its weights are on several devices ({', '.join(sorted(map(str, walker.devices)))})")
-    return Fingerprint((*_settings(), *walker.backend(model.config._attn_implementation)), modules, walker.held)
+    return (*_settings_of_torch(), *walker.backend(model.config._attn_implementation)), walker.held
 
 
-def _settings() -> tuple[object, ...]:
+def _settings_of_torch() -> tuple[object, ...]:
     """Settings of torch that select kernels or dtypes."""
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     return (

@@ -22,8 +22,8 @@ LIMIT = 4000  # number of objects, besides modules, tensors and scalars, in one 
 OF_A_WEIGHT = 16  # further ones for each tensor of a subclass: what describes a quantised weight
 SCALARS = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
 LIBRARIES = frozenset({"torch", "transformers", "peft", "accelerate", "hf_fastattn", "triton", *sys.stdlib_module_names})
-_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
-_MODULE_ATTRIBUTES = frozenset(vars(torch.nn.Module())) | {"_is_hf_initialized"}
+PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
+MODULE_ATTRIBUTES = frozenset(vars(torch.nn.Module())) | {"_is_hf_initialized"}
 _BASES = frozenset({object, torch.nn.Module, hf.PreTrainedModel, *hf.PreTrainedModel.__mro__})
 _MISSING = object()
 MARK = "_hf_fastattn_patch"  # the attribute of a patched model that holds its Patch
@@ -34,18 +34,22 @@ Values = tuple[object, ...]
 class Walker:
     """Converts objects to values that compare equal as long as the objects have not changed."""
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, mesh: Any = None):
         self.device = device
+        self.mesh = mesh  # of the ranks that share the model
         self.held: list[object] = []
         self.devices: set[torch.device] = set()
         self.seen: dict[int, str] = {}  # id of a visited object: where it was
         self.kept: list[object] = []  # keeps visited objects alive while their ids are in `seen`
         self.configs: list[hf.PreTrainedConfig] = []
-        self.classes: dict[type, tuple[Values, frozenset[str]]] = {}  # results of _known()
+        self.classes: dict[type, tuple[Values, frozenset[str]]] = {}  # results of known()
         self.outside: list[torch.nn.Module] = []  # modules that only attributes and functions refer to
         self.left = LIMIT
         self.where = ""
-        self.mesh: Any = None  # of the ranks that share the model
+        self.found: list[torch.nn.Module] = []  # all modules visited, in order
+        self.functions: list[types.FunctionType] = []  # of libraries
+        self.bases: list[type] = []  # classes of libraries
+        self.foreign = False  # whether a function or a class was visited that is not of a library
 
     def same(self, thing: object) -> int:
         """A number unique to this object."""
@@ -63,17 +67,19 @@ class Walker:
     # ---- modules ----
 
     def modules(self, model: torch.nn.Module) -> list[Record]:
-        self.mesh = hf.tensor_parallel_mesh(model)
         records = self._records("", model)
         while self.outside:
             records += self._records("outside the model", self.outside.pop())
-        done = 0
-        while done < len(self.configs):  # a configuration may hold others
-            config = self.configs[done]
-            done += 1
+        return records + self.configurations()
+
+    def configurations(self) -> list[Record]:
+        """A record of each configuration that was visited."""
+        records: list[Record] = []
+        while len(records) < len(self.configs):  # a configuration may hold others
+            config = self.configs[len(records)]
             self.where = type(config).__name__
             fields = {name: self.value(value) for name, value in vars(config).items() if name != "_name_or_path"}
-            records.append(Record(self.where, (done,), fields))
+            records.append(Record(self.where, (len(records) + 1,), fields))
         return records
 
     def _records(self, root: str, top: torch.nn.Module) -> list[Record]:
@@ -87,11 +93,12 @@ class Walker:
                 records.append(Record(path, (id(ref),), {}))  # visited at another path
                 continue
             seen[id(module)] = path
+            self.found.append(module)
             if cls not in classes:
-                classes[cls] = self._known(cls)
+                classes[cls] = self.known(cls)
             known, skipped = classes[cls]
             if values["_forward_hooks"] or values["_forward_pre_hooks"]:
-                _check_hooks(module)
+                check_hooks(module)
             training = values["training"]
             if training and values.get("gradient_checkpointing"):
                 raise Uncapturable("gradient checkpointing is on in training mode, which drops the cache; call model.eval()")
@@ -109,11 +116,11 @@ class Walker:
             records.append(Record(path, tuple(fixed), attributes))
         return records
 
-    def _known(self, cls: type) -> tuple[Values, frozenset[str]]:
+    def known(self, cls: type) -> tuple[Values, frozenset[str]]:
         """(the values of a class, names of module attributes to ignore)."""
         self.where = cls.__name__
         ours = hf.bookkeeping() | {MARK} if issubclass(cls, hf.PreTrainedModel) else frozenset()
-        return self._class(cls), _MODULE_ATTRIBUTES | ours
+        return self._class(cls), MODULE_ATTRIBUTES | ours
 
     def _class(self, cls: type) -> Values:
         found: list[object] = [self.same(cls)]
@@ -121,13 +128,15 @@ class Walker:
             if base in _BASES:
                 continue
             ours = is_library(base.__module__)
+            self.bases.append(base)
+            self.foreign |= not ours
             for name, value in vars(base).items():
                 if isinstance(value, types.FunctionType):
                     found += name, self.function(value) if name == "forward" or not ours else self.same(value)
                 elif type(value) in SCALARS:
                     found += name, value
-                elif not (ours or name.startswith("__")):
-                    found += name, self.value(value)
+                elif not name.startswith("__"):
+                    found += name, self.same(value) if ours else self.value(value)
         return tuple(found)
 
     # ---- values ----
@@ -187,7 +196,7 @@ class Walker:
 
     def tensor(self, tensor: torch.Tensor) -> Values:
         """The address and the layout of a tensor."""
-        if type(tensor) not in _PLAIN_TENSORS:
+        if type(tensor) not in PLAIN_TENSORS:
             return self._subclass(tensor)
         pointer, shape = _pointer(tensor), tensor.shape
         if not shape and self.device.type != "cpu" and tensor.device.type == "cpu":
@@ -220,10 +229,12 @@ class Walker:
 
     def function(self, function: types.FunctionType) -> Values:
         """A function with its closure, its defaults and the globals that its code uses."""
+        self.foreign |= not is_library(function.__module__)
         if self._visited(function):
             return (self.same(function),)
-        found: list[object] = [self.same(function)]
+        found: list[object] = [self.same(function), self.same(function.__code__)]
         ours = is_library(function.__module__)
+        self.functions.append(function)
         value_of = self._shallow if ours else self.value
         for cell in function.__closure__ or ():
             try:
@@ -233,12 +244,12 @@ class Walker:
         found += [value_of(value) for value in (function.__defaults__ or ())]
         found += [(name, value_of(value)) for name, value in (function.__kwdefaults__ or {}).items()]
         names = function.__globals__
-        for name in _names(function.__code__):
+        for name in names_in(function.__code__):
             value = names.get(name, _MISSING)
             if value is not _MISSING:
                 found += name, value_of(value)
             if isinstance(value, types.ModuleType) and not ours:
-                found += self._file(value, _names(function.__code__))
+                found += self._file(value, names_in(function.__code__))
         return tuple(found)
 
     def _file(self, module: types.ModuleType, names: tuple[str, ...]) -> list[object]:
@@ -287,7 +298,7 @@ def tree(root: str, model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Modu
             stack += [(prefix + name, child) for name, child in children.items() if child is not None]
 
 
-def _check_hooks(module: torch.nn.Module) -> None:
+def check_hooks(module: torch.nn.Module) -> None:
     for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
         if not forward.is_ours(hook) and not hf.is_inert_hook(hook):
             name = getattr(hook, "__qualname__", type(hook).__qualname__)
@@ -310,9 +321,9 @@ def _slots(cls: type) -> Iterator[str]:
 
 
 @functools.lru_cache(4096)
-def _names(code: types.CodeType) -> tuple[str, ...]:
+def names_in(code: types.CodeType) -> tuple[str, ...]:
     """The global names that the code of a function, and of functions nested in it, may look up."""
-    inner = (name for const in code.co_consts if isinstance(const, types.CodeType) for name in _names(const))
+    inner = (name for const in code.co_consts if isinstance(const, types.CodeType) for name in names_in(const))
     return tuple(dict.fromkeys((*code.co_names, *inner)))
 
 

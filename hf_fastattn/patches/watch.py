@@ -1,0 +1,219 @@
+"""Tells whether a model is as it was when its fingerprint was taken, without a new fingerprint.
+
+A fingerprint is a walk over everything that a step may read. If each object of the walk refers to the same objects as then, a new
+walk would find the same. A Watch compares these references, and the layouts of tensors, of all modules at once: a loop over the
+modules takes several times as long. What remains is walked again: attributes of modules that are neither constants nor
+configurations, tensors of subclasses, the fields of configurations, and classes with code that is not of a library.
+"""
+
+from __future__ import annotations
+
+import types
+import weakref
+from collections.abc import Iterable
+from itertools import chain, compress, cycle, repeat
+from operator import attrgetter, is_, itemgetter
+from typing import Any
+
+import torch
+
+from .. import hf
+from .unread import classes_lock
+from .walker import MODULE_ATTRIBUTES, PLAIN_TENSORS, SCALARS, Walker, check_hooks, names_in
+
+Dicts = list[dict[str, Any]]  # the attributes of each module
+_flat = chain.from_iterable
+_TENSORS, _HOOKS = ("_parameters", "_buffers"), ("_forward_hooks", "_forward_pre_hooks")
+_GROUPS = ("_modules", *_TENSORS, *_HOOKS)
+_groups = itemgetter(*_GROUPS)
+_parts = attrgetter("__code__", "__defaults__", "__kwdefaults__")  # of a function
+_dtype = attrgetter("dtype")
+_MISSING = object()
+
+
+class Watch:
+    """What the walk of `walker`, which has just visited a model, depends on.
+
+    It keeps constants, configurations and classes alive, but no module and no tensor.
+    """
+
+    def __init__(self, walker: Walker):
+        modules = walker.found
+        dicts: Dicts = [module.__dict__ for module in modules]
+        self.device, self.mesh = walker.device, walker.mesh
+        self.modules = [weakref.ref(module) for module in modules]
+        self.classes = [*map(type, modules)]
+        self.attributes = _Attributes(dicts, [walker.classes[cls][1] for cls in self.classes])
+        self.groups = _Groups(modules, dicts, walker.device)
+        walkers = {cls: Walker(walker.device, walker.mesh) for cls in walker.classes}
+        for cls, each in walkers.items():
+            each.known(cls)
+        self.own_classes = [cls for cls, each in walkers.items() if each.foreign]
+        libraries = [each for each in walkers.values() if not each.foreign]
+        self.code = _Code(_flat(each.bases for each in libraries), _flat(each.functions for each in libraries))
+        self.walked, self.held = self._walk(modules, dicts)
+
+    def holds(self) -> bool:
+        """Whether the model has not changed; False if that is not certain."""
+        modules: list[Any] = [ref() for ref in self.modules]
+        try:
+            with classes_lock:
+                dicts: Dicts = [module.__dict__ for module in modules]
+                return (
+                    _same([*map(type, modules)], self.classes)
+                    and self.attributes.same(dicts)
+                    and self.groups.same(modules, dicts)
+                    and self.code.same()
+                    and self._walk(modules, dicts)[0] == self.walked
+                )
+        except Exception:  # the walk over the whole model, which follows, raises it again
+            return False
+
+    def _walk(self, modules: list[Any], dicts: Dicts) -> tuple[list[object], list[object]]:
+        """What a walk finds where one is needed, and the references that it holds."""
+        for index in self.groups.hooked:
+            check_hooks(modules[index])
+        walker = Walker(self.device, self.mesh)
+        found = [walker.value(dicts[index][name]) for index, name in self.attributes.others]
+        found += map(walker.value, self.attributes.configs)
+        found += [walker.tensor(dicts[index][group][name]) for index, group, name in self.groups.others]
+        found += map(walker.known, self.own_classes)
+        return [*found, *walker.configurations()], walker.held
+
+
+class _Attributes:
+    """The plain attributes of modules. skipped: for each module, the names that a walk ignores.
+
+    Those that nn.Module itself sets are only counted.
+    """
+
+    def __init__(self, dicts: Dicts, skipped: list[frozenset[str]]):
+        # Of a whole model, whose attributes generate() changes, the others are ignored.
+        self.models = [(index, names) for index, names in enumerate(skipped) if not names <= MODULE_ATTRIBUTES]
+        ignored = {**dict.fromkeys(range(len(dicts)), _OF_TORCH), **dict(self.models)}
+        self.others: list[tuple[int, str]] = []  # (module, name) of those that are not constants
+        groups: dict[tuple[str, ...], list[int]] = {}  # modules by the names of their constants
+        for index, attributes in enumerate(dicts):
+            own = [name for name in attributes if name not in ignored[index]]
+            constants = [name for name in own if _is_constant(attributes[name])]
+            self.others += [(index, name) for name in own if name not in constants]
+            names = ("training", *constants)
+            groups.setdefault(names if constants else names * 2, []).append(index)  # of one name, itemgetter returns no tuple
+        self.groups = [(itemgetter(*names), indices) for names, indices in groups.items()]
+        self.constants = self._constants(dicts)
+        self.configs = [*{id(value): value for value in self.constants if isinstance(value, hf.PreTrainedConfig)}.values()]
+        self.names = self._names(dicts)
+
+    def same(self, dicts: Dicts) -> bool:
+        return self._names(dicts) == self.names and _same(self._constants(dicts), self.constants)
+
+    def _constants(self, dicts: Dicts) -> list[object]:
+        return [*_flat(_flat(map(names, map(dicts.__getitem__, indices)) for names, indices in self.groups))]
+
+    def _names(self, dicts: Dicts) -> tuple[list[int], list[list[str]]]:
+        counts = [*map(len, dicts)]
+        for index, _ in self.models:
+            counts[index] = 0
+        return counts, [[name for name in dicts[index] if name not in ignored] for index, ignored in self.models]
+
+
+class _Groups:
+    """The dicts that each module has for its modules, its tensors and its hooks."""
+
+    def __init__(self, modules: list[torch.nn.Module], dicts: Dicts, device: torch.device):
+        groups = [*_flat(map(_groups, dicts))]
+        self.empty = [not group for group in groups]
+        self.filled = [bool(group) and name not in _HOOKS for group, name in zip(groups, cycle(_GROUPS))]
+        self.hooked = [index for index, each in enumerate(dicts) if any(each[name] for name in _HOOKS)]
+        filled = [*compress(groups, self.filled)]
+        self.sizes, self.names = [*map(len, filled)], [*_flat(filled)]
+        held, place = [*_flat(map(dict.values, filled))], {id(module): index for index, module in enumerate(modules)}
+        tensors = [isinstance(thing, torch.Tensor) for thing in held]
+        self.plain = [tensor and _has_layout(thing, device) for thing, tensor in zip(held, tensors, strict=True)]
+        self.rest = [not tensor for tensor in tensors]
+        self.places = [place.get(id(thing), -1) for thing in compress(held, self.rest)]  # -1: None
+        self.layouts = _layouts([*compress(held, self.plain)])
+        # (module, group, name) of tensors whose layout does not say all that a graph depends on
+        self.others = [
+            (index, group, name)
+            for index, attributes in enumerate(dicts)
+            for group in _TENSORS
+            for name, tensor in attributes[group].items()
+            if tensor is not None and not _has_layout(tensor, device)
+        ]
+
+    def same(self, modules: list[Any], dicts: Dicts) -> bool:
+        groups = [*_flat(map(_groups, dicts))]
+        if any(compress(groups, self.empty)):
+            return False
+        filled = [*compress(groups, self.filled)]
+        held, known = [*_flat(map(dict.values, filled))], [*modules, None]
+        return (
+            [*map(len, filled)] == self.sizes
+            and [*_flat(filled)] == self.names
+            and _same([*compress(held, self.rest)], [known[place] for place in self.places])
+            and _layouts([*compress(held, self.plain)]) == self.layouts
+        )
+
+
+class _Code:
+    """The code of libraries: members of classes, and what functions refer to."""
+
+    def __init__(self, bases: Iterable[type], functions: Iterable[types.FunctionType]):
+        self.bases = [*dict.fromkeys(bases)]
+        self.functions = [*dict.fromkeys(functions)]
+        self.cells = [cell for function in self.functions for cell in function.__closure__ or ()]
+        names: dict[int, dict[str, None]] = {}  # what functions look up in the globals of a file
+        spaces = {id(function.__globals__): function.__globals__ for function in self.functions}
+        for function in self.functions:
+            names.setdefault(id(function.__globals__), {}).update(dict.fromkeys(names_in(function.__code__)))
+        self.spaces = [(space, [*names[key]]) for key, space in spaces.items()]
+        self.members, self.objects = [dict(vars(base)) for base in self.bases], self._objects()
+
+    def same(self) -> bool:
+        return [*map(vars, self.bases)] == self.members and _same(self._objects(), self.objects)
+
+    def _objects(self) -> list[object]:
+        found = [*_flat(map(space.get, names, repeat(_MISSING)) for space, names in self.spaces)]
+        parts = [*_flat(map(_parts, self.functions))]
+        defaults = _flat(part.values() for part in parts[2::3] if part)
+        return [*found, *parts, *defaults, *map(_contents, self.cells)]
+
+
+_OF_TORCH = frozenset(vars(torch.nn.Module()))
+
+
+def _is_constant(value: object) -> bool:
+    """Whether a value cannot change, or is a configuration, whose fields are walked."""
+    if isinstance(value, hf.PreTrainedConfig):
+        return True
+    return (type(value) in SCALARS and value == value) or (type(value) is tuple and all(map(_is_constant, value)))
+
+
+def _has_layout(tensor: torch.Tensor, device: torch.device) -> bool:
+    """Whether the address and the layout of a tensor say all that a graph depends on."""
+    return type(tensor) in PLAIN_TENSORS and (tensor.dim() > 0 or tensor.device.type == device.type)
+
+
+def _layouts(tensors: list[torch.Tensor]) -> tuple[list[Any], ...]:
+    """What `Walker.tensor` reads of plain tensors."""
+    of = torch.Tensor
+    return (
+        [*map(type, tensors)],
+        [*map(of.data_ptr, tensors)],
+        [*map(of.size, tensors)],
+        [*map(of.stride, tensors)],
+        [*map(_dtype, tensors)],
+    )
+
+
+def _contents(cell: types.CellType) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:  # an empty cell
+        return _MISSING
+
+
+def _same(found: list[Any], expected: list[Any]) -> bool:
+    """Whether two lists have the same objects, which need not be comparable."""
+    return len(found) == len(expected) and all(map(is_, found, expected))
