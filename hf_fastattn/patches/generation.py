@@ -198,7 +198,7 @@ class Generation:
             "the length of the cache": tokens,
             "rows": rows,
             "attn_implementation": model.config._attn_implementation,
-            "graph": self.graph and (self._why_uncaptured(model, config) or True),
+            "graph": self.graph and (self._why_uncaptured(model, config) or hf.why_not_captured(model) or True),
             "config": model.config.get_text_config(decoder=True),
             "model.training": model.training,
         }
@@ -251,7 +251,7 @@ class Generation:
             return "generate() of the class was called, not that of the model"
         if vars(model).get(hf.COMPILED) is not None:
             return "model.compile() was called"
-        refused = graphs.why_none(model)  # disable_compile concerns torch.compile, not decode graphs
+        refused = graphs.why_no_graph(model.device)  # disable_compile concerns torch.compile, not decode graphs
         if generation_config.output_hidden_states or generation_config.output_attentions:
             refused = refused or "hidden states or attentions are requested"
         if (name := model.config._attn_implementation) not in registry.names():

@@ -81,7 +81,7 @@ class DecodeGraphs:
         for entry in matching:
             differences = entry.fingerprint.differences(fingerprint, entry.unread)
             if not differences:
-                self.changes = 0
+                self.changes, entry.fingerprint = 0, fingerprint  # the next call compares the same object
                 break
             changed = changed or differences
         else:
