@@ -8,13 +8,14 @@ import sys
 from functools import cache
 from pathlib import Path
 
+import fake_graph
 import models
 import pytest
 import torch
 import transformers
 from calls import as_kernel, attention
 from models import FAMILIES, PADDINGS
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache, LlamaForCausalLM, StaticCache
 
 import hf_fastattn
 from hf_fastattn import interface
@@ -210,6 +211,69 @@ def test_chunked_prefill_of_a_second_turn(static, device):
         return
     assert torch.equal(expected, whole)
     assert torch.equal(converse("llama", device, "lean", "left_padding", static, prefill_chunk_size=CHUNK), expected)
+
+
+def masked(tokens: int, device) -> torch.Tensor:
+    mask = torch.ones(2, tokens, dtype=torch.long, device=device)
+    mask[:, 10:30] = 0
+    return mask
+
+
+class Masking(LlamaForCausalLM):
+    """Hides tokens after it has read the prompt."""
+
+    def _update_model_kwargs_for_generation(self, outputs, model_kwargs, **options):
+        tokens = outputs.past_key_values.get_seq_length() + 1
+        kwargs = super()._update_model_kwargs_for_generation(outputs, model_kwargs, **options)
+        return {**kwargs, "attention_mask": masked(tokens, self.device)}
+
+
+def loop(model, input_ids, past_key_values, **kwargs):
+    """A user's: the same, by greedy decoding."""
+    mask, new = None, input_ids
+    for _ in range(NEW_TOKENS):
+        positions = torch.arange(input_ids.shape[1], device=new.device)[None, -new.shape[1] :]
+        out = model(input_ids=new, attention_mask=mask, position_ids=positions, past_key_values=past_key_values)
+        new = out.logits[:, -1:].argmax(-1)
+        input_ids = torch.cat([input_ids, new], 1)
+        mask = masked(input_ids.shape[1], new.device)
+    return input_ids
+
+
+def guide(model, cache, device):
+    """A logits processor: the model's logits after another text, with holes, in a cache of its own."""
+    inputs = models.prompts("holes", device, rows=2, length=130)
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+
+    def process(input_ids, scores):
+        nonlocal ids, mask
+        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        out = model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
+        ids, mask = input_ids[:, -1:], torch.nn.functional.pad(mask, (0, 1), value=1)
+        return scores + out.logits[:, -1]
+
+    return [process]
+
+
+@pytest.mark.parametrize("how", ["method", "loop", "processor"])
+def test_masks_of_other_code_are_not_taken_for_those_of_generate(how, device, monkeypatch):
+    """Transformers 5.17 gives each step a mask of ones, which a graph does not read."""
+    if device.type == "cpu":
+        fake_graph.use(monkeypatch)
+    model = models.tiny("llama", "eager", device)
+    model.__class__ = Masking if how == "method" else LlamaForCausalLM
+    inputs = models.prompts("no_padding", device, rows=2)
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+
+    def tokens(cache):
+        own = {"loop": {"custom_generate": loop}, "processor": {"logits_processor": guide(model, cache, device)}}
+        return generate(model, inputs, **own.get(how, {}))
+
+    expected = tokens(DynamicCache(config=model.config))
+    with hf_fastattn.patch(model) as patch:
+        for _ in range(2):
+            assert torch.equal(tokens(hf_fastattn.PreallocatedCache(model)), expected)
+        assert patch.replays and not patch.reasons
 
 
 SHORT = {"rows": 2, "length": 34}  # one query more than the decode kernels support

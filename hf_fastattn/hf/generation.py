@@ -17,6 +17,13 @@ PREPARE_INPUTS = "prepare_inputs_for_generation"  # returns the arguments of one
 CALL = "_call_impl"  # what model(...) calls: the hooks and forward()
 COMPILED = "_compiled_call_impl"  # what model(...) calls instead after model.compile()
 
+LOOP = (GENERATE, PREPARE_INPUTS, "_update_model_kwargs_for_generation")  # what decides the mask of a step
+
+
+def is_stock(method: Callable[..., Any]) -> bool:
+    """Whether a method is defined by Transformers."""
+    return (getattr(inspect.unwrap(method), "__module__", None) or "").startswith("transformers.")
+
 
 def stock(model: PreTrainedModel, name: str) -> Callable[..., Any]:
     """A method of the model's class, ignoring attributes of the instance."""

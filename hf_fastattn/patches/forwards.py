@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from .. import hf
-from ..caches.contract import FEW
+from ..caches.contract import FEW, Storage
 from ..caches.stored import StoredCache
 from ..kernels.spans import restarts
 from .buckets import bucket, most_tokens, takes_prompts, tokens_in
@@ -33,8 +33,8 @@ class Forwards:
     """The forwards of one generate(): each replays a graph if there is one, or runs the model.
 
     run: the model's forward. say: called with the reason why a step runs uncaptured. refused: the reason why no step of this call
-    can be captured, if known beforehand. prompt: number of tokens of the prompt, if the mask gives it, else 0. chunked: whether
-    the prompt is read in chunks.
+    can be captured, if known beforehand. unmasked: the storage of the call if its masks have no effect, else None. prompt: number
+    of tokens of the prompt, if the mask gives it, else 0. chunked: whether the prompt is read in chunks.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Forwards:
         say: Callable[[str], None],
         *,
         refused: str | None = None,
-        ignore_mask: bool = False,
+        unmasked: Storage | None = None,
         prompt: int = 0,
         chunked: bool = False,
     ):
@@ -55,7 +55,7 @@ class Forwards:
         self.recorder = Recorder(graphs, model, run)
         self.say = say
         self.refused = refused
-        self.ignore_mask = ignore_mask
+        self.unmasked = unmasked
         self.prompt = prompt
         self.chunked = chunked
         self.begun = False
@@ -104,14 +104,14 @@ class Forwards:
         storage, ranks, empty = cache.storage, self.graphs.ranks, not tokens_in(cache)
         if ids.shape[1] > most_tokens(storage, len(ids), ranks) or (empty and not takes_prompts(storage, ranks)):
             return False
-        if given.get("attention_mask") is not None and not (self.ignore_mask or storage.takes_mask):
+        if given.get("attention_mask") is not None and not (storage is self.unmasked or storage.takes_mask):
             return False  # it may say that new tokens are padding
-        return unpaddable(given) is None and not (empty and self._is_packed(given))
+        return unpaddable(given) is None and not (empty and self._is_packed(given, storage))
 
-    def _is_packed(self, given: Inputs) -> bool:
+    def _is_packed(self, given: Inputs, storage: Storage) -> bool:
         """Whether an unpadded prompt consists of packed sequences, which a graph would not see. This synchronises."""
         positions = given.get("position_ids")
-        if not isinstance(positions, torch.Tensor) or not (given.get("attention_mask") is None or self.ignore_mask):
+        if not isinstance(positions, torch.Tensor) or not (given.get("attention_mask") is None or storage is self.unmasked):
             return False
         return positions.dim() == 2 and bool(restarts(positions).any())
 
@@ -207,7 +207,7 @@ class Forwards:
     def _set_mask(self, cache: StoredCache, inputs: Inputs, tokens: int) -> None:
         """Drop a mask that has no effect. Build the masks of the layers if only the host knows which of its columns they hold."""
         storage, mask = cache.storage, inputs.get("attention_mask")
-        if mask is not None and (self.ignore_mask or not storage.takes_mask):
+        if mask is not None and (storage is self.unmasked or not storage.takes_mask):
             del inputs["attention_mask"]
         elif grows(mask) and not (storage.keeps_all and mask.shape[1] <= storage.capacity):
             # The spans built from the mask have a fixed size.

@@ -33,9 +33,11 @@ _MISSING: Any = object()
 
 
 class _Thread(threading.local):
-    """calls: the calls of generate() in progress in this thread, innermost last; None if their forwards are not captured."""
+    """calls: the calls of generate() in progress in this thread, innermost last; None if their forwards are not captured.
+    stock: whether the loop of the innermost is one of Transformers."""
 
     def __init__(self) -> None:
+        self.stock = True
         self.calls: list[Forwards | None] = []
 
 
@@ -117,6 +119,11 @@ class Generation:
         had = self.had.get(name, _MISSING)
         own: Callable[..., Any] = hf.stock(self.model, name) if had is _MISSING else had
         return own
+
+    def _is_stock(self, name: str) -> bool:
+        """Whether a method, apart from patch(), is that of Transformers."""
+        now = getattr(self.model, name)
+        return hf.is_stock(self.own(name) if getattr(now, "__self__", None) is self else now)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Generation:
         self.ranks.check_copy()
@@ -211,9 +218,9 @@ class Generation:
     # ---- forwards ----
 
     @contextmanager
-    def in_call(self) -> Iterator[None]:
-        """The time of one generate() in this thread."""
-        model, calls = self.model, self._thread.calls
+    def in_call(self, stock: bool) -> Iterator[None]:
+        """The time of one generate() in this thread. stock: whether its loop is one of Transformers."""
+        model, calls, outer = self.model, self._thread.calls, self._thread.stock
         depth = len(calls)
         with self.lock:
             self.calls += 1
@@ -221,9 +228,11 @@ class Generation:
                 self._set(model, hf.CALL, self._call)
         try:
             calls.append(None)
+            self._thread.stock = stock
             yield
         finally:
             del calls[depth:]
+            self._thread.stock = outer
             with self.lock:
                 self.calls -= 1
                 if not self.calls:
@@ -236,13 +245,15 @@ class Generation:
             self.say(str(refused))
             return
         mask = model_kwargs.get("attention_mask")
-        ones, prompt = False, 0
+        unmasked, prompt = None, 0
         if mask is not None and mask.dim() == 2:
-            # A mask of ones has no effect, and generate() only adds ones. One check here saves one for every token.
-            ones, prompt = bool((mask == 1).all()), mask.shape[1]
+            prompt = mask.shape[1]
+            # A mask of ones has no effect, and Transformers only adds ones. One check here saves one for every token.
+            if self._thread.stock and all(map(self._is_stock, hf.LOOP)) and bool((mask == 1).all()):
+                unmasked = model_kwargs["past_key_values"].storage
         chunked = generation_config.prefill_chunk_size is not None
         calls[-1] = Forwards(
-            self.graphs, model, self.own(hf.CALL), self.say, refused=refused, ignore_mask=ones, prompt=prompt, chunked=chunked
+            self.graphs, model, self.own(hf.CALL), self.say, refused=refused, unmasked=unmasked, prompt=prompt, chunked=chunked
         )
 
     def _why_uncaptured(self, model: hf.PreTrainedModel, generation_config: hf.GenerationConfig) -> str | None:
@@ -294,7 +305,7 @@ class _Generate(_Override):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         generation = self.__self__
         arguments = partial(hf.generation_parameters, generation.model, args, kwargs)
-        with generation.ranks.call(arguments), generation.in_call():
+        with generation.ranks.call(arguments), generation.in_call(stock="custom_generate" not in kwargs):
             return self.own()(*args, **kwargs)
 
 
