@@ -340,6 +340,17 @@ def test_a_tensor_that_attention_may_depend_on_is_refused(value, device):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("softcap, sinks", [(5.0, False), (None, True), (None, False)])
+def test_dense_attention_of_nan_is_nan_and_of_no_keys_is_0(softcap, sinks, device):
+    q, k = torch.randn(1, 2, 3, 16, device=device), torch.randn(1, 1, 5, 16, device=device)
+    mask = torch.ones(1, 1, 3, 5, dtype=torch.bool, device=device)
+    q[:, :, 0], mask[:, :, 1] = float("nan"), False
+    sink_logits = torch.full((2,), float("-inf"), device=device) if sinks else None
+    out = reference.dense_attention(q, k, k, mask, softcap=softcap, sink_logits=sink_logits)
+    assert out[:, :, 0].isnan().all() and (out[:, :, 1] == 0).all() and out[:, :, 2].isfinite().all()
+
+
+@torch.no_grad()
 def test_dense_is_what_the_kernels_see(device):
     for kind in KINDS:
         mask = make(kind, device)

@@ -345,5 +345,5 @@ def dense_attention(
     scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
     if sink_logits is not None:
         scores = torch.cat([scores, sink_logits.float()[None, :, None, None].expand(*scores.shape[:3], 1)], -1)
-    weights = torch.softmax(scores, -1)[..., : k.shape[2]].nan_to_num(0.0)
+    weights = torch.softmax(scores, -1).masked_fill((scores == float("-inf")).all(-1, keepdim=True), 0.0)[..., : k.shape[2]]
     return (weights @ v.float()).to(q.dtype)
