@@ -69,6 +69,20 @@ def test_routers_are_known_by_their_code(name):
 
 
 @runs_kernels
+@pytest.mark.parametrize("count", [9, 32])
+@pytest.mark.parametrize("form", ["softmax", "choice", "sigmoid"])
+def test_nan_in_a_logit_reaches_the_scores_of_its_token_and_experts_are_still_experts(form, count):
+    from hf_fastattn.kernels.decode.route import route
+
+    logits = torch.zeros(4, count, device=DEVICE)
+    logits[1, 4], logits[2] = float("nan"), float("nan")
+    correction = torch.zeros(count, device=DEVICE) if form == "sigmoid" else None
+    scores, chosen = route(logits, 3, form, correction=correction)
+    assert scores.isnan().all(1).tolist() == [False, True, True, False] and not scores[::3].isnan().any()
+    assert ((chosen >= 0) & (chosen < count)).all()
+
+
+@runs_kernels
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", [name for name, (_, kind) in ROUTERS.items() if kind is not None])
 def test_scores_are_those_of_the_models_own_code(name, dtype, launched):

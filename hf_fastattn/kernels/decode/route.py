@@ -1,7 +1,8 @@
 """The routing of a mixture in one launch: from the router's logits to the experts of each token and their weights.
 
 The code of the models needs some seven launches: softmax, top-k (two), the sum, the division, conversions. Each program has one
-token, and selects the largest remaining value for each choice, of equal values the first, as `torch.topk` does on a GPU.
+token, and selects the largest remaining value for each choice, of equal values the first, as `torch.topk` does on a GPU. If a
+logit is NaN, so are all scores of its token.
 
 Everything is in fp32. FORM "softmax": the probabilities of all experts, then the choice, as in Qwen3 and Mixtral. "choice": a
 softmax over the chosen logits, as in GPT-OSS. "sigmoid": sigmoids of the logits, chosen by their sums with a correction for each
@@ -57,7 +58,8 @@ def route_kernel(
     left = score
     if FORM == SIGMOID:
         left += tl.load(Correction + expert, mask=known, other=0.0).to(tl.float32)
-    left = tl.where(known, left, float("-inf"))
+    is_number = known & (left == left)
+    left = tl.where(is_number, left, float("-inf"))  # of numbers and NaN, any could be chosen
     values = tl.full([BLOCK_TOP], float("-inf"), tl.float32)
     chosen = tl.zeros([BLOCK_TOP], tl.int32)
     for j in tl.static_range(TOP_K):
@@ -73,7 +75,8 @@ def route_kernel(
         scores = exps / tl.sum(exps, 0)
     elif NORMALISE:
         scores = scores / (tl.sum(scores, 0) + (1e-20 if FORM == SIGMOID else 0.0))
-    scores = scores * SCALE
+    has_nan = tl.sum(is_number.to(tl.int32), 0) < NUM_EXPERTS
+    scores = tl.where(has_nan, float("nan"), scores * SCALE)
     at = token * TOP_K + choice
     tl.store(Scores + at, scores.to(Scores.dtype.element_ty), mask=choice < TOP_K)
     tl.store(Experts + at, chosen.to(Experts.dtype.element_ty), mask=choice < TOP_K)
