@@ -127,19 +127,23 @@ def a_copied_cache(scene: Scene) -> list[bool]:
     return [*found, torch.equal(generate(scene.model, inputs, past_key_values=cache), want)]
 
 
+MESSAGES = (3, 60, 70, 20, 20)
+
+
 def a_chat(scene: Scene) -> list:
-    """Messages of a few and of many tokens after a cached text, which grows beyond the shares."""
+    """Messages of a few and of many tokens after a cached text, which grows beyond the shares. The last runs as a graph."""
 
     def talk(model) -> tuple:
         ids, cache = scene.inputs["input_ids"][2:, 48:], None
-        for message in (3, 80, 70, 3):
+        for message in MESSAGES:
             ids = torch.cat([ids, torch.arange(message)[None] % 90 + 7], 1)
             out = generate(model, {"input_ids": ids}, past_key_values=cache, return_dict_in_generate=True)
             ids, cache = out.sequences, out.past_key_values
         return ids, cache
 
     ids, cache = talk(scene.model)
-    return [torch.equal(ids, talk(scene.one)[0]), type(cache).__name__, sum(layer.slots for layer in cache.layers) // 2]
+    slots = sum(layer.slots for layer in cache.layers) // 2
+    return [torch.equal(ids, talk(scene.one)[0]), type(cache).__name__, slots, cache.storage.capacity]
 
 
 def other_caches(scene: Scene) -> list:
@@ -228,7 +232,9 @@ def test_beams_speculation_and_chunks_of_a_prompt(played):
 
 def test_a_chat_grows_the_shares(played):
     assert all(found["a_chat"][:2] == [True, "SharedCache"] for found in played[4])
-    assert sum(found["a_chat"][2] for found in played[4]) == 48 + 3 + 80 + 70 + 3 + 4 * 8 - 1
+    text = 48 + sum(MESSAGES) + len(MESSAGES) * NEW
+    assert sum(found["a_chat"][2] for found in played[4]) == text - 1
+    assert text - MESSAGES[-1] - NEW < 256 < text and played[4][0]["a_chat"][3] == 512  # it grows before the last message
 
 
 def test_a_copied_cache_has_shares_of_its_own(played):

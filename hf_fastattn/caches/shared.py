@@ -52,6 +52,7 @@ class SharedTrack(Track):
 
     def grow(self, capacity: int) -> None:
         super().grow(self.aligned(capacity))
+        self.stale = True  # the share begins at another slot
 
     def refuse_unless_fits(self, tokens: int, bytes_per_token: int, device: torch.device, held: int = 0) -> None:
         ranks = self.shares.count
