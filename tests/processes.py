@@ -35,7 +35,8 @@ def run(folder: Path, count: int, function, *args, limit: float = 60.0) -> list[
     The store of the group is a file. A TCPStore would have a thread here, and a process forked while it holds a lock hangs.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "store").unlink(missing_ok=True)
+    for name in ("store", *(f"{rank}.pickle" for rank in range(count))):  # of an earlier run
+        (folder / name).unlink(missing_ok=True)
     pids = {}
     for rank in range(count):
         pid = os.fork()
