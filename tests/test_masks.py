@@ -20,6 +20,12 @@ WINDOW = {"local_size": 4, "mask_function": masking_utils.sliding_window_causal_
 PACKED = {"mask_function": lambda b, h, q, k: (k <= q) & (q // 4 == k // 4)}
 KINDS = {"plain": {}, "padded": {"attention_mask": True}, "window": WINDOW, "longer": {"kv_length": 32}, "dense": PACKED}
 KINDS["runs"] = {**WINDOW, "allow_is_causal_skip": False}
+KINDS["both sides"] = {
+    "local_size": 4,
+    "mask_function": masking_utils.sliding_window_bidirectional_mask_function(4),
+    "allow_is_causal_skip": False,
+    "allow_is_bidirectional_skip": True,
+}
 
 
 def make(kind: str, device) -> masks.Mask:

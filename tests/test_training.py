@@ -64,6 +64,17 @@ def test_gradients_are_those_of_eager(padding, family, device):
         assert calls == BOTH
 
 
+@pytest.mark.parametrize("padding, compiled", [("no_padding", False), ("holes", False), ("left_padding", True)])
+def test_an_encoder_with_windows_on_both_sides(padding, compiled, device):
+    own = {"local_attention": 16, "global_attn_every_n_layers": 2}
+    model = models.tiny("modernbert", device=device, auto=AutoModelForMaskedLM, **own).train()
+    expected = gradients(model, "eager", padding)
+    torch._dynamo.reset()
+    with hf_fastattn.count_calls() as calls:
+        agree(gradients(model, "lean", padding, compiled=compiled), expected)
+    assert calls == BOTH
+
+
 @pytest.mark.parametrize("name", ["reference", "fa2", "split_kv", "batch_invariant"])
 def test_every_exact_backend_trains(name, device):
     model = trainable("llama", device)

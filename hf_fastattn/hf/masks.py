@@ -34,8 +34,9 @@ def mask_pattern(
         return None
     if mask_function is bidirectional_mask_function:
         return (False, None) if bidirectional_skip else None
-    if bidirectional_skip:  # a window on both sides, in few encoders: served by a dense mask
-        return None
+    if bidirectional_skip:
+        # Transformers counts the keys on one side, without the query's own.
+        return (False, local_size + 1) if local_size is not None and _is_on_both_sides(mask_function) else None
     if not (causal_skip or q_length == 1):
         return None
     if mask_function is causal_mask_function:
@@ -46,6 +47,12 @@ def mask_pattern(
         return True, local_size
     return None
 
+
+_BOTH_SIDES = {
+    "and_masks.<locals>.and_mask",
+    "sliding_window_bidirectional_overlay.<locals>.inner_mask",
+    "bidirectional_mask_function",
+}
 
 # The parts of a causal mask in which each query sees the end of a run of keys: packed sequences, chunks, a window.
 _WINDOW = "sliding_window_overlay.<locals>.inner_mask"
@@ -85,18 +92,31 @@ def runs_pattern(
     if torch.compiler.is_compiling():
         chunked = local_size is not None and local_size == getattr(config, "attention_chunk_size", None)
         return None if causal_skip else (None if chunked else local_size, None)
-    found: dict[str, Any] = {}
-    todo: list[Any] = [mask_function]
-    while todo:
-        function = todo.pop()
-        if getattr(function, "__module__", None) != masking_utils.__name__ or function.__qualname__ not in _RUNS:
-            return None
-        held = [cell.cell_contents for cell in function.__closure__ or ()]
-        found[function.__qualname__] = held
-        todo += [x for each in held for x in (each if isinstance(each, tuple) else (each,)) if callable(x)]
+    found = _parts(mask_function, _RUNS)
     if "causal_mask_function" not in found:
         return None
     return found[_WINDOW][0] if _WINDOW in found else None, found[_CHUNKS][0] if causal_skip and _CHUNKS in found else None
+
+
+def _is_on_both_sides(mask_function: Callable[..., Any]) -> bool:
+    """Whether each query sees a window of keys before and after it. In a compiled graph the code of the function decides."""
+    if getattr(mask_function, "__code__", None) is not _AND_CODE:
+        return False
+    return torch.compiler.is_compiling() or _parts(mask_function, _BOTH_SIDES).keys() == _BOTH_SIDES
+
+
+def _parts(mask_function: Callable[..., Any], known: set[str]) -> dict[str, list[Any]]:
+    """The functions that a mask function consists of, by name, and what each of them holds; {} if one is not known."""
+    found: dict[str, list[Any]] = {}
+    todo: list[Any] = [mask_function]
+    while todo:
+        function = todo.pop()
+        if getattr(function, "__module__", None) != masking_utils.__name__ or function.__qualname__ not in known:
+            return {}
+        held = [cell.cell_contents for cell in function.__closure__ or ()]
+        found[function.__qualname__] = held
+        todo += [x for each in held for x in (each if isinstance(each, tuple) else (each,)) if callable(x)]
+    return found
 
 
 def is_causal(mask_function: Callable[..., Any]) -> bool:
