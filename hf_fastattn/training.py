@@ -74,7 +74,8 @@ def attention(
     they are bitwise repeatable. dropout: the probability of dropping a weight. Torch's generator gives the seed, outside of the
     op, so recomputation with the state of the generator preserved drops the same weights.
 
-    Raises ValueError for a backend without gradients or dropout, RuntimeError for second derivatives and in transforms of torch.func.
+    Raises ValueError for a backend without gradients or dropout, RuntimeError for second and forward-mode derivatives, and under
+    transforms of torch.func.
     """
     refuse_transforms(q, k, v, sink_logits)
     if name not in _passes:
