@@ -305,7 +305,7 @@ def judge_like_stock(cell: Cell, model, truth) -> Cell:
     hf.set_attention(model, before)
     if stock.result == EQUAL:
         return cell
-    return Cell(ABSENT, cell.path, ["Transformers' own DynamicCache, handed over, fails as well: " + stock.said[0]])
+    return Cell(ABSENT, cell.path, ["Transformers' own DynamicCache fails too if it is passed: " + stock.said[0]])
 
 
 # ---- remedies: a message only recommends what works ----

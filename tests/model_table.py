@@ -28,6 +28,7 @@ one, with an image. Prompts are longer than windows. `make matrix` fails if a re
 
 """
 ORDER = ("WRONG", "refused", "absent", "equal")
+FIGURES = re.compile(r" by [-.\de]+ \(scale .*?\)")  # of a difference from eager; they depend on the machine
 
 
 def put_together(row: dict) -> dict:
@@ -37,12 +38,13 @@ def put_together(row: dict) -> dict:
     for name, cell in row["cells"].items():
         way, _, padding = name.rpartition(".") if "." in name else (name, "", "all")
         found = ways.setdefault(way, {})
+        said = cell["said"] if cell["result"] == "WRONG" else [FIGURES.sub("", sentence) for sentence in cell["said"]]
         if cell["result"] == "equal":
             found.setdefault("equal", []).append(padding)
-            for sentence in cell["said"]:
+            for sentence in said:
                 found.setdefault("said", {}).setdefault(sentence, []).append(padding)
         else:
-            found.setdefault(cell["result"], {}).setdefault(" | ".join(cell["said"]), []).append(padding)
+            found.setdefault(cell["result"], {}).setdefault(" | ".join(said), []).append(padding)
         if cell["path"] != "stock":
             found.setdefault("path", {}).setdefault(cell["path"], []).append(padding)
         if cell["graph"]:
@@ -62,6 +64,10 @@ class Notes:
         general = re.sub(r"\b\d+\b", "…", re.sub(r"\([\d, ]+\)", "(…)", general))
         return self.numbers.setdefault(general, len(self.numbers) + 1)
 
+    def marks(self, sentences: list[str], model: dict) -> str:
+        """The numbers of these messages, each once."""
+        return "".join(f"[{number}]" for number in dict.fromkeys(self.number(sentence, model) for sentence in sentences))
+
 
 def _entry(model: dict, column: str, notes: Notes) -> str:
     """The cell of one column for one model."""
@@ -70,11 +76,11 @@ def _entry(model: dict, column: str, notes: Notes) -> str:
         return "-"
     result = next(result for result in ORDER if result in way)
     sentences = [sentence for each in ("WRONG", "refused", "absent") for sentence in way.get(each, {})]
-    marks = "".join(f"[{notes.number(sentence, model)}]" for sentence in dict.fromkeys(sentences))
+    marks = notes.marks(sentences, model)
     if result == "WRONG":
         return "**WRONG** " + marks
     if "equal" not in way:
-        return ("not asked " if result == "absent" else "refused ") + marks
+        return ("not tested " if result == "absent" else "refused ") + marks
     word = "yes"
     if column == "attention":
         paths = "+".join(way.get("path", {}))
@@ -82,7 +88,7 @@ def _entry(model: dict, column: str, notes: Notes) -> str:
     if column == "graph":
         said = [text.partition(": ")[2] for text in way.get("graph", {}) if ": " in text]
         word = "yes" if any(", 0 replayed" not in text for text in way.get("graph", {})) else "no"
-        marks = "".join(f"[{notes.number(text, model)}]" for text in dict.fromkeys(said))
+        marks = notes.marks(said, model)
     return f"{word} {marks}".strip()
 
 
@@ -118,7 +124,7 @@ def markdown(documents: list[dict]) -> str:
             cells.append(" / ".join([first, *other]))
         missing = [d["transformers"] for m, d in zip(models, documents, strict=True) if m is None]
         lines.append(f"| {name}{' (not in ' + ', '.join(missing) + ')' if missing else ''} | " + " | ".join(cells) + " |")
-    lines += ["", "## Sentences", ""]
+    lines += ["", "## Messages", ""]
     lines += [f"{number}. {_escaped(sentence)}" for sentence, number in notes.numbers.items()]
     lines += ["", "## Not built", ""]
     for document, models in zip(documents, by_version, strict=True):
