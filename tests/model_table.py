@@ -29,11 +29,16 @@ one, with an image. Prompts are longer than windows. `make matrix` fails if a re
 """
 ORDER = ("WRONG", "refused", "absent", "equal")
 FIGURES = re.compile(r" by [-.\de]+ \(scale .*?\)")  # of a difference from eager; they depend on the machine
+LINE = re.compile(r" \[\S+:\d+\]$")  # of a file, at the end of a message; it changes with the file
 
 
 def put_together(row: dict) -> dict:
     """One model: its ways, each with the paddings that are equal, refused with a message, or wrong."""
     out = {key: row[key] for key in ("name", "model_type", "kind", "unset", "unbuilt", "eager_cannot", "fused") if row.get(key)}
+    if "unbuilt" in out:
+        out["unbuilt"] = LINE.sub("", out["unbuilt"])
+    if "eager_cannot" in out:
+        out["eager_cannot"] = {padding: LINE.sub("", reason) for padding, reason in out["eager_cannot"].items()}
     ways: dict[str, dict] = {}
     for name, cell in row["cells"].items():
         way, _, padding = name.rpartition(".") if "." in name else (name, "", "all")

@@ -132,7 +132,7 @@ def test_the_table_has_each_model_and_each_message_once():
         {"name": "AForCausalLM", "model_type": "a", "kind": "causal", "cells": {"lean.holes": cell, "streaming": refused} | own},
         {"name": "CModel", "model_type": "c", "kind": "encoder", "cells": {"patch.holes": refused}, "fused": {"norms": 3}},
         {"name": "DModel", "model_type": "d", "kind": "causal", "cells": {"patch.holes": cell}, "fused": {"norms": 4}},
-        {"name": "BForCausalLM", "model_type": "b", "kind": "causal", "cells": {}, "unbuilt": "no such thing"},
+        {"name": "BForCausalLM", "model_type": "b", "kind": "causal", "cells": {}, "unbuilt": "no such thing [some.py:12]"},
     ]
     rows[0]["unset"] = True
     document = {"transformers": "5.0", "models": [model_table.put_together(row) for row in rows]}
@@ -141,5 +141,5 @@ def test_the_table_has_each_model_and_each_message_once():
     assert text.count("| CModel | - | - | refused [3] | refused [3] | - | - |") == 1
     assert text.count("| DModel | - | - | yes | no | 4 norms | - |") == 1
     assert text.count("1. no: logits of row … differ\n") == 1  # figures, which differ between machines, are left out
-    assert text.count("2. The model cannot stream … tokens.") == 1 and "BForCausalLM: no such thing" in text
+    assert text.count("2. The model cannot stream … tokens.") == 1 and "BForCausalLM: no such thing\n" in text
     assert "On 4.0, `set_attn_implementation()` changes nothing in a loaded AForCausalLM," in text
