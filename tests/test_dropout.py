@@ -12,6 +12,8 @@ from transformers import AutoModelForMaskedLM
 
 import hf_fastattn
 from hf_fastattn import registry, training
+from hf_fastattn.kernels import reference
+from hf_fastattn.kernels.spec import KV, Spec
 
 
 def test_a_backend_without_dropout_runs_the_models_own_attention(device):
@@ -58,11 +60,25 @@ def test_dropout_is_drawn_anew_and_recomputed_identically(family, device):
     assert calls == {"reference.prefill": 4}
 
 
+def dropping() -> registry.Backend:
+    """`lean` with the flag that the Triton backends do not set yet."""
+    backend = registry.register(dataclasses.replace(registry.get("lean"), name="dropping", dropout=True))
+    del registry._backends["dropping"]  # so that names() does not contain it in other tests
+    return backend
+
+
+def test_few_queries_run_the_kernel_that_drops_weights(device):
+    q, seed = torch.randn(1, 2, 3, 16, device=device), torch.tensor([7], device=device)
+    arguments = q, KV(q, q), Spec(dropout=0.5)
+    with hf_fastattn.count_calls() as calls:
+        found = dropping().attend(*arguments, seed=seed)
+    assert calls == {"dropping.prefill": 1}
+    torch.testing.assert_close(found, reference.attention(*arguments, seed=seed))
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_kernels_drop_weights_of_a_model_as_the_reference_does(packed, device):
-    """With the flag that the backends do not set yet."""
-    registry.register(dataclasses.replace(registry.get("lean"), name="dropping", dropout=True))
-    del registry._backends["dropping"]  # so that names() does not contain it in other tests
+    dropping()
     model = trainable("llama", device, attention_dropout=0.3, num_hidden_layers=1)
     ids = models.prompts("no_padding", device, rows=1, length=24)["input_ids"]
     given = {"position_ids": torch.cat([torch.arange(9), torch.arange(15)])[None].to(device)} if packed else {}
