@@ -412,7 +412,7 @@ def fused(model) -> dict[str, int]:
     """The numbers of modules that patch() would fuse on a GPU, besides linear layers."""
     with mock.patch.object(subclass, "INTERPRETED", True):
         found, mixtures, routers = fuse.find(model), experts.find(model), experts.find_routers(model)
-    kinds = {"norms": found.norms, "rotations": found.layers, "MLPs": found.mlps, "experts": mixtures, "routers": routers}
+    kinds = {"norms": found.norms, "rotations": found.layers, "MLPs": found.mlps, "mixtures": mixtures, "routers": routers}
     return {kind: len(modules) for kind, modules in kinds.items() if modules}
 
 

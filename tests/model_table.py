@@ -23,7 +23,7 @@ one, with an image. Prompts are longer than windows. `make matrix` fails if a re
 
 - attention: what `lean` runs. kernel: a kernel of this package; dense: torch's masked attention, with a warning.
 - cache: `PreallocatedCache`. patch(): `hf_fastattn.patch(model)`. graph: whether its decode steps are captured. fused: the
-  modules that it fuses on a GPU, besides linear layers. streaming: `patch(model, "streaming", window=256)`.
+  modules that it fuses on a GPU, besides linear layers (mixture: of experts). streaming: `patch(model, "streaming", window=256)`.
 - Numbers refer to the messages below: reasons and warnings.
 
 """
@@ -141,7 +141,7 @@ def _cell(model: dict, column: str, notes: Notes) -> str:
     if column == "fused":
         if not model["ways"].get("patch", {}).get("equal"):  # patch() refuses the model
             return "-"
-        return ", ".join(f"{count} {what}" for what, count in model.get("fused", {}).items()) or "-"
+        return ", ".join(f"{count} {what if count > 1 else what[:-1]}" for what, count in model.get("fused", {}).items()) or "-"
     return _entry(model, column, notes)
 
 

@@ -57,7 +57,7 @@ def test_fused_modules_are_counted():
     layers = {"norms": 9, "rotations": 2}  # of a layer, of its queries and its keys, and the last one
     assert matrix.fused(tiny("qwen3", head_dim=16)) == layers | {"MLPs": 2}
     mixture = tiny("qwen3_moe", head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
-    assert matrix.fused(mixture) == layers | {"experts": 2, "routers": 2}
+    assert matrix.fused(mixture) == layers | {"mixtures": 2, "routers": 2}
 
 
 @as_kernel
@@ -131,7 +131,7 @@ def test_the_table_has_each_model_and_each_message_once():
     rows = [
         {"name": "AForCausalLM", "model_type": "a", "kind": "causal", "cells": {"lean.holes": cell, "streaming": refused} | own},
         {"name": "CModel", "model_type": "c", "kind": "encoder", "cells": {"patch.holes": refused}, "fused": {"norms": 3}},
-        {"name": "DModel", "model_type": "d", "kind": "causal", "cells": {"patch.holes": cell}, "fused": {"norms": 4}},
+        {"name": "DModel", "model_type": "d", "kind": "causal", "cells": {"patch.holes": cell}, "fused": {"norms": 4, "MLPs": 1}},
         {"name": "BForCausalLM", "model_type": "b", "kind": "causal", "cells": {}, "unbuilt": "no such thing [some.py:12]"},
     ]
     rows[0]["unset"] = True
@@ -139,7 +139,7 @@ def test_the_table_has_each_model_and_each_message_once():
     text = model_table.markdown([document, {**document, "transformers": "4.0"}])
     assert text.count("| AForCausalLM | kernel | not tested [1] | - | - | - | refused [2] |") == 1
     assert text.count("| CModel | - | - | refused [3] | refused [3] | - | - |") == 1
-    assert text.count("| DModel | - | - | yes | no | 4 norms | - |") == 1
+    assert text.count("| DModel | - | - | yes | no | 4 norms, 1 MLP | - |") == 1
     assert text.count("1. no: logits of row … differ\n") == 1  # figures, which differ between machines, are left out
     assert text.count("2. The model cannot stream … tokens.") == 1 and "BForCausalLM: no such thing\n" in text
     assert "On 4.0, `set_attn_implementation()` changes nothing in a loaded AForCausalLM," in text
