@@ -428,6 +428,7 @@ NOTICED = {
     "attribute_of_the_model": lambda m: setattr(m, "scale", 2.0),
     "config_field": lambda m: setattr(m.config, "note", 1),
     "config_list": lambda m: m.config.rope_parameters.update(note=1),
+    "config_in_a_tuple": lambda m: m.model.layers[1].mlp.held[0].update({"note": 1}),
     "another_config": lambda m: setattr(m.model.layers[1].mlp, "config", type(m.config)(**m.config.to_dict())),
     "parameter": lambda m: setattr(m.lm_head, "weight", nn.Parameter(m.lm_head.weight.clone())),
     "parameter_none": lambda m: setattr(m.lm_head, "bias", nn.Parameter(torch.zeros(128))),
@@ -463,6 +464,7 @@ NOTICED = {
 @pytest.mark.parametrize("name", NOTICED)
 def test_a_watch_notices_each_change(name, monkeypatch):
     model, surveyor = tiny("llama", "sdpa"), survey.Surveyor()
+    model.model.layers[1].mlp.held = (type(model.config)(), 1)
     first = surveyor.current(model)
     assert surveyor.current(model).modules == first.modules and surveyor.watch.holds()
     change = NOTICED[name](model)
@@ -501,6 +503,15 @@ def test_a_model_with_tensors_of_subclasses_and_code_of_its_own_is_watched():
     assert surveyor.watch.holds()
     layer.self_attn.o_proj.weight.stored = stored.clone()
     assert not surveyor.watch.holds()
+
+
+def test_settings_that_change_in_every_call_do_not_add_up():
+    model, surveyor, lengths = tiny("llama", "sdpa"), survey.Surveyor(), []
+    for call in range(8):
+        with torch.inference_mode(call % 2 == 0):
+            assert surveyor.current(model).settings[0] is (call % 2 == 0)
+        lengths.append(len(surveyor.last.held))
+    assert surveyor.watch.holds() and lengths[-1] == lengths[-3]
 
 
 def test_a_watch_keeps_no_module_and_no_tensor_alive():

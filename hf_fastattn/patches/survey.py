@@ -38,9 +38,9 @@ class Surveyor:
     def current(self, model: hf.PreTrainedModel) -> Fingerprint:
         """As survey(). The modules in it are those of the last one if they have not changed."""
         settings, held = _settings(model)
-        if self.last is not None and self.watch is not None and self.watch.holds():
+        if self.last is not None and self.watch is not None and self.watch.holds(hf.tensor_parallel_mesh(model)):
             if settings != self.last.settings:
-                self.last = self.last._replace(settings=settings, held=self.last.held + held)
+                self.last = self.last._replace(settings=settings, held=[*held, self.watch.held])
             return self.last
         found, walker = _walk(model, settings, held)
         # A model that changes in every call is not watched, which would take time and save none.

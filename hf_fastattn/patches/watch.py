@@ -40,7 +40,7 @@ class Watch:
     def __init__(self, walker: Walker):
         modules = walker.found
         dicts: Dicts = [module.__dict__ for module in modules]
-        self.device, self.mesh = walker.device, walker.mesh
+        self.device = walker.device
         self.modules = [weakref.ref(module) for module in modules]
         self.classes = [*map(type, modules)]
         self.attributes = _Attributes(dicts, [walker.classes[cls][1] for cls in self.classes])
@@ -51,10 +51,11 @@ class Watch:
         self.own_classes = [cls for cls, each in walkers.items() if each.foreign]
         libraries = [each for each in walkers.values() if not each.foreign]
         self.code = _Code(_flat(each.bases for each in libraries), _flat(each.functions for each in libraries))
-        self.walked, self.held = self._walk(modules, dicts)
+        self.walked, held = self._walk(modules, dicts, walker.mesh)
+        self.held = [*held, walker.held]  # the references whose ids the fingerprint and `walked` contain
 
-    def holds(self) -> bool:
-        """Whether the model has not changed; False if that is not certain."""
+    def holds(self, mesh: Any = None) -> bool:
+        """Whether the model has not changed; False if that is not certain. mesh: of the ranks that share it."""
         modules: list[Any] = [ref() for ref in self.modules]
         try:
             with classes_lock:
@@ -64,16 +65,16 @@ class Watch:
                     and self.attributes.same(dicts)
                     and self.groups.same(modules, dicts)
                     and self.code.same()
-                    and self._walk(modules, dicts)[0] == self.walked
+                    and self._walk(modules, dicts, mesh)[0] == self.walked
                 )
         except Exception:  # the walk over the whole model, which follows, raises it again
             return False
 
-    def _walk(self, modules: list[Any], dicts: Dicts) -> tuple[list[object], list[object]]:
+    def _walk(self, modules: list[Any], dicts: Dicts, mesh: Any) -> tuple[list[object], list[object]]:
         """What a walk finds where one is needed, and the references that it holds."""
         for index in self.groups.hooked:
             check_hooks(modules[index])
-        walker = Walker(self.device, self.mesh)
+        walker = Walker(self.device, mesh)
         found = [walker.value(dicts[index][name]) for index, name in self.attributes.others]
         found += map(walker.value, self.attributes.configs)
         found += [walker.tensor(dicts[index][group][name]) for index, group, name in self.groups.others]
@@ -185,9 +186,9 @@ _OF_TORCH = frozenset(vars(torch.nn.Module()))
 
 def _is_constant(value: object) -> bool:
     """Whether a value cannot change, or is a configuration, whose fields are walked."""
-    if isinstance(value, hf.PreTrainedConfig):
-        return True
-    return (type(value) in SCALARS and value == value) or (type(value) is tuple and all(map(_is_constant, value)))
+    if type(value) is tuple:
+        return all(type(item) in SCALARS for item in value)
+    return isinstance(value, hf.PreTrainedConfig) or type(value) in SCALARS
 
 
 def _has_layout(tensor: torch.Tensor, device: torch.device) -> bool:
