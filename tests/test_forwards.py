@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 
@@ -495,6 +496,34 @@ def test_a_prompt_that_cannot_be_captured_is_read_from_python_and_not_tried_agai
             surveys.clear()
             assert torch.equal(generate(llama, inputs), expected)
         assert len(rehearsals) == 2 and len(surveys) == 1 and patch.captures == 1 and (patch.uncaptured, patch.reasons) == (0, [])
+
+
+def python_calls(function) -> int:
+    calls = 0
+
+    def count(frame, event, argument):
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def test_the_python_of_a_call_hardly_grows_with_the_number_of_layers(monkeypatch):
+    found, inputs = [], prompts("no_padding", "cpu", rows=1)
+    monkeypatch.setattr(fake_graph.RecordedGraph, "replay", lambda self: None)  # which runs each operation from Python
+    for layers in (2, 12):
+        model = tiny("llama", num_hidden_layers=layers)
+        with hf_fastattn.patch(model) as patch, torch.no_grad():
+            for _ in range(4):
+                generate(model, inputs, max_new_tokens=2)
+            found.append(python_calls(lambda model=model: generate(model, inputs, max_new_tokens=2)))
+            assert patch.captures == 2 and patch.replays == 7
+    assert found[1] - found[0] <= 10 * 20
 
 
 def test_a_change_of_the_model_counts_once_however_many_graphs_it_ends(llama):
