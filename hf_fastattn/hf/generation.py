@@ -57,4 +57,5 @@ def generates_by_another(model: PreTrainedModel) -> str | None:
 def bookkeeping() -> frozenset[str]:
     """Attributes of a model instance that generate() reads but forward() does not."""
     own = {name for name in vars(PreTrainedModel) if name.startswith("_")} | set(vars(GenerationMixin))
-    return frozenset(own | {"generation_config", "all_tied_weights_keys", CALL})
+    plans = {"_tp_plan", "_ep_plan", "_pp_plan", "_fsdp_plan"}  # how weights are divided when they are loaded
+    return frozenset(own | plans | {"generation_config", "all_tied_weights_keys", CALL})
