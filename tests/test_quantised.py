@@ -62,6 +62,33 @@ def test_steps_are_captured_and_tokens_are_those_of_the_unpatched_model(monkeypa
         assert [type(module) for module in projections(model)] == classes
 
 
+@pytest.mark.parametrize("kind", ["PerTensor", "PerRow"])
+def test_tokens_with_one_scale_are_not_padded(monkeypatch, kind):
+    """A graph of several tokens has padding, which would change the scale of the others."""
+    fake_graph.use(monkeypatch)
+    pytest.importorskip("torchao", minversion="0.18")
+    from torchao.float8.inference import Float8MMConfig
+    from torchao.quantization import Float8Tensor, granularity
+    from torchao.quantization.quantize_.workflows import QuantizeTensorToFloat8Kwargs
+
+    each, model, inputs = getattr(granularity, kind)(), small().bfloat16(), prompts("no_padding", "cpu", rows=1)
+    options = {"act_quant_kwargs": QuantizeTensorToFloat8Kwargs(granularity=each), "mm_config": Float8MMConfig()}
+    for layer in projections(model):
+        layer.weight = torch.nn.Parameter(Float8Tensor.from_hp(layer.weight.detach(), granularity=each, **options), False)
+
+    def sizes():
+        return {entry.tokens for held in patch._graphs.entries.values() for entry in held if entry.graph}
+
+    whole = kind == "PerTensor"
+    with hf_fastattn.patch(model) as patch:
+        for _ in range(3):
+            generate(model, inputs, new=3)
+        assert sizes() == ({1} if whole else {1, 128}) and not patch.reasons  # prompts run from Python without a word
+        generate(model, inputs | {"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": 1})
+        assert [reason[:49] for reason in patch.reasons] == ["a layer quantises the inputs of all tokens by one"] * whole
+        assert (sizes() == {1}) == whole
+
+
 @pytest.mark.parametrize("scheme", ON_THE_CPU)
 def test_quantised_layers_are_left_alone_and_their_launches_are_seen(monkeypatch, scheme):
     model = load(scheme, torch.float16)

@@ -89,7 +89,7 @@ from .parallel import (  # noqa: E402
     with_collective,
     with_inner,
 )
-from .quantised import Weights, quantised_as, weights, why_not_captured  # noqa: E402
+from .quantised import Weights, quantised_as, scales_by_tensor, weights, why_not_captured  # noqa: E402
 from .rotations import Functions, Rotation, called, is_rotation, rotation_of, rotations_in  # noqa: E402
 from .text import GRIDS, LongPast, changing_rope, has_sections, rotary_buffers, run_text, set_text_attention, text_layers  # noqa: E402
 
@@ -180,6 +180,7 @@ __all__ = [
     "run_starts",
     "run_text",
     "runs_pattern",
+    "scales_by_tensor",
     "set_attention",
     "set_experts_implementation",
     "set_text_attention",

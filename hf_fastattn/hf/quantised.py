@@ -78,6 +78,16 @@ def why_not_captured(model: torch.nn.Module) -> str | None:
     return None
 
 
+def scales_by_tensor(model: torch.nn.Module) -> bool:
+    """Whether a layer computes one scale for the inputs of all tokens (torchao), so that each depends on all others."""
+    for weight in model.parameters():
+        how = getattr(weight, "act_quant_kwargs", None)
+        computed = getattr(weight, "act_quant_scale", None) is None
+        if computed and type(getattr(how, "granularity", None)).__name__ == "PerTensor":
+            return True
+    return False
+
+
 def _package(cls: type) -> str:
     return cls.__module__.partition(".")[0]
 

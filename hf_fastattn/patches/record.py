@@ -66,6 +66,8 @@ class Recorder:
     def _rehearse(self, entry: Entry, body: Callable[[], Any]) -> torch.Tensor:
         """Run the first step of a graph and check that it can be captured. Returns its logits."""
         ranks = self.graphs.ranks
+        if entry.tokens > 1 and hf.scales_by_tensor(self.model):
+            raise Uncapturable("a layer quantises the inputs of all tokens by one scale, and those of a graph may be padding")
         before = survey(self.model)
         with unread_by(self.model, before) as unread:
             new = graph.new_graph(entry.device, self.graphs.shared)
