@@ -79,19 +79,18 @@ def split_kv_kernel(
     row = tl.program_id(2).to(tl.int64)
     GROUP: tl.constexpr = C.GROUP
 
+    last_position = C.SINKS + window - 1
     span_ptr = Spans + row * stride_sb
-    k_base = K + row * stride_kb + kv_head * stride_kh
-    v_base = V + row * stride_vb + kv_head * stride_vh
     if REQUEST:  # the new tokens are still to be written into these tiles
         any_keys, keys = first_keys(span_ptr, q_len, kv_len, window, split, splits, C)
         if any_keys:
-            request(k_base + keys[:, None] * stride_kn + tl.arange(0, C.BLOCK_D // 64)[None, :] * 64)
-            request(v_base + keys[:, None] * stride_vn + tl.arange(0, C.BLOCK_DV // 64)[None, :] * 64)
+            k_ptrs = K + row * stride_kb + kv_head * stride_kh + keys * stride_kn
+            v_ptrs = V + row * stride_vb + kv_head * stride_vh + keys * stride_vn
+            request(k_ptrs[:, None] + tl.arange(0, C.BLOCK_D // 64)[None, :] * 64)
+            request(v_ptrs[:, None] + tl.arange(0, C.BLOCK_DV // 64)[None, :] * 64)
     wait_for_inputs(EARLY)
     if COMBINE:
         let_next_begin(EARLY)
-
-    last_position = C.SINKS + window - 1
     rows = tl.arange(0, C.BLOCK_M)
     q_index, group_head, _ = packed_rows(rows, q_len, GROUP)
     bounds, sink_bounds = key_bounds(span_ptr, q_index, 0, q_len - 1, q_len, kv_len, window, C)
@@ -100,6 +99,8 @@ def split_kv_kernel(
     tiles = tl.cdiv(bounds[3] - bounds[2], C.BLOCK_N)
 
     offs_v = tl.arange(0, C.BLOCK_DV)
+    k_base = K + row * stride_kb + kv_head * stride_kh
+    v_base = V + row * stride_vb + kv_head * stride_vh
     kv = (k_base, v_base, stride_kn, stride_vn, (row, kv_head, tl.num_programs(1), kv_len), (Scales, Centre, Pages))
     tile_start, tile_stop = split * tiles // splits, (split + 1) * tiles // splits
     acc, m, l = attend(
