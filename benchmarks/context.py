@@ -1,7 +1,7 @@
 """Ring, zigzag and Striped attention with a causal mask: a text that is shared out over ranks attends to itself.
 
     python -m benchmarks.context --ranks 8              one GPU computes the turns of every rank, one after the other
-    torchrun --nproc-per-node 2 -m benchmarks.context   every GPU is a rank
+    torchrun --nproc-per-node 2 -m benchmarks.context   every GPU is a rank; --keep keeps the rows of other numbers of GPUs
 
 In each turn all ranks wait for the slowest. On one GPU "critical_us" is therefore the sum over the turns of the slowest rank's
 time, without communication, and "balance" the mean time of the ranks divided by it. Over several GPUs "us" is the time of a call
@@ -53,6 +53,15 @@ def check(order: str, ranks: int, device: torch.device) -> None:
         torch.testing.assert_close(out, want[:, :, at[rank]].float(), rtol=0, atol=0.02)
 
 
+def check_call(order: str, device: torch.device) -> None:
+    """Compare the result of this rank with torch's attention. Raises AssertionError if they differ."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    q, k, v = draw(CHECKED if device.type == "cuda" else 64, device)
+    at = positions(order, rank, ranks, q.shape[2] // ranks).to(device)
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[:, :, at]
+    torch.testing.assert_close(ring_attention(q[:, :, at], k[:, :, at], v[:, :, at], order=order), want, rtol=0, atol=0.02)
+
+
 def time_of(run: Callable[[], object], device: torch.device) -> float:
     """Microseconds of run()."""
     run()
@@ -87,12 +96,21 @@ def on_several(order: str, total: int, device: torch.device) -> dict:
     return {"us": us.item()}
 
 
+def has_time(results: Results, several: bool) -> bool:
+    """Whether 10 seconds are left; of several ranks, the first one decides."""
+    decision = [results.left() >= 10]
+    if several:
+        dist.broadcast_object_list(decision)
+    return decision[0]
+
+
 def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.context") -> int:
     parser = argparse.ArgumentParser(prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--ranks", type=int, default=8, help="number of ranks whose turns one GPU computes (default: %(default)s)"
     )
     parser.add_argument("--tokens", default="65536", help="lengths of the text (default: %(default)s)")
+    parser.add_argument("--keep", action="store_true", help="keep the rows of other lengths and numbers of ranks in the JSON")
     add_options(parser, 120)
     args = parser.parse_args(argv)
     ranks, several = int(os.environ.get("WORLD_SIZE", "1")), "WORLD_SIZE" in os.environ
@@ -107,14 +125,18 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.contex
     head = {"conditions": conditions(device, METHOD), "shape": f"{HEADS}/{KV_HEADS} heads of {HEAD_DIM}, causal"}
     name = "context_ranks.json" if several else "context.json"
     results = Results(args.out / name, args.seconds, command(prog, argv), device if device.type == "cuda" else None, **head)
+    if args.keep:
+        results.take_over(parser)
     for total in map(int, args.tokens.split(",")):
         for order in ORDERS:
-            if results.left() < 10:
+            if not has_time(results, several):
                 results.say(f"no time for {order} at {total}")
                 continue
-            check(order, ranks, device)
+            check_call(order, device) if several else check(order, ranks, device)
             found = on_several(order, total, device) if several else on_one_device(order, ranks, total, device)
-            results.data["rows"].append({"order": order, "ranks": ranks, "tokens": total, "run": results.run, **found})
+            row = {"order": order, "ranks": ranks, "tokens": total}
+            others = [old for old in results.data["rows"] if {name: old[name] for name in row} != row]
+            results.data["rows"] = [*others, {**row, "run": results.run, **found}]
             if not several or dist.get_rank() == 0:
                 results.save()
                 results.say(f"{order}, {total} tokens, {ranks} ranks: {found}")

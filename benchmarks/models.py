@@ -14,10 +14,13 @@ from hf_fastattn.explain import costs
 COMMON = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}  # no generation ends early
 _TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128}  # for trials
 
+_EIGHT = {"num_attention_heads": 8, "head_dim": 16}  # a KV head for each of eight ranks
+
 # name: model type and configuration
 SHAPES: dict[str, tuple[str, dict]] = {
     **{name: (model_type, COMMON | config) for name, (model_type, config) in model_shapes.SHAPES.items()},
     "tiny": ("llama", COMMON | model_shapes.SHAPES["8b"][1] | _TINY | {"intermediate_size": 96, "num_key_value_heads": 2}),
+    "tiny-8": ("llama", COMMON | model_shapes.SHAPES["8b"][1] | _TINY | {"intermediate_size": 96} | _EIGHT),
     "tiny-opt": ("opt", COMMON | model_shapes.SHAPES["opt-1.3b"][1] | _TINY | {"word_embed_proj_dim": 64, "ffn_dim": 96}),
 }
 

@@ -1,11 +1,12 @@
 """generate() of a model that several GPUs share by tensor parallelism, compared with Transformers' own and with one GPU.
 
     torchrun --nproc-per-node 2 -m benchmarks.ranks --shape 8b --cases 1x512,1x65536,8x32768
+    torchrun --nproc-per-node 8 -m benchmarks.ranks --shape 8b --keep --rivals patch,peer_memory,sdpa
 
 All rivals of a case run in one process group, one after another: patch(); patch(peer_memory=True); stock generate() with sdpa;
-patch() and stock generate() on the first GPU alone, with a model of its own. Weights are random. The floor is the bytes that one
-GPU reads in a step, divided by 4.5 TB/s. Before timing, the logits of captured steps are compared with those of uncaptured ones,
-and the tokens of all ranks with each other.
+patch() and stock generate() on the first GPU alone, with a model of its own. --keep adds the rows to those of other numbers of
+GPUs. Weights are random. The floor is the bytes that one GPU reads in a step, divided by 4.5 TB/s. Before timing, the logits of
+captured steps are compared with those of uncaptured ones, and the tokens of all ranks with each other.
 """
 
 from __future__ import annotations
@@ -104,7 +105,8 @@ def measure_case(
     lengths = row_lengths(case, [1024, 32768])
     facts = costs.count(hf.model_on_meta(shared.config, shared.dtype), ranks=group.size)
     bytes_read = step_bytes(facts, lengths)
-    row = {"case": case, "lengths": lengths, "bytes_of_a_rank": bytes_read, "floor_ms": 1e3 * bytes_read / READ}
+    row = {"case": case, "ranks": group.size, "lengths": lengths, "bytes_of_a_rank": bytes_read}
+    row["floor_ms"] = 1e3 * bytes_read / READ
     row |= {"rivals": {}, "not_run": []}
     prompt = make_prompt(lengths, shared.config.get_text_config(decoder=True).vocab_size, shared.device)
     if prompt.ids.numel() <= args.check_tokens:
@@ -136,6 +138,7 @@ def read(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Na
     parser.add_argument("--check-tokens", type=int, default=4096, help="longest prompt that is checked (default: %(default)s)")
     parser.add_argument("--reserve", type=float, default=10, help="seconds that a rival may need (default: %(default)s)")
     parser.add_argument("--name", help="of the JSON; default ranks_SHAPE")
+    parser.add_argument("--keep", action="store_true", help="keep the rows of other cases and numbers of GPUs in the JSON")
     add_options(parser, seconds=560)
     args = parser.parse_args(argv)
     if unknown := set(args.rivals) - set(NAMES):
@@ -159,9 +162,13 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.ranks"
     one, results = None, None
     if dist.get_rank() == 0:
         head = {"conditions": conditions(shared.device, METHOD), "shape": args.shape, "layers": config["num_hidden_layers"]}
-        head |= {"dtype": str(dtype).removeprefix("torch."), "unit": "ms a token", "ranks": dist.get_world_size()}
+        head |= {"dtype": str(dtype).removeprefix("torch."), "unit": "ms a token"}
         path = args.out / f"{args.name or f'ranks_{args.shape}'}.json"
         results = Results(path, args.seconds, command(prog, argv), shared.device, **head)
+        if args.keep:
+            results.take_over(parser)
+            if (layers := results.data["layers"]) != config["num_hidden_layers"]:
+                parser.error(f"{path} has rows of {layers} layers, and this run is of {config['num_hidden_layers']}.")
         if any(name.startswith("one") for name in args.rivals):
             one = hf.random_model(model_type, dtype, shared.device, **config)
     group = Group(results)
@@ -171,7 +178,8 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.ranks"
             continue
         row = measure_case(case, shared, one, group, args)
         if results is not None:
-            results.data["rows"].append(row | {"run": results.run})
+            others = [old for old in results.data["rows"] if (old["case"], old["ranks"]) != (case, group.size)]
+            results.data["rows"] = [*others, row | {"run": results.run}]
             results.save()
     dist.destroy_process_group()
     return 0

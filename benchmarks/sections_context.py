@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from hf_fastattn.context_parallel import ORDERS
 from hf_fastattn.tables import table, thousands
 
+from .sections_ranks import COUNTS
 from .words import by_method, figure
 
 
@@ -26,8 +28,15 @@ def balance(result: dict) -> str:
 
 
 def times(result: dict) -> str:
-    rows = [[thousands(row["tokens"]), str(row["ranks"]), row["order"], figure(row["us"] / 1e3, 2)] for row in result["rows"]]
+    us = {(row["tokens"], row["ranks"], row["order"]): row["us"] for row in result["rows"]}
+    counts = sorted({*COUNTS, *(ranks for _, ranks, _ in us)})
+    rows = [
+        [thousands(tokens), str(ranks), order, figure(us[at] / 1e3, 2) if (at := (tokens, ranks, order)) in us else None]
+        for tokens in sorted({tokens for tokens, _, _ in us})
+        for ranks in counts
+        for order in ORDERS
+    ]
     return (
-        f"**The orders of context parallelism over several GPUs**, {result['shape']}, with communication {by_method(result)}:\n\n"
-        f"{table(['tokens', 'GPUs', 'order', 'milliseconds'], rows)}"
+        f"**The orders of context parallelism over several GPUs**, {result['shape']}, with communication; rows without figures "
+        f"were not run {by_method(result)}:\n\n{table(['tokens', 'GPUs', 'order', 'milliseconds'], rows)}"
     )

@@ -10,9 +10,11 @@ import processes
 import pytest
 import torch
 
+from benchmarks import context as context_bench
 from benchmarks import ranks as ranks_bench
-from benchmarks import sections
+from benchmarks import sections, sections_context
 from hf_fastattn import cli, explain, hf
+from hf_fastattn.context_parallel import ORDERS
 from hf_fastattn.model_shapes import SHAPES
 
 RIVALS = [name for name in ranks_bench.NAMES if name != "peer_memory"]  # which needs GPUs
@@ -27,6 +29,7 @@ def run_commands(rank: int, folder) -> list[int]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.distributed, "destroy_process_group", lambda: None)
         codes = [ranks_bench.main(["--shape", "tiny", *options])]
+    codes.append(context_bench.main(["--tokens", "32", "--device", "cpu", "--out", str(folder)]))
     return [*codes, cli.main(["generate", str(folder / "tiny"), "--compare", "sdpa", "--tokens", "5", "--dtype", "float32"])]
 
 
@@ -39,7 +42,7 @@ def commands(tmp_path_factory):
 
 def test_generate_prints_on_one_rank(commands):
     first, second = commands[1]
-    assert first.result == second.result == [0, 0], first.output + second.output
+    assert first.result == second.result == [0, 0, 0], first.output + second.output
     assert "| lean" in first.output and "lean.decode" in first.output
     assert "| lean" not in second.output
 
@@ -47,9 +50,22 @@ def test_generate_prints_on_one_rank(commands):
 def test_the_benchmark_compares_all_rivals(commands):
     found = json.loads((commands[0] / "ranks_tiny.json").read_text())
     (row,) = found["rows"]
-    assert found["ranks"] == 2 and row["check"]["patch"]["passed"] and not row["not_run"]
+    assert row["ranks"] == 2 and row["check"]["patch"]["passed"] and not row["not_run"]
     assert list(row["rivals"]) == RIVALS and all(each["ms"] > 0 for each in row["rivals"].values())
-    assert "1x9 |    2 | `patch()`" in sections.ranks(found)
+    lines = [[cell.strip() for cell in line.split("|")] for line in sections.ranks(found).splitlines()]
+    figures = {(int(cells[2]), cells[3]): cells[5] for cells in lines if cells[1:2] == ["1x9"]}
+    for name, words in ranks_bench.NAMES.items():
+        gpus = 1 if name.startswith("one") else 2
+        assert (figures[gpus, words] != "-") == (name in RIVALS)
+        assert gpus == 1 or figures[4, words] == figures[8, words] == "-"  # not run
+
+
+def test_the_orders_of_context_parallelism_are_timed_over_ranks(commands):
+    found = json.loads((commands[0] / "context_ranks.json").read_text())
+    assert [(row["order"], row["ranks"], row["tokens"]) for row in found["rows"]] == [(order, 2, 32) for order in ORDERS]
+    lines = [[cell.strip() for cell in line.split("|")] for line in sections_context.times(found).splitlines()]
+    empty = [cells[2:4] for cells in lines if cells[1:2] == ["32"] and cells[4] == "-"]
+    assert empty == [[ranks, order] for ranks in ("4", "8") for order in ORDERS]  # not run
 
 
 def test_the_benchmark_needs_torchrun(capsys, tmp_path):
