@@ -184,6 +184,10 @@ def pass_around(rank: int, ranks: int) -> dict:
             found[order, name] = max(
                 (out - want[:, :, index]).abs().max().item(), (lse - want_lse[:, :, index]).abs().max().item()
             )
+    for name, options in (("tokens", {}), ("order", {"order": ORDERS[rank % 2]}), ("window", {"window": rank or None})):
+        mine = [x[:, :, : 8 + (name == "tokens") * rank] for x in whole]
+        with pytest.raises(ValueError, match=f"{name} is .* on rank 0 and .* on rank 1"):
+            ring_attention(*mine, **options)
     pair = dist.new_group([0, 1])  # a rank's number in a group is not that in the world
     if rank < 2:
         index = positions("striped", rank, 2, 8)
@@ -207,5 +211,7 @@ def test_ring_attention_refuses_what_it_does_not_support():
         ring_attention(q[:, :, :4], k, v)
     with pytest.raises(ValueError, match="A window needs causal=True"):
         ring_attention(q, k, v, causal=False, window=4)
+    with pytest.raises(ValueError, match="must have one dtype"):
+        ring_attention(q, k, v.half())
     with pytest.raises(RuntimeError, match="has no gradients"):
         ring_attention(q.requires_grad_(), k, v)

@@ -112,10 +112,14 @@ def ring_attention(
     included. kernel: attention with the signature of `kernels.reference.attention`. The other arguments, and the result for the
     tokens of this rank, are those of `kernels.reference.attention`.
 
-    Raises ValueError for other shapes, or a window without causal, RuntimeError for tensors that require gradients.
+    The ranks compare shapes, dtype, order, causal and window, for which the host waits, except while a graph is captured.
+    Raises ValueError if they differ, on all ranks, for other shapes or dtypes, and for a window without causal; RuntimeError for
+    tensors that require gradients.
     """
     _check(q, k, v, causal, window, sink_logits)
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    runs_of(order, rank, ranks, q.shape[2])
+    _compare(q, k, v, order, causal, window, group)
     spec = Spec(scale=scale, causal=False, softcap=softcap)
     held = torch.cat([k.reshape(-1), v.reshape(-1)])
     out = torch.zeros(*q.shape[:3], v.shape[3], dtype=torch.float32, device=q.device)
@@ -166,6 +170,27 @@ def _pass_on(held: torch.Tensor, group: Any, rank: int, ranks: int) -> tuple[tor
     return incoming, dist.batch_isend_irecv([send, receive])
 
 
+def _compare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, order: str, causal: bool, window: int | None, group: Any) -> None:
+    """Raise ValueError on all ranks if one of them would send or read something else than the others expect."""
+    ranks = dist.get_world_size(group)
+    if ranks == 1 or (q.is_cuda and torch.cuda.is_current_stream_capturing()):  # the host cannot read the comparison in a capture
+        return
+    mine = {"batch": q.shape[0], "tokens": q.shape[2], "head_dim": q.shape[3], "num_kv_heads": k.shape[1]}
+    mine |= {"head_dim of V": v.shape[3], "bytes of a number": q.element_size(), "window": window or 0, "causal": int(causal)}
+    mine |= {"order": ORDERS.index(order), "bfloat16": int(q.dtype == torch.bfloat16)}
+    own = torch.tensor(list(mine.values()), device=q.device)
+    every = [torch.empty_like(own) for _ in range(ranks)]
+    dist.all_gather(every, own, group=group)
+    found = torch.stack(every).tolist()
+    for rank, theirs in enumerate(found):
+        for name, first, other in zip(mine, found[0], theirs, strict=True):
+            if first != other:
+                first, other = (ORDERS[x] if name == "order" else x for x in (first, other))
+                raise ValueError(
+                    f"Ranks call ring_attention() differently: {name} is {first} on rank 0 and {other} on rank {rank}."
+                )
+
+
 def _check(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, window: int | None, sink_logits: torch.Tensor | None
 ) -> None:
@@ -174,6 +199,8 @@ def _check(
             f"Every rank attends with as many queries as it has keys; got {q.shape[2]} queries, K {tuple(k.shape)} and V "
             f"{tuple(v.shape)}."
         )
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q, k and v must have one dtype; got {q.dtype}, {k.dtype} and {v.dtype}.")
     if window is not None and (not causal or window < 1):
         raise ValueError(f"A window needs causal=True and at least one token; got causal={causal} and window={window}.")
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sink_logits)):
