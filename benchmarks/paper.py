@@ -1,8 +1,9 @@
 """The comparison of the LeanAttention paper in decode: FlashAttention-2, Flash-Decoding and LeanAttention, of the package.
 
 Sanovar et al., "Lean Attention: Hardware-Aware Scalable Attention Mechanism for the Decode-Phase of Transformers" (2024):
-figures 7 (speed over context length, heads and batch at head_dim 64), 9 (at head_dim 128) and 4 (occupancy of the GPU), there on
-an A100; the variants of the fix-up in section 4, and its sweeps of tiles and grids.
+figures 7 (speed over context length, heads and batch at head_dim 64), 9 (at head_dim 128), 4 (occupancy of the GPU), there on an
+A100, and 8 (heads divided among 8 of them, each of which computes its own: one GPU has the time of all); the variants of the
+fix-up in section 4, and its sweeps of tiles and grids.
 """
 
 from __future__ import annotations
@@ -42,6 +43,17 @@ SHAPES = [
     for length in LENGTHS
     if (shape := Shape(batch, heads, heads, head_dim, length)).kv_bytes <= LARGEST
 ]
+GPUS, LONGEST = 8, 256 << 10
+SHARED = list(  # the heads of one GPU, of those of figure 8
+    dict.fromkeys(
+        Shape(batch, heads // GPUS, heads // GPUS, 64, length)
+        for batch, heads, length in [
+            *((4, 192, length) for length in LENGTHS),
+            *((4, heads, LONGEST) for heads in (64, 96, 128, 160, 192)),
+            *((batch, 128, LONGEST) for batch in (1, 2, 4, 8, 16)),
+        ]
+    )
+)
 FIXUP = random.Random(0).sample(SHAPES, len(SHAPES))  # so that an interrupted run is a fair sample
 SWEEP = [
     Shape(1, heads, heads, head_dim, n << 10) for head_dim in (64, 128) for heads in (32, 56) for n in (4, 64, 256)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hf_fastattn.tables import table, thousands
 
+from .paper import GPUS
 from .provenance import by
 from .words import by_method, figure, mean, method, microseconds, model
 
@@ -81,6 +82,19 @@ def paper(result: dict) -> str:
         f"head_dim {span('head_dim')}, {span('num_heads')} heads, batch {span('batch')}, {span('kv_len')} tokens.\n\n"
         f"{table(head, rows)}\n\n"
         f"How evenly the schedules distribute the work over the SMs (its figure 4; 1 is perfect), on average: {balance}.{note}"
+    )
+
+
+def paper_ranks(result: dict) -> str:
+    names, rows = ("fa2", "split_kv", "lean"), []
+    for row in result["rows"]:
+        rows.append([row["batch"], row["num_heads"] * GPUS, thousands(row["kv_len"])])
+        rows[-1] += [*(figure(row["us"].get(name)) for name in names)]
+        rows[-1] += [figure(row[name], 2, "x") for name in ("lean_over_fa2", "lean_over_split_kv")]
+    head = ["batch", "heads", "tokens", *(f"`{name}`" for name in names), "`fa2` / `lean`", "`split_kv` / `lean`"]
+    return (
+        f"**Attention whose heads are divided among {GPUS} GPUs, microseconds per call**, the LeanAttention paper's figure 8, "
+        f"head_dim 64: the heads of one GPU, on one GPU, without communication {by_method(result)}:\n\n{table(head, rows)}"
     )
 
 

@@ -23,6 +23,7 @@ SMALL = {
     "queries": [Shape(1, 4, 2, 16, length, q_len, causal=False) for length in (64, 96) for q_len in (8, 9, 16)],
     "queries_portable": [Shape(1, 4, 2, 16, 64, 9, causal=False)],
     "paper": [Shape(1, 4, 4, 64, 96), Shape(2, 4, 4, 128, 64)],
+    "paper_ranks": [Shape(4, 3, 3, 64, 96)],
     "fixup": [Shape(1, 4, 4, 64, 96)],
     "sweep": [Shape(1, 4, 4, 64, 96)],
     "prefill": [Shape(1, 4, 2, 16, 80, 80, causal) for causal in (True, False)],
@@ -60,6 +61,7 @@ def test_every_shape_is_checked_and_timed(tmp_path, part):
     assert [row["shape"] for row in result["rows"]] == [str(shape) for shape in SMALL[part]]
     ours = {
         "paper": {"fa2", "split_kv", "lean", "stream_k"},
+        "paper_ranks": {"fa2", "split_kv", "lean"},
         "sweep": {"lean", "64 x 2"},
         "prefill": {"ours", "portable"},
         "widths": {"ours", "portable"},
@@ -459,6 +461,12 @@ def test_inputs_of_a_round_are_larger_than_l2(monkeypatch, part):
         sets = timing.num_sets(kv_bytes)
         assert sets * kv_bytes >= 128 << 20 and (sets > 1 or kv_bytes >= 100 * (50 << 20)), str(shape)
         assert timing.num_calls(sets, 7.0) % sets == 0
+
+
+def test_the_heads_of_a_gpu_are_shown_as_those_of_all(tmp_path):
+    _, result = bench(tmp_path, "paper_ranks")
+    row = next(line for line in sections.paper_ranks(result).splitlines() if "x |" in line)
+    assert [cell.strip() for cell in row.split("|")][1:4] == ["4", "24", "96"]
 
 
 def test_the_grid_is_complete():
