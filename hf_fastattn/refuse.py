@@ -58,7 +58,8 @@ def unknown_arguments(name: str, module: torch.nn.Module, mask: torch.Tensor | N
     if kwargs.get("cu_seq_lens_q") is not None and not _separates_sequences(mask):
         raise ValueError(
             f"{name!r} got packed sequences as cu_seq_lens, which it supports for one row with as many queries as keys and "
-            "without padding. Pass position_ids that restart at 0 and use_cache=False."
+            "without an attention_mask. Leave out attention_mask; for several rows of a decoder, also pass position_ids that "
+            "restart at 0 instead of cu_seq_lens."
         )
     for key, value in kwargs.items():
         if key not in hf.BESIDE_ATTENTION and _carries_tensor(value):

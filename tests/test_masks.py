@@ -259,6 +259,22 @@ def test_packed_sequences_do_not_see_one_another(how, use_cache, family, device)
 
 
 @torch.no_grad()
+def test_the_remedy_for_lengths_with_an_attention_mask(device):
+    model = models.family("llama", device)
+    model.set_attn_implementation("lean")
+    ids = models.prompts("no_padding", device, rows=1)["input_ids"][:, :20]
+    positions = torch.cat([torch.arange(8), torch.arange(12)])[None].to(device)
+    lengths = torch.tensor([0, 8, 20], device=device, dtype=torch.int32)
+    told = {"cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths, "position_ids": positions}
+    expected = torch.cat([model(part).logits for part in ids.split([8, 12], 1)], 1)
+    with pytest.raises(ValueError, match=r"Leave out attention_mask; .* pass position_ids that restart at 0 instead"):
+        model(ids, attention_mask=torch.ones_like(ids), **told)
+    rows = ids.expand(2, -1), {"position_ids": positions.expand(2, -1)}
+    for found in (model(ids, **told).logits, model(rows[0], **rows[1]).logits):
+        torch.testing.assert_close(found, expected.expand_as(found), atol=1e-3, rtol=1e-3)
+
+
+@torch.no_grad()
 def test_packed_sequences_in_a_static_cache(device):
     model = models.family("llama", device)
     model.set_attn_implementation("lean")
