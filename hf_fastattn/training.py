@@ -47,7 +47,7 @@ def why_not(name: str, q: torch.Tensor, v: torch.Tensor, in_spans: bool, dropped
     if name not in _passes:
         return "has no backward pass"
     if not in_spans:
-        return "has no backward pass for this mask (a custom 4-D mask)"
+        return "has no backward pass for this mask (a custom 4-D mask, blocks of an image, or chunks with padding)"
     if (width := max(q.shape[3], v.shape[3])) > checks.MAX_TRAINED_DIM:
         return f"has no backward pass for heads wider than {checks.MAX_TRAINED_DIM} (here {width})"
     return None
