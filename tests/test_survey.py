@@ -19,7 +19,7 @@ from models import prompts, tiny
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
-from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+from transformers import MinLengthLogitsProcessor, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
 
@@ -622,3 +622,58 @@ def test_a_steering_vector_outside_the_model(inputs, find, put):
             assert torch.equal(after, generate(model, inputs)) and not torch.equal(before, after)
         finally:
             put(torch.zeros(64))
+
+
+def _other_scaling(model):
+    model.model.layers[0].self_attn.scaling *= 0.3
+
+
+def _other_weight(model):
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().flip(0).clone())
+
+
+def _hook(model):
+    model.model.layers[0].mlp.register_forward_hook(lambda module, args, out: 1.5 * out)
+
+
+CODE = {
+    "logits_processor": lambda run: [lambda ids, scores: run() or scores],
+    "stopping_criteria": lambda run: [lambda ids, scores: run() or torch.zeros(len(ids), dtype=torch.bool)],
+    "streamer": lambda run: types.SimpleNamespace(put=lambda ids: run(), end=lambda: None),
+}
+
+
+@pytest.mark.parametrize("place", CODE)
+@pytest.mark.parametrize("change", [_other_scaling, _other_weight, _hook])
+def test_code_between_two_steps_may_change_the_model(inputs, change, place):
+    twin, model = tiny("llama", "sdpa"), tiny("llama", "sdpa")
+
+    def changed(model):
+        left = [4]
+
+        def run():
+            left[0] -= 1
+            if not left[0]:
+                change(model)
+
+        return generate(model, inputs, **{place: CODE[place](run)})
+
+    before, expected = generate(twin, inputs), changed(twin)
+    assert not torch.equal(before, expected), "the change has no effect"
+    with hf_fastattn.patch(model) as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        generate(model, inputs)
+        assert torch.equal(changed(model), expected)
+        assert bool(patch.reasons) == (change is _hook)
+
+
+def test_a_model_is_surveyed_between_two_steps_only_if_other_code_runs(inputs, monkeypatch):
+    model, found = tiny("llama", "sdpa"), []
+    current = survey.Surveyor.current
+    monkeypatch.setattr(survey.Surveyor, "current", lambda *args: found.append(1) or current(*args))
+    counts = []
+    with hf_fastattn.patch(model) as patch:
+        for processor in (MinLengthLogitsProcessor(1, 2), lambda ids, scores: scores):
+            generate(model, inputs, logits_processor=[processor])
+            counts.append(len(found))
+        assert counts == [1, NEW] and patch.captures == 1 and not patch.reasons

@@ -47,6 +47,7 @@ from .experts import (  # noqa: E402
 from .generation import (  # noqa: E402
     CALL,
     COMPILED,
+    CUSTOM_LOOP,
     GENERATE,
     LOOP,
     PREPARE_CACHE,
@@ -55,6 +56,7 @@ from .generation import (  # noqa: E402
     generates_by_another,
     generation_parameters,
     is_stock,
+    other_code,
     overrides_generation,
     stock,
 )
@@ -97,6 +99,7 @@ __all__ = [
     "BESIDE_ATTENTION",
     "CALL",
     "COMPILED",
+    "CUSTOM_LOOP",
     "GENERATE",
     "GRIDS",
     "LOOP",
@@ -166,6 +169,7 @@ __all__ = [
     "mask_pattern",
     "model_on_meta",
     "norm_of",
+    "other_code",
     "overrides_generation",
     "quantised_as",
     "random_model",

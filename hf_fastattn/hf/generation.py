@@ -19,6 +19,20 @@ COMPILED = "_compiled_call_impl"  # what model(...) calls instead after model.co
 
 LOOP = (GENERATE, PREPARE_INPUTS, "_update_model_kwargs_for_generation")  # what decides the mask of a step
 
+CUSTOM_LOOP = "custom_generate"
+_CODE = (CUSTOM_LOOP, "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "streamer")
+
+
+def other_code(arguments: dict[str, Any]) -> list[str]:
+    """The names of those arguments of generate() with code that is not of Transformers and runs between two steps."""
+    found = []
+    for name in _CODE:
+        value = arguments.get(name)
+        each = value if isinstance(value, (list, tuple)) else () if value is None else (value,)
+        if not all(type(one).__module__.startswith("transformers.") for one in each):
+            found.append(name)
+    return found
+
 
 def is_stock(method: Callable[..., Any]) -> bool:
     """Whether a method is defined by Transformers."""

@@ -35,6 +35,7 @@ class Forwards:
     run: the model's forward. say: called with the reason why a step runs uncaptured. refused: the reason why no step of this call
     can be captured, if known beforehand. unmasked: the storage of the call if its masks have no effect, else None. prompt: number
     of tokens of the prompt, if the mask gives it, else 0. chunked: whether the prompt is read in chunks.
+    stock: whether only code of Transformers runs between the steps; other code may change the model.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Forwards:
         unmasked: Storage | None = None,
         prompt: int = 0,
         chunked: bool = False,
+        stock: bool = True,
     ):
         self.graphs = graphs
         self.model = model
@@ -58,6 +60,7 @@ class Forwards:
         self.unmasked = unmasked
         self.prompt = prompt
         self.chunked = chunked
+        self.stock = stock
         self.begun = False
         self.quiet = False  # whether the current forward may run from Python without a warning
         self.fingerprint: Fingerprint | None = None
@@ -160,8 +163,8 @@ class Forwards:
         if tokens > 1 and storage.looks_ahead:
             raise Uncapturable("tokens may see later ones, and those of a graph may be padding")
         storage.sync(ids.device, *(() if tokens == 1 else (q_len,)))
-        if self.fingerprint is None:
-            self.fingerprint = self._survey()
+        if self.fingerprint is None or not (self.stock or self.graphs.ranks.several):
+            self._look()
         self._set_mask(cache, inputs, tokens)
         entry = self._entry(cache, inputs, tokens)
         if entry.graph is None or entry not in self.settled:
@@ -191,6 +194,13 @@ class Forwards:
             self.refused = reason
             self.say(reason)
             self.graphs.uncaptured += 1
+
+    def _look(self) -> None:
+        """Take the fingerprint of the model, and choose other graphs if it has changed."""
+        last, self.fingerprint = self.fingerprint, None
+        self.fingerprint = self._survey()
+        if last is None or last.differences(self.fingerprint):
+            self.entries.clear()
 
     def _survey(self) -> Fingerprint:
         """The fingerprint of the model. Raises Uncapturable if no graph can be captured on one of the ranks."""

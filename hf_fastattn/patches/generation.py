@@ -34,10 +34,10 @@ _MISSING: Any = object()
 
 class _Thread(threading.local):
     """calls: the calls of generate() in progress in this thread, innermost last; None if their forwards are not captured.
-    stock: whether the loop of the innermost is one of Transformers."""
+    code: the arguments of the innermost with code that is not of Transformers."""
 
     def __init__(self) -> None:
-        self.stock = True
+        self.code: list[str] = []
         self.calls: list[Forwards | None] = []
 
 
@@ -218,9 +218,9 @@ class Generation:
     # ---- forwards ----
 
     @contextmanager
-    def in_call(self, stock: bool) -> Iterator[None]:
-        """The time of one generate() in this thread. stock: whether its loop is one of Transformers."""
-        model, calls, outer = self.model, self._thread.calls, self._thread.stock
+    def in_call(self, code: list[str]) -> Iterator[None]:
+        """The time of one generate() in this thread. code: its arguments with code that is not of Transformers."""
+        model, calls, outer = self.model, self._thread.calls, self._thread.code
         depth = len(calls)
         with self.lock:
             self.calls += 1
@@ -228,11 +228,11 @@ class Generation:
                 self._set(model, hf.CALL, self._call)
         try:
             calls.append(None)
-            self._thread.stock = stock
+            self._thread.code = code
             yield
         finally:
             del calls[depth:]
-            self._thread.stock = outer
+            self._thread.code = outer
             with self.lock:
                 self.calls -= 1
                 if not self.calls:
@@ -245,15 +245,24 @@ class Generation:
             self.say(str(refused))
             return
         mask = model_kwargs.get("attention_mask")
+        code, stock = self._thread.code, all(map(self._is_stock, hf.LOOP))
         unmasked, prompt = None, 0
         if mask is not None and mask.dim() == 2:
             prompt = mask.shape[1]
             # A mask of ones has no effect, and Transformers only adds ones. One check here saves one for every token.
-            if self._thread.stock and all(map(self._is_stock, hf.LOOP)) and bool((mask == 1).all()):
+            if stock and hf.CUSTOM_LOOP not in code and bool((mask == 1).all()):
                 unmasked = model_kwargs["past_key_values"].storage
         chunked = generation_config.prefill_chunk_size is not None
         calls[-1] = Forwards(
-            self.graphs, model, self.own(hf.CALL), self.say, refused=refused, unmasked=unmasked, prompt=prompt, chunked=chunked
+            self.graphs,
+            model,
+            self.own(hf.CALL),
+            self.say,
+            refused=refused,
+            unmasked=unmasked,
+            prompt=prompt,
+            chunked=chunked,
+            stock=stock and not code,
         )
 
     def _why_uncaptured(self, model: hf.PreTrainedModel, generation_config: hf.GenerationConfig) -> str | None:
@@ -305,7 +314,8 @@ class _Generate(_Override):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         generation = self.__self__
         arguments = partial(hf.generation_parameters, generation.model, args, kwargs)
-        with generation.ranks.call(arguments), generation.in_call(stock="custom_generate" not in kwargs):
+        code = hf.other_code(arguments() if len(args) > 2 else kwargs)
+        with generation.ranks.call(arguments), generation.in_call(code):
             return self.own()(*args, **kwargs)
 
 
