@@ -7,6 +7,7 @@ import contextvars
 import dataclasses
 import functools
 import gc
+import threading
 import types
 import warnings
 import weakref
@@ -514,6 +515,47 @@ def test_settings_that_change_in_every_call_do_not_add_up():
     assert surveyor.watch.holds() and lengths[-1] == lengths[-3]
 
 
+def test_a_watch_notices_other_bases_of_a_class():
+    model, surveyor, cls = tiny("llama", "sdpa"), survey.Surveyor(), modeling_llama.LlamaMLP
+    for _ in range(2):
+        first = surveyor.current(model)
+    bases = cls.__bases__
+    try:
+        cls.__bases__ = (Unchanged,)
+        assert not surveyor.watch.holds() and first.differences(surveyor.current(model))
+    finally:
+        cls.__bases__ = bases
+
+
+def test_no_rehearsal_of_another_model_begins_between_a_walk_and_its_watch(monkeypatch):
+    """A rehearsal replaces the classes of modules, which two models may share."""
+    model, surveyor, ended = tiny("llama", "sdpa"), survey.Surveyor(), []
+
+    def rehearse():
+        with unread_by(model, first):
+            ended.append(1)
+
+    def watch(walked):
+        thread.start()
+        thread.join(0.3)
+        assert not ended
+        return survey_watch(walked)
+
+    first, thread, survey_watch = surveyor.current(model), threading.Thread(target=rehearse), survey.Watch
+    monkeypatch.setattr(survey, "Watch", watch)
+    surveyor.current(model)
+    thread.join()
+    assert ended and surveyor.watch.holds()
+
+
+def test_a_patch_may_be_undone_while_a_watch_compares(monkeypatch):
+    model, surveyor = tiny("llama", "sdpa"), survey.Surveyor()
+    for _ in range(2):
+        surveyor.current(model)
+    monkeypatch.setattr(surveyor.watch, "holds", lambda mesh: surveyor.forget() or True)
+    assert surveyor.current(model).modules
+
+
 def test_a_watch_keeps_no_module_and_no_tensor_alive():
     model, surveyor = tiny("llama", "sdpa"), survey.Surveyor()
     for _ in range(2):
@@ -527,6 +569,10 @@ def test_a_watch_keeps_no_module_and_no_tensor_alive():
         assert not any(ref() for ref in gone)
     finally:
         gc.enable()
+
+
+class Unchanged(nn.Module):
+    """Takes the place of a base class."""
 
 
 class Negated(torch.Tensor):

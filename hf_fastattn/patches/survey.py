@@ -38,14 +38,16 @@ class Surveyor:
     def current(self, model: hf.PreTrainedModel) -> Fingerprint:
         """As survey(). The modules in it are those of the last one if they have not changed."""
         settings, held = _settings(model)
-        if self.last is not None and self.watch is not None and self.watch.holds(hf.tensor_parallel_mesh(model)):
-            if settings != self.last.settings:
-                self.last = self.last._replace(settings=settings, held=[*held, self.watch.held])
-            return self.last
-        found, walker = _walk(model, settings, held)
-        # A model that changes in every call is not watched, which would take time and save none.
-        stays = self.last is not None and self.last.modules == found.modules
-        self.last, self.watch = found, Watch(walker) if stays else None
+        last, watch = self.last, self.watch  # another thread may call forget()
+        if last is not None and watch is not None and watch.holds(hf.tensor_parallel_mesh(model)):
+            if settings != last.settings:
+                last = self.last = last._replace(settings=settings, held=[*held, watch.held])
+            return last
+        with classes_lock:  # the watch records what was walked over
+            found, walker = _walk(model, settings, held)
+            # A model that changes in every call is not watched, which would take time and save none.
+            stays = last is not None and last.modules == found.modules
+            self.last, self.watch = found, Watch(walker) if stays else None
         return found
 
 

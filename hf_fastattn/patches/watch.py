@@ -28,6 +28,7 @@ _GROUPS = ("_modules", *_TENSORS, *_HOOKS)
 _groups = itemgetter(*_GROUPS)
 _parts = attrgetter("__code__", "__defaults__", "__kwdefaults__")  # of a function
 _dtype = attrgetter("dtype")
+_mro = attrgetter("__mro__")
 _MISSING = object()
 
 
@@ -158,7 +159,7 @@ class _Groups:
 
 
 class _Code:
-    """The code of libraries: members of classes, and what functions refer to."""
+    """The code of libraries: members and bases of classes, and what functions refer to."""
 
     def __init__(self, bases: Iterable[type], functions: Iterable[types.FunctionType]):
         self.bases = [*dict.fromkeys(bases)]
@@ -178,7 +179,7 @@ class _Code:
         found = [*_flat(map(space.get, names, repeat(_MISSING)) for space, names in self.spaces)]
         parts = [*_flat(map(_parts, self.functions))]
         defaults = _flat(part.values() for part in parts[2::3] if part)
-        return [*found, *parts, *defaults, *map(_contents, self.cells)]
+        return [*map(_mro, self.bases), *found, *parts, *defaults, *map(_contents, self.cells)]
 
 
 _OF_TORCH = frozenset(vars(torch.nn.Module()))
