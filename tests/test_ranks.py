@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+import errno
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 import types
 import warnings
+from unittest.mock import Mock
 
 import fake_graph
 import processes
@@ -23,6 +27,7 @@ from transformers.utils import logging
 import hf_fastattn
 from hf_fastattn import hf
 from hf_fastattn.patches import exchange, fuse, graph, ranks, subclass
+from hf_fastattn.patches.processes import Processes, _status, this_process
 from hf_fastattn.patches.survey import survey
 
 pytestmark = [processes.HIDDEN, pytest.mark.xdist_group("ranks")]
@@ -605,6 +610,27 @@ def test_a_rank_whose_process_was_killed_is_not_waited_for(tmp_path):
     of_family("llama")
     first, _ = processes.run(tmp_path, 2, leave_silently, "is killed")
     assert first.result == ["ok", "RuntimeError: generate() ends on rank 0. The process of rank 1 has ended."]
+
+
+def test_the_end_of_a_process_on_this_host_is_noticed(monkeypatch):
+    monkeypatch.delattr(os, "pidfd_open", raising=False)  # Python compiled with old headers
+    if not (own := this_process()).where:
+        pytest.skip("not on Linux")
+    children = [subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) for _ in range(2)]
+    others = [own._replace(number=x.pid, begin=_status(x.pid)[1]) for x in children]
+    elsewhere, hidden = others[0]._replace(where="another host"), own._replace(begin="another time")
+    watch = Processes(dict(enumerate([own, *others, elsewhere, hidden])))
+    assert not any(watch.has_ended(rank) for rank in range(5))
+    children[0].kill()
+    os.waitid(os.P_PID, children[0].pid, os.WEXITED | os.WNOWAIT)  # a zombie
+    assert [watch.has_ended(rank) for rank in range(5)] == [False, True, False, False, False]
+    children[1].kill()
+    for child in children:
+        child.communicate()
+    assert [watch.has_ended(rank) for rank in range(5)] == [False, True, True, False, False]
+    assert Processes({1: others[0]}).has_ended(1)  # killed before the others look
+    monkeypatch.setattr("builtins.open", Mock(side_effect=OSError(errno.EMFILE, "Too many open files")))
+    assert not watch.has_ended(1)
 
 
 def test_every_call_says_that_the_store_has_ended():

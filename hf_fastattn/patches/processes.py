@@ -1,46 +1,68 @@
-"""The processes of other ranks on this host: one that is killed ends without a report."""
+"""The processes of other ranks on this host: one that is killed ends without a report.
+
+/proc is read. Not every Python has `os.pidfd_open`: it depends on the kernel headers with which Python was compiled.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import select
-import sys
-import weakref
+from typing import NamedTuple
 
-Process = tuple[str, int]  # where its number is valid, "" if unknown; its number
+
+class Process(NamedTuple):
+    """where: what the processes of one host and container have in common, "" if unknown. begin: the time of its begin."""
+
+    where: str
+    number: int
+    begin: str
 
 
 def this_process() -> Process:
-    """A name that the processes of one host and container have in common, and the number of this process."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip() + os.readlink("/proc/self/ns/pid"), os.getpid()
+            where = file.read().strip() + os.readlink("/proc/self/ns/pid")
+        return Process(where, os.getpid(), _status("self")[1])
     except OSError:  # not Linux
-        return "", os.getpid()
+        return Process("", os.getpid(), "")
 
 
 class Processes:
     """Processes of this host, by rank. found: those of all ranks."""
 
     def __init__(self, found: dict[int, Process]):
-        here, own = this_process()
-        self._opened: dict[int, int] = {}
-        for rank, (where, number) in found.items():
-            if here and where == here and number != own and sys.platform == "linux":
-                with contextlib.suppress(OSError):  # not permitted in some containers
-                    self._opened[rank] = os.pidfd_open(number)
-        weakref.finalize(self, _close, list(self._opened.values()))
+        here = this_process()
+        others = {rank: each for rank, each in found.items() if here.where and each.where == here.where and each != here}
+        # /proc may hide processes or be that of another container.
+        self._watched = {rank: each for rank, each in others.items() if not _has_ended(each) or _is_free(each.number)}
 
     def has_ended(self, rank: int) -> bool:
         """Whether the process of this rank is known to have ended."""
-        if (process := self._opened.get(rank)) is None:
-            return False
-        poll = select.poll()
-        poll.register(process, select.POLLIN)
-        return bool(poll.poll(0))
+        return rank in self._watched and _has_ended(self._watched[rank])
 
 
-def _close(opened: list[int]) -> None:
-    for process in opened:
-        os.close(process)
+def _has_ended(process: Process) -> bool:
+    try:
+        state, begin = _status(process.number)
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    except OSError:  # of this process, such as too many open files
+        return False
+    return state in "ZX" or begin != process.begin  # a zombie, or another process with the same number
+
+
+def _status(number: int | str) -> tuple[str, str]:
+    """(state, time of the begin) of a process."""
+    with open(f"/proc/{number}/stat", encoding="utf-8", errors="replace") as file:
+        fields = file.read().rpartition(")")[2].split()  # after the name, which may contain spaces
+    return fields[0], fields[19]
+
+
+def _is_free(number: int) -> bool:
+    """Whether no process has this number."""
+    try:
+        os.kill(number, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    return False
