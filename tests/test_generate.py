@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from functools import cache
+from functools import cache, partial, wraps
 from pathlib import Path
 
 import fake_graph
@@ -18,7 +18,7 @@ from models import FAMILIES, PADDINGS
 from transformers import DynamicCache, LlamaForCausalLM, StaticCache
 
 import hf_fastattn
-from hf_fastattn import interface
+from hf_fastattn import hf, interface
 from hf_fastattn.kernels import INTERPRETED, spans
 
 VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
@@ -223,9 +223,39 @@ class Masking(LlamaForCausalLM):
     """Hides tokens after it has read the prompt."""
 
     def _update_model_kwargs_for_generation(self, outputs, model_kwargs, **options):
+        return self.updated(super()._update_model_kwargs_for_generation, outputs, model_kwargs, **options)
+
+    def updated(self, own, outputs, model_kwargs, **options):
         tokens = outputs.past_key_values.get_seq_length() + 1
-        kwargs = super()._update_model_kwargs_for_generation(outputs, model_kwargs, **options)
-        return {**kwargs, "attention_mask": masked(tokens, self.device)}
+        return {**own(outputs, model_kwargs, **options), "attention_mask": masked(tokens, self.device)}
+
+
+def wrapped_forward(model):
+    """A wrapper of forward() that hides tokens from each step."""
+    own = model.forward
+
+    @wraps(own)
+    def forward(*args, attention_mask=None, **kwargs):
+        if attention_mask is not None and attention_mask.dim() == 2 and kwargs["input_ids"].shape[1] == 1:
+            attention_mask = attention_mask.clone()
+            attention_mask[:, 10:30] = 0
+        return own(*args, attention_mask=attention_mask, **kwargs)
+
+    return "forward", forward
+
+
+def wrapped_method(model):
+    """A wrapper of a method of the loop."""
+    own = model._update_model_kwargs_for_generation
+
+    @wraps(own)
+    def update(*args, **kwargs):
+        return Masking.updated(model, own, *args, **kwargs)
+
+    return own.__name__, update
+
+
+WRAPPED = {"wrapped_forward": wrapped_forward, "wrapped_method": wrapped_method}
 
 
 def loop(model, input_ids, past_key_values, **kwargs):
@@ -255,13 +285,15 @@ def guide(model, cache, device):
     return [process]
 
 
-@pytest.mark.parametrize("how", ["method", "loop", "processor"])
+@pytest.mark.parametrize("how", ["method", *WRAPPED, "loop", "processor"])
 def test_masks_of_other_code_are_not_taken_for_those_of_generate(how, device, monkeypatch):
     """Transformers 5.17 gives each step a mask of ones, which a graph does not read."""
     if device.type == "cpu":
         fake_graph.use(monkeypatch)
     model = models.tiny("llama", "eager", device)
     model.__class__ = Masking if how == "method" else LlamaForCausalLM
+    if how in WRAPPED:
+        monkeypatch.setattr(model, *WRAPPED[how](model))
     inputs = models.prompts("no_padding", device, rows=2)
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
 
@@ -274,6 +306,14 @@ def test_masks_of_other_code_are_not_taken_for_those_of_generate(how, device, mo
         for _ in range(2):
             assert torch.equal(tokens(hf_fastattn.PreallocatedCache(model)), expected)
         assert patch.replays and not patch.reasons
+
+
+@pytest.mark.parametrize("name", hf.LOOP)
+def test_methods_of_transformers_are_told_from_wrappers_of_them(name, device):
+    method = getattr(models.tiny("llama", "eager", device), name)
+    assert hf.is_stock(method)
+    assert not hf.is_stock(wraps(method)(lambda *args, **kwargs: method(*args, **kwargs)))
+    assert not hf.is_stock(partial(method))
 
 
 SHORT = {"rows": 2, "length": 34}  # one query more than the decode kernels support

@@ -17,7 +17,9 @@ PREPARE_INPUTS = "prepare_inputs_for_generation"  # returns the arguments of one
 CALL = "_call_impl"  # what model(...) calls: the hooks and forward()
 COMPILED = "_compiled_call_impl"  # what model(...) calls instead after model.compile()
 
-LOOP = (GENERATE, PREPARE_INPUTS, "_update_model_kwargs_for_generation")  # what decides the mask of a step
+# What decides the mask of a step, and what reads it.
+LOOP = (GENERATE, "_sample", "_beam_search", "_assisted_decoding")
+LOOP += (PREPARE_INPUTS, "_update_model_kwargs_for_generation", "forward")
 
 CUSTOM_LOOP = "custom_generate"
 _CODE = (CUSTOM_LOOP, "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "streamer")
@@ -35,8 +37,15 @@ def other_code(arguments: dict[str, Any]) -> list[str]:
 
 
 def is_stock(method: Callable[..., Any]) -> bool:
-    """Whether a method is defined by Transformers."""
-    return (getattr(inspect.unwrap(method), "__module__", None) or "").startswith("transformers.")
+    """Whether a method and its wrappers, which take over its __module__, have only code of Transformers and torch."""
+    function: Any = method
+    while function is not None:
+        function = getattr(function, "__func__", function)
+        file = getattr(function, "__globals__", {}).get("__name__", "")
+        if file.partition(".")[0] not in ("transformers", "torch"):
+            return False
+        function = getattr(function, "__wrapped__", None)
+    return True
 
 
 def stock(model: PreTrainedModel, name: str) -> Callable[..., Any]:
