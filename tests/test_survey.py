@@ -515,6 +515,20 @@ def test_settings_that_change_in_every_call_do_not_add_up():
     assert surveyor.watch.holds() and lengths[-1] == lengths[-3]
 
 
+@pytest.mark.parametrize("where", ["class", "instance", "other_method"])
+def test_a_wrapper_is_not_taken_for_the_library_function_that_it_wraps(where, monkeypatch):
+    model, surveyor, held = tiny("llama", "sdpa"), survey.Surveyor(), {"by": 1.0}
+    name = "extra_repr" if where == "other_method" else "forward"
+    owner = model.model.norm if where == "instance" else modeling_llama.LlamaRMSNorm
+    own = getattr(owner, name)
+    monkeypatch.setattr(owner, name, functools.wraps(own)(lambda *args: own(*args) * held["by"]), raising=False)
+    for _ in range(2):
+        first = surveyor.current(model)
+    assert surveyor.watch.holds()
+    held["by"] = 2.0
+    assert not surveyor.watch.holds() and first.differences(survey.survey(model))
+
+
 def test_a_watch_notices_other_bases_of_a_class():
     model, surveyor, cls = tiny("llama", "sdpa"), survey.Surveyor(), modeling_llama.LlamaMLP
     for _ in range(2):

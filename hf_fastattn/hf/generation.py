@@ -17,9 +17,8 @@ PREPARE_INPUTS = "prepare_inputs_for_generation"  # returns the arguments of one
 CALL = "_call_impl"  # what model(...) calls: the hooks and forward()
 COMPILED = "_compiled_call_impl"  # what model(...) calls instead after model.compile()
 
-# What decides the mask of a step, and what reads it.
-LOOP = (GENERATE, "_sample", "_beam_search", "_assisted_decoding")
-LOOP += (PREPARE_INPUTS, "_update_model_kwargs_for_generation", "forward")
+_LOOPS = (GENERATE, "_sample", "_beam_search", "_assisted_decoding")
+LOOP = (*_LOOPS, PREPARE_INPUTS, "_update_model_kwargs_for_generation", "forward")  # what decides the mask of a step, or reads it
 
 CUSTOM_LOOP = "custom_generate"
 _CODE = (CUSTOM_LOOP, "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "streamer")

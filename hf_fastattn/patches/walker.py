@@ -132,7 +132,8 @@ class Walker:
             self.foreign |= not ours
             for name, value in vars(base).items():
                 if isinstance(value, types.FunctionType):
-                    found += name, self.function(value) if name == "forward" or not ours else self.same(value)
+                    followed = name == "forward" or not (ours and _is_of_library(value))
+                    found += name, self.function(value) if followed else self.same(value)
                 elif type(value) in SCALARS:
                     found += name, value
                 elif not name.startswith("__"):
@@ -229,11 +230,11 @@ class Walker:
 
     def function(self, function: types.FunctionType) -> Values:
         """A function with its closure, its defaults and the globals that its code uses."""
-        self.foreign |= not is_library(function.__module__)
+        ours = _is_of_library(function)
+        self.foreign |= not ours
         if self._visited(function):
             return (self.same(function),)
         found: list[object] = [self.same(function), self.same(function.__code__)]
-        ours = is_library(function.__module__)
         self.functions.append(function)
         value_of = self._shallow if ours else self.value
         for cell in function.__closure__ or ():
@@ -307,6 +308,11 @@ def check_hooks(module: torch.nn.Module) -> None:
 
 def is_library(module: str | None) -> bool:
     return (module or "").partition(".")[0] in LIBRARIES
+
+
+def _is_of_library(function: types.FunctionType) -> bool:
+    """functools.wraps() gives a function the __module__ of another, but not its globals."""
+    return is_library(function.__module__) and is_library(function.__globals__.get("__name__"))
 
 
 def _is_array(value: object) -> bool:
