@@ -1,6 +1,7 @@
 """RMSNorm, rotation and linear layers in one launch: comparison with the model's own code, and the modules they replace."""
 
 import copy
+import functools
 import gc
 import itertools
 import pickle
@@ -11,7 +12,7 @@ import torch
 from models import tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb
 
 import hf_fastattn
 from hf_fastattn import hf
@@ -270,6 +271,15 @@ def test_an_mlp_with_another_activation_is_not_fused(mlp, act):
         module.act_fn, module.gate_proj, module.up_proj, module.down_proj = act, *(torch.nn.Identity() for _ in range(3))
     y = x.clone()
     assert torch.equal(fused(x), stock(y)) and torch.equal(x, y)
+
+
+def test_wrapped_code_of_llama_is_not_taken_for_llamas(monkeypatch):
+    """A class whose forward() somebody has wrapped: the wrapper is its own, whatever functools.wraps() copies."""
+    for cls, known in ((LlamaMLP, hf.is_llamas_mlp), (LlamaDecoderLayer, hf.is_llamas_layer)):
+        own = cls.forward
+        assert known(own)
+        monkeypatch.setattr(cls, "forward", functools.wraps(own)(lambda *args, own=own, **kwargs: own(*args, **kwargs)))
+        assert not known(cls.forward)
 
 
 def fuse_all(model) -> None:

@@ -59,7 +59,8 @@ def silus() -> tuple[type, ...]:
 def _is_same_code(function: object, llamas: object) -> bool:
     """Whether two Python functions have the same bytecode; docstrings may differ."""
     ours, theirs = _code(function), _code(llamas)
-    if ours is None or not llamas.__module__.startswith("transformers."):  # other packages replace Llama's functions
+    # Other packages replace Llama's functions. functools.wraps() keeps __module__, but not the globals.
+    if ours is None or not getattr(llamas, "__globals__", {}).get("__name__", "").startswith("transformers."):
         return False
     return ours == theirs
 
