@@ -188,6 +188,9 @@ def pass_around(rank: int, ranks: int) -> dict:
         mine = [x[:, :, : 8 + (name == "tokens") * rank] for x in whole]
         with pytest.raises(ValueError, match=f"{name} is .* on rank 0 and .* on rank 1"):
             ring_attention(*mine, **options)
+    mine = [x[:, :, : 8 - rank % 2] for x in whole]  # refused on one rank
+    with pytest.raises(ValueError, match="even number of tokens" if rank % 2 else "an error on rank 1"):
+        ring_attention(*mine, order="zigzag")
     pair = dist.new_group([0, 1])  # a rank's number in a group is not that in the world
     if rank < 2:
         index = positions("striped", rank, 2, 8)

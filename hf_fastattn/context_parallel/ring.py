@@ -26,6 +26,9 @@ from ..kernels.merge import merge
 from ..kernels.spec import KV, Result, Spec
 
 ORDERS = ("ring", "zigzag", "striped")
+_COMPARED = ["batch", "tokens", "head_dim", "num_kv_heads", "head_dim of V", "bytes of a number", "bfloat16"]
+_COMPARED += ["order", "causal", "window"]
+_REFUSED = -1
 PREFILL = TritonKernel("prefill", hopper="prefill_hopper", stream_k="lean")
 
 
@@ -113,13 +116,21 @@ def ring_attention(
     tokens of this rank, are those of `kernels.reference.attention`.
 
     The ranks compare shapes, dtype, order, causal and window, for which the host waits, except while a graph is captured.
-    Raises ValueError if they differ, on all ranks, for other shapes or dtypes, and for a window without causal; RuntimeError for
-    tensors that require gradients.
+    Raises ValueError if they differ, for other shapes or dtypes, and for a window without causal; RuntimeError for tensors that
+    require gradients. If one rank raises, all of them do.
     """
-    _check(q, k, v, causal, window, sink_logits)
+    error, mine = None, [_REFUSED] * len(_COMPARED)
+    try:
+        _check(q, k, v, order, causal, window, sink_logits)
+        mine = [q.shape[0], q.shape[2], q.shape[3], k.shape[1], v.shape[3], q.element_size(), int(q.dtype == torch.bfloat16)]
+        mine += [ORDERS.index(order), int(causal), window or 0]
+    except Exception as found:
+        error = found  # the other ranks wait for this one
+    of_all = _gather(mine, q.device, group)
+    if error is not None:
+        raise error
+    _compare(of_all)
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    runs_of(order, rank, ranks, q.shape[2])
-    _compare(q, k, v, order, causal, window, group)
     spec = Spec(scale=scale, causal=False, softcap=softcap)
     held = torch.cat([k.reshape(-1), v.reshape(-1)])
     out = torch.zeros(*q.shape[:3], v.shape[3], dtype=torch.float32, device=q.device)
@@ -170,29 +181,38 @@ def _pass_on(held: torch.Tensor, group: Any, rank: int, ranks: int) -> tuple[tor
     return incoming, dist.batch_isend_irecv([send, receive])
 
 
-def _compare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, order: str, causal: bool, window: int | None, group: Any) -> None:
-    """Raise ValueError on all ranks if one of them would send or read something else than the others expect."""
-    ranks = dist.get_world_size(group)
-    if ranks == 1 or (q.is_cuda and torch.cuda.is_current_stream_capturing()):  # the host cannot read the comparison in a capture
-        return
-    mine = {"batch": q.shape[0], "tokens": q.shape[2], "head_dim": q.shape[3], "num_kv_heads": k.shape[1]}
-    mine |= {"head_dim of V": v.shape[3], "bytes of a number": q.element_size(), "window": window or 0, "causal": int(causal)}
-    mine |= {"order": ORDERS.index(order), "bfloat16": int(q.dtype == torch.bfloat16)}
-    own = torch.tensor(list(mine.values()), device=q.device)
-    every = [torch.empty_like(own) for _ in range(ranks)]
+def _gather(mine: list[int], device: torch.device, group: Any) -> list[list[int]]:
+    """The numbers of all ranks; those of this rank alone while a graph is captured, in which the host cannot read them."""
+    if not dist.is_initialized() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        return [mine]
+    own = torch.tensor(mine, device=device)
+    every = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(every, own, group=group)
-    found = torch.stack(every).tolist()
+    return torch.stack(every).tolist()
+
+
+def _compare(found: list[list[int]]) -> None:
+    """Raise ValueError if one of the ranks would send or read something else than the others expect."""
     for rank, theirs in enumerate(found):
-        for name, first, other in zip(mine, found[0], theirs, strict=True):
+        if _REFUSED in theirs:
+            raise ValueError(f"ring_attention() raised an error on rank {rank}, for its arguments. See the message there.")
+    for rank, theirs in enumerate(found):
+        for name, first, other in zip(_COMPARED, found[0], theirs, strict=True):
             if first != other:
-                first, other = (ORDERS[x] if name == "order" else x for x in (first, other))
+                is_, other_is = (ORDERS[x] if name == "order" else x for x in (first, other))
                 raise ValueError(
-                    f"Ranks call ring_attention() differently: {name} is {first} on rank 0 and {other} on rank {rank}."
+                    f"Ranks call ring_attention() differently: {name} is {is_} on rank 0 and {other_is} on rank {rank}."
                 )
 
 
 def _check(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, window: int | None, sink_logits: torch.Tensor | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    order: str,
+    causal: bool,
+    window: int | None,
+    sink_logits: torch.Tensor | None,
 ) -> None:
     if q.shape[2] != k.shape[2] or k.shape[:3] != v.shape[:3]:
         raise ValueError(
@@ -205,3 +225,4 @@ def _check(
         raise ValueError(f"A window needs causal=True and at least one token; got causal={causal} and window={window}.")
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sink_logits)):
         raise RuntimeError("ring_attention() has no gradients. Run it under torch.no_grad(), or detach the tensors.")
+    runs_of(order, 0, 1, q.shape[2])
