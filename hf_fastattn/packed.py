@@ -69,11 +69,10 @@ def _separated(mask: masks.Mask, arguments: dict[str, Any]) -> masks.Mask:
 
 
 def _is_simple(mask: masks.Mask) -> bool:
-    """Whether it has spans without padding and without intervals; in a compiled graph, whether that is known."""
+    """Whether it has spans without padding and without intervals."""
     if mask.fresh or isinstance(mask, masks.PlainMask):
         return True
-    known = isinstance(mask, masks.SpansMask) and not torch.compiler.is_compiling()
-    return known and mask.content.shape[2:] == (1, spans.WORDS)
+    return isinstance(mask, masks.SpansMask) and mask.content.shape[2:] == (1, spans.WORDS)
 
 
 def _intervals(

@@ -75,6 +75,21 @@ def test_an_encoder_with_windows_on_both_sides(padding, compiled, device):
     assert calls == BOTH
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_packed_sequences_of_an_encoder(compiled, device):
+    own = {"local_attention": 5, "global_attn_every_n_layers": 2}
+    model = models.tiny("modernbert", device=device, auto=AutoModelForMaskedLM, **own)
+    ids = models.prompts("no_padding", device, rows=1)["input_ids"][:, :20]
+    positions = torch.cat([torch.arange(8), torch.arange(12)])[None].to(device)
+    lengths = torch.tensor([0, 8, 20], device=device, dtype=torch.int32)
+    expected = torch.cat([model(part).logits for part in ids.split([8, 12], 1)], 1)
+    model.set_attn_implementation("lean")
+    torch._dynamo.reset()
+    run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+    found = run(ids, position_ids=positions, cu_seq_lens_q=lengths, cu_seq_lens_k=lengths).logits
+    torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
+
+
 @pytest.mark.parametrize("name", ["reference", "fa2", "split_kv", "batch_invariant"])
 def test_every_exact_backend_trains(name, device):
     model = trainable("llama", device)
