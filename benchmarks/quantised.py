@@ -110,6 +110,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.quanti
     model_type, config = SHAPES[args.shape]
     config = scaled(config, args.layers) | {"max_position_embeddings": max(config["max_position_embeddings"], longest)}
     head = {"conditions": conditions(device, families.METHOD) | versions(), "shape": args.shape, "config": config}
+    head["layers"] = config["num_hidden_layers"]
     results = families.begin(parser, args, "quantised", command(prog, argv), device, head)
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # a warning for each 8-bit product in bf16
     torch.manual_seed(0)

@@ -167,8 +167,6 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.ranks"
         results = Results(path, args.seconds, command(prog, argv), shared.device, **head)
         if args.keep:
             results.take_over(parser)
-            if (layers := results.data["layers"]) != config["num_hidden_layers"]:
-                parser.error(f"{path} has rows of {layers} layers, and this run is of {config['num_hidden_layers']}.")
         if any(name.startswith("one") for name in args.rivals):
             one = hf.random_model(model_type, dtype, shared.device, **config)
     group = Group(results)

@@ -128,12 +128,13 @@ class Results:
         sys.stdout.flush()  # a log file gets it immediately too
 
     def take_over(self, parser: argparse.ArgumentParser) -> None:
-        """Continue with the rows of an earlier run in the file; an error of the command line if its conditions differ."""
+        """Continue with the rows of an earlier run in the file; a command line error if its conditions or model differ."""
         if not self.path.exists():
             return
         old = json.loads(self.path.read_text())
-        if old["conditions"] != self.data["conditions"]:
-            parser.error(f"{self.path} was measured under {old['conditions']}, not under {self.data['conditions']}.")
+        for name in ("conditions", "shape", "layers", "dtype"):
+            if name in old and name in self.data and (theirs := old[name]) != (mine := self.data[name]):
+                parser.error(f"{self.path} was measured under {name} {theirs}, not under {mine}.")
         old["commands"] = list(dict.fromkeys([*old.get("commands", ()), *self.data["commands"]]))
         old["measured_by"] = old.get("measured_by", {}) | self.data["measured_by"]
         self.data = old

@@ -1,5 +1,6 @@
 """The kernel benchmark on the CPU: everything except the graphs and the figures."""
 
+import argparse
 import dataclasses
 import itertools
 import json
@@ -153,6 +154,16 @@ def test_rows_of_another_machine_are_not_kept(tmp_path, capsys):
     with pytest.raises(SystemExit):
         bench(tmp_path, "decode", "--keep")
     assert "was measured under" in capsys.readouterr().err
+
+
+def test_rows_of_another_model_are_not_kept(tmp_path, capsys):
+    same = {"conditions": {}, "shape": "8b", "layers": 4}
+    results.Results(tmp_path / "x.json", 1, "bench", **same).save()
+    results.Results(tmp_path / "x.json", 1, "bench", **same).take_over(argparse.ArgumentParser())
+    for other in ({"shape": "1b"}, {"layers": 32}):
+        with pytest.raises(SystemExit):
+            results.Results(tmp_path / "x.json", 1, "bench", **same | other).take_over(argparse.ArgumentParser())
+        assert f"was measured under {next(iter(other))}" in capsys.readouterr().err
 
 
 def test_an_interrupted_run_keeps_its_rows(tmp_path, monkeypatch):
