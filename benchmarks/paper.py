@@ -23,7 +23,7 @@ from hf_fastattn.kernels.host import gpu, tables
 from hf_fastattn.kernels.spec import call
 
 from . import fixup
-from .shapes import DTYPE, LEAN, PORTABLE, READ, SPLIT_KV, Shape, compete, exact, kernel_of_lean, make_inputs, ratios
+from .shapes import DTYPE, GPUS, LEAN, PORTABLE, READ, SPLIT_KV, Shape, compete, exact, kernel_of_lean, make_inputs, ratios
 from .timing import num_sets
 
 PUBLISHED = {
@@ -43,7 +43,7 @@ SHAPES = [
     for length in LENGTHS
     if (shape := Shape(batch, heads, heads, head_dim, length)).kv_bytes <= LARGEST
 ]
-GPUS, LONGEST = 8, 256 << 10
+LONGEST = 256 << 10
 SHARED = list(  # the heads of one GPU, of those of figure 8
     dict.fromkeys(
         Shape(batch, heads // GPUS, heads // GPUS, 64, length)

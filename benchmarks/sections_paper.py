@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hf_fastattn.tables import table, thousands
 
-from .paper import GPUS
 from .provenance import by
+from .shapes import GPUS
 from .words import by_method, figure, mean, method, microseconds, model
 
 

@@ -19,6 +19,7 @@ from . import timing
 
 DTYPE = torch.bfloat16
 READ = 4.5e6  # bytes per microsecond that a GPU with HBM3e reads, to estimate the time of a call and for the limit of bytes
+GPUS = 8  # of the LeanAttention paper's figure 8, which divide the heads
 REFERENCE_BYTES = 1 << 30  # bytes of K in float32 that are in memory at once for the exact result
 
 # The Triton kernels on a GPU; on the CPU their references, so that everything except the times can be tested there.
