@@ -16,8 +16,9 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 
 import hf_fastattn
 from hf_fastattn import hf
+from hf_fastattn.hf.llama import is_embedding
 from hf_fastattn.kernels import HAS_TRITON, INTERPRETED
-from hf_fastattn.patches import fuse, subclass
+from hf_fastattn.patches import fuse, linears, subclass
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 runs_kernels = pytest.mark.skipif(
@@ -280,6 +281,16 @@ def test_wrapped_code_of_llama_is_not_taken_for_llamas(monkeypatch):
         assert known(own)
         monkeypatch.setattr(cls, "forward", functools.wraps(own)(lambda *args, own=own, **kwargs: own(*args, **kwargs)))
         assert not known(cls.forward)
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+def test_replaced_code_of_torch_is_not_taken_for_torchs(monkeypatch):
+    linear, norm = torch.nn.Linear(64, 64).half(), torch.nn.LayerNorm(64)
+    assert linears.is_plain(linear) and hf.norm_of(norm) and is_embedding(torch.nn.Embedding.forward)
+    for cls in (torch.nn.Linear, torch.nn.LayerNorm, torch.nn.Embedding):
+        own = cls.forward
+        monkeypatch.setattr(cls, "forward", functools.wraps(own)(lambda self, x, own=own: own(self, x) * 2))
+    assert not linears.is_plain(linear) and not hf.norm_of(norm) and not is_embedding(torch.nn.Embedding.forward)
 
 
 def fuse_all(model) -> None:

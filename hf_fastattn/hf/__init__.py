@@ -60,7 +60,7 @@ from .generation import (  # noqa: E402
     overrides_generation,
     stock,
 )
-from .llama import activations, is_llamas_layer, is_llamas_mlp, is_phi3s_mlp, silus  # noqa: E402
+from .llama import activations, is_llamas_layer, is_llamas_mlp, is_phi3s_mlp, is_torchs, silus  # noqa: E402
 from .loading import (  # noqa: E402
     load_config,
     load_model,
@@ -155,6 +155,7 @@ __all__ = [
     "is_rotation",
     "is_shared",
     "is_stock",
+    "is_torchs",
     "keep_whole_heads",
     "kv_heads_of_rank",
     "layer_shapes",

@@ -37,7 +37,12 @@ def is_embedding(forward: object) -> bool:
     """Whether this is forward() of torch's Embedding, or of Gemma's, which multiplies the result by a number."""
     from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 
-    return forward is torch.nn.Embedding.forward or _is_same_code(forward, Gemma3TextScaledWordEmbedding.forward)
+    return is_torchs(forward, torch.nn.Embedding) or _is_same_code(forward, Gemma3TextScaledWordEmbedding.forward)
+
+
+def is_torchs(forward: object, cls: type[torch.nn.Module]) -> bool:
+    """Whether this is forward() of a class of torch, which nobody has replaced."""
+    return forward is cls.forward and getattr(forward, "__globals__", {}).get("__name__") == cls.__module__
 
 
 @cache

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .llama import is_torchs
 from .rotations import called
 
 _EPS = ("variance_epsilon", "eps")  # attributes
@@ -58,7 +59,7 @@ def norm_of(module: torch.nn.Module) -> Norm | None:
     forward = cls.forward
     has = tuple(module._parameters.get(name) is not None for name in _PARAMETERS)
     size = _size(module)
-    if forward is torch.nn.LayerNorm.forward:
+    if is_torchs(forward, torch.nn.LayerNorm):
         return Norm("eps", has, True, True, "") if size else None  # type: ignore[arg-type]
     state = _state(module) if size is not None and _takes_a_tensor(forward) else None
     eps = next((name for name in _EPS if type(vars(module).get(name)) is float), None)

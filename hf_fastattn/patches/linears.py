@@ -72,7 +72,7 @@ def is_plain(module: torch.nn.Module) -> bool:
     from ..kernels.decode import linear as kernel
 
     weight = module._parameters.get("weight")
-    if type(module).forward is not torch.nn.Linear.forward or weight is None or weight.dtype not in kernel.DTYPES:
+    if not hf.is_torchs(type(module).forward, torch.nn.Linear) or weight is None or weight.dtype not in kernel.DTYPES:
         return False
     return type(weight) is torch.nn.Parameter or hf.inner_forward(module) is not None
 
