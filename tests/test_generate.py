@@ -308,7 +308,7 @@ def test_masks_of_other_code_are_not_taken_for_those_of_generate(how, device, mo
         assert patch.replays and not patch.reasons
 
 
-@pytest.mark.parametrize("name", hf.LOOP)
+@pytest.mark.parametrize("name", [*hf.LOOP, hf.FORWARD])
 def test_methods_of_transformers_are_told_from_wrappers_of_them(name, device):
     method = getattr(models.tiny("llama", "eager", device), name)
     assert hf.is_stock(method)

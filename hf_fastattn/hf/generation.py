@@ -18,7 +18,8 @@ CALL = "_call_impl"  # what model(...) calls: the hooks and forward()
 COMPILED = "_compiled_call_impl"  # what model(...) calls instead after model.compile()
 
 _LOOPS = (GENERATE, "_sample", "_beam_search", "_assisted_decoding")
-LOOP = (*_LOOPS, PREPARE_INPUTS, "_update_model_kwargs_for_generation", "forward")  # what decides the mask of a step, or reads it
+LOOP = (*_LOOPS, PREPARE_INPUTS, "_update_model_kwargs_for_generation")  # what runs between the steps, and decides their masks
+FORWARD = "forward"
 
 CUSTOM_LOOP = "custom_generate"
 _CODE = (CUSTOM_LOOP, "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "streamer")

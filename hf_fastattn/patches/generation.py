@@ -250,7 +250,7 @@ class Generation:
         if mask is not None and mask.dim() == 2:
             prompt = mask.shape[1]
             # A mask of ones has no effect, and Transformers only adds ones. One check here saves one for every token.
-            if stock and hf.CUSTOM_LOOP not in code and bool((mask == 1).all()):
+            if stock and self._is_stock(hf.FORWARD) and hf.CUSTOM_LOOP not in code and bool((mask == 1).all()):
                 unmasked = model_kwargs["past_key_values"].storage
         chunked = generation_config.prefill_chunk_size is not None
         calls[-1] = Forwards(
