@@ -236,6 +236,12 @@ PACKS = {  # how a model is told of them
 }
 
 
+def two_sequences(device):
+    """The ids of packed sequences of 8 and of 12 tokens, and their positions."""
+    ids = models.prompts("no_padding", device, rows=1)["input_ids"][:, :20]
+    return ids, torch.cat([torch.arange(8), torch.arange(12)])[None].to(device)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("family", ["llama", "qwen2"])  # one kind of layer; one with a window and one without
 @pytest.mark.parametrize("use_cache", [False, True])
@@ -262,8 +268,7 @@ def test_packed_sequences_do_not_see_one_another(how, use_cache, family, device)
 def test_the_remedy_for_lengths_with_an_attention_mask(device):
     model = models.family("llama", device)
     model.set_attn_implementation("lean")
-    ids = models.prompts("no_padding", device, rows=1)["input_ids"][:, :20]
-    positions = torch.cat([torch.arange(8), torch.arange(12)])[None].to(device)
+    ids, positions = two_sequences(device)
     lengths = torch.tensor([0, 8, 20], device=device, dtype=torch.int32)
     told = {"cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths, "position_ids": positions}
     expected = torch.cat([model(part).logits for part in ids.split([8, 12], 1)], 1)
@@ -278,8 +283,7 @@ def test_the_remedy_for_lengths_with_an_attention_mask(device):
 def test_packed_sequences_in_a_static_cache(device):
     model = models.family("llama", device)
     model.set_attn_implementation("lean")
-    ids = models.prompts("no_padding", device, rows=1)["input_ids"][:, :20]
-    positions = torch.cat([torch.arange(8), torch.arange(12)])[None].to(device)
+    ids, positions = two_sequences(device)
     expected = model(ids, position_ids=positions, use_cache=False).logits
     cache = transformers.StaticCache(config=model.config, max_cache_len=64)
     torch.testing.assert_close(model(ids, position_ids=positions, past_key_values=cache).logits, expected, atol=1e-3, rtol=1e-3)
@@ -292,8 +296,7 @@ def test_a_backend_without_intervals_refuses_packed_sequences_with_a_cache(devic
     registry.register(dataclasses.replace(lean, name="no_intervals", packed=False))
     del registry._backends["no_intervals"]  # it is not one of names() in other tests
     model.set_attn_implementation("no_intervals")
-    ids = models.prompts("no_padding", device, rows=1)["input_ids"][:, :20]
-    positions = torch.cat([torch.arange(8), torch.arange(12)])[None].to(device)
+    ids, positions = two_sequences(device)
     with pytest.raises(ValueError, match=r"packed sequences .* and a cache.*use_cache=False"):
         model(ids, position_ids=positions)
     with hf_fastattn.count_calls() as calls:  # the remedy

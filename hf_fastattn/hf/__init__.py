@@ -61,7 +61,7 @@ from .generation import (  # noqa: E402
     overrides_generation,
     stock,
 )
-from .llama import activations, is_llamas_layer, is_llamas_mlp, is_phi3s_mlp, is_torchs, silus  # noqa: E402
+from .llama import activations, is_llamas_layer, is_llamas_mlp, is_phi3s_mlp, is_torchs, module_of, silus  # noqa: E402
 from .loading import (  # noqa: E402
     load_config,
     load_model,
@@ -171,6 +171,7 @@ __all__ = [
     "make_config",
     "mask_pattern",
     "model_on_meta",
+    "module_of",
     "norm_of",
     "other_code",
     "overrides_generation",

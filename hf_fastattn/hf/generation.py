@@ -11,6 +11,8 @@ from typing import Any
 
 from transformers import GenerationMixin, PreTrainedModel
 
+from .llama import module_of
+
 GENERATE = "generate"
 PREPARE_CACHE = "_prepare_cache_for_generation"  # adds a cache to the arguments of a call
 PREPARE_INPUTS = "prepare_inputs_for_generation"  # returns the arguments of one step
@@ -41,8 +43,7 @@ def is_stock(method: Callable[..., Any]) -> bool:
     function: Any = method
     while function is not None:
         function = getattr(function, "__func__", function)
-        file = getattr(function, "__globals__", {}).get("__name__", "")
-        if file.partition(".")[0] not in ("transformers", "torch"):
+        if module_of(function).partition(".")[0] not in ("transformers", "torch"):
             return False
         function = getattr(function, "__wrapped__", None)
     return True

@@ -42,7 +42,12 @@ def is_embedding(forward: object) -> bool:
 
 def is_torchs(forward: object, cls: type[torch.nn.Module]) -> bool:
     """Whether this is forward() of a class of torch, which nobody has replaced."""
-    return forward is cls.forward and getattr(forward, "__globals__", {}).get("__name__") == cls.__module__
+    return forward is cls.forward and module_of(forward) == cls.__module__
+
+
+def module_of(function: object) -> str:
+    """The name of the module whose globals a function reads, "" if unknown. functools.wraps() copies only __module__."""
+    return getattr(function, "__globals__", {}).get("__name__", "")  # type: ignore[no-any-return]
 
 
 @cache
@@ -64,8 +69,7 @@ def silus() -> tuple[type, ...]:
 def _is_same_code(function: object, llamas: object) -> bool:
     """Whether two Python functions have the same bytecode; docstrings may differ."""
     ours, theirs = _code(function), _code(llamas)
-    # Other packages replace Llama's functions. functools.wraps() keeps __module__, but not the globals.
-    if ours is None or not getattr(llamas, "__globals__", {}).get("__name__", "").startswith("transformers."):
+    if ours is None or not module_of(llamas).startswith("transformers."):  # other packages replace Llama's functions
         return False
     return ours == theirs
 

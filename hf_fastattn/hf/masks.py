@@ -115,8 +115,13 @@ def _parts(mask_function: Callable[..., Any], known: set[str]) -> dict[str, list
             return {}
         held = [cell.cell_contents for cell in function.__closure__ or ()]
         found[function.__qualname__] = held
-        todo += [x for each in held for x in (each if isinstance(each, tuple) else (each,)) if callable(x)]
+        todo += _functions(held)
     return found
+
+
+def _functions(held: list[Any]) -> list[Any]:
+    """The functions among what a mask function holds; and_masks() holds a tuple of them."""
+    return [x for each in held for x in (each if isinstance(each, tuple) else (each,)) if callable(x)]
 
 
 def is_causal(mask_function: Callable[..., Any]) -> bool:
@@ -126,7 +131,7 @@ def is_causal(mask_function: Callable[..., Any]) -> bool:
     if getattr(mask_function, "__module__", None) != masking_utils.__name__ or mask_function.__qualname__ not in _NARROWER:
         return False
     held = [cell.cell_contents for cell in mask_function.__closure__ or ()]
-    return any(is_causal(x) for each in held for x in (each if isinstance(each, tuple) else (each,)) if callable(x))
+    return any(map(is_causal, _functions(held)))
 
 
 def up_to_query(mask_function: Callable[..., Any]) -> Callable[..., Any]:

@@ -311,8 +311,7 @@ def is_library(module: str | None) -> bool:
 
 
 def _is_of_library(function: types.FunctionType) -> bool:
-    """functools.wraps() gives a function the __module__ of another, but not its globals."""
-    return is_library(function.__module__) and is_library(function.__globals__.get("__name__"))
+    return is_library(function.__module__) and is_library(hf.module_of(function))
 
 
 def _is_array(value: object) -> bool:
