@@ -737,3 +737,43 @@ def test_a_model_is_surveyed_between_two_steps_only_if_other_code_runs(inputs, m
             generate(model, inputs, logits_processor=[processor])
             counts.append(len(found))
         assert counts == [1, NEW] and patch.captures == 1 and not patch.reasons
+
+
+def test_the_model_is_compared_while_the_graph_runs(inputs, monkeypatch):
+    model, order = tiny("llama", "sdpa"), []
+    current, replay = survey.Surveyor.current, fake_graph.RecordedGraph.replay
+    with hf_fastattn.patch(model):
+        for _ in range(2):
+            generate(model, inputs)
+        monkeypatch.setattr(survey.Surveyor, "current", lambda *args: order.append("compare") or current(*args))
+        monkeypatch.setattr(fake_graph.RecordedGraph, "replay", lambda graph: order.append("replay") or replay(graph))
+        generate(model, inputs, logits_processor=[lambda ids, scores: scores])
+    assert order == ["compare", "replay"] + ["replay", "compare"] * (NEW - 2)
+
+
+def test_a_graph_reads_no_memory_that_was_given_back(inputs, monkeypatch):
+    """It may run once more after a tensor was dropped, and memory of a GPU without an owner may be unmapped."""
+    model, held = tiny("llama", "sdpa"), []
+    model.bias = [torch.zeros(64)]
+    model.lm_head.forward = lambda hidden: nn.functional.linear(hidden + model.bias[0], model.lm_head.weight)
+    read = {tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers(), model.bias[0])}
+    replay = fake_graph.RecordedGraph.replay
+
+    def drop(ids, scores):
+        if len(held) == 3:
+            _other_weight(model)
+            model.bias[0] = torch.ones(64)
+        return scores
+
+    with hf_fastattn.patch(model) as patch:
+        calls = patch._generation._thread.calls
+
+        def kept(graph):
+            held.append({storage.data_ptr() for storage in calls[-1].memory})
+            replay(graph)
+
+        for _ in range(2):
+            generate(model, inputs)
+        monkeypatch.setattr(fake_graph.RecordedGraph, "replay", kept)
+        generate(model, inputs, logits_processor=[drop])
+    assert len(held) > 4 and all(read <= each for each in held[:4]) and not read <= held[-1]

@@ -35,7 +35,7 @@ class Forwards:
     run: the model's forward. say: called with the reason why a step runs uncaptured. refused: the reason why no step of this call
     can be captured, if known beforehand. unmasked: the storage of the call if its masks have no effect, else None. prompt: number
     of tokens of the prompt, if the mask gives it, else 0. chunked: whether the prompt is read in chunks.
-    stock: whether only code of Transformers runs between the steps; other code may change the model.
+    stock: whether only code of Transformers runs between the steps. Other code may change the model: each step compares it.
     """
 
     def __init__(
@@ -60,10 +60,11 @@ class Forwards:
         self.unmasked = unmasked
         self.prompt = prompt
         self.chunked = chunked
-        self.stock = stock
+        self.compared = not stock and not graphs.ranks.several
         self.begun = False
         self.quiet = False  # whether the current forward may run from Python without a warning
         self.fingerprint: Fingerprint | None = None
+        self.memory: list[torch.UntypedStorage] = []  # what a graph may read although code between the steps has dropped it
         self.entries: dict[int, Entry] = {}  # the last one by number of tokens
         self.settled: set[Entry] = set()  # those whose state the ranks have compared in this call
 
@@ -163,17 +164,22 @@ class Forwards:
         if tokens > 1 and storage.looks_ahead:
             raise Uncapturable("tokens may see later ones, and those of a graph may be padding")
         storage.sync(ids.device, *(() if tokens == 1 else (q_len,)))
-        if self.fingerprint is None or not (self.stock or self.graphs.ranks.several):
+        due = self.compared and self.fingerprint is not None  # the model may have changed since the last step
+        if self.fingerprint is None or (due and not self.memory):
             self._look()
+            due = False
         self._set_mask(cache, inputs, tokens)
         entry = self._entry(cache, inputs, tokens)
+        if due and entry.graph is None:
+            self._look()
+            due, entry = False, self._entry(cache, inputs, tokens)
         if entry.graph is None or entry not in self.settled:
             self.graphs.ranks.settle(entry)
             self.settled.add(entry)
         if entry.refused is not None:
             raise Uncapturable(entry.refused)
         entry.copy_in(inputs)
-        mark = None if entry.graph is not None else storage.mark()
+        mark = storage.mark() if due or entry.graph is None else None
         try:
             logits = self.recorder.step(entry, storage, inputs)
         except BaseException as error:
@@ -181,10 +187,25 @@ class Forwards:
             if isinstance(error, Uncapturable):
                 entry.refused = str(error)
             raise
+        if due and self._has_changed(entry, cache, inputs, tokens, mark):
+            return self._step(cache, ids, given)
         storage.advance(*(() if tokens == 1 else (q_len,)))
         if entry.refused is not None:
             self._refuse(entry.refused)
         return entry.output(logits, cache)
+
+    def _has_changed(self, entry: Entry, cache: StoredCache, inputs: Inputs, tokens: int, mark: Any) -> bool:
+        """Whether the model had changed before a step that was just replayed: the host compares it while the device works.
+
+        If so, the step is undone, to be run again."""
+        changed = True
+        try:
+            self._look()
+            changed = self._entry(cache, inputs, tokens) is not entry
+        finally:
+            if changed:
+                cache.storage.rewind(mark)
+        return changed
 
     def _refuse(self, reason: str) -> None:
         """Note that the step that has just run cannot be captured."""
@@ -201,6 +222,9 @@ class Forwards:
         self.fingerprint = self._survey()
         if last is None or last.differences(self.fingerprint):
             self.entries.clear()
+            self.memory = []
+        if self.compared and not self.memory:
+            self.memory = self.graphs.surveyor.memory()
 
     def _survey(self) -> Fingerprint:
         """The fingerprint of the model. Raises Uncapturable if no graph can be captured on one of the ranks."""

@@ -50,6 +50,11 @@ class Surveyor:
             self.last, self.watch = found, Watch(walker) if stays else None
         return found
 
+    def memory(self) -> list[torch.UntypedStorage]:
+        """The memory of the last one's tensors; nothing if the model is not watched."""
+        watch = self.watch  # another thread may call forget()
+        return [] if watch is None else watch.memory()
+
 
 def _walk(model: hf.PreTrainedModel, settings: tuple[object, ...], held: list[object]) -> tuple[Fingerprint, Walker]:
     if reason := hf.why_not_captured(model):

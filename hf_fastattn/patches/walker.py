@@ -47,6 +47,7 @@ class Walker:
         self.left = LIMIT
         self.where = ""
         self.found: list[torch.nn.Module] = []  # all modules visited, in order
+        self.tensors: list[torch.Tensor] = []  # all visited, of a subclass those that it consists of
         self.functions: list[types.FunctionType] = []  # of libraries
         self.bases: list[type] = []  # classes of libraries
         self.foreign = False  # whether a function or a class was visited that is not of a library
@@ -199,10 +200,20 @@ class Walker:
         """The address and the layout of a tensor."""
         if type(tensor) not in PLAIN_TENSORS:
             return self._subclass(tensor)
-        pointer, shape = _pointer(tensor), tensor.shape
+        pointer, shape = self._address(tensor), tensor.shape
         if not shape and self.device.type != "cpu" and tensor.device.type == "cpu":
             return pointer, tensor.dtype, tensor.item()  # a launch takes its value, not its address
         return pointer, shape, tensor.stride(), tensor.dtype
+
+    def _address(self, tensor: torch.Tensor) -> int:
+        try:
+            pointer = tensor.data_ptr()
+        except (RuntimeError, NotImplementedError):
+            pointer = 0
+        if pointer == 0 and (tensor.numel() or tensor.layout != torch.strided):
+            raise Uncapturable(f"a weight is a {type(tensor).__name__} on {tensor.device}, which has no address")
+        self.tensors.append(tensor)
+        return pointer
 
     def _subclass(self, tensor: torch.Tensor) -> Values:
         """A tensor of a subclass, by the tensors that it consists of."""
@@ -214,7 +225,7 @@ class Walker:
             names, context = tensor.__tensor_flatten__()
             found += [self.tensor(getattr(tensor, name)) for name in names]
             return *found, self.value(context)
-        found += [_pointer(tensor), tensor.stride()]
+        found += [self._address(tensor), tensor.stride()]
         for name, item in vars(tensor).items():  # bitsandbytes stores the scales of a weight here
             found += name, self.value(item)
         return tuple(found)
@@ -330,13 +341,3 @@ def names_in(code: types.CodeType) -> tuple[str, ...]:
     """The global names that the code of a function, and of functions nested in it, may look up."""
     inner = (name for const in code.co_consts if isinstance(const, types.CodeType) for name in names_in(const))
     return tuple(dict.fromkeys((*code.co_names, *inner)))
-
-
-def _pointer(tensor: torch.Tensor) -> int:
-    try:
-        pointer = tensor.data_ptr()
-    except (RuntimeError, NotImplementedError):
-        pointer = 0
-    if pointer == 0 and (tensor.numel() or tensor.layout != torch.strided):
-        raise Uncapturable(f"a weight is a {type(tensor).__name__} on {tensor.device}, which has no address")
-    return pointer

@@ -52,8 +52,8 @@ class Watch:
         self.own_classes = [cls for cls, each in walkers.items() if each.foreign]
         libraries = [each for each in walkers.values() if not each.foreign]
         self.code = _Code(_flat(each.bases for each in libraries), _flat(each.functions for each in libraries))
-        self.walked, held = self._walk(modules, dicts, walker.mesh)
-        self.held = [*held, walker.held]  # the references whose ids the fingerprint and `walked` contain
+        self.walked, again = self._walk(modules, dicts, walker.mesh)
+        self.held = [*again.held, walker.held]  # the references whose ids the fingerprint and `walked` contain
 
     def holds(self, mesh: Any = None) -> bool:
         """Whether the model has not changed; False if that is not certain. mesh: of the ranks that share it."""
@@ -71,8 +71,15 @@ class Watch:
         except Exception:  # the walk over the whole model, which follows, raises it again
             return False
 
-    def _walk(self, modules: list[Any], dicts: Dicts, mesh: Any) -> tuple[list[object], list[object]]:
-        """What a walk finds where one is needed, and the references that it holds."""
+    def memory(self) -> list[torch.UntypedStorage]:
+        """The memory of all tensors. Whoever holds it can replay a graph that reads them, also if the model has dropped them."""
+        modules: list[Any] = [ref() for ref in self.modules]
+        dicts: Dicts = [module.__dict__ for module in modules]
+        walker = self._walk(modules, dicts, None)[1]
+        return [tensor.untyped_storage() for tensor in (*self.groups.tensors(dicts), *walker.tensors)]
+
+    def _walk(self, modules: list[Any], dicts: Dicts, mesh: Any) -> tuple[list[object], Walker]:
+        """What a walk finds where one is needed, and the walker."""
         for index in self.groups.hooked:
             check_hooks(modules[index])
         walker = Walker(self.device, mesh)
@@ -80,7 +87,7 @@ class Watch:
         found += map(walker.value, self.attributes.configs)
         found += [walker.tensor(dicts[index][group][name]) for index, group, name in self.groups.others]
         found += map(walker.known, self.own_classes)
-        return [*found, *walker.configurations()], walker.held
+        return [*found, *walker.configurations()], walker
 
 
 class _Attributes:
@@ -143,6 +150,11 @@ class _Groups:
             for name, tensor in attributes[group].items()
             if tensor is not None and not _has_layout(tensor, device)
         ]
+
+    def tensors(self, dicts: Dicts) -> Iterable[torch.Tensor]:
+        """The tensors whose layouts are compared."""
+        held = _flat(map(dict.values, compress(_flat(map(_groups, dicts)), self.filled)))
+        return compress(held, self.plain)
 
     def same(self, modules: list[Any], dicts: Dicts) -> bool:
         groups = [*_flat(map(_groups, dicts))]
