@@ -751,6 +751,22 @@ def test_the_model_is_compared_while_the_graph_runs(inputs, monkeypatch):
     assert order == ["compare", "replay"] + ["replay", "compare"] * (NEW - 2)
 
 
+def test_a_model_that_changes_in_each_step_is_compared_before_it(inputs):
+    """Two states, each with a graph: only the first change loses a replay."""
+    model = tiny("llama", "sdpa")
+
+    def switch(ids, scores):
+        model.model.layers[0].self_attn.scaling *= 2.0 if ids.shape[1] % 2 else 0.5
+        return scores
+
+    with hf_fastattn.patch(model) as patch:
+        for _ in range(4):
+            generate(model, inputs, logits_processor=[switch])
+        before = patch.replays
+        generate(model, inputs, logits_processor=[switch])
+        assert patch.replays == before + NEW and patch.captures == 2
+
+
 def test_a_graph_reads_no_memory_that_was_given_back(inputs, monkeypatch):
     """It may run once more after a tensor was dropped, and memory of a GPU without an owner may be unmapped."""
     model, held = tiny("llama", "sdpa"), []

@@ -155,8 +155,8 @@ class Forwards:
         self.fingerprint = None
         self.entries.clear()
 
-    def _step(self, cache: StoredCache, ids: torch.Tensor, given: Inputs) -> Any:
-        """One step by a graph. Raises Uncapturable if it has to run without one."""
+    def _step(self, cache: StoredCache, ids: torch.Tensor, given: Inputs, looked: bool = False) -> Any:
+        """One step by a graph. Raises Uncapturable if it has to run without one. looked: whether the model has been compared."""
         storage, inputs, q_len = cache.storage, dict(given), ids.shape[1]
         tokens = bucket(ids)
         if tokens > 1 and (name := unpaddable(inputs)) is not None:
@@ -164,7 +164,7 @@ class Forwards:
         if tokens > 1 and storage.looks_ahead:
             raise Uncapturable("tokens may see later ones, and those of a graph may be padding")
         storage.sync(ids.device, *(() if tokens == 1 else (q_len,)))
-        due = self.compared and self.fingerprint is not None  # the model may have changed since the last step
+        due = self.compared and self.fingerprint is not None and not looked  # the model may have changed since the last step
         if self.fingerprint is None or (due and not self.memory):
             self._look()
             due = False
@@ -188,7 +188,7 @@ class Forwards:
                 entry.refused = str(error)
             raise
         if due and self._has_changed(entry, cache, inputs, tokens, mark):
-            return self._step(cache, ids, given)
+            return self._step(cache, ids, given, looked=True)
         storage.advance(*(() if tokens == 1 else (q_len,)))
         if entry.refused is not None:
             self._refuse(entry.refused)
@@ -220,10 +220,12 @@ class Forwards:
         """Take the fingerprint of the model, and choose other graphs if it has changed."""
         last, self.fingerprint = self.fingerprint, None
         self.fingerprint = self._survey()
-        if last is None or last.differences(self.fingerprint):
+        changed = last is not None and bool(last.differences(self.fingerprint))
+        if changed or last is None:
             self.entries.clear()
-            self.memory = []
-        if self.compared and not self.memory:
+        if changed:
+            self.memory.clear()  # it may change again: the next step compares it before a replay that may be lost
+        elif self.compared and not self.memory:
             self.memory = self.graphs.surveyor.memory()
 
     def _survey(self) -> Fingerprint:
