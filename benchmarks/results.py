@@ -22,7 +22,6 @@ from hf_fastattn.machine import prepare_folder, write_whole
 
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # settings that determine what fits into memory
 CLOCKS_EVERY = 10  # minimum seconds between two readings of the clocks
-LONG = 300  # from this number on each row is one line of the JSON
 
 
 def conditions(device: torch.device, method: str) -> dict[str, str]:
@@ -71,11 +70,8 @@ def command(prog: str, argv: list[str] | None) -> str:
 
 
 def as_text(data: dict) -> str:
-    """The JSON of a result. Each row of a long table is one line, because indenting thousands of rows takes seconds."""
-    rows = data.get("rows", ())
-    if len(rows) < LONG:
-        return json.dumps(data, indent=1) + "\n"
-    lines = ",\n  ".join(json.dumps(row) for row in rows)
+    """The JSON of a result. Each row is one line: it takes less space than indented rows, and a new row is one line of a diff."""
+    lines = ",\n  ".join(json.dumps(row) for row in data.get("rows", ()))
     head, tail = json.dumps(data | {"rows": []}, indent=1).split('\n "rows": []', 1)
     return f'{head}\n "rows": [\n  {lines}\n ]{tail}\n'
 

@@ -15,6 +15,7 @@ from .sections_ranks import ranks
 from .words import SHAPE, by_method, by_past, figure, mean, method, microseconds, model, on, same
 
 HEADLINE = "headline"  # which stands only where it is named
+SLOWEST = 25  # rows of the queries that the text lists: one in a hundred
 # The shapes of the decode grid in the table, besides the worst one.
 DECODE_ROWS = [
     "1, 32/8, 128, 1k",
@@ -221,7 +222,7 @@ def queries(result: dict) -> str:
         [str(q_len), *(figure(cells.get((q_len, past)), 2) for past in pasts)] for q_len in sorted({q_len for q_len, _ in cells})
     ]
     counts = ", ".join(f"{count} below {share}" for share, count in found["slower_than"].items())
-    slow = ", ".join(f"{value:.2f} ({shape})" for shape, value in list(found["slow"].items())[:8])
+    slow = ", ".join(f"{value:.2f} ({shape})" for shape, value in list(found["slow"].items())[:SLOWEST])
     doubling, more = found["doubling"], found["one_more_query"]
     steepest = max(doubling["over"], key=lambda pair: pair["ratio"], default=None)
     notes = [
