@@ -34,7 +34,7 @@ QUERIES = [Shape(*group, q_len, causal=False) for group in GROUPS for q_len in L
 SPEC = Spec(causal=False)
 PEERS = {"sdpa_flash": SDPBackend.FLASH_ATTENTION, "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION}
 OURS = ("fa2", "lean")
-ROUNDS = {"least": 3, "most": 7, "seconds": 0.06}  # few, because there are thousands of rows
+ROUNDS = {"least": 4, "most": 8, "seconds": 0.06}  # few, because there are thousands of rows; in 4 each rival follows each other
 REST = 0.5  # seconds before a group, because the clocks remain low for a while after the calls with the most queries
 SAMPLE = 8  # queries that are compared with the exact result
 FEW, LONG = 128, 8 << 10  # the most queries and the fewest keys for which stream-K is expected to be faster

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
-import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -71,6 +71,19 @@ def elapsed_us(run: Run, device: torch.device) -> float:
     return 1e3 * start.elapsed_time(stop)
 
 
+def orders(names: list[str]) -> Iterator[list[str]]:
+    """The order of the rivals in each round, without an end.
+
+    Within n rounds of n rivals each follows each other one once if n is even, within 2n rounds twice if it is odd (Williams,
+    "Experimental designs balanced for the estimation of residual effects of treatments", 1949).
+    """
+    n = len(names)
+    steps = [-(i // 2) if i % 2 == 0 else (i + 1) // 2 for i in range(n)]  # 0, 1, -1, 2, -2, ...
+    for turn in itertools.count():
+        order = [names[(turn + step) % n] for step in steps]
+        yield order[::-1] if n % 2 and turn // n % 2 else order
+
+
 def time_rivals(
     runs: dict[str, Run],
     calls: int | dict[str, int],
@@ -81,18 +94,17 @@ def time_rivals(
 ) -> dict[str, list[float]]:
     """Microseconds per call of each rival in each round. A run, from record(), has `calls` calls, a number or one for each rival.
 
-    Rivals alternate within a round, in a random order, the same in every process: a rival that heats the GPU slows down the next
-    one, so none may always follow the same other. The first round is the warm-up, from which the number of rounds follows: from
-    `least` to `most`, within about `seconds` (None: LEAST, MOST and SHAPE_SECONDS).
+    A rival that heats the GPU slows down the next one, so in few rounds too none may always follow the same other (`orders`). The
+    first round is the warm-up, from which the number of rounds follows: from `least` to `most`, within about `seconds` (None:
+    LEAST, MOST and SHAPE_SECONDS).
     """
     least, most = LEAST if least is None else least, MOST if most is None else most
     budget = SHAPE_SECONDS if seconds is None else seconds
     warm_up = sum(elapsed_us(run, device) for run in runs.values())
     rounds = max(least, min(most, int(1e6 * budget / max(warm_up, 1))))
     times: dict[str, list[float]] = {name: [] for name in runs}
-    orders = random.Random(0)
-    for _ in range(rounds):
-        for name in orders.sample(list(runs), len(runs)):
+    for order in itertools.islice(orders(list(runs)), rounds):
+        for name in order:
             replay_calls = calls if isinstance(calls, int) else calls[name]
             times[name].append(elapsed_us(runs[name], device) / replay_calls)
     return times

@@ -1,6 +1,7 @@
 """The kernel benchmark on the CPU: everything except the graphs and the figures."""
 
 import argparse
+import collections
 import dataclasses
 import itertools
 import json
@@ -491,17 +492,29 @@ def test_the_grid_is_complete():
     ) == 512 << 10
 
 
-def test_rivals_alternate_in_a_random_order():
+def test_rivals_alternate():
     seen = []
     cpu = torch.device("cpu")
     runs = {name: timing.record(lambda i, name=name: seen.append((name, i)), 2, 4, cpu) for name in "abc"}
     times = timing.time_rivals(runs, 4, cpu)
     assert {len(values) for values in times.values()} == {timing.MOST}
-    order = "".join(name for name, _ in seen[::4])[3:]  # after the warm-up
-    assert all(sorted(order[i : i + 3]) == ["a", "b", "c"] for i in range(0, len(order), 3))
-    assert {a + b for a, b in itertools.pairwise(order)} >= {"ab", "ac", "ba", "bc", "ca", "cb"}  # each follows each other
+    order = [name for name, _ in seen[::4]][3:]  # after the warm-up
+    assert order == [name for names in itertools.islice(timing.orders(list("abc")), timing.MOST) for name in names]
     assert [i for _, i in seen[:4]] == [0, 1, 0, 1]
     assert timing.medians({"a": [5.0, 1.0, 2.0]}) == {"us": {"a": 2.0}, "us_range": {"a": [1.0, 5.0]}}
+
+
+@pytest.mark.parametrize("rivals", [1, 2, 3, 4, 5, 8])
+def test_no_rival_always_follows_the_same_other(rivals):
+    names = list("abcdefgh")[:rivals]
+    rounds = list(itertools.islice(timing.orders(names), rivals * (1 + rivals % 2)))
+    assert all(sorted(order) == names for order in rounds)
+    pairs = collections.Counter(pair for order in rounds for pair in itertools.pairwise(order))
+    assert pairs == dict.fromkeys(itertools.permutations(names, 2), 1 + rivals % 2)
+
+
+def test_a_row_of_queries_has_balanced_rounds():
+    assert queries.ROUNDS["least"] % len([*queries.PEERS, *queries.OURS]) == 0
 
 
 def test_visible_pairs_are_those_of_the_reference():
