@@ -280,6 +280,17 @@ def test_the_remedy_for_lengths_with_an_attention_mask(device):
 
 
 @torch.no_grad()
+def test_positions_that_begin_below_0_are_of_one_sequence(device):
+    model, (ids, _) = models.family("llama", device), two_sequences(device)
+    told = {"position_ids": torch.arange(-5, 15, device=device)[None]}
+    model.set_attn_implementation("eager")
+    expected = model(ids, **told).logits
+    model.set_attn_implementation("lean")
+    for use_cache in (True, False):
+        torch.testing.assert_close(model(ids, **told, use_cache=use_cache).logits, expected, atol=1e-3, rtol=1e-3)
+
+
+@torch.no_grad()
 def test_packed_sequences_in_a_static_cache(device):
     model = models.family("llama", device)
     model.set_attn_implementation("lean")

@@ -196,7 +196,7 @@ def part_of(spans: torch.Tensor, first: int, length: int) -> torch.Tensor:
 def restarts(position_ids: torch.Tensor) -> torch.Tensor:
     """Which tokens begin another sequence, except the first of a row: position_ids (batch, q_len) -> bool (batch, q_len - 1)."""
     before, after = position_ids[:, :-1], position_ids[:, 1:]
-    return (after < before) | (after == 0)
+    return (after < before) | ((before == 0) & (after == 0))
 
 
 def segments(first: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
