@@ -325,6 +325,23 @@ def test_which_logits_a_model_returns(llama, kind):
             assert patch.captures == 2 and not patch.reasons
 
 
+def test_outputs_that_are_tuples(llama):
+    def loop(model, input_ids, past_key_values, **_):
+        found = []
+        for _step in range(4):
+            positions = torch.arange(past_key_values.get_seq_length() + input_ids.shape[1])[None, -input_ids.shape[1] :]
+            logits = model(input_ids=input_ids, position_ids=positions, past_key_values=past_key_values, return_dict=False)[0]
+            found.append(logits)
+            input_ids = logits[:, -1:].argmax(-1)
+        return torch.cat(found, 1)
+
+    inputs = prompts("no_padding", "cpu", rows=1, length=24)
+    expected = generate(llama, inputs, custom_generate=loop)
+    with hf_fastattn.patch(llama) as patch, pytest.warns(match="its output is a tuple"):
+        torch.testing.assert_close(generate(llama, inputs, custom_generate=loop), expected, rtol=1e-4, atol=1e-4)
+        assert not patch.captures
+
+
 class TypedTokens(LlamaForCausalLM):
     def prepare_inputs_for_generation(self, *args, **kwargs):
         inputs = super().prepare_inputs_for_generation(*args, **kwargs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -72,6 +72,8 @@ class Recorder:
         with unread_by(self.model, before) as unread:
             new = graph.new_graph(entry.device, self.graphs.shared)
             outputs = ranks.attempt(new.rehearse, body, communicates=True)
+        if not isinstance(outputs, Mapping):
+            raise Uncapturable(f"its output is a {type(outputs).__name__}")
         logits: torch.Tensor | None = outputs.get("logits")
         others = [name for name, value in outputs.items() if name not in ("logits", "past_key_values") and value is not None]
         if others or logits is None:
