@@ -203,7 +203,7 @@ def attention_forward(
             "sequences or chunked attention). Pass the 2-D attention_mask, or use another backend."
         )
     training.refuse_transforms(query, key, value, s_aux)
-    dropped, differentiated = dropout > 0 and module.training, _requires_grad(query, key, value, s_aux, mask)
+    dropped, differentiated = dropout != 0 and module.training, _requires_grad(query, key, value, s_aux, mask)
     if dropped or differentiated:
         refuse.other_forms(name, steps.kv_of(key, value))
         lacks = training.why_not(name, query, value, in_spans, dropped)

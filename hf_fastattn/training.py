@@ -71,17 +71,19 @@ def attention(
 
     q (batch, num_heads, q_len, head_dim), k and v (batch, num_kv_heads, kv_len, head_dim), and the other arguments are those of
     `kernels.reference.attention`, as are out and lse. Gradients are summed in fp32 and have the dtypes of their tensors. On a GPU
-    they are bitwise repeatable. dropout: the probability of dropping a weight. Torch's generator gives the seed, outside of the
-    op, so recomputation with the state of the generator preserved drops the same weights.
+    they are bitwise repeatable. dropout: the probability of dropping a weight, rounded to a multiple of 2^-16. Torch's generator
+    gives the seed, outside of the op, so recomputation with the state of the generator preserved drops the same weights.
 
-    Raises ValueError for a backend without gradients or dropout, RuntimeError for second and forward-mode derivatives, and under
-    transforms of torch.func.
+    Raises ValueError for a backend without gradients or dropout, and for a probability below 0 or from 1 on; RuntimeError for
+    second and forward-mode derivatives, and under transforms of torch.func.
     """
     refuse_transforms(q, k, v, sink_logits)
     if name not in _passes:
         raise ValueError(f"{name!r} has no backward pass; use one of {', '.join(sorted(_passes))}.")
     seed = None
-    if dropout > 0.0:
+    if dropout != 0.0:
+        if not 0.0 < dropout < 1.0:
+            raise ValueError(f"dropout must be at least 0 and below 1; got {dropout}. Set another, or use eager attention.")
         if name not in _dropping:
             raise ValueError(f"{name!r} has no dropout; use one of {', '.join(sorted(_dropping))}, or dropout=0.")
         seed = torch.randint(-(1 << 62), 1 << 62, (1,), device=q.device)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import models
 import pytest
 import torch
+from conftest import INTERPRETED
 from test_training import gradients, stock, trainable
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import AutoModelForMaskedLM
 
 import hf_fastattn
@@ -15,20 +18,26 @@ from hf_fastattn import registry, training
 from hf_fastattn.kernels import reference
 from hf_fastattn.kernels.spec import KV, Spec
 
+EXACT = [name for name in hf_fastattn.names() if not registry.get(name).streaming]
+LONG = pytest.mark.skipif(INTERPRETED, reason="interpreted kernels run with fewer and shorter inputs, in the other tests")
+
 
 def test_a_backend_without_dropout_runs_the_models_own_attention(device):
+    registry.register(dataclasses.replace(registry.get("lean"), name="no_dropout", dropout=False))
+    del registry._backends["no_dropout"]  # so that names() does not contain it in other tests
     model = trainable("llama", device, attention_dropout=0.3)
     expected = gradients(model, "sdpa", "left_padding")
-    stock(model, "lean", expected, "'lean' has no dropout: where it is needed")
+    stock(model, "no_dropout", expected, "'no_dropout' has no dropout: where it is needed")
     ids = models.prompts("no_padding", device)["input_ids"]
     with torch.no_grad(), hf_fastattn.count_calls() as calls:
         assert not torch.equal(model(ids).logits, model(ids).logits)
-    assert calls == {"lean.stock": 4}
+    assert calls == {"no_dropout.stock": 4}
     q = torch.randn(1, 4, 5, 16, device=device)
-    with pytest.raises(ValueError, match=r"'lean' has no dropout.*reference"):
-        training.attention("lean", q, q, q, dropout=0.1)
+    with pytest.raises(ValueError, match=r"'no_dropout' has no dropout.*lean.*reference"):
+        training.attention("no_dropout", q, q, q, dropout=0.1)
 
 
+@LONG
 @pytest.mark.parametrize("family", ["llama", "gpt_oss", "bert"])
 def test_dropout_is_drawn_anew_and_recomputed_identically(family, device):
     if family == "bert":
@@ -44,11 +53,11 @@ def test_dropout_is_drawn_anew_and_recomputed_identically(family, device):
         model(ids).logits.float().square().sum().backward()
         return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
-    model.set_attn_implementation("reference")
+    model.set_attn_implementation("lean")
     model.train()
     with hf_fastattn.count_calls() as calls:
         expected = train()
-    assert calls == {"reference.prefill": 2, "reference.backward": 2}
+    assert calls == {"lean.prefill": 2, "lean.backward": 2}
     assert all(map(torch.equal, train(), expected))
     for reentrant in (False, True):
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
@@ -57,46 +66,116 @@ def test_dropout_is_drawn_anew_and_recomputed_identically(family, device):
         assert not torch.equal(model(ids).logits, model(ids).logits)
         with hf_fastattn.count_calls() as calls:
             assert torch.equal(model.eval()(ids).logits, model(ids).logits)
-    assert calls == {"reference.prefill": 4}
-
-
-def dropping() -> registry.Backend:
-    """`lean` with the flag that the Triton backends do not set yet."""
-    backend = registry.register(dataclasses.replace(registry.get("lean"), name="dropping", dropout=True))
-    del registry._backends["dropping"]  # so that names() does not contain it in other tests
-    return backend
+    assert calls == {"lean.prefill": 4}
 
 
 def test_few_queries_run_the_kernel_that_drops_weights(device):
     q, seed = torch.randn(1, 2, 3, 16, device=device), torch.tensor([7], device=device)
     arguments = q, KV(q, q), Spec(dropout=0.5)
     with hf_fastattn.count_calls() as calls:
-        found = dropping().attend(*arguments, seed=seed)
-    assert calls == {"dropping.prefill": 1}
+        found = registry.get("lean").attend(*arguments, seed=seed)
+    assert calls == {"lean.prefill": 1}
     torch.testing.assert_close(found, reference.attention(*arguments, seed=seed))
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_every_exact_backend_drops_the_same_weights(name, device):
+    q, k = (torch.randn(1, heads, 9, 16, device=device, requires_grad=True) for heads in (4, 2))
+
+    def train(name: str, seed: int = 0) -> tuple[torch.Tensor, ...]:
+        torch.manual_seed(seed)
+        out, lse = training.attention(name, q, k, k, dropout=0.4)
+        return out, lse, *torch.autograd.grad(out.square().sum(), (q, k))
+
+    torch.testing.assert_close(train(name), train("reference"), atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(train(name, seed=1)[0], train("reference")[0], atol=1e-2, rtol=0.1)
 
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_kernels_drop_weights_of_a_model_as_the_reference_does(packed, device):
-    dropping()
     model = trainable("llama", device, attention_dropout=0.3, num_hidden_layers=1)
     ids = models.prompts("no_padding", device, rows=1, length=24)["input_ids"]
     given = {"position_ids": torch.cat([torch.arange(9), torch.arange(15)])[None].to(device)} if packed else {}
 
-    def train(name: str, seed: int = 0) -> list[torch.Tensor]:
+    def train(name: str, seed: int = 0, forward=model) -> list[torch.Tensor]:
         model.set_attn_implementation(name)
         torch.manual_seed(seed)
         model.zero_grad()
-        model(ids, use_cache=False, **given).logits.square().sum().backward()
+        forward(ids, use_cache=False, **given).logits.square().sum().backward()
         return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
     expected = train("reference")
     with hf_fastattn.count_calls() as calls:
-        torch.testing.assert_close(train("dropping"), expected, atol=1e-4, rtol=1e-3)
-    assert calls == {"dropping.prefill": 1, "dropping.backward": 1}
+        torch.testing.assert_close(train("lean"), expected, atol=1e-4, rtol=1e-3)
+    assert calls == {"lean.prefill": 1, "lean.backward": 1}
+    assert not torch.allclose(train("lean", seed=1)[0], expected[0], atol=1e-2, rtol=0.1)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with hf_fastattn.count_calls() as calls:
+        torch.testing.assert_close(train("lean", forward=compiled), expected, atol=1e-4, rtol=1e-3)
+    assert calls == {"lean.prefill": 1, "lean.backward": 1}
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    torch.testing.assert_close(train("dropping"), expected, atol=1e-4, rtol=1e-3)
-    assert not torch.allclose(train("dropping", seed=1)[0], expected[0], atol=1e-2, rtol=0.1)
+    torch.testing.assert_close(train("lean"), expected, atol=1e-4, rtol=1e-3)
+
+
+def test_recomputation_drops_the_same_weights(device):
+    def policy(ctx, op, *args, **kwargs):
+        return CheckpointPolicy.MUST_SAVE if "flash_attn" in str(op) else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def train(forward) -> tuple[torch.Tensor, ...]:
+        torch.manual_seed(0)
+        return torch.autograd.grad(forward(q, k), (q, k))
+
+    q, k = (torch.randn(1, heads, 9, 16, device=device, requires_grad=True) for heads in (4, 2))
+    run = lambda q, k: training.attention("lean", q * 2.0, k, k, dropout=0.3)[0].square().sum()  # noqa: E731
+    again = partial(checkpoint, run, use_reentrant=False)
+    saved = partial(again, context_fn=partial(create_selective_checkpoint_contexts, policy))
+    torch._dynamo.reset()
+    compiled = torch.compile(again, backend="aot_eager", fullgraph=True)
+    expected = train(run)
+    for forward, forwards in ((again, 2), (saved, 1), (compiled, None)):
+        with hf_fastattn.count_calls() as calls:
+            assert all(map(torch.equal, train(forward), expected))
+        assert forwards is None or calls == {"lean.prefill": forwards, "lean.backward": 1}
+
+
+def test_a_loaded_model_has_the_dropout_of_its_configuration(device, tmp_path):
+    trainable("llama", device, attention_dropout=0.3).save_pretrained(tmp_path)
+    ids = models.prompts("no_padding", device, rows=1, length=24)["input_ids"]
+    for own, drops in (({}, True), ({"attention_dropout": 0.0}, False)):
+        model = models.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="lean", **own).to(device)
+        with hf_fastattn.count_calls() as calls:
+            first, second = (model.train()(ids, use_cache=False).logits for _ in range(2))
+        assert calls == {"lean.prefill": 4}
+        assert torch.equal(first, second) != drops
+        assert torch.equal(model.eval()(ids).logits, model(ids).logits)
+
+
+@LONG
+@pytest.mark.parametrize("family", ["llama", "mistral_window_below_prompt"])
+def test_a_patched_model_in_training_mode(family, device):
+    """So little dropout that nothing is dropped: the tokens are those of evaluation, by the kernel that could drop weights."""
+    model = trainable(family, device, attention_dropout=1e-6)
+    inputs = models.prompts("left_padding", device, length=40)
+    with hf_fastattn.patch(model, graph=False):
+        tokens = model.eval().generate(**inputs, max_new_tokens=4, do_sample=False)
+        with hf_fastattn.count_calls() as calls:
+            assert torch.equal(model.train().generate(**inputs, max_new_tokens=4, do_sample=False), tokens)
+    assert calls == {"lean.prefill": 8}
+
+
+@pytest.mark.parametrize("p", [1.0, 1.5, -0.1, float("nan")])
+def test_an_impossible_probability_is_refused(p, device):
+    q = torch.randn(1, 2, 3, 16, device=device)
+    refused = partial(pytest.raises, ValueError, match=rf"dropout must be at least 0 and below 1; got {p}. .*eager")
+    with refused():
+        training.attention("lean", q, q, q, dropout=p)
+    model = trainable("llama", device, attention_dropout=0.1, attn_implementation="lean")
+    model.model.layers[1].self_attn.attention_dropout = p
+    ids = models.prompts("no_padding", device, rows=1, length=24)["input_ids"]
+    with refused():
+        model(ids)
+    model.eval()(ids)
 
 
 def test_dropout_changes_the_mean_little(device):

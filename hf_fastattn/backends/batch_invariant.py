@@ -13,5 +13,6 @@ backend = register(
         decode=TritonKernel("split_kv", splits=SPLITS),
         packed=True,
         backward=TritonKernel("backward", twin=reference.backward),
+        dropout=True,
     )
 )

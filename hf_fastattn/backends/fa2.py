@@ -10,5 +10,6 @@ backend = register(
         prefill=TritonKernel("prefill", hopper="prefill_hopper"),
         packed=True,
         backward=TritonKernel("backward", twin=reference.backward),
+        dropout=True,
     )
 )

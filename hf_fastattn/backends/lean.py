@@ -11,5 +11,6 @@ backend = register(
         decode=TritonKernel("lean"),
         packed=True,
         backward=TritonKernel("backward", twin=reference.backward),
+        dropout=True,
     )
 )

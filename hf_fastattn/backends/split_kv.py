@@ -11,5 +11,6 @@ backend = register(
         decode=TritonKernel("split_kv"),
         packed=True,
         backward=TritonKernel("backward", twin=reference.backward),
+        dropout=True,
     )
 )
