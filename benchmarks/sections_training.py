@@ -64,7 +64,11 @@ def _memory(rows: list[dict]) -> str:
         if row["head_dim"] == longest["head_dim"]
     }
     text = ", ".join(f"{size(round(count))} at {thousands(length)}" for length, count in sorted(each.items()))
-    return f"Peak memory of forward and backward; of ours with head_dim {longest['head_dim']}, each token takes {text}:"
+    results = 2 * longest["head_dim"] * 2 * (longest["num_heads"] + longest["num_kv_heads"])  # out, dq, dk and dv in 16 bits
+    return (
+        f"Peak memory of forward and backward; of ours with head_dim {longest['head_dim']}, each token takes {text}, of which "
+        f"output and gradients are {size(results)}:"
+    )
 
 
 def packed(result: dict) -> str:

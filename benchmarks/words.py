@@ -48,6 +48,8 @@ def mean(found: dict) -> str:
     """A ratio of a summary, as text."""
     if not found["rows"]:
         return "not measured"
+    if found["rows"] == 1:
+        return f"{found['geometric_mean']:.2f}x"
     return f"{found['geometric_mean']:.2f}x in geometric mean ({found['rows']} shapes, {found['smallest']:.2f}x at worst)"
 
 
