@@ -383,7 +383,8 @@ def test_heads_have_separate_programs_where_measured_faster(monkeypatch):
     assert own(two, 100, 10_000) and own(two, 190, 10_000) and not own(two, 120, 10_000)
     assert own(two, 70, 200) and not own(two, 70, 1000)  # one or two tenths are idle, which short shares compensate
     assert own(two, 400, 32) and not own(two, 400, 33)
-    assert own(four, 400, 64) and not own(four, 400, 65)
+    assert own(four, 400, 128) and not own(four, 400, 129)  # one wave, and as many heads on each SM
+    assert own(four, 350, 64) and not own(four, 350, 65)
     assert own(two, 280, 1) and not own(two, 279, 1)  # the last wave is two fifths full
     assert not own(one, 400, 1)
 
@@ -403,6 +404,29 @@ def test_programs_per_sm_by_the_number_of_heads(head_dim, monkeypatch):
     assert [programs(h) for h in (265, 528, 792, 1056, 2048)] == [4] * 5  # the last wave is at least half full
     assert [programs(h) for h in (529, 640, 791, 1280)] == [2] * 4
     assert programs(528, rows=16) == 4 and programs(528, rows=17) == 2  # no registers are left
+
+
+def test_heads_of_one_even_wave_have_programs_of_their_own(monkeypatch):
+    monkeypatch.setattr(gpu, "arch", lambda device: 90)
+    monkeypatch.setattr(gpu, "num_sms", lambda device: 132)
+
+    def fixed(heads, kv_len, head_dim=128):
+        return schedule.choose(torch.device("cuda", 0), torch.bfloat16, head_dim, 1, heads, kv_len, True)[1]
+
+    assert [fixed(heads, 4 << 10) for heads in (384, 512, 896)] == [True, True, False]
+    assert fixed(384, 8 << 10, 64) and not fixed(384, 16 << 10) and not fixed(270, 4 << 10)
+
+
+def test_few_keys_of_64_rows_are_not_split_if_each_sm_has_one_head(monkeypatch):
+    monkeypatch.setattr(gpu, "arch", lambda device: 90)
+    monkeypatch.setattr(gpu, "num_sms", lambda device: 132)
+    device = torch.device("cuda", 0)
+
+    def splits(heads, kv_len, rows=64, head_dim=128):
+        return tables.num_splits(device, tables.decode(device, torch.bfloat16, head_dim, rows, heads), heads, kv_len)
+
+    assert [splits(128, n << 10) for n in (2, 8, 16, 32)] == [1, 1, 1, 2]
+    assert splits(66, 2 << 10) == 4 and splits(128, 2 << 10, rows=32) == 2 and splits(128, 2 << 10, head_dim=64) == 2
 
 
 @with_lean

@@ -109,14 +109,15 @@ def shares_within_heads(device: torch.device, config: tables.Config, heads: int,
     """Whether, in a uniform batch, fixed splits of each of `heads` KV heads are faster than stream-K over all of them.
 
     The condition is that of `assign_tiles` with two differences: the number of programs is not reduced for little work, and with
-    more than two heads per SM one program for each short head is preferred. config: that of fixed splits; kv_len: the most keys
-    that a query sees.
+    more than two heads per SM one program for each head is preferred if heads are short, or up to twice as long if all run at
+    once and every SM has about as many. config: that of fixed splits; kv_len: the most keys that a query sees.
     """
     sms, tiles = gpu.num_sms(device), triton.cdiv(kv_len, config.BLOCK_N)
     programs = config.programs_per_sm * sms
     if heads > 2 * sms:
         # Another program of the SM hides the start of a head, which stream-K cannot. The last wave must be full enough.
-        short = tiles <= 16 * config.programs_per_sm
+        even = heads <= programs and 16 * heads >= 15 * sms * triton.cdiv(heads, sms)
+        short = tiles <= (32 if even else 16) * config.programs_per_sm
         return config.programs_per_sm > 1 and short and 5 * (-heads % programs) <= 3 * programs
     used = programs // heads * heads
     return used > 0 and (16 * used >= 15 * programs or (10 * used >= 7 * programs and heads * tiles <= programs * SHORT))

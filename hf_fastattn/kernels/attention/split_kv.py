@@ -175,8 +175,8 @@ def fixed_splits(call: Call, config: tables.Config, splits: int | None) -> Plan:
     device, heads = call.q.device, call.batch * call.num_kv_heads
     # Enough programs in the merge to fill the GPU a few times. With a number of splits, bits must not depend on the batch.
     rows_each = 1 if splits else min(16, 1 << (call.rows * heads // (8 * gpu.num_sms(device))).bit_length())
-    # The most splits of any length, so that compilation does not depend on the length.
-    max_splits = splits or tables.programs_each(device, config, heads)
+    # Not the splits of this length, because compilation depends on them.
+    max_splits = splits or tables.most_splits(device, config, heads, call.kv_len)
     splits = splits or tables.num_splits(device, config, heads, call.kv_len)
     slots = heads * splits
     overlap = early(device)

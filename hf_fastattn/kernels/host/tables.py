@@ -22,8 +22,9 @@ class Config:
     """One launch: block sizes in rows and keys, warps, pipeline stages.
 
     Decode only: programs_per_sm; MIN_TILES, the least number of tiles in a share of `lean`; registers, the limit for each thread
-    if the launch begins early (see `overlap`; 0: no limit), and sink_registers, the limit if it also scores sinks. Backward only:
-    split, whether dK and dV are computed by separate programs (`attention.backward.dkdv`).
+    if the launch begins early (see `overlap`; 0: no limit), and sink_registers, the limit if it also scores sinks; whole_keys, up
+    to how many keys a head is not split. Backward only: split, whether dK and dV are computed by separate programs
+    (`attention.backward.dkdv`).
     """
 
     BLOCK_M: int
@@ -34,6 +35,7 @@ class Config:
     MIN_TILES: int = 1
     registers: int = 0
     sink_registers: int = 0
+    whole_keys: int = 0
     split: bool = False
 
 
@@ -140,7 +142,7 @@ def decode(device: torch.device, dtype: torch.dtype, head_dim: int, rows: int, h
     """
     sms, load = gpu.num_sms(device), None
     if heads is not None and heads <= sms and 20 * (sms // heads * heads) >= 19 * sms and head_dim == block_d(head_dim):
-        load = "few"
+        load = "one" if 2 * heads > sms else "few"
     elif heads is not None and heads > 2 * sms and -heads % (4 * sms) <= 2 * sms:  # the last wave of four is half full
         load = "many"
     return decode_config(gpu.arch(device), dtype.itemsize, block_d(head_dim), max(16, 1 << (rows - 1).bit_length()), load)
@@ -151,7 +153,8 @@ def decode_config(arch: int, itemsize: int, block_d: int, rows: int, load: str |
     """The table of the decode kernels: as a rule 64 to 128 KB of K/V in flight per multiprocessor.
 
     load, if every program stays within one KV head: "few" for at most as many heads as SMs, where one program per SM leaves few
-    SMs idle and loads whole tiles; "many" for enough heads for four programs on most SMs. None otherwise.
+    SMs idle and loads whole tiles, and "one" if that is one program for each head; "many" for enough heads for four programs on
+    most SMs. None otherwise.
     """
     if arch == 0:
         return Config(rows, 16, 4, 1, programs_per_sm=2)
@@ -160,7 +163,8 @@ def decode_config(arch: int, itemsize: int, block_d: int, rows: int, load: str |
     if itemsize == 4:
         return Config(rows, 32 if block_d <= 128 else 16, 4, 2, programs_per_sm=2)
     if arch == 90 and block_d == 128 and rows in (32, 64):
-        return Config(rows, 64, 4, 3, programs_per_sm=2)
+        # With 64 rows and few keys, storing and merging the partial results of two splits takes longer than splits save.
+        return Config(rows, 64, 4, 3, programs_per_sm=2, whole_keys=16 << 10 if rows == 64 and load == "one" else 0)
     if rows == 64 and block_d == 128:  # larger tiles or fewer warps spill in the loop over tiles, here and below
         return Config(rows, 64, 8, 3, MIN_TILES=2)
     if rows == 64 and block_d <= 64 and arch != 90:
@@ -175,7 +179,7 @@ def decode_config(arch: int, itemsize: int, block_d: int, rows: int, load: str |
         return Config(rows, 128, 4, 3, programs_per_sm=2, MIN_TILES=2, sink_registers=registers)
     if block_d == 128:
         # One program per SM with a deeper pipeline halves the merge; two programs hide each other's change of heads.
-        deep = load == "few" and arch == 90
+        deep = load in ("few", "one") and arch == 90
         return Config(rows, 64, 4, 4 if deep else 3, programs_per_sm=1 if deep else 2, sink_registers=registers)
     if arch == 90:
         return Config(rows, 64, 8, 3, MIN_TILES=2)
@@ -221,13 +225,16 @@ def merge_rows(rows: int, block_d: int) -> int:
     return min(rows, 16384 // block_d)
 
 
-def programs_each(device: torch.device, config: Config, heads: int) -> int:
-    """Decode programs for each KV head if all heads get the same number; 0 if there are more heads than programs."""
-    return config.programs_per_sm * gpu.num_sms(device) // heads
+def most_splits(device: torch.device, config: Config, heads: int, kv_len: int) -> int:
+    """The most splits per KV head if all heads get the same number; 0 if there are more heads than programs.
+
+    Launches with one split are compiled separately, so kv_len selects one of at most two numbers.
+    """
+    return 1 if kv_len <= config.whole_keys else config.programs_per_sm * gpu.num_sms(device) // heads
 
 
 def num_splits(device: torch.device, config: Config, heads: int, kv_len: int) -> int:
     """Flash-Decoding's splits per KV head: enough programs for one wave, at least two tiles each, at most MAX_SPLITS."""
     tiles = -(-kv_len // config.BLOCK_N)
-    splits = max(1, min(programs_each(device, config, heads), -(-tiles // 2), MAX_SPLITS))
+    splits = max(1, min(most_splits(device, config, heads, kv_len), -(-tiles // 2), MAX_SPLITS))
     return -(-tiles // -(-tiles // splits))  # a split that does not shorten the longest one only adds work to the merge
