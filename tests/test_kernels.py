@@ -389,6 +389,15 @@ def test_heads_have_separate_programs_where_measured_faster(monkeypatch):
     assert not own(one, 400, 1)
 
 
+def test_blocks_of_few_queries_on_hopper(monkeypatch):
+    device = torch.device("cuda", 0)
+    found = {}
+    for arch in (80, 90):
+        monkeypatch.setattr(gpu, "arch", lambda device: arch)  # noqa: B023
+        found[arch] = [tables.prefill(device, torch.bfloat16, d, q_len).BLOCK_M for d in (64, 128) for q_len in (16, 17, 32, 64)]
+    assert found == {80: [16, 32, 32, 64] * 2, 90: [16, 64, 64, 64] * 2}
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_programs_per_sm_by_the_number_of_heads(head_dim, monkeypatch):
     monkeypatch.setattr(gpu, "arch", lambda device: 90)

@@ -63,6 +63,8 @@ def prefill_config(arch: int, itemsize: int, block_d: int, rows: int) -> Config:
         return Config(16, 16, 4, 2) if itemsize == 4 else Config(min(rows, 32), 32, 4, 2)
     if itemsize == 4:  # IEEE dots run on CUDA cores; registers are the limit
         return Config(min(rows, 32), 32, 4, 2 if block_d <= 128 else 1)
+    if rows == 32 and arch == 90 and block_d in (64, 128):
+        rows = 64  # the matrix instruction of Hopper has 64 rows, and is the faster one with half of them empty too
     if rows <= 32:  # short inputs: one small query block, bound by memory bandwidth
         return Config(rows, 64 if block_d <= 128 else 32, 4, 3 if block_d <= 128 else 2)
     if block_d <= 64:  # three programs per SM hide each other's softmax
