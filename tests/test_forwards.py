@@ -357,6 +357,17 @@ def test_arguments_that_cannot_be_padded_are_said(llama):
         assert torch.equal(generate(llama, inputs), expected) and patch.captures == 1
 
 
+def test_positions_of_another_number_of_tokens_are_not_padded(llama):
+    ids = prompts("no_padding", "cpu", rows=1, length=24)["input_ids"]
+    with hf_fastattn.patch(llama) as patch:
+        for _ in range(3):
+            generate(llama, {"input_ids": ids})
+        assert patch.captures == 2  # also of the prompt
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="must match the size of tensor"):
+                generate(llama, {"input_ids": ids, "position_ids": torch.arange(20)[None]})
+
+
 class Remembering(LlamaForCausalLM):
     """Sets an attribute when it reads the end of a prompt, as vision models do, which its steps read."""
 

@@ -190,9 +190,13 @@ class Entry:
 
 
 def unpaddable(inputs: Inputs) -> str | None:
-    """The name of an argument that a step of several tokens cannot pad: a tensor other than ids, positions and a 2-D mask."""
+    """The name of an argument that a step of several tokens cannot pad: a tensor other than a 2-D mask, and other than ids and
+    positions with an entry for each token."""
+    tokens = inputs["input_ids"].shape[-1:]
     for name, value in inputs.items():
-        if isinstance(value, (torch.Tensor, dict)) and not (name in _PADDED or (name == "attention_mask" and grows(value))):
+        if not isinstance(value, (torch.Tensor, dict)) or (name == "attention_mask" and grows(value)):
+            continue
+        if name not in _PADDED or isinstance(value, dict) or value.shape[-1:] != tokens:
             return name
     return None
 
