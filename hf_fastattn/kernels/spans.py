@@ -207,8 +207,8 @@ def segments(first: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     q_len = first.shape[1]
     slots = torch.arange(q_len, device=first.device)
     lo = torch.where(first, slots, 0).cummax(-1).values
-    # The next sequence begins at the smallest start after a slot.
-    starts = torch.nn.functional.pad(torch.where(first, slots, q_len)[:, 1:], (0, 1), value=q_len)
+    # The next sequence begins at the smallest start after a slot. pad(value=q_len) would fix the length in a compiled graph.
+    starts = torch.where(torch.nn.functional.pad(first[:, 1:], (0, 1)), slots + 1, q_len)
     return lo, starts.flip(-1).cummin(-1).values.flip(-1)
 
 
