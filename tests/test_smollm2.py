@@ -98,6 +98,33 @@ def test_every_backend_gives_the_tokens_of_sdpa(model, inputs, expected, name, w
     assert sum(calls.values()) == 16 * model.config.num_hidden_layers and f"{name}.dense" not in calls
 
 
+def test_packed_chapters_have_the_gradients_of_separate_ones(model, tokenizer, device):
+    topics = pydoc_data.topics.topics
+    texts = [tokenizer(topics[name][:150], return_tensors="pt")["input_ids"].to(device) for name in ("integers", "naming")]
+    lengths = [text.shape[1] for text in texts]
+    predicted = sum(lengths) - len(lengths)
+    row = {
+        "input_ids": torch.cat(texts, 1),
+        "position_ids": torch.cat([torch.arange(n, device=device) for n in lengths])[None],
+        "labels": torch.cat([torch.nn.functional.pad(text[:, 1:], (1, 0), value=-100) for text in texts], 1),
+    }
+    weights = {name: p for name, p in model.named_parameters() if "self_attn" in name}
+
+    def loss_and_gradients(name: str, inputs: dict, share: float) -> list[torch.Tensor]:
+        model.set_attn_implementation(name)
+        loss = model(**inputs, use_cache=False).loss * share
+        return [loss.detach(), *torch.autograd.grad(loss, list(weights.values()))]
+
+    separate = [loss_and_gradients("sdpa", {"input_ids": x, "labels": x}, (x.shape[1] - 1) / predicted) for x in texts]
+    with hf_fastattn.count_calls() as calls:
+        found = loss_and_gradients("lean", row, 1.0)
+    layers = model.config.num_hidden_layers
+    assert calls == {"lean.prefill": layers, "lean.backward": layers}
+    for name, got, *parts in zip(["loss", *weights], found, *separate, strict=True):
+        expected = sum(parts)
+        assert (got - expected).abs().max() <= 1e-3 * expected.abs().max(), name
+
+
 def test_demo_runs_and_finds_equal_tokens():
     done = subprocess.run(
         [sys.executable, DEMO, "--tokens", "3"],
