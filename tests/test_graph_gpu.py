@@ -429,8 +429,13 @@ def test_random_numbers_of_the_host_are_not_captured(llama):
     assert patch.captures == 0 and patch.uncaptured == NEW - 1
 
 
-def test_dropout_in_training_mode_differs_in_every_replay(llama):
-    llama.model.norm = torch.nn.Sequential(llama.model.norm, torch.nn.Dropout(0.5))
+@pytest.mark.parametrize("of_attention", [False, True])
+def test_dropout_in_training_mode_differs_in_every_replay(llama, of_attention):
+    if of_attention:
+        for layer in llama.model.layers:
+            layer.self_attn.attention_dropout = 0.5
+    else:
+        llama.model.norm = torch.nn.Sequential(llama.model.norm, torch.nn.Dropout(0.5))
     llama.train()
     inputs = prompts("no_padding", "cuda", rows=1)
     options = {"output_logits": True, "return_dict_in_generate": True, "max_new_tokens": 40}

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import DEVICE
 from models import COMMON, VOCAB
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, set_seed
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import hf_fastattn
+from hf_fastattn import training
 
 pytestmark = pytest.mark.skipif(DEVICE != "cuda", reason="needs a CUDA GPU")
 
@@ -86,6 +89,21 @@ def test_a_compiled_training_step():
     most = max(grad.abs().max() for grad in expected.values()).item()
     for name, grad in expected.items():
         assert (found[name] - grad).abs().max() <= 4 * torch.finfo(torch.bfloat16).eps * most, name
+
+
+def test_compiled_recomputation_drops_the_same_weights():
+    """The output is linear in V: with the same weights in both passes, V times its gradient is the output times that of it."""
+    q, k, v, dout = (torch.randn(2, 4, 200, 64, device=DEVICE, requires_grad=i < 3) for i in range(4))
+    attend = lambda q, k, v: training.attention("lean", q + 1.0, k, v, dropout=0.5)[0]  # noqa: E731
+    torch._dynamo.reset()
+    compiled = torch.compile(partial(checkpoint, attend, use_reentrant=False), fullgraph=True)
+    outs = []
+    for _ in range(2):
+        outs.append(compiled(q, k, v))
+        (dv,) = torch.autograd.grad(outs[-1], v, dout)
+        products = outs[-1] * dout
+        assert ((v * dv).sum() - products.sum()).abs() < 1e-4 * products.abs().sum()
+    assert not torch.equal(*outs)
 
 
 @pytest.mark.skipif(not dist.is_available() or not dist.is_nccl_available(), reason="needs NCCL")

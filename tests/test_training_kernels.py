@@ -319,9 +319,10 @@ def test_the_reference_by_finite_differences(case, at_once, monkeypatch):
     assert torch.autograd.gradcheck(Attention.apply, tensors)
 
 
-def test_a_document_does_not_depend_on_its_neighbours(device):
-    case = Case(q_len=LENGTH, starts=((0, 23, 50),), num_heads=4, num_kv_heads=2, dtype="fp16" if ON_GPU else "fp32")
-    x = make(case, device)
+@pytest.mark.parametrize("head_dim", [16, 64, 128, 256] if ON_GPU else [16])
+def test_a_document_does_not_depend_on_its_neighbours(head_dim, device):
+    shape = {"num_heads": 4, "num_kv_heads": 2, "head_dim": head_dim, "dtype": "fp16" if ON_GPU else "fp32"}
+    x = make(Case(q_len=LENGTH, starts=((0, 23, 50),), **shape), device)
     before = gradients(x, FORWARD, BACKWARD)
     for t in (x.q, x.k, x.v, x.dout):
         t[:, :, :23] = t[:, :, :23].flip(2) * 3
