@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
+import checkpoint
 import models
 import pytest
 import torch
@@ -12,6 +16,7 @@ from transformers import DataCollatorWithFlattening
 import hf_fastattn
 
 LENGTHS = [7, 12, 5]
+GUIDE = Path(__file__).parent.parent / "docs" / "guides" / "training.md"
 
 
 def documents(device, lengths: list[int]) -> list[torch.Tensor]:
@@ -55,3 +60,20 @@ def test_nothing_is_compiled_for_another_length(device):
         compiled(ids, labels=ids, position_ids=positions, use_cache=False).loss.backward()
         graphs.append(counters["stats"]["unique_graphs"])
     assert graphs[-1] == graphs[1] <= 2  # the second has the length as a symbol
+
+
+def test_the_example_with_trl(device, tmp_path, monkeypatch):
+    pytest.importorskip("trl")
+    (code,) = [block for block in re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL) if "SFTTrainer(" in block]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    repo = "HuggingFaceTB/SmolLM2-135M"
+    assert f'"{repo}"' in code and "packing=True," in code
+    if device.type == "cpu":
+        code = code.replace("packing=True,", "packing=True, use_cpu=True,")
+    found: dict = {}
+    with hf_fastattn.count_calls() as calls:
+        exec(code.replace(repo, str(checkpoint.save(tmp_path / "tiny"))), found)
+    batch = next(iter(found["trainer"].get_train_dataloader()))
+    assert batch["input_ids"].shape[0] == 1 and (batch["position_ids"] == 0).sum() == 2  # two documents in one row
+    assert calls["lean.backward"] > 0 and set(calls) == {"lean.prefill", "lean.backward"}
