@@ -294,6 +294,39 @@ def stream(result: dict):
     return figure
 
 
+def trained(result: dict):
+    """TFLOP/s of forward and backward by length, one axis for each head_dim, and the peak memory of one row."""
+    names = {"ours": "lean", "ours_portable": LEAN, "sdpa_flash": "sdpa_flash", "sdpa_cudnn": "sdpa_cudnn"}
+    labels = {"ours": "ours", "ours_portable": "ours, portable backward"} | LABELS
+    widths = sorted({row["head_dim"] for row in result["rows"]})
+    longest = max(result["rows"], key=lambda row: row["kv_len"])["head_dim"]
+    figure, axes = plt.subplots(1, len(widths) + 1, figsize=(4 * len(widths) + 4, 4.4))
+    for width, axis in zip(widths, axes, strict=False):
+        rows = sorted((row for row in result["rows"] if row["head_dim"] == width), key=lambda row: row["kv_len"])
+        lengths = [row["kv_len"] for row in rows]
+        for name, color in names.items():
+            for what, products, dashes in (("backward_us", 2.5, "-"), ("forward_us", 1, ":")):
+                if name == "ours_portable" and dashes == ":":
+                    continue  # the same kernel
+                rates = [products * row["flops"] / row[what].get(name, math.nan) / 1e6 for row in rows]
+                label = labels[name] if dashes == "-" else None
+                axis.plot(lengths, rates, dashes, marker="o", ms=4, color=COLORS[color], label=label)
+            peaks = [(row["kv_len"], row["peak_bytes"].get(name), row["batch"]) for row in rows]
+            known = [(length, count / batch / 1e9) for length, count, batch in peaks if count]  # not on a CPU
+            if known and width == longest and name != "ours_portable":
+                axes[-1].plot(*zip(*known, strict=True), marker="o", ms=4, color=COLORS[color])
+                axes[-1].set_yscale("log")
+                tokens_axis(axes[-1], lengths, "tokens")
+        tokens_axis(axis, lengths, "tokens")
+        axis.set(title=f"head_dim {width}, forward dotted", ylabel="TFLOP/s")
+        axis.set_ylim(bottom=0)
+    axes[-1].set(title=f"head_dim {longest}", ylabel="GB of one row, peak")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="lower center", ncols=len(names), fontsize=9)
+    figure.suptitle(f"Attention with gradients, {result['conditions']['device']}")
+    figure.tight_layout(rect=(0, 0.07, 1, 1))
+    return figure
+
+
 def layer(result: dict):
     """Time and peak memory of one layer, forward and backward, by length."""
     figure, (time, memory) = plt.subplots(1, 2, figsize=(10, 4))
@@ -317,6 +350,7 @@ PICTURES: dict[str, Callable] = {
     "generate_8b.json": generate,
     "kernels_decode.json": decode,
     "kernels_queries.json": queries,
+    "kernels_training.json": trained,
     "kernels_training_layer.json": layer,
     "kernels_paper.json": paper,
     "kernels_fixup.json": fixup,

@@ -359,12 +359,13 @@ def test_every_table_of_training_can_be_made(tmp_path):
     assert len(re.findall(r"(?:flash|masked|eager) \d+\.\d\dx", text)) == 5
 
 
-def test_the_picture_of_a_layer_is_drawn(tmp_path):
+@pytest.mark.parametrize("name", ["training", "training_layer"])
+def test_the_pictures_of_training_are_drawn(name, tmp_path):
     pytest.importorskip("matplotlib")
     from benchmarks import pictures
 
-    bench(tmp_path, "training_layer")
-    assert [path.name for path in pictures.draw(tmp_path)] == ["kernels_training_layer.png"]
+    bench(tmp_path, name)
+    assert [path.name for path in pictures.draw(tmp_path)] == [f"kernels_{name}.png"]
 
 
 def test_graphs_larger_than_the_cache_are_stored_once(monkeypatch):
