@@ -71,6 +71,7 @@ PARTS = {
 def measure(part: Part, shapes: list, results: Results, device: torch.device) -> bool:
     """Measure the shapes, one row each. Returns whether all of them were measured and correct."""
     data, saved, new = results.data, 0.0, False
+    data["not_run"] += map(str, shapes)  # each until it has run: the file of a run that is killed lists what it lacks
 
     def save() -> None:
         if data["rows"]:
@@ -80,7 +81,6 @@ def measure(part: Part, shapes: list, results: Results, device: torch.device) ->
     try:
         for shape in progress(shapes, results.path.stem):
             if results.left() < LEAST_SECONDS:
-                data["not_run"].append(str(shape))
                 continue
             new = True
             try:
@@ -92,6 +92,7 @@ def measure(part: Part, shapes: list, results: Results, device: torch.device) ->
                 data["rows"].append(row | {"run": results.run})
                 missing = [f"{name} -" for name in row["errors"]]
                 results.say("  ".join([row["shape"], *(f"{name} {x:.1f}" for name, x in row[part.figures].items()), *missing]))
+            data["not_run"].remove(str(shape))
             if device.type == "cuda" and torch.cuda.memory_reserved(device) > RESERVED:
                 torch.cuda.empty_cache()
             if saved - results.left() > SAVE_EVERY or not saved:

@@ -180,6 +180,7 @@ def test_an_interrupted_run_keeps_its_rows(tmp_path, monkeypatch):
     monkeypatch.setitem(kernels.PARTS, "decode", kernels.Part(interrupted, part.shapes, part.summary))
     status, result = bench(tmp_path, "decode")
     assert status == 130 and len(result["rows"]) == 1 and result["summary"]
+    assert result["not_run"] == [str(shape) for shape in SMALL["decode"][1:]]
 
 
 def test_without_a_gpu_there_is_a_message(capsys):
