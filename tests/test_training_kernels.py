@@ -288,6 +288,7 @@ GRADCHECKED = [
     Case(q_len=6, kv_len=4, head_dim=2, value_dim=3, causal=False, window=2),
     Case(q_len=7, kv_len=7, head_dim=2, batch=2, live=((0, 0, 0.0), (1, 6, 0.3))),
     Case(q_len=8, kv_len=8, head_dim=2, starts=((0, 3, 4),)),
+    Case(q_len=6, kv_len=7, num_heads=2, head_dim=2, dropout=0.4),
 ]
 
 
@@ -298,11 +299,12 @@ def test_the_reference_by_finite_differences(case, at_once, monkeypatch):
     monkeypatch.setattr(checks, "DTYPES", (*checks.DTYPES, torch.float64))
     monkeypatch.setattr(reference, "SCORES_AT_ONCE", at_once)
     x = make(case, "cpu")
+    seed = {"seed": torch.tensor([SEED])} if case.dropout else {}
 
     class Attention(torch.autograd.Function):
         @staticmethod
         def forward(ctx, q, k, v, sinks):
-            out, lse = reference.attention(q, KV(k, v), x.spec, x.spans, sink_logits=sinks, return_lse=True)
+            out, lse = reference.attention(q, KV(k, v), x.spec, x.spans, sink_logits=sinks, return_lse=True, **seed)
             ctx.save_for_backward(q, k, v, sinks, out, lse)
             ctx.mark_non_differentiable(lse) if lse.isinf().any() else None
             return out, lse
@@ -312,7 +314,7 @@ def test_the_reference_by_finite_differences(case, at_once, monkeypatch):
             q, k, v, sinks, out, lse = ctx.saved_tensors
             dlse = None if lse.isinf().any() else dlse
             return reference.backward(
-                q, KV(k, v), x.spec, x.spans, out=out, lse=lse, dout=dout, dlse=dlse, sink_logits=sinks
+                q, KV(k, v), x.spec, x.spans, out=out, lse=lse, dout=dout, dlse=dlse, sink_logits=sinks, **seed
             )  # fmt: skip
 
     tensors = [None if t is None else t.double().nan_to_num(0.5).requires_grad_() for t in (x.q, x.k, x.v, x.sink_logits)]
