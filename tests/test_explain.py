@@ -2,6 +2,7 @@
 
 import json
 
+import every_model
 import pytest
 import torch
 from models import FAMILIES, PROMPT, family, prompts, tiny
@@ -66,6 +67,21 @@ def test_weights_of_a_model_and_of_its_config_are_equal():
     assert (of_config.parameters, of_config.dense_bytes) == (facts.parameters, facts.dense_bytes)
     half = explain(model, length=64, dtype="bfloat16").facts
     assert half.weight_bytes == facts.weight_bytes // 2 and half.kv_bytes(64) == facts.kv_bytes(64) // 2
+
+
+@pytest.mark.parametrize("name", ["LlavaForConditionalGeneration", "Qwen3VLForConditionalGeneration"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_step_reads_no_weights_of_a_vision_tower(name, tied):
+    found = next(model for model in every_model.find() if model.name == name)
+    config = every_model.tiny_config(every_model.config_class(every_model.load_class(found)), every_model.own_of(found))
+    config.tie_word_embeddings = tied
+    of_config, model = explain(config, length=64, dtype="float32").facts, every_model.load_class(found)._from_config(config)
+    facts = explain(model, length=64).facts
+    assert facts.weight_bytes == of_config.weight_bytes == sum(p.nbytes for p in model.parameters())
+    text = {*model.get_decoder().parameters(), *model.lm_head.parameters()}
+    if not tied:
+        text.remove(model.get_input_embeddings().weight)
+    assert facts.dense_bytes == of_config.dense_bytes == sum(p.nbytes for p in text)
 
 
 def test_the_model_of_a_configuration_has_no_memory():

@@ -53,7 +53,7 @@ class Facts:
     max_length: int | None
     parameters: int
     weight_bytes: int  # in memory
-    dense_bytes: int  # read by every step: all weights except experts and embedding tables
+    dense_bytes: int  # read by every step: all weights except experts, embedding tables, and towers for images or sound
     dense_weights: int  # their number
     expert_bytes: int = 0
     expert_weights: int = 0
@@ -119,11 +119,14 @@ def count(model: hf.PreTrainedModel, dtype: torch.dtype | str | None = None, ran
         raise ValueError(f"explain() counts attention, and the config of {name} has no layers.")
     dtype = find_dtype(dtype) if dtype is not None else model.dtype
     scale = dtype.itemsize / model.dtype.itemsize
-    head = model.get_output_embeddings()
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     weights = [_share(model, each, ranks) for each in hf.weights(model)]
-    read = None if head is not None and not config.tie_word_embeddings else model.get_input_embeddings()  # as the head
+    is_head = head is None or getattr(head, "weight", None) is embedding._parameters.get("weight")
+    read = embedding if is_head else None
+    run = hf.step_modules(model)
     experts = [w for w in weights if _is_expert(w)]
-    dense = [w for w in weights if not _is_expert(w) and (not isinstance(w.module, torch.nn.Embedding) or w.module is read)]
+    dense = [w for w in weights if w.module in run and not _is_expert(w)]
+    dense = [w for w in dense if not isinstance(w.module, torch.nn.Embedding) or w.module is read]
 
     def size_of(them: list[hf.Weights]) -> int:
         return round(sum(w.bytes if w.kind else scale * w.bytes for w in them))

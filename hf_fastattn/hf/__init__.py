@@ -94,7 +94,17 @@ from .parallel import (  # noqa: E402
 )
 from .quantised import Weights, quantised_as, scales_by_tensor, weights, why_not_captured  # noqa: E402
 from .rotations import Functions, Rotation, called, is_rotation, rotation_of, rotations_in  # noqa: E402
-from .text import GRIDS, LongPast, changing_rope, has_sections, rotary_buffers, run_text, set_text_attention, text_layers  # noqa: E402
+from .text import (  # noqa: E402
+    GRIDS,
+    LongPast,
+    changing_rope,
+    has_sections,
+    rotary_buffers,
+    run_text,
+    set_text_attention,
+    step_modules,
+    text_layers,
+)
 
 __all__ = [
     "BESIDE_ATTENTION",
@@ -196,6 +206,7 @@ __all__ = [
     "sharer",
     "silence",
     "silus",
+    "step_modules",
     "stock",
     "stock_attention",
     "stock_experts",

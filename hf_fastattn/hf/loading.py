@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
@@ -122,7 +124,9 @@ def make_config(model_type: str, **options: Any) -> PreTrainedConfig:
 
 
 def model_on_meta(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The causal language model of a config, its parameters without memory: shapes and dtypes only."""
+    """The generating model of a config, its parameters without memory: shapes and dtypes only."""
+    multimodal = type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING
+    auto: Any = AutoModelForMultimodalLM if multimodal else AutoModelForCausalLM
     with _loading(config._name_or_path or type(config).__name__), torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model: PreTrainedModel = auto.from_config(config, dtype=dtype)
     return model

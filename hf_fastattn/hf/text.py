@@ -37,6 +37,15 @@ def text_layers(model: PreTrainedModel) -> tuple[PreTrainedModel, dict[torch.nn.
     return decoder, layers
 
 
+def step_modules(model: PreTrainedModel) -> set[torch.nn.Module]:
+    """The modules that a decode step runs: all of a language model; of one that also reads images or sound, the decoder and the
+    head."""
+    head = model.get_output_embeddings()
+    if model.config.get_text_config(decoder=True) is model.config:
+        return set(model.modules())
+    return {*model.get_decoder().modules(), *(() if head is None else head.modules())}
+
+
 def _layers_around(model: PreTrainedModel) -> dict[torch.nn.Module, torch.nn.Module]:
     """For each self-attention module, the outermost member of a ModuleList that contains it (possibly itself)."""
     layers: dict[torch.nn.Module, torch.nn.Module] = {}
