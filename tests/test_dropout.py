@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
+from unittest.mock import MagicMock
 
 import models
 import pytest
@@ -14,7 +15,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from transformers import AutoModelForMaskedLM
 
 import hf_fastattn
-from hf_fastattn import registry, training
+from hf_fastattn import interface, registry, training
+from hf_fastattn.context_parallel.shares import Share
 from hf_fastattn.kernels import reference
 from hf_fastattn.kernels.spec import KV, Spec
 
@@ -176,6 +178,15 @@ def test_an_impossible_probability_is_refused(p, device):
     with refused():
         model(ids)
     model.eval()(ids)
+
+
+def test_keys_and_values_of_several_ranks_are_refused(device):
+    q, own = torch.randn(1, 4, 5, 16, device=device), torch.randn(1, 2, 32, 16, device=device)
+    k, v = (Share(own, (1, 2, 64, 16), MagicMock(), 0, {}) for _ in range(2))
+    layer = torch.nn.Module()
+    layer.is_causal = False
+    with pytest.raises(ValueError, match=r"shared out over ranks .*without dropout"):
+        interface.attention_forward("lean", layer, q, k, v, None, dropout=0.1)
 
 
 def test_dropout_changes_the_mean_little(device):
