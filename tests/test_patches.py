@@ -719,9 +719,12 @@ def test_a_patched_model_is_freed_with_its_graphs(captured):
     generate(model, prompts("no_padding", "cpu"))
     gone = weakref.ref(model)
     patch._graphs.clear()  # a CUDA graph keeps memory, but the fake one keeps Python objects
+    its_generate = model.generate
     del model
     gc.collect()
     assert gone() is None and "deleted" in str(patch)
+    with pytest.raises(ReferenceError, match="was deleted: .* Keep a reference to it"):
+        its_generate()
     patch.undo()
 
 

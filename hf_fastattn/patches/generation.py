@@ -87,7 +87,9 @@ class Generation:
     def model(self) -> hf.PreTrainedModel:
         model = self._model()
         if model is None:
-            raise ReferenceError("The patched model was deleted.")
+            raise ReferenceError(
+                "The patched model was deleted: its generate() does not keep it alive, as a method would. Keep a reference to it."
+            )
         return model
 
     def install(self, model: hf.PreTrainedModel) -> None:
