@@ -181,7 +181,7 @@ def test_keys_and_values_are_appended_in_the_launch_of_the_rotation(family, norm
     def step(v, slot, read=lambda k: k):
         keys, values = (torch.zeros(2, 2, 7, x.shape[-1], dtype=x.dtype, device=DEVICE) for x in (k, v))
         turned = rotate(*([norms[0](q), norms[1](k)] if normed else [q, k]), cos, sin)
-        append(keys, values, read(turned[1]), v, slot)
+        append(keys, values, read(turned[1]), turned[1] if v is k else v, slot)
         return [*turned, keys, values]
 
     cases = {
@@ -189,6 +189,7 @@ def test_keys_and_values_are_appended_in_the_launch_of_the_rotation(family, norm
         "a slot for each row": (1, lambda: step(v, each)),
         "a view": (1, lambda: step(v, one, lambda k: k.transpose(1, 2).transpose(1, 2))),
         "longer values": (2, lambda: step(long_v, one)),
+        "values are the rotated keys": (2, lambda: step(k, one)),
         "read before": (2, lambda: step(v, one, lambda k: (k + 1, k)[1])),
         "other keys": (2, lambda: step(v, one, lambda k: k * 2)),
         "a part": (2, lambda: step(v, one, lambda k: k.flip(2))),

@@ -243,10 +243,14 @@ class Rotation(NamedTuple):
     options: tuple[Options, float, tuple[bool, bool, str]]
 
     def appends(self, new_keys: torch.Tensor, new_values: torch.Tensor) -> bool:
-        """Whether `launch` can append these: new_keys is the rotated k, and the rows of new_values are not longer."""
+        """Whether `launch` can append these: new_keys is the rotated k, and new_values is no result of the launch.
+
+        The rows of new_values must not be longer."""
         k = self.out[1]
         same = k.data_ptr() == new_keys.data_ptr() and (k.shape, k.stride()) == (new_keys.shape, new_keys.stride())
-        return same and k.dtype == new_keys.dtype and new_values.shape[-1] <= k.shape[-1]
+        read = new_values.untyped_storage().data_ptr()  # by another thread than the one that writes it
+        computed = any(t is not None and t.untyped_storage().data_ptr() == read for t in (*self.out, *self.inputs[6:]))
+        return same and not computed and k.dtype == new_keys.dtype and new_values.shape[-1] <= k.shape[-1]
 
     def launch(self, *appended: torch.Tensor) -> None:
         """Rotate. appended: keys, values, new_values and slot of append.append, to append new_values and the rotated k too."""
