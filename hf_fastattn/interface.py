@@ -170,6 +170,7 @@ def attention_forward(
     or dropout (`_stock`). Raises ValueError, TypeError or RuntimeError, with the reason, for arguments that would be ignored.
     """
     compiling = torch.compiler.is_compiling()
+    refuse.tracing(name, attention_mask)
     # A mask includes causality and window. Without a mask there is no window, whatever the value of sliding_window.
     mask, causal, window = attention_mask, False, None
     if isinstance(mask, masks.Mask) and (mask.fresh or kwargs.get("cu_seq_lens_q") is not None):

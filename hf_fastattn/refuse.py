@@ -15,6 +15,18 @@ def sizes_of(mask: masks.Mask) -> tuple[int, int, int]:
     return mask.shape[0], mask.shape[2], mask.shape[3]
 
 
+def tracing(name: str, mask: torch.Tensor | None) -> None:
+    """Raise RuntimeError under torch.jit.trace, which records no kernels of Triton, and under torch.export, whose graphs cannot
+    have a mask of this package as an argument."""
+    if torch.compiler.is_dynamo_compiling():  # where torch 2.11 takes is_exporting() for true
+        return
+    if torch._C._is_tracing() or (torch.compiler.is_exporting() and isinstance(mask, masks.Mask)):
+        raise RuntimeError(
+            f"attn_implementation={name!r} cannot be recorded by torch.export, torch.jit.trace and torch.onnx.export. Call "
+            'model.set_attn_implementation("sdpa") before; torch.compile supports it.'
+        )
+
+
 def other_sizes(mask: masks.Mask, query: torch.Tensor, key: torch.Tensor) -> None:
     name, model = mask.made_for
     batch, q_len, kv_len = sizes_of(mask)

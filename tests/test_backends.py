@@ -564,6 +564,13 @@ def test_output_attentions_is_refused(family, device):
         assert len(model(**inputs, output_hidden_states=True).hidden_states) == model.config.num_hidden_layers + 1
 
 
+def test_recording_by_torch_jit_trace_is_refused(lean, device):
+    with pytest.raises(RuntimeError, match=r'cannot be recorded by .*"sdpa"'):
+        torch.jit.trace(
+            lambda q: interface.attention_forward("lean", lean, q, q, q, None), torch.randn(1, 4, 3, 16, device=device)
+        )
+
+
 @torch.no_grad()
 def test_packed_lengths_of_several_rows_and_continuous_batching_are_refused(lean, device):
     ids = models.prompts("no_padding", device, rows=2)["input_ids"]

@@ -723,7 +723,7 @@ def test_a_patched_model_is_freed_with_its_graphs(captured):
     del model
     gc.collect()
     assert gone() is None and "deleted" in str(patch)
-    with pytest.raises(ReferenceError, match="was deleted: .* Keep a reference to it"):
+    with pytest.raises(ReferenceError, match=r"was deleted: .* Keep a reference to it"):
         its_generate()
     patch.undo()
 

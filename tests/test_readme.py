@@ -87,6 +87,10 @@ def _second():
     grad.sum().backward()
 
 
+def _export():
+    torch.export.export(tiny("llama", "lean"), (), {"input_ids": torch.arange(8)[None], "use_cache": False}, strict=False)
+
+
 def _train_streaming():
     model = tiny("llama")
     with hf_fastattn.patch(model, "streaming", window=16):
@@ -100,6 +104,7 @@ REFUSED = {  # a part of the request in a row of the table: code for the request
     "require grad": lambda: _lean(SHAPE, SHAPE, SHAPE, requires_grad=True),
     "create_graph": lambda: _second(),
     "jvp": lambda: _forward_mode(),
+    "torch.export": lambda: _export(),
     "training under": lambda: _train_streaming(),
     "output_attentions": lambda: _generate(tiny("llama", "lean"), output_attentions=True, return_dict_in_generate=True),
     "Bloom": lambda: hf_fastattn.patch(tiny("bloom", n_head=4)),
