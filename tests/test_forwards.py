@@ -342,6 +342,30 @@ def test_outputs_that_are_tuples(llama):
         assert not patch.captures
 
 
+def test_a_loop_may_drop_tokens_of_the_prompt(llama):
+    """The cache then holds fewer tokens than the mask of the call has columns."""
+
+    def loop(model, input_ids, past_key_values, **kwargs):
+        found, ids, attention_mask = [], input_ids, kwargs["attention_mask"]
+        for step in range(6):
+            if step == 1:
+                past_key_values.crop(9 - past_key_values.get_seq_length())
+            length = past_key_values.get_seq_length() + ids.shape[1]
+            mask = torch.nn.functional.pad(attention_mask[:, :length], (0, max(0, length - attention_mask.shape[1])), value=1)
+            positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+            given = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+            logits = model(**given, past_key_values=past_key_values).logits[:, -1:]
+            found.append(logits)
+            ids = logits.argmax(-1)
+        return torch.cat(found, 1)
+
+    inputs = prompts("left", "cpu", rows=1, length=24)
+    expected = generate(llama, inputs, custom_generate=loop)
+    with hf_fastattn.patch(llama) as patch:
+        torch.testing.assert_close(generate(llama, inputs, custom_generate=loop), expected, rtol=1e-4, atol=1e-4)
+        assert patch.captures == 1 and not patch.reasons
+
+
 class TypedTokens(LlamaForCausalLM):
     def prepare_inputs_for_generation(self, *args, **kwargs):
         inputs = super().prepare_inputs_for_generation(*args, **kwargs)

@@ -330,7 +330,7 @@ def test_adapters(captured):
     "what, match",
     [
         ("hook", "forward hook"),
-        ("checkpointing", "the cache empty"),
+        ("checkpointing", "added no token to the cache"),
         ("no_cache", "use_cache=False"),
         ("hidden", "hidden states"),
         ("stock_attention", "attn_implementation is 'sdpa'"),

@@ -62,6 +62,7 @@ class Forwards:
         self.chunked = chunked
         self.compared = not stock and not graphs.ranks.several
         self.begun = False
+        self.added = True  # whether the last forward from Python has added tokens to the cache
         self.quiet = False  # whether the current forward may run from Python without a warning
         self.fingerprint: Fingerprint | None = None
         self.memory: list[torch.UntypedStorage] = []  # what a graph may read although code between the steps has dropped it
@@ -133,8 +134,8 @@ class Forwards:
             return f"a step is given {'no cache' if cache is None else f'a {type(cache).__name__}'} instead of the patch's"
         if ids is None:
             return "its steps are given inputs_embeds instead of input_ids"
-        if tokens_in(cache) < max(1, self.prompt):
-            return "the forward that read the prompt has left the cache empty (as gradient checkpointing in training mode does)"
+        if not self.added:
+            return "the forward before it has added no token to the cache (as with gradient checkpointing in training mode)"
         if ids.shape[1] > 1 and not cache.storage.takes_many:
             return f"a step has several tokens, and steps over a {type(cache).__name__} are captured for one"
         if ids.shape[1] > (most := most_tokens(cache.storage, len(ids), self.graphs.ranks)):
@@ -149,7 +150,11 @@ class Forwards:
     def _forward(self, given: Inputs) -> Any:
         """The model's forward, which may change the model."""
         self._forget()
-        return self.run(**given)
+        cache = given.get("past_key_values")
+        before = tokens_in(cache) if isinstance(cache, StoredCache) else -1
+        output = self.run(**given)
+        self.added = not isinstance(cache, StoredCache) or tokens_in(cache) > before
+        return output
 
     def _forget(self) -> None:
         self.fingerprint = None
