@@ -74,14 +74,15 @@ def elapsed_us(run: Run, device: torch.device) -> float:
 def orders(names: list[str]) -> Iterator[list[str]]:
     """The order of the rivals in each round, without an end.
 
-    Within n rounds of n rivals each follows each other one once if n is even, within 2n rounds twice if it is odd (Williams,
+    Within n rounds of n rivals each follows each other once if n is even, within 2n rounds twice if it is odd (Williams,
     "Experimental designs balanced for the estimation of residual effects of treatments", 1949).
     """
     n = len(names)
     steps = [-(i // 2) if i % 2 == 0 else (i + 1) // 2 for i in range(n)]  # 0, 1, -1, 2, -2, ...
     for turn in itertools.count():
-        order = [names[(turn + step) % n] for step in steps]
-        yield order[::-1] if n % 2 and turn // n % 2 else order
+        shift, backwards = divmod(turn, 2) if n % 2 else (turn, 0)
+        order = [names[(shift + step) % n] for step in steps]
+        yield order[::-1] if backwards else order
 
 
 def time_rivals(

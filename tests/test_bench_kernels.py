@@ -518,6 +518,9 @@ def test_no_rival_always_follows_the_same_other(rivals):
 
 def test_a_row_of_queries_has_balanced_rounds():
     assert queries.ROUNDS["least"] % len([*queries.PEERS, *queries.OURS]) == 0
+    rounds = itertools.islice(timing.orders(list("abc")), queries.ROUNDS["least"])  # if a peer cannot run the shape
+    pairs = {pair for order in rounds for pair in itertools.pairwise(order)}
+    assert pairs == set(itertools.permutations("abc", 2))
 
 
 def test_visible_pairs_are_those_of_the_reference():
