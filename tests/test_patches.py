@@ -585,6 +585,37 @@ def test_an_interrupted_rehearsal_restores_the_cache(options, monkeypatch):
         assert torch.equal(generate(model, onwards, past_key_values=cache, max_new_tokens=10), expected[:, : mask.shape[1] + 10])
 
 
+@pytest.mark.parametrize("options", [{}, {"backend": "streaming", "window": 400}], ids=["static", "rolling"])
+def test_an_interrupted_replay_leaves_no_wrong_count(options, monkeypatch):
+    """The replay has counted on the device. A static cache writes the host's count again; a rolling one has to be reset."""
+    fake_graph.use(monkeypatch)
+    model = tiny("llama", "sdpa")
+    inputs = prompts("left_padding", "cpu")
+    with hf_fastattn.patch(model, **options):
+        expected = generate(model, inputs)
+        cache = hf_fastattn.RollingCache(model) if options else PreallocatedCache(model)
+        replay, replays = fake_graph.RecordedGraph.replay, []
+
+        def interrupt(self):
+            replay(self)
+            replays.append(self)
+            if len(replays) == 3:
+                raise KeyboardInterrupt
+
+        with monkeypatch.context() as interrupted, pytest.raises(KeyboardInterrupt):
+            interrupted.setattr(fake_graph.RecordedGraph, "replay", interrupt)
+            generate(model, inputs, past_key_values=cache)
+        new = cache.get_seq_length() + 1 - inputs["input_ids"].shape[1]
+        mask = torch.cat([inputs["attention_mask"], torch.ones(3, new, dtype=torch.long)], 1)
+        onwards = {"input_ids": expected[:, : mask.shape[1]], "attention_mask": mask}
+        expected = expected[:, : mask.shape[1] + 4]
+        if options:
+            with pytest.raises(ValueError, match="interrupted"):
+                generate(model, onwards, past_key_values=cache, max_new_tokens=4)
+            cache.reset()
+        assert torch.equal(generate(model, onwards, past_key_values=cache, max_new_tokens=4), expected)
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_a_failed_rehearsal_restores_the_pools_buffers(error, monkeypatch):
     """The rehearsal has already counted on the device, and the next call may need the count that the host has."""

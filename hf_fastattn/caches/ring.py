@@ -199,7 +199,9 @@ class Ring(Storage):
         return self.counts.clone()
 
     def rewind(self, mark: torch.Tensor | None) -> None:
-        if mark is not None:
+        if mark is None:  # the counts on the device are unknown
+            self.cut_short = True
+        else:
             self.counts.copy_(mark)
 
 
