@@ -751,6 +751,33 @@ def test_the_model_is_compared_while_the_graph_runs(inputs, monkeypatch):
     assert order == ["compare", "replay"] + ["replay", "compare"] * (NEW - 2)
 
 
+def test_a_graph_reads_no_memory_that_was_given_back_after_a_forward_without_one(inputs, monkeypatch):
+    """The processor replaces a weight and runs the model itself, so that the next step has no last fingerprint."""
+    model, held = tiny("llama", "sdpa"), []
+    replay = fake_graph.RecordedGraph.replay
+
+    def change(ids, scores):
+        if ids.shape[1] == inputs["input_ids"].shape[1] + 3:
+            _other_weight(model)
+            model(input_ids=ids)
+        return scores
+
+    with hf_fastattn.patch(model) as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        calls = patch._generation._thread.calls
+
+        def kept(graph):
+            held.append((model.lm_head.weight.data_ptr(), {storage.data_ptr() for storage in calls[-1].memory}))
+            replay(graph)
+
+        for _ in range(2):
+            generate(model, inputs)
+        monkeypatch.setattr(fake_graph.RecordedGraph, "replay", kept)
+        generate(model, inputs, logits_processor=[change], max_new_tokens=2 * NEW)
+    assert len({weight for weight, _ in held}) == 2
+    assert all(weight in memory for weight, memory in held if memory) and held[-1][1]
+
+
 def test_a_model_that_changes_in_each_step_is_compared_before_it(inputs):
     """Two states, each with a graph: only the first change loses a replay."""
     model = tiny("llama", "sdpa")

@@ -159,6 +159,7 @@ class Forwards:
     def _forget(self) -> None:
         self.fingerprint = None
         self.entries.clear()
+        self.memory.clear()  # that of the next fingerprint may be another
 
     def _step(self, cache: StoredCache, ids: torch.Tensor, given: Inputs, looked: bool = False) -> Any:
         """One step by a graph. Raises Uncapturable if it has to run without one. looked: whether the model has been compared."""
@@ -184,33 +185,24 @@ class Forwards:
         if entry.refused is not None:
             raise Uncapturable(entry.refused)
         entry.copy_in(inputs)
-        mark = storage.mark() if due or entry.graph is None else None
+        mark, changed = storage.mark() if due or entry.graph is None else None, False
         try:
             logits = self.recorder.step(entry, storage, inputs)
+            if due:  # the host compares the model while the device works
+                self._look()
+                changed = self._entry(cache, inputs, tokens) is not entry
         except BaseException as error:
             storage.rewind(mark)  # an interrupted step has also counted on the device
-            if isinstance(error, Uncapturable):
+            if isinstance(error, Uncapturable) and entry.graph is None:
                 entry.refused = str(error)
             raise
-        if due and self._has_changed(entry, cache, inputs, tokens, mark):
+        if changed:
+            storage.rewind(mark)
             return self._step(cache, ids, given, looked=True)
         storage.advance(*(() if tokens == 1 else (q_len,)))
         if entry.refused is not None:
             self._refuse(entry.refused)
         return entry.output(logits, cache)
-
-    def _has_changed(self, entry: Entry, cache: StoredCache, inputs: Inputs, tokens: int, mark: Any) -> bool:
-        """Whether the model had changed before a step that was just replayed: the host compares it while the device works.
-
-        If so, the step is undone, to be run again."""
-        changed = True
-        try:
-            self._look()
-            changed = self._entry(cache, inputs, tokens) is not entry
-        finally:
-            if changed:
-                cache.storage.rewind(mark)
-        return changed
 
     def _refuse(self, reason: str) -> None:
         """Note that the step that has just run cannot be captured."""
