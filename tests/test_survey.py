@@ -688,6 +688,41 @@ def _other_scaling(model):
     model.model.layers[0].self_attn.scaling *= 0.3
 
 
+class Averaged(nn.Module):
+    """Adds an average over all tokens so far, which it changes in place. As a buffer, or as an attribute."""
+
+    def __init__(self, inner, width, registered):
+        super().__init__()
+        self.inner = inner
+        self.register_buffer("mean", torch.zeros(width)) if registered else setattr(self, "mean", torch.zeros(width))
+
+    def forward(self, x):
+        self.mean.mul_(0.9).add_(x.mean((0, 1)))
+        return self.inner(x + 2 * self.mean)
+
+
+@pytest.mark.parametrize("registered", [True, False])
+@pytest.mark.parametrize("options", [{}, {"prompt_lookup_num_tokens": 3}], ids=["one token", "several"])
+def test_a_step_that_changes_a_tensor_in_place_is_not_captured(inputs, options, registered):
+    """A graph is compared with Python, replayed in vain or padded, and each would change the tensor once too often."""
+
+    def outputs(model):
+        model.lm_head = Averaged(model.lm_head, model.config.hidden_size, registered)
+        found = []
+        for _ in range(2):
+            model.lm_head.mean.zero_()
+            found.append(generate(model, inputs, **options))
+        return torch.stack(found)
+
+    expected = outputs(tiny("llama", "sdpa"))
+    model = tiny("llama", "sdpa")
+    with hf_fastattn.patch(model) as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert torch.equal(outputs(model), expected)
+        name = "lm_head.mean" if registered else "a tensor"
+        assert patch.reasons == [f"a step changes values that the next step reads ({name})"] and not patch.captures
+
+
 def _other_weight(model):
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().flip(0).clone())
 

@@ -14,8 +14,9 @@ from . import graph, verify
 from .cuda_graph import Graph
 from .entry import Entry, Inputs
 from .fingerprint import Uncapturable
-from .survey import survey
+from .survey import survey, surveyed
 from .unread import unread_by
+from .written import Written
 
 
 class Recorder:
@@ -68,7 +69,8 @@ class Recorder:
         ranks = self.graphs.ranks
         if entry.tokens > 1 and hf.scales_by_tensor(self.model):
             raise Uncapturable("a layer quantises the inputs of all tokens by one scale, and those of a graph may be padding")
-        before = survey(self.model)
+        before, tensors = surveyed(self.model)
+        written = Written(tensors)
         with unread_by(self.model, before) as unread:
             new = graph.new_graph(entry.device, self.graphs.shared)
             outputs = ranks.attempt(new.rehearse, body, communicates=True)
@@ -83,9 +85,12 @@ class Recorder:
         entry.returns_cache = "past_key_values" in outputs
         entry.unread = frozenset(unread)
         entry.warm = True
-        changed = before.differences(survey(self.model), entry.unread)
+        values, tensors_written = before.differences(survey(self.model), entry.unread), written.names(self.model)
+        changed = [*values, *tensors_written]
         reason = f"a step changes values that the next step reads ({', '.join(changed[:3])})" if changed else None
         entry.refused = ranks.refusal(reason)
+        if tensors_written and not values and not ranks.several and written.undo():
+            raise Uncapturable(reason)  # its tokens may have been padded
         return logits
 
 

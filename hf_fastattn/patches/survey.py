@@ -25,6 +25,12 @@ def survey(model: hf.PreTrainedModel) -> Fingerprint:
     return _walk(model, *_settings(model))[0]
 
 
+def surveyed(model: hf.PreTrainedModel) -> tuple[Fingerprint, list[torch.Tensor]]:
+    """As survey(), with the tensors that it found."""
+    found, walker = _walk(model, *_settings(model))
+    return found, walker.tensors
+
+
 class Surveyor:
     """The fingerprints of one model."""
 

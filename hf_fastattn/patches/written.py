@@ -1,0 +1,40 @@
+"""Finds the tensors, besides K and V, that a step changes in place: counters, averages, states of a module of the user's.
+
+Such a step is not captured. It would change them twice if it is compared with Python or undone, and several tokens may be
+padded.
+"""
+
+from __future__ import annotations
+
+import torch
+
+SMALL = 2**16  # bytes of a tensor that is saved
+
+
+class Written:
+    """Which of these tensors change in place from now on."""
+
+    def __init__(self, tensors: list[torch.Tensor]):
+        self.tensors = [tensor for tensor in tensors if not tensor.is_inference()]  # such tensors do not count their changes
+        self.versions = [tensor._version for tensor in self.tensors]
+        self.saved = [tensor.detach().clone() if tensor.nbytes <= SMALL else None for tensor in self.tensors]
+
+    def names(self, model: torch.nn.Module) -> list[str]:
+        """The names of those that have changed."""
+        names = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+        return list(dict.fromkeys(names.get(id(tensor), "a tensor") for tensor, _ in self._changed()))
+
+    def undo(self) -> bool:
+        """Restore those that have changed. Returns whether all were saved; otherwise none is restored."""
+        changed = self._changed()
+        found = [(tensor, saved) for tensor, saved in changed if saved is not None]
+        if len(found) < len(changed):
+            return False
+        with torch.no_grad():
+            for tensor, saved in found:
+                tensor.copy_(saved)
+        return True
+
+    def _changed(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        each = zip(self.tensors, self.saved, self.versions, strict=True)
+        return [(tensor, saved) for tensor, saved, version in each if tensor._version != version]
