@@ -762,6 +762,26 @@ def test_code_between_two_steps_may_change_the_model(inputs, change, place):
         assert bool(patch.reasons) == (change is _hook)
 
 
+def test_attention_of_transformers_between_two_steps_runs_from_python(inputs):
+    """Its mask has the length that the host counts, and a step of several tokens in a graph attends to whole buffers."""
+    options = {"prompt_lookup_num_tokens": 3, "output_logits": True, "return_dict_in_generate": True}
+
+    def change(ids, scores):
+        if len(calls) == 4:
+            model.set_attn_implementation("sdpa")
+        calls.append(ids)
+        return scores
+
+    found = []
+    for graph in (False, True):
+        model, calls = tiny("llama", "sdpa"), []
+        with hf_fastattn.patch(model, graph=graph) as patch, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found.append(torch.stack(generate(model, inputs, **options, logits_processor=[change]).logits))
+    torch.testing.assert_close(*found)
+    assert patch.reasons == ["attn_implementation is 'sdpa', which cannot read a length from the device"]
+
+
 def test_a_model_is_surveyed_between_two_steps_only_if_other_code_runs(inputs, monkeypatch):
     model, found = tiny("llama", "sdpa"), []
     current = survey.Surveyor.current

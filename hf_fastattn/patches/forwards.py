@@ -23,7 +23,7 @@ from ..kernels.spans import restarts
 from .buckets import bucket, most_tokens, takes_prompts, tokens_in
 from .entry import Entry, Inputs, grows, unpaddable
 from .fingerprint import Fingerprint, Uncapturable
-from .graph import DecodeGraphs
+from .graph import DecodeGraphs, why_not_read
 from .record import Recorder
 
 MAX_CHANGES = 4  # consecutive calls with a new capture before a warning
@@ -227,7 +227,7 @@ class Forwards:
 
     def _survey(self) -> Fingerprint:
         """The fingerprint of the model. Raises Uncapturable if no graph can be captured on one of the ranks."""
-        found, reason = None, None
+        found, reason = None, why_not_read(self.model)
         try:
             found = self.graphs.surveyor.current(self.model)
         except Uncapturable as error:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from .. import hf, registry
+from .. import hf
 from ..caches import forward
 from ..context_parallel import Shares
 from ..streaming import Settings, refresh
@@ -276,9 +276,7 @@ class Generation:
         refused = graphs.why_no_graph(model.device)  # disable_compile concerns torch.compile, not decode graphs
         if generation_config.output_hidden_states or generation_config.output_attentions:
             refused = refused or "hidden states or attentions are requested"
-        if (name := model.config._attn_implementation) not in registry.names():
-            refused = refused or f"attn_implementation is {name!r}, which cannot read a length from the device"
-        return refused
+        return refused or graphs.why_not_read(model)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         """What model(...) calls. generate() passes arguments by name; a logits processor that runs the model may not."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .. import hf
+from .. import hf, registry
 from ..caches.contract import Storage
 from ..caches.stored import StoredCache
 from .cuda_graph import CudaGraph, Graph
@@ -30,6 +30,12 @@ MAX_GRAPHS = 32  # per patched model; the least recently used one is dropped fir
 def why_no_graph(device: torch.device) -> str | None:
     """Why steps on this device cannot be captured."""
     return None if device.type == "cuda" else f"the model is on {device}, and graphs are for CUDA devices"
+
+
+def why_not_read(model: hf.PreTrainedModel) -> str | None:
+    """Why attention cannot run in a graph, where K and V are whole buffers."""
+    name = model.config._attn_implementation
+    return None if name in registry.names() else f"attn_implementation is {name!r}, which cannot read a length from the device"
 
 
 def why_none(model: hf.PreTrainedModel) -> str | None:
