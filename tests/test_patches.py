@@ -586,6 +586,31 @@ def test_an_interrupted_rehearsal_restores_the_cache(options, monkeypatch):
 
 
 @pytest.mark.parametrize("options", [{}, {"backend": "streaming", "window": 400}], ids=["static", "rolling"])
+def test_graphs_do_not_write_to_buffers_that_were_replaced(options, monkeypatch):
+    """Between two steps, where beams then continue other rows, and between two calls over one cache."""
+    fake_graph.use(monkeypatch)
+    inputs = prompts("no_padding", "cpu", rows=1)
+
+    def replace(ids, scores):
+        for layer in cache.layers if ids.shape[1] == inputs["input_ids"].shape[1] + 3 else ():
+            layer.keys, layer.values = layer.keys.flip(1).clone(), layer.values.clone()
+        return scores
+
+    found = []
+    for graph in (False, True):
+        model = tiny("llama", "sdpa")
+        with hf_fastattn.patch(model, graph=graph, **options) as patch:
+            cache = hf_fastattn.RollingCache(model) if options else PreallocatedCache(model)
+            found.append(
+                generate(model, inputs, past_key_values=cache, num_beams=3, max_new_tokens=8, logits_processor=[replace])
+            )
+            cache.reset()
+            found.append(generate(model, inputs, past_key_values=cache, num_beams=3, max_new_tokens=8))
+    assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3]) and not torch.equal(found[0], found[1])
+    assert patch.captures == 2
+
+
+@pytest.mark.parametrize("options", [{}, {"backend": "streaming", "window": 400}], ids=["static", "rolling"])
 def test_an_interrupted_replay_leaves_no_wrong_count(options, monkeypatch):
     """The replay has counted on the device. A static cache writes the host's count again; a rolling one has to be reset."""
     fake_graph.use(monkeypatch)

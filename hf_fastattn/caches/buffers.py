@@ -2,7 +2,44 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+
+from ..hf import CacheLayerMixin
+
+
+class Buffered(CacheLayerMixin):
+    """A layer whose K and V are buffers, of which decode graphs have the addresses. keys, values: None before the first token.
+
+    They may be replaced by other tensors of the same shape, also by the user's code.
+    """
+
+    _keys: Any = None
+    _values: Any = None
+
+    @property
+    def keys(self) -> Any:
+        return self._keys
+
+    @keys.setter
+    def keys(self, keys: Any) -> None:
+        if keys is not self._keys:
+            self._keys = keys
+            self.moved()
+
+    @property
+    def values(self) -> Any:
+        return self._values
+
+    @values.setter
+    def values(self, values: Any) -> None:
+        if values is not self._values:
+            self._values = values
+            self.moved()
+
+    def moved(self) -> None:
+        """Called when a buffer was replaced: the storage has a new version."""
 
 
 def kind(states: torch.Tensor) -> tuple[object, ...]:

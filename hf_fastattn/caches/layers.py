@@ -27,10 +27,9 @@ from typing import Any
 import torch
 
 from .. import step as steps
-from ..hf import CacheLayerMixin
 from ..kernels.decode.append import append
 from ..step import CAPTURED, CAPTURED_WITH_MASK, EAGER, Step
-from .buffers import bytes_per_token, describe, kind, reallocated, slide
+from .buffers import Buffered, bytes_per_token, describe, kind, reallocated, slide
 from .contract import CHANGE_ROWS, Storage
 
 STEP = 256  # tokens; capacities are multiples of it, and of an eighth of their size
@@ -137,7 +136,6 @@ class Track:
         for layer in self.layers():
             if layer.seen == 0:
                 layer.clear()
-        self.version += 1
 
     def is_synced(self, device: torch.device, tokens: int) -> bool:
         """Whether the device has the host's counts, and the buffers have free slots for `tokens` tokens."""
@@ -157,7 +155,7 @@ class Track:
             self.image, self.stale = (slot, seen), False
 
 
-class Layer(CacheLayerMixin):
+class Layer(Buffered):
     """K and V of one layer, (batch, num_kv_heads, capacity, head_dim) each. Their dtypes may differ.
 
     seen: number of tokens so far. base: the position in slot 0.
@@ -165,8 +163,6 @@ class Layer(CacheLayerMixin):
 
     is_compileable = False  # with True, generate() would start torch.compile by itself; decode graphs do not read this
     is_croppable = True
-    keys: torch.Tensor  # None before the first token, when is_initialized is False
-    values: torch.Tensor
 
     def __init__(self, index: int, track: Track):
         self.index = index
@@ -174,6 +170,9 @@ class Layer(CacheLayerMixin):
         self.is_sliding = track.window is not None
         self.clear()
         track.members.append(weakref.ref(self))
+
+    def moved(self) -> None:
+        self.track.version += 1
 
     def clear(self) -> None:
         """Discard the tokens and the buffers."""
@@ -323,7 +322,6 @@ class Layer(CacheLayerMixin):
                 self.keys, self.values = keys, values
                 self.batch_size = len(indices)
                 self.reallocate(self.track.capacity)
-                self.track.version += 1
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(slots that update() returns, position of the first of them)."""

@@ -21,13 +21,12 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import step as steps
-from ..hf import CacheLayerMixin
 from ..kernels.decode.append import append
 from ..kernels.decode.ring import ring_step
 from ..kernels.spans import pack_spans
 from ..step import EAGER, Step
 from ..streaming import Settings
-from .buffers import describe, kind
+from .buffers import Buffered, describe, kind
 from .contract import CHANGE_ROWS, Storage
 
 CUT_SHORT = (
@@ -155,9 +154,9 @@ class Ring(Storage):
         with torch.inference_mode(False):
             self.counts = torch.zeros(rows, dtype=torch.int64, device=device)
         self.rows = rows
+        self.version += 1  # also for the counts
         for layer in self.layers:
             layer.clear()
-        self.version += 1
 
     def select(self, indices: torch.Tensor) -> None:
         if self.rows is None:
@@ -205,19 +204,20 @@ class Ring(Storage):
             self.counts.copy_(mark)
 
 
-class RollingLayer(CacheLayerMixin):
+class RollingLayer(Buffered):
     """K and V of one layer, (batch, num_kv_heads, sinks + window, head_dim) each."""
 
     is_compileable = False  # with True, generate() would start torch.compile by itself; decode graphs do not read this
     is_croppable = True
     is_sliding = False
-    keys: torch.Tensor  # None before the first token, when is_initialized is False
-    values: torch.Tensor
 
     def __init__(self, index: int, ring: Ring):
-        self.clear()
         self.index = index
         self.belong_to(ring)
+        self.clear()
+
+    def moved(self) -> None:
+        self.ring.version += 1
 
     def clear(self) -> None:
         """Discard the buffers."""
@@ -272,7 +272,6 @@ class RollingLayer(CacheLayerMixin):
                 described = [describe(*pair) for pair in ((self.keys, self.values), (key_states, value_states))]
                 raise ValueError(f"This cache holds {described[0]}, and it is given {described[1]}: it belongs to another model.")
             self.lazy_initialization(key_states, value_states)  # it was empty, and the model has since been cast or moved
-            ring.version += 1
         if key_states.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(
                 "A rolling cache is written in place and carries no gradient. Run under torch.no_grad(), or pass use_cache=False."
