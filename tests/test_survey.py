@@ -762,9 +762,13 @@ def test_code_between_two_steps_may_change_the_model(inputs, change, place):
         assert bool(patch.reasons) == (change is _hook)
 
 
-def test_attention_of_transformers_between_two_steps_runs_from_python(inputs):
+@pytest.mark.parametrize(
+    "family, padding, more", [("llama", "no_padding", {"prompt_lookup_num_tokens": 3}), ("mistral", "left_padding", {})]
+)
+def test_attention_of_transformers_between_two_steps_runs_from_python(family, padding, more):
     """Its mask has the length that the host counts, and a step of several tokens in a graph attends to whole buffers."""
-    options = {"prompt_lookup_num_tokens": 3, "output_logits": True, "return_dict_in_generate": True}
+    inputs = prompts(padding, "cpu", rows=1 if more else 3)
+    options = {"output_logits": True, "return_dict_in_generate": True, **more}
 
     def change(ids, scores):
         if len(calls) == 4:
@@ -774,12 +778,26 @@ def test_attention_of_transformers_between_two_steps_runs_from_python(inputs):
 
     found = []
     for graph in (False, True):
-        model, calls = tiny("llama", "sdpa"), []
-        with hf_fastattn.patch(model, graph=graph) as patch, warnings.catch_warnings():
+        model, calls = tiny(family, "sdpa"), []
+        with hf_fastattn.patch(model, "reference", graph=graph) as patch, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             found.append(torch.stack(generate(model, inputs, **options, logits_processor=[change]).logits))
     torch.testing.assert_close(*found)
     assert patch.reasons == ["attn_implementation is 'sdpa', which cannot read a length from the device"]
+
+
+def test_other_frequencies_between_two_steps_of_a_streaming_backend(inputs):
+    def change(ids, scores):
+        if ids.shape[1] == inputs["input_ids"].shape[1] + 4:
+            model.model.rotary_emb.inv_freq = 0.5 * model.model.rotary_emb.inv_freq
+        return scores
+
+    found = []
+    for graph in (False, True):
+        model = tiny("llama", "sdpa")
+        with hf_fastattn.patch(model, "streaming", window=8, graph=graph) as patch:
+            found.append(generate(model, inputs, logits_processor=[change]))
+    assert torch.equal(*found) and patch.captures == 2 and not patch.reasons
 
 
 def test_a_model_is_surveyed_between_two_steps_only_if_other_code_runs(inputs, monkeypatch):

@@ -17,9 +17,11 @@ from typing import Any
 import torch
 
 from .. import hf
+from ..caches import forward
 from ..caches.contract import FEW, Storage
 from ..caches.stored import StoredCache
 from ..kernels.spans import restarts
+from ..streaming import refresh
 from .buckets import bucket, most_tokens, takes_prompts, tokens_in
 from .entry import Entry, Inputs, grows, unpaddable
 from .fingerprint import Fingerprint, Uncapturable
@@ -140,7 +142,7 @@ class Forwards:
             return f"a step has several tokens, and steps over a {type(cache).__name__} are captured for one"
         if ids.shape[1] > (most := most_tokens(cache.storage, len(ids), self.graphs.ranks)):
             return f"a step has more than {most} tokens of each row, the most that a graph of {len(ids)} rows has"
-        return self.refused
+        return self.refused or (why_not_read(self.model) if self.compared else None)
 
     def _uncaptured(self, reason: str, given: Inputs) -> Any:
         self.say(reason)
@@ -227,7 +229,9 @@ class Forwards:
 
     def _survey(self) -> Fingerprint:
         """The fingerprint of the model. Raises Uncapturable if no graph can be captured on one of the ranks."""
-        found, reason = None, why_not_read(self.model)
+        found, reason = None, None
+        if self.compared and forward.streams(self.model):
+            refresh(self.model)  # other frequencies cannot be examined in a rehearsal
         try:
             found = self.graphs.surveyor.current(self.model)
         except Uncapturable as error:
