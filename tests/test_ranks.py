@@ -561,6 +561,7 @@ def divide_by_zero() -> None:
 
 
 def interrupt() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background of a shell ignore it
     os.kill(os.getpid(), signal.SIGINT)
 
 
