@@ -24,8 +24,9 @@ class Buffered(CacheLayerMixin):
 
     @keys.setter
     def keys(self, keys: Any) -> None:
-        if keys is not self._keys:
-            self._keys = keys
+        replaced = self._keys is not None and keys is not self._keys
+        self._keys = keys
+        if replaced:
             self.moved()
 
     @property
@@ -34,12 +35,13 @@ class Buffered(CacheLayerMixin):
 
     @values.setter
     def values(self, values: Any) -> None:
-        if values is not self._values:
-            self._values = values
+        replaced = self._values is not None and values is not self._values
+        self._values = values
+        if replaced:
             self.moved()
 
     def moved(self) -> None:
-        """Called when a buffer was replaced: the storage has a new version."""
+        """Called when a buffer was replaced or dropped, and not for the first one: the storage has a new version."""
 
 
 def kind(states: torch.Tensor) -> tuple[object, ...]:

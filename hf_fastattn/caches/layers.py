@@ -202,10 +202,12 @@ class Layer(Buffered):
         self.pending, self.is_initialized = None, True
 
     def reallocate(self, capacity: int) -> None:
-        """Replace the buffers by buffers of `capacity` tokens that begin with the live slots; frees each old one in turn."""
+        """Replace the buffers by buffers of `capacity` tokens that begin with the live slots; frees each old one in turn.
+
+        Callers count the new version, if any graph can have the addresses of the old ones."""
         live = self.slots
-        self.keys = reallocated(self.keys, live, capacity, self.device)
-        self.values = reallocated(self.values, live, capacity, self.device)
+        self._keys = reallocated(self._keys, live, capacity, self.device)
+        self._values = reallocated(self._values, live, capacity, self.device)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
