@@ -541,8 +541,16 @@ def test_models_that_cannot_run_are_refused_beforehand(model_type, own, says):
     assert vars(model) == before
 
 
+STATIC_AND_ROLLING = pytest.mark.parametrize("options", [{}, {"backend": "streaming", "window": 400}], ids=["static", "rolling"])
+
+
+def empty_cache(model, options):
+    """A user's cache, of the kind that patch() with these options uses."""
+    return hf_fastattn.RollingCache(model) if options else PreallocatedCache(model)
+
+
 @pytest.mark.parametrize("padding", ["no_padding", "left_padding"])
-@pytest.mark.parametrize("options", [{}, {"backend": "streaming", "window": 400}], ids=["static", "rolling"])
+@STATIC_AND_ROLLING
 def test_a_call_that_covers_no_more_than_the_cache_is_refused(options, padding):
     model = tiny("llama", "sdpa")
     inputs = prompts(padding, "cpu")
@@ -561,14 +569,14 @@ def test_a_call_that_covers_no_more_than_the_cache_is_refused(options, padding):
             assert torch.equal(onwards, generate(model, inputs, max_new_tokens=6)[:, 96:])
 
 
-@pytest.mark.parametrize("options", [{}, {"backend": "streaming", "window": 400}], ids=["static", "rolling"])
+@STATIC_AND_ROLLING
 def test_an_interrupted_rehearsal_restores_the_cache(options, monkeypatch):
     fake_graph.use(monkeypatch)
     model = tiny("llama", "sdpa")
     inputs = prompts("left_padding", "cpu")
     with hf_fastattn.patch(model, **options):
         expected = generate(model, inputs)
-        cache = hf_fastattn.RollingCache(model) if options else PreallocatedCache(model)
+        cache = empty_cache(model, options)
         with monkeypatch.context() as interrupted:
             rehearse = fake_graph.RecordedGraph.rehearse
 
@@ -585,7 +593,7 @@ def test_an_interrupted_rehearsal_restores_the_cache(options, monkeypatch):
         assert torch.equal(generate(model, onwards, past_key_values=cache, max_new_tokens=10), expected[:, : mask.shape[1] + 10])
 
 
-@pytest.mark.parametrize("options", [{}, {"backend": "streaming", "window": 400}], ids=["static", "rolling"])
+@STATIC_AND_ROLLING
 def test_graphs_do_not_write_to_buffers_that_were_replaced(options, monkeypatch):
     """Between two steps, where beams then continue other rows, and between two calls over one cache."""
     fake_graph.use(monkeypatch)
@@ -600,7 +608,7 @@ def test_graphs_do_not_write_to_buffers_that_were_replaced(options, monkeypatch)
     for graph in (False, True):
         model = tiny("llama", "sdpa")
         with hf_fastattn.patch(model, graph=graph, **options) as patch:
-            cache = hf_fastattn.RollingCache(model) if options else PreallocatedCache(model)
+            cache = empty_cache(model, options)
             found.append(
                 generate(model, inputs, past_key_values=cache, num_beams=3, max_new_tokens=8, logits_processor=[replace])
             )
@@ -610,7 +618,7 @@ def test_graphs_do_not_write_to_buffers_that_were_replaced(options, monkeypatch)
     assert patch.captures == 2
 
 
-@pytest.mark.parametrize("options", [{}, {"backend": "streaming", "window": 400}], ids=["static", "rolling"])
+@STATIC_AND_ROLLING
 def test_an_interrupted_replay_leaves_no_wrong_count(options, monkeypatch):
     """The replay has counted on the device. A static cache writes the host's count again; a rolling one has to be reset."""
     fake_graph.use(monkeypatch)
@@ -618,7 +626,7 @@ def test_an_interrupted_replay_leaves_no_wrong_count(options, monkeypatch):
     inputs = prompts("left_padding", "cpu")
     with hf_fastattn.patch(model, **options):
         expected = generate(model, inputs)
-        cache = hf_fastattn.RollingCache(model) if options else PreallocatedCache(model)
+        cache = empty_cache(model, options)
         replay, replays = fake_graph.RecordedGraph.replay, []
 
         def interrupt(self):

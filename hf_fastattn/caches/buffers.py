@@ -9,6 +9,21 @@ import torch
 from ..hf import CacheLayerMixin
 
 
+def _buffer(name: str) -> Any:
+    """A property over the attribute `name` that tells its layer when the tensor is replaced."""
+
+    def get(layer: Buffered) -> Any:
+        return getattr(layer, name)
+
+    def put(layer: Buffered, tensor: torch.Tensor | None) -> None:
+        old = get(layer)
+        setattr(layer, name, tensor)
+        if old is not None and old is not tensor:
+            layer.moved()
+
+    return property(get, put)
+
+
 class Buffered(CacheLayerMixin):
     """A layer whose K and V are buffers, of which decode graphs have the addresses. keys, values: None before the first token.
 
@@ -17,28 +32,7 @@ class Buffered(CacheLayerMixin):
 
     _keys: Any = None
     _values: Any = None
-
-    @property
-    def keys(self) -> Any:
-        return self._keys
-
-    @keys.setter
-    def keys(self, keys: Any) -> None:
-        replaced = self._keys is not None and keys is not self._keys
-        self._keys = keys
-        if replaced:
-            self.moved()
-
-    @property
-    def values(self) -> Any:
-        return self._values
-
-    @values.setter
-    def values(self, values: Any) -> None:
-        replaced = self._values is not None and values is not self._values
-        self._values = values
-        if replaced:
-            self.moved()
+    keys, values = _buffer("_keys"), _buffer("_values")
 
     def moved(self) -> None:
         """Called when a buffer was replaced or dropped, and not for the first one: the storage has a new version."""
