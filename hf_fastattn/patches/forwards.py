@@ -187,7 +187,8 @@ class Forwards:
         if entry.refused is not None:
             raise Uncapturable(entry.refused)
         entry.copy_in(inputs)
-        mark, changed = storage.mark() if due or entry.graph is None else None, False
+        mark = storage.mark() if due or entry.graph is None else None
+        changed = False
         try:
             logits = self.recorder.step(entry, storage, inputs)
             if due:  # the host compares the model while the device works
