@@ -17,19 +17,31 @@ from hf_fastattn.patches import Patch, graph
 SKIP = 5  # the time of a token is measured from new token SKIP + 1 on
 
 
-class Clock(hf.StoppingCriteria):
-    """Never stops; records the host time of each new token, of the first one after the device has finished it."""
+class Clock:
+    """Records, inside a `with`, the host time of each new token of generate(), of the first one after the device has finished it.
 
-    def __init__(self):
+    It uses the criterion of the length, which each generate() has. A criterion of its own would be code between the steps, which
+    may change the model: patch() would compare the model in each step.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
         self.at: list[float] = []
-        self.never: torch.Tensor | None = None
 
-    def __call__(self, input_ids, scores, **kwargs):
-        if self.never is None:
-            self.never = torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
-            synchronize(input_ids.device)
-        self.at.append(time.perf_counter())
-        return self.never
+    def __enter__(self):
+        self.original = original = hf.MaxLengthCriteria.__call__
+
+        def call(criterion, *args, **kwargs):
+            if not self.at:
+                synchronize(self.device)
+            self.at.append(time.perf_counter())
+            return original(criterion, *args, **kwargs)
+
+        hf.MaxLengthCriteria.__call__ = call
+        return self
+
+    def __exit__(self, *error):
+        hf.MaxLengthCriteria.__call__ = self.original
 
 
 @dataclass
@@ -106,24 +118,20 @@ def make_prompt(lengths: list[int], vocab_size: int, device: torch.device) -> Pr
 
 
 def run(model, prompt: Prompt, new: int, cache=None, keep: bool = False, logits: bool = False, also=(), **options) -> Run:
-    """generate() `new` tokens greedily, with times; with a cache, after its tokens. also: further stopping criteria."""
+    """generate() `new` tokens greedily, with times; with a cache, after its tokens. also: stopping criteria."""
     device = prompt.ids.device
     if cache is not None:
         options["past_key_values"] = cache
     if keep or logits:
         options |= {"return_dict_in_generate": True, "output_logits": logits}
-    clock = Clock()
+    if also:
+        options["stopping_criteria"] = [*also]
     synchronize(device)
     began = time.perf_counter()
-    out = model.generate(
-        prompt.ids,
-        attention_mask=prompt.mask,
-        max_new_tokens=new,
-        min_new_tokens=new,
-        do_sample=False,
-        stopping_criteria=[clock, *also],
-        **options,
-    )
+    with Clock(device) as clock:
+        out = model.generate(
+            prompt.ids, attention_mask=prompt.mask, max_new_tokens=new, min_new_tokens=new, do_sample=False, **options
+        )
     synchronize(device)
     wall = time.perf_counter() - began
     at = clock.at
@@ -186,25 +194,27 @@ def compare(ours: Run, theirs: Run) -> dict:
 
 
 def check(ours: Rival, cache, model) -> dict:
-    """Compares captured with uncaptured steps of one backend over the same cache, and sdpa with these; model: the weights."""
+    """Compares captured with uncaptured steps of one backend over the same cache, and the attention of `model`, which has the
+    weights, with these."""
     replayed, steps = ours.patch.replays, min(ours.new, 24)
+    stock = twin(model, model.config._attn_implementation)
     captured, uncaptured, other = (
         run(each, ours.prompt, new, rewind(cache, ours.prompt), logits=True)
-        for each, new in ((ours.model, steps), (twin(model, ours.patch.backend), steps), (twin(model, "sdpa"), 6))
+        for each, new in ((ours.model, steps), (twin(model, ours.patch.backend), steps), (stock, 6))
     )
     rewind(cache, ours.prompt)
     found = verdict(captured, uncaptured, other, ours.model.dtype)
     return found | {"steps_replayed": ours.patch.replays - replayed}
 
 
-def verdict(captured: Run, uncaptured: Run, sdpa: Run, dtype: torch.dtype) -> dict:
-    """Compares captured steps and sdpa with uncaptured steps.
+def verdict(captured: Run, uncaptured: Run, stock: Run, dtype: torch.dtype) -> dict:
+    """Compares captured steps, and steps with stock attention, with uncaptured steps.
 
-    "passed": whether the logits differ by at most twice the difference of sdpa, plus 4 eps of the largest logit.
+    "passed": whether the logits differ by at most twice the difference of stock attention, plus 4 eps of the largest logit.
     """
-    found = {"against_uncaptured": compare(captured, uncaptured), "sdpa_against_uncaptured": compare(sdpa, uncaptured)}
+    found = {"against_uncaptured": compare(captured, uncaptured), "stock_against_uncaptured": compare(stock, uncaptured)}
     largest = uncaptured.logits.abs().max().item()
-    allowed = 2 * found["sdpa_against_uncaptured"]["largest_logit_difference"] + 4 * torch.finfo(dtype).eps * largest
+    allowed = 2 * found["stock_against_uncaptured"]["largest_logit_difference"] + 4 * torch.finfo(dtype).eps * largest
     passed = found["against_uncaptured"]["largest_logit_difference"] <= allowed
     return found | {"largest_logit": largest, "allowed": allowed, "passed": passed}
 

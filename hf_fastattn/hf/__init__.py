@@ -10,6 +10,7 @@ check_version(VERSION)
 from transformers import (  # noqa: E402
     GenerationConfig,
     GenerationMixin,
+    MaxLengthCriteria,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -127,6 +128,7 @@ __all__ = [
     "GenerationMixin",
     "LayerShape",
     "LongPast",
+    "MaxLengthCriteria",
     "Norm",
     "PreTrainedConfig",
     "PreTrainedModel",
