@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from hf_fastattn.tables import size, table, thousands
 
-from . import sections_context
+from . import sections_context, sections_steps
 from . import sections_training as training
 from .grid import LEAN, OURS, ROOM, ROOMY, SDPA, STATIC, UNPADDED
 from .provenance import by, columns, of_one_run, ratio
@@ -331,42 +331,15 @@ def commits(result: dict) -> str:
     )
 
 
-def families(result: dict) -> str:
-    rows = []
-    for row in result["rows"]:
-        figures = [figure(row["floor_ms"], 2), figure(row.get("replay_ms"), 2), figure(row.get("over_floor"), 2, "x")]
-        rows.append([row["model"], row["case"], *figures, row.get("launches"), figure(row["ms"], 2), figure(row["stock_ms"])])
-    head = ["model", "batch x prompt", "floor", "replay", "replay / floor", "launches", "`patch()`", "stock `generate()`"]
-    padded = next((row["lengths"] for row in result["rows"] if row["case"].endswith("padded")), None)
-    lengths = f"; the padded case has left-padded rows of {min(padded)} to {max(padded)} tokens" if padded else ""
-    title = "**A decode step of each family, milliseconds**, random weights, the floor at 4.5 TB/s"
-    return f"{title} {by_method(result)}{lengths}:\n\n{table(head, rows)}"
-
-
-def quantised(result: dict) -> str:
-    rows = []
-    plain = {row["case"]: row for row in result["rows"] if row["scheme"] == "bf16"}
-    for row in sorted(result["rows"], key=lambda row: row["case"]):
-        than = plain.get(row["case"], {})
-        same_run = than.get("run") == row["run"]
-        figures = [f"{row['weight_bytes'] / 1e9:.2f}", figure(row.get("replay_ms"), 2), figure(row["ms"], 2)]
-        figures += [figure(row["uncaptured_ms"], 1), figure(row["stock_ms"], 1)]
-        figures += [figure(row["stock_ms"] / row["ms"], 2, "x"), figure(than["ms"] / row["ms"], 2, "x") if same_run else None]
-        rows.append([row["case"], row["scheme"], *figures])
-    head = ["batch x prompt", "weights", "GB", "replay", "`patch()`", "without graphs", "stock", "stock / `patch()`"]
-    layers = result["config"]["num_hidden_layers"]
-    text = f"**Quantised weights, milliseconds per token**, {model(result)}, {layers} layers {by_method(result)}"
-    return f"{text}:\n\n{table([*head, 'bf16 / these weights'], rows)}"
-
-
 # The section of the README, then those of docs/results.md in their order: name, file, text.
 SECTIONS: list[tuple[str, str, Callable[[dict], str]]] = [
     (HEADLINE, "generate_8b.json", headline),
     ("generate", "generate_8b.json", generate),
     ("generate_oldest", "generate_8b_oldest.json", generate),
     ("commits", "commits.json", commits),
-    ("families", "families.json", families),
-    ("quantised", "quantised.json", quantised),
+    ("families", "families.json", sections_steps.families),
+    ("modes", "modes.json", sections_steps.modes),
+    ("quantised", "quantised.json", sections_steps.quantised),
     ("ranks", "ranks_8b.json", ranks),
     ("ranks_70b", "ranks_70b.json", ranks),
     ("generate_1b", "generate_1b.json", generate),

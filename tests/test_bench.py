@@ -19,6 +19,7 @@ from benchmarks import (
     generate,
     grid,
     models,
+    modes,
     provenance,
     quantised,
     report,
@@ -26,6 +27,7 @@ from benchmarks import (
     runs,
     sections,
     sections_context,
+    sections_steps,
     stream,
     timing,
 )
@@ -425,7 +427,19 @@ def test_a_step_of_each_family_beside_its_floor(tmp_path):
     assert row["lengths"] == [9, 20] and row["check"]["passed"] and row["ms"] > 0 < row["stock_ms"]
     assert "| tiny" in (text := report.report(tmp_path, ["families"])) and "left-padded rows of 9 to 20 tokens" in text
     found = json.loads((tmp_path / "families.json").read_text())
-    assert "left-padded" not in sections.families({**found, "rows": [row | {"case": "2x9"}]})
+    assert "left-padded" not in sections_steps.families({**found, "rows": [row | {"case": "2x9"}]})
+
+
+def test_other_modes_of_generate(tmp_path):
+    options = ["--shape", "tiny", "--prompt", "300", "--past", "64", "--prompts", "24", "--repeats", "1", "--reserve", "0"]
+    assert modes.main([*options, "--device", "cpu", "--out", str(tmp_path)]) == 0
+    rows = json.loads((tmp_path / "modes.json").read_text())["rows"]
+    assert [row["mode"] for row in rows] == [*modes.STEPS, *["message"] * len(modes.MESSAGES), "first"]
+    assert all(row["equal_tokens"] == 1 and row["patched"]["ms"] > 0 < row["stock"]["ms"] for row in rows)
+    text = report.report(tmp_path, ["modes"])
+    assert "first token of a message of 300 tokens behind 64" in text and "first token of a prompt of 24 tokens" in text
+    assert modes.main([*options, "--only", "first", "--keep", "--device", "cpu", "--out", str(tmp_path)]) == 0
+    assert len(json.loads((tmp_path / "modes.json").read_text())["rows"]) == len(rows)
 
 
 def test_a_step_with_quantised_weights(tmp_path):

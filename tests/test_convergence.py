@@ -19,7 +19,9 @@ def trained(family: str, name: str, device) -> tuple[torch.Tensor, torch.Tensor,
         own = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
         model = models.tiny("bert", device=device, auto=AutoModelForMaskedLM, **own).train()
     else:
-        model = trainable(family, device)
+        # With all experts chosen: a choice by a router would turn a difference in rounding into one of whole experts.
+        own = {"num_experts_per_tok": 4} if family == "gpt_oss" else {}
+        model = trainable(family, device, **own)
     model.set_attn_implementation(name)
     # With the usual eps, AdamW moves a weight whose gradient is only rounding as far as any other.
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-3)

@@ -1,0 +1,244 @@
+"""generate() by beams, prompt lookup and an assistant, and first tokens, under patch() and in stock generate().
+
+    python -m benchmarks.modes                               # an 8B model, all rows
+    python -m benchmarks.modes --only lookup,message --past 65536
+
+A row of steps has milliseconds per forward of the model, without the prompt: the difference between two calls of generate() with
+different numbers of new tokens, divided by the difference of their forwards. "lookup" and "assistant" propose tokens in each
+step; hardly any is accepted, because weights are random, but each forward checks them. For this the output is restricted to 100
+tokens, which all occur in the prompt. The assistant has 4 layers of the same width; its drafts are part of the time.
+
+A row of first tokens has milliseconds from the call to the first new token: of a message of so many tokens behind a text in the
+cache, or of a prompt. No text comes twice, and no prompt has the length of another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+
+from hf_fastattn import hf
+from hf_fastattn.patches import Patch, patch
+
+from . import families
+from .models import SHAPES, Subject, dtype_for, load, of_random_weights
+from .results import Results, add_options, command, conditions, find_device, listed, progress
+from .runs import free, synchronize, twin
+
+METHOD = "greedy generate(); both models in the same process, medians"
+VOCABULARY = 100  # tokens that the model can generate, and those of prompts
+SHORT, LONG = 6, 30  # new tokens of the two calls that are compared
+DRAFTS = 5  # tokens that the assistant proposes
+WARM = 3  # calls before those that are timed
+STEPS = {
+    "beams": {"num_beams": 4},
+    "lookup": {"prompt_lookup_num_tokens": 8, "max_matching_ngram_size": 1},
+    "assistant": {},
+}
+MESSAGES = [8, 20, 100, 300]
+PROMPTS = [512, 8192]
+
+
+class Setting:
+    """One of the two models of a comparison: the weights of `subject`, with or without patch(), as in a `with`."""
+
+    def __init__(self, subject: Subject, patched: bool, assistant: Subject | None = None):
+        models = [twin(each.model, each.model.config._attn_implementation) for each in (subject, assistant) if each is not None]
+        self.model, self.assistant = models[0], models[1] if assistant is not None else None
+        self.patches: list[Patch] = [patch(model, "lean") for model in models] if patched else []
+        self.forwards = 0
+        if not patched:
+            self.model.register_forward_pre_hook(self._count)
+        if self.assistant is not None:
+            given = self.assistant.generation_config
+            given.num_assistant_tokens, given.num_assistant_tokens_schedule = DRAFTS, "constant"
+            given.assistant_confidence_threshold = 0.0
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error) -> None:
+        for each in self.patches:
+            each.undo()
+
+    def _count(self, *_) -> None:
+        self.forwards += 1
+
+    def counted(self) -> int:
+        """Forwards of the model so far; under patch() without those of a whole prompt."""
+        return self.patches[0].replays + self.patches[0].uncaptured if self.patches else self.forwards
+
+    def timed(self, ids: torch.Tensor, new: int, **options) -> tuple[float, object]:
+        """Milliseconds of a generate() of so many tokens, and its output."""
+        if self.assistant is not None:
+            options["assistant_model"] = self.assistant
+        synchronize(ids.device)
+        began = time.perf_counter()
+        out = self.model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, min_new_tokens=new, do_sample=False, **options
+        )
+        synchronize(ids.device)
+        return 1e3 * (time.perf_counter() - began), out
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why steps ran uncaptured."""
+        return [reason for each in self.patches for reason in each.reasons]
+
+
+def texts(device: torch.device) -> Callable[[int], torch.Tensor]:
+    """A function that returns a new random text of so many tokens, (1, tokens)."""
+    generator = torch.Generator().manual_seed(1)
+    return lambda tokens: torch.randint(3, VOCABULARY, (1, tokens), generator=generator).to(device)
+
+
+def forward_ms(setting: Setting, prompt: torch.Tensor, options: dict, repeats: int) -> dict:
+    """Milliseconds of a forward after the prompt, and tokens of each."""
+    found, per_forward, tokens = [], [], []
+    for repeat in range(repeats + 1):
+        calls = []
+        for new in (SHORT, LONG):
+            before = setting.counted()
+            ms, out = setting.timed(prompt, new, **options)
+            calls.append((ms, setting.counted() - before))
+        tokens = out[0, prompt.shape[1] :].tolist()
+        (short, few), (long, many) = calls
+        if repeat:
+            found.append((long - short) / (many - few))
+            per_forward.append((LONG - SHORT) / (many - few))
+    return timing(found, tokens) | {"tokens_per_forward": statistics.median(per_forward)}
+
+
+def message_ms(setting: Setting, past: int, sizes: list[int], repeats: int) -> Iterator[dict]:
+    """Milliseconds to the first token of messages of each size behind a text of `past` tokens."""
+    text = texts(setting.model.device)
+    behind = text(past)
+    cache = setting.timed(behind, 1, return_dict_in_generate=True)[1].past_key_values
+    for size in sizes:
+        found, tokens = [], []
+        for _ in range(WARM + repeats):
+            if more := int(cache.get_seq_length()) - past:
+                cache.crop(-more)
+            ms, out = setting.timed(torch.cat([behind, text(size)], 1), 1, past_key_values=cache)
+            found.append(ms)
+            tokens.append(int(out[0, -1]))
+        yield timing(found[WARM:], tokens)
+
+
+def prompt_ms(setting: Setting, size: int, repeats: int) -> dict:
+    """Milliseconds to the first token of prompts of about this size."""
+    text, found, tokens = texts(setting.model.device), [], []
+    for i in range(WARM + repeats):
+        ms, out = setting.timed(text(size - i), 1)
+        found.append(ms)
+        tokens.append(int(out[0, -1]))
+    return timing(found[WARM:], tokens)
+
+
+def timing(found: list[float], tokens: list[int]) -> dict:
+    """The median of times, and the new tokens, as fields of a row."""
+    return {"ms": statistics.median(found), "all_ms": found, "tokens": tokens}
+
+
+class Bench:
+    """The rows of one model. add: adds a row."""
+
+    def __init__(self, args: argparse.Namespace, subject: Subject, results: Results, device: torch.device):
+        self.args, self.subject, self.results, self.device = args, subject, results, device
+
+    def compare(self, mode: str, case: str, measure: Callable[[Setting], dict], assistant: Subject | None = None) -> None:
+        """Add a row with what `measure` finds for the stock and for the patched model."""
+        self.compare_all(mode, [case], lambda setting: iter([measure(setting)]), assistant)
+
+    def compare_all(
+        self, mode: str, cases: list[str], measure: Callable[[Setting], Iterator[dict]], assistant: Subject | None = None
+    ) -> None:
+        found: dict[bool, list[dict]] = {}
+        reasons: list[str] = []
+        for patched in (False, True):
+            if self.results.left() < self.args.reserve:
+                self.results.data["not_run"] += [f"{mode} {case}" for case in cases]
+                return
+            with Setting(self.subject, patched, assistant) as setting:
+                found[patched] = list(measure(setting))
+                reasons += setting.reasons
+            free(self.device)
+        for case, stock, ours in zip(cases, found[False], found[True], strict=True):
+            row = {"mode": mode, "case": case, "stock": stock, "patched": ours, "reasons": reasons, "run": self.results.run}
+            same = [a == b for a, b in zip(stock.pop("tokens"), ours.pop("tokens"), strict=True)]
+            row["equal_tokens"] = sum(same) / len(same)  # logits of random weights in 16 bits are close together
+            self.results.data["rows"].append(row)
+            said = f"{mode} {case}: stock {stock['ms']:.2f}, patch() {ours['ms']:.2f} ms, {row['equal_tokens']:.0%} equal tokens"
+            self.results.say(said + "".join(f"; {reason}" for reason in reasons))
+        self.results.save()
+
+    def steps(self, mode: str) -> None:
+        prompt = texts(self.device)(self.args.prompt)
+        assistant = None
+        if mode == "assistant":
+            config = {**self.subject.config, "num_hidden_layers": 4}
+            dtype, model_type = dtype_for(self.device), config.pop("model_type")
+            assistant = of_random_weights("assistant", model_type, config, dtype, self.device, 0)
+        measure = lambda setting: forward_ms(setting, prompt, STEPS[mode], self.args.repeats)  # noqa: E731
+        self.compare(mode, f"behind {prompt.shape[1]}", measure, assistant)
+
+    def message(self) -> None:
+        past, repeats = self.args.past, self.args.repeats
+        cases = [f"{size} tokens behind {past}" for size in MESSAGES]
+        self.compare_all("message", cases, lambda setting: message_ms(setting, past, MESSAGES, repeats))
+
+    def first(self) -> None:
+        for size in self.args.prompts:
+            self.compare("first", f"{size}", lambda setting, size=size: prompt_ms(setting, size, self.args.repeats))
+
+
+def restrict(model: hf.PreTrainedModel) -> None:
+    """Let the model with random weights generate only the first tokens of its vocabulary."""
+    head = model.get_output_embeddings().weight
+    with torch.no_grad():
+        head[:VOCABULARY] *= 8.0
+
+
+def read(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
+    """The command line, checked."""
+    modes = [*STEPS, "message", "first"]
+    parser.add_argument("--shape", default="8b", choices=SHAPES, help="default: %(default)s")
+    parser.add_argument("--only", type=listed, default=modes, help=f"of {', '.join(modes)}; default all")
+    parser.add_argument("--prompt", type=int, default=2048, help="tokens before the steps (default: %(default)s)")
+    parser.add_argument("--past", type=int, default=65536, help="tokens before the messages (default: %(default)s)")
+    help_ = f"tokens of prompts (default: {' '.join(map(str, PROMPTS))})"
+    parser.add_argument("--prompts", type=int, nargs="+", default=PROMPTS, help=help_)
+    parser.add_argument("--repeats", type=int, default=3, help="default: %(default)s")
+    parser.add_argument("--reserve", type=float, default=20, help="seconds that a row may need (default: %(default)s)")
+    parser.add_argument("--keep", action="store_true", help="keep the rows of other modes in the JSON")
+    add_options(parser, seconds=560)
+    args = parser.parse_args(argv)
+    if unknown := set(args.only) - set(modes):
+        parser.error(f"unknown modes {', '.join(sorted(unknown))}; known are {', '.join(modes)}.")
+    return args
+
+
+def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.modes") -> int:
+    """Measure the chosen modes. Returns 0, or 1 if there was no time for one."""
+    parser = argparse.ArgumentParser(prog=prog, description=__doc__.splitlines()[0])
+    args = read(parser, argv)
+    device = find_device(args.device)
+    torch.manual_seed(0)
+    subject = load(args.shape, dtype_for(device), device, max(args.past, args.prompt, *args.prompts) + 1024)
+    restrict(subject.model)
+    head = {"conditions": conditions(device, METHOD), "shape": args.shape}
+    results = families.begin(parser, args, "modes", command(prog, argv), device, head)
+    results.data["rows"] = [row for row in results.data["rows"] if row["mode"] not in args.only]
+    bench = Bench(args, subject, results, device)
+    for mode in progress(args.only, "modes", "mode"):
+        bench.steps(mode) if mode in STEPS else getattr(bench, mode)()
+        free(device)
+    return families.end(results)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,54 @@
+"""The JSON of decode steps of many models, schemes and modes, as Markdown."""
+
+from __future__ import annotations
+
+from hf_fastattn.tables import table
+
+from .words import by_method, figure, model
+
+
+def families(result: dict) -> str:
+    rows = []
+    for row in result["rows"]:
+        figures = [figure(row["floor_ms"], 2), figure(row.get("replay_ms"), 2), figure(row.get("over_floor"), 2, "x")]
+        rows.append([row["model"], row["case"], *figures, row.get("launches"), figure(row["ms"], 2), figure(row["stock_ms"])])
+    head = ["model", "batch x prompt", "floor", "replay", "replay / floor", "launches", "`patch()`", "stock `generate()`"]
+    padded = next((row["lengths"] for row in result["rows"] if row["case"].endswith("padded")), None)
+    lengths = f"; the padded case has left-padded rows of {min(padded)} to {max(padded)} tokens" if padded else ""
+    title = "**A decode step of each family, milliseconds**, random weights, the floor at 4.5 TB/s"
+    return f"{title} {by_method(result)}{lengths}:\n\n{table(head, rows)}"
+
+
+MODES = {
+    "beams": "a step of 4 beams",
+    "lookup": "a step with 8 tokens of prompt lookup",
+    "assistant": "a step with 5 drafts of an assistant of 4 layers, with the drafts",
+    "message": "first token of a message of",
+    "first": "first token of a prompt of",
+}
+
+
+def modes(result: dict) -> str:
+    rows = []
+    for row in result["rows"]:
+        stock, ours = row["stock"]["ms"], row["patched"]["ms"]
+        end = " tokens" if row["mode"] == "first" else ""
+        rows.append([f"{MODES[row['mode']]} {row['case']}{end}", figure(stock, 2), figure(ours, 2), figure(stock / ours, 2, "x")])
+    head = ["", "stock `generate()`", "`patch()`", "stock / `patch()`"]
+    return f"**Other modes of `generate()`, milliseconds**, {model(result)} {by_method(result)}:\n\n{table(head, rows)}"
+
+
+def quantised(result: dict) -> str:
+    rows = []
+    plain = {row["case"]: row for row in result["rows"] if row["scheme"] == "bf16"}
+    for row in sorted(result["rows"], key=lambda row: row["case"]):
+        than = plain.get(row["case"], {})
+        same_run = than.get("run") == row["run"]
+        figures = [f"{row['weight_bytes'] / 1e9:.2f}", figure(row.get("replay_ms"), 2), figure(row["ms"], 2)]
+        figures += [figure(row["uncaptured_ms"], 1), figure(row["stock_ms"], 1)]
+        figures += [figure(row["stock_ms"] / row["ms"], 2, "x"), figure(than["ms"] / row["ms"], 2, "x") if same_run else None]
+        rows.append([row["case"], row["scheme"], *figures])
+    head = ["batch x prompt", "weights", "GB", "replay", "`patch()`", "without graphs", "stock", "stock / `patch()`"]
+    layers = result["config"]["num_hidden_layers"]
+    text = f"**Quantised weights, milliseconds per token**, {model(result)}, {layers} layers {by_method(result)}"
+    return f"{text}:\n\n{table([*head, 'bf16 / these weights'], rows)}"
