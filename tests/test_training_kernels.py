@@ -16,6 +16,7 @@ import tolerance
 import torch
 from cases import DTYPES, ON_GPU
 from conftest import INTERPRETED
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_fastattn.kernels import HAS_TRITON, TritonKernel, checks, dropout, reference
 from hf_fastattn.kernels.host import gpu, tables
@@ -222,6 +223,27 @@ def test_gradients_that_are_not_needed_are_not_computed(case, device):
         some = BACKWARD(x.q, KV(x.k, x.v), x.spec, x.spans, **given, needs=needs)
         for got, want, wanted in zip(some, everything, (needs[0], needs[1], needs[1], False), strict=True):
             assert torch.equal(got, want) if wanted else got is None
+
+
+class Buffers(TorchDispatchMode):
+    """The bytes of all tensors that are created without values."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        if "empty" in func.name():
+            self.bytes += found.nbytes
+        return found
+
+
+@pytest.mark.skipif(not (INTERPRETED or ON_GPU), reason="the reference keeps scores")
+def test_memory_is_that_of_the_gradients_and_four_bytes_for_each_query_and_head(device):
+    x = make(Case(batch=2, num_kv_heads=2, dtype="fp16"), device)
+    out, lse = FORWARD(x.q, KV(x.k, x.v), x.spec, return_lse=True)
+    with Buffers() as new:
+        dq, dk, dv, _ = BACKWARD(x.q, KV(x.k, x.v), x.spec, out=out, lse=lse, dout=x.dout)
+    assert new.bytes == sum(t.nbytes for t in (dq, dk, dv)) + 4 * x.q.shape[:3].numel()
 
 
 def test_dropout_is_philox():

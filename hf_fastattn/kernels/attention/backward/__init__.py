@@ -1,7 +1,7 @@
-"""Gradients of attention, in two launches: `dq`, which also stores lse and delta in pairs, then `dkdv` or, if it can, `hopper`.
+"""Gradients of attention, in two launches: `dq`, which also stores delta, then `dkdv` or, if it can, `hopper`.
 
 They compute seven products instead of the five of a fused backward kernel. In return there are no atomics, results are
-bitwise repeatable, and the pairs are as a rule the only workspace. Scores are recomputed from lse, so memory grows linearly
+bitwise repeatable, and delta is as a rule the only workspace. Scores are recomputed from lse, so memory grows linearly
 with the lengths.
 
 With dropout, Z being 1 / (1 - p) where a weight is kept and else 0: dV = (Z * P)^T dO, dP = Z * dO V^T.
@@ -63,16 +63,16 @@ def backward(
     plan = _prepare((q, *kv.tensors, spans, sink_logits, seed, out, lse, dout, dlse), kv.form, spec, needs[0], by_tma)
     out, lse = checks.token_major(out), lse.contiguous()
     dlse = lse if dlse is None else dlse.to(lse.dtype).contiguous()
-    stats = torch.empty(*lse.shape, 2, device=lse.device, dtype=torch.float32)  # pairs of lse in base 2 and delta
+    delta = torch.empty_like(lse)
     dq = checks.empty_outputs(q, q.shape[3], False)[0] if needs[0] else None
     some_spans = q if spans is None else spans
-    plan.dq(q, k, v, out, dout, lse, dlse, some_spans, q if dq is None else dq, stats, seed)
-    dsink = None if sink_logits is None else checks.sink_gradient(sink_logits, lse, stats[..., 1])
+    plan.dq(q, k, v, out, dout, lse, dlse, some_spans, q if dq is None else dq, delta, seed)
+    dsink = None if sink_logits is None else checks.sink_gradient(sink_logits, lse, delta)
     if not needs[1]:
         return dq, None, None, dsink
     dtype = q.dtype if plan.parts[0] == 1 else torch.float32
     dk, dv = (torch.empty(*plan.parts, x.shape[3], device=q.device, dtype=dtype) for x in (k, v))
-    plan.dkdv(*(q, k, v, dout, stats, some_spans, dk, dv, seed)[: plan.dkdv.takes])
+    plan.dkdv(*(q, k, v, dout, lse, delta, some_spans, dk, dv, seed)[: plan.dkdv.takes])
     dk, dv = (x[0] if plan.parts[0] == 1 else x.sum(0).to(q.dtype) for x in (dk, dv))
     return dq, dk.transpose(1, 2), dv.transpose(1, 2), dsink
 

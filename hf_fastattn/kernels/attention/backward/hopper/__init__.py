@@ -62,8 +62,8 @@ def supports(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tens
 
 
 def launch(C: Config, call: Call, dout: torch.Tensor, splits: int) -> Launch:
-    """The launch that writes dk and dv, (splits, batch, kv_len, num_kv_heads, head_dim); its tensors are q, k, v, dout, stats,
-    spans, dk and dv."""
+    """The launch that writes dk and dv, (splits, batch, kv_len, num_kv_heads, head_dim); its tensors are q, k, v, dout, lse,
+    delta, spans, dk and dv."""
     q, k, v, *_ = call.tensors
     assert q is not None and k is not None and v is not None
     arguments, spans = call.arguments(), call.spans

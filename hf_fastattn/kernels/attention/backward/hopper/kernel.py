@@ -219,7 +219,7 @@ def _consume_keys(args, HEADS: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["stride_sb", "batch", "num_kv_heads", "q_len", "kv_len", "window"])
 def dkdv_hopper_kernel(
-    q_desc, k_desc, v_desc, do_desc, Stats, Spans, DK, DV,
+    q_desc, k_desc, v_desc, do_desc, Lse, Delta, Spans, DK, DV,
     stride_sb, batch, num_kv_heads, q_len, kv_len, window, scale, scale_log2, cap_log2,
     C: gl.constexpr,
     GROUP: gl.constexpr,
@@ -257,7 +257,7 @@ def dkdv_hopper_kernel(
 
     limits = (hi, spans, span_ptr, q_len)
     indices = (row, kv_head * GROUP + part * HEADS, num_kv_heads * GROUP)
-    loads = (q_desc, do_desc, Stats.to(gl.pointer_type(gl.int64)), ring, indices, tiles, limits)
+    loads = (q_desc, do_desc, Lse, Delta, ring, indices, tiles, limits)
     sizes = (first_key, first_row, num_kv_heads, kv_len)
     shared = (DK, DV, kv_buffers, ring, passed, spans, span_ptr, tiles, sizes, scale, scale_log2, cap_log2)
     # Warps, and registers per thread, of the second consumer and the producer. The first consumer gets the rest, also 240.

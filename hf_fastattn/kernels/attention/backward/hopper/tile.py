@@ -7,6 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ....device import visibility
+from ....device.online import LOG2_E
 from ...prefill_hopper.pipe import phase_of, stage_of, tma_load, warpgroup_barrier
 
 # Visibility is defined once for all kernels; these compile the same source as Gluon.
@@ -128,12 +129,12 @@ def _bounds(first, limits, QUERIES: gl.constexpr, HAS_ROWS: gl.constexpr, BLOCK_
 
 
 @gluon.jit
-def produce(args, HEADS: gl.constexpr, C: gl.constexpr, HAS_ROWS: gl.constexpr):
+def produce(args, HEADS: gl.constexpr, C: gl.constexpr, HAS_ROWS: gl.constexpr, LOG2_E: gl.constexpr = LOG2_E):
     """The producer warp: Q, dO, lse and delta, tile by tile as their buffers become empty.
 
     For tiles with a mask it also computes the bounds of the queries, which consumers would compute in every thread of a column.
     """
-    q_desc, do_desc, Stats, ring, indices, tiles, limits = args
+    q_desc, do_desc, Lse, Delta, ring, indices, tiles, limits = args
     q_smem, do_smem, stats_smem, bounds_smem, q_full, do_full, empty = ring
     row, first_head, num_heads = indices
     _hi, _spans, _span_ptr, q_len = limits
@@ -153,10 +154,11 @@ def produce(args, HEADS: gl.constexpr, C: gl.constexpr, HAS_ROWS: gl.constexpr):
             mbarrier.expect(do_full.index(stage), do_desc.block_type.nbytes)
             tma_load(do_desc, [row, head, first, 0], do_full.index(stage), do_smem.index(stage))
             offs = first + gl.arange(0, BLOCK_M, layout)
-            ptrs = Stats + (row.to(gl.int64) * num_heads + head) * q_len
-            pairs = gl.load(ptrs + offs, mask=offs < q_len, other=0)
-            stats_smem.index(2 * stage).store(-pairs.to(gl.int32).to(gl.float32, bitcast=True))
-            stats_smem.index(2 * stage + 1).store((pairs >> 32).to(gl.int32).to(gl.float32, bitcast=True))
+            stats = (row.to(gl.int64) * num_heads + head) * q_len + offs
+            lse = gl.load(Lse + stats, mask=offs < q_len, other=0.0)
+            delta = gl.load(Delta + stats, mask=offs < q_len, other=0.0)
+            stats_smem.index(2 * stage).store(lse * -LOG2_E)
+            stats_smem.index(2 * stage + 1).store(delta)
             if MASKED:
                 row_lo, visible = _bounds(first, limits, layout, HAS_ROWS, BLOCK_M)
                 bounds_smem.index(2 * stage).store(row_lo)
