@@ -19,6 +19,7 @@ from test_compile_offline import BIN, DTYPES, PARKED, SHARED_LIMIT, compiling, r
 from hf_fastattn.kernels import spans
 from hf_fastattn.kernels.attention import backward, prefill
 from hf_fastattn.kernels.attention.backward import hopper
+from hf_fastattn.kernels.host import gpu
 from hf_fastattn.kernels.spec import KV, Spec
 
 SHAPES = [
@@ -66,6 +67,22 @@ def test_backward_kernels_compile(arch, dtype, head_dim, own, tmp_path, monkeypa
             assert binary.stack <= PARKED and spills_in_tile_loops(binary.sass) <= few, f"{name} spills"
         if arch == 90 and dtype != "fp32" and length > 32:
             assert "wgmma" in binary.ptx
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_launches_of_20_lengths_have_the_same_constants(arch, monkeypatch):
+    monkeypatch.setattr(gpu, "arch", lambda device: arch)
+    monkeypatch.setattr(gpu, "num_sms", lambda device: 264)
+    constants, splits = set(), set()
+    for length in range(1000, 3000, 100):
+        (q, kv, spec, span), given = inputs(64, "bf16", {"length": length, "form": "rows"})
+        tensors = (q, *kv.tensors, span, None, None, given["out"], given["lse"], given["dout"], None)
+        plan = backward._prepare.__wrapped__(tensors, kv.form, spec, True, True)
+        for launch in (plan.dq, plan.dkdv):
+            arguments = zip(launch.kernel.params[launch.takes :], launch.rest, strict=True)
+            constants |= {(launch.kernel, param.name, value) for param, value in arguments if param.is_constexpr}
+        splits.add(plan.parts[0])
+    assert len(splits) > 1 and len(constants) == len({(kernel, name) for kernel, name, _ in constants})
 
 
 @pytest.mark.parametrize("arch, head_dim", [(80, 64), (80, 128), (90, 256)])

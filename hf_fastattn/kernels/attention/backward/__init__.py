@@ -116,9 +116,9 @@ def _prepare(tensors, form: Form, spec: Spec, write_dq: bool, by_tma: bool) -> P
             dkdv_kernel,
             (blocks, call.num_kv_heads * splits, call.batch),
             **arguments,
+            splits=splits,
             C=call.constants(for_dkdv, packed=False),
             SPLIT=for_dkdv.split,
-            SPLITS=splits,
             num_warps=for_dkdv.num_warps,
             num_stages=for_dkdv.num_stages,
         )

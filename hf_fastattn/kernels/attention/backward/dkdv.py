@@ -67,14 +67,13 @@ def _tile(
 
 @triton.jit
 def _sums(
-    k, v, keys, pointers, strides, row, first_head, num_heads, bounds, spans, span_ptr, q_len, scales, dropout,
+    k, v, keys, pointers, strides, row, first_head, heads, num_heads, bounds, spans, span_ptr, q_len, scales, dropout,
     first_key,
-    HEADS: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
     C: tl.constexpr,
 ):  # fmt: skip
-    """(dk, dv) of a block of keys over all queries of HEADS heads, in order; 0 if it is not to be summed."""
+    """(dk, dv) of a block of keys over all queries of `heads` heads, in order; 0 if it is not to be summed."""
     Q, DOut, Lse, Delta = pointers
     stride_qb, stride_qh, stride_qm, stride_ob, stride_oh, stride_om = strides
     lo, hi, full_lo, full_hi = bounds
@@ -90,7 +89,7 @@ def _sums(
         dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     before, full_stop, tiles = split_tiles(lo, hi, full_lo, full_hi, BLOCK_M)
     full = full_stop - before
-    for i in tl.range(0, HEADS * full):
+    for i in tl.range(0, heads * full):
         head = first_head + i // full
         stats = (row * num_heads + head) * q_len
         queries = (Q + row * stride_qb + head * stride_qh, DOut + row * stride_ob + head * stride_oh, stride_qm, stride_om,
@@ -99,7 +98,7 @@ def _sums(
         dk, dv = _tile(dk, dv, k, v, keys, queries, at, hi, spans, span_ptr, q_len, scales, dropout,
                        (row * num_heads + head).to(tl.int32), first_key, DK, DV, False, C)  # fmt: skip
     masked = before + tiles - full_stop
-    for i in tl.range(0, HEADS * masked):
+    for i in tl.range(0, heads * masked):
         head = first_head + i // masked
         stats = (row * num_heads + head) * q_len
         queries = (Q + row * stride_qb + head * stride_qh, DOut + row * stride_ob + head * stride_oh, stride_qm, stride_om,
@@ -117,7 +116,7 @@ def _store(Out, x, offs_n, rows, DIM: tl.constexpr, BLOCK: tl.constexpr, kv_len)
     tl.store(Out + rows[:, None] * DIM + offs, x.to(Out.dtype.element_ty), mask=(offs_n < kv_len)[:, None] & (offs < DIM))
 
 
-@triton.jit(do_not_specialize=["stride_sb", "q_len", "kv_len", "window", "drop_below"])
+@triton.jit(do_not_specialize=["stride_sb", "q_len", "kv_len", "window", "drop_below", "splits"])
 def dkdv_kernel(
     Q,
     K,
@@ -150,13 +149,13 @@ def dkdv_kernel(
     cap_log2,
     drop_below,
     keep_scale,
+    splits,
     C: tl.constexpr,
     SPLIT: tl.constexpr,
-    SPLITS: tl.constexpr,
 ):
     """SPLIT: two programs for each block of keys, one for dK and one for dV, if registers cannot hold both.
 
-    SPLITS: number of programs that share the heads of a group; each writes its sums to its own part of DK and DV.
+    splits: number of programs that share the heads of a group; each writes its sums to its own part of DK and DV.
     """
     BLOCK_N: tl.constexpr = C.BLOCK_N
     HEAD_DIM: tl.constexpr = C.HEAD_DIM
@@ -164,10 +163,10 @@ def dkdv_kernel(
     # In causal attention the first keys have the most queries.
     program = tl.program_id(0)
     first_key = (program // 2 if SPLIT else program) * BLOCK_N
-    HEADS: tl.constexpr = C.GROUP // SPLITS
-    kv_heads = tl.num_programs(1) // SPLITS
-    kv_head = (tl.program_id(1) // SPLITS).to(tl.int64)
-    part = tl.program_id(1) % SPLITS
+    heads = C.GROUP // splits
+    kv_heads = tl.num_programs(1) // splits
+    kv_head = (tl.program_id(1) // splits).to(tl.int64)
+    part = tl.program_id(1) % splits
     row = tl.program_id(2).to(tl.int64)
     offs_n = first_key + tl.arange(0, BLOCK_N)
 
@@ -180,7 +179,7 @@ def dkdv_kernel(
     v = load_rows(V + row * stride_vb + kv_head * stride_vh, stride_vn, offs_n, tl.arange(0, C.BLOCK_DV), keys >= 0, True,
                   VALUE_DIM, C.BLOCK_DV)  # fmt: skip
     rows = ((part * tl.num_programs(2) + row) * kv_len + offs_n) * kv_heads + kv_head
-    first_head, num_heads = kv_head * C.GROUP + part * HEADS, kv_heads * C.GROUP
+    first_head, num_heads = kv_head * C.GROUP + part * heads, kv_heads * C.GROUP
     pointers = (Q, DOut, Lse, Delta)
     strides = (stride_qb, stride_qh, stride_qm, stride_ob, stride_oh, stride_om)
     scales = (scale_log2, cap_log2)
@@ -190,20 +189,20 @@ def dkdv_kernel(
     if SPLIT:
         if program % 2 == 0:
             dk, _ = _sums(
-                k, v, keys, pointers, strides, row, first_head, num_heads, bounds, spans, span_ptr, q_len, scales, dropout,
-                first_key, HEADS, True, False, C,
+                k, v, keys, pointers, strides, row, first_head, heads, num_heads, bounds, spans, span_ptr, q_len, scales,
+                dropout, first_key, True, False, C,
             )  # fmt: skip
             _store(DK, dk * scale, offs_n, rows, HEAD_DIM, C.BLOCK_D, kv_len)
         else:
             _, dv = _sums(
-                k, v, keys, pointers, strides, row, first_head, num_heads, bounds, spans, span_ptr, q_len, scales, dropout,
-                first_key, HEADS, False, True, C,
+                k, v, keys, pointers, strides, row, first_head, heads, num_heads, bounds, spans, span_ptr, q_len, scales,
+                dropout, first_key, False, True, C,
             )  # fmt: skip
             _store(DV, dv, offs_n, rows, VALUE_DIM, C.BLOCK_DV, kv_len)
     else:
         dk, dv = _sums(
-            k, v, keys, pointers, strides, row, first_head, num_heads, bounds, spans, span_ptr, q_len, scales, dropout,
-            first_key, HEADS, True, True, C,
+            k, v, keys, pointers, strides, row, first_head, heads, num_heads, bounds, spans, span_ptr, q_len, scales,
+            dropout, first_key, True, True, C,
         )  # fmt: skip
         _store(DK, dk * scale, offs_n, rows, HEAD_DIM, C.BLOCK_D, kv_len)
         _store(DV, dv, offs_n, rows, VALUE_DIM, C.BLOCK_DV, kv_len)

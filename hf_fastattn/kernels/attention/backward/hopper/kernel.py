@@ -73,7 +73,7 @@ def _probabilities(s, stage, ring, keys, scale_log2, cap_log2, MASKED: gl.conste
 def _consume(
     args,
     WG: gl.constexpr,
-    HEADS: gl.constexpr,
+    heads,
     C: gl.constexpr,
     HAS_WORDS: gl.constexpr,
     HAS_SOFTCAP: gl.constexpr,
@@ -100,7 +100,7 @@ def _consume(
     v = matrix(v_smem.index(WG))
     n = 0
     for MASKED in gl.static_range(2):
-        count = HEADS * (masked if MASKED else full_stop - before)
+        count = heads * (masked if MASKED else full_stop - before)
         for _ in range(count):
             stage = stage_of(n, C.stages)
             phase = phase_of(n, C.stages)
@@ -134,7 +134,7 @@ def _consume(
 @gluon.jit
 def _consume_values(
     args,
-    HEADS: gl.constexpr,
+    heads,
     C: gl.constexpr,
     HAS_WORDS: gl.constexpr,
     HAS_SOFTCAP: gl.constexpr,
@@ -157,7 +157,7 @@ def _consume_values(
     k = matrix(k_smem.index(0))
     n = 0
     for MASKED in gl.static_range(2):
-        count = HEADS * (masked if MASKED else full_stop - before)
+        count = heads * (masked if MASKED else full_stop - before)
         for _ in range(count):
             stage = stage_of(n, C.stages)
             phase = phase_of(n, C.stages)
@@ -182,7 +182,7 @@ def _consume_values(
 
 
 @gluon.jit
-def _consume_keys(args, HEADS: gl.constexpr, C: gl.constexpr):
+def _consume_keys(args, heads, C: gl.constexpr):
     """The second consumer of wide heads: dP, dS and dK."""
     DK, _DV, kv_buffers, ring, passed, _spans, _span_ptr, tiles, sizes, scale, _scale_log2, _cap_log2 = args
     k_smem, v_smem, kv_full = kv_buffers
@@ -198,7 +198,7 @@ def _consume_keys(args, HEADS: gl.constexpr, C: gl.constexpr):
     dk = gl.zeros([64, WIDTH], gl.float32, _layout(WIDTH))
     mbarrier.wait(kv_full.index(0), 0)
     v = matrix(v_smem.index(0))
-    for n in range(HEADS * (masked + full_stop - before)):
+    for n in range(heads * (masked + full_stop - before)):
         stage = stage_of(n, C.stages)
         mbarrier.wait(do_full.index(stage), phase_of(n, C.stages))
         do = matrix(do_smem.index(stage))
@@ -217,31 +217,30 @@ def _consume_keys(args, HEADS: gl.constexpr, C: gl.constexpr):
     store(DK, dk * scale, first_key, first_row, row_stride, kv_len, C.head_dim)
 
 
-@gluon.jit(do_not_specialize=["stride_sb", "batch", "num_kv_heads", "q_len", "kv_len", "window"])
+@gluon.jit(do_not_specialize=["stride_sb", "batch", "num_kv_heads", "splits", "q_len", "kv_len", "window"])
 def dkdv_hopper_kernel(
     q_desc, k_desc, v_desc, do_desc, Lse, Delta, Spans, DK, DV,
-    stride_sb, batch, num_kv_heads, q_len, kv_len, window, scale, scale_log2, cap_log2,
+    stride_sb, batch, num_kv_heads, splits, q_len, kv_len, window, scale, scale_log2, cap_log2,
     C: gl.constexpr,
     GROUP: gl.constexpr,
-    SPLITS: gl.constexpr,
     HAS_SPANS: gl.constexpr,
     HAS_WORDS: gl.constexpr,
     HAS_ROWS: gl.constexpr,
     IS_CAUSAL: gl.constexpr,
     HAS_SOFTCAP: gl.constexpr,
 ):  # fmt: skip
-    """SPLITS: number of programs that share the heads of a group; each writes its sums to its own part of DK and DV."""
-    HEADS: gl.constexpr = GROUP // SPLITS
+    """splits: number of programs that share the heads of a group; each writes its sums to its own part of DK and DV."""
+    heads = GROUP // splits
     BLOCK_N: gl.constexpr = C.BLOCK_N
     # In causal attention the first keys have the most queries: the first blocks of all heads come first.
-    shares = num_kv_heads * SPLITS
+    shares = num_kv_heads * splits
     index = gl.program_id(0)
     block = index // (shares * batch)
     rest = index - block * shares * batch
     row = rest // shares
     share = rest - row * shares
-    kv_head = share // SPLITS
-    part = share - kv_head * SPLITS
+    kv_head = share // splits
+    part = share - kv_head * splits
     first_key = block * BLOCK_N
     kv_buffers, ring, passed = shared_memory(q_desc, k_desc, v_desc, do_desc, C)
     load_keys(k_desc, v_desc, kv_buffers, row, kv_head, first_key, C)
@@ -256,7 +255,7 @@ def dkdv_hopper_kernel(
     first_row = (part * batch + row).to(gl.int64) * kv_len * num_kv_heads + kv_head
 
     limits = (hi, spans, span_ptr, q_len)
-    indices = (row, kv_head * GROUP + part * HEADS, num_kv_heads * GROUP)
+    indices = (row, kv_head * GROUP + part * heads, num_kv_heads * GROUP)
     loads = (q_desc, do_desc, Lse, Delta, ring, indices, tiles, limits)
     sizes = (first_key, first_row, num_kv_heads, kv_len)
     shared = (DK, DV, kv_buffers, ring, passed, spans, span_ptr, tiles, sizes, scale, scale_log2, cap_log2)
@@ -264,9 +263,9 @@ def dkdv_hopper_kernel(
     if C.wide:
         gl.warp_specialize(
             [
-                (_consume_values, (shared, HEADS, C, HAS_WORDS, HAS_SOFTCAP)),
-                (_consume_keys, (shared, HEADS, C)),
-                (produce, (loads, HEADS, C, HAS_ROWS)),
+                (_consume_values, (shared, heads, C, HAS_WORDS, HAS_SOFTCAP)),
+                (_consume_keys, (shared, heads, C)),
+                (produce, (loads, heads, C, HAS_ROWS)),
             ],
             [4, 1],
             [240, 24],
@@ -274,9 +273,9 @@ def dkdv_hopper_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (shared, 0, HEADS, C, HAS_WORDS, HAS_SOFTCAP)),
-                (_consume, (shared, 1, HEADS, C, HAS_WORDS, HAS_SOFTCAP)),
-                (produce, (loads, HEADS, C, HAS_ROWS)),
+                (_consume, (shared, 0, heads, C, HAS_WORDS, HAS_SOFTCAP)),
+                (_consume, (shared, 1, heads, C, HAS_WORDS, HAS_SOFTCAP)),
+                (produce, (loads, heads, C, HAS_ROWS)),
             ],
             [4, 1],
             [240, 24],

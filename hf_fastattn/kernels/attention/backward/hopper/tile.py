@@ -129,7 +129,7 @@ def _bounds(first, limits, QUERIES: gl.constexpr, HAS_ROWS: gl.constexpr, BLOCK_
 
 
 @gluon.jit
-def produce(args, HEADS: gl.constexpr, C: gl.constexpr, HAS_ROWS: gl.constexpr, LOG2_E: gl.constexpr = LOG2_E):
+def produce(args, heads, C: gl.constexpr, HAS_ROWS: gl.constexpr, LOG2_E: gl.constexpr = LOG2_E):
     """The producer warp: Q, dO, lse and delta, tile by tile as their buffers become empty.
 
     For tiles with a mask it also computes the bounds of the queries, which consumers would compute in every thread of a column.
@@ -143,7 +143,7 @@ def produce(args, HEADS: gl.constexpr, C: gl.constexpr, HAS_ROWS: gl.constexpr, 
     layout: gl.constexpr = gl.BlockedLayout([BLOCK_M // 32], [32], [1], [0])
     n = 0
     for MASKED in gl.static_range(2):
-        count = HEADS * (masked if MASKED else full_stop - before)
+        count = heads * (masked if MASKED else full_stop - before)
         for i in range(count):
             head, first = tile_at(i, tiles, MASKED, BLOCK_M)
             head += first_head
