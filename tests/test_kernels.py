@@ -797,7 +797,7 @@ def test_keys_that_are_requested_before_the_wait_are_in_the_buffer_whatever_the_
 
     @triton.jit
     def kernel(Spans, Keys, q_len, kv_len, window, C: tl.constexpr, first_keys: tl.constexpr, BLOCK: tl.constexpr):
-        any_keys, keys = first_keys(Spans, q_len, kv_len, window, tl.program_id(0), tl.num_programs(0), C)
+        any_keys, keys = first_keys(Spans, (0, q_len - 1), q_len, kv_len, window, tl.program_id(0), tl.num_programs(0), C)
         tl.store(Keys + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.where(any_keys, keys, 0))
 
     def keys_of(span, kv_len, splits, sinks):

@@ -136,6 +136,7 @@ class Call:
             WORKSPACE_M=min(self.workspace_m, config.BLOCK_M) if packed else 0,
             ONE_QUERY=pairs > 0 and self.q_len == 1,
             FEW_ROWS=packed and self.rows <= config.BLOCK_M,
+            FULL_TAIL=packed and self.rows <= config.BLOCK_M,
             ROWS=has_rows(spans),
             DROPOUT=self.spec.dropout > 0.0,
         )

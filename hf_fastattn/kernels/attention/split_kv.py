@@ -3,10 +3,15 @@
 There are two launches, or one if there is only one split. Every row gets the same number of splits, so in a ragged batch the
 longest row determines the time; `lean` avoids that. The splits divide the live range of a row, which is read on the device.
 
+The packed rows of a KV head may be divided into blocks, as if each were a KV head with the same K and V. The programs of these
+blocks read the same keys at about the same time, most of them from the L2 cache.
+
 Source: Dao, Haziza, Massa, Sizov, "Flash-Decoding for long-context inference" (2023).
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 import triton
@@ -19,16 +24,18 @@ from ..host import gpu, launch, tables
 from ..host.overlap import early, let_next_begin, request, wait_for_inputs
 from ..spec import KV, Form, Spec, is_plain
 from .plan import Call, Plan
+from .schedule import queries_of
 
 
 @triton.jit
-def first_keys(span_ptr, q_len, kv_len, window, split, splits, C: tl.constexpr):
+def first_keys(span_ptr, queries, q_len, kv_len, window, split, splits, C: tl.constexpr):
     """(whether a split has any, the keys of its first two tiles), read while another launch may write the spans.
 
-    Whatever is read instead, the keys are slots of the buffer.
+    queries: the first and the last of the block. Whatever is read instead, the keys are slots of the buffer.
     """
     q_start, kv_start, kv_stop, window, causal, _ = load_spans(span_ptr, q_len, kv_len, window, C.HAS_SPANS, C.IS_CAUSAL, True)
-    lo, hi, _, _ = block_bounds(q_start, q_start + q_len - 1, kv_start + C.SINKS, kv_stop, window, causal)
+    first, last = queries
+    lo, hi, _, _ = block_bounds(q_start + first, q_start + last, kv_start + C.SINKS, kv_stop, window, causal)
     tiles = tl.cdiv(hi - lo, C.BLOCK_N)
     tile_start, tile_stop = split * tiles // splits, (split + 1) * tiles // splits
     last = tl.minimum(lo + tile_stop * C.BLOCK_N, hi) - 1
@@ -73,16 +80,24 @@ def split_kv_kernel(
     REQUEST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One program per split, KV head and batch row. REQUEST: whether it begins early and K and V are plain tensors."""
+    """One program per split, block of rows and batch row. REQUEST: whether it begins early and K and V are plain tensors."""
     split, splits = tl.program_id(0), tl.num_programs(0)
-    kv_head = tl.program_id(1).to(tl.int64)
-    row = tl.program_id(2).to(tl.int64)
     GROUP: tl.constexpr = C.GROUP
+    BLOCK_M: tl.constexpr = C.BLOCK_M
+    kv_heads, block, queries = tl.num_programs(1), 0, (0, q_len - 1)
+    kv_head = tl.program_id(1).to(tl.int64)
+    if not C.FEW_ROWS:
+        blocks = tl.cdiv(q_len * GROUP, BLOCK_M)
+        kv_heads //= blocks
+        block = tl.program_id(1) % blocks
+        kv_head //= blocks
+        queries = queries_of(block, q_len, C)
+    row = tl.program_id(2).to(tl.int64)
 
     last_position = C.SINKS + window - 1
     span_ptr = Spans + row * stride_sb
     if REQUEST:  # the new tokens are still to be written into these tiles
-        any_keys, keys = first_keys(span_ptr, q_len, kv_len, window, split, splits, C)
+        any_keys, keys = first_keys(span_ptr, queries, q_len, kv_len, window, split, splits, C)
         if any_keys:
             k_ptrs = K + row * stride_kb + kv_head * stride_kh + keys * stride_kn
             v_ptrs = V + row * stride_vb + kv_head * stride_vh + keys * stride_vn
@@ -91,9 +106,10 @@ def split_kv_kernel(
     wait_for_inputs(EARLY)
     if COMBINE:
         let_next_begin(EARLY)
-    rows = tl.arange(0, C.BLOCK_M)
+    local = tl.arange(0, BLOCK_M)
+    rows = block * BLOCK_M + local
     q_index, group_head, _ = packed_rows(rows, q_len, GROUP)
-    bounds, sink_bounds = key_bounds(span_ptr, q_index, 0, q_len - 1, q_len, kv_len, window, C)
+    bounds, sink_bounds = key_bounds(span_ptr, q_index, queries[0], queries[1], q_len, kv_len, window, C)
     sink_lo, sink_hi, first_position = sink_bounds
     positions = first_position + (tl.zeros([1], tl.int32) if C.ONE_QUERY else q_index)
     tiles = tl.cdiv(bounds[3] - bounds[2], C.BLOCK_N)
@@ -101,7 +117,7 @@ def split_kv_kernel(
     offs_v = tl.arange(0, C.BLOCK_DV)
     k_base = K + row * stride_kb + kv_head * stride_kh
     v_base = V + row * stride_vb + kv_head * stride_vh
-    kv = (k_base, v_base, stride_kn, stride_vn, (row, kv_head, tl.num_programs(1), kv_len), (Scales, Centre, Pages))
+    kv = (k_base, v_base, stride_kn, stride_vn, (row, kv_head, kv_heads, kv_len), (Scales, Centre, Pages))
     tile_start, tile_stop = split * tiles // splits, (split + 1) * tiles // splits
     acc, m, l = attend(
         (Q, row * stride_qb + (kv_head * GROUP + group_head) * stride_qh + q_index * stride_qm),
@@ -110,9 +126,9 @@ def split_kv_kernel(
     )  # fmt: skip
     if COMBINE:
         slot = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * splits + split
-        store_partial(acc, m, l, Workspace, stats_start, slot, rows, offs_v[None, :], q_len * GROUP, C)
+        store_partial(acc, m, l, Workspace, stats_start, slot, local, offs_v[None, :], q_len * GROUP - block * BLOCK_M, C)
     else:
-        store_packed(acc, m, l, Out, Lse, SinkLogits, row, kv_head, tl.num_programs(1), rows, offs_v[None, :], q_len, C)
+        store_packed(acc, m, l, Out, Lse, SinkLogits, row, kv_head, kv_heads, rows, offs_v[None, :], q_len, C)
 
 
 @triton.jit(do_not_specialize=["q_len", "splits", "stats_start"])
@@ -133,11 +149,18 @@ def combine_kernel(
     """One program for each ROWS packed rows: merges their splits in order. Spans is not used, but all merges have it."""
     wait_for_inputs(EARLY)
     let_next_begin(EARLY)
-    kv_head, kv_heads = tl.program_id(1), tl.num_programs(1)
-    slot = (tl.program_id(2) * kv_heads + kv_head) * splits
+    BLOCK_M: tl.constexpr = C.BLOCK_M
+    kv_head, kv_heads, first_row = tl.program_id(1), tl.num_programs(1), tl.program_id(0) * ROWS
+    slot, block = tl.program_id(2) * kv_heads + kv_head, 0
+    if not C.FEW_ROWS:
+        block = first_row // BLOCK_M
+        slot = slot * tl.cdiv(q_len * C.GROUP, BLOCK_M) + block
+    slot *= splits
+    before = block * BLOCK_M
     rows, offs_v, acc, m, l = merge_rows(
-        Workspace, stats_start, slot, slot + 1, 1, splits, tl.program_id(0) * ROWS, q_len * C.GROUP, ROWS, CHUNK, C
+        Workspace, stats_start, slot, slot + 1, 1, splits, first_row - before, q_len * C.GROUP - before, ROWS, CHUNK, C
     )
+    rows += before
     store_packed(acc, m, l, Out, Lse, SinkLogits, tl.program_id(2), kv_head, kv_heads, rows, offs_v, q_len, C)
 
 
@@ -172,15 +195,19 @@ def _prepare(tensors, form: Form, spec: Spec, return_lse: bool, splits: int | No
 
 def fixed_splits(call: Call, config: tables.Config, splits: int | None) -> Plan:
     """The launches of a call. splits: their number; None: as many as fill the GPU."""
-    device, heads = call.q.device, call.batch * call.num_kv_heads
+    device, blocks = call.q.device, triton.cdiv(call.rows, config.BLOCK_M)
+    heads = call.batch * call.num_kv_heads * blocks
     # Enough programs in the merge to fill the GPU a few times. With a number of splits, bits must not depend on the batch.
-    rows_each = 1 if splits else min(16, 1 << (call.rows * heads // (8 * gpu.num_sms(device))).bit_length())
+    rows = call.batch * call.num_kv_heads * call.rows
+    rows_each = 1 if splits else min(16, 1 << (rows // (8 * gpu.num_sms(device))).bit_length())
     # Not the splits of this length, because compilation depends on them.
     max_splits = splits or tables.most_splits(device, config, heads, call.kv_len)
     splits = splits or tables.num_splits(device, config, heads, call.kv_len)
     slots = heads * splits
     overlap = early(device)
-    common = {"stats_start": slots * call.workspace_m * call.block_dv, "C": call.constants(config, packed=True), **overlap}
+    constants = replace(call.constants(config, packed=True), FULL_TAIL=True)
+    acc_size = slots * constants.WORKSPACE_M * call.block_dv
+    common = {"stats_start": acc_size, "C": constants, **overlap}
     merge = None
     if max_splits > 1:
         chunk, num_warps = tables.merge(rows_each * call.block_dv, min(max_splits, tables.MAX_SPLITS))
@@ -196,7 +223,7 @@ def fixed_splits(call: Call, config: tables.Config, splits: int | None) -> Plan:
         )
     launches = launch.Launch(
         split_kv_kernel,
-        (splits, call.num_kv_heads, call.batch),
+        (splits, call.num_kv_heads * blocks, call.batch),
         merge,
         **call.arguments(),
         **common,
@@ -206,4 +233,4 @@ def fixed_splits(call: Call, config: tables.Config, splits: int | None) -> Plan:
         num_stages=config.num_stages,
         **call.registers(config),
     )
-    return Plan(launches, 0 if merge is None else slots * call.workspace_m * (call.block_dv + 2))
+    return Plan(launches, 0 if merge is None else acc_size + slots * constants.WORKSPACE_M * 2)

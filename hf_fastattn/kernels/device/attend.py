@@ -52,8 +52,9 @@ def _attend(
     """`attend` for heads whose tile of K is loaded at once.
 
     Tiles that are fully visible to every row run in a loop without a mask. The others (window edge, diagonal, tail; all tiles if
-    the row has holes) run in a second loop with a mask. FEW_ROWS means that memory bandwidth is the limit: then a tail with the
-    same end for all rows runs in the first loop, as a full tile that ends at the last key and skips the keys of the tile before.
+    the row has holes) run in a second loop with a mask. With FULL_TAIL a tail with the same end for all rows runs in the first
+    loop, as a full tile that ends at the last key and skips the keys of the tile before: if memory is the limit, the start of a
+    loop costs more than a tile.
     """
     Q, q_rows = queries
     k_base, v_base, stride_kn, stride_vn, indices, extra = kv
@@ -105,14 +106,14 @@ def _attend(
     # Tiles [full_start, full_stop) need no mask.
     full_start = tl.minimum(tl.maximum((full_lo - lo + BLOCK_N - 1) // BLOCK_N, tile_start), tile_stop)
     full_keys = tl.maximum(full_hi - lo, 0)
-    if C.FEW_ROWS:
+    if C.FULL_TAIL:
         full_keys += tl.where((full_hi == hi) & (hi - lo >= BLOCK_N), BLOCK_N - 1, 0)
     full_stop = tl.where(holes, full_start, tl.minimum(full_keys // BLOCK_N, tile_stop))
     full_stop = tl.maximum(full_stop, full_start)
 
     for tile in tl.range(full_start, full_stop):
         first = lo + tile * BLOCK_N
-        overlap = first - tl.minimum(first, hi - BLOCK_N) if C.FEW_ROWS else 0
+        overlap = first - tl.minimum(first, hi - BLOCK_N) if C.FULL_TAIL else 0
         if HEAD_DIM == BLOCK_D:
             k = LOAD_K(k_base, stride_kn, first - overlap, offs_n, offs_d, None, indices, extra)
         else:
@@ -122,7 +123,7 @@ def _attend(
         else:
             v = LOAD_V(v_base, stride_vn, first - overlap, offs_n, offs_v, v_mask, indices, extra)
         s = scores_of(q, k, scales, C.HAS_SOFTCAP, C.IEEE)
-        if C.FEW_ROWS:
+        if C.FULL_TAIL:
             s = tl.where((offs_n >= overlap)[None, :], s, float("-inf"))
         is_kept = None
         if C.DROPOUT:

@@ -13,8 +13,8 @@ class Constants:
     HEAD_DIM, VALUE_DIM: dimensions of keys and of values. BLOCK_M, BLOCK_N: rows and keys of a tile. BLOCK_D, BLOCK_DV:
     dimensions of K and V in one load; all of them unless HEAD_DIM is above BLOCK_D (see `wide`). SINKS: number of first tokens
     that are visible whatever the window. PAIRS: pairs of dimensions that the kernel rotates to re-rotate the queries that score
-    sinks; 0 if it does not re-rotate. FEW_ROWS: one block holds all packed rows of a KV head. ROWS: the spans have an interval
-    for each query. DROPOUT: whether weights are dropped (prefill and backward).
+    sinks; 0 if it does not re-rotate. FEW_ROWS: one block holds all packed rows of a KV head. FULL_TAIL: see `attend`. ROWS: the
+    spans have an interval for each query. DROPOUT: whether weights are dropped (prefill and backward).
     """
 
     GROUP: int
@@ -36,5 +36,6 @@ class Constants:
     WORKSPACE_M: int = 0
     ONE_QUERY: bool = False
     FEW_ROWS: bool = False
+    FULL_TAIL: bool = False
     ROWS: bool = False
     DROPOUT: bool = False

@@ -62,7 +62,7 @@ def merge_shares(
     """
     num_blocks, num_packs, total_packs, section, whole = order
     constants = call.constants(tables.Config(BLOCK_M, BLOCK_N, 4, 1), packed=True)
-    constants = replace(constants, GROUP=pack, WORKSPACE_M=BLOCK_M, FEW_ROWS=False)
+    constants = replace(constants, GROUP=pack, WORKSPACE_M=BLOCK_M, FEW_ROWS=False, FULL_TAIL=False)
     blocks, rows = num_blocks * total_packs - whole, min(call.q_len * pack, BLOCK_M)
     rows_each = min(16, 1 << (blocks * rows // (8 * gpu.num_sms(call.q.device))).bit_length())
     chunk, warps = tables.merge(rows_each * call.block_dv, splits)
