@@ -221,6 +221,7 @@ COMPILATIONS = [
     ("lean", 80, Shape("bf16", 64, q_len=16)),
     *(("split_kv", arch, shape) for arch in (80, 90) for shape in DECODE if shape.spans),
     ("split_kv, a program a head", 90, Shape("bf16", 128, q_len=16, batch=13)),  # few keys of 64 rows
+    *(("split_kv", 90, Shape("bf16", 64, q_len=8, sinks=sinks)) for sinks in (False, True)),
     *(("prefill", arch, shape) for arch in (80, 90) for shape in PREFILL),
     *(("lean", arch, shape) for arch in (80, 90) for shape in WIDE),
     *(("lean", 89, shape) for shape in WIDE[1:3]),

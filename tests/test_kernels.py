@@ -398,6 +398,19 @@ def test_blocks_of_few_queries_on_hopper(monkeypatch):
     assert found == {80: [16, 32, 32, 64] * 2, 90: [16, 64, 64, 64] * 2}
 
 
+def test_fixed_splits_of_17_to_32_rows_have_blocks_of_64_on_hopper(monkeypatch):
+    """At head_dim 64. In lean's own kernel such blocks may spill."""
+    device, bf16 = torch.device("cuda", 0), torch.bfloat16
+    monkeypatch.setattr(gpu, "num_sms", lambda device: 132)
+    for arch, block in ((90, 64), (80, 32)):
+        monkeypatch.setattr(gpu, "arch", lambda device, arch=arch: arch)
+        config, fixed = schedule.choose(device, bf16, 64, 17, 32, 32 << 10, True)
+        assert fixed and config.BLOCK_M == tables.fixed(device, bf16, 64, 32, 8).BLOCK_M == block
+        assert schedule.stream_k_config(device, bf16, 64, 32, 32, True).BLOCK_M == 32
+        assert [tables.fixed(device, bf16, d, r, 8).BLOCK_M for d, r in ((64, 16), (128, 32))] == [16, 32]
+        assert tables.fixed(device, torch.float32, 64, 32, 8).BLOCK_M == 32
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_programs_per_sm_by_the_number_of_heads(head_dim, monkeypatch):
     monkeypatch.setattr(gpu, "arch", lambda device: 90)

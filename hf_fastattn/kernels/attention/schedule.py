@@ -208,7 +208,7 @@ def choose(
     rows, heads: as in `tables.decode`; kv_len: the most keys that a query sees; uniform: as in `Call.uniform`.
     """
     if uniform:
-        config = tables.decode(device, dtype, head_dim, rows, heads)
+        config = tables.fixed(device, dtype, head_dim, rows, heads)
         if shares_within_heads(device, config, heads, kv_len):
             return config, True
     return stream_k_config(device, dtype, head_dim, rows, heads, uniform), False

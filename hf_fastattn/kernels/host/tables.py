@@ -150,6 +150,13 @@ def decode(device: torch.device, dtype: torch.dtype, head_dim: int, rows: int, h
     return decode_config(gpu.arch(device), dtype.itemsize, block_d(head_dim), max(16, 1 << (rows - 1).bit_length()), load)
 
 
+def fixed(device: torch.device, dtype: torch.dtype, head_dim: int, rows: int, heads: int) -> Config:
+    """The launch of fixed splits, in which every program stays within one KV head; arguments as in `decode`."""
+    if gpu.arch(device) == 90 and dtype.itemsize == 2 and block_d(head_dim) == 64 and 16 < rows <= 32:
+        rows = 64  # as in `prefill_config`
+    return decode(device, dtype, head_dim, rows, heads)
+
+
 @cache
 def decode_config(arch: int, itemsize: int, block_d: int, rows: int, load: str | None) -> Config:
     """The table of the decode kernels: as a rule 64 to 128 KB of K/V in flight per multiprocessor.
