@@ -70,7 +70,8 @@ def kernel_of_lean(shape: Shape, q: torch.Tensor, k: torch.Tensor, backend: Back
     phase, kernel = backend.kernel(shape.q_len, shape.num_heads, shape.num_kv_heads)
     if phase == "prefill":
         name = kernel.choice(q, KV(k, k), Spec(causal=shape.causal))[0] if q.is_cuda else kernel.name
-        return "stream_k" if name == "lean" else name
+        if name != "lean":
+            return name
     rows, heads = shape.q_len * shape.num_heads // shape.num_kv_heads, shape.batch * shape.num_kv_heads
     from hf_fastattn.kernels.attention.schedule import choose  # not every benchmark needs Triton
 

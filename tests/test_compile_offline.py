@@ -45,7 +45,7 @@ from hf_fastattn.kernels.decode import (  # noqa: E402
 from hf_fastattn.kernels.decode import residual as residual_sums  # noqa: E402
 from hf_fastattn.kernels.host import gpu  # noqa: E402
 from hf_fastattn.kernels.mixture import Layout, Weights  # noqa: E402
-from hf_fastattn.kernels.spec import PLAIN, Spec, call  # noqa: E402
+from hf_fastattn.kernels.spec import KV, PLAIN, Spec, call  # noqa: E402
 
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 KIB = 1024
@@ -135,6 +135,7 @@ def compiling(module, kernels: tuple[str, ...], arch: int):
         patch.setattr(gpu, "num_sms", lambda device: 108)
         if module is lean:  # its own kernels, also where it would use those of split_kv
             patch.setattr(schedule, "shares_within_heads", lambda *args: False)
+            patch.setattr(schedule, "brief", lambda *args: None)
         if hasattr(module, "_prepare"):  # it caches launches of another architecture
             patch.setattr(module, "_prepare", module._prepare.__wrapped__)
         for name in kernels:
@@ -261,6 +262,18 @@ def test_with_many_heads_four_programs_fit_an_sm(shape, tmp_path):
     warps = 4 if shape.head_dim == 64 else 2
     assert 4 * 32 * warps * binary.registers <= 65536 and 4 * binary.shared <= SHARED_LIMIT[90]
     assert binary.stack <= 32 and (not binary.stack or spills_in_tile_loops(binary.sass) == 0)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("arch", [80, 90])
+def test_blocks_of_few_rows_do_not_spill(arch, head_dim, tmp_path):
+    q, k = (torch.zeros(1, heads, 2, head_dim, dtype=torch.bfloat16) for heads in (71, 1))
+    k = k[:, :, :1].expand(1, 1, 2048, head_dim)
+    with compiling(split_kv, ("split_kv_kernel", "combine_kernel"), arch) as compiled:
+        config = schedule.brief(torch.device("cuda", arch), q.dtype, head_dim, 142, 1, 2048)
+        given = Call.of((q, k, k, *[None] * 6), PLAIN, Spec(), False)
+        split_kv.fixed_splits(given, config, None).run(q, KV(k, k), Spec(), None, None, q, False)
+    assert config.BLOCK_M == 16 and not any(read(binary, tmp_path).stack for binary in compiled.values())
 
 
 def test_two_programs_of_the_merge_of_shares_fit_an_sm(tmp_path):

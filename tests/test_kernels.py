@@ -113,6 +113,12 @@ def never(*args) -> bool:
     return False
 
 
+def without_fixed_splits(patch) -> None:
+    """Make lean run its own kernels."""
+    patch.setattr(schedule, "shares_within_heads", never)
+    patch.setattr(schedule, "brief", lambda *args: None)
+
+
 class _Counted:
     """A Triton kernel that counts its launches."""
 
@@ -318,15 +324,18 @@ SCHEDULE_CASES = [
 
 def force_programs(patch, programs: int) -> None:
     """Make lean divide one linearised tile range among `programs` programs, if the buffer has at least as many tiles."""
-    patch.setattr(schedule, "shares_within_heads", never)
+    without_fixed_splits(patch)
     config = tables.decode
     patch.setattr(tables, "decode", lambda *args: replace(config(*args), programs_per_sm=1, MIN_TILES=1))
     patch.setattr(gpu, "num_sms", lambda device: programs)
 
 
 def has_fixed_splits(case: Case) -> bool:
-    """Whether `lean` runs fixed splits here, as it may for decode rows in a batch that the host knows to be uniform."""
+    """Whether `lean` runs fixed splits here, as it may for few keys, and for decode rows in a batch that the host knows to be
+    uniform."""
     rows, heads = case.q_len * case.num_heads // case.num_kv_heads, case.batch * case.num_kv_heads
+    if ON_GPU and rows > schedule.BRIEF_ROWS:
+        return True
     if rows > tables.MAX_DECODE_ROWS or (case.batch > 1 and case.has_spans):
         return False
     visible = case.kv_len if case.window is None or case.has_spans else min(case.kv_len, case.window + case.q_len - 1)
@@ -337,7 +346,30 @@ def has_fixed_splits(case: Case) -> bool:
 @with_lean
 @pytest.mark.parametrize("case", [c for c in here(*CASES) if has_fixed_splits(c)], ids=lambda c: c.id)
 def test_lean_schedules_on_the_device_as_on_the_host(kernel, case, device, monkeypatch):
-    monkeypatch.setattr(schedule, "shares_within_heads", never)
+    without_fixed_splits(monkeypatch)
+    check_case(kernel, case, device)
+
+
+BLOCK_CASES = [
+    Case(q_len=1, kv_len=203, batch=2, num_heads=71, num_kv_heads=1, head_dim=32),
+    Case(q_len=3, kv_len=100, batch=2, num_heads=28, num_kv_heads=2, head_dim=32, lse=True),
+    Case(q_len=5, kv_len=203, batch=1, num_heads=14, num_kv_heads=2, head_dim=48, first_tokens=4, turned=True, window=60),
+    Case(q_len=7, kv_len=120, batch=1, num_heads=10, num_kv_heads=1, head_dim=32, first_tokens=4, turned=True, window=60),
+    Case(q_len=9, kv_len=77, num_heads=10, head_dim=32, rows=((3, 77, 0.2), (0, 0, 0.0)), sinks=True, softcap=20.0, window=40),
+]
+
+
+@with_lean
+@pytest.mark.parametrize("case", here(*BLOCK_CASES), ids=lambda c: c.id)
+@pytest.mark.parametrize("programs_per_sm", here(8, 1))
+def test_fixed_splits_of_several_blocks_of_rows(kernel, case, programs_per_sm, device, monkeypatch):
+    """With several splits and with one, which needs no merge."""
+    monkeypatch.setattr(gpu, "num_sms", lambda device: 6)
+    monkeypatch.setattr(schedule, "brief", lambda *args: tables.Config(16, 16, 4, 1, programs_per_sm=programs_per_sm))
+    x = make(case, device)
+    with counted_launches(kernel) as launched:
+        call(kernel.launcher(), x.q, x.k, x.v, x.spans, **x.options)
+    assert launched == Counter(SPLIT_KV.launches[: 1 + (programs_per_sm > 1)])
     check_case(kernel, case, device)
 
 

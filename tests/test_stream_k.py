@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from hf_fastattn.kernels import HAS_TRITON, TritonKernel
-from hf_fastattn.kernels.host import gpu
+from hf_fastattn.kernels.host import gpu, tables
 from hf_fastattn.kernels.spec import KV, Spec
 
 if not HAS_TRITON:
     pytest.skip("needs Triton", allow_module_level=True)
 
 from hf_fastattn.kernels.attention import lean
-from hf_fastattn.kernels.attention.schedule import pack_of, pays, splits_of
+from hf_fastattn.kernels.attention.schedule import brief, choose, is_brief, pack_of, pays, splits_of
 
 PREFILL = TritonKernel("prefill", hopper="prefill_hopper", stream_k="lean")
 
@@ -37,7 +37,13 @@ def hopper(monkeypatch):
         ({"q_len": 64, "kv_len": 65536, "heads": 8}, "lean"),  # half of a block would be empty
         ({"q_len": 300, "kv_len": 300, "batch": 16}, "prefill_hopper"),
         ({"q_len": 17, "kv_len": 65536, "head_dim": 84}, "lean"),
-        ({"q_len": 17, "kv_len": 512, "head_dim": 84}, "prefill"),  # too short for a merge
+        ({"q_len": 17, "kv_len": 512, "head_dim": 84, "batch": 4}, "prefill"),  # too short for a merge
+        ({"q_len": 1, "kv_len": 8192, "heads": 71, "kv_heads": 1}, "lean"),  # few keys, in blocks of few rows
+        ({"q_len": 1, "kv_len": 8192, "heads": 71, "kv_heads": 1, "batch": 4}, "prefill_hopper"),
+        ({"q_len": 1, "kv_len": 65536, "heads": 71, "kv_heads": 1}, "prefill_hopper"),
+        ({"q_len": 1, "kv_len": 1024, "heads": 71, "kv_heads": 1, "head_dim": 256}, "prefill_hopper"),
+        ({"q_len": 1, "kv_len": 1024, "heads": 71, "kv_heads": 1, "dtype": torch.float32}, "prefill"),
+        ({"q_len": 128, "kv_len": 128}, "prefill_hopper"),  # blocks alone fill the GPU
         ({"q_len": 17, "kv_len": 65536, "head_dim": 512}, "prefill"),
         ({"q_len": 17, "kv_len": 65536, "dtype": torch.float32}, "prefill"),
     ],
@@ -47,11 +53,30 @@ def test_the_kernel_that_is_estimated_fastest_runs(shape, chosen, hopper):
     assert PREFILL.choice(*operands(**shape), Spec())[0] == chosen
 
 
+@pytest.mark.parametrize("rows", [17, 32, 64, 71, 128, 284])
+def test_few_keys_are_read_by_several_blocks_of_rows(rows, hopper):
+    """Up to 32 MiB in all; then one block of all rows, or the kernels for more than 64."""
+    device, blocks = torch.device("cuda", 0), -(-rows // 16)
+    most = (32 << 20) // (blocks * 2 * 128 * 2)
+    config, fixed = choose(device, torch.bfloat16, 128, rows, 1, most, True)
+    assert fixed and config == tables.decode(device, torch.bfloat16, 128, 16, blocks)
+    config, fixed = choose(device, torch.bfloat16, 128, rows, 1, most + 1, True)
+    assert min(rows, 64) <= config.BLOCK_M and fixed == (rows <= 64)
+    assert choose(device, torch.bfloat16, 128, rows, 67 // blocks + 1, 64, True)[0].BLOCK_M > 16  # no room for two splits
+    assert brief(device, torch.bfloat16, 128, 16, 1, 64) is None
+
+
+def test_a_window_limits_the_keys_that_blocks_read(hopper):
+    q, kv = operands(1, 65536, heads=71, kv_heads=1)
+    assert is_brief(q, kv, Spec(window=4096, sinks=4)) and not is_brief(q, kv, Spec(window=32768))
+
+
 @pytest.mark.parametrize("head_dim, chosen", [(128, "prefill_hopper"), (84, "prefill")])
 def test_intervals_are_for_the_prefill_kernels(head_dim, chosen, hopper):
     """Not for stream-K, which does not read them."""
-    q, kv = operands(17, 65536, head_dim=head_dim)
-    assert PREFILL.choice(q, kv, Spec(), rows=True)[0] == chosen
+    for kv_len in (65536, 512):
+        q, kv = operands(17, kv_len, head_dim=head_dim)
+        assert PREFILL.choice(q, kv, Spec(), rows=True)[0] == chosen
 
 
 def splits(q_len, kv_len, spec=Spec(causal=False), heads=32, kv_heads=8, head_dim=128, batch=1):  # noqa: B008 (a tuple)

@@ -39,9 +39,9 @@ class TritonKernel:
     """The launcher `hf_fastattn.kernels.attention.<name>.<name>`, imported at the first call; for CPU tensors the reference.
 
     hopper: a module of the same kind that runs instead on compute capability 9.0 if its `why_not` returns None. stream_k: a
-    module that splits K and V, and runs where the Hopper kernel does not and blocks of queries alone leave much of the GPU idle
-    (`attention.schedule.pays`); the Hopper kernel may then split them too. Spans with an interval for each query need a kernel
-    that supports them: `name` and `hopper` must.
+    module that splits K and V. It runs where these are short (`attention.schedule.is_brief`), and where the Hopper kernel does
+    not and blocks of queries alone leave much of the GPU idle (`attention.schedule.pays`); the Hopper kernel may then split K and
+    V too. Spans with an interval for each query need a kernel that supports them: `name` and `hopper` must.
     twin: the reference. fixed: arguments of the launcher that the reference does not take.
     Under TRITON_INTERPRET=1 CPU tensors run the Triton kernel in the interpreter. This is for tests.
     """
@@ -112,8 +112,10 @@ class TritonKernel:
         shares = self.stream_k is not None
         if self.hopper is not None and (why_not := _module(self.hopper).why_not(q, kv, spec.sinks, shares)) is None:
             name = self.hopper
-        elif self.stream_k is not None and not rows and _module("schedule").pays(q, kv, spec):
-            name = self.stream_k
+        if self.stream_k is not None and not rows:
+            schedule = _module("schedule")
+            if schedule.is_brief(q, kv, spec) or (name == self.name and schedule.pays(q, kv, spec)):
+                name = self.stream_k
         return name, why_not
 
     def _choose(

@@ -27,7 +27,7 @@ from ..host import gpu, launch, tables
 from ..host.overlap import early, let_next_begin, wait_for_inputs
 from ..spec import KV, Form, Spec
 from .plan import Call, Plan
-from .schedule import assign_tiles, choose, program_of, queries_of
+from .schedule import assign_tiles, choose, program_of, queries_of, visible_keys
 from .split_kv import fixed_splits
 
 
@@ -221,11 +221,8 @@ def lean(
 @launch.remember
 def _prepare(tensors, form: Form, spec: Spec, return_lse: bool) -> Plan:
     call = Call.of(tensors, form, spec, return_lse)
-    if call.many_rows:
-        return stream_k(call, tables.many_rows(call.q.device, call.q.dtype, call.width, call.rows, call.spec.sinks > 0))
-    visible_keys = call.kv_len if spec.window is None else min(call.kv_len, spec.window + call.q_len - 1)
-    heads = call.batch * call.num_kv_heads
-    config, fixed = choose(call.q.device, call.q.dtype, call.width, call.rows, heads, visible_keys, call.uniform)
+    keys, heads = visible_keys(call.kv_len, call.q_len, spec), call.batch * call.num_kv_heads
+    config, fixed = choose(call.q.device, call.q.dtype, call.width, call.rows, heads, keys, call.uniform, spec.sinks > 0)
     return fixed_splits(call, config, None) if fixed else stream_k(call, config)
 
 

@@ -27,6 +27,8 @@ KEYS_PER_US = {64: 117, 128: 88, 256: 42}
 SUSTAINED = {64: 117, 128: 80, 256: 42}
 START_US, MERGE_US, PARTIAL_US, SPLIT_US = 2.7, 3.5, 0.034, 0.03
 MIN_SPLIT, MAX_SPLITS, MAX_WAVES = 128, 64, 8  # keys of a split; splits of a block; waves of splits
+# Packed rows of a block where K and V are short, and the most bytes of K and V that all such blocks read, mostly from L2.
+BRIEF_ROWS, BRIEF_BYTES = 16, 32 << 20
 MARGIN = 1.15  # a smaller estimated gain of `lean` is ignored: the order of blocks also balances them a little
 GAIN = 1.05  # likewise of splits, whose estimate is closer
 
@@ -123,10 +125,9 @@ def shares_within_heads(device: torch.device, config: tables.Config, heads: int,
     return used > 0 and (16 * used >= 15 * programs or (10 * used >= 7 * programs and heads * tiles <= programs * SHORT))
 
 
-def _visible_keys(q: torch.Tensor, kv: KV, spec: Spec) -> int:
+def visible_keys(kv_len: int, q_len: int, spec: Spec) -> int:
     """The most keys that a block of queries visits."""
-    kv_len = kv.k.shape[2]
-    return kv_len if spec.window is None else min(kv_len, spec.sinks + spec.window + q.shape[2] - 1)
+    return kv_len if spec.window is None else min(kv_len, spec.sinks + spec.window + q_len - 1)
 
 
 @cache
@@ -194,19 +195,55 @@ def pays(q: torch.Tensor, kv: KV, spec: Spec) -> bool:
         return False
     config, sms = tables.many_rows(q.device, q.dtype, width, rows, spec.sinks > 0), gpu.num_sms(q.device)
     blocks = batch * triton.cdiv(rows, config.BLOCK_M)
-    keys = _visible_keys(q, kv, spec)
+    keys = visible_keys(kv.k.shape[2], q_len, spec)
     stream_k = kv_heads * blocks * config.BLOCK_M * keys / sms + MERGE
     alone = triton.cdiv(batch * num_heads * triton.cdiv(q_len, ROWS), sms) * ROWS * keys
     return bool(blocks <= MAX_ITEMS and MARGIN * stream_k < alone)
 
 
+def brief(device: torch.device, dtype: torch.dtype, head_dim: int, rows: int, heads: int, kv_len: int) -> tables.Config | None:
+    """The configuration of fixed splits of blocks of BRIEF_ROWS packed rows if K and V are short; otherwise None.
+
+    The time of such a call is mostly that of the start and the end of its programs, which are shortest for small blocks. But each
+    block reads all K and V of its head. The GPU must have room for two splits of each. Arguments as in `choose`.
+    """
+    if gpu.arch(device) == 0 or dtype.itemsize != 2 or head_dim > 128 or rows <= BRIEF_ROWS:
+        return None
+    blocks = heads * triton.cdiv(rows, BRIEF_ROWS)
+    read = blocks * kv_len * 2 * head_dim * dtype.itemsize
+    if read > BRIEF_BYTES or 2 * blocks > gpu.num_sms(device):
+        return None
+    return tables.decode(device, dtype, head_dim, BRIEF_ROWS, blocks)
+
+
+def is_brief(q: torch.Tensor, kv: KV, spec: Spec) -> bool:
+    """Whether `brief` has a configuration for these tensors."""
+    batch, num_heads, q_len, head_dim = q.shape
+    kv_heads = max(kv.k.shape[1], 1)
+    rows, width = q_len * num_heads // kv_heads, max(head_dim, kv.v.shape[3])
+    return brief(q.device, q.dtype, width, rows, batch * kv_heads, visible_keys(kv.k.shape[2], q_len, spec)) is not None
+
+
 def choose(
-    device: torch.device, dtype: torch.dtype, head_dim: int, rows: int, heads: int, kv_len: int, uniform: bool
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    rows: int,
+    heads: int,
+    kv_len: int,
+    uniform: bool,
+    sinks: bool = False,
 ) -> tuple[tables.Config, bool]:
     """(configuration of `lean`'s launch, whether it is one of fixed splits).
 
-    rows, heads: as in `tables.decode`; kv_len: the most keys that a query sees; uniform: as in `Call.uniform`.
+    rows, heads: as in `tables.decode`; kv_len: the most keys that a query sees; uniform: as in `Call.uniform`; sinks: as in
+    `tables.many_rows`.
     """
+    config = brief(device, dtype, head_dim, rows, heads, kv_len)
+    if config is not None:
+        return config, True
+    if rows > tables.MAX_DECODE_ROWS:
+        return tables.many_rows(device, dtype, head_dim, rows, sinks), False
     if uniform:
         config = tables.fixed(device, dtype, head_dim, rows, heads)
         if shares_within_heads(device, config, heads, kv_len):
