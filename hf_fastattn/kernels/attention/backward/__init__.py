@@ -1,8 +1,8 @@
 """Gradients of attention, in two launches: `dq`, which also stores delta, then `dkdv` or, if it can, `hopper`.
 
 They compute seven products instead of the five of a fused backward kernel. In return there are no atomics, results are
-bitwise repeatable, and delta is as a rule the only workspace. Scores are recomputed from lse, so memory grows linearly
-with the lengths.
+bitwise repeatable, and delta, for `dkdv` in pairs with lse, is as a rule the only workspace. Scores are recomputed from lse, so
+memory grows linearly with the lengths.
 
 With dropout, Z being 1 / (1 - p) where a weight is kept and else 0: dV = (Z * P)^T dO, dP = Z * dO V^T.
 """
@@ -33,11 +33,12 @@ def _hopper() -> ModuleType:
 
 class Plan(NamedTuple):
     """The launches of the gradients. parts: the sizes of dK and dV but for their head_dim, the first of them the number of sums
-    that are still to be added."""
+    that are still to be added. stats: the numbers that dq stores for each query and head: delta, or lse in base 2 and delta."""
 
     dq: launch.Launch
     dkdv: launch.Launch
     parts: tuple[int, ...]
+    stats: int
 
 
 def backward(
@@ -63,16 +64,17 @@ def backward(
     plan = _prepare((q, *kv.tensors, spans, sink_logits, seed, out, lse, dout, dlse), kv.form, spec, needs[0], by_tma)
     out, lse = checks.token_major(out), lse.contiguous()
     dlse = lse if dlse is None else dlse.to(lse.dtype).contiguous()
-    delta = torch.empty_like(lse)
+    stats = torch.empty(*lse.shape, plan.stats, device=lse.device, dtype=torch.float32)
     dq = checks.empty_outputs(q, q.shape[3], False)[0] if needs[0] else None
     some_spans = q if spans is None else spans
-    plan.dq(q, k, v, out, dout, lse, dlse, some_spans, q if dq is None else dq, delta, seed)
-    dsink = None if sink_logits is None else checks.sink_gradient(sink_logits, lse, delta)
+    plan.dq(q, k, v, out, dout, lse, dlse, some_spans, q if dq is None else dq, stats, seed)
+    dsink = None if sink_logits is None else checks.sink_gradient(sink_logits, lse, stats[..., -1])
     if not needs[1]:
         return dq, None, None, dsink
     dtype = q.dtype if plan.parts[0] == 1 else torch.float32
     dk, dv = (torch.empty(*plan.parts, x.shape[3], device=q.device, dtype=dtype) for x in (k, v))
-    plan.dkdv(*(q, k, v, dout, lse, delta, some_spans, dk, dv, seed)[: plan.dkdv.takes])
+    some_stats = (stats,) if plan.stats == 2 else (lse, stats)
+    plan.dkdv(*(q, k, v, dout, *some_stats, some_spans, dk, dv, seed)[: plan.dkdv.takes])
     dk, dv = (x[0] if plan.parts[0] == 1 else x.sum(0).to(q.dtype) for x in (dk, dv))
     return dq, dk.transpose(1, 2), dv.transpose(1, 2), dsink
 
@@ -105,6 +107,7 @@ def _prepare(tensors, form: Form, spec: Spec, write_dq: bool, by_tma: bool) -> P
         C=call.constants(for_dq, packed=False),
         HAS_DLSE=dlse is not None,
         WRITE_DQ=write_dq,
+        PAIRS=hopper is None,
         LOG2_E=LOG2_E,
         num_warps=for_dq.num_warps,
         num_stages=for_dq.num_stages,
@@ -122,4 +125,4 @@ def _prepare(tensors, form: Form, spec: Spec, write_dq: bool, by_tma: bool) -> P
             num_warps=for_dkdv.num_warps,
             num_stages=for_dkdv.num_stages,
         )
-    return Plan(dq, dkdv, (splits, call.batch, call.kv_len, call.num_kv_heads))
+    return Plan(dq, dkdv, (splits, call.batch, call.kv_len, call.num_kv_heads), 2 if hopper is None else 1)

@@ -4,7 +4,7 @@
 
 A program sums the query heads of its KV head in registers, in a fixed order, without atomics and without expanding K or V to the
 query heads. If there are too few KV heads for the GPU, several programs share a group, and their sums are added later, also in a
-fixed order. Tiles are transposed, [keys, queries]. `dq` has stored delta before this launch.
+fixed order. Tiles are transposed, [keys, queries]. `dq` has stored the pairs of lse and delta before this launch.
 
 Source: Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning" (2023), algorithm 2.
 """
@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 
 from ...device.dropout import kept
-from ...device.online import LOG2_E, scaled
+from ...device.online import scaled
 from ...device.visibility import narrowed, query_bounds, row_bounds
-from .tile import add_dot, dot, live_keys, load_rows, probabilities, score_gradients, split_tiles, tile_at, within
+from .tile import add_dot, dot, live_keys, load_pairs, load_rows, probabilities, score_gradients, split_tiles, tile_at, within
 
 
 @triton.jit
@@ -25,13 +25,12 @@ def _tile(
     DV: tl.constexpr,
     MASKED: tl.constexpr,
     C: tl.constexpr,
-    LOG2_E: tl.constexpr = LOG2_E,
 ):  # fmt: skip
     """(dk, dv) after adding a tile of queries of one head, from `first` on; queries from `hi` on are ignored.
 
     keys: the slots of the block, -1 for slots that are not live. DK, DV: which of the two to sum.
     """
-    q_base, do_base, stride_qm, stride_om, lse, delta = queries
+    q_base, do_base, stride_qm, stride_om, stats = queries
     q_start, kv_start, kv_stop, window, causal = spans
     offs_m = first + tl.arange(0, C.BLOCK_M)
     visible = None
@@ -42,8 +41,7 @@ def _tile(
         row_lo, row_hi = narrowed(row_lo, row_hi, span_ptr, tl.minimum(offs_m, q_len - 1), q_len, C.ROWS)
         row_hi = tl.where(row_mask, row_hi, row_lo)
         visible = within(keys[:, None], row_lo[None, :], row_hi[None, :])
-    lse_log2 = tl.load(lse + offs_m, mask=row_mask) * LOG2_E  # any value outside of the mask
-    delta = tl.load(delta + offs_m, mask=row_mask)
+    lse_log2, delta = load_pairs(stats + first, tl.arange(0, C.BLOCK_M), row_mask, MASKED)
     q = load_rows(q_base, stride_qm, offs_m, tl.arange(0, C.BLOCK_D), row_mask, MASKED, C.HEAD_DIM, C.BLOCK_D)
     do = load_rows(do_base, stride_om, offs_m, tl.arange(0, C.BLOCK_DV), row_mask, MASKED, C.VALUE_DIM, C.BLOCK_DV)
     s = scaled(dot(k, tl.trans(q), C.IEEE), scales, C.HAS_SOFTCAP, C.IEEE)
@@ -74,7 +72,7 @@ def _sums(
     C: tl.constexpr,
 ):  # fmt: skip
     """(dk, dv) of a block of keys over all queries of `heads` heads, in order; 0 if it is not to be summed."""
-    Q, DOut, Lse, Delta = pointers
+    Q, DOut, Stats = pointers
     stride_qb, stride_qh, stride_qm, stride_ob, stride_oh, stride_om = strides
     lo, hi, full_lo, full_hi = bounds
     BLOCK_M: tl.constexpr = C.BLOCK_M
@@ -93,7 +91,7 @@ def _sums(
         head = first_head + i // full
         stats = (row * num_heads + head) * q_len
         queries = (Q + row * stride_qb + head * stride_qh, DOut + row * stride_ob + head * stride_oh, stride_qm, stride_om,
-                   Lse + stats, Delta + stats)  # fmt: skip
+                   Stats + stats)  # fmt: skip
         at = lo + (before + i % full) * BLOCK_M
         dk, dv = _tile(dk, dv, k, v, keys, queries, at, hi, spans, span_ptr, q_len, scales, dropout,
                        (row * num_heads + head).to(tl.int32), first_key, DK, DV, False, C)  # fmt: skip
@@ -102,7 +100,7 @@ def _sums(
         head = first_head + i // masked
         stats = (row * num_heads + head) * q_len
         queries = (Q + row * stride_qb + head * stride_qh, DOut + row * stride_ob + head * stride_oh, stride_qm, stride_om,
-                   Lse + stats, Delta + stats)  # fmt: skip
+                   Stats + stats)  # fmt: skip
         at = tile_at(i % masked, before, lo, full_stop, BLOCK_M)
         dk, dv = _tile(dk, dv, k, v, keys, queries, at, hi, spans, span_ptr, q_len, scales, dropout,
                        (row * num_heads + head).to(tl.int32), first_key, DK, DV, True, C)  # fmt: skip
@@ -122,8 +120,7 @@ def dkdv_kernel(
     K,
     V,
     DOut,
-    Lse,
-    Delta,
+    Stats,
     Spans,
     DK,
     DV,
@@ -180,7 +177,7 @@ def dkdv_kernel(
                   VALUE_DIM, C.BLOCK_DV)  # fmt: skip
     rows = ((part * tl.num_programs(2) + row) * kv_len + offs_n) * kv_heads + kv_head
     first_head, num_heads = kv_head * C.GROUP + part * heads, kv_heads * C.GROUP
-    pointers = (Q, DOut, Lse, Delta)
+    pointers = (Q, DOut, Stats.to(tl.pointer_type(tl.int64)))
     strides = (stride_qb, stride_qh, stride_qm, stride_ob, stride_oh, stride_om)
     scales = (scale_log2, cap_log2)
     dropout = (0, drop_below, keep_scale)

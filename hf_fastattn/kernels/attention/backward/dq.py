@@ -1,4 +1,4 @@
-"""dQ, and delta for `dkdv`: one program per (block of query rows, head, batch row), which loops over K and V.
+"""dQ, and delta, for `dkdv` in pairs with lse: one program per (block of query rows, head, batch row), which loops over K and V.
 
     delta = rowsum(dO * O) - dlse      P = exp(S - lse)      dS = P * (dO V^T - delta) * softcap'(S)      dQ = scale * dS K
 
@@ -14,7 +14,7 @@ import triton.language as tl
 from ...device.dropout import aligned, kept
 from ...device.online import scaled
 from ...device.visibility import key_bounds
-from .tile import add_dot, dot, live_keys, load_rows, probabilities, score_gradients, split_tiles, tile_at, within
+from .tile import add_dot, dot, live_keys, load_rows, probabilities, score_gradients, split_tiles, store_pairs, tile_at, within
 
 
 @triton.jit
@@ -55,7 +55,7 @@ def dq_kernel(
     DLse,
     Spans,
     DQ,
-    Delta,
+    Stats,
     Seed,
     stride_qb,
     stride_qh,
@@ -82,6 +82,7 @@ def dq_kernel(
     C: tl.constexpr,
     HAS_DLSE: tl.constexpr,
     WRITE_DQ: tl.constexpr,
+    PAIRS: tl.constexpr,
     LOG2_E: tl.constexpr,
 ):
     BLOCK_M: tl.constexpr = C.BLOCK_M
@@ -108,7 +109,10 @@ def dq_kernel(
     if HAS_DLSE:
         delta -= tl.load(DLse + stats)
     lse_log2 = tl.load(Lse + stats) * LOG2_E
-    tl.store(Delta + stats, delta, mask=row_mask)
+    if PAIRS:
+        store_pairs(Stats + 2 * stats, lse_log2, delta, row_mask)
+    else:
+        tl.store(Stats + stats, delta, mask=row_mask)
 
     if WRITE_DQ:
         span_ptr = Spans + row * stride_sb

@@ -64,6 +64,27 @@ def load_rows(base, stride, offs_row, offs_d, row_mask, MASKED: tl.constexpr, DI
 
 
 @triton.jit
+def store_pairs(ptrs, lse_log2, delta, mask):
+    """Store (lse in base 2, delta) of query rows for `load_pairs`."""
+    tl.store(ptrs, lse_log2, mask=mask)
+    tl.store(ptrs + 1, delta, mask=mask)
+
+
+@triton.jit
+def load_pairs(base, offs_row, row_mask, MASKED: tl.constexpr):
+    """(lse in base 2, delta) of query rows, a pair in one 64-bit integer.
+
+    Transposed tiles have queries as columns, so each thread loads the pairs of all its columns: one load costs half of two.
+    """
+    ptrs = base + offs_row
+    if MASKED:
+        pairs = tl.load(ptrs, mask=row_mask, other=0)
+    else:
+        pairs = tl.load(ptrs)
+    return pairs.to(tl.int32).to(tl.float32, bitcast=True), (pairs >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def live_keys(span_ptr, offs_slot, lo, hi, holes, C: tl.constexpr, WORDS: tl.constexpr = WORDS):
     """The slots in [lo, hi) that are not holes; -1 for all others, which no row sees."""
     live = (offs_slot >= lo) & (offs_slot < hi)
