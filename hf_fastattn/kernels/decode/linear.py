@@ -78,6 +78,8 @@ def linear_kernel(
     wait_for_inputs(EARLY)
     let_next_begin(EARLY)
     x = tl.load(X + offs, mask=offs < SIZE, other=0.0)
+    if ADD:  # not after the store of y, for which it would wait
+        residual = tl.load(Residual + row, mask=live, other=0.0)
     acc = w.to(tl.float32) * x.to(tl.float32)[None, :]
     for k in range(BLOCK_K, SIZE, BLOCK_K):
         inside = k + offs < SIZE
@@ -92,8 +94,7 @@ def linear_kernel(
     out = of_tile(tile, second, third, none, distance(Out, Out1), distance(Out, Out2), PARTS)
     tl.store(Out + out + row, y, mask=live)
     if ADD:
-        total = tl.load(Residual + row, mask=live, other=0.0).to(tl.float32) + y.to(tl.float32)
-        tl.store(Sum + row, total.to(Out.dtype.element_ty), mask=live)
+        tl.store(Sum + row, (residual.to(tl.float32) + y.to(tl.float32)).to(Out.dtype.element_ty), mask=live)
 
 
 @triton.jit(do_not_specialize=["out_features"])

@@ -101,17 +101,17 @@ def _load_chunk(w_ptrs, x_ptrs, left, seen, EVEN: tl.constexpr, BLOCK_K: tl.cons
 
 
 @triton.jit
-def _sum_of_splits(acc, Partial, Counter, tile, splits, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):
+def _sum_of_splits(acc, Partial, Counter, tile, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):
     """(Whether this program is the last of its tile, the sum over all splits if it is)."""
     offs = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
-    parts = Partial + tile.to(tl.int64) * splits * (BLOCK_N * BLOCK_M) + offs
+    parts = Partial + tile.to(tl.int64) * (SPLITS * BLOCK_N * BLOCK_M) + offs
     tl.store(parts + tl.program_id(1) * (BLOCK_N * BLOCK_M), acc)
     tl.debug_barrier()  # all threads have stored before one of them counts
-    last = tl.atomic_add(Counter + tile, 1, sem="acq_rel") == splits - 1
+    last = tl.atomic_add(Counter + tile, 1, sem="acq_rel") == SPLITS - 1
     if last:
         tl.store(Counter + tile, 0)
         acc = tl.load(parts)
-        for split in range(1, splits):
+        for split in tl.static_range(1, SPLITS):  # their loads are under way together
             acc += tl.load(parts + split * (BLOCK_N * BLOCK_M))
     return last, acc
 
@@ -125,7 +125,7 @@ def _gated(acc, DTYPE: tl.constexpr, ACT: tl.constexpr):
     return act * up.to(DTYPE).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["tokens", "rows", "rows1", "rows2", "splits"])
+@triton.jit(do_not_specialize=["tokens"])  # 16 bytes of a result are stored at once if the numbers of rows allow it
 def linear_rows_kernel(
     X,
     Weight,
@@ -147,12 +147,11 @@ def linear_rows_kernel(
     rows2,
     size,
     split_size,
-    splits,
     PARTS: tl.constexpr,
     ACT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ADD: tl.constexpr,
-    SPLIT: tl.constexpr,
+    SPLITS: tl.constexpr,
     EVEN: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -191,9 +190,12 @@ def linear_rows_kernel(
     for k in range(0, tl.minimum(left, split_size), BLOCK_K):
         w, x = _load_chunk(w_ptrs + k, x_ptrs + k, left - k, seen, EVEN, BLOCK_K)
         acc = tl.dot(w, x, acc)
+    if ADD:  # not after the sum of the splits and the store of y, for which it would wait
+        live = row < rows
+        residual = tl.load(Residual + token[None, :] * rows + row[:, None], mask=live[:, None] & seen, other=0.0)
     last = True
-    if SPLIT:
-        last, acc = _sum_of_splits(acc, Partial, Counter, tile, splits, BLOCK_N, BLOCK_M)
+    if SPLITS > 1:
+        last, acc = _sum_of_splits(acc, Partial, Counter, tile, SPLITS, BLOCK_N, BLOCK_M)
     if last:
         dtype: tl.constexpr = Out.dtype.element_ty
         if ACT:
@@ -207,11 +209,10 @@ def linear_rows_kernel(
             if HAS_BIAS:
                 bias = of_tile(tile, second, third, none, distance(Bias, Bias1), distance(Bias, Bias2), PARTS)
                 acc += tl.load(Bias + bias + row, mask=live, other=0.0).to(tl.float32)[:, None]
-            out = of_tile(tile, second, third, none, distance(Out, Out1), distance(Out, Out2), PARTS)
+            out = of_tile(tile, second, third, none, distance(Out, Out1), distance(Out, Out2), PARTS)  # of new, aligned tensors
             offs, y = token[None, :] * rows_of + row[:, None], acc.to(dtype)
-            tl.store(Out + out + offs, y, mask=live[:, None] & seen)
+            tl.store(Out + out // 8 * 8 + offs, y, mask=live[:, None] & seen)
             if ADD:
-                residual = tl.load(Residual + offs, mask=live[:, None] & seen, other=0.0)
                 total = (residual.to(tl.float32) + y.to(tl.float32)).to(dtype)
                 tl.store(Sum + offs, total, mask=live[:, None] & seen)
 
@@ -254,13 +255,12 @@ def prepare(x: torch.Tensor, weights: Tensors, has_bias: bool, act: str | None, 
         rows2=rows[2] if len(rows) > 2 else 0,
         size=size,
         split_size=split_size,
-        splits=splits,
         PARTS=len(rows),
         ACT=ACTIVATIONS[act],
         HAS_BIAS=has_bias,
         ADD=add,
-        SPLIT=splits > 1,
-        EVEN=size % split_size == 0,
+        SPLITS=splits,
+        EVEN=size % tile.BLOCK_K == 0,
         BLOCK_N=tile.BLOCK_N,
         BLOCK_M=tile.BLOCK_M,
         BLOCK_K=tile.BLOCK_K,

@@ -111,6 +111,11 @@ def residual_kernel(
     if not ONE_ROW:
         let_next_begin(EARLY)
     x = tl.load(X + at, mask=mask, other=0.0)
+    # All loads come before the first store, for which a later one would wait.
+    if FirstSum is not None:
+        first = tl.load(First + at, mask=mask, other=0.0)
+    if SecondSum is not None:
+        second = tl.load(Second + at, mask=mask, other=0.0)
     if Addresses is not None:
         offs_block = tl.arange(0, BLOCK_M)[:, None] * SIZE + offs
         x = sum_over_ranks(x, X, offs_block, mask, Addresses, Counts, RANK, WORLD, PEER_BLOCK, LIMIT)
@@ -123,10 +128,10 @@ def residual_kernel(
         x = (x.to(tl.float32) * factor).to(x.dtype)
         tl.store(Scaled + at, x, mask=mask)
     if FirstSum is not None:
-        x = (x.to(tl.float32) + tl.load(First + at, mask=mask, other=0.0).to(tl.float32)).to(x.dtype)
+        x = (x.to(tl.float32) + first.to(tl.float32)).to(x.dtype)
         tl.store(FirstSum + at, x, mask=mask)
     if SecondSum is not None:
-        x = (x.to(tl.float32) + tl.load(Second + at, mask=mask, other=0.0).to(tl.float32)).to(x.dtype)
+        x = (x.to(tl.float32) + second.to(tl.float32)).to(x.dtype)
         tl.store(SecondSum + at, x, mask=mask)
     if Out is not None:
         y = normalise(x, weight, bias, eps, mask, SIZE, CENTRED, LATE, ONE)

@@ -123,6 +123,12 @@ def rope_kernel(
     k_ptrs = K + row * stride_kb + token * stride_km + kv_head * stride_kh
     x = tl.load(q_ptrs + own, mask=of_q & d_mask, other=0.0) + tl.load(k_ptrs + own, mask=of_k & d_mask, other=0.0)
     y = tl.load(q_ptrs + other, mask=of_q & turns, other=0.0) + tl.load(k_ptrs + other, mask=of_k & turns, other=0.0)
+    # All loads come before the first store, for which a later one would wait.
+    cos = tl.load(Cos + row * stride_cb + token * stride_cm + at, mask=turns, other=0.0)
+    sin = tl.load(Sin + row * stride_cb + token * stride_cm + at, mask=turns, other=0.0)
+    if Keys is not None:
+        slot = tl.load(Slot + row * stride_slot) + token
+        v = tl.load(NewV + row * stride_nvb + token * stride_nvm + kv_head * stride_nvh + offs, mask=of_k & (offs < V_DIM))
     if NormedQ is not None:
         mean, scale = moments(x, eps, (of_q | of_k) & d_mask, HEAD_DIM, CENTRED)
         x = scaled(x, mean, scale, own_weight, None, NORM_LATE, ONE)
@@ -130,8 +136,6 @@ def rope_kernel(
         tl.store(NormedQ + row * stride_qb + token * stride_qm + head * stride_qh + own, x, mask=of_q & d_mask)
         tl.store(NormedK + row * stride_kb + token * stride_km + kv_head * stride_kh + own, x, mask=of_k & d_mask)
     y = tl.where(second == 0, -y, y)
-    cos = tl.load(Cos + row * stride_cb + token * stride_cm + at, mask=turns, other=0.0)
-    sin = tl.load(Sin + row * stride_cb + token * stride_cm + at, mask=turns, other=0.0)
     dtype = Q.dtype.element_ty
     by_cos, by_sin = x.to(tl.float32) * cos.to(tl.float32), y.to(tl.float32) * sin.to(tl.float32)
     if not LATE:
@@ -140,11 +144,9 @@ def rope_kernel(
     tl.store(OutQ + row * stride_oqb + token * stride_oqm + head * stride_oqh + offs, out, mask=of_q & d_mask)
     tl.store(OutK + row * stride_okb + token * stride_okm + kv_head * stride_okh + offs, out, mask=of_k & d_mask)
     if Keys is not None:
-        slot = tl.load(Slot + row * stride_slot) + token
         inside = (slot >= 0) & (slot < capacity)
         k_dim = tl.where(inside, HEAD_DIM, 0)
         v_dim = tl.where(inside, V_DIM, 0)
-        v = tl.load(NewV + row * stride_nvb + token * stride_nvm + kv_head * stride_nvh + offs, mask=of_k & (offs < V_DIM))
         k_ptrs = Keys + row * stride_keysb + kv_head * stride_keysh + slot * stride_keysm
         v_ptrs = Values + row * stride_valuesb + kv_head * stride_valuesh + slot * stride_valuesm
         tl.store(k_ptrs + offs, out, mask=of_k & (offs < k_dim))
