@@ -334,7 +334,7 @@ def has_fixed_splits(case: Case) -> bool:
     """Whether `lean` runs fixed splits here, as it may for few keys, and for decode rows in a batch that the host knows to be
     uniform."""
     rows, heads = case.q_len * case.num_heads // case.num_kv_heads, case.batch * case.num_kv_heads
-    if ON_GPU and rows > schedule.BRIEF_ROWS:
+    if ON_GPU and rows > min(block for block, _ in schedule.BRIEF[128]):
         return True
     if rows > tables.MAX_DECODE_ROWS or (case.batch > 1 and case.has_spans):
         return False

@@ -12,7 +12,7 @@ from hf_fastattn.kernels.spec import KV, Spec
 if not HAS_TRITON:
     pytest.skip("needs Triton", allow_module_level=True)
 
-from hf_fastattn.kernels.attention import lean
+from hf_fastattn.kernels.attention import lean, schedule
 from hf_fastattn.kernels.attention.schedule import brief, choose, is_brief, pack_of, pays, splits_of
 
 PREFILL = TritonKernel("prefill", hopper="prefill_hopper", stream_k="lean")
@@ -53,22 +53,28 @@ def test_the_kernel_that_is_estimated_fastest_runs(shape, chosen, hopper):
     assert PREFILL.choice(*operands(**shape), Spec())[0] == chosen
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("rows", [17, 32, 64, 71, 128, 284])
-def test_few_keys_are_read_by_several_blocks_of_rows(rows, hopper):
-    """Up to 32 MiB in all; then one block of all rows, or the kernels for more than 64."""
-    device, blocks = torch.device("cuda", 0), -(-rows // 16)
-    most = (32 << 20) // (blocks * 2 * 128 * 2)
-    config, fixed = choose(device, torch.bfloat16, 128, rows, 1, most, True)
-    assert fixed and config == tables.decode(device, torch.bfloat16, 128, 16, blocks)
-    config, fixed = choose(device, torch.bfloat16, 128, rows, 1, most + 1, True)
+def test_few_keys_are_read_by_several_blocks_of_rows(rows, head_dim, hopper):
+    """Up to a number of bytes in all; then larger blocks, and at last one block of all rows, or the kernels for more than 64."""
+    device = torch.device("cuda", 0)
+    for block, most_bytes in schedule.BRIEF[head_dim]:
+        blocks = -(-rows // block)
+        most = most_bytes // (blocks * 2 * head_dim * 2)
+        found = tables.decode(device, torch.bfloat16, head_dim, block, blocks)
+        if rows > block:
+            assert brief(device, torch.bfloat16, head_dim, rows, 1, most) == found
+            assert choose(device, torch.bfloat16, head_dim, rows, 1, most, True) == (found, True)
+            assert brief(device, torch.bfloat16, head_dim, rows, 1, most + 1) != found
+        assert brief(device, torch.bfloat16, head_dim, block, 1, 64) is None or block > schedule.BRIEF[head_dim][0][0]
+        assert brief(device, torch.bfloat16, head_dim, rows, 67, 64) is None  # no room for two splits
+    config, fixed = choose(device, torch.bfloat16, head_dim, rows, 1, 1 << 20, True)
     assert min(rows, 64) <= config.BLOCK_M and fixed == (rows <= 64)
-    assert choose(device, torch.bfloat16, 128, rows, 67 // blocks + 1, 64, True)[0].BLOCK_M > 16  # no room for two splits
-    assert brief(device, torch.bfloat16, 128, 16, 1, 64) is None
 
 
 def test_a_window_limits_the_keys_that_blocks_read(hopper):
     q, kv = operands(1, 65536, heads=71, kv_heads=1)
-    assert is_brief(q, kv, Spec(window=4096, sinks=4)) and not is_brief(q, kv, Spec(window=32768))
+    assert is_brief(q, kv, Spec(window=4096, sinks=4)) and not is_brief(q, kv, Spec(window=40960))
 
 
 @pytest.mark.parametrize("head_dim, chosen", [(128, "prefill_hopper"), (84, "prefill")])

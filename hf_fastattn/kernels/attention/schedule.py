@@ -27,8 +27,9 @@ KEYS_PER_US = {64: 117, 128: 88, 256: 42}
 SUSTAINED = {64: 117, 128: 80, 256: 42}
 START_US, MERGE_US, PARTIAL_US, SPLIT_US = 2.7, 3.5, 0.034, 0.03
 MIN_SPLIT, MAX_SPLITS, MAX_WAVES = 128, 64, 8  # keys of a split; splits of a block; waves of splits
-# Packed rows of a block where K and V are short, and the most bytes of K and V that all such blocks read, mostly from L2.
-BRIEF_ROWS, BRIEF_BYTES = 16, 32 << 20
+# By head_dim: packed rows of a block where K and V are short, and the most bytes of K and V that all such blocks read, mostly
+# from L2.
+BRIEF = {64: ((64, 32 << 20),), 128: ((16, 8 << 20), (64, 32 << 20))}
 MARGIN = 1.15  # a smaller estimated gain of `lean` is ignored: the order of blocks also balances them a little
 GAIN = 1.05  # likewise of splits, whose estimate is closer
 
@@ -202,18 +203,19 @@ def pays(q: torch.Tensor, kv: KV, spec: Spec) -> bool:
 
 
 def brief(device: torch.device, dtype: torch.dtype, head_dim: int, rows: int, heads: int, kv_len: int) -> tables.Config | None:
-    """The configuration of fixed splits of blocks of BRIEF_ROWS packed rows if K and V are short; otherwise None.
+    """The configuration of fixed splits of several blocks of packed rows if K and V are short; otherwise None.
 
-    The time of such a call is mostly that of the start and the end of its programs, which are shortest for small blocks. But each
+    The time of such a call is mostly that of the start and the end of its programs, which are short for small blocks. But each
     block reads all K and V of its head. The GPU must have room for two splits of each. Arguments as in `choose`.
     """
-    if gpu.arch(device) == 0 or dtype.itemsize != 2 or head_dim > 128 or rows <= BRIEF_ROWS:
+    if gpu.arch(device) == 0 or dtype.itemsize != 2:
         return None
-    blocks = heads * triton.cdiv(rows, BRIEF_ROWS)
-    read = blocks * kv_len * 2 * head_dim * dtype.itemsize
-    if read > BRIEF_BYTES or 2 * blocks > gpu.num_sms(device):
-        return None
-    return tables.decode(device, dtype, head_dim, BRIEF_ROWS, blocks)
+    for block, most in BRIEF.get(max(64, tables.block_d(head_dim)), ()):
+        blocks = heads * triton.cdiv(rows, block)
+        read = blocks * kv_len * 2 * head_dim * dtype.itemsize
+        if rows > block and read <= most and 2 * blocks <= gpu.num_sms(device):
+            return tables.decode(device, dtype, head_dim, block, blocks)
+    return None
 
 
 def is_brief(q: torch.Tensor, kv: KV, spec: Spec) -> bool:
