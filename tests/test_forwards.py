@@ -539,8 +539,8 @@ def test_a_prompt_that_cannot_be_captured_is_read_from_python_and_not_tried_agai
     llama.__class__, inputs, rehearsals, surveys = Reading, prompts("no_padding", "cpu", rows=1), [], []
     rehearse = fake_graph.RecordedGraph.rehearse
     monkeypatch.setattr(fake_graph.RecordedGraph, "rehearse", lambda *args: rehearsals.append(1) or rehearse(*args))
-    current = Surveyor.current
-    monkeypatch.setattr(Surveyor, "current", lambda *args: surveys.append(1) or current(*args))
+    surveyed = Surveyor.surveyed
+    monkeypatch.setattr(Surveyor, "surveyed", lambda *args: surveys.append(1) or surveyed(*args))
     with hf_fastattn.patch(llama) as patch, warnings.catch_warnings():
         warnings.simplefilter("error")
         expected = generate(llama, inputs)

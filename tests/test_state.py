@@ -30,13 +30,13 @@ steps = st.sampled_from(sorted(ACTIONS)).flatmap(lambda name: st.tuples(st.just(
 class Compared(survey.Surveyor):
     """Watches a model from its first fingerprint on, and compares each fingerprint with a new one."""
 
-    def current(self, model):
-        found, settings = super().current(model), survey._settings(model)
+    def surveyed(self, model):
+        (found, tensors), settings = super().surveyed(model), survey._settings(model)
         new, walker = survey._walk(model, *settings)
         if changed := found.differences(new):
             raise Different(f"the watch has missed {changed}")
         self.watch = self.watch or Watch(walker)
-        return found
+        return found, tensors
 
 
 @pytest.fixture(autouse=True)

@@ -25,7 +25,7 @@ from transformers.models.llama import modeling_llama
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
 
 import hf_fastattn
-from hf_fastattn.patches import survey, walker
+from hf_fastattn.patches import survey, verify, walker
 from hf_fastattn.patches.fingerprint import Uncapturable
 from hf_fastattn.patches.unread import unread_by
 
@@ -60,6 +60,10 @@ def check(change, inputs, captures=2):
         for _ in range(2):
             assert torch.equal(generate(model, inputs), after)
         assert (patch.captures, patch.reasons) == (captures, [])
+
+
+def holds(surveyor) -> bool:
+    return surveyor.watch.tensors() is not None
 
 
 class Steer(nn.Module):
@@ -467,11 +471,11 @@ def test_a_watch_notices_each_change(name, monkeypatch):
     model, surveyor = tiny("llama", "sdpa"), survey.Surveyor()
     model.model.layers[1].mlp.held = (type(model.config)(), 1)
     first = surveyor.current(model)
-    assert surveyor.current(model).modules == first.modules and surveyor.watch.holds()
+    assert surveyor.current(model).modules == first.modules and holds(surveyor)
     change = NOTICED[name](model)
     if change:
         monkeypatch.setattr(*change, raising=False)
-    assert not surveyor.watch.holds()
+    assert not holds(surveyor)
     with contextlib.suppress(Uncapturable):
         assert first.differences(surveyor.current(model)) and surveyor.watch is None
 
@@ -497,13 +501,13 @@ def test_a_model_with_tensors_of_subclasses_and_code_of_its_own_is_watched():
     layer.self_attn.o_proj.weight = nn.Parameter(Negated(stored), requires_grad=False)
     for _ in range(2):
         surveyor.current(model)
-    assert surveyor.watch.holds()
+    assert holds(surveyor)
     held["by"] = 2.0
-    assert not surveyor.watch.holds()
+    assert not holds(surveyor)
     held["by"] = 1.0
-    assert surveyor.watch.holds()
+    assert holds(surveyor)
     layer.self_attn.o_proj.weight.stored = stored.clone()
-    assert not surveyor.watch.holds()
+    assert not holds(surveyor)
 
 
 def test_settings_that_change_in_every_call_do_not_add_up():
@@ -512,7 +516,7 @@ def test_settings_that_change_in_every_call_do_not_add_up():
         with torch.inference_mode(call % 2 == 0):
             assert surveyor.current(model).settings[0] is (call % 2 == 0)
         lengths.append(len(surveyor.last.held))
-    assert surveyor.watch.holds() and lengths[-1] == lengths[-3]
+    assert holds(surveyor) and lengths[-1] == lengths[-3]
 
 
 @pytest.mark.parametrize("where", ["class", "instance", "other_method"])
@@ -524,9 +528,9 @@ def test_a_wrapper_is_not_taken_for_the_library_function_that_it_wraps(where, mo
     monkeypatch.setattr(owner, name, functools.wraps(own)(lambda *args: own(*args) * held["by"]), raising=False)
     for _ in range(2):
         first = surveyor.current(model)
-    assert surveyor.watch.holds()
+    assert holds(surveyor)
     held["by"] = 2.0
-    assert not surveyor.watch.holds() and first.differences(survey.survey(model))
+    assert not holds(surveyor) and first.differences(survey.survey(model))
 
 
 def test_a_watch_notices_other_bases_of_a_class():
@@ -536,7 +540,7 @@ def test_a_watch_notices_other_bases_of_a_class():
     bases = cls.__bases__
     try:
         cls.__bases__ = (Unchanged,)
-        assert not surveyor.watch.holds() and first.differences(surveyor.current(model))
+        assert not holds(surveyor) and first.differences(surveyor.current(model))
     finally:
         cls.__bases__ = bases
 
@@ -559,14 +563,14 @@ def test_no_rehearsal_of_another_model_begins_between_a_walk_and_its_watch(monke
     monkeypatch.setattr(survey, "Watch", watch)
     surveyor.current(model)
     thread.join()
-    assert ended and surveyor.watch.holds()
+    assert ended and holds(surveyor)
 
 
 def test_a_patch_may_be_undone_while_a_watch_compares(monkeypatch):
     model, surveyor = tiny("llama", "sdpa"), survey.Surveyor()
     for _ in range(2):
         surveyor.current(model)
-    monkeypatch.setattr(surveyor.watch, "holds", lambda mesh: surveyor.forget() or True)
+    monkeypatch.setattr(surveyor.watch, "tensors", lambda mesh: surveyor.forget() or [])
     assert surveyor.current(model).modules
 
 
@@ -802,8 +806,8 @@ def test_other_frequencies_between_two_steps_of_a_streaming_backend(inputs):
 
 def test_a_model_is_surveyed_between_two_steps_only_if_other_code_runs(inputs, monkeypatch):
     model, found = tiny("llama", "sdpa"), []
-    current = survey.Surveyor.current
-    monkeypatch.setattr(survey.Surveyor, "current", lambda *args: found.append(1) or current(*args))
+    surveyed = survey.Surveyor.surveyed
+    monkeypatch.setattr(survey.Surveyor, "surveyed", lambda *args: found.append(1) or surveyed(*args))
     counts = []
     with hf_fastattn.patch(model) as patch:
         for processor in (MinLengthLogitsProcessor(1, 2), lambda ids, scores: scores):
@@ -814,11 +818,11 @@ def test_a_model_is_surveyed_between_two_steps_only_if_other_code_runs(inputs, m
 
 def test_the_model_is_compared_while_the_graph_runs(inputs, monkeypatch):
     model, order = tiny("llama", "sdpa"), []
-    current, replay = survey.Surveyor.current, fake_graph.RecordedGraph.replay
+    surveyed, replay = survey.Surveyor.surveyed, fake_graph.RecordedGraph.replay
     with hf_fastattn.patch(model):
         for _ in range(2):
             generate(model, inputs)
-        monkeypatch.setattr(survey.Surveyor, "current", lambda *args: order.append("compare") or current(*args))
+        monkeypatch.setattr(survey.Surveyor, "surveyed", lambda *args: order.append("compare") or surveyed(*args))
         monkeypatch.setattr(fake_graph.RecordedGraph, "replay", lambda graph: order.append("replay") or replay(graph))
         generate(model, inputs, logits_processor=[lambda ids, scores: scores])
     assert order == ["compare", "replay"] + ["replay", "compare"] * (NEW - 2)
@@ -840,7 +844,7 @@ def test_a_graph_reads_no_memory_that_was_given_back_after_a_forward_without_one
         calls = patch._generation._thread.calls
 
         def kept(graph):
-            held.append((model.lm_head.weight.data_ptr(), {storage.data_ptr() for storage in calls[-1].memory}))
+            held.append((model.lm_head.weight.data_ptr(), {storage.data_ptr() for storage in calls[-1].present.memory}))
             replay(graph)
 
         for _ in range(2):
@@ -885,7 +889,7 @@ def test_a_graph_reads_no_memory_that_was_given_back(inputs, monkeypatch):
         calls = patch._generation._thread.calls
 
         def kept(graph):
-            held.append({storage.data_ptr() for storage in calls[-1].memory})
+            held.append({storage.data_ptr() for storage in calls[-1].present.memory})
             replay(graph)
 
         for _ in range(2):
@@ -893,3 +897,34 @@ def test_a_graph_reads_no_memory_that_was_given_back(inputs, monkeypatch):
         monkeypatch.setattr(fake_graph.RecordedGraph, "replay", kept)
         generate(model, inputs, logits_processor=[drop])
     assert len(held) > 4 and all(read <= each for each in held[:4]) and not read <= held[-1]
+
+
+class Noisy(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(nn.functional.dropout(x, 0.2))
+
+
+@pytest.mark.parametrize("compared", [True, False], ids=["a kernel of others", "no other kernel"])
+def test_a_step_that_is_undone_draws_no_random_numbers(inputs, compared, monkeypatch):
+    """Neither a replay for a model that has changed, nor the step from Python that a capture is compared with."""
+    monkeypatch.setattr(verify, "needed", lambda model: compared)
+
+    def change(ids, scores):
+        if ids.shape[1] == inputs["input_ids"].shape[1] + 4:
+            model.model.layers[0].self_attn.scaling *= 0.5
+        return scores
+
+    found = []
+    for graph in (False, True):
+        model = tiny("llama", "sdpa")
+        model.lm_head = Noisy(model.lm_head)
+        with hf_fastattn.patch(model, "reference", graph=graph) as patch:
+            for _ in range(2):
+                torch.manual_seed(3)
+                found.append(generate(model, inputs, logits_processor=[change]))
+    assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])
+    assert patch.captures == 3 and not patch.reasons

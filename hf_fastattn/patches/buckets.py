@@ -16,6 +16,11 @@ def bucket(ids: torch.Tensor) -> int:
     return next(size for size in BUCKETS if size >= ids.shape[1])
 
 
+def several(ids: torch.Tensor) -> tuple[int, ...]:
+    """The number of these tokens, as the last argument of a storage's sync() and advance(), which get none for one token."""
+    return () if ids.shape[1] == 1 else (ids.shape[1],)
+
+
 def takes_prompts(storage: Storage, ranks: OneRank) -> bool:
     """Whether a graph may read more than a short message. Ranks that share a model have only been tested with these."""
     return storage.takes_prompts and not ranks.several

@@ -17,18 +17,16 @@ from typing import Any
 import torch
 
 from .. import hf
-from ..caches import forward
 from ..caches.contract import FEW, Storage
 from ..caches.stored import StoredCache
 from ..kernels.spans import restarts
-from ..streaming import refresh
-from .buckets import bucket, most_tokens, takes_prompts, tokens_in
+from .buckets import bucket, most_tokens, several, takes_prompts, tokens_in
 from .entry import Entry, Inputs, grows, unpaddable
-from .fingerprint import Fingerprint, Uncapturable
+from .fingerprint import Uncapturable
 from .graph import DecodeGraphs, why_not_read
+from .present import Present
 from .record import Recorder
-
-MAX_CHANGES = 4  # consecutive calls with a new capture before a warning
+from .undo import Mark, undo
 
 
 class Forwards:
@@ -62,14 +60,10 @@ class Forwards:
         self.unmasked = unmasked
         self.prompt = prompt
         self.chunked = chunked
-        self.compared = not stock and not graphs.ranks.several
+        self.present = Present(graphs, model, say, always=not stock and not graphs.ranks.several)
         self.begun = False
         self.added = True  # whether the last forward from Python has added tokens to the cache
         self.quiet = False  # whether the current forward may run from Python without a warning
-        self.fingerprint: Fingerprint | None = None
-        self.memory: list[torch.UntypedStorage] = []  # what a graph may read although code between the steps has dropped it
-        self.entries: dict[int, Entry] = {}  # the last one by number of tokens
-        self.settled: set[Entry] = set()  # those whose state the ranks have compared in this call
 
     def __call__(self, **given: Any) -> Any:
         cache: Any = given.get("past_key_values")
@@ -90,7 +84,7 @@ class Forwards:
             except Uncapturable as error:
                 reason = str(error)
                 if self.quiet:
-                    if self.fingerprint is not None:  # the reason is the model's code, not its present state
+                    if self.present.fingerprint is not None:  # the reason is the model's code, not its present state
                         self.graphs.read[cache.storage][bucket(ids)] = False
                     return self._forward(given)
                 if not prompt:
@@ -142,7 +136,7 @@ class Forwards:
             return f"a step has several tokens, and steps over a {type(cache).__name__} are captured for one"
         if ids.shape[1] > (most := most_tokens(cache.storage, len(ids), self.graphs.ranks)):
             return f"a step has more than {most} tokens of each row, the most that a graph of {len(ids)} rows has"
-        return self.refused or (why_not_read(self.model) if self.compared else None)
+        return self.refused or (why_not_read(self.model) if self.present.always else None)
 
     def _uncaptured(self, reason: str, given: Inputs) -> Any:
         self.say(reason)
@@ -151,58 +145,74 @@ class Forwards:
 
     def _forward(self, given: Inputs) -> Any:
         """The model's forward, which may change the model."""
-        self._forget()
+        self.present.forget()
         cache = given.get("past_key_values")
         before = tokens_in(cache) if isinstance(cache, StoredCache) else -1
         output = self.run(**given)
         self.added = not isinstance(cache, StoredCache) or tokens_in(cache) > before
         return output
 
-    def _forget(self) -> None:
-        self.fingerprint = None
-        self.entries.clear()
-        self.memory.clear()  # that of the next fingerprint may be another
-
-    def _step(self, cache: StoredCache, ids: torch.Tensor, given: Inputs, looked: bool = False) -> Any:
-        """One step by a graph. Raises Uncapturable if it has to run without one. looked: whether the model has been compared."""
-        storage, inputs, q_len = cache.storage, dict(given), ids.shape[1]
-        tokens = bucket(ids)
-        if tokens > 1 and (name := unpaddable(inputs)) is not None:
-            raise Uncapturable(f"its argument {name} cannot be padded")
-        if tokens > 1 and storage.looks_ahead:
-            raise Uncapturable("tokens may see later ones, and those of a graph may be padding")
-        storage.sync(ids.device, *(() if tokens == 1 else (q_len,)))
-        due = self.compared and self.fingerprint is not None and not looked  # the model may have changed since the last step
-        if self.fingerprint is None or (due and not self.memory):
-            self._look()
-            due = False
-        self._set_mask(cache, inputs, tokens)
-        entry = self._entry(cache, inputs, tokens)
-        if due and entry.graph is None:
-            self._look()
-            due, entry = False, self._entry(cache, inputs, tokens)
-        if entry.graph is None or entry not in self.settled:
-            self.graphs.ranks.settle(entry)
-            self.settled.add(entry)
-        if entry.refused is not None:
-            raise Uncapturable(entry.refused)
-        entry.copy_in(inputs)
-        mark = storage.mark() if due or entry.graph is None else None
-        changed = False
+    def _step(self, cache: StoredCache, ids: torch.Tensor, given: Inputs) -> Any:
+        """One step by a graph. Raises Uncapturable if it has to run without one."""
+        self._check_padding(cache.storage, given)
+        if self.present.memory:
+            if (output := self._ahead(cache, ids, given)) is not None:
+                return output
+        elif self.present.due:
+            self.present.compare()
+        entry, inputs = self._prepared(cache, ids, given)
+        self._write(entry, inputs)
+        mark = Mark(cache.storage, entry.device) if entry.graph is None else None
         try:
-            logits = self.recorder.step(entry, storage, inputs)
-            if due:  # the host compares the model while the device works
-                self._look()
-                changed = self._entry(cache, inputs, tokens) is not entry
+            logits = self.recorder.step(entry, cache.storage, inputs)
         except BaseException as error:
-            storage.rewind(mark)  # an interrupted step has also counted on the device
+            undo(cache.storage, mark)  # an interrupted step has also counted on the device
             if isinstance(error, Uncapturable) and entry.graph is None:
                 entry.refused = str(error)
             raise
-        if changed:
-            storage.rewind(mark)
-            return self._step(cache, ids, given, looked=True)
-        storage.advance(*(() if tokens == 1 else (q_len,)))
+        return self._counted(entry, cache, ids, logits)
+
+    def _ahead(self, cache: StoredCache, ids: torch.Tensor, given: Inputs) -> Any:
+        """A step that compares the model while the device replays the graph. None if it has changed, or if there is no graph."""
+        entry, inputs = self._prepared(cache, ids, given)
+        if entry.graph is None:
+            self.present.compare()
+            return None
+        self._write(entry, inputs)
+        mark, valid = Mark(cache.storage, entry.device), False
+        try:
+            logits = self.recorder.step(entry, cache.storage, inputs)
+            self.present.compare()
+            valid = self.present.entry(cache, inputs, entry.tokens) is entry
+        finally:
+            if not valid:
+                undo(cache.storage, mark)
+        return self._counted(entry, cache, ids, logits) if valid else None
+
+    def _check_padding(self, storage: Storage, inputs: Inputs) -> None:
+        """Raise Uncapturable if a graph of several tokens cannot read these inputs."""
+        if inputs["input_ids"].shape[1] == 1:
+            return
+        if (name := unpaddable(inputs)) is not None:
+            raise Uncapturable(f"its argument {name} cannot be padded")
+        if storage.looks_ahead:
+            raise Uncapturable("tokens may see later ones, and those of a graph may be padding")
+
+    def _prepared(self, cache: StoredCache, ids: torch.Tensor, given: Inputs) -> tuple[Entry, Inputs]:
+        """The entry for a step, and the inputs that it reads."""
+        cache.storage.sync(ids.device, *several(ids))
+        inputs, tokens = dict(given), bucket(ids)
+        self._set_mask(cache, inputs, tokens)
+        return self.present.entry(cache, inputs, tokens), inputs
+
+    def _write(self, entry: Entry, inputs: Inputs) -> None:
+        if entry.refused is not None:
+            raise Uncapturable(entry.refused)
+        entry.copy_in(inputs)
+
+    def _counted(self, entry: Entry, cache: StoredCache, ids: torch.Tensor, logits: torch.Tensor) -> Any:
+        """The output of a step that has run, after its tokens are counted."""
+        cache.storage.advance(*several(ids))
         if entry.refused is not None:
             self._refuse(entry.refused)
         return entry.output(logits, cache)
@@ -210,37 +220,11 @@ class Forwards:
     def _refuse(self, reason: str) -> None:
         """Note that the step that has just run cannot be captured."""
         if self.quiet:
-            self._forget()
+            self.present.forget()
         else:
             self.refused = reason
             self.say(reason)
             self.graphs.uncaptured += 1
-
-    def _look(self) -> None:
-        """Take the fingerprint of the model, and choose other graphs if it has changed."""
-        last, self.fingerprint = self.fingerprint, None
-        self.fingerprint = self._survey()
-        changed = last is not None and bool(last.differences(self.fingerprint))
-        if changed or last is None:
-            self.entries.clear()
-        if changed:
-            self.memory.clear()  # it may change again: the next step compares it before a replay that may be lost
-        elif self.compared and not self.memory:
-            self.memory = self.graphs.surveyor.memory()
-
-    def _survey(self) -> Fingerprint:
-        """The fingerprint of the model. Raises Uncapturable if no graph can be captured on one of the ranks."""
-        found, reason = None, None
-        if self.compared and forward.streams(self.model):
-            refresh(self.model)  # other frequencies cannot be examined in a rehearsal
-        try:
-            found = self.graphs.surveyor.current(self.model)
-        except Uncapturable as error:
-            reason = str(error)
-        reason = self.graphs.ranks.refusal(reason)
-        if found is None or reason is not None:
-            raise Uncapturable(reason)
-        return found
 
     def _set_mask(self, cache: StoredCache, inputs: Inputs, tokens: int) -> None:
         """Drop a mask that has no effect. Build the masks of the layers if only the host knows which of its columns they hold."""
@@ -253,19 +237,3 @@ class Forwards:
             padded = ids if tokens == ids.shape[1] else ids[:, :1].expand(-1, tokens)
             with cache.on_device(with_mask=True):
                 inputs["attention_mask"] = hf.decode_mask(self.model, {**inputs, "input_ids": padded})
-
-    def _entry(self, cache: StoredCache, inputs: Inputs, tokens: int) -> Entry:
-        entry = self.entries.get(tokens)
-        if entry is not None and entry.fits(cache.storage) and entry.accepts(inputs, tokens):
-            return entry
-        if entry is not None and (name := entry.grown(inputs)) is not None:
-            entry.refused = f"its argument {name} grows by one element per step"
-            return entry
-        assert self.fingerprint is not None
-        entry = self.entries[tokens] = self.graphs.find(cache, self.fingerprint, inputs, tokens)
-        self.settled.discard(entry)
-        if self.graphs.changes >= MAX_CHANGES:
-            names = ", ".join(self.graphs.changed[:3])
-            reason = f"each of the last {MAX_CHANGES} calls was captured again, as values that a step reads had changed"
-            self.say(f"{reason} ({names})")
-        return entry

@@ -11,10 +11,12 @@ from .. import hf
 from ..caches.contract import Storage
 from ..caches.pool import references
 from . import graph, verify
+from .buckets import several
 from .cuda_graph import Graph
 from .entry import Entry, Inputs
 from .fingerprint import Uncapturable
 from .survey import survey, surveyed
+from .undo import Mark, undo
 from .unread import unread_by
 from .written import Written
 
@@ -57,11 +59,11 @@ class Recorder:
 
     def _from_python(self, entry: Entry, body: Callable[[], Any], storage: Storage, inputs: Inputs) -> torch.Tensor:
         """The logits of a step, run from Python and then undone."""
-        mark = storage.mark()
+        mark = Mark(storage, entry.device)
         outputs = self.graphs.ranks.attempt(lambda run: run(), body, communicates=True)
         expected = entry.kept(outputs.logits, inputs).clone()
-        storage.rewind(mark)
-        storage.sync(entry.device, *(() if entry.tokens == 1 else (inputs["input_ids"].shape[1],)))
+        undo(storage, mark)
+        storage.sync(entry.device, *several(inputs["input_ids"]))
         return expected
 
     def _rehearse(self, entry: Entry, body: Callable[[], Any]) -> torch.Tensor:

@@ -43,23 +43,22 @@ class Surveyor:
 
     def current(self, model: hf.PreTrainedModel) -> Fingerprint:
         """As survey(). The modules in it are those of the last one if they have not changed."""
+        return self.surveyed(model)[0]
+
+    def surveyed(self, model: hf.PreTrainedModel) -> tuple[Fingerprint, list[torch.Tensor]]:
+        """As current(), with all tensors if the model is watched, else none."""
         settings, held = _settings(model)
         last, watch = self.last, self.watch  # another thread may call forget()
-        if last is not None and watch is not None and watch.holds(hf.tensor_parallel_mesh(model)):
+        if last is not None and watch is not None and (tensors := watch.tensors(hf.tensor_parallel_mesh(model))) is not None:
             if settings != last.settings:
                 last = self.last = last._replace(settings=settings, held=[*held, watch.held])
-            return last
+            return last, tensors
         with classes_lock:  # the watch records what was walked over
             found, walker = _walk(model, settings, held)
             # A model that changes in every call is not watched, which would take time and save none.
             stays = last is not None and last.modules == found.modules
             self.last, self.watch = found, Watch(walker) if stays else None
-        return found
-
-    def memory(self) -> list[torch.UntypedStorage]:
-        """The memory of the last one's tensors; nothing if the model is not watched."""
-        watch = self.watch  # another thread may call forget()
-        return [] if watch is None else watch.memory()
+        return found, walker.tensors if stays else []
 
 
 def _walk(model: hf.PreTrainedModel, settings: tuple[object, ...], held: list[object]) -> tuple[Fingerprint, Walker]:

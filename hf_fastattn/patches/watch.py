@@ -55,28 +55,23 @@ class Watch:
         self.walked, again = self._walk(modules, dicts, walker.mesh)
         self.held = [*again.held, walker.held]  # the references whose ids the fingerprint and `walked` contain
 
-    def holds(self, mesh: Any = None) -> bool:
-        """Whether the model has not changed; False if that is not certain. mesh: of the ranks that share it."""
+    def tensors(self, mesh: Any = None) -> list[torch.Tensor] | None:
+        """All tensors of the model, if it has not changed; None if that is not certain. mesh: of the ranks that share it."""
         modules: list[Any] = [ref() for ref in self.modules]
         try:
             with classes_lock:
                 dicts: Dicts = [module.__dict__ for module in modules]
-                return (
+                if not (
                     _same([*map(type, modules)], self.classes)
                     and self.attributes.same(dicts)
-                    and self.groups.same(modules, dicts)
+                    and (tensors := self.groups.tensors(modules, dicts)) is not None
                     and self.code.same()
-                    and self._walk(modules, dicts, mesh)[0] == self.walked
-                )
+                ):
+                    return None
+                walked, walker = self._walk(modules, dicts, mesh)
+                return [*tensors, *walker.tensors] if walked == self.walked else None
         except Exception:  # the walk over the whole model, which follows, raises it again
-            return False
-
-    def memory(self) -> list[torch.UntypedStorage]:
-        """The memory of all tensors. Whoever holds it can replay a graph that reads them, also if the model has dropped them."""
-        modules: list[Any] = [ref() for ref in self.modules]
-        dicts: Dicts = [module.__dict__ for module in modules]
-        walker = self._walk(modules, dicts, None)[1]
-        return [tensor.untyped_storage() for tensor in (*self.groups.tensors(dicts), *walker.tensors)]
+            return None
 
     def _walk(self, modules: list[Any], dicts: Dicts, mesh: Any) -> tuple[list[object], Walker]:
         """What a walk finds where one is needed, and the walker."""
@@ -151,23 +146,21 @@ class _Groups:
             if tensor is not None and not _has_layout(tensor, device)
         ]
 
-    def tensors(self, dicts: Dicts) -> Iterable[torch.Tensor]:
-        """The tensors whose layouts are compared."""
-        held = _flat(map(dict.values, compress(_flat(map(_groups, dicts)), self.filled)))
-        return compress(held, self.plain)
-
-    def same(self, modules: list[Any], dicts: Dicts) -> bool:
+    def tensors(self, modules: list[Any], dicts: Dicts) -> list[torch.Tensor] | None:
+        """The tensors whose layouts are compared, if all groups are as they were; else None."""
         groups = [*_flat(map(_groups, dicts))]
         if any(compress(groups, self.empty)):
-            return False
+            return None
         filled = [*compress(groups, self.filled)]
         held, known = [*_flat(map(dict.values, filled))], [*modules, None]
-        return (
+        tensors = [*compress(held, self.plain)]
+        same = (
             [*map(len, filled)] == self.sizes
             and [*_flat(filled)] == self.names
             and _same([*compress(held, self.rest)], [known[place] for place in self.places])
-            and _layouts([*compress(held, self.plain)]) == self.layouts
+            and _layouts(tensors) == self.layouts
         )
+        return tensors if same else None
 
 
 class _Code:

@@ -1,0 +1,94 @@
+"""The model as it is during one generate(): when it is compared with what it was, and the graphs that are valid for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from .. import hf
+from ..caches import forward
+from ..caches.stored import StoredCache
+from ..streaming import refresh
+from .entry import Entry, Inputs
+from .fingerprint import Fingerprint, Uncapturable
+from .graph import DecodeGraphs
+
+MAX_CHANGES = 4  # consecutive calls with a new capture before a warning
+
+
+class Present:
+    """The model as it was compared last, and the graphs of the steps of one call.
+
+    always: whether each step compares the model; otherwise only one that follows a forward from Python. say: see `Forwards`.
+    """
+
+    def __init__(self, graphs: DecodeGraphs, model: hf.PreTrainedModel, say: Callable[[str], None], *, always: bool):
+        self.graphs = graphs
+        self.model = model
+        self.say = say
+        self.always = always
+        self.settled: set[Entry] = set()  # those whose state the ranks have compared in this call
+        self.entries: dict[int, Entry] = {}  # the last one by number of tokens
+        self.forget()
+
+    def forget(self) -> None:
+        """Compare the whole model before the next replay: its Python runs now, and may change it."""
+        self.fingerprint: Fingerprint | None = None
+        self.memory: list[torch.UntypedStorage] = []  # what a graph may read although code between the steps has dropped it
+        self.entries.clear()
+
+    @property
+    def due(self) -> bool:
+        """Whether the next step compares the model. If `memory` is held, that can follow the replay."""
+        return self.always or self.fingerprint is None
+
+    def compare(self) -> None:
+        """Compare the model with what it was, and choose other graphs if it has changed. Raises Uncapturable."""
+        last, self.fingerprint = self.fingerprint, None
+        self.fingerprint, tensors = self._survey()
+        changed = last is not None and bool(last.differences(self.fingerprint))
+        if changed or last is None:
+            self.entries.clear()
+        if changed:
+            self.memory.clear()  # it may change again: the next step compares it before a replay that may be lost
+        elif self.always and not self.memory:
+            self.memory = [tensor.untyped_storage() for tensor in tensors]
+
+    def _survey(self) -> tuple[Fingerprint, list[torch.Tensor]]:
+        """See `Surveyor.surveyed`. Raises Uncapturable if no graph can be captured on one of the ranks."""
+        found, reason = None, None
+        if self.always and forward.streams(self.model):
+            refresh(self.model)  # other frequencies cannot be examined in a rehearsal
+        try:
+            found = self.graphs.surveyor.surveyed(self.model)
+        except Uncapturable as error:
+            reason = str(error)
+        reason = self.graphs.ranks.refusal(reason)
+        if found is None or reason is not None:
+            raise Uncapturable(reason)
+        return found
+
+    def entry(self, cache: StoredCache, inputs: Inputs, tokens: int) -> Entry:
+        """The entry for a step with these inputs, of a graph of so many tokens, in a state that all ranks share."""
+        entry = self._entry(cache, inputs, tokens)
+        if entry.graph is None or entry not in self.settled:
+            self.graphs.ranks.settle(entry)
+            self.settled.add(entry)
+        return entry
+
+    def _entry(self, cache: StoredCache, inputs: Inputs, tokens: int) -> Entry:
+        entry = self.entries.get(tokens)
+        if entry is not None and entry.fits(cache.storage) and entry.accepts(inputs, tokens):
+            return entry
+        if entry is not None and (name := entry.grown(inputs)) is not None:
+            entry.refused = f"its argument {name} grows by one element per step"
+            return entry
+        assert self.fingerprint is not None
+        entry = self.entries[tokens] = self.graphs.find(cache, self.fingerprint, inputs, tokens)
+        self.settled.discard(entry)
+        if self.graphs.changes >= MAX_CHANGES:
+            names = ", ".join(self.graphs.changed[:3])
+            reason = f"each of the last {MAX_CHANGES} calls was captured again, as values that a step reads had changed"
+            self.say(f"{reason} ({names})")
+        return entry
