@@ -155,7 +155,7 @@ class Forwards:
     def _step(self, cache: StoredCache, ids: torch.Tensor, given: Inputs) -> Any:
         """One step by a graph. Raises Uncapturable if it has to run without one."""
         self._check_padding(cache.storage, given)
-        if self.present.memory:
+        if self.present.may_wait():
             if (output := self._ahead(cache, ids, given)) is not None:
                 return output
         elif self.present.due:
@@ -175,7 +175,7 @@ class Forwards:
     def _ahead(self, cache: StoredCache, ids: torch.Tensor, given: Inputs) -> Any:
         """A step that compares the model while the device replays the graph. None if it has changed, or if there is no graph."""
         entry, inputs = self._prepared(cache, ids, given)
-        if entry.graph is None:
+        if entry.graph is None or entry.refused is not None:
             self.present.compare()
             return None
         self._write(entry, inputs)

@@ -53,12 +53,26 @@ class Surveyor:
             if settings != last.settings:
                 last = self.last = last._replace(settings=settings, held=[*held, watch.held])
             return last, tensors
+        self.watch = None  # if no graph can be captured, none is replayed before that is known
         with classes_lock:  # the watch records what was walked over
             found, walker = _walk(model, settings, held)
             # A model that changes in every call is not watched, which would take time and save none.
             stays = last is not None and last.modules == found.modules
             self.last, self.watch = found, Watch(walker) if stays else None
         return found, walker.tensors if stays else []
+
+    def assumed(self, model: hf.PreTrainedModel) -> tuple[Fingerprint | None, list[torch.UntypedStorage]]:
+        """The last fingerprint, and the memory of its tensors, if graphs may be replayed before the model is compared with it."""
+        settings, last, watch = _settings(model)[0], self.last, self.watch
+        if last is None or watch is None or settings != last.settings:
+            return None, []
+        memory = watch.harmless()
+        return last if memory else None, memory
+
+    def same_tables(self, since: Fingerprint) -> bool:
+        """Whether tables are read as at that fingerprint (see `Watch`); False if it is not the last one."""
+        last, watch = self.last, self.watch
+        return last is not None and watch is not None and last.modules is since.modules and watch.same_tables()
 
 
 def _walk(model: hf.PreTrainedModel, settings: tuple[object, ...], held: list[object]) -> tuple[Fingerprint, Walker]:
@@ -74,14 +88,14 @@ def _walk(model: hf.PreTrainedModel, settings: tuple[object, ...], held: list[ob
 
 def _settings(model: hf.PreTrainedModel) -> tuple[tuple[object, ...], list[object]]:
     """Settings of torch and the backend, with the references that they hold. Raises Uncapturable if torch's rule graphs out."""
-    module_api = torch.nn.modules.module
+    module_api, device = torch.nn.modules.module, model.device
     if module_api._global_forward_hooks or module_api._global_forward_pre_hooks:
         raise Uncapturable("a global forward hook is registered, and a graph would not run it")
-    if torch.is_autocast_enabled(model.device.type):
+    if torch.is_autocast_enabled(device.type):
         raise Uncapturable("autocast is on, and its copies of the weights are temporary")
     if torch._C._len_torch_dispatch_stack():
         raise Uncapturable("a dispatch mode of torch is active, and a graph would not pass through it")
-    walker = Walker(model.device)
+    walker = Walker(device)
     return (*_settings_of_torch(), *walker.backend(model.config._attn_implementation)), walker.held
 
 

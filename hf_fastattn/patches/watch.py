@@ -12,14 +12,15 @@ import types
 import weakref
 from collections.abc import Iterable
 from itertools import chain, compress, cycle, repeat
-from operator import attrgetter, is_, itemgetter
+from operator import attrgetter, is_, is_not, itemgetter
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from .. import hf
 from .unread import classes_lock
-from .walker import MODULE_ATTRIBUTES, PLAIN_TENSORS, SCALARS, Walker, check_hooks, names_in
+from .walker import MODULE_ATTRIBUTES, PLAIN_TENSORS, SCALARS, Walker, check_hooks, is_library, names_in
 
 Dicts = list[dict[str, Any]]  # the attributes of each module
 _flat = chain.from_iterable
@@ -35,54 +36,107 @@ _MISSING = object()
 class Watch:
     """What the walk of `walker`, which has just visited a model, depends on.
 
-    It keeps constants, configurations and classes alive, but no module and no tensor.
+    It keeps constants, configurations and classes alive, but no module and no tensor. comparable: whether the code and the tables
+    of the model are compared without a walk.
     """
 
     def __init__(self, walker: Walker):
         modules = walker.found
-        dicts: Dicts = [module.__dict__ for module in modules]
         self.device = walker.device
-        self.modules = [weakref.ref(module) for module in modules]
-        self.classes = [*map(type, modules)]
-        self.attributes = _Attributes(dicts, [walker.classes[cls][1] for cls in self.classes])
-        self.groups = _Groups(modules, dicts, walker.device)
+        self.all = _Modules(modules, walker)
+        self.readers = _Modules(_readers(modules), walker)
+        self.memory = _Memory(walker.tensors)
+        self.comparable = not walker.foreign and not any(_is_table(value) for each in modules for value in vars(each).values())
         walkers = {cls: Walker(walker.device, walker.mesh) for cls in walker.classes}
         for cls, each in walkers.items():
             each.known(cls)
         self.own_classes = [cls for cls, each in walkers.items() if each.foreign]
         libraries = [each for each in walkers.values() if not each.foreign]
         self.code = _Code(_flat(each.bases for each in libraries), _flat(each.functions for each in libraries))
-        self.walked, again = self._walk(modules, dicts, walker.mesh)
+        self.walked, again = self._walk(*self.all.now(), walker.mesh)
         self.held = [*again.held, walker.held]  # the references whose ids the fingerprint and `walked` contain
 
     def tensors(self, mesh: Any = None) -> list[torch.Tensor] | None:
         """All tensors of the model, if it has not changed; None if that is not certain. mesh: of the ranks that share it."""
-        modules: list[Any] = [ref() for ref in self.modules]
         try:
             with classes_lock:
-                dicts: Dicts = [module.__dict__ for module in modules]
-                if not (
-                    _same([*map(type, modules)], self.classes)
-                    and self.attributes.same(dicts)
-                    and (tensors := self.groups.tensors(modules, dicts)) is not None
-                    and self.code.same()
-                ):
+                modules, dicts = self.all.now()
+                tensors = self.all.tensors(modules, dicts)
+                if tensors is None or not self.code.same():
                     return None
                 walked, walker = self._walk(modules, dicts, mesh)
                 return [*tensors, *walker.tensors] if walked == self.walked else None
         except Exception:  # the walk over the whole model, which follows, raises it again
             return None
 
+    def same_tables(self, and_code: bool = False) -> bool:
+        """Whether tables are read as before. and_code: compare the code of libraries too.
+
+        Otherwise an input of the next step may be beyond the end of a table that a graph reads, which would end the process: a
+        larger table has replaced it, or a new hook makes ids smaller.
+        """
+        try:
+            with classes_lock:
+                modules, dicts = self.readers.now()
+                for index in self.readers.groups.hooked:
+                    check_hooks(modules[index])
+                return self.readers.tensors(modules, dicts) is not None and (not and_code or self.code.same())
+        except Exception:
+            return False
+
+    def harmless(self) -> list[torch.UntypedStorage]:
+        """The memory of all tensors, if a graph may be replayed although the model may have changed; else nothing."""
+        return self.memory.now() if self.comparable and self.same_tables(and_code=True) else []
+
     def _walk(self, modules: list[Any], dicts: Dicts, mesh: Any) -> tuple[list[object], Walker]:
         """What a walk finds where one is needed, and the walker."""
-        for index in self.groups.hooked:
+        attributes, groups = self.all.attributes, self.all.groups
+        for index in groups.hooked:
             check_hooks(modules[index])
         walker = Walker(self.device, mesh)
-        found = [walker.value(dicts[index][name]) for index, name in self.attributes.others]
-        found += map(walker.value, self.attributes.configs)
-        found += [walker.tensor(dicts[index][group][name]) for index, group, name in self.groups.others]
+        found = [walker.value(dicts[index][name]) for index, name in attributes.others]
+        found += map(walker.value, attributes.configs)
+        found += [walker.tensor(dicts[index][group][name]) for index, group, name in groups.others]
         found += map(walker.known, self.own_classes)
         return [*found, *walker.configurations()], walker
+
+
+class _Modules:
+    """Some modules of a model: their classes, attributes, submodules, tensors and hooks."""
+
+    def __init__(self, modules: list[torch.nn.Module], walker: Walker):
+        self.references = [weakref.ref(module) for module in modules]
+        self.classes = [*map(type, modules)]
+        dicts = self.now()[1]
+        self.attributes = _Attributes(dicts, [walker.classes[cls][1] for cls in self.classes])
+        self.groups = _Groups(modules, dicts, walker.device)
+
+    def now(self) -> tuple[list[Any], Dicts]:
+        """The modules with their attributes. Raises AttributeError if one does not exist any more."""
+        modules: list[Any] = [reference() for reference in self.references]
+        return modules, [module.__dict__ for module in modules]
+
+    def tensors(self, modules: list[Any], dicts: Dicts) -> list[torch.Tensor] | None:
+        """The tensors whose layouts are compared, if nothing has changed but what has to be walked over; else None."""
+        if not (_same([*map(type, modules)], self.classes) and self.attributes.same(dicts)):
+            return None
+        return self.groups.tensors(modules, dicts)
+
+
+class _Memory:
+    """The memory of tensors, which it does not keep."""
+
+    def __init__(self, tensors: list[torch.Tensor]):
+        memory = [tensor.untyped_storage() for tensor in tensors]
+        self.references = [*map(StorageWeakRef, memory)]
+        self.pointers = [reference.cdata for reference in self.references]
+        self.addresses = [*map(torch.UntypedStorage.data_ptr, memory)]
+
+    def now(self) -> list[torch.UntypedStorage]:
+        """All of it, to be kept; nothing if a part was freed or has moved."""
+        memory = [*map(torch.UntypedStorage._new_with_weak_ptr, self.pointers)]
+        held = all(map(is_not, memory, repeat(None)))
+        return memory if held and [*map(torch.UntypedStorage.data_ptr, memory)] == self.addresses else []
 
 
 class _Attributes:
@@ -134,7 +188,7 @@ class _Groups:
         held, place = [*_flat(map(dict.values, filled))], {id(module): index for index, module in enumerate(modules)}
         tensors = [isinstance(thing, torch.Tensor) for thing in held]
         self.plain = [tensor and _has_layout(thing, device) for thing, tensor in zip(held, tensors, strict=True)]
-        self.rest = [not tensor for tensor in tensors]
+        self.rest = [thing is None or id(thing) in place for thing in held]  # those of `modules`, and no others
         self.places = [place.get(id(thing), -1) for thing in compress(held, self.rest)]  # -1: None
         self.layouts = _layouts([*compress(held, self.plain)])
         # (module, group, name) of tensors whose layout does not say all that a graph depends on
@@ -188,6 +242,30 @@ class _Code:
 
 
 _OF_TORCH = frozenset(vars(torch.nn.Module()))
+
+
+def _readers(modules: list[torch.nn.Module]) -> list[torch.nn.Module]:
+    """The modules with tables, which their forward indexes by inputs of the step, and those around them."""
+    found: set[int] = set()
+    before = -1
+    while len(found) > before:  # in one pass, unless a module has several parents
+        before = len(found)
+        for module in reversed(modules):
+            if any(map(_is_table, _indexed(module))) or any(id(child) in found for child in module._modules.values()):
+                found.add(id(module))
+    return [module for module in modules if id(module) in found]
+
+
+def _indexed(module: torch.nn.Module) -> list[torch.Tensor | None]:
+    """The tensors that a module may index: in Transformers' decoders weights of embeddings, and buffers (positions of GPT-J)."""
+    if isinstance(module, torch.nn.Linear):
+        return []
+    weights = isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) or not is_library(type(module).__module__)
+    return [*module._buffers.values(), *(module._parameters.values() if weights else ())]
+
+
+def _is_table(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 1
 
 
 def _is_constant(value: object) -> bool:
