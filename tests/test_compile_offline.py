@@ -457,7 +457,7 @@ def test_linear_layers_load_weights_ahead_of_the_wait_and_nothing_else(size, kin
 
 @pytest.mark.parametrize("arch", [80, 89, 90])
 @pytest.mark.parametrize("tokens", [1, 16, 64])
-@pytest.mark.parametrize("kind", ["all", "sum", "gated"])
+@pytest.mark.parametrize("kind", ["all", "sum", "relu", "gelu_tanh", "mul", "gated"])
 def test_linear_layers_load_16_bytes_at_once_and_spill_nothing(kind, tokens, arch, tmp_path, monkeypatch):
     new = lambda *shape: torch.zeros(*shape, dtype=torch.bfloat16)  # noqa: E731
     x, weight, bias = new(1, tokens, 4096), new(64, 4096), new(64)
@@ -471,9 +471,11 @@ def test_linear_layers_load_16_bytes_at_once_and_spill_nothing(kind, tokens, arc
             linear.gated_linear(x, weight, weight, "gelu_tanh")
         elif kind == "sum":
             linear.linear_and_sum(x, weight, bias, new(1, tokens, 64))
+        elif kind == "all":
+            linear.linears(x, (weight,) * 3, (bias,) * 3)
         else:
-            number = 1 if tokens == 1 and kind == "bias" else 3
-            linear.linears(x, (weight,) * number, (bias,) * number)
+            number, then = (3, linear.Then(kind, factor=0.125)) if kind == "mul" else (1, linear.Then(kind))
+            linear.prepared(x, (weight,) * number, (bias,) * number).launch_with(then, new(1, tokens, 64))
     binary = read(compiled[name], tmp_path)
     assert binary.stack == 0 and binary.shared <= SHARED_LIMIT[arch]
     assert binary.begins_early == (arch == 90)

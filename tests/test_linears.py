@@ -9,6 +9,7 @@ import pytest
 import torch
 from calls import captured
 from models import tiny
+from small_layers import Launches, small_model
 
 from hf_fastattn.kernels import HAS_TRITON, INTERPRETED
 from hf_fastattn.patches import fuse, linears, merged, residual, subclass
@@ -31,6 +32,7 @@ def assert_as_torchs_own(got, stock, right):
 
 
 ACTIVATIONS = {
+    "relu": torch.relu,
     "silu": torch.nn.functional.silu,
     "gelu": torch.nn.functional.gelu,
     "gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh"),
@@ -40,7 +42,7 @@ TOKENS = [(2, 5, 16), (17, 70, 144), (3, 33, 1040), (64, 24, 528)]
 CASES = [
     *((1, *shape, kind) for shape in ONE_TOKEN for kind in ("plain", "bias", "silu")),
     *((*shape, kind) for shape in TOKENS for kind in ("plain", "bias", "silu")),
-    *((tokens, 33, 80, kind) for tokens in (1, 3) for kind in ("gelu", "gelu_tanh")),
+    *((tokens, 33, 80, kind) for tokens in (1, 3) for kind in ("relu", "gelu", "gelu_tanh")),
 ]
 
 
@@ -95,6 +97,34 @@ def test_a_sum_with_a_residual_has_the_roundings_of_two_operations(tokens):
 
 
 @runs_kernels
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float16], ids=str)
+@pytest.mark.parametrize("rows", [(33,), (33, 70, 7)], ids=str)
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_an_operation_on_the_first_result_has_the_roundings_of_two_operations(tokens, rows, dtype):
+    from hf_fastattn.kernels.decode.linear import Then, linears, prepared
+
+    torch.manual_seed(0)
+    x, weights, biases = (
+        new(tokens, 1040, dtype=dtype),
+        *(tuple(new(*n, dtype=dtype) for n in size) for size in ([(n, 1040) for n in rows], [(n,) for n in rows])),
+    )
+    weights = tuple(weight / 8 for weight in weights)
+    weights[0][2], biases[0][3:6] = 0, torch.tensor([float("inf"), float("-inf"), float("nan")])
+    alone = linears(x, weights, biases)
+    for name, function in (ACTIVATIONS | {"mul": lambda y: y * 0.3}).items():
+        layers, after = prepared(x, weights, biases), torch.empty_like(alone[0])
+        assert layers.launch_with(Then(name, factor=0.3 if name == "mul" else None), after)
+        assert all(torch.equal(a.nan_to_num(9), b.nan_to_num(9)) for a, b in zip(layers.outs, alone, strict=True))
+        y, right = alone[0], function(alone[0].double())
+        if name in ("relu", "mul"):
+            assert torch.equal(after.nan_to_num(9), function(y).nan_to_num(9))
+        else:
+            finite = y.isfinite()
+            assert torch.equal(after.nan_to_num(9)[~finite], right.to(dtype).nan_to_num(9)[~finite])
+            assert_as_torchs_own(after[finite], function(y)[finite], right[finite])
+
+
+@runs_kernels
 def test_a_row_does_not_depend_on_the_others_and_repeats():
     """Also where a sum is split, of which any program may be the last."""
     from hf_fastattn.kernels.decode import linear, linear_rows
@@ -139,17 +169,15 @@ def test_a_linear_layer_takes_up_to_64_tokens_in_16_bits():
 
 @pytest.fixture
 def linear_calls(monkeypatch):
-    """For every call of our kernels the activation of a gated pair, the number of weights, or "sum"."""
+    """For every launch of our kernels the activation of a gated pair, an operation on the result, or the number of weights."""
     linear = pytest.importorskip("hf_fastattn.kernels.decode.linear")
-    calls, run = [], linear._run
+    calls, prepare = [], linear._prepare
 
-    def recording(x, weights, biases=(), act=None, residual=None):
-        out = run(x, weights, biases, act, residual)
-        if out is not None:
-            calls.append(act or (len(weights) if residual is None else "sum"))
-        return out
+    def recorded(tensors, count, act, then, factor):
+        start = prepare(tensors, count, act, then, factor)
+        return start and (lambda *tensors: (calls.append(act or then or count), start(*tensors)))
 
-    monkeypatch.setattr(linear, "_run", recording)
+    monkeypatch.setattr(linear, "_prepare", recorded)
     return calls
 
 
@@ -271,10 +299,37 @@ def test_the_layer_before_a_residual_connection_adds(family, tokens, linear_call
     with captured(), merged.merged(model):  # as in a graph
         during = model(ids).logits
     sums = 0 if family == "gemma2" else 2 * model.config.num_hidden_layers
-    assert linear_calls.count("sum") == sums
+    assert linear_calls.count("add") == sums
     torch.testing.assert_close(during, stock(ids).logits, atol=2e-3, rtol=1e-2)
     subclass.restore(fused)
     assert not any(subclass.is_fused(module) for module in model.modules())
+
+
+# Launches of linear layers in a decoder layer: projections, o_proj, and the MLP's. Phi's GELU begins with a product.
+AFTER = {
+    "opt": ["mul", 1, "relu", 1],
+    "gpt_neox": [1, 1, "gelu", 1],
+    "starcoder2": [3, "add", "gelu_tanh", 1],
+    "phi": [3, 1, "mul", 1],
+    "llama": [3, "add", "silu", "add"],
+}
+
+
+@runs_kernels
+@torch.no_grad()
+@pytest.mark.parametrize("tokens", [1, 2])
+@pytest.mark.parametrize("family", AFTER)
+def test_linear_layers_compute_the_operations_after_them(family, tokens, linear_calls):
+    model, ids = small_model(family, DEVICE).half(), torch.arange(1, tokens + 1, device=DEVICE)[None]
+    fused_for_graphs(model)
+    with captured():
+        expected = model(ids).logits
+        linear_calls.clear()
+        with Launches() as launches, merged.merged(model):
+            during = model(ids).logits
+    torch.testing.assert_close(during, expected, atol=0 if DEVICE == "cpu" and "opt" in family else 2e-3, rtol=1e-2)
+    assert linear_calls == AFTER[family] * model.config.num_hidden_layers + [1]  # the head
+    assert not any(launches.count[name] for name in ("relu", "gelu", "silu"))
 
 
 def double_the_residual(module, args, out):

@@ -2,6 +2,7 @@
 
 import copy
 import random
+from collections import Counter
 
 import pytest
 import torch
@@ -42,15 +43,17 @@ RMSNorm.__module__ = "transformers.models.test"
 
 
 def fused_norms(dtype):
-    norms = [RMSNorm(), nn.LayerNorm(SIZE)]
-    model = nn.ModuleList(norms).to(DEVICE, dtype)
-    fuse.fuse(fuse.Fusible(norms, [], [], []))
+    """Two norms and two linear layers."""
+    norms, layers = [RMSNorm(), nn.LayerNorm(SIZE)], [nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE, bias=False)]
+    model = nn.ModuleList([*norms, *layers]).to(DEVICE, dtype)
+    fuse.fuse(fuse.Fusible(norms, [], [], layers))
     return model
 
 
 def program(generator, length=12):
     """A random order of operations on the results so far: (operation, which results)."""
     names = ["add", "add", "add", "norm", "norm", "mul", "view", "in place", "add a slice", "mean", "add one"]
+    names += ["linear", "relu", "linear, relu", "linear, relu", "relu in place"]
     return [(generator.choice(names), generator.random(), generator.random()) for _ in range(length)]
 
 
@@ -64,6 +67,14 @@ def execute(steps, model, x):
             out.append(one + other if a < 0.5 else other + one)
         elif name == "norm":
             out.append(model[int(b * 2)](one))
+        elif "linear" in name:
+            out.append(model[2 + int(b * 2)](one))
+            if "relu" in name:
+                out.append(torch.relu(out[-1]))
+        elif name == "relu":
+            out.append(torch.relu(one))
+        elif name == "relu in place":
+            out[-1].relu_()
         elif name == "mul":
             out.append(one * 0.3)
         elif name == "view":
@@ -85,16 +96,20 @@ def execute(steps, model, x):
 def test_any_order_of_operations_has_the_same_results(dtype):
     generator = random.Random(0)
     torch.manual_seed(0)
-    model, merges = fused_norms(dtype), 0
-    for _ in range(12):  # every new chain is a compilation on a GPU
+    model, merges, saved = fused_norms(dtype), 0, Counter()
+    for _ in range(20):  # every new chain is a compilation on a GPU
         steps, x = program(generator), torch.randn(2, 2, SIZE, device=DEVICE).to(dtype)
-        alone = execute(steps, model, x)
-        with Launches() as launches, merged.merged(model):
-            together = execute(steps, model, x)
+        with captured():
+            with Launches() as separate:
+                alone = execute(steps, model, x)
+            with Launches() as launches, merged.merged(model):
+                together = execute(steps, model, x)
         merges += launches.count["residual_kernel"]
+        saved += separate.count - launches.count
         for a, b in zip(together, alone, strict=True):
             assert a.shape == b.shape and same(a, b), steps
     assert merges > 12
+    assert (saved["relu"] > 3) == (dtype != torch.float32)  # our linear layers are of 16 bits
 
 
 @runs_kernels
@@ -309,6 +324,61 @@ def test_what_is_delayed_runs_before_a_launch_of_this_package():
         total = a + b
         launch.Launch(Kernel(), (1,))(total)
     assert (read[0] == (a + b).numpy()).all()
+
+
+LINEAR = {  # operations after a linear layer, and whether its launch computes one of them
+    "relu": (True, lambda y: torch.relu(y)),
+    "a product": (True, lambda y: y * 0.3),
+    "a product from the left": (True, lambda y: 3 * y),
+    "a view": (True, lambda y: torch.relu(y.view(-1, SIZE)).view(2, 2, SIZE)),
+    "read before": (False, lambda y: (y.abs(), torch.relu(y))[1]),
+    "read after": (True, lambda y: (torch.relu(y) + 1, y.sum())),
+    "twice": (True, lambda y: (y * 0.3, torch.relu(y), y)),
+    "activation in place": (False, lambda y: (nn.functional.relu(y, inplace=True), y)),
+    "then in place": (True, lambda y: (torch.relu(y).add_(1), y)),
+    "a part": (False, lambda y: torch.relu(y[:1])),
+    "transposed": (False, lambda y: torch.relu(y.transpose(0, 1))),
+    "a tensor": (False, lambda y: y * y),
+    "a tensor without dimensions": (False, lambda y: y * torch.ones((), device=y.device, dtype=y.dtype)),
+    "of another tensor": (False, lambda y: (torch.relu(torch.ones(2, 2, SIZE, device=DEVICE)), y)),
+    "not used": (False, lambda y: torch.ones(3, device=DEVICE)),
+    "norm": (False, lambda y: nn.functional.layer_norm(y, (SIZE,))),
+}
+
+
+@runs_kernels
+@torch.no_grad()
+@pytest.mark.parametrize("case", LINEAR)
+def test_a_linear_layer_computes_the_operation_that_follows(case):
+    together, after = LINEAR[case]
+    model, x = fused_norms(torch.float16), torch.randn(2, 2, SIZE, device=DEVICE).half()
+    with captured():
+        with Launches() as separate:
+            expected = after(model[2](x))
+        with Launches() as launches, merged.merged(model):
+            got = after(model[2](x))
+    assert launches.count["linear_rows_kernel"] == separate.count["linear_rows_kernel"] == 1
+    assert separate.count.total() - launches.count.total() == together
+    assert all(map(torch.equal, *((out if isinstance(out, tuple) else (out,)) for out in (got, expected))))
+
+
+@runs_kernels
+@torch.no_grad()
+def test_hooks_between_a_linear_layer_and_its_activation_are_kept():
+    x = torch.randn(2, 2, SIZE, device=DEVICE).half()
+    for place in ("after the layer", "before the activation"):
+        layer = nn.Linear(SIZE, SIZE, device=DEVICE, dtype=torch.float16)
+        model = nn.Sequential(layer, nn.ReLU())
+        fuse.fuse(fuse.Fusible([], [], [], [layer]))
+        if place == "after the layer":
+            layer.register_forward_hook(lambda module, args, out: out - 1)
+        else:
+            model[1].register_forward_pre_hook(lambda module, args: (args[0] - 1,))
+        with captured():
+            expected = model(x)
+            with Launches() as launches, merged.merged(model):
+                got = model(x)
+        assert torch.equal(got, expected) and launches.count["relu"] == 1
 
 
 @runs_kernels

@@ -2,7 +2,7 @@
 
 - the product in the MLP in place: two tensors of the MLP's width at once instead of three, the peak memory of a long prompt;
 - in a decode graph of up to 64 tokens, linear layers by `kernels.decode.linear`, in one launch each; a gated pair, and the
-  projections of queries, keys and values, in one launch together.
+  projections of queries, keys and values, in one launch together, which may also compute an operation on a result (merged.py).
 
 The projections are computed together when their attention layer begins. Each of them then returns its result if it is called with
 the input of the layer; otherwise the layer's projections are computed one by one from then on.
@@ -24,7 +24,7 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 
 from .. import hf
 from .. import step as steps
-from . import subclass
+from . import merged, subclass
 from .subclass import Forward
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
@@ -128,8 +128,6 @@ def _returns_its_own(act: torch.nn.Module) -> bool:
 
 
 def linear(forward: types.FunctionType) -> Forward:
-    from ..kernels.decode import linear as kernel
-
     @functools.wraps(forward)
     def layer(self: torch.nn.Linear, input: torch.Tensor) -> Any:
         if torch.compiler.is_compiling():
@@ -138,10 +136,21 @@ def linear(forward: types.FunctionType) -> Forward:
         if out is None and _runs_our_linear(input, self):
             out = _linear_and_sum(self, input)
             if out is None:
-                out = kernel.linear(input, self.weight, self.bias)
+                outs = _linears(input, (self.weight,), () if self.bias is None else (self.bias,))
+                out = None if outs is None else outs[0]
         return forward(self, input) if out is None else out
 
     return layer
+
+
+def _linears(
+    x: torch.Tensor, weights: tuple[torch.Tensor, ...], biases: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor, ...] | None:
+    """kernel.linears. In a decode graph it may be delayed, to compute an operation on the first result in the same launch."""
+    from ..kernels.decode import linear as kernel
+
+    delayed = merged.current()
+    return (kernel.linears if delayed is None else delayed.linears)(x, weights, biases)
 
 
 def _runs_our_linear(x: torch.Tensor, *layers: torch.nn.Linear) -> bool:
@@ -226,8 +235,6 @@ def attention(forward: types.FunctionType) -> Forward:
 
 def _project(attention: torch.nn.Module, x: Any) -> _Ahead | None:
     """The projections of an attention layer's input in one launch; None if they cannot be computed together."""
-    from ..kernels.decode import linear as kernel
-
     layers = _projections(attention)
     if not layers or not isinstance(x, torch.Tensor) or not _runs_our_linear(x, *layers):
         return None
@@ -235,7 +242,7 @@ def _project(attention: torch.nn.Module, x: Any) -> _Ahead | None:
     biases = tuple(bias for _, bias in parts if bias is not None)
     if len(biases) not in (0, len(layers)):
         return None
-    results = kernel.linears(x, tuple(weight for weight, _ in parts), biases)
+    results = _linears(x, tuple(weight for weight, _ in parts), biases)
     if results is None:
         return None
     return _Ahead(x, _version(x), {id(layer): out for layer, out in zip(layers, results, strict=True)})

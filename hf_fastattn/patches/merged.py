@@ -1,10 +1,11 @@
-"""Merges the additions and norms of a decode graph that follow each other, also after a sum over ranks, and the rotation of
-queries and keys with their norms and with the append of K and V.
+"""Merges the additions and norms of a decode graph that follow each other, also after a sum over ranks, the rotation of queries
+and keys with their norms and with the append of K and V, and linear layers with an activation or a product with a number.
 
 The launch of an addition or a norm is delayed until the next operation. If that is an addition or a norm of its result, both are
 one launch (`kernels.decode.residual`). The launch of a rotation is delayed until its keys are appended (`kernels.decode.rope`).
-Before any other operation the delayed launches run. So the model's own code decides what is computed, in every family, and all
-its results are stored.
+The launch of a linear layer, or of several together, is delayed until the next operation. If that is an activation of the first
+result, or its product with a number, both are one launch (`kernels.decode.linear`). Before any other operation what is delayed
+runs. So the model's own code decides what is computed, in every family, and all its results are stored.
 
 Operations of torch are seen by a dispatch mode, launches of this package by `launch.before`. Kernels that others launch without
 an operation of torch are not seen. Therefore only models that consist of modules of torch and Transformers' model files run in
@@ -28,7 +29,7 @@ from ..kernels.host import launch
 from . import subclass
 
 if TYPE_CHECKING:
-    from ..kernels.decode import all_reduce, residual, rope
+    from ..kernels.decode import all_reduce, linear, residual, rope
 
 _FROM = ("torch.nn.modules.", "transformers.models.", "transformers.activations", "bitsandbytes.nn.modules")
 _WEIGHTS = ("torchao.", "bitsandbytes.nn.modules")  # classes of tensors
@@ -39,6 +40,12 @@ _READ_NOTHING = {  # views, and allocations
     *(_aten.transpose.int, _aten.t.default, _aten.slice.Tensor, _aten.select.int, _aten.expand.default, _aten.alias.default),
     *(_aten.detach.default, _aten.permute.default, _aten.empty.memory_format, _aten.empty_like.default),
     *(_aten.empty_strided.default, _aten.new_empty.default),
+}
+_ACTIVATIONS = {  # by operation and approximation
+    (_aten.relu.default, "none"): "relu",
+    (_aten.silu.default, "none"): "silu",
+    (_aten.gelu.default, "none"): "gelu",
+    (_aten.gelu.default, "tanh"): "gelu_tanh",
 }
 
 
@@ -102,17 +109,18 @@ def _is_norm(chain: Any) -> bool:
 
 
 class _Delayed(TorchDispatchMode):
-    """Delays additions, products with a number, and norms."""
+    """Delays additions, products with a number, norms, rotations and linear layers."""
 
     def __init__(self) -> None:
-        from ..kernels.decode import append
+        from ..kernels.decode import append, linear
         from ..kernels.decode import residual as kernel
 
         super().__init__()  # type: ignore[no-untyped-call]
-        self.kernel, self.append = kernel, append
+        self.kernel, self.append, self.linear = kernel, append, linear
         self.chain: residual.Chain | None = None
         self.first: residual.Chain | None = None  # a norm alone, which the chain does not read
         self.rotation: rope.Rotation | None = None  # then there is no chain
+        self.layers: linear.Layers | None = None  # then there is no rotation, and no chain that they read
 
     def __enter__(self) -> _Delayed:
         self.outer = launch.thread.before, self.append.thread.instead, _thread.mode
@@ -128,6 +136,9 @@ class _Delayed(TorchDispatchMode):
         kwargs = kwargs or {}
         if func in _READ_NOTHING or (func is _aten.reshape.default and args[0].is_contiguous()):
             return func(*args, **kwargs)
+        after = self._with_layers(func, args, kwargs)
+        if after is not None:
+            return after
         if len(args) == 2 and not kwargs and subclass.has_kernels(args[0]):
             if func is _aten.add.Tensor and isinstance(args[1], torch.Tensor) and subclass.has_kernels(args[1]):
                 if self.kernel.fits(*args):
@@ -153,6 +164,37 @@ class _Delayed(TorchDispatchMode):
         self.chain = self.chain._replace(factor=float(factor), scaled=torch.empty_like(x))
         return self.chain.out
 
+    def linears(self, x: torch.Tensor, weights: linear.Tensors, biases: linear.Tensors = ()) -> linear.Tensors | None:
+        """linear.linears, delayed."""
+        self._before((x,))
+        self.layers = layers = self.linear.prepared(x, weights, biases)
+        return None if layers is None else layers.outs
+
+    def _with_layers(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor | None:
+        """The result of an operation in the launch of the delayed linear layers; None if they had to run without it."""
+        layers, self.layers = self.layers, None
+        if layers is None:
+            return None
+        then = self._operation(func, args, kwargs)
+        if then is not None and subclass.has_kernels(args[0]) and layers.gives(args[0]):
+            after = torch.empty_like(args[0])
+            if layers.launch_with(then, after):
+                return after
+        layers.launch()
+        return None
+
+    def _operation(self, func: Any, args: Any, kwargs: dict[str, Any]) -> linear.Then | None:
+        """An operation of torch as one that linear layers can compute of their result, or None."""
+        if func is _aten.mul.Tensor:
+            return self.linear.Then("mul", factor=float(args[1])) if type(args[1]) in (int, float) else None
+        name = _ACTIVATIONS.get((func, kwargs.get("approximate", "none")))
+        return None if name is None else self.linear.Then(name)
+
+    def _launch_layers(self) -> None:
+        layers, self.layers = self.layers, None
+        if layers is not None:
+            layers.launch()
+
     def sum_over_ranks(self, x: torch.Tensor, peers: all_reduce.Peers) -> None:
         """Replace x by its sum over ranks, delayed."""
         self.flush()
@@ -164,6 +206,7 @@ class _Delayed(TorchDispatchMode):
         """rms_norm.run, delayed or together with the delayed operations."""
         from ..kernels.decode import rms_norm
 
+        self._launch_layers()
         norm = self.kernel.Normed(weight, bias, eps, options, x)
         if not self.kernel.fits_norm(x, norm):
             return rms_norm.run(x, weight, bias, eps, *options)
@@ -194,6 +237,7 @@ class _Delayed(TorchDispatchMode):
         """rope.run, together with the delayed norms of the queries and keys. Its launch is delayed until K is appended."""
         from ..kernels.decode import rope
 
+        self._launch_layers()
         chains, delayed = (self.first, self.chain), None
         if all(map(_is_norm, chains)) and not self._has(cos) and not self._has(sin):
             norms = [rope.Normed(chain.x, *chain.before) for chain in chains if chain is not None and chain.before is not None]
@@ -239,6 +283,7 @@ class _Delayed(TorchDispatchMode):
 
     def _before(self, tensors: Iterable[object]) -> None:
         """Before an operation on these tensors. Norms of heads wait for the rotation, beyond operations on other tensors."""
+        self._launch_layers()
         chains = [chain for chain in (self.first, self.chain) if chain is not None]
         ours = {_storage(t) for chain in chains for t in (chain.x, chain.out)}
         apart = all(_is_norm(chain) and chain.x.dim() == 4 for chain in chains)
@@ -250,6 +295,7 @@ class _Delayed(TorchDispatchMode):
 
     def flush(self) -> None:
         """Launch what is delayed."""
+        self._launch_layers()
         first, chain, rotation = self.first, self.chain, self.rotation
         self.first = self.chain = self.rotation = None
         if rotation is not None:

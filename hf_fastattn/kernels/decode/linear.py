@@ -2,10 +2,13 @@
 
     y = x W^T + b,   or for a gated MLP in one launch   y = act(x W^T) * (x U^T)
 
+With y a launch may compute an operation on it: the sum with a residual, the product with a number, or an activation.
+
 A decode step mostly reads weights, each for a few tokens. The kernels of this file are for one token: a program computes few rows
 of W, and loads the first of them while the previous kernel, which computes x, still runs. `linear_rows` is for several tokens.
 
-Sums are in fp32. Results are rounded as in the code of the model: y, and in the gated form both factors and the activation.
+Sums are in fp32. Results are rounded as in the code of the model: y, the operation on it, and in the gated form both factors and
+the activation.
 
 Sources: gemv of BLAS (Dongarra et al., "An Extended Set of FORTRAN Basic Linear Algebra Subprograms", 1988); for loading ahead of
 the wait, NVIDIA, "CUDA C++ Programming Guide", programmatic dependent launch; for the roundings LlamaMLP of Transformers.
@@ -13,7 +16,7 @@ the wait, NVIDIA, "CUDA C++ Programming Guide", programmatic dependent launch; f
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -23,7 +26,7 @@ from .. import checks
 from ..host import launch
 from ..host.overlap import early, let_next_begin, wait_for_inputs
 from . import linear_rows
-from .linear_rows import activated, distance, of_tile, three
+from .linear_rows import activated, distance, followed, of_tile, three
 
 Tensors = tuple[torch.Tensor, ...]
 DTYPES = (torch.float16, torch.bfloat16)
@@ -36,7 +39,7 @@ def _load_once(pointers, mask):
     return tl.load(pointers, mask=mask, other=0.0, eviction_policy="evict_first")
 
 
-@triton.jit(do_not_specialize=["rows", "rows1", "rows2"])
+@triton.jit(do_not_specialize=["rows", "rows1", "rows2", "factor"])
 def linear_kernel(
     X,
     Weight,
@@ -49,19 +52,20 @@ def linear_kernel(
     Out1,
     Out2,
     Residual,
-    Sum,
+    After,
     rows,
     rows1,
     rows2,
+    factor,
     PARTS: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    ADD: tl.constexpr,
+    THEN: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One program per BLOCK_N rows of a weight. PARTS: the number of weights. ADD: Sum = Residual + Out, for one weight."""
+    """One program per BLOCK_N rows of a weight. PARTS: number of weights; THEN: After is this operation on Out (`followed`)."""
     tile = tl.program_id(0)
     second = tl.cdiv(rows, BLOCK_N)
     third = second + tl.cdiv(rows1, BLOCK_N)
@@ -78,7 +82,8 @@ def linear_kernel(
     wait_for_inputs(EARLY)
     let_next_begin(EARLY)
     x = tl.load(X + offs, mask=offs < SIZE, other=0.0)
-    if ADD:  # not after the store of y, for which it would wait
+    residual = None
+    if THEN == "add":  # not after the store of y, for which it would wait
         residual = tl.load(Residual + row, mask=live, other=0.0)
     acc = w.to(tl.float32) * x.to(tl.float32)[None, :]
     for k in range(BLOCK_K, SIZE, BLOCK_K):
@@ -93,8 +98,9 @@ def linear_kernel(
     y = y.to(Out.dtype.element_ty)
     out = of_tile(tile, second, third, none, distance(Out, Out1), distance(Out, Out2), PARTS)
     tl.store(Out + out + row, y, mask=live)
-    if ADD:
-        tl.store(Sum + row, (residual.to(tl.float32) + y.to(tl.float32)).to(Out.dtype.element_ty), mask=live)
+    if THEN != "":
+        live = row < of_tile(tile, second, third, rows, 0, 0, PARTS)
+        tl.store(After + row, followed(y, residual, factor, THEN).to(Out.dtype.element_ty), mask=live)
 
 
 @triton.jit(do_not_specialize=["out_features"])
@@ -167,78 +173,117 @@ def why_not(
     return checks.why_not_inference(x, *others)
 
 
+class Then(NamedTuple):
+    """An operation on the first result: "add" (a residual of its shape), "mul" (by a factor), or an activation."""
+
+    name: str
+    residual: torch.Tensor | None = None
+    factor: float | None = None
+
+
+class Layers(NamedTuple):
+    """Linear layers that are checked and not launched yet. outs: the tensors for their results."""
+
+    start: linear_rows.Start
+    x: torch.Tensor
+    weights: Tensors
+    biases: Tensors
+    outs: Tensors
+
+    def gives(self, x: torch.Tensor) -> bool:
+        """Whether x is the first result, in any shape."""
+        out = self.outs[0]
+        return x.is_contiguous() and (x.data_ptr(), x.numel()) == (out.data_ptr(), out.numel())
+
+    def launch(self) -> None:
+        self.start(self.x, self.weights, self.biases, self.outs)
+
+    def launch_with(self, then: Then, after: torch.Tensor) -> bool:
+        """Launch with an operation, whose result is `after`; not for gated layers. False, without a launch, if it is refused."""
+        tensors = (self.x, *self.weights, *self.biases, then.residual)
+        start = _prepare(tensors, len(self.weights), "", then.name, then.factor)
+        if start is None:
+            return False
+        start(self.x, self.weights, self.biases, self.outs, then.residual, after)
+        return True
+
+
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:
     """x weight^T + bias in x's dtype; None if `why_not` gives a reason.
 
     x: (..., in_features) of 1 to 64 tokens; weight: (out_features, in_features); bias: (out_features,); float16 or bfloat16,
     contiguous. Returns (..., out_features). No launch of the same step may write the weight: it is read before they end.
     """
-    out = _run(x, (weight,), () if bias is None else (bias,))
-    return None if out is None else out[0]
+    outs = linears(x, (weight,), () if bias is None else (bias,))
+    return None if outs is None else outs[0]
 
 
 def linear_and_sum(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """(y, residual + y) for the y of `linear`, rounded before and after the sum. residual: of y's shape and dtype."""
-    return _run(x, (weight,), () if bias is None else (bias,), residual=residual)  # type: ignore[return-value]
+    layers, total = prepared(x, (weight,), () if bias is None else (bias,)), torch.empty_like(residual)
+    if layers is None or not layers.launch_with(Then("add", residual), total):
+        return None
+    return layers.outs[0], total
 
 
 def linears(x: torch.Tensor, weights: Tensors, biases: Tensors = ()) -> Tensors | None:
     """`linear` for up to three weights, with as many biases or none, in one launch."""
-    return _run(x, weights, biases)
+    return _launched(prepared(x, weights, biases))
 
 
 def gated_linear(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, act: str = "silu") -> torch.Tensor | None:
     """act(x gate^T) * (x up^T), both factors and the activation rounded to x's dtype; otherwise as `linear`.
 
-    act: "silu", "gelu" or "gelu_tanh".
+    act: "relu", "silu", "gelu" or "gelu_tanh".
     """
-    out = _run(x, (gate, up), act=act)
-    return None if out is None else out[0]
+    outs = _launched(prepared(x, (gate, up), act=act))
+    return None if outs is None else outs[0]
 
 
-def _run(
-    x: torch.Tensor, weights: Tensors, biases: Tensors = (), act: str | None = None, residual: torch.Tensor | None = None
-) -> Tensors | None:
-    """The results, and with a residual its sum with the only one."""
-    start = _prepare((x, *weights, *biases, residual), len(weights), act)
-    several = x.numel() > x.shape[-1] or len(weights) > 1 + (act is not None)
+def prepared(x: torch.Tensor, weights: Tensors, biases: Tensors = (), act: str = "") -> Layers | None:
+    """`linears` without the launch, or with an activation `gated_linear`."""
+    start = _prepare((x, *weights, *biases, None), len(weights), act, "", None)
+    several = x.numel() > x.shape[-1] or len(weights) > 1 + bool(act)
     if start is None or (several and not linear_rows.aligned(weights)):
         return None
     outs = tuple(x.new_empty(*x.shape[:-1], weight.shape[0]) for weight in weights[: 1 if act else None])
-    if residual is None:
-        start(x, weights, biases, outs)
-        return outs
-    total = torch.empty_like(residual)
-    start(x, weights, biases, outs, residual, total)
-    return *outs, total
+    return Layers(start, x, weights, biases, outs)
+
+
+def _launched(layers: Layers | None) -> Tensors | None:
+    if layers is None:
+        return None
+    layers.launch()
+    return layers.outs
 
 
 @launch.remember
-def _prepare(tensors: tuple[torch.Tensor | None, ...], count: int, act: str | None) -> linear_rows.Start | None:
+def _prepare(
+    tensors: tuple[torch.Tensor | None, ...], count: int, act: str, then: str, factor: float | None
+) -> linear_rows.Start | None:
     given: Any = tensors  # only the residual may be None
     x, weights, biases, residual = given[0], given[1 : count + 1], given[count + 1 : -1], given[-1]
-    if why_not(x, weights, biases, residual, act is not None):
+    if why_not(x, weights, biases, residual, bool(act)):
         return None
-    if x.numel() > x.shape[-1]:
-        return linear_rows.prepare(x, weights, bool(biases), act, residual is not None)
-    return _one_token(x, weights, bool(biases), act, residual is not None)
+    prepare = linear_rows.prepare if x.numel() > x.shape[-1] else _one_token
+    return prepare(x, weights, bool(biases), act, then, factor)
 
 
-def _one_token(x: torch.Tensor, weights: Tensors, has_bias: bool, act: str | None, add: bool) -> linear_rows.Start:
+def _one_token(x: torch.Tensor, weights: Tensors, has_bias: bool, act: str, then: str, factor: float | None) -> linear_rows.Start:
     size = x.shape[-1]
     rows = [weight.shape[0] for weight in weights[: 1 if act else None]]
-    own: dict[str, int]
+    own: dict[str, Any]
     block_k = min(MAX_BLOCK, max(16, triton.next_power_of_2(size)))
-    if act is None:
-        kernel, own = linear_kernel, {"HAS_BIAS": has_bias, "ADD": add, "PARTS": len(rows)}
+    if not act:
+        kernel, own = linear_kernel, {"HAS_BIAS": has_bias, "THEN": then, "factor": factor, "PARTS": len(rows)}
         own |= dict(zip(("rows", "rows1", "rows2"), (*rows, 0, 0), strict=False))
         block_n = max(4, 4096 // block_k)
         # For long rows half as many warps: more programs fit and hide each other's start and end.
         warps = block_n * block_k // (2048 if size > 2 * MAX_BLOCK else 1024)
     else:
-        kernel, own = gated_linear_kernel, {"ACT": linear_rows.ACTIVATIONS[act], "out_features": rows[0]}
+        kernel, own = gated_linear_kernel, {"ACT": act, "out_features": rows[0]}
         block_n = max(2, 2048 // block_k)
         warps = block_n * block_k // 512
     own |= {"SIZE": size, "BLOCK_N": block_n, "BLOCK_K": block_k, **early(x.device)}
@@ -252,10 +297,10 @@ def _one_token(x: torch.Tensor, weights: Tensors, has_bias: bool, act: str | Non
         biases: Tensors,
         outs: Tensors,
         residual: torch.Tensor | None = None,
-        total: torch.Tensor | None = None,
+        after: torch.Tensor | None = None,
     ) -> None:
-        if act is None:
-            run(x, *three(weights), *three(biases or weights), *three(outs), residual, total)
+        if not act:
+            run(x, *three(weights), *three(biases or weights), *three(outs), residual, after)
         else:
             run(x, *weights, *outs)
 

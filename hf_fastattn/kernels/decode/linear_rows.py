@@ -29,12 +29,11 @@ from ..host.overlap import early, let_next_begin, request, wait_for_inputs
 MAX_TOKENS = 64
 MAX_WEIGHTS = 3
 MULTIPLE = 16  # in_features must be a multiple, so that 16 bytes are loaded at once
-ACTIVATIONS = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3}
 Tensors = tuple[torch.Tensor, ...]
 
 
 class Start(Protocol):
-    """Launches a kernel for inputs of one layout. It writes outs, and total = residual + outs[0]."""
+    """Launches a kernel for inputs of one layout. It writes outs, and after, the result of the operation on outs[0]."""
 
     def __call__(
         self,
@@ -43,7 +42,7 @@ class Start(Protocol):
         biases: Tensors,
         outs: Tensors,
         residual: torch.Tensor | None = None,
-        total: torch.Tensor | None = None,
+        after: torch.Tensor | None = None,
     ) -> None: ...
 
 
@@ -60,15 +59,30 @@ class Tile(NamedTuple):
 
 @triton.jit
 def activated(gate, ACT: tl.constexpr):
-    """The activation of fp32 values."""
-    if ACT == 1:
+    """The activation of fp32 values: "relu", "silu", "gelu" or "gelu_tanh"."""
+    if ACT == "relu":
+        act = tl.maximum(gate, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    elif ACT == "silu":
         act = gate / (1.0 + tl.exp(-gate))
-    elif ACT == 2:
+    elif ACT == "gelu":
         act = gate * 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476))
     else:  # tanh(u) = 2 sigmoid(2 u) - 1
+        tl.static_assert(ACT == "gelu_tanh")
         u = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
         act = gate / (1.0 + tl.exp(-2.0 * u))
     return act
+
+
+@triton.jit
+def followed(y, residual, factor, THEN: tl.constexpr):
+    """In fp32 the sum of rounded values with a residual ("add"), their product with a factor ("mul"), or their activation."""
+    if THEN == "add":
+        after = residual.to(tl.float32) + y.to(tl.float32)
+    elif THEN == "mul":
+        after = y.to(tl.float32) * factor
+    else:
+        after = activated(y.to(tl.float32), THEN)
+    return after
 
 
 @triton.jit
@@ -125,7 +139,8 @@ def _gated(acc, DTYPE: tl.constexpr, ACT: tl.constexpr):
     return act * up.to(DTYPE).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["tokens"])  # 16 bytes of a result are stored at once if the numbers of rows allow it
+# 16 bytes of a result are stored at once if the numbers of rows allow it
+@triton.jit(do_not_specialize=["tokens", "factor"])
 def linear_rows_kernel(
     X,
     Weight,
@@ -138,7 +153,7 @@ def linear_rows_kernel(
     Out1,
     Out2,
     Residual,
-    Sum,
+    After,
     Partial,
     Counter,
     tokens,
@@ -147,10 +162,11 @@ def linear_rows_kernel(
     rows2,
     size,
     split_size,
+    factor,
     PARTS: tl.constexpr,
     ACT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    ADD: tl.constexpr,
+    THEN: tl.constexpr,
     SPLITS: tl.constexpr,
     EVEN: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -160,7 +176,7 @@ def linear_rows_kernel(
 ):
     """One program per tile and split. PARTS: number of weights whose tiles follow each other; ACT: Weight1 is used with Weight.
 
-    ADD: Sum = Residual + Out, for one weight.
+    THEN: After is this operation on Out (`followed`).
     """
     tile = tl.program_id(0)
     n = tl.arange(0, BLOCK_N)
@@ -170,7 +186,7 @@ def linear_rows_kernel(
     third = second + tl.cdiv(rows1, BLOCK_N)
     none = tile.to(tl.int64) * 0
     rows_of = of_tile(tile, second, third, rows, rows1, rows2, PARTS)
-    if ACT:
+    if ACT != "":
         row = tile * (BLOCK_N // 2) + n % (BLOCK_N // 2)
         start = tl.where(n < BLOCK_N // 2, 0, distance(Weight, Weight1))
     else:
@@ -190,7 +206,8 @@ def linear_rows_kernel(
     for k in range(0, tl.minimum(left, split_size), BLOCK_K):
         w, x = _load_chunk(w_ptrs + k, x_ptrs + k, left - k, seen, EVEN, BLOCK_K)
         acc = tl.dot(w, x, acc)
-    if ADD:  # not after the sum of the splits and the store of y, for which it would wait
+    residual = None
+    if THEN == "add":  # not after the sum of the splits and the store of y, for which it would wait
         live = row < rows
         residual = tl.load(Residual + token[None, :] * rows + row[:, None], mask=live[:, None] & seen, other=0.0)
     last = True
@@ -198,7 +215,7 @@ def linear_rows_kernel(
         last, acc = _sum_of_splits(acc, Partial, Counter, tile, SPLITS, BLOCK_N, BLOCK_M)
     if last:
         dtype: tl.constexpr = Out.dtype.element_ty
-        if ACT:
+        if ACT != "":
             half: tl.constexpr = BLOCK_N // 2
             row_out = tile * half + tl.arange(0, half)
             live = row_out < rows
@@ -212,9 +229,9 @@ def linear_rows_kernel(
             out = of_tile(tile, second, third, none, distance(Out, Out1), distance(Out, Out2), PARTS)  # of new, aligned tensors
             offs, y = token[None, :] * rows_of + row[:, None], acc.to(dtype)
             tl.store(Out + out // 8 * 8 + offs, y, mask=live[:, None] & seen)
-            if ADD:
-                total = (residual.to(tl.float32) + y.to(tl.float32)).to(dtype)
-                tl.store(Sum + offs, total, mask=live[:, None] & seen)
+            if THEN != "":
+                live = row < of_tile(tile, second, third, rows, 0, 0, PARTS)
+                tl.store(After + offs, followed(y, residual, factor, THEN).to(dtype), mask=live[:, None] & seen)
 
 
 def tiles(arch: int, sms: int, tokens: int, rows: list[int], size: int, gated: bool) -> Tile:
@@ -238,9 +255,9 @@ def three(tensors: Tensors) -> Tensors:
     return (*tensors, *tensors[:1] * (MAX_WEIGHTS - len(tensors)))
 
 
-def prepare(x: torch.Tensor, weights: Tensors, has_bias: bool, act: str | None, add: bool) -> Start:
-    """The launch for several tokens. act: a key of ACTIVATIONS; if not None, the weights are a gate and up."""
-    size, gated = x.shape[-1], act is not None
+def prepare(x: torch.Tensor, weights: Tensors, has_bias: bool, act: str, then: str, factor: float | None) -> Start:
+    """The launch for several tokens. act: if not empty, the weights are a gate and up. then, factor: as in the kernel."""
+    size, gated = x.shape[-1], bool(act)
     tokens, rows = x.numel() // size, [weight.shape[0] for weight in weights[: 1 if gated else None]]
     tile = tiles(gpu.arch(x.device), gpu.num_sms(x.device), tokens, rows, size, gated)
     split_size = triton.cdiv(triton.cdiv(size, tile.splits), tile.BLOCK_K) * tile.BLOCK_K
@@ -255,10 +272,11 @@ def prepare(x: torch.Tensor, weights: Tensors, has_bias: bool, act: str | None, 
         rows2=rows[2] if len(rows) > 2 else 0,
         size=size,
         split_size=split_size,
+        factor=factor,
         PARTS=len(rows),
-        ACT=ACTIVATIONS[act],
+        ACT=act,
         HAS_BIAS=has_bias,
-        ADD=add,
+        THEN=then,
         SPLITS=splits,
         EVEN=size % tile.BLOCK_K == 0,
         BLOCK_N=tile.BLOCK_N,
@@ -276,12 +294,12 @@ def prepare(x: torch.Tensor, weights: Tensors, has_bias: bool, act: str | None, 
         biases: Tensors,
         outs: Tensors,
         residual: torch.Tensor | None = None,
-        total: torch.Tensor | None = None,
+        after: torch.Tensor | None = None,
     ) -> None:
         partial, counter = x, x  # not read
         if splits > 1:
             partial, counter = x.new_empty(sums, dtype=torch.float32), counters_of(x.device)
-        sum_of = (x, x) if residual is None or total is None else (residual, total)
-        run(x, *three(weights), *three(biases or weights), *three(outs), *sum_of, partial, counter)
+        others = (x if residual is None else residual, x if after is None else after, partial, counter)
+        run(x, *three(weights), *three(biases or weights), *three(outs), *others)
 
     return start
