@@ -260,17 +260,47 @@ def test_in_a_decode_graph_a_layer_has_one_launch_for_norms_and_rotation(family)
     assert (launches.count["rope_kernel"], launches.count["residual_kernel"]) == (layers, 2 * layers + 1)
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="counts launches of steps that run, and a graph's do not")
-@runs_kernels
-@torch.no_grad()
-def test_a_step_of_a_patched_model_has_no_launch_that_only_appends(monkeypatch):
+@pytest.fixture
+def steps_run(monkeypatch):
+    """Captures run the step. Yields the launches of each captured step."""
+    steps = []
+
     class Graph:
         def __init__(self, *args):
-            self.rehearse = self.capture = lambda body: body()
-            self.replay = lambda: None
+            self.rehearse, self.replay = lambda body: body(), lambda: None
+
+        def capture(self, body):
+            with Launches() as launches:
+                out = body()
+            steps.append(launches.count)
+            return out
 
     monkeypatch.setattr(graph, "new_graph", Graph)
     monkeypatch.setattr(graph, "why_no_graph", lambda device: None)
+    return steps
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="counts launches of steps that run, and a graph's do not")
+@runs_kernels
+@torch.no_grad()
+def test_a_layer_of_opt_has_nine_launches(steps_run):
+    """Two norms with a sum, the projections of q, k and v and the product of q, the append, attention and its merge, three linear
+    layers, of which one has the activation."""
+    model, ids = small_model("opt", DEVICE).half(), torch.arange(3, 5, device=DEVICE)[None]
+    with hf_fastattn.patch(model):
+        model.generate(input_ids=ids, max_new_tokens=3, do_sample=False, eos_token_id=None)
+    (count,), layers = steps_run, model.config.num_hidden_layers
+    launches = {"residual_kernel": 2, "linear_kernel": 4, "append_kernel": 1, "lean_kernel": 1, "lean_merge_kernel": 1}
+    outside = {"residual_kernel": 1, "linear_kernel": 1}
+    ours = {name: number for name, number in count.items() if name.endswith("_kernel")}
+    assert ours == {name: layers * number + outside.get(name, 0) for name, number in launches.items()}
+    assert not count["relu"] and not count["mul"]
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="counts launches of steps that run, and a graph's do not")
+@runs_kernels
+@torch.no_grad()
+def test_a_step_of_a_patched_model_has_no_launch_that_only_appends(monkeypatch, steps_run):
     names, call = [], launch.Launch.__call__
     monkeypatch.setattr(launch.Launch, "__call__", lambda self, *t: (names.append(self.kernel.fn.__name__), call(self, *t)))
     model, ids = small_model("llama", DEVICE).half(), torch.arange(3, 5, device=DEVICE)[None]
