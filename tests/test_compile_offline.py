@@ -265,7 +265,7 @@ def test_with_many_heads_four_programs_fit_an_sm(shape, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "head_dim, block", [(head_dim, block) for head_dim, found in schedule.BRIEF.items() for block, _ in found]
+    "head_dim, block", [(head_dim, block) for head_dim, found in schedule.BRIEF.items() for block, *_ in found]
 )
 @pytest.mark.parametrize("arch", [80, 90])
 def test_blocks_of_packed_rows_do_not_spill_in_a_loop(arch, head_dim, block, tmp_path):
@@ -490,6 +490,20 @@ def test_linear_layers_load_16_bytes_at_once_and_spill_nothing(kind, tokens, arc
         requests = binary.ptx.find("prefetch.global.L2")
         assert (requests >= 0) == (arch == 90 and tokens == 16)  # for the first columns of the weights, before the wait
         assert requests < 0 or requests < WAIT.search(binary.ptx).start()
+
+
+@pytest.mark.parametrize("tokens", [16, 32, 64])
+@pytest.mark.parametrize("kind", ["sum", "gated", "head"])
+def test_the_buffers_of_linear_layers_fill_the_shared_memory_of_hopper(kind, tokens, tmp_path, monkeypatch):
+    """One program on each multiprocessor if there are no more tiles than multiprocessors, otherwise two."""
+    new = lambda *shape: torch.zeros(*shape, dtype=torch.bfloat16)  # noqa: E731
+    x, weight = new(1, tokens, 1024), new(108 * 64 + (kind == "head"), 1024)  # 108 multiprocessors
+    monkeypatch.setattr(linear, "_prepare", linear._prepare.__wrapped__)
+    with compiling(linear_rows, ("linear_rows_kernel",), 90) as compiled:
+        linear.gated_linear(x, weight, weight) if kind == "gated" else linear.linear(x, weight)
+    binary, resident = read(compiled["linear_rows_kernel"], tmp_path), 1 if kind == "sum" else 2
+    assert binary.stack == 0 and 2 / 3 * 228 * KIB < resident * (binary.shared + KIB) <= 228 * KIB
+    assert linear_rows.tiles(90, 108, tokens, [len(weight)], 1024, kind == "gated").splits == 1
 
 
 @pytest.mark.parametrize(

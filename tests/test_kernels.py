@@ -334,7 +334,7 @@ def has_fixed_splits(case: Case) -> bool:
     """Whether `lean` runs fixed splits here, as it may for few keys, and for decode rows in a batch that the host knows to be
     uniform."""
     rows, heads = case.q_len * case.num_heads // case.num_kv_heads, case.batch * case.num_kv_heads
-    if ON_GPU and rows > min(block for block, _ in schedule.BRIEF[128]):
+    if ON_GPU and rows > min(block for block, *_ in schedule.BRIEF[128]):
         return True
     if rows > tables.MAX_DECODE_ROWS or (case.batch > 1 and case.has_spans):
         return False
@@ -441,6 +441,20 @@ def test_fixed_splits_of_17_to_32_rows_have_blocks_of_64_on_hopper(monkeypatch):
         assert schedule.stream_k_config(device, bf16, 64, 32, 32, True).BLOCK_M == 32
         assert [tables.fixed(device, bf16, d, r, 8).BLOCK_M for d, r in ((64, 16), (128, 32))] == [16, 32]
         assert tables.fixed(device, torch.float32, 64, 32, 8).BLOCK_M == 32
+
+
+def test_fixed_splits_of_few_keys_have_one_program_per_sm_at_head_dim_64(monkeypatch):
+    device, bf16 = torch.device("cuda", 0), torch.bfloat16
+    monkeypatch.setattr(gpu, "num_sms", lambda device: 132)
+    for arch in (80, 90):
+        monkeypatch.setattr(gpu, "arch", lambda device, arch=arch: arch)
+        few, many, unknown = (tables.fixed(device, bf16, 64, 8, 8, keys) for keys in (8 << 10, (8 << 10) + 1, None))
+        assert many == unknown == tables.decode(device, bf16, 64, 8, 8)
+        assert (few != many) == (arch == 90)
+    assert few.programs_per_sm == 1 and tables.num_splits(device, few, 8, 8 << 10) == 16
+    config, fixed = schedule.choose(device, bf16, 64, 8, 8, 8 << 10, True)
+    assert fixed and config == few
+    assert tables.fixed(device, bf16, 64, 8, 256, 256) == tables.decode(device, bf16, 64, 8, 256)  # more heads than SMs
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

@@ -27,9 +27,9 @@ KEYS_PER_US = {64: 117, 128: 88, 256: 42}
 SUSTAINED = {64: 117, 128: 80, 256: 42}
 START_US, MERGE_US, PARTIAL_US, SPLIT_US = 2.7, 3.5, 0.034, 0.03
 MIN_SPLIT, MAX_SPLITS, MAX_WAVES = 128, 64, 8  # keys of a split; splits of a block; waves of splits
-# By head_dim: packed rows of a block where K and V are short, and the most bytes of K and V that all such blocks read, mostly
-# from L2.
-BRIEF = {64: ((64, 32 << 20),), 128: ((16, 8 << 20), (64, 32 << 20))}
+# By head_dim, for short K and V: packed rows of a block; the most bytes of K and V that all blocks read, mostly from L2; the most
+# keys, as merging the partial results of one or two blocks over more keys takes longer than the splits save.
+BRIEF = {64: ((64, 64 << 20, 1 << 30),), 128: ((16, 8 << 20, 1 << 30), (64, 64 << 20, 8 << 10))}
 MARGIN = 1.15  # a smaller estimated gain of `lean` is ignored: the order of blocks also balances them a little
 GAIN = 1.05  # likewise of splits, whose estimate is closer
 
@@ -210,10 +210,10 @@ def brief(device: torch.device, dtype: torch.dtype, head_dim: int, rows: int, he
     """
     if gpu.arch(device) == 0 or dtype.itemsize != 2:
         return None
-    for block, most in BRIEF.get(max(64, tables.block_d(head_dim)), ()):
+    for block, most_bytes, most_keys in BRIEF.get(max(64, tables.block_d(head_dim)), ()):
         blocks = heads * triton.cdiv(rows, block)
-        read = blocks * kv_len * 2 * head_dim * dtype.itemsize
-        if rows > block and read <= most and 2 * blocks <= gpu.num_sms(device):
+        fits = blocks * kv_len * 2 * head_dim * dtype.itemsize <= most_bytes and kv_len <= most_keys
+        if rows > block and fits and 2 * blocks <= gpu.num_sms(device):
             return tables.decode(device, dtype, head_dim, block, blocks)
     return None
 
@@ -247,7 +247,7 @@ def choose(
     if rows > tables.MAX_DECODE_ROWS:
         return tables.many_rows(device, dtype, head_dim, rows, sinks), False
     if uniform:
-        config = tables.fixed(device, dtype, head_dim, rows, heads)
+        config = tables.fixed(device, dtype, head_dim, rows, heads, kv_len)
         if shares_within_heads(device, config, heads, kv_len):
             return config, True
     return stream_k_config(device, dtype, head_dim, rows, heads, uniform), False

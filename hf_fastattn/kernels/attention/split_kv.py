@@ -189,7 +189,7 @@ def _prepare(tensors, form: Form, spec: Spec, return_lse: bool, splits: int | No
     call = Call.of(tensors, form, spec, return_lse, decode=True)
     # If `splits` is given, the tile size must not depend on the batch.
     heads = call.batch * call.num_kv_heads if splits is None else 1
-    config = tables.fixed(call.q.device, call.q.dtype, call.width, call.rows, heads)
+    config = tables.fixed(call.q.device, call.q.dtype, call.width, call.rows, heads, call.kv_len if splits is None else None)
     return fixed_splits(call, config, splits)
 
 

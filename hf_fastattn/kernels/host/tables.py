@@ -15,6 +15,7 @@ from . import gpu
 
 MAX_DECODE_ROWS = 64  # query rows (q_len x query heads per KV head) that a decode kernel packs into one block
 MAX_SPLITS = 128
+BRIEF_BYTES = 16 << 20  # of K and V, up to which fewer programs with smaller tiles and a shorter merge are faster (head_dim 64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,10 +151,16 @@ def decode(device: torch.device, dtype: torch.dtype, head_dim: int, rows: int, h
     return decode_config(gpu.arch(device), dtype.itemsize, block_d(head_dim), max(16, 1 << (rows - 1).bit_length()), load)
 
 
-def fixed(device: torch.device, dtype: torch.dtype, head_dim: int, rows: int, heads: int) -> Config:
-    """The launch of fixed splits, in which every program stays within one KV head; arguments as in `decode`."""
-    if gpu.arch(device) == 90 and dtype.itemsize == 2 and block_d(head_dim) == 64 and 16 < rows <= 32:
-        rows = 64  # as in `prefill_config`
+def fixed(device: torch.device, dtype: torch.dtype, head_dim: int, rows: int, heads: int, kv_len: int | None = None) -> Config:
+    """The launch of fixed splits, in which every program stays within one KV head; arguments as in `decode`.
+
+    kv_len: keys of a head; None if the launch must not depend on it.
+    """
+    if gpu.arch(device) == 90 and dtype.itemsize == 2 and block_d(head_dim) == 64:
+        if rows <= 16 and heads <= gpu.num_sms(device) and kv_len is not None and heads * kv_len * 4 * head_dim <= BRIEF_BYTES:
+            return Config(16, 64, 4, 4, sink_registers=168)
+        if 16 < rows <= 32:
+            rows = 64  # as in `prefill_config`
     return decode(device, dtype, head_dim, rows, heads)
 
 
