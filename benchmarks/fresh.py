@@ -19,8 +19,7 @@ from pathlib import Path
 
 import torch
 
-from hf_fastattn import hf
-from hf_fastattn.patches import patch
+from hf_fastattn.patches import Patch, patch
 
 from .models import dtype_for, load
 from .results import Results, clocks, conditions, find_device
@@ -35,18 +34,17 @@ CHILD = "import runpy, sys; sys.path.insert(0, sys.argv.pop(1)); runpy.run_modul
 ROOT = Path(__file__).parent.parent
 
 
-class FirstReplay(hf.StoppingCriteria):
-    """Never stops; records the time at which the device has finished the first replay of a graph."""
+class FirstReplay:
+    """Called after each token; records the time at which the device has finished the first replay of a graph."""
 
-    def __init__(self, patched):
-        self.patched = patched
+    def __init__(self, patched: Patch, device: torch.device):
+        self.patched, self.device = patched, device
         self.at: float | None = None
 
-    def __call__(self, input_ids, scores, **kwargs):
+    def __call__(self) -> None:
         if self.at is None and self.patched.replays:
-            synchronize(input_ids.device)
+            synchronize(self.device)
             self.at = time.perf_counter()
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
 def count_compiles() -> dict[str, int]:
@@ -75,10 +73,10 @@ def first_calls(shape: str, lengths: list[int], device: torch.device) -> dict:
     with patch(subject.model, "lean") as patched, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "reasons" has why a step ran uncaptured
         for length in lengths:
-            before, replay = {**counts, "captured": patched.captures}, FirstReplay(patched)
+            before, replay = {**counts, "captured": patched.captures}, FirstReplay(patched, device)
             prompt = make_prompt([length], subject.text_config.vocab_size, device)
             start = time.perf_counter()
-            done = run(subject.model, prompt, 8, also=[replay])
+            done = run(subject.model, prompt, 8, also=replay)
             calls.append(
                 {
                     "prompt": length,

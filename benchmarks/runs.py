@@ -19,13 +19,14 @@ SKIP = 5  # the time of a token is measured from new token SKIP + 1 on
 
 class Clock:
     """Records, inside a `with`, the host time of each new token of generate(), of the first one after the device has finished it.
+    also: called after each token.
 
     It uses the criterion of the length, which each generate() has. A criterion of its own would be code between the steps, which
     may change the model: patch() would compare the model in each step.
     """
 
-    def __init__(self, device: torch.device):
-        self.device = device
+    def __init__(self, device: torch.device, also: Callable[[], None] | None = None):
+        self.device, self.also = device, also
         self.at: list[float] = []
 
     def __enter__(self):
@@ -35,6 +36,8 @@ class Clock:
             if not self.at:
                 synchronize(self.device)
             self.at.append(time.perf_counter())
+            if self.also is not None:
+                self.also()
             return original(criterion, *args, **kwargs)
 
         hf.MaxLengthCriteria.__call__ = call
@@ -117,18 +120,16 @@ def make_prompt(lengths: list[int], vocab_size: int, device: torch.device) -> Pr
     return Prompt(ids.where(mask, 0).to(device), mask.long().to(device), lengths)
 
 
-def run(model, prompt: Prompt, new: int, cache=None, keep: bool = False, logits: bool = False, also=(), **options) -> Run:
-    """generate() `new` tokens greedily, with times; with a cache, after its tokens. also: stopping criteria."""
+def run(model, prompt: Prompt, new: int, cache=None, keep: bool = False, logits: bool = False, also=None, **options) -> Run:
+    """generate() `new` tokens greedily, with times; with a cache, after its tokens. also: as in `Clock`."""
     device = prompt.ids.device
     if cache is not None:
         options["past_key_values"] = cache
     if keep or logits:
         options |= {"return_dict_in_generate": True, "output_logits": logits}
-    if also:
-        options["stopping_criteria"] = [*also]
     synchronize(device)
     began = time.perf_counter()
-    with Clock(device) as clock:
+    with Clock(device, also) as clock:
         out = model.generate(
             prompt.ids, attention_mask=prompt.mask, max_new_tokens=new, min_new_tokens=new, do_sample=False, **options
         )

@@ -6,12 +6,11 @@ python examples/benchmark.py [MODEL [TOKENS]]
 pictures.
 """
 
-import statistics
 import sys
 import time
 
 import torch
-from transformers import AutoModelForCausalLM, StoppingCriteria
+from transformers import AutoModelForCausalLM
 
 import hf_fastattn
 
@@ -22,25 +21,17 @@ model = AutoModelForCausalLM.from_pretrained(name).to(device).eval()
 prompt = torch.randint(3, model.config.vocab_size, (1, 512), device=device, generator=torch.Generator(device).manual_seed(0))
 
 
-class Clock(StoppingCriteria):
-    """Never stops; records the time of each token."""
-
-    def __init__(self):
-        self.times = []
-
-    def __call__(self, input_ids, scores, **kwargs):
-        if device == "cuda":
-            torch.cuda.synchronize()
-        self.times.append(time.perf_counter())
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=device)
-
-
 def measure() -> float:
-    """Median milliseconds between tokens in the second run; the first one compiles kernels."""
+    """Milliseconds of a further token in the second run; the first one compiles kernels."""
     for _ in range(2):
-        clock = Clock()
-        model.generate(prompt, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, stopping_criteria=[clock])
-    return 1e3 * statistics.median(b - a for a, b in zip(clock.times, clock.times[1:], strict=False))
+        times = []
+        for new in (1, 1 + tokens):
+            start = time.perf_counter()
+            model.generate(prompt, max_new_tokens=new, min_new_tokens=new, do_sample=False)
+            if device == "cuda":
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - start)
+    return 1e3 * (times[1] - times[0]) / tokens
 
 
 print(f"sdpa   {measure():8.2f} ms a token")

@@ -333,6 +333,15 @@ def test_the_first_replay_is_timed(monkeypatch):
     assert second["captured"] == second["compiled"] == second["read_from_disk"] == 0
 
 
+def test_no_code_of_a_benchmark_runs_between_the_steps_of_generate(monkeypatch):
+    """After other code than that of Transformers, patch() compares the model in each step."""
+    found, original = [], hf.other_code
+    monkeypatch.setattr(hf, "other_code", lambda arguments: found.append(original(arguments)) or found[-1])
+    fake_graph.use(monkeypatch)
+    calls = fresh.first_calls("tiny", [64, 24], torch.device("cpu"))["calls"]
+    assert len(found) == len(calls) == 2 and not any(found)
+
+
 def test_a_fresh_process_that_fails_says_why(tmp_path, monkeypatch):
     monkeypatch.setattr(fresh.sys, "executable", shutil.which("ls"))
     with pytest.raises(RuntimeError, match=r"(?s)tiny cpu 8 4 failed with \d: .*tiny"):

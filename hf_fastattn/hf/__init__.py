@@ -14,7 +14,6 @@ from transformers import (  # noqa: E402
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    StoppingCriteria,
 )
 from transformers.cache_utils import Cache, CacheLayerMixin  # noqa: E402
 from transformers.masking_utils import causal_mask_function  # noqa: E402
@@ -135,7 +134,6 @@ __all__ = [
     "PreTrainedTokenizerBase",
     "Rotation",
     "Routing",
-    "StoppingCriteria",
     "Weights",
     "activation_name",
     "activations",
