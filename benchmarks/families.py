@@ -199,7 +199,7 @@ def begin(
     parser: argparse.ArgumentParser, args: argparse.Namespace, name: str, command: str, device: torch.device, head: dict
 ) -> Results:
     """The Results of a benchmark of decode steps, with the rows of the JSON if they are kept."""
-    head |= {"dtype": str(dtype_for(device)).removeprefix("torch."), "unit": "ms a token"}
+    head = {"dtype": str(dtype_for(device)).removeprefix("torch."), "unit": "ms a token", **head}
     results = Results(args.out / f"{name}.json", args.seconds, command, device, **head, failed=[], not_run=[])
     if args.keep:
         results.take_over(parser)

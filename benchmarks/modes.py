@@ -5,8 +5,8 @@
 
 A row of steps has milliseconds per forward of the model, without the prompt: the difference between two calls of generate() with
 different numbers of new tokens, divided by the difference of their forwards. "lookup" and "assistant" propose tokens in each
-step; hardly any is accepted, because weights are random, but each forward checks them. For this the output is restricted to 100
-tokens, which all occur in the prompt. The assistant has 4 layers of the same width; its drafts are part of the time.
+step; hardly any is accepted, because weights are random, but each forward checks them. For this the output is restricted to the
+tokens of prompts, and three more. The assistant has 4 layers of the same width; its drafts are part of the time.
 
 A row of first tokens has milliseconds from the call to the first new token: of a message of so many tokens behind a text in the
 cache, or of a prompt. No text comes twice, and no prompt has the length of another.
@@ -30,7 +30,7 @@ from .results import Results, add_options, command, conditions, find_device, lis
 from .runs import free, synchronize, twin
 
 METHOD = "greedy generate(); both models in the same process, medians"
-VOCABULARY = 100  # tokens that the model can generate, and those of prompts
+VOCABULARY = 100  # tokens that the model can generate; a prompt has those from 3 on
 SHORT, LONG = 6, 30  # new tokens of the two calls that are compared
 DRAFTS = 5  # tokens that the assistant proposes
 WARM = 3  # calls before those that are timed
@@ -230,7 +230,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.modes"
     torch.manual_seed(0)
     subject = load(args.shape, dtype_for(device), device, max(args.past, args.prompt, *args.prompts) + 1024)
     restrict(subject.model)
-    head = {"conditions": conditions(device, METHOD), "shape": args.shape}
+    head = {"conditions": conditions(device, METHOD), "shape": args.shape, "unit": "ms a forward or a first token"}
     results = families.begin(parser, args, "modes", command(prog, argv), device, head)
     results.data["rows"] = [row for row in results.data["rows"] if row["mode"] not in args.only]
     bench = Bench(args, subject, results, device)

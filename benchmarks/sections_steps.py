@@ -33,8 +33,9 @@ def modes(result: dict) -> str:
     for row in result["rows"]:
         stock, ours = row["stock"]["ms"], row["patched"]["ms"]
         end = " tokens" if row["mode"] == "first" else ""
-        rows.append([f"{MODES[row['mode']]} {row['case']}{end}", figure(stock, 2), figure(ours, 2), figure(stock / ours, 2, "x")])
-    head = ["", "stock `generate()`", "`patch()`", "stock / `patch()`"]
+        figures = [figure(stock, 2), figure(ours, 2), figure(stock / ours, 2, "x"), f"{row['equal_tokens']:.0%}"]
+        rows.append([f"{MODES[row['mode']]} {row['case']}{end}", *figures])
+    head = ["", "stock `generate()`", "`patch()`", "stock / `patch()`", "equal tokens"]
     return f"**Other modes of `generate()`, milliseconds**, {model(result)} {by_method(result)}:\n\n{table(head, rows)}"
 
 

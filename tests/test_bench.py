@@ -447,6 +447,7 @@ def test_other_modes_of_generate(tmp_path):
     assert all(row["equal_tokens"] == 1 and row["patched"]["ms"] > 0 < row["stock"]["ms"] for row in rows)
     text = report.report(tmp_path, ["modes"])
     assert "first token of a message of 300 tokens behind 64" in text and "first token of a prompt of 24 tokens" in text
+    assert text.count("100%") == len(rows)
     assert modes.main([*options, "--only", "first", "--keep", "--device", "cpu", "--out", str(tmp_path)]) == 0
     assert len(json.loads((tmp_path / "modes.json").read_text())["rows"]) == len(rows)
 

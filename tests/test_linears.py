@@ -38,7 +38,7 @@ ACTIVATIONS = {
     "gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh"),
 }
 ONE_TOKEN = [(5, 16), (96, 64), (33, 100), (40, 1024), (7, 2049), (6, 5000)]
-TOKENS = [(2, 5, 16), (17, 70, 144), (3, 33, 1040), (64, 24, 528)]
+TOKENS = [(2, 5, 16), (17, 70, 144), (3, 33, 1040), (64, 24, 528), (3, 40, 1664)]  # the last split of the last is shorter
 CASES = [
     *((1, *shape, kind) for shape in ONE_TOKEN for kind in ("plain", "bias", "silu")),
     *((*shape, kind) for shape in TOKENS for kind in ("plain", "bias", "silu")),
@@ -69,7 +69,7 @@ def test_a_linear_layers_error_is_that_of_torchs_own(tokens, rows, size, kind, d
 
 
 @runs_kernels
-@pytest.mark.parametrize("rows", [(70, 33), (16, 64, 7)], ids=str)
+@pytest.mark.parametrize("rows", [(70, 33), (16, 64, 7), (24, 1)], ids=str)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_several_weights_at_once(rows, bias, tokens):
