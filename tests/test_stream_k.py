@@ -39,11 +39,13 @@ def hopper(monkeypatch):
         ({"q_len": 17, "kv_len": 65536, "head_dim": 84}, "lean"),
         ({"q_len": 17, "kv_len": 512, "head_dim": 84, "batch": 4}, "prefill"),  # too short for a merge
         ({"q_len": 1, "kv_len": 8192, "heads": 71, "kv_heads": 1}, "lean"),  # few keys, in blocks of few rows
-        ({"q_len": 1, "kv_len": 8192, "heads": 71, "kv_heads": 1, "batch": 4}, "prefill_hopper"),
+        ({"q_len": 1, "kv_len": 8192, "heads": 71, "kv_heads": 1, "batch": 9}, "prefill_hopper"),  # in all too many bytes
+        ({"q_len": 1, "kv_len": 512, "heads": 71, "kv_heads": 1}, "prefill_hopper"),  # too short for a merge
         ({"q_len": 1, "kv_len": 65536, "heads": 71, "kv_heads": 1}, "prefill_hopper"),
         ({"q_len": 1, "kv_len": 1024, "heads": 71, "kv_heads": 1, "head_dim": 256}, "prefill_hopper"),
         ({"q_len": 1, "kv_len": 1024, "heads": 71, "kv_heads": 1, "dtype": torch.float32}, "prefill"),
-        ({"q_len": 128, "kv_len": 128}, "prefill_hopper"),  # blocks alone fill the GPU
+        ({"q_len": 128, "kv_len": 128}, "prefill_hopper"),
+        ({"q_len": 128, "kv_len": 8192, "batch": 0}, "prefill_hopper"),  # which refuses it
         ({"q_len": 17, "kv_len": 65536, "head_dim": 512}, "prefill"),
         ({"q_len": 17, "kv_len": 65536, "dtype": torch.float32}, "prefill"),
     ],

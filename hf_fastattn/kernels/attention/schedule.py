@@ -30,6 +30,7 @@ MIN_SPLIT, MAX_SPLITS, MAX_WAVES = 128, 64, 8  # keys of a split; splits of a bl
 # By head_dim, for short K and V: packed rows of a block; the most bytes of K and V that all blocks read, mostly from L2; the most
 # keys, as merging the partial results of one or two blocks over more keys takes longer than the splits save.
 BRIEF = {64: ((64, 64 << 20, 1 << 30),), 128: ((16, 8 << 20, 1 << 30), (64, 64 << 20, 8 << 10))}
+UNSPLIT = 512  # keys up to which more rows than a decode kernel packs are left to the other kernels, which need no merge there
 MARGIN = 1.15  # a smaller estimated gain of `lean` is ignored: the order of blocks also balances them a little
 GAIN = 1.05  # likewise of splits, whose estimate is closer
 
@@ -208,12 +209,12 @@ def brief(device: torch.device, dtype: torch.dtype, head_dim: int, rows: int, he
     The time of such a call is mostly that of the start and the end of its programs, which are short for small blocks. But each
     block reads all K and V of its head. The GPU must have room for two splits of each. Arguments as in `choose`.
     """
-    if gpu.arch(device) == 0 or dtype.itemsize != 2:
+    if gpu.arch(device) == 0 or dtype.itemsize != 2 or (rows > tables.MAX_DECODE_ROWS and kv_len <= UNSPLIT):
         return None
     for block, most_bytes, most_keys in BRIEF.get(max(64, tables.block_d(head_dim)), ()):
         blocks = heads * triton.cdiv(rows, block)
         fits = blocks * kv_len * 2 * head_dim * dtype.itemsize <= most_bytes and kv_len <= most_keys
-        if rows > block and fits and 2 * blocks <= gpu.num_sms(device):
+        if rows > block and fits and 0 < 2 * blocks <= gpu.num_sms(device):
             return tables.decode(device, dtype, head_dim, block, blocks)
     return None
 
