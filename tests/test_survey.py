@@ -25,7 +25,7 @@ from transformers.models.llama import modeling_llama
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
 
 import hf_fastattn
-from hf_fastattn.patches import survey, verify, walker
+from hf_fastattn.patches import subclass, survey, verify, walker
 from hf_fastattn.patches.fingerprint import Uncapturable
 from hf_fastattn.patches.unread import unread_by
 
@@ -531,6 +531,21 @@ def test_a_wrapper_is_not_taken_for_the_library_function_that_it_wraps(where, mo
     assert holds(surveyor)
     held["by"] = 2.0
     assert not holds(surveyor) and first.differences(survey.survey(model))
+
+
+@pytest.mark.parametrize("family, name", [("llama", "apply_rotary_pos_emb"), ("qwen3", "rotate_half")])
+def test_fused_modules_have_code_of_libraries(family, name, monkeypatch):
+    """Other classes are walked over in each comparison."""
+    monkeypatch.setattr(subclass, "INTERPRETED", True)  # this fuses on a CPU too
+    model, surveyor = tiny(family, "sdpa"), survey.Surveyor()
+    with hf_fastattn.patch(model):
+        attention = model.model.layers[0].self_attn
+        assert subclass.is_fused(attention)
+        for _ in range(2):
+            surveyor.current(model)
+        assert holds(surveyor) and not surveyor.watch.own_classes
+        monkeypatch.setattr(f"{type(attention).__module__}.{name}", lambda q, k, *args: (q, k))
+        assert not holds(surveyor)
 
 
 def test_a_watch_notices_other_bases_of_a_class():

@@ -97,7 +97,7 @@ class _Names(dict[str, Any]):
     """The global names of a module, looked up when they are used, except those that are overridden here."""
 
     def __init__(self, names: dict[str, Any], **ours: Any):
-        super().__init__(ours, __builtins__=names.get("__builtins__", builtins))
+        super().__init__(ours, __builtins__=names.get("__builtins__", builtins), __name__=names.get("__name__", ""))
         self.names = names
 
     def __missing__(self, name: str) -> Any:
