@@ -102,6 +102,26 @@ def test_tables_are_read_as_before(llama, name):
     assert surveyor.assumed(llama) == (None, []) and not surveyor.same_tables(surveyor.last) and kept
 
 
+class _Rows(torch.Tensor):
+    """A tensor whose layout does not say what it reads."""
+
+
+@pytest.mark.parametrize(
+    "put",
+    [
+        lambda m: setattr(m.model.norm, "rows", torch.ones(512, 64)),
+        lambda m: setattr(m.model.embed_tokens, "weight", nn.Parameter(m.model.embed_tokens.weight.detach().as_subclass(_Rows))),
+    ],
+    ids=["an attribute", "a subclass"],
+)
+def test_tables_that_need_a_walk_are_compared_first(llama, put):
+    put(llama)
+    surveyor = survey.Surveyor()
+    for _ in range(2):
+        surveyor.current(llama)
+    assert surveyor.watch is not None and not surveyor.same_tables(surveyor.last)
+
+
 def test_code_of_others_and_other_settings_are_compared_first(llama, monkeypatch):
     surveyor = watched(llama)
     with torch.inference_mode():

@@ -36,8 +36,8 @@ _MISSING = object()
 class Watch:
     """What the walk of `walker`, which has just visited a model, depends on.
 
-    It keeps constants, configurations and classes alive, but no module and no tensor. comparable: whether the code and the tables
-    of the model are compared without a walk.
+    It keeps constants, configurations and classes alive, but no module and no tensor. comparable: whether the code of the
+    model is compared without a walk.
     """
 
     def __init__(self, walker: Walker):
@@ -45,8 +45,9 @@ class Watch:
         self.device = walker.device
         self.all = _Modules(modules, walker)
         self.readers = _Modules(_readers(modules), walker)
+        self.walked_tables = bool(self.readers.groups.others) or any(map(_is_table, self.readers.walked_attributes()))
         self.memory = _Memory(walker.tensors)
-        self.comparable = not walker.foreign and not any(_is_table(value) for each in modules for value in vars(each).values())
+        self.comparable = not walker.foreign
         walkers = {cls: Walker(walker.device, walker.mesh) for cls in walker.classes}
         for cls, each in walkers.items():
             each.known(cls)
@@ -70,7 +71,7 @@ class Watch:
             return None
 
     def same_tables(self, and_code: bool = False) -> bool:
-        """Whether tables are read as before. and_code: compare the code of libraries too.
+        """Whether tables are read as before; False if only a walk can tell. and_code: compare the code of libraries too.
 
         Otherwise an input of the next step may be beyond the end of a table that a graph reads, which would end the process: a
         larger table has replaced it, or a new hook makes ids smaller.
@@ -80,6 +81,8 @@ class Watch:
                 modules, dicts = self.readers.now()
                 for index in self.readers.groups.hooked:
                     check_hooks(modules[index])
+                if self.walked_tables:
+                    return False
                 return self.readers.tensors(modules, dicts) is not None and (not and_code or self.code.same())
         except Exception:
             return False
@@ -115,6 +118,11 @@ class _Modules:
         """The modules with their attributes. Raises AttributeError if one does not exist any more."""
         modules: list[Any] = [reference() for reference in self.references]
         return modules, [module.__dict__ for module in modules]
+
+    def walked_attributes(self) -> list[object]:
+        """The attributes that have to be walked over."""
+        dicts = self.now()[1]
+        return [dicts[index][name] for index, name in self.attributes.others]
 
     def tensors(self, modules: list[Any], dicts: Dicts) -> list[torch.Tensor] | None:
         """The tensors whose layouts are compared, if nothing has changed but what has to be walked over; else None."""
@@ -256,12 +264,12 @@ def _readers(modules: list[torch.nn.Module]) -> list[torch.nn.Module]:
     return [module for module in modules if id(module) in found]
 
 
-def _indexed(module: torch.nn.Module) -> list[torch.Tensor | None]:
-    """The tensors that a module may index: in Transformers' decoders weights of embeddings, and buffers (positions of GPT-J)."""
+def _indexed(module: torch.nn.Module) -> list[object]:
+    """What a module may index: in Transformers' decoders weights of embeddings, and buffers (positions of GPT-J)."""
     if isinstance(module, torch.nn.Linear):
         return []
     weights = isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) or not is_library(type(module).__module__)
-    return [*module._buffers.values(), *(module._parameters.values() if weights else ())]
+    return [*vars(module).values(), *module._buffers.values(), *(module._parameters.values() if weights else ())]
 
 
 def _is_table(value: object) -> bool:
