@@ -229,7 +229,7 @@ def test_every_command_has_help(capsys, command):
         (["generate", "FOLDER", "--device", "meta"], "holds no numbers"),
         (
             ["bench"],
-            "Name a benchmark, one of generate, families, quantised, ranks, commits, kernels, stream, paper_e2e, context",
+            "Name a benchmark, one of generate, families, modes, quantised, ranks, commits, kernels, stream, paper_e2e, context",
         ),
         (["bench", "speed"], "got speed."),
     ],

@@ -37,12 +37,23 @@ def load(scheme: str, dtype: torch.dtype = torch.float32, device: str = "cpu", *
     return quantised.quantised(small(**own).to(device, dtype), scheme, torch.device(device))
 
 
-def generate(model, inputs, new: int = 12):
-    return model.generate(**inputs, max_new_tokens=new, do_sample=False)
+def generate(model, inputs, new: int = 12, **options):
+    return model.generate(**inputs, max_new_tokens=new, do_sample=False, **options)
 
 
 def projections(model) -> list[torch.nn.Module]:
     return [module for name, module in model.named_modules() if name.endswith("_proj")]
+
+
+def check_tokens(model, inputs, expected, scheme: str) -> None:
+    """That the tokens are the expected ones, with the same logits up to rounding, if that may change a token, up to there."""
+    found = generate(model, inputs, output_logits=True, return_dict_in_generate=True)
+    same = (found.sequences == expected.sequences)[:, inputs["input_ids"].shape[1] :]
+    assert scheme in ROUNDED or same.all()
+    for row, equal in enumerate(same):
+        for step in range(min(len(equal), int(equal.long().cumprod(0).sum()) + 1)):
+            given, wanted = found.logits[step][row], expected.logits[step][row]
+            torch.testing.assert_close(given, wanted, atol=0.1 * wanted.abs().max().item(), rtol=0.0)
 
 
 @pytest.mark.parametrize("scheme", ON_THE_CPU)
@@ -50,14 +61,13 @@ def test_steps_are_captured_and_tokens_are_those_of_the_unpatched_model(monkeypa
     fake_graph.use(monkeypatch)
     model, inputs = load(scheme), prompts("left_padding", "cpu")
     classes = [type(module) for module in projections(model)]
+    expected = generate(model, inputs, output_logits=True, return_dict_in_generate=True)
     with hf_fastattn.patch(model, graph=False):
-        expected = generate(model, inputs)
-    if scheme not in ROUNDED:
-        assert torch.equal(expected, generate(model, inputs))
+        check_tokens(model, inputs, expected, scheme)
     with warnings.catch_warnings(), hf_fastattn.patch(model) as patch:
         warnings.simplefilter("error")
         for _ in range(3):
-            assert torch.equal(generate(model, inputs), expected)
+            check_tokens(model, inputs, expected, scheme)
         assert patch.captures == 2 and patch.replays == 33 and not patch.uncaptured  # of steps, and of the third prompt
         assert [type(module) for module in projections(model)] == classes
 
