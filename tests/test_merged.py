@@ -3,6 +3,7 @@
 import copy
 import random
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -354,6 +355,18 @@ def test_what_is_delayed_runs_before_a_launch_of_this_package():
         total = a + b
         launch.Launch(Kernel(), (1,))(total)
     assert (read[0] == (a + b).numpy()).all()
+
+
+@runs_kernels
+@torch.no_grad()
+def test_what_is_delayed_runs_before_queries_are_rotated_for_sinks():
+    from hf_fastattn.kernels.decode.rotate import rotate
+
+    model, x = fused_norms(torch.float16), torch.randn(1, 2, 3, SIZE, device=DEVICE).half()
+    rotated = partial(rotate, kv_len=9, spans=None, inv_freq=torch.ones(4, device=DEVICE), window=4, sinks=2, interleaved=False)
+    expected = rotated(model[0](x))
+    with merged.merged(model):
+        assert torch.equal(rotated(model[0](x)), expected)
 
 
 LINEAR = {  # operations after a linear layer, and whether its launch computes one of them

@@ -28,7 +28,7 @@ except ImportError:  # CPU tensors need no Triton
     triton = None
 
 from .. import INTERPRETED
-from ..host import gpu
+from ..host import gpu, launch
 from ..reference import rerotated
 from ..spans import DROPPED, KV_START, Q_START, width_of
 
@@ -53,6 +53,8 @@ def rotate(
     """
     if triton is None or not (INTERPRETED or gpu.on_gpu(q.device)):
         return rerotated(q, kv_len, spans, inv_freq, window=window, sinks=sinks, interleaved=interleaved)
+    if launch.thread.before is not None:
+        launch.thread.before((q,))
     batch, num_heads, q_len, head_dim = q.shape
     out = torch.empty_strided(q.shape, q.stride(), dtype=q.dtype, device=q.device)
     with torch.cuda.device_of(q):
