@@ -80,7 +80,7 @@ def attention_mask(
     model = "This model" if config is None else type(config).__name__.removesuffix("Config")
     made_for = name, model
     if name in _streaming:
-        made = steps.mask_for(config, (batch_size, q_length, kv_length))
+        made = steps.mask_for((batch_size, q_length, kv_length), q_offset)
         streaming.check_mask(name, config, pattern, made is not None)
         if made is not None:
             return made

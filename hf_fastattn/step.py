@@ -124,15 +124,18 @@ def innermost() -> Step | None:
     return _thread.steps[-1] if _thread.steps else None
 
 
-def mask_for(config: object, sizes: tuple[int, int, int]) -> Mask | None:
-    """The mask that a cache has built for the current forward of the model with this configuration, if no layer has run yet.
+def mask_for(sizes: tuple[int, int, int], q_offset: int | torch.Tensor) -> Mask | None:
+    """The mask that a cache has built for the current forward, if this is a request for it and no layer has run yet.
 
-    sizes: (batch, q_len, kv_len) of the mask that the model requests.
+    sizes: (batch, q_len, kv_len) of the mask that a model requests. q_offset: the offset of its queries. A cache that builds a
+    mask reports all its tokens, the new ones included; a request without it, as that of an encoder, has another offset.
+    The configuration does not tell: the forward of a copied model may run the layers of the original.
     """
     step = innermost()
-    if step is None or step.mask is None or step.written or step.mask.sizes != sizes or step.model is None:
+    if step is None or step.mask is None or step.written or step.mask.sizes != sizes:
         return None
-    if all(vars(module).get("config") is not config for module in step.model.modules()):
+    storage = step.storage
+    if storage is None or isinstance(q_offset, torch.Tensor) or q_offset != storage.seen:
         return None
     step.asked = True
     return step.mask

@@ -96,6 +96,11 @@ FOUND = {
     "a layer removed": ("llama", [("remove_a_layer", 0)]),
     "a layer added": ("llama", [("add_a_layer", 0)]),
     "a layer added, and the patch undone": ("rolling", [("add_a_layer", 0), ("patch_again", 0)]),
+    "a copy whose forward runs the original": ("rolling", [("set_forward_of_the_model", 0), ("deepcopy_the_model", 0)]),
+    "such a copy, with a layer more": (
+        "rolling",
+        [("add_a_layer", 0), ("set_forward_of_the_model", 0), ("deepcopy_the_model", 0)],
+    ),
     "a window made larger": ("two kinds of layers", [("edit_the_config", 2)]),
     "another dtype, over a rolling cache": ("rolling", [("cast", 0), ("cast", 2)]),
     "a file of settings": ("llama", held("file of settings")),

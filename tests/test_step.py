@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import threading
 import weakref
@@ -243,3 +244,26 @@ def test_a_mask_left_by_an_interrupt_is_not_used_by_another_model():
             one(IDS, attention_mask=mask, past_key_values=RollingCache(one))
         assert torch.equal(other(IDS).logits, expected)
         handle.remove()
+
+
+@pytest.mark.parametrize("which", ["the same model", "another model"])
+def test_a_mask_requested_without_the_cache_is_not_that_of_the_step(which):
+    model = tiny("llama")
+    padded = torch.ones_like(IDS)
+    padded[:, :5] = 0
+    with hf_fastattn.patch(model, **STREAMING), torch.no_grad():
+        other = model if which == "the same model" else copy.deepcopy(model)
+        found = []
+
+        def look(*_):
+            if not found:
+                found.append(None)  # the same model comes here again
+                found[0] = other.model(IDS, attention_mask=padded, use_cache=False).last_hidden_state
+
+        expected = other.model(IDS, attention_mask=padded, use_cache=False).last_hidden_state
+        logits = model(IDS, past_key_values=RollingCache(model)).logits
+        handle = model.model.register_forward_pre_hook(look)
+        inside_a_step = model(IDS, past_key_values=RollingCache(model)).logits
+        handle.remove()
+        assert torch.equal(inside_a_step, logits)
+        assert torch.equal(found[0][:, 5:], expected[:, 5:])
