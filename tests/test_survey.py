@@ -16,7 +16,7 @@ import fake_graph
 import pytest
 import torch
 from calls import as_kernel, attention
-from models import prompts, tiny
+from models import FAMILIES, prompts, tiny
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
@@ -25,7 +25,8 @@ from transformers.models.llama import modeling_llama
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
 
 import hf_fastattn
-from hf_fastattn.patches import subclass, survey, verify, walker
+from hf_fastattn.kernels import HAS_TRITON
+from hf_fastattn.patches import fuse, linears, residual, subclass, survey, verify, walker
 from hf_fastattn.patches.fingerprint import Uncapturable
 from hf_fastattn.patches.unread import unread_by
 
@@ -466,9 +467,31 @@ NOTICED = {
 }
 
 
+def fused(model):
+    """The model with the modules that patch() gives it on a GPU."""
+    fuse.fuse(fuse.find(model.bfloat16(), runs=lambda device: True))
+    linears.join(model)
+    residual.join(model)
+    return model
+
+
+needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+
+
+@needs_triton
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fused_modules_of_every_family_have_code_of_libraries(family):
+    model_type, own = FAMILIES[family]
+    model, surveyor = fused(tiny(model_type, **own)), survey.Surveyor()
+    for _ in range(2):
+        surveyor.current(model)
+    assert holds(surveyor) and not surveyor.watch.own_classes
+
+
 @pytest.mark.parametrize("name", NOTICED)
-def test_a_watch_notices_each_change(name, monkeypatch):
-    model, surveyor = tiny("llama", "sdpa"), survey.Surveyor()
+@pytest.mark.parametrize("prepared", [lambda model: model, pytest.param(fused, marks=needs_triton)], ids=["own", "fused"])
+def test_a_watch_notices_each_change(name, prepared, monkeypatch):
+    model, surveyor = prepared(tiny("llama", "sdpa")), survey.Surveyor()
     model.model.layers[1].mlp.held = (type(model.config)(), 1)
     first = surveyor.current(model)
     assert surveyor.current(model).modules == first.modules and holds(surveyor)
