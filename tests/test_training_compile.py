@@ -20,6 +20,7 @@ from hf_fastattn.kernels import spans
 from hf_fastattn.kernels.attention import backward, prefill
 from hf_fastattn.kernels.attention.backward import hopper
 from hf_fastattn.kernels.host import gpu
+from hf_fastattn.kernels.host.launch import Launch
 from hf_fastattn.kernels.spec import KV, Spec
 
 HOPPER = [(90, "bf16", 64, {}), (90, "fp16", 128, {"form": "rows"}), (90, "bf16", 256, {})]
@@ -83,6 +84,43 @@ def test_launches_of_20_lengths_have_the_same_constants(arch, monkeypatch):
             constants |= {(launch.kernel, param.name, value) for param, value in arguments if param.is_constexpr}
         splits.add(plan.parts[0])
     assert len(splits) > 1 and len(constants) == len({(kernel, name) for kernel, name, _ in constants})
+
+
+def _in_the_middle(x):
+    """A view at an address that is not divisible by 16."""
+    return torch.cat([x.flatten()[:1], x.flatten()])[1:].view(x.shape)
+
+
+GRADIENTS = {
+    "contiguous": lambda out: out,
+    "of tokens before heads": lambda out: out.transpose(1, 2).contiguous().transpose(1, 2),
+    "of a sum": lambda out: out.new_zeros(()).expand_as(out),
+    "of a mean over tokens": lambda out: out[:, :, :1].expand_as(out),
+    "of a mean over heads": lambda out: out[:, :1].expand_as(out),
+    "of a part": lambda out: torch.cat([out, out[..., :1]], -1)[..., :-1],
+    "at an odd address": _in_the_middle,
+    "in fp32": torch.Tensor.float,
+}
+
+
+@pytest.mark.parametrize("kind", GRADIENTS)
+@pytest.mark.parametrize("arch", [80, 90])
+def test_the_layout_of_the_gradient_does_not_choose_the_kernel(arch, kind, monkeypatch):
+    monkeypatch.setattr(gpu, "arch", lambda device: arch)
+    monkeypatch.setattr(gpu, "num_sms", lambda device: 132)
+    monkeypatch.setattr(backward, "_prepare", backward._prepare.__wrapped__)
+    launched = {}
+    monkeypatch.setattr(Launch, "__call__", lambda self, *tensors: launched.update({self.kernel: tensors}))
+    arguments, options = inputs(64, "bf16", {"length": 256})
+    dout = options["dout"] = GRADIENTS[kind](torch.randn_like(options["out"]))
+    backward.backward(*arguments, **options)
+    assert launched.keys() == {backward.dq_kernel, hopper.dkdv_hopper_kernel if arch == 90 else backward.dkdv_kernel}
+    for tensors in launched.values():
+        given = tensors[4 if tensors is launched[backward.dq_kernel] else 3]
+        assert torch.equal(given, dout.to(given.dtype)) and given.dtype == torch.bfloat16 and given.data_ptr() % 16 == 0
+    copied = kind in ("of a sum", "at an odd address", "in fp32")
+    copied = copied or (arch == 90 and kind not in ("contiguous", "of tokens before heads"))
+    assert (given.data_ptr() != dout.data_ptr()) == copied
 
 
 @pytest.mark.parametrize("arch, head_dim", [(80, 64), (80, 128), (90, 64), (90, 256)])

@@ -53,7 +53,7 @@ class Case:
     dlse: bool = False
     live: tuple[tuple[int, int, float], ...] | None = None
     starts: tuple[tuple[int, ...], ...] | None = None
-    expanded: bool = False  # dout is one expanded number, like the gradient of a sum
+    expanded: tuple[int, ...] = ()  # dimensions in which dout is expanded: all in the gradient of a sum
     dropout: float = 0.0
     portable: bool = False  # on Hopper too
 
@@ -80,7 +80,8 @@ CASES = [
     Case(softcap=2.0, dtype="fp16", scale=0.5),
     Case(sinks=True, dlse=True),
     Case(sinks=True, window=9, dtype="fp16"),
-    Case(expanded=True),
+    Case(expanded=(0, 1, 2, 3)),
+    Case(expanded=(2,), dtype="fp16"),
     _padded,
     replace(_padded, causal=False, softcap=3.0),
     replace(_padded, window=11, sinks=True, dtype="fp16"),
@@ -158,8 +159,8 @@ def make(case: Case, device) -> Inputs:
     by_any = seen.any(1)
     outside = ~(np.logical_or.accumulate(by_any, 1) & np.logical_or.accumulate(by_any[:, ::-1], 1)[:, ::-1])
     k, v = (x.masked_fill(torch.as_tensor(outside, device=device)[:, None, :, None], float("nan")) for x in (k, v))
-    dout = new(1).expand(case.batch, case.num_heads, case.q_len, dv) if case.expanded else new(
-        case.batch, case.num_heads, case.q_len, dv)  # fmt: skip
+    shape = (case.batch, case.num_heads, case.q_len, dv)
+    dout = new(*(1 if i in case.expanded else n for i, n in enumerate(shape))).expand(shape)
     dlse = new(*q.shape[:3]).float() if case.dlse else None
     sinks = new(case.num_heads) if case.sinks else None
     by_argument = spans is None

@@ -16,6 +16,11 @@ def _layout(box: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout.get_default_for(list(box), element)
 
 
+def reads(x: torch.Tensor) -> bool:
+    """Whether TMA can read a tensor (batch, heads, length, head_dim) of 16-bit elements, at an address divisible by 16."""
+    return all(size == 1 or (stride > 0 and stride % 8 == 0) for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True))
+
+
 def describe(x: torch.Tensor, box: tuple[int, ...]) -> Callable[[torch.Tensor], TensorDescriptor]:
     """A function that makes the descriptor of a tensor like x in every respect but its address; box: rows and columns of a tile.
 

@@ -57,11 +57,15 @@ def backward(
     portable: bool = False,
 ) -> Gradients:
     """`kernels.reference.backward` for heads of at most 256 dimensions. portable: without the Hopper kernel."""
-    if dout.stride(-1) != 1 or dout.dtype != q.dtype:  # the gradient of a sum is an expanded scalar
-        dout = dout.to(q.dtype).contiguous()
+    if dout.stride(-1) != 1 or dout.dtype != q.dtype or dout.data_ptr() % 16:  # the gradient of a sum is an expanded scalar
+        dout = _copied(dout, q.dtype)
     k, v = kv.k, kv.v
-    by_tma = not portable and (q.data_ptr() | k.data_ptr() | v.data_ptr() | dout.data_ptr()) % 16 == 0
+    by_tma = not portable and (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0
     plan = _prepare((q, *kv.tensors, spans, sink_logits, seed, out, lse, dout, dlse), kv.form, spec, needs[0], by_tma)
+    if plan is None:  # the gradient of a mean over tokens has a stride of 0
+        dout = _copied(dout, q.dtype)
+        plan = _prepare((q, *kv.tensors, spans, sink_logits, seed, out, lse, dout, dlse), kv.form, spec, needs[0], by_tma)
+        assert plan is not None
     out, lse = checks.token_major(out), lse.contiguous()
     dlse = lse if dlse is None else dlse.to(lse.dtype).contiguous()
     stats = torch.empty(*lse.shape, plan.stats, device=lse.device, dtype=torch.float32)
@@ -79,9 +83,16 @@ def backward(
     return dq, dk.transpose(1, 2), dv.transpose(1, 2), dsink
 
 
+def _copied(dout: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return dout.to(dtype, memory_format=torch.contiguous_format, copy=True)
+
+
 @launch.remember
-def _prepare(tensors, form: Form, spec: Spec, write_dq: bool, by_tma: bool) -> Plan:
-    """Check the arguments and prepare the launches. by_tma: whether the Hopper kernel may read q, k, v and dout."""
+def _prepare(tensors, form: Form, spec: Spec, write_dq: bool, by_tma: bool) -> Plan | None:
+    """Check the arguments and prepare the launches; None if dout has to be contiguous for the Hopper kernel.
+
+    by_tma: whether the addresses of q, k and v suit the Hopper kernel; that of dout does.
+    """
     q, k, v, *others, spans, sink_logits, seed, out, lse, dout, dlse = tensors
     kv = KV(k, v, form, *others)
     checks.check_backward(q, kv, spec, spans, out, lse, dout, dlse, sink_logits, seed)
@@ -91,7 +102,9 @@ def _prepare(tensors, form: Form, spec: Spec, write_dq: bool, by_tma: bool) -> P
     for_dq = tables.backward_dq(q.device, q.dtype, call.width, call.q_len)
     for_dkdv = tables.backward_dkdv(q.device, q.dtype, call.width, call.kv_len, dropped)
     hopper = None
-    if by_tma and not dropped and gpu.arch(q.device) == 90 and _hopper().supports(q, k, v, dout):
+    if by_tma and not dropped and gpu.arch(q.device) == 90 and _hopper().supports(q, k, v):
+        if not _hopper().reads(dout):
+            return None
         hopper = _hopper().config(call.head_dim, call.value_dim, spec.softcap is not None)
     blocks = triton.cdiv(call.kv_len, (hopper or for_dkdv).BLOCK_N) * (2 if hopper is None and for_dkdv.split else 1)
     splits = tables.group_splits(q.device, blocks * call.num_kv_heads * call.batch, call.group)

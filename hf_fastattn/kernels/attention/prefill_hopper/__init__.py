@@ -37,7 +37,7 @@ import torch
 from ... import checks
 from ...host import gpu, launch
 from ...host.counters import counters_of
-from ...host.descriptors import describe
+from ...host.descriptors import describe, reads
 from ...spans import WORDS, has_rows
 from ...spec import KV, Form, Spec
 from ..plan import Call
@@ -120,10 +120,7 @@ def why_not(q: torch.Tensor, kv: KV, sinks: int = 0, shares: bool = False) -> st
     if sinks:
         return f"The Hopper prefill kernel does not support sinks; sinks is {sinks}."
     for name, x in (("q", q), ("k", kv.k), ("v", kv.v)):
-        aligned = x.data_ptr() % 16 == 0 and all(
-            size == 1 or (stride > 0 and stride % 8 == 0) for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True)
-        )
-        if not aligned:
+        if x.data_ptr() % 16 or not reads(x):
             return (
                 "The Hopper prefill kernel reads by TMA, which needs addresses and strides in multiples of 16 bytes; "
                 f"{name} has strides {tuple(x.stride())} at an address of {x.data_ptr() % 16} modulo 16."

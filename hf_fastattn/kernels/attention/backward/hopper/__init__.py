@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ....host import gpu
-from ....host.descriptors import describe
+from ....host.descriptors import describe, reads
 from ....host.launch import Launch
 from ....spans import WORDS, has_rows
 from ...plan import Call
@@ -48,17 +48,13 @@ def config(head_dim: int, value_dim: int, softcap: bool) -> Config:
     return Config(128, 128, 2, head_dim, value_dim)
 
 
-def supports(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor) -> bool:
+def supports(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether the kernel supports these inputs. Of other arguments it supports the same as `dkdv`."""
     if gpu.arch(q.device) != 90 or q.dtype not in (torch.float16, torch.bfloat16) or k.shape[2] < MIN_KV_LEN:
         return False
     if any(width > MAX_HEAD_DIM or width % 8 for width in (q.shape[3], v.shape[3])):
         return False
-    return all(
-        x.data_ptr() % 16 == 0
-        and all(size == 1 or (stride > 0 and stride % 8 == 0) for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True))
-        for x in (q, k, v, dout)
-    )
+    return all(map(reads, (q, k, v)))
 
 
 def launch(C: Config, call: Call, dout: torch.Tensor, splits: int) -> Launch:
