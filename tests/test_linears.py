@@ -43,6 +43,7 @@ CASES = [
     *((1, *shape, kind) for shape in ONE_TOKEN for kind in ("plain", "bias", "silu")),
     *((*shape, kind) for shape in TOKENS for kind in ("plain", "bias", "silu")),
     *((tokens, 33, 80, kind) for tokens in (1, 3) for kind in ("relu", "gelu", "gelu_tanh")),
+    *((tokens, 70, 1040, "silu") for tokens in (65, 128)),
 ]
 
 
@@ -71,7 +72,7 @@ def test_a_linear_layers_error_is_that_of_torchs_own(tokens, rows, size, kind, d
 @runs_kernels
 @pytest.mark.parametrize("rows", [(70, 33), (16, 64, 7), (24, 1)], ids=str)
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize("tokens", [1, 5, 100])
 def test_several_weights_at_once(rows, bias, tokens):
     from hf_fastattn.kernels.decode.linear import linears
 
@@ -141,8 +142,9 @@ def test_a_row_does_not_depend_on_the_others_and_repeats():
 
 
 @runs_kernels
-def test_a_linear_layer_takes_up_to_64_tokens_in_16_bits():
+def test_a_linear_layer_takes_up_to_64_tokens_in_16_bits(monkeypatch):
     from hf_fastattn.kernels.decode.linear import gated_linear, linear, linears, why_not
+    from hf_fastattn.kernels.host import gpu
 
     x, weight = torch.ones(1, 32, device=DEVICE, dtype=torch.float16), torch.ones(8, 32, device=DEVICE, dtype=torch.float16)
     assert torch.equal(linear(x[0], weight), torch.full((8,), 32.0, device=DEVICE, dtype=torch.float16))
@@ -162,6 +164,10 @@ def test_a_linear_layer_takes_up_to_64_tokens_in_16_bits():
         assert re.search(said, why_not(wrong[0], wrong[1:2], wrong[2:]))
     assert gated_linear(x, weight, weight[:4]) is None and "one shape" in why_not(x, (weight, weight[:4]), gated=True)
     assert linears(x, (weight,) * 4) is None and "4 weights" in why_not(x, (weight,) * 4)
+    monkeypatch.setattr(gpu, "arch", lambda device: 90)
+    assert why_not(x.repeat(128, 1), (weight,) * 2) is None and "1 to 128" in why_not(x.repeat(129, 1), (weight,) * 2)
+    monkeypatch.setattr(gpu, "arch", lambda device: 80)
+    assert "1 to 64" in why_not(x.repeat(65, 1), (weight,) * 2)
     unaligned = torch.ones(8 * 32 + 1, device=DEVICE, dtype=torch.float16)[1:].view(8, 32)
     assert linear(x.repeat(2, 1), unaligned) is None
     assert torch.equal(linear(x, unaligned), linear(x, weight))
@@ -200,7 +206,7 @@ def test_a_decode_graph_runs_our_linear_layers(family, tokens, linear_calls):
     assert len(joined) == projected * model.config.num_hidden_layers
     assert torch.equal(model(ids).logits, before) and not linear_calls  # outside of a graph
     with captured():
-        model(ids.repeat(65, 1))
+        model(ids.repeat(129, 1))
         assert not linear_calls  # too many tokens
         during = model(ids).logits
     expected = ["gelu_tanh" if family == "gemma2" else "silu"] * gated

@@ -1,4 +1,4 @@
-"""Linear layers on 2 to 64 tokens: each weight is read once, at memory bandwidth.
+"""Linear layers on 2 to 64 tokens, several weights together on up to 128: each weight is read once, at memory bandwidth.
 
     y = x W^T + b   for up to three weights in one launch, or for a gated MLP   y = act(x W^T) * (x U^T)
 
@@ -27,6 +27,7 @@ from ..host.counters import COUNTERS, counters_of
 from ..host.overlap import early, let_next_begin, request, wait_for_inputs
 
 MAX_TOKENS = 64
+MAX_FUSED_TOKENS = 128  # of several weights in one launch on Hopper; with one weight cuBLAS is faster
 MAX_WEIGHTS = 3
 MULTIPLE = 16  # in_features must be a multiple, so that 16 bytes are loaded at once
 Tensors = tuple[torch.Tensor, ...]
@@ -234,13 +235,20 @@ def linear_rows_kernel(
                 tl.store(After + offs, followed(y, residual, factor, THEN).to(dtype), mask=live[:, None] & seen)
 
 
+def most_tokens(arch: int, weights: int) -> int:
+    """The most tokens of a launch with so many weights."""
+    return MAX_FUSED_TOKENS if weights > 1 and arch in (0, 90) else MAX_TOKENS
+
+
 def tiles(arch: int, sms: int, tokens: int, rows: list[int], size: int, gated: bool) -> Tile:
     """The tiles for weights with these numbers of rows; gated: with a second weight of the same size."""
     block_m = max(16, triton.next_power_of_2(tokens))
     tile = Tile(32, block_m, 64, 4, 1, 1) if arch == 0 else Tile(64, block_m, 128, 4, 4 if block_m == 16 else 3, 1)
+    if arch == 90 and block_m > MAX_TOKENS:  # x is as large as a tile of a weight
+        tile = Tile(128, block_m, 64, 4, 3, 1) if gated else Tile(64, block_m, 64, 4, 4, 1)
     resident = 2  # programs on each multiprocessor
     number = sum(triton.cdiv((1 + gated) * n, tile.BLOCK_N) for n in rows)
-    if arch == 90:
+    if arch == 90 and block_m <= MAX_TOKENS:
         # About 200 KB of shared memory for buffers. One program on each multiprocessor has them all, which needs fewer splits.
         resident = 1 if number <= sms and not gated else 2
         tile = tile._replace(num_stages=(6 if block_m == 64 else 8) // resident)
