@@ -1,4 +1,4 @@
-"""Stream-K over many queries: when `lean` is chosen for prefill, and that its results are correct."""
+"""The launches of `lean`: when it is chosen for prefill, its splits and merges, and that its results are correct."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import torch
 
 from hf_fastattn.kernels import HAS_TRITON, TritonKernel
 from hf_fastattn.kernels.host import gpu, tables
-from hf_fastattn.kernels.spec import KV, Spec
+from hf_fastattn.kernels.spec import KV, PLAIN, Spec
 
 if not HAS_TRITON:
     pytest.skip("needs Triton", allow_module_level=True)
 
-from hf_fastattn.kernels.attention import lean, schedule
+from hf_fastattn.kernels.attention import lean, schedule, split_kv
 from hf_fastattn.kernels.attention.schedule import brief, choose, is_brief, pack_of, pays, splits_of
 
 PREFILL = TritonKernel("prefill", hopper="prefill_hopper", stream_k="lean")
@@ -77,6 +77,78 @@ def test_few_keys_are_read_by_several_blocks_of_rows(rows, head_dim, hopper):
 def test_a_window_limits_the_keys_that_blocks_read(hopper):
     q, kv = operands(1, 65536, heads=71, kv_heads=1)
     assert is_brief(q, kv, Spec(window=4096, sinks=4)) and not is_brief(q, kv, Spec(window=8192, sinks=4))
+
+
+@pytest.mark.parametrize("sms", [132, 66])
+def test_the_bytes_that_blocks_read_are_limited_for_each_sm(sms, hopper, monkeypatch):
+    monkeypatch.setattr(gpu, "num_sms", lambda device: sms)
+    most = schedule.BRIEF[64][0][1] * sms // 132 // (2 * 2 * 64 * 2)  # keys of two blocks
+
+    def found(kv_len):
+        return brief(torch.device("cuda", 0), torch.bfloat16, 64, 128, 1, kv_len) is not None
+
+    assert found(most) and not found(most + 1)
+
+
+def plan(q_len, kv_len, heads=16, kv_heads=2, head_dim=128, batch=1, spec=Spec(), module=lean, padded=False):  # noqa: B008 (a tuple)
+    """The launches for these shapes. padded: whether the rows of the batch may differ."""
+    q, kv = operands(q_len, kv_len, heads, kv_heads, head_dim, batch)
+    spans = torch.empty(batch, 1, 1, 6, dtype=torch.int32, device="meta") if padded else None
+    splits = () if module is lean else (None,)
+    return module._prepare.__wrapped__((q, *kv.tensors, spans, None, None), PLAIN, spec, False, *splits).launches
+
+
+def merge_of(launches):
+    """(partial results of one load, warps, rows of a program)."""
+    merge = launches.then
+    named = dict(zip(merge.kernel.arg_names[-len(merge.rest) :], merge.rest, strict=True))
+    return named["CHUNK"], merge.meta["num_warps"], named["ROWS"]
+
+
+@pytest.mark.parametrize(
+    "shape, splits, merge",
+    [
+        ({"q_len": 16, "kv_len": 2048}, 16, (16, 1, 1)),  # of 66 in a long buffer
+        ({"q_len": 17, "kv_len": 2048}, 16, (16, 1, 1)),  # of 44
+        ({"q_len": 16, "kv_len": 8192}, 64, (64, 4, 1)),
+        ({"q_len": 1, "kv_len": 8192, "heads": 71, "kv_heads": 1}, 64, (64, 4, 1)),
+        ({"q_len": 8, "kv_len": 8192, "heads": 32, "kv_heads": 8, "head_dim": 64}, 32, (32, 1, 1)),
+        ({"q_len": 1, "kv_len": 100}, 1, (16, 1, 1)),
+    ],
+    ids=str,
+)
+def test_the_merge_of_fixed_splits_is_that_of_their_number(shape, splits, merge, hopper):
+    launches = plan(**shape)
+    assert launches.grid[0] == splits and merge_of(launches) == merge
+
+
+def test_the_merge_of_short_heads_has_one_partial_result_for_each_tile_at_most(hopper):
+    assert merge_of(plan(1, 2048, batch=2, padded=True))[:2] == (32, 2)  # of 68 in a long buffer
+    assert merge_of(plan(1, 8192, batch=2, padded=True))[:2] == (128, 8)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_few_merges_are_compiled_for_all_lengths(head_dim, padded, hopper):
+    lengths = [1, *range(63, 40_000, 321), 1 << 20]
+    kinds, merges = set(), set()
+    for kv_len in lengths:
+        launches = plan(1, kv_len, head_dim=head_dim, batch=2 if padded else 1, padded=padded)
+        kinds.add((launches.kernel, tuple(value for value in launches.rest if isinstance(value, bool)), *launches.meta.items()))
+        merges.add(merge_of(launches))
+    assert len(kinds) <= 2 and 2 <= len(merges) <= 4  # few keys at head_dim 64 have fewer programs
+
+
+@pytest.mark.parametrize("module", [lean, split_kv])
+def test_a_window_is_split_and_not_its_buffer(module, hopper):
+    """So is the configuration, which depends on the number of keys at head_dim 64."""
+    for head_dim in (64, 128):
+        whole, window, sinks = (
+            plan(1, kv_len, head_dim=head_dim, heads=64, kv_heads=8, spec=spec, module=module)
+            for kv_len, spec in ((1024, Spec()), (65536, Spec(window=1024)), (65536, Spec(window=1020, sinks=4)))
+        )
+        assert whole.grid == window.grid == sinks.grid and whole.meta == window.meta
+        assert merge_of(whole) == merge_of(window)
 
 
 @pytest.mark.parametrize("head_dim, chosen", [(128, "prefill_hopper"), (84, "prefill")])

@@ -28,7 +28,9 @@ SUSTAINED = {64: 117, 128: 80, 256: 42}
 START_US, MERGE_US, PARTIAL_US, SPLIT_US = 2.7, 3.5, 0.034, 0.03
 MIN_SPLIT, MAX_SPLITS, MAX_WAVES = 128, 64, 8  # keys of a split; splits of a block; waves of splits
 # By head_dim, for short K and V: packed rows of a block; the most bytes of K and V that all blocks read, mostly from L2; the most
-# keys, as merging the partial results of one or two blocks over more keys takes longer than the splits save.
+# keys, as merging the partial results of one or two blocks over more keys takes longer than the splits save. The bytes are those
+# of a GPU with BRIEF_SMS SMs: the bandwidth of L2 grows with the number of SMs, and what fewer rows in a block save does not.
+BRIEF_SMS = 132
 BRIEF = {64: ((64, 64 << 20, 1 << 30),), 128: ((16, 8 << 20, 1 << 30), (64, 64 << 20, 8 << 10))}
 UNSPLIT = 512  # keys up to which more rows than a decode kernel packs are left to the other kernels, which need no merge there
 MARGIN = 1.15  # a smaller estimated gain of `lean` is ignored: the order of blocks also balances them a little
@@ -211,10 +213,12 @@ def brief(device: torch.device, dtype: torch.dtype, head_dim: int, rows: int, he
     """
     if gpu.arch(device) == 0 or dtype.itemsize != 2 or (rows > tables.MAX_DECODE_ROWS and kv_len <= UNSPLIT):
         return None
+    sms = gpu.num_sms(device)
     for block, most_bytes, most_keys in BRIEF.get(max(64, tables.block_d(head_dim)), ()):
         blocks = heads * triton.cdiv(rows, block)
-        fits = blocks * kv_len * 2 * head_dim * dtype.itemsize <= most_bytes and kv_len <= most_keys
-        if rows > block and fits and 0 < 2 * blocks <= gpu.num_sms(device):
+        read = blocks * kv_len * 2 * head_dim * dtype.itemsize
+        fits = read * BRIEF_SMS <= most_bytes * sms and kv_len <= most_keys
+        if rows > block and fits and 0 < 2 * blocks <= sms:
             return tables.decode(device, dtype, head_dim, block, blocks)
     return None
 

@@ -24,7 +24,7 @@ from ..host import gpu, launch, tables
 from ..host.overlap import early, let_next_begin, request, wait_for_inputs
 from ..spec import KV, Form, Spec, is_plain
 from .plan import Call, Plan
-from .schedule import queries_of
+from .schedule import queries_of, visible_keys
 
 
 @triton.jit
@@ -189,7 +189,8 @@ def _prepare(tensors, form: Form, spec: Spec, return_lse: bool, splits: int | No
     call = Call.of(tensors, form, spec, return_lse, decode=True)
     # If `splits` is given, the tile size must not depend on the batch.
     heads = call.batch * call.num_kv_heads if splits is None else 1
-    config = tables.fixed(call.q.device, call.q.dtype, call.width, call.rows, heads, call.kv_len if splits is None else None)
+    keys = visible_keys(call.kv_len, call.q_len, spec) if splits is None else None
+    config = tables.fixed(call.q.device, call.q.dtype, call.width, call.rows, heads, keys)
     return fixed_splits(call, config, splits)
 
 
@@ -200,17 +201,18 @@ def fixed_splits(call: Call, config: tables.Config, splits: int | None) -> Plan:
     # Enough programs in the merge to fill the GPU a few times. With a number of splits, bits must not depend on the batch.
     rows = call.batch * call.num_kv_heads * call.rows
     rows_each = 1 if splits else min(16, 1 << (rows // (8 * gpu.num_sms(device))).bit_length())
-    # Not the splits of this length, because compilation depends on them.
-    max_splits = splits or tables.most_splits(device, config, heads, call.kv_len)
-    splits = splits or tables.num_splits(device, config, heads, call.kv_len)
+    keys = visible_keys(call.kv_len, call.q_len, call.spec)
+    # Whether there is a merge does not depend on the splits of this length, because the compilation of attention depends on it.
+    combine = (splits or tables.most_splits(device, config, heads, keys)) > 1
+    splits = splits or tables.num_splits(device, config, heads, keys)
     slots = heads * splits
     overlap = early(device)
     constants = replace(call.constants(config, packed=True), FULL_TAIL=True)
     acc_size = slots * constants.WORKSPACE_M * call.block_dv
     common = {"stats_start": acc_size, "C": constants, **overlap}
     merge = None
-    if max_splits > 1:
-        chunk, num_warps = tables.merge(rows_each * call.block_dv, min(max_splits, tables.MAX_SPLITS))
+    if combine:
+        chunk, num_warps = tables.merge(rows_each * call.block_dv, splits)
         merge = launch.Launch(
             combine_kernel,
             (triton.cdiv(call.rows, rows_each), call.num_kv_heads, call.batch),
@@ -227,7 +229,7 @@ def fixed_splits(call: Call, config: tables.Config, splits: int | None) -> Plan:
         merge,
         **call.arguments(),
         **common,
-        COMBINE=max_splits > 1,
+        COMBINE=combine,
         REQUEST=overlap["EARLY"] and is_plain(call.form) and {call.head_dim, call.value_dim} <= {64, 128},
         num_warps=config.num_warps,
         num_stages=config.num_stages,

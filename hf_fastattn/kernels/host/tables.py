@@ -1,7 +1,7 @@
 """Tile sizes, warps and pipeline stages for each architecture and shape, and grid sizes.
 
 The tables are fixed: nothing is tuned at run time and nothing is compiled for a length. A length at most selects one of two or
-three kernels.
+three kernels, and one of four merges.
 """
 
 from __future__ import annotations
