@@ -10,6 +10,9 @@ tokens of prompts, and three more. The assistant has 4 layers of the same width;
 
 A row of first tokens has milliseconds from the call to the first new token: of a message of so many tokens behind a text in the
 cache, or of a prompt. No text comes twice, and no prompt has the length of another.
+
+A row also has the largest error of logits, or with beams of the score, in comparison with one forward of eager attention over the
+generated text. It fails if that of patch() is more than twice that of stock generate(), plus 4 eps of the largest logit.
 """
 
 from __future__ import annotations
@@ -84,10 +87,38 @@ class Setting:
         synchronize(ids.device)
         return 1e3 * (time.perf_counter() - began), out
 
+    def generated(self, ids: torch.Tensor, new: int, **options) -> object:
+        """generate() of so many tokens with its logits and scores."""
+        return self.timed(ids, new, return_dict_in_generate=True, output_logits=True, output_scores=True, **options)[1]
+
     @property
     def reasons(self) -> list[str]:
         """Why steps ran uncaptured."""
         return [reason for each in self.patches for reason in each.reasons]
+
+
+class Judge:
+    """The model of a comparison with eager attention, without patch()."""
+
+    def __init__(self, subject: Subject):
+        self.model = twin(subject.model, "eager")
+
+    @torch.no_grad()
+    def errors(self, out, new: int, past: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()) -> dict:
+        """The largest error of the logits of an output's last `new` tokens, or of the scores of its beams, and the largest logit.
+
+        past: K and V of each layer for the beginning of the text, if it is not to be read again.
+        """
+        ids, begin = out.sequences, past[0][0].shape[2] if past else 0
+        cache = hf.transformers.DynamicCache(past) if past else None
+        right = self.model(ids[:, begin:-1], past_key_values=cache, logits_to_keep=new).logits.float()
+        found = getattr(out, "sequences_scores", None)
+        if found is None:
+            error = (torch.stack(out.logits, 1).float() - right).abs().max()
+        else:  # with a length penalty of 1
+            of_tokens = right.log_softmax(-1).gather(-1, ids[:, -new:, None])
+            error = (found - of_tokens.mean((1, 2))).abs().max()
+        return {"error": error.item(), "largest_logit": right.abs().max().item()}
 
 
 def texts(device: torch.device) -> Callable[[int], torch.Tensor]:
@@ -96,7 +127,7 @@ def texts(device: torch.device) -> Callable[[int], torch.Tensor]:
     return lambda tokens: torch.randint(3, VOCABULARY, (1, tokens), generator=generator).to(device)
 
 
-def forward_ms(setting: Setting, prompt: torch.Tensor, options: dict, repeats: int) -> dict:
+def forward_ms(setting: Setting, judge: Judge, prompt: torch.Tensor, options: dict, repeats: int) -> dict:
     """Milliseconds of a forward after the prompt, and tokens of each."""
     found, per_forward, tokens = [], [], []
     for repeat in range(repeats + 1):
@@ -110,10 +141,11 @@ def forward_ms(setting: Setting, prompt: torch.Tensor, options: dict, repeats: i
         if repeat:
             found.append((long - short) / (many - few))
             per_forward.append((LONG - SHORT) / (many - few))
-    return timing(found, tokens) | {"tokens_per_forward": statistics.median(per_forward)}
+    errors = judge.errors(setting.generated(prompt, LONG, **options), LONG)
+    return timing(found, tokens) | errors | {"tokens_per_forward": statistics.median(per_forward)}
 
 
-def message_ms(setting: Setting, past: int, sizes: list[int], repeats: int) -> Iterator[dict]:
+def message_ms(setting: Setting, judge: Judge, past: int, sizes: list[int], repeats: int) -> Iterator[dict]:
     """Milliseconds to the first token of messages of each size behind a text of `past` tokens."""
     text = texts(setting.model.device)
     behind = text(past)
@@ -126,17 +158,22 @@ def message_ms(setting: Setting, past: int, sizes: list[int], repeats: int) -> I
             ms, out = setting.timed(torch.cat([behind, text(size)], 1), 1, past_key_values=cache)
             found.append(ms)
             tokens.append(int(out[0, -1]))
-        yield timing(found[WARM:], tokens)
+        message = torch.cat([behind, text(size)], 1)
+        cache.crop(past - int(cache.get_seq_length()))
+        out = setting.generated(message, 1, past_key_values=cache)
+        cache.crop(past - int(cache.get_seq_length()))
+        read = tuple((layer.keys[:, :, :past], layer.values[:, :, :past]) for layer in cache.layers)
+        yield timing(found[WARM:], tokens) | judge.errors(out, 1, read)
 
 
-def prompt_ms(setting: Setting, size: int, repeats: int) -> dict:
+def prompt_ms(setting: Setting, judge: Judge, size: int, repeats: int) -> dict:
     """Milliseconds to the first token of prompts of about this size."""
     text, found, tokens = texts(setting.model.device), [], []
     for i in range(WARM + repeats):
         ms, out = setting.timed(text(size - i), 1)
         found.append(ms)
         tokens.append(int(out[0, -1]))
-    return timing(found[WARM:], tokens)
+    return timing(found[WARM:], tokens) | judge.errors(setting.generated(text(size), 1), 1)
 
 
 def timing(found: list[float], tokens: list[int]) -> dict:
@@ -149,6 +186,7 @@ class Bench:
 
     def __init__(self, args: argparse.Namespace, subject: Subject, results: Results, device: torch.device):
         self.args, self.subject, self.results, self.device = args, subject, results, device
+        self.judge = Judge(subject)
 
     def compare(self, mode: str, case: str, measure: Callable[[Setting], dict], assistant: Subject | None = None) -> None:
         """Add a row with what `measure` finds for the stock and for the patched model."""
@@ -168,13 +206,22 @@ class Bench:
                 reasons += setting.reasons
             free(self.device)
         for case, stock, ours in zip(cases, found[False], found[True], strict=True):
-            row = {"mode": mode, "case": case, "stock": stock, "patched": ours, "reasons": reasons, "run": self.results.run}
-            same = [a == b for a, b in zip(stock.pop("tokens"), ours.pop("tokens"), strict=True)]
-            row["equal_tokens"] = sum(same) / len(same)  # logits of random weights in 16 bits are close together
-            self.results.data["rows"].append(row)
-            said = f"{mode} {case}: stock {stock['ms']:.2f}, patch() {ours['ms']:.2f} ms, {row['equal_tokens']:.0%} equal tokens"
-            self.results.say(said + "".join(f"; {reason}" for reason in reasons))
+            self.add({"mode": mode, "case": case, "stock": stock, "patched": ours, "reasons": reasons, "run": self.results.run})
         self.results.save()
+
+    def add(self, row: dict) -> None:
+        """Add a row, or a failure if the logits of the patched model are wrong."""
+        stock, ours = row["stock"], row["patched"]
+        same = [a == b for a, b in zip(stock.pop("tokens"), ours.pop("tokens"), strict=True)]
+        row["equal_tokens"] = sum(same) / len(same)  # logits of random weights in 16 bits are close together
+        row["allowed"] = 2 * stock["error"] + 4 * torch.finfo(dtype_for(self.device)).eps * ours["largest_logit"]
+        said = f"{row['mode']} {row['case']}: stock {stock['ms']:.2f}, patch() {ours['ms']:.2f} ms, "
+        said += f"{row['equal_tokens']:.0%} equal tokens, errors {stock['error']:.3g} and {ours['error']:.3g}"
+        self.results.say(said + "".join(f"; {reason}" for reason in row["reasons"]))
+        if ours["error"] <= row["allowed"]:
+            self.results.data["rows"].append(row)
+        else:
+            self.results.data["failed"].append({"row": f"{row['mode']} {row['case']}", "error": said})
 
     def steps(self, mode: str) -> None:
         prompt = texts(self.device)(self.args.prompt)
@@ -183,17 +230,17 @@ class Bench:
             config = {**self.subject.config, "num_hidden_layers": 4}
             dtype, model_type = dtype_for(self.device), config.pop("model_type")
             assistant = of_random_weights("assistant", model_type, config, dtype, self.device, 0)
-        measure = lambda setting: forward_ms(setting, prompt, STEPS[mode], self.args.repeats)  # noqa: E731
+        measure = lambda setting: forward_ms(setting, self.judge, prompt, STEPS[mode], self.args.repeats)  # noqa: E731
         self.compare(mode, f"behind {prompt.shape[1]}", measure, assistant)
 
     def message(self) -> None:
         past, repeats = self.args.past, self.args.repeats
         cases = [f"{size} tokens behind {past}" for size in MESSAGES]
-        self.compare_all("message", cases, lambda setting: message_ms(setting, past, MESSAGES, repeats))
+        self.compare_all("message", cases, lambda setting: message_ms(setting, self.judge, past, MESSAGES, repeats))
 
     def first(self) -> None:
         for size in self.args.prompts:
-            self.compare("first", f"{size}", lambda setting, size=size: prompt_ms(setting, size, self.args.repeats))
+            self.compare("first", f"{size}", lambda setting, size=size: prompt_ms(setting, self.judge, size, self.args.repeats))
 
 
 def restrict(model: hf.PreTrainedModel) -> None:

@@ -34,8 +34,9 @@ def modes(result: dict) -> str:
         stock, ours = row["stock"]["ms"], row["patched"]["ms"]
         end = " tokens" if row["mode"] == "first" else ""
         figures = [figure(stock, 2), figure(ours, 2), figure(stock / ours, 2, "x"), f"{row['equal_tokens']:.0%}"]
+        figures += [f"{row[model]['error']:.2g}" for model in ("stock", "patched")]
         rows.append([f"{MODES[row['mode']]} {row['case']}{end}", *figures])
-    head = ["", "stock `generate()`", "`patch()`", "stock / `patch()`", "equal tokens"]
+    head = ["", "stock `generate()`", "`patch()`", "stock / `patch()`", "equal tokens", "error of stock", "of `patch()`"]
     return f"**Other modes of `generate()`, milliseconds**, {model(result)} {by_method(result)}:\n\n{table(head, rows)}"
 
 
