@@ -37,14 +37,15 @@ def hopper(monkeypatch):
         ({"q_len": 64, "kv_len": 65536, "heads": 8}, "lean"),  # half of a block would be empty
         ({"q_len": 300, "kv_len": 300, "batch": 16}, "prefill_hopper"),
         ({"q_len": 17, "kv_len": 65536, "head_dim": 84}, "lean"),
-        ({"q_len": 17, "kv_len": 512, "head_dim": 84, "batch": 4}, "prefill"),  # too short for a merge
+        ({"q_len": 17, "kv_len": 512, "head_dim": 84, "batch": 5}, "prefill"),  # no room for two splits of each block
         ({"q_len": 1, "kv_len": 8192, "heads": 71, "kv_heads": 1}, "lean"),  # few keys, in blocks of few rows
         ({"q_len": 1, "kv_len": 8192, "heads": 71, "kv_heads": 1, "batch": 9}, "prefill_hopper"),  # in all too many bytes
-        ({"q_len": 1, "kv_len": 512, "heads": 71, "kv_heads": 1}, "prefill_hopper"),  # too short for a merge
+        ({"q_len": 1, "kv_len": 100, "heads": 71, "kv_heads": 1}, "lean"),
         ({"q_len": 1, "kv_len": 65536, "heads": 71, "kv_heads": 1}, "prefill_hopper"),
         ({"q_len": 1, "kv_len": 1024, "heads": 71, "kv_heads": 1, "head_dim": 256}, "prefill_hopper"),
         ({"q_len": 1, "kv_len": 1024, "heads": 71, "kv_heads": 1, "dtype": torch.float32}, "prefill"),
-        ({"q_len": 128, "kv_len": 128}, "prefill_hopper"),
+        ({"q_len": 128, "kv_len": 128}, "lean"),
+        ({"q_len": 300, "kv_len": 300}, "prefill_hopper"),  # no room for two splits of each block
         ({"q_len": 128, "kv_len": 8192, "batch": 0}, "prefill_hopper"),  # which refuses it
         ({"q_len": 17, "kv_len": 65536, "head_dim": 512}, "prefill"),
         ({"q_len": 17, "kv_len": 65536, "dtype": torch.float32}, "prefill"),
@@ -108,12 +109,14 @@ def merge_of(launches):
 @pytest.mark.parametrize(
     "shape, splits, merge",
     [
-        ({"q_len": 16, "kv_len": 2048}, 16, (16, 1, 1)),  # of 66 in a long buffer
-        ({"q_len": 17, "kv_len": 2048}, 16, (16, 1, 1)),  # of 44
-        ({"q_len": 16, "kv_len": 8192}, 64, (64, 4, 1)),
-        ({"q_len": 1, "kv_len": 8192, "heads": 71, "kv_heads": 1}, 64, (64, 4, 1)),
+        ({"q_len": 16, "kv_len": 2048}, 16, (32, 1, 1)),  # of 66 in a long buffer
+        ({"q_len": 17, "kv_len": 2048}, 16, (32, 1, 1)),  # of 44
+        ({"q_len": 16, "kv_len": 8192}, 32, (32, 1, 1)),
+        ({"q_len": 8, "kv_len": 65536, "heads": 28, "kv_heads": 4}, 64, (64, 2, 1)),
+        ({"q_len": 1, "kv_len": 8192, "heads": 71, "kv_heads": 1}, 32, (32, 1, 1)),
+        ({"q_len": 1, "kv_len": 8192}, 64, (64, 2, 1)),
         ({"q_len": 8, "kv_len": 8192, "heads": 32, "kv_heads": 8, "head_dim": 64}, 32, (32, 1, 1)),
-        ({"q_len": 1, "kv_len": 100}, 1, (16, 1, 1)),
+        ({"q_len": 1, "kv_len": 100}, 1, (32, 1, 1)),
     ],
     ids=str,
 )
@@ -123,8 +126,8 @@ def test_the_merge_of_fixed_splits_is_that_of_their_number(shape, splits, merge,
 
 
 def test_the_merge_of_short_heads_has_one_partial_result_for_each_tile_at_most(hopper):
-    assert merge_of(plan(1, 2048, batch=2, padded=True))[:2] == (32, 2)  # of 68 in a long buffer
-    assert merge_of(plan(1, 8192, batch=2, padded=True))[:2] == (128, 8)
+    assert merge_of(plan(1, 2048, batch=2, padded=True))[:2] == (32, 1)  # of 68 in a long buffer
+    assert merge_of(plan(1, 8192, batch=2, padded=True))[:2] == (128, 4)
 
 
 @pytest.mark.parametrize("padded", [False, True])

@@ -242,7 +242,7 @@ def stream_k(call: Call, config: tables.Config) -> Plan:
     else:  # with many heads each has few partials, and one program merges all its rows
         rows_each = tables.merge_rows(workspace_m, call.block_dv) if heads > programs else 1
     partials = min(max_programs // heads + 2, triton.cdiv(kv_len, config.BLOCK_N))
-    chunk, merge_warps = tables.merge(rows_each * call.block_dv, partials)
+    chunk, merge_warps = tables.merge(rows_each, call.block_dv, partials)
     overlap, arguments = early(device), call.arguments()
     schedule = {
         **{name: arguments[name] for name in ("stride_sb", "q_len", "kv_len", "window")},

@@ -32,7 +32,6 @@ MIN_SPLIT, MAX_SPLITS, MAX_WAVES = 128, 64, 8  # keys of a split; splits of a bl
 # of a GPU with BRIEF_SMS SMs: the bandwidth of L2 grows with the number of SMs, and what fewer rows in a block save does not.
 BRIEF_SMS = 132
 BRIEF = {64: ((64, 64 << 20, 1 << 30),), 128: ((16, 8 << 20, 1 << 30), (64, 64 << 20, 8 << 10))}
-UNSPLIT = 512  # keys up to which more rows than a decode kernel packs are left to the other kernels, which need no merge there
 MARGIN = 1.15  # a smaller estimated gain of `lean` is ignored: the order of blocks also balances them a little
 GAIN = 1.05  # likewise of splits, whose estimate is closer
 
@@ -211,7 +210,7 @@ def brief(device: torch.device, dtype: torch.dtype, head_dim: int, rows: int, he
     The time of such a call is mostly that of the start and the end of its programs, which are short for small blocks. But each
     block reads all K and V of its head. The GPU must have room for two splits of each. Arguments as in `choose`.
     """
-    if gpu.arch(device) == 0 or dtype.itemsize != 2 or (rows > tables.MAX_DECODE_ROWS and kv_len <= UNSPLIT):
+    if gpu.arch(device) == 0 or dtype.itemsize != 2:
         return None
     sms = gpu.num_sms(device)
     for block, most_bytes, most_keys in BRIEF.get(max(64, tables.block_d(head_dim)), ()):

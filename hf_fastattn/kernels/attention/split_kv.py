@@ -212,7 +212,7 @@ def fixed_splits(call: Call, config: tables.Config, splits: int | None) -> Plan:
     common = {"stats_start": acc_size, "C": constants, **overlap}
     merge = None
     if combine:
-        chunk, num_warps = tables.merge(rows_each * call.block_dv, splits)
+        chunk, num_warps = tables.merge(rows_each, call.block_dv, splits)
         merge = launch.Launch(
             combine_kernel,
             (triton.cdiv(call.rows, rows_each), call.num_kv_heads, call.batch),

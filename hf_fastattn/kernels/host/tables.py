@@ -229,11 +229,12 @@ def many_rows_config(arch: int, itemsize: int, block_d: int, rows: int, sinks: b
     return replace(prefill_config(arch, itemsize, block_d, 128), MIN_TILES=2)
 
 
-def merge(row_size: int, partials: int) -> tuple[int, int]:
-    """(partial results of `row_size` floats in one load of a merge, warps of the merge) for about `partials` partial results."""
-    # They occupy 64 registers of each thread.
-    warps = next((w for w in (1, 2, 4) if 2048 * w >= partials * row_size), 8)
-    return max(1, 2048 * warps // row_size), warps
+def merge(rows: int, block_dv: int, partials: int) -> tuple[int, int]:
+    """(partial results in one load of a merge, its warps), for about `partials` results of `rows` rows of `block_dv` floats."""
+    # They occupy 64 registers of each thread, or 128: fewer warps need fewer barriers.
+    each, size = 4096 if (rows, block_dv) == (1, 128) else 2048, rows * block_dv
+    warps = next((w for w in (1, 2, 4) if each * w >= partials * size), 8)
+    return max(1, each * warps // size), warps
 
 
 def merge_rows(rows: int, block_d: int) -> int:
@@ -250,7 +251,11 @@ def most_splits(device: torch.device, config: Config, heads: int, kv_len: int) -
 
 
 def num_splits(device: torch.device, config: Config, heads: int, kv_len: int) -> int:
-    """Flash-Decoding's splits per KV head: enough programs for one wave, at least two tiles each, at most MAX_SPLITS."""
+    """Flash-Decoding's splits per KV head: enough programs for one wave, at least two tiles each, at most MAX_SPLITS.
+
+    With more than 32 splits the merge of 64 rows takes long: they need 16 tiles each.
+    """
     tiles = -(-kv_len // config.BLOCK_N)
-    splits = max(1, min(most_splits(device, config, heads, kv_len), -(-tiles // 2), MAX_SPLITS))
+    most = MAX_SPLITS if config.BLOCK_M < 64 else max(32, tiles // 16)
+    splits = max(1, min(most_splits(device, config, heads, kv_len), -(-tiles // 2), most, MAX_SPLITS))
     return -(-tiles // -(-tiles // splits))  # a split that does not shorten the longest one only adds work to the merge

@@ -65,7 +65,7 @@ def merge_shares(
     constants = replace(constants, GROUP=pack, WORKSPACE_M=BLOCK_M, FEW_ROWS=False, FULL_TAIL=False)
     blocks, rows = num_blocks * total_packs - whole, min(call.q_len * pack, BLOCK_M)
     rows_each = min(16, 1 << (blocks * rows // (8 * gpu.num_sms(call.q.device))).bit_length())
-    chunk, warps = tables.merge(rows_each * call.block_dv, splits)
+    chunk, warps = tables.merge(rows_each, call.block_dv, splits)
     return Launch(
         merge_shares_kernel,
         (triton.cdiv(rows, rows_each), blocks),
