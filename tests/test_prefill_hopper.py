@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import math
 import re
 import subprocess
 import types
@@ -13,19 +14,22 @@ from pathlib import Path
 import pytest
 import torch
 from calls import attention
+from conftest import INTERPRETED
 
 triton = pytest.importorskip("triton")
 pytest.importorskip("triton.experimental.gluon")
 
 from hf_fastattn.kernels import checks, reference  # noqa: E402
 from hf_fastattn.kernels.attention import prefill_hopper as hopper  # noqa: E402
+from hf_fastattn.kernels.attention.plan import Call  # noqa: E402
 from hf_fastattn.kernels.attention.prefill_hopper import item as items  # noqa: E402
 from hf_fastattn.kernels.attention.prefill_hopper import plan, product  # noqa: E402
 from hf_fastattn.kernels.attention.prefill_hopper.item import BLOCK_M  # noqa: E402
+from hf_fastattn.kernels.attention.prefill_hopper.merge import merge_shares  # noqa: E402
 from hf_fastattn.kernels.attention.prefill_hopper.pipe import CONSUMERS, FIRST_TURN  # noqa: E402
 from hf_fastattn.kernels.attention.schedule import pack_of  # noqa: E402
 from hf_fastattn.kernels.spans import CAUSAL, NO_WINDOW, build_spans, segments, with_rows  # noqa: E402
-from hf_fastattn.kernels.spec import KV, Spec, call  # noqa: E402
+from hf_fastattn.kernels.spec import KV, PLAIN, Spec, call  # noqa: E402
 
 WHOLE = (64, 128, 256)  # heads that fill their buffers and are multiplied in one part
 PARTS = (8, 40, 72, 80, 96, 104, 112, 136, 160, 192, 224)
@@ -177,6 +181,43 @@ def test_each_query_of_each_head_is_one_row_of_one_block(group, pack, q_len, who
             seen[row, heads[exists], queries[exists]] += tiles
     assert slots == [-1] * whole + list(range(num_shares))
     assert (seen == -(-1000 // config.BLOCK_N)).all()
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the merge alone, interpreted")
+@pytest.mark.parametrize("group, pack, q_len, whole", [(1, 1, 130, 3), (4, 4, 40, 0), (3, 2, 70, 3), (7, 8, 20, 0)])
+def test_merged_shares_are_rows_of_their_heads(group, pack, q_len, whole):
+    batch, kv_heads, splits, dim = 2, 2, 3, 16
+    num_packs, num_blocks = kv_heads * -(-group // pack), -(-q_len * pack // BLOCK_M)
+    sizes = (num_blocks, num_packs, batch * num_packs, 2)
+    blocks = num_blocks * num_packs * batch - whole
+    q, k = torch.randn(batch, kv_heads * group, q_len, dim), torch.zeros(batch, kv_heads, 1000, dim)
+    noise = torch.Generator().manual_seed(0)
+    acc = torch.randn(splits, blocks, BLOCK_M, dim, generator=noise)
+    m, l = torch.randn(2, splits, blocks, BLOCK_M, generator=noise)
+    l = l.abs() + 0.1
+    stats = torch.stack([m, l], 2)
+    given = Call.of((q, k, k, *[None] * 6), PLAIN, Spec(causal=False), True)
+    out, lse = checks.empty_outputs(q, dim, True)
+    out.fill_(torch.nan)
+    launch = merge_shares(given, pack, (*sizes, whole), splits, BLOCK_M, 128, acc.numel())
+    launch(out, lse, torch.cat([acc.flatten(), stats.flatten()]), q, q)
+
+    weights = torch.exp2(m - m.amax(0))
+    total = (weights * l).sum(0)
+    merged, merged_lse = (weights[..., None] * acc).sum(0) / total[..., None], (m.amax(0) + total.log2()) * math.log(2)
+    block_at = _as_python(plan.block_at)
+    written = torch.zeros(out.shape[:3], dtype=torch.bool)
+    for n in range(blocks):
+        block, index, row = block_at(whole + n, *sizes)
+        kv_head, first_head = index // (num_packs // kv_heads), index % (num_packs // kv_heads) * pack
+        for i in range(BLOCK_M):
+            query, head = (block * BLOCK_M + i) // pack, first_head + (block * BLOCK_M + i) % pack
+            if query < q_len and head < group:
+                place = row, kv_head * group + head, query
+                written[place] = True
+                torch.testing.assert_close(out[place], merged[n, i])
+                torch.testing.assert_close(lse[place], merged_lse[n, i])
+    assert torch.equal(written, ~out.isnan().any(-1)) and written.any()
 
 
 def test_heads_share_a_block_where_it_leaves_fewer_rows_empty():

@@ -12,42 +12,45 @@ from ...host import gpu, tables
 from ...host.launch import Launch
 from ...host.overlap import early, let_next_begin, wait_for_inputs
 from ..plan import Call
-from ..schedule import num_tiles, queries_of
+from ..schedule import num_tiles
 from .order import block_at
 
 
 @triton.jit(
     do_not_specialize=[
-        "stride_sb", "num_blocks", "num_packs", "total_packs", "group", "section", "whole", "splits", "q_len", "kv_len", "window",
-        "stats_start",
+        "stride_sb", "num_blocks", "num_packs", "total_packs", "group", "log_pack", "section", "whole", "splits", "q_len",
+        "kv_len", "window", "stats_start",
     ]
 )  # fmt: skip
 def merge_shares_kernel(
     Out, Lse, Workspace, Spans, SinkLogits,
-    stride_sb, num_blocks, num_packs, total_packs, group, section, whole, splits, q_len, kv_len, window, stats_start,
+    stride_sb, num_blocks, num_packs, total_packs, group, log_pack, section, whole, splits, q_len, kv_len, window, stats_start,
     C: tl.constexpr,
     ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One program for each ROWS rows of a block with shares. Share i of the n-th of these blocks is in slot i * blocks + n."""
+    """One program for each ROWS rows of a block with shares. Share i of the n-th of these blocks is in slot i * blocks + n.
+
+    log_pack: log2 of the number of heads in a pack. It follows from the number of queries: as a constant it would make variants.
+    """
     first_row, which, blocks = tl.program_id(0) * ROWS, tl.program_id(1), tl.num_programs(1)
     BLOCK_M: tl.constexpr = C.BLOCK_M
-    PACK: tl.constexpr = C.GROUP
+    pack_heads, queries = 1 << log_pack, BLOCK_M >> log_pack
     block, pack, row = block_at(whole + which, num_blocks, num_packs, total_packs, section)
-    first, last = queries_of(block, q_len, C)
+    first, last = block * queries, tl.minimum((block + 1) * queries, q_len) - 1
     # The spans may be read before the wait: they were written before the previous launch, which did not begin early.
     tiles = num_tiles(Spans + row.to(tl.int64) * stride_sb, first, last, q_len, kv_len, window, C)
     wait_for_inputs(EARLY)
     let_next_begin(EARLY)
     rows, offs_v, acc, m, l = merge_rows(
         Workspace, stats_start, which, which + blocks, blocks, tl.minimum(splits, tiles),
-        first_row, q_len * PACK - block * BLOCK_M, ROWS, CHUNK, C,
+        first_row, (q_len << log_pack) - block * BLOCK_M, ROWS, CHUNK, C,
     )  # fmt: skip
     rows += block * BLOCK_M
-    packs_each = tl.cdiv(group, PACK)
+    packs_each = (group + pack_heads - 1) >> log_pack
     kv_head = pack // packs_each
-    offs_m, offs_h = rows // PACK, (pack - kv_head * packs_each) * PACK + rows % PACK
+    offs_m, offs_h = rows >> log_pack, ((pack - kv_head * packs_each) << log_pack) + (rows & (pack_heads - 1))
     exists = (offs_m < q_len) & (offs_h < group)
     head, heads = kv_head * group + tl.minimum(offs_h, group - 1), num_packs // packs_each * group
     store_rows(acc, m, l, Out, Lse, SinkLogits, row, head, heads, tl.minimum(offs_m, q_len - 1), exists, offs_v, q_len, C)
@@ -62,7 +65,7 @@ def merge_shares(
     """
     num_blocks, num_packs, total_packs, section, whole = order
     constants = call.constants(tables.Config(BLOCK_M, BLOCK_N, 4, 1), packed=True)
-    constants = replace(constants, GROUP=pack, WORKSPACE_M=BLOCK_M, FEW_ROWS=False, FULL_TAIL=False)
+    constants = replace(constants, GROUP=1, WORKSPACE_M=BLOCK_M, FEW_ROWS=False, FULL_TAIL=False)
     blocks, rows = num_blocks * total_packs - whole, min(call.q_len * pack, BLOCK_M)
     rows_each = min(16, 1 << (blocks * rows // (8 * gpu.num_sms(call.q.device))).bit_length())
     chunk, warps = tables.merge(rows_each, call.block_dv, splits)
@@ -74,6 +77,7 @@ def merge_shares(
         num_packs=num_packs,
         total_packs=total_packs,
         group=call.group,
+        log_pack=pack.bit_length() - 1,
         section=section,
         whole=whole,
         splits=splits,
