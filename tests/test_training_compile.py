@@ -70,22 +70,6 @@ def test_backward_kernels_compile(arch, dtype, head_dim, own, tmp_path, monkeypa
             assert "wgmma" in binary.ptx
 
 
-@pytest.mark.parametrize("arch", [80, 90])
-def test_launches_of_20_lengths_have_the_same_constants(arch, monkeypatch):
-    monkeypatch.setattr(gpu, "arch", lambda device: arch)
-    monkeypatch.setattr(gpu, "num_sms", lambda device: 264)
-    constants, splits = set(), set()
-    for length in range(1000, 3000, 100):
-        (q, kv, spec, span), given = inputs(64, "bf16", {"length": length, "form": "rows"})
-        tensors = (q, *kv.tensors, span, None, None, given["out"], given["lse"], given["dout"], None)
-        plan = backward._prepare.__wrapped__(tensors, kv.form, spec, True, True)
-        for launch in (plan.dq, plan.dkdv):
-            arguments = zip(launch.kernel.params[launch.takes :], launch.rest, strict=True)
-            constants |= {(launch.kernel, param.name, value) for param, value in arguments if param.is_constexpr}
-        splits.add(plan.parts[0])
-    assert len(splits) > 1 and len(constants) == len({(kernel, name) for kernel, name, _ in constants})
-
-
 def _in_the_middle(x):
     """A view at an address that is not divisible by 16."""
     return torch.cat([x.flatten()[:1], x.flatten()])[1:].view(x.shape)

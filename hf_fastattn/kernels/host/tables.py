@@ -1,7 +1,7 @@
 """Tile sizes, warps and pipeline stages for each architecture and shape, and grid sizes.
 
-The tables are fixed: nothing is tuned at run time and nothing is compiled for a length. A length at most selects one of two or
-three kernels, and one of four merges.
+The tables are fixed: nothing is tuned at run time and nothing is compiled for a length. A number of keys selects one of at most
+two kernels and of four merges, a number of queries one of a few, by powers of two. `tests/test_lengths.py` counts them.
 """
 
 from __future__ import annotations

@@ -78,7 +78,8 @@ def backward(
     dtype = q.dtype if plan.parts[0] == 1 else torch.float32
     dk, dv = (torch.empty(*plan.parts, x.shape[3], device=q.device, dtype=dtype) for x in (k, v))
     some_stats = (stats,) if plan.stats == 2 else (lse, stats)
-    plan.dkdv(*(q, k, v, dout, *some_stats, some_spans, dk, dv, seed)[: plan.dkdv.takes])
+    written = (x.view(q.dtype) for x in (dk, dv))  # one type: sums in fp32 would be another compiled kernel
+    plan.dkdv(*(q, k, v, dout, *some_stats, some_spans, *written, seed)[: plan.dkdv.takes])
     dk, dv = (x[0] if plan.parts[0] == 1 else x.sum(0).to(q.dtype) for x in (dk, dv))
     return dq, dk.transpose(1, 2), dv.transpose(1, 2), dsink
 

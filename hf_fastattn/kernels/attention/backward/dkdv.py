@@ -108,10 +108,20 @@ def _sums(
 
 
 @triton.jit
-def _store(Out, x, offs_n, rows, DIM: tl.constexpr, BLOCK: tl.constexpr, kv_len):
-    """Write a block of dK or dV, contiguous (splits, batch, kv_len, num_kv_heads, DIM)."""
+def _store(Out, x, first_key, sizes, DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr):
+    """Write a block of dK or dV, contiguous (splits, batch, kv_len, num_kv_heads, DIM); in fp32 if there are several splits.
+
+    Out has one type for both, because another one would be another compiled kernel.
+    """
+    part, batch, row, kv_len, kv_heads, kv_head, splits = sizes
+    offs_n = first_key + tl.arange(0, BLOCK_N)
     offs = tl.arange(0, BLOCK)[None, :]
-    tl.store(Out + rows[:, None] * DIM + offs, x.to(Out.dtype.element_ty), mask=(offs_n < kv_len)[:, None] & (offs < DIM))
+    rows = ((part * batch + row) * kv_len + offs_n) * kv_heads + kv_head
+    places, mask = rows[:, None] * DIM + offs, (offs_n < kv_len)[:, None] & (offs < DIM)
+    if splits > 1:
+        tl.store(Out.to(tl.pointer_type(tl.float32)) + places, x, mask=mask)
+    else:
+        tl.store(Out + places, x.to(Out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["stride_sb", "q_len", "kv_len", "window", "drop_below", "splits"])
@@ -175,7 +185,7 @@ def dkdv_kernel(
                   HEAD_DIM, C.BLOCK_D)  # fmt: skip
     v = load_rows(V + row * stride_vb + kv_head * stride_vh, stride_vn, offs_n, tl.arange(0, C.BLOCK_DV), keys >= 0, True,
                   VALUE_DIM, C.BLOCK_DV)  # fmt: skip
-    rows = ((part * tl.num_programs(2) + row) * kv_len + offs_n) * kv_heads + kv_head
+    sizes = (part, tl.num_programs(2), row, kv_len, kv_heads, kv_head, splits)
     first_head, num_heads = kv_head * C.GROUP + part * heads, kv_heads * C.GROUP
     pointers = (Q, DOut, Stats.to(tl.pointer_type(tl.int64)))
     strides = (stride_qb, stride_qh, stride_qm, stride_ob, stride_oh, stride_om)
@@ -189,17 +199,17 @@ def dkdv_kernel(
                 k, v, keys, pointers, strides, row, first_head, heads, num_heads, bounds, spans, span_ptr, q_len, scales,
                 dropout, first_key, True, False, C,
             )  # fmt: skip
-            _store(DK, dk * scale, offs_n, rows, HEAD_DIM, C.BLOCK_D, kv_len)
+            _store(DK, dk * scale, first_key, sizes, HEAD_DIM, BLOCK_N, C.BLOCK_D)
         else:
             _, dv = _sums(
                 k, v, keys, pointers, strides, row, first_head, heads, num_heads, bounds, spans, span_ptr, q_len, scales,
                 dropout, first_key, False, True, C,
             )  # fmt: skip
-            _store(DV, dv, offs_n, rows, VALUE_DIM, C.BLOCK_DV, kv_len)
+            _store(DV, dv, first_key, sizes, VALUE_DIM, BLOCK_N, C.BLOCK_DV)
     else:
         dk, dv = _sums(
             k, v, keys, pointers, strides, row, first_head, heads, num_heads, bounds, spans, span_ptr, q_len, scales,
             dropout, first_key, True, True, C,
         )  # fmt: skip
-        _store(DK, dk * scale, offs_n, rows, HEAD_DIM, C.BLOCK_D, kv_len)
-        _store(DV, dv, offs_n, rows, VALUE_DIM, C.BLOCK_DV, kv_len)
+        _store(DK, dk * scale, first_key, sizes, HEAD_DIM, BLOCK_N, C.BLOCK_D)
+        _store(DV, dv, first_key, sizes, VALUE_DIM, BLOCK_N, C.BLOCK_DV)

@@ -82,7 +82,7 @@ def _consume(
     DK, DV, kv_buffers, ring, _passed, spans, span_ptr, tiles, sizes, scale, scale_log2, cap_log2 = args
     k_smem, v_smem, kv_full = kv_buffers
     q_smem, do_smem, stats_smem, _bounds, q_full, do_full, empty = ring
-    first_key, first_row, row_stride, kv_len = sizes
+    first_key, _first_row, _row_stride, _kv_len, _splits = sizes
     _lo, before, full_stop, masked = tiles
     dtype: gl.constexpr = k_smem.dtype
     WIDTH_K: gl.constexpr = k_smem.shape[4]
@@ -127,8 +127,8 @@ def _consume(
             dk, dv = warpgroup_mma_wait(0, [dk_token, dv_token])
             mbarrier.arrive(empty.index(stage), count=1)
             n += 1
-    store(DK, dk * scale, first_key + 64 * WG, first_row, row_stride, kv_len, C.head_dim)
-    store(DV, dv, first_key + 64 * WG, first_row, row_stride, kv_len, C.value_dim)
+    store(DK, dk * scale, first_key + 64 * WG, sizes, C.head_dim)
+    store(DV, dv, first_key + 64 * WG, sizes, C.value_dim)
 
 
 @gluon.jit
@@ -144,7 +144,7 @@ def _consume_values(
     k_smem, v_smem, kv_full = kv_buffers
     q_smem, do_smem, _stats, _bounds, q_full, do_full, empty = ring
     p_smem, p_full, p_empty = passed
-    first_key, first_row, row_stride, kv_len = sizes
+    first_key, _first_row, _row_stride, _kv_len, _splits = sizes
     _lo, before, full_stop, masked = tiles
     WIDTH: gl.constexpr = v_smem.shape[4]
     BLOCK_M: gl.constexpr = C.BLOCK_M
@@ -178,7 +178,7 @@ def _consume_values(
             dv = warpgroup_mma_wait(0, [dv_token])
             mbarrier.arrive(empty.index(stage), count=1)
             n += 1
-    store(DV, dv, first_key, first_row, row_stride, kv_len, C.value_dim)
+    store(DV, dv, first_key, sizes, C.value_dim)
 
 
 @gluon.jit
@@ -188,7 +188,7 @@ def _consume_keys(args, heads, C: gl.constexpr):
     k_smem, v_smem, kv_full = kv_buffers
     q_smem, do_smem, stats_smem, _bounds, _q_full, do_full, empty = ring
     p_smem, p_full, p_empty = passed
-    first_key, first_row, row_stride, kv_len = sizes
+    first_key, _first_row, _row_stride, _kv_len, _splits = sizes
     _lo, before, full_stop, masked = tiles
     WIDTH: gl.constexpr = k_smem.shape[4]
     BLOCK_M: gl.constexpr = C.BLOCK_M
@@ -214,7 +214,7 @@ def _consume_keys(args, heads, C: gl.constexpr):
         dk_token = warpgroup_mma(ds_operand, matrix(q_smem.index(stage)), dk, is_async=True)
         dk = warpgroup_mma_wait(0, [dk_token])
         mbarrier.arrive(empty.index(stage), count=1)
-    store(DK, dk * scale, first_key, first_row, row_stride, kv_len, C.head_dim)
+    store(DK, dk * scale, first_key, sizes, C.head_dim)
 
 
 @gluon.jit(do_not_specialize=["stride_sb", "batch", "num_kv_heads", "splits", "q_len", "kv_len", "window"])
@@ -257,7 +257,7 @@ def dkdv_hopper_kernel(
     limits = (hi, spans, span_ptr, q_len)
     indices = (row, kv_head * GROUP + part * heads, num_kv_heads * GROUP)
     loads = (q_desc, do_desc, Lse, Delta, ring, indices, tiles, limits)
-    sizes = (first_key, first_row, num_kv_heads, kv_len)
+    sizes = (first_key, first_row, num_kv_heads, kv_len, splits)
     shared = (DK, DV, kv_buffers, ring, passed, spans, span_ptr, tiles, sizes, scale, scale_log2, cap_log2)
     # Warps, and registers per thread, of the second consumer and the producer. The first consumer gets the rest, also 240.
     if C.wide:

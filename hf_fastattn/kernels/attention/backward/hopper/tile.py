@@ -169,10 +169,15 @@ def produce(args, heads, C: gl.constexpr, HAS_ROWS: gl.constexpr, LOG2_E: gl.con
 
 
 @gluon.jit
-def store(Out, x, first_key, first_row, row_stride, kv_len, DIM: gl.constexpr):
-    """Write a block of dK or dV, contiguous (splits, batch, kv_len, num_kv_heads, DIM)."""
+def store(Out, x, first_key, sizes, DIM: gl.constexpr):
+    """Write a block of dK or dV, as in `dkdv`."""
+    _block, first_row, row_stride, kv_len, splits = sizes
     offs_n = first_key + gl.arange(0, 64, gl.SliceLayout(1, x.type.layout))
     offs_d = gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
     rows = first_row + offs_n.to(gl.int64) * row_stride
+    places = rows[:, None] * DIM + offs_d[None, :]
     mask = (offs_n < kv_len)[:, None] & (offs_d < DIM)[None, :]
-    gl.store(Out + rows[:, None] * DIM + offs_d[None, :], x.to(Out.dtype.element_ty), mask=mask)
+    if splits > 1:
+        gl.store(Out.to(gl.pointer_type(gl.float32)) + places, x, mask=mask)
+    else:
+        gl.store(Out + places, x.to(Out.dtype.element_ty), mask=mask)
