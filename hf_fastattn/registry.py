@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from . import interface, training
-from .kernels import checks
+from .kernels import TritonKernel, checks
 from .kernels.host import tables
 from .kernels.spans import has_rows
 from .kernels.spec import KV, Gradients, Result, Spec, call
@@ -101,7 +101,8 @@ class Backend:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(out, lse) for `gradients`, always by the prefill kernel. given: sink_logits, and the seed of dropout."""
         interface.calls[f"{self.name}.prefill"] += 1
-        out, lse = self.prefill(q, kv, spec, spans, return_lse=True, **given)
+        prefill = self.prefill.unsplit if isinstance(self.prefill, TritonKernel) else self.prefill
+        out, lse = prefill(q, kv, spec, spans, return_lse=True, **given)
         return out, lse
 
     def gradients(self, q: torch.Tensor, kv: KV, spec: Spec, spans: torch.Tensor | None, **given: Any) -> Gradients:

@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import os
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from types import ModuleType
 from typing import Any
 
@@ -63,6 +63,11 @@ class TritonKernel:
 
     def __repr__(self) -> str:
         return f"TritonKernel({self.name!r})"
+
+    @cached_property
+    def unsplit(self) -> TritonKernel:
+        """The same kernel without stream_k, for training: no length selects another kernel, which would have to be compiled."""
+        return TritonKernel(self.name, self.hopper, twin=self.twin, **self.fixed)
 
     def where(self, device: torch.device | str) -> str:
         """A description of what a call on this device runs. Raises RuntimeError if nothing can run there."""
