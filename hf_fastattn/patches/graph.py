@@ -1,8 +1,8 @@
 """The decode graphs of one model: one captured CUDA graph per step, replayed instead of running the model's Python.
 
 A graph is valid for one storage at one address (and one `variant` of it, such as a uniform batch), one set of input shapes and
-one fingerprint of the model (survey.py), which is taken before the first step of a generate(), and in each step if other code
-runs between the steps. Weights changed in place take effect at once.
+one fingerprint of the model (survey.py), which is taken in the first step of a generate(), and in each step if other code runs
+between the steps. Weights changed in place take effect at once.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class Present:
     def forget(self) -> None:
         """Compare the whole model before the next replay: its Python runs now, and may change it."""
         self.fingerprint: Fingerprint | None = None
-        self.memory: list[torch.UntypedStorage] = []  # what a graph may read although code between the steps has dropped it
+        self.memory: list[torch.UntypedStorage] = []  # what a graph may read although the model has dropped it
         self.entries.clear()
 
     @property
@@ -45,8 +45,12 @@ class Present:
 
     def may_wait(self) -> bool:
         """Whether a graph may be replayed before a comparison that is due, as this does no harm if the model has changed."""
-        last = self.fingerprint
-        return last is not None and bool(self.memory) and self.graphs.surveyor.same_tables(last)
+        surveyor = self.graphs.surveyor
+        if self.fingerprint is not None:
+            return bool(self.memory) and surveyor.same_tables(self.fingerprint)
+        if not self.graphs.ranks.several:
+            self.fingerprint, self.memory = surveyor.assumed(self.model)
+        return bool(self.memory)
 
     def compare(self) -> None:
         """Compare the model with what it was, and choose other graphs if it has changed. Raises Uncapturable."""
@@ -55,9 +59,9 @@ class Present:
         changed = last is not None and bool(last.differences(self.fingerprint))
         if changed or last is None:
             self.entries.clear()
-        if changed:
-            self.memory = []  # it may change again: the next step compares it before a replay that may be lost
-        elif self.always and not self.memory:
+        if changed or not self.always:  # if it changes again, the next step compares it before a replay that may be lost
+            self.memory = []
+        elif not self.memory:
             self.memory = [tensor.untyped_storage() for tensor in tensors]
 
     def _survey(self) -> tuple[Fingerprint, list[torch.Tensor]]:

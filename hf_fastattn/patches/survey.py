@@ -53,12 +53,21 @@ class Surveyor:
             if settings != last.settings:
                 last = self.last = last._replace(settings=settings, held=[*held, watch.held])
             return last, tensors
+        self.watch = None  # if no graph can be captured, none is replayed before that is known
         with classes_lock:  # the watch records what was walked over
             found, walker = _walk(model, settings, held)
             # A model that changes in every call is not watched, which would take time and save none.
             stays = last is not None and last.modules == found.modules
             self.last, self.watch = found, Watch(walker) if stays else None
         return found, walker.tensors if stays else []
+
+    def assumed(self, model: hf.PreTrainedModel) -> tuple[Fingerprint | None, list[torch.UntypedStorage]]:
+        """The last fingerprint, and the memory of its tensors, if graphs may be replayed before the model is compared with it."""
+        settings, last, watch = _settings(model)[0], self.last, self.watch
+        if last is None or watch is None or settings != last.settings:
+            return None, []
+        memory = watch.harmless()
+        return last if memory else None, memory
 
     def same_tables(self, since: Fingerprint) -> bool:
         """Whether tables are read as at that fingerprint (see `Watch`); False if it is not the last one."""

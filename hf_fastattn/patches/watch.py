@@ -12,10 +12,11 @@ import types
 import weakref
 from collections.abc import Iterable
 from itertools import chain, compress, cycle, repeat
-from operator import attrgetter, is_, itemgetter
+from operator import attrgetter, is_, is_not, itemgetter
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from .. import hf
 from .unread import classes_lock
@@ -35,7 +36,8 @@ _MISSING = object()
 class Watch:
     """What the walk of `walker`, which has just visited a model, depends on.
 
-    It keeps constants, configurations and classes alive, but no module and no tensor.
+    It keeps constants, configurations and classes alive, but no module and no tensor. comparable: whether the code of the
+    model is compared without a walk.
     """
 
     def __init__(self, walker: Walker):
@@ -44,6 +46,8 @@ class Watch:
         self.all = _Modules(modules, walker)
         self.readers = _Modules(_readers(modules), walker)
         self.walked_tables = bool(self.readers.groups.others) or any(map(_is_table, self.readers.walked_attributes()))
+        self.memory = _Memory(walker.tensors)
+        self.comparable = not walker.foreign
         walkers = {cls: Walker(walker.device, walker.mesh) for cls in walker.classes}
         for cls, each in walkers.items():
             each.known(cls)
@@ -66,8 +70,8 @@ class Watch:
         except Exception:  # the walk over the whole model, which follows, raises it again
             return None
 
-    def same_tables(self) -> bool:
-        """Whether tables are read as before; False if only a walk can tell.
+    def same_tables(self, and_code: bool = False) -> bool:
+        """Whether tables are read as before; False if only a walk can tell. and_code: compare the code of libraries too.
 
         Otherwise an input of the next step may be beyond the end of a table that a graph reads, which would end the process: a
         larger table has replaced it, or a new hook makes ids smaller.
@@ -77,9 +81,15 @@ class Watch:
                 modules, dicts = self.readers.now()
                 for index in self.readers.groups.hooked:
                     check_hooks(modules[index])
-                return not self.walked_tables and self.readers.tensors(modules, dicts) is not None
+                if self.walked_tables:
+                    return False
+                return self.readers.tensors(modules, dicts) is not None and (not and_code or self.code.same())
         except Exception:
             return False
+
+    def harmless(self) -> list[torch.UntypedStorage]:
+        """The memory of all tensors, if a graph may be replayed although the model may have changed; else nothing."""
+        return self.memory.now() if self.comparable and self.same_tables(and_code=True) else []
 
     def _walk(self, modules: list[Any], dicts: Dicts, mesh: Any) -> tuple[list[object], Walker]:
         """What a walk finds where one is needed, and the walker."""
@@ -119,6 +129,22 @@ class _Modules:
         if not (_same([*map(type, modules)], self.classes) and self.attributes.same(dicts)):
             return None
         return self.groups.tensors(modules, dicts)
+
+
+class _Memory:
+    """The memory of tensors, which it does not keep."""
+
+    def __init__(self, tensors: list[torch.Tensor]):
+        memory = [tensor.untyped_storage() for tensor in tensors]
+        self.references = [*map(StorageWeakRef, memory)]
+        self.pointers = [reference.cdata for reference in self.references]
+        self.addresses = [*map(torch.UntypedStorage.data_ptr, memory)]
+
+    def now(self) -> list[torch.UntypedStorage]:
+        """All of it, to be kept; nothing if a part was freed or has moved."""
+        memory = [*map(torch.UntypedStorage._new_with_weak_ptr, self.pointers)]
+        held = all(map(is_not, memory, repeat(None)))
+        return memory if held and [*map(torch.UntypedStorage.data_ptr, memory)] == self.addresses else []
 
 
 class _Attributes:
