@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import types
 
 import fake_graph
 import pytest
@@ -130,12 +131,40 @@ def test_code_of_others_and_other_settings_are_compared_first(llama, monkeypatch
     with monkeypatch.context() as patching:
         patching.setattr(modeling_llama.LlamaModel, "forward", lambda self, ids: ids)
         assert surveyor.assumed(llama) == (None, [])
+    with monkeypatch.context() as patching:  # reads no table
+        patching.setattr(modeling_llama.LlamaMLP, "forward", lambda self, x: x)
+        assert surveyor.assumed(llama)[1]
     for name, value in (("forward", lambda x: x), ("rows", torch.ones(512, 64))):
         setattr(llama.model.norm, name, value)
         for _ in range(2):
             surveyor.current(llama)
         assert surveyor.watch is not None and surveyor.assumed(llama) == (None, [])
         delattr(llama.model.norm, name)
+
+
+def _of_library(own):
+    """A function as one of Transformers."""
+    function = types.FunctionType(own.__code__, vars(modeling_llama), own.__name__, own.__defaults__, own.__closure__)
+    function.__kwdefaults__ = own.__kwdefaults__
+    return function
+
+
+HOLDERS = {
+    "closure": lambda rows: _of_library(lambda self, x: x + rows),
+    "default": lambda rows: _of_library(lambda self, x, rows=rows: x + rows),
+    "keyword": lambda rows: _of_library(lambda self, x, *, rows=rows: x + rows),
+    "class": lambda rows: rows,
+}
+
+
+@pytest.mark.parametrize("name", HOLDERS)
+def test_tensors_that_code_of_a_library_holds_are_compared_first(llama, name, monkeypatch):
+    """No module holds them, so that a comparison of the modules does not tell whether they were freed."""
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", HOLDERS[name](torch.ones(64)))
+    surveyor = survey.Surveyor()
+    for _ in range(2):
+        surveyor.current(llama)
+    assert surveyor.watch is not None and not surveyor.watch.own_classes and surveyor.assumed(llama) == (None, [])
 
 
 def test_changes_that_do_no_harm_lose_a_replay(llama):

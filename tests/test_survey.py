@@ -485,7 +485,7 @@ def test_fused_modules_of_every_family_have_code_of_libraries(family):
     model, surveyor = fused(tiny(model_type, **own)), survey.Surveyor()
     for _ in range(2):
         surveyor.current(model)
-    assert holds(surveyor) and not surveyor.watch.own_classes
+    assert holds(surveyor) and not surveyor.watch.own_classes and surveyor.assumed(model)[1]
 
 
 @pytest.mark.parametrize("name", NOTICED)
@@ -566,7 +566,7 @@ def test_fused_modules_have_code_of_libraries(family, name, monkeypatch):
         assert subclass.is_fused(attention)
         for _ in range(2):
             surveyor.current(model)
-        assert holds(surveyor) and not surveyor.watch.own_classes
+        assert holds(surveyor) and not surveyor.watch.own_classes and surveyor.assumed(model)[1]
         monkeypatch.setattr(f"{type(attention).__module__}.{name}", lambda q, k, *args: (q, k))
         assert not holds(surveyor)
 

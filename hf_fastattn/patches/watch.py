@@ -36,8 +36,8 @@ _MISSING = object()
 class Watch:
     """What the walk of `walker`, which has just visited a model, depends on.
 
-    It keeps constants, configurations and classes alive, but no module and no tensor. comparable: whether the code of the
-    model is compared without a walk.
+    It keeps constants, configurations and classes alive, but no module and no tensor. knows_memory: whether the tensors that it
+    watches are all that a graph may read, and the code of the model is that of libraries.
     """
 
     def __init__(self, walker: Walker):
@@ -47,13 +47,14 @@ class Watch:
         self.readers = _Modules(_readers(modules), walker)
         self.walked_tables = bool(self.readers.groups.others) or any(map(_is_table, self.readers.walked_attributes()))
         self.memory = _Memory(walker.tensors)
-        self.comparable = not walker.foreign
         walkers = {cls: Walker(walker.device, walker.mesh) for cls in walker.classes}
         for cls, each in walkers.items():
             each.known(cls)
         self.own_classes = [cls for cls, each in walkers.items() if each.foreign]
         libraries = [each for each in walkers.values() if not each.foreign]
+        self.code_of_readers = _Code(_flat(walkers[cls].bases for cls in dict.fromkeys(self.readers.classes)), ())
         self.code = _Code(_flat(each.bases for each in libraries), _flat(each.functions for each in libraries))
+        self.knows_memory = not walker.foreign and not self.code.holds_tensors()
         self.walked, again = self._walk(*self.all.now(), walker.mesh)
         self.held = [*again.held, walker.held]  # the references whose ids the fingerprint and `walked` contain
 
@@ -70,8 +71,8 @@ class Watch:
         except Exception:  # the walk over the whole model, which follows, raises it again
             return None
 
-    def same_tables(self, and_code: bool = False) -> bool:
-        """Whether tables are read as before; False if only a walk can tell. and_code: compare the code of libraries too.
+    def same_tables(self) -> bool:
+        """Whether tables are read as before; False if only a walk can tell.
 
         Otherwise an input of the next step may be beyond the end of a table that a graph reads, which would end the process: a
         larger table has replaced it, or a new hook makes ids smaller.
@@ -81,15 +82,19 @@ class Watch:
                 modules, dicts = self.readers.now()
                 for index in self.readers.groups.hooked:
                     check_hooks(modules[index])
-                if self.walked_tables:
-                    return False
-                return self.readers.tensors(modules, dicts) is not None and (not and_code or self.code.same())
+                return not self.walked_tables and self.readers.tensors(modules, dicts) is not None
         except Exception:
             return False
 
     def harmless(self) -> list[torch.UntypedStorage]:
-        """The memory of all tensors, if a graph may be replayed although the model may have changed; else nothing."""
-        return self.memory.now() if self.comparable and self.same_tables(and_code=True) else []
+        """The memory of all tensors, if a graph may be replayed although the model may have changed; else nothing.
+
+        What it computes is then discarded, and what it writes is not read: K and V beyond those that are counted. But it must not
+        read memory that was freed, nor a table beyond its end, for which the code that reads tables has to be as it was.
+        """
+        if not (self.knows_memory and self.same_tables() and self.code_of_readers.same()):
+            return []
+        return self.memory.now()
 
     def _walk(self, modules: list[Any], dicts: Dicts, mesh: Any) -> tuple[list[object], Walker]:
         """What a walk finds where one is needed, and the walker."""
@@ -241,6 +246,12 @@ class _Code:
 
     def same(self) -> bool:
         return [*map(vars, self.bases)] == self.members and _same(self._objects(), self.objects)
+
+    def holds_tensors(self) -> bool:
+        """Whether a function or a class has a tensor, which nothing keeps when it is replaced."""
+        held = [*self.objects, *_flat(members.values() for members in self.members)]
+        held += _flat(each for each in held if type(each) is tuple)  # defaults of arguments
+        return any(isinstance(each, torch.Tensor) for each in held)
 
     def _objects(self) -> list[object]:
         found = [*_flat(map(space.get, names, repeat(_MISSING)) for space, names in self.spaces)]
