@@ -8,11 +8,13 @@ import fake_graph
 import pytest
 import torch
 from models import FAMILIES, prompts, tiny
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
 import hf_fastattn
 from hf_fastattn import PreallocatedCache, RollingCache
 from hf_fastattn.caches import layers
+from hf_fastattn.caches.storage import StaticStorage
 
 ORDERS = {"swapped": (0, 2, 1, 3), "reversed": (3, 2, 1, 0), "the last first": (3, 0, 1, 2)}
 MODELS = {
@@ -108,6 +110,29 @@ def test_a_graph_writes_each_layer_that_has_all_tokens_once():
     storage.advance()
     assert [cache.get_seq_length(index) for index in range(3)] == [5, 3, 5]
     assert storage.tracks[0].counts.tolist() == [5, 5]
+
+
+class Operations(TorchDispatchMode):
+    def __enter__(self):
+        self.names: list[str] = []
+        return super().__enter__()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "window, tokens, counts, operations", [(None, 50, [50, 50], 1), (8, 5, [5, 5], 1), (8, 700, [135, 700], 4)]
+)
+def test_counts_are_written_by_as_few_operations_as_they_need(window, tokens, counts, operations):
+    storage, states = StaticStorage([window] * 2, 1024), torch.ones(1, 2, tokens, 16)
+    storage.sync(torch.device("cpu"))  # allocates the counts
+    for layer in storage.layers:
+        layer.update(states, states)
+    with Operations() as found:
+        storage.sync(torch.device("cpu"))
+    assert storage.tracks[0].counts.tolist() == counts and len(found.names) == operations
 
 
 def test_layers_that_did_not_run_continue_at_their_length():

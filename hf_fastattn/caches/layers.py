@@ -150,8 +150,11 @@ class Track:
             self.version += 1
             self.stale = True
         if self.stale or self.image != (slot, seen):
-            self.counts[0].fill_(slot)
-            self.counts[1].fill_(seen)
+            if slot == seen:  # one launch
+                self.counts.fill_(seen)
+            else:
+                self.counts[0].fill_(slot)
+                self.counts[1].fill_(seen)
             self.image, self.stale = (slot, seen), False
 
 
