@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import inspect
 import pickle
 import queue
 import threading
@@ -32,8 +33,8 @@ from transformers.modeling_outputs import CausalLMOutput
 import hf_fastattn
 from hf_fastattn import step as steps
 from hf_fastattn.caches import PreallocatedCache
+from hf_fastattn.patches import generation, subclass
 from hf_fastattn.patches import graph as graphs
-from hf_fastattn.patches import subclass
 
 NEW = 24
 
@@ -514,6 +515,28 @@ class GrowingArgument(LlamaForCausalLM):
     def prepare_inputs_for_generation(self, *args, attention_mask=None, **kwargs):
         inputs = super().prepare_inputs_for_generation(*args, attention_mask=attention_mask, **kwargs)
         return {**inputs, "mm_token_type_ids": torch.zeros_like(attention_mask)}
+
+
+def test_methods_have_the_signature_of_the_models_own(llama, monkeypatch):
+    names = ("generate", "prepare_inputs_for_generation")
+    with hf_fastattn.patch(llama):
+        for own in (LlamaForCausalLM, GrowingArgument, LlamaForCausalLM):
+            llama.__class__ = own
+            for name in names:
+                expected = inspect.signature(getattr(own, name).__get__(llama))
+                assert inspect.signature(getattr(llama, name)) == expected
+        monkeypatch.setattr(LlamaForCausalLM, "generate", lambda self, ids: ids)
+        assert list(inspect.signature(llama.generate).parameters) == ["ids"]
+
+
+def test_the_signature_of_the_models_own_is_derived_once(llama, monkeypatch):
+    reads = []
+    signature = lambda method: reads.append(method.__name__) or inspect.signature(method)  # noqa: E731
+    monkeypatch.setattr(generation, "inspect", SimpleNamespace(signature=signature))
+    with hf_fastattn.patch(llama):
+        for _ in range(2):
+            generate(llama, prompts("no_padding", "cpu"))
+    assert reads == ["prepare_inputs_for_generation"]
 
 
 def test_an_argument_that_grows_with_the_text_is_reported(captured, llama):

@@ -297,10 +297,16 @@ class _Override:
 
     def __init__(self, generation: Generation):
         self.__self__ = generation
+        self._read: tuple[object, inspect.Signature] | None = None  # a function, and its signature as a method
 
     @property
     def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self.own())
+        """That of the model's own, which each generate() reads several times."""
+        own = self.own()
+        function, read = getattr(own, "__func__", None), self._read
+        if read is None or function is None or read[0] is not function:
+            read = self._read = function, inspect.signature(own)
+        return read[1]
 
     def own(self) -> Callable[..., Any]:
         return self.__self__.own(self.name)
