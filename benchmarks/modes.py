@@ -6,7 +6,8 @@
 A row of steps has milliseconds per forward of the model, without the prompt: the difference between two calls of generate() with
 different numbers of new tokens, divided by the difference of their forwards. "lookup" and "assistant" propose tokens in each
 step; hardly any is accepted, because weights are random, but each forward checks them. For this the output is restricted to the
-tokens of prompts, and three more. The assistant has 4 layers of the same width; its drafts are part of the time.
+tokens of prompts, of which none is the padding token: the assistant would get a mask. The assistant has 4 layers of the same
+width; its drafts are part of the time.
 
 A row of first tokens has milliseconds from the call to the first new token: of a message of so many tokens behind a text in the
 cache, or of a prompt. No text comes twice, and no prompt has the length of another.
@@ -33,7 +34,7 @@ from .results import Results, add_options, command, conditions, find_device, lis
 from .runs import free, synchronize, twin
 
 METHOD = "greedy generate(); both models in the same process, medians"
-VOCABULARY = 100  # tokens that the model can generate; a prompt has those from 3 on
+VOCABULARY = range(3, 100)  # tokens of prompts, and those that the model can generate
 SHORT, LONG = 6, 30  # new tokens of the two calls that are compared
 DRAFTS = 5  # tokens that the assistant proposes
 WARM = 3  # calls before those that are timed
@@ -124,7 +125,7 @@ class Judge:
 def texts(device: torch.device) -> Callable[[int], torch.Tensor]:
     """A function that returns a new random text of so many tokens, (1, tokens)."""
     generator = torch.Generator().manual_seed(1)
-    return lambda tokens: torch.randint(3, VOCABULARY, (1, tokens), generator=generator).to(device)
+    return lambda tokens: torch.randint(VOCABULARY.start, VOCABULARY.stop, (1, tokens), generator=generator).to(device)
 
 
 def forward_ms(setting: Setting, judge: Judge, prompt: torch.Tensor, options: dict, repeats: int) -> dict:
@@ -244,10 +245,10 @@ class Bench:
 
 
 def restrict(model: hf.PreTrainedModel) -> None:
-    """Let the model with random weights generate only the first tokens of its vocabulary."""
+    """Let the model with random weights generate only the tokens of prompts."""
     head = model.get_output_embeddings().weight
     with torch.no_grad():
-        head[:VOCABULARY] *= 8.0
+        head[VOCABULARY.start : VOCABULARY.stop] *= 8.0
 
 
 def read(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:

@@ -452,6 +452,16 @@ def test_other_modes_of_generate(tmp_path):
     assert len(json.loads((tmp_path / "modes.json").read_text())["rows"]) == len(rows)
 
 
+def test_a_restricted_model_generates_no_padding():
+    """Whose tokens would be masked for the assistant."""
+    model = models.load("tiny", torch.float32, torch.device("cpu")).model
+    modes.restrict(model)
+    ids = modes.texts(torch.device("cpu"))(2000)
+    with torch.no_grad():
+        tokens = model(ids).logits.argmax(-1)
+    assert {*tokens.flatten().tolist(), *ids.flatten().tolist()} <= set(modes.VOCABULARY)
+
+
 def test_a_step_with_quantised_weights(tmp_path):
     options = ["--shape", "tiny", "--layers", "1", "--cases", "2x9", "--tokens", "8", "--stock-tokens", "8", "--only", "bf16"]
     assert quantised.main([*options, "--device", "cpu", "--repeats", "1", "--out", str(tmp_path)]) == 0
