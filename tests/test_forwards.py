@@ -19,7 +19,7 @@ from hf_fastattn.caches.layers import SLACK
 from hf_fastattn.caches.storage import StaticStorage
 from hf_fastattn.patches import buckets
 from hf_fastattn.patches.forwards import Forwards
-from hf_fastattn.patches.generation import METHODS
+from hf_fastattn.patches.generation import METHODS, Generation
 from hf_fastattn.patches.ranks import OneRank
 from hf_fastattn.patches.survey import Surveyor
 
@@ -109,6 +109,50 @@ def test_an_assistant_and_its_target(llama):
         captures = target.captures
         assert torch.equal(generate(llama, inputs), expected)  # a graph of one token, which greedy decoding shares with nothing
         assert target.captures <= captures + 1
+
+
+def compared(monkeypatch, model, assistant, **options) -> list[int]:
+    """How often a call of generate() of `model` compares its assistant, and in how many rounds."""
+    assistant.generation_config.assistant_confidence_threshold = 0.0
+    surveyed, begin = Surveyor.surveyed, Generation._begin
+    found, rounds = [], []
+    monkeypatch.setattr(Surveyor, "surveyed", lambda self, of: found.append(of) or surveyed(self, of))
+    monkeypatch.setattr(Generation, "_begin", lambda self, of, *args: rounds.append(of) or begin(self, of, *args))
+    with hf_fastattn.patch(model), hf_fastattn.patch(assistant):
+        for _ in range(3):
+            found.clear()
+            rounds.clear()
+            generate(model, prompts("no_padding", "cpu", rows=1), assistant_model=assistant, **options)
+    return [found.count(assistant), rounds.count(assistant)]
+
+
+def test_rounds_of_an_assistant_do_not_compare_it_again(llama, monkeypatch):
+    """And once more after the model has read the prompt, from Python."""
+    times, rounds = compared(monkeypatch, llama, tiny("llama", num_hidden_layers=1))
+    assert times == 2 < rounds
+
+
+def _processor(model, assistant):
+    return {"logits_processor": [lambda ids, scores: scores]}
+
+
+def _hook_of_the_model(model, assistant):
+    model.model.norm.register_forward_hook(lambda module, args, output: output)
+    return {}
+
+
+def _hook_of_the_assistant(model, assistant):
+    assistant.model.norm.register_forward_hook(lambda module, args, output: output)
+    return {}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("prepare", [_processor, _hook_of_the_model, _hook_of_the_assistant])
+def test_code_between_the_rounds_of_an_assistant_may_change_it(llama, prepare, monkeypatch):
+    assistant = tiny("llama", num_hidden_layers=1)
+    options = prepare(llama, assistant)
+    times, rounds = compared(monkeypatch, llama, assistant, **options)
+    assert times >= rounds > 1
 
 
 def test_an_assistant_with_another_tokenizer(llama):

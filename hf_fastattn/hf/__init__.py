@@ -45,6 +45,7 @@ from .experts import (  # noqa: E402
     stock_experts,
 )
 from .generation import (  # noqa: E402
+    ASSISTANT,
     CALL,
     COMPILED,
     CUSTOM_LOOP,
@@ -107,6 +108,7 @@ from .text import (  # noqa: E402
 )
 
 __all__ = [
+    "ASSISTANT",
     "BESIDE_ATTENTION",
     "CALL",
     "COMPILED",

@@ -19,11 +19,12 @@ PREPARE_INPUTS = "prepare_inputs_for_generation"  # returns the arguments of one
 CALL = "_call_impl"  # what model(...) calls: the hooks and forward()
 COMPILED = "_compiled_call_impl"  # what model(...) calls instead after model.compile()
 
-_LOOPS = (GENERATE, "_sample", "_beam_search", "_assisted_decoding")
+_LOOPS = (GENERATE, "_sample", "_beam_search", "_assisted_decoding", "_get_candidate_generator")
 LOOP = (*_LOOPS, PREPARE_INPUTS, "_update_model_kwargs_for_generation")  # what runs between the steps, and decides their masks
 FORWARD = "forward"
 
 CUSTOM_LOOP = "custom_generate"
+ASSISTANT = "assistant_model"
 _CODE = (CUSTOM_LOOP, "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "streamer")
 
 

@@ -36,6 +36,7 @@ class Forwards:
     can be captured, if known beforehand. unmasked: the storage of the call if its masks have no effect, else None. prompt: number
     of tokens of the prompt, if the mask gives it, else 0. chunked: whether the prompt is read in chunks.
     stock: whether only code of Transformers runs between the steps. Other code may change the model: each step compares it.
+    outer: the forwards of the call whose assistant the model is, if it is one.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Forwards:
         prompt: int = 0,
         chunked: bool = False,
         stock: bool = True,
+        outer: Forwards | None = None,
     ):
         self.graphs = graphs
         self.model = model
@@ -60,7 +62,8 @@ class Forwards:
         self.unmasked = unmasked
         self.prompt = prompt
         self.chunked = chunked
-        self.present = Present(graphs, model, say, always=not stock and not graphs.ranks.several)
+        always = not stock and not graphs.ranks.several
+        self.present: Present = Present(graphs, model, say, always=always, outer=None if outer is None else outer.present)
         self.begun = False
         self.added = True  # whether the last forward from Python has added tokens to the cache
         self.quiet = False  # whether the current forward may run from Python without a warning
@@ -162,7 +165,10 @@ class Forwards:
             self.present.compare()
         entry, inputs = self._prepared(cache, ids, given)
         self._write(entry, inputs)
-        mark = Mark(cache.storage, entry.device) if entry.graph is None else None
+        mark = None
+        if entry.graph is None:
+            mark = Mark(cache.storage, entry.device)
+            self.present.assistant = None  # the model's Python runs now
         try:
             logits = self.recorder.step(entry, cache.storage, inputs)
         except BaseException as error:

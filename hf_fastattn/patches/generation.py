@@ -13,6 +13,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -39,6 +40,25 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.code: list[str] = []
         self.calls: list[Forwards | None] = []
+
+
+@dataclass
+class _Call:
+    """A generate() in progress. forwards: None if they are not captured."""
+
+    of: Generation
+    assistant: object
+    forwards: Forwards | None = None
+
+
+class _Running(threading.local):
+    """calls: the calls of this thread, of any model, innermost last."""
+
+    def __init__(self) -> None:
+        self.calls: list[_Call] = []
+
+
+_running = _Running()
 
 
 class Generation:
@@ -220,20 +240,21 @@ class Generation:
     # ---- forwards ----
 
     @contextmanager
-    def in_call(self, code: list[str]) -> Iterator[None]:
+    def in_call(self, code: list[str], assistant: object) -> Iterator[None]:
         """The time of one generate() in this thread. code: its arguments with code that is not of Transformers."""
         model, calls, outer = self.model, self._thread.calls, self._thread.code
-        depth = len(calls)
+        depth, running = len(calls), len(_running.calls)
         with self.lock:
             self.calls += 1
             if self.calls == 1:
                 self._set(model, hf.CALL, self._call)
         try:
             calls.append(None)
+            _running.calls.append(_Call(self, assistant))
             self._thread.code = code
             yield
         finally:
-            del calls[depth:]
+            del calls[depth:], _running.calls[running:]
             self._thread.code = outer
             with self.lock:
                 self.calls -= 1
@@ -255,7 +276,9 @@ class Generation:
             if stock and self._is_stock(hf.FORWARD) and hf.CUSTOM_LOOP not in code and bool((mask == 1).all()):
                 unmasked = model_kwargs["past_key_values"].storage
         chunked = generation_config.prefill_chunk_size is not None
-        calls[-1] = Forwards(
+        *_, caller, call = None, *_running.calls
+        assists = caller is not None and caller.assistant is model and call.of is self
+        call.forwards = calls[-1] = Forwards(
             self.graphs,
             model,
             self.own(hf.CALL),
@@ -265,6 +288,7 @@ class Generation:
             prompt=prompt,
             chunked=chunked,
             stock=stock and not code,
+            outer=caller.forwards if assists else None,
         )
 
     def _why_uncaptured(self, model: hf.PreTrainedModel, generation_config: hf.GenerationConfig) -> str | None:
@@ -320,8 +344,8 @@ class _Generate(_Override):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         generation = self.__self__
         arguments = partial(hf.generation_parameters, generation.model, args, kwargs)
-        code = hf.other_code(arguments() if len(args) > 2 else kwargs)
-        with generation.ranks.call(arguments), generation.in_call(code):
+        given = arguments() if len(args) > 2 else kwargs
+        with generation.ranks.call(arguments), generation.in_call(hf.other_code(given), given.get(hf.ASSISTANT)):
             return self.own()(*args, **kwargs)
 
 

@@ -21,22 +21,41 @@ class Present:
     """The model as it was compared last, and the graphs of the steps of one call.
 
     always: whether each step compares the model; otherwise only one that follows a forward from Python. say: see `Forwards`.
+    outer: that of the call whose assistant this model is, whose loop calls it in every round and runs no other code meanwhile.
     """
 
-    def __init__(self, graphs: DecodeGraphs, model: hf.PreTrainedModel, say: Callable[[str], None], *, always: bool):
+    def __init__(
+        self,
+        graphs: DecodeGraphs,
+        model: hf.PreTrainedModel,
+        say: Callable[[str], None],
+        *,
+        always: bool,
+        outer: Present | None = None,
+    ):
         self.graphs = graphs
         self.model = model
         self.say = say
         self.always = always
+        alone = outer is None or always or outer.always or outer.graphs is graphs or graphs.ranks.several
+        self.outer = None if alone else outer
+        self.assistant: Fingerprint | None = None  # of the assistant of this call, as compared last
         self.settled: set[Entry] = set()  # those whose state the ranks have compared in this call
         self.entries: dict[int, Entry] = {}  # the last one by number of tokens
-        self.forget()
+        self.fingerprint = None if self.outer is None else self.outer.assistant
+        self.memory: list[torch.UntypedStorage] = []  # what a graph may read although the model has dropped it
 
     def forget(self) -> None:
         """Compare the whole model before the next replay: its Python runs now, and may change it."""
-        self.fingerprint: Fingerprint | None = None
-        self.memory: list[torch.UntypedStorage] = []  # what a graph may read although the model has dropped it
+        self.fingerprint = self.assistant = None
+        self.memory = []
         self.entries.clear()
+        self._tell()
+
+    def _tell(self) -> None:
+        """Tell the call whose assistant this model is what has been compared."""
+        if self.outer is not None:
+            self.outer.assistant = self.fingerprint
 
     @property
     def due(self) -> bool:
@@ -56,6 +75,7 @@ class Present:
         """Compare the model with what it was, and choose other graphs if it has changed. Raises Uncapturable."""
         last, self.fingerprint = self.fingerprint, None
         self.fingerprint, tensors = self._survey()
+        self._tell()
         changed = last is not None and bool(last.differences(self.fingerprint))
         if changed or last is None:
             self.entries.clear()
