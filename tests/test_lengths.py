@@ -25,6 +25,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from hf_fastattn import registry
+from hf_fastattn.kernels import TritonKernel
 from hf_fastattn.kernels.host import gpu
 from hf_fastattn.kernels.spans import WORDS
 from hf_fastattn.kernels.spec import KV, Spec
@@ -45,6 +46,7 @@ def variants(monkeypatch):
     """A context for launches on a GPU of this architecture; yields the keys of the variants by kernel."""
     for module in LAUNCHERS.values():  # they keep launches of other architectures
         monkeypatch.setattr(module, "_prepare", module._prepare.__wrapped__)
+    monkeypatch.setattr(TritonKernel, "where", lambda self, device: "the Triton kernel")
 
     @contextmanager
     def of(arch: int) -> Iterator[dict[str, set[str]]]:
@@ -63,21 +65,12 @@ def new(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 
-def attend(q: torch.Tensor, kv: KV, spec: Spec, spans: torch.Tensor | None = None, trains: bool = False):
-    """What the backend `lean` runs on a GPU."""
-    if not trains and q.shape[2] * q.shape[1] <= 64 * kv.k.shape[1]:
-        return LAUNCHERS["lean"].lean(q, kv, spec, spans)
-    prefill = registry.get("lean").prefill
-    chosen = (prefill.unsplit if trains else prefill)._choose(LAUNCHERS["prefill"].prefill, q, kv, spec, spans)
-    return chosen(q, kv, spec, spans, return_lse=trains)
-
-
 def train(heads: int, kv_heads: int, head_dim: int, packed: bool, length: int, portable: bool) -> None:
     q = new(1, length, heads, head_dim).transpose(1, 2)
     kv = KV(*(new(1, length, kv_heads, head_dim).transpose(1, 2) for _ in range(2)))
     spans = new(1, 1, 2, WORDS + length, dtype=torch.int32) if packed else None
     spec = Spec(causal=not packed)
-    out, lse = attend(q, kv, spec, spans, trains=True)
+    out, lse = registry.get("lean").forward(q, kv, spec, spans)
     LAUNCHERS["backward"].backward(q, kv, spec, spans, out=out, lse=lse, dout=new(*q.shape), portable=portable)
 
 
@@ -95,7 +88,7 @@ def test_training_compiles_nothing_for_another_length(shape, arch, portable, var
 
 def serve(heads: int, kv_heads: int, head_dim: int, q_len: int, kv_len: int) -> None:
     q = new(1, q_len, heads, head_dim).transpose(1, 2)
-    attend(q, KV(*(new(1, kv_heads, kv_len, head_dim) for _ in range(2))), Spec())
+    registry.get("lean").attend(q, KV(*(new(1, kv_heads, kv_len, head_dim) for _ in range(2))))
 
 
 def lengths(count: int) -> list[int]:

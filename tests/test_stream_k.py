@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_fastattn.kernels import HAS_TRITON, TritonKernel
+from hf_fastattn.kernels import HAS_TRITON, TritonKernel, reference
 from hf_fastattn.kernels.host import gpu, tables
 from hf_fastattn.kernels.spec import KV, PLAIN, Spec
+from hf_fastattn.registry import Backend
 
 if not HAS_TRITON:
     pytest.skip("needs Triton", allow_module_level=True)
@@ -209,3 +210,19 @@ def test_the_chosen_kernel_runs(monkeypatch):
     q, kv = operands(17, 100, dtype=torch.float16)
     TritonKernel("prefill", hopper="prefill_hopper", stream_k="lean")(q, kv, Spec(window=5), return_lse=True)
     assert called == [(q, kv, Spec(window=5), None, {"return_lse": True})]
+
+
+def test_training_runs_the_class_of_the_kernel_without_stream_k():
+    """A subclass may compute something else."""
+    called = []
+
+    class Own(TritonKernel):
+        def __call__(self, *args, **options):
+            called.append(self.stream_k)
+            return super().__call__(*args, **options)
+
+    kernel = Own("prefill", stream_k="lean")
+    backend = Backend("own", "", prefill=kernel, backward=reference.backward)
+    q = torch.randn(1, 2, 3, 16)
+    backend.forward(q, KV(q, q), Spec(), None)
+    assert called == [None] and kernel.stream_k == "lean"

@@ -6,6 +6,7 @@ defines K and V and the static arguments of a call, spans.py defines which keys 
 
 from __future__ import annotations
 
+import copy
 import importlib
 import importlib.util
 import os
@@ -66,8 +67,11 @@ class TritonKernel:
 
     @cached_property
     def unsplit(self) -> TritonKernel:
-        """The same kernel without stream_k, for training: no length selects another kernel, which would have to be compiled."""
-        return TritonKernel(self.name, self.hopper, twin=self.twin, **self.fixed)
+        """The same kernel without stream_k, for training: the number of keys selects no other kernel, which would have to be
+        compiled."""
+        unsplit = copy.copy(self)  # also of a subclass
+        unsplit.stream_k = None
+        return unsplit
 
     def where(self, device: torch.device | str) -> str:
         """A description of what a call on this device runs. Raises RuntimeError if nothing can run there."""
