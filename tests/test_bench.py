@@ -1,6 +1,7 @@
 """The end-to-end benchmark on the CPU: everything except the graph and the figures."""
 
 import json
+import math
 import re
 import shutil
 from contextlib import contextmanager
@@ -460,6 +461,24 @@ def test_a_restricted_model_generates_no_padding():
     with torch.no_grad():
         tokens = model(ids).logits.argmax(-1)
     assert {*tokens.flatten().tolist(), *ids.flatten().tolist()} <= set(modes.VOCABULARY)
+
+
+def test_a_row_of_a_mode_with_wrong_logits_fails():
+    subject = SimpleNamespace(model=hf.random_model("llama", torch.float32, torch.device("cpu"), **models.SHAPES["tiny"][1]))
+    found = SimpleNamespace(data={"rows": [], "failed": []}, say=lambda text: None)
+    bench = modes.Bench(None, subject, found, torch.device("cpu"))
+    ids = torch.arange(3, 12)[None]
+    logits = subject.model(ids[:, :-1]).logits[:, -2:]
+    errors = []
+    for wrong in (0.0, 1.0, math.nan):
+        out = SimpleNamespace(sequences=ids, logits=(logits[:, 0], logits[:, 1] + wrong))
+        errors.append(bench.judge.errors(out, 2))
+        stock = {"tokens": [1], "ms": 1.0, **errors[0]}
+        ours = {"tokens": [1], "ms": 1.0, **errors[-1]}
+        bench.add({"mode": "first", "case": str(wrong), "stock": stock, "patched": ours, "reasons": []})
+    assert errors[0]["error"] < 1e-4 and errors[1]["error"] == pytest.approx(1, abs=1e-4)
+    assert [row["case"] for row in found.data["rows"]] == ["0.0"]
+    assert [failed["row"] for failed in found.data["failed"]] == ["first 1.0", "first nan"]
 
 
 def test_a_step_with_quantised_weights(tmp_path):

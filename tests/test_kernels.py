@@ -356,6 +356,9 @@ BLOCK_CASES = [
     Case(q_len=5, kv_len=203, batch=1, num_heads=14, num_kv_heads=2, head_dim=48, first_tokens=4, turned=True, window=60),
     Case(q_len=7, kv_len=120, batch=1, num_heads=10, num_kv_heads=1, head_dim=32, first_tokens=4, turned=True, window=60),
     Case(q_len=9, kv_len=77, num_heads=10, head_dim=32, rows=((3, 77, 0.2), (0, 0, 0.0)), sinks=True, softcap=20.0, window=40),
+    # Short prompts: the first blocks have fewer tiles than splits, and none where the row is padding.
+    Case(q_len=40, kv_len=40, head_dim=32, rows=((25, 40, 0.0), (0, 15, 0.3))),
+    Case(q_len=33, kv_len=33, head_dim=32, first_tokens=4, turned=True, window=8, rows=((9, 33, 0.0), (0, 33, 0.0))),
 ]
 
 

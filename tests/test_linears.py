@@ -12,6 +12,7 @@ from models import tiny
 from small_layers import Launches, small_model
 
 from hf_fastattn.kernels import HAS_TRITON, INTERPRETED
+from hf_fastattn.kernels.host import gpu
 from hf_fastattn.patches import fuse, linears, merged, residual, subclass
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -129,7 +130,6 @@ def test_an_operation_on_the_first_result_has_the_roundings_of_two_operations(to
 def test_a_row_does_not_depend_on_the_others_and_repeats():
     """Also where a sum is split, of which any program may be the last."""
     from hf_fastattn.kernels.decode import linear, linear_rows
-    from hf_fastattn.kernels.host import gpu
     from hf_fastattn.kernels.host.counters import counters_of
 
     x, weight = new(6, 2064), new(33, 2064)
@@ -144,7 +144,6 @@ def test_a_row_does_not_depend_on_the_others_and_repeats():
 @runs_kernels
 def test_a_linear_layer_takes_up_to_64_tokens_in_16_bits(monkeypatch):
     from hf_fastattn.kernels.decode.linear import gated_linear, linear, linears, why_not
-    from hf_fastattn.kernels.host import gpu
 
     x, weight = torch.ones(1, 32, device=DEVICE, dtype=torch.float16), torch.ones(8, 32, device=DEVICE, dtype=torch.float16)
     assert torch.equal(linear(x[0], weight), torch.full((8,), 32.0, device=DEVICE, dtype=torch.float16))
@@ -164,10 +163,12 @@ def test_a_linear_layer_takes_up_to_64_tokens_in_16_bits(monkeypatch):
         assert re.search(said, why_not(wrong[0], wrong[1:2], wrong[2:]))
     assert gated_linear(x, weight, weight[:4]) is None and "one shape" in why_not(x, (weight, weight[:4]), gated=True)
     assert linears(x, (weight,) * 4) is None and "4 weights" in why_not(x, (weight,) * 4)
-    monkeypatch.setattr(gpu, "arch", lambda device: 90)
-    assert why_not(x.repeat(128, 1), (weight,) * 2) is None and "1 to 128" in why_not(x.repeat(129, 1), (weight,) * 2)
-    monkeypatch.setattr(gpu, "arch", lambda device: 80)
-    assert "1 to 64" in why_not(x.repeat(65, 1), (weight,) * 2)
+    assert "1 to 64" in why_not(x.repeat(65, 1), (weight,))
+    for arch, most in ((80, 64), (90, 128), (100, 64)):  # of several weights
+        with monkeypatch.context() as patch:
+            patch.setattr(gpu, "arch", lambda device, arch=arch: arch)
+            assert why_not(x.repeat(most, 1), (weight,) * 2) is None
+            assert f"1 to {most}" in why_not(x.repeat(most + 1, 1), (weight,) * 2)
     unaligned = torch.ones(8 * 32 + 1, device=DEVICE, dtype=torch.float16)[1:].view(8, 32)
     assert linear(x.repeat(2, 1), unaligned) is None
     assert torch.equal(linear(x, unaligned), linear(x, weight))
@@ -208,10 +209,17 @@ def test_a_decode_graph_runs_our_linear_layers(family, tokens, linear_calls):
     with captured():
         model(ids.repeat(129, 1))
         assert not linear_calls  # too many tokens
+        many = model(ids.repeat(128 // tokens, 1)).logits
+        joint = linear_calls.copy()
+        linear_calls.clear()
         during = model(ids).logits
     expected = ["gelu_tanh" if family == "gemma2" else "silu"] * gated
-    expected += [1] * single
     expected += [3] * projected
+    torch.testing.assert_close(many, before.repeat(128 // tokens, 1, 1), atol=2e-3, rtol=1e-2)
+    assert sorted(joint, key=str) == sorted(
+        expected * model.config.num_hidden_layers * (gpu.arch(ids.device) in (0, 90)), key=str
+    )
+    expected += [1] * single
     expected = expected * model.config.num_hidden_layers + [1]  # the head
     assert sorted(linear_calls, key=str) == sorted(expected, key=str)
     torch.testing.assert_close(during, before, atol=2e-3, rtol=1e-2)
