@@ -6,6 +6,7 @@ Triton computes the key of each launch, with types, alignments and constants, an
 from __future__ import annotations
 
 import importlib
+import itertools
 import random
 from collections import defaultdict
 from collections.abc import Iterator
@@ -41,6 +42,19 @@ TRAINED = [(16, 8, 64, True), (8, 8, 64, False), (2, 2, 128, False), (32, 8, 128
 SERVED = [(8, 8, 64), (32, 8, 128), (28, 4, 128), (71, 1, 64), (16, 16, 72)]
 
 
+class NewDevice(OfflineDriver):
+    """A device of its own, for which nothing is compiled yet: Triton keeps what other tests compile by device."""
+
+    numbers = itertools.count(1000)
+
+    def __init__(self, arch: int):
+        super().__init__(arch)
+        self.number = next(self.numbers)
+
+    def get_current_device(self):
+        return self.number
+
+
 @pytest.fixture
 def variants(monkeypatch):
     """A context for launches on a GPU of this architecture; yields the keys of the variants by kernel."""
@@ -52,7 +66,7 @@ def variants(monkeypatch):
     def of(arch: int) -> Iterator[dict[str, set[str]]]:
         found = defaultdict(set)
         with monkeypatch.context() as patch:
-            patch.setattr(driver, "_active", OfflineDriver(arch))
+            patch.setattr(driver, "_active", NewDevice(arch))
             patch.setattr(gpu, "arch", lambda device: arch)
             patch.setattr(gpu, "num_sms", lambda device: SMS[arch])
             patch.setattr(JITFunction, "_do_compile", lambda self, key, *rest: found[self.__name__].add(key))
