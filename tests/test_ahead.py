@@ -6,6 +6,7 @@ import gc
 import types
 
 import fake_graph
+import numpy as np
 import pytest
 import torch
 from models import VOCAB, prompts, tiny
@@ -165,6 +166,21 @@ def test_tensors_that_code_of_a_library_holds_are_compared_first(llama, name, mo
     for _ in range(2):
         surveyor.current(llama)
     assert surveyor.watch is not None and not surveyor.watch.own_classes and surveyor.assumed(llama) == (None, [])
+
+
+def test_tensors_of_a_function_that_an_attribute_refers_to_are_compared_first(llama):
+    llama.model.norm.add = HOLDERS["closure"](torch.ones(64))
+    surveyor = survey.Surveyor()
+    for _ in range(2):
+        surveyor.current(llama)
+    assert surveyor.watch is not None and surveyor.assumed(llama) == (None, [])
+
+
+def test_values_of_a_class_that_cannot_be_compared_are_compared_first(llama, monkeypatch):
+    monkeypatch.setattr(modeling_llama.LlamaModel, "rows", np.ones(3), raising=False)
+    surveyor = watched(llama)
+    monkeypatch.setattr(modeling_llama.LlamaModel, "rows", np.zeros(3))
+    assert surveyor.assumed(llama) == (None, [])
 
 
 def test_changes_that_do_no_harm_lose_a_replay(llama):

@@ -54,7 +54,7 @@ class Watch:
         libraries = [each for each in walkers.values() if not each.foreign]
         self.code_of_readers = _Code(_flat(walkers[cls].bases for cls in dict.fromkeys(self.readers.classes)), ())
         self.code = _Code(_flat(each.bases for each in libraries), _flat(each.functions for each in libraries))
-        self.knows_memory = not walker.foreign and not self.code.holds_tensors()
+        self.knows_memory = not walker.foreign and not _Code(walker.bases, walker.functions).holds_tensors()
         self.walked, again = self._walk(*self.all.now(), walker.mesh)
         self.held = [*again.held, walker.held]  # the references whose ids the fingerprint and `walked` contain
 
@@ -92,9 +92,11 @@ class Watch:
         What it computes is then discarded, and what it writes is not read: K and V beyond those that are counted. But it must not
         read memory that was freed, nor a table beyond its end, for which the code that reads tables has to be as it was.
         """
-        if not (self.knows_memory and self.same_tables() and self.code_of_readers.same()):
+        try:
+            harmless = self.knows_memory and self.same_tables() and self.code_of_readers.same()
+        except Exception:  # a class has values that cannot be compared
             return []
-        return self.memory.now()
+        return self.memory.now() if harmless else []
 
     def _walk(self, modules: list[Any], dicts: Dicts, mesh: Any) -> tuple[list[object], Walker]:
         """What a walk finds where one is needed, and the walker."""
