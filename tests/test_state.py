@@ -121,6 +121,12 @@ def test_errors_of_earlier_versions(name):
     assert not world.refused
 
 
+def test_an_error_that_the_caller_raises_once_in_a_rehearsal_is_not_lost():
+    world = run("two kinds of layers", [("add_a_layer", 0), ("add_a_layer", 0), ("raise_in_the_middle", 18)])
+    world.compare("afterwards")
+    assert len(world.refused) == 1
+
+
 def test_a_stale_graph_is_noticed(monkeypatch):
     """A test of the comparison: if fingerprints never differ, stale steps are replayed."""
     monkeypatch.setattr(Fingerprint, "differences", lambda *_: [])

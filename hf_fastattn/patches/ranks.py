@@ -22,6 +22,7 @@ from .exchange import Exchange
 from .fingerprint import Uncapturable
 from .inputs import Fact, difference, facts
 from .processes import Processes, this_process
+from .walker import is_library
 
 if TYPE_CHECKING:
     from ..kernels.decode.all_reduce import Peers
@@ -77,11 +78,14 @@ class OneRank:
     def attempt(self, run: Callable[[Callable[[], T]], T], body: Callable[[], T], communicates: bool) -> T:
         """Return run(body). After an error the step runs uncaptured, where an error of the caller is raised again.
 
-        communicates: whether it runs the collectives of the step, as a rehearsal does and a capture does not.
+        communicates: whether it runs the collectives of the step, as a rehearsal does and a capture does not. An error of a class
+        that is not of a library is the caller's own, who may raise it only once: a rehearsal on one rank lets it through.
         """
         try:
             return run(body)
         except Exception as error:
+            if communicates and not (self.several or is_library(type(error).__module__)):
+                raise
             message = str(error).strip().partition("\n")[0]
             raise Uncapturable(f"{type(error).__name__} while capturing it ({message})") from error
 
