@@ -20,6 +20,8 @@ from hf_fastattn.caches.storage import StaticStorage
 from hf_fastattn.patches import buckets
 from hf_fastattn.patches.forwards import Forwards
 from hf_fastattn.patches.generation import METHODS, Generation
+from hf_fastattn.patches.graph import DecodeGraphs
+from hf_fastattn.patches.present import Present
 from hf_fastattn.patches.ranks import OneRank
 from hf_fastattn.patches.survey import Surveyor
 
@@ -136,6 +138,10 @@ def _processor(model, assistant):
     return {"logits_processor": [lambda ids, scores: scores]}
 
 
+def _criterion(model, assistant):  # of the model's loop alone
+    return {"stopping_criteria": [lambda ids, scores, **kwargs: torch.zeros(len(ids), dtype=torch.bool)]}
+
+
 def _hook_of_the_model(model, assistant):
     model.model.norm.register_forward_hook(lambda module, args, output: output)
     return {}
@@ -147,12 +153,34 @@ def _hook_of_the_assistant(model, assistant):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("prepare", [_processor, _hook_of_the_model, _hook_of_the_assistant])
+@pytest.mark.parametrize("prepare", [_processor, _criterion, _hook_of_the_model, _hook_of_the_assistant])
 def test_code_between_the_rounds_of_an_assistant_may_change_it(llama, prepare, monkeypatch):
     assistant = tiny("llama", num_hidden_layers=1)
     options = prepare(llama, assistant)
     times, rounds = compared(monkeypatch, llama, assistant, **options)
     assert times >= rounds > 1
+
+
+def test_a_round_compares_an_assistant_whose_python_ran_or_whose_table_changed(llama):
+    assistant = tiny("llama", num_hidden_layers=1)
+    target, drafts = DecodeGraphs(), DecodeGraphs()
+    call = Present(target, llama, print, always=False)
+
+    def round_():
+        return Present(drafts, assistant, print, always=False, outer=call)
+
+    for _ in range(2):
+        first = round_()
+        first.compare()
+    assert not round_().due
+    assistant.model.embed_tokens.map = True  # as Transformers' loop does for another vocabulary
+    assert round_().due
+    assistant.model.embed_tokens.map = False
+    for _ in range(2):
+        first.compare()
+    assert not round_().due
+    first.forget()
+    assert round_().due
 
 
 def test_an_assistant_with_another_tokenizer(llama):

@@ -37,12 +37,14 @@ class Present:
         self.model = model
         self.say = say
         self.always = always
-        alone = outer is None or always or outer.always or outer.graphs is graphs or graphs.ranks.several
+        alone = outer is None or always or outer.always or graphs.ranks.several
         self.outer = None if alone else outer
         self.assistant: Fingerprint | None = None  # of the assistant of this call, as compared last
         self.settled: set[Entry] = set()  # those whose state the ranks have compared in this call
         self.entries: dict[int, Entry] = {}  # the last one by number of tokens
-        self.fingerprint = None if self.outer is None else self.outer.assistant
+        last = None if self.outer is None else self.outer.assistant
+        # The loop itself may map other ids to the rows of the table (an assistant with another vocabulary).
+        self.fingerprint = last if last is not None and graphs.surveyor.same_tables(last) else None
         self.memory: list[torch.UntypedStorage] = []  # what a graph may read although the model has dropped it
 
     def forget(self) -> None:
