@@ -539,6 +539,17 @@ def test_the_signature_of_the_models_own_is_derived_once(llama, monkeypatch):
     assert reads == ["prepare_inputs_for_generation"]
 
 
+def test_a_model_whose_signature_cannot_be_copied_is_copied(llama):
+    class Locked(LlamaForCausalLM):
+        def prepare_inputs_for_generation(self, *args, lock=threading.Lock(), **kwargs):  # noqa: B008
+            return super().prepare_inputs_for_generation(*args, **kwargs)
+
+    llama.__class__ = Locked
+    with hf_fastattn.patch(llama):
+        expected = generate(llama, prompts("no_padding", "cpu"))
+        assert torch.equal(generate(copy.deepcopy(llama), prompts("no_padding", "cpu")), expected)
+
+
 def test_an_argument_that_grows_with_the_text_is_reported(captured, llama):
     inputs = prompts("left_padding", "cpu")
     expected = generate(llama, inputs)

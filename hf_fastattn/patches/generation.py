@@ -46,7 +46,6 @@ class _Thread(threading.local):
 class _Call:
     """A generate() in progress. forwards: None if they are not captured."""
 
-    of: Generation
     assistant: object
     forwards: Forwards | None = None
 
@@ -82,6 +81,7 @@ class Generation:
         self.graphs = graphs.DecodeGraphs(self.ranks)
         self.reasons: list[str] = []
         self.had: dict[str, Any] = {}  # previous attributes of the instance by method name, or _MISSING
+        self.signatures: dict[str, tuple[object, inspect.Signature]] = {}  # by method name: a function, and that of its method
         self.lock = threading.Lock()
         self.calls = 0  # in progress, in any thread
         self._thread = _Thread()
@@ -250,7 +250,7 @@ class Generation:
                 self._set(model, hf.CALL, self._call)
         try:
             calls.append(None)
-            _running.calls.append(_Call(self, assistant))
+            _running.calls.append(_Call(assistant))
             self._thread.code = code
             yield
         finally:
@@ -277,7 +277,7 @@ class Generation:
                 unmasked = model_kwargs["past_key_values"].storage
         chunked = generation_config.prefill_chunk_size is not None
         *_, caller, call = None, *_running.calls
-        assists = caller is not None and caller.assistant is model and call.of is self
+        assists = caller is not None and caller.assistant is model
         call.forwards = calls[-1] = Forwards(
             self.graphs,
             model,
@@ -321,15 +321,14 @@ class _Override:
 
     def __init__(self, generation: Generation):
         self.__self__ = generation
-        self._read: tuple[object, inspect.Signature] | None = None  # a function, and its signature as a method
 
     @property
     def __signature__(self) -> inspect.Signature:
         """That of the model's own, which each generate() reads several times."""
-        own = self.own()
-        function, read = getattr(own, "__func__", None), self._read
+        own, known = self.own(), self.__self__.signatures
+        function, read = getattr(own, "__func__", None), known.get(self.name)
         if read is None or function is None or read[0] is not function:
-            read = self._read = function, inspect.signature(own)
+            read = known[self.name] = function, inspect.signature(own)
         return read[1]
 
     def own(self) -> Callable[..., Any]:
