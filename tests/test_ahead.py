@@ -78,6 +78,16 @@ def test_memory_that_was_freed_is_not_read(llama, name):
         gc.enable()
 
 
+def test_memory_that_was_freed_may_come_back_at_the_same_address(llama):
+    weight, rows = llama.lm_head.weight, llama.lm_head.weight.detach().numpy().copy()
+    weight.data = torch.from_numpy(rows)
+    surveyor = watched(llama)
+    last = surveyor.last
+    weight.data = torch.from_numpy(rows)
+    assert surveyor.assumed(llama) == (None, [])
+    assert surveyor.current(llama) is last and surveyor.assumed(llama)[1]
+
+
 # Each lets the model read a table by inputs that the graph's own cannot serve. All old memory stays alive.
 TABLES = {
     "a larger vocabulary": lambda m: m.set_input_embeddings(_embedding(m, VOCAB + 8)),

@@ -46,7 +46,7 @@ class Watch:
         self.all = _Modules(modules, walker)
         self.readers = _Modules(_readers(modules), walker)
         self.walked_tables = bool(self.readers.groups.others) or any(map(_is_table, self.readers.walked_attributes()))
-        self.memory = _Memory(walker.tensors)
+        self.memory: _Memory | None = _Memory(walker.tensors)  # None: to be read anew
         walkers = {cls: Walker(walker.device, walker.mesh) for cls in walker.classes}
         for cls, each in walkers.items():
             each.known(cls)
@@ -67,7 +67,11 @@ class Watch:
                 if tensors is None or not self.code.same():
                     return None
                 walked, walker = self._walk(modules, dicts, mesh)
-                return [*tensors, *walker.tensors] if walked == self.walked else None
+                if walked != self.walked:
+                    return None
+                tensors += walker.tensors
+                self.memory = self.memory or _Memory(tensors)
+                return tensors
         except Exception:  # the walk over the whole model, which follows, raises it again
             return None
 
@@ -96,7 +100,12 @@ class Watch:
             harmless = self.knows_memory and self.same_tables() and self.code_of_readers.same()
         except Exception:  # a class has values that cannot be compared
             return []
-        return self.memory.now() if harmless else []
+        if not harmless or self.memory is None:
+            return []
+        memory = self.memory.now()
+        if not memory:  # weights that were freed may be back at the same addresses: the model is then unchanged
+            self.memory = None
+        return memory
 
     def _walk(self, modules: list[Any], dicts: Dicts, mesh: Any) -> tuple[list[object], Walker]:
         """What a walk finds where one is needed, and the walker."""
