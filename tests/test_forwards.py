@@ -142,6 +142,12 @@ def _criterion(model, assistant):  # of the model's loop alone
     return {"stopping_criteria": [lambda ids, scores, **kwargs: torch.zeros(len(ids), dtype=torch.bool)]}
 
 
+def _own_candidates(model, assistant):
+    own = model._get_candidate_generator
+    model._get_candidate_generator = lambda *args, **kwargs: own(*args, **kwargs)
+    return {}
+
+
 def _hook_of_the_model(model, assistant):
     model.model.norm.register_forward_hook(lambda module, args, output: output)
     return {}
@@ -153,7 +159,7 @@ def _hook_of_the_assistant(model, assistant):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("prepare", [_processor, _criterion, _hook_of_the_model, _hook_of_the_assistant])
+@pytest.mark.parametrize("prepare", [_processor, _criterion, _own_candidates, _hook_of_the_model, _hook_of_the_assistant])
 def test_code_between_the_rounds_of_an_assistant_may_change_it(llama, prepare, monkeypatch):
     assistant = tiny("llama", num_hidden_layers=1)
     options = prepare(llama, assistant)

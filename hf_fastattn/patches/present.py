@@ -37,7 +37,7 @@ class Present:
         self.model = model
         self.say = say
         self.always = always
-        alone = outer is None or always or outer.always or graphs.ranks.several
+        alone = outer is None or outer.always or graphs.ranks.several
         self.outer = None if alone else outer
         self.assistant: Fingerprint | None = None  # of the assistant of this call, as compared last
         self.settled: set[Entry] = set()  # those whose state the ranks have compared in this call
