@@ -883,7 +883,7 @@ def test_a_graph_reads_no_memory_that_was_given_back_after_a_forward_without_one
 
         def kept(graph):
             weight = read.setdefault(graph, model.lm_head.weight.data_ptr())
-            held.append((weight, {storage.data_ptr() for storage in calls[-1].present.memory}))
+            held.append((weight, {storage.data_ptr() for storage in calls[-1].forwards.present.memory}))
             replay(graph)
 
         monkeypatch.setattr(fake_graph.RecordedGraph, "replay", kept)
@@ -929,7 +929,7 @@ def test_a_graph_reads_no_memory_that_was_given_back(inputs, monkeypatch):
         calls = patch._generation._thread.calls
 
         def kept(graph):
-            held.append({storage.data_ptr() for storage in calls[-1].present.memory})
+            held.append({storage.data_ptr() for storage in calls[-1].forwards.present.memory})
             replay(graph)
 
         for _ in range(2):

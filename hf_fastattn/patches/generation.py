@@ -33,31 +33,23 @@ METHODS = (hf.GENERATE, hf.PREPARE_CACHE, hf.PREPARE_INPUTS)
 _MISSING: Any = object()
 
 
-class _Thread(threading.local):
-    """calls: the calls of generate() in progress in this thread, innermost last; None if their forwards are not captured.
-    code: the arguments of the innermost with code that is not of Transformers."""
-
-    def __init__(self) -> None:
-        self.code: list[str] = []
-        self.calls: list[Forwards | None] = []
-
-
 @dataclass
 class _Call:
-    """A generate() in progress. forwards: None if they are not captured."""
+    """A generate() in progress. code: its arguments with code that is not of Transformers. forwards: None if not captured."""
 
     assistant: object
+    code: list[str]
     forwards: Forwards | None = None
 
 
-class _Running(threading.local):
-    """calls: the calls of this thread, of any model, innermost last."""
+class _Thread(threading.local):
+    """calls: those in progress in this thread, innermost last."""
 
     def __init__(self) -> None:
         self.calls: list[_Call] = []
 
 
-_running = _Running()
+_running = _Thread()  # of any model
 
 
 class Generation:
@@ -241,21 +233,21 @@ class Generation:
 
     @contextmanager
     def in_call(self, code: list[str], assistant: object) -> Iterator[None]:
-        """The time of one generate() in this thread. code: its arguments with code that is not of Transformers."""
-        model, calls, outer = self.model, self._thread.calls, self._thread.code
-        depth, running = len(calls), len(_running.calls)
+        """The time of one generate() in this thread; arguments as in `_Call`."""
+        model, call = self.model, _Call(assistant, code)
+        stacks = self._thread.calls, _running.calls
+        depths = [*map(len, stacks)]
         with self.lock:
             self.calls += 1
             if self.calls == 1:
                 self._set(model, hf.CALL, self._call)
         try:
-            calls.append(None)
-            _running.calls.append(_Call(assistant))
-            self._thread.code = code
+            for calls in stacks:
+                calls.append(call)
             yield
         finally:
-            del calls[depth:], _running.calls[running:]
-            self._thread.code = outer
+            for calls, depth in zip(stacks, depths, strict=True):
+                del calls[depth:]
             with self.lock:
                 self.calls -= 1
                 if not self.calls:
@@ -268,17 +260,16 @@ class Generation:
             self.say(str(refused))
             return
         mask = model_kwargs.get("attention_mask")
-        code, stock = self._thread.code, all(map(self._is_stock, hf.LOOP))
+        call, stock = calls[-1], all(map(self._is_stock, hf.LOOP))
         unmasked, prompt = None, 0
         if mask is not None and mask.dim() == 2:
             prompt = mask.shape[1]
             # A mask of ones has no effect, and Transformers only adds ones. One check here saves one for every token.
-            if stock and self._is_stock(hf.FORWARD) and hf.CUSTOM_LOOP not in code and bool((mask == 1).all()):
+            if stock and self._is_stock(hf.FORWARD) and hf.CUSTOM_LOOP not in call.code and bool((mask == 1).all()):
                 unmasked = model_kwargs["past_key_values"].storage
         chunked = generation_config.prefill_chunk_size is not None
-        *_, caller, call = None, *_running.calls
-        assists = caller is not None and caller.assistant is model
-        call.forwards = calls[-1] = Forwards(
+        assisted = [caller for caller in _running.calls[-2:-1] if caller.assistant is model]
+        call.forwards = Forwards(
             self.graphs,
             model,
             self.own(hf.CALL),
@@ -287,8 +278,8 @@ class Generation:
             unmasked=unmasked,
             prompt=prompt,
             chunked=chunked,
-            stock=stock and not code,
-            outer=caller.forwards if assists else None,
+            stock=stock and not call.code,
+            outer=assisted[0].forwards if assisted else None,
         )
 
     def _why_uncaptured(self, model: hf.PreTrainedModel, generation_config: hf.GenerationConfig) -> str | None:
@@ -309,7 +300,7 @@ class Generation:
         calls = self._thread.calls
         if calls:
             self.ranks.count()
-        if calls and not args and (forwards := calls[-1]) is not None:
+        if calls and not args and (forwards := calls[-1].forwards) is not None:
             return forwards(**kwargs)
         return self.own(hf.CALL)(*args, **kwargs)
 
