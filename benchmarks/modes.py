@@ -154,14 +154,11 @@ def message_ms(setting: Setting, judge: Judge, past: int, sizes: list[int], repe
     for size in sizes:
         found, tokens = [], []
         for _ in range(WARM + repeats):
-            if more := int(cache.get_seq_length()) - past:
-                cache.crop(-more)
             ms, out = setting.timed(torch.cat([behind, text(size)], 1), 1, past_key_values=cache)
             found.append(ms)
             tokens.append(int(out[0, -1]))
-        message = torch.cat([behind, text(size)], 1)
-        cache.crop(past - int(cache.get_seq_length()))
-        out = setting.generated(message, 1, past_key_values=cache)
+            cache.crop(past - int(cache.get_seq_length()))
+        out = setting.generated(torch.cat([behind, text(size)], 1), 1, past_key_values=cache)
         cache.crop(past - int(cache.get_seq_length()))
         read = tuple((layer.keys[:, :, :past], layer.values[:, :, :past]) for layer in cache.layers)
         yield timing(found[WARM:], tokens) | judge.errors(out, 1, read)
