@@ -116,6 +116,7 @@ def merge_of(launches):
         ({"q_len": 8, "kv_len": 65536, "heads": 28, "kv_heads": 4}, 64, (64, 2, 1)),
         ({"q_len": 1, "kv_len": 8192, "heads": 71, "kv_heads": 1}, 32, (32, 1, 1)),
         ({"q_len": 1, "kv_len": 8192}, 64, (64, 2, 1)),
+        ({"q_len": 1, "kv_len": 65536, "heads": 71, "kv_heads": 1, "head_dim": 64}, 128, (128, 4, 1)),
         ({"q_len": 8, "kv_len": 8192, "heads": 32, "kv_heads": 8, "head_dim": 64}, 32, (32, 1, 1)),
         ({"q_len": 1, "kv_len": 100}, 1, (32, 1, 1)),
     ],

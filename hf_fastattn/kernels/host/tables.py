@@ -24,8 +24,8 @@ class Config:
 
     Decode only: programs_per_sm; MIN_TILES, the least number of tiles in a share of `lean`; registers, the limit for each thread
     if the launch begins early (see `overlap`; 0: no limit), and sink_registers, the limit if it also scores sinks; whole_keys, up
-    to how many keys a head is not split. Backward only: split, whether dK and dV are computed by separate programs
-    (`attention.backward.dkdv`).
+    to how many keys a head is not split; short_splits, up to how many splits two tiles in each are enough. Backward only: split,
+    whether dK and dV are computed by separate programs (`attention.backward.dkdv`).
     """
 
     BLOCK_M: int
@@ -37,6 +37,7 @@ class Config:
     registers: int = 0
     sink_registers: int = 0
     whole_keys: int = 0
+    short_splits: int = MAX_SPLITS
     split: bool = False
 
 
@@ -179,8 +180,11 @@ def decode_config(arch: int, itemsize: int, block_d: int, rows: int, load: str |
     if itemsize == 4:
         return Config(rows, 32 if block_d <= 128 else 16, 4, 2, programs_per_sm=2)
     if arch == 90 and block_d == 128 and rows in (32, 64):
-        # With 64 rows and few keys, storing and merging the partial results of two splits takes longer than splits save.
-        return Config(rows, 64, 4, 3, programs_per_sm=2, whole_keys=16 << 10 if rows == 64 and load == "one" else 0)
+        if rows == 32:
+            return Config(rows, 64, 4, 3, programs_per_sm=2)
+        # With 64 rows and few keys, storing and merging the partial results of two splits takes longer than splits save. So do
+        # those of more than 32 splits of a few tiles.
+        return Config(rows, 64, 4, 3, programs_per_sm=2, whole_keys=16 << 10 if load == "one" else 0, short_splits=32)
     if rows == 64 and block_d == 128:  # larger tiles or fewer warps spill in the loop over tiles, here and below
         return Config(rows, 64, 8, 3, MIN_TILES=2)
     if rows == 64 and block_d <= 64 and arch != 90:
@@ -251,11 +255,11 @@ def most_splits(device: torch.device, config: Config, heads: int, kv_len: int) -
 
 
 def num_splits(device: torch.device, config: Config, heads: int, kv_len: int) -> int:
-    """Flash-Decoding's splits per KV head: enough programs for one wave, at least two tiles each, at most MAX_SPLITS.
+    """Flash-Decoding's splits per KV head: enough programs for one wave, at most MAX_SPLITS.
 
-    With more than 32 splits the merge of 64 rows takes long: they need 16 tiles each.
+    A split has at least two tiles, and 16 if there are more than `short_splits`.
     """
     tiles = -(-kv_len // config.BLOCK_N)
-    most = MAX_SPLITS if config.BLOCK_M < 64 else max(32, tiles // 16)
-    splits = max(1, min(most_splits(device, config, heads, kv_len), -(-tiles // 2), most, MAX_SPLITS))
+    most = min(-(-tiles // 2), max(config.short_splits, tiles // 16), MAX_SPLITS)
+    splits = max(1, min(most_splits(device, config, heads, kv_len), most))
     return -(-tiles // -(-tiles // splits))  # a split that does not shorten the longest one only adds work to the merge
