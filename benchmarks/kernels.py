@@ -48,7 +48,6 @@ PARTS = {
     "ragged": Part(decode.ragged_row, decode.RAGGED, decode.ragged_summary),
     "paper": Part(paper.paper_row, paper.SHAPES, paper.paper_summary),
     "paper_ranks": Part(paper.paper_row, paper.SHARED, paper.paper_summary),
-    "fixup": Part(paper.fixup_row, paper.FIXUP, paper.fixup_summary),
     "sweep": Part(paper.sweep_row, paper.SWEEP, paper.sweep_summary),
     "host": Part(decode.host_row, decode.HOST, decode.host_summary, method=decode.HOST_METHOD),
     "queries": Part(queries.queries_row, queries.QUERIES, queries.queries_summary, compile=queries.compile_kernels),

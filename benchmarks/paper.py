@@ -43,6 +43,7 @@ SHAPES = [
     for length in LENGTHS
     if (shape := Shape(batch, heads, heads, head_dim, length)).kv_bytes <= LARGEST
 ]
+random.Random(0).shuffle(SHAPES)  # so that an interrupted run is a fair sample
 LONGEST = 256 << 10
 SHARED = list(  # the heads of one GPU, of those of figure 8
     dict.fromkeys(
@@ -54,13 +55,13 @@ SHARED = list(  # the heads of one GPU, of those of figure 8
         ]
     )
 )
-FIXUP = random.Random(0).sample(SHAPES, len(SHAPES))  # so that an interrupted run is a fair sample
 SWEEP = [
     Shape(1, heads, heads, head_dim, n << 10) for head_dim in (64, 128) for heads in (32, 56) for n in (4, 64, 256)
 ]  # fmt: skip
 TILES, PROGRAMS = (32, 64, 128, 256), (1, 2, 4)  # keys per tile; programs per SM
 IN_FLIGHT = 160 << 10  # bytes of shared memory per SM for the programs of the sweep
 A100 = (80, 108)  # compute capability, SMs
+ONE_LAUNCH = (fixup.HOST_WAITS, fixup.LAST_ARRIVER)
 
 
 @contextmanager
@@ -108,12 +109,16 @@ def schedules(shape: Shape, device: torch.device) -> dict[str, dict]:
     return {kernel: schedule(kernel, shape, device) for kernel in ("fa2", "split_kv", "lean")}
 
 
-def _compete(shape: Shape, device: torch.device, variants: dict, sets: int) -> dict:
-    """A row of fa2, split_kv, lean and stream-K, and of other variants, which may fail."""
+def paper_row(shape: Shape, device: torch.device) -> dict:
+    """Microseconds per call of fa2 (without splits), split_kv, lean, and forced stream-K with each fix-up; the schedules.
+
+    A fix-up in one launch may fail: the others are still timed.
+    """
+    sets = num_sets(shape.kv_bytes)
     inputs = make_inputs(shape, sets, device)
     kernels = {"fa2": PORTABLE, "split_kv": SPLIT_KV, "lean": LEAN, fixup.STREAM_K: fixup.VARIANTS[fixup.STREAM_K]}
     rivals = {name: lambda i, kernel=kernel: kernel(*inputs[i]) for name, kernel in kernels.items()}
-    others = {name: lambda i, kernel=kernel: kernel(*inputs[i]) for name, kernel in variants.items()}
+    others = {name: lambda i, kernel=fixup.VARIANTS[name]: kernel(*inputs[i]) for name in ONE_LAUNCH}
     found = compete(others, rivals, exact(*inputs[0]), sets=sets, us=max(7, shape.kv_bytes / READ))
     us = found["us"]
     with as_if(*A100):
@@ -126,23 +131,11 @@ def _compete(shape: Shape, device: torch.device, variants: dict, sets: int) -> d
             "lean_over_fa2": us["fa2"] / us["lean"],
             "lean_over_split_kv": us["split_kv"] / us["lean"],
             "stream_k_over_split_kv": us["split_kv"] / us["stream_k"],
+            **{f"{name}_over_stream_k": us["stream_k"] / us[name] if name in us else None for name in ONE_LAUNCH},
             "schedule": schedules(shape, device),
             "schedule_108_sms": on_a100,
         }
     )
-
-
-def paper_row(shape: Shape, device: torch.device) -> dict:
-    """Microseconds per call of fa2 (without splits), split_kv, lean and forced stream-K, and the schedule of each."""
-    return _compete(shape, device, {}, num_sets(shape.kv_bytes))
-
-
-def fixup_row(shape: Shape, device: torch.device) -> dict:
-    """The same, and the fix-ups in one launch."""
-    names = (fixup.HOST_WAITS, fixup.LAST_ARRIVER)
-    row = _compete(shape, device, {name: fixup.VARIANTS[name] for name in names}, num_sets(shape.kv_bytes))
-    us = row["us"]
-    return row | {f"{name}_over_stream_k": us["stream_k"] / us[name] if name in us else None for name in names}
 
 
 def sweep_configs(shape: Shape, device: torch.device) -> dict[str, tables.Config]:
@@ -183,7 +176,10 @@ def _averages(rows: list[dict], name: str) -> dict:
 
 
 def paper_summary(rows: list[dict]) -> dict:
-    """The averages of the paper and of this run; "schedules_differ": rows in which lean and split_kv have different schedules."""
+    """The averages of the paper and of this run; "schedules_differ": rows in which lean and split_kv have different schedules.
+
+    "fastest": in how many rows each kernel is the fastest; "lean_is_split_kv": in how many lean runs split_kv's kernel.
+    """
     found: dict = {"published": PUBLISHED, "goals": GOALS}
     for name in ("lean_over_fa2", "lean_over_split_kv"):
         found[name] = _averages(rows, name)
@@ -196,20 +192,12 @@ def paper_summary(rows: list[dict]) -> dict:
         its = [row[key] for row in rows if key in row]
         name = "mean_balance" + key.removeprefix("schedule")
         found[name] = {kernel: statistics.mean(each[kernel]["balance"] for each in its) for kernel in (its or [{}])[0]}
-    return found
-
-
-def fixup_summary(rows: list[dict]) -> dict:
-    """Times of the fix-ups in one launch over that with two, if heads are shared; counts the rows in which lean uses split_kv."""
-    names = [f"{name}_over_stream_k" for name in (fixup.HOST_WAITS, fixup.LAST_ARRIVER)]
-    columns = list(dict.fromkeys(name for row in rows for name in row["us"]))
+    for name in (f"{name}_over_stream_k" for name in ONE_LAUNCH):
+        found[name] = _averages(rows, name)
     fastest = [min(row["us"], key=row["us"].get) for row in rows]
-    return {
-        **{name: _averages(rows, name) for name in (*names, "lean_over_fa2", "lean_over_split_kv", "stream_k_over_split_kv")},
-        **{f"{name}_below_64k": _averages([row for row in rows if row["kv_len"] < 64 << 10], name) for name in names},
-        "fastest": {name: fastest.count(name) for name in columns},
-        "lean_is_split_kv": sum(row["kernel_of_lean"] == "split_kv" for row in rows),
-    }
+    found["fastest"] = {name: fastest.count(name) for name in dict.fromkeys(name for row in rows for name in row["us"])}
+    found["lean_is_split_kv"] = sum(row["kernel_of_lean"] == "split_kv" for row in rows)
+    return found
 
 
 def sweep_summary(rows: list[dict]) -> dict:

@@ -157,8 +157,11 @@ def averages(axis, rows: list[dict], by: str, value: Callable[[dict], float], co
 
 
 def paper(result: dict):
-    """Figures 7a to 7c and 9, lean over its peers against context, heads and batch; 4, balance; and the published averages."""
-    figure, axes = plt.subplots(3, 3, figsize=(13, 10.5))
+    """Figures 7a to 7c and 9, lean over its peers against context, heads and batch; 4, balance; the fix-ups in one launch.
+
+    Stars and dashed lines are the published figures.
+    """
+    figure, axes = plt.subplots(4, 3, figsize=(13, 14))
     rows, published = result["rows"], result["summary"]["published"]
     later = published.get("later_text", {})
     for line, (name, peer) in zip(axes, (("lean_over_fa2", "fa2"), ("lean_over_split_kv", "split_kv")), strict=False):
@@ -175,36 +178,25 @@ def paper(result: dict):
             tokens_axis(axis, sorted({row[by] for row in rows}), words)
             axis.set(ylabel=f"times as fast as {peer}")
         line[-1].legend(fontsize=8)
-    for axis, (by, words) in zip(axes[-1], AXES, strict=True):
+    for axis, (by, words) in zip(axes[2], AXES, strict=True):
         for key, dashes, sms in (("schedule", "-", ""), ("schedule_108_sms", "--", ", 108 SMs")):
             for name in ("fa2", "split_kv", "lean") if key in rows[0] else ():
                 balance = lambda row, key=key, name=name: row[key][name]["balance"]  # noqa: E731
                 averages(axis, rows, by, balance, COLORS[name], name + sms, dashes)
         tokens_axis(axis, sorted({row[by] for row in rows}), words)
         axis.set(ylabel="balance (figure 4)", ylim=(0, 1.05))
-    axes[-1][-1].legend(fontsize=8, loc="lower right")
+    axes[2][-1].legend(fontsize=8, loc="lower right")
+    for axis, (by, words) in zip(axes[3], AXES, strict=True):
+        for name, color in (("host_waits", COLORS["sdpa_flash"]), ("last_arriver", COLORS["split_kv"])):
+            timed = [row for row in rows if name in row["us"]]
+            averages(axis, timed, by, lambda row: row["us"]["stream_k"] / row["us"][name], color, name)  # noqa: B023
+        axis.axhline(1, lw=1, color=GREY)
+        tokens_axis(axis, sorted({row[by] for row in rows}), words)
+        axis.set(ylabel="times as fast as a second launch")
+    axes[3][-1].legend(fontsize=8)
     figure.suptitle(
         f"The LeanAttention paper's comparison on {result['conditions']['device']}: averages and ranges over the rest"
     )
-    figure.tight_layout()
-    return figure
-
-
-def fixup(result: dict):
-    """Fix-ups in one launch, and split_kv, relative to stream-K with a second launch, against context."""
-    dims = sorted({row["head_dim"] for row in result["rows"]})
-    figure, axes = plt.subplots(1, len(dims), figsize=(5 * len(dims), 4), squeeze=False)
-    names = {"host_waits": COLORS["sdpa_flash"], "last_arriver": COLORS["split_kv"], "lean": COLORS["lean"]}
-    for axis, head_dim in zip(axes[0], dims, strict=True):
-        for name, color in names.items():
-            rows = [row for row in result["rows"] if row["head_dim"] == head_dim and name in row["us"]]
-            if rows:
-                averages(axis, rows, "kv_len", lambda row: row["us"]["stream_k"] / row["us"][name], color, name)  # noqa: B023
-        tokens_axis(axis, sorted({row["kv_len"] for row in result["rows"]}), "context, tokens")
-        axis.axhline(1, lw=1, color=GREY)
-        axis.set(title=f"head_dim {head_dim}", ylabel="times as fast as the second launch")
-        axis.legend(fontsize=8)
-    figure.suptitle(f"Fix-ups of LeanAttention, {result['conditions']['device']}: averages and ranges over heads and batch")
     figure.tight_layout()
     return figure
 
@@ -353,7 +345,6 @@ PICTURES: dict[str, Callable] = {
     "kernels_training.json": trained,
     "kernels_training_layer.json": layer,
     "kernels_paper.json": paper,
-    "kernels_fixup.json": fixup,
     "paper_e2e.json": paper_e2e,
     "paper_e2e_opt-1.3b.json": paper_e2e,
     "paper_share.json": share,

@@ -82,6 +82,7 @@ def paper(result: dict) -> str:
         f"head_dim {span('head_dim')}, {span('num_heads')} heads, batch {span('batch')}, {span('kv_len')} tokens.\n\n"
         f"{table(head, rows)}\n\n"
         f"How evenly the schedules distribute the work over the SMs (its figure 4; 1 is perfect), on average: {balance}.{note}"
+        + (f"\n\n{_fixup(result)}" if "fastest" in found else "")
     )
 
 
@@ -103,7 +104,8 @@ FIXUP_ROWS = ["1, 56/56, 64, 4k", "1, 56/56, 64, 64k", "1, 12/12, 128, 4k", "1, 
 FIXUP_ROWS += ["4, 24/24, 128, 64k", "4, 32/32, 64, 16k", "16, 12/12, 128, 64k", "16, 56/56, 64, 16k"]
 
 
-def fixup(result: dict) -> str:
+def _fixup(result: dict) -> str:
+    """The fix-ups, of the same run."""
     found, rows = result["summary"], [row for row in result["rows"] if row["shape"] in FIXUP_ROWS]
     names = {"fa2": "`fa2`", "split_kv": "`split_kv`", "lean": "`lean`", "host_waits": "host waits"}
     names |= {"last_arriver": "last arriver", "stream_k": "second launch"}
@@ -111,8 +113,8 @@ def fixup(result: dict) -> str:
     fastest = ", ".join(f"{names[name]} {count}" for name, count in found["fastest"].items() if count)
     return (
         f"**The fix-up of LeanAttention, microseconds per call**, its section 4: in one launch the program that begins a head "
-        f"waits for the others, or the last to arrive merges; in `lean` a second launch merges {by_method(result)}. These "
-        f"three columns are stream-K for every shape; `lean` runs `split_kv`'s kernel at {found['lean_is_split_kv']} of "
+        f"waits for the others, or the last to arrive merges; in `lean` a second launch merges. These three columns are "
+        f"stream-K for every shape; `lean` runs `split_kv`'s kernel at {found['lean_is_split_kv']} of "
         f"{len(result['rows'])}. Over the second launch: host waits {mean(found['host_waits_over_stream_k'])}, last arriver "
         f"{mean(found['last_arriver_over_stream_k'])}. Fastest by shape: {fastest}. Some of them:\n\n"
         f"{microseconds(sorted(rows, key=lambda row: FIXUP_ROWS.index(row['shape'])), names, more)}"

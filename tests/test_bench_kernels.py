@@ -27,7 +27,6 @@ SMALL = {
     "queries_portable": [Shape(1, 4, 2, 16, 64, 9, causal=False)],
     "paper": [Shape(1, 4, 4, 64, 96), Shape(2, 4, 4, 128, 64)],
     "paper_ranks": [Shape(4, 3, 3, 64, 96)],
-    "fixup": [Shape(1, 4, 4, 64, 96)],
     "sweep": [Shape(1, 4, 4, 64, 96)],
     "prefill": [Shape(1, 4, 2, 16, 80, 80, causal) for causal in (True, False)],
     "widths": [Shape(1, 4, 2, 24, 80, 80, True, 16), Shape(1, 4, 2, 16, 80, 80)],
@@ -339,7 +338,7 @@ def test_every_table_and_picture_can_be_made(tmp_path):
         "One layer of GPT-J",
     ):
         assert f"**{words}" in text
-    for part in ("decode", "queries", "paper", "fixup"):
+    for part in ("decode", "queries", "paper"):
         assert f"](results/kernels_{part}.png)" in text
         assert matplotlib.image.imread(folder / f"kernels_{part}.png").std() > 0
     assert report.rewrite(text, folder, "results") == text and "best measured stock" not in text
@@ -539,16 +538,18 @@ def test_schedules_are_computed_for_an_absent_gpu():
     assert gpu.num_sms(cpu) != 132 and min(here["lean"]["balance"], there["lean"]["balance"]) > 0.95
 
 
-def test_rows_with_other_schedules_are_summarised_separately():
+def test_rows_with_other_schedules_and_the_fastest_are_summarised_separately():
     same = {"programs": 1, "sms_with_work": 1.0, "balance": 1.0}
     rows = [
         {"shape": name, "head_dim": 64, "lean_over_fa2": 2.0, "lean_over_split_kv": 1.0, "stream_k_over_split_kv": ratio}
         | {"schedule": {"fa2": same, "split_kv": same, "lean": same | {"programs": programs}}}
+        | {"us": {"lean": 2.0, "host_waits": ratio}, "kernel_of_lean": "split_kv" if programs == 1 else "stream_k"}
         for name, ratio, programs in (("a", 0.9, 1), ("b", 1.1, 2), ("c", 1.2, 3))
     ]
     found = paper.paper_summary(rows)
     assert found["stream_k_over_split_kv"]["rows"] == 3 and found["schedules_differ"]["rows"] == 2
     assert found["schedules_differ"]["average"] == pytest.approx(1.15) and found["schedules_differ"]["smallest"] == 1.1
+    assert found["fastest"] == {"lean": 0, "host_waits": 3} and found["lean_is_split_kv"] == 1
 
 
 def test_sweeps_stay_within_shared_memory():
