@@ -87,7 +87,8 @@ def schedule(kernel: str, shape: Shape, device: torch.device) -> dict:
         shares = [tiles] * (shape.batch * shape.num_heads)  # one program per query head, whatever the length of K and V
     else:
         shared = device, DTYPE, shape.head_dim, shape.num_heads // shape.num_kv_heads, outputs
-        config, fixed = (tables.decode(*shared), True) if kernel == "split_kv" else choose(*shared, shape.kv_len, uniform=True)
+        keys = shape.kv_len
+        config, fixed = (tables.fixed(*shared, keys), True) if kernel == "split_kv" else choose(*shared, keys, uniform=True)
         tiles = -(-shape.kv_len // config.BLOCK_N)
         if fixed:
             splits = tables.num_splits(device, config, outputs, shape.kv_len)

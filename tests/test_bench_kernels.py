@@ -570,6 +570,8 @@ def test_schedules_contain_every_tile_and_lean_is_balanced(monkeypatch):
     assert found["fa2"]["programs"] == 12 and found["fa2"]["sms_with_work"] == found["fa2"]["balance"] == 12 / 132
     assert 0.95 < found["lean"]["balance"] <= 1 and found["lean"]["sms_with_work"] == 1
     assert found["fa2"]["balance"] < found["split_kv"]["balance"] <= found["lean"]["balance"]
+    short = paper.schedules(Shape(1, 12, 12, 64, 1 << 10), torch.device("cpu"))
+    assert short["split_kv"] == short["lean"]  # the same launch
     for kernel in found:  # a full wave of whole shares has nothing idle
         assert paper.schedule(kernel, Shape(1, 132 * 4, 132 * 4, 128, 64 << 10), torch.device("cpu"))["balance"] == 1
     for kv_len, programs in ((1 << 10, 512), (64 << 10, 264)):  # one program for each of many short heads

@@ -848,31 +848,3 @@ def test_a_constant_number_of_splits_makes_rows_independent_of_their_batch(kerne
     assert torch.equal(alone, together[1:2])
     assert torch.equal(alone, call(partial(split_kv, splits=8), q[1:2], *longer, short))
     assert not torch.equal(call(partial(split_kv, splits=1), q, k, v, span)[1:2], alone)  # other sums have other rounding errors
-
-
-@pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter, and needs no kernel of the package")
-def test_keys_that_are_requested_before_the_wait_are_in_the_buffer_whatever_the_spans_contain():
-    import triton
-    import triton.language as tl
-
-    from hf_fastattn.kernels.device.constants import Constants
-
-    @triton.jit
-    def kernel(Spans, Keys, q_len, kv_len, window, C: tl.constexpr, first_keys: tl.constexpr, BLOCK: tl.constexpr):
-        any_keys, keys = first_keys(Spans, (0, q_len - 1), q_len, kv_len, window, tl.program_id(0), tl.num_programs(0), C)
-        tl.store(Keys + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.where(any_keys, keys, 0))
-
-    def keys_of(span, kv_len, splits, sinks):
-        keys = torch.full((splits, 32), -1)
-        constants = Constants(1, 64, 64, 16, 16, 64, 64, True, False, False, False, False, True, SINKS=sinks)
-        with np.errstate(over="ignore"):  # of sums of numbers that are no spans
-            kernel[(splits,)](span, keys, 2, kv_len, 1 << 30, constants, split_kv.first_keys, 32)
-        return keys
-
-    whole = spans.build_spans(1, 2, 100, torch.device("cpu"), q_offset=70)
-    assert keys_of(whole, 100, 2, 4).tolist() == [[*range(4, 36)], [*range(36, 68)]]
-    rng = np.random.default_rng(0)
-    others = rng.choice([0, 1, -1, 5, 90, 2**31 - 1, -(2**31), 0x3F800000], size=(8, spans.WORDS)).tolist()
-    for unwritten in ([-(2**30), 2**31 - 1, 1, 2**30, 0, 0], *others):
-        keys = keys_of(torch.tensor(unwritten, dtype=torch.int32).view(1, 1, 1, -1), 7, 3, 40)
-        assert (keys >= 0).all() and (keys < 7).all(), unwritten

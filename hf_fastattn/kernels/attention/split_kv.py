@@ -19,28 +19,12 @@ import triton.language as tl
 
 from ..device.attend import attend
 from ..device.merge import merge_rows, store_packed, store_partial
-from ..device.visibility import block_bounds, key_bounds, load_spans, packed_rows
+from ..device.visibility import key_bounds, packed_rows
 from ..host import gpu, launch, tables
-from ..host.overlap import early, let_next_begin, request, wait_for_inputs
-from ..spec import KV, Form, Spec, is_plain
+from ..host.overlap import early, let_next_begin, wait_for_inputs
+from ..spec import KV, Form, Spec
 from .plan import Call, Plan
 from .schedule import queries_of, visible_keys
-
-
-@triton.jit
-def first_keys(span_ptr, queries, q_len, kv_len, window, split, splits, C: tl.constexpr):
-    """(whether a split has any, the keys of its first two tiles), read while another launch may write the spans.
-
-    queries: the first and the last of the block. Whatever is read instead, the keys are slots of the buffer.
-    """
-    q_start, kv_start, kv_stop, window, causal, _ = load_spans(span_ptr, q_len, kv_len, window, C.HAS_SPANS, C.IS_CAUSAL, True)
-    first, last = queries
-    lo, hi, _, _ = block_bounds(q_start + first, q_start + last, kv_start + C.SINKS, kv_stop, window, causal)
-    tiles = tl.cdiv(hi - lo, C.BLOCK_N)
-    tile_start, tile_stop = split * tiles // splits, (split + 1) * tiles // splits
-    last = tl.minimum(lo + tile_stop * C.BLOCK_N, hi) - 1
-    keys = tl.minimum(lo + tile_start * C.BLOCK_N + tl.arange(0, 2 * C.BLOCK_N), last)
-    return tile_start < tile_stop, tl.minimum(tl.maximum(keys, 0), kv_len - 1).to(tl.int64)
 
 
 @triton.jit(do_not_specialize=["stride_sb", "q_len", "kv_len", "window", "stats_start"])
@@ -77,10 +61,9 @@ def split_kv_kernel(
     LOAD_K: tl.constexpr,
     LOAD_V: tl.constexpr,
     COMBINE: tl.constexpr,
-    REQUEST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One program per split, block of rows and batch row. REQUEST: whether it begins early and K and V are plain tensors."""
+    """One program per split, block of rows and batch row."""
     split, splits = tl.program_id(0), tl.num_programs(0)
     GROUP: tl.constexpr = C.GROUP
     BLOCK_M: tl.constexpr = C.BLOCK_M
@@ -96,13 +79,6 @@ def split_kv_kernel(
 
     last_position = C.SINKS + window - 1
     span_ptr = Spans + row * stride_sb
-    if REQUEST:  # the new tokens are still to be written into these tiles
-        any_keys, keys = first_keys(span_ptr, queries, q_len, kv_len, window, split, splits, C)
-        if any_keys:
-            k_ptrs = K + row * stride_kb + kv_head * stride_kh + keys * stride_kn
-            v_ptrs = V + row * stride_vb + kv_head * stride_vh + keys * stride_vn
-            request(k_ptrs[:, None] + tl.arange(0, C.BLOCK_D // 64)[None, :] * 64)
-            request(v_ptrs[:, None] + tl.arange(0, C.BLOCK_DV // 64)[None, :] * 64)
     wait_for_inputs(EARLY)
     if COMBINE:
         let_next_begin(EARLY)
@@ -230,7 +206,6 @@ def fixed_splits(call: Call, config: tables.Config, splits: int | None) -> Plan:
         **call.arguments(),
         **common,
         COMBINE=combine,
-        REQUEST=overlap["EARLY"] and is_plain(call.form) and {call.head_dim, call.value_dim} <= {64, 128},
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **call.registers(config),

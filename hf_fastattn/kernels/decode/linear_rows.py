@@ -244,14 +244,14 @@ def tiles(arch: int, sms: int, tokens: int, rows: list[int], size: int, gated: b
     """The tiles for weights with these numbers of rows; gated: with a second weight of the same size."""
     block_m = max(16, triton.next_power_of_2(tokens))
     tile = Tile(32, block_m, 64, 4, 1, 1) if arch == 0 else Tile(64, block_m, 128, 4, 4 if block_m == 16 else 3, 1)
+    resident = 2  # programs on each multiprocessor
     if arch == 90 and block_m > MAX_TOKENS:  # x is as large as a tile of a weight
         tile = Tile(128, block_m, 64, 4, 3, 1) if gated else Tile(64, block_m, 64, 4, 4, 1)
-    resident = 2  # programs on each multiprocessor
     number = sum(triton.cdiv((1 + gated) * n, tile.BLOCK_N) for n in rows)
-    if arch == 90 and block_m <= MAX_TOKENS:
+    if arch == 90 and (block_m <= MAX_TOKENS or gated):
         # About 200 KB of shared memory for buffers. One program on each multiprocessor has them all, which needs fewer splits.
-        resident = 1 if number <= sms and not gated else 2
-        tile = tile._replace(num_stages=(6 if block_m == 64 else 8) // resident)
+        resident = 1 if number <= sms and (block_m > MAX_TOKENS or not gated) else 2
+        tile = tile._replace(num_stages=(6 if block_m >= 64 else 8) // resident)
     if number > COUNTERS:
         return tile
     # As many programs as fit at once, if a split has at least four chunks.

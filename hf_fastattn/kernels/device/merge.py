@@ -75,30 +75,39 @@ def merge_rows(
     l = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
     for start in tl.range(0, count, CHUNK):
+        # All loads come first: the maximum and the sum over partial results have barriers, which loads do not pass.
         i = start + offs_c
         slots = tl.where(i == 0, first_slot, next_slot + (i - 1) * step)
-        mask = (rows < num_rows)[:, None] & (i < count)[None, :]
-        stat_ptrs = Stats + (slots * 2 * WORKSPACE_M)[None, :] + rows[:, None]
-        m_i = tl.load(stat_ptrs, mask=mask, other=float("-inf"))
-        l_i = tl.load(stat_ptrs + WORKSPACE_M, mask=mask, other=0.0)
-        m_new = tl.maximum(m, tl.max(m_i, 1))
-        m_safe = safe(m_new)
-        alpha = tl.exp2(m - m_safe)
-        l = l * alpha + tl.sum(l_i * tl.exp2(m_i - m_safe[:, None]), 1)
-        acc *= alpha[:, None]
         if ROWS == 1:  # the warps share the partial results
-            acc_rows = slots.to(tl.int64) * WORKSPACE_M + first_row
-            acc_i = tl.load(Workspace + acc_rows[:, None] * BLOCK_DV + offs_v[None, :], mask=tl.trans(mask), other=0.0)
-            acc += tl.sum(acc_i * tl.exp2(tl.trans(m_i) - tl.max(m_safe, 0)), 0)[None, :]
+            stat_ptrs = Stats + slots * 2 * WORKSPACE_M + first_row
+            acc_ptrs = Workspace + (slots.to(tl.int64) * WORKSPACE_M + first_row)[:, None] * BLOCK_DV + offs_v[None, :]
+            mask = (i < count) & (rows < num_rows)
+            m_i = tl.load(stat_ptrs, mask=mask, other=float("-inf"))
+            l_i = tl.load(stat_ptrs + WORKSPACE_M, mask=mask, other=0.0)
+            acc_i = tl.load(acc_ptrs, mask=mask[:, None], other=0.0)
+            m_new = tl.maximum(m, tl.max(m_i, 0))
+            m_safe = safe(m_new)
+            alpha, beta = tl.exp2(m - m_safe), tl.exp2(m_i - tl.max(m_safe, 0))
+            l = l * alpha + tl.sum(l_i * beta, 0)
+            acc = acc * alpha[:, None] + tl.sum(acc_i * beta[:, None], 0)[None, :]
         else:  # the warps share the rows: one tile for each partial result, because a tile of all has another layout
+            stat_ptrs = Stats + (slots * 2 * WORKSPACE_M)[None, :] + rows[:, None]
+            mask = (rows < num_rows)[:, None] & (i < count)[None, :]
+            m_i = tl.load(stat_ptrs, mask=mask, other=float("-inf"))
+            l_i = tl.load(stat_ptrs + WORKSPACE_M, mask=mask, other=0.0)
             tiles = ()
             for c in tl.static_range(CHUNK):
                 slot = tl.where(start + c == 0, first_slot, next_slot + (start + c - 1) * step)
                 ptrs = Workspace + (slot.to(tl.int64) * WORKSPACE_M + rows)[:, None] * BLOCK_DV + offs_v[None, :]
                 seen = (rows < num_rows) & (rows * 0 + start + c < count)
-                beta = tl.exp2(tl.load(Stats + slot * 2 * WORKSPACE_M + rows, mask=seen, other=float("-inf")) - m_safe)
-                tiles += ((tl.load(ptrs, mask=seen[:, None], other=0.0), beta),)  # type: ignore[assignment]
+                own_m = tl.load(Stats + slot * 2 * WORKSPACE_M + rows, mask=seen, other=float("-inf"))
+                tiles += ((tl.load(ptrs, mask=seen[:, None], other=0.0), own_m),)  # type: ignore[assignment]
+            m_new = tl.maximum(m, tl.max(m_i, 1))
+            m_safe = safe(m_new)
+            alpha = tl.exp2(m - m_safe)
+            l = l * alpha + tl.sum(l_i * tl.exp2(m_i - m_safe[:, None]), 1)
+            acc *= alpha[:, None]
             for c in tl.static_range(CHUNK):
-                acc += tiles[c][0] * tiles[c][1][:, None]
+                acc += tiles[c][0] * tl.exp2(tiles[c][1] - m_safe)[:, None]
         m = m_new
     return rows, offs_v[None, :], acc, m, l

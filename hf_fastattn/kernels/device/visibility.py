@@ -18,7 +18,6 @@ def load_spans(
     span_ptrs, q_len, kv_len, window,
     HAS_SPANS: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
-    VOLATILE: tl.constexpr = False,
     Q_START: tl.constexpr = Q_START,
     KV_START: tl.constexpr = KV_START,
     KV_STOP: tl.constexpr = KV_STOP,
@@ -30,14 +29,13 @@ def load_spans(
     """The spans of one row (`span_ptrs` is a scalar) or of several (a block of pointers), or their values if there are no spans.
 
     Returns (q_start, kv_start, kv_stop, window, causal, holes). kv_start and kv_stop are clamped to the buffer of `kv_len` slots.
-    VOLATILE: whether another launch may still write the spans.
     """
     if HAS_SPANS:
-        q_start = tl.load(span_ptrs + Q_START, volatile=VOLATILE)
-        kv_start = tl.maximum(tl.load(span_ptrs + KV_START, volatile=VOLATILE), 0)
-        kv_stop = tl.minimum(tl.load(span_ptrs + KV_STOP, volatile=VOLATILE), kv_len)
-        window = tl.minimum(tl.load(span_ptrs + WINDOW, volatile=VOLATILE), window)
-        flags = tl.load(span_ptrs + FLAGS, volatile=VOLATILE)
+        q_start = tl.load(span_ptrs + Q_START)
+        kv_start = tl.maximum(tl.load(span_ptrs + KV_START), 0)
+        kv_stop = tl.minimum(tl.load(span_ptrs + KV_STOP), kv_len)
+        window = tl.minimum(tl.load(span_ptrs + WINDOW), window)
+        flags = tl.load(span_ptrs + FLAGS)
         holes = (flags & HOLES) != 0
         causal = (flags & CAUSAL) != 0
         if IS_CAUSAL:

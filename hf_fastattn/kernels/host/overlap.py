@@ -7,7 +7,6 @@ From compute capability 9.0 on, the programs of a kernel are set up while the pr
   So a kernel that waits for the previous launch waits for all earlier launches too. Their results become visible by this wait
   alone, also if they ended before the previous launch began: a load before it may find an older line in the L1 cache.
 - In a decode graph no launch writes weights, so they may be read before the wait (`linear`).
-- A load before the wait may select what is requested into the L2 cache (`split_kv`), if any value of it is harmless.
 - As a rule a kernel calls `let_next_begin` after its wait. It may call it before the wait (`residual`, before a linear layer) if
   the next launch reads nothing before its own wait but weights.
 - A kernel that was not launched early begins when all earlier launches have finished, and sees their results. It may call
@@ -43,7 +42,7 @@ def wait_for_inputs(EARLY: tl.constexpr):
 
 @triton.jit
 def request(pointers):
-    """Load the 128 bytes around each pointer into the L2 cache, without waiting for them. The data may be written later."""
+    """Load the 128 bytes around each pointer into the L2 cache, without waiting for them."""
     addresses = pointers.to(tl.uint64, bitcast=True)
     asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
     tl.inline_asm_elementwise(asm, "=r,l", [addresses], dtype=tl.int32, is_pure=False, pack=1)
