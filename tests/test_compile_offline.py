@@ -504,23 +504,25 @@ def test_linear_layers_load_16_bytes_at_once_and_spill_nothing(kind, tokens, arc
 
 
 @pytest.mark.parametrize(
-    "tokens, kind", [*itertools.product([16, 32, 64], ["sum", "gated", "head"]), (128, "gated"), (128, "projections")]
+    "tokens, kind",
+    [*itertools.product([16, 32, 64], ["sum", "gated", "head"]), *((128, kind) for kind in ("gated", "half", "projections"))],
 )
 def test_the_buffers_of_linear_layers_fill_the_shared_memory_of_hopper(kind, tokens, tmp_path, monkeypatch):
     """One program on each multiprocessor if there are no more tiles than multiprocessors, otherwise two."""
     new = lambda *shape: torch.zeros(*shape, dtype=torch.bfloat16)  # noqa: E731
-    wide = 2 if (tokens, kind) == (128, "gated") else 1  # tiles of 128 rows instead of 64
+    wide = 2 if (tokens, kind) == (128, "gated") else 1  # tiles of 128 rows instead of 64, or half as many tiles
+    gated = kind in ("gated", "half")
     x, weight = new(1, tokens, 1024), new(wide * 108 * 64 + (kind == "head"), 1024)  # 108 multiprocessors
     monkeypatch.setattr(linear, "_prepare", linear._prepare.__wrapped__)
     with compiling(linear_rows, ("linear_rows_kernel",), 90) as compiled:
         if kind == "projections":
             linear.linears(x, (weight, weight))
         else:
-            linear.gated_linear(x, weight, weight) if kind == "gated" else linear.linear(x, weight)
-    binary, resident = read(compiled["linear_rows_kernel"], tmp_path), 1 if kind == "sum" else 2
+            linear.gated_linear(x, weight, weight) if gated else linear.linear(x, weight)
+    binary, resident = read(compiled["linear_rows_kernel"], tmp_path), 1 if kind in ("sum", "half") else 2
     assert binary.stack == 0 and 2 / 3 * 228 * KIB < resident * (binary.shared + KIB) <= 228 * KIB
     rows = [len(weight)] * (2 if kind == "projections" else 1)
-    assert linear_rows.tiles(90, 108, tokens, rows, 1024, kind == "gated").splits == 1
+    assert linear_rows.tiles(90, 108, tokens, rows, 1024, gated).splits == 1
 
 
 @pytest.mark.parametrize(

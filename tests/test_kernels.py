@@ -446,18 +446,20 @@ def test_fixed_splits_of_17_to_32_rows_have_blocks_of_64_on_hopper(monkeypatch):
         assert tables.fixed(device, torch.float32, 64, 32, 8).BLOCK_M == 32
 
 
-def test_fixed_splits_of_few_keys_have_one_program_per_sm_at_head_dim_64(monkeypatch):
+def test_fixed_splits_of_few_keys_have_launches_of_their_own_at_head_dim_64(monkeypatch):
     device, bf16 = torch.device("cuda", 0), torch.bfloat16
     monkeypatch.setattr(gpu, "num_sms", lambda device: 132)
     for arch in (80, 90):
         monkeypatch.setattr(gpu, "arch", lambda device, arch=arch: arch)
-        few, many, unknown = (tables.fixed(device, bf16, 64, 8, 8, keys) for keys in (8 << 10, (8 << 10) + 1, None))
-        assert many == unknown == tables.decode(device, bf16, 64, 8, 8)
-        assert (few != many) == (arch == 90)
+        keys = 4 << 10, (4 << 10) + 1, 8 << 10, (8 << 10) + 1, None
+        fewest, above, few, many, unknown = (tables.fixed(device, bf16, 64, 8, 8, number) for number in keys)
+        assert many == unknown == tables.decode(device, bf16, 64, 8, 8) and above == few
+        assert (few != many) == (fewest != few) == (arch == 90)
+    assert (fewest.BLOCK_N, fewest.programs_per_sm) == (64, 2)
     assert few.programs_per_sm == 1 and tables.num_splits(device, few, 8, 8 << 10) == 16
     config, fixed = schedule.choose(device, bf16, 64, 8, 8, 8 << 10, True)
     assert fixed and config == few
-    assert tables.fixed(device, bf16, 64, 8, 256, 256) == tables.decode(device, bf16, 64, 8, 256)  # more heads than SMs
+    assert tables.fixed(device, bf16, 64, 8, 67, 256) == tables.decode(device, bf16, 64, 8, 67)  # too many heads
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
