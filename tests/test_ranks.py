@@ -20,13 +20,13 @@ import processes
 import pytest
 import torch
 from models import FAMILIES, family, prompts, tiny
-from transformers import StoppingCriteria
+from transformers import DynamicCache, MaxTimeCriteria, StoppingCriteria
 from transformers.distributed import DistributedConfig
 from transformers.utils import logging
 
 import hf_fastattn
 from hf_fastattn import hf
-from hf_fastattn.patches import exchange, fuse, graph, ranks, subclass
+from hf_fastattn.patches import exchange, fuse, graph, ranks, subclass, sums
 from hf_fastattn.patches.processes import Processes, _status, this_process
 from hf_fastattn.patches.survey import survey
 
@@ -36,12 +36,13 @@ BIASES = {"starcoder2": ("starcoder2", {"use_bias": True, "sliding_window": None
 SHARED = [*(name for name in FAMILIES if name not in ("opt", "mistral_window_above_prompt")), *BIASES]
 
 
-def shared(one, count: int = 2, attention: str = "eager"):
-    """A copy of a model, shared by `count` ranks. Replays of its decode graphs are recorded operations."""
+def shared(one, count: int = 2, attention: str = "eager", **sizes: int):
+    """A copy of a model, shared by `count` ranks, or by the `sizes` of a DistributedConfig. Replays of its decode graphs are
+    recorded operations."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     graph.new_graph, graph.why_no_graph = fake_graph.RecordedGraph, lambda device: None
-    config = DistributedConfig(tp_size=count)
+    config = DistributedConfig(**(sizes or {"tp_size": count}))
     state = {name: tensor.clone() for name, tensor in one.state_dict().items()}
     made = type(one).from_pretrained(
         None, config=one.config, state_dict=state, attn_implementation=attention, dtype=torch.float32, distributed_config=config
@@ -171,6 +172,26 @@ def other_rows(scene: Scene) -> str:
 
 def max_time(scene: Scene) -> str:
     return scene(max_time=60.0)
+
+
+def a_clock(scene: Scene) -> str:
+    return scene(stopping_criteria=[MaxTimeCriteria(60.0)])
+
+
+def another_cache_of_as_many_tokens(scene: Scene) -> list:
+    """Two chats, of which one rank continues the other. A copy of a cache counts as the cache."""
+    ids = scene.inputs["input_ids"][2:, 48:]
+
+    def of_two(make) -> list:
+        first, second = (
+            generate(scene.model, {"input_ids": x}, past_key_values=make(), return_dict_in_generate=True) for x in (ids, ids + 1)
+        )
+        inputs = {"input_ids": torch.nn.functional.pad(first.sequences, (0, 3), value=7)}
+        mine, other = (copy.deepcopy(each.past_key_values) for each in (first, second))
+        refused = outcome(lambda: generate(scene.model, inputs, past_key_values=other if scene.rank else mine))
+        return [refused, torch.equal(generate(scene.model, inputs, past_key_values=mine), generate(scene.one, inputs))]
+
+    return [*of_two(lambda: None), *of_two(DynamicCache)]
 
 
 def no_memory(scene: Scene) -> str:
@@ -383,6 +404,8 @@ SCENES = [
     other_length,
     other_rows,
     max_time,
+    a_clock,
+    another_cache_of_as_many_tokens,
     no_memory,
     wrong_argument,
     wrong_argument_on_all,
@@ -449,6 +472,7 @@ def played(tmp_path_factory):
         ("other_config", r"ValueError: .*config\['rms_norm_eps'\] is 1e-06 on rank 0 and 1.000001 on rank 1"),
         ("steps_that_one_rank_cannot_capture", "ValueError: .*graph is True on rank 0 and 'of the test' on rank 1"),
         ("max_time", "ValueError: Each rank measures max_time for itself"),
+        ("a_clock", "ValueError: Each rank measures max_time for itself"),
         ("no_memory", r"MemoryError: .*on rank 1, and 1000 .*are free there"),
         ("other settings", r"ValueError: The ranks .*backend is 'split_kv' on rank 0 and 'lean' on rank 1"),
         ("peer memory", "ValueError: peer_memory=True is not possible: the model is on cpu. Leave it out"),
@@ -468,6 +492,14 @@ def test_every_rank_ends_alike(played, name, said):
         assert re.search(said, found[name][0]), found[name]
         assert found[name][2] == "ok"  # the next call
     assert played[0][name][0] == played[1][name][0]
+
+
+def test_a_cache_of_another_text_is_refused(played):
+    said = "ValueError: .*the last call that wrote past_key_values is 'call 1.* on rank 0 and 'call 2.* on rank 1"
+    for found in played:
+        first, same, second, also = found["another_cache_of_as_many_tokens"][0]
+        assert re.match(said, first) and re.match(said.replace("call 1", "call 5").replace("call 2", "call 6"), second)
+        assert same and also
 
 
 def test_a_rank_learns_why_another_has_failed(played):
@@ -649,6 +681,48 @@ def test_every_call_says_that_the_store_has_ended():
             pass
 
 
+class Store(dict):
+    """The store of torch.distributed. after_check: called once, after all keys of a check have been found."""
+
+    after_check = None
+
+    def set(self, key, value):
+        self[key] = value
+
+    def check(self, keys):
+        found = self.keys() >= set(keys)
+        if found and self.after_check is not None:
+            run, self.after_check = self.after_check, None
+            run()
+        return found
+
+    def get(self, key):
+        return self[key]  # torch's would wait for the key
+
+    def delete_key(self, key):
+        self.pop(key)
+
+
+def test_a_rank_that_stops_waiting_when_another_comes_does_not_block_it(monkeypatch):
+    store, both = Store(), []
+    for rank in range(2):
+        each = exchange.Exchange.__new__(exchange.Exchange)
+        vars(each).update(rank=rank, ranks=[0, 1], store=store, call=exchange.Call(1), _mine=[], processes=Processes({}))
+        both.append(each)
+    first, second = both
+    second._set("1", ("a step", None))  # it waits, and is interrupted while the first rank reads the values
+
+    def interrupt():
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(second, "_wait", Mock(side_effect=KeyboardInterrupt))
+            second.gather("a step", None)
+        second._set("failed", "Rank 1 failed.")
+
+    store.after_check = interrupt
+    with pytest.raises(RuntimeError, match="Rank 1 failed"):
+        first.gather("a step", None)
+
+
 @pytest.mark.parametrize(("communicates", "limit"), [(True, ranks.STOPPED), (False, ranks.CAPTURE)])
 def test_a_rank_whose_step_stopped_does_not_wait_long(communicates, limit):
     """The others may be blocked in a collective, or in a capture that waits for this rank."""
@@ -712,6 +786,20 @@ def test_shared_memory_needs_a_shared_model_and_fused_graphs():
     with pytest.raises(ValueError, match="needs graph=True and fuse=True"), pytest.MonkeyPatch.context() as patch:
         patch.setattr(hf, "tensor_parallel_mesh", lambda model: types.SimpleNamespace(get_group=torch.distributed.get_rank))
         hf_fastattn.patch(tiny("llama"), "lean", peer_memory=True, fuse=False)
+
+
+@pytest.mark.parametrize(("count", "by_kernels"), [(8, True), (5, False)])
+def test_all_ranks_look_up_a_table_in_the_same_way(monkeypatch, count, by_kernels):
+    """Of 5 rows the last of 4 ranks has none."""
+    table, collectives = torch.nn.Embedding(count, 6), Mock()
+    monkeypatch.setattr(sums, "sum_of", lambda x: x)
+    whole, parts = table.weight, []
+    for rank, rows in enumerate(whole.split(2)):
+        monkeypatch.setattr(sums, "_peers", lambda _, rank=rank: types.SimpleNamespace(rank=rank, world=4))
+        table.weight = torch.nn.Parameter(rows)
+        parts.append(sums._lookup(collectives, table)(torch.arange(count)))
+    assert bool(collectives.called) != by_kernels
+    assert torch.equal(sum(parts), whole) if by_kernels else collectives.call_count == len(parts)
 
 
 def test_kv_heads_that_cannot_be_divided_are_refused():

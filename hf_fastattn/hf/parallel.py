@@ -31,6 +31,11 @@ def tensor_parallel_mesh(model: object) -> DeviceMesh | None:
     return mesh["tp"] if "tp" in (mesh.mesh_dim_names or ()) else mesh
 
 
+def is_stage(model: object) -> bool:
+    """Whether this rank has only some layers of the model, by pipeline parallelism."""
+    return getattr(model, "_pp_stage", None) is not None
+
+
 def is_shared(model: PreTrainedModel | PreTrainedConfig) -> bool:
     """Whether ranks share this model, or the model of this configuration, by tensor parallelism."""
     config = model if isinstance(model, PreTrainedConfig) else model.config
@@ -87,10 +92,24 @@ def heads_of_ranks(model: PreTrainedModel) -> tuple[int, bool]:
             )
         found.add(max(1, ranks // keys))
     copies = found.pop()
-    if found or (copies > 1 and _divided(model, *_KEYS[1:])):
-        why = "differ from layer to layer" if found else "are computed together with its queries"
+    why = "are computed together with its queries" if copies > 1 and _divided(model, *_KEYS[1:]) else None
+    if found or (copies > 1 and not _has_equal_heads(model)):
+        why = "differ from layer to layer"
+    if why is not None:
         raise ValueError(f"The KV heads of {name} {why}, and {ranks} ranks are more than KV heads. Use fewer ranks.")
     return copies, False
+
+
+def _has_equal_heads(model: PreTrainedModel) -> bool:
+    """Whether all layers have as many KV heads as the configuration says. (MiMo-V2 has twice as many in some layers.)"""
+    sizes = {shape.num_kv_heads * size for shape in layer_shapes(model.config) for size in (shape.head_dim, shape.value_dim)}
+    return all(module.out_features in sizes for module in _kv_projections(model))
+
+
+def _kv_projections(model: PreTrainedModel) -> list[Any]:
+    """The layers whose keys or values are divided among the ranks, if they compute nothing else."""
+    named = (module for name, module in model.named_modules() if name.rpartition(".")[2] in ("k_proj", "v_proj"))
+    return [module for module in named if computes_part(module)]
 
 
 def keep_whole_heads(model: PreTrainedModel, copies: int) -> list[torch.nn.Module]:
@@ -99,11 +118,9 @@ def keep_whole_heads(model: PreTrainedModel, copies: int) -> list[torch.nn.Modul
     copies: as `heads_of_ranks` returns it. Returns the changed layers; `restore_heads` undoes it.
     """
     mesh: Any = tensor_parallel_mesh(model)
-    found = []
-    for name, module in model.named_modules():
-        if copies > 1 and name.rpartition(".")[2] in ("k_proj", "v_proj") and computes_part(module):
-            vars(module)["forward"] = _of_whole_head(module, copies, mesh)
-            found.append(module)
+    found = _kv_projections(model) if copies > 1 else []
+    for module in found:
+        vars(module)["forward"] = _of_whole_head(module, copies, mesh)
     return found
 
 

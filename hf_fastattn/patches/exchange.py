@@ -29,6 +29,7 @@ EXIT = 10.0  # seconds that the exit of a process waits for an abort
 POLL = 0.25  # seconds between two checks for a failure
 PAUSE = 0.02  # longest seconds between two checks for the values of other ranks
 KEPT = 8  # calls whose keys stay in the store, for ranks that are behind
+_WITHDRAWN = ("", None)  # the value of a rank that no longer waits for the others
 _LEFT = "its patch was undone, its process ended, or an earlier call failed there."
 _NO_STORE = "The process that holds the store of torch.distributed (rank 0, or torchrun's) has ended."
 
@@ -82,13 +83,12 @@ class Exchange:
         """
         self.call.count += 1
         keys = self._keys(str(self.call.count))
-        own = self._set(str(self.call.count), (what, mine))
+        self._set(str(self.call.count), (what, mine))
         try:
-            self._wait(what, keys, WAIT if limit is None else limit)
+            found = self._wait(what, keys, WAIT if limit is None else limit)
         except BaseException:
-            self.store.delete_key(own)  # so that a later rank does not continue
+            self._set(str(self.call.count), _WITHDRAWN)  # so that a later rank does not continue; it may be reading the key
             raise
-        found = [pickle.loads(self.store.get(key)) for key in keys]
         places = [where for where, _ in found]
         for rank, where in zip(self.ranks, places, strict=True):
             if where != places[0]:
@@ -97,19 +97,34 @@ class Exchange:
                 )
         return [value for _, value in found]
 
-    def _wait(self, what: str, keys: list[str], limit: float) -> None:
+    def _wait(self, what: str, keys: list[str], limit: float) -> list[Any]:
         end, pause = time.monotonic() + limit, 5e-5
-        while not self.store.check(keys):
-            if pause == PAUSE and (failed := self.failed(self.call)) is not None and not self.store.check(keys):
+        while (found := self._read(keys)) is None:
+            failed = self.failed(self.call) if pause == PAUSE else None
+            if failed is None and time.monotonic() > end:
+                failed = self._late(what, keys, limit)
+            if failed is not None and self._read(keys) is None:
                 raise RuntimeError(failed)
-            if time.monotonic() > end:
-                late = [rank for rank, key in zip(self.ranks, keys, strict=True) if not self.store.check([key])]
-                raise RuntimeError(
-                    f"{_names(late)} did not reach {what} within {limit:.0f} seconds. All ranks must call patch() and generate() "
-                    "in the same order."
-                )
             time.sleep(pause)
             pause = min(pause * 1.5, PAUSE)
+        return found
+
+    def _late(self, what: str, keys: list[str], limit: float) -> str | None:
+        """A sentence with the ranks that did not come; None if all have come."""
+        late = [rank for rank, key in zip(self.ranks, keys, strict=True) if self._read([key]) is None]
+        if not late:
+            return None
+        return (
+            f"{_names(late)} did not reach {what} within {limit:.0f} seconds. All ranks must call patch() and generate() in the "
+            "same order."
+        )
+
+    def _read(self, keys: list[str]) -> list[Any] | None:
+        """The values of these keys; None if one of them is missing or withdrawn."""
+        if not self.store.check(keys):
+            return None
+        found = [pickle.loads(self.store.get(key)) for key in keys]
+        return None if _WITHDRAWN in found else found
 
     def _keys(self, name: str) -> list[str]:
         return [f"{self.call.number}/{name}/{rank}" for rank in self.ranks]

@@ -187,6 +187,7 @@ class Generation:
             self.say("use_cache=False was requested")
         else:
             given = model_kwargs["past_key_values"] = caches.pool.take(rows, max_cache_length, among)
+        self.ranks.wrote(model_kwargs.get("past_key_values"))
         mode = str(getattr(generation_mode, "value", generation_mode))
         if caches.takes(given):
             given.check_call(model_kwargs.get("attention_mask"), given.get_seq_length() + max_cache_length, "assisted" in mode)
@@ -215,7 +216,7 @@ class Generation:
         if not self.ranks.several:
             return None
         settings = {
-            "past_key_values": f"{type(given).__name__}{f' of {given.get_seq_length()}' if isinstance(given, hf.Cache) else ''}",
+            **several_ranks.facts_of_cache(given),
             "the length of the cache": tokens,
             "rows": rows,
             "attn_implementation": model.config._attn_implementation,

@@ -62,6 +62,11 @@ def check_model(model: hf.PreTrainedModel, backend: registry.Backend) -> None:
         raise ValueError(
             f"{name} cannot be patched: it computes attention in its own code and does not let its attn_implementation be set."
         )
+    if hf.is_stage(model):
+        raise ValueError(
+            f"{name} cannot be patched: this rank has a part of its layers (pipeline parallelism), and masks are made for the "
+            "first layer, which other ranks do not run. Use tensor parallelism: DistributedConfig(tp_size=N)."
+        )
     if part := hf.generates_by_another(model):
         raise ValueError(
             f"{name} cannot be patched: its generate() is that of its {part}. Patch the part: hf_fastattn.patch(model.{part})."

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 STOPPED = 3.0  # seconds that a rank whose rehearsal stopped waits for the others to report the same
 CAPTURE = 30.0  # seconds that a rank whose capture stopped waits for the captures of the others
 T = TypeVar("T")
+_WRITER = "_hf_fastattn_writer"  # an attribute of a cache; its copies have it too
 _made: dict[tuple[int, ...], int] = {}  # how many Exchanges this process has created for these ranks
 
 
@@ -60,6 +61,9 @@ class OneRank:
         if one of them has no memory for a new storage.
         """
         return None
+
+    def wrote(self, cache: object) -> None:
+        """Note that the current call writes this cache."""
 
     def count(self) -> None:
         """Called before each forward of a call. Raises RuntimeError if another rank has failed."""
@@ -109,12 +113,13 @@ class Ranks(OneRank):
         ranks = sorted(torch.distributed.get_process_group_ranks(group))
         store = torch.distributed.distributed_c10d._get_default_store()
         key = tuple(ranks)
-        _made[key] = _made.get(key, 0) + 1
-        prefix = f"hf_fastattn/{'-'.join(map(str, ranks))}/{_made[key]}"
+        self.number = _made[key] = _made.get(key, 0) + 1
+        prefix = f"hf_fastattn/{'-'.join(map(str, ranks))}/{self.number}"
         self.exchange = Exchange(group, ranks, store, prefix, model.device)
         self.lock = threading.RLock()  # collectives of two calls would mix
         self.depth = 0
         self.arguments: dict[str, Fact] = {}
+        self.has_clock = False  # whether a stopping criterion of the call measures time
 
     # ---- calls ----
 
@@ -165,7 +170,7 @@ class Ranks(OneRank):
             self.depth += 1
             try:
                 exchange.begin()
-                self.arguments = facts(arguments())
+                self._read(arguments())
                 yield
             except BaseException as error:
                 failed = exchange.end(error)
@@ -179,6 +184,11 @@ class Ranks(OneRank):
             finally:
                 self.depth -= 1
 
+    def _read(self, arguments: Mapping[str, Any]) -> None:
+        self.arguments = facts(arguments)
+        criteria = arguments.get("stopping_criteria") or ()
+        self.has_clock = any(isinstance(each, hf.MaxTimeCriteria) for each in criteria)
+
     def agree(self, config: hf.GenerationConfig, settings: Mapping[str, Any], idle: list[int], needed: int) -> list[int] | None:
         exchange, device = self.exchange, self.exchange.device
         mine = {**self.arguments, **facts({"generation_config": config, **settings})}
@@ -188,7 +198,7 @@ class Ranks(OneRank):
             raise ValueError(
                 f"generate() is called differently on the ranks of this model: {differs}. Pass the same inputs on all ranks."
             )
-        if config.max_time is not None:
+        if config.max_time is not None or self.has_clock:
             raise ValueError(
                 "Each rank measures max_time for itself, and ranks that stop at different tokens would wait for each other. Use "
                 "max_new_tokens."
@@ -204,6 +214,11 @@ class Ranks(OneRank):
             _set_random_state(device, found[0][4])
         exchange.run()
         return common
+
+    def wrote(self, cache: object) -> None:
+        if isinstance(cache, hf.Cache):
+            call = self.exchange.call
+            vars(cache)[_WRITER] = f"call {call.number}.{call.count} of patch {self.number}"
 
     def count(self) -> None:
         call = self.exchange.call
@@ -300,6 +315,14 @@ def refusing(model: hf.PreTrainedModel) -> Iterator[None]:
                 exchange = Ranks(model, mesh).exchange
                 exchange.refuse(f"patch() failed on rank {exchange.rank}: {type(error).__name__}: {error}")
         raise
+
+
+def facts_of_cache(cache: object) -> dict[str, str]:
+    """What ranks compare of a given cache: its class, its number of tokens, and the last call that wrote it."""
+    if not isinstance(cache, hf.Cache):
+        return {"past_key_values": type(cache).__name__}
+    words = f"{type(cache).__name__} of {cache.get_seq_length()}"
+    return {"past_key_values": words, "the last call that wrote past_key_values": vars(cache).get(_WRITER, "none")}
 
 
 def least_bytes(model: hf.PreTrainedModel, windows: list[int | None], rows: int, tokens: int) -> int:

@@ -90,10 +90,11 @@ def _lookup(forward: types.FunctionType, module: torch.nn.Embedding) -> Forward:
 
     def lookup(input: torch.Tensor) -> Any:
         shared, weight = module._parameters["weight"], hf.local(module.weight)
-        peers = _peers(weight)
-        if peers is None or not weight.numel():
+        peers, count = _peers(weight), module.num_embeddings
+        rows = 0 if peers is None else -(count // -peers.world)  # of a rank: they are divided as by torch.chunk
+        if peers is None or rows * (peers.world - 1) >= count:  # the last rank would have none
             return forward(input)
-        there = input - peers.rank * -(module.num_embeddings // -peers.world)  # rows are divided as by torch.chunk
+        there = input - peers.rank * rows
         here = there.clamp(0, weight.shape[0] - 1)
         module._parameters["weight"] = weight
         try:
