@@ -20,6 +20,7 @@ from hf_fastattn.patches import call_caches
 COUNTS = [int(count) for count in os.environ.get("HF_FASTATTN_RANKS", "").split(",") if count]
 pytestmark = [processes.HIDDEN, pytest.mark.skipif(not COUNTS, reason="half an hour: make test-ranks")]
 NEW = 6
+SIZES = {"HeliumForCausalLM": {"head_dim": 8}}  # its output layer needs heads of hidden_size / num_attention_heads
 SKIPPED = {  # a line of a traceback, and what it says
     "in from_pretrained": "Transformers cannot share this configuration",
     "in requires_backends": "the model needs a package that is not installed",
@@ -37,7 +38,7 @@ def has_plan(entry: every_model.Model) -> bool:
 
 def build(entry: every_model.Model, kv: str):
     cls = every_model.load_class(entry)
-    kind, own = every_model.config_class(cls), every_model.own_of(entry)
+    kind, own = every_model.config_class(cls), {**every_model.own_of(entry), **SIZES.get(entry.name, {})}
     text = every_model.tiny_config(kind, own).get_text_config(decoder=True)
     grouped = getattr(text, "num_key_value_heads", 1) != text.num_attention_heads
     heads = 8 if not grouped else 4 if kv == "heads" else 2

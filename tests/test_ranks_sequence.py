@@ -286,6 +286,11 @@ def test_models_that_cannot_be_shared_out_are_refused(monkeypatch):
     fused._tp_size, fused._tp_plan = 4, {"layers.*.self_attn.query_key_value": "colwise"}
     with pytest.raises(ValueError, match="are computed together with its queries, and 4 ranks are more than KV heads"):
         hf_fastattn.hf.heads_of_ranks(fused)
+    uneven = tiny("llama")  # a layer with more KV heads than its configuration says, as of MiMo-V2
+    uneven._tp_size, uneven.model.layers[1].self_attn.k_proj = 4, torch.nn.Linear(64, 64)
+    monkeypatch.setattr(hf_fastattn.hf.parallel, "computes_part", lambda module: True)
+    with pytest.raises(ValueError, match="differ from layer to layer, and 4 ranks are more than KV heads"):
+        hf_fastattn.hf.heads_of_ranks(uneven)
     odd = tiny("llama", hidden_size=96, num_attention_heads=6, num_key_value_heads=3)
     odd._tp_size = 2
     with pytest.raises(ValueError, match="6 query heads and 3 KV heads, which cannot be divided among 2 ranks"):
