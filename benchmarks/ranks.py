@@ -81,6 +81,16 @@ def check(name: str, model: hf.PreTrainedModel, prompt: Prompt, ranks: int) -> d
     return found | {"passed": found["passed"] and same, "steps_replayed": patched.replays}
 
 
+def drop_impossible(args: argparse.Namespace, shared: hf.PreTrainedModel, group: Group) -> None:
+    """Leave out the rival that needs memory which the GPUs share, if they have none. All ranks decide alike."""
+    if "peer_memory" in args.rivals:
+        try:
+            patch(shared, "lean", peer_memory=True).undo()
+        except ValueError as error:
+            group.say(f"peer_memory is left out: {error}")
+            args.rivals.remove("peer_memory")
+
+
 class Group:
     """The processes of torchrun. results: of the first one, None in the others."""
 
@@ -170,6 +180,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.ranks"
         if any(name.startswith("one") for name in args.rivals):
             one = hf.random_model(model_type, dtype, shared.device, **config)
     group = Group(results)
+    drop_impossible(args, shared, group)
     for case in args.cases:
         if not group.has(args.reserve):
             group.say(f"{case}: no time left")

@@ -23,7 +23,7 @@ pytestmark = [processes.HIDDEN, pytest.mark.xdist_group("ranks")]
 
 def run_commands(rank: int, folder) -> list[int]:
     os.environ["TORCHELASTIC_RUN_ID"] = "of the test"
-    options = ["--rivals", ",".join(RIVALS), "--tokens", "6", "--stock-tokens", "6", "--repeats", "1"]
+    options = ["--tokens", "6", "--stock-tokens", "6", "--repeats", "1"]
     options += ["--cases", "1x9", "--out", str(folder)]
     # generate ends the process group, so it is the last.
     with pytest.MonkeyPatch.context() as patch:
