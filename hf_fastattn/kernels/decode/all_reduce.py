@@ -63,7 +63,7 @@ class Peers:
         size = x.shape[-1] if x.dim() else 0
         if not size or x.dtype not in checks.DTYPES:
             return f"x is {tuple(x.shape)} of {x.dtype}."
-        if x.numel() > PROGRAMS * size or size * x.element_size() > self.block:
+        if x.numel() > PROGRAMS * size or block_bytes(size, x.dtype) > self.block:
             return f"x is {tuple(x.shape)}; the memory has room for {PROGRAMS} rows of {self.block} bytes."
         return checks.why_not_inference(x, self.memory)
 
