@@ -194,6 +194,24 @@ def another_cache_of_as_many_tokens(scene: Scene) -> list:
     return [*of_two(lambda: None), *of_two(DynamicCache)]
 
 
+def another_model_in_another_thread(scene: Scene) -> list:
+    other, begun, goes, found = shared(scene.one), threading.Event(), threading.Event(), []
+
+    class Waits(Puts):
+        def end(self):
+            begun.set()
+            goes.wait(20)
+
+    thread = threading.Thread(target=lambda: found.append(scene(streamer=Waits(int))))
+    with hf_fastattn.patch(other, "lean"):
+        thread.start()
+        begun.wait(20)
+        refused = outcome(lambda: generate(other, scene.inputs))
+        goes.set()
+        thread.join()
+        return [refused, *found, torch.equal(generate(other, scene.inputs), scene.want)]
+
+
 def no_memory(scene: Scene) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ranks, "free_bytes", lambda device: 1000 if scene.rank else 1 << 40)
@@ -406,6 +424,7 @@ SCENES = [
     max_time,
     a_clock,
     another_cache_of_as_many_tokens,
+    another_model_in_another_thread,
     no_memory,
     wrong_argument,
     wrong_argument_on_all,
@@ -500,6 +519,13 @@ def test_a_cache_of_another_text_is_refused(played):
         first, same, second, also = found["another_cache_of_as_many_tokens"][0]
         assert re.match(said, first) and re.match(said.replace("call 1", "call 5").replace("call 2", "call 6"), second)
         assert same and also
+
+
+def test_threads_do_not_run_two_models_of_the_same_ranks_at_once(played):
+    for found in played:
+        refused, *others = found["another_model_in_another_thread"][0]
+        assert "Another thread runs generate() of another model of the same ranks" in refused
+        assert others == ["ok", True]
 
 
 def test_a_rank_learns_why_another_has_failed(played):

@@ -32,6 +32,7 @@ CAPTURE = 30.0  # seconds that a rank whose capture stopped waits for the captur
 T = TypeVar("T")
 _WRITER = "_hf_fastattn_writer"  # an attribute of a cache; its copies have it too
 _made: dict[tuple[int, ...], int] = {}  # how many Exchanges this process has created for these ranks
+_groups: dict[tuple[int, ...], threading.RLock] = {}  # held by the thread that runs a call of a model of these ranks
 
 
 class OneRank:
@@ -117,6 +118,7 @@ class Ranks(OneRank):
         prefix = f"hf_fastattn/{'-'.join(map(str, ranks))}/{self.number}"
         self.exchange = Exchange(group, ranks, store, prefix, model.device)
         self.lock = threading.RLock()  # collectives of two calls would mix
+        self.group_lock = _groups.setdefault(key, threading.RLock())
         self.depth = 0
         self.arguments: dict[str, Fact] = {}
         self.has_clock = False  # whether a stopping criterion of the call measures time
@@ -171,7 +173,8 @@ class Ranks(OneRank):
             try:
                 exchange.begin()
                 self._read(arguments())
-                yield
+                with self._only_model():
+                    yield
             except BaseException as error:
                 failed = exchange.end(error)
                 if failed is None:
@@ -183,6 +186,20 @@ class Ranks(OneRank):
                     raise RuntimeError(f"The process group of this model was aborted: {exchange.broken}")
             finally:
                 self.depth -= 1
+
+    @contextlib.contextmanager
+    def _only_model(self) -> Iterator[None]:
+        """A time in which no other thread runs a call of another model of these ranks. Raises RuntimeError if one does: other ranks
+        may run the two in another order."""
+        if not self.group_lock.acquire(blocking=False):
+            raise RuntimeError(
+                "Another thread runs generate() of another model of the same ranks, and the collectives of both would mix. "
+                "Run one after the other, in the same order on all ranks."
+            )
+        try:
+            yield
+        finally:
+            self.group_lock.release()
 
     def _read(self, arguments: Mapping[str, Any]) -> None:
         self.arguments = facts(arguments)
