@@ -189,8 +189,8 @@ class Ranks(OneRank):
 
     @contextlib.contextmanager
     def _only_model(self) -> Iterator[None]:
-        """A time in which no other thread runs a call of another model of these ranks. Raises RuntimeError if one does: other ranks
-        may run the two in another order."""
+        """A time in which no other thread runs a call of another model of these ranks. Raises RuntimeError if one does: on other
+        ranks their order may differ."""
         if not self.group_lock.acquire(blocking=False):
             raise RuntimeError(
                 "Another thread runs generate() of another model of the same ranks, and the collectives of both would mix. "
