@@ -291,6 +291,10 @@ def test_models_that_cannot_be_shared_out_are_refused(monkeypatch):
     monkeypatch.setattr(hf_fastattn.hf.parallel, "computes_part", lambda module: True)
     with pytest.raises(ValueError, match="differ from layer to layer, and 4 ranks are more than KV heads"):
         hf_fastattn.hf.heads_of_ranks(uneven)
+    adapted = tiny("llama")
+    adapted._tp_size, adapted.model.layers[1].self_attn.v_proj.base_layer = 4, torch.nn.Linear(64, 32)
+    with pytest.raises(ValueError, match="are computed with adapters"):
+        hf_fastattn.hf.heads_of_ranks(adapted)
     odd = tiny("llama", hidden_size=96, num_attention_heads=6, num_key_value_heads=3)
     odd._tp_size = 2
     with pytest.raises(ValueError, match="6 query heads and 3 KV heads, which cannot be divided among 2 ranks"):

@@ -92,9 +92,13 @@ def heads_of_ranks(model: PreTrainedModel) -> tuple[int, bool]:
             )
         found.add(max(1, ranks // keys))
     copies = found.pop()
-    why = "are computed together with its queries" if copies > 1 and _divided(model, *_KEYS[1:]) else None
+    why = None
     if found or (copies > 1 and not _has_equal_heads(model)):
         why = "differ from layer to layer"
+    elif copies > 1 and _divided(model, *_KEYS[1:]):
+        why = "are computed together with its queries"
+    elif copies > 1 and any(hasattr(module, "base_layer") for module in _kv_projections(model)):
+        why = "are computed with adapters (of PEFT)"
     if why is not None:
         raise ValueError(f"The KV heads of {name} {why}, and {ranks} ranks are more than KV heads. Use fewer ranks.")
     return copies, False
@@ -103,13 +107,12 @@ def heads_of_ranks(model: PreTrainedModel) -> tuple[int, bool]:
 def _has_equal_heads(model: PreTrainedModel) -> bool:
     """Whether all layers have as many KV heads as the configuration says. (MiMo-V2 has twice as many in some layers.)"""
     sizes = {shape.num_kv_heads * size for shape in layer_shapes(model.config) for size in (shape.head_dim, shape.value_dim)}
-    return all(module.out_features in sizes for module in _kv_projections(model))
+    return all(module.out_features in sizes for module in _kv_projections(model) if computes_part(module))
 
 
 def _kv_projections(model: PreTrainedModel) -> list[Any]:
-    """The layers whose keys or values are divided among the ranks, if they compute nothing else."""
-    named = (module for name, module in model.named_modules() if name.rpartition(".")[2] in ("k_proj", "v_proj"))
-    return [module for module in named if computes_part(module)]
+    """The layers that compute keys or values, and no more."""
+    return [module for name, module in model.named_modules() if name.rpartition(".")[2] in ("k_proj", "v_proj")]
 
 
 def keep_whole_heads(model: PreTrainedModel, copies: int) -> list[torch.nn.Module]:
@@ -118,7 +121,7 @@ def keep_whole_heads(model: PreTrainedModel, copies: int) -> list[torch.nn.Modul
     copies: as `heads_of_ranks` returns it. Returns the changed layers; `restore_heads` undoes it.
     """
     mesh: Any = tensor_parallel_mesh(model)
-    found = _kv_projections(model) if copies > 1 else []
+    found = [module for module in _kv_projections(model) if copies > 1 and computes_part(module)]
     for module in found:
         vars(module)["forward"] = _of_whole_head(module, copies, mesh)
     return found
