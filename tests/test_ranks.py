@@ -174,6 +174,18 @@ def max_time(scene: Scene) -> str:
     return scene(max_time=60.0)
 
 
+def other_ids_of_a_call_within_a_call(scene: Scene) -> list:
+    def of_two(difference: int) -> str:
+        class Calls(StoppingCriteria):
+            def __call__(self, ids, scores, **kwargs):
+                generate(scene.model, {"input_ids": ids + difference}, max_new_tokens=2)
+                return torch.zeros(len(ids), dtype=torch.bool)
+
+        return scene(stopping_criteria=[Calls()])
+
+    return [of_two(0), of_two(-scene.rank)]
+
+
 def a_clock(scene: Scene) -> str:
     return scene(stopping_criteria=[MaxTimeCriteria(60.0)])
 
@@ -422,6 +434,7 @@ SCENES = [
     other_length,
     other_rows,
     max_time,
+    other_ids_of_a_call_within_a_call,
     a_clock,
     another_cache_of_as_many_tokens,
     another_model_in_another_thread,
@@ -511,6 +524,13 @@ def test_every_rank_ends_alike(played, name, said):
         assert re.search(said, found[name][0]), found[name]
         assert found[name][2] == "ok"  # the next call
     assert played[0][name][0] == played[1][name][0]
+
+
+def test_a_call_within_a_call_is_compared(played):
+    for found in played:
+        same, other = found["other_ids_of_a_call_within_a_call"][0]
+        assert same == "ok" and re.match("ValueError: .*input_ids, a tensor of shape .3, 97.*, has other values on rank 1", other)
+        assert found["other_ids_of_a_call_within_a_call"][2] == "ok"
 
 
 def test_a_cache_of_another_text_is_refused(played):

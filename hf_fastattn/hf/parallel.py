@@ -92,12 +92,13 @@ def heads_of_ranks(model: PreTrainedModel) -> tuple[int, bool]:
             )
         found.add(max(1, ranks // keys))
     copies = found.pop()
+    adapted = [module.base_layer for module in _kv_projections(model) if hasattr(module, "base_layer")]
     why = None
     if found or (copies > 1 and not _has_equal_heads(model)):
         why = "differ from layer to layer"
     elif copies > 1 and _divided(model, *_KEYS[1:]):
         why = "are computed together with its queries"
-    elif copies > 1 and any(hasattr(module, "base_layer") for module in _kv_projections(model)):
+    elif copies > 1 and any(map(computes_part, adapted)):
         why = "are computed with adapters (of PEFT)"
     if why is not None:
         raise ValueError(f"The KV heads of {name} {why}, and {ranks} ranks are more than KV heads. Use fewer ranks.")

@@ -163,6 +163,7 @@ class Ranks(OneRank):
         exchange = self.exchange
         with self.lock:
             if self.depth:  # a generate() within a generate()
+                self._read(arguments())
                 yield
                 return
             if exchange.broken is not None:
