@@ -208,6 +208,40 @@ def test_an_assistant_with_another_tokenizer(llama):
         assert patch.replays and drafts.replays and not patch.reasons and not drafts.reasons
 
 
+ASSISTED = {"lookup": {"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": 1}, "early_exit": {"assistant_early_exit": 1}}
+
+
+@pytest.mark.parametrize("given", ["whole text", "new ids"])
+@pytest.mark.parametrize("mode", [*ASSISTED, "assistant"])
+@pytest.mark.parametrize("padding", ["no_padding", "left_padding"])
+def test_an_assisted_generation_continues_a_cache(llama, padding, mode, given):
+    """Transformers alone reads the cached tokens again."""
+    options = ASSISTED.get(mode) or {"assistant_model": tiny("llama", num_hidden_layers=1)}
+    inputs = prompts(padding, "cpu", rows=1)
+    ids = torch.cat([inputs["input_ids"], torch.arange(3, 8)[None]], 1)
+    mask = torch.nn.functional.pad(inputs.get("attention_mask", torch.ones_like(ids[:, :-5])), (0, 5), value=1)
+    expected = generate(llama, {"input_ids": ids, "attention_mask": mask})[:, -NEW:]
+    with hf_fastattn.patch(llama) as patch:
+        for _ in range(2):
+            cache = generate(llama, inputs, max_new_tokens=1, return_dict_in_generate=True).past_key_values
+            more = {"input_ids": ids if given == "whole text" else ids[:, 96:], "attention_mask": mask}
+            if given == "new ids" and (padding != "no_padding" or hf.VERSION.startswith("5.17.")):  # which keeps a mask of ones
+                with pytest.raises(ValueError, match=r"holds 96 tokens before them\. Pass the ids of the whole text"):
+                    generate(llama, more, past_key_values=cache, **options)
+                return
+            assert torch.equal(generate(llama, more, past_key_values=cache, **options)[:, -NEW:], expected)
+            assert cache.get_seq_length() == 96 + 5 + NEW - 1
+        assert patch.captures and not patch.uncaptured
+
+
+def test_drafts_from_hidden_states_do_not_continue_a_cache(llama):
+    inputs = prompts("no_padding", "cpu", rows=1)
+    with hf_fastattn.patch(llama):
+        out = generate(llama, inputs, return_dict_in_generate=True)
+        with pytest.raises(ValueError, match=r"holds 111 tokens without them\. Leave out past_key_values"):
+            generate(llama, {"input_ids": out.sequences}, past_key_values=out.past_key_values, use_mtp=True)
+
+
 def test_a_model_that_is_its_own_assistant(llama):
     inputs = prompts("no_padding", "cpu", rows=1)
     expected = generate(llama, inputs)

@@ -56,12 +56,14 @@ from .generation import (  # noqa: E402
     PREPARE_CACHE,
     PREPARE_INPUTS,
     bookkeeping,
+    drafts_from_hidden_states,
     generates_by_another,
     generation_parameters,
     is_stock,
     other_code,
     overrides_generation,
     stock,
+    tokens_given,
 )
 from .llama import activations, is_llamas_layer, is_llamas_mlp, is_phi3s_mlp, is_torchs, module_of, silus  # noqa: E402
 from .loading import (  # noqa: E402
@@ -154,6 +156,7 @@ __all__ = [
     "computes_part",
     "decode_mask",
     "dense_mask",
+    "drafts_from_hidden_states",
     "expert_layout",
     "expert_weights",
     "experts_implementation",
@@ -218,6 +221,7 @@ __all__ = [
     "stock_experts",
     "tensor_parallel_mesh",
     "text_layers",
+    "tokens_given",
     "unset_parts",
     "up_to_query",
     "weights",

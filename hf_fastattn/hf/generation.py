@@ -9,7 +9,8 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from transformers import GenerationMixin, PreTrainedModel
+import torch
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
 from .llama import module_of
 
@@ -59,6 +60,19 @@ def generation_parameters(model: PreTrainedModel, args: tuple[Any, ...], kwargs:
     """The arguments of a call of generate() by their names."""
     names = inspect.signature(stock(model, GENERATE)).parameters
     return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def tokens_given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """The number of ids of each row in the arguments of a call of generate(), 0 without ids."""
+    for ids in (*args[:1], kwargs.get("inputs"), kwargs.get("input_ids")):
+        if isinstance(ids, torch.Tensor) and not ids.is_floating_point():
+            return ids.shape[-1]
+    return 0
+
+
+def drafts_from_hidden_states(config: GenerationConfig) -> bool:
+    """Whether an assisted generation drafts tokens from the hidden states of all tokens before them."""
+    return bool(getattr(config, "use_mtp", None)) or getattr(config, "speculation_type", None) == "dflash"
 
 
 def overrides_generation(model: PreTrainedModel) -> str | None:

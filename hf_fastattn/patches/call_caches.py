@@ -93,17 +93,17 @@ class CallCaches:
             )
         cache.check_rows(rows)
         seen = cache.get_seq_length()
-        covered = _covered(model_kwargs, seen)
-        if seen and covered is not None and covered <= seen:
+        whole = covered(model_kwargs, seen)
+        if seen and whole is not None and whole <= seen:
             raise ValueError(
-                f"past_key_values holds {seen} tokens, and this call covers {covered}. Pass the whole text, or only the "
+                f"past_key_values holds {seen} tokens, and this call covers {whole}. Pass the whole text, or only the "
                 "new ids with the attention_mask of the whole text or with their position_ids: at least one token more."
             )
         # If only the new ids are given, the length of the call counts from them.
         cache.reserve(tokens if tokens > seen else seen + tokens)
 
 
-def _covered(model_kwargs: dict[str, Any], seen: int) -> int | None:
+def covered(model_kwargs: dict[str, Any], seen: int) -> int | None:
     """Number of tokens that a call covers, including those in the cache, from its mask or its positions; None if unknown.
 
     Transformers drops a mask of ones. The positions that it derives from the mask have the same length and begin with 0.

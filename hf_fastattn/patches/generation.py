@@ -25,7 +25,7 @@ from ..context_parallel import Shares
 from ..streaming import Settings, refresh
 from . import graph as graphs
 from . import ranks as several_ranks
-from .call_caches import CallCaches
+from .call_caches import CallCaches, covered
 from .copies import copied, not_pickled
 from .forwards import Forwards
 
@@ -35,10 +35,16 @@ _MISSING: Any = object()
 
 @dataclass
 class _Call:
-    """A generate() in progress. code: its arguments with code that is not of Transformers. forwards: None if not captured."""
+    """A generate() in progress. code: its arguments with code that is not of Transformers. forwards: None if not captured.
+
+    tokens: number of ids of each row that it is given. cached: of these, the tokens that the first forward of an assisted
+    generation leaves out, because the cache holds them.
+    """
 
     assistant: object
     code: list[str]
+    tokens: int
+    cached: int = 0
     forwards: Forwards | None = None
 
 
@@ -188,11 +194,31 @@ class Generation:
         else:
             given = model_kwargs["past_key_values"] = caches.pool.take(rows, max_cache_length, among)
         self.ranks.wrote(model_kwargs.get("past_key_values"))
-        mode = str(getattr(generation_mode, "value", generation_mode))
+        assisted = "assisted" in str(getattr(generation_mode, "value", generation_mode))
         if caches.takes(given):
-            given.check_call(model_kwargs.get("attention_mask"), given.get_seq_length() + max_cache_length, "assisted" in mode)
+            given.check_call(model_kwargs.get("attention_mask"), given.get_seq_length() + max_cache_length, assisted)
+            if assisted:
+                self._continue(given.get_seq_length(), generation_config, model_kwargs)
             if self.graph:
                 self._begin(model, generation_config, model_kwargs)
+
+    def _continue(self, seen: int, generation_config: hf.GenerationConfig, model_kwargs: dict[str, Any]) -> None:
+        """Let an assisted generation continue a cache of `seen` tokens, all of which Transformers would read again."""
+        calls = self._thread.calls
+        if not seen or not calls:
+            return
+        whole = covered(model_kwargs, seen) == calls[-1].tokens
+        if whole and hf.drafts_from_hidden_states(generation_config):
+            raise ValueError(
+                "Drafts from hidden states (use_mtp, speculation_type) need those of the whole text, and past_key_values holds "
+                f"{seen} tokens without them. Leave out past_key_values."
+            )
+        if not whole and model_kwargs.get("attention_mask") is not None:
+            raise ValueError(
+                f"Transformers' assisted generation cuts an attention_mask to the new ids, and past_key_values holds {seen} "
+                "tokens before them. Pass the ids of the whole text."
+            )
+        calls[-1].cached = seen if whole else 0
 
     def _asked(self, model: hf.PreTrainedModel, config: hf.GenerationConfig, given: object) -> str | None:
         """The cache_implementation that this call requests, or None."""
@@ -233,9 +259,9 @@ class Generation:
     # ---- forwards ----
 
     @contextmanager
-    def in_call(self, code: list[str], assistant: object) -> Iterator[None]:
+    def in_call(self, code: list[str], assistant: object, tokens: int) -> Iterator[None]:
         """The time of one generate() in this thread; arguments as in `_Call`."""
-        model, call = self.model, _Call(assistant, code)
+        model, call = self.model, _Call(assistant, code, tokens)
         stacks = self._thread.calls, _running.calls
         depths = [*map(len, stacks)]
         with self.lock:
@@ -336,19 +362,23 @@ class _Generate(_Override):
         generation = self.__self__
         arguments = partial(hf.generation_parameters, generation.model, args, kwargs)
         given = arguments() if len(args) > 2 else kwargs
-        with generation.ranks.call(arguments), generation.in_call(hf.other_code(given), given.get(hf.ASSISTANT)):
+        call = hf.other_code(given), given.get(hf.ASSISTANT), hf.tokens_given(args, kwargs)
+        with generation.ranks.call(arguments), generation.in_call(*call):
             return self.own()(*args, **kwargs)
 
 
 class _KeptInputs(_Override):
     """The model's own hf.PREPARE_INPUTS, except that a cache which it drops in order to read the text again is emptied and kept.
-    (Phi-3 drops it when its frequencies change with the length.)"""
+    (Phi-3 drops it when its frequencies change with the length.) An assisted generation reads no token again that is cached."""
 
     name = hf.PREPARE_INPUTS
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        calls, cache = self.__self__._thread.calls, kwargs.get("past_key_values")
+        if calls and calls[-1].cached and kwargs.get("is_first_iteration"):
+            ids = args[0] if args else kwargs["input_ids"]
+            kwargs["next_sequence_length"] = ids.shape[1] - calls[-1].cached
         inputs: dict[str, Any] = self.own()(*args, **kwargs)
-        cache = kwargs.get("past_key_values")
         if self.__self__.caches.takes(cache) and inputs.get("past_key_values") is None:
             cache.reset()  # type: ignore[no-untyped-call]  # untyped in Transformers
             inputs["past_key_values"] = cache
