@@ -686,6 +686,20 @@ def test_strides_between_tokens_that_overflow_in_a_tile_are_refused(kernel, name
         call(kernel.launcher(), **given)
 
 
+@pytest.mark.parametrize("kernel, q_len", here((PREFILL, 65), (SPLIT_KV, 1), (LEAN, 1), (LEAN, 65)))
+def test_more_rows_than_a_launch_has_are_refused(kernel, q_len, device):
+    rows = lambda n: torch.randn(1, 1, n, 32, device=device).expand(65536, -1, -1, -1)  # noqa: E731
+    with counted_launches(kernel) as launched, pytest.raises(ValueError, match=r"65536\), and a GPU has at most 65535.*in parts"):
+        call(kernel.launcher(), rows(q_len), rows(70), rows(70))
+    assert not launched
+
+
+def test_tensors_of_other_ranks_are_refused_by_backends():
+    for backend in map(registry.get, registry.names()):
+        with pytest.raises(ValueError, match=r"must be 4-D.*got 3-D, 3-D and 3-D"):
+            backend(torch.randn(4, 3, 32), torch.randn(2, 9, 32), torch.randn(2, 9, 32))
+
+
 @with_lean
 def test_lean_copies_many_queries_whose_offsets_exceed_32_bits(kernel, monkeypatch):
     given = []

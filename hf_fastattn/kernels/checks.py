@@ -111,7 +111,7 @@ def _check_shapes(q, kv: KV) -> None:
 
 def check_widths(q, kv: KV) -> None:
     """Refuse heads wider than the kernels support. The reference supports any width, but not in place of a kernel."""
-    for what, width, most in (("head_dim", q.shape[3], MAX_HEAD_DIM), ("the values' head_dim", kv.v.shape[3], MAX_VALUE_DIM)):
+    for what, width, most in (("head_dim", q.shape[-1], MAX_HEAD_DIM), ("the values' head_dim", kv.v.shape[-1], MAX_VALUE_DIM)):
         if width > most:
             raise ValueError(
                 f"{what} {width} is above {most}, the largest these kernels hold; load this model without attn_implementation."

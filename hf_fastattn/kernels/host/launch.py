@@ -15,6 +15,8 @@ try:
 except ImportError:  # CPU tensors need no Triton
     driver = knobs = None
 
+MAX_GRID = 65535  # programs in the second and in the third dimension of a launch
+
 
 class _Thread(threading.local):
     before: Callable[[tuple[torch.Tensor | None, ...]], None] | None = None  # called before each launch with its tensors
@@ -50,6 +52,11 @@ class Launch:
         kernel reads by TMA, the functions that make their descriptors (`descriptors.describe`); not of a launch in a chain.
         """
         self.kernel, self.grid, self.then = kernel, (*grid, 1, 1)[:3], then
+        if max(self.grid[1:]) > MAX_GRID:
+            raise ValueError(
+                f"{kernel.fn.__name__} needs a grid of {self.grid}, and a GPU has at most {MAX_GRID} in the last two dimensions "
+                '(heads, batch). Pass the batch in parts, or use attn_implementation="sdpa".'
+            )
         self.describe = describe
         self.rest = tuple(named.pop(name) for name in kernel.arg_names if name in named)
         self.takes = len(kernel.arg_names) - len(self.rest)
