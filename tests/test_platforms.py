@@ -16,6 +16,7 @@ from torch._subclasses import FakeTensorMode
 import hf_fastattn
 from hf_fastattn import cli, interface, kernels
 from hf_fastattn.explain import explain
+from hf_fastattn.hf import experts as hf_experts
 from hf_fastattn.kernels.host import gpu as host_gpu
 
 ROOT = Path(__file__).parent.parent
@@ -193,3 +194,16 @@ def test_generate_on_an_old_gpu(gpu):
     assert torch.equal(model.generate(**inputs, max_new_tokens=4, do_sample=False, past_key_values=cache), expected)
     with hf_fastattn.patch(model, "reference"):
         assert torch.equal(model.generate(**inputs, max_new_tokens=4, do_sample=False), expected)
+
+
+def test_torchs_default_device_is_not_that_of_the_model(monkeypatch):
+    """As after torch.set_default_device("cuda"), here "meta": what the package computes on the CPU, it also creates there."""
+    monkeypatch.setattr(hf_experts, "_layouts", {})
+    llama, mixture = tiny("llama"), tiny("mixtral", num_local_experts=4)
+    inputs = prompts("left_padding", "cpu")
+    for model, backend, options in (llama, "streaming", {"window": 40}), (llama, "lean", {}), (mixture, "lean", {}):
+        with torch.device("meta"), hf_fastattn.patch(model, backend, **options):
+            out = model.generate(**inputs, max_new_tokens=3, do_sample=False, return_dict_in_generate=True)
+            out.past_key_values.batch_repeat_interleave(2)
+            assert isinstance(out.past_key_values, (hf_fastattn.PreallocatedCache, hf_fastattn.RollingCache))
+    assert [layout for layout in hf_experts._layouts.values() if not isinstance(layout, str)]

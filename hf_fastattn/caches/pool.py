@@ -125,7 +125,7 @@ def _own_references(layers: int, tensors: int) -> int:
     def count(layers: int, tensors: int) -> int:
         made = [SimpleNamespace(keys=None, values=None) for _ in range(layers)]
         for each in made[:tensors]:
-            each.keys, each.values = torch.zeros(1), torch.zeros(1)
+            each.keys, each.values = torch.zeros(1, device="cpu"), torch.zeros(1, device="cpu")
             del each
         entry: tuple[int, Any] = (0, SimpleNamespace(layers=made))
         del made

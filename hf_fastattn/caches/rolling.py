@@ -134,7 +134,7 @@ class RollingCache(StoredCache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Replace every row by `repeats` copies of it."""
-        self.batch_select_indices(torch.arange(self.storage.rows or 0).repeat_interleave(repeats))
+        self.batch_select_indices(torch.arange(self.storage.rows or 0, device="cpu").repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep rows `indices` (int64, or bool with one entry per row), in this order."""

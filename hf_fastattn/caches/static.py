@@ -72,7 +72,7 @@ class PreallocatedCache(StoredCache):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Replace every row by `repeats` copies of it."""
         rows = next((len(layer.live()[0]) for layer in self.storage.layers if layer.is_initialized or layer.pending), 0)
-        self.batch_select_indices(torch.arange(rows).repeat_interleave(repeats))
+        self.batch_select_indices(torch.arange(rows, device="cpu").repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep rows `indices` (int64, or bool with one entry per row), in this order."""

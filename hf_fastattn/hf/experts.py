@@ -83,7 +83,8 @@ def _examine(module: Any, act: torch.nn.Module | None, numbers: list[float]) -> 
         return f"{name} has a norm after each expert"
     if act is not None and type(act) not in activations():
         return f"{name} has the activation {type(act).__name__}"
-    values = torch.cat([torch.linspace(-30, 30, 21), torch.tensor([-1e4, -1e3, -1e2, 1e2, 1e3, 1e4])]).double()
+    linear, far = torch.linspace(-30, 30, 21, device="cpu"), torch.tensor([-1e4, -1e3, -1e2, 1e2, 1e3, 1e4], device="cpu")
+    values = torch.cat([linear, far]).double()
     gate, up = torch.cartesian_prod(values, values).unbind(1)
     for layout in _candidates(bool(module.is_transposed), numbers):
         both = torch.stack([gate, up], 1).flatten() if layout.interleaved else torch.cat([gate, up])

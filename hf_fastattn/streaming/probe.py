@@ -63,11 +63,11 @@ def _run_layers(
 ) -> dict[torch.nn.Module, States]:
     seen: dict[torch.nn.Module, States] = {}
     waiting = set(layers.values())
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
 
     def replacement(layer: torch.nn.Module, forward: Callable[..., object]) -> Callable[..., torch.Tensor]:
         def run(hidden_states: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-            states = torch.randn(2, 1, hidden_states.shape[-1], generator=generator).expand(-1, len(positions), -1)
+            states = torch.randn(2, 1, hidden_states.shape[-1], generator=generator, device="cpu").expand(-1, len(positions), -1)
             states = states.to(hidden_states.device, hidden_states.dtype)
             for module in (module for module, around in layers.items() if around is layer):
                 found: list[States] = []
@@ -145,5 +145,5 @@ def _norms(module: torch.nn.Module, change: Change) -> Iterator[None]:
 
 def perturbed(weight: torch.Tensor) -> torch.Tensor:
     """The weight plus noise, so that all its elements differ."""
-    noise = torch.rand(weight.shape, generator=torch.Generator().manual_seed(1)) - 0.5
+    noise = torch.rand(weight.shape, generator=torch.Generator("cpu").manual_seed(1), device="cpu") - 0.5
     return weight + noise.to(weight.device, weight.dtype)

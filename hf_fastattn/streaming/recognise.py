@@ -33,7 +33,7 @@ class Rotation(NamedTuple):
             pairs = len(self.inv_freq)
             angle = (positions[:, None].float() * self.inv_freq.detach().to("cpu", torch.float32)).double()
             cos, sin = angle.cos(), angle.sin()
-            dims = torch.arange(2 * pairs) + self.first
+            dims = torch.arange(2 * pairs, device="cpu") + self.first
             first, second = (dims[0::2], dims[1::2]) if self.interleaved else (dims[:pairs], dims[pairs:])
             a, b = origin[..., first], origin[..., second]
             rotated[..., first], rotated[..., second] = a * cos - b * sin, b * cos + a * sin

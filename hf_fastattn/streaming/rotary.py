@@ -127,7 +127,7 @@ def _find_rotations(
     device = frequencies[0].device if frequencies else decoder.device
     learned = adds_positions(decoder, layers, device)
     # A table of positions is finite, and a GPU that reads beyond its end cannot be used by this process any more.
-    positions = torch.tensor(NEAR if learned or not frequencies else NEAR + _FAR)
+    positions = torch.tensor(NEAR if learned or not frequencies else NEAR + _FAR, device="cpu")
     twice = positions.repeat(2)
     seen = queries_and_keys(decoder, layers, positions.to(device), perturbed)
     rotations = {}
