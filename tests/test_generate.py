@@ -196,6 +196,24 @@ def test_second_turn_over_the_same_cache(family, static, padding, device):
     assert calls["lean.decode"] and not calls["lean.dense"]
 
 
+def test_a_patched_model_reads_only_the_new_tokens_in_chunks(device):
+    """Or it refuses: versions before 5.21 read all of them again."""
+    model = models.family("llama", device)
+    model.set_attn_implementation("eager")
+    inputs = models.prompts("left_padding", device)
+    expected = generate(model, inputs, max_new_tokens=12)
+    with hf_fastattn.patch(model, graph=False):
+        first = model.generate(**inputs, max_new_tokens=5, do_sample=False, return_dict_in_generate=True)
+        inputs["input_ids"] = first.sequences
+        inputs["attention_mask"] = torch.nn.functional.pad(inputs["attention_mask"], (0, 5), value=1)
+        options = {"past_key_values": first.past_key_values, "prefill_chunk_size": 1, "max_new_tokens": 7}
+        if VERSION < (5, 21):
+            with pytest.raises(ValueError, match=r"past_key_values holds 100 of them\. Leave out prefill_chunk_size"):
+                generate(model, inputs, **options)
+        else:
+            assert torch.equal(torch.cat([first.sequences[:, -5:], generate(model, inputs, **options)], 1), expected)
+
+
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic_cache", "static_cache"])
 def test_chunked_prefill_of_a_second_turn(static, device):
     if VERSION == (5, 17):

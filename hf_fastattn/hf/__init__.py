@@ -48,6 +48,7 @@ from .experts import (  # noqa: E402
 from .generation import (  # noqa: E402
     ASSISTANT,
     CALL,
+    CHUNKS_FROM_START,
     COMPILED,
     CUSTOM_LOOP,
     FORWARD,
@@ -115,6 +116,7 @@ __all__ = [
     "ASSISTANT",
     "BESIDE_ATTENTION",
     "CALL",
+    "CHUNKS_FROM_START",
     "COMPILED",
     "CUSTOM_LOOP",
     "FORWARD",

@@ -10,9 +10,10 @@ from functools import cache
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, __version__
 
 from .llama import module_of
+from .version import number_of
 
 GENERATE = "generate"
 PREPARE_CACHE = "_prepare_cache_for_generation"  # adds a cache to the arguments of a call
@@ -26,6 +27,7 @@ FORWARD = "forward"
 
 CUSTOM_LOOP = "custom_generate"
 ASSISTANT = "assistant_model"
+CHUNKS_FROM_START = number_of(__version__) < (5, 21)  # a prompt read in chunks is read as if the cache were empty
 _CODE = (CUSTOM_LOOP, "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "streamer")
 
 

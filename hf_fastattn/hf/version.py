@@ -8,9 +8,14 @@ import warnings
 OLDEST, NEWEST = (5, 17), (5, 23)
 
 
+def number_of(version: str) -> tuple[int, ...]:
+    """(major, minor)"""
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+
+
 def check_version(version: str) -> None:
     """Raise ImportError if Transformers is too old; warn if it is newer than the newest tested version."""
-    found = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    found = number_of(version)
     if found < OLDEST:
         raise ImportError(
             f"hf_fastattn needs transformers >= {OLDEST[0]}.{OLDEST[1]}; found {version}. "

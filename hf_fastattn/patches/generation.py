@@ -196,9 +196,15 @@ class Generation:
         self.ranks.wrote(model_kwargs.get("past_key_values"))
         assisted = "assisted" in str(getattr(generation_mode, "value", generation_mode))
         if caches.takes(given):
-            given.check_call(model_kwargs.get("attention_mask"), given.get_seq_length() + max_cache_length, assisted)
+            seen = given.get_seq_length()
+            given.check_call(model_kwargs.get("attention_mask"), seen + max_cache_length, assisted)
+            if seen and hf.CHUNKS_FROM_START and generation_config.prefill_chunk_size is not None:
+                raise ValueError(
+                    f"Transformers before 5.21 reads all tokens again in chunks, and past_key_values holds {seen} of them. "
+                    "Leave out prefill_chunk_size, or upgrade Transformers."
+                )
             if assisted:
-                self._continue(given.get_seq_length(), generation_config, model_kwargs)
+                self._continue(seen, generation_config, model_kwargs)
             if self.graph:
                 self._begin(model, generation_config, model_kwargs)
 
