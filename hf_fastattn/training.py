@@ -248,7 +248,7 @@ def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) ->
     if dout is None and dlse is None:
         return (None,) * 12
     # With create_graph=True the op refuses second derivatives.
-    direct = not torch.compiler.is_compiling() and not torch.is_grad_enabled() and _is_direct(q, dout, dlse)
+    direct = not torch.compiler.is_compiling() and not torch.is_grad_enabled() and _is_direct(q, dout, dlse, spans)
     run: Callable[..., tuple[torch.Tensor, ...]] = _gradients if direct else torch.ops.hf_fastattn.flash_attn_backward
     dq, dk, dv, dsink = run(
         ctx.backend,

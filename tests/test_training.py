@@ -22,8 +22,10 @@ LENGTH = 40
 FAMILIES = ["llama", "gpt_oss", "gemma2", "mistral_window_below_prompt"]
 
 
-def gradients(model, name: str, padding: str, use_cache: bool = False, compiled: bool = False, **own) -> dict[str, torch.Tensor]:
-    """Gradients of the loss over the predictions of live tokens, by parameter."""
+def gradients(
+    model, name: str, padding: str, use_cache: bool = False, compiled: bool | str = False, **own
+) -> dict[str, torch.Tensor]:
+    """Gradients of the loss over the predictions of live tokens, by parameter. compiled: also the name of a backend of torch."""
     model.set_attn_implementation(name)
     model.zero_grad()
     inputs = models.prompts(padding, model.device, length=LENGTH, rows=1 if own else 3)
@@ -31,7 +33,8 @@ def gradients(model, name: str, padding: str, use_cache: bool = False, compiled:
     live = live & torch.nn.functional.pad(live, (1, 0))[:, :-1]  # predictions of padding do not count
     labels = inputs["input_ids"].masked_fill(live == 0, -100)
     torch.manual_seed(0)
-    forward = torch.compile(model.forward, backend="aot_eager", fullgraph=True) if compiled else model.forward
+    backend = "aot_eager" if compiled is True else compiled
+    forward = torch.compile(model.forward, backend=backend, fullgraph=True) if backend else model.forward
     forward(**inputs, **own, labels=labels, use_cache=use_cache).loss.backward()
     found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
@@ -188,6 +191,17 @@ def test_compiled(family, padding, device):
         return
     with hf_fastattn.count_calls() as calls:
         found = gradients(model, "lean", padding, compiled=True)
+    assert calls == BOTH
+    agree(found, gradients(model, "eager", padding))
+
+
+@pytest.mark.parametrize("padding", ["left_padding", "no_padding"])
+def test_compiled_without_a_graph_of_the_backward_pass(padding, device):
+    """As with torch.compile(backend="eager"): the op gets, and saves, the mask itself."""
+    model = trainable("llama", device)
+    torch._dynamo.reset()
+    with hf_fastattn.count_calls() as calls:
+        found = gradients(model, "lean", padding, compiled="eager")
     assert calls == BOTH
     agree(found, gradients(model, "eager", padding))
 
