@@ -234,6 +234,21 @@ def test_an_assisted_generation_continues_a_cache(llama, padding, mode, given):
         assert patch.captures and not patch.uncaptured
 
 
+@pytest.mark.parametrize("padding", ["no_padding", "left_padding"])
+def test_an_assisted_generation_continues_a_cache_without_position_ids(padding):
+    model = tiny("bart", d_model=64, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=96, is_decoder=True)
+    model.generation_config.forced_eos_token_id = None
+    inputs = prompts(padding, "cpu", rows=1)
+    with hf_fastattn.patch(model, graph=False):
+        out = generate(model, inputs, max_new_tokens=6, return_dict_in_generate=True)
+        expected = generate(model, inputs, max_new_tokens=6 + NEW)
+        inputs["input_ids"] = out.sequences
+        if padding != "no_padding":
+            inputs["attention_mask"] = torch.nn.functional.pad(inputs["attention_mask"], (0, 6), value=1)
+        found = generate(model, inputs, past_key_values=out.past_key_values, **ASSISTED["lookup"])
+        assert torch.equal(found, expected)
+
+
 def test_drafts_from_hidden_states_do_not_continue_a_cache(llama):
     inputs = prompts("no_padding", "cpu", rows=1)
     with hf_fastattn.patch(llama):

@@ -65,6 +65,7 @@ from .generation import (  # noqa: E402
     overrides_generation,
     stock,
     tokens_given,
+    width_of_dropped_mask,
 )
 from .llama import activations, is_llamas_layer, is_llamas_mlp, is_phi3s_mlp, is_torchs, module_of, silus  # noqa: E402
 from .loading import (  # noqa: E402
@@ -229,6 +230,7 @@ __all__ = [
     "weights",
     "why_not_captured",
     "why_not_model",
+    "width_of_dropped_mask",
     "with_collective",
     "with_inner",
 ]

@@ -72,6 +72,11 @@ def tokens_given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     return 0
 
 
+def width_of_dropped_mask(config: GenerationConfig) -> int | None:
+    """The columns of the mask of ones that a call of generate() has dropped, or None."""
+    return getattr(config, "_mask_length", None)
+
+
 def drafts_from_hidden_states(config: GenerationConfig) -> bool:
     """Whether an assisted generation drafts tokens from the hidden states of all tokens before them."""
     return bool(getattr(config, "use_mtp", None)) or getattr(config, "speculation_type", None) == "dflash"

@@ -213,7 +213,7 @@ class Generation:
         calls = self._thread.calls
         if not seen or not calls:
             return
-        whole = covered(model_kwargs, seen) == calls[-1].tokens
+        whole = (covered(model_kwargs, seen) or hf.width_of_dropped_mask(generation_config)) == calls[-1].tokens
         if whole and hf.drafts_from_hidden_states(generation_config):
             raise ValueError(
                 "Drafts from hidden states (use_mtp, speculation_type) need those of the whole text, and past_key_values holds "
