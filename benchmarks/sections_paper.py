@@ -82,7 +82,7 @@ def paper(result: dict) -> str:
         f"head_dim {span('head_dim')}, {span('num_heads')} heads, batch {span('batch')}, {span('kv_len')} tokens.\n\n"
         f"{table(head, rows)}\n\n"
         f"How evenly the schedules distribute the work over the SMs (its figure 4; 1 is perfect), on average: {balance}.{note}"
-        + (f"\n\n{_fixup(result)}" if "fastest" in found else "")
+        f"\n\n{_fixup(result)}"
     )
 
 
