@@ -224,6 +224,24 @@ def another_model_in_another_thread(scene: Scene) -> list:
         return [refused, *found, torch.equal(generate(other, scene.inputs), scene.want)]
 
 
+def another_model_at_the_end_of_a_stream(scene: Scene) -> str:
+    """A chat in a thread, and another model that reads its text: the call of the first one has not returned yet."""
+    other, read = shared(scene.one), threading.Event()
+
+    class Slow(Puts):
+        def end(self):
+            read.set()
+            time.sleep(0.3)
+
+    thread = threading.Thread(target=lambda: scene(streamer=Slow(int)))
+    with hf_fastattn.patch(other, "lean"):
+        thread.start()
+        read.wait(20)
+        found = outcome(lambda: generate(other, scene.inputs))
+        thread.join()
+    return found
+
+
 def no_memory(scene: Scene) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ranks, "free_bytes", lambda device: 1000 if scene.rank else 1 << 40)
@@ -438,6 +456,7 @@ SCENES = [
     a_clock,
     another_cache_of_as_many_tokens,
     another_model_in_another_thread,
+    another_model_at_the_end_of_a_stream,
     no_memory,
     wrong_argument,
     wrong_argument_on_all,
@@ -546,6 +565,10 @@ def test_threads_do_not_run_two_models_of_the_same_ranks_at_once(played):
         refused, *others = found["another_model_in_another_thread"][0]
         assert "Another thread runs generate() of another model of the same ranks" in refused
         assert others == ["ok", True]
+
+
+def test_a_model_may_follow_the_end_of_the_stream_of_another(played):
+    assert [found["another_model_at_the_end_of_a_stream"][0] for found in played] == ["ok", "ok"]
 
 
 def test_a_rank_learns_why_another_has_failed(played):

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 STOPPED = 3.0  # seconds that a rank whose rehearsal stopped waits for the others to report the same
 CAPTURE = 30.0  # seconds that a rank whose capture stopped waits for the captures of the others
+RETURN = 2.0  # seconds that a call of another model may take to return: its streamer ends before it
 T = TypeVar("T")
 _WRITER = "_hf_fastattn_writer"  # an attribute of a cache; its copies have it too
 _made: dict[tuple[int, ...], int] = {}  # how many Exchanges this process has created for these ranks
@@ -190,9 +191,9 @@ class Ranks(OneRank):
 
     @contextlib.contextmanager
     def _only_model(self) -> Iterator[None]:
-        """A time in which no other thread runs a call of another model of these ranks. Raises RuntimeError if one does: on other
-        ranks their order may differ."""
-        if not self.group_lock.acquire(blocking=False):
+        """A time in which no other thread runs a call of another model of these ranks. Raises RuntimeError if one still does
+        after RETURN seconds: on other ranks their order may differ."""
+        if not self.group_lock.acquire(timeout=RETURN):
             raise RuntimeError(
                 "Another thread runs generate() of another model of the same ranks, and the collectives of both would mix. "
                 "Run one after the other, in the same order on all ranks."
