@@ -8,11 +8,13 @@ import warnings
 import processes
 import pytest
 import torch
+import transformers
 from models import prompts
 from test_ranks import generate, of_family, outcome, results, shared
 
 import hf_fastattn
 
+OLDEST = transformers.__version__.startswith("5.17.")
 pytestmark = [processes.HIDDEN, pytest.mark.xdist_group("ranks")]
 
 
@@ -39,6 +41,7 @@ def in_two_groups(rank: int) -> tuple:
         return same, other, generate(model, inputs, do_sample=True).tolist(), patch.reasons
 
 
+@pytest.mark.skipif(OLDEST, reason="Transformers 5.17 cannot load a model that is divided twice")
 def test_ranks_compare_their_calls_within_their_group(tmp_path):
     of_family("llama")
     found = results(processes.run(tmp_path, 4, in_two_groups))
