@@ -15,7 +15,7 @@ from . import gpu
 
 MAX_DECODE_ROWS = 64  # query rows (q_len x query heads per KV head) that a decode kernel packs into one block
 MAX_SPLITS = 128
-BRIEF_BYTES = 16 << 20  # of K and V, up to which one program per SM, with a shorter merge, is faster at head_dim 64
+BRIEF_BYTES = 16 << 20  # of K and V, up to which decode at head_dim 64 has launches of its own on Hopper (see `fixed`)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,8 +160,9 @@ def fixed(device: torch.device, dtype: torch.dtype, head_dim: int, rows: int, he
     if gpu.arch(device) == 90 and dtype.itemsize == 2 and block_d(head_dim) == 64:
         read = BRIEF_BYTES + 1 if kv_len is None else heads * kv_len * 4 * head_dim
         if rows <= 16 and 2 * heads <= gpu.num_sms(device) and read <= BRIEF_BYTES:
-            if 2 * read <= BRIEF_BYTES:  # smaller tiles start earlier
+            if 2 * read <= BRIEF_BYTES:  # smaller tiles arrive earlier
                 return Config(16, 64, 4, 4, programs_per_sm=2, sink_registers=168)
+            # One program per SM has fewer splits, and a shorter merge.
             return replace(decode(device, dtype, head_dim, rows, heads), programs_per_sm=1)
         if 16 < rows <= 32:
             rows = 64  # as in `prefill_config`
