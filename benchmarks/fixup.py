@@ -29,6 +29,7 @@ from hf_fastattn.kernels.device.attend import attend
 from hf_fastattn.kernels.device.merge import merge_rows, store_packed, store_partial
 from hf_fastattn.kernels.device.visibility import key_bounds, packed_rows
 from hf_fastattn.kernels.host import launch, tables
+from hf_fastattn.kernels.host.overlap import early, let_next_begin, wait_for_inputs
 from hf_fastattn.kernels.spec import KV, Form, Spec, call
 
 MOST_PROGRAMS = 4096
@@ -87,8 +88,11 @@ def fixup_kernel(
     HOST: tl.constexpr,
     ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """`lean_kernel` for few rows, with the merge. HOST: the program that begins a head merges; otherwise the last to finish."""
+    wait_for_inputs(EARLY)
+    let_next_begin(EARLY)
     pid = tl.program_id(0)
     _head_tiles, item_tiles, num_ranges, range_tiles, range_programs, share, extra = assign_tiles(
         Spans, stride_sb, batch, 1, kv_heads, q_len, kv_len, window, tl.num_programs(0), num_sms, BLOCK_B, MIN_TILES, C
@@ -209,7 +213,8 @@ def prepare(tensors, form: Form, spec: Spec, return_lse: bool, fixup: str, confi
         CHUNK=max(1, min(most, 2048 * config.num_warps // (rows_each * asked.block_dv))),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        **({"launch_cooperative_grid": True} if fixup == HOST_WAITS else {}),  # refused if not all programs fit at once
+        # A cooperative launch is refused if not all programs fit at once, and does not begin early.
+        **({"launch_cooperative_grid": True, "EARLY": False} if fixup == HOST_WAITS else early(device)),
     )
     return Plan(OneLaunch(one, flags_of(device)), plan.workspace_size)
 

@@ -299,21 +299,22 @@ def test_two_programs_of_the_merge_of_shares_fit_an_sm(tmp_path):
 def test_launches_begin_early_from_hopper_on_and_wait_before_memory_accesses(shape, arch, tmp_path):
     for name in ("lean", "split_kv"):
         for kernel, binary in build(name, shape, arch, tmp_path).items():
-            # The merge of lean may read spans, int32, before the wait: lean_kernel, which is older, does not begin early.
-            code = re.sub(r"tt\.load(?=.*ptr<i32>)", "read", binary.ttgir) if kernel == "lean_merge_kernel" else binary.ttgir
+            # The merge of lean may read spans, int32, past the L1 cache before the wait: lean_kernel has waited for them.
+            past_l1 = re.sub(r"tt\.load(?=.*cache_?[mM]odifier = cg.*ptr<i32>)", "read", binary.ttgir)
+            code = past_l1 if kernel == "lean_merge_kernel" else binary.ttgir
             waits, touches = WAIT.search(code), TOUCH.search(code)
-            assert bool(waits) == (arch == 90 and kernel != "lean_kernel"), kernel  # does not begin early
+            assert bool(waits) == (arch == 90), kernel
             assert not waits or waits.start() < touches.start(), f"{kernel} touches memory before it waits"
             assert binary.begins_early == bool(waits), f"{kernel} is launched early and does not wait, or waits for nothing"
             lets = LET.search(code)
             assert not (waits and lets) or waits.start() < lets.start(), f"{kernel} lets the next begin before it waits"
-            if kernel == "split_kv_kernel" and waits and shape.sinks:
+            if kernel == "split_kv_kernel" and waits and shape.sinks and 2 * binary.shared <= SHARED_LIMIT[90]:
                 assert 3 * 4 * 32 * binary.registers <= 65536, "no room for one more program"
 
 
 @pytest.mark.parametrize(
     "shape",
-    [Shape("bf16", 128, q_len=16, batch=12), *(s for s in DECODE if s.dtype == "bf16" and not s.sinks)],
+    [Shape("bf16", 128, q_len=16, batch=6), *(s for s in DECODE if s.dtype == "bf16" and not s.sinks)],
     ids=lambda s: s.id,
 )
 def test_merges_load_everything_before_their_first_reduction(shape, tmp_path):

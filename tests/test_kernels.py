@@ -462,6 +462,36 @@ def test_fixed_splits_of_few_keys_have_launches_of_their_own_at_head_dim_64(monk
     assert tables.fixed(device, bf16, 64, 8, 67, 256) == tables.decode(device, bf16, 64, 8, 67)  # too many heads
 
 
+def test_of_one_program_per_sm_two_do_not_fit_if_there_are_a_dozen_heads(monkeypatch):
+    """Otherwise both may be placed on the first SM that is free, and others stay idle."""
+    device, bf16 = torch.device("cuda", 0), torch.bfloat16
+    monkeypatch.setattr(gpu, "num_sms", lambda device: 132)
+    monkeypatch.setattr(gpu, "arch", lambda device: 90)
+
+    def buffers(head_dim, rows, heads, kv_len=32 << 10):
+        """(bytes of K and V that a program loads ahead, programs per SM)"""
+        config = tables.fixed(device, bf16, head_dim, rows, heads, kv_len)
+        tile = 4 * config.BLOCK_N * tables.block_d(head_dim)
+        return tile * (config.num_stages - 1) >> 10, config.programs_per_sm  # Triton allocates one buffer less than stages
+
+    for head_dim, rows, heads in (
+        (128, 4, 12),
+        (128, 1, 32),
+        (128, 4, 128),
+        (96, 1, 24),
+        (112, 4, 48),
+        (64, 4, 16),
+        (128, 64, 64),
+    ):
+        assert buffers(head_dim, rows, heads) == (128, 1)
+    assert buffers(128, 4, 8) == buffers(128, 4, 16, 1 << 10) == (96, 1)  # few heads, and few tiles: smaller ones arrive earlier
+    for head_dim, rows, heads in ((128, 4, 80), (80, 1, 32), (64, 4, 48), (128, 4, 192)):  # too many SMs would be idle
+        assert buffers(head_dim, rows, heads) == (64, 2)
+    for arch, dtype, keys in ((80, bf16, 32 << 10), (90, torch.float32, 32 << 10), (90, bf16, None)):
+        monkeypatch.setattr(gpu, "arch", lambda device, arch=arch: arch)
+        assert tables.fixed(device, dtype, 128, 4, 32, keys) == tables.decode(device, dtype, 128, 4, 32)
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_programs_per_sm_by_the_number_of_heads(head_dim, monkeypatch):
     monkeypatch.setattr(gpu, "arch", lambda device: 90)

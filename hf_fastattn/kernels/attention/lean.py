@@ -73,7 +73,8 @@ def lean_kernel(
     EARLY: tl.constexpr,
 ):
     """Stores the rows that one program computes alone in Out, and partials of the others in two workspace slots per program."""
-    let_next_begin(EARLY)  # this kernel itself is not launched early: two of its programs could share a multiprocessor
+    wait_for_inputs(EARLY)
+    let_next_begin(EARLY)
     pid = tl.program_id(0)
     _head_tiles, item_tiles, num_ranges, range_tiles, range_programs, share, extra = assign_tiles(
         Spans, stride_sb, batch, blocks, kv_heads, q_len, kv_len, window, tl.num_programs(0), num_sms, BLOCK_B, MIN_TILES, C
@@ -166,7 +167,7 @@ def lean_merge_kernel(
     BLOCK_M: tl.constexpr = C.BLOCK_M
     block = 0 if C.FEW_ROWS else first_row // BLOCK_M
     b = row * blocks + block
-    # The spans may be read before the wait: they were written before lean_kernel, which did not begin early.
+    # The spans may be read before the wait: every program of lean_kernel has waited for what wrote them.
     head_tiles, item_tiles, _, range_tiles, range_programs, share, extra = assign_tiles(
         Spans, stride_sb, batch, blocks, kv_heads, q_len, kv_len, window, programs, num_sms, BLOCK_B, MIN_TILES, C
     )
@@ -254,12 +255,12 @@ def stream_k(call: Call, config: tables.Config) -> Plan:
         "BLOCK_B": 1 if call.uniform and blocks == 1 else triton.next_power_of_2(items),
         "MIN_TILES": config.MIN_TILES,
         "C": constants,
-        "EARLY": overlap["EARLY"],
+        **overlap,
     }
     merge = launch.Launch(
         lean_merge_kernel,
         (triton.cdiv(call.rows, rows_each), call.num_kv_heads, call.batch),
-        **schedule | overlap,
+        **schedule,
         programs=programs,
         ROWS=rows_each,
         CHUNK=chunk,

@@ -25,17 +25,19 @@ def load_spans(
     FLAGS: tl.constexpr = FLAGS,
     CAUSAL: tl.constexpr = CAUSAL,
     HOLES: tl.constexpr = HOLES,
+    CACHE: tl.constexpr = "",
 ):  # fmt: skip
     """The spans of one row (`span_ptrs` is a scalar) or of several (a block of pointers), or their values if there are no spans.
 
     Returns (q_start, kv_start, kv_stop, window, causal, holes). kv_start and kv_stop are clamped to the buffer of `kv_len` slots.
+    CACHE: the cache modifier of the loads.
     """
     if HAS_SPANS:
-        q_start = tl.load(span_ptrs + Q_START)
-        kv_start = tl.maximum(tl.load(span_ptrs + KV_START), 0)
-        kv_stop = tl.minimum(tl.load(span_ptrs + KV_STOP), kv_len)
-        window = tl.minimum(tl.load(span_ptrs + WINDOW), window)
-        flags = tl.load(span_ptrs + FLAGS)
+        q_start = tl.load(span_ptrs + Q_START, cache_modifier=CACHE)
+        kv_start = tl.maximum(tl.load(span_ptrs + KV_START, cache_modifier=CACHE), 0)
+        kv_stop = tl.minimum(tl.load(span_ptrs + KV_STOP, cache_modifier=CACHE), kv_len)
+        window = tl.minimum(tl.load(span_ptrs + WINDOW, cache_modifier=CACHE), window)
+        flags = tl.load(span_ptrs + FLAGS, cache_modifier=CACHE)
         holes = (flags & HOLES) != 0
         causal = (flags & CAUSAL) != 0
         if IS_CAUSAL:

@@ -9,8 +9,8 @@ From compute capability 9.0 on, the programs of a kernel are set up while the pr
 - In a decode graph no launch writes weights, so they may be read before the wait (`linear`).
 - As a rule a kernel calls `let_next_begin` after its wait. It may call it before the wait (`residual`, before a linear layer) if
   the next launch reads nothing before its own wait but weights.
-- A kernel that was not launched early begins when all earlier launches have finished, and sees their results. It may call
-  `let_next_begin` at any point, and the next launch may also read the results of those launches before its wait (`lean`).
+- What was written before a launch whose programs all wait before they call `let_next_begin`, the next launch may read before
+  its own wait, past the L1 cache (the spans in the merge of `lean`).
 - The hardware places programs on the multiprocessor with the most free resources while programs of the previous launch still
   occupy some. A kernel that should have one or two programs on every multiprocessor limits its registers (`maxnreg`), so that
   registers do not decide how many programs fit. Otherwise some multiprocessors get twice their share and others none.

@@ -157,16 +157,28 @@ def fixed(device: torch.device, dtype: torch.dtype, head_dim: int, rows: int, he
 
     kv_len: keys of a head; None if the launch must not depend on it.
     """
-    if gpu.arch(device) == 90 and dtype.itemsize == 2 and block_d(head_dim) == 64:
-        read = BRIEF_BYTES + 1 if kv_len is None else heads * kv_len * 4 * head_dim
-        if rows <= 16 and 2 * heads <= gpu.num_sms(device) and read <= BRIEF_BYTES:
-            if 2 * read <= BRIEF_BYTES:  # smaller tiles arrive earlier
-                return Config(16, 64, 4, 4, programs_per_sm=2, sink_registers=168)
-            # One program per SM has fewer splits, and a shorter merge.
-            return replace(decode(device, dtype, head_dim, rows, heads), programs_per_sm=1)
-        if 16 < rows <= 32:
-            rows = 64  # as in `prefill_config`
-    return decode(device, dtype, head_dim, rows, heads)
+    if gpu.arch(device) != 90 or dtype.itemsize != 2:
+        return decode(device, dtype, head_dim, rows, heads)
+    sms, size = gpu.num_sms(device), block_d(head_dim)
+    read = None if kv_len is None else heads * kv_len * 4 * head_dim
+    if size == 64 and rows <= 16 and read is not None and read <= BRIEF_BYTES and 2 * heads <= sms:
+        if 2 * read <= BRIEF_BYTES:  # smaller tiles arrive earlier
+            return Config(16, 64, 4, 4, programs_per_sm=2, sink_registers=168)
+        # One program per SM has fewer splits, and a shorter merge.
+        return replace(decode(device, dtype, head_dim, rows, heads), programs_per_sm=1)
+    if size == 64 and 16 < rows <= 32:
+        rows = 64  # as in `prefill_config`
+    config = decode(device, dtype, head_dim, rows, heads)
+    # While programs of the previous launch still occupy SMs, two programs that fit on an SM are both placed on one that is
+    # free, and others stay idle. So one program per SM has tiles of 128 KB in flight, of which two do not fit.
+    busy = sms // heads * heads if kv_len is not None and 11 * heads >= sms else 0
+    if size == 64 and config.BLOCK_M == 16 and 20 * busy >= 19 * sms:
+        return replace(config, num_stages=5, programs_per_sm=1, sink_registers=0)
+    if size == 128 and head_dim > 80 and config.BLOCK_M == 16 and 10 * busy >= 7 * sms and heads * (kv_len or 0) >= 256 * sms:
+        return Config(16, 128, 4, 3)
+    if size == 128 and config.BLOCK_M == 64 and 10 * busy >= 7 * sms:
+        return replace(config, num_stages=5, programs_per_sm=1)
+    return config
 
 
 @cache
