@@ -48,7 +48,7 @@ class _Gl(types.SimpleNamespace):
 
 def _as_python(fn, memory=(), **names):
     """A Gluon function of scalars as a Python function; pointers are indices of `memory`."""
-    gl = _Gl(load=lambda at: memory[at])
+    gl = _Gl(load=lambda at, cache_modifier="": memory[at])
     names = {"gl": gl, "tl": gl, "__builtins__": builtins, **names}
     return types.FunctionType(fn.fn.__code__, names, fn.fn.__name__, fn.fn.__defaults__)
 

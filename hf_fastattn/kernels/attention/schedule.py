@@ -44,7 +44,7 @@ def num_tiles(
     """Tiles that queries first..last of a row visit in one KV head, for one row or a tensor of rows; at least one, for sinks."""
     # Merges read spans before their wait, so past the L1 cache (see `overlap`).
     q_start, kv_start, kv_stop, window, causal, _ = load_spans(
-        span_ptrs, q_len, kv_len, window, C.HAS_SPANS, C.IS_CAUSAL, CACHE=".cg"
+        span_ptrs, q_len, kv_len, window, C.HAS_SPANS, C.IS_CAUSAL, PAST_L1=True
     )
     lo, hi, _, _ = block_bounds(q_start + first, q_start + last, kv_start + C.SINKS, kv_stop, window, causal)
     return tl.maximum((hi - lo + C.BLOCK_N - 1) // C.BLOCK_N, 1)

@@ -25,14 +25,15 @@ def load_spans(
     FLAGS: tl.constexpr = FLAGS,
     CAUSAL: tl.constexpr = CAUSAL,
     HOLES: tl.constexpr = HOLES,
-    CACHE: tl.constexpr = "",
+    PAST_L1: tl.constexpr = False,
 ):  # fmt: skip
     """The spans of one row (`span_ptrs` is a scalar) or of several (a block of pointers), or their values if there are no spans.
 
     Returns (q_start, kv_start, kv_stop, window, causal, holes). kv_start and kv_stop are clamped to the buffer of `kv_len` slots.
-    CACHE: the cache modifier of the loads.
+    PAST_L1: whether the loads go past the L1 cache.
     """
     if HAS_SPANS:
+        CACHE: tl.constexpr = ".cg" if PAST_L1 else ""
         q_start = tl.load(span_ptrs + Q_START, cache_modifier=CACHE)
         kv_start = tl.maximum(tl.load(span_ptrs + KV_START, cache_modifier=CACHE), 0)
         kv_stop = tl.minimum(tl.load(span_ptrs + KV_STOP, cache_modifier=CACHE), kv_len)
