@@ -160,24 +160,35 @@ def fixed(device: torch.device, dtype: torch.dtype, head_dim: int, rows: int, he
     if gpu.arch(device) != 90 or dtype.itemsize != 2:
         return decode(device, dtype, head_dim, rows, heads)
     sms, size = gpu.num_sms(device), block_d(head_dim)
-    read = None if kv_len is None else heads * kv_len * 4 * head_dim
-    if size == 64 and rows <= 16 and read is not None and read <= BRIEF_BYTES and 2 * heads <= sms:
+    if size == 64 and rows <= 16 and kv_len is not None and 2 * heads <= sms:
+        read = heads * kv_len * 4 * head_dim
         if 2 * read <= BRIEF_BYTES:  # smaller tiles arrive earlier
             return Config(16, 64, 4, 4, programs_per_sm=2, sink_registers=168)
-        # One program per SM has fewer splits, and a shorter merge.
-        return replace(decode(device, dtype, head_dim, rows, heads), programs_per_sm=1)
+        if read <= BRIEF_BYTES:  # one program per SM has fewer splits, and a shorter merge
+            return replace(decode(device, dtype, head_dim, rows, heads), programs_per_sm=1)
     if size == 64 and 16 < rows <= 32:
         rows = 64  # as in `prefill_config`
     config = decode(device, dtype, head_dim, rows, heads)
-    # While programs of the previous launch still occupy SMs, two programs that fit on an SM are both placed on one that is
-    # free, and others stay idle. So one program per SM has tiles of 128 KB in flight, of which two do not fit.
-    busy = sms // heads * heads if kv_len is not None and 11 * heads >= sms else 0
-    if size == 64 and config.BLOCK_M == 16 and 20 * busy >= 19 * sms:
-        return replace(config, num_stages=5, programs_per_sm=1, sink_registers=0)
-    if size == 128 and head_dim > 80 and config.BLOCK_M == 16 and 10 * busy >= 7 * sms and heads * (kv_len or 0) >= 256 * sms:
-        return Config(16, 128, 4, 3)
-    if size == 128 and config.BLOCK_M == 64 and 10 * busy >= 7 * sms:
+    return config if kv_len is None else one_per_sm(config, sms, head_dim, heads, kv_len)
+
+
+def one_per_sm(config: Config, sms: int, head_dim: int, heads: int, kv_len: int) -> Config:
+    """The launch of `fixed` on Hopper with one program per SM where that is faster, otherwise `config`; arguments as there.
+
+    While programs of the previous launch still occupy SMs, two programs that fit on one SM are both placed on one that is free,
+    and others stay idle. So a program has 128 KB of tiles in flight: two do not fit. With few heads, and so many splits, smaller
+    tiles are faster.
+    """
+    size, splits = block_d(head_dim), sms // heads
+    busy = heads * splits / sms
+    if config.BLOCK_M == 64 and size == 128 and 2 <= splits <= 16 and busy >= 0.7:
         return replace(config, num_stages=5, programs_per_sm=1)
+    if config.BLOCK_M != 16 or splits > 11:
+        return config
+    if size == 64 and busy >= 0.95 and heads * kv_len * head_dim >= BRIEF_BYTES:
+        return replace(config, num_stages=5, programs_per_sm=1, sink_registers=0)
+    if size == 128 and head_dim > 80 and busy >= 0.7 and heads * kv_len >= 256 * sms:
+        return Config(16, 128, 4, 3)
     return config
 
 
