@@ -511,6 +511,8 @@ def test_heads_of_one_even_wave_have_programs_of_their_own(monkeypatch):
 
     assert [fixed(heads, 4 << 10) for heads in (384, 512, 896)] == [True, True, False]
     assert fixed(384, 8 << 10, 64) and not fixed(384, 16 << 10) and not fixed(270, 4 << 10)
+    # 96 programs that are alone on their SM read about as fast as 132.
+    assert [fixed(96, keys << 10) for keys in (16, 32, 64)] == [True, True, False]
 
 
 def test_few_keys_of_64_rows_are_not_split_if_each_sm_has_one_head(monkeypatch):

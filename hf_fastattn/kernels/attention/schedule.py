@@ -128,7 +128,9 @@ def shares_within_heads(device: torch.device, config: tables.Config, heads: int,
         short = tiles <= (32 if even else 16) * config.programs_per_sm
         return config.programs_per_sm > 1 and short and 5 * (-heads % programs) <= 3 * programs
     used = programs // heads * heads
-    return used > 0 and (16 * used >= 15 * programs or (10 * used >= 7 * programs and heads * tiles <= programs * SHORT))
+    # Most programs of `tables.one_per_sm` alone use all the bandwidth of memory, so idle SMs cost less.
+    short = 4 * SHORT if config.programs_per_sm == 1 and config.BLOCK_N == 128 else SHORT
+    return used > 0 and (16 * used >= 15 * programs or (10 * used >= 7 * programs and heads * tiles <= programs * short))
 
 
 def visible_keys(kv_len: int, q_len: int, spec: Spec) -> int:
