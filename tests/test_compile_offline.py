@@ -559,6 +559,17 @@ def test_experts_wait_before_they_read_what_launches_write(tokens, kind, arch, t
 
 
 @pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("count, choices, form", [(128, 8, "softmax"), (32, 4, "choice"), (256, 8, "sigmoid")])
+def test_a_choice_of_experts_is_two_or_three_reductions_of_one_instruction(count, choices, form, arch, tmp_path):
+    correction = torch.zeros(count) if form == "sigmoid" else None
+    with compiling(route, ("route_kernel",), arch) as compiled:
+        route.route(torch.zeros(4, count, dtype=torch.bfloat16), choices, form, normalise=True, correction=correction)
+    binary = read(compiled["route_kernel"], tmp_path)
+    number = len(re.findall(r"redux\.sync\.(?:max|min)", binary.ptx))
+    assert binary.stack == 0 and number == choices * (3 if form == "sigmoid" else 2)
+
+
+@pytest.mark.parametrize("arch", [80, 90])
 def test_spans_kernel_compiles(arch, tmp_path):
     mask = torch.zeros(4, 100, dtype=torch.bool)
     span = torch.zeros(4, 1, 1, spans.WORDS + spans.num_words(100), dtype=torch.int32)

@@ -119,6 +119,22 @@ def test_of_equal_logits_the_first_is_chosen():
 
 
 @runs_kernels
+@pytest.mark.parametrize("count", [5, 130])
+def test_zeros_of_both_signs_are_equal_and_infinities_are_ordered(count):
+    from hf_fastattn.kernels.decode.route import route
+
+    low = float("-inf")
+    logits = torch.full((3, count), -3.0, device=DEVICE)
+    logits[0, :5] = torch.tensor([-1e-38, -0.0, 0.0, -0.0, -2.0])
+    logits[1, :5] = torch.tensor([-1.0, low, -2.0, 1.0, 0.5])
+    logits[2] = low
+    logits[2, 1] = 7.0
+    scores, chosen = route(logits, 4, "choice")
+    assert chosen.tolist() == [[1, 2, 3, 0], [3, 4, 0, 2], [1, 0, 2, 3]]
+    torch.testing.assert_close(scores, logits.gather(1, chosen).softmax(1))
+
+
+@runs_kernels
 def test_dtypes_of_scores_do_not_share_a_launch():
     from hf_fastattn.kernels.decode.route import route
 

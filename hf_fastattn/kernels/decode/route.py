@@ -1,8 +1,8 @@
 """The routing of a mixture in one launch: from the router's logits to the experts of each token and their weights.
 
-The code of the models needs some seven launches: softmax, top-k (two), the sum, the division, conversions. Each program has one
-token, and selects the largest remaining value for each choice, of equal values the first, as `torch.topk` does on a GPU. If a
-logit is NaN, so are all scores of its token.
+The code of the models needs some seven launches: softmax, top-k (two), the sum, the division, conversions. A program of one warp
+has one token, and selects the largest remaining value for each choice, of equal values the first, as `torch.topk` does on a GPU.
+If a logit is NaN, so are all scores of its token.
 
 Everything is in fp32. FORM "softmax": the probabilities of all experts, then the choice, as in Qwen3 and Mixtral. "choice": a
 softmax over the chosen logits, as in GPT-OSS. "sigmoid": sigmoids of the logits, chosen by their sums with a correction for each
@@ -25,7 +25,70 @@ from ..mixture import MAX_CHOICES
 MAX_EXPERTS = 1024  # one program loads the logits of all
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 SOFTMAX, CHOICE, SIGMOID = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+CHOSEN = tl.constexpr(-(2**31))  # less than the integer of any float
 _FORMS = {"softmax": SOFTMAX, "choice": CHOICE, "sigmoid": SIGMOID}
+
+
+@triton.jit
+def choose(
+    Logits,
+    Correction,
+    token,
+    NUM_EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    FORM: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    SCALE: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_TOP: tl.constexpr,
+    WARPS: tl.constexpr,
+):
+    """(scores in fp32, experts) of a token, both (WARPS, BLOCK_TOP): each warp of the program has a row of the same values.
+
+    So no warp waits for another. Values are compared as integers of the same order, of which a warp finds the largest in one
+    instruction.
+    """
+    expert = tl.arange(0, BLOCK_E)[None, :] + tl.zeros([WARPS, 1], tl.int32)
+    choice = tl.arange(0, BLOCK_TOP)[None, :]
+    known = expert < NUM_EXPERTS
+    score = tl.load(Logits + token * NUM_EXPERTS + expert, mask=known, other=float("-inf")).to(tl.float32)
+    if FORM == SOFTMAX:
+        score = tl.exp(score - tl.max(score, 1)[:, None])
+        score = score / tl.sum(score, 1)[:, None]
+    elif FORM == SIGMOID:
+        score = 1.0 / (1.0 + tl.exp(-score))
+    left = score
+    if FORM == SIGMOID:
+        left += tl.load(Correction + expert, mask=known, other=0.0).to(tl.float32)
+    is_number = known & (left == left)
+    left = tl.where(is_number, tl.where(left == 0.0, 0.0, left), float("-inf"))  # one zero; NaN comes last
+    key = _ordered(left.to(tl.int32, bitcast=True))  # the first of equals is chosen, so those that are not known come last
+    values = tl.zeros([WARPS, BLOCK_TOP], tl.int32)
+    chosen = tl.zeros([WARPS, BLOCK_TOP], tl.int32)
+    for j in tl.static_range(TOP_K):
+        top = tl.max(key, 1)[:, None]
+        at = tl.min(tl.where(key == top, expert, BLOCK_E), 1)[:, None]  # of equal values the first
+        if FORM == SIGMOID:  # scores are not negative, so that the largest integer is that of `at`
+            top = tl.max(tl.where(expert == at, score.to(tl.int32, bitcast=True), 0), 1)[:, None]
+        values = tl.where(choice == j, top, values)
+        chosen = tl.where(choice == j, at, chosen)
+        key = tl.where(expert == at, CHOSEN, key)
+    values = _ordered(values).to(tl.float32, bitcast=True)
+    scores = tl.where(choice < TOP_K, values, 0.0)
+    if FORM == CHOICE:
+        values = tl.where(choice < TOP_K, values, float("-inf"))
+        exps = tl.exp(values - tl.max(values, 1)[:, None])
+        scores = exps / tl.sum(exps, 1)[:, None]
+    elif NORMALISE:
+        scores = scores / (tl.sum(scores, 1)[:, None] + (1e-20 if FORM == SIGMOID else 0.0))
+    has_nan = tl.sum(is_number.to(tl.int32), 1)[:, None] < NUM_EXPERTS
+    return tl.where(has_nan, float("nan"), scores * SCALE), chosen
+
+
+@triton.jit
+def _ordered(bits):
+    """The bits of floats as integers of the same order, and back."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
@@ -43,40 +106,12 @@ def route_kernel(
     BLOCK_TOP: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One program per token."""
+    """One program, of one warp, per token."""
     wait_for_inputs(EARLY)
     let_next_begin(EARLY)
     token = tl.program_id(0)
-    expert, choice = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_TOP)
-    known = expert < NUM_EXPERTS
-    score = tl.load(Logits + token * NUM_EXPERTS + expert, mask=known, other=float("-inf")).to(tl.float32)
-    if FORM == SOFTMAX:
-        score = tl.exp(score - tl.max(score, 0))
-        score = score / tl.sum(score, 0)
-    elif FORM == SIGMOID:
-        score = 1.0 / (1.0 + tl.exp(-score))
-    left = score
-    if FORM == SIGMOID:
-        left += tl.load(Correction + expert, mask=known, other=0.0).to(tl.float32)
-    is_number = known & (left == left)
-    left = tl.where(is_number, left, float("-inf"))  # of numbers and NaN, any could be chosen
-    values = tl.full([BLOCK_TOP], float("-inf"), tl.float32)
-    chosen = tl.zeros([BLOCK_TOP], tl.int32)
-    for j in tl.static_range(TOP_K):
-        value, at = tl.max(left, 0, return_indices=True)
-        if FORM == SIGMOID:
-            value = tl.sum(tl.where(expert == at, score, 0.0), 0)
-        values = tl.where(choice == j, value, values)
-        chosen = tl.where(choice == j, at, chosen)
-        left = tl.where(expert == at, float("-inf"), left)
-    scores = tl.where(choice < TOP_K, values, 0.0)
-    if FORM == CHOICE:
-        exps = tl.exp(values - tl.max(values, 0))
-        scores = exps / tl.sum(exps, 0)
-    elif NORMALISE:
-        scores = scores / (tl.sum(scores, 0) + (1e-20 if FORM == SIGMOID else 0.0))
-    has_nan = tl.sum(is_number.to(tl.int32), 0) < NUM_EXPERTS
-    scores = tl.where(has_nan, float("nan"), scores * SCALE)
+    scores, chosen = choose(Logits, Correction, token, NUM_EXPERTS, TOP_K, FORM, NORMALISE, SCALE, BLOCK_E, BLOCK_TOP, 1)
+    choice = tl.arange(0, BLOCK_TOP)[None, :]
     at = token * TOP_K + choice
     tl.store(Scores + at, scores.to(Scores.dtype.element_ty), mask=choice < TOP_K)
     tl.store(Experts + at, chosen.to(Experts.dtype.element_ty), mask=choice < TOP_K)
@@ -146,5 +181,5 @@ def _prepare(
         BLOCK_E=block,
         BLOCK_TOP=triton.next_power_of_2(choices),
         **early(logits.device),
-        num_warps=1 if block <= 512 else 4,
+        num_warps=1,
     )
