@@ -85,6 +85,14 @@ def test_routing_that_is_not_even(tokens):
 
 
 @runs_kernels
+@pytest.mark.parametrize("inner", [16, 600])  # in one and in two splits
+def test_one_token_with_an_expert_of_another_rank_and_one_twice(inner):
+    x, chosen, scores, weights = inputs(1, 32, inner, 3, 3, bias=True)
+    chosen[0, 1], chosen[0, 2] = 3, chosen[0, 0]
+    check(x, chosen, scores, weights)
+
+
+@runs_kernels
 def test_weights_of_experts_that_no_token_has_chosen_are_not_read():
     x, chosen, scores, weights = inputs(2, 32, 16, 8, 2)
     for tensor in weights[:2]:
@@ -93,17 +101,20 @@ def test_weights_of_experts_that_no_token_has_chosen_are_not_read():
 
 
 @runs_kernels
-def test_results_are_rounded_as_by_batched_mm():
-    """With values whose products and sums are exact, only roundings remain; a score in float32 is not rounded."""
+@pytest.mark.parametrize("inner", [16, 512])  # in one and in two splits
+@pytest.mark.parametrize("bias", [None, 1.0])
+def test_results_are_rounded_as_by_batched_mm(inner, bias):
+    """With values whose sums are far from a tie, only roundings remain; a product with a score in float32 is not rounded."""
     from hf_fastattn.kernels.decode import experts as kernel
 
-    x = torch.ones(1, 16, device=DEVICE, dtype=torch.float16)
-    weights = Weights(*(torch.full(shape, 1 / 16, device=DEVICE, dtype=torch.float16) for shape in ((2, 32, 16), (2, 16, 16))))
-    weights.down[1] *= 1 + 2**-10
-    chosen = torch.tensor([[0, 1]], device=DEVICE)
+    new = lambda *shape: torch.full(shape[:-1], shape[-1], device=DEVICE, dtype=torch.float16)  # noqa: E731
+    x, chosen = new(1, 16, 1.0), torch.tensor([[0, 1]], device=DEVICE)
+    biases = () if bias is None else (new(2, 2 * inner, 0.0), new(2, 16, bias))
+    weights = Weights(new(2, 2 * inner, 16, 1 / 16), new(2, 16, inner, 1 / inner), *biases)
+    weights.down[1, :, inner // 2 :] *= 1 + 3 * 2**-7  # the second split
     for scores in (torch.tensor([[0.3, 0.7]], device=DEVICE), torch.tensor([[0.3, 0.7]], device=DEVICE).half()):
         h = torch.nn.functional.silu(torch.ones(1, device=DEVICE).half())  # gate and up are 1
-        y = torch.stack([h, (h.float() * (1 + 2**-10)).half()], 1)
+        y = torch.stack([h, (h.float() * (1 + 3 * 2**-8)).half()], 1) + (bias or 0.0)
         want = (y * scores).sum(1).half()
         assert torch.equal(kernel.run(x, chosen, scores, weights), want.expand(1, 16))
 

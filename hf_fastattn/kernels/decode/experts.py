@@ -1,9 +1,9 @@
 """The experts of a mixture (mixture.py) for 1 to 64 tokens: the weights of each chosen expert are read once, for all its tokens.
 
-Three launches: gate and up with the activation, down, and the sum. A program of the first two has some rows of the weights of one
-expert, and finds the tokens of this expert itself, from the indices of all tokens: nothing is sorted, no shape depends on data,
-and no value is read on the host. Each token has a column of the product, which stays 0 if the token has not chosen the expert.
-Tensor cores have time for that, because reading the weights takes longer.
+Three launches: gate and up with the activation, down, and the sum (experts_sum.py). A program of the first two has some rows of
+the weights of one expert, and finds the tokens of this expert itself, from the indices of all tokens: nothing is sorted, no shape
+depends on data, and no value is read on the host. Each token has a column of the product, which stays 0 if the token has not
+chosen the expert. Tensor cores have time for that, because reading the weights takes longer.
 
 Products and sums are in fp32. Results are rounded as in `batched_mm` of Transformers: products, their sums with biases,
 the activation and its product, and products with the routing weights; the sum over experts is in fp32, in the order of the
@@ -21,6 +21,7 @@ import triton.language as tl
 from ..host import gpu, launch
 from ..host.overlap import early, let_next_begin, wait_for_inputs
 from ..mixture import PLAIN, Layout, Weights, why_not
+from .experts_sum import sum_kernel
 
 SILU, GELU_TANH, SIGMOID = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 CHOICES, PAIRS, EXPERTS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -134,7 +135,6 @@ def gate_up_kernel(
     SLOTS: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     ACT: tl.constexpr,
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
@@ -162,6 +162,8 @@ def gate_up_kernel(
             has_row = n < INNER
         token = tl.arange(0, BLOCK_T)
         has_token = first < TOP_K
+        if Bias is not None:  # it arrives while the weights are read
+            bias = tl.load(Bias + expert * (2 * INNER) + row, mask=has_row, other=0.0).to(tl.float32)
         acc = _product(
             X,
             token,
@@ -182,8 +184,7 @@ def gate_up_kernel(
         )
         dtype: tl.constexpr = Hidden.dtype.element_ty
         acc = acc.to(dtype).to(tl.float32)
-        if HAS_BIAS:
-            bias = tl.load(Bias + expert * (2 * INNER) + row, mask=has_row, other=0.0).to(tl.float32)
+        if Bias is not None:
             acc = (acc + bias[:, None]).to(dtype).to(tl.float32)
         if INTERLEAVED:
             gate, up = tl.split(tl.permute(tl.reshape(acc, [HALF, 2, BLOCK_T]), [0, 2, 1]))
@@ -200,6 +201,7 @@ def down_kernel(
     Hidden,
     Experts,
     Weight,
+    Bias,
     Partial,
     tokens,
     SIZE: tl.constexpr,
@@ -215,7 +217,10 @@ def down_kernel(
     BLOCK_K: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One program per BLOCK_N elements of the output, slot, and SPLIT elements of h. Partial: (splits, tokens, TOP_K, SIZE)."""
+    """One program per BLOCK_N elements of the output, slot, and SPLIT elements of h. Partial: (splits, tokens, TOP_K, SIZE).
+
+    With one split Partial has the dtype of the output, and Bias is added here. With several, Bias is None.
+    """
     wait_for_inputs(EARLY)
     let_next_begin(EARLY)
     expert, live, first = _tokens_of(Experts, tl.program_id(1), tokens, SLOTS, NUM_EXPERTS, TOP_K, BLOCK_T, BLOCK_TOP)
@@ -225,6 +230,8 @@ def down_kernel(
         token = tl.arange(0, BLOCK_T)
         has_token = first < TOP_K
         pair = token * TOP_K + first
+        if Bias is not None:
+            bias = tl.load(Bias + expert * SIZE + row, mask=has_row, other=0.0).to(tl.float32)
         begin = tl.program_id(2) * SPLIT
         acc = _product(
             Hidden,
@@ -245,55 +252,10 @@ def down_kernel(
             BLOCK_T,
         )
         at = (tl.program_id(2) * tokens * TOP_K + pair) * SIZE
-        tl.store(Partial + at[None, :] + row[:, None], acc, mask=has_token[None, :] & has_row[:, None])
-
-
-@triton.jit(do_not_specialize=["tokens"])
-def sum_kernel(
-    Partial,
-    Experts,
-    Scores,
-    Bias,
-    Out,
-    tokens,
-    SIZE: tl.constexpr,
-    NUM_EXPERTS: tl.constexpr,
-    TOP_K: tl.constexpr,
-    SPLITS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    BLOCK_TOP: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    """One program per token and BLOCK_N elements of the output. Scores: the routing weights, (tokens, TOP_K)."""
-    wait_for_inputs(EARLY)
-    let_next_begin(EARLY)
-    token = tl.program_id(1)
-    offs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = offs < SIZE
-    choice = tl.arange(0, BLOCK_TOP)
-    dtype: tl.constexpr = Out.dtype.element_ty
-    chosen = tl.load(Experts + token * TOP_K + choice, mask=choice < TOP_K, other=-1).to(tl.int32)
-    total = tl.zeros([BLOCK_N], tl.float32)
-    for j in tl.static_range(TOP_K):
-        expert = tl.load(Experts + token * TOP_K + j).to(tl.int32)
-        owner = tl.where(inside, expert, -1)
-        live = (owner >= 0) & (owner < NUM_EXPERTS)  # others are the experts of other ranks
-        first = tl.min(tl.where(chosen == expert, choice, TOP_K), 0)
-        y = tl.zeros([BLOCK_N], tl.float32)
-        for split in tl.static_range(SPLITS):
-            at = ((split * tokens + token) * TOP_K + first) * SIZE
-            y += tl.load(Partial + at + offs, mask=live, other=0.0)
-        y = y.to(dtype).to(tl.float32)
-        if HAS_BIAS:
-            bias = tl.load(Bias + expert * SIZE + offs, mask=live, other=0.0).to(tl.float32)
-            y = (y + bias).to(dtype).to(tl.float32)
-        score = tl.load(Scores + token * TOP_K + j).to(tl.float32)
-        product = y * score
-        if Scores.dtype.element_ty == dtype:
-            product = product.to(dtype).to(tl.float32)
-        total += tl.where(live, product, 0.0)
-    tl.store(Out + token * SIZE + offs, total.to(dtype), mask=inside)
+        y = acc.to(Partial.dtype.element_ty)
+        if Bias is not None:
+            y = (y.to(tl.float32) + bias[:, None]).to(Partial.dtype.element_ty)
+        tl.store(Partial + at[None, :] + row[:, None], y, mask=has_token[None, :] & has_row[:, None])
 
 
 class Tiles(NamedTuple):
@@ -329,11 +291,13 @@ def run(
         return None
     pairs, size = experts.shape, x.shape[1]
     hidden = x.new_empty(*pairs, plan.inner)
-    partial = x.new_empty(plan.splits, *pairs, size, dtype=torch.float32)
+    # The sum of all splits is rounded, and then a bias is added: with one split before it is stored.
+    in_down, in_sum = (weights.down_bias, None) if plan.splits == 1 else (None, weights.down_bias)
+    partial = x.new_empty(plan.splits, *pairs, size, dtype=x.dtype if plan.splits == 1 else torch.float32)
     out = torch.empty_like(x)
     plan.gate_up(x, experts, weights.gate_up, weights.gate_up_bias, hidden)
-    plan.down(hidden, experts, weights.down, partial)
-    plan.sum(partial, experts, scores, weights.down_bias, out)
+    plan.down(hidden, experts, weights.down, in_down, partial)
+    plan.sum(partial, experts, scores, in_sum, out)
     return out
 
 
@@ -362,7 +326,7 @@ def _prepare(tensors: Tensors, layout: Layout) -> _Plan | None:
     if why_not(x, experts, scores, weights, layout):
         return None
     (tokens, size), choices, count = x.shape, experts.shape[1], weights.gate_up.shape[0]
-    inner, has_bias = weights.down.shape[1 if layout.transposed else 2], weights.down_bias is not None
+    inner = weights.down.shape[1 if layout.transposed else 2]
     slots = CHOICES if tokens == 1 else PAIRS if tokens * choices <= count else EXPERTS
     num_slots = count if slots == EXPERTS else tokens * choices
     wide, deep = tiles(tokens, size, x.dtype), tiles(tokens, inner, x.dtype)
@@ -387,8 +351,8 @@ def _prepare(tensors: Tensors, layout: Layout) -> _Plan | None:
     }
     gate = {"INTERLEAVED": layout.interleaved, "ACT": _ACTS[layout.act].value, "ALPHA": layout.alpha, "LIMIT": layout.limit}
     grid = triton.cdiv(2 * inner, wide.block_n), num_slots
-    first = launch.Launch(gate_up_kernel, grid, **product, **wide.named(), **gate, HAS_BIAS=has_bias)
+    first = launch.Launch(gate_up_kernel, grid, **product, **wide.named(), **gate)
     second = launch.Launch(down_kernel, (blocks, num_slots, splits), **product, **deep.named(), SPLIT=split)
     grid = triton.cdiv(size, 256), tokens
-    last = launch.Launch(sum_kernel, grid, **shared, SPLITS=splits, HAS_BIAS=has_bias, BLOCK_N=256, num_warps=2)
+    last = launch.Launch(sum_kernel, grid, **shared, SPLITS=splits, ONE_TOKEN=tokens == 1, BLOCK_N=256, num_warps=2)
     return _Plan(first, second, last, inner, splits)

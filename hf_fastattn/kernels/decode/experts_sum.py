@@ -1,0 +1,66 @@
+"""The last launch of `experts`: for each token the weighted sum of the results of its chosen experts.
+
+The results of all splits of an expert are added, rounded, added to its bias and rounded; their product with a score is rounded if
+scores have the dtype of the output. The sum over the choices is in fp32, in their order, and rounded once.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..host.overlap import let_next_begin, wait_for_inputs
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def sum_kernel(
+    Partial,
+    Experts,
+    Scores,
+    Bias,
+    Out,
+    tokens,
+    SIZE: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ONE_TOKEN: tl.constexpr,
+    BLOCK_TOP: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """One program per token and BLOCK_N elements of the output.
+
+    Partial: (SPLITS, tokens, TOP_K, SIZE). If a token has chosen an expert twice, only the first choice has a result, except with
+    one token. Scores: the routing weights, (tokens, TOP_K). Bias: None if Partial contains it.
+    """
+    wait_for_inputs(EARLY)
+    let_next_begin(EARLY)
+    token = tl.program_id(1)
+    offs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = offs < SIZE
+    choice = tl.arange(0, BLOCK_TOP)
+    dtype: tl.constexpr = Out.dtype.element_ty
+    chosen = tl.load(Experts + token * TOP_K + choice, mask=choice < TOP_K, other=-1).to(tl.int32)
+    total = tl.zeros([BLOCK_N], tl.float32)
+    for j in tl.static_range(TOP_K):
+        expert = tl.load(Experts + token * TOP_K + j).to(tl.int32)
+        owner = tl.where(inside, expert, -1)
+        live = (owner >= 0) & (owner < NUM_EXPERTS)  # others are the experts of other ranks
+        first, stored = j, inside
+        if not ONE_TOKEN:  # otherwise loads of Partial need not wait for the expert
+            first, stored = tl.min(tl.where(chosen == expert, choice, TOP_K), 0), live
+        y = tl.zeros([BLOCK_N], tl.float32)
+        for split in tl.static_range(SPLITS):
+            at = ((split * tokens + token) * TOP_K + first) * SIZE
+            y += tl.load(Partial + at + offs, mask=stored, other=0.0).to(tl.float32)
+        y = y.to(dtype).to(tl.float32)
+        if Bias is not None:
+            bias = tl.load(Bias + expert * SIZE + offs, mask=live, other=0.0).to(tl.float32)
+            y = (y + bias).to(dtype).to(tl.float32)
+        score = tl.load(Scores + token * TOP_K + j).to(tl.float32)
+        product = y * score
+        if Scores.dtype.element_ty == dtype:
+            product = product.to(dtype).to(tl.float32)
+        total += tl.where(live, product, 0.0)
+    tl.store(Out + token * SIZE + offs, total.to(dtype), mask=inside)
