@@ -574,6 +574,29 @@ def test_a_choice_of_experts_is_two_or_three_reductions_of_one_instruction(count
 
 
 @pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("count, choices, form", [(128, 8, "softmax"), (32, 4, "choice"), (128, 8, "sigmoid")])
+def test_a_choice_in_the_launch_of_experts_spills_nothing_and_its_warps_choose_apart(count, choices, form, arch, tmp_path):
+    new = lambda *shape: torch.zeros(*shape, dtype=torch.bfloat16)  # noqa: E731
+    correction = torch.zeros(count) if form == "sigmoid" else None
+    with compiling(route, ("route_kernel",), arch) as alone:
+        choice = route.prepared(new(1, count), choices, form, normalise=True, correction=correction)
+        choice.launch()
+    with compiling(experts, ("gate_up_kernel", "down_kernel", "sum_kernel"), arch) as compiled:
+        weights = Weights(new(count, 256, 256), new(count, 256, 128))
+        experts.run(new(1, 256), choice.experts, choice.scores, weights, Layout(), choice)
+    binary = read(compiled["gate_up_kernel"], tmp_path)
+    assert binary.stack == 0
+    reductions = [
+        re.findall(r"redux\.sync\.(?:max|min)", kernel.asm["ptx"])
+        for kernel in (alone["route_kernel"], compiled["gate_up_kernel"])
+    ]
+    assert 0 <= len(reductions[1]) - len(reductions[0]) <= 2  # those of the expert of this program
+    wait = WAIT.search(binary.ttgir)
+    assert bool(wait) == (arch == 90) and not (wait and wait.start() > TOUCH.search(binary.ttgir).start())
+    assert "convert_layout" not in binary.ttgir[: binary.ttgir.index("scf.for")]  # through shared memory, with a barrier
+
+
+@pytest.mark.parametrize("arch", [80, 90])
 def test_spans_kernel_compiles(arch, tmp_path):
     mask = torch.zeros(4, 100, dtype=torch.bool)
     span = torch.zeros(4, 1, 1, spans.WORDS + spans.num_words(100), dtype=torch.int32)

@@ -20,7 +20,7 @@ from torch.nn.functional import linear
 from .. import hf
 from .. import step as steps
 from ..kernels import HAS_TRITON, mixture
-from . import subclass
+from . import merged, subclass
 from .subclass import Forward
 
 PREFIX = "hf_fastattn:"
@@ -101,7 +101,9 @@ def _by_kernel(
 
     # In a graph, more tokens run in parts: batched_mm would copy the weights of an expert for each of its tokens.
     inputs = (tensor.contiguous().split(mixture.MAX_TOKENS) for tensor in (hidden_states, top_k_index, top_k_weights))
-    found = [kernel.run(x, chosen, scores, weights, layout) for x, chosen, scores in zip(*inputs, strict=True)]
+    delayed = merged.current()
+    run = kernel.run if delayed is None else delayed.experts
+    found = [run(x, chosen, scores, weights, layout) for x, chosen, scores in zip(*inputs, strict=True)]
     parts = [out for out in found if out is not None]
     if len(parts) < len(found):
         return None
@@ -151,7 +153,9 @@ def _routed(router: Any, x: torch.Tensor, kind: hf.Routing | None) -> tuple[torc
         logits = product.linear(x, weight, bias)
     if logits is None:
         logits = linear(x, weight, bias)
-    chosen = route.route(logits, router.top_k, correction=correction, **kind._asdict())
+    delayed = merged.current()
+    choose = route.route if delayed is None else delayed.route
+    chosen = choose(logits, router.top_k, correction=correction, **kind._asdict())
     return None if chosen is None else (logits, *chosen)
 
 

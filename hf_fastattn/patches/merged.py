@@ -1,11 +1,13 @@
 """Merges the additions and norms of a decode graph that follow each other, also after a sum over ranks, the rotation of queries
-and keys with their norms and with the append of K and V, and linear layers with an activation or a product with a number.
+and keys with their norms and with the append of K and V, linear layers with an activation or a product with a number, and the
+choice of experts with their first launch.
 
 The launch of an addition or a norm is delayed until the next operation. If that is an addition or a norm of its result, both are
 one launch (`kernels.decode.residual`). The launch of a rotation is delayed until its keys are appended (`kernels.decode.rope`).
 The launch of a linear layer, or of several together, is delayed until the next operation. If that is an activation of the first
-result, or its product with a number, both are one launch (`kernels.decode.linear`). Before any other operation what is delayed
-runs. So the model's own code decides what is computed, in every family, and all its results are stored.
+result, or its product with a number, both are one launch (`kernels.decode.linear`). The launch of a choice of experts is delayed
+until they run (`kernels.decode.experts`). Before any other operation what is delayed runs. So the model's own code decides what
+is computed, in every family, and all its results are stored.
 
 Operations of torch are seen by a dispatch mode, launches of this package by `launch.before`. Kernels that others launch without
 an operation of torch are not seen. Therefore only models that consist of modules of torch and Transformers' model files run in
@@ -24,12 +26,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from .. import hf
-from ..kernels import HAS_TRITON
+from ..kernels import HAS_TRITON, mixture
 from ..kernels.host import launch
 from . import subclass
 
 if TYPE_CHECKING:
-    from ..kernels.decode import all_reduce, linear, residual, rope
+    from ..kernels.decode import all_reduce, linear, residual, rope, route
 
 _FROM = ("torch.nn.modules.", "transformers.models.", "transformers.activations", "bitsandbytes.nn.modules")
 _WEIGHTS = ("torchao.", "bitsandbytes.nn.modules")  # classes of tensors
@@ -38,7 +40,7 @@ _aten = torch.ops.aten
 _READ_NOTHING = {  # views, and allocations
     *(_aten.view.default, _aten._unsafe_view.default, _aten.unsqueeze.default, _aten.squeeze.dim),
     *(_aten.transpose.int, _aten.t.default, _aten.slice.Tensor, _aten.select.int, _aten.expand.default, _aten.alias.default),
-    *(_aten.detach.default, _aten.permute.default, _aten.empty.memory_format, _aten.empty_like.default),
+    *(_aten.detach.default, _aten.permute.default, _aten.split.Tensor, _aten.empty.memory_format, _aten.empty_like.default),
     *(_aten.empty_strided.default, _aten.new_empty.default),
 }
 _ACTIVATIONS = {  # by operation and approximation
@@ -109,7 +111,7 @@ def _is_norm(chain: Any) -> bool:
 
 
 class _Delayed(TorchDispatchMode):
-    """Delays additions, products with a number, norms, rotations and linear layers."""
+    """Delays additions, products with a number, norms, rotations, linear layers and the choice of experts."""
 
     def __init__(self) -> None:
         from ..kernels.decode import append, linear
@@ -120,7 +122,7 @@ class _Delayed(TorchDispatchMode):
         self.chain: residual.Chain | None = None
         self.first: residual.Chain | None = None  # a norm alone, which the chain does not read
         self.rotation: rope.Rotation | None = None  # then there is no chain
-        self.layers: linear.Layers | None = None  # then there is no rotation, and no chain that they read
+        self.layers: linear.Layers | route.Choice | None = None  # then there is no rotation, and no chain that they read
 
     def __enter__(self) -> _Delayed:
         self.outer = launch.thread.before, self.append.thread.instead, _thread.mode
@@ -176,7 +178,12 @@ class _Delayed(TorchDispatchMode):
         if layers is None:
             return None
         then = self._operation(func, args, kwargs)
-        if then is not None and subclass.has_kernels(args[0]) and layers.gives(args[0]):
+        if (
+            then is not None
+            and isinstance(layers, self.linear.Layers)
+            and subclass.has_kernels(args[0])
+            and layers.gives(args[0])
+        ):
             after = torch.empty_like(args[0])
             if layers.launch_with(then, after):
                 return after
@@ -199,6 +206,29 @@ class _Delayed(TorchDispatchMode):
         """Replace x by its sum over ranks, delayed."""
         self.flush()
         self.chain = self.kernel.Chain(x, peers=peers)
+
+    def route(self, logits: torch.Tensor, *args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """route.route, delayed."""
+        from ..kernels.decode import route
+
+        self._before((logits,))
+        self.layers = choice = route.prepared(logits, *args, **options)
+        return None if choice is None else (choice.scores, choice.experts)
+
+    def experts(
+        self, x: torch.Tensor, experts: torch.Tensor, scores: torch.Tensor, weights: mixture.Weights, layout: mixture.Layout
+    ) -> torch.Tensor | None:
+        """experts.run, together with the delayed choice of these experts."""
+        from ..kernels.decode import experts as kernel
+        from ..kernels.decode import route
+
+        delayed, choice = self.layers, None
+        if isinstance(delayed, route.Choice) and delayed.is_for(experts, scores, weights.gate_up.shape[0]):
+            self.layers, choice = None, delayed
+        out = kernel.run(x, experts, scores, weights, layout, choice)
+        if out is None:
+            self.layers = delayed
+        return out
 
     def norm(
         self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, *options: Any

@@ -22,6 +22,7 @@ from ..host import gpu, launch
 from ..host.overlap import early, let_next_begin, wait_for_inputs
 from ..mixture import PLAIN, Layout, Weights, why_not
 from .experts_sum import sum_kernel
+from .route import Choice, choose, store_choice
 
 SILU, GELU_TANH, SIGMOID = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 CHOICES, PAIRS, EXPERTS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -127,6 +128,9 @@ def gate_up_kernel(
     Weight,
     Bias,
     Hidden,
+    Logits,
+    Correction,
+    Scores,
     tokens,
     SIZE: tl.constexpr,
     INNER: tl.constexpr,
@@ -138,16 +142,31 @@ def gate_up_kernel(
     ACT: tl.constexpr,
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
+    FORM: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    SCALE: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    WARPS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_TOP: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One program per BLOCK_N / 2 elements of h and slot. Hidden: (tokens, TOP_K, INNER)."""
+    """One program per BLOCK_N / 2 elements of h and slot. Hidden: (tokens, TOP_K, INNER).
+
+    With Logits, of one token, every program chooses the experts itself (`route.choose`), and the first one stores the choice.
+    """
     wait_for_inputs(EARLY)
     let_next_begin(EARLY)
-    expert, live, first = _tokens_of(Experts, tl.program_id(1), tokens, SLOTS, NUM_EXPERTS, TOP_K, BLOCK_T, BLOCK_TOP)
+    if Logits is None:
+        expert, live, first = _tokens_of(Experts, tl.program_id(1), tokens, SLOTS, NUM_EXPERTS, TOP_K, BLOCK_T, BLOCK_TOP)
+    else:
+        scores, chosen = choose(Logits, Correction, 0, NUM_EXPERTS, TOP_K, FORM, NORMALISE, SCALE, BLOCK_E, BLOCK_TOP, WARPS)
+        choice = tl.arange(0, BLOCK_TOP)[None, :]
+        expert = tl.max(tl.max(tl.where(choice == tl.program_id(1), chosen, 0), 1), 0)
+        first = tl.where(tl.arange(0, BLOCK_T) == 0, tl.program_id(1), TOP_K)
+        live = True
     if live:
         HALF: tl.constexpr = BLOCK_N // 2
         i = tl.arange(0, BLOCK_N)
@@ -194,6 +213,8 @@ def gate_up_kernel(
         offs = tl.program_id(0) * HALF + tl.arange(0, HALF)
         pair = token * TOP_K + first
         tl.store(Hidden + pair[None, :] * INNER + offs[:, None], h, mask=has_token[None, :] & (offs < INNER)[:, None])
+    if Logits is not None and tl.program_id(0) + tl.program_id(1) == 0:
+        store_choice(scores, chosen, Scores, Experts, 0, TOP_K)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -279,14 +300,20 @@ class _Plan(NamedTuple):
 
 
 def run(
-    x: torch.Tensor, experts: torch.Tensor, scores: torch.Tensor, weights: Weights, layout: Layout = PLAIN
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    scores: torch.Tensor,
+    weights: Weights,
+    layout: Layout = PLAIN,
+    choice: Choice | None = None,
 ) -> torch.Tensor | None:
     """For each token the weighted sum of its chosen experts, (tokens, hidden) in x's dtype; None if `why_not` gives a reason.
 
     x: (tokens, hidden), 1 to 64 tokens. experts, scores: (tokens, choices), the indices of the experts and their routing weights
-    in x's dtype or float32. An index that is of none of these experts counts as 0. All tensors are contiguous.
+    in x's dtype or float32. An index that is of none of these experts counts as 0. All tensors are contiguous. choice: a choice
+    whose results are `experts` and `scores`, for the first launch to make (`Choice.is_for`); None: they are computed already.
     """
-    plan = _prepare((x, experts, scores, *weights), layout)
+    plan = _prepare((x, experts, scores, *weights), layout, () if choice is None else choice.constants)
     if plan is None:
         return None
     pairs, size = experts.shape, x.shape[1]
@@ -295,7 +322,8 @@ def run(
     in_down, in_sum = (weights.down_bias, None) if plan.splits == 1 else (None, weights.down_bias)
     partial = x.new_empty(plan.splits, *pairs, size, dtype=x.dtype if plan.splits == 1 else torch.float32)
     out = torch.empty_like(x)
-    plan.gate_up(x, experts, weights.gate_up, weights.gate_up_bias, hidden)
+    logits = (None, None, None) if choice is None else (choice.logits, choice.correction, scores)
+    plan.gate_up(x, experts, weights.gate_up, weights.gate_up_bias, hidden, *logits)
     plan.down(hidden, experts, weights.down, in_down, partial)
     plan.sum(partial, experts, scores, in_sum, out)
     return out
@@ -320,7 +348,7 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Te
 
 
 @launch.remember
-def _prepare(tensors: Tensors, layout: Layout) -> _Plan | None:
+def _prepare(tensors: Tensors, layout: Layout, choice: tuple[tuple[str, float], ...]) -> _Plan | None:
     x, experts, scores, *of = tensors
     weights = Weights(*of)  # type: ignore[arg-type]
     if why_not(x, experts, scores, weights, layout):
@@ -350,6 +378,7 @@ def _prepare(tensors: Tensors, layout: Layout) -> _Plan | None:
         "BLOCK_T": max(16, triton.next_power_of_2(tokens)),
     }
     gate = {"INTERLEAVED": layout.interleaved, "ACT": _ACTS[layout.act].value, "ALPHA": layout.alpha, "LIMIT": layout.limit}
+    gate |= {"FORM": 0, "NORMALISE": False, "SCALE": 1.0, "BLOCK_E": 0, "WARPS": wide.warps, **dict(choice)}
     grid = triton.cdiv(2 * inner, wide.block_n), num_slots
     first = launch.Launch(gate_up_kernel, grid, **product, **wide.named(), **gate)
     second = launch.Launch(down_kernel, (blocks, num_slots, splits), **product, **deep.named(), SPLIT=split)

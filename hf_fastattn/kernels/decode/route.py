@@ -2,7 +2,7 @@
 
 The code of the models needs some seven launches: softmax, top-k (two), the sum, the division, conversions. A program of one warp
 has one token, and selects the largest remaining value for each choice, of equal values the first, as `torch.topk` does on a GPU.
-If a logit is NaN, so are all scores of its token.
+If a logit is NaN, so are all scores of its token. With one token and few experts, `experts` can choose in its first launch.
 
 Everything is in fp32. FORM "softmax": the probabilities of all experts, then the choice, as in Qwen3 and Mixtral. "choice": a
 softmax over the chosen logits, as in GPT-OSS. "sigmoid": sigmoids of the logits, chosen by their sums with a correction for each
@@ -14,6 +14,8 @@ for the roundings the routers of Qwen3-MoE, Mixtral and GPT-OSS in Transformers.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -23,6 +25,7 @@ from ..host.overlap import early, let_next_begin, wait_for_inputs
 from ..mixture import MAX_CHOICES
 
 MAX_EXPERTS = 1024  # one program loads the logits of all
+MAX_IN_EXPERTS = 128  # of which each program of `experts` chooses for itself
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 SOFTMAX, CHOICE, SIGMOID = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 CHOSEN = tl.constexpr(-(2**31))  # less than the integer of any float
@@ -92,6 +95,15 @@ def _ordered(bits):
 
 
 @triton.jit
+def store_choice(scores, chosen, Scores, Experts, token, TOP_K: tl.constexpr):
+    """Store a result of `choose`."""
+    choice = tl.arange(0, chosen.shape[1])[None, :] + tl.zeros(chosen.shape, tl.int32)
+    at = token * TOP_K + choice
+    tl.store(Scores + at, scores.to(Scores.dtype.element_ty), mask=choice < TOP_K)
+    tl.store(Experts + at, chosen.to(Experts.dtype.element_ty), mask=choice < TOP_K)
+
+
+@triton.jit
 def route_kernel(
     Logits,
     Correction,
@@ -111,10 +123,7 @@ def route_kernel(
     let_next_begin(EARLY)
     token = tl.program_id(0)
     scores, chosen = choose(Logits, Correction, token, NUM_EXPERTS, TOP_K, FORM, NORMALISE, SCALE, BLOCK_E, BLOCK_TOP, 1)
-    choice = tl.arange(0, BLOCK_TOP)[None, :]
-    at = token * TOP_K + choice
-    tl.store(Scores + at, scores.to(Scores.dtype.element_ty), mask=choice < TOP_K)
-    tl.store(Experts + at, chosen.to(Experts.dtype.element_ty), mask=choice < TOP_K)
+    store_choice(scores, chosen, Scores, Experts, token, TOP_K)
 
 
 def why_not(logits: torch.Tensor, choices: int, correction: torch.Tensor | None = None) -> str | None:
@@ -148,13 +157,51 @@ def route(
     logits' dtype; experts are int64, in the order of the choice. normalise: except with "choice", the scores of a token are
     divided by their sum. scale: a factor of all scores.
     """
-    start = _prepare((logits, correction), choices, form, normalise, scale, dtype)
-    if start is None:
+    choice = prepared(logits, choices, form, normalise=normalise, scale=scale, dtype=dtype, correction=correction)
+    if choice is None:
+        return None
+    choice.launch()
+    return choice.scores, choice.experts
+
+
+class Choice(NamedTuple):
+    """A choice that is not launched yet. scores, experts: for its results. constants: those of `choose` and their values."""
+
+    start: launch.Launch
+    logits: torch.Tensor
+    correction: torch.Tensor | None
+    scores: torch.Tensor
+    experts: torch.Tensor
+    constants: tuple[tuple[str, float], ...]
+
+    def launch(self) -> None:
+        self.start(self.logits, self.correction, self.scores, self.experts)
+
+    def is_for(self, experts: torch.Tensor, scores: torch.Tensor, num_experts: int) -> bool:
+        """Whether the launch of so many experts can make this choice, and its results are these contiguous tensors."""
+        tokens, count = self.logits.shape
+        pairs = (experts, self.experts), (scores, self.scores)
+        own = all((a.data_ptr(), a.shape) == (b.data_ptr(), b.shape) for a, b in pairs)
+        return tokens == 1 and count == num_experts <= MAX_IN_EXPERTS and own
+
+
+def prepared(
+    logits: torch.Tensor,
+    choices: int,
+    form: str,
+    *,
+    normalise: bool = False,
+    scale: float = 1.0,
+    dtype: torch.dtype | None = None,
+    correction: torch.Tensor | None = None,
+) -> Choice | None:
+    """`route` without the launch."""
+    found = _prepare((logits, correction), choices, form, normalise, scale, dtype)
+    if found is None:
         return None
     scores = logits.new_empty(logits.shape[0], choices, dtype=dtype)
     experts = logits.new_empty(logits.shape[0], choices, dtype=torch.int64)
-    start(logits, correction, scores, experts)
-    return scores, experts
+    return Choice(found[0], logits, correction, scores, experts, found[1])
 
 
 @launch.remember
@@ -165,21 +212,25 @@ def _prepare(
     normalise: bool,
     scale: float,
     dtype: torch.dtype | None,  # of the scores: another dtype is another launch
-) -> launch.Launch | None:
+) -> tuple[launch.Launch, tuple[tuple[str, float], ...]] | None:
     logits, correction = tensors
     if why_not(logits, choices, correction):
         return None
-    block = max(32, triton.next_power_of_2(logits.shape[1]))
-    return launch.Launch(
+    count = logits.shape[1]
+    own = {
+        "FORM": _FORMS[form].value,
+        "NORMALISE": normalise,
+        "SCALE": scale,
+        "BLOCK_E": max(32, triton.next_power_of_2(count)),
+    }
+    start = launch.Launch(
         route_kernel,
         (logits.shape[0],),
-        NUM_EXPERTS=logits.shape[1],
+        NUM_EXPERTS=count,
         TOP_K=choices,
-        FORM=_FORMS[form].value,
-        NORMALISE=normalise,
-        SCALE=scale,
-        BLOCK_E=block,
         BLOCK_TOP=triton.next_power_of_2(choices),
+        **own,
         **early(logits.device),
         num_warps=1,
     )
+    return start, tuple(own.items())
