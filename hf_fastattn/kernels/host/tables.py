@@ -1,7 +1,7 @@
 """Tile sizes, warps and pipeline stages for each architecture and shape, and grid sizes.
 
 The tables are fixed: nothing is tuned at run time and nothing is compiled for a length. A number of keys selects one of at most
-two kernels and of four merges, a number of queries one of a few, by powers of two. `tests/test_lengths.py` counts them.
+three kernels and of four merges, a number of queries one of a few, by powers of two. `tests/test_lengths.py` counts them.
 """
 
 from __future__ import annotations
@@ -177,8 +177,10 @@ def one_per_sm(config: Config, sms: int, head_dim: int, heads: int, kv_len: int)
 
     While programs of the previous launch still occupy SMs, two programs that fit on one SM are both placed on one that is free,
     and others stay idle. So a program has 128 KB of tiles in flight: two do not fit. With few heads, and so many splits, smaller
-    tiles are faster.
+    tiles are faster. Where the stride of a token is no multiple of 16, Triton loads no tile ahead, and large tiles spill.
     """
+    if head_dim % 16:
+        return config
     size, splits = block_d(head_dim), sms // heads
     busy = heads * splits / sms
     if config.BLOCK_M == 64 and size == 128 and 2 <= splits <= 16 and busy >= 0.7:
