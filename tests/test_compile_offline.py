@@ -282,6 +282,21 @@ def test_blocks_of_packed_rows_do_not_spill_in_a_loop(arch, head_dim, block, tmp
         assert not found.stack or spills_in_tile_loops(found.sass) == 0
 
 
+@pytest.mark.parametrize("sinks", [0, 4])
+@pytest.mark.parametrize("head_dim, group", [(64, 1), (64, 16), (96, 8), (128, 1), (128, 16), (128, 64)])
+def test_of_one_program_per_sm_two_do_not_fit(head_dim, group, sinks, tmp_path, monkeypatch):
+    """Both would be placed on the first SM that is free (`tables.one_per_sm`)."""
+    used: list[tables.Config] = []
+    monkeypatch.setattr(tables, "one_per_sm", lambda *args, of=tables.one_per_sm: used.append(of(*args)) or used[-1])
+    q, k = (torch.zeros(1, heads, 1, head_dim, dtype=torch.bfloat16) for heads in (12 * group, 12))
+    k, frequencies = k.expand(1, 12, 32 << 10, head_dim), torch.ones(head_dim // 2)
+    with compiling(split_kv, ("split_kv_kernel", "combine_kernel"), 90) as compiled:
+        call(split_kv.split_kv, q, k, k, **{"sinks": sinks, "window": 32 << 10, "inv_freq": frequencies} if sinks else {})
+    binary = read(compiled["split_kv_kernel"], tmp_path)
+    assert used[0].programs_per_sm == 1 and SHARED_LIMIT[90] < 2 * binary.shared <= 2 * SHARED_LIMIT[90]
+    assert binary.stack <= PARKED and (not binary.stack or spills_in_tile_loops(binary.sass) == 0)
+
+
 def test_two_programs_of_the_merge_of_shares_fit_an_sm(tmp_path):
     """Each warp merges rows of its own. If warps shared rows, sums over partial results would take twice the registers."""
     merge = pytest.importorskip("hf_fastattn.kernels.attention.prefill_hopper.merge")
