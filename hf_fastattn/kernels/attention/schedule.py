@@ -116,9 +116,10 @@ def assign_tiles(
 def shares_within_heads(device: torch.device, config: tables.Config, heads: int, kv_len: int) -> bool:
     """Whether, in a uniform batch, fixed splits of each of `heads` KV heads are faster than stream-K over all of them.
 
-    The condition is that of `assign_tiles` with two differences: the number of programs is not reduced for little work, and with
+    The condition is that of `assign_tiles` with three differences: the number of programs is not reduced for little work; with
     more than two heads per SM one program for each head is preferred if heads are short, or up to twice as long if all run at
-    once and every SM has about as many. config: that of fixed splits; kv_len: the most keys that a query sees.
+    once and every SM has about as many; and shares of one program per SM may be four times as long. config: that of fixed
+    splits; kv_len: the most keys that a query sees.
     """
     sms, tiles = gpu.num_sms(device), triton.cdiv(kv_len, config.BLOCK_N)
     programs = config.programs_per_sm * sms

@@ -9,8 +9,9 @@ From compute capability 9.0 on, the programs of a kernel are set up while the pr
 - In a decode graph no launch writes weights, so they may be read before the wait (`linear`).
 - As a rule a kernel calls `let_next_begin` after its wait. It may call it before the wait (`residual`, before a linear layer) if
   the next launch reads nothing before its own wait but weights.
-- What was written before a launch whose programs all wait before they call `let_next_begin`, the next launch may read before
-  its own wait, past the L1 cache (the spans in the merge of `lean`).
+- What was written before a launch that does not begin early, or whose programs all wait before they call `let_next_begin`, the
+  next launch may read before its own wait, past the L1 cache (the spans in the merges of `prefill_hopper` and `lean`). A launch
+  that does not begin early may call `let_next_begin` at any point.
 - The hardware places programs on the multiprocessor with the most free resources while programs of the previous launch still
   occupy some. A kernel that should have one or two programs on every multiprocessor limits its registers (`maxnreg`), so that
   registers do not decide how many programs fit. Otherwise some multiprocessors get twice their share and others none.
