@@ -22,6 +22,7 @@ import triton.language as tl
 from ..decode.rotate import rotate
 from ..device.attend import attend
 from ..device.merge import merge_rows, store_packed, store_partial
+from ..device.tile import aligned_strides
 from ..device.visibility import key_bounds, packed_rows
 from ..host import gpu, launch, tables
 from ..host.overlap import early, let_next_begin, wait_for_inputs
@@ -90,6 +91,8 @@ def lean_kernel(
     BLOCK_N: tl.constexpr = C.BLOCK_N
     BLOCK_M: tl.constexpr = C.BLOCK_M
     offs_v = tl.arange(0, C.BLOCK_DV)[None, :]
+    stride_kb, stride_kh, stride_kn = aligned_strides(stride_kb, stride_kh, stride_kn, C.ALIGN)
+    stride_vb, stride_vh, stride_vn = aligned_strides(stride_vb, stride_vh, stride_vn, C.ALIGN)
 
     while t < t_stop:
         # Tile t: its item, its KV head, and its index in the head.

@@ -18,6 +18,7 @@ from ..decode.rotate import rotate
 from ..device.attend import attend
 from ..device.dropout import aligned
 from ..device.online import finalize
+from ..device.tile import aligned_strides
 from ..device.visibility import key_bounds
 from ..host import launch, tables
 from ..spec import KV, Form, Spec
@@ -75,7 +76,10 @@ def prefill_kernel(
     offs_v = tl.arange(0, C.BLOCK_DV)
     v_mask = offs_v[None, :] < VALUE_DIM
     kv_head = (head // C.GROUP).to(tl.int64)
-    k_base, v_base = K + row * stride_kb + kv_head * stride_kh, V + row * stride_vb + kv_head * stride_vh
+    stride_kb, stride_kh, stride_kn = aligned_strides(stride_kb, stride_kh, stride_kn, C.ALIGN)
+    stride_vb, stride_vh, stride_vn = aligned_strides(stride_vb, stride_vh, stride_vn, C.ALIGN)
+    k_base = K + row * stride_kb + kv_head * stride_kh
+    v_base = V + row * stride_vb + kv_head * stride_vh
     kv = (k_base, v_base, stride_kn, stride_vn, (row, kv_head, num_heads // C.GROUP, kv_len), (Scales, Centre, Pages))
     dropout = None
     first_key = bounds[2]

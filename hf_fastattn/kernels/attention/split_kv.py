@@ -19,6 +19,7 @@ import triton.language as tl
 
 from ..device.attend import attend
 from ..device.merge import merge_rows, store_packed, store_partial
+from ..device.tile import aligned_strides
 from ..device.visibility import key_bounds, packed_rows
 from ..host import gpu, launch, tables
 from ..host.overlap import early, let_next_begin, wait_for_inputs
@@ -91,6 +92,8 @@ def split_kv_kernel(
     tiles = tl.cdiv(bounds[3] - bounds[2], C.BLOCK_N)
 
     offs_v = tl.arange(0, C.BLOCK_DV)
+    stride_kb, stride_kh, stride_kn = aligned_strides(stride_kb, stride_kh, stride_kn, C.ALIGN)
+    stride_vb, stride_vh, stride_vn = aligned_strides(stride_vb, stride_vh, stride_vn, C.ALIGN)
     k_base = K + row * stride_kb + kv_head * stride_kh
     v_base = V + row * stride_vb + kv_head * stride_vh
     kv = (k_base, v_base, stride_kn, stride_vn, (row, kv_head, kv_heads, kv_len), (Scales, Centre, Pages))

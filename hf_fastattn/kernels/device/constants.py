@@ -14,7 +14,8 @@ class Constants:
     dimensions of K and V in one load; all of them unless HEAD_DIM is above BLOCK_D (see `wide`). SINKS: number of first tokens
     that are visible whatever the window. PAIRS: pairs of dimensions that the kernel rotates to re-rotate the queries that score
     sinks; 0 if it does not re-rotate. FEW_ROWS: one block holds all packed rows of a KV head. FULL_TAIL: see `attend`. ROWS: the
-    spans have an interval for each query. DROPOUT: whether weights are dropped (prefill and backward).
+    spans have an interval for each query. DROPOUT: whether weights are dropped (prefill and backward). ALIGN: a power of two that
+    divides the strides (see `tile.aligned_strides`).
     """
 
     GROUP: int
@@ -39,3 +40,4 @@ class Constants:
     FULL_TAIL: bool = False
     ROWS: bool = False
     DROPOUT: bool = False
+    ALIGN: int = 16

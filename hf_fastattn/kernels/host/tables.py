@@ -177,9 +177,9 @@ def one_per_sm(config: Config, sms: int, head_dim: int, heads: int, kv_len: int)
 
     While programs of the previous launch still occupy SMs, two programs that fit on one SM are both placed on one that is free,
     and others stay idle. So a program has 128 KB of tiles in flight: two do not fit. With few heads, and so many splits, smaller
-    tiles are faster. Where the stride of a token is no multiple of 16, Triton loads no tile ahead, and large tiles spill.
+    tiles are faster. Where the stride of a token is no multiple of 8, less is loaded at once, and large tiles may spill.
     """
-    if head_dim % 16:
+    if head_dim % 8:
         return config
     size, splits = block_d(head_dim), sms // heads
     busy = heads * splits / sms

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from ...device.dropout import kept
 from ...device.online import scaled
+from ...device.tile import aligned_strides
 from ...device.visibility import narrowed, query_bounds, row_bounds
 from .tile import add_dot, dot, live_keys, load_pairs, load_rows, probabilities, score_gradients, split_tiles, tile_at, within
 
@@ -181,6 +182,10 @@ def dkdv_kernel(
     last_key = tl.minimum(first_key + BLOCK_N, kv_len) - 1
     bounds, spans, holes = query_bounds(span_ptr, first_key, last_key, q_len, kv_len, window, C)
     keys = live_keys(span_ptr, offs_n, spans[1], spans[2], holes, C)
+    stride_qb, stride_qh, stride_qm = aligned_strides(stride_qb, stride_qh, stride_qm, C.ALIGN)
+    stride_ob, stride_oh, stride_om = aligned_strides(stride_ob, stride_oh, stride_om, C.ALIGN)
+    stride_kb, stride_kh, stride_kn = aligned_strides(stride_kb, stride_kh, stride_kn, C.ALIGN)
+    stride_vb, stride_vh, stride_vn = aligned_strides(stride_vb, stride_vh, stride_vn, C.ALIGN)
     k = load_rows(K + row * stride_kb + kv_head * stride_kh, stride_kn, offs_n, tl.arange(0, C.BLOCK_D), keys >= 0, True,
                   HEAD_DIM, C.BLOCK_D)  # fmt: skip
     v = load_rows(V + row * stride_vb + kv_head * stride_vh, stride_vn, offs_n, tl.arange(0, C.BLOCK_DV), keys >= 0, True,

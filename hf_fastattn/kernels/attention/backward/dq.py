@@ -13,6 +13,7 @@ import triton.language as tl
 
 from ...device.dropout import aligned, kept
 from ...device.online import scaled
+from ...device.tile import aligned_strides
 from ...device.visibility import key_bounds
 from .tile import add_dot, dot, live_keys, load_rows, probabilities, score_gradients, split_tiles, store_pairs, tile_at, within
 
@@ -99,6 +100,10 @@ def dq_kernel(
     offs_d = tl.arange(0, BLOCK_D)
     offs_v = tl.arange(0, C.BLOCK_DV)
 
+    stride_qb, stride_qh, stride_qm = aligned_strides(stride_qb, stride_qh, stride_qm, C.ALIGN)
+    stride_ob, stride_oh, stride_om = aligned_strides(stride_ob, stride_oh, stride_om, C.ALIGN)
+    stride_kb, stride_kh, stride_kn = aligned_strides(stride_kb, stride_kh, stride_kn, C.ALIGN)
+    stride_vb, stride_vh, stride_vn = aligned_strides(stride_vb, stride_vh, stride_vn, C.ALIGN)
     stats = (row * num_heads + head) * q_len + offs_m
     do_base = DOut + row * stride_ob + head.to(tl.int64) * stride_oh
     do = load_rows(do_base, stride_om, offs_m, offs_v, row_mask, False, VALUE_DIM, C.BLOCK_DV)
