@@ -479,7 +479,7 @@ def test_of_one_program_per_sm_two_do_not_fit_if_there_are_a_dozen_heads(monkeyp
     # With few heads, and with few tiles, smaller tiles arrive earlier.
     assert buffers(128, 4, 8) == buffers(128, 4, 16, 1 << 10) == (96, 1) and buffers(64, 4, 32, 4 << 10) == (64, 2)
     others = [(128, 4, 80), (80, 1, 32), (64, 4, 48), (128, 4, 192), (128, 64, 128), (128, 64, 4)]  # too many SMs would be idle
-    unaligned = [(116, 4, 24), (100, 1, 16), (92, 64, 12), (44, 1, 64)]  # less than 16 bytes are loaded at once
+    unaligned = [(120, 4, 24), (100, 1, 16), (88, 64, 12), (40, 1, 64)]  # lengths select two kernels as it is
     assert {buffers(*call) for call in others + unaligned} == {(64, 2)}
     for arch, dtype, keys in ((80, bf16, 32 << 10), (90, torch.float32, 32 << 10), (90, bf16, None)):
         monkeypatch.setattr(gpu, "arch", lambda device, arch=arch: arch)

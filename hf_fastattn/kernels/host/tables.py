@@ -177,9 +177,9 @@ def one_per_sm(config: Config, sms: int, head_dim: int, heads: int, kv_len: int)
 
     While programs of the previous launch still occupy SMs, two programs that fit on one SM are both placed on one that is free,
     and others stay idle. So a program has 128 KB of tiles in flight: two do not fit. With few heads, and so many splits, smaller
-    tiles are faster. Where the stride of a token is no multiple of 8, less is loaded at once, and large tiles may spill.
+    tiles are faster. At other head_dims than multiples of 16, lengths select two kernels as it is, by alignment.
     """
-    if head_dim % 8:
+    if head_dim % 16:
         return config
     size, splits = block_d(head_dim), sms // heads
     busy = heads * splits / sms
