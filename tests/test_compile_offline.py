@@ -249,6 +249,16 @@ def test_shared_memory_and_registers(name, arch, shape, tmp_path):
             assert spills_in_tile_loops(binary.sass) == 0, f"{kernel} spills in the loops over K/V tiles"
 
 
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("head_dim", [72, 120])
+def test_a_head_dim_that_is_a_multiple_of_8_is_loaded_16_bytes_at_once(head_dim, arch, tmp_path):
+    for name, q_len in (("split_kv", 1), ("lean", 1), ("lean", 100), ("prefill", 2048)):
+        binary = next(iter(build(name, Shape("bf16", head_dim, q_len=q_len), arch, tmp_path).values()))
+        as_at_128 = next(iter(build(name, Shape("bf16", 128, q_len=q_len), arch, tmp_path).values()))
+        assert 0 < binary.ptx.count("cp.async.cg") <= as_at_128.ptx.count("cp.async.cg"), name
+        assert not binary.stack or spills_in_tile_loops(binary.sass) == 0, name
+
+
 WAIT = re.compile(r"griddepcontrol[._]wait|grid_dependency_wait")
 LET = re.compile(r"griddepcontrol[._]launch_dependents|grid_dependency_launch_dependents")
 TOUCH = re.compile(r"\b(tt\.(load|store)|ttg\.async_copy_global_to_local)\b")
