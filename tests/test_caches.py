@@ -10,7 +10,7 @@ import torch
 from models import FAMILIES, PADDINGS, family, prompts, tiny
 
 from hf_fastattn import patch
-from hf_fastattn.caches import PreallocatedCache, layers
+from hf_fastattn.caches import PreallocatedCache, RollingCache, layers
 from hf_fastattn.kernels.decode.append import append
 
 WINDOWED = "mistral_window_below_prompt"
@@ -229,6 +229,17 @@ def test_inference_mode_and_gradients():
         model(inputs["input_ids"][:, :1], past_key_values=cache)
     with pytest.raises(RuntimeError, match="carries no gradient"):
         model(inputs["input_ids"][:, :1], past_key_values=cache)
+
+
+@pytest.mark.parametrize("rolling", [False, True])
+def test_gradients_of_values_alone_are_refused(rolling):
+    model = tiny("llama", "lean").requires_grad_(False)
+    if rolling:
+        patch(model, "streaming", window=16)
+    model.model.layers[-1].self_attn.v_proj.weight.requires_grad_(True)  # the last layer: no later keys have a gradient
+    cache = RollingCache(model) if rolling else PreallocatedCache(model)
+    with pytest.raises(RuntimeError, match="carries no gradient"):
+        model(prompts("no_padding", "cpu")["input_ids"], past_key_values=cache)
 
 
 def test_bad_input():

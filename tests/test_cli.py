@@ -33,7 +33,7 @@ def test_backends_lists_every_backend_and_its_kernels(capsys):
 
 
 def test_explain_of_a_named_shape_and_of_a_folder(capsys, folder):
-    assert cli.main(["explain", "8b", "--batch", "2", "--length", "4096", "--gpu", "H100"]) == 0
+    assert cli.main(["explain", "8B", "--batch", "2", "--length", "4096", "--gpu", "H100"]) == 0
     assert "2 rows of 4096 tokens on H100 SXM" in capsys.readouterr().out
     assert cli.main(["explain", folder, "--length", "64", "--dtype", "bfloat16", "--gpu", "l4", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)

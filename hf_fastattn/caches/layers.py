@@ -224,7 +224,7 @@ class Layer(Buffered):
                 raise RuntimeError(f"layer {self.index} holds K and V of {describe(self.keys, self.values)}")
             append(self.keys, self.values, key_states, value_states, track.counts[:1])
             return self.keys, self.values
-        self.refuse_gradient(key_states)
+        self.refuse_gradient(key_states, value_states)
         self.check(key_states, value_states)
         q_len = key_states.shape[2]
         if self.seen - self.base + q_len > track.capacity:
@@ -246,8 +246,8 @@ class Layer(Buffered):
         self.base = self.seen - keep
         return keys, values
 
-    def refuse_gradient(self, states: torch.Tensor) -> None:
-        if states.requires_grad and torch.is_grad_enabled():
+    def refuse_gradient(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
             raise RuntimeError(
                 "A preallocated cache is written in place and carries no gradient. Run under torch.no_grad(), or pass "
                 "use_cache=False."

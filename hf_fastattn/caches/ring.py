@@ -272,7 +272,7 @@ class RollingLayer(Buffered):
                 described = [describe(*pair) for pair in ((self.keys, self.values), (key_states, value_states))]
                 raise ValueError(f"This cache holds {described[0]}, and it is given {described[1]}: it belongs to another model.")
             self.lazy_initialization(key_states, value_states)  # it was empty, and the model has since been cast or moved
-        if key_states.requires_grad and torch.is_grad_enabled():
+        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
             raise RuntimeError(
                 "A rolling cache is written in place and carries no gradient. Run under torch.no_grad(), or pass use_cache=False."
             )

@@ -98,7 +98,7 @@ class SharedLayer(Layer):
             self.mark_written(step)
             append(self.keys, self.values, *shares.gather_kv(key_states, value_states), track.counts[:1])
             return self._shares(key_states, value_states, track.capacity)
-        self.refuse_gradient(key_states)
+        self.refuse_gradient(key_states, value_states)
         heads = shares.kv_heads(self.index, key_states.shape[1])
         like = [x[:, :1, :0].expand(-1, heads, -1, -1) for x in (key_states, value_states)]
         self.check(like[0], like[1])

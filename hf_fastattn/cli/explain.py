@@ -30,7 +30,7 @@ def explain(
     traceback: Traceback = False,
 ) -> None:
     source: str | hf.PreTrainedConfig = model
-    if model not in SHAPES:
+    if model.lower() not in SHAPES:
         source = hf.load_config(model, gguf_file)
         source._name_or_path = model
     found = explain_(
