@@ -224,8 +224,33 @@ def test_mistakes_are_refused_with_a_message(options, sentence):
 
 @pytest.mark.parametrize(
     ("model_type", "sentence"),
-    [("t5", "decoder-only"), ("mamba", "full and sliding attention only"), ("deepseek_v3", "multi-head latent attention")],
+    [
+        ("t5", "decoder-only"),
+        ("mamba", "full and sliding attention only"),
+        ("deepseek_v3", "multi-head latent attention"),
+        ("mllama", "the K/V of cross-attention"),
+    ],
 )
 def test_models_whose_kv_it_cannot_count_are_refused(model_type, sentence):
     with pytest.raises(ValueError, match=sentence):
         explain(CONFIG_MAPPING[model_type]())
+
+
+def test_kv_heads_and_widths_that_the_config_does_not_have_are_those_of_the_projections():
+    if "mimo_v2_flash" not in CONFIG_MAPPING:
+        pytest.skip("this Transformers has no MiMo-V2")
+    own = {"head_dim": 24, "v_head_dim": 16, "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 64}
+    model = tiny("mimo_v2_flash", **own, mlp_layer_types=["dense", "dense"])
+    with torch.no_grad():
+        cache = model(torch.arange(8)[None] + 2, use_cache=True).past_key_values
+    held = sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
+    assert explain(model, length=8).facts.kv_bytes(8) == held
+    assert 2 * explain(model.config, length=8, dtype="float32", ranks=2).facts.kv_bytes(8) == held
+
+
+def test_what_is_no_model_that_generates_is_refused():
+    model = tiny("llama")
+    with pytest.raises(ValueError, match=r"models with generate\(\), and LlamaModel has none"):
+        explain(model.model)
+    with pytest.raises(TypeError, match="a name or a path; got LlamaDecoderLayer"):
+        explain(model.model.layers[0])

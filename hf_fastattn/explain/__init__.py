@@ -86,8 +86,15 @@ def explain(
         if value < 1:
             raise ValueError(f"{name} must be at least 1; got {value}.")
     chosen = registry.get(backend)
+    if not isinstance(model, (hf.PreTrainedModel, hf.PreTrainedConfig, str, Path)):
+        raise TypeError(
+            f"explain() takes a Transformers model, a configuration, a name or a path; got {type(model).__name__}. "
+            "Of a pipeline pass its model, of a PEFT model its base model."
+        )
     if not isinstance(model, hf.PreTrainedModel):
         model = _from_config(model, dtype)
+    if not hasattr(model, "generate"):
+        raise ValueError(f"explain() is for models with generate(), and {type(model).__name__} has none.")
     facts = costs.count(model, dtype, ranks)
     streaming = _streaming(chosen, window, sinks, facts.max_length)
     if streaming is not None:

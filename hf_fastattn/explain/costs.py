@@ -111,12 +111,14 @@ def count(model: hf.PreTrainedModel, dtype: torch.dtype | str | None = None, ran
     config, name = model.config.get_text_config(decoder=True), model.config._name_or_path or type(model).__name__
     if getattr(config, "kv_lora_rank", None):
         raise ValueError(f"explain() cannot count the compressed K/V of multi-head latent attention, which {name} has.")
+    if getattr(config, "cross_attention_layers", None):
+        raise ValueError(f"explain() cannot count the K/V of cross-attention, which {name} has.")
+    if not getattr(config, "num_hidden_layers", 0):
+        raise ValueError(f"explain() counts attention, and the config of {name} has no layers.")
     try:
         windows = hf.layer_windows(model.config)
     except ValueError as error:
         raise ValueError(f"explain() counts the K/V of full and sliding attention only. {error}") from error
-    if not windows:
-        raise ValueError(f"explain() counts attention, and the config of {name} has no layers.")
     dtype = find_dtype(dtype) if dtype is not None else model.dtype
     scale = dtype.itemsize / model.dtype.itemsize
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
@@ -131,12 +133,17 @@ def count(model: hf.PreTrainedModel, dtype: torch.dtype | str | None = None, ran
     def size_of(them: list[hf.Weights]) -> int:
         return round(sum(w.bytes if w.kind else scale * w.bytes for w in them))
 
-    shapes = hf.layer_shapes(model.config)
+    configured = hf.layer_shapes(model.config)
+    shapes = configured if hf.is_shared(model) else _projected(run, configured)
     if ranks > 1:
         kept = hf.kv_heads_of_rank(model, ranks)
         shapes = tuple(
-            replace(shape, num_heads=shape.num_heads * kv // shape.num_kv_heads, num_kv_heads=kv)
-            for shape, kv in zip(shapes, kept, strict=True)
+            replace(
+                shape,
+                num_heads=shape.num_heads * kv // was.num_kv_heads,
+                num_kv_heads=shape.num_kv_heads * kv // was.num_kv_heads,
+            )
+            for shape, was, kv in zip(shapes, configured, kept, strict=True)
         )
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     counted = next((n for name in names if (n := getattr(config, name, None))), 1)
@@ -155,6 +162,20 @@ def count(model: hf.PreTrainedModel, dtype: torch.dtype | str | None = None, ran
         quantised=tuple(Counter(w.kind for w in weights if w.kind).items()),
         experts=(getattr(config, "num_experts_per_tok", None) or counted, counted),
     )
+
+
+def _projected(modules: set[torch.nn.Module], shapes: tuple[hf.LayerShape, ...]) -> tuple[hf.LayerShape, ...]:
+    """The shapes with the KV heads that layers project to, which differ from those of the config in MiMo-V2."""
+    found = list(shapes)
+    for module in modules:
+        index = getattr(module, "layer_idx", None)
+        k, v = (getattr(getattr(module, name, None), "out_features", None) for name in ("k_proj", "v_proj"))
+        if not isinstance(index, int) or index >= len(shapes) or not k or not v:
+            continue
+        kv_heads, rest = divmod(k, shapes[index].head_dim)
+        if kv_heads and not rest and v % kv_heads == 0:
+            found[index] = replace(shapes[index], num_kv_heads=kv_heads, value_dim=v // kv_heads)
+    return tuple(found)
 
 
 def _share(model: hf.PreTrainedModel, weights: hf.Weights, ranks: int) -> hf.Weights:
