@@ -217,6 +217,8 @@ def test_rows_are_repeated_selected_and_reordered():
     assert cache.batch_size == 6
     cache.batch_select_indices(torch.tensor([False, True, False, False, True, True]))
     assert all(torch.equal(layer.live()[0], old[[2, 1, 1]]) for layer, old in zip(cache.layers, keys, strict=True))
+    with pytest.raises(ValueError, match=r"holds 3 rows, and got \(2,\)"):
+        cache.batch_select_indices(torch.tensor([True, False]))
 
 
 def test_inference_mode_and_gradients():

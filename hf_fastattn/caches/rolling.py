@@ -16,7 +16,7 @@ from ..step import EAGER, Step
 from ..streaming import Settings
 from . import forward
 from .ring import Ring
-from .stored import Arguments, StoredCache
+from .stored import Arguments, StoredCache, chosen
 
 
 class RollingCache(StoredCache):
@@ -138,7 +138,7 @@ class RollingCache(StoredCache):
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep rows `indices` (int64, or bool with one entry per row), in this order."""
-        self.storage.select(indices.nonzero().flatten() if indices.dtype == torch.bool else indices)
+        self.storage.select(chosen(indices, self.storage.rows or 0))
 
 
 def _check_model(model: hf.PreTrainedModel) -> None:

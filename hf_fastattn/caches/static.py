@@ -11,7 +11,7 @@ from .. import hf
 from . import saved
 from .layers import round_up
 from .storage import StaticStorage
-from .stored import StoredCache
+from .stored import StoredCache, chosen
 
 
 class PreallocatedCache(StoredCache):
@@ -71,13 +71,15 @@ class PreallocatedCache(StoredCache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Replace every row by `repeats` copies of it."""
-        rows = next((len(layer.live()[0]) for layer in self.storage.layers if layer.is_initialized or layer.pending), 0)
-        self.batch_select_indices(torch.arange(rows, device="cpu").repeat_interleave(repeats))
+        self.batch_select_indices(torch.arange(self._rows, device="cpu").repeat_interleave(repeats))
+
+    @property
+    def _rows(self) -> int:
+        return next((len(layer.live()[0]) for layer in self.storage.layers if layer.is_initialized or layer.pending), 0)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep rows `indices` (int64, or bool with one entry per row), in this order."""
-        if indices.dtype == torch.bool:
-            indices = indices.nonzero().flatten()
+        indices = chosen(indices, self._rows)
         for layer in self.storage.layers:
             layer.select(indices)
 

@@ -84,3 +84,12 @@ class StoredCache(hf.Cache):
             yield
         finally:
             steps.end(step)
+
+
+def chosen(indices: torch.Tensor, rows: int) -> torch.Tensor:
+    """The rows, int64, that `indices` select of so many: int64, or bool with one entry per row. Raises ValueError for others."""
+    if indices.dtype != torch.bool:
+        return indices
+    if rows and indices.shape != (rows,):
+        raise ValueError(f"A mask of rows has one entry for each; this cache holds {rows} rows, and got {tuple(indices.shape)}.")
+    return indices.nonzero().flatten()
