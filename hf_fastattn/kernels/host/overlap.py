@@ -13,8 +13,9 @@ From compute capability 9.0 on, the programs of a kernel are set up while the pr
   next launch may read before its own wait, past the L1 cache (the spans in the merges of `prefill_hopper` and `lean`). A launch
   that does not begin early may call `let_next_begin` at any point.
 - The hardware places programs on the multiprocessor with the most free resources while programs of the previous launch still
-  occupy some. A kernel that should have one or two programs on every multiprocessor limits its registers (`maxnreg`), so that
-  registers do not decide how many programs fit. Otherwise some multiprocessors get twice their share and others none.
+  occupy some. A kernel that should have two programs on every multiprocessor limits its registers (`maxnreg`), so that registers
+  do not decide how many programs fit. Otherwise some multiprocessors get twice their share and others none. A kernel that should
+  have one needs so much shared memory that two do not fit (`tables.one_per_sm`).
 
 Source: NVIDIA, "CUDA C++ Programming Guide", programmatic dependent launch; "PTX ISA", griddepcontrol.
 """

@@ -187,7 +187,7 @@ def one_per_sm(config: Config, sms: int, head_dim: int, heads: int, kv_len: int)
         return replace(config, num_stages=5, programs_per_sm=1)
     if config.BLOCK_M != 16 or splits > 11:
         return config
-    if size == 64 and busy >= 0.95 and heads * kv_len * head_dim >= BRIEF_BYTES:
+    if size == 64 and busy >= 0.95 and heads * kv_len * 4 * head_dim >= 4 * BRIEF_BYTES:
         return replace(config, num_stages=5, programs_per_sm=1, sink_registers=0)
     if size == 128 and head_dim > 80 and busy >= 0.7 and heads * kv_len >= 256 * sms:
         return Config(16, 128, 4, 3)
