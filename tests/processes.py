@@ -6,6 +6,7 @@ import faulthandler
 import os
 import pickle
 import signal
+import subprocess
 import sys
 import time
 import traceback
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.tensor  # before the processes are forked, which then need not import it
 
+HERE = Path(__file__).parent
 HIDDEN = pytest.mark.skipif(torch.cuda.is_available() or not hasattr(os, "fork"), reason="ranks on the CPU, in forked processes")
 
 
@@ -55,6 +57,10 @@ def run(folder: Path, count: int, function, *args, limit: float = 60.0) -> list[
         time.sleep(0.5)
         os.kill(pids[rank], signal.SIGKILL)
         os.waitpid(pids[rank], 0)
+    return _ended(folder, count, late, limit, seconds)
+
+
+def _ended(folder: Path, count: int, late: list[int], limit: float, seconds: dict[int, float]) -> list[Ended]:
     output = [(folder / f"{rank}.txt").read_text() for rank in range(count)]
     assert not late, "\n".join(f"rank {rank} was still running after {limit} seconds:\n{output[rank]}" for rank in late)
     ended = []
@@ -62,6 +68,47 @@ def run(folder: Path, count: int, function, *args, limit: float = 60.0) -> list[
         result = folder / f"{rank}.pickle"
         ended.append(Ended(pickle.loads(result.read_bytes()) if result.exists() else None, output[rank], seconds[rank]))
     return ended
+
+
+def run_on_gpus(folder: Path, count: int, function, *args, limit: float = 120.0) -> list[Ended]:
+    """The same in new processes, the ranks of an NCCL group, each with a GPU of its own. Processes cannot be forked from one that
+    has used a GPU. Their directory is that of the tests; functions are found by their names."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in folder.iterdir():  # of an earlier run
+        path.unlink()
+    (folder / "call").write_bytes(pickle.dumps((function, args)))
+    code = f"import processes; from pathlib import Path; processes._be_on_gpu(Path({str(folder)!r}), {count})"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), *sys.path]), "WORLD_SIZE": str(count)}
+    running, begin, seconds = {}, time.monotonic(), {}
+    for rank in range(count):
+        with (folder / f"{rank}.txt").open("wb") as out:
+            own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            running[rank] = subprocess.Popen([sys.executable, "-c", code], stdout=out, stderr=out, env=own, cwd=HERE)
+    while len(seconds) < count and time.monotonic() < begin + limit:
+        seconds |= {
+            rank: time.monotonic() - begin for rank in running.keys() - seconds.keys() if running[rank].poll() is not None
+        }
+        time.sleep(0.02)
+    late = sorted(running.keys() - seconds.keys())
+    for rank in late:
+        running[rank].send_signal(signal.SIGUSR1)
+        time.sleep(0.5)
+        running[rank].kill()
+        running[rank].wait()
+    return _ended(folder, count, late, limit, seconds)
+
+
+def _be_on_gpu(folder: Path, count: int) -> None:
+    """Be one rank, until the end of the function. The process ends as that of a script does."""
+    faulthandler.register(signal.SIGUSR1, file=2)
+    function, args = pickle.loads((folder / "call").read_bytes())
+    rank = int(os.environ["RANK"])
+    torch.cuda.set_device(rank)
+    store = dist.FileStore(str(folder / "store"), count)
+    dist.init_process_group("nccl", store=store, rank=rank, world_size=count, device_id=torch.device("cuda", rank))
+    result = function(rank, *args)
+    (folder / f"{rank}.part").write_bytes(pickle.dumps(result))
+    (folder / f"{rank}.part").rename(folder / f"{rank}.pickle")
 
 
 def _be(rank: int, count: int, folder: Path, function, args) -> None:

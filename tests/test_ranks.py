@@ -818,7 +818,7 @@ def test_the_exit_of_a_process_waits_for_an_abort(monkeypatch):
     group = types.SimpleNamespace(abort=done.wait)
     monkeypatch.setattr(exchange, "GRACE", 0.01)
     monkeypatch.setattr(exchange.atexit, "register", lambda *call: joins.append(call))
-    ours = types.SimpleNamespace(group=group, broken=None, before_abort=[lambda: first.append("graphs")])
+    ours = types.SimpleNamespace(group=group, broken=None, drop_graphs=lambda: first.append("graphs"), end_waits=bool)
     exchange.Exchange.abort(ours, "of the test")
     assert ours.broken == "of the test" and first == ["graphs"]
     ((join, seconds),) = joins
@@ -826,6 +826,29 @@ def test_the_exit_of_a_process_waits_for_an_abort(monkeypatch):
     join(seconds)
     exchange.Exchange.abort(ours, "again")
     assert ours.broken == "of the test" and len(joins) == 1
+
+
+def test_graphs_are_dropped_while_the_process_group_is_destroyed(monkeypatch):
+    """NCCL waits in it until no graph with its collectives is left."""
+    dropped, may_end = threading.Event(), threading.Event()
+
+    def destroy_process_group(group=None):
+        may_end.wait(20)
+
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", destroy_process_group)
+    monkeypatch.setattr(exchange, "POLL", 0.01)
+    ours = types.SimpleNamespace(leave=types.SimpleNamespace(alive=True), drop_graphs=dropped.set)
+    guard = threading.Thread(target=exchange._guard, args=(lambda: ours,))
+    guard.start()
+    assert not dropped.wait(0.2)
+    destroys = threading.Thread(target=destroy_process_group)
+    destroys.start()
+    assert dropped.wait(20)
+    may_end.set()
+    for thread in (guard, destroys):
+        thread.join(20)
+    ours.leave.alive, dropped = False, threading.Event()
+    exchange._guard(lambda: ours)  # returns: this rank takes part in no further call
 
 
 def fail_in_a_layer(rank: int) -> str:

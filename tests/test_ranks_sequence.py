@@ -16,7 +16,7 @@ from transformers import DynamicCache
 import hf_fastattn
 from hf_fastattn import PreallocatedCache
 from hf_fastattn.caches import shared as shared_cache
-from hf_fastattn.patches import call_caches, preflight
+from hf_fastattn.patches import call_caches
 
 pytestmark = [processes.HIDDEN, pytest.mark.xdist_group("ranks")]
 # llama has 2 KV heads, fewer than 4 ranks; the plan of gpt_oss divides no heads; one layer of qwen2 and gpt_oss has a window.
@@ -267,10 +267,6 @@ def test_refusals(played):
 
 def test_models_that_cannot_be_shared_out_are_refused(monkeypatch):
     model = tiny("llama")
-    with monkeypatch.context() as several:
-        several.setattr(hf_fastattn.hf, "tensor_parallel_mesh", lambda model: "two ranks")
-        with pytest.raises(ValueError, match="have not been tested together"):
-            preflight.check_peer_memory(model, fused_graphs=True, shares="by sequence")
     with pytest.raises(ValueError, match="over the ranks of tensor parallelism, and this LlamaForCausalLM is on one"):
         hf_fastattn.patch(model, kv="sequence")
     with pytest.raises(ValueError, match='kv must be "heads" or "sequence"; got \'tokens\''):

@@ -22,7 +22,7 @@ def patch(
     window: int | None = None,
     sinks: int | None = None,
     clamp_positions: bool = False,
-    peer_memory: bool = False,
+    peer_memory: bool | None = None,
 ) -> Patch:
     """Make generate() of one model run `backend`, with a cache of this package and one CUDA graph per decode step.
 
@@ -41,8 +41,9 @@ def patch(
     clamp_positions: for models with learned positions (OPT), gives every token beyond the last position the last position, which
     is an approximation.
 
-    peer_memory=True, for a model under tensor parallelism on GPUs of one host: in decode graphs, sums over the ranks are kernels
-    that write to the memory of the other GPUs, not collectives of the process group.
+    peer_memory, for a model under tensor parallelism: whether sums over the ranks in decode graphs are kernels that write to the
+    memory of the other GPUs, and not collectives of the process group. None: where all GPUs of the ranks can. True: or a
+    ValueError with the reason.
 
     Returns a Patch. Print it to see what changed. Use it in a `with` block or call its undo() to undo everything. Only this
     instance changes; a deepcopy of the model has a patch of its own.
@@ -60,7 +61,7 @@ def patch(
         streaming = which_settings(model, chosen, window, sinks, clamp_positions)
         windows = which_windows(model, chosen, cache, streaming)
         if peer_memory:
-            check_peer_memory(model, graph and fuse, shares)
+            check_peer_memory(model, graph and fuse)
     return Patch(model, backend, windows, graph, fuse, streaming, shares, peer_memory)
 
 

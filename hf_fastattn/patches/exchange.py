@@ -69,10 +69,13 @@ class Exchange:
         self.store: Any = torch.distributed.distributed_c10d.PrefixStore(prefix, store)
         self.call = Call(0)  # that of patch()
         self.broken: str | None = None
-        self.before_abort: list[Callable[[], object]] = []
+        self.drop_graphs: Callable[[], object] = bool  # neither refers to the model
+        self.end_waits: Callable[[], object] = bool  # those of the kernels for other ranks
         self._mine: list[tuple[int, str]] = []  # (number of the call, key) of the keys that this rank has set
         self.leave = weakref.finalize(self, _leave, self.store, self.rank)  # also called at the exit of the process
         self.processes = Processes({})
+        if device.type == "cuda":
+            threading.Thread(target=_guard, args=(weakref.ref(self),), name="hf_fastattn group", daemon=True).start()
 
     # ---- exchange ----
 
@@ -228,13 +231,13 @@ class Exchange:
     def abort(self, reason: str) -> None:
         """Abort the collectives of the group, which cannot be used afterwards. Returns after GRACE seconds at the latest.
 
-        `before_abort` is called first: NCCL waits in an abort until no graph with its collectives is left. The process does not
-        exit in the middle of an abort, as its thread would then end the process by a signal.
+        Graphs are dropped first: NCCL waits in an abort until no graph with its collectives is left. The process does not exit in
+        the middle of an abort, as its thread would then end the process by a signal.
         """
         self.broken = self.broken or reason
 
         def run() -> None:
-            for each in self.before_abort:
+            for each in (self.drop_graphs, self.end_waits):
                 each()
             with contextlib.suppress(RuntimeError, AttributeError):
                 self.group.abort()
@@ -261,6 +264,28 @@ def _names(ranks: list[int]) -> str:
 def _leave(store: Any, rank: int, reason: str = "") -> None:
     with contextlib.suppress(Exception):  # the store may have ended before
         store.set(f"gone/{rank}", reason)
+
+
+def _guard(of: weakref.ref[Exchange]) -> None:
+    """Drop the graphs when the process group is being destroyed: NCCL waits until no graph with its collectives is left."""
+    while (exchange := of()) is not None and exchange.leave.alive:
+        if _is_destroying():
+            exchange.drop_graphs()
+            return
+        del exchange
+        time.sleep(POLL)
+
+
+def _is_destroying() -> bool:
+    """Whether a thread is in destroy_process_group(), which tells nobody that it is called."""
+    code, frames = torch.distributed.destroy_process_group.__code__, list(sys._current_frames().values())
+    while frames:
+        frame = frames.pop()
+        if frame.f_code is code:
+            return True
+        if frame.f_back is not None:
+            frames.append(frame.f_back)
+    return False
 
 
 def _watch(of: weakref.ref[Exchange], call: Call) -> None:

@@ -65,7 +65,7 @@ class DecodeGraphs:
         self.changes = 0  # consecutive calls in which the model had changed
         self.changed: list[str] = []  # the names of the last changes
         self.counted: Fingerprint | None = None  # the model as it was when changes were counted last
-        self.ranks.before_abort(self._dropper())
+        self.ranks.when_broken(self._dropper())
 
     def _dropper(self) -> Callable[[], None]:
         """A function that drops the graphs, and does not keep this object alive."""

@@ -80,7 +80,7 @@ def check_model(model: hf.PreTrainedModel, backend: registry.Backend) -> None:
         raise ValueError(f"{name} cannot run {backend.name!r}: {reason}")
 
 
-def check_peer_memory(model: hf.PreTrainedModel, fused_graphs: bool, shares: Shares | None) -> None:
+def check_peer_memory(model: hf.PreTrainedModel, fused_graphs: bool) -> None:
     """Raise ValueError if patch() would not use memory that ranks share."""
     if hf.tensor_parallel_mesh(model) is None:
         raise ValueError(
@@ -88,8 +88,6 @@ def check_peer_memory(model: hf.PreTrainedModel, fused_graphs: bool, shares: Sha
         )
     if not fused_graphs:
         raise ValueError("peer_memory=True needs graph=True and fuse=True: its kernels run in decode graphs.")
-    if shares is not None:
-        raise ValueError('peer_memory=True and kv="sequence" have not been tested together. Leave out one of them.')
 
 
 def _why_no_kernel(model: hf.PreTrainedModel, backend: registry.Backend) -> str | None:

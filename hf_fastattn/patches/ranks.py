@@ -95,8 +95,8 @@ class OneRank:
             message = str(error).strip().partition("\n")[0]
             raise Uncapturable(f"{type(error).__name__} while capturing it ({message})") from error
 
-    def before_abort(self, run: Callable[[], object]) -> None:
-        """Let run() be called before collectives are aborted after a failure. It must not refer to the model."""
+    def when_broken(self, drop_graphs: Callable[[], object]) -> None:
+        """Set the function that drops the graphs before the process group ends. It must not refer to the model."""
 
     def close(self) -> None:
         """Tell the other ranks that this one takes part in no further call."""
@@ -134,18 +134,22 @@ class Ranks(OneRank):
             raise ValueError(f"The ranks of this model call patch() differently: {differs}.")
 
     def connect(self, size: int, dtype: torch.dtype) -> str | None:
-        exchange, host = self.exchange, ""
+        exchange, where = self.exchange, ("", "")
         reason: str | None = "Triton is not installed"
         try:
             from ..kernels.host import symmetric
         except ImportError:
             pass
         else:
-            host, reason = symmetric.host(), symmetric.why_not(exchange.device)
-        found = exchange.gather("patch()", (reason, host))
+            reason = symmetric.why_not(exchange.device)
+            where = (symmetric.host(), "" if reason else symmetric.identity(exchange.device))
+        found = exchange.gather("patch()", (reason, *where))
         reason = self._first([each[0] for each in found])
         if reason is not None or len({each[1] for each in found}) > 1:
             return reason or "they are on several hosts"
+        reason = symmetric.why_no_access(exchange.device, [each[2] for each in found])
+        if (reason := self._first(exchange.gather("patch()", reason))) is not None:
+            return reason
         from ..kernels.decode.all_reduce import block_bytes
 
         peers = None
@@ -156,7 +160,7 @@ class Ranks(OneRank):
         reason = self._first(exchange.gather("patch()", reason))
         if reason is None and peers is not None:
             self.peers = peers
-            exchange.before_abort.append(peers.release)
+            exchange.end_waits = peers.release
         return reason
 
     @contextlib.contextmanager
@@ -301,12 +305,12 @@ class Ranks(OneRank):
         reason = reasons[index]
         return reason if len(set(reasons)) == 1 else f"on rank {self.exchange.ranks[index]}, {reason}"
 
-    def before_abort(self, run: Callable[[], object]) -> None:
-        self.exchange.before_abort.append(run)
+    def when_broken(self, drop_graphs: Callable[[], object]) -> None:
+        self.exchange.drop_graphs = drop_graphs
 
     def close(self) -> None:
         self.exchange.leave()
-        self.exchange.before_abort.clear()
+        self.exchange.drop_graphs = self.exchange.end_waits = bool
         self.peers = None
 
     def check_copy(self) -> None:

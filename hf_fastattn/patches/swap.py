@@ -54,7 +54,7 @@ class Patch:
         fuse: bool,
         streaming: Settings | None,
         shares: Shares | None = None,
-        peer_memory: bool = False,
+        peer_memory: bool | None = None,
     ):
         """windows: the sliding windows of the layers, for a cache of the package; None for Transformers' cache.
 
@@ -79,10 +79,11 @@ class Patch:
         self._fused: list[weakref.ref[torch.nn.Module]] = []
         self._heads: list[torch.nn.Module] = []  # projections that return whole KV heads
         self._generation = generation
+        self._why_collectives: str | None = None  # why sums over ranks are not computed by kernels
         self._graphs = graphs.DecodeGraphs() if generation is None else generation.graphs
         self.reasons: list[str] = [] if generation is None else generation.reasons
 
-    def _apply(self, model: hf.PreTrainedModel, fuse: bool, streaming: Settings | None, peer_memory: bool) -> None:
+    def _apply(self, model: hf.PreTrainedModel, fuse: bool, streaming: Settings | None, peer_memory: bool | None) -> None:
         before = model.config._attn_implementation
         self._configs.give(model, streaming)
         if streaming is None:
@@ -111,8 +112,8 @@ class Patch:
         self.changes.append(Change("methods of generate()", len(METHODS), type(model).__name__, "this instance's own"))
         if self._generation.ranks.several:
             self.changes.append(Change("generate() on several ranks", 1, "each rank for itself", "ranks compare their calls"))
-        if peer_memory:
-            self._share_memory(model, self._generation.ranks)
+        if peer_memory is not False and self._generation.ranks.several and self.graph and fuse:
+            self._share_memory(model, self._generation.ranks, required=peer_memory is True)
         kept = model.generation_config.cache_implementation or "dynamic"
         words = self._generation.caches.in_words()
         self.changes.append(Change("cache of layers", len(self._generation.caches.windows), kept, words))
@@ -149,10 +150,13 @@ class Patch:
                 subclass.replace(module, experts.router)
             self.changes.append(Change("choice of experts, up to 64 tokens", len(found), "seven launches", "one"))
 
-    def _share_memory(self, model: hf.PreTrainedModel, ranks: OneRank) -> None:
+    def _share_memory(self, model: hf.PreTrainedModel, ranks: OneRank, required: bool) -> None:
         reason = ranks.connect(model.config.get_text_config(decoder=True).hidden_size, model.dtype)
-        if reason is not None:
+        if reason is not None and required:
             raise ValueError(f"peer_memory=True is not possible: {reason}. Leave it out; sums are then collectives.")
+        if reason is not None:
+            self._why_collectives = reason
+            return
         found = sums.join(model)
         self._fused += [weakref.ref(module) for module in found]
         ours = "kernels that also add and normalise"
@@ -218,6 +222,8 @@ class Patch:
                 lines.append(f"  set_attn_implementation() has since changed attention: {self.backend} -> {now}")
             if self.graph and (reason := graphs.why_none(model)):
                 lines.append(f"  decode graph: off, as {reason}")
+            elif self._why_collectives is not None:
+                lines.append(f"  sums over ranks: collectives, as {self._why_collectives}")
         if self.captures or self.uncaptured:
             memory = f" ({size(self.graph_bytes)})" if self.graph_bytes else ""
             lines.append(

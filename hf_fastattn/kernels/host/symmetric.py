@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from ..decode.all_reduce import PROGRAMS, Peers, memory_bytes
 from . import gpu
+
+_NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED of CUDA's driver
 
 
 def why_not(device: torch.device) -> str | None:
@@ -21,6 +25,31 @@ def why_not(device: torch.device) -> str | None:
     except ImportError as error:
         return f"torch has no symmetric memory ({error})"
     return None
+
+
+def identity(device: torch.device) -> str:
+    """The identity of a GPU, the same in all processes."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def why_no_access(device: torch.device, others: Sequence[str]) -> str | None:
+    """The reason why the kernels of this device cannot set flags in the memory of GPUs with these identities, or None."""
+    visible = {identity(torch.device("cuda", index)): index for index in range(torch.cuda.device_count())}
+    here = visible[identity(device)]
+    for other in others:
+        if other not in visible:
+            return f"this process does not see the GPU {other} of another rank (CUDA_VISIBLE_DEVICES)"
+        if visible[other] != here and not _has_atomics(here, visible[other]):
+            return f"the GPUs {here} and {visible[other]} have no atomic operations on each other's memory, as over NVLink"
+    return None
+
+
+def _has_atomics(here: int, there: int) -> bool:
+    """Whether an atomic operation of one GPU on the memory of another is atomic for both. Both are numbers of visible devices."""
+    cuda, value = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+    devices = [ctypes.c_int() for _ in range(2)]
+    failed = any(cuda.cuDeviceGet(ctypes.byref(each), index) for each, index in zip(devices, (here, there), strict=True))
+    return not (failed or cuda.cuDeviceGetP2PAttribute(ctypes.byref(value), _NATIVE_ATOMICS, *devices)) and value.value == 1
 
 
 def host() -> str:

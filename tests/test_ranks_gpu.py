@@ -1,0 +1,298 @@
+"""Ranks on several GPUs, over NCCL and over memory that they share."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import signal
+import time
+import warnings
+
+import processes
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import DEVICE
+from models import COMMON, FAMILIES, prompts, tiny
+from test_ranks import BIASES, SHARED, Puts, StopsAt, divide_by_zero, generate, graphs_of, interrupt, outcome, results
+from transformers.distributed import DistributedConfig
+
+import hf_fastattn
+from hf_fastattn import hf
+from hf_fastattn.context_parallel import ORDERS, positions, ring_attention
+from hf_fastattn.kernels.decode import all_gather, all_reduce, residual
+from hf_fastattn.kernels.host import symmetric
+
+pytestmark = pytest.mark.skipif(DEVICE != "cuda" or torch.cuda.device_count() < 2, reason="needs two GPUs")
+MODES = {
+    "collectives": {"peer_memory": False},
+    "peer memory": {"peer_memory": True},
+    "sequence": {"kv": "sequence"},
+    "sequence over collectives": {"kv": "sequence", "peer_memory": False},
+}
+SIZES = (8, 1000, 2048, 4096, 8192)
+DTYPES = (torch.float32, torch.bfloat16)
+REPLAYS, CALLS = 2500, 4
+KEPT = []  # until the process ends
+
+
+def pair(name: str, rank: int, dtype: torch.dtype = torch.float32, **own):
+    """A tiny model on the GPU of the rank, and its copy that two ranks share."""
+    hf.silence()
+    model_type, config = BIASES.get(name) or FAMILIES[name]
+    one = tiny(model_type, device=torch.device("cuda", rank), **{**config, **own}).to(dtype)
+    state = {name: tensor.clone() for name, tensor in one.state_dict().items()}
+    made = type(one).from_pretrained(
+        None,
+        config=one.config,
+        state_dict=state,
+        attn_implementation="eager",
+        dtype=dtype,
+        distributed_config=DistributedConfig(tp_size=dist.get_world_size()),
+    )
+    return one, made.eval()
+
+
+def bits(tensors) -> str:
+    digest = hashlib.sha256()
+    for x in tensors:
+        digest.update(x.contiguous().view(torch.uint8).cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def error_of(found, want) -> float:
+    """The largest difference of two calls' logits, up to the first token that differs in any row."""
+    new = len(want.logits)
+    differ = (found.sequences != want.sequences)[:, -new:].any(0).nonzero().flatten().tolist()
+    steps = differ[0] + 1 if differ else new
+    return (torch.stack(found.logits[:steps]).float() - torch.stack(want.logits[:steps]).float()).abs().max().item()
+
+
+# ---- tokens ----
+
+
+def decode_family(rank: int, name: str, dtype: torch.dtype) -> dict:
+    one, model = pair(name, rank, dtype)
+    found = {}
+    for padding in ("no_padding", "left_padding"):
+        inputs = prompts(padding, one.device)
+        want = generate(one, inputs, return_dict_in_generate=True, output_logits=True)
+        plain = generate(model, inputs, return_dict_in_generate=True, output_logits=True)
+        for mode, options in MODES.items():
+            try:
+                patch = hf_fastattn.patch(model, "lean", **options)
+            except ValueError as error:
+                found[padding, mode] = str(error)
+                continue
+            with patch:
+                first = generate(model, inputs, return_dict_in_generate=True, output_logits=True)
+                again = generate(model, inputs, return_dict_in_generate=True, output_logits=True)
+            found[padding, mode] = {
+                "tokens": torch.equal(first.sequences, want.sequences),
+                "repeats": torch.equal(first.sequences, again.sequences),
+                "error": error_of(first, want),
+                "plain error": error_of(plain, want),
+                "largest": want.logits[0].abs().max().item(),
+                "logits": bits(again.logits),
+                "steps": (patch.captures, patch.uncaptured),
+                "reasons": patch.reasons,
+            }
+    return found
+
+
+def decode(rank: int, names: list[str], dtype: torch.dtype) -> dict:
+    return {name: decode_family(rank, name, dtype) for name in names}
+
+
+@pytest.fixture(scope="module", params=[pytest.param(x, marks=pytest.mark.xdist_group(str(x))) for x in DTYPES], ids=str)
+def decoded(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("decode")
+    return request.param, results(processes.run_on_gpus(folder, 2, decode, SHARED, request.param, limit=280))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", SHARED)
+def test_tokens_are_those_of_one_gpu_and_logits_the_same_bits_on_all_ranks(decoded, name, mode):
+    dtype, (first, second) = decoded
+    for padding in ("no_padding", "left_padding"):
+        mine, other = (each[name][padding, mode] for each in (first, second))
+        if isinstance(mine, str):
+            assert mode.startswith("sequence") and mine == other, mine
+            pytest.skip(mine)
+        assert mine["steps"] == (2, 0) and not mine["reasons"], mine["reasons"]
+        assert mine["logits"] == other["logits"]
+        assert mine["repeats"]
+        if dtype == torch.float32:
+            assert mine["tokens"]
+        else:  # other sums than on one GPU
+            allowed = 3 * mine["plain error"] + 8 * torch.finfo(dtype).eps * mine["largest"]
+            assert mine["error"] <= allowed, (mine["error"], mine["plain error"], mine["largest"])
+
+
+# ---- many steps ----
+
+
+def replay(rank: int, mode: str) -> dict:
+    _, model = pair("llama", rank, torch.bfloat16, hidden_size=512, num_attention_heads=8, num_key_value_heads=4, head_dim=64)
+    model.config.max_position_embeddings = REPLAYS + 200
+    inputs = prompts("left_padding", f"cuda:{rank}", rows=2)
+    options = {"max_new_tokens": REPLAYS + 2, "return_dict_in_generate": True, "output_logits": True}
+    with hf_fastattn.patch(model, "lean", **MODES[mode]) as patch:
+        found = [generate(model, inputs, **options) for _ in range(CALLS)]
+        replays = patch.replays
+    return {
+        "replays": replays,
+        "same": all(torch.equal(each.sequences, found[0].sequences) for each in found),
+        "logits": [bits(each.logits) for each in found],
+    }
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_ten_thousand_replays_have_the_same_bits_on_all_ranks(tmp_path, mode):
+    first, second = results(processes.run_on_gpus(tmp_path, 2, replay, mode, limit=200))
+    assert first["replays"] >= REPLAYS * CALLS
+    assert first["same"] and first == second
+
+
+# ---- sums and columns ----
+
+
+def exchange_many(rank: int) -> list[str]:
+    """Sums and columns of random sizes, with random pauses of either GPU before them."""
+    device = torch.device("cuda", rank)
+    peers = symmetric.connect(dist.group.WORLD, all_reduce.block_bytes(8192, torch.bfloat16), device)
+    both, own = (torch.Generator().manual_seed(seed) for seed in (0, rank + 1))
+    draw = lambda generator, limit: int(torch.randint(limit, (1,), generator=generator))  # noqa: E731
+    count = torch.zeros(2, dtype=torch.int64, device=device)
+    for _ in range(3000):
+        rows, size = 1 + draw(both, 64), SIZES[draw(both, len(SIZES))]
+        on_gpu = torch.Generator(device).manual_seed(draw(both, 1 << 30))
+        parts = torch.randn(2, rows, size, device=device, generator=on_gpu).bfloat16()
+        if not draw(own, 8):
+            torch.cuda._sleep(draw(own, 200_000))
+        x = parts[rank].clone()
+        if draw(both, 3):
+            residual.run(residual.Chain(x, peers=peers))
+            count[0] += (x != (parts[0].float() + parts[1].float()).bfloat16()).any()
+        else:
+            columns = all_gather.all_gather(x, peers)
+            count[1] += (columns != torch.cat(parts.unbind(), 1)).any()
+    sums, columns = count.tolist()
+    return [f"{sums} sums", f"{columns} columns"]
+
+
+def test_sums_and_columns_of_any_size_are_right_on_both_gpus(tmp_path):
+    for found in results(processes.run_on_gpus(tmp_path, 2, exchange_many)):
+        assert found == ["0 sums", "0 columns"]
+
+
+def attend_in_rings(rank: int) -> dict:
+    device, found = torch.device("cuda", rank), {}
+    for dtype, tokens in ((torch.bfloat16, 4096), (torch.float32, 512)):
+        torch.manual_seed(0)
+        q, k, v = (torch.randn(2, heads, tokens, 64, dtype=dtype).to(device) for heads in (8, 2, 2))
+        want = torch.nn.functional.scaled_dot_product_attention(*(x.double() for x in (q, k, v)), is_causal=True, enable_gqa=True)
+        plain = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        for order in ORDERS:
+            at = positions(order, rank, 2, tokens // 2).to(device)
+            out = ring_attention(q[:, :, at], k[:, :, at], v[:, :, at], order=order)
+            found[order, str(dtype)] = (
+                (out - want[:, :, at]).abs().max().item(),
+                (plain[:, :, at] - want[:, :, at]).abs().max().item() + 4 * torch.finfo(dtype).eps,
+            )
+    return found
+
+
+def test_rings_over_nccl_are_right(tmp_path):
+    for found in results(processes.run_on_gpus(tmp_path, 2, attend_in_rings)):
+        for error, allowed in found.values():
+            assert error <= 2 * allowed, found
+
+
+# ---- failures ----
+
+
+class Stops(StopsAt):
+    def __call__(self, ids, scores, **kwargs):
+        return super().__call__(ids, scores).to(ids.device)
+
+
+class Kills(Puts):
+    """Kills its process with the third token."""
+
+    def __init__(self):
+        super().__init__(lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def fail(rank: int, how: str, mode: str) -> list:
+    one, model = pair("llama", rank)
+    inputs = prompts("left_padding", one.device)
+    act = {"raises": lambda: Puts(divide_by_zero), "is interrupted": lambda: Puts(interrupt), "is killed": Kills}.get(how)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with hf_fastattn.patch(model, "lean", **MODES[mode]) as patch:
+            generate(model, inputs)
+            options = {"stopping_criteria": [Stops(100 - rank)]} if act is None else {}
+            if rank and act is not None:
+                options["streamer"] = act()
+            begin = time.monotonic()
+            try:
+                first = outcome(lambda: generate(model, inputs, max_new_tokens=200, **options))
+            except KeyboardInterrupt:
+                first = "KeyboardInterrupt"
+            seconds = time.monotonic() - begin
+            return [first, seconds, outcome(lambda: generate(model, inputs)), len(graphs_of(patch))]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("how", ["raises", "is interrupted", "is killed", "stops earlier"])
+def test_the_other_rank_ends_with_a_sentence(tmp_path, how, mode):
+    first, second = processes.run_on_gpus(tmp_path, 2, fail, how, mode)
+    assert first.result is not None, first.output
+    said, seconds, again, graphs = first.result
+    assert re.match(r"RuntimeError: .*([Rr]ank 1)", said), said
+    assert seconds < 10 and not graphs
+    assert "aborted" in again or "rank 1" in again.lower(), again
+    if how == "is killed":
+        assert second.result is None
+    else:
+        assert second.result is not None, second.output
+
+
+def leave_the_patch(rank: int, mode: str, destroys: bool) -> bool:
+    one, model = pair("llama", rank)
+    KEPT.append((model, hf_fastattn.patch(model, "lean", **MODES[mode])))
+    inputs = prompts("no_padding", one.device)
+    found = torch.equal(generate(model, inputs), generate(one, inputs))
+    if destroys:
+        dist.destroy_process_group()
+    return found
+
+
+@pytest.mark.parametrize("destroys", [False, True], ids=["exits", "destroys the group"])
+@pytest.mark.parametrize("mode", ["collectives", "peer memory", "sequence"])
+def test_a_process_ends_although_the_model_is_still_patched(tmp_path, mode, destroys):
+    ended = processes.run_on_gpus(tmp_path, 2, leave_the_patch, mode, destroys, limit=90)
+    assert results(ended) == [True, True]
+    assert not any("terminate" in each.output or "Fatal" in each.output for each in ended), ended[0].output
+
+
+def test_differences_are_refused_and_the_group_continues(tmp_path):
+    for found in results(processes.run_on_gpus(tmp_path, 2, differ)):
+        assert re.match("ValueError: .*input_ids, a tensor of shape .3, 96. and int64, has other values on rank 1", found[0])
+        assert found[1:] == [True, True]
+
+
+def differ(rank: int) -> list:
+    one, model = pair("llama", rank)
+    inputs = prompts("no_padding", one.device)
+    with hf_fastattn.patch(model, "lean"):
+        ids = inputs["input_ids"].clone()
+        ids[0, -1] = (ids[0, -1] + rank) % COMMON["vocab_size"]
+        refused = outcome(lambda: generate(model, {"input_ids": ids}))
+        torch.manual_seed(rank)
+        sampled = generate(model, inputs, do_sample=True)
+        both = [torch.empty_like(sampled) for _ in range(2)]
+        dist.all_gather(both, sampled)
+        return [refused, torch.equal(*both), torch.equal(generate(model, inputs), generate(one, inputs))]
