@@ -77,17 +77,20 @@ def run_on_gpus(folder: Path, count: int, function, *args, limit: float = 120.0)
     for path in folder.iterdir():  # of an earlier run
         path.unlink()
     (folder / "call").write_bytes(pickle.dumps((function, args)))
-    code = f"import processes; from pathlib import Path; processes._be_on_gpu(Path({str(folder)!r}), {count})"
+    begins = f"import processes; from pathlib import Path; processes._be_on_gpu(Path({str(folder)!r}), {count})"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), *sys.path]), "WORLD_SIZE": str(count)}
     running, begin, seconds = {}, time.monotonic(), {}
     for rank in range(count):
         with (folder / f"{rank}.txt").open("wb") as out:
             own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            running[rank] = subprocess.Popen([sys.executable, "-c", code], stdout=out, stderr=out, env=own, cwd=HERE)
+            running[rank] = subprocess.Popen([sys.executable, "-c", begins], stdout=out, stderr=out, env=own, cwd=HERE)
     while len(seconds) < count and time.monotonic() < begin + limit:
-        seconds |= {
-            rank: time.monotonic() - begin for rank in running.keys() - seconds.keys() if running[rank].poll() is not None
-        }
+        for rank in running.keys() - seconds.keys():
+            if (code := running[rank].poll()) is not None:
+                seconds[rank] = time.monotonic() - begin
+                if code:
+                    with (folder / f"{rank}.txt").open("a") as out:
+                        out.write(f"\nexit code {code}")
         time.sleep(0.02)
     late = sorted(running.keys() - seconds.keys())
     for rank in late:

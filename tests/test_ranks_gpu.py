@@ -275,7 +275,7 @@ def leave_the_patch(rank: int, mode: str, destroys: bool) -> bool:
 def test_a_process_ends_although_the_model_is_still_patched(tmp_path, mode, destroys):
     ended = processes.run_on_gpus(tmp_path, 2, leave_the_patch, mode, destroys, limit=90)
     assert results(ended) == [True, True]
-    assert not any("terminate" in each.output or "Fatal" in each.output for each in ended), ended[0].output
+    assert not any("exit code" in each.output for each in ended), "\n".join(each.output for each in ended)
 
 
 def test_differences_are_refused_and_the_group_continues(tmp_path):
