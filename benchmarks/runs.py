@@ -208,12 +208,16 @@ def check(ours: Rival, cache, model) -> dict:
     return found | {"steps_replayed": ours.patch.replays - replayed}
 
 
-def verdict(captured: Run, uncaptured: Run, stock: Run, dtype: torch.dtype) -> dict:
-    """Compares captured steps, and steps with stock attention, with uncaptured steps.
+def verdict(captured: Run, uncaptured: Run, stock: Run, dtype: torch.dtype, beside: Run | None = None) -> dict:
+    """Compares captured steps, and steps with stock attention, with uncaptured steps. beside: the uncaptured steps that stock
+    attention is compared with, if its cache is another.
 
     "passed": whether the logits differ by at most twice the difference of stock attention, plus 4 eps of the largest logit.
     """
-    found = {"against_uncaptured": compare(captured, uncaptured), "stock_against_uncaptured": compare(stock, uncaptured)}
+    found = {
+        "against_uncaptured": compare(captured, uncaptured),
+        "stock_against_uncaptured": compare(stock, beside or uncaptured),
+    }
     largest = uncaptured.logits.abs().max().item()
     allowed = 2 * found["stock_against_uncaptured"]["largest_logit_difference"] + 4 * torch.finfo(dtype).eps * largest
     passed = found["against_uncaptured"]["largest_logit_difference"] <= allowed

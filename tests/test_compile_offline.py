@@ -429,11 +429,9 @@ SMALL = {
 
 
 def check_exchange(ptx: str) -> None:
-    """A flag is released to the whole system after the data, which is moved 16 bytes at once, and acquired before it is read."""
-    release, acquire = ptx.index("atom.global.sys.release.exch"), ptx.index("ld.global.sys.acquire")
-    assert ptx.index("st.global.v4.b32") < release < acquire and ptx.count("sys.release") == 3
-    assert "ld.global.cg.v4.b32" in ptx[acquire:] or "ld.global.cg.v4.b32" in ptx[:release]  # in a loop the order is rotated
-    assert "st.global.b16" not in ptx and "trap;" in ptx
+    """Words of 8 bytes with data and flag are written and read two at once, and read again until they have come."""
+    assert "st.global.v2.b64" in ptx and ptx.count("ld.volatile.global.v2.b64") >= 6  # of three ranks, before and in the loop
+    assert not re.search(r"st\.global\.b(16|64)|ld\.volatile\.global\.b64|membar|fence", ptx) and "trap;" in ptx
 
 
 def check_stores_last(ttgir: str) -> None:

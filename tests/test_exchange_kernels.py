@@ -139,8 +139,6 @@ def a_rank_that_does_not_come(rank: int, folder) -> float:
     for _ in range(3):  # later sums do not wait
         residual.run(residual.Chain(torch.ones(2, SIZE), peers=peers))
     found = time.monotonic() - begin
-    flags = peers.memory[: all_reduce.flags_bytes(2)].view(torch.int32)
-    assert (flags >= all_reduce.AHEAD).all()  # of all programs
     return found
 
 

@@ -158,23 +158,23 @@ def test_ten_thousand_replays_have_the_same_bits_on_all_ranks(tmp_path, mode):
 # ---- sums and columns ----
 
 
-def exchange_many(rank: int) -> list[str]:
+def exchange_many(rank: int, dtype: torch.dtype) -> list[str]:
     """Sums and columns of random sizes, with random pauses of either GPU before them."""
     device = torch.device("cuda", rank)
-    peers = symmetric.connect(dist.group.WORLD, all_reduce.block_bytes(8192, torch.bfloat16), device)
+    peers = symmetric.connect(dist.group.WORLD, all_reduce.block_bytes(8192, dtype), device)
     both, own = (torch.Generator().manual_seed(seed) for seed in (0, rank + 1))
     draw = lambda generator, limit: int(torch.randint(limit, (1,), generator=generator))  # noqa: E731
     count = torch.zeros(2, dtype=torch.int64, device=device)
     for _ in range(3000):
         rows, size = 1 + draw(both, 64), SIZES[draw(both, len(SIZES))]
         on_gpu = torch.Generator(device).manual_seed(draw(both, 1 << 30))
-        parts = torch.randn(2, rows, size, device=device, generator=on_gpu).bfloat16()
+        parts = torch.randn(2, rows, size, device=device, generator=on_gpu).to(dtype)
         if not draw(own, 8):
             torch.cuda._sleep(draw(own, 200_000))
         x = parts[rank].clone()
         if draw(both, 3):
             residual.run(residual.Chain(x, peers=peers))
-            count[0] += (x != (parts[0].float() + parts[1].float()).bfloat16()).any()
+            count[0] += (x != (parts[0].float() + parts[1].float()).to(dtype)).any()
         else:
             columns = all_gather.all_gather(x, peers)
             count[1] += (columns != torch.cat(parts.unbind(), 1)).any()
@@ -182,8 +182,9 @@ def exchange_many(rank: int) -> list[str]:
     return [f"{sums} sums", f"{columns} columns"]
 
 
-def test_sums_and_columns_of_any_size_are_right_on_both_gpus(tmp_path):
-    for found in results(processes.run_on_gpus(tmp_path, 2, exchange_many)):
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sums_and_columns_of_any_size_are_right_on_both_gpus(tmp_path, dtype):
+    for found in results(processes.run_on_gpus(tmp_path, 2, exchange_many, dtype)):
         assert found == ["0 sums", "0 columns"]
 
 

@@ -16,7 +16,7 @@ import triton.language as tl
 from .. import checks
 from ..host import launch
 from ..host.overlap import early, let_next_begin, wait_for_inputs
-from .all_reduce import LIMIT, PROGRAMS, SLOTS, Peers, at_address, exchange
+from .all_reduce import LIMIT, PROGRAMS, Peers, receive, send
 
 VECTOR = 16  # bytes that are accessed at once; rows of x must be a multiple
 
@@ -47,14 +47,14 @@ def all_gather_kernel(
         row, column = (block // blocks).to(tl.int64), block % blocks * BLOCK + offs
         mask = column < size
         x = tl.load(X + row * size + column, mask=mask, other=0.0)
-        first = exchange(x, X, offs, mask, Addresses, number, RANK, WORLD, PEER_BLOCK, LIMIT)
+        words = tl.multiple_of((size - block % blocks * BLOCK) * X.dtype.element_ty.primitive_bitwidth // 32, 4)
+        send(x, X, 1, words, Addresses, number, RANK, WORLD, PEER_BLOCK)
         out = Out + row * size * WORLD + column
         for rank in tl.static_range(WORLD):
             if rank == RANK:
                 part = x
             else:
-                theirs = at_address(X, first + rank * SLOTS * PEER_BLOCK) + offs
-                part = tl.load(theirs, mask=mask, other=0.0, cache_modifier=".cg")
+                part = receive(x, X, 1, words, Addresses, number, rank, RANK, WORLD, PEER_BLOCK, LIMIT)
             tl.store(out + rank * size, part, mask=mask)
     tl.store(Counts + tl.program_id(0), number)
 

@@ -1,19 +1,22 @@
 """The sum of a tensor over the ranks of a decode graph, on GPUs that write to each other's memory.
 
-Each program has a block of rows. It writes the block to a slot of its own in the memory of every other rank, sets a flag there,
-waits for the flags of the others in its own memory, and adds the blocks in the order of the ranks, in fp32. So all ranks have
-the same bits. The time is one write between GPUs, and `let_next_begin` comes before it: the next launch loads weights meanwhile.
-`all_gather.py` exchanges blocks in the same way.
+Each program has a block of rows. It writes the block to a slot of its own in the memory of every other rank, reads those of the
+others in its own memory until they have come, and adds them in the order of the ranks, in fp32. So all ranks have the same bits.
+The time is one write between GPUs, and `let_next_begin` comes before it: the next launch loads weights meanwhile. `all_gather.py`
+exchanges blocks in the same way.
 
-Two slots alternate. A rank that writes a slot for the third time has seen the flag of the second, which the other rank sets in a
-launch after the one that has read the first. Flags are the numbers of the sums, which only increase, and are never reset.
+Data and flag are one word of 8 bytes, which a GPU writes at once: 4 bytes of the block, and the number of the exchange. So the
+writer needs no fence between data and flag, and no order of the words matters.
+
+Two slots alternate. A rank that writes a slot for the third time has read the second, which the other rank wrote in a launch
+after the one that has read the first. Numbers only increase, and are never reset.
 
 All ranks must run the same launches in the same order, at most one at a time. A launch has at most PROGRAMS programs, so that all
-of them run at once. If a rank does not come within some 20 minutes, the kernel stops with an error. Before that, the host has
-ended the call (`patches/exchange.py`).
+of them run at once. If a rank does not come within some minutes, the kernel stops with an error. Before that, the host has ended
+the call (`patches/exchange.py`).
 
-Source: the one-shot all-reduce of NVIDIA, "TensorRT-LLM" (custom all-reduce), 2024; for release and acquire between GPUs,
-"PTX ISA", memory consistency model.
+Source: the one-shot all-reduce of NVIDIA, "TensorRT-LLM" (custom all-reduce), 2024; words with flags: the protocol "LL" of
+NVIDIA, "NCCL".
 """
 
 from __future__ import annotations
@@ -28,9 +31,9 @@ from .. import checks
 
 PROGRAMS = 64
 SLOTS = tl.constexpr(PROGRAMS)  # blocks of a rank in the memory of another, one for each program
-FLAG_BYTES = 4
-LIMIT = 1 << 30  # checks of a flag
-AHEAD = 1 << 30  # how far flags are ahead after a failure
+STOP_BYTES = 16
+HEAD = tl.constexpr(STOP_BYTES)  # the memory begins with an int32, which is not 0 after a failure
+LIMIT = 1 << 30  # checks of a block
 MIN_BLOCK = 1024  # elements: short rows share a program
 
 
@@ -55,14 +58,13 @@ class Peers:
     def release(self) -> None:
         """End all waits of this rank, now and later, after a failure. The sums are wrong from then on."""
         with torch.cuda.stream(self.stream):
-            flags = self.memory[: flags_bytes(self.world)].view(torch.int32).view(PROGRAMS, self.world)
-            torch.add(self.counts[:, None].expand_as(flags), AHEAD, out=flags)
+            self.memory[:STOP_BYTES].view(torch.int32).fill_(1)
 
     def why_not(self, x: torch.Tensor) -> str | None:
         """The reason why this tensor cannot be summed in this memory, or None."""
         size = x.shape[-1] if x.dim() else 0
-        if not size or x.dtype not in checks.DTYPES:
-            return f"x is {tuple(x.shape)} of {x.dtype}."
+        if not size or x.dtype not in checks.DTYPES or size * x.element_size() % 4:
+            return f"x is {tuple(x.shape)} of {x.dtype}; rows must be a multiple of 4 bytes."
         if x.numel() > PROGRAMS * size or block_bytes(size, x.dtype) > self.block:
             return f"x is {tuple(x.shape)}; the memory has room for {PROGRAMS} rows of {self.block} bytes."
         return checks.why_not_inference(x, self.memory)
@@ -75,12 +77,7 @@ def block_bytes(size: int, dtype: torch.dtype) -> int:
 
 def memory_bytes(world: int, block: int) -> int:
     """Bytes of memory that each of `world` ranks needs for blocks of so many bytes."""
-    return flags_bytes(world) + 2 * world * PROGRAMS * block
-
-
-def flags_bytes(world: int) -> int:
-    """Bytes of the flags, with which the memory begins."""
-    return PROGRAMS * world * FLAG_BYTES
+    return STOP_BYTES + 2 * world * PROGRAMS * 2 * block
 
 
 @triton.jit
@@ -90,66 +87,106 @@ def _stop():
 
 
 @triton.jit
-def _wait_for(flag, number, LIMIT: tl.constexpr):
-    seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+def _words_at(X, address):
+    """A pointer to words of 8 bytes. Relative to X, so that 16 bytes are accessed at once."""
+    words = X.to(tl.pointer_type(tl.int64), bitcast=True)
+    return words + tl.multiple_of((address - X.to(tl.int64, bitcast=True)) // 8, 2)
+
+
+@triton.jit
+def _place(x, rows, size):
+    """The places of the words for x in a block, and their mask, in one dimension. size: 4 bytes in a row of the block."""
+    WIDTH: tl.constexpr = x.shape[-1] * x.dtype.primitive_bitwidth // 32
+    offs = tl.arange(0, x.numel * x.dtype.primitive_bitwidth // 32)
+    row, column = offs // WIDTH, offs % WIDTH
+    return row * size + column, (row < rows) & (column < size)
+
+
+@triton.jit
+def _pack(x):
+    """The elements of x as int32, 4 bytes each, in one dimension."""
+    if x.dtype.primitive_bitwidth == 32:
+        return tl.reshape(x, (x.numel,)).to(tl.int32, bitcast=True)
+    even, odd = tl.split(tl.reshape(x.to(tl.int16, bitcast=True), (x.numel // 2, 2)))
+    return (even.to(tl.int32) & 0xFFFF) | (odd.to(tl.int32) << 16)
+
+
+@triton.jit
+def _unpack(packed, x):
+    """The inverse of `_pack`, for a tensor of x's shape and dtype."""
+    if x.dtype.primitive_bitwidth == 32:
+        return tl.reshape(packed.to(x.dtype, bitcast=True), x.shape)
+    both = tl.join(packed.to(tl.int16), (packed >> 16).to(tl.int16))
+    return tl.reshape(both, x.shape).to(x.dtype, bitcast=True)
+
+
+@triton.jit
+def _block_of(rank, number, WORLD: tl.constexpr, BLOCK: tl.constexpr):
+    """Where the memory of a rank has the block that `rank` writes for this program."""
+    return HEAD + (((number & 1) * WORLD + rank) * SLOTS + tl.program_id(0)).to(tl.int64) * (2 * BLOCK)
+
+
+@triton.jit
+def send(x, X, rows, size, Addresses, number, RANK: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr):
+    """Write x to all other ranks.
+
+    x: (rows, columns) or (columns,), more than the block has. X: the pointer that it was loaded from. rows: of the block. size:
+    4 bytes in each row. number: that of the exchange in this program. Addresses and the constants: those of `Peers`.
+    """
+    word = (_pack(x).to(tl.int64) & 0xFFFFFFFF) | (number.to(tl.int64) << 32)
+    place, inside = _place(x, rows, size)
+    for rank in tl.static_range(WORLD):
+        if rank != RANK:
+            there = tl.load(Addresses + rank) + _block_of(RANK, number, WORLD, BLOCK)
+            tl.store(_words_at(X, there) + place, word, mask=inside)
+
+
+@triton.jit
+def receive(
+    x,
+    X,
+    rows,
+    size,
+    Addresses,
+    number,
+    rank: tl.constexpr,
+    RANK: tl.constexpr,
+    WORLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LIMIT: tl.constexpr,
+):
+    """What `rank` has sent, when it has come. Arguments as in `send`; x: a tensor of the same shape and dtype."""
+    here = tl.load(Addresses + RANK)
+    stop = here.to(tl.pointer_type(tl.int32))
+    place, inside = _place(x, rows, size)
+    words = _words_at(X, here + _block_of(rank, number, WORLD, BLOCK)) + place
+    word = tl.load(words, mask=inside, other=0, volatile=True)
+    late = tl.max((inside & ((word >> 32).to(tl.int32) != number)).to(tl.int32))
     checks = 0
-    while seen - number < 0:  # the other rank may already be one sum further
-        seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+    while late > 0:
+        word = tl.load(words, mask=inside, other=0, volatile=True)
+        late = tl.max((inside & ((word >> 32).to(tl.int32) != number)).to(tl.int32))
         checks += 1
+        if tl.load(stop, volatile=True) != 0:
+            late = 0
         if checks == LIMIT:
             _stop()
-
-
-@triton.jit
-def at_address(X, address):
-    """A pointer of X's type to an address. Relative to X, so that 16 bytes are accessed at once."""
-    SIZE: tl.constexpr = X.dtype.element_ty.primitive_bitwidth // 8
-    return X + tl.multiple_of((address - X.to(tl.int64, bitcast=True)) // SIZE, 16 // SIZE)
-
-
-@triton.jit
-def exchange(
-    x, X, offs, mask, Addresses, number, RANK: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr, LIMIT: tl.constexpr
-):
-    """Write x to all other ranks and wait for their blocks. Returns the address of the block of rank 0; rank i's is i *
-    PROGRAMS * BLOCK bytes further.
-
-    X: the pointer that x was loaded from. offs: the place of each element of x in the program's block. number: that of the
-    exchange in this program. Addresses and the constants: those of `Peers`.
-    """
-    program = tl.program_id(0)
-    here = tl.load(Addresses + RANK)
-    first = SLOTS * WORLD * 4 + ((number & 1) * WORLD * SLOTS + program).to(tl.int64) * BLOCK
-    for rank in tl.static_range(WORLD):
-        if rank != RANK:
-            there = tl.load(Addresses + rank) + first + RANK * SLOTS * BLOCK
-            tl.store(at_address(X, there) + offs, x, mask=mask)
-    tl.debug_barrier()  # all threads have written before one of them sets a flag
-    for rank in tl.static_range(WORLD):
-        if rank != RANK:
-            flags = tl.load(Addresses + rank).to(tl.pointer_type(tl.int32))
-            tl.atomic_xchg(flags + program * WORLD + RANK, number, sem="release", scope="sys")
-    for rank in tl.static_range(WORLD):
-        if rank != RANK:
-            _wait_for(here.to(tl.pointer_type(tl.int32)) + program * WORLD + rank, number, LIMIT)
-    tl.debug_barrier()
-    return here + first
+    return _unpack(word.to(tl.int32), x)
 
 
 @triton.jit
 def sum_over_ranks(
-    x, X, offs, mask, Addresses, Counts, RANK: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr, LIMIT: tl.constexpr
+    x, X, rows, size, Addresses, Counts, RANK: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr, LIMIT: tl.constexpr
 ):
-    """The sum of x over the ranks, rounded to x's dtype. Called once in a launch, after its wait. Arguments as in `exchange`."""
+    """The sum of x over the ranks, rounded to x's dtype. Called once in a launch, after its wait. Arguments as in `receive`."""
     number = tl.load(Counts + tl.program_id(0)) + 1
-    first = exchange(x, X, offs, mask, Addresses, number, RANK, WORLD, BLOCK, LIMIT)
+    send(x, X, rows, size, Addresses, number, RANK, WORLD, BLOCK)
     total = tl.zeros(x.shape, tl.float32)
     for rank in tl.static_range(WORLD):
         if rank == RANK:
             part = x
         else:
-            theirs = at_address(X, first + rank * SLOTS * BLOCK) + offs
-            part = tl.load(theirs, mask=mask, other=0.0, cache_modifier=".cg")
+            part = receive(x, X, rows, size, Addresses, number, rank, RANK, WORLD, BLOCK, LIMIT)
         total += part.to(tl.float32)
     tl.store(Counts + tl.program_id(0), number)
     return total.to(x.dtype)

@@ -117,8 +117,8 @@ def residual_kernel(
     if SecondSum is not None:
         second = tl.load(Second + at, mask=mask, other=0.0)
     if Addresses is not None:
-        offs_block = tl.arange(0, BLOCK_M)[:, None] * SIZE + offs
-        x = sum_over_ranks(x, X, offs_block, mask, Addresses, Counts, RANK, WORLD, PEER_BLOCK, LIMIT)
+        words: tl.constexpr = SIZE * x.dtype.primitive_bitwidth // 32
+        x = sum_over_ranks(x, X, rows - tl.program_id(0) * BLOCK_M, words, Addresses, Counts, RANK, WORLD, PEER_BLOCK, LIMIT)
         tl.store(X + at, x, mask=mask)
     if Before is not None:
         x = normalise(x, before_weight, before_bias, eps_before, mask, SIZE, BEFORE_CENTRED, BEFORE_LATE, BEFORE_ONE)
