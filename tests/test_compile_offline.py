@@ -386,13 +386,13 @@ def _peers(x):
     return all_reduce.Peers(x, addresses, counts, 1, 4, all_reduce.block_bytes(4096, x.dtype))
 
 
-def _sum_over_ranks():
-    x = torch.zeros(2, 4096, dtype=torch.bfloat16)
+def _sum_over_ranks(dtype=torch.bfloat16):
+    x = torch.zeros(2, 4096, dtype=dtype)
     residual_sums.run(residual_sums.Chain(x, sums=((x, x),), peers=_peers(x)))
 
 
-def _all_gather():
-    x = torch.zeros(2, 4096, dtype=torch.bfloat16)
+def _all_gather(dtype=torch.bfloat16):
+    x = torch.zeros(2, 4096, dtype=dtype)
     assert all_gather.all_gather(x, _peers(x)) is not None
 
 
@@ -417,7 +417,9 @@ SMALL = {
     "residual, one row": (residual_sums, lambda: _residual(1)),
     "residual, everything": (residual_sums, lambda: _residual(everything=True)),
     "residual, over ranks": (residual_sums, _sum_over_ranks),
+    "residual, over ranks, fp32": (residual_sums, lambda: _sum_over_ranks(torch.float32)),
     "all_gather": (all_gather, _all_gather),
+    "all_gather, fp32": (all_gather, lambda: _all_gather(torch.float32)),
     "rms_norm": (rms_norm, _norm),
     "rms_norm, Gemma": (rms_norm, lambda: _norm(late=True, one="fp32")),
     "rms_norm, rounded": (rms_norm, lambda: _norm(one="rounded")),

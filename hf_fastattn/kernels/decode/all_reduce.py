@@ -106,18 +106,22 @@ def _place(x, rows, size):
 def _pack(x):
     """The elements of x as int32, 4 bytes each, in one dimension."""
     if x.dtype.primitive_bitwidth == 32:
-        return tl.reshape(x, (x.numel,)).to(tl.int32, bitcast=True)
-    even, odd = tl.split(tl.reshape(x.to(tl.int16, bitcast=True), (x.numel // 2, 2)))
-    return (even.to(tl.int32) & 0xFFFF) | (odd.to(tl.int32) << 16)
+        packed = tl.reshape(x, (x.numel,)).to(tl.int32, bitcast=True)
+    else:
+        even, odd = tl.split(tl.reshape(x.to(tl.int16, bitcast=True), (x.numel // 2, 2)))
+        packed = (even.to(tl.int32) & 0xFFFF) | (odd.to(tl.int32) << 16)
+    return packed
 
 
 @triton.jit
 def _unpack(packed, x):
     """The inverse of `_pack`, for a tensor of x's shape and dtype."""
     if x.dtype.primitive_bitwidth == 32:
-        return tl.reshape(packed.to(x.dtype, bitcast=True), x.shape)
-    both = tl.join(packed.to(tl.int16), (packed >> 16).to(tl.int16))
-    return tl.reshape(both, x.shape).to(x.dtype, bitcast=True)
+        unpacked = tl.reshape(packed.to(x.dtype, bitcast=True), x.shape)
+    else:
+        both = tl.join(packed.to(tl.int16), (packed >> 16).to(tl.int16))
+        unpacked = tl.reshape(both, x.shape).to(x.dtype, bitcast=True)
+    return unpacked
 
 
 @triton.jit
