@@ -76,7 +76,11 @@ def decode(rank: int, names: list[str], folder) -> list[dict]:
     return [decode_family(rank, name, folder / name) for name in names]
 
 
-def decode_family(rank: int, name: str, folder) -> dict:
+def decode_by_sequence(rank: int, folder) -> list[dict]:
+    return [decode_family(rank, "llama", folder / "shares", kv="sequence")]
+
+
+def decode_family(rank: int, name: str, folder, **settings) -> dict:
     from test_exchange_kernels import shared_memory
 
     folder.mkdir(exist_ok=True)
@@ -90,7 +94,7 @@ def decode_family(rank: int, name: str, folder) -> dict:
         patch.setattr(symmetric, "identity", lambda device: "")
         patch.setattr(symmetric, "why_no_access", lambda device, others: None)
         patch.setattr(symmetric, "connect", lambda *_: shared_memory(folder, rank, 2, dtype=torch.float16, size=64))
-        with hf_fastattn.patch(model, "lean", peer_memory=True) as patched:
+        with hf_fastattn.patch(model, "lean", peer_memory=True, **settings) as patched:
             got = generate(model, inputs, **options)
     return {
         "logits": ([x.float() for x in got.logits], [x.float() for x in want.logits]),
@@ -118,3 +122,15 @@ def test_a_step_has_no_collectives_and_fewer_launches(tmp_path):
             sums = 4 + first["embeddings"]  # of attention and the MLP, and in newer Transformers of the embeddings
             assert kernels.count("residual_kernel") == sums + 1  # the first norm is alone
             assert "rms_norm_kernel" not in kernels
+
+
+def test_queries_and_results_of_shares_are_exchanged_by_kernels(tmp_path):
+    of_family("llama")
+    for first, second in zip(*results(processes.run(tmp_path, 2, decode_by_sequence, tmp_path, limit=120)), strict=True):
+        (got, want), (collectives, kernels) = first["logits"], first["seen"]
+        assert not collectives and not first["reasons"]
+        assert all(map(torch.equal, got, second["logits"][0]))
+        for a, b in zip(got[:2], want[:2], strict=True):
+            torch.testing.assert_close(a, b, atol=2e-2, rtol=2e-2)
+        # K and V of the token, queries, and partial results of two layers; the logits
+        assert kernels.count("all_gather_kernel") == 2 * 3 + 1

@@ -32,8 +32,11 @@ class Shares:
     """How ranks share a sequence's K and V, and which heads each of them computes.
 
     group: the process group. heads: (num_heads, num_kv_heads) of each layer. copies: the number of consecutive ranks that compute
-    the same KV heads, 1 if all are different. whole: whether every rank computes all query and KV heads.
+    the same KV heads, 1 if all are different. whole: whether every rank computes all query and KV heads. direct: returns the
+    columns of a matrix on all ranks without a collective, or None; `patch()` sets it.
     """
+
+    direct: Callable[[torch.Tensor, int], torch.Tensor | None] | None = None
 
     def __init__(self, group: Any, heads: Sequence[tuple[int, int]], copies: int = 1, whole: bool = False):
         self.group = group
@@ -50,8 +53,11 @@ class Shares:
 
     def every(self, x: torch.Tensor) -> torch.Tensor:
         """The tensors of all ranks, (ranks, *x.shape)."""
-        found = x.new_empty(self.count * x.shape[0], *x.shape[1:])
-        self.all_gather(found, x.contiguous(), group=self.group)
+        x = x.contiguous()
+        found = None if self.direct is None else self.direct(x.view(1, -1), self.count * x.numel())
+        if found is None:
+            found = x.new_empty(self.count * x.shape[0], *x.shape[1:])
+            self.all_gather(found, x, group=self.group)
         return found.view(self.count, *x.shape)
 
     def kv_heads(self, layer: int, own: int) -> int:

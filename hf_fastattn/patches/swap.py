@@ -20,7 +20,6 @@ from . import graph as graphs
 from .configs import OwnConfigs
 from .copies import copied, not_pickled
 from .generation import METHODS, Generation
-from .ranks import OneRank
 from .walker import MARK
 
 
@@ -113,7 +112,7 @@ class Patch:
         if self._generation.ranks.several:
             self.changes.append(Change("generate() on several ranks", 1, "each rank for itself", "ranks compare their calls"))
         if peer_memory is not False and self._generation.ranks.several and self.graph and fuse:
-            self._share_memory(model, self._generation.ranks, required=peer_memory is True)
+            self._share_memory(model, self._generation, required=peer_memory is True)
         kept = model.generation_config.cache_implementation or "dynamic"
         words = self._generation.caches.in_words()
         self.changes.append(Change("cache of layers", len(self._generation.caches.windows), kept, words))
@@ -150,13 +149,15 @@ class Patch:
                 subclass.replace(module, experts.router)
             self.changes.append(Change("choice of experts, up to 64 tokens", len(found), "seven launches", "one"))
 
-    def _share_memory(self, model: hf.PreTrainedModel, ranks: OneRank, required: bool) -> None:
-        reason = ranks.connect(model.config.get_text_config(decoder=True).hidden_size, model.dtype)
+    def _share_memory(self, model: hf.PreTrainedModel, generation: Generation, required: bool) -> None:
+        reason = generation.ranks.connect(model.config.get_text_config(decoder=True).hidden_size, model.dtype)
         if reason is not None and required:
             raise ValueError(f"peer_memory=True is not possible: {reason}. Leave it out; sums are then collectives.")
         if reason is not None:
             self._why_collectives = reason
             return
+        if generation.caches.shares is not None:
+            generation.caches.shares.direct = sums.columns_of
         found = sums.join(model)
         self._fused += [weakref.ref(module) for module in found]
         ours = "kernels that also add and normalise"
