@@ -21,6 +21,7 @@ from hf_fastattn.machine import find_device as find_device
 from hf_fastattn.machine import prepare_folder, write_whole
 
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # settings that determine what fits into memory
+SETTINGS = (*ALLOCATOR, "NCCL_GRAPH_MIXING_SUPPORT")  # those that a command line has
 CLOCKS_EVERY = 10  # minimum seconds between two readings of the clocks
 
 
@@ -65,7 +66,7 @@ def command(prog: str, argv: list[str] | None) -> str:
             words.append(word)
         elif "=" not in word and typed:
             typed.pop(0)
-    settings = [f"{name}={os.environ[name]}" for name in ALLOCATOR if name in os.environ]
+    settings = [f"{name}={os.environ[name]}" for name in SETTINGS if name in os.environ]
     return shlex.join([*settings, *prog.split(), *words])
 
 

@@ -4,37 +4,58 @@ from __future__ import annotations
 
 from hf_fastattn.tables import table
 
-from .ranks import NAMES
+from .ranks_rivals import NAMES, NO_TIME
 from .words import by_method, figure
 
-COUNTS = (2, 4, 8)  # numbers of GPUs: those that were not run have rows without figures
+COUNTS = (2, 4, 8)  # numbers of GPUs: one that was not run has a row without figures
 
 
 def ranks(result: dict) -> str:
-    measured = result["rows"]
+    """The table. Of the runs of a case, each rival has the last one that timed it."""
+    measured, rows = result["rows"], []
     counts = sorted({*COUNTS, *(row["ranks"] for row in measured)})
-    rows = []
     for case in dict.fromkeys(row["case"] for row in measured):
-        by_count = {row["ranks"]: row for row in measured if row["case"] == case}
-        for name, words in NAMES.items():
+        of_case = [row for row in measured if row["case"] == case]
+        for name in NAMES:
             if name.startswith("one"):
-                found = next((row for row in by_count.values() if name in row["rivals"]), {})
-                rows.append([case, 1, words, *_figures(found, name)])
+                rows += [[case, 1, NAMES[name], *cells] for cells in _cells(of_case, name)]
         for count in counts:
-            for name, words in NAMES.items():
+            of_count = [row for row in of_case if row["ranks"] == count]
+            if not of_count:
+                rows.append([case, count, None, *[None] * 5, "not run"])
+            for name in NAMES:
                 if not name.startswith("one"):
-                    rows.append([case, count, words, *_figures(by_count.get(count, {}), name)])
-    head = ["batch x prompt", "GPUs", "", "floor", "ms a token", "replay", "launches", "first token"]
+                    rows += [[case, count, NAMES[name], *cells] for cells in _cells(of_count, name)]
+    head = ["batch x prompt", "GPUs", "", "floor", "ms a token", "replay", "launches", "first token", "notes"]
     return (
         f"**Tensor parallelism, {result['shape']} with {result['layers']} layers, milliseconds**, random weights, the floor of "
-        f"one GPU's share at 4.5 TB/s; rows without figures were not run {by_method(result)}:\n\n{table(head, rows)}"
+        f"one GPU's share at 4.5 TB/s {by_method(result)}:\n\n{table(head, rows)}"
     )
 
 
-def _figures(row: dict, name: str) -> list:
-    floor = None if name.startswith("one") or not row else figure(row["floor_ms"], 2)
-    report = row.get("rivals", {}).get(name)
-    if report is None:
-        return [floor, None, None, None, None]
-    launches, first = report.get("launches"), figure(report["first_token_ms"])
-    return [floor, figure(report["ms"], 2), figure(report.get("replay_ms"), 2), launches, first]
+def _cells(rows: list[dict], name: str) -> list[list]:
+    """One line with the figures of a rival in the last of these rows that has it, or with the reason why there are none. No line
+    for a rival that was not asked for."""
+    timed = [row for row in rows if name in row["rivals"]]
+    if not timed:
+        reasons = [row["not_run"][name] for row in rows if name in row["not_run"]]
+        return [[None] * 5 + [_short(reasons[-1])]] if reasons else []
+    row = timed[-1]
+    report, shared = row["rivals"][name], name not in ("one_patch", "one_sdpa", "device_map")
+    figures = [report["ms"], report.get("replay_ms")]
+    notes = ["random K and V"] if row.get("filled") else []
+    if report.get("compiled") is False:
+        notes.append("ran uncompiled")
+    if row["check"].get(name, {}).get("passed") is False:
+        notes.append("logits differ")
+    floor = figure(row["floor_ms"] if shared else None, 2)
+    cells = [floor, *(figure(value, 2) for value in figures), report.get("launches"), figure(report.get("first_token_ms"))]
+    return [[*cells, ", ".join(notes) or None]]
+
+
+def _short(reason: str, most: int = 90) -> str:
+    """A reason as a cell of a table."""
+    if reason == NO_TIME:
+        return "no time"
+    text = " ".join(reason.replace("|", "/").replace("`", "").split())
+    return text if len(text) <= most else f"{text[: most - 3].rstrip()}..."

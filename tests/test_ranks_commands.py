@@ -12,23 +12,26 @@ import torch
 
 from benchmarks import context as context_bench
 from benchmarks import ranks as ranks_bench
-from benchmarks import sections, sections_context
+from benchmarks import ranks_rivals, sections, sections_context
 from hf_fastattn import cli, explain, hf
 from hf_fastattn.context_parallel import ORDERS
 from hf_fastattn.model_shapes import SHAPES
 
-RIVALS = [name for name in ranks_bench.NAMES if name != "peer_memory"]  # which needs GPUs
 pytestmark = [processes.HIDDEN, pytest.mark.xdist_group("ranks")]
 
 
 def run_commands(rank: int, folder) -> list[int]:
     os.environ["TORCHELASTIC_RUN_ID"] = "of the test"
     options = ["--tokens", "6", "--stock-tokens", "6", "--repeats", "1"]
-    options += ["--cases", "1x9", "--out", str(folder)]
+    options += ["--shape", "tiny", "--fill", "20", "--out", str(folder)]
     # generate ends the process group, so it is the last.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.distributed, "destroy_process_group", lambda: None)
-        codes = [ranks_bench.main(["--shape", "tiny", *options])]
+        patch.setattr(torch.distributed, "destroy_process_group", lambda group=None: None)
+        codes = [ranks_bench.main(["--cases", "1x9", *options])]
+        # A rival that raises is left out, by all ranks.
+        patch.setitem(ranks_rivals.OURS, "collectives", {"peer_memory": True})
+        more = ["--cases", "1x9,2x40", "--rivals", "patch,collectives,sequence,sdpa", "--keep"]
+        codes.append(ranks_bench.main([*more, *options]))
     codes.append(context_bench.main(["--tokens", "32", "--device", "cpu", "--out", str(folder)]))
     return [*codes, cli.main(["generate", str(folder / "tiny"), "--compare", "sdpa", "--tokens", "5", "--dtype", "float32"])]
 
@@ -42,22 +45,39 @@ def commands(tmp_path_factory):
 
 def test_generate_prints_on_one_rank(commands):
     first, second = commands[1]
-    assert first.result == second.result == [0, 0, 0], first.output + second.output
+    assert first.result == second.result == [0, 0, 0, 0], first.output + second.output
     assert "| lean" in first.output and "lean.decode" in first.output
     assert "| lean" not in second.output
 
 
+def lines_of(found: dict) -> list[list[str]]:
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in sections.ranks(found).splitlines() if "|" in line]
+
+
 def test_the_benchmark_compares_all_rivals(commands):
     found = json.loads((commands[0] / "ranks_tiny.json").read_text())
-    (row,) = found["rows"]
-    assert row["ranks"] == 2 and row["check"]["patch"]["passed"] and not row["not_run"]
-    assert list(row["rivals"]) == RIVALS and all(each["ms"] > 0 for each in row["rivals"].values())
-    lines = [[cell.strip() for cell in line.split("|")] for line in sections.ranks(found).splitlines()]
-    figures = {(int(cells[2]), cells[3]): cells[5] for cells in lines if cells[1:2] == ["1x9"]}
+    row = found["rows"][0]
+    assert (row["case"], row["ranks"], row["not_run"]) == ("1x9", 2, {}) and "filled" not in row
+    assert {name: each["passed"] for name, each in row["check"].items()} == dict.fromkeys(ranks_rivals.OURS, True)
+    assert sorted(row["rivals"]) == sorted(ranks_bench.NAMES) and all(each["ms"] > 0 for each in row["rivals"].values())
+    lines = lines_of({**found, "rows": [row]})
+    figures = {(cells[1], cells[2]): cells[4] for cells in lines if cells[0] == "1x9"}
     for name, words in ranks_bench.NAMES.items():
-        gpus = 1 if name.startswith("one") else 2
-        assert (figures[gpus, words] != "-") == (name in RIVALS)
-        assert gpus == 1 or figures[4, words] == figures[8, words] == "-"  # not run
+        assert figures.pop(("1" if name.startswith("one") else "2", words)) != "-"
+    assert figures == {("4", "-"): "-", ("8", "-"): "-"}  # not run
+
+
+def test_a_long_prompt_is_not_read_and_a_rival_that_raises_is_left_out(commands):
+    found = json.loads((commands[0] / "ranks_tiny.json").read_text())
+    every, again, long = found["rows"]  # the first has rivals that the second run did not time
+    assert (again["case"], long["case"], long["filled"]) == ("1x9", "2x40", True) and every["run"] != again["run"] == long["run"]
+    assert list(again["rivals"]) == ["patch", "sequence", "sdpa"] and list(long["rivals"]) == ["patch", "sequence"]
+    assert all(long["check"][name]["passed"] and "first_token_ms" not in long["rivals"][name] for name in long["rivals"])
+    assert "peer_memory=True" in again["not_run"]["collectives"] and "reads the prompt" in long["not_run"]["sdpa"]
+    notes = {(cells[0], cells[2]): cells[-1] for cells in lines_of(found) if cells[1] == "2"}
+    names = ranks_bench.NAMES
+    assert notes["2x40", names["patch"]] == "random K and V" and "reads the prompt" in notes["2x40", names["sdpa"]]
+    assert notes["1x9", names["collectives"]] == "-" and "peer_memory=True" in notes["2x40", names["collectives"]]
 
 
 def test_the_orders_of_context_parallelism_are_timed_over_ranks(commands):

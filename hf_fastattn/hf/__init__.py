@@ -8,6 +8,7 @@ VERSION = transformers.__version__
 check_version(VERSION)
 
 from transformers import (  # noqa: E402
+    ContinuousBatchingConfig,
     GenerationConfig,
     GenerationMixin,
     MaxLengthCriteria,
@@ -78,6 +79,7 @@ from .loading import (  # noqa: E402
     random_model,
     shared_random_model,
     silence,
+    spread_random_model,
 )
 from .masks import decode_mask, dense_mask, is_causal, mask_pattern, run_starts, runs_pattern, up_to_query  # noqa: E402
 from .models import LayerShape, is_inert_hook, layer_shapes, sharer  # noqa: E402
@@ -131,6 +133,7 @@ __all__ = [
     "VERSION",
     "Cache",
     "CacheLayerMixin",
+    "ContinuousBatchingConfig",
     "Functions",
     "GenerationConfig",
     "GenerationMixin",
@@ -218,6 +221,7 @@ __all__ = [
     "sharer",
     "silence",
     "silus",
+    "spread_random_model",
     "step_modules",
     "stock",
     "stock_attention",

@@ -42,6 +42,15 @@ def shared_random_model(model_type: str, dtype: torch.dtype, ranks: int, **confi
     return model
 
 
+def spread_random_model(model_type: str, dtype: torch.dtype, **config: Any) -> PreTrainedModel:
+    """A causal language model with random weights, its layers on all GPUs as accelerate places them (`device_map="auto"`)."""
+    made = AutoConfig.for_model(model_type, **config)
+    cls: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(made)]
+    model: PreTrainedModel = cls.from_pretrained(None, config=made, state_dict={}, dtype=dtype, device_map="auto")
+    model.eval()
+    return model
+
+
 def silence() -> None:
     """Hide Transformers' progress bars and its messages below errors."""
     logging.set_verbosity_error()
