@@ -80,6 +80,7 @@ def rotate(
             ALIGN=tables.alignment(q),
             **early(q.device),
             num_warps=4,
+            enable_fp_fusion=True,  # as in a `Launch`
         )
     return out
 
