@@ -27,8 +27,7 @@ from .walker import is_library
 if TYPE_CHECKING:
     from ..kernels.decode.all_reduce import Peers
 
-STOPPED = 3.0  # seconds that a rank whose rehearsal stopped waits for the others to report the same
-CAPTURE = 30.0  # seconds that a rank whose capture stopped waits for the captures of the others
+STOPPED = 30.0  # seconds that a rank whose step stopped waits for the others, which may compile kernels before they stop, too
 RETURN = 2.0  # seconds that a call of another model may take to return: its streamer ends before it
 T = TypeVar("T")
 _WRITER = "_hf_fastattn_writer"  # an attribute of a cache; its copies have it too
@@ -284,8 +283,7 @@ class Ranks(OneRank):
         stopped = communicates and not whole
         what = "the rehearsal of a step" if communicates else "the capture of a step"
         try:
-            limit = None if whole else STOPPED if communicates else CAPTURE
-            found = self.exchange.gather(what, (reason, stopped), limit)
+            found = self.exchange.gather(what, (reason, stopped), None if whole else STOPPED)
         except RuntimeError as error:
             raise error if reason is None else RuntimeError(f"A step stopped: {reason}.") from error
         reasons = [each[0] for each in found]

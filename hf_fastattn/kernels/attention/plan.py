@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import gcd
 from typing import Any, NamedTuple
 
 import torch
@@ -116,7 +115,6 @@ class Call:
         """The constants of a kernel. packed: the query heads of a KV head share a block. With few rows, a packed kernel itself
         re-rotates the queries that score the sinks. others: besides K and V, tensors of which tiles are loaded in a loop."""
         _, k, v, _, _, _, spans, sink_logits, inv_freq = self.tensors
-        tiled = (k, v, *others)
         pairs = inv_freq.shape[0] if packed and inv_freq is not None and not self.many_rows else 0
         return Constants(
             GROUP=self.group,
@@ -141,7 +139,7 @@ class Call:
             FULL_TAIL=packed and self.rows <= config.BLOCK_M,
             ROWS=has_rows(spans),
             DROPOUT=self.spec.dropout > 0.0,
-            ALIGN=gcd(16, *(stride for tensor in tiled if tensor is not None for stride in tensor.stride()[:3])),
+            ALIGN=tables.alignment(k, v, *others),
         )
 
     def arguments(self) -> dict[str, Any]:

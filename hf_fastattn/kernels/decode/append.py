@@ -61,6 +61,7 @@ def _prepare(tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tens
         K_DIM=head_dim,
         V_DIM=values.shape[3],
         BLOCK_D=tables.block_d(max(head_dim, values.shape[3])),
+        ALIGN=tables.alignment(keys, values, new_keys, new_values),
         **early(keys.device),
         num_warps=1,
     )
@@ -82,6 +83,7 @@ def _append_torch(
 
 
 if triton is not None:
+    from ..device.tile import aligned_strides
     from ..host.overlap import early, let_next_begin, wait_for_inputs
 
     @triton.jit(do_not_specialize=["stride_slot", "heads", "capacity"])
@@ -109,11 +111,16 @@ if triton is not None:
         K_DIM: tl.constexpr,
         V_DIM: tl.constexpr,
         BLOCK_D: tl.constexpr,
+        ALIGN: tl.constexpr,
         EARLY: tl.constexpr,
     ):
         """One program per row and head, and token."""
         wait_for_inputs(EARLY)
         let_next_begin(EARLY)
+        stride_kb, stride_kh, stride_kn = aligned_strides(stride_kb, stride_kh, stride_kn, ALIGN)
+        stride_vb, stride_vh, stride_vn = aligned_strides(stride_vb, stride_vh, stride_vn, ALIGN)
+        stride_nkb, stride_nkh, stride_nkn = aligned_strides(stride_nkb, stride_nkh, stride_nkn, ALIGN)
+        stride_nvb, stride_nvh, stride_nvn = aligned_strides(stride_nvb, stride_nvh, stride_nvn, ALIGN)
         row = (tl.program_id(0) // heads).to(tl.int64)
         head = (tl.program_id(0) % heads).to(tl.int64)
         token = tl.program_id(1)

@@ -17,7 +17,7 @@ except ImportError:  # CPU tensors need no Triton
     triton = None
 
 from .. import INTERPRETED
-from ..host import gpu
+from ..host import gpu, tables
 
 MAX_VALUES = 1 << 14  # of all rows that a program holds
 _INTS = {1: "int8", 2: "int16", 4: "int32", 8: "int64"}
@@ -59,11 +59,13 @@ def reorder(addresses: torch.Tensor, like: torch.Tensor, live: int, index: torch
             BLOCK_R=block_r,
             BLOCK_N=block_n,
             BLOCK_D=block_d,
+            ALIGN=tables.alignment(like),
             num_warps=8,
         )
 
 
 if triton is not None:
+    from ..device.tile import aligned_strides
 
     @triton.jit(do_not_specialize=["live", "rows"])
     def reorder_kernel(
@@ -79,10 +81,12 @@ if triton is not None:
         BLOCK_R: tl.constexpr,
         BLOCK_N: tl.constexpr,
         BLOCK_D: tl.constexpr,
+        ALIGN: tl.constexpr,
     ):
         """One program per BLOCK_N slots of one head of one buffer."""
         buffer = tl.load(Addresses + tl.program_id(2)).to(tl.pointer_type(INT))
         buffer = tl.multiple_of(buffer, 16)  # memory is allocated so
+        stride_b, stride_h, stride_n = aligned_strides(stride_b, stride_h, stride_n, ALIGN)
         offs_r = tl.arange(0, BLOCK_R)
         slots = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         offs_d = tl.arange(0, BLOCK_D)

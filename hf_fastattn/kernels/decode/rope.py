@@ -21,7 +21,8 @@ import triton
 import triton.language as tl
 
 from ..checks import DTYPES
-from ..host import launch
+from ..device.tile import aligned_strides
+from ..host import launch, tables
 from ..host.overlap import early, let_next_begin, wait_for_inputs
 from .rms_norm import moments, scaled
 
@@ -85,12 +86,20 @@ def rope_kernel(
     ONE: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    ALIGN: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """One program per token and block of heads; the heads of K follow those of Q. WeightQ, ...: None without norms.
 
     Keys, ...: None, or the rotated K and NewV are also stored there, as in append.py.
     """
+    stride_qb, stride_qh, stride_qm = aligned_strides(stride_qb, stride_qh, stride_qm, ALIGN)
+    stride_kb, stride_kh, stride_km = aligned_strides(stride_kb, stride_kh, stride_km, ALIGN)
+    stride_oqb, stride_oqh, stride_oqm = aligned_strides(stride_oqb, stride_oqh, stride_oqm, ALIGN)
+    stride_okb, stride_okh, stride_okm = aligned_strides(stride_okb, stride_okh, stride_okm, ALIGN)
+    stride_keysb, stride_keysh, stride_keysm = aligned_strides(stride_keysb, stride_keysh, stride_keysm, ALIGN)
+    stride_valuesb, stride_valuesh, stride_valuesm = aligned_strides(stride_valuesb, stride_valuesh, stride_valuesm, ALIGN)
+    stride_nvb, stride_nvh, stride_nvm = aligned_strides(stride_nvb, stride_nvh, stride_nvm, ALIGN)
     row = (tl.program_id(0) // tokens).to(tl.int64)
     token = (tl.program_id(0) % tokens).to(tl.int64)
     head = tl.program_id(1).to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
@@ -322,6 +331,7 @@ def _prepare(
         ONE=norm[2],
         BLOCK_D=triton.next_power_of_2(head_dim),
         BLOCK_H=BLOCK_H,
+        ALIGN=tables.alignment(*laid_out.values()),
         **early(q.device),
         num_warps=2,
         enable_fp_fusion=False,  # the model rounds the product before it adds it

@@ -28,7 +28,7 @@ except ImportError:  # CPU tensors need no Triton
     triton = None
 
 from .. import INTERPRETED
-from ..host import gpu, launch
+from ..host import gpu, launch, tables
 from ..reference import rerotated
 from ..spans import DROPPED, KV_START, Q_START, width_of
 
@@ -77,14 +77,17 @@ def rotate(
             INTERLEAVED=interleaved,
             HAS_SPANS=spans is not None,
             BLOCK_H=BLOCK_H,
+            ALIGN=tables.alignment(q),
             **early(q.device),
             num_warps=4,
+            enable_fp_fusion=True,  # as in a `Launch`
         )
     return out
 
 
 if triton is not None:
     from ..device.rerotate import partners, rerotate
+    from ..device.tile import aligned_strides
     from ..host.overlap import early, let_next_begin, wait_for_inputs
 
     @triton.jit(do_not_specialize=["stride_sb", "num_heads", "q_len", "kv_len", "last_position"])
@@ -107,6 +110,7 @@ if triton is not None:
         INTERLEAVED: tl.constexpr,
         HAS_SPANS: tl.constexpr,
         BLOCK_H: tl.constexpr,
+        ALIGN: tl.constexpr,
         EARLY: tl.constexpr,
         Q_START: tl.constexpr = Q_START,
         KV_START: tl.constexpr = KV_START,
@@ -115,6 +119,7 @@ if triton is not None:
         """One program per query and BLOCK_H heads of a row, which share its angles."""
         wait_for_inputs(EARLY)
         let_next_begin(EARLY)
+        stride_b, stride_h, stride_m = aligned_strides(stride_b, stride_h, stride_m, ALIGN)
         i, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
         if HAS_SPANS:
             span = Spans + row * stride_sb

@@ -60,7 +60,7 @@ class Launch:
         self.describe = describe
         self.rest = tuple(named.pop(name) for name in kernel.arg_names if name in named)
         self.takes = len(kernel.arg_names) - len(self.rest)
-        self.meta = named
+        self.meta = {"enable_fp_fusion": True} | named  # Triton's default depends on its version, and bits on the option
         self._compiled: Any = None
 
     def __call__(self, *tensors: torch.Tensor | None) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
+from math import gcd
 
 import torch
 
@@ -49,6 +50,11 @@ def block_d(head_dim: int) -> int:
 def part_d(head_dim: int) -> int:
     """Dimensions of K in one load of a tile: all, rounded up, or a part of them for wide heads (see `device.wide`)."""
     return block_d(head_dim) if head_dim <= 256 else 64
+
+
+def alignment(*tensors: torch.Tensor | None) -> int:
+    """The largest power of two up to 16 that divides all strides but the last (see `device.tile.aligned_strides`)."""
+    return gcd(16, *(stride for tensor in tensors if tensor is not None for stride in tensor.stride()[:-1]))
 
 
 def prefill(device: torch.device, dtype: torch.dtype, head_dim: int, q_len: int) -> Config:
