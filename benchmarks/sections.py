@@ -342,6 +342,7 @@ SECTIONS: list[tuple[str, str, Callable[[dict], str]]] = [
     ("quantised", "quantised.json", sections_steps.quantised),
     ("ranks", "ranks_8b.json", ranks),
     ("ranks_70b", "ranks_70b.json", ranks),
+    ("ranks_glm4", "ranks_glm4-9b.json", ranks),
     ("generate_1b", "generate_1b.json", generate),
     ("fresh", "generate_fresh.json", fresh),
     ("stream", "stream.json", stream),
