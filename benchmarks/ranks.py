@@ -74,7 +74,8 @@ def run_rivals(names: list[str], rows: list[dict], create: Callable | None, grou
     for name in names:
         for row in rows:
             if reason := why_not(name, row["lengths"], args):
-                note(name, row, reason, group)
+                row["not_run"][name] = reason
+                group.say(f"{row['case']} {name}: {reason}")
             else:
                 wanted.append((row, name))
     wanted.sort(key=lambda pair: rows.index(pair[0]))
@@ -169,6 +170,8 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.ranks"
         create = creators[kind] if kind == "shared" or group.first else None
         run_rivals([name for name in args.rivals if name in names], rows, create, group, args)
         free(device)
+    for row in rows:
+        group.save(row)
     end_after(args.limit)
     dist.destroy_process_group()
     end_after(None)

@@ -64,10 +64,12 @@ class Group:
         not."""
         if self.results is None:
             return
-        data, row = self.results.data, row | {"run": self.results.run}
-        same = [old for old in data["rows"] if (old["case"], old["ranks"]) == (row["case"], row["ranks"])]
-        gone = [old for old in same if old["run"] == row["run"] or old["rivals"].keys() <= row["rivals"].keys()]
-        data["rows"] = [*(old for old in data["rows"] if old not in gone), row]
+        row, rows = row | {"run": self.results.run}, self.results.data["rows"]
+        same = [old for old in rows if (old["case"], old["ranks"]) == (row["case"], row["ranks"])]
+        mine = next((old for old in same if old["run"] == row["run"]), None)
+        gone = [old for old in same if old is not mine and old["rivals"].keys() <= row["rivals"].keys()]
+        kept = [row if old is mine else old for old in rows if all(old is not other for other in gone)]
+        self.results.data["rows"] = kept if mine is not None else [*kept, row]
         self.results.save()
 
 
