@@ -841,8 +841,8 @@ def test_a_launch_is_repeated_without_triton_looking_it_up(hooks, monkeypatch):
     last = SimpleNamespace(device=device, is_cuda=True, data_ptr=lambda: 512)
     for _ in range(3):
         start(tensor, last)
-    kernel.__getitem__.return_value.assert_called_once_with(tensor, last, 3, num_warps=1)
-    second.__getitem__.return_value.assert_called_once_with(last, num_warps=8)
+    kernel.__getitem__.return_value.assert_called_once_with(tensor, last, 3, num_warps=1, enable_fp_fusion=True)
+    second.__getitem__.return_value.assert_called_once_with(last, num_warps=8, enable_fp_fusion=True)
     if hooks:  # through Triton, which calls the hooks
         assert compiled.__getitem__.return_value.call_args_list == [called(256, 512, 3)] * 2 and not compiled.run.called
         assert follows.__getitem__.return_value.call_args_list == [called(512)] * 2 and not follows.run.called
