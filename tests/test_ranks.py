@@ -858,10 +858,29 @@ def test_graphs_are_dropped_while_the_process_group_is_destroyed(monkeypatch):
     destroys.start()
     assert dropped.wait(20)
     may_end.set()
-    for thread in (guard, destroys):
-        thread.join(20)
-    ours.leave.alive, dropped = False, threading.Event()
-    exchange._guard(lambda: ours)  # returns: this rank takes part in no further call
+    destroys.join(20)
+    time.sleep(0.1)
+    dropped.clear(), may_end.clear()
+    assert not dropped.wait(0.1)
+    destroys = threading.Thread(target=destroy_process_group)  # the first may have been another group
+    destroys.start()
+    assert dropped.wait(20)
+    may_end.set()
+    destroys.join(20)
+    ours.leave.alive = False  # this rank takes part in no further call
+    guard.join(20)
+    assert not guard.is_alive()
+
+
+def test_memory_is_shared_by_gpus_that_see_each_other_over_nvlink(monkeypatch):
+    symmetric = pytest.importorskip("hf_fastattn.kernels.host.symmetric")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(symmetric, "identity", lambda device: "abc"[device.index])
+    monkeypatch.setattr(symmetric, "_by_nvlink", lambda here, there: (here, there) == (0, 1))
+    first = torch.device("cuda", 0)
+    assert symmetric.why_no_access(first, ["a", "b"]) is None
+    assert symmetric.why_no_access(first, ["a", "b", "c"]) == "the GPUs 0 and 2 are not connected by NVLink"
+    assert "does not see the GPU d of another rank (CUDA_VISIBLE_DEVICES)" in str(symmetric.why_no_access(first, ["a", "d"]))
 
 
 def fail_in_a_layer(rank: int) -> str:

@@ -60,6 +60,10 @@ class Call:
         self.left = threading.Event()
 
 
+def nothing() -> None:
+    """What an `Exchange` without graphs, or without kernels that wait, calls in their place."""
+
+
 class Exchange:
     """The ranks of one process group. broken: a sentence, once the group was aborted."""
 
@@ -69,8 +73,8 @@ class Exchange:
         self.store: Any = torch.distributed.distributed_c10d.PrefixStore(prefix, store)
         self.call = Call(0)  # that of patch()
         self.broken: str | None = None
-        self.drop_graphs: Callable[[], object] = bool  # neither refers to the model
-        self.end_waits: Callable[[], object] = bool  # those of the kernels for other ranks
+        self.drop_graphs: Callable[[], object] = nothing  # neither refers to the model
+        self.end_waits: Callable[[], object] = nothing  # those of the kernels for other ranks
         self._mine: list[tuple[int, str]] = []  # (number of the call, key) of the keys that this rank has set
         self.leave = weakref.finalize(self, _leave, self.store, self.rank)  # also called at the exit of the process
         self.processes = Processes({})
@@ -267,11 +271,13 @@ def _leave(store: Any, rank: int, reason: str = "") -> None:
 
 
 def _guard(of: weakref.ref[Exchange]) -> None:
-    """Drop the graphs when the process group is being destroyed: NCCL waits until no graph with its collectives is left."""
+    """Drop the graphs whenever a process group is being destroyed: NCCL waits until no graph with its collectives is left.
+
+    The group may be another one. Then the graphs are captured again.
+    """
     while (exchange := of()) is not None and exchange.leave.alive:
         if _is_destroying():
             exchange.drop_graphs()
-            return
         del exchange
         time.sleep(POLL)
 

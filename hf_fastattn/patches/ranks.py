@@ -18,7 +18,7 @@ import torch
 from .. import hf
 from ..caches.layers import free_bytes
 from .entry import Entry
-from .exchange import Exchange
+from .exchange import Exchange, nothing
 from .fingerprint import Uncapturable
 from .inputs import Fact, difference, facts
 from .processes import Processes, this_process
@@ -308,7 +308,7 @@ class Ranks(OneRank):
 
     def close(self) -> None:
         self.exchange.leave()
-        self.exchange.drop_graphs = self.exchange.end_waits = bool
+        self.exchange.drop_graphs = self.exchange.end_waits = nothing
         self.peers = None
 
     def check_copy(self) -> None:

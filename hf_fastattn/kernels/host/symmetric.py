@@ -33,19 +33,20 @@ def identity(device: torch.device) -> str:
 
 
 def why_no_access(device: torch.device, others: Sequence[str]) -> str | None:
-    """The reason why the kernels of this device cannot set flags in the memory of GPUs with these identities, or None."""
+    """The reason why the kernels of this device do not write to the memory of GPUs with these identities, or None."""
     visible = {identity(torch.device("cuda", index)): index for index in range(torch.cuda.device_count())}
     here = visible[identity(device)]
     for other in others:
         if other not in visible:
             return f"this process does not see the GPU {other} of another rank (CUDA_VISIBLE_DEVICES)"
-        if visible[other] != here and not _has_atomics(here, visible[other]):
-            return f"the GPUs {here} and {visible[other]} have no atomic operations on each other's memory, as over NVLink"
+        if visible[other] != here and not _by_nvlink(here, visible[other]):
+            return f"the GPUs {here} and {visible[other]} are not connected by NVLink"
     return None
 
 
-def _has_atomics(here: int, there: int) -> bool:
-    """Whether an atomic operation of one GPU on the memory of another is atomic for both. Both are numbers of visible devices."""
+def _by_nvlink(here: int, there: int) -> bool:
+    """Whether NVLink connects two GPUs, given as numbers of visible devices: their atomic operations on each other's memory are
+    atomic, which those over PCIe are not. The kernels need none, but were timed over NVLink only."""
     cuda, value = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
     devices = [ctypes.c_int() for _ in range(2)]
     failed = any(cuda.cuDeviceGet(ctypes.byref(each), index) for each, index in zip(devices, (here, there), strict=True))
