@@ -71,8 +71,11 @@ def _ended(folder: Path, count: int, late: list[int], limit: float, seconds: dic
 
 
 def run_on_gpus(folder: Path, count: int, function, *args, limit: float = 120.0) -> list[Ended]:
-    """The same in new processes, the ranks of an NCCL group, each with a GPU of its own. Processes cannot be forked from one that
-    has used a GPU. Their directory is that of the tests; functions are found by their names."""
+    """Run function(rank, *args) in `count` new processes, the ranks of an NCCL group, each with a GPU.
+
+    It fails after `limit` seconds. Processes cannot be forked from one that has used a GPU. They find the function
+    by its name, in the folder of the tests.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.iterdir():  # of an earlier run
         path.unlink()

@@ -8,8 +8,8 @@ exchanges blocks in the same way.
 Data and flag are one word of 8 bytes, which a GPU writes at once: 4 bytes of the block, and the number of the exchange. So the
 writer needs no fence between data and flag, and no order of the words matters.
 
-Two slots alternate. A rank that writes a slot for the third time has read the second, which the other rank wrote in a launch
-after the one that has read the first. Numbers only increase, and are never reset.
+Two slots alternate: exchange n + 2 of a program writes the slot of exchange n. It begins after the program has read exchange
+n + 1, which the other rank sends only after it has read exchange n. Numbers only increase, and are never reset.
 
 All ranks must run the same launches in the same order, at most one at a time. A launch has at most PROGRAMS programs, so that all
 of them run at once. If a rank does not come within some minutes, the kernel stops with an error. Before that, the host has ended
