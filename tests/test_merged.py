@@ -347,7 +347,7 @@ def test_what_is_delayed_runs_before_a_launch_of_this_package():
         arg_names = ("X",)
 
         def __getitem__(self, grid):
-            return lambda x: read.append(x.numpy().copy())
+            return lambda x, **options: read.append(x.numpy().copy())
 
     read = []
     a, b = torch.randn(2, SIZE), torch.randn(2, SIZE)
