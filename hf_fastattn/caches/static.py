@@ -57,6 +57,8 @@ class PreallocatedCache(StoredCache):
         tokens_to_remove = int(tokens_to_remove)  # a tensor in assisted decoding
         if tokens_to_remove > 0:
             raise ValueError(f"crop() takes the negative number of tokens to remove; got {tokens_to_remove}.")
+        if not tokens_to_remove:
+            return
         if -tokens_to_remove > (seen := self.storage.seen):
             raise ValueError(f"This cache holds {seen} tokens; {-tokens_to_remove} cannot be removed.")
         for layer in self.storage.layers:

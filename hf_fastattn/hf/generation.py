@@ -5,12 +5,14 @@ from __future__ import annotations
 import inspect
 import re
 import types
+from collections import deque
 from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, __version__
+from transformers.generation import utils
 
 from .llama import module_of
 from .version import number_of
@@ -105,3 +107,45 @@ def bookkeeping() -> frozenset[str]:
     own = {name for name in vars(PreTrainedModel) if name.startswith("_")} | set(vars(GenerationMixin))
     plans = {"_tp_plan", "_ep_plan", "_pp_plan", "_fsdp_plan"}  # how weights are divided when they are loaded
     return frozenset(own | plans | {"generation_config", "all_tied_weights_keys", CALL})
+
+
+def generator_of(device: torch.device) -> torch.Generator:
+    """The default random number generator of a device."""
+    return torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
+
+
+def let_stop_checks_wait(when: Callable[[torch.device, object, bool], bool]) -> None:
+    """Let Transformers read one step late whether a generate() has ended, where when(device, cache, returned) is true.
+
+    Its loop then launches a step before the device has finished the last one. Transformers itself does so on MPS alone. The step
+    that it runs too many is undone, and here the random numbers of that step too. returned: whether the caller of generate() has
+    the cache afterwards.
+    """
+    own: Any = utils.DeferredStopCheck
+    if hasattr(own, "when"):
+        return
+
+    class StopCheck(own):  # type: ignore[misc]
+        def __init__(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any):
+            super().__init__(input_ids, *args, **kwargs)
+            self.generator = generator_of(input_ids.device)
+            self.random: deque[torch.Tensor] = deque(maxlen=2)  # the generator's state after each of the last two steps
+
+        @staticmethod
+        def is_supported(device: torch.device, cache: Any, cache_is_returned: bool, is_assistant: bool) -> bool:
+            theirs: bool = own.is_supported(device, cache, cache_is_returned, is_assistant)
+            return theirs or (not is_assistant and StopCheck.when(device, cache, cache_is_returned))
+
+        def __call__(self, *args: Any, **kwargs: Any) -> bool:
+            self.random.append(self.generator.get_state())
+            stops: bool = super().__call__(*args, **kwargs)
+            return stops
+
+        def finish(self) -> int:
+            undone: int = super().finish()
+            if undone:
+                self.generator.set_state(self.random[0])
+            return undone
+
+    StopCheck.when = when  # type: ignore[attr-defined]
+    utils.DeferredStopCheck = StopCheck

@@ -62,6 +62,7 @@ class Forwards:
         self.unmasked = unmasked
         self.prompt = prompt
         self.chunked = chunked
+        self.stock = stock
         always = not stock and not graphs.ranks.several
         self.present: Present = Present(graphs, model, say, always=always, outer=None if outer is None else outer.present)
         self.begun = False

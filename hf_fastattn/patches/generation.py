@@ -21,6 +21,7 @@ import torch
 
 from .. import hf
 from ..caches import forward
+from ..caches.static import PreallocatedCache
 from ..context_parallel import Shares
 from ..streaming import Settings, refresh
 from . import graph as graphs
@@ -56,6 +57,23 @@ class _Thread(threading.local):
 
 
 _running = _Thread()  # of any model
+
+
+def records_events(device: torch.device) -> bool:
+    """Whether Transformers' loop can record events on this device: it takes the stream of the current one."""
+    return device.type == "cuda" and device.index == torch.cuda.current_device()
+
+
+def _stop_check_may_wait(device: torch.device, cache: object, returned: bool) -> bool:
+    """Whether the generate() of this thread may launch a step before the host knows that it is needed.
+
+    Code of the caller between the steps would run once more. A rolling cache cannot drop the token again.
+    """
+    calls = _running.calls
+    forwards = calls[-1].forwards if calls else None
+    if forwards is None or not forwards.stock or forwards.refused is not None:
+        return False
+    return (isinstance(cache, PreallocatedCache) or not returned) and records_events(device)
 
 
 class Generation:
@@ -112,6 +130,7 @@ class Generation:
 
     def install(self, model: hf.PreTrainedModel) -> None:
         """Set the methods on the instance."""
+        hf.let_stop_checks_wait(_stop_check_may_wait)
         ours: tuple[Callable[..., Any], ...] = (_Generate(self), self._prepare_cache, _KeptInputs(self))
         for name, method in zip(METHODS, ours, strict=True):
             self._set(model, name, method)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from .. import hf
 from ..caches.contract import Storage
 
 
@@ -11,7 +12,7 @@ class Mark:
     """The state before a step: the counts of a storage, and the random numbers of a device, which a graph advances."""
 
     def __init__(self, storage: Storage, device: torch.device):
-        self.generator = torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
+        self.generator = hf.generator_of(device)
         self.random = self.generator.get_state()
         self.counts = storage.mark()
 

@@ -1,0 +1,175 @@
+"""The loop of generate() reads one step late whether it has ended, so that it does not wait for the device after every token."""
+
+from __future__ import annotations
+
+import copy
+
+import fake_graph
+import pytest
+import torch
+from models import prompts, tiny
+from transformers import LogitsProcessor
+from transformers.generation.streamers import BaseStreamer
+
+import hf_fastattn
+from hf_fastattn.patches import generation
+
+NEW = 12
+ROWS = 2
+
+
+class Event:
+    """Events exist on accelerators alone. On the CPU a copy has ended when its call returns."""
+
+    recorded = 0
+
+    def __init__(self, device, blocking):
+        pass
+
+    def record(self):
+        Event.recorded += 1
+
+    def synchronize(self):
+        pass
+
+
+@pytest.fixture(autouse=True)
+def waits(monkeypatch):
+    fake_graph.use(monkeypatch)
+    monkeypatch.setattr(torch, "Event", Event)
+    monkeypatch.setattr(generation, "records_events", lambda device: True)
+    Event.recorded = 0
+
+
+@pytest.fixture(params=["llama", "mistral"])
+def model(request):
+    return tiny(request.param, "sdpa", **({"sliding_window": 16} if request.param == "mistral" else {}))
+
+
+def ends(model, inputs, step, **options) -> tuple[int, int]:
+    """The id that a row draws in this step, counted from 0, and the first step in which it does."""
+    ids = model.generate(**inputs, max_new_tokens=NEW, **options)[0, inputs["input_ids"].shape[1] :].tolist()
+    return ids[step], ids.index(ids[step])
+
+
+def same(out, expected) -> None:
+    assert torch.equal(out.sequences, expected.sequences)
+    assert len(out.scores) == len(expected.scores)
+    for mine, theirs in zip(out.scores, expected.scores, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("step", [0, 1, 5, NEW - 2, NEW - 1])
+@pytest.mark.parametrize("padding", ["no_padding", "left_padding"])
+def test_the_step_too_many_leaves_nothing(model, step, padding):
+    inputs, twin = prompts(padding, "cpu", rows=1), copy.deepcopy(model)
+    eos, step = ends(twin, inputs, step, do_sample=False)
+    options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": eos, "return_dict_in_generate": True}
+    expected = twin.generate(**inputs, **options, output_scores=True)
+    patched = hf_fastattn.patch(model, "lean")
+    out = model.generate(**inputs, **options, output_scores=True)
+    assert Event.recorded == min(step + 2, NEW)
+    assert patched.replays + patched.captures >= min(step, 3)
+    same(out, expected)
+    assert out.past_key_values.get_seq_length() == expected.past_key_values.get_seq_length()
+    more = torch.cat([out.sequences, torch.randint(2, 100, (1, 3))], 1)  # the returned cache goes on
+    new = more.shape[1] - inputs["input_ids"].shape[1]
+    rest = {k: torch.nn.functional.pad(v, (0, new), value=1) for k, v in inputs.items()} | {"input_ids": more}
+    mine, theirs = (
+        m.generate(**rest, max_new_tokens=4, do_sample=False, past_key_values=o.past_key_values)
+        for m, o in ((model, out), (twin, expected))
+    )
+    assert torch.equal(mine, theirs)
+
+
+def test_rows_that_end_in_other_steps(model):
+    inputs, twin = prompts("left_padding", "cpu", rows=ROWS), copy.deepcopy(model)
+    ids = twin.generate(**inputs, max_new_tokens=NEW, do_sample=False)[:, -NEW:]
+    options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": [int(ids[0, 3]), int(ids[1, 6])]}
+    expected = twin.generate(**inputs, **options)
+    hf_fastattn.patch(model, "lean")
+    for _ in range(3):
+        assert torch.equal(model.generate(**inputs, **options), expected)
+    assert Event.recorded
+
+
+def test_sampling_leaves_the_random_numbers_as_if_it_had_not_been_too_long(model):
+    inputs, twin = prompts("no_padding", "cpu", rows=1), copy.deepcopy(model)
+    torch.manual_seed(7)
+    eos, _ = ends(twin, inputs, 4, do_sample=True)
+    options = {"max_new_tokens": NEW, "do_sample": True, "eos_token_id": eos}
+    hf_fastattn.patch(model, "lean")
+    found = []
+    for each in (twin, model):
+        torch.manual_seed(7)
+        found.append([each.generate(**inputs, **options), torch.get_rng_state(), each.generate(**inputs, **options)])
+    assert Event.recorded
+    for theirs, mine in zip(*found, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+class Streamed(BaseStreamer):
+    def __init__(self):
+        self.tokens, self.ended = [], 0
+
+    def put(self, value):
+        self.tokens += value.flatten().tolist()
+
+    def end(self):
+        self.ended += 1
+
+
+def test_a_streamer_gets_the_same_tokens(model, monkeypatch):
+    monkeypatch.setattr(Streamed, "__module__", "transformers.generation.streamers")  # one of Transformers
+    inputs, twin = prompts("no_padding", "cpu", rows=1), copy.deepcopy(model)
+    eos, _ = ends(twin, inputs, 5, do_sample=False)
+    hf_fastattn.patch(model, "lean")
+    for options in ({}, {"eos_token_id": eos}):
+        streamers = Streamed(), Streamed()
+        for each, streamer in zip((twin, model), streamers, strict=True):
+            each.generate(**inputs, max_new_tokens=NEW, do_sample=False, streamer=streamer, **options)
+        assert streamers[0].tokens == streamers[1].tokens and streamers[1].ended == 1
+    assert Event.recorded
+
+
+class Counts(LogitsProcessor):
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, input_ids, scores):
+        self.calls += 1
+        return scores
+
+
+def test_code_of_the_caller_does_not_run_once_more(model):
+    inputs = prompts("no_padding", "cpu", rows=1)
+    eos, step = ends(model, inputs, 5, do_sample=False)
+    hf_fastattn.patch(model, "lean")
+    Event.recorded, counts = 0, Counts()
+    model.generate(**inputs, max_new_tokens=NEW, do_sample=False, eos_token_id=eos, logits_processor=[counts])
+    assert counts.calls == step + 1 and not Event.recorded
+
+
+def test_a_cache_that_cannot_drop_a_token_is_not_returned_with_one_more():
+    model = tiny("llama", "sdpa")
+    inputs = prompts("no_padding", "cpu", rows=1)
+    hf_fastattn.patch(model, "streaming", window=16, sinks=4)
+    eos, step = ends(model, inputs, 5, do_sample=False)
+    options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": eos}
+    Event.recorded = 0
+    cache = hf_fastattn.RollingCache(model)
+    model.generate(**inputs, **options, past_key_values=cache)
+    assert cache.get_seq_length() == inputs["input_ids"].shape[1] + step and not Event.recorded
+    assert model.generate(**inputs, **options).shape[1] == inputs["input_ids"].shape[1] + step + 1 and Event.recorded
+
+
+def test_other_models_and_models_without_graphs_wait(model):
+    inputs, other = prompts("no_padding", "cpu", rows=1), tiny("llama", "sdpa")
+    options = {"max_new_tokens": 3, "do_sample": False}
+    hf_fastattn.patch(model, "lean")
+    other.generate(**inputs, **options)
+    hf_fastattn.unpatch(model)
+    model.generate(**inputs, **options)
+    hf_fastattn.patch(model, "lean", graph=False)
+    model.generate(**inputs, **options)
+    assert not Event.recorded
