@@ -7,43 +7,50 @@ import copy
 import fake_graph
 import pytest
 import torch
+from cases import DEVICE
 from models import prompts, tiny
 from transformers import LogitsProcessor
 from transformers.generation.streamers import BaseStreamer
 
 import hf_fastattn
+from hf_fastattn import hf
 from hf_fastattn.patches import generation
 
 NEW = 12
 ROWS = 2
 
 
-class Event:
-    """Events exist on accelerators alone. On the CPU a copy has ended when its call returns."""
+class Event(torch.Event if DEVICE == "cuda" else object):
+    """Counts how often it is recorded. There are no events on the CPU, where a copy has ended when its call returns."""
 
     recorded = 0
 
-    def __init__(self, device, blocking):
-        pass
-
     def record(self):
         Event.recorded += 1
+        if DEVICE == "cuda":
+            super().record()
 
-    def synchronize(self):
-        pass
+    if DEVICE == "cpu":
+
+        def __init__(self, device, blocking):
+            pass
+
+        def synchronize(self):
+            pass
 
 
 @pytest.fixture(autouse=True)
 def waits(monkeypatch):
-    fake_graph.use(monkeypatch)
+    if DEVICE == "cpu":
+        fake_graph.use(monkeypatch)
+        monkeypatch.setattr(generation, "records_events", lambda device: True)
     monkeypatch.setattr(torch, "Event", Event)
-    monkeypatch.setattr(generation, "records_events", lambda device: True)
     Event.recorded = 0
 
 
 @pytest.fixture(params=["llama", "mistral"])
 def model(request):
-    return tiny(request.param, "sdpa", **({"sliding_window": 16} if request.param == "mistral" else {}))
+    return tiny(request.param, "sdpa", DEVICE, **({"sliding_window": 16} if request.param == "mistral" else {}))
 
 
 def ends(model, inputs, step, **options) -> tuple[int, int]:
@@ -62,7 +69,7 @@ def same(out, expected) -> None:
 @pytest.mark.parametrize("step", [0, 1, 5, NEW - 2, NEW - 1])
 @pytest.mark.parametrize("padding", ["no_padding", "left_padding"])
 def test_the_step_too_many_leaves_nothing(model, step, padding):
-    inputs, twin = prompts(padding, "cpu", rows=1), copy.deepcopy(model)
+    inputs, twin = prompts(padding, DEVICE, rows=1), copy.deepcopy(model)
     eos, step = ends(twin, inputs, step, do_sample=False)
     options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": eos, "return_dict_in_generate": True}
     expected = twin.generate(**inputs, **options, output_scores=True)
@@ -72,7 +79,7 @@ def test_the_step_too_many_leaves_nothing(model, step, padding):
     assert patched.replays + patched.captures >= min(step, 3)
     same(out, expected)
     assert out.past_key_values.get_seq_length() == expected.past_key_values.get_seq_length()
-    more = torch.cat([out.sequences, torch.randint(2, 100, (1, 3))], 1)  # the returned cache goes on
+    more = torch.cat([out.sequences, torch.randint(2, 100, (1, 3), device=DEVICE)], 1)  # the returned cache goes on
     new = more.shape[1] - inputs["input_ids"].shape[1]
     rest = {k: torch.nn.functional.pad(v, (0, new), value=1) for k, v in inputs.items()} | {"input_ids": more}
     mine, theirs = (
@@ -83,7 +90,7 @@ def test_the_step_too_many_leaves_nothing(model, step, padding):
 
 
 def test_rows_that_end_in_other_steps(model):
-    inputs, twin = prompts("left_padding", "cpu", rows=ROWS), copy.deepcopy(model)
+    inputs, twin = prompts("left_padding", DEVICE, rows=ROWS), copy.deepcopy(model)
     ids = twin.generate(**inputs, max_new_tokens=NEW, do_sample=False)[:, -NEW:]
     options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": [int(ids[0, 3]), int(ids[1, 6])]}
     expected = twin.generate(**inputs, **options)
@@ -94,15 +101,15 @@ def test_rows_that_end_in_other_steps(model):
 
 
 def test_sampling_leaves_the_random_numbers_as_if_it_had_not_been_too_long(model):
-    inputs, twin = prompts("no_padding", "cpu", rows=1), copy.deepcopy(model)
+    inputs, twin = prompts("no_padding", DEVICE, rows=1), copy.deepcopy(model)
     torch.manual_seed(7)
     eos, _ = ends(twin, inputs, 4, do_sample=True)
     options = {"max_new_tokens": NEW, "do_sample": True, "eos_token_id": eos}
     hf_fastattn.patch(model, "lean")
-    found = []
+    random, found = hf.generator_of(inputs["input_ids"].device), []
     for each in (twin, model):
         torch.manual_seed(7)
-        found.append([each.generate(**inputs, **options), torch.get_rng_state(), each.generate(**inputs, **options)])
+        found.append([each.generate(**inputs, **options), random.get_state(), each.generate(**inputs, **options)])
     assert Event.recorded
     for theirs, mine in zip(*found, strict=True):
         assert torch.equal(mine, theirs)
@@ -121,7 +128,7 @@ class Streamed(BaseStreamer):
 
 def test_a_streamer_gets_the_same_tokens(model, monkeypatch):
     monkeypatch.setattr(Streamed, "__module__", "transformers.generation.streamers")  # one of Transformers
-    inputs, twin = prompts("no_padding", "cpu", rows=1), copy.deepcopy(model)
+    inputs, twin = prompts("no_padding", DEVICE, rows=1), copy.deepcopy(model)
     eos, _ = ends(twin, inputs, 5, do_sample=False)
     hf_fastattn.patch(model, "lean")
     for options in ({}, {"eos_token_id": eos}):
@@ -142,7 +149,7 @@ class Counts(LogitsProcessor):
 
 
 def test_code_of_the_caller_does_not_run_once_more(model):
-    inputs = prompts("no_padding", "cpu", rows=1)
+    inputs = prompts("no_padding", DEVICE, rows=1)
     eos, step = ends(model, inputs, 5, do_sample=False)
     hf_fastattn.patch(model, "lean")
     Event.recorded, counts = 0, Counts()
@@ -151,8 +158,8 @@ def test_code_of_the_caller_does_not_run_once_more(model):
 
 
 def test_a_cache_that_cannot_drop_a_token_is_not_returned_with_one_more():
-    model = tiny("llama", "sdpa")
-    inputs = prompts("no_padding", "cpu", rows=1)
+    model = tiny("llama", "sdpa", DEVICE)
+    inputs = prompts("no_padding", DEVICE, rows=1)
     hf_fastattn.patch(model, "streaming", window=16, sinks=4)
     eos, step = ends(model, inputs, 5, do_sample=False)
     options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": eos}
@@ -164,7 +171,7 @@ def test_a_cache_that_cannot_drop_a_token_is_not_returned_with_one_more():
 
 
 def test_other_models_and_models_without_graphs_wait(model):
-    inputs, other = prompts("no_padding", "cpu", rows=1), tiny("llama", "sdpa")
+    inputs, other = prompts("no_padding", DEVICE, rows=1), tiny("llama", "sdpa", DEVICE)
     options = {"max_new_tokens": 3, "do_sample": False}
     hf_fastattn.patch(model, "lean")
     other.generate(**inputs, **options)
