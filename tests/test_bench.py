@@ -208,6 +208,10 @@ def test_a_table_separates_runs_and_gives_no_ratio_between_them(tmp_path):
     assert cells[2:6] == ["5.00", "3.00", "2.00", "-"]  # the best is of another run
     alone = bench(tmp_path, "--cases", "1x16", "--rivals", "sdpa_dynamic,patched")
     assert "All columns are of one run" in sections.generate(alone)
+    assert "The static cache with compilation was not timed for 1x16." in sections.generate(alone)
+    alone["rows"][0]["rivals"][grid.STATIC] = {"error": "OutOfMemoryError: CUDA out of memory."}
+    assert "The static cache with compilation ran out of memory at 1x16." in sections.generate(alone)
+    assert "The static cache ran out of memory at 1x16. The ratio there is that of `sdpa`." in sections.headline(alone)
 
 
 OLD = ["python -m it --cases 1x16,2x16", "python -m it --cases 1x16 --rivals sdpa_dynamic,patched --add"]
