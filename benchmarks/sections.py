@@ -97,10 +97,13 @@ def untimed(rows: list[dict], name: str, label: str) -> list[str]:
     """Why a rival has no figure, as one sentence for each reason."""
     reasons: dict[str, list[str]] = {}
     for row in rows:
-        if not of(row, name):
-            error = of(row, name, "error") or ""
-            memory = "ran out of memory at" if error.startswith("OutOfMemoryError") else "failed at"
-            reasons.setdefault(memory if error else "was not timed for", []).append(row["case"])
+        if of(row, name):
+            continue
+        error, reason = of(row, name, "error"), "was not timed for"
+        if error:
+            memory = error.startswith("OutOfMemoryError")
+            reason = "ran out of memory, in one process with the other rivals, at" if memory else "failed at"
+        reasons.setdefault(reason, []).append(row["case"])
     return [f"{label} {reason} {', '.join(cases)}." for reason, cases in reasons.items()]
 
 
@@ -115,7 +118,7 @@ def headline(result: dict) -> str:
     head = ["batch x prompt", *(COLUMNS[name] for name in (SDPA, STATIC, OURS)), "the faster one / `patch()`"]
     notes = [f"`generate()`, milliseconds per token, {model(result)}: {on(result)}; {method(result)}."]
     if without := untimed(rows, STATIC, "The static cache"):
-        notes += [*without, "The ratio there is that of `sdpa`."]
+        notes += [*without, "There the last column is `sdpa` / `patch()`."]
     if any(line[-1] is None for line in lines):
         notes.append("Where a ratio is -, its figures are not of one run.")
     return f"{' '.join(notes)}\n\n{table(head, lines)}"
