@@ -79,9 +79,7 @@ def generate_notes(result: dict, rows: list[dict]) -> list[str]:
             )
         if of(row, ROOMY) and of_one_run(result, row, ROOMY, OURS):
             notes.append(f"With room for {ROOM} times the tokens {row['case']} takes {of(row, ROOMY):.2f} ms under `patch()`.")
-    without = [row["case"] for row in rows if not of(row, STATIC)]
-    if without:
-        notes.append(f"The static cache with compilation was not timed for {', '.join(without)}.")
+    notes += untimed(rows, STATIC, "The static cache with compilation")
     if slow:
         took = " to ".join(dict.fromkeys((f"{min(slow.values()):.0f}", f"{max(slow.values()):.0f}")))
         notes.append(f"The first repeat, which the median excludes, took `sdpa` {took} ms per token at {', '.join(slow)}.")
@@ -95,6 +93,20 @@ def generate_notes(result: dict, rows: list[dict]) -> list[str]:
     return notes
 
 
+def untimed(rows: list[dict], name: str, label: str) -> list[str]:
+    """Why a rival has no figure, as one sentence for each reason."""
+    reasons: dict[str, list[str]] = {}
+    for row in rows:
+        if of(row, name):
+            continue
+        error, reason = of(row, name, "error"), "was not timed for"
+        if error:
+            memory = error.startswith("OutOfMemoryError")
+            reason = "ran out of memory, in one process with the other rivals, at" if memory else "failed at"
+        reasons.setdefault(reason, []).append(row["case"])
+    return [f"{label} {reason} {', '.join(cases)}." for reason, cases in reasons.items()]
+
+
 def headline(result: dict) -> str:
     """The short table of generate() for the README."""
     rows, lines = measured_rows(result), []
@@ -104,10 +116,12 @@ def headline(result: dict) -> str:
         shown = [figure(of(row, name), 2) for name in (SDPA, STATIC, OURS)]
         lines.append([row["case"], *shown, figure(ratio(result, row, best, OURS), 2, "x")])
     head = ["batch x prompt", *(COLUMNS[name] for name in (SDPA, STATIC, OURS)), "the faster one / `patch()`"]
-    return (
-        f"`generate()`, milliseconds per token, {model(result)}: {on(result)}; {method(result)}. Where a ratio is -, its figures "
-        f"are not of one run; commands and runs are in [docs/results.md](docs/results.md).\n\n{table(head, lines)}"
-    )
+    notes = [f"`generate()`, milliseconds per token, {model(result)}: {on(result)}; {method(result)}."]
+    if without := untimed(rows, STATIC, "The static cache"):
+        notes += [*without, "There the last column is `sdpa` / `patch()`."]
+    if any(line[-1] is None for line in lines):
+        notes.append("Where a ratio is -, its figures are not of one run.")
+    return f"{' '.join(notes)}\n\n{table(head, lines)}"
 
 
 def fresh(result: dict) -> str:

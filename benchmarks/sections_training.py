@@ -27,7 +27,7 @@ def _rivals(result: dict) -> list[str]:
 
 
 def _ratios(result: dict, what: str, ours: str = "ours") -> str:
-    """The times of the peers over ours, as text; what: "us", "forward_us" or "backward_us"."""
+    """The times of the rivals over ours, as text; what: "us", "forward_us" or "backward_us"."""
     ratios = {name: result["summary"].get(f"{name}_over_{ours}_{what}", {"rows": 0}) for name in _rivals(result)}
     return ", ".join(f"{NAMES[name]} {mean(found)}" for name, found in ratios.items() if found["rows"])
 
@@ -48,7 +48,7 @@ def lengths(result: dict) -> str:
     portable = _ratios(result, "backward_us", "ours_portable")
     return (
         f"**Attention with gradients, TFLOP/s forward / backward**, causal {by_method(result)}. A backward pass counts 2.5 times "
-        f"the products of the forward, whatever it recomputes. The time of the peers' backward over that of ours: "
+        f"the products of the forward, whatever it recomputes. The time of the rivals' backward over that of ours: "
         f"{_ratios(result, 'backward_us')}; of forward and backward: "
         f"{_ratios(result, 'us')}. With the portable kernel for dK and dV, backward: {portable or 'not measured'}."
         f"\n\n{table(head, rates)}{memory}"
@@ -75,7 +75,7 @@ def packed(result: dict) -> str:
     many = sorted({row["documents"] for row in result["rows"]})
     return (
         f"**Packed sequences, milliseconds forward / backward**, {' or '.join(map(str, many))} documents in a row, causal "
-        f"{by_method(result)}. The peers' forward and backward over ours: "
+        f"{by_method(result)}. The rivals' forward and backward over ours: "
         f"{_ratios(result, 'us')}.\n\n{_milliseconds(result)}"
     )
 

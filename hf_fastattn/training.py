@@ -76,6 +76,8 @@ def attention(
 
     Raises ValueError for a backend without gradients or dropout, and for a probability below 0 or from 1 on; RuntimeError for
     second and forward-mode derivatives, and under transforms of torch.func.
+
+    Source: Dao, "FlashAttention-2" (2023), algorithms 1 and 2.
     """
     refuse_transforms(q, k, v, sink_logits)
     if name not in _passes:

@@ -208,6 +208,11 @@ def test_a_table_separates_runs_and_gives_no_ratio_between_them(tmp_path):
     assert cells[2:6] == ["5.00", "3.00", "2.00", "-"]  # the best is of another run
     alone = bench(tmp_path, "--cases", "1x16", "--rivals", "sdpa_dynamic,patched")
     assert "All columns are of one run" in sections.generate(alone)
+    assert "The static cache with compilation was not timed for 1x16." in sections.generate(alone)
+    alone["rows"][0]["rivals"][grid.STATIC] = {"error": "OutOfMemoryError: CUDA out of memory."}
+    failed = "ran out of memory, in one process with the other rivals, at 1x16."
+    assert f"The static cache with compilation {failed}" in sections.generate(alone)
+    assert f"The static cache {failed} There the last column is `sdpa` / `patch()`." in sections.headline(alone)
 
 
 OLD = ["python -m it --cases 1x16,2x16", "python -m it --cases 1x16 --rivals sdpa_dynamic,patched --add"]

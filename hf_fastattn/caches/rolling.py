@@ -29,6 +29,8 @@ class RollingCache(StoredCache):
     It supports left padding, prompts of any length, chunks of any size, several turns, beams, reset() and deepcopy. It raises an
     error for a model that cannot read it, for holes in the mask, gradients, offloading, another batch size or K/V shape, and for
     crop() after tokens have been dropped.
+
+    Source: Xiao et al., "Efficient Streaming Language Models with Attention Sinks" (2024), section 3.2.
     """
 
     streams = True

@@ -86,7 +86,10 @@ class PreallocatedCache(StoredCache):
             layer.select(indices)
 
     def save(self, path: str | Path, model: saved.ModelOrConfig) -> None:
-        """Write the live tokens and the configuration of `model` to one safetensors file."""
+        """Write the live tokens and the configuration of `model` to one safetensors file.
+
+        Raises ValueError for a cache without tokens, for one in which some layers did not run, and for a model that ranks share.
+        """
         saved.write(path, self.storage.layers, model)
 
     @classmethod

@@ -118,6 +118,9 @@ def ring_attention(
     The ranks compare shapes, dtype, order, causal and window, for which the host waits, except while a graph is captured.
     Raises ValueError if they differ, for other shapes or dtypes, and for a window without causal; RuntimeError for tensors that
     require gradients. If one rank raises, all of them do.
+
+    Sources: Liu et al., "Ring Attention" (2023); Brandon et al., "Striped Attention" (2023); zigzag: Dubey et al. (2024), section
+    3.3.2.
     """
     error, mine = None, [_REFUSED] * len(_COMPARED)
     try:

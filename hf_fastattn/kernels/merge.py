@@ -32,6 +32,8 @@ def merge(
 
     Returns out (batch, num_heads, q_len, head_dim) in the dtype of outs and lse (batch, num_heads, q_len) float32. Gradients flow
     to outs and lses. Raises ValueError or TypeError, with the reason, for parts that do not match.
+
+    Sources: Dao et al., "Flash-Decoding" (2023); Shyam et al., "Tree Attention" (2024), section 4.
     """
     _check(outs, lses)
     denominators = lses if isinstance(lses, torch.Tensor) else torch.stack(tuple(lses))
