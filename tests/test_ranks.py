@@ -805,6 +805,17 @@ def test_a_rank_that_stops_waiting_when_another_comes_does_not_block_it(monkeypa
         first.gather("a step", None)
 
 
+def test_an_error_that_some_ranks_share_does_not_hide_the_rank_that_has_ended():
+    """Collectives of all ranks but one fail with the same words, which name no rank."""
+    store, error = Store(), RuntimeError("Connection reset by peer")
+    for rank in range(2):
+        each = exchange.Exchange.__new__(exchange.Exchange)
+        watched = types.SimpleNamespace(has_ended=lambda rank: rank == 2)
+        vars(each).update(rank=rank, ranks=[0, 1, 2], store=store, call=exchange.Call(1), _mine=[], processes=watched)
+        failed = each.end(error)
+    assert failed == "The process of rank 2 has ended."
+
+
 @pytest.mark.parametrize("communicates", [True, False])
 def test_a_rank_whose_step_stopped_does_not_wait_long(communicates):
     """The others may be blocked in a collective, or in a capture that waits for this rank."""

@@ -181,7 +181,7 @@ class Exchange:
         if call.running and not (len(ends) == len(self.ranks) and _harmless(ends)):
             self.abort(failed or f"generate() failed on this rank: {text}")
             self.leave()
-        same = len(ends) > 1 and all(end == mine for end in ends)
+        same = len(ends) == len(self.ranks) and all(end == mine for end in ends)
         return None if same else failed
 
     def _ends(self, limit: float) -> list[End]:
