@@ -692,6 +692,21 @@ def test_a_rank_that_waits_for_one_that_has_failed_ends_with_a_sentence(tmp_path
     )
 
 
+def wait_in_a_step(rank: int) -> str:
+    exchange.GRACE, scene = 0.5, Scene(rank)
+    with hf_fastattn.patch(scene.model, "lean"):
+        generate(scene.model, scene.inputs)
+        exchange.WAIT = 1.0
+        return scene(streamer=Puts(lambda: time.sleep(30))) if rank else scene()
+
+
+def test_a_rank_that_stays_between_two_forwards_is_not_waited_for_longer_than_the_limit(tmp_path):
+    of_family("llama")
+    for ended in processes.run(tmp_path, 2, wait_in_a_step):
+        assert "hf_fastattn: Rank 1 did not begin forward 4 of generate() within 1 seconds." in ended.output
+        assert ended.result is None and ended.seconds < 25
+
+
 class StopsAt(StoppingCriteria):
     def __init__(self, tokens: int):
         self.tokens = tokens
