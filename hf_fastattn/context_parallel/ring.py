@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..kernels import TritonKernel
+from ..kernels import TritonKernel, checks
 from ..kernels import spans as spans_of
 from ..kernels.merge import merge
 from ..kernels.spec import KV, Result, Spec
@@ -117,11 +117,11 @@ def ring_attention(
 
     The ranks compare shapes, dtype, order, causal and window, for which the host waits, except while a graph is captured.
     Raises ValueError if they differ, for other shapes or dtypes, and for a window without causal; RuntimeError for tensors that
-    require gradients. If one rank raises, all of them do.
+    require gradients. If one rank raises for its arguments, all of them do.
     """
     error, mine = None, [_REFUSED] * len(_COMPARED)
     try:
-        _check(q, k, v, order, causal, window, sink_logits)
+        _check(q, k, v, Spec(scale, causal, window, softcap), order, sink_logits)
         mine = [q.shape[0], q.shape[2], q.shape[3], k.shape[1], v.shape[3], q.element_size(), int(q.dtype == torch.bfloat16)]
         mine += [ORDERS.index(order), int(causal), window or 0]
     except Exception as found:
@@ -209,9 +209,8 @@ def _check(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    spec: Spec,
     order: str,
-    causal: bool,
-    window: int | None,
     sink_logits: torch.Tensor | None,
 ) -> None:
     if q.shape[2] != k.shape[2] or k.shape[:3] != v.shape[:3]:
@@ -221,8 +220,10 @@ def _check(
         )
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q, k and v must have one dtype; got {q.dtype}, {k.dtype} and {v.dtype}.")
-    if window is not None and (not causal or window < 1):
-        raise ValueError(f"A window needs causal=True and at least one token; got causal={causal} and window={window}.")
+    if spec.window is not None and (not spec.causal or spec.window < 1):
+        raise ValueError(f"A window needs causal=True and at least one token; got causal={spec.causal} and window={spec.window}.")
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sink_logits)):
         raise RuntimeError("ring_attention() has no gradients. Run it under torch.no_grad(), or detach the tensors.")
     runs_of(order, 0, 1, q.shape[2])
+    sinks = None if sink_logits is None else sink_logits.contiguous()
+    checks.check(q[:, :, :1], KV(k[:, :, :1].contiguous(), v[:, :, :1].contiguous()), spec, sink_logits=sinks)
