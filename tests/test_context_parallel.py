@@ -191,6 +191,9 @@ def pass_around(rank: int, ranks: int) -> dict:
     mine = [x[:, :, : 8 - rank % 2] for x in whole]  # refused on one rank
     with pytest.raises(ValueError, match="even number of tokens" if rank % 2 else "an error on rank 1"):
         ring_attention(*mine, order="zigzag")
+    for options in ({"softcap": -1.0}, {"sink_logits": torch.zeros(3)}):
+        with pytest.raises(ValueError, match="must" if rank == 1 else "an error on rank 1"):
+            ring_attention(*(x[:, :, :8] for x in whole), **(options if rank == 1 else {}))
     pair = dist.new_group([0, 1])  # a rank's number in a group is not that in the world
     if rank < 2:
         index = positions("striped", rank, 2, 8)

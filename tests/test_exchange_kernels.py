@@ -14,6 +14,7 @@ from conftest import INTERPRETED
 pytest.importorskip("triton")
 
 from hf_fastattn.kernels.decode import all_gather, all_reduce, residual
+from hf_fastattn.patches import exchange
 
 pytestmark = [
     processes.HIDDEN,
@@ -108,6 +109,11 @@ def test_short_rows_of_a_wider_dtype_do_not_fit():
     peers = all_reduce.Peers(memory, torch.zeros(2).long(), torch.zeros(all_reduce.PROGRAMS).int(), 0, 2, block)
     assert peers.why_not(torch.ones(64, SIZE, dtype=torch.float16)) is None
     assert "has room for 64 rows" in str(peers.why_not(torch.ones(64, SIZE)))
+
+
+def test_kernels_wait_longer_than_the_host():
+    """A check takes 0.3 us at least."""
+    assert 0.3e-6 * all_reduce.LIMIT > exchange.WAIT + 3 * exchange.GRACE
 
 
 def sum_then_norm(rank: int, folder) -> list[torch.Tensor]:

@@ -692,6 +692,21 @@ def test_a_rank_that_waits_for_one_that_has_failed_ends_with_a_sentence(tmp_path
     )
 
 
+def wait_in_a_step(rank: int) -> str:
+    exchange.GRACE, scene = 0.5, Scene(rank)
+    with hf_fastattn.patch(scene.model, "lean"):
+        generate(scene.model, scene.inputs)
+        exchange.WAIT = 1.0
+        return scene(streamer=Puts(lambda: time.sleep(30))) if rank else scene()
+
+
+def test_a_rank_that_stays_between_two_forwards_is_not_waited_for_longer_than_the_limit(tmp_path):
+    of_family("llama")
+    for ended in processes.run(tmp_path, 2, wait_in_a_step):
+        assert "hf_fastattn: Rank 1 did not begin forward 4 of generate() within 1 seconds." in ended.output
+        assert ended.result is None and ended.seconds < 25
+
+
 class StopsAt(StoppingCriteria):
     def __init__(self, tokens: int):
         self.tokens = tokens
@@ -803,6 +818,17 @@ def test_a_rank_that_stops_waiting_when_another_comes_does_not_block_it(monkeypa
     store.after_check = interrupt
     with pytest.raises(RuntimeError, match="Rank 1 failed"):
         first.gather("a step", None)
+
+
+def test_an_error_that_some_ranks_share_does_not_hide_the_rank_that_has_ended():
+    """Collectives of all ranks but one fail with the same words, which name no rank."""
+    store, error = Store(), RuntimeError("Connection reset by peer")
+    for rank in range(2):
+        each = exchange.Exchange.__new__(exchange.Exchange)
+        watched = types.SimpleNamespace(has_ended=lambda rank: rank == 2)
+        vars(each).update(rank=rank, ranks=[0, 1, 2], store=store, call=exchange.Call(1), _mine=[], processes=watched)
+        failed = each.end(error)
+    assert failed == "The process of rank 2 has ended."
 
 
 @pytest.mark.parametrize("communicates", [True, False])

@@ -48,13 +48,14 @@ class End(NamedTuple):
 class Call:
     """One generate() on this rank; calls have the same number on all ranks.
 
-    count: number of exchanges. steps: number of forwards. running: whether all ranks have agreed to run them. failure: a
-    sentence, once another rank has failed. left: set when it ends.
+    count: number of exchanges. steps: number of forwards. begun: the time when the last of them began. running: whether all
+    ranks have agreed to run them. failure: a sentence, once another rank has failed. left: set when it ends.
     """
 
     def __init__(self, number: int):
         self.number = number
         self.count = self.steps = 0
+        self.begun = time.monotonic()
         self.running = False
         self.failure: str | None = None
         self.left = threading.Event()
@@ -153,6 +154,8 @@ class Exchange:
 
     def run(self) -> None:
         """Begin the forwards of a call. A thread looks for the failure of another rank until the call ends."""
+        self._set("steps", self.call.steps)
+        self.call.begun = time.monotonic()
         self.call.running = True
         threading.Thread(target=_watch, args=(weakref.ref(self), self.call), name="hf_fastattn ranks", daemon=True).start()
 
@@ -181,7 +184,7 @@ class Exchange:
         if call.running and not (len(ends) == len(self.ranks) and _harmless(ends)):
             self.abort(failed or f"generate() failed on this rank: {text}")
             self.leave()
-        same = len(ends) > 1 and all(end == mine for end in ends)
+        same = len(ends) == len(self.ranks) and all(end == mine for end in ends)
         return None if same else failed
 
     def _ends(self, limit: float) -> list[End]:
@@ -222,6 +225,19 @@ class Exchange:
                     return self.store.get(key).decode() or f"Rank {rank} has left: {_LEFT}"
             return self._killed(call)
         except RuntimeError:  # torch.distributed.DistStoreError and DistNetworkError
+            return _NO_STORE
+        return None
+
+    def behind(self, call: Call) -> str | None:
+        """A sentence with a rank that has not begun the present forward of a call for WAIT seconds; None if there is none."""
+        steps, begun = call.steps, call.begun
+        try:
+            self.store.set(f"{call.number}/steps/{self.rank}", pickle.dumps(steps))
+            for rank in self.ranks if time.monotonic() > begun + WAIT else ():
+                key, end = (f"{call.number}/{name}/{rank}" for name in ("steps", "end"))
+                if not self.store.check([end]) and not (self.store.check([key]) and pickle.loads(self.store.get(key)) >= steps):
+                    return f"Rank {rank} did not begin forward {steps} of generate() within {WAIT:.0f} seconds."
+        except RuntimeError:
             return _NO_STORE
         return None
 
@@ -299,7 +315,7 @@ def _watch(of: weakref.ref[Exchange], call: Call) -> None:
         exchange = of()
         if exchange is None:
             return
-        call.failure = exchange.failed(call)
+        call.failure = exchange.failed(call) or exchange.behind(call)
         if call.failure is None:
             del exchange
             continue
@@ -309,6 +325,8 @@ def _watch(of: weakref.ref[Exchange], call: Call) -> None:
         if call.left.wait(2 * GRACE):  # the failed rank takes about GRACE to end, and only then does Gloo's collective raise here
             return
         # Gloo, for one, cannot be aborted: this rank would wait for hours.
+        with contextlib.suppress(RuntimeError):  # of the store
+            exchange._set("failed", call.failure)
         exchange.leave()
         sys.stderr.write(f"hf_fastattn: {call.failure} This process ends, as its collective cannot be interrupted.\n")
         sys.stderr.flush()

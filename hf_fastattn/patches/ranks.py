@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -246,6 +247,7 @@ class Ranks(OneRank):
         call = self.exchange.call
         if call.failure is not None:
             raise RuntimeError(call.failure)
+        call.begun = time.monotonic()  # before the number, which a thread reads first
         call.steps += 1
 
     # ---- graphs ----
