@@ -219,5 +219,11 @@ def test_ring_attention_refuses_what_it_does_not_support():
         ring_attention(q, k, v, causal=False, window=4)
     with pytest.raises(ValueError, match="must have one dtype"):
         ring_attention(q, k, v.half())
+    with pytest.raises(ValueError, match="q, k and v must be 4-D"):
+        ring_attention(q[0], k[0], v[0])
+    with pytest.raises(ValueError, match="agree in batch and head_dim"):
+        ring_attention(q, k[:1], v[:1])
+    with pytest.raises(ValueError, match="one logit per query head"):
+        ring_attention(q, k, v, sink_logits=torch.zeros(3))
     with pytest.raises(RuntimeError, match="has no gradients"):
         ring_attention(q.requires_grad_(), k, v)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..kernels import TritonKernel
+from ..kernels import TritonKernel, checks
 from ..kernels import spans as spans_of
 from ..kernels.merge import merge
 from ..kernels.spec import KV, Result, Spec
@@ -116,15 +116,19 @@ def ring_attention(
     tokens of this rank, are those of `kernels.reference.attention`.
 
     The ranks compare shapes, dtype, order, causal and window, for which the host waits, except while a graph is captured.
-    Raises ValueError if they differ, for other shapes or dtypes, and for a window without causal; RuntimeError for tensors that
-    require gradients. If one rank raises, all of them do.
+    Raises ValueError if they differ, ValueError or TypeError for arguments that no kernel supports and for a window without
+    causal, and RuntimeError for tensors that require gradients. If one rank raises for its arguments, all of them do.
 
     Sources: Liu et al., "Ring Attention" (2023); Brandon et al., "Striped Attention" (2023); zigzag: Dubey et al. (2024), section
     3.3.2.
     """
     error, mine = None, [_REFUSED] * len(_COMPARED)
+    spec = Spec(scale=scale, causal=False, softcap=softcap)
     try:
         _check(q, k, v, order, causal, window, sink_logits)
+        held = torch.cat([k.reshape(-1), v.reshape(-1)])
+        sinks = None if sink_logits is None else sink_logits.contiguous()
+        checks.check(q, _parts_of(held, k, v), spec, sink_logits=sinks)  # before K and V travel
         mine = [q.shape[0], q.shape[2], q.shape[3], k.shape[1], v.shape[3], q.element_size(), int(q.dtype == torch.bfloat16)]
         mine += [ORDERS.index(order), int(causal), window or 0]
     except Exception as found:
@@ -134,15 +138,13 @@ def ring_attention(
         raise error
     _compare(of_all)
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    spec = Spec(scale=scale, causal=False, softcap=softcap)
-    held = torch.cat([k.reshape(-1), v.reshape(-1)])
     out = torch.zeros(*q.shape[:3], v.shape[3], dtype=torch.float32, device=q.device)
     lse = torch.full(q.shape[:3], float("-inf"), device=q.device)
     if sink_logits is not None:
         lse[:] = sink_logits[None, :, None]  # a part without values
     for turn in range(ranks):
         incoming, requests = _pass_on(held, group, rank, ranks) if turn + 1 < ranks else (held, [])
-        keys, values = held[: k.numel()].view(k.shape), held[k.numel() :].view(v.shape)
+        keys, values, *_ = _parts_of(held, k, v)
         for piece in pieces(order, rank, (rank - turn) % ranks, ranks, q.shape[2], causal, window):
             add(out, lse, piece, attend(kernel, q, keys, values, spec, piece))
         for request in requests:
@@ -150,6 +152,11 @@ def ring_attention(
         held = incoming
     out = out.to(q.dtype)
     return (out, lse) if return_lse else out
+
+
+def _parts_of(held: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> KV:
+    """K and V of the shapes of k and v, in the tensor that travels."""
+    return KV(held[: k.numel()].view(k.shape), held[k.numel() :].view(v.shape))
 
 
 def attend(
@@ -217,6 +224,10 @@ def _check(
     window: int | None,
     sink_logits: torch.Tensor | None,
 ) -> None:
+    if not q.dim() == k.dim() == v.dim() == 4:
+        raise ValueError(
+            f"q, k and v must be 4-D, (batch, heads, tokens, head_dim); got {q.dim()}-D, {k.dim()}-D and {v.dim()}-D."
+        )
     if q.shape[2] != k.shape[2] or k.shape[:3] != v.shape[:3]:
         raise ValueError(
             f"Every rank attends with as many queries as it has keys; got {q.shape[2]} queries, K {tuple(k.shape)} and V "
