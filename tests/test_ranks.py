@@ -20,13 +20,13 @@ import processes
 import pytest
 import torch
 from models import FAMILIES, family, prompts, tiny
-from transformers import DynamicCache, MaxTimeCriteria, StoppingCriteria
+from transformers import DynamicCache, LogitsProcessor, MaxTimeCriteria, StoppingCriteria
 from transformers.distributed import DistributedConfig
 from transformers.utils import logging
 
 import hf_fastattn
 from hf_fastattn import hf
-from hf_fastattn.patches import exchange, fuse, graph, ranks, subclass, sums
+from hf_fastattn.patches import exchange, fuse, generation, graph, ranks, subclass, sums
 from hf_fastattn.patches.processes import Processes, _status, this_process
 from hf_fastattn.patches.survey import survey
 
@@ -321,6 +321,48 @@ def a_streamer_on_one_rank(scene: Scene) -> str:
     return scene(streamer=found) if scene.rank else scene()
 
 
+class Event:
+    """In place of events, which gloo's devices do not have: their copies have ended when the call returns."""
+
+    recorded = 0
+
+    def __init__(self, device, blocking):
+        pass
+
+    def record(self):
+        Event.recorded += 1
+
+    def synchronize(self):
+        pass
+
+
+def a_streamer_on_one_rank_beside_a_late_stop_check(scene: Scene) -> list:
+    """Code of the caller on one rank: no rank runs a step too many, for which the others would wait."""
+    eos = scene.want[:, -NEW // 2].tolist()
+    options = {"eos_token_id": eos, "pad_token_id": 0}
+    want, scene.want = scene.want, generate(scene.one, scene.inputs, **options)
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "Event", Event)
+        patch.setattr(generation, "records_events", lambda device: True)
+        for streamer in (None, Mock() if scene.rank else None):
+            Event.recorded = 0
+            found += [scene(**options, streamer=streamer), Event.recorded > 0]
+    scene.want = want
+    return found
+
+
+def other_tokens_on_one_rank(scene: Scene) -> list[str]:
+    """The last token of one rank is another: the forwards of both ranks are the same."""
+
+    class Differs(LogitsProcessor):
+        def __call__(self, ids, scores):
+            return scores.roll(scene.rank, -1) if ids.shape[1] == scene.want.shape[1] - 1 else scores
+
+    inputs = scene.inputs | {"logits_processor": [Differs()]}
+    return [outcome(lambda: generate(scene.model, inputs)), scene(), scene()]
+
+
 def a_hook_on_one_rank(scene: Scene) -> str:
     hook = scene.model.lm_head.register_forward_hook(lambda *args: None) if scene.rank else None
     try:
@@ -477,6 +519,8 @@ SCENES = [
     a_chat,
     fails_on_all,
     a_streamer_on_one_rank,
+    a_streamer_on_one_rank_beside_a_late_stop_check,
+    other_tokens_on_one_rank,
     a_hook_on_one_rank,
     a_failed_capture,
     a_failed_rehearsal,
@@ -562,6 +606,21 @@ def test_a_call_within_a_call_is_compared(played):
         same, other = found["other_ids_of_a_call_within_a_call"][0]
         assert same == "ok" and re.match("ValueError: .*input_ids, a tensor of shape .3, 97.*, has other values on rank 1", other)
         assert found["other_ids_of_a_call_within_a_call"][2] == "ok"
+
+
+def test_ranks_run_a_step_too_many_together_or_not_at_all(played):
+    for found in played:
+        assert found["a_streamer_on_one_rank_beside_a_late_stop_check"][0] == ["ok", True, "ok", False]
+
+
+def test_ranks_that_generate_other_tokens_fail(played):
+    first, second = (found["other_tokens_on_one_rank"] for found in played)
+    said = "RuntimeError: Rank 1 generated other tokens than rank 0. Logits processors, stopping criteria and hooks must decide"
+    assert any(found[0][0].startswith(said) for found in (first, second))
+    for found in (first, second):
+        assert found[0][0] == "ok" or found[0][0].startswith(said)
+        assert re.match(f"RuntimeError: .*{said[14:]} alike on all ranks. This was the last call", found[0][1])
+        assert found[0][2] == found[2] == "ok"
 
 
 def test_a_cache_of_another_text_is_refused(played):

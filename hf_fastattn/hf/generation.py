@@ -147,5 +147,5 @@ def let_stop_checks_wait(when: Callable[[torch.device, object, bool], bool]) -> 
                 self.generator.set_state(self.random[0])
             return undone
 
-    StopCheck.when = when  # type: ignore[attr-defined]
-    utils.DeferredStopCheck = StopCheck
+    StopCheck.when = when
+    utils.DeferredStopCheck = StopCheck  # type: ignore[misc]

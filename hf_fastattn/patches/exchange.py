@@ -37,12 +37,14 @@ _NO_STORE = "The process that holds the store of torch.distributed (rank 0, or t
 class End(NamedTuple):
     """How a call ended on one rank.
 
-    steps: number of forwards that it began. error: None if it returned. usual: whether the error is an Exception.
+    steps: number of forwards that it began. error: None if it returned. usual: whether the error is an Exception. tokens: a
+    checksum of the new tokens, None if they are unknown.
     """
 
     steps: int
     error: str | None
     usual: bool
+    tokens: int | None = None
 
 
 class Call:
@@ -159,8 +161,9 @@ class Exchange:
         self.call.running = True
         threading.Thread(target=_watch, args=(weakref.ref(self), self.call), name="hf_fastattn ranks", daemon=True).start()
 
-    def end(self, error: BaseException | None) -> str | None:
-        """Report the end of a call to the other ranks. Returns the failure of another rank that explains `error`, or None.
+    def end(self, error: BaseException | None, tokens: int | None = None) -> str | None:
+        """Report the end of a call to the other ranks. Returns the failure of another rank that explains `error`, or None; if
+        there is no error, a sentence with a rank that has ended with other tokens, or None.
 
         After an error within the forwards it waits until all ranks have left the call. If they have not, or at different places,
         a collective may still wait for a rank that does not come, and the group is aborted.
@@ -168,7 +171,7 @@ class Exchange:
         call = self.call
         call.left.set()
         text = None if error is None else f"{type(error).__name__}: {error}".rstrip(": .") + "."
-        mine = End(call.steps, text, isinstance(error, Exception))
+        mine = End(call.steps, text, isinstance(error, Exception), tokens)
         failed, ends = call.failure, [mine]
         try:
             self._set("end", mine)
@@ -180,12 +183,31 @@ class Exchange:
         except RuntimeError:  # of the store
             failed = failed or _NO_STORE
         if text is None:
-            return None
+            return self._other_tokens(mine)
         if call.running and not (len(ends) == len(self.ranks) and _harmless(ends)):
             self.abort(failed or f"generate() failed on this rank: {text}")
             self.leave()
         same = len(ends) == len(self.ranks) and all(end == mine for end in ends)
         return None if same else failed
+
+    def _other_tokens(self, mine: End) -> str | None:
+        """A sentence with a rank that has ended the call with other tokens; None if there is none so far."""
+        with contextlib.suppress(RuntimeError):  # of the store
+            keys = self._keys("end")
+            ends = [pickle.loads(self.store.get(key)) if self.store.check([key]) else mine for key in keys]
+            return self.other_tokens([end.tokens for end in ends])
+        return None
+
+    def other_tokens(self, found: list[int | None]) -> str | None:
+        """A sentence with two ranks that have generated other tokens; None if there are none. found: checksums by rank."""
+        known = [(rank, tokens) for rank, tokens in zip(self.ranks, found, strict=True) if tokens is not None]
+        for rank, tokens in known:
+            if tokens != known[0][1]:
+                return (
+                    f"Rank {rank} generated other tokens than rank {known[0][0]}. Logits processors, stopping criteria and hooks "
+                    "must decide alike on all ranks."
+                )
+        return None
 
     def _ends(self, limit: float) -> list[End]:
         """How the call has ended, on the ranks that have left it within `limit` seconds."""

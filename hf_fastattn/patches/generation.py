@@ -71,7 +71,7 @@ def _stop_check_may_wait(device: torch.device, cache: object, returned: bool) ->
     """
     calls = _running.calls
     forwards = calls[-1].forwards if calls else None
-    if forwards is None or not forwards.stock or forwards.refused is not None:
+    if forwards is None or forwards.refused is not None or not (forwards.stock and forwards.graphs.ranks.stock):
         return False
     return (isinstance(cache, PreallocatedCache) or not returned) and records_events(device)
 
@@ -276,10 +276,10 @@ class Generation:
             "model.training": model.training,
         }
         if given is not None:
-            return self.ranks.agree(config, settings, [], 0)
+            return self.ranks.agree(config, settings, self._only_stock(), [], 0)
         caches = self.caches
         needed = several_ranks.least_bytes(model, caches.windows, rows, caches.kept(tokens)) - caches.pool.idle_bytes
-        return self.ranks.agree(config, settings, caches.pool.fitting(rows, tokens), needed)
+        return self.ranks.agree(config, settings, self._only_stock(), caches.pool.fitting(rows, tokens), needed)
 
     # ---- forwards ----
 
@@ -312,7 +312,7 @@ class Generation:
             self.say(str(refused))
             return
         mask = model_kwargs.get("attention_mask")
-        call, stock = calls[-1], all(map(self._is_stock, hf.LOOP))
+        call, stock = calls[-1], self._has_stock_loop()
         unmasked, prompt = None, 0
         if mask is not None and mask.dim() == 2:
             prompt = mask.shape[1]
@@ -333,6 +333,15 @@ class Generation:
             stock=stock and not call.code,
             outer=assisted[0].forwards if assisted else None,
         )
+
+    def _has_stock_loop(self) -> bool:
+        """Whether the loop of generate() is that of Transformers."""
+        return all(map(self._is_stock, hf.LOOP))
+
+    def _only_stock(self) -> bool:
+        """Whether only code of Transformers runs between the steps of the present call."""
+        calls = self._thread.calls
+        return self._has_stock_loop() and not (calls and calls[-1].code)
 
     def _why_uncaptured(self, model: hf.PreTrainedModel, generation_config: hf.GenerationConfig) -> str | None:
         """The reason why no step of a call can be captured, if it is known before the first one."""
@@ -389,7 +398,9 @@ class _Generate(_Override):
         given = arguments() if len(args) > 2 else kwargs
         call = hf.other_code(given), given.get(hf.ASSISTANT), hf.tokens_given(args, kwargs)
         with generation.ranks.call(arguments), generation.in_call(*call):
-            return self.own()(*args, **kwargs)
+            output = self.own()(*args, **kwargs)
+            generation.ranks.generated(output, call[2])
+            return output
 
 
 class _KeptInputs(_Override):

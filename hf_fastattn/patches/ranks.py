@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -40,12 +41,16 @@ class OneRank:
     """The decisions of a model that is on one rank."""
 
     several = False
+    stock = True  # whether only code of Transformers runs between the steps of the call, on all ranks
     peers: Peers | None = None  # memory that the GPUs of all ranks can write
 
     @contextlib.contextmanager
     def call(self, arguments: Callable[[], Mapping[str, Any]]) -> Iterator[None]:
         """The context of one generate(). arguments: returns the arguments of the call."""
         yield
+
+    def generated(self, output: object, given: int) -> None:
+        """Note the tokens of a call that has run, the first `given` of which are its prompt."""
 
     def meet(self, settings: Mapping[str, Any]) -> None:
         """Compare the settings of patch(). Raises ValueError on all ranks if they differ."""
@@ -54,13 +59,16 @@ class OneRank:
         """Share memory for sums of rows of so many elements. Returns the reason why the ranks cannot, or None."""
         return "the model is on one rank"
 
-    def agree(self, config: hf.GenerationConfig, settings: Mapping[str, Any], idle: list[int], needed: int) -> list[int] | None:
+    def agree(
+        self, config: hf.GenerationConfig, settings: Mapping[str, Any], stock: bool, idle: list[int], needed: int
+    ) -> list[int] | None:
         """Compare the inputs of a call before its first forward. Returns those of the idle storages that all ranks hold.
 
-        settings: values besides the arguments and `config` that must be equal. idle: the serial numbers of the idle storages that
-        suit the call. needed: bytes that a new one needs at least, 0 if none is needed. If tokens are sampled, all ranks continue
-        with the random numbers of the first rank. Raises ValueError on all ranks if anything differs, MemoryError on all ranks
-        if one of them has no memory for a new storage.
+        settings: values besides the arguments and `config` that must be equal. stock: whether only code of Transformers runs
+        between the steps on this rank. idle: the serial numbers of the idle storages that suit the call. needed: bytes that a new
+        one needs at least, 0 if none is needed. If tokens are sampled, all ranks continue with the random numbers of the first
+        rank. Raises an error on all ranks: ValueError if anything differs, RuntimeError if the last call has generated other
+        tokens on one of them, MemoryError if one of them has no memory for a new storage.
         """
         return None
 
@@ -109,6 +117,8 @@ class Ranks(OneRank):
     """The decisions of a model that several ranks share. `exchange.WAIT` is the time that they wait for a slow rank."""
 
     several = True
+    tokens: int | None = None  # a checksum of those of the present call, None before it has run
+    last: int | None = None  # that of the last call
 
     def __init__(self, model: hf.PreTrainedModel, mesh: Any):
         group = mesh.get_group()
@@ -176,6 +186,7 @@ class Ranks(OneRank):
                     f"The process group of this model was aborted: {exchange.broken} Restart the processes on all ranks."
                 )
             self.depth += 1
+            self.last, self.tokens = self.tokens, None
             try:
                 exchange.begin()
                 self._read(arguments())
@@ -187,11 +198,18 @@ class Ranks(OneRank):
                     raise
                 raise RuntimeError(f"generate() ends on rank {exchange.rank}. {failed}") from error
             else:
-                exchange.end(None)
+                differs = exchange.end(None, self.tokens)
+                if differs is not None:
+                    raise RuntimeError(differs)
                 if exchange.broken is not None:  # while it ran: its last sums may be incomplete
                     raise RuntimeError(f"The process group of this model was aborted: {exchange.broken}")
             finally:
                 self.depth -= 1
+
+    def generated(self, output: object, given: int) -> None:
+        sequences = getattr(output, "sequences", output)
+        if self.depth == 1 and isinstance(sequences, torch.Tensor) and sequences.dim() == 2:
+            self.tokens = zlib.crc32(sequences[:, given:].contiguous().cpu().numpy().tobytes())
 
     @contextlib.contextmanager
     def _only_model(self) -> Iterator[None]:
@@ -212,22 +230,27 @@ class Ranks(OneRank):
         criteria = arguments.get("stopping_criteria") or ()
         self.has_clock = any(isinstance(each, hf.MaxTimeCriteria) for each in criteria)
 
-    def agree(self, config: hf.GenerationConfig, settings: Mapping[str, Any], idle: list[int], needed: int) -> list[int] | None:
+    def agree(
+        self, config: hf.GenerationConfig, settings: Mapping[str, Any], stock: bool, idle: list[int], needed: int
+    ) -> list[int] | None:
         exchange, device = self.exchange, self.exchange.device
         mine = {**self.arguments, **facts({"generation_config": config, **settings})}
         random = _random_state(device) if config.do_sample and exchange.rank == exchange.ranks[0] else None
-        found = exchange.gather("the begin of generate()", (mine, idle, needed, free_bytes(device), random))
+        found = exchange.gather("the begin of generate()", (mine, idle, needed, free_bytes(device), random, stock, self.last))
         if differs := difference(exchange.ranks, [each[0] for each in found]):
             raise ValueError(
                 f"generate() is called differently on the ranks of this model: {differs}. Pass the same inputs on all ranks."
             )
+        if (differs := exchange.other_tokens([each[6] for each in found])) is not None:
+            raise RuntimeError(f"{differs} This was the last call.")
+        self.stock = all(each[5] for each in found)
         if config.max_time is not None or self.has_clock:
             raise ValueError(
                 "Each rank measures max_time for itself, and ranks that stop at different tokens would wait for each other. Use "
                 "max_new_tokens."
             )
         common = [serial for serial in idle if all(serial in each[1] for each in found)]
-        for rank, (_, _, needs, free, _) in zip(exchange.ranks, found, strict=True):
+        for rank, (_, _, needs, free, *_) in zip(exchange.ranks, found, strict=True):
             if not common and free is not None and free < needs:
                 raise MemoryError(
                     f"The cache of this call needs {needs} bytes ({needs / 2**30:.2f} GiB) on rank {rank}, and {free} "
