@@ -478,6 +478,41 @@ def test_a_prompt_read_token_by_token_keeps_its_padding(llama, graph, device, mo
         assert llama.generate(**options, prefill_chunk_size=1).tolist() == expected
 
 
+@pytest.mark.parametrize("kind", ["ones", "ended", "four dimensions", "too short"])
+def test_masks_that_a_loop_of_the_caller_passes_to_steps(llama, kind, device, monkeypatch):
+    record(device, monkeypatch)
+    ids = tokens(2, WINDOW, device)
+
+    def loop(model, input_ids, past_key_values, **_):
+        mask, kept = torch.ones_like(input_ids), []
+        logits = model(input_ids=input_ids, attention_mask=mask, past_key_values=past_key_values).logits
+        for step in range(6):
+            new = mask.new_ones(2, 1)
+            new[0] = 0 if kind == "ended" and step == 3 else 1  # the first row has ended for one step
+            mask = torch.cat([mask, new], 1)
+            given = {"four dimensions": mask[:, None, None].bool(), "too short": mask[:, -5:]}.get(kind, mask)
+            position = torch.full((2, 1), mask.shape[1] - 1, device=device)
+            inputs = {"input_ids": logits[:, -1:].argmax(-1), "attention_mask": given, "position_ids": position}
+            logits = model(**inputs, past_key_values=past_key_values).logits
+            kept.append(logits)
+        return torch.cat(kept, 1)
+
+    def run(graph):
+        with patched(llama, graph=graph) as patch:
+            try:
+                llama.generate(ids, custom_generate=loop)
+                return llama.generate(ids, custom_generate=loop), patch
+            except ValueError as error:
+                return str(error), patch
+
+    (expected, _), (got, patch) = run(graph=False), run(graph=True)
+    if kind in ("four dimensions", "too short"):
+        assert "attention_mask" in expected and got == expected
+    else:
+        torch.testing.assert_close(got, expected)
+        assert (patch.replays > 0, patch.uncaptured > 0) == (True, kind == "ended")
+
+
 @host_work
 @pytest.mark.parametrize("forget", ["crop", "reset of the cache", "reset of a layer"])
 def test_reset_forgets_the_padding(llama, forget, device):

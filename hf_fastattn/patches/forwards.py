@@ -35,6 +35,7 @@ class Forwards:
     run: the model's forward. say: called with the reason why a step runs uncaptured. refused: the reason why no step of this call
     can be captured, if known beforehand. unmasked: the storage of the call if its masks have no effect, else None. prompt: number
     of tokens of the prompt, if the mask gives it, else 0. chunked: whether the prompt is read in chunks.
+    adds_ones: whether the masks of the steps are that of the prompt with ones added, as in Transformers' loops.
     stock: whether only code of Transformers runs between the steps. Other code may change the model: each step compares it.
     outer: the forwards of the call whose assistant the model is, if it is one.
     """
@@ -50,6 +51,7 @@ class Forwards:
         unmasked: Storage | None = None,
         prompt: int = 0,
         chunked: bool = False,
+        adds_ones: bool = True,
         stock: bool = True,
         outer: Forwards | None = None,
     ):
@@ -63,6 +65,7 @@ class Forwards:
         self.prompt = prompt
         self.chunked = chunked
         self.stock = stock
+        self.adds_ones = adds_ones
         always = not stock and not graphs.ranks.several
         self.present: Present = Present(graphs, model, say, always=always, outer=None if outer is None else outer.present)
         self.begun = False
@@ -76,7 +79,7 @@ class Forwards:
         if prompt:
             if not (self._is_short(cache, ids, given) and self._again(cache, ids)):
                 return self._forward(given)
-        elif (reason := self._why_not(cache, ids)) is not None:
+        elif (reason := self._why_not(cache, ids, given.get("attention_mask"))) is not None:
             return self._uncaptured(reason, given)
         self.quiet = prompt and (ids.shape[1] > FEW or not tokens_in(cache))  # few launches for each token
         # Graphs share memory: no other thread may replay one between the copy of the inputs and the copy of the logits.
@@ -128,7 +131,7 @@ class Forwards:
         read.setdefault(tokens, True)
         return self.graphs.ranks.every(before)
 
-    def _why_not(self, cache: object, ids: torch.Tensor | None) -> str | None:
+    def _why_not(self, cache: object, ids: torch.Tensor | None, mask: object) -> str | None:
         """The reason why this step cannot be captured, judged by its arguments, or None."""
         if not isinstance(cache, StoredCache):
             return f"a step is given {'no cache' if cache is None else f'a {type(cache).__name__}'} instead of the patch's"
@@ -140,6 +143,8 @@ class Forwards:
             return f"a step has several tokens, and steps over a {type(cache).__name__} are captured for one"
         if ids.shape[1] > (most := most_tokens(cache.storage, len(ids), self.graphs.ranks)):
             return f"a step has more than {most} tokens of each row, the most that a graph of {len(ids)} rows has"
+        if not (self.adds_ones or cache.storage.takes_mask or _adds_one(mask, tokens_in(cache))):
+            return f"a step is given a mask with more than ones added, and steps over a {type(cache).__name__} read none"
         return self.refused or (why_not_read(self.model) if self.present.always else None)
 
     def _uncaptured(self, reason: str, given: Inputs) -> Any:
@@ -244,3 +249,8 @@ class Forwards:
             padded = ids if tokens == ids.shape[1] else ids[:, :1].expand(-1, tokens)
             with cache.on_device(with_mask=True):
                 inputs["attention_mask"] = hf.decode_mask(self.model, {**inputs, "input_ids": padded})
+
+
+def _adds_one(mask: object, seen: int) -> bool:
+    """Whether a mask adds one live token in each row to those seen so far. This synchronises."""
+    return mask is None or (grows(mask) and mask.shape[1] == seen + 1 and bool((mask[:, -1] == 1).all()))

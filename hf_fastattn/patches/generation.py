@@ -313,11 +313,12 @@ class Generation:
             return
         mask = model_kwargs.get("attention_mask")
         call, stock = calls[-1], self._has_stock_loop()
+        adds_ones = stock and self._is_stock(hf.FORWARD) and hf.CUSTOM_LOOP not in call.code
         unmasked, prompt = None, 0
         if mask is not None and mask.dim() == 2:
             prompt = mask.shape[1]
             # A mask of ones has no effect, and Transformers only adds ones. One check here saves one for every token.
-            if stock and self._is_stock(hf.FORWARD) and hf.CUSTOM_LOOP not in call.code and bool((mask == 1).all()):
+            if adds_ones and bool((mask == 1).all()):
                 unmasked = model_kwargs["past_key_values"].storage
         chunked = generation_config.prefill_chunk_size is not None
         assisted = [caller for caller in _running.calls[-2:-1] if caller.assistant is model]
@@ -330,6 +331,7 @@ class Generation:
             unmasked=unmasked,
             prompt=prompt,
             chunked=chunked,
+            adds_ones=adds_ones,
             stock=stock and not call.code,
             outer=assisted[0].forwards if assisted else None,
         )
