@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 import warnings
@@ -736,3 +737,29 @@ def test_prompts_whose_tokens_see_later_ones_are_not_read_by_a_graph(kind, own):
             text, options = prompts("no_padding", "cpu", rows=1), MODES["long_lookup"]
             found = generate(model, text, **options)
     assert torch.equal(found, generate(model, text, **options))
+
+
+def test_no_rows_end_with_the_error_of_the_model(llama):
+    ids = torch.zeros(0, 5, dtype=torch.long)
+    with pytest.raises(RuntimeError) as expected:
+        llama.generate(ids, max_new_tokens=3)
+    hf_fastattn.patch(llama, "lean")
+    with pytest.raises(RuntimeError, match=re.escape(str(expected.value))):
+        llama.generate(ids, max_new_tokens=3)
+
+
+@pytest.mark.parametrize("kind", ["PrefixTuningConfig", "PromptTuningConfig"])
+@pytest.mark.parametrize("patched_first", [True, False])
+def test_a_patched_model_under_prompt_learning_runs_uncaptured(llama, kind, patched_first):
+    peft = pytest.importorskip("peft")
+    inputs = prompts("no_padding", "cpu", rows=1)
+    if patched_first:
+        hf_fastattn.patch(llama, "lean")
+    model = peft.get_peft_model(llama, getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=4)).eval()
+    if not patched_first:
+        hf_fastattn.patch(llama, "lean")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = generate(model, inputs)
+    hf_fastattn.unpatch(llama)
+    assert torch.equal(found, generate(model, inputs))

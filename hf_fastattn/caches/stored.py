@@ -42,6 +42,11 @@ class StoredCache(hf.Cache):
         """Whether it held tokens before the current forward; buffers kept for the next call hold none."""
         return self.storage.used
 
+    @property
+    def max_cache_len(self) -> int:
+        """What PEFT's prefix tuning reads before it replaces the cache by its own."""
+        return self.get_max_length()
+
     def reserve(self, tokens: int) -> None:
         """Make room for `tokens` tokens in total. The default does nothing."""
 

@@ -31,7 +31,7 @@ def most_tokens(storage: Storage, rows: int, ranks: OneRank) -> int:
     of all rows."""
     if not storage.takes_many:
         return 1
-    most = BUCKETS[-1] // rows if takes_prompts(storage, ranks) else 0
+    most = BUCKETS[-1] // max(rows, 1) if takes_prompts(storage, ranks) else 0
     return max(size for size in BUCKETS if size <= max(FEW, most))
 
 
