@@ -161,7 +161,8 @@ def test_ten_thousand_replays_have_the_same_bits_on_all_ranks(tmp_path, mode):
 def exchange_many(rank: int, dtype: torch.dtype) -> list[str]:
     """Sums and columns of random sizes, with random pauses of either GPU before them."""
     device = torch.device("cuda", rank)
-    peers = symmetric.connect(dist.group.WORLD, all_reduce.block_bytes(8192, dtype), device)
+    block = all_reduce.block_bytes(8192, dtype)
+    peers = symmetric.connect(dist.group.WORLD, block, symmetric.allocate(2, block, device))
     both, own = (torch.Generator().manual_seed(seed) for seed in (0, rank + 1))
     draw = lambda generator, limit: int(torch.randint(limit, (1,), generator=generator))  # noqa: E731
     count = torch.zeros(2, dtype=torch.int64, device=device)

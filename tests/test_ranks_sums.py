@@ -80,6 +80,28 @@ def decode_by_sequence(rank: int, folder) -> list[dict]:
     return [decode_family(rank, "llama", folder / "shares", kv="sequence")]
 
 
+def let_share(patch) -> None:
+    patch.setattr(symmetric, "why_not", lambda device: None)
+    patch.setattr(symmetric, "identity", lambda device: "")
+    patch.setattr(symmetric, "why_no_access", lambda device, others: None)
+    patch.setattr(symmetric, "allocate", lambda *_: torch.empty(0))
+
+
+def no_memory_to_share(rank: int) -> list[str]:
+    def allocate(*_):
+        if rank:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        let_share(patch)
+        patch.setattr(symmetric, "allocate", allocate)
+        patch.setattr(symmetric, "connect", lambda *_: found.append("connected"))
+        with pytest.raises(ValueError) as refused:
+            hf_fastattn.patch(shared(of_family("llama")), "lean", peer_memory=True)
+    return [*found, str(refused.value)]
+
+
 def decode_family(rank: int, name: str, folder, **settings) -> dict:
     from test_exchange_kernels import shared_memory
 
@@ -90,9 +112,7 @@ def decode_family(rank: int, name: str, folder, **settings) -> dict:
         want = generate(model, inputs, **options)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(graph, "new_graph", Rerun)
-        patch.setattr(symmetric, "why_not", lambda device: None)
-        patch.setattr(symmetric, "identity", lambda device: "")
-        patch.setattr(symmetric, "why_no_access", lambda device, others: None)
+        let_share(patch)
         patch.setattr(symmetric, "connect", lambda *_: shared_memory(folder, rank, 2, dtype=torch.float16, size=64))
         with hf_fastattn.patch(model, "lean", peer_memory=True, **settings) as patched:
             got = generate(model, inputs, **options)
@@ -104,6 +124,11 @@ def decode_family(rank: int, name: str, folder, **settings) -> dict:
         "reasons": patched.reasons,
         "forwards": [name for name, module in model.named_modules() if "hf_fastattn" in str(vars(module).get("forward"))],
     }
+
+
+def test_a_rank_without_memory_to_share_ends_patch_on_all(tmp_path):
+    said = "peer_memory=True is not possible: on rank 1, CUDA out of memory. Leave it out; sums are then collectives."
+    assert [each.result for each in processes.run(tmp_path, 2, no_memory_to_share)] == [[said], [said]]
 
 
 def test_a_step_has_no_collectives_and_fewer_launches(tmp_path):

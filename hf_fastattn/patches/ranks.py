@@ -162,11 +162,19 @@ class Ranks(OneRank):
             return reason
         from ..kernels.decode.all_reduce import block_bytes
 
-        peers = None
+        block, memory, peers = block_bytes(size, dtype), None, None
         try:
-            peers = symmetric.connect(exchange.group, block_bytes(size, dtype), exchange.device)
+            memory = symmetric.allocate(len(exchange.ranks), block, exchange.device)
         except RuntimeError as error:
-            reason = str(error).partition("\n")[0]
+            reason = str(error).partition("\n")[0].rstrip(".")
+        reason = self._first(exchange.gather("patch()", reason))  # connect() waits for all ranks
+        if reason is not None:
+            return reason
+        assert memory is not None
+        try:
+            peers = symmetric.connect(exchange.group, block, memory)
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0].rstrip(".")
         reason = self._first(exchange.gather("patch()", reason))
         if reason is None and peers is not None:
             self.peers = peers

@@ -62,19 +62,26 @@ def host() -> str:
         return file.read()
 
 
-def connect(group: Any, block: int, device: torch.device) -> Peers:
-    """Memory that the ranks of a process group share, for blocks of so many bytes.
+def allocate(world: int, block: int, device: torch.device) -> torch.Tensor:
+    """Memory of this GPU that so many ranks can share, for blocks of so many bytes. Raises RuntimeError if there is none."""
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    # Not by empty(), whose pool may return a part of an earlier allocation, with the addresses of the whole.
+    with torch.cuda.device(device):
+        memory: torch.Tensor = _SymmetricMemory.empty_strided_p2p((memory_bytes(world, block),), (1,), torch.uint8, device)
+    return memory
+
+
+def connect(group: Any, block: int, memory: torch.Tensor) -> Peers:
+    """The memory that the ranks of a process group share, made of what each of them allocated for blocks of so many bytes.
 
     Collective: all ranks must call it, and may use the memory when all of them have returned.
     Raises RuntimeError if the GPUs cannot access each other's memory.
     """
-    from torch._C._distributed_c10d import _SymmetricMemory
     from torch.distributed._symmetric_memory import rendezvous
 
-    world = group.size()
+    world, device = group.size(), memory.device
     with torch.cuda.device(device):
-        # Not by empty(), whose pool may return a part of an earlier allocation, with the addresses of the whole.
-        memory = _SymmetricMemory.empty_strided_p2p((memory_bytes(world, block),), (1,), torch.uint8, device)
         handle = rendezvous(memory, group)
         addresses = list(handle.buffer_ptrs)
         if handle.world_size != world or addresses[handle.rank] != memory.data_ptr():
