@@ -184,7 +184,10 @@ def pass_around(rank: int, ranks: int) -> dict:
             found[order, name] = max(
                 (out - want[:, :, index]).abs().max().item(), (lse - want_lse[:, :, index]).abs().max().item()
             )
-    for name, options in (("tokens", {}), ("order", {"order": ORDERS[rank % 2]}), ("window", {"window": rank or None})):
+    different = [("tokens", {}), ("order", {"order": ORDERS[rank % 2]}), ("window", {"window": rank or None})]
+    different += [("scale", {"scale": 0.3 * rank or None}), ("softcap", {"softcap": 0.5 * rank or None})]
+    different += [("checksum of sink_logits", {"sink_logits": torch.full((4,), float(rank))})]
+    for name, options in different:
         mine = [x[:, :, : 8 + (name == "tokens") * rank] for x in whole]
         with pytest.raises(ValueError, match=f"{name} is .* on rank 0 and .* on rank 1"):
             ring_attention(*mine, **options)

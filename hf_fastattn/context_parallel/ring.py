@@ -14,6 +14,8 @@ Attention" (2023); for zigzag Dubey et al., "The Llama 3 Herd of Models" (2024),
 
 from __future__ import annotations
 
+import math
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -27,8 +29,8 @@ from ..kernels.spec import KV, Result, Spec
 
 ORDERS = ("ring", "zigzag", "striped")
 _COMPARED = ["batch", "tokens", "head_dim", "num_kv_heads", "head_dim of V", "bytes of a number", "bfloat16"]
-_COMPARED += ["order", "causal", "window"]
-_REFUSED = -1
+_COMPARED += ["order", "causal", "window", "scale", "softcap", "checksum of sink_logits"]
+_REFUSED = -math.inf
 PREFILL = TritonKernel("prefill", hopper="prefill_hopper", stream_k="lean")
 
 
@@ -115,14 +117,15 @@ def ring_attention(
     included. kernel: attention with the signature of `kernels.reference.attention`. The other arguments, and the result for the
     tokens of this rank, are those of `kernels.reference.attention`.
 
-    The ranks compare shapes, dtype, order, causal and window, for which the host waits, except while a graph is captured.
+    The ranks compare all arguments but the contents of q, k and v, for which the host waits, except while a graph is captured.
     Raises ValueError if they differ, ValueError or TypeError for arguments that no kernel supports and for a window without
     causal, and RuntimeError for tensors that require gradients. If one rank raises for its arguments, all of them do.
 
     Sources: Liu et al., "Ring Attention" (2023); Brandon et al., "Striped Attention" (2023); zigzag: Dubey et al. (2024), section
     3.3.2.
     """
-    error, mine = None, [_REFUSED] * len(_COMPARED)
+    error, alone = None, not dist.is_initialized() or (q.is_cuda and torch.cuda.is_current_stream_capturing())
+    mine: list[float] = [_REFUSED] * len(_COMPARED)
     spec = Spec(scale=scale, causal=False, softcap=softcap)
     try:
         _check(q, k, v, order, causal, window, sink_logits)
@@ -130,10 +133,11 @@ def ring_attention(
         sinks = None if sink_logits is None else sink_logits.contiguous()
         checks.check(q, _parts_of(held, k, v), spec, sink_logits=sinks)  # before K and V travel
         mine = [q.shape[0], q.shape[2], q.shape[3], k.shape[1], v.shape[3], q.element_size(), int(q.dtype == torch.bfloat16)]
-        mine += [ORDERS.index(order), int(causal), window or 0]
+        mine += [ORDERS.index(order), int(causal), window or 0, scale or 1 / math.sqrt(q.shape[3]), softcap or 0]
+        mine += [0 if sinks is None or alone else zlib.crc32(sinks.float().cpu().numpy().tobytes())]
     except Exception as found:
         error = found  # the other ranks wait for this one
-    of_all = _gather(mine, q.device, group)
+    of_all = [] if alone else _gather(mine, q.device, group)
     if error is not None:
         raise error
     _compare(of_all)
@@ -191,25 +195,23 @@ def _pass_on(held: torch.Tensor, group: Any, rank: int, ranks: int) -> tuple[tor
     return incoming, dist.batch_isend_irecv([send, receive])
 
 
-def _gather(mine: list[int], device: torch.device, group: Any) -> list[list[int]]:
-    """The numbers of all ranks; those of this rank alone while a graph is captured, in which the host cannot read them."""
-    if not dist.is_initialized() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-        return [mine]
-    own = torch.tensor(mine, device=device)
+def _gather(mine: list[float], device: torch.device, group: Any) -> list[list[float]]:
+    """The numbers of all ranks."""
+    own = torch.tensor(mine, dtype=torch.float64, device=device)
     every = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(every, own, group=group)
     return torch.stack(every).tolist()
 
 
-def _compare(found: list[list[int]]) -> None:
-    """Raise ValueError if one of the ranks would send or read something else than the others expect."""
+def _compare(found: list[list[float]]) -> None:
+    """Raise ValueError if one of the ranks has other arguments than the others."""
     for rank, theirs in enumerate(found):
         if _REFUSED in theirs:
             raise ValueError(f"ring_attention() raised an error on rank {rank}, for its arguments. See the message there.")
     for rank, theirs in enumerate(found):
         for name, first, other in zip(_COMPARED, found[0], theirs, strict=True):
             if first != other:
-                is_, other_is = (ORDERS[x] if name == "order" else x for x in (first, other))
+                is_, other_is = (ORDERS[int(x)] if name == "order" else int(x) if x == int(x) else x for x in (first, other))
                 raise ValueError(
                     f"Ranks call ring_attention() differently: {name} is {is_} on rank 0 and {other_is} on rank {rank}."
                 )
