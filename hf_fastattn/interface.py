@@ -204,6 +204,8 @@ def attention_forward(
             "sequences or chunked attention). Pass the 2-D attention_mask, or use another backend."
         )
     training.refuse_transforms(query, key, value, s_aux)
+    if not 1 == query.stride(-1) == key.stride(-1) == value.stride(-1):
+        query, key, value = _rows(query, key, value)
     dropped, differentiated = dropout != 0 and module.training, _requires_grad(query, key, value, s_aux, mask)
     if dropped or differentiated:
         refuse.other_forms(name, steps.kv_of(key, value))
@@ -230,6 +232,12 @@ def attention_forward(
         with torch.autocast(device_type, enabled=False):  # the reference computes in fp32
             return run(*arguments).transpose(1, 2), None
     return run(*arguments).transpose(1, 2), None
+
+
+def _rows(query: torch.Tensor, *kv: torch.Tensor) -> list[torch.Tensor]:
+    """Tensors whose last dimension is contiguous, as the kernels read them. (Florence-2 attends to channels, by a transpose.)"""
+    plain = is_plain(steps.kv_of(*kv).form)
+    return [query.contiguous(), *(x.contiguous() if plain else x for x in kv)]
 
 
 def _requires_grad(*tensors: torch.Tensor | None) -> bool:

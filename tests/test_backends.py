@@ -253,6 +253,17 @@ def test_without_a_mask_the_layers_own_arguments_count(device):
     agrees({"causal": False}, is_causal=True)  # one query sees all keys
 
 
+@pytest.mark.parametrize("transposed", ["q", "k", "v", "qkv"])
+def test_models_may_transpose_the_channels(transposed, device):
+    heads = {"q": 4, "k": 2, "v": 2}
+    whole = {name: torch.randn(1, many, 8, 16, device=device) for name, many in heads.items()}
+    given = {name: x.transpose(2, 3).contiguous().transpose(2, 3) if name in transposed else x for name, x in whole.items()}
+    for trains in (False, True):
+        tensors = [x.detach().requires_grad_(trains) for x in given.values()]
+        out, _ = interface.attention_forward("lean", torch.nn.Module(), *tensors, None)
+        torch.testing.assert_close(out.transpose(1, 2), attention(*whole.values(), causal=True), atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("padding", models.PADDINGS)
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 @pytest.mark.parametrize("options", [{}, {"cache_implementation": "static", "disable_compile": True}], ids=["dynamic", "static"])
