@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from conftest import DEVICE
 from models import COMMON, FAMILIES, prompts, tiny
-from test_ranks import BIASES, SHARED, Puts, StopsAt, divide_by_zero, generate, graphs_of, interrupt, outcome, results
+from test_ranks import BIASES, NEW, SHARED, Puts, StopsAt, divide_by_zero, generate, graphs_of, interrupt, outcome, results
 from transformers.distributed import DistributedConfig
 
 import hf_fastattn
@@ -88,7 +88,10 @@ def decode_family(rank: int, name: str, dtype: torch.dtype) -> dict:
             with patch:
                 first = generate(model, inputs, return_dict_in_generate=True, output_logits=True)
                 again = generate(model, inputs, return_dict_in_generate=True, output_logits=True)
+                early = {"eos_token_id": want.sequences[:, -NEW // 2].tolist(), "pad_token_id": 0}
+                ended = [generate(each, inputs, **early) for each in (model, one)]
             found[padding, mode] = {
+                "ends": torch.equal(*ended),
                 "tokens": torch.equal(first.sequences, want.sequences),
                 "repeats": torch.equal(first.sequences, again.sequences),
                 "error": error_of(first, want),
@@ -124,7 +127,7 @@ def test_tokens_are_those_of_one_gpu_and_logits_the_same_bits_on_all_ranks(decod
         assert mine["logits"] == other["logits"]
         assert mine["repeats"]
         if dtype == torch.float32:
-            assert mine["tokens"]
+            assert mine["tokens"] and mine["ends"]
         else:  # other sums than on one GPU
             allowed = 3 * mine["plain error"] + 8 * torch.finfo(dtype).eps * mine["largest"]
             assert mine["error"] <= allowed, (mine["error"], mine["plain error"], mine["largest"])
