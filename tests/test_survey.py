@@ -375,6 +375,16 @@ def test_values_that_change_in_every_call_are_named(inputs):
         assert patch.captures == 6
 
 
+def test_a_model_that_cannot_be_captured_is_not_said_to_be_captured_again(inputs):
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}  # its frequencies grow with the text
+    model = tiny("llama", "sdpa", max_position_embeddings=64, rope_parameters=rope)
+    with hf_fastattn.patch(model) as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for length in range(70, 96, 4):
+            generate(model, {name: value[:, :length] for name, value in inputs.items()})
+        assert not patch.captures and len(patch.reasons) == 1 and "captured again" not in patch.reasons[0]
+
+
 def test_a_fingerprint_keeps_nothing_alive(inputs):
     model = tiny("llama", "sdpa")
     gc.collect()

@@ -89,7 +89,8 @@ class DecodeGraphs:
             if not differences:
                 self.changes, entry.fingerprint = 0, fingerprint  # the next call compares the same object
                 break
-            changed = changed or differences
+            if entry.graph is not None:
+                changed = changed or differences
         else:
             if changed and self.counted is not fingerprint:  # once per call
                 self.changes, self.changed, self.counted = self.changes + 1, changed, fingerprint
