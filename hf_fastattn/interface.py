@@ -236,8 +236,8 @@ def attention_forward(
 
 def _rows(query: torch.Tensor, *kv: torch.Tensor) -> list[torch.Tensor]:
     """Tensors whose last dimension is contiguous, as the kernels read them. (Florence-2 attends to channels, by a transpose.)"""
-    plain = is_plain(steps.kv_of(*kv).form)
-    return [query.contiguous(), *(x.contiguous() if plain else x for x in kv)]
+    found = (query, *kv) if is_plain(steps.kv_of(*kv).form) else (query,)
+    return [*(x if x.stride(-1) == 1 else x.contiguous() for x in found), *(query, *kv)[len(found) :]]
 
 
 def _requires_grad(*tensors: torch.Tensor | None) -> bool:

@@ -125,7 +125,7 @@ def ring_attention(
     3.3.2.
     """
     error, alone = None, not dist.is_initialized() or (q.is_cuda and torch.cuda.is_current_stream_capturing())
-    mine: list[float] = [_REFUSED] * len(_COMPARED)
+    mine: list[float] = []
     spec = Spec(scale=scale, causal=False, softcap=softcap)
     try:
         _check(q, k, v, order, causal, window, sink_logits)
@@ -136,7 +136,7 @@ def ring_attention(
         mine += [ORDERS.index(order), int(causal), window or 0, scale or 1 / math.sqrt(q.shape[3]), softcap or 0]
         mine += [0 if sinks is None or alone else zlib.crc32(sinks.float().cpu().numpy().tobytes())]
     except Exception as found:
-        error = found  # the other ranks wait for this one
+        error, mine = found, [_REFUSED] * len(_COMPARED)  # the other ranks wait for this one
     of_all = [] if alone else _gather(mine, q.device, group)
     if error is not None:
         raise error
@@ -211,7 +211,7 @@ def _compare(found: list[list[float]]) -> None:
     for rank, theirs in enumerate(found):
         for name, first, other in zip(_COMPARED, found[0], theirs, strict=True):
             if first != other:
-                is_, other_is = (ORDERS[int(x)] if name == "order" else int(x) if x == int(x) else x for x in (first, other))
+                is_, other_is = (ORDERS[int(x)] if name == "order" else int(x) if x.is_integer() else x for x in (first, other))
                 raise ValueError(
                     f"Ranks call ring_attention() differently: {name} is {is_} on rank 0 and {other_is} on rank {rank}."
                 )

@@ -57,6 +57,8 @@ from .generation import (  # noqa: E402
     LOOP,
     PREPARE_CACHE,
     PREPARE_INPUTS,
+    PROCESSORS,
+    Ahead,
     bookkeeping,
     drafts_from_hidden_states,
     generates_by_another,
@@ -69,6 +71,7 @@ from .generation import (  # noqa: E402
     stock,
     tokens_given,
     width_of_dropped_mask,
+    with_contiguous_ids,
 )
 from .llama import activations, is_llamas_layer, is_llamas_mlp, is_phi3s_mlp, is_torchs, module_of, silus  # noqa: E402
 from .loading import (  # noqa: E402
@@ -131,8 +134,10 @@ __all__ = [
     "OTHERS",
     "PREPARE_CACHE",
     "PREPARE_INPUTS",
+    "PROCESSORS",
     "STOCK_EXPERTS",
     "VERSION",
+    "Ahead",
     "Cache",
     "CacheLayerMixin",
     "ContinuousBatchingConfig",
@@ -240,5 +245,6 @@ __all__ = [
     "why_not_model",
     "width_of_dropped_mask",
     "with_collective",
+    "with_contiguous_ids",
     "with_inner",
 ]

@@ -8,7 +8,7 @@ import types
 from collections import deque
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, __version__
@@ -29,8 +29,9 @@ FORWARD = "forward"
 
 CUSTOM_LOOP = "custom_generate"
 ASSISTANT = "assistant_model"
+PROCESSORS = "logits_processor"
 CHUNKS_FROM_START = number_of(__version__) < (5, 21)  # a prompt read in chunks is read as if the cache were empty
-_CODE = (CUSTOM_LOOP, "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "streamer")
+_CODE = (CUSTOM_LOOP, PROCESSORS, "stopping_criteria", "prefix_allowed_tokens_fn", "streamer")
 
 
 def other_code(arguments: dict[str, Any]) -> list[str]:
@@ -114,8 +115,20 @@ def generator_of(device: torch.device) -> torch.Generator:
     return torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
 
 
-def let_stop_checks_wait(when: Callable[[torch.device, object, bool], bool]) -> None:
-    """Let Transformers read one step late whether a generate() has ended, where when(device, cache, returned) is true.
+class Ahead(Protocol):
+    """What a generate() needs whose loop reads one step late whether it has ended.
+
+    random: the generator from which its steps draw, None if they draw nothing.
+    """
+
+    random: torch.Generator | None
+
+    def next_is_ready(self) -> bool:
+        """Whether a step may be launched now that may turn out to be one too many."""
+
+
+def let_stop_checks_wait(when: Callable[[torch.device, object, bool], Ahead | None]) -> None:
+    """Let Transformers read one step late whether a generate() has ended, where when(device, cache, returned) is not None.
 
     Its loop then launches a step before the device has finished the last one. Transformers itself does so on MPS alone. The step
     that it runs too many is undone, and here the random numbers of that step too. returned: whether the caller of generate() has
@@ -126,26 +139,45 @@ def let_stop_checks_wait(when: Callable[[torch.device, object, bool], bool]) -> 
         return
 
     class StopCheck(own):  # type: ignore[misc]
-        def __init__(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any):
-            super().__init__(input_ids, *args, **kwargs)
-            self.generator = generator_of(input_ids.device)
-            self.random: deque[torch.Tensor] = deque(maxlen=2)  # the generator's state after each of the last two steps
+        def __init__(self, input_ids: torch.Tensor, max_length: int, cache: Any, cache_is_returned: bool, streamer: Any = None):
+            with torch.device("cpu"):  # its copies of the flags, whatever torch's default device
+                super().__init__(input_ids, max_length, cache, cache_is_returned, streamer)
+            theirs = own.is_supported(input_ids.device, cache, cache_is_returned, False)
+            self.ahead: Ahead | None = None if theirs else StopCheck.when(input_ids.device, cache, cache_is_returned)
+            self.random = None if self.ahead is None else self.ahead.random
+            self.states: deque[torch.Tensor] = deque(maxlen=2)  # of the generator, after each of the last two steps
 
         @staticmethod
         def is_supported(device: torch.device, cache: Any, cache_is_returned: bool, is_assistant: bool) -> bool:
             theirs: bool = own.is_supported(device, cache, cache_is_returned, is_assistant)
-            return theirs or (not is_assistant and StopCheck.when(device, cache, cache_is_returned))
+            return theirs or (not is_assistant and StopCheck.when(device, cache, cache_is_returned) is not None)
 
         def __call__(self, *args: Any, **kwargs: Any) -> bool:
-            self.random.append(self.generator.get_state())
+            if self.random is not None:
+                self.states.append(self.random.get_state())
             stops: bool = super().__call__(*args, **kwargs)
-            return stops
+            if stops or self.ahead is None or self.ahead.next_is_ready():
+                return stops
+            flag, _, copied = self.slots[1]  # of this step
+            copied.synchronize()
+            return bool(flag)
 
         def finish(self) -> int:
             undone: int = super().finish()
-            if undone:
-                self.generator.set_state(self.random[0])
+            if undone and self.random is not None and torch.equal(self.random.get_state(), self.states[1]):
+                self.random.set_state(self.states[0])  # unless another thread has drawn from it
             return undone
 
     StopCheck.when = when
     utils.DeferredStopCheck = StopCheck  # type: ignore[misc]
+
+
+def with_contiguous_ids(output: Any) -> Any:
+    """The result of generate(), whose ids are a slice if a step was undone."""
+    ids = getattr(output, "sequences", output)
+    if not isinstance(ids, torch.Tensor) or ids.is_contiguous():
+        return output
+    if ids is output:
+        return ids.contiguous()
+    output.sequences = ids.contiguous()
+    return output

@@ -69,10 +69,14 @@ class Forwards:
         always = not stock and not graphs.ranks.several
         self.present: Present = Present(graphs, model, say, always=always, outer=None if outer is None else outer.present)
         self.begun = False
+        self.replayed: Storage | None = None  # that of the last forward, if a graph was replayed
+        # A table of learned positions has so many rows. What indexes it beyond them ends the process.
+        self.positions: int | None = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         self.added = True  # whether the last forward from Python has added tokens to the cache
         self.quiet = False  # whether the current forward may run from Python without a warning
 
     def __call__(self, **given: Any) -> Any:
+        self.replayed = None
         cache: Any = given.get("past_key_values")
         ids: Any = given.get("input_ids")
         prompt, self.begun = not self.begun or self._reads_prompt(cache, ids), True
@@ -225,6 +229,8 @@ class Forwards:
     def _counted(self, entry: Entry, cache: StoredCache, ids: torch.Tensor, logits: torch.Tensor) -> Any:
         """The output of a step that has run, after its tokens are counted."""
         cache.storage.advance(*several(ids))
+        if entry.graph is not None:
+            self.replayed = cache.storage
         if entry.refused is not None:
             self._refuse(entry.refused)
         return entry.output(logits, cache)

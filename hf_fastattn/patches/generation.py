@@ -22,6 +22,7 @@ import torch
 from .. import hf
 from ..caches import forward
 from ..caches.static import PreallocatedCache
+from ..caches.stored import StoredCache
 from ..context_parallel import Shares
 from ..streaming import Settings, refresh
 from . import graph as graphs
@@ -38,14 +39,17 @@ _MISSING: Any = object()
 class _Call:
     """A generate() in progress. code: its arguments with code that is not of Transformers. forwards: None if not captured.
 
-    tokens: number of ids of each row that it is given. cached: of these, the tokens that the first forward of an assisted
-    generation leaves out, because the cache holds them.
+    processors: whether it is given logits processors, of any class, which may have a state. draws: whether its steps draw random
+    numbers. tokens: number of ids of each row that it is given. cached: of these, the tokens that the first forward of an
+    assisted generation leaves out, because the cache holds them.
     """
 
     assistant: object
     code: list[str]
+    processors: bool
     tokens: int
     cached: int = 0
+    draws: bool = True
     forwards: Forwards | None = None
 
 
@@ -64,16 +68,34 @@ def records_events(device: torch.device) -> bool:
     return device.type == "cuda" and device.index == torch.cuda.current_device()
 
 
-def _stop_check_may_wait(device: torch.device, cache: object, returned: bool) -> bool:
-    """Whether the generate() of this thread may launch a step before the host knows that it is needed.
+@dataclass
+class _Ahead:
+    """The loop of a call that launches a step before the host knows that it is needed: see `hf.Ahead`."""
+
+    forwards: Forwards
+    random: torch.Generator | None
+
+    def next_is_ready(self) -> bool:
+        """Whether the next step is a replay in buffers that have room: it runs no Python of the model and cannot fail."""
+        storage, limit = self.forwards.replayed, self.forwards.positions
+        if storage is None or not storage.holds(storage.seen + 1):
+            return False
+        return limit is None or storage.seen < limit
+
+
+def _ahead(device: torch.device, cache: object, returned: bool) -> _Ahead | None:
+    """How the loop of the generate() of this thread may run a step ahead, or None.
 
     Code of the caller between the steps would run once more. A rolling cache cannot drop the token again.
     """
     calls = _running.calls
-    forwards = calls[-1].forwards if calls else None
-    if forwards is None or forwards.refused is not None or not (forwards.stock and forwards.graphs.ranks.stock):
-        return False
-    return (isinstance(cache, PreallocatedCache) or not returned) and records_events(device)
+    call = calls[-1] if calls else None
+    forwards = None if call is None else call.forwards
+    if call is None or forwards is None or call.processors or not (forwards.stock and forwards.graphs.ranks.may_wait):
+        return None
+    if not isinstance(cache, PreallocatedCache if returned else StoredCache) or not records_events(device):
+        return None
+    return _Ahead(forwards, hf.generator_of(device) if call.draws else None)
 
 
 class Generation:
@@ -130,7 +152,7 @@ class Generation:
 
     def install(self, model: hf.PreTrainedModel) -> None:
         """Set the methods on the instance."""
-        hf.let_stop_checks_wait(_stop_check_may_wait)
+        hf.let_stop_checks_wait(_ahead)
         ours: tuple[Callable[..., Any], ...] = (_Generate(self), self._prepare_cache, _KeptInputs(self))
         for name, method in zip(METHODS, ours, strict=True):
             self._set(model, name, method)
@@ -276,17 +298,17 @@ class Generation:
             "model.training": model.training,
         }
         if given is not None:
-            return self.ranks.agree(config, settings, self._only_stock(), [], 0)
+            return self.ranks.agree(config, settings, self._may_wait(model), [], 0)
         caches = self.caches
         needed = several_ranks.least_bytes(model, caches.windows, rows, caches.kept(tokens)) - caches.pool.idle_bytes
-        return self.ranks.agree(config, settings, self._only_stock(), caches.pool.fitting(rows, tokens), needed)
+        return self.ranks.agree(config, settings, self._may_wait(model), caches.pool.fitting(rows, tokens), needed)
 
     # ---- forwards ----
 
     @contextmanager
-    def in_call(self, code: list[str], assistant: object, tokens: int) -> Iterator[None]:
-        """The time of one generate() in this thread; arguments as in `_Call`."""
-        model, call = self.model, _Call(assistant, code, tokens)
+    def in_call(self, call: _Call) -> Iterator[None]:
+        """The time of one generate() in this thread."""
+        model = self.model
         stacks = self._thread.calls, _running.calls
         depths = [*map(len, stacks)]
         with self.lock:
@@ -313,6 +335,7 @@ class Generation:
             return
         mask = model_kwargs.get("attention_mask")
         call, stock = calls[-1], self._has_stock_loop()
+        call.draws = bool(generation_config.do_sample) or model.training
         adds_ones = stock and self._is_stock(hf.FORWARD) and hf.CUSTOM_LOOP not in call.code
         unmasked, prompt = None, 0
         if mask is not None and mask.dim() == 2:
@@ -340,10 +363,11 @@ class Generation:
         """Whether the loop of generate() is that of Transformers."""
         return all(map(self._is_stock, hf.LOOP))
 
-    def _only_stock(self) -> bool:
-        """Whether only code of Transformers runs between the steps of the present call."""
+    def _may_wait(self, model: hf.PreTrainedModel) -> bool:
+        """Whether the loop of the present call may run a step ahead on this rank: see `_ahead`."""
         calls = self._thread.calls
-        return self._has_stock_loop() and not (calls and calls[-1].code)
+        given = bool(calls) and bool(calls[-1].code or calls[-1].processors)
+        return self._has_stock_loop() and not given and records_events(model.device)
 
     def _why_uncaptured(self, model: hf.PreTrainedModel, generation_config: hf.GenerationConfig) -> str | None:
         """The reason why no step of a call can be captured, if it is known before the first one."""
@@ -398,10 +422,11 @@ class _Generate(_Override):
         generation = self.__self__
         arguments = partial(hf.generation_parameters, generation.model, args, kwargs)
         given = arguments() if len(args) > 2 else kwargs
-        call = hf.other_code(given), given.get(hf.ASSISTANT), hf.tokens_given(args, kwargs)
-        with generation.ranks.call(arguments), generation.in_call(*call):
-            output = self.own()(*args, **kwargs)
-            generation.ranks.generated(output, call[2])
+        processors = bool(given.get(hf.PROCESSORS))
+        call = _Call(given.get(hf.ASSISTANT), hf.other_code(given), processors, hf.tokens_given(args, kwargs))
+        with generation.ranks.call(arguments), generation.in_call(call):
+            output = hf.with_contiguous_ids(self.own()(*args, **kwargs))
+            generation.ranks.generated(output, call.tokens)
             return output
 
 

@@ -19,6 +19,7 @@ import torch
 
 from .. import hf
 from ..caches.layers import free_bytes
+from ..caches.stored import StoredCache
 from .entry import Entry
 from .exchange import Exchange, nothing
 from .fingerprint import Uncapturable
@@ -41,7 +42,7 @@ class OneRank:
     """The decisions of a model that is on one rank."""
 
     several = False
-    stock = True  # whether only code of Transformers runs between the steps of the call, on all ranks
+    may_wait = True  # whether the loop of the call may run a step ahead, on all ranks
     peers: Peers | None = None  # memory that the GPUs of all ranks can write
 
     @contextlib.contextmanager
@@ -60,12 +61,12 @@ class OneRank:
         return "the model is on one rank"
 
     def agree(
-        self, config: hf.GenerationConfig, settings: Mapping[str, Any], stock: bool, idle: list[int], needed: int
+        self, config: hf.GenerationConfig, settings: Mapping[str, Any], may_wait: bool, idle: list[int], needed: int
     ) -> list[int] | None:
         """Compare the inputs of a call before its first forward. Returns those of the idle storages that all ranks hold.
 
-        settings: values besides the arguments and `config` that must be equal. stock: whether only code of Transformers runs
-        between the steps on this rank. idle: the serial numbers of the idle storages that suit the call. needed: bytes that a new
+        settings: values besides the arguments and `config` that must be equal. may_wait: whether the loop of the call may
+        run a step ahead on this rank. idle: the serial numbers of the idle storages that suit the call. needed: bytes that a new
         one needs at least, 0 if none is needed. If tokens are sampled, all ranks continue with the random numbers of the first
         rank. Raises an error on all ranks: ValueError if anything differs, RuntimeError if the last call has generated other
         tokens on one of them, MemoryError if one of them has no memory for a new storage.
@@ -216,7 +217,7 @@ class Ranks(OneRank):
 
     def generated(self, output: object, given: int) -> None:
         sequences = getattr(output, "sequences", output)
-        if self.depth == 1 and isinstance(sequences, torch.Tensor) and sequences.dim() == 2:
+        if self.depth == 1 and isinstance(sequences, torch.Tensor) and sequences.dim() == 2 and sequences.dtype == torch.int64:
             self.tokens = zlib.crc32(sequences[:, given:].contiguous().cpu().numpy().tobytes())
 
     @contextlib.contextmanager
@@ -239,19 +240,19 @@ class Ranks(OneRank):
         self.has_clock = any(isinstance(each, hf.MaxTimeCriteria) for each in criteria)
 
     def agree(
-        self, config: hf.GenerationConfig, settings: Mapping[str, Any], stock: bool, idle: list[int], needed: int
+        self, config: hf.GenerationConfig, settings: Mapping[str, Any], may_wait: bool, idle: list[int], needed: int
     ) -> list[int] | None:
         exchange, device = self.exchange, self.exchange.device
         mine = {**self.arguments, **facts({"generation_config": config, **settings})}
         random = _random_state(device) if config.do_sample and exchange.rank == exchange.ranks[0] else None
-        found = exchange.gather("the begin of generate()", (mine, idle, needed, free_bytes(device), random, stock, self.last))
+        found = exchange.gather("the begin of generate()", (mine, idle, needed, free_bytes(device), random, may_wait, self.last))
         if differs := difference(exchange.ranks, [each[0] for each in found]):
             raise ValueError(
                 f"generate() is called differently on the ranks of this model: {differs}. Pass the same inputs on all ranks."
             )
         if (differs := exchange.other_tokens([each[6] for each in found])) is not None:
             raise RuntimeError(f"{differs} This was the last call.")
-        self.stock = all(each[5] for each in found)
+        self.may_wait = all(each[5] for each in found)
         if config.max_time is not None or self.has_clock:
             raise ValueError(
                 "Each rank measures max_time for itself, and ranks that stop at different tokens would wait for each other. Use "
@@ -376,6 +377,8 @@ def facts_of_cache(cache: object) -> dict[str, str]:
     if not isinstance(cache, hf.Cache):
         return {"past_key_values": type(cache).__name__}
     words = f"{type(cache).__name__} of {cache.get_seq_length()}"
+    if isinstance(cache, StoredCache):
+        words += f", with room for {cache.storage.capacity}"
     return {"past_key_values": words, "the last call that wrote past_key_values": vars(cache).get(_WRITER, "none")}
 
 
