@@ -69,7 +69,7 @@ class Forwards:
         always = not stock and not graphs.ranks.several
         self.present: Present = Present(graphs, model, say, always=always, outer=None if outer is None else outer.present)
         self.begun = False
-        self.replayed: Storage | None = None  # that of the last forward, if a graph was replayed
+        self.replayed: Storage | None = None  # that of the last forward, if it replayed the graph of a step of one token
         # A table of learned positions has so many rows. What indexes it beyond them ends the process.
         self.positions: int | None = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         self.added = True  # whether the last forward from Python has added tokens to the cache
@@ -229,7 +229,7 @@ class Forwards:
     def _counted(self, entry: Entry, cache: StoredCache, ids: torch.Tensor, logits: torch.Tensor) -> Any:
         """The output of a step that has run, after its tokens are counted."""
         cache.storage.advance(*several(ids))
-        if entry.graph is not None:
+        if entry.graph is not None and entry.tokens == 1:
             self.replayed = cache.storage
         if entry.refused is not None:
             self._refuse(entry.refused)
