@@ -1,4 +1,7 @@
-"""The methods that patch() replaces on an instance for generate(): their names, and the versions in a model's class."""
+"""The methods that patch() replaces on an instance for generate(): their names, and the versions in a model's class.
+
+Also the one class of Transformers that it replaces: `let_stop_checks_wait`.
+"""
 
 from __future__ import annotations
 
