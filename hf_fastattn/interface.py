@@ -205,8 +205,8 @@ def attention_forward(
         )
     training.refuse_transforms(query, key, value, s_aux)
     if not 1 == query.stride(-1) == key.stride(-1) == value.stride(-1):
-        query, key, value = _rows(query, key, value)
-    dropped, differentiated = dropout != 0 and module.training, _requires_grad(query, key, value, s_aux, mask)
+        query, key, value = steps.channels_last(query, key, value)
+    dropped, differentiated = dropout != 0 and module.training, training.requires_grad(query, key, value, s_aux, mask)
     if dropped or differentiated:
         refuse.other_forms(name, steps.kv_of(key, value))
         lacks = training.why_not(name, query, value, in_spans, dropped)
@@ -232,16 +232,6 @@ def attention_forward(
         with torch.autocast(device_type, enabled=False):  # the reference computes in fp32
             return run(*arguments).transpose(1, 2), None
     return run(*arguments).transpose(1, 2), None
-
-
-def _rows(query: torch.Tensor, *kv: torch.Tensor) -> list[torch.Tensor]:
-    """Tensors whose last dimension is contiguous, as the kernels read them. (Florence-2 attends to channels, by a transpose.)"""
-    found = (query, *kv) if is_plain(steps.kv_of(*kv).form) else (query,)
-    return [*(x if x.stride(-1) == 1 else x.contiguous() for x in found), *(query, *kv)[len(found) :]]
-
-
-def _requires_grad(*tensors: torch.Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 def _autocast(device_type: str, *tensors: torch.Tensor) -> list[torch.Tensor]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .kernels.spec import KV
+from .kernels.spec import KV, is_plain
 
 if TYPE_CHECKING:
     from .masks import Mask
@@ -147,3 +147,9 @@ def kv_of(k: torch.Tensor, v: torch.Tensor) -> KV:
         if step.kv is not None and step.kv.k is k and step.kv.v is v:
             return step.kv
     return KV(k, v)
+
+
+def channels_last(query: torch.Tensor, *kv: torch.Tensor) -> list[torch.Tensor]:
+    """Tensors whose last dimension is contiguous, as the kernels read them. (Florence-2 attends to channels, by a transpose.)"""
+    found = (query, *kv) if is_plain(kv_of(*kv).form) else (query,)
+    return [*(x if x.stride(-1) == 1 else x.contiguous() for x in found), *(query, *kv)[len(found) :]]

@@ -105,6 +105,10 @@ def _is_direct(*tensors: torch.Tensor | None) -> bool:
     return all((x.is_cuda or x.is_cpu) and type(x).__torch_dispatch__ is plain and not in_batch(x) for x in given)
 
 
+def requires_grad(*tensors: torch.Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
 def refuse_transforms(*tensors: torch.Tensor | None) -> None:
     """Raise RuntimeError under a transform of torch.func, and for forward-mode differentiation, whose tangents would be 0."""
     if torch.compiler.is_compiling():

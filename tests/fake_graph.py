@@ -19,6 +19,21 @@ from hf_fastattn.patches import forwards, graph
 SYNCS = ("aten._local_scalar_dense", "aten.nonzero", "aten.item", "aten.masked_select")
 
 
+class Event:
+    """In place of torch.Event, which the CPU does not have: copies have ended when their calls return. recorded: how often."""
+
+    recorded = 0
+
+    def __init__(self, device, blocking):
+        pass
+
+    def record(self):
+        Event.recorded += 1
+
+    def synchronize(self):
+        pass
+
+
 class RecordedGraph:
     def __init__(self, device, shared):
         self.operations = []

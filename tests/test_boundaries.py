@@ -96,3 +96,8 @@ def test_make_test_interprets_every_file_that_needs_it():
     skipped = re.compile(r'mark\.skipif\(not INTERPRETED|or TRITON_INTERPRET=[1]"')
     needed = {path.name for path in tests.glob("test_*.py") if skipped.search(path.read_text())}
     assert "test_exchange_kernels.py" in needed and needed <= set(re.findall(r"tests/(\w+\.py)", line))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_are_short(path):
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 400, "see Layout in CONTRIBUTING.md"

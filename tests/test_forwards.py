@@ -22,8 +22,8 @@ from hf_fastattn.patches import buckets
 from hf_fastattn.patches.forwards import Forwards
 from hf_fastattn.patches.generation import METHODS, Generation
 from hf_fastattn.patches.graph import DecodeGraphs
+from hf_fastattn.patches.one_rank import OneRank
 from hf_fastattn.patches.present import Present
-from hf_fastattn.patches.ranks import OneRank
 from hf_fastattn.patches.survey import Surveyor
 
 NEW = 16

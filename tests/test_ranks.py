@@ -26,7 +26,7 @@ from transformers.utils import logging
 
 import hf_fastattn
 from hf_fastattn import hf
-from hf_fastattn.patches import exchange, fuse, generation, graph, ranks, subclass, sums
+from hf_fastattn.patches import calls, exchange, fuse, graph, ranks, subclass, sums
 from hf_fastattn.patches.processes import Processes, _status, this_process
 from hf_fastattn.patches.survey import survey
 
@@ -321,21 +321,6 @@ def a_streamer_on_one_rank(scene: Scene) -> str:
     return scene(streamer=found) if scene.rank else scene()
 
 
-class Event:
-    """In place of events, which gloo's devices do not have: their copies have ended when the call returns."""
-
-    recorded = 0
-
-    def __init__(self, device, blocking):
-        pass
-
-    def record(self):
-        Event.recorded += 1
-
-    def synchronize(self):
-        pass
-
-
 def a_streamer_on_one_rank_beside_a_late_stop_check(scene: Scene) -> list:
     """Code of the caller on one rank: no rank runs a step too many, for which the others would wait."""
     eos = scene.want[:, -NEW // 2].tolist()
@@ -343,11 +328,11 @@ def a_streamer_on_one_rank_beside_a_late_stop_check(scene: Scene) -> list:
     want, scene.want = scene.want, generate(scene.one, scene.inputs, **options)
     found = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "Event", Event)
+        patch.setattr(torch, "Event", fake_graph.Event)
         for streamer, records in ((None, True), (Mock() if scene.rank else None, True), (None, scene.rank == 0)):
-            patch.setattr(generation, "records_events", lambda device, records=records: records)
-            Event.recorded = 0
-            found += [scene(**options, streamer=streamer), Event.recorded > 0]
+            patch.setattr(calls, "records_events", lambda device, records=records: records)
+            fake_graph.Event.recorded = 0
+            found += [scene(**options, streamer=streamer), fake_graph.Event.recorded > 0]
     scene.want = want
     return found
 

@@ -1,15 +1,17 @@
 """The methods that patch() replaces on an instance for generate(): their names, and the versions in a model's class.
 
-Also the one class of Transformers that it replaces: `let_stop_checks_wait`.
+Also the one class of Transformers that it replaces while such a generate() is in progress: `late_stop_checks`.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
+import threading
 import types
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, Protocol
 
@@ -130,49 +132,80 @@ class Ahead(Protocol):
         """Whether a step may be launched now that may turn out to be one too many."""
 
 
-def let_stop_checks_wait(when: Callable[[torch.device, object, bool], Ahead | None]) -> None:
-    """Let Transformers read one step late whether a generate() has ended, where when(device, cache, returned) is not None.
+_STOP_CHECK = "DeferredStopCheck"
+_OwnStopCheck: Any = getattr(utils, _STOP_CHECK, object)
+_When = Callable[[torch.device, object, bool], "Ahead | None"]
+
+
+class _Late(threading.local):
+    when: _When | None = None  # of the innermost generate() in this thread
+
+
+_late = _Late()
+_lock = threading.Lock()
+_calls = 0  # in progress, in any thread
+
+
+def _ahead(device: torch.device, cache: object, returned: bool) -> Ahead | None:
+    return None if _late.when is None else _late.when(device, cache, returned)
+
+
+class StopCheck(_OwnStopCheck):  # type: ignore[misc]
+    """Transformers' check whether a text has ended, one step late also where the present generate() allows it."""
+
+    def __init__(self, input_ids: torch.Tensor, max_length: int, cache: Any, cache_is_returned: bool, streamer: Any = None):
+        with torch.device("cpu"):  # its copies of the flags, whatever torch's default device
+            super().__init__(input_ids, max_length, cache, cache_is_returned, streamer)
+        theirs = _OwnStopCheck.is_supported(input_ids.device, cache, cache_is_returned, False)
+        self.ahead: Ahead | None = None if theirs else _ahead(input_ids.device, cache, cache_is_returned)
+        self.random = None if self.ahead is None else self.ahead.random
+        self.states: deque[torch.Tensor] = deque(maxlen=2)  # of the generator, after each of the last two steps
+
+    @staticmethod
+    def is_supported(device: torch.device, cache: Any, cache_is_returned: bool, is_assistant: bool) -> bool:
+        theirs: bool = _OwnStopCheck.is_supported(device, cache, cache_is_returned, is_assistant)
+        return theirs or (not is_assistant and _ahead(device, cache, cache_is_returned) is not None)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> bool:
+        if self.random is not None:
+            self.states.append(self.random.get_state())
+        stops: bool = super().__call__(*args, **kwargs)
+        if stops or self.ahead is None or self.ahead.next_is_ready():
+            return stops
+        flag, _, copied = self.slots[1]  # of this step
+        copied.synchronize()
+        return bool(flag)
+
+    def finish(self) -> int:
+        undone: int = super().finish()
+        if undone and self.random is not None and torch.equal(self.random.get_state(), self.states[1]):
+            self.random.set_state(self.states[0])  # unless another thread has drawn from it
+        return undone
+
+
+@contextmanager
+def late_stop_checks(when: _When) -> Iterator[None]:
+    """The time of a generate() in this thread that reads one step late whether it has ended, if when(device, cache, returned) is
+    not None. returned: whether the caller of generate() has the cache afterwards.
 
     Its loop then launches a step before the device has finished the last one. Transformers itself does so on MPS alone. The step
-    that it runs too many is undone, and here the random numbers of that step too. returned: whether the caller of generate() has
-    the cache afterwards.
+    that it runs too many is undone, and here the random numbers of that step too. Transformers' class is replaced until the last
+    such generate() of any thread has returned; other calls are not changed.
     """
-    own: Any = utils.DeferredStopCheck
-    if hasattr(own, "when"):
-        return
-
-    class StopCheck(own):  # type: ignore[misc]
-        def __init__(self, input_ids: torch.Tensor, max_length: int, cache: Any, cache_is_returned: bool, streamer: Any = None):
-            with torch.device("cpu"):  # its copies of the flags, whatever torch's default device
-                super().__init__(input_ids, max_length, cache, cache_is_returned, streamer)
-            theirs = own.is_supported(input_ids.device, cache, cache_is_returned, False)
-            self.ahead: Ahead | None = None if theirs else StopCheck.when(input_ids.device, cache, cache_is_returned)
-            self.random = None if self.ahead is None else self.ahead.random
-            self.states: deque[torch.Tensor] = deque(maxlen=2)  # of the generator, after each of the last two steps
-
-        @staticmethod
-        def is_supported(device: torch.device, cache: Any, cache_is_returned: bool, is_assistant: bool) -> bool:
-            theirs: bool = own.is_supported(device, cache, cache_is_returned, is_assistant)
-            return theirs or (not is_assistant and StopCheck.when(device, cache, cache_is_returned) is not None)
-
-        def __call__(self, *args: Any, **kwargs: Any) -> bool:
-            if self.random is not None:
-                self.states.append(self.random.get_state())
-            stops: bool = super().__call__(*args, **kwargs)
-            if stops or self.ahead is None or self.ahead.next_is_ready():
-                return stops
-            flag, _, copied = self.slots[1]  # of this step
-            copied.synchronize()
-            return bool(flag)
-
-        def finish(self) -> int:
-            undone: int = super().finish()
-            if undone and self.random is not None and torch.equal(self.random.get_state(), self.states[1]):
-                self.random.set_state(self.states[0])  # unless another thread has drawn from it
-            return undone
-
-    StopCheck.when = when
-    utils.DeferredStopCheck = StopCheck  # type: ignore[misc]
+    global _calls
+    before, _late.when = _late.when, when
+    with _lock:
+        _calls += 1
+        if getattr(utils, _STOP_CHECK, None) is _OwnStopCheck:  # a later version may have none, another package its own
+            setattr(utils, _STOP_CHECK, StopCheck)
+    try:
+        yield
+    finally:
+        _late.when = before
+        with _lock:
+            _calls -= 1
+            if not _calls and getattr(utils, _STOP_CHECK, None) is StopCheck:
+                setattr(utils, _STOP_CHECK, _OwnStopCheck)
 
 
 def with_contiguous_ids(output: Any) -> Any:

@@ -6,7 +6,7 @@ import torch
 
 from ..caches.contract import FEW, Storage
 from ..caches.stored import StoredCache
-from .ranks import OneRank
+from .one_rank import OneRank
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 320, 384, 448, 512)
 

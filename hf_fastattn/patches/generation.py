@@ -13,7 +13,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,81 +20,17 @@ import torch
 
 from .. import hf
 from ..caches import forward
-from ..caches.static import PreallocatedCache
-from ..caches.stored import StoredCache
 from ..context_parallel import Shares
 from ..streaming import Settings, refresh
 from . import graph as graphs
 from . import ranks as several_ranks
 from .call_caches import CallCaches, covered
+from .calls import Call, CallsOfThread, ahead, running
 from .copies import copied, not_pickled
 from .forwards import Forwards
 
 METHODS = (hf.GENERATE, hf.PREPARE_CACHE, hf.PREPARE_INPUTS)
 _MISSING: Any = object()
-
-
-@dataclass
-class _Call:
-    """A generate() in progress. code: its arguments with code that is not of Transformers. forwards: None if not captured.
-
-    processors: whether it is given logits processors, of any class, which may have a state. draws: whether its steps draw random
-    numbers. tokens: number of ids of each row that it is given. cached: of these, the tokens that the first forward of an
-    assisted generation leaves out, because the cache holds them.
-    """
-
-    assistant: object
-    code: list[str]
-    processors: bool
-    tokens: int
-    cached: int = 0
-    draws: bool = True
-    forwards: Forwards | None = None
-
-
-class _Thread(threading.local):
-    """calls: those in progress in this thread, innermost last."""
-
-    def __init__(self) -> None:
-        self.calls: list[_Call] = []
-
-
-_running = _Thread()  # of any model
-
-
-def records_events(device: torch.device) -> bool:
-    """Whether Transformers' loop can record events on this device: it takes the stream of the current one."""
-    return device.type == "cuda" and device.index == torch.cuda.current_device()
-
-
-@dataclass
-class _Ahead:
-    """The loop of a call that launches a step before the host knows that it is needed: see `hf.Ahead`."""
-
-    forwards: Forwards
-    random: torch.Generator | None
-
-    def next_is_ready(self) -> bool:
-        """Whether the next step is a replay in buffers that have room: it runs no Python of the model and cannot fail."""
-        storage, limit = self.forwards.replayed, self.forwards.positions
-        if storage is None or not storage.holds(storage.seen + 1):
-            return False
-        return limit is None or storage.seen < limit
-
-
-def _ahead(device: torch.device, cache: object, returned: bool) -> _Ahead | None:
-    """How the loop of the generate() of this thread may run a step ahead, or None.
-
-    Code of the caller between the steps would run once more. A rolling cache cannot drop the token again.
-    """
-    calls = _running.calls
-    call = calls[-1] if calls else None
-    forwards = None if call is None else call.forwards
-    if call is None or forwards is None or call.processors or not (forwards.stock and forwards.graphs.ranks.may_wait):
-        return None
-    if not isinstance(cache, PreallocatedCache if returned else StoredCache) or not records_events(device):
-        return None
-    return _Ahead(forwards, hf.generator_of(device) if call.draws else None)
 
 
 class Generation:
@@ -122,7 +57,7 @@ class Generation:
         self.signatures: dict[str, tuple[object, inspect.Signature]] = {}  # by method name: a function, and that of its method
         self.lock = threading.Lock()
         self.calls = 0  # in progress, in any thread
-        self._thread = _Thread()
+        self._thread = CallsOfThread()
 
     def _closer(self) -> Callable[[object], None]:
         """A callback that drops graphs and idle buffers if the model is deleted before its Patch."""
@@ -152,7 +87,6 @@ class Generation:
 
     def install(self, model: hf.PreTrainedModel) -> None:
         """Set the methods on the instance."""
-        hf.let_stop_checks_wait(_ahead)
         ours: tuple[Callable[..., Any], ...] = (_Generate(self), self._prepare_cache, _KeptInputs(self))
         for name, method in zip(METHODS, ours, strict=True):
             self._set(model, name, method)
@@ -181,7 +115,7 @@ class Generation:
         own: Callable[..., Any] = hf.stock(self.model, name) if had is _MISSING else had
         return own
 
-    def _is_stock(self, name: str) -> bool:
+    def is_stock(self, name: str) -> bool:
         """Whether a method, apart from patch(), is that of Transformers."""
         now = getattr(self.model, name)
         return hf.is_stock(self.own(name) if getattr(now, "__self__", None) is self else now)
@@ -297,19 +231,20 @@ class Generation:
             "config": model.config.get_text_config(decoder=True),
             "model.training": model.training,
         }
+        may_wait = any(call.may_wait(model.device) for call in self._thread.calls[-1:])
         if given is not None:
-            return self.ranks.agree(config, settings, self._may_wait(model), [], 0)
+            return self.ranks.agree(config, settings, may_wait, [], 0)
         caches = self.caches
         needed = several_ranks.least_bytes(model, caches.windows, rows, caches.kept(tokens)) - caches.pool.idle_bytes
-        return self.ranks.agree(config, settings, self._may_wait(model), caches.pool.fitting(rows, tokens), needed)
+        return self.ranks.agree(config, settings, may_wait, caches.pool.fitting(rows, tokens), needed)
 
     # ---- forwards ----
 
     @contextmanager
-    def in_call(self, call: _Call) -> Iterator[None]:
+    def in_call(self, call: Call) -> Iterator[None]:
         """The time of one generate() in this thread."""
         model = self.model
-        stacks = self._thread.calls, _running.calls
+        stacks = self._thread.calls, running.calls
         depths = [*map(len, stacks)]
         with self.lock:
             self.calls += 1
@@ -318,7 +253,8 @@ class Generation:
         try:
             for calls in stacks:
                 calls.append(call)
-            yield
+            with hf.late_stop_checks(partial(ahead, call)):
+                yield
         finally:
             for calls, depth in zip(stacks, depths, strict=True):
                 del calls[depth:]
@@ -334,9 +270,9 @@ class Generation:
             self.say(str(refused))
             return
         mask = model_kwargs.get("attention_mask")
-        call, stock = calls[-1], self._has_stock_loop()
+        call = calls[-1]
         call.draws = bool(generation_config.do_sample) or model.training
-        adds_ones = stock and self._is_stock(hf.FORWARD) and hf.CUSTOM_LOOP not in call.code
+        adds_ones = call.stock_loop and self.is_stock(hf.FORWARD) and hf.CUSTOM_LOOP not in call.code
         unmasked, prompt = None, 0
         if mask is not None and mask.dim() == 2:
             prompt = mask.shape[1]
@@ -344,7 +280,7 @@ class Generation:
             if adds_ones and bool((mask == 1).all()):
                 unmasked = model_kwargs["past_key_values"].storage
         chunked = generation_config.prefill_chunk_size is not None
-        assisted = [caller for caller in _running.calls[-2:-1] if caller.assistant is model]
+        assisted = [caller for caller in running.calls[-2:-1] if caller.assistant is model]
         call.forwards = Forwards(
             self.graphs,
             model,
@@ -355,19 +291,9 @@ class Generation:
             prompt=prompt,
             chunked=chunked,
             adds_ones=adds_ones,
-            stock=stock and not call.code,
+            stock=call.stock,
             outer=assisted[0].forwards if assisted else None,
         )
-
-    def _has_stock_loop(self) -> bool:
-        """Whether the loop of generate() is that of Transformers."""
-        return all(map(self._is_stock, hf.LOOP))
-
-    def _may_wait(self, model: hf.PreTrainedModel) -> bool:
-        """Whether the loop of the present call may run a step ahead on this rank: see `_ahead`."""
-        calls = self._thread.calls
-        given = bool(calls) and bool(calls[-1].code or calls[-1].processors)
-        return self._has_stock_loop() and not given and records_events(model.device)
 
     def _why_uncaptured(self, model: hf.PreTrainedModel, generation_config: hf.GenerationConfig) -> str | None:
         """The reason why no step of a call can be captured, if it is known before the first one."""
@@ -423,7 +349,8 @@ class _Generate(_Override):
         arguments = partial(hf.generation_parameters, generation.model, args, kwargs)
         given = arguments() if len(args) > 2 else kwargs
         processors = bool(given.get(hf.PROCESSORS))
-        call = _Call(given.get(hf.ASSISTANT), hf.other_code(given), processors, hf.tokens_given(args, kwargs))
+        stock_loop = all(map(generation.is_stock, hf.LOOP))
+        call = Call(given.get(hf.ASSISTANT), hf.other_code(given), stock_loop, processors, hf.tokens_given(args, kwargs))
         with generation.ranks.call(arguments), generation.in_call(call):
             output = hf.with_contiguous_ids(self.own()(*args, **kwargs))
             generation.ranks.generated(output, call.tokens)

@@ -21,7 +21,7 @@ from ..caches.stored import StoredCache
 from .cuda_graph import CudaGraph, Graph
 from .entry import Entry, Inputs
 from .fingerprint import Fingerprint
-from .ranks import OneRank
+from .one_rank import OneRank
 from .survey import Surveyor
 
 MAX_GRAPHS = 32  # per patched model; the least recently used one is dropped first

@@ -2,8 +2,7 @@
 
 A forward of such a model communicates: every rank must run the same forwards, and in each of them the same collectives. So the
 ranks compare their inputs once per generate(), before its first forward, and a decode graph is rehearsed, captured and replayed
-on all ranks or on none. A difference is refused with a message that names the rank. `Ranks` is for several ranks; its base
-`OneRank` decides alone.
+on all ranks or on none. A difference is refused with a message that names the rank. A model on one rank has `one_rank.OneRank`.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -24,94 +23,14 @@ from .entry import Entry
 from .exchange import Exchange, nothing
 from .fingerprint import Uncapturable
 from .inputs import Fact, difference, facts
+from .one_rank import OneRank, T
 from .processes import Processes, this_process
-from .walker import is_library
-
-if TYPE_CHECKING:
-    from ..kernels.decode.all_reduce import Peers
 
 STOPPED = 30.0  # seconds that a rank whose step stopped waits for the others, which may compile kernels before they stop, too
 RETURN = 2.0  # seconds that a call of another model may take to return: its streamer ends before it
-T = TypeVar("T")
 _WRITER = "_hf_fastattn_writer"  # an attribute of a cache; its copies have it too
 _made: dict[tuple[int, ...], int] = {}  # how many Exchanges this process has created for these ranks
 _groups: dict[tuple[int, ...], threading.RLock] = {}  # held by the thread that runs a call of a model of these ranks
-
-
-class OneRank:
-    """The decisions of a model that is on one rank."""
-
-    several = False
-    may_wait = True  # whether the loop of the call may run a step ahead, on all ranks
-    peers: Peers | None = None  # memory that the GPUs of all ranks can write
-
-    @contextlib.contextmanager
-    def call(self, arguments: Callable[[], Mapping[str, Any]]) -> Iterator[None]:
-        """The context of one generate(). arguments: returns the arguments of the call."""
-        yield
-
-    def generated(self, output: object, given: int) -> None:
-        """Note the tokens of a call that has run, the first `given` of which are its prompt."""
-
-    def meet(self, settings: Mapping[str, Any]) -> None:
-        """Compare the settings of patch(). Raises ValueError on all ranks if they differ."""
-
-    def connect(self, size: int, dtype: torch.dtype) -> str | None:
-        """Share memory for sums of rows of so many elements. Returns the reason why the ranks cannot, or None."""
-        return "the model is on one rank"
-
-    def agree(
-        self, config: hf.GenerationConfig, settings: Mapping[str, Any], may_wait: bool, idle: list[int], needed: int
-    ) -> list[int] | None:
-        """Compare the inputs of a call before its first forward. Returns those of the idle storages that all ranks hold.
-
-        settings: values besides the arguments and `config` that must be equal. may_wait: whether the loop of the call may
-        run a step ahead on this rank. idle: the serial numbers of the idle storages that suit the call. needed: bytes that a new
-        one needs at least, 0 if none is needed. If tokens are sampled, all ranks continue with the random numbers of the first
-        rank. Raises an error on all ranks: ValueError if anything differs, RuntimeError if the last call has generated other
-        tokens on one of them, MemoryError if one of them has no memory for a new storage.
-        """
-        return None
-
-    def wrote(self, cache: object) -> None:
-        """Note that the current call writes this cache."""
-
-    def count(self) -> None:
-        """Called before each forward of a call. Raises RuntimeError if another rank has failed."""
-
-    def every(self, value: bool) -> bool:
-        """Whether a condition holds on all ranks."""
-        return value
-
-    def refusal(self, reason: str | None) -> str | None:
-        """The reason why no step of a call can be captured, on this rank or on another."""
-        return reason
-
-    def settle(self, entry: Entry) -> None:
-        """Bring the graph of a step into the same state on all ranks, before the step runs."""
-
-    def attempt(self, run: Callable[[Callable[[], T]], T], body: Callable[[], T], communicates: bool) -> T:
-        """Return run(body). After an error the step runs uncaptured, where an error of the caller is raised again.
-
-        communicates: whether it runs the collectives of the step, as a rehearsal does and a capture does not. An error of a class
-        that is not of a library is the caller's own, who may raise it only once: a rehearsal on one rank lets it through.
-        """
-        try:
-            return run(body)
-        except Exception as error:
-            if communicates and not (self.several or is_library(type(error).__module__)):
-                raise
-            message = str(error).strip().partition("\n")[0]
-            raise Uncapturable(f"{type(error).__name__} while capturing it ({message})") from error
-
-    def when_broken(self, drop_graphs: Callable[[], object]) -> None:
-        """Set the function that drops the graphs before the process group ends. It must not refer to the model."""
-
-    def close(self) -> None:
-        """Tell the other ranks that this one takes part in no further call."""
-
-    def check_copy(self) -> None:
-        """Raise TypeError if the model cannot be copied."""
 
 
 class Ranks(OneRank):

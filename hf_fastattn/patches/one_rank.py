@@ -1,0 +1,95 @@
+"""The decisions of a model that is on one rank; `ranks.Ranks` makes them for several."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from .. import hf
+from .entry import Entry
+from .fingerprint import Uncapturable
+from .walker import is_library
+
+if TYPE_CHECKING:
+    from ..kernels.decode.all_reduce import Peers
+
+T = TypeVar("T")
+
+
+class OneRank:
+    """The decisions of a model that is on one rank."""
+
+    several = False
+    may_wait = True  # whether the loop of the call may run a step ahead, on all ranks
+    peers: Peers | None = None  # memory that the GPUs of all ranks can write
+
+    @contextlib.contextmanager
+    def call(self, arguments: Callable[[], Mapping[str, Any]]) -> Iterator[None]:
+        """The context of one generate(). arguments: returns the arguments of the call."""
+        yield
+
+    def generated(self, output: object, given: int) -> None:
+        """Note the tokens of a call that has run, the first `given` of which are its prompt."""
+
+    def meet(self, settings: Mapping[str, Any]) -> None:
+        """Compare the settings of patch(). Raises ValueError on all ranks if they differ."""
+
+    def connect(self, size: int, dtype: torch.dtype) -> str | None:
+        """Share memory for sums of rows of so many elements. Returns the reason why the ranks cannot, or None."""
+        return "the model is on one rank"
+
+    def agree(
+        self, config: hf.GenerationConfig, settings: Mapping[str, Any], may_wait: bool, idle: list[int], needed: int
+    ) -> list[int] | None:
+        """Compare the inputs of a call before its first forward. Returns those of the idle storages that all ranks hold.
+
+        settings: values besides the arguments and `config` that must be equal. may_wait: whether the loop of the call may
+        run a step ahead on this rank. idle: the serial numbers of the idle storages that suit the call. needed: bytes that a new
+        one needs at least, 0 if none is needed. If tokens are sampled, all ranks continue with the random numbers of the first
+        rank. Raises an error on all ranks: ValueError if anything differs, RuntimeError if the last call has generated other
+        tokens on one of them, MemoryError if one of them has no memory for a new storage.
+        """
+        return None
+
+    def wrote(self, cache: object) -> None:
+        """Note that the current call writes this cache."""
+
+    def count(self) -> None:
+        """Called before each forward of a call. Raises RuntimeError if another rank has failed."""
+
+    def every(self, value: bool) -> bool:
+        """Whether a condition holds on all ranks."""
+        return value
+
+    def refusal(self, reason: str | None) -> str | None:
+        """The reason why no step of a call can be captured, on this rank or on another."""
+        return reason
+
+    def settle(self, entry: Entry) -> None:
+        """Bring the graph of a step into the same state on all ranks, before the step runs."""
+
+    def attempt(self, run: Callable[[Callable[[], T]], T], body: Callable[[], T], communicates: bool) -> T:
+        """Return run(body). After an error the step runs uncaptured, where an error of the caller is raised again.
+
+        communicates: whether it runs the collectives of the step, as a rehearsal does and a capture does not. An error of a class
+        that is not of a library is the caller's own, who may raise it only once: a rehearsal on one rank lets it through.
+        """
+        try:
+            return run(body)
+        except Exception as error:
+            if communicates and not (self.several or is_library(type(error).__module__)):
+                raise
+            message = str(error).strip().partition("\n")[0]
+            raise Uncapturable(f"{type(error).__name__} while capturing it ({message})") from error
+
+    def when_broken(self, drop_graphs: Callable[[], object]) -> None:
+        """Set the function that drops the graphs before the process group ends. It must not refer to the model."""
+
+    def close(self) -> None:
+        """Tell the other ranks that this one takes part in no further call."""
+
+    def check_copy(self) -> None:
+        """Raise TypeError if the model cannot be copied."""
