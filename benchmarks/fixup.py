@@ -94,8 +94,8 @@ def fixup_kernel(
     wait_for_inputs(EARLY)
     let_next_begin(EARLY)
     pid = tl.program_id(0)
-    _head_tiles, item_tiles, num_ranges, range_tiles, range_programs, share, extra = assign_tiles(
-        Spans, stride_sb, batch, 1, kv_heads, q_len, kv_len, window, tl.num_programs(0), num_sms, BLOCK_B, MIN_TILES, C
+    _head_tiles, row_tiles, num_ranges, range_tiles, range_programs, share, extra = assign_tiles(
+        Spans, stride_sb, batch, kv_heads, q_len, kv_len, window, tl.num_programs(0), num_sms, BLOCK_B, MIN_TILES, C
     )
     if pid >= range_programs * num_ranges:
         return
@@ -114,20 +114,20 @@ def fixup_kernel(
     while t < t_stop:
         if BLOCK_B > 1:
             offs_b = tl.arange(0, BLOCK_B)
-            b = tl.sum((tl.cumsum(item_tiles, 0) <= t).to(tl.int32), 0)
-            before = tl.sum(tl.where(offs_b < b, item_tiles, 0), 0)
+            b = tl.sum((tl.cumsum(row_tiles, 0) <= t).to(tl.int32), 0)
+            before = tl.sum(tl.where(offs_b < b, row_tiles, 0), 0)
         else:
-            b = t // item_tiles
-            before = b * item_tiles
+            b = t // row_tiles
+            before = b * row_tiles
         row = b.to(tl.int64)
         span_ptr = Spans + row * stride_sb
         bounds, sink_bounds = key_bounds(span_ptr, q_index, 0, q_len - 1, q_len, kv_len, window, C)
         sink_lo, sink_hi, first_position = sink_bounds
         positions = first_position + (tl.zeros([1], tl.int32) if C.ONE_QUERY else q_index)
-        row_tiles = tl.maximum((bounds[3] - bounds[2] + BLOCK_N - 1) // BLOCK_N, 1)
-        kv_head = (t - before) // row_tiles
-        tile_start = (t - before) % row_tiles
-        tile_stop = tl.minimum(row_tiles, tile_start + t_stop - t)
+        head_tiles = tl.maximum((bounds[3] - bounds[2] + BLOCK_N - 1) // BLOCK_N, 1)
+        kv_head = (t - before) // head_tiles
+        tile_start = (t - before) % head_tiles
+        tile_stop = tl.minimum(head_tiles, tile_start + t_stop - t)
         kv_head_64 = kv_head.to(tl.int64)
         k_base = K + row * stride_kb + kv_head_64 * stride_kh
         v_base = V + row * stride_vb + kv_head_64 * stride_vh
@@ -137,15 +137,15 @@ def fixup_kernel(
             kv, span_ptr, bounds, (tile_start, tile_stop), (scale_log2, cap_log2),
             (SinkQuery, sink_lo, sink_hi, tile_start == 0, positions, C.SINKS + window - 1), C, LOAD_K, LOAD_V,
         )  # fmt: skip
-        if tile_stop - tile_start == row_tiles:
+        if tile_stop - tile_start == head_tiles:
             store_packed(acc, m, l, Out, Lse, SinkLogits, row, kv_head, kv_heads, rows, offs_v, q_len, C)
         else:
             begins = tile_start == 0
             slot = 2 * pid + tl.where(begins, 1, 0)
             store_partial(acc, m, l, Workspace, stats_start, slot, rows, offs_v, q_len * GROUP, C)
-            start = before + kv_head * row_tiles - range_index * range_tiles
+            start = before + kv_head * head_tiles - range_index * range_tiles
             first = range_index * range_programs + program_of(start, share, extra)
-            last = range_index * range_programs + program_of(start + row_tiles - 1, share, extra)
+            last = range_index * range_programs + program_of(start + head_tiles - 1, share, extra)
             tl.debug_barrier()  # the whole partial is written before one thread sets the flag
             if HOST:
                 merges = begins

@@ -376,6 +376,31 @@ def test_fixed_splits_of_several_blocks_of_rows(kernel, case, programs_per_sm, d
     check_case(kernel, case, device)
 
 
+TEAM_CASES = [
+    Case(q_len=9, kv_len=103, batch=2, num_heads=8, num_kv_heads=2, head_dim=32, lse=True),
+    Case(q_len=11, kv_len=90, batch=2, num_heads=3, num_kv_heads=1, head_dim=32, window=40, rows=((0, 90, 0.1), (30, 80, 0.0))),
+    Case(q_len=20, kv_len=90, batch=1, num_heads=2, num_kv_heads=2, head_dim=48, first_tokens=4, turned=True, window=30),
+    Case(q_len=40, kv_len=40, num_heads=2, num_kv_heads=1, head_dim=32, rows=((15, 40, 0.0), (0, 0, 0.0)), sinks=True, window=20),
+    Case(q_len=18, kv_len=120, batch=1, num_heads=1, num_kv_heads=1, head_dim=32, causal=False),
+]
+
+
+@with_lean
+@pytest.mark.parametrize("case", here(*TEAM_CASES), ids=lambda c: c.id)
+@pytest.mark.parametrize("programs", here(1, 7, 23, 10_000 if ON_GPU else 200))
+def test_teams_of_any_number_of_programs(kernel, case, programs, device, monkeypatch):
+    """Also fewer programs than blocks, and more than one row of a batch, or no key, in a share."""
+    monkeypatch.setattr(schedule, "brief", lambda *args: None)
+    monkeypatch.setattr(tables, "many_rows", lambda *args: tables.Config(16, 16, 4, 1))
+    monkeypatch.setattr(tables, "MAX_DECODE_ROWS", 16)
+    monkeypatch.setattr(gpu, "num_sms", lambda device: programs)
+    x = make(case, device)
+    with counted_launches(kernel) as launched:
+        call(kernel.launcher(), x.q, x.k, x.v, x.spans, **x.options)
+    assert launched == Counter(LEAN.launches)
+    check_case(kernel, case, device)
+
+
 @with_lean
 @pytest.mark.parametrize("rows", here("dense", "counted on the device", "padded"))
 def test_only_uniform_rows_are_scheduled_on_the_host(kernel, rows, device, monkeypatch):

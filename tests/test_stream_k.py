@@ -144,6 +144,23 @@ def test_few_merges_are_compiled_for_all_lengths(head_dim, padded, hopper):
     assert len(kinds) <= 2 and 2 <= len(merges) <= 4  # few keys at head_dim 64 have fewer programs
 
 
+@pytest.mark.parametrize(
+    "shape, blocks, teams",
+    [
+        ({"q_len": 300, "kv_len": 32768, "heads": 32, "kv_heads": 32}, 5, 52),  # of 64 rows, two programs on each SM
+        ({"q_len": 24, "kv_len": 65536, "heads": 28, "kv_heads": 4, "batch": 4, "padded": True}, 3, 88),
+        ({"q_len": 2048, "kv_len": 65536}, 128, 1),  # of 128 rows, one program on each SM
+        ({"q_len": 4096, "kv_len": 65536}, 256, 1),  # more blocks than programs
+    ],
+    ids=str,
+)
+def test_one_program_for_each_block_of_queries_shares_the_tiles_of_a_team(shape, blocks, teams, hopper):
+    launches = plan(**shape)
+    named = dict(zip(launches.kernel.arg_names[-len(launches.rest) :], launches.rest, strict=True))
+    assert launches.grid == (blocks * teams, 1, 1) and named["blocks"] == blocks and named["num_sms"] == max(1, 132 // blocks)
+    assert named["BLOCK_B"] == (4 if shape.get("padded") else 1)
+
+
 @pytest.mark.parametrize("module", [lean, split_kv])
 def test_a_window_is_split_and_not_its_buffer(module, hopper):
     """So is the configuration, which depends on the number of keys at head_dim 64."""

@@ -5,6 +5,9 @@ program therefore does the same work, whatever the lengths of the rows. The kern
 device, so it remains correct when lengths change under a captured CUDA graph. If the host knows that fixed splits of each head
 are as fast (see `schedule.choose`), the kernel of `split_kv` runs, which needs no schedule.
 
+If the queries of a KV head take several blocks, one program for each block shares the same tiles (a team, see `schedule`): they
+read them at the same time, from memory once and from the L2 cache otherwise.
+
 Rows of the output that several programs share are merged by a second launch, always in the same order: results are bitwise
 repeatable, no program waits for another, and no state is kept between launches. The paper merges inside the one kernel;
 docs/dev/log.md explains the difference.
@@ -28,7 +31,7 @@ from ..host import gpu, launch, tables
 from ..host.overlap import early, let_next_begin, wait_for_inputs
 from ..spec import KV, Form, Spec
 from .plan import Call, Plan
-from .schedule import assign_tiles, choose, program_of, queries_of, visible_keys
+from .schedule import assign_tiles, choose, program_of, queries_of, seen_keys, visible_keys
 from .split_kv import fixed_splits
 
 
@@ -77,13 +80,16 @@ def lean_kernel(
     wait_for_inputs(EARLY)
     let_next_begin(EARLY)
     pid = tl.program_id(0)
-    _head_tiles, item_tiles, num_ranges, range_tiles, range_programs, share, extra = assign_tiles(
-        Spans, stride_sb, batch, blocks, kv_heads, q_len, kv_len, window, tl.num_programs(0), num_sms, BLOCK_B, MIN_TILES, C
+    teams, team, block = tl.num_programs(0), pid, 0
+    if not C.FEW_ROWS:
+        teams, team, block = teams // blocks, pid // blocks, pid % blocks
+    _head_tiles, row_tiles, num_ranges, range_tiles, range_programs, share, extra = assign_tiles(
+        Spans, stride_sb, batch, kv_heads, q_len, kv_len, window, teams, num_sms, BLOCK_B, MIN_TILES, C
     )
-    if pid >= range_programs * num_ranges:
+    if team >= range_programs * num_ranges:
         return
-    range_index = pid // range_programs
-    index = pid - range_index * range_programs
+    range_index = team // range_programs
+    index = team - range_index * range_programs
     t = range_index * range_tiles + index * share + tl.minimum(index, extra)
     t_stop = t + share + tl.where(index < extra, 1, 0)
 
@@ -95,16 +101,15 @@ def lean_kernel(
     stride_vb, stride_vh, stride_vn = aligned_strides(stride_vb, stride_vh, stride_vn, C.ALIGN)
 
     while t < t_stop:
-        # Tile t: its item, its KV head, and its index in the head.
+        # Tile t: its row, its KV head, and its index in the head.
         if BLOCK_B > 1:
             offs_b = tl.arange(0, BLOCK_B)
-            b = tl.sum((tl.cumsum(item_tiles, 0) <= t).to(tl.int32), 0)
-            before = tl.sum(tl.where(offs_b < b, item_tiles, 0), 0)
+            b = tl.sum((tl.cumsum(row_tiles, 0) <= t).to(tl.int32), 0)
+            before = tl.sum(tl.where(offs_b < b, row_tiles, 0), 0)
         else:
-            b = t // item_tiles
-            before = b * item_tiles
-        block = 0 if C.FEW_ROWS else b % blocks
-        row = (b if C.FEW_ROWS else b // blocks).to(tl.int64)
+            b = t // row_tiles
+            before = b * row_tiles
+        row = b.to(tl.int64)
         local = tl.arange(0, BLOCK_M)
         rows = block * BLOCK_M + local
         q_index, group_head, _exists = packed_rows(rows, q_len, GROUP)
@@ -115,20 +120,27 @@ def lean_kernel(
         bounds, sink_bounds = key_bounds(span_ptr, q_index, first, last, q_len, kv_len, window, C)
         sink_lo, sink_hi, first_position = sink_bounds
         positions = first_position + (tl.zeros([1], tl.int32) if C.ONE_QUERY else q_index)
-        row_tiles = tl.maximum((bounds[3] - bounds[2] + BLOCK_N - 1) // BLOCK_N, 1)
-        kv_head = (t - before) // row_tiles
-        tile_start = (t - before) % row_tiles
-        tile_stop = tl.minimum(row_tiles, tile_start + t_stop - t)
+        row_lo, row_hi, lo, hi, full_lo, full_hi, holes = bounds
+        if not C.FEW_ROWS:  # tiles are counted from the first key that any block sees
+            lo, hi = seen_keys(span_ptr, 0, q_len - 1, q_len, kv_len, window, C)
+        head_tiles = tl.maximum((hi - lo + BLOCK_N - 1) // BLOCK_N, 1)
+        kv_head = (t - before) // head_tiles
+        tile_start = (t - before) % head_tiles
+        tile_stop = tl.minimum(head_tiles, tile_start + t_stop - t)
+        start, stop = tile_start, tile_stop
+        if not C.FEW_ROWS:  # only those with keys that this block sees
+            start = tl.minimum(tl.maximum(start, (bounds[2] - lo) // BLOCK_N), stop)
+            stop = tl.maximum(tl.minimum(stop, (bounds[3] - lo + BLOCK_N - 1) // BLOCK_N), start)
         kv_head_64 = kv_head.to(tl.int64)
         k_base = K + row * stride_kb + kv_head_64 * stride_kh
         v_base = V + row * stride_vb + kv_head_64 * stride_vh
         kv = (k_base, v_base, stride_kn, stride_vn, (row, kv_head_64, kv_heads, kv_len), (Scales, Centre, Pages))
         acc, m, l = attend(
             (Q, row * stride_qb + (kv_head_64 * GROUP + group_head) * stride_qh + q_index * stride_qm),
-            kv, span_ptr, bounds, (tile_start, tile_stop), (scale_log2, cap_log2),
+            kv, span_ptr, (row_lo, row_hi, lo, hi, full_lo, full_hi, holes), (start, stop), (scale_log2, cap_log2),
             (SinkQuery, sink_lo, sink_hi, tile_start == 0, positions, C.SINKS + window - 1), C, LOAD_K, LOAD_V,
         )  # fmt: skip
-        if tile_stop - tile_start == row_tiles:
+        if tile_stop - tile_start == head_tiles:
             store_packed(acc, m, l, Out, Lse, SinkLogits, row, kv_head, kv_heads, rows, offs_v, q_len, C)
         else:
             # At most two heads of a program are shared: one that an earlier program began, and one that later programs continue.
@@ -168,30 +180,34 @@ def lean_merge_kernel(
     """One program for each ROWS packed rows: merges their partials in order, if several programs computed them."""
     first_row, kv_head, row = tl.program_id(0) * ROWS, tl.program_id(1), tl.program_id(2)
     BLOCK_M: tl.constexpr = C.BLOCK_M
-    block = 0 if C.FEW_ROWS else first_row // BLOCK_M
-    b = row * blocks + block
+    teams, block = programs, 0
+    if not C.FEW_ROWS:
+        teams, block = programs // blocks, first_row // BLOCK_M
     # The spans may be read before the wait: every program of lean_kernel has waited for what wrote them.
-    head_tiles, item_tiles, _, range_tiles, range_programs, share, extra = assign_tiles(
-        Spans, stride_sb, batch, blocks, kv_heads, q_len, kv_len, window, programs, num_sms, BLOCK_B, MIN_TILES, C
+    head_tiles, row_tiles, _, range_tiles, range_programs, share, extra = assign_tiles(
+        Spans, stride_sb, batch, kv_heads, q_len, kv_len, window, teams, num_sms, BLOCK_B, MIN_TILES, C
     )
     if BLOCK_B > 1:
         offs_b = tl.arange(0, BLOCK_B)
-        row_tiles = tl.sum(tl.where(offs_b == b, head_tiles, 0), 0)
-        before = tl.sum(tl.where(offs_b < b, item_tiles, 0), 0)
+        before = tl.sum(tl.where(offs_b < row, row_tiles, 0), 0)
+        head_tiles = tl.sum(tl.where(offs_b == row, head_tiles, 0), 0)
     else:
-        row_tiles = head_tiles
-        before = b * item_tiles
-    start = before + kv_head * row_tiles
+        before = row * row_tiles
+    start = before + kv_head * head_tiles
     range_index = start // range_tiles
     start -= range_index * range_tiles
     first = range_index * range_programs + program_of(start, share, extra)
-    last = range_index * range_programs + program_of(start + row_tiles - 1, share, extra)
+    last = range_index * range_programs + program_of(start + head_tiles - 1, share, extra)
+    members = 1
+    if not C.FEW_ROWS:
+        members = blocks
     wait_for_inputs(EARLY)
     let_next_begin(EARLY)
     if first == last:
         return
     rows, offs_v, acc, m, l = merge_rows(
-        Workspace, stats_start, 2 * first + 1, 2 * (first + 1), 2, last - first + 1,
+        Workspace, stats_start, 2 * (first * members + block) + 1, 2 * ((first + 1) * members + block), 2 * members,
+        last - first + 1,
         first_row - block * BLOCK_M, q_len * C.GROUP - block * BLOCK_M, ROWS, CHUNK, C,
     )  # fmt: skip
     rows += block * BLOCK_M
@@ -234,18 +250,18 @@ def stream_k(call: Call, config: tables.Config) -> Plan:
     """The stream-K launches of a call."""
     device, kv_len = call.q.device, call.kv_len
     blocks = triton.cdiv(max(call.rows, 1), config.BLOCK_M)
-    items = call.batch * blocks
-    heads = items * call.num_kv_heads
+    heads = call.batch * call.num_kv_heads
     sms = gpu.num_sms(device)
-    max_programs = sms * config.programs_per_sm
-    programs = min(max_programs, heads * triton.cdiv(kv_len, config.BLOCK_N))
+    max_teams = max(1, sms * config.programs_per_sm // blocks)
+    teams = min(max_teams, heads * triton.cdiv(kv_len, config.BLOCK_N))
+    programs = teams * blocks
     constants = call.constants(config, packed=True)
     workspace_m = constants.WORKSPACE_M
     if blocks > 1:  # enough programs in the merge to fill the GPU a few times
         rows_each = min(16, 1 << (call.rows * call.batch * call.num_kv_heads // (8 * sms)).bit_length())
     else:  # with many heads each has few partials, and one program merges all its rows
         rows_each = tables.merge_rows(workspace_m, call.block_dv) if heads > programs else 1
-    partials = min(max_programs // heads + 2, triton.cdiv(kv_len, config.BLOCK_N))
+    partials = min(max_teams // heads + 2, triton.cdiv(kv_len, config.BLOCK_N))
     chunk, merge_warps = tables.merge(rows_each, call.block_dv, partials)
     overlap, arguments = early(device), call.arguments()
     schedule = {
@@ -253,9 +269,9 @@ def stream_k(call: Call, config: tables.Config) -> Plan:
         "batch": call.batch,
         "blocks": blocks,
         "kv_heads": call.num_kv_heads,
-        "num_sms": sms,
+        "num_sms": max(1, sms // blocks),
         "stats_start": 2 * programs * workspace_m * call.block_dv,
-        "BLOCK_B": 1 if call.uniform and blocks == 1 else triton.next_power_of_2(items),
+        "BLOCK_B": 1 if call.uniform else triton.next_power_of_2(call.batch),
         "MIN_TILES": config.MIN_TILES,
         "C": constants,
         **overlap,

@@ -15,8 +15,7 @@ from ..spec import KV, Spec
 # Average tiles per program up to which a share should not cross from one head to the next, even if up to three tenths of the
 # programs stay idle: the start of another head costs about as much as one or two tiles.
 SHORT = 90
-# The largest number of blocks of queries, over all rows of a batch, for which the kernels compute the schedule.
-MAX_ITEMS = 512
+MAX_BATCH = 512  # rows of a batch for which the kernels compute the schedule of several blocks of queries
 # Query rows of a block whose keys are not split; and the cost of a merge, in products of a query row and a key on one SM.
 ROWS, MERGE = 128, 120_000
 HALF = 0.6  # the cost of a block of the Hopper kernel that has rows for only one of the two consumers
@@ -37,16 +36,26 @@ GAIN = 1.05  # likewise of splits, whose estimate is closer
 
 
 @triton.jit
-def num_tiles(
+def seen_keys(
     span_ptrs, first, last, q_len, kv_len, window,
     C: tl.constexpr,
 ):  # fmt: skip
-    """Tiles that queries first..last of a row visit in one KV head, for one row or a tensor of rows; at least one, for sinks."""
+    """The keys [lo, hi) that queries first..last of a row see, without sinks, for one row or a tensor of rows."""
     # Merges read spans before their wait, so past the L1 cache (see `overlap`).
     q_start, kv_start, kv_stop, window, causal, _ = load_spans(
         span_ptrs, q_len, kv_len, window, C.HAS_SPANS, C.IS_CAUSAL, PAST_L1=True
     )
     lo, hi, _, _ = block_bounds(q_start + first, q_start + last, kv_start + C.SINKS, kv_stop, window, causal)
+    return lo, hi
+
+
+@triton.jit
+def num_tiles(
+    span_ptrs, first, last, q_len, kv_len, window,
+    C: tl.constexpr,
+):  # fmt: skip
+    """Tiles that queries first..last of a row visit in one KV head, for one row or a tensor of rows; at least one, for sinks."""
+    lo, hi = seen_keys(span_ptrs, first, last, q_len, kv_len, window, C)
     return tl.maximum((hi - lo + C.BLOCK_N - 1) // C.BLOCK_N, 1)
 
 
@@ -67,40 +76,39 @@ def queries_of(block, q_len, C: tl.constexpr):
 
 @triton.jit
 def assign_tiles(
-    Spans, stride_sb, batch, blocks, kv_heads, q_len, kv_len, window, programs, num_sms,
+    Spans, stride_sb, batch, kv_heads, q_len, kv_len, window, programs, num_sms,
     BLOCK_B: tl.constexpr,
     MIN_TILES: tl.constexpr,
     C: tl.constexpr,
     SHORT: tl.constexpr = SHORT,
 ):  # fmt: skip
-    """The schedule: (head_tiles, item_tiles, num_ranges, range_tiles, range_programs, share, extra).
+    """The schedule: (head_tiles, row_tiles, num_ranges, range_tiles, range_programs, share, extra).
 
-    An item is a block of queries of one row. head_tiles, item_tiles [BLOCK_B]: the tiles of each item in one KV head and in all;
-    scalars if BLOCK_B is 1, where all items have the same number. The tiles of all items are divided into num_ranges ranges of
-    range_tiles tiles, with range_programs programs each. A program computes `share` tiles, and one more if it is among the first
-    `extra` of its range.
+    head_tiles, row_tiles [BLOCK_B]: the tiles of each batch row in one KV head and in all; scalars if BLOCK_B is 1, where all
+    rows have the same number. The tiles of all rows are divided into num_ranges ranges of range_tiles tiles, with range_programs
+    programs each. A program computes `share` tiles, and one more if it is among the first `extra` of its range.
+
+    If the queries of a KV head take several blocks, a program here is a team of programs, one for each block, and num_sms the
+    number of SMs divided by their number. The members read the same tiles at the same time, so memory is read once.
     """
-    items = batch * blocks
     if BLOCK_B > 1:
         offs_b = tl.arange(0, BLOCK_B)
-        item = tl.minimum(offs_b, items - 1)
-        row = item // blocks
-        first, last = queries_of(item - row * blocks, q_len, C)
-        head_tiles = num_tiles(Spans + row.to(tl.int64) * stride_sb, first, last, q_len, kv_len, window, C)
-        item_tiles = tl.where(offs_b < items, head_tiles * kv_heads, 0)
-        total = tl.sum(item_tiles, 0)
-        uniform = tl.max(item_tiles, 0) * items == total
+        row = tl.minimum(offs_b, batch - 1)
+        head_tiles = num_tiles(Spans + row.to(tl.int64) * stride_sb, 0, q_len - 1, q_len, kv_len, window, C)
+        row_tiles = tl.where(offs_b < batch, head_tiles * kv_heads, 0)
+        total = tl.sum(row_tiles, 0)
+        uniform = tl.max(row_tiles, 0) * batch == total
     else:
         head_tiles = num_tiles(Spans, 0, q_len - 1, q_len, kv_len, window, C)
-        item_tiles = head_tiles * kv_heads
-        total = item_tiles * items
+        row_tiles = head_tiles * kv_heads
+        total = row_tiles * batch
         uniform = tl.full([], True, tl.int1)
 
     # With little work fewer programs run, so that each share is worth its merge.
     programs = tl.minimum(programs, tl.maximum(total // MIN_TILES, tl.minimum(total, num_sms)))
     # In a uniform batch each head may be a range, so that no share crosses into a second head. That is faster if few programs
     # stay idle, or if more do but shares are SHORT.
-    heads = items * kv_heads
+    heads = batch * kv_heads
     used = programs // heads * heads
     short = (used * 10 >= programs * 7) & (total <= programs * SHORT)
     per_head = uniform & (used > 0) & ((used * 16 >= programs * 15) | short)
@@ -110,7 +118,7 @@ def assign_tiles(
     longest = (range_tiles + range_programs - 1) // range_programs
     range_programs = (range_tiles + longest - 1) // longest  # more programs would not shorten the longest share
     share = range_tiles // range_programs  # this form stays in 32 bits, where dividing is cheap
-    return head_tiles, item_tiles, num_ranges, range_tiles, range_programs, share, range_tiles - share * range_programs
+    return head_tiles, row_tiles, num_ranges, range_tiles, range_programs, share, range_tiles - share * range_programs
 
 
 def shares_within_heads(device: torch.device, config: tables.Config, heads: int, kv_len: int) -> bool:
@@ -203,11 +211,13 @@ def pays(q: torch.Tensor, kv: KV, spec: Spec) -> bool:
     if arch == 0 or q.dtype.itemsize > 2 or rows == 0 or width > (128 if spec.sinks and arch < 90 else 256):
         return False
     config, sms = tables.many_rows(q.device, q.dtype, width, rows, spec.sinks > 0), gpu.num_sms(q.device)
-    blocks = batch * triton.cdiv(rows, config.BLOCK_M)
     keys = visible_keys(kv.k.shape[2], q_len, spec)
-    stream_k = kv_heads * blocks * config.BLOCK_M * keys / sms + MERGE
+    blocks, programs = triton.cdiv(rows, config.BLOCK_M), config.programs_per_sm * sms
+    teams = max(1, programs // blocks)
+    waves = triton.cdiv(teams * blocks, programs)
+    stream_k = batch * kv_heads * keys / teams * waves * config.programs_per_sm * config.BLOCK_M + MERGE
     alone = triton.cdiv(batch * num_heads * triton.cdiv(q_len, ROWS), sms) * ROWS * keys
-    return bool(blocks <= MAX_ITEMS and MARGIN * stream_k < alone)
+    return bool(batch <= MAX_BATCH and MARGIN * stream_k < alone)
 
 
 def brief(device: torch.device, dtype: torch.dtype, head_dim: int, rows: int, heads: int, kv_len: int) -> tables.Config | None:
