@@ -201,7 +201,7 @@ def prepare(tensors, form: Form, spec: Spec, return_lse: bool, fixup: str, confi
     if programs > MOST_PROGRAMS:
         raise ValueError(f"There are flags for {MOST_PROGRAMS} programs; the launch has {programs}.")
     named = dict(zip(lean_kernel.arg_names[plan.launches.takes :], plan.launches.rest, strict=True))
-    del named["blocks"], named["EARLY"]
+    del named["team"], named["heads"], named["EARLY"]
     rows_each = tables.merge_rows(constants.WORKSPACE_M, asked.block_dv)
     most = 8 if programs // heads + 2 <= 8 else 128  # partials of a head; two compiled kernels, not one for each number
     one = launch.Launch(

@@ -145,20 +145,25 @@ def test_few_merges_are_compiled_for_all_lengths(head_dim, padded, hopper):
 
 
 @pytest.mark.parametrize(
-    "shape, blocks, teams",
+    "shape, team, teams, groups",
     [
-        ({"q_len": 300, "kv_len": 32768, "heads": 32, "kv_heads": 32}, 5, 52),  # of 64 rows, two programs on each SM
-        ({"q_len": 24, "kv_len": 65536, "heads": 28, "kv_heads": 4, "batch": 4, "padded": True}, 3, 88),
-        ({"q_len": 2048, "kv_len": 65536}, 128, 1),  # of 128 rows, one program on each SM
-        ({"q_len": 4096, "kv_len": 65536}, 256, 1),  # more blocks than programs
+        (
+            {"q_len": 300, "kv_len": 32768, "heads": 32, "kv_heads": 32},
+            5,
+            52,
+            1,
+        ),  # all blocks of 64 rows, two programs on each SM
+        ({"q_len": 24, "kv_len": 65536, "heads": 28, "kv_heads": 4, "batch": 4, "padded": True}, 3, 88, 1),
+        ({"q_len": 128, "kv_len": 65536, "heads": 71, "kv_heads": 1}, 12, 11, 6),  # 71 blocks of 128 rows fill six teams
+        ({"q_len": 4096, "kv_len": 65536}, 16, 8, 16),  # of 256 blocks
     ],
     ids=str,
 )
-def test_one_program_for_each_block_of_queries_shares_the_tiles_of_a_team(shape, blocks, teams, hopper):
+def test_one_program_for_each_block_of_queries_has_the_tiles_of_a_team(shape, team, teams, groups, hopper):
     launches = plan(**shape)
     named = dict(zip(launches.kernel.arg_names[-len(launches.rest) :], launches.rest, strict=True))
-    assert launches.grid == (blocks * teams, 1, 1) and named["blocks"] == blocks and named["num_sms"] == max(1, 132 // blocks)
-    assert named["BLOCK_B"] == (4 if shape.get("padded") else 1)
+    assert launches.grid == (team * teams, 1, 1) and named["team"] == team and named["num_sms"] == 132 // team
+    assert named["heads"] == named["kv_heads"] * groups and named["BLOCK_B"] == (4 if shape.get("padded") else 1)
 
 
 @pytest.mark.parametrize("module", [lean, split_kv])

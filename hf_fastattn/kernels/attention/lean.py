@@ -5,8 +5,8 @@ program therefore does the same work, whatever the lengths of the rows. The kern
 device, so it remains correct when lengths change under a captured CUDA graph. If the host knows that fixed splits of each head
 are as fast (see `schedule.choose`), the kernel of `split_kv` runs, which needs no schedule.
 
-If the queries of a KV head take several blocks, one program for each block shares the same tiles (a team, see `schedule`): they
-read them at the same time, from memory once and from the L2 cache otherwise.
+If the queries of a KV head take several blocks, one program for each of up to `schedule.MAX_TEAM` blocks has the same tiles (a
+team): they read them at the same time, from memory once and from the L2 cache otherwise.
 
 Rows of the output that several programs share are merged by a second launch, always in the same order: results are bitwise
 repeatable, no program waits for another, and no state is kept between launches. The paper merges inside the one kernel;
@@ -31,11 +31,13 @@ from ..host import gpu, launch, tables
 from ..host.overlap import early, let_next_begin, wait_for_inputs
 from ..spec import KV, Form, Spec
 from .plan import Call, Plan
-from .schedule import assign_tiles, choose, program_of, queries_of, seen_keys, visible_keys
+from .schedule import assign_tiles, choose, program_of, queries_of, seen_keys, team_size, visible_keys
 from .split_kv import fixed_splits
 
 
-@triton.jit(do_not_specialize=["stride_sb", "batch", "blocks", "kv_heads", "q_len", "kv_len", "window", "num_sms", "stats_start"])
+@triton.jit(
+    do_not_specialize=["stride_sb", "batch", "team", "heads", "kv_heads", "q_len", "kv_len", "window", "num_sms", "stats_start"]
+)
 def lean_kernel(
     Q,
     K,
@@ -60,7 +62,8 @@ def lean_kernel(
     stride_vn,
     stride_sb,
     batch,
-    blocks,
+    team,
+    heads,
     kv_heads,
     q_len,
     kv_len,
@@ -80,16 +83,16 @@ def lean_kernel(
     wait_for_inputs(EARLY)
     let_next_begin(EARLY)
     pid = tl.program_id(0)
-    teams, team, block = tl.num_programs(0), pid, 0
+    teams, which, member = tl.num_programs(0), pid, 0
     if not C.FEW_ROWS:
-        teams, team, block = teams // blocks, pid // blocks, pid % blocks
+        teams, which, member = teams // team, pid // team, pid % team
     _head_tiles, row_tiles, num_ranges, range_tiles, range_programs, share, extra = assign_tiles(
-        Spans, stride_sb, batch, kv_heads, q_len, kv_len, window, teams, num_sms, BLOCK_B, MIN_TILES, C
+        Spans, stride_sb, batch, heads, q_len, kv_len, window, teams, num_sms, BLOCK_B, MIN_TILES, C
     )
-    if team >= range_programs * num_ranges:
+    if which >= range_programs * num_ranges:
         return
-    range_index = team // range_programs
-    index = team - range_index * range_programs
+    range_index = which // range_programs
+    index = which - range_index * range_programs
     t = range_index * range_tiles + index * share + tl.minimum(index, extra)
     t_stop = t + share + tl.where(index < extra, 1, 0)
 
@@ -110,34 +113,38 @@ def lean_kernel(
             b = t // row_tiles
             before = b * row_tiles
         row = b.to(tl.int64)
+        span_ptr = Spans + row * stride_sb
+        block, first, last = 0, 0, q_len - 1
+        if not C.FEW_ROWS:
+            lo, hi = seen_keys(span_ptr, 0, q_len - 1, q_len, kv_len, window, C)  # by any block
+            head = (t - before) // tl.maximum((hi - lo + BLOCK_N - 1) // BLOCK_N, 1)
+            block = head % (heads // kv_heads) * team + member
+            first, last = queries_of(block, q_len, C)
         local = tl.arange(0, BLOCK_M)
         rows = block * BLOCK_M + local
         q_index, group_head, _exists = packed_rows(rows, q_len, GROUP)
-        span_ptr = Spans + row * stride_sb
-        first, last = 0, q_len - 1
-        if not C.FEW_ROWS:
-            first, last = queries_of(block, q_len, C)
         bounds, sink_bounds = key_bounds(span_ptr, q_index, first, last, q_len, kv_len, window, C)
         sink_lo, sink_hi, first_position = sink_bounds
         positions = first_position + (tl.zeros([1], tl.int32) if C.ONE_QUERY else q_index)
-        row_lo, row_hi, lo, hi, full_lo, full_hi, holes = bounds
-        if not C.FEW_ROWS:  # tiles are counted from the first key that any block sees
-            lo, hi = seen_keys(span_ptr, 0, q_len - 1, q_len, kv_len, window, C)
+        if C.FEW_ROWS:
+            lo, hi = bounds[2], bounds[3]
         head_tiles = tl.maximum((hi - lo + BLOCK_N - 1) // BLOCK_N, 1)
         kv_head = (t - before) // head_tiles
         tile_start = (t - before) % head_tiles
         tile_stop = tl.minimum(head_tiles, tile_start + t_stop - t)
         start, stop = tile_start, tile_stop
-        if not C.FEW_ROWS:  # only those with keys that this block sees
+        if not C.FEW_ROWS:  # only tiles with keys that this block sees, and none past the last block
+            kv_head //= heads // kv_heads
             start = tl.minimum(tl.maximum(start, (bounds[2] - lo) // BLOCK_N), stop)
             stop = tl.maximum(tl.minimum(stop, (bounds[3] - lo + BLOCK_N - 1) // BLOCK_N), start)
+            stop = tl.where(block * BLOCK_M < q_len * GROUP, stop, start)
         kv_head_64 = kv_head.to(tl.int64)
         k_base = K + row * stride_kb + kv_head_64 * stride_kh
         v_base = V + row * stride_vb + kv_head_64 * stride_vh
         kv = (k_base, v_base, stride_kn, stride_vn, (row, kv_head_64, kv_heads, kv_len), (Scales, Centre, Pages))
         acc, m, l = attend(
             (Q, row * stride_qb + (kv_head_64 * GROUP + group_head) * stride_qh + q_index * stride_qm),
-            kv, span_ptr, (row_lo, row_hi, lo, hi, full_lo, full_hi, holes), (start, stop), (scale_log2, cap_log2),
+            kv, span_ptr, (bounds[0], bounds[1], lo, hi, bounds[4], bounds[5], bounds[6]), (start, stop), (scale_log2, cap_log2),
             (SinkQuery, sink_lo, sink_hi, tile_start == 0, positions, C.SINKS + window - 1), C, LOAD_K, LOAD_V,
         )  # fmt: skip
         if tile_stop - tile_start == head_tiles:
@@ -151,7 +158,7 @@ def lean_kernel(
 
 @triton.jit(
     do_not_specialize=[
-        "stride_sb", "batch", "blocks", "kv_heads", "q_len", "kv_len", "window", "num_sms", "stats_start", "programs",
+        "stride_sb", "batch", "team", "heads", "kv_heads", "q_len", "kv_len", "window", "num_sms", "stats_start", "programs",
     ]
 )  # fmt: skip
 def lean_merge_kernel(
@@ -162,7 +169,8 @@ def lean_merge_kernel(
     SinkLogits,
     stride_sb,
     batch,
-    blocks,
+    team,
+    heads,
     kv_heads,
     q_len,
     kv_len,
@@ -180,12 +188,13 @@ def lean_merge_kernel(
     """One program for each ROWS packed rows: merges their partials in order, if several programs computed them."""
     first_row, kv_head, row = tl.program_id(0) * ROWS, tl.program_id(1), tl.program_id(2)
     BLOCK_M: tl.constexpr = C.BLOCK_M
-    teams, block = programs, 0
+    teams, head, block, member, members = programs, kv_head, 0, 0, 1
     if not C.FEW_ROWS:
-        teams, block = programs // blocks, first_row // BLOCK_M
+        block, members = first_row // BLOCK_M, team
+        teams, head, member = programs // team, kv_head * (heads // kv_heads) + block // team, block % team
     # The spans may be read before the wait: every program of lean_kernel has waited for what wrote them.
     head_tiles, row_tiles, _, range_tiles, range_programs, share, extra = assign_tiles(
-        Spans, stride_sb, batch, kv_heads, q_len, kv_len, window, teams, num_sms, BLOCK_B, MIN_TILES, C
+        Spans, stride_sb, batch, heads, q_len, kv_len, window, teams, num_sms, BLOCK_B, MIN_TILES, C
     )
     if BLOCK_B > 1:
         offs_b = tl.arange(0, BLOCK_B)
@@ -193,20 +202,17 @@ def lean_merge_kernel(
         head_tiles = tl.sum(tl.where(offs_b == row, head_tiles, 0), 0)
     else:
         before = row * row_tiles
-    start = before + kv_head * head_tiles
+    start = before + head * head_tiles
     range_index = start // range_tiles
     start -= range_index * range_tiles
     first = range_index * range_programs + program_of(start, share, extra)
     last = range_index * range_programs + program_of(start + head_tiles - 1, share, extra)
-    members = 1
-    if not C.FEW_ROWS:
-        members = blocks
     wait_for_inputs(EARLY)
     let_next_begin(EARLY)
     if first == last:
         return
     rows, offs_v, acc, m, l = merge_rows(
-        Workspace, stats_start, 2 * (first * members + block) + 1, 2 * ((first + 1) * members + block), 2 * members,
+        Workspace, stats_start, 2 * (first * members + member) + 1, 2 * ((first + 1) * members + member), 2 * members,
         last - first + 1,
         first_row - block * BLOCK_M, q_len * C.GROUP - block * BLOCK_M, ROWS, CHUNK, C,
     )  # fmt: skip
@@ -250,26 +256,29 @@ def stream_k(call: Call, config: tables.Config) -> Plan:
     """The stream-K launches of a call."""
     device, kv_len = call.q.device, call.kv_len
     blocks = triton.cdiv(max(call.rows, 1), config.BLOCK_M)
-    heads = call.batch * call.num_kv_heads
     sms = gpu.num_sms(device)
-    max_teams = max(1, sms * config.programs_per_sm // blocks)
-    teams = min(max_teams, heads * triton.cdiv(kv_len, config.BLOCK_N))
-    programs = teams * blocks
+    max_programs = sms * config.programs_per_sm
+    team, _ = team_size(blocks, config.BLOCK_M, max_programs)
+    groups = triton.cdiv(blocks, team)
+    heads = call.batch * call.num_kv_heads * groups
+    teams = min(max_programs // team, heads * triton.cdiv(kv_len, config.BLOCK_N))
+    programs = teams * team
     constants = call.constants(config, packed=True)
     workspace_m = constants.WORKSPACE_M
     if blocks > 1:  # enough programs in the merge to fill the GPU a few times
         rows_each = min(16, 1 << (call.rows * call.batch * call.num_kv_heads // (8 * sms)).bit_length())
     else:  # with many heads each has few partials, and one program merges all its rows
         rows_each = tables.merge_rows(workspace_m, call.block_dv) if heads > programs else 1
-    partials = min(max_teams // heads + 2, triton.cdiv(kv_len, config.BLOCK_N))
+    partials = min(max_programs // team // heads + 2, triton.cdiv(kv_len, config.BLOCK_N))
     chunk, merge_warps = tables.merge(rows_each, call.block_dv, partials)
     overlap, arguments = early(device), call.arguments()
     schedule = {
         **{name: arguments[name] for name in ("stride_sb", "q_len", "kv_len", "window")},
         "batch": call.batch,
-        "blocks": blocks,
+        "team": team,
+        "heads": call.num_kv_heads * groups,
         "kv_heads": call.num_kv_heads,
-        "num_sms": max(1, sms // blocks),
+        "num_sms": max(1, sms // team),
         "stats_start": 2 * programs * workspace_m * call.block_dv,
         "BLOCK_B": 1 if call.uniform else triton.next_power_of_2(call.batch),
         "MIN_TILES": config.MIN_TILES,

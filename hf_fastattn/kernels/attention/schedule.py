@@ -18,6 +18,8 @@ SHORT = 90
 MAX_BATCH = 512  # rows of a batch for which the kernels compute the schedule of several blocks of queries
 # Query rows of a block whose keys are not split; and the cost of a merge, in products of a query row and a key on one SM.
 ROWS, MERGE = 128, 120_000
+# The most programs of a team; and the query rows whose products with a key take as long as reading it from memory, on all SMs.
+MAX_TEAM, READ = 16, 150
 HALF = 0.6  # the cost of a block of the Hopper kernel that has rows for only one of the two consumers
 # An estimate of the Hopper kernel, by its columns: keys that a block of ROWS rows visits in a microsecond on an H200, and the
 # average over all SMs of a GPU that is fully used, where its power limits it. In microseconds: the start of a block or split; if
@@ -32,7 +34,7 @@ MIN_SPLIT, MAX_SPLITS, MAX_WAVES = 128, 64, 8  # keys of a split; splits of a bl
 BRIEF_SMS = 132
 BRIEF = {64: ((64, 64 << 20, 1 << 30),), 128: ((16, 8 << 20, 1 << 30), (64, 64 << 20, 8 << 10))}
 MARGIN = 1.15  # a smaller estimated gain of `lean` is ignored: the order of blocks also balances them a little
-GAIN = 1.05  # likewise of splits, whose estimate is closer
+GAIN = 1.05  # likewise of splits and of smaller teams, whose estimates are closer
 
 
 @triton.jit
@@ -88,8 +90,9 @@ def assign_tiles(
     rows have the same number. The tiles of all rows are divided into num_ranges ranges of range_tiles tiles, with range_programs
     programs each. A program computes `share` tiles, and one more if it is among the first `extra` of its range.
 
-    If the queries of a KV head take several blocks, a program here is a team of programs, one for each block, and num_sms the
-    number of SMs divided by their number. The members read the same tiles at the same time, so memory is read once.
+    If the queries of a KV head take several blocks, a program here is a team of programs, one for each of `team_size` blocks, a
+    KV head counts once for each team that its blocks need, and num_sms is divided by the size. The members of a team read the
+    same tiles at the same time, so they read memory once.
     """
     if BLOCK_B > 1:
         offs_b = tl.arange(0, BLOCK_B)
@@ -145,6 +148,18 @@ def shares_within_heads(device: torch.device, config: tables.Config, heads: int,
 def visible_keys(kv_len: int, q_len: int, spec: Spec) -> int:
     """The most keys that a block of queries visits."""
     return kv_len if spec.window is None else min(kv_len, spec.sinks + spec.window + q_len - 1)
+
+
+@cache
+def team_size(blocks: int, rows: int, programs: int) -> tuple[int, float]:
+    """(programs of a team for `blocks` blocks of `rows` query rows of a KV head, its cost), for so many programs in all.
+
+    cost: the query rows whose products with all keys would take as long if all programs had equal parts of them. A larger team
+    reads memory less often.
+    """
+    sizes = range(min(blocks, programs, MAX_TEAM), 0, -1)
+    costs = [triton.cdiv(blocks, size) * max(rows * programs / (programs // size), READ) for size in sizes]
+    return next((size, cost) for size, cost in zip(sizes, costs, strict=True) if cost <= GAIN * min(costs))
 
 
 @cache
@@ -212,10 +227,8 @@ def pays(q: torch.Tensor, kv: KV, spec: Spec) -> bool:
         return False
     config, sms = tables.many_rows(q.device, q.dtype, width, rows, spec.sinks > 0), gpu.num_sms(q.device)
     keys = visible_keys(kv.k.shape[2], q_len, spec)
-    blocks, programs = triton.cdiv(rows, config.BLOCK_M), config.programs_per_sm * sms
-    teams = max(1, programs // blocks)
-    waves = triton.cdiv(teams * blocks, programs)
-    stream_k = batch * kv_heads * keys / teams * waves * config.programs_per_sm * config.BLOCK_M + MERGE
+    _, cost = team_size(triton.cdiv(rows, config.BLOCK_M), config.BLOCK_M, config.programs_per_sm * sms)
+    stream_k = batch * kv_heads * keys * cost / sms + MERGE
     alone = triton.cdiv(batch * num_heads * triton.cdiv(q_len, ROWS), sms) * ROWS * keys
     return bool(batch <= MAX_BATCH and MARGIN * stream_k < alone)
 
