@@ -5,9 +5,9 @@
     python -m benchmarks.families --only gemma,gpt-oss --keep
 
 Models have the depth and width of the named ones, and random weights. The floor is the bytes of the weights that a step reads and
-of live K and V, divided by 4.5 TB/s, about the bandwidth of an H200. Experts count as expected for tokens that choose them at
-random. A row has the replay of the captured step, ms per token of generate(), and ms per token of stock generate() with a dynamic
-cache.
+of live K and V, divided by the bandwidth of the GPU (4.5 TB/s for an H200, 3.1 for an H100). Experts count as expected for tokens
+that choose them at random. A row has the replay of the captured step, ms per token of generate(), and ms per token of stock
+generate() with a dynamic cache.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .models import COMMON, SHAPES, Subject, dtype_for, of_random_weights, step_
 from .results import Results, add_options, command, conditions, find_device, listed, progress
 from .runs import Rival, check, free, make_prompt, resumed, run, step_times, twin
 
-READ = 4.5e12  # bytes per second
+READ = {"NVIDIA H200": 4.5e12, "NVIDIA H100 80GB HBM3": 3.1e12}  # bytes that the GPU reads in a second
 METHOD = "greedy generate(), 6th new token to last; replays by events around ten; medians"
 CASES = ["1x2048", "8xpadded"]
 OF_8B = ["1x512", "1x8192", "4x2048", "8x2048", "16x1024", "32x512", "64x256", "1x65536", "8x32768"]
@@ -104,6 +104,12 @@ FAMILIES: dict[str, tuple[str, dict]] = {
 }
 
 
+def bandwidth(device: torch.device) -> float:
+    """Bytes that this GPU reads in a second at most, those of an H200 if it is not known."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return READ.get(name, READ["NVIDIA H200"])
+
+
 def load_family(name: str, dtype: torch.dtype, device: torch.device, positions: int) -> Subject:
     model_type, config = FAMILIES[name]
     return of_random_weights(name, model_type, {**COMMON, "max_position_embeddings": 4096, **config}, dtype, device, positions)
@@ -113,7 +119,8 @@ def measure(subject: Subject, case: str, args: argparse.Namespace, device: torch
     """One row, with the kernels of a step if profiled. Raises RuntimeError if captured steps differ from uncaptured ones."""
     lengths = row_lengths(case, args.padded)
     bytes_read = step_bytes(subject.facts, lengths)
-    row = {"model": subject.name, "case": case, "lengths": lengths, "bytes": bytes_read, "floor_ms": 1e3 * bytes_read / READ}
+    row = {"model": subject.name, "case": case, "lengths": lengths, "bytes": bytes_read}
+    row["floor_ms"] = 1e3 * bytes_read / bandwidth(device)
     prompt = make_prompt(lengths, subject.text_config.vocab_size, device)
     stock = twin(subject.model, subject.model.config._attn_implementation)
     row["stock_attention"] = stock.config._attn_implementation
@@ -226,6 +233,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.famili
         parser.error(f"no family begins with {' or '.join(args.only)}; known are {', '.join(FAMILIES)}.")
     device = find_device(args.device)
     results = begin(parser, args, "families", command(prog, argv), device, {"conditions": conditions(device, METHOD)})
+    results.data["tb_per_s"] = bandwidth(device) / 1e12
     known = {(row["model"], row["case"]) for row in results.data["rows"]}
     for name in progress(names, "families", "model"):
         cases = [case for case in args.cases or (OF_8B if name == "8b" else CASES) if (name, case) not in known]

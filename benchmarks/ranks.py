@@ -10,9 +10,9 @@ timestamps of its tokens). On the whole model, in the first process: patch() and
 over all GPUs by layers, as device_map="auto" places them. There is one model at a time. A rival that cannot run is in the row
 with the reason. --keep adds the rows to those of other numbers of GPUs.
 
-Weights are random. The floor is the bytes that one GPU reads in a step, divided by 4.5 TB/s. Before timing, the logits of
-captured steps are compared with those of uncaptured ones, and the tokens of all ranks with each other. Prompts of more than
---fill tokens are not read: the caches of patch() get random K and V instead, and the other rivals are left out.
+Weights are random. The floor is the bytes that one GPU reads in a step, divided by its bandwidth (as in families). Before timing,
+the logits of captured steps are compared with those of uncaptured ones, and the tokens of all ranks with each other. Prompts of more
+than --fill tokens are not read: the caches of patch() get random K and V instead, and the other rivals are left out.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import torch.distributed as dist
 from hf_fastattn import hf
 from hf_fastattn.explain import costs
 
-from .families import FAMILIES, READ
+from .families import FAMILIES, bandwidth
 from .grid import row_lengths
 from .models import COMMON, SHAPES, dtype_for, step_bytes
 from .ranks_group import Group, end_after, join
@@ -49,7 +49,7 @@ def new_row(case: str, config: hf.PreTrainedConfig, dtype: torch.dtype, group: G
     try:
         facts = costs.count(hf.model_on_meta(config, dtype), ranks=group.size)
         row["bytes_of_a_rank"] = step_bytes(facts, lengths)
-        row["floor_ms"] = 1e3 * row["bytes_of_a_rank"] / READ
+        row["floor_ms"] = 1e3 * row["bytes_of_a_rank"] / bandwidth(group.device)
     except ValueError as error:  # more ranks than KV heads
         group.say(f"{case} has no floor: {error}")
     return row | ({"filled": True} if fills(lengths, args) else {}) | {"check": {}, "rivals": {}, "not_run": {}}
@@ -147,7 +147,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.ranks"
     hf.silence()
     torch.manual_seed(0)
     device = join()
-    group, dtype, (model_type, config) = Group(), dtype_for(device), (SHAPES | FAMILIES)[args.shape]
+    group, dtype, (model_type, config) = Group(device), dtype_for(device), (SHAPES | FAMILIES)[args.shape]
     config = {"max_position_embeddings": 4096, **COMMON, **config}
     config |= {} if args.layers is None else {"num_hidden_layers": args.layers}
     longest = max(max(row_lengths(case, PADDED)) for case in args.cases)

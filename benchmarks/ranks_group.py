@@ -25,12 +25,13 @@ def join() -> torch.device:
 
 
 class Group:
-    """The processes. results: of the first one, None in the others.
+    """The processes. device: of this one. results: of the first one, None in the others.
 
     They meet over gloo: a collective of NCCL would keep the GPU of a waiting process busy.
     """
 
-    def __init__(self):
+    def __init__(self, device: torch.device):
+        self.device = device
         self.results: Results | None = None
         self.size, self.first = dist.get_world_size(), dist.get_rank() == 0
         self.hosts = dist.new_group(backend="gloo")

@@ -352,6 +352,7 @@ SECTIONS: list[tuple[str, str, Callable[[dict], str]]] = [
     ("generate_oldest", "generate_8b_oldest.json", generate),
     ("commits", "commits.json", commits),
     ("families", "families.json", sections_steps.families),
+    ("families_h100", "families_h100.json", sections_steps.families),
     ("modes", "modes.json", sections_steps.modes),
     ("quantised", "quantised.json", sections_steps.quantised),
     ("ranks", "ranks_8b.json", ranks),

@@ -15,7 +15,9 @@ def families(result: dict) -> str:
     head = ["model", "batch x prompt", "floor", "replay", "replay / floor", "launches", "`patch()`", "stock `generate()`"]
     padded = next((row["lengths"] for row in result["rows"] if row["case"].endswith("padded")), None)
     lengths = f"; the padded case has left-padded rows of {min(padded)} to {max(padded)} tokens" if padded else ""
-    title = "**A decode step of each family, milliseconds**, random weights, the floor at 4.5 TB/s"
+    title = (
+        f"**A decode step of each family, milliseconds**, random weights, the floor at {figure(result.get('tb_per_s', 4.5))} TB/s"
+    )
     return f"{title} {by_method(result)}{lengths}:\n\n{table(head, rows)}"
 
 
