@@ -11,8 +11,8 @@ over all GPUs by layers, as device_map="auto" places them. There is one model at
 with the reason. --keep adds the rows to those of other numbers of GPUs.
 
 Weights are random. The floor is the bytes that one GPU reads in a step, divided by its bandwidth (as in families). Before timing,
-the logits of captured steps are compared with those of uncaptured ones, and the tokens of all ranks with each other. Prompts of more
-than --fill tokens are not read: the caches of patch() get random K and V instead, and the other rivals are left out.
+the logits of captured steps are compared with those of uncaptured ones, and the tokens of all ranks with each other. Prompts of
+more than --fill tokens are not read: the caches of patch() get random K and V instead, and the other rivals are left out.
 """
 
 from __future__ import annotations
