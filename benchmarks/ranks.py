@@ -155,7 +155,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.ranks"
     made = hf.make_config(model_type, **config)
     if group.first:
         head = {"conditions": conditions(device, METHOD), "shape": args.shape, "layers": made.num_hidden_layers}
-        head |= {"dtype": str(dtype).removeprefix("torch."), "unit": "ms a token"}
+        head |= {"dtype": str(dtype).removeprefix("torch."), "unit": "ms a token", "tb_per_s": bandwidth(device) / 1e12}
         path = args.out / f"{args.name or f'ranks_{args.shape}'}.json"
         group.results = Results(path, args.seconds, command(prog, argv), device, **head)
         if args.keep:

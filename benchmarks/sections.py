@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from hf_fastattn.tables import size, table, thousands
 
@@ -358,6 +359,8 @@ SECTIONS: list[tuple[str, str, Callable[[dict], str]]] = [
     ("ranks", "ranks_8b.json", ranks),
     ("ranks_70b", "ranks_70b.json", ranks),
     ("ranks_glm4", "ranks_glm4-9b.json", ranks),
+    ("ranks_8b_h100", "ranks_8b_h100.json", partial(ranks, counts=())),
+    ("ranks_glm4_h100", "ranks_glm4-9b_h100.json", partial(ranks, counts=())),
     ("generate_1b", "generate_1b.json", generate),
     ("fresh", "generate_fresh.json", fresh),
     ("stream", "stream.json", stream),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from hf_fastattn.tables import table
 
 from .ranks_rivals import NAMES, NO_TIME
@@ -10,10 +12,10 @@ from .words import by_method, figure
 COUNTS = (2, 4, 8)  # numbers of GPUs: one that was not run has a row without figures
 
 
-def ranks(result: dict) -> str:
-    """The table. Of the runs of a case, each rival has the last one that timed it."""
+def ranks(result: dict, counts: Iterable[int] = COUNTS) -> str:
+    """The table. Of the runs of a case, each rival has the last one that timed it. counts: at least these numbers of GPUs."""
     measured, rows = result["rows"], []
-    counts = sorted({*COUNTS, *(row["ranks"] for row in measured)})
+    counts = sorted({*counts, *(row["ranks"] for row in measured)})
     for case in dict.fromkeys(row["case"] for row in measured):
         of_case = [row for row in measured if row["case"] == case]
         for name in NAMES:
@@ -29,7 +31,7 @@ def ranks(result: dict) -> str:
     head = ["batch x prompt", "GPUs", "", "floor", "ms a token", "replay", "launches", "first token", "notes"]
     return (
         f"**Tensor parallelism, {result['shape']} with {result['layers']} layers, milliseconds**, random weights, the floor of "
-        f"one GPU's share at 4.5 TB/s {by_method(result)}:\n\n{table(head, rows)}"
+        f"one GPU's share at {figure(result.get('tb_per_s', 4.5))} TB/s {by_method(result)}:\n\n{table(head, rows)}"
     )
 
 
