@@ -254,7 +254,7 @@ def test_drafts_from_hidden_states_do_not_continue_a_cache(llama):
     inputs = prompts("no_padding", "cpu", rows=1)
     with hf_fastattn.patch(llama):
         out = generate(llama, inputs, return_dict_in_generate=True)
-        with pytest.raises(ValueError, match=r"holds 111 tokens without them\. Leave out past_key_values"):
+        with pytest.raises(ValueError, match=r"holds 111 tokens without them\. Leave out \w+"):
             generate(llama, {"input_ids": out.sequences}, past_key_values=out.past_key_values, use_mtp=True)
 
 
@@ -415,16 +415,17 @@ def test_an_exception_ends_the_call(llama, error):
 class AllLogits(LlamaForCausalLM):
     """Without logits_to_keep."""
 
-    def forward(self, input_ids, attention_mask=None, position_ids=None, past_key_values=None, use_cache=None, return_dict=None):
-        return super().forward(input_ids, attention_mask, position_ids, past_key_values, use_cache=use_cache)
+    def forward(self, input_ids, attention_mask=None, position_ids=None, use_cache=None, return_dict=None, **cache):
+        return super().forward(input_ids, attention_mask, position_ids, use_cache=use_cache, **cache)
 
 
 class LastLogits(LlamaForCausalLM):
     """Returns the logits of the last token, whatever logits_to_keep is."""
 
-    def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, use_cache=None, **kwargs):
-        out = super().forward(input_ids, attention_mask, position_ids, past_key_values, use_cache=use_cache)
-        return CausalLMOutputWithPast(logits=out.logits[:, -1:], past_key_values=out.past_key_values)
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, use_cache=None, **kwargs):
+        cache = {hf.CACHE: hf.cache_in(kwargs)}
+        out = super().forward(input_ids, attention_mask, position_ids, use_cache=use_cache, **cache)
+        return CausalLMOutputWithPast(logits=out.logits[:, -1:], **{hf.CACHE: out[hf.CACHE]})
 
 
 @pytest.mark.parametrize("kind", [AllLogits, LastLogits])
@@ -454,7 +455,8 @@ def test_which_logits_a_model_returns(llama, kind):
 
 
 def test_outputs_that_are_tuples(llama):
-    def loop(model, input_ids, past_key_values, **_):
+    def loop(model, input_ids, **_):
+        past_key_values = hf.cache_in(_)
         found = []
         for _step in range(4):
             positions = torch.arange(past_key_values.get_seq_length() + input_ids.shape[1])[None, -input_ids.shape[1] :]
@@ -473,7 +475,8 @@ def test_outputs_that_are_tuples(llama):
 def test_a_loop_may_drop_tokens_of_the_prompt(llama):
     """The cache then holds fewer tokens than the mask of the call has columns."""
 
-    def loop(model, input_ids, past_key_values, **kwargs):
+    def loop(model, input_ids, **kwargs):
+        past_key_values = hf.cache_in(kwargs)
         found, ids, attention_mask = [], input_ids, kwargs["attention_mask"]
         for step in range(6):
             if step == 1:
@@ -523,10 +526,10 @@ def test_positions_of_another_number_of_tokens_are_not_padded(llama):
 class Remembering(LlamaForCausalLM):
     """Sets an attribute when it reads the end of a prompt, as vision models do, which its steps read."""
 
-    def forward(self, input_ids, attention_mask=None, position_ids=None, past_key_values=None, **kwargs):
+    def forward(self, input_ids, attention_mask=None, position_ids=None, **kwargs):
         if input_ids.shape[1] == 16:
             self.scale = float(input_ids[0, 0])
-        out = super().forward(input_ids, attention_mask, position_ids, past_key_values, **kwargs)
+        out = super().forward(input_ids, attention_mask, position_ids, **kwargs)
         out.logits = out.logits + self.scale * torch.linspace(-1, 1, VOCAB)
         return out
 
@@ -593,7 +596,8 @@ def test_a_graph_returns_the_logits_that_a_call_keeps(llama, keep):
     """A custom loop may keep any number of them; after a negative number all but the first."""
     inputs = prompts("no_padding", "cpu", rows=2)
 
-    def loop(model, input_ids, past_key_values, **kwargs):
+    def loop(model, input_ids, **kwargs):
+        past_key_values = hf.cache_in(kwargs)
         positions = torch.arange(input_ids.shape[1])[None]
         return model(input_ids=input_ids, position_ids=positions, past_key_values=past_key_values, logits_to_keep=keep).logits
 
@@ -657,10 +661,10 @@ def test_packed_sequences_are_not_read_by_a_graph(llama):
 class Reading(LlamaForCausalLM):
     """Reads a value on the host if there are many tokens, as the experts of a mixture do."""
 
-    def forward(self, input_ids, attention_mask=None, position_ids=None, past_key_values=None, **kwargs):
-        if input_ids.shape[1] > 64 and torch.is_tensor(past_key_values.get_seq_length()):
+    def forward(self, input_ids, attention_mask=None, position_ids=None, **kwargs):
+        if input_ids.shape[1] > 64 and torch.is_tensor(hf.cache_in(kwargs).get_seq_length()):
             input_ids.sum().item()
-        return super().forward(input_ids, attention_mask, position_ids, past_key_values, **kwargs)
+        return super().forward(input_ids, attention_mask, position_ids, **kwargs)
 
 
 def test_a_prompt_that_cannot_be_captured_is_read_from_python_and_not_tried_again(llama, monkeypatch):

@@ -276,12 +276,12 @@ def wrapped_method(model):
 WRAPPED = {"wrapped_forward": wrapped_forward, "wrapped_method": wrapped_method}
 
 
-def loop(model, input_ids, past_key_values, **kwargs):
+def loop(model, input_ids, **kwargs):
     """A user's: the same, by greedy decoding."""
-    mask, new = None, input_ids
+    mask, new, cache = None, input_ids, hf.cache_in(kwargs)
     for _ in range(NEW_TOKENS):
         positions = torch.arange(input_ids.shape[1], device=new.device)[None, -new.shape[1] :]
-        out = model(input_ids=new, attention_mask=mask, position_ids=positions, past_key_values=past_key_values)
+        out = model(input_ids=new, attention_mask=mask, position_ids=positions, past_key_values=cache)
         new = out.logits[:, -1:].argmax(-1)
         input_ids = torch.cat([input_ids, new], 1)
         mask = masked(input_ids.shape[1], new.device)

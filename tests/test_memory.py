@@ -309,8 +309,8 @@ def test_results_of_update_are_not_overwritten(buffers):
     with patched(model, "static", graph=False):
         update = PreallocatedCache.update
 
-        def watched(self, keys, values, *args):
-            out = update(self, keys, values, *args)
+        def watched(self, keys, values, *args, **kwargs):
+            out = update(self, keys, values, *args, **kwargs)
             kept.append(out[1])
             return out
 

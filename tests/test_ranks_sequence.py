@@ -14,7 +14,7 @@ from test_ranks import NEW, generate, graphs_of, of_family, outcome, results, sh
 from transformers import DynamicCache
 
 import hf_fastattn
-from hf_fastattn import PreallocatedCache
+from hf_fastattn import PreallocatedCache, hf
 from hf_fastattn.caches import shared as shared_cache
 from hf_fastattn.patches import call_caches
 
@@ -246,7 +246,7 @@ def test_other_caches_have_the_heads_of_the_rank(played):
         *same, reasons = found["other_caches"]
         assert same == [True, True, True]
         for name, reason in zip(("DynamicCache", "PreallocatedCache"), reasons, strict=True):
-            assert reason == f"past_key_values is a {name}, not a SharedCache"
+            assert reason == f"{hf.CACHE} is a {name}, not a SharedCache"
 
 
 def test_refusals(played):

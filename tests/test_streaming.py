@@ -483,7 +483,8 @@ def test_masks_that_a_loop_of_the_caller_passes_to_steps(llama, kind, device, mo
     record(device, monkeypatch)
     ids = tokens(2, WINDOW, device)
 
-    def loop(model, input_ids, past_key_values, **_):
+    def loop(model, input_ids, **_):
+        past_key_values = hf.cache_in(_)
         mask, kept = torch.ones_like(input_ids), []
         logits = model(input_ids=input_ids, attention_mask=mask, past_key_values=past_key_values).logits
         for step in range(6):

@@ -46,7 +46,7 @@ def streams(model: hf.PreTrainedModel) -> bool:
 
 def before(model: hf.PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
     """The forward pre-hook. A StoredCache counts the new tokens and may replace the model's arguments."""
-    cache = kwargs.get("past_key_values")
+    cache = hf.cache_in(kwargs)
     if not torch.compiler.is_compiling():
         abandon(model)
         if streams(model):

@@ -33,7 +33,7 @@ from .attention import (  # noqa: E402
     unset_parts,
     why_not_model,
 )
-from .caches import OTHERS, layer_windows  # noqa: E402
+from .caches import CACHE, CACHES, OTHERS, cache_in, layer_windows  # noqa: E402
 from .experts import (  # noqa: E402
     STOCK_EXPERTS,
     Routing,
@@ -107,7 +107,15 @@ from .parallel import (  # noqa: E402
     with_inner,
 )
 from .quantised import Weights, quantised_as, scales_by_tensor, weights, why_not_captured  # noqa: E402
-from .rotations import Functions, Rotation, called, is_rotation, rotation_of, rotations_in  # noqa: E402
+from .rotations import (  # noqa: E402
+    Functions,
+    Rotation,
+    called,
+    is_rotation,
+    rotation_of,
+    rotations_in,
+    without_renaming,
+)
 from .text import (  # noqa: E402
     GRIDS,
     LongPast,
@@ -123,6 +131,8 @@ from .text import (  # noqa: E402
 __all__ = [
     "ASSISTANT",
     "BESIDE_ATTENTION",
+    "CACHE",
+    "CACHES",
     "CALL",
     "CHUNKS_FROM_START",
     "COMPILED",
@@ -161,6 +171,7 @@ __all__ = [
     "asks_for_weights",
     "attention_names",
     "bookkeeping",
+    "cache_in",
     "called",
     "causal_mask_function",
     "changing_rope",
@@ -247,4 +258,5 @@ __all__ = [
     "with_collective",
     "with_contiguous_ids",
     "with_inner",
+    "without_renaming",
 ]

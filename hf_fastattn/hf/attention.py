@@ -14,6 +14,8 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .caches import CACHES
+
 try:
     from transformers.utils.output_capturing import _active_collector
 except ImportError:  # private; without it, output_attentions is noticed only if a model passes it on
@@ -44,7 +46,7 @@ def stock_attention(module: torch.nn.Module, eager: bool) -> Function | None:
 
 # Tensors that models pass to attention among the keyword arguments of forward(), and that scores do not depend on.
 BESIDE_ATTENTION = frozenset(
-    {"position_ids", "cache_position", "position_embeddings", "token_type_ids", "mm_token_type_ids", "seq_idx", "past_key_values"}
+    {"position_ids", "cache_position", "position_embeddings", "token_type_ids", "mm_token_type_ids", "seq_idx", *CACHES}
     | {"labels", "shift_labels", "num_items_in_batch", "logits_to_keep"}
     | {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}  # checked in refuse.py
 )

@@ -1,11 +1,23 @@
-"""The number of tokens that each layer of a model keeps."""
+"""The name of the argument that is the cache, and the number of tokens that each layer of a model keeps."""
 
 from __future__ import annotations
 
-from transformers import PreTrainedConfig
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import PreTrainedConfig, __version__
 from transformers.cache_utils import get_layer_types_and_kwargs
 
+from .version import number_of
+
 OTHERS = "use a DynamicCache"
+CACHE = "cache" if number_of(__version__) >= (5, 24) else "past_key_values"  # the argument and the output of models
+CACHES = tuple(dict.fromkeys((CACHE, "past_key_values")))  # Transformers renames the old name
+
+
+def cache_in(arguments: Mapping[str, Any]) -> Any:
+    """The cache among the arguments of a model or of generate(), or None."""
+    return next((arguments[name] for name in CACHES if arguments.get(name) is not None), None)
 
 
 def layer_windows(config: PreTrainedConfig) -> list[int | None]:

@@ -15,6 +15,8 @@ from transformers.masking_utils import (
     sdpa_mask,
 )
 
+from .caches import CACHE
+
 
 def mask_pattern(
     mask_function: Callable[..., bool],
@@ -162,7 +164,7 @@ def decode_mask(model: PreTrainedModel, inputs: dict[str, Any]) -> torch.Tensor 
         config=model.config,
         inputs_embeds=ids.new_empty((*ids.shape, 0), dtype=model.dtype),
         attention_mask=inputs["attention_mask"],
-        past_key_values=inputs["past_key_values"],
+        **{CACHE: inputs[CACHE]},
         position_ids=inputs.get("position_ids"),
         block_sequence_ids=inputs.get("block_sequence_ids"),
         token_type_ids=inputs.get("token_type_ids"),

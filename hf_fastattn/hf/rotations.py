@@ -12,6 +12,9 @@ from itertools import product
 from typing import NamedTuple
 
 import torch
+from transformers.utils import deprecation
+
+from .llama import module_of
 
 _NAMES = ("apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave")
 
@@ -29,8 +32,19 @@ class Rotation(NamedTuple):
     late: bool
 
 
+def without_renaming(forward: object) -> tuple[object, str | None]:
+    """(the function within Transformers' wrapper that renames a deprecated argument, the old name), or (forward, None)."""
+    if not isinstance(forward, types.FunctionType) or module_of(forward) != deprecation.__name__:
+        return forward, None
+    cells = dict(zip(forward.__code__.co_freevars, forward.__closure__ or (), strict=True))
+    if not {"func", "old_name"} <= set(cells):
+        return forward, None
+    return cells["func"].cell_contents, cells["old_name"].cell_contents
+
+
 def rotations_in(forward: object) -> dict[str, Functions]:
     """The functions by which an attention layer's forward() rotates queries and keys: name to the function and all it calls."""
+    forward, _ = without_renaming(forward)
     if not isinstance(forward, types.FunctionType) or forward.__closure__:
         return {}
     return {name: reached(function) for name, function in called(forward).items() if name in _NAMES}

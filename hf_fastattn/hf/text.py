@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .attention import is_attention
+from .caches import CACHE
 
 
 def set_text_attention(model: PreTrainedModel, name: str) -> None:
@@ -103,4 +104,4 @@ def run_text(decoder: PreTrainedModel, positions: torch.Tensor, past: LongPast |
     """Run a decoder over equal tokens at these positions (rows, tokens), with an all-zero mask."""
     mask = torch.zeros(1, 1, 1, 1, device=positions.device)  # a 4-D mask is passed through unchanged
     ids = torch.zeros_like(positions)
-    decoder(input_ids=ids, position_ids=positions, attention_mask=mask, past_key_values=past, use_cache=past is not None)
+    decoder(input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=past is not None, **{CACHE: past})

@@ -96,7 +96,7 @@ class CallCaches:
         whole = covered(model_kwargs, seen)
         if seen and whole is not None and whole <= seen:
             raise ValueError(
-                f"past_key_values holds {seen} tokens, and this call covers {whole}. Pass the whole text, or only the "
+                f"{hf.CACHE} holds {seen} tokens, and this call covers {whole}. Pass the whole text, or only the "
                 "new ids with the attention_mask of the whole text or with their position_ids: at least one token more."
             )
         # If only the new ids are given, the length of the call counts from them.

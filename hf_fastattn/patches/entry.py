@@ -62,7 +62,7 @@ class Entry:
         self.count = len(inputs)
         self.index: torch.Tensor | None = None  # int64 (1,): the last token that is not padding, if a forward takes its index
         for name, value in inputs.items():
-            if name == "past_key_values":
+            if name in hf.CACHES:
                 continue
             if name == "attention_mask" and grows(value):
                 with torch.inference_mode(False):
@@ -162,7 +162,7 @@ class Entry:
         def step() -> Any:
             cache = self.around(storage)
             with cache.on_device():
-                inputs = {**static, "past_key_values": cache}
+                inputs = {**static, hf.CACHE: cache}
                 if self.takes_mask and "attention_mask" not in static:
                     # Built in the graph from the count on the device. Some models count tokens on the host if they get no mask.
                     inputs["attention_mask"] = hf.decode_mask(model, {**inputs, "attention_mask": None})
@@ -186,7 +186,7 @@ class Entry:
 
     def output(self, logits: torch.Tensor, cache: StoredCache) -> Any:
         """The output of a step, in the model's own type."""
-        return self.output_type(logits=logits, **({"past_key_values": cache} if self.returns_cache else {}))
+        return self.output_type(logits=logits, **({hf.CACHE: cache} if self.returns_cache else {}))
 
 
 def unpaddable(inputs: Inputs) -> str | None:

@@ -77,7 +77,7 @@ class Forwards:
 
     def __call__(self, **given: Any) -> Any:
         self.replayed = None
-        cache: Any = given.get("past_key_values")
+        cache: Any = hf.cache_in(given)
         ids: Any = given.get("input_ids")
         prompt, self.begun = not self.begun or self._reads_prompt(cache, ids), True
         if prompt:
@@ -159,7 +159,7 @@ class Forwards:
     def _forward(self, given: Inputs) -> Any:
         """The model's forward, which may change the model."""
         self.present.forget()
-        cache = given.get("past_key_values")
+        cache = hf.cache_in(given)
         before = tokens_in(cache) if isinstance(cache, StoredCache) else -1
         output = self.run(**given)
         self.added = not isinstance(cache, StoredCache) or tokens_in(cache) > before

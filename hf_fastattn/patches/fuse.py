@@ -106,10 +106,12 @@ class _Names(dict[str, Any]):
 
 def _with_fused_rope(forward: types.FunctionType) -> Forward:
     """The same code with other globals, in which the rotation is fused. The module is not changed."""
-    names, rotations = forward.__globals__, hf.rotations_in(forward)
+    inner, old = hf.without_renaming(forward)
+    assert isinstance(inner, types.FunctionType)
+    names, rotations = inner.__globals__, hf.rotations_in(inner)
     fused = {name: _fused_rotation(functions) for name, functions in rotations.items()}
-    ours = types.FunctionType(forward.__code__, _Names(names, **fused), forward.__name__, forward.__defaults__)
-    ours.__kwdefaults__ = forward.__kwdefaults__
+    ours = types.FunctionType(inner.__code__, _Names(names, **fused), inner.__name__, inner.__defaults__)
+    ours.__kwdefaults__ = inner.__kwdefaults__
     known = [(names, name, functions[0]) for name, functions in rotations.items()]
     for each in itertools.chain(*rotations.values()):
         known += [(each.__globals__, name, function) for name, function in hf.called(each).items()]
@@ -118,7 +120,7 @@ def _with_fused_rope(forward: types.FunctionType) -> Forward:
     def layer(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         # torch.compile looks globals up by the name of their module, and would use ours for the whole module.
         theirs = torch.compiler.is_compiling() or any(space.get(name) is not function for space, name, function in known)
-        return (forward if theirs else ours)(self, *args, **kwargs)
+        return (forward if theirs or old in kwargs else ours)(self, *args, **kwargs)
 
     return layer
 

@@ -151,7 +151,7 @@ class Generation:
         forward.abandon(model)
         if forward.streams(model):
             refresh(model)  # before the fingerprint of a graph is taken
-        given: object = model_kwargs.get("past_key_values")
+        given: object = model_kwargs.get(hf.CACHE)
         asked = self._asked(model, generation_config, given)
         if given is not None or asked is not None or generation_config.use_cache is False:
             stock = hf.stock(model, hf.PREPARE_CACHE)
@@ -161,21 +161,21 @@ class Generation:
         if caches.takes(given):
             caches.make_ready(given, model, model_kwargs, rows, max_cache_length)
         elif given is not None:
-            self.say(f"past_key_values is a {type(given).__name__}, not a {caches.type.__name__}")
+            self.say(f"{hf.CACHE} is a {type(given).__name__}, not a {caches.type.__name__}")
         elif asked is not None:
             self.say(f"cache_implementation={asked!r} was requested")
         elif generation_config.use_cache is False:
             self.say("use_cache=False was requested")
         else:
-            given = model_kwargs["past_key_values"] = caches.pool.take(rows, max_cache_length, among)
-        self.ranks.wrote(model_kwargs.get("past_key_values"))
+            given = model_kwargs[hf.CACHE] = caches.pool.take(rows, max_cache_length, among)
+        self.ranks.wrote(model_kwargs.get(hf.CACHE))
         assisted = "assisted" in str(getattr(generation_mode, "value", generation_mode))
         if caches.takes(given):
             seen = given.get_seq_length()
             given.check_call(model_kwargs.get("attention_mask"), seen + max_cache_length, assisted)
             if seen and hf.CHUNKS_FROM_START and generation_config.prefill_chunk_size is not None:
                 raise ValueError(
-                    f"Transformers before 5.21 reads all tokens again in chunks, and past_key_values holds {seen} of them. "
+                    f"Transformers before 5.21 reads all tokens again in chunks, and {hf.CACHE} holds {seen} of them. "
                     "Leave out prefill_chunk_size, or upgrade Transformers."
                 )
             if assisted:
@@ -191,12 +191,12 @@ class Generation:
         whole = (covered(model_kwargs, seen) or hf.width_of_dropped_mask(generation_config)) == calls[-1].tokens
         if whole and hf.drafts_from_hidden_states(generation_config):
             raise ValueError(
-                "Drafts from hidden states (use_mtp, speculation_type) need those of the whole text, and past_key_values holds "
-                f"{seen} tokens without them. Leave out past_key_values."
+                f"Drafts from hidden states (use_mtp, speculation_type) need those of the whole text, and {hf.CACHE} holds "
+                f"{seen} tokens without them. Leave out {hf.CACHE}."
             )
         if not whole and model_kwargs.get("attention_mask") is not None:
             raise ValueError(
-                f"Transformers' assisted generation cuts an attention_mask to the new ids, and past_key_values holds {seen} "
+                f"Transformers' assisted generation cuts an attention_mask to the new ids, and {hf.CACHE} holds {seen} "
                 "tokens before them. Pass the ids of the whole text."
             )
         calls[-1].cached = seen if whole else 0
@@ -278,7 +278,7 @@ class Generation:
             prompt = mask.shape[1]
             # A mask of ones has no effect, and Transformers only adds ones. One check here saves one for every token.
             if adds_ones and bool((mask == 1).all()):
-                unmasked = model_kwargs["past_key_values"].storage
+                unmasked = model_kwargs[hf.CACHE].storage
         chunked = generation_config.prefill_chunk_size is not None
         assisted = [caller for caller in running.calls[-2:-1] if caller.assistant is model]
         call.forwards = Forwards(
@@ -364,12 +364,12 @@ class _KeptInputs(_Override):
     name = hf.PREPARE_INPUTS
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        calls, cache = self.__self__._thread.calls, kwargs.get("past_key_values")
+        calls, cache = self.__self__._thread.calls, hf.cache_in(kwargs)
         if calls and calls[-1].cached and kwargs.get("is_first_iteration"):
             ids = args[0] if args else kwargs["input_ids"]
             kwargs["next_sequence_length"] = ids.shape[1] - calls[-1].cached
         inputs: dict[str, Any] = self.own()(*args, **kwargs)
-        if self.__self__.caches.takes(cache) and inputs.get("past_key_values") is None:
+        if self.__self__.caches.takes(cache) and inputs.get(hf.CACHE) is None:
             cache.reset()  # type: ignore[no-untyped-call]  # untyped in Transformers
-            inputs["past_key_values"] = cache
+            inputs[hf.CACHE] = cache
         return inputs

@@ -23,7 +23,7 @@ def find_model(target: object) -> hf.PreTrainedModel:
     if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
         if any(getattr(config, "is_prompt_learning", False) for config in model.peft_config.values()):
             raise ValueError(
-                "A PEFT model with prompt learning passes its own past_key_values and masks, which the preallocated cache does "
+                "A PEFT model with prompt learning passes its own cache and masks, which the preallocated cache does "
                 "not support. Patch models with LoRA or a related method, or the base model."
             )
         model = model.get_base_model()
@@ -192,8 +192,8 @@ def _tried(model: hf.PreTrainedModel, backend: registry.Backend, rolling: bool, 
             warnings.simplefilter("ignore")
             ids = torch.ones(1, 4, dtype=torch.int64, device=model.device)  # also the mask, as in generate()
             cache = RollingCache(model) if rolling else None
-            cache = model(input_ids=ids[:, :3], attention_mask=ids[:, :3], past_key_values=cache).past_key_values
-            model(input_ids=ids[:, :1], attention_mask=ids, past_key_values=cache)
+            output = model(input_ids=ids[:, :3], attention_mask=ids[:, :3], **{hf.CACHE: cache})
+            model(input_ids=ids[:, :1], attention_mask=ids, **{hf.CACHE: output[hf.CACHE]})
     except Exception as error:  # after any error, this is not recommended
         return error
     return None

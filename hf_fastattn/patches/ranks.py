@@ -294,11 +294,11 @@ def refusing(model: hf.PreTrainedModel) -> Iterator[None]:
 def facts_of_cache(cache: object) -> dict[str, str]:
     """What ranks compare of a given cache: its class, its number of tokens, and the last call that wrote it."""
     if not isinstance(cache, hf.Cache):
-        return {"past_key_values": type(cache).__name__}
+        return {hf.CACHE: type(cache).__name__}
     words = f"{type(cache).__name__} of {cache.get_seq_length()}"
     if isinstance(cache, StoredCache):
         words += f", with room for {cache.storage.capacity}"
-    return {"past_key_values": words, "the last call that wrote past_key_values": vars(cache).get(_WRITER, "none")}
+    return {hf.CACHE: words, f"the last call that wrote {hf.CACHE}": vars(cache).get(_WRITER, "none")}
 
 
 def least_bytes(model: hf.PreTrainedModel, windows: list[int | None], rows: int, tokens: int) -> int:

@@ -79,12 +79,12 @@ class Recorder:
         if not isinstance(outputs, Mapping):
             raise Uncapturable(f"its output is a {type(outputs).__name__}")
         logits: torch.Tensor | None = outputs.get("logits")
-        others = [name for name, value in outputs.items() if name not in ("logits", "past_key_values") and value is not None]
+        others = [name for name, value in outputs.items() if name not in ("logits", hf.CACHE) and value is not None]
         if others or logits is None:
             raise Uncapturable(f"its output holds {', '.join(others) or 'no logits'}")
         entry.check(logits)
         entry.output_type = type(outputs)
-        entry.returns_cache = "past_key_values" in outputs
+        entry.returns_cache = hf.CACHE in outputs
         entry.unread = frozenset(unread)
         entry.warm = True
         values, tensors_written = before.differences(survey(self.model), entry.unread), written.names(self.model)

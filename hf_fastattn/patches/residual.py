@@ -22,7 +22,7 @@ from .subclass import Forward
 _DEFAULTS = {
     "attention_mask": None,
     "position_ids": None,
-    "past_key_values": None,
+    hf.CACHE: None,
     "use_cache": False,
     "position_embeddings": None,
 }
