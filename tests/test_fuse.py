@@ -13,6 +13,7 @@ from models import tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb
+from transformers.utils.deprecation import deprecate_kwarg
 
 import hf_fastattn
 from hf_fastattn import hf
@@ -331,6 +332,36 @@ def test_tensors_without_an_address_run_the_models_own_code(monkeypatch):
     monkeypatch.setattr(subclass, "INTERPRETED", True)
     assert subclass.has_kernels(torch.ones(2)) and subclass.has_kernels(torch.nn.Parameter(torch.ones(2)))
     assert not subclass.has_kernels(torch.ones(2).as_subclass(Wrapped))
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+def test_a_rotation_is_found_in_a_forward_whose_arguments_transformers_renames(monkeypatch):
+    model, ids = tiny("llama").to(DEVICE), torch.arange(1, 12, device=DEVICE)[None]
+    cls = type(model.model.layers[0].self_attn)
+    own, calls = cls.forward, []
+    renamed = deprecate_kwarg("mask", "99.0", new_name="attention_mask")(own)
+    with torch.no_grad():
+        expected = model(ids).logits
+        monkeypatch.setattr(cls, "forward", renamed)
+        assert list(hf.rotations_in(renamed)) == list(hf.rotations_in(own)) == ["apply_rotary_pos_emb"]
+        assert hf.rotations_in(functools.wraps(own)(lambda *args, **kwargs: own(*args, **kwargs))) == {}  # of another package
+        rotation = fuse._fused_rotation
+        monkeypatch.setattr(
+            fuse, "_fused_rotation", lambda functions: lambda *args: calls.append(1) or rotation(functions)(*args)
+        )
+        fuse_all(model)
+        assert torch.equal(model(ids).logits, expected) and len(calls) == len(model.model.layers)
+        attention, x = model.model.layers[0].self_attn, torch.randn(1, 3, model.config.hidden_size, device=DEVICE)
+        position_embeddings, mask = model.model.rotary_emb(x, ids[:, :3]), torch.zeros(1, 1, 3, 3, device=DEVICE)
+        with pytest.warns(FutureWarning, match="mask"):
+            old = attention(x, position_embeddings=position_embeddings, mask=mask)[0]
+        assert torch.equal(old, attention(x, position_embeddings=position_embeddings, attention_mask=mask)[0])
+
+
+def test_the_cache_among_arguments():
+    cache = object()
+    assert hf.cache_in({"past_key_values": cache, "input_ids": None}) is hf.cache_in({hf.CACHE: cache}) is cache
+    assert hf.cache_in({}) is hf.cache_in({hf.CACHE: None}) is None
 
 
 def test_transformers_is_not_changed():

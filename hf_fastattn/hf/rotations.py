@@ -32,14 +32,16 @@ class Rotation(NamedTuple):
     late: bool
 
 
-def without_renaming(forward: object) -> tuple[object, str | None]:
-    """(the function within Transformers' wrapper that renames a deprecated argument, the old name), or (forward, None)."""
-    if not isinstance(forward, types.FunctionType) or module_of(forward) != deprecation.__name__:
-        return forward, None
-    cells = dict(zip(forward.__code__.co_freevars, forward.__closure__ or (), strict=True))
-    if not {"func", "old_name"} <= set(cells):
-        return forward, None
-    return cells["func"].cell_contents, cells["old_name"].cell_contents
+def without_renaming(forward: object) -> tuple[object, frozenset[str]]:
+    """The function within Transformers' wrappers that rename deprecated arguments, and the old names."""
+    names: set[str] = set()
+    while isinstance(forward, types.FunctionType) and module_of(forward) == deprecation.__name__:
+        cells = dict(zip(forward.__code__.co_freevars, forward.__closure__ or (), strict=True))
+        if not {"func", "old_name"} <= set(cells):
+            break
+        names.add(cells["old_name"].cell_contents)
+        forward = cells["func"].cell_contents
+    return forward, frozenset(names)
 
 
 def rotations_in(forward: object) -> dict[str, Functions]:

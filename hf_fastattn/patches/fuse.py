@@ -106,7 +106,7 @@ class _Names(dict[str, Any]):
 
 def _with_fused_rope(forward: types.FunctionType) -> Forward:
     """The same code with other globals, in which the rotation is fused. The module is not changed."""
-    inner, old = hf.without_renaming(forward)
+    inner, old_names = hf.without_renaming(forward)
     assert isinstance(inner, types.FunctionType)
     names, rotations = inner.__globals__, hf.rotations_in(inner)
     fused = {name: _fused_rotation(functions) for name, functions in rotations.items()}
@@ -120,7 +120,7 @@ def _with_fused_rope(forward: types.FunctionType) -> Forward:
     def layer(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         # torch.compile looks globals up by the name of their module, and would use ours for the whole module.
         theirs = torch.compiler.is_compiling() or any(space.get(name) is not function for space, name, function in known)
-        return (forward if theirs or old in kwargs else ours)(self, *args, **kwargs)
+        return (forward if theirs or not old_names.isdisjoint(kwargs) else ours)(self, *args, **kwargs)
 
     return layer
 
