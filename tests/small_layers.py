@@ -130,7 +130,8 @@ def rotation_in_words(module: torch.nn.Module) -> str:
         for width, dtype in product((64, 32), (torch.float16, torch.float32))
     } - {None}
     if not found:
-        return "not replaced" if "position_embeddings" in type(module).forward.__code__.co_varnames else "none"
+        forward, _ = hf.without_renaming(type(module).forward)
+        return "not replaced" if "position_embeddings" in forward.__code__.co_varnames else "none"
     pairs = {"2i with 2i + 1" if rotation.interleaved else "i with i + D/2" for rotation in found}
     return " or ".join(sorted(pairs)) + (", in float32" if all(rotation.late for rotation in found) else "")
 
