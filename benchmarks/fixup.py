@@ -24,7 +24,7 @@ import triton.language as tl
 from hf_fastattn.kernels import INTERPRETED, reference
 from hf_fastattn.kernels.attention.lean import lean_kernel, stream_k
 from hf_fastattn.kernels.attention.plan import Call, Plan
-from hf_fastattn.kernels.attention.schedule import assign_tiles, program_of, stream_k_config
+from hf_fastattn.kernels.attention.schedule import assign_tiles, program_of, stream_k_config, tiles_of
 from hf_fastattn.kernels.device.attend import attend
 from hf_fastattn.kernels.device.merge import merge_rows, store_packed, store_partial
 from hf_fastattn.kernels.device.visibility import key_bounds, packed_rows
@@ -105,7 +105,6 @@ def fixup_kernel(
     t_stop = t + share + tl.where(index < extra, 1, 0)
 
     GROUP: tl.constexpr = C.GROUP
-    BLOCK_N: tl.constexpr = C.BLOCK_N
     WORKSPACE_M: tl.constexpr = C.WORKSPACE_M
     offs_v = tl.arange(0, C.BLOCK_DV)[None, :]
     rows = tl.arange(0, C.BLOCK_M)
@@ -124,7 +123,7 @@ def fixup_kernel(
         bounds, sink_bounds = key_bounds(span_ptr, q_index, 0, q_len - 1, q_len, kv_len, window, C)
         sink_lo, sink_hi, first_position = sink_bounds
         positions = first_position + (tl.zeros([1], tl.int32) if C.ONE_QUERY else q_index)
-        head_tiles = tl.maximum((bounds[3] - bounds[2] + BLOCK_N - 1) // BLOCK_N, 1)
+        head_tiles = tiles_of(bounds[2], bounds[3], C)
         kv_head = (t - before) // head_tiles
         tile_start = (t - before) % head_tiles
         tile_stop = tl.minimum(head_tiles, tile_start + t_stop - t)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from hf_fastattn.tables import table
 
 from .ranks_rivals import NAMES, NO_TIME
-from .words import by_method, figure
+from .words import bandwidth, by_method, figure
 
 COUNTS = (2, 4, 8)  # numbers of GPUs: one that was not run has a row without figures
 
@@ -31,7 +31,7 @@ def ranks(result: dict, counts: Iterable[int] = COUNTS) -> str:
     head = ["batch x prompt", "GPUs", "", "floor", "ms a token", "replay", "launches", "first token", "notes"]
     return (
         f"**Tensor parallelism, {result['shape']} with {result['layers']} layers, milliseconds**, random weights, the floor of "
-        f"one GPU's share at {figure(result.get('tb_per_s', 4.5))} TB/s {by_method(result)}:\n\n{table(head, rows)}"
+        f"one GPU's share at {bandwidth(result)} {by_method(result)}:\n\n{table(head, rows)}"
     )
 
 

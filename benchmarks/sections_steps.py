@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hf_fastattn.tables import table
 
-from .words import by_method, figure, model
+from .words import bandwidth, by_method, figure, model
 
 
 def families(result: dict) -> str:
@@ -15,9 +15,7 @@ def families(result: dict) -> str:
     head = ["model", "batch x prompt", "floor", "replay", "replay / floor", "launches", "`patch()`", "stock `generate()`"]
     padded = next((row["lengths"] for row in result["rows"] if row["case"].endswith("padded")), None)
     lengths = f"; the padded case has left-padded rows of {min(padded)} to {max(padded)} tokens" if padded else ""
-    title = (
-        f"**A decode step of each family, milliseconds**, random weights, the floor at {figure(result.get('tb_per_s', 4.5))} TB/s"
-    )
+    title = f"**A decode step of each family, milliseconds**, random weights, the floor at {bandwidth(result)}"
     return f"{title} {by_method(result)}{lengths}:\n\n{table(head, rows)}"
 
 

@@ -351,14 +351,15 @@ def test_a_rotation_is_found_in_a_forward_whose_arguments_transformers_renames(m
         )
         layers = [layer.self_attn for layer in model.model.layers]
         fuse.fuse(fuse.Fusible([], layers, [], []))
-        torch.testing.assert_close(model(ids).logits, expected, rtol=1e-3, atol=1e-3)
+        bound = 1e-3 if INTERPRETED or DEVICE == "cuda" else 0.0  # elsewhere no kernel runs
+        torch.testing.assert_close(model(ids).logits, expected, rtol=0, atol=bound)
         assert len(calls) == len(layers)
         attention, x = layers[0], torch.randn(1, 3, model.config.hidden_size, device=DEVICE)
         position_embeddings, mask = model.model.rotary_emb(x, ids[:, :3]), torch.zeros(1, 1, 3, 3, device=DEVICE)
         with pytest.warns(FutureWarning, match="mask"):
             old = attention(x, position_embeddings=position_embeddings, mask=mask)[0]
         new = attention(x, position_embeddings=position_embeddings, attention_mask=mask)[0]
-        torch.testing.assert_close(old, new, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(old, new, rtol=0, atol=bound)
 
 
 def test_the_cache_among_arguments():

@@ -31,6 +31,7 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutput
 
 import hf_fastattn
+from hf_fastattn import hf
 from hf_fastattn import step as steps
 from hf_fastattn.caches import PreallocatedCache
 from hf_fastattn.patches import generation, subclass
@@ -331,7 +332,7 @@ def test_adapters(captured):
     "what, match",
     [
         ("hook", "forward hook"),
-        ("checkpointing", "added no token to the cache|drops the cache"),
+        ("checkpointing", "drops the cache" if hf.CACHE == "cache" else "added no token to the cache"),  # 5.24 says it first
         ("no_cache", "use_cache=False"),
         ("hidden", "hidden states"),
         ("stock_attention", "attn_implementation is 'sdpa'"),
@@ -876,6 +877,9 @@ def test_bad_input(llama):
     for model, match in [
         (tiny("bloom", n_layer=1, n_head=4), "never asks Transformers' attention interface"),
         (tiny("falcon"), "cannot be patched"),
+        *[(tiny("gptj", n_layer=1, n_head=4, n_embd=64, rotary_dim=8), "cannot be patched")][
+            hf.CACHE == "cache" :
+        ],  # runs on 5.24
         (tiny("qwen3_next", num_hidden_layers=2), "linear_attention"),
     ]:
         unpatched = state(model)

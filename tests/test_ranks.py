@@ -609,7 +609,7 @@ def test_ranks_that_generate_other_tokens_fail(played):
 
 
 def test_a_cache_of_another_text_is_refused(played):
-    said = r"ValueError: .*the last call that wrote \w+ is 'call 1.* on rank 0 and 'call 2.* on rank 1"
+    said = f"ValueError: .*the last call that wrote {hf.CACHE} is 'call 1.* on rank 0 and 'call 2.* on rank 1"
     for found in played:
         first, same, second, also = found["another_cache_of_as_many_tokens"][0]
         assert re.match(said, first) and re.match(said.replace("call 1", "call 5").replace("call 2", "call 6"), second)

@@ -60,7 +60,10 @@ def same(out, expected) -> None:
     assert torch.equal(out.sequences, expected.sequences) and out.sequences.is_contiguous()
     assert len(out.scores) == len(expected.scores)
     for mine, theirs in zip(out.scores, expected.scores, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-3)  # of this step: those of another differ by far more
+        bounds = (
+            {"rtol": 0, "atol": 1e-3} if DEVICE == "cuda" else {}
+        )  # graphs have sums of other orders; other steps differ by more
+        torch.testing.assert_close(mine, theirs, **bounds)
 
 
 @pytest.mark.parametrize("step", [0, 1, 5, NEW - 2, NEW - 1])

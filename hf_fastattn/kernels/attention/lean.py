@@ -31,7 +31,7 @@ from ..host import gpu, launch, tables
 from ..host.overlap import early, let_next_begin, wait_for_inputs
 from ..spec import KV, Form, Spec
 from .plan import Call, Plan
-from .schedule import assign_tiles, choose, program_of, queries_of, seen_keys, team_size, visible_keys
+from .schedule import assign_tiles, choose, program_of, queries_of, seen_keys, team_size, tiles_of, visible_keys
 from .split_kv import fixed_splits
 
 
@@ -117,7 +117,7 @@ def lean_kernel(
         block, first, last = 0, 0, q_len - 1
         if not C.FEW_ROWS:
             lo, hi = seen_keys(span_ptr, 0, q_len - 1, q_len, kv_len, window, C)  # by any block
-            head = (t - before) // tl.maximum((hi - lo + BLOCK_N - 1) // BLOCK_N, 1)
+            head = (t - before) // tiles_of(lo, hi, C)
             block = head % (heads // kv_heads) * team + member
             first, last = queries_of(block, q_len, C)
         local = tl.arange(0, BLOCK_M)
@@ -128,7 +128,7 @@ def lean_kernel(
         positions = first_position + (tl.zeros([1], tl.int32) if C.ONE_QUERY else q_index)
         if C.FEW_ROWS:
             lo, hi = bounds[2], bounds[3]
-        head_tiles = tl.maximum((hi - lo + BLOCK_N - 1) // BLOCK_N, 1)
+        head_tiles = tiles_of(lo, hi, C)
         kv_head = (t - before) // head_tiles
         tile_start = (t - before) % head_tiles
         tile_stop = tl.minimum(head_tiles, tile_start + t_stop - t)

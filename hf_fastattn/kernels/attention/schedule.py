@@ -52,13 +52,19 @@ def seen_keys(
 
 
 @triton.jit
+def tiles_of(lo, hi, C: tl.constexpr):
+    """Tiles of the keys [lo, hi); at least one, for sinks."""
+    return tl.maximum((hi - lo + C.BLOCK_N - 1) // C.BLOCK_N, 1)
+
+
+@triton.jit
 def num_tiles(
     span_ptrs, first, last, q_len, kv_len, window,
     C: tl.constexpr,
 ):  # fmt: skip
-    """Tiles that queries first..last of a row visit in one KV head, for one row or a tensor of rows; at least one, for sinks."""
+    """Tiles that queries first..last of a row visit in one KV head, for one row or a tensor of rows."""
     lo, hi = seen_keys(span_ptrs, first, last, q_len, kv_len, window, C)
-    return tl.maximum((hi - lo + C.BLOCK_N - 1) // C.BLOCK_N, 1)
+    return tiles_of(lo, hi, C)
 
 
 @triton.jit
