@@ -26,6 +26,7 @@ from transformers import (
     PreTrainedTokenizerFast,
     StaticCache,
     StoppingCriteria,
+    modeling_rope_utils,
     pipeline,
 )
 from transformers.modeling_outputs import CausalLMOutput
@@ -918,6 +919,32 @@ def test_a_cache_that_the_model_drops_is_emptied_and_kept(captured, length, chun
             del found  # and with it the cache, whose storage the next call reuses
         assert [entry.tokens for held in patch._graphs.entries.values() for entry in held if entry.graph].count(1) == 1
     assert "prepare_inputs_for_generation" not in vars(model)
+
+
+def longrope(family, limit):
+    """A model whose frequencies are others for texts of more than `limit` tokens."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": limit}
+    rope |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    own = {"original_max_position_embeddings": limit} if family == "phi3" else {}
+    return tiny(family, "sdpa", rope_parameters=rope, **own)
+
+
+@pytest.mark.parametrize("options", [{}, {"prompt_lookup_num_tokens": 5}], ids=["one token", "several"])
+@pytest.mark.parametrize("family", ["phi3", "llama"])
+def test_frequencies_that_change_with_the_length_are_captured(captured, family, options):
+    """Transformers writes them in place in each step, from the positions of this step, and reads them then."""
+    model, inputs = longrope(family, 40), prompts("no_padding", "cpu", rows=1, length=30)
+    inputs["input_ids"][:, 15:] = inputs["input_ids"][:, :15]  # which gives prompt lookup something to find
+    expected = generate(model, inputs, **options)
+    assert not torch.equal(generate(longrope(family, 64), inputs, **options), expected)
+    with hf_fastattn.patch(model) as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(2):
+            assert torch.equal(generate(model, inputs, **options), expected)
+        if "copy_" in inspect.getsource(modeling_rope_utils):
+            assert patch.captures and not patch.reasons
+        else:
+            assert patch.reasons and not patch.captures  # old versions decide on the host
 
 
 def test_new_ids_alone_with_their_positions(captured, llama):
