@@ -8,6 +8,7 @@ import gc
 import pytest
 import torch
 from models import FAMILIES, PADDINGS, family, prompts, tiny
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_fastattn import patch
 from hf_fastattn.caches import PreallocatedCache, RollingCache, layers
@@ -250,8 +251,6 @@ def test_bad_input():
     with pytest.raises(ValueError, match="at least 1; got 0"):
         PreallocatedCache(model, 0)
     for other, match in [("t5", "encoder-decoder"), ("qwen3_next", "linear_attention"), ("llama4_text", "chunked_attention")]:
-        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
         with pytest.raises(ValueError, match=match):
             PreallocatedCache(CONFIG_MAPPING[other]())
     with pytest.raises(ValueError, match="has attention, recurrent"):  # the names of RecurrentGemma's layers in 5.17
@@ -268,6 +267,23 @@ def test_bad_input():
     with pytest.raises(NotImplementedError, match="cannot be offloaded"):
         cache.layers[0].offload()
     assert not cache.is_compileable  # otherwise generate() would start torch.compile by itself
+
+
+def test_layers_that_a_model_adds_to_its_cache():
+    """Looped models copy the layers of their cache, one for each loop. Reordering and cropping would miss the copies."""
+    model = tiny("llama", "lean")
+    ids, cache = prompts("no_padding", "cpu")["input_ids"], PreallocatedCache(model)
+    cache.layers += [copy.deepcopy(layer) for layer in cache.layers]
+    with torch.no_grad(), pytest.raises(ValueError, match=r"changed the layers of its cache, 4 instead of 2.*use a DynamicCache"):
+        model(ids, past_key_values=cache)
+    cache.layers = cache.layers[:2]
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        copied = copy.deepcopy(cache)
+        assert torch.equal(model(ids[:, :1], past_key_values=copied).logits, model(ids[:, :1], past_key_values=cache).logits)
+    if "dory" in CONFIG_MAPPING:
+        with pytest.raises(ValueError, match="DoryConfig adds layers to its cache"):
+            PreallocatedCache(CONFIG_MAPPING["dory"]())
 
 
 def test_capacities():

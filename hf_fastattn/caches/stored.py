@@ -75,6 +75,11 @@ class StoredCache(hf.Cache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write K and V (batch, num_kv_heads, q_len, head_dim) of one layer; return the K and V to attend to."""
+        if len(self.layers) != len(self.storage.layers):
+            raise ValueError(
+                f"The model has changed the layers of its cache, {len(self.layers)} instead of {len(self.storage.layers)}, which "
+                f"{type(self).__name__} does not support; {hf.OTHERS}."
+            )
         if layer_idx >= len(self.layers):
             raise ValueError(
                 f"This cache holds {len(self.layers)} layers and is given layer {layer_idx}: it belongs to another model."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 import sys
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .caches import CACHES
+from .source import modeling_source
 
 try:
     from transformers.utils.output_capturing import _active_collector
@@ -75,13 +75,7 @@ def why_not_model(config_class: type) -> str | None:
 
 @cache
 def _why_not_source(config_class: type) -> str | None:
-    module = sys.modules.get(config_class.__module__.replace("configuration_", "modeling_"))
-    if module is None:
-        return None
-    try:
-        source = inspect.getsource(module)
-    except (OSError, TypeError):
-        return None
+    source = modeling_source(config_class)
     if re.search(r"^class \w*Attention\w*\(nn\.Module\):", source, re.MULTILINE) and "get_interface(" not in source:
         return (
             f"{config_class.__name__.removesuffix('Config')} computes attention in its own code and never asks Transformers' "
