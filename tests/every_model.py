@@ -142,12 +142,16 @@ MLA_SLIDING = {"num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank"
 MLA_SLIDING |= {"qk_nope_head_dim": 16, "v_head_dim": 16, "qk_rope_head_dim": 16}
 DOTS3 = {"layer_types": ["indexed_attention", "sliding_attention"], "per_layer_config": {1: MLA_SLIDING}}
 DOTS3 |= {"mlp_layer_types": ["dense", "sparse"], "use_dsa": True, "num_hidden_layers": 2}
+DORY = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 16}
+DORY |= {"n_input_layers": 1, "n_recurrent_layers": 2, "n_output_layers": 1}
 VQ = {"base_channels": 32, "channel_multiplier": [1, 1], "latent_channels": 32}
 CODEC = {"codebook_dim": 64, "upsample_groups": 64, "num_filters": 8}
 ASSISTED = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "num_kv_shared_layers": 2, "num_hidden_layers": 2}
 OWN: dict[str, dict] = {
     "chameleon": {"vocabulary_map": {"<image>": SPECIAL.start}, "vq_config": VQ},
+    "codegen": {"rotary_dim": 16},
     "csm": {"codec_config": CODEC},
+    "dory": DORY,
     "dots3_note": {"text_config": DOTS3},
     "Dots3NoteForCausalLM": DOTS3,
     "emu3": {"vocabulary_map": {"<|extra_200|>": SPECIAL.start, "<image>": SPECIAL.start + 1}, "vq_config": VQ},
@@ -159,6 +163,7 @@ OWN: dict[str, dict] = {
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
     "instructblip": {"image_token_index": SPECIAL.start},
     "instructblipvideo": {"image_token_index": SPECIAL.start, "video_token_index": SPECIAL.start},
+    "gptj": {"rotary_dim": 16},
     "hrm_text": {"num_layers_per_stack": 1, "num_hidden_layers": 8},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "janus": {"vq_config": VQ},
@@ -215,6 +220,7 @@ OWN: dict[str, dict] = {
     "Qwen2_5OmniThinkerForConditionalGeneration": THINKER,
     "Qwen3OmniMoeThinkerForConditionalGeneration": THINKER,
     "Qwen2ForCausalLM@windows": {**TWO_KINDS, "use_sliding_window": True},
+    "DoryForCausalLM@last_loop": {**DORY, "recurrent_kv_cache_mode": "last_loop", "sliding_window": 512},
     "Phi3ForCausalLM@window": {"sliding_window": 16},
     "Phi3ForCausalLM@longrope": {"original_max_position_embeddings": 64, "rope_parameters": LONGROPE},
     "SmolLM3ForCausalLM@unrotated": {"no_rope_layers": [1, 0]},

@@ -616,8 +616,8 @@ def test_transformers_versions():
             hf.check_version(version)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for version in ("5.17.0", "5.18.0.dev0", "5.23.9"):
+        for version in ("5.17.0", "5.18.0.dev0", "5.24.9"):
             hf.check_version(version)
-    for version in ("5.24.0.dev0", "6.0.0"):
-        with pytest.warns(UserWarning, match=f"up to 5.23; found {version}"):
+    for version in ("5.25.0.dev0", "6.0.0"):
+        with pytest.warns(UserWarning, match=f"up to 5.24; found {version}"):
             hf.check_version(version)
