@@ -112,7 +112,7 @@ class Judge:
         """
         ids, begin = out.sequences, past[0][0].shape[2] if past else 0
         cache = hf.transformers.DynamicCache(past) if past else None
-        right = self.model(ids[:, begin:-1], past_key_values=cache, logits_to_keep=new).logits.float()
+        right = self.model(ids[:, begin:-1], logits_to_keep=new, **{hf.CACHE: cache}).logits.float()
         found = getattr(out, "sequences_scores", None)
         if found is None:
             error = (torch.stack(out.logits, 1).float() - right).abs().max()
@@ -150,15 +150,15 @@ def message_ms(setting: Setting, judge: Judge, past: int, sizes: list[int], repe
     """Milliseconds to the first token of messages of each size behind a text of `past` tokens."""
     text = texts(setting.model.device)
     behind = text(past)
-    cache = setting.timed(behind, 1, return_dict_in_generate=True)[1].past_key_values
+    cache = hf.cache_in(setting.timed(behind, 1, return_dict_in_generate=True)[1])
     for size in sizes:
         found, tokens = [], []
         for _ in range(WARM + repeats):
-            ms, out = setting.timed(torch.cat([behind, text(size)], 1), 1, past_key_values=cache)
+            ms, out = setting.timed(torch.cat([behind, text(size)], 1), 1, **{hf.CACHE: cache})
             found.append(ms)
             tokens.append(int(out[0, -1]))
             cache.crop(past - int(cache.get_seq_length()))
-        out = setting.generated(torch.cat([behind, text(size)], 1), 1, past_key_values=cache)
+        out = setting.generated(torch.cat([behind, text(size)], 1), 1, **{hf.CACHE: cache})
         cache.crop(past - int(cache.get_seq_length()))
         read = tuple((layer.keys[:, :, :past], layer.values[:, :, :past]) for layer in cache.layers)
         yield timing(found[WARM:], tokens) | judge.errors(out, 1, read)

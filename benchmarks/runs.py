@@ -124,7 +124,7 @@ def run(model, prompt: Prompt, new: int, cache=None, keep: bool = False, logits:
     """generate() `new` tokens greedily, with times; with a cache, after its tokens. also: as in `Clock`."""
     device = prompt.ids.device
     if cache is not None:
-        options["past_key_values"] = cache
+        options[hf.CACHE] = cache
     if keep or logits:
         options |= {"return_dict_in_generate": True, "output_logits": logits}
     synchronize(device)
@@ -146,7 +146,7 @@ def run(model, prompt: Prompt, new: int, cache=None, keep: bool = False, logits:
         ms=1e3 * sum(gaps) / len(gaps),
         slowest_ms=1e3 * max(gaps),
         logits=torch.stack(out.logits) if logits else None,
-        cache=out.past_key_values if keep else None,
+        cache=hf.cache_in(out) if keep else None,
     )
 
 

@@ -22,6 +22,7 @@ from functools import partial
 
 import torch
 
+from hf_fastattn import hf
 from hf_fastattn import step as steps
 from hf_fastattn.caches import PreallocatedCache, RollingCache
 from hf_fastattn.caches.rolling import Ring
@@ -72,7 +73,7 @@ class Reader:
         with torch.no_grad():
             while self.seen < upto:
                 ids = self.whole.ids[:, self.seen : min(upto, self.seen + chunk)]
-                self.model(input_ids=ids, past_key_values=self.cache, logits_to_keep=1)
+                self.model(input_ids=ids, logits_to_keep=1, **{hf.CACHE: self.cache})
         synchronize(self.device)
         return time.perf_counter() - began
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 
-OLDEST, NEWEST = (5, 17), (5, 23)
+OLDEST, NEWEST = (5, 17), (5, 24)
 
 
 def number_of(version: str) -> tuple[int, ...]:
