@@ -22,7 +22,7 @@ from hf_fastattn.kernels.spec import KV, Spec
 from hf_fastattn.registry import Backend
 
 from . import timing
-from .shapes import DTYPE, READ, Shape, best_peer, check, exact, kernel_of_lean, ratios, sdpa
+from .shapes import DTYPE, Shape, best_peer, check, exact, kernel_of_lean, ratios, sdpa
 
 LENGTHS = (1, 2, 4, 8, 9, 16, 17, 24, 33, 64, 65, 100, 128, 200, 256, 300, 512, 1024)
 PASTS = tuple(n << 10 for n in (2, 8, 32, 64, 128, 256))
@@ -177,8 +177,8 @@ def queries_summary(rows: list[dict]) -> dict:
         "slow": {row["shape"]: row["lean_over_best_peer"] for row in compared if row["lean_over_best_peer"] < max(SLOW)},
         "doubling": {"pairs": len(doubled), "over": [pair for pair in doubled if pair.pop("over")]},
         "one_more_query": {"pairs": len(more), "over": [pair for pair in more if pair.pop("over")]},
-        "messages_over_bytes": {
-            row["shape"]: row["us"]["lean"] / (row["kv_bytes"] / READ) for row in rows if row["shape"] in map(str, MESSAGES)
+        "messages_tb_per_s": {
+            row["shape"]: row["kv_bytes"] / row["us"]["lean"] / 1e6 for row in rows if row["shape"] in map(str, MESSAGES)
         },
         "lean_over_fa2": geometric_mean([row["us"]["fa2"] / row["us"]["lean"] for row in rows]),
     }

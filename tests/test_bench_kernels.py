@@ -233,11 +233,11 @@ def test_statements_about_queries_are_computed_from_the_rows():
     assert found["slower_than"] == {"0.93": 2, "0.85": 2} and list(found["slow"].values()) == [10 / 19, 10 / 12]
     assert found["doubling"]["pairs"] == 2 and [pair["us"] for pair in found["doubling"]["over"]] == [[7.0, 19.0]]
     assert [pair["us"] for pair in found["one_more_query"]["over"]] == [[8.0, 7.0]] and found["lean_over_fa2"] == pytest.approx(2)
-    assert not found["messages_over_bytes"]
+    assert not found["messages_tb_per_s"]
     (message,) = queries_rows({17: 100.0})
-    message |= {"shape": str(queries.MESSAGES[0]), "kv_bytes": 270_000_000}  # 60 us at 4.5 TB/s
+    message |= {"shape": str(queries.MESSAGES[0]), "kv_bytes": 270_000_000}
     found = queries.queries_summary([message])
-    assert found["messages_over_bytes"] == {"1, 32/8, 128, 64k, 17 queries": pytest.approx(100 / 60)}
+    assert found["messages_tb_per_s"] == {"1, 32/8, 128, 64k, 17 queries": pytest.approx(2.7)}
     # Figures of two runs are not compared, and a row without peers is.
     mixed = queries_rows({1: 8.0}) + queries_rows({2: 7.0}, run="b", lean_over_best_peer=None)
     found = queries.queries_summary(mixed)
