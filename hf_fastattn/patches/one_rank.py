@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from ..kernels.decode.all_reduce import Peers
 
 T = TypeVar("T")
+
+_AROUND = ("hf_fastattn", "torch", "triton")  # packages that run the code of models
 
 
 class OneRank:
@@ -83,7 +86,7 @@ class OneRank:
             if communicates and not (self.several or is_library(type(error).__module__)):
                 raise
             message = str(error).strip().partition("\n")[0]
-            raise Uncapturable(f"{type(error).__name__} while capturing it ({message})") from error
+            raise Uncapturable(f"{type(error).__name__} while capturing it ({message}{_where(error)})") from error
 
     def when_broken(self, drop_graphs: Callable[[], object]) -> None:
         """Set the function that drops the graphs before the process group ends. It must not refer to the model."""
@@ -93,3 +96,13 @@ class OneRank:
 
     def check_copy(self) -> None:
         """Raise TypeError if the model cannot be copied."""
+
+
+def _where(error: Exception) -> str:
+    """The function of the model's code in which an error was raised, as text; "" if none was running."""
+    found = ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        name, owner = frame.f_code.co_name, frame.f_locals.get("self")
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in _AROUND and not name.startswith("__"):
+            found = f"; in {name if owner is None else f'{type(owner).__name__}.{name}'}()"
+    return found
