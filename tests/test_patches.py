@@ -26,7 +26,6 @@ from transformers import (
     PreTrainedTokenizerFast,
     StaticCache,
     StoppingCriteria,
-    modeling_rope_utils,
     pipeline,
 )
 from transformers.modeling_outputs import CausalLMOutput
@@ -930,13 +929,18 @@ def longrope(family, limit):
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": limit}
     rope |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
     own = {"original_max_position_embeddings": limit} if family == "phi3" else {}
+    if family == "gemma3_text":  # of one type of layer
+        rope = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": 1e3}}
+        own = {"head_dim": 16, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
     return tiny(family, "sdpa", rope_parameters=rope, **own)
 
 
 @pytest.mark.parametrize("options", [{}, {"prompt_lookup_num_tokens": 5}], ids=["one token", "several"])
-@pytest.mark.parametrize("family", ["phi3", "llama"])
+@pytest.mark.parametrize("family", ["phi3", "llama", "gemma3_text"])
 def test_frequencies_that_change_with_the_length_are_captured(captured, family, options):
-    """Transformers writes them in place in each step, from the positions of this step, and reads them then."""
+    """Transformers chooses them in each step, by its positions: old versions on the host, others in place in a buffer."""
+    if family == "gemma3_text" and hf.VERSION.startswith("5.17."):
+        pytest.skip("Transformers 5.17 raises an UnboundLocalError")
     model, inputs = longrope(family, 40), prompts("no_padding", "cpu", rows=1, length=30)
     inputs["input_ids"][:, 15:] = inputs["input_ids"][:, :15]  # which gives prompt lookup something to find
     expected = generate(model, inputs, **options)
@@ -945,10 +949,7 @@ def test_frequencies_that_change_with_the_length_are_captured(captured, family, 
         warnings.simplefilter("ignore")
         for _ in range(2):
             assert torch.equal(generate(model, inputs, **options), expected)
-        if "copy_" in inspect.getsource(modeling_rope_utils):
-            assert patch.captures and not patch.reasons
-        else:
-            assert patch.reasons and not patch.captures  # old versions decide on the host
+        assert patch.captures and not patch.reasons
 
 
 def test_new_ids_alone_with_their_positions(captured, llama):

@@ -86,6 +86,7 @@ from .loading import (  # noqa: E402
     silence,
     spread_random_model,
 )
+from .longrope import Rotary, chosen_on_device, longrope  # noqa: E402
 from .masks import decode_mask, dense_mask, is_causal, mask_pattern, run_starts, runs_pattern, up_to_query  # noqa: E402
 from .models import LayerShape, is_inert_hook, layer_shapes, sharer  # noqa: E402
 from .norms import Norm, norm_of  # noqa: E402
@@ -120,7 +121,6 @@ from .text import (  # noqa: E402
     GRIDS,
     LongPast,
     changing_rope,
-    computed_frequencies,
     has_sections,
     rotary_buffers,
     run_text,
@@ -163,6 +163,7 @@ __all__ = [
     "PreTrainedConfig",
     "PreTrainedModel",
     "PreTrainedTokenizerBase",
+    "Rotary",
     "Rotation",
     "Routing",
     "Weights",
@@ -177,8 +178,8 @@ __all__ = [
     "causal_mask_function",
     "changing_rope",
     "check_version",
+    "chosen_on_device",
     "collective_of",
-    "computed_frequencies",
     "computes_part",
     "decode_mask",
     "dense_mask",
@@ -215,6 +216,7 @@ __all__ = [
     "local",
     "local_kv_heads",
     "locate",
+    "longrope",
     "make_config",
     "mask_pattern",
     "model_on_meta",

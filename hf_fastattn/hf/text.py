@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import types
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel, modeling_rope_utils
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from .attention import is_attention
 from .caches import CACHE
-from .llama import module_of
+from .longrope import rope_types
 
 
 def set_text_attention(model: PreTrainedModel, name: str) -> None:
@@ -74,40 +73,10 @@ def rotary_buffers(model: PreTrainedModel, decoder: PreTrainedModel) -> list[tup
 def changing_rope(decoder: PreTrainedModel) -> str | None:
     """The rope_type of a rotary embedding in a decoder whose frequencies change with the length of the text, or None."""
     for module in decoder.modules():
-        for kind in _rope_types(module).values():
+        for kind in rope_types(module).values():
             if kind in ("dynamic", "longrope"):
                 return str(kind)
     return None
-
-
-def computed_frequencies(model: PreTrainedModel) -> list[torch.Tensor]:
-    """Buffers of frequencies that each forward() computes from its positions alone, and writes in place before it reads them.
-
-    Transformers does so for the rope_type longrope (Phi-3 and Phi-4, for example), from one of two constant tables.
-    """
-    return [
-        buffer
-        for module in model.modules()
-        for prefix, kind in _rope_types(module).items()
-        if kind == "longrope" and _updates_frequencies(type(module))
-        if (buffer := module._buffers.get(f"{prefix}inv_freq")) is not None
-    ]
-
-
-def _rope_types(module: torch.nn.Module) -> dict[str, object]:
-    """The rope_type of a rotary embedding by the prefix of its buffers: "", or one for each type of layer."""
-    kinds = getattr(module, "rope_type", None)
-    return {f"{layer}_": kind for layer, kind in kinds.items()} if isinstance(kinds, dict) else {"": kinds}
-
-
-def _updates_frequencies(cls: type) -> bool:
-    """Whether forward() of a rotary embedding is wrapped by Transformers' `dynamic_rope_update`."""
-    function: object = getattr(cls, "forward", None)
-    while isinstance(function, types.FunctionType):
-        if module_of(function) == modeling_rope_utils.__name__:
-            return True
-        function = getattr(function, "__wrapped__", None)
-    return False
 
 
 GRIDS = ("image_grid_thw", "video_grid_thw", "pixel_values", "pixel_values_videos")  # inputs with positions in sections

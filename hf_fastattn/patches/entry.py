@@ -56,6 +56,7 @@ class Entry:
         self.returns_cache = True
         self.constants: dict[str, bool | int | float | str | None] = {}
         self.tensors: dict[str, torch.Tensor] = {}
+        self.rotaries: list[hf.Rotary] = []  # with tables of frequencies that the graph reads
         self.live: torch.Tensor | None = None  # bool (rows, capacity): the mask, padded with False
         self.width = 0  # columns of the mask
         self.masks: dict[str, torch.Tensor] = {}
@@ -158,6 +159,7 @@ class Entry:
             static["attention_mask"] = self.masks
         if self.live is not None:
             static["attention_mask"] = self.live
+        self.rotaries = hf.longrope(model)
 
         def step() -> Any:
             cache = self.around(storage)
@@ -166,7 +168,7 @@ class Entry:
                 if self.takes_mask and "attention_mask" not in static:
                     # Built in the graph from the count on the device. Some models count tokens on the host if they get no mask.
                     inputs["attention_mask"] = hf.decode_mask(model, {**inputs, "attention_mask": None})
-                with merged(model, shared=peers is not None), sums.over(peers):
+                with merged(model, shared=peers is not None), sums.over(peers), hf.chosen_on_device(self.rotaries):
                     outputs = run(**inputs)
                 storage.step()
             return outputs

@@ -72,7 +72,7 @@ class Recorder:
         if entry.tokens > 1 and hf.scales_by_tensor(self.model):
             raise Uncapturable("a layer quantises the inputs of all tokens by one scale, and those of a graph may be padding")
         before, tensors = surveyed(self.model)
-        written = Written(tensors, computed=hf.computed_frequencies(self.model))
+        written = Written(tensors)
         with unread_by(self.model, before) as unread:
             new = graph.new_graph(entry.device, self.graphs.shared)
             outputs = ranks.attempt(new.rehearse, body, communicates=True)

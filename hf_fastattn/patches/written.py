@@ -12,12 +12,10 @@ SMALL = 2**16  # bytes of a tensor that is saved
 
 
 class Written:
-    """Which of these tensors change in place from now on, besides those that each step computes again before it reads them."""
+    """Which of these tensors change in place from now on."""
 
-    def __init__(self, tensors: list[torch.Tensor], computed: list[torch.Tensor]):
-        again = {id(tensor) for tensor in computed}
-        # Tensors of inference mode do not count their changes.
-        self.tensors = [tensor for tensor in tensors if not tensor.is_inference() and id(tensor) not in again]
+    def __init__(self, tensors: list[torch.Tensor]):
+        self.tensors = [tensor for tensor in tensors if not tensor.is_inference()]  # such tensors do not count their changes
         self.versions = [tensor._version for tensor in self.tensors]
         self.saved = [tensor.detach().clone() if tensor.nbytes <= SMALL else None for tensor in self.tensors]
 

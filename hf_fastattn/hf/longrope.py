@@ -1,0 +1,100 @@
+"""The rope_type longrope (Phi-3 and Phi-4, for example), whose frequencies depend on the length of the text, in decode graphs.
+
+Transformers chooses one of two constant tables in each forward() and stores it. Old versions choose on the host, which a
+graph cannot do. In a graph the same tables are chosen on the device, and nothing is stored.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PreTrainedModel, modeling_rope_utils
+
+from .llama import module_of
+
+KIND = "longrope"
+_UPDATES = [code for code in modeling_rope_utils.dynamic_rope_update.__code__.co_consts if isinstance(code, types.CodeType)]
+_IN_PLACE = any("copy_" in code.co_names for code in _UPDATES)  # whether a table takes the dtype of the buffer
+
+
+class Tables(NamedTuple):
+    """The frequencies of texts of at most `limit` tokens, and of longer ones; name: of the buffer."""
+
+    name: str
+    limit: int
+    short: torch.Tensor
+    long: torch.Tensor
+
+
+Rotary = tuple[Any, dict[str | None, Tables]]  # a rotary embedding, and its tables for each type of layer
+
+
+def rope_types(module: torch.nn.Module) -> dict[str | None, object]:
+    """The rope_type of a rotary embedding for each type of layer; of None if it is the same for all."""
+    kinds = getattr(module, "rope_type", None)
+    return dict(kinds) if isinstance(kinds, dict) else {None: kinds}
+
+
+def longrope(model: PreTrainedModel) -> list[Rotary]:
+    """The rotary embeddings of this kind, unless they have code of their own."""
+    found = []
+    for module in model.modules():
+        kinds = [layer for layer, kind in rope_types(module).items() if kind == KIND]
+        if kinds and "forward" not in vars(module) and _is_updated(type(module)):
+            found.append((module, {layer: _tables(module, layer) for layer in kinds}))
+    return found
+
+
+def _is_updated(cls: type) -> bool:
+    """Whether forward() of a rotary embedding is wrapped by Transformers' `dynamic_rope_update`."""
+    function: object = getattr(cls, "forward", None)
+    while isinstance(function, types.FunctionType):
+        if module_of(function) == modeling_rope_utils.__name__:
+            return True
+        function = getattr(function, "__wrapped__", None)
+    return False
+
+
+def _tables(module: Any, layer: str | None) -> Tables:
+    prefix = "" if layer is None else f"{layer}_"
+    config, short = module.config, getattr(module, f"{prefix}original_inv_freq")
+    rope = config.rope_parameters if layer is None else config.rope_parameters[layer]
+    limit = rope["original_max_position_embeddings"]
+    compute = modeling_rope_utils.ROPE_INIT_FUNCTIONS[KIND]
+    long, _ = compute(config, short.device, seq_len=limit + 1, layer_type=layer)
+    return Tables(f"{prefix}inv_freq", limit, short, long)
+
+
+@contextmanager
+def chosen_on_device(rotaries: list[Rotary]) -> Iterator[None]:
+    """A context in which these rotary embeddings choose their tables on the device."""
+    try:
+        for module, tables in rotaries:
+            module.forward = _choosing(module, tables)
+        yield
+    finally:
+        for module, _ in rotaries:
+            if "forward" in vars(module):
+                del module.forward
+
+
+def _choosing(module: Any, tables: dict[str | None, Tables]) -> Callable[..., object]:
+    def forward(x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None) -> object:
+        given = () if layer_type is None else (layer_type,)
+        if layer_type not in tables:
+            return type(module).forward(module, x, position_ids, *given)
+        name, limit, short, long = tables[layer_type]
+        kinds, buffer = module.rope_type, module._buffers[name]
+        table = torch.where(position_ids.max() + 1 > limit, long, short)
+        try:
+            module._buffers[name] = table.to(buffer.dtype) if _IN_PLACE and buffer is not None else table
+            module.rope_type = "default" if layer_type is None else {**kinds, layer_type: "default"}  # it is chosen already
+            return type(module).forward(module, x, position_ids, *given)
+        finally:
+            module._buffers[name], module.rope_type = buffer, kinds
+
+    return forward
