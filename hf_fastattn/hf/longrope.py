@@ -85,16 +85,16 @@ def chosen_on_device(rotaries: list[Rotary]) -> Iterator[None]:
 def _choosing(module: Any, tables: dict[str | None, Tables]) -> Callable[..., object]:
     def forward(x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None) -> object:
         given = () if layer_type is None else (layer_type,)
-        if layer_type not in tables:
-            return type(module).forward(module, x, position_ids, *given)
-        name, limit, short, long = tables[layer_type]
-        kinds, buffer = module.rope_type, module._buffers[name]
-        table = torch.where(position_ids.max() + 1 > limit, long, short)
-        try:
-            module._buffers[name] = table.to(buffer.dtype) if _IN_PLACE and buffer is not None else table
-            module.rope_type = "default" if layer_type is None else {**kinds, layer_type: "default"}  # it is chosen already
-            return type(module).forward(module, x, position_ids, *given)
-        finally:
-            module._buffers[name], module.rope_type = buffer, kinds
+        state = {name: getattr(module, name) for name in vars(module) if name != "forward"}
+        if layer_type in tables:
+            name, limit, short, long = tables[layer_type]
+            table = torch.where(position_ids.max() + 1 > limit, long, short)
+            buffers, kinds = state["_buffers"], state["rope_type"]
+            state["_buffers"] = {**buffers, name: table.to(buffers[name].dtype) if _IN_PLACE else table}
+            # With another rope_type it has nothing to choose.
+            state["rope_type"] = "default" if layer_type is None else {**kinds, layer_type: "default"}
+        copied = object.__new__(type(module))  # as other threads may run the module
+        vars(copied).update(state)
+        return type(module).forward(copied, x, position_ids, *given)
 
     return forward
