@@ -952,6 +952,17 @@ def test_frequencies_that_change_with_the_length_are_captured(captured, family, 
         assert patch.captures and not patch.reasons
 
 
+def test_a_rotary_embedding_that_is_changed_between_calls(captured):
+    model, twin, inputs = longrope("phi3", 40), longrope("phi3", 40), prompts("no_padding", "cpu", rows=1, length=30)
+    with hf_fastattn.patch(model) as patch:
+        for change in ("attention_scaling", "long_inv_freq", None):
+            assert torch.equal(generate(model, inputs), generate(twin, inputs))
+            for rotary in (model.model.rotary_emb, twin.model.rotary_emb):
+                if change is not None and hasattr(rotary, change):
+                    setattr(rotary, change, getattr(rotary, change) * 1.7)
+        assert not patch.reasons
+
+
 def test_new_ids_alone_with_their_positions(captured, llama):
     def turn(patched):
         first = generate(llama, {"input_ids": prompts("no_padding", "cpu", rows=1)["input_ids"]}, return_dict_in_generate=True)

@@ -64,9 +64,10 @@ def _tables(module: Any, layer: str | None) -> Tables:
     config, short = module.config, getattr(module, f"{prefix}original_inv_freq")
     rope = config.rope_parameters if layer is None else config.rope_parameters[layer]
     limit = rope["original_max_position_embeddings"]
-    compute = modeling_rope_utils.ROPE_INIT_FUNCTIONS[KIND]
-    long, _ = compute(config, short.device, seq_len=limit + 1, layer_type=layer)
-    return Tables(f"{prefix}inv_freq", limit, short, long)
+    long = getattr(module, f"{prefix}long_inv_freq", None) if _IN_PLACE else None  # old versions compute it in each forward()
+    if long is None:
+        long, _ = modeling_rope_utils.ROPE_INIT_FUNCTIONS[KIND](config, short.device, seq_len=limit + 1, layer_type=layer)
+    return Tables(f"{prefix}inv_freq", limit, short, long.to(short.device))
 
 
 @contextmanager
