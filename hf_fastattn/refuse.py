@@ -65,7 +65,7 @@ def unknown_arguments(name: str, module: torch.nn.Module, mask: torch.Tensor | N
     """Raise ValueError for unsupported arguments, and for any tensor that scores may depend on."""
     if kwargs.get("output_attentions"):
         weights(name)
-    if kwargs.get("cache") is not None:
+    if not isinstance(kwargs.get("cache"), hf.Cache | None):
         raise ValueError(f"{name!r} does not run in continuous batching (generate_batch); use generate().")
     if kwargs.get("cu_seq_lens_q") is not None and not _separates_sequences(mask):
         raise ValueError(

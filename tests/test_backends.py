@@ -586,6 +586,20 @@ def test_recording_by_torch_jit_trace_is_refused(lean, device):
 
 
 @torch.no_grad()
+def test_blocks_under_torch_compile():
+    """Tokens of a block (an image, a prefix) see later ones, which the functions of a mask do not say in a compiled graph."""
+    options = {"num_layers_per_stack": 1, "num_hidden_layers": 8}
+    stock, lean = (models.tiny("hrm_text", name, **options) for name in ("sdpa", "lean"))
+    ids = models.prompts("no_padding", "cpu", rows=1)["input_ids"]
+    kinds = torch.zeros_like(ids)
+    kinds[:, 3:20] = 1
+    expected = stock(ids, token_type_ids=kinds, use_cache=False).logits
+    assert not torch.allclose(stock(ids, token_type_ids=0 * kinds, use_cache=False).logits, expected, atol=1e-2)
+    for forward in (lean, torch.compile(lean, backend="eager")):
+        torch.testing.assert_close(forward(ids, token_type_ids=kinds, use_cache=False).logits, expected, atol=1e-3, rtol=1e-3)
+
+
+@torch.no_grad()
 def test_packed_lengths_of_several_rows_and_continuous_batching_are_refused(lean, device):
     ids = models.prompts("no_padding", device, rows=2)["input_ids"]
     lengths = torch.tensor([0, 40, ids.shape[1]], dtype=torch.int32, device=device)

@@ -332,7 +332,10 @@ def test_adapters(captured):
     "what, match",
     [
         ("hook", "forward hook"),
-        ("checkpointing", "drops the cache" if hf.CACHE == "cache" else "added no token to the cache"),  # 5.24 says it first
+        (
+            "checkpointing",
+            "gradient checkpointing is on" if hf.CACHE == "cache" else "added no token to the cache",
+        ),  # 5.24 says it first
         ("no_cache", "use_cache=False"),
         ("hidden", "hidden states"),
         ("stock_attention", "attn_implementation is 'sdpa'"),
@@ -950,6 +953,27 @@ def test_frequencies_that_change_with_the_length_are_captured(captured, family, 
         for _ in range(2):
             assert torch.equal(generate(model, inputs, **options), expected)
         assert patch.captures and not patch.reasons
+
+
+def test_prompt_lookup_with_a_compile_config(captured, llama):
+    inputs, options = prompts("no_padding", "cpu", rows=1), {"prompt_lookup_num_tokens": 4}
+    expected = generate(llama, inputs, **options)
+    with hf_fastattn.patch(llama) as patch:
+        assert torch.equal(generate(llama, inputs, compile_config=CompileConfig(), **options), expected) and not patch.reasons
+
+
+def test_a_model_that_names_its_cache_as_in_older_versions(captured, llama, monkeypatch):
+    own = type(llama).prepare_inputs_for_generation
+
+    def prepare(self, *args, **kwargs):
+        inputs = own(self, *args, **kwargs)
+        return {"past_key_values" if name == hf.CACHE else name: value for name, value in inputs.items()}
+
+    monkeypatch.setattr(type(llama), "prepare_inputs_for_generation", prepare)
+    inputs = prompts("no_padding", "cpu")
+    expected = generate(llama, inputs)
+    with hf_fastattn.patch(llama) as patch:
+        assert torch.equal(generate(llama, inputs), expected) and patch.captures == 1
 
 
 def test_a_rotary_embedding_that_is_changed_between_calls(captured):

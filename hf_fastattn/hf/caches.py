@@ -51,4 +51,7 @@ def layer_windows(config: PreTrainedConfig) -> list[int | None]:
 
 @cache
 def _adds_layers(config_class: type) -> bool:
-    return re.search(r"\b(cache|past_key_values)\.layers( \+=|\.append|\.extend)", modeling_source(config_class)) is not None
+    return (
+        re.search(r"(?m)^[^#\n]*\b(cache|past_key_values)\.layers( \+=|\.append|\.extend)", modeling_source(config_class))
+        is not None
+    )

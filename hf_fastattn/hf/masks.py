@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from transformers.masking_utils import (
 )
 
 from .caches import CACHE
+from .source import modeling_source
 
 
 def mask_pattern(
@@ -86,18 +88,27 @@ def runs_pattern(
 ) -> tuple[int | None, int | None] | None:
     """(window, chunk) if each query sees the keys of its run up to its own (packed sequences, chunks); else None.
 
-    The parts of the mask function decide. In a compiled graph its parts cannot be read, and its code and the flags for packed
-    sequences decide.
+    The parts of the mask function decide. In a compiled graph they cannot be read: the function's code and the flags for packed
+    sequences decide, and models whose masks may have blocks in which tokens see later ones (images, prefixes) get a dense mask.
     """
     if use_vmap or bidirectional_skip or getattr(mask_function, "__code__", None) is not _AND_CODE:
         return None
     if torch.compiler.is_compiling():
+        if causal_skip or config is None or _may_have_blocks(type(config)):
+            return None
         chunked = local_size is not None and local_size == getattr(config, "attention_chunk_size", None)
-        return None if causal_skip else (None if chunked else local_size, None)
+        return None if chunked else local_size, None
     found = _parts(mask_function, _RUNS)
     if "causal_mask_function" not in found:
         return None
     return found[_WINDOW][0] if _WINDOW in found else None, found[_CHUNKS][0] if causal_skip and _CHUNKS in found else None
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _may_have_blocks(config_class: type) -> bool:
+    """Whether the models of a config class combine a causal mask with others, as far as their source says."""
+    source = modeling_source(config_class)
+    return not source or re.search("block_sequence_ids|blockwise|or_mask_function", source) is not None
 
 
 def _is_on_both_sides(mask_function: Callable[..., Any]) -> bool:

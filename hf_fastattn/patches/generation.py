@@ -152,7 +152,8 @@ class Generation:
         if forward.streams(model):
             refresh(model)  # before the fingerprint of a graph is taken
         given: object = model_kwargs.get(hf.CACHE)
-        asked = self._asked(model, generation_config, given)
+        assisted = "assisted" in str(getattr(generation_mode, "value", generation_mode))
+        asked = self._asked(model, generation_config, given, assisted)
         if given is not None or asked is not None or generation_config.use_cache is False:
             stock = hf.stock(model, hf.PREPARE_CACHE)
             stock(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
@@ -169,7 +170,6 @@ class Generation:
         else:
             given = model_kwargs[hf.CACHE] = caches.pool.take(rows, max_cache_length, among)
         self.ranks.wrote(model_kwargs.get(hf.CACHE))
-        assisted = "assisted" in str(getattr(generation_mode, "value", generation_mode))
         if caches.takes(given):
             seen = given.get_seq_length()
             given.check_call(model_kwargs.get("attention_mask"), seen + max_cache_length, assisted)
@@ -201,8 +201,8 @@ class Generation:
             )
         calls[-1].cached = seen if whole else 0
 
-    def _asked(self, model: hf.PreTrainedModel, config: hf.GenerationConfig, given: object) -> str | None:
-        """The cache_implementation that this call requests, or None."""
+    def _asked(self, model: hf.PreTrainedModel, config: hf.GenerationConfig, given: object, assisted: bool) -> str | None:
+        """The cache_implementation that this call requests, or None. Assisted decoding has no room in a static cache."""
         asked: str | None = config.cache_implementation
         if asked == model.generation_config.cache_implementation:
             asked = None  # the default of the checkpoint, not a request of this call
@@ -212,7 +212,7 @@ class Generation:
                     f"compile_config requests Transformers' torch.compile, which cannot trace a {type(given).__name__}; "
                     "pass one of the two, or neither to replay decode graphs."
                 )
-            if given is None and asked is None:
+            if given is None and asked is None and not assisted:
                 asked = config.cache_implementation = "static"
         return asked
 
@@ -369,7 +369,7 @@ class _KeptInputs(_Override):
             ids = args[0] if args else kwargs["input_ids"]
             kwargs["next_sequence_length"] = ids.shape[1] - calls[-1].cached
         inputs: dict[str, Any] = self.own()(*args, **kwargs)
-        if self.__self__.caches.takes(cache) and inputs.get(hf.CACHE) is None:
+        if self.__self__.caches.takes(cache) and hf.cache_in(inputs) is None:
             cache.reset()  # type: ignore[no-untyped-call]  # untyped in Transformers
             inputs[hf.CACHE] = cache
         return inputs

@@ -102,7 +102,7 @@ class Walker:
                 check_hooks(module)
             training = values["training"]
             if training and values.get("gradient_checkpointing"):
-                raise Uncapturable("gradient checkpointing is on in training mode, which drops the cache; call model.eval()")
+                raise Uncapturable("gradient checkpointing is on in training mode; call model.eval()")
             fixed = [id(ref), known, training, *values["_modules"]]
             for group in (values["_parameters"], values["_buffers"]):
                 for name, tensor in group.items():
