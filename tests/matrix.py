@@ -291,7 +291,7 @@ def _is_causal(model, name: str, truth) -> bool:
 
 
 def _preallocated(model, truth):
-    return generate(model, truth.inputs, past_key_values=hf_fastattn.PreallocatedCache(model))
+    return generate(model, truth.inputs, **{hf.CACHE: hf_fastattn.PreallocatedCache(model)})
 
 
 def judge_like_stock(cell: Cell, model, truth) -> Cell:
@@ -301,7 +301,7 @@ def judge_like_stock(cell: Cell, model, truth) -> Cell:
     before = model.config._attn_implementation
     if before not in ("eager", "sdpa"):
         hf.set_attention(model, "eager")
-    stock = attempt(lambda: truth.check_tokens(generate(model, truth.inputs, past_key_values=DynamicCache(config=model.config))))
+    stock = attempt(lambda: truth.check_tokens(generate(model, truth.inputs, **{hf.CACHE: DynamicCache(config=model.config)})))
     hf.set_attention(model, before)
     if stock.result == EQUAL:
         return cell
@@ -366,7 +366,7 @@ def _streams(model, truth, **options):
 
 
 def _rolling(model, truth):
-    return generate(model, truth.inputs, past_key_values=hf_fastattn.RollingCache(model))
+    return generate(model, truth.inputs, **{hf.CACHE: hf_fastattn.RollingCache(model)})
 
 
 def _patched(model, truths: dict, way: str, **options) -> dict[str, Cell]:
