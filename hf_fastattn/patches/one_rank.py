@@ -101,8 +101,8 @@ class OneRank:
 def _where(error: Exception) -> str:
     """The function of the model's code in which an error was raised, as text; "" if none was running."""
     found = ""
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        name, owner = frame.f_code.co_name, frame.f_locals.get("self")
-        if frame.f_globals.get("__name__", "").partition(".")[0] not in _AROUND and not name.startswith("__"):
-            found = f"; in {name if owner is None else f'{type(owner).__name__}.{name}'}()"
+    for frame, _ in traceback.walk_tb(error.__traceback__):  # f_locals would keep what the frames hold alive
+        name = frame.f_code.co_qualname
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in _AROUND and not frame.f_code.co_name.startswith("__"):
+            found = f"; in {name.rpartition('<locals>.')[2]}()"
     return found
