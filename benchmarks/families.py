@@ -35,6 +35,9 @@ OF_8B = ["1x512", "1x8192", "4x2048", "8x2048", "16x1024", "32x512", "64x256", "
 _WIDE = {"vocab_size": 128256, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 32}
 _LONG = {"max_position_embeddings": 131072}
 _PHI = {"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 32, "pad_token_id": 0}
+_LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75, "original_max_position_embeddings": 4096}
+# As long as the published lists; other numbers take the same time.
+_LONGROPE |= {"short_factor": [1.0] * 48, "long_factor": [32 ** (i / 47) for i in range(48)]}
 _GRANITE = {"attention_multiplier": 1 / 128, "embedding_multiplier": 12.0, "logits_scaling": 16.0, "residual_multiplier": 0.22}
 _GEMMA = _LONG | {"vocab_size": 262208, "head_dim": 256, "sliding_window": 1024, "tie_word_embeddings": True}
 
@@ -65,7 +68,7 @@ FAMILIES: dict[str, tuple[str, dict]] = {
         "phi3",
         _PHI
         | {"vocab_size": 200064, "num_attention_heads": 24, "num_key_value_heads": 8, "tie_word_embeddings": True}
-        | {"partial_rotary_factor": 0.75},
+        | {"max_position_embeddings": 131072, "original_max_position_embeddings": 4096, "rope_parameters": _LONGROPE},
     ),
     "glm4-9b": (
         "glm4",

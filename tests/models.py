@@ -101,3 +101,14 @@ def prompts(padding: str, device: torch.device | str, rows: int = 3, length: int
     ids = ids.masked_fill(mask == 0, COMMON["pad_token_id"])
     inputs = {"input_ids": ids} if padding == "no_padding" else {"input_ids": ids, "attention_mask": mask}
     return {name: tensor[:rows].to(device) for name, tensor in inputs.items()}
+
+
+def longrope(family, limit, device="cpu"):
+    """A model whose frequencies are others for texts of more than `limit` tokens."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": limit}
+    rope |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    own = {"original_max_position_embeddings": limit} if family == "phi3" else {}
+    if family == "gemma3_text":  # of one type of layer
+        rope = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": 1e3}}
+        own = {"head_dim": 16, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
+    return tiny(family, "sdpa", device=device, rope_parameters=rope, **own)

@@ -10,7 +10,7 @@ import threading
 import fake_graph
 import pytest
 import torch
-from models import FAMILIES, PADDINGS, family, prompts, tiny
+from models import FAMILIES, PADDINGS, family, longrope, prompts, tiny
 
 import hf_fastattn
 from hf_fastattn.patches import cuda_graph, forwards
@@ -52,6 +52,19 @@ def test_captured_tokens_equal_uncaptured_and_eager(name, padding):
         if name == "gpt_oss" and patch.reasons:
             pytest.skip(f"its experts cannot be captured here: {patch.reasons}")
         assert patch.captures == 1 and patch.replays == 3 * (NEW - 1) - 1, patch
+
+
+@pytest.mark.parametrize("options", [{}, {"prompt_lookup_num_tokens": 5}], ids=["one token", "several"])
+@pytest.mark.parametrize("name", ["phi3", "llama"])
+def test_frequencies_that_change_with_the_length(name, options):
+    model, inputs = longrope(name, 40, "cuda"), prompts("no_padding", "cuda", rows=1, length=30)
+    inputs["input_ids"][:, 15:] = inputs["input_ids"][:, :15]
+    model.set_attn_implementation("eager")
+    expected = generate(model, inputs, **options)
+    with hf_fastattn.patch(model) as patch:
+        for _ in range(2):
+            assert torch.equal(generate(model, inputs, **options), expected)
+        assert patch.captures and not patch.reasons
 
 
 DIRECT = {

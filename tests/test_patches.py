@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import fake_graph
 import pytest
 import torch
-from models import FAMILIES, PADDINGS, family, prompts, tiny
+from models import FAMILIES, PADDINGS, family, longrope, prompts, tiny
 from transformers import (
     CompileConfig,
     DynamicCache,
@@ -922,17 +922,6 @@ def test_a_cache_that_the_model_drops_is_emptied_and_kept(captured, length, chun
             del found  # and with it the cache, whose storage the next call reuses
         assert [entry.tokens for held in patch._graphs.entries.values() for entry in held if entry.graph].count(1) == 1
     assert "prepare_inputs_for_generation" not in vars(model)
-
-
-def longrope(family, limit):
-    """A model whose frequencies are others for texts of more than `limit` tokens."""
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": limit}
-    rope |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
-    own = {"original_max_position_embeddings": limit} if family == "phi3" else {}
-    if family == "gemma3_text":  # of one type of layer
-        rope = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": 1e3}}
-        own = {"head_dim": 16, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
-    return tiny(family, "sdpa", rope_parameters=rope, **own)
 
 
 @pytest.mark.parametrize("options", [{}, {"prompt_lookup_num_tokens": 5}], ids=["one token", "several"])
