@@ -156,17 +156,24 @@ def test_code_of_the_caller_does_not_run_once_more(model):
     assert counts.calls == step + 1 and not Event.recorded
 
 
-def test_a_cache_that_cannot_drop_a_token_is_not_returned_with_one_more():
+@pytest.mark.parametrize("window", [16, 6])  # within it, and far behind it
+def test_a_rolling_cache_drops_the_token_of_the_step_too_many(window):
+    """It has overwritten the oldest token of the window, which no later token sees."""
     model = tiny("llama", "sdpa", DEVICE)
     inputs = prompts("no_padding", DEVICE, rows=1)
-    hf_fastattn.patch(model, "streaming", window=16, sinks=4)
+    hf_fastattn.patch(model, "streaming", window=window, sinks=4)
     eos, step = ends(model, inputs, 5, do_sample=False)
-    options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": eos}
-    Event.recorded = 0
-    cache = hf_fastattn.RollingCache(model)
-    model.generate(**inputs, **options, past_key_values=cache)
-    assert cache.get_seq_length() == inputs["input_ids"].shape[1] + step and not Event.recorded
-    assert model.generate(**inputs, **options).shape[1] == inputs["input_ids"].shape[1] + step + 1 and Event.recorded
+    texts = []
+    for waits in (False, True):
+        Event.recorded = 0
+        cache = hf_fastattn.RollingCache(model)
+        options = {"do_sample": False, "past_key_values": cache, "logits_processor": [Counts()] if waits else None}
+        ids = model.generate(**inputs, **options, eos_token_id=eos, max_new_tokens=NEW)
+        assert cache.get_seq_length() == inputs["input_ids"].shape[1] + step == ids.shape[1] - 1 and bool(Event.recorded) != waits
+        ids = torch.cat([ids, inputs["input_ids"][:, :7]], 1)  # a message
+        ids = model.generate(input_ids=ids, **options, eos_token_id=None, max_new_tokens=NEW)
+        texts.append(ids.tolist())
+    assert texts[0] == texts[1]
 
 
 def test_other_models_and_models_without_graphs_wait(model):

@@ -408,12 +408,43 @@ def test_crop_works_until_a_token_was_dropped(llama, device):
         again = llama(ids[:, -3:], past_key_values=cache).logits
         assert torch.allclose(again, whole[:, -3:], atol=1e-4)
         llama(ids[:, :1], past_key_values=cache)
-        with pytest.raises(ValueError, match=r"keeps 12 of 13 tokens.*removing 2 are gone"):
-            cache.crop(-2)
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"keeps 12 of 13 tokens.*removing \d are gone"):
+                cache.crop(-2)
+            with pytest.raises(ValueError, match="are gone"):
+                cache.crop(-cache.get_seq_length())
+            cache.crop(-1)
+            with pytest.raises(ValueError, match="are gone"):
+                cache.crop(-1)
+            llama(ids[:, :1], past_key_values=cache)
         with pytest.raises(ValueError, match="read 13 tokens; 14 cannot"):
             cache.crop(-14)
         with pytest.raises(ValueError, match="negative number"):
             cache.crop(2)
+
+
+@host_work
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("more", [[1, 1], [2], [1, 3], [WINDOW + 2]], ids=str)
+@pytest.mark.parametrize("before", [[WINDOW + SINKS - 1], [WINDOW + SINKS, 1], [9, 8, 1]], ids=str)
+def test_one_token_can_be_removed_after_others_were_dropped(llama, device, before, more, rows):
+    """Later tokens do not see the one that it has overwritten."""
+    seen, length = sum(before), sum(before + more)
+    ids = tokens(rows, length, device)
+    mask = torch.ones_like(ids)
+    if rows > 1:
+        mask[1, :5] = mask[2, :8] = 0
+    with patched(llama), torch.no_grad():
+        expected, _ = feed(llama, ids, [*before, *more], mask)
+        _, cache = feed(llama, ids[:, :seen], before, mask)
+        for wrong in (5, 6):
+            llama(torch.full_like(ids[:, :1], wrong), attention_mask=torch.ones_like(mask[:, : seen + 1]), past_key_values=cache)
+            cache.crop(-1)
+        for count in more:
+            part = slice(seen, seen + count)
+            got = llama(ids[:, part], attention_mask=mask[:, : part.stop], past_key_values=cache).logits
+            assert torch.allclose(got, expected[:, part], atol=1e-4)
+            seen += count
 
 
 def test_memory_is_constant_and_a_token_is_one_write(llama, device):

@@ -62,12 +62,14 @@ class Ring(Storage):
     rows: int | None
     counts: torch.Tensor  # int64 (rows,) on the device, once rows is not None: tokens of each row, without padding
     seen: int  # tokens of the longest row, with padding
+    furthest: int  # the most tokens that a row has had: those after `seen` were removed, and have overwritten earlier ones
 
     def __init__(self, num_layers: int, settings: Settings):
         self.window, self.sinks = settings.window, settings.sinks
         self.capacity = self.window + self.sinks
         self.layers = [RollingLayer(index, self) for index in range(num_layers)]
-        self.version, self.rows, self.seen = 0, None, 0
+        self.version, self.rows = 0, None
+        self.seen = self.furthest = 0
         self.uniform = True  # no row has padding
         self.checked, self.padded = 0, False  # width of the checked mask, and whether it has zeros
         self.written: int | None = None  # bit mask of the layers that the first forward wrote
@@ -105,7 +107,7 @@ class Ring(Storage):
             step.plan, spans = self._many(before, self.counts, pads, q_len)
         step.q_len = q_len
         if step.mode == EAGER:
-            self.seen += q_len
+            self.advance(q_len)
         return spans[:1].expand_as(spans) if self.uniform else spans
 
     def end(self, step: Step, failed: bool) -> None:
@@ -169,7 +171,8 @@ class Ring(Storage):
             layer.select(indices, same)
 
     def reset(self) -> None:
-        self.seen, self.uniform, self.written, self.cut_short = 0, True, None, False
+        self.seen = self.furthest = 0
+        self.uniform, self.written, self.cut_short = True, None, False
         self.checked, self.padded = 0, False
         if self.rows is not None:
             self.counts.zero_()
@@ -193,6 +196,19 @@ class Ring(Storage):
 
     def advance(self, tokens: int = 1) -> None:
         self.seen += tokens
+        self.furthest = max(self.furthest, self.seen)
+
+    def crop(self, tokens: int) -> None:
+        """Remove the last tokens of each row. Raises ValueError if later tokens would see one that is gone."""
+        left = self.seen - tokens
+        # The window of the next token has no room for the token that the last one has overwritten.
+        if self.furthest > self.capacity and self.furthest - left > 1:
+            raise ValueError(
+                f"This cache keeps {self.capacity} of {self.furthest} tokens, and the tokens that would re-enter the window after "
+                f"removing {tokens} are gone. Remove one token, or more only while nothing is dropped."
+            )
+        self.counts.sub_(tokens).clamp_(min=0)
+        self.seen, self.checked = left, min(self.checked, left)
 
     def mark(self) -> torch.Tensor:
         return self.counts.clone()
@@ -202,6 +218,7 @@ class Ring(Storage):
             self.cut_short = True
         else:
             self.counts.copy_(mark)
+            self.furthest = max(self.furthest, self.seen + 1)  # the step may have written its token
 
 
 class RollingLayer(Buffered):

@@ -28,7 +28,7 @@ class RollingCache(StoredCache):
 
     It supports left padding, prompts of any length, chunks of any size, several turns, beams, reset() and deepcopy. It raises an
     error for a model that cannot read it, for holes in the mask, gradients, offloading, another batch size or K/V shape, and for
-    crop() after tokens have been dropped.
+    crop() of more than one token after tokens have been dropped.
 
     Source: Xiao et al., "Efficient Streaming Language Models with Attention Sinks" (2024), section 3.2.
     """
@@ -104,7 +104,7 @@ class RollingCache(StoredCache):
                 )
         if crops and tokens > self.storage.capacity:
             raise ValueError(
-                f"Assisted generation removes tokens, and a rolling cache of {self.storage.capacity} tokens cannot restore "
+                f"Assisted generation removes several tokens, and a rolling cache of {self.storage.capacity} tokens cannot restore "
                 f"dropped tokens; this call may reach {tokens}. Generate without assistant or prompt lookup."
             )
         self.storage.checked, self.storage.padded = width, zeros
@@ -114,22 +114,18 @@ class RollingCache(StoredCache):
         self.storage.reset()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last `-tokens_to_remove` tokens (a negative number, as in Transformers; 0 does nothing)."""
+        """Remove the last `-tokens_to_remove` tokens (a negative number, as in Transformers; 0 does nothing).
+
+        Raises ValueError for more than one token if tokens have been dropped.
+        """
         tokens_to_remove = int(tokens_to_remove)  # a tensor in assisted decoding
         ring = self.storage
         if tokens_to_remove > 0:
             raise ValueError(f"crop() takes the negative number of tokens to remove; got {tokens_to_remove}.")
         if -tokens_to_remove > ring.seen:
             raise ValueError(f"This cache has read {ring.seen} tokens; {-tokens_to_remove} cannot be removed.")
-        if tokens_to_remove and ring.seen > ring.capacity:
-            raise ValueError(
-                f"This cache keeps {ring.capacity} of {ring.seen} tokens, and the tokens that would re-enter the window after "
-                f"removing {-tokens_to_remove} are gone. Remove tokens only while nothing is dropped."
-            )
         if tokens_to_remove:
-            ring.counts.add_(tokens_to_remove).clamp_(min=0)
-            ring.seen += tokens_to_remove
-            ring.checked = min(ring.checked, ring.seen)
+            ring.crop(-tokens_to_remove)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         self.storage.select(beam_idx)

@@ -134,7 +134,7 @@ class Ahead(Protocol):
 
 _STOP_CHECK = "DeferredStopCheck"
 _OwnStopCheck: Any = getattr(utils, _STOP_CHECK, object)
-_When = Callable[[torch.device, object, bool], "Ahead | None"]
+_When = Callable[[torch.device, object], "Ahead | None"]
 
 
 class _Late(threading.local):
@@ -146,8 +146,8 @@ _lock = threading.Lock()
 _calls = 0  # in progress, in any thread
 
 
-def _ahead(device: torch.device, cache: object, returned: bool) -> Ahead | None:
-    return None if _late.when is None else _late.when(device, cache, returned)
+def _ahead(device: torch.device, cache: object) -> Ahead | None:
+    return None if _late.when is None else _late.when(device, cache)
 
 
 class StopCheck(_OwnStopCheck):  # type: ignore[misc]
@@ -157,14 +157,14 @@ class StopCheck(_OwnStopCheck):  # type: ignore[misc]
         with torch.device("cpu"):  # its copies of the flags, whatever torch's default device
             super().__init__(input_ids, max_length, cache, cache_is_returned, streamer)
         theirs = _OwnStopCheck.is_supported(input_ids.device, cache, cache_is_returned, False)
-        self.ahead: Ahead | None = None if theirs else _ahead(input_ids.device, cache, cache_is_returned)
+        self.ahead: Ahead | None = None if theirs else _ahead(input_ids.device, cache)
         self.random = None if self.ahead is None else self.ahead.random
         self.states: deque[torch.Tensor] = deque(maxlen=2)  # of the generator, after each of the last two steps
 
     @staticmethod
     def is_supported(device: torch.device, cache: Any, cache_is_returned: bool, is_assistant: bool) -> bool:
         theirs: bool = _OwnStopCheck.is_supported(device, cache, cache_is_returned, is_assistant)
-        return theirs or (not is_assistant and _ahead(device, cache, cache_is_returned) is not None)
+        return theirs or (not is_assistant and _ahead(device, cache) is not None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> bool:
         if self.random is not None:
@@ -185,8 +185,7 @@ class StopCheck(_OwnStopCheck):  # type: ignore[misc]
 
 @contextmanager
 def late_stop_checks(when: _When) -> Iterator[None]:
-    """The time of a generate() in this thread that reads one step late whether it has ended, if when(device, cache, returned) is
-    not None. returned: whether the caller of generate() has the cache afterwards.
+    """The time of a generate() in this thread that reads one step late whether it has ended, if when(device, cache) is not None.
 
     Its loop then launches a step before the device has finished the last one. Transformers itself does so on MPS alone. The step
     that it runs too many is undone, and here the random numbers of that step too. Transformers' class is replaced until the last

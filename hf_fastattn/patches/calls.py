@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 
 from .. import hf
-from ..caches.static import PreallocatedCache
 from ..caches.stored import StoredCache
 from .forwards import Forwards
 
@@ -71,14 +70,14 @@ class Ahead:
         return limit is None or storage.seen < limit
 
 
-def ahead(call: Call, device: torch.device, cache: object, returned: bool) -> Ahead | None:
+def ahead(call: Call, device: torch.device, cache: object) -> Ahead | None:
     """How the loop of a generate() may run a step ahead, or None.
 
-    Code of the caller between the steps would run once more. A rolling cache cannot drop the token again.
+    Code of the caller between the steps would run once more.
     """
     forwards = call.forwards
     if forwards is None or not (call.may_wait(device) and forwards.graphs.ranks.may_wait):
         return None
-    if not isinstance(cache, PreallocatedCache if returned else StoredCache):
+    if not isinstance(cache, StoredCache):
         return None
     return Ahead(forwards, hf.generator_of(device) if call.draws else None)
