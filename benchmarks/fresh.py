@@ -2,7 +2,7 @@
 cache.
 
 Each measurement is a separate process. It creates the model, patches it, and calls generate() twice, with two prompt lengths. The
-second call must neither capture nor compile.
+second call must not capture, and compiles at most the attention kernel that its number of tokens selects.
 """
 
 from __future__ import annotations

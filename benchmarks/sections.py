@@ -127,16 +127,21 @@ def headline(result: dict) -> str:
 
 
 def fresh(result: dict) -> str:
-    seconds: dict[str, list[float]] = {"cold": [], "warm": []}
-    for row in result["rows"]:
-        seconds[row["triton_cache"]] += filter(None, [row["calls"][0]["to_first_replay_s"]])
-    cold, warm = (" to ".join(dict.fromkeys((f"{min(v):.1f}", f"{max(v):.1f}"))) if v else "-" for v in seconds.values())
+    def seconds(cache: str, call: int, what: str) -> str:
+        of_cache = [row["calls"][call][what] for row in result["rows"] if row["triton_cache"] == cache]
+        texts = [f"{value:.{1 if value >= 1 else 2}f}" for value in sorted(filter(None, of_cache))]
+        return " to ".join(dict.fromkeys(texts[:1] + texts[-1:])) or "-"
+
+    replay = [seconds(cache, 0, "to_first_replay_s") for cache in ("cold", "warm")]
     later = [call for row in result["rows"] for call in row["calls"][1:]]
     compiled, captured = (max(call[what] for call in later) for what in ("compiled", "captured"))
+    first, second = (result["rows"][0]["calls"][i]["prompt"] for i in (0, 1))
     return (
-        f"**The first call of a fresh process**, {model(result)} ({by(result)}): from the loaded model to "
-        f"the first replay of its decode graph {cold} s with an empty Triton cache and {warm} s with a warm one. A second call "
-        f"with another prompt length compiled {compiled} kernels and captured {captured} graphs."
+        f"**The first call of a fresh process**, {model(result)} ({by(result)}): from the loaded model to the first replay of "
+        f"its decode graph {replay[0]} s with an empty Triton cache and {replay[1]} s with a warm one, behind a prompt of "
+        f"{first} tokens. A second call with {second} tokens had its first token after "
+        f"{seconds('cold', 1, 'first_token_s')} s and {seconds('warm', 1, 'first_token_s')} s; it compiled {compiled} "
+        f"kernel{'s' * (compiled != 1)} with the empty cache and captured {captured} graphs."
     )
 
 

@@ -157,9 +157,10 @@ def test_code_of_the_caller_does_not_run_once_more(model):
 
 
 @pytest.mark.parametrize("window", [16, 6])  # within it, and far behind it
-def test_a_rolling_cache_drops_the_token_of_the_step_too_many(window):
+@pytest.mark.parametrize("positions", [512, 20])  # a rolling cache has no limit of positions
+def test_a_rolling_cache_drops_the_token_of_the_step_too_many(window, positions):
     """It has overwritten the oldest token of the window, which no later token sees."""
-    model = tiny("llama", "sdpa", DEVICE)
+    model = tiny("llama", "sdpa", DEVICE, max_position_embeddings=positions)
     inputs = prompts("no_padding", DEVICE, rows=1)
     hf_fastattn.patch(model, "streaming", window=window, sinks=4)
     eos, step = ends(model, inputs, 5, do_sample=False)
@@ -169,7 +170,8 @@ def test_a_rolling_cache_drops_the_token_of_the_step_too_many(window):
         cache = hf_fastattn.RollingCache(model)
         options = {"do_sample": False, "past_key_values": cache, "logits_processor": [Counts()] if waits else None}
         ids = model.generate(**inputs, **options, eos_token_id=eos, max_new_tokens=NEW)
-        assert cache.get_seq_length() == inputs["input_ids"].shape[1] + step == ids.shape[1] - 1 and bool(Event.recorded) != waits
+        assert cache.get_seq_length() == inputs["input_ids"].shape[1] + step == ids.shape[1] - 1 > 20
+        assert Event.recorded == (0 if waits else step + 2)  # each step, and the one too many
         ids = torch.cat([ids, inputs["input_ids"][:, :7]], 1)  # a message
         ids = model.generate(input_ids=ids, **options, eos_token_id=None, max_new_tokens=NEW)
         texts.append(ids.tolist())

@@ -56,6 +56,7 @@ class Ring(Storage):
     """The layers of a rolling cache, with their shared token counts and the slots of new tokens."""
 
     takes_mask = False  # the counts exclude padding
+    endless = True  # the models that it accepts compute rotations of any position, or their positions are clamped
     layers: list[RollingLayer]
     capacity: int
     version: int
@@ -204,8 +205,8 @@ class Ring(Storage):
         # The window of the next token has no room for the token that the last one has overwritten.
         if self.furthest > self.capacity and self.furthest - left > 1:
             raise ValueError(
-                f"This cache keeps {self.capacity} of {self.furthest} tokens, and the tokens that would re-enter the window after "
-                f"removing {tokens} are gone. Remove one token, or more only while nothing is dropped."
+                f"This cache keeps {self.capacity} of {self.furthest} tokens, and the tokens that would re-enter the window if "
+                f"{tokens} were removed are gone. Remove one token, or more only while nothing is dropped."
             )
         self.counts.sub_(tokens).clamp_(min=0)
         self.seen, self.checked = left, min(self.checked, left)

@@ -104,8 +104,8 @@ class RollingCache(StoredCache):
                 )
         if crops and tokens > self.storage.capacity:
             raise ValueError(
-                f"Assisted generation removes several tokens, and a rolling cache of {self.storage.capacity} tokens cannot restore "
-                f"dropped tokens; this call may reach {tokens}. Generate without assistant or prompt lookup."
+                f"Assisted generation removes several tokens, and a rolling cache of {self.storage.capacity} tokens cannot "
+                f"restore dropped tokens; this call may reach {tokens}. Generate without assistant or prompt lookup."
             )
         self.storage.checked, self.storage.padded = width, zeros
 

@@ -67,7 +67,7 @@ class Ahead:
         storage, limit = self.forwards.replayed, self.forwards.positions
         if storage is None or not storage.holds(storage.seen + 1):
             return False
-        return limit is None or storage.seen < limit
+        return limit is None or storage.endless or storage.seen < limit
 
 
 def ahead(call: Call, device: torch.device, cache: object) -> Ahead | None:
