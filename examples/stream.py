@@ -20,7 +20,11 @@ from tqdm import tqdm
 from transformers import TextStreamer
 
 import hf_fastattn
-from hf_fastattn.hf import load_model, load_tokenizer
+from hf_fastattn.hf import (
+    CACHE,  # the name of the argument: "cache", and before Transformers 5.24 "past_key_values"
+    load_model,
+    load_tokenizer,
+)
 
 PIECE = 1 << 16  # characters read from the file at a time
 
@@ -54,7 +58,7 @@ def read(model, tokenizer, file, cache, size: int) -> torch.Tensor:
                 continue
             began = time.perf_counter()
             with torch.inference_mode():
-                model(part, past_key_values=cache, logits_to_keep=1)
+                model(part, logits_to_keep=1, **{CACHE: cache})
             if model.device.type == "cuda":
                 torch.cuda.synchronize()
             bar.update(part.shape[1])
@@ -69,11 +73,11 @@ def write(model, tokenizer, ids: torch.Tensor, cache, tokens: int) -> torch.Tens
     began, start = time.perf_counter(), cache.get_seq_length()
     out = model.generate(
         ids,
-        past_key_values=cache,
         attention_mask=torch.ones(1, start + ids.shape[1], dtype=torch.int64, device=ids.device),
         max_new_tokens=tokens,
         do_sample=False,
         streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+        **{CACHE: cache},
     )
     new = out.shape[1] - ids.shape[1]
     speed = 1e3 * (time.perf_counter() - began) / max(new, 1)

@@ -24,7 +24,11 @@ import torch
 import transformers
 
 import hf_fastattn
-from hf_fastattn.hf import load_model, load_tokenizer
+from hf_fastattn.hf import (
+    CACHE,  # the name of the argument: "cache", and before Transformers 5.24 "past_key_values"
+    load_model,
+    load_tokenizer,
+)
 
 RESULTS = Path(__file__).parent / "results" / "streaming_perplexity.json"
 SCHEMES = {
@@ -47,8 +51,8 @@ def losses(model, ids: torch.Tensor, chunk: int, cache=None):
     for start in range(0, ids.shape[1] - 1, chunk):
         part, target = ids[:, start : start + chunk], ids[0, start + 1 : start + 1 + chunk]
         with torch.inference_mode():
-            out = model(part, past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
+            out = model(part, use_cache=True, **{CACHE: cache})
+            cache = out[CACHE]
             yield start, torch.nn.functional.cross_entropy(out.logits[0, : len(target)].float(), target, reduction="none").cpu()
 
 

@@ -11,11 +11,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_fastattn import interface, registry
+from hf_fastattn import hf, interface, registry
 from hf_fastattn.kernels import INTERPRETED
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 DOCS = EXAMPLES.parent / "docs"
+pytestmark = pytest.mark.filterwarnings("error:.past_key_values. is deprecated:FutureWarning")
 NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 # file: (further arguments, required output)
 OURS = {
@@ -97,5 +98,5 @@ def test_code_of_a_page(path, folder, tmp_path, monkeypatch, capsys, registered)
     for block in re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL):
         if "from trl " in block:  # test_packed_training.py runs it
             continue
-        exec(block.replace(NAME, folder), names)
+        exec(block.replace(NAME, folder).replace("cache=cache", f"{hf.CACHE}=cache"), names)
     assert "False" not in capsys.readouterr().out

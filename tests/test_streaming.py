@@ -424,6 +424,21 @@ def test_crop_works_until_a_token_was_dropped(llama, device):
 
 
 @host_work
+@pytest.mark.skipif(hf.CACHE == "past_key_values", reason="Transformers has one name for the cache")
+def test_of_both_names_of_the_cache_the_present_one_counts(llama, device):
+    ids = tokens(1, 5, device)
+    with patched(llama), torch.no_grad():
+        cache, other = RollingCache(llama), RollingCache(llama)
+        for given in (None, other):
+            with pytest.warns(FutureWarning):
+                llama(ids, **{hf.CACHE: given, "past_key_values": cache})
+            assert cache.get_seq_length() == 0
+        assert other.get_seq_length() == 5
+        llama(ids, **{hf.CACHE: cache})
+        assert cache.get_seq_length() == 5
+
+
+@host_work
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("more", [[1, 1], [2], [1, 3], [WINDOW + 2]], ids=str)
 @pytest.mark.parametrize("before", [[WINDOW + SINKS - 1], [WINDOW + SINKS, 1], [9, 8, 1]], ids=str)

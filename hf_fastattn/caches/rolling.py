@@ -20,8 +20,8 @@ from .stored import Arguments, StoredCache, chosen
 
 
 class RollingCache(StoredCache):
-    """The first `sinks` and the last `window` tokens of every row, in constant memory: a `past_key_values` for unbounded
-    generation.
+    """The first `sinks` and the last `window` tokens of every row, in constant memory: a `cache` (before Transformers 5.24:
+    `past_key_values`) for unbounded generation.
 
     model: a model patched with hf_fastattn.patch(model, "streaming", window=, sinks=), whose settings apply. Nothing is allocated
     before the first forward. get_seq_length() counts all tokens ever read, including padding.

@@ -15,7 +15,8 @@ from .stored import StoredCache, chosen
 
 
 class PreallocatedCache(StoredCache):
-    """K and V of every layer in buffers that stay in place; a drop-in `past_key_values` for decoder-only models.
+    """K and V of every layer in buffers that stay in place; a drop-in `cache` (before Transformers 5.24:
+    `past_key_values`) for decoder-only models.
 
     config: the model's configuration, or the model. capacity: number of tokens to allocate first, rounded up. The buffers grow
     in steps, between two forwards. grow=False raises a ValueError instead. Sliding-window layers allocate little more than

@@ -17,7 +17,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # args and kwargs
 
 
 class StoredCache(hf.Cache):
-    """A `past_key_values` over a storage, with the layers of the storage.
+    """A `cache` of a model over a storage, with the layers of the storage.
 
     streams: whether it drops tokens, as a RollingCache does. Only streaming backends can read such a cache.
     """

@@ -19,8 +19,8 @@ CACHES = tuple(dict.fromkeys((CACHE, "past_key_values")))  # Transformers rename
 
 
 def cache_in(arguments: Mapping[str, Any]) -> Any:
-    """The cache among the arguments of a model or of generate(), or None."""
-    return next((arguments[name] for name in CACHES if arguments.get(name) is not None), None)
+    """The cache among the arguments of a model or of generate(), or None. Of both names the present one counts, as there."""
+    return next((arguments[name] for name in CACHES if name in arguments), None)
 
 
 def layer_windows(config: PreTrainedConfig) -> list[int | None]:
