@@ -178,6 +178,34 @@ def test_a_rolling_cache_drops_the_token_of_the_step_too_many(window, positions)
     assert texts[0] == texts[1]
 
 
+def test_the_step_too_many_does_not_drop_the_first_token_of_a_rolling_cache():
+    """After it the caller could remove one token at most."""
+    inputs, model = prompts("no_padding", DEVICE, rows=1), tiny("llama", "sdpa", DEVICE)
+    eos, step = ends(model, inputs, 5, do_sample=False)
+    hf_fastattn.patch(model, "streaming", window=inputs["input_ids"].shape[1] + step - 4, sinks=4)
+    cache = hf_fastattn.RollingCache(model)
+    model.generate(**inputs, do_sample=False, eos_token_id=eos, max_new_tokens=NEW, past_key_values=cache)
+    assert cache.get_seq_length() == cache.storage.capacity
+    cache.crop(-3)
+
+
+def test_a_rolling_cache_with_a_table_of_positions_that_are_zero():
+    """They look like no positions, and a step too many would read beyond the table."""
+    own = {"num_key_value_heads": 4, "ffn_dim": 96, "word_embed_proj_dim": 64, "dropout": 0.0, "layerdrop": 0.0}
+    inputs, model = prompts("no_padding", DEVICE, rows=1), tiny("opt", "sdpa", DEVICE, **own)
+    table, length = model.model.decoder.embed_positions, inputs["input_ids"].shape[1]
+    table.weight.data.zero_()
+    hf_fastattn.patch(model, "streaming", window=6, sinks=2)
+    new = model.generate(**inputs, max_new_tokens=NEW, do_sample=False)[0, length:].tolist()
+    step = next(step for step in range(4, NEW - 1) if new.index(new[step]) == step)
+    hf_fastattn.unpatch(model)
+    table.weight = torch.nn.Parameter(table.weight[: length + step + 2])  # the first two rows are for padding
+    model.config.max_position_embeddings = length + step
+    hf_fastattn.patch(model, "streaming", window=6, sinks=2)
+    options = {"do_sample": False, "eos_token_id": new[step], "past_key_values": hf_fastattn.RollingCache(model)}
+    assert model.generate(**inputs, **options, max_new_tokens=NEW)[0, length:].tolist() == new[: step + 1]
+
+
 def test_other_models_and_models_without_graphs_wait(model):
     inputs, other = prompts("no_padding", DEVICE, rows=1), tiny("llama", "sdpa", DEVICE)
     options = {"max_new_tokens": 3, "do_sample": False}

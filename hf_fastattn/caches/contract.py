@@ -31,7 +31,7 @@ class Storage:
     variant: a captured step is valid for one version and one variant. takes_mask: whether a captured step of padded rows reads
     the attention mask. takes_many: whether a captured step may have several tokens of each row. takes_prompts: whether these may
     also be some hundred, or the first. looks_ahead: whether a forward has let tokens see later ones, for which a graph has no
-    mask. endless: whether a text over it may be longer than the model has positions. recorded: number of references held by
+    mask. endless: whether its text may be longer than the model has positions. recorded: number of references held by
     decode graphs, as `pool.references` counts them. serial: its number among the storages of a model, by which ranks that share
     the model name it.
 
@@ -69,6 +69,11 @@ class Storage:
     def used(self) -> bool:
         """Whether it holds tokens; a decode graph runs only if it does."""
         return self.seen > 0
+
+    @property
+    def undoes(self) -> bool:
+        """Whether the next token, once it is stored, can be removed without a trace."""
+        return True
 
     @property
     def keeps_all(self) -> bool:

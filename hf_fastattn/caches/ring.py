@@ -56,7 +56,6 @@ class Ring(Storage):
     """The layers of a rolling cache, with their shared token counts and the slots of new tokens."""
 
     takes_mask = False  # the counts exclude padding
-    endless = True  # the models that it accepts compute rotations of any position, or their positions are clamped
     layers: list[RollingLayer]
     capacity: int
     version: int
@@ -199,14 +198,21 @@ class Ring(Storage):
         self.seen += tokens
         self.furthest = max(self.furthest, self.seen)
 
+    @property
+    def undoes(self) -> bool:
+        return self.seen != self.capacity  # afterwards, no other token could be removed
+
     def crop(self, tokens: int) -> None:
         """Remove the last tokens of each row. Raises ValueError if later tokens would see one that is gone."""
         left = self.seen - tokens
-        # The window of the next token has no room for the token that the last one has overwritten.
-        if self.furthest > self.capacity and self.furthest - left > 1:
+        if left <= self.sinks:
+            self.furthest = left
+        elif self.furthest > self.capacity and self.furthest - left > 1:
+            # One may be removed: the window of the next token has no room for the token that it has overwritten.
             raise ValueError(
-                f"This cache keeps {self.capacity} of {self.furthest} tokens, and the tokens that would re-enter the window if "
-                f"{tokens} were removed are gone. Remove one token, or more only while nothing is dropped."
+                f"This cache has overwritten tokens that would be in its window of {self.window} again if {tokens} of "
+                f"{self.seen} tokens were removed. Once tokens have been dropped, only the last can be removed, and once after "
+                "each new one."
             )
         self.counts.sub_(tokens).clamp_(min=0)
         self.seen, self.checked = left, min(self.checked, left)

@@ -13,7 +13,7 @@ import torch
 from .. import hf, masks
 from .. import step as steps
 from ..step import EAGER, Step
-from ..streaming import Settings
+from ..streaming import Settings, has_frequencies
 from . import forward
 from .ring import Ring
 from .stored import Arguments, StoredCache, chosen
@@ -28,7 +28,7 @@ class RollingCache(StoredCache):
 
     It supports left padding, prompts of any length, chunks of any size, several turns, beams, reset() and deepcopy. It raises an
     error for a model that cannot read it, for holes in the mask, gradients, offloading, another batch size or K/V shape, and for
-    crop() of more than one token after tokens have been dropped.
+    crop() of several tokens after others have been dropped.
 
     Source: Xiao et al., "Efficient Streaming Language Models with Attention Sinks" (2024), section 3.2.
     """
@@ -68,6 +68,7 @@ class RollingCache(StoredCache):
                 f"{self} was made for another model or other settings than this one's: {settings.sinks} sinks and a window of "
                 f"{settings.window}."
             )
+        ring.endless = settings.clamped or has_frequencies(model)
         ids = args[0] if args else kwargs.get("input_ids")
         ids = kwargs["inputs_embeds"] if ids is None else ids
         rows, q_len = ids.shape[:2]
@@ -116,7 +117,8 @@ class RollingCache(StoredCache):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens (a negative number, as in Transformers; 0 does nothing).
 
-        Raises ValueError for more than one token if tokens have been dropped.
+        Once tokens have been dropped, it can remove the last one, once after each new token: a generate() whose text has ended
+        may have done so. Otherwise it raises ValueError, unless only sinks remain.
         """
         tokens_to_remove = int(tokens_to_remove)  # a tensor in assisted decoding
         ring = self.storage

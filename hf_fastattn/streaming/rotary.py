@@ -91,6 +91,11 @@ def refresh(model: hf.PreTrainedModel) -> None:
             return
 
 
+def has_frequencies(model: torch.nn.Module) -> bool:
+    """Whether examine() has found that rotations of any position can be computed."""
+    return bool(vars(model).get(_WATCHED))
+
+
 def forget(model: torch.nn.Module) -> None:
     """Remove the attributes that examine() set."""
     for module in model.modules():
