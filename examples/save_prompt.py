@@ -11,7 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_fastattn
-from hf_fastattn.hf import CACHE  # the name of the argument: "cache", and before Transformers 5.24 "past_key_values"
+
+# CACHE is the name of a model's argument: "cache", and before Transformers 5.24 "past_key_values".
+from hf_fastattn.hf import CACHE
 
 name = sys.argv[1] if len(sys.argv) > 1 else "HuggingFaceTB/SmolLM2-135M-Instruct"
 file = Path(sys.argv[2] if len(sys.argv) > 2 else Path(tempfile.gettempdir()) / "prompt.safetensors")

@@ -20,11 +20,9 @@ from tqdm import tqdm
 from transformers import TextStreamer
 
 import hf_fastattn
-from hf_fastattn.hf import (
-    CACHE,  # the name of the argument: "cache", and before Transformers 5.24 "past_key_values"
-    load_model,
-    load_tokenizer,
-)
+
+# CACHE is the name of a model's argument: "cache", and before Transformers 5.24 "past_key_values".
+from hf_fastattn.hf import CACHE, load_model, load_tokenizer
 
 PIECE = 1 << 16  # characters read from the file at a time
 

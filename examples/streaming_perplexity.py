@@ -24,11 +24,9 @@ import torch
 import transformers
 
 import hf_fastattn
-from hf_fastattn.hf import (
-    CACHE,  # the name of the argument: "cache", and before Transformers 5.24 "past_key_values"
-    load_model,
-    load_tokenizer,
-)
+
+# CACHE is the name of a model's argument: "cache", and before Transformers 5.24 "past_key_values".
+from hf_fastattn.hf import CACHE, load_model, load_tokenizer
 
 RESULTS = Path(__file__).parent / "results" / "streaming_perplexity.json"
 SCHEMES = {

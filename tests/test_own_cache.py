@@ -11,6 +11,7 @@ import hf_fastattn
 from hf_fastattn.caches.contract import Storage
 from hf_fastattn.caches.stored import StoredCache
 from hf_fastattn.hf import CacheLayerMixin
+from hf_fastattn.patches import calls
 from hf_fastattn.step import EAGER, mode
 
 
@@ -91,6 +92,21 @@ def test_a_custom_cache_runs_under_patch_with_a_graph(model_type, padding, monke
             found = model.generate(**inputs, past_key_values=cache, **options)
             assert torch.equal(found, expected) and cache.get_seq_length() == PROMPT + 7
         assert patch.captures == 2 and patch.replays == 2 * 6 and not patch.reasons
+
+
+def test_the_loop_waits_for_a_cache_that_cannot_be_cropped(monkeypatch):
+    """The caller would find a token too many in it."""
+    fake_graph.use(monkeypatch, prompts=False)
+    monkeypatch.setattr(calls, "records_events", lambda device: True)
+    monkeypatch.setattr(torch, "Event", fake_graph.Event)
+    model, inputs = tiny("llama"), prompts("no_padding", "cpu", rows=1)
+    new = model.generate(**inputs, max_new_tokens=8, do_sample=False)[0, PROMPT:].tolist()
+    eos = new[5]
+    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": eos}
+    with hf_fastattn.patch(model):
+        cache = ReversedCache(model, PROMPT + 20)
+        found = model.generate(**inputs, past_key_values=cache, **options)
+        assert found[0, PROMPT:].tolist() == new[: new.index(eos) + 1] and cache.get_seq_length() == found.shape[1] - 1
 
 
 def test_it_is_refused_for_other_rows(monkeypatch):

@@ -176,6 +176,9 @@ def test_a_rolling_cache_drops_the_token_of_the_step_too_many(window, positions)
         ids = model.generate(input_ids=ids, **options, eos_token_id=None, max_new_tokens=NEW)
         texts.append(ids.tolist())
     assert texts[0] == texts[1]
+    Event.recorded = 0
+    found = model.generate(**inputs, do_sample=False, eos_token_id=eos, max_new_tokens=NEW)  # over a cache of its own
+    assert found.shape[1] == inputs["input_ids"].shape[1] + step + 1 and Event.recorded
 
 
 def test_the_step_too_many_does_not_drop_the_first_token_of_a_rolling_cache():

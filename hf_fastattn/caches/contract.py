@@ -71,8 +71,8 @@ class Storage:
         return self.seen > 0
 
     @property
-    def undoes(self) -> bool:
-        """Whether the next token, once it is stored, can be removed without a trace."""
+    def can_undo(self) -> bool:
+        """Whether the next token can be removed as if it had never been stored, if the cache can be cropped."""
         return True
 
     @property

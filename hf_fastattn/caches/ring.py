@@ -199,8 +199,8 @@ class Ring(Storage):
         self.furthest = max(self.furthest, self.seen)
 
     @property
-    def undoes(self) -> bool:
-        return self.seen != self.capacity  # afterwards, no other token could be removed
+    def can_undo(self) -> bool:
+        return self.seen != self.capacity  # the next token drops the first one, and then no other could be removed
 
     def crop(self, tokens: int) -> None:
         """Remove the last tokens of each row. Raises ValueError if later tokens would see one that is gone."""

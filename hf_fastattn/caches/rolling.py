@@ -117,8 +117,9 @@ class RollingCache(StoredCache):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens (a negative number, as in Transformers; 0 does nothing).
 
-        Once tokens have been dropped, it can remove the last one, once after each new token: a generate() whose text has ended
-        may have done so. Otherwise it raises ValueError, unless only sinks remain.
+        While no token has been dropped, any number can be removed. Afterwards only the last token can be, once after each new
+        one, or all tokens except sinks; otherwise it raises ValueError. A generate() that ends at an end-of-text token may itself
+        have removed the last token.
         """
         tokens_to_remove = int(tokens_to_remove)  # a tensor in assisted decoding
         ring = self.storage

@@ -19,7 +19,7 @@ CACHES = tuple(dict.fromkeys((CACHE, "past_key_values")))  # Transformers rename
 
 
 def cache_in(arguments: Mapping[str, Any]) -> Any:
-    """The cache among the arguments of a model or of generate(), or None. Of both names the present one counts, as there."""
+    """The cache among the arguments of a model or of generate(), or None. If both names are given, the present one counts."""
     return next((arguments[name] for name in CACHES if name in arguments), None)
 
 

@@ -164,7 +164,9 @@ class StopCheck(_OwnStopCheck):  # type: ignore[misc]
     @staticmethod
     def is_supported(device: torch.device, cache: Any, cache_is_returned: bool, is_assistant: bool) -> bool:
         theirs: bool = _OwnStopCheck.is_supported(device, cache, cache_is_returned, is_assistant)
-        return theirs or (not is_assistant and _ahead(device, cache) is not None)
+        if theirs or is_assistant or (cache_is_returned and cache is not None and not cache.is_croppable):
+            return theirs
+        return _ahead(device, cache) is not None
 
     def __call__(self, *args: Any, **kwargs: Any) -> bool:
         if self.random is not None:

@@ -65,7 +65,7 @@ class Ahead:
     def next_is_ready(self) -> bool:
         """Whether the next step is a replay in buffers that have room: it runs no Python of the model and cannot fail."""
         storage, limit = self.forwards.replayed, self.forwards.positions
-        if storage is None or not (storage.holds(storage.seen + 1) and storage.undoes):
+        if storage is None or not (storage.holds(storage.seen + 1) and storage.can_undo):
             return False
         return limit is None or storage.endless or storage.seen < limit
 

@@ -92,7 +92,7 @@ def refresh(model: hf.PreTrainedModel) -> None:
 
 
 def has_frequencies(model: torch.nn.Module) -> bool:
-    """Whether examine() has found that rotations of any position can be computed."""
+    """Whether examine() has found buffers of frequencies, from which a rotation of any position is computed."""
     return bool(vars(model).get(_WATCHED))
 
 
