@@ -7,14 +7,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from calls import attention
+from conftest import INTERPRETED
 
 from hf_fastattn import get, merge
+from hf_fastattn.caches import contract
 from hf_fastattn.context_parallel import ORDERS, pieces, positions, ring_attention
+from hf_fastattn.kernels import parts
 from hf_fastattn.kernels import spans as spans_of
+from hf_fastattn.kernels.decode.append import append
 from hf_fastattn.kernels.decode.shares import merge_shares, pack
 from hf_fastattn.kernels.spec import KV, Spec
 
-SLOTS = 320  # of the whole, in shares of whole words
+SLOTS = 384  # of the whole
+RANKS = 3
 KINDS = {
     "uniform": {},
     "window": {"window": 70},
@@ -33,7 +38,7 @@ def mask_of(kind: str, seen: int, device) -> torch.Tensor:
 
 
 def whole_and_shares(device, kind: str, seen: int, q_len: int, softcap=None, sinks: bool = False, backend: str = "lean"):
-    """(out over all slots, out merged of shares of 64, 64, ... slots) for the queries at the last q_len of `seen` tokens."""
+    """(out over all slots, out merged of the shares of all ranks) for the queries at the last q_len of `seen` tokens."""
     torch.manual_seed(0)
     new = lambda heads, length: torch.randn(2, heads, length, 32, device=device)  # noqa: E731
     q, k, v = new(6, q_len), new(2, SLOTS), new(2, SLOTS)
@@ -46,17 +51,32 @@ def whole_and_shares(device, kind: str, seen: int, q_len: int, softcap=None, sin
     run = get(backend).attend
     spec = Spec(causal=False, softcap=softcap)
     whole = run(q, KV(k, v), spec, spans, sink_logits=logits)
-    parts, length = [], 64
-    for first in range(0, SLOTS, length):
-        some = slice(first, first + length)
-        share = KV(k[:, :, some].contiguous(), v[:, :, some].contiguous())
-        parts.append(pack(*run(q, share, spec, spans_of.part_of(spans, first, length), return_lse=True)))
-    return whole, merge_shares(torch.stack(parts), 32, logits)
+    packed, slots = [], torch.arange(SLOTS, device=device)
+    for rank in range(RANKS):
+        length = SLOTS // RANKS + parts.PART
+        share = KV(*(torch.full((2, 2, length, 32), float("nan"), device=device) for _ in "kv"))
+        mine = slots[(slots // parts.PART % RANKS == rank) & (slots < seen - q_len)]
+        own, new = parts.part_of(spans, q_len, length, rank, RANKS)
+        for buffer, all_slots in ((share.k, k), (share.v, v)):
+            buffer[:, :, : len(mine)] = all_slots[:, :, mine]
+        append(share.k, share.v, *(x[:, :, seen - q_len : seen] for x in (k, v)), new)
+        packed.append(pack(*run(q, share, spec, own, return_lse=True)))
+        # The tokens that this rank keeps are where later steps see them.
+        mine = slots[(slots // parts.PART % RANKS == rank) & (slots < seen)]
+        assert len(mine) == parts.slots_before(seen, rank, RANKS)
+        assert torch.equal(share.k[:, :, : len(mine)], k[:, :, mine]) and torch.equal(share.v[:, :, : len(mine)], v[:, :, mine])
+    return whole, merge_shares(torch.stack(packed), 32, logits)
 
 
 @pytest.mark.parametrize("backend", ["lean", "split_kv"])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("seen", "q_len"), [(300, 1), (200, 3)])  # of the second, the last share is empty
+@pytest.mark.parametrize(
+    ("kind", "seen", "q_len"),
+    [
+        *((kind, seen, 1) for kind in KINDS for seen in (300, 192, 257)),  # the last two begin a block, or follow its begin
+        # Across blocks of two ranks, from the last rank to the first, as many queries as a block, within a block, empty shares.
+        *((kind, *size) for kind in KINDS if kind != "window" for size in ((130, 5), (200, 40), (384, 64), (60, 3), (340, 20))),
+    ],
+)
 def test_merged_shares_equal_the_whole(device, kind, seen, q_len, backend):
     whole, merged = whole_and_shares(device, kind, seen, q_len, softcap=3.0 if q_len > 1 else None, backend=backend)
     assert merged.isfinite().all() and merged.stride() == whole.stride()
@@ -74,13 +94,13 @@ def test_results_of_ranks_are_merged_as_by_merge(device, dtype, sinks):
     torch.manual_seed(0)
     outs, lses = torch.randn(3, 2, 6, 2, 24, device=device, dtype=dtype), 9 * torch.randn(3, 2, 6, 2, device=device)
     lses[1, :, 4] = lses[:, 0, 3] = float("-inf")
-    parts = torch.stack([pack(out, lse) for out, lse in zip(outs, lses, strict=True)])[:, :, 2:5]  # the heads of one rank
+    packed = torch.stack([pack(out, lse) for out, lse in zip(outs, lses, strict=True)])[:, :, 2:5]  # the heads of one rank
     logits = torch.randn(3, device=device) if sinks else None
     want = [*outs[:, :, 2:5]], [*lses[:, :, 2:5]]
     if sinks:
         want[0].append(torch.zeros_like(want[0][0]))
         want[1].append(logits[:, None].expand_as(want[1][0]).contiguous())
-    merged = merge_shares(parts, 24, logits)
+    merged = merge_shares(packed, 24, logits)
     assert merged.transpose(1, 2).is_contiguous()
     torch.testing.assert_close(merged, merge(*want)[0], rtol=0, atol=16 * torch.finfo(dtype).eps)
 
@@ -97,13 +117,30 @@ def test_packed_results_keep_the_bits_of_lse(device, dtype):
         assert torch.equal(merge_shares(none, 16), torch.zeros_like(out))  # no rank has a key
 
 
-def test_spans_of_a_part_are_refused_where_they_cannot_be_shifted():
+def test_spans_of_a_part_are_refused_where_there_are_none():
     spans = spans_of.build_spans(1, 4, 64, torch.device("cpu"))
     lo = torch.zeros(1, 4, dtype=torch.int32)
     with pytest.raises(ValueError, match="interval for each query"):
-        spans_of.part_of(spans_of.with_rows(spans, lo, lo + 4), 0, 32)
-    with pytest.raises(ValueError, match="multiple of 32"):
-        spans_of.part_of(spans, 16, 32)
+        parts.part_of(spans_of.with_rows(spans, lo, lo + 4), 4, 128, 0, 2)
+    with pytest.raises(ValueError, match="at most 64 queries"):
+        parts.part_of(spans, 65, 128, 0, 2)
+    assert contract.FEW <= parts.PART
+
+
+@pytest.mark.parametrize("q_len", [1, 30, 64])
+@pytest.mark.parametrize("mask", [False, True])
+def test_the_kernel_computes_the_spans_of_a_part(device, q_len, mask):
+    if device.type != "cuda" and not INTERPRETED:
+        pytest.skip("needs a GPU or the interpreter")
+    live = mask_of("holes", 1000, device) if mask else None
+    for seen in (0, 5, 64, 127, 190, 700):
+        spans = spans_of.build_spans(2, q_len, 1000, device, q_offset=seen, attention_mask=live)
+        for rank, ranks in ((0, 2), (1, 2), (2, 3)):
+            length = 512 + parts.PART
+            rows = spans[:1] if spans.stride(0) == 0 else spans
+            found, want = (make(rows, q_len, length, rank, ranks) for make in (parts._part_of_triton, parts._part_of_torch))
+            for mine, other in zip(found, want, strict=True):
+                assert mine.dtype == other.dtype and torch.equal(mine, other)
 
 
 # ---- Ring, zigzag, Striped ----

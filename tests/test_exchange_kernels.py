@@ -13,7 +13,13 @@ from conftest import INTERPRETED
 
 pytest.importorskip("triton")
 
-from hf_fastattn.kernels.decode import all_gather, all_reduce, residual
+from hf_fastattn.context_parallel import New, Share, Shares, over_shares
+from hf_fastattn.kernels.attention import lean
+from hf_fastattn.kernels.decode import all_gather, all_reduce, gather_heads, merge_ranks, residual
+from hf_fastattn.kernels.merge import merge
+from hf_fastattn.kernels.parts import PART
+from hf_fastattn.kernels.spans import build_spans
+from hf_fastattn.kernels.spec import KV, Spec
 from hf_fastattn.patches import exchange
 
 pytestmark = [
@@ -114,6 +120,112 @@ def test_short_rows_of_a_wider_dtype_do_not_fit():
 def test_kernels_wait_longer_than_the_host():
     """A check takes 0.3 us at least."""
     assert 0.3e-6 * all_reduce.LIMIT > exchange.WAIT + 3 * exchange.GRACE
+
+
+# batch, query heads and KV heads of a rank, ranks with the same KV heads, dimensions of keys and of values, slots of the tokens
+HEADS = {
+    "one token": (1, 4, 2, 1, 16, 16, [5]),
+    "several tokens, other values": (2, 2, 1, 1, 20, 12, [4, -1, 7]),
+    "the same KV heads": (3, 2, 1, 2, 16, 16, [8, 9]),
+    "many blocks": (5, 8, 1, 1, 16, 16, [0, 1, 2, 3, 4, 5, 6, 7, 8]),
+}
+
+
+def new_heads(rank: int, folder, case: str, dtype) -> list[str]:
+    """Twice, since slots of the memory alternate."""
+    batch, q_heads, kv_heads, copies, k_dim, v_dim, slots = HEADS[case]
+    world, wrong, tokens, peers = 2, [], len(slots), shared_memory(folder, rank, 2, dtype=dtype)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        every_q = torch.randn(batch, world * q_heads, tokens, k_dim).to(dtype)
+        k, v = (torch.randn(batch, world // copies * kv_heads, tokens, dim).to(dtype) for dim in (k_dim, v_dim))
+        keys, values = (torch.zeros(batch, x.shape[1], 9, x.shape[3], dtype=dtype) for x in (k, v))
+        expected = keys.clone(), values.clone()
+        for token, at in enumerate(slots):
+            if 0 <= at < 9:
+                expected[0][:, :, at], expected[1][:, :, at] = k[:, :, token], v[:, :, token]
+        mine, first = slice(rank * q_heads, (rank + 1) * q_heads), rank // copies * kv_heads
+        q = every_q[:, mine].transpose(1, 2).contiguous().transpose(1, 2)  # as of a model
+        own = [x[:, first : first + kv_heads] for x in (k, v)]
+        found = gather_heads.gather_heads(q, *own, keys, values, torch.tensor([slots]), peers, copies)
+        wrong += [] if found is not None and torch.equal(found, every_q) else [f"queries {seed}"]
+        wrong += [] if torch.equal(keys, expected[0]) and torch.equal(values, expected[1]) else [f"keys {seed}"]
+    return wrong
+
+
+@pytest.mark.parametrize("case", HEADS)
+def test_new_heads_are_those_of_all_ranks(tmp_path, case):
+    dtype = torch.float32 if "values" in case else torch.float16
+    for ended in processes.run(tmp_path, 2, new_heads, tmp_path, case, dtype):
+        assert ended.result == [], ended.output
+
+
+def merged_heads(rank: int, folder, world: int, same: bool, sinks: bool, shape: tuple[int, ...], dtype) -> list[str]:
+    batch, heads, tokens, dim = shape
+    every, wrong, peers = heads if same else world * heads, [], shared_memory(folder, rank, world, dtype=dtype)
+    first = 0 if same else rank * heads
+    for seed in range(3):
+        torch.manual_seed(seed)
+        outs = torch.randn(world, batch, tokens, every, dim).to(dtype).transpose(2, 3)
+        lses = 3 * torch.randn(world, batch, every, tokens)
+        lses[0, 0, 0] = lses[:, 0, -1, 0] = float("-inf")  # a rank, and all, without keys
+        outs[lses == float("-inf")] = 0
+        logits = torch.randn(every)[first : first + heads] if sinks else None
+        found = merge_ranks.merge_ranks(outs[rank], lses[rank], heads, logits, peers)
+        parts = outs[:, :, first : first + heads].float(), lses[:, :, first : first + heads]
+        if sinks:
+            more = torch.zeros_like(parts[0][:1]), logits[:, None].expand_as(parts[1][:1])
+            parts = [torch.cat(pair) for pair in zip(parts, more, strict=True)]
+        expected = merge(*parts)[0].to(dtype)
+        wrong += [] if found is not None and torch.allclose(found, expected, atol=1e-3, rtol=1e-3) else [f"{seed}"]
+        wrong += [] if found is not None and found.transpose(1, 2).is_contiguous() else ["strides"]
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("world", "same", "sinks", "shape", "dtype"),
+    [
+        (2, False, False, (1, 4, 1, 16), torch.float16),
+        (3, False, True, (2, 2, 3, 20), torch.float32),
+        (2, True, True, (1, 4, 2, 16), torch.float16),
+        (2, False, False, (5, 8, 9, 16), torch.float16),
+    ],
+    ids=str,
+)
+def test_parts_of_all_ranks_are_merged(tmp_path, world, same, sinks, shape, dtype):
+    for ended in processes.run(tmp_path, world, merged_heads, tmp_path, world, same, sinks, shape, dtype):
+        assert ended.result == [], ended.output
+
+
+def attention_over_shares(rank: int, folder, copies: int, whole: bool) -> list[str]:
+    """A step of two rows with kernels that exchange, and with collectives; the first token ends a block of rank 0."""
+    wrong, peers = [], shared_memory(folder, rank, 2, dtype=torch.float16)
+    for seed in range(2):
+        torch.manual_seed(seed)
+        heads, kv_heads = 4, 2 // copies
+        of_rank = 1 if whole else 2
+        q, k, v = (torch.randn(2, n, 2, 16).half() for n in (heads, kv_heads, kv_heads))
+        if copies == 2 or whole:
+            torch.manual_seed(seed)
+            k, v = torch.randn(2, 2, kv_heads, 2, 16).half()  # the same on both ranks
+        found = []
+        for memory in (None, lambda x: peers):
+            torch.manual_seed(seed + 10 * rank)
+            buffers = [torch.randn(2, of_rank * kv_heads // copies, 2 * PART, 16).half() for _ in "kv"]
+            shares = Shares(None, [(of_rank * heads, of_rank * kv_heads // copies)], copies, whole)
+            shares.peers = memory
+            new = New(k, v, *buffers)
+            keys, values = (Share(x, (2, kv_heads, 2 * PART, 16), shares, 0, {}, new) for x in buffers)
+            spans = build_spans(2, 2, 2 * PART, q.device, q_offset=PART - 1)
+            found.append((over_shares(lean.lean)(q, KV(keys, values), Spec(), spans), *buffers))
+        wrong += [f"{seed}, {i}" for i, pair in enumerate(zip(*found, strict=True)) if not torch.allclose(*pair, atol=2e-3)]
+    return wrong
+
+
+@pytest.mark.parametrize(("copies", "whole"), [(1, False), (2, False), (1, True)])
+def test_attention_over_shares_is_that_with_collectives(tmp_path, copies, whole):
+    for ended in processes.run(tmp_path, 2, attention_over_shares, tmp_path, copies, whole):
+        assert ended.result == [], ended.output
 
 
 def sum_then_norm(rank: int, folder) -> list[torch.Tensor]:

@@ -989,7 +989,7 @@ def test_all_ranks_look_up_a_table_in_the_same_way(monkeypatch, count, by_kernel
     monkeypatch.setattr(sums, "sum_of", lambda x: x)
     whole, parts = table.weight, []
     for rank, rows in enumerate(whole.split(2)):
-        monkeypatch.setattr(sums, "_peers", lambda _, rank=rank: types.SimpleNamespace(rank=rank, world=4))
+        monkeypatch.setattr(sums, "peers_of", lambda _, rank=rank: types.SimpleNamespace(rank=rank, world=4))
         table.weight = torch.nn.Parameter(rows)
         parts.append(sums._lookup(collectives, table)(torch.arange(count)))
     assert bool(collectives.called) != by_kernels

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import re
@@ -31,6 +32,9 @@ MODES = {
     "sequence": {"kv": "sequence"},
     "sequence over collectives": {"kv": "sequence", "peer_memory": False},
 }
+NAMES = {2: SHARED, 4: ["llama", "qwen2", "gpt_oss"]}  # by the number of ranks
+FOUR = pytest.mark.skipif(DEVICE != "cuda" or torch.cuda.device_count() < 4, reason="needs four GPUs")
+COUNTS = (2, pytest.param(4, marks=FOUR))
 SIZES = (8, 1000, 2048, 4096, 8192)
 DTYPES = (torch.float32, torch.bfloat16)
 REPLAYS, CALLS = 2500, 4
@@ -38,7 +42,7 @@ KEPT = []  # until the process ends
 
 
 def pair(name: str, rank: int, dtype: torch.dtype = torch.float32, **own):
-    """A tiny model on the GPU of the rank, and its copy that two ranks share."""
+    """A tiny model on the GPU of the rank, and its copy that all ranks share."""
     hf.silence()
     model_type, config = BIASES.get(name) or FAMILIES[name]
     one = tiny(model_type, device=torch.device("cuda", rank), **{**config, **own}).to(dtype)
@@ -73,7 +77,8 @@ def error_of(found, want) -> float:
 
 
 def decode_family(rank: int, name: str, dtype: torch.dtype) -> dict:
-    one, model = pair(name, rank, dtype)
+    heads = {} if dist.get_world_size() == 2 else {"num_key_value_heads": 4}
+    one, model = pair(name, rank, dtype, **heads)
     found = {}
     for padding in ("no_padding", "left_padding"):
         inputs = prompts(padding, one.device)
@@ -108,29 +113,63 @@ def decode(rank: int, names: list[str], dtype: torch.dtype) -> dict:
     return {name: decode_family(rank, name, dtype) for name in names}
 
 
-@pytest.fixture(scope="module", params=[pytest.param(x, marks=pytest.mark.xdist_group(str(x))) for x in DTYPES], ids=str)
+DECODED = [
+    pytest.param((count, dtype), marks=[pytest.mark.xdist_group(f"{count} {dtype}"), *([FOUR] if count == 4 else [])])
+    for count in NAMES
+    for dtype in DTYPES
+]
+
+
+@pytest.fixture(scope="module", params=DECODED, ids=str)
 def decoded(request, tmp_path_factory):
+    count, dtype = request.param
     folder = tmp_path_factory.mktemp("decode")
-    return request.param, results(processes.run_on_gpus(folder, 2, decode, SHARED, request.param, limit=280))
+    return dtype, results(processes.run_on_gpus(folder, count, decode, NAMES[count], dtype, limit=280))
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", SHARED)
 def test_tokens_are_those_of_one_gpu_and_logits_the_same_bits_on_all_ranks(decoded, name, mode):
-    dtype, (first, second) = decoded
+    dtype, found = decoded
+    if name not in found[0]:
+        pytest.skip("not with so many ranks")
     for padding in ("no_padding", "left_padding"):
-        mine, other = (each[name][padding, mode] for each in (first, second))
+        mine, *others = (each[name][padding, mode] for each in found)
         if isinstance(mine, str):
-            assert mode.startswith("sequence") and mine == other, mine
+            assert mode.startswith("sequence") and all(mine == other for other in others), mine
             pytest.skip(mine)
         assert mine["steps"] == (3, 0) and not mine["reasons"], mine["reasons"]
-        assert mine["logits"] == other["logits"]
+        assert all(mine["logits"] == other["logits"] for other in others)
         assert mine["repeats"]
         if dtype == torch.float32:
             assert mine["tokens"] and mine["ends"]
         else:  # other sums than on one GPU
             allowed = 3 * mine["plain error"] + 8 * torch.finfo(dtype).eps * mine["largest"]
             assert mine["error"] <= allowed, (mine["error"], mine["plain error"], mine["largest"])
+
+
+def decode_few_heads(rank: int, dtype: torch.dtype) -> list:
+    """A model with fewer KV heads than ranks."""
+    one, model = pair("llama", rank, dtype)
+    found = []
+    for padding in ("no_padding", "left_padding"):
+        inputs = prompts(padding, one.device)
+        want = generate(one, inputs, return_dict_in_generate=True, output_logits=True)
+        with hf_fastattn.patch(model, "lean", kv="sequence") as patch:
+            first, again = (generate(model, inputs, return_dict_in_generate=True, output_logits=True) for _ in range(2))
+        assert patch.captures and not patch.uncaptured, patch.reasons
+        tokens, error = torch.equal(first.sequences, want.sequences), error_of(first, want)
+        found.append((bits(first.logits), bits(again.logits), tokens, error))
+    return found
+
+
+@FOUR
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_fewer_kv_heads_than_ranks(tmp_path, dtype):
+    for found in zip(*results(processes.run_on_gpus(tmp_path, 4, decode_few_heads, dtype)), strict=True):
+        assert len({logits for logits, _, _, _ in found} | {again for _, again, _, _ in found}) == 1
+        assert all(error < 1e-3 if dtype == torch.float32 else error < 0.5 for _, _, _, error in found)
+        assert dtype != torch.float32 or all(tokens for _, _, tokens, _ in found)
 
 
 # ---- many steps ----
@@ -151,11 +190,12 @@ def replay(rank: int, mode: str) -> dict:
     }
 
 
+@pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("mode", MODES)
-def test_ten_thousand_replays_have_the_same_bits_on_all_ranks(tmp_path, mode):
-    first, second = results(processes.run_on_gpus(tmp_path, 2, replay, mode, limit=200))
+def test_ten_thousand_replays_have_the_same_bits_on_all_ranks(tmp_path, mode, count):
+    first, *others = results(processes.run_on_gpus(tmp_path, count, replay, mode, limit=200))
     assert first["replays"] >= REPLAYS * CALLS
-    assert first["same"] and first == second
+    assert first["same"] and all(first == other for other in others)
 
 
 # ---- sums and columns ----
@@ -163,22 +203,22 @@ def test_ten_thousand_replays_have_the_same_bits_on_all_ranks(tmp_path, mode):
 
 def exchange_many(rank: int, dtype: torch.dtype) -> list[str]:
     """Sums and columns of random sizes, with random pauses of either GPU before them."""
-    device = torch.device("cuda", rank)
+    device, world = torch.device("cuda", rank), dist.get_world_size()
     block = all_reduce.block_bytes(8192, dtype)
-    peers = symmetric.connect(dist.group.WORLD, block, symmetric.allocate(2, block, device))
+    peers = symmetric.connect(dist.group.WORLD, block, symmetric.allocate(world, block, device))
     both, own = (torch.Generator().manual_seed(seed) for seed in (0, rank + 1))
     draw = lambda generator, limit: int(torch.randint(limit, (1,), generator=generator))  # noqa: E731
     count = torch.zeros(2, dtype=torch.int64, device=device)
     for _ in range(3000):
         rows, size = 1 + draw(both, 64), SIZES[draw(both, len(SIZES))]
         on_gpu = torch.Generator(device).manual_seed(draw(both, 1 << 30))
-        parts = torch.randn(2, rows, size, device=device, generator=on_gpu).to(dtype)
+        parts = torch.randn(world, rows, size, device=device, generator=on_gpu).to(dtype)
         if not draw(own, 8):
             torch.cuda._sleep(draw(own, 200_000))
         x = parts[rank].clone()
         if draw(both, 3):
             residual.run(residual.Chain(x, peers=peers))
-            count[0] += (x != (parts[0].float() + parts[1].float()).to(dtype)).any()
+            count[0] += (x != functools.reduce(torch.add, parts.float().unbind()).to(dtype)).any()
         else:
             columns = all_gather.all_gather(x, peers)
             count[1] += (columns != torch.cat(parts.unbind(), 1)).any()
@@ -186,21 +226,22 @@ def exchange_many(rank: int, dtype: torch.dtype) -> list[str]:
     return [f"{sums} sums", f"{columns} columns"]
 
 
+@pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_sums_and_columns_of_any_size_are_right_on_both_gpus(tmp_path, dtype):
-    for found in results(processes.run_on_gpus(tmp_path, 2, exchange_many, dtype)):
+def test_sums_and_columns_of_any_size_are_right_on_all_gpus(tmp_path, dtype, count):
+    for found in results(processes.run_on_gpus(tmp_path, count, exchange_many, dtype)):
         assert found == ["0 sums", "0 columns"]
 
 
 def attend_in_rings(rank: int) -> dict:
-    device, found = torch.device("cuda", rank), {}
+    device, found, world = torch.device("cuda", rank), {}, dist.get_world_size()
     for dtype, tokens in ((torch.bfloat16, 4096), (torch.float32, 512)):
         torch.manual_seed(0)
         q, k, v = (torch.randn(2, heads, tokens, 64, dtype=dtype).to(device) for heads in (8, 2, 2))
         want = torch.nn.functional.scaled_dot_product_attention(*(x.double() for x in (q, k, v)), is_causal=True, enable_gqa=True)
         plain = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         for order in ORDERS:
-            at = positions(order, rank, 2, tokens // 2).to(device)
+            at = positions(order, rank, world, tokens // world).to(device)
             out = ring_attention(q[:, :, at], k[:, :, at], v[:, :, at], order=order)
             found[order, str(dtype)] = (
                 (out - want[:, :, at]).abs().max().item(),
@@ -209,8 +250,9 @@ def attend_in_rings(rank: int) -> dict:
     return found
 
 
-def test_rings_over_nccl_are_right(tmp_path):
-    for found in results(processes.run_on_gpus(tmp_path, 2, attend_in_rings)):
+@pytest.mark.parametrize("count", COUNTS)
+def test_rings_over_nccl_are_right(tmp_path, count):
+    for found in results(processes.run_on_gpus(tmp_path, count, attend_in_rings)):
         for error, allowed in found.values():
             assert error <= 2 * allowed, found
 

@@ -6,12 +6,14 @@ import processes
 import pytest
 import torch
 from conftest import INTERPRETED
+from models import tiny
 from test_ranks import generate, of_family, results, shared
 from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
 import hf_fastattn
+from hf_fastattn import hf
 from hf_fastattn.kernels.host import launch, symmetric
 from hf_fastattn.patches import graph
 
@@ -76,8 +78,27 @@ def decode(rank: int, names: list[str], folder) -> list[dict]:
     return [decode_family(rank, name, folder / name) for name in names]
 
 
-def decode_by_sequence(rank: int, folder) -> list[dict]:
-    return [decode_family(rank, "llama", folder / "shares", kv="sequence")]
+def decode_by_sequence(rank: int, kv_heads: int, folder) -> list[dict]:
+    """As `decode`, then with another weight of all keys and values on each rank."""
+    one = tiny("llama", num_key_value_heads=kv_heads).half()
+    inputs, options = {"input_ids": torch.tensor([[3, 100]])}, {"return_dict_in_generate": True, "output_logits": True}
+    from test_exchange_kernels import shared_memory
+
+    found, model = [], shared(one).half()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graph, "new_graph", Rerun)
+        let_share(patch)
+        patch.setattr(symmetric, "connect", lambda *_: shared_memory(folder, rank, 2, dtype=torch.float16, size=64))
+        with hf_fastattn.patch(model, "lean", peer_memory=True, kv="sequence") as patched:
+            for _ in range(2):
+                got, want = (generate(each, inputs, max_new_tokens=3, **options) for each in (model, one))
+                found.append((got.logits, want.logits, Rerun.seen, patched.reasons))
+                for changed in (model, one):
+                    for name, weight in changed.named_parameters():
+                        if "k_proj" in name or "v_proj" in name:
+                            hf.local(weight).data.mul_(-0.5)
+    found.append([name for name, module in model.named_modules() if "hf_fastattn" in str(vars(module).get("forward"))])
+    return found
 
 
 def let_share(patch) -> None:
@@ -149,13 +170,16 @@ def test_a_step_has_no_collectives_and_fewer_launches(tmp_path):
             assert "rms_norm_kernel" not in kernels
 
 
-def test_queries_and_results_of_shares_are_exchanged_by_kernels(tmp_path):
-    of_family("llama")
-    for first, second in zip(*results(processes.run(tmp_path, 2, decode_by_sequence, tmp_path, limit=120)), strict=True):
-        (got, want), (collectives, kernels) = first["logits"], first["seen"]
-        assert not collectives and not first["reasons"]
-        assert all(map(torch.equal, got, second["logits"][0]))
-        for a, b in zip(got[:2], want[:2], strict=True):
-            torch.testing.assert_close(a, b, atol=2e-2, rtol=2e-2)
-        # K and V of the token, queries, and partial results of two layers; the logits
-        assert kernels.count("all_gather_kernel") == 2 * 3 + 1
+@pytest.mark.parametrize("kv_heads", [2, 1])
+def test_new_heads_and_results_of_shares_are_exchanged_by_kernels(tmp_path, kv_heads):
+    first, second = results(processes.run(tmp_path, 2, decode_by_sequence, kv_heads, tmp_path, limit=120))
+    assert first[-1] == second[-1] == []
+    for (got, want, (collectives, kernels), reasons), other in zip(first[:-1], second[:-1], strict=True):
+        assert not collectives and not reasons
+        assert all(map(torch.equal, got, other[0]))
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a.float(), b.float(), atol=2e-2, rtol=2e-2)
+        counts = [kernels.count(f"{name}_kernel") for name in ("gather_heads", "merge_ranks", "all_gather", "append", "linear")]
+        # For each of two layers; logits; queries, keys and values in one launch, and the projections of results, of MLPs, logits.
+        assert counts == [2, 2, 1, 0, 2 * 3 + 1], kernels
+        assert "rms_norm_kernel" not in kernels

@@ -5,6 +5,6 @@ a whole text of which every rank has a part: K and V travel from rank to rank.
 """
 
 from .ring import ORDERS, Piece, pieces, positions, ring_attention
-from .shares import Share, Shares, over_shares
+from .shares import New, Share, Shares, over_shares
 
-__all__ = ["ORDERS", "Piece", "Share", "Shares", "over_shares", "pieces", "positions", "ring_attention"]
+__all__ = ["ORDERS", "New", "Piece", "Share", "Shares", "over_shares", "pieces", "positions", "ring_attention"]

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 _MODULE = "transformers.distributed.tensor_parallel"  # the file of the forwards that shared layers get
 _INNER = "original_forward"  # the name by which they call the layer's own
 _KEYS = ("k_proj", "qkv_proj", "query_key_value")  # the layers of a plan that compute keys
-_BEFORE = "_hf_fastattn_before"
 _STYLE = "self"  # the name by which they call their style
+_HEAD = "_hf_fastattn_head"
 
 
 def tensor_parallel_mesh(model: object) -> DeviceMesh | None:
@@ -116,38 +116,81 @@ def _kv_projections(model: PreTrainedModel) -> list[Any]:
     return [module for name, module in model.named_modules() if name.rpartition(".")[2] in ("k_proj", "v_proj")]
 
 
-def keep_whole_heads(model: PreTrainedModel, copies: int) -> list[torch.nn.Module]:
-    """Let the key and value projections of a model with fewer KV heads than ranks return the head of the rank, not a part of it.
+class _Head:
+    """One of `WholeHeads`. parts: the copies of its weight and bias."""
 
-    copies: as `heads_of_ranks` returns it. Returns the changed layers; `restore_heads` undoes it.
+    def __init__(self, module: Any, copies: int, mesh: DeviceMesh):
+        self.module, self.group, self.ranks = module, mesh.get_group(), mesh.size()
+        self.width = module.out_features * copies // self.ranks
+        self.first = mesh.get_local_rank() // copies * self.width
+        self.before = vars(module)["forward"]
+        self.after = vars(module)["forward"] = self._gathering()
+        vars(self.after)[_HEAD] = self
+        self.parts: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+
+    def _gathering(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        gathers = type(_cell(self.before, _STYLE))(output_layouts=torch.distributed.tensor.Replicate())
+        gathered, first, width = _with_cell(self.before, _STYLE, gathers), self.first, self.width
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = gathered(x)[..., first : first + width]
+            return out
+
+        return forward
+
+    def refresh(self) -> None:
+        """Copy the weights, again into the same memory: graphs have its address."""
+        with torch.inference_mode(False), torch.no_grad():
+            weight, bias = (self._whole(name, old) for name, old in zip(("weight", "bias"), self.parts, strict=True))
+        self.parts = weight, bias
+
+    def _whole(self, name: str, old: torch.Tensor | None) -> torch.Tensor | None:
+        part = local(self.module._parameters.get(name))
+        if part is None:
+            return None
+        found = part.new_empty(self.ranks * part.shape[0], *part.shape[1:])
+        torch.distributed.all_gather([*found.chunk(self.ranks)], part.detach().contiguous(), group=self.group)
+        new = found[self.first : self.first + self.width]
+        same = old is not None and (old.dtype, old.device, old.shape) == (new.dtype, new.device, new.shape)
+        return old.copy_(new) if same and old is not None else new.clone()
+
+
+def _head_of(module: torch.nn.Module) -> _Head | None:
+    return getattr(vars(module).get("forward"), _HEAD, None)
+
+
+class WholeHeads:
+    """The key and value projections of a model with fewer KV heads than ranks: each returns the heads of the rank, not a part.
+
+    In decode graphs they compute with copies of the weights that other ranks hold, as of the last `refresh`; other forwards
+    gather the results. copies: as `heads_of_ranks` returns it.
     """
-    mesh: Any = tensor_parallel_mesh(model)
-    found = [module for module in _kv_projections(model) if copies > 1 and computes_part(module)]
-    for module in found:
-        vars(module)["forward"] = _of_whole_head(module, copies, mesh)
-    return found
+
+    def __init__(self, model: PreTrainedModel, copies: int):
+        mesh: Any = tensor_parallel_mesh(model)
+        self._heads = [_Head(each, copies, mesh) for each in _kv_projections(model) if copies > 1 and computes_part(each)]
+
+    def __len__(self) -> int:
+        return len(self._heads)
+
+    def refresh(self) -> None:
+        """Copy the weights. All ranks must call it."""
+        for head in self._heads:
+            head.refresh()
+
+    def restore(self) -> None:
+        """Undo it, except for layers whose forward() others have changed since."""
+        for head in self._heads:
+            if vars(head.module).get("forward") is head.after:
+                vars(head.module)["forward"] = head.before
 
 
-def _of_whole_head(module: Any, copies: int, mesh: DeviceMesh) -> Callable[..., torch.Tensor]:
-    before = vars(module)["forward"]
-    gathers = type(_cell(before, _STYLE))(output_layouts=torch.distributed.tensor.Replicate())
-    gathered = _with_cell(before, _STYLE, gathers)
-    width = module.out_features * copies // mesh.size()
-    first = mesh.get_local_rank() // copies * width
-
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = gathered(x)[..., first : first + width]
-        return out
-
-    vars(forward)[_BEFORE] = before
-    return forward
-
-
-def restore_heads(modules: list[torch.nn.Module]) -> None:
-    """Undo `keep_whole_heads`, except for layers whose forward() others have changed since."""
-    for module in modules:
-        if (before := getattr(vars(module).get("forward"), _BEFORE, None)) is not None:
-            vars(module)["forward"] = before
+def parts_of(module: torch.nn.Module) -> tuple[Any, Any]:
+    """The weight and the bias with which this rank computes its part of a layer's result; None for what the layer lacks."""
+    if (head := _head_of(module)) is not None:
+        return head.parts
+    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+    return (local(weight), local(bias)) if computes_part(module) else (weight, bias)
 
 
 def is_divided(model: PreTrainedModel, name: str) -> bool:
@@ -171,8 +214,12 @@ def _cell(forward: Any, name: str) -> Any:
 def inner_forward(module: torch.nn.Module) -> types.FunctionType | None:
     """The forward() of a shared layer's class, which computes with the tensors of this rank; None for other layers.
 
-    Tensor parallelism gives such a layer an instance's own forward(), which communicates before or after it calls this one.
+    Tensor parallelism gives such a layer an instance's own forward(), which communicates before or after it calls this one. A
+    projection of `WholeHeads` has no other.
     """
+    if (head := _head_of(module)) is not None:
+        after = head.after
+        return (lambda self, x: after(x)) if vars(module)["forward"] is after else None  # type: ignore[return-value]  # a function
     inner = _cell(vars(module).get("forward"), _INNER)
     own = isinstance(inner, types.MethodType) and inner.__self__ is module and inner.__func__ is type(module).forward
     return inner.__func__ if own else None
@@ -180,7 +227,15 @@ def inner_forward(module: torch.nn.Module) -> types.FunctionType | None:
 
 def with_inner(forward: types.FunctionType, inner: Callable[..., Any]) -> types.FunctionType:
     """The forward() of a shared layer, with another function in the place of `inner_forward`."""
-    return _with_cell(forward, _INNER, inner)
+    if (head := vars(forward).get(_HEAD)) is None:
+        return _with_cell(forward, _INNER, inner)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = inner(x)
+        return out
+
+    vars(run)[_HEAD] = head
+    return run  # type: ignore[return-value]  # a function
 
 
 def _with_cell(forward: types.FunctionType, changed: str, value: object) -> types.FunctionType:
@@ -194,6 +249,8 @@ def _with_cell(forward: types.FunctionType, changed: str, value: object) -> type
 
 def computes_part(module: torch.nn.Module) -> bool:
     """Whether a shared layer returns the product of its whole input and the part of the weight on this rank, and no more."""
+    if _head_of(module) is not None:
+        return True
     style = _cell(vars(module).get("forward"), _STYLE)
     return (
         type(style).__name__ == "ColwiseParallel"

@@ -221,14 +221,17 @@ def sink_gradient(sink_logits: torch.Tensor, lse: torch.Tensor, delta: torch.Ten
     return -(weights * delta).sum((0, 2)).to(sink_logits.dtype)
 
 
-def why_not_inference(x: torch.Tensor, *others: torch.Tensor | None) -> str | None:
-    """The reason why a kernel without a backward pass, for contiguous tensors on one device, cannot have these; else None."""
+def why_not_inference(x: torch.Tensor, *others: torch.Tensor | None, strided: bool = False) -> str | None:
+    """The reason why a kernel without a backward pass, for tensors on one device, cannot have these; else None.
+
+    strided: whether only the last dimension must be contiguous.
+    """
     for tensor in (x, *others):
         if tensor is None:
             continue
         if tensor.device != x.device:
             return f"All tensors must be on one device; got {x.device} and {tensor.device}."
-        if not tensor.is_contiguous():
+        if tensor.stride(-1) != 1 if strided else not tensor.is_contiguous():
             return f"Every tensor must be contiguous; got strides {tensor.stride()}."
         if torch.is_grad_enabled() and tensor.requires_grad:
             return "A tensor requires grad, and this kernel has no backward pass."

@@ -176,23 +176,6 @@ def with_rows(spans: torch.Tensor, lo: torch.Tensor, hi: torch.Tensor) -> torch.
     return out
 
 
-def part_of(spans: torch.Tensor, first: int, length: int) -> torch.Tensor:
-    """Spans over slots [first, first + length) of the buffer, as a buffer of its own. first: a multiple of 32.
-
-    A part without live slots has KV_START = KV_STOP. A uniform batch stays uniform. Raises ValueError for the second form.
-    """
-    if has_rows(spans) or first % 32:
-        raise ValueError("part_of() takes spans without an interval for each query, and a first slot that is a multiple of 32.")
-    rows = spans[:1] if spans.stride(0) == 0 else spans
-    ints = rows[..., :WORDS].clone()
-    ints[..., : KV_STOP + 1] -= first
-    ints[..., KV_START : KV_STOP + 1].clamp_(0, length)
-    if rows.shape[-1] > WORDS:
-        words = rows[..., WORDS + first // 32 :][..., : num_words(length)]
-        ints = torch.cat([ints, torch.nn.functional.pad(words, (0, num_words(length) - words.shape[-1]))], -1)
-    return ints.expand(spans.shape[0], -1, -1, -1)
-
-
 def restarts(position_ids: torch.Tensor) -> torch.Tensor:
     """Which tokens begin another sequence, except the first of a row: position_ids (batch, q_len) -> bool (batch, q_len - 1)."""
     before, after = position_ids[:, :-1], position_ids[:, 1:]

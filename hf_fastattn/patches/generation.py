@@ -56,6 +56,7 @@ class Generation:
         self.had: dict[str, Any] = {}  # previous attributes of the instance by method name, or _MISSING
         self.signatures: dict[str, tuple[object, inspect.Signature]] = {}  # by method name: a function, and that of its method
         self.lock = threading.Lock()
+        self.heads: hf.WholeHeads | None = None
         self.calls = 0  # in progress, in any thread
         self._thread = CallsOfThread()
 
@@ -232,11 +233,15 @@ class Generation:
             "model.training": model.training,
         }
         may_wait = any(call.may_wait(model.device) for call in self._thread.calls[-1:])
-        if given is not None:
-            return self.ranks.agree(config, settings, may_wait, [], 0)
-        caches = self.caches
-        needed = several_ranks.least_bytes(model, caches.windows, rows, caches.kept(tokens)) - caches.pool.idle_bytes
-        return self.ranks.agree(config, settings, may_wait, caches.pool.fitting(rows, tokens), needed)
+        fitting, needed = [], 0
+        if given is None:
+            caches = self.caches
+            needed = several_ranks.least_bytes(model, caches.windows, rows, caches.kept(tokens)) - caches.pool.idle_bytes
+            fitting = caches.pool.fitting(rows, tokens)
+        among = self.ranks.agree(config, settings, may_wait, fitting, needed)
+        if self.heads is not None and self.graph:
+            self.heads.refresh()
+        return among
 
     # ---- forwards ----
 

@@ -137,7 +137,8 @@ def linear(forward: types.FunctionType) -> Forward:
         if out is None and _runs_our_linear(input, self):
             out = _linear_and_sum(self, input)
             if out is None:
-                outs = _linears(input, (self.weight,), () if self.bias is None else (self.bias,))
+                weight, bias = hf.parts_of(self)
+                outs = _linears(input, (weight,), () if bias is None else (bias,))
                 out = None if outs is None else outs[0]
         return forward(self, input) if out is None else out
 
@@ -159,21 +160,15 @@ def _runs_our_linear(x: torch.Tensor, *layers: torch.nn.Linear) -> bool:
     if not steps.captured() or torch.is_autocast_enabled(x.device.type) or not subclass.has_kernels(x):
         return False
     for layer in layers:
-        weight, bias = _parts(layer)  # no weight: it is computed for each call
+        weight, bias = hf.parts_of(layer)  # no weight: it is computed for each call
         if weight is None or not subclass.has_kernels(weight) or not (bias is None or subclass.has_kernels(bias)):
             return False
     return True
 
 
 def _is_ours(layer: torch.nn.Module) -> bool:
-    """Whether a linear layer is fused, and its result is the product of its whole input and the weight that `_parts` returns."""
+    """Whether a linear layer is fused, and its result is the product of its whole input and the weight of `hf.parts_of`."""
     return subclass.is_fused(layer) or subclass.is_fused_part(layer)
-
-
-def _parts(layer: torch.nn.Module) -> tuple[Any, Any]:
-    """The weight and the bias with which this rank computes its part of a layer's result; None for what the layer lacks."""
-    weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
-    return (hf.local(weight), hf.local(bias)) if hf.computes_part(layer) else (weight, bias)
 
 
 def _gated(x: torch.Tensor, act: torch.nn.Module, *layers: Any) -> torch.Tensor | None:
@@ -194,7 +189,7 @@ def _gated(x: torch.Tensor, act: torch.nn.Module, *layers: Any) -> torch.Tensor 
     shared = [module for module in (*layers, act) if "forward" in vars(module)]
     if shared and (len(layers) == 1 or not all(map(subclass.is_fused_part, shared))):
         return None
-    weights = [_parts(layer)[0] for layer in layers]
+    weights = [hf.parts_of(layer)[0] for layer in layers]
     gate, up = weights if len(layers) == 2 else weights[0].chunk(2)
     return kernel.gated_linear(x, gate, up, name)
 
@@ -239,7 +234,7 @@ def _project(attention: torch.nn.Module, x: Any) -> _Ahead | None:
     layers = _projections(attention)
     if not layers or not isinstance(x, torch.Tensor) or not _runs_our_linear(x, *layers):
         return None
-    parts = [_parts(layer) for layer in layers]
+    parts = [hf.parts_of(layer) for layer in layers]
     biases = tuple(bias for _, bias in parts if bias is not None)
     if len(biases) not in (0, len(layers)):
         return None

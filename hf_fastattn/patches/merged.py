@@ -305,7 +305,7 @@ class _Delayed(TorchDispatchMode):
     def _append(self, keys: torch.Tensor, values: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slot: torch.Tensor) -> bool:
         """append.append in the launch of the delayed rotation; False if k is not its result."""
         rotation = self.rotation
-        if rotation is None or not rotation.appends(k, v):
+        if rotation is None or slot.dim() == 2 or not rotation.appends(k, v):
             return False
         self.rotation = None
         rotation.launch(keys, values, v, slot)

@@ -57,7 +57,7 @@ def _with_kernel(forward: types.FunctionType, module: Any, kind: str) -> Forward
     return hf.with_collective(forward, lambda x: columns_of(x, module.out_features), adds_bias=False)
 
 
-def _peers(x: torch.Tensor) -> Peers | None:
+def peers_of(x: torch.Tensor) -> Peers | None:
     """The memory for a tensor of a decode graph."""
     return _thread.peers if steps.captured() and subclass.has_kernels(x) else None
 
@@ -66,7 +66,7 @@ def sum_of(x: torch.Tensor) -> torch.Tensor | None:
     """x, which becomes its sum over the ranks; None, without a change, outside of decode graphs or if x is too large."""
     from ..kernels.decode import residual
 
-    peers = _peers(x)
+    peers = peers_of(x)
     if peers is None or peers.why_not(x) is not None:
         return None
     delayed = merged.current()
@@ -81,7 +81,7 @@ def columns_of(x: torch.Tensor, columns: int) -> torch.Tensor | None:
     """The columns of all ranks, of which each has as many; None outside of decode graphs or if the kernel refuses x."""
     from ..kernels.decode.all_gather import all_gather
 
-    peers = _peers(x)
+    peers = peers_of(x)
     return all_gather(x, peers) if peers is not None and peers.world * x.shape[-1] == columns else None
 
 
@@ -90,7 +90,7 @@ def _lookup(forward: types.FunctionType, module: torch.nn.Embedding) -> Forward:
 
     def lookup(input: torch.Tensor) -> Any:
         shared, weight = module._parameters["weight"], hf.local(module.weight)
-        peers, count = _peers(weight), module.num_embeddings
+        peers, count = peers_of(weight), module.num_embeddings
         rows = 0 if peers is None else -(count // -peers.world)  # of a rank: they are divided as by torch.chunk
         if peers is None or rows * (peers.world - 1) >= count:  # the last rank would have none
             return forward(input)

@@ -44,6 +44,8 @@ class Patch:
     each was reported once as a warning.
     """
 
+    _heads: hf.WholeHeads | None
+
     def __init__(
         self,
         model: hf.PreTrainedModel,
@@ -62,7 +64,9 @@ class Patch:
         self._begin(model, backend, graph, None if windows is None else Generation(model, windows, streaming, graph, shares))
         try:
             if shares is not None:
-                self._heads += hf.keep_whole_heads(model, shares.copies)
+                self._heads = hf.WholeHeads(model, shares.copies)
+                if self._generation is not None:
+                    self._generation.heads = self._heads
             self._apply(model, fuse, streaming, peer_memory)
         except BaseException:
             self.undo()
@@ -76,7 +80,7 @@ class Patch:
         self.undone = False
         self._configs = OwnConfigs()
         self._fused: list[weakref.ref[torch.nn.Module]] = []
-        self._heads: list[torch.nn.Module] = []  # projections that return whole KV heads
+        self._heads = None
         self._generation = generation
         self._why_collectives: str | None = None  # why sums over ranks are not computed by kernels
         self._graphs = graphs.DecodeGraphs() if generation is None else generation.graphs
@@ -157,7 +161,7 @@ class Patch:
             self._why_collectives = reason
             return
         if generation.caches.shares is not None:
-            generation.caches.shares.direct = sums.columns_of
+            generation.caches.shares.peers = sums.peers_of
         found = sums.join(model)
         self._fused += [weakref.ref(module) for module in found]
         ours = "kernels that also add and normalise"
@@ -179,7 +183,8 @@ class Patch:
         forward.remove_hooks(model)
         forget(model)
         subclass.restore([*(module for ref in self._fused if (module := ref()) is not None), *model.modules()])
-        hf.restore_heads(self._heads)
+        if self._heads is not None:
+            self._heads.restore()
         if self._generation is not None:
             self._generation.uninstall(model)
         experts.restore(model)

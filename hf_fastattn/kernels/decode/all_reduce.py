@@ -126,8 +126,17 @@ def _unpack(packed, x):
 
 @triton.jit
 def _block_of(rank, number, WORLD: tl.constexpr, BLOCK: tl.constexpr):
-    """Where the memory of a rank has the block that `rank` writes for this program."""
-    return HEAD + (((number & 1) * WORLD + rank) * SLOTS + tl.program_id(0)).to(tl.int64) * (2 * BLOCK)
+    """The word at which the memory of a rank has the block that `rank` writes for this program."""
+    return HEAD // 8 + (((number & 1) * WORLD + rank) * SLOTS + tl.program_id(0)).to(tl.int64) * (BLOCK // 4)
+
+
+@triton.jit
+def send_to(rank, x, X, rows, size, first, Addresses, number, RANK: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr):
+    """Write x to one rank, which may be this one, from the word `first` of the block on. Other arguments as in `send`."""
+    word = (_pack(x).to(tl.int64) & 0xFFFFFFFF) | (number.to(tl.int64) << 32)
+    place, inside = _place(x, rows, size)
+    words = _words_at(X, tl.load(Addresses + rank)) + _block_of(RANK, number, WORLD, BLOCK)
+    tl.store(words + first + place, word, mask=inside)
 
 
 @triton.jit
@@ -137,12 +146,26 @@ def send(x, X, rows, size, Addresses, number, RANK: tl.constexpr, WORLD: tl.cons
     x: (rows, columns) or (columns,), more than the block has. X: the pointer that it was loaded from. rows: of the block. size:
     4 bytes in each row. number: that of the exchange in this program. Addresses and the constants: those of `Peers`.
     """
-    word = (_pack(x).to(tl.int64) & 0xFFFFFFFF) | (number.to(tl.int64) << 32)
-    place, inside = _place(x, rows, size)
     for rank in tl.static_range(WORLD):
         if rank != RANK:
-            there = tl.load(Addresses + rank) + _block_of(RANK, number, WORLD, BLOCK)
-            tl.store(_words_at(X, there) + place, word, mask=inside)
+            send_to(rank, x, X, rows, size, 0, Addresses, number, RANK, WORLD, BLOCK)
+
+
+@triton.jit
+def _when_come(words, inside, number, stop, LIMIT: tl.constexpr):
+    """The words, when all of them have come."""
+    word = tl.load(words, mask=inside, other=0, volatile=True)
+    late = tl.max((inside & ((word >> 32).to(tl.int32) != number)).to(tl.int32))
+    checks = 0
+    while late > 0:
+        word = tl.load(words, mask=inside, other=0, volatile=True)
+        late = tl.max((inside & ((word >> 32).to(tl.int32) != number)).to(tl.int32))
+        checks += 1
+        if tl.load(stop, volatile=True) != 0:
+            late = 0
+        if checks == LIMIT:
+            _stop()
+    return word
 
 
 @triton.jit
@@ -161,20 +184,39 @@ def receive(
 ):
     """What `rank` has sent, when it has come. Arguments as in `send`; x: a tensor of the same shape and dtype."""
     here = tl.load(Addresses + RANK)
-    stop = here.to(tl.pointer_type(tl.int32))
     place, inside = _place(x, rows, size)
-    words = _words_at(X, here + _block_of(rank, number, WORLD, BLOCK)) + place
-    word = tl.load(words, mask=inside, other=0, volatile=True)
-    late = tl.max((inside & ((word >> 32).to(tl.int32) != number)).to(tl.int32))
-    checks = 0
-    while late > 0:
-        word = tl.load(words, mask=inside, other=0, volatile=True)
-        late = tl.max((inside & ((word >> 32).to(tl.int32) != number)).to(tl.int32))
-        checks += 1
-        if tl.load(stop, volatile=True) != 0:
-            late = 0
-        if checks == LIMIT:
-            _stop()
+    words = _words_at(X, here) + _block_of(rank, number, WORLD, BLOCK) + place
+    word = _when_come(words, inside, number, here.to(tl.pointer_type(tl.int32)), LIMIT)
+    return _unpack(word.to(tl.int32), x)
+
+
+@triton.jit
+def receive_every(
+    x,
+    X,
+    rows,
+    size,
+    first,
+    Addresses,
+    number,
+    RANK: tl.constexpr,
+    WORLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LIMIT: tl.constexpr,
+):
+    """What each rank has sent by `send_to`, this one too, when all of it has come.
+
+    x: a tensor of the dtype of what is sent, and of its shape behind a dimension for the ranks, of a power of two.
+    """
+    PART: tl.constexpr = x.numel // x.shape[0] * x.dtype.primitive_bitwidth // 32
+    WIDTH: tl.constexpr = x.shape[-1] * x.dtype.primitive_bitwidth // 32
+    offs = tl.arange(0, x.shape[0] * PART)
+    rank, place = offs // PART, offs % PART
+    row, column = place // WIDTH, place % WIDTH
+    inside = (rank < WORLD) & (row < rows) & (column < size)
+    here = tl.load(Addresses + RANK)
+    words = _words_at(X, here) + _block_of(rank, number, WORLD, BLOCK) + first + row * size + column
+    word = _when_come(words, inside, number, here.to(tl.pointer_type(tl.int32)), LIMIT)
     return _unpack(word.to(tl.int32), x)
 
 

@@ -34,8 +34,9 @@ def append(
 ) -> None:
     """Write new_keys and new_values, (batch, num_kv_heads, q_len, head_dim), from `slot` of keys and values on.
 
-    keys, values: (batch, num_kv_heads, N, head_dim). All four have any strides with stride(-1) == 1. slot: int64, (1,) for all
-    rows or (batch,), on the same device. A token whose slot is below 0, or N or more, is not written.
+    keys, values: (batch, num_kv_heads, N, head_dim). All four have any strides with stride(-1) == 1. slot: int64, on the same
+    device, (1,) for all rows or (batch,), or (1, q_len), contiguous, with that of each token. A token whose slot is below 0, or N
+    or more, is not written.
     """
     if triton is None or torch.compiler.is_compiling() or not (INTERPRETED or gpu.on_gpu(keys.device)):
         _append_torch(keys, values, new_keys, new_values, slot)
@@ -58,6 +59,7 @@ def _prepare(tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tens
         stride_slot=slot.stride(0) if slot.shape[0] > 1 else 0,
         heads=heads,
         capacity=capacity,
+        EACH=slot.dim() == 2,
         K_DIM=head_dim,
         V_DIM=values.shape[3],
         BLOCK_D=tables.block_d(max(head_dim, values.shape[3])),
@@ -71,6 +73,10 @@ def _append_torch(
     keys: torch.Tensor, values: torch.Tensor, new_keys: torch.Tensor, new_values: torch.Tensor, slot: torch.Tensor
 ) -> None:
     rows, last = torch.arange(keys.shape[0], device=keys.device)[:, None], keys.shape[2] - 1
+    if slot.dim() == 2:
+        for i in range(new_keys.shape[2]):
+            _append_torch(keys, values, new_keys[:, :, i : i + 1], new_values[:, :, i : i + 1], slot[:, i])
+        return
     # Tokens outside repeat the token of the first or the last slot, or write nothing if no token has it.
     token = torch.arange(new_keys.shape[2], device=keys.device).maximum(-slot[:, None]).minimum(last - slot[:, None])
     token = token.clamp(0, new_keys.shape[2] - 1)
@@ -108,6 +114,7 @@ if triton is not None:
         stride_slot,
         heads,
         capacity,
+        EACH: tl.constexpr,
         K_DIM: tl.constexpr,
         V_DIM: tl.constexpr,
         BLOCK_D: tl.constexpr,
@@ -124,7 +131,7 @@ if triton is not None:
         row = (tl.program_id(0) // heads).to(tl.int64)
         head = (tl.program_id(0) % heads).to(tl.int64)
         token = tl.program_id(1)
-        slot = tl.load(Slot + row * stride_slot) + token
+        slot = tl.load(Slot + token) if EACH else tl.load(Slot + row * stride_slot) + token
         offs_d = tl.arange(0, BLOCK_D)
         inside = (slot >= 0) & (slot < capacity)
         k_dim = tl.where(inside, K_DIM, 0)
