@@ -45,16 +45,16 @@ SHAPES = [
 ]
 random.Random(0).shuffle(SHAPES)  # so that an interrupted run is a fair sample
 LONGEST = 256 << 10
-SHARED = list(  # the heads of one GPU, of those of figure 8
+FIGURE_8 = list(  # batch, heads and tokens
     dict.fromkeys(
-        Shape(batch, heads // GPUS, heads // GPUS, 64, length)
-        for batch, heads, length in [
+        [
             *((4, 192, length) for length in LENGTHS),
             *((4, heads, LONGEST) for heads in (64, 96, 128, 160, 192)),
             *((batch, 128, LONGEST) for batch in (1, 2, 4, 8, 16)),
         ]
     )
 )
+SHARED = [Shape(batch, heads // GPUS, heads // GPUS, 64, length) for batch, heads, length in FIGURE_8]  # the heads of one GPU
 SWEEP = [
     Shape(1, heads, heads, head_dim, n << 10) for head_dim in (64, 128) for heads in (32, 56) for n in (4, 64, 256)
 ]  # fmt: skip

@@ -42,6 +42,7 @@ MODELS = (
     ("shared", ("static",)),
 )
 NO_TIME = "there was no time left"
+READ_TWICE = 100_000  # tokens of a batch that two calls read before the one whose first token is timed: the second may capture
 MORE = {"static": 60.0}  # seconds that compilation takes
 
 
@@ -110,8 +111,11 @@ def measure(name: str, model: hf.PreTrainedModel, prompt: Prompt, args: argparse
     if name == "static":
         return measure_static(model, prompt, args, group)
     with set_up(name, model) as patched:
+        twice = prompt.ids.numel() <= READ_TWICE
+        for _ in range(2 * twice):
+            run(model, prompt, 8)
         first, again = start(model, prompt, args, args.stock_tokens if patched is None else args.tokens)
-        row = {} if first is None else {"first_token_ms": 1e3 * first.first_token_s}
+        row = {} if first is None else {"first_token_ms": 1e3 * first.first_token_s, "read_twice": twice}
         if patched is None:
             ms = again().ms
             row |= {"ms": ms, "all_ms": [ms]}
@@ -179,9 +183,11 @@ def measure_batch(model: hf.PreTrainedModel, prompt: Prompt, args: argparse.Name
 def check(name: str, model: hf.PreTrainedModel, prompt: Prompt, args: argparse.Namespace, group: Group) -> dict:
     """Captured steps of a rival compared with uncaptured ones, and the tokens of all ranks with each other.
 
-    The difference that is allowed is that of sdpa from uncaptured steps; of filled caches, over one with the heads of the ranks.
+    The difference that is allowed is that of sdpa from uncaptured steps; of filled caches, over one with the heads of the ranks;
+    with more ranks than KV heads, which Transformers cannot run, that of `fa2`.
     """
     long = fills(prompt.lengths, args)
+    few_heads = min(shape.num_kv_heads for shape in hf.layer_shapes(model.config)) < group.size
 
     def steps(rival: str, tokens: int, calls: int = 1, **options) -> tuple[list[Run], int]:
         cache = None
@@ -199,8 +205,12 @@ def check(name: str, model: hf.PreTrainedModel, prompt: Prompt, args: argparse.N
 
     (ours, again), replayed = steps(name, 12, calls=2)
     (uncaptured,), _ = steps(name, 12, graph=False, fuse=False)
-    (stock,), _ = steps("sdpa", 6)
-    beside = steps("patch", 6, graph=False, fuse=False)[0][0] if long else uncaptured
+    if few_heads:
+        (stock,), _ = steps(name, 6, backend="fa2", graph=False, fuse=False)
+        beside = uncaptured
+    else:
+        (stock,), _ = steps("sdpa", 6)
+        beside = steps("patch", 6, graph=False, fuse=False)[0][0] if long else uncaptured
     tokens = group.gather(ours.tokens.tolist())
     found = verdict(ours, uncaptured, stock, model.dtype, beside)
     same = all(each == tokens[0] for each in tokens) and torch.equal(ours.tokens, again.tokens)

@@ -11,7 +11,7 @@ from . import sections_context, sections_steps
 from . import sections_training as training
 from .grid import LEAN, OURS, ROOM, ROOMY, SDPA, STATIC, UNPADDED
 from .provenance import by, columns, of_one_run, ratio
-from .sections_paper import paper, paper_e2e, paper_ranks, share, sweep
+from .sections_paper import paper, paper_e2e, paper_gpus, paper_ranks, share, sweep
 from .sections_ranks import ranks
 from .shapes import ratios
 from .words import SHAPE, by_method, by_past, figure, mean, method, microseconds, model, on, same
@@ -393,6 +393,7 @@ SECTIONS: list[tuple[str, str, Callable[[dict], str]]] = [
     ("context_ranks", "context_ranks.json", sections_context.times),
     ("paper", "kernels_paper.json", paper),
     ("paper_ranks", "kernels_paper_ranks.json", paper_ranks),
+    ("paper_gpus", "paper_ranks.json", paper_gpus),
     ("sweep", "kernels_sweep.json", sweep),
     ("paper_e2e", "paper_e2e.json", paper_e2e),
     ("paper_e2e_small", "paper_e2e_opt-1.3b.json", paper_e2e),

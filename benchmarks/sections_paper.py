@@ -90,19 +90,30 @@ def paper(result: dict) -> str:
 FIGURE_8 = {(4, 192, 256 << 10): 1.7, (4, 192, 512 << 10): 1.7, (4, 64, 256 << 10): 4.18, (1, 128, 256 << 10): 7.8}
 
 
-def paper_ranks(result: dict) -> str:
+def _divided(result: dict) -> str:
+    """The table of heads that GPUs divide."""
     names, rows = ("fa2", "split_kv", "lean"), []
     for row in result["rows"]:
-        rows.append([row["batch"], row["num_heads"] * GPUS, thousands(row["kv_len"])])
-        rows[-1] += [*(figure(row["us"].get(name)) for name in names)]
+        gpus = row.get("ranks", GPUS)
+        shape = row["batch"], row["num_heads"] * gpus, row["kv_len"]
+        rows.append([gpus, *shape[:2], thousands(row["kv_len"]), *(figure(row["us"].get(name)) for name in names)])
         rows[-1] += [figure(row[name], 2, "x") for name in ("lean_over_fa2", "lean_over_split_kv")]
-        published = FIGURE_8.get((row["batch"], row["num_heads"] * GPUS, row["kv_len"]))
-        rows[-1].append(figure(published, 2, "x"))
-    head = ["batch", "heads", "tokens", *(f"`{name}`" for name in names), "`fa2` / `lean`", "`split_kv` / `lean`"]
-    head.append("published `fa2` / `lean`, 8 A100")
+        rows[-1].append(figure(FIGURE_8.get(shape), 2, "x"))
+    head = ["GPUs", "batch", "heads", "tokens", *(f"`{name}`" for name in names), "`fa2` / `lean`", "`split_kv` / `lean`"]
+    return table([*head, "published `fa2` / `lean`, 8 A100"], rows)
+
+
+def paper_ranks(result: dict) -> str:
     return (
         f"**Attention whose heads are divided among {GPUS} GPUs, microseconds per call**, the LeanAttention paper's figure 8, "
-        f"head_dim 64: the heads of one GPU, on one GPU, without communication {by_method(result)}:\n\n{table(head, rows)}"
+        f"head_dim 64: the heads of one GPU, on one GPU, without communication {by_method(result)}:\n\n{_divided(result)}"
+    )
+
+
+def paper_gpus(result: dict) -> str:
+    return (
+        f"**The same over several GPUs**, which compute at the same time: microseconds per call on the slowest of them "
+        f"{by_method(result)}:\n\n{_divided(result)}"
     )
 
 

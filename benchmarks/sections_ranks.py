@@ -31,7 +31,8 @@ def ranks(result: dict, counts: Iterable[int] = COUNTS) -> str:
     head = ["batch x prompt", "GPUs", "", "floor", "ms a token", "replay", "launches", "first token", "notes"]
     return (
         f"**Tensor parallelism, {result['shape']} with {result['layers']} layers, milliseconds**, random weights, the floor of "
-        f"one GPU's share at {bandwidth(result)} {by_method(result)}:\n\n{table(head, rows)}"
+        f"one GPU's share at {bandwidth(result)}, the first token of a later call if not noted {by_method(result)}:"
+        f"\n\n{table(head, rows)}"
     )
 
 
@@ -46,6 +47,8 @@ def _cells(rows: list[dict], name: str) -> list[list]:
     report, shared = row["rivals"][name], name not in ("one_patch", "one_sdpa", "device_map")
     figures = [report["ms"], report.get("replay_ms")]
     notes = ["random K and V"] if row.get("filled") else []
+    if report.get("first_token_ms") and not report.get("read_twice"):
+        notes.append("first call")
     if report.get("compiled") is False:
         notes.append("ran uncompiled")
     if row["check"].get(name, {}).get("passed") is False:

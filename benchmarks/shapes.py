@@ -120,12 +120,13 @@ def compete(
     sets: int,
     us: float,
     part: Callable[[torch.Tensor], torch.Tensor] = lambda out: out,
+    ready: Callable[[], object] = lambda: None,
 ) -> dict:
     """Check all rivals on input set 0, then time them: the "us", "us_range" and "errors" of a row.
 
     A peer that cannot run the shape, or whose result is wrong, is skipped, with the reason in "errors". A wrong result of one of
     the package's kernels raises WrongResult. `expected` is the exact `part` of the result; `us` an estimate of the time of a
-    call.
+    call; `ready` is called before the times.
     """
     calls, runs, errors = timing.num_calls(sets, us), {}, {}
     for name, run in {**peers, **ours}.items():
@@ -136,6 +137,7 @@ def compete(
             if name in ours:
                 raise
             errors[name] = f"{type(error).__name__}: {str(error).strip()[:300]}"
+    ready()
     return timing.medians(timing.time_rivals(runs, calls, expected.device)) | {"errors": errors}
 
 

@@ -229,7 +229,7 @@ def test_every_command_has_help(capsys, command):
         (["generate", "FOLDER", "--device", "meta"], "holds no numbers"),
         (
             ["bench"],
-            "Name a benchmark, one of generate, families, modes, quantised, ranks, commits, kernels, stream, paper_e2e, context",
+            "families, modes, quantised, ranks, commits, kernels, stream, paper_e2e, paper_ranks, context, report",
         ),
         (["bench", "speed"], "got speed."),
     ],

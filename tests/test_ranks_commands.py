@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from benchmarks import context as context_bench
+from benchmarks import paper_ranks, ranks_rivals, sections, sections_context, sections_paper, timing
 from benchmarks import ranks as ranks_bench
-from benchmarks import ranks_rivals, sections, sections_context
 from hf_fastattn import cli, explain, hf
 from hf_fastattn.context_parallel import ORDERS
 from hf_fastattn.model_shapes import SHAPES
@@ -32,6 +32,11 @@ def run_commands(rank: int, folder) -> list[int]:
         patch.setitem(ranks_rivals.OURS, "collectives", {"peer_memory": True})
         more = ["--cases", "1x9,2x40", "--rivals", "patch,collectives,sequence,sdpa", "--keep"]
         codes.append(ranks_bench.main([*more, *options]))
+        patch.setattr(paper_ranks, "FIGURE_8", [(4, 64, 64), (1, 2, 64), (1, 3, 64), (1, 2, 128)])
+        for name in ("L2_BYTES", "REPLAY_US"):
+            patch.setattr(timing, name, 1)
+        codes.append(paper_ranks.main(["--longest", "64", "--out", str(folder)]))
+        codes.append(paper_ranks.main(["--longest", "64", "--keep", "--out", str(folder)]))
     codes.append(context_bench.main(["--tokens", "32", "--device", "cpu", "--out", str(folder)]))
     return [*codes, cli.main(["generate", str(folder / "tiny"), "--compare", "sdpa", "--tokens", "5", "--dtype", "float32"])]
 
@@ -45,7 +50,7 @@ def commands(tmp_path_factory):
 
 def test_generate_prints_on_one_rank(commands):
     first, second = commands[1]
-    assert first.result == second.result == [0, 0, 0, 0], first.output + second.output
+    assert first.result == second.result == [0] * 6, first.output + second.output
     assert "| lean" in first.output and "lean.decode" in first.output
     assert "| lean" not in second.output
 
@@ -86,6 +91,16 @@ def test_the_orders_of_context_parallelism_are_timed_over_ranks(commands):
     lines = [[cell.strip() for cell in line.split("|")] for line in sections_context.times(found).splitlines()]
     empty = [cells[2:4] for cells in lines if cells[1:2] == ["32"] and cells[4] == "-"]
     assert empty == [[ranks, order] for ranks in ("4", "8") for order in ORDERS]  # not run
+
+
+def test_the_heads_of_the_papers_figure_are_timed_over_ranks(commands):
+    found = json.loads((commands[0] / "paper_ranks.json").read_text())
+    shapes = [(row["batch"], row["num_heads"], row["kv_len"], row["ranks"]) for row in found["rows"]]
+    assert shapes == [(4, 32, 64, 2), (1, 1, 64, 2)]  # not those of three heads, nor of longer contexts; measured again
+    for row in found["rows"]:
+        assert row["us"] == {name: max(each[name] for each in row["us_of_ranks"]) for name in ("fa2", "split_kv", "lean")}
+    lines = [[cell.strip() for cell in line.split("|")] for line in sections_paper.paper_gpus(found).splitlines()]
+    assert [cells[1:5] for cells in lines if cells[1:2] == ["2"]] == [["2", "4", "64", "64"], ["2", "1", "2", "64"]]
 
 
 def test_the_benchmark_needs_torchrun(capsys, tmp_path):

@@ -10,7 +10,7 @@ from ..evaluate.harness import require
 
 BENCHES = (
     *("generate", "families", "modes", "quantised", "ranks", "commits"),
-    *("kernels", "stream", "paper_e2e", "context", "report"),
+    *("kernels", "stream", "paper_e2e", "paper_ranks", "context", "report"),
 )
 PACKAGE = Path(__file__).parent.parent
 

@@ -1,0 +1,83 @@
+"""Figure 8 of the LeanAttention paper on several GPUs: attention in decode, whose heads the GPUs divide.
+
+    torchrun --nproc-per-node 4 -m benchmarks.paper_ranks   every GPU is a rank; --keep keeps the rows of other numbers of GPUs
+
+All ranks compute their heads at the same time. "us" is the time of a call on the slowest rank. No rank needs anything of another.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+import torch.distributed as dist
+
+from .paper import FIGURE_8
+from .ranks_group import Group, end_after, join
+from .results import Results, add_options, command, conditions
+from .shapes import DTYPE, LEAN, PORTABLE, READ, SPLIT_KV, Shape, compete, exact, make_inputs
+from .timing import METHOD, num_sets
+
+LEAST_SECONDS = 8  # a row does not begin with less left
+LIMIT = 60  # seconds after which a row is stuck
+KERNELS = {"fa2": PORTABLE, "split_kv": SPLIT_KV, "lean": LEAN}
+
+
+def row_of(shape: Shape, group: Group) -> dict:
+    """Microseconds per call on the slowest rank. Raises RuntimeError on all ranks if a result is wrong on one."""
+    torch.manual_seed(dist.get_rank())
+    sets = num_sets(shape.kv_bytes)
+    inputs = make_inputs(shape, sets, group.device)
+    rivals = {name: lambda i, kernel=kernel: kernel(*inputs[i]) for name, kernel in KERNELS.items()}
+    expected = exact(*inputs[0])
+    time = lambda: compete(  # noqa: E731
+        {}, rivals, expected, sets=sets, us=max(7, shape.kv_bytes / READ), ready=lambda: group.gather(None)
+    )
+    found, reason = group.attempt(time)
+    if reason is not None:
+        raise RuntimeError(reason)
+    times = group.gather(found["us"])
+    us = {name: max(of_rank[name] for of_rank in times) for name in KERNELS}
+    over = {f"lean_over_{name}": us[name] / us["lean"] for name in ("fa2", "split_kv")}
+    return shape.row() | {"ranks": group.size, "us": us, "us_of_ranks": times} | over
+
+
+def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.paper_ranks") -> int:
+    """Measure the points of the figure, in each process of torchrun. The first one writes the JSON."""
+    parser = argparse.ArgumentParser(prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--longest", type=int, help="longest context of a row, in tokens (default: that of the figure)")
+    parser.add_argument("--keep", action="store_true", help="keep the rows of other numbers of GPUs in the JSON")
+    add_options(parser, 120)
+    args = parser.parse_args(argv)
+    device = join()
+    group = Group(device)
+    if group.first:
+        head = {"conditions": conditions(device, METHOD), "dtype": str(DTYPE).removeprefix("torch."), "unit": "us a call"}
+        path = args.out / "paper_ranks.json"
+        group.results = Results(path, args.seconds, command(prog, argv), device if device.type == "cuda" else None, **head)
+        if args.keep:
+            group.results.take_over(parser)
+            rows = group.results.data["rows"]
+            group.results.data["rows"] = [row for row in rows if row["ranks"] != group.size]
+    for batch, heads, tokens in FIGURE_8:
+        shape = Shape(batch, heads // group.size, heads // group.size, 64, tokens)
+        if heads % group.size or tokens > (args.longest or tokens):
+            continue
+        end_after(LIMIT)
+        if not group.has(LEAST_SECONDS):
+            group.say(f"no time for {shape}")
+            continue
+        with torch.inference_mode():
+            row = row_of(shape, group)
+        if group.results is not None:
+            group.results.data["rows"].append(row | {"run": group.results.run})
+            group.results.save()
+            group.say("  ".join([str(shape), *(f"{name} {x:.1f}" for name, x in row["us"].items())]))
+    end_after(LIMIT)
+    dist.destroy_process_group()
+    end_after(None)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
