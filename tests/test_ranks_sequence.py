@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import re
 import warnings
 
@@ -151,6 +152,37 @@ def other_caches(scene: Scene) -> list:
     return [*found, scene.patch.reasons]
 
 
+def gradients(scene: Scene) -> list[float]:
+    """Their largest differences, of projections of all of whose heads this rank has a part."""
+    ids = scene.inputs["input_ids"]
+    for model in (scene.model, scene.one):
+        model.zero_grad()
+        model(ids, labels=ids, use_cache=False).loss.backward()
+    pairs = zip(scene.model.model.layers, scene.one.model.layers, strict=True)
+    pairs = [(mine.self_attn, other.self_attn) for mine, other in pairs]
+    names = ("q_proj", "k_proj", "v_proj", "o_proj")
+    grads = [[getattr(each, name).weight.grad for each in pair] for pair in pairs for name in names]
+    found = [(mine.full_tensor() - other).abs().max().item() for mine, other in grads]
+    for model in (scene.model, scene.one):
+        model.zero_grad()
+    return found
+
+
+def a_wrapped_forward(scene: Scene) -> list[bool]:
+    """The user's own forward() of a projection, with the attributes of ours, stays and does not stop another patch()."""
+    layer = scene.model.model.layers[0].self_attn.k_proj
+    inner = layer.forward
+    layer.forward = wrapped = functools.wraps(inner)(lambda x: inner(x))
+    scene.patch.undo()
+    found = [layer.forward is wrapped]
+    scene.patch = hf_fastattn.patch(scene.model, "lean", kv="sequence")
+    found.append(scene.same())
+    scene.patch.undo()
+    found.append(layer.forward is wrapped)
+    layer.forward = inner
+    return found
+
+
 def a_dense_mask(scene: Scene) -> str:
     with torch.no_grad():
         cache = generate(scene.model, scene.inputs, return_dict_in_generate=True).past_key_values
@@ -195,7 +227,7 @@ def other_settings(scene: Scene) -> list[str]:
 
 SCENES = {
     2: [other_modes, a_dense_mask, an_unpatched_model, other_heads, too_little_memory, other_settings],
-    4: [a_chat, a_copied_cache, other_caches],
+    4: [a_chat, a_copied_cache, other_caches, gradients, a_wrapped_forward],
 }
 
 
@@ -239,6 +271,15 @@ def test_other_caches_have_the_heads_of_the_rank(played):
         assert same == [True, True, True]
         for name, reason in zip(("DynamicCache", "PreallocatedCache"), reasons, strict=True):
             assert reason == f"{hf.CACHE} is a {name}, not a SharedCache"
+
+
+def test_gradients_with_fewer_kv_heads_than_ranks(played):
+    for found in played[4]:
+        assert max(found["gradients"]) < 1e-5, found["gradients"]
+
+
+def test_a_forward_of_the_user_stays(played):
+    assert [found["a_wrapped_forward"] for found in played[4]] == 4 * [[True] * 3]
 
 
 def test_refusals(played):

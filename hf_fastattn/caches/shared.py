@@ -14,7 +14,7 @@ from functools import lru_cache
 import torch
 
 from ..context_parallel import New, Share, Shares
-from ..kernels.parts import PART, slots_before
+from ..kernels.parts import PART
 from ..step import EAGER
 from .contract import FEW
 from .layers import Layer, Track
@@ -35,8 +35,9 @@ class SharedTrack(Track):
         return {**super().__getstate__(), "shares": self.shares}
 
     def refuse_unless_fits(self, tokens: int, bytes_per_token: int, device: torch.device, held: int = 0) -> None:
-        ranks = self.shares.count
-        super().refuse_unless_fits(tokens // ranks, bytes_per_token, device, held // ranks)
+        length = self.shares.length
+        held = held * length(self.capacity) // self.capacity
+        super().refuse_unless_fits(length(tokens), bytes_per_token, device, held)
 
 
 class SharedLayer(Layer):
@@ -83,9 +84,10 @@ class SharedLayer(Layer):
         for begin in range(0, key_states.shape[2], AT_ONCE):
             some = slice(begin, begin + AT_ONCE)
             parts = shares.gather_kv(key_states[:, :, some], value_states[:, :, some])
-            tokens, slots = _own(seen + begin, parts[0].shape[2], shares.rank, shares.count, key_states.device)
+            start, count = seen + begin, parts[0].shape[2]
+            tokens = _own(start % (PART * shares.count), count, shares.rank, shares.count, key_states.device)
             for buffer, new in zip((self.keys, self.values), parts, strict=True):
-                buffer[:, :, slots] = new[:, :, tokens]
+                buffer[:, :, shares.before(start) : shares.before(start + count)] = new[:, :, tokens]
 
     def _shares(
         self, key_states: torch.Tensor, value_states: torch.Tensor, kv_len: int, new: New
@@ -104,13 +106,12 @@ class SharedLayer(Layer):
         return keys, values
 
 
-@lru_cache(maxsize=64)  # all layers of a prompt have the same
-def _own(start: int, count: int, rank: int, ranks: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which of the tokens from slot `start` on are in the share of a rank, and their slots there, int64 each."""
+@lru_cache(maxsize=64)  # all layers and most parts of a prompt have the same
+def _own(start: int, count: int, rank: int, ranks: int, device: torch.device) -> torch.Tensor:
+    """Which of the tokens from slot `start` on are in the share of a rank, int64."""
     with torch.inference_mode(False):
         slots = torch.arange(start, start + count)
-        mine = (slots // PART % ranks == rank).nonzero().flatten()
-        return mine.to(device), slots_before(slots[mine], rank, ranks).to(device)
+        return (slots // PART % ranks == rank).nonzero().flatten().to(device)
 
 
 class SharedStorage(StaticStorage):

@@ -117,24 +117,28 @@ def _kv_projections(model: PreTrainedModel) -> list[Any]:
 
 
 class _Head:
-    """One of `WholeHeads`. parts: the copies of its weight and bias."""
+    """One of `WholeHeads`. parts: the copies of its weight and bias. fused: the forward() that reads them, if there is one."""
 
     def __init__(self, module: Any, copies: int, mesh: DeviceMesh):
         self.module, self.group, self.ranks = module, mesh.get_group(), mesh.size()
         self.width = module.out_features * copies // self.ranks
         self.first = mesh.get_local_rank() // copies * self.width
         self.before = vars(module)["forward"]
-        self.after = vars(module)["forward"] = self._gathering()
-        vars(self.after)[_HEAD] = self
+        self.after = self._gathering()
+        self.fused: Callable[..., Any] | None = None
         self.parts: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+        vars(self.after)[_HEAD] = self
 
     def _gathering(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        gathers = type(_cell(self.before, _STYLE))(output_layouts=torch.distributed.tensor.Replicate())
+        from torch.distributed.tensor import Partial, Replicate
+
+        gathers = type(_cell(self.before, _STYLE))(output_layouts=Replicate(), use_local_output=False)
         gathered, first, width = _with_cell(self.before, _STYLE, gathers), self.first, self.width
 
         def forward(x: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = gathered(x)[..., first : first + width]
-            return out
+            # The gradient is the sum of those of all ranks, each of which uses some columns.
+            out: torch.Tensor = gathered(x).to_local(grad_placements=[Partial()])
+            return out[..., first : first + width]
 
         return forward
 
@@ -154,9 +158,17 @@ class _Head:
         same = old is not None and (old.dtype, old.device, old.shape) == (new.dtype, new.device, new.shape)
         return old.copy_(new) if same and old is not None else new.clone()
 
+    def restore(self) -> None:
+        if vars(self.module).get("forward") is self.after:
+            vars(self.module)["forward"] = self.before
+        self.parts, self.fused = (None, None), None
+        vars(self.after).pop(_HEAD, None)
+
 
 def _head_of(module: torch.nn.Module) -> _Head | None:
-    return getattr(vars(module).get("forward"), _HEAD, None)
+    forward = vars(module).get("forward")
+    head: _Head | None = getattr(forward, _HEAD, None)  # functools.wraps copies it to a forward() of others
+    return head if head is not None and (forward is head.after or forward is head.fused) else None
 
 
 class WholeHeads:
@@ -169,20 +181,22 @@ class WholeHeads:
     def __init__(self, model: PreTrainedModel, copies: int):
         mesh: Any = tensor_parallel_mesh(model)
         self._heads = [_Head(each, copies, mesh) for each in _kv_projections(model) if copies > 1 and computes_part(each)]
+        for head in self._heads:
+            vars(head.module)["forward"] = head.after
 
     def __len__(self) -> int:
         return len(self._heads)
 
     def refresh(self) -> None:
-        """Copy the weights. All ranks must call it."""
+        """Copy the weights, of the projections whose copies are read. All ranks must call it."""
         for head in self._heads:
-            head.refresh()
+            if head.fused is not None:
+                head.refresh()
 
     def restore(self) -> None:
         """Undo it, except for layers whose forward() others have changed since."""
-        for head in self._heads:
-            if vars(head.module).get("forward") is head.after:
-                vars(head.module)["forward"] = head.before
+        while self._heads:
+            self._heads.pop().restore()
 
 
 def parts_of(module: torch.nn.Module) -> tuple[Any, Any]:
@@ -235,6 +249,7 @@ def with_inner(forward: types.FunctionType, inner: Callable[..., Any]) -> types.
         return out
 
     vars(run)[_HEAD] = head
+    head.fused = run
     return run  # type: ignore[return-value]  # a function
 
 

@@ -44,8 +44,6 @@ class Patch:
     each was reported once as a warning.
     """
 
-    _heads: hf.WholeHeads | None
-
     def __init__(
         self,
         model: hf.PreTrainedModel,
@@ -64,9 +62,8 @@ class Patch:
         self._begin(model, backend, graph, None if windows is None else Generation(model, windows, streaming, graph, shares))
         try:
             if shares is not None:
-                self._heads = hf.WholeHeads(model, shares.copies)
-                if self._generation is not None:
-                    self._generation.heads = self._heads
+                assert self._generation is not None  # K and V are shared out in caches of the package
+                self._generation.heads = hf.WholeHeads(model, shares.copies)
             self._apply(model, fuse, streaming, peer_memory)
         except BaseException:
             self.undo()
@@ -80,7 +77,6 @@ class Patch:
         self.undone = False
         self._configs = OwnConfigs()
         self._fused: list[weakref.ref[torch.nn.Module]] = []
-        self._heads = None
         self._generation = generation
         self._why_collectives: str | None = None  # why sums over ranks are not computed by kernels
         self._graphs = graphs.DecodeGraphs() if generation is None else generation.graphs
@@ -97,10 +93,9 @@ class Patch:
         forward.add_hooks(model)
         layers = model.config.get_text_config(decoder=True).num_hidden_layers
         self.changes.append(Change("attention of layers", layers, before, self.backend))
-        if self._heads:
-            self.changes.append(
-                Change("projections of keys and values", len(self._heads), "part of a head", "the rank's KV heads")
-            )
+        if self._generation is not None and self._generation.heads:
+            heads = len(self._generation.heads)
+            self.changes.append(Change("projections of keys and values", heads, "part of a head", "the rank's KV heads"))
         vars(model)[MARK] = self
         if fuse:
             self._fuse(model)
@@ -183,9 +178,9 @@ class Patch:
         forward.remove_hooks(model)
         forget(model)
         subclass.restore([*(module for ref in self._fused if (module := ref()) is not None), *model.modules()])
-        if self._heads is not None:
-            self._heads.restore()
         if self._generation is not None:
+            if self._generation.heads is not None:
+                self._generation.heads.restore()
             self._generation.uninstall(model)
         experts.restore(model)
         self._configs.restore(model)

@@ -88,7 +88,7 @@ def _stop():
 
 @triton.jit
 def _words_at(X, address):
-    """A pointer to words of 8 bytes. Relative to X, so that 16 bytes are accessed at once."""
+    """A pointer to words of 8 bytes. Relative to X, an aligned pointer of any type, so that 16 bytes are accessed at once."""
     words = X.to(tl.pointer_type(tl.int64), bitcast=True)
     return words + tl.multiple_of((address - X.to(tl.int64, bitcast=True)) // 8, 2)
 

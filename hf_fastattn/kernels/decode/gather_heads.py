@@ -85,14 +85,14 @@ def gather_heads_kernel(
         v = tl.load(V + row * stride_vb + v_head * stride_vh + token * stride_vn + offs_d, mask=of_v, other=0.0)
         x = tl.where(of_q, q, tl.where(of_k, k, v))
         rows = tl.minimum(total - block * HEADS, HEADS)
-        send(x, Q, rows, WORDS, Addresses, number, RANK, WORLD, PEER_BLOCK)
+        send(x, EveryQ, rows, WORDS, Addresses, number, RANK, WORLD, PEER_BLOCK)
         slot = tl.load(Slot + token, mask=inside, other=-1)
         fits = (slot >= 0) & (slot < capacity)
         for rank in tl.static_range(WORLD):
             if rank == RANK:
                 part = x
             else:
-                part = receive(x, Q, rows, WORDS, Addresses, number, rank, RANK, WORLD, PEER_BLOCK, LIMIT)
+                part = receive(x, EveryQ, rows, WORDS, Addresses, number, rank, RANK, WORLD, PEER_BLOCK, LIMIT)
             there = ((row * WORLD + rank) * q_heads + q_head) * tokens + token
             tl.store(EveryQ + there * K_DIM + offs_d, part, mask=of_q)
             if rank % COPIES == 0:

@@ -69,10 +69,10 @@ def merge_ranks_kernel(
             lse = tl.load(Lses + row * stride_lb + there * stride_lh + token * stride_ln, mask=inside, other=0.0)
             part = Parts + (row * stride_pb + there * stride_ph + token * stride_pn)[:, None] + offs_d[None, :]
             part = tl.load(part, mask=inside[:, None] & (offs_d < HEAD_DIM)[None, :], other=0.0)
-            send_to(rank, part, Parts, rows, WORDS, 0, Addresses, number, RANK, WORLD, PEER_BLOCK)
-            send_to(rank, lse, Lses, 1, rows, HEADS * WORDS, Addresses, number, RANK, WORLD, PEER_BLOCK)
+            send_to(rank, part, Out, rows, WORDS, 0, Addresses, number, RANK, WORLD, PEER_BLOCK)
+            send_to(rank, lse, Out, 1, rows, HEADS * WORDS, Addresses, number, RANK, WORLD, PEER_BLOCK)
         like = tl.zeros([BLOCK_N, HEADS], tl.float32)
-        lse = receive_every(like, Lses, 1, rows, HEADS * WORDS, Addresses, number, RANK, WORLD, PEER_BLOCK, LIMIT)
+        lse = receive_every(like, Out, 1, rows, HEADS * WORDS, Addresses, number, RANK, WORLD, PEER_BLOCK, LIMIT)
         lse = tl.where((tl.arange(0, BLOCK_N) < WORLD)[:, None], lse, float("-inf"))
         top = tl.max(lse, 0)
         if HAS_SINKS:
@@ -85,7 +85,7 @@ def merge_ranks_kernel(
             sum_of_weights += tl.exp(sink - top)
         sum_of_weights = tl.where(sum_of_weights == 0, 1.0, sum_of_weights)
         like = tl.zeros([BLOCK_N, HEADS, BLOCK_D], Parts.dtype.element_ty)
-        parts = receive_every(like, Parts, rows, WORDS, 0, Addresses, number, RANK, WORLD, PEER_BLOCK, LIMIT)
+        parts = receive_every(like, Out, rows, WORDS, 0, Addresses, number, RANK, WORLD, PEER_BLOCK, LIMIT)
         out = tl.sum(parts.to(tl.float32) * (weight / sum_of_weights[None, :])[:, :, None], 0)
         out_ptrs = Out + (((row * tokens + token) * heads + head) * HEAD_DIM)[:, None] + offs_d[None, :]
         tl.store(out_ptrs, out.to(Out.dtype.element_ty), mask=inside[:, None] & (offs_d < HEAD_DIM)[None, :])
