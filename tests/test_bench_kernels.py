@@ -479,7 +479,7 @@ def test_inputs_of_a_round_are_larger_than_l2(monkeypatch, part):
 def test_the_heads_of_a_gpu_are_shown_as_those_of_all(tmp_path):
     _, result = bench(tmp_path, "paper_ranks")
     row = next(line for line in sections.paper_ranks(result).splitlines() if "x |" in line)
-    assert [cell.strip() for cell in row.split("|")][1:4] == ["4", "24", "96"]
+    assert [cell.strip() for cell in row.split("|")][1:5] == ["8", "4", "24", "96"]
 
 
 def test_the_grid_is_complete():
