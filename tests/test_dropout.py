@@ -188,7 +188,7 @@ def test_an_impossible_probability_is_refused(p, device):
 
 def test_keys_and_values_of_several_ranks_are_refused(device):
     q, own = torch.randn(1, 4, 5, 16, device=device), torch.randn(1, 2, 32, 16, device=device)
-    k, v = (Share(own, (1, 2, 64, 16), MagicMock(), 0, {}) for _ in range(2))
+    k, v = (Share(own, (1, 2, 64, 16), MagicMock(), 0, {}, MagicMock()) for _ in range(2))
     layer = torch.nn.Module()
     layer.is_causal = False
     with pytest.raises(ValueError, match=r"shared out over ranks .*without dropout"):
