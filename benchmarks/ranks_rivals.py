@@ -42,7 +42,7 @@ MODELS = (
     ("shared", ("static",)),
 )
 NO_TIME = "there was no time left"
-READ_TWICE = 100_000  # tokens of a batch that two calls read before the one whose first token is timed: the second may capture
+READ_TWICE = 100_000  # a batch of up to so many tokens is read twice before its first token is timed: the second call may capture
 MORE = {"static": 60.0}  # seconds that compilation takes
 
 

@@ -209,7 +209,7 @@ def attention_over_shares(rank: int, folder, copies: int, whole: bool) -> list[s
             torch.manual_seed(seed)
             k, v = torch.randn(2, 2, kv_heads, 2, 16).half()  # the same on both ranks
         found = []
-        for memory in (None, lambda x: peers):
+        for memory in (lambda x: None, lambda x: peers):
             torch.manual_seed(seed + 10 * rank)
             buffers = [torch.randn(2, of_rank * kv_heads // copies, 2 * PART, 16).half() for _ in "kv"]
             shares = Shares(None, [(of_rank * heads, of_rank * kv_heads // copies)], copies, whole)
@@ -224,7 +224,7 @@ def attention_over_shares(rank: int, folder, copies: int, whole: bool) -> list[s
 
 @pytest.mark.parametrize(("copies", "whole"), [(1, False), (2, False), (1, True)])
 def test_attention_over_shares_is_that_with_collectives(tmp_path, copies, whole):
-    for ended in processes.run(tmp_path, 2, attention_over_shares, tmp_path, copies, whole):
+    for ended in processes.run(tmp_path, 2, attention_over_shares, tmp_path, copies, whole, limit=180):
         assert ended.result == [], ended.output
 
 

@@ -153,7 +153,7 @@ def other_caches(scene: Scene) -> list:
 
 
 def gradients(scene: Scene) -> list[float]:
-    """Their largest differences, of projections of all of whose heads this rank has a part."""
+    """The largest difference of the gradient of each projection from that on one process."""
     ids = scene.inputs["input_ids"]
     for model in (scene.model, scene.one):
         model.zero_grad()

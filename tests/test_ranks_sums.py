@@ -79,7 +79,7 @@ def decode(rank: int, names: list[str], folder) -> list[dict]:
 
 
 def decode_by_sequence(rank: int, kv_heads: int, folder) -> list[dict]:
-    """As `decode`, then with another weight of all keys and values on each rank."""
+    """Two calls of generate(), the second with other weights of keys and values."""
     one = tiny("llama", num_key_value_heads=kv_heads).half()
     inputs, options = {"input_ids": torch.tensor([[3, 100]])}, {"return_dict_in_generate": True, "output_logits": True}
     from test_exchange_kernels import shared_memory
@@ -180,6 +180,6 @@ def test_new_heads_and_results_of_shares_are_exchanged_by_kernels(tmp_path, kv_h
         for a, b in zip(got, want, strict=True):
             torch.testing.assert_close(a.float(), b.float(), atol=2e-2, rtol=2e-2)
         counts = [kernels.count(f"{name}_kernel") for name in ("gather_heads", "merge_ranks", "all_gather", "append", "linear")]
-        # For each of two layers; logits; queries, keys and values in one launch, and the projections of results, of MLPs, logits.
+        # Both exchanges in each of two layers; columns of the logits; linear layers: q, k and v together, o, down; the logits.
         assert counts == [2, 2, 1, 0, 2 * 3 + 1], kernels
         assert "rms_norm_kernel" not in kernels

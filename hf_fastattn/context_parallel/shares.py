@@ -43,14 +43,13 @@ class Shares:
     memory by which kernels exchange such a tensor without collectives, or None; `patch()` sets it.
     """
 
-    peers: Callable[[torch.Tensor], Peers | None] | None = None
-
     def __init__(self, group: Any, heads: Sequence[tuple[int, int]], copies: int = 1, whole: bool = False):
         self.group = group
         self.heads = heads
         self.rank: int = torch.distributed.get_rank(group)
         self.count: int = torch.distributed.get_world_size(group)
         self.copies = copies
+        self.peers: Callable[[torch.Tensor], Peers | None] = lambda x: None
         # torch 2.13 has deprecated the second name.
         self.all_gather = getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor
         self.whole = whole
@@ -64,10 +63,6 @@ class Shares:
         found = x.new_empty(self.count * x.shape[0], *x.shape[1:])
         self.all_gather(found, x, group=self.group)
         return found.view(self.count, *x.shape)
-
-    def memory(self, x: torch.Tensor) -> Peers | None:
-        """The memory by which kernels exchange this tensor, or None."""
-        return None if self.peers is None else self.peers(x)
 
     def kv_heads(self, layer: int, own: int) -> int:
         """The number of KV heads of a layer. own: the number on this rank. Raises ValueError if they are divided otherwise."""
@@ -87,7 +82,7 @@ class Shares:
 
     def gather(self, layer: int, q: torch.Tensor, new: New, slots: torch.Tensor) -> torch.Tensor:
         """As `gather_queries`. K and V of all heads, from those of this rank, are stored in the slots of `parts.part_of`."""
-        peers = None if self.whole else self.memory(q)
+        peers = None if self.whole else self.peers(q)
         if peers is not None:
             from ..kernels.decode.gather_heads import gather_heads
 
@@ -126,7 +121,7 @@ class Shares:
 
         heads: the number of query heads of this rank. sink_logits: those of its heads.
         """
-        peers = self.memory(out)
+        peers = self.peers(out)
         if peers is not None:
             from ..kernels.decode.merge_ranks import merge_ranks
 

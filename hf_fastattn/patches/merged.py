@@ -303,7 +303,7 @@ class _Delayed(TorchDispatchMode):
         return any(out is not None and _storage(out) == _storage(x) for out in outs)
 
     def _append(self, keys: torch.Tensor, values: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slot: torch.Tensor) -> bool:
-        """append.append in the launch of the delayed rotation; False if k is not its result."""
+        """append.append in the launch of the delayed rotation; False if k is not its result or each token has its own slot."""
         rotation = self.rotation
         if rotation is None or slot.dim() == 2 or not rotation.appends(k, v):
             return False

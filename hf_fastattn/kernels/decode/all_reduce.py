@@ -80,6 +80,12 @@ def memory_bytes(world: int, block: int) -> int:
     return STOP_BYTES + 2 * world * PROGRAMS * 2 * block
 
 
+def heads_of_a_block(total: int, head_bytes: int, block: int) -> int:
+    """The number of heads that a program exchanges at once: as few as let all programs work, if a block has room for them."""
+    wanted = 1 << (-(total // -PROGRAMS) - 1).bit_length()
+    return min(wanted, 1 << (block // head_bytes).bit_length() - 1)
+
+
 @triton.jit
 def _stop():
     """End the kernel with an error."""
@@ -88,7 +94,7 @@ def _stop():
 
 @triton.jit
 def _words_at(X, address):
-    """A pointer to words of 8 bytes. Relative to X, an aligned pointer of any type, so that 16 bytes are accessed at once."""
+    """A pointer to words of 8 bytes. Relative to X, an aligned pointer, so that 16 bytes are accessed at once."""
     words = X.to(tl.pointer_type(tl.int64), bitcast=True)
     return words + tl.multiple_of((address - X.to(tl.int64, bitcast=True)) // 8, 2)
 
@@ -143,7 +149,7 @@ def send_to(rank, x, X, rows, size, first, Addresses, number, RANK: tl.constexpr
 def send(x, X, rows, size, Addresses, number, RANK: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr):
     """Write x to all other ranks.
 
-    x: (rows, columns) or (columns,), more than the block has. X: the pointer that it was loaded from. rows: of the block. size:
+    x: (rows, columns) or (columns,), more than the block has. X: an aligned pointer of any type. rows: of the block. size:
     4 bytes in each row. number: that of the exchange in this program. Addresses and the constants: those of `Peers`.
     """
     for rank in tl.static_range(WORLD):

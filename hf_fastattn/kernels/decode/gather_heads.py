@@ -16,7 +16,7 @@ import triton.language as tl
 from .. import checks
 from ..host import launch, tables
 from ..host.overlap import early, let_next_begin, wait_for_inputs
-from .all_reduce import LIMIT, PROGRAMS, Peers, receive, send
+from .all_reduce import LIMIT, PROGRAMS, Peers, heads_of_a_block, receive, send
 
 
 @triton.jit(do_not_specialize=["q_heads", "kv_heads", "tokens", "total", "capacity"])
@@ -142,12 +142,6 @@ def gather_heads(
 
 def _block_d(k: torch.Tensor, v: torch.Tensor) -> int:
     return tables.block_d(max(k.shape[3], v.shape[3]))
-
-
-def heads_of_a_block(total: int, head_bytes: int, block: int) -> int:
-    """The number of heads that a program exchanges at once: as few as let all programs work, if a block has room for them."""
-    wanted = 1 << (-(total // -PROGRAMS) - 1).bit_length()
-    return min(wanted, 1 << (block // head_bytes).bit_length() - 1)
 
 
 @launch.remember

@@ -1,8 +1,8 @@
 """Merge over ranks: results of attention over the keys of each rank, exchanged and merged in one launch, by GPUs that write to
 each other's memory.
 
-The sums are those of `shares.py`, in the same order. Each rank receives the parts of its own heads. A program takes one block of
-heads after another, with an exchange for each (`all_reduce.py`).
+The weights are those of `shares.py`, and the sums have the same order. Each rank receives the parts of its own heads. A program
+takes one block of heads after another, with an exchange for each (`all_reduce.py`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import triton.language as tl
 from .. import checks
 from ..host import launch
 from ..host.overlap import early, let_next_begin, wait_for_inputs
-from .all_reduce import LIMIT, PROGRAMS, Peers, receive_every, send_to
-from .gather_heads import heads_of_a_block
+from .all_reduce import LIMIT, PROGRAMS, Peers, heads_of_a_block, receive_every, send_to
+from .shares import weights_of
 
 LSE_BYTES = 16  # of a head in a block
 
@@ -74,19 +74,11 @@ def merge_ranks_kernel(
         like = tl.zeros([BLOCK_N, HEADS], tl.float32)
         lse = receive_every(like, Out, 1, rows, HEADS * WORDS, Addresses, number, RANK, WORLD, PEER_BLOCK, LIMIT)
         lse = tl.where((tl.arange(0, BLOCK_N) < WORLD)[:, None], lse, float("-inf"))
-        top = tl.max(lse, 0)
-        if HAS_SINKS:
-            sink = tl.load(Sinks + head, mask=inside, other=0.0).to(tl.float32)
-            top = tl.maximum(top, sink)
-        top = tl.where(top == float("-inf"), 0.0, top)
-        weight = tl.exp(lse - top[None, :])
-        sum_of_weights = tl.sum(weight, 0)
-        if HAS_SINKS:
-            sum_of_weights += tl.exp(sink - top)
-        sum_of_weights = tl.where(sum_of_weights == 0, 1.0, sum_of_weights)
+        sink = tl.load(Sinks + head, mask=inside, other=0.0).to(tl.float32) if HAS_SINKS else 0.0
+        weight = weights_of(lse, sink, HAS_SINKS)
         like = tl.zeros([BLOCK_N, HEADS, BLOCK_D], Parts.dtype.element_ty)
         parts = receive_every(like, Out, rows, WORDS, 0, Addresses, number, RANK, WORLD, PEER_BLOCK, LIMIT)
-        out = tl.sum(parts.to(tl.float32) * (weight / sum_of_weights[None, :])[:, :, None], 0)
+        out = tl.sum(parts.to(tl.float32) * weight[:, :, None], 0)
         out_ptrs = Out + (((row * tokens + token) * heads + head) * HEAD_DIM)[:, None] + offs_d[None, :]
         tl.store(out_ptrs, out.to(Out.dtype.element_ty), mask=inside[:, None] & (offs_d < HEAD_DIM)[None, :])
     tl.store(Counts + tl.program_id(0), number)

@@ -81,6 +81,19 @@ def _prepare(tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, tor
 if triton is not None:
     from ..host.overlap import early, let_next_begin, wait_for_inputs
 
+    @triton.jit
+    def weights_of(lse, sink, HAS_SINKS: tl.constexpr):
+        """The weights of the parts. lse: (parts,) or (parts, heads). sink: a logit, or one of each head; read if HAS_SINKS."""
+        top = tl.max(lse, 0)
+        if HAS_SINKS:
+            top = tl.maximum(top, sink)
+        top = tl.where(top == float("-inf"), 0.0, top)
+        weight = tl.exp(lse - top)
+        total = tl.sum(weight, 0)
+        if HAS_SINKS:
+            total += tl.exp(sink - top)
+        return weight / tl.where(total == 0, 1.0, total)
+
     @triton.jit(do_not_specialize=["parts", "heads", "q_len"])
     def merge_shares_kernel(
         Outs,
@@ -115,21 +128,13 @@ if triton is not None:
         lse = tl.load(
             Lses + n * stride_ln + row * stride_lb + head * stride_lh + q * stride_lq, mask=n < parts, other=float("-inf")
         )
-        top = tl.max(lse, 0)
-        if HAS_SINKS:
-            sink = tl.load(Sinks + head).to(tl.float32)
-            top = tl.maximum(top, sink)
-        top = tl.where(top == float("-inf"), 0.0, top)
-        weight = tl.exp(lse - top)
-        total = tl.sum(weight, 0)
-        if HAS_SINKS:
-            total += tl.exp(sink - top)
-        total = tl.where(total == 0, 1.0, total)
+        sink = tl.load(Sinks + head).to(tl.float32) if HAS_SINKS else 0.0
+        weight = weights_of(lse, sink, HAS_SINKS)
         outs = tl.load(
             Outs + (n * stride_on + row * stride_ob + head * stride_oh + q * stride_oq)[:, None] + offs_d[None, :],
             mask=(n < parts)[:, None] & (offs_d < HEAD_DIM)[None, :],
             other=0.0,
         )
-        out = tl.sum(outs.to(tl.float32) * (weight / total)[:, None], 0)
+        out = tl.sum(outs.to(tl.float32) * weight[:, None], 0)
         out_ptrs = Out + ((row * q_len + q) * heads + head) * HEAD_DIM + offs_d
         tl.store(out_ptrs, out.to(Out.dtype.element_ty), mask=offs_d < HEAD_DIM)
