@@ -398,8 +398,8 @@ def _peers(x):
     return all_reduce.Peers(x, addresses, counts, 1, 4, all_reduce.block_bytes(4096, x.dtype))
 
 
-def _sum_over_ranks(dtype=torch.bfloat16):
-    x = torch.zeros(2, 4096, dtype=dtype)
+def _sum_over_ranks(dtype=torch.bfloat16, rows=2):
+    x = torch.zeros(rows, 4096, dtype=dtype)
     residual_sums.run(residual_sums.Chain(x, sums=((x, x),), peers=_peers(x)))
 
 
@@ -442,6 +442,7 @@ SMALL = {
     "residual, everything": (residual_sums, lambda: _residual(everything=True)),
     "residual, over ranks": (residual_sums, _sum_over_ranks),
     "residual, over ranks, fp32": (residual_sums, lambda: _sum_over_ranks(torch.float32)),
+    "residual, over ranks, many rows": (residual_sums, lambda: _sum_over_ranks(rows=16)),
     "all_gather": (all_gather, _all_gather),
     "all_gather, fp32": (all_gather, lambda: _all_gather(torch.float32)),
     "gather_heads": (gather_heads, _gather_heads),

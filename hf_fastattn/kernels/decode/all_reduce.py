@@ -5,18 +5,22 @@ others in its own memory until they have come, and adds them in the order of the
 The time is one write between GPUs, and `let_next_begin` comes before it: the next launch loads weights meanwhile. `all_gather.py`
 exchanges blocks in the same way.
 
+Of many rows on more than two ranks the links limit the time. Then each block is added by one rank, to which the others write it
+and which writes the sum to them: each rank writes 2 (N - 1) / N of its rows instead of N - 1 times all of them.
+
 Data and flag are one word of 8 bytes, which a GPU writes at once: 4 bytes of the block, and the number of the exchange. So the
 writer needs no fence between data and flag, and no order of the words matters.
 
 Two slots alternate: exchange n + 2 of a program writes the slot of exchange n. It begins after the program has read exchange
-n + 1, which the other rank sends only after it has read exchange n. Numbers only increase, and are never reset.
+n + 1, which the other rank sends only after it has read exchange n, or which a rank sends that has heard so from the other.
+Numbers only increase, and are never reset.
 
 All ranks must run the same launches in the same order, at most one at a time. A launch has at most PROGRAMS programs, so that all
 of them run at once. If a rank does not come within LIMIT checks, the kernel stops with an error. Before that, the host has ended
 the call (`patches/exchange.py`): a check has two loads, one after the other, and a reduction, which take 0.3 us at least.
 
-Source: the one-shot all-reduce of NVIDIA, "TensorRT-LLM" (custom all-reduce), 2024; words with flags: the protocol "LL" of
-NVIDIA, "NCCL".
+Source: the one-shot and two-shot all-reduce of NVIDIA, "TensorRT-LLM" (custom all-reduce), 2024; words with flags: the protocol
+"LL" of NVIDIA, "NCCL".
 """
 
 from __future__ import annotations
@@ -35,6 +39,7 @@ STOP_BYTES = 16
 HEAD = tl.constexpr(STOP_BYTES)  # the memory begins with an int32, which is not 0 after a failure
 LIMIT = (1 << 31) - 1  # checks of a block, the most that an int32 counts
 MIN_BLOCK = 1024  # elements: short rows share a program
+MANY_BYTES = 128 << 10  # of a sum over more than two ranks, from which on one rank adds each block
 
 
 @dataclass(frozen=True)
@@ -227,12 +232,10 @@ def receive_every(
 
 
 @triton.jit
-def sum_over_ranks(
-    x, X, rows, size, Addresses, Counts, RANK: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr, LIMIT: tl.constexpr
+def _sum_of_parts(
+    x, X, rows, size, Addresses, number, RANK: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr, LIMIT: tl.constexpr
 ):
-    """The sum of x over the ranks, rounded to x's dtype. Called once in a launch, after its wait. Arguments as in `receive`."""
-    number = tl.load(Counts + tl.program_id(0)) + 1
-    send(x, X, rows, size, Addresses, number, RANK, WORLD, BLOCK)
+    """x and what the other ranks have sent, added in the order of the ranks."""
     total = tl.zeros(x.shape, tl.float32)
     for rank in tl.static_range(WORLD):
         if rank == RANK:
@@ -240,5 +243,39 @@ def sum_over_ranks(
         else:
             part = receive(x, X, rows, size, Addresses, number, rank, RANK, WORLD, BLOCK, LIMIT)
         total += part.to(tl.float32)
-    tl.store(Counts + tl.program_id(0), number)
     return total.to(x.dtype)
+
+
+@triton.jit
+def sum_over_ranks(
+    x,
+    X,
+    rows,
+    size,
+    Addresses,
+    Counts,
+    TWICE: tl.constexpr,
+    RANK: tl.constexpr,
+    WORLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LIMIT: tl.constexpr,
+):
+    """The sum of x over the ranks, rounded to x's dtype. Called once in a launch, after its wait. Arguments as in `receive`.
+
+    TWICE: whether one rank adds a block and sends the sum to the others, two exchanges instead of one.
+    """
+    number = tl.load(Counts + tl.program_id(0)) + 1
+    if TWICE:
+        adds = tl.program_id(0) % WORLD
+        if adds == RANK:
+            total = _sum_of_parts(x, X, rows, size, Addresses, number, RANK, WORLD, BLOCK, LIMIT)
+            send(total, X, rows, size, Addresses, number + 1, RANK, WORLD, BLOCK)
+        else:
+            send_to(adds, x, X, rows, size, 0, Addresses, number, RANK, WORLD, BLOCK)
+            total = receive(x, X, rows, size, Addresses, number + 1, adds, RANK, WORLD, BLOCK, LIMIT)
+        number += 1
+    else:
+        send(x, X, rows, size, Addresses, number, RANK, WORLD, BLOCK)
+        total = _sum_of_parts(x, X, rows, size, Addresses, number, RANK, WORLD, BLOCK, LIMIT)
+    tl.store(Counts + tl.program_id(0), number)
+    return total

@@ -22,7 +22,7 @@ import triton.language as tl
 from ..checks import DTYPES
 from ..host import launch
 from ..host.overlap import let_next_begin, wait_for_inputs
-from .all_reduce import LIMIT, Peers, sum_over_ranks
+from .all_reduce import LIMIT, MANY_BYTES, Peers, sum_over_ranks
 from .rms_norm import MAX_SIZE, load_row, normalise, row_launch, why_not
 
 
@@ -89,6 +89,7 @@ def residual_kernel(
     LATE: tl.constexpr,
     ONE: tl.constexpr,
     ONE_ROW: tl.constexpr,
+    TWICE: tl.constexpr,
     RANK: tl.constexpr,
     WORLD: tl.constexpr,
     PEER_BLOCK: tl.constexpr,
@@ -118,7 +119,8 @@ def residual_kernel(
         second = tl.load(Second + at, mask=mask, other=0.0)
     if Addresses is not None:
         words: tl.constexpr = SIZE * x.dtype.primitive_bitwidth // 32
-        x = sum_over_ranks(x, X, rows - tl.program_id(0) * BLOCK_M, words, Addresses, Counts, RANK, WORLD, PEER_BLOCK, LIMIT)
+        here = rows - tl.program_id(0) * BLOCK_M
+        x = sum_over_ranks(x, X, here, words, Addresses, Counts, TWICE, RANK, WORLD, PEER_BLOCK, LIMIT)
         tl.store(X + at, x, mask=mask)
     if Before is not None:
         x = normalise(x, before_weight, before_bias, eps_before, mask, SIZE, BEFORE_CENTRED, BEFORE_LATE, BEFORE_ONE)
@@ -205,6 +207,7 @@ def _prepare(
         LATE=after[1],
         ONE=after[2],
         ONE_ROW=x.numel() == x.shape[-1] and ranks[1] == 1,
+        TWICE=ranks[1] > 2 and x.nbytes >= MANY_BYTES,
         RANK=ranks[0],
         WORLD=ranks[1],
         PEER_BLOCK=ranks[2],
