@@ -22,7 +22,6 @@ from hf_fastattn.patches import buckets
 from hf_fastattn.patches.forwards import Forwards
 from hf_fastattn.patches.generation import METHODS, Generation
 from hf_fastattn.patches.graph import DecodeGraphs
-from hf_fastattn.patches.one_rank import OneRank
 from hf_fastattn.patches.present import Present
 from hf_fastattn.patches.survey import Surveyor
 
@@ -640,7 +639,7 @@ def test_prompts_in_a_cache_that_another_model_has_used(llama):
 
 
 def test_all_rows_of_a_graph_have_a_bounded_number_of_tokens():
-    found = {rows: buckets.most_tokens(StaticStorage([None], 256), rows, OneRank()) for rows in (1, 2, 3, 8, 9, 200)}
+    found = {rows: buckets.most_tokens(StaticStorage([None], 256), rows) for rows in (1, 2, 3, 8, 9, 200)}
     assert found == {1: 512, 2: 256, 3: 128, 8: 64, 9: 64, 200: 64}
     assert buckets.BUCKETS[-1] <= SLACK  # a sliding layer has room for them
 

@@ -6,7 +6,6 @@ import torch
 
 from ..caches.contract import FEW, Storage
 from ..caches.stored import StoredCache
-from .one_rank import OneRank
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 320, 384, 448, 512)
 
@@ -21,17 +20,12 @@ def several(ids: torch.Tensor) -> tuple[int, ...]:
     return () if ids.shape[1] == 1 else (ids.shape[1],)
 
 
-def takes_prompts(storage: Storage, ranks: OneRank) -> bool:
-    """Whether a graph may read more than a short message. Ranks that share a model have only been tested with these."""
-    return storage.takes_prompts and not ranks.several
-
-
-def most_tokens(storage: Storage, rows: int, ranks: OneRank) -> int:
+def most_tokens(storage: Storage, rows: int) -> int:
     """The most tokens of each row in a graph over this storage: FEW for any number of rows, more only up to BUCKETS[-1] tokens
     of all rows."""
     if not storage.takes_many:
         return 1
-    most = BUCKETS[-1] // max(rows, 1) if takes_prompts(storage, ranks) else 0
+    most = BUCKETS[-1] // max(rows, 1) if storage.takes_prompts else 0
     return max(size for size in BUCKETS if size <= max(FEW, most))
 
 

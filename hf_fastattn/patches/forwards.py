@@ -20,7 +20,7 @@ from .. import hf
 from ..caches.contract import FEW, Storage
 from ..caches.stored import StoredCache
 from ..kernels.spans import restarts
-from .buckets import bucket, most_tokens, several, takes_prompts, tokens_in
+from .buckets import bucket, most_tokens, several, tokens_in
 from .entry import Entry, Inputs, grows, unpaddable
 from .fingerprint import Uncapturable
 from .graph import DecodeGraphs, why_not_read
@@ -113,8 +113,8 @@ class Forwards:
         """Whether a forward that reads the prompt can be a step: some hundred tokens of text at most."""
         if self.refused is not None or ids is None or not isinstance(cache, StoredCache):
             return False
-        storage, ranks, empty = cache.storage, self.graphs.ranks, not tokens_in(cache)
-        if ids.shape[1] > most_tokens(storage, len(ids), ranks) or (empty and not takes_prompts(storage, ranks)):
+        storage, empty = cache.storage, not tokens_in(cache)
+        if ids.shape[1] > most_tokens(storage, len(ids)) or (empty and not storage.takes_prompts):
             return False
         if given.get("attention_mask") is not None and not (storage is self.unmasked or storage.takes_mask):
             return False  # it may say that new tokens are padding
@@ -133,7 +133,7 @@ class Forwards:
         before = read.get(tokens, tokens == 1) and cache.storage.rows == len(ids)
         before = before and (tokens == 1 or not cache.storage.looks_ahead)
         read.setdefault(tokens, True)
-        return self.graphs.ranks.every(before)
+        return self.graphs.ranks.every("a short prompt", before)
 
     def _why_not(self, cache: object, ids: torch.Tensor | None, mask: object) -> str | None:
         """The reason why this step cannot be captured, judged by its arguments, or None."""
@@ -145,7 +145,7 @@ class Forwards:
             return "the forward before it has added no token to the cache (as with gradient checkpointing in training mode)"
         if ids.shape[1] > 1 and not cache.storage.takes_many:
             return f"a step has several tokens, and steps over a {type(cache).__name__} are captured for one"
-        if ids.shape[1] > (most := most_tokens(cache.storage, len(ids), self.graphs.ranks)):
+        if ids.shape[1] > (most := most_tokens(cache.storage, len(ids))):
             return f"a step has more than {most} tokens of each row, the most that a graph of {len(ids)} rows has"
         if not (self.adds_ones or cache.storage.takes_mask or _adds_one(mask, tokens_in(cache))):
             return f"a step is given a mask with more than ones added, and steps over a {type(cache).__name__} read none"

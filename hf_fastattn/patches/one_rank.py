@@ -63,8 +63,8 @@ class OneRank:
     def count(self) -> None:
         """Called before each forward of a call. Raises RuntimeError if another rank has failed."""
 
-    def every(self, value: bool) -> bool:
-        """Whether a condition holds on all ranks."""
+    def every(self, what: str, value: bool) -> bool:
+        """Whether a condition holds on all ranks. what: the place in the code, for ranks that meet at other places."""
         return value
 
     def refusal(self, reason: str | None) -> str | None:

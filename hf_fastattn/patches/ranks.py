@@ -203,8 +203,8 @@ class Ranks(OneRank):
 
     # ---- graphs ----
 
-    def every(self, value: bool) -> bool:
-        return all(self.exchange.gather("a short prompt", value))
+    def every(self, what: str, value: bool) -> bool:
+        return all(self.exchange.gather(what, value))
 
     def refusal(self, reason: str | None) -> str | None:
         found = self.exchange.gather("the first step of a decode graph", reason)

@@ -91,8 +91,9 @@ class Recorder:
         changed = [*values, *tensors_written]
         reason = f"a step changes values that the next step reads ({', '.join(changed[:3])})" if changed else None
         entry.refused = ranks.refusal(reason)
-        if tensors_written and not values and not ranks.several and written.undo():
-            raise Uncapturable(reason)  # its tokens may have been padded
+        if entry.refused is not None and ranks.every("a step that is undone", not values and written.can_undo()):
+            written.undo()  # its tokens may have been padded
+            raise Uncapturable(entry.refused)
         return logits
 
 

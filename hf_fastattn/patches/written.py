@@ -24,16 +24,16 @@ class Written:
         names = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
         return list(dict.fromkeys(names.get(id(tensor), "a tensor") for tensor, _ in self._changed()))
 
-    def undo(self) -> bool:
-        """Restore those that have changed. Returns whether all were saved; otherwise none is restored."""
-        changed = self._changed()
-        found = [(tensor, saved) for tensor, saved in changed if saved is not None]
-        if len(found) < len(changed):
-            return False
+    def can_undo(self) -> bool:
+        """Whether all that have changed were saved."""
+        return all(saved is not None for _, saved in self._changed())
+
+    def undo(self) -> None:
+        """Restore those that have changed and were saved."""
         with torch.no_grad():
-            for tensor, saved in found:
-                tensor.copy_(saved)
-        return True
+            for tensor, saved in self._changed():
+                if saved is not None:
+                    tensor.copy_(saved)
 
     def _changed(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
         each = zip(self.tensors, self.saved, self.versions, strict=True)
