@@ -47,7 +47,7 @@ def _cells(rows: list[dict], name: str) -> list[list]:
     report, shared = row["rivals"][name], name not in ("one_patch", "one_sdpa", "device_map")
     figures = [report["ms"], report.get("replay_ms")]
     notes = ["random K and V"] if row.get("filled") else []
-    if report.get("first_token_ms") and not report.get("read_twice"):
+    if report.get("first_token_ms") and not report.get("calls_before"):
         notes.append("first call")
     if report.get("compiled") is False:
         notes.append("ran uncompiled")

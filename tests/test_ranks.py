@@ -61,6 +61,12 @@ def generate(model, inputs, **options):
     return model.generate(**{"max_new_tokens": NEW, "do_sample": False, **inputs, **options})
 
 
+def tokens_and_logits(model, inputs, **options) -> types.SimpleNamespace:
+    """Those of a call, without its cache, which the next call then uses again."""
+    output = generate(model, inputs, return_dict_in_generate=True, output_logits=True, **options)
+    return types.SimpleNamespace(sequences=output.sequences, logits=output.logits)
+
+
 def graphs_of(patch) -> list:
     return [entry.graph for entries in patch._graphs.entries.values() for entry in entries if entry.graph is not None]
 
@@ -81,12 +87,11 @@ def decode_family(rank: int, name: str, padding: str, count: int) -> dict:
         recorder.capture(lambda: model(input_ids=inputs["input_ids"][:, :1]))
         want = generate(one, inputs)
     with hf_fastattn.patch(model, "lean") as patch:
-        first = generate(model, inputs, return_dict_in_generate=True, output_logits=True)
-        again = generate(model, inputs)
+        calls = [tokens_and_logits(model, inputs) for _ in range(3)]  # the third one captures the prompt
         graph = graphs_of(patch)[0]
     return {
-        "tokens": torch.equal(first.sequences, want) and torch.equal(again, want),
-        "logits": [bytes(x.numpy().tobytes()) for x in first.logits],
+        "tokens": all(torch.equal(each.sequences, want) for each in calls),
+        "logits": [bytes(x.numpy().tobytes()) for each in calls for x in each.logits],
         "collectives": (graph.collectives, recorder.collectives),
         "steps": (patch.captures, patch.uncaptured),
         "reasons": patch.reasons,
@@ -285,6 +290,34 @@ def other_modes(scene: Scene) -> list[str]:
         want = generate(scene.one, inputs, **{**options, "prefill_chunk_size": None})
         found.append(torch.equal(generate(scene.model, inputs, **options), want))
     return [*found, scene.patch.captures > 0, scene.patch.uncaptured]
+
+
+def a_module_that_counts(scene: Scene) -> list:
+    """Steps of several tokens change a tensor in place: a rehearsal, whose tokens are padded, is undone on all ranks."""
+
+    class Averaged(torch.nn.Module):
+        def __init__(self, norm):
+            super().__init__()
+            self.norm = norm
+            self.register_buffer("mean", torch.zeros(64))
+
+        def forward(self, x):
+            x = self.norm(x)
+            self.mean.mul_(0.9).add_(x.mean((0, 1)))
+            return x + 2 * self.mean
+
+    def found(model) -> list:
+        norm, inputs = model.model.norm, {"input_ids": scene.inputs["input_ids"][2:, 48:]}
+        model.model.norm = Averaged(norm)
+        try:
+            return [tokens_and_logits(model, inputs, prompt_lookup_num_tokens=4) for _ in range(3)]
+        finally:
+            model.model.norm = norm
+
+    pairs = list(zip(found(scene.model), found(scene.one), strict=True))
+    same = all(torch.equal(mine.sequences, want.sequences) for mine, want in pairs)
+    close = all(torch.allclose(torch.cat(mine.logits), torch.cat(want.logits), atol=1e-4) for mine, want in pairs)
+    return [same and close, scene.patch.captures]
 
 
 def a_chat(scene: Scene) -> bool:
@@ -502,6 +535,7 @@ SCENES = [
     interrupted_while_waiting,
     other_modes,
     a_chat,
+    a_module_that_counts,
     fails_on_all,
     a_streamer_on_one_rank,
     a_streamer_on_one_rank_beside_a_late_stop_check,
@@ -674,6 +708,12 @@ def test_ranks_with_different_seeds_sample_the_same_tokens(played):
 def test_beams_speculation_and_chunks_of_a_prompt(played):
     assert [found["other_modes"][0] for found in played] == 2 * [[True, True, True, True, 0]]
     assert [found["a_chat"][0] for found in played] == [True, True]
+
+
+def test_a_rehearsal_of_padded_tokens_is_undone_on_all_ranks(played):
+    for found in played:
+        result, reasons, *_ = found["a_module_that_counts"]
+        assert result == [True, 0] and reasons == ["a step changes values that the next step reads (model.norm.mean)"]
 
 
 def test_undo_removes_everything(played):

@@ -12,7 +12,7 @@ import processes
 import pytest
 import torch
 from models import PADDINGS, draw_weights
-from test_ranks import generate, shared
+from test_ranks import generate, shared, tokens_and_logits
 
 import hf_fastattn
 from hf_fastattn.patches import call_caches
@@ -68,10 +68,9 @@ def decode(rank: int, entry: every_model.Model, count: int, kv: str) -> dict:
         except ValueError as refused:
             found[padding] = f"refused: {refused}"
             continue
-        options = {"max_new_tokens": NEW, "return_dict_in_generate": True, "output_logits": True}
         with patch:
             try:
-                outputs = [generate(model, inputs, **options) for _ in range(2)]
+                outputs = [tokens_and_logits(model, inputs, max_new_tokens=NEW) for _ in range(3)]
             except (ValueError, RuntimeError) as error:
                 assert kv == "sequence"  # by which the unpatched model has not run
                 # Layers whose numbers of heads are not those of the configuration; DTensors in the model's own code.
