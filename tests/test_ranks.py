@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import gc
 import os
 import re
 import signal
@@ -13,6 +14,7 @@ import threading
 import time
 import types
 import warnings
+import weakref
 from unittest.mock import Mock
 
 import fake_graph
@@ -718,6 +720,45 @@ def test_a_rehearsal_of_padded_tokens_is_undone_on_all_ranks(played):
 
 def test_undo_removes_everything(played):
     assert [found["state"][0] for found in played] == [[], []]
+
+
+def changes_seen(model, watch) -> list:
+    """Whether the watch sees each change, and that it is undone."""
+    layer = model.model.layers[1].mlp.up_proj
+    shard, forward = layer.weight, vars(layer)["forward"]
+    style = forward.__closure__[forward.__code__.co_freevars.index("self")]
+    found = []
+    for thing, name, value in (
+        (style, "cell_contents", copy.copy(style.cell_contents)),
+        (shard, "_local_tensor", shard._local_tensor.clone()),
+        (shard, "_spec", copy.copy(shard._spec)),
+        (layer, "forward", lambda *args, **kwargs: forward(*args, **kwargs)),
+        (layer, "weight", torch.nn.Parameter(shard.detach().clone())),
+    ):
+        before = getattr(thing, name)
+        setattr(thing, name, value)
+        seen = watch.tensors() is None
+        setattr(thing, name, before)
+        found.append(seen and watch.tensors() is not None)
+    return found
+
+
+def watch_shared(rank: int) -> list:
+    model = shared(of_family("llama"))
+    patch = hf_fastattn.patch(model, "lean")
+    for _ in range(3):
+        generate(model, {"input_ids": torch.arange(12)[None]})
+    watch, alive = patch._graphs.surveyor.watch, weakref.ref(model)
+    seen = changes_seen(model, watch)
+    del model
+    gc.collect()
+    return [len(watch.all.groups.others), len(watch.all.attributes.closures.places) > 10, seen, alive() is None]
+
+
+def test_a_shared_model_is_compared_without_a_walk(tmp_path):
+    of_family("llama")
+    for found in results(processes.run(tmp_path, 2, watch_shared)):
+        assert found == [0, True, [True] * 5, True]
 
 
 # ---- failures within a call ----

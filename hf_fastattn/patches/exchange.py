@@ -133,7 +133,7 @@ class Exchange:
         """The values of these keys; None if one of them is missing or withdrawn."""
         if not self.store.check(keys):
             return None
-        found = [pickle.loads(self.store.get(key)) for key in keys]
+        found = [pickle.loads(value) for value in self.store.multi_get(keys)]  # one message for all keys
         return None if _WITHDRAWN in found else found
 
     def _keys(self, name: str) -> list[str]:

@@ -11,6 +11,8 @@ at an old address is recognised as new. It holds a strong reference only to obje
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from .. import hf
@@ -49,7 +51,11 @@ class Surveyor:
         """As current(), with all tensors if the model is watched, else none."""
         settings, held = _settings(model)
         last, watch = self.last, self.watch  # another thread may call forget()
-        if last is not None and watch is not None and (tensors := watch.tensors(hf.tensor_parallel_mesh(model))) is not None:
+        if (
+            last is not None
+            and watch is not None
+            and (tensors := watch.tensors(partial(hf.tensor_parallel_mesh, model))) is not None
+        ):
             if settings != last.settings:
                 last = self.last = last._replace(settings=settings, held=[*held, watch.held])
             return last, tensors

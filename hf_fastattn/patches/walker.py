@@ -133,7 +133,7 @@ class Walker:
             self.foreign |= not ours
             for name, value in vars(base).items():
                 if isinstance(value, types.FunctionType):
-                    followed = name == "forward" or not (ours and _is_of_library(value))
+                    followed = name == "forward" or not (ours and is_of_library(value))
                     found += name, self.function(value) if followed else self.same(value)
                 elif type(value) in SCALARS:
                     found += name, value
@@ -218,7 +218,7 @@ class Walker:
     def _subclass(self, tensor: torch.Tensor) -> Values:
         """A tensor of a subclass, by the tensors that it consists of."""
         found: list[object] = [self.same(type(tensor)), tensor.shape, tensor.dtype]
-        if type(tensor).__name__ == "DTensor":
+        if is_shard(tensor):
             return self._shard(tensor)
         self.left += OF_A_WEIGHT
         if hasattr(tensor, "__tensor_flatten__"):
@@ -241,7 +241,7 @@ class Walker:
 
     def function(self, function: types.FunctionType) -> Values:
         """A function with its closure, its defaults and the globals that its code uses."""
-        ours = _is_of_library(function)
+        ours = is_of_library(function)
         self.foreign |= not ours
         if self._visited(function):
             return (self.same(function),)
@@ -317,11 +317,16 @@ def check_hooks(module: torch.nn.Module) -> None:
             raise Uncapturable(f"{type(module).__name__} has the forward hook {name}, and a graph would not run it")
 
 
+def is_shard(tensor: object) -> bool:
+    """Whether this is a DTensor. Its class is not imported: that takes time, and a torch without distributed has none."""
+    return type(tensor).__name__ == "DTensor"
+
+
 def is_library(module: str | None) -> bool:
     return (module or "").partition(".")[0] in LIBRARIES
 
 
-def _is_of_library(function: types.FunctionType) -> bool:
+def is_of_library(function: types.FunctionType) -> bool:
     return is_library(function.__module__) and is_library(hf.module_of(function))
 
 

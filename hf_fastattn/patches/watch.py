@@ -3,14 +3,15 @@
 A fingerprint is a walk over everything that a step may read. If each object of the walk refers to the same objects as then, a new
 walk would find the same. A Watch compares these references, and the layouts of tensors, of all modules at once: a loop over the
 modules takes several times as long. What remains is walked again: attributes of modules that are neither constants nor
-configurations, tensors of subclasses, the fields of configurations, and classes with code that is not of a library.
+configurations, tensors of subclasses, the fields of configurations, and classes with code that is not of a library. The weights
+and forwards of tensor parallelism, hundreds in a model, are compared at once too.
 """
 
 from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import chain, compress, cycle, repeat
 from operator import attrgetter, is_, is_not, itemgetter
 from typing import Any
@@ -20,7 +21,17 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from .. import hf
 from .unread import classes_lock
-from .walker import MODULE_ATTRIBUTES, PLAIN_TENSORS, SCALARS, Walker, check_hooks, is_library, names_in
+from .walker import (
+    MODULE_ATTRIBUTES,
+    PLAIN_TENSORS,
+    SCALARS,
+    Walker,
+    check_hooks,
+    is_library,
+    is_of_library,
+    is_shard,
+    names_in,
+)
 
 Dicts = list[dict[str, Any]]  # the attributes of each module
 _flat = chain.from_iterable
@@ -29,6 +40,8 @@ _GROUPS = ("_modules", *_TENSORS, *_HOOKS)
 _groups = itemgetter(*_GROUPS)
 _parts = attrgetter("__code__", "__defaults__", "__kwdefaults__")  # of a function
 _dtype = attrgetter("dtype")
+_local = attrgetter("_local_tensor")  # of a DTensor: to_local() takes ten times as long
+_spec = attrgetter("_spec")  # its mesh, placements and shape
 _mro = attrgetter("__mro__")
 _MISSING = object()
 
@@ -55,11 +68,11 @@ class Watch:
         self.code_of_readers = _Code(_flat(walkers[cls].bases for cls in dict.fromkeys(self.readers.classes)), ())
         self.code = _Code(_flat(each.bases for each in libraries), _flat(each.functions for each in libraries))
         self.knows_memory = not walker.foreign and not _Code(walker.bases, walker.functions).holds_tensors()
-        self.walked, again = self._walk(*self.all.now(), walker.mesh)
+        self.walked, again = self._walk(*self.all.now(), lambda: walker.mesh)
         self.held = [*again.held, walker.held]  # the references whose ids the fingerprint and `walked` contain
 
-    def tensors(self, mesh: Any = None) -> list[torch.Tensor] | None:
-        """All tensors of the model, if it has not changed; None if that is not certain. mesh: of the ranks that share it."""
+    def tensors(self, mesh: Callable[[], Any] = lambda: None) -> list[torch.Tensor] | None:
+        """All tensors of the model, if it has not changed; None if that is not certain. mesh: returns that of its ranks."""
         try:
             with classes_lock:
                 modules, dicts = self.all.now()
@@ -107,12 +120,12 @@ class Watch:
             self.memory = None
         return memory
 
-    def _walk(self, modules: list[Any], dicts: Dicts, mesh: Any) -> tuple[list[object], Walker]:
+    def _walk(self, modules: list[Any], dicts: Dicts, mesh: Callable[[], Any]) -> tuple[list[object], Walker]:
         """What a walk finds where one is needed, and the walker."""
         attributes, groups = self.all.attributes, self.all.groups
         for index in groups.hooked:
             check_hooks(modules[index])
-        walker = Walker(self.device, mesh)
+        walker = Walker(self.device, mesh() if groups.others else None)
         found = [walker.value(dicts[index][name]) for index, name in attributes.others]
         found += map(walker.value, attributes.configs)
         found += [walker.tensor(dicts[index][group][name]) for index, group, name in groups.others]
@@ -128,7 +141,7 @@ class _Modules:
         self.classes = [*map(type, modules)]
         dicts = self.now()[1]
         self.attributes = _Attributes(dicts, [walker.classes[cls][1] for cls in self.classes])
-        self.groups = _Groups(modules, dicts, walker.device)
+        self.groups = _Groups(modules, dicts, walker)
 
     def now(self) -> tuple[list[Any], Dicts]:
         """The modules with their attributes. Raises AttributeError if one does not exist any more."""
@@ -173,21 +186,25 @@ class _Attributes:
         # Of a whole model, whose attributes generate() changes, the others are ignored.
         self.models = [(index, names) for index, names in enumerate(skipped) if not names <= MODULE_ATTRIBUTES]
         ignored = {**dict.fromkeys(range(len(dicts)), _OF_TORCH), **dict(self.models)}
-        self.others: list[tuple[int, str]] = []  # (module, name) of those that are not constants
+        self.others: list[tuple[int, str]] = []  # (module, name) of those that are walked
+        closures: list[tuple[int, str]] = []
         groups: dict[tuple[str, ...], list[int]] = {}  # modules by the names of their constants
         for index, attributes in enumerate(dicts):
             own = [name for name in attributes if name not in ignored[index]]
             constants = [name for name in own if _is_constant(attributes[name])]
-            self.others += [(index, name) for name in own if name not in constants]
+            for name in (name for name in own if name not in constants):
+                (closures if _Closures.hold(attributes[name]) else self.others).append((index, name))
             names = ("training", *constants)
             groups.setdefault(names if constants else names * 2, []).append(index)  # of one name, itemgetter returns no tuple
         self.groups = [(itemgetter(*names), indices) for names, indices in groups.items()]
+        self.closures = _Closures(closures, dicts)
         self.constants = self._constants(dicts)
         self.configs = [*{id(value): value for value in self.constants if isinstance(value, hf.PreTrainedConfig)}.values()]
         self.names = self._names(dicts)
 
     def same(self, dicts: Dicts) -> bool:
-        return self._names(dicts) == self.names and _same(self._constants(dicts), self.constants)
+        same = self._names(dicts) == self.names and _same(self._constants(dicts), self.constants)
+        return same and self.closures.same(dicts)
 
     def _constants(self, dicts: Dicts) -> list[object]:
         return [*_flat(_flat(map(names, map(dicts.__getitem__, indices)) for names, indices in self.groups))]
@@ -199,10 +216,56 @@ class _Attributes:
         return counts, [[name for name in dicts[index] if name not in ignored] for index, ignored in self.models]
 
 
+class _Closures:
+    """Functions of libraries that are attributes of modules, as the forwards of tensor parallelism, and what they refer to.
+
+    It keeps none of them alive. places: (module, name).
+    """
+
+    def __init__(self, places: list[tuple[int, str]], dicts: Dicts):
+        self.places = places
+        functions = self._functions(dicts)
+        self.references = [*map(weakref.ref, functions)]
+        self.codes = [*map(_parts, functions)]
+        self.contents = [*filter(None, map(_reference, self._contents(functions)))]
+        codes = {(function.__code__, id(function.__globals__)): function for function in functions}
+        self.spaces = [(function.__globals__, names_in(function.__code__)) for function in codes.values()]
+        self.looked_up = self._looked_up()
+
+    @staticmethod
+    def hold(value: object) -> bool:
+        """Whether this is such a function, and refers to no other."""
+        if type(value) is not types.FunctionType or value.__defaults__ or value.__kwdefaults__ or not is_of_library(value):
+            return False
+        contents = [*map(_contents, value.__closure__ or ())]
+        found = [*contents, *map(value.__globals__.get, names_in(value.__code__))]
+        if not contents or any(isinstance(each, types.FunctionType) for each in found):
+            return False
+        return all(map(_reference, contents))
+
+    def same(self, dicts: Dicts) -> bool:
+        functions = self._functions(dicts)
+        return (
+            _same(functions, [reference() for reference in self.references])
+            and [*map(_parts, functions)] == self.codes
+            and _same(self._contents(functions), [reference() for reference in self.contents])
+            and _same(self._looked_up(), self.looked_up)
+        )
+
+    def _functions(self, dicts: Dicts) -> list[Any]:
+        return [dicts[index][name] for index, name in self.places]
+
+    def _contents(self, functions: list[Any]) -> list[object]:
+        return [*map(_contents, _flat(function.__closure__ for function in functions))]
+
+    def _looked_up(self) -> list[object]:
+        return [*_flat(map(space.get, names, repeat(_MISSING)) for space, names in self.spaces)]
+
+
 class _Groups:
     """The dicts that each module has for its modules, its tensors and its hooks."""
 
-    def __init__(self, modules: list[torch.nn.Module], dicts: Dicts, device: torch.device):
+    def __init__(self, modules: list[torch.nn.Module], dicts: Dicts, walker: Walker):
         groups = [*_flat(map(_groups, dicts))]
         self.empty = [not group for group in groups]
         self.filled = [bool(group) and name not in _HOOKS for group, name in zip(groups, cycle(_GROUPS))]
@@ -211,17 +274,19 @@ class _Groups:
         self.sizes, self.names = [*map(len, filled)], [*_flat(filled)]
         held, place = [*_flat(map(dict.values, filled))], {id(module): index for index, module in enumerate(modules)}
         tensors = [isinstance(thing, torch.Tensor) for thing in held]
-        self.plain = [tensor and _has_layout(thing, device) for thing, tensor in zip(held, tensors, strict=True)]
+        self.plain = [tensor and _has_layout(thing, walker.device) for thing, tensor in zip(held, tensors, strict=True)]
+        self.sharded = [_is_plain_shard(thing, walker) for thing in held]
         self.rest = [thing is None or id(thing) in place for thing in held]  # those of `modules`, and no others
         self.places = [place.get(id(thing), -1) for thing in compress(held, self.rest)]  # -1: None
-        self.layouts = _layouts([*compress(held, self.plain)])
+        self.layouts, (shards, self.specs) = _layouts([*compress(held, self.plain)]), _shards([*compress(held, self.sharded)])
+        self.layouts_of_shards = _layouts(shards)
         # (module, group, name) of tensors whose layout does not say all that a graph depends on
         self.others = [
             (index, group, name)
             for index, attributes in enumerate(dicts)
             for group in _TENSORS
             for name, tensor in attributes[group].items()
-            if tensor is not None and not _has_layout(tensor, device)
+            if tensor is not None and not (_has_layout(tensor, walker.device) or _is_plain_shard(tensor, walker))
         ]
 
     def tensors(self, modules: list[Any], dicts: Dicts) -> list[torch.Tensor] | None:
@@ -231,14 +296,16 @@ class _Groups:
             return None
         filled = [*compress(groups, self.filled)]
         held, known = [*_flat(map(dict.values, filled))], [*modules, None]
-        tensors = [*compress(held, self.plain)]
+        tensors, (shards, specs) = [*compress(held, self.plain)], _shards([*compress(held, self.sharded)])
         same = (
             [*map(len, filled)] == self.sizes
             and [*_flat(filled)] == self.names
             and _same([*compress(held, self.rest)], [known[place] for place in self.places])
             and _layouts(tensors) == self.layouts
+            and _same(specs, self.specs)
+            and _layouts(shards) == self.layouts_of_shards
         )
-        return tensors if same else None
+        return tensors + shards if same else None
 
 
 class _Code:
@@ -308,6 +375,26 @@ def _is_constant(value: object) -> bool:
 def _has_layout(tensor: torch.Tensor, device: torch.device) -> bool:
     """Whether the address and the layout of a tensor say all that a graph depends on."""
     return type(tensor) in PLAIN_TENSORS and (tensor.dim() > 0 or tensor.device.type == device.type)
+
+
+def _is_plain_shard(tensor: object, walker: Walker) -> bool:
+    """Whether this is a DTensor whose specification, and the layout of the part of this rank, say all that a graph depends on."""
+    return is_shard(tensor) and _spec(tensor).mesh == walker.mesh and _has_layout(_local(tensor), walker.device)
+
+
+def _shards(tensors: list[Any]) -> tuple[list[torch.Tensor], list[object]]:
+    """The parts of this rank, and the types and specifications."""
+    return [*map(_local, tensors)], [*map(type, tensors), *map(_spec, tensors)]
+
+
+def _reference(value: object) -> Callable[[], object] | None:
+    """Returns the object, which it does not keep alive unless that is a constant; None if it would have to."""
+    if type(value) in SCALARS:
+        return lambda: value
+    try:
+        return weakref.ref(value)
+    except TypeError:
+        return None
 
 
 def _layouts(tensors: list[torch.Tensor]) -> tuple[list[Any], ...]:
