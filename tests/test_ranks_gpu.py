@@ -155,7 +155,8 @@ def test_tokens_are_those_of_one_gpu_and_logits_the_same_bits_on_all_ranks(decod
         assert mine["repeats"]
         if dtype == torch.float32:
             assert mine["tokens"] and mine["ends"]
-        else:  # other sums than on one GPU
+        elif name != "gpt_oss":  # in which rounding decides which experts compute a token
+            # Other sums than on one GPU.
             allowed = 3 * mine["plain error"] + 8 * torch.finfo(dtype).eps * mine["largest"]
             assert mine["error"] <= allowed, (mine["error"], mine["plain error"], mine["largest"])
 
