@@ -78,12 +78,16 @@ def bits(tensors) -> str:
     return digest.hexdigest()
 
 
-def error_of(found, want) -> float:
-    """The largest difference of two calls' logits, up to the first token that differs in any row."""
+def errors_of(found, want) -> torch.Tensor:
+    """The largest differences of two calls' logits, (steps, rows), up to the first token that differs in any row."""
     new = len(want.logits)
     differ = (found.sequences != want.sequences)[:, -new:].any(0).nonzero().flatten().tolist()
     steps = differ[0] + 1 if differ else new
-    return (torch.stack(found.logits[:steps]).float() - torch.stack(want.logits[:steps]).float()).abs().max().item()
+    return (torch.stack(found.logits[:steps]).float() - torch.stack(want.logits[:steps]).float()).abs().amax(2)
+
+
+def error_of(found, want) -> float:
+    return errors_of(found, want).max().item()
 
 
 # ---- tokens ----
@@ -112,6 +116,7 @@ def decode_family(rank: int, name: str, dtype: torch.dtype) -> dict:
                 "tokens": all(torch.equal(each.sequences, want.sequences) for each in calls),
                 "repeats": torch.equal(calls[2].sequences, calls[3].sequences),  # the third call captures the prompt
                 "error": max(error_of(each, want) for each in calls),
+                "usual error": max(errors_of(each, want).median().item() for each in calls),
                 "plain error": error_of(plain, want),
                 "largest": want.logits[0].abs().max().item(),
                 "logits": bits(logits for each in calls for logits in each.logits),
@@ -155,10 +160,10 @@ def test_tokens_are_those_of_one_gpu_and_logits_the_same_bits_on_all_ranks(decod
         assert mine["repeats"]
         if dtype == torch.float32:
             assert mine["tokens"] and mine["ends"]
-        elif name != "gpt_oss":  # in which rounding decides which experts compute a token
-            # Other sums than on one GPU.
+        else:  # other sums than on one GPU; for some tokens they decide which experts of gpt_oss compute them
+            error = mine["usual error" if name == "gpt_oss" else "error"]
             allowed = 3 * mine["plain error"] + 8 * torch.finfo(dtype).eps * mine["largest"]
-            assert mine["error"] <= allowed, (mine["error"], mine["plain error"], mine["largest"])
+            assert error <= allowed, (error, mine["plain error"], mine["largest"])
 
 
 def decode_few_heads(rank: int, dtype: torch.dtype) -> list:

@@ -254,7 +254,8 @@ class Ranks(OneRank):
     def _named(self, index: int, reasons: list[str | None]) -> str | None:
         """The reason of one rank, with its name if others have another reason or none."""
         reason = reasons[index]
-        return reason if len(set(reasons)) == 1 else f"on rank {self.exchange.ranks[index]}, {reason}"
+        named = len(set(reasons)) == 1 or str(reason).startswith("on rank ")  # in an earlier step
+        return reason if named else f"on rank {self.exchange.ranks[index]}, {reason}"
 
     def when_broken(self, drop_graphs: Callable[[], object]) -> None:
         self.exchange.drop_graphs = drop_graphs

@@ -87,11 +87,16 @@ class Recorder:
         entry.returns_cache = hf.CACHE in outputs
         entry.unread = frozenset(unread)
         entry.warm = True
-        values, tensors_written = before.differences(survey(self.model), entry.unread), written.names(self.model)
-        changed = [*values, *tensors_written]
-        reason = f"a step changes values that the next step reads ({', '.join(changed[:3])})" if changed else None
+        values, tensors_written, reason = [], written.names(self.model), None
+        try:
+            values = before.differences(survey(self.model), entry.unread)
+        except Uncapturable as error:  # other ranks wait for what this one finds
+            reason = str(error)
+        may_undo = not (values or reason) and written.can_undo()
+        if changed := [*values, *tensors_written]:
+            reason = reason or f"a step changes values that the next step reads ({', '.join(changed[:3])})"
         entry.refused = ranks.refusal(reason)
-        if entry.refused is not None and ranks.every("a step that is undone", not values and written.can_undo()):
+        if entry.refused is not None and ranks.every("a step that is undone", may_undo):
             written.undo()  # its tokens may have been padded
             raise Uncapturable(entry.refused)
         return logits

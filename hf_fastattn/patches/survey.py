@@ -84,7 +84,7 @@ class Surveyor:
 def _walk(model: hf.PreTrainedModel, settings: tuple[object, ...], held: list[object]) -> tuple[Fingerprint, Walker]:
     if reason := hf.why_not_captured(model):
         raise Uncapturable(reason)
-    walker = Walker(model.device, hf.tensor_parallel_mesh(model))
+    walker = Walker(model.device, partial(hf.tensor_parallel_mesh, model))
     with classes_lock:
         modules = walker.modules(model)
     if len(walker.devices) > 1:

@@ -9,7 +9,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -34,9 +34,9 @@ Values = tuple[object, ...]
 class Walker:
     """Converts objects to values that compare equal as long as the objects have not changed."""
 
-    def __init__(self, device: torch.device, mesh: Any = None):
+    def __init__(self, device: torch.device, mesh: Callable[[], Any] = lambda: None):
         self.device = device
-        self.mesh = mesh  # of the ranks that share the model
+        self._mesh = mesh
         self.held: list[object] = []
         self.devices: set[torch.device] = set()
         self.seen: dict[int, str] = {}  # id of a visited object: where it was
@@ -51,6 +51,11 @@ class Walker:
         self.functions: list[types.FunctionType] = []  # of libraries
         self.bases: list[type] = []  # classes of libraries
         self.foreign = False  # whether a function or a class was visited that is not of a library
+
+    @functools.cached_property
+    def mesh(self) -> Any:
+        """That of the ranks that share the model, or None."""
+        return self._mesh()
 
     def same(self, thing: object) -> int:
         """A number unique to this object."""

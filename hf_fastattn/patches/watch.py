@@ -4,7 +4,7 @@ A fingerprint is a walk over everything that a step may read. If each object of 
 walk would find the same. A Watch compares these references, and the layouts of tensors, of all modules at once: a loop over the
 modules takes several times as long. What remains is walked again: attributes of modules that are neither constants nor
 configurations, tensors of subclasses, the fields of configurations, and classes with code that is not of a library. The weights
-and forwards of tensor parallelism, hundreds in a model, are compared at once too.
+and most forwards of tensor parallelism, hundreds in a model, are compared at once too.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ _parts = attrgetter("__code__", "__defaults__", "__kwdefaults__")  # of a functi
 _dtype = attrgetter("dtype")
 _local = attrgetter("_local_tensor")  # of a DTensor: to_local() takes ten times as long
 _spec = attrgetter("_spec")  # its mesh, placements and shape
+_placements = attrgetter("placements")
 _mro = attrgetter("__mro__")
-_MISSING = object()
+_MISSING, _GONE = object(), object()
 
 
 class Watch:
@@ -60,7 +61,7 @@ class Watch:
         self.readers = _Modules(_readers(modules), walker)
         self.walked_tables = bool(self.readers.groups.others) or any(map(_is_table, self.readers.walked_attributes()))
         self.memory: _Memory | None = _Memory(walker.tensors)  # None: to be read anew
-        walkers = {cls: Walker(walker.device, walker.mesh) for cls in walker.classes}
+        walkers = {cls: Walker(walker.device, lambda: walker.mesh) for cls in walker.classes}
         for cls, each in walkers.items():
             each.known(cls)
         self.own_classes = [cls for cls, each in walkers.items() if each.foreign]
@@ -125,7 +126,7 @@ class Watch:
         attributes, groups = self.all.attributes, self.all.groups
         for index in groups.hooked:
             check_hooks(modules[index])
-        walker = Walker(self.device, mesh() if groups.others else None)
+        walker = Walker(self.device, mesh)
         found = [walker.value(dicts[index][name]) for index, name in attributes.others]
         found += map(walker.value, attributes.configs)
         found += [walker.tensor(dicts[index][group][name]) for index, group, name in groups.others]
@@ -225,7 +226,7 @@ class _Closures:
     def __init__(self, places: list[tuple[int, str]], dicts: Dicts):
         self.places = places
         functions = self._functions(dicts)
-        self.references = [*map(weakref.ref, functions)]
+        self.references = [*filter(None, map(_reference, functions))]
         self.codes = [*map(_parts, functions)]
         self.contents = [*filter(None, map(_reference, self._contents(functions)))]
         codes = {(function.__code__, id(function.__globals__)): function for function in functions}
@@ -235,7 +236,7 @@ class _Closures:
     @staticmethod
     def hold(value: object) -> bool:
         """Whether this is such a function, and refers to no other."""
-        if type(value) is not types.FunctionType or value.__defaults__ or value.__kwdefaults__ or not is_of_library(value):
+        if type(value) is not types.FunctionType or _parts(value)[1:] != (None, None) or not is_of_library(value):
             return False
         contents = [*map(_contents, value.__closure__ or ())]
         found = [*contents, *map(value.__globals__.get, names_in(value.__code__))]
@@ -279,7 +280,7 @@ class _Groups:
         self.rest = [thing is None or id(thing) in place for thing in held]  # those of `modules`, and no others
         self.places = [place.get(id(thing), -1) for thing in compress(held, self.rest)]  # -1: None
         self.layouts, (shards, self.specs) = _layouts([*compress(held, self.plain)]), _shards([*compress(held, self.sharded)])
-        self.layouts_of_shards = _layouts(shards)
+        self.layouts_of_shards, self.placements = _layouts(shards), [*map(_placements, self.specs)]
         # (module, group, name) of tensors whose layout does not say all that a graph depends on
         self.others = [
             (index, group, name)
@@ -303,6 +304,7 @@ class _Groups:
             and _same([*compress(held, self.rest)], [known[place] for place in self.places])
             and _layouts(tensors) == self.layouts
             and _same(specs, self.specs)
+            and [*map(_placements, specs)] == self.placements
             and _layouts(shards) == self.layouts_of_shards
         )
         return tensors + shards if same else None
@@ -382,9 +384,9 @@ def _is_plain_shard(tensor: object, walker: Walker) -> bool:
     return is_shard(tensor) and _spec(tensor).mesh == walker.mesh and _has_layout(_local(tensor), walker.device)
 
 
-def _shards(tensors: list[Any]) -> tuple[list[torch.Tensor], list[object]]:
-    """The parts of this rank, and the types and specifications."""
-    return [*map(_local, tensors)], [*map(type, tensors), *map(_spec, tensors)]
+def _shards(tensors: list[Any]) -> tuple[list[torch.Tensor], list[Any]]:
+    """The parts of this rank, and the specifications."""
+    return [*map(_local, tensors)], [*map(_spec, tensors)]
 
 
 def _reference(value: object) -> Callable[[], object] | None:
@@ -392,9 +394,10 @@ def _reference(value: object) -> Callable[[], object] | None:
     if type(value) in SCALARS:
         return lambda: value
     try:
-        return weakref.ref(value)
+        reference = weakref.ref(value)
     except TypeError:
         return None
+    return lambda: _GONE if (now := reference()) is None else now  # None may be in its place
 
 
 def _layouts(tensors: list[torch.Tensor]) -> tuple[list[Any], ...]:

@@ -6,7 +6,7 @@ The time is one write between GPUs, and `let_next_begin` comes before it: the ne
 exchanges blocks in the same way.
 
 Of many rows on more than two ranks the links limit the time. Then each block is added by one rank, to which the others write it
-and which writes the sum to them: each rank writes 2 (N - 1) / N of its rows instead of N - 1 times all of them.
+and which writes the sum to them: each rank writes about 2 (N - 1) / N of its rows instead of N - 1 times all of them.
 
 Data and flag are one word of 8 bytes, which a GPU writes at once: 4 bytes of the block, and the number of the exchange. So the
 writer needs no fence between data and flag, and no order of the words matters.
@@ -39,7 +39,7 @@ STOP_BYTES = 16
 HEAD = tl.constexpr(STOP_BYTES)  # the memory begins with an int32, which is not 0 after a failure
 LIMIT = (1 << 31) - 1  # checks of a block, the most that an int32 counts
 MIN_BLOCK = 1024  # elements: short rows share a program
-MANY_BYTES = 128 << 10  # of a sum over more than two ranks, from which on one rank adds each block
+MANY_BYTES = 256 << 10  # of a sum over more than two ranks, from which on one rank adds each block
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Peers:
     """Memory of several ranks, which all of them can write.
 
     memory: uint8, that of this rank, zeroed before any rank used it. addresses: int64 (world,), those of all ranks' memory as
-    this rank sees them. counts: int32 (PROGRAMS,), zeroed, the number of sums of each program. block: bytes of a program's
+    this rank sees them. counts: int32 (PROGRAMS,), zeroed, the exchanges of each program. block: bytes of a program's
     block, a multiple of 16. stream: the one on which `release` writes. owner: an object to keep alive.
     """
 
@@ -187,7 +187,7 @@ def receive(
     size,
     Addresses,
     number,
-    rank: tl.constexpr,
+    rank,
     RANK: tl.constexpr,
     WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
