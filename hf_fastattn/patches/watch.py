@@ -13,13 +13,14 @@ import types
 import weakref
 from collections.abc import Callable, Iterable
 from itertools import chain, compress, cycle, repeat
-from operator import attrgetter, is_, is_not, itemgetter
+from operator import attrgetter, is_not, itemgetter
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .. import hf
+from .closures import MISSING, Closures, Dicts, contents_of, identical, parts_of
 from .unread import classes_lock
 from .walker import (
     MODULE_ATTRIBUTES,
@@ -28,23 +29,19 @@ from .walker import (
     Walker,
     check_hooks,
     is_library,
-    is_of_library,
     is_shard,
     names_in,
 )
 
-Dicts = list[dict[str, Any]]  # the attributes of each module
 _flat = chain.from_iterable
 _TENSORS, _HOOKS = ("_parameters", "_buffers"), ("_forward_hooks", "_forward_pre_hooks")
 _GROUPS = ("_modules", *_TENSORS, *_HOOKS)
 _groups = itemgetter(*_GROUPS)
-_parts = attrgetter("__code__", "__defaults__", "__kwdefaults__")  # of a function
 _dtype = attrgetter("dtype")
 _local = attrgetter("_local_tensor")  # of a DTensor: to_local() takes ten times as long
 _spec = attrgetter("_spec")  # its mesh, placements and shape
 _placements = attrgetter("placements")
 _mro = attrgetter("__mro__")
-_MISSING, _GONE = object(), object()
 
 
 class Watch:
@@ -156,7 +153,7 @@ class _Modules:
 
     def tensors(self, modules: list[Any], dicts: Dicts) -> list[torch.Tensor] | None:
         """The tensors whose layouts are compared, if nothing has changed but what has to be walked over; else None."""
-        if not (_same([*map(type, modules)], self.classes) and self.attributes.same(dicts)):
+        if not (identical([*map(type, modules)], self.classes) and self.attributes.same(dicts)):
             return None
         return self.groups.tensors(modules, dicts)
 
@@ -194,17 +191,17 @@ class _Attributes:
             own = [name for name in attributes if name not in ignored[index]]
             constants = [name for name in own if _is_constant(attributes[name])]
             for name in (name for name in own if name not in constants):
-                (closures if _Closures.hold(attributes[name]) else self.others).append((index, name))
+                (closures if Closures.hold(attributes[name]) else self.others).append((index, name))
             names = ("training", *constants)
             groups.setdefault(names if constants else names * 2, []).append(index)  # of one name, itemgetter returns no tuple
         self.groups = [(itemgetter(*names), indices) for names, indices in groups.items()]
-        self.closures = _Closures(closures, dicts)
+        self.closures = Closures(closures, dicts)
         self.constants = self._constants(dicts)
         self.configs = [*{id(value): value for value in self.constants if isinstance(value, hf.PreTrainedConfig)}.values()]
         self.names = self._names(dicts)
 
     def same(self, dicts: Dicts) -> bool:
-        same = self._names(dicts) == self.names and _same(self._constants(dicts), self.constants)
+        same = self._names(dicts) == self.names and identical(self._constants(dicts), self.constants)
         return same and self.closures.same(dicts)
 
     def _constants(self, dicts: Dicts) -> list[object]:
@@ -215,52 +212,6 @@ class _Attributes:
         for index, _ in self.models:
             counts[index] = 0
         return counts, [[name for name in dicts[index] if name not in ignored] for index, ignored in self.models]
-
-
-class _Closures:
-    """Functions of libraries that are attributes of modules, as the forwards of tensor parallelism, and what they refer to.
-
-    It keeps none of them alive. places: (module, name).
-    """
-
-    def __init__(self, places: list[tuple[int, str]], dicts: Dicts):
-        self.places = places
-        functions = self._functions(dicts)
-        self.references = [*filter(None, map(_reference, functions))]
-        self.codes = [*map(_parts, functions)]
-        self.contents = [*filter(None, map(_reference, self._contents(functions)))]
-        codes = {(function.__code__, id(function.__globals__)): function for function in functions}
-        self.spaces = [(function.__globals__, names_in(function.__code__)) for function in codes.values()]
-        self.looked_up = self._looked_up()
-
-    @staticmethod
-    def hold(value: object) -> bool:
-        """Whether this is such a function, and refers to no other."""
-        if type(value) is not types.FunctionType or _parts(value)[1:] != (None, None) or not is_of_library(value):
-            return False
-        contents = [*map(_contents, value.__closure__ or ())]
-        found = [*contents, *map(value.__globals__.get, names_in(value.__code__))]
-        if not contents or any(isinstance(each, types.FunctionType) for each in found):
-            return False
-        return all(map(_reference, contents))
-
-    def same(self, dicts: Dicts) -> bool:
-        functions = self._functions(dicts)
-        return (
-            _same(functions, [reference() for reference in self.references])
-            and [*map(_parts, functions)] == self.codes
-            and _same(self._contents(functions), [reference() for reference in self.contents])
-            and _same(self._looked_up(), self.looked_up)
-        )
-
-    def _functions(self, dicts: Dicts) -> list[Any]:
-        return [dicts[index][name] for index, name in self.places]
-
-    def _contents(self, functions: list[Any]) -> list[object]:
-        return [*map(_contents, _flat(function.__closure__ for function in functions))]
-
-    def _looked_up(self) -> list[object]:
-        return [*_flat(map(space.get, names, repeat(_MISSING)) for space, names in self.spaces)]
 
 
 class _Groups:
@@ -301,9 +252,9 @@ class _Groups:
         same = (
             [*map(len, filled)] == self.sizes
             and [*_flat(filled)] == self.names
-            and _same([*compress(held, self.rest)], [known[place] for place in self.places])
+            and identical([*compress(held, self.rest)], [known[place] for place in self.places])
             and _layouts(tensors) == self.layouts
-            and _same(specs, self.specs)
+            and identical(specs, self.specs)
             and [*map(_placements, specs)] == self.placements
             and _layouts(shards) == self.layouts_of_shards
         )
@@ -325,7 +276,7 @@ class _Code:
         self.members, self.objects = [dict(vars(base)) for base in self.bases], self._objects()
 
     def same(self) -> bool:
-        return [*map(vars, self.bases)] == self.members and _same(self._objects(), self.objects)
+        return [*map(vars, self.bases)] == self.members and identical(self._objects(), self.objects)
 
     def holds_tensors(self) -> bool:
         """Whether a function or a class has a tensor, which nothing keeps when it is replaced."""
@@ -334,10 +285,10 @@ class _Code:
         return any(isinstance(each, torch.Tensor) for each in held)
 
     def _objects(self) -> list[object]:
-        found = [*_flat(map(space.get, names, repeat(_MISSING)) for space, names in self.spaces)]
-        parts = [*_flat(map(_parts, self.functions))]
+        found = [*_flat(map(space.get, names, repeat(MISSING)) for space, names in self.spaces)]
+        parts = [*_flat(map(parts_of, self.functions))]
         defaults = _flat(part.values() for part in parts[2::3] if part)
-        return [*map(_mro, self.bases), *found, *parts, *defaults, *map(_contents, self.cells)]
+        return [*map(_mro, self.bases), *found, *parts, *defaults, *map(contents_of, self.cells)]
 
 
 _OF_TORCH = frozenset(vars(torch.nn.Module()))
@@ -389,17 +340,6 @@ def _shards(tensors: list[Any]) -> tuple[list[torch.Tensor], list[Any]]:
     return [*map(_local, tensors)], [*map(_spec, tensors)]
 
 
-def _reference(value: object) -> Callable[[], object] | None:
-    """Returns the object, which it does not keep alive unless that is a constant; None if it would have to."""
-    if type(value) in SCALARS:
-        return lambda: value
-    try:
-        reference = weakref.ref(value)
-    except TypeError:
-        return None
-    return lambda: _GONE if (now := reference()) is None else now  # None may be in its place
-
-
 def _layouts(tensors: list[torch.Tensor]) -> tuple[list[Any], ...]:
     """What `Walker.tensor` reads of plain tensors."""
     of = torch.Tensor
@@ -410,15 +350,3 @@ def _layouts(tensors: list[torch.Tensor]) -> tuple[list[Any], ...]:
         [*map(of.stride, tensors)],
         [*map(_dtype, tensors)],
     )
-
-
-def _contents(cell: types.CellType) -> object:
-    try:
-        return cell.cell_contents
-    except ValueError:  # an empty cell
-        return _MISSING
-
-
-def _same(found: list[Any], expected: list[Any]) -> bool:
-    """Whether two lists have the same objects, which need not be comparable."""
-    return len(found) == len(expected) and all(map(is_, found, expected))
