@@ -1118,6 +1118,7 @@ def fuse_linears(rank: int, name: str) -> dict:
     want = generate(one, inputs)
     before = {name: vars(module).get("forward") for name, module in model.named_modules()}
     with pytest.MonkeyPatch.context() as patch:
+        fake_graph.only_steps(patch)
         patch.setattr(fuse.find, "__defaults__", (lambda device: True,))
         patch.setattr(subclass, "has_kernels", lambda tensor: type(tensor) in (torch.Tensor, torch.nn.Parameter))
         patch.setattr(kernel, "DTYPES", (torch.float32,))
