@@ -20,7 +20,11 @@ from hf_fastattn.patches import call_caches
 COUNTS = [int(count) for count in os.environ.get("HF_FASTATTN_RANKS", "").split(",") if count]
 pytestmark = [processes.HIDDEN, pytest.mark.skipif(not COUNTS, reason="half an hour: make test-ranks")]
 NEW = 6
-SIZES = {"HeliumForCausalLM": {"head_dim": 8}}  # its output layer needs heads of hidden_size / num_attention_heads
+SIZES = {
+    "HeliumForCausalLM": {"head_dim": 8},  # its output layer needs heads of hidden_size / num_attention_heads
+    "CodeGenForCausalLM": {"rotary_dim": 8},  # at most the dimensions of a head
+    "GPTJForCausalLM": {"rotary_dim": 8},
+}
 SKIPPED = {  # a line of a traceback, and what it says
     "in from_pretrained": "Transformers cannot share this configuration",
     "in requires_backends": "the model needs a package that is not installed",
