@@ -320,6 +320,11 @@ def with_collective(
     return _with_cell(forward, _STYLE, ours)
 
 
+def is_shard(tensor: object) -> bool:
+    """Whether this is a DTensor. Its class is not imported: that takes time, and a torch without distributed has none."""
+    return type(tensor).__name__ == "DTensor"
+
+
 def local(tensor: Any) -> Any:
     """The part of a DTensor on this rank; other objects unchanged."""
-    return tensor.to_local() if type(tensor).__name__ == "DTensor" else tensor
+    return tensor.to_local() if is_shard(tensor) else tensor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import chain, repeat
 from operator import attrgetter, is_
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 from .walker import SCALARS, is_of_library, names_in
 
 Dicts = list[dict[str, Any]]  # the attributes of each module
+Spaces = list[tuple[dict[str, object], list[str]]]
 MISSING, _GONE = object(), object()
 parts_of = attrgetter("__code__", "__defaults__", "__kwdefaults__")  # of a function
 _flat = chain.from_iterable
@@ -29,9 +30,8 @@ class Closures:
         self.references = [*filter(None, map(_reference, functions))]
         self.codes = [*map(parts_of, functions)]
         self.contents = [*filter(None, map(_reference, self._contents(functions)))]
-        codes = {(function.__code__, id(function.__globals__)): function for function in functions}
-        self.spaces = [(function.__globals__, names_in(function.__code__)) for function in codes.values()]
-        self.looked_up = self._looked_up()
+        self.spaces = spaces_of(functions)
+        self.looked_up = looked_up(self.spaces)
 
     @staticmethod
     def hold(value: object) -> bool:
@@ -50,7 +50,7 @@ class Closures:
             identical(functions, [reference() for reference in self.references])
             and [*map(parts_of, functions)] == self.codes
             and identical(self._contents(functions), [reference() for reference in self.contents])
-            and identical(self._looked_up(), self.looked_up)
+            and identical(looked_up(self.spaces), self.looked_up)
         )
 
     def _functions(self, dicts: Dicts) -> list[Any]:
@@ -58,9 +58,6 @@ class Closures:
 
     def _contents(self, functions: list[Any]) -> list[object]:
         return [*map(contents_of, _flat(function.__closure__ for function in functions))]
-
-    def _looked_up(self) -> list[object]:
-        return [*_flat(map(space.get, names, repeat(MISSING)) for space, names in self.spaces)]
 
 
 def _reference(value: object) -> Callable[[], object] | None:
@@ -72,6 +69,22 @@ def _reference(value: object) -> Callable[[], object] | None:
     except TypeError:
         return None
     return lambda: _GONE if (now := reference()) is None else now  # None may be in its place
+
+
+def spaces_of(functions: Iterable[types.FunctionType]) -> Spaces:
+    """The globals of each file of these functions, and the names that the functions look up there."""
+    spaces: dict[int, dict[str, object]] = {}
+    names: dict[int, dict[str, None]] = {}
+    for function in functions:
+        key = id(function.__globals__)
+        spaces[key] = function.__globals__
+        names.setdefault(key, {}).update(dict.fromkeys(names_in(function.__code__)))
+    return [(space, [*names[key]]) for key, space in spaces.items()]
+
+
+def looked_up(spaces: Spaces) -> list[object]:
+    """What the names refer to now."""
+    return [*_flat(map(space.get, names, repeat(MISSING)) for space, names in spaces)]
 
 
 def contents_of(cell: types.CellType) -> object:

@@ -223,7 +223,7 @@ class Walker:
     def _subclass(self, tensor: torch.Tensor) -> Values:
         """A tensor of a subclass, by the tensors that it consists of."""
         found: list[object] = [self.same(type(tensor)), tensor.shape, tensor.dtype]
-        if is_shard(tensor):
+        if hf.is_shard(tensor):
             return self._shard(tensor)
         self.left += OF_A_WEIGHT
         if hasattr(tensor, "__tensor_flatten__"):
@@ -320,11 +320,6 @@ def check_hooks(module: torch.nn.Module) -> None:
         if not forward.is_ours(hook) and not hf.is_inert_hook(hook):
             name = getattr(hook, "__qualname__", type(hook).__qualname__)
             raise Uncapturable(f"{type(module).__name__} has the forward hook {name}, and a graph would not run it")
-
-
-def is_shard(tensor: object) -> bool:
-    """Whether this is a DTensor. Its class is not imported: that takes time, and a torch without distributed has none."""
-    return type(tensor).__name__ == "DTensor"
 
 
 def is_library(module: str | None) -> bool:

@@ -20,7 +20,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .. import hf
-from .closures import MISSING, Closures, Dicts, contents_of, identical, parts_of
+from .closures import Closures, Dicts, contents_of, identical, looked_up, parts_of, spaces_of
 from .unread import classes_lock
 from .walker import (
     MODULE_ATTRIBUTES,
@@ -29,8 +29,6 @@ from .walker import (
     Walker,
     check_hooks,
     is_library,
-    is_shard,
-    names_in,
 )
 
 _flat = chain.from_iterable
@@ -268,11 +266,7 @@ class _Code:
         self.bases = [*dict.fromkeys(bases)]
         self.functions = [*dict.fromkeys(functions)]
         self.cells = [cell for function in self.functions for cell in function.__closure__ or ()]
-        names: dict[int, dict[str, None]] = {}  # what functions look up in the globals of a file
-        spaces = {id(function.__globals__): function.__globals__ for function in self.functions}
-        for function in self.functions:
-            names.setdefault(id(function.__globals__), {}).update(dict.fromkeys(names_in(function.__code__)))
-        self.spaces = [(space, [*names[key]]) for key, space in spaces.items()]
+        self.spaces = spaces_of(self.functions)
         self.members, self.objects = [dict(vars(base)) for base in self.bases], self._objects()
 
     def same(self) -> bool:
@@ -285,10 +279,9 @@ class _Code:
         return any(isinstance(each, torch.Tensor) for each in held)
 
     def _objects(self) -> list[object]:
-        found = [*_flat(map(space.get, names, repeat(MISSING)) for space, names in self.spaces)]
         parts = [*_flat(map(parts_of, self.functions))]
         defaults = _flat(part.values() for part in parts[2::3] if part)
-        return [*map(_mro, self.bases), *found, *parts, *defaults, *map(contents_of, self.cells)]
+        return [*map(_mro, self.bases), *looked_up(self.spaces), *parts, *defaults, *map(contents_of, self.cells)]
 
 
 _OF_TORCH = frozenset(vars(torch.nn.Module()))
@@ -332,7 +325,7 @@ def _has_layout(tensor: torch.Tensor, device: torch.device) -> bool:
 
 def _is_plain_shard(tensor: object, walker: Walker) -> bool:
     """Whether this is a DTensor whose specification, and the layout of the part of this rank, say all that a graph depends on."""
-    return is_shard(tensor) and _spec(tensor).mesh == walker.mesh and _has_layout(_local(tensor), walker.device)
+    return hf.is_shard(tensor) and _spec(tensor).mesh == walker.mesh and _has_layout(_local(tensor), walker.device)
 
 
 def _shards(tensors: list[Any]) -> tuple[list[torch.Tensor], list[Any]]:
