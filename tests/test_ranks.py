@@ -750,7 +750,7 @@ def changes_seen(model, watch) -> list:
 def watch_shared(rank: int) -> list:
     model = shared(of_family("llama"))
     patch = hf_fastattn.patch(model, "lean")
-    model.model.layers[0].others = [model.model.layers[1].mlp.up_proj.weight]  # a shard that is walked over
+    model.model.layers[0].others = [model.model.layers[0].mlp.down_proj.weight]  # a shard that is walked over, too
     for _ in range(3):
         generate(model, {"input_ids": torch.arange(12)[None]})
     watch, alive = patch._graphs.surveyor.watch, weakref.ref(model)
