@@ -63,6 +63,18 @@ def with_heads(config: dict, heads: int) -> dict:
     return config | {name: config[name] * heads // old for name in scaled if name in config}
 
 
+def with_share(config: dict, ranks: int, of: int) -> dict:
+    """The configuration whose share on each of `ranks` GPUs is that of the given one on each of `of`.
+
+    Heads, inner width and vocabulary are divided; head_dim, the hidden size and the number of layers do not change.
+    """
+    divided = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
+    if wrong := [name for name in divided if config.get(name, of) % of]:
+        raise ValueError(f"The {', '.join(wrong)} of this shape cannot be divided among {of} GPUs.")
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return config | {name: config[name] * ranks // of for name in divided if name in config} | {"head_dim": head_dim}
+
+
 def of_random_weights(
     name: str, model_type: str, config: dict, dtype: torch.dtype, device: torch.device, positions: int
 ) -> Subject:

@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 4 -m benchmarks.paper_ranks   every GPU is a rank; --keep keeps the rows of other numbers of GPUs
 
-All ranks compute their heads at the same time. "us" is the time of a call on the slowest rank. No rank needs anything of another.
+All ranks compute their heads at the same time. "us" is the time of a call on the slowest rank. No rank needs anything of another,
+so with --share-of 8 four GPUs, each with the heads of one of eight, take the time that eight would.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ LIMIT = 60  # seconds after which a row is stuck
 KERNELS = {"fa2": PORTABLE, "split_kv": SPLIT_KV, "lean": LEAN}
 
 
-def row_of(shape: Shape, group: Group) -> dict:
+def row_of(shape: Shape, group: Group, share_of: int) -> dict:
     """Microseconds per call on the slowest rank. A rank with a wrong result raises WrongResult, and torchrun ends the others."""
     torch.manual_seed(dist.get_rank())
     sets = num_sets(shape.kv_bytes)
@@ -34,18 +35,22 @@ def row_of(shape: Shape, group: Group) -> dict:
     times = group.gather(compete({}, rivals, expected, sets=sets, us=us, ready=lambda: group.gather(None))["us"])
     us = {name: max(of_rank[name] for of_rank in times) for name in KERNELS}
     over = {f"lean_over_{name}": us[name] / us["lean"] for name in ("fa2", "split_kv")}
-    return shape.row() | {"ranks": group.size, "us": us, "us_of_ranks": times} | over
+    return shape.row() | {"ranks": group.size, "share_of": share_of, "us": us, "us_of_ranks": times} | over
 
 
 def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.paper_ranks") -> int:
     """Measure the points of the figure, in each process of torchrun. The first one writes the JSON."""
     parser = argparse.ArgumentParser(prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--longest", type=int, help="longest context of a row, in tokens (default: that of the figure)")
+    parser.add_argument("--share-of", type=int, help="GPUs that divide the heads (default: those of the ranks)")
     parser.add_argument("--keep", action="store_true", help="keep the rows of other numbers of GPUs in the JSON")
     add_options(parser, 120)
     args = parser.parse_args(argv)
     device = join()
     group = Group(device)
+    share_of = args.share_of or group.size
+    if share_of < group.size:
+        parser.error("--share-of is at least the number of processes.")
     if group.first:
         head = {"conditions": conditions(device, METHOD), "dtype": str(DTYPE).removeprefix("torch."), "unit": "us a call"}
         path = args.out / "paper_ranks.json"
@@ -53,17 +58,17 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.paper_
         if args.keep:
             group.results.take_over(parser)
             rows = group.results.data["rows"]
-            group.results.data["rows"] = [row for row in rows if row["ranks"] != group.size]
+            group.results.data["rows"] = [row for row in rows if (row["ranks"], row.get("share_of", row["ranks"])) != (group.size, share_of)]
     for batch, heads, tokens in FIGURE_8:
-        shape = Shape(batch, heads // group.size, heads // group.size, 64, tokens)
-        if heads % group.size or tokens > (args.longest or tokens):
+        shape = Shape(batch, heads // share_of, heads // share_of, 64, tokens)
+        if heads % share_of or tokens > (args.longest or tokens):
             continue
         end_after(LIMIT)
         if not group.has(LEAST_SECONDS):
             group.say(f"no time for {shape}")
             continue
         with torch.inference_mode():
-            row = row_of(shape, group)
+            row = row_of(shape, group, share_of)
         if group.results is not None:
             group.results.data["rows"].append(row | {"run": group.results.run})
             group.results.save()

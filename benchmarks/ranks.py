@@ -2,13 +2,15 @@
 
     torchrun --nproc-per-node 2 -m benchmarks.ranks --shape 8b --cases 1x512,1x65536,8x32768
     torchrun --nproc-per-node 8 -m benchmarks.ranks --shape 8b --keep --rivals patch,collectives,sdpa
-    torchrun --nproc-per-node 2 -m benchmarks.ranks --shape 8b --keep --rivals patch,sequence --cases 1x1048576
+    torchrun --nproc-per-node 8 -m benchmarks.ranks --shape 8b --keep --rivals patch,sequence --cases 1x2097152
+    torchrun --nproc-per-node 4 -m benchmarks.ranks --shape 8b --share-of 8 --rivals patch,collectives,sdpa,batch
 
 Rivals on the shared model: patch(), whose sums over ranks are kernels where the GPUs allow it; patch(peer_memory=False);
 patch(kv="sequence"); stock generate() with sdpa, with a compiled static cache, and in continuous batches (generate_batch, by the
 timestamps of its tokens). On the whole model, in the first process: patch() and stock generate() on one GPU, and stock generate()
 over all GPUs by layers, as device_map="auto" places them. There is one model at a time. A rival that cannot run is in the row
-with the reason. --keep adds the rows to those of other numbers of GPUs.
+with the reason. --keep adds the rows to those of other numbers of GPUs. --share-of 8 gives each GPU the heads and columns that it
+would have if there were eight, to tell the step of a larger machine on a smaller one: only the sums are over fewer ranks.
 
 Weights are random. The floor is the bytes that one GPU reads in a step, divided by its bandwidth (as in families). Before timing,
 the logits of captured steps are compared with those of uncaptured ones, and the tokens of all ranks with each other. Prompts of
@@ -32,9 +34,9 @@ from hf_fastattn.explain import costs
 
 from .families import FAMILIES, bandwidth
 from .grid import row_lengths
-from .models import COMMON, SHAPES, dtype_for, step_bytes
+from .models import COMMON, SHAPES, dtype_for, step_bytes, with_share
 from .ranks_group import Group, end_after, join
-from .ranks_rivals import MODELS, MORE, NAMES, NO_TIME, OURS, check, fills, measure, why_not
+from .ranks_rivals import MODELS, MORE, NAMES, NO_TIME, OURS, SHARED, check, fills, measure, why_not
 from .results import Results, add_options, command, conditions, listed
 from .runs import free, make_prompt
 
@@ -119,8 +121,9 @@ def read(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Na
     """The command line, checked."""
     parser.add_argument("--shape", choices=[*SHAPES, *(FAMILIES.keys() - SHAPES)], default="8b", help="default: %(default)s")
     parser.add_argument("--layers", type=int, help="number of layers, instead of that of the shape")
+    parser.add_argument("--share-of", type=int, help="each GPU has its share of a model on this number of GPUs")
     parser.add_argument("--cases", type=listed, default=CASES, help=f"ROWSxTOKENS; default {','.join(CASES)}")
-    parser.add_argument("--rivals", type=listed, default=list(NAMES), help=f"of {', '.join(NAMES)}; default all")
+    parser.add_argument("--rivals", type=listed, help=f"of {', '.join(NAMES)}; default all")
     parser.add_argument("--tokens", type=int, default=48, help="default: %(default)s")
     parser.add_argument("--stock-tokens", type=int, default=14, help="default: %(default)s")
     parser.add_argument("--repeats", type=int, default=3, help="default: %(default)s")
@@ -128,14 +131,19 @@ def read(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Na
     parser.add_argument("--fill", type=int, default=200_000, help="longest prompt that is read (default: %(default)s)")
     parser.add_argument("--reserve", type=float, default=10, help="seconds that a rival may need (default: %(default)s)")
     parser.add_argument("--limit", type=float, default=240, help="seconds after which a rival is stuck (default: %(default)s)")
-    parser.add_argument("--name", help="of the JSON; default ranks_SHAPE")
+    parser.add_argument("--name", help="of the JSON; default ranks_SHAPE, with --share-of N ranks_SHAPE_ofN")
     parser.add_argument("--keep", action="store_true", help="keep the rows of other runs in the JSON")
     add_options(parser, seconds=560)
     args = parser.parse_args(argv)
-    if unknown := set(args.rivals) - set(NAMES):
-        parser.error(f"unknown rivals {', '.join(sorted(unknown))}; known are {', '.join(NAMES)}.")
+    known = [name for name in NAMES if name in SHARED or not args.share_of]  # a share is no model for one GPU
+    args.rivals = args.rivals or known
+    if unknown := set(args.rivals) - set(known):
+        parser.error(f"unknown rivals {', '.join(sorted(unknown))}; known are {', '.join(known)}.")
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         parser.error("start it with several processes: torchrun --nproc-per-node 2 -m benchmarks.ranks")
+    if args.share_of and args.share_of < int(os.environ["WORLD_SIZE"]):
+        parser.error("--share-of is at least the number of processes.")
+    args.name = args.name or f"ranks_{args.shape}{f'_of{args.share_of}' if args.share_of else ''}"
     return args
 
 
@@ -150,13 +158,16 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.ranks"
     group, dtype, (model_type, config) = Group(device), dtype_for(device), (SHAPES | FAMILIES)[args.shape]
     config = {"max_position_embeddings": 4096, **COMMON, **config}
     config |= {} if args.layers is None else {"num_hidden_layers": args.layers}
+    if args.share_of:
+        config = with_share(config, ranks=group.size, of=args.share_of)
     longest = max(max(row_lengths(case, PADDED)) for case in args.cases)
     config["max_position_embeddings"] = max(config["max_position_embeddings"], longest + 128)
     made = hf.make_config(model_type, **config)
     if group.first:
         head = {"conditions": conditions(device, METHOD), "shape": args.shape, "layers": made.num_hidden_layers}
         head |= {"dtype": str(dtype).removeprefix("torch."), "unit": "ms a token", "tb_per_s": bandwidth(device) / 1e12}
-        path = args.out / f"{args.name or f'ranks_{args.shape}'}.json"
+        head |= {"share_of": args.share_of} if args.share_of else {}
+        path = args.out / f"{args.name}.json"
         group.results = Results(path, args.seconds, command(prog, argv), device, **head)
         if args.keep:
             group.results.take_over(parser)

@@ -41,6 +41,7 @@ MODELS = (
     ("shared", ("batch",)),
     ("shared", ("static",)),
 )
+SHARED = [name for kind, names in MODELS if kind == "shared" for name in names]
 NO_TIME = "there was no time left"
 # A batch of up to OFTEN tokens is read CALLS times before its first token is timed: patch() captures a short prompt in the third
 # call.

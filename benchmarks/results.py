@@ -129,8 +129,8 @@ class Results:
         if not self.path.exists():
             return
         old = json.loads(self.path.read_text())
-        for name in ("conditions", "shape", "layers", "dtype"):
-            if name in old and name in self.data and (theirs := old[name]) != (mine := self.data[name]):
+        for name in ("conditions", "shape", "layers", "dtype", "share_of"):
+            if (theirs := old.get(name)) != (mine := self.data.get(name)):
                 parser.error(f"{self.path} was measured under {name} {theirs}, not under {mine}.")
         old["commands"] = list(dict.fromkeys([*old.get("commands", ()), *self.data["commands"]]))
         old["measured_by"] = old.get("measured_by", {}) | self.data["measured_by"]

@@ -94,11 +94,13 @@ def _divided(result: dict) -> str:
     """The table of heads that GPUs divide."""
     names, rows = ("fa2", "split_kv", "lean"), []
     for row in result["rows"]:
-        gpus = row.get("ranks", GPUS)
+        ranks, gpus = row.get("ranks"), row.get("share_of") or row.get("ranks", GPUS)
         shape = row["batch"], row["num_heads"] * gpus, row["kv_len"]
-        rows.append([gpus, *shape[:2], thousands(row["kv_len"]), *(figure(row["us"].get(name)) for name in names)])
+        rows.append([gpus if ranks in (None, gpus) else f"{ranks} of {gpus}", *shape[:2], thousands(row["kv_len"]), *(figure(row["us"].get(name)) for name in names)])
         rows[-1] += [figure(row[name], 2, "x") for name in ("lean_over_fa2", "lean_over_split_kv")]
         rows[-1].append(figure(FIGURE_8.get(shape), 2, "x"))
+    if not any(row.get("ranks", GPUS) == GPUS for row in result["rows"]):  # not run
+        rows += [[GPUS, *at[:2], thousands(at[2]), *[None] * 5, figure(said, 2, "x")] for at, said in FIGURE_8.items()]
     head = ["GPUs", "batch", "heads", "tokens", *(f"`{name}`" for name in names), "`fa2` / `lean`", "`split_kv` / `lean`"]
     return table([*head, "published `fa2` / `lean`, 8 A100"], rows)
 
@@ -112,7 +114,8 @@ def paper_ranks(result: dict) -> str:
 
 def paper_gpus(result: dict) -> str:
     return (
-        f"**The same over several GPUs**, which compute at the same time: microseconds per call on the slowest of them "
+        f"**The same over several GPUs**, which compute at the same time: microseconds per call on the slowest of them; with "
+        f"{GPUS // 2} of {GPUS}, each has the heads of one of {GPUS}; rows without figures were not run "
         f"{by_method(result)}:\n\n{_divided(result)}"
     )
 

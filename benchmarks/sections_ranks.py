@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from hf_fastattn.tables import table
 
-from .ranks_rivals import NAMES, NO_TIME
+from .ranks_rivals import NAMES, NO_TIME, SHARED
 from .words import bandwidth, by_method, figure
 
 COUNTS = (2, 4, 8)  # numbers of GPUs: one that was not run has a row without figures
@@ -28,10 +28,11 @@ def ranks(result: dict, counts: Iterable[int] = COUNTS) -> str:
             for name in NAMES:
                 if not name.startswith("one"):
                     rows += [[case, count, NAMES[name], *cells] for cells in _cells(of_count, name)]
+    share = f", each GPU with the share of one of {result['share_of']}" if result.get("share_of") else ""
     head = ["batch x prompt", "GPUs", "", "floor", "ms a token", "replay", "launches", "first token", "notes"]
     return (
-        f"**Tensor parallelism, {result['shape']} with {result['layers']} layers, milliseconds**, random weights, the floor of "
-        f"one GPU's share at {bandwidth(result)}, the first token of a later call if not noted {by_method(result)}:"
+        f"**Tensor parallelism, {result['shape']} with {result['layers']} layers{share}, milliseconds**, random weights, the floor "
+        f"of one GPU's share at {bandwidth(result)}, the first token of a later call if not noted {by_method(result)}:"
         f"\n\n{table(head, rows)}"
     )
 
@@ -44,7 +45,7 @@ def _cells(rows: list[dict], name: str) -> list[list]:
         reasons = [row["not_run"][name] for row in rows if name in row["not_run"]]
         return [[None] * 5 + [_short(reasons[-1])]] if reasons else []
     row = timed[-1]
-    report, shared = row["rivals"][name], name not in ("one_patch", "one_sdpa", "device_map")
+    report, shared = row["rivals"][name], name in SHARED
     figures = [report["ms"], report.get("replay_ms")]
     notes = ["random K and V"] if row.get("filled") else []
     if report.get("first_token_ms") and not report.get("calls_before"):

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from benchmarks import context as context_bench
-from benchmarks import paper_ranks, ranks_rivals, sections, sections_context, sections_paper, timing
+from benchmarks import models, paper_ranks, ranks_rivals, sections, sections_context, sections_paper, timing
 from benchmarks import ranks as ranks_bench
 from hf_fastattn import cli, explain, hf
 from hf_fastattn.context_parallel import ORDERS
+from hf_fastattn.explain import costs
 from hf_fastattn.model_shapes import SHAPES
 
 pytestmark = [processes.HIDDEN, pytest.mark.xdist_group("ranks")]
@@ -32,11 +33,14 @@ def run_commands(rank: int, folder) -> list[int]:
         patch.setitem(ranks_rivals.OURS, "collectives", {"peer_memory": True})
         more = ["--cases", "1x9,2x40", "--rivals", "patch,collectives,sequence,sdpa", "--keep"]
         codes.append(ranks_bench.main([*more, *options]))
+        share = ["--share-of", "4", "--cases", "1x9", "--rivals", "patch,sdpa"]
+        codes.append(ranks_bench.main([*options, *share, "--shape", "tiny-8"]))
         patch.setattr(paper_ranks, "FIGURE_8", [(4, 64, 64), (1, 2, 64), (1, 3, 64), (1, 2, 128)])
         for name in ("L2_BYTES", "REPLAY_US"):
             patch.setattr(timing, name, 1)
         codes.append(paper_ranks.main(["--longest", "64", "--out", str(folder)]))
         codes.append(paper_ranks.main(["--longest", "64", "--keep", "--out", str(folder)]))
+        codes.append(paper_ranks.main(["--longest", "64", "--keep", "--share-of", "4", "--out", str(folder)]))
     codes.append(context_bench.main(["--tokens", "32", "--device", "cpu", "--out", str(folder)]))
     return [*codes, cli.main(["generate", str(folder / "tiny"), "--compare", "sdpa", "--tokens", "5", "--dtype", "float32"])]
 
@@ -50,7 +54,7 @@ def commands(tmp_path_factory):
 
 def test_generate_prints_on_one_rank(commands):
     first, second = commands[1]
-    assert first.result == second.result == [0] * 6, first.output + second.output
+    assert first.result == second.result == [0] * 8, first.output + second.output
     assert "| lean" in first.output and "lean.decode" in first.output
     assert "| lean" not in second.output
 
@@ -96,11 +100,36 @@ def test_the_orders_of_context_parallelism_are_timed_over_ranks(commands):
 def test_the_heads_of_the_papers_figure_are_timed_over_ranks(commands):
     found = json.loads((commands[0] / "paper_ranks.json").read_text())
     shapes = [(row["batch"], row["num_heads"], row["kv_len"], row["ranks"]) for row in found["rows"]]
-    assert shapes == [(4, 32, 64, 2), (1, 1, 64, 2)]  # not those of three heads, nor of longer contexts; measured again
+    # Not those of three heads, nor of longer contexts; measured again; with the share of one of four.
+    assert shapes == [(4, 32, 64, 2), (1, 1, 64, 2), (4, 16, 64, 2)]
     for row in found["rows"]:
         assert row["us"] == {name: max(each[name] for each in row["us_of_ranks"]) for name in ("fa2", "split_kv", "lean")}
     lines = [[cell.strip() for cell in line.split("|")] for line in sections_paper.paper_gpus(found).splitlines()]
     assert [cells[1:5] for cells in lines if cells[1:2] == ["2"]] == [["2", "4", "64", "64"], ["2", "1", "2", "64"]]
+    assert [cells[1:5] for cells in lines if cells[1:2] == ["2 of 4"]] == [["2 of 4", "4", "64", "64"]]
+    empty = [cells for cells in lines if cells[1:2] == ["8"]]
+    assert empty and all(cells[5:10] == ["-"] * 5 and cells[10] != "-" for cells in empty)  # not run
+
+
+def test_ranks_with_the_share_of_more_gpus_have_its_shapes(commands):
+    found = json.loads((commands[0] / "ranks_tiny-8_of4.json").read_text())
+    row, (model_type, config) = found["rows"][0], models.SHAPES["tiny-8"]
+    facts = costs.count(hf.model_on_meta(hf.make_config(model_type, **config), torch.float32), ranks=4)
+    kept = 2 * config["hidden_size"] * 4  # the norms' weights, and the embedding where it is not divided
+    assert found["share_of"] == 4 and row["ranks"] == 2 and list(row["rivals"]) == ["patch", "sdpa"]
+    assert abs(row["bytes_of_a_rank"] - models.step_bytes(facts, row["lengths"])) <= kept
+    assert "each GPU with the share of one of 4" in sections.ranks(found)
+
+
+def test_a_share_is_of_more_gpus_and_divides_the_shape(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    for argv in (["--share-of", "2"], ["--share-of", "8", "--rivals", "one_patch"]):
+        with pytest.raises(SystemExit):
+            ranks_bench.main(["--shape", "tiny", "--out", str(tmp_path), *argv])
+    said = capsys.readouterr().err
+    assert "--share-of is at least the number of processes" in said and "unknown rivals one_patch" in said
+    with pytest.raises(ValueError, match="num_key_value_heads of this shape cannot be divided among 8 GPUs"):
+        models.with_share(models.SHAPES["tiny"][1] | {"intermediate_size": 64, "num_attention_heads": 8}, ranks=4, of=8)
 
 
 def test_the_benchmark_needs_torchrun(capsys, tmp_path):
