@@ -58,7 +58,9 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.paper_
         if args.keep:
             group.results.take_over(parser)
             rows = group.results.data["rows"]
-            group.results.data["rows"] = [row for row in rows if (row["ranks"], row.get("share_of", row["ranks"])) != (group.size, share_of)]
+            group.results.data["rows"] = [
+                row for row in rows if (row["ranks"], row.get("share_of", row["ranks"])) != (group.size, share_of)
+            ]
     for batch, heads, tokens in FIGURE_8:
         shape = Shape(batch, heads // share_of, heads // share_of, 64, tokens)
         if heads % share_of or tokens > (args.longest or tokens):

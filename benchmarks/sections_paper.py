@@ -96,7 +96,14 @@ def _divided(result: dict) -> str:
     for row in result["rows"]:
         ranks, gpus = row.get("ranks"), row.get("share_of") or row.get("ranks", GPUS)
         shape = row["batch"], row["num_heads"] * gpus, row["kv_len"]
-        rows.append([gpus if ranks in (None, gpus) else f"{ranks} of {gpus}", *shape[:2], thousands(row["kv_len"]), *(figure(row["us"].get(name)) for name in names)])
+        rows.append(
+            [
+                gpus if ranks in (None, gpus) else f"{ranks} of {gpus}",
+                *shape[:2],
+                thousands(row["kv_len"]),
+                *(figure(row["us"].get(name)) for name in names),
+            ]
+        )
         rows[-1] += [figure(row[name], 2, "x") for name in ("lean_over_fa2", "lean_over_split_kv")]
         rows[-1].append(figure(FIGURE_8.get(shape), 2, "x"))
     if not any(row.get("ranks", GPUS) == GPUS for row in result["rows"]):  # not run

@@ -31,8 +31,8 @@ def ranks(result: dict, counts: Iterable[int] = COUNTS) -> str:
     share = f", each GPU with the share of one of {result['share_of']}" if result.get("share_of") else ""
     head = ["batch x prompt", "GPUs", "", "floor", "ms a token", "replay", "launches", "first token", "notes"]
     return (
-        f"**Tensor parallelism, {result['shape']} with {result['layers']} layers{share}, milliseconds**, random weights, the floor "
-        f"of one GPU's share at {bandwidth(result)}, the first token of a later call if not noted {by_method(result)}:"
+        f"**Tensor parallelism, {result['shape']} with {result['layers']} layers{share}, milliseconds**, random weights, the "
+        f"floor of one GPU's share at {bandwidth(result)}, the first token of a later call if not noted {by_method(result)}:"
         f"\n\n{table(head, rows)}"
     )
 

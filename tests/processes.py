@@ -17,6 +17,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 import torch.distributed.tensor  # before the processes are forked, which then need not import it
 
 HERE = Path(__file__).parent
@@ -73,7 +74,8 @@ def _ended(folder: Path, count: int, late: list[int], limit: float, seconds: dic
 def run_on_gpus(folder: Path, count: int, function, *args, limit: float = 120.0) -> list[Ended]:
     """Run function(rank, *args) in `count` new processes, the ranks of an NCCL group, each with a GPU.
 
-    It fails after `limit` seconds. Processes cannot be forked from one that has used a GPU. They find the function
+    If there are fewer GPUs, ranks share them, in a gloo group: NCCL has one rank on a GPU. Kernels that wait for each other take
+    turns there. It fails after `limit` seconds. Processes cannot be forked from one that has used a GPU. They find the function
     by its name, in the folder of the tests.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -81,11 +83,12 @@ def run_on_gpus(folder: Path, count: int, function, *args, limit: float = 120.0)
         path.unlink()
     (folder / "call").write_bytes(pickle.dumps((function, args)))
     begins = f"import processes; from pathlib import Path; processes._be_on_gpu(Path({str(folder)!r}), {count})"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), *sys.path]), "WORLD_SIZE": str(count)}
+    shared = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"} if count > torch.cuda.device_count() else {}
+    environment = {**os.environ, **shared, "PYTHONPATH": os.pathsep.join([str(HERE.parent), *sys.path]), "WORLD_SIZE": str(count)}
     running, begin, seconds = {}, time.monotonic(), {}
     for rank in range(count):
         with (folder / f"{rank}.txt").open("wb") as out:
-            own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank % torch.cuda.device_count())}
             running[rank] = subprocess.Popen([sys.executable, "-c", begins], stdout=out, stderr=out, env=own, cwd=HERE)
     while len(seconds) < count and time.monotonic() < begin + limit:
         for rank in running.keys() - seconds.keys():
@@ -108,13 +111,23 @@ def _be_on_gpu(folder: Path, count: int) -> None:
     """Be one rank, until the end of the function. The process ends as that of a script does."""
     faulthandler.register(signal.SIGUSR1, file=2)
     function, args = pickle.loads((folder / "call").read_bytes())
-    rank = int(os.environ["RANK"])
-    torch.cuda.set_device(rank)
+    rank, device = int(os.environ["RANK"]), torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
     store = dist.FileStore(str(folder / "store"), count)
-    dist.init_process_group("nccl", store=store, rank=rank, world_size=count, device_id=torch.device("cuda", rank))
+    nccl = {"backend": "nccl", "device_id": device} if count <= torch.cuda.device_count() else {"backend": "gloo"}
+    dist.init_process_group(store=store, rank=rank, world_size=count, **nccl)
+    if count > torch.cuda.device_count():
+        funcol.all_gather_tensor = _gather_on_the_host
     result = function(rank, *args)
     (folder / f"{rank}.part").write_bytes(pickle.dumps(result))
     (folder / f"{rank}.part").rename(folder / f"{rank}.pickle")
+
+
+def _gather_on_the_host(tensor: torch.Tensor, gather_dim: int, group, tag: str = "") -> torch.Tensor:
+    """The collective that gloo has not for tensors of a GPU."""
+    parts = [torch.empty(tensor.shape, dtype=tensor.dtype) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, tensor.cpu().contiguous())
+    return torch.cat(parts, gather_dim).to(tensor.device)
 
 
 def _be(rank: int, count: int, folder: Path, function, args) -> None:
