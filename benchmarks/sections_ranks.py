@@ -12,11 +12,12 @@ from .words import bandwidth, by_method, figure
 COUNTS = (2, 4, 8)  # numbers of GPUs: one that was not run has a row without figures
 
 
-def ranks(result: dict, counts: Iterable[int] = COUNTS) -> str:
-    """The table. Of the runs of a case, each rival has the last one that timed it. counts: at least these numbers of GPUs."""
+def ranks(result: dict, counts: Iterable[int] = COUNTS, cases: Iterable[str] = ()) -> str:
+    """The table. Of the runs of a case, each rival has the last one that timed it. counts, cases: at least these numbers of GPUs
+    and these cases."""
     measured, rows = result["rows"], []
     counts = sorted({*counts, *(row["ranks"] for row in measured)})
-    for case in dict.fromkeys(row["case"] for row in measured):
+    for case in dict.fromkeys([*(row["case"] for row in measured), *cases]):
         of_case = [row for row in measured if row["case"] == case]
         for name in NAMES:
             if name.startswith("one"):

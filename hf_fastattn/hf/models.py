@@ -25,8 +25,11 @@ class LayerShape:
 def layer_shapes(config: PreTrainedConfig) -> tuple[LayerShape, ...]:
     """The shapes in the configuration of a decoder, one per layer. Raises ValueError if it has no attention heads."""
     text = config.get_text_config(decoder=True)
-    layers = list(text.per_layer_config) if getattr(text, "is_heterogeneous", False) else [text] * text.num_hidden_layers
-    return tuple(_layer_shape(layer, type(config).__name__) for layer in layers)
+    name = type(config).__name__
+    if getattr(text, "is_heterogeneous", False):
+        return tuple(_layer_shape(layer, name) for layer in text.per_layer_config)
+    count: int = text.num_hidden_layers
+    return (_layer_shape(text, name),) * count
 
 
 def _layer_shape(config: PreTrainedConfig, name: str) -> LayerShape:

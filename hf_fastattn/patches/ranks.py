@@ -304,11 +304,11 @@ def facts_of_cache(cache: object) -> dict[str, str]:
 
 def least_bytes(model: hf.PreTrainedModel, windows: list[int | None], rows: int, tokens: int) -> int:
     """Bytes of K and V that a rank stores at least: those of its share, if heads are divided among the ranks."""
-    mesh, total = hf.tensor_parallel_mesh(model), 0
+    total = 0
     for shape, window in zip(hf.layer_shapes(model.config), windows, strict=False):
         kept = tokens if window is None else min(tokens, window - 1)
-        total += rows * kept * shape.num_kv_heads * (shape.head_dim + shape.value_dim) * model.dtype.itemsize
-    return total // (1 if mesh is None else mesh.size())
+        total += kept * shape.num_kv_heads * (shape.head_dim + shape.value_dim)
+    return rows * total * model.dtype.itemsize // (getattr(model, "_tp_size", None) or 1)
 
 
 def _random_state(device: torch.device) -> bytes:
