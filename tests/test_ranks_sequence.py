@@ -328,3 +328,27 @@ def test_models_that_cannot_be_shared_out_are_refused(monkeypatch):
     odd._tp_size = 2
     with pytest.raises(ValueError, match="6 query heads and 3 KV heads, which cannot be divided among 2 ranks"):
         hf_fastattn.hf.heads_of_ranks(odd)
+
+
+# ---- eight ranks ----
+
+
+def of_eight(rank: int) -> list:
+    """A model with a KV head for each of eight ranks, by heads, and one with two KV heads, by sequence."""
+    found = []
+    for kv_heads, options in ((8, {}), (2, {"kv": "sequence"})):
+        one = tiny("llama", num_attention_heads=8, num_key_value_heads=kv_heads, head_dim=16)
+        model, inputs = shared(one, 8), prompts("left_padding", "cpu")
+        want = generate(one, inputs)
+        with hf_fastattn.patch(model, "lean", **options) as patch:
+            first = generate(model, inputs, return_dict_in_generate=True, output_logits=True)
+            same = torch.equal(first.sequences, want) and torch.equal(generate(model, inputs), want)
+        logits = [bytes(x.numpy().tobytes()) for x in first.logits]
+        found.append((logits, same, patch.captures > 0, patch.uncaptured, patch.reasons))
+    return found
+
+
+def test_eight_ranks_have_the_tokens_of_one_process_and_the_same_bits(tmp_path):
+    for found in zip(*results(processes.run(tmp_path, 8, of_eight, limit=240)), strict=True):
+        assert all(each == found[0] for each in found)
+        assert found[0][1:] == (True, True, 0, [])
