@@ -27,7 +27,7 @@ WAIT = 600.0  # seconds that a rank waits for another that is slow
 GRACE = 2.0  # seconds in which ranks leave a call by themselves, after one of them has failed
 EXIT = 10.0  # seconds that the exit of a process waits for an abort
 POLL = 0.25  # seconds between two checks for a failure
-PAUSE = 0.02  # longest seconds between two checks for the values of other ranks
+PAUSES = 5e-5, 0.02  # shortest and longest seconds between two checks for the values of other ranks
 KEPT = 8  # calls whose keys stay in the store, for ranks that are behind
 _WITHDRAWN = ("", None)  # the value of a rank that no longer waits for the others
 _LEFT = "its patch was undone, its process ended, or an earlier call failed there."
@@ -108,15 +108,16 @@ class Exchange:
         return [value for _, value in found]
 
     def _wait(self, what: str, keys: list[str], limit: float) -> list[Any]:
-        end, pause = time.monotonic() + limit, 5e-5
+        began = time.monotonic()
         while (found := self._read(keys)) is None:
-            failed = self.failed(self.call) if pause == PAUSE else None
-            if failed is None and time.monotonic() > end:
+            waited = time.monotonic() - began
+            pause = sorted((*PAUSES, waited / 16))[1]  # a rank that comes late makes the others little later
+            failed = self.failed(self.call) if pause == PAUSES[1] else None
+            if failed is None and waited > limit:
                 failed = self._late(what, keys, limit)
             if failed is not None and self._read(keys) is None:
                 raise RuntimeError(failed)
             time.sleep(pause)
-            pause = min(pause * 1.5, PAUSE)
         return found
 
     def _late(self, what: str, keys: list[str], limit: float) -> str | None:
@@ -149,10 +150,6 @@ class Exchange:
 
     def begin(self) -> None:
         self.call = Call(self.call.number + 1)
-        for number, key in self._mine:
-            if number < self.call.number - KEPT:
-                self.store.delete_key(key)
-        self._mine = [(number, key) for number, key in self._mine if number >= self.call.number - KEPT]
 
     def run(self) -> None:
         """Begin the forwards of a call. A thread looks for the failure of another rank until the call ends."""
@@ -163,7 +160,7 @@ class Exchange:
 
     def end(self, error: BaseException | None, tokens: int | None = None) -> str | None:
         """Report the end of a call to the other ranks. Returns the failure of another rank that explains `error`, or None; if
-        there is no error, a sentence with a rank that has ended with other tokens, or None.
+        there is no error, what `_last` returns.
 
         After an error within the forwards it waits until all ranks have left the call. If they have not, or at different places,
         a collective may still wait for a rank that does not come, and the group is aborted.
@@ -183,19 +180,23 @@ class Exchange:
         except RuntimeError:  # of the store
             failed = failed or _NO_STORE
         if text is None:
-            return self._other_tokens(mine)
+            return self._last()
         if call.running and not (len(ends) == len(self.ranks) and _harmless(ends)):
             self.abort(failed or f"generate() failed on this rank: {text}")
             self.leave()
         same = len(ends) == len(self.ranks) and all(end == mine for end in ends)
         return None if same else failed
 
-    def _other_tokens(self, mine: End) -> str | None:
-        """A sentence with a rank that has ended the call with other tokens; None if there is none so far."""
+    def _last(self) -> str | None:
+        """Delete the keys of old calls. Returns a sentence with a rank that has generated other tokens, if this rank is the last
+        to end the call and there is one."""
         with contextlib.suppress(RuntimeError):  # of the store
-            keys = self._keys("end")
-            ends = [pickle.loads(self.store.get(key)) if self.store.check([key]) else mine for key in keys]
-            return self.other_tokens([end.tokens for end in ends])
+            for number, key in self._mine:
+                if number <= self.call.number - KEPT:
+                    self.store.delete_key(key)
+            self._mine = [(number, key) for number, key in self._mine if number > self.call.number - KEPT]
+            if (ends := self._read(self._keys("end"))) is not None:  # on the last rank
+                return self.other_tokens([end.tokens for end in ends])
         return None
 
     def other_tokens(self, found: list[int | None]) -> str | None:
