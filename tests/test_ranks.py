@@ -902,10 +902,11 @@ def test_every_call_says_that_the_store_has_ended():
     for name in ("begin", "end", "failed", "_set", "_killed"):
         setattr(ours, name, types.MethodType(vars(exchange.Exchange)[name], ours))
     both = ranks.Ranks.__new__(ranks.Ranks)
-    both.exchange, both.lock, both.depth = ours, threading.RLock(), 0
+    both.exchange, both.lock, both.group_lock, both.depth = ours, threading.RLock(), threading.RLock(), 0
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="The process that holds the store"), both.call(dict):
-            pass
+        with pytest.raises(RuntimeError, match="The process that holds the store") as raised, both.call(dict):
+            ours._set("1", None)
+        assert "Connection reset" in str(raised.value.__cause__)
 
 
 class Store(dict):
@@ -933,13 +934,37 @@ class Store(dict):
         self.pop(key)
 
 
+def members(store: Store, count: int = 2) -> list[exchange.Exchange]:
+    """Ranks that share a store."""
+    found = [exchange.Exchange.__new__(exchange.Exchange) for _ in range(count)]
+    for rank, each in enumerate(found):
+        vars(each).update(rank=rank, ranks=[*range(count)], store=store, call=exchange.Call(0), _mine=[], processes=Processes({}))
+    return found
+
+
+def test_old_keys_are_deleted_and_the_last_rank_says_who_generated_other_tokens():
+    store, sizes = Store(), []
+    group = members(store, 3)
+    for _ in range(3 * exchange.KEPT):
+        for each in group:
+            each.begin()
+        for each in group[:2]:
+            each._set("1", ("a step", None))
+        assert group[2].gather("a step", None) == [None] * 3
+        assert [each.end(None, tokens=7) for each in group] == [None] * 3
+        sizes.append(len(store))
+    assert sizes[exchange.KEPT] == sizes[-1] and {key.partition("/")[0] for key in store} == {
+        str(number) for number in range(2 * exchange.KEPT + 1, 3 * exchange.KEPT + 1)
+    }
+    for each in group:
+        each.begin()
+    said = [each.end(None, tokens=tokens) for each, tokens in zip(group, (7, 8, 7), strict=True)]
+    assert said[:2] == [None, None] and said[2].startswith("Rank 1 generated other tokens than rank 0.")
+
+
 def test_a_rank_that_stops_waiting_when_another_comes_does_not_block_it(monkeypatch):
-    store, both = Store(), []
-    for rank in range(2):
-        each = exchange.Exchange.__new__(exchange.Exchange)
-        vars(each).update(rank=rank, ranks=[0, 1], store=store, call=exchange.Call(1), _mine=[], processes=Processes({}))
-        both.append(each)
-    first, second = both
+    store = Store()
+    first, second = members(store)
     second._set("1", ("a step", None))  # it waits, and is interrupted while the first rank reads the values
 
     def interrupt():
