@@ -706,7 +706,8 @@ def test_frequencies_that_change_are_refused(kind, device):
     [
         ({"window": 0}, r"window counts the last tokens.*at least 1; got 0"),
         ({"window": None}, r"needs window=, the number of last tokens to keep, for example 4096"),
-        ({"sinks": -1}, r"sinks is the number of first tokens to keep, at least 0; got -1"),
+        ({"sinks": -1}, r"sinks is the number of first tokens to keep, an integer, at least 0; got -1"),
+        ({"window": "40"}, r"window counts.*an integer, at least 1; got '40'"),
         ({"window": 510}, r"3 sinks and a window of 510 take 513 positions.*made for 512"),
         ({"cache": "static"}, r"cache='static' and 'streaming' cannot be combined"),
         ({"cache": "ring"}, r"\"rolling\", or None.*got 'ring'"),

@@ -24,7 +24,10 @@ _FREE = {
 
 
 def config_of(model: ModelOrConfig) -> hf.PreTrainedConfig:
-    return model if isinstance(model, hf.PreTrainedConfig) else model.config
+    found = model if isinstance(model, hf.PreTrainedConfig) else getattr(model, "config", None)
+    if not isinstance(found, hf.PreTrainedConfig):
+        raise TypeError(f"A cache is made for a model or its configuration; got {model!r}.")
+    return found
 
 
 def write(path: str | Path, layers: list[Layer], model: ModelOrConfig) -> None:

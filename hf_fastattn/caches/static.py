@@ -30,8 +30,8 @@ class PreallocatedCache(StoredCache):
     storage: StaticStorage
 
     def __init__(self, config: saved.ModelOrConfig, capacity: int = 1, *, grow: bool = True):
-        if capacity < 1:
-            raise ValueError(f"capacity counts tokens and must be at least 1; got {capacity}.")
+        if not isinstance(capacity, int) or capacity < 1:
+            raise ValueError(f"capacity counts tokens: an integer, at least 1; got {capacity!r}.")
         windows = hf.layer_windows(saved.config_of(config))
         self._adopt(StaticStorage(windows, round_up(capacity) if grow else capacity, grow))
 

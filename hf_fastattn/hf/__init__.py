@@ -88,7 +88,7 @@ from .loading import (  # noqa: E402
 )
 from .longrope import Rotary, chosen_on_device, longrope  # noqa: E402
 from .masks import decode_mask, dense_mask, is_causal, mask_pattern, run_starts, runs_pattern, up_to_query  # noqa: E402
-from .models import LayerShape, is_inert_hook, layer_shapes, sharer  # noqa: E402
+from .models import LayerShape, device_of, is_inert_hook, layer_shapes, sharer  # noqa: E402
 from .norms import Norm, norm_of  # noqa: E402
 from .parallel import (  # noqa: E402
     WholeHeads,
@@ -185,6 +185,7 @@ __all__ = [
     "computes_part",
     "decode_mask",
     "dense_mask",
+    "device_of",
     "drafts_from_hidden_states",
     "expert_layout",
     "expert_weights",

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .attention import is_attention
@@ -41,6 +42,17 @@ def _layer_shape(config: PreTrainedConfig, name: str) -> LayerShape:
     if getattr(config, "qk_nope_head_dim", None):  # latent attention
         head_dim, value_dim = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
     return LayerShape(heads, getattr(config, "num_key_value_heads", None) or heads, head_dim, value_dim)
+
+
+def device_of(model: PreTrainedModel) -> torch.device:
+    """The device that computes a model: of one whose weights accelerate offloads, that of its hooks."""
+    if model.device.type == "meta":
+        for module in model.modules():
+            hook = getattr(module, "_hf_hook", None)
+            for each in (hook, *getattr(hook, "hooks", ())):
+                if (at := getattr(each, "execution_device", None)) is not None:
+                    return torch.device(at)
+    return model.device
 
 
 def sharer(model: PreTrainedModel) -> str | None:

@@ -9,7 +9,8 @@ from itertools import chain, repeat
 from operator import attrgetter, is_
 from typing import Any
 
-from .walker import SCALARS, is_of_library, names_in
+from .code import is_of_library, names_in
+from .walker import SCALARS
 
 Dicts = list[dict[str, Any]]  # the attributes of each module
 Spaces = list[tuple[dict[str, object], list[str]]]

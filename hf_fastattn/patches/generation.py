@@ -165,7 +165,8 @@ class Generation:
         elif given is not None:
             self.say(f"{hf.CACHE} is a {type(given).__name__}, not a {caches.type.__name__}")
         elif asked is not None:
-            self.say(f"cache_implementation={asked!r} was requested")
+            compiled = generation_config.compile_config is not None
+            self.say("compile_config was passed" if compiled else f"cache_implementation={asked!r} was requested")
         elif generation_config.use_cache is False:
             self.say("use_cache=False was requested")
         else:

@@ -28,7 +28,9 @@ MAX_GRAPHS = 32  # per patched model; the least recently used one is dropped fir
 
 
 def why_no_graph(device: torch.device) -> str | None:
-    """Why steps on this device cannot be captured."""
+    """Why steps of a model on this device cannot be captured."""
+    if device.type == "meta":
+        return "the model's weights are offloaded, and graphs are for weights that stay on a CUDA device"
     return None if device.type == "cuda" else f"the model is on {device}, and graphs are for CUDA devices"
 
 

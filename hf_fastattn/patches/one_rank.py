@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from .. import hf
+from .code import is_library
 from .entry import Entry
 from .fingerprint import Uncapturable
-from .walker import is_library
 
 if TYPE_CHECKING:
     from ..kernels.decode.all_reduce import Peers

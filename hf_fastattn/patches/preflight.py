@@ -99,7 +99,7 @@ def _why_no_kernel(model: hf.PreTrainedModel, backend: registry.Backend) -> str 
             head_dim=shape.head_dim,
             value_dim=shape.value_dim,
             dtype=model.dtype,
-            device=model.device,
+            device=hf.device_of(model),
         )
         if reason:
             return reason
@@ -190,7 +190,7 @@ def _tried(model: hf.PreTrainedModel, backend: registry.Backend, rolling: bool, 
         windows = _windows(model) if rolling else None
         with warnings.catch_warnings(), torch.no_grad(), Patch(model, backend.name, windows, False, False, streaming):
             warnings.simplefilter("ignore")
-            ids = torch.ones(1, 4, dtype=torch.int64, device=model.device)  # also the mask, as in generate()
+            ids = torch.ones(1, 4, dtype=torch.int64, device=hf.device_of(model))  # also the mask, as in generate()
             cache = RollingCache(model) if rolling else None
             output = model(input_ids=ids[:, :3], attention_mask=ids[:, :3], **{hf.CACHE: cache})
             model(input_ids=ids[:, :1], attention_mask=ids, **{hf.CACHE: output[hf.CACHE]})

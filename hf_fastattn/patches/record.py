@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,11 +13,11 @@ from ..caches.contract import Storage
 from ..caches.pool import references
 from . import graph, verify
 from .buckets import several
-from .cuda_graph import Graph
+from .cuda_graph import Graph, T
 from .entry import Entry, Inputs
 from .fingerprint import Uncapturable
 from .survey import survey, surveyed
-from .undo import Mark, undo
+from .undo import Mark, Randoms, undo
 from .unread import unread_by
 from .written import Written
 
@@ -72,10 +73,11 @@ class Recorder:
         if entry.tokens > 1 and hf.scales_by_tensor(self.model):
             raise Uncapturable("a layer quantises the inputs of all tokens by one scale, and those of a graph may be padding")
         before, tensors = surveyed(self.model)
-        written = Written(tensors)
+        written, generator = Written(tensors), hf.generator_of(entry.device)
+        random = generator.get_state()
         with unread_by(self.model, before) as unread:
             new = graph.new_graph(entry.device, self.graphs.shared)
-            outputs = ranks.attempt(new.rehearse, body, communicates=True)
+            outputs = ranks.attempt(partial(_rehearsed, new, entry.device), body, communicates=True)
         if not isinstance(outputs, Mapping):
             raise Uncapturable(f"its output is a {type(outputs).__name__}")
         logits: torch.Tensor | None = outputs.get("logits")
@@ -93,6 +95,8 @@ class Recorder:
         except Uncapturable as error:  # other ranks wait for what this one finds
             reason = str(error)
         may_undo = not (values or reason) and written.can_undo()
+        if entry.tokens > 1 and not torch.equal(generator.get_state(), random):  # as many for the padding as for other tokens
+            reason = reason or "a step of several tokens draws random numbers, and some of its tokens may be padding"
         if changed := [*values, *tensors_written]:
             reason = reason or f"a step changes values that the next step reads ({', '.join(changed[:3])})"
         entry.refused = ranks.refusal(reason)
@@ -100,6 +104,15 @@ class Recorder:
             written.undo()  # its tokens may have been padded
             raise Uncapturable(entry.refused)
         return logits
+
+
+def _rehearsed(new: Graph, device: torch.device, body: Callable[[], T]) -> T:
+    """The result of a rehearsal. Raises RuntimeError if the step draws random numbers on the host, which a replay does not."""
+    before = Randoms(device)
+    result = new.rehearse(body)
+    if before.changed(device):
+        raise RuntimeError("it draws random numbers on the host")
+    return result
 
 
 def _replay(entry: Entry, recorded: Graph, inputs: Inputs) -> torch.Tensor:

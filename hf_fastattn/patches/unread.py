@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from .code import is_library
 from .fingerprint import Fingerprint
-from .walker import is_library, tree
+from .walker import tree
 
 _watch = threading.local()
 classes_lock = threading.RLock()  # models may share modules, whose classes change while one is watched

@@ -9,6 +9,7 @@ import sys
 import threading
 import types
 import weakref
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -16,12 +17,13 @@ import torch
 
 from .. import hf, registry
 from ..caches import forward
+from .code import environment, imported_by, is_installed, is_library, is_of_library, looks_up_any, names_in, run_by
 from .fingerprint import Record, Uncapturable
 
 LIMIT = 4000  # number of objects, besides modules, tensors and scalars, in one fingerprint
 OF_A_WEIGHT = 16  # further ones for each tensor of a subclass: what describes a quantised weight
 SCALARS = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
-LIBRARIES = frozenset({"torch", "transformers", "peft", "accelerate", "hf_fastattn", "triton", *sys.stdlib_module_names})
+LARGEST = 64 << 20  # bytes of an array, or of another object with memory of its own, that are read in each comparison
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 MODULE_ATTRIBUTES = frozenset(vars(torch.nn.Module())) | {"_is_hf_initialized"}
 _BASES = frozenset({object, torch.nn.Module, hf.PreTrainedModel, *hf.PreTrainedModel.__mro__})
@@ -44,6 +46,7 @@ class Walker:
         self.configs: list[hf.PreTrainedConfig] = []
         self.classes: dict[type, tuple[Values, frozenset[str]]] = {}  # results of known()
         self.outside: list[torch.nn.Module] = []  # modules that only attributes and functions refer to
+        self.read: set[tuple[int, str]] = set()  # (id of a user's file, name) of values that functions look up
         self.left = LIMIT
         self.where = ""
         self.found: list[torch.nn.Module] = []  # all modules visited, in order
@@ -105,7 +108,9 @@ class Walker:
             known, skipped = classes[cls]
             if values["_forward_hooks"] or values["_forward_pre_hooks"]:
                 check_hooks(module)
-            training = values["training"]
+            training = values.get("training", None)
+            if training is None:
+                training = module.training  # a property of a compiled module
             if training and values.get("gradient_checkpointing"):
                 raise Uncapturable("gradient checkpointing is on in training mode; call model.eval()")
             fixed = [id(ref), known, training, *values["_modules"]]
@@ -143,8 +148,19 @@ class Walker:
                 elif type(value) in SCALARS:
                     found += name, value
                 elif not name.startswith("__"):
-                    found += name, self.same(value) if ours else self.value(value)
+                    followed = not ours or _runs_own_code(value)
+                    found += name, self.value(value) if followed else self.same(value)
+        if self.foreign and not is_installed(type(cls).__module__):
+            found.append(self.value(type(cls)))
         return tuple(found)
+
+    def _kind(self, value: object) -> Values:
+        """The class of an object. That of a user's is followed, with the attributes of the object."""
+        cls = type(value)
+        if is_installed(cls.__module__):
+            return (self.same(cls),)
+        attributes = [*getattr(value, "__dict__", {}).items(), *((name, getattr(value, name, None)) for name in _slots(cls))]
+        return self.same(cls), self.value(cls), *((name, self.value(item)) for name, item in attributes)
 
     # ---- values ----
 
@@ -178,18 +194,26 @@ class Walker:
             return self._class(value)
         if isinstance(value, types.MethodType):
             return "method", self.value(value.__self__), self.value(value.__func__)
-        if isinstance(value, functools.partial):
-            return "partial", self.value(value.func), self.value(value.args), self.value(value.keywords)
-        if isinstance(value, (list, tuple, set, frozenset, collections.deque)):
-            return self.same(type(value)), *(self.value(item) for item in value)
+        if (parts := run_by(value)) is not None:
+            return *self._kind(value), *map(self.value, parts)
+        if isinstance(value, (list, tuple, set, frozenset, collections.deque, collections.UserList, collections.UserString)):
+            return *self._kind(value), *(self.value(item) for item in value)
         if isinstance(value, Mapping):
-            return self.same(type(value)), *((self.value(key), self.value(item)) for key, item in value.items())
-        if _is_array(value):
-            return self.same(value), value.tobytes() if value.nbytes <= 4096 else None
+            return *self._kind(value), *((self.value(key), self.value(item)) for key, item in value.items())
+        if (content := _bytes_of(value)) is not None:
+            if content.nbytes > LARGEST:
+                raise Uncapturable(f"{self.where} refers to {content.nbytes} bytes ({type(value).__name__}), too many to compare")
+            if content.format == "O":
+                return *self._kind(value), self.value(value.tolist())
+            return *self._kind(value), self.same(value), zlib.crc32(content if content.c_contiguous else content.tobytes())
         if isinstance(value, contextvars.ContextVar):
             return self.same(value), self.value(value.get(None))
+        if type(value) in (weakref.ProxyType, weakref.CallableProxyType):
+            raise Uncapturable(f"{self.where} is a weak proxy, and what it refers to cannot be compared")
         if isinstance(value, Iterator):
             raise Uncapturable(f"{self.where} refers to an iterator ({type(value).__name__}), which a step may advance")
+        if not is_installed(type(value).__module__):
+            return *self._kind(value), self.same(value)
         found: list[object] = [self.same(type(value)), self.same(value)]
         if (
             isinstance(value, (types.SimpleNamespace, threading.local))
@@ -267,15 +291,24 @@ class Walker:
                 found += name, value_of(value)
             if isinstance(value, types.ModuleType) and not ours:
                 found += self._file(value, names_in(function.__code__))
+        if not ours:
+            for module in imported_by(function):
+                found += self._file(module, names_in(function.__code__))
+            found += [(name, self.value(value)) for name, value in vars(function).items()]
+            found.append(self.value(environment(names_in(function.__code__))))
+            if looks_up_any(names_in(function.__code__)):
+                plain = [(name, value) for name, value in names.items() if type(value) in SCALARS and not name.startswith("_")]
+                found += [(name, self.value(value)) for name, value in plain]
         return tuple(found)
 
     def _file(self, module: types.ModuleType, names: tuple[str, ...]) -> list[object]:
         """The values of these names in a module of the user's."""
         found: list[object] = []
-        if is_library(module.__name__) or self._visited(module):
+        if is_library(module.__name__):
             return found
         for name in names:
-            if name in vars(module):
+            if name in vars(module) and (id(module), name) not in self.read:
+                self.read.add((id(module), name))
                 value = vars(module)[name]
                 found += name, self.value(value)
                 if isinstance(value, types.ModuleType):
@@ -322,27 +355,20 @@ def check_hooks(module: torch.nn.Module) -> None:
             raise Uncapturable(f"{type(module).__name__} has the forward hook {name}, and a graph would not run it")
 
 
-def is_library(module: str | None) -> bool:
-    return (module or "").partition(".")[0] in LIBRARIES
+def _bytes_of(value: Any) -> memoryview | None:
+    """The content of an array of numpy, of ctypes or of the standard library; None for other objects."""
+    try:
+        return memoryview(value)
+    except (TypeError, ValueError, BufferError):  # ValueError: an array of numpy whose dtype memoryview does not know
+        return memoryview(value.tobytes()) if hasattr(value, "tobytes") and hasattr(value, "dtype") else None
 
 
-def is_of_library(function: types.FunctionType) -> bool:
-    return is_library(function.__module__) and is_library(hf.module_of(function))
-
-
-def _is_array(value: object) -> bool:
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, numpy.ndarray)
+def _runs_own_code(member: object) -> bool:
+    """Whether a member of a class of a library runs a function that is not of a library."""
+    return any(isinstance(each, types.FunctionType) and not is_of_library(each) for each in run_by(member) or ())
 
 
 def _slots(cls: type) -> Iterator[str]:
     for base in cls.__mro__:
         slots = vars(base).get("__slots__", ())
         yield from (slots,) if isinstance(slots, str) else slots
-
-
-@functools.lru_cache(4096)
-def names_in(code: types.CodeType) -> tuple[str, ...]:
-    """The global names that the code of a function, and of functions nested in it, may look up."""
-    inner = (name for const in code.co_consts if isinstance(const, types.CodeType) for name in names_in(const))
-    return tuple(dict.fromkeys((*code.co_names, *inner)))

@@ -21,6 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from .. import hf
 from .closures import Closures, Dicts, contents_of, identical, looked_up, parts_of, spaces_of
+from .code import is_library
 from .unread import classes_lock
 from .walker import (
     MODULE_ATTRIBUTES,
@@ -28,10 +29,10 @@ from .walker import (
     SCALARS,
     Walker,
     check_hooks,
-    is_library,
 )
 
 _flat = chain.from_iterable
+_TRAINING = ("training",)
 _TENSORS, _HOOKS = ("_parameters", "_buffers"), ("_forward_hooks", "_forward_pre_hooks")
 _GROUPS = ("_modules", *_TENSORS, *_HOOKS)
 _groups = itemgetter(*_GROUPS)
@@ -190,8 +191,9 @@ class _Attributes:
             constants = [name for name in own if _is_constant(attributes[name])]
             for name in (name for name in own if name not in constants):
                 (closures if Closures.hold(attributes[name]) else self.others).append((index, name))
-            names = ("training", *constants)
-            groups.setdefault(names if constants else names * 2, []).append(index)  # of one name, itemgetter returns no tuple
+            names = (*_TRAINING[: "training" in attributes], *constants)  # of a compiled module it is a property
+            if names:
+                groups.setdefault(names if names[1:] else names * 2, []).append(index)  # of one name, itemgetter returns no tuple
         self.groups = [(itemgetter(*names), indices) for names, indices in groups.items()]
         self.closures = Closures(closures, dicts)
         self.constants = self._constants(dicts)

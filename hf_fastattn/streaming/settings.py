@@ -42,9 +42,11 @@ class Settings:
     def check(self, limit: int | None) -> None:
         """Raise ValueError for impossible settings. limit: the number of positions that the model supports."""
         if not isinstance(self.window, int) or self.window < 1:
-            raise ValueError(f"window counts the last tokens that a query sees, itself included: at least 1; got {self.window}.")
+            raise ValueError(
+                f"window counts the last tokens that a query sees, itself included: an integer, at least 1; got {self.window!r}."
+            )
         if not isinstance(self.sinks, int) or self.sinks < 0:
-            raise ValueError(f"sinks is the number of first tokens to keep, at least 0; got {self.sinks}.")
+            raise ValueError(f"sinks is the number of first tokens to keep, an integer, at least 0; got {self.sinks!r}.")
         if limit is not None and self.sinks + self.window > limit:
             raise ValueError(
                 f"{self.sinks} sinks and a window of {self.window} take {self.sinks + self.window} positions, and this model was "
