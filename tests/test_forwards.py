@@ -18,6 +18,8 @@ import hf_fastattn
 from hf_fastattn import PreallocatedCache, RollingCache, hf
 from hf_fastattn.caches.layers import SLACK
 from hf_fastattn.caches.storage import StaticStorage
+from hf_fastattn.kernels import reference
+from hf_fastattn.model_shapes import SHAPES
 from hf_fastattn.patches import buckets
 from hf_fastattn.patches.forwards import Forwards
 from hf_fastattn.patches.generation import METHODS, Generation
@@ -641,7 +643,44 @@ def test_prompts_in_a_cache_that_another_model_has_used(llama):
 def test_all_rows_of_a_graph_have_a_bounded_number_of_tokens():
     found = {rows: buckets.most_tokens(StaticStorage([None], 256), rows) for rows in (1, 2, 3, 8, 9, 200)}
     assert found == {1: 512, 2: 256, 3: 128, 8: 64, 9: 64, 200: 64}
-    assert buckets.BUCKETS[-1] <= SLACK  # a sliding layer has room for them
+    long = [buckets.most_tokens(StaticStorage(windows, 256), 1, 2000) for windows in ([None], [None, 64])]
+    assert long == [1920, SLACK]  # a sliding layer has room for no more
+
+
+def test_prompts_whose_launches_take_longer_than_their_kernels_are_captured(monkeypatch):
+    found = {}
+    for name, ranks in (("1b", 1), ("8b", 1), ("8b", 2), ("8b", 4), ("70b", 1), ("70b", 4)):
+        model_type, config = SHAPES[name]
+        model = hf.model_on_meta(hf.make_config(model_type, **config), torch.bfloat16)
+        monkeypatch.setattr(type(model), "device", torch.device("cuda"))
+        monkeypatch.setattr(type(model), "_tp_size", ranks, raising=False)
+        for arch in ((9, 0), (8, 0)):
+            monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, arch=arch: arch)
+            found[name, ranks, arch[0]] = buckets.launch_bound(model)
+    assert found["1b", 1, 9] == found["8b", 4, 9] == 2048 and found["8b", 4, 8] == found["8b", 4, 9]
+    assert 800 < found["8b", 1, 9] < 1200 and found["8b", 1, 8] == found["70b", 1, 9] == 512 < found["70b", 4, 9]
+
+
+@pytest.mark.parametrize("length", [513, 700, 1000])
+def test_a_long_prompt_and_message_of_a_graph(length, monkeypatch):
+    monkeypatch.setattr(reference, "SCORES_AT_ONCE", 1 << 30)  # in chunks it looks for the visible keys on the host
+    llama = tiny("llama", max_position_embeddings=4096)
+    ids = torch.randint(2, 128, (1, length), generator=torch.Generator().manual_seed(1))
+    cut = length // 3
+    want = [generate(llama, {"input_ids": each}) for each in (ids, ids[:, :cut])]
+    with hf_fastattn.patch(llama) as patch:
+        patch._graphs.most = 2048
+        for _ in range(4):
+            assert torch.equal(generate(llama, {"input_ids": ids}), want[0])
+        assert {entry.tokens for entries in patch._graphs.entries.values() for entry in entries if entry.graph} >= {
+            1,
+            -(-length // 128) * 128,
+        }
+        for _ in range(3):  # the rest of the text as a message
+            cache = generate(llama, {"input_ids": ids[:, :cut]}, max_new_tokens=1, return_dict_in_generate=True).past_key_values
+            cache.crop(cut - cache.get_seq_length())
+            assert torch.equal(generate(llama, {"input_ids": ids}, past_key_values=cache), want[0])
+    assert not patch.reasons
 
 
 def test_packed_sequences_are_not_read_by_a_graph(llama):

@@ -11,7 +11,7 @@ import torch
 from .. import step as steps
 from ..step import EAGER
 from .contract import Storage
-from .layers import Layer, Track
+from .layers import SLACK, Layer, Track
 from .reorder import Tables, reorder
 
 
@@ -20,6 +20,11 @@ class StaticStorage(Storage):
 
     takes_many = takes_prompts = True
     layers: list[Layer]
+
+    @property
+    def most_tokens(self) -> int:  # type: ignore[override]
+        """A layer with a window has room for SLACK more than that."""
+        return SLACK if any(track.window is not None for track in self.tracks) else 1 << 62
 
     def __init__(self, windows: list[int | None], capacity: int, growable: bool = True):
         self.tracks = [self.make_track(window, capacity, growable) for window in dict.fromkeys(windows)]
