@@ -365,6 +365,7 @@ SECTIONS: list[tuple[str, str, Callable[[dict], str]]] = [
     ("families", "families.json", sections_steps.families),
     ("families_h100", "families_h100.json", sections_steps.families),
     ("modes", "modes.json", sections_steps.modes),
+    ("modes_1b", "modes_1b.json", sections_steps.modes),
     ("quantised", "quantised.json", sections_steps.quantised),
     ("ranks", "ranks_8b.json", partial(ranks, cases=["1x2097152"])),
     ("ranks_8b_of8", "ranks_8b_of8.json", partial(ranks, counts=())),
