@@ -7,8 +7,14 @@ from __future__ import annotations
 
 import array
 import collections
+import contextlib
 import ctypes
+import dataclasses
+import enum
 import functools
+import importlib
+import itertools
+import logging
 import os
 import random
 import sys
@@ -20,6 +26,7 @@ import pytest
 import torch
 from models import prompts, tiny
 from torch import nn
+from transformers import LlamaConfig
 
 import hf_fastattn
 from hf_fastattn import hf
@@ -273,6 +280,59 @@ class Objects(UserList):
         return np.array([1.0, None], dtype=object)
 
 
+class Mode(enum.Enum):
+    ONE, FIVE = 1.0, 5.0
+
+
+@dataclasses.dataclass
+class Choice:
+    mode: Mode = Mode.ONE
+
+
+class EnumOfHeld(Scaled):
+    """All members are reached by the class, too."""
+
+    def new(self):
+        return Choice()
+
+    def read(self):
+        return self.held.mode.value
+
+
+TABLE = {"one": lambda: 1.0, "five": lambda: 5.0}
+
+
+class FromTable(Scaled):
+    def new(self):
+        return TABLE["one"]
+
+    def read(self):
+        return self.held()
+
+
+class RemoteConfig(LlamaConfig):
+    model_type = "llama"
+    by = 1.0
+
+
+class OfConfig(Scaled):
+    def new(self):
+        return RemoteConfig(hidden_size=64, num_attention_heads=4)
+
+    def read(self):
+        return self.held.by
+
+
+class ByText(Scaled):
+    def read(self):
+        return getattr(SETTINGS, "BY")  # noqa: B009
+
+
+class ImportByText(Scaled):
+    def read(self):
+        return importlib.import_module("settings_of_the_test").BY
+
+
 class CType(Scaled):
     def new(self):
         return ctypes.c_double(1.0)
@@ -313,7 +373,10 @@ READERS = {
     ClassOfHeld: lambda module, value: setattr(Config, "by", value),
     ReplacedMethod: put_method,
     Metaclass: lambda module, value: setattr(Meta, "by", value),
-    **dict.fromkeys([Import, ImportFrom], lambda module, value: put_in_file(value)),
+    EnumOfHeld: lambda module, value: setattr(module.held, "mode", Mode(value)),
+    FromTable: lambda module, value: setattr(module, "held", TABLE["one" if value == 1.0 else "five"]),
+    OfConfig: lambda module, value: setattr(RemoteConfig, "by", value),
+    **dict.fromkeys([Import, ImportFrom, ByText, ImportByText], lambda module, value: put_in_file(value)),
     **dict.fromkeys([Environment, Getenv], lambda module, value: os.environ.__setitem__(VARIABLE, str(value))),
     LruCache: put_lru,
     OfFunction: lambda module, value: setattr(with_attribute, "by", value),
@@ -352,6 +415,86 @@ def test_a_value_that_a_forward_reads(reader):
     put(module, 1.0)
 
 
+class Attributes:
+    def __init__(self):
+        vars(self)["_values"] = {"a": 1}
+
+    def __getattr__(self, name):
+        return self._values[name]
+
+
+class Counted:
+    ids = itertools.count()
+
+    def log(self):
+        import pandas  # not installed, perhaps
+
+        return pandas.DataFrame(), BY, next(self.ids)
+
+    def read(self):
+        return self.steps, self.outputs
+
+
+@functools.lru_cache
+def by_length(tokens):
+    return 1.0 + tokens
+
+
+class ByLength(Scaled):
+    def forward(self, x):
+        return self.inner(x) * by_length(x.shape[1])
+
+
+@dataclasses.dataclass(slots=True)
+class Slots:
+    a: int = 1
+
+
+@contextlib.contextmanager
+def nothing():
+    yield
+
+
+HELD = {
+    "object with __getattr__": Attributes,
+    "object whose class counts": Counted,
+    "logger": lambda: logging.getLogger("of the test"),
+    "slots": Slots,
+    "context manager": lambda: nothing,
+    "method of a file": lambda: sys.stderr.write,
+    "view of a large array": lambda: np.broadcast_to(np.ones(1), (20000, 1000)),
+    "types": lambda: [int, np.float32, Slots, enum.Enum, np.dtype("f4"), np.random.default_rng(0)],
+}
+steps = outputs = 0
+
+
+@pytest.mark.parametrize("kind", [*HELD, "cache by length"])
+def test_steps_are_captured_once_whatever_a_module_holds(kind):
+    global steps
+    inputs = prompts("no_padding", "cpu", rows=1)
+    model, module = model_with(ByLength if kind == "cache by length" else Static)
+    if kind != "cache by length":
+        module.held = HELD[kind]()
+    want = generate(model, inputs)
+    with hf_fastattn.patch(model) as patch:
+        for _ in range(3):
+            assert torch.equal(generate(model, inputs), want)
+            steps += 1  # which no step reads
+    assert (patch.captures, patch.reasons) == (1, [])
+
+
+def test_a_held_generator_of_random_numbers_is_not_frozen():
+    inputs = prompts("no_padding", "cpu", rows=1)
+    for make in (lambda: random.Random(1), lambda: np.random.default_rng(1)):
+        model, module = model_with(Scaled)
+        module.read = functools.partial(lambda module: 1.0 + module.held.random(), module)
+        module.held = make()
+        want = [generate(model, inputs) for _ in range(3)]
+        module.held = make()
+        with pytest.warns(match="changes values that the next step reads"), hf_fastattn.patch(model):
+            assert torch.equal(generate(model, inputs), want[0])
+
+
 def test_functions_read_different_names_of_one_file():
     class Two(Scaled):
         def read(self):
@@ -379,9 +522,12 @@ def test_an_array_that_is_too_large_to_compare_and_a_weak_proxy_are_refused(monk
     with pytest.raises(Uncapturable, match=r"mlp\.held refers to 1600 bytes \(ndarray\), too many to compare"):
         survey.survey(model)
     kept = Helper()
-    module.held = weakref.proxy(kept)
-    with pytest.raises(Uncapturable, match=r"mlp\.held is a weak proxy"):
-        survey.survey(model)
+    for of in (kept, model.model.norm):
+        module.held = None
+        module.held = weakref.proxy(of)
+        with pytest.raises(Uncapturable, match=r"mlp\.held is a weak proxy"):
+            survey.survey(model)
+        del module.held
 
 
 def test_code_of_installed_packages_is_not_followed_from_an_object():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
+import random
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -17,7 +20,7 @@ from .cuda_graph import Graph, T
 from .entry import Entry, Inputs
 from .fingerprint import Uncapturable
 from .survey import survey, surveyed
-from .undo import Mark, Randoms, undo
+from .undo import Mark, undo
 from .unread import unread_by
 from .written import Written
 
@@ -106,11 +109,36 @@ class Recorder:
         return logits
 
 
+class _Randoms:
+    """The states of the random number generators of the host: Python's, those of torch and NumPy, without that of `device`."""
+
+    def __init__(self, device: torch.device):
+        numpy: Any = sys.modules.get("numpy.random")
+        self.python = random.getstate()
+        self.torch = None if device.type == "cpu" else torch.random.get_rng_state()
+        self.numpy = None if numpy is None else numpy.get_state(legacy=False)
+
+    def changed(self, device: torch.device) -> bool:
+        """Whether numbers have been drawn since."""
+        return pickle.dumps(self._states()) != pickle.dumps(_Randoms(device)._states())
+
+    def _states(self) -> tuple[object, ...]:
+        return self.python, None if self.torch is None else self.torch.tolist(), self.numpy
+
+    def restore(self) -> None:
+        random.setstate(self.python)
+        if self.torch is not None:
+            torch.random.set_rng_state(self.torch)
+        if self.numpy is not None:
+            sys.modules["numpy.random"].set_state(self.numpy)
+
+
 def _rehearsed(new: Graph, device: torch.device, body: Callable[[], T]) -> T:
     """The result of a rehearsal. Raises RuntimeError if the step draws random numbers on the host, which a replay does not."""
-    before = Randoms(device)
+    before = _Randoms(device)
     result = new.rehearse(body)
     if before.changed(device):
+        before.restore()  # the step runs again
         raise RuntimeError("it draws random numbers on the host")
     return result
 

@@ -10,20 +10,36 @@ import threading
 import types
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, ValuesView
 from typing import Any
 
 import torch
 
 from .. import hf, registry
 from ..caches import forward
-from .code import environment, imported_by, is_installed, is_library, is_of_library, looks_up_any, names_in, run_by
+from .code import (
+    bytes_of,
+    globals_in,
+    imported_by,
+    is_installed,
+    is_library,
+    is_of_library,
+    is_of_package,
+    looked_up_by_text,
+    names_in,
+    run_by,
+    runs_own_code,
+    slots_of,
+    state_of,
+    words_in,
+)
 from .fingerprint import Record, Uncapturable
 
 LIMIT = 4000  # number of objects, besides modules, tensors and scalars, in one fingerprint
 OF_A_WEIGHT = 16  # further ones for each tensor of a subclass: what describes a quantised weight
 SCALARS = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
 LARGEST = 64 << 20  # bytes of an array, or of another object with memory of its own, that are read in each comparison
+PROXIES: tuple[type, ...] = (weakref.ProxyType, weakref.CallableProxyType)
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 MODULE_ATTRIBUTES = frozenset(vars(torch.nn.Module())) | {"_is_hf_initialized"}
 _BASES = frozenset({object, torch.nn.Module, hf.PreTrainedModel, *hf.PreTrainedModel.__mro__})
@@ -42,6 +58,8 @@ class Walker:
         self.held: list[object] = []
         self.devices: set[torch.device] = set()
         self.seen: dict[int, str] = {}  # id of a visited object: where it was
+        self.counts: collections.Counter[str] = collections.Counter()
+        self.lenient = 0  # > 0: within the class of an object, whose methods a step may not run
         self.kept: list[object] = []  # keeps visited objects alive while their ids are in `seen`
         self.configs: list[hf.PreTrainedConfig] = []
         self.classes: dict[type, tuple[Values, frozenset[str]]] = {}  # results of known()
@@ -96,6 +114,8 @@ class Walker:
         records, seen, held, classes = [], self.seen, self.held, self.classes
         for path, module in tree(root, top):
             values, cls = vars(module), type(module)
+            if type(module) in PROXIES:
+                raise Uncapturable(f"{path} is a weak proxy, and what it refers to cannot be compared")
             ref = weakref.ref(module)
             held.append(ref)
             if id(module) in seen:
@@ -138,7 +158,8 @@ class Walker:
         for base in cls.__mro__:
             if base in _BASES:
                 continue
-            ours = is_library(base.__module__)
+            installed = is_installed(base.__module__) and not issubclass(base, torch.nn.Module)
+            ours = installed or is_library(base.__module__)
             self.bases.append(base)
             self.foreign |= not ours
             for name, value in vars(base).items():
@@ -148,7 +169,7 @@ class Walker:
                 elif type(value) in SCALARS:
                     found += name, value
                 elif not name.startswith("__"):
-                    followed = not ours or _runs_own_code(value)
+                    followed = not ours or runs_own_code(value)
                     found += name, self.value(value) if followed else self.same(value)
         if self.foreign and not is_installed(type(cls).__module__):
             found.append(self.value(type(cls)))
@@ -159,8 +180,11 @@ class Walker:
         cls = type(value)
         if is_installed(cls.__module__):
             return (self.same(cls),)
-        attributes = [*getattr(value, "__dict__", {}).items(), *((name, getattr(value, name, None)) for name in _slots(cls))]
-        return self.same(cls), self.value(cls), *((name, self.value(item)) for name, item in attributes)
+        self.lenient += 1
+        followed = self.value(cls)
+        self.lenient -= 1
+        attributes = [*getattr(value, "__dict__", {}).items(), *((name, getattr(value, name, None)) for name in slots_of(cls))]
+        return self.same(cls), followed, *((name, self.value(item)) for name, item in attributes)
 
     # ---- values ----
 
@@ -171,9 +195,11 @@ class Walker:
             return value if value == value else "nan"
         if id(value) in self.seen:
             return "seen", self.seen[id(value)]
+        if kind in PROXIES:
+            raise Uncapturable(f"{self.where} is a weak proxy, and what it refers to cannot be compared")
         if isinstance(value, torch.Tensor):
             return self.tensor(value)
-        if isinstance(value, types.ModuleType) or (isinstance(value, type) and is_library(value.__module__)):
+        if isinstance(value, types.ModuleType) or (isinstance(value, type) and is_of_package(value)):
             return self.same(value)
         if isinstance(value, torch.nn.Module):
             self.outside.append(value)
@@ -183,7 +209,7 @@ class Walker:
         self._visited(value)
         if isinstance(value, hf.PreTrainedConfig):
             self.configs.append(value)
-            return self.same(value)
+            return self.same(value) if is_installed(kind.__module__) else (self.same(value), self.value(kind))
         self.left -= 1
         if not self.left:
             raise Uncapturable(f"{self.where or 'the model'} has attributes that refer to more objects than can be compared")
@@ -198,19 +224,26 @@ class Walker:
             return *self._kind(value), *map(self.value, parts)
         if isinstance(value, (list, tuple, set, frozenset, collections.deque, collections.UserList, collections.UserString)):
             return *self._kind(value), *(self.value(item) for item in value)
+        if isinstance(value, (KeysView, ValuesView, ItemsView)):
+            return self.same(value), *map(self.value, value)
+        if (state := state_of(value)) is not None:  # that of random numbers
+            return self.same(value), state
         if isinstance(value, Mapping):
-            return *self._kind(value), *((self.value(key), self.value(item)) for key, item in value.items())
-        if (content := _bytes_of(value)) is not None:
+            factory = self.value(value.default_factory if isinstance(value, collections.defaultdict) else None)
+            return *self._kind(value), factory, *((self.value(key), self.value(item)) for key, item in value.items())
+        if (content := bytes_of(value)) is not None:
+            if content.nbytes > LARGEST and content.readonly:
+                return *self._kind(value), self.same(value)
             if content.nbytes > LARGEST:
                 raise Uncapturable(f"{self.where} refers to {content.nbytes} bytes ({type(value).__name__}), too many to compare")
             if content.format == "O":
                 return *self._kind(value), self.value(value.tolist())
-            return *self._kind(value), self.same(value), zlib.crc32(content if content.c_contiguous else content.tobytes())
+            return *self._kind(value), self.same(value), zlib.crc32(content if content.c_contiguous else content.tobytes("A"))
         if isinstance(value, contextvars.ContextVar):
             return self.same(value), self.value(value.get(None))
-        if type(value) in (weakref.ProxyType, weakref.CallableProxyType):
-            raise Uncapturable(f"{self.where} is a weak proxy, and what it refers to cannot be compared")
         if isinstance(value, Iterator):
+            if self.lenient:
+                return self.same(value)
             raise Uncapturable(f"{self.where} refers to an iterator ({type(value).__name__}), which a step may advance")
         if not is_installed(type(value).__module__):
             return *self._kind(value), self.same(value)
@@ -221,7 +254,7 @@ class Walker:
         ):
             for name, item in getattr(value, "__dict__", {}).items():
                 found += name, self.value(item)
-            for name in _slots(type(value)):
+            for name in slots_of(type(value)):
                 found += name, self.value(getattr(value, name, None))
         return tuple(found)
 
@@ -285,26 +318,22 @@ class Walker:
         found += [value_of(value) for value in (function.__defaults__ or ())]
         found += [(name, value_of(value)) for name, value in (function.__kwdefaults__ or {}).items()]
         names = function.__globals__
-        for name in names_in(function.__code__):
+        for name in names_in(function.__code__) if ours else globals_in(function.__code__):
             value = names.get(name, _MISSING)
             if value is not _MISSING:
                 found += name, value_of(value)
             if isinstance(value, types.ModuleType) and not ours:
-                found += self._file(value, names_in(function.__code__))
+                found += self._file(value, words_in(function.__code__))
         if not ours:
-            for module in imported_by(function):
-                found += self._file(module, names_in(function.__code__))
-            found += [(name, self.value(value)) for name, value in vars(function).items()]
-            found.append(self.value(environment(names_in(function.__code__))))
-            if looks_up_any(names_in(function.__code__)):
-                plain = [(name, value) for name, value in names.items() if type(value) in SCALARS and not name.startswith("_")]
-                found += [(name, self.value(value)) for name, value in plain]
+            for module in filter(lambda module: not is_installed(module.__name__), imported_by(function)):
+                found += self._file(module, words_in(function.__code__))
+            found += [(name, self.value(value)) for name, value in (*vars(function).items(), *looked_up_by_text(function))]
         return tuple(found)
 
     def _file(self, module: types.ModuleType, names: tuple[str, ...]) -> list[object]:
         """The values of these names in a module of the user's."""
         found: list[object] = []
-        if is_library(module.__name__):
+        if is_library(module.__name__) or (self.lenient and is_installed(module.__name__)):
             return found
         for name in names:
             if name in vars(module) and (id(module), name) not in self.read:
@@ -329,7 +358,8 @@ class Walker:
         """Whether this object was already visited in this walk; marks it as visited."""
         if id(thing) in self.seen:
             return True
-        self.seen[id(thing)] = self.where
+        self.counts[self.where] += 1  # objects at one place are told apart by their order
+        self.seen[id(thing)] = f"{self.where}#{self.counts[self.where]}"
         self.kept.append(thing)
         return False
 
@@ -353,22 +383,3 @@ def check_hooks(module: torch.nn.Module) -> None:
         if not forward.is_ours(hook) and not hf.is_inert_hook(hook):
             name = getattr(hook, "__qualname__", type(hook).__qualname__)
             raise Uncapturable(f"{type(module).__name__} has the forward hook {name}, and a graph would not run it")
-
-
-def _bytes_of(value: Any) -> memoryview | None:
-    """The content of an array of numpy, of ctypes or of the standard library; None for other objects."""
-    try:
-        return memoryview(value)
-    except (TypeError, ValueError, BufferError):  # ValueError: an array of numpy whose dtype memoryview does not know
-        return memoryview(value.tobytes()) if hasattr(value, "tobytes") and hasattr(value, "dtype") else None
-
-
-def _runs_own_code(member: object) -> bool:
-    """Whether a member of a class of a library runs a function that is not of a library."""
-    return any(isinstance(each, types.FunctionType) and not is_of_library(each) for each in run_by(member) or ())
-
-
-def _slots(cls: type) -> Iterator[str]:
-    for base in cls.__mro__:
-        slots = vars(base).get("__slots__", ())
-        yield from (slots,) if isinstance(slots, str) else slots
