@@ -205,7 +205,7 @@ def check(name: str, model: hf.PreTrainedModel, prompt: Prompt, args: argparse.N
         free(model.device)
         return found, replays
 
-    (ours, again), replayed = steps(name, 12, calls=2)
+    (*_, ours, again), replayed = steps(name, 12, calls=CALLS + 1)  # both read the prompt by the same graph, if it has one
     (uncaptured,), _ = steps(name, 12, graph=False, fuse=False)
     if few_heads:
         (stock,), _ = steps(name, 6, backend="fa2", graph=False, fuse=False)

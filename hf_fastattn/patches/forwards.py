@@ -20,7 +20,7 @@ from .. import hf
 from ..caches.contract import FEW, Storage
 from ..caches.stored import StoredCache
 from ..kernels.spans import restarts
-from .buckets import bucket, most_tokens, several, tokens_in
+from .buckets import bucket, launch_bound, most_tokens, several, tokens_in
 from .entry import Entry, Inputs, grows, unpaddable
 from .fingerprint import Uncapturable
 from .graph import DecodeGraphs, why_not_read
@@ -61,6 +61,7 @@ class Forwards:
         self.recorder = Recorder(graphs, model, run)
         self.say = say
         self.refused = refused
+        self.most = graphs.most = graphs.most or launch_bound(model)
         self.unmasked = unmasked
         self.prompt = prompt
         self.chunked = chunked
@@ -114,7 +115,7 @@ class Forwards:
         if self.refused is not None or ids is None or not isinstance(cache, StoredCache):
             return False
         storage, empty = cache.storage, not tokens_in(cache)
-        if ids.shape[1] > most_tokens(storage, len(ids), self.graphs.most) or (empty and not storage.takes_prompts):
+        if ids.shape[1] > most_tokens(storage, len(ids), self.most) or (empty and not storage.takes_prompts):
             return False
         if given.get("attention_mask") is not None and not (storage is self.unmasked or storage.takes_mask):
             return False  # it may say that new tokens are padding
@@ -145,7 +146,7 @@ class Forwards:
             return "the forward before it has added no token to the cache (as with gradient checkpointing in training mode)"
         if ids.shape[1] > 1 and not cache.storage.takes_many:
             return f"a step has several tokens, and steps over a {type(cache).__name__} are captured for one"
-        if ids.shape[1] > (most := most_tokens(cache.storage, len(ids), self.graphs.most)):
+        if ids.shape[1] > (most := most_tokens(cache.storage, len(ids), self.most)):
             return f"a step has more than {most} tokens of each row, the most that a graph of {len(ids)} rows has"
         if not (self.adds_ones or cache.storage.takes_mask or _adds_one(mask, tokens_in(cache))):
             return f"a step is given a mask with more than ones added, and steps over a {type(cache).__name__} read none"

@@ -24,7 +24,6 @@ from ..context_parallel import Shares
 from ..streaming import Settings, refresh
 from . import graph as graphs
 from . import ranks as several_ranks
-from .buckets import launch_bound
 from .call_caches import CallCaches, covered
 from .calls import Call, CallsOfThread, ahead, running
 from .copies import copied, not_pickled
@@ -53,7 +52,6 @@ class Generation:
         self.graph = graph
         self.ranks = several_ranks.of(model)
         self.graphs = graphs.DecodeGraphs(self.ranks)
-        self.graphs.most = launch_bound(model)
         self.reasons: list[str] = []
         self.had: dict[str, Any] = {}  # previous attributes of the instance by method name, or _MISSING
         self.signatures: dict[str, tuple[object, inspect.Signature]] = {}  # by method name: a function, and that of its method

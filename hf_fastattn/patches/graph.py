@@ -18,7 +18,6 @@ import torch
 from .. import hf, registry
 from ..caches.contract import Storage
 from ..caches.stored import StoredCache
-from .buckets import MOST
 from .cuda_graph import CudaGraph, Graph
 from .entry import Entry, Inputs
 from .fingerprint import Fingerprint
@@ -64,7 +63,7 @@ class DecodeGraphs:
         self.lock = threading.RLock()
         self.clock = itertools.count(1)
         self.captures = self.replays = self.uncaptured = 0
-        self.most = MOST  # tokens of all rows in a graph
+        self.most: int | None = None  # tokens of all rows in a graph; None before the first call
         self.closed = False  # whether the patch is undone
         self.changes = 0  # consecutive calls in which the model had changed
         self.changed: list[str] = []  # the names of the last changes
