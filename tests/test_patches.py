@@ -853,7 +853,7 @@ def test_transformers_own_compile_on_request(captured, llama):
     compile_config = CompileConfig(backend="eager")
     compile_config._compile_all_devices = True
     with hf_fastattn.patch(llama) as patch:
-        with pytest.warns(UserWarning, match="cache_implementation='static' was requested"):
+        with pytest.warns(UserWarning, match="compile_config was passed"):
             out = generate(llama, inputs, compile_config=compile_config, return_dict_in_generate=True)
         assert type(out.past_key_values) is StaticCache and hasattr(llama, "_compiled_call")
         assert torch.equal(out.sequences, expected) and patch.captures == 0

@@ -102,7 +102,8 @@ def _imports_in(code: types.CodeType) -> tuple[str, ...]:
 def imported_by(function: types.FunctionType) -> Iterator[types.ModuleType]:
     """The modules that its import statements name, if they have been imported: absolute names, and those within its package.
 
-    If it may import by text, also those that its strings name."""
+    If it may import by text, also those that its strings name.
+    """
     package, code = function.__globals__.get("__package__") or "", function.__code__
     by_text = not _IMPORTS.isdisjoint(names_in(code))
     for name in (*_imports_in(code), *(_texts_in(code) if by_text else ())):

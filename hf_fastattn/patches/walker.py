@@ -128,7 +128,7 @@ class Walker:
             known, skipped = classes[cls]
             if values["_forward_hooks"] or values["_forward_pre_hooks"]:
                 check_hooks(module)
-            training = values.get("training", None)
+            training = values.get("training")
             if training is None:
                 training = module.training  # a property of a compiled module
             if training and values.get("gradient_checkpointing"):
