@@ -13,6 +13,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import hf_fastattn
 from hf_fastattn import hf
+from hf_fastattn.hf import experts as hf_experts
 from hf_fastattn.kernels import HAS_TRITON, INTERPRETED, mixture
 from hf_fastattn.kernels.mixture import PLAIN, Layout, Weights
 from hf_fastattn.patches import experts, subclass
@@ -287,6 +288,14 @@ def test_in_a_graph_more_tokens_run_in_parts(launched):
         got = module(*arguments)
     assert launched == [True, True]
     torch.testing.assert_close(got, want)
+
+
+def test_a_hook_on_one_activation_says_nothing_of_other_modules(monkeypatch):
+    monkeypatch.setattr(hf_experts, "_layouts", {})
+    hooked = own_experts("mixtral")
+    hooked.act_fn.register_forward_hook(lambda module, args, out: out * 2)
+    assert isinstance(hf.expert_layout(hooked), str)
+    assert not isinstance(hf.expert_layout(own_experts("mixtral")), str)
 
 
 class Doubled(torch.nn.Module):
