@@ -121,8 +121,8 @@ def paper_ranks(result: dict) -> str:
 
 def paper_gpus(result: dict) -> str:
     return (
-        f"**The same over several GPUs**, which compute at the same time: microseconds per call on the slowest of them; of "
-        f"N of {GPUS}, each has the heads of one of {GPUS}; rows without figures were not run "
+        f"**The same over several GPUs**, which compute at the same time: microseconds per call on the slowest of them. "
+        f"2 of {GPUS} are two GPUs, each with the heads of one of {GPUS}. Rows without figures were not run "
         f"{by_method(result)}:\n\n{_divided(result)}"
     )
 
