@@ -82,7 +82,7 @@ def filled(model: hf.PreTrainedModel, prompt: Prompt) -> object:
     cache.reset()
     cache.reserve(prompt.ids.shape[1] + 128)
     copies, whole = hf.heads_of_ranks(model)
-    ranks = 1 if whole else getattr(model, "_tp_size", None) or 1
+    ranks = 1 if whole else hf.num_ranks(model)
     rows, tokens = prompt.ids.shape
     options = {"dtype": model.dtype, "device": model.device, "generator": torch.Generator(model.device).manual_seed(7)}
     for index, shape in enumerate(hf.layer_shapes(model.config)):

@@ -69,13 +69,11 @@ def expert_layout(module: torch.nn.Module) -> mixture.Layout | str:
     act = getattr(module, "act_fn", None)
     # By getattr(): a decode graph notices which attributes a step reads.
     numbers = tuple((name, getattr(module, name)) for name, value in vars(module).items() if type(value) in (int, float))
-    key, values = (type(module), str(act), numbers), [number for _, number in numbers]
-    if "_apply_gate" in vars(module) or (
-        act is not None and ("forward" in vars(act) or act._forward_hooks or act._forward_pre_hooks)
-    ):
-        return _examine(module, act, values)  # of this module alone
+    if act is not None and ("forward" in vars(act) or act._forward_hooks or act._forward_pre_hooks):
+        return f"the activation of {type(module).__name__} has a hook or a forward() of its own"
+    key = type(module), str(act), numbers
     if key not in _layouts:
-        _layouts[key] = _examine(module, act, values)
+        _layouts[key] = _examine(module, act, [number for _, number in numbers])
     return _layouts[key]
 
 

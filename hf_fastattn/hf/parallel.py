@@ -26,9 +26,14 @@ _HEAD = "_hf_fastattn_head"
 def tensor_parallel_mesh(model: object) -> DeviceMesh | None:
     """The ranks that share this model by tensor parallelism, as a mesh of one dimension; None if it is on one rank."""
     mesh: DeviceMesh | None = getattr(model, "_device_mesh", None)
-    if mesh is None or (getattr(model, "_tp_size", None) or 1) < 2:
+    if mesh is None or num_ranks(model) < 2:
         return None
     return mesh["tp"] if "tp" in (mesh.mesh_dim_names or ()) else mesh
+
+
+def num_ranks(model: object) -> int:
+    """The number of ranks that share this model by tensor parallelism; 1 if it is on one rank."""
+    return getattr(model, "_tp_size", None) or 1
 
 
 def is_stage(model: object) -> bool:
@@ -45,7 +50,7 @@ def is_shared(model: PreTrainedModel | PreTrainedConfig) -> bool:
 
 def local_kv_heads(model: PreTrainedModel) -> list[int]:
     """The number of KV heads of each layer on this rank. Raises ValueError if they cannot be divided among the ranks."""
-    return kv_heads_of_rank(model, getattr(model, "_tp_size", None) or 1)
+    return kv_heads_of_rank(model, num_ranks(model))
 
 
 def kv_heads_of_rank(model: PreTrainedModel, ranks: int) -> list[int]:
@@ -73,7 +78,7 @@ def heads_of_ranks(model: PreTrainedModel) -> tuple[int, bool]:
 
     Raises ValueError if each query head and its KV head cannot be on one rank, and for latent attention.
     """
-    name, ranks = type(model).__name__, getattr(model, "_tp_size", None) or 1
+    name, ranks = type(model).__name__, num_ranks(model)
     if getattr(model.config.get_text_config(decoder=True), "kv_lora_rank", None):
         raise ValueError(
             f"{name} has latent attention: its own code computes K and V from all that a cache holds. Leave out kv=."

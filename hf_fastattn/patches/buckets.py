@@ -38,9 +38,9 @@ def launch_bound(model: hf.PreTrainedModel) -> int:
 
     It is the same on all ranks of a model, which must capture alike, even if their GPUs differ.
     """
-    ranks: int = getattr(model, "_tp_size", None) or 1
     if model.device.type != "cuda":
         return MOST
+    ranks = hf.num_ranks(model)
     tables = {id(each.weight) for each in (model.get_input_embeddings(), model.get_output_embeddings()) if each is not None}
     weights = sum(p.numel() for p in model.parameters() if p.dim() > 1 and id(p) not in tables) / ranks
     layers: int = model.config.get_text_config(decoder=True).num_hidden_layers

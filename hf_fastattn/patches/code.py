@@ -18,7 +18,6 @@ from .. import hf
 
 LIBRARIES = frozenset({"torch", "transformers", "peft", "accelerate", "hf_fastattn", "triton", *sys.stdlib_module_names})
 _INSTALLED = frozenset({"site-packages", "dist-packages"})  # folders
-_NONE = types.ModuleType("")
 _LOADS = frozenset({"LOAD_GLOBAL", "LOAD_NAME"})
 _IMPORTS = frozenset({"modules", "import_module", "__import__"})
 _ENVIRONMENT = frozenset({"environ", "environb", "getenv", "getenvb"})
@@ -35,7 +34,7 @@ def is_of_library(function: types.FunctionType) -> bool:
 
 def is_installed(module: Any) -> bool:
     """Whether the module of this name is of a library or of another package that is installed, and not of the user's own code."""
-    return is_library(module) or _is_in_folder(vars(sys.modules.get(module, _NONE)).get("__file__"))
+    return is_library(module) or _is_in_folder(getattr(sys.modules.get(module), "__dict__", {}).get("__file__"))
 
 
 @functools.lru_cache(4096)
@@ -86,6 +85,7 @@ def _texts_in(code: types.CodeType) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*(const for const in code.co_consts if isinstance(const, str)), *inner)))
 
 
+@functools.lru_cache(4096)
 def words_in(code: types.CodeType) -> tuple[str, ...]:
     """The names that the code of a function may look up in a module: global names, attributes, and strings for getattr()."""
     return *names_in(code), *_texts_in(code)
@@ -100,7 +100,7 @@ def _imports_in(code: types.CodeType) -> tuple[str, ...]:
 
 
 def imported_by(function: types.FunctionType) -> Iterator[types.ModuleType]:
-    """The modules that its import statements name, if they have been imported: absolute names, and those within its package.
+    """The user's modules that its import statements name, if they are imported: absolute names, and those within its package.
 
     If it may import by text, also those that its strings name.
     """
@@ -114,7 +114,7 @@ def imported_by(function: types.FunctionType) -> Iterator[types.ModuleType]:
             within = within.rpartition(".")[0]
         for each in names:
             module = sys.modules.get(each)
-            if isinstance(module, types.ModuleType):
+            if isinstance(module, types.ModuleType) and not is_installed(each):
                 yield module
 
 
@@ -156,13 +156,16 @@ def runs_own_code(member: object) -> bool:
     return any(isinstance(each, types.FunctionType) and not is_of_library(each) for each in run_by(member) or ())
 
 
-def slots_of(cls: type) -> Iterator[str]:
-    for base in cls.__mro__:
+def attributes_of(value: object) -> Iterator[tuple[str, object]]:
+    """The names and values of an object's own attributes, in its dict and in slots."""
+    yield from getattr(value, "__dict__", {}).items()
+    for base in type(value).__mro__:
         slots = vars(base).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
             if name not in ("__dict__", "__weakref__"):
                 private = name.startswith("__") and not name.endswith("__")
-                yield f"_{base.__name__.lstrip('_')}{name}" if private else name
+                name = f"_{base.__name__.lstrip('_')}{name}" if private else name
+                yield name, getattr(value, name, None)
 
 
 def is_of_package(cls: type) -> bool:

@@ -27,7 +27,7 @@ WAIT = 600.0  # seconds that a rank waits for another that is slow
 GRACE = 2.0  # seconds in which ranks leave a call by themselves, after one of them has failed
 EXIT = 10.0  # seconds that the exit of a process waits for an abort
 POLL = 0.25  # seconds between two checks for a failure
-PAUSES = 5e-5, 0.02  # shortest and longest seconds between two checks for the values of other ranks
+SHORTEST, PAUSE = 5e-5, 0.02  # seconds between two checks for the values of other ranks, at least and at most
 KEPT = 8  # calls whose keys stay in the store, for ranks that are behind
 _WITHDRAWN = ("", None)  # the value of a rank that no longer waits for the others
 _LEFT = "its patch was undone, its process ended, or an earlier call failed there."
@@ -111,8 +111,8 @@ class Exchange:
         began = time.monotonic()
         while (found := self._read(keys)) is None:
             waited = time.monotonic() - began
-            pause = sorted((*PAUSES, waited / 16))[1]  # a rank that comes late makes the others little later
-            failed = self.failed(self.call) if pause == PAUSES[1] else None
+            pause = min(max(waited / 16, SHORTEST), PAUSE)  # a rank that comes late makes the others little later
+            failed = self.failed(self.call) if pause == PAUSE else None
             if failed is None and waited > limit:
                 failed = self._late(what, keys, limit)
             if failed is not None and self._read(keys) is None:

@@ -90,12 +90,10 @@ def _by_kernel(
     many = hidden_states.shape[0] > mixture.MAX_TOKENS
     if torch.compiler.is_compiling() or hidden_states.dim() != 2 or (many and not steps.captured()):
         return None
-    weights, layout, act = hf.expert_weights(module), hf.expert_layout(module), getattr(module, "act_fn", None)
+    weights, layout = hf.expert_weights(module), hf.expert_layout(module)
     if weights is None or isinstance(layout, str) or torch.is_autocast_enabled(hidden_states.device.type):
         return None
     if not all(subclass.has_kernels(tensor) for tensor in (hidden_states, *weights) if tensor is not None):
-        return None
-    if act is not None and ("forward" in vars(act) or act._forward_hooks or act._forward_pre_hooks):
         return None
     from ..kernels.decode import experts as kernel
 

@@ -308,7 +308,7 @@ def least_bytes(model: hf.PreTrainedModel, windows: list[int | None], rows: int,
     for shape, window in zip(hf.layer_shapes(model.config), windows, strict=False):
         kept = tokens if window is None else min(tokens, window - 1)
         total += kept * shape.num_kv_heads * (shape.head_dim + shape.value_dim)
-    return rows * total * model.dtype.itemsize // (getattr(model, "_tp_size", None) or 1)
+    return rows * total * model.dtype.itemsize // hf.num_ranks(model)
 
 
 def _random_state(device: torch.device) -> bytes:

@@ -77,7 +77,7 @@ class Recorder:
             raise Uncapturable("a layer quantises the inputs of all tokens by one scale, and those of a graph may be padding")
         before, tensors = surveyed(self.model)
         written, generator = Written(tensors), hf.generator_of(entry.device)
-        random = generator.get_state()
+        drawn = generator.get_state()
         with unread_by(self.model, before) as unread:
             new = graph.new_graph(entry.device, self.graphs.shared)
             outputs = ranks.attempt(partial(_rehearsed, new, entry.device), body, communicates=True)
@@ -98,7 +98,7 @@ class Recorder:
         except Uncapturable as error:  # other ranks wait for what this one finds
             reason = str(error)
         may_undo = not (values or reason) and written.can_undo()
-        if entry.tokens > 1 and not torch.equal(generator.get_state(), random):  # as many for the padding as for other tokens
+        if entry.tokens > 1 and not torch.equal(generator.get_state(), drawn):  # as many for the padding as for other tokens
             reason = reason or "a step of several tokens draws random numbers, and some of its tokens may be padding"
         if changed := [*values, *tensors_written]:
             reason = reason or f"a step changes values that the next step reads ({', '.join(changed[:3])})"
@@ -109,38 +109,26 @@ class Recorder:
         return logits
 
 
-class _Randoms:
-    """The states of the random number generators of the host: Python's, those of torch and NumPy, without that of `device`."""
-
-    def __init__(self, device: torch.device):
-        numpy: Any = sys.modules.get("numpy.random")
-        self.python = random.getstate()
-        self.torch = None if device.type == "cpu" else torch.random.get_rng_state()
-        self.numpy = None if numpy is None else numpy.get_state(legacy=False)
-
-    def changed(self, device: torch.device) -> bool:
-        """Whether numbers have been drawn since."""
-        return pickle.dumps(self._states()) != pickle.dumps(_Randoms(device)._states())
-
-    def _states(self) -> tuple[object, ...]:
-        return self.python, None if self.torch is None else self.torch.tolist(), self.numpy
-
-    def restore(self) -> None:
-        random.setstate(self.python)
-        if self.torch is not None:
-            torch.random.set_rng_state(self.torch)
-        if self.numpy is not None:
-            sys.modules["numpy.random"].set_state(self.numpy)
-
-
 def _rehearsed(new: Graph, device: torch.device, body: Callable[[], T]) -> T:
     """The result of a rehearsal. Raises RuntimeError if the step draws random numbers on the host, which a replay does not."""
-    before = _Randoms(device)
+    generators = _generators_of_host(device)
+    before = [get() for get, _ in generators]
     result = new.rehearse(body)
-    if before.changed(device):
-        before.restore()  # the step runs again
+    if pickle.dumps([get() for get, _ in generators]) != pickle.dumps(before):
+        for (_, put), state in zip(generators, before, strict=True):  # the step runs again
+            put(state)
         raise RuntimeError("it draws random numbers on the host")
     return result
+
+
+def _generators_of_host(device: torch.device) -> list[tuple[Callable[[], Any], Callable[[Any], object]]]:
+    """Functions that get and set the states of the random number generators of Python, NumPy and torch, not that of `device`."""
+    found: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [(random.getstate, random.setstate)]
+    if (numpy := sys.modules.get("numpy.random")) is not None:
+        found.append((partial(numpy.get_state, legacy=False), numpy.set_state))
+    if device.type != "cpu":
+        found.append((lambda: torch.get_rng_state().numpy(), lambda state: torch.set_rng_state(torch.from_numpy(state))))
+    return found
 
 
 def _replay(entry: Entry, recorded: Graph, inputs: Inputs) -> torch.Tensor:

@@ -18,6 +18,7 @@ import torch
 from .. import hf, registry
 from ..caches import forward
 from .code import (
+    attributes_of,
     bytes_of,
     globals_in,
     imported_by,
@@ -29,7 +30,6 @@ from .code import (
     names_in,
     run_by,
     runs_own_code,
-    slots_of,
     state_of,
     words_in,
 )
@@ -114,7 +114,7 @@ class Walker:
         records, seen, held, classes = [], self.seen, self.held, self.classes
         for path, module in tree(root, top):
             values, cls = vars(module), type(module)
-            if type(module) in PROXIES:
+            if cls in PROXIES:
                 raise Uncapturable(f"{path} is a weak proxy, and what it refers to cannot be compared")
             ref = weakref.ref(module)
             held.append(ref)
@@ -158,8 +158,7 @@ class Walker:
         for base in cls.__mro__:
             if base in _BASES:
                 continue
-            installed = is_installed(base.__module__) and not issubclass(base, torch.nn.Module)
-            ours = installed or is_library(base.__module__)
+            ours = is_of_package(base)
             self.bases.append(base)
             self.foreign |= not ours
             for name, value in vars(base).items():
@@ -183,8 +182,7 @@ class Walker:
         self.lenient += 1
         followed = self.value(cls)
         self.lenient -= 1
-        attributes = [*getattr(value, "__dict__", {}).items(), *((name, getattr(value, name, None)) for name in slots_of(cls))]
-        return self.same(cls), followed, *((name, self.value(item)) for name, item in attributes)
+        return self.same(cls), followed, *((name, self.value(item)) for name, item in attributes_of(value))
 
     # ---- values ----
 
@@ -252,10 +250,8 @@ class Walker:
             isinstance(value, (types.SimpleNamespace, threading.local))
             or type(value).__module__.partition(".")[0] not in sys.stdlib_module_names
         ):
-            for name, item in getattr(value, "__dict__", {}).items():
+            for name, item in attributes_of(value):
                 found += name, self.value(item)
-            for name in slots_of(type(value)):
-                found += name, self.value(getattr(value, name, None))
         return tuple(found)
 
     def tensor(self, tensor: torch.Tensor) -> Values:
@@ -325,7 +321,7 @@ class Walker:
             if isinstance(value, types.ModuleType) and not ours:
                 found += self._file(value, words_in(function.__code__))
         if not ours:
-            for module in filter(lambda module: not is_installed(module.__name__), imported_by(function)):
+            for module in imported_by(function):
                 found += self._file(module, words_in(function.__code__))
             found += [(name, self.value(value)) for name, value in (*vars(function).items(), *looked_up_by_text(function))]
         return tuple(found)

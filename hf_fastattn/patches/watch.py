@@ -32,7 +32,6 @@ from .walker import (
 )
 
 _flat = chain.from_iterable
-_TRAINING = ("training",)
 _TENSORS, _HOOKS = ("_parameters", "_buffers"), ("_forward_hooks", "_forward_pre_hooks")
 _GROUPS = ("_modules", *_TENSORS, *_HOOKS)
 _groups = itemgetter(*_GROUPS)
@@ -191,7 +190,7 @@ class _Attributes:
             constants = [name for name in own if _is_constant(attributes[name])]
             for name in (name for name in own if name not in constants):
                 (closures if Closures.hold(attributes[name]) else self.others).append((index, name))
-            names = (*_TRAINING[: "training" in attributes], *constants)  # of a compiled module it is a property
+            names = tuple(name for name in ("training", *constants) if name in attributes)  # of a compiled module a property
             if names:
                 groups.setdefault(names if names[1:] else names * 2, []).append(index)  # of one name, itemgetter returns no tuple
         self.groups = [(itemgetter(*names), indices) for names, indices in groups.items()]
