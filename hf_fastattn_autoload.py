@@ -1,4 +1,6 @@
-"""Makes `attn_implementation="lean"` known to Transformers in a process that does not import hf_fastattn.
+"""Makes `attn_implementation="lean"` known to Transformers, and `--model hf-fastattn` to lm-eval.
+
+This is for processes that do not import hf_fastattn.
 
 torch calls `autoload()` at the end of `import torch`, as an entry point of the group "torch.backends". The module is outside the
 package, whose import brings Transformers and Triton. HF_FASTATTN_AUTOLOAD=0 turns it off.
@@ -8,7 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,52 +23,58 @@ if TYPE_CHECKING:
     from transformers.masking_utils import AttentionMaskInterface
 
 NAMES = ("batch_invariant", "fa2", "lean", "reference", "split_kv")  # the exact backends
-AWAITED = "transformers.modeling_utils"
+LM, LM_CLASS = "hf-fastattn", "hf_fastattn.evaluate.hflm:FastHFLM"  # the model type of lm-eval
 
 
 def autoload() -> None:
-    """Register NAMES with Transformers, once it is imported. Never raises: that would break `import torch`."""
+    """Register NAMES and LM, once Transformers and lm-eval are imported. Never raises: that would break `import torch`."""
     if os.environ.get("HF_FASTATTN_AUTOLOAD") == "0":
         return
-    if _is_imported():
-        _register()
-    else:
-        sys.meta_path.insert(0, _Finder())
+    # lm-eval imports lm_eval.models, its own model types, only while it knows none.
+    for awaited, register in (("lm_eval.models", register_lm), ("transformers.modeling_utils", _register)):
+        if _is_imported(awaited):
+            register()
+        else:
+            sys.meta_path.insert(0, _Finder(awaited, register))
 
 
-def _is_imported() -> bool:
-    """Whether the awaited module is imported completely; while it imports torch it is not."""
-    module = sys.modules.get(AWAITED)
+def _is_imported(name: str) -> bool:
+    """Whether a module is imported completely; while Transformers imports torch it is not."""
+    module = sys.modules.get(name)
     return module is not None and not getattr(module.__spec__, "_initializing", False)
 
 
 class _Finder:
-    """Finds one module as the other finders do, and removes itself once that has been imported."""
+    """Finds one module as the other finders do, and once that has been imported calls `register` and removes itself."""
+
+    def __init__(self, awaited: str, register: Callable[[], None]):
+        self.awaited, self.register = awaited, register
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != AWAITED:
-            if _is_imported():  # its import began before this finder was installed
-                self.leave()
-                _register()
-            return None
+        if name != self.awaited:
+            if not _is_imported(self.awaited):
+                return None
+            self.leave()  # the import of the awaited module began before this finder was installed
+            self.register()
+        # Also for another module: Python's loop over the finders passes over the one behind a finder that has left.
         try:
             found = (finder.find_spec(name, path, target) for finder in list(sys.meta_path) if finder is not self)
             spec = next(spec for spec in found if spec is not None)
-            if spec.loader is not None:
+            if spec.loader is not None and name == self.awaited:
                 self._follow(spec.loader)
             return spec
         except Exception:  # the next finders report the error
             return None
 
     def _follow(self, loader: Loader) -> None:
-        """Register once this loader has executed its module."""
+        """Call `register` once this loader has executed its module."""
         execute = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
             vars(loader).pop("exec_module", None)  # the loader is restored
             execute(module)
             self.leave()
-            _register()
+            self.register()
 
         vars(loader)["exec_module"] = exec_module
 
@@ -84,6 +92,17 @@ def _register() -> None:
                 mask.register(name, partial(_mask, name))
                 attention.register(name, partial(_attention, name))
     except Exception:  # an incompatible Transformers, whose own error says that the name is unknown
+        pass
+
+
+def register_lm() -> None:
+    """A placeholder under LM, unless the name is taken. lm-eval imports its class when the name is asked for."""
+    try:
+        from lm_eval.api.registry import model_registry
+
+        if LM not in model_registry:
+            model_registry.register(LM, target=LM_CLASS)
+    except Exception:  # an incompatible lm-eval, whose own error says that the name is unknown
         pass
 
 

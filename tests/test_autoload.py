@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
 import tomllib
+from importlib.machinery import NamespaceLoader
+from importlib.util import spec_from_loader
 from pathlib import Path
 
 import pytest
@@ -21,6 +24,12 @@ from models import prompts, tiny
 inputs = prompts('left_padding', 'cpu', length=24)
 def tokens(model):
     return model.generate(**inputs, max_new_tokens=6, do_sample=False).tolist()
+"""
+
+WAITS = """
+import sys
+def waits():
+    return [finder.awaited for finder in sys.meta_path if type(finder).__module__ == 'hf_fastattn_autoload']
 """
 
 
@@ -59,10 +68,8 @@ def test_whatever_imports_torch_first(first, tmp_path):
 {first}
 from models import tiny
 assert tiny('llama', 'lean').config._attn_implementation == 'lean'
-import sys
-assert not any(type(finder).__module__ == 'hf_fastattn_autoload' for finder in sys.meta_path)
 """
-    run(tmp_path, script)
+    run(tmp_path, script + WAITS + "assert waits() == ['lm_eval.models'], waits()")
 
 
 def test_torch_alone_loads_one_small_module(tmp_path):
@@ -83,15 +90,13 @@ assert type(sys.meta_path[0]).__module__ == 'hf_fastattn_autoload'
 
 def test_lean_without_an_import(tmp_path):
     script = """
-import sys, torch
-def waits():
-    return any(type(finder).__module__ == 'hf_fastattn_autoload' for finder in sys.meta_path)
-assert waits()
+import torch
+assert 'transformers.modeling_utils' in waits()
 from importlib.util import find_spec
 find_spec('transformers.modeling_utils')  # looks, and imports nothing
 import transformers.modeling_utils as modeling
 import hf_fastattn_autoload
-assert not waits()
+assert waits() == ['lm_eval.models']
 assert 'exec_module' not in vars(modeling.__spec__.loader)
 names = set(modeling.AttentionInterface._global_mapping)
 """ + (
@@ -111,7 +116,7 @@ for name in hf_fastattn_autoload.NAMES:
         assert registry[name].func.__module__ == 'hf_fastattn.interface'
 """
     )
-    run(tmp_path, script)
+    run(tmp_path, WAITS + script)
 
 
 def test_compiled_in_one_graph(tmp_path):
@@ -181,3 +186,54 @@ assert AttentionMaskInterface()['split_kv'] is transformers.masking_utils.sdpa_m
 """
     )
     run(tmp_path, script)
+
+
+def test_no_import_fails_when_a_finder_leaves(monkeypatch):
+    """Python's loop over the finders passes over the one behind a finder that has left."""
+
+    class Next:
+        @staticmethod
+        def find_spec(name, path=None, target=None):
+            return spec_from_loader(name, NamespaceLoader(name, [], None)) if name == "found_by_the_next" else None
+
+    called = []
+    finder = hf_fastattn_autoload._Finder("json", lambda: called.append("json"))  # which is imported already
+    monkeypatch.setattr(sys, "meta_path", [finder, Next])
+    monkeypatch.delitem(sys.modules, "found_by_the_next", raising=False)
+    importlib.import_module("found_by_the_next")
+    assert called == ["json"] and sys.meta_path == [Next]
+    del sys.modules["found_by_the_next"]
+
+
+def test_lm_eval_alone_finds_its_model_type(tmp_path):
+    """It imports torch to set the seed, before it looks for the model type."""
+    pytest.importorskip("lm_eval")
+    script = """
+import sys, lm_eval.evaluator
+assert not {'torch', 'lm_eval.models', 'hf_fastattn'} & set(sys.modules)
+lm_eval.evaluator.simple_evaluate(model='hf-fastattn', model_args='pretrained=nowhere,backend=fast', tasks=['none'])
+"""
+    run(tmp_path, script, fails="ValueError: Unknown attention backend 'fast'; known backends: ")
+
+
+def test_lm_evals_model_types_imported_before_torch(tmp_path):
+    pytest.importorskip("lm_eval")
+    script = """
+import lm_eval.models, torch
+from lm_eval.api.registry import model_registry
+assert 'hf' in model_registry and 'hf-fastattn' in model_registry
+assert waits() == ['transformers.modeling_utils'] and 'hf_fastattn' not in sys.modules
+"""
+    run(tmp_path, WAITS + script)
+
+
+def test_the_model_type_of_another_package_is_kept(monkeypatch):
+    registry = pytest.importorskip("lm_eval.api.registry")
+    for before, after in ((None, hf_fastattn_autoload.LM_CLASS), ("their.module:Class", "their.module:Class")):
+        monkeypatch.setattr(registry, "model_registry", registry.Registry("model"))
+        if before is not None:
+            registry.model_registry.register("hf-fastattn", target=before)
+        hf_fastattn_autoload.register_lm()
+        assert dict(registry.model_registry.items()) == {"hf-fastattn": after}
+    monkeypatch.setattr(registry, "model_registry", None)  # as in an lm-eval with another registry
+    hf_fastattn_autoload.register_lm()

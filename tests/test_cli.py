@@ -182,17 +182,46 @@ def test_benchmarks_are_those_of_the_clone(capsys, monkeypatch, tmp_path):
         assert said.startswith("hf-fastattn bench: ") and "clone its repository" in said and 'pip install -e ".[bench]"' in said
 
 
-def test_lm_evals_own_command_line_runs_our_backend(folder, monkeypatch, tmp_path):
-    pytest.importorskip("lm_eval")
+@pytest.mark.parametrize(("model", "own"), [("hf", "attn_implementation=lean"), ("hf-fastattn", "backend=lean,graph=false")])
+def test_lm_evals_own_command_line_runs_our_backend(model, own, folder, monkeypatch, tmp_path):
+    evaluator = pytest.importorskip("lm_eval.evaluator")
+    monkeypatch.setattr(evaluator, "add_env_info", lambda results: None)  # seconds
     tasks = tmp_path / "small.yaml"
     metadata = "metadata:\n  version: 1\n  examples: 2\n  facts: 4\n"
     tasks.write_text(f"include: {harness.PACK}/fastattn_choice.yaml\ntask: small\ntag: null\n{metadata}")
-    args = f"pretrained={folder},attn_implementation=lean,dtype=float32"
+    args = f"pretrained={folder},{own},dtype=float32"
     monkeypatch.setattr("sys.argv", ["hf-fastattn"])
     with hf_fastattn.count_calls() as calls:
-        options = ["--model", "hf", "--model_args", args, "--tasks", str(tasks), "--device", "cpu"]
+        options = ["--model", model, "--model_args", args, "--tasks", str(tasks), "--device", "cpu"]
         assert cli.main(["lm_eval", "run", *options]) == 0
     assert calls["lean.prefill"] + calls["lean.decode"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "warned"),
+    [
+        (["run", "--model", "hf", "--tasks", "x"], "hf"),
+        (["--tasks", "x", "-Mhuggingface"], "huggingface"),
+        (["--tasks", "x"], "hf"),  # lm-eval's default
+        (["run", "-C", "FILE"], "hf-auto"),
+        (["run", "-C", "FILE", "--model=hf-fastattn"], None),
+        (["run", "--model", "hf-fastattn", "--model_args", "pretrained=hf"], None),
+        (["run", "--model", "vllm"], None),
+        (["ls", "tasks"], None),
+        (["run", "--help"], None),
+        (["run"], None),
+    ],
+)
+def test_lm_eval_says_which_model_type_does_not_patch(arguments, warned, capsys, monkeypatch, tmp_path):
+    main = pytest.importorskip("lm_eval.__main__")
+    (tmp_path / "it.yaml").write_text("model: hf-auto\ntasks: [x]\n")
+    arguments = [str(tmp_path / "it.yaml") if argument == "FILE" else argument for argument in arguments]
+    monkeypatch.setattr(main, "cli_evaluate", lambda: print(*sys.argv))
+    monkeypatch.setattr("sys.argv", ["hf-fastattn"])
+    assert cli.main(["lm_eval", *arguments]) == 0
+    said = capsys.readouterr()
+    assert said.out.split() == ["lm_eval", *arguments]
+    assert said.err == (f"--model {warned} does not patch the model; --model hf-fastattn does.\n" if warned else "")
 
 
 @pytest.mark.parametrize("command", ["", "backends", "generate", "explain", "eval", "bench", "lm_eval"])
