@@ -40,6 +40,21 @@ def modes(result: dict) -> str:
     return f"**Other modes of `generate()`, milliseconds**, {model(result)} {by_method(result)}:\n\n{table(head, rows)}"
 
 
+def evaluation(result: dict) -> str:
+    rows = []
+    for row in result["rows"]:
+        stock, ours = row["stock"], row["patched"]
+        speeds = [figure(1e3 / each[what], 2) for what in ("ms", "first_ms") for each in (stock, ours)]
+        ratios = [figure(stock[what] / ours[what], 2, "x") for what in ("ms", "first_ms")]
+        errors = [f"{each['error']:.2g}" for each in (stock, ours)]
+        rows.append([row["case"], *speeds[:2], ratios[0], *speeds[2:], ratios[1], f"{row['equal_tokens']:.0%}", *errors])
+    head = ["run x batch size", "stock `generate()`", "`patch()`", "`patch()` / stock"]
+    head += [f"first pass, {name}" for name in ("stock", "`patch()`", "`patch()` / stock")]
+    head += ["equal tokens", "error of stock", "of `patch()`"]
+    title = f"**The calls of an evaluation, samples a second**, {model(result)}, calls of {result['recorded']}"
+    return f"{title} {by_method(result)}:\n\n{table(head, rows)}"
+
+
 def quantised(result: dict) -> str:
     rows = []
     plain = {row["case"]: row for row in result["rows"] if row["scheme"] == "bf16"}

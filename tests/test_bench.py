@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
+import checkpoint
 import fake_graph
 import pytest
 import torch
@@ -15,6 +16,7 @@ import torch
 from benchmarks import (
     commits,
     context,
+    evaluation,
     families,
     fresh,
     generate,
@@ -456,6 +458,61 @@ def test_other_modes_of_generate(tmp_path):
     assert text.count("100%") == len(rows)
     assert modes.main([*options, "--only", "first", "--keep", "--device", "cpu", "--out", str(tmp_path)]) == 0
     assert len(json.loads((tmp_path / "modes.json").read_text())["rows"]) == len(rows)
+
+
+RECORDED = {"stops": [["\n", 3], ["Q:", 4]], "options": {"do_sample": False, "use_cache": True}}
+
+
+def test_the_calls_of_an_evaluation_are_replayed(tmp_path, monkeypatch):
+    fake_graph.use(monkeypatch)
+    calls = [{"lengths": [9, 20, 14], "new": 5}, {"lengths": [8], "new": 7}]
+    recorded = {"recorded": "lm-eval 0, a model, a task", "runs": [{"name": "a", "calls": calls} | RECORDED]}
+    (tmp_path / "calls.json").write_text(evaluation.as_text(recorded))
+    asked = []
+    generated = evaluation.generated
+
+    def noted(model, tokenizer, run, call, prompt, **own):
+        asked.append((prompt.mask.sum(1).tolist(), call["new"], [text for text, _ in run["stops"]]))
+        return generated(model, tokenizer, run, call, prompt, **own)
+
+    monkeypatch.setattr(evaluation, "generated", noted)
+    options = ["--shape", "tiny", "--calls", str(tmp_path / "calls.json"), "--repeats", "1", "--reserve", "0"]
+    assert evaluation.main([*options, "--device", "cpu", "--out", str(tmp_path)]) == 0
+    (row,) = json.loads((tmp_path / "evaluation.json").read_text())["rows"]
+    assert row["case"] == "a" and row["equal_tokens"] == 1 and row["patched"]["error"] <= row["allowed"] < 0.1
+    assert row["patched"]["replays"] > 0 == row["patched"]["uncaptured"] and not row["reasons"] and "replays" not in row["stock"]
+    both = [(call["lengths"], call["new"], ["\n", "Q:"]) for call in calls]
+    assert asked == 2 * (both + both + both[1:])  # a first pass, a repeat, and the check, of two models
+    assert "| a" in (text := report.report(tmp_path, ["evaluation"])) and "lm-eval 0, a model, a task" in text
+    with pytest.raises(ValueError, match="A recorded call of 7 tokens ended after 2: a random text had a stop string"):
+        evaluation.new_tokens([1, 2], calls[1])
+
+
+def test_the_stop_strings_of_an_evaluation_are_found_as_by_lm_eval():
+    utils = pytest.importorskip("lm_eval.models.utils_hf")
+    tokenizer, generator = evaluation.tokenizer_of(3), torch.Generator().manual_seed(0)
+    assert tokenizer.decode([0, 2]) == "aaaaaaac"
+    ended = 0
+    for text in ("ca", "aaab", "caaaaaab"):
+        theirs = utils.MultiTokenEOSCriteria(text, tokenizer, 4, 3)
+        ours = evaluation.Ends(tokenizer, text, theirs.sequence_id_len, 4, 3)
+        ids = torch.randint(3, (3, 24), generator=generator)
+        for width in range(5, 25):
+            assert ours(ids[:, :width], None) == theirs(ids[:, :width], None) and ours.ended == theirs.done_tracker
+            ended += sum(ours.ended)
+    assert ended
+
+
+def test_calls_of_lm_eval_are_recorded(tmp_path, monkeypatch):
+    evaluator = pytest.importorskip("lm_eval.evaluator")
+    monkeypatch.setattr(evaluator, "add_env_info", lambda results: None)  # seconds
+    monkeypatch.setattr(evaluation, "RUNS", {"a": (2, 3, {"max_gen_toks": 4, "until": ["zz"]})})
+    checkpoint.save(tmp_path / "it", max_position_embeddings=4096)
+    assert evaluation.main(["--record", str(tmp_path / "it"), "--calls", str(tmp_path / "calls.json")]) == 0
+    (run,) = json.loads((tmp_path / "calls.json").read_text())["runs"]
+    assert [len(call["lengths"]) for call in run["calls"]] == [2, 1] and min(run["calls"][0]["lengths"]) > 1000
+    assert run["name"] == "a" and all(call["new"] == 4 for call in run["calls"])
+    assert run["stops"] == [["zz", 4], ["</s>", 3]] and run["options"] == {"do_sample": False, "use_cache": True}
 
 
 def test_a_restricted_model_generates_no_padding():

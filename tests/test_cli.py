@@ -258,7 +258,7 @@ def test_every_command_has_help(capsys, command):
         (["generate", "FOLDER", "--device", "meta"], "holds no numbers"),
         (
             ["bench"],
-            "families, modes, quantised, ranks, commits, kernels, stream, paper_e2e, paper_ranks, context, report",
+            "families, modes, evaluation, quantised, ranks, commits, kernels, stream, paper_e2e, paper_ranks, context, report",
         ),
         (["bench", "speed"], "got speed."),
     ],
