@@ -17,7 +17,7 @@ KINDS = ("default", "causal", "seq2seq")  # what backend= of HFLM may be
 OPTIONS = {name: each for name, each in inspect.signature(patch).parameters.items() if name != "target"}
 
 
-@register_model("hf-fastattn")  # type: ignore[untyped-decorator]  # lm-eval has no types
+@register_model("hf-fastattn")
 class FastHFLM(HFLM):  # type: ignore[misc]
     """HFLM, for `lm_eval run --model hf-fastattn` and `simple_evaluate(model="hf-fastattn")`, whose model is patched.
 
