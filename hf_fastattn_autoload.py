@@ -30,7 +30,6 @@ def autoload() -> None:
     """Register NAMES and LM, once Transformers and lm-eval are imported. Never raises: that would break `import torch`."""
     if os.environ.get("HF_FASTATTN_AUTOLOAD") == "0":
         return
-    # lm-eval imports lm_eval.models, its own model types, only while it knows none.
     for awaited, register in (("lm_eval.models", register_lm), ("transformers.modeling_utils", _register)):
         if _is_imported(awaited):
             register()
@@ -96,7 +95,10 @@ def _register() -> None:
 
 
 def register_lm() -> None:
-    """A placeholder under LM, unless the name is taken. lm-eval imports its class when the name is asked for."""
+    """A placeholder under LM, unless the name is taken. lm-eval imports its class when the name is asked for.
+
+    To be called when lm_eval.models has been imported: lm-eval imports it, its own model types, only while it knows none.
+    """
     try:
         from lm_eval.api.registry import model_registry
 

@@ -10,8 +10,9 @@ tokens and weights, in the same order. lm-eval decodes the end of each row after
 for the string; a stopping criterion here does the same. It finds none in random texts: a call ends at the recorded number.
 
 "ms" is milliseconds per sample over all calls, when they have been made once before: the median of several passes. "first_ms" is
-that of the first pass, in which kernels are compiled, buffers allocated and graphs captured. Both are without lm-eval's own work
-outside of generate(). Errors of logits are measured and judged as in `modes.py`, of the first tokens of the last call.
+that of the first pass, in which buffers are allocated, graphs captured and, in the first run of a process, kernels compiled. Both
+are without lm-eval's own work outside of generate(). Errors of logits are measured and judged as in `modes.py`, of the first
+tokens of the last call.
 """
 
 from __future__ import annotations
@@ -86,7 +87,6 @@ def measure(setting: modes.Setting, judge: modes.Judge, tokenizer: hf.PreTrained
     """Milliseconds per sample of all calls of a run, its tokens, and the errors of logits."""
     model = setting.model
     prompts = [make_prompt(call["lengths"], model.config.vocab_size, model.device) for call in run["calls"]]
-    setting.timed(prompts[0].ids[:1, -8:], 2)  # torch loads its libraries
     passes, tokens = [], []
     for _ in range(1 + repeats):
         synchronize(model.device)
@@ -206,6 +206,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.evalua
     results.data["rows"] = [row for row in results.data["rows"] if row["case"] not in chosen]
     bench = modes.Bench(args, subject, results, device)
     tokenizer = tokenizer_of(subject.model.config.vocab_size)
+    bench.judge.model.generate(modes.texts(device)(8), max_new_tokens=2)  # torch loads its libraries
     for name in progress(chosen, "evaluation", "run"):
         run = partial(measure, judge=bench.judge, tokenizer=tokenizer, run=runs[name], repeats=args.repeats)
         bench.compare("evaluation", name, run)
