@@ -66,6 +66,15 @@ def test_only_hf_imports_transformers(path):
         assert "transformers" not in outside, f"{path.name} imports transformers; go through hf/"
 
 
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_data_is_run_as_code(path):
+    """Reading a pickle, or an object that torch.distributed pickles, runs code that came with the data."""
+    names = {ast.unparse(node.func) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)}
+    names |= {".".join(name[1:]) for name in imports(path) if name[0] == "outside"}
+    unsafe = r"pickle\.(loads?|Unpickler)|(marshal|shelve|dill|cloudpickle|joblib)(\..*)?|(torch|numpy|np)\.load|eval|exec"
+    assert not [name for name in names if re.fullmatch(rf"{unsafe}|(.*\.)?\w+_object(_list)?", name)]
+
+
 def test_one_file_knows_the_methods_of_generate():
     names = set(METHODS) - {"generate"}  # a public name, and a word of docstrings
     knows = [path for path in FILES if any(name in path.read_text() for name in names)]

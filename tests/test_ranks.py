@@ -6,7 +6,9 @@ import copy
 import errno
 import functools
 import gc
+import math
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -30,8 +32,9 @@ from transformers.utils import logging
 
 import hf_fastattn
 from hf_fastattn import hf
-from hf_fastattn.patches import calls, exchange, fuse, graph, ranks, subclass, sums
-from hf_fastattn.patches.processes import Processes, _status, this_process
+from hf_fastattn.patches import calls, exchange, fuse, graph, ranks, subclass, sums, values
+from hf_fastattn.patches.inputs import Fact
+from hf_fastattn.patches.processes import Process, Processes, _status, this_process
 from hf_fastattn.patches.survey import survey
 
 pytestmark = [processes.HIDDEN, pytest.mark.xdist_group("ranks")]
@@ -976,6 +979,98 @@ def test_a_rank_that_stops_waiting_when_another_comes_does_not_block_it(monkeypa
     store.after_check = interrupt
     with pytest.raises(RuntimeError, match="Rank 1 failed"):
         first.gather("a step", None)
+
+
+RAN: list[str] = []
+
+
+def record(word: str) -> None:
+    RAN.append(word)
+
+
+class Payload:
+    """Whoever reads a pickle of it calls record()."""
+
+    def __reduce__(self):
+        return record, ("a pickle",)
+
+
+FACT = Fact("a tensor", "0f")
+OWN = ({"input_ids": FACT}, Process("here", 7, "12"), [3, 5], 2, None, True, "a reason")
+SENT = [  # every kind of value that ranks send, and types that JSON would change or refuse
+    *((), (1, (2, [3, (4,)])), [[], {}, ()], {}, {"a": FACT, "bytes": {1: b"", (2, 3): None}}, True, 1, 2**80, -1.5, 0.0),
+    *(float("inf"), -float("inf"), "", "a\n\0\u2028\ud800", b"\x00\xff", Process("", 7, ""), OWN, ("", None), None),
+    *(exchange.End(3, "OSError: no.", True, 7), exchange.End(0, None, True)),
+]
+MALFORMED = [
+    *(pickle.dumps(Payload()), pickle.dumps(("a step", None)), b"", b"\xff\xfe", b"[" * 100_000, b"9" * 5000, b'"a step"', b"1"),
+    *(b"{}", b'{"tuple": ["a step", null]', b'{"tuple": "ab"}', b'{"bytes": "0"}', b'{"bytes": 1}', b'{"set": []}', b"null"),
+    *(b'{"tuple": [], "list": []}', b'{"dict": [1]}', b'{"dict": [[[], 1]]}', b'{"End": [1]}', b'{"End": ["1", null, true, 7]}'),
+]
+
+
+def same(found: object, sent: object) -> bool:
+    """Whether two values are equal, in their types too."""
+    if isinstance(sent, dict):
+        found, sent = [*found.items()], [*sent.items()]
+    if isinstance(sent, (list, tuple)):
+        return type(found) is type(sent) and len(found) == len(sent) and all(map(same, found, sent))
+    return type(found) is type(sent) and found == sent
+
+
+def test_ranks_read_the_values_and_the_types_that_were_sent():
+    for value in SENT:
+        assert same(values.decode("1/1/0", values.encode(value), type(value)), value), value
+    assert math.isnan(values.decode("1/1/0", values.encode(float("nan")), float))
+    with pytest.raises(TypeError, match="got Tensor"):
+        values.encode(torch.ones(1))
+
+
+@pytest.mark.parametrize("data", MALFORMED, ids=lambda data: repr(data[:30]))
+def test_what_another_program_has_written_to_the_store_is_not_run_and_is_named(data, monkeypatch):
+    monkeypatch.setattr(exchange, "GRACE", 0.01)
+    words = r"has b.* under '.*', the key of rank 0,.* Run the same version on all ranks"
+
+    def rank(name: str) -> exchange.Exchange:
+        store = Store({name: data})
+        second = members(store)[1]
+        second.call = exchange.Call(1)
+        second.call.running = True
+        return second
+
+    with pytest.raises(RuntimeError, match=words):
+        rank("1/1/0").gather("a step", None)
+    ended = rank("1/end/0")
+    assert re.search(words, ended.failed(ended.call)) and re.search(words, ended.end(None))
+    ended.abort, ended.leave = Mock(), Mock()
+    assert re.search(words, ended.end(OSError("of the test"))) and ended.abort.called
+    if data != b'"a step"':
+        for name in ("1/failed/0", "gone/0"):
+            assert re.search(words, (one := rank(name)).failed(one.call))
+    if data != b"1":
+        (one := rank("1/steps/0")).call.begun -= 2 * exchange.WAIT
+        assert re.search(words, one.behind(one.call))
+    assert not RAN
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        *((), ("a step",), ("a step", OWN, 1), ("a step", None), ("a step", OWN[:-1]), ("a step", [*OWN])),
+        *(("a step", ({"input_ids": "0f"}, *OWN[1:])), ("a step", (*OWN[:3], "2", *OWN[4:]))),
+    ],
+    ids=repr,
+)
+def test_a_value_of_another_structure_is_refused(sent):
+    store = Store({"0/1/0": values.encode(sent)})
+    with pytest.raises(RuntimeError, match="Rank 0 has sent a value of another structure than rank 1 at a step"):
+        members(store)[1].gather("a step", OWN)
+
+
+def test_values_of_one_structure_may_have_none_and_other_arguments():
+    sent = ({}, Process("there", 8, ""), [], 0, 3, False, None)
+    store = Store({"0/1/0": values.encode(("a step", sent))})
+    assert members(store)[1].gather("a step", OWN) == [sent, OWN]
 
 
 def test_an_error_that_some_ranks_share_does_not_hide_the_rank_that_has_ended():

@@ -11,17 +11,19 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import pickle
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
 import torch
 
 from .processes import Processes
+from .values import End, Malformed, alike, decode, encode
+
+T = TypeVar("T")
 
 WAIT = 600.0  # seconds that a rank waits for another that is slow
 GRACE = 2.0  # seconds in which ranks leave a call by themselves, after one of them has failed
@@ -32,19 +34,6 @@ KEPT = 8  # calls whose keys stay in the store, for ranks that are behind
 _WITHDRAWN = ("", None)  # the value of a rank that no longer waits for the others
 _LEFT = "its patch was undone, its process ended, or an earlier call failed there."
 _NO_STORE = "The process that holds the store of torch.distributed (rank 0, or torchrun's) has ended."
-
-
-class End(NamedTuple):
-    """How a call ended on one rank.
-
-    steps: number of forwards that it began. error: None if it returned. usual: whether the error is an Exception. tokens: a
-    checksum of the new tokens, None if they are unknown.
-    """
-
-    steps: int
-    error: str | None
-    usual: bool
-    tokens: int | None = None
 
 
 class Call:
@@ -99,30 +88,34 @@ class Exchange:
         except BaseException:
             self._set(str(self.call.count), _WITHDRAWN)  # so that a later rank does not continue; it may be reading the key
             raise
-        places = [where for where, _ in found]
-        for rank, where in zip(self.ranks, places, strict=True):
-            if where != places[0]:
+        for rank, sent in zip(self.ranks, found, strict=True):
+            if len(sent) == 2 and sent[0] != found[0][0]:
                 raise RuntimeError(
-                    f"Rank {self.ranks[0]} is at {places[0]} while rank {rank} is at {where}: they run other code."
+                    f"Rank {self.ranks[0]} is at {found[0][0]} while rank {rank} is at {sent[0]}: they run other code."
+                )
+            if not alike(sent, (what, mine)):
+                raise Malformed(
+                    f"Rank {rank} has sent a value of another structure than rank {self.rank} at {what}. Run the same version of "
+                    "hf_fastattn on all ranks."
                 )
         return [value for _, value in found]
 
-    def _wait(self, what: str, keys: list[str], limit: float) -> list[Any]:
+    def _wait(self, what: str, keys: list[str], limit: float) -> list[tuple[Any, ...]]:
         began = time.monotonic()
-        while (found := self._read(keys)) is None:
+        while (found := self._read(keys, tuple)) is None:
             waited = time.monotonic() - began
             pause = min(max(waited / 16, SHORTEST), PAUSE)  # a rank that comes late makes the others little later
             failed = self.failed(self.call) if pause == PAUSE else None
             if failed is None and waited > limit:
                 failed = self._late(what, keys, limit)
-            if failed is not None and self._read(keys) is None:
+            if failed is not None and self._read(keys, tuple) is None:
                 raise RuntimeError(failed)
             time.sleep(pause)
         return found
 
     def _late(self, what: str, keys: list[str], limit: float) -> str | None:
         """A sentence with the ranks that did not come; None if all have come."""
-        late = [rank for rank, key in zip(self.ranks, keys, strict=True) if self._read([key]) is None]
+        late = [rank for rank, key in zip(self.ranks, keys, strict=True) if self._read([key], tuple) is None]
         if not late:
             return None
         return (
@@ -130,19 +123,23 @@ class Exchange:
             "same order."
         )
 
-    def _read(self, keys: list[str]) -> list[Any] | None:
-        """The values of these keys; None if one of them is missing or withdrawn."""
+    def _read(self, keys: list[str], kind: type[T]) -> list[T] | None:
+        """The values of these keys, of this kind; None if one of them is missing or withdrawn."""
         if not self.store.check(keys):
             return None
-        found = [pickle.loads(value) for value in self.store.multi_get(keys)]  # one message for all keys
+        values = self.store.multi_get(keys)  # one message for all keys
+        found = [decode(key, value, kind) for key, value in zip(keys, values, strict=True)]
         return None if _WITHDRAWN in found else found
+
+    def _get(self, key: str, kind: type[T]) -> T:
+        return decode(key, self.store.get(key), kind)
 
     def _keys(self, name: str) -> list[str]:
         return [f"{self.call.number}/{name}/{rank}" for rank in self.ranks]
 
     def _set(self, name: str, value: object) -> str:
         key = f"{self.call.number}/{name}/{self.rank}"
-        self.store.set(key, pickle.dumps(value))
+        self.store.set(key, encode(value))
         self._mine.append((self.call.number, key))
         return key
 
@@ -177,8 +174,8 @@ class Exchange:
                 self._set("failed", failed or f"Rank {self.rank} failed during generate(): {text}")
                 ends = self._ends(GRACE if call.running and mine.usual else 0)
                 failed = failed or self._killed(call)  # its connections end before its process
-        except RuntimeError:  # of the store
-            failed = failed or _NO_STORE
+        except RuntimeError as error:
+            failed = failed or _of_store(error)
         if text is None:
             return self._last()
         if call.running and not (len(ends) == len(self.ranks) and _harmless(ends)):
@@ -190,14 +187,17 @@ class Exchange:
     def _last(self) -> str | None:
         """Delete the keys of old calls. Returns a sentence with a rank that has generated other tokens, if this rank is the last
         to end the call and there is one."""
-        with contextlib.suppress(RuntimeError):  # of the store
+        try:
             for number, key in self._mine:
                 if number <= self.call.number - KEPT:
                     self.store.delete_key(key)
             self._mine = [(number, key) for number, key in self._mine if number > self.call.number - KEPT]
-            if (ends := self._read(self._keys("end"))) is not None:  # on the last rank
-                return self.other_tokens([end.tokens for end in ends])
-        return None
+            ends = self._read(self._keys("end"), End)
+        except Malformed as error:
+            return str(error)
+        except RuntimeError:  # of the store
+            return None
+        return None if ends is None else self.other_tokens([end.tokens for end in ends])  # on the last rank
 
     def other_tokens(self, found: list[int | None]) -> str | None:
         """A sentence with two ranks that have generated other tokens; None if there are none. found: checksums by rank."""
@@ -216,7 +216,10 @@ class Exchange:
         end = time.monotonic() + limit
         while not self.store.check(keys) and time.monotonic() < end:
             time.sleep(0.01)
-        ends = [pickle.loads(self.store.get(key)) for key in keys if self.store.check([key])]
+        ends = []
+        for key in keys:
+            with contextlib.suppress(Malformed):  # which `failed` reports
+                ends += [self._get(key, End)] if self.store.check([key]) else []
         self._set("bye", None)
         while self.rank == self.ranks[0] and time.monotonic() < end and not self.store.check(byes):
             time.sleep(0.01)  # its process may hold the store
@@ -236,32 +239,32 @@ class Exchange:
                 if rank == self.rank:
                     continue
                 if self.store.check([key := f"{call.number}/failed/{rank}"]):
-                    return str(pickle.loads(self.store.get(key)))
+                    return self._get(key, str)
                 if self.store.check([key := f"{call.number}/end/{rank}"]):
-                    end = pickle.loads(self.store.get(key))
+                    end = self._get(key, End)
                     if call.running and end.error is None and end.steps < call.steps:
                         return (
                             f"Rank {rank} ended generate() after {end.steps} forwards, and rank {self.rank} has begun another. "
                             "Stopping criteria must decide alike on all ranks."
                         )
                 elif self.store.check([key := f"gone/{rank}"]):
-                    return self.store.get(key).decode() or f"Rank {rank} has left: {_LEFT}"
+                    return self._get(key, str) or f"Rank {rank} has left: {_LEFT}"
             return self._killed(call)
-        except RuntimeError:  # torch.distributed.DistStoreError and DistNetworkError
-            return _NO_STORE
+        except RuntimeError as error:
+            return _of_store(error)
         return None
 
     def behind(self, call: Call) -> str | None:
         """A sentence with a rank that has not begun the present forward of a call for WAIT seconds; None if there is none."""
         steps, begun = call.steps, call.begun
         try:
-            self.store.set(f"{call.number}/steps/{self.rank}", pickle.dumps(steps))
+            self.store.set(f"{call.number}/steps/{self.rank}", encode(steps))
             for rank in self.ranks if time.monotonic() > begun + WAIT else ():
                 key, end = (f"{call.number}/{name}/{rank}" for name in ("steps", "end"))
-                if not self.store.check([end]) and not (self.store.check([key]) and pickle.loads(self.store.get(key)) >= steps):
+                if not self.store.check([end]) and not (self.store.check([key]) and self._get(key, int) >= steps):
                     return f"Rank {rank} did not begin forward {steps} of generate() within {WAIT:.0f} seconds."
-        except RuntimeError:
-            return _NO_STORE
+        except RuntimeError as error:
+            return _of_store(error)
         return None
 
     def _killed(self, call: Call) -> str | None:
@@ -306,7 +309,12 @@ def _names(ranks: list[int]) -> str:
 
 def _leave(store: Any, rank: int, reason: str = "") -> None:
     with contextlib.suppress(Exception):  # the store may have ended before
-        store.set(f"gone/{rank}", reason)
+        store.set(f"gone/{rank}", encode(reason))
+
+
+def _of_store(error: RuntimeError) -> str:
+    """A sentence for an error of the store: torch's DistStoreError and DistNetworkError, or a value that is none of ours."""
+    return str(error) if isinstance(error, Malformed) else _NO_STORE
 
 
 def _guard(of: weakref.ref[Exchange]) -> None:
