@@ -161,8 +161,11 @@ def measure_batch(model: hf.PreTrainedModel, prompt: Prompt, args: argparse.Name
     config = hf.GenerationConfig(max_new_tokens=SKIP + args.tokens + parts, do_sample=False, eos_token_id=-1, pad_token_id=0)
     rows = [ids[mask.bool()].tolist() for ids, mask in zip(prompt.ids, prompt.mask, strict=True)]
     before = model.config._attn_implementation
-    share = None if model.device.type == "cuda" else 0.02  # of memory; by default nine tenths, which processes on a CPU share
-    settings = hf.ContinuousBatchingConfig(max_memory_percent=share, cpu_group_timeout=60.0)
+    sizes = {}
+    if model.device.type != "cuda":  # the default sizes are of free memory, which on a CPU other processes share
+        blocks = sum(1 + (n + config.max_new_tokens) // 256 for n in prompt.lengths)
+        sizes = {"max_batch_tokens": max(256, sum(prompt.lengths)), "num_blocks": blocks}
+    settings = hf.ContinuousBatchingConfig(cpu_group_timeout=60.0, **sizes)
     options = {"generation_config": config, "continuous_batching_config": settings, "record_timestamps": True}
     try:
         found = model.generate_batch(rows, **options).values()
