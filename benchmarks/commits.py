@@ -104,8 +104,9 @@ def measure(trees: dict[str, Tree], lengths: list[int], pairs: int) -> dict:
 def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.commits") -> None:
     import torch
 
-    from .grid import row_lengths
-    from .results import Results, add_options, command, conditions, find_device
+    from .grid import pairs, row_lengths
+    from .models import SHAPES
+    from .results import Results, add_options, command, conditions, find_device, need_gpu
 
     parser = argparse.ArgumentParser(
         prog=prog, description="Compare generate() of this checkout of the code with that of another one."
@@ -118,6 +119,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.commit
     parser.add_argument("--tokens", type=int, default=40, help="default: %(default)s")
     add_options(parser, seconds=560)
     args = parser.parse_args(argv)
+    need_gpu(parser, args, {args.shape} & SHAPES.keys(), pairs(args.cases.split(","), args.padded))
     device = find_device(args.device)
     trees = {BEFORE: args.before, NOW: Path(__file__).parent.parent}
     head = {"conditions": conditions(device, METHOD), "shape": args.shape, "trees": {n: commit(p) for n, p in trees.items()}}

@@ -22,7 +22,7 @@ from hf_fastattn.context_parallel import ORDERS, pieces, positions, ring_attenti
 from hf_fastattn.context_parallel.ring import PREFILL, add, attend
 from hf_fastattn.kernels.spec import Spec
 
-from .results import Results, add_options, command, conditions, find_device
+from .results import Results, add_options, command, conditions, find_device, need_gpu
 from .timing import elapsed_us
 
 METHOD = "CUDA events around one call, median of 3 after a first call"
@@ -113,6 +113,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.contex
     parser.add_argument("--keep", action="store_true", help="keep the rows of other lengths and numbers of ranks in the JSON")
     add_options(parser, 120)
     args = parser.parse_args(argv)
+    need_gpu(parser, args, sizes={f"a text of {n} tokens": int(n) ** 2 for n in args.tokens.split(",")})
     ranks, several = int(os.environ.get("WORLD_SIZE", "1")), "WORLD_SIZE" in os.environ
     device = find_device(args.device)
     if several and device.type == "cuda":

@@ -22,9 +22,9 @@ import torch
 from hf_fastattn import model_shapes
 from hf_fastattn.patches import patch
 
-from .grid import row_lengths
+from .grid import pairs, row_lengths
 from .models import COMMON, SHAPES, Subject, dtype_for, of_random_weights, step_bytes
-from .results import Results, add_options, command, conditions, find_device, listed, progress
+from .results import Results, add_options, command, conditions, find_device, listed, need_gpu, progress
 from .runs import Rival, check, free, make_prompt, resumed, run, step_times, twin
 
 READ = {"NVIDIA H200": 4.5e12, "NVIDIA H100 80GB HBM3": 3.1e12}  # bytes that the GPU reads in a second
@@ -234,6 +234,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.famili
     names = [name for name in FAMILIES if (name.startswith(tuple(args.only)) if args.only else name != "tiny")]
     if not names:
         parser.error(f"no family begins with {' or '.join(args.only)}; known are {', '.join(FAMILIES)}.")
+    need_gpu(parser, args, names, pairs(args.cases or CASES, args.padded))
     device = find_device(args.device)
     results = begin(parser, args, "families", command(prog, argv), device, {"conditions": conditions(device, METHOD)})
     results.data["tb_per_s"] = bandwidth(device) / 1e12

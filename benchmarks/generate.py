@@ -18,9 +18,9 @@ import argparse
 import torch
 
 from . import fresh
-from .grid import CASES, DEFAULT_RIVALS, MAX_STATIC, METHOD, OURS, RIVALS, STATIC, Bench, row_lengths
+from .grid import CASES, DEFAULT_RIVALS, MAX_STATIC, METHOD, OURS, RIVALS, STATIC, Bench, pairs, row_lengths
 from .models import SHAPES, dtype_for, load
-from .results import Results, add_options, command, conditions, find_device, listed, progress
+from .results import Results, add_options, command, conditions, find_device, listed, need_gpu, progress
 from .shapes import bandwidth
 
 
@@ -58,6 +58,7 @@ def read(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Na
         parser.error(f"unknown rivals {', '.join(sorted(unknown))}; known are {', '.join(RIVALS)}, and all.")
     if len(args.compile_cases) > MAX_STATIC:
         parser.error(f"--compile-cases takes at most {MAX_STATIC} cases; got {len(args.compile_cases)}.")
+    need_gpu(parser, args, {args.shape} & SHAPES.keys(), {} if args.fresh else pairs(args.cases, args.padded))
     return args
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -37,6 +37,12 @@ MAX_STATIC = 6  # cases: each compiles for a minute
 FEW = 12  # new tokens if only the prompt matters, or if a rival is too slow for more
 COMPILE_SECONDS = 65  # the longest warm-up of Transformers' compilation
 FLOPS = 5.5e14  # FLOP/s of prefill, for the estimates of what fits into --seconds; results do not depend on it
+
+
+def pairs(cases: Iterable[str], padded: list[int]) -> dict[str, int]:
+    """Pairs of a query and a key in the prompts of each case, for `results.need_gpu`."""
+    lengths = {case: row_lengths(case, padded) for case in cases}
+    return {case: len(found) * max(found) ** 2 for case, found in lengths.items()}
 
 
 def row_lengths(case: str, padded: list[int]) -> list[int]:

@@ -20,8 +20,8 @@ from functools import partial
 import torch
 
 from . import decode, paper, prefill, queries, training
-from .results import Results, add_options, command, conditions, find_device, progress
-from .shapes import DTYPE
+from .results import Results, add_options, command, conditions, find_device, need_gpu, progress
+from .shapes import DTYPE, Shape
 from .timing import METHOD
 
 LEAST_SECONDS = 8  # a row does not begin with less left: compilation and the largest shapes take some
@@ -105,6 +105,14 @@ def measure(part: Part, shapes: list, results: Results, device: torch.device) ->
     return not data["failed"] and not data["not_run"]
 
 
+def size_of(asked: object) -> int:
+    """What `need_gpu` compares: scores of all heads, or bytes of K and V if there are more."""
+    if isinstance(asked, decode.Ragged):
+        asked = Shape(len(asked.lengths), 32, 8, 128, max(asked.lengths))
+    shape = getattr(asked, "shape", asked)
+    return max(shape.batch * shape.num_heads * shape.q_len * shape.kv_len, shape.kv_bytes)
+
+
 def compile_ahead(part: Part, shapes: list, results: Results, device: torch.device, processes: int) -> None:
     """Compile the kernels of the shapes in parallel processes, into Triton's cache on disk."""
     groups = sorted({(shape.num_heads, shape.num_kv_heads, shape.head_dim) for shape in shapes})
@@ -125,14 +133,13 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.kernel
     parser.add_argument("--compile", type=int, default=0, metavar="N", help=help_)
     add_options(parser, seconds=580)
     args = parser.parse_args(argv)
-    device = find_device(args.device)
-    if args.device is None and device.type != "cuda":
-        parser.error("this benchmark times CUDA kernels and there is no CUDA device; --device cpu runs the PyTorch references.")
     wanted = {name: [shape for shape in PARTS[name].shapes if args.only in str(shape)] for name in args.parts}
     for name, shapes in wanted.items():
         if not shapes:
             example = str(PARTS[name].shapes[0])
             parser.error(f"no shape of {name} has {args.only!r} in its name; an example of a name is {example!r}.")
+    need_gpu(parser, args, sizes={f"{name} {shape}": size_of(shape) for name, shapes in wanted.items() for shape in shapes})
+    device = find_device(args.device)
     torch.manual_seed(0)
     left, fine = args.seconds, True
     for name, shapes in wanted.items():

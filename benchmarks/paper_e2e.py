@@ -23,8 +23,8 @@ import torch
 from hf_fastattn.caches import PreallocatedCache
 from hf_fastattn.patches import patch
 
-from .models import dtype_for, load
-from .results import Results, add_options, command, conditions, find_device, progress
+from .models import SHAPES, dtype_for, load
+from .results import Results, add_options, command, conditions, find_device, need_gpu, progress
 from .runs import Prompt, Rival, check, free, make_prompt, replay_ms, rewind, run, step_kernels, twin
 
 BACKENDS = ("fa2", "split_kv", "lean")
@@ -144,6 +144,7 @@ def parse(argv: list[str] | None, prog: str) -> argparse.Namespace:
     args.file = figure.file if args.figure == "3" or args.shape == "opt-6.7b" else f"{figure.file}_{args.shape}"
     if args.contexts != sorted(set(args.contexts)) or args.contexts[0] < 2:
         parser.error(f"--contexts must increase from at least 2 tokens; got {args.contexts}.")
+    need_gpu(parser, args, {args.shape} & SHAPES.keys(), {f"a context of {n} tokens": n * n for n in args.contexts})
     return args
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from .paper import FIGURE_8
 from .ranks_group import Group, end_after, join
-from .results import Results, add_options, command, conditions
+from .results import Results, add_options, command, conditions, need_gpu
 from .shapes import DTYPE, LEAN, PORTABLE, READ, SPLIT_KV, Shape, compete, exact, make_inputs
 from .timing import METHOD, num_sets
 
@@ -46,6 +46,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.paper_
     parser.add_argument("--keep", action="store_true", help="keep the rows of other numbers of GPUs in the JSON")
     add_options(parser, 120)
     args = parser.parse_args(argv)
+    need_gpu(parser, args, sizes={str(at): at[0] * at[1] * at[2] for at in FIGURE_8 if at[2] <= (args.longest or at[2])})
     device = join()
     group = Group(device)
     share_of = args.share_of or group.size

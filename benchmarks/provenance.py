@@ -81,6 +81,27 @@ def told(result: dict, run: str) -> str:
     return ", ".join(words)
 
 
+def older(result: dict) -> str:
+    """A sentence on the figures that were measured with code that has changed since; "" if there are none.
+
+    The result's "older" has the version, the dates if the rows have no ids of runs, which begin with theirs, and in "rows", by
+    the name of a field, the values that select rows; without it all rows are older. Rows whose run has a version are not.
+    """
+    found, runs = result.get("older"), result.get("measured_by", {})
+    if found is None:
+        return ""
+    chosen, rows = found.get("rows", {}), result.get("rows", [])
+    rows = [row for row in rows if all(row[name] in values for name, values in chosen.items())]
+    rows = [row for row in rows if "version" not in runs.get(row.get("run"), {})]
+    if not rows and "rows" in result:  # measured again
+        return ""
+    days = {row["run"][:8] for row in rows if "run" in row}
+    dates = found.get("dates") or sorted(f"{day[:4]}-{day[4:6]}-{day[6:]}" for day in days)
+    which = "; ".join(f"{name} {', '.join(map(str, values))}" for name, values in chosen.items())
+    what = f"The rows of {which} were measured" if which else "Measured"
+    return f"{what} on {' and '.join(dates)} with hf_fastattn {found['version']}. The code has changed since."
+
+
 def by(result: dict, rows: list[dict] | None = None) -> str:
     """The runs of rows that were each measured by one run, as text."""
     runs = list(dict.fromkeys(run_of(result, row) for row in (result["rows"] if rows is None else rows)))

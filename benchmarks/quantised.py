@@ -24,9 +24,9 @@ from hf_fastattn import hf
 from hf_fastattn.patches import patch
 
 from . import families
-from .grid import row_lengths
+from .grid import pairs, row_lengths
 from .models import SHAPES, Subject, dtype_for
-from .results import command, conditions, find_device, listed, progress
+from .results import command, conditions, find_device, listed, need_gpu, progress
 from .runs import make_prompt, run, twin
 
 CASES = ["1x512", "8x512"]
@@ -105,6 +105,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.quanti
     args.unchecked, cases = False, args.cases or CASES
     if unknown := set(args.only) - set(SCHEMES):
         parser.error(f"unknown schemes {', '.join(sorted(unknown))}; known are {', '.join(SCHEMES)}.")
+    need_gpu(parser, args, [args.shape], pairs(cases, args.padded))
     device = find_device(args.device)
     longest = max(max(row_lengths(case, args.padded)) for case in cases) + args.tokens + 64
     model_type, config = SHAPES[args.shape]

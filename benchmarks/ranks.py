@@ -33,11 +33,11 @@ from hf_fastattn import hf
 from hf_fastattn.explain import costs
 
 from .families import FAMILIES, bandwidth
-from .grid import row_lengths
+from .grid import pairs, row_lengths
 from .models import COMMON, SHAPES, dtype_for, step_bytes, with_share
 from .ranks_group import Group, end_after, join
 from .ranks_rivals import MODELS, MORE, NAMES, NO_TIME, OURS, SHARED, check, fills, measure, why_not
-from .results import Results, add_options, command, conditions, listed
+from .results import Results, add_options, command, conditions, listed, need_gpu
 from .runs import free, make_prompt
 
 METHOD = "greedy generate() that continues from a cache, 6th new token to last; replays by events around ten; medians"
@@ -143,6 +143,7 @@ def read(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Na
         parser.error("start it with several processes: torchrun --nproc-per-node 2 -m benchmarks.ranks")
     if args.share_of and args.share_of < int(os.environ["WORLD_SIZE"]):
         parser.error("--share-of is at least the number of processes.")
+    need_gpu(parser, args, [args.shape], pairs(args.cases, PADDED))
     args.name = args.name or f"ranks_{args.shape}{f'_of{args.share_of}' if args.share_of else ''}"
     return args
 

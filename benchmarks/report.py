@@ -16,6 +16,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from .provenance import older
 from .sections import HEADLINE, SECTIONS
 from .words import on
 
@@ -34,16 +35,17 @@ def report(folder: Path, names: Iterable[str] | None = None, pictures: str = "")
         if (name == HEADLINE if names is None else name not in names) or not path.exists():
             continue
         result = json.loads(path.read_text())
-        if not (result.get("rows") or result.get("runs")):
+        if not (result.get("rows") or result.get("runs") or result.get("samples")):
             continue
         if name == HEADLINE:
             parts.append(section(result))
             continue
-        if "method" in result["conditions"] and on(result) not in known:
+        if "method" in result.get("conditions", ()) and on(result) not in known:
             known.append(on(result))
             parts.append(f"{known[-1]}.")
         picture = path.with_suffix(".png")
         parts += [f"A note in the JSON: {result['note']}"] if "note" in result else []
+        parts += filter(None, [older(result)])
         parts += [section(result), *([f"![{name}]({pictures or folder}/{picture.name})"] if picture.exists() else [])]
     return "\n\n".join(parts)
 

@@ -11,17 +11,19 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
+from hf_fastattn import __version__
 from hf_fastattn.machine import find_device as find_device
 from hf_fastattn.machine import prepare_folder, write_whole
 
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # settings that determine what fits into memory
 SETTINGS = (*ALLOCATOR, "NCCL_GRAPH_MIXING_SUPPORT")  # those that a command line has
+MOST_ON_CPU = 1 << 25  # of what `need_gpu` compares
 CLOCKS_EVERY = 10  # minimum seconds between two readings of the clocks
 
 
@@ -98,6 +100,29 @@ def add_options(parser: argparse.ArgumentParser, seconds: float) -> None:
     parser.add_argument("--device", help="default: cuda if available, otherwise cpu")
 
 
+def need_gpu(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, models: Iterable[str] = (), sizes: Mapping[str, int] | None = None
+) -> None:
+    """A command line error without a GPU, unless --device asks for the CPU and for what fits into its memory.
+
+    models: named shapes with random weights. sizes: by name, rows * q_len * kv_len: references have all scores in memory.
+    """
+    if args.device is None and not torch.cuda.is_available():
+        parser.error(
+            "this benchmark needs a CUDA GPU and a torch built for it, and torch.cuda.is_available() is False here. "
+            "--device cpu runs a trial of small shapes on the CPU."
+        )
+    if args.device is None or args.device.startswith("cuda"):
+        return
+    large = [name for name in models if not name.startswith("tiny")]
+    large += [name for name, size in (sizes or {}).items() if size > MOST_ON_CPU]
+    if large:
+        parser.error(
+            f"{large[0]} needs a CUDA GPU. --device cpu is for trials: checkpoints, shapes whose names begin with tiny, and "
+            f"prompts with at most {MOST_ON_CPU} pairs of a query and a key."
+        )
+
+
 class Results:
     """`data` is the content of the JSON at `path`. Its "rows" are added one by one, and each is saved immediately.
 
@@ -112,7 +137,7 @@ class Results:
         self.seconds = seconds
         self.device, self.looked = device, -CLOCKS_EVERY
         self.run = f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{uuid.uuid4().hex[:8]}"
-        own = {self.run: {"command": command, "conditions": dict(head.get("conditions", {}))}}
+        own = {self.run: {"command": command, "version": __version__, "conditions": dict(head.get("conditions", {}))}}
         self.data = {**head, "commands": [command], "measured_by": own, "rows": []}
 
     def left(self) -> float:

@@ -204,6 +204,18 @@ def accuracy(result: dict) -> str:
     )
 
 
+def perplexity(result: dict) -> str:
+    """The sentence of examples/streaming_perplexity.py, whose picture follows."""
+    versions, found = result["versions"], result["sinks_over_recomputed"]
+    return (
+        f"**Perplexity along a text**, {result['model']}, trained for {result['trained_length']} tokens, over {result['tokens']} "
+        f"tokens, a window of {result['window']} and {result['sinks']} sinks, {result['device']}, {result['dtype']}, "
+        f"{', '.join(f'{name} {version}' for name, version in versions.items())} (`python examples/streaming_perplexity.py "
+        f"--dtype {result['dtype']}`). At the {found['positions']} positions where the window was recomputed for each token, the "
+        f"perplexity with sinks is {found['perplexity_ratio']:.4f} times that of recomputing."
+    )
+
+
 # ---- kernels ----
 
 
@@ -379,6 +391,7 @@ SECTIONS: list[tuple[str, str, Callable[[dict], str]]] = [
     ("generate_1b", "generate_1b.json", generate),
     ("fresh", "generate_fresh.json", fresh),
     ("stream", "stream.json", stream),
+    ("perplexity", "streaming_perplexity.json", perplexity),
     ("accuracy", "eval_smollm2.json", accuracy),
     ("decode", "kernels_decode.json", decode),
     ("speculation", "kernels_speculation.json", speculation),

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import torch
+
 from hf_fastattn.tables import table, thousands
 
+from .models import SHAPES
 from .provenance import by
 from .shapes import GPUS
-from .words import by_method, figure, mean, method, microseconds, model
+from .words import NAMES, by_method, figure, mean, method, microseconds, model
 
 
 def _heads(result: dict) -> str:
-    """The model, its number of heads if that is not the one of the shape, and the attention kernels in lean's decode graph."""
-    heads = f" with {result['heads']} heads" if result.get("heads") else ""
-    kernels = result.get("attention_kernels", {}).get("lean")
-    return (
-        model(result) + heads + (f"; in the graph of `lean` run {', '.join(f'`{name}`' for name in kernels)}" if kernels else "")
-    )
+    """The model, its size if it has not the heads of the shape, and the attention kernels in lean's decode graph."""
+    heads, kernels = result.get("heads"), result.get("attention_kernels", {}).get("lean")
+    said = model(result) + (f" with {heads} heads" if heads else "")
+    if heads and result["shape"] in SHAPES and heads != SHAPES[result["shape"]][1]["num_attention_heads"]:
+        layers, name = result["config"]["num_hidden_layers"], NAMES.get(result["shape"], result["shape"])
+        parameters = result["weight_bytes"] / getattr(torch, result["dtype"]).itemsize
+        said = f"the {layers} layers of {name} widened to {heads} heads, {parameters / 1e9:.1f}e9 parameters, with random weights"
+    return said + (f"; in the graph of `lean` run {', '.join(f'`{name}`' for name in kernels)}" if kernels else "")
 
 
 def paper_e2e(result: dict) -> str:

@@ -33,8 +33,8 @@ from hf_fastattn.patches import patch
 from hf_fastattn.streaming import Settings
 
 from . import shapes, timing
-from .models import Subject, dtype_for, load
-from .results import Results, add_options, command, conditions, find_device, progress
+from .models import SHAPES, Subject, dtype_for, load
+from .results import Results, add_options, command, conditions, find_device, need_gpu, progress
 from .runs import Prompt, compare, free, make_prompt, rewind, run, synchronize, twin
 
 PARTS = ("read", "ring", "update")  # in this order: the last needs a profiler, which slows all later launches
@@ -296,6 +296,8 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.stream
         parser.error(
             f"--points must increase by at least {spent} tokens, from the window of {args.window} on; got {args.points}."
         )
+    size = {f"a chunk of {args.chunk} tokens over {args.window}": args.chunk * (args.chunk + args.window)}
+    need_gpu(parser, args, {args.shape} & SHAPES.keys(), size)
     device = find_device(args.device)
     torch.manual_seed(0)
     head = {"conditions": conditions(device, METHOD), "unit": "ms a token"}

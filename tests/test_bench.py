@@ -7,6 +7,7 @@ import shutil
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import checkpoint
 import fake_graph
@@ -34,7 +35,8 @@ from benchmarks import (
     stream,
     timing,
 )
-from hf_fastattn import PreallocatedCache, hf, patch
+from hf_fastattn import PreallocatedCache, cli, hf, patch
+from hf_fastattn.cli import handed_over
 from hf_fastattn.explain import costs
 
 WINDOWED = {**models.SHAPES["tiny"][1], "sliding_window": 8}
@@ -170,13 +172,35 @@ def test_cases_beyond_the_budget_are_skipped(tmp_path):
         (["--cases", "8by8192"], "ROWSxTOKENS"),
         (["--rivals", "sdpa"], "unknown rivals sdpa; known are sdpa_dynamic"),
         (["--compile-cases", "1x1,1x2,1x3,1x4,1x5,1x6,1x7"], "at most 6 cases; got 7"),
-        (["--shape", "/nowhere"], "--shape /nowhere: "),
+        (["--shape", "/nowhere", "--cases", "1x16"], "--shape /nowhere: "),
     ],
 )
 def test_invalid_options_are_refused(tmp_path, capsys, arguments, said):
     with pytest.raises(SystemExit):
         bench(tmp_path, *arguments)
     assert said in capsys.readouterr().err
+
+
+MUST = {"kernels": ["prefill"], "commits": ["--before", "."]}  # arguments that a benchmark must have
+
+
+@pytest.mark.parametrize("name", [name for name in handed_over.BENCHES if name != "report"])
+def test_a_benchmark_without_a_gpu_says_so_before_it_loads_anything(name, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for module, function in ((hf, "random_model"), (hf, "make_config"), (torch, "randn"), (torch.distributed, "new_group")):
+        monkeypatch.setattr(module, function, Mock(side_effect=AssertionError("it ran")))
+    for more, said in (([], "is_available() is False here"), (["--device", "cpu"], "needs a CUDA GPU. --device cpu is for")):
+        with pytest.raises(SystemExit) as end:
+            cli.main(["bench", name, *MUST.get(name, []), *more, "--out", str(tmp_path)])
+        assert end.value.code == 2 and said in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_long_prompts_of_a_small_model_need_a_gpu_too(capsys, tmp_path):
+    for case in ("1x8192", "16xpadded"):
+        with pytest.raises(SystemExit):
+            bench(tmp_path, "--cases", f"1x16,{case}", "--padded", "1", "2048")
+        assert f"error: {case} needs a CUDA GPU" in capsys.readouterr().err
 
 
 def test_rivals_can_be_added_to_a_case_by_a_run_of_their_own(tmp_path):
@@ -305,7 +329,8 @@ def test_first_tokens_are_timed_alternately(tmp_path):
 def test_learned_positions_cover_the_prompt(tmp_path, monkeypatch):
     model_type, config = models.SHAPES["tiny-opt"]
     monkeypatch.setitem(models.SHAPES, "tiny-opt", (model_type, {**config, "max_position_embeddings": 64}))
-    generate.main(["--shape", "tiny-opt", "--cases", "1x100", "--tokens", "4", "--repeats", "1", "--out", str(tmp_path)])
+    options = ["--cases", "1x100", "--tokens", "4", "--repeats", "1", "--device", "cpu", "--out", str(tmp_path)]
+    generate.main(["--shape", "tiny-opt", *options])
     result = json.loads((tmp_path / "generate_tiny-opt.json").read_text())
     assert result["config"]["max_position_embeddings"] == 168 and result["rows"][0]["rivals"][grid.OURS]["ms"] > 0
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from calls import attention
 
+import hf_fastattn
 from benchmarks import decode, generate, kernels, paper, prefill, queries, report, results, sections, shapes, timing, training
 from benchmarks.shapes import Shape
 from benchmarks.training import Trained
@@ -182,14 +183,6 @@ def test_an_interrupted_run_keeps_its_rows(tmp_path, monkeypatch):
     assert result["not_run"] == [str(shape) for shape in SMALL["decode"][1:]]
 
 
-def test_without_a_gpu_there_is_a_message(capsys):
-    if torch.cuda.is_available():
-        pytest.skip("there is one")
-    with pytest.raises(SystemExit):
-        kernels.main(["decode"])
-    assert "no CUDA device" in capsys.readouterr().err
-
-
 def test_prefills_memory_is_listed_with_standard_attentions(tmp_path):
     _, result = bench(tmp_path, "prefill")
     assert "peak" not in sections.prefill(result) and "| standard |" in sections.prefill(result)
@@ -313,7 +306,8 @@ def test_every_table_and_picture_can_be_made(tmp_path):
     folder = tmp_path / "results"
     for part in SMALL:
         bench(folder, part)
-    generate.main(["--shape", "tiny", "--cases", "1x16,2x16,2xpadded", "--repeats", "1", "--tokens", "8", "--out", str(folder)])
+    options = ["--cases", "1x16,2x16,2xpadded", "--repeats", "1", "--tokens", "8", "--device", "cpu", "--out", str(folder)]
+    generate.main(["--shape", "tiny", *options])
     (folder / "generate_tiny.json").rename(folder / "generate_8b.json")
     document = tmp_path / "document.md"
     document.write_text("before\n<!-- measured: begin -->\n<!-- measured: end -->\nafter\n")
@@ -445,6 +439,27 @@ def test_sections_are_written_between_their_marks(tmp_path):
     assert "**Ragged" in first and "**Decode" not in first and "**Decode" in rest and "**Ragged" not in rest
     with pytest.raises(ValueError, match="no sections raged; known are headline, generate"):
         report.rewrite(document.replace("ragged", "raged"), tmp_path)
+
+
+def test_figures_of_earlier_code_have_its_date_and_version(tmp_path):
+    _, result = bench(tmp_path, "decode")
+    (new,) = result["measured_by"].values()
+    assert new["version"] == hf_fastattn.__version__
+    says, path = "**Decode", tmp_path / "kernels_decode.json"
+
+    def sentence(**older) -> str:
+        path.write_text(json.dumps(result | {"older": {"version": "0.1.0", **older}}))
+        return report.report(tmp_path).partition(says)[0]
+
+    assert "code has changed" not in sentence()
+    first, second, *_ = result["rows"]
+    first["run"], second["run"] = "20260102T030405Z-a", "20260103T030405Z-b"  # without a version
+    assert "Measured on 2026-01-02 and 2026-01-03 with hf_fastattn 0.1.0. The code has changed since." in sentence()
+    chosen = {"shape": [second["shape"]]}
+    assert f"The rows of shape {second['shape']} were measured on 2026-01-03 with hf_fastattn 0.1.0." in sentence(rows=chosen)
+    for row in result["rows"]:
+        del row["run"]
+    assert "Measured on 2025-12-31 with hf_fastattn 0.1.0." in sentence(dates=["2025-12-31"])
 
 
 def test_a_document_without_marks_is_refused(tmp_path, capsys):

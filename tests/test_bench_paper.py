@@ -31,7 +31,8 @@ def test_backends_share_one_cache_and_are_checked_at_every_context(tmp_path, mon
         for name in paper_e2e.BACKENDS:
             whole = output["seconds"][name] + prompt_s[name]
             assert output["with_prompt"][name] == whole and output["decode_share"][name] == output["seconds"][name] / whole
-    assert "with 6 heads" in sections.paper_e2e(result) and re.search(r"\n\| +50 \|", sections.paper_e2e(result))
+    text = sections.paper_e2e(result)
+    assert "the 2 layers of tiny-opt widened to 6 heads, 0.0e9 parameters" in text and re.search(r"\n\| +50 \|", text)
     assert result["config"]["max_position_embeddings"] == 2048 and not any(result["reasons"].values())
 
 

@@ -25,7 +25,7 @@ pytestmark = [processes.HIDDEN, pytest.mark.xdist_group("ranks")]
 def run_commands(rank: int, folder) -> list[int]:
     os.environ["TORCHELASTIC_RUN_ID"] = "of the test"
     options = ["--tokens", "6", "--stock-tokens", "6", "--repeats", "1"]
-    options += ["--shape", "tiny", "--fill", "20", "--out", str(folder)]
+    options += ["--shape", "tiny", "--device", "cpu", "--fill", "20", "--out", str(folder)]
     # generate ends the process group, so it is the last.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.distributed, "destroy_process_group", lambda group=None: None)
@@ -41,9 +41,9 @@ def run_commands(rank: int, folder) -> list[int]:
         patch.setattr(paper_ranks, "FIGURE_8", [(4, 64, 64), (1, 2, 64), (1, 3, 64), (1, 2, 128)])
         for name in ("L2_BYTES", "REPLAY_US"):
             patch.setattr(timing, name, 1)
-        codes.append(paper_ranks.main(["--longest", "64", "--out", str(folder)]))
-        codes.append(paper_ranks.main(["--longest", "64", "--keep", "--out", str(folder)]))
-        codes.append(paper_ranks.main(["--longest", "64", "--keep", "--share-of", "4", "--out", str(folder)]))
+        codes.append(paper_ranks.main(["--longest", "64", "--device", "cpu", "--out", str(folder)]))
+        codes.append(paper_ranks.main(["--longest", "64", "--device", "cpu", "--keep", "--out", str(folder)]))
+        codes.append(paper_ranks.main(["--longest", "64", "--device", "cpu", "--keep", "--share-of", "4", "--out", str(folder)]))
     codes.append(context_bench.main(["--tokens", "32", "--device", "cpu", "--out", str(folder)]))
     return [*codes, cli.main(["generate", str(folder / "tiny"), "--compare", "sdpa", "--tokens", "5", "--dtype", "float32"])]
 
@@ -128,7 +128,7 @@ def test_a_share_is_of_more_gpus_and_divides_the_shape(monkeypatch, capsys, tmp_
     monkeypatch.setenv("WORLD_SIZE", "4")
     for argv in (["--share-of", "2"], ["--share-of", "8", "--rivals", "one_patch"]):
         with pytest.raises(SystemExit):
-            ranks_bench.main(["--shape", "tiny", "--out", str(tmp_path), *argv])
+            ranks_bench.main(["--shape", "tiny", "--device", "cpu", "--out", str(tmp_path), *argv])
     said = capsys.readouterr().err
     assert "--share-of is at least the number of processes" in said and "unknown rivals one_patch" in said
     with pytest.raises(ValueError, match="num_key_value_heads of this shape cannot be divided among 8 GPUs"):
