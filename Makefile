@@ -42,7 +42,7 @@ types: $(VENV)/.test
 	$(VENV)/bin/mypy
 
 test-oldest: $(OLDEST)/.stamp
-	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -q -n logical --maxprocesses=8 --dist=loadgroup tests/test_generate.py tests/test_backends.py tests/test_ranks.py tests/test_ranks_sequence.py tests/test_ranks_meshes.py
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -q -n logical --maxprocesses=8 --dist=loadgroup tests/test_generate.py tests/test_backends.py tests/test_differences.py tests/test_ranks.py tests/test_ranks_sequence.py tests/test_ranks_meshes.py
 
 test-cpus: $(VENV)/.test
 	$(VENV)/bin/python tests/cpus.py
