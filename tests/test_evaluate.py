@@ -16,7 +16,7 @@ import checkpoint
 
 import hf_fastattn
 from hf_fastattn import interface, registry
-from hf_fastattn.evaluate import Evaluation, data, harness, load, pairs, perplexity, running
+from hf_fastattn.evaluate import Evaluation, data, harness, load, pairs, perplexity, rounding, running
 from hf_fastattn.evaluate.pairs import Answers, Measure
 from hf_fastattn.evaluate.report import Run
 from hf_fastattn.kernels import INTERPRETED, spans
@@ -252,7 +252,9 @@ def test_in_float32_any_difference_counts_and_in_16_bits_one_beyond_chance():
     assert judged(torch.float32, sdpa=RIGHT, lean=RIGHT).passed and judged(torch.bfloat16, sdpa=RIGHT, lean=RIGHT).passed
     assert not judged(torch.float32, sdpa=RIGHT, lean=NEAR).passed
     near = judged(torch.bfloat16, sdpa=RIGHT, lean=NEAR)
-    assert near.passed and near.verdict() == "No difference larger than chance: lean, dynamic."
+    assert near.passed and near.verdict() == (
+        "No difference larger than chance: lean, dynamic. The smallest differences that these examples can show: t (acc) 0.15."
+    )
     assert not judged(torch.bfloat16, sdpa=RIGHT, lean=WORSE).passed
 
 
@@ -266,6 +268,194 @@ def test_more_comparisons_need_more_significance():
     items = [-1.0, 0.0, 0.0, 0.0, 0.0] * 8  # 3.1 standard errors below 0
     found = pairs.pair(Measure("t", "m", 0.0, None, [0.0] * 40, "mean"), Measure("t", "m", -0.2, None, items, "mean"))
     assert found.beyond_chance() and found.beyond_chance(20) and not found.beyond_chance(100)
+
+
+# ---- what cannot be judged ----
+
+
+def compared(dtype: torch.dtype, base: Measure, other: Measure, *answers: Answers) -> Evaluation:
+    """An evaluation of two runs with one metric each, and with these answers."""
+    found = Evaluation("m", dtype, torch.device("cpu"))
+    for backend, measure, its in zip(("sdpa", "lean"), (base, other), answers or (None, None), strict=True):
+        found.add(Run(backend, "dynamic", 0.0, {}, [measure], [] if its is None else [its]))
+    return found
+
+
+def metric(items: list, aggregate: str = "mean", score: float | None = None, ids: tuple = ()) -> Measure:
+    if score is None:
+        score = fmean(items) if aggregate == "mean" else pairs.exp(-sum(ll for ll, _ in items) / len(items))
+    return Measure("t", "m", score, None, items, aggregate, list(ids))
+
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_nan_or_infinity_in_one_example_does_not_pass(dtype, bad, tmp_path):
+    right = [(-1.0 - i / 40, 1) for i in range(40)]
+    wrong = [*right[:7], (bad, 1), *right[8:]]
+    ours = metric(wrong, "perplexity"), metric([bad, *RIGHT[1:]])
+    for base, other in ((metric(right, "perplexity"), ours[0]), (metric(RIGHT), ours[1])):
+        found = compared(dtype, base, other)
+        assert [run.backend for run in found.differing()] == ["lean"] and not found.passed
+        assert "NaN or infinity in 1 of 40 examples)" in found.verdict()
+        for its in (compared(dtype, other, base), compared(dtype, other, other)):  # the baseline has it, or both have it
+            assert not its.passed and not its.differing() and its.verdict().startswith("NOT JUDGED against sdpa, dynamic: lean")
+            assert "NaN or infinity in 1 of 40 examples of the baseline" in its.verdict() and "EQUAL" not in its.verdict()
+        saved = found.save(tmp_path).read_text()
+        kept = json.loads(saved, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+        assert not kept["passed"] and float(kept["runs"][1]["scores"][0]["score"]) != 0.5
+        assert "| different " in (tmp_path / "eval.md").read_text()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_log_likelihoods_and_logits_count_also_where_the_score_is_finite(dtype):
+    answers = [Answers("t", [0] * 40, [[-1.0, off] for off in offs]) for offs in ([-2.0] * 40, [-2.0] * 39 + [-math.inf])]
+    found = compared(dtype, metric(RIGHT), metric(RIGHT), *answers)
+    assert not found.passed and "NaN or infinity in 1 of 40 examples" in found.verdict()
+    assert not compared(dtype, metric(RIGHT), metric(RIGHT), answers[1], answers[1]).passed
+    found = Evaluation("m", dtype, torch.device("cpu"))
+    for backend, finite in (("sdpa", True), ("lean", False), ("eager", True)):
+        made = {(1, 2): [pairs.Generated([5], [1.0], finite)], (1, 3): [pairs.Generated([5], [1.0])]}
+        found.add(Run(backend, "dynamic", 0.0, {}, [metric(RIGHT)], generated=made))
+    assert [run.backend for run in found.differing()] == ["lean"]
+    assert "lean, dynamic: NaN or infinity in the logits of 1 of 2 prompts" in found.verdict()
+
+
+@pytest.mark.parametrize("aggregate", ["median", "f1", "matthews_corrcoef", "bleu", "other"])
+def test_a_changed_score_without_a_formula_is_not_judged_in_16_bits(aggregate):
+    base, near = metric(RIGHT, aggregate, 0.5), metric(NEAR, aggregate, 0.4)
+    found = compared(torch.bfloat16, base, near)
+    assert not found.passed and not found.differing() and f"aggregated by {aggregate}" in found.verdict()
+    assert compared(torch.bfloat16, base, base).passed and compared(torch.float32, base, near).differing()
+
+
+def test_bits_per_byte_are_judged_as_perplexities():
+    draw = random.Random(0)
+    items = [(-100.0 - draw.random(), 50) for _ in range(40)]
+    near, far = ([(ll + off * draw.gauss(1, 0.1), w) for ll, w in items] for off in (0, -0.5))
+    nats = [-sum(ll for ll, _ in its) / 2000 for its in (items, near, far)]
+    found = [metric(its, "bits_per_byte", nat / math.log(2)) for its, nat in zip((items, near, far), nats, strict=True)]
+    assert compared(torch.bfloat16, found[0], found[1]).passed
+    worse = compared(torch.bfloat16, found[0], found[2])
+    assert worse.differing() and sum(worse.runs[1].pairs[0].interval) / 2 == pytest.approx(0.01 / math.log(2), rel=0.1)
+
+
+def test_too_few_examples_and_scores_that_cannot_fall_are_not_judged_in_16_bits():
+    assert "fewer than 6 examples cannot show a difference" in judged(torch.bfloat16, sdpa=[1.0], lean=[0.0]).verdict()
+    assert not judged(torch.bfloat16, sdpa=[1.0] * 5, lean=[0.0] * 5).passed
+    assert judged(torch.bfloat16, sdpa=[1.0] * 6, lean=[0.0] * 6).differing()
+    texts = [Answers("t", [f"{name} {i}" for i in range(40)], [[]] * 40) for name in ("right", "garbage")]
+    nothing = compared(torch.bfloat16, metric([0.0] * 40), metric([0.0] * 40), *texts)
+    assert not nothing.passed and "a score of 0 cannot fall by the smallest detectable difference, 0.15" in nothing.verdict()
+    assert compared(torch.bfloat16, metric([1.0] * 40), metric([1.0] * 40), *texts).passed  # other texts, all of them right
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_without_examples_or_with_others_nothing_is_judged(dtype):
+    nothing = metric([], score=0.5)
+    empty = compared(dtype, nothing, nothing, Answers("t", [], []), Answers("t", [], []))
+    assert not empty.passed and "it has no examples" in empty.verdict()
+    fewer = compared(dtype, metric(RIGHT), metric(RIGHT[2:], ids=tuple(range(2, 40))))
+    assert not fewer.passed and "2 examples are in one run only" in fewer.verdict()
+    shifted = compared(dtype, metric(RIGHT), metric(RIGHT, ids=tuple(range(1, 41))))
+    assert not shifted.passed and "2 examples are in one run only" in shifted.verdict()
+    other = compared(dtype, metric(RIGHT), Measure("t", "other", 0.5, None, RIGHT, "mean"))
+    assert not other.passed and "t (m) is missing in one of the two runs" in other.verdict()
+    alone = Evaluation("m", dtype, torch.device("cpu"))
+    alone.add(Run("sdpa", "dynamic", 0.0, {}, [metric(RIGHT)]))
+    assert not alone.passed and "nothing to compare" in alone.verdict()
+    not_a_number = metric(RIGHT, score=math.nan)
+    assert "the score of the baseline is not a finite number" in compared(dtype, not_a_number, not_a_number).verdict()
+
+
+def test_a_perplexity_beyond_floats_is_infinite_and_judged_by_its_log_likelihoods():
+    items = [(-800.0 - i / 7, 1) for i in range(40)]
+    base = metric(items, "perplexity")
+    assert base.score == math.inf and compared(torch.bfloat16, base, base).passed and compared(torch.float32, base, base).passed
+    near = metric([(ll + (-1) ** i * 0.01, w) for i, (ll, w) in enumerate(items)], "perplexity")
+    found = compared(torch.bfloat16, base, near)
+    assert found.passed and json.dumps(found.as_dict(), allow_nan=False, default=str) and "| inf " in str(found)
+    assert compared(torch.bfloat16, base, metric([(ll - 1, w) for ll, w in items], "perplexity")).differing()
+
+
+def test_single_log_likelihoods_beyond_rounding_differ_in_16_bits():
+    """The mean of the differences is 0, as with a wrong backend and a model of random weights."""
+    items = [(-8.0, 1)] * 40
+    for size, passes in ((0.05, True), (2.0, False)):
+        found = Evaluation("m", torch.bfloat16, torch.device("cpu"))
+        found.rounding = rounding.Rounding(2**-8, token=0.4, margin=0.4)
+        for backend, off in (("sdpa", 0.0), ("lean", size)):
+            its = [(ll + (-1) ** i * off, w) for i, (ll, w) in enumerate(items)]
+            found.add(Run(backend, "dynamic", 0.0, {}, [metric(its, "perplexity")]))
+        assert found.passed == passes, found.verdict()
+
+
+def broken(change):
+    @as_kernel
+    def attend(q, k, v, its_spans=None, **options):
+        out = attention(q, k, v, its_spans, **options)
+        return (change(out[0], q.shape[2]), out[1]) if isinstance(out, tuple) else change(out, q.shape[2])
+
+    return attend
+
+
+BROKEN = {
+    "nan": lambda out, q_len: out * math.nan,
+    "nan_of_a_row": lambda out, q_len: torch.cat([out[:-1], out[-1:] * math.nan]),
+    "infinite_steps": lambda out, q_len: out + math.inf if q_len == 1 else out,
+    "constant": lambda out, q_len: torch.full_like(out, 0.1),
+    "swapped_heads_of_steps": lambda out, q_len: out.flip(1) if q_len == 1 else out,
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_broken_backends_do_not_pass_and_a_right_one_does(dtype, monkeypatch, tmp_path):
+    monkeypatch.setattr(registry, "_backends", dict(registry._backends))
+    monkeypatch.setattr(interface, "_runners", dict(interface._runners))
+    for name, change in BROKEN.items():
+        hf_fastattn.register(hf_fastattn.Backend(name=name, summary="broken", prefill=broken(change)))
+    model = checkpoint.model().to(dtype)
+    options = {
+        "tasks": (),
+        "text": data.text()[:900],
+        "decode_tokens": 8,
+        "batch_size": 3,
+        "caches": ["dynamic"],
+        "out": tmp_path,
+    }
+    found = evaluate(model, checkpoint.tokenizer(), backends=["sdpa", "eager", "lean", *BROKEN], **options)
+    assert [run.backend for run in found.differing()] == list(BROKEN) and not found.not_judged(), found.verdict()
+    json.loads((tmp_path / "eval.json").read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    bad = evaluate(model, checkpoint.tokenizer(), backends=["nan", "lean"], **options)
+    assert not bad.passed and [run.backend for run in bad.not_judged()] == ["lean"]
+
+
+def test_a_prompt_that_is_nan_is_seen_in_decode_perplexity(tiny):
+    model, tokenizer = checkpoint.model(num_hidden_layers=1), tiny[1]  # the steps of one layer do not depend on its output
+    hook = model.model.layers[0].self_attn.o_proj.register_forward_hook(
+        lambda module, arguments, out: out * math.nan if out.shape[1] > 1 else out
+    )
+    given = perplexity.excerpts(tokenizer, data.text()[:200], rows=2, tokens=5, prompt=20)
+    assert all(math.isnan(nat) for row in perplexity.decode_nats(model, given) for nat in row)
+    hook.remove()
+    assert all(math.isfinite(nat) for row in perplexity.decode_nats(model, given) for nat in row)
+
+
+def test_aggregates_of_lm_eval_are_known_by_name_and_value():
+    from lm_eval.api import metrics
+
+    aggregate = harness._aggregate
+    assert aggregate(metrics.mean, RIGHT, 0.5) == (RIGHT, "mean") == aggregate(metrics.nanmean, RIGHT, 0.5)
+    assert aggregate(metrics.mean, RIGHT, 0.4)[1] == "other" and aggregate(metrics.mean, [(1, 2)], 0.5)[1] == "other"
+    assert aggregate(metrics.median, RIGHT, 1.0)[1] == "median" and aggregate(metrics.bypass_agg, [None], 999)[1] == "bypass_agg"
+    assert aggregate(metrics.perplexity, [-1.0, -3.0], math.exp(2)) == ([(-1.0, 1), (-3.0, 1)], "perplexity")
+    assert aggregate(metrics.weighted_perplexity, [(-4.0, 2)], math.exp(2)) == ([(-4.0, 2)], "perplexity")
+    assert aggregate(metrics.bits_per_byte, [(-4.0, 2)], 2 / math.log(2))[1] == "bits_per_byte"
+    large = harness._aggregations(lambda: {"p": metrics.perplexity, "acc": metrics.mean})
+    assert large["p"]([-800.0]) == math.inf and large["acc"] is metrics.mean
+    assert math.isnan(harness._score("N/A")) and harness._score(torch.tensor(0.5).numpy()[()]) == 0.5
 
 
 # ---- results and refusals ----
@@ -346,6 +536,10 @@ def test_the_tasks_are_the_same_in_every_process_and_answerable():
         ({"caches": ["rolling"]}, "caches are one or both of"),
         ({"tasks": [], "decode_tokens": 0}, "nothing to run"),
         ({"decode_tokens": 2}, "at least 3; got 2"),
+        ({"batch_size": "auto:x"}, "\"auto:N\" to find it N times; got 'auto:x'"),
+        ({"limit": math.inf}, "limit must be above 0: .* got inf"),
+        ({"gen_kwargs": "bogus"}, "a list as in max_gen_toks=64,do_sample=False; got 'bogus'"),
+        ({"gen_kwargs": {"bogus": 1}}, "gen_kwargs has 'bogus'"),
         ({"window": 8}, 'options of the backend "streaming"'),
         ({"tasks": ["small_texts"]}, "Unknown task 'small_texts'. Near it: small_text"),
         ({"include_path": ["/nowhere"]}, "no folder /nowhere"),

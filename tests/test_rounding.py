@@ -75,7 +75,7 @@ def test_log_likelihoods_that_differ_by_a_few_units_in_the_last_place_are_equal(
     monkeypatch.setattr(HFLM, "loglikelihood_rolling", lambda *a, **k: [off(ll) for ll in rolling(*a, **k)])
     monkeypatch.setattr(HFLM, "loglikelihood", lambda *a, **k: [(off(ll), greedy) for ll, greedy in read(*a, **k)])
     found = evaluate(model, tokenizer, **small)
-    assert found.passed and found.verdict() == "EQUAL to sdpa, dynamic in every answer and score: lean, dynamic."
+    assert found.passed and found.verdict().startswith("EQUAL to sdpa, dynamic in every answer and score: lean, dynamic. ")
     name = "small_text", "word_perplexity"
     if sign:
         assert scores(found.runs[1])[name] != pytest.approx(scores(found.baseline)[name], rel=1e-5)
@@ -93,9 +93,10 @@ def test_other_choices_at_ties_are_equal_and_reported(tokenizer, small):
     found = evaluate(model, tokenizer, **small)
     needle = next(each for each in found.runs[1].pairs if each.task == "small_needle")
     assert needle.equal < 1 and needle.same and needle.first["token"] >= 0
-    assert found.passed and found.verdict() == (
-        "EQUAL to sdpa, dynamic except for answers that were a tie within rounding: lean, dynamic."
+    assert found.passed and found.verdict().startswith(
+        "EQUAL to sdpa, dynamic except for answers that were a tie within rounding: lean, dynamic. "
     )
+    assert f"{2 * found.rounding.margin:.2g} logits between two tokens" in found.verdict()
 
 
 @pytest.mark.parametrize(("task", "size"), [("small_text", 0.01), ("small_choice", 0.01), ("small_needle", 2.0)])

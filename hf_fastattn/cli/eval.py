@@ -12,7 +12,7 @@ from .options import Device, DtypeOption, GgufFile, Model, Sinks, Traceback, Win
 
 EPILOG = (
     f'The task pack, which needs no network, has the tag "fastattn" and is in {PACK}; `hf-fastattn lm_eval ls tasks` lists '
-    "the tasks of lm-eval. The exit code is 0 if all agree, 1 if one differs, 2 for an error."
+    "the tasks of lm-eval. The exit code is 0 if all agree, 1 if one differs, 3 if one could not be judged, 2 for an error."
 )
 LISTED = "A,B,..."
 
@@ -51,7 +51,7 @@ def eval_(
         tasks=listed(tasks),
         caches=listed(caches),
         limit=limit,
-        batch_size=int(batch_size) if batch_size.isdigit() else batch_size,
+        batch_size=int(batch_size) if batch_size.isdecimal() else batch_size,
         num_fewshot=num_fewshot,
         include_path=include_path or [],
         gen_kwargs=gen_kwargs,
@@ -71,11 +71,13 @@ def eval_(
         print(f"hf-fastattn eval: {found.unsaved}", file=sys.stderr)
         return 2
     print(f"-> {out / 'eval.json'}, {out / 'eval.md'}")
-    return 130 if found.interrupted else 0 if found.passed else 1
+    return 130 if found.interrupted else 0 if found.passed else 1 if found.differing() else 3
 
 
 def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"--text {path} cannot be read: {error.strerror or error}.") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not a UTF-8 text file: {error}.") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,8 +19,8 @@ from ..machine import find_device, prepare_folder
 from ..patches import Patch, patch
 from ..tasks import data
 from . import perplexity, rounding
-from .harness import Harness, load_tasks, require
-from .pairs import Answers, Measure
+from .harness import Harness, check_options, load_tasks, require
+from .pairs import Answers, Measure, exp
 from .report import Evaluation, Run
 
 __all__ = ["CACHES", "Evaluation", "check_names", "evaluate", "load", "running"]
@@ -82,6 +83,7 @@ def evaluate(
     kept: Kept = {"window": window, "sinks": sinks}
     _check(backends, tasks, caches, decode_tokens, kept)
     _check_numbers(batch_size, limit, num_fewshot)
+    check_options(gen_kwargs)
     loaded = load_tasks(tasks, include_path) if tasks else None
     if out is not None:
         prepare_folder(out)
@@ -114,17 +116,19 @@ def evaluate(
         )
     asked = {"limit": limit, "batch_size": batch_size, "num_fewshot": num_fewshot, "gen_kwargs": gen_kwargs}
     found = Evaluation(name, model.dtype, model.device, tokenizer, asked)
+    found.interrupted = True
     try:
         for backend, cache in tqdm(plan, desc="Backends and caches", unit="run", disable=None):
             everything = cache == _caches(backend, caches)[0]
             if run := _run(model, backend, cache, harness, given, kept, everything):
                 found.add(run)
-                if found.exact and len(found.runs) == 1 and len(plan) > 1:
+                if len(found.runs) == 1 and len(plan) > 1:
                     found.rounding = _rounding(model, backend, harness, given, kept)
                 _save(found, out)
+        found.interrupted = False
     except KeyboardInterrupt:
-        found.interrupted = True
-        _save(found, out)
+        pass
+    _save(found, out)
     return found
 
 
@@ -183,10 +187,10 @@ def _check(backends: Sequence[str], tasks: Sequence[str], caches: Sequence[str],
 
 def _check_numbers(batch_size: int | str, limit: float | None, num_fewshot: int | None) -> None:
     """Checks of values that lm-eval accepts but fails on later."""
-    auto = isinstance(batch_size, str) and batch_size.split(":")[0] == "auto"
+    auto = isinstance(batch_size, str) and re.fullmatch(r"auto(:[0-9]*[1-9][0-9]*)?", batch_size)
     if not auto and (isinstance(batch_size, str) or batch_size < 1):
-        raise ValueError(f'batch_size must be at least 1, or "auto"; got {batch_size!r}.')
-    if limit is not None and not limit > 0:
+        raise ValueError(f'batch_size must be at least 1, "auto", or "auto:N" to find it N times; got {batch_size!r}.')
+    if limit is not None and not 0 < limit < math.inf:
         raise ValueError(f"limit must be above 0: a number of examples, or below 1 a fraction of them; got {limit}.")
     if num_fewshot is not None and num_fewshot < 0:
         raise ValueError(f"num_fewshot must be at least 0; got {num_fewshot}.")
@@ -276,7 +280,7 @@ def _run(
 
 def _decode_measure(nats: list[list[float]]) -> Measure:
     items = [(-nat, 1) for row in nats for nat in row]
-    score = math.exp(math.fsum(-ll for ll, _ in items) / len(items))
+    score = exp(-sum(ll for ll, _ in items) / len(items))
     return Measure("decode perplexity", "perplexity", score, None, items, "perplexity")
 
 

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import itertools
 import logging
+import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from numbers import Real
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import torch
 
 from .. import hf
-from .pairs import Answer, Answers, Generated, Measure
+from .pairs import NATS, Answer, Answers, Generated, Measure, exp
 
 PACK = Path(__file__).parent.parent / "tasks"
 SEED = 1234
+PERPLEXITIES = ("perplexity", "weighted_perplexity")
+LM_EVALS = ("until", "max_gen_toks", "max_tokens", "max_completion_tokens")  # options of generation, besides generate()'s
 BOOTSTRAPS = 1000  # for metrics whose standard error lm-eval estimates by resampling
 
 
@@ -78,6 +82,7 @@ class Harness:
                 if shots is None or (num_fewshot is not None and shots != 0):  # 0 is a task's explicit choice
                     task.set_config("num_fewshot", num_fewshot or 0)
                 task.set_fewshot_seed(SEED)
+                task.aggregation = functools.partial(_aggregations, task.aggregation)
             self.lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
         self.generated: dict[tuple[int, ...], list[Generated]] = {}  # tokens generated in the last run, by prompt
         self.texts: dict[str, torch.Tensor] = {}  # the longest request of each task in the last run, (tokens,)
@@ -89,8 +94,9 @@ class Harness:
         out: torch.Tensor = self._generate(context, attention_mask=attention_mask, logits_processor=[leads], **options)
         greedy = not options.get("do_sample") and all(len(lead) == len(context) for lead in leads.found)
         led = torch.stack(leads.found, 1).tolist() if greedy else [[]] * len(context)
-        for prompt, mask, its, tokens in zip(context, attention_mask.bool(), led, out, strict=True):
-            made = Generated(tokens[len(prompt) :].tolist(), its)
+        finite = torch.stack([each.view(len(context), -1).all(1) for each in leads.finite]).all(0).tolist()
+        for prompt, mask, its, tokens, right in zip(context, attention_mask.bool(), led, out, finite, strict=True):
+            made = Generated(tokens[len(prompt) :].tolist(), its, right)
             self.generated.setdefault(tuple(prompt[mask].tolist()), []).append(made)
         return out
 
@@ -117,31 +123,54 @@ class Harness:
             measures += _group(name, scores, [measure for measure in measures if measure.task in members])
             its = [each for each in answers if each.task in members]
             kinds = ("answers", "loglikelihoods", "tokens")
-            answers.append(Answers(name, *(list(itertools.chain(*(getattr(each, kind) for each in its))) for kind in kinds)))
+            lists = {kind: list(itertools.chain(*(getattr(each, kind) for each in its))) for kind in kinds}
+            answers.append(Answers(name, **lists, ids=[(each.task, i) for each in its for i in each.ids]))
         return measures, answers
 
     def _answered(self, name: str, samples: list[dict[str, Any]]) -> Answers:
         """The answers in a task's samples, with the number of tokens of each request that has a log-likelihood."""
         answers, lls = _answers(samples)
+        ids = list(dict.fromkeys(sample["doc_id"] for sample in samples))
         requests = {sample["doc_id"]: sample["arguments"] for sample in samples}.values()
-        whole = max(("".join(part for part in each if isinstance(part, str)) for of in requests for each in of), key=len)
+        whole = max(
+            ("".join(part for part in each if isinstance(part, str)) for of in requests for each in of), key=len, default=""
+        )
         self.texts[name] = torch.tensor(self.lm.tok_encode(whole))
         encoded = [
             [max(1, len(self.lm.tok_encode(each[-1]))) if isinstance(each[-1], str) else 1 for each in of[: len(its)]]
             for of, its in zip(requests, lls, strict=True)
         ]
-        return Answers(name, answers, lls, encoded)
+        return Answers(name, answers, lls, encoded, ids)
 
 
 class _Leads:
-    """A logits processor that changes nothing. It records the lead of the most likely token over the second, (rows,) per call."""
+    """A logits processor that changes nothing. It records two values of each row per call, (rows,): the lead of the most likely
+    token over the second, and whether its logit is finite. Others may be -inf: settings of generate() exclude tokens by it.
+    """
 
     def __init__(self) -> None:
         self.found: list[torch.Tensor] = []
+        self.finite: list[torch.Tensor] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.found.append(-scores.float().topk(2).values.diff()[:, 0])
+        two = scores.float().topk(2).values
+        self.found.append(-two.diff()[:, 0])
+        self.finite.append(two[:, 0].isfinite())
         return scores
+
+
+def check_options(gen_kwargs: dict[str, Any] | str | None) -> None:
+    """Raise ValueError for an option of generation that neither lm-eval nor Transformers has, before a model runs."""
+    from lm_eval.utils import simple_parse_args_string
+
+    if isinstance(gen_kwargs, str):
+        if not all("=" in part for part in gen_kwargs.split(",") if part):
+            raise ValueError(f"gen_kwargs is a list as in max_gen_toks=64,do_sample=False; got {gen_kwargs!r}.")
+        gen_kwargs = simple_parse_args_string(gen_kwargs)
+    known = {*LM_EVALS, *vars(hf.GenerationConfig())}
+    for name in gen_kwargs or {}:
+        if name not in known:
+            raise ValueError(f"gen_kwargs has {name!r}, which is not an option of generate(). One of lm-eval is max_gen_toks.")
 
 
 def load_tasks(names: Sequence[str], include_path: Sequence[str | Path] = ()) -> dict[str, Any]:
@@ -181,29 +210,34 @@ def _measures(results: dict[str, Any], tasks: dict[str, Any]) -> list[Measure]:
     found = []
     for name, samples in results["samples"].items():
         scores = results["results"][name]
-        for key, score in scores.items():
+        for key, value in scores.items():
             label = _label(key)
-            if label is None or not isinstance(score, (int, float)):
+            if label is None:
                 continue
             metric, _, filter_name = key.partition(",")
-            items = [sample[metric] for sample in samples if sample["filter"] == filter_name and metric in sample]
-            items, aggregate = _aggregate(tasks[name].aggregation().get(metric), items)
+            its = [sample for sample in samples if sample["filter"] == filter_name and metric in sample]
+            score = _score(value)
+            items, aggregate = _aggregate(tasks[name].aggregation().get(metric), [sample[metric] for sample in its], score)
             stderr = _number(scores.get(f"{metric}_stderr,{filter_name}"))
-            found.append(Measure(name, label, score, stderr, items, aggregate))
+            found.append(Measure(name, label, score, stderr, items, aggregate, [sample["doc_id"] for sample in its]))
     return found
 
 
 def _group(name: str, scores: dict[str, Any], members: list[Measure]) -> list[Measure]:
     """The scores of a group. They have the examples of its tasks only if the score is their mean."""
     found = []
-    for key, score in scores.items():
+    for key, value in scores.items():
         label = _label(key)
-        if label is None or not isinstance(score, (int, float)):
+        if label is None:
             continue
-        items = [item for each in members if each.metric == label and each.aggregate == "mean" for item in each.items]
-        is_mean = bool(items) and abs(fmean(items) - score) < 1e-9
-        stderr = scores.get(key.replace(",", "_stderr,", 1))
-        found.append(Measure(name, label, score, _number(stderr), items if is_mean else [], "mean" if is_mean else "other"))
+        its = [each for each in members if each.metric == label and each.aggregate == "mean"]
+        items = [item for each in its for item in each.items]
+        ids = [(each.task, i) for each in its for i in each.ids]
+        score, stderr = _score(value), _number(scores.get(key.replace(",", "_stderr,", 1)))
+        if items and _close(sum(items) / len(items), score):
+            found.append(Measure(name, label, score, stderr, items, "mean", ids))
+        else:
+            found.append(Measure(name, label, score, stderr, [], "group"))
     return found
 
 
@@ -215,18 +249,53 @@ def _label(key: str) -> str | None:
     return metric if filter_name == "none" else f"{metric}, {filter_name}"
 
 
+def _score(value: object) -> float:
+    """A score as a float; NaN if it is not a number."""
+    return float(value) if isinstance(value, Real) else math.nan
+
+
+def _close(a: float, b: float) -> bool:
+    return math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-9) or (math.isnan(a) and math.isnan(b))
+
+
+def _aggregations(theirs: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """lm-eval's functions that compute scores from examples, with perplexities that are too large for a float as inf."""
+    return {metric: _or_infinite(its) if _name(its) in PERPLEXITIES else its for metric, its in theirs().items()}
+
+
+def _or_infinite(function: Callable[[list[Any]], float]) -> Callable[[list[Any]], float]:
+    @functools.wraps(function)
+    def score(items: list[Any]) -> float:
+        try:
+            return function(items)
+        except OverflowError:
+            return math.inf
+
+    return score
+
+
+def _name(function: object) -> str:
+    return getattr(function, "__name__", "mean")
+
+
 def _number(value: object) -> float | None:
     return value if isinstance(value, float) else None
 
 
-def _aggregate(function: object, items: list[Any]) -> tuple[list[Any], str]:
-    """(items, aggregate) for a Measure."""
-    name = getattr(function, "__name__", "mean")
-    if name == "weighted_perplexity":
-        return items, "perplexity"
-    if name == "perplexity":  # all log-likelihoods have the same weight
-        return [(ll, 1) for ll in items], "perplexity"
-    return items, name if all(isinstance(item, (bool, int, float)) for item in items) else "other"
+def _aggregate(function: object, items: list[Any], score: float) -> tuple[list[Any], str]:
+    """(items, aggregate) for a Measure. A function is known by its name and by its result, because a task may have its own."""
+    name = _name(function)
+    numbers = all(isinstance(item, Real) for item in items)
+    weighted = [(item, 1) for item in items] if name == "perplexity" and numbers else items  # all have the same weight
+    if name in ("mean", "nanmean") and numbers and items and _close(float(sum(items)) / len(items), score):
+        return items, "mean"
+    if name in (*PERPLEXITIES, "bits_per_byte") and all(isinstance(item, tuple) and len(item) == 2 for item in weighted):
+        nats = -sum(ll for ll, _ in weighted) / (sum(weight for _, weight in weighted) or math.nan)
+        if name == "bits_per_byte" and _close(nats / math.log(2), score):
+            return weighted, name
+        if name != "bits_per_byte" and _close(exp(nats), score):
+            return weighted, "perplexity"
+    return items, "other" if name in ("mean", *NATS) else name
 
 
 def _answers(samples: list[dict[str, Any]]) -> tuple[list[Answer], list[list[float]]]:

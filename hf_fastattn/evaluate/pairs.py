@@ -3,6 +3,9 @@
 The confidence interval of a difference is that of paired examples (Miller, "Adding Error Bars to Evals", 2024, section 4):
 differences of single examples vary far less than scores. Perplexities are ratios of sums, so their interval comes from the
 residuals of a ratio estimator (Cochran, "Sampling Techniques", 1977, section 6.3), transformed by the exponential.
+
+Whatever its size, a difference in one direction needs a number of examples: m of them have one sign by chance in 2 ** (1 - m) of
+all cases (the sign test). Fewer examples show nothing.
 """
 
 from __future__ import annotations
@@ -10,31 +13,68 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from statistics import NormalDist, fmean
+from statistics import NormalDist
 from typing import Any
 
 from .. import hf
 from .rounding import EXACT, Rounding
 
 Answer = str | int | None  # a text, the index of a choice, or whether a text was the most likely one
+LEVEL = 0.05
 Z = 1.96  # 95 % of a normal distribution are within this many standard deviations of the mean
+NATS = ("perplexity", "bits_per_byte")  # computed from the ratio of the sums of log-likelihoods and weights
+
+
+def exp(x: float) -> float:
+    try:
+        return math.exp(x)
+    except OverflowError:
+        return math.inf
+
+
+def plain(value: Any) -> Any:
+    """The value with Python numbers and lists in place of arrays and tensors, so that == is a truth value."""
+    if isinstance(value, (list, tuple)):
+        return tuple(map(plain, value)) if isinstance(value, tuple) else list(map(plain, value))
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def finite(value: Any) -> bool:
+    """Whether a plain value contains neither NaN nor infinity."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return all(map(finite, value))
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+def least_examples(comparisons: int = 1) -> int:
+    """The fewest examples with which a difference can be significant over so many comparisons, by the sign test."""
+    return 1 + math.ceil(math.log2(comparisons / LEVEL))
 
 
 @dataclass
 class Measure:
-    """One metric of one task in one run. items: its values for the examples; of a perplexity (log-likelihood, weight)."""
+    """One metric of one task in one run.
+
+    items: its values for the examples; of an aggregate in NATS (log-likelihood, weight). ids: of these examples, by default their
+    numbers.
+    """
 
     task: str
     metric: str
     score: float
     stderr: float | None
     items: list[Any]
-    aggregate: str  # how the score is computed from items: "mean", "perplexity", or another name
+    aggregate: str  # how the score is computed: "mean", one of NATS, "group" from the scores of tasks, or another name
+    ids: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        if self.stderr is None and self.aggregate == "perplexity" and len(self.items) > 1:
+        self.items = [plain(item) for item in self.items]
+        self.ids = self.ids or list(range(len(self.items)))
+        if self.stderr is None and self.aggregate in NATS and len(self.items) > 1:
             lls, weights = zip(*self.items, strict=True)
-            self.stderr = self.score * _ratio_error(lls, weights)
+            self.stderr = _ratio_error(lls, weights) * (self.score if self.aggregate == "perplexity" else 1 / math.log(2))
 
 
 @dataclass
@@ -42,39 +82,51 @@ class Answers:
     """The answers of one run in one task, by example: a text, a choice, or None if there is nothing to choose.
 
     loglikelihoods: of the requests of each example, empty if text was generated. tokens: the number of tokens of each, by default
-    one.
+    one. ids: of the examples, by default their numbers.
     """
 
     task: str
     answers: list[Answer]
     loglikelihoods: list[list[float]]
     tokens: list[list[int]] = field(default_factory=list)
+    ids: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.ids = self.ids or list(range(len(self.answers)))
         if not self.tokens:
             self.tokens = [[1] * len(each) for each in self.loglikelihoods]
 
     @classmethod
     def read(cls, measure: Measure) -> Answers | None:
         """The log-likelihoods of a perplexity, with its weights as tokens. None for another metric."""
-        if measure.aggregate != "perplexity":
+        if measure.aggregate not in NATS:
             return None
-        lls, weights = zip(*measure.items, strict=True)
-        return cls(measure.task, [None] * len(lls), [[ll] for ll in lls], [[weight] for weight in weights])
+        lls, weights = [[ll] for ll, _ in measure.items], [[weight] for _, weight in measure.items]
+        return cls(measure.task, [None] * len(lls), lls, weights, measure.ids)
 
 
 @dataclass
 class Generated:
-    """Tokens of generate(), and the lead of each over the second most likely token in logits; no leads if it sampled."""
+    """Tokens of generate(), and the lead of each over the second most likely token in logits; no leads if it sampled.
+
+    finite: whether the largest logit of each token was a finite number.
+    """
 
     tokens: list[int]
     leads: list[float]
+    finite: bool = True
 
 
 @dataclass
 class Pair:
     """A metric of a run compared with that of the baseline. interval: of the difference, 95 %; None if it cannot be computed.
 
+    shift, error: the mean difference of the examples and its standard error, of an aggregate in NATS in nats per unit of weight;
+    None without a formula for the aggregate. largest: the largest absolute value of an example.
+    not_finite: the number of examples with NaN or infinity where the baseline has neither; baseline_not_finite: of those with one
+    in the baseline. unpaired: of those that only one of the runs has.
+    spread: the differences of single log-likelihoods relative to one rounding (`Rounding.once`): their root mean square, or a
+    quarter of the largest. explained: the largest difference of a log-likelihood that rounding explains, in nats.
     same: whether there is no difference beyond rounding (see rounding.py). equal: the fraction of `examples` with equal answers;
     None if there are no answers. first: the first unequal answer. largest_loglikelihood_difference: in nats. unexplained: the
     log-likelihood that exceeds rounding the most, if one does.
@@ -89,27 +141,59 @@ class Pair:
     interval: tuple[float, float] | None
     examples: int
     same: bool
+    aggregate: str = "other"
+    shift: float | None = None
+    error: float | None = None
+    largest: float = 1.0
+    not_finite: int = 0
+    baseline_not_finite: int = 0
+    unpaired: int = 0
+    spread: float | None = None
+    explained: float | None = None
     equal: float | None = None
     first: dict[str, Any] | None = None
     largest_loglikelihood_difference: float | None = None
     unexplained: dict[str, float] | None = None
 
     def beyond_chance(self, comparisons: int = 1) -> bool:
-        """Whether the difference is statistically significant; False without an interval.
+        """Whether the difference is statistically significant; False if that cannot be computed.
 
         With several comparisons the level of each is corrected (Bonferroni), because 1 of 20 intervals at 95 % misses by chance.
         """
-        if self.interval is None:
+        if self.shift is None or self.error is None or self.examples < least_examples(comparisons):
             return False
-        low, high = self.interval
-        widened = NormalDist().inv_cdf(1 - 0.025 / comparisons) / Z
-        return abs(low + high) / 2 > widened * (high - low) / 2
+        return abs(self.shift) > _quantile(comparisons) * self.error
+
+    def detectable(self, comparisons: int = 1) -> float | None:
+        """The smallest difference of the score that would be significant with these examples; None if none would be."""
+        least = least_examples(comparisons)
+        if self.error is None or not math.isfinite(self.error) or self.examples < least:
+            return None
+        seen = _quantile(comparisons) * self.error
+        if self.aggregate == "mean":
+            return max(seen, self.largest * least / self.examples)
+        return _in_scores(seen, self.aggregate, self.baseline)
+
+
+def _quantile(comparisons: int) -> float:
+    return NormalDist().inv_cdf(1 - LEVEL / 2 / comparisons)
+
+
+def _in_scores(shift: float, aggregate: str, baseline: float) -> float:
+    """The difference of the scores for a mean difference of the examples."""
+    if aggregate == "perplexity":
+        return baseline * (exp(shift) - 1 if shift > 1 else math.expm1(shift))
+    return shift / math.log(2) if aggregate == "bits_per_byte" else shift
 
 
 def pair(base: Measure, other: Measure) -> Pair:
     """Compare the values of one metric in two runs, example by example."""
-    if len(base.items) != len(other.items):
-        raise ValueError(f"{base.task}: {len(base.items)} and {len(other.items)} examples cannot be paired.")
+    shift, error = _shift(base, other)
+    interval = None
+    if shift is not None and error is not None:
+        low, high = (_in_scores(shift + sign * Z * error, base.aggregate, base.score) for sign in (-1, 1))
+        interval = low, high
+    numbers = [abs(item) for item in (*base.items, *other.items) if isinstance(item, (int, float)) and finite(item)]
     return Pair(
         task=other.task,
         metric=other.metric,
@@ -117,33 +201,45 @@ def pair(base: Measure, other: Measure) -> Pair:
         stderr=other.stderr,
         baseline=base.score,
         difference=other.score - base.score,
-        interval=_interval(base, other),
+        interval=interval,
         examples=len(other.items),
         same=(other.score, other.items) == (base.score, base.items),
+        aggregate=base.aggregate if base.aggregate == other.aggregate else "other",
+        shift=shift,
+        error=error,
+        largest=max(numbers, default=0) or 1,
+        unpaired=len(set(base.ids) ^ set(other.ids)),
     )
 
 
-def _interval(base: Measure, other: Measure) -> tuple[float, float] | None:
-    if len(base.items) < 2:
-        return None
+def _shift(base: Measure, other: Measure) -> tuple[float, float] | tuple[None, None]:
+    """`shift` and `error` of a Pair."""
+    if base.ids != other.ids or len(base.ids) < 2 or base.aggregate != other.aggregate:
+        return None, None
     if base.aggregate == "mean":
-        each = [b - a for a, b in zip(base.items, other.items, strict=True)]
-        centre, half = fmean(each), Z * _ratio_error(each, [1.0] * len(each))
-        return centre - half, centre + half
-    if base.aggregate == "perplexity":
-        weights = [weight for _, weight in base.items]
+        each, weights = [b - a for a, b in zip(base.items, other.items, strict=True)], [1.0] * len(base.items)
+    elif base.aggregate in NATS:
         each = [a - b for (a, _), (b, _) in zip(base.items, other.items, strict=True)]
-        centre, half = sum(each) / sum(weights), Z * _ratio_error(each, weights)
-        return base.score * math.expm1(centre - half), base.score * math.expm1(centre + half)
-    return None
+        weights = [weight for _, weight in base.items]
+    else:
+        return None, None
+    return sum(each) / (sum(weights) or math.nan), _ratio_error(each, weights)
 
 
 def _ratio_error(values: Sequence[float], weights: Sequence[float]) -> float:
     """Standard error of sum(values) / sum(weights) over examples; with weights of 1, of the mean."""
-    n, total = len(values), sum(weights)
+    n, total = len(values), sum(weights) or math.nan
     ratio = sum(values) / total
-    squares = sum((value - ratio * weight) ** 2 for value, weight in zip(values, weights, strict=True))
-    return math.sqrt(n / (n - 1) * squares) / total
+    residuals = [value - ratio * weight for value, weight in zip(values, weights, strict=True)]
+    return math.sqrt(n / (n - 1) * sum(each * each for each in residuals)) / total
+
+
+def not_finite(measure: Measure, answers: Answers | None) -> set[Any]:
+    """Ids of the examples in which a value of the metric or a log-likelihood is NaN or infinite."""
+    found = {its for its, item in zip(measure.ids, measure.items, strict=True) if not finite(item)}
+    if answers is not None:
+        found |= {its for its, each in zip(answers.ids, answers.loglikelihoods, strict=True) if not finite(each)}
+    return found
 
 
 def compare_answers(
@@ -152,10 +248,12 @@ def compare_answers(
     tokenizer: hf.PreTrainedTokenizerBase | None,
     rounding: Rounding = EXACT,
     only_ties: bool = False,
+    same_scores: bool = True,
 ) -> dict[str, Any]:
     """The fields of a Pair that depend on answers. only_ties: whether texts differ only where two tokens were equally likely.
 
-    If there are log-likelihoods, only these decide whether the runs are the same: choices and scores are computed from them.
+    same_scores: whether the values of the metric are equal; equal answers with other values are not the same. If there are
+    log-likelihoods, only these decide whether the runs are the same: choices and scores are computed from them.
     """
     found: dict[str, Any] = {}
     both = list(zip(base.answers, other.answers, strict=True))
@@ -165,20 +263,38 @@ def compare_answers(
         first = next((i for i, (a, b) in enumerate(both) if a != b), None)
         if first is not None:
             found["first"] = _first_difference(first, *both[first], tokenizer)
-    found["same"] = only_ties or found.get("equal", 1.0) == 1.0
+    found["same"] = only_ties or (same_scores and found.get("equal", 1.0) == 1.0)
     lls = [
-        (example, abs(a - b) if a != b else 0.0, rounding.nats(max(abs(a), abs(b)), tokens))  # two -inf are equal
+        (example, _distance(a, b), rounding.nats(max(abs(a), abs(b)), tokens))
         for example, each in enumerate(zip(base.loglikelihoods, other.loglikelihoods, base.tokens, strict=True))
         for a, b, tokens in zip(*each, strict=True)
     ]
     if lls:
-        beyond = [each for each in lls if not each[1] <= each[2]]  # a NaN is beyond
-        found["same"] = not beyond
-        found["largest_loglikelihood_difference"] = max(nats for _, nats, _ in lls)
+        beyond = [each for each in lls if each[1] == math.inf or each[1] > each[2]]
+        largest = max(nats for _, nats, _ in lls)
+        found["same"] = not beyond and (same_scores or largest > 0)
+        found["explained"] = max(explained for _, _, explained in lls)
+        found["largest_loglikelihood_difference"] = largest
         if beyond:
-            example, nats, explained = max(beyond, key=lambda each: each[1] - each[2])
+            example, nats, explained = max(beyond, key=lambda each: each[1] if each[1] == math.inf else each[1] - each[2])
             found["unexplained"] = {"example": example, "nats": nats, "rounding": explained}
     return found
+
+
+def _distance(a: float, b: float) -> float:
+    """|a - b|; 0 of two equal infinities, inf if one or both are NaN."""
+    return 0.0 if a == b else math.inf if math.isnan(a - b) else abs(a - b)
+
+
+def spread(base: Answers, other: Answers, rounding: Rounding) -> float | None:
+    """`spread` of a Pair; None without log-likelihoods, or if rounding was not measured."""
+    each = [
+        _distance(a, b) / (rounding.once(max(abs(a), abs(b)), tokens) or math.inf)
+        for its in zip(base.loglikelihoods, other.loglikelihoods, base.tokens, strict=True)
+        for a, b, tokens in zip(*its, strict=True)
+        if rounding.token and math.isfinite(a) and math.isfinite(b)
+    ]
+    return max(math.sqrt(sum(ratio * ratio for ratio in each) / len(each)), max(each) / 4) if each else None
 
 
 def differ_only_at_ties(

@@ -67,7 +67,10 @@ class _Forced:
 
 
 def decode_nats(model: hf.PreTrainedModel, given: Excerpts, label: str = "") -> list[list[float]]:
-    """-log p of every target token except the first of each row, which prefill predicts: (rows, tokens - 1)."""
+    """-log p of every target token except the first of each row, which prefill predicts: (rows, tokens - 1).
+
+    A row is NaN if the first is not finite.
+    """
     device = model.device
     tokens = given.targets.shape[1]
     with tqdm(total=tokens, desc=f"Decode perplexity {label}".rstrip(), unit="token", disable=None) as bar:
@@ -83,4 +86,5 @@ def decode_nats(model: hf.PreTrainedModel, given: Excerpts, label: str = "") -> 
         )
     if not torch.equal(out[:, given.prompts.shape[1] :].cpu(), given.targets):
         raise ValueError("generate() did not follow the text; a generation setting of this model overrides logits processors.")
-    return torch.cat(forced.nats, 1)[:, 1:].double().tolist()
+    nats = torch.cat(forced.nats, 1).double()
+    return torch.where(nats[:, :1].isfinite(), nats[:, 1:], math.nan).tolist()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from . import pairs
 from .pairs import Answers, Generated, Measure, Pair
 from .rounding import EXACT, Rounding
 
+EQUAL, CLOSE, UNJUDGED, DIFFERENT = "equal", "close", "not judged", "different"
+NAMED = 6  # differences that the verdict names; the table has the others
 STOCK = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention")  # attention functions of Transformers
 
 
@@ -32,6 +35,7 @@ class Run:
     measures: list[Measure] = field(default_factory=list)
     answers: list[Answers] = field(default_factory=list)
     pairs: list[Pair] = field(default_factory=list)  # comparisons with the baseline; empty for the baseline
+    lacking: list[str] = field(default_factory=list)  # metrics that only this run or only the baseline has
     called: bool = True  # False if a kernel of the package should have run and none did
     generated: dict[tuple[int, ...], list[Generated]] = field(default_factory=dict)  # by the tokens of the prompt
 
@@ -39,14 +43,22 @@ class Run:
     def label(self) -> str:
         return f"{self.backend}, {self.cache}"
 
+    def broken(self) -> set[tuple[int, ...]]:
+        """The prompts of which a generated token was chosen among logits that are not finite."""
+        return {prompt for prompt, made in self.generated.items() if not all(each.finite for each in made)}
+
 
 class Evaluation:
     """Runs of several backends over the same examples. Print it for the tables and the verdict.
 
     The baseline is the first run. `dtype` decides which differences are allowed. In float32 every exact attention gives the same
     answers up to `rounding`, which the caller measures after the baseline. In 16 bits backends round differently. There a
-    difference counts if it is statistically significant over all comparisons and larger than those between Transformers' own
-    backends.
+    difference counts if it is statistically significant over all comparisons, or if single log-likelihoods differ by more than
+    rounding explains, and if it is larger than those between Transformers' own backends.
+
+    An evaluation passes only if every metric was judged. One is not if the baseline has NaN or infinity; a changed score in 16
+    bits is not if it has too few examples, is neither a mean nor a perplexity nor bits per byte, or is a score of generated texts
+    that is no larger than the smallest detectable difference. NaN or infinity in another run alone is a difference.
     """
 
     def __init__(
@@ -61,7 +73,7 @@ class Evaluation:
         self.tokenizer = tokenizer
         self.runs: list[Run] = []
         self.rounding = Rounding(torch.finfo(dtype).eps / 2) if self.exact else EXACT
-        self.interrupted = False
+        self.interrupted = False  # whether runs are missing
         self.unsaved: str | None = None  # why the results could not be saved
         self.conditions: dict[str, object] = {
             "model": model,
@@ -83,129 +95,238 @@ class Evaluation:
         return self.dtype.itemsize >= torch.float32.itemsize
 
     def add(self, run: Run) -> None:
-        """Add a run, and compare each of its metrics with the first run that has this metric."""
-        ties = bool(self.runs) and pairs.differ_only_at_ties(self.baseline.generated, run.generated, self.rounding)
-        answers = {its.task: its for its in run.answers}
-        for measure in run.measures:
-            base = self._first_measure(measure.task, measure.metric)
-            if base is None:
-                continue
-            each = pairs.pair(base, measure)
-            expected = self._first_answers(measure.task) or Answers.read(base)
-            got = answers.get(measure.task) or Answers.read(measure)
-            if expected is not None and got is not None:
-                vars(each).update(pairs.compare_answers(expected, got, self.tokenizer, self.rounding, ties))
-            run.pairs.append(each)
+        """Add a run, and compare each of its metrics with that of the baseline."""
+        if self.runs:
+            ours, theirs = ({(m.task, m.metric): m for m in each.measures} for each in (run, self.baseline))
+            ran = {task for task, _ in ours} | {its.task for its in run.answers}
+            alone = ours.keys() ^ {key for key in theirs if key[0] in ran}
+            run.lacking = [f"{task} ({metric})" for task, metric in sorted(alone)]
+            rounding = self.rounding if self.exact else EXACT
+            ties = pairs.differ_only_at_ties(self.baseline.generated, run.generated, rounding)
+            run.pairs = [self._pair(theirs[key], its, run, rounding, ties) for key, its in ours.items() if key in theirs]
         self.runs.append(run)
 
-    def _first_measure(self, task: str, metric: str) -> Measure | None:
-        return next((m for run in self.runs for m in run.measures if (m.task, m.metric) == (task, metric)), None)
-
-    def _first_answers(self, task: str) -> Answers | None:
-        return next((its for run in self.runs for its in run.answers if its.task == task), None)
+    def _pair(self, base: Measure, measure: Measure, run: Run, rounding: Rounding, ties: bool) -> Pair:
+        each = pairs.pair(base, measure)
+        expected, got = (
+            next((its for its in of.answers if its.task == measure.task), None) or Answers.read(values)
+            for of, values in ((self.baseline, base), (run, measure))
+        )
+        before, now = pairs.not_finite(base, expected), pairs.not_finite(measure, got)
+        each.baseline_not_finite, each.not_finite = len(before), len(now - before)
+        if expected is not None and got is not None:
+            each.unpaired = max(each.unpaired, len(set(expected.ids) ^ set(got.ids)))
+            if not each.unpaired:
+                found = pairs.compare_answers(expected, got, self.tokenizer, rounding, ties, each.same)
+                vars(each).update(found, examples=len(got.ids))
+                each.spread = None if self.exact else pairs.spread(expected, got, self.rounding)
+        return each
 
     # ---- the verdict ----
 
-    def _spread(self, task: str, metric: str) -> float | None:
-        """The largest difference of Transformers' own backends from the baseline; None if only one ran."""
-        found = [
-            abs(each.difference)
+    @property
+    def _comparisons(self) -> int:
+        return max(1, sum(len(run.pairs) for run in self.runs))
+
+    def _stock(self, run: Run, each: Pair) -> list[Pair]:
+        """The comparisons of Transformers' own backends in this metric, which a backend of the package may differ by."""
+        if run.backend in STOCK or self.baseline.backend not in STOCK:
+            return []
+        return [
+            its
             for run in self.runs
             if run.backend in STOCK and run.backend != self.baseline.backend
-            for each in run.pairs
-            if (each.task, each.metric) == (task, metric)
+            for its in run.pairs
+            if (its.task, its.metric) == (each.task, each.metric)
         ]
-        return max(found, default=None) if self.baseline.backend in STOCK else None
 
-    def _differs(self, run: Run, each: Pair) -> bool:
+    def _judge(self, run: Run, each: Pair) -> tuple[str, str]:
+        """(result of a comparison, its reason as part of a sentence)."""
+        in_nats = each.aggregate in pairs.NATS  # exp() of finite log-likelihoods may be too large for a float
+        if each.unpaired:
+            return UNJUDGED, f"{each.unpaired} examples are in one run only"
+        if not each.examples:
+            return UNJUDGED, "it has no examples"
+        if each.not_finite:
+            return DIFFERENT, f"NaN or infinity in {each.not_finite} of {each.examples} examples"
+        if each.baseline_not_finite:
+            return UNJUDGED, f"NaN or infinity in {each.baseline_not_finite} of {each.examples} examples of the baseline"
+        if not in_nats and not math.isfinite(each.baseline):
+            return UNJUDGED, "the score of the baseline is not a finite number"
+        if not in_nats and not math.isfinite(each.score):
+            return DIFFERENT, "the score is not a finite number"
+        if not self.rounding.measured:
+            return UNJUDGED, "the effect of rounding on the baseline is not a finite number"
         if each.same:
-            return False
-        if self.exact:
-            return True
-        spread = None if run.backend in STOCK else self._spread(each.task, each.metric)
-        comparisons = sum(len(run.pairs) for run in self.runs)
-        return each.beyond_chance(comparisons) and (spread is None or abs(each.difference) > spread)
+            return EQUAL, ""
+        return (DIFFERENT, self._detail(each)) if self.exact else self._judge_16_bits(run, each)
+
+    def _judge_16_bits(self, run: Run, each: Pair) -> tuple[str, str]:
+        stock, comparisons = self._stock(run, each), self._comparisons
+        spread = max([1.0, *(its.spread or 0.0 for its in stock)])
+        shift = max((abs(its.shift) for its in stock if its.shift is not None and not its.not_finite), default=0.0)
+        if each.spread is not None and each.spread > spread:
+            return DIFFERENT, f"log-likelihoods differ by {each.spread:.2g} times what rounding explains"
+        if each.aggregate == "group":  # computed from the scores of its tasks, which are judged
+            return CLOSE, ""
+        detectable = each.detectable(comparisons)
+        if each.shift is None or detectable is None:
+            if each.aggregate not in ("mean", *pairs.NATS):
+                return UNJUDGED, f"the score is aggregated by {each.aggregate}, for which there is no interval"
+            return UNJUDGED, f"fewer than {pairs.least_examples(comparisons)} examples cannot show a difference"
+        if each.beyond_chance(comparisons) and abs(each.shift) > shift:
+            return DIFFERENT, self._detail(each)
+        if each.spread is None and each.aggregate == "mean" and detectable >= abs(each.baseline):
+            return UNJUDGED, f"a score of {each.baseline:.3g} cannot fall by the smallest detectable difference, {detectable:.2g}"
+        return CLOSE, ""
+
+    def _findings(self, run: Run) -> list[tuple[str, str]]:
+        """(result, the end of a sentence about the run) of the run as a whole and of each comparison."""
+        found = [] if run.called else [(DIFFERENT, ": none of its kernels was called")]
+        if run is self.baseline:
+            return found
+        bad, before = run.broken(), self.baseline.broken() & run.generated.keys()
+        for prompts, result, whose in ((bad - before, DIFFERENT, ""), (before, UNJUDGED, " of the baseline")):
+            where = f"{len(prompts)} of {len(run.generated)} prompts{whose}"
+            found += [(result, f": NaN or infinity in the logits of {where}")] if prompts else []
+        found += [(UNJUDGED, f": {metric} is missing in one of the two runs") for metric in run.lacking]
+        if not run.pairs and not run.lacking:
+            found.append((UNJUDGED, ": it has no scores"))
+        for each in run.pairs:
+            result, why = self._judge(run, each)
+            scores = f"{each.metric} {each.score:.6g}, not {each.baseline:.6g}"
+            found.append((result, f" in {each.task} ({scores}{why and '; '}{why})"))
+        return found
+
+    def _with(self, result: str) -> list[Run]:
+        return [run for run in self.runs if any(its == result for its, _ in self._findings(run))]
 
     def differing(self) -> list[Run]:
         """The runs that differ from the baseline."""
-        return [run for run in self.runs if not run.called or any(self._differs(run, each) for each in run.pairs)]
+        return self._with(DIFFERENT)
+
+    def not_judged(self) -> list[Run]:
+        """The runs that were not, or not in every metric, compared with the baseline."""
+        return self._with(UNJUDGED)
 
     @property
     def passed(self) -> bool:
-        return not self.differing()
+        """Whether every run was compared with the baseline in every metric and none differs."""
+        return len(self.runs) > 1 and not (self.interrupted or self.differing() or self.not_judged())
 
     def verdict(self) -> str:
-        """One line: which runs equal the baseline, which differ, and the first difference."""
+        """One line: which runs equal the baseline, which differ or were not judged and the first reason, and the smallest
+        differences that these examples could have shown."""
         if not self.runs:
             return "Nothing was measured."
-        others = [run for run in self.runs[1:] if run.pairs]
-        if not others:
-            return f"Only {self.baseline.label} was measured; there is nothing to compare it with."
-        differing = self.differing()
-        if differing:
-            return f"DIFFERENT from {self.baseline.label}: " + "; ".join(self._why(run) for run in differing) + "."
+        parts = []
+        differing, unjudged = self.differing(), self.not_judged()
+        for name, runs, result in (("DIFFERENT from", differing, DIFFERENT), ("NOT JUDGED against", unjudged, UNJUDGED)):
+            if runs:
+                parts.append(f"{name} {self.baseline.label}: {'; '.join(self._why(run, result) for run in runs)}.")
+        if len(self.runs) == 1:
+            parts.append(f"Only {self.baseline.label} was measured; there is nothing to compare it with.")
+        if differing or len(self.runs) == 1:
+            return " ".join(parts)
+        others = [run for run in self.runs[1:] if run not in unjudged]
         equal = [run for run in others if all(each.same for each in run.pairs)]
         close = [run.label for run in others if run not in equal]
         tied = [run.label for run in equal if any(each.equal not in (None, 1.0) for each in run.pairs)]
         identical = [run.label for run in equal if run.label not in tied]
-        parts = []
         if identical:
             parts.append(f"EQUAL to {self.baseline.label} in every answer and score: {'; '.join(identical)}.")
         if tied:
             parts.append(f"EQUAL to {self.baseline.label} except for answers that were a tie within rounding: {'; '.join(tied)}.")
         if close:
-            measured = any(self._spread(e.task, e.metric) is not None for run in others for e in run.pairs)
+            measured = any(self._stock(run, each) for run in others for each in run.pairs)
             than = "chance or than between Transformers' own backends" if measured else "chance"
             parts.append(f"No difference larger than {than}: {'; '.join(close)}.")
+        seen = self._smallest(others)
+        if seen:
+            more = f", and {len(seen) - NAMED} more in the table" if len(seen) > NAMED else ""
+            parts.append(f"The smallest differences that these examples can show: {'; '.join(seen[:NAMED])}{more}.")
         return " ".join(parts)
 
-    def _why(self, run: Run) -> str:
-        if not run.called:
-            return f"{run.label}: none of its kernels was called"
-        each = next(each for each in run.pairs if self._differs(run, each))
-        text = f"{run.label} in {each.task} ({each.metric} {each.score:.6g}, not {each.baseline:.6g}"
+    def _detectable(self, run: Run, each: Pair) -> float | None:
+        """The smallest detectable difference: in float32 of a log-likelihood, in nats, or between two tokens, in logits; else of
+        the score. None if every difference is detected, and if the metric was not judged."""
+        result = self._judge(run, each)[0]
+        if self.exact and result == EQUAL:
+            return each.explained if each.explained is not None else 2 * self.rounding.margin or None
+        return each.detectable(self._comparisons) if result == CLOSE else None
+
+    def _smallest(self, runs: Sequence[Run]) -> list[str]:
+        found: dict[str, float] = {}
+        for run in runs:
+            for each in run.pairs:
+                size = self._detectable(run, each)
+                what = f"{each.task} ({each.metric}) {{}}"
+                if self.exact:
+                    what = "{} nats of a log-likelihood" if each.explained is not None else "{} logits between two tokens"
+                if size is not None:
+                    found[what] = max(size, found.get(what, 0.0))
+        return [what.format(f"{size:.2g}") for what, size in found.items()]
+
+    def _why(self, run: Run, result: str) -> str:
+        first, *more = [why for its, why in self._findings(run) if its == result]
+        return f"{run.label}{first}" + (f" and {len(more)} more" if more else "")
+
+    def _detail(self, each: Pair) -> str:
+        text = []
         if each.equal is not None and each.equal != 1.0:
-            text += f"; {100 * each.equal:.3g} % of {each.examples} answers equal"
+            text.append(f"{100 * each.equal:.3g} % of {each.examples} answers equal")
         if each.first is not None:
-            text += f", first at example {each.first['example']}"
-            text += f", token {each.first['token']}" if "token" in each.first else ""
+            at = f", token {each.first['token']}" if "token" in each.first else ""
+            text.append(f"first at example {each.first['example']}{at}")
         if each.unexplained is not None:
-            text += "; example {example} is {nats:.2g} nats off, of which rounding explains {rounding:.2g}".format(
-                **each.unexplained
+            text.append(
+                "example {example} is {nats:.2g} nats off, of which rounding explains {rounding:.2g}".format(**each.unexplained)
             )
-        return text + ")"
+        return ", ".join(text)
 
     # ---- output ----
 
     def as_dict(self) -> dict[str, Any]:
-        """All results except single examples, as plain numbers and strings."""
-        return {
-            "conditions": self.conditions,
-            "baseline": self.baseline.label if self.runs else None,
-            "verdict": self.verdict(),
-            "passed": self.passed,
-            "interrupted": self.interrupted,
-            "rounding": asdict(self.rounding),
-            "runs": [
-                {
-                    "backend": run.backend,
-                    "cache": run.cache,
-                    "seconds": run.seconds,
-                    "calls": run.calls,
-                    "scores": [
-                        {"task": m.task, "metric": m.metric, "score": m.score, "stderr": m.stderr, "examples": len(m.items)}
-                        for m in run.measures
-                    ],
-                    "against_baseline": [asdict(each) | {"differs": self._differs(run, each)} for each in run.pairs],
-                }
-                for run in self.runs
-            ],
-        }
+        """All results except single examples, as plain numbers and strings.
+
+        JSON has no NaN and no infinity: these are the strings "NaN", "Infinity" and "-Infinity".
+        """
+        found: dict[str, Any] = _json(
+            {
+                "conditions": self.conditions,
+                "baseline": self.baseline.label if self.runs else None,
+                "verdict": self.verdict(),
+                "passed": self.passed,
+                "not_judged": [run.label for run in self.not_judged()],
+                "interrupted": self.interrupted,
+                "rounding": asdict(self.rounding),
+                "runs": [
+                    {
+                        "backend": run.backend,
+                        "cache": run.cache,
+                        "seconds": run.seconds,
+                        "calls": run.calls,
+                        "scores": [
+                            {"task": m.task, "metric": m.metric, "score": m.score, "stderr": m.stderr, "examples": len(m.items)}
+                            for m in run.measures
+                        ],
+                        "against_baseline": [self._compared(run, each) for each in run.pairs],
+                    }
+                    for run in self.runs
+                ],
+            }
+        )
+        return found
+
+    def _compared(self, run: Run, each: Pair) -> dict[str, Any]:
+        result, reason = self._judge(run, each)
+        more = {"result": result, "differs": result == DIFFERENT, "reason": reason, "detectable": self._detectable(run, each)}
+        return asdict(each) | more
 
     def save(self, folder: str | Path) -> Path:
         """Write eval.json and eval.md into the folder; each is replaced atomically. Returns the JSON's path."""
         folder = Path(folder)
-        write_whole(folder / "eval.json", json.dumps(self.as_dict(), indent=1, default=str) + "\n")
+        write_whole(folder / "eval.json", json.dumps(self.as_dict(), indent=1, default=str, allow_nan=False) + "\n")
         write_whole(folder / "eval.md", f"{self}\n")
         return folder / "eval.json"
 
@@ -214,8 +335,8 @@ class Evaluation:
 
     def _paragraphs(self) -> Iterator[str]:
         yield ", ".join(f"{name} {value}" for name, value in self.conditions.items() if value is not None)
-        head = ["task", "metric", "backend", "cache", "score", "stderr", "difference", "95 % interval", "equal answers", "first"]
-        yield table(head, list(self._rows()))
+        head = ["task", "metric", "backend", "cache", "score", "stderr", "difference", "95 % interval"]
+        yield table([*head, "detectable", "result", "equal answers", "first"], list(self._rows()))
         if self.interrupted:
             yield "Interrupted: these are the completed runs."
         yield self.verdict()
@@ -226,24 +347,35 @@ class Evaluation:
             for run in self.runs:
                 for its in run.measures:
                     if (its.task, its.metric) == (task, metric):
-                        yield [task, metric, run.backend, run.cache, *_figures(its), *_compared(run, task, metric)]
+                        yield [task, metric, run.backend, run.cache, *_figures(its), *self._cells(run, task, metric)]
+
+    def _cells(self, run: Run, task: str, metric: str) -> list[str | None]:
+        each = next((each for each in run.pairs if (each.task, each.metric) == (task, metric)), None)
+        if each is None:
+            return [None, None, None, "baseline" if run is self.baseline else UNJUDGED, None, None]
+        first = None
+        if each.first is not None:
+            first = f"example {each.first['example']}" + (f", token {each.first['token']}" if "token" in each.first else "")
+        interval = None if each.interval is None else " to ".join(_signed(end) for end in each.interval)
+        equal = None if each.equal is None else f"{100 * each.equal:.4g} %"
+        size, result = self._detectable(run, each), self._judge(run, each)[0]
+        return [_signed(each.difference), interval, None if size is None else f"{size:.2g}", result, equal, first]
 
 
 def _figures(measure: Measure) -> tuple[str, str | None]:
     return f"{measure.score:.6g}", None if measure.stderr is None else f"{measure.stderr:.2g}"
 
 
-def _compared(run: Run, task: str, metric: str) -> list[str | None]:
-    each = next((each for each in run.pairs if (each.task, each.metric) == (task, metric)), None)
-    if each is None:
-        return ["baseline", None, None, None]
-    first = None
-    if each.first is not None:
-        first = f"example {each.first['example']}" + (f", token {each.first['token']}" if "token" in each.first else "")
-    interval = None if each.interval is None else " to ".join(_signed(end) for end in each.interval)
-    equal = None if each.equal is None else f"{100 * each.equal:.4g} %"
-    return [_signed(each.difference), interval, equal, first]
+def _json(value: Any) -> Any:
+    """The value with the names of numbers that are not finite in place of these."""
+    if isinstance(value, dict):
+        return {key: _json(its) for key, its in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_json(its) for its in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
 
 
 def _signed(value: float) -> str:
-    return f"{value:+.2g}" if value else "0"
+    return f"{value:+.2g}".replace("+nan", "nan") if value else "0"
