@@ -14,7 +14,7 @@ def find_device(name: torch.device | str | None, planned: bool = False) -> torch
     planned: whether a CUDA device is accepted on a machine without a GPU.
     """
     try:
-        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name is None else name)
     except RuntimeError as error:
         raise ValueError(f"Unknown device {name!r}; name cpu, cuda, or one GPU of several as in cuda:1.") from error
     if device.type == "cuda":

@@ -13,7 +13,7 @@ import torch
 
 import hf_fastattn
 from hf_fastattn import cli, hf
-from hf_fastattn.evaluate import Evaluation, harness, report
+from hf_fastattn.evaluate import Evaluation, harness, perplexity, report
 from hf_fastattn.explain import costs
 
 bench_generate, results = (cli.load_benchmark(name) for name in ("generate", "results"))
@@ -65,6 +65,10 @@ def test_generate_reads_standard_input_and_chat_templates(capsys, folder, monkey
     monkeypatch.setattr("sys.stdin", io.StringIO("hello"))
     assert cli.main(["generate", folder, "--device", "cpu", "--tokens", "2", "--prompt", "-", "--chat"]) == 0
     assert "| lean " in capsys.readouterr().out
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff"), encoding="utf-8"))
+    for prompt in ("-", "\udcff"):
+        assert cli.main(["generate", folder, "--device", "cpu", "--tokens", "2", "--prompt", prompt]) == 2
+        assert "is not UTF-8 text" in capsys.readouterr().err
 
 
 def test_eval_writes_what_it_prints_and_returns_the_verdict(capsys, folder, tmp_path, monkeypatch):
@@ -74,8 +78,9 @@ def test_eval_writes_what_it_prints_and_returns_the_verdict(capsys, folder, tmp_
     assert cli.main(["eval", folder, *options, "--backends", "sdpa,lean", "--text", str(tmp_path / "text.txt")]) == 0
     said = capsys.readouterr().out
     assert "EQUAL to sdpa, dynamic" in said and (tmp_path / "out" / "eval.md").read_text().strip() in said
-    monkeypatch.setattr(Evaluation, "passed", False)
-    assert cli.main(["eval", folder, *options, "--backends", "sdpa", "--caches", "dynamic"]) == 1
+    assert cli.main(["eval", folder, *options, "--backends", "sdpa", "--caches", "dynamic"]) == 3  # nothing is compared
+    monkeypatch.setattr(perplexity, "decode_nats", lambda model, *rest: [[1.0 + (model.config._attn_implementation == "lean")]])
+    assert cli.main(["eval", folder, *options, "--backends", "sdpa,lean"]) == 1
 
 
 # ---- output folders ----
@@ -243,9 +248,17 @@ def test_every_command_has_help(capsys, command):
         (["generate", "FOLDER", "--prompt", ""], "The prompt is empty"),
         (["eval", "FOLDER", "--backends", ""], "Name at least one backend"),
         (["eval", "FOLDER", "--caches", "rolling"], "caches are one or both of"),
-        (["eval", "FOLDER", "--text", "/nowhere.txt"], "No such file or directory: '/nowhere.txt'"),
+        (["eval", "FOLDER", "--text", "/nowhere.txt"], "--text /nowhere.txt cannot be read: No such file or directory."),
         (["eval", "FOLDER", "--text", "FOLDER/model.safetensors"], "is not a UTF-8 text file"),
         (["eval", "FOLDER", "--batch-size", "-2"], "batch_size must be at least 1"),
+        (["eval", "FOLDER", "--batch-size", "²"], "batch_size must be at least 1"),
+        (["eval", "FOLDER", "--gen-kwargs", "bogus=1"], "gen_kwargs has 'bogus', which is not an option of generate()"),
+        (["generate", "FOLDER/config.json"], "config.json is a file. Name its folder"),
+        (["generate", "FOLDER", "--gguf-file", "zzz"], "There is no file 'zzz' in the folder"),
+        (["generate", "FOLDER", "--tokens", "9" * 30, "--device", "cpu"], "Storage size calculation overflowed"),
+        (["generate", "FOLDER", "--device", ""], "Unknown device ''"),
+        (["explain", "FOLDER", "--device", ""], "Unknown device ''"),
+        (["explain", "8b", "--tp", "0"], "--tp must be at least 1; got 0."),
         (["eval", "FOLDER", "--limit", "-1"], "limit must be above 0"),
         (["eval", "FOLDER", "--num-fewshot", "-1"], "num_fewshot must be at least 0"),
         (["eval", "FOLDER", "--decode-tokens", "-4"], "decode_tokens must be 0 for none, or at least 3; got -4."),
@@ -264,7 +277,12 @@ def test_every_command_has_help(capsys, command):
     ],
 )
 def test_mistakes_are_one_line_and_code_2(capsys, folder, tmp_path, arguments, sentence):
-    known = {"FOLDER": folder, "FOLDER/model.safetensors": f"{folder}/model.safetensors", "OUT": str(tmp_path)}
+    known = {
+        "FOLDER": folder,
+        "FOLDER/config.json": f"{folder}/config.json",
+        "FOLDER/model.safetensors": f"{folder}/model.safetensors",
+        "OUT": str(tmp_path),
+    }
     assert cli.main([known.get(argument, argument) for argument in arguments]) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("hf-fastattn")]
     assert sentence in line
@@ -281,6 +299,9 @@ def broken(folder: str, to: Path, how: str) -> str:
     elif how == "gguf":  # it announces entries, and ends
         (to / "it.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 1, 5))
         return str(to / "it.gguf")
+    elif how == "no tokenizer":
+        for file in to.glob("*token*"):
+            file.unlink()
     elif how == "tokenizer":
         (to / "tokenizer.json").write_text("{")
     elif how.startswith("{"):
@@ -297,6 +318,7 @@ def broken(folder: str, to: Path, how: str) -> str:
         ("header", True, "cannot be loaded: SafetensorError: "),
         ("gguf", False, "cannot be loaded: "),
         ("tokenizer", True, "cannot be loaded: "),
+        ("no tokenizer", True, "the folder has no tokenizer. Save it there"),
         ("no JSON", False, "is not a valid JSON file"),
         ("[1, 2]", False, "cannot be loaded: "),
         ('{"num_attention_heads": 0}', False, "A size in its config is 0."),

@@ -23,6 +23,7 @@ ABOUT = "Exact attention kernels inside Hugging Face Transformers: the backends,
 PACKAGE = Path(__file__).parent.parent
 OWN = (PACKAGE, PACKAGE.parent / "benchmarks")  # folders with code of this project
 HANDED_OVER = {"bench": handed_over.bench, "lm_eval": handed_over.lm_eval}
+NO_MEMORY = ("DefaultCPUAllocator", "Storage size calculation overflowed")  # torch's RuntimeErrors for too many bytes on the CPU
 Command = Callable[..., int | None]
 HELP = {"help_option_names": ["-h", "--help"]}
 
@@ -33,8 +34,13 @@ def _show_version(asked: bool) -> None:
         raise typer.Exit()
 
 
-def _only_help() -> None:
-    """Used only for --help: other arguments are parsed by the called program."""
+# These two are used only for --help: other arguments are parsed by the called program.
+def _bench(name: Annotated[str, typer.Argument(metavar="NAME [OPTIONS]", help=f"one of {', '.join(BENCHES)}")]) -> None:
+    pass
+
+
+def _lm_eval(arguments: Annotated[str, typer.Argument(metavar="ARGUMENTS", help="of lm-eval, for example run --help")]) -> None:
+    pass
 
 
 # name: (short help, function, end of the help)
@@ -47,13 +53,15 @@ COMMANDS: dict[str, tuple[str, Command, str | None]] = {
         None,
     ),
     "eval": ("compare backends and caches on one model by lm-eval, over the same examples", eval_, EPILOG),
-    "bench": (f"benchmarks: {', '.join(BENCHES)}; `hf-fastattn bench generate --help` and so on", _only_help, None),
-    "lm_eval": ("lm-eval's own command line, with these backends registered", _only_help, None),
+    "bench": (f"benchmarks: {', '.join(BENCHES)}; `hf-fastattn bench generate --help` and so on", _bench, None),
+    "lm_eval": ("lm-eval's own command line, with these backends registered", _lm_eval, None),
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command. Returns 0 for success, 1 if a comparison found a difference, 2 for an error in the request."""
+    """Run one command. Returns 0 for success, 1 if a comparison found a difference, 2 for an error in the request, 3 if one could
+    not be judged.
+    """
     arguments = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     command, show = arguments[0], False
     run: Command
@@ -115,6 +123,8 @@ def _is_refusal(error: Exception) -> bool:
     fault.
     """
     if isinstance(error, (ImportError, OSError, MemoryError, torch.OutOfMemoryError)):
+        return True
+    if isinstance(error, RuntimeError) and any(its in str(error) for its in NO_MEMORY):
         return True
     last = traceback.extract_tb(error.__traceback__)[-1]
     if any(Path(last.filename).is_relative_to(folder) for folder in OWN):

@@ -29,6 +29,8 @@ def explain(
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
     traceback: Traceback = False,
 ) -> None:
+    if ranks < 1:
+        raise ValueError(f"--tp must be at least 1; got {ranks}.")
     source: str | hf.PreTrainedConfig = model
     if model.lower() not in SHAPES:
         source = hf.load_config(model, gguf_file)

@@ -51,7 +51,7 @@ def generate(
         raise ValueError(
             "Under torchrun each process uses the GPU of its rank, and all need the prompt: no --device, no --prompt -."
         )
-    prompt = sys.stdin.read() if prompt == "-" else prompt
+    prompt = _text(prompt)
     loaded, tokenizer = load(model, None, gguf_file, dtype, device, ranks)
     inputs = _encode(tokenizer, prompt, chat, loaded.device)
     rows, texts = [], []
@@ -82,6 +82,17 @@ def generate(
     if loaded.device.type == "cpu":
         print("\nNo GPU is used: Triton backends run their reference in plain torch, with the same tokens, but not the speed.")
     return code
+
+
+def _text(prompt: str) -> str:
+    """The prompt, or standard input for "-"."""
+    where = "standard input" if prompt == "-" else "--prompt"
+    try:
+        text = sys.stdin.read() if prompt == "-" else prompt
+        text.encode()  # fails for bytes that Python decoded as surrogates
+    except UnicodeError as error:
+        raise ValueError(f"The prompt, from {where}, is not UTF-8 text: {error}.") from error
+    return text
 
 
 def _encode(tokenizer: hf.PreTrainedTokenizerBase, prompt: str, chat: bool, device: torch.device) -> Mapping[str, torch.Tensor]:

@@ -99,7 +99,7 @@ def explain(
     streaming = _streaming(chosen, window, sinks, facts.max_length)
     if streaming is not None:
         facts = replace(facts, windows=(streaming.sinks + streaming.window,) * len(facts.windows))
-    device = find_device(device or ("cuda" if model.device.type == "meta" else model.device), planned=True)
+    device = find_device(("cuda" if model.device.type == "meta" else model.device) if device is None else device, planned=True)
     figures = costs.find_gpu(gpu, device, facts.dtype)
     runs, refused = _what_runs(chosen, model, facts, batch, length, device, streaming)
     step, limit = costs.step(facts, figures, batch, length), facts.max_length

