@@ -344,7 +344,10 @@ def test_bits_per_byte_are_judged_as_perplexities():
 
 def test_too_few_examples_and_scores_that_cannot_fall_are_not_judged_in_16_bits():
     assert "fewer than 6 examples cannot show a difference" in judged(torch.bfloat16, sdpa=[1.0], lean=[0.0]).verdict()
-    assert not judged(torch.bfloat16, sdpa=[1.0] * 5, lean=[0.0] * 5).passed
+    five = judged(torch.bfloat16, sdpa=[1.0] * 5, lean=[0.0] * 5)
+    assert not five.passed and not five.differing()  # the same sign five times: 6 % by chance
+    tokens = [metric([(ll - off * (1 + i / 9), 1) for i, ll in enumerate([-2.0, -3.0, -1.0])], "perplexity") for off in (0, 0.01)]
+    assert not compared(torch.bfloat16, *tokens).passed and not compared(torch.bfloat16, *tokens).differing()
     assert judged(torch.bfloat16, sdpa=[1.0] * 6, lean=[0.0] * 6).differing()
     texts = [Answers("t", [f"{name} {i}" for i in range(40)], [[]] * 40) for name in ("right", "garbage")]
     nothing = compared(torch.bfloat16, metric([0.0] * 40), metric([0.0] * 40), *texts)
