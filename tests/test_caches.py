@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 import gc
+import warnings
 
+import fake_graph
 import pytest
 import torch
-from models import FAMILIES, PADDINGS, family, prompts, tiny
+from models import COMMON, FAMILIES, PADDINGS, family, prompts, tiny
+from transformers import AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from hf_fastattn import patch
+from hf_fastattn import hf, patch
 from hf_fastattn.caches import PreallocatedCache, RollingCache, layers
 from hf_fastattn.kernels.decode.append import append
 
@@ -179,6 +182,94 @@ def test_keys_and_values_keep_their_dtypes(tmp_path, window):
             model.set_attn_implementation("sdpa")
             assert torch.equal(generate(model, inputs), expected)
     assert torch.equal(generate(model, inputs, past_key_values=PreallocatedCache(model)), generate(model, inputs))
+
+
+TYPES = {"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"]}
+UNREAD = {  # fields of the configuration from which Transformers makes caches, and the windows of the model's masks
+    "window": ("llama", {"sliding_window": 5}, [None, None]),
+    "no number of tokens": ("granite", {"sliding_window": -5.5}, [None, None]),
+    "kinds of layers": ("llama", TYPES, [None, None]),
+    "chunks": ("llama", {"attention_chunk_size": 8}, [None, None]),
+    "chunks, full layers": ("mistral", {"sliding_window": None, "attention_chunk_size": 8}, [None, None]),
+    "kinds of layers, a window for all": ("mistral", TYPES, [5, 5]),
+    "window, chunks": ("starcoder2", {"sliding_window": 5, "attention_chunk_size": 8}, [5, 5]),
+    "window, full layers": ("qwen2", {"sliding_window": 5, "layer_types": ["full_attention"] * 2}, [None, None]),
+    "read": ("qwen2", {"use_sliding_window": True, **TYPES}, [None, 5]),
+}
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_the_window_of_a_layer_is_that_of_its_mask(monkeypatch, name):
+    model_type, own, windows = UNREAD[name]
+    fake_graph.use(monkeypatch)
+    hf.caches._say_once.cache_clear()
+    model, inputs = tiny(model_type, "sdpa", **own), prompts("left_padding", "cpu", length=24)
+    expected = generate(model, inputs, use_cache=False, max_new_tokens=8)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert hf.layer_windows(model.config) == windows
+        cache = PreallocatedCache(model)
+    told = [str(each.message) for each in said if "keep all tokens" in str(each.message)]
+    assert len(told) == (windows == [None, None] and name != "window, full layers"), told
+    assert torch.equal(generate(model, inputs, past_key_values=cache, max_new_tokens=8), expected)
+    with patch(model) as patched:
+        for _ in range(2):
+            assert torch.equal(generate(model, inputs, max_new_tokens=8), expected)
+        assert patched.replays and not patched.reasons
+
+
+def test_the_text_of_a_composite_model_keeps_what_its_masks_show(monkeypatch):
+    fake_graph.use(monkeypatch)
+    text = {"model_type": "llama", "sliding_window": 5, **COMMON}
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16}
+    own = {"text_config": text, "vision_config": {"model_type": "clip_vision_model", "patch_size": 8, **vision}}
+    model, inputs = tiny("llava", "sdpa", auto=AutoModelForImageTextToText, **own), prompts("left_padding", "cpu", length=24)
+    expected = generate(model, inputs, use_cache=False, max_new_tokens=8)
+    with patch(model) as patched:
+        for _ in range(2):
+            assert torch.equal(generate(model, inputs, max_new_tokens=8), expected)
+        assert patched.replays and not patched.reasons
+
+
+@pytest.mark.parametrize("source", ["", "if", "attribute"])
+def test_code_that_does_not_show_the_windows_of_layers(monkeypatch, source):
+    """Its caches keep all tokens, and its masks are not made for it: no step is captured."""
+    fake_graph.use(monkeypatch)
+    model, inputs = tiny("mistral", "sdpa", sliding_window=5), prompts("left_padding", "cpu", length=24)
+    code = hf.caches.modeling_source(type(model.config))
+    choice = "mask_function = create_causal_mask if self.config.sliding_window is None else create_sliding_window_causal_mask"
+    assert choice in code
+    other = {
+        "": "",
+        "if": code.replace(choice, "mask_function = create_sliding_window_causal_mask"),
+        "attribute": code.replace(choice, "mask_function = masking_utils.create_sliding_window_causal_mask  # layer_types"),
+    }
+    monkeypatch.setattr(hf.caches, "modeling_source", lambda config_class: other[source])
+    for function in (hf.caches._found_in, hf.caches._say_once):
+        function.cache_clear()
+        monkeypatch.setattr(hf.caches, function.__name__, function.__wrapped__)
+    expected = generate(model, inputs, use_cache=False, max_new_tokens=8)
+    with pytest.warns(UserWarning, match="does not show which layers mask by it.*takes more memory"), patch(model) as patched:
+        assert torch.equal(generate(model, inputs, max_new_tokens=8), expected)
+        assert not patched.captures and "MistralConfig has sliding_window=5" in patched.reasons[0]
+    with (
+        patch(model, "streaming", window=16, graph=False),
+        pytest.raises(ValueError, match=r"window of its own, 5 tokens.*16 are"),
+    ):
+        generate(model, inputs)
+
+
+@pytest.mark.parametrize("window", [-5, 0, 5.0, True, "5"])
+def test_a_window_that_is_no_number_of_tokens(window):
+    model = tiny("mistral", "lean")
+    vars(model.config)["sliding_window"] = window  # not checked, as in a configuration that has no such field
+    match = f"an integer, at least 1; got {window!r}. Correct"
+    for make in (PreallocatedCache, patch):
+        with pytest.raises(ValueError, match=match):
+            make(model)
+    if not isinstance(window, (bool, str)):  # on which Transformers fails before it requests a mask
+        with pytest.raises(ValueError, match=match):
+            model(prompts("no_padding", "cpu")["input_ids"], use_cache=False)
 
 
 def test_crop():

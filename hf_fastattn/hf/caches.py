@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import copy
 import re
+import warnings
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -26,8 +29,9 @@ def cache_in(arguments: Mapping[str, Any]) -> Any:
 def layer_windows(config: PreTrainedConfig) -> list[int | None]:
     """The sliding window of each layer that keeps K/V; None for layers that keep all tokens.
 
-    Raises ValueError for configs with other kinds of layers (linear attention, chunks, K/V shared between layers), and for
-    models that add layers to their cache.
+    The masks that the code of the models requests decide. A window of the configuration that they do not have is reported once,
+    as a warning. Raises ValueError for configs with other kinds of layers (linear attention, chunks, K/V shared between layers),
+    for a window that is no number of tokens, and for models that add layers to their cache.
     """
     text = config.get_text_config(decoder=True)
     config_class: type = type(text)
@@ -36,17 +40,129 @@ def layer_windows(config: PreTrainedConfig) -> list[int | None]:
         raise ValueError(f"{name} is an encoder-decoder, and these caches are for decoder-only models; {OTHERS}.")
     if _adds_layers(config_class):
         raise ValueError(f"{name} adds layers to its cache, in which it runs some of its layers again; {OTHERS}.")
-    types, options = get_layer_types_and_kwargs(text)
+    stock, options = get_layer_types_and_kwargs(text)
     if isinstance(options, dict):  # before 5.19, one for all layers
-        options = [options] * len(types)
+        options = [options] * len(stock)
     if getattr(text, "layer_types", None) is None:
-        types = getattr(text, "layers_block_type", types)  # the name in RecurrentGemma, 5.17
-    types = types[: text.num_hidden_layers]  # early exit lowers only num_hidden_layers
-    others = sorted(set(types) - {"full_attention", "sliding_attention"})
+        stock = getattr(text, "layers_block_type", stock)  # the name in RecurrentGemma, 5.17
+    stock = stock[: text.num_hidden_layers]  # early exit lowers only num_hidden_layers
+    types = [_masked(text, kind) for kind in stock]
+    others = sorted(set(types) - {FULL, SLIDING})
     if others or len(types) != text.num_hidden_layers:
         kinds = ", ".join(others) or "layers that share K/V"
         raise ValueError(f"These caches hold full and sliding attention layers, and {name} has {kinds}; {OTHERS}.")
-    return [each["sliding_window"] if kind == "sliding_attention" else None for kind, each in zip(types, options, strict=False)]
+    unread = {_SIZES[was] for was, now in zip(stock, types, strict=True) if now == FULL != was}
+    for field in sorted(unread):
+        if (size := getattr(text, field, None)) is None:
+            continue
+        reason = why_unknown_masks(config)
+        if reason is not None:
+            said = f"{reason}. The caches of hf_fastattn keep all tokens, which is right under any mask but takes more memory."
+        else:
+            said = (
+                f"{config_class.__name__} has {field}={size!r}, and the code of its models has no mask for it. The caches of "
+                "hf_fastattn keep all tokens, so that generate() returns what it returns with use_cache=False; Transformers' own "
+                f"caches drop tokens. Set {field} to None, and do not set layer_types."
+            )
+        _say_once(said)
+    own = getattr(text, "sliding_window", None) if SLIDING in types else None
+    windows = [each.get("sliding_window", own) if now == SLIDING else None for now, each in zip(types, options, strict=False)]
+    for now, window in zip(types, windows, strict=True):
+        if now == SLIDING:
+            check_window(window)
+    return windows
+
+
+def check_window(window: object) -> None:
+    """Raise ValueError for a sliding window of a configuration that is no number of tokens."""
+    if type(window) is not int or window < 1:
+        raise ValueError(
+            "The sliding_window of a model's configuration counts the tokens that a query sees, itself included: an integer, at "
+            f"least 1; got {window!r}. Correct the configuration."
+        )
+
+
+def as_masked(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The configuration for a function that chooses masks by it alone: without fields that the models do not choose theirs by."""
+    text = config.get_text_config(decoder=True)
+    by_kind, masks = _local_masks(text) or (True, frozenset())
+    unread = ["layer_types", *(name for kind, name in _SIZES.items() if kind not in masks)]
+    if by_kind or all(getattr(text, name, None) is None for name in unread):
+        return config
+    config = copy.deepcopy(config)
+    text = config.get_text_config(decoder=True)
+    vars(text).update(dict.fromkeys(unread))
+    del vars(text)["layer_types"]  # its presence alone is read
+    return config
+
+
+def why_unknown_masks(config: PreTrainedConfig) -> str | None:
+    """The reason why masks of the models' layers cannot be made for them; None if they can."""
+    text = config.get_text_config(decoder=True)
+    sizes = [f"{name}={size!r}" for name in _SIZES.values() if (size := getattr(text, name, None)) is not None]
+    if not sizes or _local_masks(text) is not None:
+        return None
+    return f"{type(text).__name__} has {' and '.join(sizes)}, and the code of its models does not show which layers mask by it"
+
+
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+_SIZES = {SLIDING: "sliding_window", CHUNKED: "attention_chunk_size"}
+_FUNCTIONS = {SLIDING: "create_sliding_window_causal_mask", CHUNKED: "create_chunked_causal_mask"}
+_BY_CONFIG = "create_masks_for_generate"
+_ONE_FOR_ALL = re.compile(rf"create_causal_mask if [\w.]+\.sliding_window is None else {_FUNCTIONS[SLIDING]}")
+_LOCAL = re.compile(r"\w*(sliding|chunk|local)\w*(mask|overlay)\w*")
+
+
+def _masked(text: PreTrainedConfig, kind: str) -> str:
+    """The kind of a layer of full or local attention by the mask that it gets; other kinds unchanged.
+
+    Where the code does not show a window, there is none: a cache that keeps all tokens is right under any mask.
+    """
+    if kind != FULL and kind not in _SIZES:
+        return kind
+    by_kind, masks = _local_masks(text) or (False, frozenset())
+    if by_kind:
+        return kind if kind in masks else FULL
+    return SLIDING if SLIDING in masks and getattr(text, "sliding_window", None) is not None else FULL
+
+
+def _local_masks(text: PreTrainedConfig) -> tuple[bool, frozenset[str]] | None:
+    """(whether the kind of a layer decides its mask; the kinds of local attention for which the models have one).
+
+    None if their code does not show it.
+    """
+    config_class: type = type(text)
+    found = _found_in(config_class)
+    if _BY_CONFIG in found:  # as Transformers' own caches do
+        return True, frozenset(_SIZES)
+    if "layer_types" in found and getattr(text, "layer_types", None) is not None:
+        return True, frozenset(kind for kind, function in _FUNCTIONS.items() if function in found)
+    if "layer_types" not in found and _ONE_FOR_ALL.pattern in found:
+        return False, frozenset({SLIDING})
+    return None if _LOCAL.pattern in found else (False, frozenset())
+
+
+@cache
+def _found_in(config_class: type) -> frozenset[str]:
+    """The names in the source of the models of a config class that tell how they choose masks, and the patterns that it has."""
+    source = modeling_source(config_class)
+    if not source:
+        return frozenset({_LOCAL.pattern})
+    tree = ast.parse(source)
+    for each in tree.body:
+        if isinstance(each, ast.ClassDef):  # a method of this name is for compiled calls of generate() alone
+            each.body = [part for part in each.body if getattr(part, "name", None) != _BY_CONFIG]
+    nodes = list(ast.walk(tree))
+    names = {getattr(each, "id", None) or getattr(each, "attr", None) or "" for each in nodes}
+    choices = (ast.unparse(each) for each in nodes if isinstance(each, ast.IfExp))
+    found = names & {"layer_types", _BY_CONFIG, *_FUNCTIONS.values()}
+    found |= {_ONE_FOR_ALL.pattern for choice in choices if _ONE_FOR_ALL.fullmatch(choice)}
+    return frozenset(found | {_LOCAL.pattern for name in names if _LOCAL.fullmatch(name)})
+
+
+@cache
+def _say_once(message: str) -> None:
+    warnings.warn(message, stacklevel=4)
 
 
 @cache

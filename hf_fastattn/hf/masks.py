@@ -16,7 +16,7 @@ from transformers.masking_utils import (
     sdpa_mask,
 )
 
-from .caches import CACHE
+from .caches import CACHE, as_masked, check_window
 from .source import modeling_source
 
 
@@ -48,6 +48,7 @@ def mask_pattern(
     # Sliding layers pass their window as local_size. Chunked layers pass their chunk, which is another pattern.
     window = getattr(config, "sliding_window", None)
     if local_size is not None and local_size == window and local_size != getattr(config, "attention_chunk_size", None):
+        check_window(window)
         return True, local_size
     return None
 
@@ -172,7 +173,7 @@ def decode_mask(model: PreTrainedModel, inputs: dict[str, Any]) -> torch.Tensor 
     create: Callable[..., torch.Tensor | dict[str, torch.Tensor] | None]
     create = getattr(model, "create_masks_for_generate", create_masks_for_generate)
     return create(
-        config=model.config,
+        config=as_masked(model.config),
         inputs_embeds=ids.new_empty((*ids.shape, 0), dtype=model.dtype),
         attention_mask=inputs["attention_mask"],
         **{CACHE: inputs[CACHE]},

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from .caches import why_unknown_masks
+
 _PACKED = {torch.int8, torch.uint8, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2}
 _INTEGRATIONS = "transformers.integrations."  # layers that a quantiser of Transformers puts into a model
 _PLAIN = ("torch.", "transformers.models.")  # layers whose integers are indices and masks
@@ -67,7 +69,7 @@ def weights(model: torch.nn.Module) -> list[Weights]:
 
 
 def why_not_captured(model: torch.nn.Module) -> str | None:
-    """The reason why the model's quantised layers cannot be captured in a CUDA graph, if it is known, else None."""
+    """The reason why the model's quantised layers or its masks cannot be captured in a CUDA graph, if it is known, else None."""
     bitsandbytes = sys.modules.get("bitsandbytes")
     kind = getattr(getattr(bitsandbytes, "nn", None), "Linear8bitLt", None)
     if kind is not None and any(isinstance(module, kind) and module.state.threshold > 0 for module in model.modules()):
@@ -75,7 +77,8 @@ def why_not_captured(model: torch.nn.Module) -> str | None:
             "the 8-bit layers of bitsandbytes look for outliers on the host; BitsAndBytesConfig(load_in_8bit=True, "
             "llm_int8_threshold=0.0) loads the model without outliers"
         )
-    return None
+    config = getattr(model, "config", None)
+    return None if config is None else why_unknown_masks(config)
 
 
 def scales_by_tensor(model: torch.nn.Module) -> bool:

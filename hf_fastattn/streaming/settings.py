@@ -41,11 +41,11 @@ class Settings:
 
     def check(self, limit: int | None) -> None:
         """Raise ValueError for impossible settings. limit: the number of positions that the model supports."""
-        if not isinstance(self.window, int) or self.window < 1:
+        if isinstance(self.window, bool) or not isinstance(self.window, int) or self.window < 1:
             raise ValueError(
                 f"window counts the last tokens that a query sees, itself included: an integer, at least 1; got {self.window!r}."
             )
-        if not isinstance(self.sinks, int) or self.sinks < 0:
+        if isinstance(self.sinks, bool) or not isinstance(self.sinks, int) or self.sinks < 0:
             raise ValueError(f"sinks is the number of first tokens to keep, an integer, at least 0; got {self.sinks!r}.")
         if limit is not None and self.sinks + self.window > limit:
             raise ValueError(
@@ -71,9 +71,14 @@ def check_mask(name: str, config: hf.PreTrainedConfig | None, pattern: tuple[boo
     causal, window = pattern
     if not causal:
         raise ValueError(f"attn_implementation={name!r} is for causal models; use another backend for this one.")
-    if of_ring:
+    settings = Settings.of(config)
+    if of_ring and (window is None or settings.sinks + settings.window <= window):
         return
-    Settings.of(config)
+    if of_ring:
+        raise ValueError(
+            f"This model requests a sliding window of its own, {window} tokens, and {settings.sinks} sinks and a window of "
+            f"{settings.window} are more. Ask for fewer, or use another backend."
+        )
     if window is not None:
         raise ValueError(
             f"This model has layers with a sliding window of their own ({window} tokens), whose cache drops the first tokens. "
