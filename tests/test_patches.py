@@ -869,6 +869,9 @@ def test_bad_input(llama):
         hf_fastattn.patch(llama, cache="paged")
     with pytest.raises(ValueError, match="graph=True needs a preallocated cache"):
         hf_fastattn.patch(llama, cache=None)
+    for name, value in (("graph", "no"), ("fuse", 1), ("clamp_positions", None)):
+        with pytest.raises(TypeError, match=f"{name} must be True or False; got {value!r}"):
+            hf_fastattn.patch(llama, **{name: value})
     with pytest.raises(TypeError, match="takes a Transformers model"):
         hf_fastattn.patch(torch.nn.Linear(2, 2))
     with pytest.raises(ValueError, match="is not patched"):

@@ -13,6 +13,7 @@ from models import prompts, tiny
 from transformers import LogitsProcessor
 
 import hf_fastattn
+from hf_fastattn import patches
 
 TURNS = 5
 CALLS = [  # the calls: different batches and paddings, so that graphs and buffers differ
@@ -123,6 +124,67 @@ def test_a_thread_that_fails_does_not_affect_the_others(model):
         assert raised and not patch.reasons
         for turn in range(4):
             assert torch.equal(ask(model, turn), expected[turn])
+
+
+@pytest.mark.parametrize("where", ["check_model", "set_attention"])
+def test_one_thread_at_a_time_patches_a_model(model, monkeypatch, where):
+    """Others come while the first checks the model, and while it changes it."""
+    module, others, expected = (hf_fastattn.hf if where == "set_attention" else patches), [], alone(model)
+    before, stock = {name: set(vars(part)) for name, part in model.named_modules()}, getattr(module, where)
+
+    def meanwhile(*args):
+        others.extend(at_once(lambda: hf_fastattn.patch(model)))
+        others.extend(at_once(lambda: hf_fastattn.unpatch(model)))
+        return stock(*args)
+
+    monkeypatch.setattr(module, where, meanwhile)
+    patch = hf_fastattn.patch(model)
+    monkeypatch.setattr(module, where, stock)
+    assert len(others) == 2 and all("Another thread is in patch() or unpatch()" in str(each) for each in others)
+    assert torch.equal(ask(model, 0), expected[0]) and patch.captures
+    hf_fastattn.unpatch(model)
+    assert {name: set(vars(part)) for name, part in model.named_modules()} == before and len(model._forward_hooks) == 0
+    assert model.config._attn_implementation == "sdpa" and torch.equal(ask(model, 0), expected[0])
+
+
+def test_a_patch_that_fails_can_be_repeated(model, monkeypatch):
+    with monkeypatch.context() as failing, pytest.raises(KeyboardInterrupt):
+        failing.setattr(hf_fastattn.hf, "set_attention", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+        hf_fastattn.patch(model)
+    with pytest.raises(ValueError, match="is not patched"):
+        hf_fastattn.unpatch(model)
+    with hf_fastattn.patch(model), pytest.raises(ValueError, match="is already patched"):
+        hf_fastattn.patch(model)
+
+
+def test_one_thread_undoes_a_patch(model, monkeypatch):
+    """The other comes after the first has seen that the patch is not undone, and waits for it."""
+    patch, threads, errors = hf_fastattn.patch(model), [], []
+
+    def undo():
+        try:
+            patch.undo()
+        except ValueError as error:
+            errors.append(str(error))
+
+    class Slow(type(patch)):
+        @property
+        def undone(self):
+            if not threads:
+                threads.append(threading.Thread(target=undo))
+                threads[0].start()
+                threads[0].join(0.05)
+            return self.done
+
+        @undone.setter
+        def undone(self, value):
+            self.done = value
+
+    patch.done = vars(patch).pop("undone")
+    monkeypatch.setattr(patch, "__class__", Slow)
+    undo()
+    threads[0].join()
+    assert len(errors) == 1 and "already undone" in errors[0]
 
 
 def test_separate_conversations_in_threads(model):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from .. import registry
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from .. import hf, registry
 from .preflight import check_model, check_peer_memory, find_model, which_cache, which_settings, which_shares, which_windows
 from .ranks import refusing
 from .swap import Change, Patch
@@ -51,23 +54,47 @@ def patch(
     Raises ValueError or TypeError, with the reason, for a model that cannot run this, and then changes nothing.
     """
     model = find_model(target)
-    with refusing(model):
-        if MARK in vars(model):
-            raise ValueError(f"This {type(model).__name__} is already patched; call hf_fastattn.unpatch() on it first.")
-        chosen = registry.get(backend)
-        cache = which_cache(cache, chosen, graph)
-        check_model(model, chosen)
-        shares = which_shares(model, cache, kv)
-        streaming = which_settings(model, chosen, window, sinks, clamp_positions)
-        windows = which_windows(model, chosen, cache, streaming)
-        if peer_memory:
-            check_peer_memory(model, graph and fuse)
-    return Patch(model, backend, windows, graph, fuse, streaming, shares, peer_memory)
+    with _claim(model):
+        with refusing(model):
+            if MARK in vars(model):
+                raise ValueError(f"This {type(model).__name__} is already patched; call hf_fastattn.unpatch() on it first.")
+            for name, value in (("graph", graph), ("fuse", fuse), ("clamp_positions", clamp_positions)):
+                if not isinstance(value, bool):
+                    raise TypeError(f"{name} must be True or False; got {value!r}.")
+            chosen = registry.get(backend)
+            cache = which_cache(cache, chosen, graph)
+            check_model(model, chosen)
+            shares = which_shares(model, cache, kv)
+            streaming = which_settings(model, chosen, window, sinks, clamp_positions)
+            windows = which_windows(model, chosen, cache, streaming)
+            if peer_memory:
+                check_peer_memory(model, graph and fuse)
+        return Patch(model, backend, windows, graph, fuse, streaming, shares, peer_memory)
+
+
+_claims: dict[int, object] = {}  # by the id of a model that a thread is changing
+
+
+@contextmanager
+def _claim(model: hf.PreTrainedModel) -> Iterator[None]:
+    """The time of a patch() or unpatch() of a model. Raises ValueError if another thread is in one."""
+    claim = object()
+    if _claims.setdefault(id(model), claim) is not claim:  # one operation, during which no other thread runs
+        raise ValueError(
+            f"Another thread is in patch() or unpatch() of this {type(model).__name__}. Call them from one thread; all threads "
+            "may then call generate()."
+        )
+    try:
+        yield
+    finally:
+        del _claims[id(model)]
 
 
 def unpatch(target: object) -> None:
     """Undo patch() on this model, pipeline or PEFT model. Raises ValueError if it is not patched."""
     model = find_model(target)
-    if MARK not in vars(model):
-        raise ValueError(f"This {type(model).__name__} is not patched; there is nothing to undo.")
-    vars(model)[MARK].undo()
+    with _claim(model):
+        found = vars(model).get(MARK)
+        if found is None:
+            raise ValueError(f"This {type(model).__name__} is not patched; there is nothing to undo.")
+        found.undo()

@@ -84,6 +84,7 @@ class Patch:
 
     def _apply(self, model: hf.PreTrainedModel, fuse: bool, streaming: Settings | None, peer_memory: bool | None) -> None:
         before = model.config._attn_implementation
+        vars(model)[MARK] = self  # first: a copy of the model that is made meanwhile can be unpatched
         self._configs.give(model, streaming)
         if streaming is None:
             hf.set_attention(model, self.backend)
@@ -96,7 +97,6 @@ class Patch:
         if self._generation is not None and self._generation.heads:
             heads = len(self._generation.heads)
             self.changes.append(Change("projections of keys and values", heads, "part of a head", "the rank's KV heads"))
-        vars(model)[MARK] = self
         if fuse:
             self._fuse(model)
             self._use_experts(model)
@@ -164,15 +164,21 @@ class Patch:
 
     def undo(self) -> None:
         """Undo every change. Raises ValueError if they are already undone."""
-        if self.undone:
+        if not self._undo():
             raise ValueError("This patch is already undone; call hf_fastattn.patch() to patch the model again.")
-        self.undone = True
-        model = self._model()
-        with self._graphs.lock:  # another thread may be running a step
+
+    def _undo(self) -> bool:
+        """Undo every change, once. Returns whether that was now."""
+        with self._graphs.lock:  # another thread may be running a step, or undo this
+            if self.undone:
+                return False
+            self.undone = True
+            model = self._model()
             if self._generation is not None:
                 self._generation.close()
             if model is not None:
                 self._restore(model)
+        return True
 
     def _restore(self, model: hf.PreTrainedModel) -> None:
         forward.remove_hooks(model)
@@ -190,8 +196,7 @@ class Patch:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if not self.undone:
-            self.undo()
+        self._undo()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
         model = copied(self._model, memo)
