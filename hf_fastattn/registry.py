@@ -79,6 +79,8 @@ class Backend:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: torch.Tensor | None = None, **options: Any
     ) -> Result:
         """Attention over plain K and V; options: fields of `kernels.spec.Spec`, and those of `kernels.reference.attention`."""
+        if isinstance(k, KV):
+            raise TypeError("A backend is called with the tensors q, k and v; its attend() takes q, a KV and a Spec.")
         return call(self.attend, q, k, v, spans, **options)
 
     def attend(

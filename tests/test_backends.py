@@ -48,11 +48,24 @@ def generate(model, inputs, **options) -> torch.Tensor:
 # ---- the registry ----
 
 
+@pytest.mark.parametrize("softcap", [float("inf"), 0.0])
+def test_a_softcap_of_a_configuration_that_is_none(softcap):
+    """Also with a mask that only the dense path supports."""
+    model = models.tiny("gemma2", "lean", head_dim=16, attn_logit_softcapping=softcap)
+    ids = torch.ones(1, 6, dtype=torch.int64)
+    for mask in (None, torch.ones(1, 1, 6, 6, dtype=torch.bool)):
+        with pytest.raises(ValueError, match=rf"softcap must be above 0; got {softcap}.*None"), torch.no_grad():
+            model(ids, attention_mask=None if mask is None else dict.fromkeys(("full_attention", "sliding_attention"), mask))
+
+
 def test_names_and_get():
     assert set(hf_fastattn.names()) >= {"reference", "fa2", "split_kv", "lean"}
     assert hf_fastattn.get("lean").name == "lean"
     with pytest.raises(ValueError, match=r"'leen'.*known backends: .*lean"):
         hf_fastattn.get("leen")
+    q = torch.zeros(1, 2, 1, 16)
+    with pytest.raises(TypeError, match=r"called with the tensors q, k and v; its attend\(\) takes q, a KV and a Spec"):
+        hf_fastattn.get("lean")(q, kernels.KV(q, q), kernels.Spec())
 
 
 @pytest.mark.parametrize("name", ["lean_flash", "my_sdpa", "flex_attention_2", "org/lean", "paged|lean", "Lean", "", "eager"])

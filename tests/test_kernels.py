@@ -703,6 +703,14 @@ def _bad(device) -> dict[str, tuple[dict, type[Exception], str]]:
         "spans words": ({"spans": ints(2, 1, 1, 8)}, ValueError, r"spans must be int32.*for 9 slots.*build_spans"),
         "spans device": ({"spans": ints(2, 1, 1, 6, d=other)}, ValueError, r"spans must be on q's device.*got meta"),
         "window": ({"window": 0}, ValueError, r"window counts.*at least 1; got 0"),
+        "window bool": ({"window": True}, ValueError, r"window counts.*an integer, at least 1; got True"),
+        "window float": ({"window": 2.0}, ValueError, r"window counts.*an integer, at least 1; got 2.0"),
+        "sinks bool": ({"sinks": True}, ValueError, r"sinks is the number of first keys.*an integer.*; got True"),
+        "sinks beyond int32": (
+            {"sinks": 1 << 40},
+            ValueError,
+            r"sinks is the number of first keys.*at most 1073741824.*; got 109",
+        ),
         "first tokens": ({"sinks": -1}, ValueError, r"sinks is the number of first keys.*at least 0; got -1"),
         "inv_freq alone": ({"inv_freq": randn(16)}, ValueError, r"inv_freq.*sinks is 0; pass both or neither"),
         "inv_freq shape": ({"sinks": 2, "inv_freq": randn(16, 1)}, ValueError, r"inv_freq must be float32.*\(16, 1\)"),
@@ -711,6 +719,11 @@ def _bad(device) -> dict[str, tuple[dict, type[Exception], str]]:
         "inv_freq size": ({"sinks": 2, "inv_freq": randn(17)}, ValueError, r"pairs of q's 32 dimensions; got 17 frequencies"),
         "softcap": ({"softcap": 0.0}, ValueError, r"softcap must be above 0; got 0.0.*None"),
         "scale": ({"scale": 0.0}, ValueError, r"scale must be above 0; got 0.0"),
+        "softcap inf": ({"softcap": float("inf")}, ValueError, r"softcap must be above 0; got inf.*finite"),
+        "softcap bool": ({"softcap": True}, ValueError, r"softcap must be above 0; got True"),
+        "scale inf": ({"scale": float("inf")}, ValueError, r"scale must be above 0; got inf.*finite"),
+        "scale complex": ({"scale": (-1) ** -0.5}, ValueError, r"scale must be above 0; got \(.*j\)"),
+        "scale bool": ({"scale": True}, ValueError, r"scale must be above 0; got True"),
         "scale nan": ({"scale": float("nan")}, ValueError, r"scale must be above 0; got nan"),
         "sinks": ({"sink_logits": randn(2)}, ValueError, r"one logit per query head, \(4,\).*got \(2,\)"),
         "sinks stride": ({"sink_logits": randn(8)[::2]}, ValueError, r"sink_logits must be contiguous.*stride 2"),
@@ -725,6 +738,12 @@ def test_bad_input(kernel, what, device):
     with counted_launches(kernel) as launched, pytest.raises(error, match=sentence):
         call(kernel.launcher(), **good(device, **changes))
     assert not launched
+
+
+@pytest.mark.parametrize("splits", [0, True, 2.5])
+def test_splits_that_are_no_number_are_refused(splits, device):
+    with pytest.raises(ValueError, match=rf"splits.*an integer, at least 1, or None; got {splits}"):
+        call(partial(SPLIT_KV.launcher(), splits=splits), **good(device))
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])

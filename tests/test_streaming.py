@@ -707,6 +707,8 @@ def test_frequencies_that_change_are_refused(kind, device):
         ({"window": 0}, r"window counts the last tokens.*at least 1; got 0"),
         ({"window": None}, r"needs window=, the number of last tokens to keep, for example 4096"),
         ({"sinks": -1}, r"sinks is the number of first tokens to keep, an integer, at least 0; got -1"),
+        ({"window": True}, r"window counts.*an integer, at least 1; got True"),
+        ({"sinks": False}, r"sinks is the number of first tokens to keep, an integer, at least 0; got False"),
         ({"window": "40"}, r"window counts.*an integer, at least 1; got '40'"),
         ({"window": 510}, r"3 sinks and a window of 510 take 513 positions.*made for 512"),
         ({"cache": "static"}, r"cache='static' and 'streaming' cannot be combined"),

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import numbers
 
 import torch
 
 from .host import tables
-from .spans import WORDS, has_rows, num_words
+from .spans import NO_WINDOW, WORDS, has_rows, num_words
 from .spec import KV, PLAIN, Spec
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -157,13 +158,27 @@ def _check_spans(spans, q, kv_len: int, spec: Spec, rows: bool) -> None:
         raise ValueError(f"spans must be on q's device ({q.device}) with stride(-1) == 1; got {spans.device}.")
 
 
+def is_count(x: object) -> bool:
+    """Whether this is an integer. True and False are not."""
+    return isinstance(x, numbers.Integral) and not isinstance(x, bool)
+
+
+def check_factors(scale: float | None, softcap: float | None) -> None:
+    """Raise ValueError for a scale or a softcap that is no finite number above 0."""
+    for name, x, default in (("scale", scale, "head_dim ** -0.5"), ("softcap", softcap, "no softcap")):
+        if x is not None and (isinstance(x, bool | complex | str) or not 0 < x < math.inf):
+            raise ValueError(f"{name} must be above 0; got {x!r}. Pass a finite number, or None for {default}.")
+
+
 def _check_spec(spec: Spec, q, sink_logits, inv_freq) -> None:
     scale, _, window, softcap, sinks, *_ = spec
     num_heads, head_dim = q.shape[1], q.shape[3]
-    if window is not None and window < 1:
-        raise ValueError(f"window counts the keys a query sees, itself included, and must be at least 1; got {window}.")
-    if sinks < 0:
-        raise ValueError(f"sinks is the number of first keys of a row to keep, at least 0; got {sinks}.")
+    if window is not None and not (is_count(window) and window >= 1):
+        raise ValueError(f"window counts the keys a query sees, itself included: an integer, at least 1; got {window!r}.")
+    if not (is_count(sinks) and 0 <= sinks <= NO_WINDOW):
+        raise ValueError(
+            f"sinks is the number of first keys of a row to keep: an integer, at most {NO_WINDOW} and at least 0; got {sinks!r}."
+        )
     if inv_freq is not None:
         if sinks == 0:
             raise ValueError("inv_freq re-rotates the query that scores the sinks, and sinks is 0; pass both or neither.")
@@ -174,10 +189,7 @@ def _check_spec(spec: Spec, q, sink_logits, inv_freq) -> None:
             )
         if not 0 < 2 * inv_freq.shape[0] <= head_dim:
             raise ValueError(f"inv_freq rotates pairs of q's {head_dim} dimensions; got {inv_freq.shape[0]} frequencies.")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap must be above 0; got {softcap}. Pass None for no softcap.")
-    if scale is not None and not scale > 0:
-        raise ValueError(f"scale must be above 0; got {scale}. Pass None for head_dim ** -0.5.")
+    check_factors(scale, softcap)
     if sink_logits is not None and (tuple(sink_logits.shape) != (num_heads,) or sink_logits.device != q.device):
         raise ValueError(
             f"sink_logits must hold one logit per query head, ({num_heads},), on {q.device}; "

@@ -334,6 +334,7 @@ def dense_attention(
 
     Runs torch's scaled_dot_product_attention with K/V expanded to all query heads, or plain torch for softcap or sink logits.
     """
+    checks.check_factors(scale, softcap)
     mask = mask[..., : k.shape[2]]
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)

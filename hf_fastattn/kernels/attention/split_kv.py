@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .. import checks
 from ..device.attend import attend
 from ..device.merge import merge_rows, store_packed, store_partial
 from ..device.tile import aligned_strides
@@ -166,6 +167,8 @@ def split_kv(
 @launch.remember
 def _prepare(tensors, form: Form, spec: Spec, return_lse: bool, splits: int | None) -> Plan:
     call = Call.of(tensors, form, spec, return_lse, decode=True)
+    if splits is not None and not (checks.is_count(splits) and splits >= 1):
+        raise ValueError(f"splits is the number of parts of the keys: an integer, at least 1, or None; got {splits!r}.")
     # If `splits` is given, the tile size must not depend on the batch.
     heads = call.batch * call.num_kv_heads if splits is None else 1
     keys = visible_keys(call.kv_len, call.q_len, spec) if splits is None else None
