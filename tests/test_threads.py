@@ -133,13 +133,13 @@ def test_one_thread_at_a_time_patches_a_model(model, monkeypatch, where):
     before, stock = {name: set(vars(part)) for name, part in model.named_modules()}, getattr(module, where)
 
     def meanwhile(*args):
+        monkeypatch.setattr(module, where, stock)
         others.extend(at_once(lambda: hf_fastattn.patch(model)))
         others.extend(at_once(lambda: hf_fastattn.unpatch(model)))
         return stock(*args)
 
     monkeypatch.setattr(module, where, meanwhile)
     patch = hf_fastattn.patch(model)
-    monkeypatch.setattr(module, where, stock)
     assert len(others) == 2 and all("Another thread is in patch() or unpatch()" in str(each) for each in others)
     assert torch.equal(ask(model, 0), expected[0]) and patch.captures
     hf_fastattn.unpatch(model)
