@@ -170,11 +170,12 @@ def test_one_thread_undoes_a_patch(model, monkeypatch):
     class Slow(type(patch)):
         @property
         def undone(self):
+            seen = self.done
             if not threads:
                 threads.append(threading.Thread(target=undo))
                 threads[0].start()
-                threads[0].join(0.05)
-            return self.done
+                threads[0].join(0.5)
+            return seen
 
         @undone.setter
         def undone(self, value):
