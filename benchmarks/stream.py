@@ -91,11 +91,11 @@ class Reader:
         if self.copied is None:
             self.copied = copy.deepcopy(self.cache)
         mine, its = self.cache.storage, self.copied.storage
+        its.counts.copy_(mine.counts)
+        its.seen = mine.seen
         for layer, other in zip(mine.layers, its.layers, strict=True):
             other.keys.copy_(layer.keys)
             other.values.copy_(layer.values)
-        its.counts.copy_(mine.counts)
-        its.seen = mine.seen
         return self.copied
 
     def check(self) -> dict:

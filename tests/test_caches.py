@@ -7,6 +7,7 @@ import gc
 import warnings
 
 import fake_graph
+import numpy as np
 import pytest
 import torch
 from models import COMMON, FAMILIES, PADDINGS, family, prompts, tiny
@@ -72,7 +73,7 @@ def test_a_sliding_window_with_chunks_of_any_size(monkeypatch, keep, slack, chun
             live = mask[:, start:stop].bool()
             torch.testing.assert_close(logits[live], whole[:, start:stop][live], rtol=1e-4, atol=1e-4)
     assert cache.get_seq_length() == ids.shape[1]
-    assert cache.layers[0].keys.shape[2] <= 16 - 1 + keep + slack
+    assert cache.layers[0]._keys.shape[2] <= 16 - 1 + keep + slack
 
 
 def test_one_token_is_one_write_and_the_buffers_are_kept():
@@ -80,12 +81,12 @@ def test_one_token_is_one_write_and_the_buffers_are_kept():
     cache = PreallocatedCache(model)
     generate(model, prompts("no_padding", "cpu"), past_key_values=cache)
     layer = cache.layers[0]
-    where, before = layer.keys.data_ptr(), layer.keys.clone()
+    where, before = layer._keys.data_ptr(), layer._keys.clone()
     states = torch.ones(3, 2, 1, 16)
     for each in cache.layers:
         keys, _ = each.update(states, states)
-    changed = (layer.keys != before).any(-1).any(1).any(0)
-    assert layer.keys.data_ptr() == where and int(changed.sum()) == 1
+    changed = (layer._keys != before).any(-1).any(1).any(0)
+    assert layer._keys.data_ptr() == where and int(changed.sum()) == 1
     assert keys.untyped_storage().data_ptr() == cache.layers[-1].keys.untyped_storage().data_ptr()
 
 
@@ -144,6 +145,62 @@ def test_a_capacity_that_does_not_fit_is_refused_before_it_is_allocated(monkeypa
     # 2 layers x (K and V) x 3 rows x 2 heads x 16 x 4 bytes x 256 tokens
     with pytest.raises(MemoryError, match=r"256 tokens needs 393216 bytes .* 1000 .* are free"):
         generate(model, prompts("no_padding", "cpu"), past_key_values=cache)
+
+
+HUGE = 10**13  # tokens, more than fit into the address space of a process
+
+
+@pytest.mark.parametrize("capacity", [HUGE, 10**30])
+@pytest.mark.parametrize("grow", [True, False])
+def test_a_capacity_beyond_all_memory_is_refused_on_the_cpu(capacity, grow):
+    model, inputs = tiny("llama", "lean"), prompts("no_padding", "cpu")
+    cache = PreallocatedCache(model, capacity, grow=grow)
+    with pytest.raises(MemoryError, match=r"tokens needs \d+ bytes .* on cpu, and at most .* are free"):
+        generate(model, inputs, past_key_values=cache)
+    cache.reset()
+    if grow:  # the remedy of the message
+        assert torch.equal(generate(model, inputs, past_key_values=cache), generate(model, inputs))
+
+
+@pytest.mark.parametrize("options", [{}, {"backend": "streaming", "window": 40}])
+def test_a_call_beyond_all_memory_leaves_nothing_in_the_pool(options):
+    model, inputs = tiny("llama", "lean"), prompts("no_padding", "cpu")
+    with patch(model, graph=False, **options):
+        expected = generate(model, inputs)
+        if not options:
+            with pytest.raises(MemoryError, match=r"needs \d+ bytes .* on cpu"):
+                generate(model, inputs, max_new_tokens=HUGE)
+        assert torch.equal(generate(model, inputs), expected)
+        cache = hf.cache_in(generate(model, inputs, return_dict_in_generate=True))
+        if not options:
+            with pytest.raises(MemoryError, match="on cpu"):
+                cache.reserve(HUGE)
+            assert cache.layers[0].keys.shape[2] == cache.get_seq_length()
+    model.config.max_position_embeddings = 1 << 62
+    with patch(model, "streaming", window=HUGE, graph=False), pytest.raises(MemoryError, match="on cpu"):
+        generate(model, inputs)
+
+
+@pytest.mark.parametrize(
+    "wrong", [True, False, 0, -1, 1.5, 40.0, float("inf"), float("nan"), "40", None, np.float64(40), np.bool_(True)]
+)
+def test_a_capacity_is_a_number_of_tokens(wrong):
+    model = tiny("llama", "lean")
+    for make in (lambda: PreallocatedCache(model, wrong), lambda: PreallocatedCache.load("nowhere", model, capacity=wrong)):
+        with pytest.raises(ValueError, match="capacity counts tokens: an integer, at least 1; got "):
+            make()
+    if wrong != 0:
+        for name in ("window", "sinks"):
+            if wrong is not None:
+                with pytest.raises(ValueError, match=f"{name} (counts|is) .* an integer, at least"):
+                    patch(model, "streaming", **{"window": 40, name: wrong})
+
+
+def test_an_integer_of_numpy_is_a_number_of_tokens():
+    model = tiny("llama", "lean")
+    assert PreallocatedCache(model, np.int64(300)).storage.capacity == 512
+    with patch(model, "streaming", window=np.int64(40), sinks=np.int32(4)):
+        assert type(model.config.streaming_window) is int and type(model.config.streaming_sinks) is int
 
 
 def test_a_pool_gives_up_idle_buffers_before_a_cache_is_refused(monkeypatch):
@@ -432,13 +489,13 @@ def test_rows_are_reordered_in_place_in_every_layer(rows, device):
     for index, head_dim in enumerate((16, 24, 16, 16)):
         cache.update(*torch.randn(2, rows, 2, 30 + index, head_dim, device=device), index)
     for _ in range(2):
-        before = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
-        addresses = [layer.keys.data_ptr() for layer in cache.layers]
+        before = [(layer._keys.clone(), layer._values.clone()) for layer in cache.layers]
+        addresses = [layer._keys.data_ptr() for layer in cache.layers]
         order = torch.randint(rows, (rows, 7), dtype=torch.int32, device=device)[:, 3]  # as beam search does
         cache.reorder_cache(order)
         for layer, old in zip(cache.layers, before, strict=True):
             for got, held in zip(layer.live(), old, strict=True):
                 assert torch.equal(got, held[order.long(), :, : got.shape[2]])
-        assert addresses == [layer.keys.data_ptr() for layer in cache.layers]
+        assert addresses == [layer._keys.data_ptr() for layer in cache.layers]
     cache.reorder_cache(torch.tensor([0, 0, rows - 1], device=device))  # another number of rows
     assert cache.layers[0].batch_size == 3 and cache.layers[3].keys.shape[0] == 3

@@ -37,7 +37,7 @@ class Buffers:
     def _watch(self, allocate):
         def watched(layer, *args):
             allocate(layer, *args)
-            for tensor in (layer.keys, layer.values):
+            for tensor in (layer._keys, layer._values):
                 self.made.append((StorageWeakRef(tensor.untyped_storage()), tensor.nbytes))
 
         return watched

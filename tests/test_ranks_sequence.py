@@ -34,6 +34,11 @@ def decode(one, model, padding: str) -> dict:
         slots = [layer.slots for layer in first.past_key_values.layers]
         heads = {layer.keys.shape[1] for layer in first.past_key_values.layers if layer.track.window is None}
         collectives = graphs_of(patch)[0].collectives
+        for layer in first.past_key_values.layers:
+            if layer.track.window is None:
+                assert layer.keys.shape[2] == layer.slots < layer.get_seq_length()
+                with pytest.raises(ValueError, match="share by sequence cannot be replaced"):
+                    layer.keys = layer.keys[:, :, :0]
     return {
         "tokens": torch.equal(first.sequences, want) and torch.equal(again, want),
         "logits": [bytes(x.numpy().tobytes()) for x in first.logits],

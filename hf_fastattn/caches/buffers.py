@@ -9,33 +9,65 @@ import torch
 from ..hf import CacheLayerMixin
 
 
-def _buffer(name: str) -> Any:
-    """A property over the attribute `name` that tells its layer when the tensor is replaced."""
-
-    def get(layer: Buffered) -> Any:
-        return getattr(layer, name)
-
-    def put(layer: Buffered, tensor: torch.Tensor | None) -> None:
-        old = get(layer)
-        setattr(layer, name, tensor)
-        if old is not None and old is not tensor:
-            layer.moved()
-
-    return property(get, put)
+def _live(index: int) -> Any:
+    """A property: the live tokens of K (index 0) or V (1)."""
+    return property(lambda layer: layer.shown(index), lambda layer, tensor: layer.assigned(index, tensor))
 
 
 class Buffered(CacheLayerMixin):
-    """A layer whose K and V are buffers, of which decode graphs have the addresses. keys, values: None before the first token.
+    """A layer whose K and V are in buffers, `_keys` and `_values`, of which decode graphs have the addresses.
 
-    They may be replaced by other tensors of the same shape, also by the user's code.
+    keys, values: the live tokens, (batch, num_kv_heads, tokens, head_dim), as views of the buffers, so writes in place change the
+    cache; None before the first token. Other tensors may be assigned, as to a DynamicLayer.
     """
 
     _keys: Any = None
     _values: Any = None
-    keys, values = _buffer("_keys"), _buffer("_values")
+    keys, values = _live(0), _live(1)
+
+    def shown(self, index: int) -> torch.Tensor | None:
+        """The value of `keys` (index 0) or `values` (1). Raises RuntimeError in a captured step, where it is unknown."""
+        raise NotImplementedError
+
+    def replace(self, index: int, old: torch.Tensor, new: torch.Tensor) -> None:
+        """Take `new` in place of the live tokens `old`. It has the heads, the width, the dtype and the device of `old`."""
+        raise NotImplementedError
+
+    def assigned(self, index: int, new: object) -> None:
+        """Called when `keys` (index 0) or `values` (1) are assigned."""
+        old = self.shown(index)
+        if new is None and old is None:
+            return
+        name = ("keys", "values")[index]
+        if not isinstance(new, torch.Tensor):
+            raise TypeError(f"{name} of a layer are a tensor; got {new!r:.100}. To discard tokens, call reset() of the cache.")
+        if old is None:
+            raise ValueError(
+                f"This layer holds no tokens whose {name} could be replaced. Give it tokens by update(keys, values, layer_idx) "
+                "of the cache."
+            )
+        if new.dim() != 4 or (*kind(new)[1:], new.device) != (*kind(old)[1:], old.device):
+            raise ValueError(
+                f"{name} of this layer are (rows, {old.shape[1]}, tokens, {old.shape[3]}) in {old.dtype} on {old.device}; got "
+                f"{tuple(new.shape)} in {new.dtype} on {new.device}. Assign such a tensor, or use a DynamicCache."
+            )
+        refuse_gradient(new)
+        self.replace(index, old, new)
 
     def moved(self) -> None:
         """Called when a buffer was replaced or dropped, and not for the first one: the storage has a new version."""
+
+
+def buffers(layer: CacheLayerMixin) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The tensors in which a layer keeps K and V."""
+    return (layer._keys, layer._values) if isinstance(layer, Buffered) else (layer.keys, layer.values)
+
+
+def refuse_gradient(*states: torch.Tensor) -> None:
+    if torch.is_grad_enabled() and any(x.requires_grad for x in states):
+        raise RuntimeError(
+            "This cache is written in place and carries no gradient. Run under torch.no_grad(), or pass use_cache=False."
+        )
 
 
 def kind(states: torch.Tensor) -> tuple[object, ...]:

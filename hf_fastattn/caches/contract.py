@@ -31,7 +31,8 @@ class Storage:
     variant: a captured step is valid for one version and one variant. takes_mask: whether a captured step of padded rows reads
     the attention mask. takes_many: whether a captured step may have several tokens of each row. takes_prompts: whether these may
     also be some hundred, or the first. most_tokens: how many they may be at most. looks_ahead: whether a forward has let tokens
-    see later ones, for which a graph has no mask. endless: whether its text may be longer than the model has positions. recorded:
+    see later ones, for which a graph has no mask. resized: whether other code has replaced K and V by
+    those of fewer or more tokens. endless: whether its text may be longer than the model has positions. recorded:
     number of references held by decode graphs, as `pool.references` counts them. serial: its number among the storages of a
     model, by which ranks that share the model name it.
 
@@ -45,6 +46,7 @@ class Storage:
     takes_prompts: bool = False
     most_tokens: int = 512
     looks_ahead: bool = False
+    resized: bool = False
     endless: bool = False
     recorded: int = 0
     serial: int = 0

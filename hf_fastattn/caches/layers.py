@@ -20,6 +20,7 @@ its layers and to the pool that can free memory.
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -29,8 +30,9 @@ import torch
 from .. import step as steps
 from ..kernels.decode.append import append
 from ..step import CAPTURED, CAPTURED_WITH_MASK, EAGER, Step
-from .buffers import Buffered, bytes_per_token, describe, kind, reallocated, slide
+from .buffers import bytes_per_token, describe, kind, reallocated, refuse_gradient, slide
 from .contract import CHANGE_ROWS, Storage
+from .replaced import Replaceable
 
 STEP = 256  # tokens; capacities are multiples of it, and of an eighth of their size
 KEEP = 128  # tokens before its window that a sliding layer keeps when it moves; so many can be removed by crop()
@@ -44,11 +46,30 @@ def round_up(tokens: int) -> int:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Bytes that can be allocated on a GPU, including unused memory that torch has reserved; None if unknown (CPU)."""
+    """Bytes that can be allocated at most; None if unknown. On a GPU they include unused memory that torch has reserved."""
+    if device.type == "cpu":  # all of its memory; more than a process can address if that is unknown
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 1 << 46
     if device.type != "cuda":
         return None
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def refuse_unless_fits(
+    tokens: int, bytes_per_token: int, device: torch.device, held: int = 0, release: Callable[[], None] | None = None
+) -> None:
+    """Raise MemoryError if buffers of `tokens` tokens do not fit. held: bytes of the buffers that they replace. release: what
+    frees memory."""
+    needed, free = tokens * bytes_per_token, free_bytes(device)
+    if free is not None and needed > free + held and release is not None:
+        release()
+        free = free_bytes(device)
+    if free is not None and needed > free + held:
+        raise MemoryError(
+            f"A cache of {tokens} tokens needs {needed} bytes ({needed / 2**30:.2f} GiB) on {device}, and at most {free + held} "
+            f"({(free + held) / 2**30:.2f} GiB) are free. Ask for fewer tokens (max_new_tokens, capacity or window), fewer rows "
+            "or a shorter prompt."
+        )
 
 
 class Track:
@@ -109,7 +130,7 @@ class Track:
         """Give every layer a buffer of `capacity` tokens. Raises MemoryError, before allocating, if they do not fit."""
         made = [layer for layer in self.layers() if layer.is_initialized]
         for device in {layer.device for layer in made}:
-            each = sum(bytes_per_token(layer.keys, layer.values) for layer in made if layer.device == device)
+            each = sum(bytes_per_token(layer._keys, layer._values) for layer in made if layer.device == device)
             # Each old buffer is freed when its new one is allocated.
             self.refuse_unless_fits(capacity, each, device, held=self.capacity * each)
         self.version += 1
@@ -119,17 +140,8 @@ class Track:
 
     def refuse_unless_fits(self, tokens: int, bytes_per_token: int, device: torch.device, held: int = 0) -> None:
         """Raise MemoryError if buffers of `tokens` tokens do not fit. held: bytes of the buffers that they replace."""
-        needed = tokens * bytes_per_token
-        free = free_bytes(device)
-        callback = None if self.on_low_memory is None else self.on_low_memory()
-        if free is not None and needed > free + held and callback is not None:
-            callback()
-            free = free_bytes(device)
-        if free is not None and needed > free + held:
-            raise MemoryError(
-                f"A cache of {tokens} tokens needs {needed} bytes ({needed / 2**30:.2f} GiB) on {device}, and {free + held} "
-                f"({(free + held) / 2**30:.2f} GiB) are free. Ask for fewer new tokens, fewer rows or a shorter prompt."
-            )
+        release = None if self.on_low_memory is None else self.on_low_memory()
+        refuse_unless_fits(tokens, bytes_per_token, device, held, release)
 
     def drop_empty(self) -> None:
         """Free the buffers of layers without tokens."""
@@ -158,7 +170,7 @@ class Track:
             self.image, self.stale = (slot, seen), False
 
 
-class Layer(Buffered):
+class Layer(Replaceable):
     """K and V of one layer, (batch, num_kv_heads, capacity, head_dim) each. Their dtypes may differ.
 
     seen: number of tokens so far. base: the position in slot 0.
@@ -176,12 +188,15 @@ class Layer(Buffered):
 
     def moved(self) -> None:
         self.track.version += 1
+        self.track.stale = True
 
     def clear(self) -> None:
         """Discard the tokens and the buffers."""
-        super().__init__()  # type: ignore[no-untyped-call]
+        if self._keys is not None:
+            self.moved()
+        self._keys = self._values = self.pending = None
         self.seen = self.base = 0
-        self.pending: tuple[torch.Tensor, torch.Tensor] | None = None  # loaded from a file, not yet on the device
+        super().__init__()  # type: ignore[no-untyped-call]
 
     @property
     def slots(self) -> int:
@@ -197,10 +212,15 @@ class Layer(Buffered):
         track, device = self.track, key_states.device
         source = self.pending or (key_states[:, :, :0], value_states[:, :, :0])
         # Refuse at the first layer if not all layers fit. With several devices their placement is not known yet.
-        missing = sum(not layer.is_initialized for layer in track.layers()) if torch.cuda.device_count() == 1 else 1
-        track.refuse_unless_fits(track.capacity, missing * bytes_per_token(*source), device)
-        self.keys, self.values = source
-        self.dtype, self.device, self.batch_size = self.keys.dtype, device, len(self.keys)
+        missing = sum(not layer.is_initialized for layer in track.layers()) if torch.cuda.device_count() <= 1 else 1
+        try:
+            track.refuse_unless_fits(track.capacity, missing * bytes_per_token(*source), device)
+        except MemoryError:
+            if track.growable and not any(layer.is_initialized for layer in track.layers()):
+                track.capacity = min(track.limit, STEP)  # the next call makes room for its own tokens
+            raise
+        self._keys, self._values = source
+        self.dtype, self.device, self.batch_size = self._keys.dtype, device, len(self._keys)
         self.reallocate(track.capacity)
         self.pending, self.is_initialized = None, True
 
@@ -220,11 +240,11 @@ class Layer(Buffered):
         step = track.step
         if step is not None and step.mode != EAGER:
             self.mark_written(step)
-            if (kind(self.keys), kind(self.values)) != (kind(key_states), kind(value_states)):
-                raise RuntimeError(f"layer {self.index} holds K and V of {describe(self.keys, self.values)}")
-            append(self.keys, self.values, key_states, value_states, track.counts[:1])
-            return self.keys, self.values
-        self.refuse_gradient(key_states, value_states)
+            if (kind(self._keys), kind(self._values)) != (kind(key_states), kind(value_states)):
+                raise RuntimeError(f"layer {self.index} holds K and V of {describe(self._keys, self._values)}")
+            append(self._keys, self._values, key_states, value_states, track.counts[:1])
+            return self._keys, self._values
+        refuse_gradient(key_states, value_states)
         self.check(key_states, value_states)
         q_len = key_states.shape[2]
         if self.seen - self.base + q_len > track.capacity:
@@ -235,23 +255,16 @@ class Layer(Buffered):
         stop = start + q_len
         track.stale = True
         if stop <= track.capacity:
-            self.keys[:, :, start:stop].copy_(key_states)
-            self.values[:, :, start:stop].copy_(value_states)
+            self._keys[:, :, start:stop].copy_(key_states)
+            self._values[:, :, start:stop].copy_(value_states)
             self.seen += q_len
-            return self.keys[:, :, start - old : stop], self.values[:, :, start - old : stop]
+            return self._keys[:, :, start - old : stop], self._values[:, :, start - old : stop]
         keep = track.kept(self.seen + q_len)  # a sliding window, and more new tokens than its buffer has room for
-        keys = slide(self.keys, key_states, start, old, keep)
-        values = slide(self.values, value_states, start, old, keep)
+        keys = slide(self._keys, key_states, start, old, keep)
+        values = slide(self._values, value_states, start, old, keep)
         self.seen += q_len
         self.base = self.seen - keep
         return keys, values
-
-    def refuse_gradient(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
-            raise RuntimeError(
-                "A preallocated cache is written in place and carries no gradient. Run under torch.no_grad(), or pass "
-                "use_cache=False."
-            )
 
     def mark_written(self, step: Step) -> None:
         """Record that a captured step writes this layer. Raises RuntimeError if it has already, or if the layer lacks tokens."""
@@ -279,7 +292,9 @@ class Layer(Buffered):
 
     def check(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Refuse states of another batch size, model or dtype. A layer without tokens drops its buffers instead."""
-        held = self.pending or ((self.keys, self.values) if self.is_initialized else None)
+        if reason := self.why_half():
+            raise ValueError(reason)
+        held = self.pending or ((self._keys, self._values) if self.is_initialized else None)
         if held is None:
             return
         if (self.pending is not None or held[0].device == key_states.device) and all(
@@ -301,32 +316,10 @@ class Layer(Buffered):
             keys, values = self.pending
             self.pending = keys[:, :, first : first + count], values[:, :, first : first + count]
         elif self.is_initialized and first:
-            for buffer in (self.keys, self.values):
+            for buffer in (self._keys, self._values):
                 moved = buffer[:, :, first : first + count]
                 buffer[:, :, :count].copy_(moved.clone() if first < count else moved)
         self.base = base
-
-    def live(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views of the live slots of K and V, oldest first."""
-        count = self.slots
-        keys, values = self.pending or (self.keys, self.values)
-        return keys[:, :, :count], values[:, :, :count]
-
-    def select(self, indices: torch.Tensor) -> None:
-        """Keep the rows `indices`, in place if their number does not change."""
-        if self.pending is not None:
-            keys, values = self.pending
-            self.pending = keys[indices.to(keys.device)], values[indices.to(values.device)]
-        elif self.is_initialized:
-            views = self.live()
-            keys, values = (t.index_select(0, indices.to(t.device)) for t in views)
-            if len(indices) == self.batch_size:
-                views[0].copy_(keys)
-                views[1].copy_(values)
-            else:
-                self.keys, self.values = keys, values
-                self.batch_size = len(indices)
-                self.reallocate(self.track.capacity)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(slots that update() returns, position of the first of them)."""
@@ -363,6 +356,8 @@ class Layer(Buffered):
         self.track.stale = True
 
     def why_not_crop(self, tokens: int) -> str | None:
+        if reason := self.why_half():
+            return reason
         window, left = self.track.window, max(0, self.seen - tokens)
         if window is not None and self.base > max(0, left - window + 1):
             return (

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from .buffers import buffers
 from .contract import Storage
 from .stored import StoredCache
 
@@ -77,7 +78,7 @@ class Pool:
         """Bytes of K and V in the idle storages."""
         with self.lock:
             layers = [layer for _, storage in self.idle for layer in storage.layers]
-            return sum(x.nbytes for layer in layers for x in (layer.keys, layer.values) if x is not None)
+            return sum(x.nbytes for layer in layers for x in buffers(layer) if x is not None)
 
     def clear(self) -> None:
         with self.lock:
@@ -100,7 +101,7 @@ def references(storage: Storage) -> int:
     total = sys.getrefcount(storage) + sys.getrefcount(storage.layers)
     for layer in storage.layers:
         total += sys.getrefcount(layer)
-        for tensor in (layer.keys, layer.values):
+        for tensor in buffers(layer):
             if tensor is not None:
                 memory = tensor.untyped_storage()
                 total += sys.getrefcount(tensor) + sys.getrefcount(memory) + torch._C._storage_Use_Count(memory._cdata)
@@ -110,7 +111,7 @@ def references(storage: Storage) -> int:
 def _is_held(entry: tuple[int, Storage]) -> bool:
     """Whether anything but the pool (`entry`) and decode graphs refers to a storage or a part of it."""
     layers = entry[1].layers
-    tensors = sum(tensor is not None for layer in layers for tensor in (layer.keys, layer.values))
+    tensors = sum(tensor is not None for layer in layers for tensor in buffers(layer))
     count = len(layers)
     del layers
     return references(entry[1]) - entry[1].recorded > _own_references(count, tensors)

@@ -27,7 +27,7 @@ def reorder(layers: Sequence[Layer], index: torch.Tensor, tables: Tables) -> Tab
         if not layer.is_initialized or len(index) != layer.batch_size or not _fit(layer):
             layer.select(index)
             continue
-        for buffer in (layer.keys, layer.values) if live else ():
+        for buffer in (layer._keys, layer._values) if live else ():
             kind = live, buffer.shape, buffer.stride(), buffer.dtype, buffer.device
             groups.setdefault(kind, []).append(buffer)
     used: Tables = {}
@@ -41,4 +41,4 @@ def reorder(layers: Sequence[Layer], index: torch.Tensor, tables: Tables) -> Tab
 
 
 def _fit(layer: Layer) -> bool:
-    return kernel.fits(layer.keys) and kernel.fits(layer.values)
+    return kernel.fits(layer._keys) and kernel.fits(layer._values)

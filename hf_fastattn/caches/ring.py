@@ -26,8 +26,9 @@ from ..kernels.decode.ring import ring_step
 from ..kernels.spans import pack_spans
 from ..step import EAGER, Step
 from ..streaming import Settings
-from .buffers import Buffered, describe, kind
+from .buffers import Buffered, bytes_per_token, describe, kind, reallocated, refuse_gradient
 from .contract import CHANGE_ROWS, Storage
+from .layers import refuse_unless_fits
 
 CUT_SHORT = (
     "A forward over this RollingCache was interrupted, or ran other layers than the first forward. A rolling cache counts every "
@@ -153,6 +154,7 @@ class Ring(Storage):
             raise ValueError(
                 f"This cache holds {self.rows} rows on {self.counts.device}, and is given {rows} on {device}. {CHANGE_ROWS}"
             )
+        refuse_unless_fits(self.capacity, 8 * rows, device)  # the slots of new tokens, before K and V
         with torch.inference_mode(False):
             self.counts = torch.zeros(rows, dtype=torch.int64, device=device)
         self.rows = rows
@@ -245,6 +247,9 @@ class RollingLayer(Buffered):
 
     def clear(self) -> None:
         """Discard the buffers."""
+        if self._keys is not None:
+            self.moved()
+        self._keys = self._values = None
         super().__init__()  # type: ignore[no-untyped-call]
 
     def belong_to(self, ring: Ring) -> None:
@@ -263,12 +268,16 @@ class RollingLayer(Buffered):
         return ring
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.clear()
+        ring, each = self.ring, bytes_per_token(key_states, value_states)
+        missing = sum(not layer.is_initialized for layer in ring.layers) if torch.cuda.device_count() <= 1 else 1
+        refuse_unless_fits(ring.capacity, missing * each, key_states.device)
         self.dtype, self.device = key_states.dtype, key_states.device
-        shape = (*key_states.shape[:2], self.ring.capacity)
+        shape = (*key_states.shape[:2], ring.capacity)
         # Normal tensors, so that a cache created under inference_mode can be used outside it.
         with torch.inference_mode(False):
-            self.keys = torch.zeros(*shape, key_states.shape[3], dtype=self.dtype, device=self.device)
-            self.values = torch.zeros(*shape, value_states.shape[3], dtype=value_states.dtype, device=self.device)
+            self._keys = torch.zeros(*shape, key_states.shape[3], dtype=self.dtype, device=self.device)
+            self._values = torch.zeros(*shape, value_states.shape[3], dtype=value_states.dtype, device=self.device)
         self.is_initialized = True
 
     def update(
@@ -291,27 +300,47 @@ class RollingLayer(Buffered):
             raise ValueError(CUT_SHORT)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        elif _kind(self.keys) != _kind(key_states) or _kind(self.values) != _kind(value_states):
+        elif _kind(self._keys) != _kind(key_states) or _kind(self._values) != _kind(value_states):
             if step.mode != EAGER or ring.seen != step.q_len:
-                described = [describe(*pair) for pair in ((self.keys, self.values), (key_states, value_states))]
+                described = [describe(*pair) for pair in ((self._keys, self._values), (key_states, value_states))]
                 raise ValueError(f"This cache holds {described[0]}, and it is given {described[1]}: it belongs to another model.")
             self.lazy_initialization(key_states, value_states)  # it was empty, and the model has since been cast or moved
-        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
-            raise RuntimeError(
-                "A rolling cache is written in place and carries no gradient. Run under torch.no_grad(), or pass use_cache=False."
-            )
+        refuse_gradient(key_states, value_states)
         if step.q_len == 1:
-            append(self.keys, self.values, key_states, value_states, step.plan.slots.to(self.device))
-            both = self.keys, self.values
+            append(self._keys, self._values, key_states, value_states, step.plan.slots.to(self.device))
+            both = self._keys, self._values
         else:
-            both = _extend(self.keys, key_states, step.plan), _extend(self.values, value_states, step.plan)
+            both = _extend(self._keys, key_states, step.plan), _extend(self._values, value_states, step.plan)
         step.written |= mine
         return both
 
     def select(self, indices: torch.Tensor, same: bool) -> None:
         if self.is_initialized:
-            for name in ("keys", "values"):
+            for name in ("_keys", "_values"):
                 setattr(self, name, _select(getattr(self, name), indices, same))
+
+    def shown(self, index: int) -> torch.Tensor | None:
+        """In the order of slots: sinks, then the ring."""
+        buffer = (self._keys, self._values)[index]
+        if buffer is None:
+            return None
+        ring = self.ring
+        step = steps.over(ring)
+        if step is not None and step.mode != EAGER:
+            raise RuntimeError("K and V of a cache are read or replaced in the step")
+        new = 0 if step is None or step.written >> self.index & 1 else step.q_len
+        tokens = min(ring.seen - new, ring.capacity)
+        return buffer[:, :, :tokens] if tokens else None
+
+    def replace(self, index: int, old: torch.Tensor, new: torch.Tensor) -> None:
+        if new.shape != old.shape:
+            raise ValueError(
+                "A RollingCache counts its tokens once for all layers, so K and V can only be replaced by as many: "
+                f"{tuple(old.shape)}; got {tuple(new.shape)}. Use a PreallocatedCache or a DynamicCache."
+            )
+        setattr(self, ("_keys", "_values")[index], reallocated(new, new.shape[2], self.ring.capacity, new.device))
+        self.ring.recorded = 0  # graphs refer to the old buffers
+        self.moved()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         held = self.ring.capacity if query_length == 1 else min(self.ring.before, self.ring.capacity) + query_length

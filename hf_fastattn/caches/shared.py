@@ -16,6 +16,7 @@ import torch
 from ..context_parallel import New, Share, Shares
 from ..kernels.parts import PART
 from ..step import EAGER
+from .buffers import refuse_gradient
 from .contract import FEW
 from .layers import Layer, Track
 from .static import PreallocatedCache
@@ -52,6 +53,11 @@ class SharedLayer(Layer):
     def reallocate(self, capacity: int) -> None:
         super().reallocate(self.track.shares.length(capacity))
 
+    def replace(self, index: int, old: torch.Tensor, new: torch.Tensor) -> None:
+        raise ValueError(
+            "K and V that ranks share by sequence cannot be replaced, as each has some of the tokens. Use patch() without kv=."
+        )
+
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -59,8 +65,8 @@ class SharedLayer(Layer):
         step = track.step
         if step is not None and step.mode != EAGER:
             self.mark_written(step)
-            return self._shares(key_states, value_states, track.capacity, New(key_states, value_states, self.keys, self.values))
-        self.refuse_gradient(key_states, value_states)
+            return self._shares(key_states, value_states, track.capacity, New(key_states, value_states, self._keys, self._values))
+        refuse_gradient(key_states, value_states)
         heads = shares.kv_heads(self.index, key_states.shape[1])
         like = [x[:, :1, :0].expand(-1, heads, -1, -1) for x in (key_states, value_states)]
         self.check(like[0], like[1])
@@ -71,9 +77,9 @@ class SharedLayer(Layer):
         seen = self.seen
         self.seen += q_len
         if seen and q_len <= FEW:
-            return self._shares(key_states, value_states, self.seen, New(key_states, value_states, self.keys, self.values))
+            return self._shares(key_states, value_states, self.seen, New(key_states, value_states, self._keys, self._values))
         if seen:
-            past = (shares.gather_slots(x)[:, :, :seen] for x in (self.keys, self.values))
+            past = (shares.gather_slots(x)[:, :, :seen] for x in (self._keys, self._values))
             found = [torch.cat([old, new], 2) for old, new in zip(past, (key_states, value_states), strict=True)]
         self._write(key_states, value_states, seen)
         return (found[0], found[1]) if seen else (key_states, value_states)
@@ -86,7 +92,7 @@ class SharedLayer(Layer):
             parts = shares.gather_kv(key_states[:, :, some], value_states[:, :, some])
             start, count = seen + begin, parts[0].shape[2]
             tokens = _own(start % (PART * shares.count), count, shares.rank, shares.count, key_states.device)
-            for buffer, new in zip((self.keys, self.values), parts, strict=True):
+            for buffer, new in zip((self._keys, self._values), parts, strict=True):
                 buffer[:, :, shares.before(start) : shares.before(start + count)] = new[:, :, tokens]
 
     def _shares(
@@ -101,7 +107,7 @@ class SharedLayer(Layer):
         shapes = ((batch, heads, kv_len, x.shape[3]) for x in (key_states, value_states))
         keys, values = (
             Share(x, shape, self.track.shares, self.index, plan, new)
-            for x, shape in zip((self.keys, self.values), shapes, strict=True)
+            for x, shape in zip((self._keys, self._values), shapes, strict=True)
         )
         return keys, values
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from numbers import Integral
 from pathlib import Path
 from typing import Self
 
@@ -30,10 +32,9 @@ class PreallocatedCache(StoredCache):
     storage: StaticStorage
 
     def __init__(self, config: saved.ModelOrConfig, capacity: int = 1, *, grow: bool = True):
-        if not isinstance(capacity, int) or capacity < 1:
-            raise ValueError(f"capacity counts tokens: an integer, at least 1; got {capacity!r}.")
+        tokens = _checked(capacity)
         windows = hf.layer_windows(saved.config_of(config))
-        self._adopt(StaticStorage(windows, round_up(capacity) if grow else capacity, grow))
+        self._adopt(StaticStorage(windows, round_up(tokens) if grow else tokens, grow))
 
     def __repr__(self) -> str:
         tracks = ", ".join(
@@ -42,6 +43,12 @@ class PreallocatedCache(StoredCache):
             if (seen := [layer.seen for layer in t.layers()])
         )
         return f"{type(self).__name__}({tracks})"
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]]:
+        """K, V and the sliding window (or None) of each layer, as a DynamicCache yields them."""
+        for layer in self.storage.layers:
+            window = layer.track.window
+            yield layer.keys, layer.values, None if window is None else torch.tensor(window)
 
     def get_query_offset(self, layer_idx: int = 0) -> int | torch.Tensor:  # type: ignore[override]  # a StaticCache's is a tensor
         return self.storage.layers[layer_idx].query_offset()
@@ -52,6 +59,10 @@ class PreallocatedCache(StoredCache):
             capacity = min(round_up(tokens), track.limit)
             if track.capacity < capacity and track.growable:
                 track.grow(capacity)
+
+    def reset(self) -> None:
+        """Discard all tokens; the buffers stay in place."""
+        self.storage.reset()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens (a negative number, as in Transformers; 0 does nothing)."""
@@ -89,22 +100,31 @@ class PreallocatedCache(StoredCache):
     def save(self, path: str | Path, model: saved.ModelOrConfig) -> None:
         """Write the live tokens and the configuration of `model` to one safetensors file.
 
-        Raises ValueError for a cache without tokens, for one in which some layers did not run, and for a model that ranks share.
+        Raises ValueError for a cache without tokens, for one in which some layers did not run, and for a model that ranks share;
+        OSError if the file cannot be written.
         """
         saved.write(path, self.storage.layers, model)
 
     @classmethod
     def load(cls, path: str | Path, model: saved.ModelOrConfig, *, capacity: int = 1, grow: bool = True) -> Self:
-        """Read a cache written by save(), for `model`. K and V move to the device of each layer in the first forward.
+        """Read a cache written by save(), for `model`. K and V move from memory to the device of each layer in the first forward.
 
         Only the configuration is compared, not the weights: K and V of other weights are not detected. Raises ValueError with
         path and reason if the file has another format, configuration, dtype or shape, or if it is truncated or inconsistent.
         """
+        tokens = _checked(capacity)
         windows = hf.layer_windows(saved.config_of(model))
         seen, states = saved.read(path, windows, model)
-        cache = cls(model, max(capacity, seen), grow=grow)
+        cache = cls(model, max(tokens, seen), grow=grow)
         for layer, (keys, values) in zip(cache.storage.layers, states, strict=True):
             kept = min(keys.shape[2], layer.track.kept(seen))
             layer.pending = keys[:, :, keys.shape[2] - kept :], values[:, :, values.shape[2] - kept :]
             layer.seen, layer.base = seen, seen - kept
         return cache
+
+
+def _checked(capacity: int) -> int:
+    """A capacity that a caller has given. Raises ValueError unless it is a number of tokens."""
+    if not isinstance(capacity, Integral) or isinstance(capacity, bool) or capacity < 1:
+        raise ValueError(f"capacity counts tokens: an integer, at least 1; got {capacity!r}.")
+    return int(capacity)

@@ -82,6 +82,7 @@ class StaticStorage(Storage):
             track.on_low_memory = weakref.WeakMethod(free)
 
     def reset(self) -> None:
+        self.resized = False
         for layer in self.layers:
             layer.reset()
 

@@ -16,6 +16,16 @@ from .contract import CHANGE_ROWS, Storage
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # args and kwargs
 
 
+class Layers(list[hf.CacheLayerMixin]):
+    """The layers of a cache. Those of its storage, which decode graphs run, stay as they are."""
+
+    def __setitem__(self, index: Any, layer: Any) -> None:
+        raise TypeError(
+            "The layers of this cache cannot be replaced, as decode graphs have the addresses of their buffers. Assign keys and "
+            f"values of a layer, or {hf.OTHERS}."
+        )
+
+
 class StoredCache(hf.Cache):
     """A `cache` of a model over a storage, with the layers of the storage.
 
@@ -28,7 +38,7 @@ class StoredCache(hf.Cache):
 
     def _adopt(self, storage: Storage) -> None:
         self.storage = storage
-        super().__init__(layers=list(storage.layers))  # a copy: changes to a cache's list do not reach the storage's
+        super().__init__(layers=Layers(storage.layers))  # type: ignore[arg-type]  # a copy, as other code may change it
 
     @classmethod
     def around(cls, storage: Storage) -> Self:
@@ -84,7 +94,10 @@ class StoredCache(hf.Cache):
             raise ValueError(
                 f"This cache holds {len(self.layers)} layers and is given layer {layer_idx}: it belongs to another model."
             )
-        return self.layers[layer_idx].update(key_states, value_states)
+        layer = self.layers[layer_idx]
+        if layer is not self.storage.layers[layer_idx]:
+            raise ValueError(f"Layer {layer_idx} of this {type(self).__name__} is that of another cache; {hf.OTHERS}.")
+        return layer.update(key_states, value_states)
 
     @contextmanager
     def on_device(self, with_mask: bool = False) -> Iterator[None]:

@@ -112,7 +112,7 @@ class Forwards:
 
     def _is_short(self, cache: object, ids: torch.Tensor | None, given: Inputs) -> bool:
         """Whether a forward that reads the prompt can be a step: some hundred tokens of text at most."""
-        if self.refused is not None or ids is None or not isinstance(cache, StoredCache):
+        if self.refused is not None or ids is None or not isinstance(cache, StoredCache) or cache.storage.resized:
             return False
         storage, empty = cache.storage, not tokens_in(cache)
         if ids.shape[1] > most_tokens(storage, len(ids), self.most) or (empty and not storage.takes_prompts):
@@ -142,6 +142,8 @@ class Forwards:
             return f"a step is given {'no cache' if cache is None else f'a {type(cache).__name__}'} instead of the patch's"
         if ids is None:
             return "its steps are given inputs_embeds instead of input_ids"
+        if cache.storage.resized:
+            return "other code has replaced K and V of its cache by those of fewer or more tokens"
         if not self.added:
             return "the forward before it has added no token to the cache (as with gradient checkpointing in training mode)"
         if ids.shape[1] > 1 and not cache.storage.takes_many:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 
 from .. import hf
 
@@ -41,11 +42,11 @@ class Settings:
 
     def check(self, limit: int | None) -> None:
         """Raise ValueError for impossible settings. limit: the number of positions that the model supports."""
-        if isinstance(self.window, bool) or not isinstance(self.window, int) or self.window < 1:
+        if not _is_whole(self.window) or self.window < 1:
             raise ValueError(
                 f"window counts the last tokens that a query sees, itself included: an integer, at least 1; got {self.window!r}."
             )
-        if isinstance(self.sinks, bool) or not isinstance(self.sinks, int) or self.sinks < 0:
+        if not _is_whole(self.sinks) or self.sinks < 0:
             raise ValueError(f"sinks is the number of first tokens to keep, an integer, at least 0; got {self.sinks!r}.")
         if limit is not None and self.sinks + self.window > limit:
             raise ValueError(
@@ -54,7 +55,13 @@ class Settings:
             )
 
     def write(self, config: hf.PreTrainedConfig) -> None:
-        config.streaming_window, config.streaming_sinks, config.streaming_clamped = self.window, self.sinks, self.clamped
+        config.streaming_window, config.streaming_sinks = int(self.window), int(self.sinks)
+        config.streaming_clamped = self.clamped
+
+
+def _is_whole(number: object) -> bool:
+    """Whether this is an integer, also one of NumPy."""
+    return isinstance(number, Integral) and not isinstance(number, bool)
 
 
 def check_mask(name: str, config: hf.PreTrainedConfig | None, pattern: tuple[bool, int | None] | None, of_ring: bool) -> None:
