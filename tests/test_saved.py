@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -171,6 +174,77 @@ def test_files_of_other_programs_are_refused(tmp_path, saved):
         PreallocatedCache.load(tmp_path, model)
     with pytest.raises(FileNotFoundError):
         PreallocatedCache.load(tmp_path / "missing", model)
+
+
+def _changed(path, content: bytes) -> None:
+    """Other content in the same file, as of another program."""
+    with path.open("r+b") as file:
+        file.truncate(0)
+        file.write(content)
+
+
+def test_a_loaded_cache_does_not_read_its_file_again(tmp_path, saved):
+    model, path = saved
+    whole, file = path.read_bytes(), tmp_path / "tokens"
+    file.write_bytes(whole)
+    before, loaded = PreallocatedCache.load(path, model), PreallocatedCache.load(file, model)
+    _changed(file, whole[:-4000] + bytes(4000))
+    assert all(torch.equal(a, b) for old, new in zip(before, loaded, strict=True) for a, b in zip(old[:2], new[:2], strict=True))
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, saved, monkeypatch):
+    from hf_fastattn.caches import saved as files
+
+    model, path = saved
+    whole, file = path.read_bytes(), tmp_path / "tokens"
+    check = files._check_meta
+    for content, message in (
+        (whole[:-9], "is not a complete"),
+        (b"", "is not a complete"),
+        (whole, "was changed while it was read"),
+    ):
+        file.write_bytes(whole)
+        os.utime(file, (1, 1))
+        monkeypatch.setattr(files, "_check_meta", lambda *args, content=content: (_changed(file, content), check(*args)))
+        with pytest.raises(ValueError, match=message):
+            PreallocatedCache.load(file, model)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs POSIX")
+def test_special_files_are_neither_read_nor_replaced(tmp_path, saved):
+    model, path = saved
+    cache, fifo = PreallocatedCache.load(path, model), tmp_path / "fifo"
+    os.mkfifo(fifo)
+    held = os.open(fifo, os.O_RDWR)  # so that no other open() waits
+    os.write(held, (2).to_bytes(8, "little") + b"{}")  # nor read()
+    try:
+        for use in (lambda: PreallocatedCache.load(fifo, model), lambda: cache.save(fifo, model)):
+            with pytest.raises(ValueError, match=r"fifo is a FIFO, a device or a socket, and a saved cache is a regular file"):
+                use()
+        assert fifo.is_fifo()
+    finally:
+        os.close(held)
+    with pytest.raises(ValueError, match="/dev/zero is a FIFO, a device or a socket"):
+        PreallocatedCache.load("/dev/zero", model)
+
+
+def test_a_file_that_cannot_be_written_is_an_error_of_the_system(tmp_path, saved, monkeypatch):
+    import safetensors.torch
+
+    model, path = saved
+    cache, file = PreallocatedCache.load(path, model), tmp_path / "missing" / "tokens"
+    with pytest.raises(FileNotFoundError) as error:
+        cache.save(file, model)
+    assert error.value.filename == str(file)
+    with pytest.raises(IsADirectoryError):
+        cache.save(tmp_path, model)
+    for number, kind in ((errno.EACCES, PermissionError), (errno.ENOSPC, OSError), (None, OSError)):
+        told = "no reason" if number is None else f"Error while serializing: I/O error: why (os error {number})"
+        failing = Mock(side_effect=safetensors.SafetensorError(told))
+        monkeypatch.setattr(safetensors.torch, "save_file", failing)
+        with pytest.raises(kind) as error:
+            cache.save(tmp_path / "tokens", model)
+        assert str(tmp_path / "tokens") in str(error.value) and (os.name == "nt" or error.value.errno == number)
 
 
 def test_a_window_of_a_saved_cache_may_have_moved(tmp_path):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -12,6 +15,7 @@ from .. import hf
 from .layers import Layer
 
 FORMAT = "hf_fastattn cache 1"
+_MOST = 100_000_000  # bytes of a header, the limit of safetensors
 
 ModelOrConfig = hf.PreTrainedModel | hf.PreTrainedConfig
 
@@ -31,7 +35,8 @@ def config_of(model: ModelOrConfig) -> hf.PreTrainedConfig:
 
 
 def write(path: str | Path, layers: list[Layer], model: ModelOrConfig) -> None:
-    """Write the live tokens of these layers and the configuration of `model`."""
+    """Write the live tokens of these layers and the configuration of `model`. Raises OSError if the file cannot be written."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     _check_whole(model)
@@ -39,8 +44,8 @@ def write(path: str | Path, layers: list[Layer], model: ModelOrConfig) -> None:
     if len(seen) > 1:
         counts = ", ".join(f"{layer.seen} in layer {layer.index}" for layer in layers)
         raise ValueError(
-            f"The layers of this cache hold different numbers of tokens ({counts}): some did not run. Run the whole model over "
-            "the text, and save that."
+            f"The layers of this cache hold different numbers of tokens ({counts}): some did not run, or were given other "
+            "K and V. Run the whole model over the text, and save that."
         )
     if seen == {0}:
         raise ValueError("This cache holds no tokens; run the prompt through the model before saving it.")
@@ -50,7 +55,16 @@ def write(path: str | Path, layers: list[Layer], model: ModelOrConfig) -> None:
         for name, live in zip(("keys", "values"), layer.live(), strict=True)
     }
     meta = {"format": FORMAT, "config": _describe(model), "seen": json.dumps({str(layer.index): layer.seen for layer in layers})}
-    save_file(tensors, path, meta)
+    if Path(path).is_dir():
+        raise IsADirectoryError(errno.EISDIR, "A cache is saved to one file, and this is a directory", str(path))
+    _refuse_special(path)  # the new file would replace a device
+    try:
+        save_file(tensors, path, meta)
+    except SafetensorError as error:
+        if (code := re.search(r"os error (\d+)", str(error))) is None:
+            raise OSError(f"{path} cannot be written: {error}") from error
+        number = int(code[1])
+        raise OSError(number, os.strerror(number), str(path), number) from error  # the last one is the number on Windows
 
 
 def read(
@@ -60,23 +74,31 @@ def read(
 
     Raises ValueError with path and reason if the file is not a cache of `model`, OSError if it cannot be read.
     """
-    from safetensors import SafetensorError, safe_open
+    from safetensors import SafetensorError
+    from safetensors.torch import load
 
     _check_whole(model)
     if Path(path).is_dir():
         raise ValueError(f"{path} is a directory, and a saved cache is one file.")
-    Path(path).open("rb").close()  # raises the error of open() if the file does not exist or cannot be read
-    try:
-        with safe_open(path, "pt") as file:
-            meta = file.metadata() or {}
+    _refuse_special(path)
+    # Not mapped to memory: another program may write to the file, or cut it off, at any time.
+    with Path(path).open("rb") as file:
+        before = os.fstat(file.fileno())
+        try:
+            meta = _metadata(file)
             _check_meta(path, meta, model)
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} is not a complete safetensors file: {error}. Compute it again.") from error
+            file.seek(0)
+            tensors = load(file.read())
+        except (SafetensorError, _NotComplete) as error:
+            raise ValueError(f"{path} is not a complete safetensors file: {error}. Compute it again.") from error
+        after = os.fstat(file.fileno())
+    if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+        raise ValueError(f"{path} was changed while it was read. Read it again once it is complete.")
     names = [f"{index}.{name}" for index in range(len(windows)) for name in ("keys", "values")]
     if tensors.keys() != set(names):
         wrong = ", ".join(sorted(tensors.keys() ^ set(names)))
         raise ValueError(f"{path} needs K and V of {len(windows)} layers; missing or extra: {wrong}.")
+    tensors = {name: tensors[name] for name in names}
     seen = _read_seen(path, meta, len(windows))
     _check_tensors(path, tensors, model)
     for name in names:
@@ -88,6 +110,27 @@ def read(
                 "Compute it again."
             )
     return seen, [(tensors[keys], tensors[values]) for keys, values in zip(names[::2], names[1::2], strict=True)]
+
+
+class _NotComplete(Exception):
+    pass
+
+
+def _refuse_special(path: str | Path) -> None:
+    """Raise ValueError for a FIFO, which would block, a device or a socket. It is not opened."""
+    if Path(path).exists() and not Path(path).is_file():
+        raise ValueError(f"{path} is a FIFO, a device or a socket, and a saved cache is a regular file.")
+
+
+def _metadata(file: BinaryIO) -> dict[str, str]:
+    """The metadata of a safetensors file: a length, and so many bytes of JSON."""
+    length = int.from_bytes(file.read(8), "little")
+    try:
+        header = json.loads(file.read(min(length, _MOST)))
+    except (ValueError, RecursionError) as error:
+        raise _NotComplete("its header is no JSON") from error
+    found = header.get("__metadata__") if isinstance(header, dict) else None
+    return found if isinstance(found, dict) else {}
 
 
 def _check_whole(model: ModelOrConfig) -> None:
