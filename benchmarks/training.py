@@ -118,7 +118,7 @@ def _spans(case: Trained, device: torch.device) -> torch.Tensor | None:
         return None
     length = case.shape.q_len
     whole = spans.build_spans(1, length, length, device, q_offset=0, causal=case.shape.causal, window=case.window)
-    return spans.with_rows(whole, *spans.segments_of_lengths(_cuts(case, device), _cuts(case, device), length))
+    return spans.with_rows(whole, *spans.segments_of_lengths(_cuts(case, device), length))
 
 
 @lru_cache(maxsize=2)

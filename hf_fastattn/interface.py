@@ -116,20 +116,16 @@ def attention_mask(
     compiling = torch.compiler.is_compiling()
     on_host, on_device = (0, q_offset) if isinstance(q_offset, torch.Tensor) else (q_offset, None)
     sizes = batch_size, q_length, kv_length
-    unpadded = causal and attention_mask is None
-    # A graph does not read where sequences begin, which would synchronise: a decode graph follows a cached text. In training a
-    # compiled graph always uses intervals.
-    reads_none = (compiling and not torch.is_grad_enabled()) or steps.captured()
-    fresh = unpadded and q_length > 1 and on_host == 0 and not reads_none
     if (
-        unpadded
+        causal
+        and attention_mask is None
         and on_device is None
         and not compiling
         and allow_is_causal_skip
         and on_host + q_length == kv_length + kv_offset
         and (window is None or kv_length <= window)
     ):
-        return masks.plain(sizes, device, made_for, fresh)
+        return masks.plain(sizes, device, made_for)
     build = torch.ops.hf_fastattn.build_spans if compiling else _build_spans
     ints = build(
         batch_size,
@@ -144,7 +140,7 @@ def attention_mask(
         window,
         compiling,  # a compiled graph needs fixed strides
     )
-    return masks.of_spans(ints, sizes, made_for, fresh)
+    return masks.of_spans(ints, sizes, made_for)
 
 
 def attention_forward(
@@ -173,13 +169,11 @@ def attention_forward(
     refuse.tracing(name, attention_mask)
     # A mask includes causality and window. Without a mask there is no window, whatever the value of sliding_window.
     mask, causal, window = attention_mask, False, None
-    if isinstance(mask, masks.Mask) and (mask.fresh or kwargs.get("cu_seq_lens_q") is not None):
-        if name in _packed:
-            mask = packed.separated(mask, kwargs)
-        elif mask.fresh and not compiling:
-            refuse.packed_sequences(name, mask, kwargs.get("position_ids"))
     if kwargs:
-        refuse.unknown_arguments(name, module, mask, kwargs)
+        cu_q, cu_k = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
+        if cu_q is not None or cu_k is not None:
+            mask = packed.separated(name, name in _packed, mask, cu_q, cu_k)
+        refuse.unknown_arguments(name, module, kwargs)
     if not compiling and hf.asks_for_weights():
         refuse.weights(name)
     sinks, inv_freq, interleaved = 0, None, False

@@ -19,10 +19,8 @@ class Mask(torch.Tensor):
     raises ValueError, with the reason: a model that adds its mask to its own scores cannot run a registered attention function,
     and the mask would silently have another meaning there.
 
-    content: the data, see the subclasses. made_for: (backend, model), the names for messages. fresh: whether there are several
-    tokens, no padding and, as far as the host knows, no previous tokens, so that packed sequences can only be recognised by
-    position_ids. chunk_size: the size of its chunks if packed sequences have not been detected yet; chunks restart in each
-    sequence.
+    content: the data, see the subclasses. made_for: (backend, model), the names for messages. chunk_size: the size of its
+    chunks, counted from the beginning of the row; in packed sequences (`packed`) they restart.
     """
 
     # All operations arrive at __torch_dispatch__.
@@ -37,21 +35,19 @@ class Mask(torch.Tensor):
         content: torch.Tensor,
         sizes: tuple[int, int, int],
         made_for: tuple[str, str],
-        fresh: bool = False,
         chunk_size: int | None = None,
     ):
         self.content = content
         self.sizes = sizes  # without the 1; attention compares them at every layer
         self.made_for = made_for
-        self.fresh = fresh
         self.chunk_size = chunk_size
-        self.separated: Mask | None = None  # this mask with packed sequences separated, if a layer has detected any (`packed`)
+        self.separated: Mask | None = None  # this mask with packed sequences separated, for the other layers (`packed`)
 
     def __repr__(self) -> str:  # type: ignore[override]  # torch's own has an internal argument
         return f"{type(self).__name__}{tuple(self.shape)} on {self.device}"
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        return ["content"], (self.made_for, self.fresh, self.chunk_size)
+        return ["content"], (self.made_for, self.chunk_size)
 
     @classmethod
     def __tensor_unflatten__(
@@ -75,7 +71,7 @@ class Mask(torch.Tensor):
     def around(self, content: torch.Tensor, batch: int | None = None) -> Mask:
         """The same mask with other content, which may be of some rows of the batch."""
         sizes = self.sizes if batch is None else (batch, *self.sizes[1:])
-        return type(self)(content, sizes, self.made_for, self.fresh, self.chunk_size)
+        return type(self)(content, sizes, self.made_for, self.chunk_size)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # a C function in torch
@@ -171,9 +167,9 @@ class DenseMask(Mask):
         return DenseMask(content, (content.shape[0], content.shape[2], content.shape[3]), self.made_for)
 
 
-def plain(sizes: tuple[int, int, int], device: torch.device | str, made_for: tuple[str, str], fresh: bool) -> PlainMask:
+def plain(sizes: tuple[int, int, int], device: torch.device | str, made_for: tuple[str, str]) -> PlainMask:
     """The mask of lower-right causal attention; sizes: (batch, q_len, kv_len)."""
-    return PlainMask(_nothing(device), sizes, made_for, fresh)
+    return PlainMask(_nothing(device), sizes, made_for)
 
 
 @cache
@@ -182,14 +178,16 @@ def _nothing(device: torch.device | str) -> torch.Tensor:
         return torch.empty(0, dtype=torch.int32, device=device)
 
 
-def of_spans(ints: torch.Tensor, sizes: tuple[int, int, int], made_for: tuple[str, str], fresh: bool = False) -> SpansMask:
+def of_spans(ints: torch.Tensor, sizes: tuple[int, int, int], made_for: tuple[str, str]) -> SpansMask:
     """The mask that these spans describe; sizes: (batch, q_len, kv_len)."""
-    return SpansMask(ints, sizes, made_for, fresh)
+    return SpansMask(ints, sizes, made_for)
 
 
-def of_runs(ints: torch.Tensor, sizes: tuple[int, int, int], made_for: tuple[str, str]) -> RunsMask:
+def of_runs(
+    ints: torch.Tensor, sizes: tuple[int, int, int], made_for: tuple[str, str], chunk_size: int | None = None
+) -> RunsMask:
     """The same, where they have an interval for each query."""
-    return RunsMask(ints, sizes, made_for)
+    return RunsMask(ints, sizes, made_for, chunk_size)
 
 
 def of_bools(mask: torch.Tensor, made_for: tuple[str, str]) -> DenseMask:

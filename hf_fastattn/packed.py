@@ -1,4 +1,8 @@
-"""Sequences packed into one row, which kernels get as an interval of keys for each query."""
+"""Sequences packed into one row, which kernels get as an interval of keys for each query.
+
+Transformers separates them by position_ids in its mask function, if there is neither a cache nor an attention_mask. It does not
+read cu_seq_lens, which separate them here.
+"""
 
 from __future__ import annotations
 
@@ -21,71 +25,93 @@ def of_runs(
 ) -> masks.Mask:
     """The mask for a pattern of `hf.runs_pattern`. sizes: (batch, q_len, kv_len), with q_len == kv_len.
 
-    chunk: the size of its chunks if packed sequences have not been detected yet.
+    chunk: the size of its chunks if they are counted from the beginning of the row.
     """
     first = hf.run_starts(mask_function, sizes[0], sizes[1], device)
     rows = torch.ops.hf_fastattn.intervals(None, *spans.segments(first), sizes[2], window)
-    mask = masks.of_runs(rows, sizes, made_for)
-    if chunk is not None:
-        mask.chunk_size, mask.fresh = chunk, True
-    return mask
+    return masks.of_runs(rows, sizes, made_for, chunk)
 
 
-def separated(mask: masks.Mask, arguments: dict[str, Any]) -> masks.Mask:
-    """`mask` with packed sequences separated, which the cu_seq_lens or position_ids in a layer's arguments define.
+def separated(name: str, packs: bool, mask: torch.Tensor | None, cu_q: Any, cu_k: Any) -> masks.Mask:
+    """`mask` with the sequences of cu_seq_lens separated, besides those that it separates already; stored for the other layers.
 
-    Transformers separates them itself if position_ids restart, but not with a cache, and not for cu_seq_lens alone.
-    The result is stored with the mask, for the other layers that share it.
+    name, packs: the backend, and whether it reads spans with an interval for each query. cu_q, cu_k: the same cumulative lengths,
+    (sequences + 1,), int32 or int64, from 0 to q_len and never decreasing; cu_k may be None. Raises TypeError and ValueError for
+    others. Values on a GPU are checked there, without synchronisation: a wrong one is an assertion on the device.
     """
+    if not packs:
+        raise ValueError(f"{name!r} does not separate packed sequences by cu_seq_lens. Use another backend, such as 'lean'.")
+    if not (isinstance(mask, masks.Mask) and mask.shape[0] == 1 and mask.shape[2] == mask.shape[3] and _is_unpadded(mask)):
+        raise ValueError(
+            f"{name!r} got packed sequences as cu_seq_lens, which it supports for one row without an attention_mask and without "
+            "tokens in a cache. Leave out attention_mask, and pass use_cache=False; for several rows of a decoder, pass "
+            "position_ids that restart at 0, and use_cache=False, instead of cu_seq_lens."
+        )
     if torch.compiler.is_compiling():
-        return _separated(mask, arguments)
+        return _separated(mask, cu_q, cu_k)
     if mask.separated is None:
-        result = _separated(mask, arguments)
-        if result is mask:
-            mask.fresh = False  # the other layers need not check
-            return mask
-        mask.separated = result
+        mask.separated = _separated(mask, cu_q, cu_k)
     return mask.separated
 
 
-def _separated(mask: masks.Mask, arguments: dict[str, Any]) -> masks.Mask:
-    batch, _, q_len, kv_len = mask.shape
-    chunk = mask.chunk_size
-    cu_q, cu_k, position_ids = (arguments.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k", "position_ids"))
-    if cu_q is not None and batch == 1 and q_len == kv_len and (_is_simple(mask) or chunk is not None):
-        lo, hi = spans.segments_of_lengths(cu_q, cu_q if cu_k is None else cu_k, q_len)
-    elif mask.fresh and isinstance(position_ids, torch.Tensor) and position_ids.dim() == 2 and position_ids.shape[1] == q_len:
-        again = spans.restarts(position_ids)
-        # This synchronises with the device, once for each mask. A compiled graph always uses intervals.
-        if not torch.compiler.is_compiling() and not again.any():
-            return mask
-        lo, hi = spans.segments(torch.nn.functional.pad(again, (1, 0), value=True))
-    else:
-        return mask
+def _is_unpadded(mask: masks.Mask) -> bool:
+    if isinstance(mask, masks.RunsMask | masks.PlainMask):
+        return True
+    return isinstance(mask, masks.SpansMask) and mask.content.shape[3] == spans.WORDS
+
+
+_REMEDY = "Pass torch.tensor([0, *lengths], device=input_ids.device).cumsum(0) as both."
+
+
+def _separated(mask: masks.Mask, cu_q: Any, cu_k: Any) -> masks.Mask:
+    q_len, chunk = mask.shape[2], mask.chunk_size
+    cu_k = cu_q if cu_k is None else cu_k
+    for which, cu in (("q", cu_q), ("k", cu_k)):
+        if not isinstance(cu, torch.Tensor) or cu.dtype not in (torch.int32, torch.int64):
+            got = cu.dtype if isinstance(cu, torch.Tensor) else type(cu).__name__
+            raise TypeError(f"cu_seq_lens_{which} must be a tensor of int32 or int64; got {got}. {_REMEDY}")
+        if cu.dim() != 1 or cu.shape[0] < 2 or cu.shape != cu_q.shape or cu.device != mask.device:
+            raise ValueError(
+                f"cu_seq_lens_q and cu_seq_lens_k must be of one shape, (sequences + 1,), and on {mask.device}; got "
+                f"{tuple(cu_q.shape)} and {tuple(cu_k.shape)}, cu_seq_lens_{which} on {cu.device}. {_REMEDY}"
+            )
+    lo, hi = torch.ops.hf_fastattn.segments_of_lengths(cu_q, cu_k, q_len)
     if chunk is not None:
         lo, hi = spans.segments((torch.arange(q_len, device=lo.device) - lo) % chunk == 0)
-    rows = torch.ops.hf_fastattn.intervals(mask, lo.expand(batch, -1), hi.expand(batch, -1), kv_len, None)
-    return masks.of_runs(rows, (batch, q_len, kv_len), mask.made_for)
+    rows = torch.ops.hf_fastattn.intervals(mask if chunk is None else None, lo, hi, q_len, None)
+    return masks.of_runs(rows, (1, q_len, q_len), mask.made_for)
 
 
-def _is_simple(mask: masks.Mask) -> bool:
-    """Whether it has spans without padding and without intervals."""
-    if mask.fresh or isinstance(mask, masks.PlainMask):
-        return True
-    return isinstance(mask, masks.SpansMask) and mask.content.shape[2:] == (1, spans.WORDS)
+def _segments_of_lengths(cu_q: torch.Tensor, cu_k: torch.Tensor, q_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`spans.segments_of_lengths` after a check of the values."""
+    right = (cu_q[0] == 0) & (cu_q[-1] == q_len) & (cu_q.diff() >= 0).all() & (cu_q == cu_k).all()
+    rule = f"cu_seq_lens_q and cu_seq_lens_k must be equal, begin with 0, never decrease, and end with the {q_len} tokens"
+    if not right.is_cpu:
+        torch._assert_async(right, rule)
+    elif not right:
+        raise ValueError(f"{rule}; got {cu_q.tolist()} and {cu_k.tolist()}. {_REMEDY}")
+    return spans.segments_of_lengths(cu_q, q_len)
+
+
+_segments_op = torch.library.custom_op("hf_fastattn::segments_of_lengths", _segments_of_lengths, mutates_args=())
+
+
+@_segments_op.register_fake
+def _(cu_q: torch.Tensor, cu_k: torch.Tensor, q_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return cu_q.new_empty(1, q_len), cu_q.new_empty(1, q_len)
 
 
 def _intervals(
     first_form: torch.Tensor | None, lo: torch.Tensor, hi: torch.Tensor, kv_len: int, window: int | None
 ) -> torch.Tensor:
-    """`spans.with_rows`. first_form: None for lower-right causal attention within `window`."""
+    """`spans.with_rows`. first_form: spans whose first query is at slot 0, and whose intervals, if they have any, also apply;
+    None for causal attention within `window`."""
     if first_form is None:
         batch, q_len = lo.shape
-        first_form = spans.build_spans(batch, q_len, kv_len, lo.device, q_offset=kv_len - q_len, window=window)
-    else:  # tokens in a static cache belong to the first sequence
-        q_start = first_form[:, 0, 0, spans.Q_START, None]
-        lo, hi = torch.where(lo > 0, lo + q_start, 0), hi + q_start
-    return spans.with_rows(first_form, lo, hi)
+        first_form = spans.build_spans(batch, q_len, kv_len, lo.device, window=window)
+    elif spans.has_rows(first_form):
+        lo, hi = torch.maximum(lo, first_form[:, 0, 0, spans.WORDS :]), torch.minimum(hi, first_form[:, 0, 1, spans.WORDS :])
+    return spans.with_rows(first_form[:, :, :1], lo, hi)
 
 
 _intervals_op = torch.library.custom_op("hf_fastattn::intervals", _intervals, mutates_args=())

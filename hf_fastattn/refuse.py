@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from . import hf, masks
-from .kernels import spans
 from .kernels.spec import KV, is_plain
 
 
@@ -46,46 +45,18 @@ def missing_mask(name: str, module: torch.nn.Module, query: torch.Tensor, key: t
     )
 
 
-def packed_sequences(name: str, mask: masks.Mask, position_ids: object) -> None:
-    """Raise ValueError if position_ids restart within a row: packed sequences, which attend to each other in a cache.
-
-    Without a cache Transformers separates them in the mask. This synchronises with the device, once per prompt.
-    """
-    mask.fresh = False  # the other layers need not check
-    if not isinstance(position_ids, torch.Tensor) or position_ids.dim() != 2 or position_ids.shape[1] != mask.shape[2]:
-        return
-    if spans.restarts(position_ids).any():
-        raise ValueError(
-            f"attn_implementation={name!r} got packed sequences (position_ids that restart) and a cache, in which they "
-            "would attend to each other. Pass use_cache=False, which keeps them apart."
-        )
-
-
-def unknown_arguments(name: str, module: torch.nn.Module, mask: torch.Tensor | None, kwargs: dict[str, Any]) -> None:
+def unknown_arguments(name: str, module: torch.nn.Module, kwargs: dict[str, Any]) -> None:
     """Raise ValueError for unsupported arguments, and for any tensor that scores may depend on."""
     if kwargs.get("output_attentions"):
         weights(name)
     if not isinstance(kwargs.get("cache"), hf.Cache | None):
         raise ValueError(f"{name!r} does not run in continuous batching (generate_batch); use generate().")
-    if kwargs.get("cu_seq_lens_q") is not None and not _separates_sequences(mask):
-        raise ValueError(
-            f"{name!r} got packed sequences as cu_seq_lens, which it supports for one row with as many queries as keys and "
-            "without an attention_mask. Leave out attention_mask; for several rows of a decoder, also pass position_ids that "
-            "restart at 0 instead of cu_seq_lens."
-        )
     for key, value in kwargs.items():
         if key not in hf.BESIDE_ATTENTION and _carries_tensor(value):
             raise ValueError(
                 f"{type(module).__name__} hands {key}= to its attention, which {name!r} does not support and would ignore; "
                 "load this model without attn_implementation."
             )
-
-
-def _separates_sequences(mask: torch.Tensor | None) -> bool:
-    """Whether a mask may already separate packed sequences."""
-    if isinstance(mask, masks.Mask):
-        return isinstance(mask, masks.RunsMask) and mask.chunk_size is None
-    return mask is not None
 
 
 def other_forms(name: str, kv: KV) -> None:

@@ -683,17 +683,17 @@ def test_a_long_prompt_and_message_of_a_graph(length, monkeypatch):
     assert not patch.reasons
 
 
-def test_packed_sequences_are_not_read_by_a_graph(llama):
+def test_a_prompt_whose_positions_go_back_is_one_text_in_a_graph_too(llama):
     ids = prompts("no_padding", "cpu", rows=1)["input_ids"]
-    texts = [{"input_ids": ids}, {"input_ids": ids, "position_ids": torch.arange(ids.shape[1])[None] % 90}]
+    positions = torch.arange(ids.shape[1])[None]
+    texts = [{"input_ids": ids, "position_ids": at} for at in (positions, positions % 90, positions // 2)]
     options = {"max_new_tokens": 1, "output_logits": True, "return_dict_in_generate": True}
-    with hf_fastattn.patch(llama, graph=False):
-        whole, separated = (generate(llama, text, **options).logits[0] for text in texts)
-    assert not torch.allclose(whole, separated, atol=1e-2)
+    want = [generate(llama, text, **options).logits[0] for text in texts]
+    assert not torch.allclose(want[0], want[1], atol=1e-2)
     with hf_fastattn.patch(llama) as patch:
-        for text, want in ((texts[0], whole),) * 3 + ((texts[1], separated),) * 2:
-            torch.testing.assert_close(generate(llama, text, **options).logits[0], want, rtol=1e-4, atol=1e-4)
-        assert patch.captures == patch.replays == 1
+        for text, logits in (*zip(texts, want, strict=True),) * 2:
+            torch.testing.assert_close(generate(llama, text, **options).logits[0], logits, rtol=1e-4, atol=1e-4)
+        assert (patch.captures, patch.replays) == (1, 4)
 
 
 class Reading(LlamaForCausalLM):

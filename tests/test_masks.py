@@ -8,10 +8,11 @@ import models
 import pytest
 import torch
 import transformers
+from test_training import CHUNKED
 from transformers import AutoModel, AutoModelForSeq2SeqLM, DynamicCache, masking_utils
 
 import hf_fastattn
-from hf_fastattn import interface, masks, registry
+from hf_fastattn import interface, masks, packed, registry
 from hf_fastattn.kernels import reference, spans
 
 VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
@@ -51,7 +52,6 @@ def test_a_sliced_mask_is_that_of_the_slice(kind, device, without_gradients):
     mask = make(kind, device)
     moved = mask.to(device=device, dtype=torch.bool).to(device).to(mask)
     assert isinstance(moved, masks.Mask) and torch.equal(moved.dense(), mask.dense())
-    assert all((each.fresh, each.chunk_size) == (mask.fresh, mask.chunk_size) for each in (moved, mask[:1]))
     q, k = torch.randn(2, 4, 8, 16, device=device), torch.randn(2, 2, mask.shape[3], 16, device=device)
     whole = attend(q, k, mask)
     full = slice(None)
@@ -244,8 +244,9 @@ def two_sequences(device):
 
 @torch.no_grad()
 @pytest.mark.parametrize("family", ["llama", "qwen2"])  # one kind of layer; one with a window and one without
-@pytest.mark.parametrize("use_cache", [False, True])
-@pytest.mark.parametrize("how", PACKS)
+@pytest.mark.parametrize(
+    "how, use_cache", [("position_ids", False), *((how, cached) for how in ("lengths", "both") for cached in (False, True))]
+)
 def test_packed_sequences_do_not_see_one_another(how, use_cache, family, device):
     model = models.family(family, device)
     model.set_attn_implementation("lean")
@@ -264,6 +265,78 @@ def test_packed_sequences_do_not_see_one_another(how, use_cache, family, device)
         torch.testing.assert_close(packed, torch.cat(alone, 1), atol=1e-3, rtol=1e-3)
 
 
+POSITIONS = {  # of 20 tokens
+    "twice 0": [0, *range(19)],
+    "in groups": [i // 2 for i in range(20)],
+    "back": [*range(12), *range(3, 11)],
+    "with a gap": [*range(10), *range(30, 40)],
+    "from below 0": [*range(-5, 15)],
+    "of two sequences": [*range(8), *range(12)],
+}
+# Without a cache Transformers separates sequences where positions do not grow by 1; in GPT-OSS its masks do not read positions.
+READERS = {
+    "llama": ("llama", {}),
+    "qwen2": models.FAMILIES["qwen2"],
+    "gpt_oss": models.FAMILIES["gpt_oss"],
+    "llama4": ("llama4_text", CHUNKED),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", READERS)
+def test_positions_separate_what_they_separate_in_eager(family, device):
+    model_type, config = READERS[family]
+    model = models.tiny(model_type, device=device, **config)
+    ids = models.prompts("no_padding", device, rows=2)["input_ids"][:, :20]
+
+    def read(positions, name: str) -> list[torch.Tensor]:
+        model.set_attn_implementation(name)
+        cache = DynamicCache(config=model.config)
+        parts = [
+            model(some, position_ids=at, past_key_values=cache).logits
+            for some, at in zip(ids.split([9, 11], 1), positions.split([9, 11], 1), strict=True)
+        ]
+        whole = [model(ids, position_ids=positions, use_cache=use_cache).logits for use_cache in (True, False)]
+        return [*whole, torch.cat(parts, 1)]
+
+    for places in POSITIONS.values():
+        positions = torch.tensor([places, range(20)], device=device)
+        with hf_fastattn.count_calls() as calls:
+            found = read(positions, "lean")
+        assert not calls["lean.dense"] or family == "llama4"  # chunks after a cache
+        torch.testing.assert_close(found, read(positions, "eager"), atol=1e-3, rtol=1e-3)
+        torch.testing.assert_close(found[0], found[2], atol=1e-3, rtol=1e-3)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["reference", "fa2", "split_kv", "batch_invariant", "no_intervals", "streaming"])
+def test_positions_in_a_cache_are_of_one_text_for_every_backend(name, device):
+    model = models.tiny("llama", device=device)
+    ids, positions = two_sequences(device)
+    expected = model(ids, position_ids=positions).logits
+    if name == "no_intervals":
+        registry.register(dataclasses.replace(registry.get("lean"), name=name, packed=False))
+        del registry._backends[name]  # it is not one of names() in other tests
+    if name == "streaming":
+        hf_fastattn.patch(model, name, window=32)
+        cache = hf_fastattn.RollingCache(model)
+    else:
+        model.set_attn_implementation(name)
+        cache = transformers.StaticCache(config=model.config, max_cache_len=64)
+    with hf_fastattn.count_calls() as calls:
+        found = model(ids, position_ids=positions, past_key_values=cache).logits
+    assert sum(calls.values()) == 2 and not calls[f"{name}.dense"]
+    torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
+    if name == "no_intervals":
+        with hf_fastattn.count_calls() as calls:
+            model(ids, position_ids=positions, use_cache=False)
+        assert calls == {"no_intervals.dense": 2}
+    if name in ("no_intervals", "streaming"):
+        lengths = torch.tensor([0, 8, 20], device=device)
+        with pytest.raises(ValueError, match=r"does not separate packed sequences by cu_seq_lens\. Use another backend"):
+            model(ids, cu_seq_lens_q=lengths, cu_seq_lens_k=lengths, use_cache=False)
+
+
 @torch.no_grad()
 def test_the_remedy_for_lengths_with_an_attention_mask(device):
     model = models.family("llama", device)
@@ -272,51 +345,84 @@ def test_the_remedy_for_lengths_with_an_attention_mask(device):
     lengths = torch.tensor([0, 8, 20], device=device, dtype=torch.int32)
     told = {"cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths, "position_ids": positions}
     expected = torch.cat([model(part).logits for part in ids.split([8, 12], 1)], 1)
-    with pytest.raises(ValueError, match=r"Leave out attention_mask; .* pass position_ids that restart at 0 instead"):
-        model(ids, attention_mask=torch.ones_like(ids), **told)
-    rows = ids.expand(2, -1), {"position_ids": positions.expand(2, -1)}
-    for found in (model(ids, **told).logits, model(rows[0], **rows[1]).logits):
+    rows = {"position_ids": positions.expand(2, -1), "use_cache": False}
+    read = model(ids).past_key_values
+    refused = [
+        (ids, {"attention_mask": torch.ones_like(ids)}),
+        (ids, {"attention_mask": torch.ones(1, 1, 20, 20, dtype=torch.bool, device=device).tril()}),
+        (ids, {"past_key_values": read}),
+        (ids, {"past_key_values": transformers.StaticCache(config=model.config, max_cache_len=64)}),
+        (ids.expand(2, -1), rows),
+    ]
+    for text, given in refused:
+        with pytest.raises(ValueError, match=r"Leave out attention_mask, and pass use_cache=False; .* instead of cu_seq_lens"):
+            model(text, **{**told, **given})
+    for found in (model(ids, **told).logits, model(ids.expand(2, -1), **rows).logits):
         torch.testing.assert_close(found, expected.expand_as(found), atol=1e-3, rtol=1e-3)
 
 
 @torch.no_grad()
-def test_positions_that_begin_below_0_are_of_one_sequence(device):
-    model, (ids, _) = models.family("llama", device), two_sequences(device)
-    told = {"position_ids": torch.arange(-5, 15, device=device)[None]}
-    model.set_attn_implementation("eager")
-    expected = model(ids, **told).logits
+def test_lengths_and_positions_that_differ_both_separate(device):
+    model, (ids, positions) = models.family("llama", device), two_sequences(device)
     model.set_attn_implementation("lean")
-    for use_cache in (True, False):
-        torch.testing.assert_close(model(ids, **told, use_cache=use_cache).logits, expected, atol=1e-3, rtol=1e-3)
+    lengths = torch.tensor([0, 5, 5, 20], device=device)
+    found = model(ids, position_ids=positions, cu_seq_lens_q=lengths, use_cache=False).logits
+    parts = zip(ids.split([5, 3, 12], 1), positions.split([5, 3, 12], 1), strict=True)
+    expected = torch.cat([model(part, position_ids=at).logits for part, at in parts], 1)
+    torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
 
 
-@torch.no_grad()
-def test_packed_sequences_in_a_static_cache(device):
-    model = models.family("llama", device)
-    model.set_attn_implementation("lean")
-    ids, positions = two_sequences(device)
-    expected = model(ids, position_ids=positions, use_cache=False).logits
-    cache = transformers.StaticCache(config=model.config, max_cache_len=64)
-    torch.testing.assert_close(model(ids, position_ids=positions, past_key_values=cache).logits, expected, atol=1e-3, rtol=1e-3)
+_VALUES = r"must be equal, begin with 0, never decrease, and end with the 20 tokens; got \[.*\] and \[.*\]\. Pass torch\.tensor"
+_SHAPE = (
+    r"must be of one shape, \(sequences \+ 1,\), and on .*; got \(.*\) and \(.*\), cu_seq_lens_[qk] on .*\. Pass torch\.tensor"
+)
+_TYPE = r"must be a tensor of int32 or int64; got .*\. Pass torch\.tensor"
+MALFORMED = {  # cu_seq_lens_q and cu_seq_lens_k, and the error
+    "decreasing": ([0, 9, 8, 20], [0, 9, 8, 20], ValueError, _VALUES),
+    "short": ([0, 8, 19], [0, 8, 19], ValueError, _VALUES),
+    "beyond": ([0, 8, 21], [0, 8, 21], ValueError, _VALUES),
+    "from 1": ([1, 8, 20], [1, 8, 20], ValueError, _VALUES),
+    "different": ([0, 8, 20], [0, 9, 20], ValueError, _VALUES),
+    "another number": ([0, 8, 20], [0, 8, 9, 20], ValueError, _SHAPE),
+    "in two dimensions": ([[0, 8, 20]], [[0, 8, 20]], ValueError, _SHAPE),
+    "in no dimension": (20, 20, ValueError, _SHAPE),
+    "empty": (torch.tensor([], dtype=torch.int32), torch.tensor([], dtype=torch.int32), ValueError, _SHAPE),
+    "one entry": ([0], [0], ValueError, _SHAPE),
+    "on another device": ([0, 8, 20], torch.empty(3, dtype=torch.int64, device="meta"), ValueError, _SHAPE),
+    "of k alone": (None, [0, 8, 20], TypeError, _TYPE),
+    "float": ([0.0, 8.0, 20.0], [0.0, 8.0, 20.0], TypeError, _TYPE),
+    "bool": ([False, True], [False, True], TypeError, _TYPE),
+    "no tensor": ((0, 8, 20), (0, 8, 20), TypeError, _TYPE),
+}
 
 
-@torch.no_grad()
-def test_a_backend_without_intervals_refuses_packed_sequences_with_a_cache(device):
-    model = models.family("qwen2", device)
-    lean = registry.get("lean")
-    registry.register(dataclasses.replace(lean, name="no_intervals", packed=False))
-    del registry._backends["no_intervals"]  # it is not one of names() in other tests
-    model.set_attn_implementation("no_intervals")
-    ids, positions = two_sequences(device)
-    with pytest.raises(ValueError, match=r"packed sequences .* and a cache.*use_cache=False"):
-        model(ids, position_ids=positions)
-    with hf_fastattn.count_calls() as calls:  # the remedy
-        model(ids, position_ids=positions, use_cache=False)
-    assert calls["no_intervals.dense"] == 2
-    expected = model(ids).logits
-    torch.testing.assert_close(
-        model(ids, position_ids=torch.arange(7, 27)[None].to(device)).logits, expected, atol=1e-3, rtol=1e-3
-    )
+@pytest.mark.parametrize("kind", MALFORMED)
+def test_malformed_lengths_are_refused(kind, device):
+    *given, error, message = MALFORMED[kind]
+    if device.type == "cuda" and message == _VALUES:
+        pytest.skip("the device checks values; an assertion on it ends the process")
+    q, k = (torch.tensor(x, device=device) if isinstance(x, (list, int)) else x for x in given)
+    model, (ids, positions) = models.tiny("llama", device=device, num_hidden_layers=1), two_sequences(device)
+    for name in ("lean", "fa2", "split_kv", "batch_invariant", "reference"):
+        model.set_attn_implementation(name)
+        for training in (True, False):
+            with torch.set_grad_enabled(training), pytest.raises(error, match=message):
+                model.train(training)(ids, cu_seq_lens_q=q, cu_seq_lens_k=k, use_cache=False)
+    for options in ({"position_ids": positions, "use_cache": False}, {"use_cache": True}):
+        with torch.no_grad(), pytest.raises(error, match=message):
+            model(ids, cu_seq_lens_q=q, cu_seq_lens_k=k, **options)
+    with hf_fastattn.patch(model, "lean"), pytest.raises((ValueError, TypeError), match="cu_seq_lens"):
+        model.generate(ids, cu_seq_lens_q=q, cu_seq_lens_k=k, max_new_tokens=2)
+
+
+def test_lengths_on_a_device_are_checked_there(monkeypatch):
+    """A tensor of the device `meta` cannot be read, as one on a GPU cannot be without synchronisation."""
+    said: list[str] = []
+    monkeypatch.setattr(torch, "_assert_async", lambda right, rule: said.append(rule))
+    cu = torch.empty(3, dtype=torch.int32, device="meta")
+    packed._segments_of_lengths(cu, cu, 20)
+    (rule,) = said
+    assert rule.endswith("end with the 20 tokens") and len(rule) < 256  # longer ones are errors on a GPU
 
 
 # ---- autocast ----

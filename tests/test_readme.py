@@ -71,9 +71,9 @@ def _on_a_t4():
 
 
 @torch.no_grad()
-def _packed():
-    lengths = torch.tensor([0, 4, 8], dtype=torch.int32)
-    tiny("llama", "lean")(torch.arange(16).view(2, 8), cu_seq_lens_q=lengths, cu_seq_lens_k=lengths)
+def _packed(rows, lengths):
+    lengths = torch.tensor(lengths)
+    tiny("llama", "lean")(torch.arange(8).expand(rows, -1), cu_seq_lens_q=lengths, cu_seq_lens_k=lengths)
 
 
 def _forward_mode():
@@ -109,7 +109,8 @@ REFUSED = {  # a part of the request in a row of the table: code for the request
     "output_attentions": lambda: _generate(tiny("llama", "lean"), output_attentions=True, return_dict_in_generate=True),
     "Bloom": lambda: hf_fastattn.patch(tiny("bloom", n_head=4)),
     "T5": lambda: _generate(tiny("t5", "lean", auto=AutoModelForSeq2SeqLM, **T5)),
-    "packed": lambda: _packed(),
+    "packed": lambda: _packed(2, [0, 4, 8]),
+    "cumulative lengths": lambda: _packed(1, [0, 4, 9]),
     "head_dim above 576": lambda: _lean(*[(1, 2, 4, 600)] * 3),
     "head_dim above 512": lambda: _lean(SHAPE, SHAPE, (1, 2, 4, 520)),
     "float64": lambda: _lean(SHAPE, SHAPE, SHAPE, dtype=torch.float64),

@@ -91,6 +91,9 @@ def test_packed_sequences_of_an_encoder(compiled, device):
     run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
     found = run(ids, position_ids=positions, cu_seq_lens_q=lengths, cu_seq_lens_k=lengths).logits
     torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
+    if device.type == "cpu":
+        with pytest.raises(ValueError, match=r"cu_seq_lens_q and cu_seq_lens_k must .* never decrease"):
+            run(ids, position_ids=positions, cu_seq_lens_q=lengths.flip(0), cu_seq_lens_k=lengths.flip(0))
 
 
 @pytest.mark.parametrize("name", ["reference", "fa2", "split_kv", "batch_invariant"])
@@ -101,12 +104,12 @@ def test_every_exact_backend_trains(name, device):
     assert calls == {f"{name}.prefill": 2, f"{name}.backward": 2}
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gpt_oss"])
 @pytest.mark.parametrize("use_cache, compiled", [(False, False), (True, False), (False, True), (True, True)])
-def test_packed_sequences(use_cache, compiled, family, device):
+def test_positions_that_restart(use_cache, compiled, family, device):
     model = trainable(family, device)
     positions = torch.cat([torch.arange(13), torch.arange(LENGTH - 13)])[None].to(device)
-    expected = gradients(model, "eager", "no_padding", position_ids=positions)
+    expected = gradients(model, "eager", "no_padding", use_cache, position_ids=positions)
     torch._dynamo.reset()
     with hf_fastattn.count_calls() as calls:
         agree(gradients(model, "lean", "no_padding", use_cache, compiled, position_ids=positions), expected)

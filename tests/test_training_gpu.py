@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from functools import partial
 
 import pytest
@@ -120,3 +122,23 @@ def test_data_parallel_over_nccl():
         dist.destroy_process_group()
     for (name, p), same in zip(model.named_parameters(), alone.parameters(), strict=True):
         assert torch.equal(p.grad, same.grad), name
+
+
+LENGTHS = """
+import torch
+from hf_fastattn import packed
+
+good, short = (torch.tensor(x, device="cuda") for x in ([0, 8, 20], [0, 8, 19]))
+torch.cuda.set_sync_debug_mode("error")
+lo, hi = packed._segments_of_lengths(good, good, 20)
+torch.cuda.set_sync_debug_mode("default")
+print(lo[0, 7].item(), hi[0, 7].item(), flush=True)
+packed._segments_of_lengths(short, short, 20)
+torch.cuda.synchronize()
+"""
+
+
+def test_the_gpu_checks_lengths_without_synchronisation():
+    done = subprocess.run([sys.executable, "-c", LENGTHS], capture_output=True, text=True, timeout=300)
+    assert done.stdout.split() == ["0", "8"] and done.returncode != 0
+    assert "cu_seq_lens_q and cu_seq_lens_k must be equal" in done.stdout + done.stderr

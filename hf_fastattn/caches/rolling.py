@@ -76,9 +76,8 @@ class RollingCache(StoredCache):
             _check_positions(model, kwargs)
         pads = _new_pads(self, kwargs.get("attention_mask"), q_len)
         kv_len = ring.layers[0].get_mask_sizes(q_len)[0]
-        fresh = step.mode == EAGER and not ring.seen and q_len > 1 and pads is None
         spans = ring.begin(step, rows, q_len, pads, ids.device)
-        mask = masks.of_spans(spans, (rows, q_len, kv_len), (model.config._attn_implementation, type(model).__name__), fresh)
+        mask = masks.of_spans(spans, (rows, q_len, kv_len), (model.config._attn_implementation, type(model).__name__))
         given = kwargs.get("position_ids")
         positions = ring.positions(q_len) if given is None else given
         if settings.clamped:

@@ -48,7 +48,7 @@ def stock_attention(module: torch.nn.Module, eager: bool) -> Function | None:
 BESIDE_ATTENTION = frozenset(
     {"position_ids", "cache_position", "position_embeddings", "token_type_ids", "mm_token_type_ids", "seq_idx", *CACHES}
     | {"labels", "shift_labels", "num_items_in_batch", "logits_to_keep"}
-    | {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}  # checked in refuse.py
+    | {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}  # read in packed.py
 )
 
 

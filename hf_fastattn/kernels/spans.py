@@ -176,12 +176,6 @@ def with_rows(spans: torch.Tensor, lo: torch.Tensor, hi: torch.Tensor) -> torch.
     return out
 
 
-def restarts(position_ids: torch.Tensor) -> torch.Tensor:
-    """Which tokens begin another sequence, except the first of a row: position_ids (batch, q_len) -> bool (batch, q_len - 1)."""
-    before, after = position_ids[:, :-1], position_ids[:, 1:]
-    return (after < before) | ((before == 0) & (after == 0))
-
-
 def segments(first: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(lo, hi) of sequences packed into rows, for `with_rows`; first: bool (batch, q_len), True where a sequence begins.
 
@@ -195,11 +189,10 @@ def segments(first: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return lo, starts.flip(-1).cummin(-1).values.flip(-1)
 
 
-def segments_of_lengths(cu_q: torch.Tensor, cu_k: torch.Tensor, q_len: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same for one row, from the cumulative lengths of its sequences in queries and keys, (sequences + 1,) each."""
-    queries = torch.arange(q_len, device=cu_q.device, dtype=cu_q.dtype)
-    which = torch.searchsorted(cu_q, queries, right=True).clamp(1, cu_k.shape[0] - 1)
-    return cu_k[which - 1][None], cu_k[which][None]
+def segments_of_lengths(cu: torch.Tensor, q_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same for one row, from the cumulative lengths of its sequences, (sequences + 1,): from 0 to q_len, never decreasing."""
+    which = torch.searchsorted(cu, torch.arange(q_len, device=cu.device, dtype=cu.dtype), right=True)
+    return cu[which - 1][None], cu[which][None]
 
 
 if triton is not None:

@@ -19,7 +19,6 @@ import torch
 from .. import hf
 from ..caches.contract import FEW, Storage
 from ..caches.stored import StoredCache
-from ..kernels.spans import restarts
 from .buckets import bucket, launch_bound, most_tokens, several, tokens_in
 from .entry import Entry, Inputs, grows, unpaddable
 from .fingerprint import Uncapturable
@@ -114,19 +113,12 @@ class Forwards:
         """Whether a forward that reads the prompt can be a step: some hundred tokens of text at most."""
         if self.refused is not None or ids is None or not isinstance(cache, StoredCache) or cache.storage.resized:
             return False
-        storage, empty = cache.storage, not tokens_in(cache)
-        if ids.shape[1] > most_tokens(storage, len(ids), self.most) or (empty and not storage.takes_prompts):
+        storage = cache.storage
+        if ids.shape[1] > most_tokens(storage, len(ids), self.most) or not (storage.takes_prompts or tokens_in(cache)):
             return False
         if given.get("attention_mask") is not None and not (storage is self.unmasked or storage.takes_mask):
             return False  # it may say that new tokens are padding
-        return unpaddable(given) is None and not (empty and self._is_packed(given, storage))
-
-    def _is_packed(self, given: Inputs, storage: Storage) -> bool:
-        """Whether an unpadded prompt consists of packed sequences, which a graph would not see. This synchronises."""
-        positions = given.get("position_ids")
-        if not isinstance(positions, torch.Tensor) or not (given.get("attention_mask") is None or storage is self.unmasked):
-            return False
-        return positions.dim() == 2 and bool(restarts(positions).any())
+        return unpaddable(given) is None
 
     def _again(self, cache: StoredCache, ids: torch.Tensor) -> bool:
         """Whether a prompt of this size has been read into these buffers: one that comes once is not worth a rehearsal."""
