@@ -73,7 +73,7 @@ def _separated(mask: masks.Mask, cu_q: Any, cu_k: Any) -> masks.Mask:
         if cu.dim() != 1 or cu.shape[0] < 2 or cu.shape != cu_q.shape or cu.device != mask.device:
             raise ValueError(
                 f"cu_seq_lens_q and cu_seq_lens_k must be of one shape, (sequences + 1,), and on {mask.device}; got "
-                f"{tuple(cu_q.shape)} and {tuple(cu_k.shape)}, cu_seq_lens_{which} on {cu.device}. {_REMEDY}"
+                f"cu_seq_lens_{which} of {tuple(cu.shape)} on {cu.device}. {_REMEDY}"
             )
     lo, hi = torch.ops.hf_fastattn.segments_of_lengths(cu_q, cu_k, q_len)
     if chunk is not None:

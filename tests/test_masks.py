@@ -373,9 +373,7 @@ def test_lengths_and_positions_that_differ_both_separate(device):
 
 
 _VALUES = r"must be equal, begin with 0, never decrease, and end with the 20 tokens; got \[.*\] and \[.*\]\. Pass torch\.tensor"
-_SHAPE = (
-    r"must be of one shape, \(sequences \+ 1,\), and on .*; got \(.*\) and \(.*\), cu_seq_lens_[qk] on .*\. Pass torch\.tensor"
-)
+_SHAPE = r"must be of one shape, \(sequences \+ 1,\), and on .*; got cu_seq_lens_[qk] of \(.*\) on .*\. Pass torch\.tensor"
 _TYPE = r"must be a tensor of int32 or int64; got .*\. Pass torch\.tensor"
 MALFORMED = {  # cu_seq_lens_q and cu_seq_lens_k, and the error
     "decreasing": ([0, 9, 8, 20], [0, 9, 8, 20], ValueError, _VALUES),
@@ -389,6 +387,7 @@ MALFORMED = {  # cu_seq_lens_q and cu_seq_lens_k, and the error
     "empty": (torch.tensor([], dtype=torch.int32), torch.tensor([], dtype=torch.int32), ValueError, _SHAPE),
     "one entry": ([0], [0], ValueError, _SHAPE),
     "on another device": ([0, 8, 20], torch.empty(3, dtype=torch.int64, device="meta"), ValueError, _SHAPE),
+    "no tensor beside two dimensions": ([[0, 8, 20]], (0, 8, 20), ValueError, _SHAPE),
     "of k alone": (None, [0, 8, 20], TypeError, _TYPE),
     "float": ([0.0, 8.0, 20.0], [0.0, 8.0, 20.0], TypeError, _TYPE),
     "bool": ([False, True], [False, True], TypeError, _TYPE),
