@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import torch
 import transformers
 from calls import as_kernel, attention
 from transformers import AutoModel, AutoModelForSeq2SeqLM, CompileConfig, DynamicCache, StaticCache, masking_utils
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import hf_fastattn
 from hf_fastattn import hf, interface, kernels, masks, registry
@@ -264,6 +266,12 @@ def test_without_a_mask_the_layers_own_arguments_count(device):
         interface.attention_forward("lean", layer, q, more, more, None, is_causal=True)
     q, k = q[:, :, :1], more
     agrees({"causal": False}, is_causal=True)  # one query sees all keys
+
+
+def test_the_order_of_arguments_is_that_of_transformers(device):
+    """A package that wraps the registered functions may pass dropout by its place, as kvpress does."""
+    names = [*inspect.signature(interface.attention_forward).parameters][1:8]
+    assert names == [*inspect.signature(sdpa_attention_forward).parameters][:7]
 
 
 @pytest.mark.parametrize("transposed", ["q", "k", "v", "qkv"])
