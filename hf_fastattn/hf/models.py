@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import sys
+import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -67,6 +69,30 @@ def sharer(model: PreTrainedModel) -> str | None:
     return None
 
 
+# Functions that register a hook, which is local to them, on the embedding: it lets the output require grad, for gradients through
+# checkpoints. By module; PEFT has its own for models without Transformers' method.
+_REQUIRE_GRAD = {
+    "transformers.modeling_utils": "PreTrainedModel.enable_input_require_grads",
+    "peft.peft_model": "PeftModel._prepare_model_for_gradient_checkpointing",
+    "peft.utils.other": "prepare_model_for_kbit_training",
+}
+
+
 def is_inert_hook(hook: Callable[..., Any]) -> bool:
-    """Whether this is the hook of Transformers that collects hidden states; it is inactive unless they are requested."""
-    return getattr(hook, "__module__", "") == "transformers.utils.output_capturing"
+    """Whether this hook of a library changes no value of a generate(): Transformers' that collects hidden states, inactive unless
+    they are requested, and the one that lets the output of an embedding require grad."""
+    return getattr(hook, "__module__", "") == "transformers.utils.output_capturing" or _requires_grad(hook)
+
+
+def _requires_grad(hook: object) -> bool:
+    """Whether this is the local function of one of these functions, with its code and its globals."""
+    if type(hook) is not types.FunctionType:
+        return False
+    for file, path in _REQUIRE_GRAD.items():
+        outer: Any = sys.modules.get(file)
+        if outer is not None and vars(outer) is hook.__globals__:
+            for name in path.split("."):
+                outer = getattr(outer, name, None)
+            code = getattr(outer, "__code__", None)
+            return code is not None and any(constant is hook.__code__ for constant in code.co_consts)
+    return False
