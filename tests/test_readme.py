@@ -97,6 +97,12 @@ def _train_streaming():
         model(torch.arange(8)[None], use_cache=False)
 
 
+def _batches():
+    model = tiny("llama")
+    with hf_fastattn.patch(model):
+        model.generate_batch([[3, 4]])
+
+
 SHAPE = (1, 2, 4, 64)
 T5 = {"d_model": 64, "num_heads": 4, "num_layers": 2, "decoder_start_token_id": 0}
 REFUSED = {  # a part of the request in a row of the table: code for the request
@@ -114,7 +120,8 @@ REFUSED = {  # a part of the request in a row of the table: code for the request
     "head_dim above 576": lambda: _lean(*[(1, 2, 4, 600)] * 3),
     "head_dim above 512": lambda: _lean(SHAPE, SHAPE, (1, 2, 4, 520)),
     "float64": lambda: _lean(SHAPE, SHAPE, SHAPE, dtype=torch.float64),
-    "generate_batch": lambda: interface.attention_forward("lean", None, *[torch.zeros(SHAPE)] * 3, None, cache=object()),
+    "continuous batching (": lambda: interface.attention_forward("lean", None, *[torch.zeros(SHAPE)] * 3, None, cache=object()),
+    "of a patched model": lambda: _batches(),
     "without a window": lambda: hf_fastattn.patch(checkpoint.model(), "streaming"),
     "encoder-decoder": lambda: hf_fastattn.patch(tiny("bart", auto=AutoModelForSeq2SeqLM, d_model=64)),
     'kv="sequence"': lambda: hf_fastattn.patch(tiny("llama"), kv="sequence"),

@@ -48,6 +48,7 @@ from .experts import (  # noqa: E402
 )
 from .generation import (  # noqa: E402
     ASSISTANT,
+    BATCHES,
     CALL,
     CHUNKS_FROM_START,
     COMPILED,
@@ -133,6 +134,7 @@ from .text import (  # noqa: E402
 
 __all__ = [
     "ASSISTANT",
+    "BATCHES",
     "BESIDE_ATTENTION",
     "CACHE",
     "CACHES",

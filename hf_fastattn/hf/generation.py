@@ -26,6 +26,7 @@ GENERATE = "generate"
 PREPARE_CACHE = "_prepare_cache_for_generation"  # adds a cache to the arguments of a call
 PREPARE_INPUTS = "prepare_inputs_for_generation"  # returns the arguments of one step
 CALL = "_call_impl"  # what model(...) calls: the hooks and forward()
+BATCHES = "init_continuous_batching"  # what generate_batch() calls, for a paged cache
 COMPILED = "_compiled_call_impl"  # what model(...) calls instead after model.compile()
 
 _LOOPS = (GENERATE, "_sample", "_beam_search", "_assisted_decoding", "_get_candidate_generator")
@@ -112,7 +113,7 @@ def bookkeeping() -> frozenset[str]:
     """Attributes of a model instance that generate() reads but forward() does not."""
     own = {name for name in vars(PreTrainedModel) if name.startswith("_")} | set(vars(GenerationMixin))
     plans = {"_tp_plan", "_ep_plan", "_pp_plan", "_fsdp_plan"}  # how weights are divided when they are loaded
-    return frozenset(own | plans | {"generation_config", "all_tied_weights_keys", CALL})
+    return frozenset(own | plans | {"generation_config", "all_tied_weights_keys", CALL, BATCHES})
 
 
 def generator_of(device: torch.device) -> torch.Generator:

@@ -29,7 +29,7 @@ from .calls import Call, CallsOfThread, ahead, running
 from .copies import copied, not_pickled
 from .forwards import Forwards
 
-METHODS = (hf.GENERATE, hf.PREPARE_CACHE, hf.PREPARE_INPUTS)
+METHODS = (hf.GENERATE, hf.PREPARE_CACHE, hf.PREPARE_INPUTS, hf.BATCHES)
 _MISSING: Any = object()
 
 
@@ -88,7 +88,7 @@ class Generation:
 
     def install(self, model: hf.PreTrainedModel) -> None:
         """Set the methods on the instance."""
-        ours: tuple[Callable[..., Any], ...] = (_Generate(self), self._prepare_cache, _KeptInputs(self))
+        ours: tuple[Callable[..., Any], ...] = (_Generate(self), self._prepare_cache, _KeptInputs(self), self._refuse_batches)
         for name, method in zip(METHODS, ours, strict=True):
             self._set(model, name, method)
 
@@ -168,7 +168,8 @@ class Generation:
             compiled = generation_config.compile_config is not None
             self.say("compile_config was passed" if compiled else f"cache_implementation={asked!r} was requested")
         elif generation_config.use_cache is False:
-            self.say("use_cache=False was requested")
+            again = "and each step reads the whole text again"
+            self.say(f'use_cache=False was requested, {again} (in TRL pass generation_kwargs={{"use_cache": True}})')
         else:
             given = model_kwargs[hf.CACHE] = caches.pool.take(rows, max_cache_length, among)
         self.ranks.wrote(model_kwargs.get(hf.CACHE))
@@ -243,6 +244,12 @@ class Generation:
         if self.heads is not None and self.graph:
             self.heads.refresh()
         return among
+
+    def _refuse_batches(self, *_: object, **__: object) -> None:
+        raise ValueError(
+            f"A patched {type(self.model).__name__} has no paged cache for continuous batching (generate_batch). Use generate(), "
+            "in TRL with use_transformers_continuous_batching=False, or call hf_fastattn.unpatch() on the model before."
+        )
 
     # ---- forwards ----
 
