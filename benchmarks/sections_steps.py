@@ -55,6 +55,21 @@ def evaluation(result: dict) -> str:
     return f"{title} {by_method(result)}:\n\n{table(head, rows)}"
 
 
+def rollout(result: dict) -> str:
+    rows = []
+    for row in result["rows"]:
+        for name, label in (("stock", "stock, `sdpa`"), ("patched", "`patch()`")):
+            found = row[name]
+            memory = found["peak_bytes"] / 1e9 if "peak_bytes" in found else None
+            figures = [*(figure(each, 2) for each in found["rollout_s"]), figure(found["step_s"][-1], 2), figure(memory, 1)]
+            rows.append([row["precision"], label, *figures, f"{found['error']:.2g}"])
+    count = max((len(row["stock"]["rollout_s"]) for row in result["rows"]), default=0)
+    head = ["precision", "", *(f"rollout {i + 1}" for i in range(count)), "step", "peak GB", "error"]
+    text = f"**Rollouts, seconds**, {result['prompts']} prompts x {result['samples']} samples x {result['new']} new tokens"
+    text += f", as TRL {result['given']['trl']} calls `generate()`, {model(result)} {by_method(result)}"
+    return f"{text}:\n\n{table(head, rows)}"
+
+
 def quantised(result: dict) -> str:
     rows = []
     plain = {row["case"]: row for row in result["rows"] if row["scheme"] == "bf16"}

@@ -28,6 +28,7 @@ from benchmarks import (
     quantised,
     report,
     results,
+    rollout,
     runs,
     sections,
     sections_context,
@@ -538,6 +539,33 @@ def test_calls_of_lm_eval_are_recorded(tmp_path, monkeypatch):
     assert [len(call["lengths"]) for call in run["calls"]] == [2, 1] and min(run["calls"][0]["lengths"]) > 1000
     assert run["name"] == "a" and all(call["new"] == 4 for call in run["calls"])
     assert run["stops"] == [["zz", 4], ["</s>", 3]] and run["options"] == {"do_sample": False, "use_cache": True}
+
+
+def test_rollouts_with_the_arguments_of_trl(tmp_path, monkeypatch):
+    fake_graph.use(monkeypatch, prompts=False)
+    options = ["--shape", "tiny", "--prompts", "2", "--samples", "2", "--prompt-tokens", "24", "--new", "8", "--rollouts", "2"]
+    options += ["--reserve", "0", "--device", "cpu", "--out", str(tmp_path)]
+    assert rollout.main(options) == 0
+    rows = json.loads((tmp_path / "rollout.json").read_text())["rows"]
+    assert [row["precision"] for row in rows] == ["autocast", "bf16"]
+    for row in rows:
+        ours = row["patched"]
+        assert ours["tokens"] == row["stock"]["tokens"] == [8, 8] and len(ours["step_s"]) == 2
+        assert (ours["captures"], ours["replays"], ours["uncaptured"], ours["reasons"]) == (1, 2 * 7 - 1, 0, [])
+    text = report.report(tmp_path, ["rollout"])
+    assert "as TRL 1.16.0 calls" in text and "| rollout 2 |" in text and text.count("`patch()`") >= 2
+
+
+def test_a_rollout_with_the_weights_before_a_step_is_wrong():
+    arguments = SimpleNamespace(shape="tiny", lr=1e-2, prompts=2, samples=2, prompt_tokens=24)
+    policy, device = rollout.Policy(arguments, "bf16", torch.device("cpu")), torch.device("cpu")
+    prompt = rollout.prompts(arguments, 128, device)
+    assert policy.errors(prompt)["error"] < 1e-4 and policy.model.training and policy.model.is_gradient_checkpointing
+    old = runs.copy.deepcopy(policy.judge)
+    policy.learn(prompt, policy.rollout(prompt, 8), 2)
+    assert policy.errors(prompt)["error"] < 1e-4
+    policy.judge = old
+    assert policy.errors(prompt)["error"] > 1e-2
 
 
 def test_a_restricted_model_generates_no_padding():
