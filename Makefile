@@ -9,7 +9,7 @@ PYTEST := OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n logical --maxproc
 NEED_GPU = $(PYTHON) -c 'import torch; raise SystemExit(None if torch.cuda.is_available() else \
 	"This target needs a CUDA GPU and a torch built for it, and torch.cuda.is_available() is False here.")'
 
-.PHONY: help demo test types test-cpus test-oldest test-state test-ranks test-gpu matrix package bench docs clean
+.PHONY: help demo test types test-cpus test-oldest test-state test-trl test-ranks test-gpu matrix package bench docs clean
 
 help:
 	@echo "make demo         generate text with sdpa and every exact backend, and compare"
@@ -19,6 +19,7 @@ help:
 	@echo "make test-cpus    the tests that compare numbers, as CPUs without AVX2, with AVX2, with AVX-512 and as MKL elsewhere would round"
 	@echo "make test-gpu     all tests on this machine's GPU, with the python3 and the packages that are there"
 	@echo "make test-state   $(STATES) random sequences of user actions between two calls, patched and unpatched (half an hour)"
+	@echo "make test-trl     the trainers of TRL on a patched model, with all options that are supported or refused (some minutes)"
 	@echo "make test-ranks   every decoder with a plan of tensor parallelism, on $(RANKS) processes (half an hour)"
 	@echo "make matrix       every model of Transformers, oldest and newest, against eager; writes docs/models.md (under an hour)"
 	@echo "make package      build sdist and wheel in build/package, and run the README's code where only the wheel is installed"
@@ -42,7 +43,7 @@ types: $(VENV)/.test
 	$(VENV)/bin/mypy
 
 test-oldest: $(OLDEST)/.stamp
-	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -q -n logical --maxprocesses=8 --dist=loadgroup tests/test_generate.py tests/test_backends.py tests/test_differences.py tests/test_ranks.py tests/test_ranks_sequence.py tests/test_ranks_meshes.py
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -q -n logical --maxprocesses=8 --dist=loadgroup tests/test_generate.py tests/test_backends.py tests/test_differences.py tests/test_ranks.py tests/test_ranks_sequence.py tests/test_ranks_meshes.py tests/test_trl.py
 
 test-cpus: $(VENV)/.test
 	$(VENV)/bin/python tests/cpus.py
@@ -50,6 +51,9 @@ test-cpus: $(VENV)/.test
 STATES ?= 200
 test-state: $(VENV)/.test
 	HF_FASTATTN_STATES=$(STATES) $(PYTEST) tests/test_state.py -k random
+
+test-trl: $(VENV)/.test
+	HF_FASTATTN_TRL=1 $(PYTEST) tests/test_trl.py
 
 # One at a time: each test is several processes.
 RANKS ?= 2,4

@@ -24,6 +24,7 @@ OURS = {
     "patch_pipeline": ([], ["LlamaForCausalLM: ", "cache of layers: dynamic -> static, preallocated", "now: sdpa"]),
     "lm_eval_compare": (["1"], ["EQUAL to sdpa, dynamic in every answer and score: ", "lean, static", "| fastattn_choice"]),
     "benchmark": (["6"], ["sdpa ", "patch ", " ms a token on "]),
+    "grpo": (["2"], ["rewards: -", "attention of layers: sdpa -> lean"]),
     "third_party_backend": ([], ["the tokens of sdpa: True {'by_head.prefill': 24}"]),
     "save_prompt": (["FILE"], ["980 tokens in ", "as from the whole prompt: True"]),
 }
@@ -47,6 +48,9 @@ def test_example(name, folder, tmp_path, monkeypatch, capsys, registered):
         pytest.importorskip("lm_eval")
         if torch.cuda.is_available():
             pytest.skip("on a GPU it runs in bfloat16, where random weights need not agree")
+    if name == "grpo":
+        pytest.importorskip("trl")
+        monkeypatch.chdir(tmp_path)
     arguments, claims = OURS[name]
     arguments = [str(tmp_path / "kv.safetensors") if argument == "FILE" else argument for argument in arguments]
     monkeypatch.setattr("sys.argv", [name, folder, *arguments])

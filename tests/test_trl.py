@@ -1,0 +1,526 @@
+"""Rollouts of TRL's trainers on a patched model: those of an unpatched model of the same seed, captured.
+
+`make test-trl` runs the tests with `long` too, a few minutes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import types
+from pathlib import Path
+from types import SimpleNamespace
+
+import checkpoint
+import fake_graph
+import processes
+import pytest
+import torch
+from conftest import INTERPRETED
+from models import prompts, tiny
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM, PreTrainedModel, TrainerCallback, modeling_utils
+
+import hf_fastattn
+from benchmarks import rollout
+from hf_fastattn import hf
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
+    pytest.mark.skipif(INTERPRETED, reason="a graph is recorded from the reference"),
+    pytest.mark.xdist_group("ranks"),
+]
+long = pytest.mark.skipif("HF_FASTATTN_TRL" not in os.environ, reason="make test-trl")
+NEW = 12  # tokens of a completion, of which the prompt's forward gives the first
+LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
+
+
+@pytest.fixture(autouse=True)
+def captured(monkeypatch):
+    fake_graph.use(monkeypatch, prompts=False)
+
+
+def generate(model, **options):
+    return model.generate(**prompts("left_padding", "cpu", length=30), **{"max_new_tokens": NEW, "do_sample": False, **options})
+
+
+# ---- the hook that lets the output of an embedding require grad ----
+
+
+def _transformers(model):
+    model.enable_input_require_grads()
+    return model
+
+
+def _lora(model):
+    peft = pytest.importorskip("peft")
+    model.gradient_checkpointing_enable()
+    model = peft.get_peft_model(model, peft.LoraConfig(**LORA, init_lora_weights=False))
+    model.enable_input_require_grads()
+    return model
+
+
+def _bits(model):
+    peft = pytest.importorskip("peft")
+    model.is_loaded_in_4bit = True
+    return peft.prepare_model_for_kbit_training(model)
+
+
+def _of_peft(model):
+    """PEFT's own hook, for models without Transformers' method."""
+    peft = pytest.importorskip("peft")
+    other = SimpleNamespace(get_input_embeddings=model.get_input_embeddings)
+    peft.PeftModel._prepare_model_for_gradient_checkpointing(None, other)
+    return model
+
+
+@pytest.mark.parametrize("prepare", [_transformers, _lora, _bits, _of_peft])
+def test_a_hook_that_lets_inputs_require_grad_is_inert(prepare):
+    model, stock = prepare(tiny("llama", "sdpa")), prepare(tiny("llama", "sdpa"))
+    assert model.get_input_embeddings()._forward_hooks
+    with hf_fastattn.patch(model) as patch:
+        for step in range(3):
+            if step == 2:
+                model.disable_input_require_grads()
+            with torch.set_grad_enabled(step % 2 == 0):  # generate() has its own mode
+                found = generate(model, output_logits=True, return_dict_in_generate=True)
+            tokens, logits = found.sequences, found.logits
+            del found  # with its cache, whose buffers the next call uses
+            assert torch.equal(tokens, generate(stock)) and not any(each.requires_grad for each in logits)
+            with torch.no_grad():
+                for each in (model, stock):
+                    each.get_input_embeddings().weight.mul_(-0.9)
+        assert (patch.captures, patch.replays, patch.uncaptured) == (1, 3 * (NEW - 1) - 1, 0), patch
+
+
+def _of_the_same_name(embedding):
+    def make_inputs_require_grads(module, input, output):
+        output.requires_grad_(True)
+
+    make_inputs_require_grads.__module__ = modeling_utils.__name__
+    make_inputs_require_grads.__qualname__ = "PreTrainedModel.enable_input_require_grads.<locals>.make_inputs_require_grads"
+    return make_inputs_require_grads
+
+
+def _with_other_globals(embedding):
+    (hook,) = embedding._forward_hooks.values()
+    return types.FunctionType(hook.__code__, {"__name__": modeling_utils.__name__})
+
+
+def _with_other_code(embedding):
+    (hook,) = embedding._forward_hooks.values()
+    hook.__code__ = (lambda module, input, output: 2 * output).__code__
+    return hook
+
+
+def _of_the_same_file(embedding):
+    exec("def twice(module, input, output): return 2 * output", vars(modeling_utils))
+    return vars(modeling_utils).pop("twice")
+
+
+@pytest.mark.parametrize("make", [_of_the_same_name, _with_other_globals, _with_other_code, _of_the_same_file])
+def test_another_hook_on_an_embedding_is_refused(make):
+    model = tiny("llama", "sdpa")
+    with hf_fastattn.patch(model) as patch:
+        model.enable_input_require_grads()
+        generate(model), generate(model)
+        assert patch.captures == 1
+        embedding = model.get_input_embeddings()
+        hook = make(embedding)
+        if hook not in embedding._forward_hooks.values():
+            embedding.register_forward_hook(hook)
+        with pytest.warns(UserWarning, match="Embedding has the forward hook"):
+            got = generate(model)
+        assert patch.captures == 1 and patch.uncaptured == NEW - 1
+    assert torch.equal(generate(model), got)
+
+
+def test_a_method_of_the_users_makes_no_inert_hook(monkeypatch):
+    def enable(self):
+        self.get_input_embeddings().register_forward_hook(lambda module, input, output: 2 * output)
+
+    monkeypatch.setattr(PreTrainedModel, "enable_input_require_grads", enable)
+    model = tiny("llama")
+    model.enable_input_require_grads()
+    (hook,) = model.get_input_embeddings()._forward_hooks.values()
+    assert not hf.is_inert_hook(hook)
+
+
+# ---- trainers ----
+
+
+def texts(rows: int = 64):
+    """Prompts of different lengths: a batch of equal ones, without padding, would have a graph of its own."""
+    return pytest.importorskip("datasets").Dataset.from_dict({"prompt": [chr(97 + i % 26) * (3 + i) for i in range(rows)]})
+
+
+def reward(completions, **_) -> list[float]:
+    return [float(sum(ord(letter) % 7 == 0 for letter in text)) for text in completions]
+
+
+class Run:
+    """A trainer of TRL over a tiny model. when: "before" or "after" it is made the model is patched; None: never."""
+
+    def __init__(self, folder, kind: str, when: str | None, lora: bool = False, given: dict | None = None, **options):
+        trl, path = pytest.importorskip("trl"), folder / "model"
+        if not path.exists():
+            checkpoint.save(path)
+        # With Adam, a gradient of rounding errors alone is a step as large as any.
+        common = {"max_steps": 3, "optim": "sgd", "learning_rate": 3e-2, "logging_steps": 1, "save_strategy": "no"}
+        common |= {"output_dir": str(folder / "out"), "report_to": [], "use_cpu": True, "bf16": False, "disable_tqdm": True}
+        if kind in ("GRPO", "RLOO"):
+            common |= {"max_completion_length": NEW, "num_generations": 2, "per_device_train_batch_size": 4}
+        module = trl if hasattr(trl, f"{kind}Trainer") else pytest.importorskip("trl.experimental.online_dpo")
+        arguments = getattr(module, f"{kind}Config")(**{**common, **options})
+        given = {"train_dataset": texts(), "processing_class": checkpoint.tokenizer(), **(given or {})}
+        if kind != "SFT":
+            given.setdefault("reward_funcs", reward)
+        if lora:
+            given["peft_config"] = pytest.importorskip("peft").LoraConfig(**LORA, init_lora_weights=False)
+        model = given.pop("model", None) or AutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa")
+        self.patch = hf_fastattn.patch(model) if when == "before" else None
+        torch.manual_seed(0)
+        self.trainer = getattr(module, f"{kind}Trainer")(model=model, args=arguments, **given)
+        self.patch = hf_fastattn.patch(self.trainer.model) if when == "after" else self.patch
+
+    def train(self, **options) -> Run:
+        self.trainer.train(**options)
+        return self
+
+    def logged(self, name: str) -> list[float]:
+        return [entry[name] for entry in self.trainer.state.log_history if name in entry]
+
+    def counts(self) -> tuple[int, int, int]:
+        return self.patch.captures, self.patch.replays, self.patch.uncaptured
+
+    def agrees(self, stock: Run) -> None:
+        """Compare what was logged, and tokens of the model as it is now without its patch."""
+        for name in ("reward", "loss", "grad_norm", "eval_reward"):
+            assert self.logged(name) == pytest.approx(stock.logged(name), rel=1e-3, abs=1e-4), name
+        assert self.logged("grad_norm")
+        model = self.trainer.accelerator.unwrap_model(self.trainer.model).eval()
+        found = generate(model)
+        self.patch.undo()
+        assert torch.equal(generate(model), found)
+
+
+@pytest.mark.parametrize(
+    "kind, lora, when, steps",
+    [
+        ("GRPO", True, "after", 3),  # the hook on the embedding
+        *(
+            pytest.param(kind, lora, when, 10, marks=long)
+            for kind in ("GRPO", "RLOO")
+            for lora in (False, True)
+            for when in ("before", "after")
+        ),
+    ],
+)
+def test_rollouts(kind, lora, when, steps, tmp_path):
+    stock, ours = (Run(tmp_path, kind, each, lora, max_steps=steps).train() for each in (None, when))
+    if lora:
+        assert ours.trainer.model.get_input_embeddings()._forward_hooks
+    assert ours.counts() == (1, steps * (NEW - 1) - 1, 0) and len(set(ours.logged("reward"))) > 1
+    ours.agrees(stock)
+
+
+def test_the_arguments_of_the_benchmark_are_those_of_trl(tmp_path):
+    trl = pytest.importorskip("trl")
+    run, found = Run(tmp_path, "GRPO", None, max_completion_length=trl.GRPOConfig.max_completion_length), {}
+    model = run.trainer.model
+
+    def generate_of_trl(**given):
+        found.update(given)
+        assert model.training and not model.is_gradient_checkpointing and not torch.is_grad_enabled()
+        raise InterruptedError
+
+    model.generate = generate_of_trl
+    with pytest.raises(InterruptedError):
+        run.train()
+    assert (rollout.GIVEN["trl"], rollout.GIVEN["arguments"]) == (trl.__version__, list(found))
+    given = found["generation_config"]
+    special = {name: getattr(given, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    assert hf.GenerationConfig(**rollout.GIVEN["generation_config"], **special).to_dict() == given.to_dict()
+
+
+OPTIONS = {  # options of the trainer: captures, or None for the reason
+    "a reference model": ({"beta": 0.1}, 1),
+    "several updates of a rollout": ({"num_iterations": 2, "steps_per_generation": 4, "max_steps": 8}, 1),
+    "beams": ({"generation_kwargs": {"num_beams": 2}}, 1),
+    "no checkpoints": ({"gradient_checkpointing": False}, 1),
+    "autocast": ({"bf16": True}, 1),
+    "evaluation": ({"eval_strategy": "steps", "eval_steps": 1, "num_generations_eval": 1, "per_device_eval_batch_size": 1}, 2),
+    "epochs": ({"max_steps": -1, "num_train_epochs": 2, "eval_strategy": "epoch"}, 2),
+    "Transformers' cache": ({"cache_implementation": "static"}, "cache_implementation='static' was requested"),
+}
+
+
+@long
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("case", OPTIONS)
+def test_options(case, lora, tmp_path):
+    options, expected = OPTIONS[case]
+    given = {"train_dataset": texts(8), "eval_dataset": texts(3)} if "eval_strategy" in options else {}
+    stock, ours = (Run(tmp_path, "GRPO", when, lora, given, **options).train() for when in (None, "before"))
+    if isinstance(expected, str):
+        assert ours.patch.captures == 0 and ours.patch.reasons == [expected]
+    else:
+        assert (ours.patch.captures, ours.patch.uncaptured, ours.patch.reasons) == (expected, 0, [])
+    if not options.get("bf16"):  # its rounding decides tokens
+        ours.agrees(stock)
+
+
+@long
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_saving_and_resuming(lora, when, tmp_path):
+    runs = []
+    for each in (None, when):
+        Run(tmp_path, "GRPO", each, lora, max_steps=2, save_strategy="steps", save_steps=2).train()
+        saved = str(tmp_path / "out" / "checkpoint-2")
+        runs.append(Run(tmp_path, "GRPO", each, lora, max_steps=5).train(resume_from_checkpoint=saved))
+    assert runs[1].counts() == (1, 3 * (NEW - 1) - 1, 0) and len(runs[1].logged("reward")) == 5
+    runs[1].agrees(runs[0])
+
+
+def test_use_cache_false_names_the_remedy():
+    model = tiny("llama")
+    with hf_fastattn.patch(model), pytest.warns(UserWarning, match='generation_kwargs={"use_cache": True}'):
+        generate(model, use_cache=False)
+
+
+@long
+def test_online_dpo(tmp_path):
+    given = lambda: {"ref_model": AutoModelForCausalLM.from_pretrained(tmp_path / "model")}  # noqa: E731
+    checkpoint.save(tmp_path / "model")
+    options = {"per_device_train_batch_size": 4, "max_new_tokens": NEW}
+    stock = Run(tmp_path, "OnlineDPO", None, given=given(), **options).train()
+    with pytest.warns(UserWarning, match="use_cache=False was requested, and each step reads the whole text again"):
+        slow = Run(tmp_path, "OnlineDPO", "before", given=given(), **options).train()
+    ours = Run(tmp_path, "OnlineDPO", "before", given=given(), **options, generation_kwargs={"use_cache": True}).train()
+    assert slow.patch.captures == 0 and ours.counts() == (1, 3 * (NEW - 1) - 1, 0)
+    for run in (slow, ours):
+        run.agrees(stock)
+
+
+@long
+@pytest.mark.parametrize("packing", [False, True])
+def test_fine_tuning(packing, tmp_path):
+    rows = [{"text": "word " * (2 + i)} for i in range(12)]
+    given = lambda: {"train_dataset": pytest.importorskip("datasets").Dataset.from_list(rows)}  # noqa: E731
+    options = {"max_length": 64, "packing": packing, "per_device_train_batch_size": 2}
+    stock, *runs = (Run(tmp_path, "SFT", when, given=given(), **options).train() for when in (None, "before", "after"))
+    for run in runs:
+        run.agrees(stock)
+
+
+@long
+def test_the_example_of_the_page(tmp_path, monkeypatch):
+    pytest.importorskip("trl")
+    monkeypatch.chdir(tmp_path)
+    page = Path(__file__).parent.parent / "docs" / "guides" / "rollouts.md"
+    (code,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    name, options = "HuggingFaceTB/SmolLM2-135M-Instruct", 'output_dir="grpo"'
+    assert name in code and options in code
+    short = f"{options}, use_cpu=True, bf16=False, report_to=[], max_steps=2, max_completion_length={NEW}"
+    found: dict = {}
+    exec(code.replace(name, str(checkpoint.save(tmp_path / "tiny"))).replace(options, short), found)
+    assert found["patched"].captures == 1 and not found["patched"].uncaptured
+
+
+@long
+def test_continuous_batching_is_refused(tmp_path):
+    run = Run(tmp_path, "GRPO", "before", use_transformers_continuous_batching=True)
+    with pytest.raises(ValueError, match=r"no paged cache .* use_transformers_continuous_batching=False"):
+        run.train()
+
+
+# ---- what goes wrong, and what users do between the steps ----
+
+
+class After(TrainerCallback):
+    """Calls change(model, step) after each step."""
+
+    def __init__(self, change):
+        self.change = change
+
+    def on_step_end(self, args, state, control, model=None, **_):
+        self.change(model, state.global_step)
+
+
+@long
+def test_a_hook_of_the_users_is_refused_as_long_as_it_is_there(tmp_path):
+    runs = []
+    for when in (None, "before"):
+        run = Run(tmp_path, "GRPO", when, lora=True)
+        hook = run.trainer.model.get_input_embeddings().register_forward_hook(lambda module, args, out: 1.5 * out)
+        run.train()
+        hook.remove()
+        runs.append(run.train())
+    (reason,) = runs[1].patch.reasons
+    assert "Embedding has the forward hook" in reason and "<lambda>" in reason
+    assert runs[1].counts() == (1, 3 * (NEW - 1) - 1, 3 * (NEW - 1))
+    runs[1].agrees(runs[0])
+
+
+@long
+def test_adapters_that_are_switched_between_rollouts(tmp_path):
+    peft = pytest.importorskip("peft")
+    runs = []
+    for when in (None, "before"):
+        run = Run(tmp_path, "GRPO", when, lora=True, max_steps=6)
+        torch.manual_seed(3)
+        run.trainer.model.add_adapter("other", peft.LoraConfig(**LORA, init_lora_weights=False))
+        run.trainer.add_callback(After(lambda model, step: model.set_adapter("other" if step % 2 else "default")))
+        runs.append(run.train())
+    # The first set_adapter() gives all layers one list of active adapters, where each had its own: one more graph.
+    assert runs[1].patch.captures == 3 and not runs[1].patch.uncaptured
+    runs[1].agrees(runs[0])
+
+
+@long
+def test_a_reward_that_raises(tmp_path):
+    runs = []
+    for when in (None, "before"):
+        calls = []
+
+        def raises_once(completions, calls=calls, **_):
+            calls.append(completions)
+            if len(calls) == 2:
+                raise ArithmeticError
+            return reward(completions)
+
+        run = Run(tmp_path, "GRPO", when, given={"reward_funcs": raises_once})
+        with pytest.raises(ArithmeticError):
+            run.train()
+        runs.append(run.train())
+    assert runs[1].patch.captures == 1 and not runs[1].patch.uncaptured
+    runs[1].agrees(runs[0])
+
+
+@long
+def test_a_rollout_that_is_interrupted(tmp_path, monkeypatch):
+    run, replay = Run(tmp_path, "GRPO", "before", lora=True), fake_graph.RecordedGraph.replay
+    left = [15]
+
+    def half_once(graph):
+        left[0] -= 1
+        if left[0]:
+            return replay(graph)
+        whole, graph.operations = graph.operations, graph.operations[: len(graph.operations) // 2]
+        replay(graph)
+        graph.operations = whole
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fake_graph.RecordedGraph, "replay", half_once)
+    with pytest.raises(KeyboardInterrupt):
+        run.train()
+    run.train()
+    assert run.patch.captures == 1 and not run.patch.uncaptured
+    run.agrees(run)
+
+
+@long
+def test_autocast_around_the_trainer_is_named(tmp_path):
+    run = Run(tmp_path, "GRPO", "before")
+    with torch.autocast("cpu", torch.bfloat16):
+        run.train()
+    assert run.patch.captures == 0 and run.patch.reasons == ["autocast is on, and its copies of the weights are temporary"]
+
+
+@long
+@pytest.mark.parametrize("layers", [None, 1], ids=["copied", "shared"])
+def test_a_reference_model(layers):
+    utils = pytest.importorskip("trl.experimental.utils")
+    model = tiny("llama", "sdpa")
+    with hf_fastattn.patch(model) as patch:
+        reference = utils.create_reference_model(model, num_shared_layers=layers)
+        expected = generate(model)
+        for _ in range(2):
+            assert torch.equal(generate(reference), expected) and torch.equal(generate(model), expected)
+        with torch.no_grad():
+            model.lm_head.weight.mul_(-1)
+        assert torch.equal(generate(reference), expected) and not torch.equal(generate(model), expected)
+        assert patch.captures == 1 and not patch.reasons
+
+
+def _replicated(rank, folder):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # accelerate asks for them, although the group exists
+    found = []
+    for when in (None, "before"):
+        run = Run(folder, "GRPO", when, lora=True, ddp_find_unused_parameters=False).train()
+        kind = type(run.trainer.model_wrapped).__name__
+        found.append((kind, run.logged("reward"), run.logged("grad_norm"), run.patch and (run.counts(), run.patch.reasons)))
+    return found
+
+
+def _sharded(rank):
+    stock, model, mesh = tiny("llama", "sdpa"), tiny("llama", "sdpa"), init_device_mesh("cpu", (2,))
+    patch = hf_fastattn.patch(model)
+    for part in (*model.model.layers, model):
+        fully_shard(part, mesh=mesh)
+    equal = [torch.equal(generate(model), generate(stock)) for _ in range(3)]
+    return equal, patch.captures, patch.reasons
+
+
+@long
+@processes.HIDDEN
+def test_two_processes(tmp_path):
+    checkpoint.save(tmp_path / "model")
+    for ended in processes.run(tmp_path / "replicated", 2, _replicated, tmp_path, limit=200):
+        assert ended.result is not None, ended.output
+        (_, rewards, norms, _), (kind, *ours, counts) = ended.result
+        assert kind == "DistributedDataParallel" and ours == [rewards, pytest.approx(norms, rel=1e-3)]
+        assert counts == ((1, 3 * (NEW - 1) - 1, 0), [])
+    for ended in processes.run(tmp_path / "sharded", 2, _sharded, limit=200):
+        assert ended.result is not None, ended.output
+        equal, captures, (reason,) = ended.result
+        assert all(equal) and captures == 0 and "FSDP" in reason and "forward hook" in reason
+
+
+@long
+def test_pictures(tmp_path):
+    """GRPO of a LLaVA with a picture in each prompt."""
+    image = pytest.importorskip("PIL.Image")
+    from transformers import LlavaForConditionalGeneration, LlavaProcessor
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+    tokenizer = checkpoint.tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    part = "{% if c['type'] == 'image' %}<image>{% else %}{{ c['text'] }}{% endif %}"
+    parts = "{% for c in m['content'] %}" + part + "{% endfor %}"
+    content = "{% if m['content'] is string %}{{ m['content'] }}{% else %}" + parts + "{% endif %}"
+    pixels = CLIPImageProcessorPil(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8})
+    processor = LlavaProcessor(
+        *(pixels, tokenizer),
+        patch_size=4,
+        vision_feature_select_strategy="default",
+        image_token="<image>",
+        num_additional_image_tokens=1,
+        chat_template="{% for m in messages %}" + content + "\n{% endfor %}",
+    )
+    text = {**checkpoint.model().config.to_dict(), "vocab_size": len(tokenizer)}
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 8}
+    own = {"text_config": text, "vision_config": {"model_type": "clip_vision_model", **vision, "patch_size": 4}}
+    own |= {"image_token_index": tokenizer.convert_tokens_to_ids("<image>"), "vision_feature_layer": -1}
+    rows = [
+        {"prompt": [{"role": "user", "content": "what " * (1 + i % 3)}], "image": image.new("RGB", (8, 8), (40 * i, 9, 90))}
+        for i in range(6)
+    ]
+    runs = []
+    for when in (None, "before", "after"):
+        torch.manual_seed(0)
+        config = LlavaForConditionalGeneration.config_class(**own)
+        config.text_config.architectures = None
+        model = LlavaForConditionalGeneration._from_config(config, attn_implementation="sdpa")
+        given = {
+            "model": model,
+            "processing_class": processor,
+            "train_dataset": pytest.importorskip("datasets").Dataset.from_list(rows),
+            "reward_funcs": lambda completions, **_: reward([message["content"] for (message,) in completions]),
+        }
+        runs.append(Run(tmp_path, "GRPO", when, given=given).train())
+    for run in runs[1:]:
+        assert run.counts() == (1, 3 * (NEW - 1) - 1, 0)
+        run.agrees(runs[0])
