@@ -53,7 +53,7 @@ class Mask(torch.Tensor):
     def __tensor_unflatten__(
         cls, content: dict[str, torch.Tensor], rest: tuple[Any, ...], size: Sequence[int], stride: object
     ) -> Self:
-        return cls(content["content"], (size[0], size[2], size[3]), *rest)
+        return cls(content["content"], (size[0], size[-2], size[-1]), *rest)
 
     @property
     def given(self) -> torch.Tensor | None:
@@ -93,6 +93,10 @@ class Mask(torch.Tensor):
                 return mask
             if function is _aten.slice.Tensor and (cut := _cut(mask, *args[1:])) is not None:
                 return cut
+            if function is _aten.repeat.default or (function in _SHAPED and isinstance(mask, RepeatedMask)):
+                return RepeatedMask(function(mask.dense(), *args[1:], **kwargs), mask.sizes, mask.made_for)
+            if function is _aten.where.self and isinstance(mask, RepeatedMask):
+                return function(mask.dense(), *args[1:])
         # Under inference_mode composite ops arrive without having been decomposed.
         if (decomposed := function.decompose(*args, **kwargs)) is not NotImplemented:
             return decomposed
@@ -167,6 +171,16 @@ class DenseMask(Mask):
         return DenseMask(content, (content.shape[0], content.shape[2], content.shape[3]), self.made_for)
 
 
+class RepeatedMask(DenseMask):
+    """A mask that a model has repeated, for its own attention of images (Siglip 2). content: the entries, bool of any shape.
+
+    It can be a condition of torch.where, which says that True is attended, and reshaped.
+    """
+
+    def __new__(cls, content: torch.Tensor, *_: Any) -> Self:
+        return torch.Tensor._make_wrapper_subclass(cls, content.shape, dtype=torch.bool, device=content.device)
+
+
 def plain(sizes: tuple[int, int, int], device: torch.device | str, made_for: tuple[str, str]) -> PlainMask:
     """The mask of lower-right causal attention; sizes: (batch, q_len, kv_len)."""
     return PlainMask(_nothing(device), sizes, made_for)
@@ -195,17 +209,28 @@ def of_bools(mask: torch.Tensor, made_for: tuple[str, str]) -> DenseMask:
     return DenseMask(mask, (mask.shape[0], mask.shape[2], mask.shape[3]), made_for)
 
 
+def broadcast(mask: Mask, sizes: tuple[int, int, int]) -> Mask:
+    """The mask for more rows, queries or keys where it has one, as in torch's sdpa; sizes: (batch, q_len, kv_len)."""
+    batch, q_len, kv_len = sizes
+    entries = mask.dense().expand(batch, -1, q_len, kv_len)
+    if q_len > 1:
+        return of_bools(entries, mask.made_for)
+    written = spans.build_spans(batch, 1, kv_len, mask.device, causal=False, attention_mask=entries[:, 0, 0])
+    return of_spans(written, sizes, mask.made_for)
+
+
 def dense(mask: Mask) -> torch.Tensor:
     """`mask.dense()`, in compiled graphs too."""
     return mask.dense()
 
 
 # A compiled graph may contain tensors of these classes, but cannot create them by calling the class.
-torch.compiler.allow_in_graph([of_spans, of_runs, of_bools, dense])
+torch.compiler.allow_in_graph([of_spans, of_runs, of_bools, broadcast, dense])
 
 
 _aten = torch.ops.aten
 _SAME = (_aten.detach.default, _aten.alias.default, _aten.clone.default)
+_SHAPED = (_aten.view.default, _aten._unsafe_view.default)
 
 
 def _cut(mask: Mask, dim: int = 0, start: int | None = None, stop: int | None = None, step: int = 1) -> Mask | None:

@@ -11,7 +11,7 @@ from .kernels.spec import KV, is_plain
 
 
 def sizes_of(mask: masks.Mask) -> tuple[int, int, int]:
-    return mask.shape[0], mask.shape[2], mask.shape[3]
+    return mask.shape[0], mask.shape[-2], mask.shape[-1]
 
 
 def tracing(name: str, mask: torch.Tensor | None) -> None:

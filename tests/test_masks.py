@@ -93,6 +93,23 @@ def test_arithmetic_with_the_mask_is_refused(read, kind, device, without_gradien
         read(mask, torch.randn(2, 1, 8, mask.shape[3], device=device))
 
 
+@pytest.mark.parametrize("rows, queries", [(1, 1), (2, 1), (1, 3)])
+@pytest.mark.parametrize("live", [True, False])
+@torch.no_grad()
+def test_a_mask_is_broadcast_as_by_sdpa(rows, queries, live, device):
+    seen = torch.full((rows, 1), live, device=device)
+    mask = interface.attention_mask("lean", rows, 1, 1, 4, attention_mask=seen, device=device, config=MISTRAL)
+    q, k = torch.randn(2, 4, queries, 16, device=device), torch.randn(2, 2, 5, 16, device=device)
+    with pytest.warns(UserWarning, match="Mistral applies a mask of one key to more keys"):
+        interface._say_once.cache_clear()
+        out = attend(q, k, mask)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        q, k, k, mask.dense().expand(2, -1, queries, 5), enable_gqa=True
+    )
+    torch.testing.assert_close(out, expected.transpose(1, 2), atol=1e-5, rtol=1e-5)
+    assert live or not out.any()
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.int8, torch.uint8])
 @torch.no_grad()
 def test_a_users_integer_mask_is_not_interpreted_as_spans(dtype, device):
@@ -139,6 +156,40 @@ VISION = {
     "image_size": 28,
     "patch_size": 14,
 }
+
+
+@pytest.mark.parametrize("padding", models.PADDINGS)
+def test_minimax_makes_the_mask_of_a_step_for_one_key(padding, device):
+    layers = {"layer_types": ["linear_attention", "full_attention"], "num_local_experts": 2, "head_dim": 16}
+    model = models.tiny("minimax", device=device, **layers)
+    inputs = models.prompts(padding, device)
+    model.set_attn_implementation("sdpa")
+    expected = model.generate(**inputs, max_new_tokens=4, do_sample=False)
+    with hf_fastattn.patch(model, cache=None, graph=False), hf_fastattn.count_calls() as calls:
+        assert torch.equal(model.generate(**inputs, max_new_tokens=4, do_sample=False), expected)
+    assert calls == {"lean.prefill": 1, "lean.decode": 3}
+
+
+@torch.no_grad()
+def test_siglip2_pools_with_a_mask_that_it_repeats(device):
+    config = transformers.Siglip2VisionConfig(**VISION | {"patch_size": 4}, num_patches=16)
+    model = transformers.Siglip2VisionModel._from_config(config).to(device).eval()
+    live = torch.arange(16, device=device) < torch.tensor([[9], [16]], device=device)
+    inputs = {"pixel_values": torch.randn(2, 16, 48, device=device), "pixel_attention_mask": live.long()}
+    inputs["spatial_shapes"] = torch.tensor([[3, 3], [4, 4]], device=device)
+    expected = model(**inputs)
+    model.set_attn_implementation("lean")
+    found = model(**inputs)
+    torch.testing.assert_close(found.pooler_output, expected.pooler_output, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found.last_hidden_state[live], expected.last_hidden_state[live], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("read", [lambda mask: mask + 1.0, lambda mask: ~mask, lambda mask: mask.view(-1, 8) * 1.0])
+def test_other_uses_of_a_repeated_mask_are_refused(read, device):
+    repeated = make("padded", device).repeat(1, 4, 1, 1)
+    assert torch.equal(torch.where(repeated, 1, 0).bool(), make("padded", device).dense().expand(-1, 4, -1, -1))
+    with pytest.raises(ValueError, match=r"'lean' cannot be used here: Mistral computes attention in its own code"):
+        read(repeated)
 
 
 @pytest.mark.parametrize("padding", ["no_padding", "left_padding"])
