@@ -103,9 +103,7 @@ def test_a_mask_is_broadcast_as_by_sdpa(rows, queries, live, device):
     with pytest.warns(UserWarning, match="Mistral applies a mask of one key to more keys"):
         interface._say_once.cache_clear()
         out = attend(q, k, mask)
-    expected = torch.nn.functional.scaled_dot_product_attention(
-        q, k, k, mask.dense().expand(2, -1, queries, 5), enable_gqa=True
-    )
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, k, mask.dense().expand(2, -1, queries, 5), enable_gqa=True)
     torch.testing.assert_close(out, expected.transpose(1, 2), atol=1e-5, rtol=1e-5)
     assert live or not out.any()
 
