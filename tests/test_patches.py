@@ -13,11 +13,13 @@ import warnings
 import weakref
 from types import SimpleNamespace
 
+import every_model
 import fake_graph
 import pytest
 import torch
 from models import FAMILIES, PADDINGS, family, longrope, prompts, tiny
 from transformers import (
+    AutoModelForImageTextToText,
     CompileConfig,
     DynamicCache,
     LlamaForCausalLM,
@@ -340,7 +342,8 @@ def test_adapters(captured):
         ("stock_attention", "attn_implementation is 'sdpa'"),
         ("dynamic_cache", "DynamicCache"),
         ("cache_implementation", "cache_implementation='dynamic'"),
-        ("sync", r"while capturing it .*; in unless_zero\(\)\)"),
+        ("sync", r"its code reads a value on the host, in unless_zero\(\), and a graph only repeats what the device does\.$"),
+        ("error", r"its code does something that a graph cannot, in no_mode\(\) \(TypeError: a mode is active\)\.$"),
     ],
 )
 def test_what_cannot_be_captured_runs_uncaptured_with_the_reason(captured, llama, monkeypatch, what, match):
@@ -371,6 +374,15 @@ def test_what_cannot_be_captured_runs_uncaptured_with_the_reason(captured, llama
                 return forward(x) if x.sum().item() else x
 
             monkeypatch.setattr(llama.model.norm, "forward", unless_zero)
+        elif what == "error":
+            forward = llama.model.norm.forward
+
+            def no_mode(x):
+                if torch._C._len_torch_dispatch_stack():
+                    raise TypeError("a mode is active")
+                return forward(x)
+
+            monkeypatch.setattr(llama.model.norm, "forward", no_mode)
         with pytest.warns(UserWarning, match=match):
             got = generate(llama, inputs, **options)
         assert patch.captures == 0
@@ -516,6 +528,91 @@ def test_a_model_whose_output_has_no_cache_is_captured(captured, llama):
     with hf_fastattn.patch(llama) as patch:
         assert torch.equal(generate(llama, inputs), expected)
         assert patch.captures == 1 and not patch.uncaptured
+
+
+BART = {"d_model": 64, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 96, "is_decoder": True}
+
+
+@pytest.mark.parametrize("padding", PADDINGS)
+def test_a_model_that_is_called_without_positions_is_captured(captured, padding):
+    model = tiny("bart", **BART)
+    plain = copy.deepcopy(model)
+    with hf_fastattn.patch(model) as patch:
+        for length in (96, 60):
+            inputs = prompts(padding, "cpu", length=length)
+            assert torch.equal(generate(model, inputs), generate(plain, inputs))
+        assert patch.captures == 1 and not patch.uncaptured
+        with pytest.warns(match="without position_ids, and a step of several tokens is padded|tokens may see later ones"):
+            generate(model, prompts("no_padding", "cpu", rows=1), prompt_lookup_num_tokens=3)
+
+
+DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}
+SMALL_VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8}
+
+
+def test_frequencies_that_grow_with_the_text_are_the_reason(captured):
+    model = tiny("llama", **DYNAMIC)
+    with hf_fastattn.patch(model) as patch, pytest.warns(match="its rope_type 'dynamic' computes new frequencies on the host"):
+        generate(model, prompts("no_padding", "cpu"))
+        assert "decode graph: off, as its rope_type 'dynamic'" in str(patch)
+
+
+def test_paligemma_over_gemma_2_takes_no_masks(captured):
+    text = {"model_type": "gemma2", "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 16, "pad_token_id": 0}
+    vision = {"model_type": "siglip_vision_model", "patch_size": 4, **SMALL_VISION}
+    own = {"text_config": text, "vision_config": vision, "projection_dim": 64, "image_token_id": 127, "hidden_size": 64}
+    model = tiny("paligemma", auto=AutoModelForImageTextToText, **own)
+    plain = copy.deepcopy(model)
+    with hf_fastattn.patch(model) as patch:
+        inputs = prompts("no_padding", "cpu")
+        assert torch.equal(generate(model, inputs), generate(plain, inputs)) and patch.captures and not patch.reasons
+        inputs = prompts("left_padding", "cpu")
+        with pytest.warns(match="it takes one mask for all layers, and with padding a sliding window needs its own"):
+            assert torch.equal(generate(model, inputs), generate(plain, inputs))
+
+
+class WithoutPositions(LlamaForCausalLM):
+    def forward(self, input_ids=None, attention_mask=None, use_cache=None, **cache):
+        return super().forward(input_ids, attention_mask, use_cache=use_cache, **cache)
+
+
+@pytest.mark.parametrize(
+    "options, match",
+    [({}, "may count tokens on the host"), ({"backend": "streaming", "window": 400}, "a RollingCache counts tokens")],
+)
+def test_a_model_that_may_count_on_the_host_runs_uncaptured(captured, llama, options, match):
+    inputs = prompts("no_padding", "cpu")
+    llama.__class__ = WithoutPositions
+    expected = generate(llama, inputs)
+    with hf_fastattn.patch(llama, **options) as patch, pytest.warns(match=f"is called without position_ids, and .*{match}"):
+        assert torch.equal(generate(llama, inputs), expected)
+    assert not patch.captures
+
+
+QWEN2_AUDIO = (
+    "Qwen2AudioForConditionalGeneration",
+    "qwen2_audio",
+    "multimodal",
+    "transformers.models.qwen2_audio.modeling_qwen2_audio",
+)
+
+
+def test_an_argument_in_the_output_is_that_of_the_step(captured):
+    model, seen = every_model.build(every_model.Model(*QWEN2_AUDIO, True)), []
+    update = model._update_model_kwargs_for_generation
+
+    def keep(outputs, *args, **kwargs):
+        seen.append(outputs.attention_mask)
+        return update(outputs, *args, **kwargs)
+
+    inputs = prompts("left_padding", "cpu")
+    expected = generate(model, inputs)
+    with hf_fastattn.patch(model) as patch:
+        assert torch.equal(generate(model, inputs), expected) and patch.captures == 1 and not patch.uncaptured
+        model._update_model_kwargs_for_generation = keep
+        generate(model, inputs)
+    assert [mask.shape[1] for mask in seen] == list(range(96, 96 + NEW))
 
 
 class GrowingArgument(LlamaForCausalLM):

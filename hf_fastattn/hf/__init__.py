@@ -89,7 +89,7 @@ from .loading import (  # noqa: E402
 )
 from .longrope import Rotary, chosen_on_device, longrope  # noqa: E402
 from .masks import decode_mask, dense_mask, is_causal, mask_pattern, run_starts, runs_pattern, up_to_query  # noqa: E402
-from .models import LayerShape, device_of, is_inert_hook, layer_shapes, sharer  # noqa: E402
+from .models import LayerShape, device_of, is_inert_hook, layer_shapes, sharer, why_not_captured  # noqa: E402
 from .norms import Norm, norm_of  # noqa: E402
 from .parallel import (  # noqa: E402
     WholeHeads,
@@ -110,7 +110,7 @@ from .parallel import (  # noqa: E402
     with_collective,
     with_inner,
 )
-from .quantised import Weights, quantised_as, scales_by_tensor, weights, why_not_captured  # noqa: E402
+from .quantised import Weights, quantised_as, scales_by_tensor, weights  # noqa: E402
 from .rotations import (  # noqa: E402
     Functions,
     Rotation,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -168,11 +169,14 @@ def dense_mask(**arguments: Any) -> torch.Tensor:
 
 
 def decode_mask(model: PreTrainedModel, inputs: dict[str, Any]) -> torch.Tensor | dict[str, torch.Tensor] | None:
-    """The mask of the model's layers for the inputs of one step: a tensor, or a dict of tensors by kind of layer."""
+    """The mask of the model's layers for the inputs of one step: a tensor, or a dict of tensors by kind of layer.
+
+    None if a model whose layers need several makes them itself and takes none (PaliGemma over Gemma 2).
+    """
     ids = inputs["input_ids"]
     create: Callable[..., torch.Tensor | dict[str, torch.Tensor] | None]
     create = getattr(model, "create_masks_for_generate", create_masks_for_generate)
-    return create(
+    made = create(
         config=as_masked(model.config),
         inputs_embeds=ids.new_empty((*ids.shape, 0), dtype=model.dtype),
         attention_mask=inputs["attention_mask"],
@@ -183,3 +187,12 @@ def decode_mask(model: PreTrainedModel, inputs: dict[str, Any]) -> torch.Tensor 
         mm_token_type_ids=inputs.get("mm_token_type_ids"),
         is_first_iteration=False,
     )
+    config_class: type = type(model.config)
+    return None if isinstance(made, dict) and _takes_one(config_class) else made
+
+
+@cache
+def _takes_one(config_class: type) -> bool:
+    """Whether the models of a config class make their masks from what they are given, which must not be a dict."""
+    source = modeling_source(config_class)
+    return "create_causal_mask(" in source and re.search(r"isinstance\(.*\bdict\)", source) is None

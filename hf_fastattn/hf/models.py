@@ -13,6 +13,8 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .attention import is_attention
+from .caches import why_unknown_masks
+from .longrope import rope_types
 
 
 @dataclass(frozen=True)
@@ -96,3 +98,17 @@ def _requires_grad(hook: object) -> bool:
             code = getattr(outer, "__code__", None)
             return code is not None and any(constant is hook.__code__ for constant in code.co_consts)
     return False
+
+
+def why_not_captured(model: PreTrainedModel) -> str | None:
+    """The reason why the model's layers cannot be captured in a CUDA graph, if it is known before one has run, else None."""
+    bitsandbytes = sys.modules.get("bitsandbytes")
+    kind = getattr(getattr(bitsandbytes, "nn", None), "Linear8bitLt", None)
+    if kind is not None and any(isinstance(module, kind) and module.state.threshold > 0 for module in model.modules()):
+        return (
+            "the 8-bit layers of bitsandbytes look for outliers on the host; BitsAndBytesConfig(load_in_8bit=True, "
+            "llm_int8_threshold=0.0) loads the model without outliers"
+        )
+    if any("dynamic" in rope_types(module).values() for module in model.modules()):
+        return "its rope_type 'dynamic' computes new frequencies on the host when the text grows"
+    return why_unknown_masks(model.config)

@@ -7,14 +7,11 @@ a layer that unpacks it (GPTQ, AWQ, Transformers' own integrations).
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-
-from .caches import why_unknown_masks
 
 _PACKED = {torch.int8, torch.uint8, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2}
 _INTEGRATIONS = "transformers.integrations."  # layers that a quantiser of Transformers puts into a model
@@ -66,19 +63,6 @@ def weights(model: torch.nn.Module) -> list[Weights]:
         elif own:
             found.append(Weights(path, module, sum(p.nbytes for p in own), sum(p.numel() for p in own), None))
     return found
-
-
-def why_not_captured(model: torch.nn.Module) -> str | None:
-    """The reason why the model's quantised layers or its masks cannot be captured in a CUDA graph, if it is known, else None."""
-    bitsandbytes = sys.modules.get("bitsandbytes")
-    kind = getattr(getattr(bitsandbytes, "nn", None), "Linear8bitLt", None)
-    if kind is not None and any(isinstance(module, kind) and module.state.threshold > 0 for module in model.modules()):
-        return (
-            "the 8-bit layers of bitsandbytes look for outliers on the host; BitsAndBytesConfig(load_in_8bit=True, "
-            "llm_int8_threshold=0.0) loads the model without outliers"
-        )
-    config = getattr(model, "config", None)
-    return None if config is None else why_unknown_masks(config)
 
 
 def scales_by_tensor(model: torch.nn.Module) -> bool:

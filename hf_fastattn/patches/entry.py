@@ -7,7 +7,7 @@ tokens before it, its K and V are beyond the tokens that the host counts, and it
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -54,6 +54,7 @@ class Entry:
         self.logits: torch.Tensor  # written by every replay
         self.output_type: Callable[..., Any]
         self.returns_cache = True
+        self.returned: list[str] = []  # arguments that are in the output as they were given
         self.constants: dict[str, bool | int | float | str | None] = {}
         self.tensors: dict[str, torch.Tensor] = {}
         self.rotaries: list[hf.Rotary] = []  # with tables of frequencies that the graph reads
@@ -83,8 +84,6 @@ class Entry:
                 self.refused = f"its argument {name} is a {type(value).__name__}"
         if self.constants.get("output_hidden_states") or self.constants.get("output_attentions"):
             self.refused = "hidden states or attentions are requested"
-        if "position_ids" not in self.tensors:
-            self.refused = "the model is called without position_ids"
 
     def _add(self, name: str, value: torch.Tensor) -> None:
         if self.tokens > 1 and name in _PADDED:
@@ -171,6 +170,8 @@ class Entry:
                 with merged(model, shared=peers is not None), sums.over(peers), hf.chosen_on_device(self.rotaries):
                     outputs = run(**inputs)
                 storage.step()
+            if isinstance(outputs, Mapping):
+                self.returned = [k for k, v in outputs.items() if k not in hf.CACHES and v is not None and v is inputs.get(k)]
             return outputs
 
         return step
@@ -186,9 +187,10 @@ class Entry:
             return logits
         return logits[:, : inputs["input_ids"].shape[-1]][:, slice(-inputs.get(KEEP, 0), None)]
 
-    def output(self, logits: torch.Tensor, cache: StoredCache) -> Any:
-        """The output of a step, in the model's own type."""
-        return self.output_type(logits=logits, **({hf.CACHE: cache} if self.returns_cache else {}))
+    def output(self, logits: torch.Tensor, cache: StoredCache, given: Inputs) -> Any:
+        """The output of a step with these arguments, in the model's own type."""
+        others = {name: given.get(name) for name in self.returned} | ({hf.CACHE: cache} if self.returns_cache else {})
+        return self.output_type(logits=logits, **others)
 
 
 def unpaddable(inputs: Inputs) -> str | None:

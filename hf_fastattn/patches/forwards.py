@@ -181,7 +181,7 @@ class Forwards:
             if isinstance(error, Uncapturable) and entry.graph is None:
                 entry.refused = str(error)
             raise
-        return self._counted(entry, cache, ids, logits)
+        return self._counted(entry, cache, given, logits)
 
     def _ahead(self, cache: StoredCache, ids: torch.Tensor, given: Inputs) -> Any:
         """A step that compares the model while the device replays the graph. None if it has changed, or if there is no graph."""
@@ -198,7 +198,7 @@ class Forwards:
         finally:
             if not valid:
                 undo(cache.storage, mark)
-        return self._counted(entry, cache, ids, logits) if valid else None
+        return self._counted(entry, cache, given, logits) if valid else None
 
     def _check_padding(self, storage: Storage, inputs: Inputs) -> None:
         """Raise Uncapturable if a graph of several tokens cannot read these inputs."""
@@ -221,14 +221,14 @@ class Forwards:
             raise Uncapturable(entry.refused)
         entry.copy_in(inputs)
 
-    def _counted(self, entry: Entry, cache: StoredCache, ids: torch.Tensor, logits: torch.Tensor) -> Any:
+    def _counted(self, entry: Entry, cache: StoredCache, given: Inputs, logits: torch.Tensor) -> Any:
         """The output of a step that has run, after its tokens are counted."""
-        cache.storage.advance(*several(ids))
+        cache.storage.advance(*several(given["input_ids"]))
         if entry.graph is not None and entry.tokens == 1:
             self.replayed = cache.storage
         if entry.refused is not None:
             self._refuse(entry.refused)
-        return entry.output(logits, cache)
+        return entry.output(logits, cache, given)
 
     def _refuse(self, reason: str) -> None:
         """Note that the step that has just run cannot be captured."""
@@ -250,6 +250,8 @@ class Forwards:
             padded = ids if tokens == ids.shape[1] else ids[:, :1].expand(-1, tokens)
             with cache.on_device(with_mask=True):
                 inputs["attention_mask"] = hf.decode_mask(self.model, {**inputs, "input_ids": padded})
+            if inputs["attention_mask"] is None:
+                raise Uncapturable("it takes one mask for all layers, and with padding a sliding window needs its own")
 
 
 def _adds_one(mask: object, seen: int) -> bool:

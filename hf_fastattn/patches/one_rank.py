@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _AROUND = ("hf_fastattn", "torch", "triton")  # packages that run the code of models
+# What a rehearsal finds (record.py, cuda_graph.py), and what CUDA says in a capture.
+_ON_HOST = {word: word for word in ("reads a value on the host", "draws random numbers on the host")}
+_ON_HOST["not permitted when stream is capturing"] = "reads a value on the host"
 
 
 class OneRank:
@@ -85,8 +88,7 @@ class OneRank:
         except Exception as error:
             if communicates and not (self.several or is_library(type(error).__module__)):
                 raise
-            message = str(error).strip().partition("\n")[0]
-            raise Uncapturable(f"{type(error).__name__} while capturing it ({message}{_where(error)})") from error
+            raise Uncapturable(_reason(error)) from error
 
     def when_broken(self, drop_graphs: Callable[[], object]) -> None:
         """Set the function that drops the graphs before the process group ends. It must not refer to the model."""
@@ -98,11 +100,23 @@ class OneRank:
         """Raise TypeError if the model cannot be copied."""
 
 
+def _reason(error: Exception) -> str:
+    """Why a step in which this error was raised cannot be captured."""
+    message, where = str(error).strip().partition("\n")[0], _where(error)
+    if found := next((what for words, what in _ON_HOST.items() if words in message), None):
+        place = where or message.partition(", at ")[2]
+        return f"its code {found}{place and f', in {place}'}, and a graph only repeats what the device does"
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return f"there is no memory for its graph ({message})"
+    stopped = f"{type(error).__name__}: {message}" if message else type(error).__name__
+    return f"its code does something that a graph cannot{where and f', in {where}'} ({stopped})"
+
+
 def _where(error: Exception) -> str:
     """The function of the model's code in which an error was raised, as text; "" if none was running."""
     found = ""
     for frame, _ in traceback.walk_tb(error.__traceback__):  # f_locals would keep what the frames hold alive
         name = frame.f_code.co_qualname
         if frame.f_globals.get("__name__", "").partition(".")[0] not in _AROUND and not frame.f_code.co_name.startswith("__"):
-            found = f"; in {name.rpartition('<locals>.')[2]}()"
+            found = f"{name.rpartition('<locals>.')[2]}()"
     return found

@@ -44,6 +44,7 @@ class Recorder:
             return _replay(entry, entry.graph, inputs)
         body = entry.body(self.model, self.run, storage, graphs.ranks.peers)
         if not entry.warm:
+            self._check_positions(entry, storage)
             return entry.kept(self._rehearse(entry, body), inputs)
         expected = self._from_python(entry, body, storage, inputs) if verify.needed(self.model) else None
         new = graph.new_graph(entry.device, graphs.shared)
@@ -70,6 +71,23 @@ class Recorder:
         storage.sync(entry.device, *several(inputs["input_ids"]))
         return expected
 
+    def _check_positions(self, entry: Entry, storage: Storage) -> None:
+        """Raise Uncapturable if the model is called without positions, and the place where it counts them is not known."""
+        if "position_ids" in entry.tensors:
+            return
+        cache = entry.around(storage)
+        with cache.on_device():
+            on_device = isinstance(cache.get_seq_length(), torch.Tensor)
+        if entry.tokens > 1:
+            reason = "a step of several tokens is padded"
+        elif not on_device:
+            reason = f"a {type(cache).__name__} counts tokens on the host"
+        elif not hf.is_stock(type(self.model).forward):
+            reason = "its code, which is not of Transformers, may count tokens on the host"
+        else:
+            return
+        raise Uncapturable(f"the model is called without position_ids, and {reason}")
+
     def _rehearse(self, entry: Entry, body: Callable[[], Any]) -> torch.Tensor:
         """Run the first step of a graph and check that it can be captured. Returns its logits."""
         ranks = self.graphs.ranks
@@ -82,11 +100,13 @@ class Recorder:
             new = graph.new_graph(entry.device, self.graphs.shared)
             outputs = ranks.attempt(partial(_rehearsed, new, entry.device), body, communicates=True)
         if not isinstance(outputs, Mapping):
-            raise Uncapturable(f"its output is a {type(outputs).__name__}")
+            raise Uncapturable(f"its output is a {type(outputs).__name__}, and a graph returns one with names")
         logits: torch.Tensor | None = outputs.get("logits")
-        others = [name for name, value in outputs.items() if name not in ("logits", hf.CACHE) and value is not None]
+        known = "logits", hf.CACHE, *entry.returned
+        others = [name for name, value in outputs.items() if name not in known and value is not None]
         if others or logits is None:
-            raise Uncapturable(f"its output holds {', '.join(others) or 'no logits'}")
+            held = f"{', '.join(others)} besides the logits" if others else "no logits"
+            raise Uncapturable(f"its output holds {held}, and a graph returns the logits alone")
         entry.check(logits)
         entry.output_type = type(outputs)
         entry.returns_cache = hf.CACHE in outputs
