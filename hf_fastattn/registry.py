@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from . import interface, training
+from . import hf, interface, training
 from .kernels import TritonKernel, checks
 from .kernels.host import tables
 from .kernels.spans import has_rows
@@ -167,6 +167,8 @@ def register(backend: Backend) -> Backend:
 
 def get(name: str) -> Backend:
     """The backend of that name; ValueError names the known ones."""
+    if name not in _backends and name in hf.attention_names():
+        raise ValueError(f"{name!r} is no backend of hf_fastattn, but other attention. Its backends: {', '.join(names())}.")
     if name not in _backends:
         raise ValueError(f"Unknown attention backend {name!r}; known backends: {', '.join(names())}.")
     return _backends[name]

@@ -19,7 +19,11 @@ import pytest
 import torch
 from models import FAMILIES, PADDINGS, family, longrope, prompts, tiny
 from transformers import (
+    AutoModel,
     AutoModelForImageTextToText,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     CompileConfig,
     DynamicCache,
     LlamaForCausalLM,
@@ -330,6 +334,21 @@ def test_adapters(captured):
         # One for each way, and none the second time; two more for the prompts that follow the first two.
         assert patch.captures == 5 and not patch.reasons
     assert "_prepare_cache_for_generation" not in vars(model.get_base_model())
+
+
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig", "PromptEncoderConfig"])
+def test_prompt_learning_is_refused_with_a_way_that_runs(kind):
+    peft = pytest.importorskip("peft")
+    own = {"encoder_hidden_size": 16} if kind == "PromptEncoderConfig" else {}
+    model = peft.get_peft_model(tiny("llama"), getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=4, **own)).eval()
+    inputs = prompts("left_padding", "cpu")
+    expected = generate(model, inputs)
+    with pytest.raises(ValueError, match=r'prompt learning .* model\.get_base_model\(\)\.set_attn_implementation\("lean"\)'):
+        hf_fastattn.patch(model)
+    model.get_base_model().set_attn_implementation("lean")
+    with hf_fastattn.count_calls() as calls:
+        assert torch.equal(generate(model, inputs), expected)
+    assert calls["lean.prefill"]
 
 
 @pytest.mark.parametrize(
@@ -668,15 +687,49 @@ def test_an_argument_that_grows_with_the_text_is_reported(captured, llama):
     "model_type, own, says",
     [
         ("mamba", {"num_attention_heads": None}, "number of attention heads"),
-        ("doge", {}, "adds a mask of its own"),
+        ("doge", {}, "adds a mask of its own to the one it is given, which must be dense. Leave it unpatched."),
+        ("t5", {"auto": AutoModel, "d_model": 64, "num_heads": 4}, r"T5Model has no generate\(\), .* Leave it unpatched\."),
+        ("bloom", {"auto": AutoModel, "n_head": 4}, r"BloomModel has no generate\(\), .* Leave it unpatched\."),
     ],
 )
 def test_models_that_cannot_run_are_refused_beforehand(model_type, own, says):
     model = tiny(model_type, "eager", **own)
     before = dict(vars(model))
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises((TypeError, ValueError), match=says):
         hf_fastattn.patch(model)
     assert vars(model) == before
+
+
+@pytest.mark.parametrize(
+    "model_type, auto, own",
+    [
+        ("llama", AutoModel, {}),
+        ("llama", AutoModelForSequenceClassification, {}),
+        ("qwen3", AutoModelForTokenClassification, {"head_dim": 16}),
+        ("bert", AutoModel, {"num_key_value_heads": 4}),
+        ("bart", AutoModelForSeq2SeqLM, {"d_model": 64}),
+    ],
+)
+@torch.no_grad()
+def test_the_way_without_patch_runs(model_type, auto, own):
+    model = tiny(model_type, auto=auto, **own)
+    before, inputs = state(model), prompts("left_padding", "cpu")
+    expected = model(**inputs)[0]
+    says = "is an encoder-decoder" if model.config.is_encoder_decoder else "has no generate"
+    with pytest.raises(
+        (TypeError, ValueError), match=rf'{type(model).__name__} {says}.*model\.set_attn_implementation\("lean"\)'
+    ):
+        hf_fastattn.patch(model)
+    assert state(model) == before
+    loaded = tiny(model_type, "lean", auto=auto, **own)
+    model.set_attn_implementation("lean")
+    live = inputs["attention_mask"].bool()
+    for each in (model, loaded):
+        with hf_fastattn.count_calls() as calls:
+            found = each(**inputs)[0]
+        assert calls["lean.prefill"]
+        where = live if found.shape[:2] == live.shape else slice(None)
+        torch.testing.assert_close(found[where], expected[where], atol=1e-4, rtol=1e-4)
 
 
 STATIC_AND_ROLLING = pytest.mark.parametrize("options", [{}, {"backend": "streaming", "window": 400}], ids=["static", "rolling"])
@@ -962,7 +1015,9 @@ def test_bad_input(llama):
     before = state(llama)
     with pytest.raises(ValueError, match="Unknown attention backend 'flashy'"):
         hf_fastattn.patch(llama, "flashy")
-    with pytest.raises(ValueError, match="cache must be"):
+    with pytest.raises(ValueError, match=r"'sdpa' is no backend of hf_fastattn, but other attention\. Its backends: .*lean"):
+        hf_fastattn.patch(llama, "sdpa")
+    with pytest.raises(ValueError, match='cache must be "auto", "static", "rolling", or None'):
         hf_fastattn.patch(llama, cache="paged")
     with pytest.raises(ValueError, match="graph=True needs a preallocated cache"):
         hf_fastattn.patch(llama, cache=None)

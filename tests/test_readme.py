@@ -10,7 +10,7 @@ import pytest
 import torch
 from models import tiny
 from test_boundaries import ORDER
-from transformers import AutoModelForSeq2SeqLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassification, LlamaConfig, LlamaForCausalLM
 
 import hf_fastattn
 from benchmarks import report as bench_report
@@ -103,6 +103,11 @@ def _batches():
         model.generate_batch([[3, 4]])
 
 
+def _prompt_learning():
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(tiny("llama"), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+
+
 SHAPE = (1, 2, 4, 64)
 T5 = {"d_model": 64, "num_heads": 4, "num_layers": 2, "decoder_start_token_id": 0}
 REFUSED = {  # a part of the request in a row of the table: code for the request
@@ -124,6 +129,9 @@ REFUSED = {  # a part of the request in a row of the table: code for the request
     "of a patched model": lambda: _batches(),
     "without a window": lambda: hf_fastattn.patch(checkpoint.model(), "streaming"),
     "encoder-decoder": lambda: hf_fastattn.patch(tiny("bart", auto=AutoModelForSeq2SeqLM, d_model=64)),
+    "without generate()": lambda: hf_fastattn.patch(tiny("llama", auto=AutoModelForSequenceClassification)),
+    "prompt learning": lambda: hf_fastattn.patch(_prompt_learning()),
+    '"sdpa"': lambda: hf_fastattn.patch(tiny("llama"), "sdpa"),
     'kv="sequence"': lambda: hf_fastattn.patch(tiny("llama"), kv="sequence"),
     "peer_memory": lambda: hf_fastattn.patch(tiny("llama"), peer_memory=True),
     "ring_attention": lambda: ring_attention(*[torch.zeros(SHAPE, requires_grad=True)] * 3),

@@ -231,6 +231,8 @@ def _what_runs(
         runs.append({"what": "experts", "how": how, "why": why})
     for kind, layers in facts.quantised:
         runs.append({"what": f"{layers} layers of {kind}", "how": "their own kernels", "why": "their weights are quantised"})
+    if unpacked := hf.unpacked(model):
+        refuse("linear layers in one launch", f"{unpacked[0].upper()}{unpacked[1:]}.")
     off = "a graph needs a preallocated cache" if owns else graph.why_no_graph(device) or hf.why_not_captured(model)
     if off:
         refuse("decode graph", f"{off[0].upper()}{off[1:]}.")

@@ -110,7 +110,7 @@ from .parallel import (  # noqa: E402
     with_collective,
     with_inner,
 )
-from .quantised import Weights, quantised_as, scales_by_tensor, weights  # noqa: E402
+from .quantised import Weights, quantised_as, scales_by_tensor, unpacked, weights  # noqa: E402
 from .rotations import (  # noqa: E402
     Functions,
     Rotation,
@@ -260,6 +260,7 @@ __all__ = [
     "tensor_parallel_mesh",
     "text_layers",
     "tokens_given",
+    "unpacked",
     "unset_parts",
     "up_to_query",
     "weights",

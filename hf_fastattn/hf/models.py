@@ -40,7 +40,7 @@ def layer_shapes(config: PreTrainedConfig) -> tuple[LayerShape, ...]:
 def _layer_shape(config: PreTrainedConfig, name: str) -> LayerShape:
     heads = getattr(config, "num_attention_heads", None)
     if not isinstance(heads, int) or heads < 1:
-        raise ValueError(f"{name} has {heads!r} as its number of attention heads, and attention needs at least one.")
+        raise ValueError(f"{name} has no number of attention heads (it is {heads!r}), so no attention backend can run in it.")
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     value_dim = head_dim
     if getattr(config, "qk_nope_head_dim", None):  # latent attention

@@ -65,6 +65,16 @@ def weights(model: torch.nn.Module) -> list[Weights]:
     return found
 
 
+def unpacked(model: torch.nn.Module) -> str | None:
+    """Why linear layers of compressed-tensors are not replaced, and read more than their checkpoint, or None without any."""
+    layers = sum("quantization_scheme" in vars(module) for module in model.modules() if isinstance(module, torch.nn.Linear))
+    if not layers:
+        return None
+    return (
+        f"compressed-tensors unpacks the weights of {layers} layers to 16 bits at the first forward and runs its own code there"
+    )
+
+
 def scales_by_tensor(model: torch.nn.Module) -> bool:
     """Whether a layer computes one scale for the inputs of all tokens (torchao), so that each depends on all others."""
     for weight in model.parameters():

@@ -24,10 +24,12 @@ def find_model(target: object) -> hf.PreTrainedModel:
         if any(getattr(config, "is_prompt_learning", False) for config in model.peft_config.values()):
             raise ValueError(
                 "A PEFT model with prompt learning passes its own cache and masks, which the preallocated cache does "
-                "not support. Patch models with LoRA or a related method, or the base model."
+                'not support. model.get_base_model().set_attn_implementation("lean") changes its attention alone.'
             )
         model = model.get_base_model()
-    if not isinstance(model, hf.PreTrainedModel) or not model.can_generate():
+    if isinstance(model, hf.PreTrainedModel) and not model.can_generate():
+        raise TypeError(f"{type(model).__name__} has no generate(), which patch() is for. {_attention_alone(model)}")
+    if not isinstance(model, hf.PreTrainedModel):
         raise TypeError(
             "patch() takes a Transformers model with generate(), a text-generation pipeline or a PEFT model; "
             f"got {type(target).__name__}."
@@ -35,12 +37,22 @@ def find_model(target: object) -> hf.PreTrainedModel:
     return model
 
 
+def _attention_alone(model: hf.PreTrainedModel) -> str:
+    """A sentence with the way to run a backend without patch(), unless the model cannot read a few tokens with it."""
+    reads_text = model.main_input_name == "input_ids"
+    if hf.why_not_model(type(model.config)) or not model._can_set_attn_implementation():
+        return "Leave it unpatched."
+    if reads_text and _tried(model, registry.get("lean"), False, None, cached=False):
+        return "Leave it unpatched."
+    return 'model.set_attn_implementation("lean"), or attn_implementation="lean" when it is loaded, changes its attention alone.'
+
+
 def which_cache(cache: str | None, backend: registry.Backend, graph: bool) -> str | None:
     """The cache that patch(cache=...) selects: "static", "rolling" or None."""
     if cache == "auto":
         cache = "rolling" if backend.streaming else "static"
     if cache not in ("static", "rolling", None):
-        raise ValueError(f'cache must be "static", "rolling", or None for Transformers\' own; got {cache!r}.')
+        raise ValueError(f'cache must be "auto", "static", "rolling", or None for Transformers\' own; got {cache!r}.')
     if cache is not None and (cache == "rolling") != backend.streaming:
         raise ValueError(
             f"cache={cache!r} and {backend.name!r} cannot be combined: a rolling cache drops tokens that only a streaming "
@@ -57,7 +69,7 @@ def check_model(model: hf.PreTrainedModel, backend: registry.Backend) -> None:
     """Raise ValueError for a model that cannot run the backend, or that generates through another model."""
     name = type(model).__name__
     if reason := hf.why_not_model(type(model.config)):
-        raise ValueError(f"{name} cannot be patched: {reason}")
+        raise ValueError(f"{name} cannot be patched: {reason.partition('; load this model')[0]}. Leave it unpatched.")
     if not model._can_set_attn_implementation():
         raise ValueError(
             f"{name} cannot be patched: it computes attention in its own code and does not let its attn_implementation be set."
@@ -78,6 +90,8 @@ def check_model(model: hf.PreTrainedModel, backend: registry.Backend) -> None:
         )
     if reason := _why_no_kernel(model, backend):
         raise ValueError(f"{name} cannot run {backend.name!r}: {reason}")
+    if reason := hf.unpacked(model):
+        warnings.warn(f"The linear layers of this {name} are not replaced, as {reason}.", stacklevel=3)
 
 
 def check_peer_memory(model: hf.PreTrainedModel, fused_graphs: bool) -> None:
@@ -174,23 +188,32 @@ def which_windows(
 def _windows(model: hf.PreTrainedModel) -> list[int | None]:
     if name := hf.overrides_generation(model):
         raise ValueError(f"{type(model).__name__} has its own {name}(), which the cache would replace.")
+    if model.config.is_encoder_decoder:
+        raise ValueError(f"{type(model).__name__} is an encoder-decoder, and the caches of patch() are for decoder-only models.")
     return hf.layer_windows(model.config)
 
 
 def _remedy(model: hf.PreTrainedModel, backend: registry.Backend, streaming: Settings | None) -> str:
-    """A sentence with another way to patch a model that no cache of the package supports; "" if that fails too."""
+    """A sentence with another way to run a model that no cache of the package supports; "" if none is known."""
+    if model.config.is_encoder_decoder:
+        return f" {_attention_alone(model)}"
     if _tried(model, backend, False, streaming):
         return ""
     return f" hf_fastattn.patch(model, {backend.name!r}, cache=None, graph=False) leaves Transformers' own cache in place."
 
 
-def _tried(model: hf.PreTrainedModel, backend: registry.Backend, rolling: bool, streaming: Settings | None) -> Exception | None:
-    """Try the recommended way to patch: read a few tokens. Returns the error, or None."""
+def _tried(
+    model: hf.PreTrainedModel, backend: registry.Backend, rolling: bool, streaming: Settings | None, cached: bool = True
+) -> Exception | None:
+    """Try the recommended way to patch: read a few tokens, and one more if the model is `cached`. Returns the error, or None."""
     try:
         windows = _windows(model) if rolling else None
         with warnings.catch_warnings(), torch.no_grad(), Patch(model, backend.name, windows, False, False, streaming):
             warnings.simplefilter("ignore")
             ids = torch.ones(1, 4, dtype=torch.int64, device=hf.device_of(model))  # also the mask, as in generate()
+            if not cached:
+                model(input_ids=ids, attention_mask=ids)
+                return None
             cache = RollingCache(model) if rolling else None
             output = model(input_ids=ids[:, :3], attention_mask=ids[:, :3], **{hf.CACHE: cache})
             model(input_ids=ids[:, :1], attention_mask=ids, **{hf.CACHE: output[hf.CACHE]})

@@ -230,6 +230,8 @@ class Patch:
                 lines.append(f"  decode graph: off, as {reason}")
             elif self._why_collectives is not None:
                 lines.append(f"  sums over ranks: collectives, as {self._why_collectives}")
+            if reason := hf.unpacked(model):
+                lines.append(f"  linear layers: not replaced, as {reason}")
         if self.captures or self.uncaptured:
             memory = f" ({size(self.graph_bytes)})" if self.graph_bytes else ""
             lines.append(
