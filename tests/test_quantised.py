@@ -339,3 +339,17 @@ def test_a_kernel_on_another_stream_is_noticed():
     with hf_fastattn.patch(model) as patch, pytest.warns(UserWarning, match="runs uncaptured"):
         assert torch.equal(generate(model, inputs), expected)
     assert patch.captures == 0
+
+
+def test_weights_that_their_package_unpacks_are_reported():
+    """As compressed-tensors marks its layers."""
+    model = small()
+    before = str(hf_fastattn.explain(model))
+    for layer in model.model.layers:
+        layer.mlp.up_proj.quantization_scheme = None
+    says = f"compressed-tensors unpacks the weights of {len(model.model.layers)} layers to 16 bits at the first forward"
+    with pytest.warns(UserWarning, match=f"linear layers of this LlamaForCausalLM are not replaced, as {says}"):
+        patch = hf_fastattn.patch(model)
+    assert f"linear layers: not replaced, as {says}" in str(patch)
+    patch.undo()
+    assert says[1:] in str(hf_fastattn.explain(model)) and says[1:] not in before

@@ -91,6 +91,8 @@ def has_sections(config: PreTrainedConfig) -> bool:
 class LongPast:
     """A fake cache that reports many tokens and returns only the new ones, in reverse order."""
 
+    is_initialized = True
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 1 << 20
 
