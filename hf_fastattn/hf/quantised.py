@@ -70,9 +70,7 @@ def unpacked(model: torch.nn.Module) -> str | None:
     layers = sum("quantization_scheme" in vars(module) for module in model.modules() if isinstance(module, torch.nn.Linear))
     if not layers:
         return None
-    return (
-        f"compressed-tensors unpacks the weights of {layers} layers to 16 bits at the first forward and runs its own code there"
-    )
+    return f"compressed-tensors unpacks the weights of {layers} layers to 16 bits at the first forward and runs its own code"
 
 
 def scales_by_tensor(model: torch.nn.Module) -> bool:

@@ -72,8 +72,8 @@ def examine(model: hf.PreTrainedModel) -> None:
             raise ValueError(f"{name} cannot stream: not all of its layers could be examined. Use another backend.") from None
         except (ArithmeticError, AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError) as error:
             raise ValueError(
-                f"How {name} rotates queries and keys could not be found out: its code does not run on a few tokens by themselves. "
-                "Use another backend."
+                f"How {name} rotates queries and keys could not be found out: its code does not run on a few tokens by "
+                "themselves. Use another backend."
             ) from error
         clamped = Settings.of(model.config.get_text_config(decoder=True)).clamped
         _check_positions(name, learned, any(inv_freq is not None for inv_freq, _ in rotations.values()), clamped)
