@@ -187,16 +187,8 @@ def attention_forward(
         causal = isinstance(mask, masks.PlainMask)
         # In a compiled graph only the shape is symbolic. Elsewhere reading the shape is slow.
         sizes = mask.sizes if not compiling else refuse.sizes_of(mask)
-        needed = query.shape[0], query.shape[2], key.shape[2]
-        if needed != sizes and not (causal and sizes[1] == query.shape[2] == 1):  # a single query sees all keys of its layer
-            if not all(size in (1, n) for size, n in zip(sizes, needed, strict=True)):
-                refuse.other_sizes(mask, query, key)
-            if sizes[2] != needed[2] and not compiling:
-                _say_once(
-                    f"{mask.made_for[1]} applies a mask of one key to more keys, and attn_implementation={name!r} broadcasts it, "
-                    "as sdpa does. In rows with padding it says nothing about the padding."
-                )
-            mask, causal = masks.broadcast(mask, needed), False
+        if (query.shape[0], query.shape[2], key.shape[2]) != sizes and not (causal and sizes[1] == query.shape[2] == 1):
+            mask, causal = masks.broadcast(mask, refuse.other_sizes(mask, query, key)), False  # a single query sees all keys
     elif mask.dtype != torch.bool and not mask.is_floating_point():
         raise TypeError(f"An attention mask must be bool (True where attended) or float (added to the scores); got {mask.dtype}.")
     in_spans = mask is None or isinstance(mask, (masks.SpansMask, masks.PlainMask))

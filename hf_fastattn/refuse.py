@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from functools import cache
 from typing import Any
 
 import torch
@@ -26,14 +28,27 @@ def tracing(name: str, mask: torch.Tensor | None) -> None:
         )
 
 
-def other_sizes(mask: masks.Mask, query: torch.Tensor, key: torch.Tensor) -> None:
+def other_sizes(mask: masks.Mask, query: torch.Tensor, key: torch.Tensor) -> tuple[int, int, int]:
+    """The sizes of attention, (batch, q_len, kv_len). Raises ValueError if torch's sdpa does not broadcast the mask to them."""
     name, model = mask.made_for
-    batch, q_len, kv_len = sizes_of(mask)
-    raise ValueError(
-        f"{model} uses a mask made for {batch} rows of {q_len} queries and {kv_len} keys on "
-        f"{query.shape[0]} rows of {query.shape[2]} queries and {key.shape[2]} keys, and attn_implementation={name!r} cannot "
-        "tell which of them it applies to. Load this model without attn_implementation."
-    )
+    sizes, needed = sizes_of(mask), (query.shape[0], query.shape[2], key.shape[2])
+    if not all(size in (1, wanted) for size, wanted in zip(sizes, needed, strict=True)):
+        raise ValueError(
+            f"{model} uses a mask made for {sizes[0]} rows of {sizes[1]} queries and {sizes[2]} keys on {needed[0]} rows of "
+            f"{needed[1]} queries and {needed[2]} keys, and attn_implementation={name!r} cannot tell which of them it applies "
+            "to. Load this model without attn_implementation."
+        )
+    if sizes[2] != needed[2] and not torch.compiler.is_compiling():
+        _say_once(
+            f"{model} applies a mask of one key to more keys, and attn_implementation={name!r} broadcasts it, as sdpa does. In "
+            "rows with padding it says nothing about the padding."
+        )
+    return needed
+
+
+@cache
+def _say_once(message: str) -> None:
+    warnings.warn(message, stacklevel=4)
 
 
 def missing_mask(name: str, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor) -> None:

@@ -12,7 +12,7 @@ from test_training import CHUNKED
 from transformers import AutoModel, AutoModelForSeq2SeqLM, DynamicCache, masking_utils
 
 import hf_fastattn
-from hf_fastattn import interface, masks, packed, registry
+from hf_fastattn import interface, masks, packed, refuse, registry
 from hf_fastattn.kernels import reference, spans
 
 VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
@@ -101,7 +101,7 @@ def test_a_mask_is_broadcast_as_by_sdpa(rows, queries, live, device):
     mask = interface.attention_mask("lean", rows, 1, 1, 4, attention_mask=seen, device=device, config=MISTRAL)
     q, k = torch.randn(2, 4, queries, 16, device=device), torch.randn(2, 2, 5, 16, device=device)
     with pytest.warns(UserWarning, match="Mistral applies a mask of one key to more keys"):
-        interface._say_once.cache_clear()
+        refuse._say_once.cache_clear()
         out = attend(q, k, mask)
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, k, mask.dense().expand(2, -1, queries, 5), enable_gqa=True)
     torch.testing.assert_close(out, expected.transpose(1, 2), atol=1e-5, rtol=1e-5)
