@@ -686,9 +686,9 @@ def test_a_rank_learns_why_another_has_failed(played):
     ("name", "reason"),
     [
         ("a_hook_on_one_rank", "on rank 1, Linear has the forward hook"),
-        ("a_failed_capture", "on rank 1, its code does something that a graph cannot .RuntimeError: no graph here."),
-        ("a_failed_rehearsal", "on rank 1, its code reads a value on the host, and a graph only"),
-        ("a_rehearsal_that_stops_late_on_one_rank", "its code does something that a graph cannot .RuntimeError: it counts"),
+        ("a_failed_capture", "on rank 1, its code does something that a graph cannot.* .RuntimeError: no graph here."),
+        ("a_failed_rehearsal", "on rank 1, its code reads a value on the host.*, and a graph only"),
+        ("a_rehearsal_that_stops_late_on_one_rank", "its code does something that a graph cannot.* .RuntimeError: it counts"),
     ],
 )
 def test_a_step_that_one_rank_cannot_capture_runs_uncaptured_on_all(played, name, reason):
