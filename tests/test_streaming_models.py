@@ -104,6 +104,14 @@ def test_logits_are_those_of_the_visible_tokens(name):
         assert_close(last_logits(model, ids), everything)
 
 
+def test_hrm_asks_whether_its_cache_is_initialised():
+    model = models.tiny("hrm_text", num_hidden_layers=8, num_layers_per_stack=1, num_key_value_heads=4)
+    ids = tokens()
+    expected = model.generate(ids, max_new_tokens=4, do_sample=False)
+    with stream(model, window=300):
+        assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False), expected)
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_models_that_cannot_be_rerotated_are_refused(name):
     model = one_layer(name, REFUSED)
