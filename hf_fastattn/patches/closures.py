@@ -9,7 +9,7 @@ from itertools import chain, repeat
 from operator import attrgetter, is_
 from typing import Any
 
-from .code import is_of_library, names_in
+from .code import is_of_library, modules_within, names_in
 from .walker import SCALARS
 
 Dicts = list[dict[str, Any]]  # the attributes of each module
@@ -80,7 +80,8 @@ def spaces_of(functions: Iterable[types.FunctionType]) -> Spaces:
         key = id(function.__globals__)
         spaces[key] = function.__globals__
         names.setdefault(key, {}).update(dict.fromkeys(names_in(function.__code__)))
-    return [(space, [*names[key]]) for key, space in spaces.items()]
+    within = [each for key, space in spaces.items() for each in modules_within(space, names[key])]
+    return [(space, [*names[key]]) for key, space in spaces.items()] + within
 
 
 def looked_up(spaces: Spaces) -> list[object]:

@@ -8,7 +8,7 @@ import os
 import random
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,20 @@ def names_in(code: types.CodeType) -> tuple[str, ...]:
     """The global names that the code of a function, and of functions nested in it, may look up."""
     inner = (name for const in code.co_consts if isinstance(const, types.CodeType) for name in names_in(const))
     return tuple(dict.fromkeys((*code.co_names, *inner)))
+
+
+def modules_within(space: dict[str, Any], names: Iterable[str]) -> list[tuple[Any, list[str]]]:
+    """The modules of libraries to which names of a file refer (F.silu, nn.functional.silu), with the names that they have, and
+    the class of tensors with all names."""
+    names, todo, found, seen = [*names], [space], [], {id(space)}
+    while todo:
+        here = todo.pop()
+        for value in map(here.get, names):
+            if type(value) is types.ModuleType and id(vars(value)) not in seen and is_library(value.__name__):
+                seen.add(id(vars(value)))
+                todo.append(vars(value))
+                found.append((vars(value), [name for name in names if name in vars(value)]))
+    return [*found, (vars(torch.Tensor), names)]
 
 
 @functools.lru_cache(4096)

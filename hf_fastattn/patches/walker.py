@@ -27,6 +27,7 @@ from .code import (
     is_of_library,
     is_of_package,
     looked_up_by_text,
+    modules_within,
     names_in,
     run_by,
     runs_own_code,
@@ -320,6 +321,9 @@ class Walker:
                 found += name, value_of(value)
             if isinstance(value, types.ModuleType) and not ours:
                 found += self._file(value, words_in(function.__code__))
+        if ours:
+            for space, inner in modules_within(names, names_in(function.__code__)):
+                found += [(name, self.same(space[name])) for name in inner if name in space]
         if not ours:
             for module in imported_by(function):
                 found += self._file(module, words_in(function.__code__))
