@@ -30,7 +30,7 @@ from hf_fastattn.patches import patch
 
 from . import families
 from .models import SHAPES, dtype_for, of_random_weights
-from .results import Results, add_options, command, conditions, find_device, listed, progress
+from .results import Results, add_options, command, conditions, find_device, listed, need_gpu, progress
 from .runs import Prompt, free, make_prompt, synchronize, twin
 
 METHOD = "sampled generate() with TRL's arguments, a step of AdamW between two calls; stock and patch() in the same process"
@@ -214,6 +214,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.rollou
     args = parser.parse_args(argv)
     if unknown := set(args.only) - set(PRECISIONS):
         parser.error(f"unknown precisions {', '.join(sorted(unknown))}; known are {', '.join(PRECISIONS)}.")
+    need_gpu(parser, args, [args.shape])
     device = find_device(args.device)
     head = {"conditions": conditions(device, METHOD), "shape": args.shape, "unit": "s a rollout", "given": GIVEN}
     head |= {name: getattr(args, name) for name in ("prompts", "prompt_tokens", "samples", "new", "lr")}

@@ -255,7 +255,7 @@ def test_every_command_has_help(capsys, command):
         (["eval", "FOLDER", "--gen-kwargs", "bogus=1"], "gen_kwargs has 'bogus', which is not an option of generate()"),
         (["generate", "FOLDER/config.json"], "config.json is a file. Name its folder"),
         (["generate", "FOLDER", "--gguf-file", "zzz"], "There is no file 'zzz' in the folder"),
-        (["generate", "FOLDER", "--tokens", "9" * 30, "--device", "cpu"], "Storage size calculation overflowed"),
+        (["generate", "FOLDER", "--tokens", "9" * 30, "--device", "cpu"], "Ask for fewer tokens"),
         (["generate", "FOLDER", "--device", ""], "Unknown device ''"),
         (["explain", "FOLDER", "--device", ""], "Unknown device ''"),
         (["explain", "8b", "--tp", "0"], "--tp must be at least 1; got 0."),
@@ -271,7 +271,7 @@ def test_every_command_has_help(capsys, command):
         (["generate", "FOLDER", "--device", "meta"], "holds no numbers"),
         (
             ["bench"],
-            "families, modes, evaluation, quantised, ranks, commits, kernels, stream, paper_e2e, paper_ranks, context, report",
+            "families, modes, evaluation, rollout, quantised, ranks, commits, kernels, stream, paper_e2e, paper_ranks, context",
         ),
         (["bench", "speed"], "got speed."),
     ],

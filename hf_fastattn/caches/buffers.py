@@ -18,7 +18,7 @@ class Buffered(CacheLayerMixin):
     """A layer whose K and V are in buffers, `_keys` and `_values`, of which decode graphs have the addresses.
 
     keys, values: the live tokens, (batch, num_kv_heads, tokens, head_dim), as views of the buffers, so writes in place change the
-    cache; None before the first token. Other tensors may be assigned, as to a DynamicLayer.
+    cache; None before anything is allocated. Other tensors may be assigned, as to a DynamicLayer.
     """
 
     _keys: Any = None
@@ -41,7 +41,7 @@ class Buffered(CacheLayerMixin):
         name = ("keys", "values")[index]
         if not isinstance(new, torch.Tensor):
             raise TypeError(f"{name} of a layer are a tensor; got {new!r:.100}. To discard tokens, call reset() of the cache.")
-        if old is None:
+        if old is None or not old.shape[2]:
             raise ValueError(
                 f"This layer holds no tokens whose {name} could be replaced. Give it tokens by update(keys, values, layer_idx) "
                 "of the cache."

@@ -42,7 +42,7 @@ class Replaceable(Buffered):
         if both[index] is None or self.why_half():
             return both[index]
         count = self.slots  # as in a DynamicCache, those that the next token sees
-        return both[index][:, :, count - min(count, self.track.old(self.seen)) : count] if self.seen else None
+        return both[index][:, :, count - min(count, self.track.old(self.seen)) : count]
 
     def replace(self, index: int, old: torch.Tensor, new: torch.Tensor) -> None:
         window, count = self.track.window, new.shape[2]

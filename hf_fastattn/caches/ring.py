@@ -330,7 +330,7 @@ class RollingLayer(Buffered):
             raise RuntimeError("K and V of a cache are read or replaced in the step")
         new = 0 if step is None or step.written >> self.index & 1 else step.q_len
         tokens = min(ring.seen - new, ring.capacity)
-        return buffer[:, :, :tokens] if tokens else None
+        return buffer[:, :, :tokens]
 
     def replace(self, index: int, old: torch.Tensor, new: torch.Tensor) -> None:
         if new.shape != old.shape:
