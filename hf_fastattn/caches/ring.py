@@ -321,7 +321,7 @@ class RollingLayer(Buffered):
 
     def shown(self, index: int) -> torch.Tensor | None:
         """In the order of slots: sinks, then the ring."""
-        buffer = (self._keys, self._values)[index]
+        buffer: torch.Tensor | None = (self._keys, self._values)[index]
         if buffer is None:
             return None
         ring = self.ring
