@@ -23,6 +23,20 @@ if TYPE_CHECKING:
     from transformers.masking_utils import AttentionMaskInterface
 
 NAMES = ("batch_invariant", "fa2", "lean", "reference", "split_kv")  # the exact backends
+# Files of models that take the class of their attention from a dict with Transformers' own names, and those dicts.
+CLASSES = {
+    "bark.modeling_bark": "BARK_ATTENTION_CLASSES",
+    "data2vec.modeling_data2vec_vision": "DATA2VEC_VISION_SELF_ATTENTION_CLASSES",
+    "deepseek_ocr2.modeling_deepseek_ocr2": "DEEPSEEK_OCR2_SAM_VISION_ATTENTION_CLASSES",
+    "falcon.modeling_falcon": "FALCON_ATTENTION_CLASSES",
+    "git.modeling_git": "GIT_SELF_ATTENTION_CLASSES",
+    "gpt_neo.modeling_gpt_neo": "GPT_NEO_ATTENTION_CLASSES",
+    "gptj.modeling_gptj": "GPTJ_ATTENTION_CLASSES",
+    "sam.modeling_sam": "SAM_VISION_ATTENTION_CLASSES",
+    "sam_hq.modeling_sam_hq": "SAM_HQ_VISION_ATTENTION_CLASSES",
+    "superglue.modeling_superglue": "SUPERGLUE_SELF_ATTENTION_CLASSES",
+    "unlimited_ocr.modeling_unlimited_ocr": "UNLIMITED_OCR_SAM_VISION_ATTENTION_CLASSES",
+}
 LM, LM_CLASS = "hf-fastattn", "hf_fastattn.evaluate.hflm:FastHFLM"  # the model type of lm-eval
 
 
@@ -90,8 +104,38 @@ def _register() -> None:
             if name not in attention and name not in mask:
                 mask.register(name, partial(_mask, name))
                 attention.register(name, partial(_attention, name))
+                refuse(name)
     except Exception:  # an incompatible Transformers, whose own error says that the name is unknown
         pass
+
+
+_refused: set[str] = set()  # the names in the dicts of CLASSES
+
+
+def refuse(name: str) -> None:
+    """Let models that take the class of their attention from a dict refuse the name of a backend in a sentence."""
+    first = not _refused
+    _refused.add(name)
+    for file in CLASSES:
+        awaited = f"transformers.models.{file}"
+        if _is_imported(awaited):
+            _refuse_in(file)
+        elif first:
+            sys.meta_path.insert(0, _Finder(awaited, partial(_refuse_in, file)))
+
+
+def _refuse_in(file: str) -> None:
+    classes = getattr(sys.modules.get(f"transformers.models.{file}"), CLASSES[file], None)
+    if isinstance(classes, dict):
+        for name in _refused:
+            classes.setdefault(name, partial(_refusal, name, file.partition(".")[0]))
+
+
+def _refusal(name: str, model: str, *args: Any, **kwargs: Any) -> None:
+    raise ValueError(
+        f"attn_implementation={name!r} cannot be used here: {model} computes attention in its own code, where no registered "
+        "backend can run. Load this model without attn_implementation."
+    )
 
 
 def register_lm() -> None:

@@ -29,7 +29,8 @@ def tokens(model):
 WAITS = """
 import sys
 def waits():
-    return [finder.awaited for finder in sys.meta_path if type(finder).__module__ == 'hf_fastattn_autoload']
+    found = [finder.awaited for finder in sys.meta_path if type(finder).__module__ == 'hf_fastattn_autoload']
+    return [awaited for awaited in found if not awaited.startswith('transformers.models.')]  # files that refuse the names
 """
 
 

@@ -570,14 +570,19 @@ def test_models_that_bypass_the_interface_are_refused(compiled, model_type, own,
         forward(**models.prompts("left_padding", device))
 
 
-REFUSED = [("gptj", {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8}), ("falcon", {})]
+REFUSED = [
+    ("gptj", {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8}),
+    ("falcon", {}),
+    ("gpt_neo", {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]}),
+]
 
 
+@pytest.mark.parametrize("name", ["lean", "streaming"])
 @pytest.mark.parametrize("model_type,own", REFUSED[hf.CACHE == "cache" :])  # from 5.24 on GPT-J runs
-def test_models_transformers_itself_refuses(model_type, own, device):
-    """They have a table of their own attention classes; the constructor fails before a function of this package is called."""
-    with pytest.raises(KeyError, match="lean"):
-        models.tiny(model_type, "lean", device, **own)
+def test_models_with_a_dict_of_attention_classes_refuse_a_backend(model_type, own, name, device):
+    with pytest.raises(ValueError, match=f"{name}.*{model_type} computes attention in its own code.*without attn_implementation"):
+        models.tiny(model_type, name, device, **own)
+    assert models.tiny(model_type, "eager", device, **own)
 
 
 # ---- refusals ----

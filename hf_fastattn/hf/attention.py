@@ -13,6 +13,8 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+import hf_fastattn_autoload
+
 from .caches import CACHES
 from .source import modeling_source
 
@@ -28,6 +30,7 @@ def register(name: str, attention: Function, mask: Function) -> None:
     """Register `attn_implementation=name`: always both functions, because without a mask function no mask is applied."""
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, mask)
+    hf_fastattn_autoload.refuse(name)
 
 
 def registered(name: str) -> tuple[Function | None, Function | None]:
