@@ -41,7 +41,7 @@ class Buffered(CacheLayerMixin):
         name = ("keys", "values")[index]
         if not isinstance(new, torch.Tensor):
             raise TypeError(f"{name} of a layer are a tensor; got {new!r:.100}. To discard tokens, call reset() of the cache.")
-        if old is None or not old.shape[2]:
+        if old is None or not (old.shape[2] or self.get_seq_length()):  # a share of a sequence may have none of its tokens
             raise ValueError(
                 f"This layer holds no tokens whose {name} could be replaced. Give it tokens by update(keys, values, layer_idx) "
                 "of the cache."
