@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import importlib
 import warnings
 
 import fake_graph
@@ -314,6 +315,26 @@ def test_code_that_does_not_show_the_windows_of_layers(monkeypatch, source):
         pytest.raises(ValueError, match=r"window of its own, 5 tokens.*16 are"),
     ):
         generate(model, inputs)
+
+
+@pytest.mark.parametrize("base, own", [("Mistral", {}), ("Qwen2", {"use_sliding_window": True, "max_window_layers": 1})])
+def test_models_in_a_file_of_their_own_have_the_windows_of_those_from_which_they_inherit(base, own, monkeypatch, tmp_path):
+    fake_graph.use(monkeypatch)
+    monkeypatch.syspath_prepend(tmp_path)
+    file = f"of_{base.lower()}"
+    for part, name in (("configuration", f"{base}Config"), ("modeling", f"{base}ForCausalLM")):
+        text = f"import transformers\n\nclass Own(transformers.{name}):\n    pass\n"
+        (tmp_path / f"{part}_{file}.py").write_text(text)
+    configuration, modeling = (importlib.import_module(f"{part}_{file}") for part in ("configuration", "modeling"))
+    config = configuration.Own(**COMMON, sliding_window=12, **own)
+    torch.manual_seed(0)
+    model, inputs = modeling.Own._from_config(config, attn_implementation="eager").eval(), prompts("no_padding", "cpu", rows=1)
+    expected = generate(model, inputs, use_cache=False, max_new_tokens=8)
+    assert hf.layer_windows(config) == ([12, 12] if base == "Mistral" else [None, 12])
+    with patch(model) as patched:
+        for _ in range(3):
+            assert torch.equal(generate(model, inputs, max_new_tokens=8), expected)
+        assert patched.captures and not patched.reasons
 
 
 @pytest.mark.parametrize("window", [-5, 0, 5.0, True, "5"])

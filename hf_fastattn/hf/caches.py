@@ -145,7 +145,7 @@ def _local_masks(text: PreTrainedConfig) -> tuple[bool, frozenset[str]] | None:
 @cache
 def _found_in(config_class: type) -> frozenset[str]:
     """The names in the source of the models of a config class that tell how they choose masks, and the patterns that it has."""
-    source = modeling_source(config_class)
+    source = _source_of_masks(config_class)
     if not source:
         return frozenset({_LOCAL.pattern})
     tree = ast.parse(source)
@@ -158,6 +158,17 @@ def _found_in(config_class: type) -> frozenset[str]:
     found = names & {"layer_types", _BY_CONFIG, *_FUNCTIONS.values()}
     found |= {_ONE_FOR_ALL.pattern for choice in choices if _ONE_FOR_ALL.fullmatch(choice)}
     return frozenset(found | {_LOCAL.pattern for name in names if _LOCAL.fullmatch(name)})
+
+
+def _source_of_masks(config_class: type) -> str:
+    """The file that creates the causal masks of the models of a config class: its own, or that of a class from which it inherits;
+    "" if none does."""
+    for each in config_class.__mro__:
+        if each is PreTrainedConfig:
+            break
+        if "create_causal_mask" in (source := modeling_source(each)):
+            return source
+    return ""
 
 
 @cache
