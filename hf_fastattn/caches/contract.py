@@ -31,10 +31,10 @@ class Storage:
     variant: a captured step is valid for one version and one variant. takes_mask: whether a captured step of padded rows reads
     the attention mask. takes_many: whether a captured step may have several tokens of each row. takes_prompts: whether these may
     also be some hundred, or the first. most_tokens: how many they may be at most. looks_ahead: whether a forward has let tokens
-    see later ones, for which a graph has no mask. resized: whether other code has replaced K and V by
-    those of fewer or more tokens. endless: whether its text may be longer than the model has positions. recorded:
-    number of references held by decode graphs, as `pool.references` counts them. serial: its number among the storages of a
-    model, by which ranks that share the model name it.
+    see later ones, for which a graph has no mask. resized: whether other code has replaced K and V by those of fewer or more
+    tokens. endless: whether its text may be longer than the model has positions. recorded: number of references held by decode
+    graphs, as `pool.references` counts them. serial: its number among the storages of a model, by which ranks that share the
+    model name it.
 
     A storage is weakly referenced and hashed by identity. It has everything that a step needs of its cache, because a captured
     step creates a new cache over it (`StoredCache.around`). The defaults of mark() and rewind() suit a storage whose sync()
