@@ -213,6 +213,7 @@ OWN: dict[str, dict] = {
     "granite_speech5": {"encoder_config": {"num_key_value_heads": 4}},
     "mllama": {"text_config": {"cross_attention_layers": [1]}},
     "MllamaForCausalLM": {"cross_attention_layers": [1]},
+    "MoshiForCausalLM": {"sliding_window": 4096},  # no mask has it, and only the cache of eager drops tokens
     "moonshine_streaming": {"num_key_value_heads": 4},
     "nemotron": {"num_key_value_heads": 2},
     "Qwen4ExpForCausalLM": QWEN4,

@@ -337,6 +337,17 @@ def test_models_in_a_file_of_their_own_have_the_windows_of_those_from_which_they
         assert patched.captures and not patched.reasons
 
 
+@pytest.mark.parametrize("backend", ["lean", "streaming"])
+def test_a_window_that_no_layer_reads(backend):
+    """The code of Qwen2-MoE requests masks of both kinds. By default all layers have full attention, and the window is 0."""
+    model, inputs = tiny("qwen2_moe"), prompts("no_padding", "cpu")
+    assert model.config.sliding_window == 0 and set(model.config.layer_types) == {"full_attention"}
+    expected = generate(model, inputs, max_new_tokens=8)
+    patched = patch(model, backend, **({"window": 256, "sinks": 4} if backend == "streaming" else {}))
+    assert torch.equal(generate(model, inputs, max_new_tokens=8), expected)
+    patched.undo()
+
+
 @pytest.mark.parametrize("window", [-5, 0, 5.0, True, "5"])
 def test_a_window_that_is_no_number_of_tokens(window):
     model = tiny("mistral", "lean")

@@ -14,6 +14,19 @@ def _live(index: int) -> Any:
     return property(lambda layer: layer.shown(index), lambda layer, tensor: layer.assigned(index, tensor))
 
 
+class _Unknown(torch.Tensor):
+    """The live tokens in a captured step: only that there are some is known (Mllama asks for numel() > 0)."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.Tensor.numel:
+            raise RuntimeError("K and V of a cache are read or replaced in the step")
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+UNKNOWN = torch.ones(1, device="cpu").as_subclass(_Unknown)
+
+
 class Buffered(CacheLayerMixin):
     """A layer whose K and V are in buffers, `_keys` and `_values`, of which decode graphs have the addresses.
 
@@ -26,7 +39,7 @@ class Buffered(CacheLayerMixin):
     keys, values = _live(0), _live(1)
 
     def shown(self, index: int) -> torch.Tensor | None:
-        """The value of `keys` (index 0) or `values` (1). Raises RuntimeError in a captured step, where it is unknown."""
+        """The value of `keys` (index 0) or `values` (1); in a captured step, where it is unknown, UNKNOWN."""
         raise NotImplementedError
 
     def replace(self, index: int, old: torch.Tensor, new: torch.Tensor) -> None:

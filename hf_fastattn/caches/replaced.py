@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..step import EAGER
-from .buffers import Buffered
+from .buffers import UNKNOWN, Buffered
 
 if TYPE_CHECKING:
     from .layers import Track
@@ -37,7 +37,7 @@ class Replaceable(Buffered):
 
     def shown(self, index: int) -> torch.Tensor | None:
         if self.track.mode != EAGER:
-            raise RuntimeError("K and V of a cache are read or replaced in the step")
+            return UNKNOWN
         both = self.pending or (self._keys, self._values)
         if both[index] is None or self.why_half():
             return both[index]

@@ -82,6 +82,12 @@ def check_window(window: object) -> None:
         )
 
 
+def has_window(config: Any) -> bool:
+    """Whether a layer may read the sliding-window mask that the code of the models requests."""
+    by_kind, _ = _local_masks(config) or (False, None)
+    return not by_kind or SLIDING in (getattr(config, "layer_types", None) or (SLIDING,))
+
+
 def as_masked(config: PreTrainedConfig) -> PreTrainedConfig:
     """The configuration for a function that chooses masks by it alone: without fields that the models do not choose theirs by."""
     text = config.get_text_config(decoder=True)

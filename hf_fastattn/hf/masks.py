@@ -17,7 +17,7 @@ from transformers.masking_utils import (
     sdpa_mask,
 )
 
-from .caches import CACHE, as_masked, check_window
+from .caches import CACHE, as_masked, check_window, has_window
 from .source import modeling_source
 
 
@@ -49,8 +49,10 @@ def mask_pattern(
     # Sliding layers pass their window as local_size. Chunked layers pass their chunk, which is another pattern.
     window = getattr(config, "sliding_window", None)
     if local_size is not None and local_size == window and local_size != getattr(config, "attention_chunk_size", None):
-        check_window(window)
-        return True, local_size
+        if has_window(config):
+            check_window(window)
+            return True, local_size
+        return True, None  # which no layer reads (Qwen2-MoE requests it, and its window is 0)
     return None
 
 
