@@ -9,6 +9,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from hf_fastattn.hf import packages
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 
@@ -58,6 +60,7 @@ def nan_filled_empties():
     with torch.device("meta"):  # torch lists the functions for `with torch.device(...)` once: these, not their wrappers
         torch.empty(1)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packages, "PACKAGES", packages.PACKAGES | {__name__})
         for name in ("empty", "empty_like", "empty_strided"):
             wrapper = _spoiled(getattr(torch, name))
             # Dynamo must not trace into it, because it would stop at sys._getframe. An opaque call allocates as usual.

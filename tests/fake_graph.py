@@ -16,7 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hf_fastattn import kernels
+from hf_fastattn.hf import packages
 from hf_fastattn.patches import forwards, graph
+
+packages.PACKAGES |= {__name__}  # what records a step is no code of the model
 
 SYNCS = ("aten._local_scalar_dense", "aten.nonzero", "aten.item", "aten.masked_select")
 

@@ -25,7 +25,7 @@ from hf_fastattn.patches.forwards import Forwards
 from hf_fastattn.patches.generation import METHODS, Generation
 from hf_fastattn.patches.graph import DecodeGraphs
 from hf_fastattn.patches.present import Present
-from hf_fastattn.patches.survey import Surveyor
+from hf_fastattn.patches.snapshot import Last
 
 NEW = 16
 
@@ -118,9 +118,9 @@ def test_an_assistant_and_its_target(llama):
 def compared(monkeypatch, model, assistant, **options) -> list[int]:
     """How often a call of generate() of `model` compares its assistant, and in how many rounds."""
     assistant.generation_config.assistant_confidence_threshold = 0.0
-    surveyed, begin = Surveyor.surveyed, Generation._begin
+    current, begin = Last.current, Generation._begin
     found, rounds = [], []
-    monkeypatch.setattr(Surveyor, "surveyed", lambda self, of: found.append(of) or surveyed(self, of))
+    monkeypatch.setattr(Last, "current", lambda self, of: found.append(of) or current(self, of))
     monkeypatch.setattr(Generation, "_begin", lambda self, of, *args: rounds.append(of) or begin(self, of, *args))
     with hf_fastattn.patch(model), hf_fastattn.patch(assistant):
         for _ in range(3):
@@ -709,8 +709,8 @@ def test_a_prompt_that_cannot_be_captured_is_read_from_python_and_not_tried_agai
     llama.__class__, inputs, rehearsals, surveys = Reading, prompts("no_padding", "cpu", rows=1), [], []
     rehearse = fake_graph.RecordedGraph.rehearse
     monkeypatch.setattr(fake_graph.RecordedGraph, "rehearse", lambda *args: rehearsals.append(1) or rehearse(*args))
-    surveyed = Surveyor.surveyed
-    monkeypatch.setattr(Surveyor, "surveyed", lambda *args: surveys.append(1) or surveyed(*args))
+    current = Last.current
+    monkeypatch.setattr(Last, "current", lambda *args: surveys.append(1) or current(*args))
     with hf_fastattn.patch(llama) as patch, warnings.catch_warnings():
         warnings.simplefilter("error")
         expected = generate(llama, inputs)

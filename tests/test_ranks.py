@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import errno
-import functools
 import gc
 import math
 import os
@@ -35,7 +34,7 @@ from hf_fastattn import hf
 from hf_fastattn.patches import calls, exchange, fuse, graph, ranks, subclass, sums, values
 from hf_fastattn.patches.inputs import Fact
 from hf_fastattn.patches.processes import Process, Processes, _status, this_process
-from hf_fastattn.patches.survey import survey
+from hf_fastattn.patches.state import read
 
 pytestmark = [processes.HIDDEN, pytest.mark.xdist_group("ranks")]
 NEW = 8
@@ -518,7 +517,7 @@ def a_mesh_of_others(scene: Scene) -> str:
     """The weights are DTensors, but not from tensor parallelism, as those of FSDP are not."""
     size, scene.model._tp_size = scene.model._tp_size, None
     try:
-        return outcome(lambda: survey(scene.model))
+        return outcome(lambda: read(scene.model))
     finally:
         scene.model._tp_size = size
 
@@ -727,12 +726,12 @@ def test_undo_removes_everything(played):
     assert [found["state"][0] for found in played] == [[], []]
 
 
-def changes_seen(model, watch) -> list:
-    """Whether the watch sees each change, and that it is undone."""
+def changes_seen(model) -> list:
+    """Whether each change is noticed, and that it is undone."""
     layer = model.model.layers[1].mlp.up_proj
     shard, forward = layer.weight, vars(layer)["forward"]
-    style, inner = (forward.__closure__[forward.__code__.co_freevars.index(name)] for name in ("self", "original_forward"))
-    found, same = [], functools.partial(watch.tensors, lambda: hf.tensor_parallel_mesh(model))
+    (style,) = (forward.__closure__[forward.__code__.co_freevars.index("self")],)
+    found, first = [], read(model).state
     for thing, name, value in (
         (style, "cell_contents", copy.copy(style.cell_contents)),
         (shard, "_local_tensor", shard._local_tensor.clone()),
@@ -743,30 +742,28 @@ def changes_seen(model, watch) -> list:
     ):
         before = getattr(thing, name)
         setattr(thing, name, value)
-        seen = same() is None
+        seen = first.differs(read(model).state) is not None
         setattr(thing, name, before)
-        found.append(seen and same() is not None)
-    inner.cell_contents = None  # and what was there is gone
-    return [*found, same() is None]
+        found.append(seen and first.differs(read(model).state) is None)
+    return found
 
 
-def watch_shared(rank: int) -> list:
+def shared_model_compared(rank: int) -> list:
     model = shared(of_family("llama"))
     patch = hf_fastattn.patch(model, "lean")
-    model.model.layers[0].others = [model.model.layers[0].mlp.down_proj.weight]  # a shard that is walked over, too
+    model.model.layers[0].others = [model.model.layers[0].mlp.down_proj.weight]
     for _ in range(3):
         generate(model, {"input_ids": torch.arange(12)[None]})
-    watch, alive = patch._graphs.surveyor.watch, weakref.ref(model)
-    seen = changes_seen(model, watch)
+    alive, seen = weakref.ref(model), changes_seen(model)
     del model
     gc.collect()
-    return [len(watch.all.groups.others), len(watch.all.attributes.closures.places) > 10, seen, alive() is None, patch.reasons]
+    return [seen, alive() is None, patch.reasons]
 
 
-def test_a_shared_model_is_compared_without_a_walk(tmp_path):
+def test_changes_of_a_shared_model_are_noticed(tmp_path):
     of_family("llama")
-    for found in results(processes.run(tmp_path, 2, watch_shared)):
-        assert found == [0, True, [True] * 7, True, []]
+    for found in results(processes.run(tmp_path, 2, shared_model_compared)):
+        assert found == [[True] * 6, True, []]
 
 
 # ---- failures within a call ----

@@ -91,6 +91,7 @@ from .longrope import Rotary, chosen_on_device, longrope  # noqa: E402
 from .masks import decode_mask, dense_mask, is_causal, mask_pattern, run_starts, runs_pattern, up_to_query  # noqa: E402
 from .models import LayerShape, device_of, is_inert_hook, layer_shapes, sharer, why_not_captured  # noqa: E402
 from .norms import Norm, norm_of  # noqa: E402
+from .packages import is_trusted  # noqa: E402
 from .parallel import (  # noqa: E402
     WholeHeads,
     collective_of,
@@ -212,6 +213,7 @@ __all__ = [
     "is_stage",
     "is_stock",
     "is_torchs",
+    "is_trusted",
     "kv_heads_of_rank",
     "late_stop_checks",
     "layer_shapes",

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from .. import hf, registry
 from .preflight import check_model, check_peer_memory, find_model, which_cache, which_settings, which_shares, which_windows
 from .ranks import refusing
+from .state import MARK
 from .swap import Change, Patch
-from .walker import MARK
 
 __all__ = ["Change", "Patch", "patch", "unpatch"]
 
@@ -26,6 +26,7 @@ def patch(
     sinks: int | None = None,
     clamp_positions: bool = False,
     peer_memory: bool | None = None,
+    keep_graphs: bool = False,
 ) -> Patch:
     """Make generate() of one model run `backend`, with a cache of this package and one CUDA graph per decode step.
 
@@ -48,6 +49,10 @@ def patch(
     memory of the other GPUs, and not collectives of the process group. None: where all GPUs of the ranks can. True: or a
     ValueError with the reason.
 
+    keep_graphs: a graph of steps that run your own code, which is of no installed package, is valid for one call of generate(),
+    because such code may read anything. True keeps it: you promise that nothing changes that this code reads besides its inputs
+    and the model's weights. After a change call undo() and patch() again.
+
     Returns a Patch. Print it to see what changed. Use it in a `with` block or call its undo() to undo everything. Only this
     instance changes; a deepcopy of the model has a patch of its own.
 
@@ -58,7 +63,8 @@ def patch(
         with refusing(model):
             if MARK in vars(model):
                 raise ValueError(f"This {type(model).__name__} is already patched; call hf_fastattn.unpatch() on it first.")
-            for name, value in (("graph", graph), ("fuse", fuse), ("clamp_positions", clamp_positions)):
+            flags = {"graph": graph, "fuse": fuse, "clamp_positions": clamp_positions, "keep_graphs": keep_graphs}
+            for name, value in flags.items():
                 if not isinstance(value, bool):
                     raise TypeError(f"{name} must be True or False; got {value!r}.")
             chosen = registry.get(backend)
@@ -69,7 +75,7 @@ def patch(
             windows = which_windows(model, chosen, cache, streaming)
             if peer_memory:
                 check_peer_memory(model, graph and fuse)
-        return Patch(model, backend, windows, graph, fuse, streaming, shares, peer_memory)
+        return Patch(model, backend, windows, graph, fuse, streaming, shares, peer_memory, keep_graphs)
 
 
 _claims: dict[int, object] = {}  # by the id of a model that a thread is changing

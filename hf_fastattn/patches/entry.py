@@ -17,8 +17,8 @@ from ..caches.contract import Storage
 from ..caches.stored import StoredCache
 from . import sums
 from .cuda_graph import Graph
-from .fingerprint import Fingerprint, Uncapturable
 from .merged import merged
+from .state import State, Uncapturable
 
 if TYPE_CHECKING:
     from ..kernels.decode.all_reduce import Peers
@@ -35,7 +35,7 @@ class Entry:
     tokens: the number of tokens of each row. last: whether it returns only the logits of the last of them, which is `KEEP` = 1.
     """
 
-    def __init__(self, cache: StoredCache, fingerprint: Fingerprint, inputs: Inputs, tokens: int = 1):
+    def __init__(self, cache: StoredCache, state: State, inputs: Inputs, tokens: int = 1):
         storage = cache.storage
         self.around: Callable[[Storage], StoredCache] = type(cache).around
         self.takes_mask = storage.takes_mask
@@ -45,8 +45,10 @@ class Entry:
         self.last = inputs.get(KEEP) == 1
         self.version = storage.version
         self.variant = storage.variant
-        self.fingerprint = fingerprint
-        self.unread: frozenset[tuple[str, str]] = frozenset()  # attributes in the fingerprint that a step does not read
+        self.state = state
+        self.own: str | None = None  # a function of no trusted package that its step ran
+        self.code = 0  # the version of the code that its step ran, see `Path`
+        self.call: object = None  # the call in which it was made, for which alone it is valid if the step runs code of the user
         self.used = 0
         self.refused: str | None = None
         self.warm = False

@@ -11,6 +11,7 @@ tokens.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -21,11 +22,13 @@ from ..caches.contract import FEW, Storage
 from ..caches.stored import StoredCache
 from .buckets import bucket, launch_bound, most_tokens, several, tokens_in
 from .entry import Entry, Inputs, grows, unpaddable
-from .fingerprint import Uncapturable
 from .graph import DecodeGraphs, why_not_read
 from .present import Present
 from .record import Recorder
+from .state import Uncapturable
 from .undo import Mark, undo
+
+WORTH = 4  # tokens of a row whose replays repay the capture of a graph that is valid for one call
 
 
 class Forwards:
@@ -36,7 +39,8 @@ class Forwards:
     of tokens of the prompt, if the mask gives it, else 0. chunked: whether the prompt is read in chunks.
     adds_ones: whether the masks of the steps are that of the prompt with ones added, as in Transformers' loops.
     stock: whether only code of Transformers runs between the steps. Other code may change the model: each step compares it.
-    outer: the forwards of the call whose assistant the model is, if it is one.
+    outer: the forwards of the call whose assistant the model is, if it is one. limit: the most tokens of the call, its prompt
+    included.
     """
 
     def __init__(
@@ -53,6 +57,7 @@ class Forwards:
         adds_ones: bool = True,
         stock: bool = True,
         outer: Forwards | None = None,
+        limit: int = 1 << 62,
     ):
         self.graphs = graphs
         self.model = model
@@ -66,6 +71,7 @@ class Forwards:
         self.chunked = chunked
         self.stock = stock
         self.adds_ones = adds_ones
+        self.limit: int = limit if outer is None else outer.limit
         always = not stock and not graphs.ranks.several
         self.present: Present = Present(graphs, model, say, always=always, outer=None if outer is None else outer.present)
         self.begun = False
@@ -95,7 +101,7 @@ class Forwards:
             except Uncapturable as error:
                 reason = str(error)
                 if self.quiet:
-                    if self.present.fingerprint is not None:  # the reason is the model's code, not its present state
+                    if self.present.state is not None:  # the reason is the model's code, not its present state
                         self.graphs.read[cache.storage][bucket(ids)] = False
                     return self._forward(given)
                 if not prompt:
@@ -169,6 +175,8 @@ class Forwards:
         elif self.present.due:
             self.present.compare()
         entry, inputs = self._prepared(cache, ids, given)
+        if entry.warm and entry.graph is None:
+            entry.refused = entry.refused or self._why_own(entry, cache)
         self._write(entry, inputs)
         mark = None
         if entry.graph is None:
@@ -199,6 +207,27 @@ class Forwards:
             if not valid:
                 undo(cache.storage, mark)
         return self._counted(entry, cache, given, logits) if valid else None
+
+    def _why_own(self, entry: Entry, cache: StoredCache) -> str | None:
+        """Why a step that has run code of the user is not captured, or None. Its graph is valid for this call alone."""
+        own, graphs = entry.own, self.graphs
+        if own is None or graphs.keep:
+            return None
+        if self.present.always:
+            return f"a step runs {own}, which may read anything, and other code runs between the steps"
+        if (left := self.limit - tokens_in(cache)) < WORTH:
+            return (
+                f"a step runs {own}, which may read anything, so a graph is valid for one call, and {left} tokens do not repay it"
+            )
+        if graphs.own is None:
+            graphs.own = own
+            warnings.warn(
+                f"{type(self.model).__name__}.generate() captures its steps anew in each call: they run {own}, which is of no "
+                "installed package and may read anything. patch(keep_graphs=True) keeps the graphs, if nothing that it reads "
+                "changes.",
+                stacklevel=2,
+            )
+        return None
 
     def _check_padding(self, storage: Storage, inputs: Inputs) -> None:
         """Raise Uncapturable if a graph of several tokens cannot read these inputs."""

@@ -127,6 +127,7 @@ class Generation:
         twin = Generation(copied(self._model, memo), caches.windows, caches.streaming, self.graph, caches.shares)
         memo[id(self)] = twin
         twin.had = dict(self.had)
+        twin.graphs.keep = self.graphs.keep
         return twin
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -151,7 +152,7 @@ class Generation:
         caches.refit(model)
         forward.abandon(model)
         if forward.streams(model):
-            refresh(model)  # before the fingerprint of a graph is taken
+            refresh(model)  # before the state that a graph depends on is read
         given: object = model_kwargs.get(hf.CACHE)
         assisted = "assisted" in str(getattr(generation_mode, "value", generation_mode))
         asked = self._asked(model, generation_config, given, assisted)
@@ -184,7 +185,7 @@ class Generation:
             if assisted:
                 self._continue(seen, generation_config, model_kwargs)
             if self.graph:
-                self._begin(model, generation_config, model_kwargs)
+                self._begin(model, generation_config, model_kwargs, max_cache_length)
 
     def _continue(self, seen: int, generation_config: hf.GenerationConfig, model_kwargs: dict[str, Any]) -> None:
         """Let an assisted generation continue a cache of `seen` tokens, all of which Transformers would read again."""
@@ -276,7 +277,9 @@ class Generation:
                 if not self.calls:
                     self._unset(model, hf.CALL)
 
-    def _begin(self, model: hf.PreTrainedModel, generation_config: hf.GenerationConfig, model_kwargs: dict[str, Any]) -> None:
+    def _begin(
+        self, model: hf.PreTrainedModel, generation_config: hf.GenerationConfig, model_kwargs: dict[str, Any], limit: int
+    ) -> None:
         """Let the forwards of the current call run as graphs."""
         calls, refused = self._thread.calls, self._why_uncaptured(model, generation_config)
         if not calls or vars(model).get(hf.COMPILED) is not None:
@@ -306,6 +309,7 @@ class Generation:
             adds_ones=adds_ones,
             stock=call.stock,
             outer=assisted[0].forwards if assisted else None,
+            limit=limit,
         )
 
     def _why_uncaptured(self, model: hf.PreTrainedModel, generation_config: hf.GenerationConfig) -> str | None:

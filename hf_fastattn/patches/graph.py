@@ -1,8 +1,8 @@
 """The decode graphs of one model: one captured CUDA graph per step, replayed instead of running the model's Python.
 
 A graph is valid for one storage at one address (and one `variant` of it, such as a uniform batch), one set of input shapes and
-one fingerprint of the model (survey.py), which is taken in the first step of a generate(), and in each step if other code runs
-between the steps. Weights changed in place take effect at once.
+one state of the model (state.py), which is read in the first step of a generate(), and in each step if other code runs between
+the steps. Weights changed in place take effect at once.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from ..caches.contract import Storage
 from ..caches.stored import StoredCache
 from .cuda_graph import CudaGraph, Graph
 from .entry import Entry, Inputs
-from .fingerprint import Fingerprint
 from .one_rank import OneRank
-from .survey import Surveyor
+from .path import Path
+from .snapshot import Last
+from .state import State
 
 MAX_GRAPHS = 32  # per patched model; the least recently used one is dropped first
 
@@ -51,14 +52,20 @@ def new_graph(device: torch.device, shared: dict[str, Any]) -> Graph:
 
 
 class DecodeGraphs:
-    """All graphs of one model, over the storages of its caches."""
+    """All graphs of one model, over the storages of its caches.
+
+    keep: whether graphs of steps that run code of the user are kept after their call. own: such a function that has run.
+    """
 
     def __init__(self, ranks: OneRank | None = None) -> None:
+        self.keep = False
+        self.own: str | None = None
         self.ranks = ranks or OneRank()
         self.entries: weakref.WeakKeyDictionary[Storage, list[Entry]] = weakref.WeakKeyDictionary()
         # By the sizes of prompts read so far: whether the next of that size may be a step.
         self.read: weakref.WeakKeyDictionary[Storage, dict[int, bool]] = weakref.WeakKeyDictionary()
-        self.surveyor = Surveyor()
+        self.last = Last()
+        self.path = Path()
         self.shared: dict[str, Any] = {}
         self.lock = threading.RLock()
         self.clock = itertools.count(1)
@@ -67,7 +74,7 @@ class DecodeGraphs:
         self.closed = False  # whether the patch is undone
         self.changes = 0  # consecutive calls in which the model had changed
         self.changed: list[str] = []  # the names of the last changes
-        self.counted: Fingerprint | None = None  # the model as it was when changes were counted last
+        self.counted: State | None = None  # the model as it was when changes were counted last
         self.ranks.when_broken(self._dropper())
 
     def _dropper(self) -> Callable[[], None]:
@@ -80,36 +87,42 @@ class DecodeGraphs:
 
         return drop
 
-    def find(self, cache: StoredCache, fingerprint: Fingerprint, inputs: Inputs, tokens: int) -> Entry:
-        """The entry for these inputs, of a graph of so many tokens; a new one if there is none."""
+    def find(self, cache: StoredCache, state: State, inputs: Inputs, tokens: int, call: object) -> Entry:
+        """The entry for these inputs, of a graph of so many tokens; a new one if there is none. call: an object for each call."""
         storage = cache.storage
-        entries = [entry for entry in self.entries.get(storage, ()) if entry.version == storage.version]
+        entries = [
+            entry for entry in self.entries.get(storage, ()) if entry.version == storage.version and self._is_valid(entry, call)
+        ]
         self.entries[storage] = entries
         matching = sorted((e for e in entries if e.fits(storage) and e.accepts(inputs, tokens)), key=lambda e: -e.used)
         changed: list[str] = []
         for entry in matching:
-            differences = entry.fingerprint.differences(fingerprint, entry.unread)
-            if not differences:
-                self.changes, entry.fingerprint = 0, fingerprint  # the next call compares the same object
+            difference = entry.state.differs(state)
+            if difference is None:
                 break
             if entry.graph is not None:
-                changed = changed or differences
+                changed = changed or [difference]
         else:
-            if changed and self.counted is not fingerprint:  # once per call
-                self.changes, self.changed, self.counted = self.changes + 1, changed, fingerprint
+            if changed and self.counted is not state:  # once per call
+                self.changes, self.changed, self.counted = self.changes + 1, changed, state
             everything = [(e, held) for held in self.entries.values() for e in held]
             if len(everything) >= MAX_GRAPHS:
                 oldest, held = min(everything, key=lambda pair: pair[0].used)
                 held.remove(oldest)
-            entry = Entry(cache, fingerprint, inputs, tokens)
+            entry = Entry(cache, state, inputs, tokens)
+            entry.call = call
             entries.append(entry)
         entry.used = next(self.clock)
         return entry
 
+    def _is_valid(self, entry: Entry, call: object) -> bool:
+        """Whether the code of an entry that has run would run again, and may be of this call."""
+        return not entry.warm or (entry.code == self.path.version and (entry.own is None or entry.call is call or self.keep))
+
     def clear(self) -> None:
         self.entries.clear()
+        self.last.forget()
         self.shared.clear()
-        self.surveyor.forget()
 
     def close(self) -> None:
         """Drop all graphs, and capture no more."""

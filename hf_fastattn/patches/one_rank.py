@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from .. import hf
-from .code import is_library
 from .entry import Entry
-from .fingerprint import Uncapturable
+from .state import Uncapturable
 
 if TYPE_CHECKING:
     from ..kernels.decode.all_reduce import Peers
@@ -86,7 +85,7 @@ class OneRank:
         try:
             return run(body)
         except Exception as error:
-            if communicates and not (self.several or is_library(type(error).__module__)):
+            if communicates and not (self.several or hf.is_trusted(type(error).__module__)):
                 raise
             raise Uncapturable(_reason(error)) from error
 

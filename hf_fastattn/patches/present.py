@@ -11,8 +11,8 @@ from ..caches import forward
 from ..caches.stored import StoredCache
 from ..streaming import refresh
 from .entry import Entry, Inputs
-from .fingerprint import Fingerprint, Uncapturable
 from .graph import DecodeGraphs
+from .state import State, Uncapturable
 
 MAX_CHANGES = 4  # consecutive calls with a new capture before a warning
 
@@ -37,19 +37,21 @@ class Present:
         self.model = model
         self.say = say
         self.always = always
+        self.call: object = object() if outer is None else outer.call  # the rounds of an assistant are one call
         alone = outer is None or outer.always or graphs.ranks.several
         self.outer = None if alone else outer
-        self.assistant: Fingerprint | None = None  # of the assistant of this call, as compared last
+        self.assistant: State | None = None  # of the assistant of this call, as compared last
         self.settled: set[Entry] = set()  # those whose state the ranks have compared in this call
         self.entries: dict[int, Entry] = {}  # the last one by number of tokens
         last = None if self.outer is None else self.outer.assistant
         # The loop itself may map other ids to the rows of the table (an assistant with another vocabulary).
-        self.fingerprint = last if last is not None and graphs.surveyor.same_tables(last) else None
+        self.state = last if last is not None and graphs.last.has_same_table(model) else None
+        self.assumed = False  # whether the state is that of the last call, with which the model has not been compared yet
         self.memory: list[torch.UntypedStorage] = []  # what a graph may read although the model has dropped it
 
     def forget(self) -> None:
         """Compare the whole model before the next replay: its Python runs now, and may change it."""
-        self.fingerprint = self.assistant = None
+        self.state = self.assistant = None
         self.memory = []
         self.entries.clear()
         self._tell()
@@ -57,42 +59,46 @@ class Present:
     def _tell(self) -> None:
         """Tell the call whose assistant this model is what has been compared."""
         if self.outer is not None:
-            self.outer.assistant = self.fingerprint
+            self.outer.assistant = self.state
 
     @property
     def due(self) -> bool:
         """Whether the next step compares the model."""
-        return self.always or self.fingerprint is None
+        return self.always or self.state is None
 
     def may_wait(self) -> bool:
-        """Whether a graph may be replayed before a comparison that is due, as this does no harm if the model has changed."""
-        surveyor = self.graphs.surveyor
-        if self.fingerprint is not None:
-            return bool(self.memory) and surveyor.same_tables(self.fingerprint)
+        """Whether a graph may be replayed before a comparison that is due. If the model has changed, its results are discarded: it
+        must not read memory that was freed, nor a table beyond its end."""
+        last = self.graphs.last
+        if not self.due or not last.has_same_table(self.model):
+            return False
+        if self.state is not None:
+            return bool(self.memory)
         if not self.graphs.ranks.several:
-            self.fingerprint, self.memory = surveyor.assumed(self.model)
-        return bool(self.memory)
+            self.state = last.assumed(self.model)
+        self.assumed = self.state is not None
+        return self.assumed
 
     def compare(self) -> None:
         """Compare the model with what it was, and choose other graphs if it has changed. Raises Uncapturable."""
-        last, self.fingerprint = self.fingerprint, None
-        self.fingerprint, tensors = self._survey()
+        last, version, self.state, self.assumed = self.state, self.graphs.path.version, None, False
+        self.state, tensors = self._current()
         self._tell()
-        changed = last is not None and bool(last.differences(self.fingerprint))
-        if changed or last is None:
+        changed = last is not None and last.differs(self.state) is not None
+        if changed or last is None or self.graphs.path.now() != version:
             self.entries.clear()
         if changed or not self.always:  # if it changes again, the next step compares it before a replay that may be lost
             self.memory = []
         elif not self.memory:
             self.memory = [tensor.untyped_storage() for tensor in tensors]
 
-    def _survey(self) -> tuple[Fingerprint, list[torch.Tensor]]:
-        """See `Surveyor.surveyed`. Raises Uncapturable if no graph can be captured on one of the ranks."""
+    def _current(self) -> tuple[State, list[torch.Tensor]]:
+        """See `Last.current`. Raises Uncapturable if no graph can be captured on one of the ranks."""
         found, reason = None, None
         if self.always and forward.streams(self.model):
             refresh(self.model)  # other frequencies cannot be examined in a rehearsal
         try:
-            found = self.graphs.surveyor.surveyed(self.model)
+            found = self.graphs.last.current(self.model)
         except Uncapturable as error:
             reason = str(error)
         reason = self.graphs.ranks.refusal(reason)
@@ -115,9 +121,11 @@ class Present:
         if entry is not None and (name := entry.grown(inputs)) is not None:
             entry.refused = f"its argument {name} grows by one element per step"
             return entry
-        assert self.fingerprint is not None
-        entry = self.entries[tokens] = self.graphs.find(cache, self.fingerprint, inputs, tokens)
+        assert self.state is not None
+        entry = self.entries[tokens] = self.graphs.find(cache, self.state, inputs, tokens, self.call)
         self.settled.discard(entry)
+        if self.graphs.counted is not self.state and not self.assumed:
+            self.graphs.changes = 0  # it has not changed
         if self.graphs.changes >= MAX_CHANGES:
             names = ", ".join(self.graphs.changed[:3])
             reason = f"each of the last {MAX_CHANGES} calls was captured again, as values that a step reads had changed"

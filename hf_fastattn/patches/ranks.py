@@ -21,10 +21,10 @@ from ..caches.layers import free_bytes
 from ..caches.stored import StoredCache
 from .entry import Entry
 from .exchange import Exchange, nothing
-from .fingerprint import Uncapturable
 from .inputs import Fact, difference, facts
 from .one_rank import OneRank, T
 from .processes import Processes, this_process
+from .state import Uncapturable
 
 STOPPED = 30.0  # seconds that a rank whose step stopped waits for the others, which may compile kernels before they stop, too
 RETURN = 2.0  # seconds that a call of another model may take to return: its streamer ends before it

@@ -18,10 +18,8 @@ from . import graph, verify
 from .buckets import several
 from .cuda_graph import Graph, T
 from .entry import Entry, Inputs
-from .fingerprint import Uncapturable
-from .survey import survey, surveyed
+from .state import Uncapturable, read
 from .undo import Mark, undo
-from .unread import unread_by
 from .written import Written
 
 
@@ -93,12 +91,20 @@ class Recorder:
         ranks = self.graphs.ranks
         if entry.tokens > 1 and hf.scales_by_tensor(self.model):
             raise Uncapturable("a layer quantises the inputs of all tokens by one scale, and those of a graph may be padding")
-        before, tensors = surveyed(self.model)
-        written, generator = Written(tensors), hf.generator_of(entry.device)
+
+        path = self.graphs.path
+
+        def traced() -> Any:
+            with path.recorded(self.model) as own:
+                result = body()
+            entry.own, entry.code = own[0] if own else None, path.version
+            return result
+
+        before = read(self.model, of_user=True)
+        written, generator = Written(before.tensors), hf.generator_of(entry.device)
         drawn = generator.get_state()
-        with unread_by(self.model, before) as unread:
-            new = graph.new_graph(entry.device, self.graphs.shared)
-            outputs = ranks.attempt(partial(_rehearsed, new, entry.device), body, communicates=True)
+        new = graph.new_graph(entry.device, self.graphs.shared)
+        outputs = ranks.attempt(partial(_rehearsed, new, entry.device), traced, communicates=True)
         if not isinstance(outputs, Mapping):
             raise Uncapturable(f"its output is a {type(outputs).__name__}, and a graph returns one with names")
         logits: torch.Tensor | None = outputs.get("logits")
@@ -110,17 +116,19 @@ class Recorder:
         entry.check(logits)
         entry.output_type = type(outputs)
         entry.returns_cache = hf.CACHE in outputs
-        entry.unread = frozenset(unread)
         entry.warm = True
-        values, tensors_written, reason = [], written.names(self.model), None
+        values, tensors_written, reason = None, written.names(self.model), None
         try:
-            values = before.differences(survey(self.model), entry.unread)
+            now = read(self.model, of_user=True)
+            values = before.state.differs(now.state)
+            if values is None and entry.own is not None and before.of_user != now.of_user:
+                values = f"of {entry.own}"
         except Uncapturable as error:  # other ranks wait for what this one finds
             reason = str(error)
         may_undo = not (values or reason) and written.can_undo()
         if entry.tokens > 1 and not torch.equal(generator.get_state(), drawn):  # as many for the padding as for other tokens
             reason = reason or "a step of several tokens draws random numbers, and some of its tokens may be padding"
-        if changed := [*values, *tensors_written]:
+        if changed := [*([] if values is None else [values]), *tensors_written]:
             reason = reason or f"a step changes values that the next step reads ({', '.join(changed[:3])})"
         entry.refused = ranks.refusal(reason)
         if entry.refused is not None and ranks.every("a step that is undone", may_undo):

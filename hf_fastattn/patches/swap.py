@@ -20,7 +20,7 @@ from . import graph as graphs
 from .configs import OwnConfigs
 from .copies import copied, not_pickled
 from .generation import METHODS, Generation
-from .walker import MARK
+from .state import MARK
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,14 @@ class Patch:
         streaming: Settings | None,
         shares: Shares | None = None,
         peer_memory: bool | None = None,
+        keep_graphs: bool = False,
     ):
         """windows: the sliding windows of the layers, for a cache of the package; None for Transformers' cache.
 
-        shares: how ranks share K and V by sequence.
+        shares: how ranks share K and V by sequence. keep_graphs: see `patch`.
         """
         self._begin(model, backend, graph, None if windows is None else Generation(model, windows, streaming, graph, shares))
+        self._graphs.keep = keep_graphs
         try:
             if shares is not None:
                 assert self._generation is not None  # K and V are shared out in caches of the package
@@ -237,6 +239,8 @@ class Patch:
             lines.append(
                 f"  decode steps: {self.replays} replayed, {self.captures} graphs captured{memory}, {self.uncaptured} uncaptured"
             )
+        if self._graphs.own is not None:
+            lines.append(f"  captured anew in each call, as steps run {self._graphs.own}, which is of no installed package")
         lines += [f"  ran uncaptured: {reason}" for reason in self.reasons]
         return "\n".join(lines)
 

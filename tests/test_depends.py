@@ -7,7 +7,7 @@ import contextvars
 import dataclasses
 import functools
 import gc
-import threading
+import sys
 import types
 import warnings
 import weakref
@@ -26,9 +26,10 @@ from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
 
 import hf_fastattn
 from hf_fastattn.kernels import HAS_TRITON
-from hf_fastattn.patches import fuse, linears, residual, subclass, survey, verify, walker
-from hf_fastattn.patches.fingerprint import Uncapturable
-from hf_fastattn.patches.unread import unread_by
+from hf_fastattn.patches import fuse, linears, residual, verify
+from hf_fastattn.patches.path import Path
+from hf_fastattn.patches.snapshot import Last
+from hf_fastattn.patches.state import Reader, Uncapturable, read
 
 NEW = 8
 SCALE = 1.0
@@ -48,8 +49,11 @@ def generate(model, inputs, **options):
     return model.generate(**inputs, **{"max_new_tokens": NEW, "do_sample": False, **options})
 
 
-def check(change, inputs, captures=2):
-    """`change(model)` returns a function that changes the model; afterwards a patched and an unpatched model agree."""
+def check(change, inputs, captures=3):
+    """`change(model)` returns a function that changes the model; afterwards a patched and an unpatched model agree.
+
+    captures: 2 for a model that runs no code of this file; else each call has its own graph.
+    """
     twin, model = tiny("llama", "sdpa"), tiny("llama", "sdpa")
     change_twin, change_model = change(twin), change(model)
     with hf_fastattn.patch(model) as patch, torch.no_grad():
@@ -61,10 +65,6 @@ def check(change, inputs, captures=2):
         for _ in range(2):
             assert torch.equal(generate(model, inputs), after)
         assert (patch.captures, patch.reasons) == (captures, [])
-
-
-def holds(surveyor) -> bool:
-    return surveyor.watch.tensors() is not None
 
 
 class Steer(nn.Module):
@@ -219,22 +219,22 @@ def _config(model):
 @pytest.mark.parametrize(
     "change, captures",
     [
-        (_set_forward, 2),
-        (_set_forward_anew, 2),
-        (_default, 2),
-        (_global, 2),
+        (_set_forward, 3),
+        (_set_forward_anew, 3),
+        (_default, 3),
+        (_global, 3),
         (_wrap, 2),
         (_transpose, 2),
         (_data, 2),
         (_cut_vocabulary, 2),
         (_swap, 2),
-        (_set_class, 2),
+        (_set_class, 3),
         (_config, 2),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_a_changed_model_is_captured_anew(inputs, change, captures, monkeypatch):
-    monkeypatch.setattr("test_survey.SCALE", 1.0)
+    monkeypatch.setattr("test_depends.SCALE", 1.0)
     check(change, inputs, captures)
 
 
@@ -250,6 +250,34 @@ def test_a_method_replaced_in_its_class(inputs, monkeypatch):
         monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", lambda self, x: -old(self, x))
         assert torch.equal(generate(model, inputs), generate(twin, inputs))
         assert patch.captures == 2
+
+
+REPLACED = {
+    "torch.rsqrt": lambda x, own=torch.rsqrt: 0.5 * own(x),
+    "torch.cat": lambda x, dim=0, own=torch.cat: own(x, dim=dim) * (-1 if x[0].dim() == 4 and dim == -1 else 1),
+    "torch.nn.functional.silu": lambda x, own=nn.functional.silu, **options: 2 * own(x, **options),
+    "torch.nn.functional.linear": lambda *args, own=nn.functional.linear: 1.25 * own(*args),
+    "torch.Tensor.pow": lambda x, by, own=torch.Tensor.pow: own(x, by) + 1.0,
+    "transformers.activations.SiLUActivation.forward": lambda self, x: nn.functional.relu(x),
+    "transformers.models.llama.modeling_llama.apply_rotary_pos_emb": lambda q, k, *args, **options: (q, k),
+    "transformers.models.llama.modeling_llama.LlamaRMSNorm.forward": lambda self, x: x * 0.5,
+}
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_a_function_of_a_library_replaced_between_two_calls(inputs, name, monkeypatch):
+    """torch's, that of a module within torch, a method of tensors, of a class, of a model's file; and put back."""
+    model, twin = tiny("llama", "sdpa"), tiny("llama", "sdpa")
+    with hf_fastattn.patch(model, "reference") as patch:
+        before = generate(model, inputs)
+        with monkeypatch.context() as replaced:
+            replaced.setattr(name, REPLACED[name])
+            expected = generate(twin, inputs)
+            assert not torch.equal(before, expected), "the replacement has no effect"
+            for _ in range(2):
+                assert torch.equal(generate(model, inputs), expected)
+        assert torch.equal(generate(model, inputs), before)
+        assert patch.captures == 4 and not patch.reasons
 
 
 def test_a_function_replaced_in_a_models_file(inputs, monkeypatch):
@@ -392,13 +420,10 @@ def test_values_that_no_step_reads_do_not_count():
 
 def test_values_that_change_in_every_call_are_named(inputs):
     model = tiny("llama", "sdpa")
-    mlp = model.model.layers[0].mlp
-    mlp.strength = 1.0
-    old = mlp.forward
-    mlp.forward = lambda x: mlp.strength * old(x)
-    with hf_fastattn.patch(model) as patch, pytest.warns(match=r"captured again.*layers\.0\.mlp\.strength"):
+    attention = model.model.layers[0].self_attn
+    with hf_fastattn.patch(model) as patch, pytest.warns(match=r"captured again.*layers\.0\.self_attn\.scaling"):
         for step in range(6):
-            mlp.strength = 1.0 + step
+            attention.scaling = 0.25 + step
             generate(model, inputs)
         assert patch.captures == 6
 
@@ -413,7 +438,7 @@ def test_a_model_that_cannot_be_captured_is_not_said_to_be_captured_again(inputs
         assert not patch.captures and len(patch.reasons) == 1 and "captured again" not in patch.reasons[0]
 
 
-def test_a_fingerprint_keeps_nothing_alive(inputs):
+def test_a_graph_keeps_no_part_of_the_model_alive(inputs):
     model = tiny("llama", "sdpa")
     gc.collect()
     gc.disable()
@@ -424,25 +449,15 @@ def test_a_fingerprint_keeps_nothing_alive(inputs):
             mlp.forward = function = lambda x: 2 * old(x)
             generate(model, inputs)
             assert patch.captures == 1
-            gone = weakref.ref(function)
+            gone = [weakref.ref(function)]
             del mlp.forward, function
-            assert gone() is None
+            generate(model, inputs)
+            gone += [weakref.ref(model.model.layers[1].mlp.up_proj), weakref.ref(model.lm_head.bias or model.model.norm)]
+            del model.model.layers[1].mlp.up_proj
+            model.model.norm = None
+            assert [each() for each in gone] == [None] * 3
     finally:
         gc.enable()
-
-
-def test_attributes_are_recorded_and_released():
-    model = tiny("llama", "sdpa")
-    classes = [type(module) for module in model.modules()]
-    found = survey.survey(model)
-    with unread_by(model, found) as unread:
-        everything = len(unread)
-        model.model.norm(torch.zeros(1, 64))
-        assert ("model.norm", "variance_epsilon") not in unread and len(unread) == everything - 1
-        model.model.norm.variance_epsilon = 0.5
-    assert [type(module) for module in model.modules()] == classes and model.model.norm.variance_epsilon == 0.5
-    assert found.differences(survey.survey(model)) == ["model.norm.variance_epsilon"]
-    assert not found.differences(survey.survey(model), frozenset({("model.norm", "variance_epsilon")}))
 
 
 def _rope(model):
@@ -455,7 +470,7 @@ def _retarget(name):
     return modeling_llama, name, types.FunctionType(own.__code__, own.__globals__, name, own.__defaults__, own.__closure__)
 
 
-# What no fingerprint may miss: a function of the model that changes it. Some return what monkeypatch has to set.
+# What may not be missed: a function of the model that changes it. Some return what monkeypatch has to set.
 NOTICED = {
     "forward_hook": lambda m: m.model.layers[1].mlp.register_forward_hook(print) and None,
     "forward_pre_hook": lambda m: m.lm_head.register_forward_pre_hook(print) and None,
@@ -501,7 +516,6 @@ NOTICED = {
     "function_called_by_another": lambda m: _retarget("repeat_kv"),
     "default_of_a_function": lambda m: (modeling_llama.apply_rotary_pos_emb, "__defaults__", (2,)),
     "code_of_a_function": lambda m: (modeling_llama.rotate_half, "__code__", modeling_llama.repeat_kv.__code__),
-    "name_in_the_file": lambda m: (modeling_llama, "cat", torch.cat),
 }
 
 
@@ -516,153 +530,168 @@ def fused(model):
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 
 
-@needs_triton
-@pytest.mark.parametrize("family", FAMILIES)
-def test_fused_modules_of_every_family_have_code_of_libraries(family):
-    model_type, own = FAMILIES[family]
-    model, surveyor = fused(tiny(model_type, **own)), survey.Surveyor()
-    for _ in range(2):
-        surveyor.current(model)
-    assert holds(surveyor) and not surveyor.watch.own_classes and surveyor.assumed(model)[1]
+def recorded(model) -> tuple[Path, list[str]]:
+    """The code of one step of the model, and that of no trusted package."""
+    path, ids = Path(), torch.ones(1, 1, dtype=torch.int64)
+    with torch.no_grad(), path.recorded(model) as own:
+        model(input_ids=ids, use_cache=False)
+    return path, own
 
 
 @pytest.mark.parametrize("name", NOTICED)
 @pytest.mark.parametrize("prepared", [lambda model: model, pytest.param(fused, marks=needs_triton)], ids=["own", "fused"])
-def test_a_watch_notices_each_change(name, prepared, monkeypatch):
-    model, surveyor = prepared(tiny("llama", "sdpa")), survey.Surveyor()
+def test_each_change_is_noticed(name, prepared, monkeypatch):
+    model, last = prepared(tiny("llama", "eager")), Last()
     model.model.layers[1].mlp.held = (type(model.config)(), 1)
-    first = surveyor.current(model)
-    assert surveyor.current(model).modules == first.modules and holds(surveyor)
+    path, own = recorded(tiny("llama", "eager"))  # the fused modules run on GPUs only
+    path._collect(model)
+    first = last.current(model)[0]
+    assert last.current(model)[0] is first and last.snapshot.tensors(model) and path.now() == 0 and not own
     change = NOTICED[name](model)
     if change:
         monkeypatch.setattr(*change, raising=False)
-    assert not holds(surveyor)
     with contextlib.suppress(Uncapturable):
-        assert first.differences(surveyor.current(model)) and surveyor.watch is None
+        assert path.now() or (last.snapshot.tensors(model) is None and first.differs(last.current(model)[0]))
 
 
-def test_an_unchanged_model_is_walked_over_twice(inputs, monkeypatch):
-    model, walks, modules = tiny("llama", "sdpa"), [], walker.Walker.modules
-    monkeypatch.setattr(walker.Walker, "modules", lambda *args: walks.append(1) or modules(*args))
-    with hf_fastattn.patch(model) as patch:
-        for _ in range(5):
-            generate(model, inputs)
-        assert len(walks) == 4 and patch.captures == 1  # two calls, and before and after the rehearsal
-        model.model.norm.variance_epsilon = 0.5
-        generate(model, inputs)
-        assert len(walks) == 7 and patch.captures == 2
-
-
-def test_a_model_with_tensors_of_subclasses_and_code_of_its_own_is_watched():
-    model, surveyor = tiny("llama", "sdpa"), survey.Surveyor()
-    held = {"by": 1.0}
-    layer = model.model.layers[0]
-    layer.mlp = Steer(layer.mlp, lambda steer: steer.held["by"], held)
-    stored = torch.randn(64, 64)
-    layer.self_attn.o_proj.weight = nn.Parameter(Negated(stored), requires_grad=False)
-    for _ in range(2):
-        surveyor.current(model)
-    assert holds(surveyor)
-    held["by"] = 2.0
-    assert not holds(surveyor)
-    held["by"] = 1.0
-    assert holds(surveyor)
-    layer.self_attn.o_proj.weight.stored = stored.clone()
-    assert not holds(surveyor)
-
-
-def test_settings_that_change_in_every_call_do_not_add_up():
-    model, surveyor, lengths = tiny("llama", "sdpa"), survey.Surveyor(), []
-    for call in range(8):
-        with torch.inference_mode(call % 2 == 0):
-            assert surveyor.current(model).settings[0] is (call % 2 == 0)
-        lengths.append(len(surveyor.last.held))
-    assert holds(surveyor) and lengths[-1] == lengths[-3]
-
-
-@pytest.mark.parametrize("where", ["class", "instance", "other_method"])
-def test_a_wrapper_is_not_taken_for_the_library_function_that_it_wraps(where, monkeypatch):
-    model, surveyor, held = tiny("llama", "sdpa"), survey.Surveyor(), {"by": 1.0}
-    name = "extra_repr" if where == "other_method" else "forward"
-    owner = model.model.norm if where == "instance" else modeling_llama.LlamaRMSNorm
-    own = getattr(owner, name)
-    monkeypatch.setattr(owner, name, functools.wraps(own)(lambda *args: own(*args) * held["by"]), raising=False)
-    for _ in range(2):
-        first = surveyor.current(model)
-    assert holds(surveyor)
-    held["by"] = 2.0
-    assert not holds(surveyor) and first.differences(survey.survey(model))
-
-
-@pytest.mark.parametrize("family, name", [("llama", "apply_rotary_pos_emb"), ("qwen3", "rotate_half")])
-def test_fused_modules_have_code_of_libraries(family, name, monkeypatch):
-    """Other classes are walked over in each comparison."""
-    monkeypatch.setattr(subclass, "INTERPRETED", True)  # this fuses on a CPU too
-    model, surveyor = tiny(family, "sdpa"), survey.Surveyor()
-    with hf_fastattn.patch(model):
-        attention = model.model.layers[0].self_attn
-        assert subclass.is_fused(attention)
-        for _ in range(2):
-            surveyor.current(model)
-        assert holds(surveyor) and not surveyor.watch.own_classes and surveyor.assumed(model)[1]
-        monkeypatch.setattr(f"{type(attention).__module__}.{name}", lambda q, k, *args: (q, k))
-        assert not holds(surveyor)
-
-
-def test_a_watch_notices_other_bases_of_a_class():
-    model, surveyor, cls = tiny("llama", "sdpa"), survey.Surveyor(), modeling_llama.LlamaMLP
-    for _ in range(2):
-        first = surveyor.current(model)
-    bases = cls.__bases__
-    try:
-        cls.__bases__ = (Unchanged,)
-        assert not holds(surveyor) and first.differences(surveyor.current(model))
-    finally:
-        cls.__bases__ = bases
-
-
-def test_no_rehearsal_of_another_model_begins_between_a_walk_and_its_watch(monkeypatch):
-    """A rehearsal replaces the classes of modules, which two models may share."""
-    model, surveyor, ended = tiny("llama", "sdpa"), survey.Surveyor(), []
-
-    def rehearse():
-        with unread_by(model, first):
-            ended.append(1)
-
-    def watch(walked):
-        thread.start()
-        thread.join(0.3)
-        assert not ended
-        return survey_watch(walked)
-
-    first, thread, survey_watch = surveyor.current(model), threading.Thread(target=rehearse), survey.Watch
-    monkeypatch.setattr(survey, "Watch", watch)
-    surveyor.current(model)
-    thread.join()
-    assert ended and holds(surveyor)
-
-
-def test_a_patch_may_be_undone_while_a_watch_compares(monkeypatch):
-    model, surveyor = tiny("llama", "sdpa"), survey.Surveyor()
-    for _ in range(2):
-        surveyor.current(model)
-    monkeypatch.setattr(surveyor.watch, "tensors", lambda mesh: surveyor.forget() or [])
-    assert surveyor.current(model).modules
-
-
-def test_a_watch_keeps_no_module_and_no_tensor_alive():
-    model, surveyor = tiny("llama", "sdpa"), survey.Surveyor()
-    for _ in range(2):
-        surveyor.current(model)
+def test_a_snapshot_keeps_nothing_of_the_model_alive():
+    model, last = tiny("llama", "sdpa"), Last()
+    model.model.layers[0].mlp.held = [torch.ones(3)]
+    last.current(model)
     gone = [weakref.ref(model.model.layers[1].mlp), weakref.ref(model.lm_head.weight.untyped_storage())]
-    gone += [weakref.ref(model.lm_head.weight)]
+    gone += [weakref.ref(model.lm_head.weight), weakref.ref(model.model.layers[0].mlp.held[0])]
     gc.disable()
     try:
         del model.model.layers[1]
-        model.lm_head = None
-        assert not any(ref() for ref in gone)
+        model.lm_head = model.model.layers[0].mlp.held = None
+        assert not any(ref() for ref in gone) and last.snapshot.tensors(model) is None
     finally:
         gc.enable()
+
+
+def test_an_unchanged_model_is_read_once(inputs, monkeypatch):
+    model, reads, modules = tiny("llama", "sdpa"), [], Reader.modules
+    monkeypatch.setattr(Reader, "modules", lambda *args: reads.append(1) or modules(*args))
+    with hf_fastattn.patch(model) as patch:
+        for _ in range(5):
+            generate(model, inputs)
+        assert len(reads) == 3 and patch.captures == 1  # before and after the rehearsal, too
+        model.model.norm.variance_epsilon = 0.5
+        generate(model, inputs)
+        assert len(reads) == 6 and patch.captures == 2
+
+
+def test_tensors_of_subclasses_and_what_the_code_of_a_user_refers_to():
+    model, held = tiny("llama", "sdpa"), {"by": 1.0}
+    layer = model.model.layers[0]
+    layer.mlp = Steer(layer.mlp, lambda steer: held["by"], None)
+    stored = torch.randn(64, 64)
+    layer.self_attn.o_proj.weight = nn.Parameter(Negated(stored), requires_grad=False)
+    first, last = read(model, of_user=True), Last()
+    held["by"] = 2.0
+    assert first.of_user != read(model, of_user=True).of_user
+    held["by"] = 1.0
+    assert first.of_user == read(model, of_user=True).of_user
+    assert last.current(model)[0] is last.current(model)[0] and last.snapshot.tensors(model)
+    layer.self_attn.o_proj.weight.stored = stored.clone()
+    assert last.snapshot.tensors(model) is None
+    assert first.state.differs(read(model, of_user=True).state) == "model.layers.0.self_attn.o_proj.weight"
+
+
+def test_code_of_the_user_is_captured_in_each_call_and_said(inputs):
+    model, held = tiny("llama", "sdpa"), {"by": 1.0}
+    model.model.layers[0].mlp = Steer(model.model.layers[0].mlp, lambda steer: held["by"], None)
+    with hf_fastattn.patch(model) as patch:
+        with pytest.warns(match=r"captures its steps anew.*Steer\.forward\(\) of test_depends.*keep_graphs=True"):
+            generate(model, inputs)
+        for _ in range(2):
+            generate(model, inputs)
+        assert patch.captures == 3 and "Steer.forward() of test_depends" in str(patch) and not patch.reasons
+        assert len([entry for held in patch._graphs.entries.values() for entry in held]) == 1
+        with pytest.warns(match="valid for one call, and 2 tokens do not repay it"):
+            generate(model, inputs, max_new_tokens=4)
+        with pytest.warns(match="and other code runs between the steps"):
+            generate(model, inputs, logits_processor=[lambda ids, scores: scores])
+        assert patch.captures == 3
+    with hf_fastattn.patch(model, keep_graphs=True) as patch, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            generate(model, inputs)
+        generate(model, inputs, logits_processor=[lambda ids, scores: scores])
+        assert patch.captures == 1
+
+
+def test_a_subclass_whose_code_does_not_run_is_captured_once(inputs):
+    class Named(modeling_llama.LlamaMLP):
+        def describe(self):
+            return "not run in a step"
+
+    model = tiny("llama", "sdpa")
+    expected = generate(model, inputs)
+    model.model.layers[0].mlp.__class__ = Named
+    with hf_fastattn.patch(model) as patch:
+        assert all(torch.equal(generate(model, inputs), expected) for _ in range(3))
+        assert (patch.captures, patch.reasons) == (1, [])
+
+
+def test_a_profiler_of_the_caller_goes_on(inputs):
+    import cProfile
+
+    model, seen = tiny("llama", "sdpa"), []
+    with hf_fastattn.patch(model) as patch:
+        profile = cProfile.Profile()
+        profile.enable()
+        generate(model, inputs)
+        after_the_rehearsal()
+        profile.disable()
+        assert patch.captures == 1
+        assert any("after_the_rehearsal" in str(each.code) for each in profile.getstats())
+        sys.setprofile(lambda frame, event, _: seen.append(frame.f_code.co_name))
+        try:
+            generate(model, inputs)
+        finally:
+            sys.setprofile(None)
+        assert "generate" in seen
+
+
+def after_the_rehearsal():
+    """Is seen by a profiler."""
+
+
+@pytest.mark.parametrize("where", ["class", "instance", "other_method"])
+def test_a_wrapper_is_not_taken_for_the_library_function_that_it_wraps(where, inputs, monkeypatch):
+    model, twin, held = tiny("llama", "sdpa"), tiny("llama", "sdpa"), {"by": 1.0}
+    name = "extra_repr" if where == "other_method" else "forward"
+    owner = model.model.norm if where == "instance" else modeling_llama.LlamaRMSNorm
+    with hf_fastattn.patch(model) as patch:
+        before = generate(model, inputs)
+        own = getattr(owner, name)
+        monkeypatch.setattr(owner, name, functools.wraps(own)(lambda *args: own(*args) * held["by"]), raising=False)
+        assert torch.equal(generate(model, inputs), before)
+        held["by"] = 2.0
+        if where == "instance":
+            monkeypatch.setattr(twin.model.norm, "forward", lambda x, own=twin.model.norm.forward: 2 * own(x))
+        assert torch.equal(generate(model, inputs), generate(twin, inputs))
+        assert patch.captures == (2 if where == "other_method" else 3)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_steps_of_every_family_run_code_of_libraries(family):
+    model_type, own = FAMILIES[family]
+    model = tiny(model_type, **own)
+    with hf_fastattn.patch(model):
+        path, own = recorded(model)
+        assert not own and path.now() == 0 and read(model).state.differs(read(model).state) is None
+
+
+def test_other_bases_of_a_class_are_noticed():
+    model, cls = tiny("llama", "sdpa"), modeling_llama.LlamaMLP
+    (path, _), bases = recorded(model), cls.__bases__
+    try:
+        cls.__bases__ = (Unchanged,)
+        assert path.now() == 1
+    finally:
+        cls.__bases__ = bases
 
 
 class Unchanged(nn.Module):
@@ -882,8 +911,8 @@ def test_other_frequencies_between_two_steps_of_a_streaming_backend(inputs):
 
 def test_a_model_is_surveyed_between_two_steps_only_if_other_code_runs(inputs, monkeypatch):
     model, found = tiny("llama", "sdpa"), []
-    surveyed = survey.Surveyor.surveyed
-    monkeypatch.setattr(survey.Surveyor, "surveyed", lambda *args: found.append(1) or surveyed(*args))
+    current = Last.current
+    monkeypatch.setattr(Last, "current", lambda *args: found.append(1) or current(*args))
     counts = []
     with hf_fastattn.patch(model) as patch:
         for processor in (MinLengthLogitsProcessor(1, 2), lambda ids, scores: scores):
@@ -894,18 +923,18 @@ def test_a_model_is_surveyed_between_two_steps_only_if_other_code_runs(inputs, m
 
 def test_the_model_is_compared_while_the_graph_runs(inputs, monkeypatch):
     model, order = tiny("llama", "sdpa"), []
-    surveyed, replay = survey.Surveyor.surveyed, fake_graph.RecordedGraph.replay
+    current, replay = Last.current, fake_graph.RecordedGraph.replay
     with hf_fastattn.patch(model):
         for _ in range(2):
             generate(model, inputs)
-        monkeypatch.setattr(survey.Surveyor, "surveyed", lambda *args: order.append("compare") or surveyed(*args))
+        monkeypatch.setattr(Last, "current", lambda *args: order.append("compare") or current(*args))
         monkeypatch.setattr(fake_graph.RecordedGraph, "replay", lambda graph: order.append("replay") or replay(graph))
         generate(model, inputs, logits_processor=[lambda ids, scores: scores])
     assert order == ["replay", "compare"] * (NEW - 1)
 
 
 def test_a_graph_reads_no_memory_that_was_given_back_after_a_forward_without_one(inputs, monkeypatch):
-    """The processor replaces a weight and runs the model itself, so that the next step has no last fingerprint."""
+    """The processor replaces a weight and runs the model itself, so that the next step has nothing to compare with."""
     model, held, read = tiny("llama", "sdpa"), [], {}  # read: by graph the address of the weight
     replay = fake_graph.RecordedGraph.replay
 
@@ -963,7 +992,7 @@ def test_a_graph_reads_no_memory_that_was_given_back(inputs, monkeypatch):
             model.bias[0] = torch.ones(64)
         return scores
 
-    with hf_fastattn.patch(model) as patch:
+    with hf_fastattn.patch(model, keep_graphs=True) as patch:
         calls = patch._generation._thread.calls
 
         def kept(graph):
@@ -974,7 +1003,7 @@ def test_a_graph_reads_no_memory_that_was_given_back(inputs, monkeypatch):
             generate(model, inputs)
         monkeypatch.setattr(fake_graph.RecordedGraph, "replay", kept)
         generate(model, inputs, logits_processor=[drop])
-    assert len(held) > 4 and all(read <= each for each in held[:4]) and not read <= held[-1]
+    assert len(held) > 4 and all(read <= each for each in held[1:4]) and not read <= held[-1]
 
 
 class Noisy(nn.Module):
@@ -1000,7 +1029,7 @@ def test_a_step_that_is_undone_draws_no_random_numbers(inputs, compared, monkeyp
     for graph in (False, True):
         model = tiny("llama", "sdpa")
         model.lm_head = Noisy(model.lm_head)
-        with hf_fastattn.patch(model, "reference", graph=graph) as patch:
+        with hf_fastattn.patch(model, "reference", graph=graph, keep_graphs=True) as patch:
             for _ in range(2):
                 torch.manual_seed(3)
                 found.append(generate(model, inputs, logits_processor=[change]))

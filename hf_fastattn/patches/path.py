@@ -1,0 +1,167 @@
+"""The Python code that the steps of a model ran, and the objects to which the names in that code refer."""
+
+from __future__ import annotations
+
+import builtins
+import dis
+import functools
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import chain
+from operator import attrgetter, itemgetter
+from typing import Any
+
+import torch
+
+from .. import hf
+
+OF_A_PROMPT = frozenset({"rope_deltas"})  # attributes in which models store what belongs to one prompt (Qwen-VL)
+_GENERATED = ("triton.runtime.jit", "namedtuple_")  # run functions that they have generated, or are the modules of such
+_of_function = attrgetter("__code__", "__defaults__", "__kwdefaults__")
+_of_class = attrgetter("__mro__")
+
+
+class Path:
+    """The code of trusted packages that all steps of a model ran. version: changes if that code would find other objects."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self._codes: set[types.CodeType] = set()
+        self._files: dict[int, tuple[dict[str, Any], set[str], set[str]]] = {}  # by id: globals, names in them, and attributes
+        self._getters: list[tuple[Callable[[Any], tuple[Any, ...]], Any]] = []  # of names that a file or a module within it has
+        self._missing: list[tuple[dict[str, Any], set[str]]] = []  # names that it has not, but may be given
+        self._classes: list[type] = []
+        self._functions: list[types.FunctionType] = []
+        self._cells: list[types.CellType] = []
+        self._found: list[object] = []
+
+    @contextmanager
+    def recorded(self, model: torch.nn.Module) -> Iterator[list[str]]:
+        """The time of a rehearsal in this thread. Yields a list of the functions of no trusted package that ran."""
+        before, hidden, own = sys.getprofile(), [], list[str]()
+        for module in model.modules():  # a step that reads one of them fails, and is not captured
+            hidden += [(vars(module), name, vars(module).pop(name)) for name in OF_A_PROMPT & vars(module).keys()]
+        known: set[types.CodeType] = set()
+
+        def profile(frame: types.FrameType, event: str, _: object) -> None:
+            code = frame.f_code
+            if event == "call" and code not in known:
+                known.add(code)
+                self._ran(code, frame, own)
+
+        sys.setprofile(profile)
+        try:
+            yield own
+        finally:
+            sys.setprofile(None)
+            if before is not None:  # before Python 3.12 that of cProfile, which is not called but enabled
+                getattr(before, "enable", functools.partial(sys.setprofile, before))()
+            for values, name, value in hidden:
+                values[name] = value
+        self._collect(model)
+
+    def _ran(self, code: types.CodeType, frame: types.FrameType, own: list[str]) -> None:
+        name = frame.f_globals.get("__name__")
+        if not hf.is_trusted(name) and not _is_generated(name, frame.f_back):
+            own.append(f"{code.co_qualname}() of {name}")
+            return
+        self._codes.add(code)
+        _, names, attributes = self._files.setdefault(id(frame.f_globals), (frame.f_globals, set(), set()))
+        names.update(_globals_in(code))
+        attributes.update(code.co_names)
+
+    def _collect(self, model: torch.nn.Module) -> None:
+        """Find the places where the code looks its names up."""
+        places: dict[int, tuple[dict[str, Any], set[str]]] = {}
+        self._getters, self._missing, self._functions, self._cells = [], [], [], []
+        for file, names, attributes in self._files.values():
+            self._look_up(places, file, names, attributes, {id(file)})
+            self._look_up(places, vars(builtins), names, attributes, set())
+            if names - file.keys():
+                self._missing.append((file, names - file.keys()))
+        bases = dict.fromkeys(base for module in model.modules() for base in type(module).__mro__)
+        self._classes = [torch.Tensor, *(base for base in dict.fromkeys((*self._classes, *bases)) if base is not object)]
+        for space, names in places.values():
+            self._getters.append((all_of(names), space))
+            for name in names:
+                self._follow(space[name])
+        for cls in self._classes:
+            for value in vars(cls).values():
+                self._follow(value)
+        self._found = self._now()
+
+    def _look_up(
+        self, places: dict[int, tuple[dict[str, Any], set[str]]], file: dict[str, Any], names: set[str], attributes: set[str],
+        visited: set[int],
+    ) -> None:  # fmt: skip
+        """Note the names of a file, and those attributes that modules have to which they refer (F.silu)."""
+        found = names & file.keys()
+        if found:
+            places.setdefault(id(file), (file, set()))[1].update(found)
+        for name in found:
+            value = file[name]
+            if isinstance(value, types.ModuleType) and id(vars(value)) not in visited:
+                visited.add(id(vars(value)))
+                self._look_up(places, vars(value), attributes, attributes, visited)
+
+    def _follow(self, value: object) -> None:
+        """Note the code, the defaults and the closure of a function that ran, and those of functions that it wraps."""
+        value = getattr(value, "__func__", value)
+        if not isinstance(value, types.FunctionType) or value.__code__ not in self._codes or value in self._functions:
+            return
+        self._functions.append(value)
+        for cell in value.__closure__ or ():
+            self._cells.append(cell)
+            self._follow(content_of(cell))
+
+    def now(self) -> int:
+        """The present version."""
+        try:
+            found = self._now()
+            same = [*map(id, found)] == [*map(id, self._found)]
+        except KeyError:  # a name was deleted
+            found, same = [], False
+        if not same or any(not names.isdisjoint(file) for file, names in self._missing):
+            self.version += 1
+            self._codes.clear()
+            self._files.clear()
+            self._getters, self._missing, self._classes, self._functions, self._cells, self._found = [], [], [], [], [], []
+        return self.version
+
+    def _now(self) -> list[object]:
+        found = [*chain.from_iterable(names(space) for names, space in self._getters)]
+        for cls in self._classes:
+            found += vars(cls).values()
+        found += chain.from_iterable(map(_of_function, self._functions))
+        found += map(_of_class, self._classes)
+        found += map(content_of, self._cells)
+        return found
+
+
+def content_of(cell: types.CellType) -> object:
+    """What a variable of a closure refers to; None if it is empty."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
+
+
+def all_of(names: Iterable[Any]) -> Callable[[Any], tuple[Any, ...]]:
+    """As itemgetter(*names), which does not return a tuple for one name."""
+    names = [*names]
+    return itemgetter(*names, names[-1]) if len(names) == 1 else itemgetter(*names)
+
+
+def _is_generated(name: object, caller: types.FrameType | None) -> bool:
+    """Whether a function of a module without a file was generated by a package."""
+    if name is None and caller is not None:
+        name = caller.f_globals.get("__name__")
+    return isinstance(name, str) and name.startswith(_GENERATED)
+
+
+@functools.lru_cache(4096)
+def _globals_in(code: types.CodeType) -> frozenset[str]:
+    """The names that code looks up in its file."""
+    return frozenset(each.argval for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
