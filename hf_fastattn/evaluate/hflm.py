@@ -11,7 +11,7 @@ from lm_eval.models.huggingface import HFLM
 from .. import registry
 from ..patches import Patch, patch
 from ..patches.preflight import find_model
-from ..patches.walker import MARK
+from ..patches.state import MARK
 
 KINDS = ("default", "causal", "seq2seq")  # what backend= of HFLM may be
 OPTIONS = {name: each for name, each in inspect.signature(patch).parameters.items() if name != "target"}

@@ -67,8 +67,8 @@ class Present:
         return self.always or self.state is None
 
     def may_wait(self) -> bool:
-        """Whether a graph may be replayed before a comparison that is due. If the model has changed, its results are discarded: it
-        must not read memory that was freed, nor a table beyond its end."""
+        """Whether a graph may be replayed before a comparison that is due. If the model has changed, its results are discarded:
+        it must not read memory that was freed, nor a table beyond its end."""
         last = self.graphs.last
         if not self.due or not last.has_same_table(self.model):
             return False
