@@ -123,7 +123,7 @@ class Path:
             same = [*map(id, found)] == [*map(id, self._found)]
         except KeyError:  # a name was deleted
             found, same = [], False
-        if not same or any(not names.isdisjoint(file) for file, names in self._missing):
+        if not same or any(not file.keys().isdisjoint(names) for file, names in self._missing):
             self.version += 1
             self._codes.clear()
             self._files.clear()

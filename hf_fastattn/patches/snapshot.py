@@ -137,7 +137,10 @@ class _Snapshot:
     def memory_is_there(self) -> bool:
         """Whether all tensors exist, at their places."""
         tensors: list[Any] = [*map(call, self.memory)]
-        return None not in tensors and [*map(torch.Tensor.data_ptr, tensors)] == self.pointers
+        try:
+            return [*map(torch.Tensor.data_ptr, tensors)] == self.pointers
+        except TypeError:  # one is gone
+            return False
 
 
 def _has_weakref(value: object) -> bool:
