@@ -10,7 +10,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
-from operator import attrgetter, itemgetter
+from operator import attrgetter, is_, itemgetter
 from typing import Any
 
 import torch
@@ -120,7 +120,8 @@ class Path:
         """The present version."""
         try:
             found = self._now()
-            same = [*map(id, found)] == [*map(id, self._found)]
+            # A list of ids would take milliseconds where memory that it allocates is returned to the system.
+            same = len(found) == len(self._found) and all(map(is_, found, self._found))
         except KeyError:  # a name was deleted
             found, same = [], False
         if not same or any(not file.keys().isdisjoint(names) for file, names in self._missing):

@@ -8,9 +8,8 @@ calls of C code: a loop over the modules takes several times as long. Nothing of
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
 from itertools import chain, compress
-from operator import attrgetter, call, itemgetter
+from operator import attrgetter, call, is_, itemgetter
 from typing import Any
 
 import torch
@@ -87,7 +86,11 @@ class _Snapshot:
         self.references = [weakref.ref(value) for value in compress(values, self.weak)]
         self.strong = [not weak and fixed for weak, fixed in zip(self.weak, self.fixed, strict=True)]
         self.constants = [*compress(values, self.strong)]
-        self.again = [not fixed for fixed in self.fixed]
+        seen = set[int]()  # an object that is compared by identity is read at one of its places
+        self.again = [
+            not fixed and not (weak and id(value) in seen or seen.add(id(value)))
+            for value, fixed, weak in zip(values, self.fixed, self.weak, strict=True)
+        ]
         self.read = self._read(reader.model, values)[0]
         tensors = [*compress(values, self.plain)]
         self.layouts = _layouts(tensors)
@@ -122,9 +125,9 @@ class _Snapshot:
             values, groups = self._now(dicts)
             if [*map(len, groups)] != self.sizes or [*_flat(groups)] != self.keys:
                 return None
-            if not _identical(compress(values, self.strong), self.constants):
+            if not all(map(is_, compress(values, self.strong), self.constants)):
                 return None
-            if not _identical(compress(values, self.weak), map(call, self.references)):
+            if not all(map(is_, compress(values, self.weak), map(call, self.references))):
                 return None
             plain = [*compress(values, self.plain)]
             if _layouts(plain) != self.layouts:
@@ -150,10 +153,6 @@ def _has_weakref(value: object) -> bool:
         return weakref.ref(value) is not None
     except TypeError:
         return False
-
-
-def _identical(a: Iterable[object], b: Iterable[object]) -> bool:
-    return [*map(id, a)] == [*map(id, b)]
 
 
 def _layouts(tensors: list[torch.Tensor]) -> tuple[list[Any], ...]:
