@@ -77,7 +77,9 @@ class _Snapshot:
             skipped = ignored(module) - {"training"}
             names.setdefault(tuple(name for name in each if name not in skipped), []).append(index)
         self.getters = [(all_of(own), all_of(indices)) for own, indices in names.items() if own]
-        values, groups = self._now(dicts)
+        self.filled = [bool(group) for group in _groups(dicts)]
+        self.empty = [not group for group in self.filled]
+        values, groups = self._now(dicts, _groups(dicts))
         self.sizes = [*map(len, groups)]
         self.keys = [*_flat(groups)]
         self.plain = [type(value) in PLAIN for value in values]
@@ -104,11 +106,11 @@ class _Snapshot:
             lengths[index] = [name for name in dicts[index] if name not in skipped]
         return lengths
 
-    def _now(self, dicts: list[dict[str, Any]]) -> tuple[list[Any], list[dict[str, Any]]]:
-        """The attributes, parameters, buffers, submodules and hooks of all modules, and the dicts of those."""
-        groups: list[dict[str, Any]] = [*_flat(map(_GROUPS, dicts))]
+    def _now(self, dicts: list[dict[str, Any]], groups: list[dict[str, Any]]) -> tuple[list[Any], list[dict[str, Any]]]:
+        """The attributes, parameters, buffers, submodules and hooks of all modules, and the dicts of those that are not empty."""
+        filled = [*compress(groups, self.filled)]
         attributes = _flat(map(own, of(dicts)) for own, of in self.getters)
-        return [*_flat(attributes), *_flat(map(dict.values, groups))], groups
+        return [*_flat(attributes), *_flat(map(dict.values, filled))], filled
 
     def _read(self, model: hf.PreTrainedModel, values: list[Any]) -> tuple[list[object], list[torch.Tensor]]:
         """The values of what is read in each comparison, and the tensors among it."""
@@ -122,7 +124,10 @@ class _Snapshot:
             dicts = [module.__dict__ for module in modules]
             if [*map(type, modules)] != self.types or self._lengths(dicts) != self.lengths:
                 return None
-            values, groups = self._now(dicts)
+            groups = _groups(dicts)
+            if any(compress(groups, self.empty)):
+                return None
+            values, groups = self._now(dicts, groups)
             if [*map(len, groups)] != self.sizes or [*_flat(groups)] != self.keys:
                 return None
             if not all(map(is_, compress(values, self.strong), self.constants)):
@@ -144,6 +149,10 @@ class _Snapshot:
             return [*map(torch.Tensor.data_ptr, tensors)] == self.pointers
         except TypeError:  # one is gone
             return False
+
+
+def _groups(dicts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [*_flat(map(_GROUPS, dicts))]
 
 
 def _has_weakref(value: object) -> bool:
