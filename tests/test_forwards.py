@@ -445,7 +445,7 @@ def test_which_logits_a_model_returns(llama, kind):
         return found
 
     expected = turns()
-    with hf_fastattn.patch(llama) as patch, warnings.catch_warnings(record=True) as said:
+    with hf_fastattn.patch(llama, keep_graphs=True) as patch, warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for got, want in zip(turns(), expected, strict=True):
             assert torch.equal(got, want)
@@ -711,7 +711,7 @@ def test_a_prompt_that_cannot_be_captured_is_read_from_python_and_not_tried_agai
     monkeypatch.setattr(fake_graph.RecordedGraph, "rehearse", lambda *args: rehearsals.append(1) or rehearse(*args))
     current = Last.current
     monkeypatch.setattr(Last, "current", lambda *args: surveys.append(1) or current(*args))
-    with hf_fastattn.patch(llama) as patch, warnings.catch_warnings():
+    with hf_fastattn.patch(llama, keep_graphs=True) as patch, warnings.catch_warnings():
         warnings.simplefilter("error")
         expected = generate(llama, inputs)
         for _ in range(4):

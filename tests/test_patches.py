@@ -120,6 +120,12 @@ def test_a_sliding_window_moves_between_replays(captured, monkeypatch):
 
 
 def test_a_second_call_of_another_length_neither_reallocates_nor_recaptures(captured, llama):
+    def compiled():
+        """From then on Dynamo may intercept Python's calls, and each has one more reference. The first time it replaces methods."""
+        with contextlib.suppress(torch._dynamo.exc.Unsupported):
+            torch.compile(lambda x: torch._dynamo.graph_break() or x, backend="eager", fullgraph=True)(torch.ones(1))
+
+    compiled()
     with hf_fastattn.patch(llama) as patch:
         generate(llama, prompts("no_padding", "cpu", length=96))
         (storage,) = patch._graphs.entries
@@ -127,9 +133,7 @@ def test_a_second_call_of_another_length_neither_reallocates_nor_recaptures(capt
         del storage  # a referenced storage is not reused
         for length in (40, 130, 25):
             generate(llama, prompts("no_padding", "cpu", length=length))
-            # From now on Dynamo may intercept Python's calls, and each then has one more reference.
-            with contextlib.suppress(torch._dynamo.exc.Unsupported):
-                torch.compile(lambda x: torch._dynamo.graph_break() or x, backend="eager", fullgraph=True)(torch.ones(1))
+            compiled()
         (storage,) = patch._graphs.entries
         assert [layer.keys.data_ptr() for layer in storage.layers] == where
         assert patch.captures == 1

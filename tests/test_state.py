@@ -30,9 +30,9 @@ def captured(monkeypatch):
     fake_graph.use(monkeypatch)
     before = dict(registry._backends)
     yield
-    for name, backend in registry._backends.items():  # steps register others under the same names
-        if before[name] is not backend:
-            registry.register(before[name])
+    for name, backend in before.items():  # steps register others under the same names
+        if registry.get(name) is not backend:
+            registry.register(backend)
 
 
 def run(world: str, sequence) -> World:

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 # `transformers_modules` has the code of models that was loaded with trust_remote_code=True.
-PACKAGES = frozenset({"torch", "transformers", "transformers_modules", "triton", "hf_fastattn", *sys.stdlib_module_names})
+PACKAGES = frozenset(
+    {"torch", "transformers", "transformers_modules", "triton", "hf_fastattn", "hf_fastattn_autoload", *sys.stdlib_module_names}
+)
 _INSTALLED = frozenset({"site-packages", "dist-packages"})  # folders
 
 

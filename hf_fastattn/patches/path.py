@@ -33,6 +33,7 @@ class Path:
         self._getters: list[tuple[Callable[[Any], tuple[Any, ...]], Any]] = []  # of names that a file or a module within it has
         self._missing: list[tuple[dict[str, Any], set[str]]] = []  # names that it has not, but may be given
         self._classes: list[type] = []
+        self._members: list[frozenset[str]] = []  # the names of all that each class has
         self._functions: list[types.FunctionType] = []
         self._cells: list[types.CellType] = []
         self._found: list[object] = []
@@ -87,9 +88,16 @@ class Path:
             self._getters.append((all_of(names), space))
             for name in names:
                 self._follow(space[name])
+        self._members = [frozenset(vars(cls)) for cls in self._classes]
         for cls in self._classes:
             for value in vars(cls).values():
                 self._follow(value)
+            # A function that has not run is not reached as long as all else is the same.
+            read = [
+                name for name, value in vars(cls).items() if not isinstance(value, types.FunctionType) or value in self._functions
+            ]
+            if read:
+                self._getters.append((all_of(read), vars(cls)))
         self._found = self._now()
 
     def _look_up(
@@ -124,17 +132,27 @@ class Path:
             same = len(found) == len(self._found) and all(map(is_, found, self._found))
         except KeyError:  # a name was deleted
             found, same = [], False
-        if not same or any(not file.keys().isdisjoint(names) for file, names in self._missing):
+        if not same or self._has_more():
             self.version += 1
             self._codes.clear()
             self._files.clear()
             self._getters, self._missing, self._classes, self._functions, self._cells, self._found = [], [], [], [], [], []
         return self.version
 
+    def _has_more(self) -> bool:
+        """Whether a file or a class has another name that the code looks up."""
+        if any(not file.keys().isdisjoint(names) for file, names in self._missing):
+            return True
+        grown = [
+            vars(cls).keys() - names
+            for cls, names in zip(self._classes, self._members, strict=True)
+            if len(vars(cls)) > len(names)
+        ]
+        looked_up = {name for _, _, attributes in self._files.values() for name in attributes} if grown else set[str]()
+        return any(name in looked_up or name.startswith("__") for names in grown for name in names)
+
     def _now(self) -> list[object]:
         found = [*chain.from_iterable(names(space) for names, space in self._getters)]
-        for cls in self._classes:
-            found += vars(cls).values()
         found += chain.from_iterable(map(_of_function, self._functions))
         found += map(_of_class, self._classes)
         found += map(content_of, self._cells)

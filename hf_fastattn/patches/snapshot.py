@@ -174,11 +174,12 @@ def _layouts(tensors: list[torch.Tensor]) -> tuple[list[Any], ...]:
 
 
 def _table(model: hf.PreTrainedModel) -> object:
-    """The table that the ids of a step index: its module, memory and size, and how many hooks it has; None if there is none."""
+    """The table that the ids of a step index: its module, attributes, memory and size, and its hooks; None if there is none."""
     try:
         table: Any = model.get_input_embeddings()
-        weight = table.weight
+        weight, own = table.weight, vars(table)
         hooks = len(table._forward_hooks) + len(table._forward_pre_hooks)
     except (AttributeError, NotImplementedError):
         return None
-    return id(table), vars(table).get("forward"), weight.data_ptr(), weight.shape, hooks
+    attributes = [value if type(value) in SCALARS else id(value) for value in own.values()]
+    return id(table), attributes, weight.data_ptr(), weight.shape, hooks

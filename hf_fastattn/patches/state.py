@@ -103,7 +103,7 @@ def ignored(module: torch.nn.Module) -> frozenset[str]:
 def _same(thing: object) -> object:
     """Equal for one object alone, which is kept alive only if it cannot be referred to weakly."""
     try:
-        return weakref.ref(thing)
+        return id(thing), weakref.ref(thing)  # references are equal if their objects are
     except TypeError:
         return _Held(thing)
 
