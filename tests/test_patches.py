@@ -121,7 +121,7 @@ def test_a_sliding_window_moves_between_replays(captured, monkeypatch):
 
 def test_a_second_call_of_another_length_neither_reallocates_nor_recaptures(captured, llama):
     def compiled():
-        """From then on Dynamo may intercept Python's calls, and each has one more reference. The first time it replaces methods."""
+        """From then on Dynamo may intercept Python's calls, each with one more reference. The first time it replaces methods."""
         with contextlib.suppress(torch._dynamo.exc.Unsupported):
             torch.compile(lambda x: torch._dynamo.graph_break() or x, backend="eager", fullgraph=True)(torch.ones(1))
 

@@ -88,10 +88,11 @@ class _Snapshot:
         self.references = [weakref.ref(value) for value in compress(values, self.weak)]
         self.strong = [not weak and fixed for weak, fixed in zip(self.weak, self.fixed, strict=True)]
         self.constants = [*compress(values, self.strong)]
-        seen = set[int]()  # an object that is compared by identity is read at one of its places
+        # An object that is compared by identity is read at one of its places.
+        place = {id(value): index for index, value in enumerate(values)}
         self.again = [
-            not fixed and not (weak and id(value) in seen or seen.add(id(value)))
-            for value, fixed, weak in zip(values, self.fixed, self.weak, strict=True)
+            not fixed and not (weak and place[id(value)] != index)
+            for index, (value, fixed, weak) in enumerate(zip(values, self.fixed, self.weak, strict=True))
         ]
         self.read = self._read(reader.model, values)[0]
         tensors = [*compress(values, self.plain)]
