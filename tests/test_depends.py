@@ -606,6 +606,23 @@ def test_a_subclass_whose_code_does_not_run_is_captured_once(inputs):
         assert (patch.captures, patch.reasons) == (1, [])
 
 
+def test_callbacks_of_the_garbage_collector_are_no_code_of_a_step(inputs):
+    def collected(phase, info):
+        pass
+
+    gc.callbacks.append(collected)
+    threshold, model = gc.get_threshold(), tiny("llama", "sdpa")
+    gc.set_threshold(1)
+    try:
+        with hf_fastattn.patch(model) as patch:
+            for _ in range(2):
+                generate(model, inputs)
+            assert (patch.captures, patch.reasons) == (1, []) and gc.isenabled()
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(collected)
+
+
 def test_a_profiler_of_the_caller_goes_on(inputs):
     import cProfile
 

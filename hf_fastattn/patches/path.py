@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import dis
 import functools
+import gc
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
@@ -52,11 +53,15 @@ class Path:
                 known.add(code)
                 self._ran(code, frame, own)
 
+        collects = gc.isenabled()
+        gc.disable()  # callbacks and finalizers that it runs are not code of the step
         sys.setprofile(profile)
         try:
             yield own
         finally:
             sys.setprofile(None)
+            if collects:
+                gc.enable()
             if before is not None:  # before Python 3.12 that of cProfile, which is not called but enabled
                 getattr(before, "enable", functools.partial(sys.setprofile, before))()
             for values, name, value in hidden:
