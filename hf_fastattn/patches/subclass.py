@@ -56,10 +56,20 @@ def is_fused_part(module: torch.nn.Module) -> bool:
 def restore(modules: list[torch.nn.Module]) -> None:
     """Undo replace(), except for modules whose class or forward() others have changed since."""
     for module in modules:
-        while is_fused(module):
-            module.__class__ = type(module).__bases__[0]
+        if is_fused(module):
+            module.__class__ = _stock(type(module))
         if (before := getattr(vars(module).get("forward"), _MARK, None)) is not None:
             vars(module)["forward"] = before
+
+
+def _stock(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
+    """A class without our forward(). One that others have derived from ours (FSDP2) is derived from the stock class instead."""
+    if not hasattr(cls, _MARK):
+        return cls
+    if _MARK in vars(cls):
+        return _stock(cls.__bases__[0])
+    own = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")}
+    return type(cls.__name__, tuple(map(_stock, cls.__bases__)), own)
 
 
 def _subclass(cls: type[torch.nn.Module], fused: Fuse) -> type[torch.nn.Module]:
