@@ -202,6 +202,63 @@ def test_a_cache_that_outlives_its_model_keeps_only_its_own_memory(buffers, monk
     assert buffers.count() == 0
 
 
+def _checkpointed(model):
+    model.gradient_checkpointing_enable()
+    return model
+
+
+def _lora(model):
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+
+
+TRAINED = {  # what a training step calls
+    "model": lambda model: model,
+    "part without the head": lambda model: model.base_model,
+    "with checkpoints": _checkpointed,
+    "LoRA on top": _lora,
+    "replica": lambda model: torch.nn.Module._replicate_for_data_parallel(model),
+}
+
+
+@pytest.mark.parametrize("what", TRAINED)
+def test_a_training_step_frees_large_idle_buffers_and_their_graphs(buffers, monkeypatch, what):
+    fake_graph.use(monkeypatch, prompts=False)
+    model, inputs = tiny("llama").train(), prompts("left_padding", "cpu")
+    with patched(model, "static") as patch:
+        cache = generate(model, prompts("left_padding", "cpu", rows=2), return_dict_in_generate=True).past_key_values
+        generate(model, inputs)
+        whole, idle = TRAINED[what](model), patch._generation.caches.pool
+        whole(**inputs)  # the buffers are below the limit
+        monkeypatch.setattr(pool, "KEPT", idle.idle_bytes - 1)
+        with torch.no_grad():
+            whole(**inputs)
+        whole.eval()(**inputs)
+        assert buffers.count() == 2 * 4 and len(patch._graphs.entries) == 2 and "training" not in str(patch)
+        out = whole.train()(**inputs)[0]
+        assert buffers.count() == 4 and [*patch._graphs.entries] == [cache.storage]
+        out.sum().backward()
+        model.gradient_checkpointing_disable()
+        generate(model, inputs)
+        assert buffers.count() == 2 * 4 and "captured again, as 1 training steps have freed K and V" in str(patch)
+        del cache
+
+
+def test_a_training_step_of_a_copy_frees_the_buffers_of_the_copy(buffers, monkeypatch):
+    monkeypatch.setattr(pool, "KEPT", 0)
+    model, inputs = tiny("llama").train(), prompts("left_padding", "cpu")
+    with patched(model, "static", graph=False):
+        generate(model, inputs)
+        twin = copy.deepcopy(model)
+        twin(**inputs)
+        generate(twin, inputs)
+        assert buffers.count() == 2 * 4
+        twin.model(**inputs)
+        assert buffers.count() == 4
+        model(**inputs)
+        assert buffers.count() == 0
+
+
 def test_storages_beyond_the_pools_limit_are_freed(buffers):
     model = tiny("llama")
     with patched(model, "static", graph=False):

@@ -16,6 +16,7 @@ import fake_graph
 import processes
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import INTERPRETED
 from models import prompts, tiny
 from torch.distributed.device_mesh import init_device_mesh
@@ -25,6 +26,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, TrainerCallback,
 import hf_fastattn
 from benchmarks import rollout
 from hf_fastattn import hf
+from hf_fastattn.caches import pool
+from hf_fastattn.patches import subclass
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
@@ -206,22 +209,25 @@ class Run:
 
 
 @pytest.mark.parametrize(
-    "kind, lora, when, steps",
+    "kind, lora, when, steps, kept",
     [
-        ("GRPO", True, "after", 3),  # the hook on the embedding
+        ("GRPO", True, "after", 3, pool.KEPT),  # the hook on the embedding
+        pytest.param("GRPO", False, "before", 3, 0, marks=long),
         *(
-            pytest.param(kind, lora, when, 10, marks=long)
+            pytest.param(kind, lora, when, 10, pool.KEPT, marks=long)
             for kind in ("GRPO", "RLOO")
             for lora in (False, True)
             for when in ("before", "after")
         ),
     ],
 )
-def test_rollouts(kind, lora, when, steps, tmp_path):
+def test_rollouts(kind, lora, when, steps, kept, tmp_path, monkeypatch):
+    monkeypatch.setattr(pool, "KEPT", kept)  # with 0 each step frees K and V, and each rollout is captured
     stock, ours = (Run(tmp_path, kind, each, lora, max_steps=steps).train() for each in (None, when))
     if lora:
         assert ours.trainer.model.get_input_embeddings()._forward_hooks
-    assert ours.counts() == (1, steps * (NEW - 1) - 1, 0) and len(set(ours.logged("reward"))) > 1
+    captures = 1 if kept else steps
+    assert ours.counts() == (captures, steps * (NEW - 1) - captures, 0) and len(set(ours.logged("reward"))) > 1
     ours.agrees(stock)
 
 
@@ -455,28 +461,59 @@ def _replicated(rank, folder):
     return found
 
 
-def _sharded(rank):
-    stock, model, mesh = tiny("llama", "sdpa"), tiny("llama", "sdpa"), init_device_mesh("cpu", (2,))
-    patch = hf_fastattn.patch(model)
-    for part in (*model.model.layers, model):
-        fully_shard(part, mesh=mesh)
-    equal = [torch.equal(generate(model), generate(stock)) for _ in range(3)]
-    return equal, patch.captures, patch.reasons
+def _fsdp2(model):
+    for part in (*model.model.layers, model.model.norm, model):  # accelerate shards the norm too
+        fully_shard(part, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    return model
+
+
+def _accelerate(model):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    return pytest.importorskip("accelerate").Accelerator(cpu=True).prepare(model)
+
+
+def _wrapped(rank, wrap):
+    """Rollouts and steps of a patched model that is then wrapped. The last rollout is without the patch."""
+    model, stock, equal, idle = tiny("llama").train(), tiny("llama", "sdpa").train(), [], []
+    with pytest.MonkeyPatch.context() as inner:
+        inner.setattr(subclass, "INTERPRETED", True)  # this fuses on a CPU too
+        patch = hf_fastattn.patch(model)
+    whole = wrap(model)
+    for _ in range(3):
+        equal.append(torch.equal(generate(model), generate(stock)))
+        for each in (whole, stock):
+            each(**prompts("left_padding", "cpu")).logits.square().mean().backward()
+            torch.optim.SGD(each.parameters(), 1e-2).step()
+            each.zero_grad()
+        idle.append(patch._generation.caches.pool.idle_bytes)
+    patch.undo()
+    return [*equal, torch.equal(generate(model), generate(stock))], idle, patch.captures, patch.reasons
+
+
+@processes.HIDDEN
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=long)])
+@pytest.mark.parametrize("wrap", [_fsdp2, torch.nn.parallel.DistributedDataParallel, _accelerate])
+def test_wrapped_models(wrap, count, tmp_path, monkeypatch):
+    monkeypatch.setattr(pool, "KEPT", 0)
+    for ended in processes.run(tmp_path, count, _wrapped, wrap):
+        assert ended.result is not None, ended.output
+        equal, idle, captures, reasons = ended.result
+        assert all(equal) and not any(idle)
+        if wrap is _fsdp2:
+            assert captures == 0 and len(reasons) == 1 and "FSDP" in reasons[0] and "forward hook" in reasons[0]
+        else:
+            assert (captures, reasons) == (3, [])
 
 
 @long
 @processes.HIDDEN
 def test_two_processes(tmp_path):
     checkpoint.save(tmp_path / "model")
-    for ended in processes.run(tmp_path / "replicated", 2, _replicated, tmp_path, limit=200):
+    for ended in processes.run(tmp_path / "run", 2, _replicated, tmp_path, limit=200):
         assert ended.result is not None, ended.output
         (_, rewards, norms, _), (kind, *ours, counts) = ended.result
         assert kind == "DistributedDataParallel" and ours == [rewards, pytest.approx(norms, rel=1e-3)]
         assert counts == ((1, 3 * (NEW - 1) - 1, 0), [])
-    for ended in processes.run(tmp_path / "sharded", 2, _sharded, limit=200):
-        assert ended.result is not None, ended.output
-        equal, captures, (reason,) = ended.result
-        assert all(equal) and captures == 0 and "FSDP" in reason and "forward hook" in reason
 
 
 @long

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,25 +11,53 @@ import torch
 from .. import hf, registry
 from .. import step as steps
 from ..streaming import refresh
+from .pool import Pool
 from .stored import Arguments, StoredCache
 
 
-def add_hooks(model: torch.nn.Module) -> None:
+class TrainingBegins:
+    """A forward pre-hook: a training step frees the idle K and V of a pool. A copy has none until free_for_training()."""
+
+    def __init__(self) -> None:
+        self.pool: Callable[[], Pool | None] = lambda: None
+
+    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling() or not (module.training and torch.is_grad_enabled()):
+            return
+        if not isinstance(hf.cache_in(kwargs), StoredCache) and (pool := self.pool()) is not None:
+            pool.free_for_training()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TrainingBegins, ()
+
+
+def free_for_training(model: hf.PreTrainedModel, pool: Pool) -> None:
+    """Let training steps of this model, or of its part without the head, free the idle K and V of `pool`."""
+    for module in {model, model.base_model}:
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, TrainingBegins):
+                hook.pool = weakref.ref(pool)
+
+
+def add_hooks(model: hf.PreTrainedModel) -> None:
     """Begin and end a step around each forward of this model."""
+    for module in {model, model.base_model}:
+        module.register_forward_pre_hook(TrainingBegins(), with_kwargs=True)
     model.register_forward_pre_hook(before, with_kwargs=True)
     model.register_forward_hook(after, always_call=True)
 
 
-def remove_hooks(model: torch.nn.Module) -> None:
+def remove_hooks(model: hf.PreTrainedModel) -> None:
     """Remove the hooks, also on a copy of the model."""
-    for hooks, of_keys in (
-        (model._forward_pre_hooks, (model._forward_pre_hooks_with_kwargs,)),
-        (model._forward_hooks, (model._forward_hooks_with_kwargs, model._forward_hooks_always_called)),
-    ):
-        for key in [key for key, hook in hooks.items() if is_ours(hook)]:
-            del hooks[key]
-            for keys in of_keys:
-                keys.pop(key, None)
+    for module in {model, model.base_model}:
+        for hooks, of_keys in (
+            (module._forward_pre_hooks, (module._forward_pre_hooks_with_kwargs,)),
+            (module._forward_hooks, (module._forward_hooks_with_kwargs, module._forward_hooks_always_called)),
+        ):
+            for key in [key for key, hook in hooks.items() if is_ours(hook)]:
+                del hooks[key]
+                for keys in of_keys:
+                    keys.pop(key, None)
 
 
 def has_hooks(model: torch.nn.Module) -> bool:
@@ -35,7 +65,7 @@ def has_hooks(model: torch.nn.Module) -> bool:
 
 
 def is_ours(hook: object) -> bool:
-    return hook is before or hook is after
+    return hook is before or hook is after or isinstance(hook, TrainingBegins)
 
 
 def streams(model: hf.PreTrainedModel) -> bool:

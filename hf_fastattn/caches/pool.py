@@ -16,6 +16,7 @@ from .contract import Storage
 from .stored import StoredCache
 
 MAX_IDLE = 4  # storages that a pool keeps for later calls, one per batch size
+KEPT = 256 << 20  # bytes of idle K and V that a training step leaves: freeing them gains less than the next capture costs
 
 
 class Pool:
@@ -25,12 +26,14 @@ class Pool:
     A storage returns to the pool when its cache is deleted, not when generate() returns: a caller that keeps the cache keeps its
     buffers. A storage is not reused while references to one of its layers, K or V remain.
     make: creates a storage for a number of tokens. around: creates a cache over a storage. serial: the number of the last one.
+    freed: how often a training step has freed the idle storages.
     """
 
     def __init__(self, make: Callable[[int], Storage], around: Callable[[Storage], StoredCache], serial: int = 0):
         self.make, self.around, self.serial = make, around, serial
         self.idle: list[tuple[int, Storage]] = []  # (rows, storage), longest idle first
         self.closed = False
+        self.freed = 0
         self.lock = threading.RLock()  # finalizers may run inside any call
 
     def take(self, rows: int, capacity: int, among: list[int] | None = None) -> StoredCache:
@@ -83,6 +86,13 @@ class Pool:
     def clear(self) -> None:
         with self.lock:
             self.idle.clear()
+
+    def free_for_training(self) -> None:
+        """Drop the idle storages, and their graphs with them, if they hold more than KEPT bytes."""
+        with self.lock:
+            if self.idle and self.idle_bytes > KEPT:
+                self.clear()
+                self.freed += 1
 
     def close(self) -> None:
         """Drop the idle storages, and no longer accept those that caches still use."""

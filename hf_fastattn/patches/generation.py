@@ -173,6 +173,7 @@ class Generation:
             self.say(f'use_cache=False was requested, {again} (in TRL pass generation_kwargs={{"use_cache": True}})')
         else:
             given = model_kwargs[hf.CACHE] = caches.pool.take(rows, max_cache_length, among)
+            forward.free_for_training(model, caches.pool)
         self.ranks.wrote(model_kwargs.get(hf.CACHE))
         if caches.takes(given):
             seen = given.get_seq_length()

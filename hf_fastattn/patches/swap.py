@@ -241,6 +241,8 @@ class Patch:
             )
         if self._graphs.own is not None:
             lines.append(f"  captured anew in each call, as steps run {self._graphs.own}, which is of no installed package")
+        if self.captures and self._generation is not None and (times := self._generation.caches.pool.freed):
+            lines.append(f"  captured again, as {times} training steps have freed K and V")
         lines += [f"  ran uncaptured: {reason}" for reason in self.reasons]
         return "\n".join(lines)
 
@@ -256,7 +258,8 @@ class Patch:
 
     @property
     def graph_bytes(self) -> int:
-        found: int = self._graphs.shared.get("bytes", 0)
+        shared = self._graphs.shared
+        found: int = shared["bytes"] if shared.get("graphs") else 0  # the memory pool ends with its last graph
         return found
 
     @property
