@@ -37,7 +37,7 @@ CLASSES = {
     "superglue.modeling_superglue": "SUPERGLUE_SELF_ATTENTION_CLASSES",
     "unlimited_ocr.modeling_unlimited_ocr": "UNLIMITED_OCR_SAM_VISION_ATTENTION_CLASSES",
 }
-LM, LM_CLASS = "hf-fastattn", "hf_fastattn.evaluate.hflm:FastHFLM"  # the model type of lm-eval
+LM, LM_CLASS = "hf-fastattn", "hf_fastattn.evaluation.hflm:FastHFLM"  # the model type of lm-eval
 
 
 def autoload() -> None:

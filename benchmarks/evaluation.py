@@ -135,8 +135,8 @@ def record(source: str) -> dict:
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    from hf_fastattn.evaluate import harness
-    from hf_fastattn.evaluate import load as load_model
+    from hf_fastattn.evaluation import harness
+    from hf_fastattn.evaluation import load as load_model
 
     model, tokenizer = load_model(source, device="cpu")
     manager = TaskManager(include_path=str(harness.PACK), include_defaults=False)

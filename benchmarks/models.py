@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from hf_fastattn import hf, model_shapes
-from hf_fastattn.explain import costs
+from hf_fastattn.explanation import costs
 
 COMMON = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}  # no generation ends early
 _TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128}  # for trials

@@ -6,11 +6,12 @@
     torchrun --nproc-per-node 4 -m benchmarks.ranks --shape 8b --share-of 8 --rivals patch,collectives,sdpa,batch
 
 Rivals on the shared model: patch(), whose sums over ranks are kernels where the GPUs allow it; patch(peer_memory=False);
-patch(kv="sequence"); stock generate() with sdpa, with a compiled static cache, and in continuous batches (generate_batch, by the
-timestamps of its tokens). On the whole model, in the first process: patch() and stock generate() on one GPU, and stock generate()
-over all GPUs by layers, as device_map="auto" places them. There is one model at a time. A rival that cannot run is in the row
-with the reason. --keep adds the rows to those of other numbers of GPUs. --share-of 8 gives each GPU the heads and columns that it
-would have if there were eight, to tell the step of a larger machine on a smaller one: only the sums are over fewer ranks.
+patch(kv_sharding="sequence"); stock generate() with sdpa, with a compiled static cache, and in continuous batches
+(generate_batch, by the timestamps of its tokens). On the whole model, in the first process: patch() and stock generate() on one
+GPU, and stock generate() over all GPUs by layers, as device_map="auto" places them. There is one model at a time. A rival that
+cannot run is in the row with the reason. --keep adds the rows to those of other numbers of GPUs. --share-of 8 gives each GPU
+the heads and columns that it would have if there were eight, to tell the step of a larger machine on a smaller one: only the
+sums are over fewer ranks.
 
 Weights are random. The floor is the bytes that one GPU reads in a step, divided by its bandwidth (as in families). Before timing,
 the logits of captured steps are compared with those of uncaptured ones, and the tokens of all ranks with each other. Prompts of
@@ -30,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from hf_fastattn import hf
-from hf_fastattn.explain import costs
+from hf_fastattn.explanation import costs
 
 from .families import FAMILIES, bandwidth
 from .grid import pairs, row_lengths

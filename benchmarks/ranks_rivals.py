@@ -19,12 +19,12 @@ from .runs import SKIP, Prompt, Run, free, resumed, rewind, run, step_times, ver
 OURS = {  # rivals that patch the shared model: arguments of patch()
     "patch": {},
     "collectives": {"peer_memory": False},
-    "sequence": {"kv": "sequence"},
+    "sequence": {"kv_sharding": "sequence"},
 }
 NAMES = {  # of the rivals, in words
     "patch": "`patch()`",
     "collectives": "`patch(peer_memory=False)`",
-    "sequence": '`patch(kv="sequence")`',
+    "sequence": '`patch(kv_sharding="sequence")`',
     "sdpa": "stock `generate()`",
     "static": "stock, static cache, compiled",
     "batch": "stock `generate_batch()`",

@@ -13,12 +13,12 @@ from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
 import hf_fastattn
-from hf_fastattn import hf
+from hf_fastattn.hf import load_model, load_tokenizer
 
 name = sys.argv[1] if len(sys.argv) > 1 else "smollm2"
 steps = int(sys.argv[2]) if len(sys.argv) > 2 else 20
 cuda = torch.cuda.is_available()
-model = hf.load_model(name, dtype=torch.bfloat16 if cuda else torch.float32, device="cuda" if cuda else "cpu")
+model = load_model(name, dtype=torch.bfloat16 if cuda else torch.float32, device="cuda" if cuda else "cpu")
 model.is_quantized = False  # from_pretrained() has converted the weights of a GGUF file; Trainer would refuse to train it
 questions = ["What is attention?", "Describe a graph.", "Why is the sky blue at noon?", "Name a prime."]
 
@@ -45,7 +45,7 @@ trainer = GRPOTrainer(
         disable_tqdm=True,
     ),
     train_dataset=Dataset.from_dict({"prompt": questions * 8}),
-    processing_class=hf.load_tokenizer(name),
+    processing_class=load_tokenizer(name),
 )
 patched = hf_fastattn.patch(trainer.model)  # before or after the trainer is made
 trainer.train()

@@ -5,10 +5,8 @@ Importing this package adds names to Transformers and changes nothing else.
 
 from . import backends as _backends
 from .caches import PreallocatedCache, RollingCache
-
-# Imported here and not on first use: a submodule imported later would replace the function of its name. lm-eval is imported late.
-from .evaluate import evaluate
-from .explain import explain
+from .evaluation import evaluate
+from .explanation import explain
 from .interface import count_calls
 from .kernels.merge import merge
 from .patches import patch, unpatch

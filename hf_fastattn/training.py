@@ -18,6 +18,8 @@ from torch.autograd import forward_ad
 from .kernels import checks
 from .kernels.spec import KV, Gradients, Spec
 
+__all__ = ["attention"]
+
 # The functions of each backend name that compute (out, lse) and the gradients, and the names whose functions support dropout.
 _passes: dict[str, tuple[Callable[..., tuple[torch.Tensor, torch.Tensor]], Callable[..., Gradients]]] = {}
 _dropping: set[str] = set()

@@ -38,7 +38,7 @@ from benchmarks import (
 )
 from hf_fastattn import PreallocatedCache, cli, hf, patch
 from hf_fastattn.cli import handed_over
-from hf_fastattn.explain import costs
+from hf_fastattn.explanation import costs
 
 WINDOWED = {**models.SHAPES["tiny"][1], "sliding_window": 8}
 RIVALS = {grid.SDPA, grid.STATIC, grid.LEAN, grid.OURS}

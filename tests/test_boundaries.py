@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import inspect
+import pkgutil
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +18,7 @@ ROOT = Path(hf_fastattn.__file__).parent
 ORDER = [  # a part only imports parts from later lines
     ("__main__",),
     ("cli",),
-    ("evaluate", "explain"),
+    ("evaluation", "explanation"),
     ("patches",),
     ("backends", "caches"),
     ("registry",),
@@ -56,6 +59,16 @@ def test_imports_go_down_the_list(path):
             assert not sibling, f"{path.name} imports a sibling, {'.'.join(there)}"
         elif there[0] in LEVEL:
             assert LEVEL[there[0]] > LEVEL[here[0]], f"{path.name} imports {'.'.join(there)}, which is not below it"
+
+
+def test_no_name_of_a_package_is_also_one_of_its_modules():
+    """Which of the two `package.name` gives would depend on what was imported before."""
+    packages = [module for name, module in sys.modules.items() if name.startswith("hf_fastattn") and hasattr(module, "__path__")]
+    inside = [(package, name) for package in packages for _, name, _ in pkgutil.iter_modules(package.__path__)]
+    assert (
+        len(packages) > 10
+        and [(package.__name__, name) for package, name in inside if not inspect.ismodule(getattr(package, name, sys))] == []
+    )
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))

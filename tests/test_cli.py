@@ -13,8 +13,8 @@ import torch
 
 import hf_fastattn
 from hf_fastattn import cli, hf
-from hf_fastattn.evaluate import Evaluation, harness, perplexity, report
-from hf_fastattn.explain import costs
+from hf_fastattn.evaluation import Evaluation, harness, perplexity, report
+from hf_fastattn.explanation import costs
 
 bench_generate, results = (cli.load_benchmark(name) for name in ("generate", "results"))
 
@@ -40,7 +40,7 @@ def test_explain_of_a_named_shape_and_of_a_folder(capsys, folder):
     assert said["facts"]["name"] == folder and said["facts"]["dtype"] == "bfloat16" and said["facts"]["num_kv_heads"] == 2
 
 
-@pytest.mark.parametrize("cache", ["static", "dynamic"])
+@pytest.mark.parametrize("cache", ["preallocated", "dynamic"])
 def test_generate_prints_the_text_and_compares(capsys, folder, cache):
     options = ["--dtype", "float32", "--device", "cpu", "--tokens", "6", "--prompt", "abc", "--cache", cache]
     assert cli.main(["generate", folder, *options, "--compare", "sdpa"]) == 0

@@ -1,4 +1,4 @@
-"""K and V shared out over ranks by sequence: the functions below patch(kv="sequence"), and Ring, zigzag and Striped attention."""
+"""K and V shared out over ranks by sequence: the functions below patch(), and Ring, zigzag and Striped attention."""
 
 from __future__ import annotations
 

@@ -16,9 +16,9 @@ import checkpoint
 
 import hf_fastattn
 from hf_fastattn import interface, registry
-from hf_fastattn.evaluate import Evaluation, data, harness, load, pairs, perplexity, rounding, running
-from hf_fastattn.evaluate.pairs import Answers, Measure
-from hf_fastattn.evaluate.report import Run
+from hf_fastattn.evaluation import Evaluation, data, harness, load, pairs, perplexity, rounding, running
+from hf_fastattn.evaluation.pairs import Answers, Measure
+from hf_fastattn.evaluation.report import Run
 from hf_fastattn.kernels import INTERPRETED, spans
 
 pytestmark = pytest.mark.xdist_group("evaluate")  # one process loads the model
@@ -86,7 +86,7 @@ def test_smollm2_backends_and_caches_are_equal(smollm2, small, tmp_path, monkeyp
     layers = smollm2[0].config.num_hidden_layers
     for run in found.runs[4:]:
         decoded = run.calls.get(f"{run.backend}.decode", run.calls[f"{run.backend}.prefill"])
-        captured = run.cache == "static" and smollm2[0].device.type == "cuda"  # replays are not counted
+        captured = run.cache == "preallocated" and smollm2[0].device.type == "cuda"  # replays are not counted
         assert (decoded > layers * 5 or captured) and f"{run.backend}.dense" not in run.calls
     # The batches were left-padded, with different lengths.
     assert paddings and all(len(set(rows)) == 3 and min(rows) == 0 for rows in paddings)
@@ -176,7 +176,7 @@ def test_decode_perplexity_is_that_of_one_pass(tiny):
     model, tokenizer = tiny
     given = perplexity.excerpts(tokenizer, data.text(), rows=3, tokens=9, prompt=20)
     assert (given.mask == 0).sum(1).tolist() == [0, 5, 10]
-    with running(model, "lean", "static"):
+    with running(model, "lean", "preallocated"):
         nats = perplexity.decode_nats(model, given)
     ids = torch.cat([given.prompts, given.targets], 1)
     mask = torch.cat([given.mask, torch.ones_like(given.targets)], 1)

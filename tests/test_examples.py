@@ -21,8 +21,8 @@ NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 # file: (further arguments, required output)
 OURS = {
     "from_pretrained": ([], ["the tokens of sdpa: True", "{'lean.decode': 40}"]),
-    "patch_pipeline": ([], ["LlamaForCausalLM: ", "cache of layers: dynamic -> static, preallocated", "now: sdpa"]),
-    "lm_eval_compare": (["1"], ["EQUAL to sdpa, dynamic in every answer and score: ", "lean, static", "| fastattn_choice"]),
+    "patch_pipeline": ([], ["LlamaForCausalLM: ", "cache of layers: dynamic -> preallocated", "now: sdpa"]),
+    "lm_eval_compare": (["1"], ["EQUAL to sdpa, dynamic in every answer and score: ", "lean, preallocated", "| fastattn_choice"]),
     "benchmark": (["6"], ["sdpa ", "patch ", " ms a token on "]),
     "grpo": (["2"], ["rewards: -", "attention of layers: sdpa -> lean"]),
     "third_party_backend": ([], ["the tokens of sdpa: True {'by_head.prefill': 24}"]),
@@ -80,7 +80,7 @@ def test_notebook(capsys):
             assert cell["outputs"] == [] and cell["execution_count"] is None
             exec("".join(cell["source"]), names)
     said = capsys.readouterr().out
-    assert "cache of layers: dynamic -> static, preallocated" in said and "'lean.decode': 600" in said
+    assert "cache of layers: dynamic -> preallocated" in said and "'lean.decode': 600" in said
     assert names["equal"] and all(names["equal"].values())
     assert "takes at least" in said and "PreallocatedCache" in said
 

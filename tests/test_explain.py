@@ -12,7 +12,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import hf_fastattn
 from hf_fastattn import hf
-from hf_fastattn.explain import SHAPES, costs, explain
+from hf_fastattn.explanation import SHAPES, costs, explain
 from hf_fastattn.kernels.host import gpu
 
 

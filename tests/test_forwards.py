@@ -17,7 +17,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 import hf_fastattn
 from hf_fastattn import PreallocatedCache, RollingCache, hf
 from hf_fastattn.caches.layers import SLACK
-from hf_fastattn.caches.storage import StaticStorage
+from hf_fastattn.caches.storage import PreallocatedStorage
 from hf_fastattn.kernels import reference
 from hf_fastattn.model_shapes import SHAPES
 from hf_fastattn.patches import buckets
@@ -641,9 +641,9 @@ def test_prompts_in_a_cache_that_another_model_has_used(llama):
 
 
 def test_all_rows_of_a_graph_have_a_bounded_number_of_tokens():
-    found = {rows: buckets.most_tokens(StaticStorage([None], 256), rows) for rows in (1, 2, 3, 8, 9, 200)}
+    found = {rows: buckets.most_tokens(PreallocatedStorage([None], 256), rows) for rows in (1, 2, 3, 8, 9, 200)}
     assert found == {1: 512, 2: 256, 3: 128, 8: 64, 9: 64, 200: 64}
-    long = [buckets.most_tokens(StaticStorage(windows, 256), 1, 2000) for windows in ([None], [None, 64])]
+    long = [buckets.most_tokens(PreallocatedStorage(windows, 256), 1, 2000) for windows in ([None], [None, 64])]
     assert long == [1920, SLACK]  # a sliding layer has room for no more
 
 

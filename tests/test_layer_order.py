@@ -14,7 +14,7 @@ from transformers import DynamicCache
 import hf_fastattn
 from hf_fastattn import PreallocatedCache, RollingCache
 from hf_fastattn.caches import layers
-from hf_fastattn.caches.storage import StaticStorage
+from hf_fastattn.caches.storage import PreallocatedStorage
 
 ORDERS = {"swapped": (0, 2, 1, 3), "reversed": (3, 2, 1, 0), "the last first": (3, 0, 1, 2)}
 MODELS = {
@@ -126,7 +126,7 @@ class Operations(TorchDispatchMode):
     "window, tokens, counts, operations", [(None, 50, [50, 50], 1), (8, 5, [5, 5], 1), (8, 700, [135, 700], 4)]
 )
 def test_counts_are_written_by_as_few_operations_as_they_need(window, tokens, counts, operations):
-    storage, states = StaticStorage([window] * 2, 1024), torch.ones(1, 2, tokens, 16)
+    storage, states = PreallocatedStorage([window] * 2, 1024), torch.ones(1, 2, tokens, 16)
     storage.sync(torch.device("cpu"))  # allocates the counts
     for layer in storage.layers:
         layer.update(states, states)

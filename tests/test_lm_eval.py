@@ -18,8 +18,8 @@ from lm_eval.tasks import TaskManager
 from transformers import AutoModelForCausalLM
 
 import hf_fastattn
-from hf_fastattn.evaluate import harness
-from hf_fastattn.evaluate.hflm import FastHFLM
+from hf_fastattn.evaluation import harness
+from hf_fastattn.evaluation.hflm import FastHFLM
 
 # One small task of the package for each type of request.
 TASKS = {
@@ -100,7 +100,7 @@ def test_answers_to_every_type_of_request_are_those_of_hf(chat, folder, manager,
     ("options", "gen_kwargs", "reason"),
     [
         ({}, {}, None),
-        ({"backend": "split_kv", "fuse": False, "cache": "static"}, {}, None),
+        ({"backend": "split_kv", "fuse": False, "cache": "preallocated"}, {}, None),
         ({"backend": "causal", "logits_cache": False}, {}, None),  # HFLM's own backend= and another of its arguments
         ({"attn_implementation": "fa2", "backend": "fa2"}, {}, None),
         ({"graph": False, "cache": None}, {}, None),

@@ -155,7 +155,7 @@ def test_a_dropped_rolling_cache_frees_its_memory(buffers, use, tmp_path):
 
 
 @pytest.mark.parametrize("end", ["undo", "del", "del the model first", "deepcopy", "exception"])
-@pytest.mark.parametrize("kind", ["static", "rolling"])
+@pytest.mark.parametrize("kind", ["preallocated", "rolling"])
 def test_a_patched_model_frees_its_memory(buffers, monkeypatch, kind, end):
     fake_graph.use(monkeypatch, prompts=False)
     model = tiny("llama")
@@ -188,7 +188,7 @@ def test_a_patched_model_frees_its_memory(buffers, monkeypatch, kind, end):
     assert buffers.count() == 0 and where.expired()
 
 
-@pytest.mark.parametrize("kind", ["static", "rolling"])
+@pytest.mark.parametrize("kind", ["preallocated", "rolling"])
 def test_a_cache_that_outlives_its_model_keeps_only_its_own_memory(buffers, monkeypatch, kind):
     fake_graph.use(monkeypatch, prompts=False)
     model = tiny("llama")
@@ -261,7 +261,7 @@ def test_a_training_step_of_a_copy_frees_the_buffers_of_the_copy(buffers, monkey
 
 def test_storages_beyond_the_pools_limit_are_freed(buffers):
     model = tiny("llama")
-    with patched(model, "static", graph=False):
+    with patched(model, "preallocated", graph=False):
         for rows in range(1, pool.MAX_IDLE + 4):
             generate(model, {"input_ids": prompts("no_padding", "cpu", rows=1)["input_ids"].repeat(rows, 1)})
             assert buffers.count() == 4 * min(rows, pool.MAX_IDLE)
@@ -276,7 +276,7 @@ def test_idle_storages_of_a_pool_never_make_a_cache_refuse(buffers, monkeypatch)
     row = 2 * 2 * 2 * 256 * 16 * 4  # 2 layers, K and V, 2 heads
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(layers, "free_bytes", lambda device: 3 * row - buffers.bytes())
-    with patched(model, "static", graph=False):
+    with patched(model, "preallocated", graph=False):
         for rows in (1, 2, 3, 2, 3, 1, 3):
             generate(model, prompts("no_padding", "cpu", rows=rows))
         assert buffers.bytes() <= 3 * row
@@ -336,7 +336,7 @@ def _contents(kept) -> list:
 
 
 @pytest.mark.parametrize("graph", [False, True])
-@pytest.mark.parametrize("kind", ["static", "rolling"])
+@pytest.mark.parametrize("kind", ["preallocated", "rolling"])
 @pytest.mark.parametrize("what", KEPT)
 def test_k_and_v_that_are_referenced_are_not_overwritten(buffers, monkeypatch, kind, what, graph):
     if graph:
@@ -363,7 +363,7 @@ def test_results_of_update_are_not_overwritten(buffers):
     model = tiny("llama", "sdpa")
     inputs = prompts("no_padding", "cpu", rows=1)
     kept = []
-    with patched(model, "static", graph=False):
+    with patched(model, "preallocated", graph=False):
         update = PreallocatedCache.update
 
         def watched(self, keys, values, *args, **kwargs):
@@ -381,7 +381,7 @@ def test_results_of_update_are_not_overwritten(buffers):
 
 def test_keeping_k_and_v_of_every_call_costs_no_more_than_that(buffers):
     model = tiny("llama")
-    with patched(model, "static", graph=False):
+    with patched(model, "preallocated", graph=False):
         kept = [
             generate(model, prompts("no_padding", "cpu", rows=1), return_dict_in_generate=True).past_key_values.layers[0].keys
             for _ in range(6)

@@ -47,7 +47,7 @@ def converse(model, rows: int, length: int, padded: bool) -> None:
 
 
 @pytest.mark.parametrize("rows", [(1,), (1, 2, 3)])
-@pytest.mark.parametrize("kind", ["static", "rolling"])
+@pytest.mark.parametrize("kind", ["preallocated", "rolling"])
 def test_a_hundred_conversations_allocate_no_more_than_two_of_each_batch_size(kind, rows):
     for _ in range(2):  # one-time allocations of torch and Triton precede the measurement
         gc.collect()
@@ -76,7 +76,7 @@ def test_a_hundred_conversations_allocate_no_more_than_two_of_each_batch_size(ki
     assert gone == start, "the model leaves memory behind"
 
 
-@pytest.mark.parametrize("kind", ["static", "rolling"])
+@pytest.mark.parametrize("kind", ["preallocated", "rolling"])
 def test_a_dropped_model_frees_its_graphs_and_buffers(kind):
     gc.collect()
     gc.disable()

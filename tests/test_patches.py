@@ -736,7 +736,7 @@ def test_the_way_without_patch_runs(model_type, auto, own):
         torch.testing.assert_close(found[where], expected[where], atol=1e-4, rtol=1e-4)
 
 
-STATIC_AND_ROLLING = pytest.mark.parametrize("options", [{}, {"backend": "streaming", "window": 400}], ids=["static", "rolling"])
+BOTH_CACHES = pytest.mark.parametrize("options", [{}, {"backend": "streaming", "window": 400}], ids=["preallocated", "rolling"])
 
 
 def empty_cache(model, options):
@@ -745,7 +745,7 @@ def empty_cache(model, options):
 
 
 @pytest.mark.parametrize("padding", ["no_padding", "left_padding"])
-@STATIC_AND_ROLLING
+@BOTH_CACHES
 def test_a_call_that_covers_no_more_than_the_cache_is_refused(options, padding):
     model = tiny("llama", "sdpa")
     inputs = prompts(padding, "cpu")
@@ -764,7 +764,7 @@ def test_a_call_that_covers_no_more_than_the_cache_is_refused(options, padding):
             assert torch.equal(onwards, generate(model, inputs, max_new_tokens=6)[:, 96:])
 
 
-@STATIC_AND_ROLLING
+@BOTH_CACHES
 def test_an_interrupted_rehearsal_restores_the_cache(options, monkeypatch):
     fake_graph.use(monkeypatch)
     model = tiny("llama", "sdpa")
@@ -788,7 +788,7 @@ def test_an_interrupted_rehearsal_restores_the_cache(options, monkeypatch):
         assert torch.equal(generate(model, onwards, past_key_values=cache, max_new_tokens=10), expected[:, : mask.shape[1] + 10])
 
 
-@STATIC_AND_ROLLING
+@BOTH_CACHES
 def test_graphs_do_not_write_to_buffers_that_were_replaced(options, monkeypatch):
     """Between two steps, where beams then continue other rows, and between two calls over one cache."""
     fake_graph.use(monkeypatch)
@@ -813,9 +813,9 @@ def test_graphs_do_not_write_to_buffers_that_were_replaced(options, monkeypatch)
     assert patch.captures == 2
 
 
-@STATIC_AND_ROLLING
+@BOTH_CACHES
 def test_an_interrupted_replay_leaves_no_wrong_count(options, monkeypatch):
-    """The replay has counted on the device. A static cache writes the host's count again; a rolling one has to be reset."""
+    """The replay has counted on the device. A preallocated cache writes the host's count again; a rolling one has to be reset."""
     fake_graph.use(monkeypatch)
     model = tiny("llama", "sdpa")
     inputs = prompts("left_padding", "cpu")
@@ -1021,7 +1021,7 @@ def test_bad_input(llama):
         hf_fastattn.patch(llama, "flashy")
     with pytest.raises(ValueError, match=r"'sdpa' is no backend of hf_fastattn, but other attention\. Its backends: .*lean"):
         hf_fastattn.patch(llama, "sdpa")
-    with pytest.raises(ValueError, match='cache must be "auto", "static", "rolling", or None'):
+    with pytest.raises(ValueError, match='cache must be "auto", "preallocated", "rolling", or None'):
         hf_fastattn.patch(llama, cache="paged")
     with pytest.raises(ValueError, match="graph=True needs a preallocated cache"):
         hf_fastattn.patch(llama, cache=None)

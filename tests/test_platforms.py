@@ -15,7 +15,7 @@ from torch._subclasses import FakeTensorMode
 
 import hf_fastattn
 from hf_fastattn import cli, interface, kernels
-from hf_fastattn.explain import explain
+from hf_fastattn.explanation import explain
 from hf_fastattn.hf import experts as hf_experts
 from hf_fastattn.kernels.host import gpu as host_gpu
 

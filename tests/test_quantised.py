@@ -17,7 +17,7 @@ from models import prompts, tiny
 import hf_fastattn
 from benchmarks import quantised
 from hf_fastattn import hf
-from hf_fastattn.explain import costs, explain
+from hf_fastattn.explanation import costs, explain
 from hf_fastattn.hf.quantised import _tensors
 from hf_fastattn.patches import fuse, merged, state, subclass, verify
 

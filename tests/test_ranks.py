@@ -572,7 +572,7 @@ def play(rank: int) -> dict:
             warnings.simplefilter("ignore")
             result = each(scene)
             found[each.__name__] = result, list(scene.patch.reasons), scene(), time.monotonic() - begin
-    refused = outcome(lambda: hf_fastattn.patch(scene.model, "lean", kv="tokens" if rank else "heads"))
+    refused = outcome(lambda: hf_fastattn.patch(scene.model, "lean", kv_sharding="tokens" if rank else "heads"))
     found["refused on one rank"] = refused, [], "ok", 0
     found["other settings"] = outcome(lambda: hf_fastattn.patch(scene.model, "lean" if rank else "split_kv")), [], "ok", 0
     found["peer memory"] = outcome(lambda: hf_fastattn.patch(scene.model, "lean", peer_memory=True)), [], "ok", 0

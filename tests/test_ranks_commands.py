@@ -16,7 +16,7 @@ from benchmarks import models, paper_ranks, ranks_rivals, sections, sections_con
 from benchmarks import ranks as ranks_bench
 from hf_fastattn import cli, explain, hf
 from hf_fastattn.context_parallel import ORDERS
-from hf_fastattn.explain import costs
+from hf_fastattn.explanation import costs
 from hf_fastattn.model_shapes import SHAPES
 
 pytestmark = [processes.HIDDEN, pytest.mark.xdist_group("ranks")]

@@ -50,8 +50,8 @@ pytestmark = needs(2)
 MODES = {
     "collectives": {"peer_memory": False},
     "peer memory": {"peer_memory": True},
-    "sequence": {"kv": "sequence"},
-    "sequence over collectives": {"kv": "sequence", "peer_memory": False},
+    "sequence": {"kv_sharding": "sequence"},
+    "sequence over collectives": {"kv_sharding": "sequence", "peer_memory": False},
 }
 NAMES = {2: SHARED, 4: ["llama", "qwen2", "gpt_oss"], 8: ["llama", "qwen2", "gpt_oss"]}  # by the number of ranks
 NO_NCCL = "Ranks share GPUs, which those of NCCL cannot."
@@ -198,7 +198,7 @@ def decode_few_heads(rank: int, dtype: torch.dtype) -> list:
     for padding in ("no_padding", "left_padding"):
         inputs = prompts(padding, one.device)
         want = generate(one, inputs, return_dict_in_generate=True, output_logits=True)
-        with hf_fastattn.patch(model, "lean", kv="sequence") as patch:
+        with hf_fastattn.patch(model, "lean", kv_sharding="sequence") as patch:
             first, again = (generate(model, inputs, return_dict_in_generate=True, output_logits=True) for _ in range(2))
         assert patch.captures and not patch.uncaptured, patch.reasons
         tokens, error = torch.equal(first.sequences, want.sequences), error_of(first, want)

@@ -68,7 +68,7 @@ def decode(rank: int, entry: every_model.Model, count: int, kv: str) -> dict:
             found[padding] = f"unpatched: {same or 'its tokens are not those of one process'}"
             continue
         try:
-            patch = hf_fastattn.patch(model, "lean", kv=kv)
+            patch = hf_fastattn.patch(model, "lean", kv_sharding=kv)
         except ValueError as refused:
             found[padding] = f"refused: {refused}"
             continue

@@ -1,4 +1,4 @@
-"""patch(kv="sequence"): K and V shared out over ranks by sequence. Processes on the CPU, with a substitute for CUDA graphs."""
+"""patch(kv_sharding="sequence"): K and V shared out by sequence. Processes on the CPU, with a substitute for CUDA graphs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def decode(one, model, padding: str) -> dict:
     inputs = prompts(padding, "cpu")
     forwards = {path: vars(module).get("forward") for path, module in model.named_modules()}
     want = generate(one, inputs)
-    with hf_fastattn.patch(model, "lean", kv="sequence") as patch:
+    with hf_fastattn.patch(model, "lean", kv_sharding="sequence") as patch:
         first = generate(model, inputs, return_dict_in_generate=True, output_logits=True)
         again = generate(model, inputs)
         slots = [layer.slots for layer in first.past_key_values.layers]
@@ -180,7 +180,7 @@ def a_wrapped_forward(scene: Scene) -> list[bool]:
     layer.forward = wrapped = functools.wraps(inner)(lambda x: inner(x))
     scene.patch.undo()
     found = [layer.forward is wrapped]
-    scene.patch = hf_fastattn.patch(scene.model, "lean", kv="sequence")
+    scene.patch = hf_fastattn.patch(scene.model, "lean", kv_sharding="sequence")
     found.append(scene.same())
     scene.patch.undo()
     found.append(layer.forward is wrapped)
@@ -223,10 +223,10 @@ def other_settings(scene: Scene) -> list[str]:
     model = scene.model
     windows = shared(of_family("mistral_window_below_prompt"))
     return [
-        outcome(lambda: hf_fastattn.patch(model, "lean", kv="heads" if scene.rank else "sequence")),
-        outcome(lambda: hf_fastattn.patch(model, "streaming", window=8, kv="sequence")),
-        outcome(lambda: hf_fastattn.patch(model, "lean", cache=None, graph=False, kv="sequence")),
-        outcome(lambda: hf_fastattn.patch(windows, kv="sequence")),
+        outcome(lambda: hf_fastattn.patch(model, "lean", kv_sharding="heads" if scene.rank else "sequence")),
+        outcome(lambda: hf_fastattn.patch(model, "streaming", window=8, kv_sharding="sequence")),
+        outcome(lambda: hf_fastattn.patch(model, "lean", cache=None, graph=False, kv_sharding="sequence")),
+        outcome(lambda: hf_fastattn.patch(windows, kv_sharding="sequence")),
     ]
 
 
@@ -241,7 +241,7 @@ def play(rank: int, count: int) -> dict:
     for each in SCENES[count]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            scene.patch = hf_fastattn.patch(scene.model, "lean", kv="sequence")
+            scene.patch = hf_fastattn.patch(scene.model, "lean", kv_sharding="sequence")
             found[each.__name__] = each(scene)
             if not scene.patch.undone:
                 scene.patch.undo()
@@ -288,7 +288,7 @@ def test_a_forward_of_the_user_stays(played):
 
 
 def test_refusals(played):
-    shares = 'ValueError: K and V are shared out over ranks .kv="sequence"., and .* would need all of them'
+    shares = 'ValueError: K and V are shared out over ranks .kv_sharding="sequence"., and .* would need all of them'
     for found in played[2]:
         assert re.match(shares, found["a_dense_mask"]) and re.match(shares, found["an_unpatched_model"])
         kv_heads, heads = found["other_heads"]
@@ -297,8 +297,8 @@ def test_refusals(played):
         assert re.match("MemoryError: .*on rank 1", found["too_little_memory"])
         ranks, streaming, without, windows = found["other_settings"]
         assert re.match("ValueError: The ranks .*kv is 'sequence' on rank 0 and 'heads' on rank 1", ranks)
-        assert re.match("ValueError: kv=.sequence. needs cache=.static.; got a cache of 'rolling'", streaming)
-        assert re.match("ValueError: kv=.sequence. needs cache=.static.; got a cache of None", without)
+        assert re.match("ValueError: kv_sharding=.sequence. needs cache=.preallocated.; got a cache of 'rolling'", streaming)
+        assert re.match("ValueError: kv_sharding=.sequence. needs cache=.preallocated.; got a cache of None", without)
         assert re.match("ValueError: Every layer of MistralForCausalLM has a sliding window", windows)
         assert found["left"] == []
 
@@ -306,9 +306,9 @@ def test_refusals(played):
 def test_models_that_cannot_be_shared_out_are_refused(monkeypatch):
     model = tiny("llama")
     with pytest.raises(ValueError, match="over the ranks of tensor parallelism, and this LlamaForCausalLM is on one"):
-        hf_fastattn.patch(model, kv="sequence")
+        hf_fastattn.patch(model, kv_sharding="sequence")
     with pytest.raises(ValueError, match='kv must be "heads" or "sequence"; got \'tokens\''):
-        hf_fastattn.patch(model, kv="tokens")
+        hf_fastattn.patch(model, kv_sharding="tokens")
     with pytest.raises(TypeError, match="belongs to a process group"):
         shared_cache.SharedCache(model)
     latent = tiny(
@@ -341,7 +341,7 @@ def test_models_that_cannot_be_shared_out_are_refused(monkeypatch):
 def of_eight(rank: int) -> list:
     """A model with a KV head for each of eight ranks, by heads, and one with two KV heads, by sequence."""
     found = []
-    for kv_heads, options in ((8, {}), (2, {"kv": "sequence"})):
+    for kv_heads, options in ((8, {}), (2, {"kv_sharding": "sequence"})):
         one = tiny("llama", num_attention_heads=8, num_key_value_heads=kv_heads, head_dim=16)
         model, inputs = shared(one, 8), prompts("left_padding", "cpu")
         want = generate(one, inputs)

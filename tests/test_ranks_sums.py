@@ -89,7 +89,7 @@ def decode_by_sequence(rank: int, kv_heads: int, folder) -> list[dict]:
         patch.setattr(graph, "new_graph", Rerun)
         let_share(patch)
         patch.setattr(symmetric, "connect", lambda *_: shared_memory(folder, rank, 2, dtype=torch.float16, size=64))
-        with hf_fastattn.patch(model, "lean", peer_memory=True, kv="sequence") as patched:
+        with hf_fastattn.patch(model, "lean", peer_memory=True, kv_sharding="sequence") as patched:
             for _ in range(2):
                 got, want = (generate(each, inputs, max_new_tokens=3, **options) for each in (model, one))
                 found.append((got.logits, want.logits, Rerun.seen, patched.reasons))

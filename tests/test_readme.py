@@ -1,5 +1,6 @@
 """The README, the documentation and the package agree."""
 
+import importlib
 import inspect
 import json
 import re
@@ -35,6 +36,18 @@ def test_backends_table_is_the_registry():
 
 def test_every_public_name_is_explained():
     assert [name for name in hf_fastattn.__all__ if f" hf_fastattn.{name}\n" not in page("reference/api.md")] == []
+
+
+def test_documented_names_are_public():
+    """Those of the reference and of the text, and those that documents and examples import, are in __all__ of their modules."""
+    found = re.findall(r"auto\w+:: ([\w.]+)\.(\w+)", page("reference/api.md"))
+    for path in [*DOCUMENTS, *(ROOT / "examples").glob("*.py")]:
+        text = path.read_text().replace("`hf_fastattn.bench`", "")  # the place of the benchmarks before version 0.2
+        found += re.findall(r"`(hf_fastattn[\w.]*)\.(\w+)[`(]", text)
+        for module, names in re.findall(r"^from (hf_fastattn[\w.]*) import ([\w, ]+)", text, re.MULTILINE):
+            found += [(module, name) for name in names.split(", ")]
+    assert ("hf_fastattn.kernels.spec", "KV") in found
+    assert [each for each in found if each[1] not in importlib.import_module(each[0]).__all__] == []
 
 
 def test_every_parameter_of_patch_is_in_its_table():
@@ -132,7 +145,7 @@ REFUSED = {  # a part of the request in a row of the table: code for the request
     "without generate()": lambda: hf_fastattn.patch(tiny("llama", auto=AutoModelForSequenceClassification)),
     "prompt learning": lambda: hf_fastattn.patch(_prompt_learning()),
     '"sdpa"': lambda: hf_fastattn.patch(tiny("llama"), "sdpa"),
-    'kv="sequence"': lambda: hf_fastattn.patch(tiny("llama"), kv="sequence"),
+    'kv_sharding="sequence"': lambda: hf_fastattn.patch(tiny("llama"), kv_sharding="sequence"),
     "peer_memory": lambda: hf_fastattn.patch(tiny("llama"), peer_memory=True),
     "ring_attention": lambda: ring_attention(*[torch.zeros(SHAPE, requires_grad=True)] * 3),
     "mps": lambda: kernels.TritonKernel("prefill").where("mps"),

@@ -340,7 +340,7 @@ def test_a_rolling_cache_shows_its_slots_and_takes_as_many():
         assert layer.keys.shape[2] == 0
 
 
-@pytest.mark.parametrize("options", [{}, {"backend": "streaming", "window": 400}], ids=["static", "rolling"])
+@pytest.mark.parametrize("options", [{}, {"backend": "streaming", "window": 400}], ids=["preallocated", "rolling"])
 def test_a_layer_that_is_kept_is_not_overwritten_after_its_k_and_v_were_replaced(monkeypatch, options):
     """The graph over its storage refers to the old ones."""
     fake_graph.use(monkeypatch)

@@ -11,10 +11,10 @@ pytest.importorskip("lm_eval", reason="lm-eval is not installed")
 
 import hf_fastattn
 from hf_fastattn import interface, registry
-from hf_fastattn.evaluate import Evaluation, data, harness, pairs, perplexity, report, rounding
-from hf_fastattn.evaluate.pairs import Answers, Generated, Measure
-from hf_fastattn.evaluate.report import Run
-from hf_fastattn.evaluate.rounding import Rounding
+from hf_fastattn.evaluation import Evaluation, data, harness, pairs, perplexity, report, rounding
+from hf_fastattn.evaluation.pairs import Answers, Generated, Measure
+from hf_fastattn.evaluation.report import Run
+from hf_fastattn.evaluation.rounding import Rounding
 
 pytestmark = pytest.mark.xdist_group("evaluate")
 evaluate = hf_fastattn.evaluate

@@ -18,7 +18,7 @@ import hf_fastattn
 from hf_fastattn import PreallocatedCache, RollingCache
 from hf_fastattn import step as steps
 from hf_fastattn.caches.layers import Layer
-from hf_fastattn.caches.storage import StaticStorage
+from hf_fastattn.caches.storage import PreallocatedStorage
 from hf_fastattn.caches.stored import StoredCache
 from hf_fastattn.hf import layer_windows
 from hf_fastattn.kernels.spec import KV
@@ -26,7 +26,7 @@ from hf_fastattn.kernels.spec import KV
 IDS = torch.arange(1, 25)[None]
 STREAMING = {"backend": "streaming", "window": 8, "sinks": 2}
 PATCHES = [({}, PreallocatedCache), (STREAMING, RollingCache)]
-both_caches = pytest.mark.parametrize("options, cache_type", PATCHES, ids=["static", "rolling"])
+both_caches = pytest.mark.parametrize("options, cache_type", PATCHES, ids=["preallocated", "rolling"])
 
 
 @contextmanager
@@ -197,7 +197,7 @@ class NegatedLayer(Layer):
 
 class NegatedCache(StoredCache):
     def __init__(self, model):
-        storage = StaticStorage(layer_windows(model.config), 64)
+        storage = PreallocatedStorage(layer_windows(model.config), 64)
         for layer in storage.layers:
             layer.__class__ = NegatedLayer
         self._adopt(storage)

@@ -711,7 +711,7 @@ def test_frequencies_that_change_are_refused(kind, device):
         ({"sinks": False}, r"sinks is the number of first tokens to keep, an integer, at least 0; got False"),
         ({"window": "40"}, r"window counts.*an integer, at least 1; got '40'"),
         ({"window": 510}, r"3 sinks and a window of 510 take 513 positions.*made for 512"),
-        ({"cache": "static"}, r"cache='static' and 'streaming' cannot be combined"),
+        ({"cache": "preallocated"}, r"cache='preallocated' and 'streaming' cannot be combined"),
         ({"cache": "ring"}, r"\"rolling\", or None.*got 'ring'"),
     ],
 )

@@ -78,7 +78,7 @@ def raise_all(errors: list[BaseException]) -> None:
         raise error
 
 
-@pytest.mark.parametrize("options", [{}, {"backend": "streaming", "window": 400}], ids=["static", "rolling"])
+@pytest.mark.parametrize("options", [{}, {"backend": "streaming", "window": 400}], ids=["preallocated", "rolling"])
 def test_one_patched_model_in_three_threads(model, options):
     expected = alone(model)
     with hf_fastattn.patch(model, **options) as patch:

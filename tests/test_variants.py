@@ -43,7 +43,7 @@ def variants(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("backend, cache", [("fa2", "static"), ("split_kv", None), ("lean", None), ("lean", "static")])
+@pytest.mark.parametrize("backend, cache", [("fa2", "auto"), ("split_kv", None), ("lean", None), ("lean", "auto")])
 def test_other_lengths_compile_nothing(backend, cache, variants):
     model = tiny("llama", num_hidden_layers=1)
     counts = []

@@ -14,6 +14,8 @@ import torch
 from ..hf import CacheLayerMixin
 from ..step import Step
 
+__all__ = ["Storage"]
+
 CHANGE_ROWS = (
     "Use a cache per batch size, or batch_repeat_interleave() or batch_select_indices() to change its rows "
     "(num_return_sequences=n needs n per row)."

@@ -1,4 +1,4 @@
-"""Cache "static" whose K and V are shared out over ranks by sequence: each rank has some of the slots, with all KV heads.
+"""Cache "preallocated" whose K and V are shared out over ranks by sequence: each rank has some of the slots, with all KV heads.
 
 Blocks of `parts.PART` slots belong to the ranks in turn (`context_parallel`). Layers with a sliding window are not shared out:
 each rank keeps the KV heads that it computes, as without sharing.
@@ -19,8 +19,8 @@ from ..step import EAGER
 from .buffers import refuse_gradient
 from .contract import FEW
 from .layers import Layer, Track
-from .static import PreallocatedCache
-from .storage import StaticStorage
+from .preallocated import PreallocatedCache
+from .storage import PreallocatedStorage
 
 AT_ONCE = 4096  # tokens of each row whose K and V are exchanged at once
 
@@ -55,7 +55,7 @@ class SharedLayer(Layer):
 
     def replace(self, index: int, old: torch.Tensor, new: torch.Tensor) -> None:
         raise ValueError(
-            "K and V that ranks share by sequence cannot be replaced, as each has some of the tokens. Use patch() without kv=."
+            "K and V that ranks share by sequence cannot be replaced, as each has some of the tokens. Leave out kv_sharding=."
         )
 
     def update(
@@ -120,7 +120,7 @@ def _own(start: int, count: int, rank: int, ranks: int, device: torch.device) ->
         return (slots // PART % ranks == rank).nonzero().flatten().to(device)
 
 
-class SharedStorage(StaticStorage):
+class SharedStorage(PreallocatedStorage):
     """The layers of one cache: shared out are those that keep all tokens."""
 
     takes_prompts = False  # a captured step merges results, and a prompt is read by heads
@@ -137,9 +137,11 @@ class SharedStorage(StaticStorage):
 
 
 class SharedCache(PreallocatedCache):
-    """The cache that `patch(kv="sequence")` creates."""
+    """The cache that `patch(kv_sharding="sequence")` creates."""
 
     storage: SharedStorage
 
     def __init__(self, *args: object, **kwargs: object):
-        raise TypeError('A SharedCache belongs to a process group. generate() of a model under patch(kv="sequence") creates it.')
+        raise TypeError(
+            'A SharedCache belongs to a process group. generate() of a model under patch(kv_sharding="sequence") creates it.'
+        )

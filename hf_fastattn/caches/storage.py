@@ -15,7 +15,7 @@ from .layers import SLACK, Layer, Track
 from .reorder import Tables, reorder
 
 
-class StaticStorage(Storage):
+class PreallocatedStorage(Storage):
     """The layers and tracks of one cache. The next cache of the same shape reuses the buffers in place."""
 
     takes_many = takes_prompts = True

@@ -13,6 +13,8 @@ from .. import step as steps
 from ..step import CAPTURED, CAPTURED_WITH_MASK, Step
 from .contract import CHANGE_ROWS, Storage
 
+__all__ = ["StoredCache"]
+
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # args and kwargs
 
 

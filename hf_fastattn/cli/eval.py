@@ -2,12 +2,12 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 
-from ..evaluate import CACHES, evaluate
-from ..evaluate.harness import PACK
+from ..evaluation import CACHES, Cache, evaluate
+from ..evaluation.harness import PACK
 from .options import Device, DtypeOption, GgufFile, Model, Sinks, Traceback, Window, listed
 
 EPILOG = (
@@ -49,7 +49,7 @@ def eval_(
         model,
         backends=listed(backends),
         tasks=listed(tasks),
-        caches=listed(caches),
+        caches=cast(list[Cache], listed(caches)),
         limit=limit,
         batch_size=int(batch_size) if batch_size.isdecimal() else batch_size,
         num_fewshot=num_fewshot,

@@ -1,13 +1,14 @@
 """hf-fastattn explain."""
 
 import json
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 
 from .. import hf
-from ..explain import GPUS, SHAPES
-from ..explain import explain as explain_
+from ..explanation import GPUS, SHAPES
+from ..explanation import explain as explain_
+from ..explanation.costs import GpuName
 from .options import MODEL, Backend, Dtype, GgufFile, Sinks, Traceback, Window
 
 SOURCE = f"{MODEL}; or a named shape: {', '.join(SHAPES)}"
@@ -42,7 +43,7 @@ def explain(
         backend=backend,
         device=device,
         dtype=dtype,
-        gpu=gpu and gpu.lower(),
+        gpu=cast(GpuName | None, gpu and gpu.lower()),
         window=window,
         sinks=sinks,
         ranks=ranks,

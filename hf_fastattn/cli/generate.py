@@ -12,11 +12,11 @@ import torch
 import typer
 
 from .. import hf, interface, registry
-from ..evaluate import check_names, load, running
+from ..evaluation import check_names, load, running
 from ..tables import table
 from .options import Backend, CacheName, Device, DtypeOption, GgufFile, Model, Sinks, Traceback, Window
 
-CACHE = "static: patch(), with its preallocated cache and decode graph; dynamic: Transformers' cache"
+CACHE = "preallocated: that of patch(), with a decode graph; dynamic: Transformers' cache"
 
 
 def generate(
@@ -32,7 +32,7 @@ def generate(
         str | None,
         typer.Option(metavar="BACKEND", help="also generate with this backend, e.g. sdpa, and compare the tokens"),
     ] = None,
-    cache: Annotated[CacheName, typer.Option(help=CACHE)] = CacheName.static,
+    cache: Annotated[CacheName, typer.Option(help=CACHE)] = CacheName.preallocated,
     window: Window = None,
     sinks: Sinks = None,
     traceback: Traceback = False,

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import hf_fastattn_autoload
 
-from ..evaluate.harness import require
+from ..evaluation.harness import require
 
 BENCHES = (
     *("generate", "families", "modes", "evaluation", "rollout", "quantised", "ranks", "commits"),

@@ -16,7 +16,7 @@ class Dtype(StrEnum):
 
 class CacheName(StrEnum):
     dynamic = "dynamic"
-    static = "static"
+    preallocated = "preallocated"
 
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL, show_default=False)]

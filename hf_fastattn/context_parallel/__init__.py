@@ -1,7 +1,7 @@
 """Attention over keys and values that several ranks hold together, each a part of the sequence (context parallelism).
 
-shares.py is the decode step of `patch(kv="sequence")`: K and V stay where they are, and partial results are merged. ring.py reads
-a whole text of which every rank has a part: K and V travel from rank to rank.
+shares.py is the decode step of `patch(kv_sharding="sequence")`: K and V stay where they are, and partial results are merged.
+ring.py reads a whole text of which every rank has a part: K and V travel from rank to rank.
 """
 
 from .ring import ORDERS, Piece, pieces, positions, ring_attention

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,8 @@ from ..kernels import spans as spans_of
 from ..kernels.merge import merge
 from ..kernels.spec import KV, Result, Spec
 
-ORDERS = ("ring", "zigzag", "striped")
+Order = Literal["ring", "zigzag", "striped"]
+ORDERS: tuple[Order, ...] = get_args(Order)
 _COMPARED = ["batch", "tokens", "head_dim", "num_kv_heads", "head_dim of V", "bytes of a number", "bfloat16"]
 _COMPARED += ["order", "causal", "window", "scale", "softcap", "checksum of sink_logits"]
 _REFUSED = -math.inf
@@ -42,7 +43,7 @@ class Run(NamedTuple):
     length: int
 
 
-def runs_of(order: str, rank: int, ranks: int, tokens: int) -> list[Run]:
+def runs_of(order: Order, rank: int, ranks: int, tokens: int) -> list[Run]:
     """The tokens of a rank, in its order. tokens: the number of tokens of each rank. Raises ValueError for another order."""
     if order == "ring":
         return [Run(rank * tokens, 1, tokens)]
@@ -54,7 +55,7 @@ def runs_of(order: str, rank: int, ranks: int, tokens: int) -> list[Run]:
     return [Run(rank * half, 1, half), Run((2 * ranks - 1 - rank) * half, 1, half)]
 
 
-def positions(order: str, rank: int, ranks: int, tokens: int) -> torch.Tensor:
+def positions(order: Order, rank: int, ranks: int, tokens: int) -> torch.Tensor:
     """The positions of a rank's tokens in the text, int64 (tokens,), in its order.
 
     tokens: the number of tokens of each rank, even for zigzag. Raises ValueError for another order.
@@ -75,7 +76,7 @@ class Piece(NamedTuple):
 
 
 def pieces(
-    order: str, rank: int, owner: int, ranks: int, tokens: int, causal: bool = True, window: int | None = None
+    order: Order, rank: int, owner: int, ranks: int, tokens: int, causal: bool = True, window: int | None = None
 ) -> list[Piece]:
     """The parts of the attention of a rank's queries to the keys of another rank, without those in which nothing is visible."""
     found, first_query = [], 0
@@ -101,7 +102,7 @@ def ring_attention(
     v: torch.Tensor,
     group: Any = None,
     *,
-    order: str = "striped",
+    order: Order = "striped",
     causal: bool = True,
     window: int | None = None,
     scale: float | None = None,
@@ -221,7 +222,7 @@ def _check(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    order: str,
+    order: Order,
     causal: bool,
     window: int | None,
     sink_logits: torch.Tensor | None,

@@ -30,7 +30,7 @@ from ..kernels.spec import KV, Result, Spec
 if TYPE_CHECKING:
     from ..kernels.decode.all_reduce import Peers
 
-REMEDY = 'Call patch() without kv="sequence".'
+REMEDY = 'Call patch() without kv_sharding="sequence".'
 Part = tuple[torch.Tensor, torch.Tensor]  # the spans of a share, and its slots of new tokens: see `parts.part_of`
 Plan = dict[int, tuple[torch.Tensor, Part]]  # by the id of the spans of a sequence: those spans, and the part of this rank
 
@@ -178,8 +178,8 @@ class Share(torch.Tensor):
         cls, function: OpOverload[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         raise ValueError(
-            f'K and V are shared out over ranks (kv="sequence"), and {function} would need all of them. Only attention by a '
-            f"backend of hf_fastattn over spans reads them, without dropout and without autocast to another dtype. {REMEDY}"
+            f'K and V are shared out over ranks (kv_sharding="sequence"), and {function} would need all of them. Only attention '
+            f"by a backend of hf_fastattn over spans reads them, without dropout and without autocast to another dtype. {REMEDY}"
         )
 
     def part(self, whole: torch.Tensor | None, q: torch.Tensor, causal: bool) -> Part:

@@ -1,5 +1,7 @@
 """All code that depends on names and versions of Transformers, one file per subject. No other file imports transformers."""
 
+from typing import TYPE_CHECKING
+
 import transformers
 
 from .version import check_version
@@ -20,7 +22,9 @@ from transformers import (  # noqa: E402
 from transformers.cache_utils import Cache, CacheLayerMixin  # noqa: E402
 from transformers.masking_utils import causal_mask_function  # noqa: E402
 
-from .activations import activation_name  # noqa: E402
+if TYPE_CHECKING:  # the import takes time
+    from transformers import Pipeline as Pipeline
+
 from .attention import (  # noqa: E402
     BESIDE_ATTENTION,
     asks_for_weights,
@@ -74,7 +78,16 @@ from .generation import (  # noqa: E402
     width_of_dropped_mask,
     with_contiguous_ids,
 )
-from .llama import activations, is_llamas_layer, is_llamas_mlp, is_phi3s_mlp, is_torchs, module_of, silus  # noqa: E402
+from .llama import (  # noqa: E402
+    activation_name,
+    activations,
+    is_llamas_layer,
+    is_llamas_mlp,
+    is_phi3s_mlp,
+    is_torchs,
+    module_of,
+    silus,
+)
 from .loading import (  # noqa: E402
     load_config,
     load_model,
@@ -87,7 +100,7 @@ from .loading import (  # noqa: E402
     silence,
     spread_random_model,
 )
-from .longrope import Rotary, chosen_on_device, longrope  # noqa: E402
+from .longrope import Rotary, chosen_on_device, longropes_in  # noqa: E402
 from .masks import decode_mask, dense_mask, is_causal, mask_pattern, run_starts, runs_pattern, up_to_query  # noqa: E402
 from .models import LayerShape, device_of, is_inert_hook, layer_shapes, sharer, why_not_captured  # noqa: E402
 from .norms import Norm, norm_of  # noqa: E402
@@ -224,7 +237,7 @@ __all__ = [
     "local",
     "local_kv_heads",
     "locate",
-    "longrope",
+    "longropes_in",
     "make_config",
     "mask_pattern",
     "model_on_meta",

@@ -39,7 +39,7 @@ def rope_types(module: torch.nn.Module) -> dict[str | None, object]:
     return dict(kinds) if isinstance(kinds, dict) else {None: kinds}
 
 
-def longrope(model: PreTrainedModel) -> list[Rotary]:
+def longropes_in(model: PreTrainedModel) -> list[Rotary]:
     """The rotary embeddings of this kind, unless they have code of their own."""
     found = []
     for module in model.modules():

@@ -61,7 +61,7 @@ def kv_heads_of_rank(model: PreTrainedModel, ranks: int) -> list[int]:
     if uneven := [count for count in heads if count % ranks]:
         raise ValueError(
             f"{type(model).__name__} has {uneven[0]} KV heads, which cannot be divided among {ranks} ranks. Use a number of "
-            f'ranks that divides {uneven[0]}, or patch(kv="sequence").'
+            f'ranks that divides {uneven[0]}, or patch(kv_sharding="sequence").'
         )
     return [count // ranks for count in heads]
 
@@ -81,11 +81,11 @@ def heads_of_ranks(model: PreTrainedModel) -> tuple[int, bool]:
     name, ranks = type(model).__name__, num_ranks(model)
     if getattr(model.config.get_text_config(decoder=True), "kv_lora_rank", None):
         raise ValueError(
-            f"{name} has latent attention: its own code computes K and V from all that a cache holds. Leave out kv=."
+            f"{name} has latent attention: its own code computes K and V from all that a cache holds. Leave out kv_sharding=."
         )
     if not _divided(model, *_KEYS):
         if _divided(model, "q_proj"):
-            raise ValueError(f"The plan of {name} divides queries among ranks, and not keys. Leave out kv=.")
+            raise ValueError(f"The plan of {name} divides queries among ranks, and not keys. Leave out kv_sharding=.")
         return 1, True
     found = set()
     for shape in layer_shapes(model.config):

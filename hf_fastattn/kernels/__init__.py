@@ -22,6 +22,8 @@ from .host import gpu
 from .spans import has_rows
 from .spec import KV, Result, Spec
 
+__all__ = ["reference"]
+
 
 def _has_triton() -> bool:
     try:

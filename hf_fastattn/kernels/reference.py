@@ -19,6 +19,8 @@ from . import checks, dropout
 from .spans import CAUSAL, DROPPED, HOLES, KV_START, Q_START, WORDS, has_rows, width_of
 from .spec import KV, Gradients, Spec
 
+__all__ = ["attention", "backward"]
+
 SCORES_AT_ONCE = 1 << 20  # 4 MiB, about the size of a CPU's caches; a GPU needs larger chunks to be busy
 
 

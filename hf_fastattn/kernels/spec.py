@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+__all__ = ["KV", "Form", "Spec"]
+
 Result = torch.Tensor | Any  # of attention: out, or with return_lse the pair (out, lse), which the type does not express
 # Of q, k, v and sink_logits; None for those that are not needed.
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]

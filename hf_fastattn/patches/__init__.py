@@ -2,26 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Literal, ParamSpec
 
 from .. import hf, registry
-from .preflight import check_model, check_peer_memory, find_model, which_cache, which_settings, which_shares, which_windows
+from ..streaming import Settings
+from .preflight import (
+    OLD_NAME,
+    Adapted,
+    check_model,
+    check_peer_memory,
+    find_model,
+    which_cache,
+    which_settings,
+    which_shares,
+    which_windows,
+)
 from .ranks import refusing
 from .state import MARK
 from .swap import Change, Patch
 
 __all__ = ["Change", "Patch", "patch", "unpatch"]
 
+P = ParamSpec("P")
 
+
+def _without_old_name(function: Callable[P, Patch]) -> Callable[P, Patch]:
+    @functools.wraps(function)
+    def call(*args: P.args, **options: P.kwargs) -> Patch:
+        if "kv" in options:
+            raise TypeError(OLD_NAME)
+        return function(*args, **options)
+
+    return call
+
+
+@_without_old_name
 def patch(
-    target: object,
+    target: hf.PreTrainedModel | hf.Pipeline | Adapted,
     backend: str = "lean",
     *,
-    cache: str | None = "auto",
+    cache: Literal["auto", "preallocated", "rolling"] | None = "auto",
     graph: bool = True,
     fuse: bool = True,
-    kv: str = "heads",
+    kv_sharding: Literal["heads", "sequence"] = "heads",
     window: int | None = None,
     sinks: int | None = None,
     clamp_positions: bool = False,
@@ -30,16 +56,16 @@ def patch(
 ) -> Patch:
     """Make generate() of one model run `backend`, with a cache of this package and one CUDA graph per decode step.
 
-    target: a model, a text-generation pipeline or a PEFT model. cache: "static" keeps all tokens, in preallocated buffers;
-    "rolling" keeps the tokens that "streaming" sees, in constant memory; "auto" selects the one for the backend; None leaves the
-    choice to Transformers. graph=False runs every step from Python. fuse=True replaces, on GPUs and with the model's roundings:
-    norms (one launch instead of six or more), the rotation of queries and keys (one instead of ten or more), the product in the
-    MLP (computed in place), the experts of a mixture and their choice (up to 64 tokens), and, in decode graphs of up to 64 tokens
-    in 16 bits, cuBLAS in linear layers. fuse=False replaces none.
+    target: a model, a text-generation pipeline or a PEFT model. cache: "preallocated" keeps all tokens, in buffers that stay in
+    place; "rolling" keeps the tokens that "streaming" sees, in constant memory; "auto" selects the one for the backend; None
+    leaves the choice to Transformers. graph=False runs every step from Python. fuse=True replaces, on GPUs and with the model's
+    roundings: norms (one launch instead of six or more), the rotation of queries and keys (one instead of ten or more), the
+    product in the MLP (computed in place), the experts of a mixture and their choice (up to 64 tokens), and, in decode graphs of
+    up to 64 tokens in 16 bits, cuBLAS in linear layers. fuse=False replaces none.
 
-    kv: how ranks of tensor parallelism divide K and V of layers that keep all tokens. With "heads" each rank has the KV heads
-    that it computes. With "sequence" it has a share of the tokens, with all KV heads: for models with fewer KV heads than ranks,
-    and for those whose plan keeps all KV heads on every rank.
+    kv_sharding: how ranks of tensor parallelism divide K and V of layers that keep all tokens. With "heads" each rank has the KV
+    heads that it computes. With "sequence" it has a share of the tokens, with all KV heads: for models with fewer KV heads than
+    ranks, and for those whose plan keeps all KV heads on every rank.
 
     window, sinks: for "streaming", the numbers of last and of first tokens that every query sees (sinks: None for 4).
     clamp_positions: for models with learned positions (OPT), gives every token beyond the last position the last position, which
@@ -54,28 +80,41 @@ def patch(
     and the model's weights. After a change call undo() and patch() again.
 
     Returns a Patch. Print it to see what changed. Use it in a `with` block or call its undo() to undo everything. Only this
-    instance changes; a deepcopy of the model has a patch of its own.
+    instance changes; a deepcopy of the model has a patch of its own. A patched model keeps its Patch, which is returned again for
+    equal arguments.
 
-    Raises ValueError or TypeError, with the reason, for a model that cannot run this, and then changes nothing.
+    Raises ValueError or TypeError, with the reason, for a model that cannot run this or is patched with other arguments, and then
+    changes nothing.
     """
     model = find_model(target)
     with _claim(model):
         with refusing(model):
-            if MARK in vars(model):
-                raise ValueError(f"This {type(model).__name__} is already patched; call hf_fastattn.unpatch() on it first.")
             flags = {"graph": graph, "fuse": fuse, "clamp_positions": clamp_positions, "keep_graphs": keep_graphs}
             for name, value in flags.items():
                 if not isinstance(value, bool):
                     raise TypeError(f"{name} must be True or False; got {value!r}.")
             chosen = registry.get(backend)
-            cache = which_cache(cache, chosen, graph)
+            kind = which_cache(cache, chosen, graph)
+            arguments: dict[str, object] = {"backend": backend, "cache": kind, **flags}
+            arguments |= {"window": window, "sinks": Settings.sinks if sinks is None and chosen.streaming else sinks}
+            arguments |= {"kv_sharding": kv_sharding, "peer_memory": peer_memory}
+            if (found := patch_of(model)) is not None and found.is_of(model, arguments):
+                return found
             check_model(model, chosen)
-            shares = which_shares(model, cache, kv)
+            shares = which_shares(model, kind, kv_sharding)
             streaming = which_settings(model, chosen, window, sinks, clamp_positions)
-            windows = which_windows(model, chosen, cache, streaming)
+            windows = which_windows(model, chosen, kind, streaming)
             if peer_memory:
                 check_peer_memory(model, graph and fuse)
-        return Patch(model, backend, windows, graph, fuse, streaming, shares, peer_memory, keep_graphs)
+        made = Patch(model, backend, windows, graph, fuse, streaming, shares, peer_memory, keep_graphs)
+        made.arguments = arguments
+        return made
+
+
+def patch_of(model: hf.PreTrainedModel) -> Patch | None:
+    """The Patch of a model; None if it is not patched."""
+    found: Patch | None = vars(model).get(MARK)
+    return found
 
 
 _claims: dict[int, object] = {}  # by the id of a model that a thread is changing
@@ -96,11 +135,10 @@ def _claim(model: hf.PreTrainedModel) -> Iterator[None]:
         del _claims[id(model)]
 
 
-def unpatch(target: object) -> None:
+def unpatch(target: hf.PreTrainedModel | hf.Pipeline | Adapted) -> None:
     """Undo patch() on this model, pipeline or PEFT model. Raises ValueError if it is not patched."""
     model = find_model(target)
     with _claim(model):
-        found = vars(model).get(MARK)
-        if found is None:
+        if (found := patch_of(model)) is None:
             raise ValueError(f"This {type(model).__name__} is not patched; there is nothing to undo.")
         found.undo()

@@ -12,7 +12,7 @@ from ..caches.layers import round_up
 from ..caches.pool import Pool
 from ..caches.ring import Ring
 from ..caches.shared import SharedCache, SharedStorage
-from ..caches.storage import StaticStorage
+from ..caches.storage import PreallocatedStorage
 from ..caches.stored import StoredCache
 from ..context_parallel import Shares
 from ..streaming import Settings
@@ -34,7 +34,7 @@ class CallCaches:
         if shares is not None:
             return Pool(lambda tokens: SharedStorage(windows, round_up(tokens), shares), SharedCache.around, serial)
         if streaming is None:
-            return Pool(lambda tokens: StaticStorage(windows, round_up(tokens)), PreallocatedCache.around, serial)
+            return Pool(lambda tokens: PreallocatedStorage(windows, round_up(tokens)), PreallocatedCache.around, serial)
         return Pool(lambda tokens: Ring(len(windows), streaming), RollingCache.around, serial)
 
     def refit(self, model: hf.PreTrainedModel) -> int:
@@ -64,9 +64,9 @@ class CallCaches:
 
     def in_words(self) -> str:
         if self.shares is not None:
-            return f"static, preallocated, shared out over {self.shares.count} ranks by sequence"
+            return f"preallocated, shared out over {self.shares.count} ranks by sequence"
         if self.streaming is None:
-            return "static, preallocated"
+            return "preallocated"
         return f"rolling, {self.streaming.sinks} sinks and a window of {self.streaming.window}"
 
     def takes(self, cache: object) -> TypeGuard[StoredCache]:

@@ -160,7 +160,7 @@ class Entry:
             static["attention_mask"] = self.masks
         if self.live is not None:
             static["attention_mask"] = self.live
-        self.rotaries = hf.longrope(model)
+        self.rotaries = hf.longropes_in(model)
 
         def step() -> Any:
             cache = self.around(storage)

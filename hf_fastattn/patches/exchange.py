@@ -23,6 +23,8 @@ import torch
 from .processes import Processes
 from .values import End, Malformed, alike, decode, encode
 
+__all__ = ["WAIT"]
+
 T = TypeVar("T")
 
 WAIT = 600.0  # seconds that a rank waits for another that is slow

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -14,8 +14,19 @@ from ..context_parallel import Shares
 from ..streaming import Settings
 from .swap import Patch
 
+OLD_NAME = 'patch() has kv_sharding= in place of kv=; its values are "heads" and "sequence".'
 
-def find_model(target: object) -> hf.PreTrainedModel:
+
+class Adapted(Protocol):
+    """A PEFT model. PEFT is optional, and its own type would stand for any object where it is missing."""
+
+    @property
+    def peft_config(self) -> Any: ...
+
+    def get_base_model(self) -> torch.nn.Module: ...
+
+
+def find_model(target: hf.PreTrainedModel | hf.Pipeline | Adapted) -> hf.PreTrainedModel:
     """The model of a pipeline or a PEFT model, whose generate() runs."""
     model: Any = target
     if not isinstance(model, torch.nn.Module) and isinstance(getattr(model, "model", None), torch.nn.Module):
@@ -48,15 +59,15 @@ def _attention_alone(model: hf.PreTrainedModel) -> str:
 
 
 def which_cache(cache: str | None, backend: registry.Backend, graph: bool) -> str | None:
-    """The cache that patch(cache=...) selects: "static", "rolling" or None."""
+    """The cache that patch(cache=...) selects: "preallocated", "rolling" or None."""
     if cache == "auto":
-        cache = "rolling" if backend.streaming else "static"
-    if cache not in ("static", "rolling", None):
-        raise ValueError(f'cache must be "auto", "static", "rolling", or None for Transformers\' own; got {cache!r}.')
+        cache = "rolling" if backend.streaming else "preallocated"
+    if cache not in ("preallocated", "rolling", None):
+        raise ValueError(f'cache must be "auto", "preallocated", "rolling", or None for Transformers\' own; got {cache!r}.')
     if cache is not None and (cache == "rolling") != backend.streaming:
         raise ValueError(
             f"cache={cache!r} and {backend.name!r} cannot be combined: a rolling cache drops tokens that only a streaming "
-            "backend does not read, and a static cache keeps tokens that a streaming backend never reads. Leave out cache=."
+            "backend does not read, and a preallocated cache keeps tokens that a streaming backend never reads. Leave out cache=."
         )
     if graph and cache is None:
         raise ValueError(
@@ -153,22 +164,23 @@ def _check_width(model: hf.PreTrainedModel, backend: registry.Backend, asked: Se
     raise ValueError(f"{says} Ask for a window of at most {narrower.window}.")
 
 
-def which_shares(model: hf.PreTrainedModel, cache: str | None, kv: str) -> Shares | None:
+def which_shares(model: hf.PreTrainedModel, cache: str | None, kv_sharding: str) -> Shares | None:
     """How ranks share K and V by sequence; None if each rank has the KV heads that it computes."""
-    if kv == "heads":
+    if kv_sharding == "heads":
         hf.local_kv_heads(model)
         return None
-    if kv != "sequence":
-        raise ValueError(f'kv must be "heads" or "sequence"; got {kv!r}.')
+    if kv_sharding != "sequence":
+        raise ValueError(f'kv_sharding must be "heads" or "sequence"; got {kv_sharding!r}.')
     name, mesh = type(model).__name__, hf.tensor_parallel_mesh(model)
     if mesh is None:
         raise ValueError(
-            f'kv="sequence" shares K and V out over the ranks of tensor parallelism, and this {name} is on one. Leave out kv=.'
+            f'kv_sharding="sequence" shares K and V out over the ranks of tensor parallelism, and this {name} is on one. Leave '
+            "out kv_sharding=."
         )
-    if cache != "static":
-        raise ValueError(f'kv="sequence" needs cache="static"; got a cache of {cache!r}. Leave out kv=.')
+    if cache != "preallocated":
+        raise ValueError(f'kv_sharding="sequence" needs cache="preallocated"; got a cache of {cache!r}. Leave out kv_sharding=.')
     if None not in hf.layer_windows(model.config):
-        raise ValueError(f"Every layer of {name} has a sliding window, so no K and V grow with the text. Leave out kv=.")
+        raise ValueError(f"Every layer of {name} has a sliding window, so no K and V grow with the text. Leave out kv_sharding=.")
     heads = [(shape.num_heads, shape.num_kv_heads) for shape in hf.layer_shapes(model.config)]
     return Shares(mesh.get_group(), heads, *hf.heads_of_ranks(model))
 

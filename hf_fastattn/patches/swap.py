@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,8 @@ from .configs import OwnConfigs
 from .copies import copied, not_pickled
 from .generation import METHODS, Generation
 from .state import MARK
+
+_UNDONE = "This patch is already undone; call hf_fastattn.patch() to patch the model again."
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class Patch:
 
     changes: a Change for each kind. captures, replays, uncaptured: numbers of captured graphs, of replayed steps and of steps
     without a graph. graph_bytes: memory reserved for the intermediate results of the graphs. reasons: why steps ran uncaptured;
-    each was reported once as a warning.
+    each was reported once as a warning. arguments: those of patch(), with defaults that depend on others filled in.
     """
 
     def __init__(
@@ -76,7 +79,9 @@ class Patch:
         self.backend = backend
         self.graph = graph
         self.changes: list[Change] = []
+        self.arguments: dict[str, object] = {}
         self.undone = False
+        self._blocks = 0  # `with` blocks around the running code; the last to end undoes
         self._configs = OwnConfigs()
         self._fused: list[weakref.ref[torch.nn.Module]] = []
         self._generation = generation
@@ -105,7 +110,7 @@ class Patch:
         if self._generation is None:
             return
         settings: dict[str, Any] = {"backend": self.backend, "graph": self.graph, "fuse": fuse, "streaming": str(streaming)}
-        settings |= {"kv": "heads" if self._generation.caches.shares is None else "sequence", "peer_memory": peer_memory}
+        settings |= {"kv_sharding": "heads" if self._generation.caches.shares is None else "sequence", "peer_memory": peer_memory}
         settings |= {"model": type(model).__name__, "dtype": model.dtype, "config": model.config}
         self._generation.ranks.meet(settings)
         self._generation.install(model)
@@ -164,10 +169,26 @@ class Patch:
         ours = "kernels that also add and normalise"
         self.changes.append(Change("sums and columns of all ranks, in decode graphs", len(found), "collectives", ours))
 
+    def is_of(self, model: hf.PreTrainedModel, arguments: Mapping[str, object]) -> bool:
+        """Whether it is in place, with these arguments of patch(). Raises ValueError if it has others."""
+        with self._graphs.lock:  # another thread may be undoing it
+            if self.undone:
+                return False
+            had = self.arguments
+            if had == arguments:  # set_attn_implementation() may have replaced the backend
+                had = {**had, "backend": model.config._attn_implementation}
+        if differs := [name for name in arguments if had[name] != arguments[name]]:
+            ours, theirs = (", ".join(f"{name}={its[name]!r}" for name in differs) for its in (arguments, had))
+            raise ValueError(
+                f"This {type(model).__name__} is already patched: it has {theirs}, and this call asks for {ours}. Call "
+                "hf_fastattn.unpatch() on it first."
+            )
+        return True
+
     def undo(self) -> None:
         """Undo every change. Raises ValueError if they are already undone."""
         if not self._undo():
-            raise ValueError("This patch is already undone; call hf_fastattn.patch() to patch the model again.")
+            raise ValueError(_UNDONE)
 
     def _undo(self) -> bool:
         """Undo every change, once. Returns whether that was now."""
@@ -195,16 +216,23 @@ class Patch:
         vars(model).pop(MARK, None)
 
     def __enter__(self) -> Patch:
+        with self._graphs.lock:
+            if self.undone:
+                raise ValueError(_UNDONE)
+            self._blocks += 1
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._undo()
+        with self._graphs.lock:
+            self._blocks -= 1
+            if not self._blocks:
+                self._undo()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
         model = copied(self._model, memo)
         twin = memo[id(self)] = Patch.__new__(Patch)
         twin._begin(model, self.backend, self.graph, copy.deepcopy(self._generation, memo))
-        twin.changes = list(self.changes)
+        twin.changes, twin.arguments = list(self.changes), self.arguments
         twin.undone = self.undone
         twin._configs = copy.deepcopy(self._configs, memo)
         twin._fused = [weakref.ref(copy.deepcopy(module, memo)) for ref in self._fused if (module := ref()) is not None]

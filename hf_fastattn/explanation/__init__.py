@@ -65,7 +65,7 @@ def explain(
     backend: str = "lean",
     device: torch.device | str | None = None,
     dtype: torch.dtype | str | None = None,
-    gpu: str | None = None,
+    gpu: costs.GpuName | None = None,
     window: int | None = None,
     sinks: int | None = None,
     ranks: int = 1,

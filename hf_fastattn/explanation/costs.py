@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
@@ -29,7 +30,8 @@ class GPU:
     source: str = "published by NVIDIA for dense 16-bit products"
 
 
-GPUS = {
+GpuName = Literal["a100", "h100", "h200", "l4", "l40s", "rtx4090"]
+GPUS: dict[GpuName, GPU] = {
     "a100": GPU("A100 SXM 80 GB", 80e9, 2.039e12, 312e12),
     "h100": GPU("H100 SXM", 80e9, 3.35e12, 989e12),
     "h200": GPU("H200 SXM", 141e9, 4.8e12, 989e12),
@@ -197,7 +199,7 @@ def find_dtype(dtype: torch.dtype | str) -> torch.dtype:
     return found
 
 
-def find_gpu(name: str | None, device: torch.device, dtype: torch.dtype) -> GPU:
+def find_gpu(name: GpuName | None, device: torch.device, dtype: torch.dtype) -> GPU:
     """The published figures of the named GPU; without a name the measured GPU of this device, or else an H200."""
     if name is not None and name not in GPUS:
         raise ValueError(f"Unknown GPU {name!r}; known: {', '.join(GPUS)}. Leave it out to measure the GPU of this machine.")

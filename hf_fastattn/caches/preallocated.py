@@ -1,4 +1,4 @@
-"""Cache "static": K and V of every token in preallocated buffers, which grow in steps between forwards."""
+"""Cache "preallocated": K and V of every token in buffers that stay in place and grow in steps between forwards."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from .. import hf
 from . import saved
 from .layers import round_up
-from .storage import StaticStorage
+from .storage import PreallocatedStorage
 from .stored import StoredCache, chosen
 
 
@@ -29,12 +29,12 @@ class PreallocatedCache(StoredCache):
     offloading, for another batch size or K/V shape, and for cropping more of a sliding window than it keeps.
     """
 
-    storage: StaticStorage
+    storage: PreallocatedStorage
 
     def __init__(self, config: saved.ModelOrConfig, capacity: int = 1, *, grow: bool = True):
         tokens = _checked(capacity)
         windows = hf.layer_windows(saved.config_of(config))
-        self._adopt(StaticStorage(windows, round_up(tokens) if grow else tokens, grow))
+        self._adopt(PreallocatedStorage(windows, round_up(tokens) if grow else tokens, grow))
 
     def __repr__(self) -> str:
         tracks = ", ".join(

