@@ -127,6 +127,7 @@ def test_options_of_patch_reach_it_and_the_others_hflm(options, gen_kwargs, reas
         ({"attn_implementation": "fa2"}, "and give backend='fa2' for that one."),
         ({"attn_implementation": "lean", "backend": "fa2"}, "conflicts with backend='fa2'"),
         ({"graph": "off"}, "graph must be True or False; got 'off'."),
+        ({"kv": "sequence"}, "has kv_sharding= in place of kv="),
     ],
 )
 def test_conflicts_are_sentences_before_the_model_is_loaded(options, sentence, folder, monkeypatch):
@@ -168,10 +169,10 @@ def test_a_model_object_stays_patched_and_a_patched_one_is_used(monkeypatch):
     eager = texts(get_model("hf")(pretrained=model, tokenizer=tokenizer, batch_size=2))
     first = FastHFLM(pretrained=model, tokenizer=tokenizer, batch_size=2, backend="split_kv")
     assert texts(first) == eager and first.patch.replays
-    for own in ({}, {"backend": "split_kv"}):
+    for own in ({}, {"backend": "split_kv"}, {"backend": "split_kv", "fuse": True}):
         assert FastHFLM(pretrained=model, tokenizer=tokenizer, **own).patch is first.patch
     for own in ({"backend": "lean"}, {"backend": "split_kv", "graph": False}, {"fuse": True}):
-        with pytest.raises(ValueError, match=r"already patched, with 'split_kv': leave out .*, or call hf_fastattn.unpatch"):
+        with pytest.raises(ValueError, match=r"already patched: it has .*, and this call asks for .*\. Call hf_fastattn.unpatch"):
             FastHFLM(pretrained=model, tokenizer=tokenizer, **own)
     hf_fastattn.unpatch(model)
     assert texts(FastHFLM(pretrained=model, tokenizer=tokenizer, batch_size=2, fuse=False)) == eager

@@ -40,7 +40,7 @@ import hf_fastattn
 from hf_fastattn import hf
 from hf_fastattn import step as steps
 from hf_fastattn.caches import PreallocatedCache
-from hf_fastattn.patches import generation, subclass
+from hf_fastattn.patches import generation, patch_of, subclass
 from hf_fastattn.patches import graph as graphs
 
 NEW = 24
@@ -1021,8 +1021,10 @@ def test_bad_input(llama):
         hf_fastattn.patch(llama, "flashy")
     with pytest.raises(ValueError, match=r"'sdpa' is no backend of hf_fastattn, but other attention\. Its backends: .*lean"):
         hf_fastattn.patch(llama, "sdpa")
-    with pytest.raises(ValueError, match='cache must be "auto", "preallocated", "rolling", or None'):
-        hf_fastattn.patch(llama, cache="paged")
+    with pytest.raises(ValueError, match=r'cache must be "auto", "preallocated", "rolling", or None .*; got .static.'):
+        hf_fastattn.patch(llama, cache="static")
+    with pytest.raises(TypeError, match="has kv_sharding= in place of kv="):
+        hf_fastattn.patch(llama, kv="sequence")
     with pytest.raises(ValueError, match="graph=True needs a preallocated cache"):
         hf_fastattn.patch(llama, cache=None)
     for name, value in (("graph", "no"), ("fuse", 1), ("clamp_positions", None)):
@@ -1033,11 +1035,10 @@ def test_bad_input(llama):
     with pytest.raises(ValueError, match="is not patched"):
         hf_fastattn.unpatch(llama)
     with hf_fastattn.patch(llama) as patch:
-        with pytest.raises(ValueError, match="is already patched"):
-            hf_fastattn.patch(llama)
         patch.undo()
-        with pytest.raises(ValueError, match="already undone"):
-            patch.undo()
+        for call in (patch.undo, patch.__enter__):
+            with pytest.raises(ValueError, match="already undone"):
+                call()
     assert state(llama) == before
     for model, match in [
         (tiny("bloom", n_layer=1, n_head=4), "never asks Transformers' attention interface"),
@@ -1049,6 +1050,44 @@ def test_bad_input(llama):
         with pytest.raises(ValueError, match=match):
             hf_fastattn.patch(model)
         assert state(model) == unpatched
+
+
+@pytest.mark.parametrize(
+    "first, equal, other, differs",
+    [
+        ({}, {"backend": "lean", "cache": "preallocated", "graph": True}, {"graph": False}, "graph=True, .* graph=False"),
+        ({"fuse": False}, {}, {"fuse": True, "backend": "fa2"}, "backend='lean', fuse=False, .* backend='fa2', fuse=True"),
+        ({"cache": None, "graph": False}, {}, {"cache": "auto"}, "cache=None, .* cache='preallocated'"),
+        ({}, {}, {"kv_sharding": "sequence"}, "kv_sharding='heads', .* kv_sharding='sequence'"),
+        ({}, {}, {"peer_memory": False}, "peer_memory=None, .* peer_memory=False"),
+        ({"backend": "streaming", "window": 8}, {"sinks": 4, "cache": "rolling"}, {"window": 9}, "window=8, .* window=9"),
+        ({"backend": "streaming", "window": 8}, {}, {"clamp_positions": True}, "clamp_positions=False, .* clamp_positions=True"),
+    ],
+)
+def test_patch_again(llama, first, equal, other, differs):
+    before = state(llama)
+    patch = hf_fastattn.patch(llama, **first)
+    after = state(llama)
+    assert hf_fastattn.patch(llama, **first) is hf_fastattn.patch(llama, **first, **equal) is patch
+    with pytest.raises(ValueError, match=f"LlamaForCausalLM is already patched: it has {differs}. Call hf_fastattn.unpatch"):
+        hf_fastattn.patch(llama, **{**first, **other})
+    twin = copy.deepcopy(llama)
+    assert hf_fastattn.patch(twin, **first) is patch_of(twin) is not patch
+    assert state(llama) == after and not patch.undone
+    llama.set_attn_implementation("sdpa")
+    with pytest.raises(ValueError, match=f"it has backend='sdpa', and this call asks for backend='{patch.backend}'"):
+        hf_fastattn.patch(llama, **first)
+    hf_fastattn.unpatch(llama)
+    assert state(llama) == before
+
+
+def test_the_outermost_block_undoes_a_patch(llama):
+    before = state(llama)
+    with hf_fastattn.patch(llama) as patch:
+        with hf_fastattn.patch(llama) as again:
+            assert again is patch
+        assert not patch.undone
+    assert patch.undone and state(llama) == before
 
 
 def test_caches_of_another_model_or_batch(llama):

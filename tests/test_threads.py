@@ -147,14 +147,22 @@ def test_one_thread_at_a_time_patches_a_model(model, monkeypatch, where):
     assert model.config._attn_implementation == "sdpa" and torch.equal(ask(model, 0), expected[0])
 
 
+def test_threads_that_patch_at_once_get_one_patch(model):
+    found: list = []
+    errors = at_once(*[lambda: found.append(hf_fastattn.patch(model))] * 4)
+    assert len({*map(id, found)}) == 1 and all("Another thread is in patch()" in str(error) for error in errors)
+    hf_fastattn.unpatch(model)
+    assert found[0].undone and not hasattr(model, "_hf_fastattn_patch")
+
+
 def test_a_patch_that_fails_can_be_repeated(model, monkeypatch):
     with monkeypatch.context() as failing, pytest.raises(KeyboardInterrupt):
         failing.setattr(hf_fastattn.hf, "set_attention", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
         hf_fastattn.patch(model)
     with pytest.raises(ValueError, match="is not patched"):
         hf_fastattn.unpatch(model)
-    with hf_fastattn.patch(model), pytest.raises(ValueError, match="is already patched"):
-        hf_fastattn.patch(model)
+    with hf_fastattn.patch(model) as patch:
+        assert hf_fastattn.patch(model) is patch
 
 
 def test_one_thread_undoes_a_patch(model, monkeypatch):
