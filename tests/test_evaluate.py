@@ -77,7 +77,8 @@ def test_smollm2_backends_and_caches_are_equal(smollm2, small, tmp_path, monkeyp
         *smollm2, backends=backends, tasks=["small"], include_path=[small], batch_size=3, decode_tokens=6, out=tmp_path
     )
     assert found.passed and found.verdict().startswith("EQUAL to sdpa, dynamic in every answer and score:"), str(found)
-    assert [run.label for run in found.runs] == [f"{name}, {cache}" for name in backends for cache in ("dynamic", "static")]
+    static = {name: "static" if name in ("sdpa", "eager") else "preallocated" for name in backends}
+    assert [run.label for run in found.runs] == [f"{name}, {cache}" for name in backends for cache in ("dynamic", static[name])]
     for run in found.runs:
         for each in run.pairs:
             assert each.same and each.equal in (None, 1.0), each
@@ -486,8 +487,11 @@ def test_the_model_is_restored(tiny):
     before = dict(vars(model.generation_config))
     evaluate(model, tokenizer, backends=["sdpa", "lean"], tasks=[], decode_tokens=4)
     assert model.config._attn_implementation == "eager" and vars(model.generation_config) == before
-    with pytest.raises(ValueError, match="is not patched"):
-        hf_fastattn.unpatch(model)
+    for backends in (["sdpa"], ["lean"]):
+        with hf_fastattn.patch(model, cache=None, graph=False, fuse=False) as patch:
+            with pytest.raises(ValueError, match="is already patched"):
+                evaluate(model, tokenizer, backends=backends, caches=["dynamic"], tasks=[], decode_tokens=4)
+            assert not patch.undone
 
 
 def test_gen_kwargs_and_limit_reach_lm_eval(tiny, small):
@@ -536,7 +540,7 @@ def test_the_tasks_are_the_same_in_every_process_and_answerable():
     [
         ({"backends": []}, "Name at least one backend"),
         ({"backends": ["sdpa", "leen"]}, "Unknown attention backend 'leen'; known backends: .*lean.*own: eager"),
-        ({"caches": ["rolling"]}, "caches are one or both of"),
+        ({"caches": ["static"]}, 'caches are one or both of "dynamic" and "preallocated"; got \'static\''),
         ({"tasks": [], "decode_tokens": 0}, "nothing to run"),
         ({"decode_tokens": 2}, "at least 3; got 2"),
         ({"batch_size": "auto:x"}, "\"auto:N\" to find it N times; got 'auto:x'"),

@@ -181,6 +181,7 @@ def a_wrapped_forward(scene: Scene) -> list[bool]:
     scene.patch.undo()
     found = [layer.forward is wrapped]
     scene.patch = hf_fastattn.patch(scene.model, "lean", kv_sharding="sequence")
+    assert hf_fastattn.patch(scene.model, "lean", kv_sharding="sequence") is scene.patch  # without an exchange of the ranks
     found.append(scene.same())
     scene.patch.undo()
     found.append(layer.forward is wrapped)
@@ -296,7 +297,7 @@ def test_refusals(played):
         assert re.match("ValueError: Layer 0 has 2 of 8 query heads on each rank, which its plan does not say", heads)
         assert re.match("MemoryError: .*on rank 1", found["too_little_memory"])
         ranks, streaming, without, windows = found["other_settings"]
-        assert re.match("ValueError: The ranks .*kv is 'sequence' on rank 0 and 'heads' on rank 1", ranks)
+        assert re.match("ValueError: The ranks .*kv_sharding is 'sequence' on rank 0 and 'heads' on rank 1", ranks)
         assert re.match("ValueError: kv_sharding=.sequence. needs cache=.preallocated.; got a cache of 'rolling'", streaming)
         assert re.match("ValueError: kv_sharding=.sequence. needs cache=.preallocated.; got a cache of None", without)
         assert re.match("ValueError: Every layer of MistralForCausalLM has a sliding window", windows)
@@ -307,7 +308,7 @@ def test_models_that_cannot_be_shared_out_are_refused(monkeypatch):
     model = tiny("llama")
     with pytest.raises(ValueError, match="over the ranks of tensor parallelism, and this LlamaForCausalLM is on one"):
         hf_fastattn.patch(model, kv_sharding="sequence")
-    with pytest.raises(ValueError, match='kv must be "heads" or "sequence"; got \'tokens\''):
+    with pytest.raises(ValueError, match='kv_sharding must be "heads" or "sequence"; got \'tokens\''):
         hf_fastattn.patch(model, kv_sharding="tokens")
     with pytest.raises(TypeError, match="belongs to a process group"):
         shared_cache.SharedCache(model)

@@ -102,7 +102,7 @@ def check_model(model: hf.PreTrainedModel, backend: registry.Backend) -> None:
     if reason := _why_no_kernel(model, backend):
         raise ValueError(f"{name} cannot run {backend.name!r}: {reason}")
     if reason := hf.unpacked(model):
-        warnings.warn(f"The linear layers of this {name} are not replaced, as {reason}.", stacklevel=3)
+        warnings.warn(f"The linear layers of this {name} are not replaced, as {reason}.", stacklevel=4)
 
 
 def check_peer_memory(model: hf.PreTrainedModel, fused_graphs: bool) -> None:

@@ -177,8 +177,8 @@ class Patch:
             had = self.arguments
             if had == arguments:  # set_attn_implementation() may have replaced the backend
                 had = {**had, "backend": model.config._attn_implementation}
-        if differs := [name for name in arguments if had[name] != arguments[name]]:
-            ours, theirs = (", ".join(f"{name}={its[name]!r}" for name in differs) for its in (arguments, had))
+        if differs := [name for name in arguments if had.get(name) != arguments[name]]:
+            ours, theirs = (", ".join(f"{name}={its.get(name)!r}" for name in differs) for its in (arguments, had))
             raise ValueError(
                 f"This {type(model).__name__} is already patched: it has {theirs}, and this call asks for {ours}. Call "
                 "hf_fastattn.unpatch() on it first."
