@@ -159,24 +159,26 @@ def _registries() -> tuple[AttentionInterface, AttentionMaskInterface]:
     return ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS
 
 
-def _interface() -> ModuleType:
-    """The module behind the stubs. Importing the package registers all its names; functions of others under them are put back."""
+def _functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The attention and the mask function. Importing the package registers all its names; functions of others are put back."""
     before = [(registry, dict(type(registry)())) for registry in _registries()]
-    from hf_fastattn import interface, names
+    from hf_fastattn import names
+    from hf_fastattn.interface import attention_forward
+    from hf_fastattn.mask_function import attention_mask
 
     for registry, functions in before:
         for name in functions.keys() & set(names()):
             if getattr(functions[name], "func", None) not in (_attention, _mask):
                 registry.register(name, functions[name])
-    return interface
+    return attention_forward, attention_mask
 
 
 def _attention(name: str, *args: Any, **kwargs: Any) -> Any:
-    return _interface().attention_forward(name, *args, **kwargs)
+    return _functions()[0](name, *args, **kwargs)
 
 
 def _mask(name: str, *args: Any, **kwargs: Any) -> Any:
     attention, _ = _registries()
     if getattr(attention.get(name), "func", None) is not _attention:
         return None  # another package's attention under this name, without a mask function: as if this one were not registered
-    return _interface().attention_mask(name, *args, **kwargs)
+    return _functions()[1](name, *args, **kwargs)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import types
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 
 import torch
@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend
 from hf_fastattn import registry, training
 from hf_fastattn.kernels import TritonKernel, reference, spans
 from hf_fastattn.kernels.spec import KV, Spec
+from hf_fastattn.registry import Backend
 from hf_fastattn.tables import thousands
 
 from . import timing
@@ -29,8 +30,9 @@ RATE = 2.5e8  # flops per microsecond, to estimate the time of a call
 WHOLE = 8 << 10  # of longer causal inputs only the gradients of the last queries are checked
 ROUNDED = {"standard", "eager"}  # they round the scores to 16 bits, and are allowed four times the error
 FLEX = 8 << 10  # the length for which flex_attention is compiled, which is slow
-NAME = "lean"  # the backend; its kernels are those of the other exact backends
-PORTABLE = "portable_backward"  # its name for `training` with the portable kernel for dK and dV on Hopper too
+LEAN = registry.get("lean")  # its kernels are those of the other exact backends
+# With the portable kernel for dK and dV on Hopper too.
+PORTABLE = replace(LEAN, backward=TritonKernel("backward", twin=reference.backward, portable=True))
 OURS = "ours", "ours_portable"
 
 
@@ -130,17 +132,9 @@ def _mask(case: Trained, device: torch.device, hidden: bool) -> torch.Tensor:
     return seen.logical_not_() if hidden else seen
 
 
-training.register(
-    PORTABLE, (registry.get(NAME).forward, TritonKernel("backward", twin=reference.backward, portable=True)), dropout=False
-)
-
-
-def _ours(name: str, x: Inputs) -> torch.Tensor:
-    case = x.case
-    out, _ = training.attention(
-        name, x.q, x.k, x.v, _spans(case, x.q.device), sink_logits=x.sinks, causal=case.shape.causal, window=case.window
-    )
-    return out
+def _ours(backend: Backend, x: Inputs) -> torch.Tensor:
+    spec = Spec(causal=x.case.shape.causal, window=x.case.window)
+    return training.attend(backend, x.q, x.k, x.v, spec, _spans(x.case, x.q.device), x.sinks)[0]
 
 
 def _sdpa(backend: SDPBackend, x: Inputs) -> torch.Tensor:
@@ -208,7 +202,7 @@ def _flex(x: Inputs) -> torch.Tensor:
 
 
 RIVALS: dict[str, Callable[[Inputs], torch.Tensor]] = {
-    "ours": partial(_ours, NAME),
+    "ours": partial(_ours, LEAN),
     "ours_portable": partial(_ours, PORTABLE),
     "sdpa_flash": partial(_sdpa, SDPBackend.FLASH_ATTENTION),
     "sdpa_cudnn": partial(_sdpa, SDPBackend.CUDNN_ATTENTION),

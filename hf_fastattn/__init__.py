@@ -4,10 +4,10 @@ Importing this package adds names to Transformers and changes nothing else.
 """
 
 from . import backends as _backends
+from .backend import count_calls
 from .caches import PreallocatedCache, RollingCache
 from .evaluation import evaluate
 from .explanation import explain
-from .interface import count_calls
 from .kernels.merge import merge
 from .patches import patch, unpatch
 from .registry import Backend, get, names, register

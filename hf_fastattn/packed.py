@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from . import hf, masks
+from .backend import Backend
 from .kernels import spans
 
 
@@ -32,14 +33,15 @@ def of_runs(
     return masks.of_runs(rows, sizes, made_for, chunk)
 
 
-def separated(name: str, packs: bool, mask: torch.Tensor | None, cu_q: Any, cu_k: Any) -> masks.Mask:
+def separated(backend: Backend, mask: torch.Tensor | None, cu_q: Any, cu_k: Any) -> masks.Mask:
     """`mask` with the sequences of cu_seq_lens separated, besides those that it separates already; stored for the other layers.
 
-    name, packs: the backend, and whether it reads spans with an interval for each query. cu_q, cu_k: the same cumulative lengths,
-    (sequences + 1,), int32 or int64, from 0 to q_len and never decreasing; cu_k may be None. Raises TypeError and ValueError for
-    others. Values on a GPU are checked there, without synchronisation: a wrong one is an assertion on the device.
+    cu_q, cu_k: the same cumulative lengths, (sequences + 1,), int32 or int64, from 0 to q_len and never decreasing; cu_k may be
+    None. Raises TypeError and ValueError for others. Values on a GPU are checked there, without synchronisation: a wrong one is
+    an assertion on the device.
     """
-    if not packs:
+    name = backend.name
+    if not backend.packed:
         raise ValueError(f"{name!r} does not separate packed sequences by cu_seq_lens. Use another backend, such as 'lean'.")
     if not (isinstance(mask, masks.Mask) and mask.shape[0] == 1 and mask.shape[2] == mask.shape[3] and _is_unpadded(mask)):
         raise ValueError(

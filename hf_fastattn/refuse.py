@@ -1,4 +1,4 @@
-"""The refusals of the attention function. Each message names the alternative."""
+"""The refusals and warnings of the attention and the mask function. Each message names the alternative."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from . import hf, masks
 from .kernels.spec import KV, is_plain
@@ -28,6 +29,21 @@ def tracing(name: str, mask: torch.Tensor | None) -> None:
         )
 
 
+def transforms(*tensors: torch.Tensor | None) -> None:
+    """Raise RuntimeError under a transform of torch.func, and for forward-mode differentiation, whose tangents would be 0."""
+    if torch.compiler.is_compiling():
+        return
+    in_forward_mode = getattr(forward_ad, "_current_level", 0) >= 0
+    if torch._C._are_functorch_transforms_active() or (
+        in_forward_mode and any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors)
+    ):
+        raise RuntimeError(
+            "Attention of hf_fastattn has no forward-mode derivatives (torch.autograd.forward_ad) and does not run under "
+            "transforms of torch.func (grad, vmap, jvp, jacrev). Use torch.autograd.grad, or "
+            'attn_implementation="eager" for them.'
+        )
+
+
 def other_sizes(mask: masks.Mask, query: torch.Tensor, key: torch.Tensor) -> tuple[int, int, int]:
     """The sizes of attention, (batch, q_len, kv_len). Raises ValueError if torch's sdpa does not broadcast the mask to them."""
     name, model = mask.made_for
@@ -39,7 +55,7 @@ def other_sizes(mask: masks.Mask, query: torch.Tensor, key: torch.Tensor) -> tup
             "to. Load this model without attn_implementation."
         )
     if sizes[2] != needed[2] and not torch.compiler.is_compiling():
-        _say_once(
+        warn_once(
             f"{model} applies a mask of one key to more keys, and attn_implementation={name!r} broadcasts it, as sdpa does. In "
             "rows with padding it says nothing about the padding."
         )
@@ -47,7 +63,7 @@ def other_sizes(mask: masks.Mask, query: torch.Tensor, key: torch.Tensor) -> tup
 
 
 @cache
-def _say_once(message: str) -> None:
+def warn_once(message: str) -> None:
     warnings.warn(message, stacklevel=4)
 
 

@@ -1,156 +1,15 @@
-"""The backends by name, and the one place that chooses between a backend's prefill and its decode kernel."""
+"""The backends by name."""
 
 from __future__ import annotations
 
-import inspect
-import re
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
-import torch
+from . import hf
+from .backend import Backend, Kernel, _backends, get, names
+from .interface import attention_forward
+from .mask_function import attention_mask
 
-from . import hf, interface, training
-from .kernels import TritonKernel, checks
-from .kernels.host import tables
-from .kernels.spans import has_rows
-from .kernels.spec import KV, Gradients, Result, Spec, call
-
-Kernel = Callable[..., Result]
-
-
-@dataclass(frozen=True, slots=True)
-class Backend:
-    """An implementation of attention, which users select by its name as `attn_implementation`.
-
-    name: `[a-z0-9_]+`, without "flash", "sdpa" or "flex_attention", because Transformers parses these in names.
-    summary: one line. prefill, decode: callables with the signature of `kernels.reference.attention`; decode serves
-    calls with at most `max_decode_rows` query rows per KV head (q_len x num_heads / num_kv_heads), prefill the others,
-    and all calls if decode is None. max_head_dim, max_value_dim: the largest head_dim of keys and of values, None for any.
-    streaming: it sees only the first and the last tokens, whose numbers are in the model's config (`streaming.Settings`), and can
-    read a RollingCache. packed: its prefill kernel reads spans with an interval for each query (`kernels.spans`), which separate
-    packed sequences; otherwise these use the dense path. backward: a callable with the signature of
-    `kernels.reference.backward`, the gradients of prefill; None for the model's own attention in training. dropout: whether
-    prefill and backward support `Spec.dropout`; otherwise the model's own attention runs.
-    """
-
-    name: str
-    summary: str
-    prefill: Kernel
-    decode: Kernel | None = None
-    max_decode_rows: int = tables.MAX_DECODE_ROWS
-    max_head_dim: int | None = checks.MAX_HEAD_DIM
-    max_value_dim: int | None = checks.MAX_VALUE_DIM
-    dtypes: tuple[torch.dtype, ...] = checks.DTYPES
-    streaming: bool = False
-    packed: bool = False
-    backward: Callable[..., Any] | None = None
-    dropout: bool = False
-
-    def __post_init__(self) -> None:
-        if not re.fullmatch(r"[a-z0-9_]+", self.name):
-            raise ValueError(f"A backend's name must match [a-z0-9_]+; got {self.name!r}.")
-        for word in ("flash", "sdpa", "flex_attention"):
-            if word in self.name:
-                raise ValueError(
-                    f"A backend's name must not contain {word!r}: Transformers parses it and would load something else. "
-                    f"Got {self.name!r}; choose a name without it."
-                )
-        if self.name in ("eager", "paged"):
-            raise ValueError(f"{self.name!r} is Transformers' own name; choose another.")
-        if not callable(self.prefill) or not (self.decode is None or callable(self.decode)):
-            raise TypeError(f"Backend {self.name!r}: prefill must be callable and decode callable or None.")
-        if self.backward is not None and (self.streaming or not callable(self.backward)):
-            raise TypeError(f"Backend {self.name!r}: backward must be callable or None, and None for one that streams.")
-        for kernel in (self.prefill, self.decode):
-            if kernel is not None and _parameters(kernel)[1:3] == ["k", "v"]:
-                raise TypeError(
-                    f"Backend {self.name!r}: a kernel takes (q, kv, spec, spans=None, **tensors), and this one takes "
-                    "(q, k, v, ...), as before version 0.2. kernels.reference.attention says what each is; k, v = kv.plain()."
-                )
-
-    def kernel(self, q_len: int, num_heads: int, num_kv_heads: int) -> tuple[str, Kernel]:
-        """("decode" or "prefill", kernel) for a call of this shape."""
-        if self.decode is not None and q_len * (num_heads // max(num_kv_heads, 1)) <= self.max_decode_rows:
-            return "decode", self.decode
-        return "prefill", self.prefill
-
-    def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: torch.Tensor | None = None, **options: Any
-    ) -> Result:
-        """Attention over plain K and V; options: fields of `kernels.spec.Spec`, and those of `kernels.reference.attention`."""
-        if isinstance(k, KV):
-            raise TypeError("A backend is called with the tensors q, k and v; its attend() takes q, a KV and a Spec.")
-        return call(self.attend, q, k, v, spans, **options)
-
-    def attend(
-        self,
-        q: torch.Tensor,
-        kv: KV,
-        spec: Spec = Spec(),  # noqa: B008 (a tuple)
-        spans: torch.Tensor | None = None,
-        **options: Any,
-    ) -> Result:
-        """Run the kernel for these shapes; arguments and result as in `kernels.reference.attention`."""
-        phase, kernel = self.kernel(q.shape[2], q.shape[1], kv.k.shape[1])
-        if has_rows(spans) or spec.dropout:  # which decode kernels do not support
-            phase, kernel = "prefill", self.prefill
-        interface.calls[f"{self.name}.{phase}"] += 1
-        return kernel(q, kv, spec, spans, **options)
-
-    def forward(
-        self, q: torch.Tensor, kv: KV, spec: Spec, spans: torch.Tensor | None, **given: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(out, lse) for `gradients`, always by the prefill kernel. given: sink_logits, and the seed of dropout."""
-        interface.calls[f"{self.name}.prefill"] += 1
-        prefill = self.prefill.unsplit if isinstance(self.prefill, TritonKernel) else self.prefill
-        out, lse = prefill(q, kv, spec, spans, return_lse=True, **given)
-        return out, lse
-
-    def gradients(self, q: torch.Tensor, kv: KV, spec: Spec, spans: torch.Tensor | None, **given: Any) -> Gradients:
-        """The gradients of `forward`; arguments and result as in `kernels.reference.backward`."""
-        assert self.backward is not None
-        interface.calls[f"{self.name}.backward"] += 1
-        found: Gradients = self.backward(q, kv, spec, spans, **given)
-        return found
-
-    def why_not(
-        self,
-        *,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device | str = "cuda",
-        value_dim: int | None = None,
-    ) -> str | None:
-        """The reason why this backend cannot serve a model of this shape; None if it can. value_dim: None for head_dim."""
-        if num_kv_heads < 1 or num_heads % num_kv_heads:
-            return f"{num_heads} query heads are not a multiple of {num_kv_heads} KV heads."
-        if self.max_head_dim is not None and head_dim > self.max_head_dim:
-            return f"head_dim {head_dim} is above {self.max_head_dim}, the largest {self.name!r} holds."
-        value_dim = head_dim if value_dim is None else value_dim
-        if self.max_value_dim is not None and value_dim > self.max_value_dim:
-            return f"the values' head_dim {value_dim} is above {self.max_value_dim}, the largest {self.name!r} holds."
-        if dtype not in self.dtypes:
-            return f"{dtype} is not among {', '.join(str(d) for d in self.dtypes)}."
-        where = getattr(self.prefill, "where", None)
-        if where is not None:
-            try:
-                where(device)
-            except RuntimeError as error:
-                return str(error)
-        return None
-
-
-def _parameters(function: Kernel) -> list[str]:
-    try:
-        return list(inspect.signature(function, follow_wrapped=False).parameters)
-    except (TypeError, ValueError):  # some that are not written in Python
-        return []
-
-
-_backends: dict[str, Backend] = {}
+__all__ = ["Backend", "Kernel", "get", "names", "register"]
 
 
 def register(backend: Backend) -> Backend:
@@ -158,22 +17,6 @@ def register(backend: Backend) -> Backend:
 
     Registering a name again replaces it, also in models that already run it.
     """
-    interface.register(backend.name, backend.attend, backend.streaming, backend.packed)
-    passes = None if backend.backward is None else (backend.forward, backend.gradients)
-    training.register(backend.name, passes, backend.dropout)
+    hf.register(backend.name, partial(attention_forward, backend.name), partial(attention_mask, backend.name))
     _backends[backend.name] = backend
     return backend
-
-
-def get(name: str) -> Backend:
-    """The backend of that name; ValueError names the known ones."""
-    if name not in _backends and name in hf.attention_names():
-        raise ValueError(f"{name!r} is no backend of hf_fastattn, but other attention. Its backends: {', '.join(names())}.")
-    if name not in _backends:
-        raise ValueError(f"Unknown attention backend {name!r}; known backends: {', '.join(names())}.")
-    return _backends[name]
-
-
-def names() -> tuple[str, ...]:
-    """Names of all registered backends, in order of registration."""
-    return tuple(_backends)

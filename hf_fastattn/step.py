@@ -99,19 +99,13 @@ def captured() -> bool:
     return step is not None and step.mode == CAPTURED
 
 
-def looks_ahead(config: Any, q_length: int, q_offset: int | torch.Tensor) -> bool:
-    """Note that the model requests a mask in which a token may see later ones, which its storage then says of itself. Returns
-    whether slots beyond a single token, which are empty, have to be left out. Raises RuntimeError if they may hold padding."""
+def note_later_tokens(config: Any) -> None:
+    """Note in the storage of the current step that tokens of a model may see later ones. config: that of the requested mask."""
     step = innermost()
-    if captured() and isinstance(q_offset, torch.Tensor):  # not the mask of an encoder, whose length the host knows
-        if q_length > 1:
-            raise RuntimeError("tokens may see later ones, and those of a graph may be padding")
-        return True
-    if step is not None and step.storage is not None and step.model is not None and q_length > 1:
+    if step is not None and step.storage is not None and step.model is not None:
         own: Any = step.model.config
         if type(config) in (type(own), type(own.get_text_config(decoder=True))):  # else it is an encoder
             step.storage.looks_ahead = True
-    return False
 
 
 def of_model(model: torch.nn.Module) -> Step | None:

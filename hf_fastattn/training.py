@@ -8,45 +8,27 @@ the host than the launches. Inference runs neither.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
+from . import refuse
+from .backend import SPEC, Backend, get, names
 from .kernels import checks
-from .kernels.spec import KV, Gradients, Spec
+from .kernels.spec import KV, Spec
 
 __all__ = ["attention"]
 
-# The functions of each backend name that compute (out, lse) and the gradients, and the names whose functions support dropout.
-_passes: dict[str, tuple[Callable[..., tuple[torch.Tensor, torch.Tensor]], Callable[..., Gradients]]] = {}
-_dropping: set[str] = set()
 
-
-def register(
-    name: str,
-    passes: tuple[Callable[..., tuple[torch.Tensor, torch.Tensor]], Callable[..., Gradients]] | None,
-    dropout: bool = False,
-) -> None:
-    """Set the functions with which the backend `name` computes (out, lse) and their gradients; None if it has none."""
-    _passes.pop(name, None)
-    _dropping.discard(name)
-    if passes is not None:
-        _passes[name] = passes
-        if dropout:
-            _dropping.add(name)
-
-
-def why_not(name: str, q: torch.Tensor, v: torch.Tensor, in_spans: bool, dropped: bool) -> str | None:
+def why_not(backend: Backend, q: torch.Tensor, v: torch.Tensor, in_spans: bool, dropped: bool) -> str | None:
     """The reason why the backend has no gradients for such tensors, as a predicate for its name; None if it has.
 
     in_spans: whether spans describe the mask. dropped: whether there is dropout.
     """
-    if dropped and name not in _dropping:
+    if dropped and not (backend.dropout and backend.backward):
         return "has no dropout"
-    if name not in _passes:
+    if backend.backward is None:
         return "has no backward pass"
     if not in_spans:
         return "has no backward pass for this mask (a custom 4-D mask, blocks of an image, or chunks with padding)"
@@ -81,19 +63,38 @@ def attention(
 
     Source: Dao, "FlashAttention-2" (2023), algorithms 1 and 2.
     """
-    refuse_transforms(q, k, v, sink_logits)
-    if name not in _passes:
-        raise ValueError(f"{name!r} has no backward pass; use one of {', '.join(sorted(_passes))}.")
+    refuse.transforms(q, k, v, sink_logits)
+    backend = get(name) if name in names() else None
+    if backend is None or backend.backward is None:
+        trained = sorted(each for each in names() if get(each).backward is not None)
+        raise ValueError(f"{name!r} has no backward pass; use one of {', '.join(trained)}.")
+    if dropout != 0.0 and not backend.dropout:
+        dropping = sorted(each for each in names() if get(each).backward is not None and get(each).dropout)
+        raise ValueError(f"{name!r} has no dropout; use one of {', '.join(dropping)}, or dropout=0.")
+    spec = Spec(scale, causal, window, softcap, dropout=dropout)
+    return attend(backend, q, k, v, spec, spans, sink_logits)
+
+
+def attend(
+    backend: Backend,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    spec: Spec,
+    spans: torch.Tensor | None,
+    sink_logits: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`attention` of a backend with gradients, and with dropout if `spec` has some."""
     seed = None
-    if dropout != 0.0:
-        if not 0.0 < dropout < 1.0:
-            raise ValueError(f"dropout must be at least 0 and below 1; got {dropout}. Set another, or use eager attention.")
-        if name not in _dropping:
-            raise ValueError(f"{name!r} has no dropout; use one of {', '.join(sorted(_dropping))}, or dropout=0.")
+    if spec.dropout != 0.0:
+        if not 0.0 < spec.dropout < 1.0:
+            raise ValueError(f"dropout must be at least 0 and below 1; got {spec.dropout}. Set another, or use eager attention.")
         seed = torch.randint(-(1 << 62), 1 << 62, (1,), device=q.device)
-    arguments = name, q, k, v, spans, sink_logits, scale, causal, window, softcap, dropout, seed
-    direct = not torch.compiler.is_compiling() and _is_direct(q, k, v, spans, sink_logits)
-    out, lse = _Attention.apply(*arguments) if direct else torch.ops.hf_fastattn.flash_attn(*arguments)  # type: ignore[no-untyped-call]
+    tensors = q, k, v, spans, sink_logits, seed
+    if not torch.compiler.is_compiling() and _is_direct(*tensors):
+        out, lse = _Attention.apply(backend, *tensors, spec)  # type: ignore[no-untyped-call]
+    else:
+        out, lse = torch.ops.hf_fastattn.flash_attn(backend.name, *tensors, *spec)
     return out, lse
 
 
@@ -107,25 +108,6 @@ def _is_direct(*tensors: torch.Tensor | None) -> bool:
     return all((x.is_cuda or x.is_cpu) and type(x).__torch_dispatch__ is plain and not in_batch(x) for x in given)
 
 
-def requires_grad(*tensors: torch.Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-
-
-def refuse_transforms(*tensors: torch.Tensor | None) -> None:
-    """Raise RuntimeError under a transform of torch.func, and for forward-mode differentiation, whose tangents would be 0."""
-    if torch.compiler.is_compiling():
-        return
-    in_forward_mode = getattr(forward_ad, "_current_level", 0) >= 0
-    if torch._C._are_functorch_transforms_active() or (
-        in_forward_mode and any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors)
-    ):
-        raise RuntimeError(
-            "Attention of hf_fastattn has no forward-mode derivatives (torch.autograd.forward_ad) and does not run under "
-            "transforms of torch.func (grad, vmap, jvp, jacrev). Use torch.autograd.grad, or "
-            'attn_implementation="eager" for them.'
-        )
-
-
 def _without_autocast(device_type: str) -> AbstractContextManager[None]:
     """A context without autocast, in which the reference computes in fp32."""
     if torch.is_autocast_enabled(device_type):
@@ -134,26 +116,27 @@ def _without_autocast(device_type: str) -> AbstractContextManager[None]:
 
 
 def _forward(
-    name: str,
+    backend: Backend,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     spans: torch.Tensor | None,
     sink_logits: torch.Tensor | None,
-    scale: float | None,
-    causal: bool,
-    window: int | None,
-    softcap: float | None,
-    dropout: float,
     seed: torch.Tensor | None,
+    spec: Spec,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    forward, _ = _passes[name]
     given = {"sink_logits": sink_logits} | ({} if seed is None else {"seed": seed})
     with torch.no_grad(), _without_autocast(q.device.type):
-        return forward(q, KV(k, v), Spec(scale, causal, window, softcap, dropout=dropout), spans, **given)
+        return backend.forward(q, KV(k, v), spec, spans, **given)
 
 
-_flash_attn = torch.library.custom_op("hf_fastattn::flash_attn", _forward, mutates_args=())
+_INPUTS = "Tensor? spans, Tensor? sink_logits, Tensor? seed"
+_flash_attn = torch.library.custom_op(
+    "hf_fastattn::flash_attn",
+    lambda name, q, k, v, spans, sink_logits, seed, *spec: _forward(get(name), q, k, v, spans, sink_logits, seed, Spec(*spec)),
+    mutates_args=(),
+    schema=f"(str name, Tensor q, Tensor k, Tensor v, {_INPUTS}, {SPEC}) -> (Tensor, Tensor)",
+)
 
 
 @_flash_attn.register_fake
@@ -161,74 +144,28 @@ def _(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: obj
     return _token_major(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-def _gradients(
-    name: str,
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    spans: torch.Tensor | None,
-    sink_logits: torch.Tensor | None,
-    scale: float | None,
-    causal: bool,
-    window: int | None,
-    softcap: float | None,
-    dropout: float,
-    seed: torch.Tensor | None,
-    needs_q: bool,
-    needs_kv: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dq, dk, dv, dsink_logits); tensors that are not needed are empty."""
-    _, gradients = _passes[name]
-    given = {} if seed is None else {"seed": seed}
+def _gradients(backend: Backend, spec: Spec, *given: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dq, dk, dv, dsink_logits); tensors that are not needed are empty. given: the op's arguments before `spec`."""
+    dout, dlse, q, k, v, out, lse, spans, sink_logits, seed, *needs = given
+    named = {"out": out, "lse": lse, "dout": dout, "dlse": dlse, "sink_logits": sink_logits, "needs": tuple(needs)}
     with torch.no_grad(), _without_autocast(q.device.type):
-        dq, dk, dv, dsink = gradients(
-            q,
-            KV(k, v),
-            Spec(scale, causal, window, softcap, dropout=dropout),
-            spans,
-            out=out,
-            lse=lse,
-            dout=dout,
-            dlse=dlse,
-            sink_logits=sink_logits,
-            needs=(needs_q, needs_kv),
-            **given,
-        )
-    return _or_empty(dq, q), _or_empty(dk, q), _or_empty(dv, q), _or_empty(dsink, q)
+        found = backend.gradients(q, KV(k, v), spec, spans, **named, **({} if seed is None else {"seed": seed}))
+    dq, dk, dv, dsink = (q.new_empty(0) if x is None else x for x in found)
+    return dq, dk, dv, dsink
 
 
-def _or_empty(x: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    return like.new_empty(0) if x is None else x
-
-
-_flash_attn_backward = torch.library.custom_op("hf_fastattn::flash_attn_backward", _gradients, mutates_args=())
+_flash_attn_backward = torch.library.custom_op(
+    "hf_fastattn::flash_attn_backward",
+    lambda name, *given: _gradients(get(name), Spec(*given[12:]), *given[:12]),
+    mutates_args=(),
+    schema="(str name, Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    f"{_INPUTS}, bool needs_q, bool needs_kv, {SPEC}) -> (Tensor, Tensor, Tensor, Tensor)",
+)
 
 
 @_flash_attn_backward.register_fake
-def _(
-    name: str,
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    spans: torch.Tensor | None,
-    sink_logits: torch.Tensor | None,
-    scale: float | None,
-    causal: bool,
-    window: int | None,
-    softcap: float | None,
-    dropout: float,
-    seed: torch.Tensor | None,
-    needs_q: bool,
-    needs_kv: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _(name: str, *given: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    _, _, q, k, v, _, _, _, sink_logits, _, needs_q, needs_kv, *_ = given
     return (
         _token_major(q, q.shape[3]) if needs_q else q.new_empty(0),
         _token_major(k, k.shape[3]) if needs_kv else q.new_empty(0),
@@ -244,30 +181,28 @@ def _token_major(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    name, q, k, v, spans, sink_logits, *static, seed = inputs
+    backend, q, k, v, spans, sink_logits, seed, *spec = inputs
     ctx.save_for_backward(q, k, v, *output, spans, sink_logits, seed)
-    ctx.backend, ctx.static = name, static
+    direct = isinstance(backend, Backend)
+    ctx.backend, ctx.spec = (backend, *spec) if direct else (get(backend), Spec(*spec))
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     q, k, v, out, lse, spans, sink_logits, seed = ctx.saved_tensors
-    _, needs_q, needs_k, needs_v, _, needs_sinks, *_ = ctx.needs_input_grad
+    _, needs_q, needs_k, needs_v, _, needs_sinks, *others = ctx.needs_input_grad
     if dout is None and dlse is None:
-        return (None,) * 12
+        return (None,) * len(ctx.needs_input_grad)
+    dout = torch.zeros_like(out) if dout is None else dout
+    sinks = sink_logits if needs_sinks else None
+    given = dout, dlse, q, k, v, out, lse, spans, sinks, seed, needs_q, needs_k or needs_v
     # With create_graph=True the op refuses second derivatives.
-    direct = not torch.compiler.is_compiling() and not torch.is_grad_enabled() and _is_direct(q, dout, dlse, spans)
-    run: Callable[..., tuple[torch.Tensor, ...]] = _gradients if direct else torch.ops.hf_fastattn.flash_attn_backward
-    dq, dk, dv, dsink = run(
-        ctx.backend,
-        torch.zeros_like(out) if dout is None else dout,
-        dlse,
-        *(q, k, v, out, lse, spans, sink_logits if needs_sinks else None, *ctx.static, seed),
-        needs_q,
-        needs_k or needs_v,
-    )
+    if not torch.compiler.is_compiling() and not torch.is_grad_enabled() and _is_direct(q, dout, dlse, spans):
+        dq, dk, dv, dsink = _gradients(ctx.backend, ctx.spec, *given)
+    else:
+        dq, dk, dv, dsink = torch.ops.hf_fastattn.flash_attn_backward(ctx.backend.name, *given, *ctx.spec)
     grads = (dq if needs_q else None, dk if needs_k else None, dv if needs_v else None)
-    return None, *grads, None, dsink if needs_sinks else None, *(None,) * 6
+    return None, *grads, None, dsink if needs_sinks else None, *(None for _ in others)
 
 
 _flash_attn.register_autograd(_backward, setup_context=_save_for_backward)

@@ -69,6 +69,21 @@ def nan_filled_empties():
         yield
 
 
+@pytest.fixture
+def registering():
+    """Forget the backends that a test registers."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    from hf_fastattn import registry
+
+    known = registry._backends, AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping
+    before = [dict(each) for each in known]
+    yield
+    for each, its in zip(known, before, strict=True):
+        each.clear()
+        each.update(its)
+
+
 @pytest.fixture(autouse=True)
 def nothing_under_way():
     """Synchronise at the end of each test, so that an error on the GPU fails the test that caused it."""

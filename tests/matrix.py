@@ -36,7 +36,7 @@ from models import PADDINGS, draw_weights
 from transformers import DynamicCache
 
 import hf_fastattn
-from hf_fastattn import hf, interface, refuse
+from hf_fastattn import hf, refuse
 from hf_fastattn.patches import experts, fuse, subclass
 from hf_fastattn.patches import graph as graphs
 
@@ -197,8 +197,7 @@ def describe(error: BaseException) -> str:
 
 def attempt(run) -> Cell:
     """The cell of run(), which raises Disagreement if numbers differ, and returns further fields of the cell."""
-    for module in (interface, refuse):
-        module._say_once.cache_clear()
+    refuse.warn_once.cache_clear()
     counted, facts = {}, {}
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")

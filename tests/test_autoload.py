@@ -53,7 +53,7 @@ def test_names_are_those_of_the_exact_backends():
     exact = {name for name in hf_fastattn.names() if not hf_fastattn.get(name).streaming}
     assert set(hf_fastattn_autoload.NAMES) <= exact and {"lean", "fa2", "split_kv"} <= set(hf_fastattn_autoload.NAMES)
     for name in hf_fastattn_autoload.NAMES:  # the functions have replaced the stubs, if there were any
-        assert all(f.func.__module__ == "hf_fastattn.interface" for f in hf_fastattn.hf.registered(name))
+        assert all(f.func.__module__.startswith("hf_fastattn.") for f in hf_fastattn.hf.registered(name))
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ assert set(modeling.AttentionInterface._global_mapping) - names == {'streaming'}
 from transformers import AttentionInterface, AttentionMaskInterface
 for name in hf_fastattn_autoload.NAMES:
     for registry in (AttentionInterface(), AttentionMaskInterface()):
-        assert registry[name].func.__module__ == 'hf_fastattn.interface'
+        assert registry[name].func.__module__.startswith('hf_fastattn.')
 """
     )
     run(tmp_path, WAITS + script)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import os
 import subprocess
@@ -18,7 +19,7 @@ from transformers import AutoModel, AutoModelForSeq2SeqLM, CompileConfig, Dynami
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import hf_fastattn
-from hf_fastattn import hf, interface, kernels, masks, registry
+from hf_fastattn import hf, interface, kernels, mask_function, masks, refuse, registry
 from hf_fastattn.kernels import reference, spans
 
 VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
@@ -30,17 +31,6 @@ def lean(device):
     model = models.family("llama", device)
     model.set_attn_implementation("lean")
     return model
-
-
-@pytest.fixture
-def registering():
-    """Undo the registrations of a test."""
-    before = set(registry.names())
-    yield
-    for name in set(registry.names()) - before:
-        del registry._backends[name], interface._runners[name]
-        del transformers.AttentionInterface._global_mapping[name]
-        del transformers.AttentionMaskInterface._global_mapping[name]
 
 
 def generate(model, inputs, **options) -> torch.Tensor:
@@ -224,7 +214,7 @@ def test_mask_function(asked, device):
     if asked.startswith("bidirectional"):
         arguments["allow_is_bidirectional_skip"] = True
     arguments = {"device": device, **arguments}
-    mask = interface.attention_mask("lean", config=config, dtype=torch.float32, **arguments)
+    mask = mask_function.attention_mask("lean", config=config, dtype=torch.float32, **arguments)
     assert type(mask) is expected
     assert tuple(mask.shape) == (2, 1, arguments["q_length"], arguments["kv_length"]) and mask.dtype == torch.bool
     if expected is masks.PlainMask:
@@ -288,16 +278,16 @@ def test_models_may_transpose_the_channels(transposed, device):
 @pytest.mark.parametrize("padding", models.PADDINGS)
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 @pytest.mark.parametrize("options", [{}, {"cache_implementation": "static", "disable_compile": True}], ids=["dynamic", "static"])
-def test_no_mask_of_queries_times_keys(options, family, padding, device, monkeypatch):
+def test_no_mask_of_queries_times_keys(options, family, padding, device, registering):
     model = models.family(family, device)
     model.set_attn_implementation("lean")
-    run, shapes = interface._runners["lean"], []
+    own, shapes = registry.get("lean"), []
 
     def spy(q, kv, spec, mask=None, **arguments):
         shapes.append(None if mask is None else (tuple(mask.shape), mask.dtype, kv.k.shape[2]))
-        return run(q, kv, spec, mask, **arguments)
+        return own.attend(q, kv, spec, mask, **arguments)
 
-    monkeypatch.setitem(interface._runners, "lean", spy)
+    registry.register(dataclasses.replace(own, prefill=spy, decode=None))
     generate(model, models.prompts(padding, device), **options)
     for seen in filter(None, shapes):
         shape, dtype, kv_len = seen
@@ -317,7 +307,7 @@ def test_no_host_sync(device):
     def two_steps():
         for name in ("fa2", "split_kv", "lean"):
             for q_len, offset in ((64, 0), (1, length)):
-                mask = interface.attention_mask(name, 2, q_len, 64, offset, attention_mask=keep, device=device)
+                mask = mask_function.attention_mask(name, 2, q_len, 64, offset, attention_mask=keep, device=device)
                 interface.attention_forward(name, torch.nn.Module(), q[:, :, :q_len], k, k, mask, scaling=0.25)
 
     with torch.no_grad():
@@ -345,7 +335,7 @@ def test_a_users_mask_takes_the_dense_path_with_one_warning(dtype, lean, device)
     lean.set_attn_implementation("eager")
     expected = lean(ids, attention_mask=added).logits
     lean.set_attn_implementation("lean")
-    interface._say_once.cache_clear()
+    refuse.warn_once.cache_clear()
     with hf_fastattn.count_calls() as calls, pytest.warns(UserWarning, match="dense path") as said:
         for _ in range(2):
             logits = lean(ids, attention_mask=mask if dtype == torch.bool else added).logits

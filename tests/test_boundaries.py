@@ -22,8 +22,9 @@ ORDER = [  # a part only imports parts from later lines
     ("patches",),
     ("backends", "caches"),
     ("registry",),
-    ("interface",),
-    ("context_parallel", "packed", "refuse", "step", "streaming", "training"),
+    ("interface", "mask_function"),
+    ("packed", "runners", "training"),
+    ("backend", "context_parallel", "refuse", "step", "streaming"),
     ("hf", "machine", "masks", "model_shapes", "tables", "tasks"),
     ("kernels",),
 ]

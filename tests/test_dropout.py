@@ -24,9 +24,8 @@ EXACT = [name for name in hf_fastattn.names() if not registry.get(name).streamin
 LONG = pytest.mark.skipif(INTERPRETED, reason="interpreted kernels run with fewer and shorter inputs, in the other tests")
 
 
-def test_a_backend_without_dropout_runs_the_models_own_attention(device):
+def test_a_backend_without_dropout_runs_the_models_own_attention(device, registering):
     registry.register(dataclasses.replace(registry.get("lean"), name="no_dropout", dropout=False))
-    del registry._backends["no_dropout"]  # so that names() does not contain it in other tests
     model = trainable("llama", device, attention_dropout=0.3)
     expected = gradients(model, "sdpa", "left_padding")
     stock(model, "no_dropout", expected, "'no_dropout' has no dropout: where it is needed")

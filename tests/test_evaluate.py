@@ -15,7 +15,6 @@ pytest.importorskip("lm_eval", reason="lm-eval is not installed")
 import checkpoint
 
 import hf_fastattn
-from hf_fastattn import interface, registry
 from hf_fastattn.evaluation import Evaluation, data, harness, load, pairs, perplexity, rounding, running
 from hf_fastattn.evaluation.pairs import Answers, Measure
 from hf_fastattn.evaluation.report import Run
@@ -136,10 +135,8 @@ def off_by(slots: int):
 
 
 @pytest.fixture
-def wrong(monkeypatch):
-    """Two backends with the causal mask off by one, registered only during a test."""
-    monkeypatch.setattr(registry, "_backends", dict(registry._backends))
-    monkeypatch.setattr(interface, "_runners", dict(interface._runners))
+def wrong(registering):
+    """Two backends with the causal mask off by one."""
     for name, slots in (("sees_the_next", 1), ("misses_itself", -1)):
         hf_fastattn.register(hf_fastattn.Backend(name=name, summary="off by one", prefill=off_by(slots)))
     return ["sees_the_next", "misses_itself"]
@@ -162,8 +159,7 @@ def test_a_mask_that_is_off_by_one_is_detected_and_named(request, which, wrong, 
         assert all(ours[task] != pytest.approx(right[task], rel=1e-3) for task in ("small_text", "decode perplexity"))
 
 
-def test_a_backend_that_is_never_called_does_not_pass(tiny, monkeypatch):
-    monkeypatch.setattr(interface, "calls", type(interface.calls)())
+def test_a_backend_that_is_never_called_does_not_pass(tiny):
     found = evaluate(*tiny, backends=["sdpa"], tasks=[], decode_tokens=4, caches=["dynamic"])
     run = found.runs[0]
     found.add(Run("lean", "dynamic", 0.0, {}, run.measures, run.answers, called=False))
@@ -415,9 +411,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_broken_backends_do_not_pass_and_a_right_one_does(dtype, monkeypatch, tmp_path):
-    monkeypatch.setattr(registry, "_backends", dict(registry._backends))
-    monkeypatch.setattr(interface, "_runners", dict(interface._runners))
+def test_broken_backends_do_not_pass_and_a_right_one_does(dtype, registering, tmp_path):
     for name, change in BROKEN.items():
         hf_fastattn.register(hf_fastattn.Backend(name=name, summary="broken", prefill=broken(change)))
     model = checkpoint.model().to(dtype)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_fastattn import hf, interface, registry
+from hf_fastattn import hf
 from hf_fastattn.kernels import INTERPRETED
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -35,15 +35,8 @@ def folder(tmp_path_factory):
     return str(checkpoint.save(tmp_path_factory.mktemp("tiny"), max_position_embeddings=8192))
 
 
-@pytest.fixture
-def registered(monkeypatch):
-    """Removes the backends that the code registers after the test."""
-    monkeypatch.setattr(registry, "_backends", dict(registry._backends))
-    monkeypatch.setattr(interface, "_runners", dict(interface._runners))
-
-
 @pytest.mark.parametrize("name", OURS)
-def test_example(name, folder, tmp_path, monkeypatch, capsys, registered):
+def test_example(name, folder, tmp_path, monkeypatch, capsys, registering):
     if name == "lm_eval_compare":
         pytest.importorskip("lm_eval")
         if torch.cuda.is_available():
@@ -91,7 +84,7 @@ PAGES = [path for path in PAGES if path.stem not in ("several-gpus", "quantised"
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
-def test_code_of_a_page(path, folder, tmp_path, monkeypatch, capsys, registered):
+def test_code_of_a_page(path, folder, tmp_path, monkeypatch, capsys, registering):
     """Run the Python blocks of a page in order; a page may use a loaded model with inputs."""
     if path.stem == "evaluation":
         pytest.importorskip("lm_eval")

@@ -12,7 +12,7 @@ from test_training import CHUNKED
 from transformers import AutoModel, AutoModelForSeq2SeqLM, DynamicCache, masking_utils
 
 import hf_fastattn
-from hf_fastattn import interface, masks, packed, refuse, registry
+from hf_fastattn import interface, mask_function, masks, packed, refuse, registry
 from hf_fastattn.kernels import reference, spans
 
 VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
@@ -34,7 +34,7 @@ def make(kind: str, device) -> masks.Mask:
     options = {"batch_size": 2, "q_length": 8, "kv_length": 8, "device": device, "config": MISTRAL, **KINDS[kind]}
     if kind == "padded":
         options["attention_mask"] = (torch.arange(8, device=device) > torch.tensor([[2], [-1]], device=device)).contiguous()
-    return interface.attention_mask("lean", **options)
+    return mask_function.attention_mask("lean", **options)
 
 
 def attend(q, k, mask) -> torch.Tensor:
@@ -98,10 +98,10 @@ def test_arithmetic_with_the_mask_is_refused(read, kind, device, without_gradien
 @torch.no_grad()
 def test_a_mask_is_broadcast_as_by_sdpa(rows, queries, live, device):
     seen = torch.full((rows, 1), live, device=device)
-    mask = interface.attention_mask("lean", rows, 1, 1, 4, attention_mask=seen, device=device, config=MISTRAL)
+    mask = mask_function.attention_mask("lean", rows, 1, 1, 4, attention_mask=seen, device=device, config=MISTRAL)
     q, k = torch.randn(2, 4, queries, 16, device=device), torch.randn(2, 2, 5, 16, device=device)
     with pytest.warns(UserWarning, match="Mistral applies a mask of one key to more keys"):
-        refuse._say_once.cache_clear()
+        refuse.warn_once.cache_clear()
         out = attend(q, k, mask)
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, k, mask.dense().expand(2, -1, queries, 5), enable_gqa=True)
     torch.testing.assert_close(out, expected.transpose(1, 2), atol=1e-5, rtol=1e-5)
@@ -359,13 +359,12 @@ def test_positions_separate_what_they_separate_in_eager(family, device):
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["reference", "fa2", "split_kv", "batch_invariant", "no_intervals", "streaming"])
-def test_positions_in_a_cache_are_of_one_text_for_every_backend(name, device):
+def test_positions_in_a_cache_are_of_one_text_for_every_backend(name, device, registering):
     model = models.tiny("llama", device=device)
     ids, positions = two_sequences(device)
     expected = model(ids, position_ids=positions).logits
     if name == "no_intervals":
         registry.register(dataclasses.replace(registry.get("lean"), name=name, packed=False))
-        del registry._backends[name]  # it is not one of names() in other tests
     if name == "streaming":
         hf_fastattn.patch(model, name, window=32)
         cache = hf_fastattn.RollingCache(model)

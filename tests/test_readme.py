@@ -15,7 +15,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassificati
 
 import hf_fastattn
 from benchmarks import report as bench_report
-from hf_fastattn import backends, cli, hf, interface, kernels, registry
+from hf_fastattn import backends, cli, hf, interface, kernels
 from hf_fastattn.context_parallel import ring_attention
 from hf_fastattn.kernels import checks, reference, spans
 from hf_fastattn.kernels.host import gpu
@@ -180,9 +180,7 @@ def test_stated_versions_and_limits_are_those_of_the_package():
     assert f'version = "{hf_fastattn.__version__}"' in (ROOT / "pyproject.toml").read_text()
 
 
-def test_example_of_a_new_backend_works(monkeypatch):
-    monkeypatch.setattr(registry, "_backends", dict(registry._backends))
-    monkeypatch.setattr(interface, "_runners", dict(interface._runners))
+def test_example_of_a_new_backend_works(registering):
     blocks = re.findall(r"```python\n(.*?)```", page("guides/adding-a-backend.md"), re.DOTALL)
     (code,) = [block for block in blocks if "register(" in block]
     exec(code, {})

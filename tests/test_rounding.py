@@ -10,7 +10,6 @@ from calls import as_kernel, attention
 pytest.importorskip("lm_eval", reason="lm-eval is not installed")
 
 import hf_fastattn
-from hf_fastattn import interface, registry
 from hf_fastattn.evaluation import Evaluation, data, harness, pairs, perplexity, report, rounding
 from hf_fastattn.evaluation.pairs import Answers, Generated, Measure
 from hf_fastattn.evaluation.report import Run
@@ -109,13 +108,11 @@ def test_differences_beyond_rounding_are_differences(tokenizer, small, task, siz
     assert not evaluate(model, tokenizer, **{**small, "tasks": []}).passed
 
 
-def test_a_scale_that_is_off_by_a_thousandth_differs(tokenizer, small, monkeypatch):
+def test_a_scale_that_is_off_by_a_thousandth_differs(tokenizer, small, registering):
     @as_kernel
     def scaled(q, k, v, its_spans=None, *, scale=None, **options):
         return attention(q, k, v, its_spans, scale=1.001 * (scale or q.shape[-1] ** -0.5), **options)
 
-    monkeypatch.setattr(registry, "_backends", dict(registry._backends))
-    monkeypatch.setattr(interface, "_runners", dict(interface._runners))
     hf_fastattn.register(hf_fastattn.Backend(name="scaled", summary="off by a thousandth", prefill=scaled))
     found = evaluate(checkpoint.model(), tokenizer, **{**small, "backends": ["sdpa", "lean", "scaled"]})
     assert [run.backend for run in found.differing()] == ["scaled"]

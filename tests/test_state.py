@@ -16,7 +16,6 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from state import ACTIONS, WORLDS, Different, World
 
-from hf_fastattn import registry
 from hf_fastattn.patches.state import State
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -26,13 +25,8 @@ steps = st.sampled_from(sorted(ACTIONS)).flatmap(lambda name: st.tuples(st.just(
 
 
 @pytest.fixture(autouse=True)
-def captured(monkeypatch):
+def captured(monkeypatch, registering):
     fake_graph.use(monkeypatch)
-    before = dict(registry._backends)
-    yield
-    for name, backend in before.items():  # steps register others under the same names
-        if registry.get(name) is not backend:
-            registry.register(backend)
 
 
 def run(world: str, sequence) -> World:

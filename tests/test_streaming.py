@@ -319,7 +319,7 @@ def test_with_transformers_cache_masks_are_exact_and_a_warning_says_that_memory_
         model(ids)
     del model.config.streaming_window, model.config.streaming_sinks
     model.set_attn_implementation("eager")
-    hf_fastattn.interface._say_once.cache_clear()
+    hf_fastattn.refuse.warn_once.cache_clear()
     cache = DynamicCache(config=model.config)
     with patched(model, cache=None), torch.no_grad(), pytest.warns(UserWarning, match="grows with the text.*patch"):
         first = model(ids[:, :20], attention_mask=mask[:, :20], past_key_values=cache)

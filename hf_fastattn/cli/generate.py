@@ -11,7 +11,8 @@ from typing import Annotated
 import torch
 import typer
 
-from .. import hf, interface, registry
+from .. import hf, registry
+from ..backend import count_calls
 from ..evaluation import check_names, load, running
 from ..tables import table
 from .options import Backend, CacheName, Device, DtypeOption, GgufFile, Model, Sinks, Traceback, Window
@@ -59,7 +60,7 @@ def generate(
         with running(loaded, each, cache, window=window, sinks=sinks) as patched:
             _generate(loaded, inputs, min(tokens, 4))  # compiles kernels
             replayed = -getattr(patched, "replays", 0)
-            with interface.count_calls() as calls:
+            with count_calls() as calls:
                 new, times = _generate(loaded, inputs, tokens)
             replayed += getattr(patched, "replays", 0)
         texts.append(new)

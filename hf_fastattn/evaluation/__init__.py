@@ -14,7 +14,8 @@ from typing import Any, Literal, TypedDict, get_args
 import torch
 from tqdm import tqdm
 
-from .. import hf, interface, registry
+from .. import hf, registry
+from ..backend import count_calls
 from ..machine import find_device, prepare_folder
 from ..patches import Patch, patch, patch_of
 from ..tasks import data
@@ -273,7 +274,7 @@ def _run(
     began = time.perf_counter()
     measures: list[Measure] = []
     answers: list[Answers] = []
-    with running(model, backend, cache, **kept), interface.count_calls() as calls, warnings.catch_warnings():
+    with running(model, backend, cache, **kept), count_calls() as calls, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*runs uncaptured")  # concerns speed, not results
         if harness is not None and tasks != []:
             measures, answers = harness.run(tasks)

@@ -1,0 +1,102 @@
+"""What the attention function runs without gradients: the backend's kernel, the dense path, or the model's own attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from . import context_parallel, hf, masks, refuse
+from . import step as steps
+from .backend import SPEC, Backend, calls, get
+from .kernels import reference
+from .kernels.spec import Spec
+
+
+def attend(
+    backend: Backend,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    spec: Spec,
+    mask: torch.Tensor | None,
+    sink_logits: torch.Tensor | None,
+    inv_freq: torch.Tensor | None,
+) -> torch.Tensor:
+    """Run the backend's kernel if the mask is spans or None; for any other mask torch's sdpa, or plain torch."""
+    kv = steps.kv_of(k, v)
+    if mask is None or mask.dtype == torch.int32:
+        run = context_parallel.over_shares(backend.attend) if isinstance(k, context_parallel.Share) else backend.attend
+        return run(q, kv, spec, mask, sink_logits=sink_logits, inv_freq=inv_freq if spec.sinks else None)
+    k, v = kv.plain()
+    if not q.dtype == k.dtype == v.dtype:
+        raise TypeError(f"q, k and v must share one dtype; got {q.dtype}, {k.dtype} and {v.dtype}. Cast them.")
+    calls[f"{backend.name}.dense"] += 1
+    refuse.warn_once(
+        f"attn_implementation={backend.name!r} was given a mask that falls back to the dense path (a custom 4-D mask, packed "
+        "sequences or chunked attention); it runs torch's masked attention, exact but slower."
+    )
+    out = reference.dense_attention(q, k, v, mask, scale=spec.scale, softcap=spec.softcap, sink_logits=sink_logits)
+    return out.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _attention(name: str, q: Any, k: Any, v: Any, mask: Any, sink_logits: Any, inv_freq: Any, *spec: Any) -> torch.Tensor:
+    return attend(get(name), q, k, v, Spec(*spec), mask, sink_logits, inv_freq)
+
+
+# In a compiled graph it is an opaque op: our code is not traced, so it can neither break nor respecialise the graph.
+_op = torch.library.custom_op(
+    "hf_fastattn::attention",
+    _attention,
+    mutates_args=(),
+    schema=f"(str name, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sink_logits, Tensor? inv_freq, {SPEC}) -> Tensor",
+)
+
+
+@_op.register_fake
+def _(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: object) -> torch.Tensor:
+    batch, num_heads, q_len, _ = q.shape
+    return q.new_empty(batch, q_len, num_heads, v.shape[3]).transpose(1, 2)
+
+
+def stock(
+    backend: Backend,
+    lacks: str,
+    module: torch.nn.Module,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    spec: Spec,
+    sink_logits: torch.Tensor | None,
+    dropout: float,
+    kwargs: dict[str, Any],
+) -> tuple[torch.Tensor, None]:
+    """Attention with gradients or dropout that the backend does not support: torch's sdpa, or the model's eager attention for a
+    softcap or sink logits, which sdpa does not support. lacks: a predicate for the backend's name."""
+    name, eager = backend.name, spec.softcap is not None or sink_logits is not None
+    attend = hf.stock_attention(module, eager)
+    if backend.streaming or attend is None:
+        raise RuntimeError(
+            f"attn_implementation={name!r} {lacks}, and q, k or v requires grad, or the model is in training mode. "
+            'Run under torch.no_grad() and call model.eval(), or train with attn_implementation="eager".'
+        )
+    if not torch.compiler.is_compiling():
+        calls[f"{name}.stock"] += 1
+        refuse.warn_once(
+            f"attn_implementation={name!r} {lacks}: where it is needed, as in training, "
+            f"{'the model' if eager else 'torch'}'s own {'eager' if eager else 'sdpa'} attention runs. For inference, use "
+            "torch.no_grad() and model.eval()."
+        )
+    q_len, kv_len = q.shape[2], k.shape[2]
+    if isinstance(mask, masks.PlainMask):
+        mask = None
+    elif isinstance(mask, masks.Mask):
+        mask = masks.dense(mask)
+    if mask is None and spec.causal and (eager or q_len != kv_len):
+        mask = reference.visible(q_len, kv_len, q.device, None, True, None)[:, None]
+    if eager and mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros((), dtype=q.dtype, device=q.device).masked_fill(~mask, torch.finfo(q.dtype).min)
+    own: dict[str, Any] = {"softcap": spec.softcap, "s_aux": sink_logits} if eager else {"is_causal": spec.causal}
+    further = {key: value for key, value in {**kwargs, **own}.items() if value is not None}
+    return attend(module, q, k, v, mask, dropout=dropout, scaling=spec.scale, **further)[0], None
