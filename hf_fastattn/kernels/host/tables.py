@@ -152,10 +152,11 @@ def decode(device: torch.device, dtype: torch.dtype, head_dim: int, rows: int, h
     """
     sms, load = gpu.num_sms(device), None
     if heads is not None and heads <= sms and 20 * (sms // heads * heads) >= 19 * sms and head_dim == block_d(head_dim):
+        # One program per SM leaves few SMs idle and loads whole tiles; "one" if that is one program for each head.
         load = "one" if 2 * heads > sms else "few"
     elif heads is not None and heads > 2 * sms and -heads % (4 * sms) <= 2 * sms:  # the last wave of four is half full
-        load = "many"
-    return decode_config(gpu.arch(device), dtype.itemsize, block_d(head_dim), max(16, 1 << (rows - 1).bit_length()), load)
+        load = "many"  # enough for four programs on most SMs
+    return _launch("decode", gpu.arch(device), dtype.itemsize, block_d(head_dim), max(16, 1 << (rows - 1).bit_length()), load)
 
 
 def fixed(device: torch.device, dtype: torch.dtype, head_dim: int, rows: int, heads: int, kv_len: int | None = None) -> Config:
@@ -200,45 +201,69 @@ def one_per_sm(config: Config, sms: int, head_dim: int, heads: int, kv_len: int)
     return config
 
 
-@cache
-def decode_config(arch: int, itemsize: int, block_d: int, rows: int, load: str | None) -> Config:
-    """The table of the decode kernels: as a rule 64 to 128 KB of K/V in flight per multiprocessor.
-
-    load, if every program stays within one KV head: "few" for at most as many heads as SMs, where one program per SM leaves few
-    SMs idle and loads whole tiles, and "one" if that is one program for each head; "many" for enough heads for four programs on
-    most SMs. None otherwise.
-    """
-    if arch == 0:
-        return Config(rows, 16, 4, 1, programs_per_sm=2)
-    if block_d > 256:
-        return Config(rows, 16 if itemsize == 4 else 32, 4 if rows <= 32 else 8, 2, programs_per_sm=2 if rows <= 32 else 1)
-    if itemsize == 4:
-        return Config(rows, 32 if block_d <= 128 else 16, 4, 2, programs_per_sm=2)
-    if arch == 90 and block_d == 128 and rows in (32, 64):
-        if rows == 32:
-            return Config(rows, 64, 4, 3, programs_per_sm=2)
-        # With 64 rows and few keys, storing and merging the partial results of two splits takes longer than splits save. So do
-        # those of more than 32 splits of a few tiles.
-        return Config(rows, 64, 4, 3, programs_per_sm=2, whole_keys=16 << 10 if load == "one" else 0, short_splits=32)
-    if rows == 64 and block_d == 128:  # larger tiles or fewer warps spill in the loop over tiles, here and below
-        return Config(rows, 64, 8, 3, MIN_TILES=2)
-    if rows == 64 and block_d <= 64 and arch != 90:
-        return Config(rows, 32, 4, 3, programs_per_sm=2, MIN_TILES=2)
-    registers = 168 if arch == 90 and rows == 16 else 0  # three programs fit; without a limit the code for sinks takes 250
-    if arch == 90 and load == "many" and rows == 16 and block_d <= 128:  # with more rows, sinks spill in the loop
-        # Four programs per SM hide each other's start and end if each has one short head.
-        if block_d <= 64:
-            return Config(rows, 64, 4, 3, programs_per_sm=4, registers=128)
-        return Config(rows, 32, 2, 3, programs_per_sm=4)
-    if block_d <= 64:
-        return Config(rows, 128, 4, 3, programs_per_sm=2, MIN_TILES=2, sink_registers=registers)
-    if block_d == 128:
+# Lines of (arch, itemsize, the most of block_d, the most rows, load, launch), None for any. The first that fits counts. BLOCK_M
+# is that of the launch, but at most the number of rows.
+Line = tuple[int | None, int | None, int | None, int | None, tuple[str, ...] | None, Config]
+_TABLES: dict[str, tuple[Line, ...]] = {
+    # As a rule 64 to 128 KB of K/V in flight per multiprocessor.
+    "decode": (
+        (0, None, None, None, None, Config(64, 16, 4, 1, 2)),
+        (None, 4, 128, None, None, Config(64, 32, 4, 2, 2)),
+        (None, 4, 256, None, None, Config(64, 16, 4, 2, 2)),
+        (None, 4, None, 32, None, Config(32, 16, 4, 2, 2)),
+        (None, 4, None, None, None, Config(64, 16, 8, 2)),
+        # Four programs per SM hide each other's start and end if each has one short head. With more rows, sinks spill.
+        (90, 2, 64, 16, ("many",), Config(16, 64, 4, 3, 4, registers=128)),
+        # Three programs fit with 168 registers; without a limit the code for sinks takes 250.
+        (90, 2, 64, 16, None, Config(16, 128, 4, 3, 2, 2, sink_registers=168)),
+        (90, 2, 64, None, None, Config(64, 128, 4, 3, 2, 2)),
+        (None, 2, 64, 32, None, Config(32, 128, 4, 3, 2, 2)),
+        (None, 2, 64, None, None, Config(64, 32, 4, 3, 2, 2)),  # larger tiles or fewer warps spill in the loop over tiles
+        (90, 2, 128, 16, ("many",), Config(16, 32, 2, 3, 4)),
         # One program per SM with a deeper pipeline halves the merge; two programs hide each other's change of heads.
-        deep = load in ("few", "one") and arch == 90
-        return Config(rows, 64, 4, 4 if deep else 3, programs_per_sm=1 if deep else 2, sink_registers=registers)
-    if arch == 90:
-        return Config(rows, 64, 8, 3, MIN_TILES=2)
-    return Config(rows, 32, 4, 3 if arch == 80 else 2, MIN_TILES=4)
+        (90, 2, 128, 16, ("few", "one"), Config(16, 64, 4, 4, 1, sink_registers=168)),
+        (90, 2, 128, 16, None, Config(16, 64, 4, 3, 2, sink_registers=168)),
+        (None, 2, 128, 32, None, Config(32, 64, 4, 3, 2)),
+        # With few keys, storing and merging the partial results of two splits takes longer than splits save. So do those of more
+        # than 32 splits of a few tiles.
+        (90, 2, 128, None, ("one",), Config(64, 64, 4, 3, 2, whole_keys=16 << 10, short_splits=32)),
+        (90, 2, 128, None, None, Config(64, 64, 4, 3, 2, short_splits=32)),
+        (None, 2, 128, None, None, Config(64, 64, 8, 3, 1, 2)),  # larger tiles or fewer warps spill
+        (90, 2, 256, None, None, Config(64, 64, 8, 3, 1, 2)),
+        (80, 2, 256, None, None, Config(64, 32, 4, 3, 1, 4)),
+        (None, 2, 256, None, None, Config(64, 32, 4, 2, 1, 4)),
+        (None, 2, None, 32, None, Config(32, 32, 4, 2, 2)),
+        (None, 2, None, None, None, Config(64, 32, 8, 2)),
+    ),
+    # For blocks of 64 or 128 rows. Larger tiles or fewer warps spill in the loop over tiles.
+    "many rows": (
+        (0, None, None, None, None, Config(32, 32, 4, 1, 2)),
+        (90, 2, 64, None, ("sinks",), Config(64, 64, 4, 3, 2, 2)),
+        (90, 2, 64, None, None, Config(64, 128, 4, 3, 2, 2)),
+        (90, 2, 128, 64, ("no sinks",), Config(64, 64, 4, 3, 2, 2)),
+        (90, 2, 128, None, None, Config(128, 64, 8, 3, 1, 2)),
+        (90, 2, 256, None, None, Config(64, 32, 8, 3, 1, 4)),
+        (None, 2, 64, None, None, Config(64, 64, 4, 3, 1, 2)),
+        (80, 2, 128, None, None, Config(64, 32, 4, 3, 2, 2)),
+        (None, 2, 128, None, None, Config(64, 32, 4, 2, 2, 2)),
+        (None, 2, 256, None, None, Config(64, 32, 8, 2, 1, 4)),
+        (None, 4, 128, None, None, Config(32, 32, 4, 2, 1, 2)),
+        (None, 4, 256, None, None, Config(32, 32, 4, 1, 1, 2)),
+        (None, 4, None, None, None, Config(16, 16, 4, 2, 1, 2)),
+        (None, 2, None, None, None, Config(32, 32, 4, 2, 1, 2)),
+    ),
+}
+
+
+@cache
+def _launch(table: str, arch: int, itemsize: int, block_d: int, rows: int, load: str | None) -> Config:
+    config = next(
+        each
+        for of_arch, of_size, most_d, most_rows, loads, each in _TABLES[table]
+        if of_arch in (None, arch) and of_size in (None, itemsize) and (loads is None or load in loads)
+        if block_d <= (most_d or block_d) and rows <= (most_rows or rows)
+    )
+    return replace(config, BLOCK_M=min(rows, config.BLOCK_M))
 
 
 def many_rows(device: torch.device, dtype: torch.dtype, head_dim: int, rows: int, sinks: bool) -> Config:
@@ -248,24 +273,8 @@ def many_rows(device: torch.device, dtype: torch.dtype, head_dim: int, rows: int
     """
     # Blocks of 128 rows read K and V half as often; those of 64 leave fewer rows empty.
     few = rows <= 256 or (rows < 640 and 0 < rows % 128 <= 64)
-    return many_rows_config(gpu.arch(device), dtype.itemsize, block_d(head_dim), 64 if few else 128, sinks)
-
-
-@cache
-def many_rows_config(arch: int, itemsize: int, block_d: int, rows: int, sinks: bool) -> Config:
-    """The table for `many_rows`; rows: of a block, 64 or 128. Larger tiles or fewer warps spill in the loop over tiles."""
-    if arch == 0:
-        return Config(32, 32, 4, 1, programs_per_sm=2)
-    if itemsize == 2 and block_d == 256:
-        return Config(64, 32, 8, 3 if arch == 90 else 2, MIN_TILES=4)
-    if arch == 90 and itemsize == 2 and block_d <= 64:
-        return Config(64, 64 if sinks else 128, 4, 3, programs_per_sm=2, MIN_TILES=2)
-    if arch == 90 and itemsize == 2 and block_d == 128:
-        pair = rows == 64 and not sinks
-        return Config(rows, 64, 4, 3, programs_per_sm=2, MIN_TILES=2) if pair else Config(rows, 64, 8, 3, MIN_TILES=2)
-    if itemsize == 2 and block_d == 128:
-        return Config(64, 32, 4, 3 if arch == 80 else 2, programs_per_sm=2, MIN_TILES=2)
-    return replace(prefill_config(arch, itemsize, block_d, 128), MIN_TILES=2)
+    load = "sinks" if sinks else "no sinks"
+    return _launch("many rows", gpu.arch(device), dtype.itemsize, block_d(head_dim), 64 if few else 128, load)
 
 
 def merge(rows: int, block_dv: int, partials: int) -> tuple[int, int]:
