@@ -163,8 +163,8 @@ def _functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
     """The attention and the mask function. Importing the package registers all its names; functions of others are put back."""
     before = [(registry, dict(type(registry)())) for registry in _registries()]
     from hf_fastattn import names
-    from hf_fastattn.interface import attention_forward
-    from hf_fastattn.mask_function import attention_mask
+    from hf_fastattn.attention.function import attention_forward
+    from hf_fastattn.attention.mask_function import attention_mask
 
     for registry, functions in before:
         for name in functions.keys() & set(names()):

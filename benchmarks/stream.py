@@ -23,7 +23,7 @@ from functools import partial
 import torch
 
 from hf_fastattn import hf
-from hf_fastattn import step as steps
+from hf_fastattn.attention import step as steps
 from hf_fastattn.caches import PreallocatedCache, RollingCache
 from hf_fastattn.caches.rolling import Ring
 from hf_fastattn.kernels import reference

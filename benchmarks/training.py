@@ -15,7 +15,8 @@ from functools import cache, lru_cache, partial
 import torch
 from torch.nn.attention import SDPBackend
 
-from hf_fastattn import registry, training
+from hf_fastattn import registry
+from hf_fastattn.attention import training
 from hf_fastattn.kernels import TritonKernel, reference, spans
 from hf_fastattn.kernels.spec import KV, Spec
 from hf_fastattn.registry import Backend

@@ -4,7 +4,8 @@ Importing this package adds names to Transformers and changes nothing else.
 """
 
 from . import backends as _backends
-from .backend import count_calls
+from . import training as training
+from .attention.backend import count_calls
 from .caches import PreallocatedCache, RollingCache
 from .evaluation import evaluate
 from .explanation import explain

@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import partial
 
 from . import hf
-from .backend import Backend, Kernel, _backends, get, names
-from .interface import attention_forward
-from .mask_function import attention_mask
+from .attention.backend import Backend, Kernel, _backends, get, names
+from .attention.function import attention_forward
+from .attention.mask_function import attention_mask
 
 __all__ = ["Backend", "Kernel", "get", "names", "register"]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
 
-from hf_fastattn import step as steps
+from hf_fastattn.attention import step as steps
 from hf_fastattn.kernels import reference
 from hf_fastattn.kernels.spec import Spec, call
 

@@ -36,7 +36,8 @@ from models import PADDINGS, draw_weights
 from transformers import DynamicCache
 
 import hf_fastattn
-from hf_fastattn import hf, refuse
+from hf_fastattn import hf
+from hf_fastattn.attention import refuse
 from hf_fastattn.patches import experts, fuse, subclass
 from hf_fastattn.patches import graph as graphs
 

@@ -19,7 +19,8 @@ from transformers import AutoModel, AutoModelForSeq2SeqLM, CompileConfig, Dynami
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import hf_fastattn
-from hf_fastattn import hf, interface, kernels, mask_function, masks, refuse, registry
+from hf_fastattn import hf, kernels, registry
+from hf_fastattn.attention import function, mask_function, masks, refuse
 from hf_fastattn.kernels import reference, spans
 
 VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
@@ -241,7 +242,7 @@ def test_without_a_mask_the_layers_own_arguments_count(device):
     layer = torch.nn.Module()
 
     def agrees(expected, **arguments):
-        out, weights = interface.attention_forward("lean", layer, q, k, k, None, **arguments)
+        out, weights = function.attention_forward("lean", layer, q, k, k, None, **arguments)
         torch.testing.assert_close(out.transpose(1, 2), attention(q, k, k, **expected), atol=1e-5, rtol=1e-5)
         assert weights is None
 
@@ -253,14 +254,14 @@ def test_without_a_mask_the_layers_own_arguments_count(device):
     agrees({"causal": True}, is_causal=True)
     q, more = q[:, :, :2], torch.randn(1, 2, 3, 16, device=device)  # eager, sdpa and a cache each treat these differently
     with pytest.raises(ValueError, match=r"Module is causal and gives .*'lean' no mask for 2 queries and 3 keys"):
-        interface.attention_forward("lean", layer, q, more, more, None, is_causal=True)
+        function.attention_forward("lean", layer, q, more, more, None, is_causal=True)
     q, k = q[:, :, :1], more
     agrees({"causal": False}, is_causal=True)  # one query sees all keys
 
 
 def test_the_order_of_arguments_is_that_of_transformers(device):
     """A package that wraps the registered functions may pass dropout by its place, as kvpress does."""
-    names = [*inspect.signature(interface.attention_forward).parameters][1:8]
+    names = [*inspect.signature(function.attention_forward).parameters][1:8]
     assert names == [*inspect.signature(sdpa_attention_forward).parameters][:7]
 
 
@@ -271,7 +272,7 @@ def test_models_may_transpose_the_channels(transposed, device):
     given = {name: x.transpose(2, 3).contiguous().transpose(2, 3) if name in transposed else x for name, x in whole.items()}
     for trains in (False, True):
         tensors = [x.detach().requires_grad_(trains) for x in given.values()]
-        out, _ = interface.attention_forward("lean", torch.nn.Module(), *tensors, None)
+        out, _ = function.attention_forward("lean", torch.nn.Module(), *tensors, None)
         torch.testing.assert_close(out.transpose(1, 2), attention(*whole.values(), causal=True), atol=1e-5, rtol=1e-5)
 
 
@@ -308,7 +309,7 @@ def test_no_host_sync(device):
         for name in ("fa2", "split_kv", "lean"):
             for q_len, offset in ((64, 0), (1, length)):
                 mask = mask_function.attention_mask(name, 2, q_len, 64, offset, attention_mask=keep, device=device)
-                interface.attention_forward(name, torch.nn.Module(), q[:, :, :q_len], k, k, mask, scaling=0.25)
+                function.attention_forward(name, torch.nn.Module(), q[:, :, :q_len], k, k, mask, scaling=0.25)
 
     with torch.no_grad():
         two_steps()  # compiles the kernels and allocates their workspaces
@@ -597,7 +598,7 @@ def test_output_attentions_is_refused(family, device):
 def test_recording_by_torch_jit_trace_is_refused(lean, device):
     with pytest.raises(RuntimeError, match=r'cannot be recorded by .*"sdpa"'):
         torch.jit.trace(
-            lambda q: interface.attention_forward("lean", lean, q, q, q, None), torch.randn(1, 4, 3, 16, device=device)
+            lambda q: function.attention_forward("lean", lean, q, q, q, None), torch.randn(1, 4, 3, 16, device=device)
         )
 
 
@@ -623,7 +624,7 @@ def test_packed_lengths_of_several_rows_and_continuous_batching_are_refused(lean
         lean(ids, cu_seq_lens_q=lengths, cu_seq_lens_k=lengths)
     q = torch.randn(1, 4, 3, 16, device=device)
     with pytest.raises(ValueError, match="continuous batching"):
-        interface.attention_forward("lean", lean, q, q, q, None, cache=object())
+        function.attention_forward("lean", lean, q, q, q, None, cache=object())
 
 
 def test_other_devices_and_no_triton(monkeypatch):

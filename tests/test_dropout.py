@@ -15,7 +15,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from transformers import AutoModelForMaskedLM
 
 import hf_fastattn
-from hf_fastattn import interface, registry, training
+from hf_fastattn import registry
+from hf_fastattn.attention import function, training
 from hf_fastattn.context_parallel.shares import Share
 from hf_fastattn.kernels import reference
 from hf_fastattn.kernels.spec import KV, Spec
@@ -191,7 +192,7 @@ def test_keys_and_values_of_several_ranks_are_refused(device):
     layer = torch.nn.Module()
     layer.is_causal = False
     with pytest.raises(ValueError, match=r"shared out over ranks .*without dropout"):
-        interface.attention_forward("lean", layer, q, k, v, None, dropout=0.1)
+        function.attention_forward("lean", layer, q, k, v, None, dropout=0.1)
 
 
 def test_dropout_changes_the_mean_little(device):

@@ -12,7 +12,8 @@ from test_training import CHUNKED
 from transformers import AutoModel, AutoModelForSeq2SeqLM, DynamicCache, masking_utils
 
 import hf_fastattn
-from hf_fastattn import interface, mask_function, masks, packed, refuse, registry
+from hf_fastattn import registry
+from hf_fastattn.attention import function, mask_function, masks, packed, refuse
 from hf_fastattn.kernels import reference, spans
 
 VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
@@ -38,7 +39,7 @@ def make(kind: str, device) -> masks.Mask:
 
 
 def attend(q, k, mask) -> torch.Tensor:
-    return interface.attention_forward("lean", torch.nn.Module(), q, k, k, mask)[0]
+    return function.attention_forward("lean", torch.nn.Module(), q, k, k, mask)[0]
 
 
 @pytest.fixture(params=[torch.no_grad, torch.inference_mode])

@@ -8,11 +8,11 @@ import torch
 from models import PADDINGS, PROMPT, prompts, tiny
 
 import hf_fastattn
+from hf_fastattn.attention.step import EAGER, mode
 from hf_fastattn.caches.contract import Storage
 from hf_fastattn.caches.stored import StoredCache
 from hf_fastattn.hf import CacheLayerMixin
 from hf_fastattn.patches import calls
-from hf_fastattn.step import EAGER, mode
 
 
 class Reversed(CacheLayerMixin):

@@ -38,7 +38,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 import hf_fastattn
 from hf_fastattn import hf
-from hf_fastattn import step as steps
+from hf_fastattn.attention import step as steps
 from hf_fastattn.caches import PreallocatedCache
 from hf_fastattn.patches import generation, patch_of, subclass
 from hf_fastattn.patches import graph as graphs

@@ -14,7 +14,8 @@ from models import prompts, tiny
 from torch._subclasses import FakeTensorMode
 
 import hf_fastattn
-from hf_fastattn import cli, interface, kernels
+from hf_fastattn import cli, kernels
+from hf_fastattn.attention import function
 from hf_fastattn.explanation import explain
 from hf_fastattn.hf import experts as hf_experts
 from hf_fastattn.kernels.host import gpu as host_gpu
@@ -131,7 +132,7 @@ def test_every_entry_point_says_which_gpus_it_supports(gpu, monkeypatch, capsys,
                     hf_fastattn.get(name)(queries, q, q)
                 if name != "streaming":
                     with pytest.raises(RuntimeError, match=says):  # set_attn_implementation() followed by a forward
-                        interface.attention_forward(name, model, queries, q, q, None)
+                        function.attention_forward(name, model, queries, q, q, None)
             assert re.search(says, hf_fastattn.get(name).why_not(**shape))
         assert hf_fastattn.get("reference").why_not(**shape) is None
     monkeypatch.setattr(type(model), "device", torch.device("cuda", 0))

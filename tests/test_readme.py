@@ -15,7 +15,8 @@ from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassificati
 
 import hf_fastattn
 from benchmarks import report as bench_report
-from hf_fastattn import backends, cli, hf, interface, kernels
+from hf_fastattn import backends, cli, hf, kernels
+from hf_fastattn.attention import function
 from hf_fastattn.context_parallel import ring_attention
 from hf_fastattn.kernels import checks, reference, spans
 from hf_fastattn.kernels.host import gpu
@@ -138,7 +139,7 @@ REFUSED = {  # a part of the request in a row of the table: code for the request
     "head_dim above 576": lambda: _lean(*[(1, 2, 4, 600)] * 3),
     "head_dim above 512": lambda: _lean(SHAPE, SHAPE, (1, 2, 4, 520)),
     "float64": lambda: _lean(SHAPE, SHAPE, SHAPE, dtype=torch.float64),
-    "continuous batching (": lambda: interface.attention_forward("lean", None, *[torch.zeros(SHAPE)] * 3, None, cache=object()),
+    "continuous batching (": lambda: function.attention_forward("lean", None, *[torch.zeros(SHAPE)] * 3, None, cache=object()),
     "of a patched model": lambda: _batches(),
     "without a window": lambda: hf_fastattn.patch(checkpoint.model(), "streaming"),
     "encoder-decoder": lambda: hf_fastattn.patch(tiny("bart", auto=AutoModelForSeq2SeqLM, d_model=64)),

@@ -16,7 +16,7 @@ from test_forms import NEGATED
 
 import hf_fastattn
 from hf_fastattn import PreallocatedCache, RollingCache
-from hf_fastattn import step as steps
+from hf_fastattn.attention import step as steps
 from hf_fastattn.caches.layers import Layer
 from hf_fastattn.caches.storage import PreallocatedStorage
 from hf_fastattn.caches.stored import StoredCache

@@ -17,12 +17,12 @@ from transformers import AttentionInterface, DynamicCache
 
 import hf_fastattn
 from hf_fastattn import RollingCache, hf, streaming
+from hf_fastattn.attention.step import Step
 from hf_fastattn.caches.ring import Ring
 from hf_fastattn.kernels import spans as span_layout
 from hf_fastattn.kernels.decode import ring
 from hf_fastattn.kernels.decode.append import append
 from hf_fastattn.kernels.decode.rotate import BLOCK_H, rotate
-from hf_fastattn.step import Step
 
 WINDOW, SINKS = 9, 3
 LENGTH = 5 * WINDOW + SINKS + 4 if not INTERPRETED else WINDOW + SINKS + 18
@@ -319,7 +319,7 @@ def test_with_transformers_cache_masks_are_exact_and_a_warning_says_that_memory_
         model(ids)
     del model.config.streaming_window, model.config.streaming_sinks
     model.set_attn_implementation("eager")
-    hf_fastattn.refuse.warn_once.cache_clear()
+    hf_fastattn.attention.refuse.warn_once.cache_clear()
     cache = DynamicCache(config=model.config)
     with patched(model, cache=None), torch.no_grad(), pytest.warns(UserWarning, match="grows with the text.*patch"):
         first = model(ids[:, :20], attention_mask=mask[:, :20], past_key_values=cache)

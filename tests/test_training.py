@@ -15,7 +15,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from transformers import AutoModelForMaskedLM, masking_utils
 
 import hf_fastattn
-from hf_fastattn import interface, refuse, registry, step, training
+from hf_fastattn import registry
+from hf_fastattn.attention import function, refuse, step, training
 from hf_fastattn.kernels.spec import KV, Form, Spec
 
 LENGTH = 40
@@ -334,7 +335,7 @@ def test_a_custom_mask_runs_the_models_own_attention(device):
     mask = torch.rand(1, 1, 5, 5, device=device) > 0.3
     refuse.warn_once.cache_clear()
     with pytest.warns(UserWarning, match=r"no backward pass for this mask .*blocks of an image"):
-        out, _ = interface.attention_forward("lean", layer, q, q, q, mask | torch.eye(5, dtype=torch.bool, device=device))
+        out, _ = function.attention_forward("lean", layer, q, q, q, mask | torch.eye(5, dtype=torch.bool, device=device))
     assert out.requires_grad
 
 
@@ -363,7 +364,7 @@ def test_transforms_and_forward_mode_are_refused(device):
     x = torch.randn(1, 4, 5, 16, device=device)
     for attend in (
         lambda x: training.attention("lean", x, x, x)[0].sum(),
-        lambda x: interface.attention_forward("lean", torch.nn.Module(), x, x, x, None)[0].sum(),
+        lambda x: function.attention_forward("lean", torch.nn.Module(), x, x, x, None)[0].sum(),
     ):
         refused = partial(pytest.raises, RuntimeError, match="no forward-mode derivatives .* not run under transforms .*eager")
         for transform in (torch.func.grad, torch.func.jacrev, lambda f: torch.func.vmap(lambda x: f(x[None]))):
@@ -395,7 +396,7 @@ def test_another_form_of_keys_and_values_refuses(device, monkeypatch):
     form = Form("fewer bits", unpack=lambda kv: (kv.k, kv.v))
     monkeypatch.setattr(step, "kv_of", lambda k, v: KV(k, v, form))
     with pytest.raises(RuntimeError, match="only with plain K and V, and this cache has the form 'fewer bits'"):
-        interface.attention_forward("lean", torch.nn.Module(), q, q, q, None)
+        function.attention_forward("lean", torch.nn.Module(), q, q, q, None)
 
 
 @pytest.mark.parametrize("name", ["streaming", "leen"])

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, set_seed
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import hf_fastattn
-from hf_fastattn import training
+from hf_fastattn.attention import training
 
 pytestmark = pytest.mark.skipif(DEVICE != "cuda", reason="needs a CUDA GPU")
 
@@ -126,7 +126,7 @@ def test_data_parallel_over_nccl():
 
 LENGTHS = """
 import torch
-from hf_fastattn import packed
+from hf_fastattn.attention import packed
 
 good, short = (torch.tensor(x, device="cuda") for x in ([0, 8, 20], [0, 8, 19]))
 torch.cuda.set_sync_debug_mode("error")

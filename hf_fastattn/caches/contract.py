@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..attention.step import Step
 from ..hf import CacheLayerMixin
-from ..step import Step
 
 __all__ = ["Storage"]
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .. import hf, registry
-from .. import step as steps
+from ..attention import step as steps
 from ..streaming import refresh
 from .pool import Pool
 from .stored import Arguments, StoredCache

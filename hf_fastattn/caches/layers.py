@@ -27,9 +27,9 @@ from typing import Any
 
 import torch
 
-from .. import step as steps
+from ..attention import step as steps
+from ..attention.step import CAPTURED, CAPTURED_WITH_MASK, EAGER, Step
 from ..kernels.decode.append import append
-from ..step import CAPTURED, CAPTURED_WITH_MASK, EAGER, Step
 from .buffers import bytes_per_token, describe, kind, reallocated, refuse_gradient, slide
 from .contract import CHANGE_ROWS, Storage
 from .replaced import Replaceable

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..step import EAGER
+from ..attention.step import EAGER
 from .buffers import UNKNOWN, Buffered
 
 if TYPE_CHECKING:

@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import step as steps
+from ..attention import step as steps
+from ..attention.step import EAGER, Step
 from ..kernels.decode.append import append
 from ..kernels.decode.ring import ring_step
 from ..kernels.spans import pack_spans
-from ..step import EAGER, Step
 from ..streaming import Settings
 from .buffers import UNKNOWN, Buffered, bytes_per_token, describe, kind, reallocated, refuse_gradient
 from .contract import CHANGE_ROWS, Storage

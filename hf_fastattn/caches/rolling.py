@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from .. import hf, masks
-from .. import step as steps
-from ..step import EAGER, Step
+from .. import hf
+from ..attention import masks
+from ..attention import step as steps
+from ..attention.step import EAGER, Step
 from ..streaming import Settings, has_frequencies
 from . import forward
 from .ring import Ring

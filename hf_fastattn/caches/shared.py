@@ -13,9 +13,9 @@ from functools import lru_cache
 
 import torch
 
+from ..attention.step import EAGER
 from ..context_parallel import New, Share, Shares
 from ..kernels.parts import PART
-from ..step import EAGER
 from .buffers import refuse_gradient
 from .contract import FEW
 from .layers import Layer, Track

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from .. import step as steps
-from ..step import EAGER
+from ..attention import step as steps
+from ..attention.step import EAGER
 from .contract import Storage
 from .layers import SLACK, Layer, Track
 from .reorder import Tables, reorder

@@ -9,8 +9,8 @@ from typing import Any, Self
 import torch
 
 from .. import hf
-from .. import step as steps
-from ..step import CAPTURED, CAPTURED_WITH_MASK, Step
+from ..attention import step as steps
+from ..attention.step import CAPTURED, CAPTURED_WITH_MASK, Step
 from .contract import CHANGE_ROWS, Storage
 
 __all__ = ["StoredCache"]

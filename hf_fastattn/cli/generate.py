@@ -12,7 +12,7 @@ import torch
 import typer
 
 from .. import hf, registry
-from ..backend import count_calls
+from ..attention.backend import count_calls
 from ..evaluation import check_names, load, running
 from ..tables import table
 from .options import Backend, CacheName, Device, DtypeOption, GgufFile, Model, Sinks, Traceback, Window

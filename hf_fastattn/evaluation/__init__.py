@@ -15,7 +15,7 @@ import torch
 from tqdm import tqdm
 
 from .. import hf, registry
-from ..backend import count_calls
+from ..attention.backend import count_calls
 from ..machine import find_device, prepare_folder
 from ..patches import Patch, patch, patch_of
 from ..tasks import data

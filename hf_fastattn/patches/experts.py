@@ -18,7 +18,7 @@ import torch
 from torch.nn.functional import linear
 
 from .. import hf
-from .. import step as steps
+from ..attention import step as steps
 from ..kernels import HAS_TRITON, mixture
 from . import merged, subclass
 from .subclass import Forward

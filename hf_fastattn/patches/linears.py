@@ -24,7 +24,7 @@ import torch
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 from .. import hf
-from .. import step as steps
+from ..attention import step as steps
 from . import merged, subclass
 from .subclass import Forward
 

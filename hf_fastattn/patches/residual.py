@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .. import hf
-from .. import step as steps
+from ..attention import step as steps
 from . import linears, subclass
 from .subclass import Forward
 

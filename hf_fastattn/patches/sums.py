@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .. import hf
-from .. import step as steps
+from ..attention import step as steps
 from . import merged, subclass
 from .subclass import Forward
 

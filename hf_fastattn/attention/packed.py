@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from . import hf, masks
+from .. import hf
+from ..kernels import spans
+from . import masks
 from .backend import Backend
-from .kernels import spans
 
 
 def of_runs(

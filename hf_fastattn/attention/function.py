@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from . import hf, masks, packed, refuse, runners, streaming, training
+from .. import hf, streaming
+from ..kernels.spec import Spec, is_plain
+from . import masks, packed, refuse, runners, training
 from . import step as steps
 from .backend import get
-from .kernels.spec import Spec, is_plain
 
 
 def attention_forward(

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from . import hf, masks
-from .kernels.spec import KV, is_plain
+from .. import hf
+from ..kernels.spec import KV, is_plain
+from . import masks
 
 
 def sizes_of(mask: masks.Mask) -> tuple[int, int, int]:

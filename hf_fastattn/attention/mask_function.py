@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from . import hf, masks, packed, refuse, streaming
+from .. import hf, streaming
+from ..kernels import spans
+from . import masks, packed, refuse
 from . import step as steps
 from .backend import get
-from .kernels import spans
 
 
 def attention_mask(

@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 from torch._ops import OpOverload
 
-from .kernels import reference, spans
+from ..kernels import reference, spans
 
 
 class Mask(torch.Tensor):

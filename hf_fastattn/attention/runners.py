@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 
-from . import context_parallel, hf, masks, refuse
+from .. import context_parallel, hf
+from ..kernels import reference
+from ..kernels.spec import Spec
+from . import masks, refuse
 from . import step as steps
 from .backend import SPEC, Backend, calls, get
-from .kernels import reference
-from .kernels.spec import Spec
 
 
 def attend(

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from . import hf
-from .kernels import TritonKernel, checks
-from .kernels.host import tables
-from .kernels.spans import has_rows
-from .kernels.spec import KV, Gradients, Result, Spec, call
+from .. import hf
+from ..kernels import TritonKernel, checks
+from ..kernels.host import tables
+from ..kernels.spans import has_rows
+from ..kernels.spec import KV, Gradients, Result, Spec, call
 
 Kernel = Callable[..., Result]
 # The fields of `kernels.spec.Spec` in the schema of a custom op.

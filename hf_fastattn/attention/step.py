@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .kernels.spec import KV, is_plain
+from ..kernels.spec import KV, is_plain
 
 if TYPE_CHECKING:
     from .masks import Mask
