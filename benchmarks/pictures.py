@@ -14,7 +14,7 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 
-from hf_fastattn.tables import thousands
+from hf_fastattn.report.tables import thousands
 
 from .grid import LEAN, OURS, RIVALS, SDPA, STATIC
 from .words import by_past

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.attention import SDPBackend
 
-from hf_fastattn.tables import thousands
+from hf_fastattn.report.tables import thousands
 
 from .shapes import DTYPE, LEAN, PORTABLE, PREFILL, READ, SPLIT_KV, Shape, compete, exact, make_inputs, ratios, sdpa
 from .timing import Call, num_sets

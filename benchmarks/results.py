@@ -18,8 +18,8 @@ import torch
 from tqdm import tqdm
 
 from hf_fastattn import __version__
-from hf_fastattn.machine import find_device as find_device
-from hf_fastattn.machine import prepare_folder, write_whole
+from hf_fastattn.report.machine import find_device as find_device
+from hf_fastattn.report.machine import prepare_folder, write_whole
 
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # settings that determine what fits into memory
 SETTINGS = (*ALLOCATOR, "NCCL_GRAPH_MIXING_SUPPORT")  # those that a command line has

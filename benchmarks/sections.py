@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from hf_fastattn.tables import size, table, thousands
+from hf_fastattn.report.tables import size, table, thousands
 
 from . import sections_context, sections_steps
 from . import sections_training as training

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hf_fastattn.context_parallel import ORDERS
-from hf_fastattn.tables import table, thousands
+from hf_fastattn.report.tables import table, thousands
 
 from .sections_ranks import COUNTS
 from .words import by_method, figure

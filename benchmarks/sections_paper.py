@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hf_fastattn.tables import table, thousands
+from hf_fastattn.report.tables import table, thousands
 
 from .models import SHAPES
 from .provenance import by

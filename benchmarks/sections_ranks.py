@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from hf_fastattn.tables import table
+from hf_fastattn.report.tables import table
 
 from .ranks_rivals import NAMES, NO_TIME, SHARED
 from .words import bandwidth, by_method, figure

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hf_fastattn.tables import table
+from hf_fastattn.report.tables import table
 
 from .words import bandwidth, by_method, figure, model
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hf_fastattn.tables import size, table, thousands
+from hf_fastattn.report.tables import size, table, thousands
 
 from .words import SHAPE, by_method, figure, mean, same
 

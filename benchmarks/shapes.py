@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from hf_fastattn.kernels import TritonKernel, reference
 from hf_fastattn.kernels.spec import KV, Spec, call
 from hf_fastattn.registry import Backend
-from hf_fastattn.tables import thousands
+from hf_fastattn.report.tables import thousands
 
 from . import timing
 

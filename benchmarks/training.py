@@ -20,7 +20,7 @@ from hf_fastattn.attention import training
 from hf_fastattn.kernels import TritonKernel, reference, spans
 from hf_fastattn.kernels.spec import KV, Spec
 from hf_fastattn.registry import Backend
-from hf_fastattn.tables import thousands
+from hf_fastattn.report.tables import thousands
 
 from . import timing
 from .prefill import TAIL, standard, visible_pairs

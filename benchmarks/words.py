@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from statistics import geometric_mean
 
-from hf_fastattn.tables import table
+from hf_fastattn.report.tables import table
 
 from .provenance import by
 

@@ -25,7 +25,7 @@ ORDER = [  # a part only imports parts from later lines
     ("registry", "training"),
     ("attention",),
     ("context_parallel", "streaming"),
-    ("hf", "machine", "model_shapes", "tables", "tasks"),
+    ("hf", "model_shapes", "report", "tasks"),
     ("kernels",),
 ]
 LEVEL = {part: level for level, parts in enumerate(ORDER) for part in parts}

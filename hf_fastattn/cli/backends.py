@@ -3,7 +3,7 @@
 import torch
 
 from .. import registry
-from ..tables import table
+from ..report.tables import table
 from .options import Traceback
 
 

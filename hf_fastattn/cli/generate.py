@@ -14,7 +14,7 @@ import typer
 from .. import hf, registry
 from ..attention.backend import count_calls
 from ..evaluation import check_names, load, running
-from ..tables import table
+from ..report.tables import table
 from .options import Backend, CacheName, Device, DtypeOption, GgufFile, Model, Sinks, Traceback, Window
 
 CACHE = "preallocated: that of patch(), with a decode graph; dynamic: Transformers' cache"

@@ -16,8 +16,8 @@ from tqdm import tqdm
 
 from .. import hf, registry
 from ..attention.backend import count_calls
-from ..machine import find_device, prepare_folder
 from ..patches import Patch, patch, patch_of
+from ..report.machine import find_device, prepare_folder
 from ..tasks import data
 from . import perplexity, rounding
 from .harness import Harness, check_options, load_tasks, require

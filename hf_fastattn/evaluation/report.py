@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from .. import hf
-from ..machine import write_whole
-from ..tables import table
+from ..report.machine import write_whole
+from ..report.tables import table
 from . import pairs
 from .pairs import Answers, Generated, Measure, Pair
 from .rounding import EXACT, Rounding

@@ -15,11 +15,11 @@ import torch
 from .. import hf, registry
 from ..kernels import TritonKernel, mixture
 from ..kernels.spec import KV, Spec
-from ..machine import find_device
 from ..model_shapes import SHAPES
 from ..patches import experts, graph
+from ..report.machine import find_device
+from ..report.tables import size, table, thousands
 from ..streaming import Settings
-from ..tables import size, table, thousands
 from . import costs
 from .costs import GPU, GPUS, Facts, Step
 from .layers import small_layers

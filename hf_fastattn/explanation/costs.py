@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 
 from .. import hf
-from ..tables import size
+from ..report.tables import size
 
 WINDOW = 4096  # for the variant with a window
 

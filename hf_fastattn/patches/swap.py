@@ -13,8 +13,8 @@ import torch
 from .. import hf
 from ..caches import forward
 from ..context_parallel import Shares
+from ..report.tables import size
 from ..streaming import Settings, examine, forget
-from ..tables import size
 from . import experts, linears, residual, subclass, sums
 from . import fuse as fusion
 from . import graph as graphs

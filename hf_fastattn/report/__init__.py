@@ -1,0 +1,1 @@
+"""How commands write results: tables, sizes, and the device and the folder of a run."""
