@@ -9,11 +9,14 @@ PYTEST := OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n logical --maxproc
 NEED_GPU = $(PYTHON) -c 'import torch; raise SystemExit(None if torch.cuda.is_available() else \
 	"This target needs a CUDA GPU and a torch built for it, and torch.cuda.is_available() is False here.")'
 
-.PHONY: help demo test types test-cpus test-oldest test-state test-trl test-ranks test-gpu matrix package bench docs clean
+.PHONY: help demo test test-full test-slow test-kernels types test-cpus test-oldest test-state test-trl test-ranks test-gpu matrix package bench docs clean
 
 help:
 	@echo "make demo         generate text with sdpa and every exact backend, and compare"
-	@echo "make test         lint and types, then all tests on the CPU: PyTorch references first, interpreted Triton kernels second"
+	@echo "make test         lint and types, then the tests on the CPU that are not slow: with PyTorch references, then with interpreted Triton kernels (ten minutes on two cores)"
+	@echo "make test-full    make test, then make test-slow: every test that runs on a CPU"
+	@echo "make test-slow    the tests that make test leaves out"
+	@echo "make test-kernels all tests of interpreted Triton kernels"
 	@echo "make types        mypy --strict over the package"
 	@echo "make test-oldest  the tests of the wiring on the oldest supported Transformers"
 	@echo "make test-cpus    the tests that compare numbers, as CPUs without AVX2, with AVX2, with AVX-512 and as MKL elsewhere would round"
@@ -30,14 +33,33 @@ help:
 demo: $(VENV)/.demo
 	$(VENV)/bin/python examples/demo.py
 
-# The longest file first, so that the other processes do not wait for it. The deselected test only starts a process for the
-# interpreter; the second line is that process, on all cores.
+# The longest file first, so that the other processes do not wait for it.
+SOURCES := tests/test_smollm2.py tests
+# Tests of kernels, which run interpreted. pytest reads the variable when it begins, so they are a run of their own; the deselected
+# test would only start a process for some of them.
+KERNELS := tests/test_kernels.py tests/test_streaming.py tests/test_fuse.py tests/test_linears.py tests/test_small_layers.py \
+	tests/test_merged.py tests/test_experts.py tests/test_route.py tests/test_variants.py tests/test_fixup.py tests/test_shares.py \
+	tests/test_exchange_kernels.py tests/test_ranks_sums.py tests/test_training_kernels.py tests/test_dropout.py \
+	tests/test_context_parallel.py::test_results_of_ranks_are_merged_as_by_merge \
+	tests/test_context_parallel.py::test_the_kernel_computes_the_spans_of_a_part \
+	tests/test_prefill_hopper.py::test_merged_shares_are_rows_of_their_heads tests/test_generate.py::test_interpreted
 test: $(VENV)/.demo $(VENV)/.test
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
-	$(PYTEST) tests/test_smollm2.py tests --deselect tests/test_generate.py::test_interpreted_kernels
-	TRITON_INTERPRET=1 $(PYTEST) tests/test_kernels.py tests/test_streaming.py tests/test_fuse.py tests/test_linears.py tests/test_small_layers.py tests/test_merged.py tests/test_experts.py tests/test_route.py tests/test_variants.py tests/test_fixup.py tests/test_shares.py tests/test_exchange_kernels.py tests/test_ranks_sums.py tests/test_training_kernels.py tests/test_dropout.py tests/test_context_parallel.py::test_results_of_ranks_are_merged_as_by_merge tests/test_context_parallel.py::test_the_kernel_computes_the_spans_of_a_part tests/test_prefill_hopper.py::test_merged_shares_are_rows_of_their_heads tests/test_generate.py::test_interpreted
+	$(PYTEST) -m "not slow" $(SOURCES)
+	TRITON_INTERPRET=1 $(PYTEST) -m "not slow" $(KERNELS)
+
+test-slow: $(VENV)/.demo $(VENV)/.test
+	$(PYTEST) -m slow $(SOURCES) --deselect tests/test_generate.py::test_interpreted_kernels
+	TRITON_INTERPRET=1 $(PYTEST) -m slow $(KERNELS)
+
+test-full:
+	$(MAKE) test
+	$(MAKE) test-slow
+
+test-kernels: $(VENV)/.test
+	TRITON_INTERPRET=1 $(PYTEST) $(KERNELS)
 
 types: $(VENV)/.test
 	$(VENV)/bin/mypy

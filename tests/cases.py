@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import zlib
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import oracle
+import pytest
 import torch
 from conftest import DEVICE, INTERPRETED
 
@@ -21,6 +24,24 @@ MID, LONG = (111, 1000) if ON_GPU else (37, 75)
 def on_gpu(*values) -> tuple:
     """Values of a parameter that run only on a GPU; interpreted, they take the same path as other values in the list."""
     return values if ON_GPU else ()
+
+
+def pairs(*factors: Iterable) -> list[tuple]:
+    """Rows of the factors' product in which every two values of different factors meet: few, and in every run the same."""
+    rows = list(itertools.product(*map(enumerate, factors)))
+    meet = [{(i, a[0], j, b[0]) for (i, a), (j, b) in itertools.combinations(enumerate(row), 2)} for row in rows]
+    missing, chosen = set().union(*meet), []
+    while missing:
+        best = max(range(len(rows)), key=lambda i: len(meet[i] & missing))
+        missing -= meet[best]
+        chosen.append(best)
+    return [tuple(value for _, value in rows[i]) for i in sorted(chosen)]
+
+
+def slow_unless(keep: Callable, values: Iterable) -> list:
+    """`values` as parameters, of which `make test` runs those that keep(value) selects: the others are slow."""
+    as_row = lambda value: value if isinstance(value, tuple) else (value,)  # noqa: E731
+    return [value if keep(value) else pytest.param(*as_row(value), marks=pytest.mark.slow) for value in values]
 
 
 @dataclass(frozen=True)
@@ -215,9 +236,12 @@ def ragged(batch: int, kv_len: int, *, right: bool = True) -> tuple[tuple[int, i
     return tuple((0, n, 0.0) if right else (kv_len - n, kv_len, 0.0) for n in lengths)
 
 
-_decode = Case(q_len=1, kv_len=LONG)
-_prompt = Case(q_len=MID, kv_len=MID)
-_append = Case(q_len=17 if ON_GPU else 3, kv_len=LONG)
+# An interpreted program takes as long as all programs of a GPU: one for each tile of queries, unless a case is about heads.
+_many = {"batch": 2, "num_heads": 4, "num_kv_heads": 2}
+_few = _many if ON_GPU else {"batch": 1, "num_heads": 2, "num_kv_heads": 1}
+_decode = Case(q_len=1, kv_len=LONG, **_few)
+_prompt = Case(q_len=MID, kv_len=MID, **_few)
+_append = Case(q_len=17 if ON_GPU else 3, kv_len=LONG, **_few)
 BOTH = (_decode, _prompt)
 
 CASES: list[Case] = [
@@ -231,12 +255,12 @@ CASES: list[Case] = [
         for base, dtypes, widths in (
             (_decode, ("fp16", "bf16"), ((24, 80), (576, 512), *on_gpu((192, 128), (96, 64), (512, None)))),
             (
-                replace(_prompt, num_heads=2, batch=1),
+                replace(_prompt, **_many | {"num_heads": 2, "batch": 1}),
                 ("fp16", "bf16"),
                 ((96, 64), (24, 80), (512, None), *on_gpu((192, 128), (576, 512))),
             ),
             (
-                replace(_append, num_heads=2, batch=1),
+                replace(_append, **_many | {"num_heads": 2, "batch": 1}),
                 ("fp32",),
                 ((192, 128), (576, 512), *on_gpu((96, 64), (24, 80), (512, None))),
             ),
@@ -246,7 +270,7 @@ CASES: list[Case] = [
     ),
     *(
         replace(base, head_dim=d, value_dim=dv, layout="slices", batch=3, **options)
-        for base in (_decode, replace(_append, num_heads=2))
+        for base in (replace(_decode, **_many), replace(_append, num_heads=2, num_kv_heads=2))
         for turned, widths in (
             (True, ((328, 72), (64, 264), *on_gpu((192, 128)))),
             (False, ((328, 72), (192, 128), *on_gpu((64, 264)))),
@@ -266,7 +290,7 @@ CASES: list[Case] = [
     ),
     # lengths: one key, one query block, odd ones, q_len < kv_len, more queries than keys
     *(
-        Case(q_len=q, kv_len=n, head_dim=32, num_heads=h, causal=causal)
+        Case(q_len=q, kv_len=n, head_dim=32, num_heads=h, causal=causal, batch=_few["batch"])
         for q, n, h in (
             (1, 1, 4),
             (1, 2, 2),
@@ -289,7 +313,7 @@ CASES: list[Case] = [
     Case(q_len=9, kv_len=5, head_dim=32, causal=False),
     # strides
     *(
-        replace(base, layout=layout, dtype=dtype, head_dim=d)
+        replace(base, layout=layout, dtype=dtype, head_dim=d, **_many)
         for base in (_decode, _append)
         for layout, dtype, d in (
             ("token_major", "fp32", 64),
@@ -346,7 +370,15 @@ CASES: list[Case] = [
         )
     ),
     # sinks of a row without a live key in its window, with more splits or shares than tiles
-    replace(_decode, kv_len=LONG, q_offset=LONG - 1, rows=((0, 20, 0.0), (5, 9, 0.0)), first_tokens=4, turned=True, window=20),
+    replace(
+        _decode,
+        q_offset=LONG - 1,
+        rows=((0, 20, 0.0), (5, 9, 0.0)),
+        first_tokens=4,
+        turned=True,
+        window=20,
+        **_few | {"batch": 2},
+    ),
     # padding: left, right, holes, an empty row, everything masked
     *(
         replace(base, rows=rows(base.kv_len), head_dim=32, batch=3, causal=causal)
@@ -367,18 +399,21 @@ CASES: list[Case] = [
         for on_device in (False, True)
     ),
     replace(_decode, kv_len=LONG + 90, q_offset=0, head_dim=32),
-    replace(_decode, kv_len=LONG + 90, q_offset=40, rows=((3, 41, 0.0), (0, 41, 0.3)), mask_len=41, head_dim=32),
-    replace(_append, kv_len=LONG + 90, q_offset=40, rows=((30, 57, 0.0), (0, 57, 0.0)), offset_on_device=True, dtype="fp16"),
+    replace(_decode, kv_len=LONG + 90, q_offset=40, rows=((3, 41, 0.0), (0, 41, 0.3)), mask_len=41, head_dim=32, batch=2),
+    replace(
+        _append, kv_len=LONG + 90, q_offset=40, rows=((30, 57, 0.0), (0, 57, 0.0)), offset_on_device=True, dtype="fp16", batch=2
+    ),
     # a buffer whose slot 0 is not position 0
     replace(_decode, kv_offset=37, spans=True, head_dim=32),
-    replace(_decode, kv_offset=37, window=50, rows=((30, 37 + LONG, 0.0), (60, 37 + LONG, 0.1)), head_dim=32),
-    replace(_append, kv_offset=5, q_offset=LONG - 12, rows=((0, LONG + 5, 0.0), (9, LONG + 5, 0.2)), head_dim=32),
+    replace(_decode, kv_offset=37, window=50, rows=((30, 37 + LONG, 0.0), (60, 37 + LONG, 0.1)), head_dim=32, batch=2),
+    replace(_append, kv_offset=5, q_offset=LONG - 12, rows=((0, LONG + 5, 0.0), (9, LONG + 5, 0.2)), head_dim=32, batch=2),
     # all at once
     *(
         replace(
             base,
             batch=3,
             num_heads=6,
+            num_kv_heads=2,
             head_dim=80,
             window=40,
             softcap=20.0,
@@ -405,8 +440,31 @@ CASES: list[Case] = [
     ),
     # many rows of very different lengths
     replace(_decode, batch=1000 if ON_GPU else 9, head_dim=16, rows=ragged(1000 if ON_GPU else 9, LONG), lse=False),
-    replace(_decode, batch=5, head_dim=16, rows=ragged(5, LONG, right=False), num_heads=8, dtype="fp16"),
+    replace(_decode, batch=5, head_dim=16, rows=ragged(5, LONG, right=False), num_heads=8, num_kv_heads=2, dtype="fp16"),
 ]
 if not ON_GPU and INTERPRETED:  # Triton's interpreter computes bf16 wrongly
     CASES = [case for case in CASES if case.dtype != "bf16"]
 CASES = list({case.id: case for case in CASES}.values())
+
+
+def traits(case: Case) -> set[tuple]:
+    """What a kernel may treat differently, with lengths by their order of magnitude."""
+    found = {f.name: getattr(case, f.name) for f in fields(case)[5:] if f.name not in ("scale", "first_tokens")}
+    found |= {name: found[name] not in (None, 0) for name in ("softcap", "q_offset", "kv_offset", "mask_len")}
+    found["q_len"] = min(case.q_len, 17), case.q_len > case.kv_len
+    found["window"] = case.window is None or case.window >= case.kv_len, (case.window or 0) > 1 << 30
+    found["rows"] = [(a >= b, a > 0, holes > 0) for a, b, holes in case.rows or ()]
+    found["heads"] = case.num_heads // case.num_kv_heads, case.num_kv_heads > 1, min(case.batch, 4)
+    found["tokens"] = case.first_tokens > 0, case.first_tokens > 16
+    return {(name, str(value)) for name, value in found.items()}
+
+
+def cover(cases: Iterable[Case]) -> set[Case]:
+    """Few and small ones of the cases in which every trait occurs."""
+    of = {case: traits(case) for case in cases}
+    work = {case: case.batch * case.num_kv_heads * (16 + case.q_len) * (16 + case.kv_len) * (64 + case.head_dim) for case in of}
+    missing, chosen = set().union(*of.values()), set()
+    while missing:
+        chosen.add(best := max(of, key=lambda case: len(of[case] & missing) / work[case]))
+        missing -= of[best]
+    return chosen

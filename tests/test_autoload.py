@@ -56,6 +56,7 @@ def test_names_are_those_of_the_exact_backends():
         assert all(f.func.__module__.startswith("hf_fastattn.") for f in hf_fastattn.hf.registered(name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "first",
     [
@@ -73,22 +74,21 @@ assert tiny('llama', 'lean').config._attn_implementation == 'lean'
     run(tmp_path, script + WAITS + "assert waits() == ['lm_eval.models'], waits()")
 
 
+@pytest.mark.slow
 def test_torch_alone_loads_one_small_module(tmp_path):
     script = """
-import time, torch, sys
+import torch, sys
 loaded = set(sys.modules)
-began = time.perf_counter()
 torch._import_device_backends()
-taken = time.perf_counter() - began
 new = {name.partition('.')[0] for name in set(sys.modules) - loaded} - set(sys.stdlib_module_names)
 assert new == {'hf_fastattn_autoload'}, new
 assert not {'transformers', 'triton', 'hf_fastattn'} & set(sys.modules)
-assert taken < 1, taken
 assert type(sys.meta_path[0]).__module__ == 'hf_fastattn_autoload'
 """
     run(tmp_path, script, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
 
 
+@pytest.mark.slow
 def test_lean_without_an_import(tmp_path):
     script = """
 import torch
@@ -120,6 +120,7 @@ for name in hf_fastattn_autoload.NAMES:
     run(tmp_path, WAITS + script)
 
 
+@pytest.mark.slow
 def test_compiled_in_one_graph(tmp_path):
     script = """
 import sys
@@ -133,16 +134,19 @@ with torch.no_grad():
     run(tmp_path, USE + script)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("switch", ["HF_FASTATTN_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD"])
 def test_switched_off(tmp_path, switch):
     run(tmp_path, USE + "tiny('llama', 'lean')", fails='ValueError: Specified `attn_implementation="lean"`', **{switch: "0"})
 
 
+@pytest.mark.slow
 def test_a_broken_package_does_not_break_transformers(tmp_path):
     (tmp_path / "hf_fastattn.py").write_text("raise RuntimeError('broken')")
     run(tmp_path, USE + "tokens(tiny('llama', 'sdpa'))\ntokens(tiny('llama', 'lean'))", fails="RuntimeError: broken")
 
 
+@pytest.mark.slow
 def test_another_transformers_breaks_nothing(tmp_path):
     (tmp_path / "transformers").mkdir()
     (tmp_path / "transformers" / "__init__.py").touch()
@@ -150,6 +154,7 @@ def test_another_transformers_breaks_nothing(tmp_path):
     run(tmp_path, "import torch, transformers.modeling_utils as modeling\nassert modeling.loaded")
 
 
+@pytest.mark.slow
 def test_names_of_other_packages_are_kept(tmp_path):
     """Registered before the names are, or after; with a mask function, or without."""
     script = """
@@ -206,6 +211,7 @@ def test_no_import_fails_when_a_finder_leaves(monkeypatch):
     del sys.modules["found_by_the_next"]
 
 
+@pytest.mark.slow
 def test_lm_eval_alone_finds_its_model_type(tmp_path):
     """It imports torch to set the seed, before it looks for the model type."""
     pytest.importorskip("lm_eval")
@@ -217,6 +223,7 @@ lm_eval.evaluator.simple_evaluate(model='hf-fastattn', model_args='pretrained=no
     run(tmp_path, script, fails="ValueError: Unknown attention backend 'fast'; known backends: ")
 
 
+@pytest.mark.slow
 def test_lm_evals_model_types_imported_before_torch(tmp_path):
     pytest.importorskip("lm_eval")
     script = """

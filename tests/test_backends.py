@@ -117,6 +117,7 @@ def test_a_third_party_backend_reaches_generate(lean, device, registering):
     assert seen[0] == models.PROMPT and seen[-1] == 1 and dict(calls) == {"mine.prefill": len(seen)}
 
 
+@pytest.mark.slow
 def test_importing_changes_nothing():
     """A new process compares Transformers and torch before and after the import."""
     code = """

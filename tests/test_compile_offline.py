@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import slow_unless
 from conftest import INTERPRETED
 
 triton = pytest.importorskip("triton")
@@ -237,7 +238,15 @@ COMPILATIONS = [
 ]
 
 
-@pytest.mark.parametrize("name, arch, shape", [pytest.param(*c, id=f"{c[0]}-sm{c[1]}-{c[2].id}") for c in COMPILATIONS])
+TYPICAL = (DECODE[2], PREFILL[1])
+NEW = slow_unless((90).__eq__, [80, 90])  # architectures
+
+
+@pytest.mark.parametrize(
+    "name, arch, shape",
+    slow_unless(lambda c: c[1] in (80, 90) and c[2] in TYPICAL, COMPILATIONS),
+    ids=lambda x: getattr(x, "id", x),
+)
 def test_shared_memory_and_registers(name, arch, shape, tmp_path):
     for kernel, binary in build(name, shape, arch, tmp_path).items():
         print(f"{kernel} sm_{arch} {shape.id}: {binary.shared} B shared, {binary.registers} registers, {binary.stack} B stack")
@@ -254,6 +263,7 @@ def test_shared_memory_and_registers(name, arch, shape, tmp_path):
             assert spills_in_tile_loops(binary.sass, "STL") == 0, f"{kernel} spills in the loops over K/V tiles"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize("head_dim", [72, 120])
 def test_a_head_dim_that_is_a_multiple_of_8_is_loaded_16_bytes_at_once(head_dim, arch, tmp_path):
@@ -269,6 +279,7 @@ LET = re.compile(r"griddepcontrol[._]launch_dependents|grid_dependency_launch_de
 TOUCH = re.compile(r"\b(tt\.(load|store)|ttg\.async_copy_global_to_local)\b")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shape",
     [replace(s, batch=52, q_len=min(s.q_len, 4)) for s in DECODE if s.dtype == "bf16" and s.head_dim <= 128],
@@ -281,6 +292,7 @@ def test_with_many_heads_four_programs_fit_an_sm(shape, tmp_path):
     assert binary.stack <= 32 and (not binary.stack or spills_in_tile_loops(binary.sass) == 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "head_dim, block", [(head_dim, block) for head_dim, found in schedule.BRIEF.items() for block, *_ in found]
 )
@@ -297,6 +309,7 @@ def test_blocks_of_packed_rows_do_not_spill_in_a_loop(arch, head_dim, block, tmp
         assert not found.stack or spills_in_tile_loops(found.sass) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sinks", [0, 4])
 @pytest.mark.parametrize("head_dim, group", [(64, 1), (64, 16), (96, 8), (128, 1), (128, 16), (128, 64)])
 def test_of_one_program_per_sm_two_do_not_fit(head_dim, group, sinks, tmp_path, monkeypatch):
@@ -312,6 +325,7 @@ def test_of_one_program_per_sm_two_do_not_fit(head_dim, group, sinks, tmp_path, 
     assert binary.stack <= PARKED and (not binary.stack or spills_in_tile_loops(binary.sass) == 0)
 
 
+@pytest.mark.slow
 def test_two_programs_of_the_merge_of_shares_fit_an_sm(tmp_path):
     """Each warp merges rows of its own. If warps shared rows, sums over partial results would take twice the registers."""
     merge = pytest.importorskip("hf_fastattn.kernels.attention.prefill_hopper.merge")
@@ -324,8 +338,10 @@ def test_two_programs_of_the_merge_of_shares_fit_an_sm(tmp_path):
     assert kernel.metadata.num_warps == 8 and 2 * 8 * 32 * read(kernel, tmp_path).registers <= 65536
 
 
-@pytest.mark.parametrize("arch", [80, 90])
-@pytest.mark.parametrize("shape", [s for s in DECODE if s.dtype == "bf16" and s.q_len == 1], ids=lambda s: s.id)
+@pytest.mark.parametrize("arch", NEW)
+@pytest.mark.parametrize(
+    "shape", slow_unless(TYPICAL.__contains__, [s for s in DECODE if s.dtype == "bf16" and s.q_len == 1]), ids=lambda s: s.id
+)
 def test_launches_begin_early_from_hopper_on_and_wait_before_memory_accesses(shape, arch, tmp_path):
     for name in ("lean", "split_kv"):
         for kernel, binary in build(name, shape, arch, tmp_path).items():
@@ -342,6 +358,7 @@ def test_launches_begin_early_from_hopper_on_and_wait_before_memory_accesses(sha
                 assert 3 * 4 * 32 * binary.registers <= 65536, "no room for one more program"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shape",
     [Shape("bf16", 128, q_len=16, batch=6), *(s for s in DECODE if s.dtype == "bf16" and not s.sinks)],
@@ -475,8 +492,8 @@ def check_stores_last(ttgir: str) -> None:
     assert ttgir.rindex("tt.load") < ttgir.index("tt.store")
 
 
-@pytest.mark.parametrize("arch", [80, 90])
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("arch", NEW)
+@pytest.mark.parametrize("name", slow_unless(str.isidentifier, SMALL))
 def test_small_kernels_begin_early_from_hopper_on_and_wait_first(name, arch, monkeypatch):
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "0")  # the default from Triton 3.10 on
     module, call = SMALL[name]
@@ -504,9 +521,9 @@ def test_small_kernels_begin_early_from_hopper_on_and_wait_first(name, arch, mon
         check_stores_last(kernel.asm["ttgir"])
 
 
-@pytest.mark.parametrize("arch", SHARED_LIMIT)
+@pytest.mark.parametrize("arch", slow_unless((90).__eq__, SHARED_LIMIT))
 @pytest.mark.parametrize("kind", ["plain", "bias", "gated"])
-@pytest.mark.parametrize("size", [576, 4096, 14336])
+@pytest.mark.parametrize("size", slow_unless((4096).__eq__, [576, 4096, 14336]))
 def test_linear_layers_load_weights_ahead_of_the_wait_and_nothing_else(size, kind, arch, tmp_path):
     new = lambda *shape: torch.zeros(*shape, dtype=torch.bfloat16)  # noqa: E731
     x, weight, gated = new(1, 1, size), new(64, size), kind == "gated"
@@ -524,9 +541,9 @@ def test_linear_layers_load_weights_ahead_of_the_wait_and_nothing_else(size, kin
         assert all(re.search(r"tt\.load.*tensor<\d+x\d+x", line) for line in ahead)  # of X and Bias it is one row
 
 
-@pytest.mark.parametrize("arch", [80, 89, 90])
-@pytest.mark.parametrize("tokens", [1, 16, 64])
-@pytest.mark.parametrize("kind", ["all", "sum", "relu", "gelu_tanh", "mul", "gated"])
+@pytest.mark.parametrize("arch", slow_unless((90).__eq__, [80, 89, 90]))
+@pytest.mark.parametrize("tokens", slow_unless((64).__ne__, [1, 16, 64]))
+@pytest.mark.parametrize("kind", slow_unless(("all", "gated").__contains__, ["all", "sum", "relu", "gelu_tanh", "mul", "gated"]))
 def test_linear_layers_load_16_bytes_at_once_and_spill_nothing(kind, tokens, arch, tmp_path, monkeypatch):
     new = lambda *shape: torch.zeros(*shape, dtype=torch.bfloat16)  # noqa: E731
     x, weight, bias = new(1, tokens, 4096), new(64, 4096), new(64)
@@ -563,6 +580,7 @@ def test_linear_layers_load_16_bytes_at_once_and_spill_nothing(kind, tokens, arc
         assert requests < 0 or requests < WAIT.search(binary.ptx).start()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "tokens, kind",
     [*itertools.product([16, 32, 64], ["sum", "gated", "head"]), *((128, kind) for kind in ("gated", "half", "projections"))],
@@ -587,15 +605,13 @@ def test_the_buffers_of_linear_layers_fill_the_shared_memory_of_hopper(kind, tok
 
 @pytest.mark.parametrize(
     "tokens, kind, arch",
-    [
-        (1, "plain", 90),
-        (8, "long rows", 90),
-        (32, "long rows", 89),
-        (64, "interleaved", 90),
-        (4, "interleaved", 80),
-        (64, "fp32", 80),
-        (64, "fp32", 90),
-    ],
+    slow_unless(
+        (1, "plain", 90).__eq__,
+        [
+            *((1, "plain", 90), (8, "long rows", 90), (32, "long rows", 89), (64, "interleaved", 90)),
+            *((4, "interleaved", 80), (64, "fp32", 80), (64, "fp32", 90)),
+        ],
+    ),
 )
 def test_experts_wait_before_they_read_what_launches_write(tokens, kind, arch, tmp_path):
     new = lambda *shape: torch.zeros(*shape, dtype=torch.float32 if kind == "fp32" else torch.bfloat16)  # noqa: E731
@@ -621,6 +637,7 @@ def test_experts_wait_before_they_read_what_launches_write(tokens, kind, arch, t
             assert binary.ttgir.rindex("tt.load") < binary.ttgir.index("scf.for")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize("count, choices, form", [(128, 8, "softmax"), (32, 4, "choice"), (256, 8, "sigmoid")])
 def test_a_choice_of_experts_is_two_or_three_reductions_of_one_instruction(count, choices, form, arch, tmp_path):
@@ -632,6 +649,7 @@ def test_a_choice_of_experts_is_two_or_three_reductions_of_one_instruction(count
     assert binary.stack == 0 and number == choices * (3 if form == "sigmoid" else 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize("count, choices, form", [(128, 8, "softmax"), (32, 4, "choice"), (128, 8, "sigmoid")])
 def test_a_choice_in_the_launch_of_experts_spills_nothing_and_its_warps_choose_apart(count, choices, form, arch, tmp_path):
@@ -674,6 +692,7 @@ def test_spans_kernel_compiles(arch, tmp_path):
     assert binary.shared <= SHARED_LIMIT[arch] and binary.stack == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize("rows, head_dim", [(4, 128), (64, 128), (3, 80), (4, 72)])
 def test_reordered_rows_move_in_wide_words(rows, head_dim, arch, tmp_path, monkeypatch):
@@ -686,6 +705,7 @@ def test_reordered_rows_move_in_wide_words(rows, head_dim, arch, tmp_path, monke
     assert binary.stack == 0 and re.search(r"ld\.global\.v4\.b32", binary.ptx) and "bar.sync" in binary.ptx
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize("head_dim", [72, 120])
 @pytest.mark.parametrize("module, call", [(append, _append), (rotate, _rotate), (rope, _rope_that_appends)])

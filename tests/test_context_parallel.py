@@ -242,6 +242,7 @@ def pass_around(rank: int, ranks: int) -> dict:
     return found
 
 
+@pytest.mark.slow
 @processes.HIDDEN
 @pytest.mark.xdist_group("ranks")
 @pytest.mark.parametrize("ranks", [2, 3])

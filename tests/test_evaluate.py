@@ -60,6 +60,7 @@ def smollm2(device):
         pytest.skip(str(error))
 
 
+@pytest.mark.slow
 def test_smollm2_backends_and_caches_are_equal(smollm2, small, tmp_path, monkeypatch):
     paddings = []
     generate = type(smollm2[0]).generate
@@ -97,6 +98,7 @@ def test_smollm2_backends_and_caches_are_equal(smollm2, small, tmp_path, monkeyp
     assert "| small_needle" in (tmp_path / "eval.md").read_text()
 
 
+@pytest.mark.slow
 def test_smollm2_streaming_within_its_window_is_equal(smollm2, small):
     found = evaluate(
         *smollm2,

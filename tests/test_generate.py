@@ -15,6 +15,7 @@ import pytest
 import torch
 import transformers
 from calls import as_kernel, attention
+from cases import pairs
 from models import FAMILIES, PADDINGS
 from transformers import DynamicCache, LlamaForCausalLM, StaticCache
 
@@ -91,17 +92,14 @@ def check(family: str, mode: str, padding: str, device: torch.device, backend: s
     assert sum(calls.values()) % config.num_hidden_layers == 0, "a layer was left out"
 
 
-@pytest.mark.parametrize("padding", PADDINGS)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family, mode, padding", pairs(FAMILIES, MODES, PADDINGS))
 def test_lean_generates_the_tokens_of_eager(family, mode, padding, device):
     check(family, mode, padding, device, "lean")
 
 
-@pytest.mark.parametrize("padding", PADDINGS)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("family", SOME_FAMILIES)
-@pytest.mark.parametrize("backend", ["reference", "fa2", "split_kv"])
+@pytest.mark.parametrize(
+    "backend, family, mode, padding", pairs(["reference", "fa2", "split_kv"], SOME_FAMILIES, MODES, PADDINGS)
+)
 def test_other_backends_generate_the_tokens_of_eager(backend, family, mode, padding, device):
     check(family, mode, padding, device, backend)
 
@@ -187,9 +185,7 @@ def converse(family: str, device: torch.device, attn_implementation: str, paddin
     return generate(model, inputs, **options, **second)
 
 
-@pytest.mark.parametrize("padding", PADDINGS)
-@pytest.mark.parametrize("static", [False, True], ids=["dynamic_cache", "static_cache"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family, static, padding", pairs(FAMILIES, [False, True], PADDINGS))
 def test_second_turn_over_the_same_cache(family, static, padding, device):
     expected = converse(family, device, "eager", padding, static)
     with hf_fastattn.count_calls() as calls:
@@ -357,6 +353,7 @@ def test_interpreted(family, backend, mode, padding, monkeypatch):
     assert calls and not calls[f"{backend}.dense"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")
 def test_interpreted_kernels(device):
     """The Triton kernels, interpreted, in another process, because the variable is read when Triton is imported."""

@@ -84,6 +84,7 @@ def run(script: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", BLOCKS)
 def test_without_triton_the_reference_runs(block):
     use = USE.format(block=BLOCKS[block], tests=str(ROOT / "tests"))

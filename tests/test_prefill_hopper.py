@@ -294,12 +294,14 @@ def _tile_loops(sass):
     return [loop for loop in loops if sum("BAR.ARV" in line for line in loop) == 1 and any("HGMMA" in line for line in loop)]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU compiles what it runs")
 @pytest.mark.parametrize("head_dim, value_dim", [*((d, d) for d in (*WHOLE, 40, 80, 96, 112, 192, 224)), (192, 128), (64, 256)])
 def test_compiles_for_hopper_without_a_gpu(head_dim, value_dim, tmp_path):
     assert_compiles(head_dim, value_dim, hopper.config(head_dim, value_dim), tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU compiles what it runs")
 @pytest.mark.parametrize("head_dim, pack", [(128, 4), (256, 2)])
 def test_intervals_compile_for_hopper_without_a_gpu(head_dim, pack, tmp_path):
@@ -307,6 +309,7 @@ def test_intervals_compile_for_hopper_without_a_gpu(head_dim, pack, tmp_path):
     assert_compiles(head_dim, head_dim, config, tmp_path, HAS_SPANS=True, WRITE_LSE=True)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU compiles what it runs")
 @pytest.mark.parametrize("head_dim, pack", [(64, 8), (96, 1), (128, 1), (128, 4), (256, 64)])
 def test_shares_and_packed_heads_compile_for_hopper_without_a_gpu(head_dim, pack, tmp_path):

@@ -23,6 +23,7 @@ import fake_graph
 import processes
 import pytest
 import torch
+from cases import slow_unless
 from models import FAMILIES, family, prompts, tiny
 from torch.distributed.tensor import Replicate
 from transformers import DynamicCache, LogitsProcessor, MaxTimeCriteria, StoppingCriteria
@@ -113,12 +114,24 @@ def decode_families(rank: int, names: list[str], padding: str, count: int) -> di
 def decoded(tmp_path_factory):
     for name in SHARED:
         of_family(name)  # before the fork
-    return results(processes.run(tmp_path_factory.mktemp("ranks"), 2, decode_families, SHARED, "left_padding", 2, limit=240))
+    others = [name for name in SHARED if name != "llama"]
+    return results(processes.run(tmp_path_factory.mktemp("ranks"), 2, decode_families, others, "left_padding", 2, limit=240))
 
 
-@pytest.mark.parametrize("name", SHARED)
-def test_decode_steps_are_captured_and_equal_to_eager_on_one_process(decoded, name):
-    first, second = (each[name] for each in decoded)
+def a_few(rank: int) -> dict:
+    return {"llama": decode_family(rank, "llama", "left_padding", 2), **act(Scene(rank), FEW.values())}
+
+
+@pytest.fixture(scope="module")
+def few(tmp_path_factory):
+    """The two processes of the tests that `make test` runs."""
+    of_family("llama")
+    return results(processes.run(tmp_path_factory.mktemp("few"), 2, a_few, limit=240))
+
+
+@pytest.mark.parametrize("name", slow_unless("llama".__eq__, SHARED))
+def test_decode_steps_are_captured_and_equal_to_eager_on_one_process(request, name):
+    first, second = (each[name] for each in request.getfixturevalue("few" if name == "llama" else "decoded"))
     for each in (first, second):
         assert each["tokens"]
         assert each["steps"] == (2, 0) and not each["reasons"]
@@ -126,12 +139,9 @@ def test_decode_steps_are_captured_and_equal_to_eager_on_one_process(decoded, na
         in_graph, eager = each["collectives"]
         assert in_graph == eager and in_graph
     assert first["logits"] == second["logits"]
-
-
-def test_a_graph_has_two_collectives_for_each_layer_and_one_for_the_logits(decoded):
-    names, _ = decoded[0]["llama"]["collectives"]
-    assert sum("allreduce_" in name for name in names) == 4
-    assert sum("all_gather" in name for name in names) == 1
+    if name == "llama":  # two for each layer, and one for the logits
+        assert sum("allreduce_" in each for each in in_graph) == 4
+        assert sum("all_gather" in each for each in in_graph) == 1
 
 
 # ---- calls that differ, and graphs that only one rank could capture ----
@@ -522,67 +532,46 @@ def a_mesh_of_others(scene: Scene) -> str:
         scene.model._tp_size = size
 
 
+FEW = (other_ids, max_time, no_memory, wrong_argument_on_all, a_hook_on_one_rank, other_seeds)
+FEW = {each.__name__: each for each in FEW}
 SCENES = [
-    a_saved_cache,
-    a_mesh_of_others,
-    other_ids,
-    other_length,
-    other_rows,
-    max_time,
-    other_ids_of_a_call_within_a_call,
-    a_clock,
-    another_cache_of_as_many_tokens,
-    another_model_in_another_thread,
-    another_model_at_the_end_of_a_stream,
-    no_memory,
-    wrong_argument,
-    wrong_argument_on_all,
-    wrong_argument_beside_a_slow_rank,
-    interrupted_while_waiting,
-    other_modes,
-    a_chat,
-    a_module_that_counts,
-    fails_on_all,
-    a_streamer_on_one_rank,
-    a_streamer_on_one_rank_beside_a_late_stop_check,
-    other_tokens_on_one_rank,
-    a_hook_on_one_rank,
-    a_failed_capture,
-    a_failed_rehearsal,
-    a_rehearsal_that_stops_late_on_one_rank,
-    a_cache_kept_on_one_rank,
-    a_graph_dropped_on_one_rank,
-    a_weight_moved_on_one_rank,
-    other_seeds,
-    a_slow_rank,
-    a_rank_that_does_not_come,
-    a_copy,
-    other_config,
-    steps_that_one_rank_cannot_capture,
-    a_group_aborted_meanwhile,
+    *(a_saved_cache, a_mesh_of_others, other_length, other_rows, other_ids_of_a_call_within_a_call, a_clock),
+    *(another_cache_of_as_many_tokens, another_model_in_another_thread, another_model_at_the_end_of_a_stream, wrong_argument),
+    *(wrong_argument_beside_a_slow_rank, interrupted_while_waiting, other_modes, a_chat, a_module_that_counts, fails_on_all),
+    *(a_streamer_on_one_rank, a_streamer_on_one_rank_beside_a_late_stop_check, other_tokens_on_one_rank, a_failed_capture),
+    *(a_failed_rehearsal, a_rehearsal_that_stops_late_on_one_rank, a_cache_kept_on_one_rank, a_graph_dropped_on_one_rank),
+    *(a_weight_moved_on_one_rank, a_slow_rank, a_rank_that_does_not_come, a_copy, other_config),
+    *(steps_that_one_rank_cannot_capture, a_group_aborted_meanwhile),
 ]
 
 
-def play(rank: int) -> dict:
-    scene, found = Scene(rank), {}
-    exchange.GRACE = 20.0  # the processes may share a core
-    for each in SCENES:
-        begin = time.monotonic()
+def act(scene: Scene, scenes) -> dict:
+    """By the name of each scene: its result, the reasons of its patch, and the outcome of the next call."""
+    exchange.GRACE, found = 20.0, {}  # the processes may share a core
+    for each in scenes:
         with warnings.catch_warnings(), hf_fastattn.patch(scene.model, "lean") as scene.patch:
             warnings.simplefilter("ignore")
             result = each(scene)
-            found[each.__name__] = result, list(scene.patch.reasons), scene(), time.monotonic() - begin
-    refused = outcome(lambda: hf_fastattn.patch(scene.model, "lean", kv_sharding="tokens" if rank else "heads"))
-    found["refused on one rank"] = refused, [], "ok", 0
-    found["other settings"] = outcome(lambda: hf_fastattn.patch(scene.model, "lean" if rank else "split_kv")), [], "ok", 0
-    found["peer memory"] = outcome(lambda: hf_fastattn.patch(scene.model, "lean", peer_memory=True)), [], "ok", 0
-    found["other memory"] = outcome(lambda: hf_fastattn.patch(scene.model, "lean", peer_memory=bool(rank))), [], "ok", 0
-    found["state"] = sorted(name for name in vars(scene.model) if "patch" in name or name == "generate"), [], "ok", 0
+            found[each.__name__] = result, list(scene.patch.reasons), scene()
+    return found
+
+
+def play(rank: int) -> dict:
+    scene = Scene(rank)
+    found = act(scene, SCENES)
+    for name, arguments, options in (
+        ("refused on one rank", ("lean",), {"kv_sharding": "tokens" if rank else "heads"}),
+        ("other settings", ("lean" if rank else "split_kv",), {}),
+        ("peer memory", ("lean",), {"peer_memory": True}),
+        ("other memory", ("lean",), {"peer_memory": bool(rank)}),
+    ):
+        found[name] = outcome(lambda: hf_fastattn.patch(scene.model, *arguments, **options)), [], "ok"  # noqa: B023
+    found["state"] = sorted(name for name in vars(scene.model) if "patch" in name or name == "generate"), [], "ok"
     with hf_fastattn.patch(scene.model, "lean") as patch:
         if rank:
             patch.undo()
         else:
-            found["undone on one rank"] = scene(), [], "ok", 0
+            found["undone on one rank"] = scene(), [], "ok"
     return found
 
 
@@ -592,40 +581,68 @@ def played(tmp_path_factory):
     return results(processes.run(tmp_path_factory.mktemp("scenes"), 2, play, limit=240))
 
 
+@pytest.fixture
+def of_scene(request):
+    """Both ranks' dictionaries in which a scene is."""
+    return lambda name: request.getfixturevalue("few" if name in FEW else "played")
+
+
+def in_few(row: tuple) -> bool:
+    return row[0] in FEW
+
+
+ALIKE = [
+    ("other_ids", "ValueError: .*input_ids, a tensor of shape .3, 96. and int64, has other values on rank 1 than on rank 0"),
+    ("other_length", r"ValueError: .*max_new_tokens is 8 on rank 0 and 9 on rank 1"),
+    ("other_rows", r"ValueError: .*input_ids is a tensor of shape .3, 96.* on rank 0 and a tensor of shape .2, 96.* on rank 1"),
+    ("other_config", r"ValueError: .*config\['rms_norm_eps'\] is 1e-06 on rank 0 and 1.000001 on rank 1"),
+    ("steps_that_one_rank_cannot_capture", "ValueError: .*graph is True on rank 0 and 'of the test' on rank 1"),
+    ("max_time", "ValueError: Each rank measures max_time for itself"),
+    ("a_clock", "ValueError: Each rank measures max_time for itself"),
+    ("no_memory", r"MemoryError: .*on rank 1, and 1000 .*are free there"),
+    ("other settings", r"ValueError: The ranks .*backend is 'split_kv' on rank 0 and 'lean' on rank 1"),
+    ("peer memory", "ValueError: peer_memory=True is not possible: the model is on cpu. Leave it out"),
+    ("other memory", r"ValueError: The ranks .*peer_memory is False on rank 0 and True on rank 1"),
+    ("a_group_aborted_meanwhile", "RuntimeError: The process group of this model was aborted: of the test"),
+    ("wrong_argument_on_all", "ValueError: .*no_such_argument"),
+    ("fails_on_all", "ArithmeticError: of the user"),
+    ("a_saved_cache", "ValueError: Under tensor parallelism a cache holds the KV heads of one rank"),
+    ("a_mesh_of_others", "Uncapturable: a weight is a DTensor that is not from Transformers' tensor parallelism"),
+    ("a_copy", "TypeError: .*Load the model a second time"),
+]
+
+
+@pytest.mark.parametrize(("name", "said"), slow_unless(in_few, ALIKE))
+def test_every_rank_ends_alike(of_scene, name, said):
+    first, second = (found[name] for found in of_scene(name))
+    assert re.search(said, first[0]) and first[0] == second[0]
+    assert first[2] == second[2] == "ok"  # the next call
+
+
+CAPTURED_TWICE = "['ok', 'ok'] 2 captures"  # on all ranks or on none
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "expected"),
     [
-        ("other_ids", "ValueError: .*input_ids, a tensor of shape .3, 96. and int64, has other values on rank 1 than on rank 0"),
-        ("other_length", r"ValueError: .*max_new_tokens is 8 on rank 0 and 9 on rank 1"),
-        (
-            "other_rows",
-            r"ValueError: .*input_ids is a tensor of shape .3, 96.* on rank 0 and a tensor of shape .2, 96.* on rank 1",
-        ),
-        ("other_config", r"ValueError: .*config\['rms_norm_eps'\] is 1e-06 on rank 0 and 1.000001 on rank 1"),
-        ("steps_that_one_rank_cannot_capture", "ValueError: .*graph is True on rank 0 and 'of the test' on rank 1"),
-        ("max_time", "ValueError: Each rank measures max_time for itself"),
-        ("a_clock", "ValueError: Each rank measures max_time for itself"),
-        ("no_memory", r"MemoryError: .*on rank 1, and 1000 .*are free there"),
-        ("other settings", r"ValueError: The ranks .*backend is 'split_kv' on rank 0 and 'lean' on rank 1"),
-        ("peer memory", "ValueError: peer_memory=True is not possible: the model is on cpu. Leave it out"),
-        ("other memory", r"ValueError: The ranks .*peer_memory is False on rank 0 and True on rank 1"),
-        ("a_group_aborted_meanwhile", "RuntimeError: The process group of this model was aborted: of the test"),
-        ("wrong_argument_on_all", "ValueError: .*no_such_argument"),
-        ("fails_on_all", "ArithmeticError: of the user"),
         ("a_streamer_on_one_rank", "ok"),
         ("a_slow_rank", "ok"),
-        ("a_saved_cache", "ValueError: Under tensor parallelism a cache holds the KV heads of one rank"),
-        ("a_mesh_of_others", "Uncapturable: a weight is a DTensor that is not from Transformers' tensor parallelism"),
-        ("a_copy", "TypeError: .*Load the model a second time"),
+        ("another_model_at_the_end_of_a_stream", "ok"),
+        ("a_streamer_on_one_rank_beside_a_late_stop_check", ["ok", True, "ok", False, "ok", False]),
+        ("a_graph_dropped_on_one_rank", CAPTURED_TWICE),
+        ("a_weight_moved_on_one_rank", CAPTURED_TWICE),
+        ("other_modes", [True, True, True, True, 0]),
+        ("a_chat", True),
+        ("state", []),  # undo removes everything
     ],
 )
-def test_every_rank_ends_alike(played, name, said):
+def test_results_of_all_ranks(played, name, expected):
     for found in played:
-        assert re.search(said, found[name][0]), found[name]
-        assert found[name][2] == "ok"  # the next call
-    assert played[0][name][0] == played[1][name][0]
+        assert found[name][0] == expected and found[name][2] == "ok"
 
 
+@pytest.mark.slow
 def test_a_call_within_a_call_is_compared(played):
     for found in played:
         same, other = found["other_ids_of_a_call_within_a_call"][0]
@@ -633,11 +650,7 @@ def test_a_call_within_a_call_is_compared(played):
         assert found["other_ids_of_a_call_within_a_call"][2] == "ok"
 
 
-def test_ranks_run_a_step_too_many_together_or_not_at_all(played):
-    for found in played:
-        assert found["a_streamer_on_one_rank_beside_a_late_stop_check"][0] == ["ok", True, "ok", False, "ok", False]
-
-
+@pytest.mark.slow
 def test_ranks_that_generate_other_tokens_fail(played):
     first, second = (found["other_tokens_on_one_rank"] for found in played)
     said = "RuntimeError: Rank 1 generated other tokens than rank 0. Logits processors, stopping criteria and hooks must decide"
@@ -648,6 +661,7 @@ def test_ranks_that_generate_other_tokens_fail(played):
         assert found[0][2] == found[2] == "ok"
 
 
+@pytest.mark.slow
 def test_a_cache_of_another_text_is_refused(played):
     said = f"ValueError: .*the last call that wrote {hf.CACHE} is 'call 1.* on rank 0 and 'call 2.* on rank 1"
     for found in played:
@@ -656,6 +670,7 @@ def test_a_cache_of_another_text_is_refused(played):
         assert same and also
 
 
+@pytest.mark.slow
 def test_threads_do_not_run_two_models_of_the_same_ranks_at_once(played):
     for found in played:
         refused, *others = found["another_model_in_another_thread"][0]
@@ -663,10 +678,7 @@ def test_threads_do_not_run_two_models_of_the_same_ranks_at_once(played):
         assert others == ["ok", True]
 
 
-def test_a_model_may_follow_the_end_of_the_stream_of_another(played):
-    assert [found["another_model_at_the_end_of_a_stream"][0] for found in played] == ["ok", "ok"]
-
-
+@pytest.mark.slow
 def test_a_rank_learns_why_another_has_failed(played):
     for name in ("wrong_argument", "wrong_argument_beside_a_slow_rank"):
         assert re.match("ValueError: .*no_such_argument", played[1][name][0])
@@ -681,49 +693,39 @@ def test_a_rank_learns_why_another_has_failed(played):
     assert played[0]["refused on one rank"][0] == f"RuntimeError: patch() failed on rank 1: {played[1]['refused on one rank'][0]}"
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("a_hook_on_one_rank", "on rank 1, Linear has the forward hook"),
-        ("a_failed_capture", "on rank 1, its code does something that a graph cannot.* .RuntimeError: no graph here."),
-        ("a_failed_rehearsal", "on rank 1, its code reads a value on the host.*, and a graph only"),
-        ("a_rehearsal_that_stops_late_on_one_rank", "its code does something that a graph cannot.* .RuntimeError: it counts"),
-    ],
-)
-def test_a_step_that_one_rank_cannot_capture_runs_uncaptured_on_all(played, name, reason):
-    for found in played:
+UNCAPTURED = [
+    ("a_hook_on_one_rank", "on rank 1, Linear has the forward hook"),
+    ("a_failed_capture", "on rank 1, its code does something that a graph cannot.* .RuntimeError: no graph here."),
+    ("a_failed_rehearsal", "on rank 1, its code reads a value on the host.*, and a graph only"),
+    ("a_rehearsal_that_stops_late_on_one_rank", "its code does something that a graph cannot.* .RuntimeError: it counts"),
+]
+
+
+@pytest.mark.parametrize(("name", "reason"), slow_unless(in_few, UNCAPTURED))
+def test_a_step_that_one_rank_cannot_capture_runs_uncaptured_on_all(of_scene, name, reason):
+    for found in of_scene(name):
         assert found[name][0] == "ok"
         assert re.match(reason, found[name][1][0]), found[name]
 
 
-def test_graphs_are_captured_again_on_all_ranks_or_on_none(played):
+@pytest.mark.slow
+def test_the_storage_of_a_cache_that_one_rank_keeps_is_kept_on_all(played):
     for found in played:
-        assert found["a_cache_kept_on_one_rank"][0].startswith("['ok', 'ok']")
-        assert found["a_cache_kept_on_one_rank"][0].endswith("2 captures")
-        assert found["a_graph_dropped_on_one_rank"][0] == "['ok', 'ok'] 2 captures"
-        assert found["a_weight_moved_on_one_rank"][0] == "['ok', 'ok'] 2 captures"
+        assert re.match(r"\['ok', 'ok'\].* 2 captures", found["a_cache_kept_on_one_rank"][0])
 
 
-def test_ranks_with_different_seeds_sample_the_same_tokens(played):
-    first, second = (found["other_seeds"][0] for found in played)
+def test_ranks_with_different_seeds_sample_the_same_tokens(few):
+    first, second = (found["other_seeds"][0] for found in few)
     assert first == second and first[0] != first[1]
     torch.manual_seed(0)
     assert torch.equal(generate(of_family("llama"), prompts("left_padding", "cpu"), do_sample=True), torch.tensor(first[0]))
 
 
-def test_beams_speculation_and_chunks_of_a_prompt(played):
-    assert [found["other_modes"][0] for found in played] == 2 * [[True, True, True, True, 0]]
-    assert [found["a_chat"][0] for found in played] == [True, True]
-
-
+@pytest.mark.slow
 def test_a_rehearsal_of_padded_tokens_is_undone_on_all_ranks(played):
     for found in played:
         result, reasons, *_ = found["a_module_that_counts"]
         assert result == [True, 0] and reasons == ["a step changes values that the next step reads (model.norm.mean)"]
-
-
-def test_undo_removes_everything(played):
-    assert [found["state"][0] for found in played] == [[], []]
 
 
 def changes_seen(model) -> list:
@@ -760,6 +762,7 @@ def shared_model_compared(rank: int) -> list:
     return [seen, alive() is None, patch.reasons]
 
 
+@pytest.mark.slow
 def test_changes_of_a_shared_model_are_noticed(tmp_path):
     of_family("llama")
     for found in results(processes.run(tmp_path, 2, shared_model_compared)):
@@ -809,6 +812,7 @@ def interrupt() -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("act", [divide_by_zero, interrupt])
 def test_a_rank_that_waits_for_one_that_has_failed_ends_with_a_sentence(tmp_path, act):
     """A collective of gloo cannot be interrupted, so the process of the rank ends."""
@@ -816,7 +820,7 @@ def test_a_rank_that_waits_for_one_that_has_failed_ends_with_a_sentence(tmp_path
     first, second = processes.run(tmp_path, 2, fail_in_a_streamer, act)
     kind = "ZeroDivisionError: of the user" if act is divide_by_zero else "KeyboardInterrupt"
     assert f"hf_fastattn: Rank 1 failed during generate(): {kind}" in first.output
-    assert first.result is None and first.seconds < second.seconds - 1
+    assert first.result is None and first.seconds < second.seconds
     assert re.match(
         f"{kind[:17]}.*, 0 graphs, and then RuntimeError: The process group of this model was aborted", str(second.result)
     )
@@ -827,14 +831,15 @@ def wait_in_a_step(rank: int) -> str:
     with hf_fastattn.patch(scene.model, "lean"):
         generate(scene.model, scene.inputs)
         exchange.WAIT = 4.0
-        return scene(streamer=Puts(lambda: time.sleep(30))) if rank else scene()
+        return scene(streamer=Puts(lambda: time.sleep(600))) if rank else scene()
 
 
+@pytest.mark.slow
 def test_a_rank_that_stays_between_two_forwards_is_not_waited_for_longer_than_the_limit(tmp_path):
     of_family("llama")
     for ended in processes.run(tmp_path, 2, wait_in_a_step):
         assert "hf_fastattn: Rank 1 did not begin forward 4 of generate() within 4 seconds." in ended.output
-        assert ended.result is None and ended.seconds < 25
+        assert ended.result is None
 
 
 class StopsAt(StoppingCriteria):
@@ -858,6 +863,7 @@ def leave_silently(rank: int, how: str) -> list[str]:
         return [first, outcome(lambda: generate(scene.model, scene.inputs))]
 
 
+@pytest.mark.slow
 def test_a_rank_that_stops_at_another_token_is_not_waited_for(tmp_path):
     of_family("llama")
     first, second = processes.run(tmp_path, 2, leave_silently, "stops")
@@ -866,6 +872,7 @@ def test_a_rank_that_stops_at_another_token_is_not_waited_for(tmp_path):
     assert re.match("RuntimeError: generate.. ends on rank 1. (Rank|The process of rank) 0 has", second.result[1])
 
 
+@pytest.mark.slow
 def test_a_rank_whose_process_was_killed_is_not_waited_for(tmp_path):
     of_family("llama")
     first, _ = processes.run(tmp_path, 2, leave_silently, "is killed")
@@ -1172,6 +1179,7 @@ def fail_in_a_layer(rank: int) -> str:
         return outcome(lambda: generate(scene.model, scene.inputs))
 
 
+@pytest.mark.slow
 def test_a_rank_whose_collective_fails_learns_why(tmp_path):
     of_family("llama")
     first, second = processes.run(tmp_path, 2, fail_in_a_layer)
@@ -1251,6 +1259,7 @@ def fuse_linears(rank: int, name: str) -> dict:
     return {"same": same, "shapes": shapes, "changes": changes, "undone": before == after, "steps": patched.captures}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["starcoder2", "llama"])
 def test_linear_layers_compute_with_the_part_of_the_rank(tmp_path, name):
     of_family(name)

@@ -55,6 +55,7 @@ def commands(tmp_path_factory):
     return folder, processes.run(folder, 2, run_commands, folder, limit=600)
 
 
+@pytest.mark.slow
 def test_generate_prints_on_one_rank(commands):
     first, second = commands[1]
     assert first.result == second.result == [0] * 8, first.output + second.output
@@ -66,6 +67,7 @@ def lines_of(found: dict) -> list[list[str]]:
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in sections.ranks(found).splitlines() if "|" in line]
 
 
+@pytest.mark.slow
 def test_the_benchmark_compares_all_rivals(commands):
     found = json.loads((commands[0] / "ranks_tiny.json").read_text())
     row = found["rows"][0]
@@ -79,6 +81,7 @@ def test_the_benchmark_compares_all_rivals(commands):
     assert figures == {("4", "-"): "-", ("8", "-"): "-"}  # not run
 
 
+@pytest.mark.slow
 def test_a_long_prompt_is_not_read_and_a_rival_that_raises_is_left_out(commands):
     found = json.loads((commands[0] / "ranks_tiny.json").read_text())
     every, again, long = found["rows"]  # the first has rivals that the second run did not time
@@ -92,6 +95,7 @@ def test_a_long_prompt_is_not_read_and_a_rival_that_raises_is_left_out(commands)
     assert notes["1x9", names["collectives"]] == "-" and "peer_memory=True" in notes["2x40", names["collectives"]]
 
 
+@pytest.mark.slow
 def test_the_orders_of_context_parallelism_are_timed_over_ranks(commands):
     found = json.loads((commands[0] / "context_ranks.json").read_text())
     assert [(row["order"], row["ranks"], row["tokens"]) for row in found["rows"]] == [(order, 2, 32) for order in ORDERS]
@@ -100,6 +104,7 @@ def test_the_orders_of_context_parallelism_are_timed_over_ranks(commands):
     assert empty == [[ranks, order] for ranks in ("4", "8") for order in ORDERS]  # not run
 
 
+@pytest.mark.slow
 def test_the_heads_of_the_papers_figure_are_timed_over_ranks(commands):
     found = json.loads((commands[0] / "paper_ranks.json").read_text())
     shapes = [(row["batch"], row["num_heads"], row["kv_len"], row["ranks"]) for row in found["rows"]]
@@ -114,6 +119,7 @@ def test_the_heads_of_the_papers_figure_are_timed_over_ranks(commands):
     assert empty and all(cells[5:10] == ["-"] * 5 and cells[10] != "-" for cells in empty)  # not run
 
 
+@pytest.mark.slow
 def test_ranks_with_the_share_of_more_gpus_have_its_shapes(commands):
     found = json.loads((commands[0] / "ranks_tiny-8_of4.json").read_text())
     row, (model_type, config) = found["rows"][0], models.SHAPES["tiny-8"]

@@ -18,7 +18,7 @@ import hf_fastattn
 from hf_fastattn.patches import call_caches
 
 COUNTS = [int(count) for count in os.environ.get("HF_FASTATTN_RANKS", "").split(",") if count]
-pytestmark = [processes.HIDDEN, pytest.mark.skipif(not COUNTS, reason="half an hour: make test-ranks")]
+pytestmark = [processes.HIDDEN, pytest.mark.slow, pytest.mark.skipif(not COUNTS, reason="half an hour: make test-ranks")]
 NEW = 6
 SIZES = {
     "HeliumForCausalLM": {"head_dim": 8},  # its output layer needs heads of hidden_size / num_attention_heads

@@ -15,7 +15,7 @@ from test_ranks import generate, of_family, outcome, results, shared
 import hf_fastattn
 
 OLDEST = transformers.__version__.startswith("5.17.")
-pytestmark = [processes.HIDDEN, pytest.mark.xdist_group("ranks")]
+pytestmark = [processes.HIDDEN, pytest.mark.slow, pytest.mark.xdist_group("ranks")]
 
 
 def in_stages(rank: int) -> str:

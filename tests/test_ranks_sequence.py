@@ -64,6 +64,7 @@ def decoded(tmp_path_factory):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("padding", PADDINGS)
 @pytest.mark.parametrize(("count", "name"), [(count, name) for count, names in NAMES.items() for name in names])
 def test_tokens_are_those_of_one_process_and_logits_the_same_bits_on_all_ranks(decoded, count, name, padding):
@@ -74,6 +75,7 @@ def test_tokens_are_those_of_one_process_and_logits_the_same_bits_on_all_ranks(d
         assert each["logits"] == found[0]["logits"]
 
 
+@pytest.mark.slow
 def test_each_rank_has_a_share_of_the_tokens_with_all_kv_heads(decoded):
     for count, slots in ((2, [64, 39]), (4, [64, 39, 0, 0])):  # 96 of the prompt and 7 new ones, in blocks of 64
         found = [each["llama", "no_padding"] for each in decoded[count]]
@@ -83,6 +85,7 @@ def test_each_rank_has_a_share_of_the_tokens_with_all_kv_heads(decoded):
     assert both[0] == 64 and both[1] != 64  # the layer with a window is not shared out
 
 
+@pytest.mark.slow
 def test_collectives_of_a_step(decoded):
     """For each layer: K and V of the new token, queries, results; with half a head on each rank K and V twice more."""
     assert decoded[2][0]["llama", "no_padding"]["gathers"] == 2 * 3 + 1
@@ -256,10 +259,12 @@ def played(tmp_path_factory):
     return {count: results(processes.run(tmp_path_factory.mktemp("scenes"), count, play, count, limit=240)) for count in SCENES}
 
 
+@pytest.mark.slow
 def test_beams_speculation_and_chunks_of_a_prompt(played):
     assert [found["other_modes"] for found in played[2]] == 2 * [[True, True, True, True, 0]]
 
 
+@pytest.mark.slow
 def test_a_chat_grows_the_shares(played):
     assert all(found["a_chat"][:2] == [True, "SharedCache"] for found in played[4])
     text = 48 + sum(MESSAGES) + len(MESSAGES) * NEW
@@ -267,10 +272,12 @@ def test_a_chat_grows_the_shares(played):
     assert text - MESSAGES[-1] - NEW < 256 < text and played[4][0]["a_chat"][3] == 512  # it grows before the last message
 
 
+@pytest.mark.slow
 def test_a_copied_cache_has_shares_of_its_own(played):
     assert [found["a_copied_cache"] for found in played[4]] == 4 * [[True, True]]
 
 
+@pytest.mark.slow
 def test_other_caches_have_the_heads_of_the_rank(played):
     for found in played[4]:
         *same, reasons = found["other_caches"]
@@ -279,15 +286,18 @@ def test_other_caches_have_the_heads_of_the_rank(played):
             assert reason == f"{hf.CACHE} is a {name}, not a SharedCache"
 
 
+@pytest.mark.slow
 def test_gradients_with_fewer_kv_heads_than_ranks(played):
     for found in played[4]:
         assert max(found["gradients"]) < 1e-5, found["gradients"]
 
 
+@pytest.mark.slow
 def test_a_forward_of_the_user_stays(played):
     assert [found["a_wrapped_forward"] for found in played[4]] == 4 * [[True] * 3]
 
 
+@pytest.mark.slow
 def test_refusals(played):
     shares = 'ValueError: K and V are shared out over ranks .kv_sharding="sequence"., and .* would need all of them'
     for found in played[2]:
@@ -354,6 +364,7 @@ def of_eight(rank: int) -> list:
     return found
 
 
+@pytest.mark.slow
 def test_eight_ranks_have_the_tokens_of_one_process_and_the_same_bits(tmp_path):
     for found in zip(*results(processes.run(tmp_path, 8, of_eight, limit=240)), strict=True):
         assert all(each == found[0] for each in found)

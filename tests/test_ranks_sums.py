@@ -19,6 +19,7 @@ from hf_fastattn.patches import graph
 
 pytestmark = [
     processes.HIDDEN,
+    pytest.mark.slow,
     pytest.mark.skipif(not INTERPRETED, reason="kernels run on the CPU when interpreted"),
     pytest.mark.xdist_group("ranks"),
 ]

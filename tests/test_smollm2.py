@@ -125,6 +125,7 @@ def test_packed_chapters_have_the_gradients_of_separate_ones(model, tokenizer, d
         assert (got - expected).abs().max() <= 1e-3 * expected.abs().max(), name
 
 
+@pytest.mark.slow
 def test_demo_runs_and_finds_equal_tokens():
     done = subprocess.run(
         [sys.executable, DEMO, "--tokens", "3"],

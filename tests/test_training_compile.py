@@ -51,6 +51,7 @@ def inputs(head_dim: int, dtype: str, own: dict) -> tuple:
     return (q, KV(k, v), spec, span if form else None), {"out": out, "lse": lse, "dout": out}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch, dtype, head_dim, own", SHAPES, ids=str)
 def test_backward_kernels_compile(arch, dtype, head_dim, own, tmp_path, monkeypatch):
     monkeypatch.setattr(hopper, "dkdv_hopper_kernel", MagicMock(arg_names=hopper.dkdv_hopper_kernel.arg_names))
@@ -107,6 +108,7 @@ def test_the_layout_of_the_gradient_does_not_choose_the_kernel(arch, kind, monke
     assert (given.data_ptr() != dout.data_ptr()) == copied
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch, head_dim", [(80, 64), (80, 128), (90, 64), (90, 256)])
 def test_kernels_with_dropout_compile(arch, head_dim, tmp_path):
     (q, kv, _, _), options = inputs(head_dim, "bf16", {"length": 512})
@@ -124,6 +126,7 @@ def test_kernels_with_dropout_compile(arch, head_dim, tmp_path):
         assert not binary.stack or spills_in_tile_loops(binary.sass) == 0, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch, dtype, head_dim, own", HOPPER, ids=str)
 def test_the_hopper_kernel_compiles(arch, dtype, head_dim, own, tmp_path, monkeypatch):
     skipped = MagicMock(arg_names=backward.dq_kernel.arg_names)

@@ -16,6 +16,7 @@ import hf_fastattn
 
 pytestmark = [
     processes.HIDDEN,
+    pytest.mark.slow,
     pytest.mark.skipif(INTERPRETED, reason="interpreted backward kernels are tested with fewer and shorter inputs"),
     pytest.mark.xdist_group("ranks"),
 ]

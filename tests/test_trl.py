@@ -505,6 +505,7 @@ def test_wrapped_models(wrap, count, tmp_path, monkeypatch):
             assert (captures, reasons) == (3, [])
 
 
+@pytest.mark.slow
 @long
 @processes.HIDDEN
 def test_two_processes(tmp_path):
