@@ -10,12 +10,11 @@ import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-import pytest
-
 import hf_fastattn
 from hf_fastattn.patches.generation import METHODS
 
 ROOT = Path(hf_fastattn.__file__).parent
+TESTS = Path(__file__).parent
 ORDER = [  # a part only imports parts from later lines
     ("__main__",),
     ("cli",),
@@ -47,19 +46,19 @@ def imports(path: Path) -> list[tuple[str, ...]]:
     return [name[1:] if name[0] == "hf_fastattn" else ("outside", *name) for name in found]
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_go_down_the_list(path):
-    here = path.relative_to(ROOT).with_suffix("").parts
-    assert here[0] in LEVEL, f"{path.name} has no place in the order of imports: give it one here and in the design"
-    for there in imports(path):
-        if there[0] == "outside" or not there:
-            continue
-        assert there[0] in LEVEL or there[0] == "__version__", f"{path.name} imports {'.'.join(there)} from the package's root"
-        if there[0] == here[0]:
-            sibling = here[0] == "backends" and here[-1] != "__init__"
-            assert not sibling, f"{path.name} imports a sibling, {'.'.join(there)}"
-        elif there[0] in LEVEL:
-            assert LEVEL[there[0]] > LEVEL[here[0]], f"{path.name} imports {'.'.join(there)}, which is not below it"
+def test_imports_go_down_the_list():
+    for path in FILES:
+        here = path.relative_to(ROOT).with_suffix("").parts
+        assert here[0] in LEVEL, f"{path} has no place in the order of imports: give it one here and in the design"
+        for there in imports(path):
+            if there[0] == "outside" or not there:
+                continue
+            assert there[0] in LEVEL or there[0] == "__version__", f"{path} imports {'.'.join(there)} from the package's root"
+            if there[0] == here[0]:
+                sibling = here[0] == "backends" and here[-1] != "__init__"
+                assert not sibling, f"{path} imports a sibling, {'.'.join(there)}"
+            elif there[0] in LEVEL:
+                assert LEVEL[there[0]] > LEVEL[here[0]], f"{path} imports {'.'.join(there)}, which is not below it"
 
 
 def test_no_name_of_a_package_is_also_one_of_its_modules():
@@ -80,21 +79,21 @@ def test_files_of_attention_import_each_other_in_no_circle():
     TopologicalSorter(needs).prepare()  # or CycleError
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_only_hf_imports_transformers(path):
-    outside = {name[1] for name in imports(path) if name[0] == "outside"}
-    assert "benchmarks" not in outside, f"{path.name} imports benchmarks, which a wheel does not have"
-    if path.relative_to(ROOT).with_suffix("").parts[0] != "hf":
-        assert "transformers" not in outside, f"{path.name} imports transformers; go through hf/"
+def test_only_hf_imports_transformers():
+    for path in FILES:
+        outside = {name[1] for name in imports(path) if name[0] == "outside"}
+        assert "benchmarks" not in outside, f"{path} imports benchmarks, which a wheel does not have"
+        if path.relative_to(ROOT).with_suffix("").parts[0] != "hf":
+            assert "transformers" not in outside, f"{path} imports transformers; go through hf/"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_data_is_run_as_code(path):
+def test_no_data_is_run_as_code():
     """Reading a pickle, or an object that torch.distributed pickles, runs code that came with the data."""
-    names = {ast.unparse(node.func) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)}
-    names |= {".".join(name[1:]) for name in imports(path) if name[0] == "outside"}
     unsafe = r"pickle\.(loads?|Unpickler)|(marshal|shelve|dill|cloudpickle|joblib)(\..*)?|(torch|numpy|np)\.load|eval|exec"
-    assert not [name for name in names if re.fullmatch(rf"{unsafe}|(.*\.)?\w+_object(_list)?", name)]
+    for path in FILES:
+        names = {ast.unparse(node.func) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)}
+        names |= {".".join(name[1:]) for name in imports(path) if name[0] == "outside"}
+        assert not [name for name in names if re.fullmatch(rf"{unsafe}|(.*\.)?\w+_object(_list)?", name)], path
 
 
 def test_one_file_knows_the_methods_of_generate():
@@ -103,14 +102,14 @@ def test_one_file_knows_the_methods_of_generate():
     assert knows == [ROOT / "hf" / "generation.py"]
 
 
-@pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: str(path.relative_to(ROOT.parent)))
-def test_benchmarks_import_the_package_by_its_name(path):
+def test_benchmarks_import_the_package_by_its_name():
     """They import the package by its name and each other relatively: the command line loads the folder under another name."""
     allowed = {"outside", "__version__", *LEVEL} - {"__main__", "cli"}
-    for there in imports(path):
-        assert there[0] in allowed, f"{path.name} imports {'.'.join(there)}"
-    absolute = re.findall(r"^\s*(?:from|import) (\w+)", path.read_text(), re.MULTILINE)
-    assert "benchmarks" not in absolute, f"{path.name} imports its own folder by a name that may be somebody else's"
+    for path in BENCHMARKS:
+        for there in imports(path):
+            assert there[0] in allowed, f"{path} imports {'.'.join(there)}"
+        absolute = re.findall(r"^\s*(?:from|import) (\w+)", path.read_text(), re.MULTILINE)
+        assert "benchmarks" not in absolute, f"{path} imports its own folder by a name that may be somebody else's"
 
 
 def test_kernels_need_torch_and_triton_only():
@@ -123,13 +122,32 @@ def test_kernels_need_torch_and_triton_only():
 
 def test_make_test_interprets_every_file_that_needs_it():
     """Tests that are skipped unless Triton is interpreted would otherwise never run."""
-    tests = Path(__file__).parent
-    (line,) = re.findall(r"^\tTRITON_INTERPRET=1 (.*)$", (tests.parent / "Makefile").read_text(), re.MULTILINE)
+    makefile = (TESTS.parent / "Makefile").read_text()
+    (files,) = re.findall(r"^KERNELS := ((?:.*\\\n)*.*)$", makefile, re.MULTILINE)
+    assert re.findall(r"^\tTRITON_INTERPRET=1 (.*)$", makefile, re.MULTILINE) == [
+        f"$(PYTEST) {of}$(KERNELS)" for of in ('-m "not slow" ', "-m slow ", "")
+    ]
     skipped = re.compile(r'mark\.skipif\(not INTERPRETED|or TRITON_INTERPRET=[1]"')
-    needed = {path.name for path in tests.glob("test_*.py") if skipped.search(path.read_text())}
-    assert "test_exchange_kernels.py" in needed and needed <= set(re.findall(r"tests/(\w+\.py)", line))
+    needed = {path.name for path in TESTS.glob("test_*.py") if skipped.search(path.read_text())}
+    assert "test_exchange_kernels.py" in needed and needed <= set(re.findall(r"tests/(\w+\.py)", files))
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_files_are_short(path):
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= 400, "see Layout in CONTRIBUTING.md"
+# Files of which `make test` runs nothing, beside those for GPUs, whose names end with gpu: all their tests start processes.
+SLOW = {"test_ranks_matrix", "test_ranks_meshes", "test_ranks_sums", "test_training_processes"}
+
+
+def test_make_test_runs_tests_of_every_file():
+    found = set()
+    for path in TESTS.glob("test_*.py"):
+        body = ast.parse(path.read_text()).body
+        marks = [ast.unparse(node.value) for node in body if isinstance(node, ast.Assign) and "pytestmark" in ast.unparse(node)]
+        tests = [node for node in body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
+        quick = [test for test in tests if "pytest.mark.slow" not in map(ast.unparse, test.decorator_list)]
+        if not quick or any("mark.slow" in mark for mark in marks):
+            found.add(path.stem)
+    assert found == SLOW
+
+
+def test_files_are_short():
+    long = [str(path) for path in FILES if len(path.read_text(encoding="utf-8").splitlines()) > 400]
+    assert not long, "see Layout in CONTRIBUTING.md"
