@@ -11,6 +11,7 @@ import weakref
 import pytest
 import torch
 from calls import attention
+from cases import slow_unless
 
 import hf_fastattn
 from benchmarks import decode, generate, kernels, paper, prefill, queries, report, results, sections, shapes, timing, training
@@ -57,7 +58,7 @@ def bench(tmp_path, part, *arguments) -> tuple[int, dict]:
     return status, json.loads((tmp_path / f"kernels_{part}.json").read_text())
 
 
-@pytest.mark.parametrize("part", SMALL)
+@pytest.mark.parametrize("part", slow_unless(("decode", "prefill").__contains__, SMALL))
 def test_every_shape_is_checked_and_timed(tmp_path, part):
     status, result = bench(tmp_path, part)
     assert status == 0 and not result["failed"] and not result["not_run"]
@@ -86,6 +87,7 @@ def test_every_shape_is_checked_and_timed(tmp_path, part):
     assert result["summary"] and result["conditions"]["torch"] == torch.__version__
 
 
+@pytest.mark.slow
 def test_a_peer_that_cannot_run_is_named_and_the_others_run(tmp_path):
     (row, _), (_, result) = SMALL["decode"], bench(tmp_path, "decode")
     assert set(result["rows"][0]["errors"]) == {"sdpa_cudnn"}  # needs a GPU
@@ -104,6 +106,7 @@ def test_a_wrong_kernel_is_not_timed(tmp_path, monkeypatch, capsys):
     assert "failed" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_wrong_peer_is_not_timed_either(tmp_path, monkeypatch):
     monkeypatch.setattr(decode, "sdpa", lambda backend, q, k, v: torch.zeros_like(q))
     _, result = bench(tmp_path, "decode")
@@ -129,6 +132,7 @@ def test_exact_does_not_depend_on_the_size_of_its_parts(monkeypatch):
         torch.testing.assert_close(shapes.exact(q, k, v, window=7), whole)
 
 
+@pytest.mark.slow
 def test_rows_are_selected_kept_and_skipped(tmp_path, capsys):
     _, result = bench(tmp_path, "decode", "--only", "4/4")
     assert [row["shape"] for row in result["rows"]] == ["1, 4/4, 16, 96"]
@@ -149,6 +153,7 @@ def test_rows_are_selected_kept_and_skipped(tmp_path, capsys):
     assert "no shape of decode has '9/9' in its name" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_rows_of_another_machine_are_not_kept(tmp_path, capsys):
     _, result = bench(tmp_path, "decode")
     result["conditions"]["device"] = "another"
@@ -168,6 +173,7 @@ def test_rows_of_another_model_are_not_kept(tmp_path, capsys):
         assert f"was measured under {next(iter(other))}" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_keeps_its_rows(tmp_path, monkeypatch):
     part, rows = kernels.PARTS["decode"], []
 
@@ -183,6 +189,7 @@ def test_an_interrupted_run_keeps_its_rows(tmp_path, monkeypatch):
     assert result["not_run"] == [str(shape) for shape in SMALL["decode"][1:]]
 
 
+@pytest.mark.slow
 def test_prefills_memory_is_listed_with_standard_attentions(tmp_path):
     _, result = bench(tmp_path, "prefill")
     assert "peak" not in sections.prefill(result) and "| standard |" in sections.prefill(result)
@@ -193,6 +200,7 @@ def test_prefills_memory_is_listed_with_standard_attentions(tmp_path):
     assert "- / 2 MB" in sections.prefill(result)
 
 
+@pytest.mark.slow
 def test_the_table_of_widths_has_a_mean_for_each(tmp_path):
     _, result = bench(tmp_path, "widths")
     assert [(row["shape"], row["kv_bytes"]) for row in result["rows"]] == [
@@ -245,6 +253,7 @@ def test_a_part_of_the_queries_is_a_sample_of_all():
     assert max(s.kv_bytes for s in queries.QUERIES) == 16 << 30
 
 
+@pytest.mark.slow
 def test_keys_of_a_group_are_created_once(monkeypatch):
     cpu, made = torch.device("cpu"), []
     empty = torch.empty
@@ -271,6 +280,7 @@ def test_kernels_are_compiled_for_each_shape_of_these_heads():
     assert calls == {"fa2.prefill": 6, "lean.decode": 6}
 
 
+@pytest.mark.slow
 def test_compiling_ahead_reports_failures_and_continues(tmp_path, capsys):
     found, shape = results.Results(tmp_path / "a.json", 60, "typed"), Shape(1, 3, 1, 8, 64)  # heads that no row has
     kernels.compile_ahead(kernels.PARTS["queries"], [shape], found, torch.device("cpu"), 1)
@@ -280,6 +290,7 @@ def test_compiling_ahead_reports_failures_and_continues(tmp_path, capsys):
     assert "compiling for (3, 1, 8): TypeError" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", ["sdpa", "lean"])
 def test_a_wrong_result_of_queries_is_found(tmp_path, monkeypatch, wrong):
     if wrong == "sdpa":
@@ -292,6 +303,7 @@ def test_a_wrong_result_of_queries_is_found(tmp_path, monkeypatch, wrong):
     assert status == 1 and all("lean is wrong" in failed["error"] for failed in result["failed"])
 
 
+@pytest.mark.slow
 def test_each_row_is_one_line_of_the_json(tmp_path):
     _, expected = bench(tmp_path, "queries")
     text = (tmp_path / "kernels_queries.json").read_text()
@@ -301,6 +313,7 @@ def test_each_row_is_one_line_of_the_json(tmp_path):
 # ---- tables and pictures ----
 
 
+@pytest.mark.slow
 def test_every_table_and_picture_can_be_made(tmp_path):
     matplotlib = pytest.importorskip("matplotlib")
     folder = tmp_path / "results"
@@ -314,25 +327,12 @@ def test_every_table_and_picture_can_be_made(tmp_path):
     assert report.main([str(document), "--results", str(folder)]) == 0
     text = document.read_text()
     assert text.startswith("before\n<!-- measured: begin -->\ncpu") and text.endswith("<!-- measured: end -->\nafter\n")
-    for words in (
-        "`generate()`",
-        "Decode kernels",
-        "Several queries",
-        "Any number of queries",
-        "Ragged",
-        "Prefill",
-        "Time of a sliding window",
-        "The LeanAttention paper's",
-        "The fix-up of LeanAttention",
-        "Tiles and grids of stream-K",
-        "Attention with gradients",
-        "Packed sequences",
-        "GPT-OSS's attention",
-        "The table of the fused",
-        "One layer of GPT-J",
-    ):
+    titles = "`generate()`|Decode kernels|Several queries|Any number of queries|Ragged|Prefill|Time of a sliding window"
+    titles += "|The LeanAttention paper's|The fix-up of LeanAttention|Tiles and grids of stream-K|Attention with gradients"
+    titles += "|Packed sequences|GPT-OSS's attention|The table of the fused|One layer of GPT-J"
+    for words in titles.split("|"):
         assert f"**{words}" in text
-    for part in ("decode", "queries", "paper"):
+    for part in ("decode", "queries", "paper", "training", "training_layer"):
         assert f"](results/kernels_{part}.png)" in text
         assert matplotlib.image.imread(folder / f"kernels_{part}.png").std() > 0
     assert report.rewrite(text, folder, "results") == text and "best measured stock" not in text
@@ -342,6 +342,7 @@ def test_every_table_and_picture_can_be_made(tmp_path):
     assert [line for line in text.splitlines() if worst in line and f" {sections.figure(us)} " in line]
 
 
+@pytest.mark.slow
 def test_every_table_of_training_can_be_made(tmp_path):
     names = [name for name in SMALL if name.startswith("training")]
     for name in names:
@@ -353,15 +354,7 @@ def test_every_table_of_training_can_be_made(tmp_path):
     assert len(re.findall(r"(?:flash|masked|eager) \d+\.\d\dx", text)) == 5
 
 
-@pytest.mark.parametrize("name", ["training", "training_layer"])
-def test_the_pictures_of_training_are_drawn(name, tmp_path):
-    pytest.importorskip("matplotlib")
-    from benchmarks import pictures
-
-    bench(tmp_path, name)
-    assert [path.name for path in pictures.draw(tmp_path)] == [f"kernels_{name}.png"]
-
-
+@pytest.mark.slow
 def test_graphs_larger_than_the_cache_are_stored_once(monkeypatch):
     (case,), kept = SMALL["training_gpt_oss"], []
 
@@ -429,6 +422,7 @@ def test_documents_fill_the_row():
     assert case.flops == 4 * 4 * 16 * pairs
 
 
+@pytest.mark.slow
 def test_sections_are_written_between_their_marks(tmp_path):
     for part in ("decode", "ragged"):
         bench(tmp_path, part)
@@ -441,6 +435,7 @@ def test_sections_are_written_between_their_marks(tmp_path):
         report.rewrite(document.replace("ragged", "raged"), tmp_path)
 
 
+@pytest.mark.slow
 def test_figures_of_earlier_code_have_its_date_and_version(tmp_path):
     _, result = bench(tmp_path, "decode")
     (new,) = result["measured_by"].values()
@@ -491,6 +486,7 @@ def test_inputs_of_a_round_are_larger_than_l2(monkeypatch, part):
         assert timing.num_calls(sets, 7.0) % sets == 0
 
 
+@pytest.mark.slow
 def test_the_heads_of_a_gpu_are_shown_as_those_of_all(tmp_path):
     _, result = bench(tmp_path, "paper_ranks")
     row = next(line for line in sections.paper_ranks(result).splitlines() if "x |" in line)

@@ -14,6 +14,7 @@ def test_outputs_are_integrated_between_the_contexts():
     assert seconds == pytest.approx([5 * 12.5 / 1e3, 10 * 15 / 1e3, (10 * 15 + 40 * 30) / 1e3])
 
 
+@pytest.mark.slow
 def test_backends_share_one_cache_and_are_checked_at_every_context(tmp_path, monkeypatch):
     fake_graph.use(monkeypatch)
     arguments = ["--shape", "tiny-opt", "--contexts", "40,60,90", "--tokens", "8", "--repeats", "2", "--out", str(tmp_path)]
@@ -36,6 +37,7 @@ def test_backends_share_one_cache_and_are_checked_at_every_context(tmp_path, mon
     assert result["config"]["max_position_embeddings"] == 2048 and not any(result["reasons"].values())
 
 
+@pytest.mark.slow
 def test_the_share_of_decode_is_of_prompts_and_outputs_of_any_ratio(tmp_path):
     matplotlib = pytest.importorskip("matplotlib")
     arguments = ["--figure", "3", "--shape", "tiny-opt", "--contexts", "64,80,192", "--outputs", "16,64,128", "--tokens", "8"]
@@ -47,6 +49,7 @@ def test_the_share_of_decode_is_of_prompts_and_outputs_of_any_ratio(tmp_path):
     assert matplotlib.image.imread(tmp_path / "paper_share.png").std() > 0
 
 
+@pytest.mark.slow
 def test_wrong_logits_end_the_experiment(tmp_path, monkeypatch):
     right = paper_e2e.check
     monkeypatch.setattr(paper_e2e, "check", lambda *them: right(*them) | {"passed": False})

@@ -159,6 +159,15 @@ def run(kernel: Kernel, q, k, v, span, options: dict):
     return result if options.get("return_lse") else (result, None)
 
 
+def launches(kernel: Kernel, case: Case, device) -> tuple[str, ...]:
+    """The kernels that a call launches, each once."""
+    x = make(case, device)
+    with counted_launches(kernel) as launched:
+        call(kernel.launcher(), x.q, x.k, x.v, x.spans, **x.options)
+    assert set(launched.values()) == {1}
+    return tuple(launched)
+
+
 def check_case(kernel: Kernel, case: Case, device) -> None:
     x = make(case, device)
     assert (x.spans is not None) == case.has_spans
@@ -238,7 +247,7 @@ def any_case(draw) -> Case:
     )
 
 
-@pytest.mark.parametrize("kernel", RUNNABLE, ids=lambda k: k.name)
+@pytest.mark.parametrize("kernel", slow_unless((REFERENCE, LEAN).__contains__, RUNNABLE), ids=lambda k: k.name)
 def test_any_case(kernel, device):
     @given(any_case())
     def check(case):
@@ -340,8 +349,11 @@ def has_fixed_splits(case: Case) -> bool:
     return schedule.shares_within_heads(torch.device(DEVICE), config, heads, visible)
 
 
+FIXED = [case for case in here(*CASES) if has_fixed_splits(case)]
+
+
 @with_lean
-@pytest.mark.parametrize("case", [c for c in here(*CASES) if has_fixed_splits(c)], ids=lambda c: c.id)
+@pytest.mark.parametrize("case", slow_unless(FIXED[::6].__contains__, FIXED), ids=lambda c: c.id)
 def test_lean_schedules_on_the_device_as_on_the_host(kernel, case, device, monkeypatch):
     without_fixed_splits(monkeypatch)
     check_case(kernel, case, device)
@@ -361,15 +373,12 @@ BLOCK_CASES = [
 
 @with_lean
 @pytest.mark.parametrize("case", here(*BLOCK_CASES), ids=lambda c: c.id)
-@pytest.mark.parametrize("programs_per_sm", here(8, 1))
+@pytest.mark.parametrize("programs_per_sm", slow_unless((8).__eq__, here(8, 1)))
 def test_fixed_splits_of_several_blocks_of_rows(kernel, case, programs_per_sm, device, monkeypatch):
     """With several splits and with one, which needs no merge."""
     monkeypatch.setattr(gpu, "num_sms", lambda device: 6)
     monkeypatch.setattr(schedule, "brief", lambda *args: tables.Config(16, 16, 4, 1, programs_per_sm=programs_per_sm))
-    x = make(case, device)
-    with counted_launches(kernel) as launched:
-        call(kernel.launcher(), x.q, x.k, x.v, x.spans, **x.options)
-    assert launched == Counter(SPLIT_KV.launches[: 1 + (programs_per_sm > 1)])
+    assert launches(kernel, case, device) == SPLIT_KV.launches[: 1 + (programs_per_sm > 1)]
     check_case(kernel, case, device)
 
 
@@ -384,17 +393,14 @@ TEAM_CASES = [
 
 @with_lean
 @pytest.mark.parametrize("case", here(*TEAM_CASES), ids=lambda c: c.id)
-@pytest.mark.parametrize("programs", here(1, 7, 23, 10_000 if ON_GPU else 200))
+@pytest.mark.parametrize("programs", slow_unless((7).__eq__, here(1, 7, 23, 10_000 if ON_GPU else 200)))
 def test_teams_of_any_number_of_programs(kernel, case, programs, device, monkeypatch):
     """Also fewer programs than blocks, and more than one row of a batch, or no key, in a share."""
     monkeypatch.setattr(schedule, "brief", lambda *args: None)
     monkeypatch.setattr(tables, "many_rows", lambda *args: tables.Config(16, 16, 4, 1))
     monkeypatch.setattr(tables, "MAX_DECODE_ROWS", 16)
     monkeypatch.setattr(gpu, "num_sms", lambda device: programs)
-    x = make(case, device)
-    with counted_launches(kernel) as launched:
-        call(kernel.launcher(), x.q, x.k, x.v, x.spans, **x.options)
-    assert launched == Counter(LEAN.launches)
+    assert launches(kernel, case, device) == LEAN.launches
     check_case(kernel, case, device)
 
 
@@ -410,10 +416,7 @@ def test_only_uniform_rows_are_scheduled_on_the_host(kernel, rows, device, monke
         "padded": {"rows": ((0, 100, 0.0), (60, 100, 0.0), (0, 100, 0.0))},
     }
     case = Case(q_len=1, kv_len=100, batch=3, num_heads=4, num_kv_heads=2, head_dim=32, **options[rows])
-    x = make(case, device)
-    with counted_launches(kernel) as launched:
-        call(kernel.launcher(), x.q, x.k, x.v, x.spans, **x.options)
-    assert launched == Counter(LEAN.launches if rows == "padded" else SPLIT_KV.launches[:1])
+    assert launches(kernel, case, device) == (LEAN.launches if rows == "padded" else SPLIT_KV.launches[:1])
     check_case(kernel, case, device)
 
 
@@ -423,10 +426,7 @@ def test_lean_gives_each_of_many_short_heads_its_own_program(kernel, kv_len, dev
     monkeypatch.setattr(gpu, "arch", lambda device: 0)
     monkeypatch.setattr(gpu, "num_sms", lambda device: 3)  # two programs on each
     case = Case(q_len=1, kv_len=kv_len, batch=3, num_heads=3, num_kv_heads=3, head_dim=16)
-    x = make(case, device)
-    with counted_launches(kernel) as launched:
-        call(kernel.launcher(), x.q, x.k, x.v, x.spans, **x.options)
-    assert launched == Counter(SPLIT_KV.launches[:1] if kv_len == 100 else LEAN.launches)
+    assert launches(kernel, case, device) == (SPLIT_KV.launches[:1] if kv_len == 100 else LEAN.launches)
     check_case(kernel, case, device)
 
 
@@ -552,7 +552,7 @@ def test_few_keys_of_64_rows_are_not_split_if_each_sm_has_one_head(monkeypatch):
 
 @with_lean
 @pytest.mark.parametrize("case", here(*SCHEDULE_CASES), ids=lambda c: c.id)
-@pytest.mark.parametrize("programs", here(1, 2, 3, 7, 10_000 if ON_GPU else 1000))
+@pytest.mark.parametrize("programs", slow_unless((7).__eq__, here(1, 2, 3, 7, 10_000 if ON_GPU else 1000)))
 def test_lean_with_any_number_of_programs(kernel, case, programs, device, monkeypatch):
     force_programs(monkeypatch, programs)
     check_case(kernel, case, device)
@@ -679,18 +679,10 @@ def _bad(device) -> dict[str, tuple[dict, type[Exception], str]]:
         "no queries": ({"q": randn(2, 4, 0, 32)}, ValueError, r"Nothing to attend.*at least 1"),
         "no values": ({"v": randn(2, 2, 9, 0)}, ValueError, r"Nothing to attend.*at least 1"),
         "no keys": ({"k": randn(2, 2, 0, 32), "v": randn(2, 2, 0, 32)}, ValueError, r"Nothing to attend.*at least 1"),
-        "dtype": (
-            {"q": randn(2, 4, 3, 32).double(), "k": randn(2, 2, 9, 32).double(), "v": randn(2, 2, 9, 32).double()},
-            TypeError,
-            r"float16, bfloat16 and float32; got torch.float64.*Cast",
-        ),
+        "dtype": ({n: x.double() for n, x in good(device).items()}, TypeError, r"bfloat16 and float32; got torch.float64.*Cast"),
         "mixed dtypes": ({"k": randn(2, 2, 9, 32, **half)}, TypeError, r"share one dtype.*got torch.float32, torch.float16"),
         "device": ({"k": torch.empty(2, 2, 9, 32, device=other)}, ValueError, r"on one device; got .*, meta and"),
-        "stride of q": (
-            {"q": randn(2, 4, 32, 3).transpose(2, 3)},
-            ValueError,
-            r"last dimension.*contiguous.*got strides 3, 1 and 1",
-        ),
+        "stride of q": ({"q": randn(2, 4, 32, 3).mT}, ValueError, r"last dimension.*contiguous.*got strides 3, 1 and 1"),
         "stride of v": ({"v": randn(2, 2, 9, 64)[..., ::2]}, ValueError, r"last dimension.*strides 1, 1 and 2.*contiguous\(\)"),
         "grad": ({"q": randn(2, 4, 3, 32, requires_grad=True)}, RuntimeError, r"no backward.*requires grad.*no_grad"),
         "grad of v": ({"v": randn(2, 2, 9, 32, requires_grad=True)}, RuntimeError, r"no backward"),
