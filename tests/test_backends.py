@@ -354,21 +354,6 @@ def test_a_mask_of_integers_is_refused(lean, device):
         lean(ids, attention_mask=prefix_mask(device).expand(len(ids), -1, -1, -1).long())
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("family", ["llama", "mistral_window_below_prompt"])
-def test_packed_sequences(family, device):
-    model = models.family(family, device)
-    model.set_attn_implementation("lean")
-    ids = models.prompts("no_padding", device, rows=1)["input_ids"]
-    first = 40
-    positions = torch.cat([torch.arange(first), torch.arange(ids.shape[1] - first)])[None].to(device)
-    with hf_fastattn.count_calls() as calls:
-        packed = model(ids, position_ids=positions, use_cache=False).logits
-    assert calls == {"lean.prefill": model.config.num_hidden_layers}
-    alone = torch.cat([model(ids[:, :first]).logits, model(ids[:, first:]).logits], 1)
-    torch.testing.assert_close(packed, alone, atol=1e-3, rtol=1e-3)
-
-
 LLAMA4 = {
     "head_dim": 16,
     "num_local_experts": 2,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import importlib
 import warnings
 
@@ -202,17 +201,6 @@ def test_an_integer_of_numpy_is_a_number_of_tokens():
     assert PreallocatedCache(model, np.int64(300)).storage.capacity == 512
     with patch(model, "streaming", window=np.int64(40), sinks=np.int32(4)):
         assert type(model.config.streaming_window) is int and type(model.config.streaming_sinks) is int
-
-
-def test_a_pool_gives_up_idle_buffers_before_a_cache_is_refused(monkeypatch):
-    model = tiny("llama", "lean")
-    with patch(model, graph=False) as patched:
-        generate(model, prompts("no_padding", "cpu", rows=1))
-        idle = patched._generation.caches.pool.idle
-        assert [rows for rows, _ in idle] == [1]
-        monkeypatch.setattr(layers, "free_bytes", lambda device: 1000 if patched._generation.caches.pool.idle else 1 << 30)
-        generate(model, prompts("no_padding", "cpu", rows=3))
-        assert [rows for rows, _ in patched._generation.caches.pool.idle] == [3]
 
 
 @pytest.mark.parametrize("window", [None, 16])
@@ -470,14 +458,6 @@ def test_capacities():
     assert [layers.round_up(n) for n in (1, 256, 257, 2047, 2049, 5000, 65600)] == [256, 256, 512, 2048, 2304, 5120, 73728]
 
 
-def test_append_writes_one_slot_of_each_row_and_head():
-    keys, values = torch.zeros(3, 2, 40, 24), torch.zeros(3, 2, 40, 16)
-    new_keys, new_values = torch.randn(3, 1, 2, 24).transpose(1, 2), torch.randn(3, 2, 1, 16)
-    append(keys, values, new_keys, new_values, torch.tensor([7]))
-    assert torch.equal(keys[:, :, 7:8], new_keys) and torch.equal(values[:, :, 7:8], new_values)
-    assert int((keys != 0).sum()) == new_keys.numel() and int((values != 0).sum()) == new_values.numel()
-
-
 @pytest.mark.parametrize("slot", [-9, -4, -2, 0, 3, 5, 7, 8, 20])
 def test_append_writes_some_tokens_and_nothing_outside_the_buffer(slot, device):
     keys, values = torch.arange(2 * 3 * 8 * 4.0, device=device).view(2, 3, 8, 4).split(2, -1)
@@ -488,17 +468,6 @@ def test_append_writes_some_tokens_and_nothing_outside_the_buffer(slot, device):
         held[:, :, max(slot, 0) : max(slot + 4, 0)] = states[:, :, skipped:]
     append(keys, values, *new, torch.tensor([slot], device=device))
     assert all(torch.equal(got, held[:, :, :8]) for got, held in zip((keys, values), expected, strict=True))
-
-
-def test_a_shallow_copy_keeps_the_tokens_too():
-    model = tiny("llama", "sdpa")
-    inputs = prompts("no_padding", "cpu")
-    with patch(model, graph=False):
-        copied = copy.copy(generate(model, inputs, return_dict_in_generate=True).past_key_values)
-        gc.collect()
-        before = copied.layers[0].keys.clone()
-        generate(model, {"input_ids": inputs["input_ids"].flip(1)})
-        assert torch.equal(copied.layers[0].keys, before)
 
 
 def test_layers_that_an_early_exit_has_not_reached_crop_nothing():

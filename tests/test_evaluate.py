@@ -100,17 +100,8 @@ def test_smollm2_backends_and_caches_are_equal(smollm2, small, tmp_path, monkeyp
 
 @pytest.mark.slow
 def test_smollm2_streaming_within_its_window_is_equal(smollm2, small):
-    found = evaluate(
-        *smollm2,
-        backends=["sdpa", "streaming"],
-        tasks=["small"],
-        caches=["dynamic"],
-        include_path=[small],
-        batch_size=3,
-        decode_tokens=6,
-        window=1024,
-        sinks=4,
-    )
+    options = {"tasks": ["small"], "caches": ["dynamic"], "include_path": [small], "batch_size": 3, "decode_tokens": 6}
+    found = evaluate(*smollm2, backends=["sdpa", "streaming"], window=1024, sinks=4, **options)
     assert found.passed and found.runs[1].label == "streaming, rolling", str(found)
     assert {m.task for m in found.runs[1].measures} == {"small_text", "small_choice", "small_needle", "decode perplexity"}
     captured = smollm2[0].device.type == "cuda"
@@ -417,14 +408,8 @@ def test_broken_backends_do_not_pass_and_a_right_one_does(dtype, registering, tm
     for name, change in BROKEN.items():
         hf_fastattn.register(hf_fastattn.Backend(name=name, summary="broken", prefill=broken(change)))
     model = checkpoint.model().to(dtype)
-    options = {
-        "tasks": (),
-        "text": data.text()[:900],
-        "decode_tokens": 8,
-        "batch_size": 3,
-        "caches": ["dynamic"],
-        "out": tmp_path,
-    }
+    options = {"tasks": (), "text": data.text()[:900], "decode_tokens": 8, "batch_size": 3, "caches": ["dynamic"]}
+    options["out"] = tmp_path
     found = evaluate(model, checkpoint.tokenizer(), backends=["sdpa", "eager", "lean", *BROKEN], **options)
     assert [run.backend for run in found.differing()] == list(BROKEN) and not found.not_judged(), found.verdict()
     json.loads((tmp_path / "eval.json").read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
@@ -491,16 +476,8 @@ def test_the_model_is_restored(tiny):
 
 
 def test_gen_kwargs_and_limit_reach_lm_eval(tiny, small):
-    found = evaluate(
-        *tiny,
-        backends=["sdpa", "lean"],
-        caches=["dynamic"],
-        tasks=["small_needle"],
-        include_path=[small],
-        limit=2,
-        gen_kwargs="max_gen_toks=3",
-        decode_tokens=0,
-    )
+    options = {"backends": ["sdpa", "lean"], "caches": ["dynamic"], "tasks": ["small_needle"], "include_path": [small]}
+    found = evaluate(*tiny, **options, limit=2, gen_kwargs="max_gen_toks=3", decode_tokens=0)
     (answers,) = found.runs[1].answers
     assert len(answers.answers) == 2
     assert found.runs[1].calls["lean.decode"] == 2 * 2  # layers x tokens after the first

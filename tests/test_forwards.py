@@ -72,10 +72,10 @@ def test_captured_tokens_equal_eager(name, mode, padding):
             assert patch.captures == 1 and (mode == "several_beams" or patch.replays == 2 * (NEW - 1) - 1)
 
 
-@pytest.mark.parametrize("mode", ["beams", "long_lookup"])
+@pytest.mark.parametrize("mode", ["greedy", "beams", "long_lookup"])
 def test_scores_and_logits_of_every_token(llama, mode):
     inputs = prompts("left_padding", "cpu", rows=1)
-    options = {**MODES[mode], "return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    options = {**MODES.get(mode, {}), "return_dict_in_generate": True, "output_scores": True, "output_logits": True}
     expected = generate(llama, inputs, **options)
     with hf_fastattn.patch(llama) as patch:
         for _ in range(2):

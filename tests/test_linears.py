@@ -259,14 +259,23 @@ def test_projections_of_other_inputs_are_not_computed_together(change, linear_ca
             linear_calls.clear()
 
 
+def bias(layer):
+    layer.bias = torch.nn.Parameter(torch.ones(len(layer.weight), device=DEVICE, dtype=torch.float16))
+
+
+def pre_hook(module):
+    module.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+
+
+def hook(module):
+    module.register_forward_hook(lambda module, args, out: out * 2)
+
+
 @runs_kernels
 @torch.no_grad()
 def test_projections_that_someone_changed_are_computed_one_by_one(linear_calls):
     torch.manual_seed(0)
     x = new(2, 32)
-
-    def bias(layer):
-        layer.k_proj.bias = torch.nn.Parameter(torch.ones(16, device=DEVICE, dtype=torch.float16))
 
     def another(layer):
         layer.k_proj = torch.nn.Sequential(layer.k_proj, torch.nn.ReLU())
@@ -274,16 +283,11 @@ def test_projections_that_someone_changed_are_computed_one_by_one(linear_calls):
     def own_forward(layer):
         layer.k_proj.forward = lambda x: 2 * x[..., :16]
 
-    def pre_hook(layer):
-        layer.k_proj.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
-
-    def hook(layer):
-        layer.k_proj.register_forward_hook(lambda module, args, out: out * 2)
-
     def no_linear(layer):
         layer.k_proj = torch.nn.Identity()
 
-    for change in (bias, another, own_forward, pre_hook, hook, no_linear):
+    of_the_keys = [lambda layer, change=change: change(layer.k_proj) for change in (bias, pre_hook, hook)]
+    for change in (another, own_forward, no_linear, *of_the_keys):
         stock = Projections(torch.nn.Identity())
         ours = copy.deepcopy(stock)
         fuse.fuse(fuse.Fusible([], [], [], [ours.q_proj, ours.k_proj, ours.v_proj]))
@@ -445,21 +449,12 @@ def test_a_gate_that_someone_changed_is_left_alone(linear_calls):
     def relu(act):
         act.forward = torch.relu
 
-    def bias(layer):
-        layer.bias = torch.nn.Parameter(torch.ones(96, device=DEVICE, dtype=torch.float16))
-
     def own_forward(layer):
         layer.forward = lambda x: torch.nn.functional.linear(x, 2 * layer.weight)
 
     def other_class(layer):
         subclass.restore([layer])
         layer.__class__ = type("Twice", (torch.nn.Linear,), {"forward": lambda self, x: 2 * torch.nn.Linear.forward(self, x)})
-
-    def pre_hook(module):
-        module.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
-
-    def hook(module):
-        module.register_forward_hook(lambda module, args, out: out * 2)
 
     layers = [
         (name, change)

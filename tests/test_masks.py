@@ -293,7 +293,7 @@ def two_sequences(device):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", ["llama", "qwen2"])  # one kind of layer; one with a window and one without
+@pytest.mark.parametrize("family", ["llama", "mistral_window_below_prompt", "qwen2"])  # the last one has both kinds of layers
 @pytest.mark.parametrize(
     "how, use_cache", [("position_ids", False), *((how, cached) for how in ("lengths", "both") for cached in (False, True))]
 )

@@ -213,19 +213,6 @@ def test_two_conversations_at_once(captured, llama):
         assert patch.captures == 2
 
 
-def test_a_returned_cache_keeps_its_buffers_until_it_is_freed(captured, llama):
-    inputs = prompts("no_padding", "cpu")
-    with hf_fastattn.patch(llama) as patch:
-        out = generate(llama, inputs, return_dict_in_generate=True)
-        kept = out.past_key_values.layers[0].keys.clone()
-        where = out.past_key_values.layers[0].keys.data_ptr()
-        generate(llama, {"input_ids": inputs["input_ids"].flip(1)})
-        assert torch.equal(out.past_key_values.layers[0].keys, kept)
-        del out
-        gc.collect()
-        assert any(storage.layers[0].keys.data_ptr() == where for _, storage in patch._generation.caches.pool.idle)
-
-
 def test_a_copied_cache_is_independent(captured, llama):
     inputs = prompts("no_padding", "cpu")
     ids = torch.cat([inputs["input_ids"], inputs["input_ids"][:, :9]], 1)
@@ -236,17 +223,6 @@ def test_a_copied_cache_is_independent(captured, llama):
             assert torch.equal(generate(llama, {"input_ids": ids}, past_key_values=copy.deepcopy(prompt)), expected)
         assert prompt.get_seq_length() == inputs["input_ids"].shape[1]
         assert patch.captures == 3  # each copy has other addresses
-
-
-def test_output_scores_and_logits_are_not_overwritten(captured, llama):
-    inputs = prompts("no_padding", "cpu")
-    options = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
-    expected = generate(llama, inputs, **options)
-    with hf_fastattn.patch(llama):
-        got = generate(llama, inputs, **options)
-    assert type(got) is type(expected)
-    for name in ("scores", "logits"):
-        torch.testing.assert_close(torch.stack(got[name]), torch.stack(expected[name]), rtol=1e-4, atol=1e-4)
 
 
 def test_custom_processors_criteria_and_streamers_run_unchanged(captured, llama):
@@ -299,17 +275,6 @@ def test_weights_changed_in_place_are_seen_and_replaced_ones_recaptured(captured
         for model in (llama, other):
             model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().flip(0).clone())
         assert torch.equal(generate(llama, inputs), generate(other, inputs)) and patch.captures == 2
-
-
-def test_a_changed_attribute_is_recaptured(captured, llama):
-    inputs = prompts("no_padding", "cpu")
-    with hf_fastattn.patch(llama) as patch:
-        generate(llama, inputs)
-        for layer in llama.model.layers:
-            layer.self_attn.scaling *= 0.5
-        got = generate(llama, inputs)
-        assert patch.captures == 2
-    assert torch.equal(got, generate(llama, inputs))
 
 
 def test_adapters(captured):
@@ -382,8 +347,6 @@ def test_what_cannot_be_captured_runs_uncaptured_with_the_reason(captured, llama
     with hf_fastattn.patch(llama) as patch:
         if what == "hook":
             llama.model.norm.register_forward_hook(lambda *args: calls.append(1))
-        elif what == "training":
-            llama.train()
         elif what == "stock_attention":
             llama.set_attn_implementation("sdpa")
         elif what == "dynamic_cache":
@@ -408,7 +371,7 @@ def test_what_cannot_be_captured_runs_uncaptured_with_the_reason(captured, llama
             monkeypatch.setattr(llama.model.norm, "forward", no_mode)
         with pytest.warns(UserWarning, match=match):
             got = generate(llama, inputs, **options)
-        assert patch.captures == 0
+        assert patch.captures == 0 and (what != "hidden" or patch.uncaptured == NEW - 1)
         assert torch.equal(getattr(got, "sequences", got), getattr(expected, "sequences", expected))
         if what == "hook":
             assert len(calls) == NEW
@@ -451,12 +414,6 @@ def test_a_failing_patch_changes_nothing(llama, monkeypatch):
     with pytest.raises(ZeroDivisionError):
         hf_fastattn.patch(llama)
     assert state(llama) == before
-
-
-def test_settings_made_while_patched_are_kept(llama):
-    with hf_fastattn.patch(llama):
-        llama.config.pad_token_id = 7
-    assert llama.config.pad_token_id == 7 and llama.config._attn_implementation == "sdpa"
 
 
 def test_nothing_else_changes(captured, llama):
@@ -1198,13 +1155,6 @@ def test_arguments_for_torch_compile_or_dropout_keep_the_graph(captured, llama, 
         assert (patch.captures, patch.uncaptured, patch.reasons) == (1, 0, [])
 
 
-def test_every_step_that_runs_uncaptured_is_counted(captured, llama):
-    inputs = prompts("no_padding", "cpu")
-    with hf_fastattn.patch(llama) as patch, pytest.warns(match="hidden states"):
-        generate(llama, inputs, output_hidden_states=True, return_dict_in_generate=True)
-        assert patch.uncaptured == NEW - 1
-
-
 PER_LAYER = {
     "head_dim": 16, "global_head_dim": 32, "sliding_window": 16, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
     "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 128, "num_hidden_layers": 4,
@@ -1252,10 +1202,11 @@ def test_configuration_changes_made_while_patched_are_kept(llama):
         llama.config.note["list"].append(2)
         llama.config.added = [3]
         llama.config.use_cache = False
+        llama.config.pad_token_id = 7
         del llama.config.pretraining_tp
     config = llama.config
     assert config.id2label[0] == "changed" and config.rope_parameters["note"] == 1 and config.note == {"list": [1, 2]}
-    assert config.added == [3] and not config.use_cache and config._attn_implementation == "sdpa"
+    assert config.added == [3] and not config.use_cache and config.pad_token_id == 7 and config._attn_implementation == "sdpa"
     assert "pretraining_tp" not in vars(config)
 
 

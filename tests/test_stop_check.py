@@ -95,8 +95,8 @@ def test_rows_that_end_in_other_steps(model):
     expected = twin.generate(**inputs, **options)
     hf_fastattn.patch(model, "lean")
     for _ in range(3):
-        assert torch.equal(model.generate(**inputs, **options), expected)
-    assert Event.recorded
+        found = late(model, inputs, **options)
+        assert torch.equal(found, expected) and found.is_contiguous()
 
 
 def test_sampling_leaves_the_random_numbers_as_if_it_had_not_been_too_long(model):
@@ -192,23 +192,6 @@ def test_the_step_too_many_does_not_drop_the_first_token_of_a_rolling_cache():
     cache.crop(-3)
 
 
-def test_a_rolling_cache_with_a_table_of_positions_that_are_zero():
-    """They look like no positions, and a step too many would read beyond the table."""
-    own = {"num_key_value_heads": 4, "ffn_dim": 96, "word_embed_proj_dim": 64, "dropout": 0.0, "layerdrop": 0.0}
-    inputs, model = prompts("no_padding", DEVICE, rows=1), tiny("opt", "sdpa", DEVICE, **own)
-    table, length = model.model.decoder.embed_positions, inputs["input_ids"].shape[1]
-    table.weight.data.zero_()
-    hf_fastattn.patch(model, "streaming", window=6, sinks=2)
-    new = model.generate(**inputs, max_new_tokens=NEW, do_sample=False)[0, length:].tolist()
-    step = next(step for step in range(4, NEW - 1) if new.index(new[step]) == step)
-    hf_fastattn.unpatch(model)
-    table.weight = torch.nn.Parameter(table.weight[: length + step + 2])  # the first two rows are for padding
-    model.config.max_position_embeddings = length + step
-    hf_fastattn.patch(model, "streaming", window=6, sinks=2)
-    options = {"do_sample": False, "eos_token_id": new[step], "past_key_values": hf_fastattn.RollingCache(model)}
-    assert model.generate(**inputs, **options, max_new_tokens=NEW)[0, length:].tolist() == new[: step + 1]
-
-
 def test_other_models_and_models_without_graphs_wait(model):
     inputs, other = prompts("no_padding", DEVICE, rows=1), tiny("llama", "sdpa", DEVICE)
     options = {"max_new_tokens": 3, "do_sample": False}
@@ -273,13 +256,6 @@ def late(model, inputs, **options) -> torch.Tensor:
     return found
 
 
-def test_ids_are_contiguous_after_a_step_too_many(model):
-    inputs = prompts("left_padding", DEVICE, rows=ROWS)
-    eos = model.generate(**inputs, max_new_tokens=NEW, do_sample=False)[:, -5].tolist()
-    hf_fastattn.patch(model, "lean")
-    assert late(model, inputs, eos_token_id=eos).is_contiguous()
-
-
 def test_torchs_default_device_is_not_that_of_the_flags(model):
     inputs = prompts("no_padding", DEVICE, rows=1)
     hf_fastattn.patch(model, "lean")
@@ -306,18 +282,29 @@ def test_a_full_cache_that_does_not_grow():
         assert torch.equal(late(model, inputs, eos_token_id=eos, past_key_values=cache), want)
 
 
-def test_the_last_row_of_a_table_of_positions():
-    inputs = prompts("no_padding", DEVICE, rows=1)
+@pytest.mark.parametrize("rolling", [False, True])
+def test_the_last_row_of_a_table_of_positions(rolling):
+    """A step too many would read beyond the table. Rolling, its rows are zero: they look like no positions."""
     own = {"num_key_value_heads": 4, "ffn_dim": 96, "word_embed_proj_dim": 64, "dropout": 0.0, "layerdrop": 0.0}
-    model = tiny("opt", "sdpa", DEVICE, **own)
-    length = inputs["input_ids"].shape[1]
+    inputs, model = prompts("no_padding", DEVICE, rows=1), tiny("opt", "sdpa", DEVICE, **own)
+    table, length = model.model.decoder.embed_positions, inputs["input_ids"].shape[1]
+    patch = lambda: hf_fastattn.patch(model, **{"backend": "streaming", "window": 6, "sinks": 2} if rolling else {})  # noqa: E731
+    if rolling:
+        table.weight.data.zero_()
+        patch()
     new = model.generate(**inputs, max_new_tokens=NEW, do_sample=False)[0, length:].tolist()
     step = next(step for step in range(4, NEW - 1) if new.index(new[step]) == step)
-    table = model.model.decoder.embed_positions
+    if rolling:
+        hf_fastattn.unpatch(model)
     table.weight = torch.nn.Parameter(table.weight[: length + step + 2])  # the first two rows are for padding
     model.config.max_position_embeddings = length + step
-    hf_fastattn.patch(model, "lean")
-    assert late(model, inputs, eos_token_id=new[step])[0, length:].tolist() == new[: step + 1]
+    patch()
+    if rolling:
+        options = {"do_sample": False, "past_key_values": hf_fastattn.RollingCache(model)}
+        found = model.generate(**inputs, **options, eos_token_id=new[step], max_new_tokens=NEW)
+    else:
+        found = late(model, inputs, eos_token_id=new[step])
+    assert found[0, length:].tolist() == new[: step + 1]
 
 
 def test_the_models_code_does_not_run_once_more(model):

@@ -120,16 +120,9 @@ def test_positions_that_restart(use_cache, compiled, family, device):
     assert calls == BOTH
 
 
-CHUNKED = {
-    "attention_chunk_size": 16,
-    "num_local_experts": 2,
-    "num_experts_per_tok": 1,
-    "intermediate_size_mlp": 96,
-    "head_dim": 16,
-    "interleave_moe_layer_step": 1,
-    "no_rope_layers": [1, 0],
-    "layer_types": ["chunked_attention", "full_attention"],
-}
+CHUNKED = {"attention_chunk_size": 16, "num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size_mlp": 96}
+CHUNKED |= {"head_dim": 16, "interleave_moe_layer_step": 1, "no_rope_layers": [1, 0]}
+CHUNKED["layer_types"] = ["chunked_attention", "full_attention"]
 
 
 @pytest.mark.parametrize("use_cache", [False, True])
@@ -183,13 +176,16 @@ def test_selective_checkpointing_runs_the_forward_once(device):
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
+@pytest.mark.parametrize(
+    "compiled", ["aot_eager", "eager"]
+)  # the second without a graph of the backward pass: the op gets the mask
 @pytest.mark.parametrize("family, padding", [("llama", "left_padding"), ("llama", "no_padding"), ("gpt_oss", "left_padding")])
-def test_compiled(family, padding, device):
+def test_compiled(family, padding, compiled, device):
     model = trainable(family, device)
     torch._dynamo.reset()
     if family == "gpt_oss":  # its experts break the graph with any attention
         model.set_attn_implementation("lean")
-        layer = torch.compile(partial(training.attention, "lean"), backend="aot_eager", fullgraph=True)
+        layer = torch.compile(partial(training.attention, "lean"), backend=compiled, fullgraph=True)
         q = torch.randn(1, 4, 9, 16, device=device, requires_grad=True)
         sinks = torch.randn(4, device=device, requires_grad=True)
         found = torch.autograd.grad(layer(q, q, q, sink_logits=sinks, softcap=3.0)[0].sum(), (q, sinks))
@@ -197,18 +193,7 @@ def test_compiled(family, padding, device):
         torch.testing.assert_close(found, expected)
         return
     with hf_fastattn.count_calls() as calls:
-        found = gradients(model, "lean", padding, compiled=True)
-    assert calls == BOTH
-    agree(found, gradients(model, "eager", padding))
-
-
-@pytest.mark.parametrize("padding", ["left_padding", "no_padding"])
-def test_compiled_without_a_graph_of_the_backward_pass(padding, device):
-    """As with torch.compile(backend="eager"): the op gets, and saves, the mask itself."""
-    model = trainable("llama", device)
-    torch._dynamo.reset()
-    with hf_fastattn.count_calls() as calls:
-        found = gradients(model, "lean", padding, compiled="eager")
+        found = gradients(model, "lean", padding, compiled=compiled)
     assert calls == BOTH
     agree(found, gradients(model, "eager", padding))
 
