@@ -156,17 +156,9 @@ def make(case: Case, device: torch.device) -> Inputs:
     q, k = new(case.num_heads, case.q_len, case.head_dim), new(case.num_kv_heads, case.kv_len, case.head_dim)
     v = new(case.num_kv_heads, case.kv_len, case.value_dim or case.head_dim)
     mask = attention_mask(case, rng)
-    seen = oracle.visible(
-        case.batch,
-        case.q_len,
-        case.kv_len,
-        q_offset=case.first_query,
-        kv_offset=case.kv_offset,
-        causal=case.causal,
-        window=case.window,
-        attention_mask=mask,
-        sinks=case.first_tokens,
-    )
+    shape = case.batch, case.q_len, case.kv_len
+    common = {"kv_offset": case.kv_offset, "causal": case.causal, "window": case.window}
+    seen = oracle.visible(*shape, q_offset=case.first_query, attention_mask=mask, sinks=case.first_tokens, **common)
     # Slots past the last query, and before the first and after the last live position, were never written.
     if case.layout != "one_row_for_all":
         for b in range(case.batch):
@@ -192,17 +184,8 @@ def make(case: Case, device: torch.device) -> Inputs:
         q_offset = case.first_query
         if case.offset_on_device:
             q_offset = torch.tensor([q_offset], dtype=torch.int64, device=device)
-        spans = build_spans(
-            case.batch,
-            case.q_len,
-            case.kv_len,
-            device,
-            q_offset=q_offset,
-            kv_offset=case.kv_offset,
-            causal=case.causal,
-            window=case.window,
-            attention_mask=None if mask is None else torch.as_tensor(mask, device=device),
-        )
+        known = None if mask is None else torch.as_tensor(mask, device=device)
+        spans = build_spans(*shape, device, q_offset=q_offset, attention_mask=known, **common)
     by_argument = spans is None or case.say_twice
     turned = case.turned and case.first_tokens > 0
     options = {

@@ -20,34 +20,16 @@ from hf_fastattn.kernels.host import launch
 TABLE = Path(__file__).parent.parent / "docs" / "guides" / "patch.md"
 MHA, HEAD = {"num_key_value_heads": 4}, {"head_dim": 16}
 FAMILIES: dict[str, dict] = {
-    "llama": {},
-    "qwen2": {},
-    "qwen3": HEAD,
-    "smollm3": {},
-    "granite": {},
+    **{name: {} for name in ("llama", "qwen2", "smollm3", "granite", "olmo2", "gpt_neox")},
+    **dict.fromkeys(("qwen3", "glm4", "ernie4_5", "gemma2", "gemma3_text", "cohere2"), HEAD),
     "phi3": {"partial_rotary_factor": 0.5},
-    "glm4": HEAD,
-    "ernie4_5": HEAD,
-    "gemma2": HEAD,
-    "gemma3_text": HEAD,
-    "olmo2": {},
-    "cohere2": HEAD,
     "gpt_oss": {**HEAD, "num_local_experts": 4, "num_experts_per_tok": 2},
-    "gpt_neox": {},
     "phi": MHA,
     "opt": {**MHA, "ffn_dim": 96, "word_embed_proj_dim": 64, "dropout": 0.0},
 }
 ONLY_IN_TABLE: dict[str, dict] = {
-    "mistral": {},
-    "qwen3_moe": HEAD,
-    "mixtral": {},
-    "olmo3": {},
-    "cohere": {},
-    "helium": HEAD,
-    "starcoder2": {},
-    "stablelm": {},
-    "nemotron": {},
-    "nanochat": {},
+    **{name: {} for name in ("mistral", "mixtral", "olmo3", "cohere", "starcoder2", "stablelm", "nemotron", "nanochat")},
+    **dict.fromkeys(("qwen3_moe", "helium"), HEAD),
     "gemma4_text": {**HEAD, "global_head_dim": 32, "vocab_size_per_layer_input": 128},
 }
 NO_LAUNCH = {

@@ -187,6 +187,7 @@ def test_benchmarks_are_those_of_the_clone(capsys, monkeypatch, tmp_path):
         assert said.startswith("hf-fastattn bench: ") and "clone its repository" in said and 'pip install -e ".[bench]"' in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "own"), [("hf", "attn_implementation=lean"), ("hf-fastattn", "backend=lean,graph=false")])
 def test_lm_evals_own_command_line_runs_our_backend(model, own, folder, monkeypatch, tmp_path):
     evaluator = pytest.importorskip("lm_eval.evaluator")

@@ -301,6 +301,7 @@ def fuse_all(model) -> None:
     fuse.fuse(fuse.Fusible(named("LlamaRMSNorm"), layers, named("LlamaMLP"), named("Linear")))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 def test_a_fused_model_compiles_to_the_models_own_code():
     model = tiny("llama").to(DEVICE)

@@ -8,6 +8,7 @@ import gc
 import fake_graph
 import pytest
 import torch
+from cases import pairs
 from models import family, prompts, tiny
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -335,9 +336,7 @@ def _contents(kept) -> list:
     return [_contents(kept.keys), _contents(kept.values)] if hasattr(kept, "keys") else kept.tolist()
 
 
-@pytest.mark.parametrize("graph", [False, True])
-@pytest.mark.parametrize("kind", ["preallocated", "rolling"])
-@pytest.mark.parametrize("what", KEPT)
+@pytest.mark.parametrize("what, kind, graph", pairs(KEPT, ["preallocated", "rolling"], [False, True]))
 def test_k_and_v_that_are_referenced_are_not_overwritten(buffers, monkeypatch, kind, what, graph):
     if graph:
         fake_graph.use(monkeypatch, prompts=False)

@@ -430,16 +430,8 @@ def make(case: Case, device="cuda"):
                     mask[row, seen - edge :] = False
                 else:
                     mask[row, torch.randperm(seen, device=device)[: seen // 3]] = False
-        spans = build_spans(
-            case.batch,
-            case.q_len,
-            case.kv_len,
-            q.device,
-            q_offset=case.q_offset,
-            causal=case.causal,
-            window=case.window,
-            attention_mask=mask,
-        )
+        shape, own = (case.batch, case.q_len, case.kv_len), {"causal": case.causal, "window": case.window}
+        spans = build_spans(*shape, q.device, q_offset=case.q_offset, attention_mask=mask, **own)
         if case.intervals is not None:
             lo, hi = intervals(case.intervals, case.batch, case.q_len, case.q_offset, case.kv_len)
             spans = with_rows(spans, lo.to(device), hi.to(device))

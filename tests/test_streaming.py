@@ -612,6 +612,7 @@ def test_a_step_that_cannot_be_captured_counts_once(llama, device, monkeypatch):
         assert patch.captures == 0 and patch.uncaptured > 0
 
 
+@pytest.mark.slow
 @host_work
 def test_decode_step_compiles_with_fullgraph(llama, device):
     ids = tokens(1, LENGTH, device)
