@@ -9,11 +9,12 @@ PYTEST := OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n logical --maxproc
 NEED_GPU = $(PYTHON) -c 'import torch; raise SystemExit(None if torch.cuda.is_available() else \
 	"This target needs a CUDA GPU and a torch built for it, and torch.cuda.is_available() is False here.")'
 
-.PHONY: help demo test test-full test-slow test-kernels types test-cpus test-oldest test-state test-trl test-ranks test-gpu matrix package bench docs clean
+.PHONY: help demo test test-full test-slow test-kernels types test-cpus test-oldest test-state test-trl test-ranks test-gpu matrix \
+	package bench docs clean
 
 help:
 	@echo "make demo         generate text with sdpa and every exact backend, and compare"
-	@echo "make test         lint and types, then the tests on the CPU that are not slow: with PyTorch references, then with interpreted Triton kernels (ten minutes on two cores)"
+	@echo "make test         lint and types, then the tests on the CPU that are not slow, of interpreted kernels too (ten minutes on two cores)"
 	@echo "make test-full    make test, then make test-slow: every test that runs on a CPU"
 	@echo "make test-slow    the tests that make test leaves out"
 	@echo "make test-kernels all tests of interpreted Triton kernels"

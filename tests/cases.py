@@ -219,9 +219,9 @@ def ragged(batch: int, kv_len: int, *, right: bool = True) -> tuple[tuple[int, i
     return tuple((0, n, 0.0) if right else (kv_len - n, kv_len, 0.0) for n in lengths)
 
 
-# An interpreted program takes as long as all programs of a GPU: one for each tile of queries, unless a case is about heads.
+# Interpreted, a program takes as long as all programs on a GPU: one for each tile of queries, unless a case is about several.
 _many = {"batch": 2, "num_heads": 4, "num_kv_heads": 2}
-_few = _many if ON_GPU else {"batch": 1, "num_heads": 2, "num_kv_heads": 1}
+_few = {"batch": 1, "num_heads": 2, "num_kv_heads": 1} if INTERPRETED else _many
 _decode = Case(q_len=1, kv_len=LONG, **_few)
 _prompt = Case(q_len=MID, kv_len=MID, **_few)
 _append = Case(q_len=17 if ON_GPU else 3, kv_len=LONG, **_few)

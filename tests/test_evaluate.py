@@ -9,6 +9,7 @@ from statistics import fmean, stdev
 import pytest
 import torch
 from calls import as_kernel, attention
+from cases import slow_unless
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed")
 
@@ -135,7 +136,7 @@ def wrong(registering):
     return ["sees_the_next", "misses_itself"]
 
 
-@pytest.mark.parametrize("which", ["smollm2", "tiny"])
+@pytest.mark.parametrize("which", slow_unless("tiny".__eq__, ["smollm2", "tiny"]))
 def test_a_mask_that_is_off_by_one_is_detected_and_named(request, which, wrong, small):
     model, tokenizer = request.getfixturevalue(which)
     tasks = [f"small_{name}" for name in (("text", "choice") if which == "smollm2" else SMALL)]

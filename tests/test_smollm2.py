@@ -80,6 +80,7 @@ def expected(model, inputs) -> dict[str, torch.Tensor]:
     return {name: generate(model, "sdpa", each, TOKENS, "dynamic") for name, each in inputs.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("which", INPUTS)
 def test_lean_gives_the_tokens_of_sdpa(model, inputs, expected, which, cache):
@@ -90,6 +91,7 @@ def test_lean_gives_the_tokens_of_sdpa(model, inputs, expected, which, cache):
     assert calls == {"lean.prefill": layers, "lean.decode": (TOKENS - 1) * layers}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, which", OTHERS)
 def test_every_backend_gives_the_tokens_of_sdpa(model, inputs, expected, name, which):
     with hf_fastattn.count_calls() as calls:
@@ -98,6 +100,7 @@ def test_every_backend_gives_the_tokens_of_sdpa(model, inputs, expected, name, w
     assert sum(calls.values()) == 16 * model.config.num_hidden_layers and f"{name}.dense" not in calls
 
 
+@pytest.mark.slow
 def test_packed_chapters_have_the_gradients_of_separate_ones(model, tokenizer, device):
     topics = pydoc_data.topics.topics
     texts = [tokenizer(topics[name][:150], return_tensors="pt")["input_ids"].to(device) for name in ("integers", "naming")]
