@@ -6,10 +6,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
 
+import pytest
+import torch
+
 from hf_fastattn.attention import step as steps
-from hf_fastattn.kernels import reference
+from hf_fastattn.kernels import HAS_TRITON, INTERPRETED, reference
 from hf_fastattn.kernels.spec import Spec, call
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
+runs_kernels = pytest.mark.skipif(
+    not (HAS_TRITON and (INTERPRETED or DEVICE == "cuda")), reason="needs a GPU or TRITON_INTERPRET=1"
+)
 attention = partial(call, reference.attention)
 
 

@@ -3,7 +3,8 @@
 compute-sanitizer --tool memcheck python tests/sanitize.py
 compute-sanitizer --tool racecheck python tests/sanitize.py
 
-For prefill_hopper_kernel racecheck (2025.3) reports two false positives, which racecheck_control.py reproduces.
+For prefill_hopper_kernel racecheck (2025.3) reports two false positives: an integer that one warp hands to others in the order of
+mbarriers (`pipe.send_item`, `pipe.receive_item`), and the bytes by which Triton dispatches work to warps, beside named barriers.
 """
 
 import os

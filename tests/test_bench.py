@@ -141,23 +141,15 @@ def test_a_rivals_own_cache_is_empty_for_every_prompt():
     assert runs.Rival("stock", model, prompt, 4).empty_cache() is None
 
 
-@pytest.mark.slow
-def test_a_failure_is_recorded_and_the_run_continues(tmp_path, monkeypatch):
-    def fail(*_):
-        raise MemoryError("no room")
-
-    monkeypatch.setattr(grid, "check", fail)
-    row = bench(tmp_path, "--cases", "1x16", "--compile-cases", "")["rows"][0]
-    assert row["rivals"][grid.OURS]["error"] == "MemoryError: no room"
-    assert "ms" not in row["rivals"][grid.OURS] and "ratios" not in row
-    assert row["rivals"][grid.SDPA]["ms"] > 0
-
-
-def test_wrong_logits_are_not_timed(tmp_path, monkeypatch):
+def test_wrong_logits_and_failures_are_recorded_and_not_timed(tmp_path, monkeypatch):
     right = grid.check
     monkeypatch.setattr(grid, "check", lambda *them: right(*them) | {"passed": False})
     ours = bench(tmp_path, "--cases", "1x16", "--compile-cases", "")["rows"][0]["rivals"][grid.OURS]
     assert "differ from those of uncaptured steps" in ours["error"] and "ms" not in ours
+    monkeypatch.setattr(grid, "check", Mock(side_effect=MemoryError("no room")))
+    row = bench(tmp_path, "--cases", "1x16", "--compile-cases", "")["rows"][0]
+    assert row["rivals"][grid.OURS]["error"] == "MemoryError: no room" and row["rivals"][grid.SDPA]["ms"] > 0
+    assert "ms" not in row["rivals"][grid.OURS] and "ratios" not in row
 
 
 @pytest.mark.slow

@@ -7,22 +7,17 @@ import importlib
 import fake_graph
 import pytest
 import torch
-from calls import captured
+from calls import DEVICE, DTYPES, captured, runs_kernels
 from models import tiny
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import hf_fastattn
 from hf_fastattn import hf
 from hf_fastattn.hf import experts as hf_experts
-from hf_fastattn.kernels import HAS_TRITON, INTERPRETED, mixture
+from hf_fastattn.kernels import HAS_TRITON, mixture
 from hf_fastattn.kernels.mixture import PLAIN, Layout, Weights
 from hf_fastattn.patches import experts, subclass
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-runs_kernels = pytest.mark.skipif(
-    not (HAS_TRITON and (INTERPRETED or DEVICE == "cuda")), reason="needs a GPU or TRITON_INTERPRET=1"
-)
-DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
 OSS = Layout(transposed=True, interleaved=True, act="sigmoid", alpha=1.702, limit=1.0)
 GELU = Layout(act="gelu_tanh")
 

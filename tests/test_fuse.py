@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+from calls import DEVICE, DTYPES, runs_kernels
 from models import tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -20,12 +21,6 @@ from hf_fastattn import hf
 from hf_fastattn.hf.llama import is_embedding
 from hf_fastattn.kernels import HAS_TRITON, INTERPRETED
 from hf_fastattn.patches import fuse, linears, subclass
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-runs_kernels = pytest.mark.skipif(
-    not (HAS_TRITON and (INTERPRETED or DEVICE == "cuda")), reason="needs a GPU or TRITON_INTERPRET=1"
-)
-DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
 
 
 def exact(x, weight, eps):

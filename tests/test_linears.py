@@ -7,18 +7,13 @@ from functools import partial
 
 import pytest
 import torch
-from calls import captured
+from calls import DEVICE, captured, runs_kernels
 from models import tiny
 from small_layers import Launches, small_model
 
-from hf_fastattn.kernels import HAS_TRITON, INTERPRETED
+from hf_fastattn.kernels import HAS_TRITON
 from hf_fastattn.kernels.host import gpu
 from hf_fastattn.patches import fuse, linears, merged, residual, subclass
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-runs_kernels = pytest.mark.skipif(
-    not (HAS_TRITON and (INTERPRETED or DEVICE == "cuda")), reason="needs a GPU or TRITON_INTERPRET=1"
-)
 
 
 def new(*shape, dtype=torch.float16):

@@ -5,20 +5,14 @@ import importlib
 
 import pytest
 import torch
-from calls import captured
+from calls import DEVICE, DTYPES, captured, runs_kernels
 from models import tiny
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import hf_fastattn
 from hf_fastattn import hf
-from hf_fastattn.kernels import HAS_TRITON, INTERPRETED
 from hf_fastattn.patches import experts, subclass
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-runs_kernels = pytest.mark.skipif(
-    not (HAS_TRITON and (INTERPRETED or DEVICE == "cuda")), reason="needs a GPU or TRITON_INTERPRET=1"
-)
-DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
 ROUTERS = {  # type of the configuration: (class of its router, how it gets scores)
     "gpt_oss": ("GptOssTopKRouter", hf.Routing("choice")),
     "mixtral": ("MixtralTopKRouter", hf.Routing("softmax", normalise=True, dtype=torch.float32)),
