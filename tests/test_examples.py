@@ -9,6 +9,7 @@ from pathlib import Path
 import checkpoint
 import pytest
 import torch
+from cases import slow_unless
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_fastattn import hf
@@ -84,7 +85,7 @@ PAGES = [path for path in [EXAMPLES.parent / "README.md", *sorted(DOCS.rglob("*.
 PAGES = [path for path in PAGES if path.stem not in ("several-gpus", "quantised")]
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", slow_unless(lambda path: path.stem != "evaluation", PAGES), ids=lambda path: path.stem)
 def test_code_of_a_page(path, folder, tmp_path, monkeypatch, capsys, registering):
     """Run the Python blocks of a page in order; a page may use a loaded model with inputs."""
     if path.stem == "evaluation":

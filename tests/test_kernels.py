@@ -275,7 +275,7 @@ def any_spans(draw) -> tuple[Case, list[list[int]]]:
     return case, rows
 
 
-@pytest.mark.parametrize("kernel", RUNNABLE, ids=lambda k: k.name)
+@pytest.mark.parametrize("kernel", slow_unless(LEAN.__ne__, RUNNABLE), ids=lambda k: k.name)
 def test_any_spans(kernel, device):
     @given(any_spans(), st.booleans(), st.one_of(st.none(), st.integers(1, 30)), st.sampled_from((0, 0, 3, 20)), st.booleans())
     def check(drawn, causal, window, sinks, interleaved):
