@@ -226,7 +226,7 @@ TRAINED = {  # what a training step calls
 def test_a_training_step_frees_large_idle_buffers_and_their_graphs(buffers, monkeypatch, what):
     fake_graph.use(monkeypatch, prompts=False)
     model, inputs = tiny("llama").train(), prompts("left_padding", "cpu")
-    with patched(model, "static") as patch:
+    with patched(model, "preallocated") as patch:
         cache = generate(model, prompts("left_padding", "cpu", rows=2), return_dict_in_generate=True).past_key_values
         generate(model, inputs)
         whole, idle = TRAINED[what](model), patch._generation.caches.pool
@@ -248,7 +248,7 @@ def test_a_training_step_frees_large_idle_buffers_and_their_graphs(buffers, monk
 def test_a_training_step_of_a_copy_frees_the_buffers_of_the_copy(buffers, monkeypatch):
     monkeypatch.setattr(pool, "KEPT", 0)
     model, inputs = tiny("llama").train(), prompts("left_padding", "cpu")
-    with patched(model, "static", graph=False):
+    with patched(model, "preallocated", graph=False):
         generate(model, inputs)
         twin = copy.deepcopy(model)
         twin(**inputs)
