@@ -27,6 +27,7 @@ from hf_fastattn.kernels.attention.plan import Call, Plan
 from hf_fastattn.kernels.attention.schedule import assign_tiles, program_of, stream_k_config, tiles_of
 from hf_fastattn.kernels.device.attend import attend
 from hf_fastattn.kernels.device.merge import merge_rows, store_packed, store_partial
+from hf_fastattn.kernels.device.tile import kv_of
 from hf_fastattn.kernels.device.visibility import key_bounds, packed_rows
 from hf_fastattn.kernels.host import launch, tables
 from hf_fastattn.kernels.host.overlap import early, let_next_begin, wait_for_inputs
@@ -83,8 +84,7 @@ def fixup_kernel(
     BLOCK_B: tl.constexpr,
     MIN_TILES: tl.constexpr,
     C: tl.constexpr,
-    LOAD_K: tl.constexpr,
-    LOAD_V: tl.constexpr,
+    FORM: tl.constexpr,
     HOST: tl.constexpr,
     ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -128,13 +128,12 @@ def fixup_kernel(
         tile_start = (t - before) % head_tiles
         tile_stop = tl.minimum(head_tiles, tile_start + t_stop - t)
         kv_head_64 = kv_head.to(tl.int64)
-        k_base = K + row * stride_kb + kv_head_64 * stride_kh
-        v_base = V + row * stride_vb + kv_head_64 * stride_vh
-        kv = (k_base, v_base, stride_kn, stride_vn, (row, kv_head_64, kv_heads, kv_len), (Scales, Centre, Pages))
+        strides = (stride_kb, stride_kh, stride_kn), (stride_vb, stride_vh, stride_vn)
+        kv = kv_of(K, V, *strides, (row, kv_head_64, kv_heads, kv_len), (Scales, Centre, Pages), FORM)
         acc, m, l = attend(
             (Q, row * stride_qb + (kv_head_64 * GROUP + group_head) * stride_qh + q_index * stride_qm),
             kv, span_ptr, bounds, (tile_start, tile_stop), (scale_log2, cap_log2),
-            (SinkQuery, sink_lo, sink_hi, tile_start == 0, positions, C.SINKS + window - 1), C, LOAD_K, LOAD_V,
+            (SinkQuery, sink_lo, sink_hi, tile_start == 0, positions, C.SINKS + window - 1), C, FORM,
         )  # fmt: skip
         if tile_stop - tile_start == head_tiles:
             store_packed(acc, m, l, Out, Lse, SinkLogits, row, kv_head, kv_heads, rows, offs_v, q_len, C)
@@ -215,7 +214,7 @@ def prepare(tensors, form: Form, spec: Spec, return_lse: bool, fixup: str, confi
         # A cooperative launch is refused if not all programs fit at once, and does not begin early.
         **({"launch_cooperative_grid": True, "EARLY": False} if fixup == HOST_WAITS else early(device)),
     )
-    return Plan(OneLaunch(one, flags_of(device)), plan.workspace_size)
+    return plan._replace(launches=OneLaunch(one, flags_of(device)))
 
 
 def attention(

@@ -18,7 +18,7 @@ from test_kernels import LEAN, REFERENCE, RUNNABLE, never, run
 
 from hf_fastattn.kernels.attention import prefill_hopper, schedule
 from hf_fastattn.kernels.decode import append, linear, ring, rms_norm, rope
-from hf_fastattn.kernels.spec import call
+from hf_fastattn.kernels.spec import KV, call
 
 CASES = [
     Case(q_len=1, kv_len=300, dtype="bf16", head_dim=128, num_heads=8),
@@ -78,7 +78,7 @@ def small() -> None:
     new = lambda *shape: torch.randn(shape, device="cuda", dtype=torch.float16)  # noqa: E731
     k, v = new(2, 4, 100, 80), new(2, 4, 100, 80)
     for slot in (0, 99):
-        append.append(k, v, new(2, 4, 1, 80), new(2, 4, 1, 80), torch.full((1,), slot, device="cuda"))
+        append.append(KV(k, v), new(2, 4, 1, 80), new(2, 4, 1, 80), torch.full((1,), slot, device="cuda"))
     seen = torch.zeros(2, dtype=torch.int64, device="cuda")
     for _ in range(5):
         ring.ring_step(seen, None, 4, 2)

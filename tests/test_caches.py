@@ -17,6 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from hf_fastattn import hf, patch
 from hf_fastattn.caches import PreallocatedCache, RollingCache, layers
 from hf_fastattn.kernels.decode.append import append
+from hf_fastattn.kernels.spec import KV
 
 WINDOWED = "mistral_window_below_prompt"
 
@@ -466,7 +467,7 @@ def test_append_writes_some_tokens_and_nothing_outside_the_buffer(slot, device):
     for held, states in zip(expected, new, strict=True):
         skipped = max(-slot, 0)
         held[:, :, max(slot, 0) : max(slot + 4, 0)] = states[:, :, skipped:]
-    append(keys, values, *new, torch.tensor([slot], device=device))
+    append(KV(keys, values), *new, torch.tensor([slot], device=device))
     assert all(torch.equal(got, held[:, :, :8]) for got, held in zip((keys, values), expected, strict=True))
 
 

@@ -377,7 +377,7 @@ def test_merges_load_everything_before_their_first_reduction(shape, tmp_path):
 def _append(q_len=1, head_dim=64):
     new, slot = torch.zeros(2, 4, q_len, head_dim, dtype=torch.float16), torch.zeros(1, dtype=torch.int64)
     buffer = torch.zeros(2, 4, 100, head_dim, dtype=torch.float16)
-    append.append(buffer, buffer, new, new, slot)
+    append.append(KV(buffer, buffer), new, new, slot)
 
 
 def _rotate(head_dim=64):
@@ -393,7 +393,7 @@ def _rope(width=64, **options):
 def _rope_that_appends(head_dim):
     new, cos = torch.zeros(2, 8, 1, head_dim, dtype=torch.bfloat16), torch.zeros(1, 1, head_dim, dtype=torch.bfloat16)
     buffer, slot = torch.zeros(2, 8, 100, head_dim, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.int64)
-    rope.rotation(new, new, cos, cos, (False,) * 5).launch(buffer, buffer, new, slot)
+    rope.rotation(new, new, cos, cos, (False,) * 5).launch(KV(buffer, buffer), new, slot)
 
 
 def _norm(bias=False, **options):
@@ -441,7 +441,7 @@ def _rope_of_norms():
     x, cos, weight = torch.zeros(2, 8, 1, 96).bfloat16(), torch.zeros(1, 1, 96).bfloat16(), torch.zeros(96).bfloat16()
     norm = rope.Normed(x, weight, None, 1e-6, (False, True, "fp32"), x)
     rotation = rope.rotation(x, x, cos, cos, (False, False, False, False, False), (norm, norm))
-    rotation.launch(x, x, x, torch.zeros(1, dtype=torch.int64))
+    rotation.launch(KV(x, x), x, torch.zeros(1, dtype=torch.int64))
 
 
 SMALL = {

@@ -59,7 +59,7 @@ def whole_and_shares(device, kind: str, seen: int, q_len: int, softcap=None, sin
         own, new = parts.part_of(spans, q_len, length, rank, RANKS)
         for buffer, all_slots in ((share.k, k), (share.v, v)):
             buffer[:, :, : len(mine)] = all_slots[:, :, mine]
-        append(share.k, share.v, *(x[:, :, seen - q_len : seen] for x in (k, v)), new)
+        append(share, *(x[:, :, seen - q_len : seen] for x in (k, v)), new)
         packed.append(pack(*run(q, share, spec, own, return_lse=True)))
         # The tokens that this rank keeps are where later steps see them.
         mine = slots[(slots // parts.PART % RANKS == rank) & (slots < seen)]

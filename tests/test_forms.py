@@ -1,4 +1,4 @@
-"""A custom form of K and V: two device functions and their equivalent in torch."""
+"""Forms of K and V: pages, 8 bits, latents and -V, each device functions and their equivalents in torch."""
 
 from __future__ import annotations
 
@@ -7,58 +7,183 @@ import test_kernels
 import torch
 from cases import Case, make
 
-from hf_fastattn.kernels import HAS_TRITON
-from hf_fastattn.kernels.spec import KV, Form, Spec
+from hf_fastattn import context_parallel, registry
+from hf_fastattn.kernels import HAS_TRITON, INTERPRETED, TritonKernel, reference
+from hf_fastattn.kernels.decode.append import append
+from hf_fastattn.kernels.spec import KV, PLAIN, Form, Sizes, Spec, bytes_per_token
+
+PAGE = 16
 
 if HAS_TRITON:
     import triton
     import triton.language as tl
 
     @triton.jit
-    def load_negated(base, stride, first, offs_n, offs_d, mask, indices, extra):
-        ptrs = base + first.to(tl.int64) * stride + (offs_n[:, None] * stride + offs_d[None, :])
+    def load_negated(base, strides, first, offs_n, offs_d, mask, indices, extra):
+        ptrs = base + (first + offs_n)[:, None] * strides[2] + offs_d[None, :]
         if mask is None:
             return -tl.load(ptrs)
         else:
             return -tl.load(ptrs, mask=mask, other=0.0)
 
     @triton.jit
-    def load_scaled(base, stride, first, offs_n, offs_d, mask, indices, extra):
-        """int8 times a scale for each slot, fp32 (batch, num_kv_heads, kv_len)."""
-        row, kv_head, num_kv_heads, kv_len = indices
-        scales, _, _ = extra
+    def page_of(slots, indices, extra, inside, PAGE: tl.constexpr = PAGE):
+        row, _, _, kv_len = indices
+        return tl.load(extra[2] + row * (kv_len // PAGE) + slots // PAGE, mask=inside, other=-1).to(tl.int64)
+
+    @triton.jit
+    def load_paged(base, strides, first, offs_n, offs_d, mask, indices, extra, PAGE: tl.constexpr = PAGE):
         slots = first + offs_n
-        ptrs = base + first.to(tl.int64) * stride + (offs_n[:, None] * stride + offs_d[None, :])
-        in_head = (row * num_kv_heads + kv_head) * kv_len
-        scale = tl.load(scales + in_head + slots, mask=slots < kv_len, other=0.0)
+        page = page_of(slots, indices, extra, slots < indices[3])
+        ptrs = base + (page * strides[0] + slots % PAGE * strides[2])[:, None] + offs_d[None, :]
+        inside = (page >= 0)[:, None]
+        if mask is not None:
+            inside = inside & mask
+        return tl.load(ptrs, mask=inside, other=0.0)
+
+    @triton.jit
+    def store_paged(
+        k, v, bases, strides, slot, mask, indices, extra,
+        HEAD_DIM: tl.constexpr,
+        VALUE_DIM: tl.constexpr,
+        PAGE: tl.constexpr = PAGE,
+    ):  # fmt: skip
+        offs_d = tl.arange(0, k.shape[1])[None, :]
+        slot += 0 * indices[1]
+        page = page_of(slot, indices, extra, mask)
+        mask = mask & (page >= 0)
+        k_ptrs = bases[0] + page * strides[0][0] + slot % PAGE * strides[0][2]
+        v_ptrs = bases[1] + page * strides[1][0] + slot % PAGE * strides[1][2]
+        tl.store(k_ptrs + offs_d, k, mask=mask & (offs_d < HEAD_DIM))
+        tl.store(v_ptrs + offs_d, v, mask=mask & (offs_d < VALUE_DIM))
+
+    @triton.jit
+    def load_bytes(base, strides, first, offs_n, offs_d, mask, indices, extra):
+        ptrs = base + (first + offs_n)[:, None] * strides[2] + 2 * offs_d[None, :]
         if mask is None:
-            return tl.load(ptrs).to(tl.float32) * scale[:, None]
+            return tl.load(ptrs).to(tl.float32), tl.load(ptrs + 1).to(tl.float32)
         else:
-            return tl.load(ptrs, mask=mask, other=0).to(tl.float32) * scale[:, None]
+            return tl.load(ptrs, mask=mask, other=0).to(tl.float32), tl.load(ptrs + 1, mask=mask, other=0).to(tl.float32)
+
+    @triton.jit
+    def scales_at(slots, strides, indices, extra):
+        """Of K; those of V follow. The scales have K's layout, with two numbers for each token."""
+        row, kv_head, _, _ = indices
+        return extra[0] + 2 * ((row * strides[0] + kv_head * strides[1]) // strides[2] + slots)
+
+    @triton.jit
+    def weights_of_bytes(strides, slots, indices, extra):
+        ptrs = scales_at(slots, strides, indices, extra)
+        inside = slots < indices[3]
+        of_k, of_v = tl.load(ptrs, mask=inside, other=0.0), tl.load(ptrs + 1, mask=inside, other=1.0)
+        return of_k, tl.log2(of_v), 1.0 / of_v
+
+    @triton.jit
+    def queries_for_bytes(q, indices, extra, HEAD_DIM: tl.constexpr):
+        offs_d = tl.arange(0, q.shape[1])
+        centre = tl.load(extra[1] + indices[1] * HEAD_DIM + offs_d, mask=offs_d < HEAD_DIM, other=0.0)
+        shift = tl.sum(q * centre[None, :], 1)[:, None]
+        factor = tl.exp2(tl.ceil(tl.log2(tl.max(tl.abs(q), 1) + 1e-30)))[:, None]
+        return tl.split(tl.reshape(q / factor, [q.shape[0], q.shape[1] // 2, 2])), factor, shift
+
+    @triton.jit
+    def store_bytes(
+        k, v, bases, strides, slot, mask, indices, extra,
+        HEAD_DIM: tl.constexpr,
+        VALUE_DIM: tl.constexpr,
+    ):  # fmt: skip
+        offs_d = tl.arange(0, k.shape[1])[None, :]
+        k_mask, v_mask = mask & (offs_d < HEAD_DIM), mask & (offs_d < VALUE_DIM)
+        k -= tl.load(extra[1] + indices[1] * HEAD_DIM + offs_d, mask=k_mask, other=0.0)
+        of_k, of_v = tl.max(tl.abs(k), 1)[:, None] / 127.0 + 1e-9, tl.max(tl.abs(v), 1)[:, None] / 127.0 + 1e-9
+        tl.store(bases[0] + slot * strides[0][2] + offs_d, tl.floor(k / of_k + 0.5).to(tl.int8), mask=k_mask)
+        tl.store(bases[1] + slot * strides[1][2] + offs_d, tl.floor(v / of_v + 0.5).to(tl.int8), mask=v_mask)
+        ptrs = scales_at(slot, strides[0], indices, extra)
+        tl.store(ptrs, of_k, mask=mask)
+        tl.store(ptrs + 1, of_v, mask=mask)
 else:
-    load_negated = load_scaled = object()
+    load_negated = load_paged = store_paged = load_bytes = weights_of_bytes = queries_for_bytes = store_bytes = object()
 
 
-def refuse_others(q, kv):
-    if kv.k.dtype != torch.int8 or q.dtype != torch.float32:
-        raise TypeError(f"K of int8 and queries of float32 are read; got {kv.k.dtype} and {q.dtype}.")
+def sizes_of_pages(kv):
+    return Sizes(len(kv.pages), kv.k.shape[1], kv.pages.shape[1] * PAGE, kv.k.shape[3], kv.v.shape[3])
+
+
+def unpack_pages(kv):
+    """Pages (num_pages, num_kv_heads, PAGE, head_dim), those of each row in the order of its block table."""
+    return [x[kv.pages.long()].transpose(1, 2).flatten(2, 3) for x in (kv.k, kv.v)]
+
+
+def pack_pages(kv, k, v, slots):
+    for row, token in ((slots >= 0) & (slots < kv.sizes.kv_len)).nonzero().tolist():
+        page, slot = divmod(int(slots[row, token]), PAGE)
+        if (page := int(kv.pages[row, page])) >= 0:
+            kv.k[page, :, slot], kv.v[page, :, slot] = k[row, :, token], v[row, :, token]
+
+
+def unpack_bytes(kv):
+    k, v = kv.k * kv.scales[..., :1] + kv.centre[:, None], kv.v * kv.scales[..., 1:]
+    return k, v
+
+
+def pack_bytes(kv, k, v, slots):
+    k = k - kv.centre[:, None]
+    scales = torch.stack([x.abs().amax(-1) / 127 + 1e-9 for x in (k, v)], -1)
+    for row, token in ((slots >= 0) & (slots < kv.sizes.kv_len)).nonzero().tolist():
+        of, slot = scales[row, :, token], int(slots[row, token])
+        for x, states, scale in ((kv.k, k, of[:, :1]), (kv.v, v, of[:, 1:])):
+            x[row, :, slot] = (states[row, :, token] / scale + 0.5).floor().to(torch.int8)
+        kv.scales[row, :, slot] = of
+
+
+def check_bytes(q, kv):
+    if kv.k.dtype != torch.int8 or q.dtype != torch.float32 or kv.scales is None or kv.centre is None:
+        raise TypeError(f"K of int8 with scales and a centre, and queries of float32 are read; got {kv.k.dtype} and {q.dtype}.")
 
 
 NEGATED = Form("negated V", load_v=load_negated, unpack=lambda kv: (kv.k, -kv.v))
-SCALED = Form(
-    "int8",
-    load_scaled,
-    load_scaled,
-    unpack=lambda kv: (kv.k * kv.scales[..., None], kv.v * kv.scales[..., None]),
-    check=refuse_others,
+PAGED = Form(
+    "pages of 16",
+    load_paged,
+    load_paged,
+    unpack_pages,
+    sizes=sizes_of_pages,
+    store=store_paged,
+    pack=pack_pages,
+    paged=True,
 )
+BYTES = Form(
+    "int8",
+    load_bytes,
+    load_bytes,
+    unpack_bytes,
+    check_bytes,
+    store=store_bytes,
+    pack=pack_bytes,
+    bytes_per_token=lambda k, v: len(k) * k.shape[1] * (k.shape[3] + v.shape[3] + 8),
+    queries=queries_for_bytes,
+    weights=weights_of_bytes,
+    parts=2,
+)
+# V is the first half of K.
+LATENT = Form(
+    "latent",
+    unpack=lambda kv: (kv.k, kv.v[..., : kv.sizes.value_dim]),
+    sizes=lambda kv: Sizes(*kv.k.shape, kv.k.shape[3] // 2),
+)
+FORMS = (NEGATED, PAGED, BYTES, LATENT)
+
+RAGGED = Case(q_len=1, kv_len=50, head_dim=32, rows=((0, 50, 0.0), (7, 50, 0.3)))
+FEW = {"batch": 1, "num_heads": 2, "num_kv_heads": 1}
+SOME = Case(**FEW, q_len=3, kv_len=50, head_dim=24, value_dim=40, softcap=3.0, sinks=True)
+MANY = Case(**FEW, q_len=33, kv_len=50, head_dim=32, window=9)
+FIRST = Case(**FEW, q_len=1, kv_len=50, head_dim=32, window=9, first_tokens=4, turned=True)
+WIDE = Case(**FEW, q_len=2, kv_len=50, head_dim=320, value_dim=24)
 CASES = [
-    Case(q_len=1, kv_len=50, head_dim=32),
-    Case(q_len=3, kv_len=50, head_dim=24, rows=((0, 50, 0.0), (7, 50, 0.3))),
-    Case(q_len=33, kv_len=50, head_dim=32, window=9),
-    Case(q_len=3, kv_len=50, head_dim=24, value_dim=40),
-    Case(q_len=2, kv_len=50, head_dim=320, value_dim=24),
-    Case(q_len=1, kv_len=50, head_dim=32, window=9, first_tokens=4),
+    *((NEGATED, case) for case in (SOME, WIDE)),
+    *((PAGED, case) for case in (RAGGED, MANY, FIRST, WIDE)),
+    *((BYTES, case) for case in (RAGGED, SOME, FIRST)),
+    *((LATENT, case) for case in (SOME, WIDE)),
 ]
 
 
@@ -66,46 +191,157 @@ def shown(form: Form, x) -> tuple[KV, KV]:
     """(K and V of that form, the same as plain tensors)."""
     if form is NEGATED:
         return KV(x.k, -x.v, form), KV(x.k, x.v)
-    k, v = ((8 * t.nan_to_num()).round().clamp(-127, 127).to(torch.int8) for t in (x.k, x.v))
-    scales = torch.rand(k.shape[:3], device=k.device) + 0.1
-    return (kv := KV(k, v, form, scales=scales)), KV(*kv.plain())
+    if form is LATENT:
+        return KV(x.k, x.k, form), KV(x.k, x.k[..., : x.k.shape[3] // 2].contiguous())
+    batch, heads, kv_len, _ = x.k.shape
+    if form is BYTES:  # a part of longer buffers, in which tokens without values have scales without values
+        k, v = (torch.zeros(batch, heads, kv_len + 9, t.shape[3], dtype=torch.int8, device=t.device) for t in (x.k, x.v))
+        scales = torch.full((batch, heads, kv_len + 9, 2), float("nan"), device=k.device)
+        live, centre = x.k.isfinite().all(-1), 10 * torch.randn(heads, k.shape[3], device=k.device)
+        kv = KV(*(t[:, :, 4:-5] for t in (k, v)), form, scales[:, :, 4:-5], centre)
+        pack_bytes(kv, x.k.nan_to_num(), x.v.nan_to_num(), torch.arange(kv_len, device=k.device).expand(batch, -1))
+        kv.scales[~live] = float("nan")
+        return kv, KV(*unpack_bytes(kv))
+    pages = -(-kv_len // PAGE) + 1  # the last is missing
+    table = torch.randperm(batch * pages + 3, device=x.k.device)[: batch * pages].view(batch, pages).int()
+    pool = [x.k.new_full((batch * pages + 3, PAGE, heads, t.shape[3]), float("nan")).transpose(1, 2) for t in (x.k, x.v)]
+    kv = KV(*pool, form, pages=table)
+    pack_pages(kv, x.k, x.v, torch.arange(kv_len, device=x.k.device).expand(batch, -1))
+    plain = KV(*(t.contiguous() for t in unpack_pages(kv)))
+    table[:, -1] = -1
+    return kv, plain
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-@pytest.mark.parametrize("form", [NEGATED, SCALED], ids=lambda form: form.name)
+def run(kernel, kv, x, spans):
+    tensors = {name: x.options[name] for name in ("sink_logits", "inv_freq") if name in x.options}
+    spec = Spec(**{name: value for name, value in x.options.items() if name in Spec._fields})
+    return kernel(x.q, kv, spec, spans, return_lse=True, **tensors)
+
+
+@pytest.mark.parametrize("form, case", CASES, ids=lambda x: getattr(x, "name", None) or x.id)
 @pytest.mark.parametrize("kernel", test_kernels.RUNNABLE, ids=lambda kernel: kernel.name)
-def test_a_custom_form(kernel, form, case, device):
+def test_a_form(kernel, form, case, device):
     if kernel.aligned_only:
         pytest.skip("reads by TMA, and refuses forms")
     x = make(kernel.fit(case), device)
     kv, plain = shown(form, x)
-    tensors = {name: x.options[name] for name in ("sink_logits", "inv_freq") if name in x.options}
-    spec = Spec(**{name: value for name, value in x.options.items() if name in Spec._fields})
+    spans = x.spans
+    if form is PAGED:  # its block table has more slots than there are tokens; the mask of RAGGED is what its one query sees
+        spans = test_kernels.spans.build_spans(
+            len(x.q), x.q.shape[2], plain.k.shape[2], device, q_offset=case.kv_len - x.q.shape[2], window=case.window,
+            attention_mask=None if case.rows is None else torch.as_tensor(x.seen[:, 0], device=device),
+        )  # fmt: skip
     with test_kernels.counted_launches(kernel) as launched:
-        found = kernel.launcher()(x.q, kv, spec, x.spans, **tensors)
+        found = run(TritonKernel(kernel.name, stream_k="lean") if kernel.launches else reference.attention, kv, x, spans)
     assert bool(launched) == bool(kernel.launches)
-    expected = kernel.launcher()(x.q, plain, spec, x.spans, **tensors)
-    torch.testing.assert_close(found, expected)
-    assert not torch.allclose(found, kernel.launcher()(x.q, KV(plain.k, -plain.v), spec, x.spans, **tensors))
+    torch.testing.assert_close(found, run(reference.attention, plain, x, spans), rtol=1e-4, atol=1e-4)
+
+
+def new_tokens(tokens, device):
+    """K and V of new tokens of two rows, and the slots where they begin."""
+    k, v = (torch.randn(2, tokens, 2, dim, device=device).transpose(1, 2) for dim in (24, 16))
+    return k, v, torch.tensor([30, 46], device=device)
+
+
+def stored(form: Form, device) -> KV:
+    """Empty K and V of two rows of 48 slots, with a head_dim of 24 and 16."""
+    shapes = [(7, 2, PAGE, dim) if form is PAGED else (2, 2, 48, dim) for dim in (24, 16)]
+    k, v = (torch.zeros(shape, dtype=torch.int8 if form is BYTES else torch.float32, device=device) for shape in shapes)
+    if form is PAGED:
+        return KV(k, v, form, pages=torch.tensor([[6, 2, -1], [0, 5, 1]], dtype=torch.int32, device=device))
+    return KV(k, v, form, torch.zeros(2, 2, 48, 2, device=device), torch.randn(2, 24, device=device))
+
+
+def check_stored(kv, k, v, first):
+    """Tokens past the end and in missing pages are not written, and the others nearly as they are."""
+    expected = [torch.zeros(2, 2, 48, dim, device=k.device) for dim in (24, 16)]
+    expected[0] += 0 if kv.centre is None else kv.centre[:, None]
+    for row, slot in enumerate(first.tolist()):
+        for token in range(k.shape[2]):
+            if slot + token < (32 if row == 0 and kv.pages is not None else 48):
+                expected[0][row, :, slot + token], expected[1][row, :, slot + token] = k[row, :, token], v[row, :, token]
+    if kv.pages is not None:
+        kv = kv._replace(pages=kv.pages.where(kv.pages >= 0, 3))  # an empty page
+    scales = 0 if kv.scales is None else kv.scales.amax()  # codes of tokens that fit differ by at most half of a scale
+    for found, wanted in zip(kv.plain(), expected, strict=True):
+        assert float((found - wanted).abs().max()) <= 0.51 * float(scales)
+
+
+@pytest.mark.parametrize("form", [PAGED, BYTES], ids=lambda form: form.name)
+@pytest.mark.parametrize("each", [False, True])
+def test_tokens_are_appended_in_a_form(form, each, device):
+    kv, (k, v, first) = stored(form, device), new_tokens(4, device)
+    append(kv, k, v, torch.arange(30, 34, device=device)[None] if each else first)
+    check_stored(kv, k, v, first[:1].expand(2) if each else first)
+
+
+@pytest.mark.parametrize("form", test_kernels.here(PAGED, BYTES), ids=lambda form: form.name)
+def test_a_rotation_appends_in_a_form(form, device):
+    from hf_fastattn.kernels.decode import rope
+
+    kv, (k, v, first) = stored(form, device), new_tokens(3, device)
+    cos, sin = torch.randn(2, 2, 3, 24, device=device)
+    rotation = rope.rotation(k, k, cos, sin, (False,) * 5)
+    rotation.launch(kv, v, first)
+    check_stored(kv, rope.rope(k, k, cos, sin)[1], v, first)
+
+
+def test_sizes_and_bytes_of_a_token():
+    k, v = torch.zeros(2, 3, 5, 24, dtype=torch.float16), torch.zeros(2, 3, 5, 16, dtype=torch.float32)
+    assert KV(k, v).sizes == (2, 3, 5, 24, 16) and PLAIN.bytes_per_token(k, v) == bytes_per_token(k, v) == 2 * 3 * (48 + 64)
+    assert BYTES.bytes_per_token(k, v) == 2 * 3 * (24 + 16 + 8)
+    assert stored(PAGED, "cpu").sizes == (2, 2, 48, 24, 16) and KV(k, k, LATENT).sizes == (2, 3, 5, 24, 12)
 
 
 def test_tensors_that_do_not_match_the_form_are_refused(device):
-    x = make(CASES[0], device)
+    x = make(RAGGED, device)
     for kernel in test_kernels.RUNNABLE:
         with pytest.raises(TypeError, match="K of int8"):
-            kernel.launcher()(x.q, KV(x.k, x.v, SCALED))
+            kernel.launcher()(x.q, KV(x.k, x.v, BYTES))
 
 
 def test_half_a_form_and_tensors_that_no_kernel_can_read_are_refused(device):
-    x = make(CASES[0], device)
+    x = make(RAGGED, device)
+    k, scales = torch.zeros(x.k.shape, dtype=torch.int8, device=device), torch.ones(2, device=device).expand(2, 2)[:, :1]
+    odd = x.q[..., :31].contiguous()
+    cases = [
+        (x.q, KV(x.k, x.v, Form("half", load_v=load_negated)), ValueError, "'half' of K and V has no unpack"),
+        (x.q, KV(x.k, x.v, NEGATED, scales.T), ValueError, r"scales of K and V must have stride\(-1\) == 1 and be on"),
+        (x.q.double(), KV(x.k, x.v, NEGATED), TypeError, "float64"),
+        (odd, KV(*(t[..., :31] for t in (x.k, x.v)), BYTES._replace(check=None)), ValueError, "31 and 31 dimensions .* 2 parts"),
+        (x.q[:1], KV(k, k, BYTES._replace(check=lambda q, kv: None)), ValueError, "agree in batch and head_dim"),
+    ]
     for kernel in test_kernels.RUNNABLE:
-        with pytest.raises(ValueError, match=r"'half' .* has device functions but no unpack"):
-            kernel.launcher()(x.q, KV(x.k, x.v, Form("half", load_v=load_negated)))
-        k, scales = torch.zeros(x.k.shape, dtype=torch.int8, device=device), torch.ones(*x.k.shape[:3], 2, device=device)[..., 0]
-        with pytest.raises(ValueError, match="scales of K and V must be contiguous"):
-            kernel.launcher()(x.q, KV(k, k, SCALED, scales=scales))
-        with pytest.raises(TypeError, match="float64"):
-            kernel.launcher()(x.q.double(), KV(x.k, x.v, NEGATED))
+        for q, kv, error, sentence in cases:
+            with pytest.raises(error, match=sentence):
+                kernel.launcher()(q, kv)
+
+
+def test_forms_that_change_scores_need_whole_heads(device):
+    x = make(WIDE, device)
+    for backend in map(registry.get, ("lean", "fa2")):
+        with pytest.raises(ValueError, match=r"a head_dim of 320 in pieces, and the form 'int8' .* at most 256"):
+            backend.attend(x.q, KV(x.k, x.v, BYTES._replace(check=lambda q, kv: None)))
+
+
+def test_a_form_without_store_takes_no_tokens(device):
+    x = make(RAGGED, device)
+    with pytest.raises(ValueError, match=r"appended to K and V of the form 'negated V': it has no store\(\) and pack"):
+        append(KV(x.k, x.v, NEGATED), x.k, x.v, torch.tensor([0], device=device))
+
+
+def test_shares_over_ranks_are_plain():
+    share = torch.Tensor._make_wrapper_subclass(context_parallel.Share, (1, 1, 1, 1))
+    with pytest.raises(ValueError, match="Shares of K and V are plain tensors, and these have the form 'negated V'"):
+        context_parallel.over_shares(reference.attention)(torch.zeros(1, 1, 1, 1), KV(share, share, NEGATED))
+
+
+@pytest.mark.skipif(not HAS_TRITON or INTERPRETED, reason="interpreted functions are not compiled")
+def test_compiled_kernels_depend_on_the_code_of_a_form():
+    assert (
+        len({form.cache_key for form in (*FORMS, PLAIN, PAGED._replace(paged=False), BYTES._replace(parts=1))}) == len(FORMS) + 2
+    )
+    assert NEGATED.cache_key == NEGATED._replace(name="other", unpack=None).cache_key
 
 
 def test_the_hopper_kernel_refuses_forms_and_odd_widths(monkeypatch):
@@ -118,4 +354,5 @@ def test_the_hopper_kernel_refuses_forms_and_odd_widths(monkeypatch):
     assert prefill_hopper.why_not(q, KV(q, q)) is None
     assert prefill_hopper.why_not(q, KV(q, q[..., :32])) is None
     assert "values with a head_dim in multiples of 8 up to 256, not 36" in prefill_hopper.why_not(q, KV(q, q[..., :36]))
-    assert "of the form 'negated V'" in prefill_hopper.why_not(q, KV(q, q, NEGATED))
+    for form in (NEGATED, LATENT):  # also if a form has no loads of its own
+        assert f"of the form {form.name!r}" in prefill_hopper.why_not(q, KV(q, q, form))

@@ -17,6 +17,7 @@ import hf_fastattn
 from hf_fastattn.hf.rotations import reached
 from hf_fastattn.kernels.decode.append import append
 from hf_fastattn.kernels.host import launch
+from hf_fastattn.kernels.spec import KV
 from hf_fastattn.patches import fuse, graph, linears, merged, subclass
 
 SIZE = 96
@@ -197,7 +198,7 @@ def test_keys_and_values_are_appended_in_the_launch_of_the_rotation(family, norm
     def step(v, slot, read=lambda k: k):
         keys, values = (torch.zeros(2, 2, 7, x.shape[-1], dtype=x.dtype, device=DEVICE) for x in (k, v))
         turned = rotate(*([norms[0](q), norms[1](k)] if normed else [q, k]), cos, sin)
-        append(keys, values, read(turned[1]), turned[1] if v is k else v, slot)
+        append(KV(keys, values), read(turned[1]), turned[1] if v is k else v, slot)
         return [*turned, keys, values]
 
     cases = {

@@ -23,6 +23,7 @@ from hf_fastattn.kernels import spans as span_layout
 from hf_fastattn.kernels.decode import ring
 from hf_fastattn.kernels.decode.append import append
 from hf_fastattn.kernels.decode.rotate import BLOCK_H, rotate
+from hf_fastattn.kernels.spec import KV
 
 WINDOW, SINKS = 9, 3
 LENGTH = 5 * WINDOW + SINKS + 4 if not INTERPRETED else WINDOW + SINKS + 18
@@ -684,7 +685,7 @@ def test_append_writes_each_row_at_its_slot_and_none_past_the_end(slots, device)
         for row, slot in enumerate(slots * 3 if len(slots) == 1 else slots):
             if slot < 5:
                 t[row, :, slot] = states[row, :, 0]
-    append(*buffers, *new, torch.tensor(slots, device=device))
+    append(KV(*buffers), *new, torch.tensor(slots, device=device))
     assert all(torch.equal(a, b) for a, b in zip(buffers, expected, strict=True))
 
 

@@ -92,10 +92,6 @@ def describe(keys: torch.Tensor, values: torch.Tensor) -> str:
     return f"{kinds[0] if kinds[0] == kinds[1] else ' and '.join(kinds)} on {keys.device}"
 
 
-def bytes_per_token(keys: torch.Tensor, values: torch.Tensor) -> int:
-    return sum(t.shape[0] * t.shape[1] * t.shape[3] * t.element_size() for t in (keys, values))
-
-
 def reallocated(old: torch.Tensor, live: int, capacity: int, device: torch.device) -> torch.Tensor:
     """A buffer of `capacity` tokens that begins with the `live` tokens of the old one."""
     # A normal tensor, so that a cache created under inference_mode can be used outside it. Zeros, so that unwritten slots are

@@ -30,7 +30,8 @@ import torch
 from ..attention import step as steps
 from ..attention.step import CAPTURED, CAPTURED_WITH_MASK, EAGER, Step
 from ..kernels.decode.append import append
-from .buffers import bytes_per_token, describe, kind, reallocated, refuse_gradient, slide
+from ..kernels.spec import KV, bytes_per_token
+from .buffers import describe, kind, reallocated, refuse_gradient, slide
 from .contract import CHANGE_ROWS, Storage
 from .replaced import Replaceable
 
@@ -242,7 +243,7 @@ class Layer(Replaceable):
             self.mark_written(step)
             if (kind(self._keys), kind(self._values)) != (kind(key_states), kind(value_states)):
                 raise RuntimeError(f"layer {self.index} holds K and V of {describe(self._keys, self._values)}")
-            append(self._keys, self._values, key_states, value_states, track.counts[:1])
+            append(KV(self._keys, self._values), key_states, value_states, track.counts[:1])
             return self._keys, self._values
         refuse_gradient(key_states, value_states)
         self.check(key_states, value_states)

@@ -25,8 +25,9 @@ from ..attention.step import EAGER, Step
 from ..kernels.decode.append import append
 from ..kernels.decode.ring import ring_step
 from ..kernels.spans import pack_spans
+from ..kernels.spec import KV, bytes_per_token
 from ..streaming import Settings
-from .buffers import UNKNOWN, Buffered, bytes_per_token, describe, kind, reallocated, refuse_gradient
+from .buffers import UNKNOWN, Buffered, describe, kind, reallocated, refuse_gradient
 from .contract import CHANGE_ROWS, Storage
 from .layers import refuse_unless_fits
 
@@ -307,7 +308,7 @@ class RollingLayer(Buffered):
             self.lazy_initialization(key_states, value_states)  # it was empty, and the model has since been cast or moved
         refuse_gradient(key_states, value_states)
         if step.q_len == 1:
-            append(self._keys, self._values, key_states, value_states, step.plan.slots.to(self.device))
+            append(KV(self._keys, self._values), key_states, value_states, step.plan.slots.to(self.device))
             both = self._keys, self._values
         else:
             both = _extend(self._keys, key_states, step.plan), _extend(self._values, value_states, step.plan)

@@ -25,7 +25,7 @@ from ..kernels import parts
 from ..kernels import spans as spans_of
 from ..kernels.decode.append import append
 from ..kernels.decode.shares import merge_shares, pack
-from ..kernels.spec import KV, Result, Spec
+from ..kernels.spec import KV, Result, Spec, is_plain
 
 if TYPE_CHECKING:
     from ..kernels.decode.all_reduce import Peers
@@ -89,7 +89,7 @@ class Shares:
             found = gather_heads(q, *new, slots, peers, self.copies)
             if found is not None:
                 return found
-        append(new.keys, new.values, *self.gather_kv(new.k, new.v), slots)
+        append(KV(new.keys, new.values), *self.gather_kv(new.k, new.v), slots)
         return self.gather_queries(layer, q)
 
     def gather_kv(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -212,6 +212,8 @@ def over_shares(kernel: Callable[..., Result]) -> Callable[..., Result]:
         keys, values = kv.k, kv.v
         if not (isinstance(keys, Share) and isinstance(values, Share)) or spec.window is not None or spec.sinks:
             raise ValueError("K and V must be shares of one layer, and a window must be in the spans.")
+        if not is_plain(kv.form):
+            raise ValueError(f"Shares of K and V are plain tensors, and these have the form {kv.form.name!r}.")
         shares = keys.shares
         own, slots = keys.part(spans, q, spec.causal)
         every = shares.gather(keys.layer, q, keys.new_tokens, slots)

@@ -9,7 +9,7 @@ import torch
 
 from .host import tables
 from .spans import NO_WINDOW, WORDS, has_rows, num_words
-from .spec import KV, PLAIN, Spec
+from .spec import KV, PLAIN, Spec, is_plain
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM, MAX_VALUE_DIM = 576, 512  # the widths of latent attention
@@ -38,7 +38,7 @@ def check(
     k, v = kv.k, kv.v
     _check_shapes(q, kv)
     if spans is not None:
-        _check_spans(spans, q, k.shape[2], spec, rows)
+        _check_spans(spans, q, kv.sizes.kv_len, spec, rows)
     _check_spec(spec, q, sink_logits, inv_freq)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sink_logits)):
         raise RuntimeError(
@@ -74,17 +74,18 @@ def _check_shapes(q, kv: KV) -> None:
         raise ValueError(
             f"q, k and v must be 4-D, (batch, heads, length, head_dim); got {q.dim()}-D, {k.dim()}-D and {v.dim()}-D."
         )
-    batch, num_heads, _, head_dim = q.shape
-    if k.shape[:3] != v.shape[:3]:
+    if kv.form is not PLAIN:
+        _check_form(q, kv)
+    if kv.form.sizes is None and k.shape[:3] != v.shape[:3]:
         raise ValueError(f"k and v must have one shape but for head_dim; got {tuple(k.shape)} and {tuple(v.shape)}.")
-    kv_batch, kv_heads, _, k_dim = k.shape
-    if kv_batch != batch or k_dim != head_dim:
+    sizes, num_heads = kv.sizes, q.shape[1]
+    if (sizes.batch, sizes.head_dim) != (q.shape[0], q.shape[3]):
         raise ValueError(f"q and k must agree in batch and head_dim; got q {tuple(q.shape)} and k {tuple(k.shape)}.")
-    if kv_heads == 0 or num_heads % kv_heads:
+    if sizes.num_kv_heads == 0 or num_heads % sizes.num_kv_heads:
         raise ValueError(
-            f"The number of query heads must be a multiple of the number of KV heads; got {num_heads} and {kv_heads}."
+            f"The number of query heads must be a multiple of the number of KV heads; got {num_heads} and {sizes.num_kv_heads}."
         )
-    if 0 in (*q.shape, *k.shape, *v.shape):
+    if 0 in (*q.shape, *k.shape, *v.shape, *sizes):
         raise ValueError(
             f"Nothing to attend: q is {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)}; every size must be at least 1."
         )
@@ -106,33 +107,42 @@ def _check_shapes(q, kv: KV) -> None:
                 f"{name} has {x.stride(2)} elements between two tokens, and the kernels support fewer than {MAX_TOKEN_STRIDE}. "
                 "Call .contiguous() on it first."
             )
-    if kv.form is not PLAIN:
-        _check_form(q, kv)
 
 
 def check_widths(q, kv: KV) -> None:
     """Refuse heads wider than the kernels support. The reference supports any width, but not in place of a kernel."""
-    for what, width, most in (("head_dim", q.shape[-1], MAX_HEAD_DIM), ("the values' head_dim", kv.v.shape[-1], MAX_VALUE_DIM)):
+    value_dim = kv.sizes.value_dim
+    for what, width, most in (("head_dim", q.shape[-1], MAX_HEAD_DIM), ("the values' head_dim", value_dim, MAX_VALUE_DIM)):
         if width > most:
             raise ValueError(
                 f"{what} {width} is above {most}, the largest these kernels hold; load this model without attn_implementation."
             )
+    form, head_dim = kv.form, q.shape[-1]
+    if tables.part_d(head_dim) < head_dim and (form.parts > 1 or form.queries is not None or form.weights is not None):
+        raise ValueError(
+            f"The kernels read a head_dim of {head_dim} in pieces, and the form {form.name!r} of K and V needs whole heads, of "
+            "at most 256 dimensions. Store plain K and V, or a form that only loads."
+        )
 
 
 def _check_form(q, kv: KV) -> None:
     form = kv.form
-    if form.unpack is None and (form.load_k is not None or form.load_v is not None):
-        raise ValueError(
-            f"The form {form.name!r} of K and V has device functions but no unpack(), their equivalent in torch. Add one."
-        )
+    if is_plain(form):
+        raise ValueError(f"The form {form.name!r} of K and V has no unpack(), the equivalent of its loads in torch. Add one.")
     for name in ("scales", "centre", "pages"):
         tensor = getattr(kv, name)
-        if tensor is not None and (tensor.device != q.device or not tensor.is_contiguous()):
+        if tensor is not None and (tensor.device != q.device or (tensor.dim() and tensor.stride(-1) != 1)):
             raise ValueError(
-                f"{name} of K and V must be contiguous and on {q.device}; got strides {tensor.stride()} on {tensor.device}."
+                f"{name} of K and V must have stride(-1) == 1 and be on {q.device}; got strides {tensor.stride()} on "
+                f"{tensor.device}."
             )
     if form.check is not None:
         form.check(q, kv)
+    if form.parts not in (1, 2) or any(width % form.parts for width in kv.sizes[3:]):
+        raise ValueError(
+            f"The form {form.name!r} divides {kv.sizes.head_dim} and {kv.sizes.value_dim} dimensions of K and V into "
+            f"{form.parts} parts; it may have 1 part, or 2 equal ones."
+        )
 
 
 def _check_spans(spans, q, kv_len: int, spec: Spec, rows: bool) -> None:

@@ -1,8 +1,8 @@
 """The arguments of attention besides the queries: K and V as a cache stores them, and the static arguments.
 
 `Spec` is hashable: compiled kernels and prepared launches are cached by it. `KV` holds the tensors. A `Form` describes a storage
-format of K and V other than plain tensors (paged, quantised): device functions that load a tile, and their equivalent in PyTorch
-for the reference.
+format of K and V other than plain tensors (paged, quantised, latent): device functions that load a tile and store a token, and
+their equivalents in PyTorch.
 """
 
 from __future__ import annotations
@@ -31,13 +31,40 @@ class Spec(NamedTuple):
     dropout: float = 0.0
 
 
-class Form(NamedTuple):
-    """The storage format of K and V, and how a kernel and the reference read it.
+class Sizes(NamedTuple):
+    """The sizes of K and V for attention. The tensors of a form may have other shapes."""
 
-    load_k, load_v: Triton device functions with the arguments of tile.load_plain; None for plain tensors. unpack: their
-    equivalent in torch, KV -> (k, v), plain tensors (batch, num_kv_heads, kv_len, head_dim) in the queries' dtype. check: raises
-    ValueError or TypeError for tensors of another format; called with (q, kv). It replaces the check that q, k and v share one
-    dtype. It may depend on shapes, strides and dtypes, not on contents.
+    batch: int
+    num_kv_heads: int
+    kv_len: int
+    head_dim: int
+    value_dim: int
+
+
+def bytes_per_token(k: torch.Tensor, v: torch.Tensor) -> int:
+    """The bytes of one token of all rows of k and v, (batch, num_kv_heads, any, head_dim)."""
+    return sum(t.shape[0] * t.shape[1] * t.shape[3] * t.element_size() for t in (k, v))
+
+
+class Form(NamedTuple):
+    """The storage format of K and V, and how kernels and the reference read and write it.
+
+    On the host:
+
+    unpack: KV -> plain tensors k, v, (batch, num_kv_heads, kv_len, head_dim), in the queries' dtype; all forms but PLAIN have it.
+    check: raises ValueError or TypeError for tensors of another format; called with (q, kv). It replaces the check that q, k and
+    v share one dtype. It may depend on shapes, strides and dtypes, not on contents. sizes: KV -> `Sizes`, or these errors, since
+    it may be called before; None if the sizes are those of k and v. pack: (kv, k, v, slots) writes the tokens k and v, (batch,
+    num_kv_heads, q_len, head_dim), to `slots`, int64 (batch, q_len), except those below 0 and from kv_len on. bytes_per_token:
+    (k, v), tokens as `pack` takes them -> the bytes of one token of all rows in this form.
+
+    Triton device functions, None as for plain tensors (`device.tile` has their arguments and results):
+
+    load_k, load_v: the equivalent of `unpack` for one tile. store: that of `pack` for one token. queries: changes the queries
+    before they are multiplied with K. weights: a factor and a shift for each token, besides what load_k and load_v return.
+
+    paged: dimension 0 of k and v is the page, not the batch row. parts: 1 or 2. With 2, load_k, load_v and queries return a pair
+    of tiles, of the even and of the odd dimensions. `queries`, `weights` and parts are for a head_dim up to 256.
 
     Create a form once, at module level: prepared launches are cached by it, and a check runs once for each of them.
     """
@@ -47,6 +74,20 @@ class Form(NamedTuple):
     load_v: Any = None
     unpack: Callable[[KV], tuple[torch.Tensor, torch.Tensor]] | None = None
     check: Callable[[torch.Tensor, KV], None] | None = None
+    sizes: Callable[[KV], Sizes] | None = None
+    store: Any = None
+    pack: Callable[[KV, torch.Tensor, torch.Tensor, torch.Tensor], None] | None = None
+    bytes_per_token: Callable[[torch.Tensor, torch.Tensor], int] = bytes_per_token
+    queries: Any = None
+    weights: Any = None
+    paged: bool = False
+    parts: int = 1
+
+    @property
+    def cache_key(self) -> str:
+        """By this Triton tells forms apart in its cache of compiled kernels on disk: the code of their device functions."""
+        code = (self.load_k, self.load_v, self.store, self.queries, self.weights)
+        return str((self.paged, self.parts, *(function and function.cache_key for function in code)))
 
 
 PLAIN = Form("plain")
@@ -54,15 +95,15 @@ PLAIN = Form("plain")
 
 def is_plain(form: Form) -> bool:
     """Whether K and V of this form are plain tensors. `is PLAIN` does not work under torch.compile in torch 2.11."""
-    return form.load_k is None and form.load_v is None and form.unpack is None
+    return form.unpack is None
 
 
 class KV(NamedTuple):
     """K and V, as a layer of a cache passes them to a kernel.
 
     k, v: (batch, num_kv_heads, kv_len, head_dim), any strides with stride(-1) == 1. The head_dim of V may differ from that of K.
-    A form other than PLAIN may give the sizes another meaning. scales, centre, pages: further tensors that a form reads,
-    contiguous and on q's device.
+    A form other than PLAIN may give the sizes another meaning, except num_kv_heads. scales, centre, pages: further tensors that a
+    form reads, on q's device with stride(-1) == 1.
     """
 
     k: torch.Tensor
@@ -71,6 +112,13 @@ class KV(NamedTuple):
     scales: torch.Tensor | None = None
     centre: torch.Tensor | None = None
     pages: torch.Tensor | None = None
+
+    @property
+    def sizes(self) -> Sizes:
+        if self.form.sizes is not None:
+            return self.form.sizes(self)
+        batch, num_kv_heads, kv_len = self.k.shape[:3]
+        return Sizes(batch, num_kv_heads, kv_len, self.k.shape[-1], self.v.shape[-1])
 
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:

@@ -25,7 +25,7 @@ import triton.language as tl
 from ..decode.rotate import rotate
 from ..device.attend import attend
 from ..device.merge import merge_rows, store_packed, store_partial
-from ..device.tile import aligned_strides
+from ..device.tile import aligned_strides, kv_of
 from ..device.visibility import key_bounds, packed_rows
 from ..host import gpu, launch, tables
 from ..host.overlap import early, let_next_begin, wait_for_inputs
@@ -75,8 +75,7 @@ def lean_kernel(
     BLOCK_B: tl.constexpr,
     MIN_TILES: tl.constexpr,
     C: tl.constexpr,
-    LOAD_K: tl.constexpr,
-    LOAD_V: tl.constexpr,
+    FORM: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Stores the rows that one program computes alone in Out, and partials of the others in two workspace slots per program."""
@@ -100,8 +99,8 @@ def lean_kernel(
     BLOCK_N: tl.constexpr = C.BLOCK_N
     BLOCK_M: tl.constexpr = C.BLOCK_M
     offs_v = tl.arange(0, C.BLOCK_DV)[None, :]
-    stride_kb, stride_kh, stride_kn = aligned_strides(stride_kb, stride_kh, stride_kn, C.ALIGN)
-    stride_vb, stride_vh, stride_vn = aligned_strides(stride_vb, stride_vh, stride_vn, C.ALIGN)
+    k_strides = aligned_strides(stride_kb, stride_kh, stride_kn, C.ALIGN)
+    v_strides = aligned_strides(stride_vb, stride_vh, stride_vn, C.ALIGN)
 
     while t < t_stop:
         # Tile t: its row, its KV head, and its index in the head.
@@ -139,13 +138,11 @@ def lean_kernel(
             stop = tl.maximum(tl.minimum(stop, (bounds[3] - lo + BLOCK_N - 1) // BLOCK_N), start)
             stop = tl.where(block * BLOCK_M < q_len * GROUP, stop, start)
         kv_head_64 = kv_head.to(tl.int64)
-        k_base = K + row * stride_kb + kv_head_64 * stride_kh
-        v_base = V + row * stride_vb + kv_head_64 * stride_vh
-        kv = (k_base, v_base, stride_kn, stride_vn, (row, kv_head_64, kv_heads, kv_len), (Scales, Centre, Pages))
+        kv = kv_of(K, V, k_strides, v_strides, (row, kv_head_64, kv_heads, kv_len), (Scales, Centre, Pages), FORM)
         acc, m, l = attend(
             (Q, row * stride_qb + (kv_head_64 * GROUP + group_head) * stride_qh + q_index * stride_qm),
             kv, span_ptr, (bounds[0], bounds[1], lo, hi, bounds[4], bounds[5], bounds[6]), (start, stop), (scale_log2, cap_log2),
-            (SinkQuery, sink_lo, sink_hi, tile_start == 0, positions, C.SINKS + window - 1), C, LOAD_K, LOAD_V,
+            (SinkQuery, sink_lo, sink_hi, tile_start == 0, positions, C.SINKS + window - 1), C, FORM,
         )  # fmt: skip
         if tile_stop - tile_start == head_tiles:
             store_packed(acc, m, l, Out, Lse, SinkLogits, row, kv_head, kv_heads, rows, offs_v, q_len, C)
@@ -239,7 +236,7 @@ def lean(
     sink_query = q if inv_freq is None else inv_freq
     if many_rows and inv_freq is not None:
         sink_query = rotate(
-            q, kv.k.shape[2], spans, inv_freq, window=spec.window, sinks=spec.sinks, interleaved=spec.interleaved
+            q, kv.sizes.kv_len, spans, inv_freq, window=spec.window, sinks=spec.sinks, interleaved=spec.interleaved
         )  # fmt: skip
     return plan.run(q, kv, spec, spans, sink_logits, sink_query, return_lse)
 
@@ -297,4 +294,4 @@ def stream_k(call: Call, config: tables.Config) -> Plan:
     launches = launch.Launch(
         lean_kernel, (programs,), merge, **arguments | schedule, num_warps=config.num_warps, num_stages=config.num_stages
     )
-    return Plan(launches, 2 * programs * workspace_m * (call.block_dv + 2))
+    return Plan(launches, 2 * programs * workspace_m * (call.block_dv + 2), call.value_dim)

@@ -58,9 +58,8 @@ class Call:
         checks.check_widths(q, kv)
         if spec.dropout:
             checks.check_trained_widths(q, kv)
-        batch, num_heads, q_len, head_dim = q.shape
-        _, num_kv_heads, kv_len, value_dim = kv.v.shape
-        sizes = (batch, num_heads, num_kv_heads, q_len, kv_len, head_dim, value_dim)
+        batch, num_kv_heads, kv_len, head_dim, value_dim = kv.sizes
+        sizes = (batch, q.shape[1], num_kv_heads, q.shape[2], kv_len, head_dim, value_dim)
         return cls(tensors, form, spec, return_lse, scale, *sizes)
 
     @property
@@ -143,7 +142,7 @@ class Call:
         )
 
     def arguments(self) -> dict[str, Any]:
-        """Strides, lengths, scales, and the device functions that load K and V, by the names of the kernels' arguments."""
+        """Strides, lengths, scales, and the form of K and V, by the names of the kernels' arguments."""
         q, k, v = self.tensors[:3]
         named: dict[str, Any] = {"stride_sb": 0 if self.spans is None else self.spans.stride(0)}
         for letter, tensor in (("q", q), ("k", k), ("v", v)):
@@ -157,8 +156,7 @@ class Call:
             "window": self.window,
             "scale_log2": scale_log2,
             "cap_log2": cap_log2,
-            "LOAD_K": self.form.load_k or load_plain,
-            "LOAD_V": self.form.load_v or load_plain,
+            "FORM": self.form._replace(load_k=self.form.load_k or load_plain, load_v=self.form.load_v or load_plain),
         }
 
     def dropout(self) -> dict[str, Any]:
@@ -172,18 +170,19 @@ class Call:
 
 
 class Plan(NamedTuple):
-    """The launches of a decode kernel, attention and the merge of its partials if it stores any, and the number of floats in the
-    workspace between them."""
+    """The launches of a decode kernel, attention and the merge of its partials if it stores any, the number of floats in the
+    workspace between them, and the head_dim of the values."""
 
     launches: launch.Launch
     workspace_size: int
+    value_dim: int
 
     def run(self, q, kv: KV, spec: Spec, spans, sink_logits, sink_query, return_lse: bool):
         """The result of these launches, for tensors like those that they were prepared for.
 
         sink_query: the queries that score sinks, or the frequencies with which the kernel re-rotates them.
         """
-        out, lse = checks.empty_outputs(q, kv.v.shape[3], return_lse)
+        out, lse = checks.empty_outputs(q, self.value_dim, return_lse)
         workspace = torch.empty(self.workspace_size, device=q.device, dtype=torch.float32) if self.workspace_size else None
         self.launches(
             q,

@@ -18,7 +18,7 @@ from ..decode.rotate import rotate
 from ..device.attend import attend
 from ..device.dropout import aligned
 from ..device.online import finalize
-from ..device.tile import aligned_strides
+from ..device.tile import aligned_strides, kv_of
 from ..device.visibility import key_bounds
 from ..host import launch, tables
 from ..spec import KV, Form, Spec
@@ -58,8 +58,7 @@ def prefill_kernel(
     drop_below,
     keep_scale,
     C: tl.constexpr,
-    LOAD_K: tl.constexpr,
-    LOAD_V: tl.constexpr,
+    FORM: tl.constexpr,
 ):
     BLOCK_M: tl.constexpr = C.BLOCK_M
     VALUE_DIM: tl.constexpr = C.VALUE_DIM
@@ -76,11 +75,9 @@ def prefill_kernel(
     offs_v = tl.arange(0, C.BLOCK_DV)
     v_mask = offs_v[None, :] < VALUE_DIM
     kv_head = (head // C.GROUP).to(tl.int64)
-    stride_kb, stride_kh, stride_kn = aligned_strides(stride_kb, stride_kh, stride_kn, C.ALIGN)
-    stride_vb, stride_vh, stride_vn = aligned_strides(stride_vb, stride_vh, stride_vn, C.ALIGN)
-    k_base = K + row * stride_kb + kv_head * stride_kh
-    v_base = V + row * stride_vb + kv_head * stride_vh
-    kv = (k_base, v_base, stride_kn, stride_vn, (row, kv_head, num_heads // C.GROUP, kv_len), (Scales, Centre, Pages))
+    k_strides = aligned_strides(stride_kb, stride_kh, stride_kn, C.ALIGN)
+    v_strides = aligned_strides(stride_vb, stride_vh, stride_vn, C.ALIGN)
+    kv = kv_of(K, V, k_strides, v_strides, (row, kv_head, num_heads // C.GROUP, kv_len), (Scales, Centre, Pages), FORM)
     dropout = None
     first_key = bounds[2]
     if C.DROPOUT:
@@ -89,7 +86,7 @@ def prefill_kernel(
     acc, m, l = attend(
         (Q, row * stride_qb + head.to(tl.int64) * stride_qh + offs_m.to(tl.int64) * stride_qm),
         kv, span_ptr, bounds, (0, tl.cdiv(bounds[3] - first_key, C.BLOCK_N)), (scale_log2, cap_log2),
-        (QSinks, sink_lo, sink_hi, True, 0, 0), C, LOAD_K, LOAD_V, dropout,
+        (QSinks, sink_lo, sink_hi, True, 0, 0), C, FORM, dropout,
     )  # fmt: skip
     if C.DROPOUT:
         acc *= keep_scale
@@ -116,12 +113,12 @@ def prefill(
     if inv_freq is not None and 0 in q.stride():
         q = q.contiguous()  # expanded queries share memory, and their re-rotated copies differ
     start = _prepare((q, *kv.tensors, spans, sink_logits, inv_freq, seed), kv.form, spec, return_lse)
-    q_sinks = q
+    q_sinks, sizes = q, kv.sizes
     if inv_freq is not None:
         q_sinks = rotate(
-            q, kv.k.shape[2], spans, inv_freq, window=spec.window, sinks=spec.sinks, interleaved=spec.interleaved
+            q, sizes.kv_len, spans, inv_freq, window=spec.window, sinks=spec.sinks, interleaved=spec.interleaved
         )  # fmt: skip
-    out, lse = checks.empty_outputs(q, kv.v.shape[3], return_lse)
+    out, lse = checks.empty_outputs(q, sizes.value_dim, return_lse)
     start(
         q,
         *kv.tensors,

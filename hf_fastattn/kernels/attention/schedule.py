@@ -191,7 +191,7 @@ def splits_of(q: torch.Tensor, kv: KV, spec: Spec, pack: int, columns: int) -> t
     of the buffers of K and V.
     """
     batch, num_heads, q_len, _ = q.shape
-    kv_heads, kv_len = kv.k.shape[1], kv.k.shape[2]
+    _, kv_heads, kv_len, _, _ = kv.sizes
     blocks = batch * kv_heads * triton.cdiv(num_heads // kv_heads, pack) * triton.cdiv(q_len * pack, ROWS)
     # The keys that every block visits. Those that only later queries see are balanced by the order of blocks.
     keys = max(kv_len - q_len, 0) if spec.causal else kv_len
@@ -226,13 +226,14 @@ def pays(q: torch.Tensor, kv: KV, spec: Spec) -> bool:
     The result is False if blocks of many rows need more registers than there are.
     """
     batch, num_heads, q_len, head_dim = q.shape
-    kv_heads = max(kv.k.shape[1], 1)
+    sizes = kv.sizes
+    kv_heads = max(sizes.num_kv_heads, 1)
     rows = q_len * num_heads // kv_heads
-    arch, width = gpu.arch(q.device), max(head_dim, kv.v.shape[3])
+    arch, width = gpu.arch(q.device), max(head_dim, sizes.value_dim)
     if arch == 0 or q.dtype.itemsize > 2 or rows == 0 or width > (128 if spec.sinks and arch < 90 else 256):
         return False
     config, sms = tables.many_rows(q.device, q.dtype, width, rows, spec.sinks > 0), gpu.num_sms(q.device)
-    keys = visible_keys(kv.k.shape[2], q_len, spec)
+    keys = visible_keys(sizes.kv_len, q_len, spec)
     _, cost = team_size(triton.cdiv(rows, config.BLOCK_M), config.BLOCK_M, config.programs_per_sm * sms)
     stream_k = batch * kv_heads * keys * cost / sms + MERGE
     alone = triton.cdiv(batch * num_heads * triton.cdiv(q_len, ROWS), sms) * ROWS * keys
@@ -260,9 +261,10 @@ def brief(device: torch.device, dtype: torch.dtype, head_dim: int, rows: int, he
 def is_brief(q: torch.Tensor, kv: KV, spec: Spec) -> bool:
     """Whether `brief` has a configuration for these tensors."""
     batch, num_heads, q_len, head_dim = q.shape
-    kv_heads = max(kv.k.shape[1], 1)
-    rows, width = q_len * num_heads // kv_heads, max(head_dim, kv.v.shape[3])
-    return brief(q.device, q.dtype, width, rows, batch * kv_heads, visible_keys(kv.k.shape[2], q_len, spec)) is not None
+    sizes = kv.sizes
+    kv_heads = max(sizes.num_kv_heads, 1)
+    rows, width = q_len * num_heads // kv_heads, max(head_dim, sizes.value_dim)
+    return brief(q.device, q.dtype, width, rows, batch * kv_heads, visible_keys(sizes.kv_len, q_len, spec)) is not None
 
 
 def choose(

@@ -20,7 +20,7 @@ import triton.language as tl
 from .. import checks
 from ..device.attend import attend
 from ..device.merge import merge_rows, store_packed, store_partial
-from ..device.tile import aligned_strides
+from ..device.tile import aligned_strides, kv_of
 from ..device.visibility import key_bounds, packed_rows
 from ..host import gpu, launch, tables
 from ..host.overlap import early, let_next_begin, wait_for_inputs
@@ -60,8 +60,7 @@ def split_kv_kernel(
     scale_log2,
     cap_log2,
     C: tl.constexpr,
-    LOAD_K: tl.constexpr,
-    LOAD_V: tl.constexpr,
+    FORM: tl.constexpr,
     COMBINE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -93,16 +92,14 @@ def split_kv_kernel(
     tiles = tl.cdiv(bounds[3] - bounds[2], C.BLOCK_N)
 
     offs_v = tl.arange(0, C.BLOCK_DV)
-    stride_kb, stride_kh, stride_kn = aligned_strides(stride_kb, stride_kh, stride_kn, C.ALIGN)
-    stride_vb, stride_vh, stride_vn = aligned_strides(stride_vb, stride_vh, stride_vn, C.ALIGN)
-    k_base = K + row * stride_kb + kv_head * stride_kh
-    v_base = V + row * stride_vb + kv_head * stride_vh
-    kv = (k_base, v_base, stride_kn, stride_vn, (row, kv_head, kv_heads, kv_len), (Scales, Centre, Pages))
+    k_strides = aligned_strides(stride_kb, stride_kh, stride_kn, C.ALIGN)
+    v_strides = aligned_strides(stride_vb, stride_vh, stride_vn, C.ALIGN)
+    kv = kv_of(K, V, k_strides, v_strides, (row, kv_head, kv_heads, kv_len), (Scales, Centre, Pages), FORM)
     tile_start, tile_stop = split * tiles // splits, (split + 1) * tiles // splits
     acc, m, l = attend(
         (Q, row * stride_qb + (kv_head * GROUP + group_head) * stride_qh + q_index * stride_qm),
         kv, span_ptr, bounds, (tile_start, tile_stop), (scale_log2, cap_log2),
-        (SinkQuery, sink_lo, sink_hi, split == 0, positions, last_position), C, LOAD_K, LOAD_V,
+        (SinkQuery, sink_lo, sink_hi, split == 0, positions, last_position), C, FORM,
     )  # fmt: skip
     if COMBINE:
         slot = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * splits + split
@@ -216,4 +213,4 @@ def fixed_splits(call: Call, config: tables.Config, splits: int | None) -> Plan:
         num_stages=config.num_stages,
         **call.registers(config),
     )
-    return Plan(launches, 0 if merge is None else acc_size + slots * constants.WORKSPACE_M * 2)
+    return Plan(launches, 0 if merge is None else acc_size + slots * constants.WORKSPACE_M * 2, call.value_dim)

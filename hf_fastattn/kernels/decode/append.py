@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -20,6 +21,7 @@ except ImportError:  # CPU tensors need no Triton
 
 from .. import INTERPRETED
 from ..host import gpu, launch, tables
+from ..spec import KV, Form, is_plain
 
 
 class _Thread(threading.local):
@@ -29,28 +31,37 @@ class _Thread(threading.local):
 thread = _Thread()
 
 
-def append(
-    keys: torch.Tensor, values: torch.Tensor, new_keys: torch.Tensor, new_values: torch.Tensor, slot: torch.Tensor
-) -> None:
-    """Write new_keys and new_values, (batch, num_kv_heads, q_len, head_dim), from `slot` of keys and values on.
+def append(kv: KV, new_keys: torch.Tensor, new_values: torch.Tensor, slot: torch.Tensor) -> None:
+    """Write new_keys and new_values, (batch, num_kv_heads, q_len, head_dim), from `slot` of kv on.
 
-    keys, values: (batch, num_kv_heads, N, head_dim). All four have any strides with stride(-1) == 1. slot: int64, on the same
-    device, (1,) for all rows or (batch,), or (1, q_len), contiguous, with that of each token. A token whose slot is below 0, or N
-    or more, is not written.
+    Plain k and v are (batch, num_kv_heads, N, head_dim); kv of another form needs its `store` and `pack`. Both and the new ones
+    have any strides with stride(-1) == 1. slot: int64, on the same device, (1,) for all rows or (batch,), or (1, q_len),
+    contiguous, with that of each token. A token whose slot is below 0, or N or more, is not written.
     """
-    if triton is None or torch.compiler.is_compiling() or not (INTERPRETED or gpu.on_gpu(keys.device)):
-        _append_torch(keys, values, new_keys, new_values, slot)
+    form = kv.form
+    if not is_plain(form) and (form.store is None or form.pack is None):
+        raise ValueError(
+            f"Tokens cannot be appended to K and V of the form {form.name!r}: it has no store() and pack(), which write them. "
+            "Add both to it, or append to plain tensors."
+        )
+    if triton is None or torch.compiler.is_compiling() or not (INTERPRETED or gpu.on_gpu(kv.k.device)):
+        if form.pack is None:
+            _append_torch(kv.k, kv.v, new_keys, new_values, slot)
+            return
+        slots = slot if slot.dim() == 2 else slot[:, None] + torch.arange(new_keys.shape[2], device=slot.device)
+        form.pack(kv, new_keys, new_values, slots.expand(len(new_keys), -1))
         return
-    tensors = (keys, values, new_keys, new_values, slot)
-    if thread.instead is not None and thread.instead(*tensors):
+    if thread.instead is not None and thread.instead(kv, new_keys, new_values, slot):
         return
-    _prepare(tensors)(*tensors)
+    tensors = (*kv.tensors, new_keys, new_values, slot)
+    _prepare(tensors, form)(*tensors)
 
 
 @launch.remember
-def _prepare(tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]) -> launch.Launch:
-    keys, values, new_keys, new_values, slot = tensors
-    batch, heads, capacity, head_dim = keys.shape
+def _prepare(tensors: tuple[torch.Tensor | None, ...], form: Form) -> launch.Launch:
+    given: Any = tensors  # the tensors of a KV; new_keys, new_values, slot
+    keys, values, scales, centre, pages, new_keys, new_values, slot = given
+    batch, heads, capacity, head_dim, value_dim = KV(keys, values, form, scales, centre, pages).sizes
     laid_out = (("k", keys, "bhn"), ("v", values, "bhn"), ("nk", new_keys, "bhn"), ("nv", new_values, "bhn"))
     return launch.Launch(
         append_kernel,
@@ -61,11 +72,13 @@ def _prepare(tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tens
         capacity=capacity,
         EACH=slot.dim() == 2,
         K_DIM=head_dim,
-        V_DIM=values.shape[3],
-        BLOCK_D=tables.block_d(max(head_dim, values.shape[3])),
+        V_DIM=value_dim,
+        BLOCK_D=tables.block_d(max(head_dim, value_dim)),
         ALIGN=tables.alignment(keys, values, new_keys, new_values),
+        FORM=form,
         **early(keys.device),
         num_warps=1,
+        enable_fp_fusion=False,  # as in rope.py, so that a form stores the same bits
     )
 
 
@@ -89,13 +102,16 @@ def _append_torch(
 
 
 if triton is not None:
-    from ..device.tile import aligned_strides
+    from ..device.tile import aligned_strides, head_of
     from ..host.overlap import early, let_next_begin, wait_for_inputs
 
     @triton.jit(do_not_specialize=["stride_slot", "heads", "capacity"])
     def append_kernel(
         K,
         V,
+        Scales,
+        Centre,
+        Pages,
         NewK,
         NewV,
         Slot,
@@ -119,13 +135,13 @@ if triton is not None:
         V_DIM: tl.constexpr,
         BLOCK_D: tl.constexpr,
         ALIGN: tl.constexpr,
+        FORM: tl.constexpr,
         EARLY: tl.constexpr,
     ):
         """One program per row and head, and token."""
         wait_for_inputs(EARLY)
         let_next_begin(EARLY)
-        stride_kb, stride_kh, stride_kn = aligned_strides(stride_kb, stride_kh, stride_kn, ALIGN)
-        stride_vb, stride_vh, stride_vn = aligned_strides(stride_vb, stride_vh, stride_vn, ALIGN)
+        strides = aligned_strides(stride_kb, stride_kh, stride_kn, ALIGN), aligned_strides(stride_vb, stride_vh, stride_vn, ALIGN)
         stride_nkb, stride_nkh, stride_nkn = aligned_strides(stride_nkb, stride_nkh, stride_nkn, ALIGN)
         stride_nvb, stride_nvh, stride_nvn = aligned_strides(stride_nvb, stride_nvh, stride_nvn, ALIGN)
         row = (tl.program_id(0) // heads).to(tl.int64)
@@ -138,5 +154,16 @@ if triton is not None:
         v_dim = tl.where(inside, V_DIM, 0)
         k = tl.load(NewK + row * stride_nkb + head * stride_nkh + token * stride_nkn + offs_d, mask=offs_d < K_DIM)
         v = tl.load(NewV + row * stride_nvb + head * stride_nvh + token * stride_nvn + offs_d, mask=offs_d < V_DIM)
-        tl.store(K + row * stride_kb + head * stride_kh + slot * stride_kn + offs_d, k, mask=offs_d < k_dim)
-        tl.store(V + row * stride_vb + head * stride_vh + slot * stride_vn + offs_d, v, mask=offs_d < v_dim)
+        indices = (row, head, heads, capacity)
+        bases = head_of(K, strides[0], indices, FORM), head_of(V, strides[1], indices, FORM)
+        if FORM.store is None:
+            tl.store(bases[0] + slot * strides[0][2] + offs_d, k, mask=offs_d < k_dim)
+            tl.store(bases[1] + slot * strides[1][2] + offs_d, v, mask=offs_d < v_dim)
+        else:
+            k, v = tl.where(offs_d < K_DIM, k, 0.0)[None, :], tl.where(offs_d < V_DIM, v, 0.0)[None, :]
+            one = tl.zeros([1, 1], tl.int64)
+            bases = bases[0] + one, bases[1] + one
+            FORM.store(
+                k, v, bases, strides, slot, one < k_dim, (row, head + one, heads, capacity), (Scales, Centre, Pages),
+                K_DIM, V_DIM,
+            )  # fmt: skip

@@ -21,9 +21,10 @@ import triton
 import triton.language as tl
 
 from ..checks import DTYPES
-from ..device.tile import aligned_strides
+from ..device.tile import aligned_strides, head_of
 from ..host import launch, tables
 from ..host.overlap import early, let_next_begin, wait_for_inputs
+from ..spec import KV, PLAIN, Form
 from .rms_norm import moments, scaled
 
 BLOCK_H = 8  # heads that a program rotates after one load of the cosines of their token
@@ -43,6 +44,9 @@ def rope_kernel(
     OutK,
     Keys,
     Values,
+    Scales,
+    Centre,
+    Pages,
     NewV,
     Slot,
     stride_qb,
@@ -87,6 +91,7 @@ def rope_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_H: tl.constexpr,
     ALIGN: tl.constexpr,
+    FORM: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """One program per token and block of heads; the heads of K follow those of Q. WeightQ, ...: None without norms.
@@ -97,8 +102,8 @@ def rope_kernel(
     stride_kb, stride_kh, stride_km = aligned_strides(stride_kb, stride_kh, stride_km, ALIGN)
     stride_oqb, stride_oqh, stride_oqm = aligned_strides(stride_oqb, stride_oqh, stride_oqm, ALIGN)
     stride_okb, stride_okh, stride_okm = aligned_strides(stride_okb, stride_okh, stride_okm, ALIGN)
-    stride_keysb, stride_keysh, stride_keysm = aligned_strides(stride_keysb, stride_keysh, stride_keysm, ALIGN)
-    stride_valuesb, stride_valuesh, stride_valuesm = aligned_strides(stride_valuesb, stride_valuesh, stride_valuesm, ALIGN)
+    keys_strides = aligned_strides(stride_keysb, stride_keysh, stride_keysm, ALIGN)
+    values_strides = aligned_strides(stride_valuesb, stride_valuesh, stride_valuesm, ALIGN)
     stride_nvb, stride_nvh, stride_nvm = aligned_strides(stride_nvb, stride_nvh, stride_nvm, ALIGN)
     row = (tl.program_id(0) // tokens).to(tl.int64)
     token = (tl.program_id(0) % tokens).to(tl.int64)
@@ -156,10 +161,17 @@ def rope_kernel(
         inside = (slot >= 0) & (slot < capacity)
         k_dim = tl.where(inside, HEAD_DIM, 0)
         v_dim = tl.where(inside, V_DIM, 0)
-        k_ptrs = Keys + row * stride_keysb + kv_head * stride_keysh + slot * stride_keysm
-        v_ptrs = Values + row * stride_valuesb + kv_head * stride_valuesh + slot * stride_valuesm
-        tl.store(k_ptrs + offs, out, mask=of_k & (offs < k_dim))
-        tl.store(v_ptrs + offs, v, mask=of_k & (offs < v_dim))
+        indices = (row, kv_head, kv_heads, capacity)
+        bases = head_of(Keys, keys_strides, indices, FORM), head_of(Values, values_strides, indices, FORM)
+        if FORM.store is None:
+            tl.store(bases[0] + slot * keys_strides[2] + offs, out, mask=of_k & (offs < k_dim))
+            tl.store(bases[1] + slot * values_strides[2] + offs, v, mask=of_k & (offs < v_dim))
+        else:
+            out, v = tl.where(of_k & d_mask, out, 0.0), tl.where(of_k & (offs < V_DIM), v, 0.0)
+            FORM.store(
+                out, v, bases, (keys_strides, values_strides), slot, of_k & (0 * head < k_dim), indices, (Scales, Centre, Pages),
+                HEAD_DIM, V_DIM,
+            )  # fmt: skip
 
 
 def why_not(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, doubled: bool = False) -> str | None:
@@ -237,7 +249,7 @@ class Normed(NamedTuple):
 
 
 Options = tuple[bool, bool, bool, bool, bool]
-NOT_APPENDED = (None, None, None, None)
+NOT_APPENDED = (None,) * 7
 
 
 class Rotation(NamedTuple):
@@ -263,10 +275,10 @@ class Rotation(NamedTuple):
         computed = any(t is not None and t.untyped_storage().data_ptr() == read for t in (*self.out, *self.inputs[6:]))
         return same and not computed and k.dtype == new_keys.dtype and new_values.shape[-1] <= k.shape[-1]
 
-    def launch(self, *appended: torch.Tensor) -> None:
-        """Rotate. appended: keys, values, new_values and slot of append.append, to append new_values and the rotated k too."""
-        others = appended or NOT_APPENDED
-        start = _prepare((self.q, self.k, *self.inputs[2:6], *others), *self.options)
+    def launch(self, kv: KV | None = None, *new: torch.Tensor) -> None:
+        """Rotate. kv, new: kv, new_values and slot of append.append, to append new_values and the rotated k too."""
+        others = NOT_APPENDED if kv is None else (*kv.tensors, *new)
+        start = _prepare((self.q, self.k, *self.inputs[2:6], *others), PLAIN if kv is None else kv.form, *self.options)
         assert start is not None
         start(*self.inputs, *self.out, *others)
 
@@ -287,26 +299,28 @@ def rotation(
             return None
         inputs = (of_q.x, of_k.x, cos, sin, of_q.weight, of_k.weight, of_q.out, of_k.out)
         eps, norm = of_q.eps, of_q.options
-    if _prepare((q, k, *inputs[2:6], *NOT_APPENDED), options, eps, norm) is None:
+    if _prepare((q, k, *inputs[2:6], *NOT_APPENDED), PLAIN, options, eps, norm) is None:
         return None
     return Rotation(q, k, inputs, (torch.empty_like(q), torch.empty_like(k)), (options, eps, norm))
 
 
 @launch.remember
 def _prepare(
-    tensors: tuple[torch.Tensor | None, ...], options: Options, eps: float, norm: tuple[bool, bool, str]
+    tensors: tuple[torch.Tensor | None, ...], form: Form, options: Options, eps: float, norm: tuple[bool, bool, str]
 ) -> launch.Launch | None:
     given: Any = tensors  # q, k, cos, sin; then the weights of norms, and what append() takes besides k, or None
-    q, k, cos, sin, _, _, keys, values, new_values, slot = given
+    q, k, cos, sin, _, _, *appended, new_values, slot = given
     interleaved, apart, of_pair, doubled, late = options
     if why_not(q, k, cos, sin, doubled):
         return None
-    if keys is None:
-        keys = values = new_values = k  # not read
+    if slot is None:
+        appended, new_values = (k, k), k  # not read
+    kv = KV(appended[0], appended[1], form, *appended[2:])
+    sizes = kv.sizes
     batch, num_heads, tokens, head_dim = q.shape
     kv_heads = k.shape[1]
     laid_out = {"q": q, "k": k, "oq": torch.empty_like(q), "ok": torch.empty_like(k)}
-    laid_out |= {"keys": keys, "values": values, "nv": new_values}
+    laid_out |= {"keys": kv.k, "values": kv.v, "nv": new_values}
     return launch.Launch(
         rope_kernel,
         (batch * tokens, triton.cdiv(num_heads + kv_heads, BLOCK_H)),
@@ -314,13 +328,13 @@ def _prepare(
         stride_cb=cos.stride(0) if cos.shape[0] > 1 else 0,
         stride_cm=cos.stride(1),
         stride_slot=0 if slot is None or slot.shape[0] == 1 else slot.stride(0),
-        capacity=keys.shape[2],
+        capacity=sizes.kv_len,
         num_heads=num_heads,
         kv_heads=kv_heads,
         tokens=tokens,
         eps=eps,
         HEAD_DIM=head_dim,
-        V_DIM=values.shape[3],
+        V_DIM=sizes.value_dim,
         WIDTH=cos.shape[-1] * (1 + doubled),
         INTERLEAVED=interleaved,
         APART=apart,
@@ -332,6 +346,7 @@ def _prepare(
         BLOCK_D=triton.next_power_of_2(head_dim),
         BLOCK_H=BLOCK_H,
         ALIGN=tables.alignment(*laid_out.values()),
+        FORM=form,
         **early(q.device),
         num_warps=2,
         enable_fp_fusion=False,  # the model rounds the product before it adds it

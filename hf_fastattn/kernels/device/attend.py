@@ -7,6 +7,7 @@ from ..spans import DROPPED
 from .dropout import aligned, kept
 from .online import masked_step, scores_of, softmax_step
 from .rerotate import partners, rerotate
+from .tile import load_tile, queries_of
 from .wide import SINK_BLOCK, attend_wide
 
 
@@ -14,17 +15,15 @@ from .wide import SINK_BLOCK, attend_wide
 def attend(
     queries, kv, span_ptr, bounds, tiles, scales, sinks,
     C: tl.constexpr,
-    LOAD_K: tl.constexpr,
-    LOAD_V: tl.constexpr,
+    FORM: tl.constexpr,
     dropout=None,
 ):  # fmt: skip
     """Online softmax of a block of rows over the tiles [tile_start, tile_stop) of the keys [lo, hi). Returns (acc, m, l), m in
     base 2; (0, -inf, 0) for a row that sees no key.
 
-    queries: (Q, q_rows [BLOCK_M], the offset of each row). kv: (k_base, v_base, stride_kn, stride_vn, indices, extra), k_base and
-    v_base at slot 0 of the KV head, the others as in `tile.load_plain`, whose signature LOAD_K and LOAD_V have. bounds: see
-    `visibility.key_bounds`. tiles: (tile_start, tile_stop); tile t begins at key lo + t * BLOCK_N. scales: (scale_log2,
-    cap_log2). sinks: (SinkQuery, sink_lo, sink_hi [BLOCK_M], takes_sinks, positions [BLOCK_M or 1], last_position).
+    queries: (Q, q_rows [BLOCK_M], the offset of each row). kv: see `tile.kv_of`. bounds: see `visibility.key_bounds`. tiles:
+    (tile_start, tile_stop); tile t begins at key lo + t * BLOCK_N. scales: (scale_log2, cap_log2). sinks: (SinkQuery, sink_lo,
+    sink_hi [BLOCK_M], takes_sinks, positions [BLOCK_M or 1], last_position).
 
     With SINKS, the one program of these rows with takes_sinks also processes the sinks, the slots from sink_lo to sink_hi of each
     row. Without PAIRS, the queries that score them are at SinkQuery + q_rows. With PAIRS, they are the queries at Q, re-rotated
@@ -34,17 +33,16 @@ def attend(
     without sinks. Tiles then begin at `aligned(lo)` instead of lo. The caller scales acc.
     """
     if C.HEAD_DIM > C.BLOCK_D:
-        return attend_wide(queries, kv, span_ptr, bounds, tiles, scales, sinks, C, LOAD_K, LOAD_V)
+        return attend_wide(queries, kv, span_ptr, bounds, tiles, scales, sinks, C, FORM)
     else:
-        return _attend(queries, kv, span_ptr, bounds, tiles, scales, sinks, C, LOAD_K, LOAD_V, dropout)
+        return _attend(queries, kv, span_ptr, bounds, tiles, scales, sinks, C, FORM, dropout)
 
 
 @triton.jit
 def _attend(
     queries, kv, span_ptr, bounds, tiles, scales, sinks,
     C: tl.constexpr,
-    LOAD_K: tl.constexpr,
-    LOAD_V: tl.constexpr,
+    FORM: tl.constexpr,
     dropout=None,
     SINK_BLOCK: tl.constexpr = SINK_BLOCK,
     DROPPED: tl.constexpr = DROPPED,
@@ -57,7 +55,6 @@ def _attend(
     loop costs more than a tile.
     """
     Q, q_rows = queries
-    k_base, v_base, stride_kn, stride_vn, indices, extra = kv
     row_lo, row_hi, lo, hi, full_lo, full_hi, holes = bounds
     tile_start, tile_stop = tiles
     SinkQuery, sink_lo, sink_hi, takes_sinks, positions, last_position = sinks
@@ -69,11 +66,14 @@ def _attend(
     BLOCK_DV: tl.constexpr = C.BLOCK_DV
     SINKS: tl.constexpr = C.SINKS
     PAIRS: tl.constexpr = C.PAIRS
+    PARTS: tl.constexpr = FORM.parts
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
     d_mask = offs_d[None, :] < HEAD_DIM
-    offs_v = tl.arange(0, BLOCK_DV)
-    v_mask = offs_v[None, :] < VALUE_DIM
+    offs_k, offs_v = tl.arange(0, BLOCK_D // PARTS), tl.arange(0, BLOCK_DV // PARTS)
+    k_mask, v_mask = offs_k[None, :] < HEAD_DIM // PARTS, offs_v[None, :] < VALUE_DIM // PARTS
+    dims = (offs_k, k_mask, offs_v, v_mask)
+    full_dims = (offs_k, None if HEAD_DIM == BLOCK_D else k_mask, offs_v, None if VALUE_DIM == BLOCK_DV else v_mask)
 
     if SINKS:
         # Loaded before the tiles and used after them, so that the loads overlap with them. A large q_sinks would take too many
@@ -81,8 +81,7 @@ def _attend(
         offs_s = tl.arange(0, SINK_BLOCK)
         sinks_stop = tl.where(takes_sinks, tl.max(sink_hi, 0), sink_lo)
         sink_mask = (sink_lo + offs_s < sinks_stop)[:, None]
-        k_sinks = LOAD_K(k_base, stride_kn, sink_lo, offs_s, offs_d, sink_mask & d_mask, indices, extra)
-        v_sinks = LOAD_V(v_base, stride_vn, sink_lo, offs_s, offs_v, sink_mask & v_mask, indices, extra)
+        k_sinks, v_sinks = load_tile(kv, sink_lo, offs_s, sink_mask, dims, FORM)
         if PAIRS:
             partner, pair, is_first = partners(offs_d, PAIRS, C.INTERLEAVED)
             rotated = offs_d < tl.where(sinks_stop > sink_lo, 2 * PAIRS, 0)
@@ -93,11 +92,11 @@ def _attend(
             q_sinks_ptrs = SinkQuery + q_rows[:, None] + offs_d[None, :]
             if BLOCK_M == 16:
                 q_sinks = tl.load(q_sinks_ptrs, mask=offs_d[None, :] < tl.where(sinks_stop > sink_lo, HEAD_DIM, 0), other=0.0)
-    q = tl.load(Q + q_rows[:, None] + offs_d[None, :], mask=d_mask, other=0.0)
+    q = queries_of(tl.load(Q + q_rows[:, None] + offs_d[None, :], mask=d_mask, other=0.0), kv, HEAD_DIM, FORM)
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    acc = (tl.zeros([BLOCK_M, BLOCK_DV // PARTS], tl.float32),) * PARTS
 
     if C.DROPOUT:
         numbers, place, queries = dropout
@@ -114,21 +113,14 @@ def _attend(
     for tile in tl.range(full_start, full_stop):
         first = lo + tile * BLOCK_N
         overlap = first - tl.minimum(first, hi - BLOCK_N) if C.FULL_TAIL else 0
-        if HEAD_DIM == BLOCK_D:
-            k = LOAD_K(k_base, stride_kn, first - overlap, offs_n, offs_d, None, indices, extra)
-        else:
-            k = LOAD_K(k_base, stride_kn, first - overlap, offs_n, offs_d, d_mask, indices, extra)
-        if VALUE_DIM == BLOCK_DV:
-            v = LOAD_V(v_base, stride_vn, first - overlap, offs_n, offs_v, None, indices, extra)
-        else:
-            v = LOAD_V(v_base, stride_vn, first - overlap, offs_n, offs_v, v_mask, indices, extra)
-        s = scores_of(q, k, scales, C.HAS_SOFTCAP, C.IEEE)
+        k, v = load_tile(kv, first - overlap, offs_n, None, full_dims, FORM)
+        s = scores_of(q, k, scales, C, FORM)
         if C.FULL_TAIL:
             s = tl.where((offs_n >= overlap)[None, :], s, float("-inf"))
         is_kept = None
         if C.DROPOUT:
             is_kept = kept(numbers, place, queries, first, BLOCK_N)
-        acc, m, l = softmax_step(s, v, acc, m, l, False, C.IEEE, is_kept)
+        acc, m, l = softmax_step(s, v, acc, m, l, False, FORM, is_kept)
 
     n_before = full_start - tile_start
     words_stop = tl.where(holes, hi, lo)  # without holes no words of the bit mask are read
@@ -141,10 +133,9 @@ def _attend(
             if C.DROPOUT:
                 kv_mask = kv_mask & (first + offs_n >= first_live)[:, None]
                 is_kept = kept(numbers, place, queries, first, BLOCK_N)
-            k = LOAD_K(k_base, stride_kn, first, offs_n, offs_d, kv_mask & d_mask, indices, extra)
-            v = LOAD_V(v_base, stride_vn, first, offs_n, offs_v, kv_mask & v_mask, indices, extra)
-            s = scores_of(q, k, scales, C.HAS_SOFTCAP, C.IEEE)
-            acc, m, l = masked_step(s, v, first + offs_n, span_ptr, words_stop, row_lo, row_hi, acc, m, l, C, is_kept)
+            k, v = load_tile(kv, first, offs_n, kv_mask, dims, FORM)
+            s = scores_of(q, k, scales, C, FORM)
+            acc, m, l = masked_step(s, v, first + offs_n, span_ptr, words_stop, row_lo, row_hi, acc, m, l, C, FORM, is_kept)
 
     if SINKS:  # noqa: SIM102 (a constant; the next condition is not)
         if sinks_stop > sink_lo:
@@ -154,14 +145,17 @@ def _attend(
                 q_sinks = rerotate(x, y, positions[:, None], inv_freq[None, :], is_first[None, :], last_position).to(x.dtype)
             elif BLOCK_M != 16:
                 q_sinks = tl.load(q_sinks_ptrs, mask=d_mask, other=0.0)
+            q = queries_of(q_sinks, kv, HEAD_DIM, FORM)
             words_stop = tl.where(holes, sinks_stop, sink_lo)
             first_slot = tl.zeros_like(sink_hi)
             for i in tl.range(0, tl.cdiv(SINKS, SINK_BLOCK), num_stages=1):
                 first = sink_lo + i * SINK_BLOCK
                 if i > 0:
                     further = (first + offs_s < sinks_stop)[:, None]
-                    k_sinks = LOAD_K(k_base, stride_kn, first, offs_s, offs_d, further & d_mask, indices, extra)
-                    v_sinks = LOAD_V(v_base, stride_vn, first, offs_s, offs_v, further & v_mask, indices, extra)
-                s = scores_of(q_sinks, k_sinks, scales, C.HAS_SOFTCAP, C.IEEE)
-                acc, m, l = masked_step(s, v_sinks, first + offs_s, span_ptr, words_stop, first_slot, sink_hi, acc, m, l, C)
-    return acc, m, l
+                    k_sinks, v_sinks = load_tile(kv, first, offs_s, further, dims, FORM)
+                s = scores_of(q, k_sinks, scales, C, FORM)
+                acc, m, l = masked_step(s, v_sinks, first + offs_s, span_ptr, words_stop, first_slot, sink_hi, acc, m, l, C, FORM)
+    if PARTS == 1:
+        return acc[0], m, l
+    else:
+        return tl.interleave(acc[0], acc[1]), m, l

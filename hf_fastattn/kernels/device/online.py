@@ -10,16 +10,24 @@ LN_2 = 0.6931471805599453
 
 
 @triton.jit
-def scores_of(q, k, scales, HAS_SOFTCAP: tl.constexpr, IEEE: tl.constexpr):
+def scores_of(queries, k, scales, C: tl.constexpr, FORM: tl.constexpr):
     """Scores in base 2 of a block of rows and a tile of keys; with a softcap c: c * tanh(s / c).
 
-    With a softcap, `scale_log2` is 2 * log2(e) * scale / c and `cap_log2` is c * log2(e): tanh(x) = 1 - 2 / (1 + e^2x).
+    queries: see `tile.queries_of`. k: see `tile.load_tile`. With a softcap, `scale_log2` is 2 * log2(e) * scale / c and
+    `cap_log2` is c * log2(e): tanh(x) = 1 - 2 / (1 + e^2x).
     """
-    if IEEE:
-        s = tl.dot(q, tl.trans(k), input_precision="ieee")
-    else:
-        s = tl.dot(q, tl.trans(k))
-    return scaled(s, scales, HAS_SOFTCAP, IEEE)
+    q, factor, shift = queries
+    s = tl.dot(q[0], tl.trans(k[0]), input_precision="ieee")
+    if FORM.parts == 2:
+        s = tl.dot(q[1], tl.trans(k[1]), s, input_precision="ieee")
+    if FORM.weights is not None:
+        s *= k[FORM.parts][None, :]
+    if FORM.queries is not None:
+        s = s * factor + shift
+    s = scaled(s, scales, C.HAS_SOFTCAP, C.IEEE)
+    if FORM.weights is not None:
+        s += k[FORM.parts + 1][None, :]
+    return s
 
 
 @triton.jit
@@ -48,10 +56,10 @@ def safe(m):
 
 
 @triton.jit
-def softmax_step(s, v, acc, m, l, MASKED: tl.constexpr, IEEE: tl.constexpr, kept=None):
+def softmax_step(s, v, acc, m, l, MASKED: tl.constexpr, FORM: tl.constexpr, kept=None):
     """(acc, m, l) after a tile of scores s in base 2 and values v. MASKED: a row may not have seen any key yet.
 
-    kept: which weights dropout keeps, None for all. l sums all weights.
+    v: see `tile.load_tile`. acc has a sum for each part. kept: which weights dropout keeps, None for all. l sums all weights.
     """
     m_new = tl.maximum(m, tl.max(s, 1))
     m_safe = m_new
@@ -59,21 +67,24 @@ def softmax_step(s, v, acc, m, l, MASKED: tl.constexpr, IEEE: tl.constexpr, kept
         m_safe = safe(m_new)
     p = tl.exp2(s - m_safe[:, None])
     alpha = tl.exp2(m - m_safe)
-    l = l * alpha + tl.sum(p, 1)
+    if FORM.weights is None:
+        l = l * alpha + tl.sum(p, 1)
+    else:  # a token that no row sees may have any scale, also NaN
+        l = l * alpha + tl.sum(tl.where(p > 0.0, p * v[FORM.parts][None, :], 0.0), 1)
     if kept is not None:
         p = tl.where(kept, p, 0.0)
-    acc = acc * alpha[:, None]
-    if IEEE:
-        acc = tl.dot(p, v, acc, input_precision="ieee")
-    else:
-        acc = tl.dot(p.to(v.dtype), v, acc)
-    return acc, m_new, l
+    sums = ()
+    for i in tl.static_range(FORM.parts):
+        before = acc[i] * alpha[:, None]
+        sums += (tl.dot(p.to(v[i].dtype), v[i], before, input_precision="ieee"),)  # type: ignore[assignment]
+    return sums, m_new, l
 
 
 @triton.jit
 def masked_step(
     s, v, offs_slot, span_ptr, words_stop, row_lo, row_hi, acc, m, l,
     C: tl.constexpr,
+    FORM: tl.constexpr,
     kept=None,
     WORDS: tl.constexpr = WORDS,
 ):  # fmt: skip
@@ -83,7 +94,7 @@ def masked_step(
         words = tl.load(span_ptr + WORDS + (offs_slot >> 5), mask=offs_slot < words_stop, other=-1)
         visible = visible & (((words >> (offs_slot & 31)) & 1) != 0)[None, :]
     s = tl.where(visible, s, float("-inf"))
-    return softmax_step(s, v, acc, m, l, True, C.IEEE, kept)
+    return softmax_step(s, v, acc, m, l, True, FORM, kept)
 
 
 @triton.jit

@@ -1,4 +1,22 @@
-"""Loading a tile of K or V from plain tensors. Another form of K and V (`spec.Form`) has functions of the same signature."""
+"""Loading a tile of K and V. A form of K and V (`spec.Form`) may have functions of its own for this, of these signatures:
+
+    load_k, load_v(base, strides, first, offs_n, offs_d, mask, indices, extra) -> tile, or a pair of tiles
+    weights(strides, slots, indices, extra) -> (factor, shift, inverse)
+    queries(q, indices, extra, HEAD_DIM) -> (q, or a pair, in the dtype of K's tiles; factor; shift)
+    store(k, v, bases, strides, slot, mask, indices, extra, HEAD_DIM, VALUE_DIM)
+
+load_k, load_v: see `load_plain`. With two parts, the half of offs_d and of the mask that belongs to one of them is given.
+
+weights: of the tokens in `slots` [slots], which may lie past the end; strides are those of K. All three results are [slots]: the
+scores of a token are multiplied by `factor`, and its values by exp2(shift). inverse is exp2(-shift). So a scale of V costs
+nothing for each element, and weights stay below 1.
+
+queries: q [rows, BLOCK_D] with 0 from HEAD_DIM on -> q as it is multiplied with K, and a factor and a shift for the products of
+each row, [rows, 1]. A centre c that is subtracted from K has the shift q c.
+
+store: one token k, v [heads, BLOCK_D] in the model's dtype, 0 outside of the widths, of the heads in mask [heads, 1]. bases,
+strides: pairs, for K and V; the KV head in `indices` is [heads, 1], and so are the bases.
+"""
 
 import triton
 import triton.language as tl
@@ -19,14 +37,63 @@ def aligned_strides(stride_b, stride_h, stride_n, ALIGN: tl.constexpr):
 
 
 @triton.jit
-def load_plain(base, stride, first, offs_n, offs_d, mask, indices, extra):
+def head_of(base, strides, indices, FORM: tl.constexpr):
+    """The pointer to slot 0 of a KV head, in page 0 if the form has pages."""
+    if not FORM.paged:
+        base += indices[0] * strides[0]
+    return base + indices[1] * strides[1]
+
+
+@triton.jit
+def kv_of(K, V, k_strides, v_strides, indices, extra, FORM: tl.constexpr):
+    """The argument `kv` of `attend`: the last four of these, which `load_plain` explains, after the bases of K and V."""
+    k_base, v_base = head_of(K, k_strides, indices, FORM), head_of(V, v_strides, indices, FORM)
+    return k_base, v_base, k_strides, v_strides, indices, extra
+
+
+@triton.jit
+def load_plain(base, strides, first, offs_n, offs_d, mask, indices, extra):
     """Load the slots first + offs_n and dimensions offs_d of one KV head, [slots, dimensions] in the queries' dtype.
 
-    base: pointer to slot 0 of the head. stride: elements between two slots. mask: 0 is returned outside of it; None: no mask.
-    indices: (batch row, KV head, num_kv_heads, kv_len). extra: (Scales, Centre, Pages), the further tensors of a form, None here.
+    base: the result of `head_of`. strides: elements between two rows (pages), heads and slots. mask: 0 is returned outside of it;
+    None: no mask. indices: (batch row, KV head, num_kv_heads, kv_len). extra: (Scales, Centre, Pages), the further tensors of a
+    form, None here.
     """
-    ptrs = base + first.to(tl.int64) * stride + (offs_n[:, None] * stride + offs_d[None, :])
+    ptrs = base + first.to(tl.int64) * strides[2] + (offs_n[:, None] * strides[2] + offs_d[None, :])
     if mask is None:
         return tl.load(ptrs)
     else:
         return tl.load(ptrs, mask=mask, other=0.0)
+
+
+@triton.jit
+def load_tile(kv, first, offs_n, slot_mask, dims, FORM: tl.constexpr):
+    """(k, v) of the slots first + offs_n: the parts of a tile. With `FORM.weights`, then factor and shift in k, inverse in v.
+
+    kv: see `kv_of`. slot_mask: [slots, 1] or None. dims: (offs_d, their mask or None, offs_v, their mask or None), of one part.
+    """
+    k_base, v_base, k_strides, v_strides, indices, extra = kv
+    offs_d, d_mask, offs_v, v_mask = dims
+    if slot_mask is not None:
+        d_mask, v_mask = slot_mask & d_mask, slot_mask & v_mask
+    k = FORM.load_k(k_base, k_strides, first, offs_n, offs_d, d_mask, indices, extra)
+    v = FORM.load_v(v_base, v_strides, first, offs_n, offs_v, v_mask, indices, extra)
+    if FORM.parts == 1:
+        k, v = (k,), (v,)
+    if FORM.weights is not None:
+        factor, shift, inverse = FORM.weights(k_strides, first + offs_n, indices, extra)
+        k += (factor, shift)
+        v += (inverse,)
+    return k, v
+
+
+@triton.jit
+def queries_of(q, kv, HEAD_DIM: tl.constexpr, FORM: tl.constexpr):
+    """(parts of the queries q; a factor and a shift of their products with K, if the form has `queries`)."""
+    if FORM.queries is None:
+        return (q,), 1.0, 0.0
+    else:
+        turned, factor, shift = FORM.queries(q, kv[4], kv[5], HEAD_DIM)
+        if FORM.parts == 1:
+            turned = (turned,)
+        return turned, factor, shift

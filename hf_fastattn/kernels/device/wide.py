@@ -16,10 +16,10 @@ SINK_BLOCK = 16  # slots in a tile of sinks, the smallest size for tl.dot
 
 @triton.jit
 def _scores(
-    Q, q_rows, k_base, stride_kn, first, offs_n, slot_mask, indices, extra, scales, inv_freq_ptr, positions, last_position,
+    Q, q_rows, kv, first, offs_n, slot_mask, scales, inv_freq_ptr, positions, last_position,
     REROTATE: tl.constexpr,
     C: tl.constexpr,
-    LOAD_K: tl.constexpr,
+    FORM: tl.constexpr,
 ):  # fmt: skip
     """Scores of a block of rows and the slots first + offs_n. REROTATE: the rows are re-rotated with `rerotate`."""
     BLOCK_M: tl.constexpr = C.BLOCK_M
@@ -36,11 +36,8 @@ def _scores(
             inv_freq = tl.load(inv_freq_ptr + pair, mask=rotated, other=0.0)
             y = tl.load(Q + q_rows[:, None] + partner[None, :], mask=rotated[None, :], other=0.0)
             q = rerotate(q, y, positions[:, None], inv_freq[None, :], is_first[None, :], last_position).to(q.dtype)
-        k = LOAD_K(k_base, stride_kn, first, offs_n, offs_d, slot_mask & d_mask, indices, extra)
-        if C.IEEE:
-            s = tl.dot(q, tl.trans(k), s, input_precision="ieee")
-        else:
-            s = tl.dot(q, tl.trans(k), s)
+        k = FORM.load_k(kv[0], kv[2], first, offs_n, offs_d, slot_mask & d_mask, kv[4], kv[5])
+        s = tl.dot(q, tl.trans(k), s, input_precision="ieee")
     return scaled(s, scales, C.HAS_SOFTCAP, C.IEEE)
 
 
@@ -48,14 +45,13 @@ def _scores(
 def attend_wide(
     queries, kv, span_ptr, bounds, tiles, scales, sinks,
     C: tl.constexpr,
-    LOAD_K: tl.constexpr,
-    LOAD_V: tl.constexpr,
+    FORM: tl.constexpr,
     SINK_BLOCK: tl.constexpr = SINK_BLOCK,
     DROPPED: tl.constexpr = DROPPED,
 ):  # fmt: skip
     """`attend.attend` for wide heads."""
     Q, q_rows = queries
-    k_base, v_base, stride_kn, stride_vn, indices, extra = kv
+    _, v_base, _, v_strides, indices, extra = kv
     row_lo, row_hi, lo, hi, _, _, holes = bounds
     tile_start, tile_stop = tiles
     SinkQuery, sink_lo, sink_hi, takes_sinks, positions, last_position = sinks
@@ -68,17 +64,15 @@ def attend_wide(
     v_mask = offs_v[None, :] < VALUE_DIM
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    acc = (tl.zeros([BLOCK_M, BLOCK_DV], tl.float32),)
 
     words_stop = tl.where(holes, hi, lo)  # without holes no words of the bit mask are read
     for tile in tl.range(tile_start, tile_stop):
         first = lo + tile * BLOCK_N
         slot_mask = (first + offs_n < hi)[:, None]
-        s = _scores(
-            Q, q_rows, k_base, stride_kn, first, offs_n, slot_mask, indices, extra, scales, Q, 0, 0, False, C, LOAD_K
-        )  # fmt: skip
-        v = LOAD_V(v_base, stride_vn, first, offs_n, offs_v, slot_mask & v_mask, indices, extra)
-        acc, m, l = masked_step(s, v, first + offs_n, span_ptr, words_stop, row_lo, row_hi, acc, m, l, C)
+        s = _scores(Q, q_rows, kv, first, offs_n, slot_mask, scales, Q, 0, 0, False, C, FORM)
+        v = FORM.load_v(v_base, v_strides, first, offs_n, offs_v, slot_mask & v_mask, indices, extra)
+        acc, m, l = masked_step(s, (v,), first + offs_n, span_ptr, words_stop, row_lo, row_hi, acc, m, l, C, FORM)
 
     if C.SINKS:
         offs_s = tl.arange(0, SINK_BLOCK)
@@ -93,14 +87,11 @@ def attend_wide(
             slot_mask = (first + offs_s < sinks_stop)[:, None]
             if C.PAIRS:
                 s = _scores(
-                    Q, q_rows, k_base, stride_kn, first, offs_s, slot_mask, indices, extra, scales, SinkQuery, positions,
-                    last_position, True, C, LOAD_K,
+                    Q, q_rows, kv, first, offs_s, slot_mask, scales, SinkQuery, positions,
+                    last_position, True, C, FORM,
                 )  # fmt: skip
             else:
-                s = _scores(
-                    SinkQuery, q_rows, k_base, stride_kn, first, offs_s, slot_mask, indices, extra, scales, Q, 0, 0,
-                    False, C, LOAD_K,
-                )  # fmt: skip
-            v = LOAD_V(v_base, stride_vn, first, offs_s, offs_v, slot_mask & v_mask, indices, extra)
-            acc, m, l = masked_step(s, v, first + offs_s, span_ptr, words_stop, first_slot, sink_hi, acc, m, l, C)
-    return acc, m, l
+                s = _scores(SinkQuery, q_rows, kv, first, offs_s, slot_mask, scales, Q, 0, 0, False, C, FORM)
+            v = FORM.load_v(v_base, v_strides, first, offs_s, offs_v, slot_mask & v_mask, indices, extra)
+            acc, m, l = masked_step(s, (v,), first + offs_s, span_ptr, words_stop, first_slot, sink_hi, acc, m, l, C, FORM)
+    return acc[0], m, l

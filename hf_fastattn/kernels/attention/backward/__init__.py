@@ -110,7 +110,7 @@ def _prepare(tensors, form: Form, spec: Spec, write_dq: bool, by_tma: bool) -> P
     blocks = triton.cdiv(call.kv_len, (hopper or for_dkdv).BLOCK_N) * (2 if hopper is None and for_dkdv.split else 1)
     splits = tables.group_splits(q.device, blocks * call.num_kv_heads * call.batch, call.group)
     arguments = call.arguments()
-    del arguments["LOAD_K"], arguments["LOAD_V"]
+    del arguments["FORM"]
     arguments |= {"stride_ob": dout.stride(0), "stride_oh": dout.stride(1), "stride_om": dout.stride(2), "scale": call.scale}
     arguments |= call.dropout()
     dq = launch.Launch(

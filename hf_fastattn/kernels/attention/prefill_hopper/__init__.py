@@ -39,7 +39,7 @@ from ...host import gpu, launch
 from ...host.counters import counters_of
 from ...host.descriptors import describe, reads
 from ...spans import WORDS, has_rows
-from ...spec import KV, Form, Spec
+from ...spec import KV, Form, Spec, is_plain
 from ..plan import Call
 from ..schedule import pack_of, splits_of
 from .item import BLOCK_M
@@ -108,14 +108,14 @@ def why_not(q: torch.Tensor, kv: KV, sinks: int = 0, shares: bool = False) -> st
         return f"The Hopper prefill kernel needs compute capability 9.0; {q.device} has {arch / 10:.1f}."
     if q.dtype not in (torch.float16, torch.bfloat16):
         return f"The Hopper prefill kernel supports float16 and bfloat16, not {q.dtype}."
-    for what, width in (("queries and keys", q.shape[3]), ("values", kv.v.shape[3])):
+    for what, width in (("queries and keys", q.shape[3]), ("values", kv.sizes.value_dim)):
         if width > MAX_HEAD_DIM or width % 8:
             return f"The Hopper prefill kernel needs {what} with a head_dim in multiples of 8 up to {MAX_HEAD_DIM}, not {width}."
     rows = q.shape[2] * (q.shape[1] // max(kv.k.shape[1], 1) if shares else 1)
     if rows < MIN_ROWS:
         of = " of a KV head" if shares else ""
         return f"The Hopper prefill kernel is for {MIN_ROWS} queries{of} or more, not {rows}."
-    if kv.form.load_k is not None or kv.form.load_v is not None:
+    if not is_plain(kv.form):
         return f"The Hopper prefill kernel reads plain K and V by TMA, not those of the form {kv.form.name!r}."
     if sinks:
         return f"The Hopper prefill kernel does not support sinks; sinks is {sinks}."
