@@ -27,7 +27,7 @@ from hf_fastattn.kernels.attention.plan import Call, Plan
 from hf_fastattn.kernels.attention.schedule import assign_tiles, program_of, stream_k_config, tiles_of
 from hf_fastattn.kernels.device.attend import attend
 from hf_fastattn.kernels.device.merge import merge_rows, store_packed, store_partial
-from hf_fastattn.kernels.device.tile import kv_of
+from hf_fastattn.kernels.device.tile import head_of
 from hf_fastattn.kernels.device.visibility import key_bounds, packed_rows
 from hf_fastattn.kernels.host import launch, tables
 from hf_fastattn.kernels.host.overlap import early, let_next_begin, wait_for_inputs
@@ -128,8 +128,10 @@ def fixup_kernel(
         tile_start = (t - before) % head_tiles
         tile_stop = tl.minimum(head_tiles, tile_start + t_stop - t)
         kv_head_64 = kv_head.to(tl.int64)
-        strides = (stride_kb, stride_kh, stride_kn), (stride_vb, stride_vh, stride_vn)
-        kv = kv_of(K, V, *strides, (row, kv_head_64, kv_heads, kv_len), (Scales, Centre, Pages), FORM)
+        k_strides, v_strides = (stride_kb, stride_kh, stride_kn), (stride_vb, stride_vh, stride_vn)
+        indices = (row, kv_head_64, kv_heads, kv_len)
+        k_base, v_base = head_of(K, k_strides, indices, FORM), head_of(V, v_strides, indices, FORM)
+        kv = (k_base, v_base, k_strides, v_strides, indices, (Scales, Centre, Pages))
         acc, m, l = attend(
             (Q, row * stride_qb + (kv_head_64 * GROUP + group_head) * stride_qh + q_index * stride_qm),
             kv, span_ptr, bounds, (tile_start, tile_stop), (scale_log2, cap_log2),

@@ -16,6 +16,7 @@ from functools import cache, partial
 from pathlib import Path
 
 import pytest
+import test_forms
 import torch
 from cases import slow_unless
 from conftest import INTERPRETED
@@ -261,6 +262,56 @@ def test_shared_memory_and_registers(name, arch, shape, tmp_path):
             loads = 8 if (name, shape) == ("lean", WIDE[0]) else 0
             assert spills_in_tile_loops(binary.sass) <= loads, f"{kernel} spills in the loops over K/V tiles"
             assert spills_in_tile_loops(binary.sass, "STL") == 0, f"{kernel} spills in the loops over K/V tiles"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, q_len, most_registers, most_instructions",
+    [
+        ("lean", 1, 248, 2200),
+        ("split_kv", 1, 255, 2450),
+        ("prefill", 2048, 251, 2750),
+        ("append", 0, 30, 140),
+        ("rope", 0, 54, 480),
+    ],
+)
+def test_plain_keys_and_values_pay_nothing_for_forms(name, q_len, most_registers, most_instructions, tmp_path, monkeypatch):
+    """The larger figure of Triton 3.6 and 3.9 from before forms changed scores or stored tokens (docs/dev/log.md)."""
+    monkeypatch.setattr(gpu, "on_gpu", lambda device: True)
+    if q_len:
+        binary = next(iter(build(name, Shape("bf16", 128, q_len=q_len), 90, tmp_path).values()))
+    else:
+        module, run = {"append": (append, _append), "rope": (rope, _rope_that_appends)}[name]
+        with compiling(module, (f"{name}_kernel",), 90) as compiled:
+            run(head_dim=128)
+        binary = read(compiled[f"{name}_kernel"], tmp_path)
+    sass = subprocess.run([BIN / "nvdisasm", "-c", tmp_path / "kernel.cubin"], capture_output=True, text=True, check=True).stdout
+    assert binary.stack == 0 and binary.registers <= most_registers
+    assert len(re.findall(r"/\*[0-9a-f]{4,}\*/ +.*;", sass)) <= most_instructions
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", test_forms.FORMS, ids=lambda form: form.name)
+def test_forms_compile(form, tmp_path, monkeypatch):
+    """What the interpreter does not show. Also with sinks, and with a store in both launches that append."""
+    monkeypatch.setattr(gpu, "on_gpu", lambda device: True)
+    eight, slots = form is test_forms.BYTES, 2048
+    new = torch.zeros(2, 2, 1, 128, dtype=torch.float32 if eight else torch.bfloat16)
+    if form is test_forms.PAGED:
+        kv = KV(*[new.new_zeros(200, 2, test_forms.PAGE, 128)] * 2, form, pages=torch.zeros(2, 128, dtype=torch.int32))
+    else:
+        k = torch.zeros(2, 2, slots, 128, dtype=torch.int8 if eight else new.dtype)
+        kv = KV(k, k, form, torch.zeros(2, 2, slots, 2), torch.zeros(2, 128))
+    for name, q_len in (("lean", 1), ("prefill", 40)):
+        module, kernels = KERNELS[name]
+        with compiling(module, kernels, 90):
+            getattr(module, name)(new.new_zeros(2, 8, q_len, 128), kv, Spec(sinks=4, window=99))
+    if form.store is not None:
+        slot, cos = torch.zeros(1, dtype=torch.int64), new.new_zeros(1, 1, 128)
+        with compiling(append, ("append_kernel",), 90):
+            append.append(kv, new, new, slot)
+        with compiling(rope, ("rope_kernel",), 90):
+            rope.rotation(new, new, cos, cos, (False,) * 5).launch(kv, new, slot)
 
 
 @pytest.mark.slow

@@ -280,7 +280,7 @@ def empty_outputs(q: torch.Tensor, value_dim: int, return_lse: bool) -> tuple[to
 
 
 def log2_scales(scale: float, softcap: float | None) -> tuple[float, float]:
-    """(scale_log2, cap_log2), the arguments of `device.online.scores_of`."""
+    """(scale_log2, cap_log2), the arguments of `device.online.scaled`."""
     log2_e = math.log2(math.e)
     if softcap is None:
         return scale * log2_e, 0.0

@@ -25,7 +25,7 @@ import triton.language as tl
 from ..decode.rotate import rotate
 from ..device.attend import attend
 from ..device.merge import merge_rows, store_packed, store_partial
-from ..device.tile import aligned_strides, kv_of
+from ..device.tile import aligned_strides, head_of
 from ..device.visibility import key_bounds, packed_rows
 from ..host import gpu, launch, tables
 from ..host.overlap import early, let_next_begin, wait_for_inputs
@@ -138,7 +138,9 @@ def lean_kernel(
             stop = tl.maximum(tl.minimum(stop, (bounds[3] - lo + BLOCK_N - 1) // BLOCK_N), start)
             stop = tl.where(block * BLOCK_M < q_len * GROUP, stop, start)
         kv_head_64 = kv_head.to(tl.int64)
-        kv = kv_of(K, V, k_strides, v_strides, (row, kv_head_64, kv_heads, kv_len), (Scales, Centre, Pages), FORM)
+        indices = (row, kv_head_64, kv_heads, kv_len)
+        k_base, v_base = head_of(K, k_strides, indices, FORM), head_of(V, v_strides, indices, FORM)
+        kv = (k_base, v_base, k_strides, v_strides, indices, (Scales, Centre, Pages))
         acc, m, l = attend(
             (Q, row * stride_qb + (kv_head_64 * GROUP + group_head) * stride_qh + q_index * stride_qm),
             kv, span_ptr, (bounds[0], bounds[1], lo, hi, bounds[4], bounds[5], bounds[6]), (start, stop), (scale_log2, cap_log2),

@@ -18,7 +18,7 @@ from ..decode.rotate import rotate
 from ..device.attend import attend
 from ..device.dropout import aligned
 from ..device.online import finalize
-from ..device.tile import aligned_strides, kv_of
+from ..device.tile import aligned_strides, head_of
 from ..device.visibility import key_bounds
 from ..host import launch, tables
 from ..spec import KV, Form, Spec
@@ -77,7 +77,9 @@ def prefill_kernel(
     kv_head = (head // C.GROUP).to(tl.int64)
     k_strides = aligned_strides(stride_kb, stride_kh, stride_kn, C.ALIGN)
     v_strides = aligned_strides(stride_vb, stride_vh, stride_vn, C.ALIGN)
-    kv = kv_of(K, V, k_strides, v_strides, (row, kv_head, num_heads // C.GROUP, kv_len), (Scales, Centre, Pages), FORM)
+    indices = (row, kv_head, num_heads // C.GROUP, kv_len)
+    k_base, v_base = head_of(K, k_strides, indices, FORM), head_of(V, v_strides, indices, FORM)
+    kv = (k_base, v_base, k_strides, v_strides, indices, (Scales, Centre, Pages))
     dropout = None
     first_key = bounds[2]
     if C.DROPOUT:

@@ -20,7 +20,7 @@ import triton.language as tl
 from .. import checks
 from ..device.attend import attend
 from ..device.merge import merge_rows, store_packed, store_partial
-from ..device.tile import aligned_strides, kv_of
+from ..device.tile import aligned_strides, head_of
 from ..device.visibility import key_bounds, packed_rows
 from ..host import gpu, launch, tables
 from ..host.overlap import early, let_next_begin, wait_for_inputs
@@ -94,7 +94,9 @@ def split_kv_kernel(
     offs_v = tl.arange(0, C.BLOCK_DV)
     k_strides = aligned_strides(stride_kb, stride_kh, stride_kn, C.ALIGN)
     v_strides = aligned_strides(stride_vb, stride_vh, stride_vn, C.ALIGN)
-    kv = kv_of(K, V, k_strides, v_strides, (row, kv_head, kv_heads, kv_len), (Scales, Centre, Pages), FORM)
+    indices = (row, kv_head, kv_heads, kv_len)
+    k_base, v_base = head_of(K, k_strides, indices, FORM), head_of(V, v_strides, indices, FORM)
+    kv = (k_base, v_base, k_strides, v_strides, indices, (Scales, Centre, Pages))
     tile_start, tile_stop = split * tiles // splits, (split + 1) * tiles // splits
     acc, m, l = attend(
         (Q, row * stride_qb + (kv_head * GROUP + group_head) * stride_qh + q_index * stride_qm),

@@ -155,14 +155,13 @@ if triton is not None:
         k = tl.load(NewK + row * stride_nkb + head * stride_nkh + token * stride_nkn + offs_d, mask=offs_d < K_DIM)
         v = tl.load(NewV + row * stride_nvb + head * stride_nvh + token * stride_nvn + offs_d, mask=offs_d < V_DIM)
         indices = (row, head, heads, capacity)
-        bases = head_of(K, strides[0], indices, FORM), head_of(V, strides[1], indices, FORM)
         if FORM.store is None:
-            tl.store(bases[0] + slot * strides[0][2] + offs_d, k, mask=offs_d < k_dim)
-            tl.store(bases[1] + slot * strides[1][2] + offs_d, v, mask=offs_d < v_dim)
+            tl.store(head_of(K, strides[0], indices, FORM) + slot * strides[0][2] + offs_d, k, mask=offs_d < k_dim)
+            tl.store(head_of(V, strides[1], indices, FORM) + slot * strides[1][2] + offs_d, v, mask=offs_d < v_dim)
         else:
             k, v = tl.where(offs_d < K_DIM, k, 0.0)[None, :], tl.where(offs_d < V_DIM, v, 0.0)[None, :]
             one = tl.zeros([1, 1], tl.int64)
-            bases = bases[0] + one, bases[1] + one
+            bases = head_of(K, strides[0], indices, FORM) + one, head_of(V, strides[1], indices, FORM) + one
             FORM.store(
                 k, v, bases, strides, slot, one < k_dim, (row, head + one, heads, capacity), (Scales, Centre, Pages),
                 K_DIM, V_DIM,

@@ -162,11 +162,13 @@ def rope_kernel(
         k_dim = tl.where(inside, HEAD_DIM, 0)
         v_dim = tl.where(inside, V_DIM, 0)
         indices = (row, kv_head, kv_heads, capacity)
-        bases = head_of(Keys, keys_strides, indices, FORM), head_of(Values, values_strides, indices, FORM)
         if FORM.store is None:
-            tl.store(bases[0] + slot * keys_strides[2] + offs, out, mask=of_k & (offs < k_dim))
-            tl.store(bases[1] + slot * values_strides[2] + offs, v, mask=of_k & (offs < v_dim))
+            k_ptrs = head_of(Keys, keys_strides, indices, FORM) + slot * keys_strides[2]
+            v_ptrs = head_of(Values, values_strides, indices, FORM) + slot * values_strides[2]
+            tl.store(k_ptrs + offs, out, mask=of_k & (offs < k_dim))
+            tl.store(v_ptrs + offs, v, mask=of_k & (offs < v_dim))
         else:
+            bases = head_of(Keys, keys_strides, indices, FORM), head_of(Values, values_strides, indices, FORM)
             out, v = tl.where(of_k & d_mask, out, 0.0), tl.where(of_k & (offs < V_DIM), v, 0.0)
             FORM.store(
                 out, v, bases, (keys_strides, values_strides), slot, of_k & (0 * head < k_dim), indices, (Scales, Centre, Pages),

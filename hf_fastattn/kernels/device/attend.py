@@ -21,9 +21,10 @@ def attend(
     """Online softmax of a block of rows over the tiles [tile_start, tile_stop) of the keys [lo, hi). Returns (acc, m, l), m in
     base 2; (0, -inf, 0) for a row that sees no key.
 
-    queries: (Q, q_rows [BLOCK_M], the offset of each row). kv: see `tile.kv_of`. bounds: see `visibility.key_bounds`. tiles:
-    (tile_start, tile_stop); tile t begins at key lo + t * BLOCK_N. scales: (scale_log2, cap_log2). sinks: (SinkQuery, sink_lo,
-    sink_hi [BLOCK_M], takes_sinks, positions [BLOCK_M or 1], last_position).
+    queries: (Q, q_rows [BLOCK_M], the offset of each row). kv: (k_base, v_base, k_strides, v_strides, indices, extra), as in
+    `tile.load_plain`. bounds: see `visibility.key_bounds`. tiles: (tile_start, tile_stop); tile t begins at key lo + t * BLOCK_N.
+    scales: (scale_log2, cap_log2). sinks: (SinkQuery, sink_lo, sink_hi [BLOCK_M], takes_sinks, positions [BLOCK_M or 1],
+    last_position).
 
     With SINKS, the one program of these rows with takes_sinks also processes the sinks, the slots from sink_lo to sink_hi of each
     row. Without PAIRS, the queries that score them are at SinkQuery + q_rows. With PAIRS, they are the queries at Q, re-rotated
@@ -92,7 +93,7 @@ def _attend(
             q_sinks_ptrs = SinkQuery + q_rows[:, None] + offs_d[None, :]
             if BLOCK_M == 16:
                 q_sinks = tl.load(q_sinks_ptrs, mask=offs_d[None, :] < tl.where(sinks_stop > sink_lo, HEAD_DIM, 0), other=0.0)
-    q = queries_of(tl.load(Q + q_rows[:, None] + offs_d[None, :], mask=d_mask, other=0.0), kv, HEAD_DIM, FORM)
+    q = queries_of(tl.load(Q + q_rows[:, None] + offs_d[None, :], mask=d_mask, other=0.0), kv, scales[0], HEAD_DIM, FORM)
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
@@ -114,7 +115,7 @@ def _attend(
         first = lo + tile * BLOCK_N
         overlap = first - tl.minimum(first, hi - BLOCK_N) if C.FULL_TAIL else 0
         k, v = load_tile(kv, first - overlap, offs_n, None, full_dims, FORM)
-        s = scores_of(q, k, scales, C, FORM)
+        s = scores_of(q, k, scales[1], C, FORM)
         if C.FULL_TAIL:
             s = tl.where((offs_n >= overlap)[None, :], s, float("-inf"))
         is_kept = None
@@ -134,7 +135,7 @@ def _attend(
                 kv_mask = kv_mask & (first + offs_n >= first_live)[:, None]
                 is_kept = kept(numbers, place, queries, first, BLOCK_N)
             k, v = load_tile(kv, first, offs_n, kv_mask, dims, FORM)
-            s = scores_of(q, k, scales, C, FORM)
+            s = scores_of(q, k, scales[1], C, FORM)
             acc, m, l = masked_step(s, v, first + offs_n, span_ptr, words_stop, row_lo, row_hi, acc, m, l, C, FORM, is_kept)
 
     if SINKS:  # noqa: SIM102 (a constant; the next condition is not)
@@ -145,7 +146,7 @@ def _attend(
                 q_sinks = rerotate(x, y, positions[:, None], inv_freq[None, :], is_first[None, :], last_position).to(x.dtype)
             elif BLOCK_M != 16:
                 q_sinks = tl.load(q_sinks_ptrs, mask=d_mask, other=0.0)
-            q = queries_of(q_sinks, kv, HEAD_DIM, FORM)
+            q = queries_of(q_sinks, kv, scales[0], HEAD_DIM, FORM)
             words_stop = tl.where(holes, sinks_stop, sink_lo)
             first_slot = tl.zeros_like(sink_hi)
             for i in tl.range(0, tl.cdiv(SINKS, SINK_BLOCK), num_stages=1):
@@ -153,7 +154,7 @@ def _attend(
                 if i > 0:
                     further = (first + offs_s < sinks_stop)[:, None]
                     k_sinks, v_sinks = load_tile(kv, first, offs_s, further, dims, FORM)
-                s = scores_of(q, k_sinks, scales, C, FORM)
+                s = scores_of(q, k_sinks, scales[1], C, FORM)
                 acc, m, l = masked_step(s, v_sinks, first + offs_s, span_ptr, words_stop, first_slot, sink_hi, acc, m, l, C, FORM)
     if PARTS == 1:
         return acc[0], m, l

@@ -10,42 +10,44 @@ LN_2 = 0.6931471805599453
 
 
 @triton.jit
-def scores_of(queries, k, scales, C: tl.constexpr, FORM: tl.constexpr):
-    """Scores in base 2 of a block of rows and a tile of keys; with a softcap c: c * tanh(s / c).
-
-    queries: see `tile.queries_of`. k: see `tile.load_tile`. With a softcap, `scale_log2` is 2 * log2(e) * scale / c and
-    `cap_log2` is c * log2(e): tanh(x) = 1 - 2 / (1 + e^2x).
-    """
+def scores_of(queries, k, cap_log2, C: tl.constexpr, FORM: tl.constexpr):
+    """Scores in base 2 of a block of rows and a tile of keys. queries: see `tile.queries_of`. k: see `tile.load_tile`."""
     q, factor, shift = queries
     s = tl.dot(q[0], tl.trans(k[0]), input_precision="ieee")
     if FORM.parts == 2:
         s = tl.dot(q[1], tl.trans(k[1]), s, input_precision="ieee")
     if FORM.weights is not None:
         s *= k[FORM.parts][None, :]
+    s *= factor
     if FORM.queries is not None:
-        s = s * factor + shift
-    s = scaled(s, scales, C.HAS_SOFTCAP, C.IEEE)
+        s += shift
+    s = capped(s, cap_log2, C.HAS_SOFTCAP, C.IEEE)
     if FORM.weights is not None:
         s += k[FORM.parts + 1][None, :]
     return s
 
 
 @triton.jit
-def scaled(
-    s, scales, HAS_SOFTCAP: tl.constexpr, IEEE: tl.constexpr, LN_2: tl.constexpr = LN_2
-):  # fmt: skip
-    """Products of queries and keys, scaled and softcapped as in `scores_of`."""
-    scale_log2, cap_log2 = scales
-    s = s * scale_log2
+def scaled(s, scales, HAS_SOFTCAP: tl.constexpr, IEEE: tl.constexpr):
+    """Products of queries and keys, scaled and softcapped. scales: (scale_log2, cap_log2), see `capped`."""
+    return capped(s * scales[0], scales[1], HAS_SOFTCAP, IEEE)
+
+
+@triton.jit
+def capped(s, cap_log2, HAS_SOFTCAP: tl.constexpr, IEEE: tl.constexpr, LN_2: tl.constexpr = LN_2):
+    """Scores in base 2, with a softcap c: c * tanh(s / c).
+
+    With a softcap, `scale_log2` is 2 * log2(e) * scale / c and `cap_log2` is c * log2(e): tanh(x) = 1 - 2 / (1 + e^2x).
+    """
     if HAS_SOFTCAP:
-        capped = cap_log2 - 2.0 * cap_log2 / (1.0 + tl.exp2(s))
+        found = cap_log2 - 2.0 * cap_log2 / (1.0 + tl.exp2(s))
         if IEEE:
             # Near 0 the difference cancels in fp32; a polynomial (Cephes' tanhf) does not.
             x = s * (0.5 * LN_2)
             z = x * x
             p = (((-5.70498872745e-3 * z + 2.06390887954e-2) * z - 5.37397155531e-2) * z + 1.33314422036e-1) * z
-            capped = tl.where(tl.abs(x) < 0.625, cap_log2 * (x + x * z * (p - 3.33332819422e-1)), capped)
-        return capped
+            found = tl.where(tl.abs(x) < 0.625, cap_log2 * (x + x * z * (p - 3.33332819422e-1)), found)
+        return found
     return s
 
 
@@ -61,20 +63,23 @@ def softmax_step(s, v, acc, m, l, MASKED: tl.constexpr, FORM: tl.constexpr, kept
 
     v: see `tile.load_tile`. acc has a sum for each part. kept: which weights dropout keeps, None for all. l sums all weights.
     """
+    PARTS: tl.constexpr = FORM.parts
     m_new = tl.maximum(m, tl.max(s, 1))
     m_safe = m_new
     if MASKED:
         m_safe = safe(m_new)
     p = tl.exp2(s - m_safe[:, None])
     alpha = tl.exp2(m - m_safe)
-    if FORM.weights is None:
-        l = l * alpha + tl.sum(p, 1)
-    else:  # a token that no row sees may have any scale, also NaN
-        l = l * alpha + tl.sum(tl.where(p > 0.0, p * v[FORM.parts][None, :], 0.0), 1)
+    summed = p
+    if FORM.weights is not None:
+        summed = p * v[PARTS][None, :]
+        if MASKED:  # a token that no row sees may have any scale, also NaN
+            summed = tl.where(p > 0.0, summed, 0.0)
+    l = l * alpha + tl.sum(summed, 1)
     if kept is not None:
         p = tl.where(kept, p, 0.0)
     sums = ()
-    for i in tl.static_range(FORM.parts):
+    for i in tl.static_range(PARTS):
         before = acc[i] * alpha[:, None]
         sums += (tl.dot(p.to(v[i].dtype), v[i], before, input_precision="ieee"),)  # type: ignore[assignment]
     return sums, m_new, l

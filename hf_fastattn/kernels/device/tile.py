@@ -45,13 +45,6 @@ def head_of(base, strides, indices, FORM: tl.constexpr):
 
 
 @triton.jit
-def kv_of(K, V, k_strides, v_strides, indices, extra, FORM: tl.constexpr):
-    """The argument `kv` of `attend`: the last four of these, which `load_plain` explains, after the bases of K and V."""
-    k_base, v_base = head_of(K, k_strides, indices, FORM), head_of(V, v_strides, indices, FORM)
-    return k_base, v_base, k_strides, v_strides, indices, extra
-
-
-@triton.jit
 def load_plain(base, strides, first, offs_n, offs_d, mask, indices, extra):
     """Load the slots first + offs_n and dimensions offs_d of one KV head, [slots, dimensions] in the queries' dtype.
 
@@ -70,7 +63,7 @@ def load_plain(base, strides, first, offs_n, offs_d, mask, indices, extra):
 def load_tile(kv, first, offs_n, slot_mask, dims, FORM: tl.constexpr):
     """(k, v) of the slots first + offs_n: the parts of a tile. With `FORM.weights`, then factor and shift in k, inverse in v.
 
-    kv: see `kv_of`. slot_mask: [slots, 1] or None. dims: (offs_d, their mask or None, offs_v, their mask or None), of one part.
+    kv: see `attend`. slot_mask: [slots, 1] or None. dims: (offs_d, their mask or None, offs_v, their mask or None), of one part.
     """
     k_base, v_base, k_strides, v_strides, indices, extra = kv
     offs_d, d_mask, offs_v, v_mask = dims
@@ -88,12 +81,12 @@ def load_tile(kv, first, offs_n, slot_mask, dims, FORM: tl.constexpr):
 
 
 @triton.jit
-def queries_of(q, kv, HEAD_DIM: tl.constexpr, FORM: tl.constexpr):
-    """(parts of the queries q; a factor and a shift of their products with K, if the form has `queries`)."""
+def queries_of(q, kv, scale, HEAD_DIM: tl.constexpr, FORM: tl.constexpr):
+    """(parts of the queries q, factor and shift of their products with K), with the scale of the scores."""
     if FORM.queries is None:
-        return (q,), 1.0, 0.0
+        return (q,), scale, 0.0
     else:
         turned, factor, shift = FORM.queries(q, kv[4], kv[5], HEAD_DIM)
         if FORM.parts == 1:
             turned = (turned,)
-        return turned, factor, shift
+        return turned, factor * scale, shift * scale
