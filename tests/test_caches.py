@@ -74,7 +74,7 @@ def test_a_sliding_window_with_chunks_of_any_size(monkeypatch, keep, slack, chun
             live = mask[:, start:stop].bool()
             torch.testing.assert_close(logits[live], whole[:, start:stop][live], rtol=1e-4, atol=1e-4)
     assert cache.get_seq_length() == ids.shape[1]
-    assert cache.layers[0]._keys.shape[2] <= 16 - 1 + keep + slack
+    assert cache.layers[0].buffers[0].shape[2] <= 16 - 1 + keep + slack
 
 
 def test_one_token_is_one_write_and_the_buffers_are_kept():
@@ -82,12 +82,12 @@ def test_one_token_is_one_write_and_the_buffers_are_kept():
     cache = PreallocatedCache(model)
     generate(model, prompts("no_padding", "cpu"), past_key_values=cache)
     layer = cache.layers[0]
-    where, before = layer._keys.data_ptr(), layer._keys.clone()
+    where, before = layer.buffers[0].data_ptr(), layer.buffers[0].clone()
     states = torch.ones(3, 2, 1, 16)
     for each in cache.layers:
         keys, _ = each.update(states, states)
-    changed = (layer._keys != before).any(-1).any(1).any(0)
-    assert layer._keys.data_ptr() == where and int(changed.sum()) == 1
+    changed = (layer.buffers[0] != before).any(-1).any(1).any(0)
+    assert layer.buffers[0].data_ptr() == where and int(changed.sum()) == 1
     assert keys.untyped_storage().data_ptr() == cache.layers[-1].keys.untyped_storage().data_ptr()
 
 
@@ -254,7 +254,7 @@ def test_the_window_of_a_layer_is_that_of_its_mask(monkeypatch, name):
     expected = generate(model, inputs, use_cache=False, max_new_tokens=8)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        assert hf.layer_windows(model.config) == windows
+        assert [kind.window for kind in hf.layer_kinds(model.config)] == windows
         cache = PreallocatedCache(model)
     told = [str(each.message) for each in said if "keep all tokens" in str(each.message)]
     assert len(told) == (windows == [None, None] and name != "window, full layers"), told
@@ -319,7 +319,7 @@ def test_models_in_a_file_of_their_own_have_the_windows_of_those_from_which_they
     torch.manual_seed(0)
     model, inputs = modeling.Own._from_config(config, attn_implementation="eager").eval(), prompts("no_padding", "cpu", rows=1)
     expected = generate(model, inputs, use_cache=False, max_new_tokens=8)
-    assert hf.layer_windows(config) == ([12, 12] if base == "Mistral" else [None, 12])
+    assert [kind.window for kind in hf.layer_kinds(config)] == ([12, 12] if base == "Mistral" else [None, 12])
     with patch(model) as patched:
         for _ in range(3):
             assert torch.equal(generate(model, inputs, max_new_tokens=8), expected)
@@ -491,13 +491,13 @@ def test_rows_are_reordered_in_place_in_every_layer(rows, device):
     for index, head_dim in enumerate((16, 24, 16, 16)):
         cache.update(*torch.randn(2, rows, 2, 30 + index, head_dim, device=device), index)
     for _ in range(2):
-        before = [(layer._keys.clone(), layer._values.clone()) for layer in cache.layers]
-        addresses = [layer._keys.data_ptr() for layer in cache.layers]
+        before = [(layer.buffers[0].clone(), layer.buffers[1].clone()) for layer in cache.layers]
+        addresses = [layer.buffers[0].data_ptr() for layer in cache.layers]
         order = torch.randint(rows, (rows, 7), dtype=torch.int32, device=device)[:, 3]  # as beam search does
         cache.reorder_cache(order)
         for layer, old in zip(cache.layers, before, strict=True):
             for got, held in zip(layer.live(), old, strict=True):
                 assert torch.equal(got, held[order.long(), :, : got.shape[2]])
-        assert addresses == [layer._keys.data_ptr() for layer in cache.layers]
+        assert addresses == [layer.buffers[0].data_ptr() for layer in cache.layers]
     cache.reorder_cache(torch.tensor([0, 0, rows - 1], device=device))  # another number of rows
     assert cache.layers[0].batch_size == 3 and cache.layers[3].keys.shape[0] == 3

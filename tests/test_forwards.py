@@ -641,9 +641,10 @@ def test_prompts_in_a_cache_that_another_model_has_used(llama):
 
 
 def test_all_rows_of_a_graph_have_a_bounded_number_of_tokens():
-    found = {rows: buckets.most_tokens(PreallocatedStorage([None], 256), rows) for rows in (1, 2, 3, 8, 9, 200)}
+    full, window = hf.Kind("full"), hf.Kind("window", 64)
+    found = {rows: buckets.most_tokens(PreallocatedStorage([full], 256), rows) for rows in (1, 2, 3, 8, 9, 200)}
     assert found == {1: 512, 2: 256, 3: 128, 8: 64, 9: 64, 200: 64}
-    long = [buckets.most_tokens(PreallocatedStorage(windows, 256), 1, 2000) for windows in ([None], [None, 64])]
+    long = [buckets.most_tokens(PreallocatedStorage(kinds, 256), 1, 2000) for kinds in ([full], [full, window])]
     assert long == [1920, SLACK]  # a sliding layer has room for no more
 
 

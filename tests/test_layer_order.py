@@ -15,6 +15,7 @@ import hf_fastattn
 from hf_fastattn import PreallocatedCache, RollingCache
 from hf_fastattn.caches import layers
 from hf_fastattn.caches.storage import PreallocatedStorage
+from hf_fastattn.hf import Kind
 
 ORDERS = {"swapped": (0, 2, 1, 3), "reversed": (3, 2, 1, 0), "the last first": (3, 0, 1, 2)}
 MODELS = {
@@ -126,7 +127,8 @@ class Operations(TorchDispatchMode):
     "window, tokens, counts, operations", [(None, 50, [50, 50], 1), (8, 5, [5, 5], 1), (8, 700, [135, 700], 4)]
 )
 def test_counts_are_written_by_as_few_operations_as_they_need(window, tokens, counts, operations):
-    storage, states = PreallocatedStorage([window] * 2, 1024), torch.ones(1, 2, tokens, 16)
+    kind = Kind("full") if window is None else Kind("window", window)
+    storage, states = PreallocatedStorage([kind] * 2, 1024), torch.ones(1, 2, tokens, 16)
     storage.sync(torch.device("cpu"))  # allocates the counts
     for layer in storage.layers:
         layer.update(states, states)

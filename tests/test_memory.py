@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import hf_fastattn
 from hf_fastattn import PreallocatedCache, RollingCache
+from hf_fastattn.caches import buffers as buffers_of_layers
 from hf_fastattn.caches import layers, pool, ring
 
 WINDOWED = "mistral_window_below_prompt"
@@ -32,16 +33,15 @@ class Buffers:
 
     def __init__(self, monkeypatch):
         self.made = []
-        for cls, name in ((layers.Layer, "reallocate"), (ring.RollingLayer, "lazy_initialization")):
-            monkeypatch.setattr(cls, name, self._watch(getattr(cls, name)))
+        own = buffers_of_layers.reallocated
 
-    def _watch(self, allocate):
-        def watched(layer, *args):
-            allocate(layer, *args)
-            for tensor in (layer._keys, layer._values):
-                self.made.append((StorageWeakRef(tensor.untyped_storage()), tensor.nbytes))
+        def reallocated(*args):
+            new = own(*args)
+            self.made.append((StorageWeakRef(new.untyped_storage()), new.nbytes))
+            return new
 
-        return watched
+        for module in (buffers_of_layers, layers, ring):
+            monkeypatch.setattr(module, "reallocated", reallocated)
 
     def bytes(self) -> int:
         return sum(size for memory, size in self.made if not memory.expired())

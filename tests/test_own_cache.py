@@ -117,3 +117,27 @@ def test_it_is_refused_for_other_rows(monkeypatch):
         model.generate(**prompts("no_padding", "cpu", rows=2), past_key_values=cache, max_new_tokens=2, do_sample=False)
         with pytest.raises(ValueError, match="holds 2 rows, and the call has 3"):
             model.generate(**prompts("no_padding", "cpu", length=PROMPT + 4), past_key_values=cache, max_new_tokens=2)
+
+
+def test_a_cache_learns_of_the_end_of_a_forward_and_may_replace_the_output(monkeypatch):
+    fake_graph.use(monkeypatch, prompts=False)
+    failed = []
+
+    class NegatedCache(ReversedCache):
+        def end(self, step, output):
+            failed.append(output is None)
+            return None if output is None else type(output)(**{**output, "logits": -output.logits})
+
+    model, inputs = tiny("llama"), prompts("no_padding", "cpu")
+    options = {"max_new_tokens": 8, "do_sample": False}
+    model.lm_head.weight.data.neg_()
+    expected = model.generate(**inputs, **options)
+    model.lm_head.weight.data.neg_()
+    with hf_fastattn.patch(model) as patch:
+        assert torch.equal(model.generate(**inputs, past_key_values=NegatedCache(model, PROMPT + 20), **options), expected)
+        assert patch.replays == 6 and not any(failed)
+        hook = model.model.layers[0].register_forward_hook(lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError), torch.no_grad():
+            model(**inputs, past_key_values=NegatedCache(model, PROMPT))
+        hook.remove()
+        assert failed[-1]

@@ -32,10 +32,10 @@ def decode(one, model, padding: str) -> dict:
         first = generate(model, inputs, return_dict_in_generate=True, output_logits=True)
         again = generate(model, inputs)
         slots = [layer.slots for layer in first.past_key_values.layers]
-        heads = {layer.keys.shape[1] for layer in first.past_key_values.layers if layer.track.window is None}
+        heads = {layer.keys.shape[1] for layer in first.past_key_values.layers if layer.track.kind.window is None}
         collectives = graphs_of(patch)[0].collectives
         for layer in first.past_key_values.layers:
-            if layer.track.window is None:
+            if layer.track.kind.window is None:
                 assert layer.keys.shape[2] == layer.slots < layer.get_seq_length()
                 with pytest.raises(ValueError, match="share by sequence cannot be replaced"):
                     layer.keys = layer.keys[:, :, :0]

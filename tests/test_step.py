@@ -20,7 +20,7 @@ from hf_fastattn.attention import step as steps
 from hf_fastattn.caches.layers import Layer
 from hf_fastattn.caches.storage import PreallocatedStorage
 from hf_fastattn.caches.stored import StoredCache
-from hf_fastattn.hf import layer_windows
+from hf_fastattn.hf import layer_kinds
 from hf_fastattn.kernels.spec import KV
 
 IDS = torch.arange(1, 25)[None]
@@ -197,7 +197,7 @@ class NegatedLayer(Layer):
 
 class NegatedCache(StoredCache):
     def __init__(self, model):
-        storage = PreallocatedStorage(layer_windows(model.config), 64)
+        storage = PreallocatedStorage(layer_kinds(model.config), 64)
         for layer in storage.layers:
             layer.__class__ = NegatedLayer
         self._adopt(storage)

@@ -1,8 +1,8 @@
-"""Buffers of K and V: layout, size, reallocation, and moving a window within a buffer."""
+"""Buffers of a layer: layout, size, reallocation, rows, and moving a window within a buffer."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,16 +27,84 @@ class _Unknown(torch.Tensor):
 UNKNOWN = torch.ones(1, device="cpu").as_subclass(_Unknown)
 
 
-class Buffered(CacheLayerMixin):
-    """A layer whose K and V are in buffers, `_keys` and `_values`, of which decode graphs have the addresses.
+class Part(NamedTuple):
+    """A tensor of a storage: rows on axis 0, slots on axis 2. layer: the index of its layer. name: one of the layer's `names`.
 
-    keys, values: the live tokens, (batch, num_kv_heads, tokens, head_dim), as views of the buffers, so writes in place change the
-    cache; None before anything is allocated. Other tensors may be assigned, as to a DynamicLayer.
+    slots: how many of them, from the first on, hold tokens; None for a state, which a step replaces and does not add to.
     """
 
-    _keys: Any = None
-    _values: Any = None
+    tensor: torch.Tensor
+    layer: int
+    name: str
+    slots: int | None
+
+
+class Buffered(CacheLayerMixin):
+    """A layer whose tensors are in buffers, of which decode graphs have the addresses. `names`, `joined` and `split` say what it
+    caches of K and V; the default is both.
+
+    buffers: as many as names, (batch, heads, slots, width) each, or none before anything is allocated. keys, values: the live
+    tokens, (batch, num_kv_heads, tokens, head_dim), as views of the buffers, so writes in place change the cache; None without
+    buffers. Other tensors may be assigned, as to a DynamicLayer.
+    """
+
+    is_compileable = False  # with True, generate() would start torch.compile by itself; decode graphs do not read this
+    is_croppable = True
+    index: int
+    names: tuple[str, ...] = ("keys", "values")
+    buffers: Any = ()
     keys, values = _live(0), _live(1)
+
+    def joined(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """What the buffers hold of K and V (batch, num_kv_heads, tokens, head_dim): (batch, heads, tokens, width) each."""
+        return keys, values
+
+    def split(self, *held: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The reverse of joined(): K and V, as views of what the buffers hold."""
+        return held[0], held[1]
+
+    @property
+    def kv(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V in all slots, as views of the buffers."""
+        return self.split(*self.buffers)
+
+    @property
+    def slots(self) -> int | None:
+        """Number of slots that hold tokens, from the first on; None if the buffers are states."""
+        raise NotImplementedError
+
+    @property
+    def batch_size(self) -> int | None:
+        return self.buffers[0].shape[0] if self.buffers else None
+
+    def parts(self) -> list[Part]:
+        slots = self.slots
+        return [Part(buffer, self.index, name, slots) for name, buffer in zip(self.names, self.buffers, strict=False)]
+
+    def clear(self) -> None:
+        """Discard the buffers."""
+        if self.buffers:
+            self.moved()
+        self.buffers = []
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def select(self, indices: torch.Tensor) -> None:
+        """Keep the rows `indices`, in place if their number does not change."""
+        if self.buffers and len(indices) != self.batch_size:
+            self.moved()
+        for index, part in enumerate(self.parts()):
+            self.buffers[index] = selected(part.tensor, indices, part.slots)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        self.select(beam_idx)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        raise NotImplementedError("All layers of this cache are cropped together; call crop() of the cache, not of a layer.")
+
+    def offload(self) -> None:
+        raise NotImplementedError("This cache cannot be offloaded; use a DynamicCache with offloading=True.")
+
+    prefetch = offload
 
     def shown(self, index: int) -> torch.Tensor | None:
         """The value of `keys` (index 0) or `values` (1); in a captured step, where it is unknown, UNKNOWN."""
@@ -59,7 +127,7 @@ class Buffered(CacheLayerMixin):
                 f"This layer holds no tokens whose {name} could be replaced. Give it tokens by update(keys, values, layer_idx) "
                 "of the cache."
             )
-        if new.dim() != 4 or (*kind(new)[1:], new.device) != (*kind(old)[1:], old.device):
+        if new.dim() != 4 or (*layout(new)[1:], new.device) != (*layout(old)[1:], old.device):
             raise ValueError(
                 f"{name} of this layer are (rows, {old.shape[1]}, tokens, {old.shape[3]}) in {old.dtype} on {old.device}; got "
                 f"{tuple(new.shape)} in {new.dtype} on {new.device}. Assign such a tensor, or use a DynamicCache."
@@ -71,11 +139,6 @@ class Buffered(CacheLayerMixin):
         """Called when a buffer was replaced or dropped, and not for the first one: the storage has a new version."""
 
 
-def buffers(layer: CacheLayerMixin) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The tensors in which a layer keeps K and V."""
-    return (layer._keys, layer._values) if isinstance(layer, Buffered) else (layer.keys, layer.values)
-
-
 def refuse_gradient(*states: torch.Tensor) -> None:
     if torch.is_grad_enabled() and any(x.requires_grad for x in states):
         raise RuntimeError(
@@ -83,7 +146,7 @@ def refuse_gradient(*states: torch.Tensor) -> None:
         )
 
 
-def kind(states: torch.Tensor) -> tuple[object, ...]:
+def layout(states: torch.Tensor) -> tuple[object, ...]:
     return *states.shape[:2], states.shape[3], states.dtype
 
 
@@ -100,6 +163,17 @@ def reallocated(old: torch.Tensor, live: int, capacity: int, device: torch.devic
         new = torch.zeros((*old.shape[:2], capacity, old.shape[3]), dtype=old.dtype, device=device)
         new[:, :, :live].copy_(old[:, :, :live])
     return new
+
+
+def selected(buffer: torch.Tensor, indices: torch.Tensor, slots: int | None = None) -> torch.Tensor:
+    """Rows `indices` of a buffer, in place if their number does not change. slots: see `Part`."""
+    live = buffer if slots is None else buffer[:, :, :slots]
+    with torch.inference_mode(False):  # a normal tensor, as of reallocated()
+        rows = live.index_select(0, indices.to(buffer.device))
+        if len(rows) == len(buffer):
+            live.copy_(rows)
+            return buffer
+    return rows if slots is None else reallocated(rows, slots, buffer.shape[2], buffer.device)
 
 
 def slide(buffer: torch.Tensor, states: torch.Tensor, start: int, old: int, keep: int) -> torch.Tensor:

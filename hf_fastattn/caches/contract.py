@@ -7,18 +7,24 @@ storage that never moves its buffers and counts tokens in one place.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..attention.step import Step
 from ..hf import CacheLayerMixin
+from .buffers import Part
 
 __all__ = ["Storage"]
 
 CHANGE_ROWS = (
     "Use a cache per batch size, or batch_repeat_interleave() or batch_select_indices() to change its rows "
     "(num_return_sequences=n needs n per row)."
+)
+
+CUT_SHORT = (
+    "A forward over this cache was interrupted, or ran other layers than the first forward, so some of its layers now lack "
+    "tokens. Call reset() on the cache and read the text again."
 )
 
 FEW = 64  # tokens of each row: a step of so many is captured for any number of rows, and merges results if ranks share K and V
@@ -34,13 +40,12 @@ class Storage:
     the attention mask. takes_many: whether a captured step may have several tokens of each row. takes_prompts: whether these may
     also be some hundred, or the first. most_tokens: how many they may be at most. looks_ahead: whether a forward has let tokens
     see later ones, for which a graph has no mask. resized: whether other code has replaced K and V by those of fewer or more
-    tokens. endless: whether its text may be longer than the model has positions. recorded: number of references held by decode
-    graphs, as `pool.references` counts them. serial: its number among the storages of a model, by which ranks that share the
-    model name it.
+    tokens. endless: whether its text may be longer than the model has positions. cut_short: whether layers lack tokens, after an
+    interrupted forward. recorded: number of references held by decode graphs, as `pool.references` counts them. serial: its
+    number among the storages of a model, by which ranks that share the model name it.
 
     A storage is weakly referenced and hashed by identity. It has everything that a step needs of its cache, because a captured
-    step creates a new cache over it (`StoredCache.around`). The defaults of mark() and rewind() suit a storage whose sync()
-    writes the count to the device before each step.
+    step creates a new cache over it (`StoredCache.around`).
     """
 
     takes_mask: bool = True
@@ -50,6 +55,7 @@ class Storage:
     looks_ahead: bool = False
     resized: bool = False
     endless: bool = False
+    cut_short: bool = False
     recorded: int = 0
     serial: int = 0
 
@@ -85,6 +91,19 @@ class Storage:
         """Whether it keeps all tokens, token n in slot n."""
         return True
 
+    def memory(self) -> list[Part]:
+        """The tensors of its layers, which are counted, moved and permuted. Layers of other classes than Buffered list none."""
+        return [part for layer in self.layers for part in getattr(layer, "parts", tuple)()]
+
+    def states(self) -> list[torch.Tensor]:
+        """The tensors that a step replaces, such as recurrent states; none in a storage that only adds tokens."""
+        return []
+
+    def check(self) -> None:
+        """Raise ValueError if layers lack tokens."""
+        if self.cut_short:
+            raise ValueError(CUT_SHORT)
+
     # Used by a pool
 
     def holds(self, tokens: int) -> bool:
@@ -97,10 +116,19 @@ class Storage:
     def call_on_low_memory(self, free: Callable[[], None]) -> None:
         """Set the method to call when memory is short. Keep only a weak reference to its object."""
 
-    # Used by the forward of a patched model
+    # Used by a ChangeableCache
 
-    def end(self, step: Step, failed: bool) -> None:
-        """Called after a forward over this storage. failed: whether the forward raised."""
+    def select(self, indices: torch.Tensor) -> None:
+        """Keep the rows `indices`, in this order."""
+        raise NotImplementedError
+
+    def reorder(self, index: torch.Tensor) -> None:
+        """Replace every row r by row index[r], in place if the number of rows does not change."""
+        self.select(index)
+
+    def crop(self, tokens: int) -> None:
+        """Remove the last tokens. Raises ValueError if later ones would see tokens that are gone."""
+        raise NotImplementedError
 
     # Used by a decode graph. It calls sync() before each step. The captured code runs within a step of mode CAPTURED
     # (`step.mode(storage)`), in which tokens are counted on the device, and ends with step(). advance() follows each successful
@@ -116,8 +144,15 @@ class Storage:
     def advance(self, tokens: int = 1) -> None:
         """Count the tokens that a graph has written, on the host."""
 
-    def mark(self) -> Any:
-        """The state that `rewind` needs to undo the first step of a graph."""
+    def mark(self) -> list[torch.Tensor]:
+        """What `rewind` needs to undo a step: copies of the states. Counts need none, as sync() writes them before each step."""
+        return [state.clone() for state in self.states()]
 
-    def rewind(self, mark: Any) -> None:
-        """Undo a failed step. mark: the result of mark(), or None if the graph has run before."""
+    def rewind(self, mark: list[torch.Tensor] | None) -> None:
+        """Undo a failed step. mark: the result of mark() before it; None for a replay or a forward that was interrupted, after
+        which states are unknown."""
+        if mark is None:
+            self.cut_short = self.cut_short or bool(self.states())
+        else:
+            for state, old in zip(self.states(), mark, strict=True):
+                state.copy_(old)

@@ -83,22 +83,23 @@ def before(model: hf.PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, A
             refresh(model)
     if not isinstance(cache, StoredCache):
         return None
-    return cache.begin(steps.begin(cache.storage, model=model), model, args, kwargs)
+    step = steps.begin(cache.storage, model=model)
+    step.cache = weakref.ref(cache)
+    return cache.begin(step, model, args, kwargs)
 
 
-def after(model: torch.nn.Module, args: tuple[Any, ...], output: object) -> None:
-    """The forward hook, which is also called, without an output, if the forward raises."""
-    if (step := steps.of_model(model)) is not None:
-        _end(step, failed=output is None)
+def after(model: torch.nn.Module, args: tuple[Any, ...], output: object) -> Any:
+    """The forward hook, which is also called, without an output, if the forward raises. A StoredCache may replace the output."""
+    if (step := steps.of_model(model)) is None:
+        return None
+    steps.end(step)
+    cache = step.cache()
+    return None if cache is None else cache.end(step, output)
 
 
 def abandon(model: torch.nn.Module) -> None:
     """End the steps of forwards of this model whose hook was not called (KeyboardInterrupt)."""
     while (step := steps.of_model(model)) is not None:
-        _end(step, failed=True)
-
-
-def _end(step: steps.Step, failed: bool) -> None:
-    steps.end(step)
-    if (storage := step.storage) is not None:
-        storage.end(step, failed)
+        steps.end(step)
+        if (storage := step.storage) is not None:
+            storage.rewind(None)

@@ -29,9 +29,10 @@ import torch
 
 from ..attention import step as steps
 from ..attention.step import CAPTURED, CAPTURED_WITH_MASK, EAGER, Step
+from ..hf import Kind
 from ..kernels.decode.append import append
 from ..kernels.spec import KV, bytes_per_token
-from .buffers import describe, kind, reallocated, refuse_gradient, slide
+from .buffers import describe, layout, reallocated, refuse_gradient, slide
 from .contract import CHANGE_ROWS, Storage
 from .replaced import Replaceable
 
@@ -78,8 +79,8 @@ class Track:
 
     counts: torch.Tensor  # int64 (2,) on `device`: the slot of the next token, and the number of tokens
 
-    def __init__(self, window: int | None, capacity: int, growable: bool):
-        self.window = window
+    def __init__(self, kind: Kind, capacity: int, growable: bool):
+        self.kind = kind
         self.growable = growable
         self.capacity = min(capacity, self.limit)
         self.version = 0  # counts the times a buffer moved in memory
@@ -94,7 +95,7 @@ class Track:
         self.on_low_memory: weakref.WeakMethod[Callable[[], None]] | None = None  # called when memory is short
 
     def __getstate__(self) -> dict[str, Any]:
-        mine = ("window", "growable", "capacity", "version")
+        mine = ("kind", "growable", "capacity", "version")
         return {name: getattr(self, name) for name in mine}  # a copy belongs to no pool and no graph
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -117,21 +118,17 @@ class Track:
     @property
     def limit(self) -> int:
         """The largest capacity that a layer can need."""
-        return 1 << 62 if self.window is None else self.window - 1 + KEEP + SLACK
-
-    def old(self, seen: int) -> int:
-        """How many of `seen` tokens the next token sees."""
-        return seen if self.window is None else min(seen, self.window - 1)
+        return 1 << 62 if self.kind.window is None else self.kind.window - 1 + KEEP + SLACK
 
     def kept(self, seen: int) -> int:
         """How many of `seen` tokens a layer keeps when it moves its window."""
-        return seen if self.window is None else min(seen, self.window - 1 + KEEP)
+        return min(seen, self.limit - SLACK)
 
     def grow(self, capacity: int) -> None:
         """Give every layer a buffer of `capacity` tokens. Raises MemoryError, before allocating, if they do not fit."""
         made = [layer for layer in self.layers() if layer.is_initialized]
         for device in {layer.device for layer in made}:
-            each = sum(bytes_per_token(layer._keys, layer._values) for layer in made if layer.device == device)
+            each = sum(bytes_per_token(*layer.buffers) for layer in made if layer.device == device)
             # Each old buffer is freed when its new one is allocated.
             self.refuse_unless_fits(capacity, each, device, held=self.capacity * each)
         self.version += 1
@@ -143,12 +140,6 @@ class Track:
         """Raise MemoryError if buffers of `tokens` tokens do not fit. held: bytes of the buffers that they replace."""
         release = None if self.on_low_memory is None else self.on_low_memory()
         refuse_unless_fits(tokens, bytes_per_token, device, held, release)
-
-    def drop_empty(self) -> None:
-        """Free the buffers of layers without tokens."""
-        for layer in self.layers():
-            if layer.seen == 0:
-                layer.clear()
 
     def is_synced(self, device: torch.device, tokens: int) -> bool:
         """Whether the device has the host's counts, and the buffers have free slots for `tokens` tokens."""
@@ -177,13 +168,10 @@ class Layer(Replaceable):
     seen: number of tokens so far. base: the position in slot 0.
     """
 
-    is_compileable = False  # with True, generate() would start torch.compile by itself; decode graphs do not read this
-    is_croppable = True
-
     def __init__(self, index: int, track: Track):
         self.index = index
         self.track = track
-        self.is_sliding = track.window is not None
+        self.is_sliding = track.kind.window is not None
         self.clear()
         track.members.append(weakref.ref(self))
 
@@ -193,15 +181,12 @@ class Layer(Replaceable):
 
     def clear(self) -> None:
         """Discard the tokens and the buffers."""
-        if self._keys is not None:
-            self.moved()
-        self._keys = self._values = self.pending = None
+        self.pending = None
         self.seen = self.base = 0
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().clear()
 
     @property
     def slots(self) -> int:
-        """Number of live slots in the buffers."""
         return self.seen - self.base
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -215,13 +200,13 @@ class Layer(Replaceable):
         # Refuse at the first layer if not all layers fit. With several devices their placement is not known yet.
         missing = sum(not layer.is_initialized for layer in track.layers()) if torch.cuda.device_count() <= 1 else 1
         try:
-            track.refuse_unless_fits(track.capacity, missing * bytes_per_token(*source), device)
+            track.refuse_unless_fits(track.capacity, missing * bytes_per_token(*self.joined(*source)), device)
         except MemoryError:
             if track.growable and not any(layer.is_initialized for layer in track.layers()):
                 track.capacity = min(track.limit, STEP)  # the next call makes room for its own tokens
             raise
-        self._keys, self._values = source
-        self.dtype, self.device, self.batch_size = self._keys.dtype, device, len(self._keys)
+        self.buffers = [*self.joined(*source)]
+        self.dtype, self.device = key_states.dtype, device
         self.reallocate(track.capacity)
         self.pending, self.is_initialized = None, True
 
@@ -229,9 +214,8 @@ class Layer(Replaceable):
         """Replace the buffers by buffers of `capacity` tokens that begin with the live slots; frees each old one in turn.
 
         Callers count the new version, if any graph can have the addresses of the old ones."""
-        live = self.slots
-        self._keys = reallocated(self._keys, live, capacity, self.device)
-        self._values = reallocated(self._values, live, capacity, self.device)
+        for index in range(len(self.buffers)):
+            self.buffers[index] = reallocated(self.buffers[index], self.slots, capacity, self.device)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
@@ -241,10 +225,11 @@ class Layer(Replaceable):
         step = track.step
         if step is not None and step.mode != EAGER:
             self.mark_written(step)
-            if (kind(self._keys), kind(self._values)) != (kind(key_states), kind(value_states)):
-                raise RuntimeError(f"layer {self.index} holds K and V of {describe(self._keys, self._values)}")
-            append(KV(self._keys, self._values), key_states, value_states, track.counts[:1])
-            return self._keys, self._values
+            keys, values = self.kv
+            if (layout(keys), layout(values)) != (layout(key_states), layout(value_states)):
+                raise RuntimeError(f"layer {self.index} holds K and V of {describe(keys, values)}")
+            append(KV(keys, values), key_states, value_states, track.counts[:1])
+            return keys, values
         refuse_gradient(key_states, value_states)
         self.check(key_states, value_states)
         q_len = key_states.shape[2]
@@ -252,17 +237,17 @@ class Layer(Replaceable):
             self.make_room(q_len)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        start, old = self.seen - self.base, track.old(self.seen)
+        keys, values = self.kv
+        start, old = self.slots, track.kind.sees(self.seen)
         stop = start + q_len
         track.stale = True
         if stop <= track.capacity:
-            self._keys[:, :, start:stop].copy_(key_states)
-            self._values[:, :, start:stop].copy_(value_states)
+            keys[:, :, start:stop].copy_(key_states)
+            values[:, :, start:stop].copy_(value_states)
             self.seen += q_len
-            return self._keys[:, :, start - old : stop], self._values[:, :, start - old : stop]
+            return keys[:, :, start - old : stop], values[:, :, start - old : stop]
         keep = track.kept(self.seen + q_len)  # a sliding window, and more new tokens than its buffer has room for
-        keys = slide(self._keys, key_states, start, old, keep)
-        values = slide(self._values, value_states, start, old, keep)
+        keys, values = slide(keys, key_states, start, old, keep), slide(values, value_states, start, old, keep)
         self.seen += q_len
         self.base = self.seen - keep
         return keys, values
@@ -295,15 +280,17 @@ class Layer(Replaceable):
         """Refuse states of another batch size, model or dtype. A layer without tokens drops its buffers instead."""
         if reason := self.why_half():
             raise ValueError(reason)
-        held = self.pending or ((self._keys, self._values) if self.is_initialized else None)
+        held = self.pending or (self.kv if self.is_initialized else None)
         if held is None:
             return
         if (self.pending is not None or held[0].device == key_states.device) and all(
-            kind(old) == kind(new) for old, new in zip(held, (key_states, value_states), strict=True)
+            layout(old) == layout(new) for old, new in zip(held, (key_states, value_states), strict=True)
         ):
             return
         if self.seen == 0:
-            self.track.drop_empty()
+            for layer in self.track.layers():
+                if layer.seen == 0:
+                    layer.clear()
             return
         if key_states.shape[0] != held[0].shape[0]:
             raise ValueError(f"This cache holds {held[0].shape[0]} rows, and it is given {key_states.shape[0]}. {CHANGE_ROWS}")
@@ -317,7 +304,7 @@ class Layer(Replaceable):
             keys, values = self.pending
             self.pending = keys[:, :, first : first + count], values[:, :, first : first + count]
         elif self.is_initialized and first:
-            for buffer in (self._keys, self._values):
+            for buffer in self.buffers:
                 moved = buffer[:, :, first : first + count]
                 buffer[:, :, :count].copy_(moved.clone() if first < count else moved)
         self.base = base
@@ -327,7 +314,7 @@ class Layer(Replaceable):
         track = self.track
         mode = track.mode
         if mode == EAGER:
-            old = track.old(self.seen)
+            old = track.kind.sees(self.seen)
             return old + query_length, self.seen - old
         slot, seen = track.image
         return track.capacity, seen - slot if mode == CAPTURED_WITH_MASK else 0
@@ -344,12 +331,9 @@ class Layer(Replaceable):
         return track.counts[1] if mode == CAPTURED else track.image[1]
 
     def get_max_length(self) -> int:
-        if self.track.window is not None:
-            return self.track.window
+        if self.track.kind.window is not None:
+            return self.track.kind.window
         return -1 if self.track.growable else self.track.capacity
-
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        self.select(beam_idx)
 
     def reset(self) -> None:
         self.pending = None
@@ -359,7 +343,7 @@ class Layer(Replaceable):
     def why_not_crop(self, tokens: int) -> str | None:
         if reason := self.why_half():
             return reason
-        window, left = self.track.window, max(0, self.seen - tokens)
+        window, left = self.track.kind.window, max(0, self.seen - tokens)
         if window is not None and self.base > max(0, left - window + 1):
             return (
                 f"A layer with a sliding window of {window} has kept {self.seen - self.base} of {self.seen} tokens, and "
@@ -371,13 +355,3 @@ class Layer(Replaceable):
         """Remove the last `tokens` tokens, or all if there are fewer. why_not_crop() must have returned None."""
         self.seen = max(0, self.seen - tokens)
         self.track.stale = True
-
-    def crop(self, tokens_to_remove: int) -> None:
-        raise NotImplementedError(
-            "All layers of a preallocated cache are cropped together; call crop() of the cache, not of a layer."
-        )
-
-    def offload(self) -> None:
-        raise NotImplementedError("A preallocated cache cannot be offloaded; use a DynamicCache with offloading=True.")
-
-    prefetch = offload

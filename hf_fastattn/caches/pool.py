@@ -6,12 +6,10 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any
+from operator import attrgetter
 
 import torch
 
-from .buffers import buffers
 from .contract import Storage
 from .stored import StoredCache
 
@@ -80,8 +78,7 @@ class Pool:
     def idle_bytes(self) -> int:
         """Bytes of K and V in the idle storages."""
         with self.lock:
-            layers = [layer for _, storage in self.idle for layer in storage.layers]
-            return sum(x.nbytes for layer in layers for x in buffers(layer) if x is not None)
+            return sum(part.tensor.nbytes for _, storage in self.idle for part in storage.memory())
 
     def clear(self) -> None:
         with self.lock:
@@ -107,40 +104,24 @@ def _return_storage(owner: weakref.ref[Pool], storage: Storage, rows: int) -> No
 
 
 def references(storage: Storage) -> int:
-    """Number of references to a storage, its layers, their K and V and the memory of these. Only differences have a meaning."""
-    total = sys.getrefcount(storage) + sys.getrefcount(storage.layers)
-    for layer in storage.layers:
-        total += sys.getrefcount(layer)
-        for tensor in buffers(layer):
-            if tensor is not None:
-                memory = tensor.untyped_storage()
-                total += sys.getrefcount(tensor) + sys.getrefcount(memory) + torch._C._storage_Use_Count(memory._cdata)
-    return total
+    """Number of references to a storage, its layers, their tensors and the memory of these. Only differences have a meaning."""
+    return _count(*_parts((0, storage)))
+
+
+def _parts(entry: tuple[int, Storage]) -> tuple[list[object], list[torch.Tensor]]:
+    return [*entry[1:], *entry[1].layers], [*map(attrgetter("tensor"), entry[1].memory())]
+
+
+def _count(objects: list[object], tensors: list[torch.Tensor]) -> int:
+    # By map(), because a variable of a Python frame counts or not, depending on what evaluates it (torch.compile replaces that).
+    memory = [*map(torch.Tensor.untyped_storage, tensors)]
+    uses = map(torch._C._storage_Use_Count, map(attrgetter("_cdata"), memory))
+    return sum(map(sys.getrefcount, [*objects, *tensors, *memory])) + sum(uses)
 
 
 def _is_held(entry: tuple[int, Storage]) -> bool:
     """Whether anything but the pool (`entry`) and decode graphs refers to a storage or a part of it."""
-    layers = entry[1].layers
-    tensors = sum(tensor is not None for layer in layers for tensor in buffers(layer))
-    count = len(layers)
-    del layers
-    return references(entry[1]) - entry[1].recorded > _own_references(count, tensors)
-
-
-def _own_references(layers: int, tensors: int) -> int:
-    """The value of references() for a storage with so many layers and tensors to which only an entry of a pool refers.
-
-    It is measured at every call, because it depends on what evaluates Python frames (torch.compile replaces that).
-    """
-
-    def count(layers: int, tensors: int) -> int:
-        made = [SimpleNamespace(keys=None, values=None) for _ in range(layers)]
-        for each in made[:tensors]:
-            each.keys, each.values = torch.zeros(1, device="cpu"), torch.zeros(1, device="cpu")
-            del each
-        entry: tuple[int, Any] = (0, SimpleNamespace(layers=made))
-        del made
-        return references(entry[1])
-
-    none, bare, full = count(0, 0), count(1, 0), count(1, 1)
-    return none + layers * (bare - none) + tensors * (full - bare) // 2
+    objects, tensors = _parts(entry)
+    one, made = [object()], [torch.zeros(1, device="cpu")]  # to which nothing else refers
+    alone = len(objects) * _count([*one], []) + len(tensors) * _count([], [*made])
+    return _count(objects, tensors) - entry[1].recorded > alone

@@ -13,10 +13,10 @@ from .. import hf
 from . import saved
 from .layers import round_up
 from .storage import PreallocatedStorage
-from .stored import StoredCache, chosen
+from .stored import ChangeableCache
 
 
-class PreallocatedCache(StoredCache):
+class PreallocatedCache(ChangeableCache):
     """K and V of every layer in buffers that stay in place; a drop-in `cache` (before Transformers 5.24:
     `past_key_values`) for decoder-only models.
 
@@ -33,12 +33,12 @@ class PreallocatedCache(StoredCache):
 
     def __init__(self, config: saved.ModelOrConfig, capacity: int = 1, *, grow: bool = True):
         tokens = _checked(capacity)
-        windows = hf.layer_windows(saved.config_of(config))
-        self._adopt(PreallocatedStorage(windows, round_up(tokens) if grow else tokens, grow))
+        kinds = hf.layer_kinds(saved.config_of(config))
+        self._adopt(PreallocatedStorage(kinds, round_up(tokens) if grow else tokens, grow))
 
     def __repr__(self) -> str:
         tracks = ", ".join(
-            f"{len(seen)} layers" + (f" of window {t.window}" if t.window else "") + f" at {max(seen)}/{t.capacity} tokens"
+            f"{len(seen)} layers{f' of window {own}' if (own := t.kind.window) else ''} at {max(seen)}/{t.capacity} tokens"
             for t in self.storage.tracks
             if (seen := [layer.seen for layer in t.layers()])
         )
@@ -47,7 +47,7 @@ class PreallocatedCache(StoredCache):
     def __iter__(self) -> Iterator[tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]]:
         """K, V and the sliding window (or None) of each layer, as a DynamicCache yields them."""
         for layer in self.storage.layers:
-            window = layer.track.window
+            window = layer.track.kind.window
             yield layer.keys, layer.values, None if window is None else torch.tensor(window)
 
     def get_query_offset(self, layer_idx: int = 0) -> int | torch.Tensor:  # type: ignore[override]  # a StaticCache's is a tensor
@@ -60,42 +60,9 @@ class PreallocatedCache(StoredCache):
             if track.capacity < capacity and track.growable:
                 track.grow(capacity)
 
-    def reset(self) -> None:
-        """Discard all tokens; the buffers stay in place."""
-        self.storage.reset()
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last `-tokens_to_remove` tokens (a negative number, as in Transformers; 0 does nothing)."""
-        tokens_to_remove = int(tokens_to_remove)  # a tensor in assisted decoding
-        if tokens_to_remove > 0:
-            raise ValueError(f"crop() takes the negative number of tokens to remove; got {tokens_to_remove}.")
-        if not tokens_to_remove:
-            return
-        if -tokens_to_remove > (seen := self.storage.seen):
-            raise ValueError(f"This cache holds {seen} tokens; {-tokens_to_remove} cannot be removed.")
-        for layer in self.storage.layers:
-            if reason := layer.why_not_crop(-tokens_to_remove):
-                raise ValueError(reason)
-        for layer in self.storage.layers:
-            layer.remove_last(-tokens_to_remove)
-
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Replace every row r by row beam_idx[r], in place: decode graphs stay valid."""
-        self.storage.reorder(beam_idx)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Replace every row by `repeats` copies of it."""
-        self.batch_select_indices(torch.arange(self._rows, device="cpu").repeat_interleave(repeats))
-
     @property
     def _rows(self) -> int:
         return next((len(layer.live()[0]) for layer in self.storage.layers if layer.is_initialized or layer.pending), 0)
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep rows `indices` (int64, or bool with one entry per row), in this order."""
-        indices = chosen(indices, self._rows)
-        for layer in self.storage.layers:
-            layer.select(indices)
 
     def save(self, path: str | Path, model: saved.ModelOrConfig) -> None:
         """Write the live tokens and the configuration of `model` to one safetensors file.
@@ -113,8 +80,7 @@ class PreallocatedCache(StoredCache):
         path and reason if the file has another format, configuration, dtype or shape, or if it is truncated or inconsistent.
         """
         tokens = _checked(capacity)
-        windows = hf.layer_windows(saved.config_of(model))
-        seen, states = saved.read(path, windows, model)
+        seen, states = saved.read(path, hf.layer_kinds(saved.config_of(model)), model)
         cache = cls(model, max(tokens, seen), grow=grow)
         for layer, (keys, values) in zip(cache.storage.layers, states, strict=True):
             kept = min(keys.shape[2], layer.track.kept(seen))

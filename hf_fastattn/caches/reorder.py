@@ -22,12 +22,13 @@ Tables = dict[tuple[int, ...], torch.Tensor]  # addresses of buffers, also as a 
 def reorder(layers: Sequence[Layer], index: torch.Tensor, tables: Tables) -> Tables:
     """Replace every row r of the layers by row index[r]. tables: those that the last call returned."""
     groups: dict[tuple[Any, ...], list[torch.Tensor]] = {}
+    rows = len(index)
     for layer in layers:
         live = layer.slots
-        if not layer.is_initialized or len(index) != layer.batch_size or not _fit(layer):
+        if live is None or layer.batch_size != rows or not all(map(kernel.fits, layer.buffers)):
             layer.select(index)
             continue
-        for buffer in (layer._keys, layer._values) if live else ():
+        for buffer in layer.buffers if live else ():
             kind = live, buffer.shape, buffer.stride(), buffer.dtype, buffer.device
             groups.setdefault(kind, []).append(buffer)
     used: Tables = {}
@@ -38,7 +39,3 @@ def reorder(layers: Sequence[Layer], index: torch.Tensor, tables: Tables) -> Tab
         used[addresses] = torch.tensor(addresses, device=device) if table is None else table
         kernel.reorder(used[addresses], buffers[0], live, index.to(device))
     return used
-
-
-def _fit(layer: Layer) -> bool:
-    return kernel.fits(layer._keys) and kernel.fits(layer._values)

@@ -21,10 +21,8 @@ class Replaceable(Buffered):
     """A layer with K and V that other code may replace. pending: K and V that are not in the buffers; None if they are."""
 
     track: Track
-    index: int
     seen: int
     base: int
-    batch_size: int
     pending: tuple[torch.Tensor, torch.Tensor] | None
     device: Any = None  # of the buffers, once there are some
 
@@ -38,25 +36,26 @@ class Replaceable(Buffered):
     def shown(self, index: int) -> torch.Tensor | None:
         if self.track.mode != EAGER:
             return UNKNOWN
-        both = self.pending or (self._keys, self._values)
-        if both[index] is None or self.why_half():
-            return both[index]
+        if self.pending is None and not self.buffers:
+            return None
+        states = (self.pending or self.kv)[index]
+        if self.why_half():
+            return states
         count = self.slots  # as in a DynamicCache, those that the next token sees
-        return both[index][:, :, count - min(count, self.track.old(self.seen)) : count]
+        return states[:, :, count - min(count, self.track.kind.sees(self.seen)) : count]
 
     def replace(self, index: int, old: torch.Tensor, new: torch.Tensor) -> None:
-        window, count = self.track.window, new.shape[2]
+        window, count = self.track.kind.window, new.shape[2]
         if window is not None and count != old.shape[2]:
             raise ValueError(
                 f"Layer {self.index} has a sliding window of {window} tokens and counts those that left it, so {old.shape[2]} "
                 f"tokens can only be replaced by as many; got {count}. Use a DynamicCache."
             )
-        both = [x for x in (self.shown(0), self.shown(1)) if x is not None]
+        both = [self.keys, self.values]
         both[index] = new
-        if self._keys is not None:
+        if self.buffers:
             self.moved()
-        self._keys = self._values = None
-        self.is_initialized = False
+        self.buffers, self.is_initialized = [], False
         self.pending = both[0], both[1]
         storage = None if self.track.storage is None else self.track.storage()
         if storage is not None:
@@ -80,27 +79,16 @@ class Replaceable(Buffered):
             f"{rows[1]} rows: only one of both was replaced. Assign both, or call reset() of the cache."
         )
 
-    def live(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views of the live slots of K and V, oldest first. Raises ValueError if only one of both was replaced."""
+    def live(self) -> list[torch.Tensor]:
+        """Views of the live slots of what is cached, oldest first. Raises ValueError if only one of K and V was replaced."""
         if reason := self.why_half():
             raise ValueError(reason)
-        count = self.slots
-        keys, values = self.pending or (self._keys, self._values)
-        return keys[:, :, :count], values[:, :, :count]
+        held = self.buffers if self.pending is None else self.joined(*self.pending)
+        return [x[:, :, : self.slots] for x in held]
 
     def select(self, indices: torch.Tensor) -> None:
         """Keep the rows `indices`, in place if their number does not change."""
         if self.pending is not None:
             keys, values = self.pending
             self.pending = keys[indices.to(keys.device)], values[indices.to(values.device)]
-        elif self.is_initialized:
-            views = self.live()
-            keys, values = (t.index_select(0, indices.to(t.device)) for t in views)
-            if len(indices) == self.batch_size:
-                views[0].copy_(keys)
-                views[1].copy_(values)
-            else:
-                self._keys, self._values = keys, values
-                self.moved()
-                self.batch_size = len(indices)
-                self.reallocate(self.track.capacity)
+        super().select(indices)

@@ -27,14 +27,9 @@ from ..kernels.decode.ring import ring_step
 from ..kernels.spans import pack_spans
 from ..kernels.spec import KV, bytes_per_token
 from ..streaming import Settings
-from .buffers import UNKNOWN, Buffered, describe, kind, reallocated, refuse_gradient
-from .contract import CHANGE_ROWS, Storage
+from .buffers import UNKNOWN, Buffered, describe, layout, reallocated, refuse_gradient, selected
+from .contract import CHANGE_ROWS, CUT_SHORT, Storage
 from .layers import refuse_unless_fits
-
-CUT_SHORT = (
-    "A forward over this RollingCache was interrupted, or ran other layers than the first forward. A rolling cache counts every "
-    "token once for all its layers, so some layers now lack tokens. Call reset() on the cache and read the text again."
-)
 
 
 class One(NamedTuple):
@@ -75,7 +70,6 @@ class Ring(Storage):
         self.uniform = True  # no row has padding
         self.checked, self.padded = 0, False  # width of the checked mask, and whether it has zeros
         self.written: int | None = None  # bit mask of the layers that the first forward wrote
-        self.cut_short = False  # whether a later forward wrote other layers
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -96,7 +90,7 @@ class Ring(Storage):
 
     def begin(self, step: Step, rows: int, q_len: int, pads: torch.Tensor | None, device: torch.device) -> torch.Tensor:
         """Count `q_len` new tokens of each row and return their spans. pads: int64 (batch,), how many of them are padding."""
-        self._check()
+        self.check()
         if self.rows != rows or self.counts.device != device:
             self._allocate(rows, device)
         self.uniform = self.uniform and pads is None
@@ -111,18 +105,6 @@ class Ring(Storage):
         if step.mode == EAGER:
             self.advance(q_len)
         return spans[:1].expand_as(spans) if self.uniform else spans
-
-    def end(self, step: Step, failed: bool) -> None:
-        if step.mode != EAGER or not step.q_len:
-            return
-        if self.written is None:
-            self.written = (1 << len(self.layers)) - 1 if failed else step.written
-        self.cut_short = self.cut_short or step.written != self.written
-
-    def _check(self) -> None:
-        """Raise ValueError if a forward wrote other layers than the first forward."""
-        if self.cut_short:
-            raise ValueError(CUT_SHORT)
 
     def positions(self, q_len: int) -> torch.Tensor:
         """Positions of the last `q_len` tokens, int64 (batch, q_len); 0 for padding."""
@@ -166,12 +148,10 @@ class Ring(Storage):
     def select(self, indices: torch.Tensor) -> None:
         if self.rows is None:
             return
-        same = len(indices) == self.rows
-        self.counts = _select(self.counts, indices, same)
-        self.rows = len(indices)
-        self.version += not same
+        self.version += len(indices) != self.rows
+        self.counts, self.rows = selected(self.counts, indices), len(indices)
         for layer in self.layers:
-            layer.select(indices, same)
+            layer.select(indices)
 
     def reset(self) -> None:
         self.seen = self.furthest = 0
@@ -190,7 +170,7 @@ class Ring(Storage):
 
     def sync(self, device: torch.device, tokens: int = 1) -> None:
         """The counts are already on the device. Raises ValueError if an earlier forward was interrupted."""
-        self._check()
+        self.check()
 
     def step(self) -> None:
         step = steps.over(self)
@@ -206,7 +186,6 @@ class Ring(Storage):
         return self.seen != self.capacity  # the next token drops the first one, and then no other could be removed
 
     def crop(self, tokens: int) -> None:
-        """Remove the last tokens of each row. Raises ValueError if later tokens would see one that is gone."""
         left = self.seen - tokens
         if left <= self.sinks:
             self.furthest = left
@@ -220,22 +199,18 @@ class Ring(Storage):
         self.counts.sub_(tokens).clamp_(min=0)
         self.seen, self.checked = left, min(self.checked, left)
 
-    def mark(self) -> torch.Tensor:
-        return self.counts.clone()
+    def states(self) -> list[torch.Tensor]:
+        return [] if self.rows is None else [self.counts]
 
-    def rewind(self, mark: torch.Tensor | None) -> None:
-        if mark is None:  # the counts on the device are unknown
-            self.cut_short = True
-        else:
-            self.counts.copy_(mark)
+    def rewind(self, mark: list[torch.Tensor] | None) -> None:
+        super().rewind(mark)
+        if mark is not None:
             self.furthest = max(self.furthest, self.seen + 1)  # the step may have written its token
 
 
 class RollingLayer(Buffered):
     """K and V of one layer, (batch, num_kv_heads, sinks + window, head_dim) each."""
 
-    is_compileable = False  # with True, generate() would start torch.compile by itself; decode graphs do not read this
-    is_croppable = True
     is_sliding = False
 
     def __init__(self, index: int, ring: Ring):
@@ -246,12 +221,9 @@ class RollingLayer(Buffered):
     def moved(self) -> None:
         self.ring.version += 1
 
-    def clear(self) -> None:
-        """Discard the buffers."""
-        if self._keys is not None:
-            self.moved()
-        self._keys = self._values = None
-        super().__init__()  # type: ignore[no-untyped-call]
+    @property
+    def slots(self) -> int:
+        return min(self.ring.seen, self.ring.capacity)
 
     def belong_to(self, ring: Ring) -> None:
         self._ring: Callable[[], Ring | None] = weakref.ref(ring)  # weak, because the ring owns this layer
@@ -270,15 +242,11 @@ class RollingLayer(Buffered):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.clear()
-        ring, each = self.ring, bytes_per_token(key_states, value_states)
+        ring, states = self.ring, self.joined(key_states, value_states)
         missing = sum(not layer.is_initialized for layer in ring.layers) if torch.cuda.device_count() <= 1 else 1
-        refuse_unless_fits(ring.capacity, missing * each, key_states.device)
+        refuse_unless_fits(ring.capacity, missing * bytes_per_token(*states), key_states.device)
         self.dtype, self.device = key_states.dtype, key_states.device
-        shape = (*key_states.shape[:2], ring.capacity)
-        # Normal tensors, so that a cache created under inference_mode can be used outside it.
-        with torch.inference_mode(False):
-            self._keys = torch.zeros(*shape, key_states.shape[3], dtype=self.dtype, device=self.device)
-            self._values = torch.zeros(*shape, value_states.shape[3], dtype=value_states.dtype, device=self.device)
+        self.buffers = [reallocated(x, 0, ring.capacity, x.device) for x in states]
         self.is_initialized = True
 
     def update(
@@ -301,29 +269,26 @@ class RollingLayer(Buffered):
             raise ValueError(CUT_SHORT)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        elif _kind(self._keys) != _kind(key_states) or _kind(self._values) != _kind(value_states):
+        elif any(
+            (layout(old), old.device) != (layout(new), new.device)
+            for old, new in zip(self.kv, (key_states, value_states), strict=True)
+        ):
             if step.mode != EAGER or ring.seen != step.q_len:
-                described = [describe(*pair) for pair in ((self._keys, self._values), (key_states, value_states))]
+                described = [describe(*pair) for pair in (self.kv, (key_states, value_states))]
                 raise ValueError(f"This cache holds {described[0]}, and it is given {described[1]}: it belongs to another model.")
             self.lazy_initialization(key_states, value_states)  # it was empty, and the model has since been cast or moved
         refuse_gradient(key_states, value_states)
+        keys, values = self.kv
         if step.q_len == 1:
-            append(KV(self._keys, self._values), key_states, value_states, step.plan.slots.to(self.device))
-            both = self._keys, self._values
+            append(KV(keys, values), key_states, value_states, step.plan.slots.to(self.device))
         else:
-            both = _extend(self._keys, key_states, step.plan), _extend(self._values, value_states, step.plan)
+            keys, values = _extend(keys, key_states, step.plan), _extend(values, value_states, step.plan)
         step.written |= mine
-        return both
-
-    def select(self, indices: torch.Tensor, same: bool) -> None:
-        if self.is_initialized:
-            for name in ("_keys", "_values"):
-                setattr(self, name, _select(getattr(self, name), indices, same))
+        return keys, values
 
     def shown(self, index: int) -> torch.Tensor | None:
         """In the order of slots: sinks, then the ring."""
-        buffer: torch.Tensor | None = (self._keys, self._values)[index]
-        if buffer is None:
+        if not self.buffers:
             return None
         ring = self.ring
         step = steps.over(ring)
@@ -331,7 +296,7 @@ class RollingLayer(Buffered):
             return UNKNOWN
         new = 0 if step is None or step.written >> self.index & 1 else step.q_len
         tokens = min(ring.seen - new, ring.capacity)
-        return buffer[:, :, :tokens]
+        return self.kv[index][:, :, :tokens]
 
     def replace(self, index: int, old: torch.Tensor, new: torch.Tensor) -> None:
         if new.shape != old.shape:
@@ -339,7 +304,7 @@ class RollingLayer(Buffered):
                 "A RollingCache counts its tokens once for all layers, so K and V can only be replaced by as many: "
                 f"{tuple(old.shape)}; got {tuple(new.shape)}. Use a PreallocatedCache or a DynamicCache."
             )
-        setattr(self, ("_keys", "_values")[index], reallocated(new, new.shape[2], self.ring.capacity, new.device))
+        self.buffers[index] = reallocated(new, new.shape[2], self.ring.capacity, new.device)
         self.ring.recorded = 0  # graphs refer to the old buffers
         self.moved()
 
@@ -359,31 +324,12 @@ class RollingLayer(Buffered):
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         raise NotImplementedError("Layers of a rolling cache share their counts; call reorder_cache() of the cache.")
 
-    def crop(self, tokens_to_remove: int) -> None:
-        raise NotImplementedError("Layers of a rolling cache share their counts; call crop() of the cache.")
-
-    def offload(self) -> None:
-        raise NotImplementedError("A rolling cache is small and cannot be offloaded.")
-
-    prefetch = offload
-
 
 def _extend(buffer: torch.Tensor, states: torch.Tensor, plan: Many) -> torch.Tensor:
     """The tokens in the buffer followed by the new ones, as one tensor. Stores those to keep in the buffer."""
     tokens = torch.cat([_take(buffer, plan.gather), states], 2) if plan.gather.shape[1] else states
     buffer.copy_(_take(tokens, plan.store))
     return tokens
-
-
-def _kind(states: torch.Tensor) -> tuple[object, ...]:
-    return *kind(states), states.device
-
-
-def _select(tensor: torch.Tensor, indices: torch.Tensor, same: bool) -> torch.Tensor:
-    """Rows `indices` of a tensor; written in place if their number is the `same`."""
-    with torch.inference_mode(False):  # a normal tensor, as in lazy_initialization()
-        rows = tensor.index_select(0, indices.to(tensor.device))
-        return tensor.copy_(rows) if same else rows
 
 
 def _take(buffer: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:

@@ -17,10 +17,10 @@ from ..attention.step import EAGER, Step
 from ..streaming import Settings, has_frequencies
 from . import forward
 from .ring import Ring
-from .stored import Arguments, StoredCache, chosen
+from .stored import Arguments, ChangeableCache
 
 
-class RollingCache(StoredCache):
+class RollingCache(ChangeableCache):
     """The first `sinks` and the last `window` tokens of every row, in constant memory: a `cache` (before Transformers 5.24:
     `past_key_values`) for unbounded generation.
 
@@ -88,6 +88,14 @@ class RollingCache(StoredCache):
             return args, {**kwargs, "position_ids": positions}
         return args, {**kwargs, "attention_mask": mask, "position_ids": positions}
 
+    def end(self, step: Step, output: Any) -> None:
+        ring = self.storage
+        if step.mode != EAGER or not step.q_len:
+            return
+        if ring.written is None:
+            ring.written = (1 << len(ring.layers)) - 1 if output is None else step.written
+        ring.cut_short = ring.cut_short or step.written != ring.written
+
     def check_call(self, mask: torch.Tensor | None, tokens: int = 0, crops: bool = False) -> None:
         """Raise ValueError if the cache cannot serve this call of generate(). Synchronises with the device.
 
@@ -110,10 +118,6 @@ class RollingCache(StoredCache):
             )
         self.storage.checked, self.storage.padded = width, zeros
 
-    def reset(self) -> None:
-        """Discard all tokens; the buffers stay in place."""
-        self.storage.reset()
-
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens (a negative number, as in Transformers; 0 does nothing).
 
@@ -121,25 +125,7 @@ class RollingCache(StoredCache):
         one, or all tokens except sinks; otherwise it raises ValueError. A generate() that ends at an end-of-text token may itself
         have removed the last token.
         """
-        tokens_to_remove = int(tokens_to_remove)  # a tensor in assisted decoding
-        ring = self.storage
-        if tokens_to_remove > 0:
-            raise ValueError(f"crop() takes the negative number of tokens to remove; got {tokens_to_remove}.")
-        if -tokens_to_remove > ring.seen:
-            raise ValueError(f"This cache has read {ring.seen} tokens; {-tokens_to_remove} cannot be removed.")
-        if tokens_to_remove:
-            ring.crop(-tokens_to_remove)
-
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        self.storage.select(beam_idx)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Replace every row by `repeats` copies of it."""
-        self.batch_select_indices(torch.arange(self.storage.rows or 0, device="cpu").repeat_interleave(repeats))
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep rows `indices` (int64, or bool with one entry per row), in this order."""
-        self.storage.select(chosen(indices, self.storage.rows or 0))
+        super().crop(tokens_to_remove)
 
 
 def _check_model(model: hf.PreTrainedModel) -> None:

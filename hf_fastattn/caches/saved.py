@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -52,7 +53,7 @@ def write(path: str | Path, layers: list[Layer], model: ModelOrConfig) -> None:
     tensors = {
         f"{layer.index}.{name}": live.contiguous()
         for layer in layers
-        for name, live in zip(("keys", "values"), layer.live(), strict=True)
+        for name, live in zip(layer.names, layer.live(), strict=True)
     }
     meta = {"format": FORMAT, "config": _describe(model), "seen": json.dumps({str(layer.index): layer.seen for layer in layers})}
     if Path(path).is_dir():
@@ -67,9 +68,7 @@ def write(path: str | Path, layers: list[Layer], model: ModelOrConfig) -> None:
         raise OSError(number, os.strerror(number), str(path), number) from error  # the last one is the number on Windows
 
 
-def read(
-    path: str | Path, windows: list[int | None], model: ModelOrConfig
-) -> tuple[int, list[tuple[torch.Tensor, torch.Tensor]]]:
+def read(path: str | Path, kinds: Sequence[hf.Kind], model: ModelOrConfig) -> tuple[int, list[tuple[torch.Tensor, torch.Tensor]]]:
     """(number of tokens, K and V of each layer (rows, num_kv_heads, kept tokens, head_dim)) from a file of write().
 
     Raises ValueError with path and reason if the file is not a cache of `model`, OSError if it cannot be read.
@@ -94,16 +93,15 @@ def read(
         after = os.fstat(file.fileno())
     if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
         raise ValueError(f"{path} was changed while it was read. Read it again once it is complete.")
-    names = [f"{index}.{name}" for index in range(len(windows)) for name in ("keys", "values")]
+    names = [f"{index}.{name}" for index in range(len(kinds)) for name in ("keys", "values")]
     if tensors.keys() != set(names):
         wrong = ", ".join(sorted(tensors.keys() ^ set(names)))
-        raise ValueError(f"{path} needs K and V of {len(windows)} layers; missing or extra: {wrong}.")
+        raise ValueError(f"{path} needs K and V of {len(kinds)} layers; missing or extra: {wrong}.")
     tensors = {name: tensors[name] for name in names}
-    seen = _read_seen(path, meta, len(windows))
+    seen = _read_seen(path, meta, len(kinds))
     _check_tensors(path, tensors, model)
     for name in names:
-        window, slots = windows[int(name.partition(".")[0])], tensors[name].shape[2]
-        least = seen if window is None else min(seen, window - 1)
+        least, slots = kinds[int(name.partition(".")[0])].sees(seen), tensors[name].shape[2]
         if not least <= slots <= seen:
             raise ValueError(
                 f"{path} gives {seen} as the number of tokens, of which this layer keeps at least {least}; {name} has {slots}. "

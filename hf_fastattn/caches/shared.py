@@ -9,12 +9,14 @@ other ranks. For a few tokens it returns a `Share`, over which attention merges 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
 
 from ..attention.step import EAGER
 from ..context_parallel import New, Share, Shares
+from ..hf import Kind
 from ..kernels.parts import PART
 from .buffers import refuse_gradient
 from .contract import FEW
@@ -30,7 +32,7 @@ class SharedTrack(Track):
 
     def __init__(self, capacity: int, growable: bool, shares: Shares):
         self.shares = shares
-        super().__init__(None, capacity, growable)
+        super().__init__(Kind("full"), capacity, growable)
 
     def __getstate__(self) -> dict[str, object]:
         return {**super().__getstate__(), "shares": self.shares}
@@ -65,7 +67,7 @@ class SharedLayer(Layer):
         step = track.step
         if step is not None and step.mode != EAGER:
             self.mark_written(step)
-            return self._shares(key_states, value_states, track.capacity, New(key_states, value_states, self._keys, self._values))
+            return self._shares(key_states, value_states, track.capacity, New(key_states, value_states, *self.kv))
         refuse_gradient(key_states, value_states)
         heads = shares.kv_heads(self.index, key_states.shape[1])
         like = [x[:, :1, :0].expand(-1, heads, -1, -1) for x in (key_states, value_states)]
@@ -77,9 +79,9 @@ class SharedLayer(Layer):
         seen = self.seen
         self.seen += q_len
         if seen and q_len <= FEW:
-            return self._shares(key_states, value_states, self.seen, New(key_states, value_states, self._keys, self._values))
+            return self._shares(key_states, value_states, self.seen, New(key_states, value_states, *self.kv))
         if seen:
-            past = (shares.gather_slots(x)[:, :, :seen] for x in (self._keys, self._values))
+            past = (shares.gather_slots(x)[:, :, :seen] for x in self.kv)
             found = [torch.cat([old, new], 2) for old, new in zip(past, (key_states, value_states), strict=True)]
         self._write(key_states, value_states, seen)
         return (found[0], found[1]) if seen else (key_states, value_states)
@@ -92,7 +94,7 @@ class SharedLayer(Layer):
             parts = shares.gather_kv(key_states[:, :, some], value_states[:, :, some])
             start, count = seen + begin, parts[0].shape[2]
             tokens = _own(start % (PART * shares.count), count, shares.rank, shares.count, key_states.device)
-            for buffer, new in zip((self._keys, self._values), parts, strict=True):
+            for buffer, new in zip(self.kv, parts, strict=True):
                 buffer[:, :, shares.before(start) : shares.before(start + count)] = new[:, :, tokens]
 
     def _shares(
@@ -106,8 +108,7 @@ class SharedLayer(Layer):
         batch, heads, _, _ = key_states.shape
         shapes = ((batch, heads, kv_len, x.shape[3]) for x in (key_states, value_states))
         keys, values = (
-            Share(x, shape, self.track.shares, self.index, plan, new)
-            for x, shape in zip((self._keys, self._values), shapes, strict=True)
+            Share(x, shape, self.track.shares, self.index, plan, new) for x, shape in zip(self.kv, shapes, strict=True)
         )
         return keys, values
 
@@ -125,12 +126,12 @@ class SharedStorage(PreallocatedStorage):
 
     takes_prompts = False  # a captured step merges results, and a prompt is read by heads
 
-    def __init__(self, windows: list[int | None], capacity: int, shares: Shares, growable: bool = True):
+    def __init__(self, kinds: Sequence[Kind], capacity: int, shares: Shares, growable: bool = True):
         self.shares = shares
-        super().__init__(windows, capacity, growable)
+        super().__init__(kinds, capacity, growable)
 
-    def make_track(self, window: int | None, capacity: int, growable: bool) -> Track:
-        return super().make_track(window, capacity, growable) if window else SharedTrack(capacity, growable, self.shares)
+    def make_track(self, kind: Kind, capacity: int, growable: bool) -> Track:
+        return super().make_track(kind, capacity, growable) if kind.window else SharedTrack(capacity, growable, self.shares)
 
     def make_layer(self, index: int, track: Track) -> Layer:
         return SharedLayer(index, track) if isinstance(track, SharedTrack) else super().make_layer(index, track)

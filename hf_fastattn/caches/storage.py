@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from ..attention import step as steps
 from ..attention.step import EAGER
+from ..hf import Kind
 from .contract import Storage
 from .layers import SLACK, Layer, Track
 from .reorder import Tables, reorder
@@ -24,18 +25,18 @@ class PreallocatedStorage(Storage):
     @property
     def most_tokens(self) -> int:  # type: ignore[override]
         """A layer with a window has room for SLACK more than that."""
-        return SLACK if any(track.window is not None for track in self.tracks) else 1 << 62
+        return SLACK if any(track.kind.window is not None for track in self.tracks) else 1 << 62
 
-    def __init__(self, windows: list[int | None], capacity: int, growable: bool = True):
-        self.tracks = [self.make_track(window, capacity, growable) for window in dict.fromkeys(windows)]
-        by_window = {track.window: track for track in self.tracks}
-        self.layers = [self.make_layer(index, by_window[window]) for index, window in enumerate(windows)]
+    def __init__(self, kinds: Sequence[Kind], capacity: int, growable: bool = True):
+        tracks = {kind: self.make_track(kind, capacity, growable) for kind in dict.fromkeys(kinds)}
+        self.tracks = [*tracks.values()]
+        self.layers = [self.make_layer(index, tracks[kind]) for index, kind in enumerate(kinds)]
         self.running: tuple[int, ...] = ()  # indices of the layers that decode graphs write
         self.tables: Tables = {}
         self._own_tracks()
 
-    def make_track(self, window: int | None, capacity: int, growable: bool) -> Track:
-        return Track(window, capacity, growable)
+    def make_track(self, kind: Kind, capacity: int, growable: bool) -> Track:
+        return Track(kind, capacity, growable)
 
     def make_layer(self, index: int, track: Track) -> Layer:
         return Layer(index, track)
@@ -72,7 +73,7 @@ class PreallocatedStorage(Storage):
 
     @property
     def keeps_all(self) -> bool:
-        return all(track.window is None for track in self.tracks)
+        return all(track.kind.window is None for track in self.tracks)
 
     def holds(self, tokens: int) -> bool:
         return all(track.capacity >= min(tokens, track.limit) for track in self.tracks)
@@ -82,13 +83,23 @@ class PreallocatedStorage(Storage):
             track.on_low_memory = weakref.WeakMethod(free)
 
     def reset(self) -> None:
-        self.resized = False
+        self.resized = self.cut_short = False
         for layer in self.layers:
             layer.reset()
 
     def reorder(self, index: torch.Tensor) -> None:
-        """Replace every row r by row index[r], in place if the number of rows does not change."""
         self.tables = reorder(self.layers, index, self.tables)
+
+    def select(self, indices: torch.Tensor) -> None:
+        for layer in self.layers:
+            layer.select(indices)
+
+    def crop(self, tokens: int) -> None:
+        for layer in self.layers:
+            if reason := layer.why_not_crop(tokens):
+                raise ValueError(reason)
+        for layer in self.layers:
+            layer.remove_last(tokens)
 
     @property
     def variant(self) -> tuple[int, ...]:
@@ -102,6 +113,7 @@ class PreallocatedStorage(Storage):
                 return
 
     def _sync(self, device: torch.device, tokens: int) -> None:
+        self.check()
         seen = self.seen
         running = [layer for layer in self.layers if layer.seen == seen and layer.is_initialized]
         self.running = tuple(layer.index for layer in running)
@@ -136,7 +148,8 @@ class PreallocatedStorage(Storage):
                 track.image = (slot + 1, seen + 1)  # what step() has written
                 track.stale |= tokens > 1
 
-    def rewind(self, mark: None) -> None:
+    def rewind(self, mark: list[torch.Tensor] | None) -> None:
         """After a failed step the counts on the host are valid, and those on the device are unknown."""
+        super().rewind(mark)
         for track in self.tracks:
             track.stale = True

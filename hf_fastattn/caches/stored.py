@@ -10,7 +10,7 @@ import torch
 
 from .. import hf
 from ..attention import step as steps
-from ..attention.step import CAPTURED, CAPTURED_WITH_MASK, Step
+from ..attention.step import CAPTURED, CAPTURED_WITH_MASK, EAGER, Step
 from .contract import CHANGE_ROWS, Storage
 
 __all__ = ["StoredCache"]
@@ -76,7 +76,13 @@ class StoredCache(hf.Cache):
 
     def begin(self, step: Step, model: hf.PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """Called before a patched model's forward over it. Returns new arguments for the forward, or None to keep them."""
+        self.storage.check()
         return None
+
+    def end(self, step: Step, output: Any) -> Any:
+        """Called after a patched model's forward over it. output: None if the forward raised. Returns another one, or None."""
+        if output is None and step.mode == EAGER:
+            self.storage.rewind(None)
 
     def __copy__(self) -> Self:
         copied = type(self).__new__(type(self))
@@ -111,10 +117,42 @@ class StoredCache(hf.Cache):
             steps.end(step)
 
 
-def chosen(indices: torch.Tensor, rows: int) -> torch.Tensor:
-    """The rows, int64, that `indices` select of so many: int64, or bool with one entry per row. Raises ValueError for others."""
-    if indices.dtype != torch.bool:
-        return indices
-    if rows and indices.shape != (rows,):
-        raise ValueError(f"A mask of rows has one entry for each; this cache holds {rows} rows, and got {tuple(indices.shape)}.")
-    return indices.nonzero().flatten()
+class ChangeableCache(StoredCache):
+    """A cache whose storage can be emptied, cropped and given other rows."""
+
+    @property
+    def _rows(self) -> int:
+        return self.storage.rows or 0
+
+    def reset(self) -> None:
+        """Discard all tokens; the buffers stay in place."""
+        self.storage.reset()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last `-tokens_to_remove` tokens (a negative number, as in Transformers; 0 does nothing)."""
+        tokens_to_remove = int(tokens_to_remove)  # a tensor in assisted decoding
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop() takes the negative number of tokens to remove; got {tokens_to_remove}.")
+        if -tokens_to_remove > (seen := self.storage.seen):
+            words = "has read" if self.streams else "holds"
+            raise ValueError(f"This cache {words} {seen} tokens; {-tokens_to_remove} cannot be removed.")
+        if tokens_to_remove:
+            self.storage.crop(-tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Replace every row r by row beam_idx[r], in place: decode graphs stay valid."""
+        self.storage.reorder(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Replace every row by `repeats` copies of it."""
+        self.batch_select_indices(torch.arange(self._rows, device="cpu").repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep rows `indices` (int64, or bool with one entry per row), in this order."""
+        if indices.dtype == torch.bool:
+            if (rows := self._rows) and indices.shape != (rows,):
+                raise ValueError(
+                    f"A mask of rows has one entry for each; this cache holds {rows} rows, and got {tuple(indices.shape)}."
+                )
+            indices = indices.nonzero().flatten()
+        self.storage.select(indices)

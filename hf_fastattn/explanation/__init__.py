@@ -49,7 +49,8 @@ class Explanation:
 
     def as_dict(self) -> dict[str, Any]:
         found = asdict(self)
-        for name in ("num_heads", "num_kv_heads", "head_dim"):
+        del found["facts"]["kinds"]
+        for name in ("num_heads", "num_kv_heads", "head_dim", "windows"):
             found["facts"][name] = getattr(self.facts, name)
         found["facts"]["dtype"] = str(self.facts.dtype).removeprefix("torch.")
         return found
@@ -98,7 +99,7 @@ def explain(
     facts = costs.count(model, dtype, ranks)
     streaming = _streaming(chosen, window, sinks, facts.max_length)
     if streaming is not None:
-        facts = replace(facts, windows=(streaming.sinks + streaming.window,) * len(facts.windows))
+        facts = replace(facts, kinds=(hf.Kind("window", streaming.sinks + streaming.window),) * len(facts.kinds))
     device = find_device(("cuda" if model.device.type == "meta" else model.device) if device is None else device, planned=True)
     figures = costs.find_gpu(gpu, device, facts.dtype)
     runs, refused = _what_runs(chosen, model, facts, batch, length, device, streaming)

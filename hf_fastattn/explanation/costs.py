@@ -43,7 +43,7 @@ GPUS: dict[GpuName, GPU] = {
 
 @dataclass(frozen=True)
 class Facts:
-    """The properties of a model that the arithmetic needs. windows: of each layer, None for a layer that keeps all tokens.
+    """The properties of a model that the arithmetic needs. windows: of the kinds of layers.
 
     num_heads, num_kv_heads, head_dim: of the widest layer, if layers differ.
     """
@@ -51,7 +51,7 @@ class Facts:
     name: str
     dtype: torch.dtype
     shapes: tuple[hf.LayerShape, ...]  # of each layer
-    windows: tuple[int | None, ...]
+    kinds: tuple[hf.Kind, ...]  # of each layer
     max_length: int | None
     parameters: int
     weight_bytes: int  # in memory
@@ -69,10 +69,11 @@ class Facts:
     num_heads = property(lambda self: self.widest.num_heads)
     num_kv_heads = property(lambda self: self.widest.num_kv_heads)
     head_dim = property(lambda self: self.widest.head_dim)
+    windows = property(lambda self: tuple(kind.window for kind in self.kinds))
 
     def _seen(self, length: int) -> list[tuple[hf.LayerShape, int]]:
         """The shape of each layer, and the number of tokens that a query attends to in it."""
-        return [(shape, min(length, window or length)) for shape, window in zip(self.shapes, self.windows, strict=True)]
+        return [(shape, 1 + kind.sees(length - 1)) for shape, kind in zip(self.shapes, self.kinds, strict=True)]
 
     def kv_bytes(self, length: int) -> int:
         """Bytes of K and V of one row."""
@@ -118,7 +119,7 @@ def count(model: hf.PreTrainedModel, dtype: torch.dtype | str | None = None, ran
     if not getattr(config, "num_hidden_layers", 0):
         raise ValueError(f"explain() counts attention, and the config of {name} has no layers.")
     try:
-        windows = hf.layer_windows(model.config)
+        kinds = hf.layer_kinds(model.config)
     except ValueError as error:
         raise ValueError(f"explain() counts the K/V of full and sliding attention only. {error}") from error
     dtype = find_dtype(dtype) if dtype is not None else model.dtype
@@ -153,7 +154,7 @@ def count(model: hf.PreTrainedModel, dtype: torch.dtype | str | None = None, ran
         name=name,
         dtype=dtype,
         shapes=shapes,
-        windows=tuple(windows),
+        kinds=kinds,
         max_length=getattr(config, "max_position_embeddings", None),
         parameters=sum(w.count for w in weights),
         weight_bytes=size_of(weights),
@@ -276,6 +277,6 @@ def relatives(facts: Facts) -> list[tuple[str, Facts]]:
         its = replace(facts, shapes=tuple(replace(shape, num_kv_heads=kv_heads) for shape in facts.shapes))
         rows.append((f"{kind}, {kv_heads} KV heads" if kv_heads > 1 else f"{kind}, 1 KV head", its))
     windowed = any(facts.windows)
-    other = (None,) * len(facts.windows) if windowed else (WINDOW,) * len(facts.windows)
-    rows.append(("without its window" if windowed else f"window of {WINDOW} in every layer", replace(facts, windows=other)))
+    other = (hf.Kind("full") if windowed else hf.Kind("window", WINDOW),) * len(facts.kinds)
+    rows.append(("without its window" if windowed else f"window of {WINDOW} in every layer", replace(facts, kinds=other)))
     return [(f"{name} (this model)" if its == facts else name, its) for name, its in rows]

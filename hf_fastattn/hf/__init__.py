@@ -37,7 +37,7 @@ from .attention import (  # noqa: E402
     unset_parts,
     why_not_model,
 )
-from .caches import CACHE, CACHES, OTHERS, cache_in, layer_windows  # noqa: E402
+from .caches import CACHE, CACHES, OTHERS, Kind, cache_in, layer_kinds  # noqa: E402
 from .experts import (  # noqa: E402
     STOCK_EXPERTS,
     Routing,
@@ -173,6 +173,7 @@ __all__ = [
     "Functions",
     "GenerationConfig",
     "GenerationMixin",
+    "Kind",
     "LayerShape",
     "LongPast",
     "MaxLengthCriteria",
@@ -229,8 +230,8 @@ __all__ = [
     "is_trusted",
     "kv_heads_of_rank",
     "late_stop_checks",
+    "layer_kinds",
     "layer_shapes",
-    "layer_windows",
     "load_config",
     "load_model",
     "load_tokenizer",

@@ -1,4 +1,4 @@
-"""The name of the argument that is the cache, and the number of tokens that each layer of a model keeps."""
+"""The name of the argument that is the cache, and what each layer of a model keeps in it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import copy
 import re
 import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 from transformers import PreTrainedConfig, __version__
 from transformers.cache_utils import get_layer_types_and_kwargs
@@ -26,8 +27,26 @@ def cache_in(arguments: Mapping[str, Any]) -> Any:
     return next((arguments[name] for name in CACHES if name in arguments), None)
 
 
-def layer_windows(config: PreTrainedConfig) -> list[int | None]:
-    """The sliding window of each layer that keeps K/V; None for layers that keep all tokens.
+@dataclass(frozen=True)
+class Kind:
+    """What a layer keeps: K and V of all tokens ("full") or of a sliding window ("window"), a recurrent state in place of them
+    ("state") or besides them ("both"), or nothing ("none").
+
+    window: number of tokens that a query sees, itself included; None if it sees all of them.
+    """
+
+    name: Literal["full", "window", "state", "both", "none"]
+    window: int | None = None
+
+    def sees(self, tokens: int) -> int:
+        """How many of `tokens` earlier tokens a query sees, whose K and V the layer keeps."""
+        if self.name in ("state", "none"):
+            return 0
+        return tokens if self.window is None else min(tokens, self.window - 1)
+
+
+def layer_kinds(config: PreTrainedConfig) -> tuple[Kind, ...]:
+    """The kind of each layer: full, or of a sliding window.
 
     The masks that the code of the models requests decide. A window of the configuration that they do not have is reported once,
     as a warning. Raises ValueError for configs with other kinds of layers (linear attention, chunks, K/V shared between layers),
@@ -66,11 +85,14 @@ def layer_windows(config: PreTrainedConfig) -> list[int | None]:
             )
         _say_once(said)
     own = getattr(text, "sliding_window", None) if SLIDING in types else None
-    windows = [each.get("sliding_window", own) if now == SLIDING else None for now, each in zip(types, options, strict=False)]
-    for now, window in zip(types, windows, strict=True):
-        if now == SLIDING:
-            check_window(window)
-    return windows
+    found = [
+        Kind("window", each.get("sliding_window", own)) if now == SLIDING else Kind("full")
+        for now, each in zip(types, options, strict=False)
+    ]
+    for kind in found:
+        if kind.name == "window":
+            check_window(kind.window)
+    return tuple(found)
 
 
 def check_window(window: object) -> None:

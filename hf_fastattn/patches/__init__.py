@@ -16,9 +16,9 @@ from .preflight import (
     check_peer_memory,
     find_model,
     which_cache,
+    which_kinds,
     which_settings,
     which_shares,
-    which_windows,
 )
 from .ranks import refusing
 from .state import MARK
@@ -103,10 +103,10 @@ def patch(
             check_model(model, chosen)
             shares = which_shares(model, kind, kv_sharding)
             streaming = which_settings(model, chosen, window, sinks, clamp_positions)
-            windows = which_windows(model, chosen, kind, streaming)
+            kinds = which_kinds(model, chosen, kind, streaming)
             if peer_memory:
                 check_peer_memory(model, graph and fuse)
-        made = Patch(model, backend, windows, graph, fuse, streaming, shares, peer_memory, keep_graphs)
+        made = Patch(model, backend, kinds, graph, fuse, streaming, shares, peer_memory, keep_graphs)
         made.arguments = arguments
         return made
 

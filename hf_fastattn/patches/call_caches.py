@@ -19,42 +19,42 @@ from ..streaming import Settings
 
 
 class CallCaches:
-    """The caches of one model. windows: of its layers. streaming: the settings of a streaming backend, None for others.
+    """The caches of one model. kinds: of its layers. streaming: the settings of a streaming backend, None for others.
 
     shares: how ranks share K and V by sequence. pool: the storages that are kept between calls.
     """
 
-    def __init__(self, windows: list[int | None], streaming: Settings | None, shares: Shares | None):
-        self.windows, self.streaming, self.shares = windows, streaming, shares
+    def __init__(self, kinds: tuple[hf.Kind, ...], streaming: Settings | None, shares: Shares | None):
+        self.kinds, self.streaming, self.shares = kinds, streaming, shares
         self.pool = self._make_pool(0)
         self.fitted = ("", 0)  # the configuration for which the pool was made, and the number of its layers
 
     def _make_pool(self, serial: int) -> Pool:
-        windows, streaming, shares = self.windows, self.streaming, self.shares
+        kinds, streaming, shares = self.kinds, self.streaming, self.shares
         if shares is not None:
-            return Pool(lambda tokens: SharedStorage(windows, round_up(tokens), shares), SharedCache.around, serial)
+            return Pool(lambda tokens: SharedStorage(kinds, round_up(tokens), shares), SharedCache.around, serial)
         if streaming is None:
-            return Pool(lambda tokens: PreallocatedStorage(windows, round_up(tokens)), PreallocatedCache.around, serial)
-        return Pool(lambda tokens: Ring(len(windows), streaming), RollingCache.around, serial)
+            return Pool(lambda tokens: PreallocatedStorage(kinds, round_up(tokens)), PreallocatedCache.around, serial)
+        return Pool(lambda tokens: Ring(len(kinds), streaming), RollingCache.around, serial)
 
     def refit(self, model: hf.PreTrainedModel) -> int:
         """Replace the pool if the layers or the configuration of the model have changed. Return the number of layers."""
         text = model.config.get_text_config(decoder=True)
-        config = repr(vars(text))  # by value, as lists may be changed in place; reading the windows takes longer
+        config = repr(vars(text))  # by value, as lists may be changed in place; reading the kinds takes longer
         if config != self.fitted[0]:
             self.fitted = config, self._fit(model)
         return self.fitted[1]
 
     def _fit(self, model: hf.PreTrainedModel) -> int:
-        windows = hf.layer_windows(model.config)
+        kinds = hf.layer_kinds(model.config)
         streaming = None if self.streaming is None else Settings.of(model.config.get_text_config(decoder=True))
-        if streaming is None and windows == self.windows[: len(windows)]:
-            return len(windows)  # a model that runs only its first layers (early exit) leaves the others empty
-        if (windows, streaming) != (self.windows, self.streaming):
+        if streaming is None and kinds == self.kinds[: len(kinds)]:
+            return len(kinds)  # a model that runs only its first layers (early exit) leaves the others empty
+        if (kinds, streaming) != (self.kinds, self.streaming):
             self.pool.close()
-            self.windows, self.streaming = windows, streaming
+            self.kinds, self.streaming = kinds, streaming
             self.pool = self._make_pool(self.pool.serial)
-        return len(windows)
+        return len(kinds)
 
     @property
     def type(self) -> type[StoredCache]:
@@ -86,7 +86,7 @@ class CallCaches:
     ) -> None:
         """Make room in a cache that the caller passed. Raise ValueError if it does not fit this call."""
         layers = self.fitted[1]
-        if len(cache.layers) not in (layers, len(self.windows)):
+        if len(cache.layers) not in (layers, len(self.kinds)):
             raise ValueError(
                 f"This cache holds {len(cache.layers)} layers, and {type(model).__name__} has {layers}: "
                 "it belongs to another model."

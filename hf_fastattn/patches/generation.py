@@ -42,13 +42,13 @@ class Generation:
     def __init__(
         self,
         model: hf.PreTrainedModel,
-        windows: list[int | None],
+        kinds: tuple[hf.Kind, ...],
         streaming: Settings | None,
         graph: bool,
         shares: Shares | None = None,
     ):
         self._model = weakref.ref(model, self._closer())
-        self.caches = CallCaches(windows, streaming, shares)
+        self.caches = CallCaches(kinds, streaming, shares)
         self.graph = graph
         self.ranks = several_ranks.of(model)
         self.graphs = graphs.DecodeGraphs(self.ranks)
@@ -124,7 +124,7 @@ class Generation:
     def __deepcopy__(self, memo: dict[int, Any]) -> Generation:
         self.ranks.check_copy()
         caches = self.caches
-        twin = Generation(copied(self._model, memo), caches.windows, caches.streaming, self.graph, caches.shares)
+        twin = Generation(copied(self._model, memo), caches.kinds, caches.streaming, self.graph, caches.shares)
         memo[id(self)] = twin
         twin.had = dict(self.had)
         twin.graphs.keep = self.graphs.keep
@@ -240,7 +240,7 @@ class Generation:
         fitting, needed = [], 0
         if given is None:
             caches = self.caches
-            needed = several_ranks.least_bytes(model, caches.windows, rows, caches.kept(tokens)) - caches.pool.idle_bytes
+            needed = several_ranks.least_bytes(model, caches.kinds, rows, caches.kept(tokens)) - caches.pool.idle_bytes
             fitting = caches.pool.fitting(rows, tokens)
         among = self.ranks.agree(config, settings, may_wait, fitting, needed)
         if self.heads is not None and self.graph:

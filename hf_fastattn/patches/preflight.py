@@ -149,7 +149,7 @@ def which_settings(
 
 def _check_width(model: hf.PreTrainedModel, backend: registry.Backend, asked: Settings) -> None:
     """Raise ValueError if a sliding window of the model is smaller than the sinks and the window together."""
-    own = min((w for w in hf.layer_windows(model.config) if w is not None), default=None)
+    own = min((kind.window for kind in hf.layer_kinds(model.config) if kind.window is not None), default=None)
     if own is None or asked.sinks + asked.window <= own:
         return
     says = (
@@ -179,30 +179,30 @@ def which_shares(model: hf.PreTrainedModel, cache: str | None, kv_sharding: str)
         )
     if cache != "preallocated":
         raise ValueError(f'kv_sharding="sequence" needs cache="preallocated"; got a cache of {cache!r}. Leave out kv_sharding=.')
-    if None not in hf.layer_windows(model.config):
+    if hf.Kind("full") not in hf.layer_kinds(model.config):
         raise ValueError(f"Every layer of {name} has a sliding window, so no K and V grow with the text. Leave out kv_sharding=.")
     heads = [(shape.num_heads, shape.num_kv_heads) for shape in hf.layer_shapes(model.config)]
     return Shares(mesh.get_group(), heads, *hf.heads_of_ranks(model))
 
 
-def which_windows(
+def which_kinds(
     model: hf.PreTrainedModel, backend: registry.Backend, cache: str | None, streaming: Settings | None
-) -> list[int | None] | None:
-    """The windows of the model's layers for a cache of the package; None for Transformers' cache."""
+) -> tuple[hf.Kind, ...] | None:
+    """The kinds of the model's layers for a cache of the package; None for Transformers' cache."""
     if cache is None:
         return None
     try:
-        return _windows(model)
+        return _kinds(model)
     except ValueError as error:
         raise ValueError(f"{error}{_remedy(model, backend, streaming)}") from None
 
 
-def _windows(model: hf.PreTrainedModel) -> list[int | None]:
+def _kinds(model: hf.PreTrainedModel) -> tuple[hf.Kind, ...]:
     if name := hf.overrides_generation(model):
         raise ValueError(f"{type(model).__name__} has its own {name}(), which the cache would replace.")
     if model.config.is_encoder_decoder:
         raise ValueError(f"{type(model).__name__} is an encoder-decoder, and the caches of patch() are for decoder-only models.")
-    return hf.layer_windows(model.config)
+    return hf.layer_kinds(model.config)
 
 
 def _remedy(model: hf.PreTrainedModel, backend: registry.Backend, streaming: Settings | None) -> str:
@@ -219,8 +219,8 @@ def _tried(
 ) -> Exception | None:
     """Try the recommended way to patch: read a few tokens, and one more if the model is `cached`. Returns the error, or None."""
     try:
-        windows = _windows(model) if rolling else None
-        with warnings.catch_warnings(), torch.no_grad(), Patch(model, backend.name, windows, False, False, streaming):
+        kinds = _kinds(model) if rolling else None
+        with warnings.catch_warnings(), torch.no_grad(), Patch(model, backend.name, kinds, False, False, streaming):
             warnings.simplefilter("ignore")
             ids = torch.ones(1, 4, dtype=torch.int64, device=hf.device_of(model))  # also the mask, as in generate()
             if not cached:

@@ -302,12 +302,11 @@ def facts_of_cache(cache: object) -> dict[str, str]:
     return {hf.CACHE: words, f"the last call that wrote {hf.CACHE}": vars(cache).get(_WRITER, "none")}
 
 
-def least_bytes(model: hf.PreTrainedModel, windows: list[int | None], rows: int, tokens: int) -> int:
+def least_bytes(model: hf.PreTrainedModel, kinds: tuple[hf.Kind, ...], rows: int, tokens: int) -> int:
     """Bytes of K and V that a rank stores at least: those of its share, if heads are divided among the ranks."""
     total = 0
-    for shape, window in zip(hf.layer_shapes(model.config), windows, strict=False):
-        kept = tokens if window is None else min(tokens, window - 1)
-        total += kept * shape.num_kv_heads * (shape.head_dim + shape.value_dim)
+    for shape, kind in zip(hf.layer_shapes(model.config), kinds, strict=False):
+        total += kind.sees(tokens) * shape.num_kv_heads * (shape.head_dim + shape.value_dim)
     return rows * total * model.dtype.itemsize // hf.num_ranks(model)
 
 

@@ -51,7 +51,7 @@ class Patch:
         self,
         model: hf.PreTrainedModel,
         backend: str,
-        windows: list[int | None] | None,
+        kinds: tuple[hf.Kind, ...] | None,
         graph: bool,
         fuse: bool,
         streaming: Settings | None,
@@ -59,11 +59,11 @@ class Patch:
         peer_memory: bool | None = None,
         keep_graphs: bool = False,
     ):
-        """windows: the sliding windows of the layers, for a cache of the package; None for Transformers' cache.
+        """kinds: of the layers, for a cache of the package; None for Transformers' cache.
 
         shares: how ranks share K and V by sequence. keep_graphs: see `patch`.
         """
-        self._begin(model, backend, graph, None if windows is None else Generation(model, windows, streaming, graph, shares))
+        self._begin(model, backend, graph, None if kinds is None else Generation(model, kinds, streaming, graph, shares))
         self._graphs.keep = keep_graphs
         try:
             if shares is not None:
@@ -121,7 +121,7 @@ class Patch:
             self._share_memory(model, self._generation, required=peer_memory is True)
         kept = model.generation_config.cache_implementation or "dynamic"
         words = self._generation.caches.in_words()
-        self.changes.append(Change("cache of layers", len(self._generation.caches.windows), kept, words))
+        self.changes.append(Change("cache of layers", len(self._generation.caches.kinds), kept, words))
         if streaming is not None:
             self.changes.append(Change("forward pre-hook", 1, "none", "passes the padding to the cache"))
         if self.graph and not graphs.why_none(model):
