@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..attention.step import Step
 from ..hf import CacheLayerMixin
 from .buffers import Part
 
