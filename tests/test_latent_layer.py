@@ -10,7 +10,7 @@ from models import PADDINGS, prompts, tiny
 import hf_fastattn
 from hf_fastattn import PreallocatedCache, hf
 from hf_fastattn.caches.layers import Layer
-from hf_fastattn.caches.storage import StaticStorage
+from hf_fastattn.caches.storage import PreallocatedStorage
 
 SHAPE = {"q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 24}
 MODEL = {"num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
@@ -27,7 +27,7 @@ class LatentLayer(Layer):
         return latents[..., : self.width], latents[..., self.width :]
 
 
-class LatentStorage(StaticStorage):
+class LatentStorage(PreallocatedStorage):
     def make_layer(self, index, track):
         return LatentLayer(index, track)
 

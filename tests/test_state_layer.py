@@ -5,13 +5,13 @@ from __future__ import annotations
 import fake_graph
 import pytest
 import torch
-from hf_fastattn.step import EAGER
 from models import prompts, tiny
 
 import hf_fastattn
 from hf_fastattn import PreallocatedCache, hf
+from hf_fastattn.attention.step import EAGER
 from hf_fastattn.caches.layers import Layer
-from hf_fastattn.caches.storage import StaticStorage
+from hf_fastattn.caches.storage import PreallocatedStorage
 
 KINDS = hf.Kind("full"), hf.Kind("state")
 OPTIONS = {"max_new_tokens": 8, "do_sample": False}
@@ -61,7 +61,7 @@ class StateLayer(Layer):
             state.zero_()
 
 
-class HybridStorage(StaticStorage):
+class HybridStorage(PreallocatedStorage):
     takes_many = takes_prompts = can_undo = False
 
     def make_layer(self, index, track):

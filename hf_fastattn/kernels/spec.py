@@ -41,9 +41,9 @@ class Sizes(NamedTuple):
     value_dim: int
 
 
-def bytes_per_token(k: torch.Tensor, v: torch.Tensor) -> int:
-    """The bytes of one token of all rows of k and v, (batch, num_kv_heads, any, head_dim)."""
-    return sum(t.shape[0] * t.shape[1] * t.shape[3] * t.element_size() for t in (k, v))
+def bytes_per_token(*buffers: torch.Tensor) -> int:
+    """The bytes of one token of all rows of K and V, or of what a layer caches of them: (batch, heads, any, width) each."""
+    return sum(t.shape[0] * t.shape[1] * t.shape[3] * t.element_size() for t in buffers)
 
 
 class Form(NamedTuple):
@@ -77,7 +77,7 @@ class Form(NamedTuple):
     sizes: Callable[[KV], Sizes] | None = None
     store: Any = None
     pack: Callable[[KV, torch.Tensor, torch.Tensor, torch.Tensor], None] | None = None
-    bytes_per_token: Callable[[torch.Tensor, torch.Tensor], int] = bytes_per_token
+    bytes_per_token: Callable[..., int] = bytes_per_token
     queries: Any = None
     weights: Any = None
     paged: bool = False
