@@ -10,7 +10,8 @@ from contextlib import contextmanager
 import torch
 
 from hf_fastattn.caches import PreallocatedCache
-from hf_fastattn.patches import buckets, patch
+from hf_fastattn.patches import patch
+from hf_fastattn.patches.graphs import buckets
 
 from .models import Subject, step_bytes
 from .results import Results

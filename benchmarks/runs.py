@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 import torch
 
 from hf_fastattn import hf
-from hf_fastattn.patches import Patch, graph
+from hf_fastattn.patches import Patch
+from hf_fastattn.patches.graphs import graphs as graph
 
 SKIP = 5  # the time of a token is measured from new token SKIP + 1 on
 

@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_leaves
 
 from hf_fastattn import kernels
 from hf_fastattn.hf import packages
-from hf_fastattn.patches import forwards, graph
+from hf_fastattn.patches.calls import forwards
+from hf_fastattn.patches.graphs import graphs as graph
 
 packages.PACKAGES |= {__name__}  # what records a step is no code of the model
 

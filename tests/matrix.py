@@ -38,8 +38,9 @@ from transformers import DynamicCache
 import hf_fastattn
 from hf_fastattn import hf
 from hf_fastattn.attention import refuse
-from hf_fastattn.patches import experts, fuse, subclass
-from hf_fastattn.patches import graph as graphs
+from hf_fastattn.patches.fused import experts, subclass
+from hf_fastattn.patches.fused import norms as fuse
+from hf_fastattn.patches.graphs import graphs
 
 PACKAGE = str(Path(hf_fastattn.__file__).parent)
 NEW = 10  # tokens

@@ -9,8 +9,8 @@ from models import VOCAB, prompts, tiny
 from torch import nn
 
 import hf_fastattn
-from hf_fastattn.patches.graph import DecodeGraphs
-from hf_fastattn.patches.present import Present
+from hf_fastattn.patches.graphs.graphs import DecodeGraphs
+from hf_fastattn.patches.graphs.present import Present
 
 NEW = 4
 

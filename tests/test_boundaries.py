@@ -11,7 +11,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import hf_fastattn
-from hf_fastattn.patches.generation import METHODS
+from hf_fastattn.patches.calls.methods import METHODS
 
 ROOT = Path(hf_fastattn.__file__).parent
 TESTS = Path(__file__).parent
@@ -59,6 +59,18 @@ def test_imports_go_down_the_list():
                 assert not sibling, f"{path} imports a sibling, {'.'.join(there)}"
             elif there[0] in LEVEL:
                 assert LEVEL[there[0]] > LEVEL[here[0]], f"{path} imports {'.'.join(there)}, which is not below it"
+
+
+def test_imports_of_patches_go_down_its_rooms():
+    rooms = ["calls", "ranks", "graphs", "fused"]
+    for path in FILES:
+        here = path.relative_to(ROOT).parts
+        if here[0] == "patches" and here[1] in rooms:
+            for there in imports(path):
+                if there[:1] == ("patches",):
+                    assert there[1] in rooms[rooms.index(here[1]) :], f"{path} imports {'.'.join(there)}, which is not below it"
+    for folder in {path.parent for path in FILES if "patches" in path.parts}:
+        assert len(list(folder.glob("*.py"))) <= 13, f"{folder} has more than a dozen files"
 
 
 def test_no_name_of_a_package_is_also_one_of_its_modules():
@@ -133,7 +145,7 @@ def test_make_test_interprets_every_file_that_needs_it():
 
 
 # Files of which `make test` runs nothing, beside those for GPUs, whose names end with gpu: all their tests start processes.
-SLOW = {"test_ranks_matrix", "test_ranks_meshes", "test_ranks_sums", "test_training_processes"}
+SLOW = {"test_ranks_matrix", "test_ranks_meshes", "test_ranks_sums", "test_training_processes", "test_types"}
 
 
 def test_make_test_runs_tests_of_every_file():

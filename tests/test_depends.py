@@ -26,10 +26,12 @@ from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
 
 import hf_fastattn
 from hf_fastattn.kernels import HAS_TRITON
-from hf_fastattn.patches import fuse, linears, residual, verify
-from hf_fastattn.patches.path import Path
-from hf_fastattn.patches.snapshot import Last
-from hf_fastattn.patches.state import Reader, Uncapturable, read
+from hf_fastattn.patches.fused import linears, residual
+from hf_fastattn.patches.fused import norms as fuse
+from hf_fastattn.patches.graphs import verify
+from hf_fastattn.patches.graphs.path import Path
+from hf_fastattn.patches.graphs.snapshot import Last
+from hf_fastattn.patches.graphs.state import Reader, Uncapturable, read
 
 NEW = 8
 SCALE = 1.0

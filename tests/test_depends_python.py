@@ -32,8 +32,8 @@ from transformers import LlamaConfig
 
 import hf_fastattn
 from hf_fastattn import hf
-from hf_fastattn.patches import state
-from hf_fastattn.patches.state import Uncapturable, read
+from hf_fastattn.patches.graphs import state
+from hf_fastattn.patches.graphs.state import Uncapturable, read
 
 BY = 1.0  # read by code below
 SETTINGS = types.ModuleType("settings_of_the_test")

@@ -20,7 +20,7 @@ from hf_fastattn.kernels.merge import merge
 from hf_fastattn.kernels.parts import PART
 from hf_fastattn.kernels.spans import build_spans
 from hf_fastattn.kernels.spec import KV, Spec
-from hf_fastattn.patches import exchange
+from hf_fastattn.patches.ranks import exchange
 
 pytestmark = [
     processes.HIDDEN,

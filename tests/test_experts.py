@@ -16,7 +16,7 @@ from hf_fastattn import hf
 from hf_fastattn.hf import experts as hf_experts
 from hf_fastattn.kernels import HAS_TRITON, mixture
 from hf_fastattn.kernels.mixture import PLAIN, Layout, Weights
-from hf_fastattn.patches import experts, subclass
+from hf_fastattn.patches.fused import experts, subclass
 
 OSS = Layout(transposed=True, interleaved=True, act="sigmoid", alpha=1.702, limit=1.0)
 GELU = Layout(act="gelu_tanh")

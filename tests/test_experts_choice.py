@@ -9,7 +9,9 @@ from small_layers import Launches
 from test_experts import DEVICE, OSS, inputs, moe, runs_kernels
 
 from hf_fastattn.kernels.mixture import PLAIN
-from hf_fastattn.patches import experts, fuse, linears, merged, residual, subclass
+from hf_fastattn.patches.fused import delayed as merged
+from hf_fastattn.patches.fused import experts, linears, residual, subclass
+from hf_fastattn.patches.fused import norms as fuse
 
 SIZE = 32
 CASES = {

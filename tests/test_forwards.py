@@ -20,12 +20,12 @@ from hf_fastattn.caches.layers import SLACK
 from hf_fastattn.caches.storage import PreallocatedStorage
 from hf_fastattn.kernels import reference
 from hf_fastattn.model_shapes import SHAPES
-from hf_fastattn.patches import buckets
-from hf_fastattn.patches.forwards import Forwards
-from hf_fastattn.patches.generation import METHODS, Generation
-from hf_fastattn.patches.graph import DecodeGraphs
-from hf_fastattn.patches.present import Present
-from hf_fastattn.patches.snapshot import Last
+from hf_fastattn.patches.calls.forwards import Forwards
+from hf_fastattn.patches.calls.methods import METHODS, Generation
+from hf_fastattn.patches.graphs import buckets
+from hf_fastattn.patches.graphs.graphs import DecodeGraphs
+from hf_fastattn.patches.graphs.present import Present
+from hf_fastattn.patches.graphs.snapshot import Last
 
 NEW = 16
 

@@ -20,7 +20,8 @@ import hf_fastattn
 from hf_fastattn import hf
 from hf_fastattn.hf.llama import is_embedding
 from hf_fastattn.kernels import HAS_TRITON, INTERPRETED
-from hf_fastattn.patches import fuse, linears, subclass
+from hf_fastattn.patches.fused import linears, subclass
+from hf_fastattn.patches.fused import norms as fuse
 
 
 def exact(x, weight, eps):

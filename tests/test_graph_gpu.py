@@ -13,7 +13,8 @@ import torch
 from models import FAMILIES, PADDINGS, family, longrope, prompts, tiny
 
 import hf_fastattn
-from hf_fastattn.patches import cuda_graph, forwards
+from hf_fastattn.patches.calls import forwards
+from hf_fastattn.patches.graphs import cuda_graph
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

@@ -13,7 +13,9 @@ from small_layers import Launches, small_model
 
 from hf_fastattn.kernels import HAS_TRITON
 from hf_fastattn.kernels.host import gpu
-from hf_fastattn.patches import fuse, linears, merged, residual, subclass
+from hf_fastattn.patches.fused import delayed as merged
+from hf_fastattn.patches.fused import linears, residual, subclass
+from hf_fastattn.patches.fused import norms as fuse
 
 
 def new(*shape, dtype=torch.float16):

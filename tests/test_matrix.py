@@ -15,7 +15,7 @@ from models import tiny
 
 from hf_fastattn import kernels, registry
 from hf_fastattn.kernels import spans
-from hf_fastattn.patches import forwards
+from hf_fastattn.patches.calls import forwards
 
 pytestmark = pytest.mark.skipif(kernels.INTERPRETED, reason="a recorded graph holds no interpreted kernel")
 

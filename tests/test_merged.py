@@ -18,7 +18,10 @@ from hf_fastattn.hf.rotations import reached
 from hf_fastattn.kernels.decode.append import append
 from hf_fastattn.kernels.host import launch
 from hf_fastattn.kernels.spec import KV
-from hf_fastattn.patches import fuse, graph, linears, merged, subclass
+from hf_fastattn.patches.fused import delayed as merged
+from hf_fastattn.patches.fused import linears, subclass
+from hf_fastattn.patches.fused import norms as fuse
+from hf_fastattn.patches.graphs import graphs as graph
 
 SIZE = 96
 

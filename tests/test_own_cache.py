@@ -12,7 +12,7 @@ from hf_fastattn.attention.step import EAGER, mode
 from hf_fastattn.caches.contract import Storage
 from hf_fastattn.caches.stored import StoredCache
 from hf_fastattn.hf import CacheLayerMixin
-from hf_fastattn.patches import calls
+from hf_fastattn.patches.calls import calls
 
 
 class Reversed(CacheLayerMixin):

@@ -40,8 +40,10 @@ import hf_fastattn
 from hf_fastattn import hf
 from hf_fastattn.attention import step as steps
 from hf_fastattn.caches import PreallocatedCache
-from hf_fastattn.patches import generation, patch_of, subclass
-from hf_fastattn.patches import graph as graphs
+from hf_fastattn.patches import patch_of
+from hf_fastattn.patches.calls import methods as generation
+from hf_fastattn.patches.fused import subclass
+from hf_fastattn.patches.graphs import graphs
 
 NEW = 24
 NEW_NAME = hf.CACHE == "cache"  # since Transformers 5.24, on which GPT-J runs

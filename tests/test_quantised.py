@@ -19,7 +19,10 @@ from benchmarks import quantised
 from hf_fastattn import hf
 from hf_fastattn.explanation import costs, explain
 from hf_fastattn.hf.quantised import _tensors
-from hf_fastattn.patches import fuse, merged, state, subclass, verify
+from hf_fastattn.patches.fused import delayed as merged
+from hf_fastattn.patches.fused import norms as fuse
+from hf_fastattn.patches.fused import subclass
+from hf_fastattn.patches.graphs import state, verify
 
 ON_THE_CPU = ("bnb-nf4", "bnb-nf4-double", "bnb-int8", "ao-int8", "ao-fp8", "ao-int8-dynamic")  # which need no GPU
 ROUNDED = ("bnb-int8", "ao-int8-dynamic")  # whose activations are rounded to 8 bits: another order of sums may change a token

@@ -32,10 +32,14 @@ from transformers.utils import logging
 
 import hf_fastattn
 from hf_fastattn import hf
-from hf_fastattn.patches import calls, exchange, fuse, graph, ranks, subclass, sums, values
-from hf_fastattn.patches.inputs import Fact
-from hf_fastattn.patches.processes import Process, Processes, _status, this_process
-from hf_fastattn.patches.state import read
+from hf_fastattn.patches.calls import calls
+from hf_fastattn.patches.fused import norms as fuse
+from hf_fastattn.patches.fused import subclass, sums
+from hf_fastattn.patches.graphs import graphs as graph
+from hf_fastattn.patches.graphs.state import read
+from hf_fastattn.patches.ranks import exchange, ranks, values
+from hf_fastattn.patches.ranks.facts import Fact
+from hf_fastattn.patches.ranks.processes import Process, Processes, _status, this_process
 
 pytestmark = [processes.HIDDEN, pytest.mark.xdist_group("ranks")]
 NEW = 8

@@ -15,7 +15,7 @@ from models import PADDINGS, draw_weights
 from test_ranks import generate, shared, tokens_and_logits
 
 import hf_fastattn
-from hf_fastattn.patches import call_caches
+from hf_fastattn.patches.calls import caches as call_caches
 
 COUNTS = [int(count) for count in os.environ.get("HF_FASTATTN_RANKS", "").split(",") if count]
 pytestmark = [processes.HIDDEN, pytest.mark.slow, pytest.mark.skipif(not COUNTS, reason="half an hour: make test-ranks")]

@@ -218,7 +218,7 @@ def other_heads(scene: Scene) -> list[str]:
 
 def too_little_memory(scene: Scene) -> str:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hf_fastattn.patches.ranks.free_bytes", lambda device: 1000 if scene.rank else 1 << 40)
+        patch.setattr("hf_fastattn.patches.ranks.ranks.free_bytes", lambda device: 1000 if scene.rank else 1 << 40)
         return outcome(lambda: generate(scene.model, scene.inputs))
 
 

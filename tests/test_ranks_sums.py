@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 import hf_fastattn
 from hf_fastattn import hf
 from hf_fastattn.kernels.host import launch, symmetric
-from hf_fastattn.patches import graph
+from hf_fastattn.patches.graphs import graphs as graph
 
 pytestmark = [
     processes.HIDDEN,

@@ -11,7 +11,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import hf_fastattn
 from hf_fastattn import hf
-from hf_fastattn.patches import experts, subclass
+from hf_fastattn.patches.fused import experts, subclass
 
 ROUTERS = {  # type of the configuration: (class of its router, how it gets scores)
     "gpt_oss": ("GptOssTopKRouter", hf.Routing("choice")),

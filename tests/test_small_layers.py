@@ -11,7 +11,8 @@ from torch import nn
 import hf_fastattn
 from hf_fastattn import hf
 from hf_fastattn.hf.rotations import reached
-from hf_fastattn.patches import fuse, subclass
+from hf_fastattn.patches.fused import norms as fuse
+from hf_fastattn.patches.fused import subclass
 
 
 def modelling(family):

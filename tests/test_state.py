@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from state import ACTIONS, WORLDS, Different, World
 
-from hf_fastattn.patches.state import State
+from hf_fastattn.patches.graphs.state import State
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 MANY = int(os.environ.get("HF_FASTATTN_STATES", "0"))  # sequences; 0: a few, the same in every run

@@ -17,7 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 import hf_fastattn
 from hf_fastattn import hf
 from hf_fastattn.hf.generation import StopCheck
-from hf_fastattn.patches import calls
+from hf_fastattn.patches.calls import calls
 
 NEW = 12
 ROWS = 2

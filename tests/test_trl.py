@@ -27,7 +27,7 @@ import hf_fastattn
 from benchmarks import rollout
 from hf_fastattn import hf
 from hf_fastattn.caches import pool
-from hf_fastattn.patches import subclass
+from hf_fastattn.patches.fused import subclass
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),

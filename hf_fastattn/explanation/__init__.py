@@ -16,7 +16,8 @@ from .. import hf, registry
 from ..kernels import TritonKernel, mixture
 from ..kernels.spec import KV, Spec
 from ..model_shapes import SHAPES
-from ..patches import experts, graph
+from ..patches.fused import experts
+from ..patches.graphs import graphs as graph
 from ..report.machine import find_device
 from ..report.tables import size, table, thousands
 from ..streaming import Settings

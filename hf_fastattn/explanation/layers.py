@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from .. import hf
-from ..patches import subclass
+from ..patches.fused import subclass
 
 Rows = list[dict[str, str]]
 

@@ -9,6 +9,8 @@ from typing import Literal, ParamSpec
 
 from .. import hf, registry
 from ..streaming import Settings
+from .graphs.state import MARK
+from .patched import Change, Patch
 from .preflight import (
     OLD_NAME,
     Adapted,
@@ -20,9 +22,7 @@ from .preflight import (
     which_settings,
     which_shares,
 )
-from .ranks import refusing
-from .state import MARK
-from .swap import Change, Patch
+from .ranks.ranks import refusing
 
 __all__ = ["Change", "Patch", "patch", "unpatch"]
 

@@ -12,7 +12,7 @@ from .. import hf, registry
 from ..caches import RollingCache
 from ..context_parallel import Shares
 from ..streaming import Settings
-from .swap import Patch
+from .patched import Patch
 
 OLD_NAME = 'patch() has kv_sharding= in place of kv=; its values are "heads" and "sequence".'
 

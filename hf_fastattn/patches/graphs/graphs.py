@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from .. import hf, registry
-from ..caches.contract import Storage
-from ..caches.stored import StoredCache
+from ... import hf, registry
+from ...caches.contract import Storage
+from ...caches.stored import StoredCache
 from .cuda_graph import CudaGraph, Graph
 from .entry import Entry, Inputs
 from .one_rank import OneRank

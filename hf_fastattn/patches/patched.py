@@ -15,13 +15,13 @@ from ..caches import forward
 from ..context_parallel import Shares
 from ..report.tables import size
 from ..streaming import Settings, examine, forget
-from . import experts, linears, residual, subclass, sums
-from . import fuse as fusion
-from . import graph as graphs
+from .calls.copies import copied, not_pickled
+from .calls.methods import METHODS, Generation
 from .configs import OwnConfigs
-from .copies import copied, not_pickled
-from .generation import METHODS, Generation
-from .state import MARK
+from .fused import experts, linears, residual, subclass, sums
+from .fused import norms as fusion
+from .graphs import graphs
+from .graphs.state import MARK
 
 _UNDONE = "This patch is already undone; call hf_fastattn.patch() to patch the model again."
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .. import hf
+from ... import hf
 
 OF_A_PROMPT = frozenset({"rope_deltas"})  # attributes in which models store what belongs to one prompt (Qwen-VL)
 _GENERATED = ("triton.runtime.jit", "namedtuple_")  # run functions that they have generated, or are the modules of such

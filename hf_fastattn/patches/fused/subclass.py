@@ -13,9 +13,9 @@ from typing import Any, SupportsIndex
 
 import torch
 
-from .. import hf
-from ..kernels import INTERPRETED
-from ..kernels.host import gpu
+from ... import hf
+from ...kernels import INTERPRETED
+from ...kernels.host import gpu
 
 _MARK = "_hf_fastattn_fused"
 

@@ -25,14 +25,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .. import hf
-from ..kernels import HAS_TRITON, mixture
-from ..kernels.host import launch
+from ... import hf
+from ...kernels import HAS_TRITON, mixture
+from ...kernels.host import launch
 from . import subclass
 
 if TYPE_CHECKING:
-    from ..kernels.decode import all_reduce, linear, residual, rope, route
-    from ..kernels.spec import KV
+    from ...kernels.decode import all_reduce, linear, residual, rope, route
+    from ...kernels.spec import KV
 
 _FROM = ("torch.nn.modules.", "transformers.models.", "transformers.activations", "bitsandbytes.nn.modules")
 _WEIGHTS = ("torchao.", "bitsandbytes.nn.modules")  # classes of tensors
@@ -115,8 +115,8 @@ class _Delayed(TorchDispatchMode):
     """Delays additions, products with a number, norms, rotations, linear layers and the choice of experts."""
 
     def __init__(self) -> None:
-        from ..kernels.decode import append, linear
-        from ..kernels.decode import residual as kernel
+        from ...kernels.decode import append, linear
+        from ...kernels.decode import residual as kernel
 
         super().__init__()  # type: ignore[no-untyped-call]
         self.kernel, self.append, self.linear = kernel, append, linear
@@ -210,7 +210,7 @@ class _Delayed(TorchDispatchMode):
 
     def route(self, logits: torch.Tensor, *args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
         """route.route, delayed."""
-        from ..kernels.decode import route
+        from ...kernels.decode import route
 
         self._before((logits,))
         self.layers = choice = route.prepared(logits, *args, **options)
@@ -220,8 +220,8 @@ class _Delayed(TorchDispatchMode):
         self, x: torch.Tensor, experts: torch.Tensor, scores: torch.Tensor, weights: mixture.Weights, layout: mixture.Layout
     ) -> torch.Tensor | None:
         """experts.run, together with the delayed choice of these experts."""
-        from ..kernels.decode import experts as kernel
-        from ..kernels.decode import route
+        from ...kernels.decode import experts as kernel
+        from ...kernels.decode import route
 
         delayed, choice = self.layers, None
         if isinstance(delayed, route.Choice) and delayed.is_for(experts, scores, weights.gate_up.shape[0]):
@@ -235,7 +235,7 @@ class _Delayed(TorchDispatchMode):
         self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, *options: Any
     ) -> torch.Tensor | None:
         """rms_norm.run, delayed or together with the delayed operations."""
-        from ..kernels.decode import rms_norm
+        from ...kernels.decode import rms_norm
 
         self._launch_layers()
         norm = self.kernel.Normed(weight, bias, eps, options, x)
@@ -266,7 +266,7 @@ class _Delayed(TorchDispatchMode):
         rotation: tuple[bool, bool, bool, bool, bool],
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """rope.run, together with the delayed norms of the queries and keys. Its launch is delayed until K is appended."""
-        from ..kernels.decode import rope
+        from ...kernels.decode import rope
 
         self._launch_layers()
         chains, delayed = (self.first, self.chain), None

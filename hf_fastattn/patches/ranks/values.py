@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any, NamedTuple, TypeVar, get_type_hints
 
-from .inputs import Fact
+from .facts import Fact
 from .processes import Process
 
 T = TypeVar("T")

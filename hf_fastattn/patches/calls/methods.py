@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 
-from .. import hf
-from ..caches import forward
-from ..context_parallel import Shares
-from ..streaming import Settings, refresh
-from . import graph as graphs
-from . import ranks as several_ranks
-from .call_caches import CallCaches, covered
+from ... import hf
+from ...caches import forward
+from ...context_parallel import Shares
+from ...streaming import Settings, refresh
+from ..graphs import graphs
+from ..ranks import ranks as several_ranks
+from .caches import CallCaches, covered
 from .calls import Call, CallsOfThread, ahead, running
 from .copies import copied, not_pickled
 from .forwards import Forwards

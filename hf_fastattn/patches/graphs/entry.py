@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 
-from .. import hf
-from ..caches.contract import Storage
-from ..caches.stored import StoredCache
-from . import sums
+from ... import hf
+from ...caches.contract import Storage
+from ...caches.stored import StoredCache
+from ..fused import sums
+from ..fused.delayed import merged
 from .cuda_graph import Graph
-from .merged import merged
 from .state import State, Uncapturable
 
 if TYPE_CHECKING:
-    from ..kernels.decode.all_reduce import Peers
+    from ...kernels.decode.all_reduce import Peers
 
 Inputs = dict[str, Any]  # keyword arguments of a model
 _SCALARS = (bool, int, float, str, type(None))

@@ -22,9 +22,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import hf
-from ..kernels import HAS_TRITON
-from . import linears, merged, subclass
+from ... import hf
+from ...kernels import HAS_TRITON
+from . import delayed as merged
+from . import linears, subclass
 from .subclass import Forward
 
 
@@ -77,7 +78,7 @@ class _FusedNorm:
     formula: hf.Norm
 
     def __call__(self, forward: types.FunctionType) -> Forward:
-        from ..kernels.decode import rms_norm
+        from ...kernels.decode import rms_norm
 
         formula, options = self.formula, self.formula.options
 
@@ -126,7 +127,7 @@ def _with_fused_rope(forward: types.FunctionType) -> Forward:
 
 
 def _fused_rotation(functions: hf.Functions) -> Callable[..., Any]:
-    from ..kernels.decode import rope
+    from ...kernels.decode import rope
 
     theirs = functions[0]
 

@@ -1,18 +1,36 @@
-"""Finds the tensors, besides K and V, that a step changes in place: counters, averages, states of a module of the user's.
-
-Such a step is not captured. It would change them twice if it is compared with Python or undone, and several tokens may be
-padded.
-"""
+"""Undoes a step that has failed, or that a graph has replayed for a model which has changed."""
 
 from __future__ import annotations
 
 import torch
 
+from ... import hf
+from ...caches.contract import Storage
+
 SMALL = 2**16  # bytes of a tensor that is saved
 
 
+class Mark:
+    """The state before a step: the counts of a storage, and the random numbers of a device, which a graph advances."""
+
+    def __init__(self, storage: Storage, device: torch.device):
+        self.generator = hf.generator_of(device)
+        self.random = self.generator.get_state()
+        self.counts = storage.mark()
+
+
+def undo(storage: Storage, mark: Mark | None) -> None:
+    """Restore the state before a step. mark: None for a replay that was interrupted, whose counts are written anew."""
+    storage.rewind(None if mark is None else mark.counts)
+    if mark is not None:
+        mark.generator.set_state(mark.random)
+
+
 class Written:
-    """Which of these tensors change in place from now on."""
+    """Which of these tensors, besides K and V, change in place from now on: counters, averages, states of a user's module.
+
+    A step that changes them is not captured: it would change them twice if it is compared with Python or undone.
+    """
 
     def __init__(self, tensors: list[torch.Tensor]):
         self.tensors = [tensor for tensor in tensors if not tensor.is_inference()]  # such tensors do not count their changes

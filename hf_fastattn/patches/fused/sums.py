@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .. import hf
-from ..attention import step as steps
-from . import merged, subclass
+from ... import hf
+from ...attention import step as steps
+from . import delayed as merged
+from . import subclass
 from .subclass import Forward
 
 if TYPE_CHECKING:
-    from ..kernels.decode.all_reduce import Peers
+    from ...kernels.decode.all_reduce import Peers
 
 
 class _Thread(threading.local):
@@ -64,7 +65,7 @@ def peers_of(x: torch.Tensor) -> Peers | None:
 
 def sum_of(x: torch.Tensor) -> torch.Tensor | None:
     """x, which becomes its sum over the ranks; None, without a change, outside of decode graphs or if x is too large."""
-    from ..kernels.decode import residual
+    from ...kernels.decode import residual
 
     peers = peers_of(x)
     if peers is None or peers.why_not(x) is not None:
@@ -79,7 +80,7 @@ def sum_of(x: torch.Tensor) -> torch.Tensor | None:
 
 def columns_of(x: torch.Tensor, columns: int) -> torch.Tensor | None:
     """The columns of all ranks, of which each has as many; None outside of decode graphs or if the kernel refuses x."""
-    from ..kernels.decode.all_gather import all_gather
+    from ...kernels.decode.all_gather import all_gather
 
     peers = peers_of(x)
     return all_gather(x, peers) if peers is not None and peers.world * x.shape[-1] == columns else None

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from .. import hf
+from ... import hf
 from .entry import Entry
 from .state import Uncapturable
 
 if TYPE_CHECKING:
-    from ..kernels.decode.all_reduce import Peers
+    from ...kernels.decode.all_reduce import Peers
 
 T = TypeVar("T")
 

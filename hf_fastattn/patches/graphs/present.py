@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import torch
 
-from .. import hf
-from ..caches import forward
-from ..caches.stored import StoredCache
-from ..streaming import refresh
+from ... import hf
+from ...caches import forward
+from ...caches.stored import StoredCache
+from ...streaming import refresh
 from .entry import Entry, Inputs
-from .graph import DecodeGraphs
+from .graphs import DecodeGraphs
 from .state import State, Uncapturable
 
 MAX_CHANGES = 4  # consecutive calls with a new capture before a warning

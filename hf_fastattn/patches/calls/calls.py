@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .. import hf
-from ..caches.stored import StoredCache
+from ... import hf
+from ...caches.stored import StoredCache
 from .forwards import Forwards
 
 

@@ -23,9 +23,10 @@ from typing import Any
 import torch
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
-from .. import hf
-from ..attention import step as steps
-from . import merged, subclass
+from ... import hf
+from ...attention import step as steps
+from . import delayed as merged
+from . import subclass
 from .subclass import Forward
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
@@ -70,7 +71,7 @@ _apart: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # attention layers
 def is_plain(module: torch.nn.Module) -> bool:
     """Whether the kernel supports this linear layer: its weight is a stored parameter, not computed for each call, or the part of
     one that this rank holds."""
-    from ..kernels.decode import linear as kernel
+    from ...kernels.decode import linear as kernel
 
     weight = module._parameters.get("weight")
     if not hf.is_torchs(type(module).forward, torch.nn.Linear) or weight is None or weight.dtype not in kernel.DTYPES:
@@ -149,7 +150,7 @@ def _linears(
     x: torch.Tensor, weights: tuple[torch.Tensor, ...], biases: tuple[torch.Tensor, ...]
 ) -> tuple[torch.Tensor, ...] | None:
     """kernel.linears. In a decode graph it may be delayed, to compute an operation on the first result in the same launch."""
-    from ..kernels.decode import linear as kernel
+    from ...kernels.decode import linear as kernel
 
     delayed = merged.current()
     return (kernel.linears if delayed is None else delayed.linears)(x, weights, biases)
@@ -176,7 +177,7 @@ def _gated(x: torch.Tensor, act: torch.nn.Module, *layers: Any) -> torch.Tensor 
 
     layers: gate and up, or one layer of both.
     """
-    from ..kernels.decode import linear as kernel
+    from ...kernels.decode import linear as kernel
 
     name = hf.activation_name(act)
     if name is None or not all(map(_is_ours, layers)) or not _runs_our_linear(x, *layers):
@@ -270,7 +271,7 @@ def adding(layer: torch.nn.Module, residual: torch.Tensor) -> Iterator[Added]:
 
 def _linear_and_sum(layer: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor | None:
     """The layer's result, with its sum with the residual kept aside; None if no sum is wanted, or the kernel refuses it."""
-    from ..kernels.decode import linear as kernel
+    from ...kernels.decode import linear as kernel
 
     added = _thread.added[-1] if _thread.added else None
     if added is None or added.layer is not layer or added.out is not None or not subclass.has_kernels(added.residual):

@@ -6,16 +6,16 @@ from typing import Any, TypeGuard
 
 import torch
 
-from .. import hf
-from ..caches import PreallocatedCache, RollingCache
-from ..caches.layers import round_up
-from ..caches.pool import Pool
-from ..caches.ring import Ring
-from ..caches.shared import SharedCache, SharedStorage
-from ..caches.storage import PreallocatedStorage
-from ..caches.stored import StoredCache
-from ..context_parallel import Shares
-from ..streaming import Settings
+from ... import hf
+from ...caches import PreallocatedCache, RollingCache
+from ...caches.layers import round_up
+from ...caches.pool import Pool
+from ...caches.ring import Ring
+from ...caches.shared import SharedCache, SharedStorage
+from ...caches.storage import PreallocatedStorage
+from ...caches.stored import StoredCache
+from ...context_parallel import Shares
+from ...streaming import Settings
 
 
 class CallCaches:

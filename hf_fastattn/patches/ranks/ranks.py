@@ -16,15 +16,15 @@ from typing import Any
 
 import torch
 
-from .. import hf
-from ..caches.layers import free_bytes
-from ..caches.stored import StoredCache
-from .entry import Entry
+from ... import hf
+from ...caches.layers import free_bytes
+from ...caches.stored import StoredCache
+from ..graphs.entry import Entry
+from ..graphs.one_rank import OneRank, T
+from ..graphs.state import Uncapturable
 from .exchange import Exchange, nothing
-from .inputs import Fact, difference, facts
-from .one_rank import OneRank, T
+from .facts import Fact, difference, facts
 from .processes import Processes, this_process
-from .state import Uncapturable
 
 STOPPED = 30.0  # seconds that a rank whose step stopped waits for the others, which may compile kernels before they stop, too
 RETURN = 2.0  # seconds that a call of another model may take to return: its streamer ends before it
@@ -67,7 +67,7 @@ class Ranks(OneRank):
         exchange, where = self.exchange, ("", "")
         reason: str | None = "Triton is not installed"
         try:
-            from ..kernels.host import symmetric
+            from ...kernels.host import symmetric
         except ImportError:
             pass
         else:
@@ -80,7 +80,7 @@ class Ranks(OneRank):
         reason = symmetric.why_no_access(exchange.device, [each[2] for each in found])
         if (reason := self._first(exchange.gather("patch()", reason))) is not None:
             return reason
-        from ..kernels.decode.all_reduce import block_bytes
+        from ...kernels.decode.all_reduce import block_bytes
 
         block, memory, peers = block_bytes(size, dtype), None, None
         try:

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from .. import hf
-from ..attention import step as steps
+from ... import hf
+from ...attention import step as steps
 from . import linears, subclass
 from .subclass import Forward
 

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import hf, registry
-from ..caches import forward
+from ... import hf, registry
+from ...caches import forward
 from .path import OF_A_PROMPT, content_of
 
 LIMIT = 20_000  # objects, besides modules, tensors and scalars, in one State

@@ -11,16 +11,16 @@ from typing import Any
 
 import torch
 
-from .. import hf
-from ..caches.contract import Storage
-from ..caches.pool import references
-from . import graph, verify
+from ... import hf
+from ...caches.contract import Storage
+from ...caches.pool import references
+from . import graphs as graph
+from . import verify
 from .buckets import several
 from .cuda_graph import Graph, T
 from .entry import Entry, Inputs
 from .state import Uncapturable, read
-from .undo import Mark, undo
-from .written import Written
+from .undo import Mark, Written, undo
 
 
 class Recorder:

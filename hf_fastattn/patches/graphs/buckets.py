@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from .. import hf
-from ..caches.contract import FEW, Storage
-from ..caches.stored import StoredCache
+from ... import hf
+from ...caches.contract import FEW, Storage
+from ...caches.stored import StoredCache
 
 BUCKETS: tuple[int, ...] = (1, 2, 4, 8, 16, 32, *range(64, 513, 64), *range(640, 2049, 128))
 MOST = 512  # tokens of all rows in a graph of more than FEW of each; more if their kernels take less time than launches

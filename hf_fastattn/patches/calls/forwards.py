@@ -17,16 +17,16 @@ from typing import Any
 
 import torch
 
-from .. import hf
-from ..caches.contract import FEW, Storage
-from ..caches.stored import StoredCache
-from .buckets import bucket, launch_bound, most_tokens, several, tokens_in
-from .entry import Entry, Inputs, grows, unpaddable
-from .graph import DecodeGraphs, why_not_read
-from .present import Present
-from .record import Recorder
-from .state import Uncapturable
-from .undo import Mark, undo
+from ... import hf
+from ...caches.contract import FEW, Storage
+from ...caches.stored import StoredCache
+from ..graphs.buckets import bucket, launch_bound, most_tokens, several, tokens_in
+from ..graphs.entry import Entry, Inputs, grows, unpaddable
+from ..graphs.graphs import DecodeGraphs, why_not_read
+from ..graphs.present import Present
+from ..graphs.record import Recorder
+from ..graphs.state import Uncapturable
+from ..graphs.undo import Mark, undo
 
 WORTH = 4  # tokens of a row whose replays repay the capture of a graph that is valid for one call
 

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
-from .. import hf
-from ..attention import step as steps
-from ..kernels import HAS_TRITON, mixture
-from . import merged, subclass
+from ... import hf
+from ...attention import step as steps
+from ...kernels import HAS_TRITON, mixture
+from . import delayed as merged
+from . import subclass
 from .subclass import Forward
 
 PREFIX = "hf_fastattn:"
@@ -95,7 +96,7 @@ def _by_kernel(
         return None
     if not all(subclass.has_kernels(tensor) for tensor in (hidden_states, *weights) if tensor is not None):
         return None
-    from ..kernels.decode import experts as kernel
+    from ...kernels.decode import experts as kernel
 
     # In a graph, more tokens run in parts: batched_mm would copy the weights of an expert for each of its tokens.
     inputs = (tensor.contiguous().split(mixture.MAX_TOKENS) for tensor in (hidden_states, top_k_index, top_k_weights))
@@ -141,8 +142,8 @@ def _routed(router: Any, x: torch.Tensor, kind: hf.Routing | None) -> tuple[torc
         return None
     if not all(subclass.has_kernels(tensor) for tensor in (x, weight, bias, correction) if tensor is not None):
         return None
-    from ..kernels.decode import linear as product
-    from ..kernels.decode import route
+    from ...kernels.decode import linear as product
+    from ...kernels.decode import route
 
     logits = None
     if kind.form == "sigmoid":

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .. import hf
+from ... import hf
 from .path import all_of
 from .state import PLAIN, SCALARS, Reader, State, Uncapturable, ignored, read, settings_of
 

@@ -1,0 +1,1 @@
+"""Small layers of a decode step, computed by fewer launches."""

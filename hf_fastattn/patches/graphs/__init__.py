@@ -1,0 +1,1 @@
+"""Decode graphs: what they depend on, and how they are recorded, found and replayed."""

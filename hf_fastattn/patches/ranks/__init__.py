@@ -1,0 +1,1 @@
+"""What ranks that share a model decide alike."""
