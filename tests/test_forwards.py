@@ -473,6 +473,26 @@ def test_outputs_that_are_tuples(llama):
         assert not patch.captures
 
 
+def test_other_tensors_of_the_output_of_a_step():
+    """The output of Moshi has its last hidden states, which its second decoder reads."""
+
+    def loop(model, input_ids, **kwargs):
+        cache, found = hf.cache_in(kwargs), []
+        for _ in range(6):
+            positions = torch.arange(cache.get_seq_length(), cache.get_seq_length() + input_ids.shape[1])[None]
+            out = model(input_ids=input_ids, position_ids=positions, past_key_values=cache)
+            found.append(out.last_hidden_state[:, -1:])
+            input_ids = out.logits[:, -1:].argmax(-1)
+        return torch.cat(found, 1)
+
+    model = tiny("moshi", audio_vocab_size=64, ffn_dim=64, num_codebooks=2, depth_decoder_config=None, sliding_window=4096)
+    inputs = prompts("no_padding", "cpu", rows=1)
+    expected = generate(model, inputs, custom_generate=loop)
+    with hf_fastattn.patch(model) as patch:
+        torch.testing.assert_close(generate(model, inputs, custom_generate=loop), expected, rtol=1e-4, atol=1e-4)
+        assert (patch.captures, patch.replays, patch.reasons) == (1, 4, [])
+
+
 def test_a_loop_may_drop_tokens_of_the_prompt(llama):
     """The cache then holds fewer tokens than the mask of the call has columns."""
 

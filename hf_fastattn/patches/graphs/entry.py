@@ -54,6 +54,7 @@ class Entry:
         self.warm = False
         self.graph: Graph | None = None
         self.logits: torch.Tensor  # written by every replay
+        self.others: dict[str, torch.Tensor] = {}  # further tensors of the output, which every replay writes (Moshi)
         self.output_type: Callable[..., Any]
         self.returns_cache = True
         self.returned: list[str] = []  # arguments that are in the output as they were given
@@ -192,7 +193,7 @@ class Entry:
     def output(self, logits: torch.Tensor, cache: StoredCache, given: Inputs) -> Any:
         """The output of a step with these arguments, in the model's own type."""
         others = {name: given.get(name) for name in self.returned} | ({hf.CACHE: cache} if self.returns_cache else {})
-        return self.output_type(logits=logits, **others)
+        return self.output_type(logits=logits, **others, **{name: value.clone() for name, value in self.others.items()})
 
 
 def unpaddable(inputs: Inputs) -> str | None:

@@ -47,7 +47,8 @@ class Recorder:
         expected = self._from_python(entry, body, storage, inputs) if verify.needed(self.model) else None
         new = graph.new_graph(entry.device, graphs.shared)
         held = references(storage)
-        entry.logits = graphs.ranks.attempt(new.capture, body, communicates=False).logits
+        outputs = graphs.ranks.attempt(new.capture, body, communicates=False)
+        entry.logits, entry.others = outputs.logits, {name: outputs[name] for name in entry.others}
         holds = references(storage) - held  # a CUDA graph only has addresses; other graphs may hold tensors
         storage.recorded += holds
         logits = _replay(entry, new, inputs)
@@ -109,11 +110,13 @@ class Recorder:
             raise Uncapturable(f"its output is a {type(outputs).__name__}, and a graph returns one with names")
         logits: torch.Tensor | None = outputs.get("logits")
         known = "logits", hf.CACHE, *entry.returned
-        others = [name for name, value in outputs.items() if name not in known and value is not None]
-        if others or logits is None:
+        others = {name: value for name, value in outputs.items() if name not in known and value is not None}
+        tensors = all(isinstance(value, torch.Tensor) for value in others.values())
+        if logits is None or (others and not (tensors and entry.tokens == 1)):
             held = f"{', '.join(others)} besides the logits" if others else "no logits"
-            raise Uncapturable(f"its output holds {held}, and a graph returns the logits alone")
+            raise Uncapturable(f"its output holds {held}, and a graph returns logits, of one token also other tensors")
         entry.check(logits)
+        entry.others = others
         entry.output_type = type(outputs)
         entry.returns_cache = hf.CACHE in outputs
         entry.warm = True
