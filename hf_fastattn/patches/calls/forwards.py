@@ -170,7 +170,7 @@ class Forwards:
         """One step by a graph. Raises Uncapturable if it has to run without one."""
         self._check_padding(cache.storage, given)
         if self.present.may_wait():
-            if (output := self._ahead(cache, ids, given)) is not None:
+            if (output := self._replayed_first(cache, ids, given)) is not None:
                 return output
         elif self.present.due:
             self.present.compare()
@@ -191,7 +191,7 @@ class Forwards:
             raise
         return self._counted(entry, cache, given, logits)
 
-    def _ahead(self, cache: StoredCache, ids: torch.Tensor, given: Inputs) -> Any:
+    def _replayed_first(self, cache: StoredCache, ids: torch.Tensor, given: Inputs) -> Any:
         """A step that compares the model while the device replays the graph. None if it has changed, or if there is no graph."""
         entry, inputs = self._prepared(cache, ids, given)
         if entry.graph is None or entry.refused is not None:

@@ -33,7 +33,7 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
 
 @dataclass(slots=True)
-class _Ahead:
+class _Projected:
     """Results of linear layers that are not called yet, by the id of the layer, for one input."""
 
     x: torch.Tensor
@@ -60,7 +60,7 @@ class Added:
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.ahead: list[_Ahead] = []  # for the attention layers whose forward() is running
+        self.projected: list[_Projected] = []  # for the attention layers whose forward() is running
         self.added: list[Added] = []  # for the layers around the linear layers that are to add
 
 
@@ -134,7 +134,7 @@ def linear(forward: types.FunctionType) -> Forward:
     def layer(self: torch.nn.Linear, input: torch.Tensor) -> Any:
         if torch.compiler.is_compiling():
             return forward(self, input)
-        out = _computed_ahead(self, input)
+        out = _projected(self, input)
         if out is None and _runs_our_linear(input, self):
             out = _linear_and_sum(self, input)
             if out is None:
@@ -214,23 +214,23 @@ def _projections(attention: torch.nn.Module) -> list[torch.nn.Linear]:
 def attention(forward: types.FunctionType) -> Forward:
     @functools.wraps(forward)
     def layer(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        ahead = None
+        projected = None
         if not torch.compiler.is_compiling() and steps.captured() and self not in _apart:
-            ahead = _project(self, args[0] if args else kwargs.get("hidden_states"))
-        if ahead is None:
+            projected = _project(self, args[0] if args else kwargs.get("hidden_states"))
+        if projected is None:
             return forward(self, *args, **kwargs)
-        _thread.ahead.append(ahead)
+        _thread.projected.append(projected)
         try:
             return forward(self, *args, **kwargs)
         finally:
-            _thread.ahead.pop()
-            if ahead.results:
+            _thread.projected.pop()
+            if projected.results:
                 _apart.add(self)
 
     return layer
 
 
-def _project(attention: torch.nn.Module, x: Any) -> _Ahead | None:
+def _project(attention: torch.nn.Module, x: Any) -> _Projected | None:
     """The projections of an attention layer's input in one launch; None if they cannot be computed together."""
     layers = _projections(attention)
     if not layers or not isinstance(x, torch.Tensor) or not _runs_our_linear(x, *layers):
@@ -242,15 +242,15 @@ def _project(attention: torch.nn.Module, x: Any) -> _Ahead | None:
     results = _linears(x, tuple(weight for weight, _ in parts), biases)
     if results is None:
         return None
-    return _Ahead(x, _version(x), {id(layer): out for layer, out in zip(layers, results, strict=True)})
+    return _Projected(x, _version(x), {id(layer): out for layer, out in zip(layers, results, strict=True)})
 
 
-def _computed_ahead(layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor | None:
+def _projected(layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor | None:
     """The result of this layer for x if it is already computed. It is returned once."""
-    ahead = _thread.ahead[-1] if _thread.ahead else None
-    if ahead is None or ahead.x is not x or ahead.version != _version(x):
+    projected = _thread.projected[-1] if _thread.projected else None
+    if projected is None or projected.x is not x or projected.version != _version(x):
         return None
-    return ahead.results.pop(id(layer), None)
+    return projected.results.pop(id(layer), None)
 
 
 def _version(x: torch.Tensor) -> int | None:
