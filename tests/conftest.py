@@ -69,7 +69,7 @@ def nan_filled_empties():
         yield
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def registering():
     """Forget the backends that a test registers."""
     from transformers import AttentionInterface, AttentionMaskInterface

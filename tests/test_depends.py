@@ -485,7 +485,7 @@ NOTICED = {
         functools.partialmethod(type(m.model.norm).forward),
     ),
     "method_of_the_class": lambda m: (modeling_llama.LlamaRMSNorm, "extra_repr", lambda self: ""),
-    "attribute_of_the_class": lambda m: (modeling_llama.LlamaRMSNorm, "scale", 2.0),
+    "attribute_of_the_class": lambda m: (modeling_llama.LlamaRMSNorm, "weight", 2.0),  # found before the parameter
     "function_of_the_file": lambda m: _retarget("rotate_half"),
     "function_called_by_another": lambda m: _retarget("repeat_kv"),
     "default_of_a_function": lambda m: (modeling_llama.apply_rotary_pos_emb, "__defaults__", (2,)),

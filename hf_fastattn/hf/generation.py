@@ -113,7 +113,8 @@ def bookkeeping() -> frozenset[str]:
     """Attributes of a model instance that generate() reads but forward() does not."""
     own = {name for name in vars(PreTrainedModel) if name.startswith("_")} | set(vars(GenerationMixin))
     plans = {"_tp_plan", "_ep_plan", "_pp_plan", "_fsdp_plan"}  # how weights are divided when they are loaded
-    return frozenset(own | plans | {"generation_config", "all_tied_weights_keys", CALL, BATCHES})
+    hooks = {"_require_grads_hook", "_require_grads_hooks"}  # of enable_input_require_grads(), which itself is compared
+    return frozenset(own | plans | hooks | {"generation_config", "all_tied_weights_keys", CALL, BATCHES})
 
 
 def generator_of(device: torch.device) -> torch.Generator:

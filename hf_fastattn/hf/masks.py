@@ -49,6 +49,8 @@ def mask_pattern(
     # Sliding layers pass their window as local_size. Chunked layers pass their chunk, which is another pattern.
     window = getattr(config, "sliding_window", None)
     if local_size is not None and local_size == window and local_size != getattr(config, "attention_chunk_size", None):
+        if torch.compiler.is_compiling():  # which cannot trace how the model's source is read
+            return True, local_size
         if has_window(config):
             check_window(window)
             return True, local_size

@@ -19,6 +19,7 @@ import torch
 from ... import hf
 
 OF_A_PROMPT = frozenset({"rope_deltas"})  # attributes in which models store what belongs to one prompt (Qwen-VL)
+_REPLACED = frozenset({"__init__", "__setstate__"})  # of modules by the first torch.compile of a process; no step runs them
 _GENERATED = ("triton.runtime.jit", "namedtuple_")  # run functions that they have generated, or are the modules of such
 _of_function = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _of_class = attrgetter("__mro__")
@@ -97,12 +98,8 @@ class Path:
         for cls in self._classes:
             for value in vars(cls).values():
                 self._follow(value)
-            # A function that has not run is not reached as long as all else is the same.
-            read = [
-                name for name, value in vars(cls).items() if not isinstance(value, types.FunctionType) or value in self._functions
-            ]
-            if read:
-                self._getters.append((all_of(read), vars(cls)))
+            if names := vars(cls).keys() - _REPLACED:
+                self._getters.append((all_of(names), vars(cls)))
         self._found = self._now()
 
     def _look_up(

@@ -16,7 +16,7 @@ import torch
 
 from ... import hf
 from .path import all_of
-from .state import PLAIN, SCALARS, Reader, State, Uncapturable, ignored, read, settings_of
+from .state import PLAIN, SCALARS, Reader, State, Uncapturable, check_hooks, ignored, read, settings_of
 
 _flat = chain.from_iterable
 _GROUPS = itemgetter("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
@@ -72,6 +72,7 @@ class _Snapshot:
             (index, ignored(module)) for index, module in enumerate(reader.found) if isinstance(module, hf.PreTrainedModel)
         ]
         self.lengths = self._lengths(dicts)
+        self.hooked = [index for index, each in enumerate(dicts) if each["_forward_hooks"] or each["_forward_pre_hooks"]]
         names: dict[tuple[str, ...], list[int]] = {}  # modules by the names of their attributes
         for index, (module, each) in enumerate(zip(reader.found, dicts, strict=True)):
             skipped = ignored(module) - {"training"}
@@ -125,6 +126,8 @@ class _Snapshot:
             dicts = [module.__dict__ for module in modules]
             if [*map(type, modules)] != self.types or self._lengths(dicts) != self.lengths:
                 return None
+            for index in self.hooked:
+                check_hooks(modules[index])
             groups = _groups(dicts)
             if any(compress(groups, self.empty)):
                 return None
