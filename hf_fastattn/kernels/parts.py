@@ -114,27 +114,14 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["stride", "whole_words", "words", "q_len", "length", "rank", "ranks"])
     def _part_of_kernel(
-        Own,
-        Slots,
-        Spans,
-        stride,
-        whole_words,
-        words,
-        q_len,
-        length,
-        rank,
-        ranks,
-        PART: tl.constexpr,
-        BLOCK: tl.constexpr,
-        Q_START: tl.constexpr = Q_START,
-        KV_START: tl.constexpr = KV_START,
-        KV_STOP: tl.constexpr = KV_STOP,
-        WINDOW: tl.constexpr = WINDOW,
-        FLAGS: tl.constexpr = FLAGS,
-        DROPPED: tl.constexpr = DROPPED,
-        WORDS: tl.constexpr = WORDS,
-        NO_WINDOW: tl.constexpr = NO_WINDOW,
-    ):
+        Own,  # (rows, 1, 1, WORDS + words), int32, written
+        Slots,  # (1, q_len), int64, written
+        Spans,  # (rows, 1, 1, WORDS + whole_words), int32
+        stride, whole_words, words, q_len, length, rank, ranks,
+        PART: tl.constexpr, BLOCK: tl.constexpr, Q_START: tl.constexpr = Q_START, KV_START: tl.constexpr = KV_START,
+        KV_STOP: tl.constexpr = KV_STOP, WINDOW: tl.constexpr = WINDOW, FLAGS: tl.constexpr = FLAGS,
+        DROPPED: tl.constexpr = DROPPED, WORDS: tl.constexpr = WORDS, NO_WINDOW: tl.constexpr = NO_WINDOW,
+    ):  # fmt: skip
         """One program per row."""
         row = tl.program_id(0).to(tl.int64)
         spans, own = Spans + row * stride, Own + row * (WORDS + words)

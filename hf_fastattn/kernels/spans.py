@@ -199,14 +199,9 @@ if triton is not None:
 
     @triton.jit
     def store_spans(
-        span_ptrs, q_start, kv_start, kv_stop, window, flags, dropped,
-        mask=None,
-        Q_START: tl.constexpr = Q_START,
-        KV_START: tl.constexpr = KV_START,
-        KV_STOP: tl.constexpr = KV_STOP,
-        WINDOW: tl.constexpr = WINDOW,
-        FLAGS: tl.constexpr = FLAGS,
-        DROPPED: tl.constexpr = DROPPED,
+        span_ptrs, q_start, kv_start, kv_stop, window, flags, dropped, mask=None,
+        Q_START: tl.constexpr = Q_START, KV_START: tl.constexpr = KV_START, KV_STOP: tl.constexpr = KV_STOP,
+        WINDOW: tl.constexpr = WINDOW, FLAGS: tl.constexpr = FLAGS, DROPPED: tl.constexpr = DROPPED,
     ):  # fmt: skip
         """Write the integers of one row (scalars) or of several rows (blocks with a mask)."""
         tl.store(span_ptrs + Q_START, q_start, mask=mask)
@@ -218,25 +213,13 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["q_offset", "mask_stride_b", "mask_len", "words", "q_len", "kv_len", "kv_offset", "window"])
     def _build_spans_kernel(
-        Spans,
-        Mask,
-        Offset,
-        q_offset,
-        mask_stride_b,
-        mask_stride_n,
-        mask_len,
-        words,
-        q_len,
-        kv_len,
-        kv_offset,
-        window,
-        OFFSET_ON_DEVICE: tl.constexpr,
-        HAS_MASK: tl.constexpr,
-        CAUSAL: tl.constexpr,
-        HOLES: tl.constexpr,
-        NUM_INTS: tl.constexpr,
-        BLOCK: tl.constexpr,
-    ):
+        Spans,  # (rows, 1, 1, NUM_INTS + words), int32, written
+        Mask,  # (rows, mask_len), bool, read with HAS_MASK
+        Offset,  # (1,), int64, read with OFFSET_ON_DEVICE
+        q_offset, mask_stride_b, mask_stride_n, mask_len, words, q_len, kv_len, kv_offset, window,
+        OFFSET_ON_DEVICE: tl.constexpr, HAS_MASK: tl.constexpr, CAUSAL: tl.constexpr, HOLES: tl.constexpr,
+        NUM_INTS: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
         """One program per row: reads the row's mask once, BLOCK words at a time, up to the slot of the last query."""
         row = tl.program_id(0).to(tl.int64)
         out = Spans + row * (NUM_INTS + words)

@@ -39,45 +39,22 @@ from .split_kv import fixed_splits
     do_not_specialize=["stride_sb", "batch", "team", "heads", "kv_heads", "q_len", "kv_len", "window", "num_sms", "stats_start"]
 )
 def lean_kernel(
-    Q,
-    K,
-    V,
-    Scales,
-    Centre,
-    Pages,
-    SinkQuery,
-    Out,
-    Lse,
-    Workspace,
-    Spans,
-    SinkLogits,
-    stride_qb,
-    stride_qh,
-    stride_qm,
-    stride_kb,
-    stride_kh,
-    stride_kn,
-    stride_vb,
-    stride_vh,
-    stride_vn,
-    stride_sb,
-    batch,
-    team,
-    heads,
-    kv_heads,
-    q_len,
-    kv_len,
-    window,
-    num_sms,
-    stats_start,
-    scale_log2,
-    cap_log2,
-    BLOCK_B: tl.constexpr,
-    MIN_TILES: tl.constexpr,
-    C: tl.constexpr,
-    FORM: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+    Q,  # (batch, num_heads, q_len, head_dim)
+    K,  # (batch, num_kv_heads, kv_len, head_dim), or as FORM stores it
+    V,  # (batch, num_kv_heads, kv_len, value_dim), or as FORM stores it
+    Scales,  # of FORM, or None
+    Centre,  # of FORM, or None
+    Pages,  # of FORM, or None
+    SinkQuery,  # (batch, num_heads, q_len, head_dim), for sinks; with PAIRS the frequencies, (PAIRS,), fp32; or None
+    Out,  # (batch, q_len, num_heads, value_dim), contiguous, written
+    Lse,  # (batch, num_heads, q_len), fp32, written with WRITE_LSE
+    Workspace,  # (floats,), fp32: `device.merge.store_partial`, written
+    Spans,  # (batch, 1, 1, integers), int32, not read without HAS_SPANS
+    SinkLogits,  # (num_heads,), read with HAS_SINK_LOGITS
+    stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, stride_sb, batch, team,
+    heads, kv_heads, q_len, kv_len, window, num_sms, stats_start, scale_log2, cap_log2,
+    BLOCK_B: tl.constexpr, MIN_TILES: tl.constexpr, C: tl.constexpr, FORM: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """Stores the rows that one program computes alone in Out, and partials of the others in two workspace slots per program."""
     wait_for_inputs(EARLY)
     let_next_begin(EARLY)
@@ -161,29 +138,15 @@ def lean_kernel(
     ]
 )  # fmt: skip
 def lean_merge_kernel(
-    Out,
-    Lse,
-    Workspace,
-    Spans,
-    SinkLogits,
-    stride_sb,
-    batch,
-    team,
-    heads,
-    kv_heads,
-    q_len,
-    kv_len,
-    window,
-    num_sms,
-    stats_start,
-    programs,
-    BLOCK_B: tl.constexpr,
-    MIN_TILES: tl.constexpr,
-    C: tl.constexpr,
-    ROWS: tl.constexpr,
-    CHUNK: tl.constexpr,
+    Out,  # (batch, q_len, num_heads, value_dim), contiguous, written
+    Lse,  # (batch, num_heads, q_len), fp32, written with WRITE_LSE
+    Workspace,  # (floats,), fp32: `device.merge.store_partial`
+    Spans,  # (batch, 1, 1, integers), int32, not read without HAS_SPANS
+    SinkLogits,  # (num_heads,), read with HAS_SINK_LOGITS
+    stride_sb, batch, team, heads, kv_heads, q_len, kv_len, window, num_sms, stats_start, programs,
+    BLOCK_B: tl.constexpr, MIN_TILES: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
     EARLY: tl.constexpr,
-):
+):  # fmt: skip
     """One program for each ROWS packed rows: merges their partials in order, if several programs computed them."""
     first_row, kv_head, row = tl.program_id(0) * ROWS, tl.program_id(1), tl.program_id(2)
     BLOCK_M: tl.constexpr = C.BLOCK_M

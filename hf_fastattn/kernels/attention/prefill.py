@@ -27,39 +27,22 @@ from .plan import Call
 
 @triton.jit(do_not_specialize=["stride_sb", "q_len", "kv_len", "window", "drop_below"])
 def prefill_kernel(
-    Q,
-    K,
-    V,
-    Scales,
-    Centre,
-    Pages,
-    Out,
-    Lse,
-    Spans,
-    QSinks,
-    SinkLogits,
-    Seed,
-    stride_qb,
-    stride_qh,
-    stride_qm,
-    stride_kb,
-    stride_kh,
-    stride_kn,
-    stride_vb,
-    stride_vh,
-    stride_vn,
-    stride_sb,
-    num_heads,
-    q_len,
-    kv_len,
-    window,
-    scale_log2,
-    cap_log2,
-    drop_below,
-    keep_scale,
-    C: tl.constexpr,
-    FORM: tl.constexpr,
-):
+    Q,  # (batch, num_heads, q_len, head_dim)
+    K,  # (batch, num_kv_heads, kv_len, head_dim), or as FORM stores it
+    V,  # (batch, num_kv_heads, kv_len, value_dim), or as FORM stores it
+    Scales,  # of FORM, or None
+    Centre,  # of FORM, or None
+    Pages,  # of FORM, or None
+    Out,  # (batch, q_len, num_heads, value_dim), contiguous, written
+    Lse,  # (batch, num_heads, q_len), fp32, written with WRITE_LSE
+    Spans,  # (batch, 1, 1 or 2, integers), int32, not read without HAS_SPANS
+    QSinks,  # (batch, num_heads, q_len, head_dim) with Q's strides: Q re-rotated for sinks; None without sinks
+    SinkLogits,  # (num_heads,), read with HAS_SINK_LOGITS
+    Seed,  # (1,), int64; None without dropout
+    stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, stride_sb, num_heads,
+    q_len, kv_len, window, scale_log2, cap_log2, drop_below, keep_scale,
+    C: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
     BLOCK_M: tl.constexpr = C.BLOCK_M
     VALUE_DIM: tl.constexpr = C.VALUE_DIM
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M

@@ -85,10 +85,7 @@ def queries_of(block, q_len, C: tl.constexpr):
 @triton.jit
 def assign_tiles(
     Spans, stride_sb, batch, kv_heads, q_len, kv_len, window, programs, num_sms,
-    BLOCK_B: tl.constexpr,
-    MIN_TILES: tl.constexpr,
-    C: tl.constexpr,
-    SHORT: tl.constexpr = SHORT,
+    BLOCK_B: tl.constexpr, MIN_TILES: tl.constexpr, C: tl.constexpr, SHORT: tl.constexpr = SHORT,
 ):  # fmt: skip
     """The schedule: (head_tiles, row_tiles, num_ranges, range_tiles, range_programs, share, extra).
 

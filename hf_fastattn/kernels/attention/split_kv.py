@@ -31,39 +31,22 @@ from .schedule import queries_of, visible_keys
 
 @triton.jit(do_not_specialize=["stride_sb", "q_len", "kv_len", "window", "stats_start"])
 def split_kv_kernel(
-    Q,
-    K,
-    V,
-    Scales,
-    Centre,
-    Pages,
-    SinkQuery,
-    Out,
-    Lse,
-    Workspace,
-    Spans,
-    SinkLogits,
-    stride_qb,
-    stride_qh,
-    stride_qm,
-    stride_kb,
-    stride_kh,
-    stride_kn,
-    stride_vb,
-    stride_vh,
-    stride_vn,
-    stride_sb,
-    q_len,
-    kv_len,
-    window,
-    stats_start,
-    scale_log2,
-    cap_log2,
-    C: tl.constexpr,
-    FORM: tl.constexpr,
-    COMBINE: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+    Q,  # (batch, num_heads, q_len, head_dim)
+    K,  # (batch, num_kv_heads, kv_len, head_dim), or as FORM stores it
+    V,  # (batch, num_kv_heads, kv_len, value_dim), or as FORM stores it
+    Scales,  # of FORM, or None
+    Centre,  # of FORM, or None
+    Pages,  # of FORM, or None
+    SinkQuery,  # (batch, num_heads, q_len, head_dim), for sinks; with PAIRS the frequencies, (PAIRS,), fp32; or None
+    Out,  # (batch, q_len, num_heads, value_dim), contiguous, written without COMBINE
+    Lse,  # (batch, num_heads, q_len), fp32, written with WRITE_LSE, without COMBINE
+    Workspace,  # (floats,), fp32: `device.merge.store_partial`, written with COMBINE
+    Spans,  # (batch, 1, 1, integers), int32, not read without HAS_SPANS
+    SinkLogits,  # (num_heads,), read with HAS_SINK_LOGITS
+    stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, stride_sb, q_len, kv_len,
+    window, stats_start, scale_log2, cap_log2,
+    C: tl.constexpr, FORM: tl.constexpr, COMBINE: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """One program per split, block of rows and batch row."""
     split, splits = tl.program_id(0), tl.num_programs(0)
     GROUP: tl.constexpr = C.GROUP
@@ -112,19 +95,14 @@ def split_kv_kernel(
 
 @triton.jit(do_not_specialize=["q_len", "splits", "stats_start"])
 def combine_kernel(
-    Out,
-    Lse,
-    Workspace,
-    Spans,
-    SinkLogits,
-    q_len,
-    splits,
-    stats_start,
-    C: tl.constexpr,
-    ROWS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+    Out,  # (batch, q_len, num_heads, value_dim), contiguous, written
+    Lse,  # (batch, num_heads, q_len), fp32, written with WRITE_LSE
+    Workspace,  # (floats,), fp32: `device.merge.store_partial`
+    Spans,  # (batch, 1, 1, integers), not read: all merges have it
+    SinkLogits,  # (num_heads,), read with HAS_SINK_LOGITS
+    q_len, splits, stats_start,
+    C: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """One program for each ROWS packed rows: merges their splits in order. Spans is not used, but all merges have it."""
     wait_for_inputs(EARLY)
     let_next_begin(EARLY)

@@ -23,19 +23,14 @@ VECTOR = 16  # bytes that are accessed at once; rows of x must be a multiple
 
 @triton.jit(do_not_specialize=["rows"])
 def all_gather_kernel(
-    X,
-    Out,
-    Addresses,
-    Counts,
-    rows,
-    size,
-    RANK: tl.constexpr,
-    WORLD: tl.constexpr,
-    PEER_BLOCK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LIMIT: tl.constexpr,
+    X,  # (rows, size)
+    Out,  # (rows, WORLD * size), written
+    Addresses,  # (WORLD,), int64: the memory of each rank, written
+    Counts,  # (PROGRAMS,), int32: exchanges so far, read and written
+    rows, size,
+    RANK: tl.constexpr, WORLD: tl.constexpr, PEER_BLOCK: tl.constexpr, BLOCK: tl.constexpr, LIMIT: tl.constexpr,
     EARLY: tl.constexpr,
-):
+):  # fmt: skip
     """BLOCK: elements of a block, which is a part of a row."""
     offs = tl.arange(0, BLOCK)
     wait_for_inputs(EARLY)

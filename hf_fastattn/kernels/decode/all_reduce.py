@@ -181,18 +181,9 @@ def _when_come(words, inside, number, stop, LIMIT: tl.constexpr):
 
 @triton.jit
 def receive(
-    x,
-    X,
-    rows,
-    size,
-    Addresses,
-    number,
-    rank,
-    RANK: tl.constexpr,
-    WORLD: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LIMIT: tl.constexpr,
-):
+    x, X, rows, size, Addresses, number, rank,
+    RANK: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
     """What `rank` has sent, when it has come. Arguments as in `send`; x: a tensor of the same shape and dtype."""
     here = tl.load(Addresses + RANK)
     place, inside = _place(x, rows, size)
@@ -203,18 +194,9 @@ def receive(
 
 @triton.jit
 def receive_every(
-    x,
-    X,
-    rows,
-    size,
-    first,
-    Addresses,
-    number,
-    RANK: tl.constexpr,
-    WORLD: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LIMIT: tl.constexpr,
-):
+    x, X, rows, size, first, Addresses, number,
+    RANK: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
     """What each rank has sent by `send_to`, this one too, when all of it has come.
 
     x: a tensor of the dtype of what is sent, and of its shape behind a dimension for the ranks, of a power of two.
@@ -248,18 +230,9 @@ def _sum_of_parts(
 
 @triton.jit
 def sum_over_ranks(
-    x,
-    X,
-    rows,
-    size,
-    Addresses,
-    Counts,
-    TWICE: tl.constexpr,
-    RANK: tl.constexpr,
-    WORLD: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LIMIT: tl.constexpr,
-):
+    x, X, rows, size, Addresses, Counts,
+    TWICE: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
     """The sum of x over the ranks, rounded to x's dtype. Called once in a launch, after its wait. Arguments as in `receive`.
 
     TWICE: whether one rank adds a block and sends the sum to the others, two exchanges instead of one.

@@ -107,37 +107,19 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["stride_slot", "heads", "capacity"])
     def append_kernel(
-        K,
-        V,
-        Scales,
-        Centre,
-        Pages,
-        NewK,
-        NewV,
-        Slot,
-        stride_kb,
-        stride_kh,
-        stride_kn,
-        stride_vb,
-        stride_vh,
-        stride_vn,
-        stride_nkb,
-        stride_nkh,
-        stride_nkn,
-        stride_nvb,
-        stride_nvh,
-        stride_nvn,
-        stride_slot,
-        heads,
-        capacity,
-        EACH: tl.constexpr,
-        K_DIM: tl.constexpr,
-        V_DIM: tl.constexpr,
-        BLOCK_D: tl.constexpr,
-        ALIGN: tl.constexpr,
-        FORM: tl.constexpr,
-        EARLY: tl.constexpr,
-    ):
+        K,  # (batch, num_kv_heads, capacity, head_dim), or as FORM stores it, written
+        V,  # (batch, num_kv_heads, capacity, value_dim), or as FORM stores it, written
+        Scales,  # of FORM, which its store() may write, or None
+        Centre,  # of FORM, which its store() may write, or None
+        Pages,  # of FORM, or None
+        NewK,  # (batch, num_kv_heads, q_len, head_dim)
+        NewV,  # (batch, num_kv_heads, q_len, value_dim)
+        Slot,  # (1,) or (batch,), int64: of the first token of a row; with EACH (1, q_len): of each token
+        stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, stride_nkb, stride_nkh, stride_nkn, stride_nvb,
+        stride_nvh, stride_nvn, stride_slot, heads, capacity,
+        EACH: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ALIGN: tl.constexpr,
+        FORM: tl.constexpr, EARLY: tl.constexpr,
+    ):  # fmt: skip
         """One program per row and head, and token."""
         wait_for_inputs(EARLY)
         let_next_begin(EARLY)

@@ -31,15 +31,9 @@ _ACTS = {"silu": SILU, "gelu_tanh": GELU_TANH, "sigmoid": SIGMOID}
 
 @triton.jit
 def _tokens_of(
-    Experts,
-    slot,
-    tokens,
-    SLOTS: tl.constexpr,
-    NUM_EXPERTS: tl.constexpr,
-    TOP_K: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_TOP: tl.constexpr,
-):
+    Experts, slot, tokens,
+    SLOTS: tl.constexpr, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_TOP: tl.constexpr,
+):  # fmt: skip
     """(an expert, whether this slot computes it, for each token its first choice that is this expert, or TOP_K).
 
     SLOTS: what a slot is. CHOICES: a choice of the only token. PAIRS: a pair of a token and a choice, of which the first with an
@@ -67,23 +61,10 @@ def _tokens_of(
 
 @triton.jit
 def _product(
-    X,
-    x_rows,
-    Weight,
-    row,
-    has_row,
-    has_token,
-    begin,
-    end,
-    SIZE: tl.constexpr,
-    ROW_STRIDE: tl.constexpr,
-    K_STRIDE: tl.constexpr,
-    STEPS: tl.constexpr,
-    EVEN: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-):
+    X, x_rows, Weight, row, has_row, has_token, begin, end,
+    SIZE: tl.constexpr, ROW_STRIDE: tl.constexpr, K_STRIDE: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
     """(BLOCK_N, BLOCK_T): these rows of a weight times these rows of X, over their elements from `begin` to `end`."""
     offs = begin + tl.arange(0, BLOCK_K)
     weights = Weight + row[:, None] * ROW_STRIDE + offs[None, :] * K_STRIDE
@@ -123,36 +104,20 @@ def _gated(gate, up, dtype: tl.constexpr, ACT: tl.constexpr, ALPHA: tl.constexpr
 
 @triton.jit(do_not_specialize=["tokens"])
 def gate_up_kernel(
-    X,
-    Experts,
-    Weight,
-    Bias,
-    Hidden,
-    Logits,
-    Correction,
-    Scores,
+    X,  # (tokens, SIZE)
+    Experts,  # (tokens, TOP_K), int; written with Logits
+    Weight,  # (NUM_EXPERTS, 2 * INNER, SIZE), with TRANSPOSED (NUM_EXPERTS, SIZE, 2 * INNER)
+    Bias,  # (NUM_EXPERTS, 2 * INNER) or None
+    Hidden,  # (tokens, TOP_K, INNER), written
+    Logits,  # (1, NUM_EXPERTS) or None
+    Correction,  # (NUM_EXPERTS,), read if FORM is SIGMOID, or None
+    Scores,  # (1, TOP_K), written with Logits, or None
     tokens,
-    SIZE: tl.constexpr,
-    INNER: tl.constexpr,
-    NUM_EXPERTS: tl.constexpr,
-    TOP_K: tl.constexpr,
-    SLOTS: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    ACT: tl.constexpr,
-    ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr,
-    FORM: tl.constexpr,
-    NORMALISE: tl.constexpr,
-    SCALE: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    WARPS: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_TOP: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+    SIZE: tl.constexpr, INNER: tl.constexpr, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr,
+    TRANSPOSED: tl.constexpr, INTERLEAVED: tl.constexpr, ACT: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    FORM: tl.constexpr, NORMALISE: tl.constexpr, SCALE: tl.constexpr, BLOCK_E: tl.constexpr, WARPS: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_TOP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """One program per BLOCK_N / 2 elements of h and slot. Hidden: (tokens, TOP_K, INNER).
 
     With Logits, of one token, every program chooses the experts itself (`route.choose`), and the first one stores the choice.
@@ -219,25 +184,16 @@ def gate_up_kernel(
 
 @triton.jit(do_not_specialize=["tokens"])
 def down_kernel(
-    Hidden,
-    Experts,
-    Weight,
-    Bias,
-    Partial,
+    Hidden,  # (tokens, TOP_K, INNER)
+    Experts,  # (tokens, TOP_K), int
+    Weight,  # (NUM_EXPERTS, SIZE, INNER), with TRANSPOSED (NUM_EXPERTS, INNER, SIZE)
+    Bias,  # (NUM_EXPERTS, SIZE), or None, as with several splits
+    Partial,  # (splits, tokens, TOP_K, SIZE), in Hidden's dtype if it has one split, else fp32, written
     tokens,
-    SIZE: tl.constexpr,
-    INNER: tl.constexpr,
-    NUM_EXPERTS: tl.constexpr,
-    TOP_K: tl.constexpr,
-    SLOTS: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    SPLIT: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_TOP: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+    SIZE: tl.constexpr, INNER: tl.constexpr, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr,
+    TRANSPOSED: tl.constexpr, SPLIT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_TOP: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """One program per BLOCK_N elements of the output, slot, and SPLIT elements of h. Partial: (splits, tokens, TOP_K, SIZE).
 
     With one split Partial has the dtype of the output, and Bias is added here. With several, Bias is None.

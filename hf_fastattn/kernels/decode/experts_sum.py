@@ -14,21 +14,15 @@ from ..host.overlap import let_next_begin, wait_for_inputs
 
 @triton.jit(do_not_specialize=["tokens"])
 def sum_kernel(
-    Partial,
-    Experts,
-    Scores,
-    Bias,
-    Out,
+    Partial,  # (SPLITS, tokens, TOP_K, SIZE)
+    Experts,  # (tokens, TOP_K), int
+    Scores,  # (tokens, TOP_K)
+    Bias,  # (NUM_EXPERTS, SIZE), or None if Partial contains it
+    Out,  # (tokens, SIZE), written
     tokens,
-    SIZE: tl.constexpr,
-    NUM_EXPERTS: tl.constexpr,
-    TOP_K: tl.constexpr,
-    SPLITS: tl.constexpr,
-    ONE_TOKEN: tl.constexpr,
-    BLOCK_TOP: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+    SIZE: tl.constexpr, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SPLITS: tl.constexpr, ONE_TOKEN: tl.constexpr,
+    BLOCK_TOP: tl.constexpr, BLOCK_N: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """One program per token and BLOCK_N elements of the output.
 
     Partial: (SPLITS, tokens, TOP_K, SIZE). If a token has chosen an expert twice, only the first choice has a result, except with

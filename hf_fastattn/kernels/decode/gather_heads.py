@@ -21,46 +21,20 @@ from .all_reduce import LIMIT, PROGRAMS, Peers, heads_of_a_block, receive, send
 
 @triton.jit(do_not_specialize=["q_heads", "kv_heads", "tokens", "total", "capacity"])
 def gather_heads_kernel(
-    Q,
-    K,
-    V,
-    EveryQ,
-    Keys,
-    Values,
-    Slot,
-    Addresses,
-    Counts,
-    stride_qb,
-    stride_qh,
-    stride_qn,
-    stride_kb,
-    stride_kh,
-    stride_kn,
-    stride_vb,
-    stride_vh,
-    stride_vn,
-    stride_keysb,
-    stride_keysh,
-    stride_keysn,
-    stride_valuesb,
-    stride_valuesh,
-    stride_valuesn,
-    q_heads,
-    kv_heads,
-    tokens,
-    total,
-    capacity,
-    K_DIM: tl.constexpr,
-    V_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    HEADS: tl.constexpr,
-    COPIES: tl.constexpr,
-    RANK: tl.constexpr,
-    WORLD: tl.constexpr,
-    PEER_BLOCK: tl.constexpr,
-    LIMIT: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+    Q,  # (batch, q_heads, tokens, K_DIM)
+    K,  # (batch, kv_heads, tokens, K_DIM)
+    V,  # (batch, kv_heads, tokens, V_DIM)
+    EveryQ,  # (batch, WORLD * q_heads, tokens, K_DIM), contiguous, written
+    Keys,  # (batch, WORLD / COPIES * kv_heads, capacity, K_DIM), written
+    Values,  # (batch, WORLD / COPIES * kv_heads, capacity, V_DIM), written
+    Slot,  # (1, tokens), int64
+    Addresses,  # (WORLD,), int64: the memory of each rank, written
+    Counts,  # (PROGRAMS,), int32: exchanges so far, read and written
+    stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, stride_keysb,
+    stride_keysh, stride_keysn, stride_valuesb, stride_valuesh, stride_valuesn, q_heads, kv_heads, tokens, total, capacity,
+    K_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HEADS: tl.constexpr, COPIES: tl.constexpr,
+    RANK: tl.constexpr, WORLD: tl.constexpr, PEER_BLOCK: tl.constexpr, LIMIT: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """total: heads of q, k and v in all rows and tokens; HEADS of them are a block."""
     WORDS: tl.constexpr = BLOCK_D * Q.dtype.element_ty.primitive_bitwidth // 32
     offs_d = tl.arange(0, BLOCK_D)[None, :]

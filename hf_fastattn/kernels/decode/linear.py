@@ -41,30 +41,22 @@ def _load_once(pointers, mask):
 
 @triton.jit(do_not_specialize=["rows", "rows1", "rows2", "factor"])
 def linear_kernel(
-    X,
-    Weight,
-    Weight1,
-    Weight2,
-    Bias,
-    Bias1,
-    Bias2,
-    Out,
-    Out1,
-    Out2,
-    Residual,
-    After,
-    rows,
-    rows1,
-    rows2,
-    factor,
-    PARTS: tl.constexpr,
-    SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    THEN: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+    X,  # (SIZE,)
+    Weight,  # (rows, SIZE)
+    Weight1,  # (rows1, SIZE), from two PARTS on
+    Weight2,  # (rows2, SIZE), with three PARTS
+    Bias,  # (rows,), read with HAS_BIAS
+    Bias1,  # (rows1,)
+    Bias2,  # (rows2,)
+    Out,  # (rows,), written
+    Out1,  # (rows1,), written
+    Out2,  # (rows2,), written
+    Residual,  # (rows,), read if THEN is "add"
+    After,  # (rows,), written if there is a THEN
+    rows, rows1, rows2, factor,
+    PARTS: tl.constexpr, SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, HAS_BIAS: tl.constexpr,
+    THEN: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """One program per BLOCK_N rows of a weight. PARTS: number of weights; THEN: After is this operation on Out (`followed`)."""
     tile = tl.program_id(0)
     second = tl.cdiv(rows, BLOCK_N)
@@ -105,17 +97,13 @@ def linear_kernel(
 
 @triton.jit(do_not_specialize=["out_features"])
 def gated_linear_kernel(
-    X,
-    Gate,
-    Up,
-    Out,
+    X,  # (SIZE,)
+    Gate,  # (out_features, SIZE)
+    Up,  # (out_features, SIZE)
+    Out,  # (out_features,), written
     out_features,
-    SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    ACT: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+    SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ACT: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """`linear_kernel` for two weights; their next blocks are loaded while the current ones are used."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     offs = tl.arange(0, BLOCK_K)

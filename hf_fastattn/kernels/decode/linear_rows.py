@@ -143,38 +143,24 @@ def _gated(acc, DTYPE: tl.constexpr, ACT: tl.constexpr):
 # 16 bytes of a result are stored at once if the numbers of rows allow it
 @triton.jit(do_not_specialize=["tokens", "factor"])
 def linear_rows_kernel(
-    X,
-    Weight,
-    Weight1,
-    Weight2,
-    Bias,
-    Bias1,
-    Bias2,
-    Out,
-    Out1,
-    Out2,
-    Residual,
-    After,
-    Partial,
-    Counter,
-    tokens,
-    rows,
-    rows1,
-    rows2,
-    size,
-    split_size,
-    factor,
-    PARTS: tl.constexpr,
-    ACT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    THEN: tl.constexpr,
-    SPLITS: tl.constexpr,
-    EVEN: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+    X,  # (tokens, size)
+    Weight,  # (rows, size)
+    Weight1,  # (rows1, size), from two PARTS on; with ACT (rows, size): up
+    Weight2,  # (rows2, size), with three PARTS
+    Bias,  # (rows,), read with HAS_BIAS
+    Bias1,  # (rows1,)
+    Bias2,  # (rows2,)
+    Out,  # (tokens, rows), written
+    Out1,  # (tokens, rows1), written
+    Out2,  # (tokens, rows2), written
+    Residual,  # (tokens, rows), read if THEN is "add"
+    After,  # (tokens, rows), written if there is a THEN
+    Partial,  # (tiles, SPLITS, BLOCK_N, BLOCK_M), fp32, written and read with several SPLITS
+    Counter,  # (tiles,), int32, 0 between launches
+    tokens, rows, rows1, rows2, size, split_size, factor,
+    PARTS: tl.constexpr, ACT: tl.constexpr, HAS_BIAS: tl.constexpr, THEN: tl.constexpr, SPLITS: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """One program per tile and split. PARTS: number of weights whose tiles follow each other; ACT: Weight1 is used with Weight.
 
     THEN: After is this operation on Out (`followed`).

@@ -22,33 +22,17 @@ LSE_BYTES = 16  # of a head in a block
 
 @triton.jit(do_not_specialize=["heads", "tokens", "total"])
 def merge_ranks_kernel(
-    Parts,
-    Lses,
-    Sinks,
-    Out,
-    Addresses,
-    Counts,
-    stride_pb,
-    stride_ph,
-    stride_pn,
-    stride_lb,
-    stride_lh,
-    stride_ln,
-    heads,
-    tokens,
-    total,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    HEADS: tl.constexpr,
-    SAME: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    RANK: tl.constexpr,
-    WORLD: tl.constexpr,
-    PEER_BLOCK: tl.constexpr,
-    LIMIT: tl.constexpr,
+    Parts,  # (batch, WORLD * heads, tokens, HEAD_DIM), with SAME (batch, heads, tokens, HEAD_DIM)
+    Lses,  # (batch, WORLD * heads, tokens), with SAME (batch, heads, tokens), fp32
+    Sinks,  # (heads,), read with HAS_SINKS
+    Out,  # (batch, tokens, heads, HEAD_DIM), contiguous, written
+    Addresses,  # (WORLD,), int64: the memory of each rank, written
+    Counts,  # (PROGRAMS,), int32: exchanges so far, read and written
+    stride_pb, stride_ph, stride_pn, stride_lb, stride_lh, stride_ln, heads, tokens, total,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, HEADS: tl.constexpr, SAME: tl.constexpr,
+    HAS_SINKS: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, PEER_BLOCK: tl.constexpr, LIMIT: tl.constexpr,
     EARLY: tl.constexpr,
-):
+):  # fmt: skip
     """heads: of a rank. total: its heads in all rows and tokens, HEADS in a block. SAME: all ranks have the same heads."""
     WORDS: tl.constexpr = BLOCK_D * Parts.dtype.element_ty.primitive_bitwidth // 32
     offs_d = tl.arange(0, BLOCK_D)

@@ -69,20 +69,12 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["live", "rows"])
     def reorder_kernel(
-        Addresses,
-        Index,
-        live,
-        rows,
-        stride_b,
-        stride_h,
-        stride_n,
-        HEAD_DIM: tl.constexpr,
-        INT: tl.constexpr,
-        BLOCK_R: tl.constexpr,
-        BLOCK_N: tl.constexpr,
-        BLOCK_D: tl.constexpr,
+        Addresses,  # (buffers,), int64: addresses of (rows, num_kv_heads, capacity, head_dim), read and written
+        Index,  # (rows,), int: the row that each row becomes
+        live, rows, stride_b, stride_h, stride_n,
+        HEAD_DIM: tl.constexpr, INT: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
         ALIGN: tl.constexpr,
-    ):
+    ):  # fmt: skip
         """One program per BLOCK_N slots of one head of one buffer."""
         buffer = tl.load(Addresses + tl.program_id(2)).to(tl.pointer_type(INT))
         buffer = tl.multiple_of(buffer, 16)  # memory is allocated so

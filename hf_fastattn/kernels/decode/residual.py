@@ -61,41 +61,26 @@ class Chain(NamedTuple):
 
 @triton.jit(do_not_specialize=["rows", "eps_before", "factor", "eps"])
 def residual_kernel(
-    X,
-    Addresses,
-    Counts,
-    BeforeWeight,
-    BeforeBias,
-    Before,
-    Scaled,
-    First,
-    FirstSum,
-    Second,
-    SecondSum,
-    Weight,
-    Bias,
-    Out,
-    rows,
-    eps_before,
-    factor,
-    eps,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BEFORE_CENTRED: tl.constexpr,
-    BEFORE_LATE: tl.constexpr,
-    BEFORE_ONE: tl.constexpr,
-    CENTRED: tl.constexpr,
-    LATE: tl.constexpr,
-    ONE: tl.constexpr,
-    ONE_ROW: tl.constexpr,
-    TWICE: tl.constexpr,
-    RANK: tl.constexpr,
-    WORLD: tl.constexpr,
-    PEER_BLOCK: tl.constexpr,
-    LIMIT: tl.constexpr,
+    X,  # (rows, SIZE), written with Addresses
+    Addresses,  # (WORLD,), int64, or None: no sum over ranks
+    Counts,  # (PROGRAMS,), int32, read and written, or None
+    BeforeWeight,  # (SIZE,) or None
+    BeforeBias,  # (SIZE,) or None
+    Before,  # (rows, SIZE), written, or None
+    Scaled,  # (rows, SIZE), written, or None
+    First,  # (rows, SIZE) or None
+    FirstSum,  # (rows, SIZE), written, or None
+    Second,  # (rows, SIZE) or None
+    SecondSum,  # (rows, SIZE), written, or None
+    Weight,  # (SIZE,) or None
+    Bias,  # (SIZE,) or None
+    Out,  # (rows, SIZE), written, or None
+    rows, eps_before, factor, eps,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BEFORE_CENTRED: tl.constexpr, BEFORE_LATE: tl.constexpr,
+    BEFORE_ONE: tl.constexpr, CENTRED: tl.constexpr, LATE: tl.constexpr, ONE: tl.constexpr, ONE_ROW: tl.constexpr,
+    TWICE: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, PEER_BLOCK: tl.constexpr, LIMIT: tl.constexpr,
     EARLY: tl.constexpr,
-):
+):  # fmt: skip
     """One program per BLOCK_M rows. A result that is None is not computed, and without Addresses there is no sum over ranks."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     offs = tl.arange(0, BLOCK)[None, :]

@@ -70,20 +70,14 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["batch", "window", "sinks"])
     def ring_step_kernel(
-        Counts,
-        Pads,
-        Slots,
-        Spans,
-        batch,
-        window,
-        sinks,
-        HAS_PADS: tl.constexpr,
-        BLOCK_B: tl.constexpr,
-        EARLY: tl.constexpr,
-        CAUSAL: tl.constexpr,
-        NO_WINDOW: tl.constexpr,
+        Counts,  # (batch,), int64, read and written
+        Pads,  # (batch,), int64, read with HAS_PADS
+        Slots,  # (batch,), int64, written
+        Spans,  # (batch, 1, 1, WORDS), int32, written
+        batch, window, sinks,
+        HAS_PADS: tl.constexpr, BLOCK_B: tl.constexpr, EARLY: tl.constexpr, CAUSAL: tl.constexpr, NO_WINDOW: tl.constexpr,
         WORDS: tl.constexpr,
-    ):
+    ):  # fmt: skip
         wait_for_inputs(EARLY)  # the next launch is the first of the model, which is of torch and does not begin early
         row = tl.arange(0, BLOCK_B)
         mask = row < batch

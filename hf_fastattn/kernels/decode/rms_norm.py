@@ -25,20 +25,14 @@ MAX_SIZE = 16384  # elements of a row, which one program loads at once
 
 @triton.jit(do_not_specialize=["rows", "eps"])
 def rms_norm_kernel(
-    X,
-    Weight,
-    Bias,
-    Out,
-    rows,
-    eps,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    CENTRED: tl.constexpr,
-    LATE: tl.constexpr,
-    ONE: tl.constexpr,
+    X,  # (rows, SIZE)
+    Weight,  # (SIZE,) or None
+    Bias,  # (SIZE,) or None
+    Out,  # (rows, SIZE), written
+    rows, eps,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, CENTRED: tl.constexpr, LATE: tl.constexpr, ONE: tl.constexpr,
     EARLY: tl.constexpr,
-):
+):  # fmt: skip
     """One program per BLOCK_M rows. Weight and Bias may be None."""
     wait_for_inputs(EARLY)
     let_next_begin(EARLY)

@@ -32,68 +32,30 @@ BLOCK_H = 8  # heads that a program rotates after one load of the cosines of the
 
 @triton.jit(do_not_specialize=["stride_slot", "capacity", "num_heads", "kv_heads", "tokens", "eps"])
 def rope_kernel(
-    Q,
-    K,
-    Cos,
-    Sin,
-    WeightQ,
-    WeightK,
-    NormedQ,
-    NormedK,
-    OutQ,
-    OutK,
-    Keys,
-    Values,
-    Scales,
-    Centre,
-    Pages,
-    NewV,
-    Slot,
-    stride_qb,
-    stride_qh,
-    stride_qm,
-    stride_kb,
-    stride_kh,
-    stride_km,
-    stride_cb,
-    stride_cm,
-    stride_oqb,
-    stride_oqh,
-    stride_oqm,
-    stride_okb,
-    stride_okh,
-    stride_okm,
-    stride_keysb,
-    stride_keysh,
-    stride_keysm,
-    stride_valuesb,
-    stride_valuesh,
-    stride_valuesm,
-    stride_nvb,
-    stride_nvh,
-    stride_nvm,
-    stride_slot,
-    capacity,
-    num_heads,
-    kv_heads,
-    tokens,
-    eps,
-    HEAD_DIM: tl.constexpr,
-    V_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    APART: tl.constexpr,
-    OF_PAIR: tl.constexpr,
-    LATE: tl.constexpr,
-    CENTRED: tl.constexpr,
-    NORM_LATE: tl.constexpr,
-    ONE: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    ALIGN: tl.constexpr,
-    FORM: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+    Q,  # (batch, num_heads, tokens, head_dim)
+    K,  # (batch, kv_heads, tokens, head_dim)
+    Cos,  # (batch or 1, tokens, WIDTH), with OF_PAIR one for each pair
+    Sin,  # (batch or 1, tokens, WIDTH), as Cos
+    WeightQ,  # (head_dim,), of the norm before, or None
+    WeightK,  # (head_dim,), of the norm before, or None
+    NormedQ,  # (batch, num_heads, tokens, head_dim), Q after its norm, with Q's strides, written; or None
+    NormedK,  # (batch, kv_heads, tokens, head_dim), K after its norm, with K's strides, written; or None
+    OutQ,  # (batch, num_heads, tokens, head_dim), written
+    OutK,  # (batch, kv_heads, tokens, head_dim), written
+    Keys,  # (batch, kv_heads, capacity, head_dim), or as FORM stores it, written; or None
+    Values,  # (batch, kv_heads, capacity, value_dim), or as FORM stores it, written; or None
+    Scales,  # of FORM, which its store() may write, or None
+    Centre,  # of FORM, which its store() may write, or None
+    Pages,  # of FORM, or None
+    NewV,  # (batch, kv_heads, tokens, value_dim), or None
+    Slot,  # (1,) or (batch,), int64, or None
+    stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_km, stride_cb, stride_cm, stride_oqb, stride_oqh, stride_oqm,
+    stride_okb, stride_okh, stride_okm, stride_keysb, stride_keysh, stride_keysm, stride_valuesb, stride_valuesh, stride_valuesm,
+    stride_nvb, stride_nvh, stride_nvm, stride_slot, capacity, num_heads, kv_heads, tokens, eps,
+    HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr, APART: tl.constexpr,
+    OF_PAIR: tl.constexpr, LATE: tl.constexpr, CENTRED: tl.constexpr, NORM_LATE: tl.constexpr, ONE: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_H: tl.constexpr, ALIGN: tl.constexpr, FORM: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """One program per token and block of heads; the heads of K follow those of Q. WeightQ, ...: None without norms.
 
     Keys, ...: None, or the rotated K and NewV are also stored there, as in append.py.

@@ -92,30 +92,15 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["stride_sb", "num_heads", "q_len", "kv_len", "last_position"])
     def rotate_kernel(
-        Q,
-        Out,
-        Spans,
-        InvFreq,
-        stride_b,
-        stride_h,
-        stride_m,
-        stride_sb,
-        num_heads,
-        q_len,
-        kv_len,
-        last_position,
-        HEAD_DIM: tl.constexpr,
-        BLOCK_D: tl.constexpr,
-        PAIRS: tl.constexpr,
-        INTERLEAVED: tl.constexpr,
-        HAS_SPANS: tl.constexpr,
-        BLOCK_H: tl.constexpr,
-        ALIGN: tl.constexpr,
-        EARLY: tl.constexpr,
-        Q_START: tl.constexpr = Q_START,
-        KV_START: tl.constexpr = KV_START,
-        DROPPED: tl.constexpr = DROPPED,
-    ):
+        Q,  # (batch, num_heads, q_len, head_dim)
+        Out,  # (batch, num_heads, q_len, head_dim), with Q's strides, written
+        Spans,  # (batch, 1, 1 or 2, integers), int32, not read without HAS_SPANS
+        InvFreq,  # (PAIRS,), fp32
+        stride_b, stride_h, stride_m, stride_sb, num_heads, q_len, kv_len, last_position,
+        HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_SPANS: tl.constexpr,
+        BLOCK_H: tl.constexpr, ALIGN: tl.constexpr, EARLY: tl.constexpr, Q_START: tl.constexpr = Q_START,
+        KV_START: tl.constexpr = KV_START, DROPPED: tl.constexpr = DROPPED,
+    ):  # fmt: skip
         """One program per query and BLOCK_H heads of a row, which share its angles."""
         wait_for_inputs(EARLY)
         let_next_begin(EARLY)

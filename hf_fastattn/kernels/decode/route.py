@@ -34,18 +34,10 @@ _FORMS = {"softmax": SOFTMAX, "choice": CHOICE, "sigmoid": SIGMOID}
 
 @triton.jit
 def choose(
-    Logits,
-    Correction,
-    token,
-    NUM_EXPERTS: tl.constexpr,
-    TOP_K: tl.constexpr,
-    FORM: tl.constexpr,
-    NORMALISE: tl.constexpr,
-    SCALE: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_TOP: tl.constexpr,
-    WARPS: tl.constexpr,
-):
+    Logits, Correction, token,
+    NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, FORM: tl.constexpr, NORMALISE: tl.constexpr, SCALE: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_TOP: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
     """(scores in fp32, experts) of a token, both (WARPS, BLOCK_TOP): each warp of the program has a row of the same values.
 
     So no warp waits for another. Values are compared as integers of the same order, of which a warp finds the largest in one
@@ -105,19 +97,13 @@ def store_choice(scores, chosen, Scores, Experts, token, TOP_K: tl.constexpr):
 
 @triton.jit
 def route_kernel(
-    Logits,
-    Correction,
-    Scores,
-    Experts,
-    NUM_EXPERTS: tl.constexpr,
-    TOP_K: tl.constexpr,
-    FORM: tl.constexpr,
-    NORMALISE: tl.constexpr,
-    SCALE: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_TOP: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+    Logits,  # (tokens, NUM_EXPERTS)
+    Correction,  # (NUM_EXPERTS,), read if FORM is SIGMOID, or None
+    Scores,  # (tokens, TOP_K), written
+    Experts,  # (tokens, TOP_K), int64, written
+    NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, FORM: tl.constexpr, NORMALISE: tl.constexpr, SCALE: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_TOP: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """One program, of one warp, per token."""
     wait_for_inputs(EARLY)
     let_next_begin(EARLY)

@@ -96,27 +96,13 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["parts", "heads", "q_len"])
     def merge_shares_kernel(
-        Outs,
-        Lses,
-        Sinks,
-        Out,
-        stride_on,
-        stride_ob,
-        stride_oh,
-        stride_oq,
-        stride_ln,
-        stride_lb,
-        stride_lh,
-        stride_lq,
-        parts,
-        heads,
-        q_len,
-        HEAD_DIM: tl.constexpr,
-        BLOCK_N: tl.constexpr,
-        BLOCK_D: tl.constexpr,
-        HAS_SINKS: tl.constexpr,
-        EARLY: tl.constexpr,
-    ):
+        Outs,  # (parts, batch, heads, q_len, HEAD_DIM)
+        Lses,  # (parts, batch, heads, q_len), fp32
+        Sinks,  # (heads,), read with HAS_SINKS
+        Out,  # (batch, q_len, heads, HEAD_DIM), contiguous, written
+        stride_on, stride_ob, stride_oh, stride_oq, stride_ln, stride_lb, stride_lh, stride_lq, parts, heads, q_len,
+        HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HAS_SINKS: tl.constexpr, EARLY: tl.constexpr,
+    ):  # fmt: skip
         """One program per query of a head and row. All parts of it are loaded at once."""
         wait_for_inputs(EARLY)
         let_next_begin(EARLY)

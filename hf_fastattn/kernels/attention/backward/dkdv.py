@@ -22,10 +22,7 @@ from .tile import add_dot, dot, live_keys, load_pairs, load_rows, probabilities,
 @triton.jit
 def _tile(
     dk, dv, k, v, keys, queries, first, hi, spans, span_ptr, q_len, scales, dropout, place, first_key,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    MASKED: tl.constexpr,
-    C: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, MASKED: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """(dk, dv) after adding a tile of queries of one head, from `first` on; queries from `hi` on are ignored.
 
@@ -66,11 +63,8 @@ def _tile(
 
 @triton.jit
 def _sums(
-    k, v, keys, pointers, strides, row, first_head, heads, num_heads, bounds, spans, span_ptr, q_len, scales, dropout,
-    first_key,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    C: tl.constexpr,
+    k, v, keys, pointers, strides, row, first_head, heads, num_heads, bounds, spans, span_ptr, q_len, scales, dropout, first_key,
+    DK: tl.constexpr, DV: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """(dk, dv) of a block of keys over all queries of `heads` heads, in order; 0 if it is not to be summed."""
     Q, DOut, Stats = pointers
@@ -127,40 +121,19 @@ def _store(Out, x, first_key, sizes, DIM: tl.constexpr, BLOCK_N: tl.constexpr, B
 
 @triton.jit(do_not_specialize=["stride_sb", "q_len", "kv_len", "window", "drop_below", "splits"])
 def dkdv_kernel(
-    Q,
-    K,
-    V,
-    DOut,
-    Stats,
-    Spans,
-    DK,
-    DV,
-    Seed,
-    stride_qb,
-    stride_qh,
-    stride_qm,
-    stride_kb,
-    stride_kh,
-    stride_kn,
-    stride_vb,
-    stride_vh,
-    stride_vn,
-    stride_ob,
-    stride_oh,
-    stride_om,
-    stride_sb,
-    q_len,
-    kv_len,
-    window,
-    scale,
-    scale_log2,
-    cap_log2,
-    drop_below,
-    keep_scale,
-    splits,
-    C: tl.constexpr,
-    SPLIT: tl.constexpr,
-):
+    Q,  # (batch, num_heads, q_len, head_dim)
+    K,  # (batch, num_kv_heads, kv_len, head_dim)
+    V,  # (batch, num_kv_heads, kv_len, value_dim)
+    DOut,  # (batch, num_heads, q_len, value_dim)
+    Stats,  # (batch, num_heads, q_len, 2), fp32: lse in base 2, delta, from dq_kernel
+    Spans,  # (batch, 1, 1 or 2, integers), int32, not read without HAS_SPANS
+    DK,  # (splits, batch, kv_len, num_kv_heads, head_dim), contiguous, fp32 if splits > 1, written
+    DV,  # (splits, batch, kv_len, num_kv_heads, value_dim), contiguous, fp32 if splits > 1, written
+    Seed,  # (1,), int64; None without dropout
+    stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, stride_ob, stride_oh,
+    stride_om, stride_sb, q_len, kv_len, window, scale, scale_log2, cap_log2, drop_below, keep_scale, splits,
+    C: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
     """SPLIT: two programs for each block of keys, one for dK and one for dV, if registers cannot hold both.
 
     splits: number of programs that share the heads of a group; each writes its sums to its own part of DK and DV.

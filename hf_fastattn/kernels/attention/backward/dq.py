@@ -21,8 +21,7 @@ from .tile import add_dot, dot, live_keys, load_rows, probabilities, score_gradi
 @triton.jit
 def _tile(
     dq, q, do, lse_log2, delta, kv, first, bounds, span_ptr, scales, dropout, place, offs_m,
-    MASKED: tl.constexpr,
-    C: tl.constexpr,
+    MASKED: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """dq after adding a tile of keys, from slot `first` on."""
     k_base, v_base, stride_kn, stride_vn = kv
@@ -47,45 +46,21 @@ def _tile(
 
 @triton.jit(do_not_specialize=["stride_sb", "q_len", "kv_len", "window", "drop_below"])
 def dq_kernel(
-    Q,
-    K,
-    V,
-    Out,
-    DOut,
-    Lse,
-    DLse,
-    Spans,
-    DQ,
-    Stats,
-    Seed,
-    stride_qb,
-    stride_qh,
-    stride_qm,
-    stride_kb,
-    stride_kh,
-    stride_kn,
-    stride_vb,
-    stride_vh,
-    stride_vn,
-    stride_ob,
-    stride_oh,
-    stride_om,
-    stride_sb,
-    num_heads,
-    q_len,
-    kv_len,
-    window,
-    scale,
-    scale_log2,
-    cap_log2,
-    drop_below,
-    keep_scale,
-    C: tl.constexpr,
-    HAS_DLSE: tl.constexpr,
-    WRITE_DQ: tl.constexpr,
-    PAIRS: tl.constexpr,
-    LOG2_E: tl.constexpr,
-):
+    Q,  # (batch, num_heads, q_len, head_dim)
+    K,  # (batch, num_kv_heads, kv_len, head_dim)
+    V,  # (batch, num_kv_heads, kv_len, value_dim)
+    Out,  # (batch, q_len, num_heads, value_dim), contiguous
+    DOut,  # (batch, num_heads, q_len, value_dim)
+    Lse,  # (batch, num_heads, q_len), fp32
+    DLse,  # (batch, num_heads, q_len), fp32, read with HAS_DLSE
+    Spans,  # (batch, 1, 1 or 2, integers), int32, not read without HAS_SPANS
+    DQ,  # (batch, q_len, num_heads, head_dim), contiguous, written with WRITE_DQ
+    Stats,  # (batch, num_heads, q_len, 2), fp32: lse in base 2, delta; without PAIRS (batch, num_heads, q_len): delta; written
+    Seed,  # (1,), int64; None without dropout
+    stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, stride_ob, stride_oh,
+    stride_om, stride_sb, num_heads, q_len, kv_len, window, scale, scale_log2, cap_log2, drop_below, keep_scale,
+    C: tl.constexpr, HAS_DLSE: tl.constexpr, WRITE_DQ: tl.constexpr, PAIRS: tl.constexpr, LOG2_E: tl.constexpr,
+):  # fmt: skip
     BLOCK_M: tl.constexpr = C.BLOCK_M
     BLOCK_N: tl.constexpr = C.BLOCK_N
     BLOCK_D: tl.constexpr = C.BLOCK_D

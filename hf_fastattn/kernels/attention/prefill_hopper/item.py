@@ -15,10 +15,7 @@ BLOCK_M = 64 * CONSUMERS
 @gluon.jit
 def item_of(
     index, Spans, sizes,
-    C: gl.constexpr,
-    HAS_SPANS: gl.constexpr,
-    IS_CAUSAL: gl.constexpr,
-    BLOCK_M: gl.constexpr = BLOCK_M,
+    C: gl.constexpr, HAS_SPANS: gl.constexpr, IS_CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr = BLOCK_M,
 ):  # fmt: skip
     """One item: (indices, pointer to the spans of its batch row, spans, tiles of the block, share of these, slot or -1).
 
@@ -59,11 +56,7 @@ def place_of(index, Spans, sizes, WG: gl.constexpr, C: gl.constexpr, HAS_SPANS: 
 @gluon.jit
 def rows_of(
     index, Spans, sizes,
-    WG: gl.constexpr,
-    ROWS: gl.constexpr,
-    C: gl.constexpr,
-    HAS_SPANS: gl.constexpr,
-    IS_CAUSAL: gl.constexpr,
+    WG: gl.constexpr, ROWS: gl.constexpr, C: gl.constexpr, HAS_SPANS: gl.constexpr, IS_CAUSAL: gl.constexpr,
     WORDS: gl.constexpr = WORDS,
 ):  # fmt: skip
     """The rows of consumer WG in one item: (indices, end of the live slots, tiles, share, slot, bounds for `mask`)."""

@@ -80,15 +80,8 @@ def _produce(args, C: gl.constexpr, HAS_SPANS: gl.constexpr, IS_CAUSAL: gl.const
 @gluon.jit
 def _attend(
     args, index, rows, s_scale, zeros, tile_count, item_count,
-    WG: gl.constexpr,
-    C: gl.constexpr,
-    HAS_SPANS: gl.constexpr,
-    HAS_WORDS: gl.constexpr,
-    HAS_SOFTCAP: gl.constexpr,
-    HAS_SINK_LOGITS: gl.constexpr,
-    WRITE_LSE: gl.constexpr,
-    BLOCK_M: gl.constexpr = BLOCK_M,
-    CONSUMERS: gl.constexpr = CONSUMERS,
+    WG: gl.constexpr, C: gl.constexpr, HAS_SPANS: gl.constexpr, HAS_WORDS: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
+    HAS_SINK_LOGITS: gl.constexpr, WRITE_LSE: gl.constexpr, BLOCK_M: gl.constexpr = BLOCK_M, CONSUMERS: gl.constexpr = CONSUMERS,
     FIRST_TURN: gl.constexpr = FIRST_TURN,
 ):  # fmt: skip
     """Attention of consumer WG for its rows of one item. tile_count, item_count: numbers of earlier tiles and items.
@@ -201,10 +194,7 @@ def _attend(
 @gluon.jit
 def _skip(
     args, num_tiles, tile_count, item_count,
-    WG: gl.constexpr,
-    C: gl.constexpr,
-    CONSUMERS: gl.constexpr = CONSUMERS,
-    FIRST_TURN: gl.constexpr = FIRST_TURN,
+    WG: gl.constexpr, C: gl.constexpr, CONSUMERS: gl.constexpr = CONSUMERS, FIRST_TURN: gl.constexpr = FIRST_TURN,
 ):  # fmt: skip
     """An item without rows for consumer WG, all of them past the last query: it releases the buffers and takes its turns."""
     (
@@ -240,17 +230,10 @@ def _skip(
 @gluon.jit
 def _consume(
     args,
-    WG: gl.constexpr,
-    C: gl.constexpr,
-    HAS_SPANS: gl.constexpr,
-    HAS_WORDS: gl.constexpr,
-    IS_CAUSAL: gl.constexpr,
-    HAS_SOFTCAP: gl.constexpr,
-    HAS_SINK_LOGITS: gl.constexpr,
-    WRITE_LSE: gl.constexpr,
-    CONSUMERS: gl.constexpr = CONSUMERS,
+    WG: gl.constexpr, C: gl.constexpr, HAS_SPANS: gl.constexpr, HAS_WORDS: gl.constexpr, IS_CAUSAL: gl.constexpr,
+    HAS_SOFTCAP: gl.constexpr, HAS_SINK_LOGITS: gl.constexpr, WRITE_LSE: gl.constexpr, CONSUMERS: gl.constexpr = CONSUMERS,
     FIRST_TURN: gl.constexpr = FIRST_TURN,
-):
+):  # fmt: skip
     """Consumer warpgroup WG: rows 64 * WG .. 64 * WG + 63 of each item's block."""
     (
         _out_desc,
@@ -308,15 +291,18 @@ def _consume(
     ]
 )  # fmt: skip
 def prefill_hopper_kernel(
-    q_desc, k_desc, v_desc, out_desc, Lse, Workspace, Spans, SinkLogits, Counters,
+    q_desc,  # (batch, num_kv_heads, q_len, group, head_dim), boxes of 64 / pack queries and pack heads
+    k_desc,  # (batch, num_kv_heads, kv_len, head_dim), boxes of BLOCK_N keys
+    v_desc,  # (batch, num_kv_heads, kv_len, value_dim), boxes of BLOCK_N keys
+    out_desc,  # (batch, num_kv_heads, q_len, group, value_dim), boxes as of q_desc, written
+    Lse,  # (batch, num_heads, q_len), fp32, written with WRITE_LSE
+    Workspace,  # (floats,), fp32: acc (shares, 128, BLOCK_DV), then m and l (shares, 2, 128), written with split
+    Spans,  # (batch, 1, 1 or 2, integers), int32, not read without HAS_SPANS
+    SinkLogits,  # (num_heads,), read with HAS_SINK_LOGITS
+    Counters,  # (2,), int32: the next item, and programs that have ended; 0 between launches
     stride_sb, num_items, num_packs, total_packs, group, section, whole, q_len, kv_len, window, scale_log2, cap_log2,
-    C: gl.constexpr,
-    HAS_SPANS: gl.constexpr,
-    HAS_WORDS: gl.constexpr,
-    IS_CAUSAL: gl.constexpr,
-    HAS_SOFTCAP: gl.constexpr,
-    HAS_SINK_LOGITS: gl.constexpr,
-    WRITE_LSE: gl.constexpr,
+    C: gl.constexpr, HAS_SPANS: gl.constexpr, HAS_WORDS: gl.constexpr, IS_CAUSAL: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
+    HAS_SINK_LOGITS: gl.constexpr, WRITE_LSE: gl.constexpr,
 ):  # fmt: skip
     if C.split:
         let_next_begin()

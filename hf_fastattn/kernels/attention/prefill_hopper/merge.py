@@ -23,12 +23,13 @@ from .order import block_at
     ]
 )  # fmt: skip
 def merge_shares_kernel(
-    Out, Lse, Workspace, Spans, SinkLogits,
+    Out,  # (batch, q_len, num_heads, value_dim), contiguous, written
+    Lse,  # (batch, num_heads, q_len), fp32, written with WRITE_LSE
+    Workspace,  # (floats,), fp32: `device.merge.store_partial`
+    Spans,  # (batch, 1, 1, integers), int32, not read without HAS_SPANS
+    SinkLogits,  # (num_heads,), read with HAS_SINK_LOGITS
     stride_sb, num_blocks, num_packs, total_packs, group, log_pack, section, whole, splits, q_len, kv_len, window, stats_start,
-    C: tl.constexpr,
-    ROWS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    EARLY: tl.constexpr,
+    C: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program for each ROWS rows of a block with shares. Share i of the n-th of these blocks is in slot i * blocks + n.
 

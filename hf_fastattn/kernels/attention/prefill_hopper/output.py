@@ -15,9 +15,7 @@ from .tile import normaliser
 @gluon.jit
 def normaliser_of(
     args, indices, m, l,
-    C: gl.constexpr,
-    HAS_SINK_LOGITS: gl.constexpr,
-    WRITE_LSE: gl.constexpr,
+    C: gl.constexpr, HAS_SINK_LOGITS: gl.constexpr, WRITE_LSE: gl.constexpr,
 ):  # fmt: skip
     """The factor of each row of the output. The lse is stored."""
     _out_desc, Lse, _Workspace, _Spans, SinkLogits, _q_ring, _k_ring, _v_ring, _o_smem, _next_ring, sizes, _scale, _cap = args

@@ -51,8 +51,7 @@ def _buffers(box, count):
 @gluon.jit
 def shared_memory(
     q_desc, k_desc, v_desc, out_desc,
-    C: gl.constexpr,
-    CONSUMERS: gl.constexpr = CONSUMERS,
+    C: gl.constexpr, CONSUMERS: gl.constexpr = CONSUMERS,
 ):  # fmt: skip
     """The rings of Q (with one buffer per consumer for an item), K and V, the buffers of O, and the ring of the next item.
 

@@ -28,10 +28,7 @@ narrowed_block = gluon.jit(visibility.narrowed_block.fn)
 @gluon.jit
 def row_spans(
     span_ptr, q_len, kv_len, window,
-    HAS_SPANS: gl.constexpr,
-    HAS_ROWS: gl.constexpr,
-    IS_CAUSAL: gl.constexpr,
-    WORDS: gl.constexpr = WORDS,
+    HAS_SPANS: gl.constexpr, HAS_ROWS: gl.constexpr, IS_CAUSAL: gl.constexpr, WORDS: gl.constexpr = WORDS,
 ):  # fmt: skip
     """(q_start, kv_start, kv_stop, window, causal, holes) of one batch row. No query sees slots from kv_stop on."""
     if HAS_ROWS:

@@ -71,13 +71,8 @@ def _probabilities(s, stage, ring, keys, scale_log2, cap_log2, MASKED: gl.conste
 
 @gluon.jit
 def _consume(
-    args,
-    WG: gl.constexpr,
-    heads,
-    C: gl.constexpr,
-    HAS_WORDS: gl.constexpr,
-    HAS_SOFTCAP: gl.constexpr,
-):
+    args, WG: gl.constexpr, heads, C: gl.constexpr, HAS_WORDS: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
+):  # fmt: skip
     """Consumer WG: dK and dV of keys 64 * WG .. 64 * WG + 63 of the block."""
     DK, DV, kv_buffers, ring, _passed, spans, span_ptr, tiles, sizes, scale, scale_log2, cap_log2 = args
     k_smem, v_smem, kv_full = kv_buffers
@@ -133,12 +128,9 @@ def _consume(
 
 @gluon.jit
 def _consume_values(
-    args,
-    heads,
-    C: gl.constexpr,
-    HAS_WORDS: gl.constexpr,
-    HAS_SOFTCAP: gl.constexpr,
-):
+    args, heads,
+    C: gl.constexpr, HAS_WORDS: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
+):  # fmt: skip
     """The first consumer of wide heads: S, P and dV. It passes on P, times the derivative of the softcap."""
     _DK, DV, kv_buffers, ring, passed, spans, span_ptr, tiles, sizes, _scale, scale_log2, cap_log2 = args
     k_smem, v_smem, kv_full = kv_buffers
@@ -219,15 +211,18 @@ def _consume_keys(args, heads, C: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["stride_sb", "batch", "num_kv_heads", "splits", "q_len", "kv_len", "window"])
 def dkdv_hopper_kernel(
-    q_desc, k_desc, v_desc, do_desc, Lse, Delta, Spans, DK, DV,
+    q_desc,  # (batch, num_heads, q_len, head_dim), boxes of BLOCK_M queries
+    k_desc,  # (batch, num_kv_heads, kv_len, head_dim), boxes of 64 keys
+    v_desc,  # (batch, num_kv_heads, kv_len, value_dim), boxes of 64 keys
+    do_desc,  # (batch, num_heads, q_len, value_dim), boxes of BLOCK_M queries
+    Lse,  # (batch, num_heads, q_len), fp32
+    Delta,  # (batch, num_heads, q_len), fp32, from dq_kernel
+    Spans,  # (batch, 1, 1 or 2, integers), int32, not read without HAS_SPANS
+    DK,  # (splits, batch, kv_len, num_kv_heads, head_dim), contiguous, fp32 if splits > 1, written
+    DV,  # (splits, batch, kv_len, num_kv_heads, value_dim), contiguous, fp32 if splits > 1, written
     stride_sb, batch, num_kv_heads, splits, q_len, kv_len, window, scale, scale_log2, cap_log2,
-    C: gl.constexpr,
-    GROUP: gl.constexpr,
-    HAS_SPANS: gl.constexpr,
-    HAS_WORDS: gl.constexpr,
-    HAS_ROWS: gl.constexpr,
-    IS_CAUSAL: gl.constexpr,
-    HAS_SOFTCAP: gl.constexpr,
+    C: gl.constexpr, GROUP: gl.constexpr, HAS_SPANS: gl.constexpr, HAS_WORDS: gl.constexpr, HAS_ROWS: gl.constexpr,
+    IS_CAUSAL: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     """splits: number of programs that share the heads of a group; each writes its sums to its own part of DK and DV."""
     heads = GROUP // splits

@@ -68,10 +68,7 @@ def load_keys(k_desc, v_desc, kv_buffers, row, kv_head, first_key, C: gl.constex
 @gluon.jit
 def query_bounds(
     span_ptr, first_key, last_key, q_len, kv_len, window,
-    HAS_SPANS: gl.constexpr,
-    IS_CAUSAL: gl.constexpr,
-    HAS_ROWS: gl.constexpr,
-    STEPS: gl.constexpr = visibility.STEPS,
+    HAS_SPANS: gl.constexpr, IS_CAUSAL: gl.constexpr, HAS_ROWS: gl.constexpr, STEPS: gl.constexpr = visibility.STEPS,
 ):  # fmt: skip
     """`visibility.query_bounds` in Gluon."""
     if HAS_SPANS:
