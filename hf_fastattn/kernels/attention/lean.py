@@ -1,19 +1,18 @@
 """LeanAttention: decode attention as stream-K, in which every program computes an equal share of all K/V tiles.
 
-The K/V tiles of all (batch row, KV head) pairs form one sequence, which is divided into equal shares, one per program. Every
-program therefore does the same work, whatever the lengths of the rows. The kernels compute the schedule from lengths on the
-device, so it remains correct when lengths change under a captured CUDA graph. If the host knows that fixed splits of each head
-are as fast (see `schedule.choose`), the kernel of `split_kv` runs, which needs no schedule.
+    out = softmax(scale q K^T) V, and lse
 
-If the queries of a KV head take several blocks, one program for each of up to `schedule.MAX_TEAM` blocks has the same tiles (a
-team): they read them at the same time, from memory once and from the L2 cache otherwise.
+The tiles of all (batch row, KV head) pairs are one sequence, of which each program has an equal share, whatever the lengths of
+the rows. The kernels compute the schedule from the lengths on the device, so it stays correct under a captured CUDA graph. If
+several blocks of queries see the keys of a head, one program for each of up to `schedule.MAX_TEAM` of them has the same tiles
+(a team), which come from memory once. A second launch merges rows that several programs share, in a fixed order: no program
+waits for another. Where `schedule.choose` finds fixed splits as fast, the kernel of `split_kv` runs.
 
-Rows of the output that several programs share are merged by a second launch, always in the same order: results are bitwise
-repeatable, no program waits for another, and no state is kept between launches. The paper merges inside the one kernel;
-docs/dev/log.md explains the difference.
+Rounds: P to V's dtype, and the result; sums, partials and lse are fp32. Limits: head_dim up to 576, of V 512; no intervals, no
+dropout. Oracle: `kernels.reference.attention`.
 
-Source: Sanovar et al., "Lean Attention: Hardware-Aware Scalable Attention Mechanism for the Decode-Phase of Transformers"
-(2024), sections 4.1 to 4.3. Osama et al., "Stream-K" (2023).
+Sources: Sanovar et al., "Lean Attention: Hardware-Aware Scalable Attention Mechanism for the Decode-Phase of Transformers"
+(2024), sections 4.1 to 4.3 (it merges inside the one kernel: docs/dev/log.md); Osama et al., "Stream-K" (2023).
 """
 
 from __future__ import annotations

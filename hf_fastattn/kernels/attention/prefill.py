@@ -1,10 +1,15 @@
 """FlashAttention-2 forward in portable Triton: one program per (block of query rows, head, batch row), which loops over K/V.
 
-The longest causal blocks start first. Query heads share K/V heads without expansion. With dropout, Z being 1 / (1 - p) where a
-weight is kept and else 0: O = (P * Z) V. The denominator of P, and therefore lse, is that of all weights.
+    out = (P * Z) V,  P = softmax(scale q K^T),  Z = 1 / (1 - dropout) where a weight is kept, else 0;  lse is that of all weights
 
-Sources: Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning" (2023), algorithm 1; for dropout
-Dao et al., "FlashAttention" (2022), algorithm 2 (appendix B.3), with random numbers of a weight's place (`kernels.dropout`).
+The longest causal blocks start first. Query heads share K/V heads without expansion.
+
+Rounds: P to V's dtype, and the result; sums and lse are fp32. Limits: head_dim up to 576, of V 512, with dropout 256. Oracle:
+`kernels.reference.attention`.
+
+Sources: Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning" (2023), algorithm 1; for
+dropout Dao et al., "FlashAttention" (2022), algorithm 2 (appendix B.3), with random numbers of a weight's place
+(`kernels.dropout`).
 """
 
 from __future__ import annotations
@@ -76,7 +81,6 @@ def prefill_kernel(
     if C.DROPOUT:
         acc *= keep_scale
     out, lse = finalize(acc, m, l, SinkLogits + head + offs_m * 0, row_mask, C.HAS_SINK_LOGITS)
-    # Out is (batch, q_len, num_heads, VALUE_DIM), contiguous.
     out_rows = (row * q_len + offs_m) * num_heads + head
     tl.store(Out + out_rows[:, None] * VALUE_DIM + offs_v[None, :], out.to(Out.dtype.element_ty), mask=row_mask[:, None] & v_mask)
     if C.WRITE_LSE:

@@ -1,10 +1,13 @@
 """Flash-Decoding: the keys of each (batch row, KV head) are divided into a fixed number of splits, whose results are combined.
 
-There are two launches, or one if there is only one split. Every row gets the same number of splits, so in a ragged batch the
-longest row determines the time; `lean` avoids that. The splits divide the live range of a row, which is read on the device.
+    out = softmax(scale q K^T) V, and lse
 
-The packed rows of a KV head may be divided into blocks, as if each were a KV head with the same K and V. The programs of these
-blocks read the same keys at about the same time, most of them from the L2 cache.
+One launch for one split, else two. The splits divide the live range of a row, which is read on the device; the longest row of
+a ragged batch determines the time. Blocks of the packed rows of a KV head count as KV heads with the same K and V, mostly read
+from L2.
+
+Rounds: P to V's dtype, and the result; sums, partials and lse are fp32. Limits: 64 packed rows, more for `lean`; head_dim up
+to 576, of V 512; no intervals, no dropout. Oracle: `kernels.reference.attention`.
 
 Source: Dao, Haziza, Massa, Sizov, "Flash-Decoding for long-context inference" (2023).
 """
@@ -103,7 +106,7 @@ def combine_kernel(
     q_len, splits, stats_start,
     C: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One program for each ROWS packed rows: merges their splits in order. Spans is not used, but all merges have it."""
+    """One program for each ROWS packed rows: merges their splits in order."""
     wait_for_inputs(EARLY)
     let_next_begin(EARLY)
     BLOCK_M: tl.constexpr = C.BLOCK_M

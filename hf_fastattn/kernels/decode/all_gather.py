@@ -2,7 +2,8 @@
 
     out[:, i * size : (i + 1) * size] = x of rank i
 
-A program takes one block of x after another, with an exchange for each.
+A program takes one block of x after another, with an exchange for each. Rounds: nothing. Limits: `why_not`. Oracle:
+`torch.cat`.
 """
 
 from __future__ import annotations

@@ -1,26 +1,26 @@
-"""The sum of a tensor over the ranks of a decode graph, on GPUs that write to each other's memory.
+"""The sum of a tensor over the ranks of a decode graph, on GPUs that write to each other's memory: device functions.
 
-Each program has a block of rows. It writes the block to a slot of its own in the memory of every other rank, reads those of the
-others in its own memory until they have come, and adds them in the order of the ranks, in fp32. So all ranks have the same bits.
-The time is one write between GPUs, and `let_next_begin` comes before it: the next launch loads weights meanwhile. `all_gather.py`
-exchanges blocks in the same way.
+    total = sum over the ranks of x, in their order
 
-Of many rows on more than two ranks the links limit the time. Then each block is added by one rank, to which the others write it
-and which writes the sum to them: each rank writes about 2 (N - 1) / N of its rows instead of N - 1 times all of them.
+Each program has a block of rows. It writes the block to a slot of its own in the memory of every other rank, reads those of
+the others in its own memory until they have come, and adds them. The time is one write between GPUs, and `let_next_begin`
+comes before it. Of many rows on more than two ranks the links limit the time: each block is added by one rank, which writes
+the sum to the others, so that each rank writes about 2 (N - 1) / N of its rows instead of N - 1 times all of them.
 
-Data and flag are one word of 8 bytes, which a GPU writes at once: 4 bytes of the block, and the number of the exchange. So the
-writer needs no fence between data and flag, and no order of the words matters.
+Data and flag are one word of 8 bytes, which a GPU writes at once: 4 bytes of the block, and the number of the exchange. So no
+fence is between them, and no order of the words matters. Two slots alternate: exchange n + 2 of a program writes the slot of
+exchange n. It begins after the program has read exchange n + 1, which the other rank sends only after it has read exchange n,
+or which a rank sends that has heard so from the other. Numbers only increase, and are never reset.
 
-Two slots alternate: exchange n + 2 of a program writes the slot of exchange n. It begins after the program has read exchange
-n + 1, which the other rank sends only after it has read exchange n, or which a rank sends that has heard so from the other.
-Numbers only increase, and are never reset.
+All ranks must run the same launches in the same order, at most one at a time. A launch has at most PROGRAMS programs, so that
+all of them run at once. If a rank does not come within LIMIT checks, of at least 0.3 us, the kernel stops with an error.
+Before that, the host has ended the call (`patches/ranks/exchange.py`).
 
-All ranks must run the same launches in the same order, at most one at a time. A launch has at most PROGRAMS programs, so that all
-of them run at once. If a rank does not come within LIMIT checks, the kernel stops with an error. Before that, the host has ended
-the call (`patches/exchange.py`): a check has two loads, one after the other, and a reduction, which take 0.3 us at least.
+Rounds: the sum, which is fp32, so all ranks have the same bits. Limits: `Peers.why_not`. Oracle: a sum in the order of the
+ranks.
 
-Source: the one-shot and two-shot all-reduce of NVIDIA, "TensorRT-LLM" (custom all-reduce), 2024; words with flags: the protocol
-"LL" of NVIDIA, "NCCL".
+Source: the one-shot and two-shot all-reduce of NVIDIA, "TensorRT-LLM" (custom all-reduce), 2024; words with flags: the
+protocol "LL" of NVIDIA, "NCCL".
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""Append: writes K and V of the new tokens of every row and head into their buffers, in one launch, at slots given on the device.
+"""Append: writes K and V of the new tokens of every row and head into their buffers, in one launch.
 
-    keys[b, h, slot[b] + i] = new_keys[b, h, i],  values[b, h, slot[b] + i] = new_values[b, h, i]
+    K[b, h, slot[b] + i] = NewK[b, h, i],  V[b, h, slot[b] + i] = NewV[b, h, i]
 
-The slots are read on the device, so every replay of a captured launch can write to other slots.
+Slots are read on the device, so every replay of a captured launch can write to other slots. Rounds: nothing; a form's `store`
+does. Limits: one dtype; a token whose slot is outside of the buffer is not written. Oracle: `_append_torch`, or the form's
+`pack`.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """The experts of a mixture (mixture.py) for 1 to 64 tokens: the weights of each chosen expert are read once, for all its tokens.
 
-Three launches: gate and up with the activation, down, and the sum (experts_sum.py). A program of the first two has some rows of
-the weights of one expert, and finds the tokens of this expert itself, from the indices of all tokens: nothing is sorted, no shape
-depends on data, and no value is read on the host. Each token has a column of the product, which stays 0 if the token has not
-chosen the expert. Tensor cores have time for that, because reading the weights takes longer.
+    out[t] = sum_j scores[t, j] * (D_e act(G_e x[t]) * (U_e x[t])),  e = experts[t, j], with biases if there are some
 
-Products and sums are in fp32. Results are rounded as in `batched_mm` of Transformers: products, their sums with biases,
-the activation and its product, and products with the routing weights; the sum over experts is in fp32, in the order of the
-choices, and rounded once. There are no atomics, and results are bitwise repeatable.
+Three launches: gate and up with the activation, down, and the sum (experts_sum.py). A program has some rows of one expert, and
+finds its tokens from the indices of all: nothing is sorted, no shape depends on data. Each token has a column of the product,
+which stays 0 if it has not chosen the expert; tensor cores have time for that while weights are read.
+
+Rounds: as `batched_mm` of Transformers: products, their sums with biases, the activation and its product; sums over elements
+are fp32. No atomics: the same bits in every run. Limits: `mixture.why_not`. Oracle: `mixture.reference`.
 """
 
 from __future__ import annotations
@@ -118,9 +118,9 @@ def gate_up_kernel(
     FORM: tl.constexpr, NORMALISE: tl.constexpr, SCALE: tl.constexpr, BLOCK_E: tl.constexpr, WARPS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_TOP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One program per BLOCK_N / 2 elements of h and slot. Hidden: (tokens, TOP_K, INNER).
+    """One program per BLOCK_N / 2 elements of h and slot.
 
-    With Logits, of one token, every program chooses the experts itself (`route.choose`), and the first one stores the choice.
+    With Logits every program chooses the experts itself (`route.choose`), and the first one stores the choice.
     """
     wait_for_inputs(EARLY)
     let_next_begin(EARLY)
@@ -194,10 +194,7 @@ def down_kernel(
     TRANSPOSED: tl.constexpr, SPLIT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_TOP: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One program per BLOCK_N elements of the output, slot, and SPLIT elements of h. Partial: (splits, tokens, TOP_K, SIZE).
-
-    With one split Partial has the dtype of the output, and Bias is added here. With several, Bias is None.
-    """
+    """One program per BLOCK_N elements of the output, slot, and SPLIT elements of h. With one split Bias is added here."""
     wait_for_inputs(EARLY)
     let_next_begin(EARLY)
     expert, live, first = _tokens_of(Experts, tl.program_id(1), tokens, SLOTS, NUM_EXPERTS, TOP_K, BLOCK_T, BLOCK_TOP)

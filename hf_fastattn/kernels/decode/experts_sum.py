@@ -1,7 +1,9 @@
 """The last launch of `experts`: for each token the weighted sum of the results of its chosen experts.
 
-The results of all splits of an expert are added, rounded, added to its bias and rounded; their product with a score is rounded if
-scores have the dtype of the output. The sum over the choices is in fp32, in their order, and rounded once.
+    out[t] = sum_j scores[t, j] * (sum over splits of partial[:, t, j] + bias[experts[t, j]])
+
+Rounds: the sum of the splits, that with the bias, the product if scores have the output's dtype, and the sum over j, in fp32
+and in the order of the choices, once. Limits: those of `experts`. Oracle: `mixture.reference`.
 """
 
 from __future__ import annotations
@@ -25,8 +27,7 @@ def sum_kernel(
 ):  # fmt: skip
     """One program per token and BLOCK_N elements of the output.
 
-    Partial: (SPLITS, tokens, TOP_K, SIZE). If a token has chosen an expert twice, only the first choice has a result, except with
-    one token. Scores: the routing weights, (tokens, TOP_K). Bias: None if Partial contains it.
+    If a token has chosen an expert twice, only the first choice has a result, except with one token.
     """
     wait_for_inputs(EARLY)
     let_next_begin(EARLY)

@@ -3,8 +3,8 @@
     every_q[:, rank * heads : (rank + 1) * heads] = q of the rank
     keys, values at the slots of the new tokens   = k, v of all KV heads, for the tokens that have one on this rank
 
-Each rank computes some of the query and KV heads. One launch exchanges them and appends K and V, as `append.py` does. A program
-takes one block of heads after another, with an exchange for each (`all_reduce.py`).
+One launch exchanges the heads of all ranks and appends K and V as `append` does. A program takes one block of heads after
+another, with an exchange for each (`all_reduce.py`). Rounds: nothing. Limits: `why_not`. Oracle: `torch.cat` and `append`.
 """
 
 from __future__ import annotations

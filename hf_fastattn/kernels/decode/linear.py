@@ -1,17 +1,15 @@
 """Linear layers of a decode step: the weight is read once, at memory bandwidth, with programmatic dependent launch.
 
-    y = x W^T + b,   or for a gated MLP in one launch   y = act(x W^T) * (x U^T)
+    y = x W^T + b,   or for a gated MLP in one launch   y = act(x W^T) * (x U^T);   after: y + residual, y * factor or act(y)
 
-With y a launch may compute an operation on it: the sum with a residual, the product with a number, or an activation.
+The kernels of this file are for one token: a program computes few rows of W, and loads the first of them while the previous
+kernel, which computes x, still runs. `linear_rows` is for several tokens.
 
-A decode step mostly reads weights, each for a few tokens. The kernels of this file are for one token: a program computes few rows
-of W, and loads the first of them while the previous kernel, which computes x, still runs. `linear_rows` is for several tokens.
+Rounds: as the model's code: y and the operation on it, in the gated form both factors and the activation; sums are fp32.
+Limits: `why_not`. Oracle: `torch.nn.functional.linear` in float64.
 
-Sums are in fp32. Results are rounded as in the code of the model: y, the operation on it, and in the gated form both factors and
-the activation.
-
-Sources: gemv of BLAS (Dongarra et al., "An Extended Set of FORTRAN Basic Linear Algebra Subprograms", 1988); for loading ahead of
-the wait, NVIDIA, "CUDA C++ Programming Guide", programmatic dependent launch; for the roundings LlamaMLP of Transformers.
+Sources: gemv of BLAS (Dongarra et al., "An Extended Set of FORTRAN Basic Linear Algebra Subprograms", 1988); for loading ahead
+of the wait, NVIDIA, "CUDA C++ Programming Guide", programmatic dependent launch; for the roundings LlamaMLP of Transformers.
 """
 
 from __future__ import annotations

@@ -2,16 +2,16 @@
 
     y = x W^T + b   for up to three weights in one launch, or for a gated MLP   y = act(x W^T) * (x U^T)
 
-A tile is BLOCK_N rows of a weight; in the gated form half of them are rows of W and half the same rows of U. It is the first
-operand of the product, and x^T, which has few columns, is the second. Each tile is divided into equal splits of the in_features,
-so that there are enough programs. The program that finishes a tile last adds the sums of its splits, in the order of the splits:
-the result does not depend on which program that is. Sums are in fp32. Results are rounded as in the code of the model.
+A tile is BLOCK_N rows of a weight, in the gated form half of W and half the same rows of U, and x^T is the second operand.
+Each tile is divided into equal splits of the in_features. The program that finishes a tile last adds their sums in the order
+of the splits, so the result does not depend on which program that is. A row of it depends on its row of x, the weights, the
+GPU and the numbers of tokens and features, which select the splits.
 
-A row of the result depends on its row of x, on the weights, and on what selects the splits: the GPU and the numbers of tokens and
-features. It does not depend on the other rows.
+Rounds: as in `linear`. Limits: in_features a multiple of MULTIPLE; `linear.why_not`. Oracle: `torch.nn.functional.linear` in
+float64.
 
-Source: split-K as in Osama et al., "Stream-K: Work-centric Parallel Decomposition for Dense Matrix-Matrix Multiplication on the
-GPU", 2023, section 3.
+Source: split-K as in Osama et al., "Stream-K: Work-centric Parallel Decomposition for Dense Matrix-Matrix Multiplication on
+the GPU", 2023, section 3.
 """
 
 from __future__ import annotations

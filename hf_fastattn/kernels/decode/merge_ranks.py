@@ -1,8 +1,11 @@
 """Merge over ranks: results of attention over the keys of each rank, exchanged and merged in one launch, by GPUs that write to
 each other's memory.
 
-The weights are those of `shares.py`, and the sums have the same order. Each rank receives the parts of its own heads. A program
-takes one block of heads after another, with an exchange for each (`all_reduce.py`).
+    lse = log(sum_rank exp(lse_rank))      out = sum_rank exp(lse_rank - lse) out_rank
+
+Weights and order of the sum are those of `shares.py`. Each rank receives the parts of its own heads. A program takes one block
+of heads after another, with an exchange for each (`all_reduce.py`). Rounds: the result. Limits: `why_not`. Oracle:
+`kernels.merge.merge`.
 """
 
 from __future__ import annotations

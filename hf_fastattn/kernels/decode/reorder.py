@@ -2,8 +2,8 @@
 
     x[r, :, j] = x[index[r], :, j] for every row r and every slot j < live
 
-A program reads its slots of all rows before it writes them, and slots belong to one program each. Rows that stay are neither read
-nor written.
+A program reads its slots of all rows before it writes them, and slots belong to one program each. Rows that stay are neither
+read nor written. Rounds: nothing. Limits: `fits`. Oracle: `x[index]` of torch.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Residual additions with the norms before and after them in one launch, with the roundings of the single launches:
+"""Residual additions with the norms before and after them in one launch: each line is optional.
 
     y = x summed over ranks;  y = norm(y);  y = y * factor;  y = y + first;  y = y + second;  out = norm(y)
 
-Each line is optional, and each result is rounded to x's dtype and stored, because other layers may read it. Of the launches of a
-decode step these take the shortest time, less than the gap between two launches.
+Alone, these take less time than the gap between two launches. Weights are read before the wait for the previous launch
+(`host.overlap`), so it is only for decode graphs, whose launches write no weights.
 
-Weights are read before the wait for the previous launch (`host.overlap`). So it is only for decode graphs, whose launches write
-no weights.
+Rounds: each line, to x's dtype, and stores it, because other layers may read it; norms as in rms_norm.py. Limits: `fits`,
+`fits_norm`. Oracle: the operations of torch one by one.
 
-Source: the decoder layers of Transformers. Formulas of the norms: rms_norm.py.
+Source: the decoder layers of Transformers.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def residual_kernel(
     TWICE: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, PEER_BLOCK: tl.constexpr, LIMIT: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One program per BLOCK_M rows. A result that is None is not computed, and without Addresses there is no sum over ranks."""
+    """One program per BLOCK_M rows. A result that is None is not computed."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     offs = tl.arange(0, BLOCK)[None, :]
     inside = offs < SIZE

@@ -1,7 +1,9 @@
 """Ring: the slot of the next token of each row in a rolling cache, and its spans, in one launch.
 
-Token t of a row has slot t if t < sinks, else sinks + (t - sinks) % window: it overwrites the token that leaves the window. The
-buffer then contains exactly the tokens that the new token sees, so the spans only give the number of filled slots.
+    slot(t) = t if t < sinks, else sinks + (t - sinks) % window
+
+A token overwrites the one that leaves the window. The buffer then contains exactly the tokens that the new token sees, so the
+spans only give the number of filled slots. Integers. Limits: one token of each row. Oracle: `_ring_step_torch`.
 """
 
 from __future__ import annotations

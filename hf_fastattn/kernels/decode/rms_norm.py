@@ -1,12 +1,12 @@
-"""RMSNorm and LayerNorm in one launch, with the roundings of the model's code:
+"""RMSNorm and LayerNorm in one launch, instead of six or more that read and write the whole tensor.
 
-    y = (x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps)    in fp32; RMSNorm does not subtract the mean
-    out = weight * y + bias                                  with the options below
+    y = (x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps);  out = weight * y + bias;  RMSNorm does not subtract the mean
 
-The code of the models needs six launches or more, each of which reads and writes the whole tensor.
+Rounds: as the model's code: y is fp32 and, unless LATE, rounded before the product; the result is rounded. Limits: `why_not`.
+Oracle: the norms of Transformers (`hf.norms`).
 
-Sources: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019), equation 4; Ba et al., "Layer Normalization" (2016),
-section 3; for the roundings the norms of Transformers.
+Sources: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019), equation 4; Ba et al., "Layer Normalization"
+(2016), section 3; for the roundings the norms of Transformers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def rms_norm_kernel(
     SIZE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, CENTRED: tl.constexpr, LATE: tl.constexpr, ONE: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One program per BLOCK_M rows. Weight and Bias may be None."""
+    """One program per BLOCK_M rows."""
     wait_for_inputs(EARLY)
     let_next_begin(EARLY)
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]

@@ -1,12 +1,13 @@
-"""Rotary position embedding of queries and keys in one launch, with the roundings of the model's code.
+"""Rotary position embedding of queries and keys in one launch, instead of ten or more over tensors as large as the queries.
 
     out = round(round(x * cos) + round(y * sin)),  y = (-x[D/2:], x[:D/2])
 
-In a decode graph the launch also computes the norms of the heads before it, and appends the rotated keys and the values to their
-buffers, as append.py does.
+Options of `run`: pairs of neighbours, fewer dimensions than a head has, one cosine for each pair, one rounding. In a decode
+graph the launch also computes the norms of the heads before it (`rms_norm`), and appends the rotated keys and the values as
+`append` does.
 
-The two dimensions of a pair may also be neighbours, the first D of more dimensions may be rotated, and cosines may be stored once
-for each pair. The code of the models needs ten launches or more over tensors as large as the queries.
+Rounds: both products and the sum, with LATE the sum alone. Limits: `why_not`. Oracle: `apply_rotary_pos_emb` of Transformers,
+whose bits it has.
 
 Sources: Su et al., "RoFormer" (2021), section 3.4.2; for the order of dimensions and the roundings the models of Transformers.
 """
@@ -56,10 +57,7 @@ def rope_kernel(
     OF_PAIR: tl.constexpr, LATE: tl.constexpr, CENTRED: tl.constexpr, NORM_LATE: tl.constexpr, ONE: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_H: tl.constexpr, ALIGN: tl.constexpr, FORM: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One program per token and block of heads; the heads of K follow those of Q. WeightQ, ...: None without norms.
-
-    Keys, ...: None, or the rotated K and NewV are also stored there, as in append.py.
-    """
+    """One program per token and block of heads; the heads of K follow those of Q."""
     stride_qb, stride_qh, stride_qm = aligned_strides(stride_qb, stride_qh, stride_qm, ALIGN)
     stride_kb, stride_kh, stride_km = aligned_strides(stride_kb, stride_kh, stride_km, ALIGN)
     stride_oqb, stride_oqh, stride_oqm = aligned_strides(stride_oqb, stride_oqh, stride_oqm, ALIGN)

@@ -1,18 +1,15 @@
 """Rotate: re-rotates the queries that score attention sinks by the number of tokens that a window has dropped.
 
-StreamingLLM counts positions within the visible tokens, the first `sinks` and the last `window`. Rotary scores depend only on
-differences of positions, and within the window these are the same in both counts. Stored keys therefore keep the rotation of
-their original position, and only the queries that score sinks are re-rotated:
+    q_sinks = R(theta(near) - theta(p)) q,  near = min(p, sinks + window - 1),  theta(x) = x * inv_freq,  p: the query's position
 
-    q_sinks = R(theta(near) - theta(p)) q,    near = min(p, sinks + window - 1)
+StreamingLLM counts positions within the visible tokens. Rotary scores depend only on differences of positions, which are the
+same in both counts within the window: stored keys keep their rotation, and only queries that score sinks are re-rotated.
+Prefill kernels read these queries from memory; decode kernels compute them by the same device code (`device.rerotate`).
 
-Here p is the position of the query and theta(x) = x * inv_freq. A model computes theta in fp32, with a rounding error at large x.
-Both angles here are rounded in the same way, so the result equals the model's own rotation at `near`, and its error does not grow
-with p. (The error between queries and keys of the window does: both carry a rounding error of theta(p), at most
-p * inv_freq / 2**24 radians each.) The difference is computed and reduced in fp64.
-
-Prefill kernels read these queries from memory, where `rotate` writes them. Decode kernels compute them with the same device code
-(`device.rerotate`), in the one program of a row that scores sinks.
+Rounds: both angles to fp32, as a model does, their difference is fp64, and the result is rounded once. So it equals the
+model's own rotation at `near`, and its error does not grow with p. (That between queries and keys of the window does: each has
+a rounding error of theta(p), at most p * inv_freq / 2**24 radians.) Limits: stride(-1) == 1. Oracle:
+`kernels.reference.rerotated`.
 
 Source: Xiao et al., "Efficient Streaming Language Models with Attention Sinks" (2024), section 3.2.
 """

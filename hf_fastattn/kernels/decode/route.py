@@ -1,12 +1,13 @@
-"""The routing of a mixture in one launch: from the router's logits to the experts of each token and their weights.
+"""The routing of a mixture in one launch instead of some seven: from logits to the experts of each token and their weights.
 
-The code of the models needs some seven launches: softmax, top-k (two), the sum, the division, conversions. A program of one warp
-has one token, and selects the largest remaining value for each choice, of equal values the first, as `torch.topk` does on a GPU.
-If a logit is NaN, so are all scores of its token. With one token and few experts, `experts` can choose in its first launch.
+    FORM "softmax": scores = top_k(softmax(logits)), as in Qwen3 and Mixtral;  "choice": softmax(top_k(logits)), as in GPT-OSS;
+    "sigmoid": sigmoids of the logits, chosen by their sums with a correction, as in DeepSeek V3 without groups
 
-Everything is in fp32. FORM "softmax": the probabilities of all experts, then the choice, as in Qwen3 and Mixtral. "choice": a
-softmax over the chosen logits, as in GPT-OSS. "sigmoid": sigmoids of the logits, chosen by their sums with a correction for each
-expert, as in DeepSeek V3 without groups.
+A program of one warp has one token, and selects the largest remaining value for each choice, of equal values the first, as
+`torch.topk` does on a GPU. If a logit is NaN, so are all scores of its token. `experts` can choose one token's in its first
+launch.
+
+Rounds: the scores; all else is fp32. Limits: `why_not`. Oracle: the routers of Transformers.
 
 Sources: Shazeer et al., "Outrageously Large Neural Networks: The Sparsely-Gated Mixture-of-Experts Layer" (2017), section 2.1;
 for the roundings the routers of Qwen3-MoE, Mixtral and GPT-OSS in Transformers.

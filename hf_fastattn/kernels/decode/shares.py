@@ -2,8 +2,8 @@
 
     lse = log(sum_n exp(lse_n))      out = sum_n exp(lse_n - lse) out_n
 
-Learned sink logits are one more part, with out 0. The sum is float32 and in the order of the parts, so ranks that merge the same
-parts get the same bits.
+Learned sink logits are one more part, with out 0. The sum is in the order of the parts, so ranks that merge the same parts get
+the same bits. Rounds: the result; the sum is fp32. Limits: an even head_dim. Oracle: `kernels.merge.merge`.
 
 Source: Shyam et al., "Tree Attention" (2024), section 4.
 """

@@ -4,7 +4,7 @@ They compute seven products instead of the five of a fused backward kernel. In r
 bitwise repeatable, and delta, for `dkdv` in pairs with lse, is as a rule the only workspace. Scores are recomputed from lse, so
 memory grows linearly with the lengths.
 
-With dropout, Z being 1 / (1 - p) where a weight is kept and else 0: dV = (Z * P)^T dO, dP = Z * dO V^T.
+Their files have formulas and roundings. Oracle: `kernels.reference.backward`.
 """
 
 from __future__ import annotations

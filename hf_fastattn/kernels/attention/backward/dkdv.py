@@ -1,10 +1,13 @@
 """dK and dV: one program per (block of keys, KV head, batch row), which loops over the queries of all heads of its group.
 
-    P = exp(S - lse)      dV = P^T dO      dS = P * (dO V^T - delta) * softcap'(S)      dK = scale * dS^T Q
+    P = exp(S - lse)      dV = (Z * P)^T dO      dS = P * (Z * dO V^T - delta) * softcap'(S)      dK = scale * dS^T Q
 
-A program sums the query heads of its KV head in registers, in a fixed order, without atomics and without expanding K or V to the
-query heads. If there are too few KV heads for the GPU, several programs share a group, and their sums are added later, also in a
-fixed order. Tiles are transposed, [keys, queries]. `dq` has stored the pairs of lse and delta before this launch.
+Z is 1 / (1 - dropout) where a weight is kept, else 0. A program sums the heads of its group in registers, in a fixed order. If
+there are too few KV heads for the GPU, several programs share a group, and their sums are added later, also in a fixed order.
+Tiles are transposed, [keys, queries].
+
+Rounds: P and dS to the dtype of the tensors for their products; sums are fp32 and rounded once. Limits: head_dim up to 256.
+Oracle: `kernels.reference.backward`.
 
 Source: Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning" (2023), algorithm 2.
 """
@@ -104,10 +107,8 @@ def _sums(
 
 @triton.jit
 def _store(Out, x, first_key, sizes, DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr):
-    """Write a block of dK or dV, contiguous (splits, batch, kv_len, num_kv_heads, DIM); in fp32 if there are several splits.
-
-    Out has one type for both, because another one would be another compiled kernel.
-    """
+    """Write a block of dK or dV, in fp32 if there are several splits, through a pointer of one type: another would be another
+    compiled kernel."""
     part, batch, row, kv_len, kv_heads, kv_head, splits = sizes
     offs_n = first_key + tl.arange(0, BLOCK_N)
     offs = tl.arange(0, BLOCK)[None, :]

@@ -1,8 +1,11 @@
 """dQ, and delta, for `dkdv` in pairs with lse: one program per (block of query rows, head, batch row), which loops over K and V.
 
-    delta = rowsum(dO * O) - dlse      P = exp(S - lse)      dS = P * (dO V^T - delta) * softcap'(S)      dQ = scale * dS K
+    delta = rowsum(dO * O) - dlse      P = exp(S - lse)      dS = P * (Z * dO V^T - delta) * softcap'(S)      dQ = scale * dS K
 
-A program accumulates its part of dQ in registers, so nothing is accumulated in memory.
+A program accumulates its part of dQ in registers, so nothing is accumulated in memory. Z: as in `dkdv`.
+
+Rounds: dS to K's dtype for its product; sums and delta are fp32, and dQ is rounded once. Limits: head_dim up to 256. Oracle:
+`kernels.reference.backward`.
 
 Source: Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning" (2023), algorithm 2 with
 exchanged loops.
@@ -82,7 +85,6 @@ def dq_kernel(
     stats = (row * num_heads + head) * q_len + offs_m
     do_base = DOut + row * stride_ob + head.to(tl.int64) * stride_oh
     do = load_rows(do_base, stride_om, offs_m, offs_v, row_mask, False, VALUE_DIM, C.BLOCK_DV)
-    # Out is (batch, q_len, num_heads, VALUE_DIM), contiguous.
     out = load_rows(Out + (row * q_len * num_heads + head) * VALUE_DIM, num_heads * VALUE_DIM, offs_m, offs_v, row_mask, False,
                     VALUE_DIM, C.BLOCK_DV)  # fmt: skip
     delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1)
@@ -116,7 +118,6 @@ def dq_kernel(
         for i in tl.range(0, before + tiles - full_stop):
             at = tile_at(i, before, lo, full_stop, BLOCK_N)
             dq = _tile(dq, q, do, lse_log2, delta, kv, at, bounds, span_ptr, scales, dropout, place, offs_m, True, C)
-        # DQ is (batch, q_len, num_heads, HEAD_DIM), contiguous.
         rows = (row * q_len + offs_m) * num_heads + head
         dq_ptrs = DQ + rows[:, None] * HEAD_DIM + offs_d[None, :]
         tl.store(dq_ptrs, (dq * scale).to(DQ.dtype.element_ty), mask=row_mask[:, None] & (offs_d[None, :] < HEAD_DIM))

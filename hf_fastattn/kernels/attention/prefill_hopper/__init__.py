@@ -1,28 +1,19 @@
-"""FlashAttention forward for Hopper (sm_90) in Gluon, warp-specialized: a producer warp loads, two warpgroups compute.
+"""FlashAttention forward for Hopper (sm_90) in Gluon: the launcher of a warp-specialized kernel (kernel.py).
 
-One program computes 128 query rows, 64 in each of two consumer warpgroups. A producer warp streams Q, K and V through shared
-memory with the tensor memory accelerator (TMA). It is synchronised with the consumers only by a full and an empty mbarrier per
-buffer. A consumer issues S = Q K^T of tile i + 1 and O += P V of tile i together, and computes the softmax of tile i + 1 while
-the second product runs (section 3.2 of the source). Named barriers make the consumers take turns (ping-pong scheduling, section
-3.1): one uses the tensor cores while the other computes exponentials. P stays in registers. Programs are persistent, one per SM,
-and take their items from a counter.
+    out = softmax(scale q K^T) V, and lse
 
-This file has the launcher; kernel.py the producer and the consumers, order.py the order of blocks, plan.py that of items and
-tiles, item.py one item, pipe.py the communication between warps, product.py the matrix products, tile.py the other arithmetic on
-one tile, output.py the output of a block, merge.py the merge of shares.
+A program computes 128 rows, 64 in each of two consumer warpgroups, for which a producer warp loads Q, K and V by TMA. Programs
+are persistent, one per SM, and take their items from a counter. If blocks of rows leave much of the GPU idle, and the caller
+allows it, blocks beyond those that fill it are divided into shares of their keys (`schedule.splits_of`), which merge.py merges
+in a fixed order. order.py has the order of blocks, plan.py that of items and tiles, item.py one item, pipe.py the
+communication between warps, product.py the matrix products, tile.py the other arithmetic on a tile, output.py the output of a
+block.
 
-Slots from a row's KV_STOP on may contain any value, also NaN, and 0 * NaN is NaN. TMA loads zeros past the end of a buffer. If
-the live keys end earlier, only the first tile that an item visits can extend past them, and the consumers zero those rows of V in
-shared memory before they use it. Both may do so at once: they write the same zeros, to rows that no other operation reads.
+Rounds: P to V's dtype, and the result; sums, shares and lse are fp32; some exponentials are a polynomial if no lse is asked
+for. Limits: `why_not`. Oracle: `kernels.reference.attention`.
 
-head_dim may be any multiple of 8. Buffers have a power of two columns, which TMA pads with zeros, and products are computed in
-parts of a power of two columns (product.py): 96 = 64 + 32.
-
-If blocks of query rows leave much of the GPU idle, and the caller allows it, the blocks that fill the GPU are computed whole, and
-the tiles of the others are divided into shares (`schedule.splits_of`), each of which is an item. merge.py merges the shares in a
-second launch, in a fixed order.
-
-Source: Shah et al., "FlashAttention-3: Fast and Accurate Attention with Asynchrony and Low-precision" (2024), sections 3.1, 3.2.
+Source: Shah et al., "FlashAttention-3: Fast and Accurate Attention with Asynchrony and Low-precision" (2024), sections 3.1,
+3.2.
 """
 
 from __future__ import annotations

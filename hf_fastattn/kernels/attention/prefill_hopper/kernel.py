@@ -1,4 +1,14 @@
-"""The warps of the Hopper prefill kernel: one producer warp and two consumer warpgroups of four warps."""
+"""The warps of the Hopper prefill kernel: one producer warp and two consumer warpgroups of four warps.
+
+Producer and consumers are synchronised by a full and an empty mbarrier per buffer alone. A consumer issues S = Q K^T of tile i
++ 1 and O += P V of tile i together, and computes the softmax of tile i + 1 while the second product runs (section 3.2 of the
+source). By named barriers the consumers take turns: one uses the tensor cores while the other computes exponentials (section
+3.1).
+
+Slots from a row's KV_STOP on may contain NaN, and 0 * NaN is NaN. TMA loads zeros past the end of a buffer. If the live keys
+end earlier, only the first tile of an item can extend past them, and its consumers zero those rows of V in shared memory: both
+may do so, as they write the same zeros to rows that nothing else reads.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""What becomes of the shares of a block of query rows: merged in a fixed order by a second launch."""
+"""The merge of shares of a block of query rows: in a fixed order, by a second launch.
+
+    m = max_i m_i;  l = sum_i 2^(m_i - m) l_i;  out = sum_i 2^(m_i - m) acc_i / l;  lse = log(l) + m log(2)
+
+Rounds: the result; all else is fp32. Limits: shares of `prefill_hopper`. Oracle: `kernels.reference.attention`, of the whole.
+"""
 
 from __future__ import annotations
 

@@ -1,15 +1,13 @@
 """dK and dV for Hopper (sm_90) in Gluon, warp-specialized: a producer warp loads, two warpgroups compute; formulas in `dkdv`.
 
-A producer warp streams tiles of Q and dO through shared memory with the tensor memory accelerator (TMA), and copies lse and delta
-there. Tiles of scores are transposed, [keys, queries], so that P and dS are operands of dV and dK without leaving registers.
+The producer streams tiles of Q and dO through shared memory by TMA, and copies lse and delta there. Tiles of scores are
+transposed, [keys, queries], so that P and dS are operands of dV and dK without leaving registers. With heads of at most 128
+dimensions a program has 128 keys of one KV head, 64 in each consumer, which computes P while dP = V dO^T runs, and dS while dV
++= P^T dO runs. With wider heads a consumer has registers for one sum: both have the same 64 keys, the first computes S, P and
+dV, and passes P through shared memory to the second, which computes dP, dS and dK. Keys that no query sees may contain NaN: it
+only reaches rows of S and dP in which P is masked.
 
-With heads of at most 128 dimensions a program has 128 keys of one KV head, 64 in each consumer. A consumer issues S = K Q^T and
-dP = V dO^T together and computes P while the second product runs; it computes dS while dV += P^T dO runs.
-
-With wider heads a consumer has registers for only one of the two sums. Both have the same 64 keys: the first computes S, P and
-dV, and passes P through shared memory to the second, which computes dP, dS and dK.
-
-Keys that no query sees may contain NaN. It only reaches their rows of S and dP, in which P is masked.
+Rounds: as `dkdv`. Limits: `supports` in the folder's `__init__.py`; no dropout. Oracle: `kernels.reference.backward`.
 
 Source: Shah et al., "FlashAttention-3: Fast and Accurate Attention with Asynchrony and Low-precision" (2024), section 3 and
 appendix B.1.
