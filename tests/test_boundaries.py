@@ -132,6 +132,25 @@ def test_kernels_need_torch_and_triton_only():
         assert {name[1] for name in imports(path) if name[0] == "outside"} <= allowed, path.name
 
 
+def test_heads_of_kernels_have_one_form():
+    """The shape of each pointer is behind it, and the file says where values are rounded, the limits and the oracle."""
+    kernels = []
+    for path in (ROOT / "kernels").rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        lines, tree = text.splitlines(), ast.parse(text)
+        found = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel")]
+        for kernel in found:
+            for arg in kernel.args.args:
+                if arg.annotation is None and (arg.arg[0].isupper() or arg.arg.endswith("_desc")):
+                    line = lines[arg.lineno - 1].strip()
+                    assert re.match(rf"{arg.arg},  # (\(.*\)|of FORM)", line), f"{path}, {kernel.name}: {line}"
+        if found and path.parent != ROOT / "kernels":
+            said = text + (path.parent / "__init__.py").read_text(encoding="utf-8")
+            assert all(re.search(rf"\b{word}:\s", said) for word in ("Rounds", "Limits", "Oracle")), path
+        kernels += found
+    assert len(kernels) > 25
+
+
 def test_make_test_interprets_every_file_that_needs_it():
     """Tests that are skipped unless Triton is interpreted would otherwise never run."""
     makefile = (TESTS.parent / "Makefile").read_text()

@@ -3,7 +3,7 @@
     slot(t) = t if t < sinks, else sinks + (t - sinks) % window
 
 A token overwrites the one that leaves the window. The buffer then contains exactly the tokens that the new token sees, so the
-spans only give the number of filled slots. Integers. Limits: one token of each row. Oracle: `_ring_step_torch`.
+spans only give the number of filled slots. Rounds: nothing. Limits: one token of each row. Oracle: `_ring_step_torch`.
 """
 
 from __future__ import annotations
