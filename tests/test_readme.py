@@ -19,7 +19,8 @@ from hf_fastattn import backends, cli, hf, kernels
 from hf_fastattn.attention import function
 from hf_fastattn.context_parallel import ring_attention
 from hf_fastattn.kernels import checks, reference, spans
-from hf_fastattn.kernels.host import gpu
+from hf_fastattn.kernels.host import gpu, launch
+from hf_fastattn.kernels.spec import KV, Spec
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -210,16 +211,67 @@ def test_named_files_and_targets_exist(document):
         assert (document.parent / link).exists(), link
 
 
-def test_contracts_are_those_of_the_package():
+def test_contributing_is_short_and_says_where_files_are():
     text = (ROOT / "CONTRIBUTING.md").read_text()
-    (signature,) = re.findall(r"^attention\((.*)\)$", text, re.MULTILINE)
+    assert len(text.splitlines()) <= 120
+    named = re.findall(r"`(\w+/[\w./]*)`", text)
+    assert (
+        len(named) > 50
+        and [path for path in named if not ((ROOT / "hf_fastattn" / path).exists() or (ROOT / path).exists())] == []
+    )
+
+
+def test_contracts_are_those_of_the_package():
+    (signature,) = re.findall(r"^attention\((.*)\)$", page("dev/contracts.md"), re.MULTILINE)
     said = [name.partition("=")[0].strip() for name in signature.split(",")]
     assert [name for name in said if name != "*"] == list(inspect.signature(reference.attention).parameters)
+    text = page("concepts/spans.md")
     integers = re.findall(r"^\| `([A-Z_]+)` \|", text, re.MULTILINE)
     assert [getattr(spans, name) for name in integers] == list(range(spans.WORDS)) and f"(batch, 1, 1, {spans.WORDS})" in text
-    diagram = next(block for block in re.findall(r"```\n(.*?)```", text, re.DOTALL) if block.startswith("cli\n"))
+    blocks = re.findall(r"```\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
+    diagram = next(block for block in blocks if block.startswith("cli\n"))
     there = {path.stem for path in (ROOT / "hf_fastattn").iterdir()}
     assert [set(line.split()) for line in diagram.splitlines()] == [there & set(parts) for parts in ORDER[1:]]
+
+
+KERNEL_ROWS = [line.strip("| ").split(" | ") for line in page("concepts/kernels.md").splitlines() if line.startswith("| ")]
+
+
+@pytest.mark.parametrize("row", KERNEL_ROWS[1:], ids=lambda row: "-".join(row[:8]))
+def test_kernels_of_a_request_are_those_of_the_table(row, monkeypatch):
+    pytest.importorskip("triton.experimental.gluon")
+    request, rows, keys, width, dtype, arch, mask, dropout, *wanted = row
+    launched = []
+
+    def launch_only(self, *tensors):
+        launched.append(self.kernel.fn.__name__.removesuffix("_kernel"))
+        if self.then is not None:
+            launch_only(self.then)
+
+    monkeypatch.setattr(kernels, "INTERPRETED", True)  # otherwise CPU tensors run the reference
+    monkeypatch.setattr(launch.Launch, "__call__", launch_only)
+    monkeypatch.setattr(gpu, "arch", lambda device: int(float(arch) * 10))
+    monkeypatch.setattr(gpu, "num_sms", lambda device: 132)
+    for name in ("lean", "split_kv", "prefill", "prefill_hopper", "backward"):  # their launches are cached for another GPU
+        module = importlib.import_module(f"hf_fastattn.kernels.attention.{name}")
+        monkeypatch.setattr(module, "_prepare", module._prepare.__wrapped__)
+    q_len, batch = int(rows) // 4, 4 if mask == "padding" else 1
+    q = torch.zeros(batch, 32, q_len, int(width), dtype=getattr(torch, dtype))
+    k = torch.zeros(batch, 8, int(keys), int(width), dtype=q.dtype)
+    seen = {"padding": (batch, 1, 1, 6), "packed": (1, 1, 2, 6 + q_len)}.get(mask)
+    seen = None if seen is None else torch.zeros(seen, dtype=torch.int32)
+    spec = Spec(sinks=4 * (mask == "sinks"), window=512 if mask == "sinks" else None, dropout=float(dropout))
+    given = {"seed": torch.zeros(1, dtype=torch.int64)} if spec.dropout else {}
+    by_backend = dict(zip(KERNEL_ROWS[0][8:], wanted, strict=True))
+    for backend, kernel in ((name, kernel) for said, kernel in by_backend.items() for name in re.findall(r"\w+", said)):
+        launched.clear()
+        run, kv = hf_fastattn.get(backend), KV(k, k[..., :512])
+        if request == "training":
+            out, lse = run.forward(q, kv, spec, seen, **given)
+            run.gradients(q, kv, spec, seen, out=out, lse=lse, dout=torch.ones_like(out), **given)
+        else:
+            run.attend(q, kv, spec, seen, **given)
+        assert ", ".join(launched) == kernel, backend
 
 
 @pytest.mark.parametrize("document", [ROOT / "README.md", ROOT / "docs" / "results.md"], ids=lambda path: path.name)
