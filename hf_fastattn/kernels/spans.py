@@ -215,7 +215,7 @@ if triton is not None:
     def _build_spans_kernel(
         Spans,  # (rows, 1, 1, NUM_INTS + words), int32, written
         Mask,  # (rows, mask_len), bool, read with HAS_MASK
-        Offset,  # (1,), int64, read with OFFSET_ON_DEVICE
+        Offset,  # (1,), int, read with OFFSET_ON_DEVICE
         q_offset, mask_stride_b, mask_stride_n, mask_len, words, q_len, kv_len, kv_offset, window,
         OFFSET_ON_DEVICE: tl.constexpr, HAS_MASK: tl.constexpr, CAUSAL: tl.constexpr, HOLES: tl.constexpr,
         NUM_INTS: tl.constexpr, BLOCK: tl.constexpr,

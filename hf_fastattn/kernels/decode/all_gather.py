@@ -26,7 +26,7 @@ VECTOR = 16  # bytes that are accessed at once; rows of x must be a multiple
 def all_gather_kernel(
     X,  # (rows, size)
     Out,  # (rows, WORLD * size), written
-    Addresses,  # (WORLD,), int64: the memory of each rank, written
+    Addresses,  # (WORLD,), int64: the memory of each rank, which is written and read
     Counts,  # (PROGRAMS,), int32: exchanges so far, read and written
     rows, size,
     RANK: tl.constexpr, WORLD: tl.constexpr, PEER_BLOCK: tl.constexpr, BLOCK: tl.constexpr, LIMIT: tl.constexpr,

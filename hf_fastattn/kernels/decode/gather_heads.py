@@ -28,7 +28,7 @@ def gather_heads_kernel(
     Keys,  # (batch, WORLD / COPIES * kv_heads, capacity, K_DIM), written
     Values,  # (batch, WORLD / COPIES * kv_heads, capacity, V_DIM), written
     Slot,  # (1, tokens), int64
-    Addresses,  # (WORLD,), int64: the memory of each rank, written
+    Addresses,  # (WORLD,), int64: the memory of each rank, which is written and read
     Counts,  # (PROGRAMS,), int32: exchanges so far, read and written
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, stride_keysb,
     stride_keysh, stride_keysn, stride_valuesb, stride_valuesh, stride_valuesn, q_heads, kv_heads, tokens, total, capacity,

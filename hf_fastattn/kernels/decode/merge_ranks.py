@@ -29,7 +29,7 @@ def merge_ranks_kernel(
     Lses,  # (batch, WORLD * heads, tokens), with SAME (batch, heads, tokens), fp32
     Sinks,  # (heads,), read with HAS_SINKS
     Out,  # (batch, tokens, heads, HEAD_DIM), contiguous, written
-    Addresses,  # (WORLD,), int64: the memory of each rank, written
+    Addresses,  # (WORLD,), int64: the memory of each rank, which is written and read
     Counts,  # (PROGRAMS,), int32: exchanges so far, read and written
     stride_pb, stride_ph, stride_pn, stride_lb, stride_lh, stride_ln, heads, tokens, total,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, HEADS: tl.constexpr, SAME: tl.constexpr,

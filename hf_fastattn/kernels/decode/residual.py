@@ -61,8 +61,8 @@ class Chain(NamedTuple):
 
 @triton.jit(do_not_specialize=["rows", "eps_before", "factor", "eps"])
 def residual_kernel(
-    X,  # (rows, SIZE), written with Addresses
-    Addresses,  # (WORLD,), int64, or None: no sum over ranks
+    X,  # (rows, SIZE), also written with Addresses
+    Addresses,  # (WORLD,), int64: the memory of each rank, which is written and read; or None: no sum
     Counts,  # (PROGRAMS,), int32, read and written, or None
     BeforeWeight,  # (SIZE,) or None
     BeforeBias,  # (SIZE,) or None
