@@ -181,4 +181,4 @@ def test_make_test_runs_tests_of_every_file():
 
 def test_files_are_short():
     long = [str(path) for path in FILES if len(path.read_text(encoding="utf-8").splitlines()) > 400]
-    assert not long, "see Layout in CONTRIBUTING.md"
+    assert not long, "see The order of imports in CONTRIBUTING.md"
