@@ -11,7 +11,7 @@ all cases (the sign test). Fewer examples show nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import NormalDist
 from typing import Any
@@ -48,23 +48,35 @@ def finite(value: Any) -> bool:
     return not isinstance(value, float) or math.isfinite(value)
 
 
+def unequal(ours: Sequence[object], theirs: Sequence[object]) -> int | None:
+    """The first index at which both have items and these differ."""
+    return next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
+
+
 def least_examples(comparisons: int = 1) -> int:
     """The fewest examples with which a difference can be significant over so many comparisons, by the sign test."""
     return 1 + math.ceil(math.log2(comparisons / LEVEL))
 
 
 @dataclass
-class Measure:
-    """One metric of one task in one run.
-
-    items: its values for the examples; of an aggregate in NATS (log-likelihood, weight). ids: of these examples, by default their
-    numbers.
-    """
+class Score:
+    """One metric of one task in one run."""
 
     task: str
     metric: str
     score: float
     stderr: float | None
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.task, self.metric
+
+
+@dataclass
+class Measure(Score):
+    """A score with its values for the examples. items: of an aggregate in NATS (log-likelihood, weight). ids: of the examples, by
+    default their numbers."""
+
     items: list[Any]
     aggregate: str  # how the score is computed: "mean", one of NATS, "group" from the scores of tasks, or another name
     ids: list[Any] = field(default_factory=list)
@@ -73,8 +85,13 @@ class Measure:
         self.items = [plain(item) for item in self.items]
         self.ids = self.ids or list(range(len(self.items)))
         if self.stderr is None and self.aggregate in NATS and len(self.items) > 1:
-            lls, weights = zip(*self.items, strict=True)
-            self.stderr = _ratio_error(lls, weights) * (self.score if self.aggregate == "perplexity" else 1 / math.log(2))
+            self.stderr = _ratio_error(self.terms()) * (self.score if self.aggregate == "perplexity" else 1 / math.log(2))
+
+    def terms(self) -> list[tuple[float, float]]:
+        """(value, weight) of each example, for the ratio of their sums; empty for an aggregate that is no such ratio."""
+        if self.aggregate in NATS:
+            return [(-ll, weight) for ll, weight in self.items]
+        return [(item, 1.0) for item in self.items] if self.aggregate == "mean" else []
 
 
 @dataclass
@@ -93,8 +110,7 @@ class Answers:
 
     def __post_init__(self) -> None:
         self.ids = self.ids or list(range(len(self.answers)))
-        if not self.tokens:
-            self.tokens = [[1] * len(each) for each in self.loglikelihoods]
+        self.tokens = self.tokens or [[1] * len(each) for each in self.loglikelihoods]
 
     @classmethod
     def read(cls, measure: Measure) -> Answers | None:
@@ -118,8 +134,8 @@ class Generated:
 
 
 @dataclass
-class Pair:
-    """A metric of a run compared with that of the baseline. interval: of the difference, 95 %; None if it cannot be computed.
+class Pair(Score):
+    """A score compared with that of the baseline. interval: of the difference, 95 %; None if it cannot be computed.
 
     shift, error: the mean difference of the examples and its standard error, of an aggregate in NATS in nats per unit of weight;
     None without a formula for the aggregate. largest: the largest absolute value of an example.
@@ -132,10 +148,6 @@ class Pair:
     log-likelihood that exceeds rounding the most, if one does.
     """
 
-    task: str
-    metric: str
-    score: float
-    stderr: float | None
     baseline: float
     difference: float
     interval: tuple[float, float] | None
@@ -155,28 +167,27 @@ class Pair:
     largest_loglikelihood_difference: float | None = None
     unexplained: dict[str, float] | None = None
 
-    def beyond_chance(self, comparisons: int = 1) -> bool:
-        """Whether the difference is statistically significant; False if that cannot be computed.
+    def _chance(self, comparisons: int) -> float:
+        """The largest absolute value of `shift` that is not statistically significant; inf or NaN if it cannot be computed.
 
         With several comparisons the level of each is corrected (Bonferroni), because 1 of 20 intervals at 95 % misses by chance.
         """
-        if self.shift is None or self.error is None or self.examples < least_examples(comparisons):
-            return False
-        return abs(self.shift) > _quantile(comparisons) * self.error
+        if self.error is None or self.examples < least_examples(comparisons):
+            return math.inf
+        return NormalDist().inv_cdf(1 - LEVEL / 2 / comparisons) * self.error
+
+    def beyond_chance(self, comparisons: int = 1) -> bool:
+        """Whether the difference is statistically significant; False if that cannot be computed."""
+        return self.shift is not None and abs(self.shift) > self._chance(comparisons)
 
     def detectable(self, comparisons: int = 1) -> float | None:
         """The smallest difference of the score that would be significant with these examples; None if none would be."""
-        least = least_examples(comparisons)
-        if self.error is None or not math.isfinite(self.error) or self.examples < least:
+        seen = self._chance(comparisons)
+        if not math.isfinite(seen):
             return None
-        seen = _quantile(comparisons) * self.error
         if self.aggregate == "mean":
-            return max(seen, self.largest * least / self.examples)
+            return max(seen, self.largest * least_examples(comparisons) / self.examples)
         return _in_scores(seen, self.aggregate, self.baseline)
-
-
-def _quantile(comparisons: int) -> float:
-    return NormalDist().inv_cdf(1 - LEVEL / 2 / comparisons)
 
 
 def _in_scores(shift: float, aggregate: str, baseline: float) -> float:
@@ -195,10 +206,7 @@ def pair(base: Measure, other: Measure) -> Pair:
         interval = low, high
     numbers = [abs(item) for item in (*base.items, *other.items) if isinstance(item, (int, float)) and finite(item)]
     return Pair(
-        task=other.task,
-        metric=other.metric,
-        score=other.score,
-        stderr=other.stderr,
+        *(*other.key, other.score, other.stderr),
         baseline=base.score,
         difference=other.score - base.score,
         interval=interval,
@@ -214,24 +222,22 @@ def pair(base: Measure, other: Measure) -> Pair:
 
 def _shift(base: Measure, other: Measure) -> tuple[float, float] | tuple[None, None]:
     """`shift` and `error` of a Pair."""
-    if base.ids != other.ids or len(base.ids) < 2 or base.aggregate != other.aggregate:
+    terms = base.terms()
+    if base.ids != other.ids or len(terms) < 2 or base.aggregate != other.aggregate:
         return None, None
-    if base.aggregate == "mean":
-        each, weights = [b - a for a, b in zip(base.items, other.items, strict=True)], [1.0] * len(base.items)
-    elif base.aggregate in NATS:
-        each = [a - b for (a, _), (b, _) in zip(base.items, other.items, strict=True)]
-        weights = [weight for _, weight in base.items]
-    else:
-        return None, None
-    return sum(each) / (sum(weights) or math.nan), _ratio_error(each, weights)
+    each = [(b - a, weight) for (a, weight), (b, _) in zip(terms, other.terms(), strict=True)]
+    return _ratio(each), _ratio_error(each)
 
 
-def _ratio_error(values: Sequence[float], weights: Sequence[float]) -> float:
-    """Standard error of sum(values) / sum(weights) over examples; with weights of 1, of the mean."""
-    n, total = len(values), sum(weights) or math.nan
-    ratio = sum(values) / total
-    residuals = [value - ratio * weight for value, weight in zip(values, weights, strict=True)]
-    return math.sqrt(n / (n - 1) * sum(each * each for each in residuals)) / total
+def _ratio(terms: Sequence[tuple[float, float]]) -> float:
+    return sum(value for value, _ in terms) / (sum(weight for _, weight in terms) or math.nan)
+
+
+def _ratio_error(terms: Sequence[tuple[float, float]]) -> float:
+    """Standard error of the ratio of the sums of values and weights over examples; with weights of 1, of the mean."""
+    n, ratio = len(terms), _ratio(terms)
+    squares = sum((value - ratio * weight) ** 2 for value, weight in terms)
+    return math.sqrt(n / (n - 1) * squares) / (sum(weight for _, weight in terms) or math.nan)
 
 
 def not_finite(measure: Measure, answers: Answers | None) -> set[Any]:
@@ -260,15 +266,15 @@ def compare_answers(
     answered = [(a, b) for a, b in both if a is not None]
     if answered:
         found["equal"] = sum(a == b for a, b in answered) / len(answered)
-        first = next((i for i, (a, b) in enumerate(both) if a != b), None)
-        if first is not None:
-            found["first"] = _first_difference(first, *both[first], tokenizer)
+        if (first := unequal(base.answers, other.answers)) is not None:
+            expected, got = both[first]
+            found["first"] = {"example": first, "baseline": expected, "got": got}
+            if tokenizer is not None and isinstance(expected, str):
+                ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in (expected, got)]
+                at = unequal(*ids)
+                found["first"]["token"] = min(map(len, ids)) if at is None else at
     found["same"] = only_ties or (same_scores and found.get("equal", 1.0) == 1.0)
-    lls = [
-        (example, _distance(a, b), rounding.nats(max(abs(a), abs(b)), tokens))
-        for example, each in enumerate(zip(base.loglikelihoods, other.loglikelihoods, base.tokens, strict=True))
-        for a, b, tokens in zip(*each, strict=True)
-    ]
+    lls = [(example, nats, rounding.nats(size, tokens)) for example, nats, size, tokens in _requests(base, other)]
     if lls:
         beyond = [each for each in lls if each[1] == math.inf or each[1] > each[2]]
         largest = max(nats for _, nats, _ in lls)
@@ -281,18 +287,21 @@ def compare_answers(
     return found
 
 
-def _distance(a: float, b: float) -> float:
-    """|a - b|; 0 of two equal infinities, inf if one or both are NaN."""
-    return 0.0 if a == b else math.inf if math.isnan(a - b) else abs(a - b)
+def _requests(base: Answers, other: Answers) -> Iterator[tuple[int, float, float, int]]:
+    """(example, difference, larger absolute value, tokens) of each log-likelihood. The difference is 0 of two equal infinities,
+    and inf if one or both are NaN."""
+    for example, each in enumerate(zip(base.loglikelihoods, other.loglikelihoods, base.tokens, strict=True)):
+        for a, b, tokens in zip(*each, strict=True):
+            nats = 0.0 if a == b else math.inf if math.isnan(a - b) else abs(a - b)
+            yield example, nats, max(abs(a), abs(b)), tokens
 
 
 def spread(base: Answers, other: Answers, rounding: Rounding) -> float | None:
     """`spread` of a Pair; None without log-likelihoods, or if rounding was not measured."""
     each = [
-        _distance(a, b) / (rounding.once(max(abs(a), abs(b)), tokens) or math.inf)
-        for its in zip(base.loglikelihoods, other.loglikelihoods, base.tokens, strict=True)
-        for a, b, tokens in zip(*its, strict=True)
-        if rounding.token and math.isfinite(a) and math.isfinite(b)
+        nats / (rounding.once(size, tokens) or math.inf)
+        for _, nats, size, tokens in _requests(base, other)
+        if rounding.token and math.isfinite(nats + size)
     ]
     return max(math.sqrt(sum(ratio * ratio for ratio in each) / len(each)), max(each) / 4) if each else None
 
@@ -301,27 +310,11 @@ def differ_only_at_ties(
     base: dict[tuple[int, ...], list[Generated]], other: dict[tuple[int, ...], list[Generated]], rounding: Rounding
 ) -> bool:
     """Whether the texts that two runs generated differ, and each only from a token on that rounding may decide."""
-    differ = False
+    leads = []
     for prompt, made in base.items():
         if len(made) != len(other.get(prompt, ())):
             return False
         for ours, theirs in zip(made, other[prompt], strict=True):
-            at = next((i for i, (a, b) in enumerate(zip(ours.tokens, theirs.tokens, strict=False)) if a != b), None)
-            if at is None:
-                continue
-            if at >= len(ours.leads) or not rounding.ties(ours.leads[at]):
-                return False
-            differ = True
-    return differ
-
-
-def _first_difference(
-    example: int, expected: Answer, got: Answer, tokenizer: hf.PreTrainedTokenizerBase | None
-) -> dict[str, Any]:
-    """The difference of two answers to one example; for texts with the index of the first differing token."""
-    found: dict[str, Any] = {"example": example, "baseline": expected, "got": got}
-    if tokenizer is not None and isinstance(expected, str):
-        ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in (expected, got)]
-        shorter = min(map(len, ids))
-        found["token"] = next((i for i in range(shorter) if ids[0][i] != ids[1][i]), shorter)
-    return found
+            if (at := unequal(ours.tokens, theirs.tokens)) is not None:
+                leads.append(ours.leads[at] if at < len(ours.leads) else math.nan)  # NaN is no tie
+    return bool(leads) and all(map(rounding.ties, leads))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -97,7 +97,7 @@ class Evaluation:
     def add(self, run: Run) -> None:
         """Add a run, and compare each of its metrics with that of the baseline."""
         if self.runs:
-            ours, theirs = ({(m.task, m.metric): m for m in each.measures} for each in (run, self.baseline))
+            ours, theirs = ({m.key: m for m in each.measures} for each in (run, self.baseline))
             ran = {task for task, _ in ours} | {its.task for its in run.answers}
             alone = ours.keys() ^ {key for key in theirs if key[0] in ran}
             run.lacking = [f"{task} ({metric})" for task, metric in sorted(alone)]
@@ -137,7 +137,7 @@ class Evaluation:
             for run in self.runs
             if run.backend in STOCK and run.backend != self.baseline.backend
             for its in run.pairs
-            if (its.task, its.metric) == (each.task, each.metric)
+            if its.key == each.key
         ]
 
     def _judge(self, run: Run, each: Pair) -> tuple[str, str]:
@@ -219,28 +219,28 @@ class Evaluation:
         differences that these examples could have shown."""
         if not self.runs:
             return "Nothing was measured."
-        parts = []
-        differing, unjudged = self.differing(), self.not_judged()
-        for name, runs, result in (("DIFFERENT from", differing, DIFFERENT), ("NOT JUDGED against", unjudged, UNJUDGED)):
-            if runs:
-                parts.append(f"{name} {self.baseline.label}: {'; '.join(self._why(run, result) for run in runs)}.")
+        differing, unjudged, base = self.differing(), self.not_judged(), self.baseline.label
+        parts = [
+            f"{name} {base}: {'; '.join(self._why(run, result) for run in runs)}."
+            for name, runs, result in (("DIFFERENT from", differing, DIFFERENT), ("NOT JUDGED against", unjudged, UNJUDGED))
+            if runs
+        ]
         if len(self.runs) == 1:
-            parts.append(f"Only {self.baseline.label} was measured; there is nothing to compare it with.")
+            parts.append(f"Only {base} was measured; there is nothing to compare it with.")
         if differing or len(self.runs) == 1:
             return " ".join(parts)
         others = [run for run in self.runs[1:] if run not in unjudged]
-        equal = [run for run in others if all(each.same for each in run.pairs)]
-        close = [run.label for run in others if run not in equal]
-        tied = [run.label for run in equal if any(each.equal not in (None, 1.0) for each in run.pairs)]
-        identical = [run.label for run in equal if run.label not in tied]
-        if identical:
-            parts.append(f"EQUAL to {self.baseline.label} in every answer and score: {'; '.join(identical)}.")
-        if tied:
-            parts.append(f"EQUAL to {self.baseline.label} except for answers that were a tie within rounding: {'; '.join(tied)}.")
-        if close:
-            measured = any(self._stock(run, each) for run in others for each in run.pairs)
-            than = "chance or than between Transformers' own backends" if measured else "chance"
-            parts.append(f"No difference larger than {than}: {'; '.join(close)}.")
+        measured = any(self._stock(run, each) for run in others for each in run.pairs)
+        than = "chance or than between Transformers' own backends" if measured else "chance"
+        alike: dict[str, list[str]] = {
+            f"EQUAL to {base} in every answer and score": [],
+            f"EQUAL to {base} except for answers that were a tie within rounding": [],
+            f"No difference larger than {than}": [],
+        }
+        for run in others:
+            tied = any(each.equal not in (None, 1.0) for each in run.pairs)
+            list(alike.values())[tied if all(each.same for each in run.pairs) else 2].append(run.label)
+        parts += [f"{what}: {'; '.join(labels)}." for what, labels in alike.items() if labels]
         seen = self._smallest(others)
         if seen:
             more = f", and {len(seen) - NAMED} more in the table" if len(seen) > NAMED else ""
@@ -276,8 +276,7 @@ class Evaluation:
         if each.equal is not None and each.equal != 1.0:
             text.append(f"{100 * each.equal:.3g} % of {each.examples} answers equal")
         if each.first is not None:
-            at = f", token {each.first['token']}" if "token" in each.first else ""
-            text.append(f"first at example {each.first['example']}{at}")
+            text.append(f"first at {_place(each.first)}")
         if each.unexplained is not None:
             text.append(
                 "example {example} is {nats:.2g} nats off, of which rounding explains {rounding:.2g}".format(**each.unexplained)
@@ -291,32 +290,28 @@ class Evaluation:
 
         JSON has no NaN and no infinity: these are the strings "NaN", "Infinity" and "-Infinity".
         """
-        found: dict[str, Any] = _json(
-            {
-                "conditions": self.conditions,
-                "baseline": self.baseline.label if self.runs else None,
-                "verdict": self.verdict(),
-                "passed": self.passed,
-                "not_judged": [run.label for run in self.not_judged()],
-                "interrupted": self.interrupted,
-                "rounding": asdict(self.rounding),
-                "runs": [
-                    {
-                        "backend": run.backend,
-                        "cache": run.cache,
-                        "seconds": run.seconds,
-                        "calls": run.calls,
-                        "scores": [
-                            {"task": m.task, "metric": m.metric, "score": m.score, "stderr": m.stderr, "examples": len(m.items)}
-                            for m in run.measures
-                        ],
-                        "against_baseline": [self._compared(run, each) for each in run.pairs],
-                    }
-                    for run in self.runs
-                ],
-            }
-        )
-        return found
+        found = {
+            "conditions": self.conditions,
+            "baseline": self.baseline.label if self.runs else None,
+            "verdict": self.verdict(),
+            "passed": self.passed,
+            "not_judged": [run.label for run in self.not_judged()],
+            "interrupted": self.interrupted,
+            "rounding": asdict(self.rounding),
+            "runs": [
+                {name: getattr(run, name) for name in ("backend", "cache", "seconds", "calls")}
+                | {
+                    "scores": [
+                        {"task": m.task, "metric": m.metric, "score": m.score, "stderr": m.stderr, "examples": len(m.items)}
+                        for m in run.measures
+                    ],
+                    "against_baseline": [self._compared(run, each) for each in run.pairs],
+                }
+                for run in self.runs
+            ],
+        }
+        written: dict[str, Any] = json.loads(json.dumps(found, default=str), parse_constant=str)
+        return written
 
     def _compared(self, run: Run, each: Pair) -> dict[str, Any]:
         result, reason = self._judge(run, each)
@@ -326,55 +321,38 @@ class Evaluation:
     def save(self, folder: str | Path) -> Path:
         """Write eval.json and eval.md into the folder; each is replaced atomically. Returns the JSON's path."""
         folder = Path(folder)
-        write_whole(folder / "eval.json", json.dumps(self.as_dict(), indent=1, default=str, allow_nan=False) + "\n")
+        write_whole(folder / "eval.json", json.dumps(self.as_dict(), indent=1) + "\n")
         write_whole(folder / "eval.md", f"{self}\n")
         return folder / "eval.json"
 
     def __str__(self) -> str:
-        return "\n\n".join(self._paragraphs())
-
-    def _paragraphs(self) -> Iterator[str]:
-        yield ", ".join(f"{name} {value}" for name, value in self.conditions.items() if value is not None)
         head = ["task", "metric", "backend", "cache", "score", "stderr", "difference", "95 % interval"]
-        yield table([*head, "detectable", "result", "equal answers", "first"], list(self._rows()))
-        if self.interrupted:
-            yield "Interrupted: these are the completed runs."
-        yield self.verdict()
+        keys = dict.fromkeys(its.key for run in self.runs for its in run.measures)
+        rows = [self._row(run, its) for key in keys for run in self.runs for its in run.measures if its.key == key]
+        parts = [
+            ", ".join(f"{name} {value}" for name, value in self.conditions.items() if value is not None),
+            table([*head, "detectable", "result", "equal answers", "first"], rows),
+            *["Interrupted: these are the completed runs."] * self.interrupted,
+            self.verdict(),
+        ]
+        return "\n\n".join(parts)
 
-    def _rows(self) -> Iterator[list[object]]:
-        keys = dict.fromkeys((m.task, m.metric) for run in self.runs for m in run.measures)
-        for task, metric in keys:
-            for run in self.runs:
-                for its in run.measures:
-                    if (its.task, its.metric) == (task, metric):
-                        yield [task, metric, run.backend, run.cache, *_figures(its), *self._cells(run, task, metric)]
-
-    def _cells(self, run: Run, task: str, metric: str) -> list[str | None]:
-        each = next((each for each in run.pairs if (each.task, each.metric) == (task, metric)), None)
+    def _row(self, run: Run, its: Measure) -> list[str | None]:
+        stderr = None if its.stderr is None else f"{its.stderr:.2g}"
+        row = [*its.key, run.backend, run.cache, f"{its.score:.6g}", stderr]
+        each = next((each for each in run.pairs if each.key == its.key), None)
         if each is None:
-            return [None, None, None, "baseline" if run is self.baseline else UNJUDGED, None, None]
-        first = None
-        if each.first is not None:
-            first = f"example {each.first['example']}" + (f", token {each.first['token']}" if "token" in each.first else "")
-        interval = None if each.interval is None else " to ".join(_signed(end) for end in each.interval)
+            return [*row, None, None, None, "baseline" if run is self.baseline else UNJUDGED, None, None]
+        interval = None if each.interval is None else " to ".join(map(_signed, each.interval))
         equal = None if each.equal is None else f"{100 * each.equal:.4g} %"
         size, result = self._detectable(run, each), self._judge(run, each)[0]
-        return [_signed(each.difference), interval, None if size is None else f"{size:.2g}", result, equal, first]
+        first = None if each.first is None else _place(each.first)
+        return [*row, _signed(each.difference), interval, None if size is None else f"{size:.2g}", result, equal, first]
 
 
-def _figures(measure: Measure) -> tuple[str, str | None]:
-    return f"{measure.score:.6g}", None if measure.stderr is None else f"{measure.stderr:.2g}"
-
-
-def _json(value: Any) -> Any:
-    """The value with the names of numbers that are not finite in place of these."""
-    if isinstance(value, dict):
-        return {key: _json(its) for key, its in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_json(its) for its in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    return value
+def _place(first: dict[str, Any]) -> str:
+    """Where answers differ first, from `first` of a Pair."""
+    return f"example {first['example']}" + (f", token {first['token']}" if "token" in first else "")
 
 
 def _signed(value: float) -> str:
