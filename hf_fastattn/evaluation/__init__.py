@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypedDict, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from tqdm import tqdm
@@ -20,8 +20,8 @@ from ..patches import Patch, patch, patch_of
 from ..report.machine import find_device, prepare_folder
 from ..tasks import data
 from . import perplexity, rounding
-from .harness import Harness, check_options, load_tasks, require
-from .pairs import Answers, Measure, exp
+from .harness import Harness, load_tasks, parse_options, require
+from .pairs import Measure, exp
 from .report import Evaluation, Run
 
 __all__ = ["CACHES", "Evaluation", "check_names", "evaluate", "load", "running"]
@@ -30,13 +30,7 @@ Cache = Literal["dynamic", "preallocated"]
 CACHES: tuple[Cache, ...] = get_args(Cache)
 PROMPT = 64  # most tokens of the prompts for decode perplexity
 ROWS = 4
-
-
-class Kept(TypedDict):
-    """The settings of a streaming backend, as in patch()."""
-
-    window: int | None
-    sinks: int | None
+Kept = dict[str, int | None]  # the settings of a streaming backend, window and sinks
 
 
 def evaluate(
@@ -85,7 +79,7 @@ def evaluate(
     kept: Kept = {"window": window, "sinks": sinks}
     _check(backends, tasks, caches, decode_tokens, kept)
     _check_numbers(batch_size, limit, num_fewshot)
-    check_options(gen_kwargs)
+    options = parse_options(gen_kwargs)
     loaded = load_tasks(tasks, include_path) if tasks else None
     if out is not None:
         prepare_folder(out)
@@ -99,30 +93,18 @@ def evaluate(
     plan = _plan(model, backends, caches, kept)
     given = None
     if decode_tokens:
-        rows = batch_size if isinstance(batch_size, int) else ROWS
-        given = perplexity.excerpts(
-            tokenizer, data.text() if text is None else text, rows=rows, tokens=decode_tokens, prompt=PROMPT
-        )
+        rows, source = batch_size if isinstance(batch_size, int) else ROWS, data.text() if text is None else text
+        given = perplexity.excerpts(tokenizer, source, rows=rows, tokens=decode_tokens, prompt=PROMPT)
     harness = None
     if loaded is not None:
-        harness = Harness(
-            model,
-            tokenizer,
-            loaded,
-            batch_size=batch_size,
-            limit=limit,
-            num_fewshot=num_fewshot,
-            gen_kwargs=gen_kwargs,
-            apply_chat_template=apply_chat_template,
-            confirm_run_unsafe_code=confirm_run_unsafe_code,
-        )
+        flags = {"apply_chat_template": apply_chat_template, "confirm_run_unsafe_code": confirm_run_unsafe_code}
+        harness = Harness(model, tokenizer, loaded, batch_size, num_fewshot, options, limit=limit, **flags)
     asked = {"limit": limit, "batch_size": batch_size, "num_fewshot": num_fewshot, "gen_kwargs": gen_kwargs}
     found = Evaluation(name, model.dtype, model.device, tokenizer, asked)
     found.interrupted = True
     try:
         for backend, cache in tqdm(plan, desc="Backends and caches", unit="run", disable=None):
-            everything = cache == _caches(backend, caches)[0]
-            if run := _run(model, backend, cache, harness, given, kept, everything):
+            if run := _run(model, backend, cache, harness, given, kept, cache == _caches(backend, caches)[0]):
                 found.add(run)
                 if len(found.runs) == 1 and len(plan) > 1:
                     found.rounding = _rounding(model, backend, harness, given, kept)
@@ -247,15 +229,14 @@ def running(
             yield patched
         return
     settings = model.generation_config
-    before = model.config._attn_implementation, settings.cache_implementation, settings.disable_compile
+    attention, *before = model.config._attn_implementation, settings.cache_implementation, settings.disable_compile
     try:
         model.set_attn_implementation(backend)
-        settings.cache_implementation = None if cache == "dynamic" else "static"
-        settings.disable_compile = True
+        settings.cache_implementation, settings.disable_compile = None if cache == "dynamic" else "static", True
         yield None
     finally:
-        model.set_attn_implementation(before[0])
-        settings.cache_implementation, settings.disable_compile = before[1:]
+        model.set_attn_implementation(attention)
+        settings.cache_implementation, settings.disable_compile = before
 
 
 def _run(
@@ -271,33 +252,33 @@ def _run(
     tasks = None if harness is None or everything else harness.decoding()
     if given is None and tasks == []:
         return None
-    began = time.perf_counter()
-    measures: list[Measure] = []
-    answers: list[Answers] = []
+    began, run = time.perf_counter(), Run(backend, cache)
     with running(model, backend, cache, **kept), count_calls() as calls, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*runs uncaptured")  # concerns speed, not results
         if harness is not None and tasks != []:
-            measures, answers = harness.run(tasks)
+            run.measures, run.answers = harness.run(tasks)
         if given is not None:
-            measures.append(_decode_measure(perplexity.decode_nats(model, given, f"({backend}, {cache})")))
-    called = backend not in registry.names() or any(name.startswith(f"{backend}.") for name in calls)
-    generated = {} if harness is None else harness.generated
-    return Run(backend, cache, time.perf_counter() - began, dict(calls), measures, answers, called=called, generated=generated)
-
-
-def _decode_measure(nats: list[list[float]]) -> Measure:
-    items = [(-nat, 1) for row in nats for nat in row]
-    score = exp(-sum(ll for ll, _ in items) / len(items))
-    return Measure("decode perplexity", "perplexity", score, None, items, "perplexity")
+            nats = perplexity.decode_nats(model, given, f"({backend}, {cache})")
+            items = [(-nat, 1) for row in nats for nat in row]
+            score = exp(-sum(ll for ll, _ in items) / len(items))
+            run.measures.append(Measure("decode perplexity", "perplexity", score, None, items, "perplexity"))
+    run.seconds, run.calls = time.perf_counter() - began, dict(calls)
+    run.called = backend not in registry.names() or any(name.startswith(f"{backend}.") for name in calls)
+    run.generated = {} if harness is None else harness.generated
+    return run
 
 
 def _rounding(
-    model: hf.PreTrainedModel, backend: str, harness: Harness | None, given: perplexity.Excerpts | None, kept: Kept
+    model: hf.PreTrainedModel,
+    backend: str,
+    harness: Harness | None,
+    given: perplexity.Excerpts | None,
+    kept: Kept,
 ) -> rounding.Rounding:
     """Measure the effect of rounding on this model, with the texts of the first run."""
     texts = [] if harness is None else list(harness.texts.values())
     if given is not None:
         rows = zip(given.prompts, given.mask.bool(), given.targets, strict=True)
         texts += [torch.cat([prompt[mask], targets]) for prompt, mask, targets in rows]
-    with running(model, backend, **kept):
+    with running(model, backend, "dynamic", **kept):
         return rounding.measure(model, texts, max(map(len, texts)))

@@ -47,32 +47,21 @@ def quiet() -> Iterator[None]:
 
 
 class Harness:
-    """Loaded tasks for one model. batch_size, limit, num_fewshot, gen_kwargs: as in lm-eval."""
+    """Loaded tasks for one model. batch_size, num_fewshot, gen_kwargs: as in lm-eval. options: further ones of its evaluate()."""
 
     def __init__(
         self,
         model: hf.PreTrainedModel,
         tokenizer: hf.PreTrainedTokenizerBase,
         loaded: dict[str, Any],
-        *,
-        batch_size: int | str = 4,
-        limit: float | None = None,
-        num_fewshot: int | None = None,
-        gen_kwargs: dict[str, Any] | str | None = None,
-        apply_chat_template: bool | str = False,
-        confirm_run_unsafe_code: bool = False,
+        batch_size: int | str,
+        num_fewshot: int | None,
+        gen_kwargs: dict[str, Any],
+        **options: Any,
     ) -> None:
         from lm_eval.models.huggingface import HFLM
-        from lm_eval.utils import simple_parse_args_string
 
-        if isinstance(gen_kwargs, str):
-            gen_kwargs = simple_parse_args_string(gen_kwargs)
-        self.options = {
-            "limit": limit,
-            "apply_chat_template": apply_chat_template,
-            "fewshot_as_multiturn": bool(apply_chat_template),
-            "confirm_run_unsafe_code": confirm_run_unsafe_code,
-        }
+        self.options = {**options, "fewshot_as_multiturn": bool(options["apply_chat_template"])}
         self.loaded = loaded
         with quiet():
             for task in self.loaded["tasks"].values():
@@ -89,12 +78,19 @@ class Harness:
         self._generate, self.lm._model_generate = self.lm._model_generate, self._note
 
     def _note(self, context: torch.Tensor, *, attention_mask: torch.Tensor, **options: Any) -> torch.Tensor:
-        """generate() as called by lm-eval; records the generated tokens."""
-        leads = _Leads()
-        out: torch.Tensor = self._generate(context, attention_mask=attention_mask, logits_processor=[leads], **options)
-        greedy = not options.get("do_sample") and all(len(lead) == len(context) for lead in leads.found)
-        led = torch.stack(leads.found, 1).tolist() if greedy else [[]] * len(context)
-        finite = torch.stack([each.view(len(context), -1).all(1) for each in leads.finite]).all(0).tolist()
+        """generate() as called by lm-eval; records the generated tokens, the lead of each over the second most likely one, and
+        whether its logit is finite. Others may be -inf: settings of generate() exclude tokens by it."""
+        steps: list[torch.Tensor] = []  # the two largest logits of each row, or of each of its beams, (rows, beams, 2)
+
+        def record(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            steps.append(scores.float().topk(2).values.view(len(context), -1, 2))
+            return scores
+
+        out: torch.Tensor = self._generate(context, attention_mask=attention_mask, logits_processor=[record], **options)
+        two = torch.cat(steps, 1)
+        greedy = not options.get("do_sample") and two.shape[1] == len(steps)
+        led = (two[..., 0] - two[..., 1]).tolist() if greedy else [[]] * len(context)
+        finite = two[..., 0].isfinite().all(1).tolist()
         for prompt, mask, its, tokens, right in zip(context, attention_mask.bool(), led, out, finite, strict=True):
             made = Generated(tokens[len(prompt) :].tolist(), its, right)
             self.generated.setdefault(tuple(prompt[mask].tolist()), []).append(made)
@@ -129,48 +125,30 @@ class Harness:
 
     def _answered(self, name: str, samples: list[dict[str, Any]]) -> Answers:
         """The answers in a task's samples, with the number of tokens of each request that has a log-likelihood."""
-        answers, lls = _answers(samples)
-        ids = list(dict.fromkeys(sample["doc_id"] for sample in samples))
-        requests = {sample["doc_id"]: sample["arguments"] for sample in samples}.values()
-        whole = max(
-            ("".join(part for part in each if isinstance(part, str)) for of in requests for each in of), key=len, default=""
-        )
-        self.texts[name] = torch.tensor(self.lm.tok_encode(whole))
-        encoded = [
+        docs = {sample["doc_id"]: sample for sample in samples}  # one sample per filter, with the same responses
+        requests = [sample["arguments"] for sample in docs.values()]
+        answers, lls = zip(*(_answer(sample["resps"]) for sample in docs.values()), strict=True) if docs else ((), ())
+        texts = ("".join(part for part in each if isinstance(part, str)) for of in requests for each in of)
+        self.texts[name] = torch.tensor(self.lm.tok_encode(max(texts, key=len, default="")))
+        tokens = [
             [max(1, len(self.lm.tok_encode(each[-1]))) if isinstance(each[-1], str) else 1 for each in of[: len(its)]]
             for of, its in zip(requests, lls, strict=True)
         ]
-        return Answers(name, answers, lls, encoded, ids)
+        return Answers(name, list(answers), list(lls), tokens, list(docs))
 
 
-class _Leads:
-    """A logits processor that changes nothing. It records two values of each row per call, (rows,): the lead of the most likely
-    token over the second, and whether its logit is finite. Others may be -inf: settings of generate() exclude tokens by it.
-    """
-
-    def __init__(self) -> None:
-        self.found: list[torch.Tensor] = []
-        self.finite: list[torch.Tensor] = []
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        two = scores.float().topk(2).values
-        self.found.append(-two.diff()[:, 0])
-        self.finite.append(two[:, 0].isfinite())
-        return scores
-
-
-def check_options(gen_kwargs: dict[str, Any] | str | None) -> None:
-    """Raise ValueError for an option of generation that neither lm-eval nor Transformers has, before a model runs."""
+def parse_options(gen_kwargs: dict[str, Any] | str | None) -> dict[str, Any]:
+    """Options of generation as a dict. Raises ValueError for one that neither lm-eval nor Transformers has."""
     from lm_eval.utils import simple_parse_args_string
 
-    if isinstance(gen_kwargs, str):
-        if not all("=" in part for part in gen_kwargs.split(",") if part):
-            raise ValueError(f"gen_kwargs is a list as in max_gen_toks=64,do_sample=False; got {gen_kwargs!r}.")
-        gen_kwargs = simple_parse_args_string(gen_kwargs)
+    if isinstance(gen_kwargs, str) and not all("=" in part for part in gen_kwargs.split(",") if part):
+        raise ValueError(f"gen_kwargs is a list as in max_gen_toks=64,do_sample=False; got {gen_kwargs!r}.")
+    options: dict[str, Any] = simple_parse_args_string(gen_kwargs) if isinstance(gen_kwargs, str) else gen_kwargs or {}
     known = {*LM_EVALS, *vars(hf.GenerationConfig())}
-    for name in gen_kwargs or {}:
+    for name in options:
         if name not in known:
             raise ValueError(f"gen_kwargs has {name!r}, which is not an option of generate(). One of lm-eval is max_gen_toks.")
+    return options
 
 
 def load_tasks(names: Sequence[str], include_path: Sequence[str | Path] = ()) -> dict[str, Any]:
@@ -209,16 +187,9 @@ def _measures(results: dict[str, Any], tasks: dict[str, Any]) -> list[Measure]:
     """Every metric of every task, with its values for the examples."""
     found = []
     for name, samples in results["samples"].items():
-        scores = results["results"][name]
-        for key, value in scores.items():
-            label = _label(key)
-            if label is None:
-                continue
-            metric, _, filter_name = key.partition(",")
-            its = [sample for sample in samples if sample["filter"] == filter_name and metric in sample]
-            score = _score(value)
+        for metric, kind, label, score, stderr in _scores(results["results"][name]):
+            its = [sample for sample in samples if sample["filter"] == kind and metric in sample]
             items, aggregate = _aggregate(tasks[name].aggregation().get(metric), [sample[metric] for sample in its], score)
-            stderr = _number(scores.get(f"{metric}_stderr,{filter_name}"))
             found.append(Measure(name, label, score, stderr, items, aggregate, [sample["doc_id"] for sample in its]))
     return found
 
@@ -226,14 +197,10 @@ def _measures(results: dict[str, Any], tasks: dict[str, Any]) -> list[Measure]:
 def _group(name: str, scores: dict[str, Any], members: list[Measure]) -> list[Measure]:
     """The scores of a group. They have the examples of its tasks only if the score is their mean."""
     found = []
-    for key, value in scores.items():
-        label = _label(key)
-        if label is None:
-            continue
+    for _, _, label, score, stderr in _scores(scores):
         its = [each for each in members if each.metric == label and each.aggregate == "mean"]
         items = [item for each in its for item in each.items]
         ids = [(each.task, i) for each in its for i in each.ids]
-        score, stderr = _score(value), _number(scores.get(key.replace(",", "_stderr,", 1)))
         if items and _close(sum(items) / len(items), score):
             found.append(Measure(name, label, score, stderr, items, "mean", ids))
         else:
@@ -241,12 +208,14 @@ def _group(name: str, scores: dict[str, Any], members: list[Measure]) -> list[Me
     return found
 
 
-def _label(key: str) -> str | None:
-    """The label for lm-eval's "metric,filter"; None if it is not a score."""
-    metric, _, filter_name = key.partition(",")
-    if not filter_name or metric.endswith("_stderr"):
-        return None
-    return metric if filter_name == "none" else f"{metric}, {filter_name}"
+def _scores(scores: dict[str, Any]) -> Iterator[tuple[str, str, str, float, float | None]]:
+    """(metric, filter, label, score, standard error) of each of lm-eval's "metric,filter" that is a score."""
+    for key, value in scores.items():
+        metric, _, kind = key.partition(",")
+        if kind and not metric.endswith("_stderr"):
+            stderr = scores.get(f"{metric}_stderr,{kind}")
+            label = metric if kind == "none" else f"{metric}, {kind}"
+            yield metric, kind, label, _score(value), stderr if isinstance(stderr, float) else None
 
 
 def _score(value: object) -> float:
@@ -278,10 +247,6 @@ def _name(function: object) -> str:
     return getattr(function, "__name__", "mean")
 
 
-def _number(value: object) -> float | None:
-    return value if isinstance(value, float) else None
-
-
 def _aggregate(function: object, items: list[Any], score: float) -> tuple[list[Any], str]:
     """(items, aggregate) for a Measure. A function is known by its name and by its result, because a task may have its own."""
     name = _name(function)
@@ -298,21 +263,14 @@ def _aggregate(function: object, items: list[Any], score: float) -> tuple[list[A
     return items, "other" if name in ("mean", *NATS) else name
 
 
-def _answers(samples: list[dict[str, Any]]) -> tuple[list[Answer], list[list[float]]]:
-    """(answers, log-likelihoods of the requests), for each example."""
-    answers: dict[int, Answer] = {}
-    lls: dict[int, list[float]] = {}
-    for sample in samples:  # one sample per filter, with the same responses
-        first = [repeats[0] for repeats in sample["resps"]]
-        texts = [text for repeats in sample["resps"] for text in repeats if isinstance(text, str)]
-        scored = [response for response in first if isinstance(response, (tuple, list))]
-        answer: Answer = bool(scored[0][1]) if scored else None
-        if texts:
-            answer = "\n".join(texts)
-        elif len(scored) > 1:
-            answer = max(range(len(scored)), key=lambda i: scored[i][0])
-        answers[sample["doc_id"]] = answer
-        lls[sample["doc_id"]] = [
-            float(r[0]) if isinstance(r, (tuple, list)) else float(r) for r in first if not isinstance(r, str)
-        ]
-    return list(answers.values()), list(lls.values())
+def _answer(responses: list[list[Any]]) -> tuple[Answer, list[float]]:
+    """(answer, log-likelihoods of the requests) of one example, whose requests have these responses, with repeats."""
+    first = [repeats[0] for repeats in responses]
+    texts = [text for repeats in responses for text in repeats if isinstance(text, str)]
+    scored = [response for response in first if isinstance(response, (tuple, list))]
+    answer: Answer = bool(scored[0][1]) if scored else None
+    if texts:
+        answer = "\n".join(texts)
+    elif len(scored) > 1:
+        answer = max(range(len(scored)), key=lambda i: scored[i][0])
+    return answer, [float(r[0] if isinstance(r, (tuple, list)) else r) for r in first if not isinstance(r, str)]

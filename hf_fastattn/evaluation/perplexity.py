@@ -47,34 +47,25 @@ def excerpts(tokenizer: hf.PreTrainedTokenizerBase, text: str, *, rows: int, tok
     for row, (start, length) in enumerate(zip(starts, lengths, strict=True)):
         prompts[row, prompt - length :] = ids[start : start + length]
         mask[row, prompt - length :] = 1
-    after = [start + length for start, length in zip(starts, lengths, strict=True)]
-    return Excerpts(prompts, mask, torch.stack([ids[at : at + tokens] for at in after]), pad)
-
-
-class _Forced:
-    """A logits processor that records -log p of the next token of the text, in nats, and forces that token."""
-
-    def __init__(self, targets: torch.Tensor, bar: tqdm) -> None:
-        self.targets = targets
-        self.bar = bar
-        self.nats: list[torch.Tensor] = []
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        target = self.targets[:, len(self.nats), None]
-        self.nats.append(-scores.float().log_softmax(-1).gather(1, target))
-        self.bar.update()
-        return torch.full_like(scores, -math.inf).scatter_(1, target, 0.0)
+    targets = [ids[start + length :][:tokens] for start, length in zip(starts, lengths, strict=True)]
+    return Excerpts(prompts, mask, torch.stack(targets), pad)
 
 
 def decode_nats(model: hf.PreTrainedModel, given: Excerpts, label: str = "") -> list[list[float]]:
-    """-log p of every target token except the first of each row, which prefill predicts: (rows, tokens - 1).
+    """-log p, in nats, of every target token except the first of each row, which prefill predicts: (rows, tokens - 1).
 
     A row is NaN if the first is not finite.
     """
-    device = model.device
-    tokens = given.targets.shape[1]
+    device, tokens = model.device, given.targets.shape[1]
+    targets, steps = given.targets.to(device), list[torch.Tensor]()
+
+    def force(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        target = targets[:, len(steps), None]
+        steps.append(-scores.float().log_softmax(-1).gather(1, target))
+        bar.update()
+        return torch.full_like(scores, -math.inf).scatter_(1, target, 0.0)
+
     with tqdm(total=tokens, desc=f"Decode perplexity {label}".rstrip(), unit="token", disable=None) as bar:
-        forced = _Forced(given.targets.to(device), bar)
         out = model.generate(  # type: ignore[operator]
             given.prompts.to(device),
             attention_mask=given.mask.to(device),
@@ -82,9 +73,9 @@ def decode_nats(model: hf.PreTrainedModel, given: Excerpts, label: str = "") -> 
             do_sample=False,
             num_beams=1,
             pad_token_id=given.pad,
-            logits_processor=[forced],
+            logits_processor=[force],
         )
     if not torch.equal(out[:, given.prompts.shape[1] :].cpu(), given.targets):
         raise ValueError("generate() did not follow the text; a generation setting of this model overrides logits processors.")
-    nats = torch.cat(forced.nats, 1).double()
+    nats = torch.cat(steps, 1).double()
     return torch.where(nats[:, :1].isfinite(), nats[:, 1:], math.nan).tolist()

@@ -30,8 +30,8 @@ class Run:
 
     backend: str
     cache: str
-    seconds: float
-    calls: dict[str, int]
+    seconds: float = 0.0
+    calls: dict[str, int] = field(default_factory=dict)
     measures: list[Measure] = field(default_factory=list)
     answers: list[Answers] = field(default_factory=list)
     pairs: list[Pair] = field(default_factory=list)  # comparisons with the baseline; empty for the baseline
