@@ -6,7 +6,7 @@ It is arithmetic over a configuration and needs neither weights nor a GPU.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -46,7 +46,7 @@ class Explanation:
     longest: int | None  # most tokens per row that fit into memory; None: no limit
     memory: list[dict[str, Any]]  # length, kv_bytes, bytes, fits
     variants: list[dict[str, Any]]  # name, kv_bytes, floor_ms, longest
-    notes: list[str] = field(default_factory=list)
+    notes: list[str]
 
     def as_dict(self) -> dict[str, Any]:
         found = asdict(self)
@@ -104,9 +104,15 @@ def explain(
     device = find_device(("cuda" if model.device.type == "meta" else model.device) if device is None else device, planned=True)
     figures = costs.find_gpu(gpu, device, facts.dtype)
     runs, refused = _what_runs(chosen, model, facts, batch, length, device, streaming)
-    step, limit = costs.step(facts, figures, batch, length), facts.max_length
-    held = [(n, batch * facts.kv_bytes(n)) for n in sorted({*_LENGTHS, length}) if n <= max(length, limit or n)]
-    others = [(name, its, costs.step(its, figures, batch, length)) for name, its in costs.relatives(facts)]
+    limit, memory, variants = facts.max_length, [], []
+    for n in sorted({*_LENGTHS, length}):
+        if n <= max(length, limit or n):
+            kv = batch * facts.kv_bytes(n)
+            held = facts.weight_bytes + kv
+            memory.append({"length": n, "kv_bytes": kv, "bytes": held, "fits": held <= figures.memory})
+    for name, its in costs.relatives(facts):
+        of, most = costs.step(its, figures, batch, length), costs.longest(its, figures, batch)
+        variants.append({"name": name, "kv_bytes": of.kv_bytes, "floor_ms": of.floor_ms, "longest": most})
     notes = [] if ranks == 1 else [f"Figures are of one of {ranks} GPUs that share the model by tensor parallelism."]
     if limit and length > limit:
         notes.append(f"{length} tokens are more than the {limit} positions that this model supports.")
@@ -117,27 +123,8 @@ def explain(
             "This machine has no GPU: this is what a machine with a CUDA GPU would run. On this machine the reference in "
             "plain torch would run, on the CPU."
         )
-    return Explanation(
-        facts=facts,
-        gpu=figures,
-        batch=batch,
-        length=length,
-        backend=backend,
-        device=str(device),
-        runs=runs,
-        refused=refused,
-        step=step,
-        longest=costs.longest(facts, figures, batch),
-        memory=[
-            {"length": n, "kv_bytes": kv, "bytes": facts.weight_bytes + kv, "fits": facts.weight_bytes + kv <= figures.memory}
-            for n, kv in held
-        ],
-        variants=[
-            {"name": name, "kv_bytes": of.kv_bytes, "floor_ms": of.floor_ms, "longest": costs.longest(its, figures, batch)}
-            for name, its, of in others
-        ],
-        notes=notes,
-    )
+    step, longest = costs.step(facts, figures, batch, length), costs.longest(facts, figures, batch)
+    return Explanation(facts, figures, batch, length, backend, str(device), runs, refused, step, longest, memory, variants, notes)
 
 
 def _streaming(chosen: registry.Backend, window: int | None, sinks: int | None, limit: int | None) -> Settings | None:
@@ -195,18 +182,18 @@ def _what_runs(
     runs: list[dict[str, str]] = []
     refused: list[dict[str, str]] = []
 
+    def run(what: str, how: str, why: str) -> None:
+        runs.append({"what": what, "how": how, "why": why})
+
     def refuse(what: str, why: str) -> None:
         refused.append({"what": what, "why": why})
 
     shape = {"num_heads": facts.num_heads, "num_kv_heads": facts.num_kv_heads, "head_dim": facts.head_dim}
-    reasons = {
-        name: hf.why_not_model(type(model.config)) or registry.get(name).why_not(**shape, dtype=facts.dtype, device=device)
-        for name in registry.names()
-    }
-    for name, reason in reasons.items():
-        if reason:
+    own_code = hf.why_not_model(type(model.config))
+    for name in registry.names():
+        if reason := own_code or registry.get(name).why_not(**shape, dtype=facts.dtype, device=device):
             refuse(name, reason)
-    if reasons[chosen.name]:
+    if any(row["what"] == chosen.name for row in refused):
         return runs, refused
     for phase, q_len in (("prefill", length), ("decode", 1)):
         served, kernel = chosen.kernel(q_len, facts.num_heads, facts.num_kv_heads)
@@ -215,32 +202,29 @@ def _what_runs(
         how, refusal = _kernel(kernel, q, k, 0 if streaming is None else streaming.sinks)
         if refusal is not None:
             refuse(f"{refusal[0]} in {phase}", refusal[1])
-        runs.append({"what": phase, "how": how, "why": _why(chosen, served, q_len, facts)})
-    owns = hf.overrides_generation(model)
-    if owns:
+        run(phase, how, _why(chosen, served, q_len, facts))
+    if owns := hf.overrides_generation(model):
         refuse("the cache of patch()", f"{type(model).__name__} has its own {owns}(), which it would replace.")
-        runs.append({"what": "cache", "how": "DynamicCache", "why": "copied as it grows"})
+        run("cache", "DynamicCache", "copied as it grows")
     elif streaming is not None:
         why = f"with patch(): {streaming.sinks} sinks and a window of {streaming.window}, in constant memory"
-        runs.append({"what": "cache", "how": "RollingCache", "why": why})
+        run("cache", "RollingCache", why)
     else:
-        why = "with patch(): K/V stay in place, and only what is live is read"
-        runs.append({"what": "cache", "how": "PreallocatedCache", "why": why})
+        run("cache", "PreallocatedCache", "with patch(): K/V stay in place, and only what is live is read")
     if facts.experts[1] > 1:
         how, why, reason = _experts(model, facts, device)
         if reason is not None:
-            refuse("experts in one read", f"{reason[0].upper()}{reason[1:]}.")
-        runs.append({"what": "experts", "how": how, "why": why})
+            refuse("experts in one read", _sentence(reason))
+        run("experts", how, why)
     for kind, layers in facts.quantised:
-        runs.append({"what": f"{layers} layers of {kind}", "how": "their own kernels", "why": "their weights are quantised"})
+        run(f"{layers} layers of {kind}", "their own kernels", "their weights are quantised")
     if unpacked := hf.unpacked(model):
-        refuse("linear layers in one launch", f"{unpacked[0].upper()}{unpacked[1:]}.")
-    off = "a graph needs a preallocated cache" if owns else graph.why_no_graph(device) or hf.why_not_captured(model)
-    if off:
-        refuse("decode graph", f"{off[0].upper()}{off[1:]}.")
-    on = "with patch(): one launch a step, and no Python between layers"
-    how, why = ("from Python", "launched layer by layer") if off else ("one CUDA graph", on)
-    runs.append({"what": "decode step", "how": how, "why": why})
+        refuse("linear layers in one launch", _sentence(unpacked))
+    if off := "a graph needs a preallocated cache" if owns else graph.why_no_graph(device) or hf.why_not_captured(model):
+        refuse("decode graph", _sentence(off))
+        run("decode step", "from Python", "launched layer by layer")
+    else:
+        run("decode step", "one CUDA graph", "with patch(): one launch a step, and no Python between layers")
     if device.type == "cuda":
         fused, own = small_layers(model)
         runs += fused
@@ -248,20 +232,23 @@ def _what_runs(
     return runs, refused
 
 
+def _sentence(reason: str) -> str:
+    return f"{reason[0].upper()}{reason[1:]}."
+
+
 def _experts(model: hf.PreTrainedModel, facts: Facts, device: torch.device) -> tuple[str, str, str | None]:
     """(which implementation of experts runs, why, the reason why the kernel does not)."""
-    own, why = "the model's own", f"{type(model).__name__} computes them in its own code"
-    reason: str | None = "its experts do not ask Transformers' ExpertsInterface"
-    for module in model.modules():
-        if hf.asks_for_experts(module):
-            own, why, reason = experts.had(module), "Transformers' own", experts.why_not_kind(module)
-            break
+    asking = next(filter(hf.asks_for_experts, model.modules()), None)
+    if asking is None:
+        own, why = "the model's own", f"{type(model).__name__} computes them in its own code"
+        return own, why, "its experts do not ask Transformers' ExpertsInterface"
+    own, reason = experts.had(asking), experts.why_not_kind(asking)
     if reason is None and facts.dtype not in mixture.DTYPES:
         reason = f"the weights are {facts.dtype}"
     if reason is None and device.type != "cuda":
         reason = f"the model is on {device}, and the kernel is for CUDA devices"
     if reason is not None:
-        return own, why, reason
+        return own, "Transformers' own", reason
     return "one read of each chosen expert", f"with patch(): at most {mixture.MAX_TOKENS} tokens; {own} runs more", None
 
 
@@ -297,14 +284,14 @@ def _paragraphs(found: Explanation) -> Iterator[str]:
     kind = "MHA" if facts.num_kv_heads == facts.num_heads else "MQA" if facts.num_kv_heads == 1 else "GQA"
     windows = {w: facts.windows.count(w) for w in facts.windows}
     layers = ", ".join(f"{n} with a window of {w}" if w else f"{n} that keep everything" for w, n in windows.items())
-    rows = "1 row" if found.batch == 1 else f"{found.batch} rows"
+    batch = "1 row" if found.batch == 1 else f"{found.batch} rows"
     rate = f", {size(gpu.rate, 'FLOP/s')}" if gpu.rate else ""
     shapes = dict.fromkeys(f"{s.num_heads} query heads on {s.num_kv_heads} KV heads, head_dim {s.head_dim}" for s in facts.shapes)
     heads = f"{facts.num_heads} query heads on {facts.num_kv_heads} KV heads ({kind}), head_dim {facts.head_dim}"
     yield (
         f"{facts.name}: {facts.parameters / 1e6:,.0f} million parameters, {size(facts.weight_bytes)} in {dtype}\n"
         f"{heads if len(shapes) == 1 else ' or '.join(shapes)}; layers: {layers}\n"
-        f"{rows} of {found.length} tokens on {gpu.name}: {size(gpu.memory)}, {size(gpu.bandwidth, 'B/s')}{rate}\n"
+        f"{batch} of {found.length} tokens on {gpu.name}: {size(gpu.memory)}, {size(gpu.bandwidth, 'B/s')}{rate}\n"
         + "\n".join([f"({gpu.source})", *found.notes])
     )
     if found.runs:
@@ -313,27 +300,18 @@ def _paragraphs(found: Explanation) -> Iterator[str]:
         yield f'Nothing runs with "{found.backend}" on {found.device}.'
     if found.refused:
         yield "Refused:\n\n" + _table(found.refused)
-    per_second = found.batch * 1e3 / step.floor_ms
-    read = step.weight_bytes + step.kv_bytes
-    yield table(
-        ["one decode step, a token for each row", "", ""],
-        [
-            ["reads", size(read), f"{size(step.weight_bytes)} of weights, {size(step.kv_bytes)} of K/V"],
-            ["computes", size(step.flops, "FLOP"), f"{step.flops_per_byte:.3g} FLOP for each byte it reads"],
-            ["takes at least", f"{step.floor_ms:.3g} ms", f"set by {step.bound_by}; {per_second:.4g} tokens a second"],
-        ],
-    )
-    lines = [
-        [thousands(row["length"]), size(row["kv_bytes"]), size(row["bytes"]), "yes" if row["fits"] else "no"]
-        for row in found.memory
+    read, per_second = size(step.weight_bytes + step.kv_bytes), found.batch * 1e3 / step.floor_ms
+    rows = [
+        ["reads", read, f"{size(step.weight_bytes)} of weights, {size(step.kv_bytes)} of K/V"],
+        ["computes", size(step.flops, "FLOP"), f"{step.flops_per_byte:.3g} FLOP for each byte it reads"],
+        ["takes at least", f"{step.floor_ms:.3g} ms", f"set by {step.bound_by}; {per_second:.4g} tokens a second"],
     ]
-    yield table(["tokens a row", "K/V", "K/V and weights", "fits"], lines) + f"\n\n{_limit(found)}"
-    head = ["the same weights with", "K/V", "at least, ms", "longest"]
-    variants = [
-        [row["name"], size(row["kv_bytes"]), f"{row['floor_ms']:.3g}", "any" if row["longest"] is None else row["longest"]]
-        for row in found.variants
-    ]
-    yield table(head, variants)
+    yield table(["one decode step, a token for each row", "", ""], rows)
+    rows = [[thousands(n), size(kv), size(held), "yes" if fits else "no"] for n, kv, held, fits in map(dict.values, found.memory)]
+    yield table(["tokens a row", "K/V", "K/V and weights", "fits"], rows) + f"\n\n{_limit(found)}"
+    of = map(dict.values, found.variants)
+    rows = [[name, size(kv), f"{ms:.3g}", "any" if most is None else most] for name, kv, ms, most in of]
+    yield table(["the same weights with", "K/V", "at least, ms", "longest"], rows)
 
 
 def _table(rows: list[dict[str, str]]) -> str:

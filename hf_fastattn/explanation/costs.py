@@ -77,10 +77,8 @@ class Facts:
 
     def kv_bytes(self, length: int) -> int:
         """Bytes of K and V of one row."""
-        return (
-            sum(shape.num_kv_heads * (shape.head_dim + shape.value_dim) * n for shape, n in self._seen(length))
-            * self.dtype.itemsize
-        )
+        elements = sum(shape.num_kv_heads * (shape.head_dim + shape.value_dim) * n for shape, n in self._seen(length))
+        return elements * self.dtype.itemsize
 
     def read_bytes(self, batch: int) -> float:
         """Bytes of weights that one step reads. Rows are assumed to select experts independently and uniformly."""
@@ -127,11 +125,10 @@ def count(model: hf.PreTrainedModel, dtype: torch.dtype | str | None = None, ran
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     weights = [_share(model, each, ranks) for each in hf.weights(model)]
     is_head = head is None or getattr(head, "weight", None) is embedding._parameters.get("weight")
-    read = embedding if is_head else None
-    run = hf.step_modules(model)
-    experts = [w for w in weights if _is_expert(w)]
-    dense = [w for w in weights if w.module in run and not _is_expert(w)]
-    dense = [w for w in dense if not isinstance(w.module, torch.nn.Embedding) or w.module is read]
+    run, unread = hf.step_modules(model), {m for m in model.modules() if isinstance(m, torch.nn.Embedding)}
+    unread -= {embedding} if is_head else set()
+    experts = [w for w in weights if ".experts." in f"{w.path}."]
+    dense = [w for w in weights if w.module in run - unread and ".experts." not in f"{w.path}."]
 
     def size_of(them: list[hf.Weights]) -> int:
         return round(sum(w.bytes if w.kind else scale * w.bytes for w in them))
@@ -140,13 +137,10 @@ def count(model: hf.PreTrainedModel, dtype: torch.dtype | str | None = None, ran
     shapes = configured if hf.is_shared(model) else _projected(run, configured)
     if ranks > 1:
         kept = hf.kv_heads_of_rank(model, ranks)
+        all_heads = [shape.num_kv_heads for shape in configured]
         shapes = tuple(
-            replace(
-                shape,
-                num_heads=shape.num_heads * kv // was.num_kv_heads,
-                num_kv_heads=shape.num_kv_heads * kv // was.num_kv_heads,
-            )
-            for shape, was, kv in zip(shapes, configured, kept, strict=True)
+            replace(shape, num_heads=shape.num_heads * kv // total, num_kv_heads=shape.num_kv_heads * kv // total)
+            for shape, total, kv in zip(shapes, all_heads, kept, strict=True)
         )
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     counted = next((n for name in names if (n := getattr(config, name, None))), 1)
@@ -189,10 +183,6 @@ def _share(model: hf.PreTrainedModel, weights: hf.Weights, ranks: int) -> hf.Wei
     return replace(weights, bytes=weights.bytes - fewer * model.dtype.itemsize, count=weights.count - fewer)
 
 
-def _is_expert(weights: hf.Weights) -> bool:
-    return ".experts." in f"{weights.path}."
-
-
 def find_dtype(dtype: torch.dtype | str) -> torch.dtype:
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype):
@@ -219,18 +209,11 @@ def measure(device: torch.device, dtype: torch.dtype) -> GPU:
     free, _ = torch.cuda.mem_get_info(device)
     data = torch.zeros(int(min(2 << 30, free // 4)) // 4, device=device)
     edge = 8192 if free > 4 << 30 else 2048
-    square = torch.randn(
-        edge, edge, device=device, dtype=dtype
-    )  # random, because products of zeros draw less power and are faster
+    square = torch.randn(edge, edge, device=device, dtype=dtype)  # products of zeros draw less power and are faster
     with torch.cuda.device(device):
         read, multiplied = _seconds(data.sum), _seconds(lambda: square @ square)
-    return GPU(
-        properties.name,
-        properties.total_memory,
-        data.nbytes / read,
-        2 * edge**3 / multiplied,
-        f"measured on this machine: a sum over {size(data.nbytes)}, a product of {edge} x {edge} in {str(dtype)[6:]}",
-    )
+    source = f"measured on this machine: a sum over {size(data.nbytes)}, a product of {edge} x {edge} in {str(dtype)[6:]}"
+    return GPU(properties.name, properties.total_memory, data.nbytes / read, 2 * edge**3 / multiplied, source)
 
 
 def _seconds(call: Callable[[], object]) -> float:
