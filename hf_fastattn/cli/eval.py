@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 from typing import Annotated, cast
 
-import typer
+from typer import Option
 
 from ..evaluation import CACHES, Cache, evaluate
 from ..evaluation.harness import PACK
@@ -15,6 +15,8 @@ EPILOG = (
     "the tasks of lm-eval. The exit code is 0 if all agree, 1 if one differs, 3 if one could not be judged, 2 for an error."
 )
 LISTED = "A,B,..."
+CHAT = Option("--apply-chat-template", help="put prompts into the model's chat template")
+UNSAFE = Option("--confirm-run-unsafe-code", help="for tasks that run code written by the model")
 
 
 def eval_(
@@ -22,27 +24,21 @@ def eval_(
     gguf_file: GgufFile = None,
     dtype: DtypeOption = None,
     device: Device = None,
-    backends: Annotated[str, typer.Option(metavar=LISTED, help="the first is the baseline")] = "sdpa,lean",
-    tasks: Annotated[str, typer.Option(metavar=LISTED, help='tasks of lm-eval; "" for none')] = "fastattn",
-    caches: Annotated[str, typer.Option(metavar=LISTED, help="caches for the exact backends")] = ",".join(CACHES),
-    include_path: Annotated[list[str] | None, typer.Option(metavar="FOLDER", help="further tasks; may be repeated")] = None,
-    limit: Annotated[float | None, typer.Option(help="examples per task, or a fraction below 1")] = None,
-    batch_size: Annotated[str, typer.Option(metavar="N", help="rows per batch, or auto")] = "4",
-    num_fewshot: Annotated[int | None, typer.Option(help="default: each task's own")] = None,
-    gen_kwargs: Annotated[str | None, typer.Option(metavar="K=V,...", help="for tasks that generate, as in lm-eval")] = None,
-    apply_chat_template: Annotated[
-        bool, typer.Option("--apply-chat-template", help="put prompts into the model's chat template")
-    ] = False,
-    confirm_run_unsafe_code: Annotated[
-        bool, typer.Option("--confirm-run-unsafe-code", help="for tasks that run code written by the model")
-    ] = False,
-    decode_tokens: Annotated[int, typer.Option(help="tokens per row for decode perplexity; 0 for none")] = 128,
-    text: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="for decode perplexity; default: Python's documentation")
-    ] = None,
+    backends: Annotated[str, Option(metavar=LISTED, help="the first is the baseline")] = "sdpa,lean",
+    tasks: Annotated[str, Option(metavar=LISTED, help='tasks of lm-eval; "" for none')] = "fastattn",
+    caches: Annotated[str, Option(metavar=LISTED, help="caches for the exact backends")] = ",".join(CACHES),
+    include_path: Annotated[list[str] | None, Option(metavar="FOLDER", help="further tasks; may be repeated")] = None,
+    limit: Annotated[float | None, Option(help="examples per task, or a fraction below 1")] = None,
+    batch_size: Annotated[str, Option(metavar="N", help="rows per batch, or auto")] = "4",
+    num_fewshot: Annotated[int | None, Option(help="default: each task's own")] = None,
+    gen_kwargs: Annotated[str | None, Option(metavar="K=V,...", help="for tasks that generate, as in lm-eval")] = None,
+    apply_chat_template: Annotated[bool, CHAT] = False,
+    confirm_run_unsafe_code: Annotated[bool, UNSAFE] = False,
+    decode_tokens: Annotated[int, Option(help="tokens per row for decode perplexity; 0 for none")] = 128,
+    text: Annotated[Path | None, Option(metavar="FILE", help="for decode perplexity; default: Python's documentation")] = None,
     window: Window = None,
     sinks: Sinks = None,
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="folder for eval.json and eval.md")] = Path("eval"),
+    out: Annotated[Path, Option(metavar="FOLDER", help="folder for eval.json and eval.md")] = Path("eval"),
     traceback: Traceback = False,
 ) -> int:
     found = evaluate(

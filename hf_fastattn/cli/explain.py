@@ -3,7 +3,7 @@
 import json
 from typing import Annotated, cast
 
-import typer
+from typer import Argument, Option
 
 from .. import hf
 from ..explanation import GPUS, SHAPES
@@ -16,18 +16,18 @@ GPU = f"published figures of one of {', '.join(GPUS)}; default: measure the GPU 
 
 
 def explain(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help=SOURCE, show_default=False)],
+    model: Annotated[str, Argument(metavar="MODEL", help=SOURCE, show_default=False)],
     gguf_file: GgufFile = None,
-    dtype: Annotated[Dtype | None, typer.Option(help="default: the model's")] = None,
-    device: Annotated[str | None, typer.Option(help="default: cuda")] = None,
-    batch: Annotated[int, typer.Option(help="number of rows")] = 1,
-    length: Annotated[int, typer.Option(help="tokens per row")] = 8192,
+    dtype: Annotated[Dtype | None, Option(help="default: the model's")] = None,
+    device: Annotated[str | None, Option(help="default: cuda")] = None,
+    batch: Annotated[int, Option(help="number of rows")] = 1,
+    length: Annotated[int, Option(help="tokens per row")] = 8192,
     backend: Backend = "lean",
-    ranks: Annotated[int, typer.Option("--tp", help="number of GPUs that share the model; figures are of one of them")] = 1,
-    gpu: Annotated[str | None, typer.Option(help=GPU)] = None,
+    ranks: Annotated[int, Option("--tp", help="number of GPUs that share the model; figures are of one of them")] = 1,
+    gpu: Annotated[str | None, Option(help=GPU)] = None,
     window: Window = None,
     sinks: Sinks = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    as_json: Annotated[bool, Option("--json", help="print JSON")] = False,
     traceback: Traceback = False,
 ) -> None:
     if ranks < 1:

@@ -6,10 +6,11 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Annotated
 
 import torch
-import typer
+from typer import Option
 
 from .. import hf, registry
 from ..attention.backend import count_calls
@@ -25,15 +26,14 @@ def generate(
     gguf_file: GgufFile = None,
     dtype: DtypeOption = None,
     device: Device = None,
-    prompt: Annotated[str, typer.Option(help='"-" reads it from standard input')] = "Attention is",
-    chat: Annotated[bool, typer.Option("--chat", help="put the prompt into the model's chat template")] = False,
-    tokens: Annotated[int, typer.Option(help="most new tokens")] = 64,
+    prompt: Annotated[str, Option(help='"-" reads it from standard input')] = "Attention is",
+    chat: Annotated[bool, Option("--chat", help="put the prompt into the model's chat template")] = False,
+    tokens: Annotated[int, Option(help="most new tokens")] = 64,
     backend: Backend = "lean",
     compare: Annotated[
-        str | None,
-        typer.Option(metavar="BACKEND", help="also generate with this backend, e.g. sdpa, and compare the tokens"),
+        str | None, Option(metavar="BACKEND", help="also generate with this backend, e.g. sdpa, and compare the tokens")
     ] = None,
-    cache: Annotated[CacheName, typer.Option(help=CACHE)] = CacheName.preallocated,
+    cache: Annotated[CacheName, Option(help=CACHE)] = CacheName.preallocated,
     window: Window = None,
     sinks: Sinks = None,
     traceback: Traceback = False,
@@ -110,21 +110,9 @@ def _encode(tokenizer: hf.PreTrainedTokenizerBase, prompt: str, chat: bool, devi
     return on_device
 
 
-class _Clock:
-    """A streamer that records the times at which it receives the prompt and each token (host seconds)."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def put(self, tokens: torch.Tensor) -> None:
-        self.times.append(time.perf_counter())
-
-    def end(self) -> None:
-        pass
-
-
 def _generate(model: hf.PreTrainedModel, inputs: Mapping[str, torch.Tensor], tokens: int) -> tuple[list[int], list[float]]:
     """(new tokens, times of the prompt and of each token) of one greedy run."""
-    clock = _Clock()
+    times: list[float] = []
+    clock = SimpleNamespace(put=lambda tokens: times.append(time.perf_counter()), end=lambda: None)  # a streamer
     out = model.generate(**inputs, max_new_tokens=tokens, do_sample=False, streamer=clock)  # type: ignore[operator]
-    return out[0, inputs["input_ids"].shape[1] :].tolist(), clock.times
+    return out[0, inputs["input_ids"].shape[1] :].tolist(), times
