@@ -7,16 +7,13 @@ from collections.abc import Iterable, Sequence
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """A Markdown table with aligned columns: text to the left, figures to the right. None is written as "-"."""
-    lines = [[str(cell) for cell in head]]
+    lines = [list(head)]
     lines += [["-" if cell is None else str(cell).replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
     widths = [max(3, *(len(line[i]) for line in lines)) for i in range(len(head))]
     right = [len(lines) > 1 and all(_is_figure(line[i]) for line in lines[1:]) for i in range(len(head))]
     rule = ["-" * (width - 1) + ":" if r else "-" * width for width, r in zip(widths, right, strict=True)]
-    cells = (
-        (c.rjust(w) if r else c.ljust(w) for c, w, r in zip(line, widths, right, strict=True))
-        for line in (lines[0], rule, *lines[1:])
-    )
-    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
+    aligned = [f"{{:{'>' if r else '<'}{width}}}" for width, r in zip(widths, right, strict=True)]
+    return "\n".join(f"| {' | '.join(aligned)} |".format(*line) for line in (lines[0], rule, *lines[1:]))
 
 
 def _is_figure(text: str) -> bool:
