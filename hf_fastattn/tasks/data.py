@@ -47,8 +47,7 @@ def choices(examples: int = 50, facts: int = 6, seed: int = 0, **further: Any) -
     draw = random.Random(seed)
     docs = []
     for _ in range(examples):
-        owners, things = draw.sample(NAMES, facts), draw.sample(THINGS, facts)
-        colours = draw.sample(COLOURS, facts)
+        owners, things, colours = (draw.sample(words, facts) for words in (NAMES, THINGS, COLOURS))
         said = [f"{owner} has a {colour} {thing}." for owner, colour, thing in zip(owners, colours, things, strict=True)]
         asked = draw.randrange(facts)
         offered = [*draw.sample([colour for colour in colours if colour != colours[asked]], 3), colours[asked]]
