@@ -47,11 +47,7 @@ def _lm_eval(arguments: Annotated[str, typer.Argument(metavar="ARGUMENTS", help=
 COMMANDS: dict[str, tuple[str, Command, str | None]] = {
     "backends": ("list the backends and whether each can run here", backends.backends, None),
     "generate": ("generate text with a backend, and compare it with another", generate.generate, None),
-    "explain": (
-        "which kernels run for a model and why, the least cost of a token, when memory is full",
-        explain.explain,
-        None,
-    ),
+    "explain": ("which kernels run for a model and why, the least cost of a token, when memory is full", explain.explain, None),
     "eval": ("compare backends and caches on one model by lm-eval, over the same examples", eval_, EPILOG),
     "bench": (f"benchmarks: {', '.join(BENCHES)}; `hf-fastattn bench generate --help` and so on", _bench, None),
     "lm_eval": ("lm-eval's own command line, with these backends registered", _lm_eval, None),
@@ -60,8 +56,7 @@ COMMANDS: dict[str, tuple[str, Command, str | None]] = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Returns 0 for success, 1 if a comparison found a difference, 2 for an error in the request, 3 if one could
-    not be judged.
-    """
+    not be judged."""
     arguments = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     command, show = arguments[0], False
     run: Command
@@ -83,31 +78,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parse(arguments: list[str]) -> tuple[str, Command, bool]:
     """(command, its function with arguments, whether to show tracebacks). Raises SystemExit for help and for wrong arguments.
-
-    Typer only parses the arguments. The command runs outside of it, because Typer would catch its exceptions.
-    """
+    The command runs outside of Typer, which would catch its exceptions."""
     asked: list[tuple[str, Command, bool]] = []
     app = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=HELP)
     app.callback(help=ABOUT)(_version)
+
+    def note(name: str, run: Command, *, traceback: bool = False, **options: Any) -> None:
+        asked.append((name, functools.partial(run, **options), traceback))
+
     for name, (about, run, epilog) in COMMANDS.items():
         whole = f"{about[0].upper()}{about[1:]}."
-        app.command(name, help=whole, short_help=about, epilog=epilog, context_settings=HELP)(_noted(name, run, asked))
+        noting = functools.update_wrapper(functools.partial(note, name, run), run)  # with the parameters of `run`
+        app.command(name, help=whole, short_help=about, epilog=epilog, context_settings=HELP)(noting)
     try:
         typer.main.get_command(app).main(arguments, prog_name="hf-fastattn")
     except SystemExit:
         if not asked:
             raise
     return asked[0]
-
-
-def _noted(name: str, run: Command, asked: list[tuple[str, Command, bool]]) -> Callable[..., None]:
-    """A function with the parameters of `run` that only records its arguments."""
-
-    @functools.wraps(run)
-    def note(*, traceback: bool = False, **options: Any) -> None:
-        asked.append((name, functools.partial(run, **options), traceback))
-
-    return note
 
 
 def _version(
@@ -117,14 +105,10 @@ def _version(
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Whether an error reports a wrong request. For other errors, which are faults of this package, the traceback is shown.
-
-    An error that code of this package raises with `raise` reports a wrong request. One that Python or torch raises in it is a
-    fault.
-    """
-    if isinstance(error, (ImportError, OSError, MemoryError, torch.OutOfMemoryError)):
-        return True
-    if isinstance(error, RuntimeError) and any(its in str(error) for its in NO_MEMORY):
+    """Whether an error reports a wrong request, as one that code of this package raises with `raise`. One that Python or torch
+    raises in it is a fault, whose traceback is shown."""
+    no_memory = isinstance(error, RuntimeError) and any(its in str(error) for its in NO_MEMORY)
+    if no_memory or isinstance(error, (ImportError, OSError, MemoryError, torch.OutOfMemoryError)):
         return True
     last = traceback.extract_tb(error.__traceback__)[-1]
     if any(Path(last.filename).is_relative_to(folder) for folder in OWN):
