@@ -1,4 +1,4 @@
-"""A tiny model and a byte tokenizer, as a folder for from_pretrained(); nothing is downloaded."""
+"""A tiny model and a byte tokenizer, as a folder for from_pretrained(), and small tasks of lm-eval; nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from pathlib import Path
 from models import tiny
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+
+from hf_fastattn.evaluation.harness import PACK
 
 SPECIAL = ["<pad>", "<s>", "</s>"]
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
@@ -36,4 +38,14 @@ def model(**own):
 def save(folder: Path, **own) -> Path:
     model(**own).save_pretrained(folder)
     tokenizer().save_pretrained(folder)
+    return folder
+
+
+def tasks(folder: Path) -> Path:
+    """The folder with a task of the package for each type of request, with few and short examples."""
+    needle = 'characters: 250\n  examples: 3\ngeneration_kwargs:\n  until: ["."]\n  max_gen_toks: 7\n  do_sample: false'
+    small = {"text": "characters: 300\n  examples: 2", "choice": "examples: 3\n  facts: 4", "needle": needle}
+    for name, its in small.items():
+        text = f"include: {PACK}/fastattn_{name}.yaml\ntask: small_{name}\ntag: small\nmetadata:\n  version: 1\n  {its}\n"
+        (folder / f"{name}.yaml").write_text(text)
     return folder

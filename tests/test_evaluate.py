@@ -23,24 +23,11 @@ from hf_fastattn.kernels import INTERPRETED, spans
 
 pytestmark = pytest.mark.xdist_group("evaluate")  # one process loads the model
 evaluate = hf_fastattn.evaluate
-# The tasks of the package with few and short examples.
-SMALL = {
-    "text": "characters: 300\n  examples: 2",
-    "choice": "examples: 3\n  facts: 4",
-    "needle": "characters: 250\n  examples: 3",
-}
 
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("tasks")
-    for name, metadata in SMALL.items():
-        text = f"include: {harness.PACK}/fastattn_{name}.yaml\ntask: small_{name}\ntag: small\n"
-        text += f"metadata:\n  version: 1\n  {metadata}\n"
-        if name == "needle":
-            text += 'generation_kwargs:\n  until: ["."]\n  max_gen_toks: 7\n  do_sample: false\n'
-        (folder / f"{name}.yaml").write_text(text)
-    return folder
+    return checkpoint.tasks(tmp_path_factory.mktemp("tasks"))
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +126,7 @@ def wrong(registering):
 @pytest.mark.parametrize("which", slow_unless("tiny".__eq__, ["smollm2", "tiny"]))
 def test_a_mask_that_is_off_by_one_is_detected_and_named(request, which, wrong, small):
     model, tokenizer = request.getfixturevalue(which)
-    tasks = [f"small_{name}" for name in (("text", "choice") if which == "smollm2" else SMALL)]
+    tasks = [f"small_{name}" for name in ("text", "choice", "needle")[: 2 if which == "smollm2" else 3]]
     options = {"tasks": tasks, "include_path": [small], "caches": ["dynamic"], "decode_tokens": 6}
     found = evaluate(model, tokenizer, backends=["sdpa", "lean", *wrong], **options)
     assert not found.passed

@@ -18,15 +18,7 @@ from lm_eval.tasks import TaskManager
 from transformers import AutoModelForCausalLM
 
 import hf_fastattn
-from hf_fastattn.evaluation import harness
 from hf_fastattn.evaluation.hflm import FastHFLM
-
-# One small task of the package for each type of request.
-TASKS = {
-    "text": "characters: 300\n  examples: 2",
-    "choice": "examples: 3\n  facts: 4",
-    "needle": "characters: 250\n  examples: 3",
-}
 
 
 @pytest.fixture(scope="module")
@@ -36,14 +28,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def manager(tmp_path_factory):
-    where = tmp_path_factory.mktemp("tasks")
-    for name, metadata in TASKS.items():
-        text = f"include: {harness.PACK}/fastattn_{name}.yaml\ntask: small_{name}\ntag: null\n"
-        text += f"metadata:\n  version: 1\n  {metadata}\n"
-        if name == "needle":
-            text += 'generation_kwargs:\n  until: [".", "\\n"]\n  max_gen_toks: 9\n  do_sample: false\n'
-        (where / f"{name}.yaml").write_text(text)
-    return TaskManager(include_path=str(where), include_defaults=False)
+    return TaskManager(include_path=str(checkpoint.tasks(tmp_path_factory.mktemp("tasks"))), include_defaults=False)
 
 
 def created(folder: str, name: str = "hf-fastattn", batch_size: int | str = 2, **options):
@@ -80,7 +65,7 @@ def test_answers_to_every_type_of_request_are_those_of_hf(chat, folder, manager,
             found[name] = evaluator.simple_evaluate(
                 model=name,
                 model_args=f"pretrained={folder},dtype=float32,{own}",
-                tasks=[f"small_{task}" for task in TASKS],
+                tasks=["small"],
                 task_manager=manager,
                 device="cpu",
                 batch_size=2,

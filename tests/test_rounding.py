@@ -10,7 +10,7 @@ from calls import as_kernel, attention
 pytest.importorskip("lm_eval", reason="lm-eval is not installed")
 
 import hf_fastattn
-from hf_fastattn.evaluation import Evaluation, data, harness, pairs, perplexity, report, rounding
+from hf_fastattn.evaluation import Evaluation, data, pairs, perplexity, report, rounding
 from hf_fastattn.evaluation.pairs import Answers, Generated, Measure
 from hf_fastattn.evaluation.report import Run
 from hf_fastattn.evaluation.rounding import Rounding
@@ -18,23 +18,12 @@ from hf_fastattn.evaluation.rounding import Rounding
 pytestmark = pytest.mark.xdist_group("evaluate")
 evaluate = hf_fastattn.evaluate
 ULP = 2.0**-23
-TASKS = {
-    "text": "characters: 300\n  examples: 2",
-    "choice": "examples: 3\n  facts: 4",
-    "needle": "characters: 250\n  examples: 3",
-}
 
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
     """The shipped tasks with few and short examples, as options of evaluate()."""
-    folder = tmp_path_factory.mktemp("tasks")
-    for name, metadata in TASKS.items():
-        text = f"include: {harness.PACK}/fastattn_{name}.yaml\ntask: small_{name}\ntag: small\n"
-        text += f"metadata:\n  version: 1\n  {metadata}\n"
-        if name == "needle":
-            text += 'generation_kwargs:\n  until: ["."]\n  max_gen_toks: 7\n  do_sample: false\n'
-        (folder / f"{name}.yaml").write_text(text)
+    folder = checkpoint.tasks(tmp_path_factory.mktemp("tasks"))
     return {"tasks": ["small"], "include_path": [folder], "caches": ["dynamic"], "decode_tokens": 6, "backends": ["sdpa", "lean"]}
 
 
