@@ -125,10 +125,9 @@ def count(model: hf.PreTrainedModel, dtype: torch.dtype | str | None = None, ran
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     weights = [_share(model, each, ranks) for each in hf.weights(model)]
     is_head = head is None or getattr(head, "weight", None) is embedding._parameters.get("weight")
-    run, unread = hf.step_modules(model), {m for m in model.modules() if isinstance(m, torch.nn.Embedding)}
-    unread -= {embedding} if is_head else set()
+    run = {m for m in hf.step_modules(model) if not isinstance(m, torch.nn.Embedding) or (is_head and m is embedding)}
     experts = [w for w in weights if ".experts." in f"{w.path}."]
-    dense = [w for w in weights if w.module in run - unread and ".experts." not in f"{w.path}."]
+    dense = [w for w in weights if w.module in run and ".experts." not in f"{w.path}."]
 
     def size_of(them: list[hf.Weights]) -> int:
         return round(sum(w.bytes if w.kind else scale * w.bytes for w in them))
