@@ -31,11 +31,7 @@ class Mask(torch.Tensor):
         return torch.Tensor._make_wrapper_subclass(cls, (batch, 1, q_len, kv_len), dtype=torch.bool, device=content.device)
 
     def __init__(
-        self,
-        content: torch.Tensor,
-        sizes: tuple[int, int, int],
-        made_for: tuple[str, str],
-        chunk_size: int | None = None,
+        self, content: torch.Tensor, sizes: tuple[int, int, int], made_for: tuple[str, str], chunk_size: int | None = None
     ):
         self.content = content
         self.sizes = sizes  # without the 1; attention compares them at every layer

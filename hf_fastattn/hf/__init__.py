@@ -9,23 +9,22 @@ from .version import check_version
 VERSION = transformers.__version__
 check_version(VERSION)
 
-from transformers import (  # noqa: E402
+from transformers import (
     ContinuousBatchingConfig,
     GenerationConfig,
-    GenerationMixin,
     MaxLengthCriteria,
     MaxTimeCriteria,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.cache_utils import Cache, CacheLayerMixin  # noqa: E402
-from transformers.masking_utils import causal_mask_function  # noqa: E402
+from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.masking_utils import causal_mask_function
 
 if TYPE_CHECKING:  # the import takes time
-    from transformers import Pipeline as Pipeline
+    from transformers import Pipeline
 
-from .attention import (  # noqa: E402
+from .attention import (
     BESIDE_ATTENTION,
     asks_for_weights,
     attention_names,
@@ -37,8 +36,8 @@ from .attention import (  # noqa: E402
     unset_parts,
     why_not_model,
 )
-from .caches import CACHE, CACHES, OTHERS, Kind, cache_in, layer_kinds  # noqa: E402
-from .experts import (  # noqa: E402
+from .caches import CACHE, CACHES, OTHERS, Kind, cache_in, layer_kinds
+from .experts import (
     STOCK_EXPERTS,
     Routing,
     asks_for_experts,
@@ -50,7 +49,7 @@ from .experts import (  # noqa: E402
     set_experts_implementation,
     stock_experts,
 )
-from .generation import (  # noqa: E402
+from .generation import (
     ASSISTANT,
     BATCHES,
     CALL,
@@ -78,17 +77,8 @@ from .generation import (  # noqa: E402
     width_of_dropped_mask,
     with_contiguous_ids,
 )
-from .llama import (  # noqa: E402
-    activation_name,
-    activations,
-    is_llamas_layer,
-    is_llamas_mlp,
-    is_phi3s_mlp,
-    is_torchs,
-    module_of,
-    silus,
-)
-from .loading import (  # noqa: E402
+from .llama import activation_name, activations, is_llamas_layer, is_llamas_mlp, is_phi3s_mlp, is_torchs, module_of
+from .loading import (
     load_config,
     load_model,
     load_tokenizer,
@@ -100,12 +90,12 @@ from .loading import (  # noqa: E402
     silence,
     spread_random_model,
 )
-from .longrope import Rotary, chosen_on_device, longropes_in  # noqa: E402
-from .masks import decode_mask, dense_mask, is_causal, mask_pattern, run_starts, runs_pattern, up_to_query  # noqa: E402
-from .models import LayerShape, device_of, is_inert_hook, layer_shapes, sharer, why_not_captured  # noqa: E402
-from .norms import Norm, norm_of  # noqa: E402
-from .packages import is_trusted  # noqa: E402
-from .parallel import (  # noqa: E402
+from .longrope import Rotary, chosen_on_device, longropes_in
+from .masks import decode_mask, dense_mask, is_causal, mask_pattern, run_starts, runs_pattern, up_to_query
+from .models import LayerShape, device_of, is_inert_hook, layer_shapes, sharer, why_not_captured
+from .norms import Norm, norm_of
+from .packages import is_trusted
+from .parallel import (
     WholeHeads,
     collective_of,
     computes_part,
@@ -124,17 +114,9 @@ from .parallel import (  # noqa: E402
     with_collective,
     with_inner,
 )
-from .quantised import Weights, quantised_as, scales_by_tensor, unpacked, weights  # noqa: E402
-from .rotations import (  # noqa: E402
-    Functions,
-    Rotation,
-    called,
-    is_rotation,
-    rotation_of,
-    rotations_in,
-    without_renaming,
-)
-from .text import (  # noqa: E402
+from .quantised import Weights, scales_by_tensor, unpacked, weights
+from .rotations import Functions, called, is_rotation, rotation_of, rotations_in, without_renaming
+from .text import (
     GRIDS,
     LongPast,
     changing_rope,
@@ -145,146 +127,3 @@ from .text import (  # noqa: E402
     step_modules,
     text_layers,
 )
-
-__all__ = [
-    "ASSISTANT",
-    "BATCHES",
-    "BESIDE_ATTENTION",
-    "CACHE",
-    "CACHES",
-    "CALL",
-    "CHUNKS_FROM_START",
-    "COMPILED",
-    "CUSTOM_LOOP",
-    "FORWARD",
-    "GENERATE",
-    "GRIDS",
-    "LOOP",
-    "OTHERS",
-    "PREPARE_CACHE",
-    "PREPARE_INPUTS",
-    "PROCESSORS",
-    "STOCK_EXPERTS",
-    "VERSION",
-    "Ahead",
-    "Cache",
-    "CacheLayerMixin",
-    "ContinuousBatchingConfig",
-    "Functions",
-    "GenerationConfig",
-    "GenerationMixin",
-    "Kind",
-    "LayerShape",
-    "LongPast",
-    "MaxLengthCriteria",
-    "MaxTimeCriteria",
-    "Norm",
-    "PreTrainedConfig",
-    "PreTrainedModel",
-    "PreTrainedTokenizerBase",
-    "Rotary",
-    "Rotation",
-    "Routing",
-    "Weights",
-    "WholeHeads",
-    "activation_name",
-    "activations",
-    "asks_for_experts",
-    "asks_for_weights",
-    "attention_names",
-    "bookkeeping",
-    "cache_in",
-    "called",
-    "causal_mask_function",
-    "changing_rope",
-    "check_version",
-    "chosen_on_device",
-    "collective_of",
-    "computes_part",
-    "decode_mask",
-    "dense_mask",
-    "device_of",
-    "drafts_from_hidden_states",
-    "expert_layout",
-    "expert_weights",
-    "experts_implementation",
-    "generates_by_another",
-    "generation_parameters",
-    "generator_of",
-    "has_sections",
-    "heads_of_ranks",
-    "inner_forward",
-    "is_attention",
-    "is_causal",
-    "is_divided",
-    "is_inert_hook",
-    "is_llamas_layer",
-    "is_llamas_mlp",
-    "is_phi3s_mlp",
-    "is_rotation",
-    "is_shard",
-    "is_shared",
-    "is_stage",
-    "is_stock",
-    "is_torchs",
-    "is_trusted",
-    "kv_heads_of_rank",
-    "late_stop_checks",
-    "layer_kinds",
-    "layer_shapes",
-    "load_config",
-    "load_model",
-    "load_tokenizer",
-    "local",
-    "local_kv_heads",
-    "locate",
-    "longropes_in",
-    "make_config",
-    "mask_pattern",
-    "model_on_meta",
-    "module_of",
-    "norm_of",
-    "num_ranks",
-    "other_code",
-    "overrides_generation",
-    "parts_of",
-    "quantised_as",
-    "random_model",
-    "register",
-    "register_experts",
-    "registered",
-    "rotary_buffers",
-    "rotation_of",
-    "rotations_in",
-    "routing",
-    "run_starts",
-    "run_text",
-    "runs_pattern",
-    "scales_by_tensor",
-    "set_attention",
-    "set_experts_implementation",
-    "set_text_attention",
-    "shared_random_model",
-    "sharer",
-    "silence",
-    "silus",
-    "spread_random_model",
-    "step_modules",
-    "stock",
-    "stock_attention",
-    "stock_experts",
-    "tensor_parallel_mesh",
-    "text_layers",
-    "tokens_given",
-    "unpacked",
-    "unset_parts",
-    "up_to_query",
-    "weights",
-    "why_not_captured",
-    "why_not_model",
-    "width_of_dropped_mask",
-    "with_collective",
-    "with_contiguous_ids",
-    "with_inner",
-    "without_renaming",
-]
