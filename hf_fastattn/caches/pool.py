@@ -68,12 +68,6 @@ class Pool:
         self.idle = [entry for entry in self.idle if entry not in drop]
         return None if chosen is None else chosen[1]
 
-    def return_storage(self, storage: Storage, rows: int) -> None:
-        with self.lock:
-            if not self.closed:
-                self.idle.append((storage.rows or rows, storage))
-                del self.idle[:-MAX_IDLE]
-
     @property
     def idle_bytes(self) -> int:
         """Bytes of K and V in the idle storages."""
@@ -100,7 +94,10 @@ class Pool:
 
 def _return_storage(owner: weakref.ref[Pool], storage: Storage, rows: int) -> None:
     if (pool := owner()) is not None:  # a cache may outlive the pool
-        pool.return_storage(storage, rows)
+        with pool.lock:
+            if not pool.closed:
+                pool.idle.append((storage.rows or rows, storage))
+                del pool.idle[:-MAX_IDLE]
 
 
 def references(storage: Storage) -> int:
