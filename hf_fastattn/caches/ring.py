@@ -32,12 +32,6 @@ from .contract import CHANGE_ROWS, CUT_SHORT, Storage
 from .layers import refuse_unless_fits
 
 
-class One(NamedTuple):
-    """The slots for one new token of each row: int64 (batch,)."""
-
-    slots: torch.Tensor
-
-
 class Many(NamedTuple):
     """The index tensors for several new tokens of each row.
 
@@ -95,12 +89,11 @@ class Ring(Storage):
             self._allocate(rows, device)
         self.uniform = self.uniform and pads is None
         if q_len == 1:
-            slots, spans = ring_step(self.counts, pads, self.window, self.sinks)
-            step.plan = One(slots)
+            step.plan, spans = ring_step(self.counts, pads, self.window, self.sinks)  # the slots, int64 (batch,)
         else:
             before = self.counts.clone()
             self.counts.add_(q_len if pads is None else q_len - pads)
-            step.plan, spans = self._many(before, self.counts, pads, q_len)
+            step.plan, spans = self._many(before, pads, q_len)
         step.q_len = q_len
         if step.mode == EAGER:
             self.advance(q_len)
@@ -111,13 +104,11 @@ class Ring(Storage):
         new = torch.arange(-q_len, 0, device=self.counts.device)
         return (self.counts[:, None] + new).clamp(min=0)
 
-    def _many(
-        self, before: torch.Tensor, after: torch.Tensor, pads: torch.Tensor | None, q_len: int
-    ) -> tuple[Many, torch.Tensor]:
+    def _many(self, before: torch.Tensor, pads: torch.Tensor | None, q_len: int) -> tuple[Many, torch.Tensor]:
         sinks, window = self.sinks, self.window
         held = min(self.seen, self.capacity)  # in the longest row
         kept = before.clamp(max=held)
-        before, after, first = before[:, None], after[:, None], (held - kept)[:, None]
+        before, after, first = before[:, None], self.counts[:, None], (held - kept)[:, None]
         dropped = before - kept[:, None]
         index = torch.arange(held, device=before.device) - first
         token = torch.where(index < sinks, index, index + dropped).clamp(min=0)
@@ -280,7 +271,7 @@ class RollingLayer(Buffered):
         refuse_gradient(key_states, value_states)
         keys, values = self.kv
         if step.q_len == 1:
-            append(KV(keys, values), key_states, value_states, step.plan.slots.to(self.device))
+            append(KV(keys, values), key_states, value_states, step.plan.to(self.device))
         else:
             keys, values = _extend(keys, key_states, step.plan), _extend(values, value_states, step.plan)
         step.written |= mine
