@@ -222,8 +222,6 @@ def _words(dtypes: set[torch.dtype]) -> str:
 def _shapes(model: ModelOrConfig) -> list[tuple[int, int, int]] | None:
     """(KV heads, width of a key, of a value) of each layer; None if the configuration has other fields for these."""
     config = config_of(model)
-    if (getattr(model, "tp_size", None) or 1) > 1:  # each process has some of the heads
-        return None
     usual = {"head_dim", "num_key_value_heads"}
     words = ("head_dim", "key_value_head", "kv_head", "value_dim", "multi_query", "lora_rank")
     if any(word in name for name in vars(config.get_text_config(decoder=True)) if name not in usual for word in words):
