@@ -11,9 +11,9 @@ import torch
 from ..attention import step as steps
 from ..attention.step import EAGER
 from ..hf import Kind
+from ..kernels.decode import reorder as kernel
 from .contract import Storage
 from .layers import SLACK, Layer, Track
-from .reorder import Tables, reorder
 
 
 class PreallocatedStorage(Storage):
@@ -32,7 +32,7 @@ class PreallocatedStorage(Storage):
         self.tracks = [*tracks.values()]
         self.layers = [self.make_layer(index, tracks[kind]) for index, kind in enumerate(kinds)]
         self.running: tuple[int, ...] = ()  # indices of the layers that decode graphs write
-        self.tables: Tables = {}
+        self.tables: dict[tuple[int, ...], torch.Tensor] = {}  # addresses of buffers, also as a tensor on their device
         self._own_tracks()
 
     def make_track(self, kind: Kind, capacity: int, growable: bool) -> Track:
@@ -88,7 +88,23 @@ class PreallocatedStorage(Storage):
             layer.reset()
 
     def reorder(self, index: torch.Tensor) -> None:
-        self.tables = reorder(self.layers, index, self.tables)
+        """Permute all buffers in place, in one launch: copies of each and back would take more launches and twice the traffic."""
+        groups: dict[tuple[Any, ...], list[torch.Tensor]] = {}
+        for layer in self.layers:
+            live = layer.slots
+            if live is None or layer.batch_size != len(index) or not all(map(kernel.fits, layer.buffers)):
+                layer.select(index)
+                continue
+            for buffer in layer.buffers if live else ():
+                kind = live, buffer.shape, buffer.stride(), buffer.dtype, buffer.device
+                groups.setdefault(kind, []).append(buffer)
+        old, self.tables = self.tables, {}
+        for (live, *_), buffers in groups.items():
+            addresses = tuple(buffer.data_ptr() for buffer in buffers)
+            table = old.get(addresses)
+            table = torch.tensor(addresses, device=buffers[0].device) if table is None else table
+            self.tables[addresses] = table
+            kernel.reorder(table, buffers[0], live, index.to(buffers[0].device))
 
     def select(self, indices: torch.Tensor) -> None:
         for layer in self.layers:
@@ -109,10 +125,9 @@ class PreallocatedStorage(Storage):
     def sync(self, device: torch.device, tokens: int = 1) -> None:
         for track in self.tracks:
             if not track.is_synced(device, tokens):
-                self._sync(device, tokens)
-                return
-
-    def _sync(self, device: torch.device, tokens: int) -> None:
+                break
+        else:
+            return
         self.check()
         seen = self.seen
         running = [layer for layer in self.layers if layer.seen == seen and layer.is_initialized]
