@@ -9,13 +9,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
-from transformers.masking_utils import (
-    and_masks,
-    bidirectional_mask_function,
-    causal_mask_function,
-    create_masks_for_generate,
-    sdpa_mask,
-)
+from transformers.masking_utils import and_masks, bidirectional_mask_function, causal_mask_function, sdpa_mask
 
 from .caches import CACHE, as_masked, check_window, has_window
 from .source import modeling_source
@@ -49,39 +43,25 @@ def mask_pattern(
     # Sliding layers pass their window as local_size. Chunked layers pass their chunk, which is another pattern.
     window = getattr(config, "sliding_window", None)
     if local_size is not None and local_size == window and local_size != getattr(config, "attention_chunk_size", None):
-        if torch.compiler.is_compiling():  # which cannot trace how the model's source is read
-            return True, local_size
-        if has_window(config):
+        if not torch.compiler.is_compiling():  # it cannot trace how the model's source is read
+            if not has_window(config):
+                return True, None  # which no layer reads (Qwen2-MoE requests it, and its window is 0)
             check_window(window)
-            return True, local_size
-        return True, None  # which no layer reads (Qwen2-MoE requests it, and its window is 0)
+        return True, local_size
     return None
 
 
-_BOTH_SIDES = {
-    "and_masks.<locals>.and_mask",
-    "sliding_window_bidirectional_overlay.<locals>.inner_mask",
-    "bidirectional_mask_function",
-}
+_AND = "and_masks.<locals>.and_mask"
+_BOTH_SIDES = {_AND, "sliding_window_bidirectional_overlay.<locals>.inner_mask", "bidirectional_mask_function"}
 
 # The parts of a causal mask in which each query sees the end of a run of keys: packed sequences, chunks, a window.
 _WINDOW = "sliding_window_overlay.<locals>.inner_mask"
 _CHUNKS = "chunked_overlay.<locals>.inner_mask"
-_RUNS = {
-    "and_masks.<locals>.and_mask",
-    _WINDOW,
-    "causal_mask_function",
-    "packed_sequence_mask_function.<locals>.inner_mask",
-    "remap_positions_for_packed_sequence.<locals>.inner_mask",
-    _CHUNKS,
-}
-
 # Functions that see no more than one of the functions that they consist of.
-_NARROWER = {"and_masks.<locals>.and_mask", "remap_positions_for_packed_sequence.<locals>.inner_mask"}
+_NARROWER = {_AND, "remap_positions_for_packed_sequence.<locals>.inner_mask"}
+_RUNS = {*_NARROWER, _WINDOW, "causal_mask_function", "packed_sequence_mask_function.<locals>.inner_mask", _CHUNKS}
 
-_AND_CODE = and_masks(
-    causal_mask_function
-).__code__  # in a compiled graph the code of a nested function can be read, not its name
+_AND_CODE = and_masks(causal_mask_function).__code__  # in a compiled graph a nested function has its code, and not its name
 
 
 def runs_pattern(
@@ -130,12 +110,18 @@ def _parts(mask_function: Callable[..., Any], known: set[str]) -> dict[str, list
     todo: list[Any] = [mask_function]
     while todo:
         function = todo.pop()
-        if getattr(function, "__module__", None) != masking_utils.__name__ or function.__qualname__ not in known:
+        if (held := _held(function, known)) is None:
             return {}
-        held = [cell.cell_contents for cell in function.__closure__ or ()]
         found[function.__qualname__] = held
         todo += _functions(held)
     return found
+
+
+def _held(function: Any, known: set[str]) -> list[Any] | None:
+    """What a mask function of Transformers holds, if it is one of these, else None."""
+    if getattr(function, "__module__", None) != masking_utils.__name__ or function.__qualname__ not in known:
+        return None
+    return [cell.cell_contents for cell in function.__closure__ or ()]
 
 
 def _functions(held: list[Any]) -> list[Any]:
@@ -145,12 +131,7 @@ def _functions(held: list[Any]) -> list[Any]:
 
 def is_causal(mask_function: Callable[..., Any]) -> bool:
     """Whether no query sees a later key, as far as the parts of the mask function say."""
-    if mask_function is causal_mask_function:
-        return True
-    if getattr(mask_function, "__module__", None) != masking_utils.__name__ or mask_function.__qualname__ not in _NARROWER:
-        return False
-    held = [cell.cell_contents for cell in mask_function.__closure__ or ()]
-    return any(map(is_causal, _functions(held)))
+    return mask_function is causal_mask_function or any(map(is_causal, _functions(_held(mask_function, _NARROWER) or [])))
 
 
 def up_to_query(mask_function: Callable[..., Any]) -> Callable[..., Any]:
@@ -179,7 +160,7 @@ def decode_mask(model: PreTrainedModel, inputs: dict[str, Any]) -> torch.Tensor 
     """
     ids = inputs["input_ids"]
     create: Callable[..., torch.Tensor | dict[str, torch.Tensor] | None]
-    create = getattr(model, "create_masks_for_generate", create_masks_for_generate)
+    create = getattr(model, "create_masks_for_generate", masking_utils.create_masks_for_generate)
     made = create(
         config=as_masked(model.config),
         inputs_embeds=ids.new_empty((*ids.shape, 0), dtype=model.dtype),
