@@ -113,14 +113,13 @@ def _state(module: torch.nn.Module) -> Attributes | None:
 def _recognise(
     cls: type[torch.nn.Module], forward: Callable[..., Any], eps: str, state: Attributes, has: tuple[bool, bool], size: int
 ) -> Norm | None:
-    def run(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, epsilon: float) -> torch.Tensor:
+    def run(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, epsilon: float) -> object:
         twin = cls.__new__(cls)
         torch.nn.Module.__init__(twin)
         for name, tensor in zip(_PARAMETERS, (weight, bias), strict=True):
             twin.register_parameter(name, None if tensor is None else torch.nn.Parameter(tensor, requires_grad=False))
         vars(twin).update({name: value for name, value in state if not callable(value)}, training=False, **{eps: epsilon})
-        out: torch.Tensor = forward(twin, x.clone())
-        return out
+        return forward(twin, x.clone())
 
     orders = [(late, one) for late, one in _ORDERS if (has[0] or not one) and (late or not has[1])]
     left = [
@@ -128,9 +127,9 @@ def _recognise(
     ]
     try:
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
-            for x, weight, bias, epsilon in _rows(size, *has):
-                out = run(x, weight, bias, epsilon)
-                left = [each for each in left if _equal(out, _compute(*each, x, weight, bias, epsilon))]
+            for row in _rows(size, *has):
+                out = run(*row)
+                left = [each for each in left if _equal(out, _compute(*each, row))]
     except Exception:  # anything that code of others may raise
         return None
     return left[0][0] if left else None
@@ -140,14 +139,8 @@ _ORDERS = ((False, ""), (True, ""), (True, "fp32"), (False, "rounded"), (True, "
 _ROOTS = (torch.rsqrt, lambda x: torch.pow(x, -0.5), lambda x: 1 / torch.sqrt(x))  # they differ in the last bit of float32
 
 
-def _compute(
-    norm: Norm,
-    root: Callable[[torch.Tensor], torch.Tensor],
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    epsilon: float,
-) -> torch.Tensor:
+def _compute(norm: Norm, root: Callable[[torch.Tensor], torch.Tensor], row: tuple[Any, ...]) -> torch.Tensor:
+    x, weight, bias, epsilon = row
     y = x.float()
     if norm.centred:
         y = y - y.mean(-1, keepdim=True)
