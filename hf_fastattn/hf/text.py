@@ -14,12 +14,9 @@ from .longrope import rope_types
 
 def set_text_attention(model: PreTrainedModel, name: str) -> None:
     """set_attn_implementation(name) only for the part that reads text; vision and audio towers keep their attention."""
-    model.set_attn_implementation({"": name, **{key: name for key in _text_keys(model.config)}})
-
-
-def _text_keys(config: PreTrainedConfig) -> list[str]:
-    text = config.get_text_config(decoder=True)
-    return [key for key in config.sub_configs if getattr(config, key, None) is text]
+    text = model.config.get_text_config(decoder=True)
+    parts = [key for key in model.config.sub_configs if getattr(model.config, key, None) is text]
+    model.set_attn_implementation({"": name, **{key: name for key in parts}})
 
 
 def text_layers(model: PreTrainedModel) -> tuple[PreTrainedModel, dict[torch.nn.Module, torch.nn.Module]]:
@@ -72,11 +69,8 @@ def rotary_buffers(model: PreTrainedModel, decoder: PreTrainedModel) -> list[tup
 
 def changing_rope(decoder: PreTrainedModel) -> str | None:
     """The rope_type of a rotary embedding in a decoder whose frequencies change with the length of the text, or None."""
-    for module in decoder.modules():
-        for kind in rope_types(module).values():
-            if kind in ("dynamic", "longrope"):
-                return str(kind)
-    return None
+    kinds = (kind for module in decoder.modules() for kind in rope_types(module).values())
+    return next((str(kind) for kind in kinds if kind in ("dynamic", "longrope")), None)
 
 
 GRIDS = ("image_grid_thw", "video_grid_thw", "pixel_values", "pixel_values_videos")  # inputs with positions in sections
