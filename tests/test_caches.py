@@ -249,7 +249,7 @@ UNREAD = {  # fields of the configuration from which Transformers makes caches, 
 def test_the_window_of_a_layer_is_that_of_its_mask(monkeypatch, name):
     model_type, own, windows = UNREAD[name]
     fake_graph.use(monkeypatch)
-    hf.caches._say_once.cache_clear()
+    hf.warn_once.cache_clear()
     model, inputs = tiny(model_type, "sdpa", **own), prompts("left_padding", "cpu", length=24)
     expected = generate(model, inputs, use_cache=False, max_new_tokens=8)
     with warnings.catch_warnings(record=True) as said:
@@ -292,7 +292,7 @@ def test_code_that_does_not_show_the_windows_of_layers(monkeypatch, source):
         "attribute": code.replace(choice, "mask_function = masking_utils.create_sliding_window_causal_mask  # layer_types"),
     }
     monkeypatch.setattr(hf.caches, "modeling_source", lambda config_class: other[source])
-    for function in (hf.caches._found_in, hf.caches._say_once):
+    for function in (hf.caches._found_in, hf.warn_once):
         function.cache_clear()
         monkeypatch.setattr(hf.caches, function.__name__, function.__wrapped__)
     expected = generate(model, inputs, use_cache=False, max_new_tokens=8)

@@ -93,7 +93,7 @@ def attention_forward(
         (query,) = _autocast(device_type, query)
     if dropped or of_graph:
         if query.is_cuda and query.dtype == torch.float32 and not compiling:
-            refuse.warn_once(
+            hf.warn_once(
                 f"attn_implementation={name!r} trains in float32, without tensor cores: several times slower than in bfloat16. "
                 "Load the model in bfloat16, or train under torch.autocast."
             )

@@ -9,7 +9,7 @@ import torch
 
 from .. import hf, streaming
 from ..kernels import spans
-from . import masks, packed, refuse
+from . import masks, packed
 from . import step as steps
 from .backend import get
 
@@ -54,7 +54,7 @@ def attention_mask(
         if made is not None:
             return made
         if kv_length > q_length and not compiling:
-            refuse.warn_once(
+            hf.warn_once(
                 f"attn_implementation={name!r} masks dropped tokens, but this cache keeps them and grows with the text. "
                 "hf_fastattn.patch() adds a cache that does not grow."
             )

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
-from functools import cache
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
 from .. import hf
+from ..hf import warn_once
 from ..kernels.spec import KV, is_plain
 from . import masks
 
@@ -61,11 +60,6 @@ def other_sizes(mask: masks.Mask, query: torch.Tensor, key: torch.Tensor) -> tup
             "rows with padding it says nothing about the padding."
         )
     return needed
-
-
-@cache
-def warn_once(message: str) -> None:
-    warnings.warn(message, stacklevel=4)
 
 
 def missing_mask(name: str, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor) -> None:

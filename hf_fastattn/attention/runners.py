@@ -9,7 +9,7 @@ import torch
 from .. import context_parallel, hf
 from ..kernels import reference
 from ..kernels.spec import Spec
-from . import masks, refuse
+from . import masks
 from . import step as steps
 from .backend import SPEC, Backend, calls, get
 
@@ -33,7 +33,7 @@ def attend(
     if not q.dtype == k.dtype == v.dtype:
         raise TypeError(f"q, k and v must share one dtype; got {q.dtype}, {k.dtype} and {v.dtype}. Cast them.")
     calls[f"{backend.name}.dense"] += 1
-    refuse.warn_once(
+    hf.warn_once(
         f"attn_implementation={backend.name!r} was given a mask that falls back to the dense path (a custom 4-D mask, packed "
         "sequences or chunked attention); it runs torch's masked attention, exact but slower."
     )
@@ -84,7 +84,7 @@ def stock(
         )
     if not torch.compiler.is_compiling():
         calls[f"{name}.stock"] += 1
-        refuse.warn_once(
+        hf.warn_once(
             f"attn_implementation={name!r} {lacks}: where it is needed, as in training, "
             f"{'the model' if eager else 'torch'}'s own {'eager' if eager else 'sdpa'} attention runs. For inference, use "
             "torch.no_grad() and model.eval()."

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import transformers
 
-from .version import check_version
+from .version import check_version, warn_once
 
 VERSION = transformers.__version__
 check_version(VERSION)

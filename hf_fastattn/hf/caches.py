@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import copy
 import re
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -15,7 +14,7 @@ from transformers import PreTrainedConfig, __version__
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from .source import modeling_source
-from .version import number_of
+from .version import number_of, warn_once
 
 OTHERS = "use a DynamicCache"
 CACHE = "cache" if number_of(__version__) >= (5, 24) else "past_key_values"  # the argument and the output of models
@@ -74,8 +73,7 @@ def layer_kinds(config: PreTrainedConfig) -> tuple[Kind, ...]:
     for field in sorted(unread):
         if (size := getattr(text, field, None)) is None:
             continue
-        reason = why_unknown_masks(config)
-        if reason is not None:
+        if (reason := why_unknown_masks(config)) is not None:
             said = f"{reason}. The caches of hf_fastattn keep all tokens, which is right under any mask but takes more memory."
         else:
             said = (
@@ -83,16 +81,13 @@ def layer_kinds(config: PreTrainedConfig) -> tuple[Kind, ...]:
                 "hf_fastattn keep all tokens, so that generate() returns what it returns with use_cache=False; Transformers' own "
                 f"caches drop tokens. Set {field} to None, and do not set layer_types."
             )
-        _say_once(said)
+        warn_once(said)
     own = getattr(text, "sliding_window", None) if SLIDING in types else None
-    found = [
-        Kind("window", each.get("sliding_window", own)) if now == SLIDING else Kind("full")
-        for now, each in zip(types, options, strict=False)
-    ]
-    for kind in found:
-        if kind.name == "window":
-            check_window(kind.window)
-    return tuple(found)
+    windows = [each.get("sliding_window", own) if now == SLIDING else None for now, each in zip(types, options, strict=False)]
+    for now, window in zip(types, windows, strict=True):
+        if now == SLIDING:
+            check_window(window)
+    return tuple(Kind("full") if window is None else Kind("window", window) for window in windows)
 
 
 def check_window(window: object) -> None:
@@ -200,13 +195,6 @@ def _source_of_masks(config_class: type) -> str:
 
 
 @cache
-def _say_once(message: str) -> None:
-    warnings.warn(message, stacklevel=4)
-
-
-@cache
 def _adds_layers(config_class: type) -> bool:
-    return (
-        re.search(r"(?m)^[^#\n]*\b(cache|past_key_values)\.layers( \+=|\.append|\.extend)", modeling_source(config_class))
-        is not None
-    )
+    adds = re.compile(r"(?m)^[^#\n]*\b(cache|past_key_values)\.layers( \+=|\.append|\.extend)")
+    return adds.search(modeling_source(config_class)) is not None
