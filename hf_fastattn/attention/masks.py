@@ -60,8 +60,8 @@ class Mask(torch.Tensor):
         """The dense mask: bool (batch, 1, q_len, kv_len), True where attended."""
         raise NotImplementedError
 
-    def part(self, dim: int, start: int, stop: int) -> Mask:
-        """Rows [start, stop) of the batch (dim 0), or queries [start, stop) of every row (dim 2)."""
+    def queries(self, start: int, stop: int) -> Mask:
+        """Queries [start, stop) of every row."""
         raise NotImplementedError
 
     def around(self, content: torch.Tensor, batch: int | None = None) -> Mask:
@@ -110,9 +110,7 @@ class SpansMask(Mask):
         _, q_len, kv_len = self.sizes
         return reference.visible(q_len, kv_len, self.device, self.content, False, None)[:, None]
 
-    def part(self, dim: int, start: int, stop: int) -> Mask:
-        if dim == 0:
-            return self.around(self.content[start:stop], stop - start)
+    def queries(self, start: int, stop: int) -> Mask:
         batch, _, kv_len = self.sizes
         rows = self.content[:1] if self.content.stride(0) == 0 else self.content  # a uniform batch stays uniform
         rows = rows.clone()
@@ -123,9 +121,7 @@ class SpansMask(Mask):
 class RunsMask(SpansMask):
     """content: spans of the second form, with an interval for each query, for example for sequences packed into one row."""
 
-    def part(self, dim: int, start: int, stop: int) -> Mask:
-        if dim == 0:
-            return self.around(self.content[start:stop], stop - start)
+    def queries(self, start: int, stop: int) -> Mask:
         batch, _, kv_len = self.sizes
         rows = torch.cat([self.content[..., : spans.WORDS], self.content[..., spans.WORDS + start : spans.WORDS + stop]], -1)
         rows[..., spans.Q_START] += start
@@ -146,14 +142,12 @@ class PlainMask(Mask):
         batch, q_len, kv_len = self.sizes
         return reference.visible(q_len, kv_len, self.device, None, True, None)[:, None].expand(batch, -1, -1, -1)
 
-    def part(self, dim: int, start: int, stop: int) -> Mask:
-        if dim == 0:
-            return self.around(self.content, stop - start)
+    def queries(self, start: int, stop: int) -> Mask:
         batch, q_len, kv_len = self.sizes
         if stop == q_len:
             return PlainMask(self.content, (batch, stop - start, kv_len), self.made_for)
         written = spans.build_spans(batch, q_len, kv_len, self.device, q_offset=kv_len - q_len)
-        return SpansMask(written, self.sizes, self.made_for).part(dim, start, stop)
+        return SpansMask(written, self.sizes, self.made_for).queries(start, stop)
 
 
 class DenseMask(Mask):
@@ -162,9 +156,8 @@ class DenseMask(Mask):
     def dense(self) -> torch.Tensor:
         return self.content
 
-    def part(self, dim: int, start: int, stop: int) -> Mask:
-        content = self.content.narrow(dim, start, stop - start)
-        return DenseMask(content, (content.shape[0], content.shape[2], content.shape[3]), self.made_for)
+    def queries(self, start: int, stop: int) -> Mask:
+        return of_bools(self.content[:, :, start:stop], self.made_for)
 
 
 class RepeatedMask(DenseMask):
@@ -235,4 +228,6 @@ def _cut(mask: Mask, dim: int = 0, start: int | None = None, stop: int | None = 
     start, stop, step = slice(start, stop, step).indices(size)
     if (start, stop, step) == (0, size, 1):
         return mask.around(mask.content)
-    return mask.part(dim % 4, start, stop) if dim % 4 in (0, 2) and step == 1 and start < stop else None
+    if dim % 4 not in (0, 2) or step != 1 or start >= stop:
+        return None
+    return mask.around(mask.content[start:stop], stop - start) if dim % 4 == 0 else mask.queries(start, stop)
