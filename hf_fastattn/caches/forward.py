@@ -50,14 +50,12 @@ def add_hooks(model: hf.PreTrainedModel) -> None:
 def remove_hooks(model: hf.PreTrainedModel) -> None:
     """Remove the hooks, also on a copy of the model."""
     for module in {model, model.base_model}:
-        for hooks, of_keys in (
-            (module._forward_pre_hooks, (module._forward_pre_hooks_with_kwargs,)),
-            (module._forward_hooks, (module._forward_hooks_with_kwargs, module._forward_hooks_always_called)),
-        ):
+        options = module._forward_pre_hooks_with_kwargs, module._forward_hooks_with_kwargs, module._forward_hooks_always_called
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key in [key for key, hook in hooks.items() if is_ours(hook)]:
                 del hooks[key]
-                for keys in of_keys:
-                    keys.pop(key, None)
+                for of_keys in options:  # a key is that of one hook
+                    of_keys.pop(key, None)
 
 
 def has_hooks(model: torch.nn.Module) -> bool:
