@@ -13,9 +13,6 @@ except in a model that runs a subset of its layers.
 A sliding layer keeps its last tokens in order, in a buffer slightly larger than its window. A token is one write. When the buffer
 is full, the window moves to its front, once every SLACK tokens. The slots therefore stay in order of position, and padding, holes
 and cropping work as in a full layer. In a ring buffer they would not.
-
-Deleting a cache frees its memory at once: a storage owns its layers, a layer refers to its track, and a track refers weakly to
-its layers and to the pool that can free memory.
 """
 
 from __future__ import annotations
@@ -181,8 +178,7 @@ class Layer(Replaceable):
 
     def clear(self) -> None:
         """Discard the tokens and the buffers."""
-        self.pending = None
-        self.seen = self.base = 0
+        self.reset()
         super().clear()
 
     @property
@@ -350,8 +346,3 @@ class Layer(Replaceable):
                 f"after removing {tokens} its window would begin before them. Remove at most {KEEP} at a time."
             )
         return None
-
-    def remove_last(self, tokens: int) -> None:
-        """Remove the last `tokens` tokens, or all if there are fewer. why_not_crop() must have returned None."""
-        self.seen = max(0, self.seen - tokens)
-        self.track.stale = True

@@ -115,7 +115,8 @@ class PreallocatedStorage(Storage):
             if reason := layer.why_not_crop(tokens):
                 raise ValueError(reason)
         for layer in self.layers:
-            layer.remove_last(tokens)
+            layer.seen = max(0, layer.seen - tokens)
+            layer.track.stale = True
 
     @property
     def variant(self) -> tuple[int, ...]:
