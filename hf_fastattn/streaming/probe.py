@@ -12,7 +12,7 @@ from .. import hf
 from .recognise import States
 
 NEAR = (0, 1, 2, 3, 5, 7, 13)  # positions that every model supports
-INV_FREQ = "_hf_fastattn_inv_freq"  # attribute of an attention module; during the probe a list to which rotation() appends
+ROTATION = "_hf_fastattn_rotation"  # attribute of an attention module; during the probe a list to which rotation() appends
 _MISSING = object()
 
 Layers = dict[torch.nn.Module, torch.nn.Module]  # the layers of a decoder by their self-attention modules
@@ -71,12 +71,12 @@ def _run_layers(
             states = states.to(hidden_states.device, hidden_states.dtype)
             for module in (module for module, around in layers.items() if around is layer):
                 found: list[States] = []
-                vars(module)[INV_FREQ] = found
+                vars(module)[ROTATION] = found
                 try:
                     with _norms(module, change), contextlib.suppress(Seen):
                         forward(states, *args, **kwargs)
                 finally:
-                    del vars(module)[INV_FREQ]
+                    del vars(module)[ROTATION]
                 if found:
                     query, key = found[0]
                     seen[module] = States(query, key if past is None else key.flip(2))
