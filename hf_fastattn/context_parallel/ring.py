@@ -7,9 +7,6 @@ received. The results of the turns are merged. Three orders share the tokens out
               one of them. As all wait for the slowest, half of the time is lost
     zigzag    the tokens are 2 * ranks chunks, and rank r has chunks r and 2 * ranks - 1 - r: equal work in all turns
     striped   rank r has tokens r, r + ranks, r + 2 * ranks, ...: equal work up to one token
-
-Sources: Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context" (2023); Brandon et al., "Striped
-Attention" (2023); for zigzag Dubey et al., "The Llama 3 Herd of Models" (2024), section 3.3.2.
 """
 
 from __future__ import annotations
@@ -122,8 +119,8 @@ def ring_attention(
     Raises ValueError if they differ, ValueError or TypeError for arguments that no kernel supports and for a window without
     causal, and RuntimeError for tensors that require gradients. If one rank raises for its arguments, all of them do.
 
-    Sources: Liu et al., "Ring Attention" (2023); Brandon et al., "Striped Attention" (2023); zigzag: Dubey et al. (2024), section
-    3.3.2.
+    Sources: Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context" (2023); Brandon et al., "Striped
+    Attention" (2023); for zigzag Dubey et al., "The Llama 3 Herd of Models" (2024), section 3.3.2.
     """
     error, alone = None, not dist.is_initialized() or (q.is_cuda and torch.cuda.is_current_stream_capturing())
     mine: list[float] = []
@@ -138,10 +135,14 @@ def ring_attention(
         mine += [0 if sinks is None or alone else zlib.crc32(sinks.float().cpu().numpy().tobytes())]
     except Exception as found:
         error, mine = found, [_REFUSED] * len(_COMPARED)  # the other ranks wait for this one
-    of_all = [] if alone else _gather(mine, q.device, group)
+    every: list[torch.Tensor] = []  # the numbers of all ranks
+    if not alone:
+        own = torch.tensor(mine, dtype=torch.float64, device=q.device)
+        every = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(every, own, group=group)
     if error is not None:
         raise error
-    _compare(of_all)
+    _compare([each.tolist() for each in every])
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     out = torch.zeros(*q.shape[:3], v.shape[3], dtype=torch.float32, device=q.device)
     lse = torch.full(q.shape[:3], float("-inf"), device=q.device)
@@ -196,14 +197,6 @@ def _pass_on(held: torch.Tensor, group: Any, rank: int, ranks: int) -> tuple[tor
     return incoming, dist.batch_isend_irecv([send, receive])
 
 
-def _gather(mine: list[float], device: torch.device, group: Any) -> list[list[float]]:
-    """The numbers of all ranks."""
-    own = torch.tensor(mine, dtype=torch.float64, device=device)
-    every = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(every, own, group=group)
-    return torch.stack(every).tolist()
-
-
 def _compare(found: list[list[float]]) -> None:
     """Raise ValueError if one of the ranks has other arguments than the others."""
     for rank, theirs in enumerate(found):
@@ -218,19 +211,10 @@ def _compare(found: list[list[float]]) -> None:
                 )
 
 
-def _check(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    order: Order,
-    causal: bool,
-    window: int | None,
-    sink_logits: torch.Tensor | None,
-) -> None:
+def _check(q: Any, k: Any, v: Any, order: Order, causal: bool, window: int | None, sink_logits: torch.Tensor | None) -> None:
     if not q.dim() == k.dim() == v.dim() == 4:
-        raise ValueError(
-            f"q, k and v must be 4-D, (batch, heads, tokens, head_dim); got {q.dim()}-D, {k.dim()}-D and {v.dim()}-D."
-        )
+        dims = f"{q.dim()}-D, {k.dim()}-D and {v.dim()}-D"
+        raise ValueError(f"q, k and v must be 4-D, (batch, heads, tokens, head_dim); got {dims}.")
     if q.shape[2] != k.shape[2] or k.shape[:3] != v.shape[:3]:
         raise ValueError(
             f"Every rank attends with as many queries as it has keys; got {q.shape[2]} queries, K {tuple(k.shape)} and V "

@@ -158,9 +158,7 @@ class Share(torch.Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # all arrive at __torch_dispatch__
 
-    def __new__(
-        cls, buffer: torch.Tensor, shape: Sequence[int], shares: Shares, layer: int, plan: Plan, new_tokens: New
-    ) -> Share:
+    def __new__(cls, buffer: torch.Tensor, shape: Sequence[int], *_: Any) -> Share:
         return torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=buffer.dtype, device=buffer.device)
 
     def __init__(self, buffer: torch.Tensor, shape: Sequence[int], shares: Shares, layer: int, plan: Plan, new_tokens: New):
