@@ -177,7 +177,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.ranks"
     creators = {
         "shared": lambda: hf.shared_random_model(model_type, dtype, group.size, **config),
         "one": lambda: hf.random_model(model_type, dtype, device, **config),
-        "device_map": lambda: hf.spread_random_model(model_type, dtype, **config),
+        "device_map": lambda: hf.shared_random_model(model_type, dtype, None, **config),
     }
     for kind, names in MODELS:
         create = creators[kind] if kind == "shared" or group.first else None

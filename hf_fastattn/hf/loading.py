@@ -32,21 +32,15 @@ def random_model(model_type: str, dtype: torch.dtype, device: torch.device, **co
     return model
 
 
-def shared_random_model(model_type: str, dtype: torch.dtype, ranks: int, **config: Any) -> PreTrainedModel:
-    """A causal language model with random weights, of which each of so many ranks creates its share (tensor parallelism)."""
-    return _without_checkpoint(model_type, config, dtype=dtype, distributed_config=DistributedConfig(tp_size=ranks))
+def shared_random_model(model_type: str, dtype: torch.dtype, ranks: int | None, **config: Any) -> PreTrainedModel:
+    """A causal language model with random weights, of which each of so many ranks creates its share (tensor parallelism).
 
-
-def spread_random_model(model_type: str, dtype: torch.dtype, **config: Any) -> PreTrainedModel:
-    """A causal language model with random weights, its layers on all GPUs as accelerate places them (`device_map="auto"`)."""
-    return _without_checkpoint(model_type, config, dtype=dtype, device_map="auto")
-
-
-def _without_checkpoint(model_type: str, config: dict[str, Any], **options: Any) -> PreTrainedModel:
-    """from_pretrained() of a checkpoint without weights, which are then random. options: its further arguments."""
+    ranks: None for one process, with the layers on all GPUs as accelerate places them (`device_map="auto"`).
+    """
+    how: dict[str, Any] = {"device_map": "auto"} if ranks is None else {"distributed_config": DistributedConfig(tp_size=ranks)}
     made = AutoConfig.for_model(model_type, **config)
     cls: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(made)]
-    model: PreTrainedModel = cls.from_pretrained(None, config=made, state_dict={}, **options)
+    model: PreTrainedModel = cls.from_pretrained(None, config=made, state_dict={}, dtype=dtype, **how)
     model.eval()
     return model
 
