@@ -88,7 +88,7 @@ def read(path: str | Path, kinds: Sequence[hf.Kind], model: ModelOrConfig) -> tu
             _check_meta(path, meta, model)
             file.seek(0)
             tensors = load(file.read())
-        except (SafetensorError, _NotComplete) as error:
+        except (SafetensorError, EOFError) as error:
             raise ValueError(f"{path} is not a complete safetensors file: {error}. Compute it again.") from error
         after = os.fstat(file.fileno())
     if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
@@ -110,10 +110,6 @@ def read(path: str | Path, kinds: Sequence[hf.Kind], model: ModelOrConfig) -> tu
     return seen, [(tensors[keys], tensors[values]) for keys, values in zip(names[::2], names[1::2], strict=True)]
 
 
-class _NotComplete(Exception):
-    pass
-
-
 def _refuse_special(path: str | Path) -> None:
     """Raise ValueError for a FIFO, which would block, a device or a socket. It is not opened."""
     if Path(path).exists() and not Path(path).is_file():
@@ -126,7 +122,7 @@ def _metadata(file: BinaryIO) -> dict[str, str]:
     try:
         header = json.loads(file.read(min(length, _MOST)))
     except (ValueError, RecursionError) as error:
-        raise _NotComplete("its header is no JSON") from error
+        raise EOFError("its header is no JSON") from error
     found = header.get("__metadata__") if isinstance(header, dict) else None
     return found if isinstance(found, dict) else {}
 
