@@ -43,13 +43,13 @@ def attention_mask(
             mask_function, allow_is_bidirectional_skip = hf.up_to_query(mask_function), False  # later slots are empty
         elif q_length > 1:
             steps.note_later_tokens(config)
-    pattern = hf.mask_pattern(
-        mask_function, config, q_length, local_size, use_vmap, allow_is_causal_skip, allow_is_bidirectional_skip
-    )
+    flags = use_vmap, allow_is_causal_skip, allow_is_bidirectional_skip
+    pattern = hf.mask_pattern(mask_function, config, q_length, local_size, flags)
+    sizes, at = (batch_size, q_length, kv_length), torch.device(device)
     model = "This model" if config is None else type(config).__name__.removesuffix("Config")
     made_for = name, model
     if backend.streaming:
-        made = steps.mask_for((batch_size, q_length, kv_length), q_offset)
+        made = steps.mask_for(sizes, q_offset)
         streaming.check_mask(name, config, pattern, made is not None)
         if made is not None:
             return made
@@ -58,13 +58,10 @@ def attention_mask(
                 f"attn_implementation={name!r} masks dropped tokens, but this cache keeps them and grows with the text. "
                 "hf_fastattn.patch() adds a cache that does not grow."
             )
-    runs = None
     if pattern is None and backend.packed and attention_mask is None and kv_length == q_length > 1:
         at_start = not isinstance(q_offset, torch.Tensor) and q_offset == kv_offset == 0
-        flags = use_vmap, allow_is_causal_skip, allow_is_bidirectional_skip
-        runs = hf.runs_pattern(mask_function, config, local_size, *flags) if at_start else None
-    if runs is not None:
-        return packed.of_runs(mask_function, runs[0], (batch_size, q_length, kv_length), device, made_for, runs[1])
+        if at_start and (runs := hf.runs_pattern(mask_function, config, local_size, flags)) is not None:
+            return packed.of_runs(mask_function, runs, sizes, device, made_for)
     if pattern is None:
         mask = hf.dense_mask(
             batch_size=batch_size,
@@ -82,7 +79,6 @@ def attention_mask(
         )
         return masks.of_bools(mask, made_for)
     causal, window = pattern
-    sizes, at = (batch_size, q_length, kv_length), torch.device(device)
     on_device = q_offset if isinstance(q_offset, torch.Tensor) else None
     plain = causal and allow_is_causal_skip and (window is None or kv_length <= window) and attention_mask is None
     if plain and on_device is None and not compiling and q_offset + q_length == kv_length + kv_offset:

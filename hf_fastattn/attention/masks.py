@@ -11,6 +11,9 @@ from torch._ops import OpOverload
 
 from ..kernels import reference, spans
 
+Sizes = tuple[int, int, int]  # batch, q_len, kv_len
+Names = tuple[str, str]  # of the backend and the model, for messages
+
 
 class Mask(torch.Tensor):
     """The result of the mask function. For the model it is a bool mask (batch, 1, q_len, kv_len), True where attended.
@@ -19,20 +22,18 @@ class Mask(torch.Tensor):
     raises ValueError, with the reason: a model that adds its mask to its own scores cannot run a registered attention function,
     and the mask would silently have another meaning there.
 
-    content: the data, see the subclasses. made_for: (backend, model), the names for messages. chunk_size: the size of its
-    chunks, counted from the beginning of the row; in packed sequences (`packed`) they restart.
+    content: the data, see the subclasses. chunk_size: the size of its chunks, counted from the beginning of the row; in packed
+    sequences (`packed`) they restart.
     """
 
     # All operations arrive at __torch_dispatch__.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-    def __new__(cls, content: torch.Tensor, sizes: tuple[int, int, int], *_: Any) -> Self:
+    def __new__(cls, content: torch.Tensor, sizes: Sizes, *_: Any) -> Self:
         batch, q_len, kv_len = sizes
         return torch.Tensor._make_wrapper_subclass(cls, (batch, 1, q_len, kv_len), dtype=torch.bool, device=content.device)
 
-    def __init__(
-        self, content: torch.Tensor, sizes: tuple[int, int, int], made_for: tuple[str, str], chunk_size: int | None = None
-    ):
+    def __init__(self, content: torch.Tensor, sizes: Sizes, made_for: Names, chunk_size: int | None = None):
         self.content = content
         self.sizes = sizes  # without the 1; attention compares them at every layer
         self.made_for = made_for
@@ -170,8 +171,8 @@ class RepeatedMask(DenseMask):
         return torch.Tensor._make_wrapper_subclass(cls, content.shape, dtype=torch.bool, device=content.device)
 
 
-def plain(sizes: tuple[int, int, int], device: torch.device | str, made_for: tuple[str, str]) -> PlainMask:
-    """The mask of lower-right causal attention; sizes: (batch, q_len, kv_len)."""
+def plain(sizes: Sizes, device: torch.device | str, made_for: Names) -> PlainMask:
+    """The mask of lower-right causal attention."""
     return PlainMask(_nothing(device), sizes, made_for)
 
 
@@ -181,25 +182,23 @@ def _nothing(device: torch.device | str) -> torch.Tensor:
         return torch.empty(0, dtype=torch.int32, device=device)
 
 
-def of_spans(ints: torch.Tensor, sizes: tuple[int, int, int], made_for: tuple[str, str]) -> SpansMask:
-    """The mask that these spans describe; sizes: (batch, q_len, kv_len)."""
+def of_spans(ints: torch.Tensor, sizes: Sizes, made_for: Names) -> SpansMask:
+    """The mask that these spans describe."""
     return SpansMask(ints, sizes, made_for)
 
 
-def of_runs(
-    ints: torch.Tensor, sizes: tuple[int, int, int], made_for: tuple[str, str], chunk_size: int | None = None
-) -> RunsMask:
+def of_runs(ints: torch.Tensor, sizes: Sizes, made_for: Names, chunk_size: int | None = None) -> RunsMask:
     """The same, where they have an interval for each query."""
     return RunsMask(ints, sizes, made_for, chunk_size)
 
 
-def of_bools(mask: torch.Tensor, made_for: tuple[str, str]) -> DenseMask:
+def of_bools(mask: torch.Tensor, made_for: Names) -> DenseMask:
     """The mask with these entries, bool (batch, 1, q_len, kv_len)."""
     return DenseMask(mask, (mask.shape[0], mask.shape[2], mask.shape[3]), made_for)
 
 
-def broadcast(mask: Mask, sizes: tuple[int, int, int]) -> Mask:
-    """The mask for more rows, queries or keys where it has one, as in torch's sdpa; sizes: (batch, q_len, kv_len)."""
+def broadcast(mask: Mask, sizes: Sizes) -> Mask:
+    """The mask for more rows, queries or keys where it has one, as in torch's sdpa."""
     batch, q_len, kv_len = sizes
     entries = mask.dense().expand(batch, -1, q_len, kv_len)
     if q_len > 1:

@@ -18,17 +18,10 @@ from .backend import Backend
 
 
 def of_runs(
-    mask_function: Callable[..., Any],
-    window: int | None,
-    sizes: tuple[int, int, int],
-    device: torch.device | str,
-    made_for: tuple[str, str],
-    chunk: int | None,
+    mask_function: Callable[..., Any], runs: hf.Runs, sizes: masks.Sizes, device: torch.device | str, made_for: masks.Names
 ) -> masks.Mask:
-    """The mask for a pattern of `hf.runs_pattern`. sizes: (batch, q_len, kv_len), with q_len == kv_len.
-
-    chunk: the size of its chunks if they are counted from the beginning of the row.
-    """
+    """The mask for a pattern of `hf.runs_pattern`. sizes: with q_len == kv_len."""
+    window, chunk = runs
     first = hf.run_starts(mask_function, sizes[0], sizes[1], device)
     rows = torch.ops.hf_fastattn.intervals(None, *spans.segments(first), sizes[2], window)
     return masks.of_runs(rows, sizes, made_for, chunk)

@@ -13,7 +13,7 @@ from ..kernels.spec import KV, is_plain
 from . import masks
 
 
-def sizes_of(mask: masks.Mask) -> tuple[int, int, int]:
+def sizes_of(mask: masks.Mask) -> masks.Sizes:
     return mask.shape[0], mask.shape[-2], mask.shape[-1]
 
 
@@ -44,7 +44,7 @@ def transforms(*tensors: torch.Tensor | None) -> None:
         )
 
 
-def other_sizes(mask: masks.Mask, query: torch.Tensor, key: torch.Tensor) -> tuple[int, int, int]:
+def other_sizes(mask: masks.Mask, query: torch.Tensor, key: torch.Tensor) -> masks.Sizes:
     """The sizes of attention, (batch, q_len, kv_len). Raises ValueError if torch's sdpa does not broadcast the mask to them."""
     name, model = mask.made_for
     sizes, needed = sizes_of(mask), (query.shape[0], query.shape[2], key.shape[2])

@@ -94,10 +94,10 @@ from .loading import model_on_meta as model_on_meta
 from .loading import random_model as random_model
 from .loading import shared_random_model as shared_random_model
 from .loading import silence as silence
-from .loading import spread_random_model as spread_random_model
 from .longrope import Rotary as Rotary
 from .longrope import chosen_on_device as chosen_on_device
 from .longrope import longropes_in as longropes_in
+from .masks import Runs as Runs
 from .masks import decode_mask as decode_mask
 from .masks import dense_mask as dense_mask
 from .masks import is_causal as is_causal

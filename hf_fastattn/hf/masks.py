@@ -14,21 +14,19 @@ from transformers.masking_utils import and_masks, bidirectional_mask_function, c
 from .caches import CACHE, as_masked, check_window, has_window
 from .source import modeling_source
 
+Flags = tuple[bool, bool, bool]  # of a mask function: use_vmap, allow_is_causal_skip, allow_is_bidirectional_skip
+Runs = tuple[int | None, int | None]  # the window, and the chunk that is counted from the beginning of the row
+
 
 def mask_pattern(
-    mask_function: Callable[..., bool],
-    config: PreTrainedConfig | None,
-    q_length: int,
-    local_size: int | None,
-    use_vmap: bool,
-    causal_skip: bool,
-    bidirectional_skip: bool,
+    mask_function: Callable[..., bool], config: PreTrainedConfig | None, q_length: int, local_size: int | None, flags: Flags
 ) -> tuple[bool, int | None] | None:
     """(causal, window) if Transformers requests a plain pattern that spans can express, else None.
 
     Overlays (packed sequences, image blocks, user masks) set use_vmap or clear their skip flag. The flag is also cleared for a
     single decoded token with a compileable cache, for which an overlay has no effect.
     """
+    use_vmap, causal_skip, bidirectional_skip = flags
     if use_vmap:
         return None
     if mask_function is bidirectional_mask_function:
@@ -65,18 +63,14 @@ _AND_CODE = and_masks(causal_mask_function).__code__  # in a compiled graph a ne
 
 
 def runs_pattern(
-    mask_function: Callable[..., bool],
-    config: PreTrainedConfig | None,
-    local_size: int | None,
-    use_vmap: bool,
-    causal_skip: bool,
-    bidirectional_skip: bool,
-) -> tuple[int | None, int | None] | None:
+    mask_function: Callable[..., bool], config: PreTrainedConfig | None, local_size: int | None, flags: Flags
+) -> Runs | None:
     """(window, chunk) if each query sees the keys of its run up to its own (packed sequences, chunks); else None.
 
     The parts of the mask function decide. In a compiled graph they cannot be read: the function's code and the flags for packed
     sequences decide, and models whose masks may have blocks in which tokens see later ones (images, prefixes) get a dense mask.
     """
+    use_vmap, causal_skip, bidirectional_skip = flags
     if use_vmap or bidirectional_skip or getattr(mask_function, "__code__", None) is not _AND_CODE:
         return None
     if torch.compiler.is_compiling():
