@@ -113,16 +113,9 @@ def _without_autocast(device_type: str) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-def _forward(
-    backend: Backend,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    spans: torch.Tensor | None,
-    sink_logits: torch.Tensor | None,
-    seed: torch.Tensor | None,
-    spec: Spec,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward(backend: Backend, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse). inputs: the op's arguments after the name, with `spec` as one."""
+    q, k, v, spans, sink_logits, seed, spec = inputs
     given = {"sink_logits": sink_logits} | ({} if seed is None else {"seed": seed})
     with torch.no_grad(), _without_autocast(q.device.type):
         return backend.forward(q, KV(k, v), spec, spans, **given)
