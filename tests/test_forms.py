@@ -333,7 +333,7 @@ def test_a_form_without_store_takes_no_tokens(device):
 def test_shares_over_ranks_are_plain():
     share = torch.Tensor._make_wrapper_subclass(context_parallel.Share, (1, 1, 1, 1))
     with pytest.raises(ValueError, match="Shares of K and V are plain tensors, and these have the form 'negated V'"):
-        context_parallel.over_shares(reference.attention)(torch.zeros(1, 1, 1, 1), KV(share, share, NEGATED))
+        context_parallel.over_shares(reference.attention)(torch.zeros(1, 1, 1, 1), KV(share, share, NEGATED), Spec())
 
 
 @pytest.mark.skipif(not HAS_TRITON or INTERPRETED, reason="interpreted functions are not compiled")

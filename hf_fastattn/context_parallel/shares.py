@@ -201,7 +201,7 @@ def over_shares(kernel: Callable[..., Result]) -> Callable[..., Result]:
     def attention(
         q: torch.Tensor,
         kv: KV,
-        spec: Spec = Spec(),  # noqa: B008 (a tuple)
+        spec: Spec,
         spans: torch.Tensor | None = None,
         *,
         sink_logits: torch.Tensor | None = None,
