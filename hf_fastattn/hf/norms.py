@@ -141,7 +141,7 @@ _ROOTS = (torch.rsqrt, lambda x: torch.pow(x, -0.5), lambda x: 1 / torch.sqrt(x)
 
 def _compute(norm: Norm, root: Callable[[torch.Tensor], torch.Tensor], row: tuple[Any, ...]) -> torch.Tensor:
     x, weight, bias, epsilon = row
-    y = x.float()
+    y: torch.Tensor = x.float()
     if norm.centred:
         y = y - y.mean(-1, keepdim=True)
     y = y * root(y.pow(2).mean(-1, keepdim=True) + epsilon)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 
@@ -31,7 +30,7 @@ def rotation(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor) ->
 
     Raises ValueError for a module that examine() has not examined.
     """
-    found: Any = getattr(module, ROTATION, None)
+    found: KernelRotation | list[States] | None = getattr(module, ROTATION, None)
     if found is None:
         raise _NotExamined(
             f"A streaming backend must know how {type(module).__name__} rotates its queries and keys. "
