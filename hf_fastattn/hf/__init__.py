@@ -150,3 +150,6 @@ from .text import run_text as run_text
 from .text import set_text_attention as set_text_attention
 from .text import step_modules as step_modules
 from .text import text_layers as text_layers
+
+if not TYPE_CHECKING:  # type checkers read the imports
+    __all__ = [name for name in dir() if not name.startswith("_")]
