@@ -8,6 +8,8 @@ import torch
 
 from ..hf import CacheLayerMixin
 
+Pair = tuple[torch.Tensor, torch.Tensor]  # K and V
+
 
 def _live(index: int) -> Any:
     """A property: the live tokens of K (index 0) or V (1)."""
@@ -59,12 +61,12 @@ class Buffered(CacheLayerMixin):
         """What the buffers hold of K and V (batch, num_kv_heads, tokens, head_dim): (batch, heads, tokens, width) each."""
         return keys, values
 
-    def split(self, *held: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def split(self, *held: torch.Tensor) -> Pair:
         """The reverse of joined(): K and V, as views of what the buffers hold."""
         return held[0], held[1]
 
     @property
-    def kv(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def kv(self) -> Pair:
         """K and V in all slots, as views of the buffers."""
         return self.split(*self.buffers)
 

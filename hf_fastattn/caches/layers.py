@@ -29,7 +29,7 @@ from ..attention.step import CAPTURED, CAPTURED_WITH_MASK, EAGER, Step
 from ..hf import Kind
 from ..kernels.decode.append import append
 from ..kernels.spec import KV, bytes_per_token
-from .buffers import describe, layout, reallocated, refuse_gradient, slide
+from .buffers import Pair, describe, layout, reallocated, refuse_gradient, slide
 from .contract import CHANGE_ROWS, Storage
 from .replaced import Replaceable
 
@@ -213,9 +213,7 @@ class Layer(Replaceable):
         for index in range(len(self.buffers)):
             self.buffers[index] = reallocated(self.buffers[index], self.slots, capacity, self.device)
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object) -> Pair:
         """Append K and V (batch, num_kv_heads, q_len, head_dim); return the K and V to attend to."""
         track = self.track
         step = track.step

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..attention.step import EAGER
-from .buffers import UNKNOWN, Buffered
+from .buffers import UNKNOWN, Buffered, Pair
 
 if TYPE_CHECKING:
     from .layers import Track
@@ -23,7 +23,7 @@ class Replaceable(Buffered):
     track: Track
     seen: int
     base: int
-    pending: tuple[torch.Tensor, torch.Tensor] | None
+    pending: Pair | None
     device: Any = None  # of the buffers, once there are some
 
     if TYPE_CHECKING:

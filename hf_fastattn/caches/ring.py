@@ -27,7 +27,7 @@ from ..kernels.decode.ring import ring_step
 from ..kernels.spans import pack_spans
 from ..kernels.spec import KV, bytes_per_token
 from ..streaming import Settings
-from .buffers import UNKNOWN, Buffered, describe, layout, reallocated, refuse_gradient, selected
+from .buffers import UNKNOWN, Buffered, Pair, describe, layout, reallocated, refuse_gradient, selected
 from .contract import CHANGE_ROWS, CUT_SHORT, Storage
 from .layers import refuse_unless_fits
 
@@ -240,9 +240,7 @@ class RollingLayer(Buffered):
         self.buffers = [reallocated(x, 0, ring.capacity, x.device) for x in states]
         self.is_initialized = True
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object) -> Pair:
         """Store K and V (batch, num_kv_heads, q_len, head_dim); return the K and V to attend to, in the layout of the spans."""
         ring, mine = self.ring, 1 << self.index
         step = steps.over(ring)

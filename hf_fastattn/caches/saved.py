@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 import torch
 
 from .. import hf
+from .buffers import Pair
 from .layers import Layer
 
 FORMAT = "hf_fastattn cache 1"
@@ -68,7 +69,7 @@ def write(path: str | Path, layers: list[Layer], model: ModelOrConfig) -> None:
         raise OSError(number, os.strerror(number), str(path), number) from error  # the last one is the number on Windows
 
 
-def read(path: str | Path, kinds: Sequence[hf.Kind], model: ModelOrConfig) -> tuple[int, list[tuple[torch.Tensor, torch.Tensor]]]:
+def read(path: str | Path, kinds: Sequence[hf.Kind], model: ModelOrConfig) -> tuple[int, list[Pair]]:
     """(number of tokens, K and V of each layer (rows, num_kv_heads, kept tokens, head_dim)) from a file of write().
 
     Raises ValueError with path and reason if the file is not a cache of `model`, OSError if it cannot be read.

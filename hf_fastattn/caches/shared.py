@@ -18,7 +18,7 @@ from ..attention.step import EAGER
 from ..context_parallel import New, Share, Shares
 from ..hf import Kind
 from ..kernels.parts import PART
-from .buffers import refuse_gradient
+from .buffers import Pair, refuse_gradient
 from .contract import FEW
 from .layers import Layer, Track
 from .preallocated import PreallocatedCache
@@ -60,9 +60,7 @@ class SharedLayer(Layer):
             "K and V that ranks share by sequence cannot be replaced, as each has some of the tokens. Leave out kv_sharding=."
         )
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object) -> Pair:
         track, shares, q_len = self.track, self.track.shares, key_states.shape[2]
         step = track.step
         if step is not None and step.mode != EAGER:
@@ -97,19 +95,16 @@ class SharedLayer(Layer):
             for buffer, new in zip(self.kv, parts, strict=True):
                 buffer[:, :, shares.before(start) : shares.before(start + count)] = new[:, :, tokens]
 
-    def _shares(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, kv_len: int, new: New
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _shares(self, key_states: torch.Tensor, value_states: torch.Tensor, kv_len: int, new: New) -> Pair:
         """K and V for attention, as the shares of all ranks. new: what attention stores first."""
         step = self.track.step
         plan = {} if step is None else step.plan
         if plan is None:
             plan = step.plan = {}  # type: ignore[union-attr]  # a step's plan is None
         batch, heads, _, _ = key_states.shape
-        shapes = ((batch, heads, kv_len, x.shape[3]) for x in (key_states, value_states))
-        keys, values = (
-            Share(x, shape, self.track.shares, self.index, plan, new) for x, shape in zip(self.kv, shapes, strict=True)
-        )
+        dims = key_states.shape[3], value_states.shape[3]
+        shared = self.track.shares, self.index, plan, new
+        keys, values = (Share(x, (batch, heads, kv_len, dim), *shared) for x, dim in zip(self.kv, dims, strict=True))
         return keys, values
 
 
