@@ -29,7 +29,8 @@ class RollingCache(ChangeableCache):
 
     It supports left padding, prompts of any length, chunks of any size, several turns, beams, reset() and deepcopy. It raises an
     error for a model that cannot read it, for holes in the mask, gradients, offloading, another batch size or K/V shape, and for
-    crop() of several tokens after others have been dropped.
+    crop() of several tokens after others have been dropped. Then only the last token can be removed, once after each new one, or
+    all tokens except sinks. A generate() that ends at an end-of-text token may itself have removed the last token.
 
     Source: Xiao et al., "Efficient Streaming Language Models with Attention Sinks" (2024), section 3.2.
     """
@@ -117,15 +118,6 @@ class RollingCache(ChangeableCache):
                 f"restore dropped tokens; this call may reach {tokens}. Generate without assistant or prompt lookup."
             )
         self.storage.checked, self.storage.padded = width, zeros
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last `-tokens_to_remove` tokens (a negative number, as in Transformers; 0 does nothing).
-
-        While no token has been dropped, any number can be removed. Afterwards only the last token can be, once after each new
-        one, or all tokens except sinks; otherwise it raises ValueError. A generate() that ends at an end-of-text token may itself
-        have removed the last token.
-        """
-        super().crop(tokens_to_remove)
 
 
 def _check_model(model: hf.PreTrainedModel) -> None:
