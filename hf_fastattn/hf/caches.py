@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from itertools import takewhile
 from typing import Any, Literal
 
 from transformers import PreTrainedConfig, __version__
@@ -168,7 +169,9 @@ def _local_masks(text: PreTrainedConfig) -> tuple[bool, frozenset[str]] | None:
 @cache
 def _found_in(config_class: type) -> frozenset[str]:
     """The names in the source of the models of a config class that tell how they choose masks, and the patterns that it has."""
-    source = _source_of_masks(config_class)
+    own = takewhile(lambda each: each is not PreTrainedConfig, config_class.__mro__)
+    # The file that creates the causal masks: its own, or that of a class from which it inherits.
+    source = next((source for source in map(modeling_source, own) if "create_causal_mask" in source), "")
     if not source:
         return frozenset({_LOCAL.pattern})
     tree = ast.parse(source)
@@ -181,17 +184,6 @@ def _found_in(config_class: type) -> frozenset[str]:
     found = names & {"layer_types", _BY_CONFIG, *_FUNCTIONS.values()}
     found |= {_ONE_FOR_ALL.pattern for choice in choices if _ONE_FOR_ALL.fullmatch(choice)}
     return frozenset(found | {_LOCAL.pattern for name in names if _LOCAL.fullmatch(name)})
-
-
-def _source_of_masks(config_class: type) -> str:
-    """The file that creates the causal masks of the models of a config class: its own, or that of a class from which it inherits;
-    "" if none does."""
-    for each in config_class.__mro__:
-        if each is PreTrainedConfig:
-            break
-        if "create_causal_mask" in (source := modeling_source(each)):
-            return source
-    return ""
 
 
 @cache
