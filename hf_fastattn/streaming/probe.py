@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -13,7 +13,6 @@ from .recognise import States
 
 NEAR = (0, 1, 2, 3, 5, 7, 13)  # positions that every model supports
 ROTATION = "_hf_fastattn_rotation"  # attribute of an attention module; during the probe a list to which rotation() appends
-_MISSING = object()
 
 Layers = dict[torch.nn.Module, torch.nn.Module]  # the layers of a decoder by their self-attention modules
 Change = Callable[[torch.Tensor], torch.Tensor]
@@ -98,7 +97,7 @@ def _run(
     past: hf.LongPast | None = None,
 ) -> None:
     """Run a decoder on two rows of equal tokens at `positions` with replaced layers, until a replacement raises _Done."""
-    had = {layer: vars(layer).get("forward", _MISSING) for layer in replacements}
+    had: dict[torch.nn.Module, Any] = {layer: vars(layer).get("forward") for layer in replacements}
     try:
         for layer, forward in replacements.items():
             vars(layer)["forward"] = forward
@@ -106,7 +105,7 @@ def _run(
             hf.run_text(decoder, positions.expand(2, -1), past)
     finally:
         for layer, forward in had.items():
-            if forward is _MISSING:
+            if forward is None:
                 vars(layer).pop("forward", None)
             else:
                 vars(layer)["forward"] = forward
