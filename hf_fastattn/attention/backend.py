@@ -19,6 +19,7 @@ from ..kernels.spans import has_rows
 from ..kernels.spec import KV, Gradients, Result, Spec, call
 
 Kernel = Callable[..., Result]
+_DEFAULT = Spec()
 # The fields of `kernels.spec.Spec` in the schema of a custom op.
 SPEC = "float? scale, bool causal, SymInt? window, float? softcap, SymInt sinks, bool interleaved, float dropout"
 
@@ -87,14 +88,7 @@ class Backend:
             raise TypeError("A backend is called with the tensors q, k and v; its attend() takes q, a KV and a Spec.")
         return call(self.attend, q, k, v, spans, **options)
 
-    def attend(
-        self,
-        q: torch.Tensor,
-        kv: KV,
-        spec: Spec = Spec(),  # noqa: B008 (a tuple)
-        spans: torch.Tensor | None = None,
-        **options: Any,
-    ) -> Result:
+    def attend(self, q: torch.Tensor, kv: KV, spec: Spec = _DEFAULT, spans: torch.Tensor | None = None, **options: Any) -> Result:
         """Run the kernel for these shapes; arguments and result as in `kernels.reference.attention`."""
         phase, kernel = self.kernel(q.shape[2], q.shape[1], kv.k.shape[1])
         if has_rows(spans) or spec.dropout:  # which decode kernels do not support
