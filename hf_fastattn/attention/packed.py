@@ -51,9 +51,8 @@ def separated(backend: Backend, mask: torch.Tensor | None, cu_q: Any, cu_k: Any)
 
 
 def _is_unpadded(mask: masks.Mask) -> bool:
-    if isinstance(mask, masks.RunsMask | masks.PlainMask):
-        return True
-    return isinstance(mask, masks.SpansMask) and mask.content.shape[3] == spans.WORDS
+    first_form = isinstance(mask, masks.SpansMask) and mask.content.shape[3] == spans.WORDS
+    return first_form or isinstance(mask, masks.RunsMask | masks.PlainMask)
 
 
 _REMEDY = "Pass torch.tensor([0, *lengths], device=input_ids.device).cumsum(0) as both."
