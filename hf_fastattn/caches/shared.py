@@ -1,7 +1,6 @@
 """Cache "preallocated" whose K and V are shared out over ranks by sequence: each rank has some of the slots, with all KV heads.
 
-Blocks of `parts.PART` slots belong to the ranks in turn (`context_parallel`). Layers with a sliding window are not shared out:
-each rank keeps the KV heads that it computes, as without sharing.
+`context_parallel` says which. Layers with a sliding window are not shared out: each rank keeps the KV heads that it computes.
 
 A prompt is read by heads: `update()` returns K and V of this rank's heads, after it has received those of earlier tokens from the
 other ranks. For a few tokens it returns a `Share`, over which attention merges the results of the ranks.
