@@ -15,6 +15,7 @@ NEAR = (0, 1, 2, 3, 5, 7, 13)  # positions that every model supports
 ROTATION = "_hf_fastattn_rotation"  # attribute of an attention module; during the probe a list to which rotation() appends
 
 Layers = dict[torch.nn.Module, torch.nn.Module]  # the layers of a decoder by their self-attention modules
+Forwards = Mapping[torch.nn.Module, Callable[..., object]]  # for layers
 Change = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -34,7 +35,7 @@ def adds_positions(decoder: hf.PreTrainedModel, layers: Layers, device: torch.de
         found.append((hidden_states - hidden_states[:, :1]).abs().max() > 1e-3 * hidden_states.abs().max())
         raise _Done
 
-    _run(decoder, dict.fromkeys(layers.values(), compare), torch.tensor(NEAR, device=device))
+    _run(decoder, dict.fromkeys(layers.values(), compare), torch.tensor(NEAR, device=device), None)
     if not found:
         raise RuntimeError("none of its layers ran")
     return bool(found[0])
@@ -90,12 +91,7 @@ def _run_layers(
     return seen
 
 
-def _run(
-    decoder: hf.PreTrainedModel,
-    replacements: Mapping[torch.nn.Module, Callable[..., object]],
-    positions: torch.Tensor,
-    past: hf.LongPast | None = None,
-) -> None:
+def _run(decoder: hf.PreTrainedModel, replacements: Forwards, positions: torch.Tensor, past: hf.LongPast | None) -> None:
     """Run a decoder on two rows of equal tokens at `positions` with replaced layers, until a replacement raises _Done."""
     had: dict[torch.nn.Module, Any] = {layer: vars(layer).get("forward") for layer in replacements}
     try:
