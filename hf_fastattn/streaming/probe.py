@@ -12,7 +12,7 @@ from .. import hf
 from .recognise import States
 
 NEAR = (0, 1, 2, 3, 5, 7, 13)  # positions that every model supports
-ROTATION = "_hf_fastattn_rotation"  # attribute of an attention module; during the probe a list to which rotation() appends
+INV_FREQ = "_hf_fastattn_inv_freq"  # attribute of an attention module; during the probe a list to which rotation() appends
 
 Layers = dict[torch.nn.Module, torch.nn.Module]  # the layers of a decoder by their self-attention modules
 Forwards = Mapping[torch.nn.Module, Callable[..., object]]  # for layers
@@ -71,12 +71,12 @@ def _run_layers(
             states = states.to(hidden_states.device, hidden_states.dtype)
             for module in (module for module, around in layers.items() if around is layer):
                 found: list[States] = []
-                vars(module)[ROTATION] = found
+                vars(module)[INV_FREQ] = found
                 try:
                     with _norms(module, change), contextlib.suppress(Seen):
                         forward(states, *args, **kwargs)
                 finally:
-                    del vars(module)[ROTATION]
+                    del vars(module)[INV_FREQ]
                 if found:
                     query, key = found[0]
                     seen[module] = States(query, key if past is None else key.flip(2))

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
 from .. import hf
-from .probe import NEAR, ROTATION, Layers, Seen, adds_positions, in_eval_mode, perturbed, queries_and_keys
+from .probe import INV_FREQ, NEAR, Layers, Seen, adds_positions, in_eval_mode, perturbed, queries_and_keys
 from .recognise import States, recognise, why_not
 from .settings import Settings
 
+_INTERLEAVED = "_hf_fastattn_interleaved"  # attribute of an attention module
 _WATCHED = "_hf_fastattn_rotary"  # attribute of a model: the location and the state of its frequencies at examine()
+_UNKNOWN: Any = object()
 _FAR = (101, 1009, 2999, 1 << 20)
 _NOTHING = torch.nn.Identity()
 _lock = threading.RLock()
@@ -30,18 +33,18 @@ def rotation(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor) ->
 
     Raises ValueError for a module that examine() has not examined.
     """
-    found: KernelRotation | list[States] | None = getattr(module, ROTATION, None)
-    if found is None:
+    inv_freq = getattr(module, INV_FREQ, _UNKNOWN)
+    if inv_freq is _UNKNOWN:
         raise _NotExamined(
             f"A streaming backend must know how {type(module).__name__} rotates its queries and keys. "
             'hf_fastattn.patch(model, "streaming", window=4096, sinks=4) examines the layers that read a model\'s text, '
             "and with cache=None and graph=False leaves Transformers' cache in place. If the model is already patched, this "
             "layer is not one of them: use another backend."
         )
-    if isinstance(found, list):  # examine() is running
-        found.append(States(query, key))
+    if isinstance(inv_freq, list):  # examine() is running
+        inv_freq.append(States(query, key))
         raise Seen
-    return found
+    return inv_freq, getattr(module, _INTERLEAVED)
 
 
 def examine(model: hf.PreTrainedModel) -> None:
@@ -74,8 +77,8 @@ def examine(model: hf.PreTrainedModel) -> None:
             ) from error
         clamped = Settings.of(model.config.get_text_config(decoder=True)).clamped
         _check_positions(name, learned, any(inv_freq is not None for inv_freq, _ in rotations.values()), clamped)
-        for module, found in rotations.items():
-            vars(module)[ROTATION] = found
+        for module, (inv_freq, interleaved) in rotations.items():
+            vars(module)[INV_FREQ], vars(module)[_INTERLEAVED] = inv_freq, interleaved
         vars(model)[_WATCHED] = [(*place, _version(place[-1])) for place in places]
 
 
@@ -99,7 +102,7 @@ def has_frequencies(model: torch.nn.Module) -> bool:
 def forget(model: torch.nn.Module) -> None:
     """Remove the attributes that examine() set."""
     for module in model.modules():
-        for name in (ROTATION, _WATCHED):
+        for name in (INV_FREQ, _INTERLEAVED, _WATCHED):
             vars(module).pop(name, None)
 
 
