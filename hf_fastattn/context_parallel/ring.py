@@ -142,7 +142,7 @@ def ring_attention(
         dist.all_gather(every, own, group=group)
     if error is not None:
         raise error
-    _compare([each.tolist() for each in every])
+    _compare(torch.stack(every).tolist() if every else [])
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     out = torch.zeros(*q.shape[:3], v.shape[3], dtype=torch.float32, device=q.device)
     lse = torch.full(q.shape[:3], float("-inf"), device=q.device)
