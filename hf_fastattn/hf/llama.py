@@ -86,10 +86,8 @@ def activation_name(act: torch.nn.Module) -> str | None:
 
 def _is_same_code(function: object, llamas: object) -> bool:
     """Whether two Python functions have the same bytecode; docstrings may differ."""
-    ours, theirs = _code(function), _code(llamas)
-    if ours is None or not module_of(llamas).startswith("transformers."):  # other packages replace Llama's functions
-        return False
-    return ours == theirs
+    own = module_of(llamas).startswith("transformers.")  # other packages replace Llama's functions
+    return own and (ours := _code(function)) is not None and ours == _code(llamas)
 
 
 def _code(function: object) -> tuple[object, ...] | None:
