@@ -33,8 +33,7 @@ def layer_shapes(config: PreTrainedConfig) -> tuple[LayerShape, ...]:
     name = type(config).__name__
     if getattr(text, "is_heterogeneous", False):
         return tuple(_layer_shape(layer, name) for layer in text.per_layer_config)
-    count: int = text.num_hidden_layers
-    return (_layer_shape(text, name),) * count
+    return (_layer_shape(text, name),) * int(text.num_hidden_layers)
 
 
 def _layer_shape(config: PreTrainedConfig, name: str) -> LayerShape:
