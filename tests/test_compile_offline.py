@@ -567,7 +567,7 @@ def test_small_kernels_begin_early_from_hopper_on_and_wait_first(name, arch, mon
     if "ranks" in name or "gather" in name:
         check_exchange(kernel.asm["ptx"], module is merge_ranks)
     rounds = module in (residual_sums, rope, rms_norm)  # products are rounded before they are added to
-    assert kernel.metadata.enable_fp_fusion != rounds
+    assert kernel.metadata.enable_fp_fusion != (rounds or module is append)
     if rounds and "ranks" not in name:
         check_stores_last(kernel.asm["ttgir"])
 

@@ -1,4 +1,4 @@
-"""The methods that a patched model overrides: they give a generate() its cache (call_caches.py) and run its forwards.
+"""The methods that a patched model overrides: they give a generate() its cache (caches.py) and run its forwards.
 
 While a generate() is in progress, the instance has a method for calls of the model too, which runs the model's forward or a graph
 (`forwards.Forwards`). At other times it has none, so that copies of its attributes (DataParallel) run their own forward.
