@@ -608,6 +608,27 @@ def test_a_subclass_whose_code_does_not_run_is_captured_once(inputs):
         assert (patch.captures, patch.reasons) == (1, [])
 
 
+def test_state_of_the_standard_library_is_no_code_of_a_step(inputs, monkeypatch):
+    """A step that warns runs code of `warnings`, whose filters differ within the rehearsal."""
+    model = tiny("llama", "sdpa")
+    rotate_half = modeling_llama.rotate_half
+
+    def warns(x):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            warnings.warn("of a library", stacklevel=2)
+            return rotate_half(x)
+
+    warns.__module__, code = modeling_llama.__name__, warns.__code__
+    function = types.FunctionType(code, {**vars(modeling_llama), "warnings": warnings}, "rotate_half", None, warns.__closure__)
+    monkeypatch.setattr(modeling_llama, "rotate_half", function)
+    with hf_fastattn.patch(model) as patch:
+        for _ in range(3):
+            with warnings.catch_warnings():
+                generate(model, inputs)
+        assert (patch.captures, patch.reasons) == (1, [])
+
+
 def test_callbacks_of_the_garbage_collector_are_no_code_of_a_step(inputs):
     def collected(phase, info):
         pass

@@ -74,6 +74,8 @@ class Path:
         if not hf.is_trusted(name) and not _is_generated(name, frame.f_back):
             own.append(f"{code.co_qualname}() of {name}")
             return
+        if str(name).partition(".")[0] in sys.stdlib_module_names:  # whose files hold what it counts (the filters of warnings)
+            return
         self._codes.add(code)
         _, names, attributes = self._files.setdefault(id(frame.f_globals), (frame.f_globals, set(), set()))
         names.update(_globals_in(code))
