@@ -49,6 +49,7 @@ class Recorder:
         held = references(storage)
         outputs = graphs.ranks.attempt(new.capture, body, communicates=False)
         entry.logits, entry.others = outputs.logits, {name: outputs[name] for name in entry.others}
+        del outputs  # with its cache, which refers to the storage
         holds = references(storage) - held  # a CUDA graph only has addresses; other graphs may hold tensors
         storage.recorded += holds
         logits = _replay(entry, new, inputs)
