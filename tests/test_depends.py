@@ -608,6 +608,86 @@ def test_a_subclass_whose_code_does_not_run_is_captured_once(inputs):
         assert (patch.captures, patch.reasons) == (1, [])
 
 
+def test_a_setting_of_torch_that_replaces_another(inputs):
+    """After a change of fp32_precision torch refuses to tell the older settings."""
+    model = tiny("llama", "sdpa")
+    expected = generate(model, inputs)
+    with hf_fastattn.patch(model) as patch:
+        before = torch.backends.cuda.matmul.fp32_precision
+        try:
+            for precision in ("ieee", "tf32", "tf32"):
+                torch.backends.cuda.matmul.fp32_precision = precision
+                assert torch.equal(generate(model, inputs), expected)
+        finally:
+            torch.backends.cuda.matmul.fp32_precision = before
+        assert patch.captures and not patch.reasons
+
+
+def test_a_function_mode_is_not_passed_by(inputs):
+    class Half(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            return 0.5 * out if function is torch.nn.functional.linear else out
+
+    model, twin = tiny("llama", "sdpa"), tiny("llama", "sdpa")
+    with hf_fastattn.patch(model) as patch:
+        generate(model, inputs)
+        with Half(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert torch.equal(generate(model, inputs), generate(twin, inputs))
+        assert patch.captures == 1 and "a function mode of torch is active" in patch.reasons[0]
+
+
+def test_an_attribute_that_is_read_by_a_computed_name(inputs, monkeypatch):
+    model, twin = tiny("gemma3_text", "sdpa"), tiny("gemma3_text", "sdpa")
+    with hf_fastattn.patch(model) as patch:
+        generate(model, inputs)
+        cls = type(model.model.rotary_emb)
+        monkeypatch.setattr(cls, "full_attention_attention_scaling", property(lambda self: 0.2), raising=False)
+        assert torch.equal(generate(model, inputs), generate(twin, inputs)) and patch.captures == 2
+
+
+def test_names_and_attributes_that_are_found_otherwise(inputs, monkeypatch):
+    """A function that a forward imports, and a Namespace that a module holds. Both forwards are code of a package."""
+    import argparse
+
+    held = argparse.Namespace(scale=1.0)
+
+    def forward(self, x):
+        from torch.nn.functional import silu
+
+        return held.scale * self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
+
+    code = types.FunctionType(forward.__code__, vars(modeling_llama), "forward", None, forward.__closure__)
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", code)
+    model, twin = tiny("llama", "sdpa"), tiny("llama", "sdpa")
+    for each in (model, twin):
+        each.model.layers[0].mlp.held = held
+    silu = torch.nn.functional.silu
+    with hf_fastattn.patch(model, fuse=False) as patch:
+        generate(model, inputs)
+        monkeypatch.setattr(torch.nn.functional, "silu", lambda x: -silu(x))
+        assert torch.equal(generate(model, inputs), generate(twin, inputs))
+        monkeypatch.setattr(torch.nn.functional, "silu", silu)
+        held.scale = 0.3
+        assert torch.equal(generate(model, inputs), generate(twin, inputs))
+        assert not patch.uncaptured
+
+
+def test_a_refusal_ends_with_its_cause(inputs, monkeypatch):
+    """A function of a library that reads a value on the host, and is put back."""
+    model = tiny("llama", "sdpa")
+    silu = torch.nn.functional.silu
+    with hf_fastattn.patch(model) as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with monkeypatch.context() as context:
+            context.setattr(torch.nn.functional, "silu", lambda x, inplace=False: silu(x) + 0 * x.sum().item())
+            generate(model, inputs)
+        assert not patch.captures
+        generate(model, inputs), generate(model, inputs)
+        assert patch.captures == 1
+
+
 def test_state_of_the_standard_library_is_no_code_of_a_step(inputs, monkeypatch):
     """A step that warns runs code of `warnings`, whose filters differ within the rehearsal."""
     model = tiny("llama", "sdpa")

@@ -531,7 +531,14 @@ def test_an_array_that_is_too_large_to_compare_and_a_weak_proxy_are_refused(monk
 
 def test_whose_code_is_trusted():
     assert all(map(hf.is_trusted, ("torch.nn", np.__name__, "transformers_modules.of_a_repository", "functools", 1)))
-    assert not any(map(hf.is_trusted, (__name__, "no module of this name", "", None)))
+    assert not any(map(hf.is_trusted, (__name__, "no module of this name", "", None, "__main__", "__mp_main__")))
+
+
+def test_a_file_of_the_user_may_have_a_name_of_the_standard_library(monkeypatch, tmp_path):
+    module = types.ModuleType("sched")
+    module.__file__ = str(tmp_path / "sched.py")
+    monkeypatch.setitem(sys.modules, "sched", module)
+    assert not hf.is_trusted("sched") and hf.is_trusted("queue") and hf.is_of_python("queue")
 
 
 COUNT = 0

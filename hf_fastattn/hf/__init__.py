@@ -113,6 +113,7 @@ from .models import sharer as sharer
 from .models import why_not_captured as why_not_captured
 from .norms import Norm as Norm
 from .norms import norm_of as norm_of
+from .packages import is_of_python as is_of_python
 from .packages import is_trusted as is_trusted
 from .parallel import WholeHeads as WholeHeads
 from .parallel import collective_of as collective_of

@@ -117,7 +117,9 @@ class DecodeGraphs:
 
     def _is_valid(self, entry: Entry, call: object) -> bool:
         """Whether the code of an entry that has run would run again, and may be of this call."""
-        return not entry.warm or (entry.code == self.path.version and (entry.own is None or entry.call is call or self.keep))
+        if not entry.warm and entry.refused is None:
+            return True
+        return entry.code == self.path.version and (entry.own is None or entry.call is call or self.keep)
 
     def clear(self) -> None:
         self.entries.clear()

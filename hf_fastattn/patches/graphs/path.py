@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import dis
 import functools
 import gc
+import importlib.util
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
@@ -20,6 +22,9 @@ from ... import hf
 
 OF_A_PROMPT = frozenset({"rope_deltas"})  # attributes in which models store what belongs to one prompt (Qwen-VL)
 _REPLACED = frozenset({"__init__", "__setstate__"})  # of modules by the first torch.compile of a process; no step runs them
+_NOTES = frozenset(
+    {"__annotations__", "__slotnames__", "__doc__"}
+)  # on classes, which no step reads; torch.compile adds "___..."
 _GENERATED = ("triton.runtime.jit", "namedtuple_")  # run functions that they have generated, or are the modules of such
 _of_function = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _of_class = attrgetter("__mro__")
@@ -32,6 +37,7 @@ class Path:
         self.version = 0
         self._codes: set[types.CodeType] = set()
         self._files: dict[int, tuple[dict[str, Any], set[str], set[str]]] = {}  # by id: globals, names in them, and attributes
+        self._imports: set[tuple[int, str, str | None]] = set()  # of modules within functions
         self._getters: list[tuple[Callable[[Any], tuple[Any, ...]], Any]] = []  # of names that a file or a module within it has
         self._missing: list[tuple[dict[str, Any], set[str]]] = []  # names that it has not, but may be given
         self._classes: list[type] = []
@@ -44,6 +50,8 @@ class Path:
     def recorded(self, model: torch.nn.Module) -> Iterator[list[str]]:
         """The time of a rehearsal in this thread. Yields a list of the functions of no trusted package that ran."""
         before, hidden, own = sys.getprofile(), [], list[str]()
+        if before is not None and not (callable(before) or hasattr(before, "enable")):
+            raise RuntimeError("a profiler that is written in C would lose its events")
         for module in model.modules():  # a step that reads one of them fails, and is not captured
             hidden += [(vars(module), name, vars(module).pop(name)) for name in OF_A_PROMPT & vars(module).keys()]
         known: set[types.CodeType] = set()
@@ -67,19 +75,20 @@ class Path:
                 getattr(before, "enable", functools.partial(sys.setprofile, before))()
             for values, name, value in hidden:
                 values[name] = value
-        self._collect(model)
+            self._collect(model)
 
     def _ran(self, code: types.CodeType, frame: types.FrameType, own: list[str]) -> None:
         name = frame.f_globals.get("__name__")
         if not hf.is_trusted(name) and not _is_generated(name, frame.f_back):
-            own.append(f"{code.co_qualname}() of {name}")
+            own.append(f"{code.co_qualname}() of {name or 'generated code, as of torch.compile'}")
             return
-        if str(name).partition(".")[0] in sys.stdlib_module_names:  # whose files hold what it counts (the filters of warnings)
+        if hf.is_of_python(name):  # whose files hold what it counts (the filters of warnings)
             return
         self._codes.add(code)
         _, names, attributes = self._files.setdefault(id(frame.f_globals), (frame.f_globals, set(), set()))
         names.update(_globals_in(code))
         attributes.update(code.co_names)
+        self._imports.update((level, module, frame.f_globals.get("__package__")) for level, module in _imports_in(code))
 
     def _collect(self, model: torch.nn.Module) -> None:
         """Find the places where the code looks its names up."""
@@ -90,6 +99,12 @@ class Path:
             self._look_up(places, vars(builtins), names, attributes, set())
             if names - file.keys():
                 self._missing.append((file, names - file.keys()))
+        attributes = set[str]().union(*(each for _, _, each in self._files.values()))
+        for level, module, package in self._imports:
+            with contextlib.suppress(ImportError):
+                found = sys.modules.get(importlib.util.resolve_name("." * level + module, package))
+                if found is not None:
+                    self._look_up(places, vars(found), attributes, attributes, {id(vars(found))})
         bases = dict.fromkeys(base for module in model.modules() for base in type(module).__mro__)
         self._classes = [torch.Tensor, *(base for base in dict.fromkeys((*self._classes, *bases)) if base is not object)]
         for space, names in places.values():
@@ -140,6 +155,7 @@ class Path:
             self.version += 1
             self._codes.clear()
             self._files.clear()
+            self._imports.clear()
             self._getters, self._missing, self._classes, self._functions, self._cells, self._found = [], [], [], [], [], []
         return self.version
 
@@ -147,13 +163,12 @@ class Path:
         """Whether a file or a class has another name that the code looks up."""
         if any(not file.keys().isdisjoint(names) for file, names in self._missing):
             return True
-        grown = [
-            vars(cls).keys() - names
-            for cls, names in zip(self._classes, self._members, strict=True)
-            if len(vars(cls)) > len(names)
-        ]
-        looked_up = {name for _, _, attributes in self._files.values() for name in attributes} if grown else set[str]()
-        return any(name in looked_up or name.startswith("__") for names in grown for name in names)
+        for cls, names in zip(self._classes, self._members, strict=True):  # an attribute may be read by a name that is computed
+            if len(vars(cls)) > len(names) and not all(
+                name.startswith("___") or name in _NOTES for name in vars(cls).keys() - names
+            ):
+                return True
+        return False
 
     def _now(self) -> list[object]:
         found = [*chain.from_iterable(names(space) for names, space in self._getters)]
@@ -182,6 +197,15 @@ def _is_generated(name: object, caller: types.FrameType | None) -> bool:
     if name is None and caller is not None:
         name = caller.f_globals.get("__name__")
     return isinstance(name, str) and name.startswith(_GENERATED)
+
+
+@functools.lru_cache(4096)
+def _imports_in(code: types.CodeType) -> frozenset[tuple[int, str]]:
+    """(level, name) of the modules from which code imports."""
+    before = [*dis.get_instructions(code)]
+    return frozenset(
+        (before[index - 2].argval or 0, each.argval) for index, each in enumerate(before) if each.opname == "IMPORT_NAME"
+    )
 
 
 @functools.lru_cache(4096)

@@ -9,6 +9,7 @@ valid for one call of generate().
 
 from __future__ import annotations
 
+import argparse
 import collections
 import functools
 import random
@@ -16,10 +17,11 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._device import DeviceContext
 
 from ... import hf, registry
 from ...caches import forward
@@ -41,6 +43,9 @@ _RUNS = {
     functools.cached_property: "func",
     functools._lru_cache_wrapper: "__wrapped__",
 }
+
+
+_HOLDERS = (types.SimpleNamespace, threading.local, argparse.Namespace, collections.UserList)  # of the standard library
 
 
 class Uncapturable(Exception):
@@ -208,7 +213,8 @@ class Reader:
                 self.within += isinstance(value, type)
                 self.of_user += self._of_user(value)
                 self.within -= isinstance(value, type)
-            return _same(value), *(_same(content_of(cell)) for cell in getattr(value, "__closure__", None) or ())
+            code = getattr(value, "__code__", None)
+            return _same(value), _same(code), *(_same(content_of(cell)) for cell in getattr(value, "__closure__", None) or ())
         return _same(value) if isinstance(value, types.ModuleType) else self._inside(value)
 
     def _of_user(self, value: Any) -> Iterator[object]:
@@ -256,7 +262,7 @@ class Reader:
                 raise Uncapturable(f"{self.where} refers to {len(content)} bytes ({kind.__name__}), too many to compare")
             return _same(value), content
         known = kind.__module__.partition(".")[0] in sys.stdlib_module_names
-        if known and not isinstance(value, (types.SimpleNamespace, threading.local)):
+        if known and not isinstance(value, _HOLDERS):
             return _same(value)
         inside = getattr(value, "__dict__", {})
         slots = [name for base in kind.__mro__ for name in _slots_of(base)]
@@ -329,14 +335,18 @@ def _settings_of_torch(device: torch.device) -> tuple[object, ...]:
         raise Uncapturable("autocast is on, and its copies of the weights are temporary")
     if torch._C._len_torch_dispatch_stack():
         raise Uncapturable("a dispatch mode of torch is active, and a graph would not pass through it")
+    modes = torch.overrides._get_current_function_mode_stack()
+    if not all(isinstance(mode, DeviceContext) for mode in modes):
+        raise Uncapturable("a function mode of torch is active, and a graph would not pass through it")
     return (
+        *(mode.device for mode in modes),
         torch.is_inference_mode_enabled(),
         torch.is_grad_enabled(),
         torch.get_default_dtype(),
-        torch.get_float32_matmul_precision(),
+        _mixed(torch.get_float32_matmul_precision),
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
-        matmul.allow_tf32,
+        _mixed(lambda: matmul.allow_tf32),
         matmul.allow_fp16_reduced_precision_reduction,
         matmul.allow_bf16_reduced_precision_reduction,
         matmul.allow_fp16_accumulation,
@@ -344,9 +354,19 @@ def _settings_of_torch(device: torch.device) -> tuple[object, ...]:
         cudnn.enabled,
         cudnn.benchmark,
         cudnn.deterministic,
-        cudnn.allow_tf32,
+        _mixed(lambda: cudnn.allow_tf32),
         cuda.flash_sdp_enabled(),
         cuda.mem_efficient_sdp_enabled(),
         cuda.math_sdp_enabled(),
         cuda.cudnn_sdp_enabled(),
     )
+
+
+def _mixed(get: Callable[[], object]) -> object:
+    """A setting; where torch refuses to tell it, as one of `fp32_precision` was set, all of these."""
+    try:
+        return get()
+    except RuntimeError:
+        return [
+            getattr(each, "fp32_precision", None) for each in (torch.backends, torch.backends.cuda.matmul, torch.backends.cudnn)
+        ]
