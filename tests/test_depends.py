@@ -654,21 +654,25 @@ def test_names_and_attributes_that_are_found_otherwise(inputs, monkeypatch):
     held = argparse.Namespace(scale=1.0)
 
     def forward(self, x):
-        from torch.nn.functional import silu
+        from transformers_modules.of_a_test import act
 
-        return held.scale * self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
+        return held.scale * self.down_proj(act(self.gate_proj(x)) * self.up_proj(x))
 
     code = types.FunctionType(forward.__code__, vars(modeling_llama), "forward", None, forward.__closure__)
     monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", code)
     model, twin = tiny("llama", "sdpa"), tiny("llama", "sdpa")
     for each in (model, twin):
         each.model.layers[0].mlp.held = held
-    silu = torch.nn.functional.silu
+    act = torch.nn.functional.silu
+    module = types.ModuleType("transformers_modules.of_a_test")
+    module.act = act
+    monkeypatch.setitem(sys.modules, "transformers_modules", types.ModuleType("transformers_modules"))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
     with hf_fastattn.patch(model, fuse=False) as patch:
         generate(model, inputs)
-        monkeypatch.setattr(torch.nn.functional, "silu", lambda x: -silu(x))
+        module.act = torch.nn.functional.gelu
         assert torch.equal(generate(model, inputs), generate(twin, inputs))
-        monkeypatch.setattr(torch.nn.functional, "silu", silu)
+        module.act = act
         held.scale = 0.3
         assert torch.equal(generate(model, inputs), generate(twin, inputs))
         assert not patch.uncaptured
