@@ -679,6 +679,15 @@ def test_names_and_attributes_that_are_found_otherwise(inputs, monkeypatch):
         assert not patch.uncaptured
 
 
+def test_the_code_may_change_while_no_graph_is_valid(inputs, monkeypatch):
+    model = tiny("llama", "sdpa")
+    with hf_fastattn.patch(model) as patch:
+        generate(model, inputs)
+        monkeypatch.setattr(modeling_llama.LlamaMLP, "later", 1, raising=False)
+        path = patch._graphs.path
+        assert path.now() == path.now() == 1
+
+
 def test_a_refusal_ends_with_its_cause(inputs, monkeypatch):
     """A function of a library that reads a value on the host, and is put back."""
     model = tiny("llama", "sdpa")

@@ -156,7 +156,8 @@ class Path:
             self._codes.clear()
             self._files.clear()
             self._imports.clear()
-            self._getters, self._missing, self._classes, self._functions, self._cells, self._found = [], [], [], [], [], []
+            self._getters, self._missing, self._classes, self._members = [], [], [], []
+            self._functions, self._cells, self._found = [], [], []
         return self.version
 
     def _has_more(self) -> bool:
