@@ -22,9 +22,7 @@ from ... import hf
 
 OF_A_PROMPT = frozenset({"rope_deltas"})  # attributes in which models store what belongs to one prompt (Qwen-VL)
 _REPLACED = frozenset({"__init__", "__setstate__"})  # of modules by the first torch.compile of a process; no step runs them
-_NOTES = frozenset(
-    {"__annotations__", "__slotnames__", "__doc__"}
-)  # on classes, which no step reads; torch.compile adds "___..."
+_NOTES = frozenset({"__annotations__", "__slotnames__", "__doc__"})  # on classes, which no step reads
 _GENERATED = ("triton.runtime.jit", "namedtuple_")  # run functions that they have generated, or are the modules of such
 _of_function = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _of_class = attrgetter("__mro__")
@@ -164,12 +162,10 @@ class Path:
         """Whether a file or a class has another name that the code looks up."""
         if any(not file.keys().isdisjoint(names) for file, names in self._missing):
             return True
-        for cls, names in zip(self._classes, self._members, strict=True):  # an attribute may be read by a name that is computed
-            if len(vars(cls)) > len(names) and not all(
-                name.startswith("___") or name in _NOTES for name in vars(cls).keys() - names
-            ):
-                return True
-        return False
+        grown = [each for each in zip(self._classes, self._members, strict=True) if len(vars(each[0])) > len(each[1])]
+        new = {name for cls, names in grown for name in vars(cls).keys() - names}
+        # Any other may be read by a name that is computed. torch.compile marks classes by "___...".
+        return not all(name in _NOTES or name.startswith("___") for name in new)
 
     def _now(self) -> list[object]:
         found = [*chain.from_iterable(names(space) for names, space in self._getters)]
@@ -203,10 +199,8 @@ def _is_generated(name: object, caller: types.FrameType | None) -> bool:
 @functools.lru_cache(4096)
 def _imports_in(code: types.CodeType) -> frozenset[tuple[int, str]]:
     """(level, name) of the modules from which code imports."""
-    before = [*dis.get_instructions(code)]
-    return frozenset(
-        (before[index - 2].argval or 0, each.argval) for index, each in enumerate(before) if each.opname == "IMPORT_NAME"
-    )
+    found = [*dis.get_instructions(code)]  # the level is loaded two instructions before
+    return frozenset((found[i - 2].argval or 0, each.argval) for i, each in enumerate(found) if each.opname == "IMPORT_NAME")
 
 
 @functools.lru_cache(4096)
