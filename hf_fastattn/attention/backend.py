@@ -36,7 +36,8 @@ class Backend:
     read a RollingCache. packed: its prefill kernel reads spans with an interval for each query (`kernels.spans`), which separate
     packed sequences; otherwise these use the dense path. backward: a callable with the signature of
     `kernels.reference.backward`, the gradients of prefill; None for the model's own attention in training. dropout: whether
-    prefill and backward support `Spec.dropout`; otherwise the model's own attention runs.
+    prefill and backward support `Spec.dropout`; otherwise the model's own attention runs. invariant: the bits of a row must not
+    depend on its batch, so the prompts of a batch are not read as one row.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Backend:
     packed: bool = False
     backward: Callable[..., Any] | None = None
     dropout: bool = False
+    invariant: bool = False
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-z0-9_]+", self.name):

@@ -45,6 +45,8 @@ def attention_forward(
         if cu_q is not None or cu_k is not None:
             mask = packed.separated(backend, mask, cu_q, cu_k)
         refuse.unknown_arguments(name, module, kwargs)
+    if (prompts := steps.packed()) is not None:
+        mask = packed.of_prompts(backend, mask, prompts, query)
     if not compiling and hf.asks_for_weights():
         refuse.weights(name)
     window, sinks, inv_freq, interleaved = None, 0, None, False

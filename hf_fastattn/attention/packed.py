@@ -7,7 +7,7 @@ read cu_seq_lens, which separate them here.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -15,6 +15,7 @@ from .. import hf
 from ..kernels import spans
 from . import masks
 from .backend import Backend
+from .step import Packed, Unpackable
 
 
 def of_runs(
@@ -37,7 +38,7 @@ def separated(backend: Backend, mask: torch.Tensor | None, cu_q: Any, cu_k: Any)
     name = backend.name
     if not backend.packed:
         raise ValueError(f"{name!r} does not separate packed sequences by cu_seq_lens. Use another backend, such as 'lean'.")
-    if not (isinstance(mask, masks.Mask) and mask.shape[0] == 1 and mask.shape[2] == mask.shape[3] and _is_unpadded(mask)):
+    if not _is_one_row(mask):
         raise ValueError(
             f"{name!r} got packed sequences as cu_seq_lens, which it supports for one row without an attention_mask and without "
             "tokens in a cache. Leave out attention_mask, and pass use_cache=False; for several rows of a decoder, pass "
@@ -48,6 +49,19 @@ def separated(backend: Backend, mask: torch.Tensor | None, cu_q: Any, cu_k: Any)
     if mask.separated is None:
         mask.separated = _separated(mask, cu_q, cu_k)
     return mask.separated
+
+
+def of_prompts(backend: Backend, mask: torch.Tensor | None, prompts: Packed, query: torch.Tensor) -> masks.Mask:
+    """The same for prompts that a step reads as one row. Raises Unpackable if these queries or their mask are others."""
+    prompts.attended += 1
+    if query.shape[2] != prompts.row.shape[0] or not _is_one_row(mask):
+        raise Unpackable("its layers have other masks")
+    ends = prompts.ends.to(query.device)
+    return separated(backend, mask, ends, ends)
+
+
+def _is_one_row(mask: torch.Tensor | None) -> TypeGuard[masks.Mask]:
+    return isinstance(mask, masks.Mask) and mask.shape[0] == 1 and mask.shape[2] == mask.shape[3] and _is_unpadded(mask)
 
 
 def _is_unpadded(mask: masks.Mask) -> bool:

@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,13 +26,39 @@ if TYPE_CHECKING:
 EAGER, CAPTURED, CAPTURED_WITH_MASK = "eager", "captured", "captured with a mask"
 
 
+class Unpackable(Exception):
+    """Why a forward cannot read prompts as one row."""
+
+
+@dataclass(eq=False)
+class Packed:
+    """Prompts of several rows, read as one row without their padding, and equal ones once.
+
+    rows, width: the shape of the padded prompts. row, slot: of each token that is read, its row and its place in it, int64
+    (tokens,). ends: cumulative numbers of tokens of the prompts that are read, from 0, int32. of_row, source: for each row, which
+    of these prompts it has, and the row that is read, int64 (rows,); None if each row has its own. stored, attended: numbers of
+    layers that have stored K and V, and of calls of attention.
+    """
+
+    rows: int
+    width: int
+    row: torch.Tensor
+    slot: torch.Tensor
+    ends: torch.Tensor
+    of_row: torch.Tensor | None = None
+    source: torch.Tensor | None = None
+    stored: int = 0
+    attended: int = 0
+
+
 class Step:
     """One forward over one cache.
 
     mode: where tokens are counted. q_len: new tokens of each row. mask: the mask that the cache has built for several tokens,
     None if the model's mask is used. asked: whether the model has requested the mask. written: bit mask of the layers that have
     stored the new tokens. plan: further data of the storage for its layers. kv: the KV of the layer written last, if kernels need
-    more than the tensors that its update() returned. cache: a weak reference to the cache of a model's forward.
+    more than the tensors that its update() returned. packed: how prompts are read as one row, if they are. cache: a weak
+    reference to the cache of a model's forward.
     """
 
     def __init__(self, storage: object, mode: str = EAGER, model: torch.nn.Module | None = None):
@@ -42,6 +71,7 @@ class Step:
         self.written = 0
         self.plan: Any = None
         self.kv: KV | None = None
+        self.packed: Packed | None = None
         self.cache: Any = None
 
     @property
@@ -67,8 +97,20 @@ def begin(storage: object, mode: str | None = None, model: torch.nn.Module | Non
     # In place: torch.compile drops an assignment to a thread-local object.
     _thread.steps[:] = [each for each in _thread.steps if each.storage is not None]
     step = Step(storage, mode or (EAGER if outer is None else outer.mode), model)
+    step.packed = None if outer is None else outer.packed
     _thread.steps.append(step)
     return step
+
+
+@contextmanager
+def reading(storage: object, packed: Packed) -> Iterator[None]:
+    """A context in which a forward over `storage` reads prompts as one row."""
+    step = begin(storage)
+    step.packed = packed
+    try:
+        yield
+    finally:
+        end(step)
 
 
 def end(step: Step) -> None:
@@ -117,6 +159,11 @@ def of_model(model: torch.nn.Module) -> Step | None:
 def innermost() -> Step | None:
     """The step of the current forward of this thread. An interrupted step stays open until its model runs again."""
     return _thread.steps[-1] if _thread.steps else None
+
+
+def packed() -> Packed | None:
+    """How the current forward reads prompts as one row, if it does."""
+    return _thread.steps[-1].packed if _thread.steps else None
 
 
 def mask_for(sizes: tuple[int, int, int], q_offset: int | torch.Tensor) -> Mask | None:

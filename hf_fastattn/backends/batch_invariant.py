@@ -14,5 +14,6 @@ backend = register(
         packed=True,
         backward=TritonKernel("backward", twin=reference.backward),
         dropout=True,
+        invariant=True,
     )
 )

@@ -37,11 +37,12 @@ class Storage:
     into the buffers; a pool selects the smallest sufficient storage. version: changes whenever a buffer moves in memory.
     variant: a captured step is valid for one version and one variant. takes_mask: whether a captured step of padded rows reads
     the attention mask. takes_many: whether a captured step may have several tokens of each row. takes_prompts: whether these may
-    also be some hundred, or the first. most_tokens: how many they may be at most. looks_ahead: whether a forward has let tokens
-    see later ones, for which a graph has no mask. resized: whether other code has replaced K and V by those of fewer or more
-    tokens. endless: whether its text may be longer than the model has positions. cut_short: whether layers lack tokens, after an
-    interrupted forward. recorded: number of references held by decode graphs, as `pool.references` counts them. serial: its
-    number among the storages of a model, by which ranks that share the model name it.
+    also be some hundred, or the first. takes_packed: whether its layers store the prompts of several rows that a forward reads as
+    one row. most_tokens: how many they may be at most. looks_ahead: whether a forward has let tokens see later ones, for which a
+    graph has no mask. resized: whether other code has replaced K and V by those of fewer or more tokens. endless: whether its
+    text may be longer than the model has positions. cut_short: whether layers lack tokens, after an interrupted forward.
+    recorded: number of references held by decode graphs, as `pool.references` counts them. serial: its number among the storages
+    of a model, by which ranks that share the model name it.
 
     A storage is weakly referenced and hashed by identity. It has everything that a step needs of its cache, because a captured
     step creates a new cache over it (`StoredCache.around`).
@@ -50,6 +51,7 @@ class Storage:
     takes_mask: bool = True
     takes_many: bool = False
     takes_prompts: bool = False
+    takes_packed: bool = False
     most_tokens: int = 512
     looks_ahead: bool = False
     resized: bool = False

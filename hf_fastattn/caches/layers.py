@@ -25,11 +25,11 @@ from typing import Any
 import torch
 
 from ..attention import step as steps
-from ..attention.step import CAPTURED, CAPTURED_WITH_MASK, EAGER, Step
+from ..attention.step import CAPTURED, CAPTURED_WITH_MASK, EAGER, Packed, Step
 from ..hf import Kind
 from ..kernels.decode.append import append
 from ..kernels.spec import KV, bytes_per_token
-from .buffers import Pair, describe, layout, reallocated, refuse_gradient, slide
+from .buffers import Pair, describe, layout, reallocated, refuse_gradient, selected, slide
 from .contract import CHANGE_ROWS, Storage
 from .replaced import Replaceable
 
@@ -225,6 +225,9 @@ class Layer(Replaceable):
             append(KV(keys, values), key_states, value_states, track.counts[:1])
             return keys, values
         refuse_gradient(key_states, value_states)
+        if step is not None and step.packed is not None:
+            self.scatter(step.packed, key_states, value_states)
+            return key_states, value_states
         self.check(key_states, value_states)
         q_len = key_states.shape[2]
         if self.seen - self.base + q_len > track.capacity:
@@ -245,6 +248,28 @@ class Layer(Replaceable):
         self.seen += q_len
         self.base = self.seen - keep
         return keys, values
+
+    def scatter(self, packed: Packed, *states: torch.Tensor) -> None:
+        """Store K and V (1, num_kv_heads, tokens, head_dim) of prompts that are read as one row where their rows have them. The
+        slots of padding are zero: attention multiplies them by zero."""
+        track, width = self.track, packed.width
+        padded = [x.expand(packed.rows, -1, -1, -1) for x in states]
+        self.check(padded[0], padded[1])
+        self.make_room(width)
+        if not self.is_initialized:
+            self.lazy_initialization(padded[0], padded[1])
+        keep = width if width <= track.capacity else track.kept(width)
+        slot = packed.slot.to(self.device) - (width - keep)
+        slot = torch.where(slot < 0, keep, slot)  # what a window drops: this slot is free
+        row = packed.row.to(self.device)
+        for buffer, x in zip(self.buffers, self.joined(*states), strict=True):
+            buffer[:, :, :keep] = 0
+            buffer.transpose(1, 2)[row, slot] = x[0].transpose(0, 1)
+            if packed.source is not None:
+                selected(buffer, packed.source, keep)
+        self.seen, self.base = width, width - keep
+        track.stale = True
+        packed.stored += 1
 
     def mark_written(self, step: Step) -> None:
         """Record that a captured step writes this layer. Raises RuntimeError if it has already, or if the layer lacks tokens."""

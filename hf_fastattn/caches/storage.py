@@ -19,7 +19,7 @@ from .layers import SLACK, Layer, Track
 class PreallocatedStorage(Storage):
     """The layers and tracks of one cache. The next cache of the same shape reuses the buffers in place."""
 
-    takes_many = takes_prompts = True
+    takes_many = takes_prompts = takes_packed = True
     layers: list[Layer]
 
     @property

@@ -267,6 +267,9 @@ class Patch:
             lines.append(
                 f"  decode steps: {self.replays} replayed, {self.captures} graphs captured{memory}, {self.uncaptured} uncaptured"
             )
+        if self._graphs.skipped:
+            lines.append(f"  prompts: {self._graphs.skipped} tokens of padding and of equal rows not read")
+        lines += [f"  padding of prompts is read: {reason}" for reason in self._graphs.padded]
         if self._graphs.own is not None:
             lines.append(f"  captured anew in each call, as steps run {self._graphs.own}, which is of no installed package")
         if self.captures and self._generation is not None and (times := self._generation.caches.pool.freed):
@@ -279,6 +282,11 @@ class Patch:
     @property
     def captures(self) -> int:
         return self._graphs.captures
+
+    @property
+    def skipped_tokens(self) -> int:
+        """Tokens of prompts that were not read, because they are padding or in a row that equals another."""
+        return self._graphs.skipped
 
     @property
     def replays(self) -> int:

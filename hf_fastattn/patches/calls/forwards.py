@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ... import hf
+from ...attention.step import Unpackable
 from ...caches.contract import FEW, Storage
 from ...caches.stored import StoredCache
 from ..graphs.buckets import bucket, launch_bound, most_tokens, several, tokens_in
@@ -27,6 +28,7 @@ from ..graphs.present import Present
 from ..graphs.record import Recorder
 from ..graphs.state import Uncapturable
 from ..graphs.undo import Mark, undo
+from . import unpadded
 
 WORTH = 4  # tokens of a row whose replays repay the capture of a graph that is valid for one call
 
@@ -39,6 +41,7 @@ class Forwards:
     of tokens of the prompt, if the mask gives it, else 0. chunked: whether the prompt is read in chunks.
     adds_ones: whether the masks of the steps are that of the prompt with ones added, as in Transformers' loops.
     stock: whether only code of Transformers runs between the steps. Other code may change the model: each step compares it.
+    whole: whether prompts are read with their padding: code other than Transformers' loops may see what the forward returns.
     outer: the forwards of the call whose assistant the model is, if it is one. limit: the most tokens of the call, its prompt
     included.
     """
@@ -56,6 +59,7 @@ class Forwards:
         chunked: bool = False,
         adds_ones: bool = True,
         stock: bool = True,
+        whole: bool = False,
         outer: Forwards | None = None,
         limit: int = 1 << 62,
     ):
@@ -71,6 +75,7 @@ class Forwards:
         self.chunked = chunked
         self.stock = stock
         self.adds_ones = adds_ones
+        self.whole = whole
         self.limit: int = limit if outer is None else outer.limit
         always = not stock and not graphs.ranks.several
         self.present: Present = Present(graphs, model, say, always=always, outer=None if outer is None else outer.present)
@@ -88,7 +93,7 @@ class Forwards:
         prompt, self.begun = not self.begun or self._reads_prompt(cache, ids), True
         if prompt:
             if not (self._is_short(cache, ids, given) and self._again(cache, ids)):
-                return self._forward(given)
+                return self._forward(given, prompt=True)
         elif (reason := self._why_not(cache, ids, given.get("attention_mask"))) is not None:
             return self._uncaptured(reason, given)
         self.quiet = prompt and (ids.shape[1] > FEW or not tokens_in(cache))  # few launches for each token
@@ -157,14 +162,41 @@ class Forwards:
         self.graphs.uncaptured += 1
         return self._forward(given)
 
-    def _forward(self, given: Inputs) -> Any:
-        """The model's forward, which may change the model."""
+    def _forward(self, given: Inputs, prompt: bool = False) -> Any:
+        """The model's forward, which may change the model. prompt: whether it may leave out padding."""
         self.present.forget()
         cache = hf.cache_in(given)
         before = tokens_in(cache) if isinstance(cache, StoredCache) else -1
-        output = self.run(**given)
+        output = self._unpadded(cache, given) if prompt and not before else None
+        if output is None:
+            output = self.run(**given)
         self.added = not isinstance(cache, StoredCache) or tokens_in(cache) > before
         return output
+
+    def _unpadded(self, cache: StoredCache, given: Inputs) -> Any:
+        """The output of a forward that reads prompts without their padding; None if it has to read them with it."""
+        ids: Any = given.get("input_ids")
+        mask: Any = given.get("attention_mask")
+        graphs, packed = self.graphs, None
+        padded = mask is not None and cache.storage is not self.unmasked
+        if self.whole or ids is None or not (padded or len(ids) > 1) or (padded and mask.shape != ids.shape):
+            return None
+        why = graphs.unpackable or unpadded.why_padded(self.model, cache, given)
+        if why is None:
+            if (packed := unpadded.pack(given)) is None:
+                return None
+            why = unpadded.code_of_user(self.model)
+        if packed is not None and why is None:
+            try:
+                output = unpadded.forward(self.run, cache, given, packed)
+                graphs.skipped += ids.numel() - len(packed.row)
+                return output
+            except Unpackable as error:
+                why = graphs.unpackable = str(error)
+        if padded and why is not None and why not in graphs.padded:
+            graphs.padded.append(why)
+            warnings.warn(f"{type(self.model).__name__}.generate() reads the padding of prompts: {why}.", stacklevel=3)
+        return None
 
     def _step(self, cache: StoredCache, ids: torch.Tensor, given: Inputs) -> Any:
         """One step by a graph. Raises Uncapturable if it has to run without one."""

@@ -186,7 +186,7 @@ class Generation:
             if assisted:
                 self._continue(seen, generation_config, model_kwargs)
             if self.graph:
-                self._begin(model, generation_config, model_kwargs, max_cache_length)
+                self._begin(model, generation_config, model_kwargs, max_cache_length, assisted)
 
     def _continue(self, seen: int, generation_config: hf.GenerationConfig, model_kwargs: dict[str, Any]) -> None:
         """Let an assisted generation continue a cache of `seen` tokens, all of which Transformers would read again."""
@@ -279,7 +279,12 @@ class Generation:
                     self._unset(model, hf.CALL)
 
     def _begin(
-        self, model: hf.PreTrainedModel, generation_config: hf.GenerationConfig, model_kwargs: dict[str, Any], limit: int
+        self,
+        model: hf.PreTrainedModel,
+        generation_config: hf.GenerationConfig,
+        model_kwargs: dict[str, Any],
+        limit: int,
+        assisted: bool,
     ) -> None:
         """Let the forwards of the current call run as graphs."""
         calls, refused = self._thread.calls, self._why_uncaptured(model, generation_config)
@@ -297,7 +302,7 @@ class Generation:
             if adds_ones and bool((mask == 1).all()):
                 unmasked = model_kwargs[hf.CACHE].storage
         chunked = generation_config.prefill_chunk_size is not None
-        assisted = [caller for caller in running.calls[-2:-1] if caller.assistant is model]
+        callers = [caller for caller in running.calls[-2:-1] if caller.assistant is model]
         call.forwards = Forwards(
             self.graphs,
             model,
@@ -309,7 +314,8 @@ class Generation:
             chunked=chunked,
             adds_ones=adds_ones,
             stock=call.stock,
-            outer=assisted[0].forwards if assisted else None,
+            whole=chunked or assisted or bool(callers) or not adds_ones,
+            outer=callers[0].forwards if callers else None,
             limit=limit,
         )
 

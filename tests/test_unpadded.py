@@ -1,0 +1,200 @@
+"""Prompts that are read without their padding, and equal rows once: the tokens are those of the unpatched model."""
+
+from __future__ import annotations
+
+import re
+
+import fake_graph
+import pytest
+import torch
+from models import FAMILIES, tiny
+
+import hf_fastattn
+from hf_fastattn import PreallocatedCache
+from hf_fastattn.patches.calls import unpadded
+
+WIDTH = 48
+OPTIONS = {"max_new_tokens": 6, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+
+
+@pytest.fixture(autouse=True)
+def few_tokens(monkeypatch):
+    monkeypatch.setattr(unpadded, "TILE", 1)
+
+
+def prompts(*lengths: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(5, 60, (len(lengths), WIDTH), generator=torch.Generator().manual_seed(1))
+    mask = (torch.arange(WIDTH) >= WIDTH - torch.tensor(lengths)[:, None]).long()
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+def generate(model, inputs, **options):
+    torch.manual_seed(3)
+    return model.generate(**inputs, **{**OPTIONS, **options})
+
+
+def compare(model, inputs, backend: str = "lean", **options) -> hf_fastattn.Patch:
+    """Compare generate() with and without patch(), twice, and return the Patch."""
+    expected = generate(model, inputs, **options)
+    with hf_fastattn.patch(model, backend) as patch:
+        for _ in range(2):
+            found = generate(model, inputs, **options)
+            assert torch.equal(found.sequences, expected.sequences)
+            for mine, theirs in zip(found.logits, expected.logits, strict=True):
+                torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
+    return patch
+
+
+RAGGED = prompts(3, WIDTH, 17, 1)
+SKIPPED = 2 * int((RAGGED["attention_mask"] == 0).sum())  # in two calls
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_padding_is_not_read(family):
+    model_type, own = FAMILIES[family]
+    patch = compare(tiny(model_type, "eager", **own), RAGGED)
+    assert patch.skipped_tokens == SKIPPED and "not read" in str(patch)
+
+
+@pytest.mark.parametrize("options", [{"do_sample": True}, {"num_beams": 2}, {"do_sample": True, "num_return_sequences": 3}])
+def test_ways_to_choose_tokens(options):
+    patch = compare(tiny("llama", "eager"), RAGGED, **options)
+    copies = options.get("num_beams") or options.get("num_return_sequences") or 1
+    tokens = int(RAGGED["attention_mask"].sum())
+    assert patch.skipped_tokens == 2 * (4 * WIDTH * copies - tokens)
+
+
+@pytest.mark.parametrize("rows", [2, 5])
+def test_equal_rows_are_read_once(rows):
+    ids = prompts(WIDTH)["input_ids"].repeat(rows, 1)
+    for mask in (torch.ones_like(ids), torch.ones_like(ids).index_fill(1, torch.arange(9), 0)):
+        patch = compare(tiny("mistral", "eager", sliding_window=16), {"input_ids": ids, "attention_mask": mask})
+        assert patch.skipped_tokens == 2 * (rows * WIDTH - int(mask[0].sum()))
+
+
+def test_rows_that_differ_in_padding_or_positions_are_read():
+    inputs = prompts(20, 20, 30)
+    inputs["input_ids"][1:] = inputs["input_ids"][0]
+    inputs["position_ids"] = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    inputs["position_ids"][1] += 2
+    assert compare(tiny("llama", "eager"), inputs).skipped_tokens == 2 * (3 * WIDTH - 70)
+
+
+@pytest.mark.parametrize("kind", [torch.bool, torch.float32, torch.int32])
+@pytest.mark.parametrize("holes", [False, True])
+def test_masks(kind, holes):
+    inputs = prompts(8, WIDTH, 17)
+    if holes:
+        inputs["attention_mask"][:, 30:34] = 0
+    unread = 2 * int((inputs["attention_mask"] == 0).sum())
+    inputs["attention_mask"] = inputs["attention_mask"].to(kind)
+    assert compare(tiny("qwen2", "eager"), inputs).skipped_tokens == unread
+
+
+def test_a_window_drops_tokens_of_a_prompt(monkeypatch):
+    from hf_fastattn.caches import layers
+
+    monkeypatch.setattr(layers, "KEEP", 4)
+    monkeypatch.setattr(layers, "SLACK", 8)
+    assert compare(tiny("mistral", "eager", sliding_window=12), RAGGED).skipped_tokens == SKIPPED
+
+
+def right(inputs):
+    return {name: x.flip(1) for name, x in inputs.items()}
+
+
+def with_a_dead_row(inputs):
+    mask = inputs["attention_mask"].clone()
+    mask[0] = 0
+    return {**inputs, "attention_mask": mask}
+
+
+@pytest.mark.parametrize("change", [right, with_a_dead_row], ids=["right", "a row of padding"])
+def test_a_last_token_that_is_padding(change):
+    model, inputs = tiny("llama", "eager"), change(RAGGED)
+    expected = generate(model.set_attn_implementation("lean") or model, inputs, use_cache=True)
+    with hf_fastattn.patch(model) as patch:
+        assert torch.equal(generate(model, inputs).sequences, expected.sequences)
+    assert patch.skipped_tokens == 0
+
+
+def hooked(model):
+    model.model.layers[0].register_forward_hook(lambda *_: None)
+
+
+def own_code(model):
+    class Own(type(model.model.norm)):
+        def forward(self, x):
+            return super().forward(x)
+
+    model.model.norm.__class__ = Own
+
+
+def dropping(model):
+    model.train().config.attention_dropout = 0.5
+
+
+def nothing(model):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "reason"),
+    [
+        (nothing, {"output_hidden_states": True}, "output_hidden_states is requested"),
+        (nothing, {"logits_to_keep": 3}, "logits_to_keep is 3"),
+        (hooked, {}, "LlamaDecoderLayer has the forward hook"),
+        (own_code, {}, r"Own.forward\(\) is of no installed package"),
+        (dropping, {}, "attention_dropout draws random numbers"),
+    ],
+)
+def test_what_keeps_the_padding(change, options, reason):
+    model = tiny("llama", "eager")
+    change(model)
+    expected = generate(model, RAGGED, **options)
+    with hf_fastattn.patch(model) as patch, pytest.warns(UserWarning, match=f"reads the padding of prompts: .*{reason}"):
+        found = generate(model, RAGGED, **options)
+    assert patch.skipped_tokens == 0 and re.search(reason, str(patch))
+    assert model.training or torch.equal(found.sequences, expected.sequences)
+
+
+def test_training_mode_without_dropout():
+    assert compare(tiny("llama", "eager").train(), RAGGED).skipped_tokens == SKIPPED
+
+
+@pytest.mark.parametrize("options", [{"prefill_chunk_size": 16}, {"backend": "batch_invariant"}, {"prompt_lookup_num_tokens": 3}])
+def test_calls_that_read_the_padding(options):
+    one = {name: x[:1] for name, x in RAGGED.items()} if "prompt_lookup_num_tokens" in options else RAGGED
+    assert compare(tiny("llama", "eager"), one, **options).skipped_tokens == 0
+
+
+def test_a_cache_of_the_caller_and_a_second_turn():
+    model = tiny("llama", "eager")
+    expected = generate(model, RAGGED).sequences
+    more = {"input_ids": torch.cat([expected, expected[:, :5]], 1)}
+    more["attention_mask"] = torch.cat([RAGGED["attention_mask"], torch.ones(4, more["input_ids"].shape[1] - WIDTH).long()], 1)
+    second = generate(model, more).sequences
+    with hf_fastattn.patch(model) as patch:
+        cache = PreallocatedCache(model)
+        assert torch.equal(generate(model, RAGGED, past_key_values=cache).sequences, expected)
+        assert torch.equal(generate(model, more, past_key_values=cache).sequences, second)
+        assert patch.skipped_tokens == SKIPPED // 2
+
+
+def test_an_exception_leaves_the_cache_empty(monkeypatch):
+    model = tiny("llama", "eager")
+    expected = generate(model, RAGGED).sequences
+    with hf_fastattn.patch(model):
+        cache = PreallocatedCache(model)
+        with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+            patch.setattr(model.model.layers[1].mlp.act_fn, "forward", lambda x: 1 / 0)
+            patch.setattr(unpadded, "code_of_user", lambda model: None)
+            generate(model, RAGGED, past_key_values=cache)
+        assert cache.get_seq_length() == 0
+        assert torch.equal(generate(model, RAGGED, past_key_values=cache).sequences, expected)
+
+
+def test_steps_after_it_are_captured(monkeypatch):
+    fake_graph.use(monkeypatch)
+    patch = compare(tiny("llama", "eager"), RAGGED)
+    assert patch.captures and not patch.reasons and patch.skipped_tokens
