@@ -70,6 +70,23 @@ def rollout(result: dict) -> str:
     return f"{text}:\n\n{table(head, rows)}"
 
 
+def prompts(result: dict) -> str:
+    rows = []
+    for row in result["rows"]:
+        live = sum(row["lengths"])
+        rivals = [row[name] for name in ("stock", "padded", "patched")]
+        firsts = [figure(found["first_token_s"], 3) for found in rivals]
+        speeds = [figure(found["tokens_per_s"], 0) for found in rivals]
+        peaks = [figure(found["peak_bytes"] and found["peak_bytes"] / 1e9, 1) for found in rivals]
+        share = f"{live} of {max(row['lengths']) * len(row['lengths']) * row['copies']}"
+        ratio = figure(rivals[1]["first_token_s"] / rivals[2]["first_token_s"], 2, "x")
+        rows.append([row["case"], share, *firsts, ratio, *speeds, *peaks])
+    names = ("stock", "padding read", "`patch()`")
+    head = ["case", "tokens read", *(f"first token s, {name}" for name in names), "padding read / `patch()`"]
+    head += [*(f"tokens/s, {name}" for name in names), *(f"peak GB, {name}" for name in names)]
+    return f"**Batches of prompts**, {model(result)} {by_method(result)}:\n\n{table(head, rows)}"
+
+
 def quantised(result: dict) -> str:
     rows = []
     plain = {row["case"]: row for row in result["rows"] if row["scheme"] == "bf16"}

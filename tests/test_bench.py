@@ -28,6 +28,7 @@ from benchmarks import (
     quantised,
     report,
     results,
+    prompts,
     rollout,
     runs,
     sections,
@@ -543,6 +544,15 @@ def test_calls_of_lm_eval_are_recorded(tmp_path, monkeypatch):
     assert [len(call["lengths"]) for call in run["calls"]] == [2, 1] and min(run["calls"][0]["lengths"]) > 1000
     assert run["name"] == "a" and all(call["new"] == 4 for call in run["calls"])
     assert run["stops"] == [["zz", 4], ["</s>", 3]] and run["options"] == {"do_sample": False, "use_cache": True}
+
+
+@pytest.mark.slow
+def test_ragged_prompts(tmp_path, monkeypatch):
+    monkeypatch.setattr(prompts.unpadded, "TILE", 1)
+    options = ["--shape", "tiny", "--only", "tiny", "--repeats", "1", "--reserve", "0", "--device", "cpu", "--out", str(tmp_path)]
+    assert prompts.main(options) == 0
+    (row,) = json.loads((tmp_path / "prompts.json").read_text())["rows"]
+    assert row["skipped_tokens"] > 0 and row["errors"]["patched"] < 1e-4 and "| tiny" in report.report(tmp_path, ["prompts"])
 
 
 @pytest.mark.slow

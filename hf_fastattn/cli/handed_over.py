@@ -12,7 +12,7 @@ import hf_fastattn_autoload
 from ..evaluation.harness import require
 
 BENCHES = (
-    *("generate", "families", "modes", "evaluation", "rollout", "quantised", "ranks", "commits"),
+    *("generate", "families", "modes", "evaluation", "prompts", "rollout", "quantised", "ranks", "commits"),
     *("kernels", "stream", "paper_e2e", "paper_ranks", "context", "report"),
 )
 PACKAGE = Path(__file__).parent.parent

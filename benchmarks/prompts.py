@@ -1,0 +1,162 @@
+"""Batches of ragged and of equal prompts: tokens a second and time to the first token, of stock generate() and under patch().
+
+    python -m benchmarks.prompts                          # the shape of Llama 3.1 8B
+    python -m benchmarks.prompts --shape 1b --only job
+
+Each case runs stock generate() with sdpa, and then patch() and patch() with prompts that are read with their padding, in turn, in
+one process and over one set of weights. A call reads its prompts anew. "tokens_per_s" counts the new tokens of a whole call. The
+first call of each is not timed, and stock generate() is timed once. The logits of the first new token of some rows are compared
+with those of eager attention for the row alone: the case fails if the error of patch() is more than twice that of stock
+generate(), plus 4 eps of the largest logit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+import torch
+
+from hf_fastattn.patches import patch
+from hf_fastattn.patches.calls import unpadded
+
+from . import families
+from .models import SHAPES, Subject, dtype_for, load
+from .results import Results, add_options, command, conditions, find_device, listed, need_gpu, progress
+from .runs import Prompt, Run, free, make_prompt, run, twin
+
+METHOD = "greedy generate() from the prompt on, in one process; under patch() in turn, medians"
+RIVALS = ("stock", "padded", "patched")
+CHECKED = 4  # rows whose first logits are compared
+
+
+def geometric(rows: int, low: int, high: int) -> list[int]:
+    """Lengths from `low` to `high` of which each is the last one times a constant."""
+    return [round(low * (high / low) ** (i / max(1, rows - 1))) for i in range(rows)]
+
+
+# name: lengths of the prompts, how often each is in the batch, new tokens
+CASES: dict[str, tuple[list[int], int, int]] = {
+    "job": (geometric(64, 20, 4096), 1, 128),  # 49 thousand tokens; 262 thousand with padding
+    "8xpadded": ([1024 + (32768 - 1024) * i // 7 for i in range(8)], 1, 8),
+    "8, geometric": (geometric(8, 1024, 32768), 1, 8),
+    "2 prompts x 8 samples": ([4096] * 2, 8, 8),
+    "2 prompts": ([4096] * 2, 1, 8),
+    "no padding": ([2048] * 8, 1, 8),
+    "tiny": (geometric(4, 3, 40), 2, 6),
+}
+
+
+@contextmanager
+def padded() -> Iterator[None]:
+    """A context in which the padding of prompts is read."""
+    tile, unpadded.TILE = unpadded.TILE, 1 << 62
+    try:
+        yield
+    finally:
+        unpadded.TILE = tile
+
+
+def measure(subject: Subject, name: str, repeats: int, device: torch.device) -> dict:
+    """The row of one case."""
+    lengths, copies, new = CASES[name]
+    prompt = make_prompt(lengths, subject.text_config.vocab_size, device)
+    ids, mask = (x.repeat_interleave(copies, 0) for x in (prompt.ids, prompt.mask))
+    prompt = Prompt(ids, mask, [length for length in lengths for _ in range(copies)])
+    model = subject.model.set_attn_implementation("sdpa") or subject.model
+    found: dict[str, list[Run]] = {rival: [] for rival in RIVALS}
+    peaks: dict[str, int] = {}
+
+    def timed(rival: str, keep: bool) -> None:
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        each = run(model, prompt, new)
+        if device.type == "cuda":
+            peaks[rival] = torch.cuda.max_memory_allocated(device)
+        found[rival] += [each] if keep else []
+
+    for i in range(2):  # before patch(), whose caches are kept between calls
+        timed("stock", keep=i > 0)
+    logits = {"stock": first_logits(model, prompt)}
+    free(device)
+    with patch(model, "lean") as under:
+        for i in range(1 + repeats):
+            for rival in RIVALS[1:] if i % 2 == 0 else RIVALS[:0:-1]:
+                with padded() if rival == "padded" else nullcontext():
+                    timed(rival, keep=i > 0)
+        row: dict = {"case": name, "lengths": lengths, "copies": copies, "new": new, "skipped_tokens": under.skipped_tokens}
+        row |= {"captures": under.captures, "reasons": [*under.reasons, *under._graphs.padded]}
+        logits["patched"] = first_logits(model, prompt)
+    for rival, runs in found.items():
+        seconds = statistics.median(each.wall_s for each in runs)
+        row[rival] = {"first_token_s": statistics.median(each.first_token_s for each in runs), "wall_s": seconds}
+        row[rival] |= {"all_wall_s": [each.wall_s for each in runs], "tokens_per_s": len(prompt.ids) * new / seconds}
+        row[rival] |= {"peak_bytes": peaks.get(rival)}
+    return row | judged(logits, twin(subject.model, "eager"), prompt)
+
+
+def first_logits(model, prompt: Prompt) -> torch.Tensor:
+    return run(model, prompt, 1, logits=True).logits[0].float()
+
+
+@torch.no_grad()
+def judged(logits: dict[str, torch.Tensor], judge, prompt: Prompt) -> dict:
+    """The largest error of some rows' logits against the judge's for the row alone, and what is allowed."""
+    short = sorted(range(len(prompt.lengths)), key=lambda i: prompt.lengths[i])
+    short = [i for i in short if prompt.lengths[i] <= 4096]  # eager attention computes all scores
+    rows = short[:: max(1, math.ceil(len(short) / CHECKED))]
+    errors, largest = dict.fromkeys(logits, 0.0), 0.0
+    for i in rows:
+        right = judge(prompt.ids[i : i + 1, -prompt.lengths[i] :], logits_to_keep=1, use_cache=False).logits[0, 0].float()
+        largest = max(largest, right.abs().max().item())
+        for rival, found in logits.items():
+            errors[rival] = max(errors[rival], (found[i] - right).abs().max().item())
+    allowed = 2 * errors["stock"] + 4 * torch.finfo(judge.dtype).eps * largest
+    return {"rows_checked": rows, "errors": errors, "allowed": allowed, "passed": errors["patched"] <= allowed}
+
+
+def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.prompts") -> int:
+    """Measure the chosen cases. Returns 0, or 1 if there was no time for one or its logits are wrong."""
+    parser = argparse.ArgumentParser(prog=prog, description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", default="8b", choices=SHAPES, help="default: %(default)s")
+    cases = [name for name in CASES if name != "tiny"]
+    parser.add_argument("--only", type=listed, default=cases, help=f"of {', '.join(CASES)}; default all but tiny")
+    parser.add_argument("--repeats", type=int, default=3, help="timed calls of each (default: %(default)s)")
+    parser.add_argument("--reserve", type=float, default=60, help="seconds that a case may need (default: %(default)s)")
+    parser.add_argument("--keep", action="store_true", help="keep the other cases in the JSON")
+    add_options(parser, seconds=400)
+    args = parser.parse_args(argv)
+    if unknown := set(args.only) - set(CASES):
+        parser.error(f"unknown cases {', '.join(sorted(unknown))}; known are {', '.join(CASES)}.")
+    need_gpu(parser, args, [args.shape])
+    device = find_device(args.device)
+    head = {"conditions": conditions(device, METHOD), "shape": args.shape, "unit": "s a call"}
+    results = families.begin(parser, args, "prompts", command(prog, argv), device, head)
+    results.data["rows"] = [row for row in results.data["rows"] if row["case"] not in args.only]
+    subject = load(args.shape, dtype_for(device), device)
+    for name in progress(args.only, "prompts", "case"):
+        if results.left() < args.reserve:
+            results.data["not_run"].append(name)
+            continue
+        add(results, measure(subject, name, args.repeats, device))
+        free(device)
+    return families.end(results)
+
+
+def add(results: Results, row: dict) -> None:
+    """Add a row, or a failure if its logits are wrong."""
+    speeds = ", ".join(f"{rival} {row[rival]['tokens_per_s']:.0f} ({row[rival]['first_token_s']:.3f} s)" for rival in RIVALS)
+    said = f"{row['case']}: tokens/s (first token) {speeds}; errors {row['errors']}, allowed {row['allowed']:.3g}"
+    results.say(said + "".join(f"; {reason}" for reason in row["reasons"]))
+    if row["passed"]:
+        results.data["rows"].append(row | {"run": results.run})
+    else:
+        results.data["failed"].append({"row": row["case"], "error": said})
+    results.save()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
