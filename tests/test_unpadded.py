@@ -10,7 +10,8 @@ import torch
 from models import FAMILIES, tiny
 
 import hf_fastattn
-from hf_fastattn import PreallocatedCache
+from hf_fastattn import PreallocatedCache, hf
+from hf_fastattn.hf.version import number_of
 from hf_fastattn.patches.calls import unpadded
 
 WIDTH = 48
@@ -53,7 +54,10 @@ SKIPPED = 2 * int((RAGGED["attention_mask"] == 0).sum())  # in two calls
 def test_padding_is_not_read(family):
     model_type, own = FAMILIES[family]
     patch = compare(tiny(model_type, "eager", **own), RAGGED)
-    assert patch.skipped_tokens == SKIPPED and "not read" in str(patch)
+    if family == "opt" and number_of(hf.VERSION) < (5, 20):  # its code builds a mask of its own from None
+        assert "padding of prompts is read: its layers have other masks" in str(patch)
+    else:
+        assert patch.skipped_tokens == SKIPPED and "not read" in str(patch)
 
 
 @pytest.mark.parametrize("options", [{"do_sample": True}, {"num_beams": 2}, {"do_sample": True, "num_return_sequences": 3}])
@@ -89,6 +93,17 @@ def test_masks(kind, holes):
     unread = 2 * int((inputs["attention_mask"] == 0).sum())
     inputs["attention_mask"] = inputs["attention_mask"].to(kind)
     assert compare(tiny("qwen2", "eager"), inputs).skipped_tokens == unread
+
+
+def test_windows_count_the_padding_between_tokens():
+    model, inputs = tiny("mistral", "eager", sliding_window=16), prompts(8, WIDTH, 17)
+    inputs["attention_mask"][:, 30:34] = 0
+    patch = compare(model, inputs)
+    assert patch.skipped_tokens == 0 and "padding between tokens" in str(patch)
+    with hf_fastattn.patch(model) as patch:
+        generate(model, inputs)
+        generate(model, RAGGED)
+        assert patch.skipped_tokens == SKIPPED // 2
 
 
 def test_a_window_drops_tokens_of_a_prompt(monkeypatch):

@@ -36,8 +36,9 @@ class Packed:
 
     rows, width: the shape of the padded prompts. row, slot: of each token that is read, its row and its place in it, int64
     (tokens,). ends: cumulative numbers of tokens of the prompts that are read, from 0, int32. of_row, source: for each row, which
-    of these prompts it has, and the row that is read, int64 (rows,); None if each row has its own. stored, attended: numbers of
-    layers that have stored K and V, and of calls of attention.
+    of these prompts it has, and the row that is read, int64 (rows,); None if each row has its own. holes: whether padding lies
+    between tokens of a row, which a window counts. stored, attended: numbers of layers that have stored K and V, and of calls of
+    attention.
     """
 
     rows: int
@@ -45,6 +46,7 @@ class Packed:
     row: torch.Tensor
     slot: torch.Tensor
     ends: torch.Tensor
+    holes: bool
     of_row: torch.Tensor | None = None
     source: torch.Tensor | None = None
     stored: int = 0

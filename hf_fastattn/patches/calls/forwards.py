@@ -192,7 +192,9 @@ class Forwards:
                 graphs.skipped += ids.numel() - len(packed.row)
                 return output
             except Unpackable as error:
-                why = graphs.unpackable = str(error)
+                why = str(error)
+                if not packed.holes:  # else without them it may be read so
+                    graphs.unpackable = why
         if padded and why is not None and why not in graphs.padded:
             graphs.padded.append(why)
             warnings.warn(f"{type(self.model).__name__}.generate() reads the padding of prompts: {why}.", stacklevel=3)

@@ -86,8 +86,9 @@ def pack(given: dict[str, Any]) -> Packed | None:
         same.append((x[1:] == x[:-1]) | ~live[1:])
     equal = torch.stack(same).all(0).all(1)
     right = live[:, -1].all() if mask is None else live[:, -1].all() & (mask == live).all()
-    found = torch.cat([live.sum(1), equal.long(), right.long()[None]]).tolist()
-    lengths, repeats = found[:rows], [0, *found[rows:-1]]
+    holes = (live[:, :-1] & ~live[:, 1:]).any()
+    found = torch.cat([live.sum(1), equal.long(), holes[None], right[None]]).tolist()
+    lengths, repeats = found[:rows], [0, *found[rows:-2]]
     read = [i for i in range(rows) if not repeats[i]]
     tokens = sum(lengths[i] for i in read)
     if not found[-1] or rows * width - tokens < TILE or (ids.device.type == "cpu" and tokens**2 > rows * width**2):
@@ -97,7 +98,7 @@ def pack(given: dict[str, Any]) -> Packed | None:
     index = (~live[chosen].flatten()).to(torch.uint8).argsort(stable=True)[:tokens]
     ends = ints([0, *(lengths[i] for i in read)]).cumsum(0).to(torch.int32)
     copies = () if len(read) == rows else (of_row, chosen[of_row])
-    return Packed(rows, width, chosen[index // width], index % width, ends, *copies)
+    return Packed(rows, width, chosen[index // width], index % width, ends, bool(found[-2]), *copies)
 
 
 def _positions(given: dict[str, Any]) -> torch.Tensor:
