@@ -56,8 +56,6 @@ def of_prompts(backend: Backend, mask: torch.Tensor | None, prompts: Packed, que
     prompts.attended += 1
     if query.shape[2] != prompts.row.shape[0] or not _is_one_row(mask):
         raise Unpackable("its layers have other masks")
-    if prompts.holes and not isinstance(mask, masks.PlainMask):
-        raise Unpackable("there is padding between tokens, which windows count")
     ends = prompts.ends.to(query.device)
     return separated(backend, mask, ends, ends)
 

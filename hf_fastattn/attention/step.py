@@ -35,10 +35,10 @@ class Packed:
     """Prompts of several rows, read as one row without their padding, and equal ones once.
 
     rows, width: the shape of the padded prompts. row, slot: of each token that is read, its row and its place in it, int64
-    (tokens,). ends: cumulative numbers of tokens of the prompts that are read, from 0, int32. of_row, source: for each row, which
-    of these prompts it has, and the row that is read, int64 (rows,); None if each row has its own. holes: whether padding lies
-    between tokens of a row, which a window counts. stored, attended: numbers of layers that have stored K and V, and of calls of
-    attention.
+    (tokens,). ends: cumulative numbers of tokens of the prompts that are read, from 0, int32. last: the index of the last token
+    of each of them, int64 on the CPU. of_row, source: for each row, which of these prompts it has, and the row that is read,
+    int64 (rows,); None if each row has its own. holes: whether padding lies between tokens of a row, which a window counts.
+    stored, attended: numbers of layers that have stored K and V, and of calls of attention.
     """
 
     rows: int
@@ -47,6 +47,7 @@ class Packed:
     slot: torch.Tensor
     ends: torch.Tensor
     holes: bool
+    last: Any = None
     of_row: torch.Tensor | None = None
     source: torch.Tensor | None = None
     stored: int = 0

@@ -42,6 +42,7 @@ class Forwards:
     adds_ones: whether the masks of the steps are that of the prompt with ones added, as in Transformers' loops.
     stock: whether only code of Transformers runs between the steps. Other code may change the model: each step compares it.
     whole: whether prompts are read with their padding: code other than Transformers' loops may see what the forward returns.
+    storage: that of the call's cache; other code may run the model over another one.
     outer: the forwards of the call whose assistant the model is, if it is one. limit: the most tokens of the call, its prompt
     included.
     """
@@ -60,6 +61,7 @@ class Forwards:
         adds_ones: bool = True,
         stock: bool = True,
         whole: bool = False,
+        storage: Storage | None = None,
         outer: Forwards | None = None,
         limit: int = 1 << 62,
     ):
@@ -76,6 +78,7 @@ class Forwards:
         self.stock = stock
         self.adds_ones = adds_ones
         self.whole = whole
+        self.storage = storage
         self.limit: int = limit if outer is None else outer.limit
         always = not stock and not graphs.ranks.several
         self.present: Present = Present(graphs, model, say, always=always, outer=None if outer is None else outer.present)
@@ -177,25 +180,22 @@ class Forwards:
         """The output of a forward that reads prompts without their padding; None if it has to read them with it."""
         ids: Any = given.get("input_ids")
         mask: Any = given.get("attention_mask")
-        graphs, packed = self.graphs, None
+        graphs = self.graphs
         padded = mask is not None and cache.storage is not self.unmasked
-        if self.whole or ids is None or not (padded or len(ids) > 1) or (padded and mask.shape != ids.shape):
+        if self.whole or cache.storage is not self.storage or ids is None or (padded and mask.shape != ids.shape):
             return None
-        why = graphs.unpackable or unpadded.why_padded(self.model, cache, given)
+        if not (padded or len(ids) > 1) or (packed := unpadded.pack(given)) is None:
+            return None
+        state = self.model.config._attn_implementation, self.model.training
+        why = graphs.unpackable.get(state) or unpadded.why_padded(self.model, cache, given, packed)
         if why is None:
-            if (packed := unpadded.pack(given)) is None:
-                return None
-            why = unpadded.code_of_user(self.model)
-        if packed is not None and why is None:
             try:
                 output = unpadded.forward(self.run, cache, given, packed)
                 graphs.skipped += ids.numel() - len(packed.row)
                 return output
             except Unpackable as error:
-                why = str(error)
-                if not packed.holes:  # else without them it may be read so
-                    graphs.unpackable = why
-        if padded and why is not None and why not in graphs.padded:
+                why = graphs.unpackable[state] = str(error)
+        if padded and why not in graphs.padded:
             graphs.padded.append(why)
             warnings.warn(f"{type(self.model).__name__}.generate() reads the padding of prompts: {why}.", stacklevel=3)
         return None

@@ -315,6 +315,7 @@ class Generation:
             adds_ones=adds_ones,
             stock=call.stock,
             whole=chunked or assisted or bool(callers) or not adds_ones,
+            storage=model_kwargs[hf.CACHE].storage,
             outer=callers[0].forwards if callers else None,
             limit=limit,
         )

@@ -7,11 +7,14 @@ each row. What a code or a call may observe of the padding makes it run padded.
 
 from __future__ import annotations
 
+import functools
+import itertools
+import types
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.modules.dropout import _DropoutNd
 
 from ... import hf, registry
 from ...attention import step as steps
@@ -23,28 +26,29 @@ from ..graphs.entry import KEEP
 
 TILE = 128  # tokens: to save fewer is not worth the work on the host
 _TENSORS = {"input_ids", "attention_mask", "position_ids"}
-_ASKED = ("output_hidden_states", "output_attentions", "output_router_logits", "labels")
+_ASKED = ("output_hidden_states", "output_attentions", "output_router_logits")
+_OURS = "a backend of the package"
 _DROPS = ("drop", "jitter")  # in the names of what draws random numbers in training, for each token
 
 
-def why_padded(model: hf.PreTrainedModel, cache: StoredCache, given: dict[str, Any]) -> str | None:
-    """Why the padding of such a prompt is read, judged without its values; None if it need not be."""
-    name = model.config._attn_implementation
+def why_padded(model: hf.PreTrainedModel, cache: StoredCache, given: dict[str, Any], packed: Packed) -> str | None:
+    """Why the padding of these prompts is read; None if it need not be."""
+    name, config = model.config._attn_implementation, model.config.get_text_config(decoder=True)
     if name not in registry.names() or not registry.get(name).packed or registry.get(name).invariant:
         return f"attn_implementation={name!r} does not read prompts as one row"
     if not cache.storage.takes_packed:
         return f"a {type(cache).__name__} takes one row for each prompt"
     if (other := next((n for n, x in given.items() if n not in _TENSORS and _has_tensors(x)), None)) is not None:
         return f"the argument {other} is passed"
-    if (asked := next((n for n in _ASKED if given.get(n)), None)) is not None:
+    if (asked := next((n for n in _ASKED if given.get(n) or getattr(config, n, None)), None)) is not None:
         return f"{asked} is requested"
-    if model.training and (draws := _draws(model.config.get_text_config(decoder=True))) is not None:
-        return f"{draws} draws random numbers in training mode"
     if given.get("position_ids") is None:
         return "it takes no position_ids"
-    if KEEP in given and given[KEEP] != 1:
+    if given.get(KEEP, 1) != 1:
         return f"{KEEP} is {given[KEEP]}"
-    return None
+    if packed.holes and not (cache.storage.keeps_all and hf.is_stock(type(model).forward)):
+        return "there is padding between tokens, which windows count"
+    return code_of_user(model, config)
 
 
 def _has_tensors(x: object) -> bool:
@@ -57,48 +61,75 @@ def _draws(config: hf.PreTrainedConfig) -> str | None:
     return next((name for name, value in rates.items() if isinstance(value, float) and value), None)
 
 
-def code_of_user(model: hf.PreTrainedModel) -> str | None:
-    """Code of the user's that would see one row in place of several, as a reason; None if there is none."""
+def code_of_user(model: hf.PreTrainedModel, config: hf.PreTrainedConfig) -> str | None:
+    """What would see one row in place of several, as a reason: code of the user, and what draws random numbers for each token."""
     api = torch.nn.modules.module
     if api._global_forward_hooks or api._global_forward_pre_hooks:
         return "a global forward hook is registered"
     for module in model.modules():
+        kind, own = type(module).__name__, vars(module)
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
             if not (caches.is_ours(hook) or hf.is_inert_hook(hook)):
-                return f"{type(module).__name__} has the forward hook {getattr(hook, '__qualname__', type(hook).__qualname__)}"
-        forward = vars(module).get("forward", type(module).forward)
-        if not is_trusted(getattr(forward, "__module__", None)):
-            return f"{type(module).__name__}.forward() is of no installed package"
+                return f"{kind} has the forward hook {getattr(hook, '__qualname__', type(hook).__qualname__)}"
+        if not (_is_of_packages(own.get("forward", type(module).forward)) and _is_of_packages(own.get("_hf_hook"))):
+            return f"{kind}.forward() is of no installed package"
+        if module.training and isinstance(module, _DropoutNd) and module.p:
+            return f"{kind} draws random numbers"
+        if module.training and (rate := _draws(config)) is not None:
+            return f"{rate} draws random numbers in training mode"
     return None
+
+
+def _is_of_packages(code: object) -> bool:
+    """Whether a function, what it wraps and what it binds, or the class of another object, is code of installed packages."""
+    while code is not None:
+        if isinstance(code, functools.partial):
+            code = code.func
+        elif hasattr(code, "__func__"):
+            code = code.__func__
+        elif isinstance(code, types.FunctionType):
+            if not is_trusted(code.__globals__.get("__name__")):
+                return False
+            code = getattr(code, "__wrapped__", None)
+        else:
+            return is_trusted(type(code).__module__) and all(map(_is_of_packages, getattr(code, "hooks", ())))
+    return True
 
 
 def pack(given: dict[str, Any]) -> Packed | None:
     """How to read these prompts (rows, width) as one row, or None if that saves no TILE of tokens. This synchronises.
 
-    A row whose last token is padding has no token whose logits generate() could read: such prompts are read padded.
+    A row whose last token is padding has no token whose logits generate() could read, and some models read the largest position,
+    also of padding: such prompts are read padded.
     """
     ids, mask = given["input_ids"], given.get("attention_mask")
-    rows, width = ids.shape
-    ints = partial(torch.tensor, device=ids.device)
+    (rows, width), device = ids.shape, ids.device
     live = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask != 0
-    same = [live[1:] == live[:-1]]
-    for x in (ids, *_positions(given).reshape(-1, rows, width)):
-        same.append((x[1:] == x[:-1]) | ~live[1:])
-    equal = torch.stack(same).all(0).all(1)
-    right = live[:, -1].all() if mask is None else live[:, -1].all() & (mask == live).all()
+    positions = ids[None] * 0 if given.get("position_ids") is None else _positions(given).reshape(-1, rows, width)
+    same = [(x[1:] == x[:-1]) | ~live[1:] for x in (ids, *positions)]
+    equal = torch.stack([*same, live[1:] == live[:-1]]).all(0).all(1)
+    right = live[:, -1].all() & (positions.amax() == positions.masked_fill(~live, 0).amax())
+    if mask is not None:
+        right &= (mask == live).all()
     holes = (live[:, :-1] & ~live[:, 1:]).any()
-    found = torch.cat([live.sum(1), equal.long(), holes[None], right[None]]).tolist()
-    lengths, repeats = found[:rows], [0, *found[rows:-2]]
+    *lengths, holes, right = torch.cat([live.sum(1), equal.long(), holes[None], right[None]]).tolist()
+    repeats = [0, *lengths[rows:]]
     read = [i for i in range(rows) if not repeats[i]]
-    tokens = sum(lengths[i] for i in read)
-    if not found[-1] or rows * width - tokens < TILE or (ids.device.type == "cpu" and tokens**2 > rows * width**2):
+    counts = [lengths[i] for i in read]
+    tokens = sum(counts)
+    if not right or rows * width - tokens < TILE or (device.type == "cpu" and tokens**2 > rows * width**2):
         return None  # on the CPU attention computes all pairs of tokens
-    chosen, of_row = ints(read), ints(repeats).eq(0).cumsum(0) - 1
+    ends = [0, *itertools.accumulate(counts)]
+    of_row = [*itertools.accumulate((1 - each for each in repeats), initial=-1)][1:]
+    on_device = torch.tensor([*read, *of_row, *ends], device=device).split([len(read), rows, len(ends)])
+    chosen, copies = on_device[0], on_device[1]
     # The indices of live tokens, in order, without a second synchronisation: a stable sort puts them first.
     index = (~live[chosen].flatten()).to(torch.uint8).argsort(stable=True)[:tokens]
-    ends = ints([0, *(lengths[i] for i in read)]).cumsum(0).to(torch.int32)
-    copies = () if len(read) == rows else (of_row, chosen[of_row])
-    return Packed(rows, width, chosen[index // width], index % width, ends, bool(found[-2]), *copies)
+    packed = Packed(rows, width, chosen[index // width], index % width, on_device[2].to(torch.int32), bool(holes))
+    packed.last = torch.tensor(ends[1:], device="cpu") - 1
+    if len(read) < rows:
+        packed.of_row, packed.source = copies, chosen[copies]
+    return packed
 
 
 def _positions(given: dict[str, Any]) -> torch.Tensor:
@@ -120,8 +151,8 @@ def forward(run: Callable[..., Any], cache: StoredCache, given: dict[str, Any], 
 
 
 def _forward(run: Callable[..., Any], cache: StoredCache, given: dict[str, Any], packed: Packed) -> Any:
-    ids, storage = given["input_ids"], cache.storage
-    place, last = (packed.row, packed.slot), packed.ends[1:].long() - 1
+    ids, storage, last = given["input_ids"], cache.storage, packed.last
+    place = packed.row, packed.slot
     inputs = {**given, "input_ids": ids[place][None], "attention_mask": None}
     inputs["position_ids"] = _positions(given)[..., *place].unsqueeze(-2)
     if KEEP in given:
@@ -129,11 +160,14 @@ def _forward(run: Callable[..., Any], cache: StoredCache, given: dict[str, Any],
     with steps.reading(storage, packed):
         output = run(**inputs)
     logits = getattr(output, "logits", None)
-    others = [name for name, x in output.items() if isinstance(x, torch.Tensor) and x is not logits]
-    if logits is None or others or logits.shape[:2] != (1, len(last) if KEEP in given else len(packed.row)):
-        raise Unpackable("its output has other tensors than the logits of these tokens")
-    if not 0 < packed.stored <= packed.attended or storage.looks_ahead:
-        raise Unpackable("some of its layers have another attention, or its tokens see later ones")
+    if other := [name for name, x in output.items() if isinstance(x, torch.Tensor) and x is not logits]:
+        raise Unpackable(f"its output has {other[0]}")
+    if logits is None or logits.shape[:2] != (1, len(last) if KEEP in given else len(packed.row)):
+        raise Unpackable(f"its logits are {None if logits is None else tuple(logits.shape)}")
+    if not 0 < packed.stored == packed.attended:
+        raise Unpackable(f"{packed.stored} of its layers store K and V, and {packed.attended} attend to them by {_OURS}")
+    if storage.looks_ahead:
+        raise Unpackable("tokens may see later ones")
     found = logits[0] if KEEP in given else logits[0, last]
     output.logits = (found if packed.of_row is None else found[packed.of_row.to(found.device)])[:, None]
     return output

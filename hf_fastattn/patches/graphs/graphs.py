@@ -56,7 +56,7 @@ class DecodeGraphs:
 
     keep: whether graphs of steps that run code of the user are kept after their call. own: such a function that has run.
     skipped: tokens of prompts that were not read, because they are padding or in a row that equals another. padded: reasons why
-    padding was read. unpackable: the reason of the model, if it is one of these.
+    padding was read. unpackable: those that a forward has found, by attn_implementation and training mode.
     """
 
     def __init__(self, ranks: OneRank | None = None) -> None:
@@ -74,7 +74,7 @@ class DecodeGraphs:
         self.captures = self.replays = self.uncaptured = 0
         self.skipped = 0
         self.padded: list[str] = []
-        self.unpackable: str | None = None
+        self.unpackable: dict[tuple[object, bool], str] = {}
         self.most: int | None = None  # tokens of all rows in a graph; None before the first call
         self.closed = False  # whether the patch is undone
         self.changes = 0  # consecutive calls in which the model had changed
