@@ -1224,6 +1224,37 @@ def test_a_model_built_over_a_part_of_another(llama):
     assert not calls
 
 
+def test_objects_of_the_process_are_searched_only_where_a_part_has_further_references(llama, captured, monkeypatch):
+    searches = []
+    objects = gc.get_objects
+    monkeypatch.setattr(gc, "get_objects", lambda: searches.append(True) or objects())
+    for _ in range(2):  # also after a call of a patched model
+        with hf_fastattn.patch(llama):
+            generate(llama, prompts("no_padding", "cpu"))
+    assert not searches
+    layer = llama.model.layers[0]  # a variable
+    hf_fastattn.patch(llama).undo()
+    assert searches
+    del layer
+
+    def with_its_layers(model):
+        other = LlamaForCausalLM(model.config)
+        other.model.layers = model.model.layers
+        return other
+
+    def with_its_attributes(model):
+        other = LlamaForCausalLM(model.config).model
+        other.__dict__ = model.model.__dict__
+        return other
+
+    for share in (copy.copy, lambda model: copy.copy(model.model), with_its_layers, with_its_attributes):
+        other = share(llama)
+        with pytest.raises(ValueError, match="shares a part of it"):
+            hf_fastattn.patch(llama)
+        del other
+    hf_fastattn.patch(llama).undo()
+
+
 def test_a_model_whose_generate_is_that_of_a_part():
     from transformers import Blip2Config, Blip2ForConditionalGeneration, OPTConfig
 

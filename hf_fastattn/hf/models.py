@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import types
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -59,8 +60,25 @@ def device_of(model: PreTrainedModel) -> torch.device:
 
 
 def sharer(model: PreTrainedModel) -> str | None:
-    """The class of another model in memory that shares a part with attention with this one, or None."""
-    ours = {id(module) for module in model.modules()}
+    """The class of another model in memory that shares a part with attention with this one, or None.
+
+    A process may have millions of objects, and they are searched only if there can be such a model. It refers to the part in a
+    `_modules` of its own; or its `_modules` or all its attributes are the very dict that a module here has (copy.copy()). So a
+    part or a dict has more references than the modules of this model explain. A reference from elsewhere (a variable, a hook)
+    causes the search too, and changes no result.
+    """
+    modules = list(model.modules())
+    ours = {id(module) for module in modules}
+    around = [module for module in modules if any(map(is_attention, module.modules()))]
+    held = Counter(id(child) for module in modules for child in module._modules.values())
+    parts: list[object] = [module for module in around if module is not model]
+    explained = [*(held[id(part)] for part in parts), *[1] * (2 * len(around))]
+    parts += [each for module in around for each in (vars(module), module._modules)]
+    del modules, around
+    # By map(), because a variable of a Python frame counts or not, depending on what evaluates it.
+    (alone,) = map(sys.getrefcount, [object()])
+    if all(count <= alone + own for count, own in zip(map(sys.getrefcount, parts), explained, strict=True)):
+        return None
     for other in gc.get_objects():
         if not issubclass(type(other), PreTrainedModel) or id(other) in ours:
             continue
