@@ -3,15 +3,19 @@
 Importing this package adds names to Transformers and changes nothing else.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from . import backends as _backends
 from . import training as training
 from .attention.backend import count_calls
 from .caches import PreallocatedCache, RollingCache
-from .evaluation import evaluate
-from .explanation import explain
 from .kernels.merge import merge
 from .patches import patch, unpatch
 from .registry import Backend, get, names, register
+
+if TYPE_CHECKING:
+    from .evaluation import evaluate
+    from .explanation import explain
 
 __version__ = "0.2.0"
 __all__ = [
@@ -28,3 +32,16 @@ __all__ = [
     "register",
     "unpatch",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """evaluate() and explain(), whose files are imported when they are asked for."""
+    if name == "evaluate":
+        from .evaluation import evaluate
+
+        return evaluate
+    if name == "explain":
+        from .explanation import explain
+
+        return explain
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -107,6 +107,7 @@ model = tiny('llama', 'lean')
 assert 'hf_fastattn' not in sys.modules
 assert tokens(model) == tokens(tiny('llama', 'eager'))
 import hf_fastattn
+assert not {'hf_fastattn.evaluation', 'hf_fastattn.explanation'} & {*sys.modules}
 with hf_fastattn.count_calls() as calls:
     tokens(model)
 assert calls['lean.decode']

@@ -1,4 +1,4 @@
-"""Loading and creating models, tokenizers and configurations."""
+"""Loading and creating models, tokenizers and configurations. Classes that choose a model are imported on use."""
 
 from __future__ import annotations
 
@@ -9,17 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_MULTIMODAL_LM_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForMultimodalLM,
-    AutoTokenizer,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+import transformers
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils import logging
 
@@ -27,7 +18,7 @@ from transformers.utils import logging
 def random_model(model_type: str, dtype: torch.dtype, device: torch.device, **config: Any) -> PreTrainedModel:
     """A causal language model of this type and config with random weights, created on the device."""
     with torch.device(device):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **config), dtype=dtype)
+        model: PreTrainedModel = transformers.AutoModelForCausalLM.from_config(make_config(model_type, **config), dtype=dtype)
     model.eval()
     return model
 
@@ -38,8 +29,8 @@ def shared_random_model(model_type: str, dtype: torch.dtype, ranks: int | None, 
     ranks: None for one process, with the layers on all GPUs as accelerate places them (`device_map="auto"`).
     """
     how: dict[str, Any] = {"device_map": "auto"} if ranks is None else {"distributed_config": DistributedConfig(tp_size=ranks)}
-    made = AutoConfig.for_model(model_type, **config)
-    cls: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(made)]
+    made = make_config(model_type, **config)
+    cls: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(made)]
     model: PreTrainedModel = cls.from_pretrained(None, config=made, state_dict={}, dtype=dtype, **how)
     model.eval()
     return model
@@ -96,15 +87,15 @@ def _loading(source: str | Path) -> Iterator[None]:
 def load_config(source: str | Path, gguf_file: str | None = None) -> PreTrainedConfig:
     where, options = locate(source, gguf_file)
     with _loading(source):
-        config: PreTrainedConfig = AutoConfig.from_pretrained(where, **options)
+        config: PreTrainedConfig = transformers.AutoConfig.from_pretrained(where, **options)
     return config
 
 
-def load_tokenizer(source: str | Path, gguf_file: str | None = None) -> PreTrainedTokenizerBase:
+def load_tokenizer(source: str | Path, gguf_file: str | None = None) -> transformers.PreTrainedTokenizerBase:
     where, options = _locate_model(source, gguf_file)
     with _loading(source):
         try:
-            return AutoTokenizer.from_pretrained(where, **options)
+            return transformers.AutoTokenizer.from_pretrained(where, **options)
         except (ValueError, OSError) as error:
             if Path(where).is_dir() and not options and not any(Path(where).glob("*token*")):
                 raise ValueError("the folder has no tokenizer. Save it there by tokenizer.save_pretrained()") from error
@@ -129,7 +120,7 @@ def load_model(
     where, options = _locate_model(source, gguf_file)
     shared: dict[str, Any] = {} if ranks == 1 else {"distributed_config": DistributedConfig(tp_size=ranks)}
     with _loading(source):
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, **options, **shared)
+        model: PreTrainedModel = transformers.AutoModelForCausalLM.from_pretrained(where, dtype=dtype, **options, **shared)
         if ranks == 1:
             model.to(device)  # type: ignore[arg-type]
         model.eval()
@@ -139,13 +130,15 @@ def load_model(
 
 
 def make_config(model_type: str, **options: Any) -> PreTrainedConfig:
-    return AutoConfig.for_model(model_type, **options)
+    return transformers.AutoConfig.for_model(model_type, **options)
 
 
 def model_on_meta(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The generating model of a config, its parameters without memory: shapes and dtypes only."""
-    multimodal = type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING
-    auto: Any = AutoModelForMultimodalLM if multimodal else AutoModelForCausalLM
+    text, multimodal = transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.MODEL_FOR_MULTIMODAL_LM_MAPPING
+    auto: Any = transformers.AutoModelForCausalLM
+    if type(config) in multimodal and type(config) not in text:
+        auto = transformers.AutoModelForMultimodalLM
     with _loading(config._name_or_path or type(config).__name__), torch.device("meta"):
         model: PreTrainedModel = auto.from_config(config, dtype=dtype)
     return model
