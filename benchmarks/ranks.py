@@ -29,6 +29,9 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+import transformers
+from transformers.distributed.configuration_utils import DistributedConfig
+from transformers.utils import logging
 
 from hf_fastattn import hf
 from hf_fastattn.explanation import costs
@@ -149,12 +152,24 @@ def read(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Na
     return args
 
 
+def shared_random_model(model_type: str, dtype: torch.dtype, ranks: int | None, **config) -> hf.PreTrainedModel:
+    """A causal language model with random weights, of which each of so many ranks creates its share (tensor parallelism).
+
+    ranks: None for one process, with the layers on all GPUs as accelerate places them (`device_map="auto"`).
+    """
+    how = {"device_map": "auto"} if ranks is None else {"distributed_config": DistributedConfig(tp_size=ranks)}
+    made = hf.make_config(model_type, **config)
+    cls = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(made)]
+    return cls.from_pretrained(None, config=made, state_dict={}, dtype=dtype, **how).eval()
+
+
 def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.ranks") -> int:
     """Measure the cases, in each process of torchrun. The first one writes the JSON."""
     parser = argparse.ArgumentParser(prog=prog, description=__doc__.splitlines()[0])
     args = read(parser, argv)
     warnings.simplefilter("ignore")  # why steps run uncaptured is in the row
-    hf.silence()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     torch.manual_seed(0)
     device = join()
     group, dtype, (model_type, config) = Group(device), dtype_for(device), (SHAPES | FAMILIES)[args.shape]
@@ -175,9 +190,9 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.ranks"
             group.results.take_over(parser)
     rows = [new_row(case, made, dtype, group, args) for case in args.cases]
     creators = {
-        "shared": lambda: hf.shared_random_model(model_type, dtype, group.size, **config),
+        "shared": lambda: shared_random_model(model_type, dtype, group.size, **config),
         "one": lambda: hf.random_model(model_type, dtype, device, **config),
-        "device_map": lambda: hf.shared_random_model(model_type, dtype, None, **config),
+        "device_map": lambda: shared_random_model(model_type, dtype, None, **config),
     }
     for kind, names in MODELS:
         create = creators[kind] if kind == "shared" or group.first else None

@@ -31,9 +31,9 @@ from test_ranks import (
     tokens_and_logits,
 )
 from transformers.distributed import DistributedConfig
+from transformers.utils import logging
 
 import hf_fastattn
-from hf_fastattn import hf
 from hf_fastattn.context_parallel import ORDERS, positions, ring_attention
 from hf_fastattn.kernels.decode import all_gather, all_reduce, residual
 from hf_fastattn.kernels.host import symmetric
@@ -74,7 +74,8 @@ def without_nccl(count: int, mode: str) -> bool:
 
 def pair(name: str, dtype: torch.dtype = torch.float32, **own):
     """A tiny model on the GPU of the rank, and its copy that all ranks share."""
-    hf.silence()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     model_type, config = BIASES.get(name) or FAMILIES[name]
     one = tiny(model_type, device=own_device(), **{**config, **own}).to(dtype)
     state = {name: tensor.clone() for name, tensor in one.state_dict().items()}

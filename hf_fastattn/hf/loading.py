@@ -12,7 +12,6 @@ import torch
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
-from transformers.utils import logging
 
 
 def random_model(model_type: str, dtype: torch.dtype, device: torch.device, **config: Any) -> PreTrainedModel:
@@ -21,25 +20,6 @@ def random_model(model_type: str, dtype: torch.dtype, device: torch.device, **co
         model: PreTrainedModel = transformers.AutoModelForCausalLM.from_config(make_config(model_type, **config), dtype=dtype)
     model.eval()
     return model
-
-
-def shared_random_model(model_type: str, dtype: torch.dtype, ranks: int | None, **config: Any) -> PreTrainedModel:
-    """A causal language model with random weights, of which each of so many ranks creates its share (tensor parallelism).
-
-    ranks: None for one process, with the layers on all GPUs as accelerate places them (`device_map="auto"`).
-    """
-    how: dict[str, Any] = {"device_map": "auto"} if ranks is None else {"distributed_config": DistributedConfig(tp_size=ranks)}
-    made = make_config(model_type, **config)
-    cls: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(made)]
-    model: PreTrainedModel = cls.from_pretrained(None, config=made, state_dict={}, dtype=dtype, **how)
-    model.eval()
-    return model
-
-
-def silence() -> None:
-    """Hide Transformers' progress bars and its messages below errors."""
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
 
 
 def locate(source: str | Path, gguf_file: str | None = None) -> tuple[str, dict[str, str]]:
