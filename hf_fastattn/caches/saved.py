@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
-
-import torch
+from typing import BinaryIO
 
 from .. import hf
 from .buffers import Pair
@@ -42,6 +39,7 @@ def write(path: str | Path, layers: list[Layer], model: ModelOrConfig) -> None:
     from safetensors.torch import save_file
 
     _check_whole(model)
+    _refuse_special(path)  # the new file would replace a device
     seen = {layer.seen for layer in layers}
     if len(seen) > 1:
         counts = ", ".join(f"{layer.seen} in layer {layer.index}" for layer in layers)
@@ -56,17 +54,11 @@ def write(path: str | Path, layers: list[Layer], model: ModelOrConfig) -> None:
         for layer in layers
         for name, live in zip(layer.names, layer.live(), strict=True)
     }
-    meta = {"format": FORMAT, "config": _describe(model), "seen": json.dumps({str(layer.index): layer.seen for layer in layers})}
-    if Path(path).is_dir():
-        raise IsADirectoryError(errno.EISDIR, "A cache is saved to one file, and this is a directory", str(path))
-    _refuse_special(path)  # the new file would replace a device
+    Path(path).open("ab").close()  # raises the error of the system, which safetensors does not
     try:
-        save_file(tensors, path, meta)
+        save_file(tensors, path, {"format": FORMAT, "config": _describe(model), "seen": _counts(seen.pop(), len(layers))})
     except SafetensorError as error:
-        if (code := re.search(r"os error (\d+)", str(error))) is None:
-            raise OSError(f"{path} cannot be written: {error}") from error
-        number = int(code[1])
-        raise OSError(number, os.strerror(number), str(path), number) from error  # the last one is the number on Windows
+        raise OSError(f"{path} cannot be written: {error}") from error
 
 
 def read(path: str | Path, kinds: Sequence[hf.Kind], model: ModelOrConfig) -> tuple[int, list[Pair]]:
@@ -78,8 +70,6 @@ def read(path: str | Path, kinds: Sequence[hf.Kind], model: ModelOrConfig) -> tu
     from safetensors.torch import load
 
     _check_whole(model)
-    if Path(path).is_dir():
-        raise ValueError(f"{path} is a directory, and a saved cache is one file.")
     _refuse_special(path)
     # Not mapped to memory: another program may write to the file, or cut it off, at any time.
     with Path(path).open("rb") as file:
@@ -94,27 +84,29 @@ def read(path: str | Path, kinds: Sequence[hf.Kind], model: ModelOrConfig) -> tu
         after = os.fstat(file.fileno())
     if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
         raise ValueError(f"{path} was changed while it was read. Read it again once it is complete.")
-    names = [f"{index}.{name}" for index in range(len(kinds)) for name in ("keys", "values")]
-    if tensors.keys() != set(names):
-        wrong = ", ".join(sorted(tensors.keys() ^ set(names)))
-        raise ValueError(f"{path} needs K and V of {len(kinds)} layers; missing or extra: {wrong}.")
-    tensors = {name: tensors[name] for name in names}
-    seen = _read_seen(path, meta, len(kinds))
-    _check_tensors(path, tensors, model)
-    for name in names:
-        least, slots = kinds[int(name.partition(".")[0])].sees(seen), tensors[name].shape[2]
-        if not least <= slots <= seen:
-            raise ValueError(
-                f"{path} gives {seen} as the number of tokens, of which this layer keeps at least {least}; {name} has {slots}. "
-                "Compute it again."
-            )
-    return seen, [(tensors[keys], tensors[values]) for keys, values in zip(names[::2], names[1::2], strict=True)]
+    names = {f"{index}.{name}" for index in range(len(kinds)) for name in ("keys", "values")}
+    if wrong := sorted(tensors.keys() ^ names):
+        raise ValueError(f"{path} needs K and V of {len(kinds)} layers; missing or extra: {', '.join(wrong)}.")
+    counted = re.match(r'\{"0": ([1-9]\d{0,8})', meta.get("seen", ""))
+    seen = int(counted[1]) if counted else 0
+    if not seen or meta["seen"] != _counts(seen, len(kinds)):
+        raise ValueError(
+            f"{path} has {meta.get('seen')!r:.100} for the tokens seen by each layer, and should have one number, 1 or more, for "
+            f"each of {len(kinds)}. Compute it again."
+        )
+    states = [(tensors[f"{index}.keys"], tensors[f"{index}.values"]) for index in range(len(kinds))]
+    _check_states(path, states, [kind.sees(seen) for kind in kinds], seen, model)
+    return seen, states
+
+
+def _counts(seen: int, layers: int) -> str:
+    return json.dumps({str(index): seen for index in range(layers)})
 
 
 def _refuse_special(path: str | Path) -> None:
     """Raise ValueError for a FIFO, which would block, a device or a socket. It is not opened."""
     if Path(path).exists() and not Path(path).is_file():
-        raise ValueError(f"{path} is a FIFO, a device or a socket, and a saved cache is a regular file.")
+        raise ValueError(f"{path} is a directory, a FIFO, a device or a socket, and a saved cache is a regular file.")
 
 
 def _metadata(file: BinaryIO) -> dict[str, str]:
@@ -125,7 +117,7 @@ def _metadata(file: BinaryIO) -> dict[str, str]:
     except (ValueError, RecursionError) as error:
         raise EOFError("its header is no JSON") from error
     found = header.get("__metadata__") if isinstance(header, dict) else None
-    return found if isinstance(found, dict) else {}
+    return {str(name): str(value) for name, value in found.items()} if isinstance(found, dict) else {}
 
 
 def _check_whole(model: ModelOrConfig) -> None:
@@ -144,7 +136,13 @@ def _describe(model: ModelOrConfig) -> str:
 def _check_meta(path: str | Path, meta: dict[str, str], model: ModelOrConfig) -> None:
     if meta.get("format") != FORMAT:
         raise ValueError(f"{path} has format {meta.get('format')!r}, and this version reads {FORMAT!r}. Compute it again.")
-    saved, wanted = _parse(path, meta, "config"), json.loads(_describe(model))
+    try:
+        saved = json.loads(meta.get("config", ""))
+    except (ValueError, RecursionError):
+        saved = None
+    if not isinstance(saved, dict):
+        raise ValueError(f"{path} has {meta.get('config')!r:.100} where a configuration in JSON should be. Compute it again.")
+    wanted = json.loads(_describe(model))
     for name in sorted(saved.keys() | wanted.keys()):
         if saved.get(name) != wanted.get(name):
             raise ValueError(
@@ -153,67 +151,25 @@ def _check_meta(path: str | Path, meta: dict[str, str], model: ModelOrConfig) ->
             )
 
 
-def _parse(path: str | Path, meta: dict[str, str], name: str) -> dict[str, Any]:
-    try:
-        found = json.loads(meta.get(name, ""))
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} has {meta.get(name)!r:.100} where a JSON object {name!r} should be. Compute it again.")
-    return found
-
-
-def _read_seen(path: str | Path, meta: dict[str, str], layers: int) -> int:
-    counts = _parse(path, meta, "seen")
-    found: list[int] = list(counts.values())
-    if (
-        counts.keys() != {str(index) for index in range(layers)}
-        or any(type(count) is not int or not 0 < count < 1 << 31 for count in found)
-        or len(set(found)) != 1
-    ):
-        raise ValueError(
-            f"{path} has {str(counts)[:100]!r} for the tokens seen by each layer, and should have one number, 1 or more, for "
-            f"each of {layers}. Compute it again."
+def _check_states(path: str | Path, states: list[Pair], least: list[int], seen: int, model: ModelOrConfig) -> None:
+    """Raise ValueError unless K and V are as the configuration and `seen` say, in all layers with the rows and dtypes of the
+    first. least: the number of tokens that each layer keeps of so many."""
+    rows, dtypes, shapes = states[0][0].shape[:1], [x.dtype for x in states[0]], _shapes(model)
+    for index, (keys, values) in enumerate(states):
+        right = keys.dim() == values.dim() == 4 and 0 not in keys.shape[:2] and keys.shape[:3] == values.shape[:3]
+        right = (
+            right and keys.shape[:1] == rows and [keys.dtype, values.dtype] == dtypes and least[index] <= keys.shape[2] <= seen
         )
-    return found[0]
-
-
-def _check_tensors(path: str | Path, tensors: dict[str, torch.Tensor], model: ModelOrConfig) -> None:
-    """Raise ValueError unless all tensors have one batch size, K and V one dtype each, and shapes that match the config."""
-    for name, tensor in tensors.items():
-        if tensor.dim() != 4 or 0 in tensor.shape[:2]:
-            raise ValueError(f"{path} has {name} of shape {tuple(tensor.shape)}, and K and V have four axes. Compute it again.")
-    of = {kind: [t for name, t in tensors.items() if name.endswith(kind)] for kind in ("keys", "values")}
-    rows = {tensor.shape[0] for tensor in tensors.values()}
-    dtypes = [{tensor.dtype for tensor in each} for each in of.values()]
-    if len(rows) > 1 or any(len(each) > 1 for each in dtypes):
-        raise ValueError(
-            f"{path} has {sorted(rows)} rows, keys in {_words(dtypes[0])} and values in {_words(dtypes[1])}, and should have one "
-            "of each. Compute it again."
-        )
-    shapes = _shapes(model)
-    for index in range(len(of["keys"])):
-        keys, values = (tensors[f"{index}.{kind}"] for kind in of)
-        if keys.shape[:3] != values.shape[:3]:
+        if not right or (shapes is not None and shapes[index] != (keys.shape[1], keys.shape[3], values.shape[3])):
+            sizes = "" if shapes is None else ", of {} KV heads, a key of {} and a value of {}".format(*shapes[index])
             raise ValueError(
-                f"{path} has keys of shape {tuple(keys.shape)} and values of shape {tuple(values.shape)} in layer {index}. "
-                "Compute it again."
+                f"{path} has keys {tuple(keys.shape)} in {keys.dtype} and values {tuple(values.shape)} in {values.dtype} in "
+                f"layer {index}, and needs (rows, KV heads, tokens, width){sizes}, with the rows and dtypes of layer 0 and "
+                f"{least[index]} to {seen} tokens. Compute it again."
             )
-        found = keys.shape[1], keys.shape[3], values.shape[3]
-        if shapes is not None and found != shapes[index]:
-            raise ValueError(
-                f"{path} has (KV heads, width of a key, of a value) = {found} in layer {index}, and its configuration needs "
-                f"{shapes[index]}. Compute it again."
-            )
-    dtype, held = getattr(model, "dtype", None), dtypes[0] | dtypes[1]
-    if dtype is not None and dtype not in held:  # under autocast, K or V may have another dtype
-        raise ValueError(
-            f"{path} holds {_words(held)}, and the model runs in {dtype}; load the model in {_words(held)}, or compute it again."
-        )
-
-
-def _words(dtypes: set[torch.dtype]) -> str:
-    return " and ".join(sorted(map(str, dtypes)))
+    dtype, held = getattr(model, "dtype", None), " and ".join(sorted(map(str, {*dtypes})))
+    if dtype is not None and dtype not in dtypes:  # under autocast, K or V may have another dtype
+        raise ValueError(f"{path} holds {held}, and the model runs in {dtype}; load the model in {held}, or compute it again.")
 
 
 def _shapes(model: ModelOrConfig) -> list[tuple[int, int, int]] | None:
