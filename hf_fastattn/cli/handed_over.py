@@ -1,6 +1,5 @@
 """hf-fastattn bench and lm_eval, which pass their arguments to another program."""
 
-import argparse
 import importlib
 import importlib.util
 import sys
@@ -54,22 +53,7 @@ def lm_eval(arguments: list[str]) -> int:
     from lm_eval.__main__ import cli_evaluate
 
     hf_fastattn_autoload.register_lm()  # autoload() may be off, or the package not installed
-    if (name := _model_type(arguments)) in ("hf", "hf-auto", "huggingface"):
-        print(f"--model {name} does not patch the model; --model hf-fastattn does.", file=sys.stderr)
+    if not any("hf-fastattn" in argument for argument in arguments):
+        print("Of lm-eval's model types only --model hf-fastattn patches the model.", file=sys.stderr)
     sys.argv = ["lm_eval", *arguments]
     return cli_evaluate() or 0
-
-
-def _model_type(arguments: list[str]) -> str | None:
-    """The model type that a command line of lm-eval runs; None if it runs none."""
-    if not arguments or arguments[0] in ("ls", "validate") or arguments == ["run"] or {"-h", "--help"} & {*arguments}:
-        return None
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--model", "-M")
-    parser.add_argument("--config", "-C")
-    given = parser.parse_known_args(arguments)[0]
-    if given.model is None and given.config is not None:
-        from lm_eval.config.evaluate_config import EvaluatorConfig
-
-        given.model = EvaluatorConfig.load_yaml_config(given.config).get("model")
-    return given.model or "hf"

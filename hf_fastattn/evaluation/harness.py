@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import difflib
 import functools
-import itertools
 import logging
 import math
 import random
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 
 from .. import hf
-from .pairs import NATS, Answer, Answers, Generated, Measure, exp
+from .pairs import GROUP, NATS, Answer, Answers, Generated, Measure, exp
 
 PACK = Path(__file__).parent.parent / "tasks"
 SEED = 1234
@@ -113,15 +112,9 @@ class Harness:
         with quiet():
             results = evaluate(self.lm, chosen, bootstrap_iters=BOOTSTRAPS, log_samples=True, **self.options)
         measures = _measures(results, chosen["tasks"])
-        answers = [self._answered(name, samples) for name, samples in results["samples"].items()]
         for name, scores in results.get("groups", {}).items():
-            members = {task.task_name for task in chosen["groups"][name].get_all_tasks()}
-            measures += _group(name, scores, [measure for measure in measures if measure.task in members])
-            its = [each for each in answers if each.task in members]
-            kinds = ("answers", "loglikelihoods", "tokens")
-            lists = {kind: list(itertools.chain(*(getattr(each, kind) for each in its))) for kind in kinds}
-            answers.append(Answers(name, **lists, ids=[(each.task, i) for each in its for i in each.ids]))
-        return measures, answers
+            measures += [Measure(name, label, score, stderr, [], GROUP) for _, _, label, score, stderr in _scores(scores)]
+        return measures, [self._answered(name, samples) for name, samples in results["samples"].items()]
 
     def _answered(self, name: str, samples: list[dict[str, Any]]) -> Answers:
         """The answers in a task's samples, with the number of tokens of each request that has a log-likelihood."""
@@ -191,20 +184,6 @@ def _measures(results: dict[str, Any], tasks: dict[str, Any]) -> list[Measure]:
             its = [sample for sample in samples if sample["filter"] == kind and metric in sample]
             items, aggregate = _aggregate(tasks[name].aggregation().get(metric), [sample[metric] for sample in its], score)
             found.append(Measure(name, label, score, stderr, items, aggregate, [sample["doc_id"] for sample in its]))
-    return found
-
-
-def _group(name: str, scores: dict[str, Any], members: list[Measure]) -> list[Measure]:
-    """The scores of a group. They have the examples of its tasks only if the score is their mean."""
-    found = []
-    for _, _, label, score, stderr in _scores(scores):
-        its = [each for each in members if each.metric == label and each.aggregate == "mean"]
-        items = [item for each in its for item in each.items]
-        ids = [(each.task, i) for each in its for i in each.ids]
-        if items and _close(sum(items) / len(items), score):
-            found.append(Measure(name, label, score, stderr, items, "mean", ids))
-        else:
-            found.append(Measure(name, label, score, stderr, [], "group"))
     return found
 
 

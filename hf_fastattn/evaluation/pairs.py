@@ -23,6 +23,7 @@ Answer = str | int | None  # a text, the index of a choice, or whether a text wa
 LEVEL = 0.05
 Z = 1.96  # 95 % of a normal distribution are within this many standard deviations of the mean
 NATS = ("perplexity", "bits_per_byte")  # computed from the ratio of the sums of log-likelihoods and weights
+GROUP = "group"  # computed from the scores of several tasks, which are compared in its place
 
 
 def exp(x: float) -> float:
@@ -78,7 +79,7 @@ class Measure(Score):
     default their numbers."""
 
     items: list[Any]
-    aggregate: str  # how the score is computed: "mean", one of NATS, "group" from the scores of tasks, or another name
+    aggregate: str  # how the score is computed: "mean", one of NATS, GROUP, or another name
     ids: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:

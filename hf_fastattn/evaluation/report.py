@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from .pairs import Answers, Generated, Measure, Pair
 from .rounding import EXACT, Rounding
 
 EQUAL, CLOSE, UNJUDGED, DIFFERENT = "equal", "close", "not judged", "different"
-NAMED = 6  # differences that the verdict names; the table has the others
 STOCK = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention")  # attention functions of Transformers
 
 
@@ -103,7 +102,8 @@ class Evaluation:
             run.lacking = [f"{task} ({metric})" for task, metric in sorted(alone)]
             rounding = self.rounding if self.exact else EXACT
             ties = pairs.differ_only_at_ties(self.baseline.generated, run.generated, rounding)
-            run.pairs = [self._pair(theirs[key], its, run, rounding, ties) for key, its in ours.items() if key in theirs]
+            both = [(theirs[key], its) for key, its in ours.items() if key in theirs and its.aggregate != pairs.GROUP]
+            run.pairs = [self._pair(base, its, run, rounding, ties) for base, its in both]
         self.runs.append(run)
 
     def _pair(self, base: Measure, measure: Measure, run: Run, rounding: Rounding, ties: bool) -> Pair:
@@ -167,8 +167,6 @@ class Evaluation:
         shift = max((abs(its.shift) for its in stock if its.shift is not None and not its.not_finite), default=0.0)
         if each.spread is not None and each.spread > spread:
             return DIFFERENT, f"log-likelihoods differ by {each.spread:.2g} times what rounding explains"
-        if each.aggregate == "group":  # computed from the scores of its tasks, which are judged
-            return CLOSE, ""
         detectable = each.detectable(comparisons)
         if each.shift is None or detectable is None:
             if each.aggregate not in ("mean", *pairs.NATS):
@@ -215,8 +213,7 @@ class Evaluation:
         return len(self.runs) > 1 and not (self.interrupted or self.differing() or self.not_judged())
 
     def verdict(self) -> str:
-        """One line: which runs equal the baseline, which differ or were not judged and the first reason, and the smallest
-        differences that these examples could have shown."""
+        """One line: which runs equal the baseline, and which differ or were not judged and the first reason."""
         if not self.runs:
             return "Nothing was measured."
         differing, unjudged, base = self.differing(), self.not_judged(), self.baseline.label
@@ -241,10 +238,6 @@ class Evaluation:
             tied = any(each.equal not in (None, 1.0) for each in run.pairs)
             list(alike.values())[tied if all(each.same for each in run.pairs) else 2].append(run.label)
         parts += [f"{what}: {'; '.join(labels)}." for what, labels in alike.items() if labels]
-        seen = self._smallest(others)
-        if seen:
-            more = f", and {len(seen) - NAMED} more in the table" if len(seen) > NAMED else ""
-            parts.append(f"The smallest differences that these examples can show: {'; '.join(seen[:NAMED])}{more}.")
         return " ".join(parts)
 
     def _detectable(self, run: Run, each: Pair) -> float | None:
@@ -254,18 +247,6 @@ class Evaluation:
         if self.exact and result == EQUAL:
             return each.explained if each.explained is not None else 2 * self.rounding.margin or None
         return each.detectable(self._comparisons) if result == CLOSE else None
-
-    def _smallest(self, runs: Sequence[Run]) -> list[str]:
-        found: dict[str, float] = {}
-        for run in runs:
-            for each in run.pairs:
-                size = self._detectable(run, each)
-                what = f"{each.task} ({each.metric}) {{}}"
-                if self.exact:
-                    what = "{} nats of a log-likelihood" if each.explained is not None else "{} logits between two tokens"
-                if size is not None:
-                    found[what] = max(size, found.get(what, 0.0))
-        return [what.format(f"{size:.2g}") for what, size in found.items()]
 
     def _why(self, run: Run, result: str) -> str:
         first, *more = [why for its, why in self._findings(run) if its == result]
@@ -342,7 +323,8 @@ class Evaluation:
         row = [*its.key, run.backend, run.cache, f"{its.score:.6g}", stderr]
         each = next((each for each in run.pairs if each.key == its.key), None)
         if each is None:
-            return [*row, None, None, None, "baseline" if run is self.baseline else UNJUDGED, None, None]
+            its_tasks = "see its tasks" if its.aggregate == pairs.GROUP else UNJUDGED
+            return [*row, None, None, None, "baseline" if run is self.baseline else its_tasks, None, None]
         interval = None if each.interval is None else " to ".join(map(_signed, each.interval))
         equal = None if each.equal is None else f"{100 * each.equal:.4g} %"
         size, result = self._detectable(run, each), self._judge(run, each)[0]
