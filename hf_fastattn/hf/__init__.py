@@ -21,13 +21,13 @@ from transformers import MaxLengthCriteria as MaxLengthCriteria
 from transformers import MaxTimeCriteria as MaxTimeCriteria
 from transformers import PreTrainedConfig as PreTrainedConfig
 from transformers import PreTrainedModel as PreTrainedModel
+from transformers import PreTrainedTokenizerBase as PreTrainedTokenizerBase
 from transformers.cache_utils import Cache as Cache
 from transformers.cache_utils import CacheLayerMixin as CacheLayerMixin
 from transformers.masking_utils import causal_mask_function as causal_mask_function
 
 if TYPE_CHECKING:  # the import takes time
     from transformers import Pipeline as Pipeline
-    from transformers import PreTrainedTokenizerBase as PreTrainedTokenizerBase
 
 from .attention import *
 from .caches import *
