@@ -13,8 +13,7 @@ import torch
 import typer
 
 from .. import __version__
-from . import backends, explain, generate, handed_over
-from .eval import EPILOG, eval_
+from . import commands, generate, handed_over
 from .handed_over import BENCHES, load_benchmark
 
 __all__ = ["BENCHES", "load_benchmark", "main"]
@@ -45,10 +44,10 @@ def _lm_eval(arguments: Annotated[str, typer.Argument(metavar="ARGUMENTS", help=
 
 # name: (short help, function, end of the help)
 COMMANDS: dict[str, tuple[str, Command, str | None]] = {
-    "backends": ("list the backends and whether each can run here", backends.backends, None),
+    "backends": ("list the backends and whether each can run here", commands.backends, None),
     "generate": ("generate text with a backend, and compare it with another", generate.generate, None),
-    "explain": ("which kernels run for a model and why, the least cost of a token, when memory is full", explain.explain, None),
-    "eval": ("compare backends and caches on one model by lm-eval, over the same examples", eval_, EPILOG),
+    "explain": ("which kernels run for a model and why, the least cost of a token, when memory is full", commands.explain, None),
+    "eval": ("compare backends and caches on one model by lm-eval, over the same examples", commands.eval_, commands.EPILOG),
     "bench": (f"benchmarks: {', '.join(BENCHES)}; `hf-fastattn bench generate --help` and so on", _bench, None),
     "lm_eval": ("lm-eval's own command line, with these backends registered", _lm_eval, None),
 }

@@ -16,7 +16,7 @@ from .. import hf, registry
 from ..attention.backend import count_calls
 from ..evaluation import check_names, load, running
 from ..report.tables import table
-from .options import Backend, CacheName, Device, DtypeOption, GgufFile, Model, Sinks, Traceback, Window
+from .commands import Backend, CacheName, Device, DtypeOption, GgufFile, Model, Sinks, Traceback, Window
 
 CACHE = "preallocated: that of patch(), with a decode graph; dynamic: Transformers' cache"
 
