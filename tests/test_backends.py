@@ -71,8 +71,6 @@ def test_names_that_transformers_would_parse_are_refused(name):
 def test_backend_checks_its_kernels():
     with pytest.raises(TypeError, match="prefill must be callable"):
         hf_fastattn.Backend(name="mine", summary="", prefill=None)
-    with pytest.raises(TypeError, match=r"a kernel takes \(q, kv, spec, .*before version 0.2"):
-        hf_fastattn.Backend(name="mine", summary="", prefill=lambda q, k, v, spans=None, **options: q)
     with pytest.raises(TypeError, match="decode callable or None"):
         hf_fastattn.Backend(name="mine", summary="", prefill=reference.attention, decode="lean")
 

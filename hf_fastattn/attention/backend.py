@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -69,12 +68,6 @@ class Backend:
             raise TypeError(f"Backend {self.name!r}: prefill must be callable and decode callable or None.")
         if self.backward is not None and (self.streaming or not callable(self.backward)):
             raise TypeError(f"Backend {self.name!r}: backward must be callable or None, and None for one that streams.")
-        for kernel in (self.prefill, self.decode):
-            if kernel is not None and _parameters(kernel)[1:3] == ["k", "v"]:
-                raise TypeError(
-                    f"Backend {self.name!r}: a kernel takes (q, kv, spec, spans=None, **tensors), and this one takes "
-                    "(q, k, v, ...), as before version 0.2. kernels.reference.attention says what each is; k, v = kv.plain()."
-                )
 
     def kernel(self, q_len: int, num_heads: int, num_kv_heads: int) -> tuple[str, Kernel]:
         """("decode" or "prefill", kernel) for a call of this shape."""
@@ -141,13 +134,6 @@ class Backend:
             except RuntimeError as error:
                 return str(error)
         return None
-
-
-def _parameters(function: Kernel) -> list[str]:
-    try:
-        return list(inspect.signature(function, follow_wrapped=False).parameters)
-    except (TypeError, ValueError):  # some that are not written in Python
-        return []
 
 
 _backends: dict[str, Backend] = {}

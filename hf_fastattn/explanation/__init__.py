@@ -97,7 +97,7 @@ def explain(
     if not hasattr(model, "generate"):
         raise ValueError(f"explain() is for models with generate(), and {type(model).__name__} has none.")
     facts = costs.count(model, dtype, ranks)
-    streaming = _streaming(chosen, window, sinks, facts.max_length)
+    streaming = Settings.asked(chosen.name, chosen.streaming, window, sinks, facts.max_length)
     if streaming is not None:
         facts = replace(facts, kinds=(hf.Kind("window", streaming.sinks + streaming.window),) * len(facts.kinds))
     device = find_device(("cuda" if model.device.type == "meta" else model.device) if device is None else device, planned=True)
@@ -121,17 +121,6 @@ def explain(
         )
     step, longest = costs.step(facts, figures, batch, length), costs.longest(facts, figures, batch)
     return Explanation(facts, figures, batch, length, backend, str(device), runs, refused, step, longest, memory, notes)
-
-
-def _streaming(chosen: registry.Backend, window: int | None, sinks: int | None, limit: int | None) -> Settings | None:
-    """Window and sinks of a streaming backend; None for other backends, which take neither option."""
-    if not chosen.streaming:
-        if window is not None or sinks is not None:
-            raise ValueError(
-                f"window and sinks are for streaming backends; {chosen.name!r} sees every token that the model does."
-            )
-        return None
-    return Settings.asked(chosen.name, window, sinks, limit)
 
 
 def _from_config(source: hf.PreTrainedConfig | str | Path, dtype: torch.dtype | str | None) -> hf.PreTrainedModel:

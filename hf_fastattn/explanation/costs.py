@@ -133,7 +133,7 @@ def count(model: hf.PreTrainedModel, dtype: torch.dtype | str | None = None, ran
     configured = hf.layer_shapes(model.config)
     shapes = configured if hf.is_shared(model) else _projected(run, configured)
     if ranks > 1:
-        kept = hf.kv_heads_of_rank(model, ranks)
+        kept = hf.local_kv_heads(model, ranks)
         all_heads = [shape.num_kv_heads for shape in configured]
         shapes = tuple(
             replace(shape, num_heads=shape.num_heads * kv // total, num_kv_heads=shape.num_kv_heads * kv // total)

@@ -48,13 +48,10 @@ def is_shared(model: PreTrainedModel | PreTrainedConfig) -> bool:
     return asked > 1 or tensor_parallel_mesh(model) is not None
 
 
-def local_kv_heads(model: PreTrainedModel) -> list[int]:
-    """The number of KV heads of each layer on this rank. Raises ValueError if they cannot be divided among the ranks."""
-    return kv_heads_of_rank(model, num_ranks(model))
-
-
-def kv_heads_of_rank(model: PreTrainedModel, ranks: int) -> list[int]:
-    """The number of KV heads of each layer on one of so many ranks. Raises ValueError if they cannot be divided."""
+def local_kv_heads(model: PreTrainedModel, ranks: int | None = None) -> list[int]:
+    """The number of KV heads of each layer on one of so many ranks, by default the model's own. Raises ValueError if they cannot
+    be divided."""
+    ranks = num_ranks(model) if ranks is None else ranks
     heads = [shape.num_kv_heads for shape in layer_shapes(model.config)]
     if ranks < 2 or not _divided(model, *_KEYS):
         return heads  # every rank holds all of them

@@ -135,15 +135,10 @@ def which_settings(
     model: hf.PreTrainedModel, backend: registry.Backend, window: int | None, sinks: int | None, clamped: bool
 ) -> Settings | None:
     """The checked settings of a streaming backend for this model; None for other backends."""
-    if not backend.streaming:
-        if window is not None or sinks is not None or clamped:
-            raise ValueError(
-                f'window, sinks and clamp_positions are for "streaming"; {backend.name!r} sees every token that the model does.'
-            )
-        return None
     limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    settings = Settings.asked(backend.name, window, sinks, limit, clamped)
-    _check_width(model, backend, settings)
+    settings = Settings.asked(backend.name, backend.streaming, window, sinks, limit, clamped)
+    if settings is not None:
+        _check_width(model, backend, settings)
     return settings
 
 

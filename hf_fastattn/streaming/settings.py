@@ -32,8 +32,16 @@ class Settings:
         return settings
 
     @classmethod
-    def asked(cls, name: str, window: int | None, sinks: int | None, limit: int | None, clamped: bool = False) -> Settings:
-        """The checked settings that a caller requests for backend `name`. sinks: None for the default."""
+    def asked(
+        cls, name: str, streams: bool, window: int | None, sinks: int | None, limit: int | None, clamped: bool = False
+    ) -> Settings | None:
+        """The settings that a caller requests for backend `name`, checked; None if it does not stream. sinks: None for 4."""
+        if not streams:
+            if window is not None or sinks is not None or clamped:
+                raise ValueError(
+                    f'window, sinks and clamp_positions are for "streaming"; {name!r} sees every token that the model does.'
+                )
+            return None
         if window is None:
             raise ValueError(f"{name!r} needs window=, the number of last tokens to keep, for example 4096.")
         settings = cls(window, cls.sinks if sinks is None else sinks, clamped)
