@@ -272,7 +272,7 @@ def test_what_cannot_be_replaced_is_refused():
         cache.layers[0] = DynamicCache().layer_class_to_replicate()
     cache.layers = [*cache.layers]
     cache.layers[0] = copy.deepcopy(cache.layers[0])
-    with pytest.raises(ValueError, match="Layer 0 of this PreallocatedCache is that of another cache"):
+    with pytest.raises(ValueError, match="other code has changed its layers, which PreallocatedCache does not support"):
         cache.update(*torch.zeros(2, 3, 2, 1, 16), 0)
     llama = tiny("llama", "sdpa")
     fixed = PreallocatedCache(llama, 40, grow=False)

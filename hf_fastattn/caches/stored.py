@@ -93,19 +93,13 @@ class StoredCache(hf.Cache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write K and V (batch, num_kv_heads, q_len, head_dim) of one layer; return the K and V to attend to."""
-        if len(self.layers) != len(self.storage.layers):
+        layers, own = self.layers, self.storage.layers
+        if len(layers) != len(own) or layer_idx >= len(own) or layers[layer_idx] is not own[layer_idx]:
             raise ValueError(
-                f"The model has changed the layers of its cache, {len(self.layers)} instead of {len(self.storage.layers)}, which "
-                f"{type(self).__name__} does not support; {hf.OTHERS}."
+                f"This cache holds {len(own)} layers and is given layer {layer_idx} of {len(layers)}: it belongs to another "
+                f"model, or other code has changed its layers, which {type(self).__name__} does not support; {hf.OTHERS}."
             )
-        if layer_idx >= len(self.layers):
-            raise ValueError(
-                f"This cache holds {len(self.layers)} layers and is given layer {layer_idx}: it belongs to another model."
-            )
-        layer = self.layers[layer_idx]
-        if layer is not self.storage.layers[layer_idx]:
-            raise ValueError(f"Layer {layer_idx} of this {type(self).__name__} is that of another cache; {hf.OTHERS}.")
-        return layer.update(key_states, value_states)
+        return layers[layer_idx].update(key_states, value_states)
 
     @contextmanager
     def on_device(self, with_mask: bool = False) -> Iterator[None]:

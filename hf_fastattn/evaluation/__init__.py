@@ -145,13 +145,9 @@ def load(
 
 def check_names(backends: Sequence[str]) -> None:
     """Raise ValueError for a name that neither this package nor Transformers knows."""
-    own = [name for name in hf.attention_names() if name not in registry.names()]
     for name in backends:
-        if name not in registry.names() and name not in own:
-            raise ValueError(
-                f"Unknown attention backend {name!r}; known backends: {', '.join(registry.names())}; Transformers' own: "
-                f"{', '.join(own)}."
-            )
+        if name not in hf.attention_names():
+            registry.get(name)
 
 
 def _check(backends: Sequence[str], tasks: Sequence[str], caches: Sequence[str], decode_tokens: int, kept: Kept) -> None:
