@@ -107,7 +107,8 @@ def evaluate(
             if run := _run(model, backend, cache, harness, given, kept, cache == _caches(backend, caches)[0]):
                 found.add(run)
                 if len(found.runs) == 1 and len(plan) > 1:
-                    found.rounding = _rounding(model, backend, harness, given, kept)
+                    with running(model, backend, "dynamic", **kept):
+                        found.rounding = rounding.measure(model, _texts(harness, given))
                 _save(found, out)
         found.interrupted = False
     except KeyboardInterrupt:
@@ -264,17 +265,10 @@ def _run(
     return run
 
 
-def _rounding(
-    model: hf.PreTrainedModel,
-    backend: str,
-    harness: Harness | None,
-    given: perplexity.Excerpts | None,
-    kept: Kept,
-) -> rounding.Rounding:
-    """Measure the effect of rounding on this model, with the texts of the first run."""
+def _texts(harness: Harness | None, given: perplexity.Excerpts | None) -> list[torch.Tensor]:
+    """Ids of texts that the runs read, (tokens,) each."""
     texts = [] if harness is None else list(harness.texts.values())
     if given is not None:
         rows = zip(given.prompts, given.mask.bool(), given.targets, strict=True)
         texts += [torch.cat([prompt[mask], targets]) for prompt, mask, targets in rows]
-    with running(model, backend, "dynamic", **kept):
-        return rounding.measure(model, texts, max(map(len, texts)))
+    return texts

@@ -200,9 +200,11 @@ def _in_scores(shift: float, aggregate: str, baseline: float) -> float:
 
 def pair(base: Measure, other: Measure) -> Pair:
     """Compare the values of one metric in two runs, example by example."""
-    shift, error = _shift(base, other)
-    interval = None
-    if shift is not None and error is not None:
+    shift = error = interval = None
+    terms = base.terms()
+    if base.ids == other.ids and len(terms) > 1 and base.aggregate == other.aggregate:
+        each = [(b - a, weight) for (a, weight), (b, _) in zip(terms, other.terms(), strict=True)]
+        shift, error = _ratio(each), _ratio_error(each)
         low, high = (_in_scores(shift + sign * Z * error, base.aggregate, base.score) for sign in (-1, 1))
         interval = low, high
     numbers = [abs(item) for item in (*base.items, *other.items) if isinstance(item, (int, float)) and finite(item)]
@@ -219,15 +221,6 @@ def pair(base: Measure, other: Measure) -> Pair:
         largest=max(numbers, default=0) or 1,
         unpaired=len(set(base.ids) ^ set(other.ids)),
     )
-
-
-def _shift(base: Measure, other: Measure) -> tuple[float, float] | tuple[None, None]:
-    """`shift` and `error` of a Pair."""
-    terms = base.terms()
-    if base.ids != other.ids or len(terms) < 2 or base.aggregate != other.aggregate:
-        return None, None
-    each = [(b - a, weight) for (a, weight), (b, _) in zip(terms, other.terms(), strict=True)]
-    return _ratio(each), _ratio_error(each)
 
 
 def _ratio(terms: Sequence[tuple[float, float]]) -> float:

@@ -67,13 +67,13 @@ EXACT = Rounding()
 
 
 @torch.no_grad()
-def measure(model: hf.PreTrainedModel, texts: Sequence[torch.Tensor], longest: int) -> Rounding:
+def measure(model: hf.PreTrainedModel, texts: Sequence[torch.Tensor]) -> Rounding:
     """The Rounding of a model, measured on texts of its evaluation: ids (tokens,), of which TOKENS are read.
 
-    longest: number of tokens of the longest text, the length of the sums in attention. In the result token and margin are NaN or
-    infinite if the model's logits are.
+    In the result token and margin are NaN or infinite if the model's logits are.
     """
     unit = torch.finfo(model.dtype).eps / 2
+    longest = max(map(len, texts))  # the length of the sums in attention
     terms = max([longest, *(weight.shape[-1] for weight in model.parameters() if weight.ndim > 1)])
     size = unit * (math.sqrt(terms) if model.dtype.itemsize >= 4 else 1)
     wide = torch.promote_types(model.dtype, torch.float32)
