@@ -67,8 +67,8 @@ class PreallocatedCache(ChangeableCache):
     def save(self, path: str | Path, model: saved.ModelOrConfig) -> None:
         """Write the live tokens and the configuration of `model` to one safetensors file.
 
-        Raises ValueError for a cache without tokens, for one in which some layers did not run, and for a model that ranks share;
-        OSError if the file cannot be written.
+        Raises ValueError for a cache without tokens, for one in which some layers did not run, for a model that ranks share, and
+        for a path that is a directory or a device; OSError if the file cannot be written.
         """
         saved.write(path, self.storage.layers, model)
 

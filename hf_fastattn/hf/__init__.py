@@ -44,3 +44,6 @@ from .parallel import *
 from .quantised import *
 from .rotations import *
 from .text import *
+
+if not TYPE_CHECKING:  # type checkers read the imports
+    __all__ = [name for name in dir() if not name.startswith("_")]
