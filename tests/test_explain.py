@@ -114,6 +114,23 @@ def test_a_gpu_that_is_too_small_and_one_that_is_large_enough():
     assert "at any length" in str(explain("mistral-7b", gpu="l4")) and "less than the weights" in str(explain("70b", gpu="l4"))
 
 
+def test_several_backends_are_compared():
+    rows = {row["name"]: row for row in explain("8b", length=32768, gpu="h200").variants}
+    assert list(rows) == ["MHA, 32 KV heads", "GQA, 8 KV heads (this model)", "MQA, 1 KV head", "window of 4096 in every layer"]
+    mha, gqa, mqa, window = (row["kv_bytes"] for row in rows.values())
+    assert mha == 4 * gqa == 32 * mqa and window == gqa // 8
+    assert [row["longest"] for row in rows.values()][-1] is None
+    assert "without its window" in {row["name"] for row in explain("mistral-7b").variants}
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "kinds"), [(8, 8, "MHA MQA"), (8, 1, "MHA MQA"), (32, 1, "MHA GQA MQA")])
+def test_columns_are_named_after_their_backends(heads, kv_heads, kinds):
+    model = tiny("llama", num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=16)
+    names = [name for name, _ in costs.relatives(costs.count(model))]
+    assert [name[:3] for name in names[:-1]] == kinds.split()
+    assert sum(f"{kv_heads} KV head" in name and "(this model)" in name for name in names) == 1
+
+
 def test_streaming_keeps_the_tokens_that_patch_reports(monkeypatch):
     found = explain("8b", backend="streaming", window=4092, sinks=4, length=1 << 20, gpu="h200")
     assert set(found.facts.windows) == {4096} and found.longest is None
@@ -179,7 +196,7 @@ def test_a_folder_a_printed_table_and_json(tmp_path):
     assert said["batch"] == 3 and said["facts"]["dtype"] == "float32" and said["gpu"]["name"] == "H100 SXM"
     text = str(found)
     assert "3 rows of 1000 tokens on H100 SXM" in text and "1000 tokens are more than the 512 positions" in text
-    assert "takes at least" in text
+    assert "takes at least" in text and "MQA, 1 KV head" in text
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -5,7 +5,7 @@ It is arithmetic over a configuration and needs neither weights nor a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -16,17 +16,17 @@ from .. import hf, registry
 from ..kernels import TritonKernel, mixture
 from ..kernels.spec import KV, Spec
 from ..model_shapes import SHAPES
-from ..patches.fused import experts, subclass
+from ..patches.fused import experts
 from ..patches.graphs import graphs as graph
 from ..report.machine import find_device
 from ..report.tables import size, table, thousands
 from ..streaming import Settings
 from . import costs
 from .costs import GPU, GPUS, Facts, Step
+from .layers import small_layers
 
 __all__ = ["GPUS", "SHAPES", "Explanation", "explain"]
 
-_Rows = list[dict[str, str]]
 _LENGTHS = [1 << n for n in range(10, 21, 2)]
 
 
@@ -45,6 +45,7 @@ class Explanation:
     step: Step
     longest: int | None  # most tokens per row that fit into memory; None: no limit
     memory: list[dict[str, Any]]  # length, kv_bytes, bytes, fits
+    variants: list[dict[str, Any]]  # name, kv_bytes, floor_ms, longest
     notes: list[str]
 
     def as_dict(self) -> dict[str, Any]:
@@ -103,12 +104,15 @@ def explain(
     device = find_device(("cuda" if model.device.type == "meta" else model.device) if device is None else device, planned=True)
     figures = costs.find_gpu(gpu, device, facts.dtype)
     runs, refused = _what_runs(chosen, model, facts, batch, length, device, streaming)
-    limit, memory = facts.max_length, []
+    limit, memory, variants = facts.max_length, [], []
     for n in sorted({*_LENGTHS, length}):
         if n <= max(length, limit or n):
             kv = batch * facts.kv_bytes(n)
             held = facts.weight_bytes + kv
             memory.append({"length": n, "kv_bytes": kv, "bytes": held, "fits": held <= figures.memory})
+    for name, its in costs.relatives(facts):
+        of, most = costs.step(its, figures, batch, length), costs.longest(its, figures, batch)
+        variants.append({"name": name, "kv_bytes": of.kv_bytes, "floor_ms": of.floor_ms, "longest": most})
     notes = [] if ranks == 1 else [f"Figures are of one of {ranks} GPUs that share the model by tensor parallelism."]
     if limit and length > limit:
         notes.append(f"{length} tokens are more than the {limit} positions that this model supports.")
@@ -120,7 +124,7 @@ def explain(
             "plain torch would run, on the CPU."
         )
     step, longest = costs.step(facts, figures, batch, length), costs.longest(facts, figures, batch)
-    return Explanation(facts, figures, batch, length, backend, str(device), runs, refused, step, longest, memory, notes)
+    return Explanation(facts, figures, batch, length, backend, str(device), runs, refused, step, longest, memory, variants, notes)
 
 
 def _from_config(source: hf.PreTrainedConfig | str | Path, dtype: torch.dtype | str | None) -> hf.PreTrainedModel:
@@ -162,10 +166,10 @@ def _what_runs(
     length: int,
     device: torch.device,
     streaming: Settings | None,
-) -> tuple[_Rows, _Rows]:
+) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
     """(what runs how and why, what was refused and why)."""
-    runs: _Rows = []
-    refused: _Rows = []
+    runs: list[dict[str, str]] = []
+    refused: list[dict[str, str]] = []
 
     def run(what: str, how: str, why: str) -> None:
         runs.append({"what": what, "how": how, "why": why})
@@ -211,7 +215,7 @@ def _what_runs(
     else:
         run("decode step", "one CUDA graph", "with patch(): one launch a step, and no Python between layers")
     if device.type == "cuda":
-        fused, own = _small_layers(model)
+        fused, own = small_layers(model)
         runs += fused
         refused += own
     return runs, refused
@@ -260,39 +264,6 @@ def _why(chosen: registry.Backend, served: str, q_len: int, facts: Facts) -> str
     return f"{q_len} x {group} = {q_len * group} query rows per KV head, {verdict} {chosen.max_decode_rows}"
 
 
-def _small_layers(model: torch.nn.Module) -> tuple[_Rows, _Rows]:
-    """The same of norms, rotations and the choice of experts, which patch() fuses on a GPU."""
-    runs: _Rows = []
-    refused: _Rows = []
-    kinds: dict[str, tuple[Callable[[torch.nn.Module], bool], Callable[[torch.nn.Module], bool]]] = {
-        "norms": (lambda module: "Norm" in type(module).__name__ and not module._modules, lambda m: hf.norm_of(m) is not None),
-        "rotation of queries and keys": (_rotates, lambda m: any(map(hf.is_rotation, _rotations(m)))),
-        "choice of experts": (_routes, lambda m: hf.routing(type(m).forward, m) is not None),
-    }
-    for what, (is_one, is_known) in kinds.items():
-        found: dict[bool, set[str]] = {True: set(), False: set()}
-        for module in filter(is_one, model.modules()):
-            found[subclass.is_fused(module) or is_known(module)].add(type(module).__name__)
-        if found[True]:
-            runs.append({"what": what, "how": "one launch each", "why": f"with patch(): {', '.join(sorted(found[True]))}"})
-        if found[False]:
-            why = f"The code of {', '.join(sorted(found[False]))} is not a known formula, and runs as it is."
-            refused.append({"what": f"fused {what}", "why": why})
-    return runs, refused
-
-
-def _routes(module: torch.nn.Module) -> bool:
-    return hasattr(module, "top_k") and type(module).__name__.lower().endswith("router")
-
-
-def _rotations(module: torch.nn.Module) -> Iterable[hf.Functions]:
-    return hf.rotations_in(type(module).forward).values()
-
-
-def _rotates(module: torch.nn.Module) -> bool:
-    return any(_rotations(module)) or (subclass.is_fused(module) and hf.is_attention(module))
-
-
 # ---- formatting ----
 
 
@@ -327,6 +298,9 @@ def _paragraphs(found: Explanation) -> Iterator[str]:
     yield table(["one decode step, a token for each row", "", ""], rows)
     rows = [[thousands(n), size(kv), size(held), "yes" if fits else "no"] for n, kv, held, fits in map(dict.values, found.memory)]
     yield table(["tokens a row", "K/V", "K/V and weights", "fits"], rows) + f"\n\n{_limit(found)}"
+    of = map(dict.values, found.variants)
+    rows = [[name, size(kv), f"{ms:.3g}", "any" if most is None else most] for name, kv, ms, most in of]
+    yield table(["the same weights with", "K/V", "at least, ms", "longest"], rows)
 
 
 def _table(rows: list[dict[str, str]]) -> str:

@@ -16,6 +16,8 @@ import torch
 from .. import hf
 from ..report.tables import size
 
+WINDOW = 4096  # for the variant with a window
+
 
 @dataclass(frozen=True)
 class GPU:
@@ -244,3 +246,19 @@ def longest(facts: Facts, gpu: GPU, batch: int) -> int | None:
         middle = (low + high) // 2
         low, high = (middle, high) if facts.kv_bytes(middle) <= room else (low, middle)
     return low
+
+
+def relatives(facts: Facts) -> list[tuple[str, Facts]]:
+    """Variants of the model: MHA, GQA, MQA, with and without a window. The model's own variant is marked."""
+    grouped = facts.num_kv_heads if 1 < facts.num_kv_heads < facts.num_heads else 8
+    heads = {facts.num_heads: "MHA", **{n: kind for n, kind in ((grouped, "GQA"), (1, "MQA")) if n != facts.num_heads}}
+    rows = []
+    for kv_heads, kind in heads.items():
+        if facts.num_heads % kv_heads or len(set(facts.shapes)) > 1:
+            continue
+        its = replace(facts, shapes=tuple(replace(shape, num_kv_heads=kv_heads) for shape in facts.shapes))
+        rows.append((f"{kind}, {kv_heads} KV heads" if kv_heads > 1 else f"{kind}, 1 KV head", its))
+    windowed = any(facts.windows)
+    other = (hf.Kind("full") if windowed else hf.Kind("window", WINDOW),) * len(facts.kinds)
+    rows.append(("without its window" if windowed else f"window of {WINDOW} in every layer", replace(facts, kinds=other)))
+    return [(f"{name} (this model)" if its == facts else name, its) for name, its in rows]
