@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -39,7 +40,6 @@ def write(path: str | Path, layers: list[Layer], model: ModelOrConfig) -> None:
     from safetensors.torch import save_file
 
     _check_whole(model)
-    _refuse_special(path)  # the new file would replace a device
     seen = {layer.seen for layer in layers}
     if len(seen) > 1:
         counts = ", ".join(f"{layer.seen} in layer {layer.index}" for layer in layers)
@@ -54,11 +54,16 @@ def write(path: str | Path, layers: list[Layer], model: ModelOrConfig) -> None:
         for layer in layers
         for name, live in zip(layer.names, layer.live(), strict=True)
     }
-    Path(path).open("ab").close()  # raises the error of the system, which safetensors does not
+    if Path(path).is_dir():
+        raise IsADirectoryError(errno.EISDIR, "A cache is saved to one file, and this is a directory", str(path))
+    _refuse_special(path)  # the new file would replace a device
     try:
         save_file(tensors, path, {"format": FORMAT, "config": _describe(model), "seen": _counts(seen.pop(), len(layers))})
     except SafetensorError as error:
-        raise OSError(f"{path} cannot be written: {error}") from error
+        if (code := re.search(r"os error (\d+)", str(error))) is None:
+            raise OSError(f"{path} cannot be written: {error}") from error
+        number = int(code[1])
+        raise OSError(number, os.strerror(number), str(path), number) from error  # the last one is the number on Windows
 
 
 def read(path: str | Path, kinds: Sequence[hf.Kind], model: ModelOrConfig) -> tuple[int, list[Pair]]:
