@@ -256,7 +256,7 @@ def test_every_command_has_help(capsys, command):
         (["generate", "FOLDER", "--device", "meta"], "holds no numbers"),
         (
             ["bench"],
-            "families, modes, evaluation, rollout, quantised, ranks, commits, kernels, stream, paper_e2e, paper_ranks, context",
+            "families, modes, evaluation, prompts, rollout, quantised, ranks, commits, kernels, stream, paper_e2e, paper_ranks, context",
         ),
         (["bench", "speed"], "got speed."),
     ],
