@@ -38,6 +38,7 @@ from hf_fastattn.patches.graphs.state import Uncapturable, read
 BY = 1.0  # read by code below
 SETTINGS = types.ModuleType("settings_of_the_test")
 VARIABLE = "SETTING_OF_THE_TEST"
+INPUTS = prompts("no_padding", "cpu", rows=1)
 
 
 @pytest.fixture(autouse=True)
@@ -46,16 +47,12 @@ def captured(monkeypatch):
     monkeypatch.setitem(sys.modules, SETTINGS.__name__, SETTINGS)
     monkeypatch.setenv(VARIABLE, "1")
     put_global(1.0)
-    put_in_file(1.0)
+    SETTINGS.BY = 1.0
 
 
 def put_global(value):
     global BY
     BY = value
-
-
-def put_in_file(value):
-    SETTINGS.BY = value
 
 
 class Scaled(nn.Module):
@@ -72,58 +69,13 @@ class Scaled(nn.Module):
         return self.inner(x) * self.read()
 
 
-class Property(Scaled):
-    @property
-    def by(self):
-        return BY
-
-    def read(self):
-        return self.by
-
-
-class Static(Scaled):
-    @staticmethod
-    def read():
-        return BY
-
-
-class OfClass(Scaled):
-    @classmethod
-    def read(cls):
-        return BY
-
-
 class Descriptor:
     def __get__(self, instance, owner):
         return BY
 
 
-class OwnDescriptor(Scaled):
-    by = Descriptor()
-
-    def read(self):
-        return self.by
-
-
-class Cached(Scaled):
-    @functools.cached_property
-    def by(self):
-        return lambda: BY
-
-    def read(self):
-        return self.by()
-
-
 class Config:
     by = 1.0
-
-
-class ClassOfHeld(Scaled):
-    def new(self):
-        return Config()
-
-    def read(self):
-        return self.held.by
 
 
 class Helper:
@@ -138,41 +90,13 @@ class Helper:
         return BY
 
 
-class MethodOfHeld(ClassOfHeld):
-    def new(self):
-        return Helper()
-
-    def read(self):
-        return self.held.scale()
-
-
-class PropertyOfHeld(ClassOfHeld):
-    def new(self):
-        return Helper()
-
-
-class CallOfHeld(MethodOfHeld):
-    def read(self):
-        return self.held()
-
-
 class Names(dict):
     def scale(self):
         return BY
 
 
-class OwnDict(MethodOfHeld):
-    def new(self):
-        return Names()
-
-
-class ReplacedMethod(MethodOfHeld):
-    def new(self):
-        class Local:
-            def scale(self):
-                return 1.0
-
-        return Local()
+def local_helper(self):
+    return type("Local", (), {"scale": lambda self: 1.0})()
 
 
 class Meta(type):
@@ -183,33 +107,16 @@ class OfMeta(metaclass=Meta):
     pass
 
 
-class Metaclass(Scaled):
-    def read(self):
-        return OfMeta.by
+def imports(self):
+    import settings_of_the_test
+
+    return settings_of_the_test.BY
 
 
-class Import(Scaled):
-    def read(self):
-        import settings_of_the_test
+def imports_from(self):
+    from settings_of_the_test import BY as by
 
-        return settings_of_the_test.BY
-
-
-class ImportFrom(Scaled):
-    def read(self):
-        from settings_of_the_test import BY as by
-
-        return by
-
-
-class Environment(Scaled):
-    def read(self):
-        return float(os.environ[VARIABLE])
-
-
-class Getenv(Scaled):
-    def read(self):
-        return float(os.getenv(VARIABLE))
+    return by
 
 
 @functools.lru_cache
@@ -217,64 +124,18 @@ def cached():
     return BY
 
 
-class LruCache(Scaled):
-    def read(self):
-        return cached()
-
-
 @functools.singledispatch
 def dispatched(x):
     return BY
-
-
-class Dispatch(Scaled):
-    def read(self):
-        return dispatched(0)
 
 
 def with_attribute():
     return with_attribute.by
 
 
-class OfFunction(Scaled):
-    def read(self):
-        return with_attribute()
-
-
-class Globals(Scaled):
-    def read(self):
-        return globals()["BY"]
-
-
-class UserList(Scaled):
-    def new(self):
-        return collections.UserList([1.0])
-
-    def read(self):
-        return self.held[0]
-
-
-class Array(UserList):
-    def new(self):
-        return array.array("d", [1.0])
-
-
-class Bytes(UserList):
-    def new(self):
-        return bytearray([1])
-
-
-class NumPy(UserList):
-    def new(self):
-        return np.ones(5000)
-
-
-class Objects(UserList):
-    def new(self):
-        return np.array([1.0, None], dtype=object)
-
-
 class Mode(enum.Enum):
+    """All members are reached by the class, too."""
+
     ONE, FIVE = 1.0, 5.0
 
 
@@ -283,100 +144,75 @@ class Choice:
     mode: Mode = Mode.ONE
 
 
-class EnumOfHeld(Scaled):
-    """All members are reached by the class, too."""
-
-    def new(self):
-        return Choice()
-
-    def read(self):
-        return self.held.mode.value
-
-
-TABLE = {"one": lambda: 1.0, "five": lambda: 5.0}
-
-
-class FromTable(Scaled):
-    def new(self):
-        return TABLE["one"]
-
-    def read(self):
-        return self.held()
-
-
 class RemoteConfig(LlamaConfig):
     model_type = "llama"
     by = 1.0
 
 
-class OfConfig(Scaled):
-    def new(self):
-        return RemoteConfig(hidden_size=64, num_attention_heads=4)
-
-    def read(self):
-        return self.held.by
+def remote_config(self):
+    return RemoteConfig(hidden_size=64, num_attention_heads=4)
 
 
-class ByText(Scaled):
-    def read(self):
-        return getattr(SETTINGS, "BY")  # noqa: B009
-
-
-class ImportByText(Scaled):
-    def read(self):
-        return importlib.import_module("settings_of_the_test").BY
-
-
-class CType(Scaled):
-    def new(self):
-        return ctypes.c_double(1.0)
-
-    def read(self):
-        return self.held.value
-
-
-class Builtin(Scaled):
-    def new(self):
-        return DICT.get
-
-    def read(self):
-        return self.held("by")
-
-
+TABLE = {"one": lambda: 1.0, "five": lambda: 5.0}
 DICT = {"by": 1.0}
-
-
-def put_item(module, value):
-    module.held[0] = int(value)
-
-
-def put_lru(module, value):
-    put_global(value)
-    cached.cache_clear()
-
-
-def put_method(module, value):
-    type(module.held).scale = lambda self: value
-
-
-READERS = {
-    **dict.fromkeys(
-        [Property, Static, OfClass, OwnDescriptor, Cached, MethodOfHeld, PropertyOfHeld, CallOfHeld, OwnDict, Dispatch, Globals],
-        lambda module, value: put_global(value),
-    ),
-    ClassOfHeld: lambda module, value: setattr(Config, "by", value),
-    ReplacedMethod: put_method,
-    Metaclass: lambda module, value: setattr(Meta, "by", value),
-    EnumOfHeld: lambda module, value: setattr(module.held, "mode", Mode(value)),
-    FromTable: lambda module, value: setattr(module, "held", TABLE["one" if value == 1.0 else "five"]),
-    OfConfig: lambda module, value: setattr(RemoteConfig, "by", value),
-    **dict.fromkeys([Import, ImportFrom, ByText, ImportByText], lambda module, value: put_in_file(value)),
-    **dict.fromkeys([Environment, Getenv], lambda module, value: os.environ.__setitem__(VARIABLE, str(value))),
-    LruCache: put_lru,
-    OfFunction: lambda module, value: setattr(with_attribute, "by", value),
-    **dict.fromkeys([UserList, Array, Bytes, NumPy, Objects], put_item),
-    CType: lambda module, value: setattr(module.held, "value", value),
-    Builtin: lambda module, value: DICT.__setitem__("by", value),
+BY_PROPERTY = {"read": lambda self: self.by}
+BY_ITEM = {"read": lambda self: self.held[0]}
+BY_METHOD = {"read": lambda self: self.held.scale()}
+OF_HELD = {"read": lambda self: self.held.by}
+READERS = {  # name: what the class of the module has
+    "property": BY_PROPERTY | {"by": property(lambda self: BY)},
+    "static method": {"read": staticmethod(lambda: BY)},
+    "class method": {"read": classmethod(lambda cls: BY)},
+    "descriptor": BY_PROPERTY | {"by": Descriptor()},
+    "cached property": {"read": lambda self: self.by(), "by": functools.cached_property(lambda self: lambda: BY)},
+    "method of held": BY_METHOD | {"new": lambda self: Helper()},
+    "property of held": OF_HELD | {"new": lambda self: Helper()},
+    "call of held": {"read": lambda self: self.held(), "new": lambda self: Helper()},
+    "own dict": BY_METHOD | {"new": lambda self: Names()},
+    "singledispatch": {"read": lambda self: dispatched(0)},
+    "globals()": {"read": lambda self: globals()["BY"]},
+    "class of held": OF_HELD | {"new": lambda self: Config()},
+    "replaced method": BY_METHOD | {"new": local_helper},
+    "metaclass": {"read": lambda self: OfMeta.by},
+    "enum of held": {"read": lambda self: self.held.mode.value, "new": lambda self: Choice()},
+    "from a table": {"read": lambda self: self.held(), "new": lambda self: TABLE["one"]},
+    "configuration": OF_HELD | {"new": remote_config},
+    "import": {"read": imports},
+    "import from": {"read": imports_from},
+    "file by text": {"read": lambda self: getattr(SETTINGS, "BY")},  # noqa: B009
+    "import by text": {"read": lambda self: importlib.import_module("settings_of_the_test").BY},
+    "environment": {"read": lambda self: float(os.environ[VARIABLE])},
+    "getenv": {"read": lambda self: float(os.getenv(VARIABLE))},
+    "lru_cache": {"read": lambda self: cached()},
+    "attribute of a function": {"read": lambda self: with_attribute()},
+    "UserList": BY_ITEM | {"new": lambda self: collections.UserList([1.0])},
+    "array": BY_ITEM | {"new": lambda self: array.array("d", [1.0])},
+    "bytes": BY_ITEM | {"new": lambda self: bytearray([1])},
+    "NumPy": BY_ITEM | {"new": lambda self: np.ones(5000)},
+    "NumPy, objects": BY_ITEM | {"new": lambda self: np.array([1.0, None], dtype=object)},
+    "ctypes": {"read": lambda self: self.held.value, "new": lambda self: ctypes.c_double(1.0)},
+    "builtin": {"read": lambda self: self.held("by"), "new": lambda self: DICT.get},
+}
+PUT = {  # how a value is changed, where it is not the global BY
+    "class of held": lambda module, value: setattr(Config, "by", value),
+    "replaced method": lambda module, value: setattr(type(module.held), "scale", lambda self: value),
+    "metaclass": lambda module, value: setattr(Meta, "by", value),
+    "enum of held": lambda module, value: setattr(module.held, "mode", Mode(value)),
+    "from a table": lambda module, value: setattr(module, "held", TABLE["one" if value == 1.0 else "five"]),
+    "configuration": lambda module, value: setattr(RemoteConfig, "by", value),
+    "lru_cache": lambda module, value: put_global(value) or cached.cache_clear(),
+    "attribute of a function": lambda module, value: setattr(with_attribute, "by", value),
+    "ctypes": lambda module, value: setattr(module.held, "value", value),
+    "builtin": lambda module, value: DICT.__setitem__("by", value),
+}
+PUT |= dict.fromkeys(
+    ("import", "import from", "file by text", "import by text"), lambda module, value: setattr(SETTINGS, "BY", value)
+)
+PUT |= dict.fromkeys(("environment", "getenv"), lambda module, value: os.environ.__setitem__(VARIABLE, str(value)))
+PUT |= {
+    name: lambda module, value: module.held.__setitem__(0, int(value))
+    for name, of in READERS.items()
+    if of.items() >= BY_ITEM.items()
 }
 
 
@@ -386,25 +222,26 @@ def model_with(make):
     return model, module
 
 
-def generate(model, inputs):
+def generate(model, inputs=INPUTS):
     return model.generate(**inputs, max_new_tokens=6, do_sample=False)
 
 
-@pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.__name__)
-def test_a_value_that_a_forward_reads(reader):
-    inputs, put = prompts("no_padding", "cpu", rows=1), READERS[reader]
+@pytest.mark.parametrize("name", READERS)
+def test_a_value_that_a_forward_reads(name):
+    put = PUT.get(name, lambda module, value: put_global(value))
+    reader = type("Reader", (Scaled,), READERS[name])
     twin, module_of_twin = model_with(reader)
     model, module = model_with(reader)
     put(module, 1.0), put(module_of_twin, 1.0)
     with hf_fastattn.patch(model) as patch, torch.no_grad():
-        before = generate(twin, inputs)
+        before = generate(twin)
         for _ in range(2):
-            assert torch.equal(generate(model, inputs), before)
+            assert torch.equal(generate(model), before)
         assert (patch.captures, patch.reasons) == (2, []), "it is not captured in each call"
         put(module, 5.0), put(module_of_twin, 5.0)
-        after = generate(twin, inputs)
+        after = generate(twin)
         assert not torch.equal(after, before), "the change has no effect"
-        assert torch.equal(generate(model, inputs), after)
+        assert torch.equal(generate(model), after)
         assert (patch.captures, patch.reasons) == (3, [])
     put(module, 1.0)
 
@@ -434,11 +271,6 @@ def by_length(tokens):
     return 1.0 + tokens
 
 
-class ByLength(Scaled):
-    def forward(self, x):
-        return self.inner(x) * by_length(x.shape[1])
-
-
 @dataclasses.dataclass(slots=True)
 class Slots:
     a: int = 1
@@ -465,50 +297,39 @@ steps = outputs = 0
 def test_steps_are_captured_once_whatever_a_module_holds(kind):
     """Of a class of Transformers: no code of the user runs."""
     global steps
-    inputs = prompts("no_padding", "cpu", rows=1)
     model = tiny("llama", "sdpa")
     model.model.layers[0].mlp.held = HELD[kind]()
-    want = generate(model, inputs)
+    want = generate(model)
     with hf_fastattn.patch(model) as patch:
         for _ in range(3):
-            assert torch.equal(generate(model, inputs), want)
+            assert torch.equal(generate(model), want)
             steps += 1  # which no step reads
     assert (patch.captures, patch.reasons) == (1, [])
 
 
 def test_a_function_that_caches_by_length():
-    inputs = prompts("no_padding", "cpu", rows=1)
-    model, _ = model_with(ByLength)
-    want = generate(model, inputs)
+    forward = lambda self, x: self.inner(x) * by_length(x.shape[1])  # noqa: E731
+    model, _ = model_with(type("ByLength", (Scaled,), {"forward": forward}))
+    want = generate(model)
     with hf_fastattn.patch(model) as patch:
-        assert all(torch.equal(generate(model, inputs), want) for _ in range(3)) and not patch.reasons
+        assert all(torch.equal(generate(model), want) for _ in range(3)) and not patch.reasons
 
 
 def test_a_held_generator_of_random_numbers_is_not_frozen():
-    inputs = prompts("no_padding", "cpu", rows=1)
     for make in (lambda: random.Random(1), lambda: np.random.default_rng(1)):
         model, module = model_with(Scaled)
         module.read = functools.partial(lambda module: 1.0 + module.held.random(), module)
         module.held = make()
-        want = [generate(model, inputs) for _ in range(3)]
+        want = [generate(model) for _ in range(3)]
         module.held = make()
         with pytest.warns(match="changes values that the next step reads"), hf_fastattn.patch(model):
-            assert torch.equal(generate(model, inputs), want[0])
+            assert torch.equal(generate(model), want[0])
 
 
 def test_functions_read_different_names_of_one_file():
-    class Two(Scaled):
-        def read(self):
-            return self.first() * self.second()
-
-        def first(self):
-            return SETTINGS.BY
-
-        def second(self):
-            return SETTINGS.OTHER
-
     SETTINGS.OTHER = 1.0
-    model, _ = model_with(Two)
+    both = {"first": lambda self: SETTINGS.BY, "second": lambda self: SETTINGS.OTHER}
+    model, _ = model_with(type("Two", (Scaled,), both | {"read": lambda self: self.first() * self.second()}))
     before = read(model, of_user=True).of_user
     SETTINGS.OTHER = 2.0
     assert before != read(model, of_user=True).of_user
@@ -529,12 +350,10 @@ def test_an_array_that_is_too_large_to_compare_and_a_weak_proxy_are_refused(monk
         del module.held
 
 
-def test_whose_code_is_trusted():
+def test_whose_code_is_trusted(monkeypatch, tmp_path):
+    """A file of the user may have a name of the standard library."""
     assert all(map(hf.is_trusted, ("torch.nn", np.__name__, "transformers_modules.of_a_repository", "functools", 1)))
     assert not any(map(hf.is_trusted, (__name__, "no module of this name", "", None, "__main__", "__mp_main__")))
-
-
-def test_a_file_of_the_user_may_have_a_name_of_the_standard_library(monkeypatch, tmp_path):
     module = types.ModuleType("sched")
     module.__file__ = str(tmp_path / "sched.py")
     monkeypatch.setitem(sys.modules, "sched", module)
@@ -544,61 +363,47 @@ def test_a_file_of_the_user_may_have_a_name_of_the_standard_library(monkeypatch,
 COUNT = 0
 
 
+def counted(self):
+    global COUNT
+    COUNT += 1
+    return float(COUNT)
+
+
 def test_a_step_that_counts_in_a_global_is_not_captured():
     """Between two steps of a call no other code runs, but the step's own code may change what the next one reads."""
-
-    class Counting(Scaled):
-        def read(self):
-            global COUNT
-            COUNT += 1
-            return float(COUNT)
-
     global COUNT
-    inputs, found = prompts("no_padding", "cpu", rows=1), []
+    found = []
     for patched in (False, True):
-        COUNT, (model, _) = 0, model_with(Counting)
+        COUNT, (model, _) = 0, model_with(type("Counting", (Scaled,), {"read": counted}))
         with hf_fastattn.patch(model) if patched else contextlib.nullcontext() as patch, warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            found.append(generate(model, inputs))
+            found.append(generate(model))
     assert torch.equal(*found) and patch.captures == 0 and "changes values that the next step reads" in patch.reasons[0]
 
 
 @pytest.mark.parametrize("wraps", ["layers", "mlp", "lm_head"])
 def test_a_compiled_submodule(wraps):
-    inputs = prompts("no_padding", "cpu", rows=1)
     model = tiny("llama", "sdpa")
-    want = generate(model, inputs)
-    if wraps == "layers":
-        model.model.layers[0] = torch.compile(model.model.layers[0], backend="eager")
-    elif wraps == "mlp":
-        model.model.layers[0].mlp = torch.compile(model.model.layers[0].mlp, backend="eager")
-    else:
-        model.lm_head = torch.compile(model.lm_head, backend="eager")
+    want = generate(model)
+    owner, name = {"layers": (model.model.layers, "0"), "mlp": (model.model.layers[0], "mlp"), "lm_head": (model, "lm_head")}[
+        wraps
+    ]
+    setattr(owner, name, torch.compile(getattr(owner, name), backend="eager"))
     with hf_fastattn.patch(model):
         for _ in range(3):
-            assert torch.equal(generate(model, inputs), want)
-
-
-class Noisy(nn.Module):
-    def __init__(self, inner, draw):
-        super().__init__()
-        self.inner, self.draw = inner, draw
-
-    def forward(self, x):
-        return self.inner(x) * (9 * self.draw() - 4)
+            assert torch.equal(generate(model), want)
 
 
 def test_random_numbers_of_the_host_are_those_of_the_unpatched_model():
-    inputs = prompts("no_padding", "cpu", rows=1)
     for draw, seed in ((random.random, random.seed), (np.random.rand, np.random.seed)):
-        model = tiny("llama", "sdpa")
-        model.model.layers[0].mlp = Noisy(model.model.layers[0].mlp, draw)
+        model, module = model_with(Scaled)
+        module.read = lambda draw=draw: 9 * draw() - 4
         seed(1)
-        want = [generate(model, inputs) for _ in range(2)]
+        want = [generate(model) for _ in range(2)]
         assert not torch.equal(*want), "the numbers have no effect"
         with pytest.warns(match="draws random numbers on the host"), hf_fastattn.patch(model):
             seed(1)
-            assert all(torch.equal(generate(model, inputs), each) for each in want)
+            assert all(torch.equal(generate(model), each) for each in want)
 
 
 def test_a_prompt_that_is_padded_draws_no_other_random_numbers(monkeypatch):
@@ -619,11 +424,10 @@ def test_a_prompt_that_is_padded_draws_no_other_random_numbers(monkeypatch):
 def test_the_device_of_an_offloaded_model_is_that_of_its_hooks(monkeypatch):
     accelerate = pytest.importorskip("accelerate")
     monkeypatch.undo()  # without the substitute for graphs
-    inputs = prompts("no_padding", "cpu", rows=1)
     model = tiny("llama", "sdpa")
-    want = generate(model, inputs)
+    want = generate(model)
     accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
     assert model.device.type == "meta" and hf.device_of(model).type == "cpu"
     with hf_fastattn.patch(model) as patch, pytest.warns(match="weights are offloaded"):
-        assert torch.equal(generate(model, inputs), want)
+        assert torch.equal(generate(model), want)
     assert patch.reasons == ["the model's weights are offloaded, and graphs are for weights that stay on a CUDA device"]
