@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
+import cProfile
 import dataclasses
 import functools
 import gc
@@ -45,6 +45,22 @@ def captured(monkeypatch):
 @pytest.fixture
 def inputs():
     return prompts("no_padding", "cpu", rows=1)
+
+
+@pytest.fixture
+def model():
+    return tiny("llama", "sdpa")
+
+
+twin = model
+
+
+@pytest.fixture
+def without_collector():
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
 
 def generate(model, inputs, **options):
@@ -98,11 +114,7 @@ HOLDERS = {
     "nested": (lambda v: {"v": [(v,)]}, lambda s: s.held["v"][0][0], lambda held, v: held["v"].__setitem__(0, (v,))),
     "list": (lambda v: [v], lambda s: s.held[0], lambda held, v: held.__setitem__(0, v)),
     "dataclass": (Held, lambda s: s.held.vector, lambda held, v: setattr(held, "vector", v)),
-    "namespace": (
-        lambda v: types.SimpleNamespace(v=v),
-        lambda s: s.held.v,
-        lambda held, v: setattr(held, "v", v),
-    ),
+    "namespace": (lambda v: types.SimpleNamespace(v=v), lambda s: s.held.v, lambda held, v: setattr(held, "v", v)),
     "slots": (Slotted, lambda s: s.held.vector, lambda held, v: setattr(held, "vector", v)),
     "partial": (lambda v: functools.partial(torch.mul, v), lambda s: s.held(1.0), None),
     "method": (lambda v: v.mul, lambda s: s.held(1.0), None),
@@ -154,7 +166,7 @@ def _set_forward_anew(model):
     return again
 
 
-def _default(model):
+def _set_default(model):
     mlp = model.model.layers[1].mlp
     mlp.forward = lambda x, old=mlp.forward, by=[1.0]: by[0] * old(x)
     return lambda: mlp.forward.__defaults__[1].__setitem__(0, 4.0)
@@ -172,86 +184,44 @@ def _global(model):
     return again
 
 
-def _wrap(model):
-    def again():
-        model.model.layers[1].mlp = nn.Sequential(model.model.layers[1].mlp, nn.Tanh()).eval()
-
-    return again
-
-
-def _transpose(model):
-    def again():
-        for layer in model.model.layers:
-            layer.self_attn.o_proj.weight = nn.Parameter(layer.self_attn.o_proj.weight.t())
-
-    return again
-
-
-def _data(model):
-    weight = model.model.layers[0].self_attn.o_proj.weight
-    return lambda: setattr(weight, "data", weight.data.t())
-
-
-def _cut_vocabulary(model):
-    return lambda: setattr(model.lm_head, "weight", nn.Parameter(model.lm_head.weight[:40]))
-
-
-def _swap(model):
-    def again():
-        a, b = model.model.layers[0].mlp, model.model.layers[1].mlp
-        model.model.layers[0].mlp, model.model.layers[1].mlp = b, a
-
-    return again
-
-
-def _set_class(model):
-    mlp = model.model.layers[0].mlp
-
+def _double(mlp):
     class Doubled(type(mlp)):
         def forward(self, x):
             return 2 * super().forward(x)
 
-    return lambda: setattr(mlp, "__class__", Doubled)
+    mlp.__class__ = Doubled
 
 
-def _config(model):
-    return lambda: model.config.rope_parameters.update(note=1) or model.model.norm.weight.neg_()
+def _attention(m):
+    return m.model.layers[0].self_attn
 
 
-@pytest.mark.parametrize(
-    "change, captures",
-    [
-        (_set_forward, 3),
-        (_set_forward_anew, 3),
-        (_default, 3),
-        (_global, 3),
-        (_wrap, 2),
-        (_transpose, 2),
-        (_data, 2),
-        (_cut_vocabulary, 2),
-        (_swap, 2),
-        (_set_class, 3),
-        (_config, 2),
-    ],
-    ids=lambda value: getattr(value, "__name__", None),
-)
-def test_a_changed_model_is_captured_anew(inputs, change, captures, monkeypatch):
+# Functions of a model that return what changes it. Of the first group each call has its own graph.
+CODE_OF_THE_USER = {
+    "closure": _set_forward,
+    "another closure": _set_forward_anew,
+    "default": _set_default,
+    "global": _global,
+    "class": lambda m: lambda: _double(m.model.layers[0].mlp),
+}
+CHANGES = {
+    "wrapped": lambda m: lambda: setattr(m.model.layers[1], "mlp", nn.Sequential(m.model.layers[1].mlp, nn.Tanh()).eval()),
+    "transposed": lambda m: lambda: setattr(_attention(m).o_proj, "weight", nn.Parameter(_attention(m).o_proj.weight.t())),
+    "data": lambda m: lambda: setattr(_attention(m).o_proj.weight, "data", _attention(m).o_proj.weight.data.t()),
+    "vocabulary": lambda m: lambda: setattr(m.lm_head, "weight", nn.Parameter(m.lm_head.weight[:40])),
+    "swapped": lambda m: lambda: list(map(setattr, m.model.layers, ("mlp",) * 2, [each.mlp for each in m.model.layers][::-1])),
+    "config": lambda m: lambda: m.config.rope_parameters.update(note=1) or m.model.norm.weight.neg_(),
+}
+
+
+@pytest.mark.parametrize("name", [*CODE_OF_THE_USER, *CHANGES])
+def test_a_changed_model_is_captured_anew(inputs, name, monkeypatch):
     monkeypatch.setattr("test_depends.SCALE", 1.0)
-    check(change, inputs, captures)
+    check({**CODE_OF_THE_USER, **CHANGES}[name], inputs, 3 if name in CODE_OF_THE_USER else 2)
 
 
 def test_a_change_in_place_needs_no_new_graph(inputs):
     check(lambda model: lambda: model.model.layers[0].self_attn.o_proj.weight.neg_(), inputs, captures=1)
-
-
-def test_a_method_replaced_in_its_class(inputs, monkeypatch):
-    model, twin = tiny("llama", "sdpa"), tiny("llama", "sdpa")
-    old = modeling_llama.LlamaMLP.forward
-    with hf_fastattn.patch(model) as patch:
-        generate(model, inputs)
-        monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", lambda self, x: -old(self, x))
-        assert torch.equal(generate(model, inputs), generate(twin, inputs))
-        assert patch.captures == 2
 
 
 REPLACED = {
@@ -262,14 +232,15 @@ REPLACED = {
     "torch.Tensor.pow": lambda x, by, own=torch.Tensor.pow: own(x, by) + 1.0,
     "transformers.activations.SiLUActivation.forward": lambda self, x: nn.functional.relu(x),
     "transformers.models.llama.modeling_llama.apply_rotary_pos_emb": lambda q, k, *args, **options: (q, k),
+    "transformers.models.llama.modeling_llama.rotate_half": lambda x, own=modeling_llama.rotate_half: -own(x),
     "transformers.models.llama.modeling_llama.LlamaRMSNorm.forward": lambda self, x: x * 0.5,
+    "transformers.models.llama.modeling_llama.LlamaMLP.forward": lambda *args, own=modeling_llama.LlamaMLP.forward: -own(*args),
 }
 
 
 @pytest.mark.parametrize("name", REPLACED)
-def test_a_function_of_a_library_replaced_between_two_calls(inputs, name, monkeypatch):
+def test_a_function_of_a_library_replaced_between_two_calls(inputs, name, monkeypatch, model, twin):
     """torch's, that of a module within torch, a method of tensors, of a class, of a model's file; and put back."""
-    model, twin = tiny("llama", "sdpa"), tiny("llama", "sdpa")
     with hf_fastattn.patch(model, "reference") as patch:
         before = generate(model, inputs)
         with monkeypatch.context() as replaced:
@@ -280,16 +251,6 @@ def test_a_function_of_a_library_replaced_between_two_calls(inputs, name, monkey
                 assert torch.equal(generate(model, inputs), expected)
         assert torch.equal(generate(model, inputs), before)
         assert patch.captures == 4 and not patch.reasons
-
-
-def test_a_function_replaced_in_a_models_file(inputs, monkeypatch):
-    model, twin = tiny("llama", "sdpa"), tiny("llama", "sdpa")
-    real = modeling_llama.rotate_half
-    with hf_fastattn.patch(model) as patch:
-        generate(model, inputs)
-        monkeypatch.setattr(modeling_llama, "rotate_half", lambda x: -real(x))
-        assert torch.equal(generate(model, inputs), generate(twin, inputs))
-        assert patch.captures == 2
 
 
 def test_a_backend_registered_again(inputs):
@@ -312,36 +273,33 @@ def test_a_backend_registered_again(inputs):
 
 
 @contextlib.contextmanager
-def _precision():
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("medium")
+def _set(getter, setter, value):
+    before = getter()
+    setter(value)
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        setter(before)
 
 
-@contextlib.contextmanager
-def _deterministic():
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
+SETTINGS = {
+    "precision": lambda: _set(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "medium"),
+    "deterministic": lambda: _set(torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True),
+    "inference mode": torch.inference_mode,
+}
 
 
-@pytest.mark.parametrize("setting", [_precision, _deterministic, torch.inference_mode])
-def test_each_value_of_torchs_settings_has_its_own_graph(inputs, setting):
-    model = tiny("llama", "sdpa")
+@pytest.mark.parametrize("name", SETTINGS)
+def test_each_value_of_torchs_settings_has_its_own_graph(inputs, name, model):
     with hf_fastattn.patch(model) as patch:
         for _ in range(2):
             generate(model, inputs)
-            with setting():
+            with SETTINGS[name]():
                 generate(model, inputs)
         assert patch.captures == 2
 
 
-def test_dispatch_modes_are_not_bypassed(inputs):
+def test_dispatch_modes_are_not_bypassed(inputs, model):
     class Count(TorchDispatchMode):
         calls = 0
 
@@ -349,7 +307,6 @@ def test_dispatch_modes_are_not_bypassed(inputs):
             Count.calls += function is torch.ops.aten.mm.default
             return function(*args, **(kwargs or {}))
 
-    model = tiny("llama", "sdpa")
     with hf_fastattn.patch(model) as patch, Count(), pytest.warns(match="dispatch mode"):
         generate(model, inputs)
         assert Count.calls >= 15 * NEW and patch.captures == 0 and patch.uncaptured == NEW - 1
@@ -392,8 +349,7 @@ def test_values_that_no_step_reads_do_not_count():
         assert (patch.captures, patch.reasons) == (1, []) and len({delta.data_ptr() for delta in kept}) > 1
 
 
-def test_values_that_change_in_every_call_are_named(inputs):
-    model = tiny("llama", "sdpa")
+def test_values_that_change_in_every_call_are_named(inputs, model):
     attention = model.model.layers[0].self_attn
     with hf_fastattn.patch(model) as patch, pytest.warns(match=r"captured again.*layers\.0\.self_attn\.scaling"):
         for step in range(6):
@@ -405,33 +361,26 @@ def test_values_that_change_in_every_call_are_named(inputs):
 def test_a_model_that_cannot_be_captured_is_not_said_to_be_captured_again(inputs):
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}  # its frequencies grow with the text
     model = tiny("llama", "sdpa", max_position_embeddings=64, rope_parameters=rope)
-    with hf_fastattn.patch(model) as patch, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with hf_fastattn.patch(model) as patch, warnings.catch_warnings(action="ignore"):
         for length in range(70, 96, 4):
             generate(model, {name: value[:, :length] for name, value in inputs.items()})
         assert not patch.captures and len(patch.reasons) == 1 and "captured again" not in patch.reasons[0]
 
 
-def test_a_graph_keeps_no_part_of_the_model_alive(inputs):
-    model = tiny("llama", "sdpa")
-    gc.collect()
-    gc.disable()
-    try:
-        with hf_fastattn.patch(model) as patch:
-            mlp = model.model.layers[0].mlp
-            old = mlp.forward
-            mlp.forward = function = lambda x: 2 * old(x)
-            generate(model, inputs)
-            assert patch.captures == 1
-            gone = [weakref.ref(function)]
-            del mlp.forward, function
-            generate(model, inputs)
-            gone += [weakref.ref(model.model.layers[1].mlp.up_proj), weakref.ref(model.lm_head.bias or model.model.norm)]
-            del model.model.layers[1].mlp.up_proj
-            model.model.norm = None
-            assert [each() for each in gone] == [None] * 3
-    finally:
-        gc.enable()
+def test_a_graph_keeps_no_part_of_the_model_alive(inputs, model, without_collector):
+    with hf_fastattn.patch(model) as patch:
+        mlp = model.model.layers[0].mlp
+        old = mlp.forward
+        mlp.forward = function = lambda x: 2 * old(x)
+        generate(model, inputs)
+        assert patch.captures == 1
+        gone = [weakref.ref(function)]
+        del mlp.forward, function
+        generate(model, inputs)
+        gone += [weakref.ref(model.model.layers[1].mlp.up_proj), weakref.ref(model.lm_head.bias or model.model.norm)]
+        del model.model.layers[1].mlp.up_proj
+        model.model.norm = None
+        assert [each() for each in gone] == [None] * 3
 
 
 def _rope(model):
@@ -450,9 +399,8 @@ NOTICED = {
     "forward_pre_hook": lambda m: m.lm_head.register_forward_pre_hook(print) and None,
     "own_forward": lambda m: setattr(m.model.layers[1].mlp, "forward", m.model.layers[0].mlp.forward),
     "own_forward_in_place_of_an_attribute": lambda m: (
-        vars(m.lm_head).pop("_is_hf_initialized", None),
-        setattr(m.lm_head, "forward", m.model.norm.forward),
-    )[:0],
+        vars(m.lm_head).pop("_is_hf_initialized") and setattr(m.lm_head, "forward", m.model.norm.forward)
+    ),
     "train": lambda m: m.model.layers[1].self_attn.train() and None,
     "constant": lambda m: setattr(m.model.norm, "variance_epsilon", 0.5),
     "constant_as_a_tensor": lambda m: setattr(m.model.norm, "variance_epsilon", torch.tensor(m.model.norm.variance_epsilon)),
@@ -479,11 +427,7 @@ NOTICED = {
     "removed": lambda m: m.model.layers.__delitem__(1),
     "class": lambda m: setattr(m.model.norm, "__class__", type("Other", (type(m.model.norm),), {})),
     "forward_of_the_class": lambda m: (type(m.model.norm), "forward", lambda self, x: x),
-    "partial_as_forward_of_the_class": lambda m: (
-        type(m.model.norm),
-        "forward",
-        functools.partialmethod(type(m.model.norm).forward),
-    ),
+    "partial_as_forward_of_the_class": lambda m: ((cls := type(m.model.norm)), "forward", functools.partialmethod(cls.forward)),
     "method_of_the_class": lambda m: (modeling_llama.LlamaRMSNorm, "extra_repr", lambda self: ""),
     "attribute_of_the_class": lambda m: (modeling_llama.LlamaRMSNorm, "weight", 2.0),  # found before the parameter
     "function_of_the_file": lambda m: _retarget("rotate_half"),
@@ -528,23 +472,19 @@ def test_each_change_is_noticed(name, prepared, monkeypatch):
         assert path.now() or (last.snapshot.tensors(model) is None and first.differs(last.current(model)[0]))
 
 
-def test_a_snapshot_keeps_nothing_of_the_model_alive():
-    model, last = tiny("llama", "sdpa"), Last()
+def test_a_snapshot_keeps_nothing_of_the_model_alive(model, without_collector):
+    last = Last()
     model.model.layers[0].mlp.held = [torch.ones(3)]
     last.current(model)
     gone = [weakref.ref(model.model.layers[1].mlp), weakref.ref(model.lm_head.weight.untyped_storage())]
     gone += [weakref.ref(model.lm_head.weight), weakref.ref(model.model.layers[0].mlp.held[0])]
-    gc.disable()
-    try:
-        del model.model.layers[1]
-        model.lm_head = model.model.layers[0].mlp.held = None
-        assert not any(ref() for ref in gone) and last.snapshot.tensors(model) is None
-    finally:
-        gc.enable()
+    del model.model.layers[1]
+    model.lm_head = model.model.layers[0].mlp.held = None
+    assert not any(ref() for ref in gone) and last.snapshot.tensors(model) is None
 
 
-def test_an_unchanged_model_is_read_once(inputs, monkeypatch):
-    model, reads, modules = tiny("llama", "sdpa"), [], Reader.modules
+def test_an_unchanged_model_is_read_once(inputs, monkeypatch, model):
+    reads, modules = [], Reader.modules
     monkeypatch.setattr(Reader, "modules", lambda *args: reads.append(1) or modules(*args))
     with hf_fastattn.patch(model) as patch:
         for _ in range(5):
@@ -555,8 +495,8 @@ def test_an_unchanged_model_is_read_once(inputs, monkeypatch):
         assert len(reads) == 6 and patch.captures == 2
 
 
-def test_tensors_of_subclasses_and_what_the_code_of_a_user_refers_to():
-    model, held = tiny("llama", "sdpa"), {"by": 1.0}
+def test_tensors_of_subclasses_and_what_the_code_of_a_user_refers_to(model):
+    held = {"by": 1.0}
     layer = model.model.layers[0]
     layer.mlp = Steer(layer.mlp, lambda steer: held["by"], None)
     stored = torch.randn(64, 64)
@@ -572,8 +512,8 @@ def test_tensors_of_subclasses_and_what_the_code_of_a_user_refers_to():
     assert first.state.differs(read(model, of_user=True).state) == "model.layers.0.self_attn.o_proj.weight"
 
 
-def test_code_of_the_user_is_captured_in_each_call_and_said(inputs):
-    model, held = tiny("llama", "sdpa"), {"by": 1.0}
+def test_code_of_the_user_is_captured_in_each_call_and_said(inputs, model):
+    held = {"by": 1.0}
     model.model.layers[0].mlp = Steer(model.model.layers[0].mlp, lambda steer: held["by"], None)
     with hf_fastattn.patch(model) as patch:
         with pytest.warns(match=r"captures its steps anew.*Steer\.forward\(\) of test_depends.*keep_graphs=True"):
@@ -587,20 +527,18 @@ def test_code_of_the_user_is_captured_in_each_call_and_said(inputs):
         with pytest.warns(match="and other code runs between the steps"):
             generate(model, inputs, logits_processor=[lambda ids, scores: scores])
         assert patch.captures == 3
-    with hf_fastattn.patch(model, keep_graphs=True) as patch, warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with hf_fastattn.patch(model, keep_graphs=True) as patch, warnings.catch_warnings(action="error"):
         for _ in range(3):
             generate(model, inputs)
         generate(model, inputs, logits_processor=[lambda ids, scores: scores])
         assert patch.captures == 1
 
 
-def test_a_subclass_whose_code_does_not_run_is_captured_once(inputs):
+def test_a_subclass_whose_code_does_not_run_is_captured_once(inputs, model):
     class Named(modeling_llama.LlamaMLP):
         def describe(self):
             return "not run in a step"
 
-    model = tiny("llama", "sdpa")
     expected = generate(model, inputs)
     model.model.layers[0].mlp.__class__ = Named
     with hf_fastattn.patch(model) as patch:
@@ -608,32 +546,25 @@ def test_a_subclass_whose_code_does_not_run_is_captured_once(inputs):
         assert (patch.captures, patch.reasons) == (1, [])
 
 
-def test_a_setting_of_torch_that_replaces_another(inputs):
+def test_a_setting_of_torch_that_replaces_another(inputs, model, monkeypatch):
     """After a change of fp32_precision torch refuses to tell the older settings."""
-    model = tiny("llama", "sdpa")
     expected = generate(model, inputs)
     with hf_fastattn.patch(model) as patch:
-        before = torch.backends.cuda.matmul.fp32_precision
-        try:
-            for precision in ("ieee", "tf32", "tf32"):
-                torch.backends.cuda.matmul.fp32_precision = precision
-                assert torch.equal(generate(model, inputs), expected)
-        finally:
-            torch.backends.cuda.matmul.fp32_precision = before
+        for precision in ("ieee", "tf32", "tf32"):
+            monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", precision)
+            assert torch.equal(generate(model, inputs), expected)
         assert patch.captures and not patch.reasons
 
 
-def test_a_function_mode_is_not_passed_by(inputs):
+def test_a_function_mode_is_not_passed_by(inputs, model, twin):
     class Half(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, function, types, args=(), kwargs=None):
             out = function(*args, **(kwargs or {}))
             return 0.5 * out if function is torch.nn.functional.linear else out
 
-    model, twin = tiny("llama", "sdpa"), tiny("llama", "sdpa")
     with hf_fastattn.patch(model) as patch:
         generate(model, inputs)
-        with Half(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with Half(), warnings.catch_warnings(action="ignore"):
             assert torch.equal(generate(model, inputs), generate(twin, inputs))
         assert patch.captures == 1 and "a function mode of torch is active" in patch.reasons[0]
 
@@ -647,7 +578,7 @@ def test_an_attribute_that_is_read_by_a_computed_name(inputs, monkeypatch):
         assert torch.equal(generate(model, inputs), generate(twin, inputs)) and patch.captures == 2
 
 
-def test_names_and_attributes_that_are_found_otherwise(inputs, monkeypatch):
+def test_names_and_attributes_that_are_found_otherwise(inputs, monkeypatch, model, twin):
     """A function that a forward imports, and a Namespace that a module holds. Both forwards are code of a package."""
     import argparse
 
@@ -660,7 +591,6 @@ def test_names_and_attributes_that_are_found_otherwise(inputs, monkeypatch):
 
     code = types.FunctionType(forward.__code__, vars(modeling_llama), "forward", None, forward.__closure__)
     monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", code)
-    model, twin = tiny("llama", "sdpa"), tiny("llama", "sdpa")
     for each in (model, twin):
         each.model.layers[0].mlp.held = held
     act = torch.nn.functional.silu
@@ -679,8 +609,7 @@ def test_names_and_attributes_that_are_found_otherwise(inputs, monkeypatch):
         assert not patch.uncaptured
 
 
-def test_the_code_may_change_while_no_graph_is_valid(inputs, monkeypatch):
-    model = tiny("llama", "sdpa")
+def test_the_code_may_change_while_no_graph_is_valid(inputs, monkeypatch, model):
     with hf_fastattn.patch(model) as patch:
         generate(model, inputs)
         monkeypatch.setattr(modeling_llama.LlamaMLP, "later", 1, raising=False)
@@ -688,12 +617,10 @@ def test_the_code_may_change_while_no_graph_is_valid(inputs, monkeypatch):
         assert path.now() == path.now() == 1
 
 
-def test_a_refusal_ends_with_its_cause(inputs, monkeypatch):
+def test_a_refusal_ends_with_its_cause(inputs, monkeypatch, model):
     """A function of a library that reads a value on the host, and is put back."""
-    model = tiny("llama", "sdpa")
     silu = torch.nn.functional.silu
-    with hf_fastattn.patch(model) as patch, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with hf_fastattn.patch(model) as patch, warnings.catch_warnings(action="ignore"):
         with monkeypatch.context() as context:
             context.setattr(torch.nn.functional, "silu", lambda x, inplace=False: silu(x) + 0 * x.sum().item())
             generate(model, inputs)
@@ -702,14 +629,12 @@ def test_a_refusal_ends_with_its_cause(inputs, monkeypatch):
         assert patch.captures == 1
 
 
-def test_state_of_the_standard_library_is_no_code_of_a_step(inputs, monkeypatch):
+def test_state_of_the_standard_library_is_no_code_of_a_step(inputs, monkeypatch, model):
     """A step that warns runs code of `warnings`, whose filters differ within the rehearsal."""
-    model = tiny("llama", "sdpa")
     rotate_half = modeling_llama.rotate_half
 
     def warns(x):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             warnings.warn("of a library", stacklevel=2)
             return rotate_half(x)
 
@@ -723,12 +648,9 @@ def test_state_of_the_standard_library_is_no_code_of_a_step(inputs, monkeypatch)
         assert (patch.captures, patch.reasons) == (1, [])
 
 
-def test_callbacks_of_the_garbage_collector_are_no_code_of_a_step(inputs):
-    def collected(phase, info):
-        pass
-
-    gc.callbacks.append(collected)
-    threshold, model = gc.get_threshold(), tiny("llama", "sdpa")
+def test_callbacks_of_the_garbage_collector_are_no_code_of_a_step(inputs, model):
+    threshold = gc.get_threshold()
+    gc.callbacks.append(collected := lambda phase, info: None)
     gc.set_threshold(1)
     try:
         with hf_fastattn.patch(model) as patch:
@@ -740,18 +662,17 @@ def test_callbacks_of_the_garbage_collector_are_no_code_of_a_step(inputs):
         gc.callbacks.remove(collected)
 
 
-def test_a_profiler_of_the_caller_goes_on(inputs):
-    import cProfile
+def test_a_profiler_of_the_caller_goes_on(inputs, model):
+    def after_the_rehearsal():
+        """Is seen by a profiler."""
 
-    model, seen = tiny("llama", "sdpa"), []
+    seen, profile = [], cProfile.Profile()
     with hf_fastattn.patch(model) as patch:
-        profile = cProfile.Profile()
         profile.enable()
         generate(model, inputs)
         after_the_rehearsal()
         profile.disable()
-        assert patch.captures == 1
-        assert any("after_the_rehearsal" in str(each.code) for each in profile.getstats())
+        assert patch.captures == 1 and any("after_the_rehearsal" in str(each.code) for each in profile.getstats())
         sys.setprofile(lambda frame, event, _: seen.append(frame.f_code.co_name))
         try:
             generate(model, inputs)
@@ -760,13 +681,9 @@ def test_a_profiler_of_the_caller_goes_on(inputs):
         assert "generate" in seen
 
 
-def after_the_rehearsal():
-    """Is seen by a profiler."""
-
-
 @pytest.mark.parametrize("where", ["class", "instance", "other_method"])
-def test_a_wrapper_is_not_taken_for_the_library_function_that_it_wraps(where, inputs, monkeypatch):
-    model, twin, held = tiny("llama", "sdpa"), tiny("llama", "sdpa"), {"by": 1.0}
+def test_a_wrapper_is_not_taken_for_the_library_function_that_it_wraps(where, inputs, monkeypatch, model, twin):
+    held = {"by": 1.0}
     name = "extra_repr" if where == "other_method" else "forward"
     owner = model.model.norm if where == "instance" else modeling_llama.LlamaRMSNorm
     with hf_fastattn.patch(model) as patch:
@@ -790,18 +707,14 @@ def test_steps_of_every_family_run_code_of_libraries(family):
         assert not own and path.now() == 0 and read(model).state.differs(read(model).state) is None
 
 
-def test_other_bases_of_a_class_are_noticed():
-    model, cls = tiny("llama", "sdpa"), modeling_llama.LlamaMLP
+def test_other_bases_of_a_class_are_noticed(model):
+    cls = modeling_llama.LlamaMLP
     (path, _), bases = recorded(model), cls.__bases__
     try:
-        cls.__bases__ = (Unchanged,)
+        cls.__bases__ = (type("Unchanged", (nn.Module,), {}),)
         assert path.now() == 1
     finally:
         cls.__bases__ = bases
-
-
-class Unchanged(nn.Module):
-    """Takes the place of a base class."""
 
 
 class Negated(torch.Tensor):
@@ -851,52 +764,11 @@ def test_a_step_that_depends_on_how_often_it_ran_is_not_captured(inputs, forward
         model = tiny("llama", "sdpa")
         norm = model.model.norm = type("Counting", (nn.Module,), {"forward": forward})()
         norm.calls, norm.held = 0, []
-        with hf_fastattn.patch(model) if patched else contextlib.nullcontext() as patch, warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with hf_fastattn.patch(model) if patched else contextlib.nullcontext() as patch, warnings.catch_warnings(action="ignore"):
             found += [generate(model, inputs), generate(model, inputs)]
     assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])
     assert patch.captures == 0 and patch.uncaptured == 2 * (NEW - 1)
     assert all("a step changes values that the next step reads" in reason for reason in patch.reasons)
-
-
-class Settings:
-    vector = torch.zeros(64)
-
-
-VARIABLE = contextvars.ContextVar("vector")
-FILE = types.ModuleType("a_file_of_settings")
-FILE.vector = torch.zeros(64)
-
-
-def _put_variable(vector):
-    VARIABLE.set(vector)
-
-
-@pytest.mark.parametrize(
-    "find, put",
-    [
-        (lambda s: Settings.vector, lambda vector: setattr(Settings, "vector", vector)),
-        (lambda s: VARIABLE.get(0.0), _put_variable),
-        (lambda s: FILE.vector, lambda vector: setattr(FILE, "vector", vector)),
-        (lambda s: vars(s)["held"], None),
-    ],
-    ids=["class", "context_variable", "file", "own_dict"],
-)
-def test_a_steering_vector_outside_the_model(inputs, find, put):
-    model = tiny("llama", "sdpa")
-    steer = model.model.layers[0].mlp = Steer(model.model.layers[0].mlp, find, torch.zeros(64)).eval()
-    put = put or (lambda vector: setattr(steer, "held", vector))
-    vector = 3 * torch.randn(64, generator=torch.Generator().manual_seed(1))
-    with hf_fastattn.patch(model) as patch:
-        try:
-            before = generate(model, inputs)
-            put(vector)
-            after = generate(model, inputs)
-            assert patch.captures == 2
-            patch.undo()
-            assert torch.equal(after, generate(model, inputs)) and not torch.equal(before, after)
-        finally:
-            put(torch.zeros(64))
 
 
 def _other_scaling(model):
@@ -916,9 +788,14 @@ class Averaged(nn.Module):
         return self.inner(x + 2 * self.mean)
 
 
+def at(inputs, step, change):
+    """A logits processor that calls change(ids) before this step."""
+    return [lambda ids, scores: (ids.shape[1] == inputs["input_ids"].shape[1] + step and change(ids), scores)[1]]
+
+
 @pytest.mark.parametrize("registered", [True, False])
 @pytest.mark.parametrize("options", [{}, {"prompt_lookup_num_tokens": 3}], ids=["one token", "several"])
-def test_a_step_that_changes_a_tensor_in_place_is_not_captured(inputs, options, registered):
+def test_a_step_that_changes_a_tensor_in_place_is_not_captured(inputs, options, registered, model):
     """A graph is compared with Python, replayed in vain or padded, and each would change the tensor once too often."""
 
     def outputs(model):
@@ -930,9 +807,7 @@ def test_a_step_that_changes_a_tensor_in_place_is_not_captured(inputs, options, 
         return torch.stack(found)
 
     expected = outputs(tiny("llama", "sdpa"))
-    model = tiny("llama", "sdpa")
-    with hf_fastattn.patch(model) as patch, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with hf_fastattn.patch(model) as patch, warnings.catch_warnings(action="ignore"):
         assert torch.equal(outputs(model), expected)
         name = "lm_head.mean" if registered else "a tensor"
         assert patch.reasons == [f"a step changes values that the next step reads ({name})"] and not patch.captures
@@ -955,8 +830,7 @@ CODE = {
 
 @pytest.mark.parametrize("place", CODE)
 @pytest.mark.parametrize("change", [_other_scaling, _other_weight, _hook])
-def test_code_between_two_steps_may_change_the_model(inputs, change, place):
-    twin, model = tiny("llama", "sdpa"), tiny("llama", "sdpa")
+def test_code_between_two_steps_may_change_the_model(inputs, change, place, twin, model):
 
     def changed(model):
         left = [4]
@@ -970,8 +844,7 @@ def test_code_between_two_steps_may_change_the_model(inputs, change, place):
 
     before, expected = generate(twin, inputs), changed(twin)
     assert not torch.equal(before, expected), "the change has no effect"
-    with hf_fastattn.patch(model) as patch, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with hf_fastattn.patch(model) as patch, warnings.catch_warnings(action="ignore"):
         generate(model, inputs)
         assert torch.equal(changed(model), expected)
         assert bool(patch.reasons) == (change is _hook)
@@ -994,29 +867,25 @@ def test_attention_of_transformers_between_two_steps_runs_from_python(family, pa
     found = []
     for graph in (False, True):
         model, calls = tiny(family, "sdpa"), []
-        with hf_fastattn.patch(model, "reference", graph=graph) as patch, warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with hf_fastattn.patch(model, "reference", graph=graph) as patch, warnings.catch_warnings(action="ignore"):
             found.append(torch.stack(generate(model, inputs, **options, logits_processor=[change]).logits))
     torch.testing.assert_close(*found)
     assert patch.reasons == ["attn_implementation is 'sdpa', which cannot read a length from the device"]
 
 
 def test_other_frequencies_between_two_steps_of_a_streaming_backend(inputs):
-    def change(ids, scores):
-        if ids.shape[1] == inputs["input_ids"].shape[1] + 4:
-            model.model.rotary_emb.inv_freq = 0.5 * model.model.rotary_emb.inv_freq
-        return scores
-
     found = []
     for graph in (False, True):
         model = tiny("llama", "sdpa")
+        rope = model.model.rotary_emb
+        change = lambda ids, rope=rope: setattr(rope, "inv_freq", 0.5 * rope.inv_freq)  # noqa: E731
         with hf_fastattn.patch(model, "streaming", window=8, graph=graph) as patch:
-            found.append(generate(model, inputs, logits_processor=[change]))
+            found.append(generate(model, inputs, logits_processor=at(inputs, 4, change)))
     assert torch.equal(*found) and patch.captures == 2 and not patch.reasons
 
 
-def test_a_model_is_surveyed_between_two_steps_only_if_other_code_runs(inputs, monkeypatch):
-    model, found = tiny("llama", "sdpa"), []
+def test_a_model_is_surveyed_between_two_steps_only_if_other_code_runs(inputs, monkeypatch, model):
+    found = []
     current = Last.current
     monkeypatch.setattr(Last, "current", lambda *args: found.append(1) or current(*args))
     counts = []
@@ -1027,8 +896,8 @@ def test_a_model_is_surveyed_between_two_steps_only_if_other_code_runs(inputs, m
         assert counts == [1, NEW] and patch.captures == 1 and not patch.reasons
 
 
-def test_the_model_is_compared_while_the_graph_runs(inputs, monkeypatch):
-    model, order = tiny("llama", "sdpa"), []
+def test_the_model_is_compared_while_the_graph_runs(inputs, monkeypatch, model):
+    order = []
     current, replay = Last.current, fake_graph.RecordedGraph.replay
     with hf_fastattn.patch(model):
         for _ in range(2):
@@ -1039,38 +908,33 @@ def test_the_model_is_compared_while_the_graph_runs(inputs, monkeypatch):
     assert order == ["replay", "compare"] * (NEW - 1)
 
 
-def test_a_graph_reads_no_memory_that_was_given_back_after_a_forward_without_one(inputs, monkeypatch):
+def watched(monkeypatch, patch, held, weight=lambda graph: None):
+    """Append weight(graph) and the addresses of memory that the call keeps at each replay."""
+    calls, replay = patch._generation._thread.calls, fake_graph.RecordedGraph.replay
+
+    def kept(graph):
+        held.append((weight(graph), {storage.data_ptr() for storage in calls[-1].forwards.present.memory}))
+        replay(graph)
+
+    monkeypatch.setattr(fake_graph.RecordedGraph, "replay", kept)
+
+
+def test_a_graph_reads_no_memory_that_was_given_back_after_a_forward_without_one(inputs, monkeypatch, model):
     """The processor replaces a weight and runs the model itself, so that the next step has nothing to compare with."""
-    model, held, read = tiny("llama", "sdpa"), [], {}  # read: by graph the address of the weight
-    replay = fake_graph.RecordedGraph.replay
-
-    def change(ids, scores):
-        if ids.shape[1] == inputs["input_ids"].shape[1] + 3:
-            _other_weight(model)
-            model(input_ids=ids)
-        return scores
-
-    with hf_fastattn.patch(model) as patch, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        calls = patch._generation._thread.calls
-
-        def kept(graph):
-            weight = read.setdefault(graph, model.lm_head.weight.data_ptr())
-            held.append((weight, {storage.data_ptr() for storage in calls[-1].forwards.present.memory}))
-            replay(graph)
-
-        monkeypatch.setattr(fake_graph.RecordedGraph, "replay", kept)
+    held, read = [], {}  # read: by graph the address of the weight
+    change = at(inputs, 3, lambda ids: (_other_weight(model), model(input_ids=ids)))
+    with hf_fastattn.patch(model) as patch, warnings.catch_warnings(action="ignore"):
+        watched(monkeypatch, patch, held, lambda graph: read.setdefault(graph, model.lm_head.weight.data_ptr()))
         for _ in range(2):
             generate(model, inputs)
         held.clear()
-        generate(model, inputs, logits_processor=[change], max_new_tokens=2 * NEW)
+        generate(model, inputs, logits_processor=change, max_new_tokens=2 * NEW)
     assert len({weight for weight, _ in held}) == 2
     assert all(weight in memory for weight, memory in held if memory) and held[-1][1]
 
 
-def test_a_model_that_changes_in_each_step_is_compared_before_it(inputs):
+def test_a_model_that_changes_in_each_step_is_compared_before_it(inputs, model):
     """Two states, each with a graph: only the first change loses a replay."""
-    model = tiny("llama", "sdpa")
 
     def switch(ids, scores):
         model.model.layers[0].self_attn.scaling *= 2.0 if ids.shape[1] % 2 else 0.5
@@ -1084,13 +948,12 @@ def test_a_model_that_changes_in_each_step_is_compared_before_it(inputs):
         assert patch.replays == before + NEW and patch.captures == 2
 
 
-def test_a_graph_reads_no_memory_that_was_given_back(inputs, monkeypatch):
+def test_a_graph_reads_no_memory_that_was_given_back(inputs, monkeypatch, model):
     """It may run once more after a tensor was dropped, and memory of a GPU without an owner may be unmapped."""
-    model, held = tiny("llama", "sdpa"), []
+    held = []
     model.bias = [torch.zeros(64)]
     model.lm_head.forward = lambda hidden: nn.functional.linear(hidden + model.bias[0], model.lm_head.weight)
     read = {tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers(), model.bias[0])}
-    replay = fake_graph.RecordedGraph.replay
 
     def drop(ids, scores):
         if len(held) == 3:
@@ -1099,45 +962,26 @@ def test_a_graph_reads_no_memory_that_was_given_back(inputs, monkeypatch):
         return scores
 
     with hf_fastattn.patch(model, keep_graphs=True) as patch:
-        calls = patch._generation._thread.calls
-
-        def kept(graph):
-            held.append({storage.data_ptr() for storage in calls[-1].forwards.present.memory})
-            replay(graph)
-
         for _ in range(2):
             generate(model, inputs)
-        monkeypatch.setattr(fake_graph.RecordedGraph, "replay", kept)
+        watched(monkeypatch, patch, held)
         generate(model, inputs, logits_processor=[drop])
-    assert len(held) > 4 and all(read <= each for each in held[1:4]) and not read <= held[-1]
-
-
-class Noisy(nn.Module):
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        return self.inner(nn.functional.dropout(x, 0.2))
+    memory = [each for _, each in held]
+    assert len(memory) > 4 and all(read <= each for each in memory[1:4]) and not read <= memory[-1]
 
 
 @pytest.mark.parametrize("compared", [True, False], ids=["a kernel of others", "no other kernel"])
 def test_a_step_that_is_undone_draws_no_random_numbers(inputs, compared, monkeypatch):
     """Neither a replay for a model that has changed, nor the step from Python that a capture is compared with."""
     monkeypatch.setattr(verify, "needed", lambda model: compared)
-
-    def change(ids, scores):
-        if ids.shape[1] == inputs["input_ids"].shape[1] + 4:
-            model.model.layers[0].self_attn.scaling *= 0.5
-        return scores
-
     found = []
     for graph in (False, True):
         model = tiny("llama", "sdpa")
-        model.lm_head = Noisy(model.lm_head)
+        model.lm_head = nn.Sequential(nn.Dropout(0.2), model.lm_head)
+        change = at(inputs, 4, lambda ids, model=model: _other_scaling(model))
         with hf_fastattn.patch(model, "reference", graph=graph, keep_graphs=True) as patch:
             for _ in range(2):
                 torch.manual_seed(3)
-                found.append(generate(model, inputs, logits_processor=[change]))
+                found.append(generate(model, inputs, logits_processor=change))
     assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])
     assert patch.captures == 3 and not patch.reasons

@@ -8,6 +8,7 @@ from __future__ import annotations
 import array
 import collections
 import contextlib
+import contextvars
 import ctypes
 import dataclasses
 import enum
@@ -76,6 +77,10 @@ class Descriptor:
 
 class Config:
     by = 1.0
+
+
+class Tensors:
+    by = torch.tensor(1.0)
 
 
 class Helper:
@@ -153,6 +158,7 @@ def remote_config(self):
     return RemoteConfig(hidden_size=64, num_attention_heads=4)
 
 
+CONTEXT = contextvars.ContextVar("by")
 TABLE = {"one": lambda: 1.0, "five": lambda: 5.0}
 DICT = {"by": 1.0}
 BY_PROPERTY = {"read": lambda self: self.by}
@@ -173,6 +179,9 @@ READERS = {  # name: what the class of the module has
     "globals()": {"read": lambda self: globals()["BY"]},
     "class of held": OF_HELD | {"new": lambda self: Config()},
     "replaced method": BY_METHOD | {"new": local_helper},
+    "class, a tensor": {"read": lambda self: Tensors.by},
+    "context variable": {"read": lambda self: CONTEXT.get(1.0)},
+    "own dict of attributes": {"read": lambda self: vars(self)["by"], "by": 0.0},
     "metaclass": {"read": lambda self: OfMeta.by},
     "enum of held": {"read": lambda self: self.held.mode.value, "new": lambda self: Choice()},
     "from a table": {"read": lambda self: self.held(), "new": lambda self: TABLE["one"]},
@@ -196,6 +205,9 @@ READERS = {  # name: what the class of the module has
 PUT = {  # how a value is changed, where it is not the global BY
     "class of held": lambda module, value: setattr(Config, "by", value),
     "replaced method": lambda module, value: setattr(type(module.held), "scale", lambda self: value),
+    "class, a tensor": lambda module, value: setattr(Tensors, "by", torch.tensor(value)),
+    "context variable": lambda module, value: CONTEXT.set(value) and None,
+    "own dict of attributes": lambda module, value: setattr(module, "by", torch.tensor(value)),
     "metaclass": lambda module, value: setattr(Meta, "by", value),
     "enum of held": lambda module, value: setattr(module.held, "mode", Mode(value)),
     "from a table": lambda module, value: setattr(module, "held", TABLE["one" if value == 1.0 else "five"]),
