@@ -40,9 +40,30 @@ def llama():
     return tiny("llama")
 
 
+@pytest.fixture
+def inputs():
+    return prompts("no_padding", "cpu", rows=1)
+
+
+@pytest.fixture
+def assistant():
+    assistant = tiny("llama", num_hidden_layers=1)
+    assistant.generation_config.assistant_confidence_threshold = 0.0
+    return assistant
+
+
 def generate(model, inputs, **options):
     torch.manual_seed(0)
     return model.generate(**inputs, **{"max_new_tokens": NEW, "do_sample": False, **options})
+
+
+def tokens_of_graphs(patch) -> set[int]:
+    return {entry.tokens for held in patch._graphs.entries.values() for entry in held if entry.graph}
+
+
+def first_token(model, inputs):
+    """The cache after the prompt."""
+    return generate(model, inputs, max_new_tokens=1, return_dict_in_generate=True).past_key_values
 
 
 MODES = {
@@ -86,9 +107,8 @@ def test_scores_and_logits_of_every_token(llama, mode):
         assert patch.captures and not patch.uncaptured
 
 
-def test_beams_are_reordered_in_place(llama):
+def test_beams_are_reordered_in_place(llama, inputs):
     cache = PreallocatedCache(llama)
-    inputs = prompts("no_padding", "cpu", rows=1)
     with hf_fastattn.patch(llama) as patch:
         expected = generate(llama, inputs, num_beams=3)
         found = [generate(llama, inputs, num_beams=3, past_key_values=cache)]
@@ -99,10 +119,8 @@ def test_beams_are_reordered_in_place(llama):
         assert addresses == [layer.keys.data_ptr() for layer in cache.layers] and patch.captures == 2
 
 
-def test_an_assistant_and_its_target(llama):
-    assistant = tiny("llama", num_hidden_layers=1)
+def test_an_assistant_and_its_target(llama, assistant):
     assistant.generation_config.num_assistant_tokens_schedule = "heuristic"  # another number of drafts in each step
-    assistant.generation_config.assistant_confidence_threshold = 0.0
     inputs = prompts("left_padding", "cpu", rows=1)
     expected = generate(llama, inputs)
     with hf_fastattn.patch(llama) as target, hf_fastattn.patch(assistant) as drafts:
@@ -115,9 +133,8 @@ def test_an_assistant_and_its_target(llama):
         assert target.captures <= captures + 1
 
 
-def compared(monkeypatch, model, assistant, **options) -> list[int]:
+def compared(monkeypatch, model, assistant, inputs, **options) -> list[int]:
     """How often a call of generate() of `model` compares its assistant, and in how many rounds."""
-    assistant.generation_config.assistant_confidence_threshold = 0.0
     current, begin = Last.current, Generation._begin
     found, rounds = [], []
     monkeypatch.setattr(Last, "current", lambda self, of: found.append(of) or current(self, of))
@@ -126,57 +143,44 @@ def compared(monkeypatch, model, assistant, **options) -> list[int]:
         for _ in range(3):
             found.clear()
             rounds.clear()
-            generate(model, prompts("no_padding", "cpu", rows=1), assistant_model=assistant, **options)
+            generate(model, inputs, assistant_model=assistant, **options)
     return [found.count(assistant), rounds.count(assistant)]
 
 
-def test_rounds_of_an_assistant_do_not_compare_it_again(llama, monkeypatch):
+def test_rounds_of_an_assistant_do_not_compare_it_again(llama, assistant, inputs, monkeypatch):
     """And once more after the model has read the prompt, from Python."""
-    times, rounds = compared(monkeypatch, llama, tiny("llama", num_hidden_layers=1))
+    times, rounds = compared(monkeypatch, llama, assistant, inputs)
     assert times == 2 < rounds
 
 
-def _processor(model, assistant):
-    return {"logits_processor": [lambda ids, scores: scores]}
-
-
-def _criterion(model, assistant):  # of the model's loop alone
-    return {"stopping_criteria": [lambda ids, scores, **kwargs: torch.zeros(len(ids), dtype=torch.bool)]}
-
-
-def _own_candidates(model, assistant):
+def _own_candidates(model):
     own = model._get_candidate_generator
     model._get_candidate_generator = lambda *args, **kwargs: own(*args, **kwargs)
-    return {}
 
 
-def _hook_of_the_model(model, assistant):
+def _hook(model):
     model.model.norm.register_forward_hook(lambda module, args, output: output)
-    return {}
 
 
-def _hook_of_the_assistant(model, assistant):
-    assistant.model.norm.register_forward_hook(lambda module, args, output: output)
-    return {}
+BETWEEN_ROUNDS = {  # a function of the model and its assistant that prepares a call or returns its options
+    "processor": lambda *_: {"logits_processor": [lambda ids, scores: scores]},
+    "criterion": lambda *_: {"stopping_criteria": [lambda ids, scores, **kwargs: torch.zeros(len(ids), dtype=torch.bool)]},
+    "candidates": lambda model, assistant: _own_candidates(model),
+    "hook of the model": lambda model, assistant: _hook(model),
+    "hook of the assistant": lambda model, assistant: _hook(assistant),
+}
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("prepare", [_processor, _criterion, _own_candidates, _hook_of_the_model, _hook_of_the_assistant])
-def test_code_between_the_rounds_of_an_assistant_may_change_it(llama, prepare, monkeypatch):
-    assistant = tiny("llama", num_hidden_layers=1)
-    options = prepare(llama, assistant)
-    times, rounds = compared(monkeypatch, llama, assistant, **options)
+@pytest.mark.parametrize("name", BETWEEN_ROUNDS)
+def test_code_between_the_rounds_of_an_assistant_may_change_it(llama, assistant, inputs, name, monkeypatch):
+    times, rounds = compared(monkeypatch, llama, assistant, inputs, **BETWEEN_ROUNDS[name](llama, assistant) or {})
     assert times >= rounds > 1
 
 
-def test_a_round_compares_an_assistant_whose_python_ran_or_whose_table_changed(llama):
-    assistant = tiny("llama", num_hidden_layers=1)
-    target, drafts = DecodeGraphs(), DecodeGraphs()
-    call = Present(target, llama, print, always=False)
-
-    def round_():
-        return Present(drafts, assistant, print, always=False, outer=call)
-
+def test_a_round_compares_an_assistant_whose_python_ran_or_whose_table_changed(llama, assistant):
+    call, drafts = Present(DecodeGraphs(), llama, print, always=False), DecodeGraphs()
+    round_ = lambda: Present(drafts, assistant, print, always=False, outer=call)  # noqa: E731
     for _ in range(2):
         first = round_()
         first.compare()
@@ -191,7 +195,7 @@ def test_a_round_compares_an_assistant_whose_python_ran_or_whose_table_changed(l
     assert round_().due
 
 
-def test_an_assistant_with_another_tokenizer(llama):
+def test_an_assistant_with_another_tokenizer(llama, inputs):
     tokenizers = pytest.importorskip("tokenizers")
 
     def tokenizer(size):
@@ -203,7 +207,6 @@ def test_an_assistant_with_another_tokenizer(llama):
     assistant = tiny("llama", num_hidden_layers=1, vocab_size=120)
     assistant.generation_config.assistant_confidence_threshold = 0.0
     both = {"assistant_model": assistant, "tokenizer": tokenizer(VOCAB), "assistant_tokenizer": tokenizer(120)}
-    inputs = prompts("no_padding", "cpu", rows=1)
     expected = generate(llama, inputs, max_new_tokens=8)
     with hf_fastattn.patch(llama) as patch, hf_fastattn.patch(assistant) as drafts:
         assert torch.equal(generate(llama, inputs, max_new_tokens=8, **both), expected)
@@ -225,7 +228,7 @@ def test_an_assisted_generation_continues_a_cache(llama, padding, mode, given):
     expected = generate(llama, {"input_ids": ids, "attention_mask": mask})[:, -NEW:]
     with hf_fastattn.patch(llama) as patch:
         for _ in range(2):
-            cache = generate(llama, inputs, max_new_tokens=1, return_dict_in_generate=True).past_key_values
+            cache = first_token(llama, inputs)
             more = {"input_ids": ids if given == "whole text" else ids[:, 96:], "attention_mask": mask}
             if given == "new ids" and (padding != "no_padding" or hf.VERSION.startswith("5.17.")):  # which keeps a mask of ones
                 with pytest.raises(ValueError, match=r"holds 96 tokens before them\. Pass the ids of the whole text"):
@@ -251,16 +254,14 @@ def test_an_assisted_generation_continues_a_cache_without_position_ids(padding):
         assert torch.equal(found, expected)
 
 
-def test_drafts_from_hidden_states_do_not_continue_a_cache(llama):
-    inputs = prompts("no_padding", "cpu", rows=1)
+def test_drafts_from_hidden_states_do_not_continue_a_cache(llama, inputs):
     with hf_fastattn.patch(llama):
         out = generate(llama, inputs, return_dict_in_generate=True)
         with pytest.raises(ValueError, match=rf"holds 111 tokens without them\. Leave out {hf.CACHE}"):
             generate(llama, {"input_ids": out.sequences}, past_key_values=out.past_key_values, use_mtp=True)
 
 
-def test_a_model_that_is_its_own_assistant(llama):
-    inputs = prompts("no_padding", "cpu", rows=1)
+def test_a_model_that_is_its_own_assistant(llama, inputs):
     expected = generate(llama, inputs)
     with hf_fastattn.patch(llama) as patch:
         for _ in range(2):
@@ -269,10 +270,8 @@ def test_a_model_that_is_its_own_assistant(llama):
         assert patch._generation._thread.calls == []
 
 
-CHATS = [(name, padding) for name in ("llama", "qwen2") for padding in ("no_padding", "left_padding")]
-
-
-@pytest.mark.parametrize("name, padding", CHATS)
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+@pytest.mark.parametrize("padding", ["no_padding", "left_padding"])
 def test_short_messages_after_a_cached_text(name, padding):
     model = family(name, "cpu")
     model.set_attn_implementation("eager")
@@ -295,15 +294,14 @@ def test_short_messages_after_a_cached_text(name, padding):
     expected = converse()
     with hf_fastattn.patch(model) as patch:
         assert torch.equal(converse(), expected)
-        assert {entry.tokens for held in patch._graphs.entries.values() for entry in held if entry.graph} >= {1, 8}
+        assert tokens_of_graphs(patch) >= {1, 8}
         assert not patch.uncaptured and not patch.reasons
 
 
-def test_more_tokens_than_a_graph_has_and_pictures_are_read_from_python(llama, monkeypatch):
+def test_more_tokens_than_a_graph_has_and_pictures_are_read_from_python(llama, monkeypatch, inputs):
     monkeypatch.setattr(buckets, "BUCKETS", (1, 64))
-    inputs = prompts("no_padding", "cpu", rows=1)
     with hf_fastattn.patch(llama) as patch:
-        cache = generate(llama, inputs, max_new_tokens=1, return_dict_in_generate=True).past_key_values
+        cache = first_token(llama, inputs)
         for more in (64, 65, 64, 64):
             ids = torch.cat([inputs["input_ids"], torch.full((1, more), 5)], 1)
             generate(llama, {"input_ids": ids}, past_key_values=cache, max_new_tokens=1)
@@ -316,9 +314,8 @@ def test_more_tokens_than_a_graph_has_and_pictures_are_read_from_python(llama, m
         assert not reads._is_short(cache, ids[:, :4], {**given, "attention_mask": torch.zeros(1, 1, 4, 100)})
 
 
-def test_a_step_near_the_end_of_the_buffers(llama):
+def test_a_step_near_the_end_of_the_buffers(llama, inputs):
     """The padding of a step has no slots there: nothing is written past the end, and the last tokens do not change."""
-    inputs = prompts("no_padding", "cpu", rows=1)
     options = {"prompt_lookup_num_tokens": 9, "max_matching_ngram_size": 1}
     expected = generate(llama, inputs, **options)
     with hf_fastattn.patch(llama) as patch:
@@ -336,7 +333,7 @@ def test_a_rolling_cache_captures_beams_and_says_why_not_more(llama):
         assert patch.captures == 1 and not patch.reasons
         with pytest.warns(match="steps over a RollingCache are captured for one"):
             generate(llama, inputs, prompt_lookup_num_tokens=3, max_matching_ngram_size=1)
-        cache = generate(llama, inputs, max_new_tokens=1, return_dict_in_generate=True).past_key_values
+        cache = first_token(llama, inputs)
         assert isinstance(cache, RollingCache)
         uncaptured = patch.uncaptured
         for _ in range(2):  # a message is read like a prompt
@@ -345,8 +342,8 @@ def test_a_rolling_cache_captures_beams_and_says_why_not_more(llama):
         assert patch.uncaptured == uncaptured and len(patch.reasons) == 1
 
 
-def test_only_the_forwards_of_generate_are_captured(llama):
-    inputs, found = prompts("no_padding", "cpu", rows=1), []
+def test_only_the_forwards_of_generate_are_captured(llama, inputs):
+    found = []
     with hf_fastattn.patch(llama) as patch, torch.no_grad():
         cache = PreallocatedCache(llama)
         generate(llama, inputs, past_key_values=cache)
@@ -386,26 +383,23 @@ def test_the_model_is_called_as_ever_outside_of_generate(llama):
         assert set(ours) == set(METHODS)
         before = dict(vars(llama))
         during = []
-        look = LogitsProcessorList([lambda ids, scores: during.append(set(vars(llama))) or scores])
+        look = [lambda ids, scores: during.append(set(vars(llama))) or scores]
         generate(llama, {"input_ids": torch.full((1, 4), 3)}, logits_processor=look, max_new_tokens=3)
         assert vars(llama) == before and during == 3 * [set(before) | {hf.CALL}]
     assert vars(llama).keys() == own.keys()
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_an_exception_ends_the_call(llama, error):
-    inputs = prompts("no_padding", "cpu", rows=1)
-
-    class Fail(LogitsProcessor):
-        def __call__(self, input_ids, scores):
-            if input_ids.shape[1] > 104:
-                raise error
-            return scores
+def test_an_exception_ends_the_call(llama, error, inputs):
+    def fail(ids, scores):
+        if ids.shape[1] > 104:
+            raise error
+        return scores
 
     with hf_fastattn.patch(llama) as patch, torch.no_grad():
         expected = generate(llama, inputs, **MODES["long_lookup"])
         with pytest.raises(error):
-            generate(llama, inputs, **MODES["long_lookup"], logits_processor=LogitsProcessorList([Fail()]))
+            generate(llama, inputs, **MODES["long_lookup"], logits_processor=[fail])
         assert patch._generation._thread.calls == []
         replays = patch.replays
         llama(input_ids=inputs["input_ids"][:, :1])
@@ -413,30 +407,50 @@ def test_an_exception_ends_the_call(llama, error):
         assert torch.equal(generate(llama, inputs, **MODES["long_lookup"]), expected)
 
 
-class AllLogits(LlamaForCausalLM):
-    """Without logits_to_keep."""
-
-    def forward(self, input_ids, attention_mask=None, position_ids=None, use_cache=None, return_dict=None, **cache):
-        return super().forward(input_ids, attention_mask, position_ids, use_cache=use_cache, **cache)
+def all_logits(self, input_ids, attention_mask=None, position_ids=None, use_cache=None, return_dict=None, **cache):
+    """The forward of a model without logits_to_keep."""
+    return LlamaForCausalLM.forward(self, input_ids, attention_mask, position_ids, use_cache=use_cache, **cache)
 
 
-class LastLogits(LlamaForCausalLM):
-    """Returns the logits of the last token, whatever logits_to_keep is."""
-
-    def forward(self, input_ids=None, attention_mask=None, position_ids=None, use_cache=None, **kwargs):
-        cache = {hf.CACHE: hf.cache_in(kwargs)}
-        out = super().forward(input_ids, attention_mask, position_ids, use_cache=use_cache, **cache)
-        return CausalLMOutputWithPast(logits=out.logits[:, -1:], **{hf.CACHE: out[hf.CACHE]})
+def last_logits(self, input_ids=None, attention_mask=None, position_ids=None, use_cache=None, **kwargs):
+    """Of one that returns the logits of the last token, whatever logits_to_keep is."""
+    out = all_logits(self, input_ids, attention_mask, position_ids, use_cache, **{hf.CACHE: hf.cache_in(kwargs)})
+    return CausalLMOutputWithPast(logits=out.logits[:, -1:], **{hf.CACHE: out[hf.CACHE]})
 
 
-@pytest.mark.parametrize("kind", [AllLogits, LastLogits])
-def test_which_logits_a_model_returns(llama, kind):
-    inputs = prompts("no_padding", "cpu", rows=1)
-    llama.__class__ = kind
-    message = torch.arange(5, 18)[None]
+def remembering(self, input_ids, attention_mask=None, position_ids=None, **kwargs):
+    """Sets an attribute when it reads the end of a prompt, as vision models do, which its steps read."""
+    if input_ids.shape[1] == 16:
+        self.scale = float(input_ids[0, 0])
+    out = LlamaForCausalLM.forward(self, input_ids, attention_mask, position_ids, **kwargs)
+    out.logits = out.logits + self.scale * torch.linspace(-1, 1, VOCAB)
+    return out
+
+
+def reading(self, input_ids, attention_mask=None, position_ids=None, **kwargs):
+    """Reads a value on the host if there are many tokens, as the experts of a mixture do."""
+    if input_ids.shape[1] > 64 and torch.is_tensor(hf.cache_in(kwargs).get_seq_length()):
+        input_ids.sum().item()
+    return LlamaForCausalLM.forward(self, input_ids, attention_mask, position_ids, **kwargs)
+
+
+def typed_tokens(self, *args, **kwargs):
+    inputs = LlamaForCausalLM.prepare_inputs_for_generation(self, *args, **kwargs)
+    return {**inputs, "mm_token_type_ids": torch.zeros_like(inputs["input_ids"])}
+
+
+def of_a_subclass(model, method, name="forward"):
+    """The model as one of a class that has this method."""
+    model.__class__ = type("Own", (LlamaForCausalLM,), {name: method})
+    return model
+
+
+@pytest.mark.parametrize("forward", [all_logits, last_logits])
+def test_which_logits_a_model_returns(llama, inputs, forward):
+    of_a_subclass(llama, forward)
+    message, options = torch.arange(5, 18)[None], {"max_new_tokens": 3, "return_dict_in_generate": True}
 
     def turns():
-        options = {"max_new_tokens": 3, "return_dict_in_generate": True}
         out, found = generate(llama, inputs, **options), []
         for _ in range(4):
             ids = torch.cat([out.sequences, message], 1)
@@ -445,52 +459,49 @@ def test_which_logits_a_model_returns(llama, kind):
         return found
 
     expected = turns()
-    with hf_fastattn.patch(llama, keep_graphs=True) as patch, warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        for got, want in zip(turns(), expected, strict=True):
-            assert torch.equal(got, want)
-        if kind is LastLogits:
+    with hf_fastattn.patch(llama, keep_graphs=True) as patch, warnings.catch_warnings(record=True, action="always") as said:
+        assert all(map(torch.equal, turns(), expected))
+        if forward is last_logits:
             assert patch.captures == 1 and patch.reasons == ["it returns logits of 1 of 16 tokens"] and said
         else:
             assert patch.captures == 2 and not patch.reasons
 
 
-def test_outputs_that_are_tuples(llama):
-    def loop(model, input_ids, **_):
-        past_key_values = hf.cache_in(_)
-        found = []
-        for _step in range(4):
-            positions = torch.arange(past_key_values.get_seq_length() + input_ids.shape[1])[None, -input_ids.shape[1] :]
-            logits = model(input_ids=input_ids, position_ids=positions, past_key_values=past_key_values, return_dict=False)[0]
-            found.append(logits)
-            input_ids = logits[:, -1:].argmax(-1)
-        return torch.cat(found, 1)
-
-    inputs = prompts("no_padding", "cpu", rows=1, length=24)
-    expected = generate(llama, inputs, custom_generate=loop)
-    with hf_fastattn.patch(llama) as patch, pytest.warns(match="its output is a tuple"):
-        torch.testing.assert_close(generate(llama, inputs, custom_generate=loop), expected, rtol=1e-4, atol=1e-4)
-        assert not patch.captures
-
-
-def test_other_tensors_of_the_output_of_a_step():
-    """The output of Moshi has its last hidden states, which its second decoder reads."""
+def looped(steps, found, **options):
+    """A custom loop: `steps` greedy forwards, and of each found(output)."""
 
     def loop(model, input_ids, **kwargs):
-        cache, found = hf.cache_in(kwargs), []
-        for _ in range(6):
-            positions = torch.arange(cache.get_seq_length(), cache.get_seq_length() + input_ids.shape[1])[None]
-            out = model(input_ids=input_ids, position_ids=positions, past_key_values=cache)
-            found.append(out.last_hidden_state[:, -1:])
-            input_ids = out.logits[:, -1:].argmax(-1)
-        return torch.cat(found, 1)
+        cache, results = hf.cache_in(kwargs), []
+        for _ in range(steps):
+            positions = torch.arange(cache.get_seq_length() + input_ids.shape[1])[None, -input_ids.shape[1] :]
+            out = model(input_ids=input_ids, position_ids=positions, past_key_values=cache, **options)
+            results.append(found(out))
+            input_ids = out[0][:, -1:].argmax(-1) if isinstance(out, tuple) else out.logits[:, -1:].argmax(-1)
+        return torch.cat(results, 1)
 
-    model = tiny("moshi", audio_vocab_size=64, ffn_dim=64, num_codebooks=2, depth_decoder_config=None, sliding_window=4096)
-    inputs = prompts("no_padding", "cpu", rows=1)
+    return loop
+
+
+def same_as_unpatched(model, inputs, loop, calls=1):
+    """The patch, after calls of generate() with the loop whose results are those without it."""
     expected = generate(model, inputs, custom_generate=loop)
     with hf_fastattn.patch(model) as patch:
-        torch.testing.assert_close(generate(model, inputs, custom_generate=loop), expected, rtol=1e-4, atol=1e-4)
-        assert (patch.captures, patch.replays, patch.reasons) == (1, 4, [])
+        for _ in range(calls):
+            torch.testing.assert_close(generate(model, inputs, custom_generate=loop), expected, rtol=1e-4, atol=1e-4)
+    return patch
+
+
+def test_outputs_that_are_tuples(llama):
+    inputs = prompts("no_padding", "cpu", rows=1, length=24)
+    with pytest.warns(match="its output is a tuple"):
+        assert not same_as_unpatched(llama, inputs, looped(4, lambda out: out[0], return_dict=False)).captures
+
+
+def test_other_tensors_of_the_output_of_a_step(inputs):
+    """The output of Moshi has its last hidden states, which its second decoder reads."""
+    model = tiny("moshi", audio_vocab_size=64, ffn_dim=64, num_codebooks=2, depth_decoder_config=None, sliding_window=4096)
+    patch = same_as_unpatched(model, inputs, looped(6, lambda out: out.last_hidden_state[:, -1:]))
+    assert (patch.captures, patch.replays, patch.reasons) == (1, 4, [])
 
 
 def test_a_loop_may_drop_tokens_of_the_prompt(llama):
@@ -512,22 +523,14 @@ def test_a_loop_may_drop_tokens_of_the_prompt(llama):
         return torch.cat(found, 1)
 
     inputs = prompts("left", "cpu", rows=1, length=24)
-    expected = generate(llama, inputs, custom_generate=loop)
-    with hf_fastattn.patch(llama) as patch:
-        torch.testing.assert_close(generate(llama, inputs, custom_generate=loop), expected, rtol=1e-4, atol=1e-4)
-        assert patch.captures == 1 and not patch.reasons
-
-
-class TypedTokens(LlamaForCausalLM):
-    def prepare_inputs_for_generation(self, *args, **kwargs):
-        inputs = super().prepare_inputs_for_generation(*args, **kwargs)
-        return {**inputs, "mm_token_type_ids": torch.zeros_like(inputs["input_ids"])}
+    patch = same_as_unpatched(llama, inputs, loop)
+    assert patch.captures == 1 and not patch.reasons
 
 
 def test_arguments_that_cannot_be_padded_are_said(llama):
     inputs = prompts("left_padding", "cpu", rows=1)
     expected = generate(llama, inputs, **MODES["long_lookup"])
-    llama.__class__ = TypedTokens
+    of_a_subclass(llama, typed_tokens, "prepare_inputs_for_generation")
     with hf_fastattn.patch(llama) as patch, pytest.warns(match="its argument mm_token_type_ids cannot be padded"):
         assert torch.equal(generate(llama, inputs, **MODES["long_lookup"]), expected)
         assert torch.equal(generate(llama, inputs), expected) and patch.captures == 1
@@ -544,19 +547,8 @@ def test_positions_of_another_number_of_tokens_are_not_padded(llama):
                 generate(llama, {"input_ids": ids, "position_ids": torch.arange(20)[None]})
 
 
-class Remembering(LlamaForCausalLM):
-    """Sets an attribute when it reads the end of a prompt, as vision models do, which its steps read."""
-
-    def forward(self, input_ids, attention_mask=None, position_ids=None, **kwargs):
-        if input_ids.shape[1] == 16:
-            self.scale = float(input_ids[0, 0])
-        out = super().forward(input_ids, attention_mask, position_ids, **kwargs)
-        out.logits = out.logits + self.scale * torch.linspace(-1, 1, VOCAB)
-        return out
-
-
 def test_what_the_end_of_a_prompt_changes_is_seen_by_the_steps_that_follow(llama):
-    llama.__class__, llama.scale = Remembering, 2.0
+    of_a_subclass(llama, remembering).scale = 2.0
     ids = prompts("no_padding", "cpu", rows=1)["input_ids"][:, :76]
     texts = [ids.clone() for _ in range(3)]
     for scale, text in enumerate(texts):
@@ -565,24 +557,21 @@ def test_what_the_end_of_a_prompt_changes_is_seen_by_the_steps_that_follow(llama
     options = {"max_new_tokens": 5, "prefill_chunk_size": 20}
     expected = [generate(llama, {"input_ids": text}, **options) for text in calls]
     llama.scale = 2.0
-    with hf_fastattn.patch(llama) as patch, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with hf_fastattn.patch(llama) as patch, warnings.catch_warnings(action="ignore"):
         for text, want in zip(calls, expected, strict=True):
             assert torch.equal(generate(llama, {"input_ids": text}, **options), want)
         assert patch.captures
 
 
-def test_generate_of_the_class_is_said(llama):
-    inputs = prompts("no_padding", "cpu", rows=1)
+def test_generate_of_the_class_is_said(llama, inputs):
     with hf_fastattn.patch(llama) as patch, pytest.warns(match="generate\\(\\) of the class was called"):
         LlamaForCausalLM.generate(llama, **inputs, max_new_tokens=3, do_sample=False)
         assert not patch.captures
 
 
-def test_graphs_of_many_lengths_are_bounded(llama):
-    inputs = prompts("no_padding", "cpu", rows=1)
+def test_graphs_of_many_lengths_are_bounded(llama, inputs):
     with hf_fastattn.patch(llama) as patch:
-        cache = generate(llama, inputs, max_new_tokens=1, return_dict_in_generate=True).past_key_values
+        cache = first_token(llama, inputs)
         for more in range(1, 65, 3):
             ids = torch.cat([inputs["input_ids"], torch.full((1, more), 5)], 1)
             generate(llama, {"input_ids": ids}, past_key_values=cache, max_new_tokens=2)
@@ -591,10 +580,8 @@ def test_graphs_of_many_lengths_are_bounded(llama):
         assert patch.captures <= 7
 
 
-FAMILY_PROMPTS = [(name, padding) for name in FAMILIES for padding in PADDINGS]
-
-
-@pytest.mark.parametrize("name, padding", FAMILY_PROMPTS)
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("padding", PADDINGS)
 def test_prompts_of_many_lengths_are_read_by_one_graph(name, padding):
     model, lengths = family(name, "cpu"), (128, 70, 90, 128, 101)
     model.set_attn_implementation("eager")
@@ -607,8 +594,7 @@ def test_prompts_of_many_lengths_are_read_by_one_graph(name, padding):
             assert torch.equal(got.sequences, want.sequences)
             torch.testing.assert_close(got.logits[0], want.logits[0], rtol=1e-4, atol=1e-4)
             del got  # its cache, whose buffers the next call reuses
-        found = {entry.tokens for held in patch._graphs.entries.values() for entry in held if entry.graph}
-        assert found == {1, 128} and patch.captures == 2 and not patch.reasons
+        assert tokens_of_graphs(patch) == {1, 128} and patch.captures == 2 and not patch.reasons
         assert patch.replays == 3 + 4  # two prompts from Python, then three replayed; of the first step a rehearsal
 
 
@@ -616,17 +602,8 @@ def test_prompts_of_many_lengths_are_read_by_one_graph(name, padding):
 def test_a_graph_returns_the_logits_that_a_call_keeps(llama, keep):
     """A custom loop may keep any number of them; after a negative number all but the first."""
     inputs = prompts("no_padding", "cpu", rows=2)
-
-    def loop(model, input_ids, **kwargs):
-        past_key_values = hf.cache_in(kwargs)
-        positions = torch.arange(input_ids.shape[1])[None]
-        return model(input_ids=input_ids, position_ids=positions, past_key_values=past_key_values, logits_to_keep=keep).logits
-
-    expected = generate(llama, inputs, custom_generate=loop)
-    with hf_fastattn.patch(llama) as patch:
-        for _ in range(3):
-            torch.testing.assert_close(generate(llama, inputs, custom_generate=loop), expected, rtol=1e-4, atol=1e-4)
-        assert patch.replays == 1 and not patch.reasons
+    patch = same_as_unpatched(llama, inputs, looped(1, lambda out: out.logits, logits_to_keep=keep), calls=3)
+    assert patch.replays == 1 and not patch.reasons
 
 
 def test_prompts_of_other_rows_and_dtypes_get_buffers_first(llama):
@@ -648,8 +625,8 @@ def test_prompts_of_other_rows_and_dtypes_get_buffers_first(llama):
             assert cache.layers[0].keys.dtype == torch.bfloat16 and not patch.reasons
 
 
-def test_prompts_in_a_cache_that_another_model_has_used(llama):
-    other, inputs = tiny("llama", num_key_value_heads=4), prompts("no_padding", "cpu", rows=1)
+def test_prompts_in_a_cache_that_another_model_has_used(llama, inputs):
+    other = tiny("llama", num_key_value_heads=4)
     expected = [generate(model, inputs, max_new_tokens=1) for model in (llama, other)]
     with hf_fastattn.patch(llama) as patch, hf_fastattn.patch(other):
         cache = PreallocatedCache(llama)
@@ -693,12 +670,9 @@ def test_a_long_prompt_and_message_of_a_graph(length, monkeypatch):
         patch._graphs.most = 2048
         for _ in range(4):
             assert torch.equal(generate(llama, {"input_ids": ids}), want[0])
-        assert {entry.tokens for entries in patch._graphs.entries.values() for entry in entries if entry.graph} >= {
-            1,
-            -(-length // 128) * 128,
-        }
+        assert tokens_of_graphs(patch) >= {1, -(-length // 128) * 128}
         for _ in range(3):  # the rest of the text as a message
-            cache = generate(llama, {"input_ids": ids[:, :cut]}, max_new_tokens=1, return_dict_in_generate=True).past_key_values
+            cache = first_token(llama, {"input_ids": ids[:, :cut]})
             cache.crop(cut - cache.get_seq_length())
             assert torch.equal(generate(llama, {"input_ids": ids}, past_key_values=cache), want[0])
     assert not patch.reasons
@@ -717,23 +691,12 @@ def test_a_prompt_whose_positions_go_back_is_one_text_in_a_graph_too(llama):
         assert (patch.captures, patch.replays) == (1, 4)
 
 
-class Reading(LlamaForCausalLM):
-    """Reads a value on the host if there are many tokens, as the experts of a mixture do."""
-
-    def forward(self, input_ids, attention_mask=None, position_ids=None, **kwargs):
-        if input_ids.shape[1] > 64 and torch.is_tensor(hf.cache_in(kwargs).get_seq_length()):
-            input_ids.sum().item()
-        return super().forward(input_ids, attention_mask, position_ids, **kwargs)
-
-
-def test_a_prompt_that_cannot_be_captured_is_read_from_python_and_not_tried_again(llama, monkeypatch):
-    llama.__class__, inputs, rehearsals, surveys = Reading, prompts("no_padding", "cpu", rows=1), [], []
-    rehearse = fake_graph.RecordedGraph.rehearse
+def test_a_prompt_that_cannot_be_captured_is_read_from_python_and_not_tried_again(llama, monkeypatch, inputs):
+    of_a_subclass(llama, reading)
+    rehearsals, surveys, rehearse, current = [], [], fake_graph.RecordedGraph.rehearse, Last.current
     monkeypatch.setattr(fake_graph.RecordedGraph, "rehearse", lambda *args: rehearsals.append(1) or rehearse(*args))
-    current = Last.current
     monkeypatch.setattr(Last, "current", lambda *args: surveys.append(1) or current(*args))
-    with hf_fastattn.patch(llama, keep_graphs=True) as patch, warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with hf_fastattn.patch(llama, keep_graphs=True) as patch, warnings.catch_warnings(action="error"):
         expected = generate(llama, inputs)
         for _ in range(4):
             surveys.clear()
@@ -742,22 +705,17 @@ def test_a_prompt_that_cannot_be_captured_is_read_from_python_and_not_tried_agai
 
 
 def python_calls(function) -> int:
-    calls = 0
-
-    def count(frame, event, argument):
-        nonlocal calls
-        calls += event == "call"
-
-    sys.setprofile(count)
+    calls = []
+    sys.setprofile(lambda frame, event, argument: calls.append(event))
     try:
         function()
     finally:
         sys.setprofile(None)
-    return calls
+    return calls.count("call")
 
 
-def test_the_python_of_a_call_hardly_grows_with_the_number_of_layers(monkeypatch):
-    found, inputs = [], prompts("no_padding", "cpu", rows=1)
+def test_the_python_of_a_call_hardly_grows_with_the_number_of_layers(monkeypatch, inputs):
+    found = []
     monkeypatch.setattr(fake_graph.RecordedGraph, "replay", lambda self: None)  # which runs each operation from Python
     for layers in (2, 12):
         model = tiny("llama", num_hidden_layers=layers)
@@ -769,8 +727,7 @@ def test_the_python_of_a_call_hardly_grows_with_the_number_of_layers(monkeypatch
     assert found[1] - found[0] <= 10 * 20
 
 
-def test_a_change_of_the_model_counts_once_however_many_graphs_it_ends(llama):
-    inputs = prompts("no_padding", "cpu", rows=1)
+def test_a_change_of_the_model_counts_once_however_many_graphs_it_ends(llama, inputs):
     with hf_fastattn.patch(llama) as patch:
         for _ in range(3):
             generate(llama, inputs, **MODES["long_lookup"])
@@ -779,9 +736,11 @@ def test_a_change_of_the_model_counts_once_however_many_graphs_it_ends(llama):
         assert patch.captures > 3 and not patch.reasons
 
 
-BIDIRECTIONAL = [("llama", {"is_causal": False})]
-BIDIRECTIONAL += [("mistral", {"is_causal": False, "sliding_window": 16})]
-BIDIRECTIONAL += [("gemma3_text", {"use_bidirectional_attention": True, "head_dim": 16, "sliding_window": 16})]
+BIDIRECTIONAL = [
+    ("llama", {"is_causal": False}),
+    ("mistral", {"is_causal": False, "sliding_window": 16}),
+    ("gemma3_text", {"use_bidirectional_attention": True, "head_dim": 16, "sliding_window": 16}),
+]
 
 
 @pytest.mark.parametrize("kind, own", BIDIRECTIONAL)
@@ -811,18 +770,16 @@ def test_no_rows_end_with_the_error_of_the_model(llama):
         llama.generate(ids, max_new_tokens=3)
 
 
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ["PrefixTuningConfig", "PromptTuningConfig"])
 @pytest.mark.parametrize("patched_first", [True, False])
-def test_a_patched_model_under_prompt_learning_runs_uncaptured(llama, kind, patched_first):
+def test_a_patched_model_under_prompt_learning_runs_uncaptured(llama, kind, patched_first, inputs):
     peft = pytest.importorskip("peft")
-    inputs = prompts("no_padding", "cpu", rows=1)
     if patched_first:
         hf_fastattn.patch(llama, "lean")
     model = peft.get_peft_model(llama, getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=4)).eval()
     if not patched_first:
         hf_fastattn.patch(llama, "lean")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        found = generate(model, inputs)
+    found = generate(model, inputs)
     hf_fastattn.unpatch(llama)
     assert torch.equal(found, generate(model, inputs))
