@@ -97,6 +97,8 @@ def test_a_backend_is_called_with_plain_tensors(name, device):
     assert not torch.allclose(found[0], hf_fastattn.get(name)(q, k, v, **options)[0], atol=1e-3)  # spans count
     with pytest.raises(TypeError, match="unknown"):
         hf_fastattn.get(name)(q, k, v, unknown=1)
+    with pytest.raises(ValueError, match=r"must be 4-D.*got 3-D, 3-D and 3-D"):
+        hf_fastattn.get(name)(q[0], k[0], v[0])
 
 
 def test_a_third_party_backend_reaches_generate(lean, device, registering):
@@ -610,20 +612,6 @@ def test_packed_lengths_of_several_rows_and_continuous_batching_are_refused(lean
     q = torch.randn(1, 4, 3, 16, device=device)
     with pytest.raises(ValueError, match="continuous batching"):
         function.attention_forward("lean", lean, q, q, q, None, cache=object())
-
-
-def test_other_devices_and_no_triton(monkeypatch):
-    kernel = kernels.TritonKernel("prefill")
-    with pytest.raises(RuntimeError, match=r"'mps'.*sdpa"):
-        kernel.where("mps")
-    q = torch.empty(1, 4, 3, 16, device="meta")
-    with pytest.raises(RuntimeError, match=r"'meta'.*sdpa"):
-        kernel(q, q, q)
-    monkeypatch.setattr(kernels, "HAS_TRITON", False)
-    with pytest.raises(RuntimeError, match=r"needs Triton.*pip install triton.*\"reference\""):
-        kernel.where("cuda")
-    assert kernel.where("cpu") == "the PyTorch reference"
-    assert "needs Triton" in hf_fastattn.get("lean").why_not(num_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float16)
 
 
 def test_transformers_versions():

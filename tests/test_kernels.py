@@ -430,69 +430,62 @@ def test_lean_gives_each_of_many_short_heads_its_own_program(kernel, kv_len, dev
     check_case(kernel, case, device)
 
 
+GPU, BF16 = torch.device("cuda", 0), torch.bfloat16
+
+
+@pytest.fixture
+def h100(monkeypatch):
+    """132 multiprocessors; returns a function that sets another architecture."""
+    monkeypatch.setattr(gpu, "num_sms", lambda device: 132)
+    set_arch = lambda arch: monkeypatch.setattr(gpu, "arch", lambda device: arch)  # noqa: E731
+    set_arch(90)
+    return set_arch
+
+
 def test_heads_have_separate_programs_where_measured_faster(monkeypatch):
     monkeypatch.setattr(gpu, "num_sms", lambda device: 100)
-    two, four, one = (tables.Config(16, 64, 4, 3, programs_per_sm=n) for n in (2, 4, 1))
+    own = {  # (programs per SM, heads, tiles)
+        *((2, 100, 10_000), (2, 190, 10_000)),
+        (2, 70, 200),  # one or two tenths are idle, which short shares compensate
+        *((2, 400, 32), (4, 400, 128)),  # one wave, and as many heads on each SM
+        *((4, 350, 64), (2, 280, 1)),  # the last wave is two fifths full
+    }
+    shared = {(2, 120, 10_000), (2, 70, 1000), (2, 400, 33), (4, 400, 129), (4, 350, 65), (2, 279, 1), (1, 400, 1)}
+    for programs, heads, tiles in own | shared:
+        config = tables.Config(16, 64, 4, 3, programs_per_sm=programs)
+        found = schedule.shares_within_heads(None, config, heads, 64 * tiles)
+        assert found == ((programs, heads, tiles) in own), (programs, heads, tiles)
 
-    def own(config, heads, tiles):
-        return schedule.shares_within_heads(None, config, heads, 64 * tiles)
 
-    assert own(two, 100, 10_000) and own(two, 190, 10_000) and not own(two, 120, 10_000)
-    assert own(two, 70, 200) and not own(two, 70, 1000)  # one or two tenths are idle, which short shares compensate
-    assert own(two, 400, 32) and not own(two, 400, 33)
-    assert own(four, 400, 128) and not own(four, 400, 129)  # one wave, and as many heads on each SM
-    assert own(four, 350, 64) and not own(four, 350, 65)
-    assert own(two, 280, 1) and not own(two, 279, 1)  # the last wave is two fifths full
-    assert not own(one, 400, 1)
+def test_blocks_of_few_rows_are_those_of_the_matrix_instruction_of_hopper(h100):
+    """At head_dim 64, in fixed splits. In lean's own kernel such blocks may spill."""
+    for arch, block in ((80, 32), (90, 64)):
+        h100(arch)
+        assert [tables.prefill(GPU, BF16, d, q_len).BLOCK_M for d in (64, 128) for q_len in (17, 32)] == [block] * 4
+        config, fixed = schedule.choose(GPU, BF16, 64, 17, 32, 32 << 10, True)
+        assert fixed and config.BLOCK_M == tables.fixed(GPU, BF16, 64, 32, 8).BLOCK_M == block
+        assert schedule.stream_k_config(GPU, BF16, 64, 32, 32, True).BLOCK_M == 32
+        assert tables.fixed(GPU, torch.float32, 64, 32, 8).BLOCK_M == tables.fixed(GPU, BF16, 128, 32, 8).BLOCK_M == 32
 
 
-def test_blocks_of_few_queries_on_hopper(monkeypatch):
-    device = torch.device("cuda", 0)
-    found = {}
+def test_fixed_splits_of_few_keys_have_launches_of_their_own_at_head_dim_64(h100):
     for arch in (80, 90):
-        monkeypatch.setattr(gpu, "arch", lambda device: arch)  # noqa: B023
-        found[arch] = [tables.prefill(device, torch.bfloat16, d, q_len).BLOCK_M for d in (64, 128) for q_len in (16, 17, 32, 64)]
-    assert found == {80: [16, 32, 32, 64] * 2, 90: [16, 64, 64, 64] * 2}
-
-
-def test_fixed_splits_of_17_to_32_rows_have_blocks_of_64_on_hopper(monkeypatch):
-    """At head_dim 64. In lean's own kernel such blocks may spill."""
-    device, bf16 = torch.device("cuda", 0), torch.bfloat16
-    monkeypatch.setattr(gpu, "num_sms", lambda device: 132)
-    for arch, block in ((90, 64), (80, 32)):
-        monkeypatch.setattr(gpu, "arch", lambda device, arch=arch: arch)
-        config, fixed = schedule.choose(device, bf16, 64, 17, 32, 32 << 10, True)
-        assert fixed and config.BLOCK_M == tables.fixed(device, bf16, 64, 32, 8).BLOCK_M == block
-        assert schedule.stream_k_config(device, bf16, 64, 32, 32, True).BLOCK_M == 32
-        assert [tables.fixed(device, bf16, d, r, 8).BLOCK_M for d, r in ((64, 16), (128, 32))] == [16, 32]
-        assert tables.fixed(device, torch.float32, 64, 32, 8).BLOCK_M == 32
-
-
-def test_fixed_splits_of_few_keys_have_launches_of_their_own_at_head_dim_64(monkeypatch):
-    device, bf16 = torch.device("cuda", 0), torch.bfloat16
-    monkeypatch.setattr(gpu, "num_sms", lambda device: 132)
-    for arch in (80, 90):
-        monkeypatch.setattr(gpu, "arch", lambda device, arch=arch: arch)
+        h100(arch)
         keys = 4 << 10, (4 << 10) + 1, 8 << 10, (8 << 10) + 1, None
-        fewest, above, few, many, unknown = (tables.fixed(device, bf16, 64, 8, 8, number) for number in keys)
-        assert many == unknown == tables.decode(device, bf16, 64, 8, 8) and above == few
+        fewest, above, few, many, unknown = (tables.fixed(GPU, BF16, 64, 8, 8, number) for number in keys)
+        assert many == unknown == tables.decode(GPU, BF16, 64, 8, 8) and above == few
         assert (few != many) == (fewest != few) == (arch == 90)
-    assert (fewest.BLOCK_N, fewest.programs_per_sm) == (64, 2)
-    assert few.programs_per_sm == 1 and tables.num_splits(device, few, 8, 8 << 10) == 16
-    config, fixed = schedule.choose(device, bf16, 64, 8, 8, 8 << 10, True)
-    assert fixed and config == few
-    assert tables.fixed(device, bf16, 64, 8, 67, 256) == tables.decode(device, bf16, 64, 8, 67)  # too many heads
+    assert few.programs_per_sm == 1 and tables.num_splits(GPU, few, 8, 8 << 10) == 16
+    assert schedule.choose(GPU, BF16, 64, 8, 8, 8 << 10, True) == (few, True)
+    assert tables.fixed(GPU, BF16, 64, 8, 67, 256) == tables.decode(GPU, BF16, 64, 8, 67)  # too many heads
 
 
-def test_of_one_program_per_sm_two_do_not_fit_if_there_are_a_dozen_heads(monkeypatch):
+def test_of_one_program_per_sm_two_do_not_fit_if_there_are_a_dozen_heads(h100):
     """Otherwise both may be placed on the first SM that is free, and others stay idle."""
-    device, bf16 = torch.device("cuda", 0), torch.bfloat16
-    monkeypatch.setattr(gpu, "num_sms", lambda device: 132)
-    monkeypatch.setattr(gpu, "arch", lambda device: 90)
 
     def buffers(head_dim, rows, heads, kv_len=32 << 10):
-        """(bytes of K and V that a program loads ahead, programs per SM)"""
-        config = tables.fixed(device, bf16, head_dim, rows, heads, kv_len)
+        """(KB of K and V that a program loads ahead, programs per SM)"""
+        config = tables.fixed(GPU, BF16, head_dim, rows, heads, kv_len)
         tile = 4 * config.BLOCK_N * tables.block_d(head_dim)
         return tile * (config.num_stages - 1) >> 10, config.programs_per_sm  # Triton allocates one buffer less than stages
 
@@ -503,51 +496,33 @@ def test_of_one_program_per_sm_two_do_not_fit_if_there_are_a_dozen_heads(monkeyp
     others = [(128, 4, 80), (80, 1, 32), (64, 4, 48), (128, 4, 192), (128, 64, 128), (128, 64, 4)]  # too many SMs would be idle
     unaligned = [(120, 4, 24), (100, 1, 16), (88, 64, 12), (40, 1, 64)]  # lengths select two kernels as it is
     assert {buffers(*call) for call in others + unaligned} == {(64, 2)}
-    for arch, dtype, keys in ((80, bf16, 32 << 10), (90, torch.float32, 32 << 10), (90, bf16, None)):
-        monkeypatch.setattr(gpu, "arch", lambda device, arch=arch: arch)
-        assert tables.fixed(device, dtype, 128, 4, 32, keys) == tables.decode(device, dtype, 128, 4, 32)
+    for arch, dtype, keys in ((80, BF16, 32 << 10), (90, torch.float32, 32 << 10), (90, BF16, None)):
+        h100(arch)
+        assert tables.fixed(GPU, dtype, 128, 4, 32, keys) == tables.decode(GPU, dtype, 128, 4, 32)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_programs_per_sm_by_the_number_of_heads(head_dim, monkeypatch):
-    monkeypatch.setattr(gpu, "arch", lambda device: 90)
-    monkeypatch.setattr(gpu, "num_sms", lambda device: 132)
-
-    def programs(heads, rows=4):
-        return tables.decode(torch.device("cuda", 0), torch.bfloat16, head_dim, rows, heads).programs_per_sm
-
-    few = 2 if head_dim == 64 else 1
-    assert [programs(h) for h in (1, 132, 133, 264, None)] == [few, few, 2, 2, 2]
-    assert [programs(h) for h in (8, 24, 33, 36, 64, 100)] == [few, 2, few, 2, few, 2]  # with 24, 36 and 100, SMs would be idle
-    assert tables.decode(torch.device("cuda", 0), torch.bfloat16, 96, 4, 8).programs_per_sm == 2  # 3/4 of a tile is loaded
-    assert [programs(h) for h in (265, 528, 792, 1056, 2048)] == [4] * 5  # the last wave is at least half full
-    assert [programs(h) for h in (529, 640, 791, 1280)] == [2] * 4
-    assert programs(528, rows=16) == 4 and programs(528, rows=17) == 2  # no registers are left
-
-
-def test_heads_of_one_even_wave_have_programs_of_their_own(monkeypatch):
-    monkeypatch.setattr(gpu, "arch", lambda device: 90)
-    monkeypatch.setattr(gpu, "num_sms", lambda device: 132)
-
-    def fixed(heads, kv_len, head_dim=128):
-        return schedule.choose(torch.device("cuda", 0), torch.bfloat16, head_dim, 1, heads, kv_len, True)[1]
-
-    assert [fixed(heads, 4 << 10) for heads in (384, 512, 896)] == [True, True, False]
-    assert fixed(384, 8 << 10, 64) and not fixed(384, 16 << 10) and not fixed(270, 4 << 10)
+def test_programs_and_splits_by_the_number_of_heads(h100):
+    decode = lambda heads, rows, head_dim: tables.decode(GPU, BF16, head_dim, rows, heads)  # noqa: E731
+    for head_dim, few in ((64, 2), (128, 1)):
+        programs = lambda heads, rows=4, d=head_dim: decode(heads, rows, d).programs_per_sm  # noqa: E731
+        assert [programs(h) for h in (1, 132, 133, 264, None)] == [few, few, 2, 2, 2]
+        assert [programs(h) for h in (8, 24, 33, 36, 64, 100)] == [few, 2, few, 2, few, 2]  # with 24, 36, 100, SMs would be idle
+        assert {programs(h) for h in (265, 528, 792, 1056, 2048)} == {4}  # the last wave is at least half full
+        assert {programs(h) for h in (529, 640, 791, 1280)} == {2}
+        assert programs(528, rows=16) == 4 and programs(528, rows=17) == 2  # no registers are left
+    assert decode(8, 4, 96).programs_per_sm == 2  # 3/4 of a tile is loaded
+    fixed = lambda heads, kv_len, d=128: schedule.choose(GPU, BF16, d, 1, heads, kv_len << 10, True)[1]  # noqa: E731
+    assert [fixed(heads, 4) for heads in (384, 512, 896, 270)] == [True, True, False, False]
+    assert fixed(384, 8, 64) and not fixed(384, 16)
     # 96 programs that are alone on their SM read about as fast as 132.
-    assert [fixed(96, keys << 10) for keys in (16, 32, 64)] == [True, True, False]
-
-
-def test_few_keys_of_64_rows_are_not_split_if_each_sm_has_one_head(monkeypatch):
-    monkeypatch.setattr(gpu, "arch", lambda device: 90)
-    monkeypatch.setattr(gpu, "num_sms", lambda device: 132)
-    device = torch.device("cuda", 0)
+    assert [fixed(96, keys) for keys in (16, 32, 64)] == [True, True, False]
 
     def splits(heads, kv_len, rows=64, head_dim=128):
-        return tables.num_splits(device, tables.decode(device, torch.bfloat16, head_dim, rows, heads), heads, kv_len)
+        return tables.num_splits(GPU, decode(heads, rows, head_dim), heads, kv_len << 10)
 
-    assert [splits(128, n << 10) for n in (2, 8, 16, 32)] == [1, 1, 1, 2]
-    assert splits(66, 2 << 10) == 4 and splits(128, 2 << 10, rows=32) == 2 and splits(128, 2 << 10, head_dim=64) == 2
+    # Few keys of 64 rows are not split if each SM has one head.
+    assert [splits(128, n) for n in (2, 8, 16, 32)] == [1, 1, 1, 2]
+    assert splits(66, 2) == 4 and splits(128, 2, rows=32) == 2 and splits(128, 2, head_dim=64) == 2
 
 
 @with_lean
@@ -573,17 +548,11 @@ def test_lean_needs_no_merge_when_programs_own_whole_rows(kernel, device, monkey
 
 
 @with_lean
-def test_lean_one_tile(kernel, device):
-    check_case(kernel, Case(q_len=1, kv_len=3, batch=1, num_heads=1, num_kv_heads=1, head_dim=16), device)
-
-
-@with_lean
 def test_lean_is_bitwise_repeatable(kernel, device, monkeypatch):
     force_programs(monkeypatch, 7)
     x = make(SCHEDULE_CASES[1], device)
-    first, first_lse = run(kernel, x.q, x.k, x.v, x.spans, x.options)
-    second, second_lse = run(kernel, x.q, x.k, x.v, x.spans, x.options)
-    assert torch.equal(first, second) and torch.equal(first_lse, second_lse)
+    first, second = (run(kernel, x.q, x.k, x.v, x.spans, x.options) for _ in range(2))
+    assert all(map(torch.equal, first, second))
 
 
 # Spans.
@@ -648,11 +617,11 @@ def test_spans_without_holes_are_marked(device):
     assert (span[:, 0, 0, spans.FLAGS] & spans.HOLES != 0).tolist() == [False, False, False, True]
 
 
-def test_spans_need_a_bool_mask(device):
-    with pytest.raises(ValueError, match=r"attention_mask must be bool of shape \(2, positions seen\); got torch.int64 \(2, 5\)"):
-        spans.build_spans(2, 1, 5, device, attention_mask=torch.ones(2, 5, dtype=torch.int64, device=device))
-    with pytest.raises(ValueError, match=r"attention_mask must be bool of shape \(2, .*\(3, 5\)"):
-        spans.build_spans(2, 1, 5, device, attention_mask=torch.ones(3, 5, dtype=torch.bool, device=device))
+@pytest.mark.parametrize("rows, dtype", [(2, torch.int64), (3, torch.bool)])
+def test_spans_need_a_bool_mask(rows, dtype, device):
+    sentence = rf"attention_mask must be bool of shape \(2, positions seen\); got {dtype} \({rows}, 5\)"
+    with pytest.raises(ValueError, match=sentence):
+        spans.build_spans(2, 1, 5, device, attention_mask=torch.ones(rows, 5, dtype=dtype, device=device))
 
 
 # Bad input: an error with the reason, and no launch. The checks precede any launch, so they need no GPU.
@@ -754,12 +723,6 @@ def test_more_rows_than_a_launch_has_are_refused(kernel, q_len, device):
     assert not launched
 
 
-def test_tensors_of_other_ranks_are_refused_by_backends():
-    for backend in map(registry.get, registry.names()):
-        with pytest.raises(ValueError, match=r"must be 4-D.*got 3-D, 3-D and 3-D"):
-            backend(torch.randn(4, 3, 32), torch.randn(2, 9, 32), torch.randn(2, 9, 32))
-
-
 @with_lean
 def test_lean_copies_many_queries_whose_offsets_exceed_32_bits(kernel, monkeypatch):
     given = []
@@ -806,18 +769,17 @@ def test_grad_is_refused_only_while_it_is_enabled(kernel, device):
     assert not out.isnan().any()
 
 
-def test_without_triton_there_is_a_message(monkeypatch):
-    monkeypatch.setattr(kernels, "HAS_TRITON", False)
-    with pytest.raises(RuntimeError, match=r"lean kernel needs Triton.*pip install triton.*reference"):
-        kernels.TritonKernel("lean").where("cuda")
-
-
-def test_other_devices_are_refused_with_a_message():
+def test_other_devices_and_a_missing_triton_are_refused_with_a_message(monkeypatch):
+    kernel = kernels.TritonKernel("lean")
     with pytest.raises(RuntimeError, match=r"runs on CUDA devices.*'mps'.*sdpa"):
-        kernels.TritonKernel("lean").where("mps")
-    x = good("meta")
-    with pytest.raises(RuntimeError, match="'meta'"):
-        call(kernels.TritonKernel("lean"), **x)
+        kernel.where("mps")
+    with pytest.raises(RuntimeError, match=r"'meta'.*sdpa"):
+        call(kernel, **good("meta"))
+    monkeypatch.setattr(kernels, "HAS_TRITON", False)
+    with pytest.raises(RuntimeError, match=r"lean kernel needs Triton.*pip install triton.*\"reference\""):
+        kernel.where("cuda")
+    assert kernel.where("cpu") == "the PyTorch reference"
+    assert "needs Triton" in registry.get("lean").why_not(num_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float16)
 
 
 def test_each_gpu_runs_the_kernel_for_its_architecture(monkeypatch):
@@ -826,10 +788,8 @@ def test_each_gpu_runs_the_kernel_for_its_architecture(monkeypatch):
     hopper = SimpleNamespace(prefill=lambda *_, shares: "hopper", why_not=lambda *_: None)
     monkeypatch.setattr(kernels, "_module", {"any": portable, "any_hopper": hopper}.get)
     monkeypatch.setattr(gpu, "arch", lambda device: device.arch)
-    q = {
-        arch: SimpleNamespace(is_cuda=True, dtype=torch.float16, device=SimpleNamespace(type="cuda", arch=arch))
-        for arch in (80, 90, 100)
-    }
+    on = lambda arch: SimpleNamespace(type="cuda", arch=arch)  # noqa: E731
+    q = {arch: SimpleNamespace(is_cuda=True, dtype=torch.float16, device=on(arch)) for arch in (80, 90, 100)}
     for first, second in ((80, 90), (90, 80)):
         kernel = kernels.TritonKernel("any", hopper="any_hopper")
         said = {arch: kernel(q[arch], KV(None, None), Spec()) for arch in (first, second, 100, first)}
@@ -845,49 +805,46 @@ def test_interpreter_refuses_bf16():
         call(kernels.TritonKernel("lean"), **x)
 
 
+def tensor_at(address: int, index: int = 0):
+    """What a launch reads of a CUDA tensor."""
+    return SimpleNamespace(device=torch.device("cuda", index), is_cuda=True, data_ptr=lambda: address)
+
+
 def test_an_interpreted_launch_is_not_cached(monkeypatch):
     """The interpreter also accepts CUDA tensors, and returns nothing that could be launched again."""
-    tensor = SimpleNamespace(device=torch.device("cuda", 0), is_cuda=True, data_ptr=lambda: 256)
     kernel = MagicMock(arg_names=["X", "n"])
     kernel.__getitem__.return_value.return_value = None
     monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: nullcontext())
     start = launch.Launch(kernel, (1,), num_warps=1, n=3)
-    start(tensor)
-    start(tensor)
+    start(tensor_at(256)), start(tensor_at(256))
     assert kernel.__getitem__.return_value.call_count == 2
 
 
 @pytest.mark.parametrize("hooks", [False, True], ids=["no hooks", "hooks"])
 def test_a_launch_is_repeated_without_triton_looking_it_up(hooks, monkeypatch):
-    device = torch.device("cuda", 0)
-    tensor = SimpleNamespace(device=device, is_cuda=True, data_ptr=lambda: 256)
     kernel, second = MagicMock(arg_names=["X", "Y", "n"]), MagicMock(arg_names=["Y"])
     kernel.fn.__name__ = "kernel"
     compiled, follows = (k.__getitem__.return_value.return_value for k in (kernel, second))
     active = SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda device: 77)
-    runtime = SimpleNamespace(
-        launch_enter_hook=SimpleNamespace(calls=[]), launch_exit_hook=SimpleNamespace(calls=["hook"] * hooks)
-    )
+    runtime = {"launch_enter_hook": SimpleNamespace(calls=[]), "launch_exit_hook": SimpleNamespace(calls=["hook"] * hooks)}
     monkeypatch.setattr(launch, "driver", SimpleNamespace(active=active), raising=False)
-    monkeypatch.setattr(launch, "knobs", SimpleNamespace(runtime=runtime), raising=False)
+    monkeypatch.setattr(launch, "knobs", SimpleNamespace(runtime=SimpleNamespace(**runtime)), raising=False)
     monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: nullcontext())
     start = launch.Launch(kernel, (5, 2), launch.Launch(second, (7,), num_warps=8), num_warps=1, n=3)
-    last = SimpleNamespace(device=device, is_cuda=True, data_ptr=lambda: 512)
+    tensor, last = tensor_at(256), tensor_at(512)
     for _ in range(3):
         start(tensor, last)
     kernel.__getitem__.return_value.assert_called_once_with(tensor, last, 3, num_warps=1, enable_fp_fusion=True)
     second.__getitem__.return_value.assert_called_once_with(last, num_warps=8, enable_fp_fusion=True)
-    if hooks:  # through Triton, which calls the hooks
-        assert compiled.__getitem__.return_value.call_args_list == [called(256, 512, 3)] * 2 and not compiled.run.called
-        assert follows.__getitem__.return_value.call_args_list == [called(512)] * 2 and not follows.run.called
-    else:
-        again = called(5, 2, 1, 77, compiled.function, compiled.packed_metadata, None, None, None, 256, 512, 3)
-        assert compiled.run.call_args_list == [again] * 2
-        again = called(7, 1, 1, 77, follows.function, follows.packed_metadata, None, None, None, 512)
-        assert follows.run.call_args_list == [again] * 2
-    start(SimpleNamespace(device=device, is_cuda=True, data_ptr=lambda: 260), last)  # another alignment is another variant
-    elsewhere = SimpleNamespace(device=torch.device("cuda", 1), is_cuda=True, data_ptr=lambda: 256)
-    start(elsewhere, last)  # another device than the current one
+    launches = ((compiled, (5, 2, 1), (256, 512, 3)), (follows, (7, 1, 1), (512,)))
+    for binary, grid, arguments in launches:
+        if hooks:  # through Triton, which calls the hooks
+            assert binary.__getitem__.return_value.call_args_list == [called(*arguments)] * 2 and not binary.run.called
+        else:
+            again = called(*grid, 77, binary.function, binary.packed_metadata, None, None, None, *arguments)
+            assert binary.run.call_args_list == [again] * 2
+    start(tensor_at(260), last)  # another alignment is another variant
+    start(tensor_at(256, index=1), last)  # another device than the current one
     assert kernel.__getitem__.return_value.call_count == 3
     repeats = follows.__getitem__.return_value if hooks else follows.run  # whose own tensors have not changed
     assert second.__getitem__.return_value.call_count == 1 and repeats.call_count == 4
@@ -916,10 +873,7 @@ def test_a_constant_number_of_splits_makes_rows_independent_of_their_batch(kerne
     span = spans.build_spans(batch, 1, n, q.device, q_offset=n - 1, attention_mask=live)
     together = call(partial(split_kv, splits=8), q, k, v, span)
     alone = call(partial(split_kv, splits=8), q[1:2], k[1:2, :, n // 3 :], v[1:2, :, n // 3 :])
-    longer = (
-        torch.nn.functional.pad(k[1:2, :, n // 3 :], (0, 0, 0, 77)),
-        torch.nn.functional.pad(v[1:2, :, n // 3 :], (0, 0, 0, 77)),
-    )
+    longer = [torch.nn.functional.pad(x[1:2, :, n // 3 :], (0, 0, 0, 77)) for x in (k, v)]
     short = spans.build_spans(1, 1, n - n // 3 + 77, q.device, q_offset=n - n // 3 - 1)
     assert torch.equal(alone, together[1:2])
     assert torch.equal(alone, call(partial(split_kv, splits=8), q[1:2], *longer, short))
