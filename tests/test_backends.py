@@ -25,6 +25,7 @@ from hf_fastattn.attention import function, mask_function, masks, refuse
 from hf_fastattn.kernels import reference, spans
 
 VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+STATIC = {"cache_implementation": "static", "disable_compile": True}
 
 
 @pytest.fixture
@@ -52,7 +53,7 @@ def test_a_softcap_of_a_configuration_that_is_none(softcap):
             model(ids, attention_mask=None if mask is None else dict.fromkeys(("full_attention", "sliding_attention"), mask))
 
 
-def test_names_and_get():
+def test_names_and_kernels_of_backends():
     assert set(hf_fastattn.names()) >= {"reference", "fa2", "split_kv", "lean"}
     assert hf_fastattn.get("lean").name == "lean"
     with pytest.raises(ValueError, match=r"'leen'.*known backends: .*lean"):
@@ -60,19 +61,16 @@ def test_names_and_get():
     q = torch.zeros(1, 2, 1, 16)
     with pytest.raises(TypeError, match=r"called with the tensors q, k and v; its attend\(\) takes q, a KV and a Spec"):
         hf_fastattn.get("lean")(q, kernels.KV(q, q), kernels.Spec())
+    with pytest.raises(TypeError, match="prefill must be callable"):
+        hf_fastattn.Backend(name="mine", summary="", prefill=None)
+    with pytest.raises(TypeError, match="decode callable or None"):
+        hf_fastattn.Backend(name="mine", summary="", prefill=reference.attention, decode="lean")
 
 
 @pytest.mark.parametrize("name", ["lean_flash", "my_sdpa", "flex_attention_2", "org/lean", "paged|lean", "Lean", "", "eager"])
 def test_names_that_transformers_would_parse_are_refused(name):
     with pytest.raises(ValueError, match="name"):
         hf_fastattn.Backend(name=name, summary="", prefill=reference.attention)
-
-
-def test_backend_checks_its_kernels():
-    with pytest.raises(TypeError, match="prefill must be callable"):
-        hf_fastattn.Backend(name="mine", summary="", prefill=None)
-    with pytest.raises(TypeError, match="decode callable or None"):
-        hf_fastattn.Backend(name="mine", summary="", prefill=reference.attention, decode="lean")
 
 
 def test_why_not_names_the_value():
@@ -159,6 +157,10 @@ def test_importing_changes_nothing():
 WINDOW = {"local_size": 4, "mask_function": masking_utils.sliding_window_causal_mask_function(4)}
 CHUNK = {"local_size": 3, "mask_function": lambda b, h, q, k: (k <= q) & (q // 3 == k // 3)}
 CPU = {"device": "cpu", "allow_is_causal_skip": False}
+CHUNKED = {"mask_function": masking_utils.chunked_causal_mask_function(3, torch.zeros(2, dtype=int)), "device": "cpu"}
+PACKED = masking_utils.packed_sequence_mask_function(torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2]] * 2))
+UNKNOWN = masking_utils.and_masks(masking_utils.causal_mask_function, lambda b, h, q, k: q != 4)
+BOTH_WAYS = {"mask_function": masking_utils.bidirectional_mask_function, "allow_is_causal_skip": False}
 MASKS = {  # the request of Transformers: the result
     "causal": ({}, masks.PlainMask),
     "causal, padded": ({"attention_mask": True}, masks.SpansMask),
@@ -168,35 +170,14 @@ MASKS = {  # the request of Transformers: the result
     "length on the device": ({"q_length": 1, "q_offset": torch.tensor(7), "kv_length": 32}, masks.SpansMask),
     "window below the length": (WINDOW, masks.SpansMask),
     "window not below the length": ({**WINDOW, "q_length": 4, "kv_length": 4}, masks.PlainMask),
-    "bidirectional": (
-        {"mask_function": masking_utils.bidirectional_mask_function, "allow_is_causal_skip": False},
-        masks.SpansMask,
-    ),
+    "bidirectional": (BOTH_WAYS, masks.SpansMask),
     "an overlay": ({"use_vmap": True, "allow_is_causal_skip": False}, masks.DenseMask),
     "packed sequences": ({"mask_function": lambda b, h, q, k: (k <= q) & (q // 4 == k // 4)}, masks.DenseMask),
     "runs: window": ({**WINDOW, "allow_is_causal_skip": False}, masks.RunsMask),
-    "runs: packed sequences": (
-        {
-            "mask_function": masking_utils.and_masks(
-                WINDOW["mask_function"], masking_utils.packed_sequence_mask_function(torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2]] * 2))
-            ),
-            "allow_is_causal_skip": False,
-            "device": "cpu",
-        },
-        masks.RunsMask,
-    ),
-    "runs: chunks": (
-        {"mask_function": masking_utils.chunked_causal_mask_function(3, torch.zeros(2, dtype=int)), "device": "cpu"},
-        masks.RunsMask,
-    ),
-    "chunks of a buffer": (
-        {"mask_function": masking_utils.chunked_causal_mask_function(3, torch.zeros(2, dtype=int)), "kv_length": 9, **CPU},
-        masks.DenseMask,
-    ),
-    "an unknown part": (
-        {"mask_function": masking_utils.and_masks(masking_utils.causal_mask_function, lambda b, h, q, k: q != 4), **CPU},
-        masks.DenseMask,
-    ),
+    "runs: packed": ({"mask_function": masking_utils.and_masks(WINDOW["mask_function"], PACKED), **CPU}, masks.RunsMask),
+    "runs: chunks": (CHUNKED, masks.RunsMask),
+    "chunks of a buffer": ({**CHUNKED, **CPU, "kv_length": 9}, masks.DenseMask),
+    "an unknown part": ({"mask_function": UNKNOWN, **CPU}, masks.DenseMask),
     "chunks": (CHUNK, masks.DenseMask),
     "chunks as long as the window": ({**CHUNK, "local_size": 4, "chunk": 4}, masks.DenseMask),
     "bidirectional, window": ({**WINDOW, "allow_is_causal_skip": False, "q_length": 1, "kv_length": 1}, masks.DenseMask),
@@ -280,7 +261,7 @@ def test_models_may_transpose_the_channels(transposed, device):
 
 @pytest.mark.parametrize("padding", models.PADDINGS)
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
-@pytest.mark.parametrize("options", [{}, {"cache_implementation": "static", "disable_compile": True}], ids=["dynamic", "static"])
+@pytest.mark.parametrize("options", [{}, STATIC], ids=["dynamic", "static"])
 def test_no_mask_of_queries_times_keys(options, family, padding, device, registering):
     model = models.family(family, device)
     model.set_attn_implementation("lean")
@@ -292,8 +273,7 @@ def test_no_mask_of_queries_times_keys(options, family, padding, device, registe
 
     registry.register(dataclasses.replace(own, prefill=spy, decode=None))
     generate(model, models.prompts(padding, device), **options)
-    for seen in filter(None, shapes):
-        shape, dtype, kv_len = seen
+    for shape, dtype, kv_len in filter(None, shapes):
         assert shape[:3] == (3, 1, 1) and shape[3] <= spans.WORDS + spans.num_words(kv_len) and dtype == torch.int32
     if padding == "no_padding" and not options and family == "llama" and VERSION >= (5, 18):  # 5.17 hands over all-ones masks
         assert set(shapes) == {None}
@@ -349,26 +329,28 @@ def test_a_users_mask_takes_the_dense_path_with_one_warning(dtype, lean, device)
 
 
 @torch.no_grad()
-def test_a_mask_of_integers_is_refused(lean, device):
+def test_integer_masks_packed_lengths_and_continuous_batching_are_refused(lean, device):
     ids = models.prompts("no_padding", device)["input_ids"]
     with pytest.raises(TypeError, match=r"bool .* or float .* torch.int64"):
         lean(ids, attention_mask=prefix_mask(device).expand(len(ids), -1, -1, -1).long())
+    ids = models.prompts("no_padding", device, rows=2)["input_ids"]
+    lengths = torch.tensor([0, 40, ids.shape[1]], dtype=torch.int32, device=device)
+    with pytest.raises(ValueError, match=r"cu_seq_lens.*position_ids"):
+        lean(ids, cu_seq_lens_q=lengths, cu_seq_lens_k=lengths)
+    q = torch.randn(1, 4, 3, 16, device=device)
+    with pytest.raises(ValueError, match="continuous batching"):
+        function.attention_forward("lean", lean, q, q, q, None, cache=object())
 
 
-LLAMA4 = {
-    "head_dim": 16,
-    "num_local_experts": 2,
-    "num_hidden_layers": 4,  # three with chunked attention, one with full
-    "attention_chunk_size": 16,
-    "intermediate_size_mlp": 96,
-}
+LLAMA4 = {"head_dim": 16, "num_local_experts": 2, "attention_chunk_size": 16, "intermediate_size_mlp": 96}
+LLAMA4 |= {"num_hidden_layers": 4}  # three with chunked attention, one with full
 
 
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 def test_chunked_attention_takes_the_dense_path(static, device):
     model = models.tiny("llama4_text", device=device, **LLAMA4)
     inputs = models.prompts("holes", device)
-    options = {"cache_implementation": "static", "disable_compile": True} if static else {}
+    options = STATIC if static else {}
     if static and VERSION == (5, 17):
         with pytest.raises(TypeError, match="block_sequence_ids"):  # Transformers 5.17 cannot, with any attention
             generate(model, inputs, **options)
@@ -475,11 +457,9 @@ def test_bert(padded, device):
     assert (causal[0] - model(inputs["input_ids"]).last_hidden_state[0, :50]).abs().max() > 0.01, "BERT must see to its right"
 
 
-DEEPSEEK = {
-    "q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 24,
-    "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
-    "moe_intermediate_size": 32, "first_k_dense_replace": 9,
-}  # fmt: skip
+DEEPSEEK = {"q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 24}
+DEEPSEEK |= {"num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+DEEPSEEK |= {"moe_intermediate_size": 32, "first_k_dense_replace": 9}
 
 
 @torch.no_grad()
@@ -496,21 +476,13 @@ def test_values_narrower_than_keys(padding, device):
     torch.testing.assert_close(compiled[live], logits[live], atol=1e-4, rtol=1e-4)
 
 
-BART = {
-    "d_model": 64,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 96,
-    "decoder_ffn_dim": 96,
-    "decoder_start_token_id": 1,
-    "dropout": 0.0,
-}
+BART = {"d_model": 64, "decoder_start_token_id": 1, "dropout": 0.0}
+SIDES = {"layers": 2, "attention_heads": 4, "ffn_dim": 96}
+BART |= {f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in SIDES.items()}
 
 
 @pytest.mark.parametrize("padding", models.PADDINGS)
-@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"cache_implementation": "static", "disable_compile": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, STATIC], ids=str)
 def test_bart(options, padding, device):
     model = models.tiny("bart", device=device, auto=AutoModelForSeq2SeqLM, **BART)
     inputs = models.prompts(padding, device)
@@ -528,23 +500,22 @@ def test_t5_is_refused(patched, device):
     model = models.tiny("t5", "sdpa" if patched else "lean", device, AutoModelForSeq2SeqLM, **own)
     if patched:
         hf_fastattn.patch(model, cache=None, graph=False)
-    with pytest.raises(
-        ValueError, match=r"T5Attention hands position_bias= .* 'lean' does not support.*without attn_implementation"
-    ):
+    with pytest.raises(ValueError, match=r"T5Attention hands position_bias= .* 'lean' does not support.*without attn_"):
         generate(model, models.prompts("no_padding", device))
+
+
+OWN_CODE = "computes attention in its own code.*without attn_implementation"
 
 
 @pytest.mark.parametrize("model_type,own", [("bloom", {}), ("mpt", {"d_model": 64, "n_heads": 4, "n_layers": 2})])
 @pytest.mark.parametrize("compiled", [False, True])
 @torch.no_grad()
 def test_models_that_bypass_the_interface_are_refused(compiled, model_type, own, device):
+    """Spans added to scores as if they were a mask would be silently wrong."""
     model = models.tiny(model_type, "lean", device, **own)
     forward = torch.compile(model.forward, backend="eager") if compiled else model.forward
-    # Spans added to scores as if they were a mask would be silently wrong. Torch wraps what is raised while it compiles.
-    with pytest.raises(
-        RuntimeError if compiled else ValueError,
-        match=r"lean.* cannot be used here: \w+ computes attention in its own code.*without attn_implementation",
-    ):
+    error = RuntimeError if compiled else ValueError  # torch wraps what is raised while it compiles
+    with pytest.raises(error, match=rf"lean.* cannot be used here: \w+ {OWN_CODE}"):
         forward(**models.prompts("left_padding", device))
 
 
@@ -558,7 +529,7 @@ REFUSED = [
 @pytest.mark.parametrize("name", ["lean", "streaming"])
 @pytest.mark.parametrize("model_type,own", REFUSED[hf.CACHE == "cache" :])  # from 5.24 on GPT-J runs
 def test_models_with_a_dict_of_attention_classes_refuse_a_backend(model_type, own, name, device):
-    with pytest.raises(ValueError, match=f"{name}.*{model_type} computes attention in its own code.*without attn_implementation"):
+    with pytest.raises(ValueError, match=f"{name}.*{model_type} {OWN_CODE}"):
         models.tiny(model_type, name, device, **own)
     assert models.tiny(model_type, "eager", device, **own)
 
@@ -583,10 +554,9 @@ def test_output_attentions_is_refused(family, device):
 
 
 def test_recording_by_torch_jit_trace_is_refused(lean, device):
+    run = lambda q: function.attention_forward("lean", lean, q, q, q, None)  # noqa: E731
     with pytest.raises(RuntimeError, match=r'cannot be recorded by .*"sdpa"'):
-        torch.jit.trace(
-            lambda q: function.attention_forward("lean", lean, q, q, q, None), torch.randn(1, 4, 3, 16, device=device)
-        )
+        torch.jit.trace(run, torch.randn(1, 4, 3, 16, device=device))
 
 
 @torch.no_grad()
@@ -601,17 +571,6 @@ def test_blocks_under_torch_compile():
     assert not torch.allclose(stock(ids, token_type_ids=0 * kinds, use_cache=False).logits, expected, atol=1e-2)
     for forward in (lean, torch.compile(lean, backend="eager")):
         torch.testing.assert_close(forward(ids, token_type_ids=kinds, use_cache=False).logits, expected, atol=1e-3, rtol=1e-3)
-
-
-@torch.no_grad()
-def test_packed_lengths_of_several_rows_and_continuous_batching_are_refused(lean, device):
-    ids = models.prompts("no_padding", device, rows=2)["input_ids"]
-    lengths = torch.tensor([0, 40, ids.shape[1]], dtype=torch.int32, device=device)
-    with pytest.raises(ValueError, match=r"cu_seq_lens.*position_ids"):
-        lean(ids, cu_seq_lens_q=lengths, cu_seq_lens_k=lengths)
-    q = torch.randn(1, 4, 3, 16, device=device)
-    with pytest.raises(ValueError, match="continuous batching"):
-        function.attention_forward("lean", lean, q, q, q, None, cache=object())
 
 
 def test_transformers_versions():

@@ -4,10 +4,9 @@ import json
 import math
 import re
 import shutil
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
 import checkpoint
 import fake_graph
@@ -41,14 +40,25 @@ from hf_fastattn import PreallocatedCache, cli, hf, patch
 from hf_fastattn.cli import handed_over
 from hf_fastattn.explanation import costs
 
-WINDOWED = {**models.SHAPES["tiny"][1], "sliding_window": 8}
 RIVALS = {grid.SDPA, grid.STATIC, grid.LEAN, grid.OURS}
+CPU = torch.device("cpu")
 
 
 def bench(tmp_path, *arguments, tokens=8) -> dict:
     common = ["--shape", "tiny", "--device", "cpu", "--tokens", str(tokens), "--repeats", "2", "--out", str(tmp_path)]
     generate.main([*common, *arguments])
     return json.loads((tmp_path / "generate_tiny.json").read_text())
+
+
+def rows_of(main, tmp_path, name, *arguments) -> list[dict]:
+    """The rows of a benchmark that ran on the CPU."""
+    assert main([*arguments, "--device", "cpu", "--out", str(tmp_path)]) == 0
+    return json.loads((tmp_path / f"{name}.json").read_text())["rows"]
+
+
+@pytest.fixture
+def tiny():
+    return models.load("tiny", torch.float32, CPU).model
 
 
 @pytest.mark.slow
@@ -89,57 +99,43 @@ def test_kernels_of_a_step_are_listed_separately(tmp_path, monkeypatch):
     fake_graph.use(monkeypatch)
     listed = [{"kernel": "a", "launches": 2, "us": 7.0}]
     monkeypatch.setattr(grid, "step_kernels", lambda patched: listed if patched.captures else None)
-    cpu = torch.device("cpu")
-    subject, found = models.load("tiny", torch.float32, cpu), results.Results(tmp_path / "a.json", 60, "command")
-    bench = grid.Bench(SimpleNamespace(cases=["2x16", "2x9"], padded=[16, 48], tokens=8), subject, found, cpu)
+    subject, found = models.load("tiny", torch.float32, CPU), results.Results(tmp_path / "a.json", 60, "command")
+    bench = grid.Bench(SimpleNamespace(cases=["2x16", "2x9"], padded=[16, 48], tokens=8), subject, found, CPU)
     bench.list_kernels()
     assert json.loads(found.path.read_text())["step"] == {"case": "2x16", "kernels": listed} and not bench.rivals
 
 
 @pytest.mark.slow
-def test_timing_a_replay_does_not_change_the_next_tokens(monkeypatch):
-    class Event:
-        def __init__(self, **_): ...
-        def record(self): ...
-        def synchronize(self): ...
-        def elapsed_time(self, other):
-            return 20.0
-
-    @contextmanager
-    def profile(activities):
-        seen = [("b", 1, 3.0), ("cudaGraphLaunch", 1, 0.0), ("a", 2, 7.0)]
-        events = [SimpleNamespace(key=key, count=count, self_device_time_total=us) for key, count, us in seen]
-        yield SimpleNamespace(key_averages=lambda: events)
-
+def test_timing_a_replay_does_not_change_the_next_tokens(monkeypatch, tiny):
+    seen = [("b", 1, 3.0), ("cudaGraphLaunch", 1, 0.0), ("a", 2, 7.0)]
+    events = [SimpleNamespace(key=key, count=count, self_device_time_total=us) for key, count, us in seen]
+    profiler = MagicMock()
+    profiler.return_value.__enter__.return_value.key_averages.return_value = events
+    event = Mock()
+    event.return_value.elapsed_time.return_value = 20.0
     fake_graph.use(monkeypatch)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.profiler, "profile", profile)
-    device = torch.device("cpu")
-    model = models.load("tiny", torch.float32, device).model
-    prompt = runs.make_prompt([20, 9], 128, device)
-    with patch(model) as patched:
+    monkeypatch.setattr(torch.cuda, "Event", event)
+    monkeypatch.setattr(torch.profiler, "profile", profiler)
+    prompt = runs.make_prompt([20, 9], 128, CPU)
+    listed = [{"kernel": "a", "launches": 2, "us": 7.0}, {"kernel": "b", "launches": 1, "us": 3.0}]
+    with patch(tiny) as patched:
         assert runs.replay_ms(patched) is None
-        first = runs.run(model, prompt, 8, keep=True)
+        first = runs.run(tiny, prompt, 8, keep=True)
         for _ in range(2):
-            assert runs.replay_ms(patched) == 2.0
-            assert runs.step_kernels(patched) == [
-                {"kernel": "a", "launches": 2, "us": 7.0},
-                {"kernel": "b", "launches": 1, "us": 3.0},
-            ]
-            again = runs.run(model, prompt, 8, logits=True)
-            onwards = runs.run(model, prompt, 8, cache=runs.rewind(first.cache, prompt), logits=True)
+            assert runs.replay_ms(patched) == 2.0 and runs.step_kernels(patched) == listed
+            again = runs.run(tiny, prompt, 8, logits=True)
+            onwards = runs.run(tiny, prompt, 8, cache=runs.rewind(first.cache, prompt), logits=True)
             assert torch.equal(again.tokens, first.tokens) and torch.equal(onwards.tokens, first.tokens)
             torch.testing.assert_close(onwards.logits, again.logits)
 
 
-def test_a_rivals_own_cache_is_empty_for_every_prompt():
-    model = models.load("tiny", torch.float32, torch.device("cpu")).model
-    prompt = runs.make_prompt([20], 128, torch.device("cpu"))
-    rival = runs.Rival("ours", model, prompt, 4, cache=PreallocatedCache(model))
-    model.set_attn_implementation("lean")
-    tokens = [runs.run(model, prompt, 4, rival.empty_cache()).tokens for _ in range(2)]
+def test_a_rivals_own_cache_is_empty_for_every_prompt(tiny):
+    prompt = runs.make_prompt([20], 128, CPU)
+    rival = runs.Rival("ours", tiny, prompt, 4, cache=PreallocatedCache(tiny))
+    tiny.set_attn_implementation("lean")
+    tokens = [runs.run(tiny, prompt, 4, rival.empty_cache()).tokens for _ in range(2)]
     assert torch.equal(*tokens) and rival.cache.get_seq_length() == 23
-    assert runs.Rival("stock", model, prompt, 4).empty_cache() is None
+    assert runs.Rival("stock", tiny, prompt, 4).empty_cache() is None
 
 
 def test_wrong_logits_and_failures_are_recorded_and_not_timed(tmp_path, monkeypatch):
@@ -159,7 +155,20 @@ def test_cases_beyond_the_budget_are_skipped(tmp_path):
     assert row["rivals"] == {} and row["notes"][0].startswith("not run")
 
 
+@pytest.mark.slow
+def test_one_case_with_a_static_cache_first_tokens_and_an_attention_that_is_not_installed(tmp_path):
+    """The static cache continues from its prompt, first tokens are timed alternately, and the missing attention is named."""
+    rivals = "flash_attention_2_dynamic,sdpa_dynamic,sdpa_static_compile,patched"
+    row = bench(tmp_path, "--cases", "2x16", "--rivals", rivals, "--resume", "2x16", "--first-tokens", "3")["rows"][0]
+    static, sdpa, ours = (row["rivals"][name] for name in (grid.STATIC, grid.SDPA, grid.OURS))
+    assert "flash" in row["rivals"]["flash_attention_2_dynamic"]["error"].lower() and sdpa["ms"] > 0
+    assert row["repeats_from"] == "cache" and len(static["all_ms"]) == 2 and static["against_sdpa_dynamic"]["equal"] == 1
+    assert len(sdpa["all_ttft_ms"]) == len(ours["all_ttft_ms"]) == 3
+    assert row["ttft_over_sdpa"] == ours["ttft_ms"] / sdpa["ttft_ms"] and sdpa["ttft_ms"] == sorted(sdpa["all_ttft_ms"])[1]
+
+
 SMALL = ["--device", "cpu", "--shape"]
+LONG = [*SMALL, "tiny", "--padded", "1", "2048", "--cases"]
 
 
 @pytest.mark.parametrize(
@@ -170,14 +179,8 @@ SMALL = ["--device", "cpu", "--shape"]
         (generate.main, [*SMALL, "tiny", "--compile-cases", "1x1,1x2,1x3,1x4,1x5,1x6,1x7"], "at most 6 cases; got 7"),
         (generate.main, [*SMALL, "/nowhere", "--cases", "1x16"], "--shape /nowhere: "),
         # Long prompts of a small model need a GPU too.
-        *(
-            (
-                generate.main,
-                [*SMALL, "tiny", "--cases", f"1x16,{case}", "--padded", "1", "2048"],
-                f"error: {case} needs a CUDA GPU",
-            )
-            for case in ("1x8192", "16xpadded")
-        ),
+        (generate.main, [*LONG, "1x16,1x8192"], "error: 1x8192 needs a CUDA GPU"),
+        (generate.main, [*LONG, "1x16,16xpadded"], "error: 16xpadded needs a CUDA GPU"),
         (stream.main, [*SMALL, "tiny", "--points", "700,800", "--steps", "100"], "increase by at least 600 tokens"),
         (report.main, ["--results", "/nowhere"], "has no results"),
     ],
@@ -204,7 +207,7 @@ def test_a_benchmark_without_a_gpu_says_so_before_it_loads_anything(name, monkey
 
 
 @pytest.mark.slow
-def test_rivals_can_be_added_to_a_case_by_a_run_of_their_own(tmp_path):
+def test_runs_of_their_own_add_rivals_and_have_no_ratio_in_a_table(tmp_path):
     first = bench(tmp_path, "--cases", "1x16,2x16", "--rivals", "sdpa_dynamic,patched")
     both = bench(tmp_path, "--cases", "1x16", "--rivals", "sdpa_static_compile,eager_dynamic", "--add")
     assert len(both["rows"]) == 2 and both["rows"][1] == first["rows"][1]
@@ -218,18 +221,12 @@ def test_rivals_can_be_added_to_a_case_by_a_run_of_their_own(tmp_path):
     assert {run: of["command"] for run, of in both["measured_by"].items()} == dict(
         zip((ids[grid.OURS], ids[grid.STATIC]), both["commands"], strict=True)
     )
-
-
-@pytest.mark.slow
-def test_a_table_separates_runs_and_gives_no_ratio_between_them(tmp_path):
-    bench(tmp_path, "--cases", "1x16,2x16", "--rivals", "sdpa_dynamic,patched")
-    both = bench(tmp_path, "--cases", "1x16", "--rivals", "sdpa_static_compile", "--add")
     for rival, ms in ((grid.SDPA, 5.0), (grid.STATIC, 3.0), (grid.OURS, 2.0)):
         both["rows"][0]["rivals"][rival]["ms"] = ms
     lines = sections.generate(both).splitlines()
     first, second = both["commands"]
     assert f"- run 1: `sdpa` and `patch()` of 1x16, 2x16; by `{first}`" in lines
-    assert f"- run 2: static + compile of 1x16; by `{second}`" in lines
+    assert [line for line in lines if line.startswith("- run 2: ") and line.endswith(f" of 1x16; by `{second}`")]
     (cells,) = [[cell.strip() for cell in line.split("|")] for line in lines if "| 1x16 |" in " ".join(line.split())]
     assert cells[2:7] == ["5.00", "3.00", "2.00", "2.50x", "-"]
     (cells,) = [[cell.strip() for cell in line.split("|")] for line in sections.headline(both).splitlines() if "3.00" in line]
@@ -291,15 +288,7 @@ def test_driver_and_clocks_are_in_the_conditions_of_a_run(tmp_path, monkeypatch)
         raise FileNotFoundError("nvidia-smi")
 
     monkeypatch.setattr(results.subprocess, "run", none)
-    assert results.clocks(torch.device("cuda")) == results.clocks(torch.device("cpu")) == {}
-
-
-@pytest.mark.slow
-def test_static_cache_continues_from_its_prompt(tmp_path):
-    rivals = "sdpa_dynamic,sdpa_static_compile"
-    row = bench(tmp_path, "--cases", "2x16", "--rivals", rivals, "--resume", "2x16")["rows"][0]
-    static = row["rivals"][grid.STATIC]
-    assert row["repeats_from"] == "cache" and len(static["all_ms"]) == 2 and static["against_sdpa_dynamic"]["equal"] == 1
+    assert results.clocks(torch.device("cuda")) == results.clocks(CPU) == {}
 
 
 @pytest.mark.slow
@@ -318,48 +307,18 @@ def test_an_interrupted_run_keeps_what_was_measured(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_an_attention_that_is_not_installed_is_named(tmp_path):
-    row = bench(tmp_path, "--cases", "1x16", "--rivals", "flash_attention_2_dynamic,sdpa_dynamic")["rows"][0]
-    assert "flash" in row["rivals"]["flash_attention_2_dynamic"]["error"].lower() and row["rivals"][grid.SDPA]["ms"] > 0
-
-
-@pytest.mark.slow
-def test_first_tokens_are_timed_alternately(tmp_path):
-    arguments = ["--cases", "2x16", "--rivals", "sdpa_dynamic,patched", "--resume", "2x16", "--first-tokens", "3"]
-    row = bench(tmp_path, *arguments)["rows"][0]
-    sdpa, ours = (row["rivals"][name] for name in (grid.SDPA, grid.OURS))
-    assert len(sdpa["all_ttft_ms"]) == len(ours["all_ttft_ms"]) == 3
-    assert row["ttft_over_sdpa"] == ours["ttft_ms"] / sdpa["ttft_ms"] and sdpa["ttft_ms"] == sorted(sdpa["all_ttft_ms"])[1]
-
-
-@pytest.mark.slow
 def test_learned_positions_cover_the_prompt(tmp_path, monkeypatch):
     model_type, config = models.SHAPES["tiny-opt"]
     monkeypatch.setitem(models.SHAPES, "tiny-opt", (model_type, {**config, "max_position_embeddings": 64}))
-    options = ["--cases", "1x100", "--tokens", "4", "--repeats", "1", "--device", "cpu", "--out", str(tmp_path)]
-    generate.main(["--shape", "tiny-opt", *options])
+    options = ["--shape", "tiny-opt", "--cases", "1x100", "--tokens", "4", "--repeats", "1"]
+    (row,) = rows_of(generate.main, tmp_path, "generate_tiny-opt", *options)
     result = json.loads((tmp_path / "generate_tiny-opt.json").read_text())
-    assert result["config"]["max_position_embeddings"] == 168 and result["rows"][0]["rivals"][grid.OURS]["ms"] > 0
-
-
-def test_bytes_a_step_reads():
-    device = torch.device("cpu")
-    tiny, opt = (models.load(name, torch.float32, device) for name in ("tiny", "tiny-opt"))
-    hidden, vocab = 64, 128
-    not_read = {subject.name: subject.facts.weight_bytes - subject.facts.read_bytes(2) for subject in (tiny, opt)}
-    assert not_read["tiny"] == 4 * hidden * vocab  # the embedding; its head is another matrix
-    assert not_read["tiny-opt"] == 4 * hidden * (2048 + 2)  # positions; the embedding is the head
-    assert opt.facts.kv_bytes(10) == 2 * 10 * 4 * 16 * 4 * 2
-    assert models.step_bytes(tiny.facts, [10, 5]) == tiny.facts.read_bytes(2) + 2 * 15 * 2 * 16 * 4 * 2
-    windowed = models.Subject("windowed", hf.random_model("mistral", torch.float32, device, **WINDOWED), "random")
-    assert sum(map(windowed.facts.kv_bytes, [10, 5])) == 2 * (8 + 5) * 2 * 16 * 4 * 2
+    assert result["config"]["max_position_embeddings"] == 168 and row["rivals"][grid.OURS]["ms"] > 0
 
 
 @pytest.mark.slow
 def test_first_calls_of_a_fresh_process(tmp_path):
-    arguments = ["--shape", "tiny", "--fresh", "--repeats", "1", "--device", "cpu", "--out", str(tmp_path)]
-    assert generate.main(arguments) == 0
-    cold, warm = json.loads((tmp_path / "generate_fresh.json").read_text())["rows"]
+    cold, warm = rows_of(generate.main, tmp_path, "generate_fresh", "--shape", "tiny", "--fresh", "--repeats", "1")
     assert (cold["triton_cache"], warm["triton_cache"]) == ("cold", "warm")
     for row in (cold, warm):
         assert [call["prompt"] for call in row["calls"]] == [64, 24] and row["reasons"]  # no graph on a CPU, and that is said
@@ -373,7 +332,7 @@ def test_the_first_replay_is_timed_and_no_code_runs_between_the_steps_of_generat
     found, original = [], hf.other_code
     monkeypatch.setattr(hf, "other_code", lambda arguments: found.append(original(arguments)) or found[-1])
     fake_graph.use(monkeypatch)
-    first, second = fresh.first_calls("tiny", [64, 24], torch.device("cpu"))["calls"]
+    first, second = fresh.first_calls("tiny", [64, 24], CPU)["calls"]
     assert first["to_first_replay_s"] > first["first_token_s"] and first["captured"] == 1
     assert second["captured"] == second["compiled"] == second["read_from_disk"] == 0
     assert len(found) == 2 and not any(found)
@@ -383,7 +342,7 @@ def test_the_first_replay_is_timed_and_no_code_runs_between_the_steps_of_generat
 def test_a_fresh_process_that_fails_says_why(tmp_path, monkeypatch):
     monkeypatch.setattr(fresh.sys, "executable", shutil.which("ls"))
     with pytest.raises(RuntimeError, match=r"(?s)tiny cpu 8 4 failed with \d: .*tiny"):
-        fresh.child("tiny", [8, 4], torch.device("cpu"), str(tmp_path), 100)
+        fresh.child("tiny", [8, 4], CPU, str(tmp_path), 100)
 
 
 # ---- unbounded generation ----
@@ -445,7 +404,7 @@ def test_times_of_a_step_are_medians(monkeypatch):
 
 
 def test_a_row_that_fails_does_not_end_the_others(tmp_path):
-    kept = results.Results(tmp_path / "x.json", 60, "", torch.device("cpu"), failed=[], not_run=[])
+    kept = results.Results(tmp_path / "x.json", 60, "", CPU, failed=[], not_run=[])
     loaded = []
 
     def measure(subject, case):
@@ -453,20 +412,17 @@ def test_a_row_that_fails_does_not_end_the_others(tmp_path):
             raise ValueError("no")
         return {"case": case}
 
-    families.measure_cases(
-        kept, "x", ["a", "b", "c"], lambda: loaded.append(1) or "model", measure, str, torch.device("cpu"), reserve=2
-    )
+    families.measure_cases(kept, "x", ["a", "b", "c"], lambda: loaded.append(1) or "model", measure, str, CPU, reserve=2)
     assert [row["case"] for row in kept.data["rows"]] == ["a", "c"] and loaded == [1]
     assert kept.data["failed"] == [{"row": "x b", "error": "ValueError: no"}] and not kept.data["not_run"]
-    families.measure_cases(kept, "x", ["d"], lambda: "model", measure, str, torch.device("cpu"), reserve=1e9)
+    families.measure_cases(kept, "x", ["d"], lambda: "model", measure, str, CPU, reserve=1e9)
     assert kept.data["not_run"] == ["x d"]
 
 
 @pytest.mark.slow
 def test_a_step_of_each_family_beside_its_floor(tmp_path):
     options = ["--only", "tiny", "--cases", "2xpadded", "--padded", "9", "20", "--tokens", "8", "--stock-tokens", "8"]
-    assert families.main([*options, "--device", "cpu", "--repeats", "1", "--out", str(tmp_path)]) == 0
-    (row,) = json.loads((tmp_path / "families.json").read_text())["rows"]
+    (row,) = rows_of(families.main, tmp_path, "families", *options, "--repeats", "1")
     facts = costs.count(hf.random_model("llama", torch.float32, torch.device("meta"), **families.FAMILIES["tiny"][1]))
     assert row["bytes"] == facts.read_bytes(2) + facts.kv_bytes(9) + facts.kv_bytes(20)
     assert row["lengths"] == [9, 20] and row["check"]["passed"] and row["ms"] > 0 < row["stock_ms"]
@@ -478,15 +434,13 @@ def test_a_step_of_each_family_beside_its_floor(tmp_path):
 @pytest.mark.slow
 def test_other_modes_of_generate(tmp_path):
     options = ["--shape", "tiny", "--prompt", "300", "--past", "64", "--prompts", "24", "--repeats", "1", "--reserve", "0"]
-    assert modes.main([*options, "--device", "cpu", "--out", str(tmp_path)]) == 0
-    rows = json.loads((tmp_path / "modes.json").read_text())["rows"]
+    rows = rows_of(modes.main, tmp_path, "modes", *options)
     assert [row["mode"] for row in rows] == [*modes.STEPS, *["message"] * len(modes.MESSAGES), "first"]
     assert all(row["equal_tokens"] == 1 and row["patched"]["ms"] > 0 < row["stock"]["ms"] for row in rows)
     text = report.report(tmp_path, ["modes"])
     assert "first token of a message of 300 tokens behind 64" in text and "first token of a prompt of 24 tokens" in text
     assert text.count("100%") == len(rows)
-    assert modes.main([*options, "--only", "first", "--keep", "--device", "cpu", "--out", str(tmp_path)]) == 0
-    assert len(json.loads((tmp_path / "modes.json").read_text())["rows"]) == len(rows)
+    assert len(rows_of(modes.main, tmp_path, "modes", *options, "--only", "first", "--keep")) == len(rows)
 
 
 RECORDED = {"stops": [["\n", 3], ["Q:", 4]], "options": {"do_sample": False, "use_cache": True}}
@@ -507,8 +461,7 @@ def test_the_calls_of_an_evaluation_are_replayed(tmp_path, monkeypatch):
 
     monkeypatch.setattr(evaluation, "generated", noted)
     options = ["--shape", "tiny", "--calls", str(tmp_path / "calls.json"), "--repeats", "1", "--reserve", "0"]
-    assert evaluation.main([*options, "--device", "cpu", "--out", str(tmp_path)]) == 0
-    (row,) = json.loads((tmp_path / "evaluation.json").read_text())["rows"]
+    (row,) = rows_of(evaluation.main, tmp_path, "evaluation", *options)
     assert row["case"] == "a" and row["equal_tokens"] == 1 and row["patched"]["error"] <= row["allowed"] < 0.1
     assert row["patched"]["replays"] > 0 == row["patched"]["uncaptured"] and not row["reasons"] and "replays" not in row["stock"]
     both = [(call["lengths"], call["new"], ["\n", "Q:"]) for call in calls]
@@ -559,9 +512,7 @@ def test_ragged_prompts(tmp_path, monkeypatch):
 def test_rollouts_with_the_arguments_of_trl(tmp_path, monkeypatch):
     fake_graph.use(monkeypatch, prompts=False)
     options = ["--shape", "tiny", "--prompts", "2", "--samples", "2", "--prompt-tokens", "24", "--new", "8", "--rollouts", "2"]
-    options += ["--reserve", "0", "--device", "cpu", "--out", str(tmp_path)]
-    assert rollout.main(options) == 0
-    rows = json.loads((tmp_path / "rollout.json").read_text())["rows"]
+    rows = rows_of(rollout.main, tmp_path, "rollout", *options, "--reserve", "0")
     assert [row["precision"] for row in rows] == ["autocast", "bf16"]
     for row in rows:
         ours = row["patched"]
@@ -574,7 +525,7 @@ def test_rollouts_with_the_arguments_of_trl(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_a_rollout_with_the_weights_before_a_step_is_wrong():
     arguments = SimpleNamespace(shape="tiny", lr=1e-2, prompts=2, samples=2, prompt_tokens=24)
-    policy, device = rollout.Policy(arguments, "bf16", torch.device("cpu")), torch.device("cpu")
+    policy, device = rollout.Policy(arguments, "bf16", CPU), CPU
     prompt = rollout.prompts(arguments, 128, device)
     assert policy.errors(prompt)["error"] < 1e-4 and policy.model.training and policy.model.is_gradient_checkpointing
     old = runs.copy.deepcopy(policy.judge)
@@ -584,28 +535,24 @@ def test_a_rollout_with_the_weights_before_a_step_is_wrong():
     assert policy.errors(prompt)["error"] > 1e-2
 
 
-def test_a_restricted_model_generates_no_padding():
+def test_a_restricted_model_generates_no_padding(tiny):
     """Whose tokens would be masked for the assistant."""
-    model = models.load("tiny", torch.float32, torch.device("cpu")).model
-    modes.restrict(model)
-    ids = modes.texts(torch.device("cpu"))(2000)
+    modes.restrict(tiny)
+    ids = modes.texts(CPU)(2000)
     with torch.no_grad():
-        tokens = model(ids).logits.argmax(-1)
+        tokens = tiny(ids).logits.argmax(-1)
     assert {*tokens.flatten().tolist(), *ids.flatten().tolist()} <= set(modes.VOCABULARY)
 
 
 def test_a_row_of_a_mode_with_wrong_logits_fails():
-    subject = SimpleNamespace(model=hf.random_model("llama", torch.float32, torch.device("cpu"), **models.SHAPES["tiny"][1]))
+    subject = SimpleNamespace(model=hf.random_model("llama", torch.float32, CPU, **models.SHAPES["tiny"][1]))
     found = SimpleNamespace(data={"rows": [], "failed": []}, say=lambda text: None)
-    bench = modes.Bench(None, subject, found, torch.device("cpu"))
-    ids = torch.arange(3, 12)[None]
+    bench, ids, errors = modes.Bench(None, subject, found, CPU), torch.arange(3, 12)[None], []
     logits = subject.model(ids[:, :-1]).logits[:, -2:]
-    errors = []
     for wrong in (0.0, 1.0, math.nan):
         out = SimpleNamespace(sequences=ids, logits=(logits[:, 0], logits[:, 1] + wrong))
         errors.append(bench.judge.errors(out, 2))
-        stock = {"tokens": [1], "ms": 1.0, **errors[0]}
-        ours = {"tokens": [1], "ms": 1.0, **errors[-1]}
+        stock, ours = ({"tokens": [1], "ms": 1.0, **error} for error in (errors[0], errors[-1]))
         bench.add({"mode": "first", "case": str(wrong), "stock": stock, "patched": ours, "reasons": []})
     assert errors[0]["error"] < 1e-4 and errors[1]["error"] == pytest.approx(1, abs=1e-4)
     assert [row["case"] for row in found.data["rows"]] == ["0.0"]
@@ -615,8 +562,7 @@ def test_a_row_of_a_mode_with_wrong_logits_fails():
 @pytest.mark.slow
 def test_a_step_with_quantised_weights(tmp_path):
     options = ["--shape", "tiny", "--layers", "1", "--cases", "2x9", "--tokens", "8", "--stock-tokens", "8", "--only", "bf16"]
-    assert quantised.main([*options, "--device", "cpu", "--repeats", "1", "--out", str(tmp_path)]) == 0
-    (row,) = json.loads((tmp_path / "quantised.json").read_text())["rows"]
+    (row,) = rows_of(quantised.main, tmp_path, "quantised", *options, "--repeats", "1")
     assert row["check"]["passed"] and row["ms"] > 0 < row["uncaptured_ms"] and row["kinds"] == []
     assert "2x9 | bf16" in report.report(tmp_path, ["quantised"])
 
@@ -650,7 +596,7 @@ def test_two_checkouts_alternate_and_agree(tmp_path):
         "--device",
         "cpu",
     ]
-    commits.main(["--before", here, *options, "--out", str(tmp_path)])
+    commits.main(["--before", here, *options, "--device", "cpu", "--out", str(tmp_path)])
     found = json.loads((tmp_path / "commits.json").read_text())
     (row,) = found["rows"]
     assert row["same_tokens"] and row["lengths"] == [9, 20] and len(row["now"]["all_ms"]) == 2
@@ -663,14 +609,12 @@ def test_two_checkouts_alternate_and_agree(tmp_path):
 def test_orders_of_context_parallelism_are_checked_and_timed(tmp_path, monkeypatch):
     monkeypatch.setattr(context, "HEADS", 4)
     monkeypatch.setattr(context, "KV_HEADS", 2)
-    assert context.main(["--ranks", "2", "--tokens", "64", "--device", "cpu", "--out", str(tmp_path)]) == 0
-    rows = json.loads((tmp_path / "context.json").read_text())["rows"]
+    rows = rows_of(context.main, tmp_path, "context", "--ranks", "2", "--tokens", "64")
     assert [row["order"] for row in rows] == ["ring", "zigzag", "striped"]
     assert all(len(row["rank_us"]) == 2 and 0 < row["balance"] <= 1 for row in rows)
     text = sections_context.balance(json.loads((tmp_path / "context.json").read_text()))
     assert [line.split("|")[3].strip() for line in text.splitlines()[-3:]] == ["ring", "zigzag", "striped"]
-    monkeypatch.setattr(
-        context, "positions", lambda order, rank, ranks, tokens: torch.arange(tokens) + tokens * (ranks - 1 - rank)
-    )
+    reversed_order = lambda order, rank, ranks, tokens: torch.arange(tokens) + tokens * (ranks - 1 - rank)  # noqa: E731
+    monkeypatch.setattr(context, "positions", reversed_order)
     with pytest.raises(AssertionError, match="Tensor-likes are not close"):
-        context.check("ring", 2, torch.device("cpu"))
+        context.check("ring", 2, CPU)

@@ -58,33 +58,32 @@ def bench(tmp_path, part, *arguments) -> tuple[int, dict]:
     return status, json.loads((tmp_path / f"kernels_{part}.json").read_text())
 
 
+OURS = {  # what each part times at least, beside split_kv
+    "paper": "fa2, split_kv, lean, stream_k",
+    "paper_ranks": "fa2, split_kv, lean",
+    "sweep": "lean, 64 x 2",
+    "window": "ours",
+    **dict.fromkeys(("prefill", "widths"), "ours, portable"),
+    **dict.fromkeys(("queries", "queries_portable"), "fa2, lean"),
+    "training": "ours, ours_portable, sdpa_flash",
+    "training_packed": "ours, sdpa_masked",
+    "training_gpt_oss": "ours, eager",
+    **dict.fromkeys(("training_fused", "training_layer"), "ours, standard"),
+}
+
+
 @pytest.mark.parametrize("part", slow_unless(("decode", "prefill").__contains__, SMALL))
 def test_every_shape_is_checked_and_timed(tmp_path, part):
     status, result = bench(tmp_path, part)
     assert status == 0 and not result["failed"] and not result["not_run"]
     assert [row["shape"] for row in result["rows"]] == [str(shape) for shape in SMALL[part]]
-    ours = {
-        "paper": {"fa2", "split_kv", "lean", "stream_k"},
-        "paper_ranks": {"fa2", "split_kv", "lean"},
-        "sweep": {"lean", "64 x 2"},
-        "prefill": {"ours", "portable"},
-        "widths": {"ours", "portable"},
-        "window": {"ours"},
-        "queries": {"fa2", "lean"},
-        "queries_portable": {"fa2", "lean"},
-        "training": {"ours", "ours_portable", "sdpa_flash"},
-        "training_packed": {"ours", "sdpa_masked"},
-        "training_gpt_oss": {"ours", "eager"},
-        "training_fused": {"ours", "standard"},
-        "training_layer": {"ours", "standard"},
-    }
     for row in result["rows"]:
-        assert all(
-            us > 0 and low <= us <= high for us, (low, high) in zip(row["us"].values(), row["us_range"].values(), strict=True)
-        )
-        assert set(row["us"]) >= ours.get(part, {"split_kv"})
+        assert all(us > 0 and low <= us <= high for us, (low, high) in ((us, row["us_range"][n]) for n, us in row["us"].items()))
+        assert row["us"].keys() == row["us_range"].keys() >= {*OURS.get(part, "split_kv").split(", ")}
         assert not any("WrongResult" in error for error in row["errors"].values())  # absent on a CPU, but not wrong
     assert result["summary"] and result["conditions"]["torch"] == torch.__version__
+    lines = (tmp_path / f"kernels_{part}.json").read_text().splitlines()
+    assert sum('"us_range"' in line for line in lines) == len(result["rows"])  # each row is one line
 
 
 @pytest.mark.slow
@@ -95,36 +94,40 @@ def test_a_peer_that_cannot_run_is_named_and_the_others_run(tmp_path):
     assert row.kv_bytes == 2 * 2 * 2 * 64 * 16 * 2 == result["rows"][0]["kv_bytes"]
 
 
-def test_a_wrong_kernel_is_not_timed(tmp_path, monkeypatch, capsys):
-    def off_by_one(q, k, v, spans=None, **options):
-        return attention(q, k[:, :, 1:], v[:, :, 1:], spans, **options)
+def off_by_one(q, k, v, spans=None, **options):
+    return attention(q, k[:, :, 1:], v[:, :, 1:], spans, **options)
 
-    monkeypatch.setattr(decode, "LEAN", off_by_one)
-    status, result = bench(tmp_path, "decode")
-    assert status == 1 and result["rows"] == [] and len(result["failed"]) == 2
+
+WRONG = [("decode", decode, "LEAN", off_by_one), ("queries", queries, "exact", lambda q, *_, **options: torch.ones(q.shape))]
+
+
+@pytest.mark.parametrize("part, module, name, wrong", slow_unless(WRONG[0].__eq__, WRONG))
+def test_a_wrong_kernel_is_not_timed(tmp_path, monkeypatch, capsys, part, module, name, wrong):
+    monkeypatch.setattr(module, name, wrong)
+    status, result = bench(tmp_path, part)
+    assert status == 1 and result["rows"] == [] and len(result["failed"]) == len(SMALL[part])
     assert all("lean is wrong: error" in failed["error"] for failed in result["failed"])
     assert "failed" in capsys.readouterr().out
 
 
 @pytest.mark.slow
-def test_a_wrong_peer_is_not_timed_either(tmp_path, monkeypatch):
-    monkeypatch.setattr(decode, "sdpa", lambda backend, q, k, v: torch.zeros_like(q))
-    _, result = bench(tmp_path, "decode")
-    assert all("WrongResult" in row["errors"]["sdpa_flash"] for row in result["rows"])
-    assert all(row["lean_over_best_peer"] is None for row in result["rows"])
-    assert result["summary"]["lean_over_best_peer"] == {"rows": 0}
+@pytest.mark.parametrize("part, module", [("decode", decode), ("queries", queries)])
+def test_a_wrong_peer_is_not_timed_either(tmp_path, monkeypatch, part, module):
+    monkeypatch.setattr(module, "sdpa", lambda backend, q, k, v: torch.zeros_like(q))
+    _, result = bench(tmp_path, part)
+    assert all("WrongResult" in row["errors"]["sdpa_flash"] for row in result["rows"]) and len(result["rows"]) == len(SMALL[part])
+    if part == "decode":
+        assert all(row["lean_over_best_peer"] is None for row in result["rows"])
+        assert result["summary"]["lean_over_best_peer"] == {"rows": 0}
 
 
-def test_the_check_refuses_zeros_and_nan_and_accepts_rounding():
+def test_the_check_accepts_rounding_alone_and_its_reference_does_not_depend_on_its_parts(monkeypatch):
     q, k, v = shapes.make_inputs(Shape(2, 4, 2, 64, 4096), 1, torch.device("cpu"))[0]
     expected = shapes.exact(q, k, v)
     shapes.check("rounded", expected.bfloat16(), expected)
     for wrong in (torch.zeros_like(q), torch.full_like(q, float("nan")), attention(q, k[:, :, :-64], v[:, :, :-64])):
         with pytest.raises(shapes.WrongResult):
             shapes.check("wrong", wrong, expected)
-
-
-def test_exact_does_not_depend_on_the_size_of_its_parts(monkeypatch):
     q, k, v = shapes.make_inputs(Shape(3, 8, 4, 16, 40, 3), 1, torch.device("cpu"))[0]
     whole = attention(q, k, v, window=7).float()
     for size in (1, 2 * 4 * 40 * 16, 1 << 30):
@@ -142,9 +145,8 @@ def test_rows_are_selected_kept_and_skipped(tmp_path, capsys):
     assert len(set(result["measured_by"])) == 2 == len({row["run"] for row in result["rows"]})
     assert "; the figures of a row are of one run" in sections.decode(result)
     # The best bandwidth of one run does not apply to another.
-    fast, slow = (
-        row | {"kv_bytes": 2 << 30, "tb_per_s": {"lean": tb}} for row, tb in zip(result["rows"], (4.0, 1.0), strict=True)
-    )
+    both = zip(result["rows"], (4.0, 1.0), strict=True)
+    fast, slow = (row | {"kv_bytes": 2 << 30, "tb_per_s": {"lean": tb}} for row, tb in both)
     assert decode.decode_summary([fast, slow])["lean_share_of_best_bandwidth_from_1_gib"]["smallest"] == 1
     status, same = bench(tmp_path, "decode", "--seconds", "0")
     assert status == 1 and same == result and "no time for 2 shapes" in capsys.readouterr().out
@@ -153,21 +155,11 @@ def test_rows_are_selected_kept_and_skipped(tmp_path, capsys):
     assert "no shape of decode has '9/9' in its name" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_rows_of_another_machine_are_not_kept(tmp_path, capsys):
-    _, result = bench(tmp_path, "decode")
-    result["conditions"]["device"] = "another"
-    (tmp_path / "kernels_decode.json").write_text(json.dumps(result))
-    with pytest.raises(SystemExit):
-        bench(tmp_path, "decode", "--keep")
-    assert "was measured under" in capsys.readouterr().err
-
-
-def test_rows_of_another_model_are_not_kept(tmp_path, capsys):
+def test_rows_of_another_model_or_machine_are_not_kept(tmp_path, capsys):
     same = {"conditions": {}, "shape": "8b", "layers": 4}
     results.Results(tmp_path / "x.json", 1, "bench", **same).save()
     results.Results(tmp_path / "x.json", 1, "bench", **same).take_over(argparse.ArgumentParser())
-    for other in ({"shape": "1b"}, {"layers": 32}):
+    for other in ({"shape": "1b"}, {"layers": 32}, {"conditions": {"device": "another"}}):
         with pytest.raises(SystemExit):
             results.Results(tmp_path / "x.json", 1, "bench", **same | other).take_over(argparse.ArgumentParser())
         assert f"was measured under {next(iter(other))}" in capsys.readouterr().err
@@ -245,12 +237,16 @@ def test_statements_about_queries_are_computed_from_the_rows():
     assert found["one_more_query"]["pairs"] == 0 and found["few_queries_long_past"]["rows"] == 1
 
 
-def test_a_part_of_the_queries_is_a_sample_of_all():
+def test_a_part_of_the_queries_is_a_sample_of_all_and_a_row_has_balanced_rounds():
     assert len(queries.QUERIES) == len(set(map(str, queries.QUERIES))) == 2592
     first = queries.QUERIES[: len(queries.QUERIES) // 6]
     for name in ("head_dim", "kv_len", "num_heads", "batch", "q_len"):
         assert {getattr(s, name) for s in first} == {getattr(s, name) for s in queries.QUERIES}
     assert max(s.kv_bytes for s in queries.QUERIES) == 16 << 30
+    assert queries.ROUNDS["least"] % len([*queries.PEERS, *queries.OURS]) == 0
+    rounds = itertools.islice(timing.orders(list("abc")), queries.ROUNDS["least"])  # if a peer cannot run the shape
+    pairs = {pair for order in rounds for pair in itertools.pairwise(order)}
+    assert pairs == set(itertools.permutations("abc", 2))
 
 
 @pytest.mark.slow
@@ -290,26 +286,6 @@ def test_compiling_ahead_reports_failures_and_continues(tmp_path, capsys):
     assert "compiling for (3, 1, 8): TypeError" in capsys.readouterr().out
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("wrong", ["sdpa", "lean"])
-def test_a_wrong_result_of_queries_is_found(tmp_path, monkeypatch, wrong):
-    if wrong == "sdpa":
-        monkeypatch.setattr(queries, "sdpa", lambda backend, q, k, v: torch.zeros_like(q))
-        _, result = bench(tmp_path, "queries")
-        assert all("WrongResult" in row["errors"]["sdpa_flash"] for row in result["rows"]) and len(result["rows"]) == 6
-        return
-    monkeypatch.setattr(queries, "exact", lambda q, k, v, **options: torch.ones_like(q, dtype=torch.float32))
-    status, result = bench(tmp_path, "queries")
-    assert status == 1 and all("lean is wrong" in failed["error"] for failed in result["failed"])
-
-
-@pytest.mark.slow
-def test_each_row_is_one_line_of_the_json(tmp_path):
-    _, expected = bench(tmp_path, "queries")
-    text = (tmp_path / "kernels_queries.json").read_text()
-    assert json.loads(text) == expected and sum('"us_range"' in line for line in text.splitlines()) == 6
-
-
 # ---- tables and pictures ----
 
 
@@ -332,6 +308,9 @@ def test_every_table_and_picture_can_be_made(tmp_path):
     titles += "|Packed sequences|GPT-OSS's attention|The table of the fused|One layer of GPT-J"
     for words in titles.split("|"):
         assert f"**{words}" in text
+    names = [name for name in SMALL if name.startswith("training")]
+    # Of flash: backward, both, and the portable backward; of the dense mask; of eager.
+    assert len(re.findall(r"(?:flash|masked|eager) \d+\.\d\dx", report.report(folder, names))) == 5
     for part in ("decode", "queries", "paper", "training", "training_layer"):
         assert f"](results/kernels_{part}.png)" in text
         assert matplotlib.image.imread(folder / f"kernels_{part}.png").std() > 0
@@ -340,18 +319,6 @@ def test_every_table_and_picture_can_be_made(tmp_path):
     worst = measured["summary"]["lean_over_best_peer"]["smallest_at"]  # always included
     (us,) = [row["us"]["lean"] for row in measured["rows"] if row["shape"] == worst]
     assert [line for line in text.splitlines() if worst in line and f" {sections.figure(us)} " in line]
-
-
-@pytest.mark.slow
-def test_every_table_of_training_can_be_made(tmp_path):
-    names = [name for name in SMALL if name.startswith("training")]
-    for name in names:
-        bench(tmp_path, name)
-    text = report.report(tmp_path, names)
-    for title in ("Attention with gradients", "Packed sequences", "GPT-OSS's attention", "The table of the fused", "One layer"):
-        assert f"**{title}" in text
-    # Of flash: backward, both, and the portable backward; of the dense mask; of eager.
-    assert len(re.findall(r"(?:flash|masked|eager) \d+\.\d\dx", text)) == 5
 
 
 @pytest.mark.slow
@@ -378,7 +345,7 @@ def test_graphs_larger_than_the_cache_are_stored_once(monkeypatch):
         assert alive == [sets]
 
 
-def test_wrong_gradients_are_not_timed(tmp_path, monkeypatch):
+def test_gradients_are_checked_those_of_long_inputs_by_their_last_queries(tmp_path, monkeypatch):
     (case,) = SMALL["training"]
     x = training.make(case, torch.device("cpu"))
     expected = training.exact(x, x.dout)
@@ -389,11 +356,6 @@ def test_wrong_gradients_are_not_timed(tmp_path, monkeypatch):
         wrong[i][0, 0, 3] = float("nan")
         with pytest.raises(shapes.WrongResult, match=f"{what} of ours is wrong: error nan"):
             training.check("ours", wrong, expected, 0)
-
-
-def test_long_inputs_are_checked_by_their_last_queries(monkeypatch):
-    (case,) = SMALL["training"]
-    x = training.make(case, torch.device("cpu"))
     dout = x.dout.clone()
     dout[:, :, : -training.TAIL] = 0
     whole = training.exact(x, dout)
@@ -426,9 +388,7 @@ def test_documents_fill_the_row():
 def test_sections_are_written_between_their_marks(tmp_path):
     for part in ("decode", "ragged"):
         bench(tmp_path, part)
-    document = (
-        "<!-- measured ragged: begin -->\n<!-- measured ragged: end -->\n<!-- measured: begin -->\n<!-- measured: end -->\n"
-    )
+    document = "".join(f"<!-- measured{name}: {mark} -->\n" for name in (" ragged", "") for mark in ("begin", "end"))
     first, rest = report.rewrite(document, tmp_path).split("<!-- measured: begin -->")
     assert "**Ragged" in first and "**Decode" not in first and "**Decode" in rest and "**Ragged" not in rest
     with pytest.raises(ValueError, match="no sections raged; known are headline, generate"):
@@ -476,11 +436,8 @@ def test_the_command_reproduces_the_figures():
 def test_inputs_of_a_round_are_larger_than_l2(monkeypatch, part):
     monkeypatch.undo()
     for shape in kernels.PARTS[part].shapes:
-        kv_bytes = (
-            shape.shape.kv_bytes * (shape.window or shape.shape.kv_len) // shape.shape.kv_len
-            if part == "window"
-            else shape.kv_bytes
-        )
+        of = shape.shape if part == "window" else shape
+        kv_bytes = of.kv_bytes * ((part == "window" and shape.window) or of.kv_len) // of.kv_len
         sets = timing.num_sets(kv_bytes)
         assert sets * kv_bytes >= 128 << 20 and (sets > 1 or kv_bytes >= 100 * (50 << 20)), str(shape)
         assert timing.num_calls(sets, 7.0) % sets == 0
@@ -494,15 +451,13 @@ def test_the_heads_of_a_gpu_are_shown_as_those_of_all(tmp_path):
 
 
 def test_the_grid_is_complete():
-    assert (
-        len(set(map(str, decode.DECODE))) == len(decode.DECODE) == 140
-    )  # the grid of 140 without two of 275 and 240 GB, and two
+    # The grid of 140 without two of 275 and 240 GB, and two.
+    assert len(set(map(str, decode.DECODE))) == len(decode.DECODE) == 140
     assert max(shape.kv_bytes for shape in decode.DECODE) == 64 << 30
     assert {(s.num_heads, s.num_kv_heads, s.head_dim) for s in decode.DECODE} == {*decode.HEADS, (12, 12, 96)}
     assert {s.head_dim for s in paper.SHAPES} == {64, 128} and {s.batch for s in paper.SHAPES} == {1, 4, 16}
-    assert {s.num_heads for s in paper.SHAPES} == {12, 16, 24, 32, 56, 64, 128} and max(
-        s.kv_len for s in paper.SHAPES
-    ) == 512 << 10
+    assert {s.num_heads for s in paper.SHAPES} == {12, 16, 24, 32, 56, 64, 128}
+    assert max(s.kv_len for s in paper.SHAPES) == 512 << 10
 
 
 def test_rivals_alternate():
@@ -524,13 +479,6 @@ def test_no_rival_always_follows_the_same_other(rivals):
     assert all(sorted(order) == names for order in rounds)
     pairs = collections.Counter(pair for order in rounds for pair in itertools.pairwise(order))
     assert pairs == dict.fromkeys(itertools.permutations(names, 2), 1 + rivals % 2)
-
-
-def test_a_row_of_queries_has_balanced_rounds():
-    assert queries.ROUNDS["least"] % len([*queries.PEERS, *queries.OURS]) == 0
-    rounds = itertools.islice(timing.orders(list("abc")), queries.ROUNDS["least"])  # if a peer cannot run the shape
-    pairs = {pair for order in rounds for pair in itertools.pairwise(order)}
-    assert pairs == set(itertools.permutations("abc", 2))
 
 
 def test_visible_pairs_are_those_of_the_reference():

@@ -197,13 +197,6 @@ def test_a_capacity_is_a_number_of_tokens(wrong):
                     patch(model, "streaming", **{"window": 40, name: wrong})
 
 
-def test_an_integer_of_numpy_is_a_number_of_tokens():
-    model = tiny("llama", "lean")
-    assert PreallocatedCache(model, np.int64(300)).storage.capacity == 512
-    with patch(model, "streaming", window=np.int64(40), sinks=np.int32(4)):
-        assert type(model.config.streaming_window) is int and type(model.config.streaming_sinks) is int
-
-
 @pytest.mark.parametrize("window", [None, 16])
 def test_keys_and_values_keep_their_dtypes(tmp_path, window):
     """As under autocast, which rotates keys in fp32 and computes values in bf16."""
@@ -370,6 +363,15 @@ def test_crop():
     long.layers[1 if long.layers[1].is_sliding else 0].base = 475 - 20
     with pytest.raises(ValueError, match="sliding window of 16 has kept 20 of 475"):
         long.crop(-10)
+    model = family("qwen2", "cpu")  # one layer of each kind
+    states = torch.zeros(1, 2, 5, 16)
+    cache.update(states, states, 0)
+    cache.crop(-2)
+    assert cache.get_seq_length() == 3 and [layer.seen for layer in cache.layers] == [3, 0]
+    with pytest.raises(ValueError, match="holds 3 tokens; 4 cannot be removed"):
+        cache.crop(torch.tensor(-4))
+    with pytest.raises(ValueError, match="holds 0 tokens; 1 cannot be removed"):
+        PreallocatedCache(model).crop(-1)
 
 
 def test_rows_are_repeated_selected_and_reordered():
@@ -460,6 +462,10 @@ def test_layers_that_a_model_adds_to_its_cache():
 
 def test_capacities():
     assert [layers.round_up(n) for n in (1, 256, 257, 2047, 2049, 5000, 65600)] == [256, 256, 512, 2048, 2304, 5120, 73728]
+    model = tiny("llama", "lean")
+    assert PreallocatedCache(model, np.int64(300)).storage.capacity == 512
+    with patch(model, "streaming", window=np.int64(40), sinks=np.int32(4)):
+        assert type(model.config.streaming_window) is int and type(model.config.streaming_sinks) is int
 
 
 @pytest.mark.parametrize("slot", [-9, -4, -2, 0, 3, 5, 7, 8, 20])
@@ -472,19 +478,6 @@ def test_append_writes_some_tokens_and_nothing_outside_the_buffer(slot, device):
         held[:, :, max(slot, 0) : max(slot + 4, 0)] = states[:, :, skipped:]
     append(KV(keys, values), *new, torch.tensor([slot], device=device))
     assert all(torch.equal(got, held[:, :, :8]) for got, held in zip((keys, values), expected, strict=True))
-
-
-def test_layers_that_an_early_exit_has_not_reached_crop_nothing():
-    model = family("qwen2", "cpu")  # one layer of each kind
-    cache = PreallocatedCache(model)
-    states = torch.zeros(1, 2, 5, 16)
-    cache.update(states, states, 0)
-    cache.crop(-2)
-    assert cache.get_seq_length() == 3 and [layer.seen for layer in cache.layers] == [3, 0]
-    with pytest.raises(ValueError, match="holds 3 tokens; 4 cannot be removed"):
-        cache.crop(torch.tensor(-4))
-    with pytest.raises(ValueError, match="holds 0 tokens; 1 cannot be removed"):
-        PreallocatedCache(model).crop(-1)
 
 
 @pytest.mark.parametrize("rows", [2, 5])

@@ -52,15 +52,6 @@ def test_generate_prints_the_text_and_compares(capsys, folder, cache):
     assert "lean.decode 12 " in ours and "| all " in theirs  # two layers, six tokens: the prompt of three runs the decode kernel
 
 
-def test_generate_needs_a_window_for_streaming(capsys, folder):
-    for options, says in (
-        (["--window", "40"], "--window and --sinks are for streaming backends, and 'lean' is not one"),
-        (["--backend", "streaming"], "'streaming' needs --window, the number of last tokens to keep"),
-    ):
-        assert cli.main(["generate", folder, *options]) == 2
-        assert says in capsys.readouterr().err
-
-
 def test_generate_reads_standard_input_and_chat_templates(capsys, folder, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("hello"))
     assert cli.main(["generate", folder, "--device", "cpu", "--tokens", "2", "--prompt", "-", "--chat"]) == 0
@@ -259,6 +250,8 @@ def test_every_command_has_help(capsys, command):
             "families, modes, evaluation, prompts, rollout, quantised, ranks, commits, kernels, stream, paper_e2e, paper_ranks, context",
         ),
         (["bench", "speed"], "got speed."),
+        (["generate", "FOLDER", "--window", "40"], "--window and --sinks are for streaming backends, and 'lean' is not one"),
+        (["generate", "FOLDER", "--backend", "streaming"], "'streaming' needs --window, the number of last tokens to keep"),
     ],
 )
 def test_mistakes_are_one_line_and_code_2(capsys, folder, tmp_path, arguments, sentence):
@@ -336,7 +329,7 @@ def test_a_model_without_attention_is_refused_with_a_message(capsys, tmp_path, m
         assert capsys.readouterr().err.splitlines()[-1].startswith(f"hf-fastattn {command}: ")
 
 
-def test_a_bug_of_this_package_has_a_traceback(folder, monkeypatch):
+def test_a_bug_of_this_package_has_a_traceback_and_a_mistake_when_asked_for(folder, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(TypeError):
         patch.setattr(costs, "step", None)
         cli.main(["explain", folder])
@@ -346,6 +339,8 @@ def test_a_bug_of_this_package_has_a_traceback(folder, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(RuntimeError):
         patch.setattr(cli.generate, "_encode", lambda *args: torch.zeros(2) @ torch.zeros(3))
         cli.main(["generate", folder, "--device", "cpu"])
+    with pytest.raises(ValueError, match="at least 1"):
+        cli.main(["generate", folder, "--tokens", "0", "--traceback"])
 
 
 def test_a_bug_of_a_benchmark_has_a_traceback_and_its_refusal_a_message(capsys, monkeypatch):
@@ -377,11 +372,6 @@ def test_the_version_is_printed(capsys):
     with pytest.raises(SystemExit) as end:
         cli.main(["--version"])
     assert not end.value.code and capsys.readouterr().out == f"hf-fastattn {hf_fastattn.__version__}\n"
-
-
-def test_a_traceback_is_shown_when_asked_for(folder):
-    with pytest.raises(ValueError, match="at least 1"):
-        cli.main(["generate", folder, "--tokens", "0", "--traceback"])
 
 
 def test_a_missing_package_is_named(capsys, folder, monkeypatch):

@@ -165,9 +165,11 @@ def test_decode_perplexity_is_that_of_one_pass(tiny):
     torch.testing.assert_close(torch.tensor(nats, dtype=torch.float64), expected[:, 1:].double(), rtol=1e-4, atol=1e-4)
 
 
-def test_a_text_that_is_too_short_is_refused(tiny):
+def test_a_text_that_is_too_short_and_a_model_without_tokenizer_are_refused(tiny):
     with pytest.raises(ValueError, match="needs a text of 40 tokens, and this one has 5"):
         perplexity.excerpts(tiny[1], "short", rows=2, tokens=10, prompt=10)
+    with pytest.raises(ValueError, match="needs its tokenizer"):
+        evaluate(tiny[0], tasks=[])
 
 
 # ---- the statistics ----
@@ -226,16 +228,13 @@ WORSE = [0.0] * 40  # every second example: far beyond chance
 NEAR = [0.0, *RIGHT[1:]]  # one example of 40: may be chance
 
 
-def test_in_float32_any_difference_counts_and_in_16_bits_one_beyond_chance():
+def test_differences_count_by_the_dtype_and_the_stock_backends():
     assert judged(torch.float32, sdpa=RIGHT, lean=RIGHT).passed and judged(torch.bfloat16, sdpa=RIGHT, lean=RIGHT).passed
     assert not judged(torch.float32, sdpa=RIGHT, lean=NEAR).passed
     near = judged(torch.bfloat16, sdpa=RIGHT, lean=NEAR)
     assert near.passed and near.verdict() == "No difference larger than chance: lean, dynamic."
     assert " 0.15 |" in str(near) and near.as_dict()["runs"][1]["against_baseline"][0]["detectable"] == pytest.approx(0.15)
     assert not judged(torch.bfloat16, sdpa=RIGHT, lean=WORSE).passed
-
-
-def test_in_16_bits_stock_backends_set_the_tolerance():
     assert judged(torch.bfloat16, sdpa=RIGHT, eager=WORSE, lean=WORSE).differing()[0].backend == "eager"
     found = judged(torch.bfloat16, sdpa=RIGHT, eager=NEAR, lean=NEAR)
     assert found.passed and "than between Transformers' own backends" in found.verdict()
@@ -516,8 +515,3 @@ def test_the_tasks_are_the_same_in_every_process_and_answerable():
 def test_mistakes_are_refused_before_the_run(tiny, small, options, sentence):
     with pytest.raises(ValueError, match=sentence):
         evaluate(*tiny, **{"tasks": ["small_text"], "include_path": [small], **options})
-
-
-def test_a_loaded_model_needs_its_tokenizer(tiny):
-    with pytest.raises(ValueError, match="needs its tokenizer"):
-        evaluate(tiny[0], tasks=[])

@@ -203,15 +203,13 @@ def test_layouts_are_recognised_by_behaviour(name):
     assert hf.expert_layout(module) == FAMILIES[name][1]
 
 
-def test_changed_numbers_are_noticed():
+def test_changed_numbers_precisions_and_hooks_are_noticed_and_say_nothing_of_other_modules(monkeypatch):
     module = own_experts("gpt_oss")
     module.limit = 3.0
     assert hf.expert_layout(module) == dataclasses.replace(OSS, limit=3.0)
     module.alpha = -1.0
     assert "not one that the kernel supports" in hf.expert_layout(module)
 
-
-def test_an_activation_in_another_precision_is_refused():
     class InFloat(type(own_experts("mixtral"))):
         def _apply_gate(self, gate_up):
             return super()._apply_gate(gate_up.float()).to(gate_up.dtype)
@@ -219,6 +217,11 @@ def test_an_activation_in_another_precision_is_refused():
     module = own_experts("mixtral")
     module.__class__ = InFloat
     assert "InFloat" in hf.expert_layout(module)
+    monkeypatch.setattr(hf_experts, "_layouts", {})
+    hooked = own_experts("mixtral")
+    hooked.act_fn.register_forward_hook(lambda module, args, out: out * 2)
+    assert isinstance(hf.expert_layout(hooked), str)
+    assert not isinstance(hf.expert_layout(own_experts("mixtral")), str)
 
 
 @runs_kernels
@@ -285,14 +288,6 @@ def test_in_a_graph_more_tokens_run_in_parts(launched):
     torch.testing.assert_close(got, want)
 
 
-def test_a_hook_on_one_activation_says_nothing_of_other_modules(monkeypatch):
-    monkeypatch.setattr(hf_experts, "_layouts", {})
-    hooked = own_experts("mixtral")
-    hooked.act_fn.register_forward_hook(lambda module, args, out: out * 2)
-    assert isinstance(hf.expert_layout(hooked), str)
-    assert not isinstance(hf.expert_layout(own_experts("mixtral")), str)
-
-
 class Doubled(torch.nn.Module):
     def forward(self, weight):
         return weight * 2
@@ -355,7 +350,7 @@ def test_patched_model_runs_them(launched):
 
 
 @runs_kernels
-def test_undone_with_the_patch_unless_set_since():
+def test_undone_with_the_patch_unless_set_since_and_a_requested_kernel_of_others_is_kept(monkeypatch):
     model, other = moe("mixtral"), None
     names = lambda: {module.config._experts_implementation for module in model.modules() if hf.asks_for_experts(module)}  # noqa: E731
     with hf_fastattn.patch(model, graph=False):
@@ -369,10 +364,6 @@ def test_undone_with_the_patch_unless_set_since():
     assert names() == {"batched_mm"}
     with hf_fastattn.patch(model, graph=False, fuse=False):
         assert names() == {"batched_mm"}
-
-
-@runs_kernels
-def test_a_requested_kernel_of_others_is_kept(monkeypatch):
     model = moe("mixtral")
     monkeypatch.setitem(hf.experts.ALL_EXPERTS_FUNCTIONS._global_mapping, "theirs", lambda *_: None)
     model.set_experts_implementation("theirs")

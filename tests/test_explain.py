@@ -67,6 +67,9 @@ def test_weights_of_a_model_and_of_its_config_are_equal():
     assert (of_config.parameters, of_config.dense_bytes) == (facts.parameters, facts.dense_bytes)
     half = explain(model, length=64, dtype="bfloat16").facts
     assert half.weight_bytes == facts.weight_bytes // 2 and half.kv_bytes(64) == facts.kv_bytes(64) // 2
+    model_type, options = SHAPES["1b"]
+    model = hf.model_on_meta(hf.make_config(model_type, **options), torch.bfloat16)
+    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
 @pytest.mark.parametrize("name", ["LlavaForConditionalGeneration", "Qwen3VLForConditionalGeneration"])
@@ -82,12 +85,6 @@ def test_a_step_reads_no_weights_of_a_vision_tower(name, tied):
     if not tied:
         text.remove(model.get_input_embeddings().weight)
     assert facts.dense_bytes == of_config.dense_bytes == sum(p.nbytes for p in text)
-
-
-def test_the_model_of_a_configuration_has_no_memory():
-    model_type, options = SHAPES["1b"]
-    model = hf.model_on_meta(hf.make_config(model_type, **options), torch.bfloat16)
-    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
 def test_only_experts_that_rows_choose_are_read():
@@ -147,14 +144,11 @@ def runs(found) -> dict[str, str]:
     return {row["what"]: row["how"] for row in found.runs}
 
 
-def test_kernels_on_the_cpu_are_the_reference():
+def test_kernels_on_the_cpu_are_the_reference_and_short_prompts_go_to_the_decode_kernel():
     found = explain(tiny("llama"), length=64)
     assert found.device == "cpu"
     assert runs(found)["decode"] == "lean: the PyTorch reference" and runs(found)["prefill"] == "prefill: the PyTorch reference"
     assert [row["what"] for row in found.refused] == ["decode graph"] and "graphs are for CUDA" in found.refused[0]["why"]
-
-
-def test_a_short_prompt_goes_to_the_decode_kernel_and_the_reason_is_the_number_of_rows():
     for length, kernel in ((32, "lean"), (33, "prefill")):
         (row,) = [row for row in explain(tiny("llama"), length=length).runs if row["what"] == "prefill"]
         assert row["how"].startswith(kernel) and row["why"].startswith(f"{length} x 2 = {2 * length} query rows")
@@ -178,13 +172,18 @@ def test_the_hopper_kernel_runs_on_hopper_and_is_refused_elsewhere(monkeypatch, 
         assert "needs compute capability 9.0" in refused["prefill_hopper in prefill"]
 
 
-def test_impossible_settings_are_refused_with_the_reason():
+def test_impossible_settings_and_what_is_no_model_are_refused_with_the_reason():
     wide = CONFIG_MAPPING["llama"](hidden_size=64, num_attention_heads=4, head_dim=600, num_hidden_layers=1, vocab_size=32)
     found = explain(wide, length=64)
     assert found.runs == [] and set(hf_fastattn.names()) - {"reference"} <= {row["what"] for row in found.refused}
     assert "head_dim 600 is above 576" in found.refused[0]["why"] and 'Nothing runs with "lean"' in str(found)
     bloom = explain(CONFIG_MAPPING["bloom"](), length=64)
     assert bloom.runs == [] and "computes attention in its own code" in bloom.refused[0]["why"]
+    model = tiny("llama")
+    with pytest.raises(ValueError, match=r"models with generate\(\), and LlamaModel has none"):
+        explain(model.model)
+    with pytest.raises(TypeError, match="a name or a path; got LlamaDecoderLayer"):
+        explain(model.model.layers[0])
 
 
 def test_a_folder_a_printed_table_and_json(tmp_path):
@@ -246,11 +245,3 @@ def test_kv_heads_and_widths_that_the_config_does_not_have_are_those_of_the_proj
     held = sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
     assert explain(model, length=8).facts.kv_bytes(8) == held
     assert 2 * explain(model.config, length=8, dtype="float32", ranks=2).facts.kv_bytes(8) == held
-
-
-def test_what_is_no_model_that_generates_is_refused():
-    model = tiny("llama")
-    with pytest.raises(ValueError, match=r"models with generate\(\), and LlamaModel has none"):
-        explain(model.model)
-    with pytest.raises(TypeError, match="a name or a path; got LlamaDecoderLayer"):
-        explain(model.model.layers[0])

@@ -293,14 +293,7 @@ def test_sizes_and_bytes_of_a_token():
     assert stored(PAGED, "cpu").sizes == (2, 2, 48, 24, 16) and KV(k, k, LATENT).sizes == (2, 3, 5, 24, 12)
 
 
-def test_tensors_that_do_not_match_the_form_are_refused(device):
-    x = make(RAGGED, device)
-    for kernel in test_kernels.RUNNABLE:
-        with pytest.raises(TypeError, match="K of int8"):
-            kernel.launcher()(x.q, KV(x.k, x.v, BYTES))
-
-
-def test_half_a_form_and_tensors_that_no_kernel_can_read_are_refused(device):
+def test_what_no_kernel_can_read_or_append_is_refused(device):
     x = make(RAGGED, device)
     k, scales = torch.zeros(x.k.shape, dtype=torch.int8, device=device), torch.ones(2, device=device).expand(2, 2)[:, :1]
     odd = x.q[..., :31].contiguous()
@@ -315,22 +308,15 @@ def test_half_a_form_and_tensors_that_no_kernel_can_read_are_refused(device):
         for q, kv, error, sentence in cases:
             with pytest.raises(error, match=sentence):
                 kernel.launcher()(q, kv)
-
-
-def test_forms_that_change_scores_need_whole_heads(device):
+    for kernel in test_kernels.RUNNABLE:
+        with pytest.raises(TypeError, match="K of int8"):
+            kernel.launcher()(x.q, KV(x.k, x.v, BYTES))
     x = make(WIDE, device)
     for backend in map(registry.get, ("lean", "fa2")):
         with pytest.raises(ValueError, match=r"a head_dim of 320 in pieces, and the form 'int8' .* at most 256"):
             backend.attend(x.q, KV(x.k, x.v, BYTES._replace(check=lambda q, kv: None)))
-
-
-def test_a_form_without_store_takes_no_tokens(device):
-    x = make(RAGGED, device)
     with pytest.raises(ValueError, match=r"appended to K and V of the form 'negated V': it has no store\(\) and pack"):
         append(KV(x.k, x.v, NEGATED), x.k, x.v, torch.tensor([0], device=device))
-
-
-def test_shares_over_ranks_are_plain():
     share = torch.Tensor._make_wrapper_subclass(context_parallel.Share, (1, 1, 1, 1))
     with pytest.raises(ValueError, match="Shares of K and V are plain tensors, and these have the form 'negated V'"):
         context_parallel.over_shares(reference.attention)(torch.zeros(1, 1, 1, 1), KV(share, share, NEGATED), Spec())

@@ -70,6 +70,15 @@ def test_refusals_have_messages():
         rms_norm(x, torch.ones(16, device=DEVICE), 1e-6)
     with pytest.raises(ValueError, match="weight has stride 0"):
         rms_norm(x, torch.ones(1, device=DEVICE).expand(32), 1e-6)
+    from hf_fastattn.kernels.decode.rope import rope
+
+    q, k, cos = (torch.randn(2, h, 3, 16, device=DEVICE) for h in (4, 2, 1))
+    with pytest.raises(ValueError, match="last dimension"):
+        rope(q, k, cos[:, 0], cos[:, 0].transpose(1, 2).contiguous().transpose(1, 2))
+    with pytest.raises(ValueError, match=r"torch\.float64"):
+        rope(q.double(), k.double(), cos[:, 0].double(), cos[:, 0].double())
+    with pytest.raises(ValueError, match="requires grad"):
+        rope(q.requires_grad_(), k, cos[:, 0], cos[:, 0])
 
 
 @runs_kernels
@@ -85,19 +94,6 @@ def test_rotation_is_bitwise_llamas_own(batch, heads, kv_heads, tokens, dim, cos
     cos, sin = (torch.randn(cos_rows, tokens, dim, device=DEVICE).to(dtype) for _ in range(2))
     for got, stock in zip(rope(q, k, cos, sin), apply_rotary_pos_emb(q, k, cos, sin), strict=True):
         assert torch.equal(got, stock)
-
-
-@runs_kernels
-def test_rotation_refuses_with_messages():
-    from hf_fastattn.kernels.decode.rope import rope
-
-    q, k, cos = (torch.randn(2, h, 3, 16, device=DEVICE) for h in (4, 2, 1))
-    with pytest.raises(ValueError, match="last dimension"):
-        rope(q, k, cos[:, 0], cos[:, 0].transpose(1, 2).contiguous().transpose(1, 2))
-    with pytest.raises(ValueError, match=r"torch\.float64"):
-        rope(q.double(), k.double(), cos[:, 0].double(), cos[:, 0].double())
-    with pytest.raises(ValueError, match="requires grad"):
-        rope(q.requires_grad_(), k, cos[:, 0], cos[:, 0])
 
 
 @runs_kernels

@@ -313,10 +313,14 @@ def test_sink_logits_of_minus_infinity_are_no_sinks(kernel, device):
 
 
 @pytest.mark.parametrize("kernel", RUNNABLE, ids=lambda k: k.name)
-def test_out_is_stored_in_the_layout_of_models(kernel, device):
+def test_out_is_stored_in_the_layout_of_models_and_grad_is_refused_only_while_it_is_enabled(kernel, device):
     x = make(kernel.fit(Case(q_len=3, kv_len=40)), device)
     out, _ = run(kernel, x.q, x.k, x.v, x.spans, x.options)
     assert out.transpose(1, 2).is_contiguous()
+    x.q.requires_grad_()
+    with torch.no_grad():
+        out, _ = run(kernel, x.q, x.k, x.v, x.spans, x.options)
+    assert not out.isnan().any()
 
 
 # lean: schedules.
@@ -758,15 +762,6 @@ def test_heads_that_are_too_wide_are_refused(d, dv, sentence, device):
 def test_split_kv_refuses_many_rows(device):
     with pytest.raises(ValueError, match=r"at most 64 query rows per KV head; got q_len 33 x 2 query heads.*prefill"):
         call(SPLIT_KV.launcher(), **good(device, q=torch.randn(2, 4, 33, 32, device=device)))
-
-
-@pytest.mark.parametrize("kernel", RUNNABLE, ids=lambda k: k.name)
-def test_grad_is_refused_only_while_it_is_enabled(kernel, device):
-    x = make(kernel.fit(Case(q_len=3, kv_len=40)), device)
-    x.q.requires_grad_()
-    with torch.no_grad():
-        out, _ = run(kernel, x.q, x.k, x.v, x.spans, x.options)
-    assert not out.isnan().any()
 
 
 def test_other_devices_and_a_missing_triton_are_refused_with_a_message(monkeypatch):
