@@ -27,6 +27,14 @@ def generate(model, inputs, **options):
     return model.generate(**inputs, **{"max_new_tokens": 24, "do_sample": False, **options})
 
 
+def check_patched(model, inputs, expected, calls=2):
+    """Of 8 tokens: patched, in graphs."""
+    with patch(model) as patched:
+        for _ in range(calls):
+            assert torch.equal(generate(model, inputs, max_new_tokens=8), expected)
+        assert patched.replays and not patched.reasons
+
+
 MODES = {
     "greedy": {},
     "chunked_prefill": {"prefill_chunk_size": 40},
@@ -65,13 +73,9 @@ def test_a_sliding_window_with_chunks_of_any_size(monkeypatch, keep, slack, chun
         cache = PreallocatedCache(model, 4)
         for start in range(0, ids.shape[1], chunk):
             stop = start + chunk
-            logits = model(
-                ids[:, start:stop],
-                attention_mask=mask[:, :stop],
-                position_ids=torch.arange(start, min(stop, ids.shape[1]))[None],
-                past_key_values=cache,
-            ).logits
-            live = mask[:, start:stop].bool()
+            places = torch.arange(start, min(stop, ids.shape[1]))[None]
+            given = {"attention_mask": mask[:, :stop], "position_ids": places, "past_key_values": cache}
+            logits, live = model(ids[:, start:stop], **given).logits, mask[:, start:stop].bool()
             torch.testing.assert_close(logits[live], whole[:, start:stop][live], rtol=1e-4, atol=1e-4)
     assert cache.get_seq_length() == ids.shape[1]
     assert cache.layers[0].buffers[0].shape[2] <= 16 - 1 + keep + slack
@@ -182,31 +186,29 @@ def test_a_call_beyond_all_memory_leaves_nothing_in_the_pool(options):
         generate(model, inputs)
 
 
-@pytest.mark.parametrize(
-    "wrong", [True, False, 0, -1, 1.5, 40.0, float("inf"), float("nan"), "40", None, np.float64(40), np.bool_(True)]
-)
+WRONG = [True, False, 0, -1, 1.5, 40.0, float("inf"), float("nan"), "40", None, np.float64(40), np.bool_(True)]
+
+
+@pytest.mark.parametrize("wrong", WRONG)
 def test_a_capacity_is_a_number_of_tokens(wrong):
     model = tiny("llama", "lean")
     for make in (lambda: PreallocatedCache(model, wrong), lambda: PreallocatedCache.load("nowhere", model, capacity=wrong)):
         with pytest.raises(ValueError, match="capacity counts tokens: an integer, at least 1; got "):
             make()
-    if wrong != 0:
-        for name in ("window", "sinks"):
-            if wrong is not None:
-                with pytest.raises(ValueError, match=f"{name} (counts|is) .* an integer, at least"):
-                    patch(model, "streaming", **{"window": 40, name: wrong})
+    for name in ("window", "sinks") if wrong != 0 and wrong is not None else ():
+        with pytest.raises(ValueError, match=f"{name} (counts|is) .* an integer, at least"):
+            patch(model, "streaming", **{"window": 40, name: wrong})
 
 
 @pytest.mark.parametrize("window", [None, 16])
 def test_keys_and_values_keep_their_dtypes(tmp_path, window):
     """As under autocast, which rotates keys in fp32 and computes values in bf16."""
-    model = tiny("mistral", "sdpa", sliding_window=window)
+    model, inputs = tiny("mistral", "sdpa", sliding_window=window), prompts("no_padding", "cpu", rows=2)
     cache, states = PreallocatedCache(model, 4), torch.randn(2, 2, 40, 16)
     for start, stop in ((0, 3), (3, 4), (4, 40)):
-        new = states[:, :, start:stop]
+        new, seen = states[:, :, start:stop], max(0, start - (window or 99) + 1)
         for index in (0, 1):
             keys, values = cache.update(new, new.bfloat16(), index)
-            seen = max(0, start - (window or 99) + 1)
             assert torch.equal(keys, states[:, :, seen:stop]) and torch.equal(values, states[:, :, seen:stop].bfloat16())
     cache.save(tmp_path / "tokens", model)
     loaded = PreallocatedCache.load(tmp_path / "tokens", model)
@@ -215,7 +217,6 @@ def test_keys_and_values_keep_their_dtypes(tmp_path, window):
     with pytest.raises(ValueError, match=r"float32 and 2 KV heads of 16 in torch.bfloat16 on cpu, and it is given 2 KV heads of"):
         cache.update(new, new, 0)
     with torch.autocast("cpu", torch.bfloat16):
-        inputs = prompts("no_padding", "cpu", rows=2)
         expected = generate(model, inputs)
         assert torch.equal(generate(model, inputs, past_key_values=PreallocatedCache(model)), expected)
         with patch(model, graph=False):
@@ -252,10 +253,7 @@ def test_the_window_of_a_layer_is_that_of_its_mask(monkeypatch, name):
     told = [str(each.message) for each in said if "keep all tokens" in str(each.message)]
     assert len(told) == (windows == [None, None] and name != "window, full layers"), told
     assert torch.equal(generate(model, inputs, past_key_values=cache, max_new_tokens=8), expected)
-    with patch(model) as patched:
-        for _ in range(2):
-            assert torch.equal(generate(model, inputs, max_new_tokens=8), expected)
-        assert patched.replays and not patched.reasons
+    check_patched(model, inputs, expected)
 
 
 def test_the_text_of_a_composite_model_keeps_what_its_masks_show(monkeypatch):
@@ -265,10 +263,7 @@ def test_the_text_of_a_composite_model_keeps_what_its_masks_show(monkeypatch):
     own = {"text_config": text, "vision_config": {"model_type": "clip_vision_model", "patch_size": 8, **vision}}
     model, inputs = tiny("llava", "sdpa", auto=AutoModelForImageTextToText, **own), prompts("left_padding", "cpu", length=24)
     expected = generate(model, inputs, use_cache=False, max_new_tokens=8)
-    with patch(model) as patched:
-        for _ in range(2):
-            assert torch.equal(generate(model, inputs, max_new_tokens=8), expected)
-        assert patched.replays and not patched.reasons
+    check_patched(model, inputs, expected)
 
 
 @pytest.mark.parametrize("source", ["", "if", "attribute"])
@@ -292,10 +287,8 @@ def test_code_that_does_not_show_the_windows_of_layers(monkeypatch, source):
     with pytest.warns(UserWarning, match="does not show which layers mask by it.*takes more memory"), patch(model) as patched:
         assert torch.equal(generate(model, inputs, max_new_tokens=8), expected)
         assert not patched.captures and "MistralConfig has sliding_window=5" in patched.reasons[0]
-    with (
-        patch(model, "streaming", window=16, graph=False),
-        pytest.raises(ValueError, match=r"window of its own, 5 tokens.*16 are"),
-    ):
+    refused = pytest.raises(ValueError, match=r"window of its own, 5 tokens.*16 are")
+    with patch(model, "streaming", window=16, graph=False), refused:
         generate(model, inputs)
 
 
@@ -313,10 +306,7 @@ def test_models_in_a_file_of_their_own_have_the_windows_of_those_from_which_they
     model, inputs = modeling.Own._from_config(config, attn_implementation="eager").eval(), prompts("no_padding", "cpu", rows=1)
     expected = generate(model, inputs, use_cache=False, max_new_tokens=8)
     assert [kind.window for kind in hf.layer_kinds(config)] == ([12, 12] if base == "Mistral" else [None, 12])
-    with patch(model) as patched:
-        for _ in range(3):
-            assert torch.equal(generate(model, inputs, max_new_tokens=8), expected)
-        assert patched.captures and not patched.reasons
+    check_patched(model, inputs, expected, calls=3)
 
 
 @pytest.mark.parametrize("backend", ["lean", "streaming"])
@@ -393,48 +383,46 @@ def test_rows_are_repeated_selected_and_reordered():
         cache.batch_select_indices(torch.tensor([True, False]))
 
 
-def test_inference_mode_and_gradients():
-    model = tiny("llama", "lean")
-    inputs = prompts("no_padding", "cpu")
-    cache = PreallocatedCache(model)
-    with torch.inference_mode():
-        model(**inputs, past_key_values=cache)
-    with torch.no_grad():
-        model(inputs["input_ids"][:, :1], past_key_values=cache)
-    with pytest.raises(RuntimeError, match="carries no gradient"):
-        model(inputs["input_ids"][:, :1], past_key_values=cache)
-
-
 @pytest.mark.parametrize("rolling", [False, True])
-def test_gradients_of_values_alone_are_refused(rolling):
-    model = tiny("llama", "lean").requires_grad_(False)
+def test_gradients_are_refused_also_those_of_values_alone(rolling):
+    model, ids = tiny("llama", "lean"), prompts("no_padding", "cpu")["input_ids"]
     if rolling:
         patch(model, "streaming", window=16)
-    model.model.layers[-1].self_attn.v_proj.weight.requires_grad_(True)  # the last layer: no later keys have a gradient
     cache = RollingCache(model) if rolling else PreallocatedCache(model)
+    with torch.inference_mode():
+        model(ids, past_key_values=cache)
+    with torch.no_grad():
+        model(ids[:, :1], past_key_values=cache)
     with pytest.raises(RuntimeError, match="carries no gradient"):
-        model(prompts("no_padding", "cpu")["input_ids"], past_key_values=cache)
+        model(ids[:, :1], past_key_values=cache)
+    model.requires_grad_(False)
+    model.model.layers[-1].self_attn.v_proj.weight.requires_grad_(True)  # the last layer: no later keys have a gradient
+    with pytest.raises(RuntimeError, match="carries no gradient"):
+        model(ids, past_key_values=RollingCache(model) if rolling else PreallocatedCache(model))
 
 
 def test_bad_input():
-    model = tiny("llama", "lean")
-    inputs = prompts("no_padding", "cpu")
-    with pytest.raises(ValueError, match="at least 1; got 0"):
-        PreallocatedCache(model, 0)
-    for other, match in [("t5", "encoder-decoder"), ("qwen3_next", "linear_attention"), ("llama4_text", "chunked_attention")]:
+    model, ids = tiny("llama", "lean"), prompts("no_padding", "cpu")["input_ids"]
+    recurrent = {"num_hidden_layers": 2, "layers_block_type": ["recurrent", "attention"]}  # of RecurrentGemma in 5.17
+    configs = {
+        "encoder-decoder": CONFIG_MAPPING["t5"](),
+        "linear_attention": CONFIG_MAPPING["qwen3_next"](),
+        "chunked_attention": CONFIG_MAPPING["llama4_text"](),
+        "has attention, recurrent": CONFIG_MAPPING["llama"](**recurrent),
+    }
+    for match, config in configs.items():
         with pytest.raises(ValueError, match=match):
-            PreallocatedCache(CONFIG_MAPPING[other]())
-    with pytest.raises(ValueError, match="has attention, recurrent"):  # the names of RecurrentGemma's layers in 5.17
-        PreallocatedCache(CONFIG_MAPPING["llama"](num_hidden_layers=2, layers_block_type=["recurrent", "attention"]))
+            PreallocatedCache(config)
     cache = PreallocatedCache(model)
     with torch.no_grad():
-        model(**inputs, past_key_values=cache)
-        with pytest.raises(ValueError, match="holds 3 rows, and it is given 2"):
-            model(inputs["input_ids"][:2, :1], past_key_values=cache)
-        with pytest.raises(ValueError, match=r"2 KV heads of 16 .* is given 4 KV heads of 16"):
-            tiny("llama", "lean", num_key_value_heads=4)(inputs["input_ids"][:, :1], past_key_values=cache)
-        with pytest.raises(ValueError, match="holds 2 layers and is given layer 2"):
-            tiny("llama", "lean", num_hidden_layers=3)(inputs["input_ids"][:, :1], past_key_values=cache)
+        model(ids, past_key_values=cache)
+        for other, rows, match in (
+            (model, 2, "holds 3 rows, and it is given 2"),
+            (tiny("llama", "lean", num_key_value_heads=4), 3, r"2 KV heads of 16 .* is given 4 KV heads of 16"),
+            (tiny("llama", "lean", num_hidden_layers=3), 3, "holds 2 layers and is given layer 2"),
+        ):
+            with pytest.raises(ValueError, match=match):
+                other(ids[:rows, :1], past_key_values=cache)
     with pytest.raises(NotImplementedError, match="cannot be offloaded"):
         cache.layers[0].offload()
     assert not cache.is_compileable  # otherwise generate() would start torch.compile by itself

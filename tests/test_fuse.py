@@ -6,6 +6,8 @@ import gc
 import itertools
 import pickle
 import weakref
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from calls import DEVICE, DTYPES, runs_kernels
 from models import tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb
 from transformers.utils.deprecation import deprecate_kwarg
 
@@ -31,54 +34,43 @@ def exact(x, weight, eps):
 
 @runs_kernels
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(1, 1, 64), (2, 3, 100), (5, 4096), (3, 2, 7, 16), (1, 1, 5000)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1, 64), (2, 3, 100), (5, 4096), (3, 2, 7, 16), (1, 1, 5000), (4, 6, 32)], ids=str)
 def test_error_is_that_of_llamas_own(shape, dtype):
+    """Also of strided input, and of a row of zeros."""
     from hf_fastattn.kernels.decode.rms_norm import rms_norm
 
     torch.manual_seed(0)
     x = (3 * torch.randn(shape, device=DEVICE)).to(dtype)
+    x = x.transpose(0, 1) if shape == (4, 6, 32) else x
+    x[0, 0] = 0
     norm = LlamaRMSNorm(shape[-1], eps=1e-5).to(DEVICE, dtype)
     with torch.no_grad():
         norm.weight.copy_(torch.randn(shape[-1]))
         got, stock = rms_norm(x, norm.weight, 1e-5), norm(x)
-    assert got.dtype == dtype and got.shape == x.shape
+    assert got.dtype == dtype and got.shape == x.shape and (got[0, 0] == 0).all() == (x[0, 0] == 0).all()
     right = exact(x, norm.weight.detach(), 1e-5)
     unit = 4 * torch.finfo(dtype).eps * right.abs().max()
     assert (got.double() - right).abs().max() <= 2 * (stock.double() - right).abs().max() + unit
 
 
 @runs_kernels
-def test_strided_input_and_zero_rows():
-    from hf_fastattn.kernels.decode.rms_norm import rms_norm
-
-    x = torch.randn(4, 6, 32, device=DEVICE).transpose(0, 1)
-    weight = torch.ones(32, device=DEVICE)
-    torch.testing.assert_close(rms_norm(x, weight, 1e-6).double(), exact(x, weight, 1e-6), atol=1e-5, rtol=1e-5)
-    assert (rms_norm(torch.zeros(3, 32, device=DEVICE), weight, 1e-6) == 0).all()
-
-
-@runs_kernels
 def test_refusals_have_messages():
     from hf_fastattn.kernels.decode.rms_norm import rms_norm
-
-    x = torch.randn(2, 32, device=DEVICE)
-    with pytest.raises(ValueError, match="requires grad"):
-        rms_norm(x, torch.ones(32, device=DEVICE, requires_grad=True), 1e-6)
-    with pytest.raises(ValueError, match=r"weight torch\.float16"):
-        rms_norm(x, torch.ones(32, device=DEVICE, dtype=torch.float16), 1e-6)
-    with pytest.raises(ValueError, match=r"\(2, 32\)"):
-        rms_norm(x, torch.ones(16, device=DEVICE), 1e-6)
-    with pytest.raises(ValueError, match="weight has stride 0"):
-        rms_norm(x, torch.ones(1, device=DEVICE).expand(32), 1e-6)
     from hf_fastattn.kernels.decode.rope import rope
 
-    q, k, cos = (torch.randn(2, h, 3, 16, device=DEVICE) for h in (4, 2, 1))
-    with pytest.raises(ValueError, match="last dimension"):
-        rope(q, k, cos[:, 0], cos[:, 0].transpose(1, 2).contiguous().transpose(1, 2))
-    with pytest.raises(ValueError, match=r"torch\.float64"):
-        rope(q.double(), k.double(), cos[:, 0].double(), cos[:, 0].double())
-    with pytest.raises(ValueError, match="requires grad"):
-        rope(q.requires_grad_(), k, cos[:, 0], cos[:, 0])
+    new = partial(torch.ones, device=DEVICE)
+    x, q, k, cos = new(2, 32), new(2, 4, 3, 16), new(2, 2, 3, 16), new(2, 3, 16)
+    for run, arguments, sentence in (
+        (rms_norm, (x, new(32, requires_grad=True), 1e-6), "requires grad"),
+        (rms_norm, (x, new(32, dtype=torch.float16), 1e-6), r"weight torch\.float16"),
+        (rms_norm, (x, new(16), 1e-6), r"\(2, 32\)"),
+        (rms_norm, (x, new(1).expand(32), 1e-6), "weight has stride 0"),
+        (rope, (q, k, cos, cos.mT.contiguous().mT), "last dimension"),
+        (rope, (q.double(), k.double(), cos.double(), cos.double()), r"torch\.float64"),
+        (rope, (q.requires_grad_(), k, cos, cos), "requires grad"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            run(*arguments)
 
 
 @runs_kernels
@@ -118,15 +110,8 @@ def test_cached_launches_are_distinguished():
 
 
 # Norms, rotations and MLPs in each layer.
-PER_LAYER = {
-    "llama": (2, 1, 1),
-    "mistral": (2, 1, 1),
-    "qwen2": (2, 1, 1),
-    "qwen3": (4, 1, 1),
-    "phi": (1, 1, 0),
-    "gemma2": (4, 1, 1),
-    "opt": (2, 0, 0),
-}
+PER_LAYER = {**dict.fromkeys(("llama", "mistral", "qwen2"), (2, 1, 1)), "qwen3": (4, 1, 1), "phi": (1, 1, 0)}
+PER_LAYER |= {"gemma2": (4, 1, 1), "opt": (2, 0, 0)}
 
 
 @runs_kernels
@@ -234,9 +219,7 @@ def test_an_mlp_with_hooks_is_not_fused(mlp):
     with torch.no_grad():
         kept = []
 
-        def keep(module, args, out):
-            kept.append((out, out.clone()))
-
+        keep = lambda module, args, out: kept.append((out, out.clone()))  # noqa: E731
         add_global = torch.nn.modules.module.register_module_forward_hook
         for add in (fused.act_fn.register_forward_hook, fused.gate_proj.register_forward_hook, add_global):
             handle = add(keep)
@@ -363,8 +346,6 @@ def test_the_cache_among_arguments():
 
 def test_transformers_is_not_changed():
     """The globals of a model's module are copied, not changed."""
-    from transformers.models.llama import modeling_llama
-
     assert fuse._with_fused_rope(modeling_llama.LlamaAttention.forward) is not modeling_llama.LlamaAttention.forward
     assert modeling_llama.apply_rotary_pos_emb is apply_rotary_pos_emb
     assert not subclass.is_fused(tiny("llama").model.layers[0].self_attn)
@@ -396,32 +377,22 @@ def test_patch_fuses_and_unpatch_restores():
 
 @pytest.mark.skipif(DEVICE == "cuda" or INTERPRETED, reason="about CPU tensors")
 def test_nothing_is_fused_on_the_cpu():
-    model = tiny("llama")
-    with hf_fastattn.patch(model, "lean") as patch:
-        assert not any(subclass.is_fused(module) for module in model.modules())
-        assert "RMSNorm" not in str(patch)
+    with hf_fastattn.patch(tiny("llama"), "lean") as patch:
+        assert "RMSNorm" not in str(patch) and not patch._fused
 
 
 @runs_kernels
 def test_a_function_replaced_in_a_models_file_is_used(monkeypatch):
-    from transformers.models.llama import modeling_llama
-
     model, ids = tiny("llama", device=DEVICE), torch.arange(3, 9, device=DEVICE)[None]
-    real, calls = modeling_llama.ALL_ATTENTION_FUNCTIONS, []
-
-    class Counting:
-        def get_interface(self, *args):
-            calls.append(args)
-            return real.get_interface(*args)
-
+    real, turn, calls = modeling_llama.ALL_ATTENTION_FUNCTIONS, modeling_llama.apply_rotary_pos_emb, []
+    counting = SimpleNamespace(get_interface=lambda *args: calls.append(args) or real.get_interface(*args))
     with torch.no_grad():
         hf_fastattn.patch(model, "reference").undo()
         with hf_fastattn.patch(model, "reference") as patch:
             assert patch._fused
-            monkeypatch.setattr(modeling_llama, "ALL_ATTENTION_FUNCTIONS", Counting())
+            monkeypatch.setattr(modeling_llama, "ALL_ATTENTION_FUNCTIONS", counting)
             right = model(ids).logits
             assert len(calls) == 2
-            turn = modeling_llama.apply_rotary_pos_emb
             monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda q, k, *rest: turn(-q, k, *rest))
             assert not torch.allclose(model(ids).logits, right)
             monkeypatch.undo()
