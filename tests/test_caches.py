@@ -354,7 +354,7 @@ def test_crop():
     with pytest.raises(ValueError, match="sliding window of 16 has kept 20 of 475"):
         long.crop(-10)
     model = family("qwen2", "cpu")  # one layer of each kind
-    states = torch.zeros(1, 2, 5, 16)
+    cache, states = PreallocatedCache(model), torch.zeros(1, 2, 5, 16)  # layers that an early exit has not reached crop nothing
     cache.update(states, states, 0)
     cache.crop(-2)
     assert cache.get_seq_length() == 3 and [layer.seen for layer in cache.layers] == [3, 0]

@@ -20,12 +20,8 @@ from hf_fastattn.kernels.spec import KV, Spec
 
 SLOTS = 384  # of the whole
 RANKS = 3
-KINDS = {
-    "uniform": {},
-    "window": {"window": 70},
-    "ragged rows": {"attention_mask": "left"},
-    "holes": {"attention_mask": "holes"},
-}
+KINDS = {"uniform": {}, "window": {"window": 70}, "ragged rows": {"attention_mask": "left"}, "holes": {"attention_mask": "holes"}}
+MANY = ((130, 5), (200, 40), (384, 64), (60, 3), (340, 20))  # tokens, queries
 
 
 def mask_of(kind: str, seen: int, device) -> torch.Tensor:
@@ -70,21 +66,17 @@ def whole_and_shares(device, kind: str, seen: int, q_len: int, softcap=None, sin
 
 @pytest.mark.parametrize("backend", ["lean", "split_kv"])
 @pytest.mark.parametrize(
-    ("kind", "seen", "q_len"),
+    ("kind", "seen", "q_len", "sinks"),
     [
-        *((kind, seen, 1) for kind in KINDS for seen in (300, 192, 257)),  # the last two begin a block, or follow its begin
+        *((kind, seen, 1, False) for kind in KINDS for seen in (300, 192, 257)),  # the last two begin a block, or follow that
+        ("ragged rows", 200, 1, True),  # sink logits are one more part
         # Across blocks of two ranks, from the last rank to the first, as many queries as a block, within a block, empty shares.
-        *((kind, *size) for kind in KINDS if kind != "window" for size in ((130, 5), (200, 40), (384, 64), (60, 3), (340, 20))),
+        *((kind, *size, False) for kind in KINDS if kind != "window" for size in MANY),
     ],
 )
-def test_merged_shares_equal_the_whole(device, kind, seen, q_len, backend):
-    whole, merged = whole_and_shares(device, kind, seen, q_len, softcap=3.0 if q_len > 1 else None, backend=backend)
+def test_merged_shares_equal_the_whole(device, kind, seen, q_len, sinks, backend):
+    whole, merged = whole_and_shares(device, kind, seen, q_len, 3.0 if q_len > 1 else None, sinks, backend)
     assert merged.isfinite().all() and merged.stride() == whole.stride()
-    torch.testing.assert_close(merged, whole, rtol=0, atol=1e-5)
-
-
-def test_sink_logits_are_one_more_part(device):
-    whole, merged = whole_and_shares(device, "ragged rows", 200, 1, sinks=True)
     torch.testing.assert_close(merged, whole, rtol=0, atol=1e-5)
 
 
@@ -177,12 +169,8 @@ def pairs(piece) -> int:
 def test_zigzag_and_striped_share_causal_work_equally(order, least, most):
     """The mean work of 8 ranks over the work of the slowest rank in every turn, for which all wait."""
     ranks, tokens = 8, 4096
-    work = torch.tensor(
-        [
-            [sum(map(pairs, pieces(order, rank, (rank - turn) % ranks, ranks, tokens))) for turn in range(ranks)]
-            for rank in range(ranks)
-        ]
-    )
+    of = lambda rank, turn: sum(map(pairs, pieces(order, rank, (rank - turn) % ranks, ranks, tokens)))  # noqa: E731
+    work = torch.tensor([[of(rank, turn) for turn in range(ranks)] for rank in range(ranks)])
     total = ranks * tokens
     assert work.sum() == total * (total + 1) // 2
     assert least <= work.sum() / ranks / work.amax(0).sum() <= most
@@ -191,10 +179,9 @@ def test_zigzag_and_striped_share_causal_work_equally(order, least, most):
 def test_all_tokens_are_on_one_rank_each():
     for order in ORDERS:
         assert torch.equal(torch.cat([positions(order, rank, 4, 6) for rank in range(4)]).sort().values, torch.arange(24))
-    with pytest.raises(ValueError, match="one of ring, zigzag, striped"):
-        positions("spiral", 0, 2, 4)
-    with pytest.raises(ValueError, match="even number of tokens"):
-        positions("zigzag", 0, 2, 3)
+    for order, tokens, match in (("spiral", 4, "one of ring, zigzag, striped"), ("zigzag", 3, "even number of tokens")):
+        with pytest.raises(ValueError, match=match):
+            positions(order, 0, 2, tokens)
 
 
 CASES = {
@@ -218,9 +205,8 @@ def pass_around(rank: int, ranks: int) -> dict:
         for name, options in CASES.items():
             out, lse = ring_attention(*mine, order=order, return_lse=True, **options)
             want, want_lse = attention(*whole, return_lse=True, **{"causal": True, **options})
-            found[order, name] = max(
-                (out - want[:, :, index]).abs().max().item(), (lse - want_lse[:, :, index]).abs().max().item()
-            )
+            errors = out - want[:, :, index], lse - want_lse[:, :, index]
+            found[order, name] = max(error.abs().max().item() for error in errors)
     different = [("tokens", {}), ("order", {"order": ORDERS[rank % 2]}), ("window", {"window": rank or None})]
     different += [("scale", {"scale": 0.3 * rank or None}), ("softcap", {"softcap": 0.5 * rank or None})]
     different += [("checksum of sink_logits", {"sink_logits": torch.full((4,), float(rank))})]
@@ -254,17 +240,14 @@ def test_ring_attention_is_attention_to_the_whole_text(tmp_path, ranks):
 
 def test_ring_attention_refuses_what_it_does_not_support():
     q, k, v = text(8)
-    with pytest.raises(ValueError, match="as many queries as it has keys"):
-        ring_attention(q[:, :, :4], k, v)
-    with pytest.raises(ValueError, match="A window needs causal=True"):
-        ring_attention(q, k, v, causal=False, window=4)
-    with pytest.raises(ValueError, match="must have one dtype"):
-        ring_attention(q, k, v.half())
-    with pytest.raises(ValueError, match="q, k and v must be 4-D"):
-        ring_attention(q[0], k[0], v[0])
-    with pytest.raises(ValueError, match="agree in batch and head_dim"):
-        ring_attention(q, k[:1], v[:1])
-    with pytest.raises(ValueError, match="one logit per query head"):
-        ring_attention(q, k, v, sink_logits=torch.zeros(3))
-    with pytest.raises(RuntimeError, match="has no gradients"):
-        ring_attention(q.requires_grad_(), k, v)
+    for error, match, tensors, options in (
+        (ValueError, "as many queries as it has keys", (q[:, :, :4], k, v), {}),
+        (ValueError, "A window needs causal=True", (q, k, v), {"causal": False, "window": 4}),
+        (ValueError, "must have one dtype", (q, k, v.half()), {}),
+        (ValueError, "q, k and v must be 4-D", (q[0], k[0], v[0]), {}),
+        (ValueError, "agree in batch and head_dim", (q, k[:1], v[:1]), {}),
+        (ValueError, "one logit per query head", (q, k, v), {"sink_logits": torch.zeros(3)}),
+        (RuntimeError, "has no gradients", (q.clone().requires_grad_(), k, v), {}),
+    ):
+        with pytest.raises(error, match=match):
+            ring_attention(*tensors, **options)

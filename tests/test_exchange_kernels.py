@@ -47,16 +47,26 @@ def shared_memory(folder, rank: int, world: int, size: int = SIZE, dtype=torch.f
     )
 
 
+def check(tmp_path, world, run, *arguments, **options):
+    """Every rank says that nothing is wrong."""
+    for ended in processes.run(tmp_path, world, run, tmp_path, *arguments, **options):
+        assert ended.result == [], ended.output
+
+
 def parts(world: int, rows: int, size: int, dtype, seed: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(rows, size, generator=generator).to(dtype) for _ in range(world)]
 
 
 def added(tensors: list[torch.Tensor]) -> torch.Tensor:
-    total = torch.zeros_like(tensors[0], dtype=torch.float32)
-    for tensor in tensors:
-        total += tensor.float()
-    return total.to(tensors[0].dtype)
+    return sum(tensor.float() for tensor in tensors).to(tensors[0].dtype)
+
+
+def peers_of(size: int, dtype) -> all_reduce.Peers:
+    """Rank 0 of two, without the memory of the other."""
+    block = all_reduce.block_bytes(size, dtype)
+    memory = torch.zeros(all_reduce.memory_bytes(2, block), dtype=torch.uint8)
+    return all_reduce.Peers(memory, torch.zeros(2).long(), torch.zeros(all_reduce.PROGRAMS).int(), 0, 2, block)
 
 
 def many_exchanges(rank: int, folder, world: int, dtype) -> list[str]:
@@ -80,8 +90,7 @@ def many_exchanges(rank: int, folder, world: int, dtype) -> list[str]:
 
 @pytest.mark.parametrize(("world", "dtype"), [(2, torch.float16), (3, torch.float32), (4, torch.float16)], ids=str)
 def test_sums_and_columns_of_any_sequence_are_right_on_all_ranks(tmp_path, world, dtype):
-    for ended in processes.run(tmp_path, world, many_exchanges, tmp_path, world, dtype):
-        assert ended.result == [], ended.output
+    check(tmp_path, world, many_exchanges, world, dtype)
 
 
 def columns_of_many_blocks(rank: int, folder) -> bool:
@@ -96,9 +105,7 @@ def test_a_program_exchanges_block_after_block(tmp_path):
 
 
 def test_tensors_that_the_kernels_do_not_support_take_another_path():
-    block = all_reduce.block_bytes(SIZE, torch.float32)
-    memory = torch.zeros(all_reduce.memory_bytes(2, block), dtype=torch.uint8)
-    peers = all_reduce.Peers(memory, torch.zeros(2).long(), torch.zeros(all_reduce.PROGRAMS).int(), 0, 2, block)
+    peers = peers_of(SIZE, torch.float32)
     good = torch.ones(2, SIZE)
     assert peers.why_not(good) is None and all_gather.why_not(good, peers) is None
     for bad, reason in (
@@ -109,9 +116,11 @@ def test_tensors_that_the_kernels_do_not_support_take_another_path():
         (torch.ones(2, 0), r"(2, 0)"),
     ):
         assert reason in str(peers.why_not(bad)) and reason in str(all_gather.why_not(bad, peers))
-    block = all_reduce.block_bytes(all_reduce.MIN_BLOCK, torch.float16)
+    # A program has as many short rows as fill a block of MIN_BLOCK elements, fewer of a wider dtype.
+    peers = peers_of(all_reduce.MIN_BLOCK, torch.float16)
     assert peers.why_not(torch.ones(64, SIZE, dtype=torch.float16)) is None
     assert "has room for 64 rows" in str(peers.why_not(torch.ones(64, SIZE)))
+    # The kernels wait longer than the host: a check takes 0.3 us at least.
     assert 0.3e-6 * all_reduce.LIMIT > exchange.WAIT + 3 * exchange.GRACE
 
 
@@ -148,9 +157,7 @@ def new_heads(rank: int, folder, case: str, dtype) -> list[str]:
 
 @pytest.mark.parametrize("case", HEADS)
 def test_new_heads_are_those_of_all_ranks(tmp_path, case):
-    dtype = torch.float32 if "values" in case else torch.float16
-    for ended in processes.run(tmp_path, 2, new_heads, tmp_path, case, dtype):
-        assert ended.result == [], ended.output
+    check(tmp_path, 2, new_heads, case, torch.float32 if "values" in case else torch.float16)
 
 
 def merged_heads(rank: int, folder, world: int, same: bool, sinks: bool, shape: tuple[int, ...], dtype) -> list[str]:
@@ -186,8 +193,7 @@ def merged_heads(rank: int, folder, world: int, same: bool, sinks: bool, shape: 
     ids=str,
 )
 def test_parts_of_all_ranks_are_merged(tmp_path, world, same, sinks, shape, dtype):
-    for ended in processes.run(tmp_path, world, merged_heads, tmp_path, world, same, sinks, shape, dtype):
-        assert ended.result == [], ended.output
+    check(tmp_path, world, merged_heads, world, same, sinks, shape, dtype)
 
 
 def attention_over_shares(rank: int, folder, copies: int, whole: bool) -> list[str]:
@@ -217,8 +223,7 @@ def attention_over_shares(rank: int, folder, copies: int, whole: bool) -> list[s
 
 @pytest.mark.parametrize(("copies", "whole"), [(1, False), (2, False), (1, True)])
 def test_attention_over_shares_is_that_with_collectives(tmp_path, copies, whole):
-    for ended in processes.run(tmp_path, 2, attention_over_shares, tmp_path, copies, whole, limit=180):
-        assert ended.result == [], ended.output
+    check(tmp_path, 2, attention_over_shares, copies, whole, limit=180)
 
 
 def sum_then_norm(rank: int, folder) -> list[torch.Tensor]:
@@ -249,8 +254,7 @@ def a_rank_that_does_not_come(rank: int, folder) -> float:
     threading.Timer(0.3, peers.release).start()
     for _ in range(3):  # later sums do not wait
         residual.run(residual.Chain(torch.ones(2, SIZE), peers=peers))
-    found = time.monotonic() - begin
-    return found
+    return time.monotonic() - begin
 
 
 def test_the_wait_for_a_rank_that_has_failed_can_be_ended(tmp_path):

@@ -18,6 +18,9 @@ from hf_fastattn.kernels import HAS_TRITON, mixture
 from hf_fastattn.kernels.mixture import PLAIN, Layout, Weights
 from hf_fastattn.patches.fused import experts, subclass
 
+if HAS_TRITON:
+    from hf_fastattn.kernels.decode import experts as kernel
+
 OSS = Layout(transposed=True, interleaved=True, act="sigmoid", alpha=1.702, limit=1.0)
 GELU = Layout(act="gelu_tanh")
 
@@ -37,8 +40,6 @@ def inputs(tokens, hidden, inner, count, choices, layout=PLAIN, bias=False, dtyp
 
 def check(x, chosen, scores, weights, layout=PLAIN):
     """Compare the kernel with the reference in float64: at most twice the error of the reference in this dtype, plus 4 units."""
-    from hf_fastattn.kernels.decode import experts as kernel
-
     got, stock = kernel.run(x, chosen, scores, weights, layout), mixture.reference(x, chosen, scores, weights, layout)
     assert got is not None and got.dtype == x.dtype and got.shape == x.shape
     doubles = Weights(*(None if t is None else t.double() for t in weights))
@@ -101,8 +102,6 @@ def test_weights_of_experts_that_no_token_has_chosen_are_not_read():
 @pytest.mark.parametrize("bias", [None, 1.0])
 def test_results_are_rounded_as_by_batched_mm(inner, bias):
     """With values whose sums are far from a tie, only roundings remain; a product with a score in float32 is not rounded."""
-    from hf_fastattn.kernels.decode import experts as kernel
-
     new = lambda *shape: torch.full(shape[:-1], shape[-1], device=DEVICE, dtype=torch.float16)  # noqa: E731
     x, chosen = new(1, 16, 1.0), torch.tensor([[0, 1]], device=DEVICE)
     biases = () if bias is None else (new(2, 2 * inner, 0.0), new(2, 16, bias))
@@ -117,11 +116,11 @@ def test_results_are_rounded_as_by_batched_mm(inner, bias):
 
 @runs_kernels
 def test_refusals_are_sentences():
-    from hf_fastattn.kernels.decode import experts as kernel
-
     x, chosen, scores, weights = inputs(2, 32, 16, 4, 2)
+    many = lambda *sizes: tuple(each.repeat(*sizes) for each in (chosen, scores))  # noqa: E731
+    biased = lambda *shapes: Weights(*weights[:2], *(x.new_zeros(shape) for shape in shapes))  # noqa: E731
     wrong = {
-        "1 to 64 tokens": (x.repeat(40, 1), chosen.repeat(40, 1), scores.repeat(40, 1), weights),
+        "1 to 64 tokens": (x.repeat(40, 1), *many(40, 1), weights),
         "both must be (tokens, choices)": (x, chosen[:1], scores[:1], weights),
         "must be [(4, 32, 32), (4, 32, 16)]": (x, chosen, scores, weights._replace(gate_up=weights.down)),
         "three dimensions": (x, chosen, scores, weights._replace(gate_up=weights.gate_up[0])),
@@ -130,14 +129,13 @@ def test_refusals_are_sentences():
         "got torch.float32 and torch.float16": (x, chosen, scores, weights._replace(down=weights.down.half())),
         "contiguous": (x.t().contiguous().t(), chosen, scores, weights),
         "requires grad": (x.clone().requires_grad_(), chosen, scores, weights),
-        "need a bias or neither": (x, chosen, scores, weights._replace(down_bias=torch.zeros(4, 32, device=DEVICE))),
-        "bias of gate_up is (4, 16)": (x, chosen, scores, Weights(*weights[:2], x.new_zeros(4, 16), x.new_zeros(4, 32))),
-        "bias of down is (4, 16)": (x, chosen, scores, Weights(*weights[:2], x.new_zeros(4, 32), x.new_zeros(4, 16))),
-        "1 to 32 are supported": (x, chosen.repeat(1, 20), scores.repeat(1, 20), weights),
+        "need a bias or neither": (x, chosen, scores, weights._replace(down_bias=x.new_zeros(4, 32))),
+        "bias of gate_up is (4, 16)": (x, chosen, scores, biased((4, 16), (4, 32))),
+        "bias of down is (4, 16)": (x, chosen, scores, biased((4, 32), (4, 16))),
+        "1 to 32 are supported": (x, *many(1, 20), weights),
     }
     for said, arguments in wrong.items():
-        assert said in mixture.why_not(*arguments)
-        assert kernel.run(*arguments) is None
+        assert said in mixture.why_not(*arguments) and kernel.run(*arguments) is None
 
 
 # ---- the modules of models ----
@@ -180,16 +178,8 @@ def routed(module, tokens, choices=2):
 @pytest.fixture
 def launched(monkeypatch):
     """A list of the results of each call of the kernel: whether it ran."""
-    from hf_fastattn.kernels.decode import experts as kernel
-
     run, calls = kernel.run, []
-
-    def counted(*args):
-        out = run(*args)
-        calls.append(out is not None)
-        return out
-
-    monkeypatch.setattr(kernel, "run", counted)
+    monkeypatch.setattr(kernel, "run", lambda *args: (out := run(*args), calls.append(out is not None))[0])
     return calls
 
 
@@ -247,13 +237,11 @@ def test_otherwise_the_models_own_runs(why, launched):
     arguments, keywords = routed(module, 65 if why == "65 tokens" else 3), {}
     if why == "hooked":
         module.act_fn.register_forward_hook(lambda module, args, out: out * 2)
-    elif why == "trained":
-        module.down_proj.requires_grad_()
     elif why == "keywords":
-        keywords = dict(zip(("hidden_states", "top_k_index", "top_k_weights"), arguments, strict=True))
-        arguments = ()
+        arguments, keywords = (), dict(zip(("hidden_states", "top_k_index", "top_k_weights"), arguments, strict=True))
     elif why == "a weight computed at each call":
         torch.nn.utils.parametrize.register_parametrization(module, "down_proj", Doubled())
+    module.requires_grad_(why == "trained")
     with torch.autocast(DEVICE, torch.bfloat16, enabled=why == "autocast"):
         want = module(*arguments, **keywords)
         experts.use([module])
@@ -261,8 +249,7 @@ def test_otherwise_the_models_own_runs(why, launched):
             module.alpha = -1.0
             want = hf.stock_experts(module, "eager")(module, *arguments)
         got = module(*arguments, **keywords)
-    assert not any(launched) and torch.equal(got, want)
-    assert got.requires_grad == (why == "trained")
+    assert not any(launched) and torch.equal(got, want) and got.requires_grad == (why == "trained")
 
 
 @pytest.mark.parametrize("stock", ["batched_mm", "grouped_mm"])
@@ -368,9 +355,8 @@ def test_undone_with_the_patch_unless_set_since_and_a_requested_kernel_of_others
     monkeypatch.setitem(hf.experts.ALL_EXPERTS_FUNCTIONS._global_mapping, "theirs", lambda *_: None)
     model.set_experts_implementation("theirs")
     with hf_fastattn.patch(model, graph=False) as patch:
-        assert model.config._experts_implementation == "theirs" and "experts, up to" not in str(patch).replace(
-            "choice of experts", ""
-        )
+        assert model.config._experts_implementation == "theirs"
+        assert "experts, up to" not in str(patch).replace("choice of experts", "")
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the substitute for a graph records no launches of kernels")
@@ -393,16 +379,17 @@ def test_steps_are_captured_where_the_kernel_cannot_run(stock, monkeypatch):
 
 
 def test_explain_says_what_runs_experts():
-    small = {"num_hidden_layers": 2, "num_experts": 4, "num_local_experts": 4, "hidden_size": 64}
-    found = lambda name, device="cuda", **own: hf_fastattn.explain(hf.make_config(name, **small, **own), device=device)  # noqa: E731
-    (row,) = (row for row in found("qwen3_moe").runs if row["what"] == "experts")
+    def found(name, what, device="cuda", rows="runs", **own):
+        small = {"num_hidden_layers": 2, "num_experts": 4, "num_local_experts": 4, "hidden_size": 64}
+        said = hf_fastattn.explain(hf.make_config(name, **small, **own), device=device)
+        return [row for row in getattr(said, rows) if row["what"] == what]
+
+    (row,) = found("qwen3_moe", "experts")
     assert row["how"] == "one read of each chosen expert" and "at most 64 tokens; grouped_mm runs more" in row["why"]
-    assert {"what": "experts in one read", "why": "The model is on cpu, and the kernel is for CUDA devices."} in found(
-        "qwen3_moe", "cpu"
-    ).refused
-    (row,) = (row for row in found("qwen3_moe", hidden_act="relu").refused if row["what"] == "experts in one read")
+    (row,) = found("qwen3_moe", "experts in one read", "cpu", "refused")
+    assert row["why"] == "The model is on cpu, and the kernel is for CUDA devices."
+    (row,) = found("qwen3_moe", "experts in one read", rows="refused", hidden_act="relu")
     assert row["why"] == "Qwen3MoeExperts has the activation ReLU."
-    assert {"what": "choice of experts", "how": "one launch each", "why": "with patch(): Qwen3MoeTopKRouter"} in found(
-        "qwen3_moe"
-    ).runs
-    assert not [row for row in hf_fastattn.explain(hf.make_config("qwen3", num_hidden_layers=2)).runs if row["what"] == "experts"]
+    (row,) = found("qwen3_moe", "choice of experts")
+    assert (row["how"], row["why"]) == ("one launch each", "with patch(): Qwen3MoeTopKRouter")
+    assert not found("qwen3", "experts")

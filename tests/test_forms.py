@@ -87,11 +87,7 @@ if HAS_TRITON:
         return tl.split(tl.reshape(q / factor, [q.shape[0], q.shape[1] // 2, 2])), factor, shift
 
     @triton.jit
-    def store_bytes(
-        k, v, bases, strides, slot, mask, indices, extra,
-        HEAD_DIM: tl.constexpr,
-        VALUE_DIM: tl.constexpr,
-    ):  # fmt: skip
+    def store_bytes(k, v, bases, strides, slot, mask, indices, extra, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr):
         offs_d = tl.arange(0, k.shape[1])[None, :]
         k_mask, v_mask = mask & (offs_d < HEAD_DIM), mask & (offs_d < VALUE_DIM)
         k -= tl.load(extra[1] + indices[1] * HEAD_DIM + offs_d, mask=k_mask, other=0.0)
@@ -142,35 +138,14 @@ def check_bytes(q, kv):
 
 
 NEGATED = Form("negated V", load_v=load_negated, unpack=lambda kv: (kv.k, -kv.v))
-PAGED = Form(
-    "pages of 16",
-    load_paged,
-    load_paged,
-    unpack_pages,
-    sizes=sizes_of_pages,
-    store=store_paged,
-    pack=pack_pages,
-    paged=True,
-)
-BYTES = Form(
-    "int8",
-    load_bytes,
-    load_bytes,
-    unpack_bytes,
-    check_bytes,
-    store=store_bytes,
-    pack=pack_bytes,
-    bytes_per_token=lambda k, v: len(k) * k.shape[1] * (k.shape[3] + v.shape[3] + 8),
-    queries=queries_for_bytes,
-    weights=weights_of_bytes,
-    parts=2,
-)
+PAGES = {"sizes": sizes_of_pages, "store": store_paged, "pack": pack_pages, "paged": True}
+PAGED = Form("pages of 16", load_paged, load_paged, unpack_pages, **PAGES)
+EIGHT_BITS = {"store": store_bytes, "pack": pack_bytes, "queries": queries_for_bytes, "weights": weights_of_bytes, "parts": 2}
+EIGHT_BITS["bytes_per_token"] = lambda k, v: len(k) * k.shape[1] * (k.shape[3] + v.shape[3] + 8)
+BYTES = Form("int8", load_bytes, load_bytes, unpack_bytes, check_bytes, **EIGHT_BITS)
 # V is the first half of K.
-LATENT = Form(
-    "latent",
-    unpack=lambda kv: (kv.k, kv.v[..., : kv.sizes.value_dim]),
-    sizes=lambda kv: Sizes(*kv.k.shape, kv.k.shape[3] // 2),
-)
+HALF = {"sizes": lambda kv: Sizes(*kv.k.shape, kv.k.shape[3] // 2)}
+LATENT = Form("latent", unpack=lambda kv: (kv.k, kv.v[..., : kv.sizes.value_dim]), **HALF)
 FORMS = (NEGATED, PAGED, BYTES, LATENT)
 
 RAGGED = Case(q_len=1, kv_len=50, head_dim=32, rows=((0, 50, 0.0), (7, 50, 0.3)))
@@ -294,10 +269,12 @@ def test_sizes_and_bytes_of_a_token():
 
 
 def test_what_no_kernel_can_read_or_append_is_refused(device):
-    x = make(RAGGED, device)
+    """Tensors that do not match the form, half a form, and wide heads whose scores it changes."""
+    x, wide = make(RAGGED, device), make(WIDE, device)
     k, scales = torch.zeros(x.k.shape, dtype=torch.int8, device=device), torch.ones(2, device=device).expand(2, 2)[:, :1]
     odd = x.q[..., :31].contiguous()
     cases = [
+        (x.q, KV(x.k, x.v, BYTES), TypeError, "K of int8"),
         (x.q, KV(x.k, x.v, Form("half", load_v=load_negated)), ValueError, "'half' of K and V has no unpack"),
         (x.q, KV(x.k, x.v, NEGATED, scales.T), ValueError, r"scales of K and V must have stride\(-1\) == 1 and be on"),
         (x.q.double(), KV(x.k, x.v, NEGATED), TypeError, "float64"),
@@ -308,13 +285,9 @@ def test_what_no_kernel_can_read_or_append_is_refused(device):
         for q, kv, error, sentence in cases:
             with pytest.raises(error, match=sentence):
                 kernel.launcher()(q, kv)
-    for kernel in test_kernels.RUNNABLE:
-        with pytest.raises(TypeError, match="K of int8"):
-            kernel.launcher()(x.q, KV(x.k, x.v, BYTES))
-    x = make(WIDE, device)
     for backend in map(registry.get, ("lean", "fa2")):
         with pytest.raises(ValueError, match=r"a head_dim of 320 in pieces, and the form 'int8' .* at most 256"):
-            backend.attend(x.q, KV(x.k, x.v, BYTES._replace(check=lambda q, kv: None)))
+            backend.attend(wide.q, KV(wide.k, wide.v, BYTES._replace(check=lambda q, kv: None)))
     with pytest.raises(ValueError, match=r"appended to K and V of the form 'negated V': it has no store\(\) and pack"):
         append(KV(x.k, x.v, NEGATED), x.k, x.v, torch.tensor([0], device=device))
     share = torch.Tensor._make_wrapper_subclass(context_parallel.Share, (1, 1, 1, 1))
@@ -324,9 +297,8 @@ def test_what_no_kernel_can_read_or_append_is_refused(device):
 
 @pytest.mark.skipif(not HAS_TRITON or INTERPRETED, reason="interpreted functions are not compiled")
 def test_compiled_kernels_depend_on_the_code_of_a_form():
-    assert (
-        len({form.cache_key for form in (*FORMS, PLAIN, PAGED._replace(paged=False), BYTES._replace(parts=1))}) == len(FORMS) + 2
-    )
+    others = PLAIN, PAGED._replace(paged=False), BYTES._replace(parts=1)
+    assert len({form.cache_key for form in (*FORMS, *others)}) == len(FORMS) + 2
     assert NEGATED.cache_key == NEGATED._replace(name="other", unpack=None).cache_key
 
 
