@@ -29,15 +29,9 @@ def generate(model, inputs, **options):
     return model.generate(**inputs, **{"max_new_tokens": NEW, "do_sample": False, **options})
 
 
-def _embedding(model, rows):
-    embedding = nn.Embedding(rows, 64)
-    nn.init.normal_(embedding.weight)
-    return embedding
-
-
 # Each lets the model read its table by ids that the graph's own cannot serve. All old memory stays alive.
 TABLES = {
-    "a larger vocabulary": lambda m: m.set_input_embeddings(_embedding(m, VOCAB + 8)),
+    "a larger vocabulary": lambda m: m.set_input_embeddings(nn.Embedding(VOCAB + 8, 64)),
     "a larger weight": lambda m: setattr(m.model.embed_tokens, "weight", nn.Parameter(torch.randn(VOCAB + 8, 64))),
     "a part of the table": lambda m: setattr(m.model.embed_tokens.weight, "data", m.model.embed_tokens.weight.data[:60]),
     "a hook before the embedding": lambda m: m.model.embed_tokens.register_forward_pre_hook(lambda module, args: args),
@@ -68,16 +62,15 @@ def test_the_first_step_of_a_call_replays_before_it_compares_if_its_memory_is_th
     assert not present.may_wait()
 
 
-def _scale(model):
-    model.model.layers[0].self_attn.scaling *= 0.5
-
-
-def _hook(model):
-    model.model.layers[0].mlp.register_forward_hook(lambda module, args, out: 1.5 * out)
-
-
-def _weight(model):
-    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().flip(0).clone())
+def _resize(model, rows):
+    """New modules, as the graphs of these tests hold the tensors that `resize_token_embeddings` gives other memory."""
+    draw = torch.Generator().manual_seed(1)
+    weights = model.model.embed_tokens.weight, model.lm_head.weight
+    ids, logits = (torch.cat([weight.detach(), torch.randn(8, 64, generator=draw)]) for weight in weights)
+    model.set_input_embeddings(nn.Embedding.from_pretrained(ids[:rows].clone()))
+    model.lm_head = nn.Linear(64, rows, bias=False)
+    model.lm_head.weight = nn.Parameter(logits[:rows].clone())
+    model.config.vocab_size = rows
 
 
 def _in_place(model):
@@ -85,27 +78,14 @@ def _in_place(model):
         model.lm_head.weight.mul_(-1)
 
 
-def _resize(model, rows):
-    """New modules, as the graphs of these tests hold the tensors that `resize_token_embeddings` gives other memory."""
-    draw = torch.Generator().manual_seed(1)
-    ids, logits = (
-        torch.cat([m.weight.detach(), torch.randn(8, 64, generator=draw)]) for m in (model.model.embed_tokens, model.lm_head)
-    )
-    model.set_input_embeddings(nn.Embedding.from_pretrained(ids[:rows].clone()))
-    model.lm_head = nn.Linear(64, rows, bias=False)
-    model.lm_head.weight = nn.Parameter(logits[:rows].clone())
-    model.config.vocab_size = rows
-
-
-def _larger(model):
-    _resize(model, VOCAB + 8)
-
-
-def _smaller(model):
-    _resize(model, 100)
-
-
-CHANGES = [_scale, _hook, _weight, _in_place, _larger, _smaller]
+CHANGES = {
+    "scale": lambda m: setattr(m.model.layers[0].self_attn, "scaling", 0.5 * m.model.layers[0].self_attn.scaling),
+    "hook": lambda m: m.model.layers[0].mlp.register_forward_hook(lambda module, args, out: 1.5 * out),
+    "weight": lambda m: setattr(m.lm_head, "weight", nn.Parameter(m.lm_head.weight.detach().flip(0).clone())),
+    "in place": _in_place,
+    "larger": lambda m: _resize(m, VOCAB + 8),
+    "smaller": lambda m: _resize(m, 100),
+}
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -121,9 +101,9 @@ def test_a_change_between_two_calls_is_seen(change, family, backend, monkeypatch
         with hf_fastattn.patch(model, backend, graph=graph, **options), torch.no_grad():
             for _ in range(4):
                 generate(model, first)
-            change(model)
+            CHANGES[change](model)
             ids = first["input_ids"] % model.config.vocab_size
-            if change is _larger:
+            if change == "larger":
                 ids[0, 5:13] = torch.arange(VOCAB, VOCAB + 8)
             found.append(torch.stack([generate(model, {"input_ids": ids}) for _ in range(3)]))
         assert kept
@@ -136,7 +116,7 @@ def test_a_larger_vocabulary_between_two_steps(llama):
 
     def resize(ids, scores):
         if ids.shape[1] == inputs["input_ids"].shape[1] + 3:
-            _larger(model)
+            _resize(model, VOCAB + 8)
         if scores.shape[1] < model.config.vocab_size:
             scores = nn.functional.pad(scores, (0, model.config.vocab_size - scores.shape[1]))
             scores[:, -1] = 1e4

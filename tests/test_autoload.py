@@ -100,9 +100,8 @@ import hf_fastattn_autoload
 assert waits() == ['lm_eval.models']
 assert 'exec_module' not in vars(modeling.__spec__.loader)
 names = set(modeling.AttentionInterface._global_mapping)
-""" + (
-        USE
-        + """
+"""
+    use = """
 model = tiny('llama', 'lean')
 assert 'hf_fastattn' not in sys.modules
 assert tokens(model) == tokens(tiny('llama', 'eager'))
@@ -117,8 +116,7 @@ for name in hf_fastattn_autoload.NAMES:
     for registry in (AttentionInterface(), AttentionMaskInterface()):
         assert registry[name].func.__module__.startswith('hf_fastattn.')
 """
-    )
-    run(tmp_path, WAITS + script)
+    run(tmp_path, WAITS + script + USE + use)
 
 
 @pytest.mark.slow
@@ -159,12 +157,6 @@ def test_another_transformers_breaks_nothing(tmp_path):
 def test_names_of_other_packages_are_kept(tmp_path):
     """Registered before the names are, or after; with a mask function, or without."""
     script = """
-import os, sys
-os.environ['HF_FASTATTN_AUTOLOAD'] = '0'
-"""
-    script += (
-        USE
-        + """
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 masks = []
@@ -191,8 +183,7 @@ import hf_fastattn
 assert AttentionInterface()['fa2'] is AttentionInterface()['reference'] is attention
 assert AttentionMaskInterface()['split_kv'] is transformers.masking_utils.sdpa_mask
 """
-    )
-    run(tmp_path, script)
+    run(tmp_path, "import os, sys\nos.environ['HF_FASTATTN_AUTOLOAD'] = '0'\n" + USE + script)
 
 
 def test_no_import_fails_when_a_finder_leaves(monkeypatch):

@@ -74,10 +74,8 @@ def test_no_name_of_a_package_is_also_one_of_its_modules():
     """Which of the two `package.name` gives would depend on what was imported before."""
     packages = [module for name, module in sys.modules.items() if name.startswith("hf_fastattn") and hasattr(module, "__path__")]
     inside = [(package, name) for package in packages for _, name, _ in pkgutil.iter_modules(package.__path__)]
-    assert (
-        len(packages) > 10
-        and [(package.__name__, name) for package, name in inside if not inspect.ismodule(getattr(package, name, sys))] == []
-    )
+    assert len(packages) > 10
+    assert [(package.__name__, name) for package, name in inside if not inspect.ismodule(getattr(package, name, sys))] == []
 
 
 def test_files_of_attention_import_each_other_in_no_circle():
@@ -152,9 +150,8 @@ def test_make_test_interprets_every_file_that_needs_it():
     """Tests that are skipped unless Triton is interpreted would otherwise never run."""
     makefile = (TESTS.parent / "Makefile").read_text()
     (files,) = re.findall(r"^KERNELS := ((?:.*\\\n)*.*)$", makefile, re.MULTILINE)
-    assert re.findall(r"^\tTRITON_INTERPRET=1 (.*)$", makefile, re.MULTILINE) == [
-        f"$(PYTEST) {of}$(KERNELS)" for of in ('-m "not slow" ', "-m slow ", "")
-    ]
+    runs = [f"$(PYTEST) {of}$(KERNELS)" for of in ('-m "not slow" ', "-m slow ", "")]
+    assert re.findall(r"^\tTRITON_INTERPRET=1 (.*)$", makefile, re.MULTILINE) == runs
     skipped = re.compile(r'mark\.skipif\(not INTERPRETED|or TRITON_INTERPRET=[1]"')
     needed = {path.name for path in TESTS.glob("test_*.py") if skipped.search(path.read_text())}
     assert "test_exchange_kernels.py" in needed and needed <= set(re.findall(r"tests/(\w+\.py)", files))

@@ -39,6 +39,7 @@ from hf_fastattn.patches.graphs.state import Uncapturable, read
 BY = 1.0  # read by code below
 SETTINGS = types.ModuleType("settings_of_the_test")
 VARIABLE = "SETTING_OF_THE_TEST"
+CONTEXT = contextvars.ContextVar("by")
 INPUTS = prompts("no_padding", "cpu", rows=1)
 
 
@@ -79,10 +80,6 @@ class Config:
     by = 1.0
 
 
-class Tensors:
-    by = torch.tensor(1.0)
-
-
 class Helper:
     def scale(self):
         return BY
@@ -100,28 +97,12 @@ class Names(dict):
         return BY
 
 
-def local_helper(self):
-    return type("Local", (), {"scale": lambda self: 1.0})()
-
-
 class Meta(type):
     by = 1.0
 
 
 class OfMeta(metaclass=Meta):
     pass
-
-
-def imports(self):
-    import settings_of_the_test
-
-    return settings_of_the_test.BY
-
-
-def imports_from(self):
-    from settings_of_the_test import BY as by
-
-    return by
 
 
 @functools.lru_cache
@@ -138,15 +119,19 @@ def with_attribute():
     return with_attribute.by
 
 
+def default(self, by=[1.0]):  # noqa: B006
+    return by[0]
+
+
 class Mode(enum.Enum):
     """All members are reached by the class, too."""
 
     ONE, FIVE = 1.0, 5.0
 
 
-@dataclasses.dataclass
-class Choice:
-    mode: Mode = Mode.ONE
+@dataclasses.dataclass(slots=True)
+class Slots:
+    by: object = 1.0
 
 
 class RemoteConfig(LlamaConfig):
@@ -154,16 +139,13 @@ class RemoteConfig(LlamaConfig):
     by = 1.0
 
 
-def remote_config(self):
-    return RemoteConfig(hidden_size=64, num_attention_heads=4)
-
-
-CONTEXT = contextvars.ContextVar("by")
-TABLE = {"one": lambda: 1.0, "five": lambda: 5.0}
 DICT = {"by": 1.0}
+ONE = torch.tensor(1.0)
 BY_PROPERTY = {"read": lambda self: self.by}
 BY_ITEM = {"read": lambda self: self.held[0]}
+BY_NAME = {"read": lambda self: self.held["by"][0][0]}
 BY_METHOD = {"read": lambda self: self.held.scale()}
+BY_CALL = {"read": lambda self: self.held()}
 OF_HELD = {"read": lambda self: self.held.by}
 READERS = {  # name: what the class of the module has
     "property": BY_PROPERTY | {"by": property(lambda self: BY)},
@@ -171,61 +153,52 @@ READERS = {  # name: what the class of the module has
     "class method": {"read": classmethod(lambda cls: BY)},
     "descriptor": BY_PROPERTY | {"by": Descriptor()},
     "cached property": {"read": lambda self: self.by(), "by": functools.cached_property(lambda self: lambda: BY)},
+    "default": {"read": default},
     "method of held": BY_METHOD | {"new": lambda self: Helper()},
     "property of held": OF_HELD | {"new": lambda self: Helper()},
-    "call of held": {"read": lambda self: self.held(), "new": lambda self: Helper()},
+    "call of held": BY_CALL | {"new": lambda self: Helper()},
     "own dict": BY_METHOD | {"new": lambda self: Names()},
-    "singledispatch": {"read": lambda self: dispatched(0)},
-    "globals()": {"read": lambda self: globals()["BY"]},
     "class of held": OF_HELD | {"new": lambda self: Config()},
-    "replaced method": BY_METHOD | {"new": local_helper},
-    "class, a tensor": {"read": lambda self: Tensors.by},
-    "context variable": {"read": lambda self: CONTEXT.get(1.0)},
-    "own dict of attributes": {"read": lambda self: vars(self)["by"], "by": 0.0},
-    "metaclass": {"read": lambda self: OfMeta.by},
-    "enum of held": {"read": lambda self: self.held.mode.value, "new": lambda self: Choice()},
-    "from a table": {"read": lambda self: self.held(), "new": lambda self: TABLE["one"]},
-    "configuration": OF_HELD | {"new": remote_config},
-    "import": {"read": imports},
-    "import from": {"read": imports_from},
-    "file by text": {"read": lambda self: getattr(SETTINGS, "BY")},  # noqa: B009
-    "import by text": {"read": lambda self: importlib.import_module("settings_of_the_test").BY},
-    "environment": {"read": lambda self: float(os.environ[VARIABLE])},
-    "getenv": {"read": lambda self: float(os.getenv(VARIABLE))},
+    "enum of held": {"read": lambda self: self.held.by.value, "new": lambda self: Slots(Mode.ONE)},
+    "configuration": OF_HELD | {"new": lambda self: RemoteConfig(hidden_size=64, num_attention_heads=4)},
+    "file": {"read": lambda self: SETTINGS.BY},
     "lru_cache": {"read": lambda self: cached()},
     "attribute of a function": {"read": lambda self: with_attribute()},
+    "dict": BY_NAME | {"new": lambda self: {"by": [(1.0,)]}},
+    "list": BY_ITEM | {"new": lambda self: [ONE]},
+    "slots": OF_HELD | {"new": lambda self: Slots()},
+    "namespace": OF_HELD | {"new": lambda self: types.SimpleNamespace(by=ONE)},
+    "partial": BY_CALL | {"new": lambda self: functools.partial(torch.mul, ONE, 1.0)},
+    "method of a tensor": {"read": lambda self: self.held(1.0), "new": lambda self: ONE.mul},
     "UserList": BY_ITEM | {"new": lambda self: collections.UserList([1.0])},
     "array": BY_ITEM | {"new": lambda self: array.array("d", [1.0])},
     "bytes": BY_ITEM | {"new": lambda self: bytearray([1])},
     "NumPy": BY_ITEM | {"new": lambda self: np.ones(5000)},
-    "NumPy, objects": BY_ITEM | {"new": lambda self: np.array([1.0, None], dtype=object)},
     "ctypes": {"read": lambda self: self.held.value, "new": lambda self: ctypes.c_double(1.0)},
     "builtin": {"read": lambda self: self.held("by"), "new": lambda self: DICT.get},
 }
 PUT = {  # how a value is changed, where it is not the global BY
+    "default": lambda module, value: default.__defaults__[0].__setitem__(0, value),
     "class of held": lambda module, value: setattr(Config, "by", value),
-    "replaced method": lambda module, value: setattr(type(module.held), "scale", lambda self: value),
-    "class, a tensor": lambda module, value: setattr(Tensors, "by", torch.tensor(value)),
-    "context variable": lambda module, value: CONTEXT.set(value) and None,
-    "own dict of attributes": lambda module, value: setattr(module, "by", torch.tensor(value)),
-    "metaclass": lambda module, value: setattr(Meta, "by", value),
-    "enum of held": lambda module, value: setattr(module.held, "mode", Mode(value)),
-    "from a table": lambda module, value: setattr(module, "held", TABLE["one" if value == 1.0 else "five"]),
+    "enum of held": lambda module, value: setattr(module.held, "by", Mode(value)),
     "configuration": lambda module, value: setattr(RemoteConfig, "by", value),
-    "lru_cache": lambda module, value: put_global(value) or cached.cache_clear(),
+    "file": lambda module, value: setattr(SETTINGS, "BY", value),
     "attribute of a function": lambda module, value: setattr(with_attribute, "by", value),
+    "dict": lambda module, value: module.held["by"].__setitem__(0, (value,)),
+    **dict.fromkeys(("slots", "namespace"), lambda module, value: setattr(module.held, "by", torch.tensor(value))),
+    "partial": lambda module, value: setattr(module, "held", functools.partial(torch.mul, torch.tensor(value), 1.0)),
+    "method of a tensor": lambda module, value: setattr(module, "held", torch.tensor(value).mul),
+    "list": lambda module, value: module.held.__setitem__(0, torch.tensor(value)),
     "ctypes": lambda module, value: setattr(module.held, "value", value),
     "builtin": lambda module, value: DICT.__setitem__("by", value),
 }
-PUT |= dict.fromkeys(
-    ("import", "import from", "file by text", "import by text"), lambda module, value: setattr(SETTINGS, "BY", value)
-)
-PUT |= dict.fromkeys(("environment", "getenv"), lambda module, value: os.environ.__setitem__(VARIABLE, str(value)))
-PUT |= {
-    name: lambda module, value: module.held.__setitem__(0, int(value))
-    for name, of in READERS.items()
-    if of.items() >= BY_ITEM.items()
-}
+ITEMS = ("UserList", "array", "bytes", "NumPy")
+PUT |= dict.fromkeys(ITEMS, lambda module, value: module.held.__setitem__(0, int(value)))
+
+
+def put_by(module, value):
+    put_global(value)
+    cached.cache_clear()
 
 
 def model_with(make):
@@ -240,22 +213,41 @@ def generate(model, inputs=INPUTS):
 
 @pytest.mark.parametrize("name", READERS)
 def test_a_value_that_a_forward_reads(name):
-    put = PUT.get(name, lambda module, value: put_global(value))
-    reader = type("Reader", (Scaled,), READERS[name])
-    twin, module_of_twin = model_with(reader)
-    model, module = model_with(reader)
-    put(module, 1.0), put(module_of_twin, 1.0)
+    """A step that changes it is noticed: what the model reads is equal as long as nothing changes, and differs then."""
+    put = PUT.get(name, put_by)
+    model, module = model_with(type("Reader", (Scaled,), READERS[name]))
+    put(module, 1.0)
+    assert float(module.read()) == 1.0
+    before, again = (read(model, of_user=True) for _ in range(2))
+    assert before.state.differs(again.state) is None and before.of_user == again.of_user
+    put(module, 5.0)
+    assert float(module.read()) == 5.0
+    after = read(model, of_user=True)
+    assert before.state.differs(after.state) or before.of_user != after.of_user
+    put(module, 1.0)
+
+
+def read_otherwise(self):
+    """By ways that a reader of the model does not follow."""
+    import settings_of_the_test
+
+    of_file = settings_of_the_test.BY * getattr(SETTINGS, "BY") * importlib.import_module("settings_of_the_test").BY  # noqa: B009
+    return of_file * float(os.environ[VARIABLE]) * CONTEXT.get() * globals()["BY"] * dispatched(0) * OfMeta.by * self.held[0]
+
+
+def test_each_call_reads_anew_whatever_a_forward_reads(monkeypatch):
+    reader = {"read": read_otherwise, "new": lambda self: np.array([1.0, None], dtype=object)}
+    (twin, module_of_twin), (model, module) = (model_with(type("Reader", (Scaled,), reader)) for _ in range(2))
+    CONTEXT.set(1.0)
     with hf_fastattn.patch(model) as patch, torch.no_grad():
         before = generate(twin)
-        for _ in range(2):
-            assert torch.equal(generate(model), before)
-        assert (patch.captures, patch.reasons) == (2, []), "it is not captured in each call"
-        put(module, 5.0), put(module_of_twin, 5.0)
+        assert torch.equal(generate(model), before) and torch.equal(generate(model), before)
+        for value, put in enumerate((put_global, CONTEXT.set, lambda value: monkeypatch.setenv(VARIABLE, str(value))), 3):
+            put(float(value))
+        SETTINGS.BY = module.held[0] = module_of_twin.held[0] = 0.4
         after = generate(twin)
         assert not torch.equal(after, before), "the change has no effect"
-        assert torch.equal(generate(model), after)
-        assert (patch.captures, patch.reasons) == (3, [])
-    put(module, 1.0)
+        assert torch.equal(generate(model), after) and (patch.captures, patch.reasons) == (3, [])
 
 
 class Attributes:
@@ -281,11 +273,6 @@ class Counted:
 @functools.lru_cache
 def by_length(tokens):
     return 1.0 + tokens
-
-
-@dataclasses.dataclass(slots=True)
-class Slots:
-    a: int = 1
 
 
 @contextlib.contextmanager

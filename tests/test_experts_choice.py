@@ -8,11 +8,17 @@ from calls import captured
 from small_layers import Launches
 from test_experts import DEVICE, OSS, inputs, moe, runs_kernels
 
+from hf_fastattn.kernels import HAS_TRITON
 from hf_fastattn.kernels.mixture import PLAIN
 from hf_fastattn.patches.fused import delayed as merged
 from hf_fastattn.patches.fused import experts, linears, residual, subclass
 from hf_fastattn.patches.fused import norms as fuse
 
+if HAS_TRITON:
+    from hf_fastattn.kernels.decode import experts as kernel
+    from hf_fastattn.kernels.decode import route
+
+pytestmark = runs_kernels
 SIZE = 32
 CASES = {
     "softmax": {"form": "softmax", "normalise": True},
@@ -36,9 +42,6 @@ def logits_of(tokens=1, count=9):
 
 def step(logits, form="softmax", choices=3, layout=PLAIN, bias=False, between=lambda *choice: choice, count=None, **options):
     """[scores, experts, result of the experts]. between: what happens to the choice before the experts run."""
-    from hf_fastattn.kernels.decode import experts as kernel
-    from hf_fastattn.kernels.decode import route
-
     x, _, _, weights = inputs(logits.shape[0], SIZE, 16, count or logits.shape[1], choices, layout, bias, torch.float16)
     if form == "sigmoid":
         options["correction"] = torch.linspace(-1, 1, logits.shape[1], device=DEVICE)
@@ -48,7 +51,6 @@ def step(logits, form="softmax", choices=3, layout=PLAIN, bias=False, between=la
     return [scores, chosen, run(x, *between(chosen, scores), weights, layout)]
 
 
-@runs_kernels
 @torch.no_grad()
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("count, layout, bias", [(9, PLAIN, False), (128, OSS, True)])
@@ -62,7 +64,6 @@ def test_choice_and_gate_are_one_launch_with_the_same_bits(name, count, layout, 
     assert all(map(torch.equal, got, expected)) and got[2].abs().sum() > 0
 
 
-@runs_kernels
 @torch.no_grad()
 def test_nan_in_a_logit():
     logits = logits_of()
@@ -86,7 +87,6 @@ ALONE = {  # what the experts get, where the choice is a launch of its own
 }
 
 
-@runs_kernels
 @torch.no_grad()
 @pytest.mark.parametrize("name", [*ALONE, "two tokens", "many experts"])
 def test_otherwise_the_choice_is_a_launch_of_its_own(name):
@@ -98,11 +98,8 @@ def test_otherwise_the_choice_is_a_launch_of_its_own(name):
     assert all(map(torch.equal, got, expected))
 
 
-@runs_kernels
 @torch.no_grad()
 def test_the_choice_of_logits_that_are_delayed(monkeypatch):
-    from hf_fastattn.kernels.decode import route
-
     monkeypatch.setattr(torch.Tensor, "new_empty", torch._C.TensorBase.new_empty)  # that of tests fills, before which layers run
     x, weight = torch.randn(1, SIZE, device=DEVICE).half(), torch.randn(9, SIZE, device=DEVICE).half()
     with merged.merged(model_with_a_norm()):
@@ -111,11 +108,8 @@ def test_the_choice_of_logits_that_are_delayed(monkeypatch):
     assert logits.abs().sum() > 0 and all(map(torch.equal, got, route.route(logits, 3, "softmax")))
 
 
-@runs_kernels
 @torch.no_grad()
 def test_a_choice_that_no_experts_get_runs():
-    from hf_fastattn.kernels.decode import route
-
     expected = route.route(logits_of(), 3, "softmax")
     with Launches() as launches, merged.merged(model_with_a_norm()):
         got = merged.current().route(logits_of(), 3, "softmax")
@@ -123,12 +117,9 @@ def test_a_choice_that_no_experts_get_runs():
     assert (before, launches.count["route_kernel"]) == (0, 1) and all(map(torch.equal, got, expected))
 
 
-@runs_kernels
 @torch.no_grad()
 @pytest.mark.parametrize("between", [None, "experts of several ranks"])
 def test_a_choice_for_experts_that_are_refused_runs(between, monkeypatch):
-    from hf_fastattn.kernels.decode import experts as kernel
-
     expected = step(logits_of())
     monkeypatch.setattr(kernel, "run", lambda *_: None)
     with merged.merged(model_with_a_norm()):
@@ -136,7 +127,6 @@ def test_a_choice_for_experts_that_are_refused_runs(between, monkeypatch):
     assert got[2] is None and all(map(torch.equal, got[:2], expected))
 
 
-@runs_kernels
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["gpt_oss", "mixtral", "deepseek_v3"])
 def test_a_step_of_a_model_has_no_launch_that_only_chooses(name):

@@ -97,72 +97,57 @@ def test_lean_generates_the_tokens_of_eager(family, mode, padding, device):
     check(family, mode, padding, device, "lean")
 
 
-@pytest.mark.parametrize(
-    "backend, family, mode, padding", pairs(["reference", "fa2", "split_kv"], SOME_FAMILIES, MODES, PADDINGS)
-)
+OTHERS = pairs(["reference", "fa2", "split_kv"], SOME_FAMILIES, MODES, PADDINGS)
+
+
+@pytest.mark.parametrize("backend, family, mode, padding", OTHERS)
 def test_other_backends_generate_the_tokens_of_eager(backend, family, mode, padding, device):
     check(family, mode, padding, device, backend)
 
 
 # The tests above detect a broken mask or a dropped argument: these change the tokens.
-def _with_spans(q, k, s, options):
-    if s is None:
-        q_offset = k.shape[2] - q.shape[2]
-        s = spans.build_spans(q.shape[0], q.shape[2], k.shape[2], q.device, q_offset=q_offset, window=options.pop("window", None))
-    return s.clone()
+def _wrong(change=lambda spans, kv_len: None, **instead):
+    """Attention by changed spans and with other options."""
 
-
-@as_kernel
-def _sees_the_next_token(q, k, v, s=None, **options):
-    s = _with_spans(q, k, s, options)
-    s[..., spans.Q_START] += 1
-    s[..., spans.KV_STOP] = torch.clamp(s[..., spans.KV_STOP] + 1, max=k.shape[2])
-    return attention(q, k, v, s, **options)
-
-
-@as_kernel
-def _sees_padding(q, k, v, s=None, **options):
-    s = _with_spans(q, k, s, options)
-    s[..., spans.KV_START] = 0
-    s[..., spans.FLAGS] &= ~spans.HOLES
-    return attention(q, k, v, s, **options)
-
-
-@as_kernel
-def _sees_holes(q, k, v, s=None, **options):
-    s = _with_spans(q, k, s, options)
-    s[..., spans.FLAGS] &= ~spans.HOLES
-    return attention(q, k, v, s, **options)
-
-
-@as_kernel
-def _has_no_window(q, k, v, s=None, **options):
-    s = _with_spans(q, k, s, options)
-    s[..., spans.WINDOW] = spans.NO_WINDOW
-    return attention(q, k, v, s, **{**options, "window": None})
-
-
-def _drops(*arguments):
     @as_kernel
-    def dropping(q, k, v, s=None, **options):
-        return attention(q, k, v, s, **{**options, **dict.fromkeys(arguments)})
+    def run(q, k, v, s=None, **options):
+        if s is None:
+            window, offset = options.pop("window", None), k.shape[2] - q.shape[2]
+            s = spans.build_spans(q.shape[0], q.shape[2], k.shape[2], q.device, q_offset=offset, window=window)
+        s = s.clone()
+        change(s, k.shape[2])
+        return attention(q, k, v, s, **{**options, **instead})
 
-    return dropping
-
-
-WRONG = [(family, padding, _sees_the_next_token) for family in FAMILIES for padding in PADDINGS]
-WRONG += [(family, padding, _sees_padding) for family in FAMILIES for padding in PADDINGS[1:]]
-# Its window never reaches the padding.
-WRONG.remove(("mistral_window_below_prompt", "left_padding", _sees_padding))
-WRONG += [(family, "holes", _sees_holes) for family in FAMILIES]
-WRONG += [(f, "no_padding", _has_no_window) for f in FAMILIES if FAMILIES[f][1].get("sliding_window", 999) < models.PROMPT]
-WRONG += [("opt", "no_padding", _drops("scale")), ("gemma2", "no_padding", _drops("softcap"))]
-WRONG += [("gpt_oss", "no_padding", _drops("sink_logits"))]
+    return run
 
 
-@pytest.mark.parametrize("family,padding,wrong", WRONG, ids=lambda x: getattr(x, "__name__", x))
+def _of(s, name: str):
+    return s[..., getattr(spans, name)]
+
+
+WRONG_KERNELS = {
+    "sees_the_next_token": _wrong(lambda s, n: (_of(s, "Q_START").add_(1), _of(s, "KV_STOP").add_(1).clamp_(max=n))),
+    "sees_padding": _wrong(lambda s, n: (_of(s, "KV_START").zero_(), _of(s, "FLAGS").bitwise_and_(~spans.HOLES))),
+    "sees_holes": _wrong(lambda s, n: _of(s, "FLAGS").bitwise_and_(~spans.HOLES)),
+    "has_no_window": _wrong(lambda s, n: _of(s, "WINDOW").fill_(spans.NO_WINDOW), window=None),
+    "drops_scale": _wrong(scale=None),
+    "drops_softcap": _wrong(softcap=None),
+    "drops_sink_logits": _wrong(sink_logits=None),
+}
+
+
+WRONG = [(family, padding, "sees_the_next_token") for family in FAMILIES for padding in PADDINGS]
+WRONG += [(family, padding, "sees_padding") for family in FAMILIES for padding in PADDINGS[1:]]
+WRONG.remove(("mistral_window_below_prompt", "left_padding", "sees_padding"))  # its window never reaches the padding
+WRONG += [(family, "holes", "sees_holes") for family in FAMILIES]
+WRONG += [(f, "no_padding", "has_no_window") for f in FAMILIES if FAMILIES[f][1].get("sliding_window", 999) < models.PROMPT]
+DROPS = {"opt": "drops_scale", "gemma2": "drops_softcap", "gpt_oss": "drops_sink_logits"}
+WRONG += [(family, "no_padding", wrong) for family, wrong in DROPS.items()]
+
+
+@pytest.mark.parametrize("family,padding,wrong", WRONG)
 def test_wrong_attention_changes_the_tokens(family, padding, wrong, device, registering):
-    registry.register(dataclasses.replace(registry.get("lean"), prefill=wrong, decode=None))
+    registry.register(dataclasses.replace(registry.get("lean"), prefill=WRONG_KERNELS[wrong], decode=None))
     assert not torch.equal(run(family, "dynamic_cache", padding, device, "lean"), eager(family, "dynamic_cache", padding, device))
 
 
@@ -246,7 +231,7 @@ class Masking(LlamaForCausalLM):
 
 
 def wrapped_forward(model):
-    """A wrapper of forward() that hides tokens from each step."""
+    """Hides tokens from each step."""
     own = model.forward
 
     @wraps(own)
@@ -256,21 +241,15 @@ def wrapped_forward(model):
             attention_mask[:, 10:30] = 0
         return own(*args, attention_mask=attention_mask, **kwargs)
 
-    return "forward", forward
+    return forward
 
 
 def wrapped_method(model):
-    """A wrapper of a method of the loop."""
     own = model._update_model_kwargs_for_generation
-
-    @wraps(own)
-    def update(*args, **kwargs):
-        return Masking.updated(model, own, *args, **kwargs)
-
-    return own.__name__, update
+    return wraps(own)(lambda *args, **kwargs: Masking.updated(model, own, *args, **kwargs))
 
 
-WRAPPED = {"wrapped_forward": wrapped_forward, "wrapped_method": wrapped_method}
+WRAPPED = {"forward": wrapped_forward, "_update_model_kwargs_for_generation": wrapped_method}
 
 
 def loop(model, input_ids, **kwargs):
@@ -308,7 +287,7 @@ def test_masks_of_other_code_are_not_taken_for_those_of_generate(how, device, mo
     model = models.tiny("llama", "eager", device)
     model.__class__ = Masking if how == "method" else LlamaForCausalLM
     if how in WRAPPED:
-        monkeypatch.setattr(model, *WRAPPED[how](model))
+        monkeypatch.setattr(model, how, WRAPPED[how](model))
     inputs = models.prompts("no_padding", device, rows=2)
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
 

@@ -54,27 +54,41 @@ class Mismatches:
         self.count += ~(a == b).all()  # NaN differs from everything
 
     def none(self) -> bool:
+        torch.cuda.synchronize()
         return self.count.item() == 0
+
+
+class Disturbance:
+    """Work on a second stream, which changes the order in which programs end."""
+
+    def __init__(self):
+        self.stream, self.noise = torch.cuda.Stream(), torch.randn(1024, 1024, device="cuda")
+
+    def __call__(self) -> None:
+        with torch.cuda.stream(self.stream):
+            self.noise = (self.noise @ self.noise).tanh()
+
+
+def assert_all_seen(result, q, k, v, what: str) -> None:
+    """Compare (out, lse or None) of queries that see all keys."""
+    seen = np.ones((len(q), 1, k.shape[2]), dtype=bool)
+    tolerance.assert_attention(result, oracle.attention(q, k, v, seen), q, k, v, None, seen, {}, what)
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["even", "ragged"])
 @pytest.mark.parametrize("shape", [(1, 32, 8, 128), (7, 6, 2, 64), (2, 8, 1, 256)], ids=str)
 def test_lean_is_bitwise_repeatable(shape, masked):
-    """Work on a second stream changes the order in which programs end."""
     batch, num_heads, num_kv_heads, head_dim = shape
     q, k, v = inputs(batch, num_heads, num_kv_heads, head_dim)
     spans = build_spans(batch, 1, CAPACITY, q.device, q_offset=CAPACITY - 1, attention_mask=ragged_mask(batch, CAPACITY))
     spans = spans if masked else None
     first = call(lean, q, k, v, spans)
-    disturb, noise = torch.cuda.Stream(), torch.randn(1024, 1024, device="cuda")
-    mismatches = Mismatches()
+    disturb, mismatches = Disturbance(), Mismatches()
     for i in range(300):
         if i % 3:
-            with torch.cuda.stream(disturb):
-                noise = (noise @ noise).tanh()
+            disturb()
         mismatches.compare(call(lean, q, k, v, spans), first)
     assert mismatches.none()
-    torch.cuda.synchronize()
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["plain", "left padded with holes"])
@@ -102,12 +116,10 @@ def test_lean_in_a_cuda_graph_follows_the_lengths_on_the_device(padded):
     lengths = np.random.default_rng(0).integers(0, CAPACITY, 10_000).tolist()
     lengths[:4] = [0, CAPACITY - 1, 1, 63]
     queries = torch.randn(17, *q.shape, device="cuda", dtype=q.dtype)
-    mismatches = Mismatches()
-    disturb, noise = torch.cuda.Stream(), torch.randn(1024, 1024, device="cuda")
+    disturb, mismatches = Disturbance(), Mismatches()
     for i, n in enumerate(lengths):
         if i % 10 == 0:
-            with torch.cuda.stream(disturb):
-                noise = (noise @ noise).tanh()
+            disturb()
         length.fill_(n)
         q.copy_(queries[i % 17])
         graph.replay()
@@ -119,7 +131,6 @@ def test_lean_in_a_cuda_graph_follows_the_lengths_on_the_device(padded):
             expected = oracle.attention(q, k, v, seen)
             tolerance.assert_attention((out, lse), expected, q, k, v, spans, seen, {}, f"replay {i}, length {n}")
     assert mismatches.none()
-    torch.cuda.synchronize()
 
 
 def test_two_streams_at_once():
@@ -132,7 +143,6 @@ def test_two_streams_at_once():
         for stream, x, e, m in zip(streams, data, expected, mismatches, strict=True):
             with torch.cuda.stream(stream):
                 m.compare(call(lean, *x), e)
-    torch.cuda.synchronize()
     assert all(m.none() for m in mismatches)
 
 
@@ -171,9 +181,7 @@ def test_large_offsets(kernel):
     q = torch.randn(2, heads, 1, head_dim, device="cuda", dtype=torch.float16)
     out, _ = test_kernels.run(kernel, q, k, k, None, {"window": 1000})
     tail = k[:, :, -1000:].contiguous()
-    seen = np.ones((2, 1, 1000), dtype=bool)
-    expected = oracle.attention(q, tail, tail, seen)
-    tolerance.assert_attention((out, None), expected, q, tail, tail, None, seen, {}, kernel.name)
+    assert_all_seen((out, None), q, tail, tail, kernel.name)
 
 
 def test_large_offsets_of_heads():
@@ -195,9 +203,7 @@ def test_a_row_of_a_million_tokens(kernel):
     kv_len = 1 << 20
     q, k, v = inputs(batch=1, num_heads=8, num_kv_heads=2, head_dim=64, kv_len=kv_len)
     k[:, :, kv_len // 2] *= 8  # otherwise a softmax over so many keys is a mean, which hides errors
-    out, lse = test_kernels.run(kernel, q, k, v, None, {"return_lse": True})
-    seen = np.ones((1, 1, kv_len), dtype=bool)
-    tolerance.assert_attention((out, lse), oracle.attention(q, k, v, seen), q, k, v, None, seen, {}, kernel.name)
+    assert_all_seen(test_kernels.run(kernel, q, k, v, None, {"return_lse": True}), q, k, v, kernel.name)
 
 
 @pytest.mark.parametrize("kernel", [test_kernels.PREFILL, test_kernels.SPLIT_KV, LEAN], ids=lambda k: k.name)
@@ -210,9 +216,7 @@ def test_repeated_launches_follow_their_tensors(kernel):
         for n in (700, 300, 700):
             k = flat[offset : offset + 8 * n * 64].view(1, 8, n, 64)
             v = flat[8 * 700 * 64 + offset :][: 8 * n * 64].view(1, 8, n, 64)
-            seen = np.ones((1, 1, n), dtype=bool)
-            expected = oracle.attention(q, k, v, seen)
-            tolerance.assert_attention((launcher(q, k, v), None), expected, q, k, v, None, seen, {}, f"{kernel.name} at {offset}")
+            assert_all_seen((launcher(q, k, v), None), q, k, v, f"{kernel.name} at {offset}")
     with pytest.raises(RuntimeError, match="no backward pass"):
         launcher(q.requires_grad_(), k, v)
 
@@ -235,12 +239,8 @@ def test_kernels_run_where_their_tensors_are(q_len):
 
 
 def test_a_profiler_sees_every_launch():
-    heard = []
-
-    def hook(metadata):
-        heard.append(metadata.get()["name"])
-
-    q, k, v = inputs(batch=1)
+    heard, (q, k, v) = [], inputs(batch=1)
+    hook = lambda metadata: heard.append(metadata.get()["name"])  # noqa: E731
     enter = triton.knobs.runtime.launch_enter_hook
     call(lean, q, k, v)
     enter.add(hook)
