@@ -41,8 +41,6 @@ def generate(model, inputs, **options) -> torch.Tensor:
 
 
 # ---- the registry ----
-
-
 @pytest.mark.parametrize("softcap", [float("inf"), 0.0])
 def test_a_softcap_of_a_configuration_that_is_none(softcap):
     """Also with a mask that only the dense path supports."""
@@ -153,7 +151,6 @@ def test_importing_changes_nothing():
 
 
 # ---- masks ----
-
 WINDOW = {"local_size": 4, "mask_function": masking_utils.sliding_window_causal_mask_function(4)}
 CHUNK = {"local_size": 3, "mask_function": lambda b, h, q, k: (k <= q) & (q // 3 == k // 3)}
 CPU = {"device": "cpu", "allow_is_causal_skip": False}
@@ -363,8 +360,6 @@ def test_chunked_attention_takes_the_dense_path(static, device):
 
 
 # ---- torch.compile ----
-
-
 def decode(model, forward, inputs, static: bool, steps: int = 11) -> torch.Tensor:
     """Logits (batch, steps, vocab) of a greedy loop over one cache: prefill, then steps - 1 decoded tokens."""
     config = model.config
@@ -438,8 +433,6 @@ def test_dense_calls_are_counted_in_compiled_graphs(lean, device):
 
 
 # ---- encoders, encoder-decoders, and models with their own attention ----
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("padded", [False, True])
 def test_bert(padded, device):
@@ -535,8 +528,6 @@ def test_models_with_a_dict_of_attention_classes_refuse_a_backend(model_type, ow
 
 
 # ---- refusals ----
-
-
 @pytest.mark.parametrize("family", models.FAMILIES)
 def test_output_attentions_is_refused(family, device):
     """Most models do not pass it on: without a check of what Transformers collects, they would return attentions=()."""

@@ -208,8 +208,6 @@ def test_the_table_of_widths_has_a_mean_for_each(tmp_path):
 
 
 # ---- any number of queries ----
-
-
 def queries_rows(us: dict[int, float], peer: float = 10.0, **fields) -> list[dict]:
     """Rows of one group with these microseconds of lean by q_len."""
     return [
@@ -287,8 +285,6 @@ def test_compiling_ahead_reports_failures_and_continues(tmp_path, capsys):
 
 
 # ---- tables and pictures ----
-
-
 @pytest.mark.slow
 def test_every_table_and_picture_can_be_made(tmp_path):
     matplotlib = pytest.importorskip("matplotlib")
@@ -430,8 +426,6 @@ def test_the_command_reproduces_the_figures():
 
 
 # ---- what is timed ----
-
-
 @pytest.mark.parametrize("part", ["decode", "speculation", "paper", "prefill", "widths", "window"])
 def test_inputs_of_a_round_are_larger_than_l2(monkeypatch, part):
     monkeypatch.undo()
@@ -448,16 +442,6 @@ def test_the_heads_of_a_gpu_are_shown_as_those_of_all(tmp_path):
     _, result = bench(tmp_path, "paper_ranks")
     row = next(line for line in sections.paper_ranks(result).splitlines() if "x |" in line)
     assert [cell.strip() for cell in row.split("|")][1:5] == ["8", "4", "24", "96"]
-
-
-def test_the_grid_is_complete():
-    # The grid of 140 without two of 275 and 240 GB, and two.
-    assert len(set(map(str, decode.DECODE))) == len(decode.DECODE) == 140
-    assert max(shape.kv_bytes for shape in decode.DECODE) == 64 << 30
-    assert {(s.num_heads, s.num_kv_heads, s.head_dim) for s in decode.DECODE} == {*decode.HEADS, (12, 12, 96)}
-    assert {s.head_dim for s in paper.SHAPES} == {64, 128} and {s.batch for s in paper.SHAPES} == {1, 4, 16}
-    assert {s.num_heads for s in paper.SHAPES} == {12, 16, 24, 32, 56, 64, 128}
-    assert max(s.kv_len for s in paper.SHAPES) == 512 << 10
 
 
 def test_rivals_alternate():

@@ -75,8 +75,6 @@ def test_eval_writes_what_it_prints_and_returns_the_verdict(capsys, folder, tmp_
 
 
 # ---- output folders ----
-
-
 @pytest.fixture
 def eval_options(folder):
     pytest.importorskip("lm_eval")

@@ -136,8 +136,6 @@ def test_the_kernel_computes_the_spans_of_a_part(device, q_len, mask):
 
 
 # ---- Ring, zigzag, Striped ----
-
-
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("window", [None, 1, 5, 13, 40])

@@ -15,7 +15,7 @@ import fake_graph
 import pytest
 import torch
 from calls import as_kernel, attention
-from models import FAMILIES, prompts, tiny
+from models import COMMON, FAMILIES, prompts, tiny
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
@@ -65,24 +65,6 @@ def generate(model, inputs, **options):
     return model.generate(**inputs, **{"max_new_tokens": NEW, "do_sample": False, **options})
 
 
-def check(change, inputs, captures=3):
-    """`change(model)` returns a function that changes the model; afterwards a patched and an unpatched model agree.
-
-    captures: 2 for a model that runs no code of this file; else each call has its own graph.
-    """
-    twin, model = tiny("llama", "sdpa"), tiny("llama", "sdpa")
-    change_twin, change_model = change(twin), change(model)
-    with hf_fastattn.patch(model) as patch, torch.no_grad():
-        before = generate(twin, inputs)
-        assert torch.equal(generate(model, inputs), before)
-        change_twin(), change_model()
-        after = generate(twin, inputs)
-        assert not torch.equal(after, before), "the change has no effect"
-        for _ in range(2):
-            assert torch.equal(generate(model, inputs), after)
-        assert (patch.captures, patch.reasons) == (captures, [])
-
-
 class Steer(nn.Module):
     """Adds the result of `vector(self)` to its output."""
 
@@ -116,27 +98,6 @@ def _double(mlp):
             return 2 * super().forward(x)
 
     mlp.__class__ = Doubled
-
-
-CHANGES = {  # a function of a model that returns what changes it, and the number of captures: code of this file runs in one call
-    "forward": (_set_forward_anew, 3),
-    "class": (lambda m: lambda: _double(m.model.layers[0].mlp), 3),
-    "swapped": (
-        lambda m: lambda: list(map(setattr, m.model.layers, ("mlp",) * 2, [each.mlp for each in m.model.layers][::-1])),
-        2,
-    ),
-    "config": (lambda m: lambda: m.config.rope_parameters.update(note=1) or m.model.norm.weight.neg_(), 2),
-}
-
-
-@pytest.mark.parametrize("name", CHANGES)
-def test_a_changed_model_is_captured_anew(inputs, name):
-    change, captures = CHANGES[name]
-    check(change, inputs, captures)
-
-
-def test_a_change_in_place_needs_no_new_graph(inputs):
-    check(lambda model: lambda: model.model.layers[0].self_attn.o_proj.weight.neg_(), inputs, captures=1)
 
 
 REPLACED = {
@@ -229,15 +190,9 @@ def test_dispatch_modes_are_not_bypassed(inputs, model):
 
 def qwen_vl():
     """A tiny Qwen2.5-VL, which stores rope_deltas at every prompt, and a prompt with an image."""
-    text = {
-        "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
-        "rope_parameters": {"rope_type": "default", "mrope_section": [2, 2, 4], "rope_theta": 10000.0},
-    }  # fmt: skip
-    vision = {
-        "hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 32, "depth": 2, "num_heads": 2, "patch_size": 14,
-        "window_size": 56, "fullatt_block_indexes": [1],
-    }  # fmt: skip
+    text = {**COMMON, "rope_parameters": {"rope_type": "default", "mrope_section": [2, 2, 4], "rope_theta": 10000.0}}
+    vision = {"hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 32, "depth": 2, "num_heads": 2, "patch_size": 14}
+    vision |= {"window_size": 56, "fullatt_block_indexes": [1]}
     tokens = {"image_token_id": 100, "video_token_id": 101, "vision_start_token_id": 102, "vision_end_token_id": 103}
     config = Qwen2_5_VLConfig(vision_config=vision, text_config=text, **tokens)
     torch.manual_seed(0)
@@ -411,10 +366,8 @@ def test_an_unchanged_model_is_read_once(inputs, monkeypatch, model):
 
 
 def test_tensors_of_subclasses_and_what_the_code_of_a_user_refers_to(model):
-    held = {"by": 1.0}
-    layer = model.model.layers[0]
+    held, layer, stored = {"by": 1.0}, model.model.layers[0], torch.randn(64, 64)
     layer.mlp = Steer(layer.mlp, lambda steer: held["by"], None)
-    stored = torch.randn(64, 64)
     layer.self_attn.o_proj.weight = nn.Parameter(Negated(stored), requires_grad=False)
     first, last = read(model, of_user=True), Last()
     held["by"] = 2.0
@@ -652,14 +605,43 @@ class Negated(torch.Tensor):
         return function(*tree_map_only(cls, lambda weight: -weight.stored, args), **(kwargs or {}))
 
 
-def test_weights_composed_of_other_tensors_are_captured(inputs):
-    def change(model):
-        layer = model.model.layers[0].self_attn.o_proj
-        stored = -layer.weight.data
-        layer.weight = nn.Parameter(Negated(stored), requires_grad=False)
-        return lambda: setattr(layer, "weight", nn.Parameter(Negated(3 * stored), requires_grad=False))
+def _compose(model):
+    """Weights that consist of other tensors."""
+    layer = model.model.layers[0].self_attn.o_proj
+    stored = -layer.weight.data
+    layer.weight = nn.Parameter(Negated(stored), requires_grad=False)
+    return lambda: setattr(layer, "weight", nn.Parameter(Negated(3 * stored), requires_grad=False))
 
-    check(change, inputs)
+
+def _swap_mlps(model):
+    first, second = model.model.layers
+    first.mlp, second.mlp = second.mlp, first.mlp
+
+
+CHANGES = {  # a function of a model that returns what changes it, and the number of captures: code of this file runs in one call
+    "forward": (_set_forward_anew, 3),
+    "class": (lambda m: lambda: _double(m.model.layers[0].mlp), 3),
+    "weights of other tensors": (_compose, 3),
+    "swapped": (lambda m: lambda: _swap_mlps(m), 2),
+    "config": (lambda m: lambda: m.config.rope_parameters.update(note=1) or m.model.norm.weight.neg_(), 2),
+    "in place": (lambda m: lambda: m.model.layers[0].self_attn.o_proj.weight.neg_(), 1),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@torch.no_grad()
+def test_a_changed_model_agrees_with_an_unpatched_one(inputs, name, model, twin):
+    prepare, captures = CHANGES[name]
+    change_twin, change_model = prepare(twin), prepare(model)
+    with hf_fastattn.patch(model) as patch:
+        before = generate(twin, inputs)
+        assert torch.equal(generate(model, inputs), before)
+        change_twin(), change_model()
+        after = generate(twin, inputs)
+        assert not torch.equal(after, before), "the change has no effect"
+        for _ in range(2):
+            assert torch.equal(generate(model, inputs), after)
+        assert (patch.captures, patch.reasons) == (captures, [])
 
 
 def _count(self, x):

@@ -36,8 +36,6 @@ def tiny():
 
 
 # ---- a real model: equal backends ----
-
-
 @pytest.fixture(scope="module")
 def smollm2(device):
     if INTERPRETED:
@@ -61,9 +59,8 @@ def test_smollm2_backends_and_caches_are_equal(smollm2, small, tmp_path, monkeyp
     backends = ["sdpa", "eager", "lean"]
     if smollm2[0].device.type == "cuda":  # on a CPU all backends run the reference
         backends += ["fa2", "split_kv"]
-    found = evaluate(
-        *smollm2, backends=backends, tasks=["small"], include_path=[small], batch_size=3, decode_tokens=6, out=tmp_path
-    )
+    options = {"tasks": ["small"], "include_path": [small], "batch_size": 3, "decode_tokens": 6, "out": tmp_path}
+    found = evaluate(*smollm2, backends=backends, **options)
     assert found.passed and found.verdict().startswith("EQUAL to sdpa, dynamic in every answer and score:"), str(found)
     static = {name: "static" if name in ("sdpa", "eager") else "preallocated" for name in backends}
     assert [run.label for run in found.runs] == [f"{name}, {cache}" for name in backends for cache in ("dynamic", static[name])]
@@ -97,17 +94,14 @@ def test_smollm2_streaming_within_its_window_is_equal(smollm2, small):
 
 
 # ---- wrong backends ----
-
-
 def off_by(slots: int):
     """Attention with queries shifted by `slots`: with +1 they see the next token, with -1 not their own."""
 
     @as_kernel
     def attend(q, k, v, its_spans=None, *, causal=True, window=None, **options):
         if its_spans is None:
-            its_spans = spans.build_spans(
-                q.shape[0], q.shape[2], k.shape[2], q.device, q_offset=k.shape[2] - q.shape[2], causal=causal, window=window
-            )
+            (batch, _, q_len, _), kv_len = q.shape, k.shape[2]
+            its_spans = spans.build_spans(batch, q_len, kv_len, q.device, q_offset=kv_len - q_len, causal=causal, window=window)
         its_spans = its_spans.clone()
         its_spans[..., spans.Q_START] += slots
         return attention(q, k, v, its_spans, **options)
@@ -148,8 +142,6 @@ def test_a_backend_that_is_never_called_does_not_pass(tiny):
 
 
 # ---- decode perplexity ----
-
-
 def test_decode_perplexity_is_that_of_one_pass(tiny):
     model, tokenizer = tiny
     given = perplexity.excerpts(tokenizer, data.text(), rows=3, tokens=9, prompt=20)
@@ -173,13 +165,9 @@ def test_a_text_that_is_too_short_and_a_model_without_tokenizer_are_refused(tiny
 
 
 # ---- the statistics ----
-
-
 def test_interval_of_a_mean_is_that_of_paired_differences():
     base, other = [1, 0, 1, 1, 0, 1, 0, 1], [1, 0, 0, 1, 1, 1, 0, 0]
-    found = pairs.pair(
-        Measure("t", "acc", fmean(base), None, base, "mean"), Measure("t", "acc", fmean(other), None, other, "mean")
-    )
+    found = pairs.pair(*(Measure("t", "acc", fmean(items), None, items, "mean") for items in (base, other)))
     each = [b - a for a, b in zip(base, other, strict=True)]
     half = 1.96 * stdev(each) / math.sqrt(8)
     assert found.difference == fmean(each) and found.interval == pytest.approx((fmean(each) - half, fmean(each) + half))
@@ -247,8 +235,6 @@ def test_more_comparisons_need_more_significance():
 
 
 # ---- what cannot be judged ----
-
-
 def compared(dtype: torch.dtype, base: Measure, other: Measure, *answers: Answers) -> Evaluation:
     """An evaluation of two runs with one metric each, and with these answers."""
     found = Evaluation("m", dtype, torch.device("cpu"))
@@ -333,20 +319,18 @@ def test_too_few_examples_and_scores_that_cannot_fall_are_not_judged_in_16_bits(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_without_examples_or_with_others_nothing_is_judged(dtype):
-    nothing = metric([], score=0.5)
-    empty = compared(dtype, nothing, nothing, Answers("t", [], []), Answers("t", [], []))
-    assert not empty.passed and "it has no examples" in empty.verdict()
-    fewer = compared(dtype, metric(RIGHT), metric(RIGHT[2:], ids=tuple(range(2, 40))))
-    assert not fewer.passed and "2 examples are in one run only" in fewer.verdict()
-    shifted = compared(dtype, metric(RIGHT), metric(RIGHT, ids=tuple(range(1, 41))))
-    assert not shifted.passed and "2 examples are in one run only" in shifted.verdict()
-    other = compared(dtype, metric(RIGHT), Measure("t", "other", 0.5, None, RIGHT, "mean"))
-    assert not other.passed and "t (m) is missing in one of the two runs" in other.verdict()
+    nothing, not_a_number, no_answers = metric([], score=0.5), metric(RIGHT, score=math.nan), Answers("t", [], [])
     alone = Evaluation("m", dtype, torch.device("cpu"))
     alone.add(Run("sdpa", "dynamic", 0.0, {}, [metric(RIGHT)]))
-    assert not alone.passed and "nothing to compare" in alone.verdict()
-    not_a_number = metric(RIGHT, score=math.nan)
-    assert "the score of the baseline is not a finite number" in compared(dtype, not_a_number, not_a_number).verdict()
+    for found, sentence in (
+        (compared(dtype, nothing, nothing, no_answers, no_answers), "it has no examples"),
+        (compared(dtype, metric(RIGHT), metric(RIGHT[2:], ids=tuple(range(2, 40)))), "2 examples are in one run only"),
+        (compared(dtype, metric(RIGHT), metric(RIGHT, ids=tuple(range(1, 41)))), "2 examples are in one run only"),
+        (compared(dtype, metric(RIGHT), Measure("t", "other", 0.5, None, RIGHT, "mean")), "t (m) is missing in one of the"),
+        (alone, "nothing to compare"),
+        (compared(dtype, not_a_number, not_a_number), "the score of the baseline is not a finite number"),
+    ):
+        assert not found.passed and sentence in found.verdict()
 
 
 def test_a_perplexity_beyond_floats_is_infinite_and_judged_by_its_log_likelihoods():
@@ -430,8 +414,6 @@ def test_aggregates_of_lm_eval_are_known_by_name_and_value():
 
 
 # ---- results and refusals ----
-
-
 def test_interrupted_runs_are_kept(tiny, tmp_path, monkeypatch):
     decode, ran = perplexity.decode_nats, []
 

@@ -139,7 +139,6 @@ def test_refusals_are_sentences():
 
 
 # ---- the modules of models ----
-
 FAMILIES = {  # type of the configuration: (class of its experts, its layout)
     "gpt_oss": ("GptOssExperts", dataclasses.replace(OSS, limit=7.0)),
     "mixtral": ("MixtralExperts", PLAIN),
@@ -296,7 +295,6 @@ def test_in_a_graph_the_fallback_is_batched_mm(stock, monkeypatch):
 
 
 # ---- patch() ----
-
 MOE = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_key_value_heads": 4}
 DEEPSEEK = {"kv_lora_rank": 16, "q_lora_rank": None, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
 MODELS = {
@@ -376,8 +374,6 @@ def test_steps_are_captured_where_the_kernel_cannot_run(stock, monkeypatch):
 
 
 # ---- explain() ----
-
-
 def test_explain_says_what_runs_experts():
     def found(name, what, device="cuda", rows="runs", **own):
         small = {"num_hidden_layers": 2, "num_experts": 4, "num_local_experts": 4, "hidden_size": 64}

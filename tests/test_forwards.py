@@ -57,6 +57,15 @@ def generate(model, inputs, **options):
     return model.generate(**inputs, **{"max_new_tokens": NEW, "do_sample": False, **options})
 
 
+def same_as_unpatched(model, inputs, calls=2, **options):
+    """The patch, after calls of generate() whose results are those without it."""
+    expected = generate(model, inputs, **options)
+    with hf_fastattn.patch(model) as patch:
+        for _ in range(calls):
+            torch.testing.assert_close(generate(model, inputs, **options), expected, rtol=1e-4, atol=1e-4)
+    return patch
+
+
 def tokens_of_graphs(patch) -> set[int]:
     return {entry.tokens for held in patch._graphs.entries.values() for entry in held if entry.graph}
 
@@ -83,14 +92,10 @@ CASES += [("mistral_window_below_prompt", mode, "left_padding") for mode in ("be
 def test_captured_tokens_equal_eager(name, mode, padding):
     model, options = family(name, "cpu"), MODES[mode]
     model.set_attn_implementation("eager")
-    inputs = prompts(padding, "cpu", rows=1 if "lookup" in mode else 2)
-    expected = generate(model, inputs, **options)
-    with hf_fastattn.patch(model) as patch:
-        for _ in range(2):
-            assert torch.equal(generate(model, inputs, **options), expected)
-        assert patch.captures and patch.replays > patch.captures and (patch.uncaptured, patch.reasons) == (0, [])
-        if "beam" in mode:
-            assert patch.captures == 1 and (mode == "several_beams" or patch.replays == 2 * (NEW - 1) - 1)
+    patch = same_as_unpatched(model, prompts(padding, "cpu", rows=1 if "lookup" in mode else 2), **options)
+    assert patch.captures and patch.replays > patch.captures and (patch.uncaptured, patch.reasons) == (0, [])
+    if "beam" in mode:
+        assert patch.captures == 1 and (mode == "several_beams" or patch.replays == 2 * (NEW - 1) - 1)
 
 
 @pytest.mark.parametrize("mode", ["greedy", "beams", "long_lookup"])
@@ -482,25 +487,16 @@ def looped(steps, found, **options):
     return loop
 
 
-def same_as_unpatched(model, inputs, loop, calls=1):
-    """The patch, after calls of generate() with the loop whose results are those without it."""
-    expected = generate(model, inputs, custom_generate=loop)
-    with hf_fastattn.patch(model) as patch:
-        for _ in range(calls):
-            torch.testing.assert_close(generate(model, inputs, custom_generate=loop), expected, rtol=1e-4, atol=1e-4)
-    return patch
-
-
 def test_outputs_that_are_tuples(llama):
     inputs = prompts("no_padding", "cpu", rows=1, length=24)
     with pytest.warns(match="its output is a tuple"):
-        assert not same_as_unpatched(llama, inputs, looped(4, lambda out: out[0], return_dict=False)).captures
+        assert not same_as_unpatched(llama, inputs, 1, custom_generate=looped(4, lambda out: out[0], return_dict=False)).captures
 
 
 def test_other_tensors_of_the_output_of_a_step(inputs):
     """The output of Moshi has its last hidden states, which its second decoder reads."""
     model = tiny("moshi", audio_vocab_size=64, ffn_dim=64, num_codebooks=2, depth_decoder_config=None, sliding_window=4096)
-    patch = same_as_unpatched(model, inputs, looped(6, lambda out: out.last_hidden_state[:, -1:]))
+    patch = same_as_unpatched(model, inputs, 1, custom_generate=looped(6, lambda out: out.last_hidden_state[:, -1:]))
     assert (patch.captures, patch.replays, patch.reasons) == (1, 4, [])
 
 
@@ -523,7 +519,7 @@ def test_a_loop_may_drop_tokens_of_the_prompt(llama):
         return torch.cat(found, 1)
 
     inputs = prompts("left", "cpu", rows=1, length=24)
-    patch = same_as_unpatched(llama, inputs, loop)
+    patch = same_as_unpatched(llama, inputs, 1, custom_generate=loop)
     assert patch.captures == 1 and not patch.reasons
 
 
@@ -602,7 +598,7 @@ def test_prompts_of_many_lengths_are_read_by_one_graph(name, padding):
 def test_a_graph_returns_the_logits_that_a_call_keeps(llama, keep):
     """A custom loop may keep any number of them; after a negative number all but the first."""
     inputs = prompts("no_padding", "cpu", rows=2)
-    patch = same_as_unpatched(llama, inputs, looped(1, lambda out: out.logits, logits_to_keep=keep), calls=3)
+    patch = same_as_unpatched(llama, inputs, 3, custom_generate=looped(1, lambda out: out.logits, logits_to_keep=keep))
     assert patch.replays == 1 and not patch.reasons
 
 

@@ -26,6 +26,12 @@ from hf_fastattn.kernels import HAS_TRITON, INTERPRETED
 from hf_fastattn.patches.fused import linears, subclass
 from hf_fastattn.patches.fused import norms as fuse
 
+if HAS_TRITON:
+    from hf_fastattn.kernels.decode import rms_norm as rms_norm_kernel
+    from hf_fastattn.kernels.decode import rope as rope_kernel
+    from hf_fastattn.kernels.decode.rms_norm import rms_norm
+    from hf_fastattn.kernels.decode.rope import rope
+
 
 def exact(x, weight, eps):
     x = x.double()
@@ -37,8 +43,6 @@ def exact(x, weight, eps):
 @pytest.mark.parametrize("shape", [(1, 1, 64), (2, 3, 100), (5, 4096), (3, 2, 7, 16), (1, 1, 5000), (4, 6, 32)], ids=str)
 def test_error_is_that_of_llamas_own(shape, dtype):
     """Also of strided input, and of a row of zeros."""
-    from hf_fastattn.kernels.decode.rms_norm import rms_norm
-
     torch.manual_seed(0)
     x = (3 * torch.randn(shape, device=DEVICE)).to(dtype)
     x = x.transpose(0, 1) if shape == (4, 6, 32) else x
@@ -55,9 +59,6 @@ def test_error_is_that_of_llamas_own(shape, dtype):
 
 @runs_kernels
 def test_refusals_have_messages():
-    from hf_fastattn.kernels.decode.rms_norm import rms_norm
-    from hf_fastattn.kernels.decode.rope import rope
-
     new = partial(torch.ones, device=DEVICE)
     x, q, k, cos = new(2, 32), new(2, 4, 3, 16), new(2, 2, 3, 16), new(2, 3, 16)
     for run, arguments, sentence in (
@@ -79,8 +80,6 @@ def test_refusals_have_messages():
     "batch, heads, kv_heads, tokens, dim, cos_rows", [(1, 4, 2, 1, 64, 1), (3, 6, 1, 5, 80, 3), (2, 9, 3, 7, 32, 1)]
 )
 def test_rotation_is_bitwise_llamas_own(batch, heads, kv_heads, tokens, dim, cos_rows, dtype):
-    from hf_fastattn.kernels.decode.rope import rope
-
     torch.manual_seed(0)
     q, k = (torch.randn(batch, tokens, n, dim, device=DEVICE).to(dtype).transpose(1, 2) for n in (heads, kv_heads))
     cos, sin = (torch.randn(cos_rows, tokens, dim, device=DEVICE).to(dtype) for _ in range(2))
@@ -91,8 +90,6 @@ def test_rotation_is_bitwise_llamas_own(batch, heads, kv_heads, tokens, dim, cos
 @runs_kernels
 def test_cached_launches_are_distinguished():
     """By eps, by layout, and by grad mode."""
-    from hf_fastattn.kernels.decode import rms_norm, rope
-
     x, weight = torch.randn(6, 6, 32, device=DEVICE), torch.ones(32, device=DEVICE, requires_grad=True)
     q, k = torch.randn(2, 4, 4, 16, device=DEVICE), torch.randn(2, 4, 4, 16, device=DEVICE)
     cos, sin = torch.randn(2, 4, 16, device=DEVICE), torch.randn(2, 4, 16, device=DEVICE)
@@ -100,13 +97,13 @@ def test_cached_launches_are_distinguished():
     with torch.no_grad():
         for eps, layout in [(eps, layout) for eps in (1e-6, 1.0) for layout in layouts]:
             expected = exact(layout(x), weight, eps)
-            torch.testing.assert_close(rms_norm.run(layout(x), weight, None, eps).double(), expected, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(rms_norm_kernel.run(layout(x), weight, None, eps).double(), expected, atol=1e-5, rtol=1e-5)
         for q_layout, k_layout, rows in itertools.product(layouts, layouts, (1, 2)):
             args = q_layout(q), k_layout(k), cos[:rows], sin[:rows]
-            for got, stock in zip(rope.run(*args), apply_rotary_pos_emb(*args), strict=True):
+            for got, stock in zip(rope_kernel.run(*args), apply_rotary_pos_emb(*args), strict=True):
                 assert torch.equal(got, stock)
-    assert rms_norm.run(x, weight.detach(), None, 1.0) is not None and rms_norm.run(x, weight, None, 1.0) is None
-    assert rope.run(q, k, cos, sin) is not None and rope.run(q.requires_grad_(), k, cos, sin) is None
+    assert rms_norm_kernel.run(x, weight.detach(), None, 1.0) is not None and rms_norm_kernel.run(x, weight, None, 1.0) is None
+    assert rope_kernel.run(q, k, cos, sin) is not None and rope_kernel.run(q.requires_grad_(), k, cos, sin) is None
 
 
 # Norms, rotations and MLPs in each layer.

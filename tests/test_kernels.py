@@ -461,17 +461,6 @@ def test_heads_have_separate_programs_where_measured_faster(monkeypatch):
         assert found == ((programs, heads, tiles) in own), (programs, heads, tiles)
 
 
-def test_blocks_of_few_rows_are_those_of_the_matrix_instruction_of_hopper(h100):
-    """At head_dim 64, in fixed splits. In lean's own kernel such blocks may spill."""
-    for arch, block in ((80, 32), (90, 64)):
-        h100(arch)
-        assert [tables.prefill(GPU, BF16, d, q_len).BLOCK_M for d in (64, 128) for q_len in (17, 32)] == [block] * 4
-        config, fixed = schedule.choose(GPU, BF16, 64, 17, 32, 32 << 10, True)
-        assert fixed and config.BLOCK_M == tables.fixed(GPU, BF16, 64, 32, 8).BLOCK_M == block
-        assert schedule.stream_k_config(GPU, BF16, 64, 32, 32, True).BLOCK_M == 32
-        assert tables.fixed(GPU, torch.float32, 64, 32, 8).BLOCK_M == tables.fixed(GPU, BF16, 128, 32, 8).BLOCK_M == 32
-
-
 def test_fixed_splits_of_few_keys_have_launches_of_their_own_at_head_dim_64(h100):
     for arch in (80, 90):
         h100(arch)
