@@ -39,6 +39,15 @@ def test_a_backend_without_dropout_runs_the_models_own_attention(device, registe
         training.attention("no_dropout", q, q, q, dropout=0.1)
 
 
+def step(model, ids, name: str = "lean", seed: int = 0, forward=None, **given) -> list[torch.Tensor]:
+    """The gradients of a training step."""
+    model.set_attn_implementation(name)
+    torch.manual_seed(seed)
+    model.zero_grad()
+    (forward or model)(ids, **given).logits.float().square().sum().backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
 @LONG
 @pytest.mark.parametrize("family", ["llama", "gpt_oss", "bert"])
 def test_dropout_is_drawn_anew_and_recomputed_identically(family, device):
@@ -48,22 +57,14 @@ def test_dropout_is_drawn_anew_and_recomputed_identically(family, device):
     else:
         model = trainable(family, device, attention_dropout=0.3)
     ids = models.prompts("no_padding", device)["input_ids"]
-
-    def train() -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        model.zero_grad()
-        model(ids).logits.float().square().sum().backward()
-        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
-
-    model.set_attn_implementation("lean")
     model.train()
     with hf_fastattn.count_calls() as calls:
-        expected = train()
+        expected = step(model, ids)
     assert calls == {"lean.prefill": 2, "lean.backward": 2}
-    assert all(map(torch.equal, train(), expected))
+    assert all(map(torch.equal, step(model, ids), expected))
     for reentrant in (False, True):
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(train(), expected, strict=True))
+        assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(step(model, ids), expected, strict=True))
     with torch.no_grad():
         assert not torch.equal(model(ids).logits, model(ids).logits)
         with hf_fastattn.count_calls() as calls:
@@ -98,14 +99,7 @@ def test_the_kernels_drop_weights_of_a_model_as_the_reference_does(packed, devic
     model = trainable("llama", device, attention_dropout=0.3, num_hidden_layers=1)
     ids = models.prompts("no_padding", device, rows=1, length=24)["input_ids"]
     given = {"position_ids": torch.cat([torch.arange(9), torch.arange(15)])[None].to(device)} if packed else {}
-
-    def train(name: str, seed: int = 0, forward=model) -> list[torch.Tensor]:
-        model.set_attn_implementation(name)
-        torch.manual_seed(seed)
-        model.zero_grad()
-        forward(ids, use_cache=False, **given).logits.square().sum().backward()
-        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
-
+    train = partial(step, model, ids, use_cache=False, **given)
     expected = train("reference")
     with hf_fastattn.count_calls() as calls:
         torch.testing.assert_close(train("lean"), expected, atol=1e-4, rtol=1e-3)

@@ -11,7 +11,7 @@ import fake_graph
 import pytest
 import torch
 from models import FAMILIES, PADDINGS, VOCAB, family, prompts, tiny
-from transformers import LlamaForCausalLM, LogitsProcessor, LogitsProcessorList, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import hf_fastattn
@@ -357,23 +357,21 @@ def test_only_the_forwards_of_generate_are_captured(llama, inputs):
         one = llama(input_ids=ids, past_key_values=cache).logits
         assert (patch.captures, patch.replays) == counts and patch._generation._thread.calls == []
 
-        class Call(LogitsProcessor):
-            """Runs the model in another thread, and in this one with arguments by position, as guidance does."""
-
-            def __call__(self, input_ids, scores):
-                thread = threading.Thread(target=lambda: found.append(forward()))
-                thread.start()
-                thread.join()
-                found.append(llama(ids, use_cache=False).logits)
-                return scores
-
         def forward():
             with torch.no_grad():
                 return llama(input_ids=ids, past_key_values=PreallocatedCache(llama)).logits
 
+        def run(input_ids, scores):
+            """Runs the model in another thread, and in this one with arguments by position, as guidance does."""
+            thread = threading.Thread(target=lambda: found.append(forward()))
+            thread.start()
+            thread.join()
+            found.append(llama(ids, use_cache=False).logits)
+            return scores
+
         expected = forward()
         assert one.shape == expected.shape
-        generate(llama, inputs, logits_processor=LogitsProcessorList([Call()]), max_new_tokens=4)
+        generate(llama, inputs, logits_processor=[run], max_new_tokens=4)
         assert len(found) == 8
         for logits in found:
             torch.testing.assert_close(logits, expected)
