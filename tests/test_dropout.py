@@ -44,7 +44,7 @@ def step(model, ids, name: str = "lean", seed: int = 0, forward=None, **given) -
     model.set_attn_implementation(name)
     torch.manual_seed(seed)
     model.zero_grad()
-    (forward or model)(ids, **given).logits.float().square().sum().backward()
+    (model if forward is None else forward)(ids, **given).logits.float().square().sum().backward()
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 

@@ -7,6 +7,7 @@ A result only counts if the kernel was launched, and if its memory was NaN befor
 from __future__ import annotations
 
 import importlib
+import itertools
 from collections import Counter
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -375,17 +376,6 @@ BLOCK_CASES = [
 ]
 
 
-@with_lean
-@pytest.mark.parametrize("case", slow_unless(BLOCK_CASES[2].__eq__, here(*BLOCK_CASES)), ids=lambda c: c.id)
-@pytest.mark.parametrize("programs_per_sm", slow_unless((8).__eq__, here(8, 1)))
-def test_fixed_splits_of_several_blocks_of_rows(kernel, case, programs_per_sm, device, monkeypatch):
-    """With several splits and with one, which needs no merge."""
-    monkeypatch.setattr(gpu, "num_sms", lambda device: 6)
-    monkeypatch.setattr(schedule, "brief", lambda *args: tables.Config(16, 16, 4, 1, programs_per_sm=programs_per_sm))
-    assert launches(kernel, case, device) == SPLIT_KV.launches[: 1 + (programs_per_sm > 1)]
-    check_case(kernel, case, device)
-
-
 TEAM_CASES = [
     Case(q_len=9, kv_len=103, batch=2, num_heads=8, num_kv_heads=2, head_dim=32, lse=True),
     Case(q_len=11, kv_len=90, batch=2, num_heads=3, num_kv_heads=1, head_dim=32, window=40, rows=((0, 90, 0.1), (30, 80, 0.0))),
@@ -395,42 +385,49 @@ TEAM_CASES = [
 ]
 
 
-@with_lean
-@pytest.mark.parametrize("case", here(*TEAM_CASES), ids=lambda c: c.id)
-@pytest.mark.parametrize("programs", slow_unless((7).__eq__, here(1, 7, 23, 10_000 if ON_GPU else 200)))
-def test_teams_of_any_number_of_programs(kernel, case, programs, device, monkeypatch):
-    """Also fewer programs than blocks, and more than one row of a batch, or no key, in a share."""
-    monkeypatch.setattr(schedule, "brief", lambda *args: None)
-    monkeypatch.setattr(tables, "many_rows", lambda *args: tables.Config(16, 16, 4, 1))
-    monkeypatch.setattr(tables, "MAX_DECODE_ROWS", 16)
-    monkeypatch.setattr(gpu, "num_sms", lambda device: programs)
-    assert launches(kernel, case, device) == LEAN.launches
-    check_case(kernel, case, device)
+def schedules():
+    """(whether `make test` runs it, case, values of the schedule, the kernels that are launched or None for any)"""
+    one, both = SPLIT_KV.launches[:1], SPLIT_KV.launches
+    for n, case in itertools.product((8, 1), BLOCK_CASES):  # fixed splits; a single one needs no merge
+        brief = tables.Config(16, 16, 4, 1, programs_per_sm=n)
+        yield n == 8 and case == BLOCK_CASES[2], case, {"num_sms": 6, "brief": brief}, both if n > 1 else one
+    # Also fewer programs than blocks, and more than one row of a batch, or no key, in a share.
+    teams = {"brief": None, "many_rows": tables.Config(16, 16, 4, 1)}
+    for n, case in itertools.product((1, 7, 23, 10_000 if ON_GPU else 200), TEAM_CASES):
+        yield n == 7, case, {"num_sms": n, **teams}, LEAN.launches
+    # Only uniform rows are scheduled on the host, one program for each KV head.
+    uniform = Case(q_len=1, kv_len=100, batch=3, num_heads=4, num_kv_heads=2, head_dim=32)
+    padded = replace(uniform, rows=((0, 100, 0.0), (60, 100, 0.0), (0, 100, 0.0)))
+    for case in (uniform, replace(uniform, q_offset=80, offset_on_device=True), padded):
+        yield True, case, {"num_sms": 6, "programs_per_sm": 1}, LEAN.launches if case is padded else one
+    # Each of many short heads has its own program.
+    for kv_len, launched in ((100, one), (520, LEAN.launches)):
+        case = Case(q_len=1, kv_len=kv_len, batch=3, num_heads=3, num_kv_heads=3, head_dim=16)
+        yield True, case, {"arch": 0, "num_sms": 3}, launched
+    for n, case in itertools.product((1, 2, 3, 7, 10_000 if ON_GPU else 1000), SCHEDULE_CASES):
+        yield n == 7, case, {"programs": n}, None
+    whole = Case(q_len=1, kv_len=32, batch=2, num_heads=4, num_kv_heads=2, head_dim=16)  # programs own whole rows
+    yield True, whole, {"programs": 4}, None
+
+
+SCHEDULES = [pytest.param(*each, marks=() if quick else pytest.mark.slow) for quick, *each in here(*schedules())]
 
 
 @with_lean
-@pytest.mark.parametrize("rows", here("dense", "counted on the device", "padded"))
-def test_only_uniform_rows_are_scheduled_on_the_host(kernel, rows, device, monkeypatch):
-    config = tables.decode
-    monkeypatch.setattr(tables, "decode", lambda *args: replace(config(*args), programs_per_sm=1))
-    monkeypatch.setattr(gpu, "num_sms", lambda device: 6)  # one program for each KV head
-    options = {
-        "dense": {},
-        "counted on the device": {"q_offset": 80, "offset_on_device": True},
-        "padded": {"rows": ((0, 100, 0.0), (60, 100, 0.0), (0, 100, 0.0))},
-    }
-    case = Case(q_len=1, kv_len=100, batch=3, num_heads=4, num_kv_heads=2, head_dim=32, **options[rows])
-    assert launches(kernel, case, device) == (LEAN.launches if rows == "padded" else SPLIT_KV.launches[:1])
-    check_case(kernel, case, device)
-
-
-@with_lean
-@pytest.mark.parametrize("kv_len", here(100, 520))
-def test_lean_gives_each_of_many_short_heads_its_own_program(kernel, kv_len, device, monkeypatch):
-    monkeypatch.setattr(gpu, "arch", lambda device: 0)
-    monkeypatch.setattr(gpu, "num_sms", lambda device: 3)  # two programs on each
-    case = Case(q_len=1, kv_len=kv_len, batch=3, num_heads=3, num_kv_heads=3, head_dim=16)
-    assert launches(kernel, case, device) == (SPLIT_KV.launches[:1] if kv_len == 100 else LEAN.launches)
+@pytest.mark.parametrize("case, values, launched", SCHEDULES, ids=lambda x: getattr(x, "id", None))
+def test_lean_by_any_schedule(kernel, case, values, launched, device, monkeypatch):
+    decode = tables.decode
+    for name, value in values.items():
+        if name == "programs":
+            force_programs(monkeypatch, value)
+        elif name == "programs_per_sm":
+            monkeypatch.setattr(tables, "decode", lambda *args: replace(decode(*args), programs_per_sm=1))
+        else:
+            module = {"brief": schedule, "many_rows": tables}.get(name, gpu)
+            monkeypatch.setattr(module, name, lambda *args, value=value: value)
+    if "many_rows" in values:
+        monkeypatch.setattr(tables, "MAX_DECODE_ROWS", 16)
+    assert launched is None or launches(kernel, case, device) == launched
     check_case(kernel, case, device)
 
 
@@ -518,26 +515,12 @@ def test_programs_and_splits_by_the_number_of_heads(h100):
     assert splits(66, 2) == 4 and splits(128, 2, rows=32) == 2 and splits(128, 2, head_dim=64) == 2
 
 
-@with_lean
-@pytest.mark.parametrize("case", here(*SCHEDULE_CASES), ids=lambda c: c.id)
-@pytest.mark.parametrize("programs", slow_unless((7).__eq__, here(1, 2, 3, 7, 10_000 if ON_GPU else 1000)))
-def test_lean_with_any_number_of_programs(kernel, case, programs, device, monkeypatch):
-    force_programs(monkeypatch, programs)
-    check_case(kernel, case, device)
-
-
 @pytest.mark.parametrize("kernel", here(SPLIT_KV, LEAN), ids=lambda k: k.name)
 @pytest.mark.parametrize("case", here(*SCHEDULE_CASES), ids=lambda c: c.id)
 def test_merging_in_several_chunks(kernel, case, device, monkeypatch):
     force_programs(monkeypatch, 19)
     monkeypatch.setattr(tables, "merge", lambda *args: (2, 1))
     check_case(kernel, case, device)
-
-
-@with_lean
-def test_lean_needs_no_merge_when_programs_own_whole_rows(kernel, device, monkeypatch):
-    force_programs(monkeypatch, 4)
-    check_case(kernel, Case(q_len=1, kv_len=32, batch=2, num_heads=4, num_kv_heads=2, head_dim=16), device)
 
 
 @with_lean
