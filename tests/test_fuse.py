@@ -68,7 +68,7 @@ def test_refusals_have_messages():
         (rms_norm, (x, new(1).expand(32), 1e-6), "weight has stride 0"),
         (rope, (q, k, cos, cos.mT.contiguous().mT), "last dimension"),
         (rope, (q.double(), k.double(), cos.double(), cos.double()), r"torch\.float64"),
-        (rope, (q.requires_grad_(), k, cos, cos), "requires grad"),
+        (rope, (q.clone().requires_grad_(), k, cos, cos), "requires grad"),
     ):
         with pytest.raises(ValueError, match=sentence):
             run(*arguments)
