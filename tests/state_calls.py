@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 import itertools
+from functools import partial
 
 import torch
 from calls import as_kernel, attention
@@ -21,25 +22,19 @@ import hf_fastattn
 @action(8)
 def edit_the_config(side, variant):
     config = side.model.config
-    if variant == 0:
-        config.rope_parameters["rope_theta"] *= 3
-    elif variant in (1, 2):  # smaller, larger
+    if variant in (1, 2):  # smaller, larger
         if getattr(config, "sliding_window", None):
             config.sliding_window = window = (8, 64)[variant - 1]
             for layer in side.layers:  # which have read it at their creation
                 if layer.self_attn.sliding_window:
                     layer.self_attn.sliding_window = window
             side.kept.clear()
-    elif variant == 3:
-        config.attention_dropout = 0.5
-    elif variant == 4:
-        config.rms_norm_eps = 0.5
-    elif variant == 5:
-        config.use_cache = not config.use_cache
-    elif variant == 6:
-        config.some_setting = {"of": ["a", "user"]}
-    else:
-        config.hidden_act = "relu"
+        return
+    if variant == 0:
+        config.rope_parameters["rope_theta"] *= 3
+        return
+    changes = (("attention_dropout", 0.5), ("rms_norm_eps", 0.5), ("use_cache", not config.use_cache))
+    setattr(config, *(*changes, ("some_setting", {"of": ["a", "user"]}), ("hidden_act", "relu"))[variant - 3])
 
 
 @action(2)
@@ -67,24 +62,19 @@ def rotate_otherwise(side, variant):
         rotary.forward = lambda x, position_ids: forward(rotary, x, position_ids * 2)
 
 
-@action(9)
+GENERATION = {
+    **{"do_sample": True, "temperature": 3.0, "repetition_penalty": 3.0, "max_length": 40, "eos_token_id": 5},
+    **{"use_cache": False, "num_return_sequences": 2, "prefill_chunk_size": 7, "top_k": 3},
+}
+
+
+@action(len(GENERATION))
 def edit_the_generation_config(side, variant):
-    config = side.model.generation_config
-    name, value = (
-        ("do_sample", True),
-        ("temperature", 3.0),
-        ("repetition_penalty", 3.0),
-        ("max_length", 40),
-        ("eos_token_id", 5),
-        ("use_cache", False),
-        ("num_return_sequences", 2),
-        ("prefill_chunk_size", 7),
-        ("top_k", 3),
-    )[variant]
+    config, name = side.model.generation_config, [*GENERATION][variant]
     before = getattr(config, name)
-    setattr(config, name, value)
+    setattr(config, name, GENERATION[name])
     if name == "num_return_sequences":
-        side.model.generation_config.do_sample = True
+        config.do_sample = True
     return lambda side: setattr(side.model.generation_config, name, before)
 
 
@@ -116,18 +106,13 @@ def register_a_backend_again(side, variant):
 
 @action(12)
 def call_otherwise(side, variant):
-    call = side.call
-    if variant < 3:
-        call.rows = variant + 1
-    elif variant < 6:
-        call.padding = ("no_padding", "left_padding", "holes")[variant - 3]
-    elif variant < 9:
-        call.length = (24, 40, 260)[variant - 6]
-    else:
-        call.new = (NEW_FEW, 4, 12)[variant - 9]
-
-
-NEW_FEW = 2
+    name, values = (
+        ("rows", (1, 2, 3)),
+        ("padding", ("no_padding", "left_padding", "holes")),
+        ("length", (24, 40, 260)),
+        ("new", (2, 4, 12)),
+    )[variant // 3]
+    setattr(side.call, name, values[variant % 3])
 
 
 @action(8)
@@ -142,18 +127,11 @@ def ask_otherwise(side, variant):
         {"cache_implementation": "dynamic"},
         {"prompt_lookup_num_tokens": 2},
     )[variant]
-    if "prompt_lookup_num_tokens" in options or "num_beams" in options:
-        side.now = options  # for one call: they return different types
-        if "prompt_lookup_num_tokens" in options and (side.call.rows > 1 or side.call.options):
-            side.now = {}
+    if "prompt_lookup_num_tokens" in options or "num_beams" in options:  # for one call: they return different types
+        side.now = {} if "num_beams" not in options and (side.call.rows > 1 or side.call.options) else options
         return None
-    side.call.options = options
-    side.call.seed = variant
-
-    def undo(side):
-        side.call.options, side.call.seed = {}, 0
-
-    return undo
+    side.call.options, side.call.seed = options, variant
+    return lambda side: vars(side.call).update(options={}, seed=0)
 
 
 @action()
@@ -179,14 +157,10 @@ def _continued(side, held) -> dict:
 
 
 def _may_continue(side) -> bool:
-    return not (
-        {"num_return_sequences", "use_cache", "cache_implementation", "prefill_chunk_size"} & set(side.call.options)
-    ) and (
-        side.model.generation_config.use_cache is not False
-        and not side.model.generation_config.num_return_sequences
-        and not side.model.generation_config.prefill_chunk_size
-        and not side.model.generation_config.max_length
-    )
+    config, never = side.model.generation_config, {"num_return_sequences", "prefill_chunk_size", "max_length"}
+    if any(getattr(config, name) for name in never) or config.use_cache is False:
+        return False
+    return not ((never - {"max_length"}) | {"use_cache", "cache_implementation"}) & set(side.call.options)
 
 
 @action(6)
@@ -232,8 +206,7 @@ class Streamer:
             raise self.error
         self.left -= 1
 
-    def end(self):
-        pass
+    def end(self): ...
 
 
 @action(24)
@@ -309,15 +282,9 @@ def forward_by_hand(side, variant):
         side.model.eval()
 
 
-@action(3)
+@action(2)
 def modes(side, variant):
-    context = (
-        lambda side: torch.inference_mode(),
-        lambda side: torch.no_grad(),
-        lambda side: torch.autocast("cpu", torch.bfloat16),
-    )[variant]
-    if variant == 2:
-        return None
+    context = (lambda side: torch.inference_mode(), lambda side: torch.no_grad())[variant]
     side.contexts.append(context)
     return lambda side: side.contexts.remove(context)
 
@@ -328,40 +295,23 @@ def settings_of_the_process(side, variant):
         before = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("high" if before == "highest" else "highest")
         return lambda side: torch.set_float32_matmul_precision("highest")
-    if variant == 1:
-        torch.use_deterministic_algorithms(True)
-        return lambda side: torch.use_deterministic_algorithms(False)
-    if variant == 2:
-        torch.backends.mkldnn.enabled = False
-
-        def undo(side):
-            torch.backends.mkldnn.enabled = True
-
-        return undo
-    if variant == 3:
-        torch.set_default_dtype(torch.float64)
-        return lambda side: torch.set_default_dtype(torch.float32)
-    torch.backends.cuda.matmul.allow_tf32 = True
-
-    def undo(side):
-        torch.backends.cuda.matmul.allow_tf32 = False
-
-    return undo
+    change, now, before = (
+        (torch.use_deterministic_algorithms, True, False),
+        (partial(setattr, torch.backends.mkldnn, "enabled"), False, True),
+        (torch.set_default_dtype, torch.float64, torch.float32),
+        (partial(setattr, torch.backends.cuda.matmul, "allow_tf32"), True, False),
+    )[variant - 1]
+    change(now)
+    return lambda side: change(before)
 
 
 PROCESS.add("settings_of_the_process")
 
 
-@action()
+@action(3)
 def train_and_back(side, variant):
-    side.model.train()
-    return lambda side: side.model.eval()
-
-
-@action(2)
-def train_a_part(side, variant):
-    part = side.layers[0].mlp if variant else side.model.model.norm
-    part.train()
+    """The model, a norm, an MLP."""
+    (side.model, side.model.model.norm, side.layers[0].mlp)[variant].train()
     return lambda side: side.model.eval()
 
 

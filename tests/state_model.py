@@ -7,6 +7,7 @@ import copy
 import torch
 from state import PROCESS, action
 from torch import nn
+from torch.nn.utils import parametrize, prune
 
 
 def linears(side) -> list[nn.Linear]:
@@ -76,10 +77,7 @@ def load_a_state_dict(side, variant):
 def cut_the_vocabulary(side, variant):
     head = side.model.lm_head
     if type(head) is nn.Linear and len(head.weight) > 48:
-        if variant:
-            head.weight = nn.Parameter(head.weight.detach()[:48])
-        else:
-            head.weight = nn.Parameter(head.weight.detach()[16:64])
+        head.weight = nn.Parameter(head.weight.detach()[slice(48) if variant else slice(16, 64)])
 
 
 @action()
@@ -89,15 +87,10 @@ def tie_the_head_to_the_embeddings(side, variant):
 
 @action(2)
 def one_parameter_serves_two_layers(side, variant):
-    name = ("mlp", "self_attn")[variant]
-    a, b = (linears_of(getattr(layer, name)) for layer in side.layers[:2])
-    for one, other in zip(a, b, strict=False):
+    parts = [getattr(layer, ("mlp", "self_attn")[variant]).modules() for layer in side.layers[:2]]
+    for one, other in zip(*([m for m in part if type(m) is nn.Linear] for part in parts), strict=False):
         if one.weight.shape == other.weight.shape:
             one.weight = other.weight
-
-
-def linears_of(module) -> list[nn.Linear]:
-    return [m for m in module.modules() if type(m) is nn.Linear]
 
 
 @action(3)
@@ -115,22 +108,17 @@ def change_a_buffer(side, variant):
         rotary.inv_freq.mul_(0.7)
 
 
-@action()
-def parametrize_a_weight(side, variant):
-    class Negative(nn.Module):
-        def forward(self, x):
-            return -x
-
-    layer = linears(side)[2]
-    nn.utils.parametrize.register_parametrization(layer, "weight", Negative())
-    return None
+class Minus(nn.Module):
+    def forward(self, x):
+        return -x
 
 
-@action()
-def prune_a_weight(side, variant):
-    from torch.nn.utils import prune
-
-    prune.l1_unstructured(linears(side)[1], "weight", amount=0.5)
+@action(2)
+def compute_a_weight(side, variant):
+    if variant:
+        prune.l1_unstructured(linears(side)[1], "weight", amount=0.5)
+    else:
+        parametrize.register_parametrization(linears(side)[2], "weight", Minus())
 
 
 # Modules
@@ -164,11 +152,6 @@ def wrap_a_module(side, variant):
     return undo
 
 
-class Minus(nn.Module):
-    def forward(self, x):
-        return -x
-
-
 @action(4)
 def replace_a_module(side, variant):
     layer = side.layers[variant % 2]
@@ -177,12 +160,11 @@ def replace_a_module(side, variant):
 
 @action(2)
 def replace_an_activation(side, variant):
-    for layer in side.layers:
-        for module in layer.mlp.modules():
-            if "act_fn" in vars(module) or "act_fn" in module._modules:
-                vars(module).pop("act_fn", None)
-                module._modules.pop("act_fn", None)
-                module.act_fn = (nn.ReLU(), nn.functional.relu)[variant] if variant == 0 else torch.tanh
+    for module in [module for layer in side.layers for module in layer.mlp.modules()]:
+        if "act_fn" in vars(module) or "act_fn" in module._modules:
+            vars(module).pop("act_fn", None)
+            module._modules.pop("act_fn", None)
+            module.act_fn = torch.tanh if variant else nn.ReLU()
 
 
 @action(2)
@@ -213,27 +195,19 @@ def change_a_method_of_a_class(side, variant):
 
     negative.before = before
     cls.forward = negative
-
-    def undo(side):
-        cls.forward = before
-
-    return undo
+    return lambda side: setattr(cls, "forward", before)
 
 
 PROCESS.add("change_a_method_of_a_class")
 
 
-@action()
-def swap_the_mlps(side, variant):
+@action(2)
+def swap_two(side, variant):
     a, b = side.layers[:2]
-    a.mlp, b.mlp = b.mlp, a.mlp
-
-
-@action()
-def swap_the_layers(side, variant):
-    if len(set(getattr(side.model.config, "layer_types", None) or ())) > 1:
-        return  # Transformers uses the mask of one kind for the other
-    side.layers[0], side.layers[1] = side.layers[1], side.layers[0]
+    if variant == 0:
+        a.mlp, b.mlp = b.mlp, a.mlp
+    elif len(set(getattr(side.model.config, "layer_types", None) or ())) < 2:  # else the masks of two kinds are mixed up
+        side.layers[0], side.layers[1] = b, a
 
 
 @action(2)

@@ -10,6 +10,8 @@ import threading
 import types
 import weakref
 from dataclasses import dataclass
+from functools import partial
+from operator import setitem
 
 import torch
 from state import PROCESS, action
@@ -17,10 +19,6 @@ from state_model import noise
 from torch import nn
 
 # Functions on instances
-
-
-def negated(old):
-    return lambda *args, **kwargs: -old(*args, **kwargs)
 
 
 class Scaled:
@@ -38,31 +36,27 @@ def scaled(old, x, *, by):
     return by * old(x)
 
 
+def _own(module):
+    return type(module).forward.__get__(module)
+
+
 def _scale_forward(module, by, kind: int):
     """Set a forward() on an instance that multiplies by `by`, which is stored in one of several ways."""
-    old = type(module).forward.__get__(module)
-    if kind == 0:
-        module.forward = lambda x: by * old(x)
-    elif kind == 1:
-        module.forward = functools.partial(scaled, old, by=by)
-    elif kind == 2:
-        module.forward = Scaled(old, by)
-    elif kind == 3:
-        module.forward = Scaled(old, by).method
-    else:
-        module.forward = types.MethodType(lambda self, x, by=by: by * old(x), module)
+    old = _own(module)
+    module.forward = (
+        lambda: lambda x: by * old(x),
+        lambda: partial(scaled, old, by=by),
+        lambda: Scaled(old, by),
+        lambda: Scaled(old, by).method,
+        lambda: types.MethodType(lambda self, x, by=by: by * old(x), module),
+    )[kind]()
 
 
 @action(10)
 def set_forward(side, variant):
     """And delete it, so that the next function may get the same address."""
-    layer = variant % 2
-    _scale_forward(side.layers[layer].mlp, 3.0, variant // 2)
-
-    def undo(side):
-        vars(side.layers[layer].mlp).pop("forward", None)
-
-    return undo
+    _scale_forward(side.layers[variant % 2].mlp, 3.0, variant // 2)
+    return lambda side: vars(side.layers[variant % 2].mlp).pop("forward", None)
 
 
 @action(10)
@@ -74,53 +68,37 @@ def set_another_forward(side, variant):
     _scale_forward(mlp, factor, variant // 2)
 
 
+def _reading(kind: int, old):
+    """A forward() that multiplies by a number that it reads, and a function that changes the number."""
+    if kind in (0, 1, 4):
+        held, key = ([1.0], 0) if kind == 0 else ({"by": torch.tensor(1.0) if kind == 4 else 1.0}, "by")
+        return lambda x: held[key] * old(x), lambda by: setitem(held, key, torch.tensor(by) if kind == 4 else by)
+    if kind == 2:
+        held = Scaled(old, 1.0)
+        return held, partial(setattr, held, "by")
+    if kind == 3:
+        held = partial(scaled, old, by=1.0)
+        return held, partial(setitem, held.keywords, "by")
+    by = 1.0
+
+    def change(value):
+        nonlocal by
+        by = value
+
+    return lambda x: by * old(x), change
+
+
 @action(6)
 def change_what_a_forward_reads(side, variant):
-    mlp = side.layers[1].mlp
-    key = ("list", "dict", "object", "partial", "tensor", "cell")[variant]
-    old = type(mlp).forward.__get__(mlp)
-    if key not in side.scratch:
-        if key == "list":
-            held = [1.0]
-            mlp.forward = lambda x: held[0] * old(x)
-        elif key == "dict":
-            held = {"by": 1.0}
-            mlp.forward = lambda x: held["by"] * old(x)
-        elif key == "object":
-            held = mlp.forward = Scaled(old, 1.0)
-        elif key == "partial":
-            held = mlp.forward = functools.partial(scaled, old, by=1.0)
-        elif key == "tensor":
-            held = {"by": torch.tensor(1.0)}
-            mlp.forward = lambda x: held["by"] * old(x)
-        else:
-            by = 1.0
-
-            def forward(x):
-                return by * old(x)
-
-            def held(value):
-                nonlocal by
-                by = value
-
-            mlp.forward = forward
-        side.scratch[key] = [held, 1.0]
+    """A list, a dict, an object, a partial, a tensor in a dict, a cell."""
+    mlp, number = side.layers[1].mlp, ("read", variant)
+    if number not in side.scratch:
+        mlp.forward, change = _reading(variant, _own(mlp))
+        side.scratch[number] = [change, 1.0]
         return
-    entry = side.scratch[key]
-    entry[1] += 1.5
-    held, by = entry
-    if key == "list":
-        held[0] = by
-    elif key == "dict":
-        held["by"] = by
-    elif key == "object":
-        held.by = by
-    elif key == "partial":
-        held.keywords["by"] = by
-    elif key == "tensor":
-        held["by"] = torch.tensor(by)
-    else:
-        held(by)
+    side.scratch[number][1] += 1.5
+    change, by = side.scratch[number]
+    change(by)
 
 
 @action()
@@ -136,17 +114,14 @@ def set_forward_of_the_model(side, variant):
 
     model.forward = forward
 
-    def undo(side):
-        vars(side.model).pop("forward", None)
-
-    return undo
+    return lambda side: vars(side.model).pop("forward", None)
 
 
 @action(3)
 def count_in_a_forward(side, variant):
     """The result of a step depends on the number of steps, which no graph can capture."""
     mlp = side.layers[1].mlp
-    old = type(mlp).forward.__get__(mlp)
+    old = _own(mlp)
     if variant == 0:
         mlp.calls = 0
 
@@ -189,7 +164,6 @@ def change_a_function_of_a_file(side, variant):
 
 PROCESS.add("change_a_function_of_a_file")
 
-
 # Hooks
 
 
@@ -205,35 +179,26 @@ def _halve_input(module, args):
     return (args[0] / 2,)
 
 
-def _hook(side, variant):
-    module = (side.layers[0].mlp, side.model.model.norm, side.model.lm_head)[variant % 3]
-    kind = variant // 3
-    if kind == 0:
-        return module.register_forward_hook(_halve)
-    if kind == 1:
-        return module.register_forward_hook(_halve_with_kwargs, with_kwargs=True, prepend=True)
-    if kind == 2:
-        return module.register_forward_pre_hook(_halve_input)
-    return module.register_forward_hook(functools.partial(_halve), always_call=True)
-
-
 @action(12)
 def register_a_hook(side, variant):
-    handle = _hook(side, variant)
+    module = (side.layers[0].mlp, side.model.model.norm, side.model.lm_head)[variant % 3]
+    handle = (
+        lambda: module.register_forward_hook(_halve),
+        lambda: module.register_forward_hook(_halve_with_kwargs, with_kwargs=True, prepend=True),
+        lambda: module.register_forward_pre_hook(_halve_input),
+        lambda: module.register_forward_hook(partial(_halve), always_call=True),
+    )[variant // 3]()
     return lambda side: handle.remove()
 
 
 @action(2)
 def register_a_global_hook(side, variant):
-    def halve(module, args, out):
-        return out / 2 if any(module is layer.mlp for layer in side.layers) else None
-
-    def halve_input(module, args):
-        return (args[0] / 2,) if any(module is layer.mlp for layer in side.layers) else None
-
+    is_mlp = lambda module: any(module is layer.mlp for layer in side.layers)  # noqa: E731
     if variant:
+        halve_input = lambda module, args: _halve_input(module, args) if is_mlp(module) else None  # noqa: E731
         handle = nn.modules.module.register_module_forward_pre_hook(halve_input)
     else:
+        halve = lambda module, args, out: out / 2 if is_mlp(module) else None  # noqa: E731
         handle = nn.modules.module.register_module_forward_hook(halve)
     return lambda side: handle.remove()
 
@@ -249,42 +214,66 @@ class Held:
     v: object
 
 
+@dataclass
 class Slots:
     __slots__ = ("v",)
+    v: object
 
 
 class Settings:
     v = torch.zeros(1)
 
 
+@dataclass
 class Behind:
     """v is a property over another attribute."""
+
+    _kept: object
 
     @property
     def v(self):
         return self._kept
 
 
+def _two_deep(v):
+    inner = lambda: v  # noqa: E731
+    return lambda: inner()
+
+
 VECTOR = torch.zeros(1)
 FILE = types.ModuleType("file_of_settings")
 VARIABLE: contextvars.ContextVar = contextvars.ContextVar("vector")
 LOCAL = threading.local()
-
-
-def _from_file():
-    return FILE.v
-
-
-def _from_class():
-    return Settings.v
-
-
-HOLDERS = (
-    "dict", "list", "tuple", "dataclass", "attribute", "buffer", "closure", "partial", "nested", "namespace", "default",
-    "number in a list", "number in an object", "method", "global", "numpy", "set of names", "file of settings",
-    "class of settings", "context variable", "thread local", "weak reference", "own dict", "closure two deep", "property",
-    "slots", "class attribute",
-)  # fmt: skip
+# How a module holds a vector: what it keeps (None if it is kept elsewhere), and how its forward() reads it.
+HOLDERS = {
+    "dict": (lambda self, v: {"v": v}, lambda self: self.held["v"]),
+    "list": (lambda self, v: [v], lambda self: self.held[0]),
+    "tuple": (lambda self, v: (v, 1), lambda self: self.held[0]),
+    "dataclass": (lambda self, v: Held(v), lambda self: self.held.v),
+    "attribute": (lambda self, v: v, lambda self: self.held),
+    "buffer": (lambda self, v: self.register_buffer("held", v), lambda self: self.held),
+    "closure": (lambda self, v: lambda: v, lambda self: self.held()),
+    "partial": (lambda self, v: partial(torch.clone, v), lambda self: self.held()),
+    "nested": (lambda self, v: {"a": [{"b": (Held(v),)}]}, lambda self: self.held["a"][0]["b"][0].v),
+    "namespace": (lambda self, v: types.SimpleNamespace(v=v), lambda self: self.held.v),
+    "default": (lambda self, v: lambda v=v: v, lambda self: self.held()),
+    "number in a list": (lambda self, v: [v[0].item()], lambda self: self.held[0]),
+    "number in an object": (lambda self, v: Held(v[0].item()), lambda self: self.held.v),
+    "method": (lambda self, v: v.clone, lambda self: self.held()),
+    "global": (lambda self, v: globals().update(VECTOR=v), lambda self: VECTOR),
+    "numpy": (lambda self, v: v.numpy(), lambda self: torch.from_numpy(self.held)),
+    "set of names": (lambda self, v: {str(v[0].item())}, lambda self: float(next(iter(self.held)))),
+    "file of settings": (lambda self, v: setattr(FILE, "v", v), lambda self: FILE.v),
+    "class of settings": (lambda self, v: setattr(Settings, "v", v), lambda self: Settings.v),
+    "context variable": (lambda self, v: VARIABLE.set(v) and None, lambda self: VARIABLE.get()),
+    "thread local": (lambda self, v: setattr(LOCAL, "v", v), lambda self: LOCAL.v),
+    "weak reference": (lambda self, v: vars(self).update(owner=v) or weakref.ref(v), lambda self: self.held()),
+    "own dict": (lambda self, v: v, lambda self: vars(self)["held"]),
+    "closure two deep": (lambda self, v: _two_deep(v), lambda self: self.held()),
+    "property": (lambda self, v: Behind(v), lambda self: self.held.v),
+    "slots": (lambda self, v: Slots(v), lambda self: self.held.v),
+    "class attribute": (lambda self, v: setattr(type(self), "of_all", v), lambda self: self.of_all),
+}
 
 
 class Steer(nn.Module):
@@ -293,138 +282,50 @@ class Steer(nn.Module):
     def __init__(self, inner, how: str):
         super().__init__()
         self.inner, self.how = inner, how
-        self.enabled = True
+        self.hold, self.read = HOLDERS[how]
         self.put(torch.zeros(64))
 
     def put(self, v):
-        how = self.how
-        if how == "dict":
-            self.held = {"v": v}
-        elif how == "list":
-            self.held = [v]
-        elif how == "tuple":
-            self.held = (v, 1)
-        elif how == "dataclass":
-            self.held = Held(v)
-        elif how == "nested":
-            self.held = {"a": [{"b": (Held(v),)}]}
-        elif how == "namespace":
-            self.held = types.SimpleNamespace(v=v)
-        elif how == "attribute":
-            self.held = v
-        elif how == "buffer":
-            self.register_buffer("held", v)
-        elif how == "closure":
-            self.held = lambda x: x + v
-        elif how == "default":
-            self.held = lambda x, v=v: x + v
-        elif how == "partial":
-            self.held = functools.partial(torch.add, v)
-        elif how == "method":
-            self.held = v.add
-        elif how == "number in a list":
-            self.held = [v[0].item()]
-        elif how == "number in an object":
-            self.held = Held(v[0].item())
-        elif how == "global":
-            globals()["VECTOR"] = v
-        elif how == "numpy":
-            self.held = v.numpy()
-        elif how == "set of names":
-            self.held = {str(v[0].item())}
-        elif how == "file of settings":
-            FILE.v = v
-        elif how == "class of settings":
-            Settings.v = v
-        elif how == "context variable":
-            VARIABLE.set(v)
-        elif how == "thread local":
-            LOCAL.v = v
-        elif how == "weak reference":
-            self.owner, self.held = v, weakref.ref(v)
-        elif how == "own dict":
-            self.held = v
-        elif how == "closure two deep":
-            add = lambda x: x + v  # noqa: E731
-            self.held = lambda x: add(x)
-        elif how == "property":
-            self.held = Behind()
-            self.held._kept = v
-        elif how == "slots":
-            self.held = Slots()
-            self.held.v = v
-        elif how == "class attribute":
-            type(self).of_all = v
+        held = self.hold(self, v)
+        if held is not None:
+            self.held = held
 
     def forward(self, x):
-        out, how = self.inner(x), self.how
-        if how == "dict":
-            return out + self.held["v"].to(out)
-        if how in ("list", "tuple", "number in a list"):
-            v = self.held[0]
-        elif how in ("dataclass", "namespace", "number in an object", "property", "slots"):
-            v = self.held.v
-        elif how == "nested":
-            v = self.held["a"][0]["b"][0].v
-        elif how in ("attribute", "buffer"):
-            v = self.held
-        elif how == "global":
-            v = VECTOR
-        elif how == "file of settings":
-            v = _from_file()
-        elif how == "class of settings":
-            v = _from_class()
-        elif how == "context variable":
-            v = VARIABLE.get()
-        elif how == "thread local":
-            v = LOCAL.v
-        elif how == "weak reference":
-            v = self.held()
-        elif how == "own dict":
-            v = vars(self)["held"]
-        elif how == "class attribute":
-            v = self.of_all
-        elif how == "numpy":
-            v = torch.from_numpy(self.held)
-        elif how == "set of names":
-            v = float(next(iter(self.held)))
-        else:
-            return self.held(out.float()).to(out)
+        out, v = self.inner(x), self.read(self)
         return out + (v.to(out) if isinstance(v, torch.Tensor) else v)
+
+
+def _next_vector(side):
+    seed = side.scratch["steered"] = side.scratch.get("steered", 0) + 1
+    return noise(64, seed, 3.0)
 
 
 @action(len(HOLDERS))
 def steer(side, variant):
     """A module that stores a vector in one of many ways, and then another vector."""
-    layer = side.layers[0]
-    if not isinstance(layer.mlp, Steer) or layer.mlp.how != HOLDERS[variant]:
-        layer.mlp = Steer(layer.mlp, HOLDERS[variant]).eval()
-        return
-    seed = side.scratch["steered"] = side.scratch.get("steered", 0) + 1
-    layer.mlp.put(noise(64, seed, 3.0))
+    layer, how = side.layers[0], [*HOLDERS][variant]
+    if not isinstance(layer.mlp, Steer) or layer.mlp.how != how:
+        layer.mlp = Steer(layer.mlp, how).eval()
+    else:
+        layer.mlp.put(_next_vector(side))
+
+
+CHANGED = {  # in the content of a container: another tensor or number, and for a tensor alone its values
+    "dict": lambda held, v: setitem(held, "v", v),
+    "list": lambda held, v: setitem(held, 0, v),
+    "dataclass": lambda held, v: setattr(held, "v", v),
+    "namespace": lambda held, v: setattr(held, "v", v),
+    "nested": lambda held, v: setattr(held["a"][0]["b"][0], "v", v),
+    "numpy": lambda held, v: setitem(held, slice(None), v.numpy()),
+    "number in a list": lambda held, v: setitem(held, 0, v[0].item()),
+    "number in an object": lambda held, v: setattr(held, "v", v[0].item()),
+    "attribute": lambda held, v: held.copy_(v),
+    "buffer": lambda held, v: held.copy_(v),
+}
 
 
 @action(len(HOLDERS))
 def replace_what_a_container_holds(side, variant):
-    """Replace the content of a container by another tensor."""
     mlp = side.layers[0].mlp
-    if not isinstance(mlp, Steer):
-        return
-    seed = side.scratch["steered"] = side.scratch.get("steered", 0) + 1
-    v = noise(64, seed, 3.0)
-    if mlp.how == "dict":
-        mlp.held["v"] = v
-    elif mlp.how == "list":
-        mlp.held[0] = v
-    elif mlp.how in ("dataclass", "namespace"):
-        mlp.held.v = v
-    elif mlp.how == "nested":
-        mlp.held["a"][0]["b"][0].v = v
-    elif mlp.how == "numpy":
-        mlp.held[:] = v.numpy()
-    elif mlp.how == "number in a list":
-        mlp.held[0] = v[0].item()
-    elif mlp.how == "number in an object":
-        mlp.held.v = v[0].item()
-    elif mlp.how in ("attribute", "buffer"):
-        mlp.held.copy_(v)
+    if isinstance(mlp, Steer) and mlp.how in CHANGED:
+        CHANGED[mlp.how](mlp.held, _next_vector(side))

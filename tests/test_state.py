@@ -52,7 +52,7 @@ def test_random_sequences(world, sequence):
 
 def held(kind: str) -> list[tuple[str, int]]:
     """Steps that set a module which stores its vector in this way, and then another vector."""
-    return 2 * [("steer", state_python.HOLDERS.index(kind))]
+    return 2 * [("steer", [*state_python.HOLDERS].index(kind))]
 
 
 # Errors of earlier versions: the model, and the shortest sequence that shows the error.
