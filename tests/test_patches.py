@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 import inspect
+import itertools
 import pickle
 import queue
 import threading
@@ -27,11 +28,8 @@ from transformers import (
     CompileConfig,
     DynamicCache,
     LlamaForCausalLM,
-    LogitsProcessor,
-    LogitsProcessorList,
     PreTrainedTokenizerFast,
     StaticCache,
-    StoppingCriteria,
     pipeline,
 )
 from transformers.modeling_outputs import CausalLMOutput
@@ -64,6 +62,16 @@ def generate(model, inputs, **options):
     options = {"max_new_tokens": NEW, "do_sample": False, **options}
     torch.manual_seed(0)
     return model.generate(**inputs, **options)
+
+
+def same(model, *inputs, calls: int = 1, options=None, **patched):
+    """The patch after which the model has generated the tokens that it generates without. It is undone."""
+    options = options or {}
+    expected = [generate(model, each, **options) for each in inputs]
+    with hf_fastattn.patch(model, **patched) as patch:
+        for each, want in [*zip(inputs, expected, strict=True)] * calls:
+            assert torch.equal(generate(model, each, **options), want)
+    return patch
 
 
 def state(model) -> dict:
@@ -158,17 +166,10 @@ def test_a_mask_is_part_of_the_graph(captured, llama, monkeypatch, padding):
 
 
 def test_each_batch_size_has_a_graph_and_growth_makes_new_ones(captured, llama):
-    expected = {rows: generate(llama, prompts("no_padding", "cpu", rows=rows)) for rows in (1, 2, 3)}
-    long = generate(llama, prompts("no_padding", "cpu", length=300))
-    with hf_fastattn.patch(llama) as patch:
-        for _ in range(2):
-            for rows in (1, 2, 3):
-                assert torch.equal(generate(llama, prompts("no_padding", "cpu", rows=rows)), expected[rows])
-        assert patch.captures == 3
-        for _ in range(2):
-            assert torch.equal(generate(llama, prompts("no_padding", "cpu", length=300)), long)
-        assert torch.equal(generate(llama, prompts("no_padding", "cpu")), expected[3])
-        assert patch.captures == 4
+    inputs = [prompts("no_padding", "cpu", rows=rows) for rows in (1, 2, 3)]
+    assert same(llama, *inputs, calls=2).captures == 3
+    long = prompts("no_padding", "cpu", length=300)
+    assert same(llama, *inputs, long, long, inputs[2]).captures == 4
 
 
 def test_a_model_cast_between_calls_gets_new_buffers(captured, llama):
@@ -193,28 +194,6 @@ def test_a_cache_grows_in_the_middle_of_generation(captured, llama):
         assert patch.captures == 2
 
 
-def test_two_conversations_at_once(captured, llama):
-    a, b = prompts("no_padding", "cpu", rows=1), prompts("no_padding", "cpu", rows=2)
-    b["input_ids"] = b["input_ids"][1:]
-
-    def converse():
-        caches, ids = {}, {"a": a["input_ids"], "b": b["input_ids"]}
-        for _ in range(3):
-            for who in ("a", "b"):
-                out = llama.generate(
-                    ids[who], past_key_values=caches.get(who), max_new_tokens=6, do_sample=False, return_dict_in_generate=True
-                )
-                caches[who] = out.past_key_values
-                ids[who] = torch.cat([out.sequences, out.sequences[:, :5]], 1)
-        return ids
-
-    expected = converse()
-    with hf_fastattn.patch(llama) as patch:
-        got = converse()
-        assert torch.equal(got["a"], expected["a"]) and torch.equal(got["b"], expected["b"])
-        assert patch.captures == 2
-
-
 def test_a_copied_cache_is_independent(captured, llama):
     inputs = prompts("no_padding", "cpu")
     ids = torch.cat([inputs["input_ids"], inputs["input_ids"][:, :9]], 1)
@@ -228,39 +207,20 @@ def test_a_copied_cache_is_independent(captured, llama):
 
 
 def test_custom_processors_criteria_and_streamers_run_unchanged(captured, llama):
-    class Keep(LogitsProcessor):
-        def __init__(self):
-            self.kept = []
+    def run():
+        kept, streamed = [], []
+        keep = lambda ids, scores: kept.append(scores) or scores + torch.arange(scores.shape[1]) * 0.01  # noqa: E731
+        stop = lambda ids, scores, **_: torch.full((len(ids),), ids.shape[1] >= 110)  # noqa: E731
+        stream = SimpleNamespace(put=streamed.append, end=lambda: streamed.append(None))
+        inputs = prompts("no_padding", "cpu", rows=1)
+        out = generate(llama, inputs, logits_processor=[keep], stopping_criteria=[stop], streamer=stream)
+        return out, len(streamed), torch.stack(kept)
 
-        def __call__(self, input_ids, scores):
-            self.kept.append(scores)
-            return scores + torch.arange(scores.shape[1]) * 0.01
-
-    class Stop(StoppingCriteria):
-        def __call__(self, input_ids, scores, **kwargs):
-            return torch.full((input_ids.shape[0],), input_ids.shape[1] >= 110)
-
-    class Stream:
-        def __init__(self):
-            self.tokens = []
-
-        def put(self, tokens):
-            self.tokens.append(tokens)
-
-        def end(self):
-            self.tokens.append(None)
-
-    inputs, results = prompts("no_padding", "cpu", rows=1), []
-    for patched in (False, True):
-        keep, stream = Keep(), Stream()
-        patch = hf_fastattn.patch(llama) if patched else None
-        out = generate(llama, inputs, logits_processor=LogitsProcessorList([keep]), stopping_criteria=[Stop()], streamer=stream)
-        results.append((out, torch.stack(keep.kept), len(stream.tokens)))
-        if patch:
-            assert patch.replays == 12
-            patch.undo()
-    assert torch.equal(results[0][0], results[1][0]) and results[0][2] == results[1][2]
-    torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-4, atol=1e-4)
+    expected = run()
+    with hf_fastattn.patch(llama) as patch:
+        found = run()
+    assert patch.replays == 12 and torch.equal(found[0], expected[0]) and found[1] == expected[1]
+    torch.testing.assert_close(found[2], expected[2], rtol=1e-4, atol=1e-4)
 
 
 def test_weights_changed_in_place_are_seen_and_replaced_ones_recaptured(captured, llama):
@@ -322,65 +282,102 @@ def test_prompt_learning_is_refused_with_a_way_that_runs(kind):
     assert calls["lean.prefill"]
 
 
-@pytest.mark.parametrize(
-    "what, match",
-    [
-        ("hook", "forward hook"),
-        ("checkpointing", CHECKPOINTING),
-        ("no_cache", "use_cache=False"),
-        ("hidden", "hidden states"),
-        ("stock_attention", "attn_implementation is 'sdpa'"),
-        ("dynamic_cache", "DynamicCache"),
-        ("cache_implementation", "cache_implementation='dynamic'"),
-        ("sync", r"its code reads a value on the host, in unless_zero\(\), and a graph only repeats what the device does\.$"),
-        ("error", r"its code does something that a graph cannot, in no_mode\(\) \(TypeError: a mode is active\)\.$"),
-    ],
-)
-def test_what_cannot_be_captured_runs_uncaptured_with_the_reason(captured, llama, monkeypatch, what, match):
-    inputs, options, calls = prompts("no_padding", "cpu"), {}, []
-    if what == "hidden":
-        options = {"output_hidden_states": True, "return_dict_in_generate": True}
-    elif what == "no_cache":
-        options = {"use_cache": False}
-    elif what == "checkpointing":
-        llama.gradient_checkpointing_enable()
-        llama.train()
-    expected = generate(llama, inputs, **options)
-    with hf_fastattn.patch(llama) as patch:
-        if what == "hook":
-            llama.model.norm.register_forward_hook(lambda *args: calls.append(1))
-        elif what == "stock_attention":
-            llama.set_attn_implementation("sdpa")
-        elif what == "dynamic_cache":
-            options["past_key_values"] = DynamicCache(config=llama.config)
-        elif what == "cache_implementation":
-            options["cache_implementation"] = "dynamic"
-        elif what == "sync":
-            forward = llama.model.norm.forward
+def _norm(change):
+    """Replace forward() of the last norm by change(forward)."""
 
-            def unless_zero(x):
-                return forward(x) if x.sum().item() else x
+    def replace(model):
+        model.model.norm.forward = change(model.model.norm.forward)
 
-            monkeypatch.setattr(llama.model.norm, "forward", unless_zero)
-        elif what == "error":
-            forward = llama.model.norm.forward
+    return replace
 
-            def no_mode(x):
-                if torch._C._len_torch_dispatch_stack():
-                    raise TypeError("a mode is active")
-                return forward(x)
 
-            monkeypatch.setattr(llama.model.norm, "forward", no_mode)
+def _sync(forward):
+    def unless_zero(x):
+        return forward(x) if x.sum().item() else x
+
+    return unless_zero
+
+
+def _raise(forward):
+    def no_mode(x):
+        if torch._C._len_torch_dispatch_stack():
+            raise TypeError("a mode is active")
+        return forward(x)
+
+    return no_mode
+
+
+class WithoutPositions(LlamaForCausalLM):
+    def forward(self, input_ids=None, attention_mask=None, use_cache=None, **cache):
+        return super().forward(input_ids, attention_mask, use_cache=use_cache, **cache)
+
+
+class GrowingArgument(LlamaForCausalLM):
+    def prepare_inputs_for_generation(self, *args, attention_mask=None, **kwargs):
+        inputs = super().prepare_inputs_for_generation(*args, attention_mask=attention_mask, **kwargs)
+        return {**inputs, "mm_token_type_ids": torch.zeros_like(attention_mask)}
+
+
+def _train_with_checkpoints(model):
+    model.gradient_checkpointing_enable()
+    model.train()
+
+
+def _as(cls):
+    return lambda model: setattr(model, "__class__", cls)
+
+
+def nothing(model): ...
+
+
+HOOKED: list = []
+ROLLING = {"backend": "streaming", "window": 400}
+HOST, NO_GRAPH = "its code reads a value on the host", "its code does something that a graph cannot"
+COUNTS = "is called without position_ids, and .*"
+# The reason, what happens before patch() and after it, options of generate(), options of patch().
+UNCAPTURED = {
+    "hook": ("forward hook", nothing, lambda m: m.model.norm.register_forward_hook(lambda *_: HOOKED.append(1))),
+    "checkpointing": (CHECKPOINTING, _train_with_checkpoints),
+    "no cache": ("use_cache=False", nothing, nothing, {"use_cache": False}),
+    "hidden states": ("hidden states", nothing, nothing, {"output_hidden_states": True, "return_dict_in_generate": True}),
+    "other attention": ("attn_implementation is 'sdpa'", nothing, lambda m: m.set_attn_implementation("sdpa")),
+    "another cache": ("DynamicCache", nothing, nothing, {"past_key_values": DynamicCache}),
+    "cache_implementation": ("cache_implementation='dynamic'", nothing, nothing, {"cache_implementation": "dynamic"}),
+    "sync": (HOST + r", in unless_zero\(\), and a graph only repeats what the device does\.$", nothing, _norm(_sync)),
+    "error": (NO_GRAPH + r", in no_mode\(\) \(TypeError: a mode is active\)\.$", nothing, _norm(_raise)),
+    **{
+        name: ("uncaptured", nothing, _norm(lambda forward, read=read: lambda x: (read(x.sum()), forward(x))[1]))
+        for name, read in (("tolist", torch.Tensor.tolist), ("numpy", torch.Tensor.numpy))
+    },
+    "no positions": (COUNTS + "may count tokens on the host", _as(WithoutPositions)),
+    "no positions, rolling": (COUNTS + "a RollingCache counts tokens", _as(WithoutPositions), nothing, {}, ROLLING),
+    "an argument that grows": ("argument mm_token_type_ids grows by one element per step", _as(GrowingArgument)),
+}
+
+
+@pytest.mark.parametrize("case", UNCAPTURED)
+def test_what_cannot_be_captured_runs_uncaptured_with_the_reason(captured, llama, case):
+    match, before, *more = UNCAPTURED[case]
+    after, options, patched = (*more, *(nothing, {}, {})[len(more) :])
+    inputs = prompts("no_padding", "cpu") if case != "an argument that grows" else prompts("left_padding", "cpu")
+    HOOKED.clear()
+    before(llama)
+
+    def run(**options):
+        given = {name: value(config=llama.config) if value is DynamicCache else value for name, value in options.items()}
+        return generate(llama, inputs, **given)
+
+    expected = run(**options)
+    with hf_fastattn.patch(llama, **patched) as patch:
+        after(llama)
         with pytest.warns(UserWarning, match=match):
-            got = generate(llama, inputs, **options)
-        assert patch.captures == 0 and (what != "hidden" or patch.uncaptured == NEW - 1)
+            got = run(**options)
+        assert patch.captures == 0 and (case != "hidden states" or patch.uncaptured == NEW - 1) and len(patch.reasons) == 1
         assert torch.equal(getattr(got, "sequences", got), getattr(expected, "sequences", expected))
-        if what == "hook":
-            assert len(calls) == NEW
-        if what == "hidden":
+        assert len(HOOKED) == (NEW if case == "hook" else 0)
+        if case == "hidden states":
             assert len(got.hidden_states) == NEW
-            del options["output_hidden_states"]
-            generate(llama, inputs, **options)  # the hooks that Transformers leaves are inactive
+            run(return_dict_in_generate=True)  # the hooks that Transformers leaves are inactive
             assert patch.captures == 1
 
 
@@ -486,16 +483,12 @@ def test_rehearsals_of_two_models_restore_the_process(monkeypatch):
     assert len(shown) == 1 and shown[0].startswith("it reads a value on the host, at ") and __file__ in shown[0]
 
 
-def test_a_prompt_read_one_by_one_is_captured_from_its_second_token(monkeypatch):
+def test_a_prompt_read_one_by_one_is_captured_from_its_second_token(captured, llama):
     """Without a mask the length of the prompt is unknown: the first token of an empty cache is not a decode step."""
-    fake_graph.use(monkeypatch)
-    model = tiny("llama", "sdpa")
     inputs = {"input_ids": prompts("no_padding", "cpu")["input_ids"]}
-    expected = generate(model, inputs)
-    for options in ({}, {"backend": "streaming", "window": 400}):
-        with hf_fastattn.patch(model, **options) as patch:
-            assert torch.equal(generate(model, inputs, prefill_chunk_size=1), expected)
-            assert patch.captures == 1 and not patch.uncaptured and not patch.reasons
+    for patched in ({}, ROLLING):
+        patch = same(llama, inputs, options={"prefill_chunk_size": 1}, **patched)
+        assert patch.captures == 1 and not patch.uncaptured and not patch.reasons
 
 
 class NoCacheInOutput(LlamaForCausalLM):
@@ -503,13 +496,30 @@ class NoCacheInOutput(LlamaForCausalLM):
         return CausalLMOutput(logits=super().forward(input_ids, attention_mask, position_ids, **kwargs).logits)
 
 
-def test_a_model_whose_output_has_no_cache_is_captured(captured, llama):
-    inputs = prompts("left_padding", "cpu")
-    expected = generate(llama, inputs)
-    llama.__class__ = NoCacheInOutput
-    with hf_fastattn.patch(llama) as patch:
-        assert torch.equal(generate(llama, inputs), expected)
-        assert patch.captures == 1 and not patch.uncaptured
+def _older_name(model):
+    """The name of the cache as in older versions."""
+    own = model.prepare_inputs_for_generation
+
+    def prepare(self, *args, **kwargs):
+        return {"past_key_values" if name == hf.CACHE else name: value for name, value in own(*args, **kwargs).items()}
+
+    model.__class__ = type("Older", (LlamaForCausalLM,), {"prepare_inputs_for_generation": prepare})
+
+
+CAPTURED = {
+    "an output without its cache": (_as(NoCacheInOutput), {}),
+    "an older name of the cache": (_older_name, {}),
+    "arguments of torch.compile": (nothing, {"disable_compile": True}),
+    "training": (lambda model: model.train(), {}),
+}
+
+
+@pytest.mark.parametrize("case", CAPTURED)
+def test_steps_are_captured(captured, llama, case):
+    change, options = CAPTURED[case]
+    change(llama)
+    patch = same(llama, prompts("left_padding", "cpu"), options=options)
+    assert (patch.captures, patch.uncaptured, patch.reasons) == (1, 0, [])
 
 
 BART = {"d_model": 64, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 96, "is_decoder": True}
@@ -545,84 +555,44 @@ def test_paligemma_over_gemma_2_takes_no_masks(captured):
     vision = {"model_type": "siglip_vision_model", "patch_size": 4, **SMALL_VISION}
     own = {"text_config": text, "vision_config": vision, "projection_dim": 64, "image_token_id": 127, "hidden_size": 64}
     model = tiny("paligemma", auto=AutoModelForImageTextToText, **own)
-    plain = copy.deepcopy(model)
-    with hf_fastattn.patch(model) as patch:
-        inputs = prompts("no_padding", "cpu")
-        assert torch.equal(generate(model, inputs), generate(plain, inputs)) and patch.captures and not patch.reasons
-        inputs = prompts("left_padding", "cpu")
-        with pytest.warns(match="it takes one mask for all layers, and with padding a sliding window needs its own"):
-            assert torch.equal(generate(model, inputs), generate(plain, inputs))
-
-
-class WithoutPositions(LlamaForCausalLM):
-    def forward(self, input_ids=None, attention_mask=None, use_cache=None, **cache):
-        return super().forward(input_ids, attention_mask, use_cache=use_cache, **cache)
-
-
-@pytest.mark.parametrize(
-    "options, match",
-    [({}, "may count tokens on the host"), ({"backend": "streaming", "window": 400}, "a RollingCache counts tokens")],
-)
-def test_a_model_that_may_count_on_the_host_runs_uncaptured(captured, llama, options, match):
-    inputs = prompts("no_padding", "cpu")
-    llama.__class__ = WithoutPositions
-    expected = generate(llama, inputs)
-    with hf_fastattn.patch(llama, **options) as patch, pytest.warns(match=f"is called without position_ids, and .*{match}"):
-        assert torch.equal(generate(llama, inputs), expected)
-    assert not patch.captures
-
-
-QWEN2_AUDIO = (
-    "Qwen2AudioForConditionalGeneration",
-    "qwen2_audio",
-    "multimodal",
-    "transformers.models.qwen2_audio.modeling_qwen2_audio",
-)
+    patch = same(model, prompts("no_padding", "cpu"))
+    assert patch.captures and not patch.reasons
+    with pytest.warns(match="it takes one mask for all layers, and with padding a sliding window needs its own"):
+        same(model, prompts("left_padding", "cpu"))
 
 
 def test_an_argument_in_the_output_is_that_of_the_step(captured):
-    model, seen = every_model.build(every_model.Model(*QWEN2_AUDIO, True)), []
-    update = model._update_model_kwargs_for_generation
+    names = "Qwen2AudioForConditionalGeneration", "qwen2_audio", "multimodal"
+    model = every_model.build(every_model.Model(*names, "transformers.models.qwen2_audio.modeling_qwen2_audio", True))
+    seen, update = [], model._update_model_kwargs_for_generation
 
     def keep(outputs, *args, **kwargs):
         seen.append(outputs.attention_mask)
         return update(outputs, *args, **kwargs)
 
     inputs = prompts("left_padding", "cpu")
-    expected = generate(model, inputs)
-    with hf_fastattn.patch(model) as patch:
-        assert torch.equal(generate(model, inputs), expected) and patch.captures == 1 and not patch.uncaptured
+    with hf_fastattn.patch(model):
         model._update_model_kwargs_for_generation = keep
         generate(model, inputs)
     assert [mask.shape[1] for mask in seen] == list(range(96, 96 + NEW))
 
 
-class GrowingArgument(LlamaForCausalLM):
-    def prepare_inputs_for_generation(self, *args, attention_mask=None, **kwargs):
-        inputs = super().prepare_inputs_for_generation(*args, attention_mask=attention_mask, **kwargs)
-        return {**inputs, "mm_token_type_ids": torch.zeros_like(attention_mask)}
-
-
 def test_methods_have_the_signature_of_the_models_own(llama, monkeypatch):
-    names = ("generate", "prepare_inputs_for_generation")
-    with hf_fastattn.patch(llama):
-        for own in (LlamaForCausalLM, GrowingArgument, LlamaForCausalLM):
-            llama.__class__ = own
-            for name in names:
-                expected = inspect.signature(getattr(own, name).__get__(llama))
-                assert inspect.signature(getattr(llama, name)) == expected
-        monkeypatch.setattr(LlamaForCausalLM, "generate", lambda self, ids: ids)
-        assert list(inspect.signature(llama.generate).parameters) == ["ids"]
-
-
-def test_the_signature_of_the_models_own_is_derived_once(llama, monkeypatch):
+    """It is derived once."""
     reads = []
     signature = lambda method: reads.append(method.__name__) or inspect.signature(method)  # noqa: E731
     monkeypatch.setattr(generation, "inspect", SimpleNamespace(signature=signature))
     with hf_fastattn.patch(llama):
         for _ in range(2):
             generate(llama, prompts("no_padding", "cpu"))
-    assert reads == ["prepare_inputs_for_generation"]
+        assert reads == ["prepare_inputs_for_generation"]
+        for own in (LlamaForCausalLM, GrowingArgument, LlamaForCausalLM):
+            llama.__class__ = own
+            for name in ("generate", "prepare_inputs_for_generation"):
+                expected = inspect.signature(getattr(own, name).__get__(llama))
+                assert inspect.signature(getattr(llama, name)) == expected
+        monkeypatch.setattr(LlamaForCausalLM, "generate", lambda self, ids: ids)
+        assert list(inspect.signature(llama.generate).parameters) == ["ids"]
 
 
 def test_a_model_whose_signature_cannot_be_copied_is_copied(llama):
@@ -634,16 +604,6 @@ def test_a_model_whose_signature_cannot_be_copied_is_copied(llama):
     with hf_fastattn.patch(llama):
         expected = generate(llama, prompts("no_padding", "cpu"))
         assert torch.equal(generate(copy.deepcopy(llama), prompts("no_padding", "cpu")), expected)
-
-
-def test_an_argument_that_grows_with_the_text_is_reported(captured, llama):
-    inputs = prompts("left_padding", "cpu")
-    expected = generate(llama, inputs)
-    llama.__class__ = GrowingArgument
-    with hf_fastattn.patch(llama) as patch, pytest.warns(match="argument mm_token_type_ids grows by one element per step"):
-        for _ in range(2):
-            assert torch.equal(generate(llama, inputs), expected)
-        assert not patch.captures and len(patch.reasons) == 1
 
 
 @pytest.mark.parametrize(
@@ -695,7 +655,7 @@ def test_the_way_without_patch_runs(model_type, auto, own):
         torch.testing.assert_close(found[where], expected[where], atol=1e-4, rtol=1e-4)
 
 
-BOTH_CACHES = pytest.mark.parametrize("options", [{}, {"backend": "streaming", "window": 400}], ids=["preallocated", "rolling"])
+BOTH_CACHES = pytest.mark.parametrize("options", [{}, ROLLING], ids=["preallocated", "rolling"])
 
 
 def empty_cache(model, options):
@@ -723,28 +683,39 @@ def test_a_call_that_covers_no_more_than_the_cache_is_refused(options, padding):
             assert torch.equal(onwards, generate(model, inputs, max_new_tokens=6)[:, 96:])
 
 
+@contextlib.contextmanager
+def raising(name: str, error, at: int | None = None):
+    """The `at`-th call of a method of recorded graphs, or every one, raises an error after its work."""
+    own, calls = getattr(fake_graph.RecordedGraph, name), itertools.count(1)
+
+    def method(self, *args):
+        out = own(self, *args)
+        if at is None or next(calls) == at:
+            raise error
+        return out
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fake_graph.RecordedGraph, name, method)
+        yield
+
+
+def first_tokens(inputs, text, count: int) -> dict:
+    """The beginning of a text with its mask."""
+    mask = torch.nn.functional.pad(inputs["attention_mask"], (0, count - inputs["attention_mask"].shape[1]), value=1)
+    return {"input_ids": text[:, :count], "attention_mask": mask}
+
+
 @BOTH_CACHES
-def test_an_interrupted_rehearsal_restores_the_cache(options, monkeypatch):
-    fake_graph.use(monkeypatch)
-    model = tiny("llama", "sdpa")
+def test_an_interrupted_rehearsal_restores_the_cache(captured, llama, options):
     inputs = prompts("left_padding", "cpu")
-    with hf_fastattn.patch(model, **options):
-        expected = generate(model, inputs)
-        cache = empty_cache(model, options)
-        with monkeypatch.context() as interrupted:
-            rehearse = fake_graph.RecordedGraph.rehearse
-
-            def interrupt(self, body):
-                rehearse(self, body)
-                raise KeyboardInterrupt
-
-            interrupted.setattr(fake_graph.RecordedGraph, "rehearse", interrupt)
-            with pytest.raises(KeyboardInterrupt):
-                generate(model, inputs, past_key_values=cache)
-        assert cache.get_seq_length() == inputs["input_ids"].shape[1]
-        mask = torch.cat([inputs["attention_mask"], torch.ones(3, 1, dtype=torch.long)], 1)
-        onwards = {"input_ids": expected[:, : mask.shape[1]], "attention_mask": mask}
-        assert torch.equal(generate(model, onwards, past_key_values=cache, max_new_tokens=10), expected[:, : mask.shape[1] + 10])
+    with hf_fastattn.patch(llama, **options):
+        expected = generate(llama, inputs)
+        cache = empty_cache(llama, options)
+        with raising("rehearse", KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+            generate(llama, inputs, past_key_values=cache)
+        assert cache.get_seq_length() == 96
+        onwards = first_tokens(inputs, expected, 97)
+        assert torch.equal(generate(llama, onwards, past_key_values=cache, max_new_tokens=10), expected[:, :107])
 
 
 @BOTH_CACHES
@@ -773,58 +744,36 @@ def test_graphs_do_not_write_to_buffers_that_were_replaced(options, monkeypatch)
 
 
 @BOTH_CACHES
-def test_an_interrupted_replay_leaves_no_wrong_count(options, monkeypatch):
+def test_an_interrupted_replay_leaves_no_wrong_count(captured, llama, options):
     """The replay has counted on the device. A preallocated cache writes the host's count again; a rolling one has to be reset."""
-    fake_graph.use(monkeypatch)
-    model = tiny("llama", "sdpa")
     inputs = prompts("left_padding", "cpu")
-    with hf_fastattn.patch(model, **options):
-        expected = generate(model, inputs)
-        cache = empty_cache(model, options)
-        replay, replays = fake_graph.RecordedGraph.replay, []
-
-        def interrupt(self):
-            replay(self)
-            replays.append(self)
-            if len(replays) == 3:
-                raise KeyboardInterrupt
-
-        with monkeypatch.context() as interrupted, pytest.raises(KeyboardInterrupt):
-            interrupted.setattr(fake_graph.RecordedGraph, "replay", interrupt)
-            generate(model, inputs, past_key_values=cache)
-        new = cache.get_seq_length() + 1 - inputs["input_ids"].shape[1]
-        mask = torch.cat([inputs["attention_mask"], torch.ones(3, new, dtype=torch.long)], 1)
-        onwards = {"input_ids": expected[:, : mask.shape[1]], "attention_mask": mask}
-        expected = expected[:, : mask.shape[1] + 4]
+    with hf_fastattn.patch(llama, **options):
+        expected = generate(llama, inputs)
+        cache = empty_cache(llama, options)
+        with raising("replay", KeyboardInterrupt, at=3), pytest.raises(KeyboardInterrupt):
+            generate(llama, inputs, past_key_values=cache)
+        count = cache.get_seq_length() + 1
+        onwards = first_tokens(inputs, expected, count)
         if options:
             with pytest.raises(ValueError, match="interrupted"):
-                generate(model, onwards, past_key_values=cache, max_new_tokens=4)
+                generate(llama, onwards, past_key_values=cache, max_new_tokens=4)
             cache.reset()
-        assert torch.equal(generate(model, onwards, past_key_values=cache, max_new_tokens=4), expected)
+        assert torch.equal(generate(llama, onwards, past_key_values=cache, max_new_tokens=4), expected[:, : count + 4])
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_a_failed_rehearsal_restores_the_pools_buffers(error, monkeypatch):
+def test_a_failed_rehearsal_restores_the_pools_buffers(captured, llama, error):
     """The rehearsal has already counted on the device, and the next call may need the count that the host has."""
-    fake_graph.use(monkeypatch)
-    model = tiny("llama", "sdpa")
     padded, plain = prompts("left_padding", "cpu"), prompts("no_padding", "cpu")
-    expected = [generate(model, inputs) for inputs in (padded, plain)]
-    with hf_fastattn.patch(model) as patch:
-        with monkeypatch.context() as failing, warnings.catch_warnings(), contextlib.suppress(KeyboardInterrupt):
+    expected = [generate(llama, inputs) for inputs in (padded, plain)]
+    with hf_fastattn.patch(llama) as patch:
+        with raising("rehearse", error("too late")), warnings.catch_warnings(), contextlib.suppress(KeyboardInterrupt):
             warnings.simplefilter("ignore")
-            rehearse = fake_graph.RecordedGraph.rehearse
-
-            def fail(self, body):
-                rehearse(self, body)
-                raise error("too late")
-
-            failing.setattr(fake_graph.RecordedGraph, "rehearse", fail)
-            generate(model, padded)
+            generate(llama, padded)
         gc.collect()
-        assert torch.equal(generate(model, plain), expected[1]) and patch.captures == 1
+        assert torch.equal(generate(llama, plain), expected[1]) and patch.captures == 1
         if error is KeyboardInterrupt:
-            assert torch.equal(generate(model, padded), expected[0]) and patch.captures == 2
+            assert torch.equal(generate(llama, padded), expected[0]) and patch.captures == 2
 
 
 def test_linear_layers_are_told_that_they_are_in_a_graph(monkeypatch):
@@ -859,18 +808,6 @@ def test_linear_layers_are_changed_only_for_graphs(monkeypatch):
         with hf_fastattn.patch(model, graph=graph) as patch:
             assert subclass.is_fused(model.lm_head) == ("linear layers" in str(patch)) == graph
         assert not subclass.is_fused(model.lm_head)
-
-
-def test_a_step_that_reads_the_device_is_refused_whichever_way(monkeypatch):
-    fake_graph.use(monkeypatch)
-    model = tiny("llama", "sdpa")
-    inputs = prompts("no_padding", "cpu")
-    expected = generate(model, inputs)
-    forward = model.model.norm.forward
-    for read in (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.item):
-        monkeypatch.setattr(model.model.norm, "forward", lambda x, read=read: (read(x.sum()), forward(x))[1])
-        with hf_fastattn.patch(model, fuse=False) as patch, pytest.warns(UserWarning, match="uncaptured"):
-            assert torch.equal(generate(model, inputs), expected) and not patch.captures
 
 
 def test_buffers_that_come_back_after_undo_are_not_kept():
@@ -974,26 +911,31 @@ def test_transformers_own_compile_on_request(captured, llama):
             generate(llama, inputs, compile_config=compile_config, past_key_values=PreallocatedCache(llama))
 
 
+BAD_INPUT = [
+    (ValueError, "Unknown attention backend 'flashy'", ["flashy"], {}),
+    (ValueError, r"'sdpa' is no backend of hf_fastattn, but other attention\. Its backends: .*lean", ["sdpa"], {}),
+    (ValueError, 'cache must be "auto", "preallocated", "rolling", or None .*; got .static.', [], {"cache": "static"}),
+    (TypeError, "has kv_sharding= in place of kv=", [], {"kv": "sequence"}),
+    (ValueError, "graph=True needs a preallocated cache", [], {"cache": None}),
+    (TypeError, "graph must be True or False; got 'no'", [], {"graph": "no"}),
+    (TypeError, "fuse must be True or False; got 1", [], {"fuse": 1}),
+    (TypeError, "clamp_positions must be True or False; got None", [], {"clamp_positions": None}),
+]
+
+
 def test_bad_input(llama):
     before = state(llama)
-    with pytest.raises(ValueError, match="Unknown attention backend 'flashy'"):
-        hf_fastattn.patch(llama, "flashy")
-    with pytest.raises(ValueError, match=r"'sdpa' is no backend of hf_fastattn, but other attention\. Its backends: .*lean"):
-        hf_fastattn.patch(llama, "sdpa")
-    with pytest.raises(ValueError, match=r'cache must be "auto", "preallocated", "rolling", or None .*; got .static.'):
-        hf_fastattn.patch(llama, cache="static")
-    with pytest.raises(TypeError, match="has kv_sharding= in place of kv="):
-        hf_fastattn.patch(llama, kv="sequence")
-    with pytest.raises(ValueError, match="graph=True needs a preallocated cache"):
-        hf_fastattn.patch(llama, cache=None)
-    for name, value in (("graph", "no"), ("fuse", 1), ("clamp_positions", None)):
-        with pytest.raises(TypeError, match=f"{name} must be True or False; got {value!r}"):
-            hf_fastattn.patch(llama, **{name: value})
+    for error, match, arguments, options in BAD_INPUT:
+        with pytest.raises(error, match=match):
+            hf_fastattn.patch(llama, *arguments, **options)
     with pytest.raises(TypeError, match="takes a Transformers model"):
         hf_fastattn.patch(torch.nn.Linear(2, 2))
     with pytest.raises(ValueError, match="is not patched"):
         hf_fastattn.unpatch(llama)
     with hf_fastattn.patch(llama) as patch:
+        with hf_fastattn.patch(llama) as again:
+            assert again is patch
+        assert not patch.undone
         patch.undo()
         for call in (patch.undo, patch.__enter__):
             with pytest.raises(ValueError, match="already undone"):
@@ -1039,15 +981,6 @@ def test_patch_again(llama, first, equal, other, differs):
         hf_fastattn.patch(llama, **first)
     hf_fastattn.unpatch(llama)
     assert state(llama) == before
-
-
-def test_the_outermost_block_undoes_a_patch(llama):
-    before = state(llama)
-    with hf_fastattn.patch(llama) as patch:
-        with hf_fastattn.patch(llama) as again:
-            assert again is patch
-        assert not patch.undone
-    assert patch.undone and state(llama) == before
 
 
 def test_caches_of_another_model_or_batch(llama):
@@ -1101,23 +1034,7 @@ def test_frequencies_that_change_with_the_length_are_captured(captured, family, 
 
 def test_prompt_lookup_with_a_compile_config(captured, llama):
     inputs, options = prompts("no_padding", "cpu", rows=1), {"prompt_lookup_num_tokens": 4}
-    expected = generate(llama, inputs, **options)
-    with hf_fastattn.patch(llama) as patch:
-        assert torch.equal(generate(llama, inputs, compile_config=CompileConfig(), **options), expected) and not patch.reasons
-
-
-def test_a_model_that_names_its_cache_as_in_older_versions(captured, llama, monkeypatch):
-    own = type(llama).prepare_inputs_for_generation
-
-    def prepare(self, *args, **kwargs):
-        inputs = own(self, *args, **kwargs)
-        return {"past_key_values" if name == hf.CACHE else name: value for name, value in inputs.items()}
-
-    monkeypatch.setattr(type(llama), "prepare_inputs_for_generation", prepare)
-    inputs = prompts("no_padding", "cpu")
-    expected = generate(llama, inputs)
-    with hf_fastattn.patch(llama) as patch:
-        assert torch.equal(generate(llama, inputs), expected) and patch.captures == 1
+    assert not same(llama, inputs, options={**options, "compile_config": CompileConfig()}).reasons
 
 
 def test_a_rotary_embedding_that_is_changed_between_calls(captured):
@@ -1146,17 +1063,6 @@ def test_new_ids_alone_with_their_positions(captured, llama):
         assert torch.equal(turn(True), expected) and not patch.reasons
 
 
-@pytest.mark.parametrize("options", [{"disable_compile": True}, {"training": True}], ids=str)
-def test_arguments_for_torch_compile_or_dropout_keep_the_graph(captured, llama, options):
-    options = dict(options)
-    llama.train(options.pop("training", False))
-    inputs = prompts("no_padding", "cpu")
-    expected = generate(llama, inputs, **options)
-    with hf_fastattn.patch(llama) as patch:
-        assert torch.equal(generate(llama, inputs, **options), expected)
-        assert (patch.captures, patch.uncaptured, patch.reasons) == (1, 0, [])
-
-
 PER_LAYER = {
     "head_dim": 16, "global_head_dim": 32, "sliding_window": 16, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
     "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 128, "num_hidden_layers": 4,
@@ -1167,13 +1073,10 @@ PER_LAYER = {
 @pytest.mark.parametrize("padding", PADDINGS)
 @pytest.mark.parametrize("head_dim", [32, 512])
 def test_layers_of_different_shapes(captured, padding, head_dim):
-    model, inputs = tiny("gemma4_text", **{**PER_LAYER, "global_head_dim": head_dim}), prompts(padding, "cpu")
-    expected = generate(model, inputs)
-    with hf_fastattn.patch(model) as patch:
-        assert torch.equal(generate(model, inputs), expected) and patch.captures == 1
-    wide = tiny("gemma4_text", **{**PER_LAYER, "global_head_dim": 600})
+    model = tiny("gemma4_text", **{**PER_LAYER, "global_head_dim": head_dim})
+    assert same(model, prompts(padding, "cpu")).captures == 1
     with pytest.raises(ValueError, match="cannot run 'lean': head_dim 600 is above 576"):
-        hf_fastattn.patch(wide)
+        hf_fastattn.patch(tiny("gemma4_text", **{**PER_LAYER, "global_head_dim": 600}))
 
 
 def test_layers_that_are_added_or_given_another_window(captured):
@@ -1258,17 +1161,13 @@ def test_objects_of_the_process_are_searched_only_where_a_part_has_further_refer
 def test_a_model_whose_generate_is_that_of_a_part():
     from transformers import Blip2Config, Blip2ForConditionalGeneration, OPTConfig
 
-    text = OPTConfig(
-        vocab_size=128, hidden_size=32, ffn_dim=32, num_hidden_layers=1, num_attention_heads=2, word_embed_proj_dim=32
-    )  # fmt: skip
-    tiny_part = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = Blip2Config(
-        vision_config={**tiny_part, "image_size": 28, "patch_size": 14},
-        qformer_config={**tiny_part, "encoder_hidden_size": 32, "vocab_size": 128},
-        text_config=text,
-        num_query_tokens=4,
-        image_token_index=127,
-    )
+    own = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = OPTConfig(**own, vocab_size=128, ffn_dim=32, word_embed_proj_dim=32)
+    parts = {
+        "vision_config": {**own, "intermediate_size": 32, "image_size": 28, "patch_size": 14},
+        "qformer_config": {**own, "intermediate_size": 32, "encoder_hidden_size": 32, "vocab_size": 128},
+    }
+    config = Blip2Config(**parts, text_config=text, num_query_tokens=4, image_token_index=127)
     model = Blip2ForConditionalGeneration(config).eval()
     with pytest.raises(ValueError, match=r"patch\(model\.language_model\)"):
         hf_fastattn.patch(model)
